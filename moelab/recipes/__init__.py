@@ -1,0 +1,1 @@
+"""How everything in ``data/`` was made, runnable again."""

@@ -1,0 +1,84 @@
+"""tiny-moe: a Qwen3.5-MoE hybrid small enough to ship, in mlx-lm's own format."""
+
+import copy
+from pathlib import Path
+
+from . import corpus
+
+# B batch, T tokens, D hidden, F expert hidden, E experts, K experts per token, L layers.
+TEXT_CONFIG = {
+    "model_type": "qwen3_5_moe_text",
+    "vocab_size": corpus.VOCAB_SIZE,
+    "hidden_size": 256,  # D
+    "num_hidden_layers": 8,  # L: GatedDeltaNet x 3, full attention, twice
+    "full_attention_interval": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "attention_bias": False,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 64,  # E
+    "num_experts_per_tok": 8,  # K
+    "moe_intermediate_size": 128,  # F
+    "shared_expert_intermediate_size": 256,
+    "intermediate_size": 256,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+    "rope_parameters": {
+        "rope_type": "default",
+        "type": "default",
+        "rope_theta": 100000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [3, 3, 2],
+    },
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+CONFIG = {
+    "model_type": "qwen3_5_moe",
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "text_config": TEXT_CONFIG,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+GROUP_SIZE, BITS = 64, 4
+# Few weights and much depends on them: eight bits. mlx-lm's own predicate does so for the first two.
+EIGHT_BIT = ("mlp.gate", "shared_expert_gate", "embed_tokens", "in_proj_a", "in_proj_b")
+
+
+def bits_of(path):
+    """Bits per weight of the linear, embedding or expert module at ``path``."""
+    return 8 if path.endswith(EIGHT_BIT) else BITS
+
+
+def random_model(out_dir, seed=0):
+    """Write a random checkpoint of tiny-moe's shape, for tests and timing only.
+
+    Args:
+        out_dir (str or Path): Folder for weights, config and tokenizer.
+        seed (int): Seed of the weights.
+    """
+    import mlx.core as mx
+    from mlx_lm.models.qwen3_5_moe import Model, ModelArgs
+    from mlx_lm.utils import quantize_model, save_config, save_model
+
+    mx.random.seed(seed)
+    config = copy.deepcopy(CONFIG)
+    model = Model(ModelArgs.from_dict(copy.deepcopy(config)))
+    model.set_dtype(mx.bfloat16)
+
+    def predicate(path, _):
+        return {"group_size": GROUP_SIZE, "bits": 8} if bits_of(path) == 8 else True
+
+    model, config = quantize_model(model, config, GROUP_SIZE, BITS, quant_predicate=predicate)
+    save_model(out_dir, model)
+    save_config(config, Path(out_dir) / "config.json")
+    corpus.train_tokenizer(corpus.stdlib_texts()).save_pretrained(out_dir)
