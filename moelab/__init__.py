@@ -1,0 +1,33 @@
+"""How fast can a Mixture-of-Experts model decode with its experts on the SSD, and why?
+
+One set of letters everywhere: B batch, T tokens, D hidden size, F expert hidden size,
+E experts, K experts per token (top-k), S slots per layer, L layers. Bytes are ``nbytes``,
+seconds end in ``_s``.
+"""
+
+from pathlib import Path
+
+from .checkpoint import CheckpointError
+from .lab.trace import Trace, record
+from .streaming.config import StreamConfig
+from .streaming.model import Footprint, Stats, close, footprint, load, stats
+from .streaming.reader import ReadError
+
+__version__ = "0.1.0"
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+
+__all__ = [
+    "DATA",
+    "CheckpointError",
+    "Footprint",
+    "ReadError",
+    "Stats",
+    "StreamConfig",
+    "Trace",
+    "close",
+    "footprint",
+    "load",
+    "record",
+    "stats",
+]

@@ -1,0 +1,98 @@
+"""How to stream: one frozen record, checked when it is made."""
+
+import os
+from dataclasses import dataclass, replace
+from typing import Optional, Union
+
+MODES = ("resident", "serial", "buffers", "stacked", "fused")
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """How a model's experts are kept and read.
+
+    Args:
+        mode (str): ``resident``, ``serial``, ``buffers``, ``stacked`` or ``fused``.
+        slots (int): Experts held in memory in every layer (S), at least K. Used by
+            ``stacked`` and ``fused``. Default: ``16``.
+        top_k (int, optional): Experts per token (K); fewer than the checkpoint's own is
+            lossy. Default: the checkpoint's own.
+        readers (int): Reads in flight at once. Default: ``4``.
+        prefetch (str): Only ``none`` so far.
+        policy (str): Which expert leaves its slot first: ``lru`` or ``lfu``.
+        scales (str): ``streamed`` reads an expert's scales and biases with its weight,
+            ``resident`` keeps those of all E experts in memory.
+        dtype (str): ``auto`` (float32 on the CPU backend, the checkpoint's own on a GPU),
+            ``float32``, ``bfloat16`` or ``float16``.
+        streams (int or str): MLX streams that the experts' work is spread over. ``auto``:
+            one for each core on the CPU backend, where a stream uses one core; 1 on a GPU.
+
+    Raises:
+        ValueError: If a field is not one of the above.
+    """
+
+    mode: str = "fused"
+    slots: int = 16
+    top_k: Optional[int] = None
+    readers: int = 4
+    prefetch: str = "none"
+    policy: str = "lru"
+    scales: str = "streamed"
+    dtype: str = "auto"
+    streams: Union[int, str] = "auto"
+
+    def __post_init__(self):
+        for name, allowed in (
+            ("mode", MODES),
+            ("prefetch", ("none",)),
+            ("policy", ("lru", "lfu")),
+            ("scales", ("streamed", "resident")),
+            ("dtype", ("auto", "float32", "bfloat16", "float16")),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(
+                    f"StreamConfig.{name}: expected one of {', '.join(allowed)}, got {value!r}."
+                )
+        for name in ("slots", "readers", "top_k", "streams"):
+            value = getattr(self, name)
+            if (name, value) in (("top_k", None), ("streams", "auto")):
+                continue
+            if type(value) is not int or value < 1:
+                raise ValueError(
+                    f"StreamConfig.{name}: expected a whole number of at least 1, got {value!r}."
+                )
+
+    @classmethod
+    def from_env(cls, **fields):
+        """Read the environment variables that SwiftLM's users know.
+
+        ``MLX_MOE_STACKED`` and ``MLX_MOE_FUSE_GATEUP`` choose the mode (neither:
+        ``buffers``), ``MLX_MOE_CACHE_SLOTS`` the slots, ``SWIFTLM_TOP_K`` the top-k.
+
+        Args:
+            fields: Fields that do not come from the environment.
+
+        Raises:
+            ValueError: If a variable is not what it should be.
+        """
+
+        def number(name):
+            value = os.environ[name]
+            try:
+                return int(value)
+            except ValueError:
+                raise ValueError(f"{name}: expected a whole number, got {value!r}.") from None
+
+        stacked = bool(number("MLX_MOE_STACKED")) if "MLX_MOE_STACKED" in os.environ else False
+        fuse = (
+            bool(number("MLX_MOE_FUSE_GATEUP")) if "MLX_MOE_FUSE_GATEUP" in os.environ else False
+        )
+        if fuse and not stacked:
+            raise ValueError("MLX_MOE_FUSE_GATEUP=1 needs MLX_MOE_STACKED=1 as well.")
+        config = cls(mode="fused" if fuse else "stacked" if stacked else "buffers")
+        if "MLX_MOE_CACHE_SLOTS" in os.environ:
+            config = replace(config, slots=number("MLX_MOE_CACHE_SLOTS"))
+        if "SWIFTLM_TOP_K" in os.environ:
+            config = replace(config, top_k=number("SWIFTLM_TOP_K"))
+        return replace(config, **fields)

@@ -1,0 +1,417 @@
+"""An mlx-lm model whose experts stay on disk."""
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from time import perf_counter
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx_lm import utils as mlx_lm_utils
+
+from ..checkpoint import Checkpoint, CheckpointError, expert_modules, locate_experts
+from .config import StreamConfig
+from .layers import LAYERS, num_experts
+from .reader import Reader
+from .slots import can_fuse
+
+# What the families call K in their configuration.
+TOP_K_KEYS = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+)
+
+
+@dataclass
+class Counters:
+    """What one phase has cost since load or reset.
+
+    Attributes:
+        tokens (int): Tokens that went in.
+        calls (int): Calls of MoE layers.
+        hits (int): Experts that were in their slot when needed.
+        misses (int): Experts that had to be read.
+        reads (int): Ranges of files read.
+        bytes_read (int): Their bytes.
+        read_s (float): Seconds in reads, summed over the threads.
+        wait_s (float): Seconds in which the model waited for reads.
+    """
+
+    tokens: int = 0
+    calls: int = 0
+    hits: int = 0
+    misses: int = 0
+    reads: int = 0
+    bytes_read: int = 0
+    read_s: float = 0.0
+    wait_s: float = 0.0
+
+    @property
+    def hit_rate(self):
+        """Hits among the experts needed, 0 to 1; nan if none was needed."""
+        needed = self.hits + self.misses
+        return self.hits / needed if needed else float("nan")
+
+    @property
+    def bytes_per_token(self):
+        """Bytes read for each token; nan before the first."""
+        return self.bytes_read / self.tokens if self.tokens else float("nan")
+
+
+@dataclass
+class Stats:
+    """Counters of prompts (calls with more than one token) and of decoding, apart."""
+
+    prefill: Counters = field(default_factory=Counters)
+    decode: Counters = field(default_factory=Counters)
+
+
+class Session:
+    """What the streamed layers of one model share."""
+
+    def __init__(self, config, dtype, top_k, located, resident):
+        self.config, self.dtype, self.top_k = config, dtype, top_k
+        self.located, self.resident = located, resident
+        self.reader = Reader(config.readers)
+        self.streams = _streams(config)
+        self.stats = Stats()
+        self.counters = self.stats.decode
+        self.recorder = None
+        for file in sorted({f for t in located.values() for f in t.files}):
+            self.reader.open(file)
+
+    def begin(self, inputs):
+        """A call of the whole model starts, with token ids ``[B, T]``."""
+        prefill = inputs.ndim > 1 and inputs.shape[1] > 1
+        self.counters = self.stats.prefill if prefill else self.stats.decode
+        self.counters.tokens += inputs.size
+        if self.recorder is not None:
+            self.recorder.begin(inputs, "prefill" if prefill else "decode")
+
+    @contextmanager
+    def waiting(self):
+        """Count the reads begun and waited for inside."""
+        c, r = self.counters, self.reader
+        reads, nbytes, read_s, begin = r.reads, r.nbytes, r.read_s, perf_counter()
+        try:
+            yield r
+        finally:
+            c.wait_s += perf_counter() - begin
+            c.reads += r.reads - reads
+            c.bytes_read += r.nbytes - nbytes
+            c.read_s += r.read_s - read_s
+
+
+class StreamedModel:
+    """Mixed into the class of a loaded model: counts its calls, closes it."""
+
+    def __call__(self, inputs, *args, **kwargs):
+        self._session.begin(inputs)
+        return super().__call__(inputs, *args, **kwargs)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        close(self)
+
+
+def load(path_or_hf_repo, config=None, *, tokenizer_config=None, revision=None, **kwargs):
+    """Load a model whose experts stay on disk, and its tokenizer.
+
+    What comes back works wherever what ``mlx_lm.load`` returns does.
+
+    Args:
+        path_or_hf_repo (str or Path): A model folder or a Hub repository.
+        config (StreamConfig, optional): How to stream. Default: ``StreamConfig()``.
+        tokenizer_config (dict, optional): As for ``mlx_lm.load``.
+        revision (str, optional): As for ``mlx_lm.load``.
+        kwargs: ``trust_remote_code``, as for ``mlx_lm.load``.
+
+    Returns:
+        tuple[nn.Module, TokenizerWrapper]: The model and the tokenizer.
+
+    Raises:
+        CheckpointError: If the files are damaged or their experts cannot be streamed.
+        ValueError: If ``config`` does not fit the model.
+    """
+    path = Path(mlx_lm_utils._download(path_or_hf_repo, revision=revision))
+    model, model_config = load_model(path, config, **kwargs)
+    tokenizer = mlx_lm_utils.load_tokenizer(
+        path, tokenizer_config, eos_token_ids=model_config.get("eos_token_id", None)
+    )
+    return model, tokenizer
+
+
+def load_model(path, config=None, **kwargs):
+    """``load`` without the tokenizer.
+
+    Returns:
+        tuple[nn.Module, dict]: The model and its configuration.
+    """
+    config = config or StreamConfig()
+    checkpoint = Checkpoint(path)
+    model, model_config, top_k = _build(checkpoint, config, **kwargs)
+    experts = expert_modules(model)
+    dtype = _dtype(model, config)
+
+    if config.mode == "resident":
+        located, resident = {}, {}
+    else:
+        located, resident = _sources(model, checkpoint, config, dtype)
+    session = Session(config, dtype, top_k, located, resident)
+    try:
+        if config.mode != "resident":
+            layer = LAYERS[config.mode]
+            streamed = [
+                (path, layer(module, path, i, session))
+                for i, (path, module) in enumerate(experts)
+            ]
+            model.update_modules(tree_unflatten(streamed))
+        _cast(model, dtype)
+        mx.eval(model.parameters())
+    except BaseException:
+        session.reader.close()
+        raise
+    model._session = session
+    cls = type(model)
+    model.__class__ = type(cls.__name__, (StreamedModel, cls), {})
+    return model, model_config
+
+
+def stats(model, reset=False):
+    """What the model has read since it was loaded or reset.
+
+    Args:
+        model (nn.Module): As ``load`` returned it.
+        reset (bool): Start again from zero.
+
+    Returns:
+        Stats: ``prefill`` and ``decode`` counters.
+    """
+    session = _session(model)
+    result = session.stats
+    if reset:
+        session.stats = Stats()
+        session.counters = session.stats.decode
+        return result
+    return Stats(
+        *(type(c)(**{f.name: getattr(c, f.name) for f in fields(c)})
+          for c in (result.prefill, result.decode))
+    )
+
+
+def close(model):
+    """End the model's threads and close its files. It cannot be called afterwards."""
+    _session(model).reader.close()
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory that a model will take, in bytes, by ``load``'s own arithmetic.
+
+    Attributes:
+        backbone_nbytes (int): Everything but the experts.
+        slots_nbytes (int): The slots (or buffers; in ``resident`` mode all experts).
+        scales_nbytes (int): Parameters kept for all E experts.
+        checkpoint_nbytes (int): The tensors on disk.
+        expert_nbytes (int): One expert on disk.
+        num_layers (int): MoE layers.
+        num_experts (int): E, the most of any layer.
+        top_k (int): K.
+    """
+
+    backbone_nbytes: int
+    slots_nbytes: int
+    scales_nbytes: int
+    checkpoint_nbytes: int
+    expert_nbytes: int
+    num_layers: int
+    num_experts: int
+    top_k: int
+
+    @property
+    def total_nbytes(self):
+        """Backbone, slots and resident parameters together."""
+        return self.backbone_nbytes + self.slots_nbytes + self.scales_nbytes
+
+
+def footprint(path, config=None):
+    """Predict the memory of ``load(path, config)`` without reading any weights.
+
+    Args:
+        path (str or Path): A model folder.
+        config (StreamConfig, optional): How to stream.
+
+    Returns:
+        Footprint: The bytes. A prompt's activations and the caches come on top.
+    """
+    config = config or StreamConfig()
+    checkpoint = Checkpoint(path)
+    model, _, top_k = _build(checkpoint, config)
+    dtype = _dtype(model, config)
+    modules = expert_modules(model)
+    slots = scales = one = total_experts = 0
+    for path, m in modules:
+        E = num_experts(m)
+        rows = {
+            "resident": E,
+            "serial": 1,
+            "buffers": top_k,
+            "stacked": min(config.slots, E),
+            "fused": min(config.slots, E),
+        }[config.mode]
+        for name, p in tree_flatten(m.parameters()):
+            nbytes = _cast_nbytes(p, dtype)
+            total_experts += nbytes
+            slots += nbytes // E * rows
+            if config.mode != "resident" and _stays(name, p, config):
+                scales += nbytes
+    everything = sum(_cast_nbytes(p, dtype) for _, p in tree_flatten(model.parameters()))
+    located = locate_experts(model, checkpoint)
+    if modules:
+        first = modules[0][0] + "."
+        one = sum(t.nbytes for name, t in located.items() if name.startswith(first))
+    return Footprint(
+        everything - total_experts,
+        slots,
+        scales,
+        checkpoint.nbytes,
+        one,
+        len(modules),
+        max((num_experts(m) for _, m in modules), default=0),
+        top_k,
+    )
+
+
+def _build(checkpoint, config, **kwargs):
+    """mlx-lm's model, no weight read yet, with the top-k that ``config`` asks for."""
+    own = checkpoint.config
+    found = _find_top_k(own)
+    model_config = None
+    if config.top_k is not None:
+        holder, key, _ = found or (None, TOP_K_KEYS[0], None)
+        text = own.get("text_config")
+        if holder is not None and holder is text:
+            model_config = {"text_config": {**text, key: config.top_k}}
+        else:
+            model_config = {key: config.top_k}
+    try:
+        model, model_config = mlx_lm_utils.load_model(
+            checkpoint.path, lazy=True, model_config=model_config, **kwargs
+        )
+    except ValueError as e:
+        raise CheckpointError(f"{checkpoint.path}: mlx-lm cannot build it: {e}") from e
+    modules = expert_modules(model)
+    if config.mode == "resident" and not modules:
+        return model, model_config, 0
+    if not modules:
+        raise CheckpointError(
+            f"{checkpoint.path}: a {own.get('model_type')} model has no experts (expected "
+            "SwitchGLU or SwitchMLP modules, found none). Load it with mlx_lm.load."
+        )
+    E = min(num_experts(m) for _, m in modules)
+    own_k = found[2] if found else None
+    K = config.top_k if config.top_k is not None else own_k
+    if K is None:
+        raise CheckpointError(
+            f"{checkpoint.path / 'config.json'}: expected the experts per token under one of "
+            f"{', '.join(TOP_K_KEYS)}, found none. Set StreamConfig.top_k."
+        )
+    if not 1 <= K <= E:
+        raise ValueError(f"StreamConfig.top_k: expected 1 to {E} (the experts), got {K}.")
+    if config.mode in ("stacked", "fused") and config.slots < K:
+        raise ValueError(
+            f"StreamConfig.slots: expected at least {K} (the experts per token), got "
+            f"{config.slots}. Raise slots or lower top_k."
+        )
+    return model, model_config, K
+
+
+def _find_top_k(config):
+    for holder in (config.get("text_config"), config):
+        for key in TOP_K_KEYS:
+            value = (holder or {}).get(key)
+            if isinstance(value, list) and value:
+                value = max(value)
+            if isinstance(value, int):
+                return holder, key, value
+    return None
+
+
+def _dtype(model, config):
+    """The type of activations."""
+    if config.dtype != "auto":
+        return getattr(mx, config.dtype)
+    if mx.default_device() == mx.cpu:
+        return mx.float32  # half precision is 16 times slower on the CPU backend
+    floating = [p.dtype for _, p in tree_flatten(model.parameters()) if _is_floating(p)]
+    # The embedding decides what the residual stream is.
+    for name, p in tree_flatten(model.parameters()):
+        if "embed" in name and _is_floating(p):
+            return p.dtype
+    return floating[0]
+
+
+def _is_floating(p):
+    return mx.issubdtype(p.dtype, mx.floating)
+
+
+def _cast_nbytes(p, dtype):
+    return p.size * (dtype.size if _is_floating(p) else p.dtype.size)
+
+
+def _cast(model, dtype):
+    if mx.default_device() == mx.cpu or dtype == mx.float32:
+        model.update(
+            tree_map(lambda p: p.astype(dtype) if _is_floating(p) else p, model.parameters())
+        )
+
+
+def _stays(name, p, config):
+    """Whether all E experts' parts of this parameter are kept in memory."""
+    if p.ndim <= 2:  # additive biases and tensor-wide scales: a few bytes an expert
+        return True
+    return config.scales == "resident" and not name.endswith(".weight")
+
+
+def _sources(model, checkpoint, config, dtype):
+    """Which parameters are read from disk, which stay in memory for all experts."""
+    located = locate_experts(model, checkpoint)
+    resident = {}
+    for path, module in expert_modules(model):
+        for name, p in tree_flatten(module.parameters()):
+            full = f"{path}.{name}"
+            if _stays(name, p, config):
+                resident[full] = p.astype(dtype) if _is_floating(p) else p
+                mx.eval(resident[full])
+                located.pop(full, None)
+            elif full not in located:
+                raise CheckpointError(
+                    f"{checkpoint.path}: {full}: the bytes of an expert are not contiguous in "
+                    f"the files ({checkpoint.config.get('model_type')} in a layout that mlx-lm "
+                    "rearranges on load), so they cannot be read in place. Convert it first: "
+                    f"mlx_lm.convert --hf-path {checkpoint.path} --mlx-path NEW_FOLDER"
+                )
+    return located, resident
+
+
+def _streams(config):
+    default = mx.default_stream(mx.default_device())
+    n = config.streams
+    if n == "auto":
+        n = (os.cpu_count() or 1) if mx.default_device() == mx.cpu else 1
+    return [default] + [mx.new_stream(mx.default_device()) for _ in range(n - 1)]
+
+
+def _session(model):
+    session = getattr(model, "_session", None)
+    if session is None:
+        raise ValueError(f"{type(model).__name__}: expected a model from moelab.load.")
+    return session
