@@ -1,0 +1,249 @@
+"""The synthetic checkpoints: mlx-lm's own layout, the real shapes, little memory, nothing half-written."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+
+from moelab.__main__ import main
+from moelab.recipes import synthesize as S
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A byte-level tokenizer of some 270 entries, so that these tests need nothing of data/."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    out = tmp_path_factory.mktemp("tokenizer")
+    t = Tokenizer(models.BPE())
+    t.pre_tokenizer, t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    t.train_from_iterator(
+        ["def f(x): return x"] * 3,
+        trainers.BpeTrainer(
+            vocab_size=300, special_tokens=["<|pad|>", "<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    t.save(str(out / "tokenizer.json"))
+    (out / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "pad_token": "<|pad|>"})
+    )
+    return out
+
+
+def small(like="qwen3.5-35b-a3b"):
+    """The same family, small enough for a test."""
+    config = json.loads(json.dumps(S.CONFIGS[like]))
+    config.get("text_config", config).update(
+        hidden_size=128, num_hidden_layers=4, num_attention_heads=4, head_dim=64, num_key_value_heads=2,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
+        num_experts=16, num_experts_per_tok=4, moe_intermediate_size=64, shared_expert_intermediate_size=64,
+    )  # fmt: skip
+    if "rope_parameters" in config.get("text_config", {}):
+        config["text_config"]["rope_parameters"]["mrope_section"] = [3, 3, 2]
+    return config
+
+
+def write(out, tokenizer, **kwargs):
+    return S.synthesize(out, tokenizer=tokenizer, progress=False, **kwargs)
+
+
+@pytest.mark.parametrize("like", ["qwen3.5-35b-a3b", "qwen3-30b-a3b"])
+def test_mlx_lm_loads_and_decodes_it(tmp_path, tokenizer, like):
+    out = write(tmp_path / "m", tokenizer, config=small(like))
+    model, tok = mlx_lm.load(str(out))
+    model.set_dtype(mx.float32)
+    prompt = tok.encode("def f(x):")
+    logits = model(mx.array([prompt]))[0]
+    assert mx.isfinite(logits).all()
+    assert mx.std(logits[-1]).item() > 0.5  # not degenerate: greedy tokens are a real test
+    tokens = [int(t) for t, _ in generate_step(mx.array(prompt), model, max_tokens=32)]
+    assert len(set(tokens)) > 8
+
+
+def test_the_layout_is_the_one_that_mlx_lm_writes(tmp_path, tokenizer):
+    """Names, shapes, types and bits equal those of mlx-lm's own quantize-and-save of the same config."""
+    from mlx_lm.models.qwen3_5_moe import Model, ModelArgs
+    from mlx_lm.utils import quantize_model, save_model
+
+    out = write(tmp_path / "m", tokenizer, config=small())
+    ours = mx.load(str(out / "model.safetensors"))
+    config = json.loads((out / "config.json").read_text())
+    plain = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config", "moelab_synthetic")}
+    model = Model(ModelArgs.from_dict(plain))
+    model.set_dtype(mx.bfloat16, lambda d: d == mx.float32)
+    model, theirs_config = quantize_model(model, plain, 64, 4)
+    save_model(str(tmp_path / "theirs"), model)
+    theirs = mx.load(str(tmp_path / "theirs" / "model.safetensors"))
+    assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
+    differ = {k for k in ours if ours[k].dtype != theirs[k].dtype}
+    assert all(
+        k.endswith("A_log") for k in differ
+    )  # mlx-lm's convert leaves these in float32, set_dtype above does not
+    assert config["quantization"] == theirs_config["quantization"]
+    assert config["quantization"]["language_model.model.layers.0.mlp.gate"]["bits"] == 8
+
+
+@pytest.mark.parametrize(
+    "like, nbytes_of_an_expert",
+    [
+        ("qwen3.5-35b-a3b", 1769472),
+        ("qwen3.5-122b-a10b", 5308416),
+        ("qwen3.5-397b-a17b", 7077888),
+        ("qwen3-30b-a3b", 2654208),
+    ],
+)
+def test_real_shapes(like, nbytes_of_an_expert):
+    config = S.CONFIGS[like]
+    text = config.get("text_config", config)
+    D, F, E = (text[k] for k in ("hidden_size", "moe_intermediate_size", "num_experts"))
+    tensors, _ = S.plan(config)
+    expert = [t for t in tensors if ".layers.0." in t.name and ".switch_mlp." in t.name]
+    assert len(expert) == 9
+    assert sum(t.nbytes for t in expert) // E == nbytes_of_an_expert == 3 * D * F * 36 // 64
+    assert {t.shape for t in expert if t.name.endswith("gate_proj.weight")} == {(E, F, D // 8)}
+    assert {t.shape for t in expert if t.name.endswith("down_proj.scales")} == {(E, D, F // 64)}
+
+
+def test_parameters_add_up_to_the_name():
+    """122B in the name, 122B in the plan (without the vision tower and the draft head)."""
+    for like, billions in [
+        ("qwen3.5-35b-a3b", 35),
+        ("qwen3.5-122b-a10b", 122),
+        ("qwen3.5-397b-a17b", 397),
+        ("qwen3-30b-a3b", 30.5),
+    ]:
+        tensors, config = S.plan(S.CONFIGS[like])
+        shapes = {t.name: t.shape for t in tensors}
+        n = 0
+        for t in tensors:
+            path = t.name.removesuffix(".weight")
+            if t.dtype == "U32":
+                n += int(np.prod(t.shape)) * (4 if config["quantization"].get(path, {}).get("bits") == 8 else 8)
+            elif not (t.name.endswith((".scales", ".biases")) and t.name.rpartition(".")[0] + ".weight" in shapes):
+                n += int(np.prod(t.shape))
+        assert n / 1e9 == pytest.approx(billions, rel=0.02), like
+
+
+def test_sharded(tmp_path, tokenizer, monkeypatch):
+    whole = write(tmp_path / "whole", tokenizer, config=small())
+    monkeypatch.setattr(S.shards, "__defaults__", (200_000,))
+    cut = write(tmp_path / "cut", tokenizer, config=small())
+    files = sorted(cut.glob("model-*.safetensors"))
+    assert len(files) > 2 and not (cut / "model.safetensors").exists()
+    index = json.loads((cut / "model.safetensors.index.json").read_text())["weight_map"]
+    a, b = (dict(tree_flatten(mlx_lm.load(str(p))[0].parameters())) for p in (whole, cut))
+    assert a.keys() == b.keys() and all(mx.array_equal(a[k], b[k]) for k in a)
+    assert {index[k] for k in index} == {f.name for f in files}
+
+
+def test_seed(tmp_path, tokenizer):
+    a, b, c = (write(tmp_path / str(i), tokenizer, config=small(), seed=s) for i, s in enumerate([1, 1, 2]))
+    blobs = [(p / "model.safetensors").read_bytes() for p in (a, b, c)]
+    assert blobs[0] == blobs[1] != blobs[2]
+
+
+def test_larger_vocabulary_never_decodes_what_the_tokenizer_cannot_write(tmp_path, tokenizer):
+    out = write(tmp_path / "m", tokenizer, config=small(), vocab=512)
+    model, tok = mlx_lm.load(str(out))
+    model.set_dtype(mx.float32)
+    logits = model(mx.array([[5, 6, 7]]))[0, -1]
+    assert logits.shape == (512,)
+    assert mx.all(logits[len(tok) :] == 0) and logits[tok.eos_token_id].item() == 0
+    assert mx.argmax(logits).item() < len(tok)
+
+
+def test_memory_stays_small(tmp_path, tokenizer):
+    """A checkpoint of 230 MB is written by a process that grows by far less than that."""
+    code = """
+import resource, sys
+from moelab.recipes import synthesize as S
+S.CHUNK_NBYTES = 4 << 20
+config = dict(S.CONFIGS["qwen3-30b-a3b"], num_experts=64)
+S.plan(dict(config, num_hidden_layers=1))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+S.synthesize(sys.argv[1], config=config, layers=1, tokenizer=sys.argv[2], progress=False)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    out = tmp_path / "m"
+    grown = int(subprocess.check_output([sys.executable, "-c", code, str(out), str(tokenizer)])) * (
+        1 if sys.platform == "darwin" else 1024
+    )
+    nbytes = (out / "model.safetensors").stat().st_size
+    assert nbytes > 150e6 and grown < 0.3 * nbytes
+
+
+def test_too_little_disk(tmp_path, tokenizer, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(10**9, 10**9, 10**6))
+    code = main(["synthesize", str(tmp_path / "m"), "--layers", "4", "--tokenizer", str(tokenizer), "--quiet"])
+    assert code == 1
+    assert "the checkpoint takes 1.89 GB, 0.00 GB is free; ask for fewer layers" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_disk_that_fills_up_midway(tmp_path, tokenizer, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(S, "_write_shard", full)
+    with pytest.raises(OSError, match="filled up while .* nothing is left"):
+        write(tmp_path / "m", tokenizer, config=small())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "kwargs, error, message",
+    [
+        (dict(like="qwen9"), ValueError, "expected one of qwen3.5-35b-a3b"),
+        (dict(layers=0), ValueError, "expected 1 to 40"),
+        (dict(layers=41), ValueError, "expected 1 to 40"),
+        (dict(vocab=10), ValueError, "at least 2[67]"),
+        (dict(tokenizer="nowhere"), FileNotFoundError, "no tokenizer.json in nowhere"),
+    ],
+)
+def test_bad_arguments(tmp_path, tokenizer, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        S.synthesize(tmp_path / "m", progress=False, **{"tokenizer": tokenizer, **kwargs})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_left_alone(tmp_path, tokenizer):
+    (tmp_path / "m").mkdir()
+    with pytest.raises(FileExistsError, match="remove it or name another"):
+        write(tmp_path / "m", tokenizer, config=small())
+    assert list((tmp_path / "m").iterdir()) == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_ctrl_c_leaves_nothing(tmp_path, tokenizer):
+    out = tmp_path / "m"
+    p = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "moelab",
+            "synthesize",
+            str(out),
+            "--layers",
+            "4",
+            "--tokenizer",
+            str(tokenizer),
+            "--quiet",
+        ],
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.time() + 60
+    while time.time() < deadline and not list(tmp_path.glob("m.partial/*.safetensors")):
+        time.sleep(0.05)
+    p.send_signal(2)
+    assert p.wait(30) == 130 and p.stderr.read() == b"interrupted\n"
+    assert list(tmp_path.iterdir()) == []
