@@ -1,0 +1,92 @@
+"""Figures, widgets and the machine's card, without a browser and without a model."""
+
+import ipywidgets
+import pytest
+
+from moelab.lab import figures, machine, preset, widgets
+
+
+def drawn(top_k=8, slots=16):
+    if slots < top_k:
+        raise ValueError(f"slots {slots} < top_k {top_k}")
+    fig = figures.figure(f"top-k {top_k}", "slots", "ms")
+    fig.add_scatter(x=[1, 2], y=[top_k, slots], **figures.style(0))
+    if top_k < 8:
+        fig.add_bar(x=[1], y=[2])
+    return figures.describe(fig, alt=f"a line to {slots}", finding=f"{top_k} of {slots}")
+
+
+@pytest.fixture
+def explorer(capsys):
+    return widgets.explore(drawn, top_k=widgets.slider("top-k", 1, 8, 8), slots=widgets.choice("slots", (4, 8, 16), 16))
+
+
+def test_a_slider_redraws_the_live_figure(explorer):
+    assert list(explorer.figure.data[0].y) == [8, 16]
+    explorer.controls["slots"].value = 8  # as a reader would
+    assert list(explorer.figure.data[0].y) == [8, 8]
+    explorer.set(top_k=2, slots=4)  # another number of traces
+    assert [t.type for t in explorer.figure.data] == ["scatter", "bar"]
+    assert explorer.figure.layout.title.text == "top-k 2"
+    assert "2 of 4" in explorer._words.value
+    explorer.assert_ok()
+
+
+def test_an_error_is_shown_and_raised(explorer):
+    explorer.set(top_k=8, slots=4)
+    assert "slots 4 &lt; top_k 8" in explorer._state.value
+    with pytest.raises(ValueError, match="slots 4 < top_k 8"):
+        explorer.assert_ok()
+    explorer.set(top_k=4)
+    explorer.assert_ok()
+    with pytest.raises(ValueError, match="goes from 1 to 8, got 9"):
+        explorer.set(top_k=9)
+
+
+def test_with_a_run_button_nothing_is_measured_on_a_move():
+    calls = []
+
+    def measured(top_k):
+        calls.append(top_k)
+        return drawn(top_k)
+
+    explorer = widgets.explore(measured, run_button=True, top_k=widgets.slider("top-k", 1, 8, 8))
+    explorer.controls["top_k"].value = 4
+    assert calls == [8]
+    explorer._button.click()
+    assert calls == [8, 4] and not explorer._button.disabled
+    assert isinstance(explorer.view, ipywidgets.VBox)
+
+
+def test_every_figure_says_where_it_was_measured():
+    fig = drawn()
+    assert machine.card()["date"] in fig.layout.title.subtitle.text
+    assert len(fig.to_json()) < 8_000  # no default template inside
+    looks = [(s["line"]["dash"], s["marker"]["symbol"]) for s in map(figures.style, range(6))]
+    assert len(set(looks)) == 6
+    with pytest.raises(ValueError, match="alt text"):
+        figures.show(figures.figure("t", "x", "y"))
+    figures.ceiling(fig, 2.5, "SSD, 2.5 GB/s")
+    assert fig.layout.shapes[0].y0 == 2.5
+
+
+def test_check_says_what_to_do(monkeypatch, capsys):
+    assert machine.check() in (True, False)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) >= 6 and all(line.startswith(("[ok] ", "[fail] ")) for line in lines)
+    monkeypatch.setattr(machine, "MIN_MEMORY_NBYTES", 1 << 60)
+    assert not machine.check()
+    assert "[fail] memory" in (out := capsys.readouterr().out) and "-> " in out
+
+
+def test_reads_are_counted_whole(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(10 << 20))
+    for cold in (True, False):
+        assert machine.read_speed(path, cold, readers=3) > 0
+
+
+def test_preset(monkeypatch, capsys):
+    P = preset(tokens=(128, 16), slots=16, modes=["a", "b"])
+    assert P.tokens in (128, 16) and P.slots == 16 and P.modes == ["a", "b"]
+    assert "preset=" in capsys.readouterr().out
