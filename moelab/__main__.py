@@ -11,6 +11,125 @@ def _synthesize(args):
     print(f"{out}: load it with mlx_lm.load, or try: python -m moelab bench {out}")
 
 
+def _stream_config(args, **fields):
+    from . import StreamConfig
+
+    names = ("slots", "top_k", "readers", "streams", "scales", "policy", "dtype")
+    return StreamConfig(**{n: getattr(args, n) for n in names if getattr(args, n) is not None}, **fields)
+
+
+def _add_stream_options(p):
+    p.add_argument("--slots", type=int, help="experts held in memory in each layer, at least top-k (default: 16)")
+    p.add_argument(
+        "--top-k",
+        type=int,
+        help="experts per token; fewer than the checkpoint's own is lossy (default: the checkpoint's)",
+    )
+    p.add_argument("--readers", type=int, help="reads in flight at once (default: 4)")
+    p.add_argument(
+        "--streams",
+        type=lambda v: v if v == "auto" else int(v),
+        help="MLX streams that the experts' work is spread over (default: auto, the cores on the CPU backend, 1 on a GPU)",
+    )
+    p.add_argument(
+        "--scales",
+        choices=["streamed", "resident"],
+        help="read scales with the weights, or keep all in memory (default: streamed)",
+    )
+    p.add_argument("--policy", choices=["lru", "lfu"], help="which expert leaves its slot (default: lru)")
+    p.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], help="of activations (default: auto)")
+
+
+def _generate(args):
+    from .lab.bench import generate
+
+    generate(args.model, args.prompt, _stream_config(args, mode=args.mode), args.max_tokens)
+
+
+def _add_generate(commands):
+    p = commands.add_parser(
+        "generate",
+        help="continue a prompt",
+        description="Print a model's continuation as it comes, then one line of figures.",
+    )
+    p.add_argument("model", metavar="MODEL", help="folder or Hub repository, as for mlx_lm.load")
+    p.add_argument("--prompt", required=True, help="the text to continue; - reads it from standard input")
+    p.add_argument("--mode", default="fused", help="resident, serial, buffers, stacked or fused (default: %(default)s)")
+    p.add_argument("--max-tokens", type=int, default=128, help="(default: %(default)s)")
+    _add_stream_options(p)
+    p.set_defaults(run=_generate)
+
+
+def _bench(args):
+    from .lab import bench, timing
+
+    base = _stream_config(args)
+    if args.layer:
+        record = bench.bench_layer(args.model, args.modes or "stacked,fused", base, args.runs or 200)
+        print(bench.report_layer(record))
+    elif args.reads:
+        depths = tuple(int(d) for d in args.depth.split(","))
+        record = bench.bench_reads(args.model, depths, args.megabytes << 20, args.runs or 3)
+        print(bench.report_reads(record))
+    else:
+        same = bench.run_bench(
+            args.model, args.modes or "resident,serial,buffers,stacked,fused", base, args.tokens, args.runs or 5, args.warmup,
+            tuple(args.prompt or ()), args.json, {"auto": None, "yes": True, "no": False}[args.together],
+        )  # fmt: skip
+        return 0 if same else 3
+    if args.json:
+        timing.save(args.json, record)
+
+
+def _add_bench(commands):
+    p = commands.add_parser(
+        "bench",
+        help="decode in several modes, interleaved, with quartiles and ceilings",
+        description="Decode the same prompts in every mode, in rounds of random order after one round of warm-up. Tokens per second are of decoding "
+        "alone; tokens are checked against the resident model's. Exit status 3: a mode decoded other tokens.",
+    )
+    p.add_argument("model", metavar="MODEL", help="folder or Hub repository, as for mlx_lm.load")
+    p.add_argument(
+        "--modes",
+        help="divided by commas; fields of StreamConfig may follow a slash: resident,fused,fused/streams=1/slots=32 "
+        "(default: resident,serial,buffers,stacked,fused; with --layer: stacked,fused)",
+    )
+    p.add_argument("--tokens", type=int, default=64, help="decoded and timed in each run (default: %(default)s)")
+    p.add_argument(
+        "--warmup",
+        type=int,
+        default=16,
+        help="tokens decoded in each run before the clock starts (default: %(default)s)",
+    )
+    p.add_argument("--runs", type=int, help="rounds that are kept (default: 5; --layer 200, --reads 3)")
+    p.add_argument("--prompt", action="append", help="in place of the eight built-in ones; may be given again")
+    p.add_argument(
+        "--together",
+        choices=["auto", "yes", "no"],
+        default="auto",
+        help="keep all models loaded (auto: if they take less than half of the memory)",
+    )
+    p.add_argument("--json", metavar="FILE", help="keep raw samples, machine and settings there")
+    p.add_argument(
+        "--layer",
+        action="store_true",
+        help="time one MoE layer with every expert in its slot, against the same layer resident",
+    )
+    p.add_argument(
+        "--reads",
+        action="store_true",
+        help="read whole experts cold, against fio with the same sizes and depth (if it is installed)",
+    )
+    p.add_argument(
+        "--depth", default="1,4,8", help="with --reads: reads in flight, divided by commas (default: %(default)s)"
+    )
+    p.add_argument(
+        "--megabytes", type=int, default=256, help="with --reads: MB read in each run (default: %(default)s)"
+    )
+    _add_stream_options(p)
+    p.set_defaults(run=_bench)
+
+
 def _add_synthesize(commands):
     p = commands.add_parser(
         "synthesize",
@@ -42,6 +161,8 @@ def parser():
         prog="python -m moelab", description="Mixture-of-Experts decoding with the experts on disk."
     )
     commands = p.add_subparsers(required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_bench(commands)
     _add_synthesize(commands)
     return p
 

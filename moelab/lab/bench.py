@@ -1,0 +1,581 @@
+"""python -m moelab generate and bench: how fast a model decodes in each mode, with the noise and the ceilings."""
+
+import dataclasses
+import gc
+import os
+import random
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import generation_stream, stream_generate
+from mlx_lm.models.cache import make_prompt_cache
+from tqdm import tqdm
+
+from .. import DATA, StreamConfig, close, footprint, load, stats
+from ..checkpoint import Checkpoint, expert_modules, locate_experts
+from ..streaming.reader import Read, Reader
+from . import machine, timing
+
+PROMPTS = (
+    "def read_lines(path):\n    with open(path) as f:\n",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "import os\nimport sys\n\n\ndef main(argv=None):\n    parser =",
+    "for name, value in sorted(options.items()):\n    if value is None:\n",
+    '    """Return the number of rows that match.\n\n    Args:\n        query (str):',
+    "def test_empty_input():\n    with pytest.raises(ValueError):\n",
+    "try:\n    import numpy as np\nexcept ImportError:\n    np = None\n\n\ndef mean(values):\n",
+    "    def __repr__(self):\n        return f'<{type(self).__name__}",
+)
+INTEGERS = ("slots", "top_k", "readers")
+
+
+# Generate
+
+
+def generate(model_path, prompt, config=None, max_tokens=128, out=None):
+    """Print a model's continuation as it comes, then one line of figures.
+
+    Args:
+        model_path (str): As for ``moelab.load``.
+        prompt (str): The text to continue, as it is.
+        config (StreamConfig): Default: ``StreamConfig()``.
+        max_tokens (int): Where to stop.
+        out (file): Where to print. Default: standard output.
+    """
+    out = out or sys.stdout
+    model, tokenizer = load(model_path, config or StreamConfig())
+    with model:
+        mx.reset_peak_memory()
+        out.write(prompt)
+        for r in stream_generate(model, tokenizer, prompt, max_tokens=max_tokens):
+            out.write(r.text)
+            out.flush()
+        c = stats(model).decode
+        line = f"{r.generation_tps:.1f} tok/s, {r.generation_tokens} tokens; prompt {r.prompt_tps:.1f} tok/s, {r.prompt_tokens} tokens"
+        if c.hits + c.misses:
+            line += f"; hit rate {c.hit_rate:.0%}, {c.bytes_per_token / 1e6:.2f} MB read for each token"
+        out.write(f"\n\n[{line}; peak memory {mx.get_peak_memory() / 1e6:.0f} MB]\n")
+
+
+# Decode
+
+
+def parse_modes(text, base=None):
+    """``"resident,fused,fused/streams=1"`` -> ``{name: StreamConfig}``; what follows a slash changes one field.
+
+    Args:
+        text (str): Modes, divided by commas.
+        base (StreamConfig): Every other field. Default: ``StreamConfig()``.
+    """
+    base, out = base or StreamConfig(), {}
+    known = {f.name for f in dataclasses.fields(StreamConfig)}
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        mode, *settings = name.split("/")
+        fields = {"mode": mode}
+        for setting in settings:
+            key, _, value = setting.partition("=")
+            if key not in known or not value:
+                raise ValueError(
+                    f"modes: {setting!r} in {name!r}, expected FIELD=VALUE with a field of StreamConfig ({', '.join(sorted(known))})"
+                )
+            integer = key in INTEGERS or key == "streams" and value != "auto"
+            if integer and not value.isdigit():
+                raise ValueError(f"modes: {setting!r} in {name!r}, expected a whole number")
+            fields[key] = int(value) if integer else value
+        out[name] = dataclasses.replace(base, **fields)
+    if not out:
+        raise ValueError(f"modes: expected names divided by commas, such as resident,fused; got {text!r}")
+    return out
+
+
+def decode(model, prompt_ids, tokens, warmup=0):
+    """Greedy tokens and the seconds they took, prompt and decoding apart.
+
+    The next token is scheduled before this one is read, as in mlx-lm's ``generate_step``; but the clock starts and
+    stops with nothing in flight, so that every mode is charged for exactly ``tokens`` passes.
+
+    Args:
+        model (nn.Module): From ``moelab.load`` or ``mlx_lm.load``.
+        prompt_ids (list[int]): The prompt.
+        tokens (int): How many tokens to time.
+        warmup (int): Tokens decoded before the clock starts.
+
+    Returns:
+        dict: ``tokens`` (all of them), ``prefill_s``, ``decode_s`` and ``counters`` of the timed part (None for a model that is not ours).
+    """
+    cache = make_prompt_cache(model)
+    with mx.stream(generation_stream):
+
+        def step(ids):
+            return mx.argmax(model(ids[None], cache=cache)[:, -1, :], axis=-1)
+
+        def run(y, n):
+            out = []
+            if n:
+                y = step(y)
+                mx.async_eval(y)
+            for i in range(n):
+                following = None
+                if i + 1 < n:
+                    following = step(y)
+                    mx.async_eval(following)
+                out.append(y.item())
+                if following is not None:
+                    y = following
+            return y, out
+
+        begin = time.perf_counter()
+        y = step(mx.array(prompt_ids))
+        first = y.item()
+        prefill_s = time.perf_counter() - begin
+        y, warm = run(y, warmup)
+        ours = hasattr(model, "_session")
+        if ours:
+            stats(model, reset=True)
+        begin = time.perf_counter()
+        y, out = run(y, tokens)
+        decode_s = time.perf_counter() - begin
+    counters = None
+    if ours:
+        c = stats(model).decode
+        counters = {**dataclasses.asdict(c), "hit_rate": c.hit_rate, "bytes_per_token": c.bytes_per_token}
+    return {"tokens": [first, *warm, *out], "prefill_s": prefill_s, "decode_s": decode_s, "counters": counters}
+
+
+class _Loaded:
+    """The models of a bench: all in memory, or one at a time."""
+
+    def __init__(self, path, configs, together):
+        self.path, self.configs, self.together = path, configs, together
+        self.models, self.nbytes = {}, {}
+
+    def get(self, name):
+        if name not in self.models:
+            if not self.together:
+                self.drop()
+            before = mx.get_active_memory()
+            model, self.tokenizer = load(self.path, self.configs[name])
+            self.models[name] = model
+            self.nbytes[name] = mx.get_active_memory() - before
+        return self.models[name]
+
+    def drop(self):
+        for model in self.models.values():
+            close(model)
+        self.models.clear()
+        gc.collect()
+        mx.clear_cache()
+
+
+def bench(path, modes="resident,serial,buffers,stacked,fused", base=None, tokens=64, runs=5, warmup=16, prompts=PROMPTS,
+          seed=0, together=None, progress=True, on_round=None):  # fmt: skip
+    """Decode the same prompts in every mode, in rounds of random order.
+
+    Args:
+        path (str): The model.
+        modes (str): As for ``parse_modes``; or a dict of configs by name.
+        base (StreamConfig): What the modes have in common.
+        tokens (int): Decoded and timed in each run.
+        runs (int): Rounds; round i takes prompt i, modulo their number. One more comes first and is not kept.
+        warmup (int): Tokens decoded in each run before the clock starts.
+        prompts (tuple[str]): The prompts.
+        seed (int): Of the orders.
+        together (bool): Whether to keep all models loaded. Default: if they take less than half of the memory available.
+        progress (bool): Show a bar.
+        on_round (Callable): Called with the record after each round, so that an interrupted bench is not lost.
+
+    Returns:
+        dict: The record: raw samples, machine, summaries (see ``summarize``).
+    """
+    configs = parse_modes(modes, base) if isinstance(modes, str) else modes
+    feet = {name: footprint(path, c) for name, c in configs.items()}
+    needed, available = sum(f.total_nbytes for f in feet.values()), machine.memory_available()
+    if together is None:
+        together = needed < available / 2
+    record = {
+        "kind": "bench",
+        "model": Path(path).name,
+        "machine": machine.card(),
+        "load_average": os.getloadavg(),
+        "tokens": tokens, "warmup_tokens": warmup, "seed": seed, "prompts": list(prompts), "models_loaded_together": together,
+        "order": "random in every round; one round before the first is not kept", "cache_state": "warm",
+        "modes": {
+            name: {"config": dataclasses.asdict(c), "predicted_nbytes": feet[name].total_nbytes, "samples": []}
+            for name, c in configs.items()
+        },
+    }  # fmt: skip
+    order, loaded = random.Random(seed), _Loaded(path, configs, together)
+    bar = tqdm(total=(runs + 1) * len(configs), desc="bench", unit="run", leave=False, disable=not progress)
+    try:
+        for i in range(-1, runs):
+            for name in order.sample(list(configs), len(configs)):
+                model = loaded.get(name)
+                ids = loaded.tokenizer.encode(prompts[max(i, 0) % len(prompts)])
+                before = mx.get_active_memory()
+                mx.reset_peak_memory()
+                sample = decode(model, ids, tokens if i >= 0 else min(tokens, 16), warmup)
+                bar.update()
+                if i < 0:
+                    continue
+                sample["round"] = i
+                sample["peak_nbytes"] = loaded.nbytes[name] + mx.get_peak_memory() - before
+                record["modes"][name]["samples"].append(sample)
+            if i >= 0 and on_round:
+                on_round(record)
+    finally:
+        bar.close()
+        loaded.drop()
+    record["process_peak_rss_nbytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+    return summarize(record)
+
+
+def summarize(record):
+    """Add to a bench's record what follows from its samples: medians, ratios to resident, whether the tokens are the same."""
+    resident = next((n for n, m in record["modes"].items() if m["config"]["mode"] == "resident"), None)
+    for name, m in record["modes"].items():
+        samples = m["samples"]
+        if not samples:
+            continue
+        m["decode_tok_s"] = timing.summary([record["tokens"] / s["decode_s"] for s in samples])
+        m["prefill_s"] = timing.summary([s["prefill_s"] for s in samples])
+        m["peak_nbytes"] = max(s["peak_nbytes"] for s in samples)
+        counters = [s["counters"] for s in samples if s["counters"]]
+        if m["config"]["mode"] != "resident" and counters:
+            m["hit_rate"] = sum(c["hits"] for c in counters) / max(1, sum(c["hits"] + c["misses"] for c in counters))
+            m["bytes_per_token"] = statistics.mean(c["bytes_per_token"] for c in counters)
+        if resident and name != resident:
+            yard = {s["round"]: s for s in record["modes"][resident]["samples"]}
+            pairs = [(s, yard[s["round"]]) for s in samples if s["round"] in yard]
+            m["ratio_to_resident"] = timing.paired_ratio(
+                [r["decode_s"] for _, r in pairs], [s["decode_s"] for s, _ in pairs]
+            )
+            m["rounds_with_the_same_tokens"] = sum(s["tokens"] == r["tokens"] for s, r in pairs)
+    return record
+
+
+def ceilings(record, speeds):
+    """What a mode could reach if reads were all that is added to the resident model's work.
+
+    Args:
+        record (dict): Of ``bench``.
+        speeds (dict): Bytes per second of reads, by name.
+
+    Returns:
+        dict: For every streamed mode, tokens per second by the name of the speed; ``no reads`` is the resident model itself.
+    """
+    resident = next((m for m in record["modes"].values() if m["config"]["mode"] == "resident" and m["samples"]), None)
+    if resident is None:
+        return {}
+    token_s = 1 / resident["decode_tok_s"]["median"]
+    return {
+        name: {"no reads": 1 / token_s, **{k: 1 / (token_s + m["bytes_per_token"] / v) for k, v in speeds.items()}}
+        for name, m in record["modes"].items()
+        if m.get("bytes_per_token") is not None
+    }
+
+
+def read_speeds(path, readers=4, nbytes=1 << 20):
+    """Bytes per second of random reads of the checkpoint's largest file, cold and warm, by name."""
+    file = max(Path(path).glob("model*.safetensors"), key=lambda f: f.stat().st_size)
+    nbytes = max(4096, min(nbytes, file.stat().st_size // 32))
+    return {f"{state} reads": machine.read_speed(file, state == "cold", readers, nbytes) for state in ("cold", "warm")}
+
+
+def report(record):
+    """The bench's table and ceilings as text."""
+    lines = [machine.card_line(record["machine"])]
+    how = "all loaded at once" if record["models_loaded_together"] else "loaded one at a time"
+    lines.append(
+        f"{record['model']}: {record['tokens']} greedy tokens a run after {record['warmup_tokens']} of warm-up, models {how}, rounds in random order, page cache warm"
+    )
+    wide = max(map(len, record["modes"]))
+    lines.append(
+        f"{'mode':{wide}}  {'tok/s median [quartiles]':26} {'of resident [quartiles]':26} {'hits':>5} {'MB/token':>9} {'peak MB':>8} {'predicted':>9}  tokens"
+    )
+    for name, m in record["modes"].items():
+        if not m["samples"]:
+            lines.append(f"{name:{wide}}  no samples")
+            continue
+        ratio, same, n = m.get("ratio_to_resident"), m.get("rounds_with_the_same_tokens"), len(m["samples"])
+        lines.append(
+            f"{name:{wide}}  {_spread(m['decode_tok_s']):26} {_spread(ratio) if ratio else '-':26} "
+            + (f"{m['hit_rate']:5.0%} {m['bytes_per_token'] / 1e6:9.2f}" if "hit_rate" in m else f"{'-':>5} {'-':>9}")
+            + f" {m['peak_nbytes'] / 1e6:8.0f} {m['predicted_nbytes'] / 1e6:9.0f}  "
+            + ("-" if same is None else "same" if same == n else f"DIFFER in {n - same} of {n} rounds")
+        )
+    for name, c in record.get("ceilings_tok_s", {}).items():
+        lines.append(f"ceilings, {name}: " + ", ".join(f"{v:.1f} tok/s with {k}" for k, v in c.items()))
+    return "\n".join(lines)
+
+
+def _spread(s):
+    return f"{s['median']:.4g} [{s['p25']:.4g} - {s['p75']:.4g}] n={s['n']}"
+
+
+def run_bench(path, modes, base, tokens, runs, warmup, prompts, json_path=None, together=None, progress=True):
+    """The command: bench, print, save. Returns whether every mode decoded the resident model's tokens (where asked for all experts)."""
+
+    def keep(record):
+        if json_path:
+            timing.save(json_path, {**record, "partial": True})
+
+    record = bench(
+        path, modes, base, tokens, runs, warmup, prompts or PROMPTS, together=together, progress=progress, on_round=keep
+    )
+    record["read_speeds"] = read_speeds(path, base.readers if base else 4)
+    record["ceilings_tok_s"] = ceilings(record, record["read_speeds"])
+    print(report(record))
+    if json_path:
+        timing.save(json_path, record)
+        print(f"samples: {json_path}")
+    return all(
+        m.get("rounds_with_the_same_tokens", len(m["samples"])) == len(m["samples"]) or m["config"]["top_k"] is not None
+        for m in record["modes"].values()
+    )
+
+
+# One layer
+
+
+def bench_layer(path, modes="stacked,fused", base=None, rounds=200, seed=0):
+    """One MoE block with every expert in its slot, against the same block resident, and one evaluation of one small operation.
+
+    A streamed layer must tell the host which experts it needs, so it cannot cost less than the resident layer's
+    evaluation and one more. The block is the first one's: router, experts, shared expert.
+
+    Args:
+        path (str): The model.
+        modes (str): As for ``parse_modes``.
+        base (StreamConfig): What the modes have in common.
+        rounds (int): Timed rounds, in random order.
+
+    Returns:
+        dict: Timings by variant and, for each mode, ``ratio``: its time over resident plus one evaluation, round by round.
+    """
+    configs = {"resident": StreamConfig(mode="resident"), **parse_modes(modes, base)}
+    variants, models = {}, []
+    x = None
+    for name, config in configs.items():
+        model, _ = load(path, config)
+        models.append(model)
+        block = _first_block(model)
+        if x is None:
+            D = _width(model)
+            x = mx.random.normal((1, 1, D), key=mx.random.key(seed)).astype(model._session.dtype)
+            mx.eval(x)
+
+        def call(block=block):
+            mx.eval(block(x))
+
+        call()  # brings the experts of x into their slots
+        variants[name] = call
+    small = mx.zeros((8,))
+    mx.eval(small)
+    variants["one evaluation"] = lambda: mx.eval(small + 1)
+    try:
+        timings = timing.interleave(variants, rounds, n_warmup=max(3, rounds // 10), seed=seed, cache_state="none")
+        hits = {n: stats(m).decode for n, m in zip(configs, models)}
+    finally:
+        for model in models:
+            close(model)
+    yard = np.add(timings["resident"].samples_s, timings["one evaluation"].samples_s)
+    return {
+        "kind": "layer",
+        "model": Path(path).name,
+        "machine": machine.card(),
+        "timings": timings,
+        "misses_while_timed": {
+            n: max(0, c.misses - _needed(m)) for (n, c), m in zip(hits.items(), models) if n != "resident"
+        },
+        "ratio": {n: timing.paired_ratio(timings[n], yard) for n in configs if n != "resident"},
+    }
+
+
+def _needed(model):
+    return model._session.top_k
+
+
+def _first_block(model):
+    """The module that calls the first experts: router, experts, shared expert."""
+    modules = dict(model.named_modules())
+    for path, module in reversed(list(modules.items())):
+        if (
+            hasattr(module, "_table")
+            or hasattr(module, "_banks")
+            or type(module).__name__ in ("SwitchGLU", "SwitchMLP", "Serial")
+        ):
+            return modules[path.rpartition(".")[0]]
+    raise ValueError("the model has no experts")
+
+
+def _width(model):
+    for path, module in model.named_modules():
+        if path.endswith("embed_tokens"):
+            return module.weight.shape[1] * (32 // module.bits if hasattr(module, "bits") else 1)
+    raise ValueError("the model has no embed_tokens")
+
+
+def report_layer(record):
+    lines = [machine.card_line(record["machine"]), f"{record['model']}: one MoE block, every expert in its slot"]
+    lines += [str(t) for t in record["timings"].values()]
+    for name, r in record["ratio"].items():
+        lines.append(
+            f"{name} / (resident + one evaluation) = {_spread(r)}; misses while timed: {record['misses_while_timed'][name]}"
+        )
+    return "\n".join(lines)
+
+
+# Cold reads
+
+
+def bench_reads(path, depths=(1, 4, 8), nbytes=256 << 20, rounds=3, seed=0, progress=True):
+    """Whole experts read cold through the engine's ``Reader``, against fio with the same sizes and depth on the same file.
+
+    Two kinds of reads: ``experts`` (all parts of each expert, as streaming reads them: large weights and small scales) and
+    ``weights`` (the weights alone, one size). fio runs with threads that each read one block at a time, through the page
+    cache as we do (``buffered``) and past it (``direct``, blocks rounded to 4 KiB). Both start with the file's pages dropped.
+
+    Returns:
+        dict: Bytes per second, all rounds, by kind, depth and reader (``moelab``, ``fio buffered``, ``fio direct``).
+    """
+    from mlx_lm.utils import load_model
+
+    checkpoint = Checkpoint(path)
+    model, _ = load_model(Path(path), lazy=True)
+    located = locate_experts(model, checkpoint)
+    if not located:
+        raise ValueError(f"{path}: no experts that can be read in place")
+    file = _largest(t.files[0] for t in located.values())
+    tensors = {n: t for n, t in located.items() if t.files[0] == file}
+    layers = {}
+    for path_of_layer, _ in expert_modules(model):
+        parts = [t for n, t in tensors.items() if n.startswith(path_of_layer + ".")]
+        if parts:
+            layers[path_of_layer] = parts
+    fio = shutil.which("fio")
+    plan = []
+    for kind in ("experts", "weights"):
+        for depth in depths:
+            plan.append((kind, depth, "moelab"))
+            if fio:
+                plan += [(kind, depth, "fio buffered"), (kind, depth, "fio direct")]
+    record = {
+        "kind": "reads", "model": Path(path).name, "file": file.name, "machine": machine.card(), "cache_state": "cold",
+        "fio": bool(fio), "nbytes_a_run": nbytes, "block_sizes": {}, "samples": [],
+    }  # fmt: skip
+    order = random.Random(seed)
+    bar = tqdm(total=rounds * len(plan), desc="reads", leave=False, disable=not progress)
+    with bar:
+        for i in range(rounds):
+            for kind, depth, who in order.sample(plan, len(plan)):
+                keep = [
+                    [t for t in parts if kind == "experts" or t.name.endswith("weight")] for parts in layers.values()
+                ]
+                sizes = sorted({t.nbytes for parts in keep for t in parts})
+                record["block_sizes"][kind] = sizes
+                if who == "moelab":
+                    speed = _read_experts(file, keep, depth, nbytes, order)
+                else:
+                    speed = _fio(fio, file, keep[0], depth, nbytes, who == "fio direct", order.randrange(1 << 30))
+                record["samples"].append({"round": i, "kind": kind, "depth": depth, "by": who, "bytes_per_s": speed})
+                bar.update()
+    return record
+
+
+def _largest(files):
+    return max(set(files), key=lambda f: f.stat().st_size)
+
+
+def _read_experts(file, layers, depth, nbytes, order):
+    """Bytes per second of distinct experts in random order, eight a call, as a layer asks for them."""
+    places = [(parts, e) for parts in layers for e in range(len(parts[0].offsets))]
+    order.shuffle(places)
+    one = sum(t.nbytes for t in layers[0])
+    places = places[: max(8, nbytes // one)]
+    buffers = [[memoryview(bytearray(t.nbytes)) for t in layers[0]] for _ in range(8)]
+    for views in buffers:
+        for v in views:
+            v[::4096] = b"\0" * len(v[::4096])  # the memory is there before the clock starts
+    reader = Reader(depth)
+    try:
+        opened = reader.open(file)
+        machine.drop_pages(file)
+        begin = time.perf_counter()
+        for first in range(0, len(places), 8):
+            reads = [
+                Read(opened, t.offsets[e], view, t.name, e)
+                for (parts, e), views in zip(places[first : first + 8], buffers)
+                for t, view in zip(parts, views)
+            ]
+            reader.read(reads)
+        return reader.nbytes / (time.perf_counter() - begin)
+    finally:
+        reader.close()
+
+
+def _fio(fio, file, parts, depth, nbytes, direct, seed):
+    """Bytes per second of fio's random reads with the same mix of sizes, ``depth`` threads of one read each."""
+    sizes = [-(-t.nbytes // 4096) * 4096 for t in parts]
+    split = {s: 100 * sizes.count(s) // len(sizes) for s in sorted(set(sizes))}
+    split[max(split)] += 100 - sum(split.values())
+    command = [
+        fio, "--name=moelab", f"--filename={file.resolve()}", "--readonly", "--rw=randread", "--ioengine=psync", "--thread",
+        f"--numjobs={depth}", f"--direct={int(direct)}", "--invalidate=1", "--group_reporting", "--output-format=json",
+        f"--size={file.stat().st_size // 4096 * 4096}", f"--io_size={nbytes // depth}", f"--randseed={seed}", "--randrepeat=0",
+        "--bssplit=" + ":".join(f"{s}/{p}" for s, p in split.items()), "--blockalign=4096", "--norandommap", "--fadvise_hint=1",
+    ]  # fmt: skip
+    import json
+
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"fio failed: {done.stderr.strip() or done.stdout.strip()[-300:]}")
+    return float(json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["read"]["bw_bytes"])
+
+
+def summarize_reads(record):
+    """``{(kind, depth): {by: summary, "ratio to fio buffered": ..., ...}}``."""
+    out = {}
+    for s in record["samples"]:
+        out.setdefault((s["kind"], s["depth"]), {}).setdefault(s["by"], []).append(s["bytes_per_s"])
+    return {
+        key: {
+            **{who: timing.summary(v) for who, v in by.items()},
+            **{f"of {who}": timing.paired_ratio(by["moelab"], v)["median"] for who, v in by.items() if who != "moelab"},
+        }
+        for key, by in out.items()
+    }
+
+
+def report_reads(record):
+    lines = [machine.card_line(record["machine"])]
+    lines.append(
+        f"{record['model']}/{record['file']}, cold, {record['nbytes_a_run'] / 1e6:.0f} MB a run; GB/s, median [quartiles]"
+    )
+    if not record["fio"]:
+        lines.append("fio is not installed (Debian: apt-get install fio), so there is nothing to compare with")
+    for (kind, depth), row in sorted(summarize_reads(record).items()):
+        parts = [
+            f"{who} {s['median'] / 1e9:.2f} [{s['p25'] / 1e9:.2f} - {s['p75'] / 1e9:.2f}]"
+            for who, s in row.items()
+            if isinstance(s, dict)
+        ]
+        parts += [f"{who.replace('of', 'moelab is')} x {r:.2f}" for who, r in row.items() if not isinstance(r, dict)]
+        lines.append(
+            f"{kind} of {'+'.join(str(b // 1024) for b in record['block_sizes'][kind])} KiB, depth {depth}: "
+            + "; ".join(parts)
+        )
+    return "\n".join(lines)
+
+
+def default_model():
+    """``data/models/tiny-moe``."""
+    return DATA / "models" / "tiny-moe"
