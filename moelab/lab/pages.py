@@ -1,6 +1,7 @@
 """``make run``: every notebook executed top to bottom, and one HTML page each that needs neither kernel nor network."""
 
 import html
+import re
 import sys
 import time
 from pathlib import Path
@@ -33,7 +34,13 @@ def page(source: Path, target: Path) -> str | None:
     """Runs one notebook and writes its page, up to the cell that failed if one did; returns that cell's error."""
     notebook = nbformat.read(source, as_version=4)
     client = NotebookClient(
-        notebook, timeout=None, kernel_name="python3", store_widget_state=False, resources={"metadata": {"path": str(source.parent)}}
+        notebook,
+        timeout=None,
+        kernel_name="python3",
+        store_widget_state=False,
+        coalesce_streams=True,
+        extra_arguments=["--log-level=40"],
+        resources={"metadata": {"path": str(source.parent)}},
     )
     failed = None
     try:
@@ -43,8 +50,8 @@ def page(source: Path, target: Path) -> str | None:
     for c, cell in enumerate(notebook.cells):
         for o, output in enumerate(cell.get("outputs", [])):
             _still(output, f"figure-{c}-{o}")
-    exporter = HTMLExporter(require_js_url="", jquery_url="", embed_images=True)
-    body, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": source.stem}})
+    body, _ = HTMLExporter(embed_images=True).from_notebook_node(notebook, resources={"metadata": {"name": source.stem}})
+    body = re.sub(r'<script[^>]* src="https?:.*?</script>', "", body, flags=re.S)
     target.write_text(body.replace("</head>", f"<script>{get_plotlyjs()}</script></head>", 1), encoding="utf-8")
     return failed
 
