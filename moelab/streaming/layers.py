@@ -137,20 +137,29 @@ class Stacked(StreamedExperts):
         needed = list(dict.fromkeys(flat))
         if len(needed) > self._table.num_slots:
             return self._waves(x, routed)
-        held = self._hold(needed)
-        slots = np.array([held[e] for e in flat], np.uint32).reshape(routed.shape)
-        return self._gather(x, mx.array(slots))
-
-    def _hold(self, needed):
-        """Bring experts into slots: the slot of each."""
-        hits, misses = self._table.plan(needed)
-        self._session.counters.hits += len(hits)
-        self._session.counters.misses += len(misses)
+        hits, misses = self._plan(needed)
+        done = None
+        if hits and misses and routed.shape[-1] == len(flat) and self._session.overlap:
+            # Compute the experts that are there while the others are being read.
+            there = [i for i, e in enumerate(flat) if e in hits]
+            order = there + [i for i, e in enumerate(flat) if e in misses]
+            done = self._gather(x, _slots([flat[i] for i in there], hits, routed.shape))
+            mx.async_eval(done)
+            flat = [flat[i] for i in order[len(there) :]]
         if misses:
             self._fill([(self._slots, e, slot) for e, slot in misses.items()])
             self._table.commit(misses)
             hits.update(misses)
-        return hits
+        y = self._gather(x, _slots(flat, hits, routed.shape))
+        if done is None:
+            return y
+        return mx.concatenate([done, y], axis=-2)[..., mx.array(np.argsort(order)), :]
+
+    def _plan(self, needed):
+        hits, misses = self._table.plan(needed)
+        self._session.counters.hits += len(hits)
+        self._session.counters.misses += len(misses)
+        return hits, misses
 
     def _gather(self, x, slots):
         """The experts' work, spread over the session's streams along K or along rows."""
@@ -181,7 +190,10 @@ class Stacked(StreamedExperts):
         ys = []
         for first in range(0, len(experts), S):
             wave = experts[first : first + S]
-            held = self._hold(wave)
+            held, misses = self._plan(wave)
+            self._fill([(self._slots, e, slot) for e, slot in misses.items()])
+            self._table.commit(misses)
+            held.update(misses)
             a, b = bounds[first], bounds[first + len(wave)]
             sizes = np.diff(bounds[first : first + len(wave) + 1])
             slots = np.repeat(np.array([held[e] for e in wave], np.uint32), sizes)
@@ -189,6 +201,12 @@ class Stacked(StreamedExperts):
             mx.eval(y)  # the next wave takes these slots
             ys.append(y)
         return unsort(ys, order, routed.shape)
+
+
+def _slots(experts, slot_of, shape):
+    """The slots of some experts as indices ``[..., those]``."""
+    slots = np.array([slot_of[e] for e in experts], np.uint32)
+    return mx.array(slots.reshape(*shape[:-1], -1))
 
 
 class Fused(Stacked):

@@ -18,20 +18,43 @@ class ReadError(OSError):
     """A read failed, came back short, or its file changed while it was in use."""
 
 
+class File:
+    """An open file and what it looked like then.
+
+    Args:
+        path (Path): The file.
+    """
+
+    def __init__(self, path):
+        self.path = path
+        self.fd = os.open(path, os.O_RDONLY)
+        self.stamp = self.stat()
+
+    def stat(self):
+        """Its size in bytes and the time of its last change in ns, now."""
+        s = os.fstat(self.fd)
+        return s.st_size, s.st_mtime_ns
+
+
 class Read(NamedTuple):
     """One range of a file and where it goes.
 
     Attributes:
-        file (Path): The file.
+        file (File): From ``Reader.open``.
         offset (int): Its first byte.
         view (memoryview): Writable bytes; their length is what to read.
-        what (tuple): Tensor and expert, for the error message.
+        tensor (str): What is read, for messages.
+        expert (int): Of which expert, for messages.
     """
 
-    file: object
+    file: File
     offset: int
     view: memoryview
-    what: tuple = ()
+    tensor: str = "bytes"
+    expert: int = -1
+
+    def __str__(self):
+        return f"{self.file.path}: {self.tensor}, expert {self.expert}, offset {self.offset}"
 
 
 class Reader:
@@ -50,18 +73,20 @@ class Reader:
         self.readers = readers
         self.nbytes = self.reads = 0
         self.read_s = 0.0
+        self.closed = False
         self._files = {}
         self._pool = None
         self._lock = threading.Lock()
 
-    def open(self, file):
-        """Open a file now, so that a later change to it is noticed."""
-        if self._files is None:
-            raise ReadError("The model is closed: load it again to go on.")
-        if file not in self._files:
-            fd = os.open(file, os.O_RDONLY)
-            self._files[file] = (fd, _stamp(fd))
-        return self._files[file]
+    def open(self, path):
+        """Open a file, once; any change to it from now on is an error when it is read.
+
+        Returns:
+            File: What ``Read`` wants.
+        """
+        if path not in self._files:
+            self._files[path] = File(path)
+        return self._files[path]
 
     def start(self, reads):
         """Begin to read; ``finish`` what this returns before using the views.
@@ -77,8 +102,8 @@ class Reader:
         """
         if not reads:
             return []
-        for file in {r.file for r in reads}:
-            self.open(file)
+        if self.closed:
+            raise ReadError("The model is closed: load it again to go on.")
         total = sum(len(r.view) for r in reads)
         if self.readers == 1 or total <= INLINE_NBYTES:
             self._read(reads)
@@ -112,31 +137,29 @@ class Reader:
         begin = time.perf_counter()
         nbytes = 0
         for r in reads:
-            fd, _ = self._files[r.file]
+            fd, view, offset = r.file.fd, r.view, r.offset
             try:
-                got = os.preadv(fd, [r.view], r.offset)
-                while 0 < got < len(r.view):  # a signal or a limit of the kernel
-                    more = os.preadv(fd, [r.view[got:]], r.offset + got)
+                got = os.preadv(fd, [view], offset)
+                while 0 < got < len(view):  # a signal, or a limit of the kernel
+                    more = os.preadv(fd, [view[got:]], offset + got)
                     if more == 0:
                         break
                     got += more
             except OSError as e:
                 raise ReadError(
-                    e.errno, f"{_where(r)}: {e.strerror}. Check the disk and load again"
+                    e.errno, f"{r}: {e.strerror}. Check the disk, then load again."
                 ) from e
-            if got != len(r.view):
+            if got != len(view):
                 raise ReadError(
-                    f"{_where(r)}: expected {len(r.view)} bytes, got {got}. The file is "
-                    "shorter than when it was loaded: restore it and load again."
+                    f"{r}: expected {len(view)} bytes, got {got}. The file is shorter than "
+                    "when it was loaded: restore it, then load again."
                 )
             nbytes += got
         for file in {r.file for r in reads}:
-            fd, stamp = self._files[file]
-            if _stamp(fd) != stamp:
+            if file.stat() != file.stamp:
                 raise ReadError(
-                    f"{file}: changed while it was streamed (size and time were {stamp}, "
-                    f"are {_stamp(fd)}; first read affected: {_where(reads[0])}). "
-                    "Load the model again."
+                    f"{file.path}: changed while it was streamed: expected size and time "
+                    f"{file.stamp}, got {file.stat()}. Load the model again."
                 )
         with self._lock:
             self.nbytes += nbytes
@@ -148,16 +171,7 @@ class Reader:
         if self._pool is not None:
             self._pool.shutdown(wait=True)
             self._pool = None
-        for fd, _ in (self._files or {}).values():
-            os.close(fd)
-        self._files = None
-
-
-def _stamp(fd):
-    s = os.fstat(fd)
-    return s.st_size, s.st_mtime_ns
-
-
-def _where(r):
-    tensor, expert = r.what or ("bytes", "-")
-    return f"{r.file}: {tensor}, expert {expert}, offset {r.offset}"
+        for file in self._files.values():
+            os.close(file.fd)
+        self._files = {}
+        self.closed = True

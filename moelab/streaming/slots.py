@@ -5,6 +5,7 @@
 
 import copy
 from collections import Counter
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -150,7 +151,8 @@ class SlotBank:
     def __init__(self, module, path, located, resident, num_slots, dtype, fuse=False):
         self.num_slots = num_slots
         self.experts = copy.copy(module)
-        self._sources = []  # (destination [S, nbytes], tensor on disk or rows in memory)
+        # (destination [S, ...], tensor on disk or rows in memory, type in memory)
+        self._sources = []
         buffers = {}
         for name, p in tree_flatten(module.parameters()):
             to = dtype if mx.issubdtype(p.dtype, mx.floating) else p.dtype
@@ -184,7 +186,7 @@ class SlotBank:
         else:
             for name, linear in linears.items():
                 self.experts[name] = linear
-        self._views = {}
+        self._slots = {}
 
     @property
     def nbytes(self):
@@ -197,26 +199,40 @@ class SlotBank:
         Returns:
             list[Read]: The reads; call ``arrived`` after them.
         """
-        reads = []
-        for i, (rows, source, to) in enumerate(self._sources):
-            if isinstance(source, np.ndarray):
-                continue
-            view = self._views.get((i, slot))
-            if view is None:
-                # Another type on disk than in memory: read aside, convert on arrival.
-                same = source.dtype == to
-                view = rows[slot] if same else np.empty(source.nbytes, np.uint8)
-                view = self._views[i, slot] = memoryview(view.reshape(-1)).cast("B")
-            reads.append(Read(source.files[expert], source.offsets[expert], view, (source, expert)))
-        return reads
+        return [
+            Read(t.files[expert], t.offsets[expert], view, t.name, expert)
+            for t, view in self._slot(slot).disk
+        ]
 
     def arrived(self, expert, slot):
         """Put in place what ``reads`` did not bring itself."""
-        for i, (rows, source, to) in enumerate(self._sources):
-            if isinstance(source, np.ndarray):
-                rows[slot] = source[expert]
-            elif source.dtype != to:
-                _convert(self._views[i, slot], source.dtype, rows[slot], to)
+        for rows, source in self._slot(slot).memory:
+            rows[...] = source[expert]
+        for rows, bits, dtype, to in self._slot(slot).converted:
+            _convert(rows, bits, dtype, to)
+
+    def _slot(self, slot):
+        # Made once: slicing nine buffers takes longer than a small read.
+        parts = self._slots.get(slot)
+        if parts is None:
+            parts = self._slots[slot] = _Slot([], [], [])
+            for rows, source, to in self._sources:
+                rows = rows[slot]
+                if isinstance(source, np.ndarray):
+                    parts.memory.append((rows, source))
+                    continue
+                into = rows
+                if source.dtype != to:  # read aside, convert on arrival
+                    into = np.empty(rows.shape, _NUMPY[source.dtype.size])
+                    parts.converted.append((rows, into, source.dtype, to))
+                parts.disk.append((source, memoryview(into.reshape(-1)).cast("B")))
+        return parts
+
+
+class _Slot(NamedTuple):
+    disk: list  # (tensor, view)
+    memory: list  # (rows, rows of all E experts)
+    converted: list  # (rows, bits read aside, type read, type in memory)
 
 
 class _Buffer:
@@ -239,14 +255,12 @@ class _Buffer:
 
 
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+_NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-def _convert(view, dtype, rows, to):
-    # numpy does the common cases; it has no bfloat16, whose bits are the top of float32's.
-    bits = np.frombuffer(view, np.uint16 if dtype.size == 2 else np.uint32)
-    bits = bits.reshape(rows.shape)
+def _convert(rows, bits, dtype, to):
     if dtype == mx.bfloat16 and to == mx.float32:
+        # numpy has no bfloat16, but its bits are the upper half of a float32's.
         np.left_shift(bits, 16, out=rows, dtype=np.uint32)
     else:
-        values = mx.array(bits).view(dtype).astype(to).view(_UNSIGNED[to.size])
-        rows[...] = np.asarray(values)
+        rows[...] = np.asarray(mx.array(bits).view(dtype).astype(to).view(_UNSIGNED[to.size]))
