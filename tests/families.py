@@ -116,7 +116,11 @@ class Family:
         if self.text is None:
             config = {**common, "model_type": model_type, **self.config}
         else:
-            config = {"model_type": model_type, "text_config": {**common, "model_type": model_type, **self.text}, **self.config}
+            config = {
+                "model_type": model_type,
+                "text_config": {**common, "model_type": model_type, **self.text},
+                **self.config,
+            }
         return copy.deepcopy(config)
 
 
@@ -127,13 +131,24 @@ FAMILIES = {
     "bailing_moe": Family({"rope_scaling": None}),
     "bailing_moe_linear": Family({"layer_group_size": 2, "group_norm_size": 2, "num_hidden_layers": 3}),
     "bailing_moe_v3": Family(
-        {"architectures": ["BailingMoeV3ForCausalLM"], "model_type": "bailing_hybrid", "layer_group_size": 2, "num_hidden_layers": 3}
+        {
+            "architectures": ["BailingMoeV3ForCausalLM"],
+            "model_type": "bailing_hybrid",
+            "layer_group_size": 2,
+            "num_hidden_layers": 3,
+        }
     ),
     "deepseek": Family(),
     "deepseek_v2": Family(
         {
             "topk_method": "greedy",
-            "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 256,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
         }
     ),
     "deepseek_v3": Family(),
@@ -151,7 +166,9 @@ FAMILIES = {
         }
     ),
     "dots1": Family({"scoring_func": "noaux_tc"}),
-    "ernie4_5_moe": Family({"use_bias": True, "moe_num_experts": E, "moe_k": K, "moe_num_shared_experts": 1, "moe_layer_start_index": 0}),
+    "ernie4_5_moe": Family(
+        {"use_bias": True, "moe_num_experts": E, "moe_k": K, "moe_num_shared_experts": 1, "moe_layer_start_index": 0}
+    ),
     "exaone_moe": Family({"layer_types": SLIDING_THEN_FULL, "is_moe_layer": [True, True], "sliding_window": 8}),
     "gemma4": Family({"vocab_size": VOCAB}, text={**GEMMA4, "model_type": "gemma4_text"}),
     "gemma4_text": Family(GEMMA4),
@@ -168,7 +185,15 @@ FAMILIES = {
         }
     ),
     "gpt_oss": Family({"sliding_window": 8, "intermediate_size": F, "layer_types": SLIDING_THEN_FULL}),
-    "granitemoe": Family({"intermediate_size": F, "logits_scaling": 1.0, "attention_multiplier": 0.25, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}),
+    "granitemoe": Family(
+        {
+            "intermediate_size": F,
+            "logits_scaling": 1.0,
+            "attention_multiplier": 0.25,
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.5,
+        }
+    ),
     "granitemoehybrid": Family(
         {
             "logits_scaling": 1.0,
@@ -226,7 +251,14 @@ FAMILIES = {
     "kimi_vl": Family({}, text={}),
     "laguna": Family({"layer_types": SLIDING_THEN_FULL, "sliding_window": 8}),
     "lfm2_moe": Family(
-        {"layer_types": ["conv", "full_attention"], "use_expert_bias": True, "num_dense_layers": 1, "norm_eps": 1e-5, "conv_bias": True, "conv_L_cache": 3}
+        {
+            "layer_types": ["conv", "full_attention"],
+            "use_expert_bias": True,
+            "num_dense_layers": 1,
+            "norm_eps": 1e-5,
+            "conv_bias": True,
+            "conv_L_cache": 3,
+        }
     ),
     "llama4": Family(
         {},
@@ -295,7 +327,15 @@ FAMILIES = {
         }
     ),
     "minimax": Family({"shared_intermediate_size": 0, "rotary_dim": 8, "intermediate_size": F}),
-    "minimax_m3_vl": Family({}, text={"intermediate_size": F, "moe_layer_freq": [0, 1], "dense_intermediate_size": 96, "shared_intermediate_size": 64}),
+    "minimax_m3_vl": Family(
+        {},
+        text={
+            "intermediate_size": F,
+            "moe_layer_freq": [0, 1],
+            "dense_intermediate_size": 96,
+            "shared_intermediate_size": 64,
+        },
+    ),
     "mistral3": Family({}, text={"model_type": "mistral4", "rope_parameters": MISTRAL4_ROPE}),
     "mistral4": Family({"rope_parameters": MISTRAL4_ROPE}),
     "mixtral": Family({"intermediate_size": F}),
@@ -330,7 +370,16 @@ FAMILIES = {
     ),
     "olmoe": Family({"intermediate_size": F}),
     "phimoe": Family(
-        {"intermediate_size": F, "rope_scaling": {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "short_mscale": 1.0, "long_mscale": 1.0, "type": "longrope"}}
+        {
+            "intermediate_size": F,
+            "rope_scaling": {
+                "short_factor": [1.0] * 8,
+                "long_factor": [1.0] * 8,
+                "short_mscale": 1.0,
+                "long_mscale": 1.0,
+                "type": "longrope",
+            },
+        }
     ),
     "phixtral": Family({"num_vocab": VOCAB, "model_dim": D, "num_heads": 4, "num_layers": 2, "rotary_dim": 8}),
     "prism_hadamard_qwen35": Family(
@@ -338,7 +387,9 @@ FAMILIES = {
             "schema_version": 1,
             "tensor_namespace": "mlx-lm-text",
             "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
-            "modules": [{"path": "model.layers.1.self_attn.o_proj", "embedding": False, "dtype": "float16", "block": 0}],
+            "modules": [
+                {"path": "model.layers.1.self_attn.o_proj", "embedding": False, "dtype": "float16", "block": 0}
+            ],
         },
         text={"hidden_size": 128, "head_dim": 32},
     ),
@@ -350,7 +401,14 @@ FAMILIES = {
     "qwen3_vl_moe": Family({}, text={}),
     "solar_open": Family({"partial_rotary_factor": 1.0}),
     "step3p5": Family(
-        {"num_attention_groups": 2, "sliding_window": 8, "moe_num_experts": E, "moe_top_k": K, "share_expert_dim": 64, "layer_types": SLIDING_THEN_FULL}
+        {
+            "num_attention_groups": 2,
+            "sliding_window": 8,
+            "moe_num_experts": E,
+            "moe_top_k": K,
+            "share_expert_dim": 64,
+            "layer_types": SLIDING_THEN_FULL,
+        }
     ),
 }
 
@@ -376,7 +434,15 @@ VARIANTS = {
 }
 
 
-ROUTERS = ("gate.weight", "router.weight", "router.proj.weight", "router.layer.weight", "router.gate.weight", "classifier.weight", "gate.wg.weight")
+ROUTERS = (
+    "gate.weight",
+    "router.weight",
+    "router.proj.weight",
+    "router.layer.weight",
+    "router.gate.weight",
+    "classifier.weight",
+    "gate.wg.weight",
+)
 
 
 def discover() -> set[str]:
@@ -414,7 +480,9 @@ def build(name: str) -> tuple[nn.Module, dict]:
         if not mx.issubdtype(p.dtype, mx.floating):
             return p
         if path.endswith("correction_bias") or path.endswith("expert_bias"):
-            return (p + 0.01 * mx.random.normal(p.shape)).astype(p.dtype)  # more, and every token chooses the same experts
+            return (p + 0.01 * mx.random.normal(p.shape)).astype(
+                p.dtype
+            )  # more, and every token chooses the same experts
         if p.ndim == 1 or path.endswith(".bias"):
             return (p + 0.1 * mx.random.normal(p.shape)).astype(p.dtype)
         if path.endswith(ROUTERS):
@@ -429,7 +497,9 @@ def build(name: str) -> tuple[nn.Module, dict]:
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that hold experts, by path, in the order of the layers."""
     found = {path: m for path, m in model.named_modules() if isinstance(m, (SwitchGLU, SwitchMLP))}
-    return dict(sorted(found.items(), key=lambda item: [int(part) if part.isdigit() else part for part in item[0].split(".")]))
+    return dict(
+        sorted(found.items(), key=lambda item: [int(part) if part.isdigit() else part for part in item[0].split(".")])
+    )
 
 
 def write_checkpoint(name: str, path: Path, variant: str) -> Path:
@@ -439,7 +509,11 @@ def write_checkpoint(name: str, path: Path, variant: str) -> Path:
     # mlx-lm keeps some tensors in float32 (a model's cast_predicate); so do real checkpoints
     keep = getattr(model, "cast_predicate", lambda _: True)
     dtype = spec.get("dtype", mx.bfloat16)
-    model.update(tree_map_with_path(lambda p, a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) and keep(p) else a, model.parameters()))
+    model.update(
+        tree_map_with_path(
+            lambda p, a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) and keep(p) else a, model.parameters()
+        )
+    )
     if "bits" in spec:
         own = getattr(model, "quant_predicate", None)
         experts = list(expert_modules(model))
@@ -451,7 +525,9 @@ def write_checkpoint(name: str, path: Path, variant: str) -> Path:
                 return not module_path.endswith("gate_proj")  # one projection stays as it was
             return own(module_path, module) if own is not None else True
 
-        packed = config.pop("quantization", None)  # prism: says how its own packed layers are stored, and stays as it is
+        packed = config.pop(
+            "quantization", None
+        )  # prism: says how its own packed layers are stored, and stays as it is
         with contextlib.redirect_stdout(io.StringIO()):
             model, config = mlx_lm_utils.quantize_model(
                 model,
@@ -474,7 +550,11 @@ def per_expert(prefix: str, names: dict[str, str]):
 
     def convert(module, tensors):
         parent = module.rsplit(".", 1)[0]
-        return {f"{parent}.{prefix}.{e}.{names[p]}.{kind}": a[e] for (p, kind), a in tensors.items() for e in range(a.shape[0])}
+        return {
+            f"{parent}.{prefix}.{e}.{names[p]}.{kind}": a[e]
+            for (p, kind), a in tensors.items()
+            for e in range(a.shape[0])
+        }
 
     return convert
 
@@ -537,10 +617,15 @@ def write_hugging_face(name: str, path: Path) -> Path:
     weights = mx.load(str(path / "model.safetensors"))
     model, _ = mlx_lm_utils.load_model(path, lazy=True)
     for module in expert_modules(model):
-        tensors = {tuple(k[len(module) + 1 :].split(".")): weights.pop(k) for k in list(weights) if k.startswith(f"{module}.")}
+        tensors = {
+            tuple(k[len(module) + 1 :].split(".")): weights.pop(k) for k in list(weights) if k.startswith(f"{module}.")
+        }
         weights.update(convert(module, tensors))
     if name in ("qwen3_5_moe", "qwen3_vl_moe"):  # the other order of the two words, too
-        weights = {k.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head", "lm_head"): w for k, w in weights.items()}
+        weights = {
+            k.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head", "lm_head"): w
+            for k, w in weights.items()
+        }
     if name == "gpt_oss":
         config.pop("quantization"), config.pop("quantization_config")
         config["quantization_config"] = {"quant_method": "mxfp4"}
@@ -553,10 +638,16 @@ def write_files(path: Path, weights: dict[str, mx.array], config: dict, shards: 
     path.mkdir(parents=True, exist_ok=True)
     mlx_lm_utils.save_config(config, path / "config.json")
     names = sorted(weights)
-    files = {f"model-{i + 1:05d}-of-{shards:05d}.safetensors" if shards > 1 else "model.safetensors": names[i::shards] for i in range(shards)}
+    files = {
+        f"model-{i + 1:05d}-of-{shards:05d}.safetensors" if shards > 1 else "model.safetensors": names[i::shards]
+        for i in range(shards)
+    }
     for file, inside in files.items():
         mx.save_safetensors(str(path / file), {n: weights[n] for n in inside}, metadata={"format": "mlx"})
-    index = {"metadata": {"total_size": sum(w.nbytes for w in weights.values())}, "weight_map": {n: f for f, inside in files.items() for n in inside}}
+    index = {
+        "metadata": {"total_size": sum(w.nbytes for w in weights.values())},
+        "weight_map": {n: f for f, inside in files.items() for n in inside},
+    }
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 

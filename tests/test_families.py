@@ -4,13 +4,15 @@ Each family is a tiny random checkpoint (tests/families.py) in one or more stora
 slots, so it runs in waves; the steps after it read what is missing.
 """
 
+import json
 import zlib
 
 import families
 import mlx.core as mx
 import numpy as np
 import pytest
-from families import E, K, VOCAB
+from families import VOCAB, E, K
+from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
@@ -120,7 +122,9 @@ def test_experts_of_a_family_that_the_cpu_cannot_run(name, variant, tmp_path):
                 got = streamed[module_path]
                 for T in (9, 1, 1, 1):
                     x = mx.array(rng.standard_normal((1, T, 64), dtype=np.float32))
-                    indices = mx.array(rng.permuted(np.tile(np.arange(E), (T, 1)), axis=1)[None, :, :K].astype(np.uint32))
+                    indices = mx.array(
+                        rng.permuted(np.tile(np.arange(E), (T, 1)), axis=1)[None, :, :K].astype(np.uint32)
+                    )
                     a, b = np.array(want(x, indices)), np.array(got(x, indices))
                     if T == 1 and mode in ("stacked", "fused"):
                         np.testing.assert_array_equal(b, a, err_msg=mode)
@@ -164,7 +168,9 @@ def test_hugging_face_layout(name, tmp_path):
 
 
 @pytest.mark.parametrize("streams", [1, 2, 3, 5])
-@pytest.mark.parametrize("name", ["qwen3_moe", "llama4", "nemotron_h", "deepseek_v41"])  # K = 2, K = 1, fc1/fc2, inputs [T, D]
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "llama4", "nemotron_h", "deepseek_v41"]
+)  # K = 2, K = 1, fc1/fc2, inputs [T, D]
 def test_batches_on_any_number_of_streams(name, streams, tmp_path):
     """The experts' work is split over streams: any B, T and K must give all of it, once."""
     path = families.write_checkpoint(name, tmp_path / name, "affine4")
@@ -176,4 +182,21 @@ def test_batches_on_any_number_of_streams(name, streams, tmp_path):
                 for B, T in ((1, 1), (2, 1), (1, 2), (1, 3), (3, 5), (1, 40)):
                     tokens = mx.array(np.random.default_rng(B * T).integers(0, VOCAB, (B, T)))
                     want, got = np.array(resident(tokens)), np.array(model(tokens))
-                    np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max(), rtol=0, err_msg=f"{mode} {slots=} {B=} {T=}")
+                    np.testing.assert_allclose(
+                        got, want, atol=1e-4 * np.abs(want).max(), rtol=0, err_msg=f"{mode} {slots=} {B=} {T=}"
+                    )
+
+
+ALIASES = sorted(alias for alias, name in mlx_lm_utils.MODEL_REMAPPING.items() if name in families.FAMILIES)
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_other_names_of_a_family(alias, tmp_path):
+    """mlx-lm loads kimi_k2, minimax_m2 and others with another family's code."""
+    path = families.write_checkpoint(mlx_lm_utils.MODEL_REMAPPING[alias], tmp_path / alias, "affine4")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "model_type": alias}))
+    want = families.load_resident(path)(mx.array([PROMPT]))
+    model, _ = load_model(path, moelab.StreamConfig(slots=SLOTS))
+    with model:
+        np.testing.assert_allclose(np.array(model(mx.array([PROMPT]))), np.array(want), atol=1e-4, rtol=1e-4)

@@ -1,0 +1,520 @@
+"""What goes wrong, one test each: a single clear error (what, where, expected and got, what to do), and an engine that still works.
+
+Every test ends with `assert_usable`: the model that was streaming before the mishap gives the tokens that it gave before.
+"""
+
+import errno
+import gc
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+
+import families
+import mlx.core as mx
+import numpy as np
+import pytest
+from families import E, K
+from mlx_lm.models.cache import make_prompt_cache
+from test_synthesize import tokenizer  # noqa: F401
+
+import moelab
+from moelab.recipes import synthesize
+from moelab.streaming import reader
+from moelab.streaming.model import load_model
+
+STREAMED = ("serial", "buffers", "stacked", "fused")
+SLOTS = K + 1
+PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """A sound checkpoint in three shards. Never changed: tests damage copies of it."""
+    return families.write_checkpoint("qwen3_moe", tmp_path_factory.mktemp("good") / "qwen3_moe", "sharded")
+
+
+@pytest.fixture
+def damaged(good, tmp_path):
+    """A copy of the sound checkpoint, to be damaged."""
+    return Path(shutil.copytree(good, tmp_path / "damaged"))
+
+
+def generate(model, steps=4):
+    """The logits of a prompt's end and of ``steps`` greedy tokens after it."""
+    cache = make_prompt_cache(model)
+    rows = [np.array(model(mx.array([PROMPT]), cache=cache)[0, -1])]
+    for _ in range(steps):
+        rows.append(np.array(model(mx.array([[int(rows[-1].argmax())]]), cache=cache)[0, -1]))
+    return np.stack(rows)
+
+
+def num_open():
+    """Files that this process holds open. A caught exception keeps what it saw alive until it is collected."""
+    gc.collect()
+    return len(os.listdir("/dev/fd"))
+
+
+@pytest.fixture(scope="module")
+def want(good):
+    """What plain mlx-lm says."""
+    return generate(families.load_resident(good))
+
+
+@pytest.fixture
+def assert_usable(good, want):
+    """A model that streams already; calling the fixture asserts that it still answers as plain mlx-lm does."""
+    model, _ = load_model(good, moelab.StreamConfig(slots=SLOTS))
+    np.testing.assert_array_equal(generate(model), want)
+    yield lambda: np.testing.assert_array_equal(generate(model), want)
+    moelab.close(model)
+
+
+def failing_load(path, error, match, config=None):
+    """Load a bad model; return the message, which must be one sentence or two, no traceback pasted in."""
+    before = num_open()
+    with pytest.raises(error, match=match) as caught:
+        load_model(path, config or moelab.StreamConfig(slots=SLOTS))
+    message = str(caught.value)
+    del caught
+    assert num_open() == before, "a failed load left files open"
+    assert len(message) < 700 and "Traceback" not in message, message
+    return message
+
+
+def shard(path, i=1):
+    return sorted(path.glob("*.safetensors"))[i]
+
+
+# Files that are missing, cut off or not what they should be
+
+
+def test_missing_shard(damaged, assert_usable):
+    gone = shard(damaged)
+    gone.unlink()
+    message = failing_load(damaged, moelab.CheckpointError, "1 are not in the folder")
+    assert gone.name in message and "Download" in message
+    assert_usable()
+
+
+def test_index_names_a_file_that_is_not_there(damaged, assert_usable):
+    index = damaged / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = "model-00009-of-00009.safetensors"
+    index.write_text(json.dumps(content))
+    message = failing_load(damaged, moelab.CheckpointError, "model-00009-of-00009.safetensors")
+    assert str(index) in message and "Download" in message
+    assert_usable()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"metadata": {}}', '{"weight_map": [1]}'])
+def test_index_is_not_an_index(content, damaged, assert_usable):
+    (damaged / "model.safetensors.index.json").write_text(content)
+    message = failing_load(damaged, moelab.CheckpointError, "expected JSON with a 'weight_map'")
+    assert "model.safetensors.index.json" in message and "Download" in message
+    assert_usable()
+
+
+@pytest.mark.parametrize("keep", [0, 3, 8, 100, 0.5, -1])
+def test_truncated_shard(keep, damaged, assert_usable):
+    file = shard(damaged)
+    size = file.stat().st_size
+    keep = size + keep if keep < 0 else int(size * keep) if isinstance(keep, float) else keep
+    os.truncate(file, keep)
+    message = failing_load(damaged, moelab.CheckpointError, f"the file has only {keep}")
+    assert str(file) in message and "download it again" in message
+    assert_usable()
+
+
+def test_no_safetensors(damaged, assert_usable):
+    for file in (*damaged.glob("*.safetensors"), damaged / "model.safetensors.index.json"):
+        file.unlink()
+    failing_load(damaged, moelab.CheckpointError, r"expected model\*.safetensors, found none. Give")
+    assert_usable()
+
+
+def test_not_a_model_folder(tmp_path, assert_usable):
+    failing_load(tmp_path, moelab.CheckpointError, "expected a model folder with a config.json, found none. Give")
+    assert_usable()
+
+
+@pytest.mark.parametrize("content", ["", "{", "nonsense"])
+def test_config_is_not_json(content, damaged, assert_usable):
+    (damaged / "config.json").write_text(content)
+    message = failing_load(damaged, moelab.CheckpointError, "not JSON")
+    assert str(damaged / "config.json") in message and "Download" in message
+    assert_usable()
+
+
+def test_config_and_weights_disagree(damaged, assert_usable):
+    config = json.loads((damaged / "config.json").read_text())
+    (damaged / "config.json").write_text(json.dumps({**config, "num_experts": E + 1}))
+    failing_load(damaged, moelab.CheckpointError, "mlx-lm cannot build it")
+    assert_usable()
+
+
+def test_weights_are_missing(damaged, assert_usable):
+    """The files are sound, but not all of the model is in them."""
+    file = shard(damaged)
+    weights = mx.load(str(file))
+    dropped = next(n for n in weights if "switch_mlp" in n)
+    del weights[dropped]
+    mx.eval(weights)
+    mx.save_safetensors(str(file), weights)
+    message = failing_load(damaged, moelab.CheckpointError, "cannot build it|is not in the files")
+    assert dropped in message
+    assert_usable()
+
+
+def test_unknown_architecture(damaged, assert_usable):
+    config = json.loads((damaged / "config.json").read_text())
+    (damaged / "config.json").write_text(json.dumps({**config, "model_type": "no_such_model"}))
+    failing_load(damaged, moelab.CheckpointError, "no_such_model")
+    assert_usable()
+
+
+# Headers that lie
+
+
+def rewrite_header(file, edit):
+    """Change a safetensors header and leave the data as it was; ``edit`` gets the entries and the name of an expert's tensor."""
+    data = file.read_bytes()
+    n = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + n])
+    name = next(k for k in header if "switch_mlp" in k and k.endswith("weight"))
+    result = edit(header, name)
+    raw = result if isinstance(result, bytes) else json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(raw)) + raw + data[8 + n :])
+    return name
+
+
+def set_entry(**fields):
+    def edit(header, name):
+        header[name].update({k: v(header[name]) if callable(v) else v for k, v in fields.items()})
+
+    return edit
+
+
+def overlap(header, name):
+    start, end = header[name]["data_offsets"]
+    header[name]["data_offsets"] = [start - 64, end - 64]
+
+
+LIES = {
+    "beyond the end": (set_entry(data_offsets=lambda t: [o + 10**12 for o in t["data_offsets"]]), "the file has only"),
+    "over another tensor": (overlap, "starts at .* inside the one before it"),
+    "too long for its shape": (
+        set_entry(data_offsets=lambda t: [t["data_offsets"][0], t["data_offsets"][1] + 4]),
+        "needs .* bytes, its offsets",
+    ),
+    "too short for its shape": (
+        set_entry(shape=lambda t: [t["shape"][0] + 1, *t["shape"][1:]]),
+        "needs .* bytes, its offsets",
+    ),
+    "another type than it has": (set_entry(dtype="F64"), "needs .* bytes, its offsets"),
+    "backwards": (set_entry(data_offsets=lambda t: t["data_offsets"][::-1]), "needs .* bytes, its offsets"),
+    "negative offsets": (
+        set_entry(data_offsets=lambda t: [-8, t["data_offsets"][1] - t["data_offsets"][0] - 8]),
+        "offsets",
+    ),
+    "negative shape": (set_entry(shape=lambda t: [-t["shape"][0], *t["shape"][1:]]), "shape"),
+    "shape beyond 64 bits": (set_entry(shape=[2**40, 2**40]), "needs .* bytes|header"),
+    "fractional offsets": (set_entry(data_offsets=lambda t: [o + 0.5 for o in t["data_offsets"]]), "offsets|header"),
+    "offsets as text": (set_entry(data_offsets=["0", "64"]), "offsets|header"),
+    "one offset": (set_entry(data_offsets=[0]), "offsets|header"),
+    "no offsets": (lambda header, name: header[name].pop("data_offsets") and None, "header"),
+    "unknown type": (set_entry(dtype="Q4_K"), "Q4_K"),
+    "type as a number": (set_entry(dtype=7), "dtype|header"),
+    "entry is not a mapping": (lambda header, name: header.update({name: [1, 2]}), "header"),
+    "not JSON": (lambda header, name: b'{"a": ', "header"),
+    "not text": (lambda header, name: b"\xff\xfe\x00garbage", "header"),
+    "a list": (lambda header, name: b"[1, 2, 3]", "header"),
+    "deeply nested": (lambda header, name: b"[" * 100_000, "header"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_header_lies(lie, damaged, assert_usable):
+    edit, match = LIES[lie]
+    file = shard(damaged)
+    name = rewrite_header(file, edit)
+    message = failing_load(damaged, moelab.CheckpointError, match)
+    assert str(file) in message and "download it again" in message
+    if "is not a safetensors header" not in message:  # it could be read, so it says whose entry is wrong
+        assert name in message or lie == "over another tensor"
+    assert_usable()
+
+
+@pytest.mark.parametrize("length", [0, 1, 2**31, 2**63 - 1, 2**64 - 1])
+def test_header_length_lies(length, damaged, assert_usable):
+    file = shard(damaged)
+    with open(file, "r+b") as f:
+        f.write(struct.pack("<Q", length))
+    message = failing_load(damaged, moelab.CheckpointError, "header")
+    assert str(file) in message and "download it again" in message
+    assert_usable()
+
+
+# Configurations that cannot be
+
+
+BAD_FIELDS = [
+    ("mode", "streamed", "one of resident, serial, buffers, stacked, fused"),
+    ("mode", None, "one of resident"),
+    ("slots", 0, "at least 1"),
+    ("slots", -3, "at least 1"),
+    ("slots", 2.5, "whole number"),
+    ("slots", "16", "whole number"),
+    ("slots", True, "whole number"),
+    ("slots", None, "whole number"),
+    ("top_k", 0, "at least 1"),
+    ("top_k", -1, "at least 1"),
+    ("top_k", 1.0, "whole number"),
+    ("readers", 0, "at least 1"),
+    ("readers", "many", "whole number"),
+    ("streams", 0, "at least 1"),
+    ("streams", "all", "whole number"),
+    ("prefetch", "next", "none"),
+    ("policy", "fifo", "lru, lfu"),
+    ("scales", "both", "streamed, resident"),
+    ("dtype", "int4", "auto, float32"),
+    ("dtype", mx.float32, "auto, float32"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "expected"), BAD_FIELDS, ids=lambda v: repr(v)[:20])
+def test_bad_stream_config(field, value, expected):
+    with pytest.raises(ValueError, match=expected) as caught:
+        moelab.StreamConfig(**{field: value})
+    message = str(caught.value)
+    assert f"StreamConfig.{field}" in message and "expected" in message and repr(value) in message
+
+
+def test_unknown_field():
+    with pytest.raises(TypeError, match="slot"):
+        moelab.StreamConfig(slot=16)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MLX_MOE_STACKED", "yes"),
+        ("MLX_MOE_CACHE_SLOTS", "many"),
+        ("MLX_MOE_CACHE_SLOTS", "0"),
+        ("SWIFTLM_TOP_K", ""),
+        ("SWIFTLM_TOP_K", "-2"),
+    ],
+)
+def test_bad_environment(name, value, monkeypatch):
+    for other in ("MLX_MOE_STACKED", "MLX_MOE_FUSE_GATEUP", "MLX_MOE_CACHE_SLOTS", "SWIFTLM_TOP_K"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="expected a whole number"):
+        moelab.StreamConfig.from_env()
+
+
+@pytest.mark.parametrize("mode", ["stacked", "fused"])
+def test_fewer_slots_than_top_k(mode, good, assert_usable):
+    message = failing_load(good, ValueError, f"at least {K} ", moelab.StreamConfig(mode=mode, slots=K - 1))
+    assert "StreamConfig.slots" in message and f"got {K - 1}" in message and "Raise slots or lower top_k" in message
+    assert_usable()
+
+
+@pytest.mark.parametrize("mode", ["resident", *STREAMED])
+def test_top_k_beyond_the_experts(mode, good, assert_usable):
+    message = failing_load(good, ValueError, f"1 to {E} ", moelab.StreamConfig(mode=mode, slots=E + 1, top_k=E + 1))
+    assert "StreamConfig.top_k" in message and f"got {E + 1}" in message
+    assert_usable()
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+def test_model_without_experts(mode, tmp_path, assert_usable):
+    config = families.COMMON | {"model_type": "llama"}
+    model_class, args_class = families.mlx_lm_utils._get_classes(config)
+    model = model_class(args_class.from_dict(config))
+    families.write_files(tmp_path / "dense", dict(families.tree_flatten(model.parameters())), config)
+    message = failing_load(tmp_path / "dense", moelab.CheckpointError, "has no experts", moelab.StreamConfig(mode=mode))
+    assert "llama" in message and "mlx_lm.load" in message
+    resident, _ = load_model(tmp_path / "dense", moelab.StreamConfig(mode="resident"))
+    assert resident(mx.array([PROMPT])).shape == (1, len(PROMPT), families.VOCAB)
+    assert_usable()
+
+
+def test_not_a_model_from_moelab(good):
+    for function in (moelab.stats, moelab.close):
+        with pytest.raises(ValueError, match="expected a model from moelab.load"):
+            function(families.load_resident(good))
+
+
+def test_no_free_disk(tmp_path, tokenizer, monkeypatch):  # noqa: F811
+    """Nothing is written when it cannot fit."""
+    full = shutil.disk_usage(tmp_path)._replace(free=10_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    with pytest.raises(
+        OSError, match="not enough disk in .*: the checkpoint takes .*, .* is free; ask for fewer layers"
+    ) as caught:
+        synthesize.synthesize(tmp_path / "out", like="qwen3-30b-a3b", layers=1, tokenizer=tokenizer)
+    assert caught.value.errno == errno.ENOSPC and str(tmp_path) in str(caught.value)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_disk_fills_up(tmp_path, tokenizer, monkeypatch):  # noqa: F811
+    """What was written by then is removed."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(synthesize, "_write_shard", full)
+    with pytest.raises(OSError, match="the disk of .* filled up while .* were written; nothing is left") as caught:
+        synthesize.synthesize(tmp_path / "out", like="qwen3-30b-a3b", layers=1, tokenizer=tokenizer)
+    assert caught.value.errno == errno.ENOSPC
+    assert not list(tmp_path.glob("out*"))
+
+
+# Trouble while it streams
+
+
+@pytest.fixture(params=["inline", "threads"])
+def reading(request, monkeypatch):
+    """Small reads happen in the calling thread, large ones in the reader's threads; here all of them one way or the other."""
+    monkeypatch.setattr(reader, "INLINE_NBYTES", 0 if request.param == "threads" else 1 << 40)
+
+
+def spoil(view):
+    view[:] = b"\xa5" * len(view)
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+def test_read_fails_anywhere(mode, good, want, reading, monkeypatch):
+    """The n-th read fails after writing nonsense into its slot. The error says where; the next try gives the right answer."""
+    preadv, count, fail_at = os.preadv, 0, -1
+
+    def flaky(fd, views, offset):
+        nonlocal count
+        count += 1
+        if count - 1 == fail_at:
+            spoil(views[0])
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(fd, views, offset)
+
+    model, _ = load_model(good, moelab.StreamConfig(mode=mode, slots=SLOTS))
+    with model:
+        monkeypatch.setattr(os, "preadv", flaky)
+        np.testing.assert_allclose(generate(model), want, atol=1e-4)
+        for fail_at in {0, 1, 2, 5, count // 3, count // 2, count - 1}:
+            count = 0
+            with pytest.raises(moelab.ReadError, match="Input/output error") as caught:
+                for _ in range(8):  # what is held already needs no reading
+                    generate(model)
+            message = str(caught.value)
+            assert caught.value.errno == errno.EIO
+            for part in (".safetensors", "switch_mlp", "expert ", "offset ", "load again"):
+                assert part in message, message
+            got = generate(model)
+            np.testing.assert_allclose(got, want, atol=1e-4)
+            if mode in ("stacked", "fused"):
+                np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+def test_read_comes_back_short(mode, good, want, reading, monkeypatch):
+    preadv, end_early = os.preadv, False
+
+    def short(fd, views, offset):
+        view = views[0]
+        if end_early:
+            return 0
+        return preadv(fd, [view[: max(1, len(view) // 3)]], offset)  # legal: the rest must be asked for again
+
+    model, _ = load_model(good, moelab.StreamConfig(mode=mode, slots=SLOTS))
+    with model:
+        monkeypatch.setattr(os, "preadv", short)
+        np.testing.assert_allclose(generate(model), want, atol=1e-4)
+        end_early = True
+        with pytest.raises(moelab.ReadError, match=r"expected \d+ bytes, got 0") as caught:
+            for _ in range(8):
+                generate(model)
+                model(mx.array([PROMPT[::-1]]))
+        message = str(caught.value)
+        for part in (".safetensors", "switch_mlp", "expert ", "offset ", "load again"):
+            assert part in message, message
+        end_early = False
+        np.testing.assert_allclose(generate(model), want, atol=1e-4)
+
+
+def until_it_reads(model):
+    """Keep generating until something must be read."""
+    for i in range(20):
+        generate(model)
+        model(mx.array([[(t + 7 * i) % families.VOCAB for t in PROMPT]]))
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+def test_file_modified_while_streamed(mode, damaged, assert_usable, reading):
+    model, _ = load_model(damaged, moelab.StreamConfig(mode=mode, slots=SLOTS))
+    with model:
+        generate(model)
+        for file in damaged.glob("*.safetensors"):
+            status = file.stat()
+            with open(file, "r+b") as f:
+                f.seek(-64, os.SEEK_END)
+                f.write(os.urandom(64))
+            os.utime(
+                file, ns=(status.st_atime_ns, status.st_mtime_ns + 1_000_000)
+            )  # a clock may be coarser than this test
+        for _ in range(2):  # it stays refused: what is on disk is another model now
+            with pytest.raises(moelab.ReadError, match="changed while it was streamed") as caught:
+                until_it_reads(model)
+            assert str(damaged) in str(caught.value) and "Load the model again" in str(caught.value)
+    assert_usable()
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+def test_file_truncated_while_streamed(mode, damaged, assert_usable, reading):
+    model, _ = load_model(damaged, moelab.StreamConfig(mode=mode, slots=SLOTS))
+    with model:
+        generate(model)
+        for file in damaged.glob("*.safetensors"):
+            os.truncate(file, 5000)
+        with pytest.raises(moelab.ReadError, match="expected|changed while it was streamed") as caught:
+            until_it_reads(model)
+        assert str(damaged) in str(caught.value) and "oad" in str(caught.value)
+    assert_usable()
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+def test_file_replaced_while_streamed(mode, damaged, want, assert_usable):
+    """Another file in its place is not the one that is open: the model goes on with the old bytes, until it is loaded again."""
+    model, _ = load_model(damaged, moelab.StreamConfig(mode=mode, slots=SLOTS))
+    with model:
+        generate(model)
+        for file in damaged.glob("*.safetensors"):
+            new = file.with_suffix(".new")
+            new.write_bytes(os.urandom(file.stat().st_size))
+            new.replace(file)
+        np.testing.assert_allclose(generate(model), want, atol=1e-4)
+    failing_load(damaged, moelab.CheckpointError, "header")
+    assert_usable()
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+def test_closed_model(mode, good, assert_usable):
+    before = num_open()
+    model, _ = load_model(good, moelab.StreamConfig(mode=mode, slots=SLOTS))
+    moelab.close(model)
+    moelab.close(model)  # twice is once
+    assert num_open() == before
+    with pytest.raises(moelab.ReadError, match="closed: load it again"):
+        generate(model)
+    assert_usable()
+
+
+def test_stray_dtype_is_named(good, assert_usable):
+    """A half-precision activation is not promoted in silence."""
+    model, _ = load_model(good, moelab.StreamConfig(slots=SLOTS))
+    with model:
+        layer = next(m for m in model.modules() if type(m).__name__ == "Fused")
+        with pytest.raises(TypeError, match="expected mlx.core.float32 activations, got mlx.core.bfloat16"):
+            layer(mx.zeros((1, 1, families.D), mx.bfloat16), mx.zeros((1, 1, K), mx.uint32))
+    assert_usable()
