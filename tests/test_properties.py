@@ -1,0 +1,228 @@
+"""Properties that must hold for any input, searched by hypothesis: the slot table and the safetensors header."""
+
+import json
+import struct
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import moelab
+from moelab.checkpoint import DTYPES, Checkpoint, read_header
+from moelab.streaming.slots import SlotTable
+
+FEW = settings(deadline=None, max_examples=150, derandomize=True)
+
+# The slot table
+
+
+@st.composite
+def histories(draw):
+    """A table and what is asked of it: calls of distinct experts, some more than fit, some whose reads fail part of the way."""
+    S = draw(st.integers(1, 6))
+    experts = st.lists(st.integers(0, 11), min_size=0, max_size=8, unique=True)
+    calls = draw(st.lists(st.tuples(experts, st.booleans(), st.integers(0, 8)), max_size=25))
+    return S, draw(st.sampled_from(["lru", "lfu"])), calls
+
+
+@FEW
+@given(histories())
+@example((2, "lru", [([0, 1], False, 0), ([2], True, 1), ([0, 1], False, 0)]))  # a failed read after an eviction
+def test_slot_table_never_lies(history):
+    """Whatever is asked and fails: what the table says is held has its own bytes, and no two experts share a slot."""
+    S, policy, calls = history
+    table, content = SlotTable(S, policy), [None] * S  # content: whose bytes each slot holds
+    for experts, fails, arrived in calls:
+        before = dict(table.slot_of)
+        if len(experts) > S:
+            with pytest.raises(ValueError, match=f"at most {S} experts .*got {len(experts)}"):
+                table.plan(experts)
+            assert table.slot_of == before, "a refused call changes nothing"
+            continue
+        hits, misses = table.plan(experts)
+        assert set(hits) | set(misses) == set(experts) and not set(hits) & set(misses)
+        assert hits == {e: s for e, s in before.items() if e in experts}, (
+            "what was held is a hit, in its own slot: never evicted, never read again"
+        )
+        used = [*hits.values(), *misses.values()]
+        assert len(set(used)) == len(used), "two experts of one call in one slot"
+        assert all(0 <= s < S for s in used)
+        assert not set(misses) & set(table.slot_of), "held before its bytes have arrived"
+        assert not set(misses.values()) & set(table.slot_of.values()), (
+            "a slot that is being written still counts as someone's"
+        )
+        # the reads happen; some may fail, and then those slots hold nobody's bytes
+        for i, (e, s) in enumerate(misses.items()):
+            content[s] = e if not fails or i < arrived else "nonsense"
+        if not fails:
+            table.commit(misses)
+            assert all(table.slot_of[e] == used_slot for e, used_slot in (hits | misses).items())
+        else:
+            assert not set(misses) & set(table.slot_of)
+        assert len(set(table.slot_of.values())) == len(table.slot_of) <= S
+        assert all(content[s] == e for e, s in table.slot_of.items()), "the table says held, the bytes are another's"
+
+
+@FEW
+@given(st.integers(1, 5), st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True), max_size=40))
+def test_lru_evicts_the_least_recently_used(S, calls):
+    table, recent = SlotTable(S, "lru"), []  # recent: a plain list, oldest first
+    for experts in (c[:S] for c in calls):
+        hits, misses = table.plan(experts)
+        assert set(hits) == set(experts) & set(recent[-S:])
+        table.commit(misses)
+        # those that were there move up before the new ones come in
+        order = [e for e in experts if e in hits] + [e for e in experts if e in misses]
+        recent = ([e for e in recent if e not in experts] + order)[-S:]
+        assert list(table.slot_of) == recent
+
+
+@FEW
+@given(st.integers(1, 5), st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True), max_size=40))
+def test_lfu_evicts_the_least_often_used(S, calls):
+    table, uses = SlotTable(S, "lfu"), {}
+    for experts in (c[:S] for c in calls):
+        held = set(table.slot_of)
+        _, misses = table.plan(experts)
+        for e in experts:
+            uses[e] = uses.get(e, 0) + 1
+        table.commit(misses)
+        gone, stayed = held - set(table.slot_of), held & set(table.slot_of) - set(experts)
+        assert all(uses[g] <= uses[s] for g in gone for s in stayed)
+
+
+# The safetensors header
+
+SIZES = {name: dtype.size for name, dtype in DTYPES.items()}
+
+
+def write_file(path, header, data):
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + data)
+
+
+@st.composite
+def sound_headers(draw):
+    """A header as safetensors writes it: the tensors one after another, in any order of names; and how many bytes they take."""
+    header, at = {}, 0
+    if draw(st.booleans()):
+        header["__metadata__"] = {"format": "mlx"}
+    for i in range(draw(st.integers(0, 5))):
+        dtype = draw(st.sampled_from(["F32", "BF16", "U32", "U8", "F16", "I64"]))
+        shape = draw(st.lists(st.integers(0, 4), max_size=3))
+        nbytes = prod(shape) * SIZES[dtype]
+        name = draw(st.sampled_from(["a", "model.layers.0.mlp.weight", "ü", "scales"])) + str(i)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    return header, at
+
+
+numbers = st.one_of(
+    st.integers(-16, 300),
+    st.sampled_from([2**31, 2**32, 2**63, 2**64, -(2**63), 10**30]),
+    st.floats(),
+    st.booleans(),
+    st.none(),
+    st.text(max_size=3),
+)
+values = st.one_of(numbers, st.lists(numbers, max_size=3), st.dictionaries(st.text(max_size=3), numbers, max_size=2))
+
+
+@st.composite
+def mutated_files(draw):
+    """The bytes of a small file, sound or with a few lies in its header, its length or its end."""
+    header, nbytes = draw(sound_headers())
+    data = bytes(range(256)) * (nbytes // 256 + 1)
+    data = data[:nbytes]
+    names = [n for n in header if n != "__metadata__"]
+    for _ in range(draw(st.integers(0, 2))):
+        kind = draw(st.sampled_from(["field", "entry", "drop", "offset", "swap", "copy"]))
+        if not names:
+            break
+        name = draw(st.sampled_from(names))
+        entry = header[name]
+        if kind == "entry":
+            header[name] = draw(values)
+        elif not isinstance(entry, dict):
+            continue
+        elif kind == "field":
+            entry[draw(st.sampled_from(["dtype", "shape", "data_offsets", "more"]))] = draw(values)
+        elif kind == "drop":
+            entry.pop(draw(st.sampled_from(["dtype", "shape", "data_offsets"])), None)
+        elif kind == "offset" and isinstance(entry.get("data_offsets"), list) and entry["data_offsets"]:
+            entry["data_offsets"][draw(st.integers(0, len(entry["data_offsets"]) - 1))] = draw(numbers)
+        elif kind == "swap":
+            other = draw(st.sampled_from(names))
+            header[name], header[other] = header[other], header[name]
+        elif kind == "copy":
+            header["copy"] = entry
+    raw = json.dumps(header).encode()
+    raw += b" " * draw(st.integers(0, 9))
+    if draw(st.integers(0, 4)) == 0 and raw:
+        raw = bytearray(raw)
+        raw[draw(st.integers(0, len(raw) - 1))] = draw(st.integers(0, 255))
+        raw = bytes(raw)
+    length = (
+        len(raw)
+        if draw(st.integers(0, 4))
+        else draw(st.one_of(st.integers(0, len(raw) + 40), st.integers(0, 2**64 - 1)))
+    )
+    file = struct.pack("<Q", length) + raw + data
+    if draw(st.integers(0, 4)) == 0:
+        file = file[: draw(st.integers(0, len(file)))]
+    return file
+
+
+def truth(content):
+    """What a file says, read the plain way: ``{name: (offset, nbytes, shape, dtype)}``."""
+    n = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + n])
+    return {
+        name: (8 + n + t["data_offsets"][0], t["data_offsets"][1] - t["data_offsets"][0], tuple(t["shape"]), t["dtype"])
+        for name, t in header.items()
+        if name != "__metadata__"
+    }
+
+
+@settings(deadline=None, max_examples=400, derandomize=True)
+@given(mutated_files())
+def test_header_is_refused_or_right(tmp_path_factory, content):
+    """Any file: a CheckpointError that names it, or every tensor exactly where the header says, inside the file and apart."""
+    file = tmp_path_factory.mktemp("header") / "model.safetensors"
+    file.write_bytes(content)
+    try:
+        tensors = read_header(file)
+    except moelab.CheckpointError as e:
+        assert str(file) in str(e) and "download it again" in str(e)
+        return
+    want = truth(content)
+    assert {n: (t.offset, t.nbytes, t.shape) for n, t in tensors.items()} == {n: w[:3] for n, w in want.items()}
+    ends = 8 + struct.unpack("<Q", content[:8])[0]
+    for t in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
+        assert t.nbytes == prod(t.shape) * SIZES[want[t.name][3]], "its bytes are its shape's"
+        assert ends <= t.offset and t.offset + t.nbytes <= len(content), "inside the file, after the one before it"
+        ends = t.offset + t.nbytes
+
+
+@FEW
+@given(sound_headers())
+def test_sound_file_gives_the_bytes_that_mlx_loads(tmp_path_factory, sound):
+    """What safetensors would write is accepted, and the extents hold the bytes that mlx itself loads."""
+    import mlx.core as mx
+
+    header, nbytes = sound
+    folder = tmp_path_factory.mktemp("sound")
+    data = np.random.default_rng(nbytes).bytes(nbytes)
+    write_file(folder / "model.safetensors", header, data)
+    (folder / "config.json").write_text("{}")
+    tensors = Checkpoint(folder).tensors
+    loaded = mx.load(str(folder / "model.safetensors"))
+    assert set(tensors) == set(loaded)
+    content = Path(folder / "model.safetensors").read_bytes()
+    for name, t in tensors.items():
+        assert t.shape == loaded[name].shape and t.dtype == loaded[name].dtype
+        plain = loaded[name].reshape(-1).view(mx.uint8) if t.nbytes else b""
+        assert content[t.offset : t.offset + t.nbytes] == bytes(memoryview(plain))
