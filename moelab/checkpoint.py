@@ -187,7 +187,8 @@ def read_header(file):
         if info.dtype not in DTYPES:
             raise wrong(f"tensor {name} has the unknown dtype {info.dtype!r}")
         dtype = DTYPES[info.dtype]
-        if not all(type(n) is int and n >= 0 for n in (*info.shape, *info.data_offsets)):
+        numbers = (*info.shape, *info.data_offsets)
+        if len(info.data_offsets) != 2 or not all(type(n) is int and n >= 0 for n in numbers):
             raise wrong(f"tensor {name} has shape {info.shape}, offsets {info.data_offsets}")
         first, last = info.data_offsets
         nbytes = prod(info.shape) * dtype.size
@@ -217,6 +218,25 @@ def expert_modules(model):
     ]
 
 
+def expert_parameters(module):
+    """What a ``SwitchGLU`` or ``SwitchMLP`` holds for each expert.
+
+    A family may hang more on the module; that is not the experts'.
+
+    Returns:
+        dict[str, mx.array]: ``[E, ...]`` by name, such as ``up_proj.weight``.
+    """
+    names = ("fc1", "fc2") if isinstance(module, SwitchMLP) else PROJECTIONS
+    return {
+        f"{name}.{k}": p
+        for name in names
+        for k, p in tree_flatten(module[name].parameters())
+    }
+
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
 def locate_experts(model, checkpoint):
     """Find where the experts' parameters lie in the files.
 
@@ -233,9 +253,8 @@ def locate_experts(model, checkpoint):
     """
     wanted = {
         f"{path}.{name}": p
-        for path, experts in expert_modules(model)
-        for name, p in tree_flatten(experts.parameters())
-        if p.ndim > 0
+        for path, module in expert_modules(model)
+        for name, p in expert_parameters(module).items()
     }
     stand_ins = {
         name: mx.broadcast_to(mx.zeros((), t.dtype), t.shape)

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..checkpoint import expert_parameters
 from .slots import SlotBank, SlotTable, can_fuse
 
 
@@ -24,6 +25,10 @@ class StreamedExperts(nn.Module):
     def __init__(self, module, path, layer, session):
         super().__init__()
         self._path, self._layer, self._session = path, layer, session
+        held = {name.split(".")[0] for name in expert_parameters(module)}
+        for name, child in module.items():
+            if name not in held:  # what the family hangs on it may be asked for
+                self[name] = child
         self._num_experts = num_experts(module)
         self._last = None  # the last output, which reads the slots until evaluated
 
@@ -164,24 +169,20 @@ class Stacked(StreamedExperts):
     def _gather(self, x, slots):
         """The experts' work, spread over the session's streams along K or along rows."""
         streams = self._session.streams
-        if len(streams) == 1 or slots.size < len(streams):
-            return self._slots.experts(x, slots)
         # Experts are independent: split them and the result is the same bit for bit.
-        axis = slots.ndim - 1 if slots.shape[-1] >= len(streams) else 0
-        n = len(streams)
+        axis = -1 if slots.ndim < 2 or slots.shape[-1] >= slots.shape[-2] else -2
+        parts = np.array_split(np.arange(slots.shape[axis]), min(len(streams), slots.shape[axis]))
+        if len(parts) == 1:
+            return self._slots.experts(x, slots)
         ys = []
-        for stream, part, rows in zip(
-            streams,
-            np.array_split(np.arange(slots.shape[axis]), n),
-            range(n),
-        ):
+        for stream, part in zip(streams, parts):
             a, b = int(part[0]), int(part[-1]) + 1
             with mx.stream(stream):
-                if axis:
+                if axis == -1:
                     ys.append(self._slots.experts(x, slots[..., a:b]))
                 else:
-                    ys.append(self._slots.experts(x[a:b], slots[a:b]))
-        return mx.concatenate(ys, axis=-2 if axis else 0)
+                    ys.append(self._slots.experts(x[..., a:b, :], slots[..., a:b, :]))
+        return mx.concatenate(ys, axis=axis - 1)
 
     def _waves(self, x, routed):
         K, S = routed.shape[-1], self._table.num_slots

@@ -10,7 +10,13 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm import utils as mlx_lm_utils
 
-from ..checkpoint import Checkpoint, CheckpointError, expert_modules, locate_experts
+from ..checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    expert_modules,
+    expert_parameters,
+    locate_experts,
+)
 from .config import StreamConfig
 from .layers import LAYERS, num_experts
 from .reader import Reader
@@ -271,7 +277,7 @@ def footprint(path, config=None):
             "stacked": min(config.slots, E),
             "fused": min(config.slots, E),
         }[config.mode]
-        for name, p in tree_flatten(m.parameters()):
+        for name, p in expert_parameters(m).items():
             nbytes = _cast_nbytes(p, dtype)
             total_experts += nbytes
             slots += nbytes // E * rows
@@ -310,8 +316,11 @@ def _build(checkpoint, config, **kwargs):
         model, model_config = mlx_lm_utils.load_model(
             checkpoint.path, lazy=True, model_config=model_config, **kwargs
         )
-    except ValueError as e:
-        raise CheckpointError(f"{checkpoint.path}: mlx-lm cannot build it: {e}") from e
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CheckpointError(
+            f"{checkpoint.path}: mlx-lm cannot build it from its config.json and tensors: "
+            f"{type(e).__name__}: {e}"
+        ) from e
     modules = expert_modules(model)
     if config.mode == "resident" and not modules:
         return model, model_config, 0
@@ -390,7 +399,7 @@ def _sources(model, checkpoint, config, dtype):
     located = locate_experts(model, checkpoint)
     resident = {}
     for path, module in expert_modules(model):
-        for name, p in tree_flatten(module.parameters()):
+        for name, p in expert_parameters(module).items():
             full = f"{path}.{name}"
             if _stays(name, p, config):
                 resident[full] = p.astype(dtype) if _is_floating(p) else p
@@ -403,6 +412,9 @@ def _sources(model, checkpoint, config, dtype):
                     "rearranges on load), so they cannot be read in place. Convert it first: "
                     f"mlx_lm.convert --hf-path {checkpoint.path} --mlx-path NEW_FOLDER"
                 )
+            # Only the shape is wanted from here on; the array keeps its file open.
+            linear, param = name.rsplit(".", 1)
+            module[linear][param] = mx.broadcast_to(mx.zeros((), p.dtype), p.shape)
     return located, resident
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU
 
+from ..checkpoint import expert_parameters
 from .reader import Read
 
 
@@ -154,7 +155,7 @@ class SlotBank:
         # (destination [S, ...], tensor on disk or rows in memory, type in memory)
         self._sources = []
         buffers = {}
-        for name, p in tree_flatten(module.parameters()):
+        for name, p in expert_parameters(module).items():
             to = dtype if mx.issubdtype(p.dtype, mx.floating) else p.dtype
             linear, param = name.rsplit(".", 1)
             half = None
