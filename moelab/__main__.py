@@ -156,11 +156,28 @@ def _add_synthesize(commands):
     p.set_defaults(run=_synthesize)
 
 
+def _check(args):
+    from .lab.machine import check
+
+    return 0 if check(args.model) else 1
+
+
+def _add_check(commands):
+    p = commands.add_parser(
+        "check",
+        help="does this machine have what it takes?",
+        description="One line for each thing that is needed, [ok] or [fail] with the remedy. Exit status 1: something failed.",
+    )
+    p.add_argument("model", metavar="MODEL", nargs="?", help="a model folder: predict its memory, read its own files")
+    p.set_defaults(run=_check)
+
+
 def parser():
     p = argparse.ArgumentParser(
         prog="python -m moelab", description="Mixture-of-Experts decoding with the experts on disk."
     )
     commands = p.add_subparsers(required=True, metavar="COMMAND")
+    _add_check(commands)
     _add_generate(commands)
     _add_bench(commands)
     _add_synthesize(commands)

@@ -67,7 +67,9 @@ def browser(tmp_path):
     chrome.quit()
 
 
-CELLS = "return window.jupyterapp.shell.currentWidget.content.widgets.filter(c => c.model.type === 'code').map(c => c.model"
+CELLS = (
+    "return window.jupyterapp.shell.currentWidget.content.widgets.filter(c => c.model.type === 'code').map(c => c.model"
+)
 
 
 def test_the_first_notebook(lab, browser):
@@ -75,10 +77,17 @@ def test_the_first_notebook(lab, browser):
         return WebDriverWait(browser, seconds, ignored_exceptions=()).until(lambda b: b.execute_script(script), what)
 
     browser.get(f"{lab}/tree/{NOTEBOOK}")
-    until("the notebook's kernel is ready", "return window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'")
+    until(
+        "the notebook's kernel is ready",
+        "return window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'",
+    )
     browser.execute_script("window.jupyterapp.commands.execute('notebook:run-all-cells')")
     until("every cell has run", f"{CELLS}.executionCount).every(n => n)", seconds=300)
-    until("the kernel is idle", "return window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status === 'idle'", seconds=300)
+    until(
+        "the kernel is idle",
+        "return window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status === 'idle'",
+        seconds=300,
+    )
     kinds = browser.execute_script(f"{CELLS}.outputs.toJSON()).flat().map(o => o.output_type + ' ' + (o.evalue || ''))")
     assert "display_data " in kinds and not [k for k in kinds if k.startswith("error")], kinds
 

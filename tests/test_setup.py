@@ -33,4 +33,3 @@ def test_conda_and_pip_ask_for_the_same():
 def test_no_torch_comes_in():
     listed = subprocess.run([sys.executable, "-m", "pip", "list", "--format=freeze"], capture_output=True, text=True)
     assert not re.search(r"^torch==", listed.stdout, re.M)
-

@@ -17,5 +17,8 @@ def preset(**sizes) -> SimpleNamespace:
         >>> P = preset(tokens=(128, 16), slots=16)  # P.tokens == 128, P.slots == 16
     """
     chosen = {name: v[FAST] if isinstance(v, tuple) and len(v) == 2 else v for name, v in sizes.items()}
-    print(f"preset={'fast (a smoke run, not a measurement)' if FAST else 'full'}:", *(f"{k}={v!r}" for k, v in chosen.items()))
+    print(
+        f"preset={'fast (a smoke run, not a measurement)' if FAST else 'full'}:",
+        *(f"{k}={v!r}" for k, v in chosen.items()),
+    )
     return SimpleNamespace(**chosen)

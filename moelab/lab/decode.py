@@ -101,8 +101,11 @@ def dial(path, prompt: str, tokens: int):
 def _memory_and_time(path, resident: Run, streamed: Run):
     config = streamed.config
     plan = footprint(path, StreamConfig())
-    where = ["resident", f"{config.slots} slots"]
-    mb, ms = [r.held_nbytes / 1e6 for r in (resident, streamed)], [np.median(r.step_s) * 1e3 for r in (resident, streamed)]
+    where = [f"resident, top-k {plan.top_k}", f"{config.slots} slots, top-k {config.top_k}"]
+    mb, ms = (
+        [r.held_nbytes / 1e6 for r in (resident, streamed)],
+        [np.median(r.step_s) * 1e3 for r in (resident, streamed)],
+    )
     waiting = [0, min(streamed.wait_s * 1e3, ms[1])]
     same = streamed.same_tokens(resident)
     ratio = ms[0] / ms[1]
@@ -134,7 +137,9 @@ def _memory_and_time(path, resident: Run, streamed: Run):
             col=column,
         )
     quartiles = np.array([np.percentile(r.step_s, (25, 75)) for r in (resident, streamed)]).T * 1e3
-    fig.data[-1].error_y = dict(type="data", array=quartiles[1] - ms, arrayminus=ms - quartiles[0], thickness=1.5, width=5)
+    fig.data[-1].error_y = dict(
+        type="data", array=quartiles[1] - ms, arrayminus=ms - quartiles[0], thickness=1.5, width=5
+    )
 
     lossy = config.top_k < plan.top_k
     text = f"{same} of its {len(streamed.tokens)} tokens are the resident model's" + (

@@ -18,19 +18,29 @@ DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid",
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "pentagon")
 GREY = "#595959"
 
+_AXIS = dict(
+    gridcolor="#E6E6E6",
+    linecolor=GREY,
+    showline=True,
+    ticks="outside",
+    automargin=True,
+    title=dict(font=dict(size=14), standoff=8),
+)
 pio.templates["moelab"] = go.layout.Template(
     layout=dict(
         colorway=COLORS,
         font=dict(size=13, color="#222"),
-        title=dict(font=dict(size=17), subtitle=dict(font=dict(size=12, color=GREY)), x=0, xref="paper", xanchor="left"),
-        margin=dict(l=70, r=30, t=105, b=60),
-        height=440,
+        title=dict(
+            font=dict(size=17), subtitle=dict(font=dict(size=12, color=GREY)), x=0, xref="paper", xanchor="left"
+        ),
+        margin=dict(l=70, r=30, t=105, b=95),
+        height=460,
         paper_bgcolor="white",
         plot_bgcolor="white",
         hoverlabel=dict(font=dict(size=13)),
-        legend=dict(orientation="h", y=-0.18, yanchor="top", x=0),
-        xaxis=dict(gridcolor="#E6E6E6", linecolor=GREY, showline=True, ticks="outside", automargin=True),
-        yaxis=dict(gridcolor="#E6E6E6", linecolor=GREY, showline=True, ticks="outside", automargin=True, rangemode="tozero"),
+        legend=dict(orientation="h", yref="container", y=0.02, yanchor="bottom", x=0),
+        xaxis=_AXIS,
+        yaxis=dict(**_AXIS, rangemode="tozero"),
     )
 )
 pio.templates.default = "moelab"
@@ -43,7 +53,9 @@ def style(i: int) -> dict:
         >>> go.Scatter(x=x, y=y, name="fused", mode="lines+markers", **style(0))
     """
     i %= len(COLORS)
-    return dict(line=dict(color=COLORS[i], dash=DASHES[i], width=2.5), marker=dict(color=COLORS[i], symbol=SYMBOLS[i], size=9))
+    return dict(
+        line=dict(color=COLORS[i], dash=DASHES[i], width=2.5), marker=dict(color=COLORS[i], symbol=SYMBOLS[i], size=9)
+    )
 
 
 def figure(title: str, x: str, y: str, note: str = "", card: dict | None = None, **layout) -> go.Figure:
@@ -73,7 +85,9 @@ def band(fig: go.Figure, x, samples, name: str, i: int = 0, **where) -> None:
 
 def ceiling(fig: go.Figure, value: float, label: str, axis: str = "y", **where) -> None:
     """Draws what cannot be passed (an SSD's speed, the memory there is) as a labelled line."""
-    line = dict(line=dict(color=GREY, dash="dash", width=1.5), annotation_text=label, annotation_font=dict(size=12, color=GREY))
+    line = dict(
+        line=dict(color=GREY, dash="dash", width=1.5), annotation_text=label, annotation_font=dict(size=12, color=GREY)
+    )
     if axis == "y":
         fig.add_hline(value, annotation_position="top left", **line, **where)
     else:

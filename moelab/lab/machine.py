@@ -192,15 +192,21 @@ def findings(model=None):
     yield True, f"mlx {c['mlx']}, mlx-lm {c['mlx-lm']} on {where}", ""
 
     free, limit = memory_available(), memory_limit()
-    of = f"{psutil.virtual_memory().total / 2**30:.1f} GiB" + (f", cgroup limit {limit / 2**30:.1f} GiB" if limit else "")
-    yield free >= MIN_MEMORY_NBYTES, f"memory: {free / 2**30:.1f} GiB available of {of}", (
-        f"{MIN_MEMORY_NBYTES / 2**30:.0f} GiB are needed: close other programs or raise the limit"
+    of = f"{psutil.virtual_memory().total / 2**30:.1f} GiB" + (
+        f", cgroup limit {limit / 2**30:.1f} GiB" if limit else ""
+    )
+    yield (
+        free >= MIN_MEMORY_NBYTES,
+        f"memory: {free / 2**30:.1f} GiB available of {of}",
+        (f"{MIN_MEMORY_NBYTES / 2**30:.0f} GiB are needed: close other programs or raise the limit"),
     )
 
     folder = Path(model) if model and Path(model).is_dir() else DATA if DATA.is_dir() else Path.cwd()
     disk = shutil.disk_usage(folder).free
-    yield disk >= MIN_DISK_NBYTES, f"disk: {disk / 2**30:.1f} GiB free where {folder.name}/ lies", (
-        f"{MIN_DISK_NBYTES / 2**30:.0f} GiB are needed for synthesized checkpoints: make room"
+    yield (
+        disk >= MIN_DISK_NBYTES,
+        f"disk: {disk / 2**30:.1f} GiB free where {folder.name}/ lies",
+        (f"{MIN_DISK_NBYTES / 2**30:.0f} GiB are needed for synthesized checkpoints: make room"),
     )
 
     path = _file_to_read(folder)
@@ -209,24 +215,36 @@ def findings(model=None):
     else:
         how = drop_pages(path)
         speeds = {(cold, n): read_speed(path, cold, n) / 1e9 for cold in (True, False) for n in (1, 4)}
-        yield speeds[True, 4] >= 0.2, (
-            f"SSD: random 1 MiB reads of {path.name}, GB/s with 1 and 4 at a time: "
-            f"cold {speeds[True, 1]:.2f}, {speeds[True, 4]:.2f} ({how}); warm {speeds[False, 1]:.2f}, {speeds[False, 4]:.2f}"
-        ), "under 0.2 GB/s cold: put the model on an SSD, not on a network or spinning disk"
+        yield (
+            speeds[True, 4] >= 0.2,
+            (
+                f"SSD: random 1 MiB reads of {path.name}, GB/s with 1 and 4 at a time: "
+                f"cold {speeds[True, 1]:.2f}, {speeds[True, 4]:.2f} ({how}); warm {speeds[False, 1]:.2f}, {speeds[False, 4]:.2f}"
+            ),
+            "under 0.2 GB/s cold: put the model on an SSD, not on a network or spinning disk",
+        )
 
     chained, evaluated = dispatch_cost()
-    yield evaluated < 1e-3, (
-        f"dispatch: one small operation {chained * 1e6:.0f} us in a chain, {evaluated * 1e6:.0f} us evaluated by itself"
-    ), "over 1 ms: the machine is busy, so timings will mean little; stop other work"
+    yield (
+        evaluated < 1e-3,
+        (
+            f"dispatch: one small operation {chained * 1e6:.0f} us in a chain, {evaluated * 1e6:.0f} us evaluated by itself"
+        ),
+        "over 1 ms: the machine is busy, so timings will mean little; stop other work",
+    )
 
     if model:
         from .. import StreamConfig, footprint
 
         f = footprint(model, StreamConfig.from_env())
-        yield f.total_nbytes <= free, (
-            f"{Path(model).name}: {f.checkpoint_nbytes / 2**30:.2f} GiB on disk, streamed it takes {f.total_nbytes / 2**30:.2f} GiB "
-            f"(backbone {f.backbone_nbytes / 2**30:.2f}, slots {f.slots_nbytes / 2**30:.2f}, scales {f.scales_nbytes / 2**30:.2f})"
-        ), "more than is available: take fewer slots (at least top-k)"
+        yield (
+            f.total_nbytes <= free,
+            (
+                f"{Path(model).name}: {f.checkpoint_nbytes / 2**30:.2f} GiB on disk, streamed it takes {f.total_nbytes / 2**30:.2f} GiB "
+                f"(backbone {f.backbone_nbytes / 2**30:.2f}, slots {f.slots_nbytes / 2**30:.2f}, scales {f.scales_nbytes / 2**30:.2f})"
+            ),
+            "more than is available: take fewer slots (at least top-k)",
+        )
 
 
 def check(model=None) -> bool:

@@ -24,7 +24,9 @@ def _still(output, name: str):
     if PLOTLY in data:
         alt = html.escape("".join(data.get("text/plain", "")), quote=True)
         fig = {key: data[PLOTLY][key] for key in ("data", "layout")}
-        body = pio.to_html(fig, include_plotlyjs=False, full_html=False, div_id=name, validate=False, config={"responsive": True})
+        body = pio.to_html(
+            fig, include_plotlyjs=False, full_html=False, div_id=name, validate=False, config={"responsive": True}
+        )
         output["data"] = {"text/html": f'<div role="img" aria-label="{alt}">{body}</div>'}
     elif WIDGET in data:
         output["data"] = {"text/html": "<p><i>Live controls stand here when the notebook runs in JupyterLab.</i></p>"}
@@ -50,7 +52,9 @@ def page(source: Path, target: Path) -> str | None:
     for c, cell in enumerate(notebook.cells):
         for o, output in enumerate(cell.get("outputs", [])):
             _still(output, f"figure-{c}-{o}")
-    body, _ = HTMLExporter(embed_images=True).from_notebook_node(notebook, resources={"metadata": {"name": source.stem}})
+    body, _ = HTMLExporter(embed_images=True).from_notebook_node(
+        notebook, resources={"metadata": {"name": source.stem}}
+    )
     body = re.sub(r'<script[^>]* src="https?:.*?</script>', "", body, flags=re.S)
     target.write_text(body.replace("</head>", f"<script>{get_plotlyjs()}</script></head>", 1), encoding="utf-8")
     return failed
@@ -69,7 +73,9 @@ def main(notebooks: str, out: str) -> int:
         if error:
             print(error, file=sys.stderr)
         links.append(f'<li><a href="{target.name}">{source.stem}</a></li>')
-    (Path(out) / "index.html").write_text(f"<!doctype html><title>moelab</title><h1>moelab</h1><ul>{''.join(links)}</ul>")
+    (Path(out) / "index.html").write_text(
+        f"<!doctype html><title>moelab</title><h1>moelab</h1><ul>{''.join(links)}</ul>"
+    )
     return failures
 
 

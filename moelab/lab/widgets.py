@@ -12,6 +12,7 @@ from IPython.display import display
 
 from . import figures
 
+WIDTH = 920  # pixels: a live figure does not follow the page's width by itself
 _WIDE = dict(style={"description_width": "110px"}, layout={"width": "460px"})
 
 
@@ -24,7 +25,9 @@ def slider(label: str, low, high, value, step=1, unit: str = ""):
 
 def choice(label: str, options, value):
     """A slider over a list of values, for powers of two and names."""
-    return ipywidgets.SelectionSlider(options=list(options), value=value, description=label, continuous_update=False, **_WIDE)
+    return ipywidgets.SelectionSlider(
+        options=list(options), value=value, description=label, continuous_update=False, **_WIDE
+    )
 
 
 class Explorer:
@@ -38,6 +41,7 @@ class Explorer:
     def __init__(self, fn, controls, first: go.Figure, run_button: bool):
         self.fn, self.controls, self.error = fn, controls, None
         self.figure = go.FigureWidget(first)
+        self.figure.layout.width = WIDTH
         self._quiet = False
         self._words = ipywidgets.HTML(figures.words(first))
         self._state = ipywidgets.HTML("")
@@ -46,7 +50,9 @@ class Explorer:
             self._button.on_click(lambda _: self.run())
         for control in controls.values():
             control.observe(self._changed, names="value")
-        self.view = ipywidgets.VBox([*controls.values(), *([self._button] if run_button else []), self._state, self.figure, self._words])
+        self.view = ipywidgets.VBox(
+            [*controls.values(), *([self._button] if run_button else []), self._state, self.figure, self._words]
+        )
 
     @property
     def values(self) -> dict:
@@ -85,7 +91,7 @@ class Explorer:
             else:
                 self.figure.data = ()
                 self.figure.add_traces(new.data)
-            self.figure.update_layout(new.layout.to_plotly_json(), overwrite=True)
+            self.figure.update_layout({**new.layout.to_plotly_json(), "width": WIDTH}, overwrite=True)
         self._words.value = words
 
     def set(self, **values) -> "Explorer":
@@ -95,7 +101,9 @@ class Explorer:
             for name, value in values.items():
                 self.controls[name].value = value
                 if self.controls[name].value != value:
-                    raise ValueError(f"{name} goes from {self.controls[name].min} to {self.controls[name].max}, got {value}")
+                    raise ValueError(
+                        f"{name} goes from {self.controls[name].min} to {self.controls[name].max}, got {value}"
+                    )
         finally:
             self._quiet = False
         self.run()
