@@ -9,7 +9,7 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 pytho
 BIN := .venv/bin
 READY := .venv/ready$(addprefix -,$(EXTRA))
 
-.PHONY: lab run test check lint browser clean
+.PHONY: lab run test check lint figures browser clean
 
 lab: $(READY)
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/00_start_here.ipynb
@@ -22,6 +22,10 @@ test: $(READY)
 
 check: $(READY)
 	$(BIN)/python -m moelab check
+
+# The pictures of the README, from the pages of `make run`.
+figures: $(READY)
+	$(BIN)/python -m moelab.recipes.figures build docs/figures
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -13,17 +13,14 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
+from moelab.recipes.figures import chromium
+
 ROOT = Path(__file__).parent.parent
 NOTEBOOK = "00_start_here.ipynb"
-FLAGS = (
-    "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking disable-component-update "
-    "disable-sync disable-dev-shm-usage window-size=1400,1100"
-).split()
 
 
 @pytest.fixture
@@ -54,15 +51,9 @@ def lab(tmp_path):
 
 @pytest.fixture
 def browser(tmp_path):
-    driver, chromium = shutil.which("chromedriver"), shutil.which("chromium")
-    if not driver:
+    chrome = chromium(tmp_path / "profile")
+    if chrome is None:
         pytest.skip("no chromedriver: `make browser` installs Chromium and its driver on Debian")
-    options = webdriver.ChromeOptions()
-    for flag in [*FLAGS, f"user-data-dir={tmp_path / 'profile'}"]:
-        options.add_argument(f"--{flag}")
-    if chromium:
-        options.binary_location = chromium
-    chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
     yield chrome
     chrome.quit()
 

@@ -1,9 +1,12 @@
 """Figures, widgets and the machine's card, without a browser and without a model."""
 
+import re
+
 import ipywidgets
+import nbformat
 import pytest
 
-from moelab.lab import figures, machine, preset, widgets
+from moelab.lab import figures, machine, pages, preset, widgets
 
 
 def drawn(top_k=8, slots=16):
@@ -90,3 +93,21 @@ def test_preset(monkeypatch, capsys):
     P = preset(tokens=(128, 16), slots=16, modes=["a", "b"])
     assert P.tokens in (128, 16) and P.slots == 16 and P.modes == ["a", "b"]
     assert "preset=" in capsys.readouterr().out
+
+
+def test_a_page_needs_no_network(tmp_path):
+    source = """
+from moelab.lab import figures
+import ipywidgets
+figures.show(figures.figure("t", "x", "y").add_scatter(y=[1, 2]), alt="a line", finding="it rises")
+display(ipywidgets.IntSlider())
+"""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source), nbformat.v4.new_code_cell("1 / 0")])
+    nbformat.write(notebook, tmp_path / "n.ipynb")
+    before = (tmp_path / "n.ipynb").read_bytes()
+    assert pages.main(str(tmp_path), str(tmp_path / "build")) == 1  # the cell that fails is told, and shown
+    page = (tmp_path / "build" / "n.html").read_text()
+    assert 'aria-label="a line"' in page and "Plotly.newPlot" in page and "it rises" in page
+    assert "ZeroDivisionError" in page and "Live controls" in page
+    assert not re.search(r"<(script|link|img)[^>]* (src|href)=.https?:", page)
+    assert (tmp_path / "n.ipynb").read_bytes() == before

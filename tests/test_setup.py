@@ -1,4 +1,4 @@
-"""The two ways to set up ask for the same things, and the tree is clean."""
+"""The two ways to set up ask for the same things, and for no more than they say."""
 
 import re
 import subprocess

@@ -236,15 +236,18 @@ def findings(model=None):
     if model:
         from .. import StreamConfig, footprint
 
-        f = footprint(model, StreamConfig.from_env())
+        slots = max(16, footprint(model, StreamConfig(mode="resident")).top_k)
+        f = footprint(model, StreamConfig(slots=slots))
         yield (
             f.total_nbytes <= free,
-            (
-                f"{Path(model).name}: {f.checkpoint_nbytes / 2**30:.2f} GiB on disk, streamed it takes {f.total_nbytes / 2**30:.2f} GiB "
-                f"(backbone {f.backbone_nbytes / 2**30:.2f}, slots {f.slots_nbytes / 2**30:.2f}, scales {f.scales_nbytes / 2**30:.2f})"
-            ),
+            f"{Path(model).name}: {_size(f.checkpoint_nbytes)} on disk; with {slots} slots a layer it takes {_size(f.total_nbytes)} of memory "
+            f"(backbone {_size(f.backbone_nbytes)}, slots {_size(f.slots_nbytes)}, scales {_size(f.scales_nbytes)}), caches on top",
             "more than is available: take fewer slots (at least top-k)",
         )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def check(model=None) -> bool:
