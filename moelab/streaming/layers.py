@@ -11,6 +11,9 @@ import numpy as np
 from ..checkpoint import expert_parameters
 from .slots import SlotBank, SlotTable, can_fuse
 
+# Experts are read and computed in turns of about so many bytes where both take time.
+PART_NBYTES = 2 * 1024 * 1024
+
 
 class StreamedExperts(nn.Module):
     """What the modes share: learning the routing, reading, counting.
@@ -30,7 +33,7 @@ class StreamedExperts(nn.Module):
             if name not in held:  # what the family hangs on it may be asked for
                 self[name] = child
         self._num_experts = num_experts(module)
-        self._last = None  # the last output, which reads the slots until evaluated
+        self._last = []  # the last output, which reads the slots until evaluated
 
     def _bank(self, module, num_slots, fuse=False):
         s = self._session
@@ -44,7 +47,9 @@ class StreamedExperts(nn.Module):
                 f"{self._path}: expected {session.dtype} activations, got {x.dtype}. "
                 "Something before this layer promoted the graph: cast it back."
             )
-        mx.eval(indices)  # the one evaluation of a layer: the host learns the routing
+        # The one evaluation of a layer: the host learns the routing. What still reads the
+        # slots must be evaluated before they change; by now it nearly always is.
+        mx.eval(indices, self._last)
         routed = np.array(indices)
         if session.recorder is not None:
             session.recorder.add(self._layer, routed)
@@ -54,14 +59,15 @@ class StreamedExperts(nn.Module):
 
     def _fill(self, places):
         """Read experts: ``[(bank, expert, slot)]``."""
-        # Whatever still reads the slots must be evaluated before they change.
-        if self._last is not None:
-            mx.eval(self._last)
-            self._last = None
         with self._session.waiting() as reader:
             reader.read([r for bank, e, slot in places for r in bank.reads(e, slot)])
         for bank, e, slot in places:
             bank.arrived(e, slot)
+
+
+    def _one(self, bank, rows, pairs, top_k):
+        """One expert, the only one of its bank, for the pairs that want it."""
+        return bank.experts(rows[mx.array(pairs) // top_k], mx.zeros((len(pairs), 1), mx.uint32))
 
 
 def num_experts(module):
@@ -80,19 +86,20 @@ class Serial(StreamedExperts):
         self._module = (module,)  # in a tuple, so that mlx does not own its parameters
 
     def _compute(self, x, routed):
-        order, bounds, experts = by_expert(routed)
-        rows = x.reshape(-1, x.shape[-1])[mx.array(order // routed.shape[-1])]
-        ys = []
-        for e, a, b in zip(experts, bounds, bounds[1:]):
+        positions = by_expert(routed.ravel().tolist())
+        rows = x.reshape(-1, x.shape[-1])
+        ys, order = [], []
+        for e, pairs in positions.items():
             bank = self._bank(self._module[0], 1)
             with self._session.waiting() as reader:
                 for read in bank.reads(e, 0):  # one at a time, waiting for each
                     reader.read([read])
             bank.arrived(e, 0)
             self._session.counters.misses += 1
-            y = bank.experts(rows[a:b], mx.zeros((b - a, 1), mx.uint32))
+            y = self._one(bank, rows, pairs, routed.shape[-1])
             mx.eval(y)
             ys.append(y)
+            order += pairs
         return unsort(ys, order, routed.shape)
 
 
@@ -107,18 +114,18 @@ class Buffers(StreamedExperts):
         self._banks = tuple(self._bank(module, 1) for _ in range(session.top_k))
 
     def _compute(self, x, routed):
-        order, bounds, experts = by_expert(routed)
-        rows = x.reshape(-1, x.shape[-1])[mx.array(order // routed.shape[-1])]
-        ys = []
+        positions = by_expert(routed.ravel().tolist())
+        rows = x.reshape(-1, x.shape[-1])
+        experts = list(positions)
+        ys, order = [], []
         for first in range(0, len(experts), len(self._banks)):
-            wave = list(zip(self._banks, experts[first : first + len(self._banks)]))
+            mx.eval(ys)  # the buffers are needed again
+            wave = list(zip(self._banks, experts[first:]))
             self._fill([(bank, e, 0) for bank, e in wave])
             self._session.counters.misses += len(wave)
-            for i, (bank, _) in enumerate(wave, first):
-                n = bounds[i + 1] - bounds[i]
-                ys.append(bank.experts(rows[bounds[i] : bounds[i + 1]], mx.zeros((n, 1), mx.uint32)))
-            if len(experts) > len(self._banks):
-                mx.eval(ys[first:])  # the buffers are needed again at once
+            for bank, e in wave:
+                ys.append(self._one(bank, rows, positions[e], routed.shape[-1]))
+                order += positions[e]
         return unsort(ys, order, routed.shape)
 
 
@@ -140,31 +147,21 @@ class Stacked(StreamedExperts):
     def _compute(self, x, routed):
         flat = routed.ravel().tolist()
         needed = list(dict.fromkeys(flat))
-        if len(needed) > self._table.num_slots:
-            return self._waves(x, routed)
-        hits, misses = self._plan(needed)
-        done = None
-        if hits and misses and routed.shape[-1] == len(flat) and self._session.overlap:
-            # Compute the experts that are there while the others are being read.
-            there = [i for i, e in enumerate(flat) if e in hits]
-            order = there + [i for i, e in enumerate(flat) if e in misses]
-            done = self._gather(x, _slots([flat[i] for i in there], hits, routed.shape))
-            mx.async_eval(done)
-            flat = [flat[i] for i in order[len(there) :]]
-        if misses:
-            self._fill([(self._slots, e, slot) for e, slot in misses.items()])
-            self._table.commit(misses)
-            hits.update(misses)
-        y = self._gather(x, _slots(flat, hits, routed.shape))
-        if done is None:
-            return y
-        return mx.concatenate([done, y], axis=-2)[..., mx.array(np.argsort(order)), :]
-
-    def _plan(self, needed):
-        hits, misses = self._table.plan(needed)
-        self._session.counters.hits += len(hits)
-        self._session.counters.misses += len(misses)
-        return hits, misses
+        if len(needed) <= self._table.num_slots:
+            held, misses = self._plan(needed)
+            if not misses or not self._session.overlap:
+                self._bring(misses)
+                slots = [{**held, **misses}[e] for e in flat]
+                slots = np.array(slots, np.uint32).reshape(routed.shape)
+                return self._gather(x, mx.array(slots))
+            waves = [(held, misses)]
+        else:
+            # Those held come first, before they must leave.
+            needed.sort(key=lambda e: e not in self._table.slot_of)
+            S = self._table.num_slots
+            chunks = (needed[i : i + S] for i in range(0, len(needed), S))
+            waves = ((*self._plan(chunk),) for chunk in chunks)
+        return self._in_parts(x, flat, routed.shape, waves)
 
     def _gather(self, x, slots):
         """The experts' work, spread over the session's streams along K or along rows."""
@@ -184,30 +181,45 @@ class Stacked(StreamedExperts):
                     ys.append(self._slots.experts(x[..., a:b, :], slots[..., a:b, :]))
         return mx.concatenate(ys, axis=axis - 1)
 
-    def _waves(self, x, routed):
-        K, S = routed.shape[-1], self._table.num_slots
-        order, bounds, experts = by_expert(routed, first=self._table.slot_of)
+    def _in_parts(self, x, flat, shape, waves):
+        """Compute what is there while the rest is being read, part by part."""
+        positions = by_expert(flat)
         rows = x.reshape(-1, x.shape[-1])
-        ys = []
-        for first in range(0, len(experts), S):
-            wave = experts[first : first + S]
-            held, misses = self._plan(wave)
+        ys, order = [], []
+        for held, misses in waves:
+            if ys:
+                mx.eval(ys)  # this wave takes the slots of the last one
+            for part in self._parts(held, misses):
+                new = {e: misses[e] for e in part if e in misses}
+                self._bring(new)
+                held.update(new)
+                pairs = [i for e in part for i in positions[e]]
+                slots = np.array([held[flat[i]] for i in pairs], np.uint32)
+                y = self._gather(rows[mx.array(pairs) // shape[-1]], mx.array(slots[:, None]))
+                mx.async_eval(y)
+                ys.append(y)
+                order += pairs
+        return unsort(ys, order, shape)
+
+    def _parts(self, held, misses):
+        # Large enough that a part's read is worth a pause, small enough to hide it.
+        size = max(1, PART_NBYTES // self._slots.expert_nbytes)
+        misses = list(misses)
+        return ([list(held)] if held else []) + [
+            misses[i : i + size] for i in range(0, len(misses), size)
+        ]
+
+    def _plan(self, needed):
+        hits, misses = self._table.plan(needed)
+        self._session.counters.hits += len(hits)
+        self._session.counters.misses += len(misses)
+        return hits, misses
+
+    def _bring(self, misses):
+        """Read experts into the slots that ``_plan`` chose, and hold them."""
+        if misses:
             self._fill([(self._slots, e, slot) for e, slot in misses.items()])
             self._table.commit(misses)
-            held.update(misses)
-            a, b = bounds[first], bounds[first + len(wave)]
-            sizes = np.diff(bounds[first : first + len(wave) + 1])
-            slots = np.repeat(np.array([held[e] for e in wave], np.uint32), sizes)
-            y = self._gather(rows[mx.array(order[a:b] // K)], mx.array(slots[:, None]))
-            mx.eval(y)  # the next wave takes these slots
-            ys.append(y)
-        return unsort(ys, order, routed.shape)
-
-
-def _slots(experts, slot_of, shape):
-    """The slots of some experts as indices ``[..., those]``."""
-    slots = np.array([slot_of[e] for e in experts], np.uint32)
-    return mx.array(slots.reshape(*shape[:-1], -1))
 
 
 class Fused(Stacked):
@@ -216,33 +228,28 @@ class Fused(Stacked):
     fuse = True
 
 
-def by_expert(routed, first=()):
-    """Sort (token, expert) pairs by expert.
+def by_expert(flat):
+    """The (token, expert) pairs of each expert.
 
     Args:
-        routed (np.ndarray): ``[..., K]`` expert of every pair.
-        first: Experts to put first, so that those held are used before they must leave.
+        flat (list[int]): The expert of every pair.
 
     Returns:
-        tuple: ``order [pairs]`` (positions in ``routed`` flattened), ``bounds`` (where in
-        ``order`` each expert begins, and the end) and ``experts``, each once, in order.
+        dict[int, list[int]]: The positions in ``flat`` of every expert, in order of
+        first use.
     """
-    flat = routed.ravel()
-    experts = np.unique(flat).tolist()
-    experts.sort(key=lambda e: e not in first)
-    rank = np.empty(max(experts) + 1, np.int64)
-    rank[experts] = np.arange(len(experts))
-    order = np.argsort(rank[flat], kind="stable")
-    bounds = [0, *np.cumsum(np.bincount(rank[flat], minlength=len(experts))).tolist()]
-    return order, bounds, experts
+    positions = {}
+    for i, e in enumerate(flat):
+        positions.setdefault(e, []).append(i)
+    return positions
 
 
 def unsort(ys, order, shape):
     """Put rows computed expert by expert back to ``[..., K, D]``.
 
     Args:
-        ys (list[mx.array]): ``[pairs of some experts, 1, D]`` each, in the order of ``order``.
-        order (np.ndarray): As ``by_expert`` returned it.
+        ys (list[mx.array]): ``[pairs of some experts, 1, D]`` each.
+        order (list[int]): The pairs in the order of ``ys``.
         shape (tuple): ``[..., K]``.
     """
     y = ys[0] if len(ys) == 1 else mx.concatenate(ys)

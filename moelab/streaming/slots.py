@@ -194,6 +194,11 @@ class SlotBank:
         """The bytes of all slots."""
         return sum(p.nbytes for _, p in tree_flatten(self.experts.parameters()))
 
+    @property
+    def expert_nbytes(self):
+        """The bytes of one slot."""
+        return self.nbytes // self.num_slots
+
     def reads(self, expert, slot):
         """What brings one expert into one slot.
 
