@@ -12,7 +12,7 @@ READY := .venv/ready$(addprefix -,$(EXTRA))
 .PHONY: lab run test check lint figures browser clean
 
 lab: $(READY)
-	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/00_start_here.ipynb
+	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
 
 run: $(READY)
 	$(BIN)/python -m moelab.lab.pages notebooks build

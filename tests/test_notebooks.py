@@ -27,7 +27,7 @@ def test_stripped(notebook):
     nbformat.validate(notebook)
     assert "widgets" not in notebook.metadata
     for cell in code(notebook):
-        assert not cell.outputs and cell.execution_count is None, "run `nbstripout` on it"
+        assert not cell.outputs and cell.execution_count is None, "clear it: jupyter nbconvert --clear-output --inplace notebooks/*.ipynb"
 
 
 def test_parameters_are_read(notebook):
