@@ -149,18 +149,18 @@ class Stacked(StreamedExperts):
         needed = list(dict.fromkeys(flat))
         if len(needed) <= self._table.num_slots:
             held, misses = self._plan(needed)
-            if not misses or not self._session.overlap:
+            worth = len(misses) * self._slots.expert_nbytes >= PART_NBYTES
+            if not (worth and self._session.overlap):
                 self._bring(misses)
                 slots = [{**held, **misses}[e] for e in flat]
                 slots = np.array(slots, np.uint32).reshape(routed.shape)
                 return self._gather(x, mx.array(slots))
-            waves = [(held, misses)]
+            waves = ((held, misses),)
         else:
             # Those held come first, before they must leave.
             needed.sort(key=lambda e: e not in self._table.slot_of)
             S = self._table.num_slots
-            chunks = (needed[i : i + S] for i in range(0, len(needed), S))
-            waves = ((*self._plan(chunk),) for chunk in chunks)
+            waves = (self._plan(needed[i : i + S]) for i in range(0, len(needed), S))
         return self._in_parts(x, flat, routed.shape, waves)
 
     def _gather(self, x, slots):

@@ -4,13 +4,13 @@
 """
 
 import copy
+import functools
 from collections import Counter
 from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from ..checkpoint import expert_parameters
@@ -189,15 +189,10 @@ class SlotBank:
                 self.experts[name] = linear
         self._slots = {}
 
-    @property
-    def nbytes(self):
-        """The bytes of all slots."""
-        return sum(p.nbytes for _, p in tree_flatten(self.experts.parameters()))
-
-    @property
+    @functools.cached_property
     def expert_nbytes(self):
         """The bytes of one slot."""
-        return self.nbytes // self.num_slots
+        return sum(rows[0].nbytes for rows, _, _ in self._sources)
 
     def reads(self, expert, slot):
         """What brings one expert into one slot.
