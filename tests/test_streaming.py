@@ -1,0 +1,157 @@
+"""The engine's promises that are not about one family: what is read, counted, evaluated and held."""
+
+import families
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from families import E, K
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+import moelab
+from moelab.recipes import tiny_moe
+from moelab.streaming.layers import Stacked
+from moelab.streaming.model import load_model
+
+STREAMED = ("serial", "buffers", "stacked", "fused")
+PROMPT = mx.array([[5, 36, 67, 2, 33, 64, 95, 30, 61]])
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return families.write_checkpoint("qwen3_5_moe", tmp_path_factory.mktemp("streaming") / "model", "affine4")
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("random")
+    tiny_moe.random_model(path)
+    return path
+
+
+def decode(model, steps=5):
+    """Greedy tokens after the prompt."""
+    cache = make_prompt_cache(model)
+    token = mx.argmax(model(PROMPT, cache=cache)[:, -1:], axis=-1)
+    tokens = [token.item()]
+    for _ in range(steps):
+        token = mx.argmax(model(token, cache=cache), axis=-1)
+        tokens.append(token.item())
+    return tokens
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+def test_a_prompt_reads_each_needed_expert_once(path, mode):
+    with load_model(path, moelab.StreamConfig(mode=mode, slots=K))[0] as model:
+        with moelab.record(model) as trace:
+            mx.eval(model(PROMPT))
+        needed = sum(len(np.unique(trace.experts[:, i])) for i in range(trace.experts.shape[1]))
+        got = moelab.stats(model).prefill
+        assert needed > trace.experts.shape[1] * K, "more than the slots hold, or this tests nothing"
+        assert (got.hits, got.misses) == (0, needed)
+        assert got.bytes_read == needed * moelab.footprint(path).expert_nbytes
+        assert got.tokens == PROMPT.size and moelab.stats(model).decode.tokens == 0
+
+
+@pytest.mark.parametrize("mode", ("stacked", "fused"))
+def test_the_host_learns_the_routing_once_a_layer_and_evaluates_nothing_else(path, mode, monkeypatch):
+    with load_model(path, moelab.StreamConfig(mode=mode, slots=E))[0] as model:
+        cache = make_prompt_cache(model)
+        for _ in range(20):  # until every expert is held
+            mx.eval(model(PROMPT, cache=cache))
+        moelab.stats(model, reset=True)
+        evaluations = []
+        for name in ("eval", "async_eval"):
+            real = getattr(mx, name)
+            monkeypatch.setattr(mx, name, lambda *a, _real=real: (evaluations.append(a), _real(*a)))
+        y = model(mx.array([[3]]), cache=cache)
+        monkeypatch.undo()
+        got = moelab.stats(model).decode
+        assert got.misses == 0 and got.calls == moelab.footprint(path).num_layers
+        assert len(evaluations) == got.calls
+        mx.eval(y)
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+def test_counters(path, mode):
+    with load_model(path, moelab.StreamConfig(mode=mode, slots=K + 1))[0] as model:
+        decode(model, steps=7)
+        layers = moelab.footprint(path).num_layers
+        got = moelab.stats(model)
+        assert got.prefill.tokens == PROMPT.size and got.decode.tokens == 7
+        assert got.decode.hits + got.decode.misses == 7 * layers * K
+        assert got.decode.calls == 7 * layers
+        assert got.decode.bytes_per_token == got.decode.bytes_read / 7
+        assert 0 <= got.decode.hit_rate <= 1
+        assert moelab.stats(model, reset=True).decode.tokens == 7
+        assert moelab.stats(model).decode.tokens == 0
+
+
+def test_a_recorded_trace_is_the_routing(path):
+    resident, _ = load_model(path, moelab.StreamConfig(mode="resident"))
+    streamed, _ = load_model(path, moelab.StreamConfig(slots=K))
+    traces = []
+    for model in (resident, streamed):
+        with moelab.record(model) as trace:
+            tokens = decode(model, steps=4)
+        traces.append(trace)
+        assert list(trace.phase) == ["prefill"] * PROMPT.size + ["decode"] * 4
+        assert list(trace.tokens) == PROMPT[0].tolist() + tokens[:-1]
+        assert trace.experts.shape[0] == len(trace.tokens) and trace.experts.shape[2] == K
+    np.testing.assert_array_equal(traces[0].experts, traces[1].experts)
+    assert decode(resident) == decode(streamed)  # nothing of the recording is left behind
+
+
+@pytest.mark.parametrize("mode", ("resident", *STREAMED))
+@pytest.mark.parametrize("scales", ("streamed", "resident"))
+def test_footprint_is_what_load_takes(path, mode, scales):
+    config = moelab.StreamConfig(mode=mode, slots=K + 1, scales=scales)
+    predicted = moelab.footprint(path, config)
+    model, _ = load_model(path, config)
+    held = sum(p.nbytes for _, p in tree_flatten(model.parameters()))
+    if mode == "resident":
+        assert held == predicted.total_nbytes
+        return
+    assert held == predicted.backbone_nbytes
+    assert sum(p.nbytes for p in model._session.resident.values()) == predicted.scales_nbytes
+    if mode in ("stacked", "fused"):
+        banks = [m._slots for m in model.modules() if isinstance(m, Stacked)]
+        assert sum(b.expert_nbytes * b.num_slots for b in banks) == predicted.slots_nbytes
+    moelab.close(model)
+
+
+@pytest.mark.parametrize("top_k", (1, K))
+def test_top_k(path, top_k):
+    tokens = []
+    for mode in ("resident", "fused"):
+        model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=K, top_k=top_k))
+        with moelab.record(model) as trace:
+            tokens.append(decode(model))
+        assert trace.experts.shape[-1] == top_k
+        moelab.close(model)
+    assert tokens[0] == tokens[1]
+
+
+def test_from_env(monkeypatch):
+    for name in ("MLX_MOE_STACKED", "MLX_MOE_FUSE_GATEUP", "MLX_MOE_CACHE_SLOTS", "SWIFTLM_TOP_K"):
+        monkeypatch.delenv(name, raising=False)
+    assert moelab.StreamConfig.from_env() == moelab.StreamConfig(mode="buffers")
+    monkeypatch.setenv("MLX_MOE_STACKED", "1")
+    monkeypatch.setenv("MLX_MOE_CACHE_SLOTS", "24")
+    assert moelab.StreamConfig.from_env() == moelab.StreamConfig(mode="stacked", slots=24)
+    monkeypatch.setenv("MLX_MOE_FUSE_GATEUP", "1")
+    monkeypatch.setenv("SWIFTLM_TOP_K", "6")
+    assert moelab.StreamConfig.from_env(readers=2) == moelab.StreamConfig(slots=24, top_k=6, readers=2)
+
+
+def test_mlx_lm_generates_with_it(with_tokenizer):
+    resident, tokenizer = mlx_lm.load(with_tokenizer)
+    resident.set_dtype(mx.float32)
+    prompts = [tokenizer.encode(t) for t in ("def read(self", "import os\n", "class A:\n    x")]
+    want = mlx_lm.batch_generate(resident, tokenizer, prompts, max_tokens=6).texts
+    one = mlx_lm.generate(resident, tokenizer, prompts[0], max_tokens=6)
+    model, tokenizer = moelab.load(with_tokenizer)
+    with model:
+        assert mlx_lm.generate(model, tokenizer, prompts[0], max_tokens=6) == one
+        assert mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=6).texts == want
