@@ -151,7 +151,13 @@ def load(path_or_hf_repo, config=None, *, tokenizer_config=None, revision=None, 
         CheckpointError: If the files are damaged or their experts cannot be streamed.
         ValueError: If ``config`` does not fit the model.
     """
-    path = Path(mlx_lm_utils._download(path_or_hf_repo, revision=revision))
+    try:
+        path = Path(mlx_lm_utils._download(path_or_hf_repo, revision=revision))
+    except (OSError, ValueError) as e:
+        raise CheckpointError(
+            f"{path_or_hf_repo}: expected a model folder or a Hub repository, found no such "
+            f"folder, and the Hub does not give it ({e})."
+        ) from e
     model, model_config = load_model(path, config, **kwargs)
     tokenizer = mlx_lm_utils.load_tokenizer(
         path, tokenizer_config, eos_token_ids=model_config.get("eos_token_id", None)
