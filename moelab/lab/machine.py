@@ -103,6 +103,7 @@ def card() -> dict:
         "memory_nbytes": min(total, limit) if limit else total,
         "os": f"{platform.system()} {platform.release()}",
         "device": "gpu" if gpu else "cpu",
+        "backend": "CPU" if not gpu else "Metal" if mx.metal.is_available() else "CUDA",
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "moelab")},
         "date": date.today().isoformat(),
@@ -112,7 +113,7 @@ def card() -> dict:
 def card_line(card: dict | None = None) -> str:
     """``card`` (default: this machine's) in one line."""
     c = card or globals()["card"]()
-    where = f"{c['gpu']} (CUDA or Metal)" if c["gpu"] else "CPU backend"
+    where = f"{c['backend']} backend" + (f", {c['gpu']}" if c["gpu"] else "")
     versions = ", ".join(f"{name} {c[name]}" for name in ("mlx", "mlx-lm", "moelab"))
     return f"{c['cpu']}, {c['cores']} cores, {c['memory_nbytes'] / 2**30:.0f} GiB, {c['os'].split()[0]}; {where}; {versions}; {c['date']}"
 
