@@ -74,7 +74,7 @@ def _bench(args):
     else:
         same = bench.run_bench(
             args.model, args.modes or "resident,serial,buffers,stacked,fused", base, args.tokens, args.runs or 5, args.warmup,
-            tuple(args.prompt or ()), args.json, {"auto": None, "yes": True, "no": False}[args.together],
+            tuple(args.prompt or ()), args.json, {"auto": None, "yes": True, "no": False}[args.together], args.cold,
         )  # fmt: skip
         return 0 if same else 3
     if args.json:
@@ -108,6 +108,11 @@ def _add_bench(commands):
         choices=["auto", "yes", "no"],
         default="auto",
         help="keep all models loaded (auto: if they take less than half of the memory)",
+    )
+    p.add_argument(
+        "--cold",
+        action="store_true",
+        help="drop the checkpoint's pages from the page cache each time before the clock starts",
     )
     p.add_argument("--json", metavar="FILE", help="keep raw samples, machine and settings there")
     p.add_argument(

@@ -204,8 +204,8 @@ def test_disk_that_fills_up_midway(tmp_path, tokenizer, monkeypatch):
     "kwargs, error, message",
     [
         (dict(like="qwen9"), ValueError, "expected one of qwen3.5-35b-a3b"),
-        (dict(layers=0), ValueError, "expected 1 to 40"),
-        (dict(layers=41), ValueError, "expected 1 to 40"),
+        (dict(layers=0), ValueError, "expected 4 to 40"),
+        (dict(layers=41), ValueError, "expected 4 to 40"),
         (dict(vocab=10), ValueError, "at least 2[67]"),
         (dict(tokenizer="nowhere"), FileNotFoundError, "no tokenizer.json in nowhere"),
     ],

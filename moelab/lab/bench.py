@@ -95,7 +95,7 @@ def parse_modes(text, base=None):
     return out
 
 
-def decode(model, prompt_ids, tokens, warmup=0):
+def decode(model, prompt_ids, tokens, warmup=0, before_clock=None):
     """Greedy tokens and the seconds they took, prompt and decoding apart.
 
     The next token is scheduled before this one is read, as in mlx-lm's ``generate_step``; but the clock starts and
@@ -106,6 +106,7 @@ def decode(model, prompt_ids, tokens, warmup=0):
         prompt_ids (list[int]): The prompt.
         tokens (int): How many tokens to time.
         warmup (int): Tokens decoded before the clock starts.
+        before_clock (Callable): Called just before it starts, to drop the page cache.
 
     Returns:
         dict: ``tokens`` (all of them), ``prefill_s``, ``decode_s`` and ``counters`` of the timed part (None for a model that is not ours).
@@ -139,6 +140,8 @@ def decode(model, prompt_ids, tokens, warmup=0):
         ours = hasattr(model, "_session")
         if ours:
             stats(model, reset=True)
+        if before_clock:
+            before_clock()
         begin = time.perf_counter()
         y, out = run(y, tokens)
         decode_s = time.perf_counter() - begin
@@ -175,7 +178,7 @@ class _Loaded:
 
 
 def bench(path, modes="resident,serial,buffers,stacked,fused", base=None, tokens=64, runs=5, warmup=16, prompts=PROMPTS,
-          seed=0, together=None, progress=True, on_round=None):  # fmt: skip
+          seed=0, together=None, cold=False, progress=True, on_round=None):  # fmt: skip
     """Decode the same prompts in every mode, in rounds of random order.
 
     Args:
@@ -188,12 +191,14 @@ def bench(path, modes="resident,serial,buffers,stacked,fused", base=None, tokens
         prompts (tuple[str]): The prompts.
         seed (int): Of the orders.
         together (bool): Whether to keep all models loaded. Default: if they take less than half of the memory available.
+        cold (bool): Drop the checkpoint's pages from the page cache each time before the clock starts; slots stay as they are.
         progress (bool): Show a bar.
         on_round (Callable): Called with the record after each round, so that an interrupted bench is not lost.
 
     Returns:
         dict: The record: raw samples, machine, summaries (see ``summarize``).
     """
+    path = folder(path)
     configs = parse_modes(modes, base) if isinstance(modes, str) else modes
     feet = {name: footprint(path, c) for name, c in configs.items()}
     needed, available = sum(f.total_nbytes for f in feet.values()), machine.memory_available()
@@ -205,13 +210,18 @@ def bench(path, modes="resident,serial,buffers,stacked,fused", base=None, tokens
         "machine": machine.card(),
         "load_average": os.getloadavg(),
         "tokens": tokens, "warmup_tokens": warmup, "seed": seed, "prompts": list(prompts), "models_loaded_together": together,
-        "order": "random in every round; one round before the first is not kept", "cache_state": "warm",
+        "order": "random in every round; one round before the first is not kept", "cache_state": "cold" if cold else "warm",
         "modes": {
             name: {"config": dataclasses.asdict(c), "predicted_nbytes": feet[name].total_nbytes, "samples": []}
             for name, c in configs.items()
         },
     }  # fmt: skip
     order, loaded = random.Random(seed), _Loaded(path, configs, together)
+
+    def drop_pages():
+        for file in path.glob("model*.safetensors"):
+            machine.drop_pages(file)
+
     bar = tqdm(total=(runs + 1) * len(configs), desc="bench", unit="run", leave=False, disable=not progress)
     try:
         for i in range(-1, runs):
@@ -220,7 +230,7 @@ def bench(path, modes="resident,serial,buffers,stacked,fused", base=None, tokens
                 ids = loaded.tokenizer.encode(prompts[max(i, 0) % len(prompts)])
                 before = mx.get_active_memory()
                 mx.reset_peak_memory()
-                sample = decode(model, ids, tokens if i >= 0 else min(tokens, 16), warmup)
+                sample = decode(model, ids, tokens if i >= 0 else min(tokens, 16), warmup, drop_pages if cold else None)
                 bar.update()
                 if i < 0:
                     continue
@@ -236,6 +246,94 @@ def bench(path, modes="resident,serial,buffers,stacked,fused", base=None, tokens
         1 if sys.platform == "darwin" else 1024
     )
     return summarize(record)
+
+
+def agreement(path, modes="serial,buffers,stacked,fused", base=None, tokens=32, prompt=PROMPTS[0]):
+    """How near every mode's logits are to the resident model's, both fed the resident model's greedy tokens.
+
+    Returns:
+        dict: By mode: ``prefill_error`` and ``decode_error``, the largest difference of a logit over the standard deviation of the
+        logits; ``same_tokens``, the share of steps with the same best token; ``bit_for_bit`` of the decoded steps.
+    """
+    path = folder(path)
+    configs = {"resident": dataclasses.replace(base or StreamConfig(), mode="resident"), **parse_modes(modes, base)}
+    out, yard, ids = {}, None, None
+    for name, config in configs.items():
+        model, tokenizer = load(path, config)
+        with model:
+            prompt_ids = tokenizer.encode(prompt)
+            cache = make_prompt_cache(model)
+            logits = [np.array(model(mx.array([prompt_ids]), cache=cache)[0, -1].astype(mx.float32))]
+            for i in range(tokens):
+                y = int(logits[-1].argmax()) if yard is None else ids[i]
+                logits.append(np.array(model(mx.array([[y]]), cache=cache)[0, -1].astype(mx.float32)))
+        logits = np.stack(logits)
+        if yard is None:
+            yard, ids = logits, logits.argmax(1).tolist()
+            continue
+        error = np.abs(logits - yard).max(1) / yard.std(1)
+        out[name] = {
+            "prefill_error": float(error[0]), "decode_error": float(error[1:].max()), "bit_for_bit": bool((logits == yard)[1:].all()),
+            "same_tokens": float((logits.argmax(1) == yard.argmax(1)).mean()),
+        }  # fmt: skip
+    return {
+        "kind": "agreement",
+        "machine": machine.card(),
+        "dtype": (base or StreamConfig()).dtype,
+        "tokens": tokens,
+        "modes": out,
+    }
+
+
+def memory_over(path, config, tokens=256, every=32, prompt=PROMPTS[0]):
+    """Memory of one long greedy run: does it grow, and does it stay at what ``footprint`` predicts?
+
+    Returns:
+        dict: ``tokens``, ``active_nbytes``, ``peak_nbytes`` (MLX's own count) and ``rss_nbytes`` at every step, and ``predicted_nbytes``.
+    """
+    import psutil
+
+    path = folder(path)
+    before = mx.get_active_memory()
+    model, tokenizer = load(path, config)
+    out = {
+        "kind": "memory",
+        "machine": machine.card(),
+        "config": dataclasses.asdict(config),
+        "tokens": [],
+        "active_nbytes": [],
+        "peak_nbytes": [],
+        "rss_nbytes": [],
+    }
+    out["predicted_nbytes"] = footprint(path, config).total_nbytes
+    with model:
+        cache = make_prompt_cache(model)
+        y = mx.argmax(model(mx.array([tokenizer.encode(prompt)]), cache=cache)[:, -1], axis=-1)
+        mx.eval(y)
+        for i in range(tokens + 1):
+            if i % every == 0:
+                out["tokens"].append(i)
+                out["active_nbytes"].append(mx.get_active_memory() - before)
+                out["peak_nbytes"].append(mx.get_peak_memory() - before)
+                out["rss_nbytes"].append(psutil.Process().memory_info().rss)
+                mx.reset_peak_memory()
+            y = mx.argmax(model(y[None], cache=cache)[:, -1], axis=-1)
+            mx.eval(y)
+    return out
+
+
+def folder(path):
+    """The local folder of a model, downloaded first if it is a Hub repository."""
+    from mlx_lm.utils import _download
+
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(_download(str(path)))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path}: no such folder, and the Hub did not give it ({str(error).strip().splitlines()[0]}). Check the name."
+        ) from error
 
 
 def summarize(record):
@@ -285,7 +383,7 @@ def ceilings(record, speeds):
 
 def read_speeds(path, readers=4, nbytes=1 << 20):
     """Bytes per second of random reads of the checkpoint's largest file, cold and warm, by name."""
-    file = max(Path(path).glob("model*.safetensors"), key=lambda f: f.stat().st_size)
+    file = max(folder(path).glob("model*.safetensors"), key=lambda f: f.stat().st_size)
     nbytes = max(4096, min(nbytes, file.stat().st_size // 32))
     return {f"{state} reads": machine.read_speed(file, state == "cold", readers, nbytes) for state in ("cold", "warm")}
 
@@ -295,7 +393,7 @@ def report(record):
     lines = [machine.card_line(record["machine"])]
     how = "all loaded at once" if record["models_loaded_together"] else "loaded one at a time"
     lines.append(
-        f"{record['model']}: {record['tokens']} greedy tokens a run after {record['warmup_tokens']} of warm-up, models {how}, rounds in random order, page cache warm"
+        f"{record['model']}: {record['tokens']} greedy tokens a run after {record['warmup_tokens']} of warm-up, models {how}, rounds in random order, page cache {record['cache_state']}"
     )
     wide = max(map(len, record["modes"]))
     lines.append(
@@ -321,15 +419,32 @@ def _spread(s):
     return f"{s['median']:.4g} [{s['p25']:.4g} - {s['p75']:.4g}] n={s['n']}"
 
 
-def run_bench(path, modes, base, tokens, runs, warmup, prompts, json_path=None, together=None, progress=True):
-    """The command: bench, print, save. Returns whether every mode decoded the resident model's tokens (where asked for all experts)."""
+def run_bench(
+    path, modes, base, tokens, runs, warmup, prompts, json_path=None, together=None, cold=False, progress=True
+):
+    """The command: bench, print, save.
+
+    Returns:
+        bool: Whether every mode that was asked for all experts decoded the resident model's tokens. Always true on a GPU: there half
+        precision rounds otherwise when a prompt's experts are grouped otherwise, which ``agreement`` measures.
+    """
 
     def keep(record):
         if json_path:
             timing.save(json_path, {**record, "partial": True})
 
     record = bench(
-        path, modes, base, tokens, runs, warmup, prompts or PROMPTS, together=together, progress=progress, on_round=keep
+        path,
+        modes,
+        base,
+        tokens,
+        runs,
+        warmup,
+        prompts or PROMPTS,
+        together=together,
+        cold=cold,
+        progress=progress,
+        on_round=keep,
     )
     record["read_speeds"] = read_speeds(path, base.readers if base else 4)
     record["ceilings_tok_s"] = ceilings(record, record["read_speeds"])
@@ -337,7 +452,7 @@ def run_bench(path, modes, base, tokens, runs, warmup, prompts, json_path=None, 
     if json_path:
         timing.save(json_path, record)
         print(f"samples: {json_path}")
-    return all(
+    return record["machine"]["device"] == "gpu" or all(
         m.get("rounds_with_the_same_tokens", len(m["samples"])) == len(m["samples"]) or m["config"]["top_k"] is not None
         for m in record["modes"].values()
     )
@@ -437,20 +552,22 @@ def report_layer(record):
 # Cold reads
 
 
-def bench_reads(path, depths=(1, 4, 8), nbytes=256 << 20, rounds=3, seed=0, progress=True):
-    """Whole experts read cold through the engine's ``Reader``, against fio with the same sizes and depth on the same file.
+def bench_reads(path, depths=(1, 4, 8), nbytes=256 << 20, rounds=3, cold=True, with_fio=True, seed=0, progress=True):
+    """Whole experts read through the engine's ``Reader``, against fio with the same sizes and depth on the same file.
 
     Two kinds of reads: ``experts`` (all parts of each expert, as streaming reads them: large weights and small scales) and
     ``weights`` (the weights alone, one size). fio runs with threads that each read one block at a time, through the page
-    cache as we do (``buffered``) and past it (``direct``, blocks rounded to 4 KiB). Both start with the file's pages dropped.
+    cache as we do (``buffered``) and past it (``direct``, blocks rounded to 4 KiB). Both start with the file's pages
+    dropped, unless ``cold`` is false: then they are all there, and fio is left out.
 
     Returns:
         dict: Bytes per second, all rounds, by kind, depth and reader (``moelab``, ``fio buffered``, ``fio direct``).
     """
     from mlx_lm.utils import load_model
 
+    path = folder(path)
     checkpoint = Checkpoint(path)
-    model, _ = load_model(Path(path), lazy=True)
+    model, _ = load_model(path, lazy=True)
     located = locate_experts(model, checkpoint)
     if not located:
         raise ValueError(f"{path}: no experts that can be read in place")
@@ -461,7 +578,7 @@ def bench_reads(path, depths=(1, 4, 8), nbytes=256 << 20, rounds=3, seed=0, prog
         parts = [t for n, t in tensors.items() if n.startswith(path_of_layer + ".")]
         if parts:
             layers[path_of_layer] = parts
-    fio = shutil.which("fio")
+    fio = shutil.which("fio") if cold and with_fio else None
     plan = []
     for kind in ("experts", "weights"):
         for depth in depths:
@@ -469,7 +586,7 @@ def bench_reads(path, depths=(1, 4, 8), nbytes=256 << 20, rounds=3, seed=0, prog
             if fio:
                 plan += [(kind, depth, "fio buffered"), (kind, depth, "fio direct")]
     record = {
-        "kind": "reads", "model": Path(path).name, "file": file.name, "machine": machine.card(), "cache_state": "cold",
+        "kind": "reads", "model": Path(path).name, "file": file.name, "machine": machine.card(), "cache_state": "cold" if cold else "warm",
         "fio": bool(fio), "nbytes_a_run": nbytes, "block_sizes": {}, "samples": [],
     }  # fmt: skip
     order = random.Random(seed)
@@ -483,7 +600,7 @@ def bench_reads(path, depths=(1, 4, 8), nbytes=256 << 20, rounds=3, seed=0, prog
                 sizes = sorted({t.nbytes for parts in keep for t in parts})
                 record["block_sizes"][kind] = sizes
                 if who == "moelab":
-                    speed = _read_experts(file, keep, depth, nbytes, order)
+                    speed = _read_experts(file, keep, depth, nbytes, order, cold)
                 else:
                     speed = _fio(fio, file, keep[0], depth, nbytes, who == "fio direct", order.randrange(1 << 30))
                 record["samples"].append({"round": i, "kind": kind, "depth": depth, "by": who, "bytes_per_s": speed})
@@ -495,7 +612,7 @@ def _largest(files):
     return max(set(files), key=lambda f: f.stat().st_size)
 
 
-def _read_experts(file, layers, depth, nbytes, order):
+def _read_experts(file, layers, depth, nbytes, order, cold):
     """Bytes per second of distinct experts in random order, eight a call, as a layer asks for them."""
     places = [(parts, e) for parts in layers for e in range(len(parts[0].offsets))]
     order.shuffle(places)
@@ -508,7 +625,8 @@ def _read_experts(file, layers, depth, nbytes, order):
     reader = Reader(depth)
     try:
         opened = reader.open(file)
-        machine.drop_pages(file)
+        if cold:
+            machine.drop_pages(file)
         begin = time.perf_counter()
         for first in range(0, len(places), 8):
             reads = [
@@ -558,9 +676,9 @@ def summarize_reads(record):
 def report_reads(record):
     lines = [machine.card_line(record["machine"])]
     lines.append(
-        f"{record['model']}/{record['file']}, cold, {record['nbytes_a_run'] / 1e6:.0f} MB a run; GB/s, median [quartiles]"
+        f"{record['model']}/{record['file']}, {record['cache_state']}, {record['nbytes_a_run'] / 1e6:.0f} MB a run; GB/s, median [quartiles]"
     )
-    if not record["fio"]:
+    if not record["fio"] and record["cache_state"] == "cold":
         lines.append("fio is not installed (Debian: apt-get install fio), so there is nothing to compare with")
     for (kind, depth), row in sorted(summarize_reads(record).items()):
         parts = [

@@ -250,8 +250,9 @@ def synthesize(
     config = copy.deepcopy(config)
     text = config.get("text_config", config)
     published_layers, published_vocab = text["num_hidden_layers"], text["vocab_size"]
-    if layers is not None and not 1 <= layers <= published_layers:
-        raise ValueError(f"layers={layers}: expected 1 to {published_layers}, the depth of {like}")
+    fewest = text.get("full_attention_interval", 1)  # mlx-lm's hybrid models look for their first layer of full attention
+    if layers is not None and not fewest <= layers <= published_layers:
+        raise ValueError(f"layers={layers}: expected {fewest} to {published_layers}, the depth of {like}")
     if out.exists():
         raise FileExistsError(f"{out} exists already: remove it or name another folder")
 
