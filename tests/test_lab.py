@@ -16,6 +16,9 @@ def drawn(top_k=8, slots=16):
     fig.add_scatter(x=[1, 2], y=[top_k, slots], **figures.style(0))
     if top_k < 8:
         fig.add_bar(x=[1], y=[2])
+    if slots == 16:
+        figures.ceiling(fig, 20, "all")
+        fig.data[0].error_y = dict(array=[1, 1])
     return figures.describe(fig, alt=f"a line to {slots}", finding=f"{top_k} of {slots}")
 
 
@@ -28,6 +31,7 @@ def test_a_slider_redraws_the_live_figure(explorer):
     assert list(explorer.figure.data[0].y) == [8, 16]
     explorer.controls["slots"].value = 8  # as a reader would
     assert list(explorer.figure.data[0].y) == [8, 8]
+    assert not explorer.figure.layout.shapes and explorer.figure.data[0].error_y.array is None  # nothing stays of before
     explorer.set(top_k=2, slots=4)  # another number of traces
     assert [t.type for t in explorer.figure.data] == ["scatter", "bar"]
     assert explorer.figure.layout.title.text == "top-k 2"
@@ -70,7 +74,7 @@ def test_every_figure_says_where_it_was_measured():
     with pytest.raises(ValueError, match="alt text"):
         figures.show(figures.figure("t", "x", "y"))
     figures.ceiling(fig, 2.5, "SSD, 2.5 GB/s")
-    assert fig.layout.shapes[0].y0 == 2.5
+    assert fig.layout.shapes[-1].y0 == 2.5
 
 
 def test_check_says_what_to_do(monkeypatch, capsys):

@@ -87,11 +87,11 @@ class Explorer:
         with self.figure.batch_update():
             if [t.type for t in self.figure.data] == [t.type for t in new.data]:
                 for old, trace in zip(self.figure.data, new.data):
-                    old.update(trace.to_plotly_json(), overwrite=True)
+                    _replace(old, trace.to_plotly_json())
             else:
                 self.figure.data = ()
                 self.figure.add_traces(new.data)
-            self.figure.update_layout({**new.layout.to_plotly_json(), "width": WIDTH}, overwrite=True)
+            _replace(self.figure.layout, {**new.layout.to_plotly_json(), "width": WIDTH})
         self._words.value = words
 
     def set(self, **values) -> "Explorer":
@@ -113,6 +113,12 @@ class Explorer:
         """Raises what the last run raised."""
         if self.error is not None:
             raise self.error
+
+
+def _replace(old, new: dict):
+    """Updates part of a live figure in place; what the new one does not say goes."""
+    gone = {key: None for key in old.to_plotly_json() if key not in new and key not in ("type", "uid")}
+    old.update({**gone, **new}, overwrite=True)
 
 
 def explore(fn, *, run_button: bool = False, **controls) -> Explorer:
