@@ -71,6 +71,14 @@ def _bench(args):
         depths = tuple(int(d) for d in args.depth.split(","))
         record = bench.bench_reads(args.model, depths, args.megabytes << 20, args.runs or 3)
         print(bench.report_reads(record))
+    elif args.limit:
+        from .lab import limit
+
+        configs = bench.parse_modes(args.modes or "resident,fused", base)
+        record = limit.bench_limited(
+            args.model, configs, args.limit * 1_000_000, args.tokens, args.warmup, args.runs or 5, (args.prompt or [None])[0]
+        )
+        print(limit.report(record))
     else:
         same = bench.run_bench(
             args.model, args.modes or "resident,serial,buffers,stacked,fused", base, args.tokens, args.runs or 5, args.warmup,
@@ -124,6 +132,12 @@ def _add_bench(commands):
         "--reads",
         action="store_true",
         help="read whole experts cold, against fio with the same sizes and depth (if it is installed)",
+    )
+    p.add_argument(
+        "--limit",
+        type=int,
+        metavar="MB",
+        help="every run in a process of its own with so much memory, page cache included, against the resident model with all of it",
     )
     p.add_argument(
         "--depth", default="1,4,8", help="with --reads: reads in flight, divided by commas (default: %(default)s)"
