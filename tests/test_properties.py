@@ -1,10 +1,14 @@
-"""Properties that must hold for any input, searched by hypothesis: the slot table and the safetensors header."""
+"""Properties that must hold for any input, searched by hypothesis: the slot table, the safetensors header, the layer."""
 
+import errno
 import json
+import os
 import struct
 from math import prod
 from pathlib import Path
 
+import families
+import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -12,6 +16,8 @@ from hypothesis import strategies as st
 
 import moelab
 from moelab.checkpoint import DTYPES, Checkpoint, read_header
+from moelab.streaming import reader
+from moelab.streaming.model import load_model
 from moelab.streaming.slots import SlotTable
 
 FEW = settings(deadline=None, max_examples=150, derandomize=True)
@@ -211,8 +217,6 @@ def test_header_is_refused_or_right(tmp_path_factory, content):
 @given(sound_headers())
 def test_sound_file_gives_the_bytes_that_mlx_loads(tmp_path_factory, sound):
     """What safetensors would write is accepted, and the extents hold the bytes that mlx itself loads."""
-    import mlx.core as mx
-
     header, nbytes = sound
     folder = tmp_path_factory.mktemp("sound")
     data = np.random.default_rng(nbytes).bytes(nbytes)
@@ -226,3 +230,72 @@ def test_sound_file_gives_the_bytes_that_mlx_loads(tmp_path_factory, sound):
         assert t.shape == loaded[name].shape and t.dtype == loaded[name].dtype
         plain = loaded[name].reshape(-1).view(mx.uint8) if t.nbytes else b""
         assert content[t.offset : t.offset + t.nbytes] == bytes(memoryview(plain))
+
+
+# The layer
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = families.write_checkpoint("qwen3_moe", tmp_path_factory.mktemp("layer") / "qwen3_moe", "affine4")
+    return path, list(families.expert_modules(families.load_resident(path)).items())[0]
+
+
+calls = st.tuples(
+    st.integers(1, 2),  # B
+    st.integers(1, 5),  # T
+    st.integers(0, 2**32 - 1),  # seed of x and of the routing
+    st.sampled_from([2, 3, 8]),  # experts that the routing draws from: few of them hit, all of them need waves
+    st.booleans(),  # evaluate at once, or leave it for later
+    st.one_of(st.none(), st.integers(0, 6)),  # the read that fails
+)
+
+
+@settings(deadline=None, max_examples=200, derandomize=True)
+@given(
+    history=st.lists(calls, min_size=1, max_size=10),
+    mode=st.sampled_from(["serial", "buffers", "stacked", "fused"]),
+    policy=st.sampled_from(["lru", "lfu"]),
+    slots=st.integers(families.K, families.E),
+    readers=st.sampled_from([1, 3]),
+    streams=st.sampled_from([1, 2, 3]),
+    scales=st.sampled_from(["streamed", "resident"]),
+)
+def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers, streams, scales):
+    """Whatever is asked in whatever order, evaluated when it may be, with reads that fail in between: every answer is the resident layer's."""
+    path, (name, want) = checkpoint
+    config = moelab.StreamConfig(mode=mode, policy=policy, slots=slots, readers=readers, streams=streams, scales=scales)
+    preadv, left = os.preadv, None
+
+    def flaky(fd, views, offset):
+        nonlocal left
+        if left is not None:
+            left -= 1
+            if left < 0:
+                views[0][:] = b"\xa5" * len(views[0])  # nonsense, then an error
+                raise OSError(errno.EIO, "Input/output error")
+        return preadv(fd, views, offset)
+
+    pending = []
+    with pytest.MonkeyPatch.context() as patch, load_model(path, config)[0] as model:
+        patch.setattr(os, "preadv", flaky)
+        patch.setattr(reader, "INLINE_NBYTES", 0)
+        layer = dict(model.named_modules())[name]
+        for B, T, seed, among, at_once, fail_at in history:
+            rng = np.random.default_rng(seed)
+            x = mx.array(rng.standard_normal((B, T, families.D), dtype=np.float32))
+            of = rng.permutation(families.E)[:among]
+            routed = np.stack([rng.permutation(of)[: families.K] for _ in range(B * T)]).reshape(B, T, families.K)
+            indices = mx.array(routed.astype(np.uint32))
+            left = fail_at
+            try:
+                y = layer(x, indices)
+            except moelab.ReadError:
+                left = None
+                y = layer(x, indices)  # the table told no lie: what it says is held is, the rest is read again
+            left = None
+            if at_once:
+                mx.eval(y)
+            pending.append((y, want(x, indices)))
+        for y, right in pending:
+            np.testing.assert_allclose(np.array(y), np.array(right), atol=1e-5)
