@@ -16,6 +16,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
+from moelab.streaming import layers, reader
 from moelab.streaming.model import load_model
 
 STREAMED = ("serial", "buffers", "stacked", "fused")
@@ -185,6 +186,17 @@ def test_batches_on_any_number_of_streams(name, streams, tmp_path):
                     np.testing.assert_allclose(
                         got, want, atol=1e-4 * np.abs(want).max(), rtol=0, err_msg=f"{mode} {slots=} {B=} {T=}"
                     )
+
+
+@pytest.mark.parametrize("variant", ["affine4", "plain"])
+@pytest.mark.parametrize("name", [*EVERY_VARIANT, "llama4", "deepseek_v41"])
+def test_experts_as_if_large(name, variant, tmp_path, monkeypatch):
+    """Large experts are read in threads and computed in parts while the rest arrives: the same answer, bit for bit."""
+    monkeypatch.setattr(layers, "PART_NBYTES", 1)
+    monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
+    path = families.write_checkpoint(name, tmp_path / name, variant)
+    assert_streams(path)
+    assert_streams(path, prompt=LONG_PROMPT)
 
 
 ALIASES = sorted(alias for alias, name in mlx_lm_utils.MODEL_REMAPPING.items() if name in families.FAMILIES)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import moelab
 from moelab.checkpoint import DTYPES, Checkpoint, read_header
-from moelab.streaming import reader
+from moelab.streaming import layers, reader
 from moelab.streaming.model import load_model
 from moelab.streaming.slots import SlotTable
 
@@ -260,8 +260,9 @@ calls = st.tuples(
     readers=st.sampled_from([1, 3]),
     streams=st.sampled_from([1, 2, 3]),
     scales=st.sampled_from(["streamed", "resident"]),
+    in_parts=st.booleans(),  # as with large experts: what is there is computed while the rest is being read
 )
-def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers, streams, scales):
+def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers, streams, scales, in_parts):
     """Whatever is asked in whatever order, evaluated when it may be, with reads that fail in between: every answer is the resident layer's."""
     path, (name, want) = checkpoint
     config = moelab.StreamConfig(mode=mode, policy=policy, slots=slots, readers=readers, streams=streams, scales=scales)
@@ -280,6 +281,8 @@ def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers,
     with pytest.MonkeyPatch.context() as patch, load_model(path, config)[0] as model:
         patch.setattr(os, "preadv", flaky)
         patch.setattr(reader, "INLINE_NBYTES", 0)
+        if in_parts:
+            patch.setattr(layers, "PART_NBYTES", 1)
         layer = dict(model.named_modules())[name]
         for B, T, seed, among, at_once, fail_at in history:
             rng = np.random.default_rng(seed)
