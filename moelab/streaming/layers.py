@@ -57,13 +57,6 @@ class StreamedExperts(nn.Module):
         self._last = self._compute(x, routed)
         return self._last
 
-    def _fill(self, places):
-        """Read experts: ``[(bank, expert, slot)]``."""
-        with self._session.waiting() as reader:
-            reader.read([r for bank, e, slot in places for r in bank.reads(e, slot)])
-        for bank, e, slot in places:
-            bank.arrived(e, slot)
-
 
     def _one(self, bank, rows, pairs, top_k):
         """One expert, the only one of its bank, for the pairs that want it."""
@@ -121,9 +114,11 @@ class Buffers(StreamedExperts):
         for first in range(0, len(experts), len(self._banks)):
             mx.eval(ys)  # the buffers are needed again
             wave = list(zip(self._banks, experts[first:]))
-            self._fill([(bank, e, 0) for bank, e in wave])
+            with self._session.waiting() as reader:
+                reader.read([r for bank, e in wave for r in bank.reads(e, 0)])
             self._session.counters.misses += len(wave)
             for bank, e in wave:
+                bank.arrived(e, 0)
                 ys.append(self._one(bank, rows, positions[e], routed.shape[-1]))
                 order += positions[e]
         return unsort(ys, order, routed.shape)
@@ -187,27 +182,30 @@ class Stacked(StreamedExperts):
         rows = x.reshape(-1, x.shape[-1])
         ys, order = [], []
         for held, misses in waves:
-            if ys:
-                mx.eval(ys)  # this wave takes the slots of the last one
-            for part in self._parts(held, misses):
-                new = {e: misses[e] for e in part if e in misses}
-                self._bring(new)
-                held.update(new)
-                pairs = [i for e in part for i in positions[e]]
-                slots = np.array([held[flat[i]] for i in pairs], np.uint32)
-                y = self._gather(rows[mx.array(pairs) // shape[-1]], mx.array(slots[:, None]))
-                mx.async_eval(y)
-                ys.append(y)
-                order += pairs
+            mx.eval(ys)  # this wave takes the slots of the last one
+            parts = self._parts(misses)
+            reading = []
+            try:
+                reading += (self._begin(part) for part in parts)
+                for part, reads in zip([held, *parts], [None, *reading]):
+                    if reads is not None:
+                        self._finish(part, reads)
+                        held.update(part)
+                    pairs = [i for e in part for i in positions[e]]
+                    if pairs:
+                        slots = mx.array([[held[flat[i]]] for i in pairs], mx.uint32)
+                        ys.append(self._gather(rows[mx.array(pairs) // shape[-1]], slots))
+                        mx.async_eval(ys[-1])
+                        order += pairs
+            finally:  # after an error: nothing may still write to slots that are free
+                self._session.reader.settle(reading)
         return unsort(ys, order, shape)
 
-    def _parts(self, held, misses):
+    def _parts(self, misses):
         # Large enough that a part's read is worth a pause, small enough to hide it.
         size = max(1, PART_NBYTES // self._slots.expert_nbytes)
-        misses = list(misses)
-        return ([list(held)] if held else []) + [
-            misses[i : i + size] for i in range(0, len(misses), size)
-        ]
+        misses = list(misses.items())
+        return [dict(misses[i : i + size]) for i in range(0, len(misses), size)]
 
     def _plan(self, needed):
         hits, misses = self._table.plan(needed)
@@ -215,11 +213,25 @@ class Stacked(StreamedExperts):
         self._session.counters.misses += len(misses)
         return hits, misses
 
+    def _begin(self, misses):
+        """Begin to read experts into the slots that ``_plan`` chose."""
+        return self._session.reader.start(
+            [r for e, slot in misses.items() for r in self._slots.reads(e, slot)]
+        )
+
+    def _finish(self, misses, reads):
+        """Wait for what ``_begin`` began, and hold it."""
+        with self._session.waiting():
+            self._session.reader.finish(reads)
+        for e, slot in misses.items():
+            self._slots.arrived(e, slot)
+        self._table.commit(misses)
+
     def _bring(self, misses):
-        """Read experts into the slots that ``_plan`` chose, and hold them."""
         if misses:
-            self._fill([(self._slots, e, slot) for e, slot in misses.items()])
-            self._table.commit(misses)
+            with self._session.waiting():
+                reads = self._begin(misses)
+            self._finish(misses, reads)
 
 
 class Fused(Stacked):

@@ -95,9 +95,11 @@ class Session:
         self.stats = Stats()
         self.counters = self.stats.decode
         self.recorder = None
+        self._booked = (0, 0, 0.0)
 
     def begin(self, inputs):
         """A call of the whole model starts, with token ids ``[B, T]``."""
+        self.settle()
         prefill = inputs.ndim > 1 and inputs.shape[1] > 1
         self.counters = self.stats.prefill if prefill else self.stats.decode
         self.counters.tokens += inputs.size
@@ -106,16 +108,21 @@ class Session:
 
     @contextmanager
     def waiting(self):
-        """Count the reads begun and waited for inside."""
-        c, r = self.counters, self.reader
-        reads, nbytes, read_s, begin = r.reads, r.nbytes, r.read_s, perf_counter()
+        """Count the time inside as waiting for reads."""
+        begin = perf_counter()
         try:
-            yield r
+            yield self.reader
         finally:
-            c.wait_s += perf_counter() - begin
-            c.reads += r.reads - reads
-            c.bytes_read += r.nbytes - nbytes
-            c.read_s += r.read_s - read_s
+            self.counters.wait_s += perf_counter() - begin
+
+    def settle(self):
+        """Book what has been read since the last time to the phase that asked for it."""
+        r = self.reader
+        total = (r.reads, r.nbytes, r.read_s)
+        c, before, self._booked = self.counters, self._booked, total
+        c.reads += total[0] - before[0]
+        c.bytes_read += total[1] - before[1]
+        c.read_s += total[2] - before[2]
 
 
 class StreamedModel:
@@ -212,6 +219,7 @@ def stats(model, reset=False):
         Stats: ``prefill`` and ``decode`` counters.
     """
     session = _session(model)
+    session.settle()
     result = session.stats
     if reset:
         session.stats = Stats()

@@ -129,6 +129,14 @@ class Reader:
         for future in futures:
             future.result()
 
+    def settle(self, started):
+        """Wait until nothing of what was started reads any more, failed or not.
+
+        Args:
+            started (list[list[Future]]): What ``start`` returned.
+        """
+        wait([f for futures in started for f in futures])
+
     def read(self, reads):
         """Read all ranges and return when they have arrived."""
         self.finish(self.start(reads))
