@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import struct
+import time
 from pathlib import Path
 
 import families
@@ -21,7 +22,7 @@ from test_synthesize import tokenizer  # noqa: F401
 
 import moelab
 from moelab.recipes import synthesize
-from moelab.streaming import reader
+from moelab.streaming import layers, reader
 from moelab.streaming.model import load_model
 
 STREAMED = ("serial", "buffers", "stacked", "fused")
@@ -536,3 +537,37 @@ def test_outputs_evaluated_late(mode, good):
                 late = [layers[path](*args) for args in zip(x, indices)]
                 for y, *args in zip(late, x, indices):
                     np.testing.assert_allclose(np.array(y), np.array(want(*args)), atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+def test_failed_call_leaves_no_read_behind(mode, good, want, monkeypatch):
+    """When one of several reads in flight fails, the others have ended by the time that the error arrives: none writes into a free slot later."""
+    monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
+    monkeypatch.setattr(layers, "PART_NBYTES", 1)  # as with large experts
+    preadv, begun, ended, failing = os.preadv, 0, 0, False
+
+    def slow(fd, views, offset):
+        nonlocal begun, ended
+        begun += 1
+        try:
+            if failing and begun == 1:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            if failing:
+                time.sleep(0.02)
+            return preadv(fd, views, offset)
+        finally:
+            ended += 1
+
+    model, _ = load_model(good, moelab.StreamConfig(mode=mode, slots=SLOTS, readers=4))
+    with model:
+        monkeypatch.setattr(os, "preadv", slow)
+        for _ in range(3):
+            begun, ended, failing = 0, 0, True
+            with pytest.raises(moelab.ReadError):
+                until_it_reads(model)
+            assert begun == ended, f"{begun - ended} reads are still in flight"
+            at_error = begun
+            time.sleep(0.1)
+            assert begun == at_error, "reads that were queued went on after the error"
+            failing = False
+            np.testing.assert_allclose(generate(model), want, atol=1e-4)
