@@ -38,7 +38,7 @@ class StreamedExperts(nn.Module):
     def _bank(self, module, num_slots, fuse=False):
         s = self._session
         resident = {k: v for k, v in s.resident.items() if k.startswith(self._path + ".")}
-        return SlotBank(module, self._path, s.located, resident, num_slots, s.dtype, fuse)
+        return SlotBank(module, self._path, s.located, resident, num_slots, fuse)
 
     def __call__(self, x, indices):
         session = self._session

@@ -7,7 +7,7 @@ from pathlib import Path
 from time import perf_counter
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from mlx_lm import utils as mlx_lm_utils
 
 from ..checkpoint import (
@@ -182,13 +182,11 @@ def load_model(path, config=None, **kwargs):
     checkpoint = Checkpoint(path)
     model, model_config, top_k = _build(checkpoint, config, **kwargs)
     experts = expert_modules(model)
-    dtype = _dtype(model, config)
-
     if config.mode == "resident":
         located, resident = {}, {}
     else:
-        located, resident = _sources(model, checkpoint, config, dtype)
-    session = Session(config, dtype, top_k, located, resident)
+        located, resident = _sources(model, checkpoint, config)
+    session = Session(config, _dtype(model), top_k, located, resident)
     try:
         if config.mode != "resident":
             layer = LAYERS[config.mode]
@@ -197,7 +195,6 @@ def load_model(path, config=None, **kwargs):
                 for i, (path, module) in enumerate(experts)
             ]
             model.update_modules(tree_unflatten(streamed))
-        _cast(model, dtype)
         mx.eval(model.parameters())
     except BaseException:
         session.reader.close()
@@ -279,7 +276,6 @@ def footprint(path, config=None):
     config = config or StreamConfig()
     checkpoint = Checkpoint(path)
     model, _, top_k = _build(checkpoint, config)
-    dtype = _dtype(model, config)
     modules = expert_modules(model)
     slots = scales = one = total_experts = 0
     for path, m in modules:
@@ -292,12 +288,11 @@ def footprint(path, config=None):
             "fused": min(config.slots, E),
         }[config.mode]
         for name, p in expert_parameters(m).items():
-            nbytes = _cast_nbytes(p, dtype)
-            total_experts += nbytes
-            slots += nbytes // E * rows
+            total_experts += p.nbytes
+            slots += p.nbytes // E * rows
             if config.mode != "resident" and _stays(name, p, config):
-                scales += nbytes
-    everything = sum(_cast_nbytes(p, dtype) for _, p in tree_flatten(model.parameters()))
+                scales += p.nbytes
+    everything = sum(p.nbytes for _, p in tree_flatten(model.parameters()))
     located = locate_experts(model, checkpoint)
     if modules:
         first = modules[0][0] + "."
@@ -335,6 +330,10 @@ def _build(checkpoint, config, **kwargs):
             f"{checkpoint.path}: mlx-lm cannot build it from its config.json and tensors: "
             f"{type(e).__name__}: {e}"
         ) from e
+    if config.dtype != "auto":
+        _cast(model, getattr(mx, config.dtype))
+    elif mx.default_device() == mx.cpu:
+        _cast(model, mx.float32)  # half precision is 16 times slower on the CPU backend
     modules = expert_modules(model)
     if config.mode == "resident" and not modules:
         return model, model_config, 0
@@ -372,33 +371,29 @@ def _find_top_k(config):
     return None
 
 
-def _dtype(model, config):
-    """The type of activations."""
-    if config.dtype != "auto":
-        return getattr(mx, config.dtype)
-    if mx.default_device() == mx.cpu:
-        return mx.float32  # half precision is 16 times slower on the CPU backend
-    floating = [p.dtype for _, p in tree_flatten(model.parameters()) if _is_floating(p)]
-    # The embedding decides what the residual stream is.
-    for name, p in tree_flatten(model.parameters()):
-        if "embed" in name and _is_floating(p):
-            return p.dtype
-    return floating[0]
-
-
-def _is_floating(p):
-    return mx.issubdtype(p.dtype, mx.floating)
-
-
-def _cast_nbytes(p, dtype):
-    return p.size * (dtype.size if _is_floating(p) else p.dtype.size)
-
-
 def _cast(model, dtype):
-    if mx.default_device() == mx.cpu or dtype == mx.float32:
-        model.update(
-            tree_map(lambda p: p.astype(dtype) if _is_floating(p) else p, model.parameters())
-        )
+    """Cast the floating point parameters; nothing is read yet."""
+    keep = getattr(model, "cast_predicate", lambda name: True)
+
+    def cast(name, p):
+        # What a family keeps in float32 it keeps there in any half precision.
+        if mx.issubdtype(p.dtype, mx.floating) and (dtype == mx.float32 or keep(name)):
+            return p.astype(dtype)
+        return p
+
+    model.update(tree_map_with_path(cast, model.parameters()))
+
+
+def _dtype(model):
+    """The type of activations: the embedding decides what the residual stream is."""
+    floating = {
+        name: p.dtype
+        for name, p in tree_flatten(model.parameters())
+        if mx.issubdtype(p.dtype, mx.floating)
+    }
+    return next((d for name, d in floating.items() if "embed" in name), None) or next(
+        iter(floating.values())
+    )
 
 
 def _stays(name, p, config):
@@ -408,7 +403,7 @@ def _stays(name, p, config):
     return config.scales == "resident" and not name.endswith(".weight")
 
 
-def _sources(model, checkpoint, config, dtype):
+def _sources(model, checkpoint, config):
     """Which parameters are read from disk, which stay in memory for all experts."""
     located = locate_experts(model, checkpoint)
     resident = {}
@@ -416,8 +411,8 @@ def _sources(model, checkpoint, config, dtype):
         for name, p in expert_parameters(module).items():
             full = f"{path}.{name}"
             if _stays(name, p, config):
-                resident[full] = p.astype(dtype) if _is_floating(p) else p
-                mx.eval(resident[full])
+                resident[full] = p
+                mx.eval(p)
                 located.pop(full, None)
             elif full not in located:
                 raise CheckpointError(

@@ -139,24 +139,23 @@ class SlotBank:
     it with slots for indices.
 
     Args:
-        module (SwitchGLU or SwitchMLP): The layer's experts, not yet read.
+        module (SwitchGLU or SwitchMLP): The layer's experts, not yet read; their parameters
+            give shapes and the types in memory.
         path (str): Its path in the model.
         located (dict[str, ExpertTensor]): Where their bytes lie.
         resident (dict[str, mx.array]): Parameters kept in memory for all E experts,
-            already in ``dtype``; a slot's part is copied from here.
+            in their types there; a slot's part is copied from here.
         num_slots (int): S.
-        dtype (mx.Dtype): The type of the floating point parameters in memory.
         fuse (bool): Whether to keep gate and up in one buffer.
     """
 
-    def __init__(self, module, path, located, resident, num_slots, dtype, fuse=False):
+    def __init__(self, module, path, located, resident, num_slots, fuse=False):
         self.num_slots = num_slots
         self.experts = copy.copy(module)
         # (destination [S, ...], tensor on disk or rows in memory, type in memory)
         self._sources = []
         buffers = {}
         for name, p in expert_parameters(module).items():
-            to = dtype if mx.issubdtype(p.dtype, mx.floating) else p.dtype
             linear, param = name.rsplit(".", 1)
             half = None
             if fuse and linear in ("gate_proj", "up_proj"):
@@ -164,14 +163,14 @@ class SlotBank:
                 linear = "gate_up_proj"
             if (linear, param) not in buffers:
                 rows = p.shape[1:] if half is None else (2 * p.shape[1], *p.shape[2:])
-                buffers[linear, param] = _Buffer((num_slots, *rows), to)
+                buffers[linear, param] = _Buffer((num_slots, *rows), p.dtype)
             rows = buffers[linear, param].rows
             if half is not None:
                 rows = np.split(rows, 2, axis=1)[half]
             full = f"{path}.{name}"
             source = resident.get(full)
             self._sources.append(
-                (rows, located[full] if source is None else _Buffer.over(source).rows, to)
+                (rows, located[full] if source is None else _Buffer.over(source).rows, p.dtype)
             )
         linears = {}
         for (linear, param), buffer in buffers.items():
