@@ -12,7 +12,7 @@ import numpy as np
 from mlx_lm.utils import load_tokenizer
 from plotly.subplots import make_subplots
 
-from .. import StreamConfig, footprint, load
+from .. import StreamConfig, footprint
 from ..recipes import synthesize
 from . import bench, figures, machine, timing
 from .quality import Score, at_top_k, read_texts, xz_bits_per_byte
@@ -198,7 +198,7 @@ def quality_figure(scores, texts, holds, note, recorded=None):
     full, least = ks[0], ks[-1]
     rises = {k: s.increase(scores[full]) for k, s in scores.items()}
     fig = figures.figure(
-        f"K={ks[1]} costs {rises[ks[1]][0]:+.1%} bits per byte, K={least} {rises[least][0]:+.1%}",
+        f"Bits per byte change by {rises[ks[1]][0]:+.1%} at K={ks[1]} and by {rises[least][0]:+.1%} at K={least}",
         x="experts for each token (K)",
         y=f"bits per byte over K={full} (%)",
         note=f"{note}, {int(scores[full].nbytes.sum()):,} bytes in {len(scores[full].bits)} windows; 95% intervals, bootstrap over windows",
@@ -246,28 +246,25 @@ def dial(path, texts, tokens=24, length=128, count=4):
     own = footprint(path, StreamConfig()).top_k
     known = {}
 
-    def run(k):
-        score = at_top_k(path, texts, [k], length=length, count=count, progress=False)[k]
-        model, tokenizer = load(path, StreamConfig(top_k=k))
-        with model:
-            out = bench.decode(model, tokenizer.encode(bench.PROMPTS[0]), tokens, warmup=4)
-        return score, out["decode_s"] / tokens * 1e3, out["tokens"]
-
     def look(top_k: int):
-        for k in {own, top_k} - known.keys():
-            known[k] = run(k)
-        (base, base_ms, written), (score, ms, other) = known[own], known[top_k]
         ks = [own] if top_k == own else [own, top_k]
-        rise, low, high = score.increase(base)
+        for k in set(ks) - known.keys():
+            known[k] = at_top_k(path, texts, [k], length=length, count=count, progress=False)[k]
+        speeds = Speeds.measure(path, ks, modes=("fused",), tokens=tokens, runs=3, warmup=4, progress=False)
+        ms = {k: float(np.median(speeds.token_s("fused", k))) * 1e3 for k in ks}
+        written = {k: speeds.record["modes"][speeds.name("fused", k)]["samples"][0]["tokens"] for k in ks}
+        rise, low, high = known[top_k].increase(known[own])
         fig = figures.figure(
-            f"Top-k {top_k}: {base_ms / ms:.2f} times as fast, {rise:+.1%} bits per byte",
+            f"Top-k {top_k}: {speeds.speedup('fused', top_k)['median']:.2f} times as fast, {rise:+.1%} bits per byte",
             x="",
             y="",
-            note=f"{Path(path).name}, streamed, {tokens} tokens timed once, {count} windows of {length} tokens",
+            note=f"{Path(path).name}, streamed, {tokens} tokens three times, {count} windows of {length} tokens",
         )
         make_subplots(1, 2, figure=fig, horizontal_spacing=0.14)
-        bars = [("time for a token (ms)", [known[k][1] for k in ks])]
-        bars.append(("bits per byte", [known[k][0].bits_per_byte for k in ks]))
+        bars = [
+            ("time for a token (ms)", list(ms.values())),
+            ("bits per byte", [known[k].bits_per_byte for k in ks]),
+        ]
         for column, (title, heights) in enumerate(bars, 1):
             colors = [figures.GREY, figures.COLORS[0]][: len(ks)]
             fig.add_bar(
@@ -281,13 +278,13 @@ def dial(path, texts, tokens=24, length=128, count=4):
             )
             fig.update_yaxes(title=title, col=column)
         fig.update_layout(showlegend=False)
-        same = next((i for i, (a, b) in enumerate(zip(written, other)) if a != b), len(written))
+        same = next((i for i, (x, y) in enumerate(zip(written[own], written[top_k])) if x != y), len(written[own]))
         return figures.describe(
             fig,
-            alt=f"Bars for K={own} and K={top_k}. Time for a token: {base_ms:.1f} and {ms:.1f} ms. "
-            f"Bits per byte: {base.bits_per_byte:.3f} and {score.bits_per_byte:.3f}.",
+            alt=f"Bars for K={own} and K={top_k}. Time for a token: {ms[own]:.1f} and {ms[top_k]:.1f} ms. "
+            f"Bits per byte: {known[own].bits_per_byte:.3f} and {known[top_k].bits_per_byte:.3f}.",
             finding=f"K={top_k} needs {rise:+.1%} [{low:+.1%} to {high:+.1%}] bits for the same text; "
-            f"the first {same} of {len(written)} greedy tokens are those of K={own}.",
+            f"the first {same} of {len(written[own])} greedy tokens are those of K={own}.",
         )
 
     return look
