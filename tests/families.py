@@ -1,7 +1,7 @@
 """Every mlx-lm family built on SwitchGLU or SwitchMLP, as a tiny random checkpoint.
 
     FAMILIES[name]                          how a small model of that family is configured and stored
-    NOT_STREAMED[name]                      families that moelab refuses, each with its reason
+    NOT_STREAMED[name]                      families and layouts that moelab refuses, each with its reason
     write_checkpoint(name, path, variant)   the checkpoint on disk, in mlx-lm's own layout
 
 Letters as everywhere: D hidden, F expert hidden, E experts, K top-k. Every config is D = 64, E = 8, K = 2 unless its family allows only
@@ -413,8 +413,18 @@ FAMILIES = {
 }
 
 
-# Every family of this mlx-lm that holds experts in a SwitchGLU or SwitchMLP must be above, or here with the reason why not.
-NO_EXPERTS = {}
+# Families with experts that moelab does not stream, and why. (So far as an mlx-lm file speaks of experts at all.)
+NOT_STREAMED = {"dbrx": "its experts are modules of their own, not one SwitchGLU or SwitchMLP"}
+NOT_STREAMED_CONFIG = {
+    "dbrx": {
+        "vocab_size": VOCAB,
+        "d_model": D,
+        "n_layers": 2,
+        "n_heads": 4,
+        "ffn_config": {"moe_num_experts": E, "moe_top_k": K, "ffn_hidden_size": F},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+    }
+}
 
 # Families that mlx-lm itself cannot run on a CPU: their experts are tested by themselves, without the rest of the model.
 EXPERTS_ONLY = {"muse_spark": "mlx-lm's muse_spark calls Metal kernels outside the experts"}
@@ -443,6 +453,12 @@ ROUTERS = (
     "classifier.weight",
     "gate.wg.weight",
 )
+
+
+def speaks_of_experts() -> set[str]:
+    """The mlx-lm model files, those found by ``discover`` apart, in whose text experts occur."""
+    files = {p.stem for p in Path(mlx_lm.models.__path__[0]).glob("*.py") if "experts" in p.read_text()}
+    return files - discover() - {"switch_layers"}
 
 
 def discover() -> set[str]:

@@ -90,11 +90,37 @@ def assert_streams(path, prompt=PROMPT, slots=SLOTS, steps=NUM_STEPS):
 
 
 def test_every_family_of_this_mlx_lm_is_listed():
-    """A new family in mlx-lm fails this test until tests/families.py says how a small one is built, or why it has no experts."""
+    """A new family in mlx-lm fails this test until tests/families.py says how a small one is built, or why it is not streamed."""
     found = families.discover()
-    listed = set(families.FAMILIES) | set(families.NO_EXPERTS)
-    assert found - listed == set(), "mlx-lm has families with experts that tests/families.py does not list"
-    assert listed - found == set(), "tests/families.py lists families that mlx-lm no longer has"
+    assert found - set(families.FAMILIES) == set(), (
+        "mlx-lm has families with experts that tests/families.py does not list"
+    )
+    assert set(families.FAMILIES) - found == set(), "tests/families.py lists families that mlx-lm no longer has"
+    assert families.speaks_of_experts() == set(families.NOT_STREAMED)
+
+
+def test_a_new_family_is_found(tmp_path, monkeypatch):
+    """Also one that only reuses another's blocks."""
+    (tmp_path / "new.py").write_text("from .switch_layers import SwitchGLU\nclass ModelArgs: ...\nclass Model: ...\n")
+    (tmp_path / "newer.py").write_text("from .new import Model, ModelArgs\n")
+    (tmp_path / "dense.py").write_text("class ModelArgs: ...\nclass Model: ...\n")
+    (tmp_path / "other.py").write_text("class ModelArgs: ...\nclass Model:\n    num_experts = 8\n")
+    monkeypatch.setattr(families.mlx_lm.models, "__path__", [str(tmp_path)])
+    assert families.discover() == {"new", "newer"}
+    assert families.speaks_of_experts() == {"other"}
+
+
+@pytest.mark.parametrize("name", sorted(families.NOT_STREAMED))
+def test_family_that_is_not_streamed(name, tmp_path):
+    """Refused by name, with the reason and what to do instead."""
+    config = {"model_type": name, **families.NOT_STREAMED_CONFIG[name]}
+    model_class, args_class = mlx_lm_utils._get_classes(config)
+    weights = dict(families.tree_flatten(model_class(args_class.from_dict(config)).parameters()))
+    families.write_files(tmp_path / name, weights, config)
+    with pytest.raises(moelab.CheckpointError) as error:
+        load_model(tmp_path / name, moelab.StreamConfig(slots=SLOTS))
+    for part in (name, str(tmp_path), "SwitchGLU or SwitchMLP", "mlx_lm.load"):
+        assert part in str(error.value), error.value
 
 
 @pytest.mark.parametrize("name", sorted(families.FAMILIES))
