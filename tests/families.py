@@ -96,6 +96,9 @@ GEMMA4 = {
 }
 
 
+K_WORDS = {"num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"}  # some families' own words for K
+
+
 @dataclass(frozen=True)
 class Family:
     """What a family's config says beyond COMMON.
@@ -103,16 +106,15 @@ class Family:
     Args:
         config (dict): top-level keys of config.json.
         text (dict, optional): keys of ``text_config``; with it COMMON goes there, as in multimodal checkpoints.
-        drop (tuple): COMMON's words that mean something else to this family.
-        quantized (bool): whether mlx-lm can quantize it at these sizes.
     """
 
     config: dict = field(default_factory=dict)
     text: dict | None = None
-    drop: tuple = ()
 
     def build_config(self, model_type: str) -> dict:
-        common = {k: v for k, v in COMMON.items() if k not in self.drop}
+        own = self.config if self.text is None else self.text
+        other_words = {"num_experts_per_tok"} if own.keys() & K_WORDS else set()
+        common = {k: v for k, v in COMMON.items() if k not in other_words}
         if self.text is None:
             config = {**common, "model_type": model_type, **self.config}
         else:
