@@ -552,7 +552,17 @@ def report_layer(record):
 # Cold reads
 
 
-def bench_reads(path, depths=(1, 4, 8), nbytes=256 << 20, rounds=3, cold=True, with_fio=True, seed=0, progress=True):
+def bench_reads(
+    path,
+    depths=(1, 4, 8),
+    nbytes=256 << 20,
+    rounds=3,
+    cold=True,
+    with_fio=True,
+    kinds=("experts", "weights"),
+    seed=0,
+    progress=True,
+):
     """Whole experts read through the engine's ``Reader``, against fio with the same sizes and depth on the same file.
 
     Two kinds of reads: ``experts`` (all parts of each expert, as streaming reads them: large weights and small scales) and
@@ -580,7 +590,7 @@ def bench_reads(path, depths=(1, 4, 8), nbytes=256 << 20, rounds=3, cold=True, w
             layers[path_of_layer] = parts
     fio = shutil.which("fio") if cold and with_fio else None
     plan = []
-    for kind in ("experts", "weights"):
+    for kind in kinds:
         for depth in depths:
             plan.append((kind, depth, "moelab"))
             if fio:
