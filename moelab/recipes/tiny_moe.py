@@ -188,6 +188,35 @@ def export(masters, out_dir, shards=3):
     (out_dir / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=4))
 
 
+def read(checkpoint):
+    """Weights of an exported checkpoint by name, float32: the starting point of a further run.
+
+    Args:
+        checkpoint (str or Path): What ``export`` wrote.
+
+    Returns:
+        dict[str, Tensor]: Each weight, dequantized.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    stored = {}
+    for file in sorted(Path(checkpoint).glob("model*.safetensors")):
+        stored |= load_file(file)
+    weights = {}
+    for name, w in stored.items():
+        path, _, leaf = name.rpartition(".")
+        if leaf in ("scales", "biases"):
+            continue
+        if f"{path}.scales" in stored:
+            scale, bias = (stored[f"{path}.{leaf}"].float()[..., None] for leaf in ("scales", "biases"))
+            bits = bits_of(path)
+            q = w.view(torch.int32)[..., None] >> (torch.arange(32 // bits) * bits) & (2**bits - 1)
+            w = (q.flatten(-2).unflatten(-1, (-1, GROUP_SIZE)) * scale + bias).flatten(-2)
+        weights[name] = w.float()
+    return weights
+
+
 # Training
 
 
@@ -317,7 +346,7 @@ def evaluate(model, rows, counts, nbytes, batch=32):
     return nats / math.log(2) / nbytes, torch.stack(loads).mean(0)
 
 
-def train(data, out, minutes, batch=64, length=2048, lr=8e-3, adam=1.0, decay=0.1, balance=0.01, start=0.4, quantize_from=0.6, warmup=300, seed=0):
+def train(data, out, minutes, batch=64, length=2048, lr=8e-3, adam=1.0, decay=0.1, balance=0.01, start=0.4, quantize_from=0.6, warmup=300, seed=0, resume=None):
     """Train, then export at 4 bits. The schedule follows the clock, so that a lease of a machine is used whole.
 
     Args:
@@ -331,6 +360,7 @@ def train(data, out, minutes, batch=64, length=2048, lr=8e-3, adam=1.0, decay=0.
         start, quantize_from (float): When the rate begins to fall, and the weights to be rounded, as shares of the time.
         warmup (int): Steps until the rate is at its highest.
         seed (int): Seed of weights and order.
+        resume (Path): An exported checkpoint to go on from; None starts afresh.
     """
     import numpy as np
     import torch
@@ -347,7 +377,10 @@ def train(data, out, minutes, batch=64, length=2048, lr=8e-3, adam=1.0, decay=0.
     held = {name: (rows.to(device), counts.to(device), nbytes) for name, (rows, counts, nbytes) in held.items()}
     stream = batches(load("train"), batch, length, device, torch.Generator().manual_seed(seed))
 
-    model = Model(TEXT_CONFIG).to(device)
+    model = Model(TEXT_CONFIG)
+    if resume:
+        model.load_state_dict(read(resume))
+    model = model.to(device)
     if device == "cuda":
         model.compile()
         model = model.bfloat16()
@@ -383,7 +416,7 @@ def train(data, out, minutes, batch=64, length=2048, lr=8e-3, adam=1.0, decay=0.
             if step % 100 == 0:
                 log.append(line)
                 print(json.dumps(line), flush=True)
-    report = {"log": log, "steps": step, "batch": batch, "length": length, "lr": lr, "adam": adam, "decay": decay, "seconds": spent}
+    report = {"log": log, "steps": step, "batch": batch, "length": length, "lr": lr, "adam": adam, "start": start, "decay": decay, "seconds": spent}
     report |= {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "torch": torch.__version__}
     for quantized in (False, True):
         optimizer.write(quantized)
@@ -405,6 +438,8 @@ def main():
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--lr", type=float, default=8e-3)
     parser.add_argument("--adam", type=float, default=1.0)
+    parser.add_argument("--start", type=float, default=0.4, help="when the rate begins to fall, as a share of the time")
+    parser.add_argument("--resume", type=Path, default=None, help="an exported checkpoint to go on from")
     train(**vars(parser.parse_args()))
 
 
