@@ -25,7 +25,7 @@ def _add_stream_options(p):
         type=int,
         help="experts per token; fewer than the checkpoint's own is lossy (default: the checkpoint's)",
     )
-    p.add_argument("--readers", type=int, help="reads in flight at once (default: 4)")
+    p.add_argument("--readers", type=int, help="reads in flight at once (default: 8)")
     p.add_argument(
         "--streams",
         type=lambda v: v if v == "auto" else int(v),

@@ -543,6 +543,7 @@ def test_outputs_evaluated_late(mode, good):
 def test_failed_call_leaves_no_read_behind(mode, good, want, monkeypatch):
     """When one of several reads in flight fails, the others have ended by the time that the error arrives: none writes into a free slot later."""
     monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
+    monkeypatch.setattr(layers, "OVERLAP_S", 0)
     monkeypatch.setattr(layers, "PART_NBYTES", 1)  # as with large experts
     preadv, begun, ended, failing = os.preadv, 0, 0, False
 

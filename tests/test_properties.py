@@ -282,6 +282,7 @@ def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers,
         patch.setattr(os, "preadv", flaky)
         patch.setattr(reader, "INLINE_NBYTES", 0)
         if in_parts:
+            patch.setattr(layers, "OVERLAP_S", 0)
             patch.setattr(layers, "PART_NBYTES", 1)
         layer = dict(model.named_modules())[name]
         for B, T, seed, among, at_once, fail_at in history:

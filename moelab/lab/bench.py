@@ -381,7 +381,7 @@ def ceilings(record, speeds):
     }
 
 
-def read_speeds(path, readers=4, nbytes=1 << 20):
+def read_speeds(path, readers=8, nbytes=1 << 20):
     """Bytes per second of random reads of the checkpoint's largest file, cold and warm, by name."""
     file = max(folder(path).glob("model*.safetensors"), key=lambda f: f.stat().st_size)
     nbytes = max(4096, min(nbytes, file.stat().st_size // 32))
@@ -446,7 +446,7 @@ def run_bench(
         progress=progress,
         on_round=keep,
     )
-    record["read_speeds"] = read_speeds(path, base.readers if base else 4)
+    record["read_speeds"] = read_speeds(path, base.readers if base else 8)
     record["ceilings_tok_s"] = ceilings(record, record["read_speeds"])
     print(report(record))
     if json_path:

@@ -17,7 +17,7 @@ class StreamConfig:
             ``stacked`` and ``fused``. Default: ``16``.
         top_k (int, optional): Experts per token (K); fewer than the checkpoint's own is
             lossy. Default: the checkpoint's own.
-        readers (int): Reads in flight at once. Default: ``4``.
+        readers (int): Reads in flight at once. Default: ``8``.
         prefetch (str): Only ``none`` so far.
         policy (str): Which expert leaves its slot first: ``lru`` or ``lfu``.
         scales (str): ``streamed`` reads an expert's scales and biases with its weight,
@@ -34,7 +34,7 @@ class StreamConfig:
     mode: str = "fused"
     slots: int = 16
     top_k: Optional[int] = None
-    readers: int = 4
+    readers: int = 8
     prefetch: str = "none"
     policy: str = "lru"
     scales: str = "streamed"

@@ -11,7 +11,9 @@ import numpy as np
 from ..checkpoint import expert_parameters
 from .slots import SlotBank, SlotTable, can_fuse
 
-# Experts are read and computed in turns of about so many bytes where both take time.
+# Where reads take so long, what is there is computed meanwhile ...
+OVERLAP_S = 1e-3
+# ... and what comes is computed in parts of about so many bytes.
 PART_NBYTES = 2 * 1024 * 1024
 
 
@@ -144,8 +146,8 @@ class Stacked(StreamedExperts):
         needed = list(dict.fromkeys(flat))
         if len(needed) <= self._table.num_slots:
             held, misses = self._plan(needed)
-            worth = len(misses) * self._slots.expert_nbytes >= PART_NBYTES
-            if not (worth and self._session.overlap):
+            read_s = self._session.reader.expected_s(len(misses) * self._slots.expert_nbytes)
+            if not misses or read_s < OVERLAP_S or not self._session.overlap:
                 self._bring(misses)
                 slots = [{**held, **misses}[e] for e in flat]
                 slots = np.array(slots, np.uint32).reshape(routed.shape)
@@ -167,7 +169,8 @@ class Stacked(StreamedExperts):
         if len(parts) == 1:
             return self._slots.experts(x, slots)
         ys = []
-        for stream, part in zip(streams, parts):
+        # The first stream has the rest of the model to do: the larger parts go to the last.
+        for stream, part in zip(streams[::-1], parts):
             a, b = int(part[0]), int(part[-1]) + 1
             with mx.stream(stream):
                 if axis == -1:
@@ -179,31 +182,39 @@ class Stacked(StreamedExperts):
     def _in_parts(self, x, flat, shape, waves):
         """Compute what is there while the rest is being read, part by part."""
         positions = by_expert(flat)
-        rows = x.reshape(-1, x.shape[-1])
-        ys, order = [], []
+        streams = self._session.streams
+        ys, order, work = [], [], [0] * len(streams)
         for held, misses in waves:
             mx.eval(ys)  # this wave takes the slots of the last one
-            parts = self._parts(misses)
             reading = []
             try:
+                parts = self._parts(misses)
                 reading += (self._begin(part) for part in parts)
                 for part, reads in zip([held, *parts], [None, *reading]):
                     if reads is not None:
                         self._finish(part, reads)
-                        held.update(part)
-                    pairs = [i for e in part for i in positions[e]]
-                    if pairs:
-                        slots = mx.array([[held[flat[i]]] for i in pairs], mx.uint32)
-                        ys.append(self._gather(rows[mx.array(pairs) // shape[-1]], slots))
-                        mx.async_eval(ys[-1])
-                        order += pairs
+                    shares = [[] for _ in streams]
+                    for e in part:  # to the stream with least to do; the first has the model's rest
+                        i = min(range(len(streams)), key=lambda i: (work[i], -i))
+                        shares[i].append(e)
+                        work[i] += len(positions[e])
+                    for stream, share in zip(streams, shares):
+                        if share:
+                            pairs = [i for e in share for i in positions[e]]
+                            slots = mx.array([[part[flat[i]]] for i in pairs], mx.uint32)
+                            with mx.stream(stream):  # all of it: a stream waits for others' work
+                                rows = x.reshape(-1, x.shape[-1])[mx.array(pairs) // shape[-1]]
+                                y = self._slots.experts(rows, slots)
+                            mx.async_eval(y)
+                            ys.append(y)
+                            order += pairs
             finally:  # after an error: nothing may still write to slots that are free
                 self._session.reader.settle(reading)
         return unsort(ys, order, shape)
 
     def _parts(self, misses):
         # Large enough that a part's read is worth a pause, small enough to hide it.
-        size = max(1, PART_NBYTES // self._slots.expert_nbytes)
+        size = max(len(self._session.streams), PART_NBYTES // self._slots.expert_nbytes)
         misses = list(misses.items())
         return [dict(misses[i : i + size]) for i in range(0, len(misses), size)]
 

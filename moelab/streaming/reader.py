@@ -69,11 +69,12 @@ class Reader:
         read_s (float): Seconds spent reading, summed over the threads.
     """
 
-    def __init__(self, readers=4):
+    def __init__(self, readers=8):
         self.readers = readers
         self.nbytes = self.reads = 0
         self.read_s = 0.0
         self.closed = False
+        self._pace = 0.0  # seconds a thread takes for a byte, of late
         self._files = {}
         self._pool = None
         self._lock = threading.Lock()
@@ -137,6 +138,10 @@ class Reader:
         """
         wait([f for futures in started for f in futures])
 
+    def expected_s(self, nbytes):
+        """The seconds that reading so much would take, judged by the last reads."""
+        return nbytes * self._pace / self.readers
+
     def read(self, reads):
         """Read all ranges and return when they have arrived."""
         self.finish(self.start(reads))
@@ -173,6 +178,7 @@ class Reader:
             self.nbytes += nbytes
             self.reads += len(reads)
             self.read_s += time.perf_counter() - begin
+            self._pace += 0.1 * ((time.perf_counter() - begin) / max(nbytes, 1) - self._pace)
 
     def close(self):
         """End the threads and close the files. A second call does nothing."""
