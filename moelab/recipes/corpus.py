@@ -255,7 +255,9 @@ def write_heldout(out, documents, packages, seen, sites):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sites", type=Path, nargs="+", help="folders that pip install --target filled; the last: output")
+    parser.add_argument(
+        "sites", type=Path, nargs="+", help="folders that pip install --target filled; the last: output"
+    )
     *sites, out = parser.parse_args().sites
 
     import numpy as np

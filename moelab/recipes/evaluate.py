@@ -1,6 +1,6 @@
 """Bits per byte of a checkpoint on the held-out text, beside ``xz -9e``, and how its routing spreads.
 
-    python -m moelab.recipes.evaluate data/models/tiny-moe
+python -m moelab.recipes.evaluate data/models/tiny-moe
 """
 
 import argparse
@@ -78,7 +78,7 @@ class Experts(nn.Module):
         return linear(inner.down_proj, inner.activation(linear(inner.up_proj, x), linear(inner.gate_proj, x)))
 
 
-def evaluate(model, tokenizer, texts, batch=16):
+def evaluate(model, tokenizer, texts, batch=8):
     """Bits per byte of ``texts`` and each expert's share of the tokens.
 
     Args:

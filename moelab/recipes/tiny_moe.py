@@ -346,7 +346,22 @@ def evaluate(model, rows, counts, nbytes, batch=32):
     return nats / math.log(2) / nbytes, torch.stack(loads).mean(0)
 
 
-def train(data, out, minutes, batch=64, length=2048, lr=8e-3, adam=1.0, decay=0.1, balance=0.01, start=0.4, quantize_from=0.6, warmup=300, seed=0, resume=None):
+def train(
+    data,
+    out,
+    minutes,
+    batch=64,
+    length=2048,
+    lr=8e-3,
+    adam=1.0,
+    decay=0.1,
+    balance=0.01,
+    start=0.4,
+    quantize_from=0.6,
+    warmup=300,
+    seed=0,
+    resume=None,
+):
     """Train, then export at 4 bits. The schedule follows the clock, so that a lease of a machine is used whole.
 
     Args:
@@ -373,7 +388,10 @@ def train(data, out, minutes, batch=64, length=2048, lr=8e-3, adam=1.0, decay=0.
     torch._dynamo.config.cache_size_limit = 64
     manifest = json.loads((data / "manifest.json").read_text())["splits"]
     load = lambda name: torch.from_numpy(np.load(data / f"{name}.npy").astype(np.int32)).to(device)  # noqa: E731
-    held = {name: (*windows(load(name), length, TEXT_CONFIG["eos_token_id"]), manifest[name]["bytes"]) for name in ("valid", "heldout")}
+    held = {
+        name: (*windows(load(name), length, TEXT_CONFIG["eos_token_id"]), manifest[name]["bytes"])
+        for name in ("valid", "heldout")
+    }
     held = {name: (rows.to(device), counts.to(device), nbytes) for name, (rows, counts, nbytes) in held.items()}
     stream = batches(load("train"), batch, length, device, torch.Generator().manual_seed(seed))
 
@@ -416,7 +434,17 @@ def train(data, out, minutes, batch=64, length=2048, lr=8e-3, adam=1.0, decay=0.
             if step % 100 == 0:
                 log.append(line)
                 print(json.dumps(line), flush=True)
-    report = {"log": log, "steps": step, "batch": batch, "length": length, "lr": lr, "adam": adam, "start": start, "decay": decay, "seconds": spent}
+    report = {
+        "log": log,
+        "steps": step,
+        "batch": batch,
+        "length": length,
+        "lr": lr,
+        "adam": adam,
+        "start": start,
+        "decay": decay,
+        "seconds": spent,
+    }
     report |= {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "torch": torch.__version__}
     for quantized in (False, True):
         optimizer.write(quantized)
