@@ -155,7 +155,6 @@ def export(masters, out_dir, shards=3):
         out_dir (str or Path): Folder for the config and the weights.
         shards (int): Number of weight files.
     """
-    import torch
     from safetensors.torch import save_file
 
     out_dir = Path(out_dir)
