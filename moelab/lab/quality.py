@@ -34,9 +34,9 @@ class Windows:
 def read_texts(folder) -> list[str]:
     """The held-out files of a model folder's ``heldout/``, in the order of their names."""
     folder = Path(folder)
-    texts = [f.read_bytes().decode() for f in sorted(folder.glob("*")) if f.is_file()]
+    texts = [f.read_bytes().decode() for f in sorted(folder.glob("*")) if f.suffix in (".py", ".md", ".txt")]
     if not texts:
-        raise FileNotFoundError(f"{folder}: expected files of text, found none")
+        raise FileNotFoundError(f"{folder}: expected files of text (.py, .md, .txt), found none")
     return texts
 
 
