@@ -57,6 +57,8 @@ class StreamedExperts(nn.Module):
             session.recorder.add(self._layer, routed)
         session.counters.calls += 1
         self._last = self._compute(x, routed)
+        if len(session.streams) == 1:  # with more, no core is free meanwhile
+            mx.async_eval(self._last)  # it runs while Python writes the graph of what follows
         return self._last
 
 
@@ -149,9 +151,9 @@ class Stacked(StreamedExperts):
             read_s = self._session.reader.expected_s(len(misses) * self._slots.expert_nbytes)
             if not misses or read_s < OVERLAP_S or not self._session.overlap:
                 self._bring(misses)
-                slots = [{**held, **misses}[e] for e in flat]
-                slots = np.array(slots, np.uint32).reshape(routed.shape)
-                return self._gather(x, mx.array(slots))
+                held.update(misses)
+                slots = np.array([held[e] for e in flat], np.uint32)
+                return self._gather(x, mx.array(slots.reshape(routed.shape)))
             waves = ((held, misses),)
         else:
             # Those held come first, before they must leave.
@@ -163,15 +165,17 @@ class Stacked(StreamedExperts):
     def _gather(self, x, slots):
         """The experts' work, spread over the session's streams along K or along rows."""
         streams = self._session.streams
+        if len(streams) == 1:
+            return self._slots.experts(x, slots)
         # Experts are independent: split them and the result is the same bit for bit.
         axis = -1 if slots.ndim < 2 or slots.shape[-1] >= slots.shape[-2] else -2
-        parts = np.array_split(np.arange(slots.shape[axis]), min(len(streams), slots.shape[axis]))
-        if len(parts) == 1:
+        n = min(len(streams), slots.shape[axis])
+        if n == 1:
             return self._slots.experts(x, slots)
         ys = []
         # The first stream has the rest of the model to do: the larger parts go to the last.
-        for stream, part in zip(streams[::-1], parts):
-            a, b = int(part[0]), int(part[-1]) + 1
+        for i, stream in enumerate(streams[::-1][:n]):
+            a, b = (-(-slots.shape[axis] * j // n) for j in (i, i + 1))
             with mx.stream(stream):
                 if axis == -1:
                     ys.append(self._slots.experts(x, slots[..., a:b]))
