@@ -1,5 +1,7 @@
 """The engine's promises that are not about one family: what is read, counted, evaluated and held."""
 
+import os
+
 import families
 import mlx.core as mx
 import mlx_lm
@@ -153,3 +155,26 @@ def test_mlx_lm_generates_with_it(with_tokenizer):
     with model:
         assert mlx_lm.generate(model, tokenizer, prompts[0], max_tokens=6) == one
         assert mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=6).texts == want
+
+
+def test_tiny_moe_writes_the_resident_tokens_in_every_mode():
+    """Eight held-out prompts; 256 greedy tokens each, 16 with MOELAB_FAST=1. ``stacked`` and ``fused``: logits bit for bit."""
+    path = moelab.DATA / "models" / "tiny-moe"
+    steps = 16 if os.environ.get("MOELAB_FAST") == "1" else 256
+    tokenizer = mlx_lm.utils.load_tokenizer(path)
+    files = sorted((path / "heldout").glob("*.py"))[:8]
+    prompts = [tokenizer.encode(f.read_text()[:400])[:48] for f in files]
+    models = {m: load_model(path, moelab.StreamConfig(mode=m))[0] for m in ("resident", *STREAMED)}
+    assert len(prompts) == 8
+    for prompt in prompts:
+        caches = {m: make_prompt_cache(model) for m, model in models.items()}
+        tokens = {m: mx.array([prompt]) for m in models}
+        for _ in range(steps):
+            logits = {m: model(tokens[m], cache=caches[m])[:, -1] for m, model in models.items()}
+            decoding = tokens["resident"].size == 1
+            tokens = {m: mx.argmax(rows, axis=-1, keepdims=True) for m, rows in logits.items()}
+            assert len({t.item() for t in tokens.values()}) == 1
+            if decoding:
+                assert all(mx.array_equal(logits[m], logits["resident"]) for m in ("stacked", "fused"))
+    for model in models.values():
+        moelab.close(model)
