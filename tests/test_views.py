@@ -65,7 +65,7 @@ def test_the_slower_of_sending_and_moving_sets_the_pace():
 
 def test_ladder(model_path):
     r = bench.bench(model_path, "resident," + ladder.LADDER, StreamConfig(slots=8), tokens=3, runs=2, warmup=1, progress=False)
-    assert list(ladder.rungs(r)) == ["serial", "batched", "concurrent", "slots", "gate+up"]
+    assert list(ladder.rungs(r)) == ["serial", "batched", "parallel", "slots", "gate+up"]
     pieces = ladder.parts(r)
     for mode, name in ladder.RUNGS.items():
         assert sum(pieces[name].values()) == pytest.approx(np.median(ladder.token_s(r, mode)))

@@ -186,7 +186,7 @@ def bench(path, modes="resident,serial,buffers,stacked,fused", base=None, tokens
         modes (str): As for ``parse_modes``; or a dict of configs by name.
         base (StreamConfig): What the modes have in common.
         tokens (int): Decoded and timed in each run.
-        runs (int): Rounds; round i takes prompt i, modulo their number. One more comes first and is not kept.
+        runs (int): Rounds; round i takes prompt i, modulo their number. One more comes first, with the last prompt, and is not kept.
         warmup (int): Tokens decoded in each run before the clock starts.
         prompts (tuple[str]): The prompts.
         seed (int): Of the orders.
@@ -227,7 +227,7 @@ def bench(path, modes="resident,serial,buffers,stacked,fused", base=None, tokens
         for i in range(-1, runs):
             for name in order.sample(list(configs), len(configs)):
                 model = loaded.get(name)
-                ids = loaded.tokenizer.encode(prompts[max(i, 0) % len(prompts)])
+                ids = loaded.tokenizer.encode(prompts[i % len(prompts)])
                 before = mx.get_active_memory()
                 mx.reset_peak_memory()
                 sample = decode(model, ids, tokens if i >= 0 else min(tokens, 16), warmup, drop_pages if cold else None)

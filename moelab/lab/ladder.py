@@ -15,7 +15,7 @@ from . import bench, figures, machine
 RUNGS = {
     "serial": "serial",  # one read, then its computation, then the next
     "buffers/readers=1": "batched",  # persistent buffers, all of a layer's reads before anything is computed
-    "buffers": "concurrent",  # several of them in flight at once
+    "buffers": "parallel",  # several of them in flight at once
     "stacked": "slots",  # S experts stay in one array for each projection, one gather for each
     "fused": "gate+up",  # gate and up in one array, one gather fewer
 }

@@ -52,7 +52,7 @@ def bars(sources, title, y, finding, note="", scale=1.0, log=False, marks=(), di
     for column, value, label in marks:
         figures.ceiling(fig, value, label, row=1, col=column + 1)
     fig.update_yaxes(title=y, col=1)
-    fig.update_xaxes(tickangle=0, tickfont=dict(size=12 if len(sources) < 3 else 11))
+    fig.update_xaxes(tickangle=0, tickfont=dict(size=12 if len(sources) < 3 else 10))
     return figures.describe(fig, alt=f"Bars of {y or title}. " + ". ".join(words) + ".", finding=finding)
 
 
@@ -94,7 +94,7 @@ def parts(sources, title, finding, note="", y="ms a token"):
             + "; ".join(f"{m} " + ", ".join(f"{p} {v * 1e3:.3g} ms" for p, v in x.items()) for m, x in modes.items())
         )
     fig.update_yaxes(title=y, col=1)
-    fig.update_xaxes(tickangle=0, tickfont=dict(size=11))
+    fig.update_xaxes(tickangle=0, tickfont=dict(size=10))
     return figures.describe(fig, alt=f"Stacked bars of {y}. " + ". ".join(words) + ".", finding=finding)
 
 
