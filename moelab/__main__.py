@@ -61,16 +61,16 @@ def _add_generate(commands):
 
 
 def _bench(args):
-    from .lab import bench, timing
+    from .lab import bench, layer, reads, timing
 
     base = _stream_config(args)
     if args.layer:
-        record = bench.bench_layer(args.model, args.modes or "stacked,fused", base, args.runs or 200)
-        print(bench.report_layer(record))
+        record = layer.bench_layer(args.model, args.modes or "stacked,fused", base, args.runs or 200)
+        print(layer.report_layer(record))
     elif args.reads:
         depths = tuple(int(d) for d in args.depth.split(","))
-        record = bench.bench_reads(args.model, depths, args.megabytes << 20, args.runs or 3)
-        print(bench.report_reads(record))
+        record = reads.bench_reads(args.model, depths, args.megabytes << 20, args.runs or 3)
+        print(reads.report_reads(record))
     elif args.limit:
         from .lab import limit
 

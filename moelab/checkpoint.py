@@ -6,7 +6,6 @@ bytes of which file each expert of the finished model came from, without reading
 """
 
 import json
-from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path

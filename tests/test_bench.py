@@ -13,7 +13,7 @@ from test_synthesize import small, tokenizer  # noqa: F401
 
 from moelab import StreamConfig
 from moelab.__main__ import main
-from moelab.lab import bench, timing
+from moelab.lab import bench, layer, reads, timing
 from moelab.recipes import synthesize
 
 
@@ -132,24 +132,24 @@ def test_a_mode_with_other_tokens_is_called_out(model_path):
 
 
 def test_layer(model_path):
-    r = bench.bench_layer(model_path, "stacked,fused", StreamConfig(slots=8), rounds=5)
+    r = layer.bench_layer(model_path, "stacked,fused", StreamConfig(slots=8), rounds=5)
     assert r["misses_while_timed"] == {"stacked": 0, "fused": 0}
     assert set(r["timings"]) == {"resident", "stacked", "fused", "one evaluation"}
     a, b, c = (r["timings"][n].samples_s for n in ("fused", "resident", "one evaluation"))
     assert r["ratio"]["fused"]["median"] == pytest.approx(statistics.median(x / (y + z) for x, y, z in zip(a, b, c)))
-    assert "resident + one evaluation" in bench.report_layer(r)
+    assert "resident + one evaluation" in layer.report_layer(r)
 
 
 def test_reads(model_path, monkeypatch):
-    r = bench.bench_reads(model_path, depths=(1, 2), nbytes=1 << 18, rounds=2, progress=False)
+    r = reads.bench_reads(model_path, depths=(1, 2), nbytes=1 << 18, rounds=2, progress=False)
     by = {s["by"] for s in r["samples"]}
     assert by == ({"moelab", "fio buffered", "fio direct"} if shutil.which("fio") else {"moelab"})
     assert all(s["bytes_per_s"] > 0 for s in r["samples"])
     assert r["block_sizes"] == {"experts": [256, 4096], "weights": [4096]}
-    assert len(bench.summarize_reads(r)) == 4 and "depth 2" in bench.report_reads(r)
+    assert len(reads.summarize_reads(r)) == 4 and "depth 2" in reads.report_reads(r)
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    r = bench.bench_reads(model_path, depths=(1,), nbytes=1 << 16, rounds=1, progress=False)
-    assert "fio is not installed" in bench.report_reads(r)
+    r = reads.bench_reads(model_path, depths=(1,), nbytes=1 << 16, rounds=1, progress=False)
+    assert "fio is not installed" in reads.report_reads(r)
 
 
 # the commands

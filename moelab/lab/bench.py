@@ -5,9 +5,7 @@ import gc
 import os
 import random
 import resource
-import shutil
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,9 +16,7 @@ from mlx_lm.generate import generation_stream, stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
-from .. import DATA, StreamConfig, close, footprint, load, stats
-from ..checkpoint import Checkpoint, expert_modules, locate_experts
-from ..streaming.reader import Read, Reader
+from .. import StreamConfig, close, footprint, load, stats
 from . import machine, timing
 
 PROMPTS = (
@@ -34,9 +30,6 @@ PROMPTS = (
     "    def __repr__(self):\n        return f'<{type(self).__name__}",
 )
 INTEGERS = ("slots", "top_k", "readers")
-
-
-# Generate
 
 
 def generate(model_path, prompt, config=None, max_tokens=128, out=None):
@@ -63,8 +56,6 @@ def generate(model_path, prompt, config=None, max_tokens=128, out=None):
             line += f"; hit rate {c.hit_rate:.0%}, {c.bytes_per_token / 1e6:.2f} MB read for each token"
         out.write(f"\n\n[{line}; peak memory {mx.get_peak_memory() / 1e6:.0f} MB]\n")
 
-
-# Decode
 
 
 def parse_modes(text, base=None):
@@ -405,7 +396,7 @@ def report(record):
             continue
         ratio, same, n = m.get("ratio_to_resident"), m.get("rounds_with_the_same_tokens"), len(m["samples"])
         lines.append(
-            f"{name:{wide}}  {_spread(m['decode_tok_s']):26} {_spread(ratio) if ratio else '-':26} "
+            f"{name:{wide}}  {spread(m['decode_tok_s']):26} {spread(ratio) if ratio else '-':26} "
             + (f"{m['hit_rate']:5.0%} {m['bytes_per_token'] / 1e6:9.2f}" if "hit_rate" in m else f"{'-':>5} {'-':>9}")
             + f" {m['peak_nbytes'] / 1e6:8.0f} {m['predicted_nbytes'] / 1e6:9.0f}  "
             + ("-" if same is None else "same" if same == n else f"DIFFER in {n - same} of {n} rounds")
@@ -415,7 +406,7 @@ def report(record):
     return "\n".join(lines)
 
 
-def _spread(s):
+def spread(s):
     return f"{s['median']:.4g} [{s['p25']:.4g} - {s['p75']:.4g}] n={s['n']}"
 
 
@@ -456,254 +447,3 @@ def run_bench(
         m.get("rounds_with_the_same_tokens", len(m["samples"])) == len(m["samples"]) or m["config"]["top_k"] is not None
         for m in record["modes"].values()
     )
-
-
-# One layer
-
-
-def bench_layer(path, modes="stacked,fused", base=None, rounds=200, seed=0):
-    """One MoE block with every expert in its slot, against the same block resident, and one evaluation of one small operation.
-
-    A streamed layer must tell the host which experts it needs, so it cannot cost less than the resident layer's
-    evaluation and one more. The block is the first one's: router, experts, shared expert.
-
-    Args:
-        path (str): The model.
-        modes (str): As for ``parse_modes``.
-        base (StreamConfig): What the modes have in common.
-        rounds (int): Timed rounds, in random order.
-
-    Returns:
-        dict: Timings by variant and, for each mode, ``ratio``: its time over resident plus one evaluation, round by round.
-    """
-    configs = {"resident": StreamConfig(mode="resident"), **parse_modes(modes, base)}
-    variants, models = {}, []
-    x = None
-    for name, config in configs.items():
-        model, _ = load(path, config)
-        models.append(model)
-        block = _first_block(model)
-        if x is None:
-            D = _width(model)
-            x = mx.random.normal((1, 1, D), key=mx.random.key(seed)).astype(model._session.dtype)
-            mx.eval(x)
-
-        def call(block=block):
-            mx.eval(block(x))
-
-        call()  # brings the experts of x into their slots
-        variants[name] = call
-    small = mx.zeros((8,))
-    mx.eval(small)
-    variants["one evaluation"] = lambda: mx.eval(small + 1)
-    try:
-        timings = timing.interleave(variants, rounds, n_warmup=max(3, rounds // 10), seed=seed, cache_state="none")
-        hits = {n: stats(m).decode for n, m in zip(configs, models)}
-    finally:
-        for model in models:
-            close(model)
-    yard = np.add(timings["resident"].samples_s, timings["one evaluation"].samples_s)
-    return {
-        "kind": "layer",
-        "model": Path(path).name,
-        "machine": machine.card(),
-        "timings": timings,
-        "misses_while_timed": {
-            n: max(0, c.misses - _needed(m)) for (n, c), m in zip(hits.items(), models) if n != "resident"
-        },
-        "ratio": {n: timing.paired_ratio(timings[n], yard) for n in configs if n != "resident"},
-    }
-
-
-def _needed(model):
-    return model._session.top_k
-
-
-def _first_block(model):
-    """The module that calls the first experts: router, experts, shared expert."""
-    modules = dict(model.named_modules())
-    for path, module in reversed(list(modules.items())):
-        if (
-            hasattr(module, "_table")
-            or hasattr(module, "_banks")
-            or type(module).__name__ in ("SwitchGLU", "SwitchMLP", "Serial")
-        ):
-            return modules[path.rpartition(".")[0]]
-    raise ValueError("the model has no experts")
-
-
-def _width(model):
-    for path, module in model.named_modules():
-        if path.endswith("embed_tokens"):
-            return module.weight.shape[1] * (32 // module.bits if hasattr(module, "bits") else 1)
-    raise ValueError("the model has no embed_tokens")
-
-
-def report_layer(record):
-    lines = [machine.card_line(record["machine"]), f"{record['model']}: one MoE block, every expert in its slot"]
-    lines += [str(t) for t in record["timings"].values()]
-    for name, r in record["ratio"].items():
-        lines.append(
-            f"{name} / (resident + one evaluation) = {_spread(r)}; misses while timed: {record['misses_while_timed'][name]}"
-        )
-    return "\n".join(lines)
-
-
-# Cold reads
-
-
-def bench_reads(
-    path,
-    depths=(1, 4, 8),
-    nbytes=256 << 20,
-    rounds=3,
-    cold=True,
-    with_fio=True,
-    kinds=("experts", "weights"),
-    seed=0,
-    progress=True,
-):
-    """Whole experts read through the engine's ``Reader``, against fio with the same sizes and depth on the same file.
-
-    Two kinds of reads: ``experts`` (all parts of each expert, as streaming reads them: large weights and small scales) and
-    ``weights`` (the weights alone, one size). fio runs with threads that each read one block at a time, through the page
-    cache as we do (``buffered``) and past it (``direct``, blocks rounded to 4 KiB). Both start with the file's pages
-    dropped, unless ``cold`` is false: then they are all there, and fio is left out.
-
-    Returns:
-        dict: Bytes per second, all rounds, by kind, depth and reader (``moelab``, ``fio buffered``, ``fio direct``).
-    """
-    from mlx_lm.utils import load_model
-
-    path = folder(path)
-    checkpoint = Checkpoint(path)
-    model, _ = load_model(path, lazy=True)
-    located = locate_experts(model, checkpoint)
-    if not located:
-        raise ValueError(f"{path}: no experts that can be read in place")
-    file = _largest(t.files[0] for t in located.values())
-    tensors = {n: t for n, t in located.items() if t.files[0] == file}
-    layers = {}
-    for path_of_layer, _ in expert_modules(model):
-        parts = [t for n, t in tensors.items() if n.startswith(path_of_layer + ".")]
-        if parts:
-            layers[path_of_layer] = parts
-    fio = shutil.which("fio") if cold and with_fio else None
-    plan = []
-    for kind in kinds:
-        for depth in depths:
-            plan.append((kind, depth, "moelab"))
-            if fio:
-                plan += [(kind, depth, "fio buffered"), (kind, depth, "fio direct")]
-    record = {
-        "kind": "reads", "model": Path(path).name, "file": file.name, "machine": machine.card(), "cache_state": "cold" if cold else "warm",
-        "fio": bool(fio), "nbytes_a_run": nbytes, "block_sizes": {}, "samples": [],
-    }  # fmt: skip
-    order = random.Random(seed)
-    bar = tqdm(total=rounds * len(plan), desc="reads", leave=False, disable=not progress)
-    with bar:
-        for i in range(rounds):
-            for kind, depth, who in order.sample(plan, len(plan)):
-                keep = [
-                    [t for t in parts if kind == "experts" or t.name.endswith("weight")] for parts in layers.values()
-                ]
-                sizes = sorted({t.nbytes for parts in keep for t in parts})
-                record["block_sizes"][kind] = sizes
-                if who == "moelab":
-                    speed = _read_experts(file, keep, depth, nbytes, order, cold)
-                else:
-                    speed = _fio(fio, file, keep[0], depth, nbytes, who == "fio direct", order.randrange(1 << 30))
-                record["samples"].append({"round": i, "kind": kind, "depth": depth, "by": who, "bytes_per_s": speed})
-                bar.update()
-    return record
-
-
-def _largest(files):
-    return max(set(files), key=lambda f: f.stat().st_size)
-
-
-def _read_experts(file, layers, depth, nbytes, order, cold):
-    """Bytes per second of distinct experts in random order, eight a call, as a layer asks for them."""
-    places = [(parts, e) for parts in layers for e in range(len(parts[0].offsets))]
-    order.shuffle(places)
-    one = sum(t.nbytes for t in layers[0])
-    places = places[: max(8, nbytes // one)]
-    buffers = [[memoryview(bytearray(t.nbytes)) for t in layers[0]] for _ in range(8)]
-    for views in buffers:
-        for v in views:
-            v[::4096] = b"\0" * len(v[::4096])  # the memory is there before the clock starts
-    reader = Reader(depth)
-    try:
-        opened = reader.open(file)
-        if cold:
-            machine.drop_pages(file)
-        begin = time.perf_counter()
-        for first in range(0, len(places), 8):
-            reads = [
-                Read(opened, t.offsets[e], view, t.name, e)
-                for (parts, e), views in zip(places[first : first + 8], buffers)
-                for t, view in zip(parts, views)
-            ]
-            reader.read(reads)
-        return reader.nbytes / (time.perf_counter() - begin)
-    finally:
-        reader.close()
-
-
-def _fio(fio, file, parts, depth, nbytes, direct, seed):
-    """Bytes per second of fio's random reads with the same mix of sizes, ``depth`` threads of one read each."""
-    sizes = [-(-t.nbytes // 4096) * 4096 for t in parts]
-    split = {s: 100 * sizes.count(s) // len(sizes) for s in sorted(set(sizes))}
-    split[max(split)] += 100 - sum(split.values())
-    command = [
-        fio, "--name=moelab", f"--filename={file.resolve()}", "--readonly", "--rw=randread", "--ioengine=psync", "--thread",
-        f"--numjobs={depth}", f"--direct={int(direct)}", "--invalidate=1", "--group_reporting", "--output-format=json",
-        f"--size={file.stat().st_size // 4096 * 4096}", f"--io_size={nbytes // depth}", f"--randseed={seed}", "--randrepeat=0",
-        "--bssplit=" + ":".join(f"{s}/{p}" for s, p in split.items()), "--blockalign=4096", "--norandommap", "--fadvise_hint=1",
-    ]  # fmt: skip
-    import json
-
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"fio failed: {done.stderr.strip() or done.stdout.strip()[-300:]}")
-    return float(json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["read"]["bw_bytes"])
-
-
-def summarize_reads(record):
-    """``{(kind, depth): {by: summary, "ratio to fio buffered": ..., ...}}``."""
-    out = {}
-    for s in record["samples"]:
-        out.setdefault((s["kind"], s["depth"]), {}).setdefault(s["by"], []).append(s["bytes_per_s"])
-    return {
-        key: {
-            **{who: timing.summary(v) for who, v in by.items()},
-            **{f"of {who}": timing.paired_ratio(by["moelab"], v)["median"] for who, v in by.items() if who != "moelab"},
-        }
-        for key, by in out.items()
-    }
-
-
-def report_reads(record):
-    lines = [machine.card_line(record["machine"])]
-    lines.append(
-        f"{record['model']}/{record['file']}, {record['cache_state']}, {record['nbytes_a_run'] / 1e6:.0f} MB a run; GB/s, median [quartiles]"
-    )
-    if not record["fio"] and record["cache_state"] == "cold":
-        lines.append("fio is not installed (Debian: apt-get install fio), so there is nothing to compare with")
-    for (kind, depth), row in sorted(summarize_reads(record).items()):
-        parts = [
-            f"{who} {s['median'] / 1e9:.2f} [{s['p25'] / 1e9:.2f} - {s['p75'] / 1e9:.2f}]"
-            for who, s in row.items()
-            if isinstance(s, dict)
-        ]
-        parts += [f"{who.replace('of', 'moelab is')} x {r:.2f}" for who, r in row.items() if not isinstance(r, dict)]
-        lines.append(
-            f"{kind} of {'+'.join(str(b // 1024) for b in record['block_sizes'][kind])} KiB, depth {depth}: "
-            + "; ".join(parts)
-        )
-    return "\n".join(lines)
-
-
-def default_model():
-    """``data/models/tiny-moe``."""
-    return DATA / "models" / "tiny-moe"

@@ -22,7 +22,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from .. import StreamConfig, load
-from ..lab import bench, dispatch, machine, timing
+from ..lab import bench, dispatch, layer, machine, reads, timing
 from .synthesize import synthesize
 
 SHORT = ("def",)  # a longer prompt makes MLX compile another kernel for over a minute
@@ -116,7 +116,7 @@ class Run:
     def reads(self):
         depths, nbytes = ((1, 2), 1 << 20) if self.tiny else ((1, 2, 4, 8, 16, 32), 512 << 20)
         return {
-            state: bench.bench_reads(self.path, depths, nbytes, 3, cold=state == "cold", progress=False)
+            state: reads.bench_reads(self.path, depths, nbytes, 3, cold=state == "cold", progress=False)
             for state in ("cold", "warm")
         }
 
@@ -144,7 +144,7 @@ class Run:
 
     def all_in_slots(self):
         """The same token twice over: every expert hits, what remains is learning the routing and the table."""
-        return bench.bench_layer(self.path, "stacked,fused", self.base, 5 if self.tiny else 100)
+        return layer.bench_layer(self.path, "stacked,fused", self.base, 5 if self.tiny else 100)
 
     def tokens_at_once(self):
         return dispatch.tokens_at_once(**self.shape, rounds=self.rounds)

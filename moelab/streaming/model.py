@@ -20,7 +20,6 @@ from ..checkpoint import (
 from .config import StreamConfig
 from .layers import LAYERS, num_experts
 from .reader import Reader
-from .slots import can_fuse
 
 # What the families call K in their configuration.
 TOP_K_KEYS = (

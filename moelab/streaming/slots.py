@@ -11,7 +11,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.switch_layers import SwitchGLU
+from mlx_lm.models.switch_layers import SwitchGLU, _gather_sort, _scatter_unsort
 
 from ..checkpoint import expert_parameters
 from .reader import Read
@@ -109,8 +109,14 @@ class FusedSwitchGLU(nn.Module):
 
     def __call__(self, x, indices):
         x = mx.expand_dims(x, (-2, -3))
-        gate, up = mx.split(self.gate_up_proj(x, indices), 2, axis=-1)
-        return self.down_proj(self.activation(up, gate), indices).squeeze(-2)
+        idx, do_sort = indices, indices.size >= 64  # as SwitchGLU does
+        if do_sort:
+            x, idx, inv_order = _gather_sort(x, indices)
+        gate, up = mx.split(self.gate_up_proj(x, idx, sorted_indices=do_sort), 2, axis=-1)
+        x = self.down_proj(self.activation(up, gate), idx, sorted_indices=do_sort)
+        if do_sort:
+            x = _scatter_unsort(x, inv_order, indices.shape)
+        return x.squeeze(-2)
 
 
 def can_fuse(experts):
