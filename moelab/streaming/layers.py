@@ -61,7 +61,6 @@ class StreamedExperts(nn.Module):
             mx.async_eval(self._last)  # it runs while Python writes the graph of what follows
         return self._last
 
-
     def _one(self, bank, rows, pairs, top_k):
         """One expert, the only one of its bank, for the pairs that want it."""
         return bank.experts(rows[mx.array(pairs) // top_k], mx.zeros((len(pairs), 1), mx.uint32))
