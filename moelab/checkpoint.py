@@ -345,12 +345,3 @@ def _follow_rows(checkpoint, sanitize, stand_ins, changed, wanted, paths):
 
 def _nbytes(p, dtype):
     return prod(p.shape[1:]) * dtype.size
-
-
-def expert_nbytes(tensors):
-    """The bytes on disk of all experts together.
-
-    Args:
-        tensors (dict[str, ExpertTensor]): As ``locate_experts`` returns them.
-    """
-    return sum(len(t.offsets) * t.nbytes for t in tensors.values())

@@ -78,16 +78,13 @@ class StreamConfig:
         """
 
         def number(name):
-            value = os.environ[name]
+            value = os.environ.get(name, "0")
             try:
                 return int(value)
             except ValueError:
                 raise ValueError(f"{name}: expected a whole number, got {value!r}.") from None
 
-        stacked = bool(number("MLX_MOE_STACKED")) if "MLX_MOE_STACKED" in os.environ else False
-        fuse = (
-            bool(number("MLX_MOE_FUSE_GATEUP")) if "MLX_MOE_FUSE_GATEUP" in os.environ else False
-        )
+        stacked, fuse = number("MLX_MOE_STACKED"), number("MLX_MOE_FUSE_GATEUP")
         if fuse and not stacked:
             raise ValueError("MLX_MOE_FUSE_GATEUP=1 needs MLX_MOE_STACKED=1 as well.")
         config = cls(mode="fused" if fuse else "stacked" if stacked else "buffers")
