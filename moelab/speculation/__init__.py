@@ -1,0 +1,1 @@
+"""Several tokens for one pass: exact rollback, drafts, and when they pay."""
