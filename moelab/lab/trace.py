@@ -1,13 +1,26 @@
-"""Which experts a model routed to: recorded from a run."""
+"""Which experts a model routed to: recorded from a run, kept in a file, and put in a router's place."""
 
+import dataclasses
+import json
+import os
+import zipfile
+import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-import mlx.nn as nn
+import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_unflatten
 
 from ..checkpoint import expert_modules
+from ..streaming.layers import StreamedExperts, num_experts
+
+PHASES = ("prefill", "decode")
+FORMAT = 1
+
+
+class TraceError(ValueError):
+    """A trace is damaged, or does not fit the model that it should drive."""
 
 
 @dataclass
@@ -19,11 +32,104 @@ class Trace:
             layer, in the order of the router.
         phase (np.ndarray): ``[T]`` of ``prefill`` (came with others) or ``decode``.
         tokens (np.ndarray): ``[T]`` token ids that went in.
+        num_experts (int): E. Default: the largest expert seen and one.
+        model (str): The name of the model, or of what made the trace.
+        seed (int, optional): Of the sampling or the synthesis; None for a greedy run.
+        prompt (str): The text that was continued, or what it was.
     """
 
     experts: np.ndarray
     phase: np.ndarray
     tokens: np.ndarray
+    num_experts: int = 0
+    model: str = ""
+    seed: int | None = None
+    prompt: str = ""
+
+    def __post_init__(self):
+        if self.experts.ndim != 3:
+            raise TraceError(f"Trace.experts: expected [T, L, K], got shape {self.experts.shape}.")
+        T = len(self.experts)
+        if (len(self.phase), len(self.tokens)) != (T, T):
+            raise TraceError(
+                f"Trace: expected {T} phases and tokens, as experts has, got {len(self.phase)} and {len(self.tokens)}."
+            )
+        most = int(self.experts.max()) + 1 if self.experts.size else 0
+        self.num_experts = self.num_experts or most
+        if most > self.num_experts:
+            raise TraceError(f"Trace.num_experts: expected at least {most}, as experts has them, got {self.num_experts}.")
+
+    def __len__(self):
+        return len(self.experts)
+
+    def __str__(self):
+        T, L, K = self.experts.shape
+        n = int((self.phase == "decode").sum())
+        return f"{self.model or 'trace'}: {T} tokens ({n} decoded), {L} layers, top-{K} of {self.num_experts} experts"
+
+    def __getitem__(self, rows):
+        """The trace of some tokens: a slice, or ``[T]`` of bool."""
+        return dataclasses.replace(self, experts=self.experts[rows], phase=self.phase[rows], tokens=self.tokens[rows])
+
+    @property
+    def prefill(self):
+        """The tokens that came with others: prompts."""
+        return self[self.phase == "prefill"]
+
+    @property
+    def decode(self):
+        """The tokens that came one at a time."""
+        return self[self.phase == "decode"]
+
+    def save(self, path):
+        """Write it as a compressed ``.npz``; the old file stays until the new one is whole.
+
+        Args:
+            path (str or Path): The file.
+        """
+        path = Path(path)
+        about = {f: getattr(self, f) for f in ("num_experts", "model", "seed", "prompt")}
+        partial = path.with_name(path.name + ".partial")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as f:
+            np.savez_compressed(
+                f,
+                experts=self.experts.astype(np.uint8) if self.num_experts <= 256 else self.experts,
+                decode=np.asarray(self.phase == "decode"),
+                tokens=np.asarray(self.tokens, np.int32),
+                about=np.frombuffer(json.dumps({"moelab_trace": FORMAT, **about}).encode(), np.uint8),
+            )
+        os.replace(partial, path)
+
+    @classmethod
+    def load(cls, path):
+        """Read what ``save`` wrote.
+
+        Args:
+            path (str or Path): The file.
+
+        Raises:
+            TraceError: If it is no trace, or damaged.
+            FileNotFoundError: If there is none.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as z:
+                about = json.loads(bytes(z["about"]))
+                if about.pop("moelab_trace") != FORMAT:
+                    raise ValueError("another version's format")
+                return cls(
+                    z["experts"].astype(np.uint16),
+                    np.where(z["decode"], "decode", "prefill"),
+                    z["tokens"].astype(np.int64),
+                    **about,
+                )
+        except FileNotFoundError:
+            raise
+        except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as e:
+            raise TraceError(
+                f"{path}: expected a trace as Trace.save writes it, got something else or a damaged file "
+                f"({type(e).__name__}: {e}). Record it again, or restore the file."
+            ) from e
 
 
 class _Recorder:
@@ -49,40 +155,151 @@ class _Recorder:
         )
 
 
-class _Recorded(nn.Module):
-    # Stands before a resident layer for as long as it is recorded.
-    def __init__(self, experts, layer, session):
-        super().__init__()
-        self.experts, self._layer, self._session = experts, layer, session
-
+class _Tapped:
+    # Mixed into the class of an experts' module for as long as its indices are looked at or replaced.
     def __call__(self, x, indices):
-        self._session.recorder.add(self._layer, np.array(indices))
-        return self.experts(x, indices)
+        for tap in self._taps.each:
+            indices = tap(indices)
+        return super().__call__(x, indices)
+
+
+class _Taps:
+    # Not a list, which mlx would take for the module's own.
+    def __init__(self):
+        self.each = []
 
 
 @contextmanager
-def record(model):
+def _tapped(modules, taps, first):
+    """Hand what ``modules[i]`` is called with to ``taps[i]``, and take what comes back."""
+    for module, tap in zip(modules, taps):
+        if not isinstance(module, _Tapped):
+            cls = type(module)
+            module._taps = _Taps()
+            module.__class__ = type(cls.__name__, (_Tapped, cls), {})
+        module._taps.each.insert(0 if first else len(module._taps.each), tap)
+    try:
+        yield
+    finally:
+        for module, tap in zip(modules, taps):
+            module._taps.each.remove(tap)
+            if not module._taps.each:
+                module.__class__ = type(module).__mro__[2]
+                del module._taps
+
+
+def _session(model, what):
+    session = getattr(model, "_session", None)
+    if session is None:
+        raise ValueError(f"{what}: expected a model from moelab.load, got {type(model).__name__}.")
+    return session
+
+
+def _layers(model):
+    """The modules that are called with indices, in layer order; E of each."""
+    found = [m for _, m in expert_modules(model)]
+    if found:
+        return found, [num_experts(m) for m in found]
+    found = sorted((m for m in model.modules() if isinstance(m, StreamedExperts)), key=lambda m: m._layer)
+    return found, [m._num_experts for m in found]
+
+
+@contextmanager
+def record(model, name=None, seed=None, prompt=""):
     """Record the routing of everything that ``model`` runs inside the block.
 
     Args:
         model (nn.Module): As ``moelab.load`` returned it, in any mode.
+        name (str, optional): Kept with the trace. Default: the model's type.
+        seed (int, optional): Kept with the trace.
+        prompt (str): Kept with the trace.
 
     Yields:
         Trace: Empty at first, filled when the block ends, also by an exception.
     """
-    session = getattr(model, "_session", None)
-    if session is None:
-        raise ValueError(f"{type(model).__name__}: expected a model from moelab.load.")
+    session = _session(model, "record")
     if session.recorder is not None:
         raise ValueError("record: this model is being recorded already.")
-    resident = expert_modules(model)
-    trace = Trace(np.zeros((0, 0, 0), np.uint16), np.zeros(0, "U7"), np.zeros(0, np.int64))
+    modules, sizes = _layers(model)
+    name = name or getattr(model, "model_type", None) or type(model).__name__
+    empty = np.zeros((0, len(modules), session.top_k), np.uint16)
+    trace = Trace(empty, np.zeros(0, "U7"), np.zeros(0, np.int64), max(sizes, default=0), str(name), seed, prompt)
     recorder = session.recorder = _Recorder()
-    wrapped = [(p, _Recorded(m, i, session)) for i, (p, m) in enumerate(resident)]
-    model.update_modules(tree_unflatten(wrapped))
+
+    def look(layer):
+        def tap(indices):
+            recorder.add(layer, np.array(indices))
+            return indices
+
+        return tap
+
+    # A streamed layer tells the recorder itself: it evaluates the indices anyway.
+    resident = [m for m in modules if not isinstance(m, StreamedExperts)]
     try:
-        yield trace
+        with _tapped(resident, [look(i) for i in range(len(resident))], first=False):
+            yield trace
     finally:
         session.recorder = None
-        model.update_modules(tree_unflatten(resident))
         recorder.into(trace)
+
+
+class _Driver:
+    # Which rows of the trace come next; the first layer moves on, the others follow it.
+    def __init__(self, trace):
+        phases = {p: trace.experts[trace.phase == p] for p in PHASES}
+        either = next(p for p in phases.values() if len(p))
+        self.rows = {p: rows if len(rows) else either for p, rows in phases.items()}
+        self.next = dict.fromkeys(PHASES, 0)
+        self.now = None
+
+    def tap(self, layer):
+        def replace(indices):
+            if indices.ndim > 2 and indices.shape[0] != 1:
+                raise ValueError(f"driven: expected a batch of 1, got {indices.shape[0]}.")
+            T = indices.size // indices.shape[-1]
+            if layer == 0:
+                phase = PHASES[T == 1]
+                rows = self.rows[phase]
+                self.now = (self.next[phase] + np.arange(T)) % len(rows)
+                self.next[phase] += T
+                self.now = rows[self.now]
+            chosen = mx.array(self.now[:, layer].astype(np.uint32)).reshape(indices.shape)
+            # The router is still waited for, as it is when its own choice counts.
+            return mx.depends(chosen, indices)
+
+        return replace
+
+
+@contextmanager
+def driven(model, trace):
+    """Let a trace choose the experts in the router's place, so that a random checkpoint routes like a trained one.
+
+    The router still runs and is waited for, and its scores weigh the experts: what such a model writes means nothing,
+    what it costs is what the trace costs. A call with one token takes the next decoded row of the trace, a call with
+    more takes the next prompt rows; of a phase that the trace lacks, it takes the other's. Each starts over when it
+    runs out. ``record`` inside the block sees the trace's choices.
+
+    Args:
+        model (nn.Module): As ``moelab.load`` returned it, in any mode.
+        trace (Trace): With the model's L, K and E.
+
+    Yields:
+        nn.Module: ``model``. After the block nothing of the trace is left in it.
+
+    Raises:
+        TraceError: If the trace is empty, or its L, K or E are not the model's.
+        ValueError: If the model is not ours, or is called with a batch of more than 1.
+    """
+    session = _session(model, "driven")
+    modules, sizes = _layers(model)
+    want = {"L (MoE layers)": len(modules), "K (experts per token)": session.top_k, "E (experts)": max(sizes, default=0)}
+    got = dict(zip(want, (*trace.experts.shape[1:], trace.num_experts)))
+    wrong = [f"{k} {want[k]} of the model, {got[k]} of the trace" for k in want if want[k] != got[k]]
+    if wrong or not len(trace):
+        raise TraceError(
+            f"driven: expected a trace with tokens and the model's shape, got {trace} ({'; '.join(wrong) or 'no tokens'}). "
+            "Make one that fits: moelab.lab.routing.synthesize."
+        )
+    driver = _Driver(trace)
+    with _tapped(modules, [driver.tap(i) for i in range(len(modules))], first=True):
+        yield model
