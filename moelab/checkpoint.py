@@ -234,6 +234,21 @@ def expert_parameters(module):
 
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+GATE_UP = PROJECTIONS[:2]
+
+
+def packing_order(names):
+    """The order in which an expert's parameters are packed: weights first, gate beside up.
+
+    Args:
+        names (Iterable[str]): As ``expert_parameters`` names them.
+    """
+
+    def place(name):
+        linear, param = name.rsplit(".", 1)
+        return param != "weight", linear not in GATE_UP, param != "scales", param, linear
+
+    return sorted(names, key=place)
 
 
 def locate_experts(model, checkpoint):

@@ -102,7 +102,7 @@ def _read_experts(file, layers, depth, nbytes, order, cold):
         begin = time.perf_counter()
         for first in range(0, len(places), 8):
             reads = [
-                Read(opened, t.offsets[e], view, t.name, e)
+                Read(opened, t.offsets[e], t.nbytes, [view], t.name, e)
                 for (parts, e), views in zip(places[first : first + 8], buffers)
                 for t, view in zip(parts, views)
             ]

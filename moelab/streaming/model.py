@@ -20,6 +20,7 @@ from ..checkpoint import (
 from .config import StreamConfig
 from .layers import LAYERS, num_experts
 from .reader import Reader
+from .spread import spread
 
 # What the families call K in their configuration.
 TOP_K_KEYS = (
@@ -88,7 +89,7 @@ class Session:
             for name, t in located.items()
         }
         self.resident = resident
-        self.streams = _streams(config)
+        self._more_streams = _more_streams(config)
         # On a CPU arithmetic takes about as long as a read; on a GPU far less.
         self.overlap = mx.default_device() == mx.cpu
         self.stats = Stats()
@@ -104,6 +105,11 @@ class Session:
         self.counters.tokens += inputs.size
         if self.recorder is not None:
             self.recorder.begin(inputs, "prefill" if prefill else "decode")
+
+    @property
+    def streams(self):
+        """The caller's stream and those that share its work."""
+        return [mx.default_stream(mx.default_device()), *self._more_streams]
 
     @contextmanager
     def waiting(self):
@@ -195,6 +201,8 @@ def load_model(path, config=None, **kwargs):
             ]
             model.update_modules(tree_unflatten(streamed))
         mx.eval(model.parameters())
+        if config.mode in ("stacked", "fused"):
+            spread(model, session)
     except BaseException:
         session.reader.close()
         raise
@@ -426,12 +434,11 @@ def _sources(model, checkpoint, config):
     return located, resident
 
 
-def _streams(config):
-    default = mx.default_stream(mx.default_device())
+def _more_streams(config):
     n = config.streams
     if n == "auto":
         n = (os.cpu_count() or 1) if mx.default_device() == mx.cpu else 1
-    return [default] + [mx.new_stream(mx.default_device()) for _ in range(n - 1)]
+    return [mx.new_stream(mx.default_device()) for _ in range(n - 1)]
 
 
 def _session(model):

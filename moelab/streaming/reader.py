@@ -42,19 +42,30 @@ class Read(NamedTuple):
     Attributes:
         file (File): From ``Reader.open``.
         offset (int): Its first byte.
-        view (memoryview): Writable bytes; their length is what to read.
+        nbytes (int): Its length.
+        views (list[memoryview]): Writable bytes, filled one after the other.
         tensor (str): What is read, for messages.
         expert (int): Of which expert, for messages.
     """
 
     file: File
     offset: int
-    view: memoryview
+    nbytes: int
+    views: list
     tensor: str = "bytes"
     expert: int = -1
 
     def __str__(self):
         return f"{self.file.path}: {self.tensor}, expert {self.expert}, offset {self.offset}"
+
+
+def _after(views, nbytes):
+    """What is left of some views once the first bytes are filled."""
+    for i, view in enumerate(views):
+        if nbytes < len(view):
+            return [view[nbytes:], *views[i + 1 :]]
+        nbytes -= len(view)
+    return []
 
 
 class Reader:
@@ -105,7 +116,7 @@ class Reader:
             return []
         if self.closed:
             raise ReadError("The model is closed: load it again to go on.")
-        total = sum(len(r.view) for r in reads)
+        total = sum(r.nbytes for r in reads)
         if self.readers == 1 or total <= INLINE_NBYTES:
             self._read(reads)
             return []
@@ -117,7 +128,7 @@ class Reader:
             if size >= share * len(tasks) and len(tasks) < self.readers:
                 tasks.append([])
             tasks[-1].append(read)
-            size += len(read.view)
+            size += read.nbytes
         return [self._pool.submit(self._read, task) for task in tasks]
 
     def finish(self, futures):
@@ -150,11 +161,10 @@ class Reader:
         begin = time.perf_counter()
         nbytes = 0
         for r in reads:
-            fd, view, offset = r.file.fd, r.view, r.offset
             try:
-                got = os.preadv(fd, [view], offset)
-                while 0 < got < len(view):  # a signal, or a limit of the kernel
-                    more = os.preadv(fd, [view[got:]], offset + got)
+                got = os.preadv(r.file.fd, r.views, r.offset)
+                while 0 < got < r.nbytes:  # a signal, or a limit of the kernel
+                    more = os.preadv(r.file.fd, _after(r.views, got), r.offset + got)
                     if more == 0:
                         break
                     got += more
@@ -162,9 +172,9 @@ class Reader:
                 raise ReadError(
                     e.errno, f"{r}: {e.strerror}. Check the disk, then load again."
                 ) from e
-            if got != len(view):
+            if got != r.nbytes:
                 raise ReadError(
-                    f"{r}: expected {len(view)} bytes, got {got}. The file is shorter than "
+                    f"{r}: expected {r.nbytes} bytes, got {got}. The file is shorter than "
                     "when it was loaded: restore it, then load again."
                 )
             nbytes += got

@@ -4,8 +4,8 @@
 """
 
 import copy
-import functools
 from collections import Counter
+from math import prod
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.switch_layers import SwitchGLU, _gather_sort, _scatter_unsort
 
-from ..checkpoint import expert_parameters
+from ..checkpoint import GATE_UP, expert_parameters, packing_order
 from .reader import Read
 
 
@@ -158,87 +158,115 @@ class SlotBank:
     def __init__(self, module, path, located, resident, num_slots, fuse=False):
         self.num_slots = num_slots
         self.experts = copy.copy(module)
-        # (destination [S, ...], tensor on disk or rows in memory, type in memory)
-        self._sources = []
-        buffers = {}
-        for name, p in expert_parameters(module).items():
-            linear, param = name.rsplit(".", 1)
-            half = None
-            if fuse and linear in ("gate_proj", "up_proj"):
-                half = ("gate_proj", "up_proj").index(linear)
-                linear = "gate_up_proj"
-            if (linear, param) not in buffers:
-                rows = p.shape[1:] if half is None else (2 * p.shape[1], *p.shape[2:])
-                buffers[linear, param] = _Buffer((num_slots, *rows), p.dtype)
-            rows = buffers[linear, param].rows
-            if half is not None:
-                rows = np.split(rows, 2, axis=1)[half]
-            full = f"{path}.{name}"
-            source = resident.get(full)
-            self._sources.append(
-                (rows, located[full] if source is None else _Buffer.over(source).rows, p.dtype)
-            )
-        linears = {}
-        for (linear, param), buffer in buffers.items():
-            if linear not in linears:
-                linears[linear] = copy.copy(
-                    module[linear if linear != "gate_up_proj" else "gate_proj"]
-                )
-            linears[linear][param] = buffer.array
-        if fuse:
-            self.experts = FusedSwitchGLU(
-                linears["gate_up_proj"], linears["down_proj"], module.activation
-            )
-        else:
-            for name, linear in linears.items():
-                self.experts[name] = linear
-        self._slots = {}
+        parameters = expert_parameters(module)
+        order = packing_order(parameters)
+        tensors = {n: located[f"{path}.{n}"] for n in order if f"{path}.{n}" not in resident}
+        on_disk = {n: tensors[n].dtype if n in tensors else p.dtype for n, p in parameters.items()}
+        gate, up = ([on_disk[n] for n in order if n.startswith(linear)] for linear in GATE_UP)
+        fuse = fuse and gate == up
 
-    @functools.cached_property
-    def expert_nbytes(self):
-        """The bytes of one slot."""
-        return sum(rows[0].nbytes for rows, _, _ in self._sources)
+        # Each parameter has a part of a flat buffer [S, n]: one that is its own, one that gate
+        # and up share, or the one of all that is converted on arrival, at once for an expert.
+        sizes, parts, whole = {}, {}, {}
+        for n in order:
+            linear, param = n.rsplit(".", 1)
+            shape, dtype = parameters[n].shape[1:], parameters[n].dtype
+            size = prod(shape)
+            if fuse and linear in GATE_UP:
+                linear, shape = "gate_up_proj", (2 * shape[0], *shape[1:])
+            name = (linear, param) if on_disk[n] == dtype else "converted"
+            first = sizes.get((name, dtype), 0)
+            sizes[name, dtype] = first + size
+            parts[n] = (name, dtype), first, first + size
+            whole.setdefault((linear, param), ((name, dtype), first, shape))
+        buffers = {key: _Buffer((num_slots, size), key[1]) for key, size in sizes.items()}
+
+        linears = {}
+        for (linear, param), (key, first, shape) in whole.items():
+            if linear not in linears:
+                linears[linear] = copy.copy(module["gate_proj" if linear == "gate_up_proj" else linear])
+            linears[linear][param] = buffers[key].part(first, shape)
+        if fuse:
+            self.experts = FusedSwitchGLU(linears["gate_up_proj"], linears["down_proj"], module.activation)
+        else:
+            for linear, its in linears.items():
+                self.experts[linear] = its
+
+        self._rows = {n: buffers[key].rows[:, first:last] for n, (key, first, last) in parts.items()}
+        self._tensors, self._ranges = tensors, _ranges(tensors)
+        self._memory = [(self._rows[n], _Buffer.over(resident[f"{path}.{n}"]).rows) for n in order if n not in tensors]
+        self._converted = []  # (rows [S, n], their type, type on disk, parameters), neighbours together
+        for n, t in tensors.items():
+            (name, dtype), first, last = parts[n]
+            if name != "converted":
+                continue
+            rows = buffers[name, dtype].rows
+            if self._converted and self._converted[-1][1:3] == (dtype, t.dtype):
+                *_, start, names = self._converted.pop()
+            else:
+                start, names = first, []
+            self._converted.append((rows[:, start:last], dtype, t.dtype, start, [*names, n]))
+        self._slots = {}
+        self.expert_nbytes = sum(rows[0].nbytes for rows in self._rows.values())
 
     def reads(self, expert, slot):
-        """What brings one expert into one slot.
+        """What brings one expert into one slot: one read for what lies together on disk.
 
         Returns:
             list[Read]: The reads; call ``arrived`` after them.
         """
         return [
-            Read(t.files[expert], t.offsets[expert], view, t.name, expert)
-            for t, view in self._slot(slot).disk
+            Read(t.files[expert], t.offsets[expert], nbytes, views, t.name, expert)
+            for t, nbytes, views in self._slot(slot).disk
         ]
 
     def arrived(self, expert, slot):
         """Put in place what ``reads`` did not bring itself."""
-        for rows, source in self._slot(slot).memory:
+        parts = self._slot(slot)
+        for rows, source in parts.memory:
             rows[...] = source[expert]
-        for rows, bits, dtype, to in self._slot(slot).converted:
+        for rows, bits, dtype, to in parts.converted:
             _convert(rows, bits, dtype, to)
 
     def _slot(self, slot):
         # Made once: slicing nine buffers takes longer than a small read.
-        parts = self._slots.get(slot)
-        if parts is None:
-            parts = self._slots[slot] = _Slot([], [], [])
-            for rows, source, to in self._sources:
-                rows = rows[slot]
-                if isinstance(source, np.ndarray):
-                    parts.memory.append((rows, source))
-                    continue
-                into = rows
-                if source.dtype != to:  # read aside, convert on arrival
-                    into = np.empty(rows.shape, _NUMPY[source.dtype.size])
-                    parts.converted.append((rows, into, source.dtype, to))
-                parts.disk.append((source, memoryview(into.reshape(-1)).cast("B")))
+        if slot in self._slots:
+            return self._slots[slot]
+        into = {n: self._rows[n][slot] for n in self._tensors}
+        converted = []
+        for rows, to, dtype, _, names in self._converted:
+            rows = rows[slot]
+            if dtype.size < to.size:  # read into the far end of where they will be
+                bits = rows.view(_NUMPY[dtype.size])[-rows.size :]
+            else:
+                bits = np.empty(rows.size, _NUMPY[dtype.size])
+            converted.append((rows, bits, dtype, to))
+            ends = np.cumsum([into[n].size for n in names])
+            into.update(zip(names, np.split(bits, ends[:-1])))
+        disk = []
+        for names in self._ranges:
+            views = [memoryview(into[n]).cast("B") for n in names]
+            disk.append((self._tensors[names[0]], sum(map(len, views)), views))
+        parts = self._slots[slot] = _Slot(disk, [(rows[slot], source) for rows, source in self._memory], converted)
         return parts
 
 
+def _ranges(tensors):
+    """The parameters that lie one after the other on disk for every expert, together."""
+    ranges = []
+    for n, t in sorted(tensors.items(), key=lambda item: (str(item[1].files[0].path), item[1].offsets[0])):
+        last = tensors[ranges[-1][-1]] if ranges else None
+        if last and last.files == t.files and t.offsets == [o + last.nbytes for o in last.offsets]:
+            ranges[-1].append(n)
+        else:
+            ranges.append([n])
+    return ranges
+
+
 class _Slot(NamedTuple):
-    disk: list  # (tensor, view)
+    disk: list  # (first tensor, nbytes, views)
     memory: list  # (rows, rows of all E experts)
-    converted: list  # (rows, bits read aside, type read, type in memory)
+    converted: list  # (rows, bits as read, type read, type in memory)
 
 
 class _Buffer:
@@ -253,11 +281,21 @@ class _Buffer:
 
     @classmethod
     def over(cls, array):
+        """The buffer ``[E, n]`` of an array ``[E, ...]`` that is there already."""
         self = cls.__new__(cls)
         bits = array.view(_UNSIGNED[array.dtype.size])
         mx.eval(bits)
-        self.rows, self.array = np.asarray(bits), array
+        rows = np.asarray(bits)
+        self.rows, self.array = rows.reshape(len(rows), -1), array
         return self
+
+    def part(self, first, shape):
+        """``[S, *shape]`` from the first element of every row on, in the same memory."""
+        rows, size = self.array.shape
+        strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
+        part = mx.as_strided(self.array, (rows, *shape), (size, *strides), first)
+        mx.eval(part)
+        return part
 
 
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
