@@ -1,0 +1,486 @@
+"""Slots against the page cache, for real: one model under memory limits, slots swept from none to as many as fit.
+
+Each point runs in a process of its own, limited before the model is loaded. There a trace chooses the experts, and three
+things are measured after one another:
+
+- ``cold``: the first tokens, with the file dropped from the page cache and every slot empty;
+- ``reads``: tokens once the caches are full, the arithmetic left out. Slots, tables, reads, copies and the page cache are the
+  engine's own; nothing is computed. It is what a device that computes in no time would see of the SSD;
+- ``decode``: tokens with their arithmetic.
+
+    python -m moelab.lab.sweep CHECKPOINT --limits 450,600,none --runs 5 --json FILE
+"""
+
+import argparse
+import ctypes
+import gc
+import hashlib
+import json
+import mmap
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+from tqdm import tqdm
+
+from .. import StreamConfig, close, footprint, load, stats
+from ..streaming.layers import Buffers, Stacked, StreamedExperts
+from . import limit, machine, timing
+from .trace import Trace, driven
+
+# Beside the model: the interpreter, MLX, a layer's activations and the caches of a short text.
+PROCESS_NBYTES = 130_000_000
+READ_NBYTES = 20_000_000  # what must be left for the pages that are being read
+TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting of a sweep.
+
+    Attributes:
+        slots (int): S; 0 is no application cache at all, the mode ``buffers``.
+        limit_nbytes (int, optional): Of process and page cache; None: no limit.
+        policy (str): As in ``StreamConfig``.
+    """
+
+    slots: int
+    limit_nbytes: int | None = None
+    policy: str = "lru"
+
+    @property
+    def config(self):
+        """The ``StreamConfig`` of this point."""
+        if self.slots == 0:
+            return StreamConfig(mode="buffers")
+        return StreamConfig(mode="fused", slots=self.slots, policy=self.policy)
+
+    def __str__(self):
+        limit = "no limit" if self.limit_nbytes is None else f"{self.limit_nbytes / 1e6:.0f} MB"
+        slots = "no slots" if self.slots == 0 else f"{self.slots} slots"
+        return f"{limit}, {slots}" + ("" if self.policy == "lru" else f", {self.policy}")
+
+
+# In the process of a point
+
+
+def bring(layer, experts):
+    """Bring experts into a streamed layer's memory as a call of it would, and compute nothing.
+
+    Args:
+        layer (Stacked or Buffers): The layer.
+        experts (list[int]): Distinct, at most S (or K).
+    """
+    if isinstance(layer, Stacked):
+        _, misses = layer._plan(experts)
+        layer._bring(misses)
+    elif isinstance(layer, Buffers):
+        wave = list(zip(layer._banks, experts))
+        with layer._session.waiting() as reader:
+            reader.read([r for bank, e in wave for r in bank.reads(e, 0)])
+        layer._session.counters.misses += len(wave)
+        for bank, e in wave:
+            bank.arrived(e, 0)
+    else:
+        raise TypeError(f"bring: expected a layer with slots or buffers, got {type(layer).__name__}.")
+
+
+def streamed_layers(model):
+    """The streamed layers of a model, in order."""
+    return sorted((m for m in model.modules() if isinstance(m, StreamedExperts)), key=lambda m: m._layer)
+
+
+def disk_nbytes():
+    """Bytes that the disk has brought for this process so far; None where the system does not say."""
+    try:
+        with open("/proc/self/io") as f:
+            return next(int(line.split()[1]) for line in f if line.startswith("read_bytes"))
+    except OSError:
+        return None
+
+
+def resident_nbytes(path):
+    """Bytes of a file that are in the page cache, by ``mincore``; None where that cannot be known.
+
+    Linux answers truly only to the file's owner and to who may write it.
+    """
+    mincore = getattr(ctypes.CDLL(None), "mincore", None)
+    size = os.path.getsize(path)
+    if mincore is None or not size or not (os.stat(path).st_uid == os.geteuid() or os.access(path, os.W_OK)):
+        return None
+    with open(path, "rb") as f:
+        file = np.frombuffer(mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+    pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+    if mincore(*map(ctypes.c_void_p, (file.ctypes.data, size, pages.ctypes.data))):
+        return None
+    return min(size, int((pages & 1).sum()) * mmap.PAGESIZE)
+
+
+def _anonymous_nbytes():
+    m = psutil.Process().memory_info()
+    return m.rss - getattr(m, "shared", 0)
+
+
+def _timed(layers, rows):
+    """Bring the experts of each row ``[L, K]``; what each took."""
+    reader = layers[0]._session.reader
+    seconds, disk, asked, before = [], [], reader.nbytes, disk_nbytes()
+    misses = layers[0]._session.counters.misses
+    for row in rows.tolist():
+        begin = time.perf_counter()
+        for layer, experts in zip(layers, row):
+            bring(layer, list(dict.fromkeys(experts)))
+        seconds.append(round(time.perf_counter() - begin, 7))
+        now = disk_nbytes()
+        disk.append(None if now is None else now - before)
+        before = now
+    return {
+        "token_s": seconds,
+        "disk_nbytes": disk,
+        "asked_nbytes": reader.nbytes - asked,
+        "misses": layers[0]._session.counters.misses - misses,
+    }
+
+
+def measure(path, point, trace, start, cold, warmup, reads, decode):
+    """Measure one point in this process, limited already.
+
+    Args:
+        path (str): A model folder.
+        point (Point): The setting.
+        trace (Trace): With the model's L, K and E.
+        start (int): The row of the trace to begin with; it goes round.
+        cold, warmup, reads, decode (int): Tokens of each part; ``warmup`` counts the cold ones.
+
+    Returns:
+        dict: ``cold``, ``reads`` and ``decode``, each with ``token_s``, ``disk_nbytes`` (by token), ``asked_nbytes`` and
+        ``misses``; ``resident_nbytes`` of the file, ``anonymous_nbytes`` and ``rss_nbytes`` of the process after ``reads``,
+        ``faults`` (pages of the process that had to be read again) during it, ``load_s``.
+    """
+    import mlx.core as mx
+    from mlx_lm.generate import generate_step
+
+    files = sorted(Path(path).glob("*.safetensors"))
+    rows = trace.experts[(start + np.arange(warmup + reads + decode + 4)) % len(trace)]
+    begin = time.perf_counter()
+    model, _ = load(path, point.config)
+    out = {"load_s": time.perf_counter() - begin}
+    layers = streamed_layers(model)
+    gc.collect()
+    for file in files:
+        machine.drop_pages(file)
+    out["resident_before_nbytes"] = _residency(files)
+    out["cold"] = _timed(layers, rows[:cold])
+    if point.limit_nbytes is None:
+        for file in files:  # with memory for all of it, all of it will be there sooner or later
+            with open(file, "rb", buffering=0) as f:
+                while f.read(16 << 20):
+                    pass
+    _timed(layers, rows[cold:warmup])
+    faults = _faults()
+    out["reads"] = _timed(layers, rows[warmup : warmup + reads])
+    out |= {
+        "faults": _faults() - faults,
+        "resident_nbytes": _residency(files),
+        "anonymous_nbytes": _anonymous_nbytes(),
+        "rss_nbytes": psutil.Process().memory_info().rss,
+        "mlx_nbytes": mx.get_active_memory(),
+    }
+    if decode:
+        rest = rows[warmup + reads :]
+        left = Trace(rest, np.full(len(rest), "decode"), np.zeros(len(rest), np.int64), trace.num_experts)
+        ends, disk, tokens = [], [], []
+        with driven(model, left):
+            for token, _ in generate_step(mx.array([1]), model, max_tokens=decode + 3):
+                if len(ends) == 2:
+                    stats(model, reset=True)
+                    asked = model._session.reader.nbytes
+                ends.append(time.perf_counter())
+                disk.append(disk_nbytes())
+                tokens.append(int(token))
+        c = stats(model).decode
+        out["decode"] = {
+            "token_s": [round(b - a, 6) for a, b in zip(ends[2:], ends[3:])],
+            "disk_nbytes": [None if a is None else b - a for a, b in zip(disk[2:], disk[3:])],
+            "asked_nbytes": model._session.reader.nbytes - asked,
+            "misses": c.misses,
+            "wait_s": c.wait_s,
+            "tokens": tokens,
+        }
+    close(model)
+    return out
+
+
+def _residency(files):
+    sizes = [resident_nbytes(f) for f in files]
+    return None if None in sizes else sum(sizes)
+
+
+def _faults():
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
+# In the process that asks
+
+
+def points(path, limits, slots=None, policies=("lru",), count=7):
+    """The points of a sweep.
+
+    Args:
+        path (str or Path): A model folder.
+        limits (list[int or None]): Bytes, None for no limit.
+        slots (list[int], optional): The same for every limit. Default: none, K, and ``count - 2`` more in even steps up to
+            what fits; without a limit, up to what fits under the largest one, or E.
+        policies (tuple[str]): All but the first are measured at the middle and at the most slots of each limit only.
+        count (int): How many under one limit, if ``slots`` is not given.
+
+    Returns:
+        list[Point]: By limit and slots.
+    """
+    feet = footprint(path)
+    out = []
+    most = [fits(path, limit) for limit in limits if limit is not None]
+    for limit_nbytes, top in zip(limits, [fits(path, n) if n is not None else max(most, default=feet.num_experts) for n in limits]):
+        if limit_nbytes is not None and top < feet.top_k:
+            raise ValueError(
+                f"{path}: expected a limit of at least {other_nbytes(path) + slot_nbytes(path) * feet.top_k + READ_NBYTES} bytes "
+                f"(backbone, process and {feet.top_k} slots), got {limit_nbytes}."
+            )
+        mine = slots or [0, *np.unique(np.linspace(feet.top_k, top, count - 1).astype(int)).tolist()]
+        out += [Point(n, limit_nbytes, policies[0]) for n in mine]
+        held = [n for n in mine if n > feet.top_k]
+        extra = sorted({held[len(held) // 2], held[-1]}) if held else []
+        out += [Point(n, limit_nbytes, policy) for policy in policies[1:] for n in extra]
+    return out
+
+
+def slot_nbytes(path):
+    """Bytes that one slot more takes, in all layers together."""
+    slots = footprint(path).top_k
+    return footprint(path, StreamConfig(slots=slots)).slots_nbytes // slots
+
+
+def other_nbytes(path):
+    """Bytes that the process takes beside its slots: backbone, interpreter, MLX, caches of a short text."""
+    return footprint(path).backbone_nbytes + PROCESS_NBYTES
+
+
+def fits(path, limit_nbytes):
+    """The most slots with which a model decodes under a limit."""
+    return min(footprint(path).num_experts, (limit_nbytes - other_nbytes(path) - READ_NBYTES) // slot_nbytes(path))
+
+
+def sweep(path, points, trace, runs=5, cold=16, warmup=80, reads=64, decode=8, json_path=None, seconds=None, seed=0, ways=None):
+    """Measure every point ``runs`` times, each time in a new process, rounds in random order.
+
+    What is in ``json_path`` already is not measured again, so a sweep that was interrupted goes on.
+
+    Args:
+        path (str or Path): A model folder.
+        points (list[Point]): The settings.
+        trace (Trace): With the model's L, K and E; round i begins at row ``i * len(trace) // runs``.
+        runs (int): Rounds.
+        cold, warmup, reads, decode (int): Tokens, as in ``measure``.
+        json_path (str or Path, optional): Where the record is kept, after every run.
+        seconds (float, optional): Begin nothing that is not likely to end within so many.
+        seed (int): Of the orders.
+        ways (tuple[str], optional): As for ``limit.run``.
+
+    Returns:
+        dict: The record; ``complete`` says whether all is there.
+
+    Raises:
+        ValueError: If ``json_path`` holds a sweep with other settings.
+        limit.NoLimit: If memory cannot be limited here.
+        OSError: If a run failed, and not because it ran out of memory.
+    """
+    begin, path = time.perf_counter(), Path(path)
+    feet = footprint(path)
+    shape = (len(trace), feet.num_layers, feet.top_k, feet.num_experts)
+    if (*trace.experts.shape, trace.num_experts) != shape:
+        raise ValueError(f"sweep: expected a trace [T, L, K] with L, K, E of {shape[1:]}, got {trace}.")
+    settings = {
+        "kind": "sweep", "model": path.name, "runs": runs, "cold": cold, "warmup": warmup, "reads": reads, "decode": decode,
+        "seed": seed, "trace": {"name": str(trace), "prompt": trace.prompt, "seed": trace.seed, "sha256": _hash(trace)},
+        "sizes": {
+            "checkpoint_nbytes": feet.checkpoint_nbytes, "expert_nbytes": feet.expert_nbytes, "slot_nbytes": slot_nbytes(path),
+            "backbone_nbytes": feet.backbone_nbytes, "L": feet.num_layers, "E": feet.num_experts, "K": feet.top_k,
+        },
+    }  # fmt: skip
+    record = {**settings, "machine": machine.card(), "samples": []}
+    if json_path and Path(json_path).exists():
+        record = json.loads(Path(json_path).read_text())
+        wrong = [k for k in settings if record.get(k) != json.loads(json.dumps(settings[k]))]
+        if wrong:
+            raise ValueError(f"{json_path}: expected a sweep with the same {', '.join(wrong)}. Name another file, or remove it.")
+    done = {(_point(s), s["round"]) for s in record["samples"]}
+    killed = {_point(s) for s in record["samples"] if s["killed"]}
+    order, todo = random.Random(seed), []
+    for i in range(runs):
+        todo += [(p, i) for p in order.sample(points, len(points)) if (p, i) not in done]
+    longest = 0.0
+    with _saved(trace) as trace_path, tqdm(total=len(todo), desc="sweep", unit="run", leave=False) as bar:
+        for point, i in todo:
+            bar.update()
+            if point in killed:
+                continue  # once is enough
+            if seconds is not None and time.perf_counter() - begin + longest > seconds:
+                break
+            start = time.perf_counter()
+            sizes = (i * len(trace) // runs, cold, warmup, reads, decode)
+            sample = {**asdict(point), "round": i, **_run_point(path, point, trace_path, sizes, ways)}
+            record["samples"].append(sample)
+            if sample["killed"]:
+                killed.add(point)
+            longest = max(longest, time.perf_counter() - start)
+            record["complete"] = all((p, i) in {(_point(s), s["round"]) for s in record["samples"]} for p, i in todo if p not in killed)
+            if json_path:
+                timing.save(json_path, record)
+    return record
+
+
+def _run_point(path, point, trace_path, sizes, ways):
+    for file in path.glob("*.safetensors"):
+        with open(file, "rb") as f:
+            os.fsync(f.fileno())  # what is not on disk yet cannot be dropped
+        machine.drop_pages(file)  # what another process brought in would be served for free
+    call = json.dumps([str(path), asdict(point), str(trace_path), *sizes])
+    begin = time.perf_counter()
+    try:
+        done = limit.run(
+            [sys.executable, "-m", "moelab.lab.sweep", "--point", call],
+            point.limit_nbytes,
+            timeout_s=TIMEOUT_S,
+            **({"ways": ways} if ways else {}),
+        )
+    except subprocess.TimeoutExpired:
+        raise OSError(f"{point}: took more than {TIMEOUT_S} s and was ended. Take fewer tokens, or fewer slots.") from None
+    if done.returncode and not done.killed:
+        raise OSError(f"{point}: {done.stderr.strip()[-2000:]}")
+    out = {"killed": done.killed, "how": done.how, "refused": done.refused, "run_s": round(time.perf_counter() - begin, 2)}
+    return out if done.killed else {**out, **json.loads(done.stdout.splitlines()[-1])}
+
+
+def _point(sample):
+    return Point(sample["slots"], sample["limit_nbytes"], sample["policy"])
+
+
+def _hash(trace):
+    return hashlib.sha256(np.ascontiguousarray(trace.experts, np.uint16).tobytes()).hexdigest()[:16]
+
+
+@contextmanager
+def _saved(trace):
+    with tempfile.TemporaryDirectory(prefix="moelab-") as folder:
+        trace.save(Path(folder, "trace.npz"))
+        yield Path(folder, "trace.npz")
+
+
+def summarize(record):
+    """What follows from a sweep's samples, point by point.
+
+    Returns:
+        list[dict]: ``point`` and ``killed``; for ``cold``, ``reads`` and ``decode`` a ``timing.summary`` of a token's seconds
+        (each run's mean), with ``runs`` (those means, by round); ``hit_rate`` of the slots, ``page_hit_rate`` of what was asked
+        of the page cache, ``asked_per_token`` and ``disk_per_token`` (bytes, of ``reads``), ``resident_nbytes``,
+        ``anonymous_nbytes``: medians. Points in the order of limit and slots.
+    """
+    by, tokens = {}, {}
+    for s in record["samples"]:
+        by.setdefault(_point(s), []).append(s)
+    out = []
+    needed = record["reads"] * record["sizes"]["L"] * record["sizes"]["K"]
+    largest = [float("inf") if p.limit_nbytes is None else p.limit_nbytes for p in by]
+    for _, point in sorted(zip(largest, by), key=lambda x: (x[0], x[1].policy != "lru", x[1].policy, x[1].slots)):
+        samples = by[point]
+        row = {"point": point, "killed": any(s["killed"] for s in samples), "how": samples[0]["how"]}
+        if not row["killed"]:
+            for part in ("cold", "reads", "decode"):
+                if part in samples[0]:
+                    runs = {s["round"]: float(np.mean(s[part]["token_s"])) for s in samples}
+                    row[part] = {**timing.summary(list(runs.values())), "runs": runs}
+            r = [s["reads"] for s in samples]
+            disk = [np.sum(x["disk_nbytes"]) if None not in x["disk_nbytes"] else np.nan for x in r]
+            row["hit_rate"] = 1 - float(np.median([x["misses"] for x in r])) / needed
+            row["asked_per_token"] = float(np.median([x["asked_nbytes"] for x in r])) / record["reads"]
+            row["disk_per_token"] = float(np.median(disk)) / record["reads"]
+            row["page_hit_rate"] = max(0.0, 1 - row["disk_per_token"] / row["asked_per_token"]) if row["asked_per_token"] else np.nan
+            for name in ("resident_nbytes", "anonymous_nbytes"):
+                values = [s[name] for s in samples if s[name] is not None]
+                row[name] = float(np.median(values)) if values else np.nan
+            for s in samples:
+                if "decode" in s:
+                    tokens.setdefault(s["round"], set()).add(tuple(s["decode"]["tokens"]))
+            row["same_tokens"] = all(len(t) == 1 for t in tokens.values())
+        out.append(row)
+    return out
+
+
+def report(record):
+    """The sweep's table as text."""
+    size = record["sizes"]
+    lines = [
+        machine.card_line(record["machine"]),
+        f"{record['model']}: {size['checkpoint_nbytes'] / 1e6:.0f} MB of tensors, {size['L']} layers of {size['E']} experts, top-{size['K']}; {record['trace']['name']}; "
+        f"each run a process of its own: {record['cold']} cold tokens, {record['warmup']} to warm up, {record['reads']} of reads, {record['decode']} decoded",
+        f"{'memory':>9} {'slots':>6} {'policy':6} {'reads, ms/token [quartiles]':30} {'decode, ms/token':26} {'cold':>6} {'hits':>5} {'asked':>6} {'disk':>6} {'cached':>7} {'process':>7} (MB)",
+    ]
+
+    def spread(s):
+        return f"{s['median'] * 1e3:.2f} [{s['p25'] * 1e3:.2f} - {s['p75'] * 1e3:.2f}] n={s['n']}"
+
+    for row in summarize(record):
+        p = row["point"]
+        head = f"{'none' if p.limit_nbytes is None else f'{p.limit_nbytes / 1e6:.0f} MB':>9} {p.slots:6d} {p.policy:6}"
+        if row["killed"]:
+            lines.append(f"{head} killed ({row['how']})")
+            continue
+        lines.append(
+            f"{head} {spread(row['reads']):30} {spread(row['decode']) if 'decode' in row else '-':26} {row['cold']['median'] * 1e3:6.1f} {row['hit_rate']:5.0%} "
+            f"{row['asked_per_token'] / 1e6:6.1f} {row['disk_per_token'] / 1e6:6.1f} {row['resident_nbytes'] / 1e6:7.0f} {row['anonymous_nbytes'] / 1e6:7.0f}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(prog="python -m moelab.lab.sweep", description="Slots against the page cache under memory limits.")
+    p.add_argument("model", metavar="CHECKPOINT", help="a model folder")
+    p.add_argument("--limits", default="600,1500,none", help="MB of process and page cache, divided by commas (default: %(default)s)")
+    p.add_argument("--slots", default="auto", help="divided by commas, 0 for none; auto: none, top-k and steps up to what fits (default: %(default)s)")
+    p.add_argument("--policies", default="lru", help="all but the first at two points of each limit only (default: %(default)s)")
+    p.add_argument("--trace", metavar="FILE", required=True, help="of Trace.save, with the model's layers and experts")
+    p.add_argument("--runs", type=int, default=5)
+    for name, default in (("cold", 16), ("warmup", 80), ("reads", 64), ("decode", 8)):
+        p.add_argument(f"--{name}", type=int, default=default, metavar="TOKENS")
+    p.add_argument("--json", metavar="FILE", required=True, help="the record; what it has already is not measured again")
+    p.add_argument("--seconds", type=float, help="stop in time to end after so many; the same command goes on from there")
+    args = p.parse_args(argv)
+    limits = [None if n == "none" else int(n) * 1_000_000 for n in args.limits.split(",")]
+    slots = None if args.slots == "auto" else [int(n) for n in args.slots.split(",")]
+    try:
+        record = sweep(
+            args.model, points(args.model, limits, slots, tuple(args.policies.split(","))), Trace.load(args.trace), args.runs,
+            args.cold, args.warmup, args.reads, args.decode, args.json, args.seconds,
+        )  # fmt: skip
+    except (ValueError, OSError) as error:
+        sys.exit(f"sweep: {error}")
+    print(report(record))
+    print(f"{len(record['samples'])} runs in {args.json}" + ("" if record.get("complete") else "; not complete: the same command goes on"))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--point"]:
+        path, point, trace_path, *sizes = json.loads(sys.argv[2])
+        print(json.dumps(measure(path, Point(**point), Trace.load(trace_path), *sizes)))
+    else:
+        main()
