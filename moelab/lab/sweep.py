@@ -12,9 +12,9 @@ things are measured after one another:
 """
 
 import argparse
+import base64
 import ctypes
 import gc
-import hashlib
 import json
 import mmap
 import os
@@ -24,16 +24,16 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import psutil
 from tqdm import tqdm
 
-from .. import StreamConfig, close, footprint, load, stats
+from .. import DATA, StreamConfig, close, footprint, load, stats
 from ..streaming.layers import Buffers, Stacked, StreamedExperts
-from . import limit, machine, timing
+from . import limit, machine, routing, timing
 from .trace import Trace, driven
 
 # Beside the model: the interpreter, MLX, a layer's activations and the caches of a short text.
@@ -239,29 +239,56 @@ def points(path, limits, slots=None, policies=("lru",), count=7):
     Args:
         path (str or Path): A model folder.
         limits (list[int or None]): Bytes, None for no limit.
-        slots (list[int], optional): The same for every limit. Default: none, K, and ``count - 2`` more in even steps up to
-            what fits; without a limit, up to what fits under the largest one, or E.
+        slots (list[int], optional): The same for every limit. Default: none, K, and more in even steps up to what fits;
+            without a limit half as many, up to what fits under the largest one, or E.
         policies (tuple[str]): All but the first are measured at the middle and at the most slots of each limit only.
         count (int): How many under one limit, if ``slots`` is not given.
 
     Returns:
         list[Point]: By limit and slots.
     """
-    feet = footprint(path)
-    out = []
-    most = [fits(path, limit) for limit in limits if limit is not None]
-    for limit_nbytes, top in zip(limits, [fits(path, n) if n is not None else max(most, default=feet.num_experts) for n in limits]):
-        if limit_nbytes is not None and top < feet.top_k:
+    feet, out = footprint(path), []
+    most = max([fits(path, n) for n in limits if n is not None], default=feet.num_experts)
+    for limit_nbytes in limits:
+        top, steps = (most, count // 2) if limit_nbytes is None else (fits(path, limit_nbytes), count - 1)
+        if top < feet.top_k:
+            least = other_nbytes(path) + slot_nbytes(path) * feet.top_k + READ_NBYTES
             raise ValueError(
-                f"{path}: expected a limit of at least {other_nbytes(path) + slot_nbytes(path) * feet.top_k + READ_NBYTES} bytes "
-                f"(backbone, process and {feet.top_k} slots), got {limit_nbytes}."
+                f"{path}: expected a limit of at least {least / 1e6:.0f} MB (backbone, process, {feet.top_k} slots), "
+                f"got {limit_nbytes / 1e6:.0f} MB. Raise it."
             )
-        mine = slots or [0, *np.unique(np.linspace(feet.top_k, top, count - 1).astype(int)).tolist()]
+        mine = slots or [0, *np.unique(np.linspace(feet.top_k, top, steps).astype(int)).tolist()]
         out += [Point(n, limit_nbytes, policies[0]) for n in mine]
         held = [n for n in mine if n > feet.top_k]
-        extra = sorted({held[len(held) // 2], held[-1]}) if held else []
+        extra = sorted({held[len(held) // 2], held[-1]}) if held and limit_nbytes is not None else []
         out += [Point(n, limit_nbytes, policy) for policy in policies[1:] for n in extra]
     return out
+
+
+def made_up(path, like="code", T=640, seed=0):
+    """A synthetic trace with a model's layers and experts, and the locality of a recorded one of tiny-moe.
+
+    Args:
+        path (str or Path): A model folder.
+        like (str): Of ``data/traces``.
+        T (int): Tokens.
+        seed (int): Of the draw.
+
+    Returns:
+        Trace: ``[T, L, K]``.
+    """
+    feet = footprint(path)
+    recorded = Trace.load(DATA / "traces" / f"{like}.npz")
+    trace = routing.synthesize(routing.fit(recorded), T, feet.num_layers, feet.num_experts, feet.top_k, seed)
+    return replace(trace, prompt=f"like {like}")
+
+
+def trace_of(record):
+    """The trace that a recorded sweep was driven by."""
+    with tempfile.NamedTemporaryFile(suffix=".npz") as f:
+        f.write(base64.b64decode(record["trace"]["npz"]))
+        f.flush()
+        return Trace.load(f.name)
 
 
 def slot_nbytes(path):
@@ -280,7 +307,7 @@ def fits(path, limit_nbytes):
     return min(footprint(path).num_experts, (limit_nbytes - other_nbytes(path) - READ_NBYTES) // slot_nbytes(path))
 
 
-def sweep(path, points, trace, runs=5, cold=16, warmup=80, reads=64, decode=8, json_path=None, seconds=None, seed=0, ways=None):
+def sweep(path, points, trace, runs=5, cold=8, warmup=72, reads=48, decode=4, json_path=None, seconds=None, seed=0, ways=None):
     """Measure every point ``runs`` times, each time in a new process, rounds in random order.
 
     What is in ``json_path`` already is not measured again, so a sweep that was interrupted goes on.
@@ -311,7 +338,7 @@ def sweep(path, points, trace, runs=5, cold=16, warmup=80, reads=64, decode=8, j
         raise ValueError(f"sweep: expected a trace [T, L, K] with L, K, E of {shape[1:]}, got {trace}.")
     settings = {
         "kind": "sweep", "model": path.name, "runs": runs, "cold": cold, "warmup": warmup, "reads": reads, "decode": decode,
-        "seed": seed, "trace": {"name": str(trace), "prompt": trace.prompt, "seed": trace.seed, "sha256": _hash(trace)},
+        "seed": seed, "trace": {"name": str(trace), "like": trace.prompt, "seed": trace.seed, "npz": _packed(trace)},
         "sizes": {
             "checkpoint_nbytes": feet.checkpoint_nbytes, "expert_nbytes": feet.expert_nbytes, "slot_nbytes": slot_nbytes(path),
             "backbone_nbytes": feet.backbone_nbytes, "L": feet.num_layers, "E": feet.num_experts, "K": feet.top_k,
@@ -375,8 +402,9 @@ def _point(sample):
     return Point(sample["slots"], sample["limit_nbytes"], sample["policy"])
 
 
-def _hash(trace):
-    return hashlib.sha256(np.ascontiguousarray(trace.experts, np.uint16).tobytes()).hexdigest()[:16]
+def _packed(trace):
+    with _saved(trace) as file:
+        return base64.b64encode(file.read_bytes()).decode()
 
 
 @contextmanager
@@ -458,9 +486,11 @@ def main(argv=None):
     p.add_argument("--limits", default="600,1500,none", help="MB of process and page cache, divided by commas (default: %(default)s)")
     p.add_argument("--slots", default="auto", help="divided by commas, 0 for none; auto: none, top-k and steps up to what fits (default: %(default)s)")
     p.add_argument("--policies", default="lru", help="all but the first at two points of each limit only (default: %(default)s)")
-    p.add_argument("--trace", metavar="FILE", required=True, help="of Trace.save, with the model's layers and experts")
+    p.add_argument("--trace", metavar="FILE", help="of Trace.save, with the model's layers and experts (default: a synthetic one)")
+    p.add_argument("--like", default="code", help="trace of data/traces whose locality the synthetic one has (default: %(default)s)")
+    p.add_argument("--trace-seed", type=int, default=0, help="of the synthetic trace (default: %(default)s)")
     p.add_argument("--runs", type=int, default=5)
-    for name, default in (("cold", 16), ("warmup", 80), ("reads", 64), ("decode", 8)):
+    for name, default in (("cold", 8), ("warmup", 72), ("reads", 48), ("decode", 4)):
         p.add_argument(f"--{name}", type=int, default=default, metavar="TOKENS")
     p.add_argument("--json", metavar="FILE", required=True, help="the record; what it has already is not measured again")
     p.add_argument("--seconds", type=float, help="stop in time to end after so many; the same command goes on from there")
@@ -468,10 +498,9 @@ def main(argv=None):
     limits = [None if n == "none" else int(n) * 1_000_000 for n in args.limits.split(",")]
     slots = None if args.slots == "auto" else [int(n) for n in args.slots.split(",")]
     try:
-        record = sweep(
-            args.model, points(args.model, limits, slots, tuple(args.policies.split(","))), Trace.load(args.trace), args.runs,
-            args.cold, args.warmup, args.reads, args.decode, args.json, args.seconds,
-        )  # fmt: skip
+        trace = Trace.load(args.trace) if args.trace else made_up(args.model, args.like, seed=args.trace_seed)
+        which = points(args.model, limits, slots, tuple(args.policies.split(",")))
+        record = sweep(args.model, which, trace, args.runs, args.cold, args.warmup, args.reads, args.decode, args.json, args.seconds)
     except (ValueError, OSError) as error:
         sys.exit(f"sweep: {error}")
     print(report(record))
