@@ -1,4 +1,4 @@
-"""python -m moelab: check, generate, bench, synthesize. Arguments only; each command calls one function elsewhere."""
+"""python -m moelab: check, generate, bench, synthesize, repack. Arguments only; each command calls one function elsewhere."""
 
 import argparse
 import sys
@@ -175,6 +175,26 @@ def _add_synthesize(commands):
     p.set_defaults(run=_synthesize)
 
 
+def _repack(args):
+    from .repack import repack
+
+    out = repack(args.model, args.out, progress=not args.quiet)
+    print(f"{out}: the same model, each expert in one piece; use it with moelab.load or python -m moelab")
+
+
+def _add_repack(commands):
+    p = commands.add_parser(
+        "repack",
+        help="put each expert's bytes together on disk",
+        description="Write a model folder in which one read brings one expert: the same bytes, compared after writing. It is for moelab; "
+        "mlx_lm.load wants the folder that it was made from. An interrupted run goes on where it stopped.",
+    )
+    p.add_argument("model", metavar="MODEL", help="a model folder, as for mlx_lm.load")
+    p.add_argument("out", metavar="OUT", help="folder to make (must not exist)")
+    p.add_argument("--quiet", action="store_true", help="no progress bar")
+    p.set_defaults(run=_repack)
+
+
 def _check(args):
     from .lab.machine import check
 
@@ -200,6 +220,7 @@ def parser():
     _add_generate(commands)
     _add_bench(commands)
     _add_synthesize(commands)
+    _add_repack(commands)
     return p
 
 

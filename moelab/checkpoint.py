@@ -15,6 +15,7 @@ import numpy as np
 from huggingface_hub import parse_local_safetensors_file_metadata
 from huggingface_hub.errors import SafetensorsParsingError
 from mlx.utils import tree_flatten
+from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from mlx_lm.utils import load_config
 
@@ -38,6 +39,7 @@ DTYPES = {
     "C64": mx.complex64,
 }
 
+JOURNAL = "repack.json"  # lies in the folder for as long as ``repack`` is at work there
 
 # What the parser raises at a malformed header.
 PARSE_ERRORS = (
@@ -97,6 +99,8 @@ class Checkpoint:
     Attributes:
         config (dict): The folder's ``config.json``.
         tensors (dict[str, Tensor]): Every tensor by its name in the files.
+        packed (dict[str, ExpertTensor]): The experts' parameters by their path in the model,
+            where ``python -m moelab repack`` has put them together; else empty.
 
     Raises:
         CheckpointError: If a file is missing, truncated, or its header does not fit it.
@@ -104,6 +108,11 @@ class Checkpoint:
 
     def __init__(self, path):
         self.path = Path(path)
+        if (self.path / JOURNAL).exists():
+            raise CheckpointError(
+                f"{self.path}: an unfinished copy that an interrupted 'python -m moelab repack' left. "
+                "Run the same command again, it goes on from there."
+            )
         if not (self.path / "config.json").is_file():
             raise CheckpointError(
                 f"{self.path}: expected a model folder with a config.json, found none. "
@@ -115,14 +124,36 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path / 'config.json'}: not JSON ({e}). Download it again."
             ) from e
-        self.tensors = {}
+        self.tensors, self.packed = {}, {}
         for file in self._files():
             self.tensors.update(read_header(file))
+        for file in sorted(self.path.glob("experts-*.safetensors")):
+            self.packed.update(read_packed(file))
 
     @property
     def nbytes(self):
         """The bytes of all tensors together."""
-        return sum(t.nbytes for t in self.tensors.values())
+        experts = sum(t.nbytes * len(t.offsets) for t in self.packed.values())
+        return experts + sum(t.nbytes for t in self.tensors.values())
+
+    def model_classes(self, config):
+        """For mlx-lm's ``load_model``: its classes, with stand-ins for packed experts.
+
+        Returns:
+            tuple: The model's class and that of its arguments.
+        """
+        cls, args = mlx_lm_utils._get_classes(config)
+        stand_ins = {
+            path: mx.broadcast_to(mx.zeros((), t.dtype), (len(t.offsets), *t.shape))
+            for path, t in self.packed.items()
+        }
+
+        def sanitize(model, weights):
+            if hasattr(cls, "sanitize"):
+                weights = cls.sanitize(model, weights)
+            return {**weights, **stand_ins}
+
+        return type(cls.__name__, (cls,), {"sanitize": sanitize}) if stand_ins else cls, args
 
     def _files(self):
         # The same files as mlx-lm reads; the index only says which must be there.
@@ -208,6 +239,57 @@ def read_header(file):
     return tensors
 
 
+def read_packed(file):
+    """Read where the experts of one layer lie in a file that ``repack`` wrote.
+
+    Args:
+        file (Path): The file.
+
+    Returns:
+        dict[str, ExpertTensor]: By the parameter's path in the model.
+
+    Raises:
+        CheckpointError: If the file is damaged.
+    """
+    tensors = read_header(file)
+    try:
+        metadata = parse_local_safetensors_file_metadata(file).metadata
+        E, stride = tensors["experts"].shape
+        found = {}
+        for p in json.loads(metadata["parameters"]):
+            dtype, shape, name = DTYPES[p["dtype"]], tuple(p["shape"]), f"{metadata['path']}.{p['name']}"
+            nbytes = prod(shape) * dtype.size
+            if not 0 <= p["offset"] <= stride - nbytes:
+                raise ValueError(f"{name} takes {nbytes} bytes from {p['offset']} on, an expert has {stride}")
+            first = tensors["experts"].offset + p["offset"]
+            offsets = [first + e * stride for e in range(E)]
+            found[name] = ExpertTensor(name, [file] * E, offsets, nbytes, shape, dtype)
+    except PARSE_ERRORS as e:
+        raise CheckpointError(
+            f"{file}: expected the experts of a layer as 'python -m moelab repack' writes them, got {e!r}. "
+            "Repack the model again."
+        ) from e
+    return found
+
+
+def read_experts(tensor):
+    """Read one parameter of all experts.
+
+    Args:
+        tensor (ExpertTensor): Where they lie.
+
+    Returns:
+        mx.array: ``[E, ...]`` in the type on disk.
+    """
+    rows = np.empty((len(tensor.offsets), tensor.nbytes), np.uint8)
+    for row, file, offset in zip(rows, tensor.files, tensor.offsets):
+        with open(file, "rb", buffering=0) as f:
+            f.seek(offset)
+            if f.readinto(row) != tensor.nbytes:
+                raise CheckpointError(f"{file}: {tensor.name}: the file ends before byte {offset + tensor.nbytes}.")
+    return mx.array(rows).view(tensor.dtype).reshape(len(rows), *tensor.shape)
+
+
 def expert_modules(model):
     """The modules that hold experts: ``[(path, SwitchGLU or SwitchMLP)]`` in layer order."""
     return [
@@ -270,6 +352,8 @@ def locate_experts(model, checkpoint):
         for path, module in expert_modules(model)
         for name, p in expert_parameters(module).items()
     }
+    if checkpoint.packed:
+        return {path: t for path, t in checkpoint.packed.items() if path in wanted}
     stand_ins = {
         name: mx.broadcast_to(mx.zeros((), t.dtype), t.shape)
         for name, t in checkpoint.tensors.items()

@@ -16,6 +16,7 @@ from ..checkpoint import (
     expert_modules,
     expert_parameters,
     locate_experts,
+    read_experts,
 )
 from .config import StreamConfig
 from .layers import LAYERS, num_experts
@@ -189,6 +190,10 @@ def load_model(path, config=None, **kwargs):
     experts = expert_modules(model)
     if config.mode == "resident":
         located, resident = {}, {}
+        for path, tensor in checkpoint.packed.items():
+            owner, param = path.rsplit(".", 1)
+            module = dict(model.named_modules())[owner]
+            module[param] = read_experts(tensor).astype(module[param].dtype)
     else:
         located, resident = _sources(model, checkpoint, config)
     session = Session(config, _dtype(model), top_k, located, resident)
@@ -330,7 +335,7 @@ def _build(checkpoint, config, **kwargs):
             model_config = {key: config.top_k}
     try:
         model, model_config = mlx_lm_utils.load_model(
-            checkpoint.path, lazy=True, model_config=model_config, **kwargs
+            checkpoint.path, lazy=True, model_config=model_config, get_model_classes=checkpoint.model_classes, **kwargs
         )
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(
@@ -418,6 +423,8 @@ def _sources(model, checkpoint, config):
         for name, p in expert_parameters(module).items():
             full = f"{path}.{name}"
             if _stays(name, p, config):
+                if full in checkpoint.packed:
+                    p = read_experts(checkpoint.packed[full]).astype(p.dtype)
                 resident[full] = p
                 mx.eval(p)
                 located.pop(full, None)

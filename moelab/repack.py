@@ -1,0 +1,206 @@
+"""A checkpoint whose experts lie one after the other on disk, so that one read brings one expert.
+
+In mlx-lm's layout the nine parameters of an expert are nine ranges of a file, gigabytes
+apart. Here each MoE layer has a file of its own, a safetensors file with one tensor
+``experts [E, stride]`` of bytes: expert e is row e, which begins on a page of the disk
+and holds its parameters in the order of ``packing_order``. ``moelab.load`` reads both.
+"""
+
+import errno
+import json
+import os
+import shutil
+from math import prod
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm import utils as mlx_lm_utils
+from tqdm import tqdm
+
+from .checkpoint import (
+    DTYPES,
+    JOURNAL,
+    Checkpoint,
+    CheckpointError,
+    expert_modules,
+    expert_parameters,
+    locate_experts,
+    packing_order,
+)
+
+PAGE = 4096
+_NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
+
+
+def repack(model, out, progress=True):
+    """Write a model folder for ``moelab.load`` with each expert's bytes together.
+
+    Until its last byte is on disk and has been compared, the folder is called
+    ``OUT.partial``; a run that was interrupted goes on where it stopped.
+
+    Args:
+        model (str or Path): A model folder, as for ``moelab.load``.
+        out (str or Path): The folder to make; it must not exist.
+        progress (bool): Show a progress bar.
+
+    Returns:
+        Path: ``out``.
+
+    Raises:
+        CheckpointError: If the model is damaged, has no experts or is packed already.
+        OSError: If ``out`` exists or the disk is too small.
+    """
+    out = Path(out)
+    if out.exists():
+        raise FileExistsError(f"{out} exists already: remove it or name another folder")
+    source = Checkpoint(model)
+    if source.packed:
+        raise CheckpointError(f"{source.path}: its experts are packed already, there is nothing to do.")
+    loaded, config = mlx_lm_utils.load_model(source.path, lazy=True)
+    experts = expert_modules(loaded)
+    if not experts:
+        raise CheckpointError(f"{source.path}: expected a model with experts, found none: there is nothing to pack.")
+    located = locate_experts(loaded, source)
+    layers = [_Layer(path, module, located) for path, module in experts]
+    packed = {f"{layer.path}.{p['name']}" for layer in layers for p in layer.parameters}
+    backbone = {n: p for n, p in tree_flatten(loaded.parameters()) if n not in packed}
+
+    total = sum(layer.nbytes for layer in layers) + sum(p.nbytes for p in backbone.values())
+    partial = _begin(out, source)
+    free = shutil.disk_usage(partial).free + sum(f.stat().st_size for f in partial.iterdir())
+    if free < total + (64 << 20):
+        raise OSError(
+            errno.ENOSPC, f"not enough disk in {out.absolute().parent}: the packed model takes {total / 1e9:.2f} GB, {free / 1e9:.2f} GB is free"
+        )  # fmt: skip
+    with tqdm(total=total, unit="B", unit_scale=True, desc=out.name, disable=not progress, leave=False) as bar:
+        for i, layer in enumerate(layers):
+            file = partial / f"experts-{i:05d}.safetensors"
+            if not file.exists():  # it has its name only once it is whole
+                layer.write(file.with_suffix(".writing"))
+                layer.compare(file.with_suffix(".writing"))
+                os.replace(file.with_suffix(".writing"), file)
+            bar.update(layer.nbytes)
+        mx.save_safetensors(str(partial / "model.safetensors"), backbone, metadata={"format": "mlx"})
+        bar.update(bar.total - bar.n)
+    for file in source.path.iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and file.name not in (
+            "config.json", "model.safetensors.index.json", JOURNAL
+        ):  # fmt: skip
+            shutil.copyfile(file, partial / file.name)
+    mlx_lm_utils.save_config(config, partial / "config.json")
+    _compare_backbone(partial, backbone)
+    for file in partial.iterdir():
+        _to_disk(file)
+    (partial / JOURNAL).unlink()
+    os.rename(partial, out)
+    _to_disk(out.absolute().parent)
+    return out
+
+
+def _begin(out, source):
+    """The unfinished folder: a new one, or the one that an interrupted run from the same files left."""
+    partial = out.with_name(out.name + ".partial")
+    files = sorted({t.file for t in source.tensors.values()})
+    made_from = json.dumps([[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files])
+    journal = partial / JOURNAL
+    if not (journal.is_file() and journal.read_text() == made_from):
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        journal.with_suffix(".writing").write_text(made_from)
+        os.replace(journal.with_suffix(".writing"), journal)
+    (partial / "config.json").unlink(missing_ok=True)
+    return partial
+
+
+class _Layer:
+    """The experts of one layer: where they come from and how they will lie."""
+
+    def __init__(self, path, module, located):
+        self.path = path
+        parameters = {n: p for n, p in expert_parameters(module).items() if p.ndim > 2}  # the rest is small
+        self.E = next(iter(parameters.values())).shape[0]
+        self._sources, self.parameters, offset = [], [], 0
+        for name in packing_order(parameters):
+            p, tensor = parameters[name], located.get(f"{path}.{name}")
+            dtype = tensor.dtype if tensor else p.dtype
+            nbytes = prod(p.shape[1:]) * dtype.size
+            self._sources.append((tensor, p, nbytes))
+            self.parameters.append({"name": name, "dtype": _NAMES[dtype], "shape": p.shape[1:], "offset": offset})
+            offset += nbytes
+        self._used = offset
+        self.stride = -(-offset // PAGE) * PAGE
+        self.nbytes = self.E * self.stride
+
+    def experts(self):
+        """The bytes of one expert after another, padded to whole pages."""
+        files, arrays = {}, {}
+        try:
+            for e in range(self.E):
+                row = bytearray(self.stride)
+                view, offset = memoryview(row), 0
+                for i, (tensor, p, nbytes) in enumerate(self._sources):
+                    part = view[offset : offset + nbytes]
+                    if tensor is None:  # mlx-lm rearranges it on load: its own bytes, then
+                        if i not in arrays:
+                            arrays[i] = np.asarray(mx.contiguous(p).view(mx.uint8)).reshape(self.E, -1)
+                        part[:] = arrays[i][e].tobytes()
+                    else:
+                        path = tensor.files[e]
+                        if path not in files:
+                            files[path] = open(path, "rb", buffering=0)
+                        files[path].seek(tensor.offsets[e])
+                        if files[path].readinto(part) != nbytes:
+                            raise CheckpointError(
+                                f"{path}: {tensor.name}, expert {e}: expected {nbytes} bytes at offset {tensor.offsets[e]}, "
+                                "the file is shorter: download it again."
+                            )
+                    offset += nbytes
+                yield row
+        finally:
+            for file in files.values():
+                file.close()
+
+    def header(self):
+        """A safetensors header, as long as it takes for the data to begin on a page."""
+        metadata = {"path": self.path, "parameters": json.dumps(self.parameters)}
+        tensor = {"dtype": "U8", "shape": [self.E, self.stride], "data_offsets": [0, self.nbytes]}
+        text = json.dumps({"__metadata__": metadata, "experts": tensor}).encode()
+        text += b" " * (-(8 + len(text)) % PAGE)
+        return len(text).to_bytes(8, "little") + text
+
+    def write(self, file):
+        with open(file, "wb") as f:
+            f.write(self.header())
+            for row in self.experts():
+                f.write(row)
+            f.flush()
+            os.fsync(f.fileno())
+
+    def compare(self, file):
+        with open(file, "rb") as f:
+            f.seek(len(self.header()))
+            for e, row in enumerate(self.experts()):
+                if f.read(self.stride) != row:
+                    raise OSError(errno.EIO, f"{file}: expert {e} is not what was written: check the disk")
+
+
+def _compare_backbone(partial, backbone):
+    written = mx.load(str(partial / "model.safetensors"))
+    for name, p in backbone.items():
+        if name not in written or bytes(np.asarray(_bits(written[name]))) != bytes(np.asarray(_bits(p))):
+            raise OSError(errno.EIO, f"{partial / 'model.safetensors'}: {name} is not what was written: check the disk")
+
+
+def _bits(array):
+    return mx.contiguous(array).reshape(-1).view(mx.uint8)
+
+
+def _to_disk(path):
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,206 @@
+"""repack: the same model from one read an expert, whatever happens on the way."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+import zlib
+
+import families
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from test_families import EVERY_VARIANT, SPREAD
+
+import moelab
+from moelab import repack as repack_module
+from moelab.checkpoint import Checkpoint, locate_experts
+from moelab.repack import JOURNAL, PAGE, repack
+from moelab.streaming.model import load_model
+
+PROMPT = mx.array([[5, 36, 67, 2, 33, 64, 95, 30, 61]])
+TINY_MOE = moelab.DATA / "models" / "tiny-moe"
+
+
+def logits(model):
+    cache = make_prompt_cache(model)
+    model(PROMPT, cache=cache)
+    return [np.array(model(mx.array([[t]]), cache=cache)) for t in (3, 40, 41)]
+
+
+CASES = sorted(
+    {(name, SPREAD[zlib.crc32(name.encode()) % len(SPREAD)]) for name in set(families.FAMILIES) - set(families.EXPERTS_ONLY)}
+    | {(EVERY_VARIANT[0], variant) for variant in SPREAD}
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "variant"), CASES)
+def test_every_family_gives_the_same_answer_packed(name, variant, tmp_path):
+    path = families.write_checkpoint(name, tmp_path / "plain", variant)
+    out = repack(path, tmp_path / "packed", progress=False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["packed", "plain"]
+    for mode in ("resident", "fused"):
+        config = moelab.StreamConfig(mode=mode, slots=families.K + 1)
+        with load_model(path, config)[0] as plain, load_model(out, config)[0] as packed:
+            for a, b in zip(logits(plain), logits(packed)):
+                np.testing.assert_array_equal(a, b, err_msg=mode)
+            if mode == "fused":
+                c = moelab.stats(packed).prefill
+                assert c.misses and c.reads == c.misses, "one read brings one expert"
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    return repack(TINY_MOE, tmp_path_factory.mktemp("repack") / "packed", progress=False)
+
+
+def test_the_same_bytes_on_pages_of_their_own(packed):
+    model, _ = mx_load(TINY_MOE)
+    source = locate_experts(model, Checkpoint(TINY_MOE))
+    target = Checkpoint(packed).packed
+    assert set(target) == set(source)
+    for name, t in target.items():
+        with open(t.files[0], "rb") as f, open(source[name].files[0], "rb") as g:
+            for e in (0, 1, len(t.offsets) - 1):
+                f.seek(t.offsets[e]), g.seek(source[name].offsets[e])
+                assert f.read(t.nbytes) == g.read(t.nbytes), (name, e)
+    first = [min(t.offsets[e] for t in target.values() if ".layers.0." in t.name) for e in range(3)]
+    assert all(offset % PAGE == 0 for offset in first)
+
+
+def mx_load(path):
+    from mlx_lm.utils import load_model as plain
+
+    return plain(path, lazy=True)
+
+
+@pytest.mark.parametrize("mode", ["serial", "buffers", "stacked", "fused"])
+@pytest.mark.parametrize("scales", ["streamed", "resident"])
+def test_modes_and_scales(packed, mode, scales):
+    config = moelab.StreamConfig(mode=mode, scales=scales)
+    with load_model(TINY_MOE, config)[0] as a, load_model(packed, config)[0] as b:
+        for x, y in zip(logits(a), logits(b)):
+            np.testing.assert_array_equal(x, y)
+    assert moelab.footprint(packed, config).total_nbytes == moelab.footprint(TINY_MOE, config).total_nbytes
+
+
+RUN = "import sys; from moelab.repack import repack; print('begin', flush=True); repack(*sys.argv[1:], progress=False)"
+
+
+def test_killed_at_ten_moments(tmp_path):
+    """The name OUT is there only when it is whole; what was left is refused by name; the next run goes on."""
+    out, rng = tmp_path / "packed", random.Random(0)
+    command = [sys.executable, "-c", RUN, str(TINY_MOE), str(out)]
+
+    def start():
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "begin\n"
+        return process, time.monotonic()
+
+    process, begin = start()
+    assert process.wait() == 0
+    takes_s = time.monotonic() - begin
+    shutil.rmtree(out)
+    killed = 0
+    for _ in range(60):
+        process, _ = start()
+        time.sleep(rng.uniform(0, takes_s))
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        if out.exists():  # it was faster
+            load_model(out)[0].__exit__()
+            shutil.rmtree(out)
+            continue
+        killed += 1
+        for folder in (out, tmp_path / "packed.partial"):
+            if (folder / "config.json").exists() and not (folder / JOURNAL).exists():
+                continue  # whole, only its name was still to come
+            with pytest.raises((moelab.CheckpointError, ValueError)) as error:
+                moelab.load(folder)
+            assert str(folder) in str(error.value)
+        if killed == 10:
+            break
+    assert killed == 10
+    repack(TINY_MOE, out, progress=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["packed"]
+    with load_model(TINY_MOE)[0] as a, load_model(out)[0] as b:
+        for x, y in zip(logits(a), logits(b)):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
+    """Layers that are done are kept, if they are from the same files; else it starts again."""
+    path = families.write_checkpoint("qwen3_moe", tmp_path / "plain", "affine4")
+    written, real = [], repack_module._Layer.write
+
+    def write(layer, file):
+        written.append(layer.path)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        real(layer, file)
+
+    monkeypatch.setattr(repack_module._Layer, "write", write)
+    with pytest.raises(KeyboardInterrupt):
+        repack(path, tmp_path / "packed", progress=False)
+    assert not (tmp_path / "packed").exists()
+    repack(path, tmp_path / "packed", progress=False)
+    assert len(written) == len(set(written)) + 1, "only the interrupted layer was written again"
+
+    shutil.rmtree(tmp_path / "packed")
+    written.clear()
+    with pytest.raises(KeyboardInterrupt):
+        repack(path, tmp_path / "packed", progress=False)
+    file = next(path.glob("model*.safetensors"))
+    os.utime(file, ns=(1, 1))
+    repack(path, tmp_path / "packed", progress=False)
+    assert written.count(written[0]) == 2, "the source has changed: nothing of before is trusted"
+
+
+def test_bad_input(tmp_path, packed, monkeypatch):
+    path = families.write_checkpoint("qwen3_moe", tmp_path / "plain", "affine4")
+
+    def refused(kind, *words, call):
+        with pytest.raises(kind) as error:
+            call()
+        for word in words:
+            assert word in str(error.value), error.value
+
+    (tmp_path / "there").mkdir()
+    refused(FileExistsError, "there exists already", "name another", call=lambda: repack(path, tmp_path / "there"))
+    refused(moelab.CheckpointError, str(packed), "packed already", call=lambda: repack(packed, tmp_path / "again"))
+    with monkeypatch.context() as m:
+        m.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))
+        refused(OSError, "not enough disk", "is free", call=lambda: repack(path, tmp_path / "full"))
+    with monkeypatch.context() as m:
+        m.setattr(repack_module._Layer, "header", lambda self, real=repack_module._Layer.header: real(self)[:-1] + b"\n")
+        rows = repack_module._Layer.experts
+        calls = []
+
+        def other(self):
+            calls.append(self)
+            for row in rows(self):
+                row[0] ^= len(calls) == 2  # the disk gives back another byte
+                yield row
+
+        m.setattr(repack_module._Layer, "experts", other)
+        refused(OSError, "not what was written", "check the disk", call=lambda: repack(path, tmp_path / "wrong"))
+        assert not (tmp_path / "wrong").exists()
+
+    good = repack(path, tmp_path / "good", progress=False)
+    file = good / "experts-00000.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    refused(moelab.CheckpointError, str(file), "damaged", call=lambda: load_model(good))
+    n = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + n])
+    header["__metadata__"]["parameters"] = header["__metadata__"]["parameters"].replace('"offset": 0', '"offset": 99999')
+    text = json.dumps(header).encode().ljust(n)
+    file.write_bytes(content[:8] + text + content[8 + n :])
+    refused(moelab.CheckpointError, str(file), "Repack the model again", call=lambda: load_model(good))
+    file.unlink()
+    refused(moelab.CheckpointError, str(good), call=lambda: load_model(good))
