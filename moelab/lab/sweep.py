@@ -36,9 +36,8 @@ from ..streaming.layers import Buffers, Stacked, StreamedExperts
 from . import limit, machine, routing, timing
 from .trace import Trace, driven
 
-# Beside the model: the interpreter, MLX, a layer's activations and the caches of a short text.
-PROCESS_NBYTES = 130_000_000
-READ_NBYTES = 20_000_000  # what must be left for the pages that are being read
+PROCESS_NBYTES = 80_000_000  # the interpreter and MLX
+SPARE_NBYTES = 70_000_000  # activations, the caches of a short text, the pages that are being read
 TIMEOUT_S = 600
 
 
@@ -50,11 +49,13 @@ class Point:
         slots (int): S; 0 is no application cache at all, the mode ``buffers``.
         limit_nbytes (int, optional): Of process and page cache; None: no limit.
         policy (str): As in ``StreamConfig``.
+        ahead (bool): Whether the system may read ahead of what is asked for.
     """
 
     slots: int
     limit_nbytes: int | None = None
     policy: str = "lru"
+    ahead: bool = False
 
     @property
     def config(self):
@@ -66,7 +67,7 @@ class Point:
     def __str__(self):
         limit = "no limit" if self.limit_nbytes is None else f"{self.limit_nbytes / 1e6:.0f} MB"
         slots = "no slots" if self.slots == 0 else f"{self.slots} slots"
-        return f"{limit}, {slots}" + ("" if self.policy == "lru" else f", {self.policy}")
+        return f"{limit}, {slots}" + ("" if self.policy == "lru" else f", {self.policy}") + (", read-ahead" if self.ahead else "")
 
 
 # In the process of a point
@@ -96,6 +97,13 @@ def bring(layer, experts):
 def streamed_layers(model):
     """The streamed layers of a model, in order."""
     return sorted((m for m in model.modules() if isinstance(m, StreamedExperts)), key=lambda m: m._layer)
+
+
+def read_ahead(model, on):
+    """Let the system read ahead in a model's files, or not; where it takes no advice (macOS) nothing changes."""
+    if hasattr(os, "posix_fadvise"):
+        for file in {f for m in streamed_layers(model) for t in m._session.located.values() for f in t.files}:
+            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_NORMAL if on else os.POSIX_FADV_RANDOM)
 
 
 def disk_nbytes():
@@ -174,6 +182,7 @@ def measure(path, point, trace, start, cold, warmup, reads, decode):
     model, _ = load(path, point.config)
     out = {"load_s": time.perf_counter() - begin}
     layers = streamed_layers(model)
+    read_ahead(model, point.ahead)
     gc.collect()
     for file in files:
         machine.drop_pages(file)
@@ -233,7 +242,7 @@ def _faults():
 # In the process that asks
 
 
-def points(path, limits, slots=None, policies=("lru",), count=7):
+def points(path, limits, slots=None, policies=("lru",), ahead=False, count=7):
     """The points of a sweep.
 
     Args:
@@ -241,7 +250,8 @@ def points(path, limits, slots=None, policies=("lru",), count=7):
         limits (list[int or None]): Bytes, None for no limit.
         slots (list[int], optional): The same for every limit. Default: none, K, and more in even steps up to what fits;
             without a limit half as many, up to what fits under the largest one, or E.
-        policies (tuple[str]): All but the first are measured at the middle and at the most slots of each limit only.
+        policies (tuple[str]): All but the first are measured at the middle and at the most slots of the largest limit only.
+        ahead (bool): Whether to measure these, and the fewest slots, with read-ahead too.
         count (int): How many under one limit, if ``slots`` is not given.
 
     Returns:
@@ -252,16 +262,18 @@ def points(path, limits, slots=None, policies=("lru",), count=7):
     for limit_nbytes in limits:
         top, steps = (most, count // 2) if limit_nbytes is None else (fits(path, limit_nbytes), count - 1)
         if top < feet.top_k:
-            least = other_nbytes(path) + slot_nbytes(path) * feet.top_k + READ_NBYTES
+            least = other_nbytes(path) + slot_nbytes(path) * feet.top_k + SPARE_NBYTES
             raise ValueError(
-                f"{path}: expected a limit of at least {least / 1e6:.0f} MB (backbone, process, {feet.top_k} slots), "
+                f"{path}: expected a limit of at least {least / 1e6:.0f} MB (backbone, process, {feet.top_k} slots, and some to spare), "
                 f"got {limit_nbytes / 1e6:.0f} MB. Raise it."
             )
         mine = slots or [0, *np.unique(np.linspace(feet.top_k, top, steps).astype(int)).tolist()]
         out += [Point(n, limit_nbytes, policies[0]) for n in mine]
         held = [n for n in mine if n > feet.top_k]
-        extra = sorted({held[len(held) // 2], held[-1]}) if held and limit_nbytes is not None else []
-        out += [Point(n, limit_nbytes, policy) for policy in policies[1:] for n in extra]
+        if held and limit_nbytes is not None and limit_nbytes == max(n for n in limits if n is not None):
+            extra = sorted({held[len(held) // 2], held[-1]})
+            out += [Point(n, limit_nbytes, policy) for policy in policies[1:] for n in extra]
+            out += [Point(n, limit_nbytes, policies[0], True) for n in (feet.top_k, *extra) if ahead]
     return out
 
 
@@ -298,13 +310,13 @@ def slot_nbytes(path):
 
 
 def other_nbytes(path):
-    """Bytes that the process takes beside its slots: backbone, interpreter, MLX, caches of a short text."""
+    """Bytes that the process takes beside its slots: backbone, interpreter, MLX."""
     return footprint(path).backbone_nbytes + PROCESS_NBYTES
 
 
 def fits(path, limit_nbytes):
     """The most slots with which a model decodes under a limit."""
-    return min(footprint(path).num_experts, (limit_nbytes - other_nbytes(path) - READ_NBYTES) // slot_nbytes(path))
+    return min(footprint(path).num_experts, (limit_nbytes - other_nbytes(path) - SPARE_NBYTES) // slot_nbytes(path))
 
 
 def sweep(path, points, trace, runs=5, cold=8, warmup=72, reads=48, decode=4, json_path=None, seconds=None, seed=0, ways=None):
@@ -399,7 +411,7 @@ def _run_point(path, point, trace_path, sizes, ways):
 
 
 def _point(sample):
-    return Point(sample["slots"], sample["limit_nbytes"], sample["policy"])
+    return Point(*(sample[name] for name in ("slots", "limit_nbytes", "policy", "ahead")))
 
 
 def _packed(trace):
@@ -429,7 +441,7 @@ def summarize(record):
     out = []
     needed = record["reads"] * record["sizes"]["L"] * record["sizes"]["K"]
     largest = [float("inf") if p.limit_nbytes is None else p.limit_nbytes for p in by]
-    for _, point in sorted(zip(largest, by), key=lambda x: (x[0], x[1].policy != "lru", x[1].policy, x[1].slots)):
+    for _, point in sorted(zip(largest, by), key=lambda x: (x[0], x[1].ahead, x[1].policy != "lru", x[1].policy, x[1].slots)):
         samples = by[point]
         row = {"point": point, "killed": any(s["killed"] for s in samples), "how": samples[0]["how"]}
         if not row["killed"]:
@@ -461,7 +473,7 @@ def report(record):
         machine.card_line(record["machine"]),
         f"{record['model']}: {size['checkpoint_nbytes'] / 1e6:.0f} MB of tensors, {size['L']} layers of {size['E']} experts, top-{size['K']}; {record['trace']['name']}; "
         f"each run a process of its own: {record['cold']} cold tokens, {record['warmup']} to warm up, {record['reads']} of reads, {record['decode']} decoded",
-        f"{'memory':>9} {'slots':>6} {'policy':6} {'reads, ms/token [quartiles]':30} {'decode, ms/token':26} {'cold':>6} {'hits':>5} {'asked':>6} {'disk':>6} {'cached':>7} {'process':>7} (MB)",
+        f"{'memory':>9} {'slots':>6} {'policy':9} {'reads, ms/token [quartiles]':30} {'decode, ms/token':26} {'cold':>6} {'hits':>5} {'asked':>6} {'disk':>6} {'cached':>7} {'process':>7} (MB)",
     ]
 
     def spread(s):
@@ -469,7 +481,7 @@ def report(record):
 
     for row in summarize(record):
         p = row["point"]
-        head = f"{'none' if p.limit_nbytes is None else f'{p.limit_nbytes / 1e6:.0f} MB':>9} {p.slots:6d} {p.policy:6}"
+        head = f"{'none' if p.limit_nbytes is None else f'{p.limit_nbytes / 1e6:.0f} MB':>9} {p.slots:6d} {p.policy + ('+ahead' if p.ahead else ''):9}"
         if row["killed"]:
             lines.append(f"{head} killed ({row['how']})")
             continue
@@ -485,7 +497,8 @@ def main(argv=None):
     p.add_argument("model", metavar="CHECKPOINT", help="a model folder")
     p.add_argument("--limits", default="600,1500,none", help="MB of process and page cache, divided by commas (default: %(default)s)")
     p.add_argument("--slots", default="auto", help="divided by commas, 0 for none; auto: none, top-k and steps up to what fits (default: %(default)s)")
-    p.add_argument("--policies", default="lru", help="all but the first at two points of each limit only (default: %(default)s)")
+    p.add_argument("--policies", default="lru", help="all but the first at two points of the largest limit only (default: %(default)s)")
+    p.add_argument("--read-ahead", action="store_true", help="measure three points of the largest limit with read-ahead, too")
     p.add_argument("--trace", metavar="FILE", help="of Trace.save, with the model's layers and experts (default: a synthetic one)")
     p.add_argument("--like", default="code", help="trace of data/traces whose locality the synthetic one has (default: %(default)s)")
     p.add_argument("--trace-seed", type=int, default=0, help="of the synthetic trace (default: %(default)s)")
@@ -499,7 +512,7 @@ def main(argv=None):
     slots = None if args.slots == "auto" else [int(n) for n in args.slots.split(",")]
     try:
         trace = Trace.load(args.trace) if args.trace else made_up(args.model, args.like, seed=args.trace_seed)
-        which = points(args.model, limits, slots, tuple(args.policies.split(",")))
+        which = points(args.model, limits, slots, tuple(args.policies.split(",")), args.read_ahead)
         record = sweep(args.model, which, trace, args.runs, args.cold, args.warmup, args.reads, args.decode, args.json, args.seconds)
     except (ValueError, OSError) as error:
         sys.exit(f"sweep: {error}")
