@@ -4,11 +4,17 @@ Which of them should have the memory is the question of notebook 03. ``replay`` 
 cost in a fraction of a second; ``measure_costs`` says what the costs are on this machine.
 """
 
+from collections import OrderedDict, deque
 from dataclasses import dataclass
+from functools import lru_cache
+from math import isqrt
 
 import numpy as np
 
+from ..streaming.layers import OVERLAP_S
+
 POLICIES = ("lru", "lfu", "fifo", "s3-fifo", "belady", "none")
+PAGES = ("linux", "lru")
 
 
 @dataclass(frozen=True)
@@ -20,10 +26,10 @@ class Costs:
         expert_s (float): One expert's arithmetic for one token.
         warm_s_per_byte (float): A byte read from the page cache, with the engine's reads in flight.
         cold_s_per_byte (float): A byte read from the disk, with as many.
-        warm_call_s (float): What a layer's reads take at least when all come from the page cache.
-        cold_call_s (float): What they take at least when one comes from the disk.
-        overlap (float): Of the shorter of a layer's reads and arithmetic, the share that the other hides, 0 to 1.
-        ahead (float): Bytes that the disk brings beyond a byte asked for (read-ahead).
+        warm_call_s (float): What a layer's reads take besides when all come from the page cache.
+        cold_call_s (float): What they take besides when one comes from the disk.
+        overlap (float): Of the shorter of a layer's reads and arithmetic, the share that the other hides where the engine
+            overlaps them (reads of a millisecond or more), 0 to 1.
     """
 
     fixed_s: float
@@ -33,7 +39,6 @@ class Costs:
     warm_call_s: float = 0.0
     cold_call_s: float = 0.0
     overlap: float = 0.0
-    ahead: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,12 @@ class Replay:
     Attributes:
         token_s (np.ndarray): ``[T]`` seconds of each token counted.
         app_hit_rate (float): Share of the experts needed that were in a slot.
-        page_hit_rate (float): Share of the bytes asked of the page cache that it had; nan if nothing was asked.
+        page_hit_rate (float): Share of the experts read that were in the page cache; nan if none was read.
         copied_per_token (float): Bytes that came out of the page cache.
         read_per_token (float): Bytes that came from the disk, read-ahead included.
-        parts_s (dict[str, float]): Seconds of an average token by ``fixed``, ``experts``, ``copies``, ``disk``;
-            ``hidden`` (not positive) is what overlap saved.
-        page_nbytes (int): What the memory left for the page cache.
+        parts_s (dict[str, float]): Seconds of an average token by ``fixed``, ``experts``, ``copies`` (from the page cache) and
+            ``disk``; ``hidden`` (not positive) is what overlap saved.
+        page_nbytes (float): What the memory left for the page cache.
     """
 
     token_s: np.ndarray
@@ -57,15 +62,18 @@ class Replay:
     copied_per_token: float
     read_per_token: float
     parts_s: dict
-    page_nbytes: int
+    page_nbytes: float
 
     @property
     def tok_s(self):
         """Tokens per second, from the mean of ``token_s``."""
-        return 1 / self.token_s.mean()
+        return float(1 / self.token_s.mean())
 
 
-def replay(trace, memory_nbytes, slots, policy="lru", *, expert_nbytes, costs, other_nbytes=0, skip=0, pages="linux"):
+def replay(
+    trace, memory_nbytes, slots, policy="lru", *, expert_nbytes, costs, slot_nbytes=None, other_nbytes=0, skip=0,
+    pages="linux", neighbours=0,
+):  # fmt: skip
     """Replay a trace's decoded tokens through slots over a page cache.
 
     Args:
@@ -73,13 +81,15 @@ def replay(trace, memory_nbytes, slots, policy="lru", *, expert_nbytes, costs, o
         memory_nbytes (float): What the process and its page cache may take; ``inf``: no limit.
         slots (int): S, experts held in each layer; at least K.
         policy (str): Which leaves first: ``lru``, ``lfu`` (both exactly as ``SlotTable`` does it), ``fifo``, ``s3-fifo``,
-            ``belady`` (the one needed last: no policy can do better), or ``none``: nothing is held, every expert is read
-            each time, as ``buffers`` does, and ``slots`` counts only K.
+            ``belady`` (the one needed last: no policy can hit more), or ``none``: nothing is held, every expert is read
+            each time, as ``buffers`` does, and ``slots`` counts as K.
         expert_nbytes (int): What a miss reads: one expert, all projections.
         costs (Costs): From ``measure_costs``, or made up.
+        slot_nbytes (int, optional): What an expert takes in its slot. Default: as much as on disk.
         other_nbytes (int): What else the process holds: backbone, caches, the interpreter.
-        skip (int): Tokens at the start that fill the caches and are not counted.
-        pages (str): ``linux``: two lists, active and inactive, as Linux keeps them; ``lru``: one.
+        skip (int): Tokens at the start that fill the caches, empty at first, and are not counted.
+        pages (str): As for ``cached``.
+        neighbours (int): As for ``cached``.
 
     Returns:
         Replay: Hit rates, bytes and seconds.
@@ -87,18 +97,317 @@ def replay(trace, memory_nbytes, slots, policy="lru", *, expert_nbytes, costs, o
     Raises:
         ValueError: If the slots and the rest do not fit in the memory, or an argument is not one of the above.
     """
-    raise NotImplementedError
+    experts = trace.decode.experts
+    T, L, K = experts.shape
+    E = trace.num_experts
+    if not 0 <= skip < T:
+        raise ValueError(f"replay: expected fewer tokens to skip than the {T} decoded ones of the trace, got {skip}.")
+    slots_nbytes = L * (K if policy == "none" else min(slots, E)) * (slot_nbytes or expert_nbytes)
+    page_nbytes = memory_nbytes - slots_nbytes - other_nbytes
+    if page_nbytes < 0:
+        raise ValueError(
+            f"replay: {slots} slots in each of {L} layers take {slots_nbytes / 1e6:.0f} MB and the rest {other_nbytes / 1e6:.0f} MB, "
+            f"of {memory_nbytes / 1e6:.0f} MB: take fewer slots or more memory."
+        )
+    missed = _missed(trace, slots, policy)
+    units = (experts + np.arange(L, dtype=np.int64)[:, None] * E)[missed]
+    found, brought = cached(units, L * E, page_nbytes, expert_nbytes, pages, neighbours, E)
+    layer = np.broadcast_to(np.arange(T * L).reshape(T, L, 1), experts.shape)[missed]
+
+    def count(mask=None):
+        return np.bincount(layer, mask, minlength=T * L).reshape(T, L)[skip:]
+
+    asked, cold, ahead = count(), count(~found), count(brought)
+    warm = asked - cold
+    copies_s = warm * (expert_nbytes * costs.warm_s_per_byte) + costs.warm_call_s * ((warm > 0) & (cold == 0))
+    disk_s = (cold + ahead) * (expert_nbytes * costs.cold_s_per_byte) + costs.cold_call_s * (cold > 0)
+    reads_s, experts_s = copies_s + disk_s, K * costs.expert_s
+    hidden_s = np.where(reads_s >= OVERLAP_S, -costs.overlap * np.minimum(reads_s, experts_s), 0.0)
+    token_s = costs.fixed_s + L * experts_s + (reads_s + hidden_s).sum(1)
+    n = T - skip
+    return Replay(
+        token_s=token_s,
+        app_hit_rate=1 - asked.sum() / (n * L * K),
+        page_hit_rate=warm.sum() / asked.sum() if asked.sum() else float("nan"),
+        copied_per_token=warm.sum() * expert_nbytes / n,
+        read_per_token=(cold + ahead).sum() * expert_nbytes / n,
+        parts_s={
+            "fixed": costs.fixed_s,
+            "experts": L * experts_s,
+            "copies": copies_s.sum() / n,
+            "disk": disk_s.sum() / n,
+            "hidden": hidden_s.sum() / n,
+        },
+        page_nbytes=page_nbytes,
+    )
 
 
-def measure_costs(path, config=None, trace=None):
-    """What reads and arithmetic take on this machine, with this model and this way to stream it.
+@lru_cache(maxsize=32)  # of a trace, whatever the memory and the costs
+def _missed(trace, slots, policy):
+    return ~held(trace.decode.experts, trace.num_experts, slots, policy)
+
+
+def held(experts, num_experts, slots, policy="lru"):
+    """Which experts are in a slot when needed.
+
+    A layer's K experts are needed together: none of them leaves for another.
 
     Args:
-        path (str or Path): A model folder.
-        config (StreamConfig, optional): Its ``readers``, ``streams``, ``dtype`` and ``scales`` count.
-        trace (Trace, optional): To decode with. Default: a made-up one.
+        experts (np.ndarray): ``[T, L, K]``, distinct within a token.
+        num_experts (int): E.
+        slots (int): S, at least K.
+        policy (str): One of ``POLICIES``.
 
     Returns:
-        Costs: Medians; about ten seconds and 256 MB of cold reads.
+        np.ndarray: ``[T, L, K]`` of bool.
+
+    Raises:
+        ValueError: If there are too few slots, or no such policy.
     """
-    raise NotImplementedError
+    T, L, K = experts.shape
+    if policy not in POLICIES:
+        raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}.")
+    if policy == "none":
+        return np.zeros((T, L, K), bool)
+    if slots < K:
+        raise ValueError(f"slots: expected at least {K} (the experts per token), got {slots}.")
+    slots = min(slots, num_experts)
+    if policy == "s3-fifo":
+        hit = [_s3_fifo(rows, slots) for rows in experts.transpose(1, 0, 2)]
+        return np.array(hit, bool).reshape(L, T, K).transpose(1, 0, 2)
+    return _scored(experts, num_experts, slots, policy)
+
+
+def _s3_fifo(rows, slots):
+    # One layer. A tenth of the slots is for newcomers; who was used again there moves on to the main queue, who was not leaves and
+    # is remembered as a ghost, and goes straight to the main queue when it comes back (Yang et al., SOSP 2023).
+    room = max(1, slots // 10)
+    small, main, ghost, uses, hit = deque(), deque(), OrderedDict(), {}, []
+
+    def leave(need):
+        # A queue of nothing but needed experts is passed over.
+        for queue in (small, main) if len(small) >= room else (main, small):
+            for _ in range(4 * len(queue)):  # uses count to 3: after so many turns one must go
+                e = queue.popleft()
+                if e in need:
+                    queue.append(e)
+                elif queue is small and uses[e] > 1:
+                    uses[e] = 0
+                    main.append(e)
+                elif queue is main and uses[e] > 0:
+                    uses[e] -= 1
+                    main.append(e)
+                else:
+                    del uses[e]
+                    if queue is small:
+                        ghost[e] = None
+                        if len(ghost) > slots - room:
+                            ghost.popitem(last=False)
+                    return
+                if not queue:
+                    break
+
+    for need in rows.tolist():
+        missing = []
+        for e in need:
+            if e in uses:
+                uses[e] = min(3, uses[e] + 1)
+                hit.append(True)
+            else:
+                missing.append(e)
+                hit.append(False)
+        for e in missing:
+            if len(uses) >= slots:
+                leave(need)
+            if e in ghost:
+                del ghost[e]
+                main.append(e)
+            else:
+                small.append(e)
+            uses[e] = 0
+    return hit
+
+
+def _scored(experts, E, slots, policy):
+    # All layers at once, token by token: of the experts held and not needed, those with the lowest scores leave.
+    T, L, K = experts.shape
+    rows, places = np.arange(L)[:, None], np.arange(K)
+    slot_of = np.full((L, E + 1), -1)  # the last column is of nobody, whom empty slots hold
+    holds = np.full((L, slots), E)
+    score = np.full((L, slots), -1.0 if policy != "belady" else -np.inf)
+    uses = np.zeros((L, E), np.int64)
+    following = _next_use(experts, E) if policy == "belady" else None
+    hit = np.empty((T, L, K), bool)
+    for t in range(T):
+        need = experts[t].astype(np.intp)
+        slot = slot_of[rows, need]
+        found = hit[t] = slot >= 0
+        missing = K - found.sum(1)
+        most = missing.max()
+        if most:
+            layer, k = np.nonzero(found)
+            leaving = score.copy()
+            leaving[layer, slot[layer, k]] = np.inf  # needed now
+            if most < slots:
+                lowest = np.argpartition(leaving, most - 1, axis=1)[:, :most]
+            else:
+                lowest = np.broadcast_to(np.arange(slots), (L, slots))
+            lowest = np.take_along_axis(lowest, np.take_along_axis(leaving, lowest, 1).argsort(1), 1)
+            layer, k = np.nonzero(~found)
+            chosen = lowest[np.arange(most) < missing[:, None]]  # in the order of layers, as ``layer`` is
+            slot_of[layer, holds[layer, chosen]] = -1
+            e = need[layer, k]
+            slot_of[layer, e] = slot[layer, k] = chosen
+            holds[layer, chosen] = e
+        if policy == "belady":
+            score[rows, slot] = -following[t]
+            continue
+        # The least recent leaves first; of one token's, those that were read after those that were there.
+        now = (2 * t + ~found) * float(K) + places
+        if policy == "lfu":
+            uses[rows, need] += 1
+            now += uses[rows, need] * 2.0**32
+        elif policy == "fifo":
+            now = np.where(found, score[rows, slot], now)
+        score[rows, slot] = now
+    return hit
+
+
+def _next_use(experts, E):
+    """``[T, L, K]``: the token that needs the same expert next; T + its number if none does, so that no two are alike."""
+    T, L, K = experts.shape
+    following, at = np.empty((T, L, K)), np.arange(T, T + E, dtype=float)[None].repeat(L, 0)
+    rows = np.arange(L)[:, None]
+    for t in range(T - 1, -1, -1):
+        need = experts[t].astype(np.intp)
+        following[t] = at[rows, need]
+        at[rows, need] = t
+    return following
+
+
+def cached(units, num_units, nbytes, unit_nbytes=1, pages="linux", neighbours=0, row=None):
+    """Which reads the page cache serves. It is empty at first; a unit is one expert of one layer.
+
+    ``linux`` follows the kernel (6.x, without multi-generational LRU) for pages that are only read: a page comes to the head of the
+    inactive list; read again there, it moves to the active one; read while active, it stays where it is. The tail of the
+    inactive list is reclaimed. While the active list is longer than the inactive one (3 times so from 1 GiB on, sqrt(10 n) times
+    from n GiB on), its tail goes back to the inactive one. A page that comes back within as many reclaims and activations as the
+    active list is long goes to the active list at once. Units come and go whole, where the kernel reclaims page by page.
+
+    Args:
+        units (np.ndarray): ``[N]``, in the order of reading.
+        num_units (int): How many there are; units are below it.
+        nbytes (float): What the page cache holds.
+        unit_nbytes (int): The bytes of one.
+        pages (str): ``linux`` or ``lru``, one list of the least recently read.
+        neighbours (int): Linux reads on when what lies before is cached as well: after r units in a row in the cache, r at least
+            2, a missing one brings the r that follow. At most so many: ``read_ahead_kb`` over the largest contiguous part of
+            an expert; 0 where the reader advises against it, or the parts are longer than that.
+        row (int, optional): Units that lie one after another in the file: E. Default: all.
+
+    Returns:
+        tuple[np.ndarray, np.ndarray]: ``[N]`` of bool, whether it was there, and of int, how many more units came with it.
+    """
+    if pages not in PAGES:
+        raise ValueError(f"pages: expected one of {', '.join(PAGES)}, got {pages!r}.")
+    found, brought = np.zeros(len(units), bool), np.zeros(len(units), np.int64)
+    capacity = nbytes / unit_nbytes
+    if not len(units) or capacity < 1:
+        return found, brought
+    if not neighbours and capacity >= len(np.unique(units)):
+        first = np.unique(units, return_index=True)[1]
+        found[:] = True
+        found[first] = False
+        return found, brought
+    if pages == "lru":
+        _one_list(units.tolist(), capacity, found)
+        return found, brought
+    ratio = max(1, isqrt(10 * (int(min(nbytes, num_units * unit_nbytes)) >> 30)))
+    _two_lists(units.tolist(), num_units, min(capacity, num_units), ratio, neighbours, row or num_units, found, brought)
+    return found, brought
+
+
+def _one_list(units, capacity, found):
+    order = OrderedDict()
+    for i, u in enumerate(units):
+        if u in order:
+            order.move_to_end(u)
+            found[i] = True
+        else:
+            order[u] = None
+            if len(order) > capacity:
+                order.popitem(last=False)
+
+
+def _two_lists(units, num_units, capacity, ratio, neighbours, row, found, brought):
+    # A unit's state is 0 absent, 1 inactive, 2 inactive and referenced, 3 active, 4 active and referenced. The inactive list is a
+    # log from ``oldest`` on, in which an entry counts if it is its unit's last. Every line runs 100,000 times: hence no calls.
+    state, place, left = [0] * num_units, [-1] * num_units, [-num_units] * num_units
+    log, active, missed = [], deque(), []
+    oldest = num_inactive = num_active = 0
+    age = 0  # reclaims and activations so far; ``left``: the age when a unit was reclaimed
+    capacity, i = int(capacity), -1
+    for u in units:
+        i += 1
+        s = state[u]
+        if s == 4:
+            continue
+        if s:
+            if s == 2:
+                place[u] = -1
+                num_inactive -= 1
+                active.append(u)
+                num_active += 1
+                age += 1
+            state[u] = s + 1
+            continue
+        missed.append(i)
+        more = _neighbours(u, state, neighbours, row) if neighbours else None
+        if age - left[u] <= num_active:
+            active.append(u)
+            num_active += 1
+            age += 1
+            state[u] = 4
+        else:
+            place[u] = len(log)
+            log.append(u)
+            num_inactive += 1
+            state[u] = 2
+        if more:
+            brought[i] = len(more)
+            for v in more:  # as above, but nobody has read them yet
+                if age - left[v] <= num_active:
+                    active.append(v)
+                    num_active += 1
+                    age += 1
+                    state[v] = 3
+                else:
+                    place[v] = len(log)
+                    log.append(v)
+                    num_inactive += 1
+                    state[v] = 1
+        while num_inactive + num_active > capacity:
+            while num_inactive * ratio < num_active:
+                v = active.popleft()
+                num_active -= 1
+                state[v] -= 2
+                place[v] = len(log)
+                log.append(v)
+                num_inactive += 1
+            while place[v := log[oldest]] != oldest:
+                oldest += 1
+            oldest += 1
+            num_inactive -= 1
+            state[v] = 0
+            left[v] = age
+            age += 1
+    found[:] = True
+    found[np.array(missed, np.intp)] = False
+
+
+def _neighbours(u, state, most, row):
+    before, first = u - 1, u - u % row
+    while before >= first and state[before] and u - before <= most:
+        before -= 1
+    run = u - before - 1
+    return [v for v in range(u + 1, min(u + run + 1, first + row)) if not state[v]] if run >= 2 else []

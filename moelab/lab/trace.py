@@ -23,9 +23,9 @@ class TraceError(ValueError):
     """A trace is damaged, or does not fit the model that it should drive."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Trace:
-    """The routing of one run.
+    """The routing of one run. What is computed from it is kept: make another rather than change it.
 
     Attributes:
         experts (np.ndarray): ``[T, L, K]`` uint16, the experts of every token in every MoE
