@@ -1,10 +1,27 @@
-"""Draft, verify, roll back: several tokens for one pass of the target, and the target's own text."""
+"""Draft, verify, roll back: several tokens for one pass of the target, and the target's own text.
 
-from collections.abc import Callable, Sequence
+At any temperature the target chooses every token itself, each position with its own random numbers, and a draft is accepted where it is what the target
+chose. So the text does not depend on the draft: with the same `mx.random.seed` it is the text that `mlx_lm.stream_generate` writes. A draft that
+chooses with the same random numbers agrees nearly as often as rejection sampling could make it, and needs no probabilities, so any sampler will do
+(Daliri, Musco, Suresh: Coupling without Communication and Drafter-Invariant Speculative Decoding, arXiv 2408.07978).
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.generate import GenerationResponse, generation_stream, maybe_quantize_kv_cache, wired_limit
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import greedy_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .rollback import Rollback
+
+PREFILL_STEP = 512  # prompt tokens in one pass, as in mlx-lm
 
 
 class Draft(Protocol):
@@ -41,3 +58,397 @@ class Draft(Protocol):
         several at a time. It draws with the random numbers that the target will use at the same positions, which is why no probabilities are returned:
         where draft and target agree about a distribution they choose the same token.
         """
+
+
+@dataclass(frozen=True)
+class Round:
+    """One pass of the target after the prompt.
+
+    Attributes:
+        number (int): From 0.
+        drafted (int): Tokens that the draft proposed.
+        accepted (int): How many of them the target chose too; it adds one of its own.
+        draft_s (float): Seconds until the drafts were there.
+        verify_s (float): Seconds until the target had chosen. Without a draft: until the next token was asked for.
+    """
+
+    number: int
+    drafted: int = 0
+    accepted: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+
+
+@dataclass
+class SpeculativeResponse(GenerationResponse):
+    """mlx-lm's response, and how the token came about.
+
+    Attributes:
+        drafted (int): Tokens drafted so far.
+        accepted (int): How many of them were accepted so far.
+        round (Round): The round that gave this token.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    round: Round = Round(0)
+
+
+class ModelDraft:
+    """A small mlx-lm model as a draft: same tokenizer, resident, attention or recurrent.
+
+    Args:
+        model (nn.Module): As `mlx_lm.load` or `moelab.load` returns it.
+    """
+
+    layer_ids = ()
+
+    def __init__(self, model: nn.Module):
+        self.model, self.cache = model, []
+
+    def make_cache(self) -> list:
+        return make_prompt_cache(self.model)
+
+    def bind(self, model: nn.Module, cache: list | None = None) -> None:
+        own, target = vocabulary(self.model), vocabulary(model)
+        if own != target:
+            raise ValueError(
+                f"draft: expected the target's vocabulary of {target} tokens, got {own}. Draft and target must share a tokenizer."
+            )
+        self.cache = cache or self.make_cache()
+        self._rollback = Rollback(self.model, self.cache)
+        self._unread = []  # what the target has read and this model has not
+        self._ahead = 0  # what this model has read and the target may refuse
+
+    def extend(self, tokens: mx.array, features: mx.array | None = None) -> None:
+        if self._ahead > tokens.size:
+            self._rollback.undo(self._ahead - tokens.size)
+        self._unread.append(tokens[self._ahead :])
+        self._ahead = 0
+
+    def propose(self, last: int, n: int, choose: Callable[[mx.array], mx.array]) -> mx.array:
+        self._rollback.commit()
+        x = mx.concatenate([*self._unread, mx.array([last] if n else [], mx.uint32)])
+        self._unread = []
+        while x.size > PREFILL_STEP or n == 0 and x.size:
+            self.model(x[None, :PREFILL_STEP], cache=self.cache)
+            mx.eval([c.state for c in self.cache])
+            x = x[PREFILL_STEP:]
+        ys = []
+        for _ in range(n):
+            x = choose(self._rollback(x[None])[:, -1])
+            mx.async_eval(x)
+            ys.append(x)
+        self._ahead = n
+        return mx.concatenate(ys) if ys else mx.array([], mx.uint32)
+
+
+def speculative_generate(
+    model: nn.Module,
+    tokenizer,
+    prompt: str | mx.array | list[int],
+    draft: Draft,
+    max_tokens: int = 256,
+    stream: mx.Stream = generation_stream,
+    **kwargs,
+) -> Iterator[SpeculativeResponse]:
+    """Generate text with a draft: the text of `mlx_lm.stream_generate`, in fewer passes.
+
+    Args:
+        model (nn.Module): The target, resident or streamed.
+        tokenizer (TokenizerWrapper): Its tokenizer.
+        prompt (str or mx.array or list[int]): Text or token ids.
+        draft (Draft): A `ModelDraft`, a DFlash draft, or anything with their methods.
+        max_tokens (int): Where to stop; -1 for no limit.
+        kwargs: As for `speculative_generate_step`.
+
+    Yields:
+        SpeculativeResponse: mlx-lm's response with `drafted`, `accepted` and the `round`.
+
+    Raises:
+        ValueError: The draft does not fit the model, or the cache cannot be rolled back.
+    """
+    if max_tokens == 0:
+        raise ValueError("max_tokens: expected a number above 0, or -1 for no limit; got 0.")
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    if isinstance(prompt, str):
+        bos = tokenizer.bos_token
+        prompt = tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
+    prompt = mx.array(prompt, mx.uint32)
+    detokenizer = tokenizer.detokenizer
+    drafted, accepted, last_round = 0, 0, None
+
+    def response(finish_reason=None):
+        return SpeculativeResponse(
+            text=detokenizer.last_segment,
+            token=token,
+            logprobs=logprobs,
+            from_draft=from_draft,
+            prompt_tokens=prompt.size,
+            prompt_tps=prompt_tps,
+            generation_tokens=n,
+            generation_tps=n / (time.perf_counter() - begin),
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=finish_reason,
+            drafted=drafted,
+            accepted=accepted,
+            round=round,
+        )
+
+    steps = speculative_generate_step(prompt, model, draft, stream, max_tokens=max_tokens, **kwargs)
+    with wired_limit(model, [stream]), closing(steps):
+        begin = time.perf_counter()
+        for n, (token, logprobs, from_draft, round) in enumerate(steps, 1):
+            if n == 1:
+                prompt_tps = prompt.size / (time.perf_counter() - begin)
+                begin = time.perf_counter()
+            if round is not last_round:
+                drafted, accepted, last_round = drafted + round.drafted, accepted + round.accepted, round
+            if token in tokenizer.eos_token_ids:
+                break
+            detokenizer.add_token(token)
+            if n == max_tokens:
+                break
+            yield response()
+        steps.close()  # before the last response, so that whoever gets it finds the prompt cache complete
+        detokenizer.finalize()
+        yield response("stop" if token in tokenizer.eos_token_ids else "length")
+
+
+def speculative_generate_step(
+    prompt: mx.array,
+    model: nn.Module,
+    draft: Draft,
+    stream: mx.Stream = generation_stream,
+    *,
+    num_draft_tokens: int = 4,
+    max_tokens: int = 256,
+    sampler: Callable[[mx.array], mx.array] | None = None,
+    logits_processors: list | None = None,
+    prompt_cache: list | None = None,
+    prefill_step_size: int = PREFILL_STEP,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = 5000,
+    rollback: str = "auto",
+) -> Iterator[tuple[int, mx.array, bool, Round]]:
+    """Token by token, as mlx-lm's function of this name, on any cache that can be rolled back.
+
+    Args:
+        prompt (mx.array): Token ids [T].
+        model (nn.Module): The target.
+        draft (Draft): What guesses.
+        num_draft_tokens (int): Drafts in each round; 0 for none.
+        max_tokens (int): Where to stop; -1 for no limit.
+        sampler (Callable): From log probabilities [1, V] to tokens [1]. Default: the most likely one.
+        logits_processors (list): As for mlx-lm.
+        prompt_cache (list): The target's cache and, if wanted, the draft's (`make_cache`) after it. They are left as `mlx_lm.stream_generate` leaves
+            a cache: with the prompt and every token that was yielded.
+        prefill_step_size (int): Prompt tokens in one pass.
+        kv_bits, kv_group_size, quantized_kv_start: As for mlx-lm.
+        rollback (str): A way of `Rollback`.
+
+    Yields:
+        tuple: token (int), log probabilities [V], whether it was drafted, and its `Round`.
+    """
+    if prompt.size == 0:
+        raise ValueError("prompt: expected at least one token, got none.")
+    if not isinstance(num_draft_tokens, int) or num_draft_tokens < 0:
+        raise ValueError(f"num_draft_tokens: expected a number from 0, got {num_draft_tokens!r}.")
+    left = max_tokens if max_tokens >= 0 else float("inf")
+
+    def quantize(cache):
+        maybe_quantize_kv_cache(cache, quantized_kv_start, kv_group_size, kv_bits)
+
+    with mx.stream(stream):
+        target = _Target(model, draft, prompt_cache, rollback, quantize)
+        target.prefill(prompt[:-1], prefill_step_size)
+        chooser = _Chooser(sampler, logits_processors, prompt)
+        last, number = prompt[-1:], 0
+        pending = None  # log probabilities, from_draft and round of `last`, which was chosen and not yet yielded
+        unread = True  # `last` stands and the target has not read it
+        try:
+            while left:
+                n = num_draft_tokens
+                if pending is not None and (n or left == 1):
+                    unread = True
+                    yield last.item(), *pending
+                    pending, left = None, left - 1
+                n = min(n, left - 1)
+                if not left:
+                    break
+                begin = time.perf_counter()
+                if not n:
+                    following, logprobs = chooser(target.read(last))
+                    mx.async_eval(following)  # before `last` is asked for, as mlx-lm does
+                    target.keep(1)
+                    unread = False
+                    if pending is not None:
+                        yield last.item(), *pending
+                        left -= 1
+                    last, pending = following, (logprobs[0], False, Round(number, verify_s=time.perf_counter() - begin))
+                    chooser.commit(last, 1)
+                else:
+                    with chooser.ahead() as choose:
+                        drafts = draft.propose(last.item(), n, choose)[:n].astype(mx.uint32)
+                        guesses = drafts.tolist()
+                    drafted = time.perf_counter()
+                    tokens, logprobs = chooser(target.read(mx.concatenate([last, drafts])), drafts)
+                    unread = False
+                    own = tokens.tolist()
+                    accepted = next((i for i, guess in enumerate(guesses) if guess != own[i]), len(guesses))
+                    chooser.commit(tokens[: accepted + 1], accepted + 1)
+                    round = Round(number, len(guesses), accepted, drafted - begin, time.perf_counter() - drafted)
+                    for i in range(accepted):
+                        target.standing = i + 2  # `last` and the drafts up to this one
+                        yield own[i], logprobs[i], True, round
+                        left -= 1
+                    target.keep(accepted + 1)
+                    last, pending = tokens[accepted : accepted + 1], (logprobs[accepted], False, round)
+                number += 1
+        except GeneratorExit:
+            target.finish(last if unread else None)
+            raise
+        target.finish(last if unread else None)
+
+
+class _Target:
+    """The target, what it has read, and the draft that is told what of it stands."""
+
+    def __init__(self, model, draft, prompt_cache, way, quantize):
+        self._num_caches = len(make_prompt_cache(model))
+        self._given, given = prompt_cache, prompt_cache or []
+        if 0 < len(given) < self._num_caches:
+            raise ValueError(
+                f"prompt_cache: expected {self._num_caches} caches for the target, then the draft's; got {len(given)}."
+            )
+        self._cache = given[: self._num_caches] or make_prompt_cache(model)
+        draft.bind(model, given[self._num_caches :] or None)
+        self._model, self._draft, self._quantize = model, draft, quantize
+        self._rollback = Rollback(model, self._cache, way)
+        self._read = None
+        self.standing = 0  # of the tokens last read, how many stand if nobody asks for more
+
+    def prefill(self, tokens, step):
+        for i in range(0, tokens.size, step):
+            x = tokens[i : i + step]
+            _, features = self._captured(self._model, x[None], cache=self._cache)
+            mx.eval([c.state for c in self._cache], features)
+            self._draft.extend(x, features)
+            self._quantize(self._cache)
+            mx.clear_cache()
+
+    def read(self, tokens):
+        """Logits [T, V] after each of the tokens [T]."""
+        logits, features = self._captured(self._rollback, tokens[None])
+        self._read, self.standing = (tokens, features), 1
+        return logits[0]
+
+    def keep(self, n):
+        """The first `n` of the tokens last read stand, the others are taken back."""
+        tokens, features = self._read
+        self._rollback.undo(tokens.size - n)
+        self._rollback.commit()
+        self._draft.extend(tokens[:n], None if features is None else features[:n])
+        self._quantize(self._cache)
+        self._read = None
+
+    def finish(self, unread):
+        """Bring the caches to where the caller stands."""
+        if self._read is not None:
+            self.keep(self.standing)
+        if self._given is None:
+            return
+        if unread is not None:
+            self.read(unread)
+            self.keep(1)
+        self._given[: self._num_caches] = self._cache
+        if len(self._given) > self._num_caches:
+            self._draft.propose(0, 0, None)
+            self._given[self._num_caches :] = self._draft.cache
+        mx.eval([c.state for c in self._given])
+
+    def _captured(self, call, *args, **kwargs):
+        if not self._draft.layer_ids:
+            return call(*args, **kwargs), None
+        from .dflash import capture
+
+        with capture(self._model, self._draft.layer_ids) as seen:
+            out = call(*args, **kwargs)
+        return out, seen.features[0]
+
+
+class _Chooser:
+    """Processors and sampler over rows of logits, with the same random numbers at the same position whoever asks."""
+
+    def __init__(self, sampler, processors, tokens):
+        self._sampler, self._processors = sampler or greedy_sampler, processors or []
+        self._tokens = tokens  # all that stand
+        self._keys = []  # the state of mx.random after each row
+
+    def __call__(self, logits, drafts=None):
+        """Tokens [k] and log probabilities [k, V] for logits [k, V], of which the rows after the first follow `drafts` [k - 1]."""
+        self._keys = []
+        return self._rows(logits, lambda i: drafts[:i] if i else None)
+
+    @contextmanager
+    def ahead(self):
+        """Gives a draft's `choose`; afterwards the random numbers it drew are drawn again."""
+        before, chosen = mx.random.state[0], []
+
+        def choose(logits):
+            for i in range(logits.shape[0]):
+                y, _ = self._rows(logits[i : i + 1], lambda _: mx.concatenate(chosen) if chosen else None)
+                chosen.append(y)
+            return mx.concatenate(chosen[-logits.shape[0] :])
+
+        yield choose if self._random or self._processors else greedy_sampler
+        if self._random:
+            _seed(before)
+
+    def commit(self, tokens, num_rows):
+        """The first `num_rows` choices of the last call stand."""
+        if self._processors:
+            self._tokens = mx.concatenate([self._tokens, tokens])
+        if self._random and num_rows < len(self._keys):
+            _seed(self._keys[num_rows - 1])
+
+    @property
+    def _random(self):
+        return self._sampler is not greedy_sampler
+
+    def _rows(self, logits, following):
+        if not self._random and not self._processors:
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            return greedy_sampler(logprobs), logprobs
+        tokens, logprobs = [], []
+        for i in range(logits.shape[0]):
+            row = logits[i : i + 1]
+            if self._processors:
+                more = following(i)
+                context = self._tokens if more is None else mx.concatenate([self._tokens, more])
+                for processor in self._processors:
+                    row = processor(context, row)
+            logprobs.append(row - mx.logsumexp(row, axis=-1, keepdims=True))
+            tokens.append(self._sampler(logprobs[-1]))
+            self._keys.append(mx.random.state[0])
+        return mx.concatenate(tokens), mx.concatenate(logprobs)
+
+
+def _seed(key):
+    # The state of mx.random cannot be set, but a seed is a key: its two halves.
+    high, low = key.tolist()
+    mx.random.seed(high << 32 | low)
+
+
+def vocabulary(model: nn.Module) -> int:
+    """V of an mlx-lm model, from its configuration or else its embedding."""
+    args = getattr(model, "args", None)
+    text = getattr(args, "text_config", None) or {}
+    found = getattr(args, "vocab_size", None) or (
+        text.get("vocab_size") if isinstance(text, dict) else getattr(text, "vocab_size", None)
+    )
+    return found or max(
+        m.weight.shape[0] for _, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))
+    )
