@@ -18,7 +18,9 @@ class StreamConfig:
         top_k (int, optional): Experts per token (K); fewer than the checkpoint's own is
             lossy. Default: the checkpoint's own.
         readers (int): Reads in flight at once. Default: ``8``.
-        prefetch (str): Only ``none`` so far.
+        prefetch (str): What is read before it is asked for: ``none``, ``last`` (the last token's
+            experts), ``lookahead`` (what the next layer's router says of this layer's hidden
+            state) or ``oracle`` (what a recorded trace says). For ``stacked`` and ``fused``.
         policy (str): Which expert leaves its slot first: ``lru`` or ``lfu``.
         scales (str): ``streamed`` reads an expert's scales and biases with its weight,
             ``resident`` keeps those of all E experts in memory.
@@ -44,7 +46,7 @@ class StreamConfig:
     def __post_init__(self):
         for name, allowed in (
             ("mode", MODES),
-            ("prefetch", ("none",)),
+            ("prefetch", ("none", "last", "lookahead", "oracle")),
             ("policy", ("lru", "lfu")),
             ("scales", ("streamed", "resident")),
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
@@ -54,6 +56,11 @@ class StreamConfig:
                 raise ValueError(
                     f"StreamConfig.{name}: expected one of {', '.join(allowed)}, got {value!r}."
                 )
+        if self.prefetch != "none" and self.mode not in ("stacked", "fused"):
+            raise ValueError(
+                f"StreamConfig.prefetch: {self.prefetch!r} needs slots to read into, got mode {self.mode!r}. "
+                "Use mode 'stacked' or 'fused', or prefetch 'none'."
+            )
         for name in ("slots", "readers", "top_k", "streams"):
             value = getattr(self, name)
             if (name, value) in (("top_k", None), ("streams", "auto")):

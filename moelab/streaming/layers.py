@@ -9,6 +9,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..checkpoint import expert_parameters
+from .prefetch import Job
 from .slots import SlotBank, SlotTable, can_fuse
 
 # Where reads take so long, what is there is computed meanwhile ...
@@ -29,29 +30,34 @@ class StreamedExperts(nn.Module):
 
     def __init__(self, module, path, layer, session):
         super().__init__()
-        self._path, self._layer, self._session = path, layer, session
+        self.path, self._layer, self._session = path, layer, session
         held = {name.split(".")[0] for name in expert_parameters(module)}
         for name, child in module.items():
             if name not in held:  # what the family hangs on it may be asked for
                 self[name] = child
         self._num_experts = num_experts(module)
         self._last = []  # the last output, which reads the slots until evaluated
+        self.probe = None  # takes the indices of a call in place of computing it
 
     def _bank(self, module, num_slots, fuse=False):
         s = self._session
-        resident = {k: v for k, v in s.resident.items() if k.startswith(self._path + ".")}
-        return SlotBank(module, self._path, s.located, resident, num_slots, fuse)
+        resident = {k: v for k, v in s.resident.items() if k.startswith(self.path + ".")}
+        return SlotBank(module, self.path, s.located, resident, num_slots, fuse)
 
     def __call__(self, x, indices):
         session = self._session
         if x.dtype != session.dtype:
             raise TypeError(
-                f"{self._path}: expected {session.dtype} activations, got {x.dtype}. "
+                f"{self.path}: expected {session.dtype} activations, got {x.dtype}. "
                 "Something before this layer promoted the graph: cast it back."
             )
+        if self.probe is not None:
+            self.probe(indices)
+            return mx.zeros((*indices.shape, x.shape[-1]), x.dtype)
+        asked = self._ask(x)
         # The one evaluation of a layer: the host learns the routing. What still reads the
         # slots must be evaluated before they change; by now it nearly always is.
-        mx.eval(indices, self._last)
+        mx.eval(indices, self._last, asked)
         routed = np.array(indices)
         if session.recorder is not None:
             session.recorder.add(self._layer, routed)
@@ -59,7 +65,14 @@ class StreamedExperts(nn.Module):
         self._last = self._compute(x, routed)
         if len(session.streams) == 1:  # with more, no core is free meanwhile
             mx.async_eval(self._last)  # it runs while Python writes the graph of what follows
+        self._prefetch(asked)
         return self._last
+
+    def _ask(self, x):
+        return []
+
+    def _prefetch(self, asked):
+        pass
 
     def _one(self, bank, rows, pairs, top_k):
         """One expert, the only one of its bank, for the pairs that want it."""
@@ -141,10 +154,64 @@ class Stacked(StreamedExperts):
         slots = min(session.config.slots, self._num_experts)
         self._slots = self._bank(module, slots, self.fuse and can_fuse(module))
         self._table = SlotTable(slots, session.config.policy)
+        self._job = None  # what is being read ahead for this layer
+        self.routed = None  # the experts of the last call
+
+    def _ask(self, x):
+        session = self._session
+        return session.prefetcher.ask(self._layer, x) if session.prefetcher and session.decoding else []
+
+    def _prefetch(self, asked):
+        session = self._session
+        if not (session.prefetcher and session.decoding):  # a prompt needs nearly all of them
+            return
+        guess = session.prefetcher.guess(self._layer, asked)
+        if guess is not None and guess[1] is not None:
+            self._session.layers[guess[0]].read_ahead(list(dict.fromkeys(guess[1].ravel().tolist())))
+
+    def read_ahead(self, experts):
+        """Begin to read those of some experts that are not held; a long list is not worth it.
+
+        Args:
+            experts (list[int]): Distinct.
+        """
+        if self._job is not None or len(experts) > self._table.num_slots:
+            return
+        mx.eval(self._last)  # evaluated long ago, as a rule
+        slots = self._table.reserve(experts)
+        if not slots:
+            return
+        session = self._session
+        session.counters.prefetch_issued += len(slots)
+        self._job = Job(session.reader, self._slots, slots)
+        few = len(slots) * self._slots.expert_nbytes <= PART_NBYTES
+        session.reader.ahead(self._job.run, 1 if few else len(slots))
+
+    def _settle(self, needed):
+        """Hold what was read ahead, and count what it was worth to this call."""
+        if self._job is None:
+            return
+        crowded = len(needed) + self._job.num_slots > self._table.num_slots
+        arrived, free, done = self._job.settle(set(needed), crowded)
+        c = self._session.counters
+        for e, (slot, took_s, waited_s) in arrived.items():
+            self._table.keep(e, slot)
+            if e in needed:
+                c.prefetch_used += 1
+                c.prefetch_late += waited_s > 0
+                c.prefetch_saved_s += max(0.0, took_s - waited_s)
+                c.wait_s += waited_s
+            else:
+                c.prefetch_wasted += 1
+        self._table.release(free)
+        if done:
+            self._job = None
 
     def _compute(self, x, routed):
         flat = routed.ravel().tolist()
         needed = list(dict.fromkeys(flat))
+        self.routed = routed
+        self._settle(needed)
         if len(needed) <= self._table.num_slots:
             held, misses = self._plan(needed)
             read_s = self._session.reader.expected_s(len(misses) * self._slots.expert_nbytes)

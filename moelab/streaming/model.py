@@ -20,6 +20,7 @@ from ..checkpoint import (
 )
 from .config import StreamConfig
 from .layers import LAYERS, num_experts
+from .prefetch import PREFETCHERS
 from .reader import Reader
 from .spread import spread
 
@@ -48,6 +49,11 @@ class Counters:
         bytes_read (int): Their bytes.
         read_s (float): Seconds in reads, summed over the threads.
         wait_s (float): Seconds in which the model waited for reads.
+        prefetch_issued (int): Experts asked for ahead. Those not begun in time are given up.
+        prefetch_used (int): Read ahead and needed by the call they were meant for; hits.
+        prefetch_late (int): Of these, still on their way then.
+        prefetch_wasted (int): Read ahead and not needed then.
+        prefetch_saved_s (float): Seconds that the reads of those used took, less the wait.
     """
 
     tokens: int = 0
@@ -58,6 +64,11 @@ class Counters:
     bytes_read: int = 0
     read_s: float = 0.0
     wait_s: float = 0.0
+    prefetch_issued: int = 0
+    prefetch_used: int = 0
+    prefetch_late: int = 0
+    prefetch_wasted: int = 0
+    prefetch_saved_s: float = 0.0
 
     @property
     def hit_rate(self):
@@ -96,6 +107,7 @@ class Session:
         self.stats = Stats()
         self.counters = self.stats.decode
         self.recorder = None
+        self.prefetcher = None
         self._booked = (0, 0, 0.0)
 
     def begin(self, inputs):
@@ -111,6 +123,11 @@ class Session:
     def streams(self):
         """The caller's stream and those that share its work."""
         return [mx.default_stream(mx.default_device()), *self._more_streams]
+
+    @property
+    def decoding(self):
+        """Whether the call that runs now is of a single token."""
+        return self.counters is self.stats.decode
 
     @contextmanager
     def waiting(self):
@@ -205,6 +222,11 @@ def load_model(path, config=None, **kwargs):
                 for i, (path, module) in enumerate(experts)
             ]
             model.update_modules(tree_unflatten(streamed))
+            session.layers = [module for _, module in streamed]
+            if config.prefetch != "none":
+                modules = dict(model.named_modules())
+                parents = [modules[path.rpartition(".")[0]] for path, _ in streamed]
+                session.prefetcher = PREFETCHERS[config.prefetch](session.layers, parents)
         mx.eval(model.parameters())
         if config.mode in ("stacked", "fused"):
             spread(model, session)

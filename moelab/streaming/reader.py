@@ -87,8 +87,10 @@ class Reader:
         self.closed = False
         self._pace = 0.0  # seconds a thread takes for a byte, of late
         self._files = {}
-        self._pool = None
+        self._pool = self._ahead = None
         self._lock = threading.Lock()
+        self._nothing_urgent = threading.Event()
+        self._nothing_urgent.set()
 
     def open(self, path):
         """Open a file, once; any change to it from now on is an error when it is read.
@@ -116,9 +118,13 @@ class Reader:
             return []
         if self.closed:
             raise ReadError("The model is closed: load it again to go on.")
+        self._nothing_urgent.clear()
         total = sum(r.nbytes for r in reads)
         if self.readers == 1 or total <= INLINE_NBYTES:
-            self._read(reads)
+            try:
+                self.read_here(reads)
+            finally:
+                self._nothing_urgent.set()
             return []
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.readers, thread_name_prefix="moelab-read")
@@ -129,7 +135,7 @@ class Reader:
                 tasks.append([])
             tasks[-1].append(read)
             size += read.nbytes
-        return [self._pool.submit(self._read, task) for task in tasks]
+        return [self._pool.submit(self.read_here, task) for task in tasks]
 
     def finish(self, futures):
         """Wait for every read that ``start`` began.
@@ -138,6 +144,7 @@ class Reader:
             ReadError: If one failed; all have ended by then.
         """
         wait(futures)
+        self._nothing_urgent.set()
         for future in futures:
             future.result()
 
@@ -157,7 +164,28 @@ class Reader:
         """Read all ranges and return when they have arrived."""
         self.finish(self.start(reads))
 
-    def _read(self, reads):
+    def ahead(self, work, threads):
+        """Have something done by threads that do not hold up ``start``'s.
+
+        Args:
+            work (Callable): Called once on each thread; it calls ``give_way`` before each read.
+            threads (int): How many, at most ``readers``.
+        """
+        if self._ahead is None:
+            self._ahead = ThreadPoolExecutor(self.readers, thread_name_prefix="moelab-prefetch")
+        for _ in range(min(threads, self.readers)):
+            self._ahead.submit(work)
+
+    def give_way(self):
+        """Wait until no read of ``start``'s is in flight."""
+        self._nothing_urgent.wait()
+
+    def read_here(self, reads):
+        """Read ranges one after the other, in the thread that calls.
+
+        Raises:
+            ReadError: As ``finish`` does.
+        """
         begin = time.perf_counter()
         nbytes = 0
         for r in reads:
@@ -192,10 +220,12 @@ class Reader:
 
     def close(self):
         """End the threads and close the files. A second call does nothing."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
-            self._pool = None
+        self.closed = True
+        self._nothing_urgent.set()
+        for pool in (self._pool, self._ahead):
+            if pool is not None:
+                pool.shutdown(wait=True)
+        self._pool = self._ahead = None
         for file in self._files.values():
             os.close(file.fd)
         self._files = {}
-        self.closed = True

@@ -83,6 +83,36 @@ class SlotTable:
             self._free.remove(slot)
             self.slot_of[e] = slot
 
+    def reserve(self, experts):
+        """Take slots for experts that may be needed, from those that are not among them.
+
+        The slots are nobody's until ``keep`` or ``release``.
+
+        Args:
+            experts (list[int]): Distinct; at most S.
+
+        Returns:
+            dict[int, int]: The slots of those that are not held.
+        """
+        slots = {}
+        for e in experts:
+            if e in self.slot_of:
+                continue
+            if not self._free:
+                if all(held in experts for held in self.slot_of):
+                    break
+                self._free.append(self.slot_of.pop(self._victim(experts)))
+            slots[e] = self._free.pop()
+        return slots
+
+    def keep(self, expert, slot):
+        """A reserved slot holds its expert from now on."""
+        self.slot_of[expert] = slot
+
+    def release(self, slots):
+        """Reserved slots are free again."""
+        self._free.extend(slots)
+
     def _victim(self, needed):
         candidates = (e for e in self.slot_of if e not in needed)
         if self.policy == "lru":
