@@ -100,7 +100,8 @@ def decode(model, prompt_ids, tokens, warmup=0, before_clock=None):
         before_clock (Callable): Called just before it starts, to drop the page cache.
 
     Returns:
-        dict: ``tokens`` (all of them), ``prefill_s``, ``decode_s`` and ``counters`` of the timed part (None for a model that is not ours).
+        dict: ``tokens`` (all of them), ``prefill_s``, ``decode_s``, ``step_s`` (of each token) and ``counters`` of the timed part (None
+        for a model that is not ours).
     """
     cache = make_prompt_cache(model)
     with mx.stream(generation_stream):
@@ -119,28 +120,32 @@ def decode(model, prompt_ids, tokens, warmup=0, before_clock=None):
                     following = step(y)
                     mx.async_eval(following)
                 out.append(y.item())
+                ends.append(time.perf_counter())
                 if following is not None:
                     y = following
             return y, out
 
-        begin = time.perf_counter()
+        ends = [time.perf_counter()]
         y = step(mx.array(prompt_ids))
         first = y.item()
-        prefill_s = time.perf_counter() - begin
+        prefill_s = time.perf_counter() - ends[0]
         y, warm = run(y, warmup)
         ours = hasattr(model, "_session")
         if ours:
             stats(model, reset=True)
         if before_clock:
             before_clock()
-        begin = time.perf_counter()
+        ends = [time.perf_counter()]
         y, out = run(y, tokens)
-        decode_s = time.perf_counter() - begin
+        step_s = np.diff(ends)
     counters = None
     if ours:
         c = stats(model).decode
         counters = {**dataclasses.asdict(c), "hit_rate": c.hit_rate, "bytes_per_token": c.bytes_per_token}
-    return {"tokens": [first, *warm, *out], "prefill_s": prefill_s, "decode_s": decode_s, "counters": counters}
+    return {
+        "tokens": [first, *warm, *out], "prefill_s": prefill_s, "decode_s": float(step_s.sum()),
+        "step_s": step_s.round(7).tolist(), "counters": counters,
+    }  # fmt: skip
 
 
 class _Loaded:
@@ -210,7 +215,7 @@ def bench(path, modes="resident,serial,buffers,stacked,fused", base=None, tokens
     order, loaded = random.Random(seed), _Loaded(path, configs, together)
 
     def drop_pages():
-        for file in path.glob("model*.safetensors"):
+        for file in path.glob("*.safetensors"):
             machine.drop_pages(file)
 
     bar = tqdm(total=(runs + 1) * len(configs), desc="bench", unit="run", leave=False, disable=not progress)
@@ -352,29 +357,40 @@ def summarize(record):
 
 
 def ceilings(record, speeds):
-    """What a mode could reach if reads were all that is added to the resident model's work.
+    """What a mode could reach if reads were all that is added to the resident model's work, spread evenly over its streams.
 
     Args:
         record (dict): Of ``bench``.
         speeds (dict): Bytes per second of reads, by name.
 
     Returns:
-        dict: For every streamed mode, tokens per second by the name of the speed; ``no reads`` is the resident model itself.
+        dict: For every streamed mode, tokens per second by the name of the speed; ``no reads`` with one stream is the resident model.
     """
     resident = next((m for m in record["modes"].values() if m["config"]["mode"] == "resident" and m["samples"]), None)
     if resident is None:
         return {}
-    token_s = 1 / resident["decode_tok_s"]["median"]
-    return {
-        name: {"no reads": 1 / token_s, **{k: 1 / (token_s + m["bytes_per_token"] / v) for k, v in speeds.items()}}
-        for name, m in record["modes"].items()
-        if m.get("bytes_per_token") is not None
-    }
+    out = {}
+    for name, m in record["modes"].items():
+        if m.get("bytes_per_token") is not None:
+            token_s = 1 / resident["decode_tok_s"]["median"] / _num_streams(m["config"], record["machine"])
+            out[name] = {
+                "no reads": 1 / token_s,
+                **{k: 1 / (token_s + m["bytes_per_token"] / v) for k, v in speeds.items()},
+            }
+    return out
+
+
+def _num_streams(config, card):
+    if config["mode"] not in ("stacked", "fused"):
+        return 1
+    if config["streams"] != "auto":
+        return config["streams"]
+    return card["cores"] if card["device"] == "cpu" else 1
 
 
 def read_speeds(path, readers=8, nbytes=1 << 20):
     """Bytes per second of random reads of the checkpoint's largest file, cold and warm, by name."""
-    file = max(folder(path).glob("model*.safetensors"), key=lambda f: f.stat().st_size)
+    file = max(folder(path).glob("*.safetensors"), key=lambda f: f.stat().st_size)
     nbytes = max(4096, min(nbytes, file.stat().st_size // 32))
     return {f"{state} reads": machine.read_speed(file, state == "cold", readers, nbytes) for state in ("cold", "warm")}
 

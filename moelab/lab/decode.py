@@ -1,16 +1,14 @@
 """One run of a model, measured: what it wrote, what each token took, what it held in memory."""
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.generate import generate_step
 from plotly.subplots import make_subplots
 
-from .. import StreamConfig, close, footprint, load, stats
-from . import figures
+from .. import StreamConfig, footprint, load
+from . import bench, figures
 
 
 @dataclass(frozen=True)
@@ -58,26 +56,20 @@ def decode(path, config: StreamConfig, prompt: str, tokens: int) -> Run:
     mx.clear_cache()
     before = mx.get_active_memory()
     model, tokenizer = load(path, config)
-    try:
+    with model:
         held = mx.get_active_memory() - before
         mx.reset_peak_memory()
-        written, ends = [], [time.perf_counter()]
-        for token, _ in generate_step(mx.array(tokenizer.encode(prompt)), model, max_tokens=tokens):
-            written.append(int(token))
-            ends.append(time.perf_counter())
-        counted = stats(model).decode
-    finally:
-        close(model)
-    steps = np.diff(ends)
+        ran = bench.decode(model, tokenizer.encode(prompt), tokens - 1)
+    counted = ran["counters"]
     return Run(
         config=config,
-        tokens=written,
-        text=tokenizer.decode(written),
-        step_s=steps[1:],
-        first_s=float(steps[0]),
-        wait_s=counted.wait_s / max(counted.tokens, 1),
-        hit_rate=counted.hit_rate,
-        bytes_per_token=counted.bytes_per_token,
+        tokens=ran["tokens"],
+        text=tokenizer.decode(ran["tokens"]),
+        step_s=np.array(ran["step_s"]),
+        first_s=ran["prefill_s"],
+        wait_s=counted["wait_s"] / max(counted["tokens"], 1),
+        hit_rate=counted["hit_rate"],
+        bytes_per_token=counted["bytes_per_token"],
         held_nbytes=held,
         peak_nbytes=mx.get_peak_memory() - before,
     )
