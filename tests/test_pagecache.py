@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab import DATA
-from moelab.lab import limit, pagecache, routing
+from moelab.lab import cost, limit, pagecache, routing
 from moelab.lab.trace import Trace, driven
 from moelab.recipes import tiny_moe
 from moelab.streaming.layers import OVERLAP_S
@@ -411,3 +411,37 @@ def test_bad_input(wrong, match):
     call = dict(trace=made(), memory_nbytes=40 * MB, slots=6, expert_nbytes=MB, costs=COSTS) | wrong
     with pytest.raises(ValueError, match=match):
         pagecache.replay(**call)
+
+
+# --- what things cost ---
+
+
+@pytest.mark.parametrize("m", (1, 3, 4))
+def test_tokens_made_to_miss(m):
+    rows = cost.missing(m, 5, 2, 24, 4, np.random.default_rng(0))
+    assert rows.shape == (5, 2, 4)
+    hit = pagecache.held(rows, 24, 4, "lru")
+    assert (hit[1:].sum(-1) == 4 - m).all()
+    for layer in range(2):
+        mine = rows[:, layer][~hit[:, layer]]
+        assert len(set(mine.tolist())) == len(mine)
+    assert len(cost.missing(4, 50, 2, 24, 4, np.random.default_rng(0))) == 6
+
+
+def test_costs_are_measured(tmp_path):
+    tiny_moe.random_model(tmp_path)
+    samples = {}
+    got = cost.measure_costs(tmp_path, tokens=6, samples=samples)
+    values = vars(got)
+    assert all(np.isfinite(v) and v >= 0 for v in values.values()) and got.overlap <= 1
+    assert got.warm_s_per_byte > 0 and got.cold_s_per_byte > 0 and got.fixed_s > 0
+    assert {k for k in samples if k not in ("hit", "miss")} == {(s, m) for s in ("cold", "warm") for m in (1, 2, 4, 8)}
+    assert all(len(s) == 6 for s in samples.values())
+    # The line is that of the samples: a layer with K misses from the page cache.
+    nbytes = moelab.footprint(tmp_path).expert_nbytes
+    line = got.warm_call_s + 8 * nbytes * got.warm_s_per_byte
+    assert line == pytest.approx(np.median(samples["warm", 8]), rel=0.5)
+    t = made(L=8, E=64, K=8)
+    assert pagecache.replay(t, 1e9, 8, expert_nbytes=nbytes, costs=got).token_s.min() >= got.fixed_s
+    with pytest.raises(ValueError, match="expected mode stacked or fused, got 'buffers'"):
+        cost.measure_costs(tmp_path, moelab.StreamConfig(mode="buffers"))

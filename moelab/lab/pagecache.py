@@ -12,33 +12,12 @@ from math import isqrt
 import numpy as np
 
 from ..streaming.layers import OVERLAP_S
+from .cost import Costs, measure_costs
+
+__all__ = ["POLICIES", "Costs", "Replay", "cached", "held", "measure_costs", "replay"]
 
 POLICIES = ("lru", "lfu", "fifo", "s3-fifo", "belady", "none")
 PAGES = ("linux", "lru")
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What things take on one machine.
-
-    Attributes:
-        fixed_s (float): A token's work but for the routed experts: attention, router, head, Python.
-        expert_s (float): One expert's arithmetic for one token.
-        warm_s_per_byte (float): A byte read from the page cache, with the engine's reads in flight.
-        cold_s_per_byte (float): A byte read from the disk, with as many.
-        warm_call_s (float): What a layer's reads take besides when all come from the page cache.
-        cold_call_s (float): What they take besides when one comes from the disk.
-        overlap (float): Of the shorter of a layer's reads and arithmetic, the share that the other hides where the engine
-            overlaps them (reads of a millisecond or more), 0 to 1.
-    """
-
-    fixed_s: float
-    expert_s: float
-    warm_s_per_byte: float
-    cold_s_per_byte: float
-    warm_call_s: float = 0.0
-    cold_call_s: float = 0.0
-    overlap: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -158,8 +158,9 @@ class _Recorder:
 class _Tapped:
     # Mixed into the class of an experts' module for as long as its indices are looked at or replaced.
     def __call__(self, x, indices):
-        for tap in self._taps.each:
-            indices = tap(indices)
+        if getattr(self, "probe", None) is None:  # else a prefetcher asks the router what it would choose
+            for tap in self._taps.each:
+                indices = tap(indices)
         return super().__call__(x, indices)
 
 
@@ -277,7 +278,7 @@ def driven(model, trace):
     The router still runs and is waited for, and its scores weigh the experts: what such a model writes means nothing,
     what it costs is what the trace costs. A call with one token takes the next decoded row of the trace, a call with
     more takes the next prompt rows; of a phase that the trace lacks, it takes the other's. Each starts over when it
-    runs out. ``record`` inside the block sees the trace's choices.
+    runs out. ``record`` sees the trace's choices. A prefetcher that asks the next layer's router hears the router, not the trace.
 
     Args:
         model (nn.Module): As ``moelab.load`` returned it, in any mode.
