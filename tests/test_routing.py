@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moelab import DATA
-from moelab.lab import routing
+from moelab.lab import locality, routing
 from moelab.lab.trace import Trace, TraceError
 
 TRACES = sorted(p.stem for p in (DATA / "traces").glob("*.npz"))
@@ -90,10 +90,10 @@ def test_what_a_layer_tells_of_the_next():
     """A layer that copies the one before is told wholly; one that has nothing to do with it, by popularity alone."""
     t = routing.synthesize(routing.Locality((0.0,), (0.0,), (1.0,)), 400, 2, 8, 2, seed=1)
     shift = Trace(np.concatenate([t.experts[:, :1], (t.experts[:, :1] + 3) % 8, t.experts[:, 1:]], 1), t.phase, t.tokens, 8)
-    got = routing.layer_prediction(shift)
+    got = {name: hit.mean((0, 2)) for name, hit in routing.layer_prediction(shift).items()}
     assert got["pairs"][0] > 0.95 and got["popular"][0] < 0.4
     assert abs(got["pairs"][1] - 2 / 8) < 0.08
-    np.testing.assert_allclose(routing.layer_prediction(shift, ahead=2)["pairs"][0], 2 / 8, atol=0.08)
+    np.testing.assert_allclose(routing.layer_prediction(shift, ahead=2)["pairs"].mean(), 2 / 8, atol=0.08)
     with pytest.raises(TraceError, match="1 to 2 layers"):
         routing.layer_prediction(shift, ahead=3)
 
@@ -105,7 +105,7 @@ def test_popularity_alone_gives_what_counting_gives(small):
         best = np.argsort(-counts, kind="stable")
         edge = counts[best[3]] == counts[best[4]]  # a tie may fall either way
         want.append(None if edge else np.mean(np.isin(small.experts[half:, layer + 1], best[:4])))
-    for w, g in zip(want, routing.layer_prediction(small)["popular"]):
+    for w, g in zip(want, routing.layer_prediction(small)["popular"].mean((0, 2))):
         assert w is None or abs(w - g) < 1e-6
 
 
@@ -180,3 +180,22 @@ def test_recorded_traces_are_small_and_of_tiny_moe():
         whole = Trace.load(DATA / "traces" / f"{name}.npz")
         assert whole.experts.shape[1:] == (8, 8) and whole.num_experts == 64 and whole.prompt
         assert len(whole.decode) >= 512 and len(whole.prefill) >= 127
+
+
+def test_curves_and_the_smallest_bank():
+    t = recorded("code")
+    curves = locality.hit_curves(t, ("lru", "belady"), [8, 32, 64])
+    lru = [np.mean(r) for r in curves["lru"][1]]
+    assert lru == sorted(lru) and all(np.mean(b) >= a - 1e-9 for a, b in zip(lru, curves["belady"][1]))
+    assert np.shape(curves["lru"][1]) == (3, 8)
+    S = locality.smallest_bank(t, 0.7)
+    rates = routing.lru_hit_rate(t).mean(0)
+    assert rates[S] >= 0.7 > rates[S - 1]
+    assert locality.smallest_bank(t, 0.999) is None
+
+
+@pytest.mark.parametrize("zipf, stickiness, memory, experts", ((0.0, 0.0, 1, 16), (0.6, 0.4, 2, 64), (1.5, 0.9, 64, 256)))
+def test_the_dial_at_its_ends(zipf, stickiness, memory, experts):
+    fig = locality.dial(tokens=80, layers=2, skip=10)(zipf, stickiness, memory, experts)
+    assert len(fig.data) == 2 and fig.layout.meta["finding"]
+    assert all(np.isfinite(trace.y).all() for trace in fig.data)

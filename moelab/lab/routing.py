@@ -130,18 +130,19 @@ def layer_overlap(trace):
 
 
 def layer_prediction(trace, ahead=1):
-    """How well a layer's experts tell those of a later one, by counting.
+    """Which experts of a layer could have been told from an earlier one, by counting.
 
     The first half of the tokens counts how often expert f of layer l + ahead was chosen together with expert e of layer l; in the
     second half the K experts with the largest sum of counts over the token's experts in layer l are the prediction.
 
     Args:
         trace (Trace): ``[T, L, K]``.
-        ahead (int): Layers ahead; 0 is refused.
+        ahead (int): Layers ahead, at least 1.
 
     Returns:
-        dict[str, np.ndarray]: ``[L - ahead]`` each, shares of the experts needed that were predicted: ``pairs`` as above, and
-        ``popular``: the K most popular of the first half, whatever the token, which pairs must beat to tell anything.
+        dict[str, np.ndarray]: ``[T - T // 2, L - ahead, K]`` of bool each: which of the experts needed in layers ahead to L, in the second half,
+        were predicted. ``pairs`` as above; ``popular`` by the K most popular of the first half, whatever the token, which pairs
+        must beat to tell anything.
     """
     T, L, K = trace.experts.shape
     if not 1 <= ahead < L:
@@ -149,17 +150,16 @@ def layer_prediction(trace, ahead=1):
     half, E = T // 2, trace.num_experts
     chosen = np.zeros((T, L, E), np.float32)
     np.put_along_axis(chosen, trace.experts.astype(np.intp), 1, -1)
-    shares = {"pairs": [], "popular": []}
+    out = {name: np.zeros((T - half, L - ahead, K), bool) for name in ("pairs", "popular")}
     for layer in range(L - ahead):
-        here, there = chosen[:, layer], chosen[:, layer + ahead]
-        counts = here[:half].T @ there[:half]
-        for name, score in (
-            ("pairs", here[half:] @ counts),
-            ("popular", np.broadcast_to(there[:half].sum(0), (T - half, E))),
-        ):
-            best = np.argpartition(-score, K - 1, axis=1)[:, :K]
-            shares[name].append(np.take_along_axis(there[half:], best, 1).mean())
-    return {name: np.array(s) for name, s in shares.items()}
+        here, there = chosen[:half, layer], chosen[:half, layer + ahead]
+        needed = trace.experts[half:, layer + ahead].astype(np.intp)
+        scores = {"pairs": chosen[half:, layer] @ (here.T @ there), "popular": there.sum(0)[None].repeat(T - half, 0)}
+        for name, score in scores.items():
+            best = np.zeros((T - half, E), bool)
+            np.put_along_axis(best, np.argpartition(-score, K - 1, axis=1)[:, :K], True, 1)
+            out[name][:, layer] = np.take_along_axis(best, needed, 1)
+    return out
 
 
 @dataclass(frozen=True)
