@@ -74,9 +74,10 @@ def test_residency_of_a_file(tmp_path):
 def test_points_start_with_none_and_end_with_what_fits():
     big = [p.slots for p in sweep.points(TINY, [None])]
     assert big[:2] == [0, K] and big[-1] == E and big == sorted(set(big))
-    tight = sweep.other_nbytes(TINY) + sweep.SPARE_NBYTES + 20 * sweep.slot_nbytes(TINY)
+    sizes = sweep.sizes_of(TINY)
+    tight = sweep.least_nbytes(sizes) + 12 * sizes["slot_nbytes"]
     under = sweep.points(TINY, [tight, None], policies=("lru", "lfu"), ahead=True)
-    assert max(p.slots for p in under) == 20 == sweep.fits(TINY, tight)
+    assert max(p.slots for p in under) == 20 == sweep.fits(sizes, tight)
     assert {p.slots for p in under if p.policy == "lfu"} < {p.slots for p in under if p.policy == "lru"}
     assert {p.slots for p in under if p.ahead} >= {K, 20} and all(p.limit_nbytes for p in under if p.ahead)
     with pytest.raises(ValueError, match="expected a limit of at least"):

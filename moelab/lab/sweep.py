@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from .. import DATA, StreamConfig, close, footprint, load, stats
 from ..streaming.layers import Buffers, Stacked, StreamedExperts
-from . import limit, machine, routing, timing
+from . import cost, limit, machine, routing, timing
 from .trace import Trace, driven
 
 PROCESS_NBYTES = 80_000_000  # the interpreter and MLX
@@ -257,23 +257,23 @@ def points(path, limits, slots=None, policies=("lru",), ahead=False, count=7):
     Returns:
         list[Point]: By limit and slots.
     """
-    feet, out = footprint(path), []
-    most = max([fits(path, n) for n in limits if n is not None], default=feet.num_experts)
+    sizes, out = sizes_of(path), []
+    K = sizes["K"]
+    most = max([fits(sizes, n) for n in limits if n is not None], default=sizes["E"])
     for limit_nbytes in limits:
-        top, steps = (most, count // 2) if limit_nbytes is None else (fits(path, limit_nbytes), count - 1)
-        if top < feet.top_k:
-            least = other_nbytes(path) + slot_nbytes(path) * feet.top_k + SPARE_NBYTES
+        top, steps = (most, count // 2) if limit_nbytes is None else (fits(sizes, limit_nbytes), count - 1)
+        if top < K:
             raise ValueError(
-                f"{path}: expected a limit of at least {least / 1e6:.0f} MB (backbone, process, {feet.top_k} slots, and some to spare), "
-                f"got {limit_nbytes / 1e6:.0f} MB. Raise it."
+                f"{path}: expected a limit of at least {least_nbytes(sizes) / 1e6:.0f} MB (backbone, process, {K} slots, and some to "
+                f"spare), got {limit_nbytes / 1e6:.0f} MB. Raise it."
             )
-        mine = slots or [0, *np.unique(np.linspace(feet.top_k, top, steps).astype(int)).tolist()]
+        mine = slots or [0, *np.unique(np.linspace(K, top, steps).astype(int)).tolist()]
         out += [Point(n, limit_nbytes, policies[0]) for n in mine]
-        held = [n for n in mine if n > feet.top_k]
+        held = [n for n in mine if n > K]
         if held and limit_nbytes is not None and limit_nbytes == max(n for n in limits if n is not None):
             extra = sorted({held[len(held) // 2], held[-1]})
             out += [Point(n, limit_nbytes, policy) for policy in policies[1:] for n in extra]
-            out += [Point(n, limit_nbytes, policies[0], True) for n in (feet.top_k, *extra) if ahead]
+            out += [Point(n, limit_nbytes, policies[0], True) for n in (K, *extra) if ahead]
     return out
 
 
@@ -303,23 +303,37 @@ def trace_of(record):
         return Trace.load(f.name)
 
 
-def slot_nbytes(path):
-    """Bytes that one slot more takes, in all layers together."""
-    slots = footprint(path).top_k
-    return footprint(path, StreamConfig(slots=slots)).slots_nbytes // slots
+def sizes_of(path):
+    """What a model's memory is made of.
+
+    Returns:
+        dict: ``checkpoint_nbytes``, ``backbone_nbytes`` (in memory), ``expert_nbytes`` (on disk), ``slot_nbytes`` (one slot more in
+        every layer), ``L``, ``E``, ``K``.
+    """
+    feet = footprint(path)
+    return {
+        "checkpoint_nbytes": feet.checkpoint_nbytes, "backbone_nbytes": feet.backbone_nbytes, "expert_nbytes": feet.expert_nbytes,
+        "slot_nbytes": footprint(path, StreamConfig(slots=feet.top_k)).slots_nbytes // feet.top_k,
+        "L": feet.num_layers, "E": feet.num_experts, "K": feet.top_k,
+    }  # fmt: skip
 
 
-def other_nbytes(path):
+def other_nbytes(sizes):
     """Bytes that the process takes beside its slots: backbone, interpreter, MLX."""
-    return footprint(path).backbone_nbytes + PROCESS_NBYTES
+    return sizes["backbone_nbytes"] + PROCESS_NBYTES
 
 
-def fits(path, limit_nbytes):
-    """The most slots with which a model decodes under a limit."""
-    return min(footprint(path).num_experts, (limit_nbytes - other_nbytes(path) - SPARE_NBYTES) // slot_nbytes(path))
+def least_nbytes(sizes):
+    """The smallest memory in which a model decodes."""
+    return other_nbytes(sizes) + SPARE_NBYTES + sizes["K"] * sizes["slot_nbytes"]
 
 
-def sweep(path, points, trace, runs=5, cold=8, warmup=72, reads=48, decode=4, json_path=None, seconds=None, seed=0, ways=None):
+def fits(sizes, limit_nbytes):
+    """The most slots with which a model decodes in so much memory."""
+    return int(min(sizes["E"], (limit_nbytes - other_nbytes(sizes) - SPARE_NBYTES) // sizes["slot_nbytes"]))
+
+
+def sweep(path, points, trace, runs=5, cold=8, warmup=72, reads=48, decode=4, json_path=None, seconds=None, seed=0, ways=None, costs=False):
     """Measure every point ``runs`` times, each time in a new process, rounds in random order.
 
     What is in ``json_path`` already is not measured again, so a sweep that was interrupted goes on.
@@ -334,6 +348,7 @@ def sweep(path, points, trace, runs=5, cold=8, warmup=72, reads=48, decode=4, js
         seconds (float, optional): Begin nothing that is not likely to end within so many.
         seed (int): Of the orders.
         ways (tuple[str], optional): As for ``limit.run``.
+        costs (bool): In every round, measure this machine's costs too (``cost.measure_costs``), for a replay.
 
     Returns:
         dict: The record; ``complete`` says whether all is there.
@@ -344,56 +359,62 @@ def sweep(path, points, trace, runs=5, cold=8, warmup=72, reads=48, decode=4, js
         OSError: If a run failed, and not because it ran out of memory.
     """
     begin, path = time.perf_counter(), Path(path)
-    feet = footprint(path)
-    shape = (len(trace), feet.num_layers, feet.top_k, feet.num_experts)
-    if (*trace.experts.shape, trace.num_experts) != shape:
-        raise ValueError(f"sweep: expected a trace [T, L, K] with L, K, E of {shape[1:]}, got {trace}.")
+    sizes = sizes_of(path)
+    shape = tuple(sizes[n] for n in "LKE")
+    if (*trace.experts.shape[1:], trace.num_experts) != shape:
+        raise ValueError(f"sweep: expected a trace with L, K, E of {shape}, got {trace}.")
     settings = {
-        "kind": "sweep", "model": path.name, "runs": runs, "cold": cold, "warmup": warmup, "reads": reads, "decode": decode,
-        "seed": seed, "trace": {"name": str(trace), "like": trace.prompt, "seed": trace.seed, "npz": _packed(trace)},
-        "sizes": {
-            "checkpoint_nbytes": feet.checkpoint_nbytes, "expert_nbytes": feet.expert_nbytes, "slot_nbytes": slot_nbytes(path),
-            "backbone_nbytes": feet.backbone_nbytes, "L": feet.num_layers, "E": feet.num_experts, "K": feet.top_k,
-        },
+        "kind": "sweep", "model": path.name, "runs": runs, "cold": cold, "warmup": warmup, "reads": reads, "decode": decode, "seed": seed,
+        "trace": {"name": str(trace), "like": trace.prompt, "seed": trace.seed, "npz": _packed(trace)}, "sizes": sizes,
     }  # fmt: skip
-    record = {**settings, "machine": machine.card(), "samples": []}
+    record = {**settings, "machine": machine.card(), "costs": [], "samples": []}
     if json_path and Path(json_path).exists():
         record = json.loads(Path(json_path).read_text())
         wrong = [k for k in settings if record.get(k) != json.loads(json.dumps(settings[k]))]
         if wrong:
             raise ValueError(f"{json_path}: expected a sweep with the same {', '.join(wrong)}. Name another file, or remove it.")
-    done = {(_point(s), s["round"]) for s in record["samples"]}
-    killed = {_point(s) for s in record["samples"] if s["killed"]}
-    order, todo = random.Random(seed), []
+    done = {(point_of(s), s["round"]) for s in record["samples"]} | {(None, c["round"]) for c in record["costs"]}
+    killed = {point_of(s) for s in record["samples"] if s["killed"]}
+    order, todo, what = random.Random(seed), [], [*points, *([None] if costs else [])]
     for i in range(runs):
-        todo += [(p, i) for p in order.sample(points, len(points)) if (p, i) not in done]
+        todo += [(p, i) for p in order.sample(what, len(what)) if (p, i) not in done and p not in killed]
     longest = 0.0
     with _saved(trace) as trace_path, tqdm(total=len(todo), desc="sweep", unit="run", leave=False) as bar:
-        for point, i in todo:
-            bar.update()
+        for n, (point, i) in enumerate(todo):
             if point in killed:
                 continue  # once is enough
             if seconds is not None and time.perf_counter() - begin + longest > seconds:
                 break
             start = time.perf_counter()
-            sizes = (i * len(trace) // runs, cold, warmup, reads, decode)
-            sample = {**asdict(point), "round": i, **_run_point(path, point, trace_path, sizes, ways)}
-            record["samples"].append(sample)
-            if sample["killed"]:
-                killed.add(point)
+            if point is None:
+                record["costs"].append({"round": i, **_run_costs(path)})
+            else:
+                tokens = (i * len(trace) // runs, cold, warmup, reads, decode)
+                sample = {**asdict(point), "round": i, **_run_point(path, point, trace_path, tokens, ways)}
+                record["samples"].append(sample)
+                if sample["killed"]:
+                    killed.add(point)
             longest = max(longest, time.perf_counter() - start)
-            record["complete"] = all((p, i) in {(_point(s), s["round"]) for s in record["samples"]} for p, i in todo if p not in killed)
+            record["complete"] = all(p in killed for p, _ in todo[n + 1 :])
+            bar.update()
             if json_path:
                 timing.save(json_path, record)
     return record
 
 
-def _run_point(path, point, trace_path, sizes, ways):
+def _run_costs(path):
+    done = limit.run([sys.executable, "-m", "moelab.lab.sweep", "--costs", str(path)], timeout_s=TIMEOUT_S)
+    if done.returncode:
+        raise OSError(f"{path}: its costs could not be measured: {done.stderr.strip()[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _run_point(path, point, trace_path, tokens, ways):
     for file in path.glob("*.safetensors"):
         with open(file, "rb") as f:
             os.fsync(f.fileno())  # what is not on disk yet cannot be dropped
         machine.drop_pages(file)  # what another process brought in would be served for free
-    call = json.dumps([str(path), asdict(point), str(trace_path), *sizes])
+    call = json.dumps([str(path), asdict(point), str(trace_path), *tokens])
     begin = time.perf_counter()
     try:
         done = limit.run(
@@ -410,7 +431,8 @@ def _run_point(path, point, trace_path, sizes, ways):
     return out if done.killed else {**out, **json.loads(done.stdout.splitlines()[-1])}
 
 
-def _point(sample):
+def point_of(sample):
+    """The point that a sample of a record was taken at."""
     return Point(*(sample[name] for name in ("slots", "limit_nbytes", "policy", "ahead")))
 
 
@@ -437,7 +459,7 @@ def summarize(record):
     """
     by, tokens = {}, {}
     for s in record["samples"]:
-        by.setdefault(_point(s), []).append(s)
+        by.setdefault(point_of(s), []).append(s)
     out = []
     needed = record["reads"] * record["sizes"]["L"] * record["sizes"]["K"]
     largest = [float("inf") if p.limit_nbytes is None else p.limit_nbytes for p in by]
@@ -513,7 +535,9 @@ def main(argv=None):
     try:
         trace = Trace.load(args.trace) if args.trace else made_up(args.model, args.like, seed=args.trace_seed)
         which = points(args.model, limits, slots, tuple(args.policies.split(",")), args.read_ahead)
-        record = sweep(args.model, which, trace, args.runs, args.cold, args.warmup, args.reads, args.decode, args.json, args.seconds)
+        record = sweep(
+            args.model, which, trace, args.runs, args.cold, args.warmup, args.reads, args.decode, args.json, args.seconds, costs=True,
+        )  # fmt: skip
     except (ValueError, OSError) as error:
         sys.exit(f"sweep: {error}")
     print(report(record))
@@ -522,7 +546,9 @@ def main(argv=None):
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--point"]:
-        path, point, trace_path, *sizes = json.loads(sys.argv[2])
-        print(json.dumps(measure(path, Point(**point), Trace.load(trace_path), *sizes)))
+        path, point, trace_path, *tokens = json.loads(sys.argv[2])
+        print(json.dumps(measure(path, Point(**point), Trace.load(trace_path), *tokens)))
+    elif sys.argv[1:2] == ["--costs"]:
+        print(json.dumps(asdict(cost.measure_costs(sys.argv[2]))))
     else:
         main()
