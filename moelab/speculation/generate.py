@@ -19,6 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .policy import Policy
 from .rollback import Rollback
 
 PREFILL_STEP = 512  # prompt tokens in one pass, as in mlx-lm
@@ -222,7 +223,7 @@ def speculative_generate_step(
     draft: Draft,
     stream: mx.Stream = generation_stream,
     *,
-    num_draft_tokens: int = 4,
+    num_draft_tokens: int | str | Policy = "auto",
     max_tokens: int = 256,
     sampler: Callable[[mx.array], mx.array] | None = None,
     logits_processors: list | None = None,
@@ -239,7 +240,8 @@ def speculative_generate_step(
         prompt (mx.array): Token ids [T].
         model (nn.Module): The target.
         draft (Draft): What guesses.
-        num_draft_tokens (int): Drafts in each round; 0 for none.
+        num_draft_tokens (int or str or Policy): Drafts in each round, 0 for none; `auto` decides anew for each round whether and how many, by
+            what it measures. A `Policy` that is given again remembers.
         max_tokens (int): Where to stop; -1 for no limit.
         sampler (Callable): From log probabilities [1, V] to tokens [1]. Default: the most likely one.
         logits_processors (list): As for mlx-lm.
@@ -254,8 +256,13 @@ def speculative_generate_step(
     """
     if prompt.size == 0:
         raise ValueError("prompt: expected at least one token, got none.")
-    if not isinstance(num_draft_tokens, int) or num_draft_tokens < 0:
-        raise ValueError(f"num_draft_tokens: expected a number from 0, got {num_draft_tokens!r}.")
+    policy = (
+        Policy() if num_draft_tokens == "auto" else num_draft_tokens if isinstance(num_draft_tokens, Policy) else None
+    )
+    if policy is None and not (isinstance(num_draft_tokens, int) and num_draft_tokens >= 0):
+        raise ValueError(f"num_draft_tokens: expected a number from 0, 'auto' or a Policy, got {num_draft_tokens!r}.")
+    policy = policy or _Always(num_draft_tokens)
+    policy.begin(max_tokens)
     left = max_tokens if max_tokens >= 0 else float("inf")
 
     def quantize(cache):
@@ -263,14 +270,18 @@ def speculative_generate_step(
 
     with mx.stream(stream):
         target = _Target(model, draft, prompt_cache, rollback, quantize)
-        target.prefill(prompt[:-1], prefill_step_size)
+        target.prefill(prompt[:-1], prefill_step_size, policy)
+        if num_draft_tokens != 0:
+            draft.propose(0, 0, None)  # it reads the prompt too, in the prompt's time
         chooser = _Chooser(sampler, logits_processors, prompt)
         last, number = prompt[-1:], 0
         pending = None  # log probabilities, from_draft and round of `last`, which was chosen and not yet yielded
         unread = True  # `last` stands and the target has not read it
+        missed = 0  # tokens that the draft has not read since it was last asked
+        in_flight = False  # whether the last round was plain, and so this one is on its way
         try:
             while left:
-                n = num_draft_tokens
+                n = policy.choose(missed)
                 if pending is not None and (n or left == 1):
                     unread = True
                     yield last.item(), *pending
@@ -284,12 +295,20 @@ def speculative_generate_step(
                     mx.async_eval(following)  # before `last` is asked for, as mlx-lm does
                     target.keep(1)
                     unread = False
+                    token = last.item()
+                    seconds = time.perf_counter() - begin
+                    if in_flight:
+                        policy.plain(seconds)
                     if pending is not None:
-                        yield last.item(), *pending
+                        yield token, *pending
                         left -= 1
-                    last, pending = following, (logprobs[0], False, Round(number, verify_s=time.perf_counter() - begin))
+                    last, pending = following, (logprobs[0], False, Round(number, verify_s=seconds))
                     chooser.commit(last, 1)
+                    missed, in_flight = missed + 1, True
                 else:
+                    if missed:
+                        draft.propose(0, 0, None)
+                    missed_s = time.perf_counter() - begin
                     with chooser.ahead() as choose:
                         drafts = draft.propose(last.item(), n, choose)[:n].astype(mx.uint32)
                         guesses = drafts.tolist()
@@ -300,6 +319,8 @@ def speculative_generate_step(
                     accepted = next((i for i, guess in enumerate(guesses) if guess != own[i]), len(guesses))
                     chooser.commit(tokens[: accepted + 1], accepted + 1)
                     round = Round(number, len(guesses), accepted, drafted - begin, time.perf_counter() - drafted)
+                    policy.drafted(len(guesses), accepted, round.draft_s - missed_s, round.verify_s, missed, missed_s)
+                    missed, in_flight = 0, False
                     for i in range(accepted):
                         target.standing = i + 2  # `last` and the drafts up to this one
                         yield own[i], logprobs[i], True, round
@@ -330,11 +351,13 @@ class _Target:
         self._read = None
         self.standing = 0  # of the tokens last read, how many stand if nobody asks for more
 
-    def prefill(self, tokens, step):
+    def prefill(self, tokens, step, policy):
         for i in range(0, tokens.size, step):
             x = tokens[i : i + step]
+            begin = time.perf_counter()
             _, features = self._captured(self._model, x[None], cache=self._cache)
             mx.eval([c.state for c in self._cache], features)
+            policy.prompt(x.size, time.perf_counter() - begin)
             self._draft.extend(x, features)
             self._quantize(self._cache)
             mx.clear_cache()
@@ -377,6 +400,18 @@ class _Target:
         with capture(self._model, self._draft.layer_ids) as seen:
             out = call(*args, **kwargs)
         return out, seen.features[0]
+
+
+class _Always:
+    """The policy of a fixed number."""
+
+    def __init__(self, n):
+        self.choose = lambda missed: n
+
+    def _note(self, *args, **kwargs):
+        pass
+
+    begin = prompt = plain = drafted = _note
 
 
 class _Chooser:
