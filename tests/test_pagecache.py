@@ -200,10 +200,13 @@ def test_hits_are_those_of_a_driven_model(policy, tmp_path):
 # --- the page cache ---
 
 
-def reference(units, capacity, ratio, neighbours=0, row=10**9):
-    """Linux's two lists, spelled out: newest first, one dict of flags."""
-    inactive, active, referenced, shadow = [], [], set(), {}
+def reference(units, capacity, ratio, ahead=0, row=10**9):
+    """Linux's two lists, spelled out: newest first, one set of flags."""
+    inactive, active, referenced, shadow, marks = [], [], set(), {}, set()
     age, found, brought = 0, [], []
+
+    def cached(v):
+        return v in inactive or v in active
 
     def add(v):
         nonlocal age
@@ -224,26 +227,42 @@ def reference(units, capacity, ratio, neighbours=0, row=10**9):
             referenced.add(v)
 
     for u in units:
-        there = u in inactive or u in active
+        there, wanted, end = cached(u), [], u - u % row + row
         found.append(there)
-        extra = []
-        if not there:
-            if neighbours:
-                run = 0
-                while (u - run) % row and run < neighbours and (u - run - 1 in inactive or u - run - 1 in active):
-                    run += 1
-                if run >= 2:
-                    ends = min(u + run, u - u % row + row - 1)
-                    extra = [v for v in range(u + 1, ends + 1) if v not in inactive and v not in active]
-            for v in (u, *extra):
-                add(v)
-        brought.append(len(extra))
+        if ahead and u in marks:
+            marks.remove(u)
+            streak = 0
+            while u + streak < end and streak < ahead and cached(u + streak):
+                streak += 1
+            if u + streak < end and streak < ahead:
+                size = min(ahead, 2 * (streak + 1))
+                wanted = list(range(u + streak, u + streak + size))
+                mark = u + streak
+                if streak == 0:
+                    mark = u + size
+                    wanted += range(mark, mark + min(ahead, 2 * size))
+                if mark < end and not cached(mark):
+                    marks.add(mark)
+        elif ahead and not there:
+            streak = 0
+            while (u - streak) % row and streak < ahead and cached(u - streak - 1):
+                streak += 1
+            if streak:
+                wanted = list(range(u + 1, min(u + 1 + streak, u + ahead)))
+                mark = wanted[-1] + 1 if wanted else u + 1
+                if mark < end and not cached(mark):
+                    marks.add(mark)
+        wanted = [v for v in wanted if v < end and v != u and not cached(v)]
+        for v in ([] if there else [u]) + wanted:
+            add(v)
+        brought.append(len(wanted))
         mark_accessed(u)
         while len(inactive) + len(active) > capacity:
             while len(inactive) * ratio < len(active):
                 inactive.insert(0, active.pop())
             v = inactive.pop()
             referenced.discard(v)
+            marks.discard(v)
             shadow[v] = age
             age += 1
     return np.array(found), np.array(brought)
@@ -257,14 +276,14 @@ def reads(n=3000, units=60, seed=0):
 
 @pytest.mark.parametrize("seed", (0, 1))
 @pytest.mark.parametrize("capacity", (1, 2, 5.5, 20, 45, 59, 60, 100))
-@pytest.mark.parametrize("neighbours", (0, 4))
-def test_linux_lists(capacity, neighbours, seed):
+@pytest.mark.parametrize("ahead", (0, 1, 4))
+def test_linux_lists(capacity, ahead, seed):
     units = reads(seed=seed)
-    found, brought = pagecache.cached(units, 60, capacity * 10, 10, "linux", neighbours, 30)
-    want = reference(units.tolist(), int(capacity), 1, neighbours, 30)
+    found, brought = pagecache.cached(units, 60, capacity * 10, 10, "linux", ahead, 30)
+    want = reference(units.tolist(), int(capacity), 1, ahead, 30)
     np.testing.assert_array_equal(found, want[0])
     np.testing.assert_array_equal(brought, want[1])
-    assert neighbours or not brought.any()
+    assert ahead or not brought.any()
 
 
 def test_from_1_gib_on_the_active_list_may_be_longer():

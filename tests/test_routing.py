@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moelab import DATA
-from moelab.lab import locality, routing
+from moelab.lab import routing
 from moelab.lab.trace import Trace, TraceError
 
 TRACES = sorted(p.stem for p in (DATA / "traces").glob("*.npz"))
@@ -180,22 +180,3 @@ def test_recorded_traces_are_small_and_of_tiny_moe():
         whole = Trace.load(DATA / "traces" / f"{name}.npz")
         assert whole.experts.shape[1:] == (8, 8) and whole.num_experts == 64 and whole.prompt
         assert len(whole.decode) >= 512 and len(whole.prefill) >= 127
-
-
-def test_curves_and_the_smallest_bank():
-    t = recorded("code")
-    curves = locality.hit_curves(t, ("lru", "belady"), [8, 32, 64])
-    lru = [np.mean(r) for r in curves["lru"][1]]
-    assert lru == sorted(lru) and all(np.mean(b) >= a - 1e-9 for a, b in zip(lru, curves["belady"][1]))
-    assert np.shape(curves["lru"][1]) == (3, 8)
-    S = locality.smallest_bank(t, 0.7)
-    rates = routing.lru_hit_rate(t).mean(0)
-    assert rates[S] >= 0.7 > rates[S - 1]
-    assert locality.smallest_bank(t, 0.999) is None
-
-
-@pytest.mark.parametrize("zipf, stickiness, memory, experts", ((0.0, 0.0, 1, 16), (0.6, 0.4, 2, 64), (1.5, 0.9, 64, 256)))
-def test_the_dial_at_its_ends(zipf, stickiness, memory, experts):
-    fig = locality.dial(tokens=80, layers=2, skip=10)(zipf, stickiness, memory, experts)
-    assert len(fig.data) == 2 and fig.layout.meta["finding"]
-    assert all(np.isfinite(trace.y).all() for trace in fig.data)

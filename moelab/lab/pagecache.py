@@ -51,7 +51,7 @@ class Replay:
 
 def replay(
     trace, memory_nbytes, slots, policy="lru", *, expert_nbytes, costs, slot_nbytes=None, other_nbytes=0, skip=0,
-    pages="linux", neighbours=0,
+    pages="linux", ahead=0,
 ):  # fmt: skip
     """Replay a trace's decoded tokens through slots over a page cache.
 
@@ -68,7 +68,7 @@ def replay(
         other_nbytes (int): What else the process holds: backbone, caches, the interpreter.
         skip (int): Tokens at the start that fill the caches, empty at first, and are not counted.
         pages (str): As for ``cached``.
-        neighbours (int): As for ``cached``.
+        ahead (int): As for ``cached``.
 
     Returns:
         Replay: Hit rates, bytes and seconds.
@@ -90,16 +90,16 @@ def replay(
         )
     missed = _missed(trace, slots, policy)
     units = (experts + np.arange(L, dtype=np.int64)[:, None] * E)[missed]
-    found, brought = cached(units, L * E, page_nbytes, expert_nbytes, pages, neighbours, E)
+    found, brought = cached(units, L * E, page_nbytes, expert_nbytes, pages, ahead, E)
     layer = np.broadcast_to(np.arange(T * L).reshape(T, L, 1), experts.shape)[missed]
 
     def count(mask=None):
         return np.bincount(layer, mask, minlength=T * L).reshape(T, L)[skip:]
 
-    asked, cold, ahead = count(), count(~found), count(brought)
+    asked, cold, extra = count(), count(~found), count(brought)
     warm = asked - cold
     copies_s = warm * (expert_nbytes * costs.warm_s_per_byte) + costs.warm_call_s * ((warm > 0) & (cold == 0))
-    disk_s = (cold + ahead) * (expert_nbytes * costs.cold_s_per_byte) + costs.cold_call_s * (cold > 0)
+    disk_s = (cold + extra) * (expert_nbytes * costs.cold_s_per_byte) + costs.cold_call_s * (cold > 0)
     reads_s, experts_s = copies_s + disk_s, K * costs.expert_s
     hidden_s = np.where(reads_s >= OVERLAP_S, -costs.overlap * np.minimum(reads_s, experts_s), 0.0)
     token_s = costs.fixed_s + L * experts_s + (reads_s + hidden_s).sum(1)
@@ -109,7 +109,7 @@ def replay(
         app_hit_rate=1 - asked.sum() / (n * L * K),
         page_hit_rate=warm.sum() / asked.sum() if asked.sum() else float("nan"),
         copied_per_token=warm.sum() * expert_nbytes / n,
-        read_per_token=(cold + ahead).sum() * expert_nbytes / n,
+        read_per_token=(cold + extra).sum() * expert_nbytes / n,
         parts_s={
             "fixed": costs.fixed_s,
             "experts": L * experts_s,
@@ -264,7 +264,7 @@ def _next_use(experts, E):
     return following
 
 
-def cached(units, num_units, nbytes, unit_nbytes=1, pages="linux", neighbours=0, row=None):
+def cached(units, num_units, nbytes, unit_nbytes=1, pages="linux", ahead=0, row=None):
     """Which reads the page cache serves. It is empty at first; a unit is one expert of one layer.
 
     ``linux`` follows the kernel (6.x, without multi-generational LRU) for pages that are only read: a page comes to the head of the
@@ -279,9 +279,11 @@ def cached(units, num_units, nbytes, unit_nbytes=1, pages="linux", neighbours=0,
         nbytes (float): What the page cache holds.
         unit_nbytes (int): The bytes of one.
         pages (str): ``linux`` or ``lru``, one list of the least recently read.
-        neighbours (int): Linux reads on when what lies before is cached as well: after r units in a row in the cache, r at least
-            2, a missing one brings the r that follow. At most so many: ``read_ahead_kb`` over the largest contiguous part of
-            an expert; 0 where the reader advises against it, or the parts are longer than that.
+        ahead (int): The most units that Linux reads ahead: ``read_ahead_kb`` over the largest contiguous part of an expert; 0 where
+            the reader advises against it (``POSIX_FADV_RANDOM``), or where less than one fits. A missing unit after r in a row that
+            are cached is taken for the next of a stream, and the r after it come too; the first of a read-ahead that is read brings
+            twice as many after the last cached one. For units that do not begin on a page, as in safetensors files. On Linux 6.18 with
+            8 MiB of read-ahead it was 2 to 12% off the kernel's bytes with half of the file cached or less, 20 to 29% low at 73%.
         row (int, optional): Units that lie one after another in the file: E. Default: all.
 
     Returns:
@@ -293,7 +295,7 @@ def cached(units, num_units, nbytes, unit_nbytes=1, pages="linux", neighbours=0,
     capacity = nbytes / unit_nbytes
     if not len(units) or capacity < 1:
         return found, brought
-    if not neighbours and capacity >= len(np.unique(units)):
+    if not ahead and capacity >= len(np.unique(units)):
         first = np.unique(units, return_index=True)[1]
         found[:] = True
         found[first] = False
@@ -302,7 +304,7 @@ def cached(units, num_units, nbytes, unit_nbytes=1, pages="linux", neighbours=0,
         _one_list(units.tolist(), capacity, found)
         return found, brought
     ratio = max(1, isqrt(10 * (int(min(nbytes, num_units * unit_nbytes)) >> 30)))
-    _two_lists(units.tolist(), num_units, min(capacity, num_units), ratio, neighbours, row or num_units, found, brought)
+    _two_lists(units.tolist(), num_units, min(capacity, num_units), ratio, ahead, row or num_units, found, brought)
     return found, brought
 
 
@@ -318,19 +320,21 @@ def _one_list(units, capacity, found):
                 order.popitem(last=False)
 
 
-def _two_lists(units, num_units, capacity, ratio, neighbours, row, found, brought):
+def _two_lists(units, num_units, capacity, ratio, ahead, row, found, brought):
     # A unit's state is 0 absent, 1 inactive, 2 inactive and referenced, 3 active, 4 active and referenced. The inactive list is a
     # log from ``oldest`` on, in which an entry counts if it is its unit's last. Every line runs 100,000 times: hence no calls.
     state, place, left = [0] * num_units, [-1] * num_units, [-num_units] * num_units
     log, active, missed = [], deque(), []
-    oldest = num_inactive = num_active = 0
+    marked = bytearray(num_units)
+    oldest = total = num_inactive = num_active = 0
     age = 0  # reclaims and activations so far; ``left``: the age when a unit was reclaimed
     capacity, i = int(capacity), -1
     for u in units:
         i += 1
         s = state[u]
-        if s == 4:
+        if s == 4 and not ahead:
             continue
+        more = ahead and _read_ahead(u, state, marked, ahead, row)
         if s:
             if s == 2:
                 place[u] = -1
@@ -338,22 +342,26 @@ def _two_lists(units, num_units, capacity, ratio, neighbours, row, found, brough
                 active.append(u)
                 num_active += 1
                 age += 1
-            state[u] = s + 1
-            continue
-        missed.append(i)
-        more = _neighbours(u, state, neighbours, row) if neighbours else None
-        if age - left[u] <= num_active:
-            active.append(u)
-            num_active += 1
-            age += 1
-            state[u] = 4
+            if s < 4:
+                state[u] = s + 1
+            if not more:
+                continue
         else:
-            place[u] = len(log)
-            log.append(u)
-            num_inactive += 1
-            state[u] = 2
+            missed.append(i)
+            total += 1
+            if age - left[u] <= num_active:
+                active.append(u)
+                num_active += 1
+                age += 1
+                state[u] = 4
+            else:
+                place[u] = len(log)
+                log.append(u)
+                num_inactive += 1
+                state[u] = 2
         if more:
             brought[i] = len(more)
+            total += len(more)
             for v in more:  # as above, but nobody has read them yet
                 if age - left[v] <= num_active:
                     active.append(v)
@@ -365,7 +373,8 @@ def _two_lists(units, num_units, capacity, ratio, neighbours, row, found, brough
                     log.append(v)
                     num_inactive += 1
                     state[v] = 1
-        while num_inactive + num_active > capacity:
+        while total > capacity:
+            total -= 1
             while num_inactive * ratio < num_active:
                 v = active.popleft()
                 num_active -= 1
@@ -377,16 +386,39 @@ def _two_lists(units, num_units, capacity, ratio, neighbours, row, found, brough
                 oldest += 1
             oldest += 1
             num_inactive -= 1
-            state[v] = 0
+            state[v] = marked[v] = 0
             left[v] = age
             age += 1
     found[:] = True
     found[np.array(missed, np.intp)] = False
 
 
-def _neighbours(u, state, most, row):
-    before, first = u - 1, u - u % row
-    while before >= first and state[before] and u - before <= most:
-        before -= 1
-    run = u - before - 1
-    return [v for v in range(u + 1, min(u + run + 1, first + row)) if not state[v]] if run >= 2 else []
+def _read_ahead(u, state, marked, most, row):
+    # What comes with the reading of u besides u. A mark lies where a read-ahead ends, on the page that two units share.
+    first = u - u % row
+    end = first + row
+    if marked[u]:
+        marked[u] = 0
+        gap = u
+        while gap < end and gap - u < most and state[gap]:
+            gap += 1
+        if gap == end or gap - u == most:
+            return ()
+        size = min(most, 2 * (gap - u + 1))
+        last = min(end, gap + size)
+        mark = gap
+        if gap == u:  # this read goes through the new mark too
+            mark, last = last, min(end, last + min(most, 2 * size))
+    elif state[u]:
+        return ()
+    else:
+        gap = u - 1
+        while gap >= first and u - gap <= most and state[gap]:
+            gap -= 1
+        run = u - gap - 1
+        if not run:
+            return ()
+        mark = last = min(end, u + min(run, most - 1) + 1)
+    if mark < end and not state[mark]:
+        marked[mark] = 1
+    return [v for v in range(u + 1, last) if not state[v]]
