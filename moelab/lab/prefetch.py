@@ -17,8 +17,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
 from .. import StreamConfig, close, load, record, stats
-from . import figures, machine, timing
+from . import figures, machine, routing, timing
 from .bench import PROMPTS
+from .pagecache import held
 
 PREFETCHERS = ("none", "last", "lookahead", "oracle")
 COUNTERS = ("misses", "bytes_read", "wait_s", *(f"prefetch_{n}" for n in ("issued", "used", "late", "wasted", "saved_s")))
@@ -113,12 +114,12 @@ def bench_prefetch(layouts, slots=16, tokens=48, runs=5, warmup=4, prefetchers=P
             for p in prefetchers:
                 config = StreamConfig(slots=slots, prefetch=p, streams=streams)
                 models[layout, p], tokenizer = load(path, config)
-        first = models[next(iter(layouts)), prefetchers[0]]
+        teller = models["teller", ""] = load(path, StreamConfig(slots=slots, streams=streams))[0]
         with tqdm(total=len(variants) * runs, desc="prefetch", unit="run", leave=False, disable=not progress) as bar:
             for i in range(runs):
                 ids = tokenizer.encode(prompts[i % len(prompts)])
-                with record(first) as trace:  # what the oracle knows; not on the clock
-                    right = decode(first, ids, tokens, warmup)["tokens"]
+                with record(teller) as trace:  # what the oracle knows; not on the clock
+                    right = decode(teller, ids, tokens, warmup)["tokens"]
                 for state, layout, p in order.sample(variants, len(variants)):
                     sample = decode(
                         models[layout, p], ids, tokens, warmup, files[layout] if state == "cold" else (),
@@ -202,6 +203,101 @@ def figure(out, state):
         fig, alt=f"Bars of milliseconds a token, {state}. " + ". ".join(words) + ".",
         finding=f"Speed in proportion to no prefetching {layouts[0]}: {finding}.",
     )  # fmt: skip
+
+
+def locality(traces, slots, skip=64):
+    """Three figures that are all called temporal locality, as text.
+
+    Args:
+        traces (dict[str, Trace]): By name; their decoded tokens count.
+        slots (int): S, of the bank.
+        skip (int): Tokens at the start that only fill the bank.
+
+    Returns:
+        str: A table with a line for each trace.
+    """
+    lines = [f"{'trace':10}{'lag 1, each':>14}{'lag 1, all K':>14}{f'in {slots} slots':>14}{'union of 4':>12}{'next layer':>12}{'by chance':>11}"]
+    for name, trace in traces.items():
+        t = trace.decode
+        K, E = t.experts.shape[2], t.num_experts
+        kept = routing.overlap(t)
+        lines.append(
+            f"{name:10}{kept['each'].mean():14.1%}{kept['all'].mean():14.2%}{routing.lru_hit_rate(t, skip)[:, slots].mean():14.1%}"
+            f"{routing.union(t, 4).mean():12.1f}{routing.layer_prediction(t)['pairs'].mean():12.1%}{K / E:11.1%}"
+        )
+    return "\n".join(lines)
+
+
+def locality_figure(traces, slots, skip=64):
+    """Share of the needed experts that a bank of S slots holds, over S, beside the overlap of neighbouring tokens."""
+    fig = figures.figure(
+        "", "slots a layer (S)", "share of the needed experts that are held",
+        note=f"{', '.join(traces)}: decoded tokens of tiny-moe, the first {skip} only fill the slots; least recently used leaves",
+    )  # fmt: skip
+    each, banks = [], []
+    for i, (name, trace) in enumerate(traces.items()):
+        t = trace.decode
+        curve = routing.lru_hit_rate(t, skip).mean(0)
+        K, E = t.experts.shape[2], t.num_experts
+        fig.add_scatter(x=np.arange(K, E + 1), y=curve[K:], name=name, mode="lines", line=figures.style(i)["line"])
+        each.append(routing.overlap(t)["each"].mean())
+        banks.append((curve[slots], int(np.argmax(curve >= 0.7))))
+    figures.ceiling(fig, float(np.mean(each)), "experts of the last token (lag 1)")
+    figures.ceiling(fig, 0.7, "the 70% of PR 26")
+    where = sorted(s for _, s in banks)
+    fig.update_yaxes(range=[0, 1.02], tickformat=".0%")
+    fig.update_layout(title_text=f"A token repeats {np.mean(each):.0%} of the last one's experts; 70% takes {where[0]} to {where[-1]} slots")
+    return figures.describe(
+        fig,
+        alt=f"Curves of the held share over slots, for {', '.join(traces)}. With {slots} slots: " + ", ".join(f"{h:.0%}" for h, _ in banks)
+        + f". Lines at lag 1, {np.mean(each):.0%}, and at 70%.",
+        finding=f"With {slots} slots {min(h for h, _ in banks):.0%} to {max(h for h, _ in banks):.0%} of the experts are held, {np.mean(each):.0%} are the last token's.",
+    )  # fmt: skip
+
+
+def verdicts(out, traces, slots, skip=64):
+    """The claims on locality and prefetching, for ``views.verdicts``, from a record of ``bench_prefetch`` and recorded traces."""
+    decoded = [t.decode for t in traces.values()]
+    each = [routing.overlap(t)["each"].mean() for t in decoded]
+    every = [routing.overlap(t)["all"].mean() for t in decoded]
+    curves = [routing.lru_hit_rate(t, skip).mean(0) for t in decoded]
+    bank, enough = [c[slots] for c in curves], [int(np.argmax(c >= 0.7)) for c in curves]
+    by = {(v["state"], v["layout"], v["prefetch"]): v for v in out["variants"]}
+    plain, packed = list(dict.fromkeys(v["layout"] for v in out["variants"]))
+    speed = {k: v["ratio"]["median"] / by[k[0], k[1], "none"]["ratio"]["median"] for k, v in by.items()}
+    guess = by["warm", plain, "lookahead"]["per_token"]
+    hits = {
+        p: np.mean([held(t.experts, t.num_experts, slots, p)[skip:].mean() for t in decoded])
+        for p in ("lru", "lfu", "s3-fifo", "belady")
+    }
+
+    def span(values):
+        return f"{min(values):.0%} to {max(values):.0%}"
+
+    return [
+        ("A4", "a speculative read of the last token's experts hits about 70%", "refuted",
+         f"{span(each)} of a token's experts are the last token's; with K slots or more these are held anyway: `last` had nothing to read"),
+        ("E2", "temporal locality is 25%, or 70%, or 83%", "depends on",
+         f"the definition: lag 1 {span(each)} each and {max(every):.2%} at most for all K; {span(bank)} in {slots} slots, 70% in {min(enough)} to {max(enough)}"),
+        ("E3", "prefetching is void, harmful, or worth 5% with a look ahead and a packed layout", "depends on",
+         f"layout and disk; speed over none of the same layout, {plain} and packed: lookahead {speed['cold', plain, 'lookahead']:.2f} and "
+         f"{speed['cold', packed, 'lookahead']:.2f} cold, {speed['warm', plain, 'lookahead']:.2f} and {speed['warm', packed, 'lookahead']:.2f} warm; the oracle "
+         f"{speed['cold', plain, 'oracle']:.2f} and {speed['cold', packed, 'oracle']:.2f} cold, {speed['warm', plain, 'oracle']:.2f} and "
+         f"{speed['warm', packed, 'oracle']:.2f} warm; packing alone {by['cold', packed, 'none']['ratio']['median']:.2f} cold, "
+         f"{by['warm', packed, 'none']['ratio']['median']:.2f} warm; {guess['prefetch_used'] / max(guess['prefetch_issued'], 1e-9):.0%} of the guesses are used"),
+        ("E4", "LRU is enough, or LFU, or S3-FIFO", "confirmed" if max(hits["lfu"], hits["s3-fifo"]) - hits["lru"] < 0.05 else "depends on",
+         f"hits with {slots} slots: " + ", ".join(f"{p} {h:.1%}" for p, h in hits.items()) + "; what that is worth in time: notebook 03"),
+    ]  # fmt: skip
+
+
+def dial(layouts, prompt, tokens):
+    """The function behind a slider: from slots to a short cold run of every prefetcher."""
+
+    def look(slots: int):
+        out = bench_prefetch(layouts, slots, tokens, 1, prompts=(prompt,), states=("cold",), progress=False)
+        return figure(out, "cold")
+
+    return look
 
 
 def main(argv=None):

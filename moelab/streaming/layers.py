@@ -16,6 +16,8 @@ from .slots import SlotBank, SlotTable, can_fuse
 OVERLAP_S = 1e-3
 # ... and what comes is computed in parts of about so many bytes.
 PART_NBYTES = 2 * 1024 * 1024
+# What several threads read in less time, one reads as soon.
+HANDOVER_S = 1e-4
 
 
 class StreamedExperts(nn.Module):
@@ -184,8 +186,8 @@ class Stacked(StreamedExperts):
         session = self._session
         session.counters.prefetch_issued += len(slots)
         self._job = Job(session.reader, self._slots, slots)
-        few = len(slots) * self._slots.expert_nbytes <= PART_NBYTES
-        session.reader.ahead(self._job.run, 1 if few else len(slots))
+        quick = session.reader.expected_s(len(slots) * self._slots.expert_nbytes) < HANDOVER_S
+        session.reader.ahead(self._job.run, 1 if quick else len(slots))
 
     def _settle(self, needed):
         """Hold what was read ahead, and count what it was worth to this call."""

@@ -12,6 +12,10 @@ from typing import NamedTuple
 
 # Below this a read from the page cache takes less time than handing it to a thread.
 INLINE_NBYTES = 512 * 1024
+# Unless it is not in the page cache: what takes longer in one thread is worth several ...
+SLOW_S = 3e-4
+# ... and one small call in so many goes without them, to see whether that still holds.
+PROBE_EVERY = 16
 
 
 class ReadError(OSError):
@@ -86,6 +90,8 @@ class Reader:
         self.read_s = 0.0
         self.closed = False
         self._pace = 0.0  # seconds a thread takes for a byte, of late
+        self._pace_alone = 0.0  # the same where it was the only one
+        self._small_calls = 0
         self._files = {}
         self._pool = self._ahead = None
         self._lock = threading.Lock()
@@ -120,11 +126,13 @@ class Reader:
             raise ReadError("The model is closed: load it again to go on.")
         self._nothing_urgent.clear()
         total = sum(r.nbytes for r in reads)
-        if self.readers == 1 or total <= INLINE_NBYTES:
+        if self.readers == 1 or total <= INLINE_NBYTES and self._in_passing(total):
+            begin = time.perf_counter()
             try:
                 self.read_here(reads)
             finally:
                 self._nothing_urgent.set()
+            self._pace_alone += 0.5 * ((time.perf_counter() - begin) / total - self._pace_alone)
             return []
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.readers, thread_name_prefix="moelab-read")
@@ -136,6 +144,11 @@ class Reader:
             tasks[-1].append(read)
             size += read.nbytes
         return [self._pool.submit(self.read_here, task) for task in tasks]
+
+    def _in_passing(self, nbytes):
+        """Whether so few bytes are best read by the thread that asks."""
+        self._small_calls += 1
+        return nbytes * self._pace_alone < SLOW_S or self._small_calls % PROBE_EVERY == 0
 
     def finish(self, futures):
         """Wait for every read that ``start`` began.
