@@ -62,6 +62,24 @@ def test_fifo(S):
     np.testing.assert_array_equal(pagecache.held(t.experts, 16, S, "fifo"), want)
 
 
+@pytest.mark.parametrize("S", (4, 7, 16))
+def test_pinned(S):
+    t = made(T=120)
+    want = np.zeros(t.experts.shape, bool)
+    for layer in range(3):
+        uses = np.bincount(t.experts[:, layer].ravel(), minlength=16)
+        stay = sorted(range(16), key=lambda e: (-uses[e], e))[: S - 4]
+        order = []  # least recent first
+        for i, need in enumerate(t.experts[:, layer].tolist()):
+            hits = [e for e in need if e in order]
+            missing = [e for e in need if e not in order]
+            want[i, layer] = [e in hits for e in need]
+            while len(order) + len(missing) > S:
+                order.remove(next(e for e in order if e not in need and e not in stay))
+            order = [e for e in order if e not in hits] + hits + missing
+    np.testing.assert_array_equal(pagecache.held(t.experts, 16, S, "pinned"), want)
+
+
 def fewest_misses(rows, S):
     """By trying every choice."""
 

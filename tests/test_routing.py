@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
+import moelab
 from moelab import DATA
 from moelab.lab import routing
 from moelab.lab.trace import Trace, TraceError
+from moelab.recipes import traces as recipe
 
 TRACES = sorted(p.stem for p in (DATA / "traces").glob("*.npz"))
 
@@ -180,3 +182,17 @@ def test_recorded_traces_are_small_and_of_tiny_moe():
         whole = Trace.load(DATA / "traces" / f"{name}.npz")
         assert whole.experts.shape[1:] == (8, 8) and whole.num_experts == 64 and whole.prompt
         assert len(whole.decode) >= 512 and len(whole.prefill) >= 127
+
+
+def test_the_recipe_records_what_ships():
+    """The first tokens again; where experts nearly tie another machine may choose otherwise."""
+    folder = DATA / "models" / "tiny-moe"
+    file, start = recipe.TEXTS["code"]
+    text = (folder / "heldout" / file).read_text(encoding="utf-8")[start:]
+    model, tokenizer = moelab.load(folder, moelab.StreamConfig(mode="resident"))
+    with model:
+        again = recipe.record(model, tokenizer, text, "again", tokens=12)
+    shipped = Trace.load(DATA / "traces" / "code.npz")
+    assert again.prompt == shipped.prompt and list(again.phase) == list(shipped.phase[: len(again)])
+    np.testing.assert_array_equal(again.tokens, shipped.tokens[: len(again)])
+    assert (np.sort(again.experts) == np.sort(shipped.experts[: len(again)])).mean() > 0.99

@@ -16,7 +16,7 @@ from .cost import Costs, measure_costs
 
 __all__ = ["POLICIES", "Costs", "Replay", "cached", "held", "measure_costs", "replay"]
 
-POLICIES = ("lru", "lfu", "fifo", "s3-fifo", "belady", "none")
+POLICIES = ("lru", "lfu", "fifo", "s3-fifo", "pinned", "belady", "none")
 PAGES = ("linux", "lru")
 
 
@@ -60,8 +60,9 @@ def replay(
         memory_nbytes (float): What the process and its page cache may take; ``inf``: no limit.
         slots (int): S, experts held in each layer; at least K.
         policy (str): Which leaves first: ``lru``, ``lfu`` (both exactly as ``SlotTable`` does it), ``fifo``, ``s3-fifo``,
-            ``belady`` (the one needed last: no policy can hit more), or ``none``: nothing is held, every expert is read
-            each time, as ``buffers`` does, and ``slots`` counts as K.
+            ``pinned`` (the S - K experts that the whole trace uses most stay once they are there, the others take turns by
+            ``lru``: pinning with hindsight), ``belady`` (the one needed last: no policy can hit more), or ``none``: nothing is
+            held, every expert is read each time, as ``buffers`` does, and ``slots`` counts as K.
         expert_nbytes (int): What a miss reads: one expert, all projections.
         costs (Costs): From ``measure_costs``, or made up.
         slot_nbytes (int, optional): What an expert takes in its slot. Default: as much as on disk.
@@ -216,6 +217,7 @@ def _scored(experts, E, slots, policy):
     score = np.full((L, slots), -1.0 if policy != "belady" else -np.inf)
     uses = np.zeros((L, E), np.int64)
     following = _next_use(experts, E) if policy == "belady" else None
+    stays = _most_used(experts, E, slots - K) * 2.0**50 if policy == "pinned" else None
     hit = np.empty((T, L, K), bool)
     for t in range(T):
         need = experts[t].astype(np.intp)
@@ -246,10 +248,21 @@ def _scored(experts, E, slots, policy):
         if policy == "lfu":
             uses[rows, need] += 1
             now += uses[rows, need] * 2.0**32
+        elif policy == "pinned":
+            now += stays[rows, need]
         elif policy == "fifo":
             now = np.where(found, score[rows, slot], now)
         score[rows, slot] = now
     return hit
+
+
+def _most_used(experts, E, count):
+    """``[L, E]`` of 0 and 1: the ``count`` experts of each layer that are used most."""
+    T, L, K = experts.shape
+    uses = np.bincount((experts + np.arange(L, dtype=np.int64)[:, None] * E).ravel(), minlength=L * E).reshape(L, E)
+    most = np.zeros((L, E))
+    np.put_along_axis(most, np.argsort(-uses, axis=1, kind="stable")[:, :count], 1, 1)
+    return most
 
 
 def _next_use(experts, E):
