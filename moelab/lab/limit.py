@@ -17,7 +17,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -148,14 +147,16 @@ def _cgroup(nbytes):
     for parent in parents:
         group = None
         try:
-            group = Path(tempfile.mkdtemp(prefix=f"moelab-{os.getpid()}-{_started(os.getpid())}-", dir=parent))
+            new = parent / f"moelab-{os.getpid()}-{_started(os.getpid())}-{time.monotonic_ns()}"
+            new.mkdir()
+            group = new
             for name, value in settings.items():
                 if value or (group / name).exists():  # without swap there is nothing to forbid
                     (group / name).write_text(str(value))
             subprocess.run(["true"], check=True, preexec_fn=_before_exec(group))
             break
         except (OSError, subprocess.SubprocessError) as e:
-            why = why or f"{how}: {e}"
+            why = why or f"no group may be made in {parent} ({how}: {getattr(e, 'strerror', None) or e})"
             if group is not None:
                 _remove(group)
     else:

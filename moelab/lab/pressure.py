@@ -60,6 +60,9 @@ def replayed(record, point, i, part="reads", costs=None, **how):
 def compare(record, part="reads", costs=None, **how):
     """A sweep beside its replay, point by point.
 
+    Points with read-ahead are left out, which is not replayed; of ``decode`` those without slots, which compute in another way
+    (``buffers``) than the costs are of.
+
     Returns:
         list[dict]: As ``sweep.summarize``, of the points that ran, with ``token_s`` (median of the runs) and ``predicted_s``
         (median of the replays of the same tokens), ``error`` (predicted over measured, less 1), ``predicted_hit_rate``,
@@ -67,7 +70,7 @@ def compare(record, part="reads", costs=None, **how):
     """
     out = []
     for row in sweep.summarize(record):
-        if row["killed"] or part not in row:
+        if row["killed"] or part not in row or row["point"].ahead or (part == "decode" and not row["point"].slots):
             continue
         runs = [replayed(record, row["point"], i, part, costs, **how) for i in row[part]["runs"]]
         row["token_s"] = row[part]["median"]
@@ -112,51 +115,56 @@ def limits(record):
     return sorted({s["limit_nbytes"] for s in record["samples"]}, key=lambda n: (n is None, n))
 
 
-def curve(record, limit_nbytes, part="reads", policy="lru"):
-    """``[(slots, median seconds of a token)]`` under one limit, of the points that ran."""
-    return [
-        (r["point"].slots, r[part]["median"])
-        for r in sweep.summarize(record)
-        if not r["killed"] and part in r and replace(r["point"], slots=0) == sweep.Point(0, limit_nbytes, policy)
-    ]
-
-
-def valley(record, limit_nbytes, part="reads"):
-    """Best, worst and last point of a curve with slots.
+def curve(record, limit_nbytes, part="reads", policy="lru", ahead=False):
+    """The points of one line of a sweep that ran.
 
     Returns:
-        dict: ``best``, ``worst``, ``least`` (fewest slots), ``most``: ``(slots, seconds)``; ``loss``: how much slower the slowest is than
-        the fewest slots; ``of_best``: how much slower the most slots are than the best.
+        list[dict]: As ``sweep.summarize``, by slots.
     """
-    points = [p for p in curve(record, limit_nbytes, part) if p[0]]
+    line = sweep.Point(0, limit_nbytes, policy, ahead)
+    return [r for r in sweep.summarize(record) if not r["killed"] and part in r and replace(r["point"], slots=0) == line]
+
+
+def valley(record, limit_nbytes, part="reads", ahead=False):
+    """Where a line of a sweep is best and worst, slots of 0 left out.
+
+    Returns:
+        dict: ``least`` (fewest slots), ``most``, ``best`` and ``worst``: ``(slots, seconds)``; ``ridge``: the slowest over the fewest slots,
+        less 1; ``of_best``: the most slots over the best, less 1; ``bytes``: the most bytes from the SSD over those with the fewest slots.
+    """
+    rows = [r for r in curve(record, limit_nbytes, part, ahead=ahead) if r["point"].slots]
+    points = [(r["point"].slots, r[part]["median"]) for r in rows]
     best, worst = min(points, key=lambda p: p[1]), max(points, key=lambda p: p[1])
+    disk = [r["disk_per_token"] for r in rows]
     return {
-        "best": best, "worst": worst, "least": points[0], "most": points[-1],
-        "loss": worst[1] / points[0][1] - 1, "of_best": points[-1][1] / best[1] - 1,
+        "best": best, "worst": worst, "least": points[0], "most": points[-1], "ridge": worst[1] / points[0][1] - 1,
+        "of_best": points[-1][1] / best[1] - 1, "bytes": max(disk) / max(disk[0], 1.0),
     }  # fmt: skip
 
 
-def curves(record, title, finding, part="reads", rows=None, note=""):
+def curves(record, title, finding, part="reads", rows=None, note="", ahead=False):
     """Milliseconds of a token over slots, a line for each limit, the replay of each beside it.
 
     Args:
+        record (dict): Of ``sweep.sweep``.
+        title, finding, note (str): As for ``figures``.
+        part (str): ``reads`` or ``decode``.
         rows (list[dict], optional): Of ``compare``: the replay.
+        ahead (bool): Whether to show what was measured with read-ahead, too.
     """
     fig = figures.figure(title, "slots in each layer (0: none, every expert is read each time)", "ms a token", note=note, card=record["machine"])
     words = []
-    for i, n in enumerate(limits(record)):
-        mine = [
-            r for r in sweep.summarize(record)
-            if not r["killed"] and part in r and replace(r["point"], slots=0) == sweep.Point(0, n)
-        ]  # fmt: skip
-        xs = [r["point"].slots for r in mine]
-        figures.band(fig, xs, [np.array(list(r[part]["runs"].values())) * 1e3 for r in mine], name(n, record), i)
-        words.append(f"{name(n, record)}: " + ", ".join(f"{r[part]['median'] * 1e3:.1f} at {r['point'].slots}" for r in mine))
-        if rows:
-            theirs = [r for r in rows if replace(r["point"], slots=0) == sweep.Point(0, n)]
+    lines = [(n, False) for n in limits(record)] + [(n, True) for n in limits(record) if ahead]
+    lines = [(n, on, mine) for n, on in lines if (mine := curve(record, n, part, ahead=on))]
+    for i, (n, on, mine) in enumerate(lines):
+        what = name(n, record) + (", with read-ahead" if on else "")
+        figures.band(fig, [r["point"].slots for r in mine], [np.array(list(r[part]["runs"].values())) * 1e3 for r in mine], what, i)
+        words.append(f"{what}: " + ", ".join(f"{r[part]['median'] * 1e3:.1f} at {r['point'].slots}" for r in mine))
+        theirs = [r for r in rows or [] if replace(r["point"], slots=0) == sweep.Point(0, n, "lru", on) and not on]
+        if theirs:
             look = figures.style(i)
             fig.add_scatter(
-                x=[r["point"].slots for r in theirs], y=[r["predicted_s"] * 1e3 for r in theirs], name=f"replay, {name(n, record)}",
+                x=[r["point"].slots for r in theirs], y=[r["predicted_s"] * 1e3 for r in theirs], name=f"replay, {what}",
                 mode="lines+markers", line=dict(color=look["line"]["color"], dash="dot", width=1.5),
                 marker=dict(symbol=look["marker"]["symbol"] + "-open", size=8, color=look["marker"]["color"]),
             )  # fmt: skip
@@ -166,10 +174,7 @@ def curves(record, title, finding, part="reads", rows=None, note=""):
 
 def sources(record, limit_nbytes, title, finding, note=""):
     """Where an expert that is needed comes from, over slots, under one limit: its slot, the page cache or the SSD."""
-    rows = [
-        r for r in sweep.summarize(record)
-        if not r["killed"] and replace(r["point"], slots=0) == sweep.Point(0, limit_nbytes)
-    ]  # fmt: skip
+    rows = curve(record, limit_nbytes)
     fig = figures.figure(title, "slots in each layer", "share of the experts needed (%)", note=note, card=record["machine"], barmode="stack")
     size = record["sizes"]
     needed = size["L"] * size["K"] * size["expert_nbytes"]
@@ -225,31 +230,33 @@ def policies(trace, sizes, slots, memory_nbytes, costs, skip, names=pagecache.PO
     }  # fmt: skip
 
 
-def depth(localities, sizes, shares, costs, tokens=320, skip=160, count=9, seed=0):
-    """How deep the valley is, in replay: for each share of the file that fits in memory, how much slower than the fewest slots the slowest are.
+def depth(kinds, sizes, shares, tokens=320, skip=160, count=9, seed=0):
+    """How high the ridge is, in replay with the arithmetic left out.
 
     Args:
-        localities (dict[str, Locality]): By name.
+        kinds (dict[str, tuple]): ``(Locality, Costs)`` by name.
         sizes (dict): As in a sweep's record.
         shares (list[float]): Memory over the checkpoint's size.
-        costs (Costs): The arithmetic in them is left out.
+        tokens, skip (int): Of each trace, and how many of them fill the caches.
+        count (int): Numbers of slots looked at, from K to what fits.
+        seed (int): Of the traces.
 
     Returns:
-        dict[str, tuple[list, list]]: For each name ``(shares in %, [loss in %] each)``; and how much slower than the best the most
-        slots are, under ``name + ": most slots"``, in the same form.
+        dict[str, dict]: By name, lists over ``shares``: ``ridge``, how much slower the slowest is than the fewest slots; ``bytes``, the most
+        that come from the SSD over those with the fewest; ``most``, how much slower the most slots are than the best.
     """
     out = {}
-    for what, locality in localities.items():
+    for what, (locality, costs) in kinds.items():
         trace = routing.synthesize(locality, tokens, sizes["L"], sizes["E"], sizes["K"], seed)
-        loss, most = [], []
+        rows = out[what] = {"ridge": [], "bytes": [], "most": []}
         for share in shares:
             memory = share * sizes["checkpoint_nbytes"]
             at = np.unique(np.linspace(sizes["K"], sweep.fits(sizes, memory), count).astype(int)).tolist()
-            s = [r.token_s.mean() for r in policies(trace, sizes, at, memory, bare(costs), skip, ("lru",))["lru"]]
-            loss.append([(max(s) / s[0] - 1) * 100])
-            most.append([(s[-1] / min(s) - 1) * 100])
-        out[what] = ([round(v * 100) for v in shares], loss)
-        out[f"{what}: most slots"] = ([round(v * 100) for v in shares], most)
+            replays = policies(trace, sizes, at, memory, bare(costs), skip, ("lru",))["lru"]
+            s, disk = [r.token_s.mean() for r in replays], [r.read_per_token for r in replays]
+            rows["ridge"].append(max(s) / s[0] - 1)
+            rows["bytes"].append(max(disk) / max(disk[0], 1.0))
+            rows["most"].append(s[-1] / min(s) - 1)
     return out
 
 

@@ -251,7 +251,7 @@ def points(path, limits, slots=None, policies=("lru",), ahead=False, count=7):
         slots (list[int], optional): The same for every limit. Default: none, K, and more in even steps up to what fits;
             without a limit half as many, up to what fits under the largest one, or E.
         policies (tuple[str]): All but the first are measured at the middle and at the most slots of the largest limit only.
-        ahead (bool): Whether to measure these, and the fewest slots, with read-ahead too.
+        ahead (bool): Whether to measure all points of the first policy under the largest limit with read-ahead, too.
         count (int): How many under one limit, if ``slots`` is not given.
 
     Returns:
@@ -273,7 +273,7 @@ def points(path, limits, slots=None, policies=("lru",), ahead=False, count=7):
         if held and limit_nbytes is not None and limit_nbytes == max(n for n in limits if n is not None):
             extra = sorted({held[len(held) // 2], held[-1]})
             out += [Point(n, limit_nbytes, policy) for policy in policies[1:] for n in extra]
-            out += [Point(n, limit_nbytes, policies[0], True) for n in (K, *extra) if ahead]
+            out += [Point(n, limit_nbytes, policies[0], True) for n in mine if ahead and n]
     return out
 
 
@@ -476,7 +476,7 @@ def summarize(record):
             row["hit_rate"] = 1 - float(np.median([x["misses"] for x in r])) / needed
             row["asked_per_token"] = float(np.median([x["asked_nbytes"] for x in r])) / record["reads"]
             row["disk_per_token"] = float(np.median(disk)) / record["reads"]
-            row["page_hit_rate"] = max(0.0, 1 - row["disk_per_token"] / row["asked_per_token"]) if row["asked_per_token"] else np.nan
+            row["page_hit_rate"] = float(np.maximum(0, 1 - row["disk_per_token"] / row["asked_per_token"])) if row["asked_per_token"] else np.nan
             for name in ("resident_nbytes", "anonymous_nbytes"):
                 values = [s[name] for s in samples if s[name] is not None]
                 row[name] = float(np.median(values)) if values else np.nan
@@ -520,7 +520,7 @@ def main(argv=None):
     p.add_argument("--limits", default="600,1500,none", help="MB of process and page cache, divided by commas (default: %(default)s)")
     p.add_argument("--slots", default="auto", help="divided by commas, 0 for none; auto: none, top-k and steps up to what fits (default: %(default)s)")
     p.add_argument("--policies", default="lru", help="all but the first at two points of the largest limit only (default: %(default)s)")
-    p.add_argument("--read-ahead", action="store_true", help="measure three points of the largest limit with read-ahead, too")
+    p.add_argument("--read-ahead", action="store_true", help="measure the points of the largest limit with read-ahead, too")
     p.add_argument("--trace", metavar="FILE", help="of Trace.save, with the model's layers and experts (default: a synthetic one)")
     p.add_argument("--like", default="code", help="trace of data/traces whose locality the synthetic one has (default: %(default)s)")
     p.add_argument("--trace-seed", type=int, default=0, help="of the synthetic trace (default: %(default)s)")
