@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace as changed
 from functools import lru_cache
 
+import families
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -482,3 +483,15 @@ def test_costs_are_measured(tmp_path):
     assert pagecache.replay(t, 1e9, 8, expert_nbytes=nbytes, costs=got).token_s.min() >= got.fixed_s
     with pytest.raises(ValueError, match="expected mode stacked or fused, got 'buffers'"):
         cost.measure_costs(tmp_path, moelab.StreamConfig(mode="buffers"))
+
+
+@pytest.mark.parametrize("top_k", (1, 3, 7, 8))
+def test_costs_of_few_experts(top_k, tmp_path):
+    path = families.write_checkpoint("qwen3_moe", tmp_path / "m", "affine4")
+    E = moelab.footprint(path).num_experts
+    if top_k == E:
+        with pytest.raises(ValueError, match=f"more experts than a token needs.*got {E} and {E}"):
+            cost.measure_costs(path, moelab.StreamConfig(top_k=E, slots=E))
+        return
+    got = cost.measure_costs(path, moelab.StreamConfig(top_k=top_k), tokens=4)
+    assert all(np.isfinite(v) and v >= 0 for v in vars(got).values())

@@ -58,13 +58,16 @@ def measure_costs(path, config=None, tokens=12, seed=0, samples=None):
         Costs: From medians.
 
     Raises:
-        ValueError: If the mode has no slots.
+        ValueError: If the mode has no slots, or every token needs every expert.
     """
-    feet = footprint(path)
+    config = config or StreamConfig()
+    feet = footprint(path, StreamConfig(mode="resident", top_k=config.top_k))
     L, E, K, nbytes = feet.num_layers, feet.num_experts, feet.top_k, feet.expert_nbytes
-    config = replace(config or StreamConfig(), slots=K, prefetch="none")
+    config = replace(config, slots=K, prefetch="none")
     if config.mode not in ("stacked", "fused"):
         raise ValueError(f"measure_costs: expected mode stacked or fused, got {config.mode!r}.")
+    if E == K:
+        raise ValueError(f"measure_costs: expected more experts than a token needs, or none is ever read twice; got {E} and {K}.")
     samples = {} if samples is None else samples
     rng = np.random.default_rng(seed)
     model, _ = load_model(path, config)
@@ -86,7 +89,8 @@ def measure_costs(path, config=None, tokens=12, seed=0, samples=None):
                 _, misses = layer._plan(experts)
                 layer._bring(misses)
 
-        counts = sorted({1, -(-K // 4), -(-K // 2), K})
+        most = min(K, E - K)
+        counts = sorted({1, -(-most // 4), -(-most // 2), most})
         reads = {(state, m): samples.setdefault((state, m), []) for state in ("cold", "warm") for m in counts}
         for m in rng.permutation(np.repeat(counts, 2)).tolist():
             need = rows(m, tokens // 2 + 1)
@@ -102,7 +106,7 @@ def measure_costs(path, config=None, tokens=12, seed=0, samples=None):
         for state in ("cold", "warm"):
             x = np.array(counts) * nbytes
             y = np.array([np.median(reads[state, m]) for m in counts])
-            slope, call = np.polyfit(x, y, 1, w=1 / y)  # relative errors count alike
+            slope, call = np.polyfit(x, y, 1, w=1 / y) if len(x) > 1 else (0, -1)  # relative errors count alike
             if call < 0 or slope < 0:
                 slope, call = float((x * y).sum() / (x * x).sum()), 0.0
             lines[state] = float(slope), float(call)
@@ -115,18 +119,18 @@ def measure_costs(path, config=None, tokens=12, seed=0, samples=None):
                     begin = time.perf_counter()
                     mx.eval(model(mx.array([[i % 64]]), cache=cache))
                     out.append(time.perf_counter() - begin)
-            return out[2:]
+            return out[min(2, len(out) - 1) :]
 
         hit = samples.setdefault("hit", [])
         miss = samples.setdefault("miss", [])
         for _ in range(2):
             hit += decode(np.repeat(rows(1, 2)[:1], tokens // 2 + 2, axis=0))
-            need = rows(K, tokens // 2 + 2)
+            need = rows(most, tokens // 2 + 2)
             drop()
             miss += decode(need)
         hit_s, miss_s = np.median(hit), np.median(miss)
         expert_s = _expert_s(model, layers[0], rows(1, 2)[0, 0], tokens)
-    cold_s = np.median(reads["cold", K])
+    cold_s = np.median(reads["cold", most])
     experts_s = K * expert_s
     hidden = 1 - (miss_s - hit_s) / (L * cold_s)  # of the reads
     overlap = hidden * cold_s / min(cold_s, experts_s) if experts_s else 0.0
