@@ -1,5 +1,6 @@
 """Whole experts read cold through the engine's reader, against fio on the same file."""
 
+import dataclasses
 import json
 import random
 import shutil
@@ -12,6 +13,7 @@ from tqdm import tqdm
 
 from ..checkpoint import Checkpoint, expert_modules, locate_experts
 from ..streaming.reader import Read, Reader
+from ..streaming.slots import ranges
 from . import machine, timing
 from .bench import folder
 
@@ -23,14 +25,15 @@ def bench_reads(
     rounds=3,
     cold=True,
     with_fio=True,
-    kinds=("experts", "weights"),
+    kinds=("experts", "experts, 32 a call", "weights"),
     seed=0,
     progress=True,
 ):
     """Whole experts read through the engine's ``Reader``, against fio with the same sizes and depth on the same file.
 
-    Two kinds of reads: ``experts`` (all parts of each expert, as streaming reads them: large weights and small scales) and
-    ``weights`` (the weights alone, one size). fio runs with threads that each read one block at a time, through the page
+    ``experts`` are all parts of each expert, what lies together at once, as streaming reads them (large weights and small scales, or
+    one piece where the model is packed), eight experts a call, as a layer asks for them; ``32 a call`` as a prompt does, which
+    waits less often for the last; ``weights`` are the weights alone. fio never waits: it runs with threads that each read one block at a time, through the page
     cache as we do (``buffered``) and past it (``direct``, blocks rounded to 4 KiB). Both start with the file's pages
     dropped, unless ``cold`` is false: then they are all there, and fio is left out.
 
@@ -39,7 +42,7 @@ def bench_reads(
     """
     path = folder(path)
     checkpoint = Checkpoint(path)
-    model, _ = load_model(path, lazy=True)
+    model, _ = load_model(path, lazy=True, get_model_classes=checkpoint.model_classes)
     located = locate_experts(model, checkpoint)
     if not located:
         raise ValueError(f"{path}: no experts that can be read in place")
@@ -67,12 +70,14 @@ def bench_reads(
         for i in range(rounds):
             for kind, depth, who in order.sample(plan, len(plan)):
                 keep = [
-                    [t for t in parts if kind == "experts" or t.name.endswith("weight")] for parts in layers.values()
+                    [t for t in parts if kind != "weights" or t.name.endswith("weight")] for parts in layers.values()
                 ]
+                keep = [_pieces(parts) for parts in keep]
                 sizes = sorted({t.nbytes for parts in keep for t in parts})
                 record["block_sizes"][kind] = sizes
                 if who == "moelab":
-                    speed = _read_experts(file, keep, depth, nbytes, order, cold)
+                    a_call = 32 if "32" in kind else 8
+                    speed = _read_experts(file, keep, depth, nbytes, order, cold, a_call)
                 else:
                     speed = _fio(fio, file, keep[0], depth, nbytes, who == "fio direct", order.randrange(1 << 30))
                 record["samples"].append({"round": i, "kind": kind, "depth": depth, "by": who, "bytes_per_s": speed})
@@ -84,13 +89,21 @@ def _largest(files):
     return max(set(files), key=lambda f: f.stat().st_size)
 
 
-def _read_experts(file, layers, depth, nbytes, order, cold):
-    """Bytes per second of distinct experts in random order, eight a call, as a layer asks for them."""
+def _pieces(parts):
+    """What lies together on disk as one tensor."""
+    by_name = {t.name: t for t in parts}
+    return [
+        dataclasses.replace(by_name[names[0]], nbytes=sum(by_name[n].nbytes for n in names)) for names in ranges(by_name)
+    ]
+
+
+def _read_experts(file, layers, depth, nbytes, order, cold, a_call):
+    """Bytes per second of distinct experts in random order, ``a_call`` of them in each call."""
     places = [(parts, e) for parts in layers for e in range(len(parts[0].offsets))]
     order.shuffle(places)
     one = sum(t.nbytes for t in layers[0])
-    places = places[: max(8, nbytes // one)]
-    buffers = [[memoryview(bytearray(t.nbytes)) for t in layers[0]] for _ in range(8)]
+    places = places[: max(a_call, nbytes // one)]
+    buffers = [[memoryview(bytearray(t.nbytes)) for t in layers[0]] for _ in range(a_call)]
     for views in buffers:
         for v in views:
             v[::4096] = b"\0" * len(v[::4096])  # the memory is there before the clock starts
@@ -100,10 +113,10 @@ def _read_experts(file, layers, depth, nbytes, order, cold):
         if cold:
             machine.drop_pages(file)
         begin = time.perf_counter()
-        for first in range(0, len(places), 8):
+        for first in range(0, len(places), a_call):
             reads = [
                 Read(opened, t.offsets[e], t.nbytes, [view], t.name, e)
-                for (parts, e), views in zip(places[first : first + 8], buffers)
+                for (parts, e), views in zip(places[first : first + a_call], buffers)
                 for t, view in zip(parts, views)
             ]
             reader.read(reads)
@@ -117,12 +130,15 @@ def _fio(fio, file, parts, depth, nbytes, direct, seed):
     sizes = [-(-t.nbytes // 4096) * 4096 for t in parts]
     split = {s: 100 * sizes.count(s) // len(sizes) for s in sorted(set(sizes))}
     split[max(split)] += 100 - sum(split.values())
+    part = file.stat().st_size // depth // max(sizes) * max(sizes)  # each thread's own, so that none finds another's in the cache
     command = [
         fio, "--name=moelab", f"--filename={file.resolve()}", "--readonly", "--rw=randread", "--ioengine=psync", "--thread",
         f"--numjobs={depth}", f"--direct={int(direct)}", "--invalidate=1", "--group_reporting", "--output-format=json",
-        f"--size={file.stat().st_size // 4096 * 4096}", f"--io_size={nbytes // depth}", f"--randseed={seed}", "--randrepeat=0",
-        "--bssplit=" + ":".join(f"{s}/{p}" for s, p in split.items()), "--blockalign=4096", "--norandommap", "--fadvise_hint=1",
+        f"--size={part}", f"--offset_increment={part}", f"--io_size={nbytes // depth}", f"--randseed={seed}", "--randrepeat=0",
+        "--bssplit=" + ":".join(f"{s}/{p}" for s, p in split.items()), "--fadvise_hint=1",
     ]  # fmt: skip
+    if len(split) > 1:  # of one size it can read every block once, as we do; of several it may read one again, from the cache
+        command += ["--blockalign=4096", "--norandommap"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"fio failed: {done.stderr.strip() or done.stdout.strip()[-300:]}")

@@ -34,6 +34,9 @@ class File:
         self.fd = os.open(path, os.O_RDONLY)
         self.stamp = self.stat()
 
+    def __str__(self):
+        return str(self.path)
+
     def stat(self):
         """Its size in bytes and the time of its last change in ns, now."""
         s = os.fstat(self.fd)

@@ -223,7 +223,7 @@ class SlotBank:
                 self.experts[linear] = its
 
         self._rows = {n: buffers[key].rows[:, first:last] for n, (key, first, last) in parts.items()}
-        self._tensors, self._ranges = tensors, _ranges(tensors)
+        self._tensors, self._ranges = tensors, ranges(tensors)
         self._memory = [(self._rows[n], _Buffer.over(resident[f"{path}.{n}"]).rows) for n in order if n not in tensors]
         self._converted = []  # (rows [S, n], their type, type on disk, parameters), neighbours together
         for n, t in tensors.items():
@@ -281,16 +281,23 @@ class SlotBank:
         return parts
 
 
-def _ranges(tensors):
-    """The parameters that lie one after the other on disk for every expert, together."""
-    ranges = []
-    for n, t in sorted(tensors.items(), key=lambda item: (str(item[1].files[0].path), item[1].offsets[0])):
-        last = tensors[ranges[-1][-1]] if ranges else None
+def ranges(tensors):
+    """Which parameters lie one after the other on disk for every expert.
+
+    Args:
+        tensors (dict[str, ExpertTensor]): By name.
+
+    Returns:
+        list[list[str]]: Those that one read brings, in the order on disk.
+    """
+    found, last = [], None
+    for name, t in sorted(tensors.items(), key=lambda item: (str(item[1].files[0]), item[1].offsets[0])):
         if last and last.files == t.files and t.offsets == [o + last.nbytes for o in last.offsets]:
-            ranges[-1].append(n)
+            found[-1].append(name)
         else:
-            ranges.append([n])
-    return ranges
+            found.append([name])
+        last = t
+    return found
 
 
 class _Slot(NamedTuple):
