@@ -197,6 +197,8 @@ def test_a_policy_or_a_size_that_is_none():
         pagecache.held(t.experts, 16, 8, "mru")
     with pytest.raises(ValueError, match="slots: expected at least 4 .* got 3"):
         pagecache.held(t.experts, 16, 3, "lru")
+    with pytest.raises(ValueError, match="distinct experts"):
+        pagecache.held(np.zeros((2, 1, 4), np.uint16), 16, 8)
     with pytest.raises(ValueError, match="pages: expected one of linux, lru"):
         pagecache.cached(np.arange(3), 3, 5, pages="bsd")
 
@@ -353,7 +355,7 @@ def test_the_kernel_reads_what_the_model_says(tmp_path):
     units = reads(1500, n, seed=3)
     try:
         argv = [sys.executable, "-c", CHILD, str(file), str(size), json.dumps(units.tolist())]
-        done = limit.run(argv, 64 << 20, ways=("cgroup",), timeout_s=300)
+        done = limit.run(argv, 64 << 20, ways=("cgroup",), timeout_s=600)
     except limit.NoLimit as e:
         pytest.skip(str(e))
     assert done.returncode == 0, done.stderr

@@ -142,7 +142,7 @@ def held(experts, num_experts, slots, policy="lru"):
         np.ndarray: ``[T, L, K]`` of bool.
 
     Raises:
-        ValueError: If there are too few slots, or no such policy.
+        ValueError: If there are too few slots, no such policy, or a token names an expert twice.
     """
     T, L, K = experts.shape
     if policy not in POLICIES:
@@ -151,6 +151,8 @@ def held(experts, num_experts, slots, policy="lru"):
         return np.zeros((T, L, K), bool)
     if slots < K:
         raise ValueError(f"slots: expected at least {K} (the experts per token), got {slots}.")
+    if not np.diff(np.sort(experts, axis=-1), axis=-1).all():
+        raise ValueError("held: expected distinct experts in each token and layer, got one twice; a replay of such a family is not supported.")
     slots = min(slots, num_experts)
     if policy == "s3-fifo":
         hit = [_s3_fifo(rows, slots) for rows in experts.transpose(1, 0, 2)]

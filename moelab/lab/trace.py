@@ -31,7 +31,7 @@ class Trace:
         experts (np.ndarray): ``[T, L, K]`` uint16, the experts of every token in every MoE
             layer, in the order of the router.
         phase (np.ndarray): ``[T]`` of ``prefill`` (came with others) or ``decode``.
-        tokens (np.ndarray): ``[T]`` token ids that went in.
+        tokens (np.ndarray): ``[T]`` token ids that went in; ``prefill.tokens`` are the prompt's.
         num_experts (int): E. Default: the largest expert seen and one.
         model (str): The name of the model, or of what made the trace.
         seed (int, optional): Of the sampling or the synthesis; None for a greedy run.
