@@ -145,8 +145,8 @@ def test_reads(model_path, monkeypatch):
     by = {s["by"] for s in r["samples"]}
     assert by == ({"moelab", "fio buffered", "fio direct"} if shutil.which("fio") else {"moelab"})
     assert all(s["bytes_per_s"] > 0 for s in r["samples"])
-    assert r["block_sizes"] == {"experts": [256, 4096], "weights": [4096]}
-    assert len(reads.summarize_reads(r)) == 4 and "depth 2" in reads.report_reads(r)
+    assert r["block_sizes"] == {"experts": [256, 4096], "experts, 32 a call": [256, 4096], "weights": [4096]}
+    assert len(reads.summarize_reads(r)) == 6 and "depth 2" in reads.report_reads(r)
     monkeypatch.setattr(shutil, "which", lambda _: None)
     r = reads.bench_reads(model_path, depths=(1,), nbytes=1 << 16, rounds=1, progress=False)
     assert "fio is not installed" in reads.report_reads(r)
