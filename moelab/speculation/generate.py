@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .policy import Policy
+from .policy import Always, Policy
 from .rollback import Rollback
 
 PREFILL_STEP = 512  # prompt tokens in one pass, as in mlx-lm
@@ -144,6 +144,41 @@ class ModelDraft:
         return mx.concatenate(ys) if ys else mx.array([], mx.uint32)
 
 
+class LookupDraft:
+    """Proposes what followed when the last tokens were last written: a draft without a model, good where text repeats itself.
+
+    Args:
+        longest (int): Tokens that must match at most; the longest match is taken, then the latest.
+    """
+
+    layer_ids = ()
+
+    def __init__(self, longest: int = 3):
+        self.longest, self.cache = longest, []
+
+    def make_cache(self) -> list:
+        return []
+
+    def bind(self, model: nn.Module, cache: list | None = None) -> None:
+        self._tokens, self._unread = [], []
+        self._ends = {}  # the last `k` tokens -> where they were last followed by something
+
+    def extend(self, tokens: mx.array, features: mx.array | None = None) -> None:
+        self._unread.append(tokens)
+
+    def propose(self, last: int, n: int, choose: Callable[[mx.array], mx.array]) -> mx.array:
+        for token in (t for x in self._unread for t in x.tolist()):
+            for k in range(1, min(self.longest, len(self._tokens)) + 1):
+                self._ends[tuple(self._tokens[-k:])] = len(self._tokens)
+            self._tokens.append(token)
+        self._unread = []
+        seen = [*self._tokens[-self.longest :], last][-self.longest :]
+        for k in range(len(seen), 0, -1):
+            if n and (end := self._ends.get(tuple(seen[-k:]))) is not None:
+                return mx.array(self._tokens[end : end + n], mx.uint32)
+        return mx.array([], mx.uint32)
+
+
 def speculative_generate(
     model: nn.Module,
     tokenizer,
@@ -256,12 +291,11 @@ def speculative_generate_step(
     """
     if prompt.size == 0:
         raise ValueError("prompt: expected at least one token, got none.")
-    policy = (
-        Policy() if num_draft_tokens == "auto" else num_draft_tokens if isinstance(num_draft_tokens, Policy) else None
-    )
-    if policy is None and not (isinstance(num_draft_tokens, int) and num_draft_tokens >= 0):
+    policy = Policy() if num_draft_tokens == "auto" else num_draft_tokens
+    if isinstance(policy, int) and policy >= 0:
+        policy = Always(policy)
+    if not hasattr(policy, "choose"):
         raise ValueError(f"num_draft_tokens: expected a number from 0, 'auto' or a Policy, got {num_draft_tokens!r}.")
-    policy = policy or _Always(num_draft_tokens)
     policy.begin(max_tokens)
     left = max_tokens if max_tokens >= 0 else float("inf")
 
@@ -290,36 +324,40 @@ def speculative_generate_step(
                 if not left:
                     break
                 begin = time.perf_counter()
-                if not n:
-                    following, logprobs = chooser(target.read(last))
-                    mx.async_eval(following)  # before `last` is asked for, as mlx-lm does
-                    target.keep(1)
-                    unread = False
-                    token = last.item()
-                    seconds = time.perf_counter() - begin
-                    if in_flight:
-                        policy.plain(seconds)
-                    if pending is not None:
-                        yield token, *pending
-                        left -= 1
-                    last, pending = following, (logprobs[0], False, Round(number, verify_s=seconds))
-                    chooser.commit(last, 1)
-                    missed, in_flight = missed + 1, True
-                else:
+                guesses = []
+                if n:
                     if missed:
                         draft.propose(0, 0, None)
                     missed_s = time.perf_counter() - begin
                     with chooser.ahead() as choose:
                         drafts = draft.propose(last.item(), n, choose)[:n].astype(mx.uint32)
                         guesses = drafts.tolist()
-                    drafted = time.perf_counter()
+                asked_s = time.perf_counter() - begin
+                if not guesses:
+                    following, logprobs = chooser(target.read(last))
+                    mx.async_eval(following)  # before `last` is asked for, as mlx-lm does
+                    target.keep(1)
+                    unread = False
+                    token = last.item()
+                    seconds = time.perf_counter() - begin
+                    if n:
+                        policy.drafted(0, 0, asked_s - missed_s, policy.plain_s, missed, missed_s)
+                    elif in_flight:
+                        policy.plain(seconds)
+                    missed, in_flight = 0 if n else missed + 1, not n
+                    if pending is not None:
+                        yield token, *pending
+                        left -= 1
+                    last, pending = following, (logprobs[0], False, Round(number, verify_s=seconds))
+                    chooser.commit(last, 1)
+                else:
                     tokens, logprobs = chooser(target.read(mx.concatenate([last, drafts])), drafts)
                     unread = False
                     own = tokens.tolist()
                     accepted = next((i for i, guess in enumerate(guesses) if guess != own[i]), len(guesses))
                     chooser.commit(tokens[: accepted + 1], accepted + 1)
-                    round = Round(number, len(guesses), accepted, drafted - begin, time.perf_counter() - drafted)
-                    policy.drafted(len(guesses), accepted, round.draft_s - missed_s, round.verify_s, missed, missed_s)
+                    round = Round(number, len(guesses), accepted, asked_s, time.perf_counter() - begin - asked_s)
+                    policy.drafted(len(guesses), accepted, asked_s - missed_s, round.verify_s, missed, missed_s)
                     missed, in_flight = 0, False
                     for i in range(accepted):
                         target.standing = i + 2  # `last` and the drafts up to this one
@@ -400,18 +438,6 @@ class _Target:
         with capture(self._model, self._draft.layer_ids) as seen:
             out = call(*args, **kwargs)
         return out, seen.features[0]
-
-
-class _Always:
-    """The policy of a fixed number."""
-
-    def __init__(self, n):
-        self.choose = lambda missed: n
-
-    def _note(self, *args, **kwargs):
-        pass
-
-    begin = prompt = plain = drafted = _note
 
 
 class _Chooser:

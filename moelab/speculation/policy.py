@@ -111,6 +111,23 @@ class Policy:
         return self._draft_s.at(self._numbers, {}) if self._draft_s.medians else np.zeros(len(self._numbers))
 
 
+class Always:
+    """The policy of a fixed number of drafts."""
+
+    plain_s = 0.0
+
+    def __init__(self, num_draft_tokens: int):
+        self.num_draft_tokens = num_draft_tokens
+
+    def choose(self, missed: int = 0) -> int:
+        return self.num_draft_tokens
+
+    def _note(self, *args):
+        pass
+
+    begin = prompt = plain = drafted = _note
+
+
 class _Seconds:
     """Recent seconds for some numbers, and estimates for the others."""
 

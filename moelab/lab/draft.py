@@ -1,0 +1,400 @@
+"""What a draft costs and brings: passes over several positions, their experts, rounds, and the speed against not drafting."""
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import generate_step, generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+
+from .. import StreamConfig, close, load, record, stats
+from ..speculation.generate import LookupDraft, ModelDraft, speculative_generate_step
+from ..speculation.policy import Always, Policy
+from ..speculation.rollback import Rollback
+from . import figures, machine, timing
+
+
+class OracleDraft:
+    """Knows the text and errs on purpose: every draft is right with one probability, and costs nothing. What the best of drafts could bring.
+
+    Args:
+        tokens (list[int]): Prompt and continuation.
+        accept (float): How often a draft is right.
+        seed (int): Of the errors.
+    """
+
+    layer_ids = ()
+
+    def __init__(self, tokens, accept, seed=0):
+        self.tokens, self.accept, self.cache = list(tokens), accept, []
+        self._rng = np.random.default_rng(seed)
+
+    def make_cache(self):
+        return []
+
+    def bind(self, model, cache=None):
+        self._read = 0
+
+    def extend(self, tokens, features=None):
+        self._read += tokens.size
+
+    def propose(self, last, n, choose):
+        guesses = self.tokens[self._read + 1 :][:n]
+        wrong = self._rng.random(len(guesses)) >= self.accept
+        return mx.array([(t + 1) % 2 if w else t for t, w in zip(guesses, wrong)], mx.uint32)
+
+
+class _Clocked:
+    """A policy that notes when the first round begins."""
+
+    def __init__(self, policy):
+        self._policy, self.begin_s = policy, None
+
+    def __getattr__(self, name):
+        return getattr(self._policy, name)
+
+    def choose(self, missed=0):
+        if self.begin_s is None:
+            self.begin_s = time.perf_counter()
+        return self._policy.choose(missed)
+
+
+def drafted(model, ids, draft, num_draft_tokens, tokens, sampler=None, policy=None):
+    """Decode with a draft; the clock runs from the first round to the last token.
+
+    Returns:
+        dict: ``tokens``, ``decode_s``, ``rounds`` (lists of drafted, accepted, draft_s, verify_s) and ``counters`` of the target.
+    """
+    clock = _Clocked(policy or (Policy() if num_draft_tokens == "auto" else Always(num_draft_tokens)))
+    before, rounds, out = _counted(model), {}, []
+    steps = speculative_generate_step(
+        mx.array(ids), model, draft, num_draft_tokens=clock, max_tokens=tokens, sampler=sampler
+    )
+    for token, _, _, r in steps:
+        out.append(token)
+        rounds[r.number] = [r.drafted, r.accepted, r.draft_s, r.verify_s]
+        if len(out) == tokens:
+            end = time.perf_counter()
+    mx.synchronize(generation_stream)
+    return {
+        "tokens": out, "decode_s": end - clock.begin_s, "rounds": list(rounds.values()), "counters": _since(model, before),
+    }  # fmt: skip
+
+
+def undrafted(model, ids, tokens, sampler=None):
+    """The same without a draft, by mlx-lm's own loop; the prompt but its last token is read before the clock starts."""
+    cache = make_prompt_cache(model)
+    with mx.stream(generation_stream):
+        if len(ids) > 1:
+            model(mx.array([ids[:-1]]), cache=cache)
+        mx.eval([c.state for c in cache])
+    before, begin, out = _counted(model), time.perf_counter(), []
+    for token, _ in generate_step(mx.array(ids[-1:]), model, max_tokens=tokens, prompt_cache=cache, sampler=sampler):
+        out.append(int(token))
+        end = time.perf_counter()
+    mx.synchronize(generation_stream)
+    return {"tokens": out, "decode_s": end - begin, "rounds": [], "counters": _since(model, before)}
+
+
+def compare(model, tokenizer, make_draft, lengths, prompts, tokens, runs, seed=0, before=None):
+    """Speed of several numbers of drafts over that of none, in rounds of random order.
+
+    Args:
+        model (nn.Module): The target.
+        make_draft (Callable): From the prompt's ids and the text that follows without a draft to a draft.
+        lengths (list): Numbers of drafts, and ``auto``.
+        prompts (list[str]): Run i takes prompt i, modulo their number; one run more comes first and is not kept.
+        tokens (int): Decoded in each run.
+        before (Callable): Called before each run, to drop the page cache.
+
+    Returns:
+        dict: ``variants``: ``{name: [sample, ...]}``, with ``mlx-lm`` the plain one; see ``summary``.
+    """
+    names = ["mlx-lm", *lengths]
+    rng, samples = np.random.default_rng(seed), {str(n): [] for n in names}
+    for i in range(-1, runs):
+        ids = tokenizer.encode(prompts[i % len(prompts)])
+        text = undrafted(model, ids, tokens)["tokens"]
+        for n in rng.permutation(np.array(names, object)):
+            if before:
+                before()
+            sample = (
+                undrafted(model, ids, tokens)
+                if n == "mlx-lm"
+                else drafted(model, ids, make_draft(ids, text), n, tokens)
+            )
+            sample["same"] = sample.pop("tokens") == text
+            if i >= 0:
+                samples[str(n)].append(sample)
+    return {"kind": "draft", "machine": machine.card(), "tokens": tokens, "runs": runs, "variants": samples}
+
+
+def summary(compared):
+    """By variant: ``ratio`` (speed over mlx-lm's, run by run), ``tok_s``, ``tau`` (tokens of a round with drafts), ``histogram`` of what it committed, ``same``."""
+    out, yard = {}, [s["decode_s"] for s in compared["variants"]["mlx-lm"]]
+    for name, samples in compared["variants"].items():
+        committed = [a + 1 for s in samples for d, a, *_ in s["rounds"] if d]
+        out[name] = {
+            "ratio": timing.paired_ratio(yard, [s["decode_s"] for s in samples]),
+            "tok_s": timing.summary([compared["tokens"] / s["decode_s"] for s in samples]),
+            "tau": float(np.mean(committed)) if committed else 1.0,
+            "histogram": dict(sorted(Counter(committed).items())),
+            "same": all(s["same"] for s in samples),
+        }
+    return out
+
+
+def passes(model, ids, positions, rounds, slots_settle=4):
+    """Seconds of a pass over m positions, at successive places of a text, taken back each time but for one token.
+
+    Args:
+        ids (list[int]): A text, long enough for all rounds.
+        positions (list[int]): The m's, in random order in each round.
+
+    Returns:
+        dict: ``{m: [sample, ...]}`` of ``pass_s``, ``wait_s``, ``misses``, ``hits``; every sample is of the text's own tokens.
+    """
+    cache, out, rng = make_prompt_cache(model), {m: [] for m in positions}, np.random.default_rng(0)
+    start = max(8, len(ids) - (rounds + 1) * len(positions) - max(positions))
+    with mx.stream(generation_stream):
+        model(mx.array([ids[:start]]), cache=cache)
+        mx.eval([c.state for c in cache])
+        rollback, at = Rollback(model, cache), start
+        for i in range(-1, rounds):
+            for m in rng.permutation(positions).tolist():
+                before, begin = _counted(model), time.perf_counter()
+                mx.eval(mx.argmax(rollback(mx.array([ids[at : at + m]])), axis=-1))
+                pass_s, counted = time.perf_counter() - begin, _since(model, before)
+                rollback.undo(m - 1)
+                rollback.commit()
+                at += 1
+                if i >= 0:
+                    out[m].append({"pass_s": pass_s, **counted})
+    return out
+
+
+def union(trace, positions):
+    """Distinct experts of a layer over m tokens in a row, as routed and as independent tokens would be.
+
+    Args:
+        trace (Trace): Of decoded text.
+
+    Returns:
+        dict: ``{m: ([mean of each layer], expected of independent uniform tokens)}``.
+    """
+    experts = trace.experts.astype(int)
+    T, L, K = experts.shape
+    E = experts.max() + 1
+    out = {}
+    for m in positions:
+        windows = range(0, T - m + 1, max(1, m // 2))
+        distinct = [[len(np.unique(experts[t : t + m, layer])) for t in windows] for layer in range(L)]
+        out[m] = [float(np.mean(d)) for d in distinct], float(E * (1 - (1 - K / E) ** m))
+    return out
+
+
+def routing(model, ids):
+    """The ``Trace`` of a text read one token at a time, as decoding would."""
+    cache = make_prompt_cache(model)
+    with record(model) as trace:
+        for i in ids:
+            mx.eval(model(mx.array([[i]]), cache=cache))
+    return trace
+
+
+def soak(model, ids, draft, num_draft_tokens, tokens, every=250):
+    """One long text: MLX's memory as it grows, and whether the target's counters account for every position.
+
+    Returns:
+        dict: ``tokens``, ``active_nbytes``, ``peak_nbytes`` at every step; ``positions`` read by the target and ``expected``; ``decode_s``.
+    """
+    before, out, rounds = _counted(model), {"tokens": [], "active_nbytes": [], "peak_nbytes": []}, {}
+    begin = time.perf_counter()
+    steps = speculative_generate_step(mx.array(ids), model, draft, num_draft_tokens=num_draft_tokens, max_tokens=tokens)
+    for n, (_, _, _, r) in enumerate(steps, 1):
+        rounds[r.number] = r.drafted
+        if n % every == 0:
+            out["tokens"].append(n)
+            out["active_nbytes"].append(mx.get_active_memory())
+            out["peak_nbytes"].append(mx.get_peak_memory())
+            mx.reset_peak_memory()
+    out["decode_s"] = time.perf_counter() - begin
+    out["positions"] = _since(model, before)["tokens"]
+    out["expected"] = len(ids) - 1 + sum(1 + d for d in rounds.values())
+    return out
+
+
+def speed_model(fixed_s, position_s, expert_s, K, E, hit, L, overlap=0.0):
+    """A model, not a measurement: seconds of a pass over m positions.
+
+    Args:
+        fixed_s, position_s (float): Of a pass, and of each position's arithmetic.
+        expert_s (float): To read one expert.
+        hit (float): Share of the experts in their slots.
+        overlap (float): How much tokens share beyond chance, 0 to 1.
+    """
+
+    def pass_s(m):
+        chance = E * (1 - (1 - K / E) ** m)
+        distinct = (1 - overlap) * chance + overlap * K
+        return fixed_s + m * position_s + L * distinct * (1 - hit) * expert_s
+
+    return pass_s
+
+
+def dial(parts, K, E, L):
+    """The function behind the sliders of notebook 07: from draft length, acceptance, slots, SSD and top-k to a figure of the ratio.
+
+    Args:
+        parts (dict): ``fixed_s``, ``position_s`` (at the full top-k), ``expert_nbytes``, ``overlap``: as measured.
+    """
+
+    def look(length: int, accept: float, slots: int, GBs: float, top_k: int):
+        speed = speed_model(
+            parts["fixed_s"], parts["position_s"] * top_k / K, parts["expert_nbytes"] / (GBs * 1e9), top_k, E,
+            min(1.0, slots / E), L, parts["overlap"],
+        )  # fmt: skip
+        n = np.arange(0, 17)
+        accepts = {"as set": accept, "every draft right": 1.0}
+        fig = figures.figure(
+            "",
+            "tokens drafted",
+            "speed over not drafting",
+            note="a model with this machine's parts; drafts cost nothing",
+        )
+        best = {}
+        for i, (name, a) in enumerate(accepts.items()):
+            tokens = np.array([sum(a**j for j in range(k + 1)) for k in n])
+            ratio = tokens * speed(1) / np.array([speed(k + 1) for k in n])
+            best[name] = ratio
+            fig.add_scatter(x=n, y=ratio, name=name, mode="lines+markers", **figures.style(i))
+        figures.ceiling(fig, 1, "not drafting")
+        figures.ceiling(fig, length, "as set", axis="x")
+        here, tau = best["as set"][length], sum(accept**j for j in range(length + 1))
+        need = speed(length + 1) / speed(1)
+        fig.update_layout(
+            title_text=f"{length} drafts, {accept:.0%} right: {here:.2f} times the speed; break-even at {need:.1f} tokens a round"
+        )
+        return figures.describe(
+            fig,
+            alt="Speed over not drafting against the tokens drafted: "
+            + ", ".join(f"{k}: {r:.2f}" for k, r in zip(n, best["as set"]))
+            + ".",
+            finding=f"A round commits {tau:.1f} tokens and costs {need:.1f} tokens' time; the best length is {int(np.argmax(best['as set']))}.",
+        )
+
+    return look
+
+
+def heldout(path, num, tokens, tokenizer, skip=400):
+    """Prompts of so many tokens from a model's held-out text."""
+    files = sorted((Path(path) / "heldout").glob("*.py"))
+    if not files:
+        raise ValueError(f"{path}: expected held-out text in {Path(path) / 'heldout'}, found none.")
+    out = []
+    for i in range(num):
+        ids = tokenizer.encode(
+            files[i % len(files)].read_text(encoding="utf-8")[skip * (1 + i // len(files)) :][: 8 * tokens]
+        )
+        out.append(tokenizer.decode(ids[:tokens]))
+    return out
+
+
+def bench_draft(
+    path,
+    config=None,
+    draft="lookup",
+    lengths=(0, 2, 4, 8, "auto"),
+    tokens=128,
+    runs=5,
+    prompts=None,
+    accept=0.8,
+    cold=False,
+):
+    """The command ``bench --draft``: load, compare, report.
+
+    Args:
+        draft (str): ``lookup``, ``self``, ``oracle``, or the folder of a model or of a DFlash draft.
+
+    Returns:
+        dict: The record of ``compare`` with its ``summary``.
+    """
+    model, tokenizer = load(path, config or StreamConfig())
+    try:
+        prompts = prompts or heldout(path, 8, 64, tokenizer)
+
+        def make(ids, text):
+            if draft == "lookup":
+                return LookupDraft()
+            if draft == "oracle":
+                return OracleDraft([*ids, *text], accept)
+            return opened
+
+        opened = None
+        if draft == "self":
+            opened = ModelDraft(model)
+        elif draft not in ("lookup", "oracle"):
+            opened = open_draft(draft)
+
+        def drop():
+            for file in Path(path).glob("*.safetensors"):
+                machine.drop_pages(file)
+
+        out = compare(model, tokenizer, make, list(lengths), prompts, tokens, runs, before=drop if cold else None)
+        out.update(
+            model=Path(path).name,
+            draft=str(draft),
+            config=vars(config or StreamConfig()),
+            cache_state="cold" if cold else "warm",
+        )
+        out["summary"] = summary(out)
+        return out
+    finally:
+        close(model)
+
+
+def open_draft(path):
+    """A draft from its folder: a DFlash draft if its configuration says so, else an mlx-lm model."""
+    import json
+
+    config = json.loads((Path(path) / "config.json").read_text())
+    if "dflash_config" in config:
+        from ..speculation import dflash
+
+        return dflash.load(path)
+    model, _ = load(path, StreamConfig(mode="resident"))
+    return ModelDraft(model)
+
+
+def report(record):
+    """The table of a record of ``bench_draft``."""
+    lines = [machine.card_line(record["machine"])]
+    lines.append(
+        f"{record['model']} with {record['draft']}: {record['tokens']} greedy tokens a run, page cache {record['cache_state']}, runs in random order"
+    )
+    lines.append(f"{'drafts':8} {'tok/s median [quartiles]':32} {'over mlx-lm [quartiles]':32} {'tau':>5}  tokens")
+    for name, s in record["summary"].items():
+        lines.append(
+            f"{name:8} {_spread(s['tok_s']):32} {_spread(s['ratio']):32} {s['tau']:5.2f}  {'same' if s['same'] else 'DIFFER'}"
+        )
+    return "\n".join(lines)
+
+
+def _spread(s):
+    return f"{s['median']:.4g} [{s['p25']:.4g} - {s['p75']:.4g}] n={s['n']}"
+
+
+def _counted(model):
+    if not hasattr(model, "_session"):
+        return None
+    both = stats(model)
+    return {
+        k: getattr(both.prefill, k) + getattr(both.decode, k)
+        for k in ("tokens", "hits", "misses", "bytes_read", "wait_s")
+    }
+
+
+def _since(model, before):
+    return {} if before is None else {k: v - before[k] for k, v in _counted(model).items()}
