@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import moelab
-from moelab.lab import advise, pagecache, routing, sweep
+import moelab.lab
+from moelab.lab import advice, pagecache, routing, sweep
 
+advise = moelab.lab.advise
 TINY = moelab.DATA / "models" / "tiny-moe"
 SIZES = {
     "checkpoint_nbytes": 1_900_000_000, "backbone_nbytes": 110_000_000, "expert_nbytes": 1_770_000, "slot_nbytes": 7_900_000,
@@ -19,19 +20,19 @@ FLAT = routing.Locality((0.3,) * 4, (0.3,) * 4, (1.5,) * 4)
 
 def settings(memory, costs, slots, locality=FLAT):
     trace = routing.synthesize(locality, 200, 4, 256, 8)
-    return advise.replays(SIZES, memory, trace, costs, [(n, "lru") for n in slots], 100)
+    return advice.replays(SIZES, memory, trace, costs, [(n, "lru") for n in slots], 100)
 
 
 def test_it_takes_the_fewest_slots_where_all_are_as_fast():
     slow = replace(READS, fixed_s=10.0)
-    assert advise.pick(settings(1.5e9, slow, [8, 60, 150])) == (8, "lru")
+    assert advice.pick(settings(1.5e9, slow, [8, 60, 150])) == (8, "lru")
 
 
 def test_it_takes_an_end_of_the_ridge_and_not_its_top():
     s = settings(1.6e9, READS, [8, 80, 160])
     ms = {n: r.token_s.mean() for (n, _), r in s.items()}
     assert ms[80] > max(ms[8], ms[160])  # what is in a slot lies in the page cache too
-    assert advise.pick(s)[0] == min(ms, key=ms.get)
+    assert advice.pick(s)[0] == min(ms, key=ms.get)
 
 
 def test_free_copies_from_the_page_cache_and_a_slow_disk_move_the_choice():
@@ -46,8 +47,8 @@ def test_free_copies_from_the_page_cache_and_a_slow_disk_move_the_choice():
 
 def test_advice_for_a_model_says_what_and_why():
     costs = pagecache.Costs(5e-3, 1e-4, 1e-10, 1e-9, overlap=0.5)
-    a = advise.advise(TINY, memory=300e6, costs=costs, gain=3.0)
-    assert 8 <= a.config.slots <= 64 and a.config.policy in advise.POLICIES and a.config.prefetch == "none"
+    a = advise(TINY, memory=300e6, costs=costs, gain=3.0)
+    assert 8 <= a.config.slots <= 64 and a.config.policy in advice.POLICIES and a.config.prefetch == "none"
     assert a.token_s == pytest.approx(a.settings[a.config.slots, a.config.policy].token_s.mean())
     assert a.token_s <= 1.02 * min(r.token_s.mean() for r in a.settings.values())
     text = str(a)
@@ -58,17 +59,17 @@ def test_advice_for_a_model_says_what_and_why():
 def test_a_repack_is_advised_only_where_it_pays():
     costs = pagecache.Costs(0.0, 0.0, 1e-10, 1e-8)
     tight = sweep.least_nbytes(sweep.sizes_of(TINY)) + 1e6
-    assert advise.advise(TINY, tight, costs=costs, gain=2.0, skip=0).layout == "packed"
-    assert advise.advise(TINY, tight, costs=costs, gain=1.0, skip=0).layout == "as it is"
+    assert advise(TINY, tight, costs=costs, gain=2.0, skip=0).layout == "packed"
+    assert advise(TINY, tight, costs=costs, gain=1.0, skip=0).layout == "as it is"
 
 
 def test_what_cannot_run_is_refused_with_what_to_do():
     with pytest.raises(ValueError, match="expected at least .* GB of memory"):
-        advise.advise(TINY, memory=50e6, costs=READS, gain=1.0)
+        advise(TINY, memory=50e6, costs=READS, gain=1.0)
     with pytest.raises(ValueError, match="expected slots from 8"):
-        advise.advise(TINY, memory=400e6, costs=READS, slots=[4], gain=1.0)
+        advise(TINY, memory=400e6, costs=READS, slots=[4], gain=1.0)
 
 
 def test_costs_and_the_gain_of_one_piece_are_measured_where_they_are_not_given():
-    a = advise.advise(TINY, memory=400e6, slots=[16, 64], policies=("lru",))
+    a = advise(TINY, memory=400e6, slots=[16, 64], policies=("lru",))
     assert a.token_s > 0 and np.isfinite(a.token_s) and len(a.settings) == 2

@@ -22,3 +22,19 @@ def preset(**sizes) -> SimpleNamespace:
         *(f"{k}={v!r}" for k, v in chosen.items()),
     )
     return SimpleNamespace(**chosen)
+
+
+def advise(model, memory=None, **options):
+    """How to stream a model on this machine: slots, policy, prefetch and layout, with predicted seconds and why.
+
+    Args:
+        model (str or Path): A model folder or a Hub repository.
+        memory (float, optional): Bytes for the process and its page cache. Default: what is available now.
+        **options: As for ``advice.advise``.
+
+    Returns:
+        Advice: ``print`` it.
+    """
+    from .advice import advise
+
+    return advise(model, memory, **options)

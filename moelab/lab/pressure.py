@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from . import advise, figures, limit, pagecache, routing, sweep
+from . import advice, figures, limit, pagecache, routing, sweep
 from .trace import Trace
 
 NO_LIMIT = "no limit"
@@ -130,7 +130,7 @@ def valley(record, limit_nbytes, part="reads", ahead=False):
 
     Returns:
         dict: ``least`` (fewest slots), ``most``, ``best`` and ``worst``: ``(slots, seconds)``; ``ridge``: the slowest over the fewest slots,
-        less 1; ``of_best``: the most slots over the best, less 1; ``bytes``: the most bytes from the SSD over those with the fewest slots.
+        less 1; ``of_best``: the most slots over the best, less 1; ``bytes``: the most bytes from the SSD over those with the fewest slots (nan if these are none to speak of).
     """
     rows = [r for r in curve(record, limit_nbytes, part, ahead=ahead) if r["point"].slots]
     points = [(r["point"].slots, r[part]["median"]) for r in rows]
@@ -138,7 +138,7 @@ def valley(record, limit_nbytes, part="reads", ahead=False):
     disk = [r["disk_per_token"] for r in rows]
     return {
         "best": best, "worst": worst, "least": points[0], "most": points[-1], "ridge": worst[1] / points[0][1] - 1,
-        "of_best": points[-1][1] / best[1] - 1, "bytes": max(disk) / max(disk[0], 1.0),
+        "of_best": points[-1][1] / best[1] - 1, "bytes": max(disk) / disk[0] if disk[0] > 1e5 else float("nan"),
     }  # fmt: skip
 
 
@@ -305,8 +305,8 @@ def advised(record, part="reads", costs=None):
         }
         if n is None or not measured:
             continue
-        settings = advise.replays(record["sizes"], n, sweep.trace_of(record), costs, list(measured), record["warmup"])
-        picked, best = advise.pick(settings), min(measured, key=measured.get)
+        settings = advice.replays(record["sizes"], n, sweep.trace_of(record), costs, list(measured), record["warmup"])
+        picked, best = advice.pick(settings), min(measured, key=measured.get)
         out.append({
             "limit_nbytes": n, "picked": picked, "best": best, "picked_s": measured[picked], "best_s": measured[best],
             "slower": measured[picked] / measured[best] - 1, "predicted_s": float(settings[picked].token_s.mean()),

@@ -333,7 +333,7 @@ def fits(sizes, limit_nbytes):
     return int(min(sizes["E"], (limit_nbytes - other_nbytes(sizes) - SPARE_NBYTES) // sizes["slot_nbytes"]))
 
 
-def sweep(path, points, trace, runs=5, cold=8, warmup=72, reads=48, decode=4, json_path=None, seconds=None, seed=0, ways=None, costs=False):
+def sweep(path, points, trace, runs=5, cold=8, warmup=60, reads=44, decode=4, json_path=None, seconds=None, seed=0, ways=None, costs=False):
     """Measure every point ``runs`` times, each time in a new process, rounds in random order.
 
     What is in ``json_path`` already is not measured again, so a sweep that was interrupted goes on.
@@ -525,7 +525,7 @@ def main(argv=None):
     p.add_argument("--like", default="code", help="trace of data/traces whose locality the synthetic one has (default: %(default)s)")
     p.add_argument("--trace-seed", type=int, default=0, help="of the synthetic trace (default: %(default)s)")
     p.add_argument("--runs", type=int, default=5)
-    for name, default in (("cold", 8), ("warmup", 72), ("reads", 48), ("decode", 4)):
+    for name, default in (("cold", 8), ("warmup", 60), ("reads", 44), ("decode", 4)):
         p.add_argument(f"--{name}", type=int, default=default, metavar="TOKENS")
     p.add_argument("--json", metavar="FILE", required=True, help="the record; what it has already is not measured again")
     p.add_argument("--seconds", type=float, help="stop in time to end after so many; the same command goes on from there")

@@ -6,7 +6,7 @@ import numpy as np
 
 from .. import StreamConfig, footprint
 from ..checkpoint import Checkpoint
-from . import cost, machine, pagecache, reads, sweep
+from . import cost, machine, pagecache, sweep
 from .bench import folder
 
 POLICIES = ("lru", "lfu")  # those that the engine has
@@ -115,7 +115,7 @@ def advise(model, memory=None, trace=None, costs=None, slots=None, policies=POLI
     if layout == "packed":
         why.append("The experts are packed already.")
     else:
-        gain = _gain(path) if gain is None else gain
+        gain = _gain(path, costs) if gain is None else gain
         better = replace(costs, cold_s_per_byte=costs.cold_s_per_byte / gain)
         packed = replays(sizes, memory, trace, better, [(n, policy)], skip)[n, policy].token_s.mean()
         if 1 - packed / token_s >= WORTH:
@@ -182,11 +182,9 @@ def _shape(curve):
     return f"{ms[first]:.1f} ms a token with {first} slots, {ms[last]:.1f} with {last}."
 
 
-def _gain(path):
+def _gain(path, costs):
     """How many times faster the SSD brings experts in one piece than as they lie, cold."""
-    record = reads.bench_reads(path, depths=(StreamConfig().readers,), nbytes=64 << 20, rounds=3, with_fio=False, kinds=("experts",), progress=False)
-    lying = np.median([s["bytes_per_s"] for s in record["samples"]])
     file = max(path.glob("*.safetensors"), key=lambda f: f.stat().st_size)
-    nbytes = footprint(path).expert_nbytes // 4096 * 4096
-    count = max(8, (64 << 20) // nbytes)
-    return float(np.median([machine.read_speed(file, True, StreamConfig().readers, nbytes, count) for _ in range(3)]) / lying)
+    nbytes = footprint(path).expert_nbytes
+    speeds = [machine.read_speed(file, True, StreamConfig().readers, nbytes, max(8, (64 << 20) // nbytes)) for _ in range(3)]
+    return float(np.median(speeds) * costs.cold_s_per_byte)
