@@ -1,6 +1,5 @@
 """What tokens, reads and arithmetic cost on this machine: what ``pagecache.replay`` reckons with."""
 
-import os
 import time
 from dataclasses import dataclass, replace
 
@@ -44,7 +43,6 @@ def measure_costs(path, config=None, tokens=12, seed=0, samples=None):
 
     First reads without arithmetic, from the disk and from the page cache, with 1 to K misses in a layer: two straight lines over the
     bytes. Then whole tokens without a miss, and with nothing but misses from the disk: how much of the reading the arithmetic hides.
-    The system is asked not to read ahead, or a cold read would not be what it says.
 
     Args:
         path (str or Path): A model folder.
@@ -78,8 +76,6 @@ def measure_costs(path, config=None, tokens=12, seed=0, samples=None):
         def drop():
             for f in files:
                 machine.drop_pages(f.path)
-                if hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(f.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
         def rows(m, T):
             return missing(m, T, L, E, K, rng)
