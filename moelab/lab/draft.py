@@ -363,7 +363,7 @@ def open_draft(path):
     if "dflash_config" in config:
         from ..speculation import dflash
 
-        return dflash.load(path)
+        return dflash.DFlashDraft(path)
     model, _ = load(path, StreamConfig(mode="resident"))
     return ModelDraft(model)
 
