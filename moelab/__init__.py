@@ -8,7 +8,7 @@ seconds end in ``_s``.
 from pathlib import Path
 
 from .checkpoint import CheckpointError
-from .lab.trace import Trace, record
+from .lab.trace import Trace, TraceError, record
 from .streaming.config import StreamConfig
 from .streaming.model import Footprint, Stats, close, footprint, load, stats
 from .streaming.reader import ReadError
@@ -25,6 +25,7 @@ __all__ = [
     "Stats",
     "StreamConfig",
     "Trace",
+    "TraceError",
     "close",
     "footprint",
     "load",

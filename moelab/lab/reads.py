@@ -101,12 +101,11 @@ def _read_experts(file, layers, depth, nbytes, order, cold, a_call):
     """Bytes per second of distinct experts in random order, ``a_call`` of them in each call."""
     places = [(parts, e) for parts in layers for e in range(len(parts[0].offsets))]
     order.shuffle(places)
-    one = sum(t.nbytes for t in layers[0])
+    one = max(sum(t.nbytes for t in parts) for parts in layers)
     places = places[: max(a_call, nbytes // one)]
-    buffers = [[memoryview(bytearray(t.nbytes)) for t in layers[0]] for _ in range(a_call)]
-    for views in buffers:
-        for v in views:
-            v[::4096] = b"\0" * len(v[::4096])  # the memory is there before the clock starts
+    buffers = [memoryview(bytearray(one)) for _ in range(a_call)]
+    for view in buffers:
+        view[::4096] = b"\0" * len(view[::4096])  # the memory is there before the clock starts
     reader = Reader(depth)
     try:
         opened = reader.open(file)
@@ -114,11 +113,11 @@ def _read_experts(file, layers, depth, nbytes, order, cold, a_call):
             machine.drop_pages(file)
         begin = time.perf_counter()
         for first in range(0, len(places), a_call):
-            reads = [
-                Read(opened, t.offsets[e], t.nbytes, [view], t.name, e)
-                for (parts, e), views in zip(places[first : first + a_call], buffers)
-                for t, view in zip(parts, views)
-            ]
+            reads = []
+            for (parts, e), view in zip(places[first : first + a_call], buffers):
+                for t in parts:
+                    reads.append(Read(opened, t.offsets[e], t.nbytes, [view[: t.nbytes]], t.name, e))
+                    view = view[t.nbytes :]
             reader.read(reads)
         return reader.nbytes / (time.perf_counter() - begin)
     finally:
