@@ -219,6 +219,11 @@ class DFlashDraft:
         return choose(self._head(hidden[:, 1 : n + 1])[0])
 
 
+def load(path_or_hf_repo: str | Path, block_size: int | None = None) -> DFlashDraft:
+    """A draft from its folder or Hub repository; see `DFlashDraft`."""
+    return DFlashDraft(path_or_hf_repo, block_size)
+
+
 def load_model(path_or_hf_repo: str | Path) -> DFlashModel:
     """The network of a draft, with its weights.
 
