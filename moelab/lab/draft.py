@@ -251,9 +251,10 @@ def dial(parts, K, E, L):
         parts (dict): ``fixed_s``, ``position_s`` (at the full top-k), ``expert_nbytes``, ``overlap``: as measured.
     """
 
-    def look(length: int, accept: float, slots: int, GBs: float, top_k: int):
+    def look(length: int, accept: float, slots: int, GBs: float, top_k: int, arithmetic: str = "as here"):
+        each_s = parts["position_s"] * top_k / K if arithmetic == "as here" else 0.0
         speed = speed_model(
-            parts["fixed_s"], parts["position_s"] * top_k / K, parts["expert_nbytes"] / (GBs * 1e9), top_k, E,
+            parts["fixed_s"], each_s, parts["expert_nbytes"] / (GBs * 1e9), top_k, E,
             min(1.0, slots / E), L, parts["overlap"],
         )  # fmt: skip
         n = np.arange(0, 17)
