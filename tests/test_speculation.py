@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from test_rollback import TINY, V, build, difference, ids
 
 import moelab
-from moelab.speculation.generate import ModelDraft, speculative_generate, speculative_generate_step
+from moelab.speculation.generate import LookupDraft, ModelDraft, speculative_generate, speculative_generate_step
 
 FAST = os.environ.get("MOELAB_FAST") == "1"
 
@@ -91,8 +91,15 @@ HYBRIDS = ["qwen3_5_moe", "qwen3_next", "nemotron_h", "jamba", "gpt_oss", "qwen3
 def test_greedy_tokens_are_the_targets(name):
     model, other = build(name), build("qwen3_moe")
     expected = plain(model, PROMPT)
-    drafts = [ModelDraft(model), ModelDraft(other), Guess(repeat), Guess(told(PROMPT + expected)), Guess(lambda *_: [])]
-    for n in range(0, 17):
+    drafts = [
+        ModelDraft(model),
+        ModelDraft(other),
+        Guess(repeat),
+        LookupDraft(),
+        Guess(told(PROMPT + expected)),
+        Guess(lambda *_: []),
+    ]
+    for n in (0, 1, 2, 4, 7, 15) if FAST else range(0, 17):
         for draft in drafts if n in (1, 4, 15) else drafts[n % len(drafts) :][:1]:
             got = steps(model, PROMPT, draft, n)
             assert [t for t, *_ in got] == expected, (n, type(draft))
@@ -108,10 +115,10 @@ def test_greedy_tokens_are_the_targets(name):
 def test_greedy_text_of_the_trained_model(mode):
     model, tokenizer = tiny(mode, slots=16) if mode == "fused" else tiny()
     resident, _ = tiny()
-    drafts = [ModelDraft(tiny(top_k=2)[0]), Guess(repeat)]
+    drafts = [ModelDraft(tiny(top_k=2)[0]), LookupDraft()]
     for i, prompt in enumerate(heldout()[: 2 if FAST else 6]):
         expected = "".join(r.text for r in mlx_lm.stream_generate(resident, tokenizer, prompt, max_tokens=48))
-        for n in (2, 7, 16):
+        for n in (3, 16) if FAST else range(1, 17, 3):
             got = list(speculative_generate(model, tokenizer, prompt, drafts[i % 2], max_tokens=48, num_draft_tokens=n))
             assert "".join(r.text for r in got) == expected
             assert got[-1].generation_tokens == 48 and got[-1].finish_reason == "length"
@@ -213,15 +220,15 @@ def test_sampled_pairs_have_the_targets_distribution(temp, top_p, num_samples):
 def test_stop_tokens_inside_a_block():
     model, tokenizer = tiny()
     prompt = heldout()[0]
-    expected = [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=40)]
-    for i in (2, 5, 6, 11):
+    expected = [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=20)]
+    for i in (2, 5, 6):
         wrapper = TokenizerWrapper(tokenizer._tokenizer, eos_token_ids=[expected[i]])
-        reference = list(mlx_lm.stream_generate(model, wrapper, prompt, max_tokens=40))
+        reference = list(mlx_lm.stream_generate(model, wrapper, prompt, max_tokens=20))
         cache, other = make_prompt_cache(model), make_prompt_cache(model)
-        list(mlx_lm.stream_generate(model, wrapper, prompt, max_tokens=40, prompt_cache=other))
+        list(mlx_lm.stream_generate(model, wrapper, prompt, max_tokens=20, prompt_cache=other))
         got = list(
             speculative_generate(
-                model, wrapper, prompt, ModelDraft(model), max_tokens=40, num_draft_tokens=5, prompt_cache=cache
+                model, wrapper, prompt, ModelDraft(model), max_tokens=20, num_draft_tokens=5, prompt_cache=cache
             )
         )
         assert [r.token for r in got] == [r.token for r in reference] and got[-1].finish_reason == "stop"
