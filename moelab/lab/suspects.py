@@ -174,14 +174,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--length", type=int, default=64, help="prompt tokens")
     parser.add_argument("--kind", default="code", choices=("code", "prose"))
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     path = DATA / "models" / "tiny-moe"
-    every = heldout_prompts(path, args.kind, 256)
+    every = heldout_prompts(path, args.kind, args.length)
     prompts = every[:: len(every) // args.prompts][: args.prompts]
     draft = DFlashDraft(DATA / "models" / "tiny-dflash")
-    record = {"kind": "suspects", "machine": machine.card(), "text": args.kind, "prompt": 256}
+    record = {"kind": "suspects", "machine": machine.card(), "text": args.kind, "prompt": args.length}
     record |= {"prompts": len(prompts), "rounds": args.rounds, "results": {}}
     for name in SUSPECTS:
         record["results"] |= table(path, draft, prompts, args.rounds, {name: SUSPECTS[name]})
