@@ -1,6 +1,6 @@
 """Why does a draft get nothing accepted? Each suspect of the seeds' DFlash failure switched on alone, and together.
 
-python -m moelab.lab.suspects --json data/results/suspects_cpu.json     # notebook 08's table, recorded, with more rounds
+python -m moelab.lab.suspects --json data/results/cpu_suspects.json     # notebook 08's table, recorded, with more rounds
 """
 
 import argparse
@@ -137,9 +137,9 @@ def plain_tok_s(model, ids, tokens):
     return tokens / (time.perf_counter() - begin)
 
 
-def histogram(results, title, finding, note=""):
+def histogram(results, title, finding, note="", card=None):
     """Shares of rounds by accepted tokens, one line for each result: a described figure."""
-    fig = figures.figure(title, "drafts accepted in a round", "% of the rounds", note=note)
+    fig = figures.figure(title, "drafts accepted in a round", "% of the rounds", note=note, card=card)
     words = []
     for i, (name, r) in enumerate(results.items()):
         counts = np.array(r["histogram"])
@@ -147,6 +147,20 @@ def histogram(results, title, finding, note=""):
         fig.add_scatter(x=list(range(len(share))), y=share, name=f"{name} (tau {r['tau']:.2f})", **figures.style(i))
         words.append(f"{name}: {share[0]:.0f}% with none accepted, {share[-1]:.0f}% with all, tau {r['tau']:.2f}")
     return figures.describe(fig, alt=f"Lines of {title}. " + ". ".join(words) + ".", finding=finding)
+
+
+def recorded_card(record):
+    """The machine of ``data/models/tiny-dflash/training.json``, as a figure's subtitle wants it."""
+    host = {
+        "cpu": "x86-64",
+        "cores": 16,
+        "memory_nbytes": 128 * 2**30,
+        "os": "Linux",
+        "mlx": "-",
+        "mlx-lm": "-",
+        "moelab": "recipe",
+    }
+    return host | {"backend": f"PyTorch {record['torch']}", "gpu": record["device"], "date": record["date"]}
 
 
 def dial(path, draft, prompts, num_rounds):
