@@ -32,7 +32,7 @@ SUSPECTS = {
     "left + off by one + top-k 6": {"rollback": "left in the state", "shift": 1, "top_k": 6},
     "restored + off by one + top-k 6": {"rollback": "restored only", "shift": 1, "top_k": 6},
 }
-HALF = {"bfloat16": {"dtype": mx.bfloat16}, "float16": {"dtype": mx.float16}}
+HALF = {"bfloat16": {"dtype": mx.bfloat16}}  # float16 is several times slower still on a CPU
 
 
 def target(path, top_k=None, bits=None, dtype=None):
