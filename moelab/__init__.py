@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .checkpoint import CheckpointError
 from .lab.trace import Trace, TraceError, record
+from .speculation.generate import ModelDraft, speculative_generate
 from .streaming.config import StreamConfig
 from .streaming.model import Footprint, Stats, close, footprint, load, stats
 from .streaming.reader import ReadError
@@ -21,6 +22,7 @@ __all__ = [
     "DATA",
     "CheckpointError",
     "Footprint",
+    "ModelDraft",
     "ReadError",
     "Stats",
     "StreamConfig",
@@ -30,5 +32,6 @@ __all__ = [
     "footprint",
     "load",
     "record",
+    "speculative_generate",
     "stats",
 ]

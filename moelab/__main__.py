@@ -1,4 +1,4 @@
-"""python -m moelab: check, generate, bench, synthesize, repack. Arguments only; each command calls one function elsewhere."""
+"""python -m moelab: check, generate, bench, synthesize, repack, advise. Arguments only; each command calls one function elsewhere."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ def _synthesize(args):
 def _stream_config(args, **fields):
     from . import StreamConfig
 
-    names = ("slots", "top_k", "readers", "streams", "scales", "policy", "dtype")
+    names = ("slots", "top_k", "readers", "streams", "scales", "policy", "prefetch", "dtype")
     return StreamConfig(**{n: getattr(args, n) for n in names if getattr(args, n) is not None}, **fields)
 
 
@@ -37,6 +37,11 @@ def _add_stream_options(p):
         help="read scales with the weights, or keep all in memory (default: streamed)",
     )
     p.add_argument("--policy", choices=["lru", "lfu"], help="which expert leaves its slot (default: lru)")
+    p.add_argument(
+        "--prefetch",
+        choices=["none", "last", "lookahead"],
+        help="read experts before they are asked for: the last token's, or what the next layer's router says (default: none)",
+    )
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], help="of activations (default: auto)")
 
 
@@ -79,6 +84,13 @@ def _bench(args):
             args.model, configs, args.limit * 1_000_000, args.tokens, args.warmup, args.runs or 5, (args.prompt or [None])[0]
         )
         print(limit.report(record))
+    elif args.draft:
+        from .lab import draft
+
+        (config,) = bench.parse_modes(args.modes or "fused", base).values()
+        lengths = [n if n == "auto" else int(n) for n in args.lengths.split(",")]
+        record = draft.bench_draft(args.model, config, args.draft, lengths, args.tokens, args.runs or 5, cold=args.cold)
+        print(draft.report(record))
     else:
         same = bench.run_bench(
             args.model, args.modes or "resident,serial,buffers,stacked,fused", base, args.tokens, args.runs or 5, args.warmup,
@@ -145,6 +157,16 @@ def _add_bench(commands):
     p.add_argument(
         "--megabytes", type=int, default=256, help="with --reads: MB read in each run (default: %(default)s)"
     )
+    p.add_argument(
+        "--draft",
+        metavar="DRAFT",
+        help="decode with drafts of several lengths, against none: lookup, self, oracle, or the folder of a model or of a DFlash draft",
+    )
+    p.add_argument(
+        "--lengths",
+        default="0,2,4,8,auto",
+        help="with --draft: tokens drafted in a round, divided by commas; auto: the policy (default: %(default)s)",
+    )
     _add_stream_options(p)
     p.set_defaults(run=_bench)
 
@@ -195,6 +217,24 @@ def _add_repack(commands):
     p.set_defaults(run=_repack)
 
 
+def _advise(args):
+    from .lab import advise
+
+    memory = None if args.memory is None else args.memory * 1_000_000
+    print(advise(args.model, memory))
+
+
+def _add_advise(commands):
+    p = commands.add_parser(
+        "advise",
+        help="slots, policy, prefetch and layout for this machine and model, and why",
+        description="Measure this machine for some ten seconds, replay a trace with what was found, and say how to stream the model.",
+    )
+    p.add_argument("model", metavar="MODEL", help="folder or Hub repository, as for mlx_lm.load")
+    p.add_argument("--memory", type=int, metavar="MB", help="for the process and its page cache (default: what is available now)")
+    p.set_defaults(run=_advise)
+
+
 def _check(args):
     from .lab.machine import check
 
@@ -221,6 +261,7 @@ def parser():
     _add_bench(commands)
     _add_synthesize(commands)
     _add_repack(commands)
+    _add_advise(commands)
     return p
 
 

@@ -65,7 +65,9 @@ def test_the_slower_of_sending_and_moving_sets_the_pace():
 
 def test_ladder(model_path):
     r = bench.bench(model_path, "resident," + ladder.LADDER, StreamConfig(slots=8), tokens=3, runs=2, warmup=1, progress=False)
-    assert list(ladder.rungs(r)) == ["serial", "batched", "parallel", "slots", "gate+up"]
+    assert list(ladder.rungs(r)) == ["serial", "batched", "parallel", "slots", "gate+up", "cores"]
+    alone = {"modes": {m.removesuffix("/streams=1"): r["modes"][m] for m in r["modes"] if m != "fused"}, "tokens": 3}
+    assert list(ladder.rungs(alone)) == ["serial", "batched", "parallel", "slots", "gate+up"], "a GPU's record"
     pieces = ladder.parts(r)
     for mode, name in ladder.RUNGS.items():
         assert sum(pieces[name].values()) == pytest.approx(np.median(ladder.token_s(r, mode)))

@@ -16,8 +16,9 @@ RUNGS = {
     "serial": "serial",  # one read, then its computation, then the next
     "buffers/readers=1": "batched",  # persistent buffers, all of a layer's reads before anything is computed
     "buffers": "parallel",  # several of them in flight at once
-    "stacked": "slots",  # S experts stay in one array for each projection, one gather for each
-    "fused": "gate+up",  # gate and up in one array, one gather fewer
+    "stacked/streams=1": "slots",  # S experts stay in one array for each projection, one gather for each
+    "fused/streams=1": "gate+up",  # gate and up in one array, one gather fewer
+    "fused": "cores",  # a CPU's arithmetic on more than one core; nothing new on a GPU
 }
 LADDER = ",".join(RUNGS)
 
@@ -43,9 +44,16 @@ def checkpoint_of_real_layers(tokenizer, layers=4, experts=256, like="qwen3.5-35
     return folder
 
 
-def rungs(record, modes=RUNGS):
+def _names(record):
+    """The rungs by mode; a GPU's record says nothing of streams, it has one."""
+    if "fused/streams=1" in record["modes"]:
+        return RUNGS
+    return {mode.removesuffix("/streams=1"): name for mode, name in RUNGS.items() if name != "cores"}
+
+
+def rungs(record):
     """``{rung's name: seconds of a token, each round}`` of a bench, in the ladder's order."""
-    return {RUNGS[m]: token_s(record, m) for m in modes if m in record["modes"]}
+    return {name: token_s(record, m) for m, name in _names(record).items() if m in record["modes"]}
 
 
 def multiples(times):
@@ -61,13 +69,13 @@ def token_s(record, mode):
 
 def parts(record, modes=None):
     """``{mode: {"waiting for reads": s, "the rest": s}}`` of an average token."""
-    out = {}
-    for mode in modes or [m for m in ("resident", *RUNGS) if m in record["modes"]]:
+    out, names = {}, _names(record)
+    for mode in modes or [m for m in ("resident", *names) if m in record["modes"]]:
         samples = record["modes"][mode]["samples"]
         wait = (
             np.median([s["counters"]["wait_s"] for s in samples]) / record["tokens"] if samples[0]["counters"] else 0.0
         )
-        out[RUNGS.get(mode, mode)] = {
+        out[names.get(mode, mode)] = {
             "waiting for reads": float(wait),
             "the rest": float(np.median(token_s(record, mode)) - wait),
         }
