@@ -23,16 +23,16 @@ def settings(memory, costs, slots, locality=FLAT):
     return advice.replays(SIZES, memory, trace, costs, [(n, "lru") for n in slots], 100)
 
 
-def test_it_takes_the_fewest_slots_where_all_are_as_fast():
+def test_where_all_are_as_fast_it_takes_the_one_that_moves_least():
     slow = replace(READS, fixed_s=10.0)
-    assert advice.pick(settings(1.5e9, slow, [8, 60, 150])) == (8, "lru")
+    assert advice.pick(settings(1.5e9, slow, [8, 60, 150])) == (150, "lru")
 
 
 def test_it_takes_an_end_of_the_ridge_and_not_its_top():
     s = settings(1.6e9, READS, [8, 80, 160])
     ms = {n: r.token_s.mean() for (n, _), r in s.items()}
     assert ms[80] > max(ms[8], ms[160])  # what is in a slot lies in the page cache too
-    assert advice.pick(s)[0] == min(ms, key=ms.get)
+    assert advice.pick(s)[0] == min(ms, key=ms.get) != 80
 
 
 def test_free_copies_from_the_page_cache_and_a_slow_disk_move_the_choice():

@@ -190,6 +190,7 @@ def sources(record, limit_nbytes, title, finding, note=""):
             x=x, y=values, name=what,
             marker=dict(color=figures.COLORS[i], pattern=dict(shape=pattern, fgcolor="white", fillmode="overlay")),
         )  # fmt: skip
+    fig.update_xaxes(type="category")
     words = "; ".join(f"{r['point'].slots} slots: {s:.0f}% in a slot, {100 - s - d:.0f}% page cache, {d:.0f}% SSD" for r, s, d in zip(rows, slot, disk))
     return figures.describe(fig, alt=f"Stacked bars over slots. {words}.", finding=finding)
 
