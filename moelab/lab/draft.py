@@ -98,7 +98,7 @@ def undrafted(model, ids, tokens, sampler=None):
     return {"tokens": out, "decode_s": end - begin, "rounds": [], "counters": _since(model, before)}
 
 
-def compare(model, tokenizer, make_draft, lengths, prompts, tokens, runs, seed=0, before=None):
+def compare(model, tokenizer, make_draft, lengths, prompts, tokens, runs, seed=0):
     """Speed of several numbers of drafts over that of none, in rounds of random order.
 
     Args:
@@ -107,7 +107,6 @@ def compare(model, tokenizer, make_draft, lengths, prompts, tokens, runs, seed=0
         lengths (list): Numbers of drafts, and ``auto``.
         prompts (list[str]): Run i takes prompt i, modulo their number; one run more comes first and is not kept.
         tokens (int): Decoded in each run.
-        before (Callable): Called before each run, to drop the page cache.
 
     Returns:
         dict: ``variants``: ``{name: [sample, ...]}``, with ``mlx-lm`` the plain one; see ``summary``.
@@ -118,8 +117,6 @@ def compare(model, tokenizer, make_draft, lengths, prompts, tokens, runs, seed=0
         ids = tokenizer.encode(prompts[i % len(prompts)])
         text = undrafted(model, ids, tokens)["tokens"]
         for n in rng.permutation(np.array(names, object)):
-            if before:
-                before()
             sample = (
                 undrafted(model, ids, tokens)
                 if n == "mlx-lm"
@@ -312,7 +309,6 @@ def bench_draft(
     runs=5,
     prompts=None,
     accept=0.8,
-    cold=False,
 ):
     """The command ``bench --draft``: load, compare, report.
 
@@ -339,16 +335,12 @@ def bench_draft(
         elif draft not in ("lookup", "oracle"):
             opened = open_draft(draft)
 
-        def drop():
-            for file in Path(path).glob("*.safetensors"):
-                machine.drop_pages(file)
-
-        out = compare(model, tokenizer, make, list(lengths), prompts, tokens, runs, before=drop if cold else None)
+        out = compare(model, tokenizer, make, list(lengths), prompts, tokens, runs)
         out.update(
             model=Path(path).name,
             draft=str(draft),
             config=vars(config or StreamConfig()),
-            cache_state="cold" if cold else "warm",
+            cache_state="warm",
         )
         out["summary"] = summary(out)
         return out
