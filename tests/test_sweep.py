@@ -46,10 +46,11 @@ def test_a_point_counts_what_the_trace_asks_for(slots):
         assert out[part]["misses"] == sum(expected[first:last])
         assert out[part]["asked_nbytes"] == one * sum(expected[first:last])
     assert min(out["reads"]["token_s"]) > 0
+    # Others may read or drop the same file meanwhile: no more can be said of its pages.
     if out["cold"]["disk_nbytes"][0] is not None and out["resident_before_nbytes"] == 0:
-        assert sum(out["cold"]["disk_nbytes"]) > 0 == sum(out["reads"]["disk_nbytes"])
-    if out["resident_nbytes"] is not None:  # no limit: all of it is there in the end
-        assert out["resident_nbytes"] == sum(f.stat().st_size for f in TINY.glob("*.safetensors"))
+        assert sum(out["cold"]["disk_nbytes"]) > 0
+    if out["resident_nbytes"] is not None:
+        assert 0 < out["resident_nbytes"] <= sum(f.stat().st_size for f in TINY.glob("*.safetensors"))
 
 
 def test_only_streamed_layers_are_brought_to():
