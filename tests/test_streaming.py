@@ -1,5 +1,6 @@
 """The engine's promises that are not about one family: what is read, counted, evaluated and held."""
 
+import gc
 import os
 
 import families
@@ -178,3 +179,19 @@ def test_tiny_moe_writes_the_resident_tokens_in_every_mode():
                 assert all(mx.array_equal(logits[m], logits["resident"]) for m in ("stacked", "fused"))
     for model in models.values():
         moelab.close(model)
+
+
+@pytest.mark.parametrize("prefetch", ["none", "lookahead"])
+def test_a_model_goes_with_its_last_name(path, prefetch):
+    """No cycle keeps it: its memory is free at once, not when the collector comes round."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = mx.get_active_memory()
+        model, _ = load_model(path, moelab.StreamConfig(slots=K + 1, prefetch=prefetch))
+        decode(model, steps=3)
+        moelab.close(model)
+        del model
+        assert mx.get_active_memory() - before < 4096
+    finally:
+        gc.enable()

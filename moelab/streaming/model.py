@@ -1,6 +1,7 @@
 """An mlx-lm model whose experts stay on disk."""
 
 import os
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -222,10 +223,11 @@ def load_model(path, config=None, **kwargs):
                 for i, (path, module) in enumerate(experts)
             ]
             model.update_modules(tree_unflatten(streamed))
-            session.layers = [module for _, module in streamed]
+            # Weak: the layers own the session, and a model without cycles goes when its last name does.
+            session.layers = [weakref.proxy(module) for _, module in streamed]
             if config.prefetch != "none":
                 modules = dict(model.named_modules())
-                parents = [modules[path.rpartition(".")[0]] for path, _ in streamed]
+                parents = [weakref.proxy(modules[path.rpartition(".")[0]]) for path, _ in streamed]
                 session.prefetcher = PREFETCHERS[config.prefetch](session.layers, parents)
         mx.eval(model.parameters())
         if config.mode in ("stacked", "fused"):
