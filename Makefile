@@ -9,7 +9,7 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 pytho
 BIN := .venv/bin
 READY := .venv/ready$(addprefix -,$(EXTRA))
 
-.PHONY: lab run test check lint figures browser clean
+.PHONY: lab run test test-code test-notebooks check lint figures browser clean
 
 lab: $(READY)
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
@@ -17,8 +17,15 @@ lab: $(READY)
 run: $(READY)
 	$(BIN)/python -m moelab.lab.pages notebooks build
 
+# Tests and notebooks side by side: MLX uses one core for each on a CPU.
 test: $(READY)
-	MOELAB_FAST=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=600 tests notebooks
+	$(MAKE) -j2 test-code test-notebooks
+
+test-code: $(READY)
+	MOELAB_FAST=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests
+
+test-notebooks: $(READY)
+	MOELAB_FAST=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=600 notebooks
 
 check: $(READY)
 	$(BIN)/python -m moelab check
