@@ -130,7 +130,6 @@ class _Layer:
             self._sources.append((tensor, p, nbytes))
             self.parameters.append({"name": name, "dtype": _NAMES[dtype], "shape": p.shape[1:], "offset": offset})
             offset += nbytes
-        self._used = offset
         self.stride = -(-offset // PAGE) * PAGE
         self.nbytes = self.E * self.stride
 

@@ -8,6 +8,7 @@ import resource
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -214,10 +215,6 @@ def bench(path, modes="resident,serial,buffers,stacked,fused", base=None, tokens
     }  # fmt: skip
     order, loaded = random.Random(seed), _Loaded(path, configs, together)
 
-    def drop_pages():
-        for file in path.glob("*.safetensors"):
-            machine.drop_pages(file)
-
     bar = tqdm(total=(runs + 1) * len(configs), desc="bench", unit="run", leave=False, disable=not progress)
     try:
         for i in range(-1, runs):
@@ -226,7 +223,8 @@ def bench(path, modes="resident,serial,buffers,stacked,fused", base=None, tokens
                 ids = loaded.tokenizer.encode(prompts[i % len(prompts)])
                 before = mx.get_active_memory()
                 mx.reset_peak_memory()
-                sample = decode(model, ids, tokens if i >= 0 else min(tokens, 16), warmup, drop_pages if cold else None)
+                sample = decode(model, ids, tokens if i >= 0 else min(tokens, 16), warmup,
+                                partial(machine.drop_pages, path) if cold else None)  # fmt: skip
                 bar.update()
                 if i < 0:
                     continue

@@ -8,7 +8,6 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import StreamConfig, footprint
-from ..streaming.layers import StreamedExperts
 from ..streaming.model import load_model
 from . import machine
 from .trace import Trace, driven
@@ -70,20 +69,14 @@ def measure_costs(path, config=None, tokens=12, seed=0, samples=None):
     rng = np.random.default_rng(seed)
     model, _ = load_model(path, config)
     with model:
-        layers = sorted((m for m in model.modules() if isinstance(m, StreamedExperts)), key=lambda m: m._layer)
-        files = {f for t in model._session.located.values() for f in t.files}
-
-        def drop():
-            for f in files:
-                machine.drop_pages(f.path)
+        layers = model._session.layers
 
         def rows(m, T):
             return missing(m, T, L, E, K, rng)
 
         def bring(row):
             for layer, experts in zip(layers, row.tolist()):
-                _, misses = layer._plan(experts)
-                layer._bring(misses)
+                layer.bring(experts)
 
         most = min(K, E - K)
         counts = sorted({1, -(-most // 4), -(-most // 2), most})
@@ -92,7 +85,7 @@ def measure_costs(path, config=None, tokens=12, seed=0, samples=None):
             need = rows(m, tokens // 2 + 1)
             for state in ("cold", "warm"):  # the second time they are in the page cache
                 if state == "cold":
-                    drop()
+                    machine.drop_pages(path)
                 bring(need[0])
                 for row in need[1:]:
                     begin = time.perf_counter()
@@ -122,7 +115,7 @@ def measure_costs(path, config=None, tokens=12, seed=0, samples=None):
         for _ in range(2):
             hit += decode(np.repeat(rows(1, 2)[:1], tokens // 2 + 2, axis=0))
             need = rows(most, tokens // 2 + 2)
-            drop()
+            machine.drop_pages(path)
             miss += decode(need)
         hit_s, miss_s = np.median(hit), np.median(miss)
         expert_s = _expert_s(model, layers[0], rows(1, 2)[0, 0], tokens)

@@ -14,6 +14,7 @@ from ..speculation.generate import LookupDraft, ModelDraft, speculative_generate
 from ..speculation.policy import Always, Policy
 from ..speculation.rollback import Rollback
 from . import figures, machine, timing
+from . import routing as lab_routing
 
 
 class OracleDraft:
@@ -181,15 +182,8 @@ def union(trace, positions):
     Returns:
         dict: ``{m: ([mean of each layer], expected of independent uniform tokens)}``.
     """
-    experts = trace.experts.astype(int)
-    T, L, K = experts.shape
-    E = experts.max() + 1
-    out = {}
-    for m in positions:
-        windows = range(0, T - m + 1, max(1, m // 2))
-        distinct = [[len(np.unique(experts[t : t + m, layer])) for t in windows] for layer in range(L)]
-        out[m] = [float(np.mean(d)) for d in distinct], float(E * (1 - (1 - K / E) ** m))
-    return out
+    K, E = trace.experts.shape[2], trace.num_experts
+    return {m: (lab_routing.union(trace, m).tolist(), E * (1 - (1 - K / E) ** m)) for m in positions}
 
 
 def routing(model, ids):

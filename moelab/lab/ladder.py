@@ -125,7 +125,7 @@ def dial(path, tokens, prompt=bench.PROMPTS[0], warmup=8):
         Callable: From top-k, slots, readers and the state of the page cache to a figure.
     """
     plan = footprint(path, StreamConfig())
-    pages = [lambda: [machine.drop_pages(f) for f in Path(path).glob("*.safetensors")], None]
+    pages = [lambda: machine.drop_pages(path), None]
 
     def once(config, cold):
         model, tokenizer = load(path, config)

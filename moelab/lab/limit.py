@@ -323,8 +323,7 @@ def bench_limited(model_path, configs, nbytes, tokens=64, warmup=16, runs=5, pro
                 continue  # once is enough
             if limit is not None:
                 # Pages that another process brought in would be served, and not counted.
-                for file in Path(model_path).glob("*.safetensors"):
-                    machine.drop_pages(file)
+                machine.drop_pages(model_path)
             call = json.dumps([str(model_path), asdict(config), tokens, warmup, prompt])
             done = run([sys.executable, "-m", "moelab.lab.limit", call], limit, ways=("cgroup", "systemd-run"))
             if done.returncode and not done.killed:

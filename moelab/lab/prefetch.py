@@ -46,7 +46,7 @@ def foretell(model, trace):
     oracle.foretell(rows)
 
 
-def decode(model, prompt_ids, tokens, warmup=4, cold=(), trace=None):
+def decode(model, prompt_ids, tokens, warmup=4, cold=None, trace=None):
     """Greedy tokens one at a time, each on the clock by itself.
 
     Args:
@@ -54,7 +54,7 @@ def decode(model, prompt_ids, tokens, warmup=4, cold=(), trace=None):
         prompt_ids (list[int]): The prompt.
         tokens (int): Tokens on the clock.
         warmup (int): Tokens before them.
-        cold (list[Path]): Files whose pages are dropped before every token.
+        cold (Path, optional): The model folder, whose pages are dropped before every token.
         trace (Trace): For the oracle: of this prompt.
 
     Returns:
@@ -74,8 +74,8 @@ def decode(model, prompt_ids, tokens, warmup=4, cold=(), trace=None):
         for i in range(warmup + tokens):
             if i == warmup:
                 stats(model, reset=True)
-            for file in cold:
-                machine.drop_pages(file)
+            if cold:
+                machine.drop_pages(cold)
             begin = time.perf_counter()
             y, token = step(y)
             step_s.append(time.perf_counter() - begin)
@@ -106,7 +106,6 @@ def bench_prefetch(layouts, slots=16, tokens=48, runs=5, warmup=4, prefetchers=P
         tokens' time to that of the first prefetcher on the first layout, in the same round and state.
     """
     layouts = {name: Path(path) for name, path in layouts.items()}
-    files = {name: sorted(path.glob("*.safetensors")) for name, path in layouts.items()}
     variants = [(s, layout, p) for s in states for layout in layouts for p in prefetchers]
     samples, order, models = {v: [] for v in variants}, random.Random(seed), {}
     try:
@@ -122,7 +121,7 @@ def bench_prefetch(layouts, slots=16, tokens=48, runs=5, warmup=4, prefetchers=P
                     right = decode(teller, ids, tokens, warmup)["tokens"]
                 for state, layout, p in order.sample(variants, len(variants)):
                     sample = decode(
-                        models[layout, p], ids, tokens, warmup, files[layout] if state == "cold" else (),
+                        models[layout, p], ids, tokens, warmup, layouts[layout] if state == "cold" else None,
                         trace if p == "oracle" else None,
                     )  # fmt: skip
                     if sample["tokens"] != right:

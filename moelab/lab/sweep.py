@@ -32,7 +32,7 @@ import psutil
 from tqdm import tqdm
 
 from .. import DATA, StreamConfig, close, footprint, load, stats
-from ..streaming.layers import Buffers, Stacked, StreamedExperts
+from ..streaming.layers import Buffers, Stacked
 from . import cost, limit, machine, routing, timing
 from .trace import Trace, driven
 
@@ -80,29 +80,15 @@ def bring(layer, experts):
         layer (Stacked or Buffers): The layer.
         experts (list[int]): Distinct, at most S (or K).
     """
-    if isinstance(layer, Stacked):
-        _, misses = layer._plan(experts)
-        layer._bring(misses)
-    elif isinstance(layer, Buffers):
-        wave = list(zip(layer._banks, experts))
-        with layer._session.waiting() as reader:
-            reader.read([r for bank, e in wave for r in bank.reads(e, 0)])
-        layer._session.counters.misses += len(wave)
-        for bank, e in wave:
-            bank.arrived(e, 0)
-    else:
+    if not isinstance(layer, (Stacked, Buffers)):
         raise TypeError(f"bring: expected a layer with slots or buffers, got {type(layer).__name__}.")
-
-
-def streamed_layers(model):
-    """The streamed layers of a model, in order."""
-    return sorted((m for m in model.modules() if isinstance(m, StreamedExperts)), key=lambda m: m._layer)
+    layer.bring(experts)
 
 
 def read_ahead(model, on):
     """Let the system read ahead in a model's files, or not; where it takes no advice (macOS) nothing changes."""
     if hasattr(os, "posix_fadvise"):
-        for file in {f for m in streamed_layers(model) for t in m._session.located.values() for f in t.files}:
+        for file in {f for t in model._session.located.values() for f in t.files}:
             os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_NORMAL if on else os.POSIX_FADV_RANDOM)
 
 
@@ -181,11 +167,10 @@ def measure(path, point, trace, start, cold, warmup, reads, decode):
     begin = time.perf_counter()
     model, _ = load(path, point.config)
     out = {"load_s": time.perf_counter() - begin}
-    layers = streamed_layers(model)
+    layers = model._session.layers
     read_ahead(model, point.ahead)
     gc.collect()
-    for file in files:
-        machine.drop_pages(file)
+    machine.drop_pages(path)
     out["resident_before_nbytes"] = _residency(files)
     out["cold"] = _timed(layers, rows[:cold])
     if point.limit_nbytes is None:

@@ -131,15 +131,24 @@ class Buffers(StreamedExperts):
         ys, order = [], []
         for first in range(0, len(experts), len(self._banks)):
             mx.eval(ys)  # the buffers are needed again
-            wave = list(zip(self._banks, experts[first:]))
-            with self._session.waiting() as reader:
-                reader.read([r for bank, e in wave for r in bank.reads(e, 0)])
-            self._session.counters.misses += len(wave)
-            for bank, e in wave:
-                bank.arrived(e, 0)
+            for bank, e in self.bring(experts[first : first + len(self._banks)]):
                 ys.append(self._one(bank, rows, positions[e], routed.shape[-1]))
                 order += positions[e]
         return unsort(ys, order, routed.shape)
+
+    def bring(self, experts):
+        """Read experts, at most K, into the buffers.
+
+        Returns:
+            list[tuple]: Each buffer with its expert.
+        """
+        wave = list(zip(self._banks, experts))
+        with self._session.waiting() as reader:
+            reader.read([r for bank, e in wave for r in bank.reads(e, 0)])
+        self._session.counters.misses += len(wave)
+        for bank, e in wave:
+            bank.arrived(e, 0)
+        return wave
 
 
 class Stacked(StreamedExperts):
@@ -168,8 +177,9 @@ class Stacked(StreamedExperts):
         if not (session.prefetcher and session.decoding):  # a prompt needs nearly all of them
             return
         guess = session.prefetcher.guess(self._layer, asked)
-        if guess is not None and guess[1] is not None:
-            self._session.layers[guess[0]].read_ahead(list(dict.fromkeys(guess[1].ravel().tolist())))
+        if guess is not None:
+            layer, routed = guess
+            session.layers[layer].read_ahead(list(dict.fromkeys(routed.ravel().tolist())))
 
     def read_ahead(self, experts):
         """Begin to read those of some experts that are not held; a long list is not worth it.
@@ -218,7 +228,7 @@ class Stacked(StreamedExperts):
             held, misses = self._plan(needed)
             read_s = self._session.reader.expected_s(len(misses) * self._slots.expert_nbytes)
             if not misses or read_s < OVERLAP_S or not self._session.overlap:
-                self._bring(misses)
+                self._fill(misses)
                 held.update(misses)
                 slots = np.array([held[e] for e in flat], np.uint32)
                 return self._gather(x, mx.array(slots.reshape(routed.shape)))
@@ -310,7 +320,11 @@ class Stacked(StreamedExperts):
             self._slots.arrived(e, slot)
         self._table.commit(misses)
 
-    def _bring(self, misses):
+    def bring(self, experts):
+        """Have distinct experts, at most S, in their slots."""
+        self._fill(self._plan(experts)[1])
+
+    def _fill(self, misses):
         if misses:
             with self._session.waiting():
                 reads = self._begin(misses)

@@ -208,9 +208,10 @@ def load_model(path, config=None, **kwargs):
     experts = expert_modules(model)
     if config.mode == "resident":
         located, resident = {}, {}
+        modules = dict(model.named_modules())
         for path, tensor in checkpoint.packed.items():
             owner, param = path.rsplit(".", 1)
-            module = dict(model.named_modules())[owner]
+            module = modules[owner]
             module[param] = read_experts(tensor).astype(module[param].dtype)
     else:
         located, resident = _sources(model, checkpoint, config)

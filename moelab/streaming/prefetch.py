@@ -66,9 +66,9 @@ class Job:
             everything (bool): Wait for the others as well.
 
         Returns:
-            tuple[dict, dict, list, bool]: Slots of those that arrived, with the seconds that each
-            read took and those that were spent waiting for it here; slots that are free again;
-            whether nothing is being read any more.
+            tuple[dict, list, bool]: Of each expert that arrived its slot, the seconds that the read
+            took and those spent waiting for it here; slots that are free again; whether nothing is
+            being read any more.
         """
         arrived, waited_s = {}, {}
         with self._changed:
@@ -107,7 +107,8 @@ class Last:
     def guess(self, layer, asked):
         """Which layer will be next and what it will want: its number and ``[K]``; None: no idea."""
         following = (layer + 1) % len(self._layers)
-        return following, self._layers[following].routed
+        routed = self._layers[following].routed
+        return None if routed is None else (following, routed)
 
 
 class Lookahead:
