@@ -1,6 +1,8 @@
 """DFlash drafts: z-lab's layout against an independent numpy forward, taps that leave nothing behind, and the two trained drafts."""
 
 import json
+import os
+from functools import cache as once
 from pathlib import Path
 
 import mlx.core as mx
@@ -8,14 +10,17 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
+from mlx_lm.generate import generate_step
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
 
+import moelab
 from moelab.checkpoint import CheckpointError
 from moelab.recipes.tiny_drafts import CANDIDATES, config_of, heldout_prompts
 from moelab.speculation.dflash import DFlashDraft, capture, load_model, spread
-from moelab.speculation.generate import ModelDraft, speculative_generate
+from moelab.speculation.generate import ModelDraft, speculative_generate, speculative_generate_step
 
+FAST = os.environ.get("MOELAB_FAST") == "1"
 MODELS = Path(__file__).parents[1] / "data" / "models"
 D, V, L, b = 32, 64, 6, 5
 CONFIG = {  # the keys of z-lab's config.json, in little
@@ -253,3 +258,47 @@ def test_acceptance_and_the_targets_own_text(name, least):
         rounds |= {(i, r.round.number): r.round for r in written}
     full = [r.accepted for r in rounds.values() if r.drafted == 15]
     assert 1 + sum(full) / len(full) >= least
+
+
+@once
+def trained(name, mode="resident"):
+    return moelab.load(MODELS / name, moelab.StreamConfig(mode=mode))[0]
+
+
+@once
+def texts(length=64):
+    """Held-out code and docstrings in turn: 20 prompts."""
+    return [
+        ids
+        for both in zip(*(heldout_prompts(MODELS / "tiny-moe", kind, length)[::10][:10] for kind in ("code", "prose")))
+        for ids in both
+    ]
+
+
+@once
+def written(i, tokens):
+    return [t for t, _ in generate_step(mx.array(texts()[i]), trained("tiny-moe"), max_tokens=tokens)]
+
+
+@pytest.mark.parametrize("mode", ["resident", "fused"])
+@pytest.mark.parametrize("name", ["tiny-dflash", "tiny-draft"])
+@pytest.mark.parametrize("i", range(2 if FAST else 20))
+def test_greedy_text_at_every_block_size(name, mode, i, record_property):
+    """Blocks of 2 to 16 (drafts and the token before them), 300 tokens; only between two tokens that tie within 1e-4 may another be chosen."""
+    tokens, blocks = (24, (2, 7, 16)) if FAST else (300, range(2, 17))
+    prompt, expected = texts()[i], written(i, tokens)
+    draft = DFlashDraft(MODELS / name) if name == "tiny-dflash" else ModelDraft(trained(name))
+    ties = []
+    for block in blocks:
+        steps = speculative_generate_step(
+            mx.array(prompt), trained("tiny-moe", mode), draft, num_draft_tokens=block - 1, max_tokens=tokens
+        )
+        got = [t for t, *_ in steps]
+        assert len(got) == tokens
+        at = next((j for j in range(tokens) if got[j] != expected[j]), None)
+        if at is not None:
+            logits = trained("tiny-moe")(mx.array([prompt + expected[:at]]))[0, -1]
+            gap = (logits[expected[at]] - logits[got[at]]).item()
+            assert abs(gap) <= 1e-4, (block, at, gap)
+            ties.append((block, at, gap))
+    record_property("ties", ties)

@@ -156,10 +156,9 @@ def heldout_prompts(model_dir, kind, length, each=4):
     for path in sorted(Path(model_dir, "heldout").glob("*.py")):
         text = path.read_text(encoding="utf-8")
         encoding = tokenizer.encode(text, add_special_tokens=False)
-        spans = prose_spans(text)
+        spans, ids = prose_spans(text), encoding.ids
         cuts = []
-        for i in range(length, len(encoding.ids)):
-            at = encoding.offsets[i][0]
+        for i, (at, _) in enumerate(encoding.offsets[length:], length):
             j = bisect.bisect_right(spans, (at, len(text))) - 1
             inside = j >= 0 and spans[j][0] + 40 <= at <= spans[j][1] - 80
             outside = j < 0 or at >= spans[j][1]
@@ -168,7 +167,7 @@ def heldout_prompts(model_dir, kind, length, each=4):
             if (inside if kind == "prose" else code) and not text[at - 1].isspace() and line.strip():
                 cuts.append(i)
         step = max(len(cuts) // each, 1)
-        prompts += [encoding.ids[i - length : i] for i in cuts[step // 2 :: step][:each]]
+        prompts += [ids[i - length : i] for i in cuts[step // 2 :: step][:each]]
     return prompts
 
 

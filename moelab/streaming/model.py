@@ -469,7 +469,8 @@ def _sources(model, checkpoint, config):
 def _more_streams(config):
     n = config.streams
     if n == "auto":
-        n = (os.cpu_count() or 1) if mx.default_device() == mx.cpu else 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # not on macOS
+        n = cores or 1 if mx.default_device() == mx.cpu else 1
     return [mx.new_stream(mx.default_device()) for _ in range(n - 1)]
 
 
