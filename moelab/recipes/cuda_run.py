@@ -1,4 +1,5 @@
-"""The run on a CUDA GPU whose samples are in ``data/results/``: real layer shapes, every section of notebooks 01 and 02.
+"""The run on a CUDA GPU whose samples are in ``data/results/``: real layer shapes, every section of
+notebooks 01 and 02, and the drafts of 07.
 
     python -m moelab.recipes.cuda_run OUT.json [--folder FOLDER] [--only SECTION,...] [--tiny]
 
@@ -21,8 +22,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from .. import StreamConfig, load
-from ..lab import bench, dispatch, layer, machine, reads, timing
+from .. import DATA, StreamConfig, load
+from ..lab import bench, dispatch, draft, layer, machine, reads, timing
 from .synthesize import synthesize
 
 SHORT = ("def",)  # a longer prompt makes MLX compile another kernel for over a minute
@@ -158,10 +159,36 @@ class Run:
         n = 8 if self.tiny else 128
         return bench.memory_over(self.path, self.base, n, n // 8, SHORT[0])
 
+    def _drafts(self, name, **config):
+        """The trained pair of data/models, each number of drafts in turn with none."""
+        tokens, runs, lengths = (8, 1, (2, "auto")) if self.tiny else (128, 4, (2, 4, 8, 15, "auto"))
+        config = StreamConfig(**config)
+        models = DATA / "models"
+        return draft.bench_draft(models / "tiny-moe", config, str(models / name), lengths, tokens, runs)
+
+    def dflash_resident(self):
+        return self._drafts("tiny-dflash", mode="resident")
+
+    def dflash_16_slots(self):
+        return self._drafts("tiny-dflash", slots=16)
+
+    def dflash_48_slots(self):
+        return self._drafts("tiny-dflash", slots=48)
+
+    def draft_resident(self):
+        return self._drafts("tiny-draft", mode="resident")
+
+    def draft_16_slots(self):
+        return self._drafts("tiny-draft", slots=16)
+
+    def draft_48_slots(self):
+        return self._drafts("tiny-draft", slots=48)
+
 
 SECTIONS = (
     "checkpoint", "one_operation", "expert_calls", "loops_of_the_checkpoint", "dense_and_moe", "ladder_warm", "ladder_cold", "slot_writes",
     "reads", "agreement", "promotion", "all_in_slots", "slots", "top_k", "tokens_at_once", "memory",
+    "dflash_resident", "dflash_16_slots", "dflash_48_slots", "draft_resident", "draft_16_slots", "draft_48_slots",
 )  # fmt: skip
 
 
