@@ -14,7 +14,7 @@ def _synthesize(args):
 def _stream_config(args, **fields):
     from . import StreamConfig
 
-    names = ("slots", "top_k", "readers", "streams", "scales", "policy", "prefetch", "dtype")
+    names = ("slots", "top_k", "readers", "streams", "scales", "policy", "pinned_nbytes", "pinned_trace", "prefetch", "dtype")
     return StreamConfig(**{n: getattr(args, n) for n in names if getattr(args, n) is not None}, **fields)
 
 
@@ -37,6 +37,8 @@ def _add_stream_options(p):
         help="read scales with the weights, or keep all in memory (default: streamed)",
     )
     p.add_argument("--policy", choices=["lru", "lfu"], help="which expert leaves its slot (default: lru)")
+    p.add_argument("--pinned-nbytes", type=int, metavar="BYTES", help="memory for the experts that --pinned-trace used most, which never leave (default: 0)")
+    p.add_argument("--pinned-trace", metavar="FILE", help="a trace of this model, as Trace.save wrote it")
     p.add_argument(
         "--prefetch",
         choices=["none", "last", "lookahead"],

@@ -281,6 +281,10 @@ BAD_FIELDS = [
     ("scales", "both", "streamed, resident"),
     ("dtype", "int4", "auto, float32"),
     ("dtype", mx.float32, "auto, float32"),
+    ("pinned_nbytes", -1, "at least 0"),
+    ("pinned_nbytes", 1.5, "whole number"),
+    ("pinned_nbytes", 1000, "expected a pinned_trace"),
+    ("pinned_trace", 3, "the file of a trace"),
 ]
 
 
@@ -290,6 +294,26 @@ def test_bad_stream_config(field, value, expected):
         moelab.StreamConfig(**{field: value})
     message = str(caught.value)
     assert f"StreamConfig.{field}" in message and "expected" in message and repr(value) in message
+
+
+def test_pinning_needs_slots():
+    with pytest.raises(ValueError, match="StreamConfig.pinned_nbytes: 1000 needs slots, got mode 'buffers'"):
+        moelab.StreamConfig(mode="buffers", pinned_nbytes=1000, pinned_trace="t.npz")
+
+
+def test_pinning_by_what_is_no_trace_of_the_model(good, tmp_path, assert_usable):
+    file, layers = tmp_path / "trace.npz", moelab.footprint(good).num_layers
+    config = moelab.StreamConfig(slots=SLOTS, pinned_nbytes=100_000, pinned_trace=file)
+    failing_load(good, ValueError, f"{file}: expected a trace as Trace.save writes it.*Record it again", config)
+    for L, e in ((layers + 1, E), (layers, E + 1)):
+        moelab.Trace(np.zeros((3, L, K), np.uint16), np.full(3, "decode"), np.zeros(3, np.int64), e).save(file)
+        message = failing_load(good, ValueError, f"expected a trace of {layers} MoE layers and {E} experts", config)
+        assert "StreamConfig.pinned_trace" in message and f"got {L} and {e}" in message and "moelab.record" in message
+        with pytest.raises(ValueError, match="expected a trace of"):
+            moelab.footprint(good, config)
+    file.write_bytes(file.read_bytes()[:-30])
+    failing_load(good, ValueError, "a damaged file", config)
+    assert_usable()
 
 
 def test_unknown_field():

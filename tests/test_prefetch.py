@@ -170,7 +170,8 @@ def test_lookahead_in_every_family(name, tmp_path):
 @given(data=st.data(), slots=st.integers(K, E), policy=st.sampled_from(["lru", "lfu"]))
 def test_reserved_slots(data, slots, policy):
     """Any order of calls and guesses: no slot is two experts', no guess takes a slot from one it names, no slot is lost."""
-    table, reserved = SlotTable(slots, policy), {}
+    pinned = data.draw(st.lists(st.integers(0, E - 1), unique=True, max_size=3))
+    table, reserved = SlotTable(slots, policy, pinned), {}
     some = st.lists(st.integers(0, E - 1), unique=True, max_size=min(slots, E))
     for _ in range(data.draw(st.integers(1, 12))):
         experts = data.draw(some)
@@ -178,7 +179,7 @@ def test_reserved_slots(data, slots, policy):
             held = set(table.slot_of)
             reserved = table.reserve(experts)
             assert held & set(experts) <= set(table.slot_of)
-            assert not set(reserved) & set(table.slot_of)
+            assert not set(reserved) & {*table.slot_of, *pinned}
         elif len(experts) + len(reserved) <= slots:
             _, misses = table.plan(experts)
             assert not set(misses.values()) & set(reserved.values())

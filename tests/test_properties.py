@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import struct
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -27,27 +28,32 @@ FEW = settings(deadline=None, max_examples=150, derandomize=True)
 
 @st.composite
 def histories(draw):
-    """A table and what is asked of it: calls of distinct experts, some more than fit, some whose reads fail part of the way."""
+    """A table, what is pinned, and what is asked of it: calls of distinct experts, some more than fit, some whose reads fail part of the way."""
     S = draw(st.integers(1, 6))
     experts = st.lists(st.integers(0, 11), min_size=0, max_size=8, unique=True)
     calls = draw(st.lists(st.tuples(experts, st.booleans(), st.integers(0, 8)), max_size=25))
-    return S, draw(st.sampled_from(["lru", "lfu"])), calls
+    pinned = draw(st.lists(st.integers(0, 11), max_size=4, unique=True))
+    return S, draw(st.sampled_from(["lru", "lfu"])), pinned, calls
 
 
 @FEW
 @given(histories())
-@example((2, "lru", [([0, 1], False, 0), ([2], True, 1), ([0, 1], False, 0)]))  # a failed read after an eviction
+@example((2, "lru", [], [([0, 1], False, 0), ([2], True, 1), ([0, 1], False, 0)]))  # a failed read after an eviction
 def test_slot_table_never_lies(history):
     """Whatever is asked and fails: what the table says is held has its own bytes, and no two experts share a slot."""
-    S, policy, calls = history
-    table, content = SlotTable(S, policy), [None] * S  # content: whose bytes each slot holds
+    S, policy, pinned, calls = history
+    table, content = SlotTable(S, policy, pinned), [None] * S + pinned  # content: whose bytes each slot holds
     for experts, fails, arrived in calls:
-        before = dict(table.slot_of)
-        if len(experts) > S:
+        before = table.slot_of | table.pinned
+        if len(set(experts) - set(pinned)) > S:
             with pytest.raises(ValueError, match=f"at most {S} experts .*got {len(experts)}"):
                 table.plan(experts)
-            assert table.slot_of == before, "a refused call changes nothing"
+            assert table.slot_of | table.pinned == before, "a refused call changes nothing"
+            left = [e for wave in table.waves(experts) for e in wave]
+            assert sorted(left) == sorted(experts) and all(table.fits(wave) for wave in table.waves(experts))
+            assert [e in before for e in left] == sorted((e in before for e in left), reverse=True), "those held come first"
             continue
+        assert table.fits(experts) and len(table.waves(experts)) == 1
         hits, misses = table.plan(experts)
         assert set(hits) | set(misses) == set(experts) and not set(hits) & set(misses)
         assert hits == {e: s for e, s in before.items() if e in experts}, (
@@ -55,9 +61,9 @@ def test_slot_table_never_lies(history):
         )
         used = [*hits.values(), *misses.values()]
         assert len(set(used)) == len(used), "two experts of one call in one slot"
-        assert all(0 <= s < S for s in used)
+        assert all(0 <= s < S for s in misses.values()) and set(pinned) & set(experts) <= set(hits), "a pinned expert is read"
         assert not set(misses) & set(table.slot_of), "held before its bytes have arrived"
-        assert not set(misses.values()) & set(table.slot_of.values()), (
+        assert not set(misses.values()) & {*table.slot_of.values(), *table.pinned.values()}, (
             "a slot that is being written still counts as someone's"
         )
         # the reads happen; some may fail, and then those slots hold nobody's bytes
@@ -65,11 +71,11 @@ def test_slot_table_never_lies(history):
             content[s] = e if not fails or i < arrived else "nonsense"
         if not fails:
             table.commit(misses)
-            assert all(table.slot_of[e] == used_slot for e, used_slot in (hits | misses).items())
+            assert all((table.slot_of | table.pinned)[e] == used_slot for e, used_slot in (hits | misses).items())
         else:
             assert not set(misses) & set(table.slot_of)
         assert len(set(table.slot_of.values())) == len(table.slot_of) <= S
-        assert all(content[s] == e for e, s in table.slot_of.items()), "the table says held, the bytes are another's"
+        assert all(content[s] == e for e, s in (table.slot_of | table.pinned).items()), "the table says held, the bytes are another's"
 
 
 @FEW
@@ -238,7 +244,11 @@ def test_sound_file_gives_the_bytes_that_mlx_loads(tmp_path_factory, sound):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = families.write_checkpoint("qwen3_moe", tmp_path_factory.mktemp("layer") / "qwen3_moe", "affine4")
-    return path, list(families.expert_modules(families.load_resident(path)).items())[0]
+    modules = list(families.expert_modules(families.load_resident(path)).items())
+    experts = np.random.default_rng(0).integers(0, families.E, (20, len(modules), families.K))
+    trace = moelab.Trace(experts, np.full(20, "decode"), np.zeros(20, np.int64), families.E)
+    trace.save(path.parent / "trace.npz")
+    return path, modules[0]
 
 
 calls = st.tuples(
@@ -260,12 +270,17 @@ calls = st.tuples(
     readers=st.sampled_from([1, 3]),
     streams=st.sampled_from([1, 2, 3]),
     scales=st.sampled_from(["streamed", "resident"]),
+    pinned=st.sampled_from([0, 0, 3, 9]),  # experts' worth of memory
     in_parts=st.booleans(),  # as with large experts: what is there is computed while the rest is being read
 )
-def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers, streams, scales, in_parts):
+def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers, streams, scales, pinned, in_parts):
     """Whatever is asked in whatever order, evaluated when it may be, with reads that fail in between: every answer is the resident layer's."""
     path, (name, want) = checkpoint
     config = moelab.StreamConfig(mode=mode, policy=policy, slots=slots, readers=readers, streams=streams, scales=scales)
+    if mode in ("stacked", "fused"):
+        feet = moelab.footprint(path, replace(config, slots=families.K))
+        one = feet.slots_nbytes // families.K // feet.num_layers
+        config = replace(config, pinned_nbytes=pinned * one, pinned_trace=path.parent / "trace.npz")
     preadv, left = os.preadv, None
 
     def flaky(fd, views, offset):

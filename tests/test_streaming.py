@@ -2,6 +2,7 @@
 
 import gc
 import os
+from dataclasses import replace
 
 import families
 import mlx.core as mx
@@ -120,6 +121,64 @@ def test_footprint_is_what_load_takes(path, mode, scales):
         banks = [m._slots for m in model.modules() if isinstance(m, Stacked)]
         assert sum(b.expert_nbytes * b.num_slots for b in banks) == predicted.slots_nbytes
     moelab.close(model)
+
+
+@pytest.fixture(scope="module")
+def trace(path):
+    """A recorded trace of the model, in its file."""
+    with load_model(path, moelab.StreamConfig(slots=K))[0] as model, moelab.record(model) as trace:
+        decode(model, 12)
+    trace.save(path.parent / "trace.npz")
+    return path.parent / "trace.npz"
+
+
+def logits(model, steps=8):
+    """Of greedy tokens after the prompt, the prompt's own among them."""
+    cache = make_prompt_cache(model)
+    out = [np.array(model(PROMPT, cache=cache)[:, -1:])]
+    for _ in range(steps):
+        out.append(np.array(model(mx.array(out[-1].argmax(-1)), cache=cache)))
+    return np.stack(out)
+
+
+@pytest.mark.parametrize("prefetch", ("none", "lookahead"))
+@pytest.mark.parametrize("policy", ("lru", "lfu"))
+@pytest.mark.parametrize("scales", ("streamed", "resident"))
+@pytest.mark.parametrize("mode", ("stacked", "fused"))
+def test_pinned_experts_stay_and_nothing_else_changes(path, trace, mode, scales, policy, prefetch):
+    plain = moelab.StreamConfig(mode=mode, slots=K, scales=scales, policy=policy, prefetch=prefetch)
+    one = moelab.footprint(path, plain).slots_nbytes // (K * moelab.footprint(path).num_layers)
+    config = replace(plain, pinned_nbytes=5 * one + 1, pinned_trace=trace)
+    with load_model(path, plain)[0] as model:
+        right, before = logits(model), moelab.stats(model).decode
+    with load_model(path, config)[0] as model:
+        banks = model._session.layers
+        pinned = [m._table.pinned for m in banks]
+        counts = np.array([np.bincount(x.ravel(), minlength=E) for x in moelab.Trace.load(trace).decode.experts.transpose(1, 0, 2)])
+        assert sum(map(len, pinned)) == 5 and len(set(map(len, pinned))) > 1, "layers with different numbers, or this tests less"
+        least = min(counts[i, e] for i, p in enumerate(pinned) for e in p)
+        assert all(counts[i, e] <= least for i, p in enumerate(pinned) for e in set(range(E)) - set(p))
+        assert moelab.stats(model) == moelab.Stats(), "what is pinned is not read for a token"
+        np.testing.assert_array_equal(logits(model), right)
+        got = moelab.stats(model).decode
+        assert got.hits + got.misses == before.hits + before.misses
+        assert got.bytes_read < before.bytes_read or prefetch != "none"
+        assert (scales, prefetch) != ("streamed", "none") or got.bytes_read == got.misses * moelab.footprint(path).expert_nbytes
+        held = sum(m._slots.expert_nbytes * m._slots.num_slots for m in banks)
+        assert held == moelab.footprint(path, config).slots_nbytes == moelab.footprint(path, plain).slots_nbytes + 5 * one
+        assert [m._table.pinned for m in banks] == pinned
+
+
+def test_pinning_everything_reads_nothing_more(path, trace):
+    config = moelab.StreamConfig(slots=K, pinned_nbytes=10**12, pinned_trace=trace)
+    feet = moelab.footprint(path, config)
+    assert feet.slots_nbytes <= moelab.footprint(path, moelab.StreamConfig(slots=E)).slots_nbytes
+    with load_model(path, config)[0] as model:
+        logits(model)
+        moelab.stats(model, reset=True)
+        logits(model)
+        assert moelab.stats(model).decode.misses == 0
+        assert feet.num_layers and all(len(m._table.pinned) <= E - K for m in model._session.layers)
 
 
 @pytest.mark.parametrize("top_k", (1, K))

@@ -30,7 +30,7 @@ PROMPTS = (
     "try:\n    import numpy as np\nexcept ImportError:\n    np = None\n\n\ndef mean(values):\n",
     "    def __repr__(self):\n        return f'<{type(self).__name__}",
 )
-INTEGERS = ("slots", "top_k", "readers")
+INTEGERS = ("slots", "top_k", "readers", "pinned_nbytes")
 
 
 def generate(model_path, prompt, config=None, max_tokens=128, out=None):

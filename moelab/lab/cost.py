@@ -60,7 +60,7 @@ def measure_costs(path, config=None, tokens=12, seed=0, samples=None):
     config = config or StreamConfig()
     feet = footprint(path, StreamConfig(mode="resident", top_k=config.top_k))
     L, E, K, nbytes = feet.num_layers, feet.num_experts, feet.top_k, feet.expert_nbytes
-    config = replace(config, slots=K, prefetch="none")
+    config = replace(config, slots=K, prefetch="none", pinned_nbytes=0)
     if config.mode not in ("stacked", "fused"):
         raise ValueError(f"measure_costs: expected mode stacked or fused, got {config.mode!r}.")
     if E == K:

@@ -22,6 +22,10 @@ class StreamConfig:
             experts), ``lookahead`` (what the next layer's router says of this layer's hidden
             state) or ``oracle`` (what a recorded trace says). For ``stacked`` and ``fused``.
         policy (str): Which expert leaves its slot first: ``lru`` or ``lfu``.
+        pinned_nbytes (int): Memory for experts that never leave, in slots beside the S: those that
+            ``pinned_trace`` used most, over all layers, until so many bytes are full. For
+            ``stacked`` and ``fused``. Default: ``0``, none.
+        pinned_trace (str, optional): The file of a trace of this model, as ``Trace.save`` wrote it.
         scales (str): ``streamed`` reads an expert's scales and biases with its weight,
             ``resident`` keeps those of all E experts in memory.
         dtype (str): ``auto`` (float32 on the CPU backend, the checkpoint's own on a GPU),
@@ -39,6 +43,8 @@ class StreamConfig:
     readers: int = 8
     prefetch: str = "none"
     policy: str = "lru"
+    pinned_nbytes: int = 0
+    pinned_trace: Optional[str] = None
     scales: str = "streamed"
     dtype: str = "auto"
     streams: Union[int, str] = "auto"
@@ -60,6 +66,27 @@ class StreamConfig:
             raise ValueError(
                 f"StreamConfig.prefetch: {self.prefetch!r} needs slots to read into, got mode {self.mode!r}. "
                 "Use mode 'stacked' or 'fused', or prefetch 'none'."
+            )
+        if type(self.pinned_nbytes) is not int or self.pinned_nbytes < 0:
+            raise ValueError(
+                f"StreamConfig.pinned_nbytes: expected a whole number of at least 0, got {self.pinned_nbytes!r}."
+            )
+        if self.pinned_trace is not None:
+            if not isinstance(self.pinned_trace, (str, os.PathLike)):
+                raise ValueError(
+                    f"StreamConfig.pinned_trace: expected the file of a trace, got {self.pinned_trace!r}. "
+                    "Save it first: trace.save('mine.npz')."
+                )
+            object.__setattr__(self, "pinned_trace", os.fspath(self.pinned_trace))
+        if self.pinned_nbytes and self.mode not in ("stacked", "fused"):
+            raise ValueError(
+                f"StreamConfig.pinned_nbytes: {self.pinned_nbytes} needs slots, got mode {self.mode!r}. "
+                "Use mode 'stacked' or 'fused', or pinned_nbytes 0."
+            )
+        if self.pinned_nbytes and self.pinned_trace is None:
+            raise ValueError(
+                f"StreamConfig.pinned_nbytes: expected a pinned_trace to know the hottest experts of, got {self.pinned_nbytes} and "
+                "none. Set pinned_trace to the file of one recorded with this model (moelab.record)."
             )
         for name in ("slots", "readers", "top_k", "streams"):
             value = getattr(self, name)

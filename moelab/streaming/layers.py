@@ -154,8 +154,8 @@ class Buffers(StreamedExperts):
 class Stacked(StreamedExperts):
     """S slots in one array for each projection, filled in place; one gather for each.
 
-    SwiftLM PR 90. Experts stay in their slots until others need them. A call that needs
-    more experts than there are slots goes in waves that read each of them once.
+    SwiftLM PR 90. Experts stay in their slots until others need them, pinned ones for good.
+    A call that needs more experts than there are slots goes in waves that read each once.
     """
 
     fuse = False
@@ -163,8 +163,13 @@ class Stacked(StreamedExperts):
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
         slots = min(session.config.slots, self._num_experts)
-        self._slots = self._bank(module, slots, self.fuse and can_fuse(module))
-        self._table = SlotTable(slots, session.config.policy)
+        pinned = session.pinned[layer]
+        self._slots = self._bank(module, slots + len(pinned), self.fuse and can_fuse(module))
+        self._table = SlotTable(slots, session.config.policy, pinned)
+        pinned = self._table.pinned.items()
+        session.reader.read([r for e, slot in pinned for r in self._slots.reads(e, slot)])
+        for e, slot in pinned:
+            self._slots.arrived(e, slot)
         self._job = None  # what is being read ahead for this layer
         self.routed = None  # the experts of the last call
 
@@ -187,7 +192,7 @@ class Stacked(StreamedExperts):
         Args:
             experts (list[int]): Distinct.
         """
-        if self._job is not None or len(experts) > self._table.num_slots:
+        if self._job is not None or not self._table.fits(experts):
             return
         mx.eval(self._last)  # evaluated long ago, as a rule
         slots = self._table.reserve(experts)
@@ -203,7 +208,7 @@ class Stacked(StreamedExperts):
         """Hold what was read ahead, and count what it was worth to this call."""
         if self._job is None:
             return
-        crowded = len(needed) + self._job.num_slots > self._table.num_slots
+        crowded = not self._table.fits(needed, self._job.num_slots)
         arrived, free, done = self._job.settle(set(needed), crowded)
         c = self._session.counters
         for e, (slot, took_s, waited_s) in arrived.items():
@@ -224,7 +229,7 @@ class Stacked(StreamedExperts):
         needed = list(dict.fromkeys(flat))
         self.routed = routed
         self._settle(needed)
-        if len(needed) <= self._table.num_slots:
+        if self._table.fits(needed):
             held, misses = self._plan(needed)
             read_s = self._session.reader.expected_s(len(misses) * self._slots.expert_nbytes)
             if not misses or read_s < OVERLAP_S or not self._session.overlap:
@@ -234,10 +239,7 @@ class Stacked(StreamedExperts):
                 return self._gather(x, mx.array(slots.reshape(routed.shape)))
             waves = ((held, misses),)
         else:
-            # Those held come first, before they must leave.
-            needed.sort(key=lambda e: e not in self._table.slot_of)
-            S = self._table.num_slots
-            waves = (self._plan(needed[i : i + S]) for i in range(0, len(needed), S))
+            waves = (self._plan(wave) for wave in self._table.waves(needed))
         return self._in_parts(x, flat, routed.shape, waves)
 
     def _gather(self, x, slots):

@@ -1,13 +1,17 @@
 """An mlx-lm model whose experts stay on disk."""
 
+import json
 import os
 import weakref
+import zipfile
+import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from time import perf_counter
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from mlx_lm import utils as mlx_lm_utils
 
@@ -23,6 +27,7 @@ from .config import StreamConfig
 from .layers import LAYERS, num_experts
 from .prefetch import PREFETCHERS
 from .reader import Reader
+from .slots import hottest
 from .spread import spread
 
 # What the families call K in their configuration.
@@ -94,14 +99,14 @@ class Stats:
 class Session:
     """What the streamed layers of one model share."""
 
-    def __init__(self, config, dtype, top_k, located, resident):
+    def __init__(self, config, dtype, top_k, located, resident, pinned):
         self.config, self.dtype, self.top_k = config, dtype, top_k
         self.reader = Reader(config.readers)
         self.located = {
             name: replace(t, files=[self.reader.open(f) for f in t.files])
             for name, t in located.items()
         }
-        self.resident = resident
+        self.resident, self.pinned = resident, pinned
         self._more_streams = _more_streams(config)
         # On a CPU arithmetic takes about as long as a read; on a GPU far less.
         self.overlap = mx.default_device() == mx.cpu
@@ -206,6 +211,7 @@ def load_model(path, config=None, **kwargs):
     checkpoint = Checkpoint(path)
     model, model_config, top_k = _build(checkpoint, config, **kwargs)
     experts = expert_modules(model)
+    pinned = _pinned(experts, config)
     if config.mode == "resident":
         located, resident = {}, {}
         modules = dict(model.named_modules())
@@ -215,7 +221,7 @@ def load_model(path, config=None, **kwargs):
             module[param] = read_experts(tensor).astype(module[param].dtype)
     else:
         located, resident = _sources(model, checkpoint, config)
-    session = Session(config, _dtype(model), top_k, located, resident)
+    session = Session(config, _dtype(model), top_k, located, resident, pinned)
     try:
         if config.mode != "resident":
             layer = LAYERS[config.mode]
@@ -239,6 +245,7 @@ def load_model(path, config=None, **kwargs):
     model._session = session
     cls = type(model)
     model.__class__ = type(cls.__name__, (StreamedModel, cls), {})
+    stats(model, reset=True)  # what is pinned has been read by now, and is not decoding's
     return model, model_config
 
 
@@ -276,7 +283,7 @@ class Footprint:
 
     Attributes:
         backbone_nbytes (int): Everything but the experts.
-        slots_nbytes (int): The slots (or buffers; in ``resident`` mode all experts).
+        slots_nbytes (int): The slots, pinned ones too (or buffers; in ``resident`` mode all experts).
         scales_nbytes (int): Parameters kept for all E experts.
         checkpoint_nbytes (int): The tensors on disk.
         expert_nbytes (int): One expert on disk.
@@ -315,15 +322,10 @@ def footprint(path, config=None):
     model, _, top_k = _build(checkpoint, config)
     modules = expert_modules(model)
     slots = scales = one = total_experts = 0
-    for path, m in modules:
+    for (path, m), pinned in zip(modules, _pinned(modules, config)):
         E = num_experts(m)
-        rows = {
-            "resident": E,
-            "serial": 1,
-            "buffers": top_k,
-            "stacked": min(config.slots, E),
-            "fused": min(config.slots, E),
-        }[config.mode]
+        held = min(config.slots, E) + len(pinned)
+        rows = {"resident": E, "serial": 1, "buffers": top_k, "stacked": held, "fused": held}[config.mode]
         for name, p in expert_parameters(m).items():
             total_experts += p.nbytes
             slots += p.nbytes // E * rows
@@ -395,6 +397,32 @@ def _build(checkpoint, config, **kwargs):
             f"{config.slots}. Raise slots or lower top_k."
         )
     return model, model_config, K
+
+
+def _pinned(modules, config):
+    """The experts of each MoE layer that never leave: none where every expert has a slot anyway."""
+    if not config.pinned_nbytes:
+        return [[] for _ in modules]
+    file, sizes = config.pinned_trace, [num_experts(m) for _, m in modules]
+    counts = np.zeros((len(sizes), max(sizes)), np.int64)
+    try:
+        with np.load(file, allow_pickle=False) as z:
+            experts, decoded, E = z["experts"], z["decode"], json.loads(bytes(z["about"]))["num_experts"]
+        if (experts.shape[1], E) == counts.shape:
+            rows = experts[decoded] if decoded.any() else experts
+            np.add.at(counts, (np.arange(len(sizes))[:, None], rows), 1)
+    except (OSError, EOFError, ValueError, KeyError, IndexError, TypeError, zipfile.BadZipFile, zlib.error) as e:
+        raise ValueError(
+            f"StreamConfig.pinned_trace: {file}: expected a trace as Trace.save writes it, got none or a damaged file "
+            f"({type(e).__name__}: {e}). Record it again, or restore the file."
+        ) from e
+    if (experts.shape[1], E) != counts.shape:
+        raise ValueError(
+            f"StreamConfig.pinned_trace: {file}: expected a trace of {counts.shape[0]} MoE layers and {counts.shape[1]} "
+            f"experts, as the model has, got {experts.shape[1]} and {E}. Record one with this model (moelab.record)."
+        )
+    one = [sum(p.nbytes for p in expert_parameters(m).values()) // E for (_, m), E in zip(modules, sizes)]
+    return hottest(counts, config.pinned_nbytes, one, [max(0, E - config.slots) for E in sizes])
 
 
 def _find_top_k(config):

@@ -25,25 +25,45 @@ class SlotTable:
     gives away, so a read that fails leaves those slots free and all others as they were.
 
     Args:
-        num_slots (int): S.
+        num_slots (int): S, that experts take turns in.
         policy (str): ``lru`` (least recently used leaves first) or ``lfu`` (least often).
+        pinned (list[int]): Experts with slots of their own, which never leave; their bytes must
+            be there before the first call.
 
     Attributes:
-        slot_of (dict[int, int]): The slot of every expert held, least recent first.
+        slot_of (dict[int, int]): The slot of every other expert held, least recent first.
+        pinned (dict[int, int]): The slot of every pinned expert, from S on.
     """
 
-    def __init__(self, num_slots, policy="lru"):
+    def __init__(self, num_slots, policy="lru", pinned=()):
         self.num_slots = num_slots
         self.policy = policy
+        self.pinned = {e: num_slots + i for i, e in enumerate(pinned)}
         self.slot_of = {}
         self._free = list(range(num_slots))[::-1]
         self._uses = Counter()
+
+    def fits(self, experts, taken=0):
+        """Whether distinct experts can be held at once while so many slots are taken."""
+        others = sum(e not in self.pinned for e in experts) if self.pinned else len(experts)
+        return others + taken <= self.num_slots
+
+    def waves(self, experts):
+        """Divide distinct experts into calls that fit; those held come first, before they must leave.
+
+        Returns:
+            list[list[int]]: For one ``plan`` after another.
+        """
+        pinned = [e for e in experts if e in self.pinned]
+        others = sorted((e for e in experts if e not in self.pinned), key=lambda e: e not in self.slot_of)
+        first, *rest = [others[i : i + self.num_slots] for i in range(0, len(others), self.num_slots)] or [[]]
+        return [pinned + first, *rest]
 
     def plan(self, experts):
         """Choose slots for the experts of one call.
 
         Args:
-            experts (list[int]): The distinct experts needed, at most S.
+            experts (list[int]): The distinct experts needed, at most S beside the pinned.
 
         Returns:
             tuple[dict, dict]: Expert to slot, for those held and for those to be read.
@@ -51,15 +71,19 @@ class SlotTable:
         Raises:
             ValueError: If there are more experts than slots; the table is unchanged.
         """
-        if len(experts) > self.num_slots:
+        if not self.fits(experts):
+            pinned = f", beside the {len(self.pinned)} pinned" if self.pinned else ""
             raise ValueError(
-                f"expected at most {self.num_slots} experts (the slots), got {len(experts)}"
+                f"expected at most {self.num_slots} experts (the slots{pinned}), got {len(experts)}"
             )
-        slot_of = self.slot_of
+        slot_of, pinned = self.slot_of, self.pinned
         if self.policy == "lfu":
             self._uses.update(experts)
         hits, missing = {}, []
         for e in experts:
+            if e in pinned:
+                hits[e] = pinned[e]
+                continue
             slot = slot_of.pop(e, None)
             if slot is None:
                 missing.append(e)
@@ -89,14 +113,14 @@ class SlotTable:
         The slots are nobody's until ``keep`` or ``release``.
 
         Args:
-            experts (list[int]): Distinct; at most S.
+            experts (list[int]): Distinct; at most S beside the pinned.
 
         Returns:
             dict[int, int]: The slots of those that are not held.
         """
         slots = {}
         for e in experts:
-            if e in self.slot_of:
+            if e in self.slot_of or e in self.pinned:
                 continue
             if not self._free:
                 if all(held in experts for held in self.slot_of):
@@ -118,6 +142,29 @@ class SlotTable:
         if self.policy == "lru":
             return next(candidates)
         return min(candidates, key=self._uses.__getitem__)
+
+
+def hottest(counts, nbytes, expert_nbytes, room):
+    """The experts that are used most, over all layers, as far as a budget goes.
+
+    Args:
+        counts (np.ndarray): ``[L, E]``, how often each was used; those that never were are not taken.
+        nbytes (int): The budget.
+        expert_nbytes (list[int]): The bytes of one expert of each layer.
+        room (list[int]): The most that are wanted of each layer.
+
+    Returns:
+        list[list[int]]: Of each layer, hottest first.
+    """
+    chosen = [[] for _ in room]
+    for i in np.argsort(-counts, axis=None, kind="stable")[: np.count_nonzero(counts)].tolist():
+        layer, e = divmod(i, counts.shape[1])
+        if len(chosen[layer]) < room[layer]:
+            nbytes -= expert_nbytes[layer]
+            if nbytes < 0:
+                break
+            chosen[layer].append(e)
+    return chosen
 
 
 class FusedSwitchGLU(nn.Module):
