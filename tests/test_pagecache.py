@@ -165,10 +165,11 @@ def s3_fifo(rows, S):
     return hits
 
 
-@pytest.mark.parametrize("S", (4, 6, 12, 16))
+@pytest.mark.parametrize("S", (4, 5, 6, 12, 15, 16))
+@pytest.mark.parametrize("sticky", (0.1, 0.3, 0.7))
 @pytest.mark.parametrize("seed", (0, 1))
-def test_s3_fifo(S, seed):
-    t = made(T=200, seed=seed)
+def test_s3_fifo(S, sticky, seed):
+    t = made(T=200, seed=seed, sticky=sticky)
     hit = pagecache.held(t.experts, 16, S, "s3-fifo")
     for layer in range(3):
         want = s3_fifo(t.experts[:, layer].tolist(), S)

@@ -155,59 +155,69 @@ def held(experts, num_experts, slots, policy="lru"):
         raise ValueError("held: expected distinct experts in each token and layer, got one twice; a replay of such a family is not supported.")
     slots = min(slots, num_experts)
     if policy == "s3-fifo":
-        hit = [_s3_fifo(rows, slots) for rows in experts.transpose(1, 0, 2)]
-        return np.array(hit, bool).reshape(L, T, K).transpose(1, 0, 2)
+        return np.stack([_s3_fifo(rows, num_experts, slots) for rows in experts.transpose(1, 0, 2)], axis=1)
     return _scored(experts, num_experts, slots, policy)
 
 
-def _s3_fifo(rows, slots):
+def _s3_fifo(rows, E, slots):
     # One layer. A tenth of the slots is for newcomers; who was used again there moves on to the main queue, who was not leaves and
-    # is remembered as a ghost, and goes straight to the main queue when it comes back (Yang et al., SOSP 2023).
-    room = max(1, slots // 10)
-    small, main, ghost, uses, hit = deque(), deque(), OrderedDict(), {}, []
-
-    def leave(need):
-        # A queue of nothing but needed experts is passed over.
-        for queue in (small, main) if len(small) >= room else (main, small):
-            for _ in range(4 * len(queue)):  # uses count to 3: after so many turns one must go
-                e = queue.popleft()
-                if e in need:
-                    queue.append(e)
-                elif queue is small and uses[e] > 1:
-                    uses[e] = 0
-                    main.append(e)
-                elif queue is main and uses[e] > 0:
-                    uses[e] -= 1
-                    main.append(e)
-                else:
-                    del uses[e]
-                    if queue is small:
-                        ghost[e] = None
-                        if len(ghost) > slots - room:
-                            ghost.popitem(last=False)
-                    return
-                if not queue:
-                    break
-
-    for need in rows.tolist():
+    # is remembered as a ghost, and goes straight to the main queue when it comes back (Yang et al., SOSP 2023). In plain lists and
+    # without calls: 40 to 160 ms for 1,000 tokens and 48 layers (K = 8, E = 128, slots from all to K, 2 cores of an AMD EPYC).
+    room, held = max(1, slots // 10), 0
+    small, main, ghost = deque(), deque(), OrderedDict()
+    uses, needed = [-1] * E, [-1] * E  # -1: not held; the last token that needed it
+    absent, counts = [], []
+    for t, need in enumerate(rows.tolist()):
         missing = []
         for e in need:
-            if e in uses:
-                uses[e] = min(3, uses[e] + 1)
-                hit.append(True)
-            else:
+            needed[e] = t
+            u = uses[e]
+            if u < 0:
                 missing.append(e)
-                hit.append(False)
+            elif u < 3:
+                uses[e] = u + 1
+        absent += missing
+        counts.append(len(missing))
         for e in missing:
-            if len(uses) >= slots:
-                leave(need)
+            if held < slots:
+                held += 1
+            else:
+                queue, passed = small if len(small) >= room else main, 0
+                while True:
+                    if passed == len(queue):  # it has nothing but needed experts
+                        queue, passed = main if queue is small else small, 0
+                    v = queue.popleft()
+                    u = uses[v]
+                    if needed[v] == t:
+                        queue.append(v)
+                        passed += 1
+                    elif queue is small:
+                        if u > 1:
+                            uses[v] = 0
+                            main.append(v)
+                            continue
+                        uses[v] = -1
+                        ghost[v] = None
+                        if len(ghost) > slots - room:
+                            ghost.popitem(last=False)
+                        break
+                    elif u:
+                        uses[v] = u - 1
+                        main.append(v)
+                        passed = 0
+                    else:
+                        uses[v] = -1
+                        break
             if e in ghost:
                 del ghost[e]
                 main.append(e)
             else:
                 small.append(e)
             uses[e] = 0
-    return hit
+    at = np.arange(len(rows))
+    hit = np.ones((len(rows), E), bool)
+    hit[np.repeat(at, counts), absent] = False
+    return hit[at[:, None], rows]
 
 
 def _scored(experts, E, slots, policy):
