@@ -63,22 +63,32 @@ def test_fifo(S):
     np.testing.assert_array_equal(pagecache.held(t.experts, 16, S, "fifo"), want)
 
 
-@pytest.mark.parametrize("S", (4, 7, 16))
-def test_pinned(S):
+@pytest.mark.parametrize("policy", ("lru", "lfu"))
+@pytest.mark.parametrize("S", (4, 7, 12))
+@pytest.mark.parametrize("count", (1, 5, 14, 100))
+def test_pinned_are_the_engines(count, S, policy):
     t = made(T=120)
+    stay = pagecache.pin(made(seed=1), count * 10, S, 10)
+    assert sum(map(len, stay)) == min(count, 3 * (16 - S)) and max(map(len, stay)) <= 16 - S
     want = np.zeros(t.experts.shape, bool)
     for layer in range(3):
-        uses = np.bincount(t.experts[:, layer].ravel(), minlength=16)
-        stay = sorted(range(16), key=lambda e: (-uses[e], e))[: S - 4]
-        order = []  # least recent first
+        table = SlotTable(S, policy, stay[layer])
         for i, need in enumerate(t.experts[:, layer].tolist()):
-            hits = [e for e in need if e in order]
-            missing = [e for e in need if e not in order]
+            hits, misses = table.plan(need)
+            table.commit(misses)
             want[i, layer] = [e in hits for e in need]
-            while len(order) + len(missing) > S:
-                order.remove(next(e for e in order if e not in need and e not in stay))
-            order = [e for e in order if e not in hits] + hits + missing
-    np.testing.assert_array_equal(pagecache.held(t.experts, 16, S, "pinned"), want)
+    np.testing.assert_array_equal(pagecache.held(t.experts, 16, S, policy, stay), want)
+    best = pagecache.held(t.experts, 16, S, "belady", stay)
+    assert best.sum() >= want.sum() and all(best[:, i][np.isin(t.experts[:, i], stay[i])].all() for i in range(3))
+
+
+def test_pinned_take_their_bytes():
+    t = made()
+    stay = pagecache.pin(t, 7 * MB, 4, MB)
+    a, b = (pagecache.replay(t, 40 * MB, 4, expert_nbytes=MB, costs=COSTS, pinned=p) for p in ((), stay))
+    assert b.page_nbytes == a.page_nbytes - 7 * MB and b.app_hit_rate > a.app_hit_rate
+    with pytest.raises(ValueError, match="pinned: expected a policy of lru, .* got 'none'"):
+        pagecache.replay(t, 40 * MB, 4, "none", expert_nbytes=MB, costs=COSTS, pinned=stay)
 
 
 def fewest_misses(rows, S):
@@ -205,16 +215,22 @@ def test_a_policy_or_a_size_that_is_none():
 
 
 @pytest.mark.parametrize("policy", ("lru", "lfu"))
-def test_hits_are_those_of_a_driven_model(policy, tmp_path):
+@pytest.mark.parametrize("count", (0, 50))
+def test_hits_are_those_of_a_driven_model(count, policy, tmp_path):
     tiny_moe.random_model(tmp_path)
-    t = made(T=30, L=8, E=64, K=8)
-    model, _ = load_model(tmp_path, moelab.StreamConfig(slots=14, policy=policy))
+    t, other = made(T=30, L=8, E=64, K=8), made(T=30, L=8, E=64, K=8, seed=1)
+    other.save(tmp_path / "trace.npz")
+    one = moelab.footprint(tmp_path, moelab.StreamConfig(slots=8)).slots_nbytes // 64
+    config = moelab.StreamConfig(slots=14, policy=policy, pinned_nbytes=count * one, pinned_trace=tmp_path / "trace.npz")
+    model, _ = load_model(tmp_path, config)
     with model, driven(model, t):
         cache = make_prompt_cache(model)
         for i in range(len(t)):
             mx.eval(model(mx.array([[i]]), cache=cache))
         got = moelab.stats(model).decode
-    assert got.hits == pagecache.held(t.experts, 64, 14, policy).sum()
+    stay = pagecache.pin(other, count * one, 14, one)
+    assert sum(map(len, stay)) == count
+    assert got.hits == pagecache.held(t.experts, 64, 14, policy, stay).sum()
 
 
 # --- the page cache ---

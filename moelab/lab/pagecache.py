@@ -12,11 +12,12 @@ from math import isqrt
 import numpy as np
 
 from ..streaming.layers import OVERLAP_S
+from ..streaming.slots import hottest
 from .cost import Costs, measure_costs
 
-__all__ = ["POLICIES", "Costs", "Replay", "cached", "held", "measure_costs", "replay"]
+__all__ = ["POLICIES", "Costs", "Replay", "cached", "held", "measure_costs", "pin", "replay"]
 
-POLICIES = ("lru", "lfu", "fifo", "s3-fifo", "pinned", "belady", "none")
+POLICIES = ("lru", "lfu", "fifo", "s3-fifo", "belady", "none")
 PAGES = ("linux", "lru")
 
 
@@ -51,7 +52,7 @@ class Replay:
 
 def replay(
     trace, memory_nbytes, slots, policy="lru", *, expert_nbytes, costs, slot_nbytes=None, other_nbytes=0, skip=0,
-    pages="linux", ahead=0,
+    pages="linux", ahead=0, pinned=(),
 ):  # fmt: skip
     """Replay a trace's decoded tokens through slots over a page cache.
 
@@ -60,9 +61,8 @@ def replay(
         memory_nbytes (float): What the process and its page cache may take; ``inf``: no limit.
         slots (int): S, experts held in each layer; at least K.
         policy (str): Which leaves first: ``lru``, ``lfu`` (both exactly as ``SlotTable`` does it), ``fifo``, ``s3-fifo``,
-            ``pinned`` (the S - K experts that the whole trace uses most stay once they are there, the others take turns by
-            ``lru``: pinning with hindsight), ``belady`` (the one needed last: no policy can hit more), or ``none``: nothing is
-            held, every expert is read each time, as ``buffers`` does, and ``slots`` counts as K.
+            ``belady`` (the one needed last: no policy can hit more), or ``none``: nothing is held, every expert is read each time,
+            as ``buffers`` does, and ``slots`` counts as K.
         expert_nbytes (int): What a miss reads: one expert, all projections.
         costs (Costs): From ``measure_costs``, or made up.
         slot_nbytes (int, optional): What an expert takes in its slot. Default: as much as on disk.
@@ -70,6 +70,7 @@ def replay(
         skip (int): Tokens at the start that fill the caches, empty at first, and are not counted.
         pages (str): As for ``cached``.
         ahead (int): As for ``cached``.
+        pinned (tuple[tuple[int]]): As for ``held``; they take their bytes beside the S slots.
 
     Returns:
         Replay: Hit rates, bytes and seconds.
@@ -82,14 +83,15 @@ def replay(
     E = trace.num_experts
     if not 0 <= skip < T:
         raise ValueError(f"replay: expected fewer tokens to skip than the {T} decoded ones of the trace, got {skip}.")
-    slots_nbytes = L * (K if policy == "none" else min(slots, E)) * (slot_nbytes or expert_nbytes)
+    num_slots = L * (K if policy == "none" else min(slots, E)) + sum(map(len, pinned))
+    slots_nbytes = num_slots * (slot_nbytes or expert_nbytes)
     page_nbytes = memory_nbytes - slots_nbytes - other_nbytes
     if page_nbytes < 0:
         raise ValueError(
             f"replay: {slots} slots in each of {L} layers take {slots_nbytes / 1e6:.0f} MB and the rest {other_nbytes / 1e6:.0f} MB, "
             f"of {memory_nbytes / 1e6:.0f} MB: take fewer slots or more memory."
         )
-    missed = _missed(trace, slots, policy)
+    missed = _missed(trace, slots, policy, pinned)
     units = (experts + np.arange(L, dtype=np.int64)[:, None] * E)[missed]
     found, brought = cached(units, L * E, page_nbytes, expert_nbytes, pages, ahead, E)
     layer = np.broadcast_to(np.arange(T * L).reshape(T, L, 1), experts.shape)[missed]
@@ -123,11 +125,29 @@ def replay(
 
 
 @lru_cache(maxsize=32)  # of a trace, whatever the memory and the costs
-def _missed(trace, slots, policy):
-    return ~held(trace.decode.experts, trace.num_experts, slots, policy)
+def _missed(trace, slots, policy, pinned):
+    return ~held(trace.decode.experts, trace.num_experts, slots, policy, pinned)
 
 
-def held(experts, num_experts, slots, policy="lru"):
+def pin(trace, nbytes, slots, slot_nbytes):
+    """The experts that ``StreamConfig(pinned_nbytes=nbytes)`` would pin by a trace.
+
+    Args:
+        trace (Trace): Its decoded tokens count.
+        nbytes (int): The budget.
+        slots (int): S, beside them.
+        slot_nbytes (int): What an expert takes in its slot.
+
+    Returns:
+        tuple[tuple[int]]: Of each layer, for ``replay``.
+    """
+    experts, E = trace.decode.experts, trace.num_experts
+    L = experts.shape[1]
+    counts = np.bincount((experts + np.arange(L, dtype=np.int64)[:, None] * E).ravel(), minlength=L * E).reshape(L, E)
+    return tuple(map(tuple, hottest(counts, nbytes, [slot_nbytes] * L, [max(0, E - slots)] * L)))
+
+
+def held(experts, num_experts, slots, policy="lru", pinned=()):
     """Which experts are in a slot when needed.
 
     A layer's K experts are needed together: none of them leaves for another.
@@ -136,7 +156,8 @@ def held(experts, num_experts, slots, policy="lru"):
         experts (np.ndarray): ``[T, L, K]``, distinct within a token.
         num_experts (int): E.
         slots (int): S, at least K.
-        policy (str): One of ``POLICIES``.
+        policy (str): One of ``POLICIES``; with pinned experts not ``s3-fifo`` or ``none``.
+        pinned (tuple[tuple[int]]): Of each layer, experts that are in slots of their own from the beginning and never leave.
 
     Returns:
         np.ndarray: ``[T, L, K]`` of bool.
@@ -147,6 +168,8 @@ def held(experts, num_experts, slots, policy="lru"):
     T, L, K = experts.shape
     if policy not in POLICIES:
         raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}.")
+    if pinned and policy in ("s3-fifo", "none"):
+        raise ValueError(f"pinned: expected a policy of lru, lfu, fifo or belady beside it, got {policy!r}.")
     if policy == "none":
         return np.zeros((T, L, K), bool)
     if slots < K:
@@ -156,7 +179,7 @@ def held(experts, num_experts, slots, policy="lru"):
     slots = min(slots, num_experts)
     if policy == "s3-fifo":
         return np.stack([_s3_fifo(rows, num_experts, slots) for rows in experts.transpose(1, 0, 2)], axis=1)
-    return _scored(experts, num_experts, slots, policy)
+    return _scored(experts, num_experts, slots, policy, pinned)
 
 
 def _s3_fifo(rows, E, slots):
@@ -227,16 +250,19 @@ def _s3_fifo(rows, E, slots):
     return hit[at[:, None], rows]
 
 
-def _scored(experts, E, slots, policy):
+def _scored(experts, E, slots, policy, pinned=()):
     # All layers at once, token by token: of the experts held and not needed, those with the lowest scores leave.
     T, L, K = experts.shape
     rows, places = np.arange(L)[:, None], np.arange(K)
     slot_of = np.full((L, E + 1), -1)  # the last column is of nobody, whom empty slots hold
-    holds = np.full((L, slots), E)
-    score = np.full((L, slots), -1.0 if policy != "belady" else -np.inf)
+    width = slots + max(map(len, pinned), default=0)  # the last are of the pinned
+    holds = np.full((L, width), E)
+    score = np.full((L, width), -1.0 if policy != "belady" else -np.inf)
+    score[:, slots:] = np.inf
+    for layer, its in enumerate(pinned):
+        slot_of[layer, list(its)] = np.arange(slots, slots + len(its))
     uses = np.zeros((L, E), np.int64)
     following = _next_use(experts, E) if policy == "belady" else None
-    stays = _most_used(experts, E, slots - K) * 2.0**50 if policy == "pinned" else None
     hit = np.empty((T, L, K), bool)
     for t in range(T):
         need = experts[t].astype(np.intp)
@@ -248,7 +274,7 @@ def _scored(experts, E, slots, policy):
             layer, k = np.nonzero(found)
             leaving = score.copy()
             leaving[layer, slot[layer, k]] = np.inf  # needed now
-            if most < slots:
+            if most < width:
                 lowest = np.argpartition(leaving, most - 1, axis=1)[:, :most]
             else:
                 lowest = np.broadcast_to(np.arange(slots), (L, slots))
@@ -261,27 +287,18 @@ def _scored(experts, E, slots, policy):
             holds[layer, chosen] = e
         if policy == "belady":
             score[rows, slot] = -following[t]
+            score[:, slots:] = np.inf
             continue
         # The least recent leaves first; of one token's, those that were read after those that were there.
         now = (2 * t + ~found) * float(K) + places
         if policy == "lfu":
             uses[rows, need] += 1
             now += uses[rows, need] * 2.0**32
-        elif policy == "pinned":
-            now += stays[rows, need]
         elif policy == "fifo":
             now = np.where(found, score[rows, slot], now)
         score[rows, slot] = now
+        score[:, slots:] = np.inf
     return hit
-
-
-def _most_used(experts, E, count):
-    """``[L, E]`` of 0 and 1: the ``count`` experts of each layer that are used most."""
-    T, L, K = experts.shape
-    uses = np.bincount((experts + np.arange(L, dtype=np.int64)[:, None] * E).ravel(), minlength=L * E).reshape(L, E)
-    most = np.zeros((L, E))
-    np.put_along_axis(most, np.argsort(-uses, axis=1, kind="stable")[:, :count], 1, 1)
-    return most
 
 
 def _next_use(experts, E):
