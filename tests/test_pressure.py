@@ -6,6 +6,7 @@ import pytest
 from moelab.lab import limit, pagecache, pressure, results, routing, sweep
 
 CODE, PROSE = "cpu_sweep_35b", "cpu_sweep_35b_prose"
+FLAT = routing.Locality((0.9,), (0.2,), (2.0,))
 
 
 @pytest.fixture(scope="module", params=[CODE, PROSE])
@@ -55,6 +56,26 @@ def test_the_ridge_the_field_argues_about():
     assert v["most"][1] < v["least"][1] and v["of_best"] < 0.05  # ... and with the most a token is fastest
     free = pressure.valley(record, None)
     assert free["most"] == free["best"] and np.isnan(free["bytes"])
+
+
+def test_pinning_recorded():
+    """The replay pins what the engine pinned; the tokens are the same with it and without; another text's hottest are not this one's."""
+    record = results.recorded("cpu_sweep_pinned")
+    rows = {(r["point"].slots, r["point"].pinned_by): r for r in pressure.compare(record)}
+    assert set(rows) == {(8, ""), (32, ""), (8, "code"), (8, "tests")} and all(r["reads"]["n"] == 5 for r in rows.values())
+    for row in rows.values():
+        assert row["same_tokens"] and row["predicted_hit_rate"] == pytest.approx(row["hit_rate"], abs=1e-9)
+        assert row["predicted_disk"] == pytest.approx(row["disk_per_token"], rel=0.05)
+    assert rows[8, "code"]["hit_rate"] < rows[32, ""]["hit_rate"] < rows[8, "tests"]["hit_rate"]
+    seconds = pressure.pinning(record)
+    assert list(seconds)[:2] == ["8 slots", "32 slots"] and all(len(s) == 5 for s in seconds.values())
+
+
+def test_pinned_by_itself_is_an_upper_bound_of_pinning():
+    a, b = (routing.synthesize(FLAT, 60, 2, 16, 4, seed) for seed in (0, 1))
+    hits = pressure.pinned_hits({"a": a, "b": b}, 8, 30)
+    assert set(hits["a"]) == {"lru", "lfu", "hindsight", "its beginning", "by b"}
+    assert all(h["hindsight"] > h[f"by {o}"] for h, o in ((hits["a"], "b"), (hits["b"], "a")))
 
 
 def test_neighbours_count_only_where_their_quartiles_are_apart():

@@ -85,6 +85,17 @@ def test_points_start_with_none_and_end_with_what_fits():
         sweep.points(TINY, [1_000_000])
 
 
+def test_points_of_pinning_take_the_memory_of_the_most_slots(tmp_path):
+    one = sweep.sizes_of(TINY)["slot_nbytes"]
+    few, many, pinned = sweep.points(TINY, [None], [8, 20], pinned=("code",))
+    assert pinned == sweep.Point(8, None, "lru", False, 12 * one, "code") and "pinned by code" in str(pinned)
+    feet = [moelab.footprint(TINY, p.config).slots_nbytes for p in (few, many, pinned)]
+    assert feet[1] == feet[2] == feet[0] + 12 * one
+    out = sweep.measure(TINY, pinned, trace(), start=0, cold=2, warmup=4, reads=4, decode=0)
+    assert out["cold"]["misses"] < 2 * L * K, "the pinned are there from the first token on"
+    assert sweep.point_of({"slots": 8, "limit_nbytes": None, "policy": "lru", "ahead": False}) == few  # a record from before there was pinning
+
+
 def test_it_goes_on_where_it_was_stopped_and_refuses_another_sweep(tmp_path, monkeypatch):
     calls = []
     real = sweep._run_point

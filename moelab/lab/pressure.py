@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
+from .. import DATA
 from . import advice, figures, limit, pagecache, routing, sweep
 from .trace import Trace
 
@@ -43,16 +44,19 @@ def replayed(record, point, i, part="reads", costs=None, **how):
         costs = bare(costs)
     if point.limit_nbytes is None:  # the whole file was read before: nothing comes from the disk
         costs = replace(costs, cold_s_per_byte=costs.warm_s_per_byte, cold_call_s=costs.warm_call_s)
+    one = size["slot_nbytes"] // size["L"]
+    stay = pagecache.pin(Trace.load(DATA / "traces" / f"{point.pinned_by}.npz"), point.pinned_nbytes, point.slots, one) if point.pinned_by else ()
     return pagecache.replay(
         rows,
         float("inf") if point.limit_nbytes is None else point.limit_nbytes,
         point.slots or size["K"],
         point.policy if point.slots else "none",
         expert_nbytes=size["expert_nbytes"],
-        slot_nbytes=size["slot_nbytes"] // size["L"],
+        slot_nbytes=one,
         other_nbytes=sweep.other_nbytes(size),
         costs=costs,
         skip=before,
+        pinned=stay,
         **how,
     )
 
@@ -229,6 +233,42 @@ def policies(trace, sizes, slots, memory_nbytes, costs, skip, names=pagecache.PO
         ]
         for policy in names
     }  # fmt: skip
+
+
+def pinned_hits(traces, slots, skip):
+    """Share of the needed experts that so many slots in each layer hold, if they all take turns, or K do and the others are pinned.
+
+    Args:
+        traces (dict[str, Trace]): Recorded ones of one model, by name.
+        slots (int): S, pinned ones included.
+        skip (int): Decoded tokens that are not counted, and that ``its beginning`` pins by.
+
+    Returns:
+        dict[str, dict[str, float]]: By trace: ``lru`` and ``lfu``; pinned by ``hindsight`` (the trace itself), by ``its beginning``, and by each other
+        trace, ``by NAME``.
+    """
+    out = {}
+    for name, trace in traces.items():
+        trace = trace.decode
+        L, K = trace.experts.shape[1:]
+
+        def rate(policy="lru", by=None):
+            stay = () if by is None else pagecache.pin(by, (slots - K) * L, K, 1)
+            return float(pagecache.held(trace.experts, trace.num_experts, slots if by is None else K, policy, stay)[skip:].mean())
+
+        out[name] = {"lru": rate(), "lfu": rate("lfu"), "hindsight": rate(by=trace), "its beginning": rate(by=trace[:skip])}
+        out[name] |= {f"by {other}": rate(by=t) for other, t in traces.items() if other != name}
+    return out
+
+
+def pinning(record, part="reads"):
+    """The points of a sweep with pinned experts and of its slots, by name: a token's seconds in every round, the fewest slots first."""
+    out = {}
+    for row in sweep.summarize(record):
+        p = row["point"]
+        what = f"{p.slots} slots" + (f", {p.pinned_nbytes / 1e6:.0f} MB pinned by {p.pinned_by}" if p.pinned_nbytes else "")
+        out[what] = list(row[part]["runs"].values())
+    return out
 
 
 def depth(kinds, sizes, shares, tokens=320, skip=160, count=9, seed=0):

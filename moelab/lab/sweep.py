@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -50,23 +50,29 @@ class Point:
         limit_nbytes (int, optional): Of process and page cache; None: no limit.
         policy (str): As in ``StreamConfig``.
         ahead (bool): Whether the system may read ahead of what is asked for.
+        pinned_nbytes (int): Memory beside the slots for experts that never leave.
+        pinned_by (str): The trace of ``data/traces`` that says which.
     """
 
     slots: int
     limit_nbytes: int | None = None
     policy: str = "lru"
     ahead: bool = False
+    pinned_nbytes: int = 0
+    pinned_by: str = ""
 
     @property
     def config(self):
         """The ``StreamConfig`` of this point."""
         if self.slots == 0:
             return StreamConfig(mode="buffers")
-        return StreamConfig(mode="fused", slots=self.slots, policy=self.policy)
+        file = DATA / "traces" / f"{self.pinned_by}.npz" if self.pinned_by else None
+        return StreamConfig(mode="fused", slots=self.slots, policy=self.policy, pinned_nbytes=self.pinned_nbytes, pinned_trace=file)
 
     def __str__(self):
         limit = "no limit" if self.limit_nbytes is None else f"{self.limit_nbytes / 1e6:.0f} MB"
         slots = "no slots" if self.slots == 0 else f"{self.slots} slots"
+        slots += f" and {self.pinned_nbytes / 1e6:.0f} MB pinned by {self.pinned_by}" if self.pinned_nbytes else ""
         return f"{limit}, {slots}" + ("" if self.policy == "lru" else f", {self.policy}") + (", read-ahead" if self.ahead else "")
 
 
@@ -227,7 +233,7 @@ def _faults():
 # In the process that asks
 
 
-def points(path, limits, slots=None, policies=("lru",), ahead=False, count=7):
+def points(path, limits, slots=None, policies=("lru",), ahead=False, count=7, pinned=()):
     """The points of a sweep.
 
     Args:
@@ -238,6 +244,8 @@ def points(path, limits, slots=None, policies=("lru",), ahead=False, count=7):
         policies (tuple[str]): All but the first are measured at the middle and at the most slots of the largest limit only.
         ahead (bool): Whether to measure all points of the first policy under the largest limit with read-ahead, too.
         count (int): How many under one limit, if ``slots`` is not given.
+        pinned (tuple[str]): Traces of ``data/traces``, of the model's L and E: for each a point that has the memory of the most slots,
+            but K slots only, and in the rest the experts that the trace used most.
 
     Returns:
         list[Point]: By limit and slots.
@@ -255,6 +263,7 @@ def points(path, limits, slots=None, policies=("lru",), ahead=False, count=7):
         mine = slots or [0, *np.unique(np.linspace(K, top, steps).astype(int)).tolist()]
         out += [Point(n, limit_nbytes, policies[0]) for n in mine]
         held = [n for n in mine if n > K]
+        out += [Point(K, limit_nbytes, policies[0], False, (max(held) - K) * sizes["slot_nbytes"], by) for by in pinned]
         if held and limit_nbytes is not None and limit_nbytes == max(n for n in limits if n is not None):
             extra = sorted({held[len(held) // 2], held[-1]})
             out += [Point(n, limit_nbytes, policy) for policy in policies[1:] for n in extra]
@@ -418,7 +427,7 @@ def _run_point(path, point, trace_path, tokens, ways):
 
 def point_of(sample):
     """The point that a sample of a record was taken at."""
-    return Point(*(sample[name] for name in ("slots", "limit_nbytes", "policy", "ahead")))
+    return Point(**{f.name: sample.get(f.name, f.default) for f in fields(Point)})
 
 
 def _packed(trace):
@@ -448,7 +457,8 @@ def summarize(record):
     out = []
     needed = record["reads"] * record["sizes"]["L"] * record["sizes"]["K"]
     largest = [float("inf") if p.limit_nbytes is None else p.limit_nbytes for p in by]
-    for _, point in sorted(zip(largest, by), key=lambda x: (x[0], x[1].ahead, x[1].policy != "lru", x[1].policy, x[1].slots)):
+    order = sorted(zip(largest, by), key=lambda x: (x[0], x[1].ahead, x[1].policy != "lru", x[1].policy, x[1].pinned_by, x[1].slots))
+    for _, point in order:
         samples = by[point]
         row = {"point": point, "killed": any(s["killed"] for s in samples), "how": samples[0]["how"]}
         if not row["killed"]:
@@ -488,7 +498,7 @@ def report(record):
 
     for row in summarize(record):
         p = row["point"]
-        head = f"{'none' if p.limit_nbytes is None else f'{p.limit_nbytes / 1e6:.0f} MB':>9} {p.slots:6d} {p.policy + ('+ahead' if p.ahead else ''):9}"
+        head = f"{'none' if p.limit_nbytes is None else f'{p.limit_nbytes / 1e6:.0f} MB':>9} {p.slots:6d} {p.policy + ('+ahead' if p.ahead else '') + (p.pinned_by and '+' + p.pinned_by):9}"
         if row["killed"]:
             lines.append(f"{head} killed ({row['how']})")
             continue
@@ -506,6 +516,7 @@ def main(argv=None):
     p.add_argument("--slots", default="auto", help="divided by commas, 0 for none; auto: none, top-k and steps up to what fits (default: %(default)s)")
     p.add_argument("--policies", default="lru", help="all but the first at two points of the largest limit only (default: %(default)s)")
     p.add_argument("--read-ahead", action="store_true", help="measure the points of the largest limit with read-ahead, too")
+    p.add_argument("--pinned", default="", metavar="TRACES", help="of data/traces, divided by commas: by each, pin what the most slots hold more than top-k")
     p.add_argument("--trace", metavar="FILE", help="of Trace.save, with the model's layers and experts (default: a synthetic one)")
     p.add_argument("--like", default="code", help="trace of data/traces whose locality the synthetic one has (default: %(default)s)")
     p.add_argument("--trace-seed", type=int, default=0, help="of the synthetic trace (default: %(default)s)")
@@ -519,7 +530,8 @@ def main(argv=None):
     slots = None if args.slots == "auto" else [int(n) for n in args.slots.split(",")]
     try:
         trace = Trace.load(args.trace) if args.trace else made_up(args.model, args.like, seed=args.trace_seed)
-        which = points(args.model, limits, slots, tuple(args.policies.split(",")), args.read_ahead)
+        pinned = tuple(filter(None, args.pinned.split(",")))
+        which = points(args.model, limits, slots, tuple(args.policies.split(",")), args.read_ahead, pinned=pinned)
         record = sweep(
             args.model, which, trace, args.runs, args.cold, args.warmup, args.reads, args.decode, args.json, args.seconds, costs=True,
         )  # fmt: skip
