@@ -78,7 +78,7 @@ def _bench(args):
         depths = tuple(int(d) for d in args.depth.split(","))
         record = reads.bench_reads(args.model, depths, args.megabytes << 20, args.runs or 3)
         print(reads.report_reads(record))
-    elif args.limit:
+    elif args.limit and not args.draft:
         from .lab import limit
 
         configs = bench.parse_modes(args.modes or "resident,fused", base)
@@ -93,7 +93,10 @@ def _bench(args):
             raise ValueError("--cold does not go with --draft: reading the prompt brings the pages back before the clock starts. Leave one out.")
         (config,) = bench.parse_modes(args.modes or "fused", base).values()
         lengths = [n if n == "auto" else int(n) for n in args.lengths.split(",")]
-        record = draft.bench_draft(args.model, config, args.draft, lengths, args.tokens, args.runs or 5)
+        record = draft.bench_draft(
+            args.model, config, args.draft, lengths, args.tokens, args.runs or 5, args.prompt,
+            limit_nbytes=args.limit and args.limit * 1_000_000,
+        )  # fmt: skip
         print(draft.report(record))
     else:
         same = bench.run_bench(
@@ -153,7 +156,7 @@ def _add_bench(commands):
         "--limit",
         type=int,
         metavar="MB",
-        help="every run in a process of its own with so much memory, page cache included, against the resident model with all of it",
+        help="every run in a process of its own with so much memory, page cache included, against the resident model with all of it; with --draft: all runs in one process",
     )
     p.add_argument(
         "--depth", default="1,4,8", help="with --reads: reads in flight, divided by commas (default: %(default)s)"
@@ -232,7 +235,7 @@ def _add_advise(commands):
     p = commands.add_parser(
         "advise",
         help="slots, policy, prefetch and layout for this machine and model, and why",
-        description="Measure this machine for some ten seconds, replay a trace with what was found, and say how to stream the model.",
+        description="Measure this machine for some ten seconds (longer for a large model), replay a trace with what was found, and say how to stream the model.",
     )
     p.add_argument("model", metavar="MODEL", help="folder or Hub repository, as for mlx_lm.load")
     p.add_argument("--memory", type=int, metavar="MB", help="for the process and its page cache (default: what is available now)")

@@ -1,17 +1,19 @@
 """How to stream a model on this machine: slots, policy, prefetch and layout, with the time of a token that each would take."""
 
+import time
 from dataclasses import dataclass, replace
 
+import mlx.core as mx
 import numpy as np
 
-from .. import StreamConfig, footprint
+from .. import StreamConfig, footprint, load
 from ..checkpoint import Checkpoint
-from . import cost, machine, pagecache, sweep
-from .bench import folder
+from . import cost, machine, pagecache, prefetch, sweep
+from .bench import PROMPTS, folder
 
 POLICIES = ("lru", "lfu")  # those that the engine has
 FLAT = 0.02  # of settings no more than so much apart, the one that moves the fewest bytes is taken
-WORTH = 0.03  # a change of layout that saves less is not worth a second copy of the file
+WORTH = 0.03  # a change of layout that saves less is not worth a second copy of the file, a guess not its risk
 TOKENS, SKIP = 400, 200
 
 
@@ -22,9 +24,9 @@ class Advice:
     Attributes:
         config (StreamConfig): Mode, slots, policy and prefetch.
         layout (str): ``packed``: worth a ``python -m moelab repack``; ``as it is``.
-        token_s (float): Predicted seconds of a decoded token.
+        token_s (float): Predicted seconds of a decoded token, so streamed and laid out.
         memory_nbytes (float): The memory that it is for, page cache included.
-        settings (dict[tuple, Replay]): By ``(slots, policy)``, every one that was looked at.
+        settings (dict[tuple, Replay]): By ``(slots, policy)``, every one that was looked at, as the experts lie and without prefetch.
         why (tuple[str]): The reasons, one a sentence.
     """
 
@@ -42,6 +44,7 @@ class Advice:
             f"  mode={c.mode} slots={c.slots} policy={c.policy} prefetch={c.prefetch}, layout {self.layout}: "
             f"{self.token_s * 1e3:.1f} ms a token, {1 / self.token_s:.1f} tok/s predicted",
             *(f"  - {line}" for line in self.why),
+            "no prefetch, as the experts lie:",
             f"{'slots':>6} {'policy':6} {'ms/token':>9} {'in a slot':>9} {'page cache':>10} {'SSD, MB/token':>13}",
         ]
         for (slots, policy), r in self.settings.items():
@@ -54,7 +57,7 @@ class Advice:
         return "\n".join(lines)
 
 
-def advise(model, memory=None, trace=None, costs=None, slots=None, policies=POLICIES, skip=None, gain=None):
+def advise(model, memory=None, trace=None, costs=None, slots=None, policies=POLICIES, skip=None, gain=None, foretold=None):
     """Choose how to stream a model in given memory, by replaying a trace with this machine's costs.
 
     Args:
@@ -67,6 +70,7 @@ def advise(model, memory=None, trace=None, costs=None, slots=None, policies=POLI
         policies (tuple[str]): Those to choose from.
         skip (int, optional): Tokens of the trace that only fill the caches. Default: half.
         gain (float, optional): How many times faster the SSD brings experts that lie in one piece. Default: measured now.
+        foretold (tuple, optional): What a look ahead foretells, as ``look_ahead`` counts it. Default: counted now, where it could pay.
 
     Returns:
         Advice: The setting, its predicted time and why.
@@ -101,32 +105,25 @@ def advise(model, memory=None, trace=None, costs=None, slots=None, policies=POLI
     ]
     others = {p: r.token_s.mean() for (m, p), r in settings.items() if m == n and p != policy}
     why += [f"With {n} slots {p} takes {s / token_s - 1:+.1%}." for p, s in others.items()]
-    part = chosen.parts_s
-    left_s = part["copies"] + part["disk"] + part["hidden"]
-    if left_s < 0.05 * token_s:
-        why.append(f"No prefetch: all but {left_s * 1e3:.1f} ms of the reads are hidden behind arithmetic as it is.")
-    else:
-        idle_s = max(0.0, part["fixed"] + part["experts"] + part["hidden"])
-        why.append(
-            f"No prefetch: {left_s * 1e3:.1f} ms of a token are reads that nothing hides, and the best there could be would hide "
-            f"{min(left_s, idle_s) * 1e3:.1f} of them; how much of that a guess gets, a trace cannot say (notebook 04)."
-        )
     layout = "packed" if Checkpoint(path).packed else "as it is"
     if layout == "packed":
         why.append("The experts are packed already.")
     else:
         gain = _gain(path, costs) if gain is None else gain
         better = replace(costs, cold_s_per_byte=costs.cold_s_per_byte / gain)
-        packed = replays(sizes, memory, trace, better, [(n, policy)], skip)[n, policy].token_s.mean()
-        if 1 - packed / token_s >= WORTH:
-            layout = "packed"
+        packed = replays(sizes, memory, trace, better, [(n, policy)], skip)[n, policy]
+        saved = 1 - packed.token_s.mean() / token_s
         why.append(
-            f"The SSD brings experts in one piece at {gain:.2f} times the rate of these: {1 - packed / token_s:+.1%} of a token to gain, "
-            + ("worth a repack." if layout == "packed" else "not worth a repack.")
+            f"The SSD brings experts in one piece at {gain:.2f} times the rate of these: {saved:+.1%} of a token to gain, "
+            + ("worth a repack." if saved >= WORTH else "not worth a repack.")
         )
+        if saved >= WORTH:
+            layout, chosen, token_s = "packed", packed, float(packed.token_s.mean())
+    guess, saved_s, reason = _prefetch(path, n, layout, chosen.parts_s, token_s, foretold)
+    why.append(reason)
     if footprint(path, StreamConfig(mode="resident")).total_nbytes + sweep.PROCESS_NBYTES + sweep.SPARE_NBYTES <= memory:
         why.append("All of the model fits: compare mode='resident', which reads nothing and never waits for the routing (python -m moelab bench).")
-    return Advice(StreamConfig(slots=n, policy=policy), layout, token_s, memory, settings, tuple(why))
+    return Advice(StreamConfig(slots=n, policy=policy, prefetch=guess), layout, token_s - saved_s, memory, settings, tuple(why))
 
 
 def replays(sizes, memory, trace, costs, settings, skip):
@@ -179,6 +176,74 @@ def _shape(curve):
             "half-way what is in a slot lies in the page cache too."
         )
     return f"{ms[first]:.1f} ms a token with {first} slots, {ms[last]:.1f} with {last}."
+
+
+def _prefetch(path, slots, layout, part, token_s, foretold):
+    """Which prefetch, the seconds of a token that it should save, and why.
+
+    A used guess spares a read that nothing hides, as far as there is arithmetic to read beside; one for nothing delays others by as
+    much; and asking takes its time. That is for experts in one piece: with a piece for each parameter the recorded gain was none. It was
+    made to agree with the eight recorded variants (data/results/cpu_prefetch_*.json), on one machine.
+    """
+    left_s = part["copies"] + part["disk"] + part["hidden"]
+    idle_s = max(0.0, part["fixed"] + part["experts"] + part["hidden"])
+    bound_s = min(left_s, idle_s)
+    if bound_s < WORTH * token_s:
+        return "none", 0.0, (
+            f"No prefetch: {left_s * 1e3:.1f} ms of a token are reads that nothing hides as it is, and not even an oracle could hide more than "
+            f"{bound_s * 1e3:.1f} of them."
+        )
+    if layout != "packed":
+        return "none", 0.0, (
+            f"No prefetch: an oracle would hide {bound_s * 1e3:.1f} ms of reads, but where an expert lies in several pieces a guess takes as many reads, "
+            "and gained nothing in the recorded runs (notebook 04)."
+        )
+    try:
+        used, wasted, ask_s = foretold or look_ahead(path, slots)
+    except ValueError as e:
+        return "none", 0.0, f"No prefetch: {e}"
+    saved_s = min(used * left_s, idle_s) - wasted * left_s - ask_s
+    worth = saved_s >= WORTH * token_s
+    return "lookahead" if worth else "none", saved_s if worth else 0.0, (
+        f"{'Prefetch' if worth else 'No prefetch'}: of {left_s * 1e3:.1f} ms of reads that nothing hides a look ahead foretells {used:.0%}, reads {wasted:.0%} as much "
+        f"for nothing and takes {ask_s * 1e3:.1f} ms to ask: {saved_s * 1e3:+.1f} ms a token to gain."
+    )
+
+
+def look_ahead(path, slots, tokens=16):
+    """What the next layer's router foretells of a model, counted while it decodes a prompt.
+
+    Args:
+        path (str or Path): A model folder.
+        slots (int): S; no more than 2 K are used here.
+        tokens (int): Tokens decoded.
+
+    Returns:
+        tuple: Of the experts that are not held the share that it brings; those that it brings for nothing, over the same number; the
+        seconds of a token that asking takes.
+
+    Raises:
+        ValueError: If this family's router cannot be asked.
+    """
+    spent = []
+    config = StreamConfig(prefetch="lookahead", slots=min(slots, 2 * footprint(path, StreamConfig(mode="resident")).top_k))
+    model, tokenizer = load(path, config)
+    with model:
+        ask = model._session.prefetcher.ask
+
+        def timed(layer, x):
+            mx.eval(x)
+            begin = time.perf_counter()
+            asked = ask(layer, x)
+            mx.eval(asked)
+            spent.append(time.perf_counter() - begin)
+            return asked
+
+        model._session.prefetcher.ask = timed
+        c = prefetch.decode(model, tokenizer.encode(PROMPTS[0]), tokens)["counters"]
+        L = len(model._session.layers)
+    missed = max(1, c["prefetch_used"] + c["misses"])
+    return c["prefetch_used"] / missed, c["prefetch_wasted"] / missed, float(np.median(spent)) * L
 
 
 def _gain(path, costs):

@@ -14,6 +14,7 @@ import numpy as np
 from ..streaming.layers import OVERLAP_S
 from ..streaming.slots import hottest
 from .cost import Costs, measure_costs
+from .routing import popularity
 
 __all__ = ["POLICIES", "Costs", "Replay", "cached", "held", "measure_costs", "pin", "replay"]
 
@@ -141,10 +142,8 @@ def pin(trace, nbytes, slots, slot_nbytes):
     Returns:
         tuple[tuple[int]]: Of each layer, for ``replay``.
     """
-    experts, E = trace.decode.experts, trace.num_experts
-    L = experts.shape[1]
-    counts = np.bincount((experts + np.arange(L, dtype=np.int64)[:, None] * E).ravel(), minlength=L * E).reshape(L, E)
-    return tuple(map(tuple, hottest(counts, nbytes, [slot_nbytes] * L, [max(0, E - slots)] * L)))
+    L, E = trace.experts.shape[1], trace.num_experts
+    return tuple(map(tuple, hottest(popularity(trace.decode), nbytes, [slot_nbytes] * L, [max(0, E - slots)] * L)))
 
 
 def held(experts, num_experts, slots, policy="lru", pinned=()):
