@@ -1,7 +1,10 @@
 """What a draft costs and brings: passes over several positions, their experts, rounds, and the speed against not drafting."""
 
+import json
+import sys
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,7 +16,7 @@ from .. import StreamConfig, close, load, record, stats
 from ..speculation.generate import LookupDraft, ModelDraft, speculative_generate_step
 from ..speculation.policy import Always, Policy
 from ..speculation.rollback import Rollback
-from . import figures, machine, timing
+from . import bench, figures, limit, machine, timing
 from . import routing as lab_routing
 
 
@@ -105,7 +108,7 @@ def compare(model, tokenizer, make_draft, lengths, prompts, tokens, runs, seed=0
     Args:
         model (nn.Module): The target.
         make_draft (Callable): From the prompt's ids and the text that follows without a draft to a draft.
-        lengths (list): Numbers of drafts, and ``auto``.
+        lengths (list): Numbers of drafts, and ``auto``: one policy, which remembers from run to run as it does in ``speculative_generate``.
         prompts (list[str]): Run i takes prompt i, modulo their number; one run more comes first and is not kept.
         tokens (int): Decoded in each run.
 
@@ -113,7 +116,7 @@ def compare(model, tokenizer, make_draft, lengths, prompts, tokens, runs, seed=0
         dict: ``variants``: ``{name: [sample, ...]}``, with ``mlx-lm`` the plain one; see ``summary``.
     """
     names = ["mlx-lm", *lengths]
-    rng, samples = np.random.default_rng(seed), {str(n): [] for n in names}
+    rng, samples, policy = np.random.default_rng(seed), {str(n): [] for n in names}, Policy()
     for i in range(-1, runs):
         ids = tokenizer.encode(prompts[i % len(prompts)])
         text = undrafted(model, ids, tokens)["tokens"]
@@ -121,7 +124,7 @@ def compare(model, tokenizer, make_draft, lengths, prompts, tokens, runs, seed=0
             sample = (
                 undrafted(model, ids, tokens)
                 if n == "mlx-lm"
-                else drafted(model, ids, make_draft(ids, text), n, tokens)
+                else drafted(model, ids, make_draft(ids, text), n, tokens, policy=policy if n == "auto" else None)
             )
             sample["same"] = sample.pop("tokens") == text
             if i >= 0:
@@ -142,6 +145,16 @@ def summary(compared):
             "same": all(s["same"] for s in samples),
         }
     return out
+
+
+def verify_ms(compared):
+    """Milliseconds of the target's pass over m positions, in all rounds of a ``compare`` with a fixed number of drafts.
+
+    Returns:
+        dict: ``{m: [ms, ...]}``, m ascending.
+    """
+    fixed = sorted(int(n) for n in compared["variants"] if n not in ("mlx-lm", "auto", "0"))
+    return {n + 1: [1e3 * r[3] for s in compared["variants"][str(n)] for r in s["rounds"] if r[0] == n] for n in fixed}
 
 
 def passes(model, ids, positions, rounds, slots_settle=4):
@@ -303,18 +316,36 @@ def bench_draft(
     runs=5,
     prompts=None,
     accept=0.8,
+    limit_nbytes=None,
 ):
     """The command ``bench --draft``: load, compare, report.
 
     Args:
         draft (str): ``lookup``, ``self``, ``oracle``, or the folder of a model or of a DFlash draft.
+        prompts (list[str], optional): Default: the model's held-out text, or what ``bench`` takes where there is none.
+        limit_nbytes (int, optional): All runs in one process of its own with so much memory, page cache included.
 
     Returns:
         dict: The record of ``compare`` with its ``summary``.
+
+    Raises:
+        limit.NoLimit: If memory cannot be limited here.
+        OSError: If the process with the limit did not get through.
     """
-    model, tokenizer = load(path, config or StreamConfig())
+    config = config or StreamConfig()
+    if limit_nbytes is not None:
+        machine.drop_pages(path)  # pages that another process brought in would be served, and not counted
+        call = json.dumps([str(path), asdict(config), str(draft), list(lengths), tokens, runs, prompts, accept])
+        done = limit.run([sys.executable, "-m", "moelab.lab.draft", call], limit_nbytes, ways=("cgroup", "systemd-run"))
+        if done.returncode:
+            why = "killed: it needs more than the limit" if done.killed else done.stderr.strip()[-2000:]
+            raise OSError(f"{Path(path).name} in {limit_nbytes / 1e6:.0f} MB: {why}")
+        record = json.loads(done.stdout.splitlines()[-1])
+        return {**record, "limit_nbytes": limit_nbytes, "cache_state": f"what {limit_nbytes / 1e6:.0f} MB leave it ({done.how})"}
+    model, tokenizer = load(path, config)
     try:
-        prompts = prompts or heldout(path, 8, 64, tokenizer)
+        if not prompts:
+            prompts = heldout(path, 8, 64, tokenizer) if (Path(path) / "heldout").is_dir() else bench.PROMPTS
 
         def make(ids, text):
             if draft == "lookup":
@@ -333,7 +364,7 @@ def bench_draft(
         out.update(
             model=Path(path).name,
             draft=str(draft),
-            config=vars(config or StreamConfig()),
+            config=vars(config),
             cache_state="warm",
         )
         out["summary"] = summary(out)
@@ -344,8 +375,6 @@ def bench_draft(
 
 def open_draft(path):
     """A draft from its folder: a DFlash draft if its configuration says so, else an mlx-lm model."""
-    import json
-
     config = json.loads((Path(path) / "config.json").read_text())
     if "dflash_config" in config:
         from ..speculation import dflash
@@ -385,3 +414,8 @@ def _counted(model):
 
 def _since(model, before):
     return {} if before is None else {k: v - before[k] for k, v in _counted(model).items()}
+
+
+if __name__ == "__main__":
+    path, config, *rest = json.loads(sys.argv[1])
+    print(json.dumps(bench_draft(path, StreamConfig(**config), *rest)))

@@ -112,7 +112,7 @@ def lines(series, title, x, y, finding, note="", log_x=True, ceilings=(), card=N
         values = sorted({v for xs, _ in series.values() for v in xs})
         fig.update_xaxes(type="log", tickvals=values, ticktext=[str(v) for v in values])
     fig.update_yaxes(
-        range=[0, 1.12 * max([np.max(r) for _, rows in series.values() for r in rows] + [c for c, _ in ceilings])]
+        range=[0, 1.12 * max([np.percentile(r, 75) for _, rows in series.values() for r in rows] + [c for c, _ in ceilings])]
     )
     return figures.describe(fig, alt=f"{y} over {x}. " + ". ".join(words) + ".", finding=finding)
 

@@ -7,6 +7,7 @@ chooses with the same random numbers agrees nearly as often as rejection samplin
 """
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -276,7 +277,7 @@ def speculative_generate_step(
         model (nn.Module): The target.
         draft (Draft): What guesses.
         num_draft_tokens (int or str or Policy): Drafts in each round, 0 for none; `auto` decides anew for each round whether and how many, by
-            what it measures. A `Policy` that is given again remembers.
+            what it measures, and remembers that from text to text for as long as there are this model and this draft; so does a `Policy` given again.
         max_tokens (int): Where to stop; -1 for no limit.
         sampler (Callable): From log probabilities [1, V] to tokens [1]. Default: the most likely one.
         logits_processors (list): As for mlx-lm.
@@ -291,7 +292,7 @@ def speculative_generate_step(
     """
     if prompt.size == 0:
         raise ValueError("prompt: expected at least one token, got none.")
-    policy = Policy() if num_draft_tokens == "auto" else num_draft_tokens
+    policy = _learned(model, draft) if num_draft_tokens == "auto" else num_draft_tokens
     if isinstance(policy, int) and policy >= 0:
         policy = Always(policy)
     if not hasattr(policy, "choose"):
@@ -370,6 +371,15 @@ def speculative_generate_step(
             target.finish(last if unread else None)
             raise
         target.finish(last if unread else None)
+
+
+def _learned(model, draft):
+    """The policy of this pair, kept with the draft."""
+    target, policy = getattr(draft, "_learned", (lambda: None, None))
+    if target() is not model:
+        policy = Policy()
+        draft._learned = weakref.ref(model), policy
+    return policy
 
 
 class _Target:

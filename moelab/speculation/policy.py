@@ -36,7 +36,9 @@ class Policy:
         self._verify_s = _Seconds()  # of a pass over so many positions
         self._draft_s = _Seconds()  # to draft so many tokens
         self._missed_s = 0.0  # for the draft to read a token
-        self._numbers = np.arange(1, max_draft_tokens + 1)
+        # Few different numbers: a device may compile its kernels for each.
+        self._numbers = np.array(sorted({*(2**i for i in range(max_draft_tokens.bit_length())), max_draft_tokens}))
+        self._first = set(self._numbers.tolist())  # those not drafted yet
         self._position_s = None  # seconds of each position of a prompt: a verify pass costs no less
         self._tried, self._won = np.zeros(max_draft_tokens), np.zeros(max_draft_tokens)
         self.begin()
@@ -72,7 +74,10 @@ class Policy:
         self._tried[: min(accepted + 1, drafted)] += 1
         self._won[:accepted] += 1
         if drafted:
-            self._verify_s.add(drafted + 1, verify_s)
+            # The first pass over so many positions is no measure of the next where it compiled its kernels (0.2 s on CUDA).
+            if drafted not in self._first or verify_s < 4 * np.interp(drafted, self._numbers, self.verify_s()):
+                self._verify_s.add(drafted + 1, verify_s)
+            self._first.discard(drafted)
             self._draft_s.add(drafted, draft_s)
         if missed:
             self._missed_s = missed_s / missed
@@ -87,12 +92,12 @@ class Policy:
             return 0
         allowed = self.risk * self.plain_s * max(self.num_tokens, self._expected)
         cost = self.draft_s() + self.verify_s()
-        tokens = 1 + np.cumsum(np.cumprod(self.acceptance()))
+        tokens = 1 + np.cumsum(np.cumprod(self.acceptance()))[self._numbers - 1]
         gain = np.where(
             self.lost_s + missed * self._missed_s + cost - self.plain_s <= allowed, tokens * self.plain_s / cost, 0
         )
         best = int(np.argmax(gain))
-        return best + 1 if gain[best] > GAIN else 0
+        return int(self._numbers[best]) if gain[best] > GAIN else 0
 
     def acceptance(self) -> np.ndarray:
         """How often the i-th draft is accepted once those before it are; hopeful where little is known."""
@@ -100,14 +105,14 @@ class Policy:
         return (self._won + 2 * overall) / (self._tried + 2)
 
     def verify_s(self) -> np.ndarray:
-        """Seconds of a pass over 2, 3, ... positions."""
+        """Seconds of a pass over one position more than each number that it may draft."""
         if not self._verify_s.medians:  # nothing to go by but the prompt, or a third of a token each
             each = 0.8 * self._position_s if self._position_s is not None else self.plain_s / 3
             return self.plain_s + self._numbers * each
         return self._verify_s.at(self._numbers + 1, {1: self.plain_s})
 
     def draft_s(self) -> np.ndarray:
-        """Seconds to draft 1, 2, ... tokens; 0 before the first. A block draft makes any number in one go: until the contrary is seen, so may any."""
+        """Seconds to draft each number of tokens that it may; 0 before the first. A block draft makes any number in one go: until the contrary is seen, so may any."""
         return self._draft_s.at(self._numbers, {}) if self._draft_s.medians else np.zeros(len(self._numbers))
 
 
