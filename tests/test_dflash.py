@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import moelab
 from moelab.checkpoint import CheckpointError
 from moelab.recipes.tiny_drafts import CANDIDATES, config_of, heldout_prompts
-from moelab.speculation.dflash import DFlashDraft, capture, load_model, spread
+from moelab.speculation.dflash import Capture, DFlashDraft, load_model, spread
 from moelab.speculation.generate import ModelDraft, speculative_generate, speculative_generate_step
 
 FAST = os.environ.get("MOELAB_FAST") == "1"
@@ -179,7 +179,7 @@ def test_capture_hears_its_layers_and_leaves_nothing():
         x = layer(x, mask="causal")
         outputs.append(x)
     classes = [type(layer) for layer in model.layers]
-    with capture(model, (4, 1)) as seen, capture(model, (1,)) as inner:
+    with Capture(model, (4, 1)) as seen, Capture(model, (1,)) as inner:
         cache = make_prompt_cache(model)
         model(ids[:, :2], cache=cache)
         assert seen.features.shape == (1, 2, 2 * D)
@@ -187,7 +187,7 @@ def test_capture_hears_its_layers_and_leaves_nothing():
         other(ids)
     expected = mx.concatenate([outputs[4], outputs[1]], -1)[:, 2:]
     assert mx.allclose(seen.features, expected, atol=1e-5) and mx.allclose(inner.features, outputs[1][:, 2:], atol=1e-5)
-    with pytest.raises(RuntimeError, match="stop"), capture(model, (0, 5)):
+    with pytest.raises(RuntimeError, match="stop"), Capture(model, (0, 5)):
         assert type(model.layers[0]) is not classes[0]
         raise RuntimeError("stop")
     assert [type(layer) for layer in model.layers] == classes

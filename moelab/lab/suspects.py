@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .. import DATA, StreamConfig, load
 from ..recipes.tiny_drafts import heldout_prompts
-from ..speculation.dflash import DFlashDraft, capture
+from ..speculation.dflash import Capture, DFlashDraft
 from . import figures, machine, timing
 from .undo import REMEDIES
 
@@ -73,7 +73,7 @@ def rounds(model, draft, ids, num_rounds, drafted, rollback="exact", shift=0):
     """
     cache, layers, out = make_prompt_cache(model), [i + shift for i in draft.layer_ids], []
     draft.bind(model)
-    with capture(model, layers) as seen:
+    with Capture(model, layers) as seen:
         mx.eval(model(mx.array([ids[:-1]]), cache=cache), seen.features)
     draft.extend(mx.array(ids[:-1]), seen.features[0])
     draft.propose(0, 0, None)
@@ -82,7 +82,7 @@ def rounds(model, draft, ids, num_rounds, drafted, rollback="exact", shift=0):
         begin = time.perf_counter()
         guesses = draft.propose(last, drafted, lambda logits: mx.argmax(logits, axis=-1)).tolist()
         middle = time.perf_counter()
-        with capture(model, layers) as seen:
+        with Capture(model, layers) as seen:
             own = mx.argmax(remedy(mx.array([[last, *guesses]]))[0], axis=-1).tolist()
         features = seen.features[0]
         accepted = next((k for k, g in enumerate(guesses) if g != own[k]), len(guesses))

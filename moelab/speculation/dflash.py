@@ -6,7 +6,6 @@ b block size, n tapped layers, D hidden size, V vocabulary.
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -281,40 +280,37 @@ def embedding_and_head(model: nn.Module) -> tuple[Callable, Callable]:
     return named[0], heads[0] if heads else named[0].as_linear
 
 
-class Features:
-    """What `capture` saw in the last call of the model."""
+class Capture:
+    """Listen to decoder layers of one model, for as long as a `with` lasts; afterwards, also after an exception, it is as it was.
 
-    def __init__(self, layer_ids: Sequence[int]):
-        self._ids, self._outputs = layer_ids, {}
-
-    @property
-    def features(self) -> mx.array:
-        """Outputs of the layers, side by side in their order: [B, T, n * D]."""
-        return mx.concatenate([self._outputs[i] for i in self._ids], axis=-1)
-
-
-@contextmanager
-def capture(model: nn.Module, layer_ids: Sequence[int]):
-    """Listen to decoder layers of one model; afterwards, also after an exception, it is as it was.
+    It may be entered again and again: to make a class for a layer takes longer than to use it.
 
     Args:
         model (nn.Module): An mlx-lm model.
         layer_ids (Sequence[int]): Layers whose outputs to keep, 0 for the first.
-
-    Yields:
-        Features: Its ``features`` are those of the model's last call.
     """
-    seen = Features(layer_ids)
-    layers = [(i, model.layers[i]) for i in sorted(set(layer_ids))]
-    before = [(layer, type(layer)) for _, layer in layers]
-    try:
-        for i, layer in layers:
-            cls = type(layer)
-            layer.__class__ = type(cls.__name__, (cls,), {"__call__": _noting(cls.__call__, seen._outputs, i)})
-        yield seen
-    finally:
-        for layer, cls in before:
-            layer.__class__ = cls
+
+    def __init__(self, model: nn.Module, layer_ids: Sequence[int]):
+        self._ids, self._outputs, self._classes = layer_ids, {}, {}
+        self._layers = {i: model.layers[i] for i in sorted(set(layer_ids))}
+
+    def __enter__(self):
+        self._before = {i: type(layer) for i, layer in self._layers.items()}
+        for i, cls in self._before.items():
+            if (i, cls) not in self._classes:
+                own = {"__call__": _noting(cls.__call__, self._outputs, i)}
+                self._classes[i, cls] = type(cls.__name__, (cls,), own)
+            self._layers[i].__class__ = self._classes[i, cls]
+        return self
+
+    def __exit__(self, *error):
+        for i, cls in self._before.items():
+            self._layers[i].__class__ = cls
+
+    @property
+    def features(self) -> mx.array:
+        """Outputs of the layers in the model's last call, side by side in their order: [B, T, n * D]."""
+        return mx.concatenate([self._outputs[i] for i in self._ids], axis=-1)
 
 
 def _noting(call, outputs, i):

@@ -396,6 +396,11 @@ class _Target:
         draft.bind(model, given[self._num_caches :] or None)
         self._model, self._draft, self._quantize = model, draft, quantize
         self._rollback = Rollback(model, self._cache, way)
+        self._capture = None
+        if draft.layer_ids:
+            from .dflash import Capture
+
+            self._capture = Capture(model, draft.layer_ids)
         self._read = None
         self.standing = 0  # of the tokens last read, how many stand if nobody asks for more
 
@@ -441,11 +446,9 @@ class _Target:
         mx.eval([c.state for c in self._given])
 
     def _captured(self, call, *args, **kwargs):
-        if not self._draft.layer_ids:
+        if self._capture is None:
             return call(*args, **kwargs), None
-        from .dflash import capture
-
-        with capture(self._model, self._draft.layer_ids) as seen:
+        with self._capture as seen:
             out = call(*args, **kwargs)
         return out, seen.features[0]
 
