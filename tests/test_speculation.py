@@ -306,6 +306,19 @@ def test_long_prompts_go_in_parts():
         assert [t for t, *_ in steps(model, prompt, ModelDraft(model), 4, 10, prefill_step_size=step)] == expected
 
 
+def test_a_lookup_proposes_half_of_what_matched():
+    draft = LookupDraft()
+    draft.bind(None)
+    draft.extend(mx.array([*range(20), 99, *range(50, 54), 98, *range(10)]), None)
+    assert draft.propose(10, 16, None).tolist() == [11, 12, 13, 14, 15]  # 0 to 10 match
+    assert draft.propose(10, 3, None).tolist() == [11, 12, 13]
+    assert draft.propose(53, 3, None).tolist() == draft.propose(10, 0, None).tolist() == []
+    draft.extend(mx.array([10, 50, 51, 52]), None)
+    assert draft.propose(53, 8, None).tolist() == [98, 0]  # only four
+    draft.extend(mx.array([53, 97, 51, 52]), None)
+    assert draft.propose(53, 8, None).tolist() == []  # only three
+
+
 def test_one_draft_for_several_texts():
     model, draft = build("qwen3_5_moe"), ModelDraft(build("qwen3_moe"))
     for prompt in (PROMPT, [1], PROMPT[::-1], PROMPT):

@@ -8,6 +8,7 @@ chooses with the same random numbers agrees nearly as often as rejection samplin
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -146,38 +147,47 @@ class ModelDraft:
 
 
 class LookupDraft:
-    """Proposes what followed when the last tokens were last written: a draft without a model, good where text repeats itself.
+    """Proposes what followed when the last tokens were written before: a draft without a model, good where text repeats itself (prompt lookup, Saxena 2023).
+
+    The longest match is taken, then the latest, and at most half as many tokens proposed as match: the longer two texts have agreed, the longer they will.
 
     Args:
-        longest (int): Tokens that must match at most; the longest match is taken, then the latest.
+        shortest (int): Tokens that must match at least.
     """
 
     layer_ids = ()
 
-    def __init__(self, longest: int = 3):
-        self.longest, self.cache = longest, []
+    def __init__(self, shortest: int = 4):
+        self.shortest, self.cache = shortest, []
 
     def make_cache(self) -> list:
         return []
 
     def bind(self, model: nn.Module, cache: list | None = None) -> None:
         self._tokens, self._unread = [], []
-        self._ends = {}  # the last `k` tokens -> where they were last followed by something
+        self._ends = {}  # `shortest` tokens -> where each of their latest occurrences ends
 
     def extend(self, tokens: mx.array, features: mx.array | None = None) -> None:
         self._unread.append(tokens)
 
     def propose(self, last: int, n: int, choose: Callable[[mx.array], mx.array]) -> mx.array:
+        written = self._tokens
         for token in (t for x in self._unread for t in x.tolist()):
-            for k in range(1, min(self.longest, len(self._tokens)) + 1):
-                self._ends[tuple(self._tokens[-k:])] = len(self._tokens)
-            self._tokens.append(token)
+            if len(written) >= self.shortest:
+                self._ends.setdefault(tuple(written[-self.shortest :]), deque(maxlen=16)).appendleft(len(written))
+            written.append(token)
         self._unread = []
-        seen = [*self._tokens[-self.longest :], last][-self.longest :]
-        for k in range(len(seen), 0, -1):
-            if n and (end := self._ends.get(tuple(seen[-k:]))) is not None:
-                return mx.array(self._tokens[end : end + n], mx.uint32)
-        return mx.array([], mx.uint32)
+        written.append(last)
+        longest, at = 0, 0
+        for end in self._ends.get(tuple(written[-self.shortest :]), ()):
+            k = self.shortest
+            while k < min(2 * n, end) and written[end - 1 - k] == written[-1 - k]:
+                k += 1
+            if k > longest:
+                longest, at = k, end
+        drafts = written[at : at + min(n, longest // 2)]
+        written.pop()
+        return mx.array(drafts, mx.uint32)
 
 
 def speculative_generate(
