@@ -17,17 +17,18 @@ class Policy:
     A round brings 1 + a1 + a1 a2 + ... tokens, where ai is how often the i-th draft was accepted once those before it were. Not to draft costs t1 a token.
 
     Losses are bounded whatever the estimates say: what drafting has cost more than its tokens would have without it, and what the next round would if
-    nothing were accepted, together stay below `risk` of the time that the text takes without drafts. So a draft that does not help is tried rarely.
+    nothing were accepted, together stay below `risk` of the time that the text takes without drafts. So a draft that does not help is tried rarely. What
+    drafting has won in earlier texts may be lost again, as much as `risk` once more.
 
     One object serves one pair of target and draft; given to several generations in turn it keeps what it has learned.
 
     Args:
         max_draft_tokens (int): The most to draft.
-        risk (float): The part of the undrafted time that may be lost.
+        risk (float): The part of the undrafted time that may be lost; twice that after texts in which drafting won.
         horizon (int): Tokens that a text is expected to have at least, if `max_tokens` allows; `risk` is of these before they are written.
     """
 
-    def __init__(self, max_draft_tokens: int = 16, risk: float = 0.02, horizon: int = 128):
+    def __init__(self, max_draft_tokens: int = 16, risk: float = 0.015, horizon: int = 128):
         if max_draft_tokens < 1:
             raise ValueError(f"max_draft_tokens: expected at least 1, got {max_draft_tokens}.")
         self.max_draft_tokens, self.risk, self.horizon = max_draft_tokens, risk, horizon
@@ -39,12 +40,14 @@ class Policy:
         # Few different numbers: a device may compile its kernels for each.
         self._numbers = np.array(sorted({*(2**i for i in range(max_draft_tokens.bit_length())), max_draft_tokens}))
         self._first = set(self._numbers.tolist())  # those not drafted yet
+        self._banked_s = self.lost_s = 0.0  # what earlier texts have won, and what this one has lost
         self._position_s = None  # seconds of each position of a prompt: a verify pass costs no less
         self._tried, self._won = np.zeros(max_draft_tokens), np.zeros(max_draft_tokens)
         self.begin()
 
     def begin(self, max_tokens: int = -1) -> None:
         """A text begins: the account starts at zero."""
+        self._banked_s = max(self._banked_s - self.lost_s, 0.0)
         self.num_tokens, self.lost_s, self._rounds = 0, 0.0, 0
         self._expected = min(self.horizon, max_tokens) if max_tokens >= 0 else self.horizon
 
@@ -91,6 +94,7 @@ class Policy:
         ):  # to ask costs time too
             return 0
         allowed = self.risk * self.plain_s * max(self.num_tokens, self._expected)
+        allowed += min(allowed, self._banked_s)
         cost = self.draft_s() + self.verify_s()
         tokens = 1 + np.cumsum(np.cumprod(self.acceptance()))[self._numbers - 1]
         gain = np.where(
