@@ -363,7 +363,7 @@ def bench_draft(
         out = compare(model, tokenizer, make, list(lengths), prompts, tokens, runs)
         out.update(
             model=Path(path).name,
-            draft=str(draft),
+            draft=Path(draft).name,
             config=vars(config),
             cache_state="warm",
         )
