@@ -317,6 +317,8 @@ def test_a_lookup_proposes_half_of_what_matched():
     assert draft.propose(53, 8, None).tolist() == [98, 0]  # only four
     draft.extend(mx.array([53, 97, 51, 52]), None)
     assert draft.propose(53, 8, None).tolist() == []  # only three
+    with pytest.raises(ValueError, match="shortest: expected at least 1 token to match, got 0"):
+        LookupDraft(0)
 
 
 def test_one_draft_for_several_texts():

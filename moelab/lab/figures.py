@@ -58,17 +58,17 @@ def style(i: int) -> dict:
     )
 
 
-def figure(title: str, x: str, y: str, note: str = "", card: dict | None = None, **layout) -> go.Figure:
+def figure(title: str, x: str, y: str, note: str = "", card: dict | str | None = None, **layout) -> go.Figure:
     """An empty figure whose title says what was found and whose subtitle says where.
 
     Args:
         title (str): The finding, short.
         x, y (str): Axis titles with their units.
         note (str): What qualifies the numbers: n, warm-up, cache state, model. Default: none.
-        card (dict): The machine of recorded numbers. Default: this machine, now.
+        card (dict or str): The machine of recorded numbers. Default: this machine, now.
         **layout: More of ``go.Layout``.
     """
-    subtitle = "<br>".join(html.escape(line) for line in (note, card_line(card)) if line)
+    subtitle = "<br>".join(html.escape(line) for line in (note, card if isinstance(card, str) else card_line(card)) if line)
     fig = go.Figure(layout=dict(template="moelab", **layout))
     fig.update_layout(title=dict(text=title, subtitle=dict(text=subtitle)), xaxis_title=x, yaxis_title=y)
     return fig

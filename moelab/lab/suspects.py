@@ -150,17 +150,8 @@ def histogram(results, title, finding, note="", card=None):
 
 
 def recorded_card(record):
-    """The machine of ``data/models/tiny-dflash/training.json``, as a figure's subtitle wants it."""
-    host = {
-        "cpu": "x86-64",
-        "cores": 16,
-        "memory_nbytes": 128 * 2**30,
-        "os": "Linux",
-        "mlx": "-",
-        "mlx-lm": "-",
-        "moelab": "recipe",
-    }
-    return host | {"backend": f"PyTorch {record['torch']}", "gpu": record["device"], "date": record["date"]}
+    """What ``data/models/tiny-dflash/training.json`` says of its machine, as a figure's subtitle."""
+    return f"{record['device']}, PyTorch {record['torch']}, {record['date']}"
 
 
 def dial(path, draft, prompts, num_rounds):

@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 
 import mlx.core as mx
@@ -166,23 +167,12 @@ class Run:
         models = DATA / "models"
         return draft.bench_draft(models / "tiny-moe", config, str(models / name), lengths, tokens, runs)
 
-    def dflash_resident(self):
-        return self._drafts("tiny-dflash", mode="resident")
-
-    def dflash_16_slots(self):
-        return self._drafts("tiny-dflash", slots=16)
-
-    def dflash_48_slots(self):
-        return self._drafts("tiny-dflash", slots=48)
-
-    def draft_resident(self):
-        return self._drafts("tiny-draft", mode="resident")
-
-    def draft_16_slots(self):
-        return self._drafts("tiny-draft", slots=16)
-
-    def draft_48_slots(self):
-        return self._drafts("tiny-draft", slots=48)
+    dflash_resident = partialmethod(_drafts, "tiny-dflash", mode="resident")
+    dflash_16_slots = partialmethod(_drafts, "tiny-dflash", slots=16)
+    dflash_48_slots = partialmethod(_drafts, "tiny-dflash", slots=48)
+    draft_resident = partialmethod(_drafts, "tiny-draft", mode="resident")
+    draft_16_slots = partialmethod(_drafts, "tiny-draft", slots=16)
+    draft_48_slots = partialmethod(_drafts, "tiny-draft", slots=48)
 
 
 SECTIONS = (

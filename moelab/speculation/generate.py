@@ -153,11 +153,16 @@ class LookupDraft:
 
     Args:
         shortest (int): Tokens that must match at least.
+
+    Raises:
+        ValueError: If that is below 1.
     """
 
     layer_ids = ()
 
     def __init__(self, shortest: int = 4):
+        if shortest < 1:
+            raise ValueError(f"shortest: expected at least 1 token to match, got {shortest}.")
         self.shortest, self.cache = shortest, []
 
     def make_cache(self) -> list:
