@@ -162,7 +162,7 @@ class Run:
 
     def _drafts(self, name, **config):
         """The trained pair of data/models, each number of drafts in turn with none."""
-        tokens, runs, lengths = (8, 1, (2, "auto")) if self.tiny else (128, 4, (2, 4, 8, 15, "auto"))
+        tokens, runs, lengths = (8, 1, (2, "auto")) if self.tiny else (256, 5, (2, 4, 8, 15, "auto"))
         config = StreamConfig(**config)
         models = DATA / "models"
         return draft.bench_draft(models / "tiny-moe", config, str(models / name), lengths, tokens, runs)

@@ -7,8 +7,8 @@ seen in one array and cannot be; mlx-lm therefore refuses to speculate on such m
     replay    keep what went into the recurrence, and run the recurrence alone over them: no weights, no experts
     states    run the recurrence one token at a time and keep every state on the way
 
-On a CPU and on CUDA mlx-lm's recurrence is a loop over tokens anyway, so `states` costs nothing but memory; on Metal it is one kernel, which `replay`
-keeps whole. `auto` goes by that and by `STATES_NBYTES`, and restores where it does not know a layer.
+On a CPU mlx-lm's recurrence is a loop over tokens anyway, and on CUDA a kernel here writes them all, so `states` costs nothing but memory; on Metal it
+is one kernel, which `replay` keeps whole. `auto` goes by that and by `STATES_NBYTES`, and restores where it does not know a layer.
 """
 
 import inspect
@@ -20,6 +20,8 @@ from types import FunctionType
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, CacheList, RotatingKVCache
+
+from . import gated_delta
 
 WAYS = ("auto", "restore", "replay", "states")
 
@@ -316,6 +318,9 @@ class _Recurrence:
         self.state, self.over_time, self.axis = RECURRENCES[name]
         self.function, self.recorder = function, recorder
         self.signature = inspect.signature(function)
+        self.on_cuda = {
+            every: gated_delta.with_kernel(function, every) for every in (False, True) if name == "gated_delta_update"
+        }
 
     def __call__(self, *args, **kwargs):
         bound = self.signature.bind(*args, **kwargs)
@@ -331,6 +336,10 @@ class _Recurrence:
             y, state = self._call(arguments)
             tape.steps.append((T, self, arguments, state))
             return y, state
+        if self.on_cuda and gated_delta.fits(**arguments):
+            y, states = self._call(arguments, every=True)
+            tape.steps.append((T, _States, states, states[-1]))
+            return y, states[-1]
         ys = []
         for t in range(T):
             y, state = self.over(arguments, t, t + 1)
@@ -350,14 +359,28 @@ class _Recurrence:
     def inputs(self, arguments: dict) -> list:
         return [x for name in (*self.over_time, self.state) if (x := arguments.get(name)) is not None]
 
-    def _call(self, arguments: dict):
+    def _call(self, arguments: dict, every: bool = False):
+        kernel = self.on_cuda and gated_delta.fits(**arguments)
+        function = self.on_cuda[every] if kernel else self.function
         args, kwargs = [], {}
         for name, p in self.signature.parameters.items():
             if p.kind is p.KEYWORD_ONLY:
                 kwargs[name] = arguments[name]
             else:
                 args.append(arguments[name])
-        return self.function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+
+class _States:
+    """In the place of a recurrence, where a kernel has kept every state [T, ...] of a pass."""
+
+    @staticmethod
+    def over(states, a, b):
+        return None, states[b - 1]
+
+    @staticmethod
+    def inputs(states):
+        return [states]
 
 
 class _Recorder:
