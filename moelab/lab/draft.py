@@ -59,10 +59,10 @@ class _Clocked:
     def __getattr__(self, name):
         return getattr(self._policy, name)
 
-    def choose(self, missed=0):
+    def choose(self, *args):
         if self.begin_s is None:
             self.begin_s = time.perf_counter()
-        return self._policy.choose(missed)
+        return self._policy.choose(*args)
 
 
 def drafted(model, ids, draft, num_draft_tokens, tokens, sampler=None, policy=None):

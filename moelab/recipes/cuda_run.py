@@ -23,8 +23,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from .. import DATA, StreamConfig, load
+from .. import DATA, StreamConfig, close, load
 from ..lab import bench, dispatch, draft, layer, machine, reads, timing
+from ..speculation import gated_delta
 from .synthesize import synthesize
 
 SHORT = ("def",)  # a longer prompt makes MLX compile another kernel for over a minute
@@ -160,9 +161,26 @@ class Run:
         n = 8 if self.tiny else 128
         return bench.memory_over(self.path, self.base, n, n // 8, SHORT[0])
 
+    def passes(self):
+        """Verify passes with mlx-lm's loop over tokens and with the kernel in its place."""
+        path, out = DATA / "models" / "tiny-moe", {}
+        rounds, positions = (1, (1, 4)) if self.tiny else (20, (1, 2, 4, 8, 16))
+        fits = gated_delta.fits
+        for name, config in {"resident": {"mode": "resident"}, "48 slots": {"slots": 48}}.items():
+            model, tokenizer = load(path, StreamConfig(**config))
+            ids = tokenizer.encode(draft.heldout(path, 1, 48 if self.tiny else 512, tokenizer)[0])
+            try:
+                for recurrence, use in {"kernel": fits, "loop": lambda **_: False}.items():
+                    gated_delta.fits = use
+                    out[f"{name}, {recurrence}"] = draft.passes(model, ids, positions, rounds)
+            finally:
+                gated_delta.fits = fits
+                close(model)
+        return out
+
     def _drafts(self, name, **config):
         """The trained pair of data/models, each number of drafts in turn with none."""
-        tokens, runs, lengths = (8, 1, (2, "auto")) if self.tiny else (256, 5, (2, 4, 8, 15, "auto"))
+        tokens, runs, lengths = (8, 1, (1, "auto")) if self.tiny else (256, 5, (1, 3, 7, 15, "auto"))
         config = StreamConfig(**config)
         models = DATA / "models"
         return draft.bench_draft(models / "tiny-moe", config, str(models / name), lengths, tokens, runs)
@@ -177,7 +195,7 @@ class Run:
 
 SECTIONS = (
     "checkpoint", "one_operation", "expert_calls", "loops_of_the_checkpoint", "dense_and_moe", "ladder_warm", "ladder_cold", "slot_writes",
-    "reads", "agreement", "promotion", "all_in_slots", "slots", "top_k", "tokens_at_once", "memory",
+    "reads", "agreement", "promotion", "all_in_slots", "slots", "top_k", "tokens_at_once", "memory", "passes",
     "dflash_resident", "dflash_16_slots", "dflash_48_slots", "draft_resident", "draft_16_slots", "draft_48_slots",
 )  # fmt: skip
 

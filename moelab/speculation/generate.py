@@ -322,7 +322,9 @@ def speculative_generate_step(
         target = _Target(model, draft, prompt_cache, rollback, quantize)
         target.prefill(prompt[:-1], prefill_step_size, policy)
         if num_draft_tokens != 0:
+            begin = time.perf_counter()
             draft.propose(0, 0, None)  # it reads the prompt too, in the prompt's time
+            policy.read(prompt.size - 1, time.perf_counter() - begin)
         chooser = _Chooser(sampler, logits_processors, prompt)
         last, number = prompt[-1:], 0
         pending = None  # log probabilities, from_draft and round of `last`, which was chosen and not yet yielded
@@ -331,12 +333,11 @@ def speculative_generate_step(
         in_flight = False  # whether the last round was plain, and so this one is on its way
         try:
             while left:
-                n = policy.choose(missed)
+                n = policy.choose(missed, left - 1 - (pending is not None))
                 if pending is not None and (n or left == 1):
                     unread = True
                     yield last.item(), *pending
                     pending, left = None, left - 1
-                n = min(n, left - 1)
                 if not left:
                     break
                 begin = time.perf_counter()

@@ -20,7 +20,8 @@ class Policy:
     nothing were accepted, together stay below `risk` of the time that the text takes without drafts. So a draft that does not help is tried rarely. What
     drafting has won in earlier texts may be lost again, as much as `risk` once more.
 
-    One object serves one pair of target and draft; given to several generations in turn it keeps what it has learned.
+    One object serves one pair of target and draft; given to several generations in turn it keeps what it has learned. What a device needs once, to
+    compile its kernels for another number of positions, is neither an estimate nor a loss that drafting less would win back.
 
     Args:
         max_draft_tokens (int): The most to draft.
@@ -28,7 +29,7 @@ class Policy:
         horizon (int): Tokens that a text is expected to have at least, if `max_tokens` allows; `risk` is of these before they are written.
     """
 
-    def __init__(self, max_draft_tokens: int = 16, risk: float = 0.015, horizon: int = 128):
+    def __init__(self, max_draft_tokens: int = 15, risk: float = 0.015, horizon: int = 128):
         if max_draft_tokens < 1:
             raise ValueError(f"max_draft_tokens: expected at least 1, got {max_draft_tokens}.")
         self.max_draft_tokens, self.risk, self.horizon = max_draft_tokens, risk, horizon
@@ -36,9 +37,10 @@ class Policy:
         self._plain_s = deque(maxlen=16)
         self._verify_s = _Seconds()  # of a pass over so many positions
         self._draft_s = _Seconds()  # to draft so many tokens
-        self._missed_s = 0.0  # for the draft to read a token
-        # Few different numbers: a device may compile its kernels for each.
-        self._numbers = np.array(sorted({*(2**i for i in range(max_draft_tokens.bit_length())), max_draft_tokens}))
+        self._missed_s = deque(maxlen=16)  # (tokens, seconds) that the draft has read, the prompts included
+        self._num_prompts = 0
+        # Blocks of 2, 4, 8, 16: few different ones, as a device may compile its kernels for each.
+        self._numbers = np.array(sorted({*(2**i - 1 for i in range(1, max_draft_tokens.bit_length())), max_draft_tokens}))
         self._first = set(self._numbers.tolist())  # those not drafted yet
         self._banked_s = self.lost_s = 0.0  # what earlier texts have won, and what this one has lost
         self._position_s = None  # seconds of each position of a prompt: a verify pass costs no less
@@ -56,6 +58,12 @@ class Policy:
         if num_tokens >= 32:  # of fewer the fixed part would be most
             self._position_s = seconds / num_tokens
 
+    def read(self, num_tokens: int, seconds: float) -> None:
+        """The draft has read a prompt too."""
+        self._num_prompts += 1
+        if num_tokens and self._num_prompts > 1:  # the first time is no measure of the next
+            self._missed_s.append((num_tokens, seconds))
+
     def plain(self, seconds: float) -> None:
         """A token came without drafts."""
         self.num_tokens += 1
@@ -71,22 +79,25 @@ class Policy:
         """A round with drafts is over. Before, the draft read `missed` tokens in `missed_s` that were written without it."""
         self.num_tokens += accepted + 1
         self._rounds += 1
-        self.lost_s += missed_s + draft_s + verify_s - (accepted + 1) * self.plain_s
         self._tried *= 0.97
         self._won *= 0.97
         self._tried[: min(accepted + 1, drafted)] += 1
         self._won[:accepted] += 1
+        round_s = draft_s + verify_s
         if drafted:
-            # The first pass over so many positions is no measure of the next where it compiled its kernels (0.2 s on CUDA).
-            if drafted not in self._first or verify_s < 4 * np.interp(drafted, self._numbers, self.verify_s()):
+            usual_s = np.interp(drafted, self._numbers, np.maximum(self.draft_s(), self.plain_s) + self.verify_s())
+            if drafted in self._first and round_s > 4 * usual_s:  # kernels were compiled (0.2 s on CUDA)
+                round_s = usual_s
+            else:
                 self._verify_s.add(drafted + 1, verify_s)
+                self._draft_s.add(drafted, draft_s)
             self._first.discard(drafted)
-            self._draft_s.add(drafted, draft_s)
         if missed:
-            self._missed_s = missed_s / missed
+            self._missed_s.append((missed, missed_s))
+        self.lost_s += missed_s + round_s - (accepted + 1) * self.plain_s
 
-    def choose(self, missed: int = 0) -> int:
-        """How many tokens to draft in the next round, before which the draft would read `missed` tokens."""
+    def choose(self, missed: int = 0, most: float = float("inf")) -> int:
+        """How many tokens, at most `most`, to draft in the next round, before which the draft would read `missed` tokens."""
         if self._rounds >= REFRESH:
             self._rounds = -2
         if (
@@ -97,9 +108,8 @@ class Policy:
         allowed += min(allowed, self._banked_s)
         cost = self.draft_s() + self.verify_s()
         tokens = 1 + np.cumsum(np.cumprod(self.acceptance()))[self._numbers - 1]
-        gain = np.where(
-            self.lost_s + missed * self._missed_s + cost - self.plain_s <= allowed, tokens * self.plain_s / cost, 0
-        )
+        risked_s = self.lost_s + self.missed_s(missed) + cost - self.plain_s
+        gain = np.where((risked_s <= allowed) & (self._numbers <= most), tokens * self.plain_s / cost, 0)
         best = int(np.argmax(gain))
         return int(self._numbers[best]) if gain[best] > GAIN else 0
 
@@ -120,6 +130,11 @@ class Policy:
         return self._draft_s.at(self._numbers, {}) if self._draft_s.medians else np.zeros(len(self._numbers))
 
 
+    def missed_s(self, num_tokens: int) -> float:
+        """Seconds for the draft to read so many tokens: no more than for more of them, nor than for fewer as often as it takes."""
+        return min((s * max(1, num_tokens / n) for n, s in self._missed_s), default=0.0) if num_tokens else 0.0
+
+
 class Always:
     """The policy of a fixed number of drafts."""
 
@@ -128,13 +143,13 @@ class Always:
     def __init__(self, num_draft_tokens: int):
         self.num_draft_tokens = num_draft_tokens
 
-    def choose(self, missed: int = 0) -> int:
-        return self.num_draft_tokens
+    def choose(self, missed: int = 0, most: float = float("inf")) -> int:
+        return max(min(self.num_draft_tokens, most), 0)
 
     def _note(self, *args):
         pass
 
-    begin = prompt = plain = drafted = _note
+    begin = prompt = read = plain = drafted = _note
 
 
 class _Seconds:

@@ -353,13 +353,18 @@ class _Slot(NamedTuple):
     converted: list  # (rows, bits as read, type read, type in memory)
 
 
+# MLX 0.32.4's tiled gather_qmm on CUDA begins to load a third tile of 64 inputs where a row has only two, and so reads past the last row.
+PADDING_NBYTES = 256
+
+
 class _Buffer:
     """An MLX array and a numpy view of the same memory, its bits as unsigned integers."""
 
     def __init__(self, shape, dtype):
-        bits = mx.zeros(shape, _UNSIGNED[dtype.size])
+        size = prod(shape)
+        bits = mx.zeros(size + PADDING_NBYTES // dtype.size, _UNSIGNED[dtype.size])
         mx.eval(bits)
-        self.rows = np.asarray(bits)
+        self.rows = np.asarray(bits)[:size].reshape(shape)
         self.array = bits.view(dtype)
         mx.eval(self.array)
 
@@ -375,7 +380,7 @@ class _Buffer:
 
     def part(self, first, shape):
         """``[S, *shape]`` from the first element of every row on, in the same memory."""
-        rows, size = self.array.shape
+        rows, size = self.rows.shape
         strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
         part = mx.as_strided(self.array, (rows, *shape), (size, *strides), first)
         mx.eval(part)
