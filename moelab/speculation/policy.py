@@ -108,10 +108,14 @@ class Policy:
         allowed += min(allowed, self._banked_s)
         cost = self.draft_s() + self.verify_s()
         tokens = 1 + np.cumsum(np.cumprod(self.acceptance()))[self._numbers - 1]
-        risked_s = self.lost_s + self.missed_s(missed) + cost - self.plain_s
-        gain = np.where((risked_s <= allowed) & (self._numbers <= most), tokens * self.plain_s / cost, 0)
-        best = int(np.argmax(gain))
-        return int(self._numbers[best]) if gain[best] > GAIN else 0
+        gain = np.where(self._numbers <= most, tokens * self.plain_s / cost, 0)
+        risked_s = self.missed_s(missed) + cost - self.plain_s
+        for share in (0.5, 1):  # half of what may still be lost if it will do, so that a bad beginning makes drafts shorter and not rare
+            within = np.where(risked_s <= share * (allowed - self.lost_s), gain, 0)
+            best = int(np.argmax(within))
+            if within[best] > GAIN:
+                return int(self._numbers[best])
+        return 0
 
     def acceptance(self) -> np.ndarray:
         """How often the i-th draft is accepted once those before it are; hopeful where little is known."""
@@ -128,7 +132,6 @@ class Policy:
     def draft_s(self) -> np.ndarray:
         """Seconds to draft each number of tokens that it may; 0 before the first. A block draft makes any number in one go: until the contrary is seen, so may any."""
         return self._draft_s.at(self._numbers, {}) if self._draft_s.medians else np.zeros(len(self._numbers))
-
 
     def missed_s(self, num_tokens: int) -> float:
         """Seconds for the draft to read so many tokens: no more than for more of them, nor than for fewer as often as it takes."""
