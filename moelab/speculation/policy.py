@@ -43,7 +43,7 @@ class Policy:
         self._numbers = np.array(sorted({*(2**i - 1 for i in range(1, max_draft_tokens.bit_length())), max_draft_tokens}))
         self._first = set(self._numbers.tolist())  # those not drafted yet
         self._banked_s = self.lost_s = 0.0  # what earlier texts have won, and what this one has lost
-        self._position_s = None  # seconds of each position of a prompt: a verify pass costs no less
+        self._position_s = None  # seconds of each position of a prompt
         self._tried, self._won = np.zeros(max_draft_tokens), np.zeros(max_draft_tokens)
         self.begin()
 
@@ -124,8 +124,8 @@ class Policy:
 
     def verify_s(self) -> np.ndarray:
         """Seconds of a pass over one position more than each number that it may draft."""
-        if not self._verify_s.medians:  # nothing to go by but the prompt, or a third of a token each
-            each = 0.8 * self._position_s if self._position_s is not None else self.plain_s / 3
+        if not self._verify_s.medians:  # nothing to go by but the prompt (whose reads a verify pass does not have to make), or a third of a token each
+            each = 0.65 * self._position_s if self._position_s is not None else self.plain_s / 3
             return self.plain_s + self._numbers * each
         return self._verify_s.at(self._numbers + 1, {1: self.plain_s})
 

@@ -353,7 +353,7 @@ class _Slot(NamedTuple):
     converted: list  # (rows, bits as read, type read, type in memory)
 
 
-# MLX 0.32.4's tiled gather_qmm on CUDA begins to load a third tile of 64 inputs where a row has only two, and so reads past the last row.
+# MLX's tiled quantized matmul on CUDA (qmm_sm80) loads three tiles of 64 inputs before it looks whether a row has as many: past the last row, if K is 128.
 PADDING_NBYTES = 256
 
 
