@@ -151,7 +151,7 @@ def speeds(compared):
     """Speed over not drafting, run by run: ``{"8 drafts" or "policy": [ratio, ...]}``; the loop that drafts 0 is left out."""
     plain = [s["decode_s"] for s in compared["variants"]["mlx-lm"]]
     return {
-        "policy" if n == "auto" else f"{n} drafts": [p / s["decode_s"] for p, s in zip(plain, samples)]
+        "policy" if n == "auto" else f"{n} draft" + "s" * (n != "1"): [p / s["decode_s"] for p, s in zip(plain, samples)]
         for n, samples in compared["variants"].items()
         if n not in ("mlx-lm", "0")
     }
