@@ -11,7 +11,7 @@ from . import figures
 VERDICTS = ("confirmed", "refuted", "depends on", "cannot be tested here")
 
 
-def bars(sources, title, y, finding, note="", scale=1.0, log=False, marks=(), digits=3):
+def bars(sources, title, y, finding, note="", scale=1.0, log=False, marks=(), digits=3, card=None):
     """One column for each source, one bar for each variant: medians with whiskers from quartile to quartile.
 
     Args:
@@ -20,10 +20,11 @@ def bars(sources, title, y, finding, note="", scale=1.0, log=False, marks=(), di
         scale (float): Multiplies the samples (1e6: seconds to microseconds).
         log (bool): Logarithmic axis.
         marks (list): ``(column, value, label)`` of lines to draw across a column, from 0.
+        card (dict): The machine of recorded numbers.
     """
-    fig = figures.figure(title, "", "", note=note, height=480, showlegend=False)
+    fig = figures.figure(title, "", "", note=note, card=card, height=480, showlegend=False)
     _columns(fig, list(sources))
-    words, wide = [], 16 if len(sources) < 3 else 10
+    words, wide = [], {1: 16, 2: 16, 3: 10}.get(len(sources), 6)
     for column, (label, variants) in enumerate(sources.items(), 1):
         stats = {n: np.percentile(np.asarray(s, float) * scale, (25, 50, 75)) for n, s in variants.items()}
         low, mid, high = np.array(list(stats.values())).T
