@@ -149,6 +149,43 @@ def test_kernels_are_compiled_once():
     assert len(compiled) <= 5
 
 
+def test_what_was_missed_costs_what_it_was_measured_to():
+    """One pass reads many tokens: a hundred of them are not a hundred times one."""
+    policy = Policy()
+    policy.begin(300)
+    policy.read(64, 9.0)  # the first one may have compiled kernels
+    assert policy.missed_s(4) == 0
+    policy.read(64, 0.2)
+    assert [policy.missed_s(n) for n in (0, 10, 64, 128)] == [0, 0.2, 0.2, 0.4]
+    policy.plain(1.0)
+    policy.drafted(1, 1, 0.1, 1.0, missed=4, missed_s=0.1)
+    assert [policy.missed_s(n) for n in (4, 6, 100)] == [0.1, pytest.approx(0.15), pytest.approx(0.3125)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_bad_beginning_makes_drafts_shorter_and_not_rare(seed):
+    world, policy, made = World(0.0, 0.1, 0.1, 0.05, seed=seed), Policy(), []
+    policy.begin(256)
+
+    def choose(missed):
+        made.append(policy.choose(missed))
+        if made.count(0) < len(made) - 4:  # four rounds have failed
+            world.accept = 0.9
+        return made[-1]
+
+    speed = 256 / world.run(choose, 256, policy)
+    tried = [n for n in made if n]
+    assert speed > 1.1 and len(tried) > 20, (tried, speed)
+
+
+def test_few_numbers_of_positions():
+    """A device may compile its kernels for each, also where a text is about to end."""
+    model = build("qwen3_5_moe")
+    for tokens in (30, 33, 37):
+        drafted = {r.drafted for *_, r in steps(model, PROMPT, ModelDraft(model), Policy(risk=10), tokens)}
+        assert {0} < drafted <= {0, 1, 3, 7, 15}
+
+
 def test_the_text_is_the_same_with_it():
     model = build("qwen3_5_moe")
     expected = plain(model, PROMPT, 60)

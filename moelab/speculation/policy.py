@@ -17,8 +17,9 @@ class Policy:
     A round brings 1 + a1 + a1 a2 + ... tokens, where ai is how often the i-th draft was accepted once those before it were. Not to draft costs t1 a token.
 
     Losses are bounded whatever the estimates say: what drafting has cost more than its tokens would have without it, and what the next round would if
-    nothing were accepted, together stay below `risk` of the time that the text takes without drafts. So a draft that does not help is tried rarely. What
-    drafting has won in earlier texts may be lost again, as much as `risk` once more.
+    nothing were accepted, together stay below `risk` of the time that the text takes without drafts. So a draft that does not help is tried rarely, and one
+    that begins badly is asked for less: where any number promises enough with half of what may still be lost, no more is risked. What drafting has won in
+    earlier texts may be lost again, as much as `risk` once more.
 
     One object serves one pair of target and draft; given to several generations in turn it keeps what it has learned. What a device needs once, to
     compile its kernels for another number of positions, is neither an estimate nor a loss that drafting less would win back.
