@@ -333,7 +333,8 @@ def speculative_generate_step(
         in_flight = False  # whether the last round was plain, and so this one is on its way
         try:
             while left:
-                n = policy.choose(missed, left - 1 - (pending is not None))
+                most = max(left - 1 - (pending is not None), 0)  # the target adds one
+                n = min(policy.choose(missed, most), most)
                 if pending is not None and (n or left == 1):
                     unread = True
                     yield last.item(), *pending
