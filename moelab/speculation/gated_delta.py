@@ -1,6 +1,6 @@
 """mlx-lm's gated delta rule as one CUDA kernel that keeps the state after every token.
 
-mlx-lm has a kernel for Metal and none for CUDA, where it loops over the tokens, some fourteen launches for each in every layer: most of what a verify
+mlx-lm has a kernel for Metal and none for CUDA, where it loops over the tokens, several launches for each in every layer: most of what a verify
 pass cost beyond a token's. This is that recurrence (``mlx_lm.models.gated_delta``, Yang et al., arXiv 2412.06464), a warp for each row of the state.
 """
 
