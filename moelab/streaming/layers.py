@@ -4,6 +4,8 @@ Each is called as mlx-lm's ``SwitchGLU``: ``x [..., D]``, ``indices [..., K]``, 
 ``[..., K, D]``. Read them in this order; they are the history of the idea.
 """
 
+from contextlib import suppress
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -47,6 +49,12 @@ class StreamedExperts(nn.Module):
         return SlotBank(module, self.path, s.located, resident, num_slots, fuse)
 
     def __call__(self, x, indices):
+        if self._session.is_in_call:
+            return self._call(x, indices)
+        with self._session.call():  # a layer by itself
+            return self._call(x, indices)
+
+    def _call(self, x, indices):
         session = self._session
         if x.dtype != session.dtype:
             raise TypeError(
@@ -61,6 +69,12 @@ class StreamedExperts(nn.Module):
         # slots must be evaluated before they change; by now it nearly always is.
         mx.eval(indices, self._last, asked)
         routed = np.array(indices)
+        if routed.shape[-1] > session.top_k:
+            raise ValueError(
+                f"{self.path}: expected at most {session.top_k} experts per token (StreamConfig.top_k), "
+                f"its router chose {routed.shape[-1]}: mlx-lm does not let this family choose fewer. "
+                f"Load it with top_k={routed.shape[-1]}."
+            )
         if session.recorder is not None:
             session.recorder.add(self._layer, routed)
         session.counters.calls += 1
@@ -69,6 +83,18 @@ class StreamedExperts(nn.Module):
             mx.async_eval(self._last)  # it runs while Python writes the graph of what follows
         self._prefetch(asked)
         return self._last
+
+    @property
+    def pending(self):
+        """The last output, which reads the slots until it is evaluated; [] before the first call."""
+        return self._last
+
+    def recover(self):
+        """Be ready for the next call after one that an exception ended; no thread reads any more."""
+        with suppress(RuntimeError):  # what another thread did not get to schedule never runs
+            mx.eval(self._last)
+        self._last = []
+        self.probe = None
 
     def _ask(self, x):
         return []
@@ -173,6 +199,11 @@ class Stacked(StreamedExperts):
         self._job = None  # what is being read ahead for this layer
         self.routed = None  # the experts of the last call
 
+    def recover(self):
+        super().recover()
+        self._job = None
+        self._table.recover()
+
     def _ask(self, x):
         session = self._session
         return session.prefetcher.ask(self._layer, x) if session.prefetcher and session.decoding else []
@@ -270,30 +301,26 @@ class Stacked(StreamedExperts):
         ys, order, work = [], [], [0] * len(streams)
         for held, misses in waves:
             mx.eval(ys)  # this wave takes the slots of the last one
-            reading = []
-            try:
-                parts = self._parts(misses)
-                reading += (self._begin(part) for part in parts)
-                for part, reads in zip([held, *parts], [None, *reading]):
-                    if reads is not None:
-                        self._finish(part, reads)
-                    shares = [[] for _ in streams]
-                    for e in part:  # to the stream with least to do; the first has the model's rest
-                        i = min(range(len(streams)), key=lambda i: (work[i], -i))
-                        shares[i].append(e)
-                        work[i] += len(positions[e])
-                    for stream, share in zip(streams, shares):
-                        if share:
-                            pairs = [i for e in share for i in positions[e]]
-                            slots = mx.array([[part[flat[i]]] for i in pairs], mx.uint32)
-                            with mx.stream(stream):  # all of it: a stream waits for others' work
-                                rows = x.reshape(-1, x.shape[-1])[mx.array(pairs) // shape[-1]]
-                                y = self._slots.experts(rows, slots)
-                            mx.async_eval(y)
-                            ys.append(y)
-                            order += pairs
-            finally:  # after an error: nothing may still write to slots that are free
-                self._session.reader.settle(reading)
+            parts = self._parts(misses)
+            reading = [self._begin(part) for part in parts]
+            for part, reads in zip([held, *parts], [None, *reading]):
+                if reads is not None:
+                    self._finish(part, reads)
+                shares = [[] for _ in streams]
+                for e in part:  # to the stream with least to do; the first has the model's rest
+                    i = min(range(len(streams)), key=lambda i: (work[i], -i))
+                    shares[i].append(e)
+                    work[i] += len(positions[e])
+                for stream, share in zip(streams, shares):
+                    if share:
+                        pairs = [i for e in share for i in positions[e]]
+                        slots = mx.array([[part[flat[i]]] for i in pairs], mx.uint32)
+                        with mx.stream(stream):  # all of it: a stream waits for others' work
+                            rows = x.reshape(-1, x.shape[-1])[mx.array(pairs) // shape[-1]]
+                            y = self._slots.experts(rows, slots)
+                        mx.async_eval(y)
+                        ys.append(y)
+                        order += pairs
         return unsort(ys, order, shape)
 
     def _parts(self, misses):

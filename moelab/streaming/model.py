@@ -2,11 +2,13 @@
 
 import json
 import os
+import threading
 import weakref
 import zipfile
 import zlib
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from time import perf_counter
 
@@ -97,7 +99,12 @@ class Stats:
 
 
 class Session:
-    """What the streamed layers of one model share."""
+    """What the streamed layers of one model share.
+
+    Attributes:
+        lock (threading.RLock): Held during every call of the model, so that threads take turns.
+        layers (list[StreamedExperts]): In order; empty in ``resident`` mode.
+    """
 
     def __init__(self, config, dtype, top_k, located, resident, pinned):
         self.config, self.dtype, self.top_k = config, dtype, top_k
@@ -107,6 +114,11 @@ class Session:
             for name, t in located.items()
         }
         self.resident, self.pinned = resident, pinned
+        self.layers = []
+        self.lock = threading.RLock()
+        self._caller = None  # the thread whose call this is
+        self._unfinished = False  # whether an exception ended the last call
+        self._process = os.getpid()
         self._more_streams = _more_streams(config)
         # On a CPU arithmetic takes about as long as a read; on a GPU far less.
         self.overlap = mx.default_device() == mx.cpu
@@ -115,6 +127,42 @@ class Session:
         self.recorder = None
         self.prefetcher = None
         self._booked = (0, 0, 0.0)
+
+    @property
+    def is_in_call(self):
+        """Whether the thread that asks is in a call of this model."""
+        return self._caller == threading.get_ident()
+
+    @contextmanager
+    def call(self):
+        """A call of the model, or of a layer by itself: one thread after another.
+
+        Raises:
+            RuntimeError: In a process that was forked after loading.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"This model was loaded in process {self._process}, this is process {os.getpid()}, a "
+                "fork of it: MLX's threads and the reader's did not come along. Load the model in "
+                "this process, or start it with multiprocessing's 'spawn'."
+            )
+        with self.lock:
+            try:
+                self._caller = threading.get_ident()
+                if self._unfinished:
+                    self.reader.stop()
+                    for layer in self.layers:
+                        layer.recover()
+                self._unfinished = True
+                yield
+                # Another thread can wait for this one's arrays, but it cannot schedule them.
+                mx.async_eval([layer.pending for layer in self.layers])
+                self._unfinished = False
+            except BaseException:
+                self.reader.stop()  # nothing writes to a slot after a call that failed
+                raise
+            finally:
+                self._caller = None
 
     def begin(self, inputs):
         """A call of the whole model starts, with token ids ``[B, T]``."""
@@ -154,12 +202,21 @@ class Session:
         c.read_s += total[2] - before[2]
 
 
-class StreamedModel:
-    """Mixed into the class of a loaded model: counts its calls, closes it."""
+class LoadedModel:
+    """Mixed into the class of a model that ``load`` returns: threads take turns; counts calls.
+
+    Attributes:
+        lock (threading.RLock): Held during a call. Hold it to keep other threads out for longer.
+    """
+
+    @property
+    def lock(self):
+        return self._session.lock
 
     def __call__(self, inputs, *args, **kwargs):
-        self._session.begin(inputs)
-        return super().__call__(inputs, *args, **kwargs)
+        with self._session.call():
+            self._session.begin(inputs)
+            return super().__call__(inputs, *args, **kwargs)
 
     def __enter__(self):
         return self
@@ -168,25 +225,91 @@ class StreamedModel:
         close(self)
 
 
-def load(path_or_hf_repo, config=None, *, tokenizer_config=None, revision=None, **kwargs):
+class StreamedModel(LoadedModel):
+    """The same with experts on disk: what would need them all in memory is refused by name."""
+
+    def load_weights(self, file_or_weights, strict=True):
+        weights = file_or_weights
+        if not isinstance(weights, list):
+            weights = list(mx.load(str(weights)).items())
+        self._refuse_experts(name for name, _ in weights)
+        return super().load_weights(weights, strict)
+
+    def update(self, parameters, strict=True):
+        self._refuse_experts(name for name, _ in tree_flatten(parameters))
+        return super().update(parameters, strict)
+
+    def save_weights(self, file):
+        raise self._refusal("saved")
+
+    def train(self, mode=True):
+        if mode:
+            raise self._refusal("trained")
+        return super().train(mode)
+
+    def leaf_modules(self):
+        # mlx-lm asks for these to save, quantize or count, and nowhere else.
+        raise self._refusal("saved, quantized or counted")
+
+    def _refuse_experts(self, names):
+        streamed = tuple(layer.path + "." for layer in self._session.layers)
+        name = next((n for n in names if n.startswith(streamed)), None)
+        if name is not None:
+            raise ValueError(
+                f"{name}: the weights of a streamed expert are read from the checkpoint's files and "
+                "cannot be replaced in memory. Fuse them into a checkpoint with mlx_lm.fuse first, "
+                "or load with StreamConfig(mode='resident')."
+            )
+
+    def _refusal(self, done):
+        return ValueError(
+            f"{type(self).__name__}: a streamed model cannot be {done}: its experts are on disk, "
+            f"only the rest is in memory. Use mlx_lm.load or StreamConfig(mode='resident')."
+        )
+
+
+def load(
+    path_or_hf_repo,
+    config=None,
+    *,
+    tokenizer_config=None,
+    model_config=None,
+    adapter_path=None,
+    lazy=False,
+    return_config=False,
+    revision=None,
+    trust_remote_code=False,
+):
     """Load a model whose experts stay on disk, and its tokenizer.
 
-    What comes back works wherever what ``mlx_lm.load`` returns does.
+    What comes back works wherever what ``mlx_lm.load`` returns does, in any thread; threads
+    that call at the same time take turns, call by call.
 
     Args:
         path_or_hf_repo (str or Path): A model folder or a Hub repository.
         config (StreamConfig, optional): How to stream. Default: ``StreamConfig()``.
         tokenizer_config (dict, optional): As for ``mlx_lm.load``.
+        model_config (dict, optional): As for ``mlx_lm.load``.
+        adapter_path (str, optional): As for ``mlx_lm.load``; adapters of streamed experts are
+            refused.
+        lazy (bool): Only False: the backbone is read while loading.
+        return_config (bool): As for ``mlx_lm.load``.
         revision (str, optional): As for ``mlx_lm.load``.
-        kwargs: ``trust_remote_code``, as for ``mlx_lm.load``.
+        trust_remote_code (bool): As for ``mlx_lm.load``.
 
     Returns:
-        tuple[nn.Module, TokenizerWrapper]: The model and the tokenizer.
+        tuple[nn.Module, TokenizerWrapper]: The model and the tokenizer; with ``return_config``
+        the model's configuration too.
 
     Raises:
         CheckpointError: If the files are damaged or their experts cannot be streamed.
         ValueError: If ``config`` does not fit the model.
     """
+    if lazy:
+        raise ValueError(
+            "load: lazy=True is not possible: a streamed model evaluates its backbone while it is "
+            "loaded, so that any thread can use it. Leave lazy out; the experts stay on disk anyway."
+        )
     try:
         path = Path(mlx_lm_utils._download(path_or_hf_repo, revision=revision))
     except (OSError, ValueError) as e:
@@ -194,22 +317,30 @@ def load(path_or_hf_repo, config=None, *, tokenizer_config=None, revision=None, 
             f"{path_or_hf_repo}: expected a model folder or a Hub repository, found no such "
             f"folder, and the Hub does not give it ({e})."
         ) from e
-    model, model_config = load_model(path, config, **kwargs)
-    tokenizer = mlx_lm_utils.load_tokenizer(
-        path, tokenizer_config, eos_token_ids=model_config.get("eos_token_id", None)
+    model, model_config = load_model(
+        path, config, model_config=model_config, trust_remote_code=trust_remote_code
     )
-    return model, tokenizer
+    try:
+        if adapter_path is not None:
+            _load_adapters(model, adapter_path)
+        tokenizer = mlx_lm_utils.load_tokenizer(
+            path, tokenizer_config, eos_token_ids=model_config.get("eos_token_id", None)
+        )
+    except BaseException:
+        close(model)
+        raise
+    return (model, tokenizer, model_config) if return_config else (model, tokenizer)
 
 
-def load_model(path, config=None, **kwargs):
+def load_model(path, config=None, *, model_config=None, trust_remote_code=False):
     """``load`` without the tokenizer.
 
     Returns:
         tuple[nn.Module, dict]: The model and its configuration.
     """
-    config = config or StreamConfig()
+    config = _checked(config)
     checkpoint = Checkpoint(path)
-    model, model_config, top_k = _build(checkpoint, config, **kwargs)
+    model, model_config, top_k = _build(checkpoint, config, model_config, trust_remote_code)
     experts = expert_modules(model)
     pinned = _pinned(experts, config)
     if config.mode == "resident":
@@ -236,7 +367,7 @@ def load_model(path, config=None, **kwargs):
                 modules = dict(model.named_modules())
                 parents = [weakref.proxy(modules[path.rpartition(".")[0]]) for path, _ in streamed]
                 session.prefetcher = PREFETCHERS[config.prefetch](session.layers, parents)
-        mx.eval(model.parameters())
+        _evaluate(model)
         if config.mode in ("stacked", "fused"):
             spread(model, session)
     except BaseException:
@@ -244,9 +375,35 @@ def load_model(path, config=None, **kwargs):
         raise
     model._session = session
     cls = type(model)
-    model.__class__ = type(cls.__name__, (StreamedModel, cls), {})
+    mixin = LoadedModel if config.mode == "resident" else StreamedModel
+    model.__class__ = type(cls.__name__, (mixin, cls), {})
     stats(model, reset=True)  # what is pinned has been read by now, and is not decoding's
     return model, model_config
+
+
+def _checked(config):
+    if config is None:
+        return StreamConfig()
+    if not isinstance(config, StreamConfig):
+        raise ValueError(
+            f"config: expected a StreamConfig, got {type(config).__name__}. "
+            "Write moelab.StreamConfig(mode='fused', slots=16), for example."
+        )
+    return config
+
+
+def _evaluate(model):
+    """Read every weight, and what a module computed for itself: another thread could not."""
+    mx.eval([list(module.values()) for module in model.modules()])
+
+
+def _load_adapters(model, path):
+    file = Path(path) / "adapters.safetensors"
+    if isinstance(model, StreamedModel) and file.is_file():
+        model._refuse_experts(mx.load(str(file)))
+    mlx_lm_utils.load_adapters(model, path)
+    model.eval()
+    _evaluate(model)
 
 
 def stats(model, reset=False):
@@ -260,21 +417,21 @@ def stats(model, reset=False):
         Stats: ``prefill`` and ``decode`` counters.
     """
     session = _session(model)
-    session.settle()
-    result = session.stats
-    if reset:
-        session.stats = Stats()
-        session.counters = session.stats.decode
-        return result
-    return Stats(
-        *(type(c)(**{f.name: getattr(c, f.name) for f in fields(c)})
-          for c in (result.prefill, result.decode))
-    )
+    with session.lock:
+        session.settle()
+        result = session.stats
+        if reset:
+            session.stats = Stats()
+            session.counters = session.stats.decode
+            return result
+        return Stats(replace(result.prefill), replace(result.decode))
 
 
 def close(model):
     """End the model's threads and close its files. It cannot be called afterwards."""
-    _session(model).reader.close()
+    session = _session(model)
+    with session.lock:
+        session.reader.close()
 
 
 @dataclass(frozen=True)
@@ -317,7 +474,7 @@ def footprint(path, config=None):
     Returns:
         Footprint: The bytes. A prompt's activations and the caches come on top.
     """
-    config = config or StreamConfig()
+    config = _checked(config)
     checkpoint = Checkpoint(path)
     model, _, top_k = _build(checkpoint, config)
     modules = expert_modules(model)
@@ -348,27 +505,36 @@ def footprint(path, config=None):
     )
 
 
-def _build(checkpoint, config, **kwargs):
+def _build(checkpoint, config, model_config=None, trust_remote_code=False):
     """mlx-lm's model, no weight read yet, with the top-k that ``config`` asks for."""
-    own = checkpoint.config
-    found = _find_top_k(own)
-    model_config = None
-    if config.top_k is not None:
-        holder, key, _ = found or (None, TOP_K_KEYS[0], None)
-        text = own.get("text_config")
-        if holder is not None and holder is text:
-            model_config = {"text_config": {**text, key: config.top_k}}
-        else:
-            model_config = {key: config.top_k}
-    try:
-        model, model_config = mlx_lm_utils.load_model(
-            checkpoint.path, lazy=True, model_config=model_config, get_model_classes=checkpoint.model_classes, **kwargs
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CheckpointError(
-            f"{checkpoint.path}: mlx-lm cannot build it from its config.json and tensors: "
-            f"{type(e).__name__}: {e}"
-        ) from e
+
+    def build(changes):
+        try:
+            return mlx_lm_utils.load_model(
+                checkpoint.path,
+                lazy=True,
+                model_config=changes,
+                get_model_classes=checkpoint.model_classes,
+                trust_remote_code=trust_remote_code,
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise CheckpointError(
+                f"{checkpoint.path}: mlx-lm cannot build it from its config.json and tensors: "
+                f"{type(e).__name__}: {e}"
+            ) from e
+
+    own = {**checkpoint.config, **(model_config or {})}
+    found, built = _find_top_k(own), None
+    if found is None:  # the family's default
+        built = build(model_config)
+        found = _default_top_k(built[0], own)
+    if config.top_k is not None and found is not None:
+        holder, key, _ = found
+        changed = {key: config.top_k}
+        if holder is own.get("text_config"):
+            changed = {"text_config": {**holder, **changed}}
+        built = build({**(model_config or {}), **changed})
+    model, model_config = built or build(model_config)
     if config.dtype != "auto":
         _cast(model, getattr(mx, config.dtype))
     elif mx.default_device() == mx.cpu:
@@ -387,7 +553,8 @@ def _build(checkpoint, config, **kwargs):
     if K is None:
         raise CheckpointError(
             f"{checkpoint.path / 'config.json'}: expected the experts per token under one of "
-            f"{', '.join(TOP_K_KEYS)}, found none. Set StreamConfig.top_k."
+            f"{', '.join(TOP_K_KEYS)}, found none. Set StreamConfig.top_k to the number that the "
+            "model was trained with; this family cannot be asked for fewer."
         )
     if not 1 <= K <= E:
         raise ValueError(f"StreamConfig.top_k: expected 1 to {E} (the experts), got {K}.")
@@ -433,6 +600,18 @@ def _find_top_k(config):
                 value = max(value)
             if isinstance(value, int):
                 return holder, key, value
+    return None
+
+
+def _default_top_k(model, config):
+    """As ``_find_top_k``, from what the family's class assumes where the config does not say."""
+    for module in model.modules():
+        for name in ("args", "config"):
+            args = getattr(module, name, None)
+            for key in TOP_K_KEYS:
+                if isinstance(value := getattr(args, key, None), int):
+                    text = config.get("text_config")
+                    return text if isinstance(text, dict) else config, key, value
     return None
 
 
@@ -499,7 +678,13 @@ def _more_streams(config):
     if n == "auto":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # not on macOS
         n = cores or 1 if mx.default_device() == mx.cpu else 1
-    return [mx.new_stream(mx.default_device()) for _ in range(n - 1)]
+    return [_side_stream(mx.default_device().type, i) for i in range(n - 1)]
+
+
+@cache
+def _side_stream(device_type, i):
+    # MLX never ends a stream's thread, so all models share these; each thread has its own of them.
+    return mx.new_thread_local_stream(device_type)
 
 
 def _session(model):

@@ -8,6 +8,7 @@ import fcntl
 import os
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ class ReadError(OSError):
 
 
 class File:
-    """An open file and what it looked like then.
+    """An open file and what it looked like then. It is closed with the last reference to it.
 
     Args:
         path (Path): The file.
@@ -33,6 +34,7 @@ class File:
     def __init__(self, path):
         self.path = path
         self.fd = os.open(path, os.O_RDONLY)
+        self.close = weakref.finalize(self, os.close, self.fd)  # a second call does nothing
         # Experts are read whole and in no order: what lies behind one is not wanted next, and
         # without read-ahead Linux asks the disk for all of a long read at once.
         if hasattr(os, "posix_fadvise"):
@@ -171,13 +173,13 @@ class Reader:
         for future in futures:
             future.result()
 
-    def settle(self, started):
-        """Wait until nothing of what was started reads any more, failed or not.
-
-        Args:
-            started (list[list[Future]]): What ``start`` returned.
-        """
-        wait([f for futures in started for f in futures])
+    def stop(self):
+        """Wait until no thread reads any more and end the threads; the next read starts new ones."""
+        self._nothing_urgent.set()  # prefetch threads wait for this
+        for pool in (self._pool, self._ahead):
+            if pool is not None:
+                pool.shutdown(wait=True)
+        self._pool = self._ahead = None
 
     def expected_s(self, nbytes):
         """The seconds that reading so much would take, judged by the last reads."""
@@ -244,11 +246,7 @@ class Reader:
     def close(self):
         """End the threads and close the files. A second call does nothing."""
         self.closed = True
-        self._nothing_urgent.set()
-        for pool in (self._pool, self._ahead):
-            if pool is not None:
-                pool.shutdown(wait=True)
-        self._pool = self._ahead = None
+        self.stop()
         for file in self._files.values():
-            os.close(file.fd)
+            file.close()
         self._files = {}

@@ -137,6 +137,11 @@ class SlotTable:
         """Reserved slots are free again."""
         self._free.extend(slots)
 
+    def recover(self):
+        """After an exception at any point: every slot that holds no expert is free."""
+        held = set(self.slot_of.values())
+        self._free = [slot for slot in range(self.num_slots)[::-1] if slot not in held]
+
     def _victim(self, needed):
         candidates = (e for e in self.slot_of if e not in needed)
         if self.policy == "lru":
