@@ -22,7 +22,7 @@ from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .policy import Always, Policy
-from .rollback import Rollback
+from .rollback import Rollback, lock
 
 PREFILL_STEP = 512  # prompt tokens in one pass, as in mlx-lm
 
@@ -333,6 +333,7 @@ def speculative_generate_step(
         in_flight = False  # whether the last round was plain, and so this one is on its way
         try:
             while left:
+                target.require_draft()
                 most = max(left - 1 - (pending is not None), 0)  # the target adds one
                 n = min(policy.choose(missed, most), most)
                 if pending is not None and (n or left == 1):
@@ -348,7 +349,7 @@ def speculative_generate_step(
                         draft.propose(0, 0, None)
                     missed_s = time.perf_counter() - begin
                     with chooser.ahead() as choose:
-                        drafts = draft.propose(last.item(), n, choose)[:n].astype(mx.uint32)
+                        drafts = target.possible(draft.propose(last.item(), n, choose)[:n])
                         guesses = drafts.tolist()
                 asked_s = time.perf_counter() - begin
                 if not guesses:
@@ -412,6 +413,8 @@ class _Target:
         self._cache = given[: self._num_caches] or make_prompt_cache(model)
         draft.bind(model, given[self._num_caches :] or None)
         self._model, self._draft, self._quantize = model, draft, quantize
+        self._bound = draft._bound = object()  # until another generation binds it
+        self._vocabulary = vocabulary(model)
         self._rollback = Rollback(model, self._cache, way)
         self._capture = None
         if draft.layer_ids:
@@ -428,7 +431,7 @@ class _Target:
             _, features = self._captured(self._model, x[None], cache=self._cache)
             mx.eval([c.state for c in self._cache], features)
             policy.prompt(x.size, time.perf_counter() - begin)
-            self._draft.extend(x, features)
+            self._extend(x, features)
             self._quantize(self._cache)
             mx.clear_cache()
 
@@ -443,9 +446,31 @@ class _Target:
         tokens, features = self._read
         self._rollback.undo(tokens.size - n)
         self._rollback.commit()
-        self._draft.extend(tokens[:n], None if features is None else features[:n])
+        self._extend(tokens[:n], None if features is None else features[:n])
         self._quantize(self._cache)
         self._read = None
+
+    def possible(self, drafts):
+        """The drafts before the first that is no token of the target's: one after it would follow nothing."""
+        guesses = drafts.tolist()
+        wrong = (i for i, guess in enumerate(guesses) if not 0 <= guess < self._vocabulary)
+        return mx.array(guesses[: next(wrong, None)], mx.uint32)
+
+    @property
+    def has_draft(self):
+        """Whether no other generation has bound the draft since."""
+        return self._draft._bound is self._bound
+
+    def require_draft(self):
+        if not self.has_draft:
+            raise ValueError(
+                "draft: another generation has begun with this draft, which keeps the state of one text. "
+                "Give each generation that runs at the same time a draft of its own."
+            )
+
+    def _extend(self, tokens, features):
+        if self.has_draft:
+            self._draft.extend(tokens, features)
 
     def finish(self, unread):
         """Bring the caches to where the caller stands."""
@@ -457,7 +482,7 @@ class _Target:
             self.read(unread)
             self.keep(1)
         self._given[: self._num_caches] = self._cache
-        if len(self._given) > self._num_caches:
+        if len(self._given) > self._num_caches and self.has_draft:
             self._draft.propose(0, 0, None)
             self._given[self._num_caches :] = self._draft.cache
         mx.eval([c.state for c in self._given])
@@ -465,9 +490,9 @@ class _Target:
     def _captured(self, call, *args, **kwargs):
         if self._capture is None:
             return call(*args, **kwargs), None
-        with self._capture as seen:
+        with lock(self._model), self._capture as seen:
             out = call(*args, **kwargs)
-        return out, seen.features[0]
+            return out, seen.features[0]
 
 
 class _Chooser:

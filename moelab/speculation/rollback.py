@@ -12,6 +12,7 @@ is one kernel, which `replay` keeps whole. `auto` goes by that and by `STATES_NB
 """
 
 import inspect
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +37,14 @@ RECURRENCES = {
     "recurrent_gla": ("h", dict(q=2, k=2, v=2, mask=1), 2),
     "ssm_step": ("state", dict(x=1), 1),
 }
+
+
+_LOCK = threading.RLock()
+
+
+def lock(model: nn.Module) -> threading.RLock:
+    """To be held where a pass changes the model's layers for its own time: the model's own lock, or one for all that have none."""
+    return getattr(model, "lock", _LOCK)
 
 
 class Rollback:
@@ -84,7 +93,7 @@ class Rollback:
         """One pass over tokens [B, T]: what the model returns. If it raises, the caches are as they were before it."""
         before = _Pass(tokens, [(c, _snapshot(c, tokens.shape[1])) for c in _leaves(self.cache)])
         try:
-            with self._recording(before):
+            with lock(self.model), self._recording(before):
                 logits = self.model(tokens, cache=self.cache, **kwargs)
         except BaseException:
             for c, snapshot in before.snapshots:
