@@ -4,8 +4,6 @@ Each is called as mlx-lm's ``SwitchGLU``: ``x [..., D]``, ``indices [..., K]``, 
 ``[..., K, D]``. Read them in this order; they are the history of the idea.
 """
 
-from contextlib import suppress
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -40,7 +38,6 @@ class StreamedExperts(nn.Module):
             if name not in held:  # what the family hangs on it may be asked for
                 self[name] = child
         self._num_experts = num_experts(module)
-        self._last = []  # the last output, which reads the slots until evaluated
         self.probe = None  # takes the indices of a call in place of computing it
 
     def _bank(self, module, num_slots, fuse=False):
@@ -65,9 +62,10 @@ class StreamedExperts(nn.Module):
             self.probe(indices)
             return mx.zeros((*indices.shape, x.shape[-1]), x.dtype)
         asked = self._ask(x)
-        # The one evaluation of a layer: the host learns the routing. What still reads the
-        # slots must be evaluated before they change; by now it nearly always is.
-        mx.eval(indices, self._last, asked)
+        # The one evaluation of a layer: the host learns the routing. The output before this one
+        # still reads its slots until it is evaluated; by now it nearly always is.
+        mx.eval(indices, session.pending, asked)
+        session.pending = []
         routed = np.array(indices)
         if routed.shape[-1] > session.top_k:
             raise ValueError(
@@ -78,22 +76,15 @@ class StreamedExperts(nn.Module):
         if session.recorder is not None:
             session.recorder.add(self._layer, routed)
         session.counters.calls += 1
-        self._last = self._compute(x, routed)
+        y = self._compute(x, routed)
+        session.pending = [y]
         if len(session.streams) == 1:  # with more, no core is free meanwhile
-            mx.async_eval(self._last)  # it runs while Python writes the graph of what follows
+            mx.async_eval(y)  # it runs while Python writes the graph of what follows
         self._prefetch(asked)
-        return self._last
-
-    @property
-    def pending(self):
-        """The last output, which reads the slots until it is evaluated; [] before the first call."""
-        return self._last
+        return y
 
     def recover(self):
         """Be ready for the next call after one that an exception ended; no thread reads any more."""
-        with suppress(RuntimeError):  # what another thread did not get to schedule never runs
-            mx.eval(self._last)
-        self._last = []
         self.probe = None
 
     def _ask(self, x):
@@ -225,7 +216,8 @@ class Stacked(StreamedExperts):
         """
         if self._job is not None or not self._table.fits(experts):
             return
-        mx.eval(self._last)  # evaluated long ago, as a rule
+        if len(self._session.layers) == 1:  # else another layer has been called since
+            mx.eval(self._session.pending)
         slots = self._table.reserve(experts)
         if not slots:
             return

@@ -178,7 +178,7 @@ class Reader:
         self._nothing_urgent.set()  # prefetch threads wait for this
         for pool in (self._pool, self._ahead):
             if pool is not None:
-                pool.shutdown(wait=True)
+                pool.shutdown(wait=True, cancel_futures=True)
         self._pool = self._ahead = None
 
     def expected_s(self, nbytes):

@@ -1,0 +1,317 @@
+"""Any thread may call a model, in turn or at once; what a load starts ends with it."""
+
+import asyncio
+import functools
+import gc
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from http.server import ThreadingHTTPServer
+
+import families
+import mlx.core as mx
+import mlx_lm
+import mlx_lm.server
+import pytest
+from families import K
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+
+import moelab
+from moelab.speculation.generate import LookupDraft, speculative_generate_step
+from moelab.streaming import layers, reader
+from moelab.streaming.model import load_model
+
+FAST = os.environ.get("MOELAB_FAST") == "1"
+TINY_MOE = moelab.DATA / "models" / "tiny-moe"
+PROMPTS = [[5, 36, 67, 2, 33, 64, 95], [7, 11, 13], [1, 2, 3, 4, 5, 6], [90, 80, 70, 60, 50]]
+PROMPTS += [[p + 1 for p in prompt] for prompt in PROMPTS[::-1]]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return families.write_checkpoint("qwen3_5_moe", tmp_path_factory.mktemp("threads") / "m", "affine4")
+
+
+@pytest.fixture(params=["small reads", "reader threads"])
+def any_reads(request, monkeypatch):
+    """The same with reads in the calling thread, and in parts by the reader's threads."""
+    if request.param == "reader threads":
+        monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
+        monkeypatch.setattr(layers, "OVERLAP_S", 0)
+        monkeypatch.setattr(layers, "PART_NBYTES", 1)
+
+
+def greedy(model, prompt, steps=6):
+    """Greedy tokens, one evaluation behind the call as mlx-lm does it."""
+    cache = make_prompt_cache(model)
+    y = mx.argmax(model(mx.array([prompt]), cache=cache)[:, -1:], axis=-1)
+    tokens = []
+    for _ in range(steps):
+        mx.async_eval(y)
+        following = mx.argmax(model(y, cache=cache), axis=-1)
+        tokens.append(y.item())
+        y = following
+    return tokens
+
+
+def in_threads(work, arguments):
+    """``work`` in a new thread for each argument, all at once; their results, or the first error."""
+    results = [None] * len(arguments)
+
+    def run(i):
+        try:
+            results[i] = work(arguments[i])
+        except BaseException as e:
+            results[i] = e
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(arguments))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for r in results:
+        if isinstance(r, BaseException):
+            raise r
+    return results
+
+
+CONFIGS = [
+    {"mode": mode, "streams": streams}
+    for mode in ("resident", "serial", "buffers", "stacked", "fused")
+    for streams in (1, 2)
+] + [{"mode": "fused", "streams": 2, "prefetch": prefetch} for prefetch in ("last", "lookahead")]
+
+
+@pytest.mark.parametrize("fields", CONFIGS, ids=lambda f: "-".join(map(str, f.values())))
+def test_threads_in_turn_and_at_once(path, fields, any_reads):
+    """Eight threads, one model that another thread loaded: each gets the text that it would get alone."""
+    config = moelab.StreamConfig(slots=K, **fields)
+    with ThreadPoolExecutor(1) as pool:
+        model = pool.submit(load_model, path, config).result()[0]
+    with model:
+        want = [greedy(model, p) for p in PROMPTS]
+        with ThreadPoolExecutor(3) as pool:
+            for p, w in zip(PROMPTS, want):
+                assert pool.submit(greedy, model, p).result() == w
+        rounds = 2 if FAST else 100
+
+        def work(i):
+            for _ in range(rounds):
+                assert greedy(model, PROMPTS[i]) == want[i], "another text than alone"
+
+        in_threads(work, range(len(PROMPTS)))
+
+
+def test_a_trained_model_in_eight_threads():
+    """mlx-lm's own loop on tiny-moe, with the streams that this machine gets and with one."""
+    for streams in ("auto", 1):
+        model, tokenizer = moelab.load(TINY_MOE, moelab.StreamConfig(streams=streams))
+        prompts = ["def add(a, b):", "import os\n", "class Foo:", "for i in range", "# A", "try:\n", "x = [", "with"]
+        generate = functools.partial(mlx_lm.generate, model, tokenizer, max_tokens=8)
+        with model:
+            want = [generate(p) for p in prompts]
+            for _ in range(1 if FAST else 100):
+                assert in_threads(generate, prompts) == want
+
+
+def test_a_generation_that_wanders_from_thread_to_thread(path):
+    """asyncio hands each step of a generation to whichever thread is free."""
+    with load_model(path, moelab.StreamConfig(slots=K, streams=2))[0] as model:
+        want = [greedy(model, p) for p in PROMPTS]
+
+        def steps(prompt):
+            cache = make_prompt_cache(model)
+            y = mx.argmax(model(mx.array([prompt]), cache=cache)[:, -1:], axis=-1)
+            while True:
+                yield y.item()
+                y = mx.argmax(model(y, cache=cache), axis=-1)
+
+        async def one(prompt):
+            it = steps(prompt)
+            return [await asyncio.to_thread(next, it) for _ in want[0]]
+
+        async def everything():
+            return await asyncio.gather(*map(one, PROMPTS))
+
+        assert asyncio.run(everything()) == want
+
+
+def test_drafts_beside_other_threads(path):
+    """A verify pass changes the model's layers for its own time; no other thread's call sees that."""
+    with load_model(path, moelab.StreamConfig(slots=K, streams=2))[0] as model:
+        want = [greedy(model, p, 12) for p in PROMPTS]
+
+        class Repeats(LookupDraft):
+            def propose(self, last, n, choose):
+                return mx.array([last] * n, mx.uint32)  # nearly always wrong: rolled back each time
+
+        def drafted(prompt):
+            steps = speculative_generate_step(
+                mx.array(prompt), model, Repeats(), max_tokens=12, num_draft_tokens=3
+            )
+            return [token for token, *_ in steps]
+
+        def work(i):
+            return drafted(PROMPTS[i]) if i % 2 else greedy(model, PROMPTS[i], 12)
+
+        for _ in range(2 if FAST else 20):
+            assert in_threads(work, range(len(PROMPTS))) == want
+
+
+def test_a_draft_serves_one_generation_at_a_time(path):
+    with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
+        draft = LookupDraft()
+        make = functools.partial(speculative_generate_step, model=model, draft=draft, num_draft_tokens=2)
+        first, second = make(mx.array(PROMPTS[0])), make(mx.array(PROMPTS[1]))
+        want = greedy(model, PROMPTS[1])
+        next(first)
+        got = [next(second)[0]]
+        with pytest.raises(ValueError, match="a draft of its own"):
+            for _ in first:
+                pass
+        got += [next(second)[0] for _ in range(len(want) - 1)]
+        assert got == want
+
+
+def test_mlx_lm_server(monkeypatch):
+    """mlx-lm's server, its own threads and batches, on a streamed model: the text of a resident one."""
+    prompts = ["def add(a, b):", "import os\n", "class Foo:", "for i in range", "# A", "try:\n", "x = [", "with"]
+
+    providers = []
+
+    def serve(config):
+        monkeypatch.setattr(mlx_lm.server, "load", functools.partial(moelab.load, config=config))
+        monkeypatch.setattr(sys, "argv", ["mlx_lm.server", "--model", str(TINY_MOE), "--log-level", "ERROR"])
+        with monkeypatch.context() as patch:
+            patch.setattr(mlx_lm.server, "run", lambda host, port, provider: providers.append(provider))
+            mlx_lm.server.main()
+        made = []
+
+        class Server(ThreadingHTTPServer):
+            def serve_forever(self):
+                made.append(self)
+                super().serve_forever()
+
+        generator = mlx_lm.server.ResponseGenerator(providers.pop(), LRUPromptCache(4))
+        run = threading.Thread(
+            target=mlx_lm.server._run_http_server, args=("127.0.0.1", 0, generator, Server), daemon=True
+        )
+        run.start()
+        while not made:
+            run.join(0.05)
+            assert run.is_alive()
+        url = f"http://127.0.0.1:{made[0].server_address[1]}/v1/completions"
+
+        def ask(prompt):
+            body = {"model": "default_model", "prompt": prompt, "max_tokens": 12, "temperature": 0.0}
+            request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=300) as answer:
+                return json.load(answer)["choices"][0]["text"]
+
+        try:
+            alone = [ask(p) for p in prompts]
+            for _ in range(1 if FAST else 12):
+                assert in_threads(ask, prompts) == alone
+            return alone
+        finally:
+            made[0].shutdown()
+            generator.stop_and_join()
+
+    want = serve(moelab.StreamConfig(mode="resident"))
+    assert len(set(want)) == len(prompts)
+    for streams in ("auto", 1):
+        assert serve(moelab.StreamConfig(streams=streams)) == want
+
+
+def in_a_process(script, *args):
+    """Run a script by itself and return what it printed as JSON: threads and memory are its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, args)], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_fork_says_so(path):
+    """In a child that fork made, the first call is refused; it does not hang. The parent goes on."""
+    script = """
+    import json, os, sys
+    import mlx.core as mx
+    import moelab
+    from moelab.streaming.model import load_model
+    model, _ = load_model(sys.argv[1], moelab.StreamConfig(slots=2, streams=2))
+    before = model(mx.array([[1, 2, 3]]))[0, -1].tolist()
+    read, write = os.pipe()
+    if os.fork() == 0:
+        try:
+            model(mx.array([[1]]))
+            os.write(write, b"no error")
+        except RuntimeError as e:
+            os.write(write, str(e).encode())
+        os._exit(0)
+    message = os.read(read, 1000).decode()
+    print(json.dumps([message, model(mx.array([[1, 2, 3]]))[0, -1].tolist() == before]))
+    """
+    message, same = in_a_process(script, path)
+    assert "fork" in message and "spawn" in message and same
+
+
+LEAKS = """
+import contextlib, functools, gc, json, os, sys
+import mlx.core as mx
+import mlx_lm.utils
+import moelab
+from moelab.streaming.model import load_model
+
+path, way, n = sys.argv[1], sys.argv[2], int(sys.argv[3])
+config = moelab.StreamConfig(slots=2, streams=3)
+
+def once():
+    if way == "failed":
+        with contextlib.suppress(ValueError, OSError):
+            moelab.load(path, config)  # there is no tokenizer
+        return
+    model, _ = load_model(path, config)
+    mx.eval(model(mx.array([[1, 2, 3, 4, 5, 6, 7]])))
+    if way == "closed":
+        moelab.close(model)
+
+def state():
+    gc.collect()
+    with open("/proc/self/statm") as f:
+        rss = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), rss
+
+for _ in range(20):
+    once()
+before = state()
+for _ in range(n):
+    once()
+print(json.dumps([before, state()]))
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
+@pytest.mark.parametrize("way", ["closed", "dropped", "failed"])
+def test_a_load_leaves_nothing(way, path):
+    """Threads and file descriptors stay as they were; memory grows by less than 20 kB a load."""
+    n = 60 if FAST else {"failed": 100}.get(way, 300)
+    (threads, files, rss), (threads_after, files_after, rss_after) = in_a_process(LEAKS, path, way, n)
+    print(f"{way}, {n} loads: {threads} to {threads_after} threads, {files} to {files_after} files, "
+          f"{rss:.1f} to {rss_after:.1f} MB")  # fmt: skip
+    assert (threads_after, files_after) == (threads, files)
+    assert rss_after - rss < 2 + 0.02 * n
+
+
+def test_a_dropped_model_closes_its_files(path):
+    before = len(os.listdir("/dev/fd"))
+    model, _ = load_model(path, moelab.StreamConfig(slots=K))
+    assert len(os.listdir("/dev/fd")) > before
+    del model
+    gc.collect()
+    assert len(os.listdir("/dev/fd")) == before
