@@ -95,7 +95,8 @@ def spread(model, session):
             cls, call = SpreadEmbedding, nn.QuantizedEmbedding.as_linear
         else:
             continue
-        num_parts = min(len(session.streams), module["weight"].nbytes // PART_NBYTES)
+        weight = module["weight"]
+        num_parts = min(len(session.streams), weight.nbytes // PART_NBYTES, weight.shape[0])
         if num_parts > 1:
             module._spread = Spread(call, num_parts, session)
             module.__class__ = cls
