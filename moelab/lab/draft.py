@@ -19,6 +19,8 @@ from ..speculation.rollback import Rollback
 from . import bench, figures, limit, machine, timing
 from . import routing as lab_routing
 
+STRATEGIES = ("lookup", "self", "oracle")  # drafts that need no folder
+
 
 class OracleDraft:
     """Knows the text and errs on purpose: every draft is right with one probability, and costs nothing. What the best of drafts could bring.
@@ -115,10 +117,10 @@ def compare(model, tokenizer, make_draft, lengths, prompts, tokens, runs, seed=0
     Returns:
         dict: ``variants``: ``{name: [sample, ...]}``, with ``mlx-lm`` the plain one; see ``summary``.
     """
-    names = ["mlx-lm", *lengths]
+    names, prompts_ids = ["mlx-lm", *lengths], [bench.encode(tokenizer, p) for p in prompts]
     rng, samples, policy = np.random.default_rng(seed), {str(n): [] for n in names}, Policy()
     for i in range(-1, runs):
-        ids = tokenizer.encode(prompts[i % len(prompts)])
+        ids = prompts_ids[i % len(prompts)]
         text = undrafted(model, ids, tokens)["tokens"]
         for n in rng.permutation(np.array(names, object)):
             sample = (
@@ -342,7 +344,9 @@ def bench_draft(
         limit.NoLimit: If memory cannot be limited here.
         OSError: If the process with the limit did not get through.
     """
-    config = config or StreamConfig()
+    config, path = config or StreamConfig(), bench.folder(path)
+    if draft not in STRATEGIES:
+        _draft_config(draft)  # refuses what is none before any work
     if limit_nbytes is not None:
         machine.drop_pages(path)  # pages that another process brought in would be served, and not counted
         call = json.dumps([str(path), asdict(config), str(draft), list(lengths), tokens, runs, prompts, accept])
@@ -367,7 +371,7 @@ def bench_draft(
         opened = None
         if draft == "self":
             opened = ModelDraft(model)
-        elif draft not in ("lookup", "oracle"):
+        elif draft not in STRATEGIES:
             opened = open_draft(draft)
 
         out = compare(model, tokenizer, make, list(lengths), prompts, tokens, runs)
@@ -383,10 +387,23 @@ def bench_draft(
         close(model)
 
 
+def _draft_config(path):
+    """The configuration of a draft's folder."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"draft {str(path)!r}: expected {', '.join(STRATEGIES)}, or the folder of a model or "
+            "of a DFlash draft with its config.json; found no such folder."
+        )
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: not JSON ({error}). Make or download the draft again.") from error
+
+
 def open_draft(path):
     """A draft from its folder: a DFlash draft if its configuration says so, else an mlx-lm model."""
-    config = json.loads((Path(path) / "config.json").read_text())
-    if "dflash_config" in config:
+    if "dflash_config" in _draft_config(path):
         from ..speculation import dflash
 
         return dflash.DFlashDraft(path)
@@ -428,4 +445,7 @@ def _since(model, before):
 
 if __name__ == "__main__":
     path, config, *rest = json.loads(sys.argv[1])
-    print(json.dumps(bench_draft(path, StreamConfig(**config), *rest)))
+    try:
+        print(json.dumps(bench_draft(path, StreamConfig(**config), *rest)))
+    except (ValueError, OSError) as error:  # the process above prints it
+        sys.exit(str(error))

@@ -259,13 +259,13 @@ def synthesize(
     if os.path.lexists(out):
         raise FileExistsError(f"{out} exists already: remove it or name another folder")
 
-    tokenizer = Path(tokenizer) if tokenizer else moelab.DATA / "models" / "tiny-moe"
+    tokenizer = moelab.DATA / "models" / "tiny-moe" if tokenizer is None else Path(tokenizer)
     if not (tokenizer / "tokenizer.json").is_file():
         raise FileNotFoundError(
             f"no tokenizer.json in {tokenizer}: name a folder that holds one with --tokenizer (any mlx-lm model's will do)"
         )
     vocab_of_tokenizer, special = _tokenizer_facts(tokenizer)
-    vocab = vocab or vocab_of_tokenizer
+    vocab = vocab_of_tokenizer if vocab is None else vocab
     if vocab < vocab_of_tokenizer:
         raise ValueError(f"vocab={vocab}: expected at least {vocab_of_tokenizer}, the tokenizer's own")
     # Ids that the tokenizer cannot write, and the end of text, get a logit of zero: greedy decoding never picks them.

@@ -100,6 +100,21 @@ class StreamConfig:
                     f"StreamConfig.{name}: expected a whole number of at least 1, got {value!r}."
                 )
 
+    def unused(self):
+        """The fields that this mode does not look at.
+
+        Returns:
+            set[str]: Their names.
+        """
+        if self.mode in ("stacked", "fused"):
+            return set() if self.pinned_nbytes else {"pinned_trace"}
+        unused = {"slots", "prefetch", "policy", "pinned_nbytes", "pinned_trace", "streams"}
+        if self.mode != "buffers":
+            unused.add("readers")
+        if self.mode == "resident":
+            unused.add("scales")
+        return unused
+
     @classmethod
     def from_env(cls, **fields):
         """Read the environment variables that SwiftLM's users know.
