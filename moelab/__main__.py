@@ -467,6 +467,17 @@ def _add_check(add):
     )
 
 
+class _Once(argparse.Action):
+    """Stores a value; a second one is an error, since the first would be ignored."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        given = namespace.__dict__.setdefault("given", set())
+        if self.dest in given:
+            parser.error(f"{option_string} is there twice: leave one of them out")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
 def parser():
     p = argparse.ArgumentParser(
         prog="python -m moelab",
@@ -477,6 +488,7 @@ def parser():
 
     def add(name, run, **texts):
         command = commands.add_parser(name, allow_abbrev=False, **texts)
+        command.register("action", None, _Once)
         command.set_defaults(run=run, error=command.error)
         return command
 
@@ -488,6 +500,9 @@ def parser():
 
 
 def main(argv=None):
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w"))
     try:
         args = parser().parse_args(argv)
         code = args.run(args) or 0
@@ -500,17 +515,26 @@ def main(argv=None):
             return _interrupted()
         raise
     except BrokenPipeError:  # of stdout, as in "... | head -1": nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # what a shell says of a command that SIGPIPE ended
     except (ValueError, OSError) as error:  # what, where, expected and got, what to do
         plain = isinstance(error, OSError) and error.strerror and not error.filename
         print(f"moelab: {error.strerror if plain else error}", file=sys.stderr)
         return 1
+    finally:
+        _flush_or_drop(sys.stdout)
 
 
 def _interrupted():
     print("interrupted", file=sys.stderr)
     return 130
+
+
+def _flush_or_drop(out):
+    """What cannot be written is dropped here; at its end Python would report it once more."""
+    try:
+        out.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 if __name__ == "__main__":

@@ -473,6 +473,38 @@ def test_a_reader_that_goes_away(command, model_path):
     assert process.wait(60) == 141
 
 
+@pytest.mark.parametrize(
+    "command, code, words",
+    [
+        ("bench --help | true", 0, ""),
+        ("check nowhere >&-", 1, "nowhere"),
+        ("generate MODEL --prompt x --max-tokens 2 >&-", 0, ""),
+        ("generate MODEL --prompt x --max-tokens 2 <&- 2>&-", 0, ""),
+        ("generate MODEL --prompt x --max-tokens 2 > /dev/full", 1, "No space left"),
+    ],
+)
+def test_closed_and_full_outputs(command, code, words, model_path):
+    command = command.replace("MODEL", str(model_path))
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {sys.executable} -m moelab {command}"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr and done.stderr.count("\n") == bool(words)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["generate M --prompt x --slots 8 --slots 16", "bench M --tokens 3 --tokens 4",
+     "generate M --prompt x --prompt y"],
+)  # fmt: skip
+def test_an_option_that_is_there_twice(command, calls, capsys):
+    """The first of the two was ignored."""
+    got = run(capsys, *command.split())
+    assert got.code == 2 and not calls
+    assert command.split()[-2] in got.err and "twice" in got.err
+
+
 def test_every_option_is_in_this_file(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "--help"])
