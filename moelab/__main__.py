@@ -121,7 +121,8 @@ def _stream_config(args, **fields):
 def _check_stream_options(args, configs):
     """Every one that was given means something to at least one of the configs."""
     for name in STREAM_OPTIONS:
-        if getattr(args, name) is None or any(name not in c.unused() for c in configs.values()):
+        given, users = getattr(args, name), [c for c in configs.values() if name not in c.unused()]
+        if given is None or any(getattr(c, name) == given for c in users):
             continue
         why = f"has no effect in mode {', '.join(configs)}"
         if name == "pinned_trace" and any("slots" not in c.unused() for c in configs.values()):

@@ -155,7 +155,14 @@ def test_a_stream_option_that_a_mode_has_no_use_for(mode, refused, calls, capsys
 
 def test_a_stream_option_that_one_of_the_modes_has_a_use_for(calls, capsys):
     run(capsys, "bench", "M", "--modes", "resident,serial,fused", "--slots", "9")
-    assert calls
+    run(capsys, "bench", "M", "--modes", "fused/slots=20,fused", "--slots", "9")
+    assert len(calls) == 2
+
+
+def test_a_stream_option_that_every_mode_sets_otherwise(calls, capsys):
+    got = run(capsys, "bench", "M", "--modes", "fused/slots=20,stacked/slots=30", "--slots", "9")
+    assert got.code == 2 and not calls
+    assert "--slots" in got.err and "fused/slots=20" in got.err
 
 
 # Values
