@@ -34,12 +34,20 @@ def begin(out, journal, files, made_from=None):
     new = partial / f"{journal}.writing"
     new.write_text(json.dumps({"made_from": made_from, "files": sorted(files)}))
     os.replace(new, partial / journal)
+    (partial / f"{journal}.done").unlink(missing_ok=True)
     return partial
+
+
+def finish(partial, out, journal):
+    """Give the folder its name. At no moment is it nobody's: the journal goes last."""
+    os.replace(partial / journal, partial / f"{journal}.done")
+    os.rename(partial, out)
+    (out / f"{journal}.done").unlink()
 
 
 def clear(partial, journal, files):
     """Remove a command's files and, if nothing else is in it, the folder."""
-    for name in (*files, f"{journal}.writing", journal):
+    for name in (*files, f"{journal}.writing", f"{journal}.done", journal):
         (partial / name).unlink(missing_ok=True)
     if partial.is_dir() and not any(partial.iterdir()):
         partial.rmdir()
@@ -58,9 +66,10 @@ def _earlier(partial, journal):
     found.discard(f"{journal}.writing")
     if not found:
         return {"files": []}
+    done = f"{journal}.done"
     try:
-        earlier = json.loads((partial / journal).read_text())
-        known = {journal, *earlier["files"]}
+        earlier = json.loads((partial / (done if done in found else journal)).read_text())
+        known = {journal, done, *earlier["files"]}
     except (OSError, ValueError, KeyError, TypeError):
         raise FileExistsError(
             f"{partial}: expected a folder that '{command}' left, with its {journal}, "
@@ -76,4 +85,4 @@ def _earlier(partial, journal):
             f"{' and more' if len(others) > 3 else ''} in it. Move what is yours elsewhere and "
             "run the command again, or name another folder to make."
         )
-    return {**earlier, "files": sorted(found - {journal})}
+    return {**earlier, "files": sorted(found - {journal, done})}

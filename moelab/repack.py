@@ -29,7 +29,7 @@ from .checkpoint import (
     locate_experts,
     packing_order,
 )
-from .partial import begin
+from .partial import begin, finish
 
 PAGE = 4096
 _NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
@@ -96,8 +96,7 @@ def repack(model, out, progress=True):
     _compare_backbone(partial, backbone)
     for file in partial.iterdir():
         _to_disk(file)
-    (partial / JOURNAL).unlink()
-    os.rename(partial, out)
+    finish(partial, out, JOURNAL)
     _to_disk(out.absolute().parent)
     return out
 

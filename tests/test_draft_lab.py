@@ -64,6 +64,12 @@ def test_passes_and_union(streamed):
     assert draft.routing(streamed, text[:5]).experts.shape[0] == 5
 
 
+def test_passes_in_turn(streamed):
+    timed = draft.passes_in_turn({2: streamed, 1: streamed}, ids(5, 60)[0].tolist(), [1, 4], 4)
+    assert {k: [len(v) for v in by_m.values()] for k, by_m in timed.items()} == {2: [6, 6], 1: [6, 6]}
+    assert draft.pass_parts(timed).keys() == {"fixed_s", "position_s", "expert_s"}
+
+
 def test_drift_and_ways():
     model, text = build("qwen3_5_moe"), ids(6, 80)[0].tolist()
     drifted = undo.drift(model, text, 4, lambda i: i % 5, 5)

@@ -280,6 +280,29 @@ def _interrupt(*_):
     raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("call", ("rename", "unlink"))
+def test_interrupted_at_the_very_end_it_can_be_run_again(call, tmp_path, monkeypatch):
+    """Whole, but not yet called OUT: the folder had no journal any more, and was nobody's."""
+    path = families.write_checkpoint("qwen3_moe", tmp_path / "plain", "affine4")
+    out, real = tmp_path / "packed", os.rename
+
+    def rename(old, new):
+        if call == "unlink":
+            real(old, new)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(KeyboardInterrupt):
+        repack(path, out, progress=False)
+    monkeypatch.undo()
+    whole = out if call == "unlink" else tmp_path / "packed.partial"
+    load_model(whole)[0].__exit__()
+    if call == "rename":
+        repack(path, out, progress=False)
+        assert not [p for p in out.iterdir() if p.name.startswith(JOURNAL)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["packed", "plain"]
+
+
 def test_an_empty_partial_folder_is_taken(tmp_path):
     """A run that was killed before it wrote its journal leaves one."""
     path = families.write_checkpoint("qwen3_moe", tmp_path / "plain", "affine4")

@@ -199,6 +199,23 @@ def passes(model, ids, positions, rounds):
     return out
 
 
+def passes_in_turn(models, ids, positions, rounds):
+    """``passes`` of several models, a few rounds of one and then of the next, so that drift hits all alike.
+
+    Args:
+        models (dict): The models, by whatever tells them apart.
+
+    Returns:
+        dict: By the same, what ``passes`` returns.
+    """
+    out = {name: {m: [] for m in positions} for name in models}
+    for _ in range(3):
+        for name, model in models.items():
+            for m, samples in passes(model, ids, positions, -(-rounds // 3)).items():
+                out[name][m] += samples
+    return out
+
+
 def union(trace, positions):
     """Distinct experts of a layer over m tokens in a row, as routed and as independent tokens would be.
 

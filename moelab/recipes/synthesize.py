@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..partial import begin, clear
+from ..partial import begin, clear, finish
 
 JOURNAL = "synthesize.json"  # lies in the folder for as long as ``synthesize`` is at work there
 GROUP_SIZE, BITS = 64, 4
@@ -309,7 +309,7 @@ def synthesize(
         for name in copied:
             shutil.copyfile(tokenizer / name, partial / name)
         (partial / "README.md").write_text(_readme(like, config["moelab_synthetic"], nbytes))
-        os.rename(partial, out)
+        finish(partial, out, JOURNAL)
     except BaseException as error:  # Ctrl-C too: nothing half-written stays
         clear(partial, JOURNAL, written)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -317,7 +317,6 @@ def synthesize(
                 errno.ENOSPC, f"the disk of {parent} filled up while {_as_gb(nbytes)} were written; nothing is left"
             ) from error
         raise
-    (out / JOURNAL).unlink()
     return out
 
 
