@@ -113,6 +113,7 @@ def test_killed_at_ten_moments(tmp_path):
         process.wait()
         process.stdout.close()
         if out.exists():  # it was faster
+            takes_s *= 0.9  # the first run was slow: other work on the machine
             load_model(out)[0].__exit__()
             shutil.rmtree(out)
             continue
