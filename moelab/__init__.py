@@ -7,12 +7,15 @@ seconds end in ``_s``.
 
 from pathlib import Path
 
+from . import interrupt
 from .checkpoint import CheckpointError
 from .lab.trace import Trace, TraceError, record
 from .speculation.generate import ModelDraft, speculative_generate
 from .streaming.config import StreamConfig
 from .streaming.model import Footprint, Stats, close, footprint, load, stats
 from .streaming.reader import ReadError
+
+interrupt.restore()
 
 __version__ = "0.1.0"
 

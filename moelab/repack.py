@@ -29,6 +29,7 @@ from .checkpoint import (
     locate_experts,
     packing_order,
 )
+from .partial import begin, finish
 
 PAGE = 4096
 _NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
@@ -53,7 +54,7 @@ def repack(model, out, progress=True):
         OSError: If ``out`` exists or the disk is too small.
     """
     out = Path(out)
-    if out.exists():
+    if os.path.lexists(out):
         raise FileExistsError(f"{out} exists already: remove it or name another folder")
     source = Checkpoint(model)
     if source.packed:
@@ -68,7 +69,12 @@ def repack(model, out, progress=True):
     backbone = {n: p for n, p in tree_flatten(loaded.parameters()) if n not in packed}
 
     total = sum(layer.nbytes for layer in layers) + sum(p.nbytes for p in backbone.values())
-    partial = _begin(out, source)
+    copied = [file for file in source.path.iterdir() if _is_copied(file)]
+    written = ["model.safetensors", "config.json", *(file.name for file in copied)]
+    for i in range(len(layers)):
+        written += [_file_name(i), _file_name(i, "writing")]
+    partial = begin(out, JOURNAL, written, _identity(source))
+    (partial / "config.json").unlink(missing_ok=True)
     free = shutil.disk_usage(partial).free + sum(f.stat().st_size for f in partial.iterdir())
     if free < total + (64 << 20):
         raise OSError(
@@ -76,43 +82,40 @@ def repack(model, out, progress=True):
         )  # fmt: skip
     with tqdm(total=total, unit="B", unit_scale=True, desc=out.name, disable=not progress, leave=False) as bar:
         for i, layer in enumerate(layers):
-            file = partial / f"experts-{i:05d}.safetensors"
+            file, half = partial / _file_name(i), partial / _file_name(i, "writing")
             if not file.exists():  # it has its name only once it is whole
-                layer.write(file.with_suffix(".writing"))
-                layer.compare(file.with_suffix(".writing"))
-                os.replace(file.with_suffix(".writing"), file)
+                layer.write(half)
+                layer.compare(half)
+                os.replace(half, file)
             bar.update(layer.nbytes)
         mx.save_safetensors(str(partial / "model.safetensors"), backbone, metadata={"format": "mlx"})
         bar.update(bar.total - bar.n)
-    for file in source.path.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name not in (
-            "config.json", "model.safetensors.index.json", JOURNAL
-        ):  # fmt: skip
-            shutil.copyfile(file, partial / file.name)
+    for file in copied:
+        shutil.copyfile(file, partial / file.name)
     mlx_lm_utils.save_config(config, partial / "config.json")
     _compare_backbone(partial, backbone)
     for file in partial.iterdir():
         _to_disk(file)
-    (partial / JOURNAL).unlink()
-    os.rename(partial, out)
+    finish(partial, out, JOURNAL)
     _to_disk(out.absolute().parent)
     return out
 
 
-def _begin(out, source):
-    """The unfinished folder: a new one, or the one that an interrupted run from the same files left."""
-    partial = out.with_name(out.name + ".partial")
+def _file_name(layer, suffix="safetensors"):
+    return f"experts-{layer:05d}.{suffix}"
+
+
+def _is_copied(file):
+    """Whether a file of the source goes into the new folder as it is."""
+    made = ("config.json", "model.safetensors.index.json", JOURNAL)
+    return file.is_file() and file.suffix != ".safetensors" and file.name not in made
+
+
+def _identity(source):
+    """The source's files with their sizes and times: a run goes on only from the same ones."""
     files = sorted({t.file for t in source.tensors.values()})
-    made_from = json.dumps([[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files])
-    journal = partial / JOURNAL
-    if not (journal.is_file() and journal.read_text() == made_from):
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
-        journal.with_suffix(".writing").write_text(made_from)
-        os.replace(journal.with_suffix(".writing"), journal)
-    (partial / "config.json").unlink(missing_ok=True)
-    return partial
+    stats = [(str(f.resolve()), f.stat()) for f in files]
+    return json.dumps([[name, s.st_size, s.st_mtime_ns] for name, s in stats])
 
 
 class _Layer:

@@ -89,6 +89,17 @@ def test_memory_over_a_run(model_path):
     assert r["tokens"] == [0, 4, 8] and r["predicted_nbytes"] > 0 and len(r["rss_nbytes"]) == 3
 
 
+def test_cuda_run_removes_no_folder_that_it_did_not_make(tmp_path):
+    own = tmp_path / "f" / "tiny" / "thesis.txt"
+    own.parent.mkdir(parents=True)
+    own.write_text("mine")
+    argv = [str(tmp_path / "r.json"), "--tiny", "--folder", str(tmp_path / "f"), "--only", "expert_calls"]
+    with pytest.raises(SystemExit) as stop:
+        cuda_run.main(argv)
+    assert str(own.parent) in str(stop.value) and own.read_text() == "mine"
+    assert not (tmp_path / "r.json").exists()
+
+
 def test_cuda_run_goes_on_when_a_section_fails(tmp_path, tokenizer, monkeypatch, capsys):  # noqa: F811
     def fails(self):
         raise RuntimeError("no such kernel")

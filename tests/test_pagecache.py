@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import sys
 import time
 from dataclasses import replace as changed
 from functools import lru_cache
 from itertools import combinations
+from pathlib import Path
 
 import families
 import mlx.core as mx
@@ -16,9 +18,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab import DATA
-from moelab.lab import cost, limit, machine, pagecache, routing, sweep
+from moelab.lab import advice, cost, limit, machine, pagecache, routing, sweep
 from moelab.lab.trace import Trace, driven
 from moelab.recipes import tiny_moe
+from moelab.streaming import config, slots
 from moelab.streaming.layers import OVERLAP_S
 from moelab.streaming.model import load_model
 from moelab.streaming.slots import SlotTable
@@ -213,6 +216,35 @@ def test_a_policy_or_a_size_that_is_none():
         pagecache.held(np.zeros((2, 1, 4), np.uint16), 16, 8)
     with pytest.raises(ValueError, match="pages: expected one of linux, lru"):
         pagecache.cached(np.arange(3), 3, 5, pages="bsd")
+
+
+def test_the_policies_are_listed_once():
+    """The engine's list is the beginning of the replay's, and everything else asks these two."""
+    assert pagecache.POLICIES[: len(slots.POLICIES)] == slots.POLICIES == ("lru", "lfu")
+    assert advice.POLICIES is slots.POLICIES and config.CHOICES["policy"] is slots.POLICIES
+    written = re.compile(r"""[(\[]["']lru["'],\s*["']lfu["'],?\s*[)\]]""")
+    files = [*Path(moelab.__file__).parent.rglob("*.py")]
+    assert [f.name for f in files if written.search(f.read_text())] == ["slots.py"]
+
+
+@pytest.mark.parametrize("policy", ("mru", "LRU", "", None))
+def test_an_unknown_policy_is_refused_everywhere(policy):
+    """The slot table took it for LFU, the loop of the replay for LRU."""
+    t, expected = made(), "policy: expected one of lru, lfu.* got "
+    sizes = {"L": 3, "K": 4, "E": 16, "expert_nbytes": 1, "slot_nbytes": 3, "checkpoint_nbytes": 48, "backbone_nbytes": 0}
+    for call in (
+        lambda: SlotTable(4, policy),
+        lambda: moelab.StreamConfig(policy=policy),
+        lambda: pagecache.held(t.experts, 16, 8, policy),
+        lambda: pagecache._scored(t.experts, 16, 8, policy),
+        lambda: pagecache.replay(t, 1e9, 8, policy, expert_nbytes=1, costs=COSTS),
+        lambda: advice.replays(sizes, 1e12, t, COSTS, [(8, policy)], 0),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            call()
+    for policy in ("s3-fifo", "belady", "none"):  # the replay has them, the engine does not
+        with pytest.raises(ValueError, match=expected):
+            SlotTable(4, policy)
 
 
 @pytest.mark.parametrize("policy", ("lru", "lfu"))

@@ -79,6 +79,29 @@ def test_union_refuses_more_tokens_than_there_are(small):
         routing.union(small, 41)
 
 
+@pytest.mark.parametrize("slots", (0, 4, 7, 16, 99))
+@pytest.mark.parametrize("m", (1, 3, 8))
+def test_missing(small, m, slots):
+    """Against lists: what a window needs, less the last ``slots`` different ones before it."""
+    T, L, K = small.experts.shape
+    want = np.zeros((T - m + 1, L))
+    for layer in range(L):
+        recent = []  # least recent first
+        for t, token in enumerate(small.experts[:, layer].tolist()):
+            held = recent[-slots:] if slots else []
+            if t <= T - m:
+                needed = {e for row in small.experts[t : t + m, layer].tolist() for e in row}
+                want[t, layer] = len(needed - set(held))
+            recent = [e for e in recent if e not in token] + token
+    for skip in (0, 5):
+        got = routing.missing(small, m, slots, skip)
+        np.testing.assert_allclose(got, want[skip:].mean(0))
+    if slots == 0:
+        np.testing.assert_allclose(routing.missing(small, m, 0), routing.union(small, m))
+    with pytest.raises(routing.TraceError, match="expected"):
+        routing.missing(small, T - 1, slots, skip=2)
+
+
 def test_overlap_between_layers(small):
     want = np.zeros((3, 3))
     for row in small.experts:

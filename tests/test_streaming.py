@@ -194,8 +194,9 @@ def test_top_k(path, top_k):
 
 
 def test_from_env(monkeypatch):
-    for name in ("MLX_MOE_STACKED", "MLX_MOE_FUSE_GATEUP", "MLX_MOE_CACHE_SLOTS", "SWIFTLM_TOP_K"):
-        monkeypatch.delenv(name, raising=False)
+    for name in list(os.environ):
+        if name.startswith(("MLX_MOE_", "TEND_MOE_", "SWIFTLM_")):
+            monkeypatch.delenv(name)
     assert moelab.StreamConfig.from_env() == moelab.StreamConfig(mode="buffers")
     monkeypatch.setenv("MLX_MOE_STACKED", "1")
     monkeypatch.setenv("MLX_MOE_CACHE_SLOTS", "24")
@@ -203,6 +204,21 @@ def test_from_env(monkeypatch):
     monkeypatch.setenv("MLX_MOE_FUSE_GATEUP", "1")
     monkeypatch.setenv("SWIFTLM_TOP_K", "6")
     assert moelab.StreamConfig.from_env(readers=2) == moelab.StreamConfig(slots=24, top_k=6, readers=2)
+    monkeypatch.setenv("TEND_MOE_CACHE_SLOTS", "24")
+    assert moelab.StreamConfig.from_env().slots == 24
+    monkeypatch.setenv("TEND_MOE_CACHE_SLOTS", "16")
+    with pytest.raises(ValueError, match="MLX_MOE_CACHE_SLOTS.*24.*TEND_MOE_CACHE_SLOTS.*16.*[Uu]nset one"):
+        moelab.StreamConfig.from_env()
+    monkeypatch.delenv("MLX_MOE_CACHE_SLOTS")
+    assert moelab.StreamConfig.from_env().slots == 16
+
+
+def test_the_seeds_commands_are_understood(monkeypatch):
+    """``SWIFTLM_TOP_K=6 TEND_MOE_CACHE_SLOTS=16 SwiftLM ...``, as in DFlash issue 91; 24 is not our default."""
+    monkeypatch.setenv("SWIFTLM_TOP_K", "6")
+    monkeypatch.setenv("TEND_MOE_CACHE_SLOTS", "24")
+    config = moelab.StreamConfig.from_env()
+    assert (config.top_k, config.slots) == (6, 24)
 
 
 def test_mlx_lm_generates_with_it(with_tokenizer):

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
@@ -247,3 +248,63 @@ def test_ctrl_c_leaves_nothing(tmp_path, tokenizer):
     p.send_signal(2)
     assert p.wait(30) == 130 and p.stderr.read() == b"interrupted\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_partial_folder_of_somebody_else_is_refused_and_left_alone(tmp_path, tokenizer):
+    own = tmp_path / "m.partial" / "thesis.txt"
+    own.parent.mkdir()
+    own.write_text("mine")
+    with pytest.raises(FileExistsError, match="m.partial.*move it"):
+        write(tmp_path / "m", tokenizer, config=small())
+    assert own.read_text() == "mine" and list(own.parent.iterdir()) == [own]
+
+
+def test_a_link_called_partial_is_refused(tmp_path, tokenizer):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "m.partial").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    with pytest.raises(FileExistsError, match="m.partial.*move it"):
+        write(tmp_path / "m", tokenizer, config=small())
+    assert (tmp_path / "m.partial").is_symlink() and not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_killed_run_starts_over(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(S.shards, "__defaults__", (200_000,))
+    code = """
+import os, sys
+import test_synthesize as T
+S, real = T.S, T.S._write_shard
+S.shards.__defaults__ = (100_000,)  # more files than the next run writes
+def write(path, *rest):
+    real(path, *rest)
+    if "00003" in path.name:
+        os.kill(os.getpid(), 9)
+S._write_shard = write
+T.write(sys.argv[1], sys.argv[2], config=T.small())
+"""
+    out, partial = tmp_path / "m", tmp_path / "m.partial"
+    command = [sys.executable, "-c", code, str(out), str(tokenizer)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    assert subprocess.run(command, env=env).returncode == -9
+    left = {p.name for p in partial.iterdir()}
+    assert len([n for n in left if n.endswith(".safetensors")]) == 3
+    (partial / "thesis.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="thesis.txt"):
+        write(out, tokenizer, config=small())
+    assert {p.name for p in partial.iterdir()} == {*left, "thesis.txt"}
+    (partial / "thesis.txt").unlink()
+    write(out, tokenizer, config=small())
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+    assert not {p.name for p in out.iterdir()} & left, "nothing of the killed run is in it"
+    mlx_lm.load(str(out))
+
+
+def test_what_somebody_puts_into_the_folder_meanwhile_stays(tmp_path, tokenizer, monkeypatch):
+    def full(path, *_):
+        path.write_bytes(b"half")
+        (path.parent / "thesis.txt").write_text("mine")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(S, "_write_shard", full)
+    with pytest.raises(OSError, match="filled up"):
+        write(tmp_path / "m", tokenizer, config=small())
+    assert [p.name for p in (tmp_path / "m.partial").iterdir()] == ["thesis.txt"]

@@ -133,6 +133,42 @@ def test_a_driven_model_runs_the_trace(path, mode):
     moelab.close(model)
 
 
+@pytest.mark.parametrize("mode", ("resident", "serial", "fused"))
+def test_a_pass_that_fails_keeps_its_error_and_the_calls_before_it(path, mode, monkeypatch):
+    """The recorder was handed half of the layers of the last call, and raised in place of the error."""
+    model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=K))
+    block = [m for m in model.modules() if "gate" in m and "switch_mlp" in m][3]
+    real, calls_left = type(block).__call__, None
+
+    def failing(self, x):
+        nonlocal calls_left
+        if self is block and calls_left is not None:
+            calls_left -= 1
+            if calls_left < 0:
+                raise OSError("the disk is on fire")
+        return real(self, x)
+
+    monkeypatch.setattr(type(block), "__call__", failing)
+    with model:
+        with moelab.record(model) as whole:
+            run(model, steps=2)
+        calls_left = 0
+        with pytest.raises(OSError, match="on fire"), moelab.record(model) as seen:
+            run(model)
+        assert seen.experts.shape == (0, L, K)
+        calls_left = 3
+        with pytest.raises(OSError, match="on fire"), moelab.record(model) as seen:
+            run(model)
+        same(seen, whole)
+        with moelab.record(model) as seen:  # a call that the caller survives is left out, too
+            calls_left = 0
+            with pytest.raises(OSError, match="on fire"):
+                run(model)
+            calls_left = None
+            run(model, steps=2)
+        same(seen, whole)
+
+
 def test_streamed_and_resident_write_the_same_when_driven(path):
     trace, out = random_trace(6, 5), []
     for mode in ("resident", "fused"):

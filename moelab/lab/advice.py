@@ -8,10 +8,10 @@ import numpy as np
 
 from .. import StreamConfig, footprint, load
 from ..checkpoint import Checkpoint
+from ..streaming.slots import POLICIES
 from . import cost, machine, pagecache, prefetch, sweep
 from .bench import PROMPTS, folder
 
-POLICIES = ("lru", "lfu")  # those that the engine has
 FLAT = 0.02  # of settings no more than so much apart, the one that moves the fewest bytes is taken
 WORTH = 0.03  # a change of layout that saves less is not worth a second copy of the file, a guess not its risk
 TOKENS, SKIP = 400, 200

@@ -46,6 +46,7 @@ def generate(model_path, prompt, config=None, max_tokens=128, out=None):
     out = out or sys.stdout
     model, tokenizer = load(model_path, config or StreamConfig())
     with model:
+        encode(tokenizer, prompt)
         mx.reset_peak_memory()
         out.write(prompt)
         for r in stream_generate(model, tokenizer, prompt, max_tokens=max_tokens):
@@ -67,24 +68,53 @@ def parse_modes(text, base=None):
         base (StreamConfig): Every other field. Default: ``StreamConfig()``.
     """
     base, out = base or StreamConfig(), {}
-    known = {f.name for f in dataclasses.fields(StreamConfig)}
-    for name in filter(None, (part.strip() for part in text.split(","))):
+    known = sorted({f.name for f in dataclasses.fields(StreamConfig)} - {"mode"})
+    for name in (part.strip() for part in text.split(",")):
         mode, *settings = name.split("/")
-        fields = {"mode": mode}
+        if not mode:
+            raise ValueError(f"modes: expected names divided by commas, such as resident,fused; got {text!r}")
+        if name in out:
+            raise ValueError(f"modes: expected each mode once, {name!r} is there twice in {text!r}")
+        fields = {}
         for setting in settings:
             key, _, value = setting.partition("=")
             if key not in known or not value:
                 raise ValueError(
-                    f"modes: {setting!r} in {name!r}, expected FIELD=VALUE with a field of StreamConfig ({', '.join(sorted(known))})"
+                    f"modes: {setting!r} in {name!r}, expected FIELD=VALUE with a field of StreamConfig ({', '.join(known)})"
                 )
-            integer = key in INTEGERS or key == "streams" and value != "auto"
-            if integer and not value.isdigit():
-                raise ValueError(f"modes: {setting!r} in {name!r}, expected a whole number")
-            fields[key] = int(value) if integer else value
-        out[name] = dataclasses.replace(base, **fields)
-    if not out:
-        raise ValueError(f"modes: expected names divided by commas, such as resident,fused; got {text!r}")
+            if key in fields:
+                raise ValueError(f"modes: expected each field once, {key} is there twice in {name!r}")
+            fields[key] = _field(key, value, f"modes: {setting!r} in {name!r}")
+        config = dataclasses.replace(base, mode=mode, **fields)
+        for key in config.unused().intersection(fields):
+            raise ValueError(f"modes: {key} in {name!r} has no effect there: leave it out")
+        if config.prefetch == "oracle":
+            raise ValueError(f"modes: {name!r}: an oracle needs a trace (moelab.lab.prefetch); expected none, last or lookahead")
+        out[name] = config
     return out
+
+
+def resident_like(base=None):
+    """The resident model that computes the same: with the dtype and the top-k of a config."""
+    base = base or StreamConfig()
+    return StreamConfig(mode="resident", dtype=base.dtype, top_k=base.top_k)
+
+
+def _field(key, value, where):
+    """The value of a field of ``StreamConfig`` that was given as text."""
+    if key not in INTEGERS and (key != "streams" or value == "auto"):
+        return value
+    if not value.isdecimal():
+        raise ValueError(f"{where}, expected a whole number")
+    return int(value)
+
+
+def encode(tokenizer, prompt):
+    """The tokens of a prompt, of which there must be some."""
+    ids = tokenizer.encode(prompt)
+    if not len(ids):
+        raise ValueError(f"prompt {prompt!r}: expected a text of at least one token, the tokenizer made none. Give another.")
+    return ids
 
 
 def decode(model, prompt_ids, tokens, warmup=0, before_clock=None):
@@ -220,7 +250,7 @@ def bench(path, modes="resident,serial,buffers,stacked,fused", base=None, tokens
         for i in range(-1, runs):
             for name in order.sample(list(configs), len(configs)):
                 model = loaded.get(name)
-                ids = loaded.tokenizer.encode(prompts[i % len(prompts)])
+                ids = [encode(loaded.tokenizer, p) for p in prompts][i % len(prompts)]
                 before = mx.get_active_memory()
                 mx.reset_peak_memory()
                 sample = decode(model, ids, tokens if i >= 0 else min(tokens, 16), warmup,
@@ -250,7 +280,7 @@ def agreement(path, modes="serial,buffers,stacked,fused", base=None, tokens=32, 
         logits; ``same_tokens``, the share of steps with the same best token; ``bit_for_bit`` of the decoded steps.
     """
     path = folder(path)
-    configs = {"resident": dataclasses.replace(base or StreamConfig(), mode="resident"), **parse_modes(modes, base)}
+    configs = {"resident": resident_like(base), **parse_modes(modes, base)}
     out, yard, ids = {}, None, None
     for name, config in configs.items():
         model, tokenizer = load(path, config)

@@ -5,9 +5,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from .. import StreamConfig, close, load, stats
+from .. import close, load, stats
 from . import machine, timing
-from .bench import parse_modes, spread
+from .bench import parse_modes, resident_like, spread
 
 
 def bench_layer(path, modes="stacked,fused", base=None, rounds=200, seed=0):
@@ -18,14 +18,15 @@ def bench_layer(path, modes="stacked,fused", base=None, rounds=200, seed=0):
 
     Args:
         path (str): The model.
-        modes (str): As for ``parse_modes``.
-        base (StreamConfig): What the modes have in common.
+        modes (str or dict): As for ``parse_modes``; or configs by name.
+        base (StreamConfig): What the modes have in common. The resident block has its dtype and top-k.
         rounds (int): Timed rounds, in random order.
 
     Returns:
         dict: Timings by variant and, for each mode, ``ratio``: its time over resident plus one evaluation, round by round.
     """
-    configs = {"resident": StreamConfig(mode="resident"), **parse_modes(modes, base)}
+    configs = parse_modes(modes, base) if isinstance(modes, str) else modes
+    configs = {"resident": resident_like(base), **configs}
     variants, models = {}, []
     x = None
     for name, config in configs.items():

@@ -274,13 +274,13 @@ def measure(model_path, config, tokens, warmup, prompt):
     """
     import mlx.core as mx
 
-    from .bench import decode
+    from .bench import decode, encode
 
     rss = [psutil.Process().memory_info().rss]
     model, tokenizer = load(model_path, config)
     sample = decode(
         model,
-        tokenizer.encode(prompt),
+        encode(tokenizer, prompt),
         tokens,
         warmup,
         before_clock=lambda: rss.append(psutil.Process().memory_info().rss),
@@ -295,7 +295,9 @@ def measure(model_path, config, tokens, warmup, prompt):
     }
 
 
-def bench_limited(model_path, configs, nbytes, tokens=64, warmup=16, runs=5, prompt=None):
+def bench_limited(
+    model_path, configs, nbytes, tokens=64, warmup=16, runs=5, prompts=None, base=None
+):
     """Every mode under a memory limit, against the resident model with all the memory.
 
     Each run is a fresh process, limited before it loads anything; the rounds take the
@@ -308,13 +310,19 @@ def bench_limited(model_path, configs, nbytes, tokens=64, warmup=16, runs=5, pro
         tokens (int): Tokens timed in a run.
         warmup (int): Tokens decoded before.
         runs (int): Rounds.
-        prompt (str, optional): Default: ``def main():``.
+        prompts (list[str], optional): Round i takes prompt i, modulo their number. Default:
+            ``def main():``.
+        base (StreamConfig, optional): Its dtype and top-k are the resident model's.
 
     Returns:
         dict: All samples, and a summary for each variant.
     """
-    prompt = prompt or "def main():\n"
-    variants = {"resident, no limit": (StreamConfig(mode="resident"), None)}
+    from .bench import folder, resident_like
+
+    prompts, model_path = prompts or ["def main():\n"], folder(model_path)
+    for config in configs.values():
+        footprint(model_path, config)  # refuses what cannot be before any work
+    variants = {"resident, no limit": (resident_like(base), None)}
     variants |= {f"{name}, limit": (config, nbytes) for name, config in configs.items()}
     samples = []
     for i in tqdm(range(runs), desc="rounds under the limit", leave=False):
@@ -324,6 +332,7 @@ def bench_limited(model_path, configs, nbytes, tokens=64, warmup=16, runs=5, pro
             if limit is not None:
                 # Pages that another process brought in would be served, and not counted.
                 machine.drop_pages(model_path)
+            prompt = prompts[i % len(prompts)]
             call = json.dumps([str(model_path), asdict(config), tokens, warmup, prompt])
             done = run([sys.executable, "-m", "moelab.lab.limit", call], limit, ways=("cgroup", "systemd-run"))
             if done.returncode and not done.killed:
@@ -338,7 +347,7 @@ def bench_limited(model_path, configs, nbytes, tokens=64, warmup=16, runs=5, pro
         "checkpoint_nbytes": footprint(model_path).checkpoint_nbytes,
         "tokens": tokens,
         "warmup_tokens": warmup,
-        "prompt": prompt,
+        "prompts": prompts,
         "samples": samples,
         "summary": summarize(samples),
     }
@@ -398,4 +407,7 @@ def report(record):
 
 if __name__ == "__main__":
     model_path, config, *rest = json.loads(sys.argv[1])
-    print(json.dumps(measure(model_path, StreamConfig(**config), *rest)))
+    try:
+        print(json.dumps(measure(model_path, StreamConfig(**config), *rest)))
+    except (ValueError, OSError) as error:  # the process above prints it
+        sys.exit(str(error))

@@ -254,6 +254,8 @@ def _size(nbytes: int) -> str:
 
 def check(model=None) -> bool:
     """Prints one line for each finding; returns whether all is well."""
+    if model is not None and not Path(model).is_dir():
+        raise ValueError(f"{model}: expected a model folder, found none. Check the name.")
     good = True
     for ok, what, remedy in findings(model):
         print(f"[{'ok' if ok else 'fail'}] {what}" + ("" if ok else f" -> {remedy}"))

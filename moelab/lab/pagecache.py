@@ -12,13 +12,15 @@ from math import isqrt
 import numpy as np
 
 from ..streaming.layers import OVERLAP_S
+from ..streaming.slots import POLICIES as ENGINE
 from ..streaming.slots import hottest
 from .cost import Costs, measure_costs
 from .routing import popularity
 
 __all__ = ["POLICIES", "Costs", "Replay", "cached", "held", "measure_costs", "pin", "replay"]
 
-POLICIES = ("lru", "lfu", "fifo", "s3-fifo", "belady", "none")
+POLICIES = (*ENGINE, "fifo", "s3-fifo", "belady", "none")
+_SCORED = (*ENGINE, "fifo", "belady")  # those of ``_scored``, with pinned experts or without
 PAGES = ("linux", "lru")
 
 
@@ -167,8 +169,8 @@ def held(experts, num_experts, slots, policy="lru", pinned=()):
     T, L, K = experts.shape
     if policy not in POLICIES:
         raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}.")
-    if pinned and policy in ("s3-fifo", "none"):
-        raise ValueError(f"pinned: expected a policy of lru, lfu, fifo or belady beside it, got {policy!r}.")
+    if pinned and policy not in _SCORED:
+        raise ValueError(f"pinned: expected a policy of {', '.join(_SCORED)} beside it, got {policy!r}.")
     if policy == "none":
         return np.zeros((T, L, K), bool)
     if slots < K:
@@ -251,6 +253,8 @@ def _s3_fifo(rows, E, slots):
 
 def _scored(experts, E, slots, policy, pinned=()):
     # All layers at once, token by token: of the experts held and not needed, those with the lowest scores leave.
+    if policy not in _SCORED:
+        raise ValueError(f"policy: expected one of {', '.join(_SCORED)}, got {policy!r}.")
     T, L, K = experts.shape
     rows, places = np.arange(L)[:, None], np.arange(K)
     slot_of = np.full((L, E + 1), -1)  # the last column is of nobody, whom empty slots hold

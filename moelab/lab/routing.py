@@ -113,6 +113,38 @@ def union(trace, m):
     return out
 
 
+def missing(trace, m, slots, skip=0):
+    """How many experts a pass over m consecutive tokens reads with S slots in each layer.
+
+    The slots hold the experts used last before the pass, as LRU keeps them; the pass reads each
+    of the others once.
+
+    Args:
+        trace (Trace): ``[T, L, K]``.
+        m (int): Tokens in a row.
+        slots (int): S; 0: every expert is read, so it is ``union``.
+        skip (int): Tokens at the start that only fill the slots.
+
+    Returns:
+        np.ndarray: ``[L]``, means over all windows of m tokens after the first ``skip``.
+    """
+    T, L, K = trace.experts.shape
+    if not (1 <= m and 0 <= skip <= T - m):
+        raise TraceError(f"missing: expected 1 to {T - skip} tokens after {skip}, got {m}.")
+    slots = min(slots, trace.num_experts)
+    out = np.empty(L)
+    first = np.arange(skip, T - m + 1, dtype=np.int32)[:, None] * K
+    for layer in range(L):
+        last = _last_use(trace.experts[:, layer : layer + 1], trace.num_experts)[:, 0]
+        before, after = last[skip : T - m + 1], last[skip + m :]
+        held = np.zeros(before.shape, bool)
+        if slots:
+            oldest = np.partition(before, -slots, axis=1)[:, -slots, None]
+            held = (before >= oldest) & (before >= 0)
+        out[layer] = np.count_nonzero((after >= first) & ~held) / len(first)
+    return out
+
+
 def layer_overlap(trace):
     """How many of a token's experts in one layer have the same number as some of its experts in another.
 

@@ -4,6 +4,7 @@ import html
 import json
 import os
 import random
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -139,6 +140,26 @@ def save(path, record):
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(record, indent=1, default=_plain) + "\n")
     os.replace(partial, path)
+
+
+def check_writable(path):
+    """Whether ``save`` could write a file; none is made.
+
+    Raises:
+        ValueError: If not.
+    """
+    path = Path(path)
+    parent = next((p for p in path.absolute().parents if os.path.lexists(p)), Path("/"))
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is there and is no plain file")
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"json {str(path)!r}: expected a file that can be written, "
+            f"but {error.strerror or error}. Name another."
+        ) from error
 
 
 def _plain(value):

@@ -133,7 +133,8 @@ class Trace:
 
 
 class _Recorder:
-    def __init__(self):
+    def __init__(self, num_layers):
+        self.num_layers = num_layers
         self.calls = []  # (token ids, phase, {layer: routed})
 
     def begin(self, inputs, phase):
@@ -145,7 +146,7 @@ class _Recorder:
         self.calls[-1][2][layer] = routed.reshape(-1, routed.shape[-1]).astype(np.uint16)
 
     def into(self, trace):
-        calls = [c for c in self.calls if c[2]]
+        calls = [c for c in self.calls if len(c[2]) == self.num_layers]  # the others failed
         if not calls:
             return
         trace.tokens = np.concatenate([tokens for tokens, _, _ in calls])
@@ -216,7 +217,8 @@ def record(model, name=None, seed=None, prompt=""):
         prompt (str): Kept with the trace.
 
     Yields:
-        Trace: Empty at first, filled when the block ends, also by an exception.
+        Trace: Empty at first, filled when the block ends, also by an exception. A call that
+            failed half-way is left out.
     """
     session = _session(model, "record")
     if session.recorder is not None:
@@ -225,7 +227,7 @@ def record(model, name=None, seed=None, prompt=""):
     name = name or getattr(model, "model_type", None) or type(model).__name__
     empty = np.zeros((0, len(modules), session.top_k), np.uint16)
     trace = Trace(empty, np.zeros(0, "U7"), np.zeros(0, np.int64), max(sizes, default=0), str(name), seed, prompt)
-    recorder = session.recorder = _Recorder()
+    recorder = session.recorder = _Recorder(len(modules))
 
     def look(layer):
         def tap(indices):

@@ -216,6 +216,8 @@ def main(argv=None):
     begin = time.perf_counter()
     folder = args.folder or tempfile.mkdtemp(prefix="moelab-")
     run = Run(folder, args.tokenizer, args.tiny)
+    if run.path.exists():  # it would be removed at the end
+        sys.exit(f"{run.path} exists already: remove it or name another --folder")
     record = {
         "kind": "cuda_run",
         "machine": machine.card(),

@@ -18,6 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ..partial import begin, clear, finish
+
+JOURNAL = "synthesize.json"  # lies in the folder for as long as ``synthesize`` is at work there
 GROUP_SIZE, BITS = 64, 4
 SHARD_NBYTES = 5 << 30  # as mlx-lm cuts its own
 CHUNK_NBYTES = 16 << 20
@@ -253,16 +256,16 @@ def synthesize(
     fewest = text.get("full_attention_interval", 1)  # mlx-lm's hybrid models look for their first layer of full attention
     if layers is not None and not fewest <= layers <= published_layers:
         raise ValueError(f"layers={layers}: expected {fewest} to {published_layers}, the depth of {like}")
-    if out.exists():
+    if os.path.lexists(out):
         raise FileExistsError(f"{out} exists already: remove it or name another folder")
 
-    tokenizer = Path(tokenizer) if tokenizer else moelab.DATA / "models" / "tiny-moe"
+    tokenizer = moelab.DATA / "models" / "tiny-moe" if tokenizer is None else Path(tokenizer)
     if not (tokenizer / "tokenizer.json").is_file():
         raise FileNotFoundError(
             f"no tokenizer.json in {tokenizer}: name a folder that holds one with --tokenizer (any mlx-lm model's will do)"
         )
     vocab_of_tokenizer, special = _tokenizer_facts(tokenizer)
-    vocab = vocab or vocab_of_tokenizer
+    vocab = vocab_of_tokenizer if vocab is None else vocab
     if vocab < vocab_of_tokenizer:
         raise ValueError(f"vocab={vocab}: expected at least {vocab_of_tokenizer}, the tokenizer's own")
     # Ids that the tokenizer cannot write, and the end of text, get a logit of zero: greedy decoding never picks them.
@@ -286,30 +289,29 @@ def synthesize(
         "vocab": vocab, "vocab_of_the_real_model": published_vocab,
     }  # fmt: skip
 
-    partial = out.with_name(out.name + ".partial")
-    if partial.exists():
-        shutil.rmtree(partial)  # left by a run that was killed; the name is ours alone
-    partial.mkdir()
+    parts, index = shards(tensors), {}
+    names = ["model.safetensors"]
+    if len(parts) > 1:
+        names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+    copied = [name for name in _TOKENIZER_FILES if (tokenizer / name).is_file()]
+    written = [*names, "model.safetensors.index.json", "config.json", "README.md", *copied]
+    partial = begin(out, JOURNAL, written)
     try:
-        files = shards(tensors)
-        index = {}
         bar = tqdm(total=nbytes, unit="B", unit_scale=True, desc=out.name, disable=not progress, leave=False)
         with bar:
-            for i, part in enumerate(files, 1):
-                name = "model.safetensors" if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"
+            for name, part in zip(names, parts):
                 index.update({t.name: name for t in part})
                 _write_shard(partial / name, part, shapes, seed, silent_rows, bar)
         (partial / "model.safetensors.index.json").write_text(
             json.dumps({"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(index.items()))}, indent=4)
         )
         (partial / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=4))
-        for name in _TOKENIZER_FILES:
-            if (tokenizer / name).is_file():
-                shutil.copyfile(tokenizer / name, partial / name)
+        for name in copied:
+            shutil.copyfile(tokenizer / name, partial / name)
         (partial / "README.md").write_text(_readme(like, config["moelab_synthetic"], nbytes))
-        os.rename(partial, out)
+        finish(partial, out, JOURNAL)
     except BaseException as error:  # Ctrl-C too: nothing half-written stays
-        shutil.rmtree(partial, ignore_errors=True)
+        clear(partial, JOURNAL, written)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise OSError(
                 errno.ENOSPC, f"the disk of {parent} filled up while {_as_gb(nbytes)} were written; nothing is left"

@@ -1,10 +1,19 @@
 """How to stream: one frozen record, checked when it is made."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Optional, Union
 
+from .slots import POLICIES
+
 MODES = ("resident", "serial", "buffers", "stacked", "fused")
+CHOICES = {  # of the fields that take one of several names
+    "mode": MODES,
+    "prefetch": ("none", "last", "lookahead", "oracle"),
+    "policy": POLICIES,
+    "scales": ("streamed", "resident"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+}
 
 
 @dataclass(frozen=True)
@@ -50,13 +59,7 @@ class StreamConfig:
     streams: Union[int, str] = "auto"
 
     def __post_init__(self):
-        for name, allowed in (
-            ("mode", MODES),
-            ("prefetch", ("none", "last", "lookahead", "oracle")),
-            ("policy", ("lru", "lfu")),
-            ("scales", ("streamed", "resident")),
-            ("dtype", ("auto", "float32", "bfloat16", "float16")),
-        ):
+        for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(
@@ -97,33 +100,63 @@ class StreamConfig:
                     f"StreamConfig.{name}: expected a whole number of at least 1, got {value!r}."
                 )
 
+    def unused(self):
+        """The fields that this mode does not look at.
+
+        Returns:
+            set[str]: Their names.
+        """
+        if self.mode in ("stacked", "fused"):
+            return set() if self.pinned_nbytes else {"pinned_trace"}
+        unused = {"slots", "prefetch", "policy", "pinned_nbytes", "pinned_trace", "streams"}
+        if self.mode != "buffers":
+            unused.add("readers")
+        if self.mode == "resident":
+            unused.add("scales")
+        return unused
+
     @classmethod
     def from_env(cls, **fields):
         """Read the environment variables that SwiftLM's users know.
 
         ``MLX_MOE_STACKED`` and ``MLX_MOE_FUSE_GATEUP`` choose the mode (neither:
-        ``buffers``), ``MLX_MOE_CACHE_SLOTS`` the slots, ``SWIFTLM_TOP_K`` the top-k.
+        ``buffers``), ``MLX_MOE_CACHE_SLOTS`` or ``TEND_MOE_CACHE_SLOTS`` the slots,
+        ``SWIFTLM_TOP_K`` the top-k.
 
         Args:
             fields: Fields that do not come from the environment.
 
         Raises:
-            ValueError: If a variable is not what it should be.
+            ValueError: If a variable is not what it should be, or two contradict each other.
         """
 
-        def number(name):
-            value = os.environ.get(name, "0")
+        def number(name, least, most=None):
+            text = os.environ[name]
             try:
-                return int(value)
+                value = int(text)
             except ValueError:
-                raise ValueError(f"{name}: expected a whole number, got {value!r}.") from None
+                value = None
+            if value is None or value < least or most is not None and value > most:
+                of = f"of at least {least}" if most is None else f"from {least} to {most}"
+                raise ValueError(f"{name}: expected a whole number {of}, got {text!r}.")
+            return value
 
-        stacked, fuse = number("MLX_MOE_STACKED"), number("MLX_MOE_FUSE_GATEUP")
+        def switch(name):
+            return name in os.environ and number(name, 0, 1)
+
+        stacked, fuse = switch("MLX_MOE_STACKED"), switch("MLX_MOE_FUSE_GATEUP")
         if fuse and not stacked:
             raise ValueError("MLX_MOE_FUSE_GATEUP=1 needs MLX_MOE_STACKED=1 as well.")
-        config = cls(mode="fused" if fuse else "stacked" if stacked else "buffers")
-        if "MLX_MOE_CACHE_SLOTS" in os.environ:
-            config = replace(config, slots=number("MLX_MOE_CACHE_SLOTS"))
+        found = {"mode": "fused" if fuse else "stacked" if stacked else "buffers"}
+        names = ("MLX_MOE_CACHE_SLOTS", "TEND_MOE_CACHE_SLOTS")
+        slots = {name: number(name, 1) for name in names if name in os.environ}
+        if len(set(slots.values())) > 1:
+            raise ValueError(
+                f"{' and '.join(f'{k}={v}' for k, v in slots.items())}: expected the same number "
+                "of slots in both. Unset one."
+            )
+        if slots:
+            found["slots"] = next(iter(slots.values()))
         if "SWIFTLM_TOP_K" in os.environ:
-            config = replace(config, top_k=number("SWIFTLM_TOP_K"))
-        return replace(config, **fields)
+            found["top_k"] = number("SWIFTLM_TOP_K", 1)
+        return cls(**found | fields)

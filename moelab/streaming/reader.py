@@ -223,7 +223,9 @@ class Reader:
                     got += more
             except OSError as e:
                 raise ReadError(
-                    e.errno, f"{r}: {e.strerror}. Check the disk, then load again."
+                    e.errno,
+                    f"{r}: {e.strerror}. Try again: the model goes on from here. "
+                    "If it fails again, check the disk.",
                 ) from e
             if got != r.nbytes:
                 raise ReadError(

@@ -16,6 +16,8 @@ from mlx_lm.models.switch_layers import SwitchGLU, _gather_sort, _scatter_unsort
 from ..checkpoint import GATE_UP, expert_parameters, packing_order
 from .reader import Read
 
+POLICIES = ("lru", "lfu")  # the only list of them; the replay's begins with it
+
 
 class SlotTable:
     """Which expert sits in which slot of one layer.
@@ -36,6 +38,8 @@ class SlotTable:
     """
 
     def __init__(self, num_slots, policy="lru", pinned=()):
+        if policy not in POLICIES:
+            raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}.")
         self.num_slots = num_slots
         self.policy = policy
         self.pinned = {e: num_slots + i for i, e in enumerate(pinned)}

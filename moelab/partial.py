@@ -1,0 +1,88 @@
+"""The folder ``OUT.partial``, where a command works until all of ``OUT`` is on disk.
+
+A journal is the first file in it. It names the command, what the files are made from, and
+every file that the command writes there. Only those files are ever removed.
+"""
+
+import json
+import os
+
+
+def begin(out, journal, files, made_from=None):
+    """Make ``OUT.partial``, or take over the one that a killed run of the same command left.
+
+    Args:
+        out (Path): The folder that is to be made.
+        journal (str): Name of the journal; each command has its own.
+        files (list[str]): Names of all other files that the command writes.
+        made_from (str, optional): What the files are made from. Files of a killed run are kept
+            if theirs was the same. Default: they are removed.
+
+    Returns:
+        Path: The folder.
+
+    Raises:
+        FileExistsError: If there is an ``OUT.partial`` that the command did not make, or one
+            with other files in it. Nothing is changed then.
+    """
+    partial = out.with_name(out.name + ".partial")
+    earlier = _earlier(partial, journal)
+    keep = files if made_from is not None and earlier.get("made_from") == made_from else []
+    partial.mkdir(parents=True, exist_ok=True)
+    for name in set(earlier["files"]) - set(keep):
+        (partial / name).unlink(missing_ok=True)
+    new = partial / f"{journal}.writing"
+    new.write_text(json.dumps({"made_from": made_from, "files": sorted(files)}))
+    os.replace(new, partial / journal)
+    (partial / f"{journal}.done").unlink(missing_ok=True)
+    return partial
+
+
+def finish(partial, out, journal):
+    """Give the folder its name. At no moment is it nobody's: the journal goes last."""
+    os.replace(partial / journal, partial / f"{journal}.done")
+    os.rename(partial, out)
+    (out / f"{journal}.done").unlink()
+
+
+def clear(partial, journal, files):
+    """Remove a command's files and, if nothing else is in it, the folder."""
+    for name in (*files, f"{journal}.writing", f"{journal}.done", journal):
+        (partial / name).unlink(missing_ok=True)
+    if partial.is_dir() and not any(partial.iterdir()):
+        partial.rmdir()
+
+
+def _earlier(partial, journal):
+    """What the journal of a killed run says, once nothing else is found in the folder."""
+    command = f"moelab {journal.removesuffix('.json')}"
+    remedy = "Remove it, or move it elsewhere, or name another folder to make."
+    if partial.is_symlink() or partial.exists() and not partial.is_dir():
+        raise FileExistsError(
+            f"{partial}: expected nothing or a folder that '{command}' left, "
+            f"got a {'link' if partial.is_symlink() else 'file'}. {remedy}"
+        )
+    found = {p.name for p in partial.iterdir()} if partial.is_dir() else set()
+    found.discard(f"{journal}.writing")
+    if not found:
+        return {"files": []}
+    done = f"{journal}.done"
+    try:
+        earlier = json.loads((partial / (done if done in found else journal)).read_text())
+        known = {journal, done, *earlier["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise FileExistsError(
+            f"{partial}: expected a folder that '{command}' left, with its {journal}, "
+            f"found none of its own. {remedy}"
+        ) from None
+    others = sorted(
+        n for n in found
+        if n not in known or (partial / n).is_symlink() or not (partial / n).is_file()
+    )  # fmt: skip
+    if others:
+        raise FileExistsError(
+            f"{partial}: '{command}' left this folder, but did not write {', '.join(others[:3])}"
+            f"{' and more' if len(others) > 3 else ''} in it. Move what is yours elsewhere and "
+            "run the command again, or name another folder to make."
+        )
+    return {**earlier, "files": sorted(found - {journal, done})}
