@@ -31,7 +31,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def small_layers_are_spread(monkeypatch):
-    monkeypatch.setattr(spread, "PART_NBYTES", 1)
+    monkeypatch.setattr(spread, "PART_NBYTES", 64)
 
 
 def answer(model):

@@ -270,3 +270,28 @@ def test_a_model_goes_with_its_last_name(path, prefetch):
         assert mx.get_active_memory() - before < 4096
     finally:
         gc.enable()
+
+
+def test_a_prompt_takes_less_memory_than_resident():
+    """With 8 slots: a layer's output is not kept longer than the resident model keeps it."""
+    ids = mx.array([[(i * 37) % 500 + 5 for i in range(400)]])
+    peak = {}
+    for mode in ("resident", "fused"):
+        with load_model(moelab.DATA / "models" / "tiny-moe", moelab.StreamConfig(mode=mode, slots=8))[0] as model:
+            cache = make_prompt_cache(model)
+            mx.clear_cache()
+            mx.reset_peak_memory()
+            mx.eval(model(ids, cache=cache), [c.state for c in cache])
+            peak[mode] = mx.get_peak_memory()
+    print(peak)
+    assert peak["fused"] < peak["resident"]
+
+
+def test_memory_is_given_back_once_after_a_long_prompt(path, monkeypatch):
+    given = []
+    monkeypatch.setattr("moelab.streaming.model._give_back_memory", lambda: given.append(1))
+    monkeypatch.setattr("moelab.streaming.model.LONG_PROMPT", 9)
+    with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
+        for tokens, expected in ((PROMPT, 0), (PROMPT[:, :3], 0), (PROMPT[:, :1], 1), (PROMPT[:, :4], 1), (PROMPT[:, :1], 1)):
+            mx.eval(model(tokens))
+            assert len(given) == expected
