@@ -263,9 +263,11 @@ def test_a_pass_on_cuda_is_the_resident_one_whatever_came_before(mode):
                 mx.eval(logits(model, other, history))
 
 
+@pytest.mark.parametrize("weights, least", [("affine4", 8), ("plain", 18)])
 @pytest.mark.parametrize("mode", STREAMED)
-def test_on_cuda_every_part_of_a_call_has_rows_enough(path, mode, monkeypatch):
-    """As many as the call, so that MLX takes the kernels that it takes for the whole."""
+def test_on_cuda_every_part_of_a_call_has_rows_enough(mode, weights, least, tmp_path, monkeypatch):
+    """So many that MLX takes the kernels that it takes for the whole call of 18 pairs."""
+    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", weights)
     monkeypatch.setattr(layers, "on_cuda", lambda: True)
     rows = []
     for cls in (SwitchGLU, FusedSwitchGLU):
@@ -279,7 +281,7 @@ def test_on_cuda_every_part_of_a_call_has_rows_enough(path, mode, monkeypatch):
         rows.clear()
         got = model(PROMPT)
         assert len(rows) > moelab.footprint(path).num_layers  # in parts
-        assert set(rows) == {PROMPT.size * K}
+        assert min(rows) == least
         assert mx.abs(got - want).max().item() <= 1e-5
 
 

@@ -18,9 +18,9 @@ OVERLAP_S = 1e-3
 PART_NBYTES = 2 * 1024 * 1024
 # What several threads read in less time, one reads as soon.
 HANDOVER_S = 1e-4
-# On CUDA the number of rows decides how MLX rounds: gather_qmm takes gather_qmv for fewer than 8
-# rows and qmm_sm80 for more, and SwitchGLU sorts 64 and more. From here on nothing changes.
-SAME_KERNEL_ROWS = 64
+# On CUDA the number of rows decides how MLX rounds. gather_qmm takes gather_qmv for fewer than 8
+# rows; gather_mm takes another kernel where rows are sorted, and SwitchGLU sorts 64 and more.
+QUANTIZED_ROWS, DENSE_ROWS = 8, 64
 
 
 class StreamedExperts(nn.Module):
@@ -36,10 +36,13 @@ class StreamedExperts(nn.Module):
     def __init__(self, module, path, layer, session):
         super().__init__()
         self.path, self._layer, self._session = path, layer, session
-        held = {name.split(".")[0] for name in expert_parameters(module)}
+        parameters = expert_parameters(module)
+        held = {name.split(".")[0] for name in parameters}
         for name, child in module.items():
             if name not in held:  # what the family hangs on it may be asked for
                 self[name] = child
+        quantized = all(f"{linear}.scales" in parameters for linear in held)
+        self._least_rows = QUANTIZED_ROWS if quantized else DENSE_ROWS
         self._num_experts = num_experts(module)
         self._last = []  # the last output, which reads the slots until evaluated
         self.probe = None  # takes the indices of a call in place of computing it
@@ -87,7 +90,7 @@ class StreamedExperts(nn.Module):
         """Some of a call's (token, expert) pairs, with the kernels that the whole call would get."""
         n = len(pairs)
         if on_cuda():  # repeat the last pair until there are rows enough
-            more = min(len(rows) * top_k, SAME_KERNEL_ROWS) - n
+            more = min(len(rows) * top_k, self._least_rows) - n
             pairs, slots = pairs + pairs[-1:] * more, slots + slots[-1:] * more
         y = bank.experts(rows[mx.array(pairs) // top_k], mx.array(slots, mx.uint32)[:, None])
         return y[:n]
