@@ -12,11 +12,14 @@ import pytest
 from families import E, K
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 import moelab
 from moelab.recipes import tiny_moe
+from moelab.streaming import layers
 from moelab.streaming.layers import Stacked
 from moelab.streaming.model import load_model
+from moelab.streaming.slots import FusedSwitchGLU, RoomyLinear, is_short
 
 STREAMED = ("serial", "buffers", "stacked", "fused")
 PROMPT = mx.array([[5, 36, 67, 2, 33, 64, 95, 30, 61]])
@@ -254,6 +257,58 @@ def test_tiny_moe_writes_the_resident_tokens_in_every_mode():
                 assert all(mx.array_equal(logits[m], logits["resident"]) for m in ("stacked", "fused"))
     for model in models.values():
         moelab.close(model)
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("mode", STREAMED)
+def test_a_pass_on_cuda_is_the_resident_one_whatever_came_before(mode):
+    """Bit for bit: one token at a time, and in waves of 32 and of 128 pairs."""
+    path = moelab.DATA / "models" / "tiny-moe"
+    ids, other = (mx.random.randint(0, 8000, (1, 16), key=mx.random.key(i)) for i in range(2))
+
+    def logits(model, ids, T):
+        cache = make_prompt_cache(model)
+        return mx.concatenate([model(ids[:, i : i + T], cache=cache) for i in range(0, 16, T)], axis=1)
+
+    resident, _ = load_model(path, moelab.StreamConfig(mode="resident"))
+    with load_model(path, moelab.StreamConfig(mode=mode))[0] as model:
+        for T in (1, 4, 16):
+            want = logits(resident, ids, T)
+            for history in (2, 16):
+                assert mx.array_equal(logits(model, ids, T), want), (T, history)
+                mx.eval(logits(model, other, history))
+
+
+@pytest.mark.parametrize("weights, least", [("affine4", 8), ("plain", 18)])
+@pytest.mark.parametrize("mode", STREAMED)
+def test_on_cuda_every_part_of_a_call_has_rows_enough(mode, weights, least, tmp_path, monkeypatch):
+    """So many that MLX takes the kernels that it takes for the whole call of 18 pairs."""
+    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", weights)
+    monkeypatch.setattr(layers, "on_cuda", lambda: True)
+    rows = []
+    for cls in (SwitchGLU, FusedSwitchGLU):
+        real = cls.__call__
+        monkeypatch.setattr(
+            cls, "__call__", lambda self, x, i, real=real: (rows.append(i.size), real(self, x, i))[1]
+        )
+    resident, _ = load_model(path, moelab.StreamConfig(mode="resident"))
+    with load_model(path, moelab.StreamConfig(mode=mode, slots=K, streams=1))[0] as model:
+        want = resident(PROMPT)
+        rows.clear()
+        got = model(PROMPT)
+        assert len(rows) > moelab.footprint(path).num_layers  # in parts
+        assert min(rows) == least
+        assert mx.abs(got - want).max().item() <= 1e-5
+
+
+def test_room_behind_the_rows_changes_no_result():
+    mx.random.seed(0)
+    linear, wide = (QuantizedSwitchLinear(D, 128, 4, bias=False) for D in (128, 192))
+    assert is_short(linear) and not is_short(wide)
+    x, indices = mx.random.normal((2, 3, 1, 128)), mx.array([[0, 3, 1], [2, 2, 0]])
+    want = linear(x, indices)
+    linear.__class__ = RoomyLinear
+    assert mx.array_equal(linear(x, indices), want)
 
 
 @pytest.mark.parametrize("prefetch", ["none", "lookahead"])

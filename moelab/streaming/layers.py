@@ -18,6 +18,9 @@ OVERLAP_S = 1e-3
 PART_NBYTES = 2 * 1024 * 1024
 # What several threads read in less time, one reads as soon.
 HANDOVER_S = 1e-4
+# On CUDA the number of rows decides how MLX rounds. gather_qmm takes gather_qmv for fewer than 8
+# rows; gather_mm takes another kernel where rows are sorted, and SwitchGLU sorts 64 and more.
+QUANTIZED_ROWS, DENSE_ROWS = 8, 64
 
 
 class StreamedExperts(nn.Module):
@@ -33,10 +36,13 @@ class StreamedExperts(nn.Module):
     def __init__(self, module, path, layer, session):
         super().__init__()
         self.path, self._layer, self._session = path, layer, session
-        held = {name.split(".")[0] for name in expert_parameters(module)}
+        parameters = expert_parameters(module)
+        held = {name.split(".")[0] for name in parameters}
         for name, child in module.items():
             if name not in held:  # what the family hangs on it may be asked for
                 self[name] = child
+        quantized = all(f"{linear}.scales" in parameters for linear in held)
+        self._least_rows = QUANTIZED_ROWS if quantized else DENSE_ROWS
         self._num_experts = num_experts(module)
         self.probe = None  # takes the indices of a call in place of computing it
 
@@ -95,7 +101,21 @@ class StreamedExperts(nn.Module):
 
     def _one(self, bank, rows, pairs, top_k):
         """One expert, the only one of its bank, for the pairs that want it."""
-        return bank.experts(rows[mx.array(pairs) // top_k], mx.zeros((len(pairs), 1), mx.uint32))
+        return self._part(bank, rows, pairs, [0] * len(pairs), top_k)
+
+    def _part(self, bank, rows, pairs, slots, top_k):
+        """Some of a call's (token, expert) pairs, with the kernels that the whole call would get."""
+        n = len(pairs)
+        if on_cuda():  # repeat the last pair until there are rows enough
+            more = min(len(rows) * top_k, self._least_rows) - n
+            pairs, slots = pairs + pairs[-1:] * more, slots + slots[-1:] * more
+        y = bank.experts(rows[mx.array(pairs) // top_k], mx.array(slots, mx.uint32)[:, None])
+        return y[:n] if len(pairs) > n else y
+
+
+def on_cuda():
+    """Whether MLX's CUDA kernels compute."""
+    return mx.cuda.is_available() and mx.default_device() == mx.gpu
 
 
 def num_experts(module):
@@ -306,10 +326,10 @@ class Stacked(StreamedExperts):
                 for stream, share in zip(streams, shares):
                     if share:
                         pairs = [i for e in share for i in positions[e]]
-                        slots = mx.array([[part[flat[i]]] for i in pairs], mx.uint32)
+                        slots = [part[flat[i]] for i in pairs]
                         with mx.stream(stream):  # all of it: a stream waits for others' work
-                            rows = x.reshape(-1, x.shape[-1])[mx.array(pairs) // shape[-1]]
-                            y = self._slots.experts(rows, slots)
+                            rows = x.reshape(-1, x.shape[-1])
+                            y = self._part(self._slots, rows, pairs, slots, shape[-1])
                         mx.async_eval(y)
                         ys.append(y)
                         order += pairs

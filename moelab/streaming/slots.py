@@ -11,7 +11,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.switch_layers import SwitchGLU, _gather_sort, _scatter_unsort
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, _gather_sort, _scatter_unsort
 
 from ..checkpoint import GATE_UP, expert_parameters, packing_order
 from .reader import Read
@@ -205,6 +205,29 @@ class FusedSwitchGLU(nn.Module):
         return x.squeeze(-2)
 
 
+class RoomyLinear(QuantizedSwitchLinear):
+    """A projection whose input has room behind its last row, in the same buffer.
+
+    MLX's qmm_sm80 reads there if a row has fewer than three tiles of inputs. Where the buffer ends
+    with the row, and the mapped memory with the buffer, that is an illegal memory access.
+    """
+
+    def __call__(self, x, indices, sorted_indices=False):
+        rows = x.reshape(-1, x.shape[-1])
+        x = mx.pad(rows, ((0, TILES - 1), (0, 0)))[: len(rows)].reshape(x.shape)
+        return super().__call__(x, indices, sorted_indices)
+
+
+def is_short(linear):
+    """Whether the CUDA kernel reads past the rows of this projection's input.
+
+    Args:
+        linear (nn.Module): Of a ``SwitchGLU`` or ``SwitchMLP``.
+    """
+    quantized = type(linear) is QuantizedSwitchLinear
+    return quantized and linear.input_dims < TILES * max(TILE, linear.group_size)
+
+
 def can_fuse(experts):
     """Whether gate and up of this module can share a buffer.
 
@@ -271,6 +294,8 @@ class SlotBank:
         for (linear, param), (key, first, shape) in whole.items():
             if linear not in linears:
                 linears[linear] = copy.copy(module["gate_proj" if linear == "gate_up_proj" else linear])
+                if mx.cuda.is_available() and is_short(linears[linear]):
+                    linears[linear].__class__ = RoomyLinear
             linears[linear][param] = buffers[key].part(first, shape)
         if fuse:
             self.experts = FusedSwitchGLU(linears["gate_up_proj"], linears["down_proj"], module.activation)
@@ -362,7 +387,9 @@ class _Slot(NamedTuple):
     converted: list  # (rows, bits as read, type read, type in memory)
 
 
-# MLX's tiled quantized matmul on CUDA (qmm_sm80) loads three tiles of 64 inputs before it looks whether a row has as many: past the last row, if K is 128.
+# MLX's tiled quantized matmul on CUDA (qmm_sm80) loads three tiles of 64 inputs or more even of a
+# shorter row. What lies behind the last row of weights is this, behind the inputs ``RoomyLinear``'s.
+TILES, TILE = 3, 64
 PADDING_NBYTES = 256
 
 
