@@ -1,0 +1,73 @@
+"""Damaged files in great numbers: each gives the right text or one error of ours, and none ends or holds up the process.
+
+The cases are in ``fuzzing.py``. More of them: ``MOELAB_FUZZ=5000 python -m pytest tests/test_fuzz.py``.
+"""
+
+import collections
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import fuzzing
+
+CASES = int(os.environ.get("MOELAB_FUZZ", 800))
+FIRST = int(os.environ.get("MOELAB_FUZZ_FIRST", 0))
+WORKERS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+PATIENCE_S = 90  # without a word from a worker; the slowest case takes a second
+GOOD = {"same text", "as mlx-lm", "loads", "refused"}
+
+
+def work(bases, first, found):
+    """Put the outcome of cases ``first``, ``first + WORKERS`` ... into ``found``; a worker that dies is replaced."""
+    number, last = first, FIRST + CASES
+    while number < last:
+        command = [sys.executable, fuzzing.__file__, str(bases), str(number), str(WORKERS), str(last)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "HF_HUB_OFFLINE": "1"}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        tail = collections.deque(maxlen=20)
+        listener = threading.Thread(target=lambda: tail.extend(process.stderr))
+        listener.start()
+        outcome = "ended"
+        while True:
+            timer = threading.Timer(PATIENCE_S, process.kill)
+            timer.start()
+            line = process.stdout.readline()
+            timer.cancel()
+            if not line:
+                break
+            record = json.loads(line)
+            number = record["case"]
+            if "outcome" in record:
+                found.put(record)
+                number += WORKERS
+        process.wait()
+        listener.join()
+        if number < last:
+            outcome = "hangs" if process.returncode == -9 else f"ends the process ({process.returncode})"
+            found.put({"case": number, "kind": "?", "what": "?", "outcome": outcome, "message": "".join(tail)[-1000:]})
+            number += WORKERS
+
+
+def test_damaged_files(tmp_path):
+    fuzzing.write_bases(tmp_path)
+    found = queue.Queue()
+    workers = [threading.Thread(target=work, args=(tmp_path, FIRST + i, found)) for i in range(WORKERS)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    records = [found.get() for _ in range(found.qsize())]
+    if "MOELAB_FUZZ_RECORD" in os.environ:
+        Path(os.environ["MOELAB_FUZZ_RECORD"]).write_text("\n".join(map(json.dumps, records)))
+    counts = collections.Counter((r["kind"], r["outcome"]) for r in records)
+    print(*(f"{kind:13} {outcome:12} {n}" for (kind, outcome), n in sorted(counts.items())), sep="\n")
+    assert sorted(r["case"] for r in records) == list(range(FIRST, FIRST + CASES))
+    bad = [r for r in records if r["outcome"] not in GOOD]
+    text = "\n".join(f"case {r['case']}, {r['what'][:120]}: {r['outcome']}: {r['message'][:300]}" for r in bad[:10])
+    assert not bad, f"{len(bad)} of {CASES} cases:\n{text}"
+    assert {kind for kind, _ in counts} == set(fuzzing.KINDS)
+    assert sum(n for (_, outcome), n in counts.items() if outcome == "refused") > CASES / 3
