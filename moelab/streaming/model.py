@@ -1,10 +1,7 @@
 """An mlx-lm model whose experts stay on disk."""
 
-import json
 import os
 import weakref
-import zipfile
-import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -18,10 +15,12 @@ from mlx_lm import utils as mlx_lm_utils
 from ..checkpoint import (
     Checkpoint,
     CheckpointError,
+    describe,
     expert_modules,
     expert_parameters,
     locate_experts,
     read_experts,
+    read_json,
 )
 from .config import StreamConfig
 from .layers import LAYERS, num_experts
@@ -29,6 +28,7 @@ from .prefetch import PREFETCHERS
 from .reader import Reader
 from .slots import hottest
 from .spread import spread
+from .trace import Trace, TraceError
 
 # What the families call K in their configuration.
 TOP_K_KEYS = (
@@ -192,13 +192,29 @@ def load(path_or_hf_repo, config=None, *, tokenizer_config=None, revision=None, 
     except (OSError, ValueError) as e:
         raise CheckpointError(
             f"{path_or_hf_repo}: expected a model folder or a Hub repository, found no such "
-            f"folder, and the Hub does not give it ({e})."
+            f"folder, and the Hub does not give it ({describe(e)})."
         ) from e
     model, model_config = load_model(path, config, **kwargs)
-    tokenizer = mlx_lm_utils.load_tokenizer(
-        path, tokenizer_config, eos_token_ids=model_config.get("eos_token_id", None)
-    )
-    return model, tokenizer
+    try:
+        return model, _tokenizer(path, tokenizer_config, model_config.get("eos_token_id"))
+    except BaseException:
+        close(model)
+        raise
+
+
+def _tokenizer(path, tokenizer_config, eos_token_ids):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (path / name).exists():
+            read_json(path / name)
+    try:
+        return mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos_token_ids)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:  # tokenizers is Rust: what it panics with is no Exception
+        raise CheckpointError(
+            f"{path}: transformers cannot read its tokenizer files: {describe(e)}. "
+            "Download them again."
+        ) from e
 
 
 def load_model(path, config=None, **kwargs):
@@ -360,15 +376,7 @@ def _build(checkpoint, config, **kwargs):
             model_config = {"text_config": {**text, key: config.top_k}}
         else:
             model_config = {key: config.top_k}
-    try:
-        model, model_config = mlx_lm_utils.load_model(
-            checkpoint.path, lazy=True, model_config=model_config, get_model_classes=checkpoint.model_classes, **kwargs
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CheckpointError(
-            f"{checkpoint.path}: mlx-lm cannot build it from its config.json and tensors: "
-            f"{type(e).__name__}: {e}"
-        ) from e
+    model, model_config = checkpoint.build(model_config, **kwargs)
     if config.dtype != "auto":
         _cast(model, getattr(mx, config.dtype))
     elif mx.default_device() == mx.cpu:
@@ -390,6 +398,11 @@ def _build(checkpoint, config, **kwargs):
             f"{', '.join(TOP_K_KEYS)}, found none. Set StreamConfig.top_k."
         )
     if not 1 <= K <= E:
+        if config.top_k is None:
+            raise CheckpointError(
+                f"{checkpoint.path / 'config.json'}: {found[1]}: expected 1 to {E} (the experts), "
+                f"got {K}. Download it again."
+            )
         raise ValueError(f"StreamConfig.top_k: expected 1 to {E} (the experts), got {K}.")
     if config.mode in ("stacked", "fused") and config.slots < K:
         raise ValueError(
@@ -406,33 +419,33 @@ def _pinned(modules, config):
     file, sizes = config.pinned_trace, [num_experts(m) for _, m in modules]
     counts = np.zeros((len(sizes), max(sizes)), np.int64)
     try:
-        with np.load(file, allow_pickle=False) as z:
-            experts, decoded, E = z["experts"], z["decode"], json.loads(bytes(z["about"]))["num_experts"]
-        if (experts.shape[1], E) == counts.shape:
-            rows = experts[decoded] if decoded.any() else experts
-            np.add.at(counts, (np.arange(len(sizes))[:, None], rows), 1)
-    except (OSError, EOFError, ValueError, KeyError, IndexError, TypeError, zipfile.BadZipFile, zlib.error) as e:
+        trace = Trace.load(file)
+    except TraceError as e:
+        raise ValueError(f"StreamConfig.pinned_trace: {e}") from e
+    except OSError as e:
         raise ValueError(
-            f"StreamConfig.pinned_trace: {file}: expected a trace as Trace.save writes it, got none or a damaged file "
-            f"({type(e).__name__}: {e}). Record it again, or restore the file."
+            f"StreamConfig.pinned_trace: {file}: expected a trace as Trace.save writes it, got "
+            f"none ({describe(e)}). Record it again, or restore the file."
         ) from e
-    if (experts.shape[1], E) != counts.shape:
+    if (trace.experts.shape[1], trace.num_experts) != counts.shape:
         raise ValueError(
-            f"StreamConfig.pinned_trace: {file}: expected a trace of {counts.shape[0]} MoE layers and {counts.shape[1]} "
-            f"experts, as the model has, got {experts.shape[1]} and {E}. Record one with this model (moelab.record)."
+            f"StreamConfig.pinned_trace: {file}: expected a trace of {counts.shape[0]} MoE layers "
+            f"and {counts.shape[1]} experts, as the model has, got {trace.experts.shape[1]} and "
+            f"{trace.num_experts}. Record one with this model (moelab.record)."
         )
+    rows = trace.decode.experts if (trace.phase == "decode").any() else trace.experts
+    np.add.at(counts, (np.arange(len(sizes))[:, None], rows), 1)
     one = [sum(p.nbytes for p in expert_parameters(m).values()) // E for (_, m), E in zip(modules, sizes)]
     return hottest(counts, config.pinned_nbytes, one, [max(0, E - config.slots) for E in sizes])
 
 
 def _find_top_k(config):
-    for holder in (config.get("text_config"), config):
+    for holder in (config.get("text_config") or {}, config):
         for key in TOP_K_KEYS:
-            value = (holder or {}).get(key)
-            if isinstance(value, list) and value:
-                value = max(value)
-            if isinstance(value, int):
-                return holder, key, value
+            values = holder.get(key)
+            values = values if isinstance(values, list) else [values]
+            if values and all(type(value) is int for value in values):
+                return holder, key, max(values)
     return None
 
 
