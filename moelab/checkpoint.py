@@ -179,6 +179,9 @@ class Checkpoint:
     def model_classes(self, config):
         """For mlx-lm's ``load_model``: its classes, with stand-ins for packed experts.
 
+        The model's ``sanitize`` also refuses what would end the process: mlx-lm divides by
+        the group size that it infers from a layer and its scales.
+
         Returns:
             tuple: The model's class and that of its arguments.
         """
@@ -191,9 +194,19 @@ class Checkpoint:
         def sanitize(model, weights):
             if hasattr(cls, "sanitize"):
                 weights = cls.sanitize(model, weights)
-            return {**weights, **stand_ins}
+            weights = {**weights, **stand_ins}
+            for path, module in model.named_modules():
+                weight, scales = (weights.get(f"{path}.{k}") for k in ("weight", "scales"))
+                if scales is None or weight is None or weight.dtype != mx.uint32:
+                    continue
+                if "weight" in module and not 0 < scales.shape[-1] <= module.weight.shape[-1]:
+                    raise CheckpointError(
+                        f"{self.path}: {path}: its scales {scales.shape} do not fit the layer "
+                        f"{module.weight.shape} of config.json. Download it again."
+                    )
+            return weights
 
-        return type(cls.__name__, (cls,), {"sanitize": sanitize}) if stand_ins else cls, args
+        return type(cls.__name__, (cls,), {"sanitize": sanitize}), args
 
     def build(self, model_config=None, **kwargs):
         """mlx-lm's model with its weights, none of them read yet, tried out on two tokens.
@@ -222,6 +235,8 @@ class Checkpoint:
                 model(mx.zeros((1, 2), mx.int32))
             except RuntimeError:  # a kernel that this machine does not have
                 pass
+        except CheckpointError:
+            raise
         except Exception as e:  # a family's code may raise anything at what it does not expect
             raise CheckpointError(
                 f"{self.path}: mlx-lm cannot build it from its config.json and tensors: "

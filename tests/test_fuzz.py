@@ -14,6 +14,8 @@ from pathlib import Path
 
 import fuzzing
 
+import moelab
+
 CASES = int(os.environ.get("MOELAB_FUZZ", 800))
 FIRST = int(os.environ.get("MOELAB_FUZZ_FIRST", 0))
 WORKERS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -26,7 +28,7 @@ def work(bases, first, found):
     number, last = first, FIRST + CASES
     while number < last:
         command = [sys.executable, fuzzing.__file__, str(bases), str(number), str(WORKERS), str(last)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "HF_HUB_OFFLINE": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(Path(moelab.__file__).parents[1]), "HF_HUB_OFFLINE": "1"}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         tail = collections.deque(maxlen=20)
         listener = threading.Thread(target=lambda: tail.extend(process.stderr))
