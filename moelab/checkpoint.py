@@ -46,6 +46,9 @@ PAGE = 4096  # an expert of a packed file begins on a page of the disk
 HEADER_NBYTES = 100_000_000  # the longest header that the safetensors format allows
 MOST = 2**31  # MLX counts the elements along a dimension in 32 bits
 
+# What families call the number of layers, of which mlx-lm makes as many as config.json says.
+LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+
 # What mlx.core.quantize takes; mlx-lm's loader ends the process at a group size of 0.
 GROUP_SIZES = (16, 32, 64, 128)
 BITS = (1, 2, 3, 4, 5, 6, 8)
@@ -154,20 +157,22 @@ class Checkpoint:
                 f"{self.path}: an unfinished copy that an interrupted 'python -m moelab repack' left. "
                 "Run the same command again, it goes on from there."
             )
+        for entry in self.path.iterdir() if self.path.is_dir() else ():
+            if entry.exists() and not entry.is_dir():
+                regular_file(entry)
         if not (self.path / "config.json").is_file():
             raise CheckpointError(
                 f"{self.path}: expected a model folder with a config.json, found none. "
                 "Give the folder that mlx_lm.load would take."
             )
-        read_json(self.path / "config.json")
-        for file in ("generation_config.json", "hf_quant_config.json"):
-            if (self.path / file).exists():  # mlx-lm reads them too
+        for file in ("config.json", "generation_config.json", "hf_quant_config.json"):
+            if (self.path / file).exists():  # all that mlx-lm reads
                 read_json(self.path / file)
         self.config = load_config(self.path)
-        self.tensors = merge_headers({file: read_header(file) for file in self._files()})
-        files = sorted(self.path.glob("experts-*.safetensors"))
-        self.packed = merge_headers({file: read_packed(file) for file in files})
-        check_packed(self)
+        plain = {file: read_header(file) for file in self._files()}
+        packed = {file: read_packed(file) for file in sorted(self.path.glob("experts-*.safetensors"))}
+        merge_headers(plain | packed)
+        self.tensors, self.packed = merge_headers(plain), merge_headers(packed)
         check_config(self.config, self.path / "config.json", len(self.tensors) + len(self.packed))
 
     @property
@@ -209,9 +214,7 @@ class Checkpoint:
         return type(cls.__name__, (cls,), {"sanitize": sanitize}), args
 
     def build(self, model_config=None, **kwargs):
-        """mlx-lm's model with its weights, none of them read yet, tried out on two tokens.
-
-        Trying it out evaluates nothing: operations check types and shapes as they are called.
+        """mlx-lm's model with its weights, none of them read yet.
 
         Args:
             model_config (dict, optional): As for ``mlx_lm.utils.load_model``.
@@ -221,20 +224,16 @@ class Checkpoint:
             tuple: The model and its configuration.
 
         Raises:
-            CheckpointError: If mlx-lm cannot build it from the files, or cannot call it.
+            CheckpointError: If mlx-lm cannot build it from the files.
         """
         try:
-            model, config = mlx_lm_utils.load_model(
+            return mlx_lm_utils.load_model(
                 self.path,
                 lazy=True,
                 model_config=model_config,
                 get_model_classes=self.model_classes,
                 **kwargs,
             )
-            try:
-                model(mx.zeros((1, 2), mx.int32))
-            except RuntimeError:  # a kernel that this machine does not have
-                pass
         except CheckpointError:
             raise
         except Exception as e:  # a family's code may raise anything at what it does not expect
@@ -242,7 +241,27 @@ class Checkpoint:
                 f"{self.path}: mlx-lm cannot build it from its config.json and tensors: "
                 f"{describe(e)}. Download it again."
             ) from e
-        return model, config
+
+    def try_out(self, model):
+        """Call the model on two tokens, evaluating nothing.
+
+        MLX checks types and shapes as operations are called, before they are evaluated.
+
+        Args:
+            model (nn.Module): As ``build`` returned it.
+
+        Raises:
+            CheckpointError: If that fails.
+        """
+        try:
+            model(mx.zeros((1, 2), mx.int32))
+        except Exception as e:
+            if "_kernel]" in str(e):  # one that this machine does not have
+                return
+            raise CheckpointError(
+                f"{self.path}: mlx-lm cannot call the model that its config.json describes: "
+                f"{describe(e)}. Download it again."
+            ) from e
 
     def _files(self):
         # The same files as mlx-lm reads; the index only says which must be there.
@@ -316,11 +335,11 @@ def check_config(config, file, num_tensors):
         check(key, value, "an object", value is None or isinstance(value, dict))
     for part in (config, config.get("text_config") or {}):
         for key, value in part.items():
-            if type(value) is int:
-                check(key, value, "a number below 2**63", abs(value) < 2**63)
-                if key.endswith(("_layers", "n_layer")):
-                    most = f"at most {num_tensors}, the tensors of the model"
-                    check(key, value, most, value <= num_tensors)
+            if type(value) is int and key in LAYERS:
+                most = f"at most {num_tensors}, the tensors of the model"
+                check(key, value, most, value <= num_tensors)
+            if type(value) is int and "group" in key:  # MLX divides by it and ends the process
+                check(key, value, "another number than 0", value)
     settings = config.get("quantization") or {}
     for entry in (settings, *settings.values()):
         if isinstance(entry, dict):
@@ -328,9 +347,6 @@ def check_config(config, file, num_tensors):
                 value = entry.get(key, choices[0])
                 right = type(value) is type(choices[0]) and value in choices
                 check(f"quantization: {key}", value, f"one of {choices}", right)
-    for part in (config, config.get("text_config") or {}):
-        value = (part.get("quantization_config") or {}).get("group_size")
-        check("quantization_config: group_size", value, "another number than 0", value != 0)
 
 
 def read_header(file):
@@ -379,7 +395,7 @@ def _read_header(file):
         raise wrong(f"its header is not a safetensors header ({describe(e)})") from e
 
     data = 8 + header_nbytes
-    tensors, end = {}, 0
+    tensors, end, hole = {}, 0, None
     for name, entry in entries:
         shape, offsets, short = entry.get("shape"), entry["data_offsets"], shorten(name)
         try:
@@ -411,9 +427,11 @@ def _read_header(file):
                 "(truncated?)"
             )
         if first > end:
-            raise wrong(f"tensor {short} starts at {first}, the one before it ends at {end}")
+            hole = hole or f"tensor {short} starts at {first}, the one before it ends at {end}"
         end = last
         tensors[name] = Tensor(name, file, data + first, nbytes, tuple(shape), dtype)
+    if hole:
+        raise wrong(hole)
     if data + end != size:
         raise wrong(f"its tensors end at byte {data + end}, the file at {size}")
     return tensors, metadata
@@ -471,6 +489,7 @@ def read_packed(file):
         wanted = packed_header(path, named, E)
         if "crc32" not in metadata:
             del wanted["__metadata__"]["crc32"]
+            _check_types(named)
         got = {"dtype": "U8", "shape": [E, stride], "data_offsets": [0, experts.nbytes]}
         if {"__metadata__": metadata, experts.name: got} != wanted or experts.dtype != mx.uint8:
             raise ValueError("sizes, offsets or a checksum that do not fit each other")
@@ -489,35 +508,24 @@ def read_packed(file):
     return found
 
 
-def check_packed(checkpoint):
-    """Compare the types of packed parameters, which their sizes do not tell, with each other.
+def _check_types(parameters):
+    """Refuse types that contradict each other, where no checksum vouches for them.
 
     Args:
-        checkpoint (Checkpoint): Its ``tensors`` and ``packed`` have been read.
-
-    Raises:
-        CheckpointError: If they contradict each other.
+        parameters (list): Of an expert, as for ``packed_header``.
     """
-    kinds = {}
-    for path, tensor in checkpoint.packed.items():
-        module, _, name = path.rpartition(".")
-        scales = checkpoint.packed.get(f"{module}.scales")
-        biases = checkpoint.packed.get(f"{module}.biases")
-        floating = mx.issubdtype(tensor.dtype, mx.floating)
-        if name == "weight" and scales is not None:
-            right = tensor.dtype == mx.uint32
-        elif name == "scales" and biases is None:
-            right = tensor.dtype == mx.uint8
+    names, floating = {name for name, _, _ in parameters}, set()
+    for name, dtype, _ in parameters:
+        module, _, kind = name.rpartition(".")
+        if kind == "weight" and f"{module}.scales" in names:
+            right = dtype == "U32"
+        elif kind == "scales" and f"{module}.biases" not in names:
+            right = dtype == "U8"
         else:
-            right = floating and (name != "scales" or tensor.dtype == biases.dtype)
-        # Each layer has these parameters; a type that differs from layer to layer is damage.
-        kind = (*path.split(".")[-2:], scales is not None, tensor.shape)
-        other = kinds.setdefault(kind, tensor)
-        if not right or other.dtype != tensor.dtype or path in checkpoint.tensors:
-            raise CheckpointError(
-                f"{tensor.files[0]}: expected {shorten(path)} once, in a type that fits the "
-                f"other parameters, got {tensor.dtype}. Repack the model again."
-            )
+            right = mx.issubdtype(DTYPES[dtype], mx.floating)
+            floating.add(dtype)
+        if not right or len(floating) > 1:
+            raise ValueError(f"{name} as {dtype}")
 
 
 def read_experts(tensor):

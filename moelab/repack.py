@@ -60,6 +60,7 @@ def repack(model, out, progress=True):
     if source.packed:
         raise CheckpointError(f"{source.path}: its experts are packed already, there is nothing to do.")
     loaded, config = source.build()
+    source.try_out(loaded)
     experts = expert_modules(loaded)
     if not experts:
         raise CheckpointError(f"{source.path}: expected a model with experts, found none: there is nothing to pack.")

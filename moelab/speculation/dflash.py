@@ -295,7 +295,8 @@ def _check(args):
     b, most = args.block_size, args.max_position_embeddings
     if type(b) is not int or not 2 <= b <= most:
         raise ValueError(
-            f"expected a block_size of 2 or more, up to {most}, got {shorten(repr(b), 60)}"
+            f"expected a block_size of 2 or more, got {shorten(repr(b), 60)} "
+            f"(max_position_embeddings: {most})"
         )
     ids = args.target_layer_ids
     if not isinstance(ids, list) or not all(type(i) is int for i in [*ids, args.mask_token_id]):

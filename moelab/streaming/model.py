@@ -383,6 +383,7 @@ def _build(checkpoint, config, **kwargs):
         _cast(model, mx.float32)  # half precision is 16 times slower on the CPU backend
     modules = expert_modules(model)
     if config.mode == "resident" and not modules:
+        checkpoint.try_out(model)
         return model, model_config, 0
     if not modules:
         raise CheckpointError(
@@ -409,6 +410,7 @@ def _build(checkpoint, config, **kwargs):
             f"StreamConfig.slots: expected at least {K} (the experts per token), got "
             f"{config.slots}. Raise slots or lower top_k."
         )
+    checkpoint.try_out(model)
     return model, model_config, K
 
 
