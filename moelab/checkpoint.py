@@ -170,7 +170,9 @@ class Checkpoint:
                 read_json(self.path / file)
         self.config = load_config(self.path)
         plain = {file: read_header(file) for file in self._files()}
-        packed = {file: read_packed(file) for file in sorted(self.path.glob("experts-*.safetensors"))}
+        packed = {
+            file: read_packed(file) for file in sorted(self.path.glob("experts-*.safetensors"))
+        }
         merge_headers(plain | packed)
         self.tensors, self.packed = merge_headers(plain), merge_headers(packed)
         check_config(self.config, self.path / "config.json", len(self.tensors) + len(self.packed))
@@ -366,24 +368,24 @@ def read_header(file):
     return _read_header(file)[0]
 
 
-def _read_header(file):
+def _read_header(file, remedy="download it again"):
     """The tensors of a safetensors file, and its metadata."""
 
     def wrong(what):
-        return CheckpointError(f"{file}: {what}. The file is damaged: download it again.")
+        return CheckpointError(f"{file}: {what}. The file is damaged: {remedy}.")
 
     def once(pairs):
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError(f"a name occurs twice among {', '.join(k for k, _ in pairs)}")
+        names = [name for name, _ in pairs]
+        for name in names if len(set(names)) < len(names) else ():
+            if names.count(name) > 1:
+                raise ValueError(f"{name} occurs twice")
         return dict(pairs)
 
     size = regular_file(file)
     with open(file, "rb") as f:
         header_nbytes = int.from_bytes(f.read(8), "little")
         if size < 8 or header_nbytes > size - 8:
-            raise wrong(
-                f"expected a header of {header_nbytes} bytes, the file has only {size}"
-            )
+            raise wrong(f"expected a header of {header_nbytes} bytes, the file has only {size}")
         text = f.read(header_nbytes) if header_nbytes <= HEADER_NBYTES else b""
     try:
         header = json.loads(text.decode(), object_pairs_hook=once)
@@ -477,7 +479,7 @@ def read_packed(file):
     Raises:
         CheckpointError: If the file is damaged.
     """
-    tensors, metadata = _read_header(file)
+    tensors, metadata = _read_header(file, "repack the model again")
     try:
         (experts,) = tensors.values()
         E, stride = experts.shape

@@ -105,7 +105,10 @@ def _begin(out, source):
     """The unfinished folder: a new one, or the one that an interrupted run from the same files left."""
     partial = out.with_name(out.name + ".partial")
     files = sorted({t.file for t in source.tensors.values()})
-    made_from = json.dumps([[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns, f.stat().st_ctime_ns] for f in files])
+    stamps = [(f, f.stat()) for f in files]
+    made_from = json.dumps(
+        [[str(f.resolve()), s.st_size, s.st_mtime_ns, s.st_ctime_ns] for f, s in stamps]
+    )
     journal = partial / JOURNAL
     if not (journal.is_file() and journal.read_text() == made_from):
         if partial.exists():

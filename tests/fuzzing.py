@@ -1,8 +1,9 @@
-"""Damaged files, one for each seed, and what becomes of them. ``test_fuzz.py`` runs this module as a few worker processes.
+"""Damaged files and what becomes of them; ``test_fuzz.py`` runs this module in worker processes.
 
-    python tests/fuzzing.py BASES FIRST STEP LAST     works on cases FIRST, FIRST + STEP, ... and prints a line of JSON for each
+    python tests/fuzzing.py BASES FIRST STEP LAST
 
-A case is a function of its number alone: the kind of file, the file and the damage are drawn from ``random.Random(number)``.
+works on cases FIRST, FIRST + STEP, ... and prints a line of JSON for each. A case is a function of
+its number alone: the kind of file, the file and the damage are drawn from ``random.Random(number)``.
 """
 
 import copy
@@ -20,7 +21,6 @@ from pathlib import Path
 
 import families
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
@@ -35,8 +35,22 @@ PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
 STEPS = 6
 SCREEN = 1000  # characters that an error may take
 MEMORY = 24 << 30  # bytes of address space that a case may take
-CONFIGS = ("qwen3_moe", "qwen3_5_moe", "deepseek_v3", "gpt_oss")  # families whose config.json is damaged
-KINDS = ("header", "packed", "index", "config", "tokenizer", "draft config", "draft header", "trace")
+CONFIGS = (
+    "qwen3_moe",
+    "qwen3_5_moe",
+    "deepseek_v3",
+    "gpt_oss",
+)  # families whose config.json is damaged
+KINDS = (
+    "header",
+    "packed",
+    "index",
+    "config",
+    "tokenizer",
+    "draft config",
+    "draft header",
+    "trace",
+)
 SLOTS = families.K + 1
 ERRORS = (moelab.CheckpointError, moelab.ReadError, moelab.TraceError)
 
@@ -71,9 +85,10 @@ class Raw:
 
 
 VALUES = (
-    None, True, False, 0, 1, -1, 2, 3, 7, 8, 64, 1.5, -0.5, 2**31 - 1, 2**31, 10**9, 2**63, 10**18, 10**30, "", "x", "8",
-    [], [1], [1, "a"], Pairs(), Pairs([("a", 1)]), Raw("NaN"), Raw("1e400"), Raw("[" * 5000 + "]" * 5000),
-    Raw('{"a":' * 2000 + "1" + "}" * 2000), Raw("1" * 5000), Raw('"' + "y" * 20000 + '"'), Raw("\"\\ud800\""),
+    None, True, False, 0, 1, -1, 2, 3, 7, 8, 64, 1.5, -0.5, 2**31 - 1, 2**31, 10**9, 2**63, 10**18,
+    10**30, "", "x", "8", [], [1], [1, "a"], Pairs(), Pairs([("a", 1)]), Raw("NaN"), Raw("1e400"),
+    Raw("[" * 5000 + "]" * 5000), Raw('{"a":' * 2000 + "1" + "}" * 2000), Raw("1" * 5000),
+    Raw('"' + "y" * 20000 + '"'), Raw('"\\ud800"'),
 )  # fmt: skip
 
 
@@ -100,8 +115,13 @@ def edit(text, rng):
     if len(spots) > 2000:  # a tokenizer's vocabulary would be drawn nearly every time
         spots = [s for s in spots if len(s[0]) < 40]
     container, i = rng.choice(spots)
-    old, how = get(container, i), rng.choice(("delete", "value", "value", "number", "swap", "duplicate", "rename", "root"))
-    if isinstance(old, str) and old.startswith("[") and rng.random() < 0.8:  # a packed file's parameters
+    old, how = (
+        get(container, i),
+        rng.choice(("delete", "value", "value", "number", "swap", "duplicate", "rename", "root")),
+    )
+    if (
+        isinstance(old, str) and old.startswith("[") and rng.random() < 0.8
+    ):  # a packed file's parameters
         inner, what = edit(old, rng)
         put(container, i, inner)
         return dump(tree), what
@@ -117,7 +137,9 @@ def edit(text, rng):
         container, i = rng.choice(numbers or spots)
         n = get(container, i)
         n = n if type(n) in (int, float) else 1
-        new = rng.choice((n + 1, n - 1, n * 2, n // 2, -n, n + 8, n + 64, n - 64, float(n), n * 10**9, 0, str(n)))
+        new = rng.choice(
+            (n + 1, n - 1, n * 2, n // 2, -n, n + 8, n + 64, n - 64, float(n), n * 10**9, 0, str(n))
+        )
         put(container, i, new)
         what = f"number {container[i][0] if isinstance(container, Pairs) else i!r}: {n} = {new}"
     elif how == "swap":
@@ -127,9 +149,19 @@ def edit(text, rng):
         what += f" with {other[j][0] if isinstance(other, Pairs) else j!r}"
     elif how == "duplicate":
         other = copy.deepcopy(container[rng.randrange(len(container))])
-        container.insert(rng.randrange(len(container) + 1), (container[i][0], other[1]) if isinstance(container, Pairs) else other)
+        container.insert(
+            rng.randrange(len(container) + 1),
+            (container[i][0], other[1]) if isinstance(container, Pairs) else other,
+        )
     elif how == "rename" and isinstance(container, Pairs):
-        key = rng.choice((container[rng.randrange(len(container))][0], container[i][0] + "x", container[i][0][:-1], ""))
+        key = rng.choice(
+            (
+                container[rng.randrange(len(container))][0],
+                container[i][0] + "x",
+                container[i][0][:-1],
+                "",
+            )
+        )
         container[i] = (key, container[i][1])
         what += f" to {key!r}"
     elif how == "root" and rng.random() < 0.2:
@@ -209,7 +241,9 @@ def damage_trace(data, rng):
     with np.load(io.BytesIO(data)) as z:
         arrays = {name: z[name] for name in z.files}
     name = rng.choice(list(arrays))
-    how = rng.choice(("drop", "twice", "shape", "dtype", "value", "about", "about", "raw", "header"))
+    how = rng.choice(
+        ("drop", "twice", "shape", "dtype", "value", "about", "about", "raw", "header")
+    )
     members = {f"{k}.npy": v for k, v in arrays.items()}
     key, a = f"{name}.npy", arrays[name]
     if how == "drop":
@@ -217,12 +251,25 @@ def damage_trace(data, rng):
     elif how == "twice":
         return npz([*members.items(), (f"{rng.choice(list(arrays))}.npy", a)]), f"twice {name}"
     elif how == "shape":
-        members[key] = rng.choice((a[None], a[:-1], a.reshape(-1), a[:0], np.broadcast_to(a[:1], (5000, *a.shape[1:])), a[0]))
+        members[key] = rng.choice(
+            (
+                a[None],
+                a[:-1],
+                a.reshape(-1),
+                a[:0],
+                np.broadcast_to(a[:1], (5000, *a.shape[1:])),
+                a[0],
+            )
+        )
     elif how == "dtype":
-        members[key] = a.astype(rng.choice(("f4", "i8", "u1", "U4", "?", "c8", "O", "i2", "M8[s]", ">i4")))
+        members[key] = a.astype(
+            rng.choice(("f4", "i8", "u1", "U4", "?", "c8", "O", "i2", "M8[s]", ">i4"))
+        )
     elif how == "value":
         b = a.copy().astype(np.int64)
-        b.flat[rng.randrange(max(b.size, 1)) if b.size else 0] = rng.choice((-1, 300, 2**40, families.E, 7, -(2**62)))
+        b.flat[rng.randrange(max(b.size, 1)) if b.size else 0] = rng.choice(
+            (-1, 300, 2**40, families.E, 7, -(2**62))
+        )
         members[key] = b
     elif how == "about":
         text, what = damage_json(bytes(arrays["about"]), rng)
@@ -233,9 +280,24 @@ def damage_trace(data, rng):
         np.lib.format.write_array(buffer, a)
         raw = buffer.getvalue()
         if how == "header":
-            new = rng.choice(("(10000000000, 1, 1)", "(-1, 1, 1)", "(2, 2)", "()", "(True,)", "(1e9,)", "(" * 200 + ")" * 200))
+            new = rng.choice(
+                (
+                    "(10000000000, 1, 1)",
+                    "(-1, 1, 1)",
+                    "(2, 2)",
+                    "()",
+                    "(True,)",
+                    "(1e9,)",
+                    "(" * 200 + ")" * 200,
+                )
+            )
             text = f"{{'descr': '{a.dtype.str}', 'fortran_order': False, 'shape': {new}, }}"
-            raw = raw[:8] + len(text.ljust(118)).to_bytes(2, "little") + text.ljust(118).encode() + raw[128:]
+            raw = (
+                raw[:8]
+                + len(text.ljust(118)).to_bytes(2, "little")
+                + text.ljust(118).encode()
+                + raw[128:]
+            )
         else:
             raw, _ = spoil(raw, rng)
         members[key] = raw
@@ -252,25 +314,45 @@ def write_bases(path):
         families.write_checkpoint(name, path / name, "sharded" if name == CONFIGS[0] else "affine4")
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(moelab.DATA / "models" / "tiny-moe" / file, path / name)
-        (path / name / "generation_config.json").write_text('{"eos_token_id": [3, 4], "temperature": 0.6}')
+        (path / name / "generation_config.json").write_text(
+            '{"eos_token_id": [3, 4], "temperature": 0.6}'
+        )
     repack(path / CONFIGS[0], path / "packed", progress=False)
     from test_dflash import write_draft
 
-    write_draft(path / "draft", hidden_size=families.D, num_target_layers=6, vocab_size=families.VOCAB)
+    write_draft(
+        path / "draft", hidden_size=families.D, num_target_layers=6, vocab_size=families.VOCAB
+    )
     num_layers = moelab.footprint(path / CONFIGS[0]).num_layers
-    experts = np.random.default_rng(0).integers(0, families.E, (40, num_layers, families.K)).astype(np.uint16)
+    experts = (
+        np.random.default_rng(0)
+        .integers(0, families.E, (40, num_layers, families.K))
+        .astype(np.uint16)
+    )
     phase = np.repeat(("prefill", "decode"), 20)
-    moelab.Trace(experts, phase, np.arange(40), families.E, "made up", None, "text").save(path / "trace.npz")
+    moelab.Trace(experts, phase, np.arange(40), families.E, "made up", None, "text").save(
+        path / "trace.npz"
+    )
 
 
 def target():
     """A dense model that the draft serves."""
     mx.random.seed(3)
-    args = {k: families.COMMON[k] for k in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+    args = {
+        k: families.COMMON[k]
+        for k in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+    }
     model = qwen3.Model(
         qwen3.ModelArgs(
-            **args, model_type="qwen3", num_hidden_layers=6, num_key_value_heads=1, head_dim=16, rms_norm_eps=1e-6,
-            rope_theta=1e4, max_position_embeddings=512, tie_word_embeddings=True,
+            **args,
+            model_type="qwen3",
+            num_hidden_layers=6,
+            num_key_value_heads=1,
+            head_dim=16,
+            rms_norm_eps=1e-6,
+            rope_theta=1e4,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
         )  # fmt: skip
     )
     mx.eval(model.parameters())
@@ -330,7 +412,10 @@ class Cases:
         return f"{base}/{file}: {what}"
 
     def text_is(self, base):
-        """The text of the folder must be the undamaged one's, or what plain mlx-lm makes of the same files."""
+        """The text must be the undamaged folder's, or plain mlx-lm's from the damaged one.
+
+        Some damage makes another valid model: nobody can know that a rope_theta was another.
+        """
 
         def tokens(path, mode="fused"):
             with load_model(path, moelab.StreamConfig(slots=SLOTS, mode=mode))[0] as model:
@@ -389,7 +474,11 @@ class Cases:
 
         def attempt():
             steps = speculative_generate_step(
-                mx.array(PROMPT), model, DFlashDraft(self.folder), num_draft_tokens=3, max_tokens=STEPS
+                mx.array(PROMPT),
+                model,
+                DFlashDraft(self.folder),
+                num_draft_tokens=3,
+                max_tokens=STEPS,
             )
             return "same text" if [int(t) for t, *_ in steps] == want else "WRONG TEXT"
 
@@ -415,13 +504,23 @@ class Cases:
                 with load_model(self.bases / base, config)[0] as model:
                     got = greedy(model)
                 with load_model(self.bases / base, moelab.StreamConfig(slots=SLOTS))[0] as model:
-                    return "same text" if got == self.once("pinned", lambda: greedy(model)) else "WRONG TEXT"
+                    return (
+                        "same text"
+                        if got == self.once("pinned", lambda: greedy(model))
+                        else "WRONG TEXT"
+                    )
             t = moelab.Trace.load(file)
             T = len(t)
-            assert t.experts.shape == (T, *t.experts.shape[1:]) and len(t.phase) == len(t.tokens) == T
+            assert (
+                t.experts.shape == (T, *t.experts.shape[1:]) and len(t.phase) == len(t.tokens) == T
+            )
             assert t.experts.size == 0 or int(t.experts.max()) < t.num_experts
             assert set(t.phase) <= {"prefill", "decode"} and t.tokens.dtype == np.int64
-            assert isinstance(t.model, str) and isinstance(t.prompt, str) and type(t.num_experts) is int
+            assert (
+                isinstance(t.model, str)
+                and isinstance(t.prompt, str)
+                and type(t.num_experts) is int
+            )
             assert t.seed is None or type(t.seed) is int
             return "loads"
 
@@ -436,7 +535,12 @@ def main():
     for number in range(first, last, step):
         print(json.dumps({"case": number}), file=out)
         kind, what, outcome, message = cases.run(number)
-        print(json.dumps({"case": number, "kind": kind, "what": what, "outcome": outcome, "message": message}), file=out)
+        print(
+            json.dumps(
+                {"case": number, "kind": kind, "what": what, "outcome": outcome, "message": message}
+            ),
+            file=out,
+        )
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ def test_config_is_not_an_object(file, content, damaged, assert_usable):
 
 
 def set_config(path, **changes):
-    """Change values of a config.json; ``a__b`` is b in a. Both names of the quantization are one."""
+    """Change values of a config.json; ``a__b`` is b in a. The quantization has two names."""
     config = json.loads((path / "config.json").read_text())
     for key, value in changes.items():
         *outer, key = key.split("__")
@@ -266,7 +266,7 @@ def test_config_that_would_end_the_process(family, change, tmp_path):
 
 
 def test_a_tensor_in_two_files(damaged, assert_usable):
-    """mlx-lm takes the file that the folder lists last, which differs from one file system to the next."""
+    """mlx-lm takes the file that the folder lists last: another one on another file system."""
     first, second = shard(damaged, 0), shard(damaged, 1)
     weights, more = mx.load(str(first)), mx.load(str(second))
     name = next(n for n in weights if "switch_mlp" in n)
@@ -293,7 +293,8 @@ def in_time():
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "generation_config.json", "model.safetensors.index.json", "vocab.txt", "shard"]
+    "name",
+    ["config.json", "generation_config.json", "model.safetensors.index.json", "vocab.txt", "shard"],
 )
 def test_a_fifo_for_a_file(name, damaged, assert_usable, in_time):
     file = shard(damaged) if name == "shard" else damaged / name
@@ -312,24 +313,35 @@ def with_tokenizer(damaged):
     return damaged
 
 
+def changed(**values):
+    return lambda text: json.dumps({**json.loads(text), **values})
+
+
+def with_strange_merge(text):
+    return text.replace('"merges": [', '"merges": [["nothing", "known"],')
+
+
 BAD_TOKENIZERS = {
     "cut off": ("tokenizer.json", lambda text: text[: len(text) // 2]),
     "a list": ("tokenizer.json", lambda text: "[1, 2]"),
-    "no model": ("tokenizer.json", lambda text: json.dumps({**json.loads(text), "model": None})),
-    "merges of nothing": ("tokenizer.json", lambda text: text.replace('"merges": [', '"merges": [["nothing", "known"],')),
+    "no model": ("tokenizer.json", changed(model=None)),
+    "merges of nothing": ("tokenizer.json", with_strange_merge),
     "nested": ("tokenizer.json", lambda text: "[" * 100_000),
     "config cut off": ("tokenizer_config.json", lambda text: text[:-5]),
     "config is a number": ("tokenizer_config.json", lambda text: "7"),
-    "class is a list": ("tokenizer_config.json", lambda text: json.dumps({**json.loads(text), "tokenizer_class": [1]})),
-    "token is a number": ("tokenizer_config.json", lambda text: json.dumps({**json.loads(text), "extra_special_tokens": [7]})),
-}  # fmt: skip
+    "class is a list": ("tokenizer_config.json", changed(tokenizer_class=[1])),
+    "token is a number": ("tokenizer_config.json", changed(extra_special_tokens=[7])),
+    "length is text": ("tokenizer_config.json", changed(model_max_length="long")),
+}
 
 
 @pytest.mark.parametrize("damage", BAD_TOKENIZERS)
 def test_tokenizer_is_damaged(damage, with_tokenizer, assert_usable):
     name, change = BAD_TOKENIZERS[damage]
     (with_tokenizer / name).write_text(change((with_tokenizer / name).read_text()))
-    moelab.load(TINY_MOE)[0].__exit__()  # transformers keeps files of its own open from the first time on
+    moelab.load(TINY_MOE)[
+        0
+    ].__exit__()  # transformers keeps files of its own open from the first time on
     before = num_open()
     with pytest.raises(moelab.CheckpointError) as caught:
         moelab.load(with_tokenizer, moelab.StreamConfig(slots=SLOTS))
@@ -395,7 +407,10 @@ def overlap(header, name):
 
 
 LIES = {
-    "beyond the end": (set_entry(data_offsets=lambda t: [o + 10**12 for o in t["data_offsets"]]), "the file has only"),
+    "beyond the end": (
+        set_entry(data_offsets=lambda t: [o + 10**12 for o in t["data_offsets"]]),
+        "the file has only",
+    ),
     "over another tensor": (overlap, "starts at .* inside the one before it"),
     "too long for its shape": (
         set_entry(data_offsets=lambda t: [t["data_offsets"][0], t["data_offsets"][1] + 4]),
@@ -406,14 +421,20 @@ LIES = {
         "needs .* bytes, its offsets",
     ),
     "another type than it has": (set_entry(dtype="F64"), "needs .* bytes, its offsets"),
-    "backwards": (set_entry(data_offsets=lambda t: t["data_offsets"][::-1]), "needs .* bytes, its offsets"),
+    "backwards": (
+        set_entry(data_offsets=lambda t: t["data_offsets"][::-1]),
+        "needs .* bytes, its offsets",
+    ),
     "negative offsets": (
         set_entry(data_offsets=lambda t: [-8, t["data_offsets"][1] - t["data_offsets"][0] - 8]),
         "offsets",
     ),
     "negative shape": (set_entry(shape=lambda t: [-t["shape"][0], *t["shape"][1:]]), "shape"),
     "shape beyond 64 bits": (set_entry(shape=[2**40, 2**40]), "needs .* bytes|header"),
-    "fractional offsets": (set_entry(data_offsets=lambda t: [o + 0.5 for o in t["data_offsets"]]), "offsets|header"),
+    "fractional offsets": (
+        set_entry(data_offsets=lambda t: [o + 0.5 for o in t["data_offsets"]]),
+        "offsets|header",
+    ),
     "offsets as text": (set_entry(data_offsets=["0", "64"]), "offsets|header"),
     "one offset": (set_entry(data_offsets=[0]), "offsets|header"),
     "no offsets": (lambda header, name: header[name].pop("data_offsets") and None, "header"),
@@ -424,7 +445,10 @@ LIES = {
     "not text": (lambda header, name: b"\xff\xfe\x00garbage", "header"),
     "a list": (lambda header, name: b"[1, 2, 3]", "header"),
     "deeply nested": (lambda header, name: b"[" * 100_000, "header"),
-    "metadata is not text": (lambda header, name: header.update(__metadata__={"format": 1}), "metadata"),
+    "metadata is not text": (
+        lambda header, name: header.update(__metadata__={"format": 1}),
+        "metadata",
+    ),
     "metadata is a list": (lambda header, name: header.update(__metadata__=["mlx"]), "header"),
     "no shape": (set_entry(shape=None), "shape None"),
     "shape is not a list": (set_entry(shape=True), "shape True"),
@@ -434,11 +458,15 @@ LIES = {
         "occurs twice",
     ),
     "a hole": (
-        lambda header, name: header.pop(min(header, key=lambda n: header[n].get("data_offsets", [9**9])[0])) and None,
+        lambda header, name: (
+            header.pop(min(header, key=lambda n: header[n].get("data_offsets", [9**9])[0])) and None
+        ),
         "the one before it ends at 0",
     ),
     "bytes that are no tensor's": (
-        lambda header, name: header.pop(max(header, key=lambda n: header[n].get("data_offsets", [-1])[0])) and None,
+        lambda header, name: (
+            header.pop(max(header, key=lambda n: header[n].get("data_offsets", [-1])[0])) and None
+        ),
         "its tensors end at byte",
     ),
 }
@@ -452,7 +480,8 @@ def test_header_lies(lie, damaged, assert_usable):
     message = failing_load(damaged, moelab.CheckpointError, match)
     assert str(file) in message and "download it again" in message
     if "is not a safetensors header" not in message:  # it could be read, so it says whose entry is wrong
-        assert name in message or lie in ("over another tensor", "a hole", "bytes that are no tensor's")
+        others = ("over another tensor", "a hole", "bytes that are no tensor's")
+        assert name in message or lie in others
     assert_usable()
 
 
@@ -716,7 +745,9 @@ def test_file_modified_with_its_times_put_back(damaged, assert_usable, reading):
                 f.seek(-64, os.SEEK_END)
                 f.write(os.urandom(64))
             os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-        with pytest.raises(moelab.ReadError, match="changed while it was streamed.* ctime") as caught:
+        with pytest.raises(
+            moelab.ReadError, match="changed while it was streamed.* ctime"
+        ) as caught:
             until_it_reads(model)
         assert str(damaged) in str(caught.value) and "Load the model again" in str(caught.value)
     assert_usable()

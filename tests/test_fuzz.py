@@ -1,6 +1,8 @@
-"""Damaged files in great numbers: each gives the right text or one error of ours, and none ends or holds up the process.
+"""Damaged files in great numbers: each gives the right text or one error of ours.
 
-The cases are in ``fuzzing.py``. More of them: ``MOELAB_FUZZ=5000 python -m pytest tests/test_fuzz.py``.
+None ends the process or holds it up. The cases are in ``fuzzing.py``. More of them:
+
+    MOELAB_FUZZ=5000 python -m pytest tests/test_fuzz.py
 """
 
 import collections
@@ -16,7 +18,7 @@ import fuzzing
 
 import moelab
 
-CASES = int(os.environ.get("MOELAB_FUZZ", 800))
+CASES = int(os.environ.get("MOELAB_FUZZ", 2000))
 FIRST = int(os.environ.get("MOELAB_FUZZ_FIRST", 0))
 WORKERS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 PATIENCE_S = 90  # without a word from a worker; the slowest case takes a second
@@ -24,12 +26,28 @@ GOOD = {"same text", "as mlx-lm", "loads", "refused"}
 
 
 def work(bases, first, found):
-    """Put the outcome of cases ``first``, ``first + WORKERS`` ... into ``found``; a worker that dies is replaced."""
+    """Put the outcome of cases ``first``, ``first + WORKERS`` ... into ``found``.
+
+    A worker that dies, or says nothing for long, is replaced.
+    """
     number, last = first, FIRST + CASES
     while number < last:
-        command = [sys.executable, fuzzing.__file__, str(bases), str(number), str(WORKERS), str(last)]
-        environment = {**os.environ, "PYTHONPATH": str(Path(moelab.__file__).parents[1]), "HF_HUB_OFFLINE": "1"}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        command = [
+            sys.executable,
+            fuzzing.__file__,
+            str(bases),
+            str(number),
+            str(WORKERS),
+            str(last),
+        ]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(Path(moelab.__file__).parents[1]),
+            "HF_HUB_OFFLINE": "1",
+        }
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
         tail = collections.deque(maxlen=20)
         listener = threading.Thread(target=lambda: tail.extend(process.stderr))
         listener.start()
@@ -49,15 +67,27 @@ def work(bases, first, found):
         process.wait()
         listener.join()
         if number < last:
-            outcome = "hangs" if process.returncode == -9 else f"ends the process ({process.returncode})"
-            found.put({"case": number, "kind": "?", "what": "?", "outcome": outcome, "message": "".join(tail)[-1000:]})
+            outcome = (
+                "hangs" if process.returncode == -9 else f"ends the process ({process.returncode})"
+            )
+            found.put(
+                {
+                    "case": number,
+                    "kind": "?",
+                    "what": "?",
+                    "outcome": outcome,
+                    "message": "".join(tail)[-1000:],
+                }
+            )
             number += WORKERS
 
 
 def test_damaged_files(tmp_path):
     fuzzing.write_bases(tmp_path)
     found = queue.Queue()
-    workers = [threading.Thread(target=work, args=(tmp_path, FIRST + i, found)) for i in range(WORKERS)]
+    workers = [
+        threading.Thread(target=work, args=(tmp_path, FIRST + i, found)) for i in range(WORKERS)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -66,10 +96,16 @@ def test_damaged_files(tmp_path):
     if "MOELAB_FUZZ_RECORD" in os.environ:
         Path(os.environ["MOELAB_FUZZ_RECORD"]).write_text("\n".join(map(json.dumps, records)))
     counts = collections.Counter((r["kind"], r["outcome"]) for r in records)
-    print(*(f"{kind:13} {outcome:12} {n}" for (kind, outcome), n in sorted(counts.items())), sep="\n")
+    print()
+    print(
+        *(f"{kind:13} {outcome:12} {n}" for (kind, outcome), n in sorted(counts.items())), sep="\n"
+    )
     assert sorted(r["case"] for r in records) == list(range(FIRST, FIRST + CASES))
     bad = [r for r in records if r["outcome"] not in GOOD]
-    text = "\n".join(f"case {r['case']}, {r['what'][:120]}: {r['outcome']}: {r['message'][:300]}" for r in bad[:10])
+    text = "\n".join(
+        f"case {r['case']}, {r['what'][:120]}: {r['outcome']}: {r['message'][:300]}"
+        for r in bad[:10]
+    )
     assert not bad, f"{len(bad)} of {CASES} cases:\n{text}"
     assert {kind for kind, _ in counts} == set(fuzzing.KINDS)
     assert sum(n for (_, outcome), n in counts.items() if outcome == "refused") > CASES / 3

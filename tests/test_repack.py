@@ -209,7 +209,9 @@ def test_bad_input(tmp_path, packed, monkeypatch):
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A small packed checkpoint. Never changed: tests damage copies of it."""
-    path = families.write_checkpoint("qwen3_moe", tmp_path_factory.mktemp("small") / "plain", "affine4")
+    path = families.write_checkpoint(
+        "qwen3_moe", tmp_path_factory.mktemp("small") / "plain", "affine4"
+    )
     return repack(path, path.with_name("packed"), progress=False)
 
 
@@ -228,7 +230,10 @@ def write_header(file, header):
 
 def extents(path):
     """What a packed checkpoint says about every expert, comparable."""
-    return {k: ([f.name for f in t.files], t.offsets, t.nbytes, t.shape, t.dtype) for k, t in Checkpoint(path).packed.items()}
+    return {
+        k: ([f.name for f in t.files], t.offsets, t.nbytes, t.shape, t.dtype)
+        for k, t in Checkpoint(path).packed.items()
+    }
 
 
 def without_checksum(file):
@@ -286,6 +291,18 @@ def set_shape(*shape):
 
 
 E, STRIDE = families.E, 2 * PAGE
+def set_path(path):
+    return lambda header, parameters: header["__metadata__"].update(path=path)
+
+
+def another_shape(header, parameters):
+    parameters[0].update(shape=[1, 512])
+
+
+def another_tensor(header, parameters):
+    header["more"] = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+
+
 STRUCTURE = {
     "two names swapped": swap("name", 0, 1),
     "two offsets swapped": swap("offset", 0, 1),
@@ -298,13 +315,13 @@ STRUCTURE = {
     "a parameter dropped": lambda header, parameters: parameters.pop(),
     "a parameter twice": lambda header, parameters: parameters.append(dict(parameters[-1])),
     "a shape transposed": lambda header, parameters: parameters[0]["shape"].reverse(),
-    "another shape of as many bytes": lambda header, parameters: parameters[0].update(shape=[1, 512]),
+    "another shape of as many bytes": another_shape,
     "more experts": set_shape(2 * E, STRIDE // 2),
     "fewer experts": set_shape(E // 2, STRIDE * 2),
-    "another layer's path": lambda header, parameters: header["__metadata__"].update(path="model.layers.0.mlp.switch_mlp"),
-    "no layer's path": lambda header, parameters: header["__metadata__"].update(path="model.layers.9.mlp.switch_mlp"),
+    "another layer's path": set_path("model.layers.0.mlp.switch_mlp"),
+    "no layer's path": set_path("model.layers.9.mlp.switch_mlp"),
     "text in the tensor's type": lambda header, parameters: header["experts"].update(dtype="I8"),
-    "another tensor": lambda header, parameters: header.update(more={"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}),
+    "another tensor": another_tensor,
 }  # fmt: skip
 
 

@@ -108,7 +108,7 @@ def test_a_trace_that_contradicts_itself_is_refused():
 
 
 def members(**changes):
-    """The members of a sound file, some of them replaced: an array, the bytes of a member, or changes to ``about``."""
+    """The members of a sound file, some replaced: by an array, by bytes; or ``about`` changed."""
     t = random_trace()
     about = {"moelab_trace": 1, "num_experts": E, "model": "", "seed": None, "prompt": ""}
     about |= changes.pop("about", {})
@@ -140,7 +140,9 @@ def npy(shape, descr="|u1", rest=b""):
 
 EXPERTS = random_trace().experts
 STRANGE = {
-    "negative experts": {"experts": np.where(EXPERTS == EXPERTS[0, 0, 0], -1, EXPERTS.astype(np.int64))},
+    "negative experts": {
+        "experts": np.where(EXPERTS == EXPERTS[0, 0, 0], -1, EXPERTS.astype(np.int64))
+    },
     "experts beyond E": {"experts": EXPERTS.astype(np.int64) + E},
     "experts beyond 16 bits": {"experts": EXPERTS.astype(np.int64) + 2**16},
     "experts as fractions": {"experts": EXPERTS.astype(np.float32)},
@@ -200,13 +202,14 @@ def test_a_small_file_that_unpacks_to_gigabytes(path, tmp_path):
                 else:
                     np.lib.format.write_array(f, a)
     assert file.stat().st_size < 5_000_000
-    for code in (
-        "moelab.Trace.load(file)",
-        f"moelab.footprint({str(path)!r}, moelab.StreamConfig(pinned_nbytes=1000, pinned_trace=file))",
-    ):
-        code = f"import sys, resource, moelab; file = sys.argv[1]\ntry: {code}\nexcept ValueError as e: print(e)\n"
+    config = "moelab.StreamConfig(pinned_nbytes=1000, pinned_trace=file)"
+    for call in ("moelab.Trace.load(file)", f"moelab.footprint({str(path)!r}, {config})"):
+        code = "import sys, resource, moelab; file = sys.argv[1]\n"
+        code += f"try: {call}\nexcept ValueError as e: print(e)\n"
         code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-        process = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True)
+        process = subprocess.run(
+            [sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True
+        )
         message, used = process.stdout.splitlines()
         used = int(used) * (1 if sys.platform == "darwin" else 1024)
         assert str(file) in message and "unpacks to 4000000128 bytes" in message
@@ -217,7 +220,10 @@ def test_a_fifo_is_no_trace(tmp_path):
     os.mkfifo(tmp_path / "trace.npz")
     code = "import sys, moelab; moelab.Trace.load(sys.argv[1])"
     process = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "trace.npz")], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, str(tmp_path / "trace.npz")],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert "TraceError" in process.stderr and "expected a file" in process.stderr
 

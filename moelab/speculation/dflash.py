@@ -263,7 +263,9 @@ def load_model(path_or_hf_repo: str | Path) -> DFlashModel:
             weights |= mx.load(str(file))
         weights = {k: w for k, w in weights.items() if "rotary_emb" not in k}
         if args.quantization:
-            bits = {k: v for k, v in args.quantization.items() if k in ("group_size", "bits", "mode")}
+            bits = {
+                k: v for k, v in args.quantization.items() if k in ("group_size", "bits", "mode")
+            }
             nn.quantize(model, **bits, class_predicate=lambda p, m: f"{p}.scales" in weights)
     except Exception as e:  # whatever wrong types and sizes lead to
         raise CheckpointError(
@@ -312,7 +314,7 @@ def _check(args):
 
 
 def _try(model):
-    """Call the model without evaluating it: operations check types and shapes as they are called."""
+    """Call the model, evaluating nothing: operations check types and shapes as they are called."""
     args, cache = model.args, model.make_cache()
     model.extend(mx.zeros((1, 1, len(args.target_layer_ids) * args.hidden_size)), cache)
     model(mx.zeros((1, args.block_size, args.hidden_size)), cache)

@@ -207,7 +207,9 @@ def _tokenizer(path, tokenizer_config, eos_token_ids):
         if (path / name).exists():
             read_json(path / name)
     try:
-        return mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos_token_ids)
+        tokenizer = mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos_token_ids)
+        tokenizer.decode(tokenizer.encode("a"))
+        return tokenizer
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as e:  # tokenizers is Rust: what it panics with is no Exception

@@ -58,14 +58,18 @@ class Trace:
         T = len(self.experts)
         if (len(self.phase), len(self.tokens)) != (T, T):
             raise TraceError(
-                f"Trace: expected {T} phases and tokens, as experts has, got {len(self.phase)} and {len(self.tokens)}."
+                f"Trace: expected {T} phases and tokens, as experts has, got {len(self.phase)} "
+                f"and {len(self.tokens)}."
             )
         most = int(self.experts.max()) + 1 if self.experts.size else 0
         if self.experts.size and self.experts.min() < 0:
             raise TraceError(f"Trace.experts: expected 0 or more, got {self.experts.min()}.")
         self.num_experts = self.num_experts or most
         if most > self.num_experts:
-            raise TraceError(f"Trace.num_experts: expected at least {most}, as experts has them, got {self.num_experts}.")
+            raise TraceError(
+                f"Trace.num_experts: expected at least {most}, as experts has them, "
+                f"got {self.num_experts}."
+            )
 
     def __len__(self):
         return len(self.experts)
@@ -73,11 +77,14 @@ class Trace:
     def __str__(self):
         T, L, K = self.experts.shape
         n = int((self.phase == "decode").sum())
-        return f"{self.model or 'trace'}: {T} tokens ({n} decoded), {L} layers, top-{K} of {self.num_experts} experts"
+        shape = f"{L} layers, top-{K} of {self.num_experts} experts"
+        return f"{self.model or 'trace'}: {T} tokens ({n} decoded), {shape}"
 
     def __getitem__(self, rows):
         """The trace of some tokens: a slice, or ``[T]`` of bool."""
-        return dataclasses.replace(self, experts=self.experts[rows], phase=self.phase[rows], tokens=self.tokens[rows])
+        return dataclasses.replace(
+            self, experts=self.experts[rows], phase=self.phase[rows], tokens=self.tokens[rows]
+        )
 
     @property
     def prefill(self):
@@ -105,7 +112,9 @@ class Trace:
                 experts=self.experts.astype(np.uint8) if self.num_experts <= 256 else self.experts,
                 decode=np.asarray(self.phase == "decode"),
                 tokens=np.asarray(self.tokens, np.int32),
-                about=np.frombuffer(json.dumps({"moelab_trace": FORMAT, **about}).encode(), np.uint8),
+                about=np.frombuffer(
+                    json.dumps({"moelab_trace": FORMAT, **about}).encode(), np.uint8
+                ),
             )
         os.replace(partial, path)
 
