@@ -3,7 +3,7 @@
     python tests/fuzzing.py BASES FIRST STEP LAST
 
 works on cases FIRST, FIRST + STEP, ... and prints a line of JSON for each. A case is a function of
-its number alone: the kind of file, the file and the damage are drawn from ``random.Random(number)``.
+its number alone: kind of file, file and damage are drawn from ``random.Random(number)``.
 """
 
 import copy
