@@ -199,21 +199,23 @@ class Checkpoint:
         }
 
         def sanitize(model, weights):
-            if hasattr(cls, "sanitize"):
-                weights = cls.sanitize(model, weights)
-            weights = {**weights, **stand_ins}
+            inherited = getattr(super(checked, model), "sanitize", lambda weights: weights)
+            weights = {**inherited(weights), **stand_ins}
             for path, module in model.named_modules():
-                weight, scales = (weights.get(f"{path}.{k}") for k in ("weight", "scales"))
-                if scales is None or weight is None or weight.dtype != mx.uint32:
+                scales, packed = (weights.get(f"{path}.{name}") for name in ("scales", "weight"))
+                own = module.get("weight") if hasattr(module, "to_quantized") else None
+                if own is None or scales is None or packed is None or packed.dtype != mx.uint32:
                     continue
-                if "weight" in module and not 0 < scales.shape[-1] <= module.weight.shape[-1]:
+                if not 0 < scales.shape[-1] <= own.shape[-1]:
                     raise CheckpointError(
-                        f"{self.path}: {path}: its scales {scales.shape} do not fit the layer "
-                        f"{module.weight.shape} of config.json. Download it again."
+                        f"{self.path}: {path}: expected scales that fit the layer {own.shape} of "
+                        f"config.json, got {scales.shape}. Download it again."
                     )
             return weights
 
-        return type(cls.__name__, (cls,), {"sanitize": sanitize}), args
+        methods = {"sanitize": sanitize, "__module__": cls.__module__}
+        checked = type(cls.__name__, (cls,), methods)
+        return checked, args
 
     def build(self, model_config=None, **kwargs):
         """mlx-lm's model with its weights, none of them read yet.
@@ -270,8 +272,9 @@ class Checkpoint:
         files = sorted(self.path.glob("model*.safetensors"))
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
+            content = read_json(index)
             try:
-                named = sorted(set(read_json(index)["weight_map"].values()))
+                named = sorted(set(content["weight_map"].values()))
                 missing = [n for n in named if not os.path.isfile(self.path / n)]
             except (ValueError, KeyError, AttributeError, TypeError) as e:
                 raise CheckpointError(
@@ -386,7 +389,9 @@ def _read_header(file, remedy="download it again"):
         header_nbytes = int.from_bytes(f.read(8), "little")
         if size < 8 or header_nbytes > size - 8:
             raise wrong(f"expected a header of {header_nbytes} bytes, the file has only {size}")
-        text = f.read(header_nbytes) if header_nbytes <= HEADER_NBYTES else b""
+        if header_nbytes > HEADER_NBYTES:
+            raise wrong(f"expected a header of up to {HEADER_NBYTES} bytes, got {header_nbytes}")
+        text = f.read(header_nbytes)
     try:
         header = json.loads(text.decode(), object_pairs_hook=once)
         metadata = header.pop("__metadata__", None) or {}

@@ -113,10 +113,23 @@ def test_index_names_a_file_that_is_not_there(damaged, assert_usable):
     assert_usable()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"metadata": {}}', '{"weight_map": [1]}'])
+NO_INDEX = [
+    "",
+    "{",
+    "[]",
+    '{"metadata": {}}',
+    '{"weight_map": [1]}',
+    '{"weight_map": {"a": 1}}',
+    '{"weight_map": {"a": [1], "b": "c"}}',
+    "[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("content", NO_INDEX, ids=lambda text: text[:20])
 def test_index_is_not_an_index(content, damaged, assert_usable):
     (damaged / "model.safetensors.index.json").write_text(content)
-    message = failing_load(damaged, moelab.CheckpointError, "expected JSON with a 'weight_map'")
+    expected = "expected JSON with a 'weight_map'|not JSON|expected a JSON object"
+    message = failing_load(damaged, moelab.CheckpointError, expected)
     assert "model.safetensors.index.json" in message and "Download" in message
     assert_usable()
 
