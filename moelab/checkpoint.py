@@ -193,6 +193,13 @@ class Checkpoint:
             tuple: The model's class and that of its arguments.
         """
         cls, args = mlx_lm_utils._get_classes(config)
+        for name, field in getattr(args, "__dataclass_fields__", {}).items():
+            # As check_config does with 0. Some families have truth values under such names.
+            if "group" in name and config.get(name) is False and "int" in str(field.type):
+                raise CheckpointError(
+                    f"{self.path / 'config.json'}: {name}: expected a number, got False. "
+                    "Download it again."
+                )
         stand_ins = {
             path: mx.broadcast_to(mx.zeros((), t.dtype), (len(t.offsets), *t.shape))
             for path, t in self.packed.items()

@@ -265,6 +265,7 @@ def test_config_with_a_bad_value(key, value, damaged, assert_usable):
         ("qwen3_moe", {"quantization__group_size": 0}),
         ("qwen3_5_moe", {"text_config__shared_expert_intermediate_size": 1}),
         ("dots1", {"n_group": 0}),
+        ("dots1", {"n_group": False}),
         ("bailing_moe_linear", {"group_norm_size": 0}),
     ],
 )

@@ -239,7 +239,7 @@ def extents(path):
 def without_checksum(file):
     """As versions before 0.2 wrote it."""
     header = json.loads(header_of(file)[0])
-    del header["__metadata__"]["crc32"]
+    header["__metadata__"].pop("crc32", None)
     write_header(file, json.dumps(header).encode())
 
 
