@@ -9,8 +9,10 @@ import collections
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -25,33 +27,21 @@ PATIENCE_S = 90  # without a word from a worker; the slowest case takes a second
 GOOD = {"same text", "as mlx-lm", "loads", "refused"}
 
 
-def work(bases, first, found):
-    """Put the outcome of cases ``first``, ``first + WORKERS`` ... into ``found``.
+def listen(bases, number, found):
+    """Have a new worker do case ``number`` and those after it, and put their outcomes into ``found``.
 
-    A worker that dies, or says nothing for long, is replaced.
+    Returns:
+        tuple: The first case that it has not done, and how it ended there.
     """
-    number, last = first, FIRST + CASES
-    while number < last:
-        command = [
-            sys.executable,
-            fuzzing.__file__,
-            str(bases),
-            str(number),
-            str(WORKERS),
-            str(last),
-        ]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(Path(moelab.__file__).parents[1]),
-            "HF_HUB_OFFLINE": "1",
-        }
+    command = [sys.executable, fuzzing.__file__, bases, number, WORKERS, FIRST + CASES]
+    root = str(Path(moelab.__file__).parents[1])
+    with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            list(map(str, command)),
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env={**os.environ, "PYTHONPATH": root, "HF_HUB_OFFLINE": "1"},
         )
-        tail = collections.deque(maxlen=20)
-        listener = threading.Thread(target=lambda: tail.extend(process.stderr))
-        listener.start()
-        outcome = "ended"
         while True:
             timer = threading.Timer(PATIENCE_S, process.kill)
             timer.start()
@@ -64,22 +54,27 @@ def work(bases, first, found):
             if "outcome" in record:
                 found.put(record)
                 number += WORKERS
-        process.wait()
-        listener.join()
-        if number < last:
-            outcome = (
-                "hangs" if process.returncode == -9 else f"ends the process ({process.returncode})"
-            )
-            found.put(
-                {
-                    "case": number,
-                    "kind": "?",
-                    "what": "?",
-                    "outcome": outcome,
-                    "message": "".join(tail)[-1000:],
-                }
-            )
+        code = process.wait()
+        process.stdout.close()
+        errors.seek(0)
+        message = errors.read().decode(errors="replace")[-1000:]
+    outcome = "hangs" if code == -signal.SIGKILL else f"ends the process ({code})"
+    return number, {"kind": "?", "what": "?", "outcome": outcome, "message": message}
+
+
+def work(bases, number, found):
+    """Put the outcome of cases ``number``, ``number + WORKERS`` ... into ``found``.
+
+    A worker that dies, or says nothing for long, is replaced. The case is tried once more: the
+    system may have killed or stopped the worker.
+    """
+    tried = None
+    while number < FIRST + CASES:
+        number, end = listen(bases, number, found)
+        if number == tried:
+            found.put({"case": number, **end})
             number += WORKERS
+        tried = number
 
 
 def test_damaged_files(tmp_path):
