@@ -20,7 +20,7 @@ import fuzzing
 
 import moelab
 
-CASES = int(os.environ.get("MOELAB_FUZZ", 2000))
+CASES = int(os.environ.get("MOELAB_FUZZ", 3000))
 FIRST = int(os.environ.get("MOELAB_FUZZ_FIRST", 0))
 WORKERS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 PATIENCE_S = 90  # without a word from a worker; the slowest case takes a second
