@@ -6,14 +6,15 @@ bytes of which file each expert of the finished model came from, without reading
 """
 
 import json
+import os
+import stat
+import zlib
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from huggingface_hub import parse_local_safetensors_file_metadata
-from huggingface_hub.errors import SafetensorsParsingError
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
@@ -41,20 +42,63 @@ DTYPES = {
 
 JOURNAL = "repack.json"  # lies in the folder for as long as ``repack`` is at work there
 
-# What the parser raises at a malformed header.
-PARSE_ERRORS = (
-    SafetensorsParsingError,
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    IndexError,
-    RecursionError,
-)
+PAGE = 4096  # an expert of a packed file begins on a page of the disk
+HEADER_NBYTES = 100_000_000  # the longest header that the safetensors format allows
+MOST = 2**31  # MLX counts the elements along a dimension in 32 bits
+
+# What families call the number of layers, of which mlx-lm makes as many as config.json says.
+LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+
+# What mlx.core.quantize takes; mlx-lm's loader ends the process at a group size of 0.
+GROUP_SIZES = (16, 32, 64, 128)
+BITS = (1, 2, 3, 4, 5, 6, 8)
+MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 
 
 class CheckpointError(ValueError):
     """Something in a checkpoint's files is missing, damaged or cannot be streamed."""
+
+
+def shorten(text, most=300):
+    """A text on one line, its middle left out where it is long."""
+    text = " ".join(str(text).split())
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+
+
+def describe(error):
+    """An exception of another library in one short line."""
+    return f"{type(error).__name__}: {shorten(error)}"
+
+
+def regular_file(file):
+    """The size of a file, which must be one: opening a FIFO would wait for ever.
+
+    Raises:
+        CheckpointError: If it is a folder, a FIFO, a socket or a device.
+        OSError: If there is none.
+    """
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{file}: expected a file, got {stat.filemode(status.st_mode)}.")
+    return status.st_size
+
+
+def read_json(file):
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: If the file is not JSON, or holds something else than an object.
+    """
+    regular_file(file)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, MemoryError) as e:
+        raise CheckpointError(f"{file}: not JSON ({describe(e)}). Download it again.") from e
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{file}: expected a JSON object, got {shorten(content, 60)}. Download it again."
+        )
+    return content
 
 
 @dataclass(frozen=True)
@@ -113,22 +157,25 @@ class Checkpoint:
                 f"{self.path}: an unfinished copy that an interrupted 'python -m moelab repack' left. "
                 "Run the same command again, it goes on from there."
             )
+        for entry in self.path.iterdir() if self.path.is_dir() else ():
+            if entry.exists() and not entry.is_dir():
+                regular_file(entry)
         if not (self.path / "config.json").is_file():
             raise CheckpointError(
                 f"{self.path}: expected a model folder with a config.json, found none. "
                 "Give the folder that mlx_lm.load would take."
             )
-        try:
-            self.config = load_config(self.path)
-        except json.JSONDecodeError as e:
-            raise CheckpointError(
-                f"{self.path / 'config.json'}: not JSON ({e}). Download it again."
-            ) from e
-        self.tensors, self.packed = {}, {}
-        for file in self._files():
-            self.tensors.update(read_header(file))
-        for file in sorted(self.path.glob("experts-*.safetensors")):
-            self.packed.update(read_packed(file))
+        for file in ("config.json", "generation_config.json", "hf_quant_config.json"):
+            if (self.path / file).exists():  # all that mlx-lm reads
+                read_json(self.path / file)
+        self.config = load_config(self.path)
+        plain = {file: read_header(file) for file in self._files()}
+        packed = {
+            file: read_packed(file) for file in sorted(self.path.glob("experts-*.safetensors"))
+        }
+        merge_headers(plain | packed)
+        self.tensors, self.packed = merge_headers(plain), merge_headers(packed)
+        check_config(self.config, self.path / "config.json", len(self.tensors) + len(self.packed))
 
     @property
     def nbytes(self):
@@ -139,39 +186,112 @@ class Checkpoint:
     def model_classes(self, config):
         """For mlx-lm's ``load_model``: its classes, with stand-ins for packed experts.
 
+        The model's ``sanitize`` also refuses what would end the process: mlx-lm divides by
+        the group size that it infers from a layer and its scales.
+
         Returns:
             tuple: The model's class and that of its arguments.
         """
         cls, args = mlx_lm_utils._get_classes(config)
+        for name, field in getattr(args, "__dataclass_fields__", {}).items():
+            # As check_config does with 0. Some families have truth values under such names.
+            if "group" in name and config.get(name) is False and "int" in str(field.type):
+                raise CheckpointError(
+                    f"{self.path / 'config.json'}: {name}: expected a number, got False. "
+                    "Download it again."
+                )
         stand_ins = {
             path: mx.broadcast_to(mx.zeros((), t.dtype), (len(t.offsets), *t.shape))
             for path, t in self.packed.items()
         }
 
         def sanitize(model, weights):
-            if hasattr(cls, "sanitize"):
-                weights = cls.sanitize(model, weights)
-            return {**weights, **stand_ins}
+            inherited = getattr(super(checked, model), "sanitize", lambda weights: weights)
+            weights = {**inherited(weights), **stand_ins}
+            for path, module in model.named_modules():
+                scales, packed = (weights.get(f"{path}.{name}") for name in ("scales", "weight"))
+                own = module.get("weight") if hasattr(module, "to_quantized") else None
+                if own is None or scales is None or packed is None or packed.dtype != mx.uint32:
+                    continue
+                if not 0 < scales.shape[-1] <= own.shape[-1]:
+                    raise CheckpointError(
+                        f"{self.path}: {path}: expected scales that fit the layer {own.shape} of "
+                        f"config.json, got {scales.shape}. Download it again."
+                    )
+            return weights
 
-        return type(cls.__name__, (cls,), {"sanitize": sanitize}) if stand_ins else cls, args
+        methods = {"sanitize": sanitize, "__module__": cls.__module__}
+        checked = type(cls.__name__, (cls,), methods)
+        return checked, args
+
+    def build(self, model_config=None, **kwargs):
+        """mlx-lm's model with its weights, none of them read yet.
+
+        Args:
+            model_config (dict, optional): As for ``mlx_lm.utils.load_model``.
+            kwargs: ``trust_remote_code``, as there.
+
+        Returns:
+            tuple: The model and its configuration.
+
+        Raises:
+            CheckpointError: If mlx-lm cannot build it from the files.
+        """
+        try:
+            return mlx_lm_utils.load_model(
+                self.path,
+                lazy=True,
+                model_config=model_config,
+                get_model_classes=self.model_classes,
+                **kwargs,
+            )
+        except CheckpointError:
+            raise
+        except Exception as e:  # a family's code may raise anything at what it does not expect
+            raise CheckpointError(
+                f"{self.path}: mlx-lm cannot build it from its config.json and tensors: "
+                f"{describe(e)}. Download it again."
+            ) from e
+
+    def try_out(self, model):
+        """Call the model on two tokens, evaluating nothing.
+
+        MLX checks types and shapes as operations are called, before they are evaluated.
+
+        Args:
+            model (nn.Module): As ``build`` returned it.
+
+        Raises:
+            CheckpointError: If that fails.
+        """
+        try:
+            model(mx.zeros((1, 2), mx.int32))
+        except Exception as e:
+            if "_kernel]" in str(e):  # one that this machine does not have
+                return
+            raise CheckpointError(
+                f"{self.path}: mlx-lm cannot call the model that its config.json describes: "
+                f"{describe(e)}. Download it again."
+            ) from e
 
     def _files(self):
         # The same files as mlx-lm reads; the index only says which must be there.
         files = sorted(self.path.glob("model*.safetensors"))
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
+            content = read_json(index)
             try:
-                named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+                named = sorted(set(content["weight_map"].values()))
+                missing = [n for n in named if not os.path.isfile(self.path / n)]
             except (ValueError, KeyError, AttributeError, TypeError) as e:
                 raise CheckpointError(
-                    f"{index}: expected JSON with a 'weight_map', got {e!r}. "
-                    "Download it again."
+                    f"{index}: expected JSON with a 'weight_map' from tensors to files, got "
+                    f"{describe(e)}. Download it again."
                 ) from e
-            missing = [n for n in named if not (self.path / n).is_file()]
             if missing:
                 raise CheckpointError(
-                    f"{index} names {len(named)} files, of which {len(missing)} are not "
-                    f"in the folder: {', '.join(missing[:3])}. Download them again."
+                    f"{index} names {len(named)} files, of which {len(missing)} are not in the "
+                    f"folder: {shorten(', '.join(missing[:3]))}. Download them again."
                 )
         if not files:
             raise CheckpointError(
@@ -179,6 +299,66 @@ class Checkpoint:
                 "that mlx_lm.load would take."
             )
         return files
+
+
+def merge_headers(headers):
+    """The tensors of several files together.
+
+    Args:
+        headers (dict[Path, dict]): For each file, its tensors by name.
+
+    Raises:
+        CheckpointError: If a name occurs in two files.
+    """
+    merged, holder = {}, {}
+    for file, tensors in headers.items():
+        for name, tensor in tensors.items():
+            if name in merged:
+                raise CheckpointError(
+                    f"{file.parent}: expected each tensor once, got {shorten(name)} in "
+                    f"{holder[name].name} and in {file.name}. Remove the file that does not "
+                    "belong there, or download the model again."
+                )
+            merged[name], holder[name] = tensor, file
+    return merged
+
+
+def check_config(config, file, num_tensors):
+    """Refuse what a config.json cannot mean, before mlx-lm builds a model of that size.
+
+    Args:
+        config (dict): Its content.
+        file (Path): For messages.
+        num_tensors (int): A model has no more layers than this.
+
+    Raises:
+        CheckpointError: If the values cannot be.
+    """
+
+    def check(key, value, expected, good):
+        if not good:
+            raise CheckpointError(
+                f"{file}: {key}: expected {expected}, got {shorten(repr(value), 60)}. "
+                "Download it again."
+            )
+
+    for key in ("text_config", "quantization", "quantization_config"):
+        value = config.get(key)
+        check(key, value, "an object", value is None or isinstance(value, dict))
+    for part in (config, config.get("text_config") or {}):
+        for key, value in part.items():
+            if type(value) is int and key in LAYERS:
+                most = f"at most {num_tensors}, the tensors of the model"
+                check(key, value, most, value <= num_tensors)
+            if type(value) is int and "group" in key:  # MLX divides by it and ends the process
+                check(key, value, "another number than 0", value)
+    settings = config.get("quantization") or {}
+    for entry in (settings, *settings.values()):
+        if isinstance(entry, dict):
+            for key, choices in (("group_size", GROUP_SIZES), ("bits", BITS), ("mode", MODES)):
+                value = entry.get(key, choices[0])
+                right = type(value) is type(choices[0]) and value in choices
+                check(f"quantization: {key}", value, f"one of {choices}", right)
 
 
 def read_header(file):
@@ -192,55 +372,115 @@ def read_header(file):
 
     Raises:
         CheckpointError: If the header cannot be parsed, or places a tensor outside the
-            file, over another one, or in a length that its shape does not have.
+            file, over or apart from the one before it, or in a length that its shape does
+            not have.
     """
+    return _read_header(file)[0]
+
+
+def _read_header(file, remedy="download it again"):
+    """The tensors of a safetensors file, and its metadata."""
 
     def wrong(what):
-        return CheckpointError(f"{file}: {what}. The file is damaged: download it again.")
+        return CheckpointError(f"{file}: {what}. The file is damaged: {remedy}.")
 
-    size = file.stat().st_size
+    def once(pairs):
+        names = [name for name, _ in pairs]
+        for name in names if len(set(names)) < len(names) else ():
+            if names.count(name) > 1:
+                raise ValueError(f"{name} occurs twice")
+        return dict(pairs)
+
+    size = regular_file(file)
     with open(file, "rb") as f:
         header_nbytes = int.from_bytes(f.read(8), "little")
-    if size < 8 or header_nbytes > size - 8:
-        raise wrong(
-            f"expected a header of {header_nbytes} bytes, the file has only {size}"
-        )
+        if size < 8 or header_nbytes > size - 8:
+            raise wrong(f"expected a header of {header_nbytes} bytes, the file has only {size}")
+        if header_nbytes > HEADER_NBYTES:
+            raise wrong(f"expected a header of up to {HEADER_NBYTES} bytes, got {header_nbytes}")
+        text = f.read(header_nbytes)
     try:
-        metadata = parse_local_safetensors_file_metadata(file)
-        entries = sorted(metadata.tensors.items(), key=lambda kv: kv[1].data_offsets[0])
-    except PARSE_ERRORS as e:
-        raise wrong(f"its header is not a safetensors header ({e})") from e
+        header = json.loads(text.decode(), object_pairs_hook=once)
+        metadata = header.pop("__metadata__", None) or {}
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("its metadata is not text")
+        entries = sorted(header.items(), key=lambda entry: tuple(entry[1]["data_offsets"]))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        raise wrong(f"its header is not a safetensors header ({describe(e)})") from e
 
     data = 8 + header_nbytes
-    tensors, end = {}, 0
-    for name, info in entries:
-        if info.dtype not in DTYPES:
-            raise wrong(f"tensor {name} has the unknown dtype {info.dtype!r}")
-        dtype = DTYPES[info.dtype]
-        numbers = (*info.shape, *info.data_offsets)
-        if len(info.data_offsets) != 2 or not all(type(n) is int and n >= 0 for n in numbers):
-            raise wrong(f"tensor {name} has shape {info.shape}, offsets {info.data_offsets}")
-        first, last = info.data_offsets
-        nbytes = prod(info.shape) * dtype.size
+    tensors, end, hole = {}, 0, None
+    for name, entry in entries:
+        shape, offsets, short = entry.get("shape"), entry["data_offsets"], shorten(name)
+        try:
+            dtype = DTYPES[entry.get("dtype")]
+        except (KeyError, TypeError):
+            kind = shorten(repr(entry.get("dtype")), 60)
+            raise wrong(f"tensor {short} has the unknown dtype {kind}") from None
+        if not (
+            isinstance(shape, list)
+            and isinstance(offsets, list)
+            and len(offsets) == 2
+            and all(type(n) is int and 0 <= n for n in (*shape, *offsets))
+            and all(n < MOST for n in shape)
+        ):
+            what = f"shape {shorten(shape, 60)}, offsets {shorten(offsets, 60)}"
+            raise wrong(f"tensor {short} has {what}")
+        first, last = offsets
+        nbytes = prod(shape) * dtype.size
         if last - first != nbytes:
             raise wrong(
-                f"tensor {name} {info.dtype}{list(info.shape)} needs {nbytes} bytes, "
+                f"tensor {short} {entry['dtype']}{shorten(shape, 60)} needs {nbytes} bytes, "
                 f"its offsets {first} to {last} hold {last - first}"
             )
         if first < end:
-            raise wrong(f"tensor {name} starts at {first}, inside the one before it")
-        end = last
+            raise wrong(f"tensor {short} starts at {first}, inside the one before it")
         if data + last > size:
             raise wrong(
-                f"tensor {name} ends at byte {data + last}, the file has only {size} "
+                f"tensor {short} ends at byte {data + last}, the file has only {size} "
                 "(truncated?)"
             )
-        tensors[name] = Tensor(name, file, data + first, nbytes, tuple(info.shape), dtype)
-    return tensors
+        if first > end:
+            hole = hole or f"tensor {short} starts at {first}, the one before it ends at {end}"
+        end = last
+        tensors[name] = Tensor(name, file, data + first, nbytes, tuple(shape), dtype)
+    if hole:
+        raise wrong(hole)
+    if data + end != size:
+        raise wrong(f"its tensors end at byte {data + end}, the file at {size}")
+    return tensors, metadata
+
+
+def packed_header(path, parameters, E):
+    """The header of the file in which ``repack`` puts the experts of a layer.
+
+    Args:
+        path (str): The layer's in the model.
+        parameters (list): Of an expert, in the order of ``packing_order``: name, dtype (as
+            safetensors names it) and shape of each.
+        E (int): The experts.
+
+    Returns:
+        dict: JSON. An expert's parameters follow each other; experts begin on whole pages.
+    """
+    described, offset = [], 0
+    for name, dtype, shape in parameters:
+        described.append({"name": name, "dtype": dtype, "shape": list(shape), "offset": offset})
+        offset += prod(shape) * DTYPES[dtype].size
+    stride = -(-offset // PAGE) * PAGE
+    text = json.dumps(described)
+    crc = zlib.crc32(json.dumps([path, text, E, stride]).encode())
+    return {
+        "__metadata__": {"path": path, "parameters": text, "crc32": str(crc)},
+        "experts": {"dtype": "U8", "shape": [E, stride], "data_offsets": [0, E * stride]},
+    }
 
 
 def read_packed(file):
     """Read where the experts of one layer lie in a file that ``repack`` wrote.
+
+    The header must be the one that ``repack`` writes for the same parameters. Files of
+    earlier versions lack the checksum.
 
     Args:
         file (Path): The file.
@@ -251,25 +491,55 @@ def read_packed(file):
     Raises:
         CheckpointError: If the file is damaged.
     """
-    tensors = read_header(file)
+    tensors, metadata = _read_header(file, "repack the model again")
     try:
-        metadata = parse_local_safetensors_file_metadata(file).metadata
-        E, stride = tensors["experts"].shape
+        (experts,) = tensors.values()
+        E, stride = experts.shape
+        path, parameters = metadata["path"], json.loads(metadata["parameters"])
+        named = [(p["name"], p["dtype"], p["shape"]) for p in parameters]
+        names = [name for name, _, _ in named]
+        if len(set(names)) < len(names) or names != packing_order(names):
+            raise ValueError(f"the parameters {', '.join(names)} in this order")
+        wanted = packed_header(path, named, E)
+        if "crc32" not in metadata:
+            del wanted["__metadata__"]["crc32"]
+            _check_types(named)
+        got = {"dtype": "U8", "shape": [E, stride], "data_offsets": [0, experts.nbytes]}
+        if {"__metadata__": metadata, experts.name: got} != wanted or experts.dtype != mx.uint8:
+            raise ValueError("sizes, offsets or a checksum that do not fit each other")
         found = {}
-        for p in json.loads(metadata["parameters"]):
-            dtype, shape, name = DTYPES[p["dtype"]], tuple(p["shape"]), f"{metadata['path']}.{p['name']}"
-            nbytes = prod(shape) * dtype.size
-            if not 0 <= p["offset"] <= stride - nbytes:
-                raise ValueError(f"{name} takes {nbytes} bytes from {p['offset']} on, an expert has {stride}")
-            first = tensors["experts"].offset + p["offset"]
+        for p in parameters:
+            dtype, shape, name = DTYPES[p["dtype"]], tuple(p["shape"]), f"{path}.{p['name']}"
+            first = experts.offset + p["offset"]
             offsets = [first + e * stride for e in range(E)]
+            nbytes = prod(shape) * dtype.size
             found[name] = ExpertTensor(name, [file] * E, offsets, nbytes, shape, dtype)
-    except PARSE_ERRORS as e:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         raise CheckpointError(
-            f"{file}: expected the experts of a layer as 'python -m moelab repack' writes them, got {e!r}. "
-            "Repack the model again."
+            f"{file}: expected the experts of a layer as 'python -m moelab repack' writes them, "
+            f"got {describe(e)}. Repack the model again."
         ) from e
     return found
+
+
+def _check_types(parameters):
+    """Refuse types that contradict each other, where no checksum vouches for them.
+
+    Args:
+        parameters (list): Of an expert, as for ``packed_header``.
+    """
+    names, floating = {name for name, _, _ in parameters}, set()
+    for name, dtype, _ in parameters:
+        module, _, kind = name.rpartition(".")
+        if kind == "weight" and f"{module}.scales" in names:
+            right = dtype == "U32"
+        elif kind == "scales" and f"{module}.biases" not in names:
+            right = dtype == "U8"
+        else:
+            right = mx.issubdtype(DTYPES[dtype], mx.floating)
+            floating.add(dtype)
+        if not right or len(floating) > 1:
+            raise ValueError(f"{name} as {dtype}")
 
 
 def read_experts(tensor):

@@ -22,16 +22,17 @@ from tqdm import tqdm
 from .checkpoint import (
     DTYPES,
     JOURNAL,
+    PAGE,
     Checkpoint,
     CheckpointError,
     expert_modules,
     expert_parameters,
     locate_experts,
+    packed_header,
     packing_order,
 )
 from .partial import begin, finish
 
-PAGE = 4096
 _NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
 
 
@@ -59,13 +60,14 @@ def repack(model, out, progress=True):
     source = Checkpoint(model)
     if source.packed:
         raise CheckpointError(f"{source.path}: its experts are packed already, there is nothing to do.")
-    loaded, config = mlx_lm_utils.load_model(source.path, lazy=True)
+    loaded, config = source.build()
+    source.try_out(loaded)
     experts = expert_modules(loaded)
     if not experts:
         raise CheckpointError(f"{source.path}: expected a model with experts, found none: there is nothing to pack.")
     located = locate_experts(loaded, source)
     layers = [_Layer(path, module, located) for path, module in experts]
-    packed = {f"{layer.path}.{p['name']}" for layer in layers for p in layer.parameters}
+    packed = {f"{layer.path}.{name}" for layer in layers for name in layer.names}
     backbone = {n: p for n, p in tree_flatten(loaded.parameters()) if n not in packed}
 
     total = sum(layer.nbytes for layer in layers) + sum(p.nbytes for p in backbone.values())
@@ -115,7 +117,7 @@ def _identity(source):
     """The source's files with their sizes and times: a run goes on only from the same ones."""
     files = sorted({t.file for t in source.tensors.values()})
     stats = [(str(f.resolve()), f.stat()) for f in files]
-    return json.dumps([[name, s.st_size, s.st_mtime_ns] for name, s in stats])
+    return json.dumps([[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats])
 
 
 class _Layer:
@@ -125,15 +127,16 @@ class _Layer:
         self.path = path
         parameters = {n: p for n, p in expert_parameters(module).items() if p.ndim > 2}  # the rest is small
         self.E = next(iter(parameters.values())).shape[0]
-        self._sources, self.parameters, offset = [], [], 0
+        self._sources, named = [], []
         for name in packing_order(parameters):
             p, tensor = parameters[name], located.get(f"{path}.{name}")
             dtype = tensor.dtype if tensor else p.dtype
             nbytes = prod(p.shape[1:]) * dtype.size
             self._sources.append((tensor, p, nbytes))
-            self.parameters.append({"name": name, "dtype": _NAMES[dtype], "shape": p.shape[1:], "offset": offset})
-            offset += nbytes
-        self.stride = -(-offset // PAGE) * PAGE
+            named.append((name, _NAMES[dtype], p.shape[1:]))
+        self.names = [name for name, _, _ in named]
+        self._header = packed_header(path, named, self.E)
+        self.stride = self._header["experts"]["shape"][1]
         self.nbytes = self.E * self.stride
 
     def experts(self):
@@ -167,9 +170,7 @@ class _Layer:
 
     def header(self):
         """A safetensors header, as long as it takes for the data to begin on a page."""
-        metadata = {"path": self.path, "parameters": json.dumps(self.parameters)}
-        tensor = {"dtype": "U8", "shape": [self.E, self.stride], "data_offsets": [0, self.nbytes]}
-        text = json.dumps({"__metadata__": metadata, "experts": tensor}).encode()
+        text = json.dumps(self._header).encode()
         text += b" " * (-(8 + len(text)) % PAGE)
         return len(text).to_bytes(8, "little") + text
 

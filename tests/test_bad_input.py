@@ -8,7 +8,10 @@ import gc
 import json
 import os
 import shutil
+import signal
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -25,6 +28,7 @@ from moelab.recipes import synthesize
 from moelab.streaming import layers, reader
 from moelab.streaming.model import load_model
 
+TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 STREAMED = ("serial", "buffers", "stacked", "fused")
 SLOTS = K + 1
 PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
@@ -109,10 +113,23 @@ def test_index_names_a_file_that_is_not_there(damaged, assert_usable):
     assert_usable()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"metadata": {}}', '{"weight_map": [1]}'])
+NO_INDEX = [
+    "",
+    "{",
+    "[]",
+    '{"metadata": {}}',
+    '{"weight_map": [1]}',
+    '{"weight_map": {"a": 1}}',
+    '{"weight_map": {"a": [1], "b": "c"}}',
+    "[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("content", NO_INDEX, ids=lambda text: text[:20])
 def test_index_is_not_an_index(content, damaged, assert_usable):
     (damaged / "model.safetensors.index.json").write_text(content)
-    message = failing_load(damaged, moelab.CheckpointError, "expected JSON with a 'weight_map'")
+    expected = "expected JSON with a 'weight_map'|not JSON|expected a JSON object"
+    message = failing_load(damaged, moelab.CheckpointError, expected)
     assert "model.safetensors.index.json" in message and "Download" in message
     assert_usable()
 
@@ -140,11 +157,212 @@ def test_not_a_model_folder(tmp_path, assert_usable):
     assert_usable()
 
 
-@pytest.mark.parametrize("content", ["", "{", "nonsense"])
-def test_config_is_not_json(content, damaged, assert_usable):
-    (damaged / "config.json").write_text(content)
-    message = failing_load(damaged, moelab.CheckpointError, "not JSON")
-    assert str(damaged / "config.json") in message and "Download" in message
+NOT_OBJECTS = {
+    "empty": b"",
+    "cut off": b"{",
+    "not JSON": b"nonsense",
+    "not text": b'{"a": "\xff"}',
+    "nested": b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    "nested without end": b"[" * 100_000,
+    "a number of many digits": b'{"a": ' + b"1" * 5000 + b"}",
+    "a list": b"[1, 2]",
+    "null": b"null",
+    "a number": b"7",
+    "text": b'"' + b"y" * 100_000 + b'"',
+}
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "hf_quant_config.json"])
+@pytest.mark.parametrize("content", NOT_OBJECTS)
+def test_config_is_not_an_object(file, content, damaged, assert_usable):
+    (damaged / file).write_bytes(NOT_OBJECTS[content])
+    message = failing_load(damaged, moelab.CheckpointError, "not JSON|expected a JSON object")
+    assert str(damaged / file) in message and "Download" in message
+    with pytest.raises(moelab.CheckpointError):
+        moelab.footprint(damaged)
+    assert_usable()
+
+
+def set_config(path, **changes):
+    """Change values of a config.json; ``a__b`` is b in a. The quantization has two names."""
+    config = json.loads((path / "config.json").read_text())
+    for key, value in changes.items():
+        *outer, key = key.split("__")
+        holder = config
+        for name in outer:
+            holder = holder[name]
+        holder[key] = value
+    if "quantization" in config:
+        config["quantization_config"] = config["quantization"]
+    (path / "config.json").write_text(json.dumps(config))
+
+
+BAD_VALUES = [
+    ("text_config", [1]),
+    ("text_config", "x"),
+    ("quantization", 4),
+    ("quantization", [4, 32]),
+    ("quantization__group_size", True),
+    ("quantization__group_size", 33),
+    ("quantization__group_size", "32"),
+    ("quantization__bits", 0),
+    ("quantization__bits", 7),
+    ("quantization__bits", 4.0),
+    ("quantization__bits", None),
+    ("quantization__mode", "int4"),
+    ("rope_theta", "x"),
+    ("rope_theta", [1]),
+    ("rms_norm_eps", "x"),
+    ("rms_norm_eps", None),
+    ("num_hidden_layers", 0),
+    ("num_hidden_layers", -1),
+    ("num_hidden_layers", 4),
+    ("num_hidden_layers", 2.5),
+    ("num_hidden_layers", 10**9),
+    ("num_hidden_layers", 10**18),
+    ("num_attention_heads", 0),
+    ("num_attention_heads", 3),
+    ("num_attention_heads", 10**9),
+    ("num_attention_heads", [4]),
+    ("hidden_size", 0),
+    ("hidden_size", -64),
+    ("hidden_size", 2**31),
+    ("hidden_size", 10**18),
+    ("hidden_size", 10**30),
+    ("vocab_size", 2**31 - 1),
+    ("num_experts", 0),
+    ("num_experts", 10**9),
+    ("num_experts", True),
+    ("num_experts_per_tok", 0),
+    ("num_experts_per_tok", -1),
+    ("num_experts_per_tok", 10**18),
+    ("num_experts_per_tok", True),
+    ("num_experts_per_tok", 2.0),
+    ("num_experts_per_tok", "2"),
+    ("num_experts_per_tok", []),
+    ("num_experts_per_tok", [2, 2]),
+    ("num_experts_per_tok", [2, "x"]),
+    ("num_experts_per_tok", {"a": 2}),
+    ("decoder_sparse_step", 0),
+    ("model_type", 3),
+    ("model_type", ["qwen3_moe"]),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BAD_VALUES, ids=lambda v: repr(v)[:30])
+def test_config_with_a_bad_value(key, value, damaged, assert_usable):
+    set_config(damaged, **{key: value})
+    message = failing_load(damaged, moelab.CheckpointError, "expected|cannot build it|cannot call")
+    assert str(damaged) in message
+    with pytest.raises(moelab.CheckpointError):
+        moelab.footprint(damaged)
+    assert_usable()
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("qwen3_moe", {"quantization__group_size": 0}),
+        ("qwen3_5_moe", {"text_config__shared_expert_intermediate_size": 1}),
+        ("dots1", {"n_group": 0}),
+        ("dots1", {"n_group": False}),
+        ("bailing_moe_linear", {"group_norm_size": 0}),
+    ],
+)
+def test_config_that_would_end_the_process(family, change, tmp_path):
+    """mlx-lm divides by a group size that it takes, or infers, from config.json."""
+    path = families.write_checkpoint(family, tmp_path / family, "affine4")
+    set_config(path, **change)
+    command = [sys.executable, "-c", "import sys, moelab; moelab.footprint(sys.argv[1])", str(path)]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 1, process.returncode  # not a signal
+    assert f"CheckpointError: {path}" in process.stderr
+
+
+def test_a_tensor_in_two_files(damaged, assert_usable):
+    """mlx-lm takes the file that the folder lists last: another one on another file system."""
+    first, second = shard(damaged, 0), shard(damaged, 1)
+    weights, more = mx.load(str(first)), mx.load(str(second))
+    name = next(n for n in weights if "switch_mlp" in n)
+    more[name] = mx.zeros_like(weights[name])
+    mx.eval(more)
+    mx.save_safetensors(str(second), more)
+    message = failing_load(damaged, moelab.CheckpointError, "expected each tensor once")
+    assert all(part in message for part in (str(damaged), name, first.name, second.name, "Remove"))
+    assert_usable()
+
+
+@pytest.fixture
+def in_time():
+    """Ends a test that waits for ever."""
+
+    def late(*_):
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "model.safetensors.index.json", "vocab.txt", "shard"],
+)
+def test_a_fifo_for_a_file(name, damaged, assert_usable, in_time):
+    file = shard(damaged) if name == "shard" else damaged / name
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    message = failing_load(damaged, moelab.CheckpointError, "expected a file, got p")
+    assert str(file) in message
+    assert_usable()
+
+
+@pytest.fixture
+def with_tokenizer(damaged):
+    """A copy of the sound checkpoint, with a tokenizer."""
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY_MOE / file, damaged)
+    return damaged
+
+
+def changed(**values):
+    return lambda text: json.dumps({**json.loads(text), **values})
+
+
+def with_strange_merge(text):
+    return text.replace('"merges": [', '"merges": [["nothing", "known"],')
+
+
+BAD_TOKENIZERS = {
+    "cut off": ("tokenizer.json", lambda text: text[: len(text) // 2]),
+    "a list": ("tokenizer.json", lambda text: "[1, 2]"),
+    "no model": ("tokenizer.json", changed(model=None)),
+    "merges of nothing": ("tokenizer.json", with_strange_merge),
+    "nested": ("tokenizer.json", lambda text: "[" * 100_000),
+    "config cut off": ("tokenizer_config.json", lambda text: text[:-5]),
+    "config is a number": ("tokenizer_config.json", lambda text: "7"),
+    "class is a list": ("tokenizer_config.json", changed(tokenizer_class=[1])),
+    "token is a number": ("tokenizer_config.json", changed(extra_special_tokens=[7])),
+    "length is text": ("tokenizer_config.json", changed(model_max_length="long")),
+}
+
+
+@pytest.mark.parametrize("damage", BAD_TOKENIZERS)
+def test_tokenizer_is_damaged(damage, with_tokenizer, assert_usable):
+    name, change = BAD_TOKENIZERS[damage]
+    (with_tokenizer / name).write_text(change((with_tokenizer / name).read_text()))
+    moelab.load(TINY_MOE)[
+        0
+    ].__exit__()  # transformers keeps files of its own open from the first time on
+    before = num_open()
+    with pytest.raises(moelab.CheckpointError) as caught:
+        moelab.load(with_tokenizer, moelab.StreamConfig(slots=SLOTS))
+    message = str(caught.value)
+    del caught
+    assert num_open() == before, "a failed load left files open"
+    assert str(with_tokenizer) in message and "Download" in message and len(message) < 700
     assert_usable()
 
 
@@ -203,7 +421,10 @@ def overlap(header, name):
 
 
 LIES = {
-    "beyond the end": (set_entry(data_offsets=lambda t: [o + 10**12 for o in t["data_offsets"]]), "the file has only"),
+    "beyond the end": (
+        set_entry(data_offsets=lambda t: [o + 10**12 for o in t["data_offsets"]]),
+        "the file has only",
+    ),
     "over another tensor": (overlap, "starts at .* inside the one before it"),
     "too long for its shape": (
         set_entry(data_offsets=lambda t: [t["data_offsets"][0], t["data_offsets"][1] + 4]),
@@ -214,14 +435,20 @@ LIES = {
         "needs .* bytes, its offsets",
     ),
     "another type than it has": (set_entry(dtype="F64"), "needs .* bytes, its offsets"),
-    "backwards": (set_entry(data_offsets=lambda t: t["data_offsets"][::-1]), "needs .* bytes, its offsets"),
+    "backwards": (
+        set_entry(data_offsets=lambda t: t["data_offsets"][::-1]),
+        "needs .* bytes, its offsets",
+    ),
     "negative offsets": (
         set_entry(data_offsets=lambda t: [-8, t["data_offsets"][1] - t["data_offsets"][0] - 8]),
         "offsets",
     ),
     "negative shape": (set_entry(shape=lambda t: [-t["shape"][0], *t["shape"][1:]]), "shape"),
     "shape beyond 64 bits": (set_entry(shape=[2**40, 2**40]), "needs .* bytes|header"),
-    "fractional offsets": (set_entry(data_offsets=lambda t: [o + 0.5 for o in t["data_offsets"]]), "offsets|header"),
+    "fractional offsets": (
+        set_entry(data_offsets=lambda t: [o + 0.5 for o in t["data_offsets"]]),
+        "offsets|header",
+    ),
     "offsets as text": (set_entry(data_offsets=["0", "64"]), "offsets|header"),
     "one offset": (set_entry(data_offsets=[0]), "offsets|header"),
     "no offsets": (lambda header, name: header[name].pop("data_offsets") and None, "header"),
@@ -232,6 +459,30 @@ LIES = {
     "not text": (lambda header, name: b"\xff\xfe\x00garbage", "header"),
     "a list": (lambda header, name: b"[1, 2, 3]", "header"),
     "deeply nested": (lambda header, name: b"[" * 100_000, "header"),
+    "metadata is not text": (
+        lambda header, name: header.update(__metadata__={"format": 1}),
+        "metadata",
+    ),
+    "metadata is a list": (lambda header, name: header.update(__metadata__=["mlx"]), "header"),
+    "no shape": (set_entry(shape=None), "shape None"),
+    "shape is not a list": (set_entry(shape=True), "shape True"),
+    "a dimension beyond 32 bits": (set_entry(shape=lambda t: [0, 2**31, *t["shape"]]), "shape"),
+    "a name twice": (
+        lambda header, name: json.dumps(header)[:-1].encode() + b', "a": 1, "a": 2}',
+        "occurs twice",
+    ),
+    "a hole": (
+        lambda header, name: (
+            header.pop(min(header, key=lambda n: header[n].get("data_offsets", [9**9])[0])) and None
+        ),
+        "the one before it ends at 0",
+    ),
+    "bytes that are no tensor's": (
+        lambda header, name: (
+            header.pop(max(header, key=lambda n: header[n].get("data_offsets", [-1])[0])) and None
+        ),
+        "its tensors end at byte",
+    ),
 }
 
 
@@ -243,7 +494,8 @@ def test_header_lies(lie, damaged, assert_usable):
     message = failing_load(damaged, moelab.CheckpointError, match)
     assert str(file) in message and "download it again" in message
     if "is not a safetensors header" not in message:  # it could be read, so it says whose entry is wrong
-        assert name in message or lie == "over another tensor"
+        others = ("over another tensor", "a hole", "bytes that are no tensor's")
+        assert name in message or lie in others
     assert_usable()
 
 
@@ -504,6 +756,38 @@ def test_file_modified_while_streamed(mode, damaged, assert_usable, reading):
                 until_it_reads(model)
             assert str(damaged) in str(caught.value) and "Load the model again" in str(caught.value)
     assert_usable()
+
+
+def test_file_modified_with_its_times_put_back(damaged, assert_usable, reading):
+    """As a restored backup may do. Only the ctime tells."""
+    model, _ = load_model(damaged, moelab.StreamConfig(slots=SLOTS))
+    with model:
+        generate(model)
+        for file in damaged.glob("*.safetensors"):
+            status = file.stat()
+            time.sleep(0.02)  # a clock may be coarser than this test
+            with open(file, "r+b") as f:
+                f.seek(-64, os.SEEK_END)
+                f.write(os.urandom(64))
+            os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        with pytest.raises(
+            moelab.ReadError, match="changed while it was streamed.* ctime"
+        ) as caught:
+            until_it_reads(model)
+        assert str(damaged) in str(caught.value) and "Load the model again" in str(caught.value)
+    assert_usable()
+
+
+def test_file_linked_while_streamed(damaged, want, tmp_path):
+    """A link that is made or removed sets the ctime too, and changes nothing."""
+    model, _ = load_model(damaged, moelab.StreamConfig(slots=SLOTS))
+    with model:
+        for file in damaged.glob("*.safetensors"):
+            os.link(file, tmp_path / file.name)
+        np.testing.assert_array_equal(generate(model), want)
+        for file in damaged.glob("*.safetensors"):
+            file.unlink()
+        np.testing.assert_array_equal(generate(model), want)
 
 
 @pytest.mark.parametrize("mode", STREAMED)

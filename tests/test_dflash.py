@@ -228,6 +228,76 @@ def test_bad_files(tmp_path):
         DFlashDraft(tmp_path)
 
 
+BAD_VALUES = [
+    ("block_size", "5"), ("block_size", True), ("block_size", 10**9), ("block_size", None),
+    ("hidden_size", 0), ("hidden_size", -32), ("hidden_size", 10**18), ("hidden_size", "32"),
+    ("hidden_size", 33), ("num_hidden_layers", 10**9), ("num_hidden_layers", -1),
+    ("num_hidden_layers", 2), ("num_hidden_layers", "3"),
+    ("num_attention_heads", 0), ("num_attention_heads", 3), ("num_attention_heads", [4]),
+    ("num_key_value_heads", 0), ("num_key_value_heads", 3), ("num_key_value_heads", 2.5),
+    ("head_dim", -16), ("head_dim", 10**9), ("vocab_size", None), ("vocab_size", "64"),
+    ("num_target_layers", "6"), ("num_target_layers", [6]),
+    ("dflash_config", None), ("dflash_config", [7]), ("dflash_config", {}),
+    ("dflash_config", {"mask_token_id": "7"}),
+    ("dflash_config", {"mask_token_id": 7, "target_layer_ids": 3}),
+    ("dflash_config", {"mask_token_id": 7, "target_layer_ids": [1, 2, "3"]}),
+    ("dflash_config", {"mask_token_id": 7, "target_layer_ids": [1, 2]}),
+    ("rms_norm_eps", "x"), ("rms_norm_eps", -1.0), ("rope_theta", "x"), ("rope_scaling", 1.5),
+    ("rope_parameters", [1]), ("layer_types", 10**9), ("layer_types", ["full_attention"]),
+    ("sliding_window", "8"), ("max_position_embeddings", []), ("quantization", 8),
+    ("quantization", {"group_size": 0, "bits": 4}), ("quantization", {"bits": "4"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), BAD_VALUES, ids=lambda v: repr(v)[:40])
+def test_config_with_a_bad_value(key, value, tmp_path):
+    write_draft(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, key: value}))
+    with pytest.raises(CheckpointError) as caught:
+        DFlashDraft(tmp_path)
+    assert str(tmp_path) in str(caught.value) and len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "null", "[" * 100_000, '{"a": ' + "1" * 5000 + "}"])
+def test_config_is_not_an_object(content, tmp_path):
+    write_draft(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError) as caught:
+        DFlashDraft(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value) and len(str(caught.value)) < 1000
+
+
+def test_weights_that_are_damaged(tmp_path):
+    write_draft(tmp_path)
+    file = tmp_path / "model.safetensors"
+    sound = file.read_bytes()
+    for content in (
+        b"",
+        sound[:-1],
+        sound[:100],
+        sound[:20] + b"\xff" + sound[21:],
+        sound + b"more",
+        b"\xff" * 100,
+    ):
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError) as caught:
+            DFlashDraft(tmp_path)
+        assert str(file) in str(caught.value) and "download it again" in str(caught.value)
+    file.unlink()
+    with pytest.raises(CheckpointError):
+        DFlashDraft(tmp_path)
+
+
+def test_a_tensor_in_two_files(tmp_path):
+    write_draft(tmp_path)
+    mx.save_safetensors(str(tmp_path / "model-2.safetensors"), {"norm.weight": mx.zeros(D)})
+    with pytest.raises(
+        CheckpointError, match="expected each tensor once, got norm.weight in model"
+    ) as caught:
+        DFlashDraft(tmp_path)
+    assert "model-2.safetensors" in str(caught.value) and " model.safetensors" in str(caught.value)
+
+
 # The trained drafts
 
 

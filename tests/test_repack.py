@@ -198,7 +198,8 @@ def test_bad_input(tmp_path, packed, monkeypatch):
     refused(moelab.CheckpointError, str(file), "damaged", call=lambda: load_model(good))
     n = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + n])
-    header["__metadata__"]["parameters"] = header["__metadata__"]["parameters"].replace('"offset": 0', '"offset": 99999')
+    parameters = header["__metadata__"]["parameters"]
+    header["__metadata__"]["parameters"] = parameters.replace('"offset": 0', '"offset": 99999')
     text = json.dumps(header).encode().ljust(n)
     file.write_bytes(content[:8] + text + content[8 + n :])
     refused(moelab.CheckpointError, str(file), "Repack the model again", call=lambda: load_model(good))
@@ -327,3 +328,166 @@ def test_a_journal_cannot_name_files_elsewhere(tmp_path):
     (tmp_path / "packed.partial" / JOURNAL).write_text(json.dumps(journal))
     repack(path, tmp_path / "packed", progress=False)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A small packed checkpoint. Never changed: tests damage copies of it."""
+    path = families.write_checkpoint(
+        "qwen3_moe", tmp_path_factory.mktemp("small") / "plain", "affine4"
+    )
+    return repack(path, path.with_name("packed"), progress=False)
+
+
+def header_of(file):
+    content = file.read_bytes()
+    n = int.from_bytes(content[:8], "little")
+    return content[8 : 8 + n].rstrip(), content
+
+
+def write_header(file, header):
+    """Put another header into a file; the data stays where it is."""
+    old, content = header_of(file)
+    n = int.from_bytes(content[:8], "little")
+    file.write_bytes(content[:8] + header.ljust(n) + content[8 + n :])
+
+
+def extents(path):
+    """What a packed checkpoint says about every expert, comparable."""
+    return {
+        k: ([f.name for f in t.files], t.offsets, t.nbytes, t.shape, t.dtype)
+        for k, t in Checkpoint(path).packed.items()
+    }
+
+
+def without_checksum(file):
+    """As versions before 0.2 wrote it."""
+    header = json.loads(header_of(file)[0])
+    header["__metadata__"].pop("crc32", None)
+    write_header(file, json.dumps(header).encode())
+
+
+def test_a_packed_header_with_a_flipped_bit(small, tmp_path):
+    """Each is refused, or changes nothing."""
+    path, rng = tmp_path / "damaged", random.Random(1)
+    shutil.copytree(small, path)
+    file, want = path / "experts-00001.safetensors", extents(small)
+    header, sound = header_of(file)
+    same = 0
+    for bit in rng.sample(range(8 * len(header)), 600):
+        flipped = bytearray(sound)
+        flipped[8 + bit // 8] ^= 1 << bit % 8
+        file.write_bytes(flipped)
+        try:
+            got = extents(path)
+        except moelab.CheckpointError as e:
+            assert str(file) in str(e)
+            continue
+        assert got == want, f"bit {bit}: {bytes(flipped[8 : 8 + len(header)])}"
+        same += 1
+    assert same < 60  # the name of the tensor, and spaces that become other white space
+
+
+def swap(key, i, j):
+    def edit(header, parameters):
+        parameters[i][key], parameters[j][key] = parameters[j][key], parameters[i][key]
+
+    return edit
+
+
+def set_dtype(dtype, kind):
+    def edit(header, parameters):
+        next(p for p in parameters if p["name"].endswith(kind))["dtype"] = dtype
+
+    return edit
+
+
+def shift(header, parameters):
+    for p in parameters:
+        p["offset"] += 64
+
+
+def set_shape(*shape):
+    def edit(header, parameters):
+        header["experts"]["shape"] = list(shape)
+
+    return edit
+
+
+E, STRIDE = families.E, 2 * PAGE
+def set_path(path):
+    return lambda header, parameters: header["__metadata__"].update(path=path)
+
+
+def another_shape(header, parameters):
+    parameters[0].update(shape=[1, 512])
+
+
+def another_tensor(header, parameters):
+    header["more"] = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+
+
+STRUCTURE = {
+    "two names swapped": swap("name", 0, 1),
+    "two offsets swapped": swap("offset", 0, 1),
+    "order": lambda header, parameters: parameters.reverse(),
+    "all offsets moved": shift,
+    "a weight as another type": set_dtype("F32", "gate_proj.weight"),
+    "a weight as signed": set_dtype("I32", "gate_proj.weight"),
+    "scales as another type": set_dtype("F16", "gate_proj.scales"),
+    "scales as whole numbers": set_dtype("I16", "gate_proj.scales"),
+    "a parameter dropped": lambda header, parameters: parameters.pop(),
+    "a parameter twice": lambda header, parameters: parameters.append(dict(parameters[-1])),
+    "a shape transposed": lambda header, parameters: parameters[0]["shape"].reverse(),
+    "another shape of as many bytes": another_shape,
+    "more experts": set_shape(2 * E, STRIDE // 2),
+    "fewer experts": set_shape(E // 2, STRIDE * 2),
+    "another layer's path": set_path("model.layers.0.mlp.switch_mlp"),
+    "no layer's path": set_path("model.layers.9.mlp.switch_mlp"),
+    "text in the tensor's type": lambda header, parameters: header["experts"].update(dtype="I8"),
+    "another tensor": another_tensor,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("checksum", [True, False], ids=["with checksum", "of version 0.1"])
+@pytest.mark.parametrize("edit", STRUCTURE)
+def test_a_packed_header_that_lies(small, tmp_path, edit, checksum):
+    path = tmp_path / "damaged"
+    shutil.copytree(small, path)
+    if not checksum:
+        for file in path.glob("experts-*"):
+            without_checksum(file)
+        assert extents(path) == extents(small)
+    file = path / "experts-00001.safetensors"
+    header = json.loads(header_of(file)[0])
+    assert header["experts"]["shape"] == [E, STRIDE]
+    parameters = json.loads(header["__metadata__"]["parameters"])
+    STRUCTURE[edit](header, parameters)
+    header["__metadata__"]["parameters"] = json.dumps(parameters)
+    write_header(file, json.dumps(header).encode())
+    with pytest.raises(moelab.CheckpointError) as caught:
+        load_model(path)
+    assert str(path) in str(caught.value) and len(str(caught.value)) < 1000
+
+
+def test_a_layer_in_two_files_or_in_none(small, tmp_path):
+    path = tmp_path / "damaged"
+    shutil.copytree(small, path)
+    first, second = (path / f"experts-0000{i}.safetensors" for i in range(2))
+    shutil.copy(first, second)
+    with pytest.raises(moelab.CheckpointError, match="expected each tensor once") as caught:
+        load_model(path)
+    assert all(part in str(caught.value) for part in ("model.layers.0.", first.name, second.name))
+    second.unlink()
+    with pytest.raises(moelab.CheckpointError, match="Missing .* parameters") as caught:
+        load_model(path)
+    assert "model.layers.1." in str(caught.value) and len(str(caught.value)) < 1000
+
+
+def test_a_damaged_model_is_refused_here_too(tmp_path):
+    path = families.write_checkpoint("qwen3_moe", tmp_path / "plain", "affine4")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 40}))
+    with pytest.raises(moelab.CheckpointError, match="cannot build it") as caught:
+        repack(path, tmp_path / "packed", progress=False)
+    assert len(str(caught.value)) < 1000 and [p.name for p in tmp_path.iterdir()] == ["plain"]

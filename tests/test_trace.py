@@ -1,6 +1,11 @@
 """Traces: kept exactly, and put in a router's place."""
 
 import io
+import json
+import os
+import subprocess
+import sys
+import zipfile
 
 import mlx.core as mx
 import numpy as np
@@ -98,6 +103,129 @@ def test_a_trace_that_contradicts_itself_is_refused():
         Trace(t.experts, t.phase[1:], t.tokens)
     with pytest.raises(TraceError, match="expected at least 64"):
         Trace(t.experts, t.phase, t.tokens, num_experts=10)
+    with pytest.raises(TraceError, match="expected 0 or more, got -1"):
+        Trace(np.full((1, 1, 1), -1), t.phase[:1], t.tokens[:1])
+
+
+def members(**changes):
+    """The members of a sound file, some replaced: by an array, by bytes; or ``about`` changed."""
+    t = random_trace()
+    about = {"moelab_trace": 1, "num_experts": E, "model": "", "seed": None, "prompt": ""}
+    about |= changes.pop("about", {})
+    arrays = {
+        "experts": t.experts.astype(np.uint8),
+        "decode": t.phase == "decode",
+        "tokens": t.tokens.astype(np.int32),
+        "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
+    }
+    return arrays | changes
+
+
+def write(path, arrays):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as z:
+        for name, a in arrays.items():
+            data = io.BytesIO()
+            if isinstance(a, bytes):
+                data.write(a)
+            else:
+                np.lib.format.write_array(data, a, allow_pickle=True)
+            z.writestr(f"{name}.npy", data.getvalue())
+
+
+def npy(shape, descr="|u1", rest=b""):
+    """A member whose header says what it likes."""
+    header = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + rest
+
+
+EXPERTS = random_trace().experts
+STRANGE = {
+    "negative experts": {
+        "experts": np.where(EXPERTS == EXPERTS[0, 0, 0], -1, EXPERTS.astype(np.int64))
+    },
+    "experts beyond E": {"experts": EXPERTS.astype(np.int64) + E},
+    "experts beyond 16 bits": {"experts": EXPERTS.astype(np.int64) + 2**16},
+    "experts as fractions": {"experts": EXPERTS.astype(np.float32)},
+    "experts as objects": {"experts": EXPERTS.astype(object)},
+    "experts of rank 2": {"experts": EXPERTS[0]},
+    "experts of 10 GB": {"experts": npy("(10000000000, 1, 1)")},
+    "experts of a negative length": {"experts": npy("(-1, 1, 1)")},
+    "experts of 2**80 bytes": {"experts": npy(f"({2**40}, {2**40}, 1)")},
+    "a header that is no Python": {"experts": npy("((((")},
+    "a header without end": {"experts": npy("(" * 90)},
+    "decode as numbers": {"decode": np.arange(11)},
+    "decode of another length": {"decode": np.zeros(12, bool)},
+    "decode of rank 2": {"decode": np.zeros((11, 1), bool)},
+    "tokens as fractions": {"tokens": np.zeros(11)},
+    "tokens of another length": {"tokens": np.zeros(10, np.int32)},
+    "about is no object": {"about_": b"[1]"},
+    "about nests": {"about_": b"[" * 100_000},
+    "about is not text": {"about_": b"\xff\xfe"},
+    "num_experts as text": {"about": {"num_experts": "64"}},
+    "num_experts as a truth value": {"about": {"num_experts": True}},
+    "no experts": {"about": {"num_experts": 0}},
+    "negative num_experts": {"about": {"num_experts": -1}},
+    "huge num_experts": {"about": {"num_experts": 10**18}},
+    "model is not text": {"about": {"model": None}},
+    "seed is not a number": {"about": {"seed": "1"}},
+    "prompt is not text": {"about": {"prompt": [1]}},
+    "a key of its own": {"about": {"self": 1}},
+    "a member of its own": {"more": np.zeros(3)},
+}
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+def test_a_strangers_trace_is_refused(strange, tmp_path):
+    file, changes = tmp_path / "strange.npz", dict(STRANGE[strange])
+    write(file, members())
+    assert len(Trace.load(file)) == 11
+    if "about_" in changes:
+        arrays = members() | {"about": np.frombuffer(changes["about_"], np.uint8)}
+    else:
+        arrays = members(**changes)
+    write(file, arrays)
+    with pytest.raises(TraceError) as caught:
+        Trace.load(file)
+    assert str(file) in str(caught.value) and len(str(caught.value)) < 1000
+
+
+def test_a_small_file_that_unpacks_to_gigabytes(path, tmp_path):
+    """It is refused before it is unpacked: in less memory than that."""
+    file = tmp_path / "bomb.npz"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as z:
+        for name, a in members().items():
+            with z.open(f"{name}.npy", "w", force_zip64=True) as f:
+                if name == "experts":
+                    f.write(npy("(4000000000, 1, 1)"))
+                    for _ in range(2000):
+                        f.write(bytes(2_000_000))
+                else:
+                    np.lib.format.write_array(f, a)
+    assert file.stat().st_size < 5_000_000
+    config = "moelab.StreamConfig(pinned_nbytes=1000, pinned_trace=file)"
+    for call in ("moelab.Trace.load(file)", f"moelab.footprint({str(path)!r}, {config})"):
+        code = "import sys, resource, moelab; file = sys.argv[1]\n"
+        code += f"try: {call}\nexcept ValueError as e: print(e)\n"
+        code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        process = subprocess.run(
+            [sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True
+        )
+        message, used = process.stdout.splitlines()
+        used = int(used) * (1 if sys.platform == "darwin" else 1024)
+        assert str(file) in message and "unpacks to 4000000128 bytes" in message
+        assert used < 2 << 30
+
+
+def test_a_fifo_is_no_trace(tmp_path):
+    os.mkfifo(tmp_path / "trace.npz")
+    code = "import sys, moelab; moelab.Trace.load(sys.argv[1])"
+    process = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "trace.npz")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "TraceError" in process.stderr and "expected a file" in process.stderr
 
 
 def test_phases_apart():

@@ -1,135 +1,15 @@
-"""Which experts a model routed to: recorded from a run, kept in a file, and put in a router's place."""
+"""Which experts a model routed to: recorded from a run, and put in a router's place."""
 
-import dataclasses
-import json
-import os
-import zipfile
-import zlib
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 from ..checkpoint import expert_modules
 from ..streaming.layers import StreamedExperts, num_experts
+from ..streaming.trace import PHASES, Trace, TraceError
 
-PHASES = ("prefill", "decode")
-FORMAT = 1
-
-
-class TraceError(ValueError):
-    """A trace is damaged, or does not fit the model that it should drive."""
-
-
-@dataclass(eq=False)
-class Trace:
-    """The routing of one run. What is computed from it is kept: make another rather than change it.
-
-    Attributes:
-        experts (np.ndarray): ``[T, L, K]`` uint16, the experts of every token in every MoE
-            layer, in the order of the router.
-        phase (np.ndarray): ``[T]`` of ``prefill`` (came with others) or ``decode``.
-        tokens (np.ndarray): ``[T]`` token ids that went in; ``prefill.tokens`` are the prompt's.
-        num_experts (int): E. Default: the largest expert seen and one.
-        model (str): The name of the model, or of what made the trace.
-        seed (int, optional): Of the sampling or the synthesis; None for a greedy run.
-        prompt (str): The text that was continued, or what it was.
-    """
-
-    experts: np.ndarray
-    phase: np.ndarray
-    tokens: np.ndarray
-    num_experts: int = 0
-    model: str = ""
-    seed: int | None = None
-    prompt: str = ""
-
-    def __post_init__(self):
-        if self.experts.ndim != 3:
-            raise TraceError(f"Trace.experts: expected [T, L, K], got shape {self.experts.shape}.")
-        T = len(self.experts)
-        if (len(self.phase), len(self.tokens)) != (T, T):
-            raise TraceError(
-                f"Trace: expected {T} phases and tokens, as experts has, got {len(self.phase)} and {len(self.tokens)}."
-            )
-        most = int(self.experts.max()) + 1 if self.experts.size else 0
-        self.num_experts = self.num_experts or most
-        if most > self.num_experts:
-            raise TraceError(f"Trace.num_experts: expected at least {most}, as experts has them, got {self.num_experts}.")
-
-    def __len__(self):
-        return len(self.experts)
-
-    def __str__(self):
-        T, L, K = self.experts.shape
-        n = int((self.phase == "decode").sum())
-        return f"{self.model or 'trace'}: {T} tokens ({n} decoded), {L} layers, top-{K} of {self.num_experts} experts"
-
-    def __getitem__(self, rows):
-        """The trace of some tokens: a slice, or ``[T]`` of bool."""
-        return dataclasses.replace(self, experts=self.experts[rows], phase=self.phase[rows], tokens=self.tokens[rows])
-
-    @property
-    def prefill(self):
-        """The tokens that came with others: prompts."""
-        return self[self.phase == "prefill"]
-
-    @property
-    def decode(self):
-        """The tokens that came one at a time."""
-        return self[self.phase == "decode"]
-
-    def save(self, path):
-        """Write it as a compressed ``.npz``; the old file stays until the new one is whole.
-
-        Args:
-            path (str or Path): The file.
-        """
-        path = Path(path)
-        about = {f: getattr(self, f) for f in ("num_experts", "model", "seed", "prompt")}
-        partial = path.with_name(path.name + ".partial")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as f:
-            np.savez_compressed(
-                f,
-                experts=self.experts.astype(np.uint8) if self.num_experts <= 256 else self.experts,
-                decode=np.asarray(self.phase == "decode"),
-                tokens=np.asarray(self.tokens, np.int32),
-                about=np.frombuffer(json.dumps({"moelab_trace": FORMAT, **about}).encode(), np.uint8),
-            )
-        os.replace(partial, path)
-
-    @classmethod
-    def load(cls, path):
-        """Read what ``save`` wrote.
-
-        Args:
-            path (str or Path): The file.
-
-        Raises:
-            TraceError: If it is no trace, or damaged.
-            FileNotFoundError: If there is none.
-        """
-        try:
-            with np.load(path, allow_pickle=False) as z:
-                about = json.loads(bytes(z["about"]))
-                if about.pop("moelab_trace") != FORMAT:
-                    raise ValueError("another version's format")
-                return cls(
-                    z["experts"].astype(np.uint16),
-                    np.where(z["decode"], "decode", "prefill"),
-                    z["tokens"].astype(np.int64),
-                    **about,
-                )
-        except FileNotFoundError:
-            raise
-        except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as e:
-            raise TraceError(
-                f"{path}: expected a trace as Trace.save writes it, got something else or a damaged file "
-                f"({type(e).__name__}: {e}). Record it again, or restore the file."
-            ) from e
+__all__ = ["PHASES", "Trace", "TraceError", "driven", "record"]
 
 
 class _Recorder:

@@ -4,7 +4,6 @@ After Chen et al., DFlash: Block Diffusion for Flash Speculative Decoding (arXiv
 b block size, n tapped layers, D hidden size, V vocabulary.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
@@ -18,7 +17,15 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
-from ..checkpoint import CheckpointError
+from ..checkpoint import (
+    CheckpointError,
+    check_config,
+    describe,
+    merge_headers,
+    read_header,
+    read_json,
+    shorten,
+)
 from .generate import vocabulary
 
 
@@ -231,33 +238,86 @@ def load_model(path_or_hf_repo: str | Path) -> DFlashModel:
     """
     try:
         path = Path(mlx_lm_utils._download(str(path_or_hf_repo)))
-        config = json.loads((path / "config.json").read_text())
+        config = read_json(path / "config.json")
+    except CheckpointError:
+        raise
     except (OSError, ValueError) as e:
         raise CheckpointError(
-            f"{path_or_hf_repo}: expected the folder or Hub repository of a DFlash draft, found none that can be read ({e})."
+            f"{path_or_hf_repo}: expected the folder or Hub repository of a DFlash draft, found "
+            f"none that can be read ({describe(e)})."
         ) from e
     missing = [k for k in ("block_size", "num_target_layers", "dflash_config") if k not in config]
     if missing:
         raise CheckpointError(
             f"{path / 'config.json'}: expected a DFlash draft's config, it has no {', '.join(missing)}. A draft that is a language model goes to ModelDraft."
         )
-    args = DFlashArgs.from_dict(config)
-    if args.block_size < 2:
-        raise ValueError(f"{path / 'config.json'}: expected a block_size of 2 or more, got {args.block_size}.")
-    model = DFlashModel(args)
-    weights = {}
-    for file in sorted(path.glob("model*.safetensors")):
-        weights |= mx.load(str(file))
-    weights = {k: w for k, w in weights.items() if "rotary_emb" not in k}
-    if args.quantization:
-        bits = {k: args.quantization[k] for k in ("group_size", "bits", "mode") if k in args.quantization}
-        nn.quantize(model, **bits, class_predicate=lambda p, m: f"{p}.scales" in weights)
+    files = sorted(path.glob("model*.safetensors"))
+    tensors = merge_headers({file: read_header(file) for file in files})
+    check_config(config, path / "config.json", len(tensors))
+    try:
+        args = DFlashArgs.from_dict(config)
+        _check(args)
+        model = DFlashModel(args)
+        weights = {}
+        for file in files:
+            weights |= mx.load(str(file))
+        weights = {k: w for k, w in weights.items() if "rotary_emb" not in k}
+        if args.quantization:
+            bits = {
+                k: v for k, v in args.quantization.items() if k in ("group_size", "bits", "mode")
+            }
+            nn.quantize(model, **bits, class_predicate=lambda p, m: f"{p}.scales" in weights)
+    except Exception as e:  # whatever wrong types and sizes lead to
+        raise CheckpointError(
+            f"{path / 'config.json'}: a DFlash draft cannot be built from it: {describe(e)}. "
+            "Download it again."
+        ) from e
     try:
         model.load_weights(list(weights.items()))
-    except ValueError as e:
-        raise CheckpointError(f"{path}: the weights are not those that its config.json describes ({e}).") from e
+        _try(model)
+    except Exception as e:
+        raise CheckpointError(
+            f"{path}: the weights are not those that its config.json describes ({describe(e)}). "
+            "Download it again."
+        ) from e
     model.eval()
     return model
+
+
+def _check(args):
+    """Refuse values that are not what a draft's config can have."""
+    positive = (
+        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+        "num_target_layers", "vocab_size", "head_dim", "max_position_embeddings",
+    )  # fmt: skip
+    for name in positive:
+        value = getattr(args, name)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"expected a {name} of 1 or more, got {shorten(repr(value), 60)}")
+    b, most = args.block_size, args.max_position_embeddings
+    if type(b) is not int or not 2 <= b <= most:
+        raise ValueError(
+            f"expected a block_size of 2 or more, got {shorten(repr(b), 60)} "
+            f"(max_position_embeddings: {most})"
+        )
+    ids = args.target_layer_ids
+    if not isinstance(ids, list) or not all(type(i) is int for i in [*ids, args.mask_token_id]):
+        raise ValueError(
+            "expected whole numbers as target_layer_ids and mask_token_id, got "
+            f"{shorten(ids, 60)} and {shorten(args.mask_token_id, 60)}"
+        )
+    if not isinstance(args.layer_types, list) or len(args.layer_types) != args.num_hidden_layers:
+        raise ValueError(
+            f"expected layer_types for {args.num_hidden_layers} layers, got "
+            f"{shorten(args.layer_types, 60)}"
+        )
+
+
+def _try(model):
+    """Call the model, evaluating nothing: operations check types and shapes as they are called."""
+    args, cache = model.args, model.make_cache()
+    model.extend(mx.zeros((1, 1, len(args.target_layer_ids) * args.hidden_size)), cache)
+    model(mx.zeros((1, args.block_size, args.hidden_size)), cache)
 
 
 def embedding_and_head(model: nn.Module) -> tuple[Callable, Callable]:

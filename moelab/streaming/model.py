@@ -1,12 +1,9 @@
 """An mlx-lm model whose experts stay on disk."""
 
 import ctypes
-import json
 import os
 import threading
 import weakref
-import zipfile
-import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -22,10 +19,12 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from ..checkpoint import (
     Checkpoint,
     CheckpointError,
+    describe,
     expert_modules,
     expert_parameters,
     locate_experts,
     read_experts,
+    read_json,
 )
 from .config import StreamConfig
 from .layers import LAYERS, num_experts
@@ -33,6 +32,7 @@ from .prefetch import PREFETCHERS
 from .reader import Reader
 from .slots import hottest
 from .spread import spread
+from .trace import Trace, TraceError
 
 # What the families call K in their configuration.
 TOP_K_KEYS = (
@@ -337,7 +337,7 @@ def load(
     except (OSError, ValueError) as e:
         raise CheckpointError(
             f"{path_or_hf_repo}: expected a model folder or a Hub repository, found no such "
-            f"folder, and the Hub does not give it ({e})."
+            f"folder, and the Hub does not give it ({describe(e)})."
         ) from e
     model, model_config = load_model(
         path, config, model_config=model_config, trust_remote_code=trust_remote_code
@@ -345,13 +345,28 @@ def load(
     try:
         if adapter_path is not None:
             _load_adapters(model, adapter_path)
-        tokenizer = mlx_lm_utils.load_tokenizer(
-            path, tokenizer_config, eos_token_ids=model_config.get("eos_token_id", None)
-        )
+        tokenizer = _tokenizer(path, tokenizer_config, model_config.get("eos_token_id"))
     except BaseException:
         close(model)
         raise
     return (model, tokenizer, model_config) if return_config else (model, tokenizer)
+
+
+def _tokenizer(path, tokenizer_config, eos_token_ids):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (path / name).exists():
+            read_json(path / name)
+    try:
+        tokenizer = mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos_token_ids)
+        tokenizer.decode(tokenizer.encode("a"))
+        return tokenizer
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:  # tokenizers is Rust: what it panics with is no Exception
+        raise CheckpointError(
+            f"{path}: transformers cannot read its tokenizer files: {describe(e)}. "
+            "Download them again."
+        ) from e
 
 
 def load_model(path, config=None, *, model_config=None, trust_remote_code=False):
@@ -532,18 +547,7 @@ def _build(checkpoint, config, model_config=None, trust_remote_code=False):
 
     def build(changes):
         try:
-            return mlx_lm_utils.load_model(
-                checkpoint.path,
-                lazy=True,
-                model_config=changes,
-                get_model_classes=checkpoint.model_classes,
-                trust_remote_code=trust_remote_code,
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise CheckpointError(
-                f"{checkpoint.path}: mlx-lm cannot build it from its config.json and tensors: "
-                f"{type(e).__name__}: {e}"
-            ) from e
+            return checkpoint.build(changes, trust_remote_code=trust_remote_code)
         finally:
             # The random weights that mlx-lm begins with are never evaluated, and the state of
             # mx.random keeps 120 kB of their graph for each load until it is.
@@ -567,6 +571,7 @@ def _build(checkpoint, config, model_config=None, trust_remote_code=False):
         _cast(model, mx.float32)  # half precision is 16 times slower on the CPU backend
     modules = expert_modules(model)
     if config.mode == "resident" and not modules:
+        checkpoint.try_out(model)
         return model, model_config, 0
     if not modules:
         raise CheckpointError(
@@ -583,12 +588,18 @@ def _build(checkpoint, config, model_config=None, trust_remote_code=False):
             "model was trained with; this family cannot be asked for fewer."
         )
     if not 1 <= K <= E:
+        if config.top_k is None:
+            raise CheckpointError(
+                f"{checkpoint.path / 'config.json'}: {found[1]}: expected 1 to {E} (the experts), "
+                f"got {K}. Download it again."
+            )
         raise ValueError(f"StreamConfig.top_k: expected 1 to {E} (the experts), got {K}.")
     if config.mode in ("stacked", "fused") and config.slots < K:
         raise ValueError(
             f"StreamConfig.slots: expected at least {K} (the experts per token), got "
             f"{config.slots}. Raise slots or lower top_k."
         )
+    checkpoint.try_out(model)
     return model, model_config, K
 
 
@@ -599,33 +610,33 @@ def _pinned(modules, config):
     file, sizes = config.pinned_trace, [num_experts(m) for _, m in modules]
     counts = np.zeros((len(sizes), max(sizes)), np.int64)
     try:
-        with np.load(file, allow_pickle=False) as z:
-            experts, decoded, E = z["experts"], z["decode"], json.loads(bytes(z["about"]))["num_experts"]
-        if (experts.shape[1], E) == counts.shape:
-            rows = experts[decoded] if decoded.any() else experts
-            np.add.at(counts, (np.arange(len(sizes))[:, None], rows), 1)
-    except (OSError, EOFError, ValueError, KeyError, IndexError, TypeError, zipfile.BadZipFile, zlib.error) as e:
+        trace = Trace.load(file)
+    except TraceError as e:
+        raise ValueError(f"StreamConfig.pinned_trace: {e}") from e
+    except OSError as e:
         raise ValueError(
-            f"StreamConfig.pinned_trace: {file}: expected a trace as Trace.save writes it, got none or a damaged file "
-            f"({type(e).__name__}: {e}). Record it again, or restore the file."
+            f"StreamConfig.pinned_trace: {file}: expected a trace as Trace.save writes it, got "
+            f"none ({describe(e)}). Record it again, or restore the file."
         ) from e
-    if (experts.shape[1], E) != counts.shape:
+    if (trace.experts.shape[1], trace.num_experts) != counts.shape:
         raise ValueError(
-            f"StreamConfig.pinned_trace: {file}: expected a trace of {counts.shape[0]} MoE layers and {counts.shape[1]} "
-            f"experts, as the model has, got {experts.shape[1]} and {E}. Record one with this model (moelab.record)."
+            f"StreamConfig.pinned_trace: {file}: expected a trace of {counts.shape[0]} MoE layers "
+            f"and {counts.shape[1]} experts, as the model has, got {trace.experts.shape[1]} and "
+            f"{trace.num_experts}. Record one with this model (moelab.record)."
         )
+    rows = trace.decode.experts if (trace.phase == "decode").any() else trace.experts
+    np.add.at(counts, (np.arange(len(sizes))[:, None], rows), 1)
     one = [sum(p.nbytes for p in expert_parameters(m).values()) // E for (_, m), E in zip(modules, sizes)]
     return hottest(counts, config.pinned_nbytes, one, [max(0, E - config.slots) for E in sizes])
 
 
 def _find_top_k(config):
-    for holder in (config.get("text_config"), config):
+    for holder in (config.get("text_config") or {}, config):
         for key in TOP_K_KEYS:
-            value = (holder or {}).get(key)
-            if isinstance(value, list) and value:
-                value = max(value)
-            if isinstance(value, int):
-                return holder, key, value
+            values = holder.get(key)
+            values = values if isinstance(values, list) else [values]
+            if values and all(type(value) is int for value in values):
+                return holder, key, max(values)
     return None
 
 

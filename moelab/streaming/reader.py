@@ -41,15 +41,26 @@ class File:
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
         elif hasattr(fcntl, "F_RDAHEAD"):  # macOS
             fcntl.fcntl(self.fd, fcntl.F_RDAHEAD, 0)
-        self.stamp = self.stat()
+        self.stamp, self._links = self.stat(), os.fstat(self.fd).st_nlink
 
     def __str__(self):
         return str(self.path)
 
     def stat(self):
-        """Its size in bytes and the time of its last change in ns, now."""
+        """Its size in bytes, when it was last written (mtime) and changed (ctime) in ns, now."""
         s = os.fstat(self.fd)
-        return s.st_size, s.st_mtime_ns
+        return s.st_size, s.st_mtime_ns, s.st_ctime_ns
+
+    def changed(self):
+        """Whether it is another file than the one that was opened.
+
+        Only the ctime tells of a write whose mtime has been put back. It also tells of a
+        link made or removed, as when the file is replaced: then the content stays.
+        """
+        now, links = self.stat(), os.fstat(self.fd).st_nlink
+        if now[:2] == self.stamp[:2] and links != self._links:
+            self.stamp, self._links = now, links
+        return now != self.stamp
 
 
 class Read(NamedTuple):
@@ -234,10 +245,11 @@ class Reader:
                 )
             nbytes += got
         for file in {r.file for r in reads}:
-            if file.stat() != file.stamp:
+            if file.changed():
                 raise ReadError(
-                    f"{file.path}: changed while it was streamed: expected size and time "
-                    f"{file.stamp}, got {file.stat()}. Load the model again."
+                    f"{file.path}: changed while it was streamed: expected size, mtime and ctime "
+                    f"{file.stamp}, got {file.stat()}. Writing to it, chmod, chown and rename "
+                    "count as changes. Load the model again."
                 )
         with self._lock:
             self.nbytes += nbytes

@@ -1,0 +1,190 @@
+"""Which experts a model routed to, and the file in which that is kept."""
+
+import dataclasses
+import io
+import json
+import os
+import zipfile
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from ..checkpoint import describe, regular_file
+
+PHASES = ("prefill", "decode")
+FORMAT = 1
+MOST_EXPERTS = 1 << 16  # of a layer: what uint16 can name
+MEMBERS = {  # of the file, each with the most bytes that it may unpack to
+    "experts.npy": 1 << 29,
+    "decode.npy": 1 << 23,
+    "tokens.npy": 1 << 26,
+    "about.npy": 1 << 23,
+}
+ABOUT = {"num_experts": (int,), "model": (str,), "seed": (int, type(None)), "prompt": (str,)}
+
+
+class TraceError(ValueError):
+    """A trace is damaged, or does not fit the model that it should drive."""
+
+
+@dataclass(eq=False)
+class Trace:
+    """The routing of one run. What is computed from it is kept: make another rather than change it.
+
+    Attributes:
+        experts (np.ndarray): ``[T, L, K]`` uint16, the experts of every token in every MoE
+            layer, in the order of the router.
+        phase (np.ndarray): ``[T]`` of ``prefill`` (came with others) or ``decode``.
+        tokens (np.ndarray): ``[T]`` token ids that went in; ``prefill.tokens`` are the prompt's.
+        num_experts (int): E. Default: the largest expert seen and one.
+        model (str): The name of the model, or of what made the trace.
+        seed (int, optional): Of the sampling or the synthesis; None for a greedy run.
+        prompt (str): The text that was continued, or what it was.
+    """
+
+    experts: np.ndarray
+    phase: np.ndarray
+    tokens: np.ndarray
+    num_experts: int = 0
+    model: str = ""
+    seed: int | None = None
+    prompt: str = ""
+
+    def __post_init__(self):
+        if self.experts.ndim != 3:
+            raise TraceError(f"Trace.experts: expected [T, L, K], got shape {self.experts.shape}.")
+        T = len(self.experts)
+        if (len(self.phase), len(self.tokens)) != (T, T):
+            raise TraceError(
+                f"Trace: expected {T} phases and tokens, as experts has, got {len(self.phase)} "
+                f"and {len(self.tokens)}."
+            )
+        most = int(self.experts.max()) + 1 if self.experts.size else 0
+        if self.experts.size and self.experts.min() < 0:
+            raise TraceError(f"Trace.experts: expected 0 or more, got {self.experts.min()}.")
+        self.num_experts = self.num_experts or most
+        if most > self.num_experts:
+            raise TraceError(
+                f"Trace.num_experts: expected at least {most}, as experts has them, "
+                f"got {self.num_experts}."
+            )
+
+    def __len__(self):
+        return len(self.experts)
+
+    def __str__(self):
+        T, L, K = self.experts.shape
+        n = int((self.phase == "decode").sum())
+        shape = f"{L} layers, top-{K} of {self.num_experts} experts"
+        return f"{self.model or 'trace'}: {T} tokens ({n} decoded), {shape}"
+
+    def __getitem__(self, rows):
+        """The trace of some tokens: a slice, or ``[T]`` of bool."""
+        return dataclasses.replace(
+            self, experts=self.experts[rows], phase=self.phase[rows], tokens=self.tokens[rows]
+        )
+
+    @property
+    def prefill(self):
+        """The tokens that came with others: prompts."""
+        return self[self.phase == "prefill"]
+
+    @property
+    def decode(self):
+        """The tokens that came one at a time."""
+        return self[self.phase == "decode"]
+
+    def save(self, path):
+        """Write it as a compressed ``.npz``; the old file stays until the new one is whole.
+
+        Args:
+            path (str or Path): The file.
+        """
+        path = Path(path)
+        about = {f: getattr(self, f) for f in ("num_experts", "model", "seed", "prompt")}
+        partial = path.with_name(path.name + ".partial")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as f:
+            np.savez_compressed(
+                f,
+                experts=self.experts.astype(np.uint8) if self.num_experts <= 256 else self.experts,
+                decode=np.asarray(self.phase == "decode"),
+                tokens=np.asarray(self.tokens, np.int32),
+                about=np.frombuffer(
+                    json.dumps({"moelab_trace": FORMAT, **about}).encode(), np.uint8
+                ),
+            )
+        os.replace(partial, path)
+
+    @classmethod
+    def load(cls, path):
+        """Read what ``save`` wrote. The file may be anyone's: sizes, types and ranges are checked.
+
+        Args:
+            path (str or Path): The file.
+
+        Raises:
+            TraceError: If it is no trace, or damaged.
+            FileNotFoundError: If there is none.
+        """
+        try:
+            regular_file(Path(path))
+            return cls(**_read(path))
+        except FileNotFoundError:
+            raise
+        except Exception as e:  # zipfile, zlib, numpy and json raise many things at a damaged file
+            raise TraceError(
+                f"{path}: expected a trace as Trace.save writes it, got something else or a "
+                f"damaged file ({describe(e)}). Record it again, or restore the file."
+            ) from e
+
+
+def _read(path):
+    """The fields of a trace from its file. Nothing is unpacked before its size is known."""
+    with zipfile.ZipFile(path) as z:
+        sizes = {info.filename: info.file_size for info in z.infolist()}
+        if len(z.infolist()) != len(MEMBERS) or sizes.keys() != MEMBERS.keys():
+            raise ValueError(f"expected the members {', '.join(MEMBERS)}, got {', '.join(sizes)}")
+        for name, most in MEMBERS.items():
+            if sizes[name] > most:
+                raise ValueError(f"{name} unpacks to {sizes[name]} bytes, expected {most} at most")
+        experts = _array(z, "experts.npy", "iu", 3)
+        decode = _array(z, "decode.npy", "b", 1)
+        tokens = _array(z, "tokens.npy", "iu", 1)
+        about = json.loads(_array(z, "about.npy", "u", 1).tobytes())
+    if not isinstance(about, dict) or about.pop("moelab_trace", None) != FORMAT:
+        raise ValueError("another version's format")
+    if about.keys() != ABOUT.keys():
+        raise ValueError(f"expected about {', '.join(ABOUT)}, got {', '.join(map(str, about))}")
+    for key, types in ABOUT.items():
+        if type(about[key]) not in types:
+            raise ValueError(f"expected {key} of type {types[0].__name__}, got {about[key]!r}")
+    if not 0 <= about["num_experts"] <= MOST_EXPERTS:
+        raise ValueError(f"expected num_experts up to {MOST_EXPERTS}, got {about['num_experts']}")
+    if experts.size and not 0 <= experts.min() <= experts.max() < about["num_experts"]:
+        raise ValueError(
+            f"expected experts from 0 to {about['num_experts'] - 1}, "
+            f"got {experts.min()} to {experts.max()}"
+        )
+    return {
+        "experts": experts.astype(np.uint16),
+        "phase": np.where(decode, "decode", "prefill"),
+        "tokens": tokens.astype(np.int64),
+        **about,
+    }
+
+
+def _array(z, name, kinds, ndim):
+    """One array of a trace's file, of the kinds of type and the rank that are expected."""
+    data = io.BytesIO(z.read(name))
+    if (version := np.lib.format.read_magic(data)) != (1, 0):
+        raise ValueError(f"{name}: expected numpy's format 1.0, got {version}")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(data)
+    values = data.getbuffer()[data.tell() :]
+    if dtype.kind not in kinds or len(shape) != ndim or min(shape) < 0:
+        raise ValueError(f"{name}: unexpected type {dtype} and shape {shape}")
+    if prod(shape) * dtype.itemsize != len(values):
+        raise ValueError(f"{name}: {dtype} of shape {shape} does not take {len(values)} bytes")
+    return np.frombuffer(values, dtype).reshape(shape, order="F" if fortran else "C")
