@@ -327,6 +327,22 @@ def test_one_draft_for_several_texts():
         assert [t for t, *_ in steps(model, prompt, draft, 3)] == plain(model, prompt)
 
 
+@pytest.mark.parametrize("bad", [V, 2**31, 2**32 - 1])
+def test_guesses_that_are_no_tokens_are_dropped(bad):
+    """The guesses before the first that is outside the vocabulary stand; the text is the target's."""
+    model = build("qwen3_5_moe")
+    expected = plain(model, PROMPT)
+    for good in range(3):
+
+        def guess(tokens, n, choose):
+            following = (PROMPT + expected)[len(tokens) :]
+            return following[:good] + [bad] + following[good + 1 : n]
+
+        got = steps(model, PROMPT, Guess(guess), 4)
+        assert [t for t, *_ in got] == expected
+        assert max(r.drafted for *_, r in got) == good
+
+
 def test_a_draft_that_fails_leaves_the_target_whole():
     model, cache = build("qwen3_5_moe"), make_prompt_cache(build("qwen3_5_moe"))
     calls = []
