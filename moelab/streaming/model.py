@@ -646,7 +646,7 @@ def _default_top_k(model, config):
         for name in ("args", "config"):
             args = getattr(module, name, None)
             for key in TOP_K_KEYS:
-                if isinstance(value := getattr(args, key, None), int):
+                if type(value := getattr(args, key, None)) is int:
                     text = config.get("text_config")
                     return text if isinstance(text, dict) else config, key, value
     return None

@@ -75,6 +75,7 @@ class Spread:
         ends = [rows * i // self._num_parts for i in range(self._num_parts + 1)]
         self._parts = [copy.copy(module) for _ in range(self._num_parts)]
         for part, first, last in zip(self._parts, ends, ends[1:]):
+            del part._spread  # this object: a cycle would keep a dropped model's memory
             part.update({k: v[first:last] for k, v in arrays.items()})  # views, not copies
             mx.eval(part.parameters())
         self._arrays = list(arrays.values())  # alive, so that no other array gets their ids
