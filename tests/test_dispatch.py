@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from test_synthesize import small, tokenizer  # noqa: F401
 
-from moelab import StreamConfig, load
-from moelab.lab import bench, dispatch
+from moelab import DATA, StreamConfig, load
+from moelab.lab import bench, dispatch, exactness
 from moelab.recipes import cuda_run, synthesize
+from moelab.speculation.generate import LookupDraft
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +114,13 @@ def test_cuda_run_goes_on_when_a_section_fails(tmp_path, tokenizer, monkeypatch,
     assert r["memory"]["tokens"][-1] == 8 and r["one_operation"]["timings"]["built"]["samples_s"]
     assert "no such kernel" in capsys.readouterr().out
     assert list((tmp_path / "f").iterdir()) == []  # the checkpoint is gone
+
+
+def test_exactness_on_this_machine():
+    """Every pass equals the resident model's, and every text; the loops that record it on a GPU."""
+    path, config = DATA / "models" / "tiny-moe", StreamConfig(slots=8)
+    for row in exactness.chunks(path, config, sizes=(40,), histories=(40, 200)):
+        assert row == {"T": 40, "off": [0.0, 0.0], "runs_equal": True}
+    for row in exactness.texts(path, config, LookupDraft, drafts=(0, 2), n=1, tokens=6):
+        counts = ("twice", "as_resident", "as_resident_undrafted", "resident_as_undrafted")
+        assert [row[c] for c in counts] == [1] * 4

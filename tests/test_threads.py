@@ -29,7 +29,7 @@ from moelab.streaming.model import load_model
 FAST = os.environ.get("MOELAB_FAST") == "1"
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 PROMPTS = [[5, 36, 67, 2, 33, 64, 95], [7, 11, 13], [1, 2, 3, 4, 5, 6], [90, 80, 70, 60, 50]]
-PROMPTS += [[p + 1 for p in prompt] for prompt in PROMPTS[::-1]]
+PROMPTS += [[(p + 1) % families.VOCAB for p in prompt] for prompt in PROMPTS[::-1]]
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,12 @@ from functools import partialmethod
 from pathlib import Path
 
 import mlx.core as mx
+import mlx_lm
 
 from .. import DATA, StreamConfig, close, load
-from ..lab import bench, dispatch, draft, layer, machine, reads, timing
+from ..lab import bench, dispatch, draft, exactness, layer, machine, reads, timing
 from ..speculation import gated_delta
+from ..speculation.generate import ModelDraft
 from .synthesize import synthesize
 
 SHORT = ("def",)  # a longer prompt makes MLX compile another kernel for over a minute
@@ -192,11 +194,32 @@ class Run:
     draft_16_slots = partialmethod(_drafts, "tiny-draft", slots=16)
     draft_48_slots = partialmethod(_drafts, "tiny-draft", slots=48)
 
+    def exactness(self):
+        """Passes of many lengths against the resident model's, whatever was computed before."""
+        sizes = (1, 4) if self.tiny else (1, 2, 4, 8, 16, 40, 160)
+        return self._trained(lambda config: exactness.chunks(self._model, config, sizes))
+
+    def texts_twice(self):
+        """Greedy texts without and with drafts, each written twice."""
+        amount = {"drafts": (0, 4), "n": 2, "tokens": 8} if self.tiny else {}
+
+        def make_draft():
+            return ModelDraft(mlx_lm.load(str(DATA / "models" / "tiny-draft"))[0])
+
+        return self._trained(lambda config: exactness.texts(self._model, config, make_draft, **amount))
+
+    _model = DATA / "models" / "tiny-moe"
+
+    def _trained(self, measure):
+        configs = {f"{m}, {s} slots": StreamConfig(mode=m, slots=s) for s in (16, 48) for m in ("stacked", "fused")}
+        return {name: measure(config) for name, config in configs.items()}
+
 
 SECTIONS = (
     "checkpoint", "one_operation", "expert_calls", "loops_of_the_checkpoint", "dense_and_moe", "ladder_warm", "ladder_cold", "slot_writes",
     "reads", "agreement", "promotion", "all_in_slots", "slots", "top_k", "tokens_at_once", "memory", "passes",
     "dflash_resident", "dflash_16_slots", "dflash_48_slots", "draft_resident", "draft_16_slots", "draft_48_slots",
+    "exactness", "texts_twice",
 )  # fmt: skip
 
 
