@@ -1,5 +1,8 @@
 """An interrupt at any line of the engine leaves a model that still answers, with every slot in use."""
 
+import dis
+import functools
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -52,12 +55,23 @@ class Interrupt:
         return self._line if frame.f_code.co_filename.startswith(ENGINE) else None
 
     def _line(self, frame, event, arg):
-        if event == "line":
+        if event == "line" and not _leaves_a_with(frame):
             self.left -= 1
             if self.left == 0:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
                 raise KeyboardInterrupt
         return self._line
+
+
+def _leaves_a_with(frame):
+    """CPython handles no signal between the body of a ``with`` and its exit, which is called with None thrice."""
+    return [i.argval for i in _instructions(frame.f_code, frame.f_lasti)] == [None] * 3
+
+
+@functools.cache
+def _instructions(code, at):
+    following = (i for i in dis.get_instructions(code) if i.offset >= at)
+    return [i for i in itertools.islice(following, 3) if i.opname == "LOAD_CONST"]
 
 
 def assert_every_slot_is_there(model):
