@@ -1,6 +1,8 @@
 """What may be done to a model after ``load``, what may not, and what mlx-lm's keywords do."""
 
+import contextlib
 import json
+import shutil
 
 import families
 import mlx.core as mx
@@ -269,3 +271,23 @@ def test_a_router_that_does_not_choose_fewer_is_an_error(path, monkeypatch):
     with load_model(path, moelab.StreamConfig(slots=K, top_k=1))[0] as model:
         with pytest.raises(ValueError, match="chose 2.*top_k=2"):
             answer(model)
+
+
+def test_no_code_of_a_checkpoint_runs_unasked(with_tokenizer, tmp_path):
+    """Neither a model's nor a tokenizer's Python file, unless ``trust_remote_code`` says so."""
+    for file, key, value in (
+        ("config.json", "model_file", "own.py"),
+        ("tokenizer_config.json", "auto_map", {"AutoTokenizer": [None, "own.Tokenizer"]}),
+    ):
+        folder = shutil.copytree(with_tokenizer, tmp_path / key)
+        (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit\n")
+        config = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps({**config, key: value, "tokenizer_class": "Own"}))
+        with contextlib.suppress(moelab.CheckpointError):
+            moelab.close(moelab.load(folder)[0])
+        assert not (tmp_path / "ran").exists(), file
+        if key == "model_file":
+            with pytest.raises(SystemExit):
+                moelab.load(folder, trust_remote_code=True)
+            assert (tmp_path / "ran").exists(), "the file would have run"
+            (tmp_path / "ran").unlink()
