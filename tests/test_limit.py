@@ -178,7 +178,7 @@ def disk(done):
 free = disk(limit.run([sys.executable, "-c", read]))
 machine.drop_pages({str(file)!r})
 tight = limit.run([sys.executable, "-c", read], 90 << 20, ["ballast"])
-over = limit.run([sys.executable, "-c", "x = b'1' * (300 << 20); print('still here')"], 60 << 20, ["ballast"])
+over = limit.run([sys.executable, "-c", "import time; x = b'1' * (300 << 20); time.sleep(1); print('still here')"], 60 << 20, ["ballast"])
 print(free >> 20, disk(tight) >> 20, over.over, over.stdout.strip(), sep="|")
 """
     done = run(code, 700 * MB, ["cgroup"])
