@@ -1,4 +1,4 @@
-"""Any thread may call a model, in turn or at once; what a load starts ends with it."""
+"""Any thread may call a model, in turn or at once. A closed or dropped model leaves nothing behind."""
 
 import asyncio
 import functools

@@ -95,7 +95,7 @@ def parse_modes(text, base=None):
 
 
 def resident_like(base=None):
-    """The resident model that computes the same: with the dtype and the top-k of a config."""
+    """The resident baseline of a config: the same dtype and top-k."""
     base = base or StreamConfig()
     return StreamConfig(mode="resident", dtype=base.dtype, top_k=base.top_k)
 

@@ -283,9 +283,9 @@ def pass_parts(timed):
 def reads(trace, slots, top_k=None):
     """The experts that a pass over m positions reads in all layers, by a recorded trace.
 
-    With fewer experts a token they are taken to fall as those of independent uniform tokens would.
-    Against ``tiny-moe``'s own routing at 6 and 4 of its 8, 400 tokens, that was 3% too few to 16%
-    too many with up to 16 slots, and up to 41% too many with 32 or 48.
+    For a smaller top-k the trace's number is scaled by what independent, uniform routing would
+    give. Compared with ``tiny-moe`` itself at top-6 and top-4 (400 tokens), the estimate was
+    between 3% too low and 16% too high with up to 16 slots, and up to 41% too high with 32 or 48.
 
     Args:
         trace (Trace): Of decoded text; its first quarter only fills the slots.
@@ -311,8 +311,9 @@ def _reads(trace, slots, m):
 def dial(parts, trace):
     """The function behind the sliders of notebook 07: from draft length, acceptance, slots, SSD and top-k to a figure of the ratio.
 
-    A model, not a measurement: a pass takes a fixed time, a time for each position and each of
-    its experts, and the time to read what the trace says that the slots lack. Drafts cost nothing.
+    A model, not a measurement. The time of a pass is a fixed part, a part for each position, a
+    part for each expert of a position, and the reads of the experts that are not in slots, which
+    the trace gives. Drafts cost nothing.
 
     Args:
         parts (dict): Of ``pass_parts``, and ``expert_nbytes``.

@@ -116,8 +116,8 @@ def union(trace, m):
 def missing(trace, m, slots, skip=0):
     """How many experts a pass over m consecutive tokens reads with S slots in each layer.
 
-    The slots hold the experts used last before the pass, as LRU keeps them; the pass reads each
-    of the others once.
+    Before the pass the slots hold the S experts used most recently (LRU). The pass reads every
+    other expert that it needs, once.
 
     Args:
         trace (Trace): ``[T, L, K]``.

@@ -451,7 +451,7 @@ class _Target:
         self._read = None
 
     def possible(self, drafts):
-        """The drafts before the first that is no token of the target's: one after it would follow nothing."""
+        """The drafts up to the first token id that is outside the target's vocabulary."""
         guesses = drafts.tolist()
         wrong = (i for i, guess in enumerate(guesses) if not 0 <= guess < self._vocabulary)
         return mx.array(guesses[: next(wrong, None)], mx.uint32)

@@ -43,7 +43,7 @@ _LOCK = threading.RLock()
 
 
 def lock(model: nn.Module) -> threading.RLock:
-    """To be held where a pass changes the model's layers for its own time: the model's own lock, or one for all that have none."""
+    """The lock to hold while a pass has changed the model's layers: the model's own, or one shared by all models without."""
     return getattr(model, "lock", _LOCK)
 
 

@@ -45,8 +45,8 @@ TOP_K_KEYS = (
     "top_k_experts",
 )
 
-# Tokens in one call from which on the memory they took is given back when decoding begins: it
-# takes 90 ms after 2,000 tokens, which took 20 s.
+# A call with at least this many tokens is a long prompt. When decoding begins after one, free
+# memory is returned to the system: 90 ms after a prompt of 2,000 tokens that took 20 s (2 cores).
 LONG_PROMPT = 256
 
 
@@ -125,7 +125,7 @@ class Session:
         self.lock = threading.RLock()
         self._caller = None  # the thread whose call this is
         self._unfinished = False  # whether an exception ended the last call
-        self._long_prompt = False  # whether one was read since memory was last given back
+        self._long_prompt = False  # whether memory is to be given back when decoding begins
         self._process = os.getpid()
         self._more_streams = _more_streams(config)
         # On a CPU arithmetic takes about as long as a read; on a GPU far less.
@@ -173,7 +173,7 @@ class Session:
     def _recover(self):
         """After a call that an exception ended: no read in flight, every slot held or free."""
         self.reader.stop()
-        with suppress(RuntimeError):  # what another thread did not get to schedule never runs
+        with suppress(RuntimeError):  # arrays that another thread built and never scheduled
             mx.eval(self.pending)
         self.pending = []
         for layer in self.layers:

@@ -16,7 +16,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, _gathe
 from ..checkpoint import GATE_UP, expert_parameters, packing_order
 from .reader import Read
 
-POLICIES = ("lru", "lfu")  # the only list of them; the replay's begins with it
+POLICIES = ("lru", "lfu")  # eviction policies; the replay (lab/pagecache.py) adds its own to these
 
 
 class SlotTable:
