@@ -139,38 +139,47 @@ def _add_model(p):
 
 def _add_stream_options(p):
     p.add_argument(
-        "--slots", type=positive,
+        "--slots",
+        type=positive,
         help="experts held in memory in each layer, at least top-k (default: 16)",
     )
     p.add_argument(
-        "--top-k", type=positive,
+        "--top-k",
+        type=positive,
         help="experts per token; fewer than the checkpoint's own is lossy "
         "(default: the checkpoint's)",
     )
     p.add_argument("--readers", type=positive, help="reads in flight at once (default: 8)")
     p.add_argument(
-        "--streams", type=or_auto(positive),
+        "--streams",
+        type=or_auto(positive),
         help="MLX streams that the experts' work is spread over (default: auto, the cores on the "
         "CPU backend, 1 on a GPU)",
     )
     p.add_argument(
-        "--scales", choices=CHOICES["scales"],
+        "--scales",
+        choices=CHOICES["scales"],
         help="read scales with the weights, or keep all in memory (default: streamed)",
     )
     p.add_argument(
         "--policy", choices=CHOICES["policy"], help="which expert is evicted first (default: lru)"
     )
     p.add_argument(
-        "--pinned-nbytes", type=zero_or_more, metavar="BYTES",
+        "--pinned-nbytes",
+        type=zero_or_more,
+        metavar="BYTES",
         help="memory for the experts that --pinned-trace used most, which are never evicted "
         "(default: 0)",
     )
     p.add_argument(
-        "--pinned-trace", type=not_empty, metavar="FILE",
+        "--pinned-trace",
+        type=not_empty,
+        metavar="FILE",
         help="a trace of this model, as Trace.save wrote it",
     )
     p.add_argument(
-        "--prefetch", choices=[c for c in CHOICES["prefetch"] if c != "oracle"],
+        "--prefetch",
+        choices=[c for c in CHOICES["prefetch"] if c != "oracle"],
         help="read experts before they are asked for: the last token's, or what the next layer's "
         "router says (default: none)",
     )
@@ -196,7 +205,9 @@ def _add_generate(add):
     )
     _add_model(p)
     p.add_argument(
-        "--prompt", type=prompt_text, required=True,
+        "--prompt",
+        type=prompt_text,
+        required=True,
         help="the text to continue; - reads it from standard input",
     )
     p.add_argument(
@@ -289,22 +300,30 @@ def _add_bench(add):
     )
     _add_model(p)
     p.add_argument(
-        "--layer", action="store_true", default=None,
+        "--layer",
+        action="store_true",
+        default=None,
         help="time one MoE layer with every expert in its slot, against the same layer resident; "
         "takes --modes and --runs",
     )
     p.add_argument(
-        "--reads", action="store_true", default=None,
+        "--reads",
+        action="store_true",
+        default=None,
         help="read whole experts cold, against fio with the same sizes and depth (if it is "
         "installed); takes --depth, --megabytes and --runs",
     )
     p.add_argument(
-        "--limit", type=positive, metavar="MB",
+        "--limit",
+        type=positive,
+        metavar="MB",
         help="every run in a process of its own with so much memory, page cache included, "
         "against the resident model with all of it; with --draft: all runs in one process",
     )
     p.add_argument(
-        "--draft", type=not_empty, metavar="DRAFT",
+        "--draft",
+        type=not_empty,
+        metavar="DRAFT",
         help="decode with drafts of several lengths, against none: lookup, self, oracle, or the "
         "folder of a model or of a DFlash draft",
     )
@@ -318,38 +337,49 @@ def _add_bench(add):
         "--tokens", type=positive, help="decoded and timed in each run (default: 64)"
     )  # fmt: skip
     p.add_argument(
-        "--warmup", type=zero_or_more,
+        "--warmup",
+        type=zero_or_more,
         help="tokens decoded in each run before the clock starts (default: 16)",
     )
     p.add_argument(
-        "--runs", type=positive,
+        "--runs",
+        type=positive,
         help="rounds that are kept (default: 5; with --layer 200, with --reads 3)",
     )
     p.add_argument(
-        "--prompt", type=prompt_text, action="append",
+        "--prompt",
+        type=prompt_text,
+        action="append",
         help="in place of the built-in ones; may be given again; - reads standard input",
     )
     p.add_argument(
-        "--together", choices=["auto", "yes", "no"],
+        "--together",
+        choices=["auto", "yes", "no"],
         help="keep all models loaded (default: auto, if they take less than half of the memory)",
     )
     p.add_argument(
-        "--cold", action="store_true", default=None,
+        "--cold",
+        action="store_true",
+        default=None,
         help="drop the checkpoint's pages from the page cache each time before the clock starts",
     )
     p.add_argument(
-        "--json", type=not_empty, metavar="FILE",
+        "--json",
+        type=not_empty,
+        metavar="FILE",
         help="keep raw samples, machine and settings there",
     )
     p.add_argument(
-        "--depth", type=several(positive),
+        "--depth",
+        type=several(positive),
         help="with --reads: reads in flight, divided by commas (default: 1,4,8)",
     )
     p.add_argument(
         "--megabytes", type=positive, help="with --reads: MB read in each run (default: 256)"
     )
     p.add_argument(
-        "--lengths", type=several(or_auto(zero_or_more)),
+        "--lengths",
+        type=several(or_auto(zero_or_more)),
         help="with --draft: tokens drafted in a round, divided by commas; auto: the policy "
         "(default: 0,2,4,8,auto)",
     )
@@ -379,20 +409,25 @@ def _add_synthesize(add):
     )
     p.add_argument("out", type=not_empty, metavar="OUT", help="folder to make (must not exist)")
     p.add_argument(
-        "--like", default="qwen3.5-35b-a3b", choices=list(CONFIGS),
+        "--like",
+        default="qwen3.5-35b-a3b",
+        choices=list(CONFIGS),
         help="the model whose shapes to take (default: %(default)s)",
     )
     p.add_argument(
-        "--layers", type=positive,
+        "--layers",
+        type=positive,
         help="number of layers (default: all that the real model has: 18 to 220 GB)",
     )
     p.add_argument(
-        "--vocab", type=positive,
+        "--vocab",
+        type=positive,
         help="rows of embedding and head (default: the tokenizer's vocabulary, which is smaller "
         "than the real one: the layers are what counts)",
     )
     p.add_argument(
-        "--tokenizer", type=not_empty,
+        "--tokenizer",
+        type=not_empty,
         help="folder to copy tokenizer.json from (default: data/models/tiny-moe)",
     )
     p.add_argument(
@@ -443,7 +478,9 @@ def _add_advise(add):
     )
     _add_model(p)
     p.add_argument(
-        "--memory", type=positive, metavar="MB",
+        "--memory",
+        type=positive,
+        metavar="MB",
         help="for the process and its page cache (default: what is available now)",
     )
 
@@ -463,7 +500,10 @@ def _add_check(add):
         "Exit status 1: something failed.",
     )
     p.add_argument(
-        "model", type=not_empty, metavar="MODEL", nargs="?",
+        "model",
+        type=not_empty,
+        metavar="MODEL",
+        nargs="?",
         help="a model folder: predict its memory, read its own files",
     )
 

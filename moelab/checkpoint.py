@@ -421,7 +421,7 @@ def _read_header(file, remedy="download it again"):
             isinstance(shape, list)
             and isinstance(offsets, list)
             and len(offsets) == 2
-            and all(type(n) is int and 0 <= n for n in (*shape, *offsets))
+            and all(type(n) is int and n >= 0 for n in (*shape, *offsets))
             and all(n < MOST for n in shape)
         ):
             what = f"shape {shorten(shape, 60)}, offsets {shorten(offsets, 60)}"
@@ -437,8 +437,7 @@ def _read_header(file, remedy="download it again"):
             raise wrong(f"tensor {short} starts at {first}, inside the one before it")
         if data + last > size:
             raise wrong(
-                f"tensor {short} ends at byte {data + last}, the file has only {size} "
-                "(truncated?)"
+                f"tensor {short} ends at byte {data + last}, the file has only {size} (truncated?)"
             )
         if first > end:
             hole = hole or f"tensor {short} starts at {first}, the one before it ends at {end}"
@@ -556,7 +555,9 @@ def read_experts(tensor):
         with open(file, "rb", buffering=0) as f:
             f.seek(offset)
             if f.readinto(row) != tensor.nbytes:
-                raise CheckpointError(f"{file}: {tensor.name}: the file ends before byte {offset + tensor.nbytes}.")
+                raise CheckpointError(
+                    f"{file}: {tensor.name}: the file ends before byte {offset + tensor.nbytes}."
+                )
     return mx.array(rows).view(tensor.dtype).reshape(len(rows), *tensor.shape)
 
 
@@ -578,11 +579,7 @@ def expert_parameters(module):
         dict[str, mx.array]: ``[E, ...]`` by name, such as ``up_proj.weight``.
     """
     names = ("fc1", "fc2") if isinstance(module, SwitchMLP) else PROJECTIONS
-    return {
-        f"{name}.{k}": p
-        for name in names
-        for k, p in tree_flatten(module[name].parameters())
-    }
+    return {f"{name}.{k}": p for name in names for k, p in tree_flatten(module[name].parameters())}
 
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

@@ -57,7 +57,7 @@ def _earlier(partial, journal):
     """What the journal of a killed run says, once nothing else is found in the folder."""
     command = f"moelab {journal.removesuffix('.json')}"
     remedy = "Remove it, or move it elsewhere, or name another folder to make."
-    if partial.is_symlink() or partial.exists() and not partial.is_dir():
+    if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
         raise FileExistsError(
             f"{partial}: expected nothing or a folder that '{command}' left, "
             f"got a {'link' if partial.is_symlink() else 'file'}. {remedy}"

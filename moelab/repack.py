@@ -59,12 +59,16 @@ def repack(model, out, progress=True):
         raise FileExistsError(f"{out} exists already: remove it or name another folder")
     source = Checkpoint(model)
     if source.packed:
-        raise CheckpointError(f"{source.path}: its experts are packed already, there is nothing to do.")
+        raise CheckpointError(
+            f"{source.path}: its experts are packed already, there is nothing to do."
+        )
     loaded, config = source.build()
     source.try_out(loaded)
     experts = expert_modules(loaded)
     if not experts:
-        raise CheckpointError(f"{source.path}: expected a model with experts, found none: there is nothing to pack.")
+        raise CheckpointError(
+            f"{source.path}: expected a model with experts, found none: there is nothing to pack."
+        )
     located = locate_experts(loaded, source)
     layers = [_Layer(path, module, located) for path, module in experts]
     packed = {f"{layer.path}.{name}" for layer in layers for name in layer.names}
@@ -82,7 +86,9 @@ def repack(model, out, progress=True):
         raise OSError(
             errno.ENOSPC, f"not enough disk in {out.absolute().parent}: the packed model takes {total / 1e9:.2f} GB, {free / 1e9:.2f} GB is free"
         )  # fmt: skip
-    with tqdm(total=total, unit="B", unit_scale=True, desc=out.name, disable=not progress, leave=False) as bar:
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc=out.name, disable=not progress, leave=False
+    ) as bar:
         for i, layer in enumerate(layers):
             file, half = partial / _file_name(i), partial / _file_name(i, "writing")
             if not file.exists():  # it has its name only once it is whole
@@ -90,7 +96,9 @@ def repack(model, out, progress=True):
                 layer.compare(half)
                 os.replace(half, file)
             bar.update(layer.nbytes)
-        mx.save_safetensors(str(partial / "model.safetensors"), backbone, metadata={"format": "mlx"})
+        mx.save_safetensors(
+            str(partial / "model.safetensors"), backbone, metadata={"format": "mlx"}
+        )
         bar.update(bar.total - bar.n)
     for file in copied:
         shutil.copyfile(file, partial / file.name)
@@ -125,7 +133,9 @@ class _Layer:
 
     def __init__(self, path, module, located):
         self.path = path
-        parameters = {n: p for n, p in expert_parameters(module).items() if p.ndim > 2}  # the rest is small
+        parameters = {
+            n: p for n, p in expert_parameters(module).items() if p.ndim > 2
+        }  # the rest is small
         self.E = next(iter(parameters.values())).shape[0]
         self._sources, named = [], []
         for name in packing_order(parameters):
@@ -150,7 +160,9 @@ class _Layer:
                     part = view[offset : offset + nbytes]
                     if tensor is None:  # mlx-lm rearranges it on load: its own bytes, then
                         if i not in arrays:
-                            arrays[i] = np.asarray(mx.contiguous(p).view(mx.uint8)).reshape(self.E, -1)
+                            arrays[i] = np.asarray(mx.contiguous(p).view(mx.uint8)).reshape(
+                                self.E, -1
+                            )
                         part[:] = arrays[i][e].tobytes()
                     else:
                         path = tensor.files[e]
@@ -187,14 +199,21 @@ class _Layer:
             f.seek(len(self.header()))
             for e, row in enumerate(self.experts()):
                 if f.read(self.stride) != row:
-                    raise OSError(errno.EIO, f"{file}: expert {e} is not what was written: check the disk")
+                    raise OSError(
+                        errno.EIO, f"{file}: expert {e} is not what was written: check the disk"
+                    )
 
 
 def _compare_backbone(partial, backbone):
     written = mx.load(str(partial / "model.safetensors"))
     for name, p in backbone.items():
-        if name not in written or bytes(np.asarray(_bits(written[name]))) != bytes(np.asarray(_bits(p))):
-            raise OSError(errno.EIO, f"{partial / 'model.safetensors'}: {name} is not what was written: check the disk")
+        if name not in written or bytes(np.asarray(_bits(written[name]))) != bytes(
+            np.asarray(_bits(p))
+        ):
+            raise OSError(
+                errno.EIO,
+                f"{partial / 'model.safetensors'}: {name} is not what was written: check the disk",
+            )
 
 
 def _bits(array):

@@ -73,7 +73,13 @@ COMMON = {
 }
 
 SLIDING_THEN_FULL = ["sliding_attention", "full_attention"]
-KDA = {"kda_layers": [1], "full_attn_layers": [2], "num_heads": 2, "head_dim": 32, "short_conv_kernel_size": 4}
+KDA = {
+    "kda_layers": [1],
+    "full_attn_layers": [2],
+    "num_heads": 2,
+    "head_dim": 32,
+    "short_conv_kernel_size": 4,
+}
 MISTRAL4_ROPE = {
     "rope_theta": 10000.0,
     "type": "yarn",
@@ -96,7 +102,13 @@ GEMMA4 = {
 }
 
 
-K_WORDS = {"num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"}  # some families' own words for K
+K_WORDS = {
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+}  # some families' own words for K
 
 
 @dataclass(frozen=True)
@@ -131,7 +143,9 @@ FAMILIES = {
     "afmoe": Family({"layer_types": SLIDING_THEN_FULL, "num_dense_layers": 1, "sliding_window": 8}),
     "bailing_hybrid": Family({"layer_group_size": 2, "group_norm_size": 2, "num_hidden_layers": 3}),
     "bailing_moe": Family({"rope_scaling": None}),
-    "bailing_moe_linear": Family({"layer_group_size": 2, "group_norm_size": 2, "num_hidden_layers": 3}),
+    "bailing_moe_linear": Family(
+        {"layer_group_size": 2, "group_norm_size": 2, "num_hidden_layers": 3}
+    ),
     "bailing_moe_v3": Family(
         {
             "architectures": ["BailingMoeV3ForCausalLM"],
@@ -169,9 +183,17 @@ FAMILIES = {
     ),
     "dots1": Family({"scoring_func": "noaux_tc"}),
     "ernie4_5_moe": Family(
-        {"use_bias": True, "moe_num_experts": E, "moe_k": K, "moe_num_shared_experts": 1, "moe_layer_start_index": 0}
+        {
+            "use_bias": True,
+            "moe_num_experts": E,
+            "moe_k": K,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 0,
+        }
     ),
-    "exaone_moe": Family({"layer_types": SLIDING_THEN_FULL, "is_moe_layer": [True, True], "sliding_window": 8}),
+    "exaone_moe": Family(
+        {"layer_types": SLIDING_THEN_FULL, "is_moe_layer": [True, True], "sliding_window": 8}
+    ),
     "gemma4": Family({"vocab_size": VOCAB}, text={**GEMMA4, "model_type": "gemma4_text"}),
     "gemma4_text": Family(GEMMA4),
     "glm4_moe": Family({"use_qk_norm": True, "rope_scaling": None, "partial_rotary_factor": 0.5}),
@@ -186,7 +208,9 @@ FAMILIES = {
             "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
         }
     ),
-    "gpt_oss": Family({"sliding_window": 8, "intermediate_size": F, "layer_types": SLIDING_THEN_FULL}),
+    "gpt_oss": Family(
+        {"sliding_window": 8, "intermediate_size": F, "layer_types": SLIDING_THEN_FULL}
+    ),
     "granitemoe": Family(
         {
             "intermediate_size": F,
@@ -249,7 +273,9 @@ FAMILIES = {
             "latent_moe_use_norm": True,
         },
     ),
-    "kimi_linear": Family({"linear_attn_config": KDA, "model_max_length": 512, "num_experts_per_token": K}),
+    "kimi_linear": Family(
+        {"linear_attn_config": KDA, "model_max_length": 512, "num_experts_per_token": K}
+    ),
     "kimi_vl": Family({}, text={}),
     "laguna": Family({"layer_types": SLIDING_THEN_FULL, "sliding_window": 8}),
     "lfm2_moe": Family(
@@ -383,14 +409,21 @@ FAMILIES = {
             },
         }
     ),
-    "phixtral": Family({"num_vocab": VOCAB, "model_dim": D, "num_heads": 4, "num_layers": 2, "rotary_dim": 8}),
+    "phixtral": Family(
+        {"num_vocab": VOCAB, "model_dim": D, "num_heads": 4, "num_layers": 2, "rotary_dim": 8}
+    ),
     "prism_hadamard_qwen35": Family(
         {
             "schema_version": 1,
             "tensor_namespace": "mlx-lm-text",
             "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
             "modules": [
-                {"path": "model.layers.1.self_attn.o_proj", "embedding": False, "dtype": "float16", "block": 0}
+                {
+                    "path": "model.layers.1.self_attn.o_proj",
+                    "embedding": False,
+                    "dtype": "float16",
+                    "block": 0,
+                }
             ],
         },
         text={"hidden_size": 128, "head_dim": 32},
@@ -459,7 +492,9 @@ ROUTERS = (
 
 def speaks_of_experts() -> set[str]:
     """The mlx-lm model files, those found by ``discover`` apart, in whose text experts occur."""
-    files = {p.stem for p in Path(mlx_lm.models.__path__[0]).glob("*.py") if "experts" in p.read_text()}
+    files = {
+        p.stem for p in Path(mlx_lm.models.__path__[0]).glob("*.py") if "experts" in p.read_text()
+    }
     return files - discover() - {"switch_layers"}
 
 
@@ -479,7 +514,9 @@ def discover() -> set[str]:
                 if node.module == "switch_layers" and names & {"SwitchGLU", "SwitchMLP"}:
                     counts.add(path.stem)
         names = {n.name for n in tree.body if isinstance(n, ast.ClassDef)}
-        names |= {a.asname or a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
+        names |= {
+            a.asname or a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names
+        }
         if {"Model", "ModelArgs"} <= names:
             has_model.add(path.stem)
     while grown := {name for name, seen in imports.items() if seen & counts} - counts:
@@ -504,7 +541,9 @@ def build(name: str) -> tuple[nn.Module, dict]:
         if p.ndim == 1 or path.endswith(".bias"):
             return (p + 0.1 * mx.random.normal(p.shape)).astype(p.dtype)
         if path.endswith(ROUTERS):
-            return p + 0.5 * mx.random.normal(p.shape)  # tokens must differ in the experts that they choose
+            return p + 0.5 * mx.random.normal(
+                p.shape
+            )  # tokens must differ in the experts that they choose
         return p
 
     model.update(tree_map_with_path(disturb, model.parameters()))
@@ -516,7 +555,10 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that hold experts, by path, in the order of the layers."""
     found = {path: m for path, m in model.named_modules() if isinstance(m, (SwitchGLU, SwitchMLP))}
     return dict(
-        sorted(found.items(), key=lambda item: [int(part) if part.isdigit() else part for part in item[0].split(".")])
+        sorted(
+            found.items(),
+            key=lambda item: [int(part) if part.isdigit() else part for part in item[0].split(".")],
+        )
     )
 
 
@@ -529,7 +571,8 @@ def write_checkpoint(name: str, path: Path, variant: str) -> Path:
     dtype = spec.get("dtype", mx.bfloat16)
     model.update(
         tree_map_with_path(
-            lambda p, a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) and keep(p) else a, model.parameters()
+            lambda p, a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) and keep(p) else a,
+            model.parameters(),
         )
     )
     if "bits" in spec:
@@ -538,7 +581,9 @@ def write_checkpoint(name: str, path: Path, variant: str) -> Path:
 
         def predicate(module_path, module):
             if spec.get("mixed") and module_path.startswith(tuple(f"{e}." for e in experts)):
-                if module_path.startswith(experts[-1]) and module_path.endswith(("down_proj", "fc2")):
+                if module_path.startswith(experts[-1]) and module_path.endswith(
+                    ("down_proj", "fc2")
+                ):
                     return {"bits": 8, "group_size": 64, "mode": "affine"}
                 return not module_path.endswith("gate_proj")  # one projection stays as it was
             return own(module_path, module) if own is not None else True
@@ -577,17 +622,23 @@ def per_expert(prefix: str, names: dict[str, str]):
     return convert
 
 
-def gate_up(gate_up_name: str, down_name: str, *, transposed: bool = False, interleaved: bool = False):
+def gate_up(
+    gate_up_name: str, down_name: str, *, transposed: bool = False, interleaved: bool = False
+):
     """The layouts with gate and up in one tensor ``[E, 2F, D]``, halves or alternate rows, or ``[E, D, 2F]``."""
 
     def convert(module, tensors):
         parent = module.rsplit(".", 1)[0]
-        named = {"weight": "", "scales": "_scales", "bias": "_bias"} if interleaved else {"weight": ""}
+        named = (
+            {"weight": "", "scales": "_scales", "bias": "_bias"} if interleaved else {"weight": ""}
+        )
         out = {}
         for kind in {kind for _, kind in tensors}:
             gate, up, down = (tensors[p, kind] for p in ("gate_proj", "up_proj", "down_proj"))
             if interleaved:
-                both = mx.stack([gate, up], axis=2).reshape(gate.shape[0], 2 * gate.shape[1], *gate.shape[2:])
+                both = mx.stack([gate, up], axis=2).reshape(
+                    gate.shape[0], 2 * gate.shape[1], *gate.shape[2:]
+                )
             else:
                 both = mx.concatenate([gate, up], axis=1)
             if kind == "weight" and interleaved:  # gpt-oss: mxfp4 in blocks of 32, 16 bytes each
@@ -607,7 +658,10 @@ GATE_UP_DOWN = {p: p for p in ("gate_proj", "up_proj", "down_proj")}
 # Families in the layout of the checkpoints that their authors publish, which mlx-lm's `sanitize` rearranges on loading:
 # how the experts of one module are stored there, and the variant that such a file has.
 HUGGING_FACE = {
-    "mixtral": ("affine4", per_expert("experts", {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"})),
+    "mixtral": (
+        "affine4",
+        per_expert("experts", {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}),
+    ),
     "qwen3_moe": ("plain", per_expert("experts", GATE_UP_DOWN)),
     "nemotron_h": ("plain", per_expert("experts", {"fc1": "up_proj", "fc2": "down_proj"})),
     "phixtral": ("plain", per_expert("mlp", {"fc1": "fc1", "fc2": "fc2"})),
@@ -615,7 +669,10 @@ HUGGING_FACE = {
     "granitemoe": ("plain", gate_up("input_linear.weight", "output_linear.weight")),
     "gpt_oss": ("mxfp4", gate_up("experts.gate_up_proj", "experts.down_proj", interleaved=True)),
     "llama4": ("plain", gate_up("experts.gate_up_proj", "experts.down_proj", transposed=True)),
-    "qwen3_vl_moe": ("plain", gate_up("experts.gate_up_proj", "experts.down_proj", transposed=True)),
+    "qwen3_vl_moe": (
+        "plain",
+        gate_up("experts.gate_up_proj", "experts.down_proj", transposed=True),
+    ),
 }
 
 
@@ -636,12 +693,16 @@ def write_hugging_face(name: str, path: Path) -> Path:
     model, _ = mlx_lm_utils.load_model(path, lazy=True)
     for module in expert_modules(model):
         tensors = {
-            tuple(k[len(module) + 1 :].split(".")): weights.pop(k) for k in list(weights) if k.startswith(f"{module}.")
+            tuple(k[len(module) + 1 :].split(".")): weights.pop(k)
+            for k in list(weights)
+            if k.startswith(f"{module}.")
         }
         weights.update(convert(module, tensors))
     if name in ("qwen3_5_moe", "qwen3_vl_moe"):  # the other order of the two words, too
         weights = {
-            k.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head", "lm_head"): w
+            k.replace("language_model.model.", "model.language_model.").replace(
+                "language_model.lm_head", "lm_head"
+            ): w
             for k, w in weights.items()
         }
     if name == "gpt_oss":
@@ -657,11 +718,15 @@ def write_files(path: Path, weights: dict[str, mx.array], config: dict, shards: 
     mlx_lm_utils.save_config(config, path / "config.json")
     names = sorted(weights)
     files = {
-        f"model-{i + 1:05d}-of-{shards:05d}.safetensors" if shards > 1 else "model.safetensors": names[i::shards]
+        f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        if shards > 1
+        else "model.safetensors": names[i::shards]
         for i in range(shards)
     }
     for file, inside in files.items():
-        mx.save_safetensors(str(path / file), {n: weights[n] for n in inside}, metadata={"format": "mlx"})
+        mx.save_safetensors(
+            str(path / file), {n: weights[n] for n in inside}, metadata={"format": "mlx"}
+        )
     index = {
         "metadata": {"total_size": sum(w.nbytes for w in weights.values())},
         "weight_map": {n: f for f, inside in files.items() for n in inside},

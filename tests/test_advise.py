@@ -39,22 +39,33 @@ def test_it_takes_an_end_of_the_ridge_and_not_its_top():
 def test_free_copies_from_the_page_cache_and_a_slow_disk_move_the_choice():
     free = replace(READS, warm_s_per_byte=0.0)
     memory = 1.9e9  # nearly all of the file fits in the page cache, while slots take more than the file's own bytes
-    few, many = (settings(memory, free, [8, 190]).values())
+    few, many = settings(memory, free, [8, 190]).values()
     assert few.token_s.mean() < many.token_s.mean()
     dear = replace(READS, warm_s_per_byte=1e-9)
-    few, many = (settings(memory, dear, [8, 190]).values())
+    few, many = settings(memory, dear, [8, 190]).values()
     assert few.token_s.mean() > many.token_s.mean()
 
 
 def test_advice_for_a_model_says_what_and_why():
     costs = pagecache.Costs(5e-3, 1e-4, 1e-10, 1e-9, overlap=0.5)
     a = advise(TINY, memory=300e6, costs=costs, gain=3.0)
-    assert 8 <= a.config.slots <= 64 and a.config.policy in advice.POLICIES and a.config.prefetch == "none"
+    assert (
+        8 <= a.config.slots <= 64
+        and a.config.policy in advice.POLICIES
+        and a.config.prefetch == "none"
+    )
     assert a.token_s == pytest.approx(a.settings[a.config.slots, a.config.policy].token_s.mean())
     assert a.token_s <= 1.02 * min(r.token_s.mean() for r in a.settings.values())
     text = str(a)
-    assert " <" in text and "prefetch" in text and "one piece" in text and f"slots={a.config.slots}" in text
-    moelab.StreamConfig(**{k: getattr(a.config, k) for k in ("mode", "slots", "policy", "prefetch")})
+    assert (
+        " <" in text
+        and "prefetch" in text
+        and "one piece" in text
+        and f"slots={a.config.slots}" in text
+    )
+    moelab.StreamConfig(
+        **{k: getattr(a.config, k) for k in ("mode", "slots", "policy", "prefetch")}
+    )
 
 
 def test_a_repack_is_advised_only_where_it_pays():
@@ -71,9 +82,19 @@ def test_a_look_ahead_is_advised_where_the_recorded_runs_gained_by_it(name, L):
     advised = {}
     for (state, layout, prefetch), v in by.items():
         if prefetch == "none":
-            token_s, wait_s, c = v["token_s"]["median"], v["per_token"]["wait_s"], by[state, layout, "lookahead"]["per_token"]
+            token_s, wait_s, c = (
+                v["token_s"]["median"],
+                v["per_token"]["wait_s"],
+                by[state, layout, "lookahead"]["per_token"],
+            )
             missed = c["prefetch_used"] + c["misses"]
-            part = {"copies": 0.0, "disk": wait_s, "hidden": 0.0, "fixed": token_s - wait_s, "experts": 0.0}
+            part = {
+                "copies": 0.0,
+                "disk": wait_s,
+                "hidden": 0.0,
+                "fixed": token_s - wait_s,
+                "experts": 0.0,
+            }
             foretold = c["prefetch_used"] / missed, c["prefetch_wasted"] / missed, L * 0.16e-3
             got, saved_s, _ = advice._prefetch(None, 16, layout, part, token_s, foretold)
             if got == "lookahead":
@@ -83,27 +104,48 @@ def test_a_look_ahead_is_advised_where_the_recorded_runs_gained_by_it(name, L):
     if name == "cpu_prefetch_35b":  # it routes at random
         assert not advised
         return
-    gained = by["cold", "packed", "lookahead"]["ratio"]["median"] / by["cold", "packed", "none"]["ratio"]["median"]
-    assert list(advised) == [("cold", "packed")] and 1.03 < advised["cold", "packed"] <= gained < 1.1
+    gained = (
+        by["cold", "packed", "lookahead"]["ratio"]["median"]
+        / by["cold", "packed", "none"]["ratio"]["median"]
+    )
+    assert (
+        list(advised) == [("cold", "packed")] and 1.03 < advised["cold", "packed"] <= gained < 1.1
+    )
 
 
 def test_prefetch_and_layout_are_advised_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "SPARE_NBYTES", 0)  # else the page cache always has room for all of so small a file
+    monkeypatch.setattr(
+        sweep, "SPARE_NBYTES", 0
+    )  # else the page cache always has room for all of so small a file
     packed = repack(TINY, tmp_path / "packed", progress=False)
     trace = routing.synthesize(FLAT, 120, 8, 64, 8)
     costs = pagecache.Costs(1e-2, 5e-5, 1e-9, 4e-9)
     memory = sweep.least_nbytes(sweep.sizes_of(TINY)) + 4e6
     good, bad = (0.7, 0.1, 1e-3), (0.4, 0.4, 1e-3)
     plain = advise(TINY, memory, trace=trace, costs=costs, gain=1.0, foretold=good)
-    assert (plain.layout, plain.config.prefetch) == ("as it is", "none") and "several pieces" in str(plain)
+    assert (plain.layout, plain.config.prefetch) == (
+        "as it is",
+        "none",
+    ) and "several pieces" in str(plain)
     both = advise(TINY, memory, trace=trace, costs=costs, gain=2.0, foretold=good)
-    assert (both.layout, both.config.prefetch) == ("packed", "lookahead") and "foretells 70%" in str(both)
+    assert (both.layout, both.config.prefetch) == (
+        "packed",
+        "lookahead",
+    ) and "foretells 70%" in str(both)
     there = advise(packed, memory, trace=trace, costs=costs, foretold=good)
-    assert there.config.prefetch == "lookahead" and there.token_s < there.settings[there.config.slots, there.config.policy].token_s.mean()
+    assert (
+        there.config.prefetch == "lookahead"
+        and there.token_s < there.settings[there.config.slots, there.config.policy].token_s.mean()
+    )
     assert advise(packed, memory, trace=trace, costs=costs, foretold=bad).config.prefetch == "none"
-    assert advise(packed, float("inf"), trace=trace, costs=costs, foretold=good).config.prefetch == "none", "nothing is left to hide"
+    assert (
+        advise(packed, float("inf"), trace=trace, costs=costs, foretold=good).config.prefetch
+        == "none"
+    ), "nothing is left to hide"
     for a in (plain, both, there):
-        assert (a.config.slots, a.config.policy) == advice.pick(a.settings), "what is read ahead does not change who is held"
+        assert (a.config.slots, a.config.policy) == advice.pick(a.settings), (
+            "what is read ahead does not change who is held"
+        )
     assert plain.token_s > there.token_s > both.token_s
     counted = advise(packed, memory, trace=trace, costs=costs)
     assert "a look ahead foretells" in str(counted)

@@ -28,7 +28,9 @@ CONFIG = moelab.StreamConfig(slots=K, streams=2)
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return families.write_checkpoint("qwen3_5_moe", tmp_path_factory.mktemp("after") / "m", "affine4")
+    return families.write_checkpoint(
+        "qwen3_5_moe", tmp_path_factory.mktemp("after") / "m", "affine4"
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +70,11 @@ def test_new_weights_take_effect(path, tmp_path):
 
     def by_update(model, weights):
         have = dict(tree_flatten(model.parameters()))
-        model.update(mlx_lm_utils.tree_unflatten([(k, weights.get(k, have[k])) for k in have if k in weights]))
+        model.update(
+            mlx_lm_utils.tree_unflatten(
+                [(k, weights.get(k, have[k])) for k in have if k in weights]
+            )
+        )
 
     def by_assignment(model, weights):
         modules = dict(model.named_modules())
@@ -114,7 +120,11 @@ def test_set_dtype_takes_effect_or_is_refused(path):
 def test_experts_cannot_be_replaced(path, tmp_path):
     with load_model(path, CONFIG)[0] as model:
         before = answer(model)
-        weights = {k: p * 2 for k, p in tree_flatten(families.load_resident(path).parameters()) if "switch_mlp" in k}
+        weights = {
+            k: p * 2
+            for k, p in tree_flatten(families.load_resident(path).parameters())
+            if "switch_mlp" in k
+        }
         assert weights
         mx.save_safetensors(str(tmp_path / "w.safetensors"), weights)
         for change in (
@@ -164,7 +174,9 @@ def with_tokenizer(tmp_path_factory):
 
 
 def test_mlx_lm_keywords(with_tokenizer):
-    model, tokenizer, config = moelab.load(with_tokenizer, return_config=True, tokenizer_config={}, lazy=False)
+    model, tokenizer, config = moelab.load(
+        with_tokenizer, return_config=True, tokenizer_config={}, lazy=False
+    )
     with model:
         assert config == mlx_lm.load(str(with_tokenizer), return_config=True)[2]
     with pytest.raises(ValueError, match="lazy=True is not possible"):
@@ -180,8 +192,12 @@ def test_model_config_changes_what_mlx_lm_lets_it_change(path):
     changes = {"rope_theta": 100.0, "rope_parameters": {"rope_theta": 100.0, "type": "default"}}
     changes = {"text_config": {**changes_to(path), **changes}} if changes_to(path) else changes
     for top_k in (None, 1):
-        resident, _ = load_model(path, moelab.StreamConfig(mode="resident", top_k=top_k), model_config=changes)
-        streamed, _ = load_model(path, moelab.StreamConfig(slots=K, top_k=top_k), model_config=changes)
+        resident, _ = load_model(
+            path, moelab.StreamConfig(mode="resident", top_k=top_k), model_config=changes
+        )
+        streamed, _ = load_model(
+            path, moelab.StreamConfig(slots=K, top_k=top_k), model_config=changes
+        )
         plain, _ = load_model(path, moelab.StreamConfig(slots=K, top_k=top_k))
         with resident, streamed, plain:
             np.testing.assert_allclose(answer(streamed), answer(resident), atol=1e-4)
@@ -202,12 +218,24 @@ def write_adapters(folder, source, fine_tune_type, keys=None):
     model, _ = mlx_lm_utils.load_model(source)
     config = {"fine_tune_type": fine_tune_type, "num_layers": 4}
     if fine_tune_type == "full":
-        weights = {k: p for k, p in tree_flatten(model.parameters()) if "layers" in k and "switch_mlp" not in k}
-        weights = {k: p * 1.05 if mx.issubdtype(p.dtype, mx.floating) else p for k, p in weights.items()}
+        weights = {
+            k: p
+            for k, p in tree_flatten(model.parameters())
+            if "layers" in k and "switch_mlp" not in k
+        }
+        weights = {
+            k: p * 1.05 if mx.issubdtype(p.dtype, mx.floating) else p for k, p in weights.items()
+        }
     else:
         config["lora_parameters"] = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": keys}
-        linear_to_lora_layers(model, 4, config["lora_parameters"], use_dora=fine_tune_type == "dora")
-        weights = {k: p for k, p in tree_flatten(model.parameters()) if k.endswith(("lora_a", "lora_b", ".m"))}
+        linear_to_lora_layers(
+            model, 4, config["lora_parameters"], use_dora=fine_tune_type == "dora"
+        )
+        weights = {
+            k: p
+            for k, p in tree_flatten(model.parameters())
+            if k.endswith(("lora_a", "lora_b", ".m"))
+        }
         weights = tree_map(lambda p: p + 0.02, weights)
     assert weights
     mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
@@ -238,10 +266,14 @@ def test_adapters_of_the_backbone(fine_tune_type, with_tokenizer, tmp_path):
 
 
 def test_adapters_of_streamed_experts_are_refused(with_tokenizer, tmp_path):
-    adapters = write_adapters(tmp_path / "adapters", with_tokenizer, "lora", ["mlp.switch_mlp.gate_proj"])
+    adapters = write_adapters(
+        tmp_path / "adapters", with_tokenizer, "lora", ["mlp.switch_mlp.gate_proj"]
+    )
     with pytest.raises(ValueError, match="switch_mlp.*streamed expert"):
         moelab.load(with_tokenizer, adapter_path=str(adapters))
-    model, _ = moelab.load(with_tokenizer, moelab.StreamConfig(mode="resident"), adapter_path=str(adapters))
+    model, _ = moelab.load(
+        with_tokenizer, moelab.StreamConfig(mode="resident"), adapter_path=str(adapters)
+    )
     moelab.close(model)
     with pytest.raises(FileNotFoundError):
         moelab.load(with_tokenizer, adapter_path=str(tmp_path / "none"))

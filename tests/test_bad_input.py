@@ -37,7 +37,9 @@ PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
     """A sound checkpoint in three shards. Never changed: tests damage copies of it."""
-    return families.write_checkpoint("qwen3_moe", tmp_path_factory.mktemp("good") / "qwen3_moe", "sharded")
+    return families.write_checkpoint(
+        "qwen3_moe", tmp_path_factory.mktemp("good") / "qwen3_moe", "sharded"
+    )
 
 
 @pytest.fixture
@@ -153,7 +155,11 @@ def test_no_safetensors(damaged, assert_usable):
 
 
 def test_not_a_model_folder(tmp_path, assert_usable):
-    failing_load(tmp_path, moelab.CheckpointError, "expected a model folder with a config.json, found none. Give")
+    failing_load(
+        tmp_path,
+        moelab.CheckpointError,
+        "expected a model folder with a config.json, found none. Give",
+    )
     assert_usable()
 
 
@@ -493,7 +499,9 @@ def test_header_lies(lie, damaged, assert_usable):
     name = rewrite_header(file, edit)
     message = failing_load(damaged, moelab.CheckpointError, match)
     assert str(file) in message and "download it again" in message
-    if "is not a safetensors header" not in message:  # it could be read, so it says whose entry is wrong
+    if (
+        "is not a safetensors header" not in message
+    ):  # it could be read, so it says whose entry is wrong
         others = ("over another tensor", "a hole", "bytes that are no tensor's")
         assert name in message or lie in others
     assert_usable()
@@ -549,18 +557,33 @@ def test_bad_stream_config(field, value, expected):
 
 
 def test_pinning_needs_slots():
-    with pytest.raises(ValueError, match="StreamConfig.pinned_nbytes: 1000 needs slots, got mode 'buffers'"):
+    with pytest.raises(
+        ValueError, match="StreamConfig.pinned_nbytes: 1000 needs slots, got mode 'buffers'"
+    ):
         moelab.StreamConfig(mode="buffers", pinned_nbytes=1000, pinned_trace="t.npz")
 
 
 def test_pinning_by_what_is_no_trace_of_the_model(good, tmp_path, assert_usable):
     file, layers = tmp_path / "trace.npz", moelab.footprint(good).num_layers
     config = moelab.StreamConfig(slots=SLOTS, pinned_nbytes=100_000, pinned_trace=file)
-    failing_load(good, ValueError, f"{file}: expected a trace as Trace.save writes it.*Record it again", config)
+    failing_load(
+        good,
+        ValueError,
+        f"{file}: expected a trace as Trace.save writes it.*Record it again",
+        config,
+    )
     for L, e in ((layers + 1, E), (layers, E + 1)):
-        moelab.Trace(np.zeros((3, L, K), np.uint16), np.full(3, "decode"), np.zeros(3, np.int64), e).save(file)
-        message = failing_load(good, ValueError, f"expected a trace of {layers} MoE layers and {E} experts", config)
-        assert "StreamConfig.pinned_trace" in message and f"got {L} and {e}" in message and "moelab.record" in message
+        moelab.Trace(
+            np.zeros((3, L, K), np.uint16), np.full(3, "decode"), np.zeros(3, np.int64), e
+        ).save(file)
+        message = failing_load(
+            good, ValueError, f"expected a trace of {layers} MoE layers and {E} experts", config
+        )
+        assert (
+            "StreamConfig.pinned_trace" in message
+            and f"got {L} and {e}" in message
+            and "moelab.record" in message
+        )
         with pytest.raises(ValueError, match="expected a trace of"):
             moelab.footprint(good, config)
     file.write_bytes(file.read_bytes()[:-30])
@@ -603,14 +626,22 @@ def test_bad_environment(name, value, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["stacked", "fused"])
 def test_fewer_slots_than_top_k(mode, good, assert_usable):
-    message = failing_load(good, ValueError, f"at least {K} ", moelab.StreamConfig(mode=mode, slots=K - 1))
-    assert "StreamConfig.slots" in message and f"got {K - 1}" in message and "Raise slots or lower top_k" in message
+    message = failing_load(
+        good, ValueError, f"at least {K} ", moelab.StreamConfig(mode=mode, slots=K - 1)
+    )
+    assert (
+        "StreamConfig.slots" in message
+        and f"got {K - 1}" in message
+        and "Raise slots or lower top_k" in message
+    )
     assert_usable()
 
 
 @pytest.mark.parametrize("mode", ["resident", *STREAMED])
 def test_top_k_beyond_the_experts(mode, good, assert_usable):
-    message = failing_load(good, ValueError, f"1 to {E} ", moelab.StreamConfig(mode=mode, slots=E + 1, top_k=E + 1))
+    message = failing_load(
+        good, ValueError, f"1 to {E} ", moelab.StreamConfig(mode=mode, slots=E + 1, top_k=E + 1)
+    )
     assert "StreamConfig.top_k" in message and f"got {E + 1}" in message
     assert_usable()
 
@@ -620,8 +651,12 @@ def test_model_without_experts(mode, tmp_path, assert_usable):
     config = families.COMMON | {"model_type": "llama"}
     model_class, args_class = families.mlx_lm_utils._get_classes(config)
     model = model_class(args_class.from_dict(config))
-    families.write_files(tmp_path / "dense", dict(families.tree_flatten(model.parameters())), config)
-    message = failing_load(tmp_path / "dense", moelab.CheckpointError, "has no experts", moelab.StreamConfig(mode=mode))
+    families.write_files(
+        tmp_path / "dense", dict(families.tree_flatten(model.parameters())), config
+    )
+    message = failing_load(
+        tmp_path / "dense", moelab.CheckpointError, "has no experts", moelab.StreamConfig(mode=mode)
+    )
     assert "llama" in message and "mlx_lm.load" in message
     resident, _ = load_model(tmp_path / "dense", moelab.StreamConfig(mode="resident"))
     assert resident(mx.array([PROMPT])).shape == (1, len(PROMPT), families.VOCAB)
@@ -639,7 +674,8 @@ def test_no_free_disk(tmp_path, tokenizer, monkeypatch):  # noqa: F811
     full = shutil.disk_usage(tmp_path)._replace(free=10_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
     with pytest.raises(
-        OSError, match="not enough disk in .*: the checkpoint takes .*, .* is free; ask for fewer layers"
+        OSError,
+        match="not enough disk in .*: the checkpoint takes .*, .* is free; ask for fewer layers",
     ) as caught:
         synthesize.synthesize(tmp_path / "out", like="qwen3-30b-a3b", layers=1, tokenizer=tokenizer)
     assert caught.value.errno == errno.ENOSPC and str(tmp_path) in str(caught.value)
@@ -653,7 +689,9 @@ def test_disk_fills_up(tmp_path, tokenizer, monkeypatch):  # noqa: F811
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(synthesize, "_write_shard", full)
-    with pytest.raises(OSError, match="the disk of .* filled up while .* were written; nothing is left") as caught:
+    with pytest.raises(
+        OSError, match="the disk of .* filled up while .* were written; nothing is left"
+    ) as caught:
         synthesize.synthesize(tmp_path / "out", like="qwen3-30b-a3b", layers=1, tokenizer=tokenizer)
     assert caught.value.errno == errno.ENOSPC
     assert not list(tmp_path.glob("out*"))
@@ -696,7 +734,14 @@ def test_read_fails_anywhere(mode, good, want, reading, monkeypatch):
                     generate(model)
             message = str(caught.value)
             assert caught.value.errno == errno.EIO
-            for part in (".safetensors", "switch_mlp", "expert ", "offset ", "Try again", "check the disk"):
+            for part in (
+                ".safetensors",
+                "switch_mlp",
+                "expert ",
+                "offset ",
+                "Try again",
+                "check the disk",
+            ):
                 assert part in message, message
             assert "load" not in message.partition("offset ")[2], "the model goes on without"
             got = generate(model)
@@ -713,7 +758,9 @@ def test_read_comes_back_short(mode, good, want, reading, monkeypatch):
         view = views[0]
         if end_early:
             return 0
-        return preadv(fd, [view[: max(1, len(view) // 3)]], offset)  # legal: the rest must be asked for again
+        return preadv(
+            fd, [view[: max(1, len(view) // 3)]], offset
+        )  # legal: the rest must be asked for again
 
     model, _ = load_model(good, moelab.StreamConfig(mode=mode, slots=SLOTS))
     with model:
@@ -797,7 +844,9 @@ def test_file_truncated_while_streamed(mode, damaged, assert_usable, reading):
         generate(model)
         for file in damaged.glob("*.safetensors"):
             os.truncate(file, 5000)
-        with pytest.raises(moelab.ReadError, match="expected|changed while it was streamed") as caught:
+        with pytest.raises(
+            moelab.ReadError, match="expected|changed while it was streamed"
+        ) as caught:
             until_it_reads(model)
         assert str(damaged) in str(caught.value) and "oad" in str(caught.value)
     assert_usable()
@@ -835,7 +884,9 @@ def test_stray_dtype_is_named(good, assert_usable):
     model, _ = load_model(good, moelab.StreamConfig(slots=SLOTS))
     with model:
         layer = next(m for m in model.modules() if type(m).__name__ == "Fused")
-        with pytest.raises(TypeError, match="expected mlx.core.float32 activations, got mlx.core.bfloat16"):
+        with pytest.raises(
+            TypeError, match="expected mlx.core.float32 activations, got mlx.core.bfloat16"
+        ):
             layer(mx.zeros((1, 1, families.D), mx.bfloat16), mx.zeros((1, 1, K), mx.uint32))
     assert_usable()
 
@@ -851,7 +902,10 @@ def test_outputs_evaluated_late(mode, good):
             for _ in range(5):
                 # held, held again, then others: the first two outputs are still unevaluated when their slots are taken
                 calls = [[0, 1], [1, 0], [0, 2], [5, 6], [7, 4], [0, 1]]
-                x = [mx.array(rng.standard_normal((1, 1, families.D), dtype=np.float32)) for _ in calls]
+                x = [
+                    mx.array(rng.standard_normal((1, 1, families.D), dtype=np.float32))
+                    for _ in calls
+                ]
                 indices = [mx.array([[pair]], dtype=mx.uint32) for pair in calls]
                 late = [layers[path](*args) for args in zip(x, indices)]
                 for y, *args in zip(late, x, indices):

@@ -19,7 +19,9 @@ from moelab.recipes import synthesize
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory, tokenizer):  # noqa: F811
-    return synthesize.synthesize(tmp_path_factory.mktemp("bench") / "m", config=small(), tokenizer=tokenizer, progress=False)
+    return synthesize.synthesize(
+        tmp_path_factory.mktemp("bench") / "m", config=small(), tokenizer=tokenizer, progress=False
+    )
 
 
 # timing
@@ -43,7 +45,9 @@ def test_interleave_pairs_rounds_and_changes_the_order():
     seconds = {"a": iter(range(100)), "b": iter(range(100))}
     variants = {n: lambda n=n: (calls.append(n), float(next(seconds[n])))[1] for n in seconds}
     out = timing.interleave(variants, rounds=8, n_warmup=2)
-    assert out["a"].samples_s == out["b"].samples_s == tuple(map(float, range(2, 10)))  # the warm-up is dropped
+    assert (
+        out["a"].samples_s == out["b"].samples_s == tuple(map(float, range(2, 10)))
+    )  # the warm-up is dropped
     rounds = [tuple(calls[i : i + 2]) for i in range(0, len(calls), 2)]
     assert all(set(r) == {"a", "b"} for r in rounds) and len(set(rounds)) == 2
     timed = timing.interleave({"x": lambda: None}, rounds=3)["x"]
@@ -51,7 +55,12 @@ def test_interleave_pairs_rounds_and_changes_the_order():
 
 
 def test_paired_ratio_is_taken_round_by_round():
-    assert timing.paired_ratio([2.0, 4.0, 8.0], [1.0, 2.0, 4.0]) == {"median": 2, "p25": 2, "p75": 2, "n": 3}
+    assert timing.paired_ratio([2.0, 4.0, 8.0], [1.0, 2.0, 4.0]) == {
+        "median": 2,
+        "p25": 2,
+        "p75": 2,
+        "n": 3,
+    }
     with pytest.raises(ValueError, match="as many samples"):
         timing.paired_ratio([1.0], [1.0, 2.0])
 
@@ -71,10 +80,15 @@ def test_save_replaces_only_with_a_whole_file(tmp_path):
 
 
 def test_parse_modes():
-    out = bench.parse_modes("resident, fused,fused/streams=1/slots=32,stacked/scales=resident", StreamConfig(slots=20, readers=2))
+    out = bench.parse_modes(
+        "resident, fused,fused/streams=1/slots=32,stacked/scales=resident",
+        StreamConfig(slots=20, readers=2),
+    )
     assert list(out) == ["resident", "fused", "fused/streams=1/slots=32", "stacked/scales=resident"]
     assert out["fused"] == StreamConfig(mode="fused", slots=20, readers=2)
-    assert out["fused/streams=1/slots=32"] == StreamConfig(mode="fused", slots=32, readers=2, streams=1)
+    assert out["fused/streams=1/slots=32"] == StreamConfig(
+        mode="fused", slots=32, readers=2, streams=1
+    )
     for text, message in [
         ("", "expected names"),
         ("fused/slot=3", "expected FIELD=VALUE"),
@@ -113,13 +127,19 @@ def test_bench(model_path, together):
             assert m["rounds_with_the_same_tokens"] == 3
             assert all(s["counters"]["tokens"] == 6 for s in m["samples"])  # the timed tokens alone
             assert m["ratio_to_resident"]["n"] == 3
-    assert r["modes"]["serial"]["hit_rate"] == 0 and 0 <= r["modes"]["fused/streams=1"]["hit_rate"] < 1
+    assert (
+        r["modes"]["serial"]["hit_rate"] == 0 and 0 <= r["modes"]["fused/streams=1"]["hit_rate"] < 1
+    )
     experts = 4 * 4  # layers x top-k: every one is read by serial
-    assert r["modes"]["serial"]["bytes_per_token"] == pytest.approx(experts * 3 * 128 * 64 * 36 / 64)
+    assert r["modes"]["serial"]["bytes_per_token"] == pytest.approx(
+        experts * 3 * 128 * 64 * 36 / 64
+    )
     c = bench.ceilings(r, {"warm": 1e9})
     fused = r["modes"]["fused/streams=1"]
     token_s = 1 / r["modes"]["resident"]["decode_tok_s"]["median"]
-    assert c["fused/streams=1"]["warm"] == pytest.approx(1 / (token_s + fused["bytes_per_token"] / 1e9))
+    assert c["fused/streams=1"]["warm"] == pytest.approx(
+        1 / (token_s + fused["bytes_per_token"] / 1e9)
+    )
     text = bench.report({**r, "ceilings_tok_s": c})
     assert "same" in text and "DIFFER" not in text and "ceilings, serial" in text
 
@@ -136,7 +156,9 @@ def test_layer(model_path):
     assert r["misses_while_timed"] == {"stacked": 0, "fused": 0}
     assert set(r["timings"]) == {"resident", "stacked", "fused", "one evaluation"}
     a, b, c = (r["timings"][n].samples_s for n in ("fused", "resident", "one evaluation"))
-    assert r["ratio"]["fused"]["median"] == pytest.approx(statistics.median(x / (y + z) for x, y, z in zip(a, b, c)))
+    assert r["ratio"]["fused"]["median"] == pytest.approx(
+        statistics.median(x / (y + z) for x, y, z in zip(a, b, c))
+    )
     assert "resident + one evaluation" in layer.report_layer(r)
 
 
@@ -145,7 +167,11 @@ def test_reads(model_path, monkeypatch):
     by = {s["by"] for s in r["samples"]}
     assert by == ({"moelab", "fio buffered", "fio direct"} if shutil.which("fio") else {"moelab"})
     assert all(s["bytes_per_s"] > 0 for s in r["samples"])
-    assert r["block_sizes"] == {"experts": [256, 4096], "experts, 32 a call": [256, 4096], "weights": [4096]}
+    assert r["block_sizes"] == {
+        "experts": [256, 4096],
+        "experts, 32 a call": [256, 4096],
+        "weights": [4096],
+    }
     assert len(reads.summarize_reads(r)) == 6 and "depth 2" in reads.report_reads(r)
     monkeypatch.setattr(shutil, "which", lambda _: None)
     r = reads.bench_reads(model_path, depths=(1,), nbytes=1 << 16, rounds=1, progress=False)
@@ -156,7 +182,23 @@ def test_reads(model_path, monkeypatch):
 
 
 def test_generate(model_path, capsys):
-    assert main(["generate", str(model_path), "--prompt", "def f", "--mode", "stacked", "--slots", "8", "--max-tokens", "5"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                str(model_path),
+                "--prompt",
+                "def f",
+                "--mode",
+                "stacked",
+                "--slots",
+                "8",
+                "--max-tokens",
+                "5",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert out.startswith("def f") and "tok/s, 5 tokens" in out and "hit rate" in out
 
@@ -172,7 +214,20 @@ def test_generate_writes_the_same_text_in_every_mode(model_path):
 
 def test_bench_command_saves_samples_and_machine(model_path, tmp_path, capsys):
     path = tmp_path / "r.json"
-    args = ["bench", str(model_path), "--modes", "resident,fused", "--slots", "8", "--tokens", "3", "--warmup", "1", "--runs", "2"]
+    args = [
+        "bench",
+        str(model_path),
+        "--modes",
+        "resident,fused",
+        "--slots",
+        "8",
+        "--tokens",
+        "3",
+        "--warmup",
+        "1",
+        "--runs",
+        "2",
+    ]
     assert main([*args, "--json", str(path)]) == 0
     r = json.loads(path.read_text())
     assert "partial" not in r and len(r["modes"]["fused"]["samples"]) == 2 and r["machine"]["mlx"]

@@ -30,10 +30,24 @@ def lab(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ip=127.0.0.1"]
-    command += ["--ServerApp.port_retries=0", "--IdentityProvider.token=", "--LabApp.expose_app_in_browser=True"]
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--allow-root",
+        f"--port={port}",
+        "--ip=127.0.0.1",
+    ]
+    command += [
+        "--ServerApp.port_retries=0",
+        "--IdentityProvider.token=",
+        "--LabApp.expose_app_in_browser=True",
+    ]
     env = {**os.environ, "HOME": str(tmp_path), "MOELAB_FAST": "1"}
-    server = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     address = f"http://127.0.0.1:{port}/lab"
     try:
         for _ in range(120):
@@ -58,14 +72,14 @@ def browser(tmp_path):
     chrome.quit()
 
 
-CELLS = (
-    "return window.jupyterapp.shell.currentWidget.content.widgets.filter(c => c.model.type === 'code').map(c => c.model"
-)
+CELLS = "return window.jupyterapp.shell.currentWidget.content.widgets.filter(c => c.model.type === 'code').map(c => c.model"
 
 
 def test_the_first_notebook(lab, browser):
     def until(what, script, seconds=120):
-        return WebDriverWait(browser, seconds, ignored_exceptions=()).until(lambda b: b.execute_script(script), what)
+        return WebDriverWait(browser, seconds, ignored_exceptions=()).until(
+            lambda b: b.execute_script(script), what
+        )
 
     browser.get(f"{lab}/tree/{NOTEBOOK}")
     until(
@@ -79,7 +93,9 @@ def test_the_first_notebook(lab, browser):
         "return window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status === 'idle'",
         seconds=300,
     )
-    kinds = browser.execute_script(f"{CELLS}.outputs.toJSON()).flat().map(o => o.output_type + ' ' + (o.evalue || ''))")
+    kinds = browser.execute_script(
+        f"{CELLS}.outputs.toJSON()).flat().map(o => o.output_type + ' ' + (o.evalue || ''))"
+    )
     assert "display_data " in kinds and not [k for k in kinds if k.startswith("error")], kinds
 
     # The slider's cell comes into view, and with it the live figure.
@@ -94,7 +110,9 @@ def test_the_first_notebook(lab, browser):
     handle = browser.find_element(By.CSS_SELECTOR, ".widget-vbox .noUi-handle")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", handle)
     handle.send_keys(Keys.ARROW_LEFT)
-    after = until("the figure has changed", f"const t = (() => {{ {title} }})(); return t !== {before!r} && t")
+    after = until(
+        "the figure has changed", f"const t = (() => {{ {title} }})(); return t !== {before!r} && t"
+    )
     assert before.startswith("Top-k 8") and after.startswith("Top-k 7"), (before, after)
 
     (ROOT / "build").mkdir(exist_ok=True)

@@ -108,7 +108,7 @@ def test_an_option_arrives_or_is_refused(kind, name, calls, capsys):
         given += ["--modes", "fused"]
     of_another = name in KINDS and kind != "bench"
     got = run(capsys, "bench", "M", *KINDS[kind], *given)
-    if name in TAKES[kind] or kind == "bench" and name in KINDS:
+    if name in TAKES[kind] or (kind == "bench" and name in KINDS):
         assert got.code in (0, 3) and len(calls) == 1, got.err
         if name == "--json":
             assert os.path.exists("r.json") or "r.json" in repr(calls)
@@ -119,13 +119,16 @@ def test_an_option_arrives_or_is_refused(kind, name, calls, capsys):
     else:
         assert got.code == 2 and not calls
         assert name in got.err or "--pinned-nbytes" in got.err
-        assert kind in got.err or kind == "bench" and "goes only with --" in got.err
+        assert kind in got.err or (kind == "bench" and "goes only with --" in got.err)
 
 
 def test_several_prompts_arrive(calls, capsys):
     for kind in ("bench", "--limit", "--draft"):
         calls.clear()
-        assert run(capsys, "bench", "M", *KINDS[kind], "--prompt", "a", "--prompt", "b").code in (0, 3)
+        assert run(capsys, "bench", "M", *KINDS[kind], "--prompt", "a", "--prompt", "b").code in (
+            0,
+            3,
+        )
         assert "'a', 'b'" in repr(calls)
 
 
@@ -140,7 +143,10 @@ def test_several_prompts_arrive(calls, capsys):
     ],
 )
 def test_a_stream_option_that_a_mode_has_no_use_for(mode, refused, calls, capsys):
-    for command in (["generate", "M", "--prompt", "x", "--mode", mode], ["bench", "M", "--modes", mode]):
+    for command in (
+        ["generate", "M", "--prompt", "x", "--mode", mode],
+        ["bench", "M", "--modes", mode],
+    ):
         for name in STREAM:
             calls.clear()
             got = run(capsys, *command, *option(name))
@@ -515,7 +521,9 @@ def test_an_option_that_is_there_twice(command, calls, capsys):
 def test_every_option_is_in_this_file(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "--help"])
-    shown = {w.strip(",:;()[]") for w in capsys.readouterr().out.split() if w.strip("[").startswith("--")}
+    shown = {
+        w.strip(",:;()[]") for w in capsys.readouterr().out.split() if w.strip("[").startswith("--")
+    }
     assert {w for w in shown if w[2:3].isalpha()} - {"--help"} == set(OPTIONS)
 
 

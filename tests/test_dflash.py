@@ -61,20 +61,37 @@ def write_draft(folder, seed=0, **changes):
     """A random draft in z-lab's layout, bfloat16; its weights as float64."""
     config = {**CONFIG, **changes}
     rng = np.random.default_rng(seed)
-    H, K, d, F = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"))
+    H, K, d, F = (
+        config[k]
+        for k in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+    )
     n, hidden = len(config["dflash_config"]["target_layer_ids"]), config["hidden_size"]
-    shapes = {"fc.weight": (hidden, n * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    shapes = {
+        "fc.weight": (hidden, n * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
     for i in range(config["num_hidden_layers"]):
         p = f"layers.{i}."
-        shapes |= {f"{p}input_layernorm.weight": (hidden,), f"{p}post_attention_layernorm.weight": (hidden,)}
+        shapes |= {
+            f"{p}input_layernorm.weight": (hidden,),
+            f"{p}post_attention_layernorm.weight": (hidden,),
+        }
         shapes |= {f"{p}self_attn.{x}_norm.weight": (d,) for x in "qk"}
-        shapes |= {f"{p}self_attn.q_proj.weight": (H * d, hidden), f"{p}self_attn.o_proj.weight": (hidden, H * d)}
+        shapes |= {
+            f"{p}self_attn.q_proj.weight": (H * d, hidden),
+            f"{p}self_attn.o_proj.weight": (hidden, H * d),
+        }
         shapes |= {f"{p}self_attn.{x}_proj.weight": (K * d, hidden) for x in "kv"}
         shapes |= {f"{p}mlp.{x}_proj.weight": (F, hidden) for x in ("gate", "up")}
         shapes |= {f"{p}mlp.down_proj.weight": (hidden, F)}
     weights = {}
     for name, shape in shapes.items():
-        w = 1 + 0.2 * rng.normal(size=shape) if len(shape) == 1 else rng.normal(size=shape) * shape[1] ** -0.5
+        w = (
+            1 + 0.2 * rng.normal(size=shape)
+            if len(shape) == 1
+            else rng.normal(size=shape) * shape[1] ** -0.5
+        )
         weights[name] = mx.array(w).astype(mx.bfloat16)
     folder.mkdir(exist_ok=True)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "pt"})
@@ -90,44 +107,69 @@ def reference(w, block, features, window):
 
     def rope(x, position):  # [H, d]
         half = x.shape[-1] // 2
-        z = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * position * 10000.0 ** (-np.arange(half) / half))
+        z = (x[:, :half] + 1j * x[:, half:]) * np.exp(
+            1j * position * 10000.0 ** (-np.arange(half) / half)
+        )
         return np.concatenate([z.real, z.imag], -1)
 
     T, H, K, d = len(features), 4, 2, 16
     context = norm(features @ w["fc.weight"].T, w["hidden_norm.weight"])
     x = block
     for i in range(3):
-        p = {k.removeprefix(f"layers.{i}."): v for k, v in w.items() if k.startswith(f"layers.{i}.")}
+        p = {
+            k.removeprefix(f"layers.{i}."): v for k, v in w.items() if k.startswith(f"layers.{i}.")
+        }
         h = norm(x, p["input_layernorm.weight"])
         keys, values = [], []
         for at, row in enumerate([*context, *h]):
-            k = norm((p["self_attn.k_proj.weight"] @ row).reshape(K, d), p["self_attn.k_norm.weight"])
+            k = norm(
+                (p["self_attn.k_proj.weight"] @ row).reshape(K, d), p["self_attn.k_norm.weight"]
+            )
             keys.append(rope(k, at))
             values.append((p["self_attn.v_proj.weight"] @ row).reshape(K, d))
         out = []
         for j, row in enumerate(h):
-            q = rope(norm((p["self_attn.q_proj.weight"] @ row).reshape(H, d), p["self_attn.q_norm.weight"]), T + j)
+            q = rope(
+                norm(
+                    (p["self_attn.q_proj.weight"] @ row).reshape(H, d), p["self_attn.q_norm.weight"]
+                ),
+                T + j,
+            )
             heads = []
             for head in range(H):
                 near = [s for s in range(len(keys)) if i != 1 or abs(T + j - s) < window]
                 scores = np.array([q[head] @ keys[s][head // 2] for s in near]) / d**0.5
                 share = np.exp(scores - scores.max())
-                heads.append(sum(a * values[s][head // 2] for a, s in zip(share / share.sum(), near)))
+                heads.append(
+                    sum(a * values[s][head // 2] for a, s in zip(share / share.sum(), near))
+                )
             out.append(p["self_attn.o_proj.weight"] @ np.concatenate(heads))
         x = x + np.array(out)
         h = norm(x, p["post_attention_layernorm.weight"])
         gate = h @ p["mlp.gate_proj.weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * (h @ p["mlp.up_proj.weight"].T)) @ p["mlp.down_proj.weight"].T
+        x = (
+            x
+            + (gate / (1 + np.exp(-gate)) * (h @ p["mlp.up_proj.weight"].T))
+            @ p["mlp.down_proj.weight"].T
+        )
     return norm(x, w["norm.weight"])
 
 
 def target(layers=L, hidden=D, vocab=V, seed=3):
     mx.random.seed(seed)
     args = dict(
-        model_type="qwen3", hidden_size=hidden, num_hidden_layers=layers, intermediate_size=48, vocab_size=vocab
+        model_type="qwen3",
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        intermediate_size=48,
+        vocab_size=vocab,
     )
-    args |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4)
-    model = qwen3.Model(qwen3.ModelArgs(**args, max_position_embeddings=512, tie_word_embeddings=True))
+    args |= dict(
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4
+    )
+    model = qwen3.Model(
+        qwen3.ModelArgs(**args, max_position_embeddings=512, tie_word_embeddings=True)
+    )
     mx.eval(model.parameters())
     return model
 
@@ -144,7 +186,9 @@ def test_equals_the_paper(tmp_path, chunks):
     for n in chunks:
         if n:
             model.extend(mx.array(features[None, at : at + n].astype(np.float32)), cache)
-            model(mx.array(rng.normal(size=(1, b, D)).astype(np.float32)), cache)  # a block leaves nothing in the cache
+            model(
+                mx.array(rng.normal(size=(1, b, D)).astype(np.float32)), cache
+            )  # a block leaves nothing in the cache
         at += n
     got = np.array(model(mx.array(block[None].astype(np.float32)), cache))[0]
     assert all(c.offset == sum(chunks) for c in cache)
@@ -165,9 +209,13 @@ def test_quantized_as_mlx_lm_does(tmp_path):
     write_draft(tmp_path, hidden_size=64)
     model = load_model(tmp_path)
     nn.quantize(model, 64, 8, class_predicate=lambda p, m: p == "fc")
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(nn.utils.tree_flatten(model.parameters())))
+    mx.save_safetensors(
+        str(tmp_path / "model.safetensors"), dict(nn.utils.tree_flatten(model.parameters()))
+    )
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization": {"group_size": 64, "bits": 8}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization": {"group_size": 64, "bits": 8}})
+    )
     assert isinstance(load_model(tmp_path).fc, nn.QuantizedLinear)
 
 
@@ -186,7 +234,9 @@ def test_capture_hears_its_layers_and_leaves_nothing():
         model(ids[:, 2:], cache=cache)
         other(ids)
     expected = mx.concatenate([outputs[4], outputs[1]], -1)[:, 2:]
-    assert mx.allclose(seen.features, expected, atol=1e-5) and mx.allclose(inner.features, outputs[1][:, 2:], atol=1e-5)
+    assert mx.allclose(seen.features, expected, atol=1e-5) and mx.allclose(
+        inner.features, outputs[1][:, 2:], atol=1e-5
+    )
     with pytest.raises(RuntimeError, match="stop"), Capture(model, (0, 5)):
         assert type(model.layers[0]) is not classes[0]
         raise RuntimeError("stop")
@@ -223,7 +273,9 @@ def test_bad_files(tmp_path):
     with pytest.raises(CheckpointError, match="expected the folder"):
         DFlashDraft(tmp_path / "nowhere")
     write_draft(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 4, "layer_types": None}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**CONFIG, "num_hidden_layers": 4, "layer_types": None})
+    )
     with pytest.raises(CheckpointError, match="not those that its config.json describes"):
         DFlashDraft(tmp_path)
 
@@ -306,7 +358,9 @@ def test_shipped_files():
     assert sum(p.stat().st_size for f in folders for p in f.rglob("*")) <= 15_000_000
     config = json.loads((folders[0] / "config.json").read_text())
     assert config == json.loads(json.dumps(config_of("dflash4"))) and config["block_size"] == 16
-    assert all(w.dtype == mx.bfloat16 for w in mx.load(str(folders[0] / "model.safetensors")).values())
+    assert all(
+        w.dtype == mx.bfloat16 for w in mx.load(str(folders[0] / "model.safetensors")).values()
+    )
 
 
 @pytest.mark.parametrize("name, least", [("dflash", 2.5), ("draft", 3.0)])
@@ -322,7 +376,11 @@ def test_acceptance_and_the_targets_own_text(name, least):
         draft = ModelDraft(small)
     rounds = {}
     for i, prompt in enumerate(heldout_prompts(MODELS / "tiny-moe", "code", 64)[::60][:2]):
-        written = list(speculative_generate(model, tokenizer, prompt, draft, max_tokens=48, num_draft_tokens=15))
+        written = list(
+            speculative_generate(
+                model, tokenizer, prompt, draft, max_tokens=48, num_draft_tokens=15
+            )
+        )
         plain = [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=48)]
         assert [r.token for r in written] == plain
         rounds |= {(i, r.round.number): r.round for r in written}
@@ -340,14 +398,21 @@ def texts(length=64):
     """Held-out code and docstrings in turn: 20 prompts."""
     return [
         ids
-        for both in zip(*(heldout_prompts(MODELS / "tiny-moe", kind, length)[::10][:10] for kind in ("code", "prose")))
+        for both in zip(
+            *(
+                heldout_prompts(MODELS / "tiny-moe", kind, length)[::10][:10]
+                for kind in ("code", "prose")
+            )
+        )
         for ids in both
     ]
 
 
 @once
 def written(i, tokens):
-    return [t for t, _ in generate_step(mx.array(texts()[i]), trained("tiny-moe"), max_tokens=tokens)]
+    return [
+        t for t, _ in generate_step(mx.array(texts()[i]), trained("tiny-moe"), max_tokens=tokens)
+    ]
 
 
 @pytest.mark.parametrize("mode", ["resident", "fused"])
@@ -361,7 +426,11 @@ def test_greedy_text_at_every_block_size(name, mode, i, record_property):
     ties = []
     for block in blocks:
         steps = speculative_generate_step(
-            mx.array(prompt), trained("tiny-moe", mode), draft, num_draft_tokens=block - 1, max_tokens=tokens
+            mx.array(prompt),
+            trained("tiny-moe", mode),
+            draft,
+            num_draft_tokens=block - 1,
+            max_tokens=tokens,
         )
         got = [t for t, *_ in steps]
         assert len(got) == tokens

@@ -15,12 +15,19 @@ from moelab.speculation.generate import LookupDraft
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory, tokenizer):  # noqa: F811
-    return synthesize.synthesize(tmp_path_factory.mktemp("dispatch") / "m", config=small(), tokenizer=tokenizer, progress=False)
+    return synthesize.synthesize(
+        tmp_path_factory.mktemp("dispatch") / "m",
+        config=small(),
+        tokenizer=tokenizer,
+        progress=False,
+    )
 
 
 def test_one_operation():
     t = dispatch.one_operation(count=20, rounds=2)["timings"]
-    assert set(t) == {"built", "chained", "scheduled", "evaluated"} and all(len(x.samples_s) == 2 for x in t.values())
+    assert set(t) == {"built", "chained", "scheduled", "evaluated"} and all(
+        len(x.samples_s) == 2 for x in t.values()
+    )
 
 
 def test_operations_counts_what_is_computed():
@@ -32,7 +39,12 @@ def test_operations_counts_what_is_computed():
 
 def test_expert_calls_have_four_ways():
     r = dispatch.expert_calls(64, 64, 2, E=4, layers=2, rounds=2)
-    assert set(r["timings"]) == {"K calls a projection", "one gather a projection", "gate and up fused", "dense"}
+    assert set(r["timings"]) == {
+        "K calls a projection",
+        "one gather a projection",
+        "gate and up fused",
+        "dense",
+    }
     assert r["config"]["nbytes"] == 2 * 3 * 64 * 64 * 9 // 16
 
 
@@ -40,9 +52,14 @@ def test_dense_and_moe_differ_in_their_mlps_alone():
     models = dispatch.dense_and_moe(D=128, F=64, K=2, E=4, layers=2, vocab=64)
     counts = {n: dispatch.operations_of_a_layer(m)[1] for n, m in models.items()}
     assert counts["moe"]["GatherQMM"] == 3 and "GatherQMM" not in counts["dense"]
-    assert counts["dense"]["QuantizedMatmul"] == 7 and counts["moe"]["QuantizedMatmul"] == 5  # four of attention, the router
+    assert (
+        counts["dense"]["QuantizedMatmul"] == 7 and counts["moe"]["QuantizedMatmul"] == 5
+    )  # four of attention, the router
     r = dispatch.loops(models["moe"], tokens=2, rounds=1)
-    assert len(r["timings"]) == 8 and len(dispatch.loops(models["dense"], 2, 1, routing=False)["timings"]) == 5
+    assert (
+        len(r["timings"]) == 8
+        and len(dispatch.loops(models["dense"], 2, 1, routing=False)["timings"]) == 5
+    )
 
 
 def test_hooked_sees_every_layer_and_leaves_the_model_as_it_was(model_path):
@@ -94,7 +111,14 @@ def test_cuda_run_removes_no_folder_that_it_did_not_make(tmp_path):
     own = tmp_path / "f" / "tiny" / "thesis.txt"
     own.parent.mkdir(parents=True)
     own.write_text("mine")
-    argv = [str(tmp_path / "r.json"), "--tiny", "--folder", str(tmp_path / "f"), "--only", "expert_calls"]
+    argv = [
+        str(tmp_path / "r.json"),
+        "--tiny",
+        "--folder",
+        str(tmp_path / "f"),
+        "--only",
+        "expert_calls",
+    ]
     with pytest.raises(SystemExit) as stop:
         cuda_run.main(argv)
     assert str(own.parent) in str(stop.value) and own.read_text() == "mine"
@@ -108,7 +132,18 @@ def test_cuda_run_goes_on_when_a_section_fails(tmp_path, tokenizer, monkeypatch,
     monkeypatch.setattr(cuda_run.Run, "expert_calls", fails)
     out = tmp_path / "r.json"
     sections = "checkpoint,one_operation,expert_calls,memory"
-    cuda_run.main([str(out), "--tiny", "--folder", str(tmp_path / "f"), "--tokenizer", str(tokenizer), "--only", sections])
+    cuda_run.main(
+        [
+            str(out),
+            "--tiny",
+            "--folder",
+            str(tmp_path / "f"),
+            "--tokenizer",
+            str(tokenizer),
+            "--only",
+            sections,
+        ]
+    )
     r = json.loads(out.read_text())["sections"]
     assert r["expert_calls"]["error"] == "RuntimeError: no such kernel"
     assert r["memory"]["tokens"][-1] == 8 and r["one_operation"]["timings"]["built"]["samples_s"]

@@ -41,7 +41,11 @@ def test_compare(streamed):
     assert sums["mlx-lm"]["ratio"]["median"] == 1 and sums["0"]["tau"] == 1
     assert 1.5 < sums["3"]["tau"] <= 4 and sum(sums["3"]["histogram"].values()) > 5
     perfect = draft.drafted(
-        streamed, [1, 2], draft.OracleDraft([1, 2, *draft.undrafted(streamed, [1, 2], 24)["tokens"]], 1.0), 3, 24
+        streamed,
+        [1, 2],
+        draft.OracleDraft([1, 2, *draft.undrafted(streamed, [1, 2], 24)["tokens"]], 1.0),
+        3,
+        24,
     )
     assert all(accepted == drafted for drafted, accepted, *_ in perfect["rounds"])
     record = {**compared, "summary": sums, "model": "m", "draft": "oracle", "cache_state": "warm"}
@@ -66,7 +70,10 @@ def test_passes_and_union(streamed):
 
 def test_passes_in_turn(streamed):
     timed = draft.passes_in_turn({2: streamed, 1: streamed}, ids(5, 60)[0].tolist(), [1, 4], 4)
-    assert {k: [len(v) for v in by_m.values()] for k, by_m in timed.items()} == {2: [6, 6], 1: [6, 6]}
+    assert {k: [len(v) for v in by_m.values()] for k, by_m in timed.items()} == {
+        2: [6, 6],
+        1: [6, 6],
+    }
     assert draft.pass_parts(timed).keys() == {"fixed_s", "position_s", "expert_s"}
 
 
@@ -77,7 +84,10 @@ def test_drift_and_ways():
     assert min(drifted["left in the state"][0][:3]) > 1e-3
     assert undo.tokens_until_wrong(model, text[:20], 4, 2, 12)["exact"] == 12
     timed, held = undo.ways(model, text, 6, 3, 2)
-    assert all(len(t) == 2 for t in timed.values()) and held["no undo"] == 0 < held["restore"] < held["states"]
+    assert (
+        all(len(t) == 2 for t in timed.values())
+        and held["no undo"] == 0 < held["restore"] < held["states"]
+    )
 
 
 CODE = moelab.Trace.load(moelab.DATA / "traces" / "code.npz").decode
@@ -133,18 +143,29 @@ def test_fewer_experts_a_token_read_about_what_the_dial_says():
 
 def test_the_parts_of_a_pass_are_found_again():
     timed = {
-        k: {m: [{"pass_s": s * (0.01 + m * (0.006 + k * 5e-4))} for s in (0.9, 1.0, 1.1)] for m in (1, 4, 16)}
+        k: {
+            m: [{"pass_s": s * (0.01 + m * (0.006 + k * 5e-4))} for s in (0.9, 1.0, 1.1)]
+            for m in (1, 4, 16)
+        }
         for k in (8, 1)
     }
-    assert draft.pass_parts(timed) == pytest.approx({k: PARTS[k] for k in ("fixed_s", "position_s", "expert_s")})
+    assert draft.pass_parts(timed) == pytest.approx(
+        {k: PARTS[k] for k in ("fixed_s", "position_s", "expert_s")}
+    )
 
 
 def test_the_takeaway_of_notebook_07_is_recorded():
     """Each of its numbers follows from a record of data/results."""
-    cells = json.loads((moelab.DATA.parent / "notebooks" / "07_speculative_streaming.ipynb").read_text())["cells"]
+    cells = json.loads(
+        (moelab.DATA.parent / "notebooks" / "07_speculative_streaming.ipynb").read_text()
+    )["cells"]
     text = "".join(cells[-1]["source"]).partition("**Limits.**")[0]
     lookup = draft.summary(results.recorded("cpu_drafts")["runs"]["lookup, 64 slots"])
-    gpu = {k: draft.summary(s) for k, s in results.recorded("cuda_h100_drafts")["sections"].items() if k.endswith("48_slots")}
+    gpu = {
+        k: draft.summary(s)
+        for k, s in results.recorded("cuda_h100_drafts")["sections"].items()
+        if k.endswith("48_slots")
+    }
     said = []
     for s in (lookup, gpu["draft_48_slots"], gpu["dflash_48_slots"]):
         for variant in ("7", "auto"):

@@ -22,7 +22,9 @@ from moelab.streaming.model import load_model
 STREAMED = ("serial", "buffers", "stacked", "fused")
 SLOTS = K + 1
 PROMPT = [(31 * i + 5) % VOCAB for i in range(20)]
-LONG_PROMPT = [(37 * i + 1) % VOCAB for i in range(40)]  # 80 indices: mlx-lm sorts tokens by expert from 64 on
+LONG_PROMPT = [
+    (37 * i + 1) % VOCAB for i in range(40)
+]  # 80 indices: mlx-lm sorts tokens by expert from 64 on
 NUM_STEPS = 5
 
 # One variant for every family, chosen by its name so that a new family moves no other's; and every variant for these four, which
@@ -32,7 +34,12 @@ EVERY_VARIANT = ("qwen3_moe", "qwen3_5_moe", "gpt_oss", "nemotron_h")
 GPU_ONLY = {"nvfp4_global": "mlx computes nvfp4 with a tensor scale on GPUs only"}
 CASES = sorted(
     {(name, SPREAD[zlib.crc32(name.encode()) % len(SPREAD)]) for name in families.FAMILIES}
-    | {(name, variant) for name in EVERY_VARIANT for variant in families.VARIANTS if variant not in GPU_ONLY}
+    | {
+        (name, variant)
+        for name in EVERY_VARIANT
+        for variant in families.VARIANTS
+        if variant not in GPU_ONLY
+    }
 )
 
 
@@ -69,8 +76,12 @@ def assert_streams(path, prompt=PROMPT, slots=SLOTS, steps=NUM_STEPS):
     """All streamed modes against plain mlx-lm: the assertion of this file."""
     resident = families.load_resident(path)
     want_prompt, want_steps, want_tokens = decode(resident, prompt, steps)
-    assert np.isfinite(want_prompt).all() and np.ptp(want_steps) > 0, "the random model must say something"
-    assert most_experts_needed(resident, prompt) > slots, "the prompt must need more experts than there are slots"
+    assert np.isfinite(want_prompt).all() and np.ptp(want_steps) > 0, (
+        "the random model must say something"
+    )
+    assert most_experts_needed(resident, prompt) > slots, (
+        "the prompt must need more experts than there are slots"
+    )
     num_layers = len(families.expert_modules(resident))
     del resident
     for mode in STREAMED:
@@ -80,11 +91,17 @@ def assert_streams(path, prompt=PROMPT, slots=SLOTS, steps=NUM_STEPS):
             got_prompt, got_steps, got_tokens = decode(model, prompt, steps)
             stats = moelab.stats(model)
         scale = np.abs(want_prompt).max()
-        np.testing.assert_allclose(got_prompt, want_prompt, atol=1e-4 * scale, rtol=0, err_msg=f"{mode}: prompt")
+        np.testing.assert_allclose(
+            got_prompt, want_prompt, atol=1e-4 * scale, rtol=0, err_msg=f"{mode}: prompt"
+        )
         if mode in ("stacked", "fused"):
-            np.testing.assert_array_equal(got_steps, want_steps, err_msg=f"{mode}: decode, bit for bit")
+            np.testing.assert_array_equal(
+                got_steps, want_steps, err_msg=f"{mode}: decode, bit for bit"
+            )
         else:
-            np.testing.assert_allclose(got_steps, want_steps, atol=1e-4 * scale, rtol=0, err_msg=f"{mode}: decode")
+            np.testing.assert_allclose(
+                got_steps, want_steps, atol=1e-4 * scale, rtol=0, err_msg=f"{mode}: decode"
+            )
         assert got_tokens == want_tokens, mode
         assert stats.prefill.bytes_read > 0 and stats.decode.calls == steps * num_layers, mode
 
@@ -95,13 +112,17 @@ def test_every_family_of_this_mlx_lm_is_listed():
     assert found - set(families.FAMILIES) == set(), (
         "mlx-lm has families with experts that tests/families.py does not list"
     )
-    assert set(families.FAMILIES) - found == set(), "tests/families.py lists families that mlx-lm no longer has"
+    assert set(families.FAMILIES) - found == set(), (
+        "tests/families.py lists families that mlx-lm no longer has"
+    )
     assert families.speaks_of_experts() == set(families.NOT_STREAMED)
 
 
 def test_a_new_family_is_found(tmp_path, monkeypatch):
     """Also one that only reuses another's blocks."""
-    (tmp_path / "new.py").write_text("from .switch_layers import SwitchGLU\nclass ModelArgs: ...\nclass Model: ...\n")
+    (tmp_path / "new.py").write_text(
+        "from .switch_layers import SwitchGLU\nclass ModelArgs: ...\nclass Model: ...\n"
+    )
     (tmp_path / "newer.py").write_text("from .new import Model, ModelArgs\n")
     (tmp_path / "dense.py").write_text("class ModelArgs: ...\nclass Model: ...\n")
     (tmp_path / "other.py").write_text("class ModelArgs: ...\nclass Model:\n    num_experts = 8\n")
@@ -129,7 +150,9 @@ def test_family_has_experts(name):
     assert families.expert_modules(model)
 
 
-@pytest.mark.parametrize(("name", "variant"), [c for c in CASES if c[0] not in families.EXPERTS_ONLY])
+@pytest.mark.parametrize(
+    ("name", "variant"), [c for c in CASES if c[0] not in families.EXPERTS_ONLY]
+)
 def test_family_streams(name, variant, tmp_path):
     assert_streams(families.write_checkpoint(name, tmp_path / name, variant))
 
@@ -150,15 +173,24 @@ def test_experts_of_a_family_that_the_cpu_cannot_run(name, variant, tmp_path):
                 for T in (9, 1, 1, 1):
                     x = mx.array(rng.standard_normal((1, T, 64), dtype=np.float32))
                     indices = mx.array(
-                        rng.permuted(np.tile(np.arange(E), (T, 1)), axis=1)[None, :, :K].astype(np.uint32)
+                        rng.permuted(np.tile(np.arange(E), (T, 1)), axis=1)[None, :, :K].astype(
+                            np.uint32
+                        )
                     )
                     a, b = np.array(want(x, indices)), np.array(got(x, indices))
                     if T == 1 and mode in ("stacked", "fused"):
                         np.testing.assert_array_equal(b, a, err_msg=mode)
                     else:
                         np.testing.assert_allclose(b, a, atol=1e-5, err_msg=mode)
-                for child in want.children().keys() - {"gate_proj", "up_proj", "down_proj", "activation"}:
-                    assert got[child] is not None, f"{child} hangs on the experts in mlx-lm and must stay"
+                for child in want.children().keys() - {
+                    "gate_proj",
+                    "up_proj",
+                    "down_proj",
+                    "activation",
+                }:
+                    assert got[child] is not None, (
+                        f"{child} hangs on the experts in mlx-lm and must stay"
+                    )
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "nemotron_h", "deepseek_v41"])
@@ -204,13 +236,19 @@ def test_batches_on_any_number_of_streams(name, streams, tmp_path):
     resident = families.load_resident(path)
     for mode in ("stacked", "fused"):
         for slots in (SLOTS, E):
-            model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=slots, streams=streams))
+            model, _ = load_model(
+                path, moelab.StreamConfig(mode=mode, slots=slots, streams=streams)
+            )
             with model:
                 for B, T in ((1, 1), (2, 1), (1, 2), (1, 3), (3, 5), (1, 40)):
                     tokens = mx.array(np.random.default_rng(B * T).integers(0, VOCAB, (B, T)))
                     want, got = np.array(resident(tokens)), np.array(model(tokens))
                     np.testing.assert_allclose(
-                        got, want, atol=1e-4 * np.abs(want).max(), rtol=0, err_msg=f"{mode} {slots=} {B=} {T=}"
+                        got,
+                        want,
+                        atol=1e-4 * np.abs(want).max(),
+                        rtol=0,
+                        err_msg=f"{mode} {slots=} {B=} {T=}",
                     )
 
 
@@ -226,26 +264,34 @@ def test_experts_as_if_large(name, variant, tmp_path, monkeypatch):
     assert_streams(path, prompt=LONG_PROMPT)
 
 
-ALIASES = sorted(alias for alias, name in mlx_lm_utils.MODEL_REMAPPING.items() if name in families.FAMILIES)
+ALIASES = sorted(
+    alias for alias, name in mlx_lm_utils.MODEL_REMAPPING.items() if name in families.FAMILIES
+)
 
 
 @pytest.mark.parametrize("alias", ALIASES)
 def test_other_names_of_a_family(alias, tmp_path):
     """mlx-lm loads kimi_k2, minimax_m2 and others with another family's code."""
-    path = families.write_checkpoint(mlx_lm_utils.MODEL_REMAPPING[alias], tmp_path / alias, "affine4")
+    path = families.write_checkpoint(
+        mlx_lm_utils.MODEL_REMAPPING[alias], tmp_path / alias, "affine4"
+    )
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "model_type": alias}))
     want = families.load_resident(path)(mx.array([PROMPT]))
     model, _ = load_model(path, moelab.StreamConfig(slots=SLOTS))
     with model:
-        np.testing.assert_allclose(np.array(model(mx.array([PROMPT]))), np.array(want), atol=1e-4, rtol=1e-4)
+        np.testing.assert_allclose(
+            np.array(model(mx.array([PROMPT]))), np.array(want), atol=1e-4, rtol=1e-4
+        )
 
 
 # Plain mlx-lm 0.32.2 on mlx 0.32.4 kills the process there, on the CPU: a shapeless mx.compile of a sum over one expert.
 CRASHES_WITH_ONE_EXPERT = {"bailing_moe"}
 
 
-@pytest.mark.parametrize("name", sorted(set(families.FAMILIES) - set(families.EXPERTS_ONLY) - CRASHES_WITH_ONE_EXPERT))
+@pytest.mark.parametrize(
+    "name", sorted(set(families.FAMILIES) - set(families.EXPERTS_ONLY) - CRASHES_WITH_ONE_EXPERT)
+)
 def test_fewer_experts_per_token(name, tmp_path):
     """``top_k`` reaches every family's router, whatever it calls K, in the resident mode as in a streamed one."""
     path = families.write_checkpoint(name, tmp_path / name, "affine4")
@@ -260,4 +306,6 @@ def test_fewer_experts_per_token(name, tmp_path):
 
 def moelab_layers(model):
     """The MoE layers of a loaded model, resident or streamed."""
-    return [m for m in model.modules() if isinstance(m, layers.StreamedExperts)] or families.expert_modules(model)
+    return [
+        m for m in model.modules() if isinstance(m, layers.StreamedExperts)
+    ] or families.expert_modules(model)

@@ -26,7 +26,9 @@ SLOTS = K + 1
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return families.write_checkpoint("qwen3_moe", tmp_path_factory.mktemp("interrupts") / "m", "affine4")
+    return families.write_checkpoint(
+        "qwen3_moe", tmp_path_factory.mktemp("interrupts") / "m", "affine4"
+    )
 
 
 def answer(model):
@@ -82,7 +84,9 @@ def assert_every_slot_is_there(model):
         assert sorted(held + table._free + reserved) == list(range(table.num_slots)), layer.path
 
 
-@pytest.mark.parametrize("fields", [{}, {"prefetch": "last"}, {"policy": "lfu", "streams": 2}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"prefetch": "last"}, {"policy": "lfu", "streams": 2}], ids=str
+)
 @pytest.mark.parametrize("way", ["small reads", "reader threads"])
 def test_an_interrupt_at_any_line(path, fields, way, monkeypatch):
     """At every line that a prompt and two tokens run through, one after the other."""

@@ -24,14 +24,18 @@ def drawn(top_k=8, slots=16):
 
 @pytest.fixture
 def explorer(capsys):
-    return widgets.explore(drawn, top_k=widgets.slider("top-k", 1, 8, 8), slots=widgets.choice("slots", (4, 8, 16), 16))
+    return widgets.explore(
+        drawn, top_k=widgets.slider("top-k", 1, 8, 8), slots=widgets.choice("slots", (4, 8, 16), 16)
+    )
 
 
 def test_a_slider_redraws_the_live_figure(explorer):
     assert list(explorer.figure.data[0].y) == [8, 16]
     explorer.controls["slots"].value = 8  # as a reader would
     assert list(explorer.figure.data[0].y) == [8, 8]
-    assert not explorer.figure.layout.shapes and explorer.figure.data[0].error_y.array is None  # nothing stays of before
+    assert (
+        not explorer.figure.layout.shapes and explorer.figure.data[0].error_y.array is None
+    )  # nothing stays of before
     explorer.set(top_k=2, slots=4)  # another number of traces
     assert [t.type for t in explorer.figure.data] == ["scatter", "bar"]
     assert explorer.figure.layout.title.text == "top-k 2"
@@ -106,10 +110,14 @@ import ipywidgets
 figures.show(figures.figure("t", "x", "y").add_scatter(y=[1, 2]), alt="a line", finding="it rises")
 display(ipywidgets.IntSlider())
 """
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source), nbformat.v4.new_code_cell("1 / 0")])
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(source), nbformat.v4.new_code_cell("1 / 0")]
+    )
     nbformat.write(notebook, tmp_path / "n.ipynb")
     before = (tmp_path / "n.ipynb").read_bytes()
-    assert pages.main(str(tmp_path), str(tmp_path / "build")) == 1  # the cell that fails is told, and shown
+    assert (
+        pages.main(str(tmp_path), str(tmp_path / "build")) == 1
+    )  # the cell that fails is told, and shown
     page = (tmp_path / "build" / "n.html").read_text()
     assert 'aria-label="a line"' in page and "Plotly.newPlot" in page and "it rises" in page
     assert "ZeroDivisionError" in page and "Live controls" in page

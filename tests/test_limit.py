@@ -24,7 +24,12 @@ def run(code, nbytes, ways=REAL):
 
 
 def groups():
-    return {name for _, names, _ in os.walk(limit.CGROUPS) for name in names if name.startswith("moelab-")}
+    return {
+        name
+        for _, names, _ in os.walk(limit.CGROUPS)
+        for name in names
+        if name.startswith("moelab-")
+    }
 
 
 def gone(pid):
@@ -52,7 +57,9 @@ def test_a_command_that_takes_too_long_is_killed_and_leaves_nothing():
     before = groups()
     with pytest.raises(subprocess.TimeoutExpired):
         try:
-            limit.run([sys.executable, "-c", "import time; time.sleep(600)"], 200 * MB, REAL, timeout_s=3)
+            limit.run(
+                [sys.executable, "-c", "import time; time.sleep(600)"], 200 * MB, REAL, timeout_s=3
+            )
         except limit.NoLimit as e:
             pytest.skip(str(e))
     assert groups() <= before
@@ -61,10 +68,18 @@ def test_a_command_that_takes_too_long_is_killed_and_leaves_nothing():
 def test_killed_in_the_middle_it_leaves_no_process_and_the_next_run_removes_its_cgroup(tmp_path):
     run("", 100 * MB, ["cgroup"])  # skips where there is none
     note = tmp_path / "pid"
-    command = [sys.executable, "-c", f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)"]
+    command = [
+        sys.executable,
+        "-c",
+        f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)",
+    ]
     before = groups()
     victim = subprocess.Popen(
-        [sys.executable, "-c", f"from moelab.lab import limit; limit.run({command!r}, {200 * MB}, ['cgroup'])"]
+        [
+            sys.executable,
+            "-c",
+            f"from moelab.lab import limit; limit.run({command!r}, {200 * MB}, ['cgroup'])",
+        ]
     )
     try:
         while not (note.exists() and note.read_text()):
@@ -96,7 +111,9 @@ def test_version_2_goes_to_the_nearest_group_that_hands_the_controller_on(tmp_pa
     done = limit.run([sys.executable, "-c", ""], 123 * MB, ["cgroup"])
     (group,) = removed
     assert (done.returncode, done.how, group.parent) == (0, "cgroup v2", slice_)
-    assert (group / "memory.max").read_text() == str(123 * MB) and (group / "cgroup.procs").read_text()
+    assert (group / "memory.max").read_text() == str(123 * MB) and (
+        group / "cgroup.procs"
+    ).read_text()
     (slice_ / "cgroup.subtree_control").write_text("cpu")
     (tmp_path / "cgroup.subtree_control").write_text("cpu")
     with pytest.raises(limit.NoLimit, match="memory controller"):
@@ -105,7 +122,9 @@ def test_version_2_goes_to_the_nearest_group_that_hands_the_controller_on(tmp_pa
 
 def test_systemd_gets_the_limit_and_a_session_that_cannot_limit_is_found_out(tmp_path, monkeypatch):
     tool = tmp_path / "systemd-run"  # no session bus here: a stand-in that runs the command
-    tool.write_text('#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do [ "$1" = -p ] && shift; shift; done\nexec "$@"\n')
+    tool.write_text(
+        '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do [ "$1" = -p ] && shift; shift; done\nexec "$@"\n'
+    )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(limit, "CGROUPS", tmp_path)
@@ -129,13 +148,17 @@ def test_ballast_holds_memory_and_lets_go_when_its_owner_is_killed():
             status = Path(f"/proc/{pid}/status").read_text()
         except OSError:
             pytest.skip("no /proc")
-        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS"))
+        return next(
+            int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS")
+        )
 
     code = (
         "from moelab.lab.ballast import Ballast; import time; b = Ballast(100 << 20); "
         "print(b._process.pid, b.held_nbytes, b.how, flush=True); time.sleep(600)"
     )
-    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     line = owner.stdout.readline()
     if not line and "Refused" in (error := owner.stderr.read()):
         pytest.skip(error.strip().splitlines()[-1])
@@ -203,7 +226,9 @@ def test_no_way_at_all_says_why_not_each(monkeypatch):
 def test_bench_under_a_limit():
     path = moelab.DATA / "models" / "tiny-moe"
     try:
-        record = limit.bench_limited(path, {"fused": moelab.StreamConfig()}, 2_000_000_000, tokens=4, warmup=2, runs=1)
+        record = limit.bench_limited(
+            path, {"fused": moelab.StreamConfig()}, 2_000_000_000, tokens=4, warmup=2, runs=1
+        )
     except limit.NoLimit as e:
         pytest.skip(str(e))
     assert [s["variant"] for s in record["samples"]] == ["resident, no limit", "fused, limit"]

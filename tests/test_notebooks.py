@@ -20,20 +20,30 @@ def code(notebook):
 
 
 def names(source, context):
-    return {n.id for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name) and isinstance(n.ctx, context)}
+    return {
+        n.id
+        for n in ast.walk(ast.parse(source))
+        if isinstance(n, ast.Name) and isinstance(n.ctx, context)
+    }
 
 
 def test_stripped(notebook):
     nbformat.validate(notebook)
     assert "widgets" not in notebook.metadata
     for cell in code(notebook):
-        assert not cell.outputs and cell.execution_count is None, "clear it: jupyter nbconvert --clear-output --inplace notebooks/*.ipynb"
+        assert not cell.outputs and cell.execution_count is None, (
+            "clear it: jupyter nbconvert --clear-output --inplace notebooks/*.ipynb"
+        )
 
 
 def test_parameters_are_read(notebook):
     (parameters,) = [c for c in code(notebook) if "parameters" in c.metadata.get("tags", [])]
     others = "\n".join(c.source for c in code(notebook) if c is not parameters)
-    unread = names(parameters.source, ast.Store) - names(others, ast.Load) - names(parameters.source, ast.Load)
+    unread = (
+        names(parameters.source, ast.Store)
+        - names(others, ast.Load)
+        - names(parameters.source, ast.Load)
+    )
     assert not unread, f"parameters that no cell reads: {sorted(unread)}"
 
 
@@ -50,4 +60,6 @@ def test_small_and_free_of_this_machine():
     for path in NOTEBOOKS:
         text = path.read_text()
         assert len(text) < 200_000, path.name
-        assert not re.search(r'["\'\s](/home/|/Users/|/root/|/tmp/|/work/|[A-Z]:\\\\)', text), path.name
+        assert not re.search(r'["\'\s](/home/|/Users/|/root/|/tmp/|/work/|[A-Z]:\\\\)', text), (
+            path.name
+        )

@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from dataclasses import replace as changed
-from functools import lru_cache
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -83,13 +83,17 @@ def test_pinned_are_the_engines(count, S, policy):
             want[i, layer] = [e in hits for e in need]
     np.testing.assert_array_equal(pagecache.held(t.experts, 16, S, policy, stay), want)
     best = pagecache.held(t.experts, 16, S, "belady", stay)
-    assert best.sum() >= want.sum() and all(best[:, i][np.isin(t.experts[:, i], stay[i])].all() for i in range(3))
+    assert best.sum() >= want.sum() and all(
+        best[:, i][np.isin(t.experts[:, i], stay[i])].all() for i in range(3)
+    )
 
 
 def test_pinned_take_their_bytes():
     t = made()
     stay = pagecache.pin(t, 7 * MB, 4, MB)
-    a, b = (pagecache.replay(t, 40 * MB, 4, expert_nbytes=MB, costs=COSTS, pinned=p) for p in ((), stay))
+    a, b = (
+        pagecache.replay(t, 40 * MB, 4, expert_nbytes=MB, costs=COSTS, pinned=p) for p in ((), stay)
+    )
     assert b.page_nbytes == a.page_nbytes - 7 * MB and b.app_hit_rate > a.app_hit_rate
     with pytest.raises(ValueError, match="pinned: expected a policy of lru, .* got 'none'"):
         pagecache.replay(t, 40 * MB, 4, "none", expert_nbytes=MB, costs=COSTS, pinned=stay)
@@ -98,7 +102,7 @@ def test_pinned_take_their_bytes():
 def fewest_misses(rows, S):
     """By trying every choice."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def best(i, content):
         if i == len(rows):
             return 0
@@ -106,7 +110,9 @@ def fewest_misses(rows, S):
         missing = len(need - content)
         others = content - need
         room = min(len(others), S - len(need))
-        return missing + min(best(i + 1, need | frozenset(keep)) for keep in combinations(sorted(others), room))
+        return missing + min(
+            best(i + 1, need | frozenset(keep)) for keep in combinations(sorted(others), room)
+        )
 
     return best(0, frozenset())
 
@@ -231,7 +237,15 @@ def test_the_policies_are_listed_once():
 def test_an_unknown_policy_is_refused_everywhere(policy):
     """The slot table took it for LFU, the loop of the replay for LRU."""
     t, expected = made(), "policy: expected one of lru, lfu.* got "
-    sizes = {"L": 3, "K": 4, "E": 16, "expert_nbytes": 1, "slot_nbytes": 3, "checkpoint_nbytes": 48, "backbone_nbytes": 0}
+    sizes = {
+        "L": 3,
+        "K": 4,
+        "E": 16,
+        "expert_nbytes": 1,
+        "slot_nbytes": 3,
+        "checkpoint_nbytes": 48,
+        "backbone_nbytes": 0,
+    }
     for call in (
         lambda: SlotTable(4, policy),
         lambda: moelab.StreamConfig(policy=policy),
@@ -254,7 +268,9 @@ def test_hits_are_those_of_a_driven_model(count, policy, tmp_path):
     t, other = made(T=30, L=8, E=64, K=8), made(T=30, L=8, E=64, K=8, seed=1)
     other.save(tmp_path / "trace.npz")
     one = moelab.footprint(tmp_path, moelab.StreamConfig(slots=8)).slots_nbytes // 64
-    config = moelab.StreamConfig(slots=14, policy=policy, pinned_nbytes=count * one, pinned_trace=tmp_path / "trace.npz")
+    config = moelab.StreamConfig(
+        slots=14, policy=policy, pinned_nbytes=count * one, pinned_trace=tmp_path / "trace.npz"
+    )
     model, _ = load_model(tmp_path, config)
     with model, driven(model, t):
         cache = make_prompt_cache(model)
@@ -418,7 +434,11 @@ def test_the_kernel_reads_what_the_model_says(tmp_path):
     if disk < 10 * size:
         pytest.skip("the folder is not on a disk")
     found, _ = pagecache.cached(units, n, cache, size)
-    assert disk == pytest.approx((~found).sum() * size, rel=0.1), (disk / size, (~found).sum(), cache / size)
+    assert disk == pytest.approx((~found).sum() * size, rel=0.1), (
+        disk / size,
+        (~found).sum(),
+        cache / size,
+    )
 
 
 # --- both, and time ---
@@ -429,12 +449,25 @@ def test_replay_is_the_two_caches_and_the_costs(policy):
     t, one, S, memory, skip = made(T=80), MB, 6, 60 * MB, 20
     costs = changed(COSTS, overlap=0.5, cold_s_per_byte=2e-9)
     got = pagecache.replay(
-        t, memory, S, policy, expert_nbytes=one, slot_nbytes=2 * one, other_nbytes=3 * MB, skip=skip, costs=costs
+        t,
+        memory,
+        S,
+        policy,
+        expert_nbytes=one,
+        slot_nbytes=2 * one,
+        other_nbytes=3 * MB,
+        skip=skip,
+        costs=costs,
     )
     S = 4 if policy == "none" else S
     assert got.page_nbytes == memory - 3 * MB - 3 * S * 2 * one
     hit = pagecache.held(t.experts, 16, S, policy)
-    order = [(i, j, int(e) + 16 * j) for i in range(80) for j in range(3) for e in t.experts[i, j][~hit[i, j]]]
+    order = [
+        (i, j, int(e) + 16 * j)
+        for i in range(80)
+        for j in range(3)
+        for e in t.experts[i, j][~hit[i, j]]
+    ]
     found, _ = reference([u for *_, u in order], got.page_nbytes // one, 1)
     seconds, warm_all, cold_all, hidden = [], 0, 0, 0
     for i in range(skip, 80):
@@ -454,14 +487,21 @@ def test_replay_is_the_two_caches_and_the_costs(policy):
     assert got.page_hit_rate == pytest.approx(warm_all / (warm_all + cold_all))
     assert got.copied_per_token == pytest.approx(warm_all * one / 60)
     assert got.read_per_token == pytest.approx(cold_all * one / 60)
-    assert sum(got.parts_s.values()) == pytest.approx(got.token_s.mean()) == pytest.approx(1 / got.tok_s)
+    assert (
+        sum(got.parts_s.values())
+        == pytest.approx(got.token_s.mean())
+        == pytest.approx(1 / got.tok_s)
+    )
     assert got.parts_s["hidden"] == pytest.approx(-hidden / 60)
 
 
 def test_only_decoded_tokens_count():
     t = made()
     more = Trace(
-        np.concatenate([t.experts[:7], t.experts]), np.repeat(("prefill", "decode"), (7, 60)), np.zeros(67), t.num_experts
+        np.concatenate([t.experts[:7], t.experts]),
+        np.repeat(("prefill", "decode"), (7, 60)),
+        np.zeros(67),
+        t.num_experts,
     )
     a, b = (pagecache.replay(x, 40 * MB, 6, expert_nbytes=MB, costs=COSTS) for x in (t, more))
     np.testing.assert_array_equal(a.token_s, b.token_s)
@@ -479,9 +519,15 @@ def test_without_a_limit_nothing_is_read_twice():
 def test_more_slots_can_be_slower():
     """What the lab is about must be able to show in the model: the same memory, moved from the page cache to the slots."""
     t = made(T=400, L=4, E=64, K=8, zipf=0.3, sticky=0.1)
-    speed = [pagecache.replay(t, 240 * MB, S, expert_nbytes=MB, costs=COSTS, skip=100).tok_s for S in (8, 24, 52)]
+    speed = [
+        pagecache.replay(t, 240 * MB, S, expert_nbytes=MB, costs=COSTS, skip=100).tok_s
+        for S in (8, 24, 52)
+    ]
     assert speed[0] > 1.2 * speed[1] < speed[2]
-    free = [pagecache.replay(t, 1e12, S, expert_nbytes=MB, costs=COSTS, skip=100).tok_s for S in (8, 24, 52)]
+    free = [
+        pagecache.replay(t, 1e12, S, expert_nbytes=MB, costs=COSTS, skip=100).tok_s
+        for S in (8, 24, 52)
+    ]
     assert free == sorted(free)
 
 
@@ -522,7 +568,9 @@ def test_costs_are_measured(tmp_path):
     values = vars(got)
     assert all(np.isfinite(v) and v >= 0 for v in values.values()) and got.overlap <= 1
     assert got.warm_s_per_byte > 0 and got.cold_s_per_byte > 0 and got.fixed_s > 0
-    assert {k for k in samples if k not in ("hit", "miss")} == {(s, m) for s in ("cold", "warm") for m in (1, 2, 4, 8)}
+    assert {k for k in samples if k not in ("hit", "miss")} == {
+        (s, m) for s in ("cold", "warm") for m in (1, 2, 4, 8)
+    }
     assert all(len(s) == 6 for s in samples.values())
     # The line is that of the samples: a layer with K misses from the page cache.
     nbytes = moelab.footprint(tmp_path).expert_nbytes

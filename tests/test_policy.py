@@ -16,7 +16,9 @@ FEW = settings(deadline=None, max_examples=60, derandomize=True)
 class World:
     """Times and acceptance as they might be: `fixed` and `each` make a verify pass, `block` and `one` a draft, in units of a plain token."""
 
-    def __init__(self, accept, each, block, one, noise=0.0, fixed=0.0, saturation=1e9, seed=0, miss=0.0):
+    def __init__(
+        self, accept, each, block, one, noise=0.0, fixed=0.0, saturation=1e9, seed=0, miss=0.0
+    ):
         self.accept, self.each, self.block, self.one, self.fixed, self.saturation = (
             accept,
             each,
@@ -55,7 +57,12 @@ class World:
             verify_s = self.verify_s(n + 1) * self.jitter()
             if policy:
                 policy.drafted(n, accepted, draft_s, verify_s, since, missed_s)
-            spent, made, since, before = spent + missed_s + draft_s + verify_s, made + accepted + 1, 0, False
+            spent, made, since, before = (
+                spent + missed_s + draft_s + verify_s,
+                made + accepted + 1,
+                0,
+                False,
+            )
         return spent
 
     def rate(self, n):
@@ -98,7 +105,11 @@ def test_it_drafts_where_drafting_pays(world):
     policy = Policy()
     policy.begin(2000)
     speed = 2000 / world.run(policy.choose, 2000, policy)
-    assert speed >= 1 + 0.5 * (best - 1), (speed, best, vars(world))  # it has to find out, and to be careful
+    assert speed >= 1 + 0.5 * (best - 1), (
+        speed,
+        best,
+        vars(world),
+    )  # it has to find out, and to be careful
 
 
 def test_noise_does_not_break_the_bound():
@@ -134,7 +145,9 @@ def test_it_remembers():
     policy.begin(300)
     world.run(policy.choose, 300, policy)
     policy.begin(300)
-    assert policy.lost_s == 0 and policy.choose() > 4, "a second text begins with what the first one taught"
+    assert policy.lost_s == 0 and policy.choose() > 4, (
+        "a second text begins with what the first one taught"
+    )
 
 
 def test_kernels_are_compiled_once():
@@ -159,7 +172,11 @@ def test_what_was_missed_costs_what_it_was_measured_to():
     assert [policy.missed_s(n) for n in (0, 10, 64, 128)] == [0, 0.2, 0.2, 0.4]
     policy.plain(1.0)
     policy.drafted(1, 1, 0.1, 1.0, missed=4, missed_s=0.1)
-    assert [policy.missed_s(n) for n in (4, 6, 100)] == [0.1, pytest.approx(0.15), pytest.approx(0.3125)]
+    assert [policy.missed_s(n) for n in (4, 6, 100)] == [
+        0.1,
+        pytest.approx(0.15),
+        pytest.approx(0.3125),
+    ]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -182,7 +199,9 @@ def test_few_numbers_of_positions():
     """A device may compile its kernels for each, also where a text is about to end."""
     model = build("qwen3_5_moe")
     for tokens in (30, 33, 37):
-        drafted = {r.drafted for *_, r in steps(model, PROMPT, ModelDraft(model), Policy(risk=10), tokens)}
+        drafted = {
+            r.drafted for *_, r in steps(model, PROMPT, ModelDraft(model), Policy(risk=10), tokens)
+        }
         assert {0} < drafted <= {0, 1, 3, 7, 15}
 
 

@@ -53,7 +53,9 @@ def test_the_ridge_the_field_argues_about():
     roomy = max(n for n in pressure.limits(record) if n)
     v = pressure.valley(record, roomy)
     assert v["bytes"] > 1.5  # half-way the SSD is read more than with the fewest slots ...
-    assert v["most"][1] < v["least"][1] and v["of_best"] < 0.05  # ... and with the most a token is fastest
+    assert (
+        v["most"][1] < v["least"][1] and v["of_best"] < 0.05
+    )  # ... and with the most a token is fastest
     free = pressure.valley(record, None)
     assert free["most"] == free["best"] and np.isnan(free["bytes"])
 
@@ -62,13 +64,19 @@ def test_pinning_recorded():
     """The replay pins what the engine pinned; the tokens are the same with it and without; another text's hottest are not this one's."""
     record = results.recorded("cpu_sweep_pinned")
     rows = {(r["point"].slots, r["point"].pinned_by): r for r in pressure.compare(record)}
-    assert set(rows) == {(8, ""), (32, ""), (8, "code"), (8, "tests")} and all(r["reads"]["n"] == 5 for r in rows.values())
+    assert set(rows) == {(8, ""), (32, ""), (8, "code"), (8, "tests")} and all(
+        r["reads"]["n"] == 5 for r in rows.values()
+    )
     for row in rows.values():
-        assert row["same_tokens"] and row["predicted_hit_rate"] == pytest.approx(row["hit_rate"], abs=1e-9)
+        assert row["same_tokens"] and row["predicted_hit_rate"] == pytest.approx(
+            row["hit_rate"], abs=1e-9
+        )
         assert row["predicted_disk"] == pytest.approx(row["disk_per_token"], rel=0.05)
     assert rows[8, "code"]["hit_rate"] < rows[32, ""]["hit_rate"] < rows[8, "tests"]["hit_rate"]
     seconds = pressure.pinning(record)
-    assert list(seconds)[:2] == ["8 slots", "32 slots"] and all(len(s) == 5 for s in seconds.values())
+    assert list(seconds)[:2] == ["8 slots", "32 slots"] and all(
+        len(s) == 5 for s in seconds.values()
+    )
 
 
 def test_pinned_by_itself_is_an_upper_bound_of_pinning():
@@ -85,7 +93,12 @@ def test_neighbours_count_only_where_their_quartiles_are_apart():
             "error": predicted / measured - 1,
         }  # fmt: skip
 
-    rows = [row(8, 1.0, 1.2, 1.1, 1.1), row(16, 1.1, 1.3, 1.2, 1.0), row(32, 2.0, 2.2, 2.1, 2.5), row(64, 1.0, 1.1, 1.05, 3.0)]
+    rows = [
+        row(8, 1.0, 1.2, 1.1, 1.1),
+        row(16, 1.1, 1.3, 1.2, 1.0),
+        row(32, 2.0, 2.2, 2.1, 2.5),
+        row(64, 1.0, 1.1, 1.05, 3.0),
+    ]
     a = pressure.agreement(rows)
     assert (a["neighbours"], a["same_sign"]) == (2, 1)
     assert a["worst_error"] == pytest.approx(3.0 / 1.05 - 1)
@@ -94,7 +107,11 @@ def test_neighbours_count_only_where_their_quartiles_are_apart():
 def test_the_dials_go_to_their_ends():
     sizes, costs = results.recorded(CODE)["sizes"], pressure.costs_of(results.recorded(CODE))
     look = pressure.dial(sizes, routing.Locality((0.5,), (0.3,), (1.5,)), costs, 60, 30)
-    for memory, slots, policy, skew, ssd, work in ((25, 8, "lru", 0.0, 0.5, 0), (95, 256, "belady", 1.5, 8.0, 200), (60, 60, "lfu", 0.5, 1.0, 20)):
+    for memory, slots, policy, skew, ssd, work in (
+        (25, 8, "lru", 0.0, 0.5, 0),
+        (95, 256, "belady", 1.5, 8.0, 200),
+        (60, 60, "lfu", 0.5, 1.0, 20),
+    ):
         fig = look(memory, slots, policy, skew, ssd, work)
         assert "ms a token" in fig.layout.title.text and fig.layout.meta["alt"]
         assert np.isfinite(fig.data[0].y).all()
@@ -105,7 +122,13 @@ def test_the_dials_go_to_their_ends():
 def test_the_ridge_is_higher_where_copies_are_cheap():
     sizes = results.recorded(CODE)["sizes"]
     flat, dear = routing.Locality((0.4,), (0.3,), (1.5,)), pagecache.Costs(0, 0, 1e-9, 1e-9)
-    deep = pressure.depth({"dear": (flat, dear), "free": (flat, pagecache.Costs(0, 0, 0, 1e-9))}, sizes, [0.8], 160, 80)
+    deep = pressure.depth(
+        {"dear": (flat, dear), "free": (flat, pagecache.Costs(0, 0, 0, 1e-9))},
+        sizes,
+        [0.8],
+        160,
+        80,
+    )
     assert deep["free"]["ridge"][0] > deep["dear"]["ridge"][0]
     assert deep["free"]["bytes"] == deep["dear"]["bytes"] and deep["free"]["bytes"][0] > 1
 

@@ -38,11 +38,16 @@ def histories(draw):
 
 @FEW
 @given(histories())
-@example((2, "lru", [], [([0, 1], False, 0), ([2], True, 1), ([0, 1], False, 0)]))  # a failed read after an eviction
+@example(
+    (2, "lru", [], [([0, 1], False, 0), ([2], True, 1), ([0, 1], False, 0)])
+)  # a failed read after an eviction
 def test_slot_table_never_lies(history):
     """Whatever is asked and fails: what the table says is held has its own bytes, and no two experts share a slot."""
     S, policy, pinned, calls = history
-    table, content = SlotTable(S, policy, pinned), [None] * S + pinned  # content: whose bytes each slot holds
+    table, content = (
+        SlotTable(S, policy, pinned),
+        [None] * S + pinned,
+    )  # content: whose bytes each slot holds
     for experts, fails, arrived in calls:
         before = table.slot_of | table.pinned
         if len(set(experts) - set(pinned)) > S:
@@ -50,8 +55,12 @@ def test_slot_table_never_lies(history):
                 table.plan(experts)
             assert table.slot_of | table.pinned == before, "a refused call changes nothing"
             left = [e for wave in table.waves(experts) for e in wave]
-            assert sorted(left) == sorted(experts) and all(table.fits(wave) for wave in table.waves(experts))
-            assert [e in before for e in left] == sorted((e in before for e in left), reverse=True), "those held come first"
+            assert sorted(left) == sorted(experts) and all(
+                table.fits(wave) for wave in table.waves(experts)
+            )
+            assert [e in before for e in left] == sorted(
+                (e in before for e in left), reverse=True
+            ), "those held come first"
             continue
         assert table.fits(experts) and len(table.waves(experts)) == 1
         hits, misses = table.plan(experts)
@@ -61,7 +70,9 @@ def test_slot_table_never_lies(history):
         )
         used = [*hits.values(), *misses.values()]
         assert len(set(used)) == len(used), "two experts of one call in one slot"
-        assert all(0 <= s < S for s in misses.values()) and set(pinned) & set(experts) <= set(hits), "a pinned expert is read"
+        assert all(0 <= s < S for s in misses.values()) and set(pinned) & set(experts) <= set(
+            hits
+        ), "a pinned expert is read"
         assert not set(misses) & set(table.slot_of), "held before its bytes have arrived"
         assert not set(misses.values()) & {*table.slot_of.values(), *table.pinned.values()}, (
             "a slot that is being written still counts as someone's"
@@ -71,15 +82,23 @@ def test_slot_table_never_lies(history):
             content[s] = e if not fails or i < arrived else "nonsense"
         if not fails:
             table.commit(misses)
-            assert all((table.slot_of | table.pinned)[e] == used_slot for e, used_slot in (hits | misses).items())
+            assert all(
+                (table.slot_of | table.pinned)[e] == used_slot
+                for e, used_slot in (hits | misses).items()
+            )
         else:
             assert not set(misses) & set(table.slot_of)
         assert len(set(table.slot_of.values())) == len(table.slot_of) <= S
-        assert all(content[s] == e for e, s in (table.slot_of | table.pinned).items()), "the table says held, the bytes are another's"
+        assert all(content[s] == e for e, s in (table.slot_of | table.pinned).items()), (
+            "the table says held, the bytes are another's"
+        )
 
 
 @FEW
-@given(st.integers(1, 5), st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True), max_size=40))
+@given(
+    st.integers(1, 5),
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True), max_size=40),
+)
 def test_lru_evicts_the_least_recently_used(S, calls):
     table, recent = SlotTable(S, "lru"), []  # recent: a plain list, oldest first
     for experts in (c[:S] for c in calls):
@@ -93,7 +112,10 @@ def test_lru_evicts_the_least_recently_used(S, calls):
 
 
 @FEW
-@given(st.integers(1, 5), st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True), max_size=40))
+@given(
+    st.integers(1, 5),
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True), max_size=40),
+)
 def test_lfu_evicts_the_least_often_used(S, calls):
     table, uses = SlotTable(S, "lfu"), {}
     for experts in (c[:S] for c in calls):
@@ -140,7 +162,11 @@ numbers = st.one_of(
     st.none(),
     st.text(max_size=3),
 )
-values = st.one_of(numbers, st.lists(numbers, max_size=3), st.dictionaries(st.text(max_size=3), numbers, max_size=2))
+values = st.one_of(
+    numbers,
+    st.lists(numbers, max_size=3),
+    st.dictionaries(st.text(max_size=3), numbers, max_size=2),
+)
 
 
 @st.composite
@@ -164,8 +190,14 @@ def mutated_files(draw):
             entry[draw(st.sampled_from(["dtype", "shape", "data_offsets", "more"]))] = draw(values)
         elif kind == "drop":
             entry.pop(draw(st.sampled_from(["dtype", "shape", "data_offsets"])), None)
-        elif kind == "offset" and isinstance(entry.get("data_offsets"), list) and entry["data_offsets"]:
-            entry["data_offsets"][draw(st.integers(0, len(entry["data_offsets"]) - 1))] = draw(numbers)
+        elif (
+            kind == "offset"
+            and isinstance(entry.get("data_offsets"), list)
+            and entry["data_offsets"]
+        ):
+            entry["data_offsets"][draw(st.integers(0, len(entry["data_offsets"]) - 1))] = draw(
+                numbers
+            )
         elif kind == "swap":
             other = draw(st.sampled_from(names))
             header[name], header[other] = header[other], header[name]
@@ -193,7 +225,12 @@ def truth(content):
     n = struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8 : 8 + n])
     return {
-        name: (8 + n + t["data_offsets"][0], t["data_offsets"][1] - t["data_offsets"][0], tuple(t["shape"]), t["dtype"])
+        name: (
+            8 + n + t["data_offsets"][0],
+            t["data_offsets"][1] - t["data_offsets"][0],
+            tuple(t["shape"]),
+            t["dtype"],
+        )
         for name, t in header.items()
         if name != "__metadata__"
     }
@@ -211,11 +248,15 @@ def test_header_is_refused_or_right(tmp_path_factory, content):
         assert str(file) in str(e) and "download it again" in str(e)
         return
     want = truth(content)
-    assert {n: (t.offset, t.nbytes, t.shape) for n, t in tensors.items()} == {n: w[:3] for n, w in want.items()}
+    assert {n: (t.offset, t.nbytes, t.shape) for n, t in tensors.items()} == {
+        n: w[:3] for n, w in want.items()
+    }
     ends = 8 + struct.unpack("<Q", content[:8])[0]
     for t in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
         assert t.nbytes == prod(t.shape) * SIZES[want[t.name][3]], "its bytes are its shape's"
-        assert ends <= t.offset and t.offset + t.nbytes <= len(content), "inside the file, after the one before it"
+        assert ends <= t.offset and t.offset + t.nbytes <= len(content), (
+            "inside the file, after the one before it"
+        )
         ends = t.offset + t.nbytes
 
 
@@ -243,7 +284,9 @@ def test_sound_file_gives_the_bytes_that_mlx_loads(tmp_path_factory, sound):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    path = families.write_checkpoint("qwen3_moe", tmp_path_factory.mktemp("layer") / "qwen3_moe", "affine4")
+    path = families.write_checkpoint(
+        "qwen3_moe", tmp_path_factory.mktemp("layer") / "qwen3_moe", "affine4"
+    )
     modules = list(families.expert_modules(families.load_resident(path)).items())
     experts = np.random.default_rng(0).integers(0, families.E, (20, len(modules), families.K))
     trace = moelab.Trace(experts, np.full(20, "decode"), np.zeros(20, np.int64), families.E)
@@ -255,7 +298,9 @@ calls = st.tuples(
     st.integers(1, 2),  # B
     st.integers(1, 5),  # T
     st.integers(0, 2**32 - 1),  # seed of x and of the routing
-    st.sampled_from([2, 3, 8]),  # experts that the routing draws from: few of them hit, all of them need waves
+    st.sampled_from(
+        [2, 3, 8]
+    ),  # experts that the routing draws from: few of them hit, all of them need waves
     st.booleans(),  # evaluate at once, or leave it for later
     st.one_of(st.none(), st.integers(0, 6)),  # the read that fails
 )
@@ -273,10 +318,14 @@ calls = st.tuples(
     pinned=st.sampled_from([0, 0, 3, 9]),  # experts' worth of memory
     in_parts=st.booleans(),  # as with large experts: what is there is computed while the rest is being read
 )
-def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers, streams, scales, pinned, in_parts):
+def test_any_history_of_calls(
+    checkpoint, history, mode, policy, slots, readers, streams, scales, pinned, in_parts
+):
     """Whatever is asked in whatever order, evaluated when it may be, with reads that fail in between: every answer is the resident layer's."""
     path, (name, want) = checkpoint
-    config = moelab.StreamConfig(mode=mode, policy=policy, slots=slots, readers=readers, streams=streams, scales=scales)
+    config = moelab.StreamConfig(
+        mode=mode, policy=policy, slots=slots, readers=readers, streams=streams, scales=scales
+    )
     if mode in ("stacked", "fused"):
         feet = moelab.footprint(path, replace(config, slots=families.K))
         one = feet.slots_nbytes // families.K // feet.num_layers
@@ -304,14 +353,18 @@ def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers,
             rng = np.random.default_rng(seed)
             x = mx.array(rng.standard_normal((B, T, families.D), dtype=np.float32))
             of = rng.permutation(families.E)[:among]
-            routed = np.stack([rng.permutation(of)[: families.K] for _ in range(B * T)]).reshape(B, T, families.K)
+            routed = np.stack([rng.permutation(of)[: families.K] for _ in range(B * T)]).reshape(
+                B, T, families.K
+            )
             indices = mx.array(routed.astype(np.uint32))
             left = fail_at
             try:
                 y = layer(x, indices)
             except moelab.ReadError:
                 left = None
-                y = layer(x, indices)  # the table told no lie: what it says is held is, the rest is read again
+                y = layer(
+                    x, indices
+                )  # the table told no lie: what it says is held is, the rest is read again
             left = None
             if at_once:
                 mx.eval(y)

@@ -88,9 +88,18 @@ def test_record_and_figures(model_path, tmp_path, capsys):  # noqa: F811
     (tmp_path / "text" / "a.py").write_text(TEXTS[0])
     out = tmp_path / "top_k.json"
     ks = [moelab.footprint(model_path, StreamConfig()).top_k, 2]
-    sizes = "--length 8 --count 4 --tokens 3 --runs 2 --slots 8".split()
+    sizes = ["--length", "8", "--count", "4", "--tokens", "3", "--runs", "2", "--slots", "8"]
     top_k.main(
-        [str(model_path), "--heldout", str(tmp_path / "text"), "--json", str(out), "--top-k", *map(str, ks), *sizes]
+        [
+            str(model_path),
+            "--heldout",
+            str(tmp_path / "text"),
+            "--json",
+            str(out),
+            "--top-k",
+            *map(str, ks),
+            *sizes,
+        ]
     )
     assert "bits per byte" in capsys.readouterr().out
     assert json.loads(out.read_text())["kind"] == "top_k"

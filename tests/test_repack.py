@@ -85,7 +85,10 @@ def test_modes_and_scales(packed, mode, scales):
     with load_model(TINY_MOE, config)[0] as a, load_model(packed, config)[0] as b:
         for x, y in zip(logits(a), logits(b)):
             np.testing.assert_array_equal(x, y)
-    assert moelab.footprint(packed, config).total_nbytes == moelab.footprint(TINY_MOE, config).total_nbytes
+    assert (
+        moelab.footprint(packed, config).total_nbytes
+        == moelab.footprint(TINY_MOE, config).total_nbytes
+    )
 
 
 RUN = "import sys; from moelab.repack import repack; print('begin', flush=True); repack(*sys.argv[1:], progress=False)"
@@ -172,8 +175,18 @@ def test_bad_input(tmp_path, packed, monkeypatch):
             assert word in str(error.value), error.value
 
     (tmp_path / "there").mkdir()
-    refused(FileExistsError, "there exists already", "name another", call=lambda: repack(path, tmp_path / "there"))
-    refused(moelab.CheckpointError, str(packed), "packed already", call=lambda: repack(packed, tmp_path / "again"))
+    refused(
+        FileExistsError,
+        "there exists already",
+        "name another",
+        call=lambda: repack(path, tmp_path / "there"),
+    )
+    refused(
+        moelab.CheckpointError,
+        str(packed),
+        "packed already",
+        call=lambda: repack(packed, tmp_path / "again"),
+    )
     with monkeypatch.context() as m:
         m.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))
         refused(OSError, "not enough disk", "is free", call=lambda: repack(path, tmp_path / "full"))
@@ -188,7 +201,12 @@ def test_bad_input(tmp_path, packed, monkeypatch):
                 yield row
 
         m.setattr(repack_module._Layer, "experts", other)
-        refused(OSError, "not what was written", "check the disk", call=lambda: repack(path, tmp_path / "wrong"))
+        refused(
+            OSError,
+            "not what was written",
+            "check the disk",
+            call=lambda: repack(path, tmp_path / "wrong"),
+        )
         assert not (tmp_path / "wrong").exists()
 
     good = repack(path, tmp_path / "good", progress=False)
@@ -202,7 +220,9 @@ def test_bad_input(tmp_path, packed, monkeypatch):
     header["__metadata__"]["parameters"] = parameters.replace('"offset": 0', '"offset": 99999')
     text = json.dumps(header).encode().ljust(n)
     file.write_bytes(content[:8] + text + content[8 + n :])
-    refused(moelab.CheckpointError, str(file), "Repack the model again", call=lambda: load_model(good))
+    refused(
+        moelab.CheckpointError, str(file), "Repack the model again", call=lambda: load_model(good)
+    )
     file.unlink()
     refused(moelab.CheckpointError, str(good), call=lambda: load_model(good))
 
@@ -415,6 +435,8 @@ def set_shape(*shape):
 
 
 E, STRIDE = families.E, 2 * PAGE
+
+
 def set_path(path):
     return lambda header, parameters: header["__metadata__"].update(path=path)
 

@@ -41,7 +41,12 @@ D = dict(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
-HEADS = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16)
+HEADS = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+)
 MAMBA = dict(mamba_d_state=16, mamba_d_conv=4)
 # The recurrent families of mlx-lm that have no experts, and so are not in `families`.
 DENSE = {
@@ -93,7 +98,9 @@ def build(name):
     module = importlib.import_module(f"mlx_lm.models.{name}")
     model = module.Model(module.ModelArgs.from_dict({"model_type": name, **D, **DENSE[name]}))
     model.update(
-        nn.utils.tree_map(lambda p: p + 0.1 * mx.random.normal(p.shape) if p.ndim == 1 else p, model.parameters())
+        nn.utils.tree_map(
+            lambda p: p + 0.1 * mx.random.normal(p.shape) if p.ndim == 1 else p, model.parameters()
+        )
     )
     mx.eval(model.parameters())
     return model
@@ -112,16 +119,19 @@ def seen(c):
     """What the next token would see of a cache."""
     if isinstance(c, ArraysCache):
         return list(c.cache)
-    if c.keys is None or isinstance(c.offset, int) and c.offset == 0:
+    if c.keys is None or (isinstance(c.offset, int) and c.offset == 0):
         return []
     if isinstance(c, RotatingKVCache):
         n = min(c.offset, c.max_size - 1)
         keys, values = (
-            c._temporal_order(x) if c.offset >= c.max_size else x[..., : c._idx, :] for x in (c.keys, c.values)
+            c._temporal_order(x) if c.offset >= c.max_size else x[..., : c._idx, :]
+            for x in (c.keys, c.values)
         )
         return [x[..., x.shape[2] - n :, :] for x in (keys, values)]
     if hasattr(c, "keys_and_values"):
-        return [a for x in c.keys_and_values() for a in (x if isinstance(x, (tuple, list)) else [x])]
+        return [
+            a for x in c.keys_and_values() for a in (x if isinstance(x, (tuple, list)) else [x])
+        ]
     return [c.keys[..., : c._idx, :], c.values[..., : c._idx, :]]
 
 
@@ -176,7 +186,9 @@ def test_every_recurrent_family(name, way):
     model = build(name)
     prompt = ids(1, 5)
     if name in ONLY_RESTORED and way in ("replay", "states"):
-        with pytest.raises(ValueError, match=f"'{way}' is not known for every recurrent layer of .*{name}"):
+        with pytest.raises(
+            ValueError, match=f"'{way}' is not known for every recurrent layer of .*{name}"
+        ):
             Rollback(model, start(model, prompt), way)(ids(2, 3))
         return
     assert play(model, start(model, prompt), start(model, prompt), ROUNDS, way) <= TOLERANCE
@@ -189,7 +201,11 @@ def test_no_recurrent_family_is_forgotten():
     assert using - inherit <= {*WITH_EXPERTS, *DENSE}
 
 
-splits = st.lists(st.integers(1, 9).flatmap(lambda m: st.tuples(st.just(m), st.integers(0, m))), min_size=1, max_size=4)
+splits = st.lists(
+    st.integers(1, 9).flatmap(lambda m: st.tuples(st.just(m), st.integers(0, m))),
+    min_size=1,
+    max_size=4,
+)
 ways = st.sampled_from(["restore", "replay", "states"])
 
 
@@ -203,7 +219,10 @@ ways = st.sampled_from(["restore", "replay", "states"])
 )
 def test_any_splits(name, way, prompt, rounds, batch):
     model, prompt = build(name), ids(3, prompt, batch)
-    assert play(model, start(model, prompt), start(model, prompt), rounds, way, len(rounds), batch) <= TOLERANCE
+    assert (
+        play(model, start(model, prompt), start(model, prompt), rounds, way, len(rounds), batch)
+        <= TOLERANCE
+    )
 
 
 @settings(FEW, max_examples=8)
@@ -212,7 +231,10 @@ def test_any_splits_of_the_trained_model(way, prompt, rounds):
     """Token ids at random are no text, yet the model's states are those of a trained one."""
     model = tiny()
     prompt = ids(prompt, prompt, vocab=8192)
-    assert play(model, start(model, prompt), start(model, prompt), rounds, way, 5, vocab=8192) <= TOLERANCE
+    assert (
+        play(model, start(model, prompt), start(model, prompt), rounds, way, 5, vocab=8192)
+        <= TOLERANCE
+    )
 
 
 @FEW
@@ -237,13 +259,17 @@ def test_a_window_that_has_wrapped(size, prompt, rounds, together):
         rounds = rounds[1:]
     worst = play(model, *caches, rounds, "auto")
     assert worst <= TOLERANCE
-    assert play(model, *caches, [(1, 1), (1, 1), (3, 3)], "auto", 7) <= TOLERANCE, "and what follows is the same"
+    assert play(model, *caches, [(1, 1), (1, 1), (3, 3)], "auto", 7) <= TOLERANCE, (
+        "and what follows is the same"
+    )
 
 
 def test_the_families_own_windows_and_chunks():
     for name in ("gpt_oss", "llama4", "gemma4_text", "deepseek_v32"):
         model, prompt = build(name), ids(1, 11)
-        assert play(model, start(model, prompt), start(model, prompt), ROUNDS, "auto") <= TOLERANCE, name
+        assert (
+            play(model, start(model, prompt), start(model, prompt), ROUNDS, "auto") <= TOLERANCE
+        ), name
 
 
 @once
@@ -279,7 +305,9 @@ def test_a_batch_with_left_padding(way):
     padded = []
     for _ in range(2):
         fresh = [
-            ArraysCache(2, left_padding=[3, 0]) if isinstance(c, ArraysCache) else type(c).merge([c, c])
+            ArraysCache(2, left_padding=[3, 0])
+            if isinstance(c, ArraysCache)
+            else type(c).merge([c, c])
             for c in make_prompt_cache(model)
         ]
         for c in fresh:
@@ -304,7 +332,9 @@ def test_undo_reaches_over_passes():
             r.undo(more)  # in two steps, to the same end
             one_by_one(model, reference, tokens[:, :stay])
             assert r.undoable == stay and difference(cache, reference) <= TOLERANCE
-            with pytest.raises(ValueError, match=rf"undo\({stay + 1}\), expected a number from 0 to {stay}"):
+            with pytest.raises(
+                ValueError, match=rf"undo\({stay + 1}\), expected a number from 0 to {stay}"
+            ):
                 r.undo(stay + 1)
             r.commit()
             assert r.undoable == r.nbytes == 0
@@ -345,7 +375,10 @@ def test_one_model_does_not_see_the_other():
     """While one model is recorded, its classes and every other model's are what they were; afterwards its own are too."""
     model, other = build("qwen3_5_moe"), copy.deepcopy(build("qwen3_5_moe"))
     kinds = [type(m) for _, m in model.named_modules()]
-    modules = [importlib.import_module(f"mlx_lm.models.{n}") for n in ("qwen3_5", "qwen3_next", "gated_delta")]
+    modules = [
+        importlib.import_module(f"mlx_lm.models.{n}")
+        for n in ("qwen3_5", "qwen3_next", "gated_delta")
+    ]
     functions = [dict(vars(m)) for m in modules]
     during = {}
 
@@ -370,7 +403,8 @@ def test_one_model_does_not_see_the_other():
         r(ids(2, 3))
         assert during["own"] is not kinds and during["own"] is not type(other.layers[0].linear_attn)
         assert (
-            during["functions"] == functions and during["other"] == [type(m) for _, m in other.named_modules()] == kinds
+            during["functions"] == functions
+            and during["other"] == [type(m) for _, m in other.named_modules()] == kinds
         )
         r.undo(3)
         during["fail"] = True
@@ -378,31 +412,46 @@ def test_one_model_does_not_see_the_other():
             r(ids(2, 3))
     finally:
         layer.mlp = mlp
-    assert [type(m) for _, m in model.named_modules()] == kinds and [dict(vars(m)) for m in modules] == functions
-    assert r.undoable == 0 and difference(cache, reference) == 0, "a pass that fails leaves the caches as they were"
+    assert [type(m) for _, m in model.named_modules()] == kinds and [
+        dict(vars(m)) for m in modules
+    ] == functions
+    assert r.undoable == 0 and difference(cache, reference) == 0, (
+        "a pass that fails leaves the caches as they were"
+    )
 
 
 def test_streamed(tmp_path):
     path = families.write_checkpoint("qwen3_5_moe", tmp_path / "m", "affine4")
-    with moelab.streaming.model.load_model(path, moelab.StreamConfig(mode="fused", slots=4))[0] as model:
+    with moelab.streaming.model.load_model(path, moelab.StreamConfig(mode="fused", slots=4))[
+        0
+    ] as model:
         for way in ("restore", "replay", "states"):
-            assert play(model, start(model, ids(1, 6)), start(model, ids(1, 6)), ROUNDS, way) <= TOLERANCE
+            assert (
+                play(model, start(model, ids(1, 6)), start(model, ids(1, 6)), ROUNDS, way)
+                <= TOLERANCE
+            )
         before = moelab.stats(model).prefill.calls
         r = Rollback(model, start(model, ids(1, 6)), "auto")
         r(ids(2, 6))
         calls = moelab.stats(model).prefill.calls
         r.undo(3)
         mx.eval([c.state for c in r.cache])
-        assert before < calls == moelab.stats(model).prefill.calls, "nothing is routed again, so nothing read"
+        assert before < calls == moelab.stats(model).prefill.calls, (
+            "nothing is routed again, so nothing read"
+        )
 
 
 def test_bad_input():
     model = build("qwen3_5_moe")
-    with pytest.raises(ValueError, match="way 'undo', expected one of auto, restore, replay, states"):
+    with pytest.raises(
+        ValueError, match="way 'undo', expected one of auto, restore, replay, states"
+    ):
         Rollback(model, make_prompt_cache(model), "undo")
     window = build("qwen3_moe")
     batched = [BatchRotatingKVCache(4, [0, 0]) for _ in window.layers]
-    with pytest.raises(ValueError, match=r"BatchRotatingKVCache that is full \(max_size 4\) cannot be rolled back"):
+    with pytest.raises(
+        ValueError, match=r"BatchRotatingKVCache that is full \(max_size 4\) cannot be rolled back"
+    ):
         Rollback(window, batched)(ids(1, 5, 2))
     one_by_one(window, batched, ids(1, 6, 2))
     with pytest.raises(ValueError, match="BatchRotatingKVCache of 6 tokens cannot be rolled back"):

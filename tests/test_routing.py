@@ -19,7 +19,9 @@ def recorded(name):
 @pytest.fixture(scope="module", params=[0, 1])
 def small(request):
     """Small enough for references that loop."""
-    return routing.synthesize(routing.Locality((0.8, 0.1), (0.2, 0.7), (1.0, 5.0)), 40, 3, 11, 4, seed=request.param)
+    return routing.synthesize(
+        routing.Locality((0.8, 0.1), (0.2, 0.7), (1.0, 5.0)), 40, 3, 11, 4, seed=request.param
+    )
 
 
 def test_popularity(small):
@@ -44,7 +46,11 @@ def test_overlap(small, lag):
 
 
 def test_overlap_of_all_at_once():
-    same = Trace(np.tile(np.array([[[3, 1]], [[1, 3]]], np.uint16), (3, 1, 1)), np.full(6, "decode"), np.zeros(6))
+    same = Trace(
+        np.tile(np.array([[[3, 1]], [[1, 3]]], np.uint16), (3, 1, 1)),
+        np.full(6, "decode"),
+        np.zeros(6),
+    )
     assert routing.overlap(same)["all"] == 1 == routing.overlap(same)["each"]
     for lag in (0, 6):
         with pytest.raises(TraceError, match="lag of 1 to 5"):
@@ -70,7 +76,10 @@ def test_reuse_distance_and_what_follows(small):
 
 @pytest.mark.parametrize("m", (1, 2, 7, 40))
 def test_union(small, m):
-    want = [np.mean([len(set(small.experts[t : t + m, i].ravel().tolist())) for t in range(40 - m + 1)]) for i in range(3)]
+    want = [
+        np.mean([len(set(small.experts[t : t + m, i].ravel().tolist())) for t in range(40 - m + 1)])
+        for i in range(3)
+    ]
     np.testing.assert_allclose(routing.union(small, m), want)
 
 
@@ -114,11 +123,18 @@ def test_overlap_between_layers(small):
 def test_what_a_layer_tells_of_the_next():
     """A layer that copies the one before is told wholly; one that has nothing to do with it, by popularity alone."""
     t = routing.synthesize(routing.Locality((0.0,), (0.0,), (1.0,)), 400, 2, 8, 2, seed=1)
-    shift = Trace(np.concatenate([t.experts[:, :1], (t.experts[:, :1] + 3) % 8, t.experts[:, 1:]], 1), t.phase, t.tokens, 8)
+    shift = Trace(
+        np.concatenate([t.experts[:, :1], (t.experts[:, :1] + 3) % 8, t.experts[:, 1:]], 1),
+        t.phase,
+        t.tokens,
+        8,
+    )
     got = {name: hit.mean((0, 2)) for name, hit in routing.layer_prediction(shift).items()}
     assert got["pairs"][0] > 0.95 and got["popular"][0] < 0.4
     assert abs(got["pairs"][1] - 2 / 8) < 0.08
-    np.testing.assert_allclose(routing.layer_prediction(shift, ahead=2)["pairs"].mean(), 2 / 8, atol=0.08)
+    np.testing.assert_allclose(
+        routing.layer_prediction(shift, ahead=2)["pairs"].mean(), 2 / 8, atol=0.08
+    )
     with pytest.raises(TraceError, match="1 to 2 layers"):
         routing.layer_prediction(shift, ahead=3)
 
@@ -147,7 +163,9 @@ def test_synthetic_traces_are_traces():
 
 def test_dials_do_what_they_say():
     def made(zipf=0.0, sticky=0.0, memory=1.0):
-        return routing.synthesize(routing.Locality((zipf,), (sticky,), (memory,)), 400, 4, 64, 8, seed=5)
+        return routing.synthesize(
+            routing.Locality((zipf,), (sticky,), (memory,)), 400, 4, 64, 8, seed=5
+        )
 
     even = routing.overlap(made())["each"].mean()
     assert abs(even - 8 / 64) < 0.01
@@ -187,9 +205,15 @@ def test_a_fit_finds_what_a_trace_was_made_from():
     "call, match",
     (
         (lambda: routing.Locality((1.0,), (), (1.0,)), "as many layers"),
-        (lambda: routing.Locality((1.0,), (1.0,), (1.0,)), "Locality.stickiness: expected 0 to 0.999, got 1.0"),
+        (
+            lambda: routing.Locality((1.0,), (1.0,), (1.0,)),
+            "Locality.stickiness: expected 0 to 0.999, got 1.0",
+        ),
         (lambda: routing.Locality((-1.0,), (0.5,), (1.0,)), "Locality.zipf"),
-        (lambda: routing.synthesize(routing.Locality((1.0,), (0.5,), (1.0,)), 5, 1, 4, 5), "E of K to 65536"),
+        (
+            lambda: routing.synthesize(routing.Locality((1.0,), (0.5,), (1.0,)), 5, 1, 4, 5),
+            "E of K to 65536",
+        ),
         (lambda: routing.fit(recorded(TRACES[0])[:10]), "at least 32 tokens, got 10"),
     ),
 )

@@ -15,21 +15,31 @@ def requirement(text):
     """Returns ``(name, bounds, marker)`` of a requirement, in one spelling for pip's and conda's."""
     bare, _, marker = text.partition(";")
     name, bounds = re.fullmatch(r"\s*([\w.-]+(?:\[\w+\])?)\s*(.*?)\s*", bare).groups()
-    return name.lower().replace("_", "-"), frozenset(bounds.replace(" ", "").split(",")), marker.strip()
+    return (
+        name.lower().replace("_", "-"),
+        frozenset(bounds.replace(" ", "").split(",")),
+        marker.strip(),
+    )
 
 
 def test_conda_and_pip_ask_for_the_same():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = {requirement(r) for r in project["dependencies"] + project["optional-dependencies"]["test"]}
+    wanted = {
+        requirement(r) for r in project["dependencies"] + project["optional-dependencies"]["test"]
+    }
     wanted.add(requirement("python" + project["requires-python"]))
 
     listed = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
     (pip,) = [entry["pip"] for entry in listed if isinstance(entry, dict)]
     assert pip[-1] == "-e ."
-    asked = {requirement(r) for r in [r for r in listed if isinstance(r, str) and r != "pip"] + pip[:-1]}
+    asked = {
+        requirement(r) for r in [r for r in listed if isinstance(r, str) and r != "pip"] + pip[:-1]
+    }
     assert asked == wanted
 
 
 def test_no_torch_comes_in():
-    listed = subprocess.run([sys.executable, "-m", "pip", "list", "--format=freeze"], capture_output=True, text=True)
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "list", "--format=freeze"], capture_output=True, text=True
+    )
     assert not re.search(r"^torch==", listed.stdout, re.M)

@@ -12,13 +12,24 @@ import mlx_lm
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import (
+    KVCache,
+    QuantizedKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from test_rollback import TINY, V, build, difference, ids
 
 import moelab
-from moelab.speculation.generate import LookupDraft, ModelDraft, speculative_generate, speculative_generate_step
+from moelab.speculation.generate import (
+    LookupDraft,
+    ModelDraft,
+    speculative_generate,
+    speculative_generate_step,
+)
 
 FAST = os.environ.get("MOELAB_FAST") == "1"
 
@@ -75,7 +86,9 @@ def told(plain):
 
 def steps(model, prompt, draft, n: int | str = 4, max_tokens=40, **kwargs):
     return list(
-        speculative_generate_step(mx.array(prompt), model, draft, num_draft_tokens=n, max_tokens=max_tokens, **kwargs)
+        speculative_generate_step(
+            mx.array(prompt), model, draft, num_draft_tokens=n, max_tokens=max_tokens, **kwargs
+        )
     )
 
 
@@ -117,9 +130,15 @@ def test_greedy_text_of_the_trained_model(mode):
     resident, _ = tiny()
     drafts = [ModelDraft(tiny(top_k=2)[0]), LookupDraft()]
     for i, prompt in enumerate(heldout()[: 2 if FAST else 6]):
-        expected = "".join(r.text for r in mlx_lm.stream_generate(resident, tokenizer, prompt, max_tokens=48))
+        expected = "".join(
+            r.text for r in mlx_lm.stream_generate(resident, tokenizer, prompt, max_tokens=48)
+        )
         for n in (3, 16) if FAST else range(1, 17, 3):
-            got = list(speculative_generate(model, tokenizer, prompt, drafts[i % 2], max_tokens=48, num_draft_tokens=n))
+            got = list(
+                speculative_generate(
+                    model, tokenizer, prompt, drafts[i % 2], max_tokens=48, num_draft_tokens=n
+                )
+            )
             assert "".join(r.text for r in got) == expected
             assert got[-1].generation_tokens == 48 and got[-1].finish_reason == "length"
             rounds = {r.round.number: r.round for r in got}
@@ -133,7 +152,9 @@ def test_greedy_text_of_the_trained_model(mode):
         lambda: dict(sampler=make_sampler(temp=1.0)),
         lambda: dict(sampler=make_sampler(temp=0.7, top_p=0.9, min_p=0.01, top_k=50)),
         lambda: dict(sampler=make_sampler(temp=1.0, xtc_probability=0.5, xtc_threshold=0.05)),
-        lambda: dict(logits_processors=make_logits_processors(repetition_penalty=1.5, logit_bias={3: 2.0})),
+        lambda: dict(
+            logits_processors=make_logits_processors(repetition_penalty=1.5, logit_bias={3: 2.0})
+        ),
         lambda: dict(
             sampler=make_sampler(temp=1.0),
             logits_processors=make_logits_processors(presence_penalty=1.0, frequency_penalty=0.5),
@@ -146,7 +167,12 @@ def test_the_same_seed_writes_the_same_text(make):
     for seed in range(2):
         mx.random.seed(seed)
         expected = plain(model, PROMPT, **make())
-        for draft in (ModelDraft(model), ModelDraft(build("qwen3_moe")), Guess(repeat), Guess(told(PROMPT + expected))):
+        for draft in (
+            ModelDraft(model),
+            ModelDraft(build("qwen3_moe")),
+            Guess(repeat),
+            Guess(told(PROMPT + expected)),
+        ):
             for n in (0, 1, 6):
                 mx.random.seed(seed)
                 got = steps(model, PROMPT, draft, n, **make())
@@ -194,7 +220,9 @@ def test_sampled_pairs_have_the_targets_distribution(temp, top_p, num_samples):
             order = np.argsort(-p, 1)
             mass = np.take_along_axis(p, order, 1).cumsum(1)
             dropped = np.zeros_like(p, bool)
-            np.put_along_axis(dropped, order, np.c_[np.zeros(len(p), bool), mass[:, :-1] >= top_p], 1)
+            np.put_along_axis(
+                dropped, order, np.c_[np.zeros(len(p), bool), mass[:, :-1] >= top_p], 1
+            )
             p = np.where(dropped, 0, p)
         p = p ** (1 / temp)
         p /= p.sum(1, keepdims=True)
@@ -206,15 +234,22 @@ def test_sampled_pairs_have_the_targets_distribution(temp, top_p, num_samples):
         rare = expected < 5
         seen, hoped = counts[~rare], expected[~rare]
         if expected[rare].sum() > 0:
-            seen, hoped = np.append(seen, counts[rare].sum()), np.append(hoped, expected[rare].sum())
+            seen, hoped = (
+                np.append(seen, counts[rare].sum()),
+                np.append(hoped, expected[rare].sum()),
+            )
         k, x = len(seen) - 1, ((seen - hoped) ** 2 / hoped).sum()
         z = ((x / k) ** (1 / 3) - (1 - 2 / (9 * k))) / math.sqrt(2 / (9 * k))  # Wilson and Hilferty
         return math.erfc(z / math.sqrt(2)) / 2
 
-    assert 0.05 * num_samples < accepted < 1.9 * num_samples, "some drafts are accepted and some are not"
+    assert 0.05 * num_samples < accepted < 1.9 * num_samples, (
+        "some drafts are accepted and some are not"
+    )
     assert p_value(pairs(target)) > 1e-3
     if not top_p:
-        assert p_value(0.95 * pairs(target) + 0.05 * pairs(other)) < 1e-6, "a twentieth of the draft's would be found"
+        assert p_value(0.95 * pairs(target) + 0.05 * pairs(other)) < 1e-6, (
+            "a twentieth of the draft's would be found"
+        )
 
 
 def test_stop_tokens_inside_a_block():
@@ -228,10 +263,18 @@ def test_stop_tokens_inside_a_block():
         list(mlx_lm.stream_generate(model, wrapper, prompt, max_tokens=20, prompt_cache=other))
         got = list(
             speculative_generate(
-                model, wrapper, prompt, ModelDraft(model), max_tokens=20, num_draft_tokens=5, prompt_cache=cache
+                model,
+                wrapper,
+                prompt,
+                ModelDraft(model),
+                max_tokens=20,
+                num_draft_tokens=5,
+                prompt_cache=cache,
             )
         )
-        assert [r.token for r in got] == [r.token for r in reference] and got[-1].finish_reason == "stop"
+        assert [r.token for r in got] == [r.token for r in reference] and got[
+            -1
+        ].finish_reason == "stop"
         assert "".join(r.text for r in got) == "".join(r.text for r in reference)
         assert difference(cache, other) <= 1e-5
 
@@ -303,7 +346,9 @@ def test_long_prompts_go_in_parts():
     prompt = ids(3, 1200)[0].tolist()
     expected = plain(model, prompt, 10)
     for step in (7, 512, 5000):
-        assert [t for t, *_ in steps(model, prompt, ModelDraft(model), 4, 10, prefill_step_size=step)] == expected
+        assert [
+            t for t, *_ in steps(model, prompt, ModelDraft(model), 4, 10, prefill_step_size=step)
+        ] == expected
 
 
 def test_a_lookup_proposes_half_of_what_matched():
@@ -366,7 +411,8 @@ def test_bad_input():
     model, tokenizer = tiny()
     small = build("qwen3_5_moe")
     with pytest.raises(
-        ValueError, match=f"vocabulary of 8192 tokens, got {V}. Draft and target must share a tokenizer"
+        ValueError,
+        match=f"vocabulary of 8192 tokens, got {V}. Draft and target must share a tokenizer",
     ):
         next(speculative_generate(model, tokenizer, "x", ModelDraft(small)))
     with pytest.raises(ValueError, match="max_tokens: expected a number above 0"):
@@ -376,10 +422,14 @@ def test_bad_input():
             next(speculative_generate(model, tokenizer, "x", ModelDraft(model), num_draft_tokens=n))
     with pytest.raises(ValueError, match="prompt: expected at least one token, got none"):
         steps(small, [], Guess(repeat))
-    with pytest.raises(ValueError, match="prompt_cache: expected 2 caches for the target, then the draft's; got 1"):
+    with pytest.raises(
+        ValueError, match="prompt_cache: expected 2 caches for the target, then the draft's; got 1"
+    ):
         steps(small, PROMPT, Guess(repeat), prompt_cache=make_prompt_cache(small)[:1])
     refused = build("deepseek_v41")
-    with pytest.raises(ValueError, match="LayerCache of 0 tokens cannot be rolled back.* Generate without a draft"):
+    with pytest.raises(
+        ValueError, match="LayerCache of 0 tokens cannot be rolled back.* Generate without a draft"
+    ):
         steps(refused, PROMPT, Guess(repeat))
     window = build("qwen3_moe")
     with pytest.raises(ValueError, match="keep=4"):
@@ -389,7 +439,9 @@ def test_bad_input():
 def test_streamed_counters_are_consistent(tmp_path):
     path = families.write_checkpoint("qwen3_5_moe", tmp_path / "m", "affine4")
     resident, _ = moelab.streaming.model.load_model(path, moelab.StreamConfig(mode="resident"))
-    with moelab.streaming.model.load_model(path, moelab.StreamConfig(mode="fused", slots=4))[0] as model:
+    with moelab.streaming.model.load_model(path, moelab.StreamConfig(mode="fused", slots=4))[
+        0
+    ] as model:
         expected = plain(resident, PROMPT)
         moelab.stats(model, reset=True)
         got = steps(model, PROMPT, Guess(repeat), 4)
@@ -397,4 +449,6 @@ def test_streamed_counters_are_consistent(tmp_path):
         counted = moelab.stats(model)
         rounds = {r.number: r for *_, r in got}.values()
         # every round reads `last` and its drafts; the prompt but its last token came before
-        assert counted.prefill.tokens + counted.decode.tokens == len(PROMPT) - 1 + sum(1 + r.drafted for r in rounds)
+        assert counted.prefill.tokens + counted.decode.tokens == len(PROMPT) - 1 + sum(
+            1 + r.drafted for r in rounds
+        )

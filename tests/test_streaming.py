@@ -27,7 +27,9 @@ PROMPT = mx.array([[5, 36, 67, 2, 33, 64, 95, 30, 61]])
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return families.write_checkpoint("qwen3_5_moe", tmp_path_factory.mktemp("streaming") / "model", "affine4")
+    return families.write_checkpoint(
+        "qwen3_5_moe", tmp_path_factory.mktemp("streaming") / "model", "affine4"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +57,18 @@ def test_a_prompt_reads_each_needed_expert_once(path, mode):
             mx.eval(model(PROMPT))
         needed = sum(len(np.unique(trace.experts[:, i])) for i in range(trace.experts.shape[1]))
         got = moelab.stats(model).prefill
-        assert needed > trace.experts.shape[1] * K, "more than the slots hold, or this tests nothing"
+        assert needed > trace.experts.shape[1] * K, (
+            "more than the slots hold, or this tests nothing"
+        )
         assert (got.hits, got.misses) == (0, needed)
         assert got.bytes_read == needed * moelab.footprint(path).expert_nbytes
         assert got.tokens == PROMPT.size and moelab.stats(model).decode.tokens == 0
 
 
 @pytest.mark.parametrize("mode", ("stacked", "fused"))
-def test_the_host_learns_the_routing_once_a_layer_and_evaluates_nothing_else(path, mode, monkeypatch):
+def test_the_host_learns_the_routing_once_a_layer_and_evaluates_nothing_else(
+    path, mode, monkeypatch
+):
     with load_model(path, moelab.StreamConfig(mode=mode, slots=E))[0] as model:
         cache = make_prompt_cache(model)
         for _ in range(20):  # until every expert is held
@@ -157,18 +163,34 @@ def test_pinned_experts_stay_and_nothing_else_changes(path, trace, mode, scales,
     with load_model(path, config)[0] as model:
         banks = model._session.layers
         pinned = [m._table.pinned for m in banks]
-        counts = np.array([np.bincount(x.ravel(), minlength=E) for x in moelab.Trace.load(trace).decode.experts.transpose(1, 0, 2)])
-        assert sum(map(len, pinned)) == 5 and len(set(map(len, pinned))) > 1, "layers with different numbers, or this tests less"
+        counts = np.array(
+            [
+                np.bincount(x.ravel(), minlength=E)
+                for x in moelab.Trace.load(trace).decode.experts.transpose(1, 0, 2)
+            ]
+        )
+        assert sum(map(len, pinned)) == 5 and len(set(map(len, pinned))) > 1, (
+            "layers with different numbers, or this tests less"
+        )
         least = min(counts[i, e] for i, p in enumerate(pinned) for e in p)
-        assert all(counts[i, e] <= least for i, p in enumerate(pinned) for e in set(range(E)) - set(p))
+        assert all(
+            counts[i, e] <= least for i, p in enumerate(pinned) for e in set(range(E)) - set(p)
+        )
         assert moelab.stats(model) == moelab.Stats(), "what is pinned is not read for a token"
         np.testing.assert_array_equal(logits(model), right)
         got = moelab.stats(model).decode
         assert got.hits + got.misses == before.hits + before.misses
         assert got.bytes_read < before.bytes_read or prefetch != "none"
-        assert (scales, prefetch) != ("streamed", "none") or got.bytes_read == got.misses * moelab.footprint(path).expert_nbytes
+        assert (scales, prefetch) != (
+            "streamed",
+            "none",
+        ) or got.bytes_read == got.misses * moelab.footprint(path).expert_nbytes
         held = sum(m._slots.expert_nbytes * m._slots.num_slots for m in banks)
-        assert held == moelab.footprint(path, config).slots_nbytes == moelab.footprint(path, plain).slots_nbytes + 5 * one
+        assert (
+            held
+            == moelab.footprint(path, config).slots_nbytes
+            == moelab.footprint(path, plain).slots_nbytes + 5 * one
+        )
         assert [m._table.pinned for m in banks] == pinned
 
 
@@ -206,11 +228,15 @@ def test_from_env(monkeypatch):
     assert moelab.StreamConfig.from_env() == moelab.StreamConfig(mode="stacked", slots=24)
     monkeypatch.setenv("MLX_MOE_FUSE_GATEUP", "1")
     monkeypatch.setenv("SWIFTLM_TOP_K", "6")
-    assert moelab.StreamConfig.from_env(readers=2) == moelab.StreamConfig(slots=24, top_k=6, readers=2)
+    assert moelab.StreamConfig.from_env(readers=2) == moelab.StreamConfig(
+        slots=24, top_k=6, readers=2
+    )
     monkeypatch.setenv("TEND_MOE_CACHE_SLOTS", "24")
     assert moelab.StreamConfig.from_env().slots == 24
     monkeypatch.setenv("TEND_MOE_CACHE_SLOTS", "16")
-    with pytest.raises(ValueError, match="MLX_MOE_CACHE_SLOTS.*24.*TEND_MOE_CACHE_SLOTS.*16.*[Uu]nset one"):
+    with pytest.raises(
+        ValueError, match="MLX_MOE_CACHE_SLOTS.*24.*TEND_MOE_CACHE_SLOTS.*16.*[Uu]nset one"
+    ):
         moelab.StreamConfig.from_env()
     monkeypatch.delenv("MLX_MOE_CACHE_SLOTS")
     assert moelab.StreamConfig.from_env().slots == 16
@@ -254,7 +280,9 @@ def test_tiny_moe_writes_the_resident_tokens_in_every_mode():
             tokens = {m: mx.argmax(rows, axis=-1, keepdims=True) for m, rows in logits.items()}
             assert len({t.item() for t in tokens.values()}) == 1
             if decoding:
-                assert all(mx.array_equal(logits[m], logits["resident"]) for m in ("stacked", "fused"))
+                assert all(
+                    mx.array_equal(logits[m], logits["resident"]) for m in ("stacked", "fused")
+                )
     for model in models.values():
         moelab.close(model)
 
@@ -268,7 +296,9 @@ def test_a_pass_on_cuda_is_the_resident_one_whatever_came_before(mode):
 
     def logits(model, ids, T):
         cache = make_prompt_cache(model)
-        return mx.concatenate([model(ids[:, i : i + T], cache=cache) for i in range(0, 16, T)], axis=1)
+        return mx.concatenate(
+            [model(ids[:, i : i + T], cache=cache) for i in range(0, 16, T)], axis=1
+        )
 
     resident, _ = load_model(path, moelab.StreamConfig(mode="resident"))
     with load_model(path, moelab.StreamConfig(mode=mode))[0] as model:
@@ -289,7 +319,9 @@ def test_on_cuda_every_part_of_a_call_has_rows_enough(mode, weights, least, tmp_
     for cls in (SwitchGLU, FusedSwitchGLU):
         real = cls.__call__
         monkeypatch.setattr(
-            cls, "__call__", lambda self, x, i, real=real: (rows.append(i.size), real(self, x, i))[1]
+            cls,
+            "__call__",
+            lambda self, x, i, real=real: (rows.append(i.size), real(self, x, i))[1],
         )
     resident, _ = load_model(path, moelab.StreamConfig(mode="resident"))
     with load_model(path, moelab.StreamConfig(mode=mode, slots=K, streams=1))[0] as model:
@@ -335,7 +367,9 @@ def test_a_prompt_takes_less_memory_than_resident():
     ids = mx.array([[(i * 37) % 500 + 5 for i in range(400)]])
     peak = {}
     for mode in ("resident", "fused"):
-        with load_model(moelab.DATA / "models" / "tiny-moe", moelab.StreamConfig(mode=mode, slots=8))[0] as model:
+        with load_model(
+            moelab.DATA / "models" / "tiny-moe", moelab.StreamConfig(mode=mode, slots=8)
+        )[0] as model:
             cache = make_prompt_cache(model)
             mx.clear_cache()
             mx.reset_peak_memory()
@@ -350,6 +384,12 @@ def test_memory_is_given_back_once_after_a_long_prompt(path, monkeypatch):
     monkeypatch.setattr("moelab.streaming.model._give_back_memory", lambda: given.append(1))
     monkeypatch.setattr("moelab.streaming.model.LONG_PROMPT", 9)
     with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
-        for tokens, expected in ((PROMPT, 0), (PROMPT[:, :3], 0), (PROMPT[:, :1], 1), (PROMPT[:, :4], 1), (PROMPT[:, :1], 1)):
+        for tokens, expected in (
+            (PROMPT, 0),
+            (PROMPT[:, :3], 0),
+            (PROMPT[:, :1], 1),
+            (PROMPT[:, :4], 1),
+            (PROMPT[:, :1], 1),
+        ):
             mx.eval(model(tokens))
             assert len(given) == expected

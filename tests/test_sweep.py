@@ -36,7 +36,9 @@ def misses(rows, slots):
 @pytest.mark.parametrize("slots", [0, 16])
 def test_a_point_counts_what_the_trace_asks_for(slots):
     t = trace()
-    out = sweep.measure(TINY, sweep.Point(slots), t, start=50, cold=4, warmup=20, reads=10, decode=2)
+    out = sweep.measure(
+        TINY, sweep.Point(slots), t, start=50, cold=4, warmup=20, reads=10, decode=2
+    )
     rows = t.experts[np.arange(50, 90) % 60]
     expected = misses(rows, slots) if slots else [L * K] * 40
     one = moelab.footprint(TINY).expert_nbytes
@@ -50,7 +52,9 @@ def test_a_point_counts_what_the_trace_asks_for(slots):
     if out["cold"]["disk_nbytes"][0] is not None and out["resident_before_nbytes"] == 0:
         assert sum(out["cold"]["disk_nbytes"]) > 0
     if out["resident_nbytes"] is not None:
-        assert 0 < out["resident_nbytes"] <= sum(f.stat().st_size for f in TINY.glob("*.safetensors"))
+        assert (
+            0 < out["resident_nbytes"] <= sum(f.stat().st_size for f in TINY.glob("*.safetensors"))
+        )
 
 
 def test_only_streamed_layers_are_brought_to():
@@ -79,8 +83,12 @@ def test_points_start_with_none_and_end_with_what_fits():
     tight = sweep.least_nbytes(sizes) + 12 * sizes["slot_nbytes"]
     under = sweep.points(TINY, [tight, None], policies=("lru", "lfu"), ahead=True)
     assert max(p.slots for p in under) == 20 == sweep.fits(sizes, tight)
-    assert {p.slots for p in under if p.policy == "lfu"} < {p.slots for p in under if p.policy == "lru"}
-    assert {p.slots for p in under if p.ahead} == {p.slots for p in under if p.limit_nbytes and p.slots}
+    assert {p.slots for p in under if p.policy == "lfu"} < {
+        p.slots for p in under if p.policy == "lru"
+    }
+    assert {p.slots for p in under if p.ahead} == {
+        p.slots for p in under if p.limit_nbytes and p.slots
+    }
     with pytest.raises(ValueError, match="expected a limit of at least"):
         sweep.points(TINY, [1_000_000])
 
@@ -88,12 +96,16 @@ def test_points_start_with_none_and_end_with_what_fits():
 def test_points_of_pinning_take_the_memory_of_the_most_slots(tmp_path):
     one = sweep.sizes_of(TINY)["slot_nbytes"]
     few, many, pinned = sweep.points(TINY, [None], [8, 20], pinned=("code",))
-    assert pinned == sweep.Point(8, None, "lru", False, 12 * one, "code") and "pinned by code" in str(pinned)
+    assert pinned == sweep.Point(
+        8, None, "lru", False, 12 * one, "code"
+    ) and "pinned by code" in str(pinned)
     feet = [moelab.footprint(TINY, p.config).slots_nbytes for p in (few, many, pinned)]
     assert feet[1] == feet[2] == feet[0] + 12 * one
     out = sweep.measure(TINY, pinned, trace(), start=0, cold=2, warmup=4, reads=4, decode=0)
     assert out["cold"]["misses"] < 2 * L * K, "the pinned are there from the first token on"
-    assert sweep.point_of({"slots": 8, "limit_nbytes": None, "policy": "lru", "ahead": False}) == few  # a record from before there was pinning
+    assert (
+        sweep.point_of({"slots": 8, "limit_nbytes": None, "policy": "lru", "ahead": False}) == few
+    )  # a record from before there was pinning
 
 
 def test_it_goes_on_where_it_was_stopped_and_refuses_another_sweep(tmp_path, monkeypatch):
@@ -116,7 +128,11 @@ def test_it_goes_on_where_it_was_stopped_and_refuses_another_sweep(tmp_path, mon
     none = sweep.sweep(TINY, two, trace(), **sizes, seconds=0)
     assert len(none["samples"]) == 1 and len(calls) == 2
     record = sweep.sweep(TINY, two, trace(), **sizes)
-    assert len(calls) == 3 and record["complete"] and {s["slots"] for s in record["samples"]} == {8, 64}
+    assert (
+        len(calls) == 3
+        and record["complete"]
+        and {s["slots"] for s in record["samples"]} == {8, 64}
+    )
     again = sweep.sweep(TINY, two, trace(), **sizes)
     assert len(calls) == 3 and again["samples"] == record["samples"]
     with pytest.raises(ValueError, match="the same trace"):
@@ -133,7 +149,17 @@ def test_it_goes_on_where_it_was_stopped_and_refuses_another_sweep(tmp_path, mon
 def test_a_point_that_does_not_fit_is_killed_once_and_said(tmp_path):
     point = sweep.Point(16, 60_000_000)
     try:
-        record = sweep.sweep(TINY, [point], trace(), runs=2, cold=1, warmup=2, reads=2, decode=0, ways=("cgroup", "systemd-run"))
+        record = sweep.sweep(
+            TINY,
+            [point],
+            trace(),
+            runs=2,
+            cold=1,
+            warmup=2,
+            reads=2,
+            decode=0,
+            ways=("cgroup", "systemd-run"),
+        )
     except limit.NoLimit as e:
         pytest.skip(str(e))
     assert [s["killed"] for s in record["samples"]] == [True]
@@ -145,7 +171,9 @@ def test_a_sweep_that_fails_says_why(tmp_path):
     broken.mkdir()
     for f in TINY.iterdir():
         if f.is_file():
-            os.link(f, broken / f.name) if f.suffix == ".safetensors" else (broken / f.name).write_bytes(f.read_bytes())
+            os.link(f, broken / f.name) if f.suffix == ".safetensors" else (
+                broken / f.name
+            ).write_bytes(f.read_bytes())
     with pytest.raises(OSError, match="policy"):
         sweep.sweep(broken, [sweep.Point(16, policy="mru")], trace(), runs=1)
 
@@ -157,11 +185,24 @@ def test_where_the_system_does_not_say_what_the_disk_did(monkeypatch):
     monkeypatch.delattr(os, "posix_fadvise", raising=False)
     sizes = dict(cold=2, warmup=4, reads=3, decode=1)
     out = sweep.measure(TINY, sweep.Point(16), trace(), 0, **sizes)
-    sample = {"slots": 16, "limit_nbytes": None, "policy": "lru", "ahead": False, "round": 0, "killed": False, "how": "none", **out}
+    sample = {
+        "slots": 16,
+        "limit_nbytes": None,
+        "policy": "lru",
+        "ahead": False,
+        "round": 0,
+        "killed": False,
+        "how": "none",
+        **out,
+    }
     record = {
         **sizes, "model": "tiny", "machine": machine.card(), "trace": {"name": "t"}, "sizes": sweep.sizes_of(TINY),
         "samples": [json.loads(json.dumps(sample))],
     }  # fmt: skip
     (row,) = sweep.summarize(record)
-    assert row["reads"]["median"] > 0 and np.isnan(row["disk_per_token"]) and np.isnan(row["resident_nbytes"])
+    assert (
+        row["reads"]["median"] > 0
+        and np.isnan(row["disk_per_token"])
+        and np.isnan(row["resident_nbytes"])
+    )
     assert "nan" in sweep.report(record)

@@ -26,17 +26,29 @@ def tokenizer(tmp_path_factory):
 
     out = tmp_path_factory.mktemp("tokenizer")
     t = Tokenizer(models.BPE())
-    t.pre_tokenizer, t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    t.pre_tokenizer, t.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     t.train_from_iterator(
         ["def f(x): return x"] * 3,
         trainers.BpeTrainer(
-            vocab_size=300, special_tokens=["<|pad|>", "<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+            vocab_size=300,
+            special_tokens=["<|pad|>", "<|endoftext|>"],
+            initial_alphabet=alphabet,
+            show_progress=False,
         ),
     )
     t.save(str(out / "tokenizer.json"))
     (out / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "pad_token": "<|pad|>"})
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": "<|endoftext|>",
+                "pad_token": "<|pad|>",
+            }
+        )
     )
     return out
 
@@ -79,7 +91,11 @@ def test_the_layout_is_the_one_that_mlx_lm_writes(tmp_path, tokenizer):
     out = write(tmp_path / "m", tokenizer, config=small())
     ours = mx.load(str(out / "model.safetensors"))
     config = json.loads((out / "config.json").read_text())
-    plain = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config", "moelab_synthetic")}
+    plain = {
+        k: v
+        for k, v in config.items()
+        if k not in ("quantization", "quantization_config", "moelab_synthetic")
+    }
     model = Model(ModelArgs.from_dict(plain))
     model.set_dtype(mx.bfloat16, lambda d: d == mx.float32)
     model, theirs_config = quantize_model(model, plain, 64, 4)
@@ -129,8 +145,13 @@ def test_parameters_add_up_to_the_name():
         for t in tensors:
             path = t.name.removesuffix(".weight")
             if t.dtype == "U32":
-                n += int(np.prod(t.shape)) * (4 if config["quantization"].get(path, {}).get("bits") == 8 else 8)
-            elif not (t.name.endswith((".scales", ".biases")) and t.name.rpartition(".")[0] + ".weight" in shapes):
+                n += int(np.prod(t.shape)) * (
+                    4 if config["quantization"].get(path, {}).get("bits") == 8 else 8
+                )
+            elif not (
+                t.name.endswith((".scales", ".biases"))
+                and t.name.rpartition(".")[0] + ".weight" in shapes
+            ):
                 n += int(np.prod(t.shape))
         assert n / 1e9 == pytest.approx(billions, rel=0.02), like
 
@@ -148,7 +169,9 @@ def test_sharded(tmp_path, tokenizer, monkeypatch):
 
 
 def test_seed(tmp_path, tokenizer):
-    a, b, c = (write(tmp_path / str(i), tokenizer, config=small(), seed=s) for i, s in enumerate([1, 1, 2]))
+    a, b, c = (
+        write(tmp_path / str(i), tokenizer, config=small(), seed=s) for i, s in enumerate([1, 1, 2])
+    )
     blobs = [(p / "model.safetensors").read_bytes() for p in (a, b, c)]
     assert blobs[0] == blobs[1] != blobs[2]
 
@@ -184,10 +207,25 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_too_little_disk(tmp_path, tokenizer, monkeypatch, capsys):
-    monkeypatch.setattr(shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(10**9, 10**9, 10**6))
-    code = main(["synthesize", str(tmp_path / "m"), "--layers", "4", "--tokenizer", str(tokenizer), "--quiet"])
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(10**9, 10**9, 10**6)
+    )
+    code = main(
+        [
+            "synthesize",
+            str(tmp_path / "m"),
+            "--layers",
+            "4",
+            "--tokenizer",
+            str(tokenizer),
+            "--quiet",
+        ]
+    )
     assert code == 1
-    assert "the checkpoint takes 1.89 GB, 0.00 GB is free; ask for fewer layers" in capsys.readouterr().err
+    assert (
+        "the checkpoint takes 1.89 GB, 0.00 GB is free; ask for fewer layers"
+        in capsys.readouterr().err
+    )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -34,7 +34,9 @@ PROMPTS += [[(p + 1) % families.VOCAB for p in prompt] for prompt in PROMPTS[::-
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return families.write_checkpoint("qwen3_5_moe", tmp_path_factory.mktemp("threads") / "m", "affine4")
+    return families.write_checkpoint(
+        "qwen3_5_moe", tmp_path_factory.mktemp("threads") / "m", "affine4"
+    )
 
 
 @pytest.fixture(params=["small reads", "reader threads"])
@@ -111,7 +113,16 @@ def test_a_trained_model_in_eight_threads():
     """mlx-lm's own loop on tiny-moe, with the streams that this machine gets and with one."""
     for streams in ("auto", 1):
         model, tokenizer = moelab.load(TINY_MOE, moelab.StreamConfig(streams=streams))
-        prompts = ["def add(a, b):", "import os\n", "class Foo:", "for i in range", "# A", "try:\n", "x = [", "with"]
+        prompts = [
+            "def add(a, b):",
+            "import os\n",
+            "class Foo:",
+            "for i in range",
+            "# A",
+            "try:\n",
+            "x = [",
+            "with",
+        ]
         generate = functools.partial(mlx_lm.generate, model, tokenizer, max_tokens=8)
         with model:
             want = [generate(p) for p in prompts]
@@ -167,7 +178,9 @@ def test_drafts_beside_other_threads(path):
 def test_a_draft_serves_one_generation_at_a_time(path):
     with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
         draft = LookupDraft()
-        make = functools.partial(speculative_generate_step, model=model, draft=draft, num_draft_tokens=2)
+        make = functools.partial(
+            speculative_generate_step, model=model, draft=draft, num_draft_tokens=2
+        )
         first, second = make(mx.array(PROMPTS[0])), make(mx.array(PROMPTS[1]))
         want = greedy(model, PROMPTS[1])
         next(first)
@@ -181,15 +194,28 @@ def test_a_draft_serves_one_generation_at_a_time(path):
 
 def test_mlx_lm_server(monkeypatch):
     """mlx-lm's server, its own threads and batches, on a streamed model: the text of a resident one."""
-    prompts = ["def add(a, b):", "import os\n", "class Foo:", "for i in range", "# A", "try:\n", "x = [", "with"]
+    prompts = [
+        "def add(a, b):",
+        "import os\n",
+        "class Foo:",
+        "for i in range",
+        "# A",
+        "try:\n",
+        "x = [",
+        "with",
+    ]
 
     providers = []
 
     def serve(config):
         monkeypatch.setattr(mlx_lm.server, "load", functools.partial(moelab.load, config=config))
-        monkeypatch.setattr(sys, "argv", ["mlx_lm.server", "--model", str(TINY_MOE), "--log-level", "ERROR"])
+        monkeypatch.setattr(
+            sys, "argv", ["mlx_lm.server", "--model", str(TINY_MOE), "--log-level", "ERROR"]
+        )
         with monkeypatch.context() as patch:
-            patch.setattr(mlx_lm.server, "run", lambda host, port, provider: providers.append(provider))
+            patch.setattr(
+                mlx_lm.server, "run", lambda host, port, provider: providers.append(provider)
+            )
             mlx_lm.server.main()
         made = []
 
@@ -200,7 +226,9 @@ def test_mlx_lm_server(monkeypatch):
 
         generator = mlx_lm.server.ResponseGenerator(providers.pop(), LRUPromptCache(4))
         run = threading.Thread(
-            target=mlx_lm.server._run_http_server, args=("127.0.0.1", 0, generator, Server), daemon=True
+            target=mlx_lm.server._run_http_server,
+            args=("127.0.0.1", 0, generator, Server),
+            daemon=True,
         )
         run.start()
         while not made:
@@ -209,8 +237,15 @@ def test_mlx_lm_server(monkeypatch):
         url = f"http://127.0.0.1:{made[0].server_address[1]}/v1/completions"
 
         def ask(prompt):
-            body = {"model": "default_model", "prompt": prompt, "max_tokens": 12, "temperature": 0.0}
-            request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+            body = {
+                "model": "default_model",
+                "prompt": prompt,
+                "max_tokens": 12,
+                "temperature": 0.0,
+            }
+            request = urllib.request.Request(
+                url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
             with urllib.request.urlopen(request, timeout=300) as answer:
                 return json.load(answer)["choices"][0]["text"]
 
@@ -232,7 +267,10 @@ def test_mlx_lm_server(monkeypatch):
 def in_a_process(script, *args):
     """Run a script by itself and return what it printed as JSON: threads and memory are its own."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *map(str, args)], capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -302,7 +340,9 @@ print(json.dumps([before, state()]))
 def test_a_load_leaves_nothing(way, path):
     """Threads and file descriptors stay as they were; memory grows by less than 20 kB a load."""
     n = 60 if FAST else {"failed": 100}.get(way, 300)
-    (threads, files, rss), (threads_after, files_after, rss_after) = in_a_process(LEAKS, path, way, n)
+    (threads, files, rss), (threads_after, files_after, rss_after) = in_a_process(
+        LEAKS, path, way, n
+    )
     print(f"{way}, {n} loads: {threads} to {threads_after} threads, {files} to {files_after} files, "
           f"{rss:.1f} to {rss_after:.1f} MB")  # fmt: skip
     assert (threads_after, files_after) == (threads, files)

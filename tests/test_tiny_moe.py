@@ -42,7 +42,11 @@ def test_shape_and_bits(loaded):
     assert [layer.is_linear for layer in model.layers] == [True, True, True, False] * 2
     for layer in model.layers:
         experts = layer.mlp.switch_mlp.gate_proj
-        assert (experts.num_experts, experts.bits, experts.group_size) == (TEXT["num_experts"], 4, 64)
+        assert (experts.num_experts, experts.bits, experts.group_size) == (
+            TEXT["num_experts"],
+            4,
+            64,
+        )
         assert layer.mlp.top_k == TEXT["num_experts_per_tok"]
         assert layer.mlp.gate.bits == 8 and "mlp.gate" in EIGHT_BIT
 
@@ -65,7 +69,10 @@ def test_beats_xz_and_routing_has_not_collapsed(loaded, heldout):
     even = TEXT["num_experts_per_tok"] / TEXT["num_experts"]
     assert np.allclose(shares.sum(1), TEXT["num_experts_per_tok"])
     # On a few thousand tokens of one kind of text; over all of it the spread is narrower (see the model card).
-    assert shares.max() < 6 * even and (shares < even / 50).mean() < 0.05, (shares.max(1), shares.min(1))
+    assert shares.max() < 6 * even and (shares < even / 50).mean() < 0.05, (
+        shares.max(1),
+        shares.min(1),
+    )
 
 
 def test_evaluation_is_the_models_own(loaded, heldout):
@@ -75,7 +82,9 @@ def test_evaluation_is_the_models_own(loaded, heldout):
     before = [layer.mlp.switch_mlp for layer in model.layers]
     bpb, _ = evaluate.evaluate(model, tokenizer, [text])
     assert all(a is layer.mlp.switch_mlp for a, layer in zip(before, model.layers))
-    ids = mx.array([tokenizer.eos_token_id] + tokenizer.encode(text, add_special_tokens=False))[None]
+    ids = mx.array([tokenizer.eos_token_id] + tokenizer.encode(text, add_special_tokens=False))[
+        None
+    ]
     logits = model(ids[:, :-1])
     picked = mx.take_along_axis(logits, ids[:, 1:, None], axis=-1)[..., 0]
     nats = (mx.logsumexp(logits, axis=-1) - picked).sum().item()

@@ -31,9 +31,13 @@ def path(tmp_path_factory):
 def random_trace(prefill=6, decode=5, seed=0, L=L, E=E, K=K):
     rng = np.random.default_rng(seed)
     T = prefill + decode
-    experts = rng.permuted(np.broadcast_to(np.arange(E, dtype=np.uint16), (T, L, E)), axis=-1)[..., :K]
+    experts = rng.permuted(np.broadcast_to(np.arange(E, dtype=np.uint16), (T, L, E)), axis=-1)[
+        ..., :K
+    ]
     phase = np.repeat(("prefill", "decode"), (prefill, decode))
-    return Trace(experts.copy(), phase, rng.integers(0, 4096, T), E, "made up", seed, "def f():\n\té")
+    return Trace(
+        experts.copy(), phase, rng.integers(0, 4096, T), E, "made up", seed, "def f():\n\té"
+    )
 
 
 def run(model, steps=7):
@@ -141,7 +145,7 @@ def npy(shape, descr="|u1", rest=b""):
 EXPERTS = random_trace().experts
 STRANGE = {
     "negative experts": {
-        "experts": np.where(EXPERTS == EXPERTS[0, 0, 0], -1, EXPERTS.astype(np.int64))
+        "experts": np.where(EXPERTS[0, 0, 0] == EXPERTS, -1, EXPERTS.astype(np.int64))
     },
     "experts beyond E": {"experts": EXPERTS.astype(np.int64) + E},
     "experts beyond 16 bits": {"experts": EXPERTS.astype(np.int64) + 2**16},
@@ -246,7 +250,9 @@ def test_a_driven_model_runs_the_trace(path, mode):
     with driven(model, trace), moelab.record(model) as seen:
         after = run(model, steps=7)
     # four prompt rows of six, seven decoded rows of five: the trace starts over
-    want = np.concatenate([trace.prefill.experts[:4], trace.decode.experts, trace.decode.experts[:2]])
+    want = np.concatenate(
+        [trace.prefill.experts[:4], trace.decode.experts, trace.decode.experts[:2]]
+    )
     np.testing.assert_array_equal(seen.experts, want)
     assert list(seen.phase) == ["prefill"] * 4 + ["decode"] * 7
     assert np.abs(after - before).max() > 1e-3  # its experts did compute
@@ -323,7 +329,9 @@ def test_a_phase_that_the_trace_lacks_takes_the_others_rows(path):
     trace = random_trace(0, 5)
     with model, driven(model, trace), moelab.record(model) as seen:
         run(model, steps=2)
-    np.testing.assert_array_equal(seen.experts, np.concatenate([trace.experts[:4], trace.experts[:2]]))
+    np.testing.assert_array_equal(
+        seen.experts, np.concatenate([trace.experts[:4], trace.experts[:2]])
+    )
 
 
 @pytest.mark.parametrize("wrong", ({"L": L + 1}, {"E": E - 1}, {"K": K - 1}))
@@ -331,9 +339,13 @@ def test_a_trace_of_another_shape_is_refused(path, wrong):
     model, _ = load_model(path, moelab.StreamConfig(slots=K))
     (name, value), own = *wrong.items(), {"L": L, "E": E, "K": K}
     with model:
-        with pytest.raises(TraceError, match=rf"{name} \(.*\) {own[name]} of the model, {value} of the trace"):
-            with driven(model, random_trace(**wrong)):
-                pass
+        with (
+            pytest.raises(
+                TraceError, match=rf"{name} \(.*\) {own[name]} of the model, {value} of the trace"
+            ),
+            driven(model, random_trace(**wrong)),
+        ):
+            pass
         with pytest.raises(TraceError, match="no tokens"):
             with driven(model, random_trace()[:0]):
                 pass

@@ -13,7 +13,9 @@ from moelab.recipes import synthesize
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory, tokenizer):  # noqa: F811
-    return synthesize.synthesize(tmp_path_factory.mktemp("views") / "m", config=small(), tokenizer=tokenizer, progress=False)
+    return synthesize.synthesize(
+        tmp_path_factory.mktemp("views") / "m", config=small(), tokenizer=tokenizer, progress=False
+    )
 
 
 def test_recorded_results_say_where_they_come_from():
@@ -33,14 +35,26 @@ def test_published_figures_name_their_source():
 
 
 def test_bars_say_every_number_in_words():
-    fig = views.bars({"here": {"a": [1.0, 2.0, 3.0], "b": [4.0]}, "there": {"a": [5.0]}}, "t", "ms", "found", marks=[(1, 9.0, "limit")])
+    fig = views.bars(
+        {"here": {"a": [1.0, 2.0, 3.0], "b": [4.0]}, "there": {"a": [5.0]}},
+        "t",
+        "ms",
+        "found",
+        marks=[(1, 9.0, "limit")],
+    )
     assert fig.layout.meta["alt"] == "Bars of ms. here: a 2, b 4. there: a 5."
     assert fig.layout.yaxis2.range[1] > 9 and "found" in figures.words(fig)
 
 
 def test_lines_and_parts_carry_their_words():
-    fig = views.lines({"s": ([1, 2], [[1.0], [3.0]])}, "t", "x", "y", "found", ceilings=[(5.0, "top")])
-    assert "s: 1 at 1, 3 at 2" in fig.layout.meta["alt"] and "top: 5" in fig.layout.meta["alt"] and fig.layout.yaxis.range[1] > 5
+    fig = views.lines(
+        {"s": ([1, 2], [[1.0], [3.0]])}, "t", "x", "y", "found", ceilings=[(5.0, "top")]
+    )
+    assert (
+        "s: 1 at 1, 3 at 2" in fig.layout.meta["alt"]
+        and "top: 5" in fig.layout.meta["alt"]
+        and fig.layout.yaxis.range[1] > 5
+    )
     fig = views.parts({"here": {"m": {"wait": 0.001, "rest": 0.002}}}, "t", "found")
     assert "m wait 1 ms, rest 2 ms" in fig.layout.meta["alt"]
 
@@ -64,10 +78,23 @@ def test_the_slower_of_sending_and_moving_sets_the_pace():
 
 
 def test_ladder(model_path):
-    r = bench.bench(model_path, "resident," + ladder.LADDER, StreamConfig(slots=8), tokens=3, runs=2, warmup=1, progress=False)
+    r = bench.bench(
+        model_path,
+        "resident," + ladder.LADDER,
+        StreamConfig(slots=8),
+        tokens=3,
+        runs=2,
+        warmup=1,
+        progress=False,
+    )
     assert list(ladder.rungs(r)) == ["serial", "batched", "parallel", "slots", "gate+up", "cores"]
-    alone = {"modes": {m.removesuffix("/streams=1"): r["modes"][m] for m in r["modes"] if m != "fused"}, "tokens": 3}
-    assert list(ladder.rungs(alone)) == ["serial", "batched", "parallel", "slots", "gate+up"], "a GPU's record"
+    alone = {
+        "modes": {m.removesuffix("/streams=1"): r["modes"][m] for m in r["modes"] if m != "fused"},
+        "tokens": 3,
+    }
+    assert list(ladder.rungs(alone)) == ["serial", "batched", "parallel", "slots", "gate+up"], (
+        "a GPU's record"
+    )
     pieces = ladder.parts(r)
     for mode, name in ladder.RUNGS.items():
         assert sum(pieces[name].values()) == pytest.approx(np.median(ladder.token_s(r, mode)))
@@ -80,7 +107,13 @@ def test_between_prompts():
     def sample(round, seconds):
         return {"round": round, "decode_s": seconds, "counters": {"hit_rate": 0.5}}
 
-    record = {"prompts": ["a", "b"], "tokens": 1, "modes": {"fused": {"samples": [sample(0, 1.0), sample(1, 2.0), sample(2, 1.0), sample(3, 2.0)]}}}
+    record = {
+        "prompts": ["a", "b"],
+        "tokens": 1,
+        "modes": {
+            "fused": {"samples": [sample(0, 1.0), sample(1, 2.0), sample(2, 1.0), sample(3, 2.0)]}
+        },
+    }
     spread = ladder.between_prompts(record)
     assert spread["between"] == pytest.approx(1.0) and spread["within"] == 0
 
@@ -104,4 +137,6 @@ def test_checkpoint_of_real_layers_is_gone_afterwards(tokenizer, monkeypatch, tm
 
 def test_medians_of_fresh_and_recorded_timings_alike():
     t = timing.Timing("a", (1.0, 3.0, 2.0))
-    assert results.median({"a": t}, "a") == results.median({"a": {"samples_s": [1, 3, 2]}}, "a") == 2
+    assert (
+        results.median({"a": t}, "a") == results.median({"a": {"samples_s": [1, 3, 2]}}, "a") == 2
+    )

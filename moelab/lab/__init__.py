@@ -16,7 +16,9 @@ def preset(**sizes) -> SimpleNamespace:
     Example:
         >>> P = preset(tokens=(128, 16), slots=16)  # P.tokens == 128, P.slots == 16
     """
-    chosen = {name: v[FAST] if isinstance(v, tuple) and len(v) == 2 else v for name, v in sizes.items()}
+    chosen = {
+        name: v[FAST] if isinstance(v, tuple) and len(v) == 2 else v for name, v in sizes.items()
+    }
     print(
         f"preset={'fast (a smoke run, not a measurement)' if FAST else 'full'}:",
         *(f"{k}={v!r}" for k, v in chosen.items()),

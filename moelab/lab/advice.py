@@ -40,7 +40,9 @@ class Advice:
     def __str__(self):
         c = self.config
         lines = [
-            "with all the memory there is:" if self.memory_nbytes == float("inf") else f"with {self.memory_nbytes / 1e9:.2f} GB for the process and its page cache:",
+            "with all the memory there is:"
+            if self.memory_nbytes == float("inf")
+            else f"with {self.memory_nbytes / 1e9:.2f} GB for the process and its page cache:",
             f"  mode={c.mode} slots={c.slots} policy={c.policy} prefetch={c.prefetch}, layout {self.layout}: "
             f"{self.token_s * 1e3:.1f} ms a token, {1 / self.token_s:.1f} tok/s predicted",
             *(f"  - {line}" for line in self.why),
@@ -57,7 +59,17 @@ class Advice:
         return "\n".join(lines)
 
 
-def advise(model, memory=None, trace=None, costs=None, slots=None, policies=POLICIES, skip=None, gain=None, foretold=None):
+def advise(
+    model,
+    memory=None,
+    trace=None,
+    costs=None,
+    slots=None,
+    policies=POLICIES,
+    skip=None,
+    gain=None,
+    foretold=None,
+):
     """Choose how to stream a model in given memory, by replaying a trace with this machine's costs.
 
     Args:
@@ -90,9 +102,15 @@ def advise(model, memory=None, trace=None, costs=None, slots=None, policies=POLI
     most = E if memory == float("inf") else sweep.fits(sizes, memory)
     trace = sweep.made_up(path, T=TOKENS) if trace is None else trace
     costs = costs or cost.measure_costs(path)
-    slots = [n for n in slots or np.unique(np.linspace(K, most, 12).astype(int)).tolist() if K <= n <= most]
+    slots = [
+        n
+        for n in slots or np.unique(np.linspace(K, most, 12).astype(int)).tolist()
+        if K <= n <= most
+    ]
     if not slots:
-        raise ValueError(f"advise: expected slots from {K} (the experts per token) to {most} (what fits), got none.")
+        raise ValueError(
+            f"advise: expected slots from {K} (the experts per token) to {most} (what fits), got none."
+        )
     skip = len(trace.decode) // 2 if skip is None else skip
     settings = replays(sizes, memory, trace, costs, [(n, p) for p in policies for n in slots], skip)
     n, policy = pick(settings)
@@ -121,9 +139,23 @@ def advise(model, memory=None, trace=None, costs=None, slots=None, policies=POLI
             layout, chosen, token_s = "packed", packed, float(packed.token_s.mean())
     guess, saved_s, reason = _prefetch(path, n, layout, chosen.parts_s, token_s, foretold)
     why.append(reason)
-    if footprint(path, StreamConfig(mode="resident")).total_nbytes + sweep.PROCESS_NBYTES + sweep.SPARE_NBYTES <= memory:
-        why.append("All of the model fits: compare mode='resident', which reads nothing and never waits for the routing (python -m moelab bench).")
-    return Advice(StreamConfig(slots=n, policy=policy, prefetch=guess), layout, token_s - saved_s, memory, settings, tuple(why))
+    if (
+        footprint(path, StreamConfig(mode="resident")).total_nbytes
+        + sweep.PROCESS_NBYTES
+        + sweep.SPARE_NBYTES
+        <= memory
+    ):
+        why.append(
+            "All of the model fits: compare mode='resident', which reads nothing and never waits for the routing (python -m moelab bench)."
+        )
+    return Advice(
+        StreamConfig(slots=n, policy=policy, prefetch=guess),
+        layout,
+        token_s - saved_s,
+        memory,
+        settings,
+        tuple(why),
+    )
 
 
 def replays(sizes, memory, trace, costs, settings, skip):
@@ -189,14 +221,22 @@ def _prefetch(path, slots, layout, part, token_s, foretold):
     idle_s = max(0.0, part["fixed"] + part["experts"] + part["hidden"])
     bound_s = min(left_s, idle_s)
     if bound_s < WORTH * token_s:
-        return "none", 0.0, (
-            f"No prefetch: {left_s * 1e3:.1f} ms of a token are reads that nothing hides as it is, and not even an oracle could hide more than "
-            f"{bound_s * 1e3:.1f} of them."
+        return (
+            "none",
+            0.0,
+            (
+                f"No prefetch: {left_s * 1e3:.1f} ms of a token are reads that nothing hides as it is, and not even an oracle could hide more than "
+                f"{bound_s * 1e3:.1f} of them."
+            ),
         )
     if layout != "packed":
-        return "none", 0.0, (
-            f"No prefetch: an oracle would hide {bound_s * 1e3:.1f} ms of reads, but where an expert lies in several pieces a guess takes as many reads, "
-            "and gained nothing in the recorded runs (notebook 04)."
+        return (
+            "none",
+            0.0,
+            (
+                f"No prefetch: an oracle would hide {bound_s * 1e3:.1f} ms of reads, but where an expert lies in several pieces a guess takes as many reads, "
+                "and gained nothing in the recorded runs (notebook 04)."
+            ),
         )
     try:
         used, wasted, ask_s = foretold or look_ahead(path, slots)
@@ -204,9 +244,13 @@ def _prefetch(path, slots, layout, part, token_s, foretold):
         return "none", 0.0, f"No prefetch: {e}"
     saved_s = min(used * left_s, idle_s) - wasted * left_s - ask_s
     worth = saved_s >= WORTH * token_s
-    return "lookahead" if worth else "none", saved_s if worth else 0.0, (
-        f"{'Prefetch' if worth else 'No prefetch'}: of {left_s * 1e3:.1f} ms of reads that nothing hides a look ahead foretells {used:.0%}, reads {wasted:.0%} as much "
-        f"for nothing and takes {ask_s * 1e3:.1f} ms to ask: {saved_s * 1e3:+.1f} ms a token to gain."
+    return (
+        "lookahead" if worth else "none",
+        saved_s if worth else 0.0,
+        (
+            f"{'Prefetch' if worth else 'No prefetch'}: of {left_s * 1e3:.1f} ms of reads that nothing hides a look ahead foretells {used:.0%}, reads {wasted:.0%} as much "
+            f"for nothing and takes {ask_s * 1e3:.1f} ms to ask: {saved_s * 1e3:+.1f} ms a token to gain."
+        ),
     )
 
 
@@ -226,7 +270,10 @@ def look_ahead(path, slots, tokens=16):
         ValueError: If this family's router cannot be asked.
     """
     spent = []
-    config = StreamConfig(prefetch="lookahead", slots=min(slots, 2 * footprint(path, StreamConfig(mode="resident")).top_k))
+    config = StreamConfig(
+        prefetch="lookahead",
+        slots=min(slots, 2 * footprint(path, StreamConfig(mode="resident")).top_k),
+    )
     model, tokenizer = load(path, config)
     with model:
         ask = model._session.prefetcher.ask
@@ -250,5 +297,8 @@ def _gain(path, costs):
     """How many times faster the SSD brings experts in one piece than as they lie, cold."""
     file = max(path.glob("*.safetensors"), key=lambda f: f.stat().st_size)
     nbytes = footprint(path).expert_nbytes
-    speeds = [machine.read_speed(file, True, StreamConfig().readers, nbytes, max(8, (64 << 20) // nbytes)) for _ in range(3)]
+    speeds = [
+        machine.read_speed(file, True, StreamConfig().readers, nbytes, max(8, (64 << 20) // nbytes))
+        for _ in range(3)
+    ]
     return float(np.median(speeds) * costs.cold_s_per_byte)

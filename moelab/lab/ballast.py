@@ -34,7 +34,10 @@ class Ballast:
 
     def __init__(self, nbytes):
         self._process = subprocess.Popen(
-            [sys.executable, "-I", __file__, str(nbytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-I", __file__, str(nbytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         try:
             answer = json.loads(self._process.stdout.readline() or '{"refused": "it was killed"}')
@@ -82,9 +85,12 @@ def _hold(nbytes):
         import resource
 
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        allowed = "no limit" if soft == resource.RLIM_INFINITY else f"RLIMIT_MEMLOCK is {soft >> 10} KiB"
+        allowed = (
+            "no limit" if soft == resource.RLIM_INFINITY else f"RLIMIT_MEMLOCK is {soft >> 10} KiB"
+        )
         raise Refused(
-            error, f"memory cannot be locked ({errno.errorcode.get(error, error)}, {allowed}), and may be swapped out"
+            error,
+            f"memory cannot be locked ({errno.errorcode.get(error, error)}, {allowed}), and may be swapped out",
         )
     for first in range(0, nbytes, mmap.PAGESIZE):  # without swap it cannot leave either
         m[first] = 1

@@ -55,9 +55,10 @@ def generate(model_path, prompt, config=None, max_tokens=128, out=None):
         c = stats(model).decode
         line = f"{r.generation_tps:.1f} tok/s, {r.generation_tokens} tokens; prompt {r.prompt_tps:.1f} tok/s, {r.prompt_tokens} tokens"
         if c.hits + c.misses:
-            line += f"; hit rate {c.hit_rate:.0%}, {c.bytes_per_token / 1e6:.2f} MB read for each token"
+            line += (
+                f"; hit rate {c.hit_rate:.0%}, {c.bytes_per_token / 1e6:.2f} MB read for each token"
+            )
         out.write(f"\n\n[{line}; peak memory {mx.get_peak_memory() / 1e6:.0f} MB]\n")
-
 
 
 def parse_modes(text, base=None):
@@ -72,7 +73,9 @@ def parse_modes(text, base=None):
     for name in (part.strip() for part in text.split(",")):
         mode, *settings = name.split("/")
         if not mode:
-            raise ValueError(f"modes: expected names divided by commas, such as resident,fused; got {text!r}")
+            raise ValueError(
+                f"modes: expected names divided by commas, such as resident,fused; got {text!r}"
+            )
         if name in out:
             raise ValueError(f"modes: expected each mode once, {name!r} is there twice in {text!r}")
         fields = {}
@@ -83,13 +86,17 @@ def parse_modes(text, base=None):
                     f"modes: {setting!r} in {name!r}, expected FIELD=VALUE with a field of StreamConfig ({', '.join(known)})"
                 )
             if key in fields:
-                raise ValueError(f"modes: expected each field once, {key} is there twice in {name!r}")
+                raise ValueError(
+                    f"modes: expected each field once, {key} is there twice in {name!r}"
+                )
             fields[key] = _field(key, value, f"modes: {setting!r} in {name!r}")
         config = dataclasses.replace(base, mode=mode, **fields)
         for key in config.unused().intersection(fields):
             raise ValueError(f"modes: {key} in {name!r} has no effect there: leave it out")
         if config.prefetch == "oracle":
-            raise ValueError(f"modes: {name!r}: an oracle needs a trace (moelab.lab.prefetch); expected none, last or lookahead")
+            raise ValueError(
+                f"modes: {name!r}: an oracle needs a trace (moelab.lab.prefetch); expected none, last or lookahead"
+            )
         out[name] = config
     return out
 
@@ -113,7 +120,9 @@ def encode(tokenizer, prompt):
     """The tokens of a prompt, of which there must be some."""
     ids = tokenizer.encode(prompt)
     if not len(ids):
-        raise ValueError(f"prompt {prompt!r}: expected a text of at least one token, the tokenizer made none. Give another.")
+        raise ValueError(
+            f"prompt {prompt!r}: expected a text of at least one token, the tokenizer made none. Give another."
+        )
     return ids
 
 
@@ -172,7 +181,11 @@ def decode(model, prompt_ids, tokens, warmup=0, before_clock=None):
     counters = None
     if ours:
         c = stats(model).decode
-        counters = {**dataclasses.asdict(c), "hit_rate": c.hit_rate, "bytes_per_token": c.bytes_per_token}
+        counters = {
+            **dataclasses.asdict(c),
+            "hit_rate": c.hit_rate,
+            "bytes_per_token": c.bytes_per_token,
+        }
     return {
         "tokens": [first, *warm, *out], "prefill_s": prefill_s, "decode_s": float(step_s.sum()),
         "step_s": step_s.round(7).tolist(), "counters": counters,
@@ -245,7 +258,9 @@ def bench(path, modes="resident,serial,buffers,stacked,fused", base=None, tokens
     }  # fmt: skip
     order, loaded = random.Random(seed), _Loaded(path, configs, together)
 
-    bar = tqdm(total=(runs + 1) * len(configs), desc="bench", unit="run", leave=False, disable=not progress)
+    bar = tqdm(
+        total=(runs + 1) * len(configs), desc="bench", unit="run", leave=False, disable=not progress
+    )
     try:
         for i in range(-1, runs):
             for name in order.sample(list(configs), len(configs)):
@@ -287,10 +302,14 @@ def agreement(path, modes="serial,buffers,stacked,fused", base=None, tokens=32, 
         with model:
             prompt_ids = tokenizer.encode(prompt)
             cache = make_prompt_cache(model)
-            logits = [np.array(model(mx.array([prompt_ids]), cache=cache)[0, -1].astype(mx.float32))]
+            logits = [
+                np.array(model(mx.array([prompt_ids]), cache=cache)[0, -1].astype(mx.float32))
+            ]
             for i in range(tokens):
                 y = int(logits[-1].argmax()) if yard is None else ids[i]
-                logits.append(np.array(model(mx.array([[y]]), cache=cache)[0, -1].astype(mx.float32)))
+                logits.append(
+                    np.array(model(mx.array([[y]]), cache=cache)[0, -1].astype(mx.float32))
+                )
         logits = np.stack(logits)
         if yard is None:
             yard, ids = logits, logits.argmax(1).tolist()
@@ -362,7 +381,9 @@ def folder(path):
 
 def summarize(record):
     """Add to a bench's record what follows from its samples: medians, ratios to resident, whether the tokens are the same."""
-    resident = next((n for n, m in record["modes"].items() if m["config"]["mode"] == "resident"), None)
+    resident = next(
+        (n for n, m in record["modes"].items() if m["config"]["mode"] == "resident"), None
+    )
     for name, m in record["modes"].items():
         samples = m["samples"]
         if not samples:
@@ -372,7 +393,9 @@ def summarize(record):
         m["peak_nbytes"] = max(s["peak_nbytes"] for s in samples)
         counters = [s["counters"] for s in samples if s["counters"]]
         if m["config"]["mode"] != "resident" and counters:
-            m["hit_rate"] = sum(c["hits"] for c in counters) / max(1, sum(c["hits"] + c["misses"] for c in counters))
+            m["hit_rate"] = sum(c["hits"] for c in counters) / max(
+                1, sum(c["hits"] + c["misses"] for c in counters)
+            )
             m["bytes_per_token"] = statistics.mean(c["bytes_per_token"] for c in counters)
         if resident and name != resident:
             yard = {s["round"]: s for s in record["modes"][resident]["samples"]}
@@ -394,13 +417,20 @@ def ceilings(record, speeds):
     Returns:
         dict: For every streamed mode, tokens per second by the name of the speed; ``no reads`` with one stream is the resident model.
     """
-    resident = next((m for m in record["modes"].values() if m["config"]["mode"] == "resident" and m["samples"]), None)
+    resident = next(
+        (m for m in record["modes"].values() if m["config"]["mode"] == "resident" and m["samples"]),
+        None,
+    )
     if resident is None:
         return {}
     out = {}
     for name, m in record["modes"].items():
         if m.get("bytes_per_token") is not None:
-            token_s = 1 / resident["decode_tok_s"]["median"] / _num_streams(m["config"], record["machine"])
+            token_s = (
+                1
+                / resident["decode_tok_s"]["median"]
+                / _num_streams(m["config"], record["machine"])
+            )
             out[name] = {
                 "no reads": 1 / token_s,
                 **{k: 1 / (token_s + m["bytes_per_token"] / v) for k, v in speeds.items()},
@@ -420,7 +450,10 @@ def read_speeds(path, readers=8, nbytes=1 << 20):
     """Bytes per second of random reads of the checkpoint's largest file, cold and warm, by name."""
     file = max(folder(path).glob("*.safetensors"), key=lambda f: f.stat().st_size)
     nbytes = max(4096, min(nbytes, file.stat().st_size // 32))
-    return {f"{state} reads": machine.read_speed(file, state == "cold", readers, nbytes) for state in ("cold", "warm")}
+    return {
+        f"{state} reads": machine.read_speed(file, state == "cold", readers, nbytes)
+        for state in ("cold", "warm")
+    }
 
 
 def report(record):
@@ -438,15 +471,31 @@ def report(record):
         if not m["samples"]:
             lines.append(f"{name:{wide}}  no samples")
             continue
-        ratio, same, n = m.get("ratio_to_resident"), m.get("rounds_with_the_same_tokens"), len(m["samples"])
+        ratio, same, n = (
+            m.get("ratio_to_resident"),
+            m.get("rounds_with_the_same_tokens"),
+            len(m["samples"]),
+        )
         lines.append(
             f"{name:{wide}}  {spread(m['decode_tok_s']):26} {spread(ratio) if ratio else '-':26} "
-            + (f"{m['hit_rate']:5.0%} {m['bytes_per_token'] / 1e6:9.2f}" if "hit_rate" in m else f"{'-':>5} {'-':>9}")
+            + (
+                f"{m['hit_rate']:5.0%} {m['bytes_per_token'] / 1e6:9.2f}"
+                if "hit_rate" in m
+                else f"{'-':>5} {'-':>9}"
+            )
             + f" {m['peak_nbytes'] / 1e6:8.0f} {m['predicted_nbytes'] / 1e6:9.0f}  "
-            + ("-" if same is None else "same" if same == n else f"DIFFER in {n - same} of {n} rounds")
+            + (
+                "-"
+                if same is None
+                else "same"
+                if same == n
+                else f"DIFFER in {n - same} of {n} rounds"
+            )
         )
     for name, c in record.get("ceilings_tok_s", {}).items():
-        lines.append(f"ceilings, {name}: " + ", ".join(f"{v:.1f} tok/s with {k}" for k, v in c.items()))
+        lines.append(
+            f"ceilings, {name}: " + ", ".join(f"{v:.1f} tok/s with {k}" for k, v in c.items())
+        )
     return "\n".join(lines)
 
 
@@ -455,7 +504,17 @@ def spread(s):
 
 
 def run_bench(
-    path, modes, base, tokens, runs, warmup, prompts, json_path=None, together=None, cold=False, progress=True
+    path,
+    modes,
+    base,
+    tokens,
+    runs,
+    warmup,
+    prompts,
+    json_path=None,
+    together=None,
+    cold=False,
+    progress=True,
 ):
     """The command: bench, print, save.
 
@@ -488,6 +547,7 @@ def run_bench(
         timing.save(json_path, record)
         print(f"samples: {json_path}")
     return record["machine"]["device"] == "gpu" or all(
-        m.get("rounds_with_the_same_tokens", len(m["samples"])) == len(m["samples"]) or m["config"]["top_k"] is not None
+        m.get("rounds_with_the_same_tokens", len(m["samples"])) == len(m["samples"])
+        or m["config"]["top_k"] is not None
         for m in record["modes"].values()
     )

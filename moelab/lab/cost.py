@@ -64,7 +64,9 @@ def measure_costs(path, config=None, tokens=12, seed=0, samples=None):
     if config.mode not in ("stacked", "fused"):
         raise ValueError(f"measure_costs: expected mode stacked or fused, got {config.mode!r}.")
     if E == K:
-        raise ValueError(f"measure_costs: expected more experts than a token needs, or none is ever read twice; got {E} and {K}.")
+        raise ValueError(
+            f"measure_costs: expected more experts than a token needs, or none is ever read twice; got {E} and {K}."
+        )
     samples = {} if samples is None else samples
     rng = np.random.default_rng(seed)
     model, _ = load_model(path, config)
@@ -80,7 +82,11 @@ def measure_costs(path, config=None, tokens=12, seed=0, samples=None):
 
         most = min(K, E - K)
         counts = sorted({1, -(-most // 4), -(-most // 2), most})
-        reads = {(state, m): samples.setdefault((state, m), []) for state in ("cold", "warm") for m in counts}
+        reads = {
+            (state, m): samples.setdefault((state, m), [])
+            for state in ("cold", "warm")
+            for m in counts
+        }
         for m in rng.permutation(np.repeat(counts, 2)).tolist():
             need = rows(m, tokens // 2 + 1)
             for state in ("cold", "warm"):  # the second time they are in the page cache
@@ -95,13 +101,20 @@ def measure_costs(path, config=None, tokens=12, seed=0, samples=None):
         for state in ("cold", "warm"):
             x = np.array(counts) * nbytes
             y = np.array([np.median(reads[state, m]) for m in counts])
-            slope, call = np.polyfit(x, y, 1, w=1 / y) if len(x) > 1 else (0, -1)  # relative errors count alike
+            slope, call = (
+                np.polyfit(x, y, 1, w=1 / y) if len(x) > 1 else (0, -1)
+            )  # relative errors count alike
             if call < 0 or slope < 0:
                 slope, call = float((x * y).sum() / (x * x).sum()), 0.0
             lines[state] = float(slope), float(call)
 
         def decode(need):
-            trace = Trace(need.astype(np.uint16), np.full(len(need), "decode"), np.zeros(len(need), np.int64), E)
+            trace = Trace(
+                need.astype(np.uint16),
+                np.full(len(need), "decode"),
+                np.zeros(len(need), np.int64),
+                E,
+            )
             cache, out = make_prompt_cache(model), []
             with driven(model, trace):
                 for i in range(len(need)):
@@ -161,7 +174,6 @@ def _expert_s(model, layer, experts, tokens):
             mx.eval(layer(x, indices))
             if i >= 2:
                 seconds[k].append(time.perf_counter() - begin)
-    if K == half:
+    if half == K:
         return float(np.median(seconds[K]))
     return float(max(0.0, np.median(np.subtract(seconds[K], seconds[half]))) / (K - half))
-

@@ -41,7 +41,10 @@ class Run:
 
     def same_tokens(self, other: "Run") -> int:
         """How many tokens from the first on are those of ``other``."""
-        return next((i for i, (a, b) in enumerate(zip(self.tokens, other.tokens)) if a != b), len(self.tokens))
+        return next(
+            (i for i, (a, b) in enumerate(zip(self.tokens, other.tokens)) if a != b),
+            len(self.tokens),
+        )
 
 
 def decode(path, config: StreamConfig, prompt: str, tokens: int) -> Run:
@@ -110,7 +113,9 @@ def _memory_and_time(path, resident: Run, streamed: Run):
         barmode="stack",
     )
     make_subplots(1, 2, figure=fig, horizontal_spacing=0.14)
-    fig.update_yaxes(title="MLX memory once loaded (MB)", col=1).update_yaxes(title="time for a token (ms)", col=2)
+    fig.update_yaxes(title="MLX memory once loaded (MB)", col=1).update_yaxes(
+        title="time for a token (ms)", col=2
+    )
     backbone = plan.backbone_nbytes / 1e6
     series = [
         ("all but the experts", [backbone, backbone], 1, figures.GREY, ""),
@@ -123,7 +128,9 @@ def _memory_and_time(path, resident: Run, streamed: Run):
             x=where,
             y=heights,
             name=name,
-            marker=dict(color=color, pattern=dict(shape=pattern, fgcolor="white", fillmode="overlay")),
+            marker=dict(
+                color=color, pattern=dict(shape=pattern, fgcolor="white", fillmode="overlay")
+            ),
             width=0.55,
             row=1,
             col=column,

@@ -83,7 +83,10 @@ def one_operation(count=400, rounds=20):
         "scheduled": run(mx.async_eval, mx.eval),
         "evaluated": run(mx.eval, nothing),
     }
-    return {"config": {"count": count}, "timings": interleave(variants, rounds, n_warmup=3, config={"count": count})}
+    return {
+        "config": {"count": count},
+        "timings": interleave(variants, rounds, n_warmup=3, config={"count": count}),
+    }
 
 
 # The experts of one layer
@@ -136,7 +139,9 @@ def expert_calls(D, F, K, E=None, layers=8, rounds=20, dtype=None, seed=0):
 
     def stacked(x, i, c):
         x = mx.expand_dims(x, (-2, -3))
-        return gather(nn.silu(gather(x, gate, i)) * gather(x, up, i), down, i).squeeze(-2).sum(axis=-2)
+        return (
+            gather(nn.silu(gather(x, gate, i)) * gather(x, up, i), down, i).squeeze(-2).sum(axis=-2)
+        )
 
     def fused(x, i, c):
         g, u = mx.split(gather(mx.expand_dims(x, (-2, -3)), both, i), 2, axis=-1)
@@ -162,7 +167,9 @@ def expert_calls(D, F, K, E=None, layers=8, rounds=20, dtype=None, seed=0):
         "gate and up fused": run(fused),
         "dense": run(dense),
     }
-    config = dict(D=D, F=F, K=K, E=E, layers=layers, dtype=str(dtype), nbytes=K * 3 * D * F * 9 // 16)
+    config = dict(
+        D=D, F=F, K=K, E=E, layers=layers, dtype=str(dtype), nbytes=K * 3 * D * F * 9 // 16
+    )
     return {"config": config, "timings": interleave(variants, rounds, n_warmup=3, config=config)}
 
 
@@ -180,18 +187,23 @@ def tokens_at_once(D, F, K, E=64, tokens=(1, 2, 4, 8, 32), rounds=10, dtype=None
     variants = {}
     for T in tokens:
         x = mx.random.normal((1, T, D)).astype(dtype)
-        i = mx.array(np.stack([rng.choice(E, K, replace=False) for _ in range(T)])[None].astype(np.uint32))
+        i = mx.array(
+            np.stack([rng.choice(E, K, replace=False) for _ in range(T)])[None].astype(np.uint32)
+        )
         mx.eval(x, i)
 
         def as_they_come(x=x, i=i):
             x = mx.expand_dims(x, (-2, -3))
-            y = experts.down_proj(experts.activation(experts.up_proj(x, i), experts.gate_proj(x, i)), i)
+            y = experts.down_proj(
+                experts.activation(experts.up_proj(x, i), experts.gate_proj(x, i)), i
+            )
             mx.eval(y)
 
         def by_expert(x=x, i=i):
             x, s, inverse = _gather_sort(mx.expand_dims(x, (-2, -3)), i)
             h = experts.activation(
-                experts.up_proj(x, s, sorted_indices=True), experts.gate_proj(x, s, sorted_indices=True)
+                experts.up_proj(x, s, sorted_indices=True),
+                experts.gate_proj(x, s, sorted_indices=True),
             )
             mx.eval(_scatter_unsort(experts.down_proj(h, s, sorted_indices=True), inverse, i.shape))
 
@@ -218,7 +230,9 @@ def operations(*arrays):
 
 def operations_of_a_layer(model):
     """The operations that each layer adds to one decoded token, ``[{name: count}]``."""
-    inner = next(m for _, m in model.named_modules() if hasattr(m, "layers") and hasattr(m, "embed_tokens"))
+    inner = next(
+        m for _, m in model.named_modules() if hasattr(m, "layers") and hasattr(m, "embed_tokens")
+    )
     cache = make_prompt_cache(model)
     mx.eval(model(mx.array([[1, 2, 3]]), cache=cache), [c.state for c in cache])
     out = []
@@ -260,7 +274,9 @@ def dense_and_moe(D=2048, F=512, K=8, E=32, layers=8, vocab=8192, dtype=None, se
     for model in models.values():
         model.set_dtype(dtype or default_dtype())
         nn.quantize(model, 64, 4)
-        for layer in model.layers:  # one at a time: what is not quantized yet takes eight times the memory
+        for (
+            layer
+        ) in model.layers:  # one at a time: what is not quantized yet takes eight times the memory
             mx.eval(layer.parameters())
         mx.eval(model.parameters())
         model.eval()
@@ -416,14 +432,20 @@ def slot_writes(D, F, K=8, S=64, misses=(0, 1, 4, 8), rounds=10, seed=0, dtype=N
     biases = mx.full((S, 2 * F, D // 64), -8e-3, dtype)
     x = mx.random.normal((1, 1, 1, 1, D)).astype(dtype)
     bank = [mx.random.randint(0, 2**31 - 1, shape).astype(mx.uint32)]
-    aside = mx.zeros(shape, mx.uint32)  # a bank of its own: on CUDA a host write moves it to managed memory
+    aside = mx.zeros(
+        shape, mx.uint32
+    )  # a bank of its own: on CUDA a host write moves it to managed memory
     mx.eval(scales, biases, x, bank, aside)
     rows = np.asarray(aside)
     rng = np.random.default_rng(seed)
 
     def use(weights, slots):
         i = mx.array(slots.astype(np.uint32)[None, None])
-        mx.eval(mx.gather_qmm(x, weights, scales, biases, rhs_indices=i, transpose=True, group_size=64, bits=4))
+        mx.eval(
+            mx.gather_qmm(
+                x, weights, scales, biases, rhs_indices=i, transpose=True, group_size=64, bits=4
+            )
+        )
 
     def pick():
         return rng.choice(S, K, replace=False)
@@ -452,7 +474,14 @@ def slot_writes(D, F, K=8, S=64, misses=(0, 1, 4, 8), rounds=10, seed=0, dtype=N
             mx.eval(new)
         use(bank[0], pick())
 
-    ways = {"in place": in_place, "set by slice": by_slice, "one scatter": scatter, "upload": upload}
-    variants = {f"{name}, {m} new": (lambda f=f, m=m: f(m)) for name, f in ways.items() for m in misses}
+    ways = {
+        "in place": in_place,
+        "set by slice": by_slice,
+        "one scatter": scatter,
+        "upload": upload,
+    }
+    variants = {
+        f"{name}, {m} new": (lambda f=f, m=m: f(m)) for name, f in ways.items() for m in misses
+    }
     config = dict(D=D, F=F, K=K, S=S, dtype=str(dtype), expert_nbytes=host[0].nbytes)
     return {"config": config, "timings": interleave(variants, rounds, n_warmup=3, config=config)}

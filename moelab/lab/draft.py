@@ -74,7 +74,9 @@ def drafted(model, ids, draft, num_draft_tokens, tokens, sampler=None, policy=No
     Returns:
         dict: ``tokens``, ``decode_s``, ``rounds`` (lists of drafted, accepted, draft_s, verify_s) and ``counters`` of the target.
     """
-    clock = _Clocked(policy or (Policy() if num_draft_tokens == "auto" else Always(num_draft_tokens)))
+    clock = _Clocked(
+        policy or (Policy() if num_draft_tokens == "auto" else Always(num_draft_tokens))
+    )
     before, rounds, out = _counted(model), {}, []
     steps = speculative_generate_step(
         mx.array(ids), model, draft, num_draft_tokens=clock, max_tokens=tokens, sampler=sampler
@@ -98,7 +100,9 @@ def undrafted(model, ids, tokens, sampler=None):
             model(mx.array([ids[:-1]]), cache=cache)
         mx.eval([c.state for c in cache])
     before, begin, out = _counted(model), time.perf_counter(), []
-    for token, _ in generate_step(mx.array(ids[-1:]), model, max_tokens=tokens, prompt_cache=cache, sampler=sampler):
+    for token, _ in generate_step(
+        mx.array(ids[-1:]), model, max_tokens=tokens, prompt_cache=cache, sampler=sampler
+    ):
         out.append(int(token))
         end = time.perf_counter()
     mx.synchronize(generation_stream)
@@ -127,12 +131,25 @@ def compare(model, tokenizer, make_draft, lengths, prompts, tokens, runs, seed=0
             sample = (
                 undrafted(model, ids, tokens)
                 if n == "mlx-lm"
-                else drafted(model, ids, make_draft(ids, text), n, tokens, policy=policy if n == "auto" else None)
+                else drafted(
+                    model,
+                    ids,
+                    make_draft(ids, text),
+                    n,
+                    tokens,
+                    policy=policy if n == "auto" else None,
+                )
             )
             sample["same"] = sample.pop("tokens") == text
             if i >= 0:
                 samples[str(n)].append(sample)
-    return {"kind": "draft", "machine": machine.card(), "tokens": tokens, "runs": runs, "variants": samples}
+    return {
+        "kind": "draft",
+        "machine": machine.card(),
+        "tokens": tokens,
+        "runs": runs,
+        "variants": samples,
+    }
 
 
 def summary(compared):
@@ -154,7 +171,9 @@ def speeds(compared):
     """Speed over not drafting, run by run: ``{"8 drafts" or "policy": [ratio, ...]}``; the loop that drafts 0 is left out."""
     plain = [s["decode_s"] for s in compared["variants"]["mlx-lm"]]
     return {
-        "policy" if n == "auto" else f"{n} draft" + "s" * (n != "1"): [p / s["decode_s"] for p, s in zip(plain, samples)]
+        "policy" if n == "auto" else f"{n} draft" + "s" * (n != "1"): [
+            p / s["decode_s"] for p, s in zip(plain, samples)
+        ]
         for n, samples in compared["variants"].items()
         if n not in ("mlx-lm", "0")
     }
@@ -167,7 +186,10 @@ def verify_ms(compared):
         dict: ``{m: [ms, ...]}``, m ascending.
     """
     fixed = sorted(int(n) for n in compared["variants"] if n not in ("mlx-lm", "auto", "0"))
-    return {n + 1: [1e3 * r[3] for s in compared["variants"][str(n)] for r in s["rounds"] if r[0] == n] for n in fixed}
+    return {
+        n + 1: [1e3 * r[3] for s in compared["variants"][str(n)] for r in s["rounds"] if r[0] == n]
+        for n in fixed
+    }
 
 
 def passes(model, ids, positions, rounds):
@@ -226,7 +248,9 @@ def union(trace, positions):
         dict: ``{m: ([mean of each layer], expected of independent uniform tokens)}``.
     """
     K, E = trace.experts.shape[2], trace.num_experts
-    return {m: (lab_routing.union(trace, m).tolist(), E * (1 - (1 - K / E) ** m)) for m in positions}
+    return {
+        m: (lab_routing.union(trace, m).tolist(), E * (1 - (1 - K / E) ** m)) for m in positions
+    }
 
 
 def routing(model, ids):
@@ -244,9 +268,15 @@ def soak(model, ids, draft, num_draft_tokens, tokens, every=250):
     Returns:
         dict: ``tokens``, ``active_nbytes``, ``peak_nbytes`` at every step; ``positions`` read by the target and ``expected``; ``decode_s``.
     """
-    before, out, rounds = _counted(model), {"tokens": [], "active_nbytes": [], "peak_nbytes": []}, {}
+    before, out, rounds = (
+        _counted(model),
+        {"tokens": [], "active_nbytes": [], "peak_nbytes": []},
+        {},
+    )
     begin = time.perf_counter()
-    steps = speculative_generate_step(mx.array(ids), model, draft, num_draft_tokens=num_draft_tokens, max_tokens=tokens)
+    steps = speculative_generate_step(
+        mx.array(ids), model, draft, num_draft_tokens=num_draft_tokens, max_tokens=tokens
+    )
     for n, (_, _, _, r) in enumerate(steps, 1):
         rounds[r.number] = r.drafted
         if n % every == 0:
@@ -321,7 +351,9 @@ def dial(parts, trace):
     """
     K = trace.experts.shape[2]
 
-    def look(length: int, accept: float, slots: int, GBs: float, top_k: int, arithmetic: str = "as here"):
+    def look(
+        length: int, accept: float, slots: int, GBs: float, top_k: int, arithmetic: str = "as here"
+    ):
         missing, read_s = reads(trace, slots, top_k), parts["expert_nbytes"] / (GBs * 1e9)
         each_s = parts["position_s"] + top_k * parts["expert_s"] if arithmetic == "as here" else 0.0
 
@@ -369,7 +401,9 @@ def heldout(path, num, tokens, tokenizer, skip=400):
     out = []
     for i in range(num):
         ids = tokenizer.encode(
-            files[i % len(files)].read_text(encoding="utf-8")[skip * (1 + i // len(files)) :][: 8 * tokens]
+            files[i % len(files)].read_text(encoding="utf-8")[skip * (1 + i // len(files)) :][
+                : 8 * tokens
+            ]
         )
         out.append(tokenizer.decode(ids[:tokens]))
     return out
@@ -404,18 +438,38 @@ def bench_draft(
     if draft not in STRATEGIES:
         _draft_config(draft)  # refuses what is none before any work
     if limit_nbytes is not None:
-        machine.drop_pages(path)  # pages that another process brought in would be served, and not counted
-        call = json.dumps([str(path), asdict(config), str(draft), list(lengths), tokens, runs, prompts, accept])
-        done = limit.run([sys.executable, "-m", "moelab.lab.draft", call], limit_nbytes, ways=("cgroup", "systemd-run"))
+        machine.drop_pages(
+            path
+        )  # pages that another process brought in would be served, and not counted
+        call = json.dumps(
+            [str(path), asdict(config), str(draft), list(lengths), tokens, runs, prompts, accept]
+        )
+        done = limit.run(
+            [sys.executable, "-m", "moelab.lab.draft", call],
+            limit_nbytes,
+            ways=("cgroup", "systemd-run"),
+        )
         if done.returncode:
-            why = "killed: it needs more than the limit" if done.killed else done.stderr.strip()[-2000:]
+            why = (
+                "killed: it needs more than the limit"
+                if done.killed
+                else done.stderr.strip()[-2000:]
+            )
             raise OSError(f"{Path(path).name} in {limit_nbytes / 1e6:.0f} MB: {why}")
         record = json.loads(done.stdout.splitlines()[-1])
-        return {**record, "limit_nbytes": limit_nbytes, "cache_state": f"what {limit_nbytes / 1e6:.0f} MB leave it ({done.how})"}
+        return {
+            **record,
+            "limit_nbytes": limit_nbytes,
+            "cache_state": f"what {limit_nbytes / 1e6:.0f} MB leave it ({done.how})",
+        }
     model, tokenizer = load(path, config)
     try:
         if not prompts:
-            prompts = heldout(path, 8, 64, tokenizer) if (Path(path) / "heldout").is_dir() else bench.PROMPTS
+            prompts = (
+                heldout(path, 8, 64, tokenizer)
+                if (Path(path) / "heldout").is_dir()
+                else bench.PROMPTS
+            )
 
         def make(ids, text):
             if draft == "lookup":
@@ -454,7 +508,9 @@ def _draft_config(path):
     try:
         return json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{file}: not JSON ({error}). Make or download the draft again.") from error
+        raise ValueError(
+            f"{file}: not JSON ({error}). Make or download the draft again."
+        ) from error
 
 
 def open_draft(path):
@@ -473,7 +529,9 @@ def report(record):
     lines.append(
         f"{record['model']} with {record['draft']}: {record['tokens']} greedy tokens a run, page cache {record['cache_state']}, runs in random order"
     )
-    lines.append(f"{'drafts':8} {'tok/s median [quartiles]':32} {'over mlx-lm [quartiles]':32} {'tau':>5}  tokens")
+    lines.append(
+        f"{'drafts':8} {'tok/s median [quartiles]':32} {'over mlx-lm [quartiles]':32} {'tau':>5}  tokens"
+    )
     for name, s in record["summary"].items():
         lines.append(
             f"{name:8} {_spread(s['tok_s']):32} {_spread(s['ratio']):32} {s['tau']:5.2f}  {'same' if s['same'] else 'DIFFER'}"

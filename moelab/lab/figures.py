@@ -31,7 +31,11 @@ pio.templates["moelab"] = go.layout.Template(
         colorway=COLORS,
         font=dict(size=13, color="#222"),
         title=dict(
-            font=dict(size=17), subtitle=dict(font=dict(size=12, color=GREY)), x=0, xref="paper", xanchor="left"
+            font=dict(size=17),
+            subtitle=dict(font=dict(size=12, color=GREY)),
+            x=0,
+            xref="paper",
+            xanchor="left",
         ),
         margin=dict(l=70, r=30, t=105, b=95),
         height=460,
@@ -54,11 +58,14 @@ def style(i: int) -> dict:
     """
     i %= len(COLORS)
     return dict(
-        line=dict(color=COLORS[i], dash=DASHES[i], width=2.5), marker=dict(color=COLORS[i], symbol=SYMBOLS[i], size=9)
+        line=dict(color=COLORS[i], dash=DASHES[i], width=2.5),
+        marker=dict(color=COLORS[i], symbol=SYMBOLS[i], size=9),
     )
 
 
-def figure(title: str, x: str, y: str, note: str = "", card: dict | str | None = None, **layout) -> go.Figure:
+def figure(
+    title: str, x: str, y: str, note: str = "", card: dict | str | None = None, **layout
+) -> go.Figure:
     """An empty figure whose title says what was found and whose subtitle says where.
 
     Args:
@@ -68,9 +75,15 @@ def figure(title: str, x: str, y: str, note: str = "", card: dict | str | None =
         card (dict or str): The machine of recorded numbers. Default: this machine, now.
         **layout: More of ``go.Layout``.
     """
-    subtitle = "<br>".join(html.escape(line) for line in (note, card if isinstance(card, str) else card_line(card)) if line)
+    subtitle = "<br>".join(
+        html.escape(line)
+        for line in (note, card if isinstance(card, str) else card_line(card))
+        if line
+    )
     fig = go.Figure(layout=dict(template="moelab", **layout))
-    fig.update_layout(title=dict(text=title, subtitle=dict(text=subtitle)), xaxis_title=x, yaxis_title=y)
+    fig.update_layout(
+        title=dict(text=title, subtitle=dict(text=subtitle)), xaxis_title=x, yaxis_title=y
+    )
     return fig
 
 
@@ -80,13 +93,18 @@ def band(fig: go.Figure, x, samples, name: str, i: int = 0, **where) -> None:
 
     low, mid, high = np.array([np.percentile(s, (25, 50, 75)) for s in samples]).T
     error = dict(type="data", array=high - mid, arrayminus=mid - low, thickness=1.5, width=4)
-    fig.add_trace(go.Scatter(x=list(x), y=mid, name=name, error_y=error, mode="lines+markers", **style(i)), **where)
+    fig.add_trace(
+        go.Scatter(x=list(x), y=mid, name=name, error_y=error, mode="lines+markers", **style(i)),
+        **where,
+    )
 
 
 def ceiling(fig: go.Figure, value: float, label: str, axis: str = "y", **where) -> None:
     """Draws what cannot be passed (an SSD's speed, the memory there is) as a labelled line."""
     line = dict(
-        line=dict(color=GREY, dash="dash", width=1.5), annotation_text=label, annotation_font=dict(size=12, color=GREY)
+        line=dict(color=GREY, dash="dash", width=1.5),
+        annotation_text=label,
+        annotation_font=dict(size=12, color=GREY),
     )
     if axis == "y":
         fig.add_hline(value, annotation_position="top left", **line, **where)

@@ -48,7 +48,9 @@ def _names(record):
     """The rungs by mode; a GPU's record says nothing of streams, it has one."""
     if "fused/streams=1" in record["modes"]:
         return RUNGS
-    return {mode.removesuffix("/streams=1"): name for mode, name in RUNGS.items() if name != "cores"}
+    return {
+        mode.removesuffix("/streams=1"): name for mode, name in RUNGS.items() if name != "cores"
+    }
 
 
 def rungs(record):
@@ -73,7 +75,9 @@ def parts(record, modes=None):
     for mode in modes or [m for m in ("resident", *names) if m in record["modes"]]:
         samples = record["modes"][mode]["samples"]
         wait = (
-            np.median([s["counters"]["wait_s"] for s in samples]) / record["tokens"] if samples[0]["counters"] else 0.0
+            np.median([s["counters"]["wait_s"] for s in samples]) / record["tokens"]
+            if samples[0]["counters"]
+            else 0.0
         )
         out[names.get(mode, mode)] = {
             "waiting for reads": float(wait),
@@ -137,7 +141,10 @@ def dial(path, tokens, prompt=bench.PROMPTS[0], warmup=8):
     def look(top_k: int, slots: int, readers: int, cache: str):
         resident = once(StreamConfig(mode="resident"), False)
         streamed = once(
-            StreamConfig(top_k=None if top_k == plan.top_k else top_k, slots=slots, readers=readers), cache == "cold"
+            StreamConfig(
+                top_k=None if top_k == plan.top_k else top_k, slots=slots, readers=readers
+            ),
+            cache == "cold",
         )
         c = streamed["counters"]
         all_ms, streamed_ms = (r["decode_s"] / tokens * 1e3 for r in (resident, streamed))
@@ -152,7 +159,11 @@ def dial(path, tokens, prompt=bench.PROMPTS[0], warmup=8):
         )  # fmt: skip
         where = ["resident", "streamed"]
         fig.add_bar(
-            x=where, y=[all_ms, streamed_ms - wait_ms], name="the rest", marker_color=figures.COLORS[4], width=0.5
+            x=where,
+            y=[all_ms, streamed_ms - wait_ms],
+            name="the rest",
+            marker_color=figures.COLORS[4],
+            width=0.5,
         )
         fig.add_bar(
             x=where, y=[0, wait_ms], name="waiting for reads", width=0.5,

@@ -47,7 +47,9 @@ def bench_layer(path, modes="stacked,fused", base=None, rounds=200, seed=0):
     mx.eval(small)
     variants["one evaluation"] = lambda: mx.eval(small + 1)
     try:
-        timings = timing.interleave(variants, rounds, n_warmup=max(3, rounds // 10), seed=seed, cache_state="none")
+        timings = timing.interleave(
+            variants, rounds, n_warmup=max(3, rounds // 10), seed=seed, cache_state="none"
+        )
         hits = {n: stats(m).decode for n, m in zip(configs, models)}
     finally:
         for model in models:
@@ -59,7 +61,9 @@ def bench_layer(path, modes="stacked,fused", base=None, rounds=200, seed=0):
         "machine": machine.card(),
         "timings": timings,
         "misses_while_timed": {
-            n: max(0, c.misses - _needed(m)) for (n, c), m in zip(hits.items(), models) if n != "resident"
+            n: max(0, c.misses - _needed(m))
+            for (n, c), m in zip(hits.items(), models)
+            if n != "resident"
         },
         "ratio": {n: timing.paired_ratio(timings[n], yard) for n in configs if n != "resident"},
     }
@@ -90,7 +94,10 @@ def _width(model):
 
 
 def report_layer(record):
-    lines = [machine.card_line(record["machine"]), f"{record['model']}: one MoE block, every expert in its slot"]
+    lines = [
+        machine.card_line(record["machine"]),
+        f"{record['model']}: one MoE block, every expert in its slot",
+    ]
     lines += [str(t) for t in record["timings"].values()]
     for name, r in record["ratio"].items():
         lines.append(

@@ -102,11 +102,15 @@ def run(argv, nbytes=None, ways=("cgroup", "systemd-run", "ballast"), timeout_s=
             return done
         finally:
             way.__exit__(None, None, None)
-    raise NoLimit("Cannot limit memory here: " + "; ".join(f"{n}: {why}" for n, why in refused.items()) + ".")
+    raise NoLimit(
+        "Cannot limit memory here: " + "; ".join(f"{n}: {why}" for n, why in refused.items()) + "."
+    )
 
 
 def _run(argv, how, timeout_s=None, group=None):
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, preexec_fn=_before_exec(group))
+    done = subprocess.run(
+        argv, capture_output=True, text=True, timeout=timeout_s, preexec_fn=_before_exec(group)
+    )
     return Limited(done.returncode, done.stdout, done.stderr, how)
 
 
@@ -156,7 +160,10 @@ def _cgroup(nbytes):
             subprocess.run(["true"], check=True, preexec_fn=_before_exec(group))
             break
         except (OSError, subprocess.SubprocessError) as e:
-            why = why or f"no group may be made in {parent} ({how}: {getattr(e, 'strerror', None) or e})"
+            why = (
+                why
+                or f"no group may be made in {parent} ({how}: {getattr(e, 'strerror', None) or e})"
+            )
             if group is not None:
                 _remove(group)
     else:
@@ -212,7 +219,16 @@ def _remove_stale(top):
 @contextmanager
 def _scope(nbytes):
     """systemd's own way, in a user's session."""
-    before = ["systemd-run", "--user", "--scope", "--quiet", "-p", f"MemoryMax={nbytes}", "-p", "MemorySwapMax=0"]
+    before = [
+        "systemd-run",
+        "--user",
+        "--scope",
+        "--quiet",
+        "-p",
+        f"MemoryMax={nbytes}",
+        "-p",
+        "MemorySwapMax=0",
+    ]
     why = _no_systemd()
     if why:
         raise _Refused(why)
@@ -222,7 +238,16 @@ def _scope(nbytes):
 @functools.cache
 def _no_systemd():
     """Why ``systemd-run --user`` cannot limit memory here, or ``""``."""
-    command = ["systemd-run", "--user", "--scope", "--quiet", "-p", "MemoryMax=64M", "cat", "/proc/self/cgroup"]
+    command = [
+        "systemd-run",
+        "--user",
+        "--scope",
+        "--quiet",
+        "-p",
+        "MemoryMax=64M",
+        "cat",
+        "/proc/self/cgroup",
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError) as e:
@@ -230,12 +255,18 @@ def _no_systemd():
     if done.returncode:
         return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     # Where the user's session was not given the memory controller, the scope is made and limits nothing.
-    path = next((line.split(":", 2)[2] for line in done.stdout.splitlines() if line.startswith("0::")), None)
+    path = next(
+        (line.split(":", 2)[2] for line in done.stdout.splitlines() if line.startswith("0::")), None
+    )
     if path is not None:
         here = CGROUPS / path.strip().lstrip("/")
-        handed_on = [_limits_children(g) for g in here.parents if g.is_relative_to(CGROUPS) and g.exists()]
+        handed_on = [
+            _limits_children(g) for g in here.parents if g.is_relative_to(CGROUPS) and g.exists()
+        ]
         if not handed_on or not handed_on[0]:
-            return "the user's session may not limit memory (its memory controller is not delegated)"
+            return (
+                "the user's session may not limit memory (its memory controller is not delegated)"
+            )
     return ""
 
 
@@ -334,11 +365,17 @@ def bench_limited(
                 machine.drop_pages(model_path)
             prompt = prompts[i % len(prompts)]
             call = json.dumps([str(model_path), asdict(config), tokens, warmup, prompt])
-            done = run([sys.executable, "-m", "moelab.lab.limit", call], limit, ways=("cgroup", "systemd-run"))
+            done = run(
+                [sys.executable, "-m", "moelab.lab.limit", call],
+                limit,
+                ways=("cgroup", "systemd-run"),
+            )
             if done.returncode and not done.killed:
                 raise OSError(f"{name}: {done.stderr.strip()[-2000:]}")
             sample = {} if done.killed else json.loads(done.stdout.splitlines()[-1])
-            samples.append({"round": i, "variant": name, "killed": done.killed, "how": done.how, **sample})
+            samples.append(
+                {"round": i, "variant": name, "killed": done.killed, "how": done.how, **sample}
+            )
     return {
         "kind": "limited",
         "model": Path(model_path).name,

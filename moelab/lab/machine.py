@@ -30,7 +30,11 @@ READ_NBYTES = 1 << 20
 
 def _first_line(*command) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip().split("\n")[0]
+        return (
+            subprocess.run(command, capture_output=True, text=True, timeout=5)
+            .stdout.strip()
+            .split("\n")[0]
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
@@ -68,7 +72,11 @@ def _cgroup_values(*names):
 
 def memory_limit() -> int | None:
     """The smallest memory limit of the cgroups this process is in, in bytes, or None."""
-    limits = [limit for _, limit in _cgroup_values("memory.max", "memory.limit_in_bytes") if limit < 1 << 60]
+    limits = [
+        limit
+        for _, limit in _cgroup_values("memory.max", "memory.limit_in_bytes")
+        if limit < 1 << 60
+    ]
     return min(limits, default=None)
 
 
@@ -81,7 +89,9 @@ def memory_available() -> int:
     for folder, limit in _cgroup_values("memory.max", "memory.limit_in_bytes"):
         if limit < 1 << 60:
             try:
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                stat = dict(
+                    line.split() for line in (folder / "memory.stat").read_text().splitlines()
+                )
                 used = int(stat.get("total_rss", stat.get("rss", stat.get("anon", 0))))
             except OSError:
                 used = 0
@@ -99,7 +109,9 @@ def card() -> dict:
     return {
         "cpu": _cpu_name(),
         "gpu": gpu,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "memory_nbytes": min(total, limit) if limit else total,
         "os": f"{platform.system()} {platform.release()}",
         "device": "gpu" if gpu else "cpu",
@@ -135,7 +147,9 @@ def drop_pages(path) -> str:
     return "POSIX_FADV_DONTNEED"
 
 
-def read_speed(path, cold: bool, readers: int, nbytes: int = READ_NBYTES, count: int = 128) -> float:
+def read_speed(
+    path, cold: bool, readers: int, nbytes: int = READ_NBYTES, count: int = 128
+) -> float:
     """Bytes per second of random reads of ``nbytes`` each, each place read once, ``readers`` at a time."""
     size = os.path.getsize(path)
     places = random.Random(0).sample(range(size // nbytes), min(count, size // nbytes))
@@ -181,16 +195,24 @@ def dispatch_cost(count: int = 200) -> tuple[float, float]:
 
 
 def _file_to_read(model):
-    files = [f for f in Path(model or DATA).rglob("*.safetensors") if f.stat().st_size >= 8 * READ_NBYTES]
+    files = [
+        f for f in Path(model or DATA).rglob("*.safetensors") if f.stat().st_size >= 8 * READ_NBYTES
+    ]
     return max(files, key=lambda f: f.stat().st_size, default=None)
 
 
 def findings(model=None):
     """Yields ``(ok, what, remedy)`` for each thing that a reader needs; the remedy counts when not ok."""
-    yield sys.version_info >= (3, 11), f"Python {platform.python_version()}", "install Python 3.11 or newer"
+    yield (
+        sys.version_info >= (3, 11),
+        f"Python {platform.python_version()}",
+        "install Python 3.11 or newer",
+    )
 
     c = card()
-    where = f"GPU, {c['gpu']}" if c["gpu"] else f"CPU backend (float32), {c['cpu']}, {c['cores']} cores"
+    where = (
+        f"GPU, {c['gpu']}" if c["gpu"] else f"CPU backend (float32), {c['cpu']}, {c['cores']} cores"
+    )
     yield True, f"mlx {c['mlx']}, mlx-lm {c['mlx-lm']} on {where}", ""
 
     free, limit = memory_available(), memory_limit()
@@ -200,10 +222,14 @@ def findings(model=None):
     yield (
         free >= MIN_MEMORY_NBYTES,
         f"memory: {free / 2**30:.1f} GiB available of {of}",
-        (f"{MIN_MEMORY_NBYTES / 2**30:.0f} GiB are needed: close other programs or raise the limit"),
+        (
+            f"{MIN_MEMORY_NBYTES / 2**30:.0f} GiB are needed: close other programs or raise the limit"
+        ),
     )
 
-    folder = Path(model) if model and Path(model).is_dir() else DATA if DATA.is_dir() else Path.cwd()
+    folder = (
+        Path(model) if model and Path(model).is_dir() else DATA if DATA.is_dir() else Path.cwd()
+    )
     disk = shutil.disk_usage(folder).free
     yield (
         disk >= MIN_DISK_NBYTES,
@@ -213,10 +239,16 @@ def findings(model=None):
 
     path = _file_to_read(folder)
     if path is None:
-        yield False, "SSD: no model file of 8 MB or more to read", "name a model: python -m moelab check MODEL"
+        yield (
+            False,
+            "SSD: no model file of 8 MB or more to read",
+            "name a model: python -m moelab check MODEL",
+        )
     else:
         how = drop_pages(path)
-        speeds = {(cold, n): read_speed(path, cold, n) / 1e9 for cold in (True, False) for n in (1, 4)}
+        speeds = {
+            (cold, n): read_speed(path, cold, n) / 1e9 for cold in (True, False) for n in (1, 4)
+        }
         yield (
             speeds[True, 4] >= 0.2,
             (

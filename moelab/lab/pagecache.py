@@ -85,7 +85,9 @@ def replay(
     T, L, K = experts.shape
     E = trace.num_experts
     if not 0 <= skip < T:
-        raise ValueError(f"replay: expected fewer tokens to skip than the {T} decoded ones of the trace, got {skip}.")
+        raise ValueError(
+            f"replay: expected fewer tokens to skip than the {T} decoded ones of the trace, got {skip}."
+        )
     num_slots = L * (K if policy == "none" else min(slots, E)) + sum(map(len, pinned))
     slots_nbytes = num_slots * (slot_nbytes or expert_nbytes)
     page_nbytes = memory_nbytes - slots_nbytes - other_nbytes
@@ -104,8 +106,12 @@ def replay(
 
     asked, cold, extra = count(), count(~found), count(brought)
     warm = asked - cold
-    copies_s = warm * (expert_nbytes * costs.warm_s_per_byte) + costs.warm_call_s * ((warm > 0) & (cold == 0))
-    disk_s = (cold + extra) * (expert_nbytes * costs.cold_s_per_byte) + costs.cold_call_s * (cold > 0)
+    copies_s = warm * (expert_nbytes * costs.warm_s_per_byte) + costs.warm_call_s * (
+        (warm > 0) & (cold == 0)
+    )
+    disk_s = (cold + extra) * (expert_nbytes * costs.cold_s_per_byte) + costs.cold_call_s * (
+        cold > 0
+    )
     reads_s, experts_s = copies_s + disk_s, K * costs.expert_s
     hidden_s = np.where(reads_s >= OVERLAP_S, -costs.overlap * np.minimum(reads_s, experts_s), 0.0)
     token_s = costs.fixed_s + L * experts_s + (reads_s + hidden_s).sum(1)
@@ -145,7 +151,12 @@ def pin(trace, nbytes, slots, slot_nbytes):
         tuple[tuple[int]]: Of each layer, for ``replay``.
     """
     L, E = trace.experts.shape[1], trace.num_experts
-    return tuple(map(tuple, hottest(popularity(trace.decode), nbytes, [slot_nbytes] * L, [max(0, E - slots)] * L)))
+    return tuple(
+        map(
+            tuple,
+            hottest(popularity(trace.decode), nbytes, [slot_nbytes] * L, [max(0, E - slots)] * L),
+        )
+    )
 
 
 def held(experts, num_experts, slots, policy="lru", pinned=()):
@@ -170,16 +181,22 @@ def held(experts, num_experts, slots, policy="lru", pinned=()):
     if policy not in POLICIES:
         raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}.")
     if pinned and policy not in _SCORED:
-        raise ValueError(f"pinned: expected a policy of {', '.join(_SCORED)} beside it, got {policy!r}.")
+        raise ValueError(
+            f"pinned: expected a policy of {', '.join(_SCORED)} beside it, got {policy!r}."
+        )
     if policy == "none":
         return np.zeros((T, L, K), bool)
     if slots < K:
         raise ValueError(f"slots: expected at least {K} (the experts per token), got {slots}.")
     if not np.diff(np.sort(experts, axis=-1), axis=-1).all():
-        raise ValueError("held: expected distinct experts in each token and layer, got one twice; a replay of such a family is not supported.")
+        raise ValueError(
+            "held: expected distinct experts in each token and layer, got one twice; a replay of such a family is not supported."
+        )
     slots = min(slots, num_experts)
     if policy == "s3-fifo":
-        return np.stack([_s3_fifo(rows, num_experts, slots) for rows in experts.transpose(1, 0, 2)], axis=1)
+        return np.stack(
+            [_s3_fifo(rows, num_experts, slots) for rows in experts.transpose(1, 0, 2)], axis=1
+        )
     return _scored(experts, num_experts, slots, policy, pinned)
 
 
@@ -189,7 +206,11 @@ def _s3_fifo(rows, E, slots):
     # without calls: a replay of 1,000 tokens and 48 layers (K = 8, E = 128) takes 80 ms with 96 slots, 190 with 16, 205 with K.
     room, held = max(1, slots // 10), 0
     remembered = slots - room
-    small, main, ghost = deque(), deque(), []  # a ghost counts from ``oldest`` on, where its place is
+    small, main, ghost = (
+        deque(),
+        deque(),
+        [],
+    )  # a ghost counts from ``oldest`` on, where its place is
     place, ghosts, oldest = [-1] * E, 0, 0
     uses, needed = [-1] * E, [-1] * E  # -1: not held; the last token that needed it
     absent, counts = [], []
@@ -281,9 +302,13 @@ def _scored(experts, E, slots, policy, pinned=()):
                 lowest = np.argpartition(leaving, most - 1, axis=1)[:, :most]
             else:
                 lowest = np.broadcast_to(np.arange(slots), (L, slots))
-            lowest = np.take_along_axis(lowest, np.take_along_axis(leaving, lowest, 1).argsort(1), 1)
+            lowest = np.take_along_axis(
+                lowest, np.take_along_axis(leaving, lowest, 1).argsort(1), 1
+            )
             layer, k = np.nonzero(~found)
-            chosen = lowest[np.arange(most) < missing[:, None]]  # in the order of layers, as ``layer`` is
+            chosen = lowest[
+                np.arange(most) < missing[:, None]
+            ]  # in the order of layers, as ``layer`` is
             slot_of[layer, holds[layer, chosen]] = -1
             e = need[layer, k]
             slot_of[layer, e] = slot[layer, k] = chosen
@@ -356,7 +381,16 @@ def cached(units, num_units, nbytes, unit_nbytes=1, pages="linux", ahead=0, row=
         _one_list(units.tolist(), capacity, found)
         return found, brought
     ratio = max(1, isqrt(10 * (int(min(nbytes, num_units * unit_nbytes)) >> 30)))
-    _two_lists(units.tolist(), num_units, min(capacity, num_units), ratio, ahead, row or num_units, found, brought)
+    _two_lists(
+        units.tolist(),
+        num_units,
+        min(capacity, num_units),
+        ratio,
+        ahead,
+        row or num_units,
+        found,
+        brought,
+    )
     return found, brought
 
 

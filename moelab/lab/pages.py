@@ -25,11 +25,18 @@ def _still(output, name: str):
         alt = html.escape("".join(data.get("text/plain", "")), quote=True)
         fig = {key: data[PLOTLY][key] for key in ("data", "layout")}
         body = pio.to_html(
-            fig, include_plotlyjs=False, full_html=False, div_id=name, validate=False, config={"responsive": True}
+            fig,
+            include_plotlyjs=False,
+            full_html=False,
+            div_id=name,
+            validate=False,
+            config={"responsive": True},
         )
         output["data"] = {"text/html": f'<div role="img" aria-label="{alt}">{body}</div>'}
     elif WIDGET in data:
-        output["data"] = {"text/html": "<p><i>Live controls stand here when the notebook runs in JupyterLab.</i></p>"}
+        output["data"] = {
+            "text/html": "<p><i>Live controls stand here when the notebook runs in JupyterLab.</i></p>"
+        }
 
 
 def page(source: Path, target: Path) -> str | None:
@@ -56,7 +63,9 @@ def page(source: Path, target: Path) -> str | None:
         notebook, resources={"metadata": {"name": source.stem}}
     )
     body = re.sub(r'<script[^>]* src="https?:.*?</script>', "", body, flags=re.S)
-    target.write_text(body.replace("</head>", f"<script>{get_plotlyjs()}</script></head>", 1), encoding="utf-8")
+    target.write_text(
+        body.replace("</head>", f"<script>{get_plotlyjs()}</script></head>", 1), encoding="utf-8"
+    )
     return failed
 
 
@@ -69,7 +78,10 @@ def main(notebooks: str, out: str) -> int:
         target = Path(out) / f"{source.stem}.html"
         error = page(source, target)
         failures += error is not None
-        print(f"[{'fail' if error else 'ok'}] {target} in {time.perf_counter() - started:.0f} s", flush=True)
+        print(
+            f"[{'fail' if error else 'ok'}] {target} in {time.perf_counter() - started:.0f} s",
+            flush=True,
+        )
         if error:
             print(error, file=sys.stderr)
         links.append(f'<li><a href="{target.name}">{source.stem}</a></li>')

@@ -22,7 +22,12 @@ from .bench import PROMPTS
 from .pagecache import held
 
 PREFETCHERS = ("none", "last", "lookahead", "oracle")
-COUNTERS = ("misses", "bytes_read", "wait_s", *(f"prefetch_{n}" for n in ("issued", "used", "late", "wasted", "saved_s")))
+COUNTERS = (
+    "misses",
+    "bytes_read",
+    "wait_s",
+    *(f"prefetch_{n}" for n in ("issued", "used", "late", "wasted", "saved_s")),
+)
 
 
 def foretell(model, trace):
@@ -81,7 +86,11 @@ def decode(model, prompt_ids, tokens, warmup=4, cold=None, trace=None):
             step_s.append(time.perf_counter() - begin)
             out.append(token)
     c = stats(model).decode
-    return {"tokens": out, "step_s": step_s[warmup:], "counters": {n: getattr(c, n) for n in COUNTERS} | {"hits": c.hits}}
+    return {
+        "tokens": out,
+        "step_s": step_s[warmup:],
+        "counters": {n: getattr(c, n) for n in COUNTERS} | {"hits": c.hits},
+    }
 
 
 def bench_prefetch(layouts, slots=16, tokens=48, runs=5, warmup=4, prefetchers=PREFETCHERS, states=("warm", "cold"),
@@ -114,7 +123,13 @@ def bench_prefetch(layouts, slots=16, tokens=48, runs=5, warmup=4, prefetchers=P
                 config = StreamConfig(slots=slots, prefetch=p, streams=streams)
                 models[layout, p], tokenizer = load(path, config)
         teller = models["teller", ""] = load(path, StreamConfig(slots=slots, streams=streams))[0]
-        with tqdm(total=len(variants) * runs, desc="prefetch", unit="run", leave=False, disable=not progress) as bar:
+        with tqdm(
+            total=len(variants) * runs,
+            desc="prefetch",
+            unit="run",
+            leave=False,
+            disable=not progress,
+        ) as bar:
             for i in range(runs):
                 ids = tokenizer.encode(prompts[i % len(prompts)])
                 with record(teller) as trace:  # what the oracle knows; not on the clock
@@ -125,7 +140,9 @@ def bench_prefetch(layouts, slots=16, tokens=48, runs=5, warmup=4, prefetchers=P
                         trace if p == "oracle" else None,
                     )  # fmt: skip
                     if sample["tokens"] != right:
-                        raise RuntimeError(f"{state}, {layout}, {p}: other tokens than without prefetching. Report this.")
+                        raise RuntimeError(
+                            f"{state}, {layout}, {p}: other tokens than without prefetching. Report this."
+                        )
                     samples[state, layout, p].append(sample)
                     bar.update()
     finally:
@@ -137,7 +154,10 @@ def bench_prefetch(layouts, slots=16, tokens=48, runs=5, warmup=4, prefetchers=P
     }  # fmt: skip
     for v in variants:
         yard = samples[v[0], next(iter(layouts)), prefetchers[0]]
-        counters = {n: float(np.mean([s["counters"][n] for s in samples[v]])) / tokens for n in (*COUNTERS, "hits")}
+        counters = {
+            n: float(np.mean([s["counters"][n] for s in samples[v]])) / tokens
+            for n in (*COUNTERS, "hits")
+        }
         out["variants"].append(
             {
                 "state": v[0], "layout": v[1], "prefetch": v[2], "step_s": [s["step_s"] for s in samples[v]],
@@ -189,7 +209,9 @@ def figure(out, state):
             marker=dict(color=figures.COLORS[i], pattern=dict(shape=["", "/", "x"][i % 3], fgcolor="white", fillmode="overlay")),
             error_y=dict(type="data", array=ms[:, 2] - ms[:, 1], arrayminus=ms[:, 1] - ms[:, 0], thickness=1.5, width=5),
         )  # fmt: skip
-        words.append(f"{layout}: " + ", ".join(f"{v['prefetch']} {m:.2f}" for v, m in zip(its, ms[:, 1])))
+        words.append(
+            f"{layout}: " + ", ".join(f"{v['prefetch']} {m:.2f}" for v, m in zip(its, ms[:, 1]))
+        )
     oracles = [v["token_s"]["median"] * 1e3 for v in rows if v["prefetch"] == "oracle"]
     if oracles:
         figures.ceiling(fig, min(oracles), "the oracle's")
@@ -215,7 +237,9 @@ def locality(traces, slots, skip=64):
     Returns:
         str: A table with a line for each trace.
     """
-    lines = [f"{'trace':10}{'lag 1, each':>14}{'lag 1, all K':>14}{f'in {slots} slots':>14}{'union of 4':>12}{'next layer':>12}{'by chance':>11}"]
+    lines = [
+        f"{'trace':10}{'lag 1, each':>14}{'lag 1, all K':>14}{f'in {slots} slots':>14}{'union of 4':>12}{'next layer':>12}{'by chance':>11}"
+    ]
     for name, trace in traces.items():
         t = trace.decode
         K, E = t.experts.shape[2], t.num_experts
@@ -238,14 +262,22 @@ def locality_figure(traces, slots, skip=64):
         t = trace.decode
         curve = routing.lru_hit_rate(t, skip).mean(0)
         K, E = t.experts.shape[2], t.num_experts
-        fig.add_scatter(x=np.arange(K, E + 1), y=curve[K:], name=name, mode="lines", line=figures.style(i)["line"])
+        fig.add_scatter(
+            x=np.arange(K, E + 1),
+            y=curve[K:],
+            name=name,
+            mode="lines",
+            line=figures.style(i)["line"],
+        )
         each.append(routing.overlap(t)["each"].mean())
         banks.append((curve[slots], int(np.argmax(curve >= 0.7))))
     figures.ceiling(fig, float(np.mean(each)), "experts of the last token (lag 1)")
     figures.ceiling(fig, 0.7, "the 70% of PR 26")
     where = sorted(s for _, s in banks)
     fig.update_yaxes(range=[0, 1.02], tickformat=".0%")
-    fig.update_layout(title_text=f"A token repeats {np.mean(each):.0%} of the last one's experts; 70% takes {where[0]} to {where[-1]} slots")
+    fig.update_layout(
+        title_text=f"A token repeats {np.mean(each):.0%} of the last one's experts; 70% takes {where[0]} to {where[-1]} slots"
+    )
     return figures.describe(
         fig,
         alt=f"Curves of the held share over slots, for {', '.join(traces)}. With {slots} slots: " + ", ".join(f"{h:.0%}" for h, _ in banks)
@@ -263,7 +295,9 @@ def verdicts(out, traces, slots, skip=64):
     bank, enough = [c[slots] for c in curves], [int(np.argmax(c >= 0.7)) for c in curves]
     by = {(v["state"], v["layout"], v["prefetch"]): v for v in out["variants"]}
     plain, packed = list(dict.fromkeys(v["layout"] for v in out["variants"]))
-    speed = {k: v["ratio"]["median"] / by[k[0], k[1], "none"]["ratio"]["median"] for k, v in by.items()}
+    speed = {
+        k: v["ratio"]["median"] / by[k[0], k[1], "none"]["ratio"]["median"] for k, v in by.items()
+    }
     guess = by["warm", plain, "lookahead"]["per_token"]
     hits = {
         p: np.mean([held(t.experts, t.num_experts, slots, p)[skip:].mean() for t in decoded])
@@ -293,14 +327,18 @@ def dial(layouts, prompt, tokens):
     """The function behind a slider: from slots to a short cold run of every prefetcher."""
 
     def look(slots: int):
-        out = bench_prefetch(layouts, slots, tokens, 1, prompts=(prompt,), states=("cold",), progress=False)
+        out = bench_prefetch(
+            layouts, slots, tokens, 1, prompts=(prompt,), states=("cold",), progress=False
+        )
         return figure(out, "cold")
 
     return look
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(prog="python -m moelab.lab.prefetch", description=__doc__.split("\n\n")[0])
+    p = argparse.ArgumentParser(
+        prog="python -m moelab.lab.prefetch", description=__doc__.split("\n\n")[0]
+    )
     p.add_argument("model", help="a model folder")
     p.add_argument("packed", help="the same model from python -m moelab repack")
     p.add_argument("--slots", type=int, default=16)

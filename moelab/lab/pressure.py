@@ -13,7 +13,12 @@ NO_LIMIT = "no limit"
 
 def costs_of(record):
     """The costs measured with a recorded sweep, the median of its rounds."""
-    return pagecache.Costs(**{f.name: float(np.median([c[f.name] for c in record["costs"]])) for f in fields(pagecache.Costs)})
+    return pagecache.Costs(
+        **{
+            f.name: float(np.median([c[f.name] for c in record["costs"]]))
+            for f in fields(pagecache.Costs)
+        }
+    )
 
 
 def bare(costs):
@@ -36,16 +41,31 @@ def replayed(record, point, i, part="reads", costs=None, **how):
         Replay: Of the tokens that the run timed.
     """
     trace, size = sweep.trace_of(record), record["sizes"]
-    before = record["warmup"] if part == "reads" else record["warmup"] + record["reads"] + 4  # as measure goes ahead
-    rows = trace.experts[(i * len(trace) // record["runs"] + np.arange(before + record[part])) % len(trace)]
-    rows = Trace(rows, np.full(len(rows), "decode"), np.zeros(len(rows), np.int64), trace.num_experts)
+    before = (
+        record["warmup"] if part == "reads" else record["warmup"] + record["reads"] + 4
+    )  # as measure goes ahead
+    rows = trace.experts[
+        (i * len(trace) // record["runs"] + np.arange(before + record[part])) % len(trace)
+    ]
+    rows = Trace(
+        rows, np.full(len(rows), "decode"), np.zeros(len(rows), np.int64), trace.num_experts
+    )
     costs = costs or costs_of(record)
     if part == "reads":
         costs = bare(costs)
     if point.limit_nbytes is None:  # the whole file was read before: nothing comes from the disk
         costs = replace(costs, cold_s_per_byte=costs.warm_s_per_byte, cold_call_s=costs.warm_call_s)
     one = size["slot_nbytes"] // size["L"]
-    stay = pagecache.pin(Trace.load(DATA / "traces" / f"{point.pinned_by}.npz"), point.pinned_nbytes, point.slots, one) if point.pinned_by else ()
+    stay = (
+        pagecache.pin(
+            Trace.load(DATA / "traces" / f"{point.pinned_by}.npz"),
+            point.pinned_nbytes,
+            point.slots,
+            one,
+        )
+        if point.pinned_by
+        else ()
+    )
     return pagecache.replay(
         rows,
         float("inf") if point.limit_nbytes is None else point.limit_nbytes,
@@ -74,14 +94,23 @@ def compare(record, part="reads", costs=None, **how):
     """
     out = []
     for row in sweep.summarize(record):
-        if row["killed"] or part not in row or row["point"].ahead or (part == "decode" and not row["point"].slots):
+        if (
+            row["killed"]
+            or part not in row
+            or row["point"].ahead
+            or (part == "decode" and not row["point"].slots)
+        ):
             continue
         runs = [replayed(record, row["point"], i, part, costs, **how) for i in row[part]["runs"]]
         row["token_s"] = row[part]["median"]
         row["predicted_s"] = float(np.median([r.token_s.mean() for r in runs]))
         row["error"] = row["predicted_s"] / row["token_s"] - 1
         row["predicted_hit_rate"] = float(np.median([r.app_hit_rate for r in runs]))
-        row["predicted_disk"] = 0.0 if row["point"].limit_nbytes is None else float(np.median([r.read_per_token for r in runs]))
+        row["predicted_disk"] = (
+            0.0
+            if row["point"].limit_nbytes is None
+            else float(np.median([r.read_per_token for r in runs]))
+        )
         out.append(row)
     return out
 
@@ -101,7 +130,9 @@ def agreement(rows, part="reads"):
         if replace(a["point"], slots=0) == replace(b["point"], slots=0)
         and (a[part]["p75"] < b[part]["p25"] or b[part]["p75"] < a[part]["p25"])
     ]
-    same = sum((a["token_s"] < b["token_s"]) == (a["predicted_s"] < b["predicted_s"]) for a, b in pairs)
+    same = sum(
+        (a["token_s"] < b["token_s"]) == (a["predicted_s"] < b["predicted_s"]) for a, b in pairs
+    )
     return {
         "median_error": float(np.median(errors)), "worst_error": float(errors.max()), "neighbours": len(pairs), "same_sign": same,
     }  # fmt: skip
@@ -126,7 +157,11 @@ def curve(record, limit_nbytes, part="reads", policy="lru", ahead=False):
         list[dict]: As ``sweep.summarize``, by slots.
     """
     line = sweep.Point(0, limit_nbytes, policy, ahead)
-    return [r for r in sweep.summarize(record) if not r["killed"] and part in r and replace(r["point"], slots=0) == line]
+    return [
+        r
+        for r in sweep.summarize(record)
+        if not r["killed"] and part in r and replace(r["point"], slots=0) == line
+    ]
 
 
 def valley(record, limit_nbytes, part="reads", ahead=False):
@@ -156,15 +191,34 @@ def curves(record, title, finding, part="reads", rows=None, note="", ahead=False
         rows (list[dict], optional): Of ``compare``: the replay.
         ahead (bool): Whether to show what was measured with read-ahead, too.
     """
-    fig = figures.figure(title, "slots in each layer (0: none, every expert is read each time)", "ms a token", note=note, card=record["machine"])
+    fig = figures.figure(
+        title,
+        "slots in each layer (0: none, every expert is read each time)",
+        "ms a token",
+        note=note,
+        card=record["machine"],
+    )
     words = []
     lines = [(n, False) for n in limits(record)] + [(n, True) for n in limits(record) if ahead]
     lines = [(n, on, mine) for n, on in lines if (mine := curve(record, n, part, ahead=on))]
     for i, (n, on, mine) in enumerate(lines):
         what = name(n, record) + (", with read-ahead" if on else "")
-        figures.band(fig, [r["point"].slots for r in mine], [np.array(list(r[part]["runs"].values())) * 1e3 for r in mine], what, i)
-        words.append(f"{what}: " + ", ".join(f"{r[part]['median'] * 1e3:.1f} at {r['point'].slots}" for r in mine))
-        theirs = [r for r in rows or [] if replace(r["point"], slots=0) == sweep.Point(0, n, "lru", on) and not on]
+        figures.band(
+            fig,
+            [r["point"].slots for r in mine],
+            [np.array(list(r[part]["runs"].values())) * 1e3 for r in mine],
+            what,
+            i,
+        )
+        words.append(
+            f"{what}: "
+            + ", ".join(f"{r[part]['median'] * 1e3:.1f} at {r['point'].slots}" for r in mine)
+        )
+        theirs = [
+            r
+            for r in rows or []
+            if replace(r["point"], slots=0) == sweep.Point(0, n, "lru", on) and not on
+        ]
         if theirs:
             look = figures.style(i)
             fig.add_scatter(
@@ -173,13 +227,22 @@ def curves(record, title, finding, part="reads", rows=None, note="", ahead=False
                 marker=dict(symbol=look["marker"]["symbol"] + "-open", size=8, color=look["marker"]["color"]),
             )  # fmt: skip
     fig.update_layout(height=520, margin=dict(b=130))
-    return figures.describe(fig, alt="Milliseconds a token over slots. " + "; ".join(words) + ".", finding=finding)
+    return figures.describe(
+        fig, alt="Milliseconds a token over slots. " + "; ".join(words) + ".", finding=finding
+    )
 
 
 def sources(record, limit_nbytes, title, finding, note=""):
     """Where an expert that is needed comes from, over slots, under one limit: its slot, the page cache or the SSD."""
     rows = curve(record, limit_nbytes)
-    fig = figures.figure(title, "slots in each layer", "share of the experts needed (%)", note=note, card=record["machine"], barmode="stack")
+    fig = figures.figure(
+        title,
+        "slots in each layer",
+        "share of the experts needed (%)",
+        note=note,
+        card=record["machine"],
+        barmode="stack",
+    )
     size = record["sizes"]
     needed = size["L"] * size["K"] * size["expert_nbytes"]
     x = [str(r["point"].slots) for r in rows]
@@ -195,7 +258,10 @@ def sources(record, limit_nbytes, title, finding, note=""):
             marker=dict(color=figures.COLORS[i], pattern=dict(shape=pattern, fgcolor="white", fillmode="overlay")),
         )  # fmt: skip
     fig.update_xaxes(type="category")
-    words = "; ".join(f"{r['point'].slots} slots: {s:.0f}% in a slot, {100 - s - d:.0f}% page cache, {d:.0f}% SSD" for r, s, d in zip(rows, slot, disk))
+    words = "; ".join(
+        f"{r['point'].slots} slots: {s:.0f}% in a slot, {100 - s - d:.0f}% page cache, {d:.0f}% SSD"
+        for r, s, d in zip(rows, slot, disk)
+    )
     return figures.describe(fig, alt=f"Stacked bars over slots. {words}.", finding=finding)
 
 
@@ -206,7 +272,9 @@ def residuals(compared, title, finding, note="", card=None, bound=0.15):
     for i, (what, rows) in enumerate(compared.items()):
         x, y = (np.array([r[k] for r in rows]) * 1e3 for k in ("token_s", "predicted_s"))
         text = [f"{r['point']}: {r['error']:+.0%}" for r in rows]
-        fig.add_scatter(x=x, y=y, text=text, name=what, mode="markers", marker=figures.style(i)["marker"])
+        fig.add_scatter(
+            x=x, y=y, text=text, name=what, mode="markers", marker=figures.style(i)["marker"]
+        )
         top = max(top, x.max(), y.max()) * 1.02
     for factor, label in ((1, "equal"), (1 + bound, f"{bound:.0%} apart"), (1 - bound, "")):
         fig.add_scatter(
@@ -254,9 +322,18 @@ def pinned_hits(traces, slots, skip):
 
         def rate(policy="lru", by=None):
             stay = () if by is None else pagecache.pin(by, (slots - K) * L, K, 1)
-            return float(pagecache.held(trace.experts, trace.num_experts, slots if by is None else K, policy, stay)[skip:].mean())
+            return float(
+                pagecache.held(
+                    trace.experts, trace.num_experts, slots if by is None else K, policy, stay
+                )[skip:].mean()
+            )
 
-        out[name] = {"lru": rate(), "lfu": rate("lfu"), "hindsight": rate(by=trace), "its beginning": rate(by=trace[:skip])}
+        out[name] = {
+            "lru": rate(),
+            "lfu": rate("lfu"),
+            "hindsight": rate(by=trace),
+            "its beginning": rate(by=trace[:skip]),
+        }
         out[name] |= {f"by {other}": rate(by=t) for other, t in traces.items() if other != name}
     return out
 
@@ -266,7 +343,9 @@ def pinning(record, part="reads"):
     out = {}
     for row in sweep.summarize(record):
         p = row["point"]
-        what = f"{p.slots} slots" + (f", {p.pinned_nbytes / 1e6:.0f} MB pinned by {p.pinned_by}" if p.pinned_nbytes else "")
+        what = f"{p.slots} slots" + (
+            f", {p.pinned_nbytes / 1e6:.0f} MB pinned by {p.pinned_by}" if p.pinned_nbytes else ""
+        )
         out[what] = list(row[part]["runs"].values())
     return out
 
@@ -292,7 +371,9 @@ def depth(kinds, sizes, shares, tokens=320, skip=160, count=9, seed=0):
         rows = out[what] = {"ridge": [], "bytes": [], "most": []}
         for share in shares:
             memory = share * sizes["checkpoint_nbytes"]
-            at = np.unique(np.linspace(sizes["K"], sweep.fits(sizes, memory), count).astype(int)).tolist()
+            at = np.unique(
+                np.linspace(sizes["K"], sweep.fits(sizes, memory), count).astype(int)
+            ).tolist()
             replays = policies(trace, sizes, at, memory, bare(costs), skip, ("lru",))["lru"]
             s, disk = [r.token_s.mean() for r in replays], [r.read_per_token for r in replays]
             rows["ridge"].append(max(s) / s[0] - 1)
@@ -309,18 +390,35 @@ def roofline(record, limit_nbytes):
     Returns:
         list[dict]: By slots: ``slots``, ``token_s``, ``roof_s`` and ``share``, roof over measured.
     """
-    rows = [r for r in sweep.summarize(record) if not r["killed"] and "decode" in r and not r["point"].ahead]
+    rows = [
+        r
+        for r in sweep.summarize(record)
+        if not r["killed"] and "decode" in r and not r["point"].ahead
+    ]
     free = [r["decode"]["median"] for r in rows if r["point"].limit_nbytes is None]
     if not free:
-        raise ValueError("roofline: expected a sweep with points without a limit, which say what the arithmetic takes.")
+        raise ValueError(
+            "roofline: expected a sweep with points without a limit, which say what the arithmetic takes."
+        )
     out = []
     for r in rows:
-        if r["point"].limit_nbytes != limit_nbytes or r["point"].policy != "lru" or not r["point"].slots:
+        if (
+            r["point"].limit_nbytes != limit_nbytes
+            or r["point"].policy != "lru"
+            or not r["point"].slots
+        ):
             continue
         runs = [s for s in record["samples"] if sweep.point_of(s) == r["point"]]
         disk = np.median([np.mean(s["decode"]["disk_nbytes"]) for s in runs])
         roof = max(min(free), disk * costs_of(record).cold_s_per_byte)
-        out.append({"slots": r["point"].slots, "token_s": r["decode"]["median"], "roof_s": roof, "share": roof / r["decode"]["median"]})
+        out.append(
+            {
+                "slots": r["point"].slots,
+                "token_s": r["decode"]["median"],
+                "roof_s": roof,
+                "share": roof / r["decode"]["median"],
+            }
+        )
     return out
 
 
@@ -342,11 +440,17 @@ def advised(record, part="reads", costs=None):
         measured = {
             (r["point"].slots, r["point"].policy): r[part]["median"]
             for r in sweep.summarize(record)
-            if not r["killed"] and part in r and r["point"].limit_nbytes == n and r["point"].slots and not r["point"].ahead
+            if not r["killed"]
+            and part in r
+            and r["point"].limit_nbytes == n
+            and r["point"].slots
+            and not r["point"].ahead
         }
         if n is None or not measured:
             continue
-        settings = advice.replays(record["sizes"], n, sweep.trace_of(record), costs, list(measured), record["warmup"])
+        settings = advice.replays(
+            record["sizes"], n, sweep.trace_of(record), costs, list(measured), record["warmup"]
+        )
         picked, best = advice.pick(settings), min(measured, key=measured.get)
         out.append({
             "limit_nbytes": n, "picked": picked, "best": best, "picked_s": measured[picked], "best_s": measured[best],
@@ -395,18 +499,31 @@ def dial(sizes, locality, costs, tokens=320, skip=160, seed=0):
     def look(memory: int, slots: int, policy: str, skew: float, ssd: float, arithmetic: int):
         if skew not in traces:
             skewed = replace(locality, zipf=tuple(skew for _ in locality.zipf))
-            traces[skew] = routing.synthesize(skewed, tokens, sizes["L"], sizes["E"], sizes["K"], seed)
+            traces[skew] = routing.synthesize(
+                skewed, tokens, sizes["L"], sizes["E"], sizes["K"], seed
+            )
         memory_nbytes = sizes["checkpoint_nbytes"] * memory / 100
         top = sweep.fits(sizes, memory_nbytes)
         if top < sizes["K"]:
-            raise ValueError(f"{memory}% of the file: {sizes['K']} slots do not fit beside the rest of the model. Take more memory.")
-        at = sorted({*np.linspace(sizes["K"], top, 9).astype(int).tolist(), min(max(slots, sizes["K"]), top)})
+            raise ValueError(
+                f"{memory}% of the file: {sizes['K']} slots do not fit beside the rest of the model. Take more memory."
+            )
+        at = sorted(
+            {
+                *np.linspace(sizes["K"], top, 9).astype(int).tolist(),
+                min(max(slots, sizes["K"]), top),
+            }
+        )
         here = replace(
             bare(costs), cold_s_per_byte=1 / (ssd * 1e9), overlap=1.0,
             expert_s=arithmetic * 1e-3 / (sizes["L"] * sizes["K"]),
         )  # fmt: skip
-        (replays,) = policies(traces[skew], sizes, at, memory_nbytes, here, skip, (policy,)).values()
-        (none,) = policies(traces[skew], sizes, at[:1], memory_nbytes, here, skip, ("none",))["none"]
+        (replays,) = policies(
+            traces[skew], sizes, at, memory_nbytes, here, skip, (policy,)
+        ).values()
+        (none,) = policies(traces[skew], sizes, at[:1], memory_nbytes, here, skip, ("none",))[
+            "none"
+        ]
         ms = np.array([r.token_s.mean() for r in replays]) * 1e3
         mine = at.index(min(max(slots, sizes["K"]), top))
         best, chosen = int(ms.argmin()), replays[mine]
@@ -416,11 +533,19 @@ def dial(sizes, locality, costs, tokens=320, skip=160, seed=0):
             note=f"replayed: {memory_nbytes / 1e6:.0f} MB, {policy}, zipf {skew:.2f}, SSD {ssd:.1f} GB/s, arithmetic {arithmetic} ms a token, overlapped",
         )  # fmt: skip
         fig.add_scatter(x=at, y=ms, name=policy, mode="lines+markers", **figures.style(0))
-        fig.add_scatter(x=[at[mine]], y=[ms[mine]], name="chosen", mode="markers", marker=dict(symbol="star", size=16, color=figures.COLORS[1]))
+        fig.add_scatter(
+            x=[at[mine]],
+            y=[ms[mine]],
+            name="chosen",
+            mode="markers",
+            marker=dict(symbol="star", size=16, color=figures.COLORS[1]),
+        )
         figures.ceiling(fig, none.token_s.mean() * 1e3, "no slots: only the page cache")
         return figures.describe(
             fig,
-            alt="Replayed milliseconds a token over slots: " + ", ".join(f"{m:.1f} at {n}" for n, m in zip(at, ms)) + ".",
+            alt="Replayed milliseconds a token over slots: "
+            + ", ".join(f"{m:.1f} at {n}" for n, m in zip(at, ms))
+            + ".",
             finding=f"{chosen.app_hit_rate:.0%} in a slot; {chosen.page_nbytes / 1e6:.0f} MB of page cache serve "
             f"{np.nan_to_num(chosen.page_hit_rate):.0%} of the rest; {chosen.read_per_token / 1e6:.1f} MB a token come from the SSD.",
         )

@@ -34,7 +34,11 @@ class Windows:
 def read_texts(folder) -> list[str]:
     """The held-out files of a model folder's ``heldout/``, in the order of their names."""
     folder = Path(folder)
-    texts = [f.read_bytes().decode() for f in sorted(folder.glob("*")) if f.suffix in (".py", ".md", ".txt")]
+    texts = [
+        f.read_bytes().decode()
+        for f in sorted(folder.glob("*"))
+        if f.suffix in (".py", ".md", ".txt")
+    ]
     if not texts:
         raise FileNotFoundError(f"{folder}: expected files of text (.py, .md, .txt), found none")
     return texts
@@ -53,7 +57,10 @@ def windows(tokenizer, texts, length=256, count=None) -> Windows:
     rows, counts, nbytes = [], [], []
     for text in texts:
         encoded = tokenizer._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, at = [start, *encoded["input_ids"]], [a for a, _ in encoded["offset_mapping"]] + [len(text)]
+        ids, at = (
+            [start, *encoded["input_ids"]],
+            [a for a, _ in encoded["offset_mapping"]] + [len(text)],
+        )
         for i in range(0, len(ids) - 1, length):
             row = ids[i : i + length + 1]
             rows.append(row + [start] * (length + 1 - len(row)))
@@ -86,7 +93,9 @@ class Score:
         drawn = np.random.default_rng(seed).integers(0, len(self.bits), (resamples, len(self.bits)))
         return _quantiles(self.bits[drawn].sum(1) / self.nbytes[drawn].sum(1), level)
 
-    def increase(self, base: "Score", level=0.95, resamples=2000, seed=0) -> tuple[float, float, float]:
+    def increase(
+        self, base: "Score", level=0.95, resamples=2000, seed=0
+    ) -> tuple[float, float, float]:
         """How many more bits than ``base`` on the same windows, as a share: (value, low, high).
 
         Windows are drawn in pairs, so that hard text, hard for both, does not widen the interval.
@@ -129,7 +138,9 @@ def xz_bits_per_byte(texts) -> float:
     return 8 * len(lzma.compress(whole, preset=9 | lzma.PRESET_EXTREME)) / len(whole)
 
 
-def at_top_k(path, texts, ks, config=None, length=256, count=16, batch=4, progress=True) -> dict[int, Score]:
+def at_top_k(
+    path, texts, ks, config=None, length=256, count=16, batch=4, progress=True
+) -> dict[int, Score]:
     """Score a streamed model on the same windows for several top-k.
 
     Args:
@@ -148,7 +159,13 @@ def at_top_k(path, texts, ks, config=None, length=256, count=16, batch=4, progre
             if some is None:
                 some = windows(tokenizer, texts, length, count)
                 total = int(some.counts.sum()) * len(ks)
-                bar = tqdm(total=total, desc="bits per byte", unit="token", leave=False, disable=not progress)
+                bar = tqdm(
+                    total=total,
+                    desc="bits per byte",
+                    unit="token",
+                    leave=False,
+                    disable=not progress,
+                )
             scores[k] = score(model, some, batch, bar)
     if bar is not None:
         bar.close()

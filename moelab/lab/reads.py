@@ -70,7 +70,8 @@ def bench_reads(
         for i in range(rounds):
             for kind, depth, who in order.sample(plan, len(plan)):
                 keep = [
-                    [t for t in parts if kind != "weights" or t.name.endswith("weight")] for parts in layers.values()
+                    [t for t in parts if kind != "weights" or t.name.endswith("weight")]
+                    for parts in layers.values()
                 ]
                 keep = [_pieces(parts) for parts in keep]
                 sizes = sorted({t.nbytes for parts in keep for t in parts})
@@ -79,8 +80,18 @@ def bench_reads(
                     a_call = 32 if "32" in kind else 8
                     speed = _read_experts(file, keep, depth, nbytes, order, cold, a_call)
                 else:
-                    speed = _fio(fio, file, keep[0], depth, nbytes, who == "fio direct", order.randrange(1 << 30))
-                record["samples"].append({"round": i, "kind": kind, "depth": depth, "by": who, "bytes_per_s": speed})
+                    speed = _fio(
+                        fio,
+                        file,
+                        keep[0],
+                        depth,
+                        nbytes,
+                        who == "fio direct",
+                        order.randrange(1 << 30),
+                    )
+                record["samples"].append(
+                    {"round": i, "kind": kind, "depth": depth, "by": who, "bytes_per_s": speed}
+                )
                 bar.update()
     return record
 
@@ -93,7 +104,8 @@ def _pieces(parts):
     """What lies together on disk as one tensor."""
     by_name = {t.name: t for t in parts}
     return [
-        dataclasses.replace(by_name[names[0]], nbytes=sum(by_name[n].nbytes for n in names)) for names in ranges(by_name)
+        dataclasses.replace(by_name[names[0]], nbytes=sum(by_name[n].nbytes for n in names))
+        for names in ranges(by_name)
     ]
 
 
@@ -116,7 +128,9 @@ def _read_experts(file, layers, depth, nbytes, order, cold, a_call):
             reads = []
             for (parts, e), view in zip(places[first : first + a_call], buffers):
                 for t in parts:
-                    reads.append(Read(opened, t.offsets[e], t.nbytes, [view[: t.nbytes]], t.name, e))
+                    reads.append(
+                        Read(opened, t.offsets[e], t.nbytes, [view[: t.nbytes]], t.name, e)
+                    )
                     view = view[t.nbytes :]
             reader.read(reads)
         return reader.nbytes / (time.perf_counter() - begin)
@@ -129,14 +143,18 @@ def _fio(fio, file, parts, depth, nbytes, direct, seed):
     sizes = [-(-t.nbytes // 4096) * 4096 for t in parts]
     split = {s: 100 * sizes.count(s) // len(sizes) for s in sorted(set(sizes))}
     split[max(split)] += 100 - sum(split.values())
-    part = file.stat().st_size // depth // max(sizes) * max(sizes)  # each thread's own, so that none finds another's in the cache
+    part = (
+        file.stat().st_size // depth // max(sizes) * max(sizes)
+    )  # each thread's own, so that none finds another's in the cache
     command = [
         fio, "--name=moelab", f"--filename={file.resolve()}", "--readonly", "--rw=randread", "--ioengine=psync", "--thread",
         f"--numjobs={depth}", f"--direct={int(direct)}", "--invalidate=1", "--group_reporting", "--output-format=json",
         f"--size={part}", f"--offset_increment={part}", f"--io_size={nbytes // depth}", f"--randseed={seed}", "--randrepeat=0",
         "--bssplit=" + ":".join(f"{s}/{p}" for s, p in split.items()), "--fadvise_hint=1",
     ]  # fmt: skip
-    if len(split) > 1:  # of one size it can read every block once, as we do; of several it may read one again, from the cache
+    if (
+        len(split) > 1
+    ):  # of one size it can read every block once, as we do; of several it may read one again, from the cache
         command += ["--blockalign=4096", "--norandommap"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -152,7 +170,11 @@ def summarize_reads(record):
     return {
         key: {
             **{who: timing.summary(v) for who, v in by.items()},
-            **{f"of {who}": timing.paired_ratio(by["moelab"], v)["median"] for who, v in by.items() if who != "moelab"},
+            **{
+                f"of {who}": timing.paired_ratio(by["moelab"], v)["median"]
+                for who, v in by.items()
+                if who != "moelab"
+            },
         }
         for key, by in out.items()
     }
@@ -164,14 +186,20 @@ def report_reads(record):
         f"{record['model']}/{record['file']}, {record['cache_state']}, {record['nbytes_a_run'] / 1e6:.0f} MB a run; GB/s, median [quartiles]"
     )
     if not record["fio"] and record["cache_state"] == "cold":
-        lines.append("fio is not installed (Debian: apt-get install fio), so there is nothing to compare with")
+        lines.append(
+            "fio is not installed (Debian: apt-get install fio), so there is nothing to compare with"
+        )
     for (kind, depth), row in sorted(summarize_reads(record).items()):
         parts = [
             f"{who} {s['median'] / 1e9:.2f} [{s['p25'] / 1e9:.2f} - {s['p75'] / 1e9:.2f}]"
             for who, s in row.items()
             if isinstance(s, dict)
         ]
-        parts += [f"{who.replace('of', 'moelab is')} x {r:.2f}" for who, r in row.items() if not isinstance(r, dict)]
+        parts += [
+            f"{who.replace('of', 'moelab is')} x {r:.2f}"
+            for who, r in row.items()
+            if not isinstance(r, dict)
+        ]
         lines.append(
             f"{kind} of {'+'.join(str(b // 1024) for b in record['block_sizes'][kind])} KiB, depth {depth}: "
             + "; ".join(parts)

@@ -40,7 +40,10 @@ def recorded(name):
 
 def samples(timings):
     """``{name: array of seconds}`` of timings, fresh or recorded."""
-    return {n: np.asarray(t["samples_s"] if isinstance(t, dict) else t.samples_s) for n, t in timings.items()}
+    return {
+        n: np.asarray(t["samples_s"] if isinstance(t, dict) else t.samples_s)
+        for n, t in timings.items()
+    }
 
 
 def median(timings, name):
@@ -50,7 +53,10 @@ def median(timings, name):
 
 def token_s(bench_record, mode):
     """Seconds a decoded token took in each round of a bench."""
-    return np.array([s["decode_s"] for s in bench_record["modes"][mode]["samples"]]) / bench_record["tokens"]
+    return (
+        np.array([s["decode_s"] for s in bench_record["modes"][mode]["samples"]])
+        / bench_record["tokens"]
+    )
 
 
 def reads_GBs(reads_record, kind="experts"):

@@ -36,7 +36,9 @@ def overlap(trace, lag=1):
         token's experts that were there; ``all``: the share of tokens of which all K were.
     """
     if not 1 <= lag < len(trace):
-        raise TraceError(f"overlap: expected a lag of 1 to {len(trace) - 1}, with {len(trace)} tokens, got {lag}.")
+        raise TraceError(
+            f"overlap: expected a lag of 1 to {len(trace) - 1}, with {len(trace)} tokens, got {lag}."
+        )
     kept = (trace.experts[lag:, :, :, None] == trace.experts[:-lag, :, None, :]).any(-1)
     return {"each": kept.mean((0, 2)), "all": kept.all(-1).mean(0)}
 
@@ -129,7 +131,7 @@ def missing(trace, m, slots, skip=0):
         np.ndarray: ``[L]``, means over all windows of m tokens after the first ``skip``.
     """
     T, L, K = trace.experts.shape
-    if not (1 <= m and 0 <= skip <= T - m):
+    if not (m >= 1 and 0 <= skip <= T - m):
         raise TraceError(f"missing: expected 1 to {T - skip} tokens after {skip}, got {m}.")
     slots = min(slots, trace.num_experts)
     out = np.empty(L)
@@ -186,7 +188,10 @@ def layer_prediction(trace, ahead=1):
     for layer in range(L - ahead):
         here, there = chosen[:half, layer], chosen[:half, layer + ahead]
         needed = trace.experts[half:, layer + ahead].astype(np.intp)
-        scores = {"pairs": chosen[half:, layer] @ (here.T @ there), "popular": there.sum(0)[None].repeat(T - half, 0)}
+        scores = {
+            "pairs": chosen[half:, layer] @ (here.T @ there),
+            "popular": there.sum(0)[None].repeat(T - half, 0),
+        }
         for name, score in scores.items():
             best = np.zeros((T - half, E), bool)
             np.put_along_axis(best, np.argpartition(-score, K - 1, axis=1)[:, :K], True, 1)
@@ -243,10 +248,15 @@ def synthesize(locality, T, L, E, K, seed=0, warmup=64):
         ValueError: If the sizes make no trace.
     """
     if min(T, L, K) < 1 or not K <= E <= 1 << 16:
-        raise ValueError(f"synthesize: expected T, L and K of 1 or more, and E of K to 65536, got {T=}, {L=}, {E=}, {K=}.")
+        raise ValueError(
+            f"synthesize: expected T, L and K of 1 or more, and E of K to 65536, got {T=}, {L=}, {E=}, {K=}."
+        )
     rng = np.random.default_rng(seed)
     layer = np.arange(L) * len(locality.zipf) // L
-    zipf, sticky, memory = (np.array(v, np.float32)[layer, None] for v in (locality.zipf, locality.stickiness, locality.memory))
+    zipf, sticky, memory = (
+        np.array(v, np.float32)[layer, None]
+        for v in (locality.zipf, locality.stickiness, locality.memory)
+    )
     popular = np.arange(1, E + 1, dtype=np.float32) ** -zipf
     popular = rng.permuted(popular / popular.sum(1, keepdims=True), axis=1) * (1 - sticky)
     decay = np.exp(-1 / memory)
@@ -300,19 +310,31 @@ def fit(trace, rounds=3, seed=0):
         raise TraceError(f"fit: expected at least 32 tokens, got {T}.")
     want = _features(trace)
     grid = np.stack(
-        [v.ravel() for v in np.meshgrid(np.linspace(0, 1.5, 7), np.linspace(0, 0.9, 7), [0.5, 2, 8, 32, 128], indexing="ij")], 1
+        [
+            v.ravel()
+            for v in np.meshgrid(
+                np.linspace(0, 1.5, 7), np.linspace(0, 0.9, 7), [0.5, 2, 8, 32, 128], indexing="ij"
+            )
+        ],
+        1,
     )
     spread = np.array([0.25, 0.15, 0.0])
     best, error = np.zeros((L, 3)), np.full(L, np.inf)
     for i in range(rounds):
-        made = synthesize(Locality(*map(tuple, grid.T)), T, len(grid), trace.num_experts, K, seed + i)
+        made = synthesize(
+            Locality(*map(tuple, grid.T)), T, len(grid), trace.num_experts, K, seed + i
+        )
         distance = np.square(_features(made)[None] - want[:, None]).sum(-1)  # [L, candidates]
         nearest = distance.argmin(1)
         better = distance[np.arange(L), nearest] < error
         best[better], error[better] = grid[nearest[better]], distance[better, nearest[better]]
         # Around each layer's best: every combination of a step down, none, up.
-        step = np.stack([v.ravel() for v in np.meshgrid([-1, 0, 1], [-1, 0, 1], [0.5, 1, 2], indexing="ij")], 1)
-        around = best[:, None] + np.concatenate([step[:, :2] * spread[:2] / 2 ** (i + 1), np.zeros((len(step), 1))], 1)
+        step = np.stack(
+            [v.ravel() for v in np.meshgrid([-1, 0, 1], [-1, 0, 1], [0.5, 1, 2], indexing="ij")], 1
+        )
+        around = best[:, None] + np.concatenate(
+            [step[:, :2] * spread[:2] / 2 ** (i + 1), np.zeros((len(step), 1))], 1
+        )
         around[..., 2] *= step[:, 2] ** (1 / (i + 1))
         grid = np.clip(around.reshape(-1, 3), (0, 0, 0.1), (4, 0.98, 1e4))
     return Locality(*(tuple(float(v) for v in column) for column in best.T))

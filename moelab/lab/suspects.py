@@ -121,7 +121,14 @@ def table(path, draft, prompts, num_rounds, suspects=SUSPECTS):
         made = fault["top_k"], fault["bits"], fault["dtype"]
         if made not in models:
             models = {made: target(path, *made)}  # one at a time
-        out[name] = trial(models[made], draft, prompts, num_rounds, rollback=fault["rollback"], shift=fault["shift"])
+        out[name] = trial(
+            models[made],
+            draft,
+            prompts,
+            num_rounds,
+            rollback=fault["rollback"],
+            shift=fault["shift"],
+        )
     return out
 
 
@@ -139,14 +146,25 @@ def plain_tok_s(model, ids, tokens):
 
 def histogram(results, title, finding, note="", card=None):
     """Shares of rounds by accepted tokens, one line for each result: a described figure."""
-    fig = figures.figure(title, "drafts accepted in a round", "% of the rounds", note=note, card=card)
+    fig = figures.figure(
+        title, "drafts accepted in a round", "% of the rounds", note=note, card=card
+    )
     words = []
     for i, (name, r) in enumerate(results.items()):
         counts = np.array(r["histogram"])
         share = 100 * counts / max(counts.sum(), 1)
-        fig.add_scatter(x=list(range(len(share))), y=share, name=f"{name} (tau {r['tau']:.2f})", **figures.style(i))
-        words.append(f"{name}: {share[0]:.0f}% with none accepted, {share[-1]:.0f}% with all, tau {r['tau']:.2f}")
-    return figures.describe(fig, alt=f"Lines of {title}. " + ". ".join(words) + ".", finding=finding)
+        fig.add_scatter(
+            x=list(range(len(share))),
+            y=share,
+            name=f"{name} (tau {r['tau']:.2f})",
+            **figures.style(i),
+        )
+        words.append(
+            f"{name}: {share[0]:.0f}% with none accepted, {share[-1]:.0f}% with all, tau {r['tau']:.2f}"
+        )
+    return figures.describe(
+        fig, alt=f"Lines of {title}. " + ". ".join(words) + ".", finding=finding
+    )
 
 
 def recorded_card(record):
@@ -163,7 +181,9 @@ def dial(path, draft, prompts, num_rounds):
             models.clear()
             models[top_k] = target(path, top_k=top_k)
         shift = int(features == "off by one")
-        r = trial(models[top_k], draft, prompts, num_rounds, block - 1, rollback=rollback, shift=shift)
+        r = trial(
+            models[top_k], draft, prompts, num_rounds, block - 1, rollback=rollback, shift=shift
+        )
         what = f"block {block}, top-k {top_k}, rollback {rollback}, features {features}"
         return histogram(
             {what: r},
@@ -176,7 +196,9 @@ def dial(path, draft, prompts, num_rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--length", type=int, default=64, help="prompt tokens")
@@ -187,14 +209,24 @@ def main():
     every = heldout_prompts(path, args.kind, args.length)
     prompts = every[:: len(every) // args.prompts][: args.prompts]
     draft = DFlashDraft(DATA / "models" / "tiny-dflash")
-    record = {"kind": "suspects", "machine": machine.card(), "text": args.kind, "prompt": args.length}
+    record = {
+        "kind": "suspects",
+        "machine": machine.card(),
+        "text": args.kind,
+        "prompt": args.length,
+    }
     record |= {"prompts": len(prompts), "rounds": args.rounds, "results": {}}
     for name in SUSPECTS:
         record["results"] |= table(path, draft, prompts, args.rounds, {name: SUSPECTS[name]})
         r = record["results"][name]
-        print(f"{name:40s} tau {r['tau']:.2f} [{r['low']:.2f}, {r['high']:.2f}]  {r['histogram']}", flush=True)
+        print(
+            f"{name:40s} tau {r['tau']:.2f} [{r['low']:.2f}, {r['high']:.2f}]  {r['histogram']}",
+            flush=True,
+        )
         if args.json:
-            args.json.write_text(json.dumps(record | {"verify": timing.summary(r["verify_s"])}) + "\n")
+            args.json.write_text(
+                json.dumps(record | {"verify": timing.summary(r["verify_s"])}) + "\n"
+            )
 
 
 if __name__ == "__main__":

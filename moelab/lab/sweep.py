@@ -67,13 +67,27 @@ class Point:
         if self.slots == 0:
             return StreamConfig(mode="buffers")
         file = DATA / "traces" / f"{self.pinned_by}.npz" if self.pinned_by else None
-        return StreamConfig(mode="fused", slots=self.slots, policy=self.policy, pinned_nbytes=self.pinned_nbytes, pinned_trace=file)
+        return StreamConfig(
+            mode="fused",
+            slots=self.slots,
+            policy=self.policy,
+            pinned_nbytes=self.pinned_nbytes,
+            pinned_trace=file,
+        )
 
     def __str__(self):
         limit = "no limit" if self.limit_nbytes is None else f"{self.limit_nbytes / 1e6:.0f} MB"
         slots = "no slots" if self.slots == 0 else f"{self.slots} slots"
-        slots += f" and {self.pinned_nbytes / 1e6:.0f} MB pinned by {self.pinned_by}" if self.pinned_nbytes else ""
-        return f"{limit}, {slots}" + ("" if self.policy == "lru" else f", {self.policy}") + (", read-ahead" if self.ahead else "")
+        slots += (
+            f" and {self.pinned_nbytes / 1e6:.0f} MB pinned by {self.pinned_by}"
+            if self.pinned_nbytes
+            else ""
+        )
+        return (
+            f"{limit}, {slots}"
+            + ("" if self.policy == "lru" else f", {self.policy}")
+            + (", read-ahead" if self.ahead else "")
+        )
 
 
 # In the process of a point
@@ -87,7 +101,9 @@ def bring(layer, experts):
         experts (list[int]): Distinct, at most S (or K).
     """
     if not isinstance(layer, (Stacked, Buffers)):
-        raise TypeError(f"bring: expected a layer with slots or buffers, got {type(layer).__name__}.")
+        raise TypeError(
+            f"bring: expected a layer with slots or buffers, got {type(layer).__name__}."
+        )
     layer.bring(experts)
 
 
@@ -114,7 +130,11 @@ def resident_nbytes(path):
     """
     mincore = getattr(ctypes.CDLL(None), "mincore", None)
     size = os.path.getsize(path)
-    if mincore is None or not size or not (os.stat(path).st_uid == os.geteuid() or os.access(path, os.W_OK)):
+    if (
+        mincore is None
+        or not size
+        or not (os.stat(path).st_uid == os.geteuid() or os.access(path, os.W_OK))
+    ):
         return None
     with open(path, "rb") as f:
         file = np.frombuffer(mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
@@ -196,7 +216,9 @@ def measure(path, point, trace, start, cold, warmup, reads, decode):
     }
     if decode:
         rest = rows[warmup + reads :]
-        left = Trace(rest, np.full(len(rest), "decode"), np.zeros(len(rest), np.int64), trace.num_experts)
+        left = Trace(
+            rest, np.full(len(rest), "decode"), np.zeros(len(rest), np.int64), trace.num_experts
+        )
         ends, disk, tokens = [], [], []
         with driven(model, left):
             for token, _ in generate_step(mx.array([1]), model, max_tokens=decode + 3):
@@ -254,7 +276,9 @@ def points(path, limits, slots=None, policies=("lru",), ahead=False, count=7, pi
     K = sizes["K"]
     most = max([fits(sizes, n) for n in limits if n is not None], default=sizes["E"])
     for limit_nbytes in limits:
-        top, steps = (most, count // 2) if limit_nbytes is None else (fits(sizes, limit_nbytes), count - 1)
+        top, steps = (
+            (most, count // 2) if limit_nbytes is None else (fits(sizes, limit_nbytes), count - 1)
+        )
         if top < K:
             raise ValueError(
                 f"{path}: expected a limit of at least {least_nbytes(sizes) / 1e6:.0f} MB (backbone, process, {K} slots, and some to "
@@ -263,8 +287,15 @@ def points(path, limits, slots=None, policies=("lru",), ahead=False, count=7, pi
         mine = slots or [0, *np.unique(np.linspace(K, top, steps).astype(int)).tolist()]
         out += [Point(n, limit_nbytes, policies[0]) for n in mine]
         held = [n for n in mine if n > K]
-        out += [Point(K, limit_nbytes, policies[0], False, (max(held) - K) * sizes["slot_nbytes"], by) for by in pinned]
-        if held and limit_nbytes is not None and limit_nbytes == max(n for n in limits if n is not None):
+        out += [
+            Point(K, limit_nbytes, policies[0], False, (max(held) - K) * sizes["slot_nbytes"], by)
+            for by in pinned
+        ]
+        if (
+            held
+            and limit_nbytes is not None
+            and limit_nbytes == max(n for n in limits if n is not None)
+        ):
             extra = sorted({held[len(held) // 2], held[-1]})
             out += [Point(n, limit_nbytes, policy) for policy in policies[1:] for n in extra]
             out += [Point(n, limit_nbytes, policies[0], True) for n in mine if ahead and n]
@@ -285,7 +316,9 @@ def made_up(path, like="code", T=640, seed=0):
     """
     feet = footprint(path)
     recorded = Trace.load(DATA / "traces" / f"{like}.npz")
-    trace = routing.synthesize(routing.fit(recorded), T, feet.num_layers, feet.num_experts, feet.top_k, seed)
+    trace = routing.synthesize(
+        routing.fit(recorded), T, feet.num_layers, feet.num_experts, feet.top_k, seed
+    )
     return replace(trace, prompt=f"like {like}")
 
 
@@ -324,10 +357,26 @@ def least_nbytes(sizes):
 
 def fits(sizes, limit_nbytes):
     """The most slots with which a model decodes in so much memory."""
-    return int(min(sizes["E"], (limit_nbytes - other_nbytes(sizes) - SPARE_NBYTES) // sizes["slot_nbytes"]))
+    return int(
+        min(sizes["E"], (limit_nbytes - other_nbytes(sizes) - SPARE_NBYTES) // sizes["slot_nbytes"])
+    )
 
 
-def sweep(path, points, trace, runs=5, cold=8, warmup=60, reads=44, decode=4, json_path=None, seconds=None, seed=0, ways=None, costs=False):
+def sweep(
+    path,
+    points,
+    trace,
+    runs=5,
+    cold=8,
+    warmup=60,
+    reads=44,
+    decode=4,
+    json_path=None,
+    seconds=None,
+    seed=0,
+    ways=None,
+    costs=False,
+):
     """Measure every point ``runs`` times, each time in a new process, rounds in random order.
 
     What is in ``json_path`` already is not measured again, so a sweep that was interrupted goes on.
@@ -366,14 +415,23 @@ def sweep(path, points, trace, runs=5, cold=8, warmup=60, reads=44, decode=4, js
         record = json.loads(Path(json_path).read_text())
         wrong = [k for k in settings if record.get(k) != json.loads(json.dumps(settings[k]))]
         if wrong:
-            raise ValueError(f"{json_path}: expected a sweep with the same {', '.join(wrong)}. Name another file, or remove it.")
-    done = {(point_of(s), s["round"]) for s in record["samples"]} | {(None, c["round"]) for c in record["costs"]}
+            raise ValueError(
+                f"{json_path}: expected a sweep with the same {', '.join(wrong)}. Name another file, or remove it."
+            )
+    done = {(point_of(s), s["round"]) for s in record["samples"]} | {
+        (None, c["round"]) for c in record["costs"]
+    }
     killed = {point_of(s) for s in record["samples"] if s["killed"]}
     order, todo, what = random.Random(seed), [], [*points, *([None] if costs else [])]
     for i in range(runs):
-        todo += [(p, i) for p in order.sample(what, len(what)) if (p, i) not in done and p not in killed]
+        todo += [
+            (p, i) for p in order.sample(what, len(what)) if (p, i) not in done and p not in killed
+        ]
     longest = 0.0
-    with _saved(trace) as trace_path, tqdm(total=len(todo), desc="sweep", unit="run", leave=False) as bar:
+    with (
+        _saved(trace) as trace_path,
+        tqdm(total=len(todo), desc="sweep", unit="run", leave=False) as bar,
+    ):
         for n, (point, i) in enumerate(todo):
             if point in killed:
                 continue  # once is enough
@@ -384,7 +442,11 @@ def sweep(path, points, trace, runs=5, cold=8, warmup=60, reads=44, decode=4, js
                 record["costs"].append({"round": i, **_run_costs(path)})
             else:
                 tokens = (i * len(trace) // runs, cold, warmup, reads, decode)
-                sample = {**asdict(point), "round": i, **_run_point(path, point, trace_path, tokens, ways)}
+                sample = {
+                    **asdict(point),
+                    "round": i,
+                    **_run_point(path, point, trace_path, tokens, ways),
+                }
                 record["samples"].append(sample)
                 if sample["killed"]:
                     killed.add(point)
@@ -397,7 +459,9 @@ def sweep(path, points, trace, runs=5, cold=8, warmup=60, reads=44, decode=4, js
 
 
 def _run_costs(path):
-    done = limit.run([sys.executable, "-m", "moelab.lab.sweep", "--costs", str(path)], timeout_s=TIMEOUT_S)
+    done = limit.run(
+        [sys.executable, "-m", "moelab.lab.sweep", "--costs", str(path)], timeout_s=TIMEOUT_S
+    )
     if done.returncode:
         raise OSError(f"{path}: its costs could not be measured: {done.stderr.strip()[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -418,10 +482,17 @@ def _run_point(path, point, trace_path, tokens, ways):
             **({"ways": ways} if ways else {}),
         )
     except subprocess.TimeoutExpired:
-        raise OSError(f"{point}: took more than {TIMEOUT_S} s and was ended. Take fewer tokens, or fewer slots.") from None
+        raise OSError(
+            f"{point}: took more than {TIMEOUT_S} s and was ended. Take fewer tokens, or fewer slots."
+        ) from None
     if done.returncode and not done.killed:
         raise OSError(f"{point}: {done.stderr.strip()[-2000:]}")
-    out = {"killed": done.killed, "how": done.how, "refused": done.refused, "run_s": round(time.perf_counter() - begin, 2)}
+    out = {
+        "killed": done.killed,
+        "how": done.how,
+        "refused": done.refused,
+        "run_s": round(time.perf_counter() - begin, 2),
+    }
     return out if done.killed else {**out, **json.loads(done.stdout.splitlines()[-1])}
 
 
@@ -457,10 +528,24 @@ def summarize(record):
     out = []
     needed = record["reads"] * record["sizes"]["L"] * record["sizes"]["K"]
     largest = [float("inf") if p.limit_nbytes is None else p.limit_nbytes for p in by]
-    order = sorted(zip(largest, by), key=lambda x: (x[0], x[1].ahead, x[1].policy != "lru", x[1].policy, x[1].pinned_by, x[1].slots))
+    order = sorted(
+        zip(largest, by),
+        key=lambda x: (
+            x[0],
+            x[1].ahead,
+            x[1].policy != "lru",
+            x[1].policy,
+            x[1].pinned_by,
+            x[1].slots,
+        ),
+    )
     for _, point in order:
         samples = by[point]
-        row = {"point": point, "killed": any(s["killed"] for s in samples), "how": samples[0]["how"]}
+        row = {
+            "point": point,
+            "killed": any(s["killed"] for s in samples),
+            "how": samples[0]["how"],
+        }
         if not row["killed"]:
             for part in ("cold", "reads", "decode"):
                 if part in samples[0]:
@@ -469,9 +554,15 @@ def summarize(record):
             r = [s["reads"] for s in samples]
             disk = [np.sum(x["disk_nbytes"]) if None not in x["disk_nbytes"] else np.nan for x in r]
             row["hit_rate"] = 1 - float(np.median([x["misses"] for x in r])) / needed
-            row["asked_per_token"] = float(np.median([x["asked_nbytes"] for x in r])) / record["reads"]
+            row["asked_per_token"] = (
+                float(np.median([x["asked_nbytes"] for x in r])) / record["reads"]
+            )
             row["disk_per_token"] = float(np.median(disk)) / record["reads"]
-            row["page_hit_rate"] = float(np.maximum(0, 1 - row["disk_per_token"] / row["asked_per_token"])) if row["asked_per_token"] else np.nan
+            row["page_hit_rate"] = (
+                float(np.maximum(0, 1 - row["disk_per_token"] / row["asked_per_token"]))
+                if row["asked_per_token"]
+                else np.nan
+            )
             for name in ("resident_nbytes", "anonymous_nbytes"):
                 values = [s[name] for s in samples if s[name] is not None]
                 row[name] = float(np.median(values)) if values else np.nan
@@ -510,35 +601,92 @@ def report(record):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(prog="python -m moelab.lab.sweep", description="Slots against the page cache under memory limits.")
+    p = argparse.ArgumentParser(
+        prog="python -m moelab.lab.sweep",
+        description="Slots against the page cache under memory limits.",
+    )
     p.add_argument("model", metavar="CHECKPOINT", help="a model folder")
-    p.add_argument("--limits", default="600,1500,none", help="MB of process and page cache, divided by commas (default: %(default)s)")
-    p.add_argument("--slots", default="auto", help="divided by commas, 0 for none; auto: none, top-k and steps up to what fits (default: %(default)s)")
-    p.add_argument("--policies", default="lru", help="all but the first at two points of the largest limit only (default: %(default)s)")
-    p.add_argument("--read-ahead", action="store_true", help="measure the points of the largest limit with read-ahead, too")
-    p.add_argument("--pinned", default="", metavar="TRACES", help="of data/traces, divided by commas: by each, pin what the most slots hold more than top-k")
-    p.add_argument("--trace", metavar="FILE", help="of Trace.save, with the model's layers and experts (default: a synthetic one)")
-    p.add_argument("--like", default="code", help="trace of data/traces whose locality the synthetic one has (default: %(default)s)")
-    p.add_argument("--trace-seed", type=int, default=0, help="of the synthetic trace (default: %(default)s)")
+    p.add_argument(
+        "--limits",
+        default="600,1500,none",
+        help="MB of process and page cache, divided by commas (default: %(default)s)",
+    )
+    p.add_argument(
+        "--slots",
+        default="auto",
+        help="divided by commas, 0 for none; auto: none, top-k and steps up to what fits (default: %(default)s)",
+    )
+    p.add_argument(
+        "--policies",
+        default="lru",
+        help="all but the first at two points of the largest limit only (default: %(default)s)",
+    )
+    p.add_argument(
+        "--read-ahead",
+        action="store_true",
+        help="measure the points of the largest limit with read-ahead, too",
+    )
+    p.add_argument(
+        "--pinned",
+        default="",
+        metavar="TRACES",
+        help="of data/traces, divided by commas: by each, pin what the most slots hold more than top-k",
+    )
+    p.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="of Trace.save, with the model's layers and experts (default: a synthetic one)",
+    )
+    p.add_argument(
+        "--like",
+        default="code",
+        help="trace of data/traces whose locality the synthetic one has (default: %(default)s)",
+    )
+    p.add_argument(
+        "--trace-seed", type=int, default=0, help="of the synthetic trace (default: %(default)s)"
+    )
     p.add_argument("--runs", type=int, default=5)
     for name, default in (("cold", 8), ("warmup", 60), ("reads", 44), ("decode", 4)):
         p.add_argument(f"--{name}", type=int, default=default, metavar="TOKENS")
-    p.add_argument("--json", metavar="FILE", required=True, help="the record; what it has already is not measured again")
-    p.add_argument("--seconds", type=float, help="stop in time to end after so many; the same command goes on from there")
+    p.add_argument(
+        "--json",
+        metavar="FILE",
+        required=True,
+        help="the record; what it has already is not measured again",
+    )
+    p.add_argument(
+        "--seconds",
+        type=float,
+        help="stop in time to end after so many; the same command goes on from there",
+    )
     args = p.parse_args(argv)
     limits = [None if n == "none" else int(n) * 1_000_000 for n in args.limits.split(",")]
     slots = None if args.slots == "auto" else [int(n) for n in args.slots.split(",")]
     try:
-        trace = Trace.load(args.trace) if args.trace else made_up(args.model, args.like, seed=args.trace_seed)
+        trace = (
+            Trace.load(args.trace)
+            if args.trace
+            else made_up(args.model, args.like, seed=args.trace_seed)
+        )
         pinned = tuple(filter(None, args.pinned.split(",")))
-        which = points(args.model, limits, slots, tuple(args.policies.split(",")), args.read_ahead, pinned=pinned)
+        which = points(
+            args.model,
+            limits,
+            slots,
+            tuple(args.policies.split(",")),
+            args.read_ahead,
+            pinned=pinned,
+        )
         record = sweep(
             args.model, which, trace, args.runs, args.cold, args.warmup, args.reads, args.decode, args.json, args.seconds, costs=True,
         )  # fmt: skip
     except (ValueError, OSError) as error:
         sys.exit(f"sweep: {error}")
     print(report(record))
-    print(f"{len(record['samples'])} runs in {args.json}" + ("" if record.get("complete") else "; not complete: the same command goes on"))
+    print(
+        f"{len(record['samples'])} runs in {args.json}"
+        + ("" if record.get("complete") else "; not complete: the same command goes on")
+    )
 
 
 if __name__ == "__main__":

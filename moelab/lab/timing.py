@@ -65,7 +65,9 @@ class Timing:
 
     def __str__(self):
         unit, scale = next(
-            (u, s) for u, s in (("s", 1), ("ms", 1e3), ("us", 1e6)) if self.median_s * s >= 1 or u == "us"
+            (u, s)
+            for u, s in (("s", 1), ("ms", 1e3), ("us", 1e6))
+            if self.median_s * s >= 1 or u == "us"
         )
         low, high = self.quartiles_s
         text = f"{self.name}: {self.median_s * scale:.3g} {unit} [{low * scale:.3g} - {high * scale:.3g}], n={len(self.samples_s)}"

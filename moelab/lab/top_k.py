@@ -33,7 +33,11 @@ def predicted_speedup(path, ks, base) -> dict[int, float]:
     if str(path) in synthesize.CONFIGS:
         tensors, config = synthesize.plan(synthesize.CONFIGS[str(path)])
         E = config["text_config"]["num_experts"]
-        rest = sum(t.nbytes for t in tensors if ".switch_mlp." not in t.name and "embed_tokens" not in t.name)
+        rest = sum(
+            t.nbytes
+            for t in tensors
+            if ".switch_mlp." not in t.name and "embed_tokens" not in t.name
+        )
         one = sum(t.nbytes for t in tensors if ".switch_mlp." in t.name) / E
     else:
         f = footprint(path, StreamConfig())
@@ -59,10 +63,27 @@ class Speeds:
         return f"{mode}, K={k}"
 
     @classmethod
-    def measure(cls, path, ks, modes=("resident", "fused"), slots=16, tokens=64, runs=5, warmup=8, progress=True):
+    def measure(
+        cls,
+        path,
+        ks,
+        modes=("resident", "fused"),
+        slots=16,
+        tokens=64,
+        runs=5,
+        warmup=8,
+        progress=True,
+    ):
         """Run ``bench`` on every mode at every K, the same prompts, rounds in random order."""
-        configs = {cls.name(mode, k): StreamConfig(mode=mode, top_k=k, slots=slots) for mode in modes for k in ks}
-        return cls(bench.bench(path, configs, tokens=tokens, runs=runs, warmup=warmup, progress=progress), ks)
+        configs = {
+            cls.name(mode, k): StreamConfig(mode=mode, top_k=k, slots=slots)
+            for mode in modes
+            for k in ks
+        }
+        return cls(
+            bench.bench(path, configs, tokens=tokens, runs=runs, warmup=warmup, progress=progress),
+            ks,
+        )
 
     def tok_s(self, mode, k) -> dict:
         """Tokens per second: median, quartiles, n."""
@@ -80,7 +101,9 @@ class Speeds:
     def waiting_s(self, mode, k) -> float:
         """Seconds of a token spent waiting for reads: the median run."""
         samples = self.record["modes"][self.name(mode, k)]["samples"]
-        return float(np.median([s["counters"]["wait_s"] / s["counters"]["tokens"] for s in samples]))
+        return float(
+            np.median([s["counters"]["wait_s"] / s["counters"]["tokens"] for s in samples])
+        )
 
     def reads(self, mode, k) -> tuple[float, float]:
         """Bytes read for a token, and the share of experts that were in a slot."""
@@ -91,20 +114,26 @@ class Speeds:
         """What was written after the ``i``-th prompt, by K."""
         tokenizer = load_tokenizer(Path(path))
         modes = self.record["modes"]
-        return {k: tokenizer.decode(modes[self.name(mode, k)]["samples"][i]["tokens"]) for k in self.ks}
+        return {
+            k: tokenizer.decode(modes[self.name(mode, k)]["samples"][i]["tokens"]) for k in self.ks
+        }
 
     def table(self) -> str:
         """Tokens per second of every mode and K as text."""
         lines = [f"{'':14s} tokens a second: median [quartiles]"]
         for name, m in self.record["modes"].items():
             s = m["decode_tok_s"]
-            lines.append(f"{name:14s} {s['median']:6.1f} [{s['p25']:.1f} - {s['p75']:.1f}], n={s['n']}")
+            lines.append(
+                f"{name:14s} {s['median']:6.1f} [{s['p25']:.1f} - {s['p75']:.1f}], n={s['n']}"
+            )
         return "\n".join(lines)
 
 
 def _note(speeds):
     r = speeds.record
-    slots = next(m["config"]["slots"] for m in r["modes"].values() if m["config"]["mode"] != "resident")
+    slots = next(
+        m["config"]["slots"] for m in r["modes"].values() if m["config"]["mode"] != "resident"
+    )
     return f"{r['model']}, {slots} slots, page cache {r['cache_state']}, {r['tokens']} tokens a run, n={len(speeds.token_s('fused', speeds.ks[0]))}"
 
 
@@ -112,7 +141,9 @@ def speed_figure(speeds, predicted, recorded=None):
     """Speed over the full K against K: predicted, measured now, recorded, published."""
     ks, full, least = speeds.ks, speeds.ks[0], speeds.ks[-1]
     ratios = {mode: {k: speeds.speedup(mode, k) for k in ks} for mode in ("resident", "fused")}
-    published = {k: PUBLISHED[k] / PUBLISHED[full] for k in ks if k in PUBLISHED and full in PUBLISHED}
+    published = {
+        k: PUBLISHED[k] / PUBLISHED[full] for k in ks if k in PUBLISHED and full in PUBLISHED
+    }
     fig = figures.figure(
         f"K={least} in place of {full}: {ratios['fused'][least]['median']:.2f} times as fast streamed, {predicted[least]:.2f} predicted",
         x="experts for each token (K)",
@@ -120,13 +151,24 @@ def speed_figure(speeds, predicted, recorded=None):
         note=_note(speeds) + ", float32; medians and quartiles, paired by round",
     )
     fig.add_scatter(
-        x=ks, y=[predicted[k] for k in ks], name="predicted from bytes", mode="lines", line=figures.style(6)["line"]
+        x=ks,
+        y=[predicted[k] for k in ks],
+        name="predicted from bytes",
+        mode="lines",
+        line=figures.style(6)["line"],
     )
     for i, (mode, by_k) in enumerate(ratios.items()):
         low, mid, high = (np.array([by_k[k][q] for k in ks]) for q in ("p25", "median", "p75"))
         error = dict(type="data", array=high - mid, arrayminus=mid - low)
         style = figures.style(i)
-        fig.add_scatter(x=ks, y=mid, error_y=error, name=f"{mode}, this machine now", mode="lines+markers", **style)
+        fig.add_scatter(
+            x=ks,
+            y=mid,
+            error_y=error,
+            name=f"{mode}, this machine now",
+            mode="lines+markers",
+            **style,
+        )
     if recorded:
         old = Speeds(recorded["speeds"], ks)
         y = [old.speedup("fused", k)["median"] for k in ks]
@@ -169,12 +211,16 @@ def time_figure(speeds, mode="fused"):
     where = [f"K={k}<br>{b / 1e6:.2f} MB read<br>{hits:.0%} hits" for k, (b, hits) in reads.items()]
     rest = [total[k] - waiting[k] for k in ks]
     fig.add_bar(x=where, y=rest, name="computing and dispatching", marker_color=figures.COLORS[4])
-    bar = dict(color=figures.COLORS[1], pattern=dict(shape="/", fillmode="overlay", fgcolor="white"))
+    bar = dict(
+        color=figures.COLORS[1], pattern=dict(shape="/", fillmode="overlay", fgcolor="white")
+    )
     fig.add_bar(x=where, y=[waiting[k] for k in ks], name="waiting for reads", marker=bar)
     return figures.describe(
         fig,
         alt="Stacked bars of a token's time. "
-        + " ".join(f"K={k}: {total[k]:.1f} ms, {waiting[k]:.1f} of them waiting for reads." for k in ks),
+        + " ".join(
+            f"K={k}: {total[k]:.1f} ms, {waiting[k]:.1f} of them waiting for reads." for k in ks
+        ),
         finding=f"Waiting is {waiting[full] / total[full]:.0%} of a token at K={full} and {waiting[least] / total[least]:.0%} at K={least}; "
         f"the rest falls from {rest[0]:.1f} to {rest[-1]:.1f} ms.",
     )
@@ -206,18 +252,24 @@ def quality_figure(scores, texts, holds, note, recorded=None):
     sets = [("this machine now", scores, 0)]
     if recorded:
         size = int(recorded["scores"][full].nbytes.sum())
-        sets.append((f"recorded {recorded['machine']['date']}, {size:,} bytes", recorded["scores"], 4))
+        sets.append(
+            (f"recorded {recorded['machine']['date']}, {size:,} bytes", recorded["scores"], 4)
+        )
     for label, some, i in sets:
         mid, low, high = 100 * np.array([some[k].increase(some[full]) for k in ks]).T
         error = dict(type="data", array=high - mid, arrayminus=mid - low)
-        fig.add_scatter(x=ks, y=mid, error_y=error, name=label, mode="lines+markers", **figures.style(i))
+        fig.add_scatter(
+            x=ks, y=mid, error_y=error, name=label, mode="lines+markers", **figures.style(i)
+        )
     figures.ceiling(fig, 100 * holds, "what counts as 'holds'")
     fig.update_xaxes(tickvals=ks, autorange="reversed")
     fig.update_layout(showlegend=True)
     return figures.describe(
         fig,
         alt=f"Increase of bits per byte over K={full}. "
-        + " ".join(f"K={k}: {m:+.2%}, from {a:+.2%} to {b:+.2%}." for k, (m, a, b) in rises.items()),
+        + " ".join(
+            f"K={k}: {m:+.2%}, from {a:+.2%} to {b:+.2%}." for k, (m, a, b) in rises.items()
+        ),
         finding=f"At K={full} the model needs {scores[full].bits_per_byte:.2f} bits per byte, at K={least} {scores[least].bits_per_byte:.2f}; "
         f"xz -9e needs {xz_bits_per_byte(texts):.2f}.",
     )
@@ -228,12 +280,22 @@ def verdicts(speeds, predicted, scores, holds) -> str:
     lines, full = [], speeds.ks[0]
     for k in speeds.ks[1:]:
         s, (rise, low, high) = speeds.speedup("fused", k), scores[k].increase(scores[full])
-        published = f"{PUBLISHED[k] / PUBLISHED[full]:.2f}" if k in PUBLISHED and full in PUBLISHED else "-"
-        holding = "holds" if high <= holds else "does not hold" if low > holds else "undecided: more windows"
+        published = (
+            f"{PUBLISHED[k] / PUBLISHED[full]:.2f}" if k in PUBLISHED and full in PUBLISHED else "-"
+        )
+        holding = (
+            "holds"
+            if high <= holds
+            else "does not hold"
+            if low > holds
+            else "undecided: more windows"
+        )
         lines.append(
             f"A1   K={k}: {s['median']:.2f} [{s['p25']:.2f} - {s['p75']:.2f}] times as fast here, {predicted[k]:.2f} predicted, {published} published"
         )
-        lines.append(f"A11  K={k}: {holding}: {rise:+.2%} [{low:+.2%} to {high:+.2%}] bits per byte")
+        lines.append(
+            f"A11  K={k}: {holding}: {rise:+.2%} [{low:+.2%} to {high:+.2%}] bits per byte"
+        )
     return "\n".join(lines)
 
 
@@ -250,9 +312,13 @@ def dial(path, texts, tokens=24, length=128, count=4):
         ks = [own] if top_k == own else [own, top_k]
         for k in set(ks) - known.keys():
             known[k] = at_top_k(path, texts, [k], length=length, count=count, progress=False)[k]
-        speeds = Speeds.measure(path, ks, modes=("fused",), tokens=tokens, runs=3, warmup=4, progress=False)
+        speeds = Speeds.measure(
+            path, ks, modes=("fused",), tokens=tokens, runs=3, warmup=4, progress=False
+        )
         ms = {k: float(np.median(speeds.token_s("fused", k))) * 1e3 for k in ks}
-        written = {k: speeds.record["modes"][speeds.name("fused", k)]["samples"][0]["tokens"] for k in ks}
+        written = {
+            k: speeds.record["modes"][speeds.name("fused", k)]["samples"][0]["tokens"] for k in ks
+        }
         rise, low, high = known[top_k].increase(known[own])
         fig = figures.figure(
             f"Top-k {top_k}: {speeds.speedup('fused', top_k)['median']:.2f} times as fast, {rise:+.1%} bits per byte",
@@ -278,7 +344,10 @@ def dial(path, texts, tokens=24, length=128, count=4):
             )
             fig.update_yaxes(title=title, col=column)
         fig.update_layout(showlegend=False)
-        same = next((i for i, (x, y) in enumerate(zip(written[own], written[top_k])) if x != y), len(written[own]))
+        same = next(
+            (i for i, (x, y) in enumerate(zip(written[own], written[top_k])) if x != y),
+            len(written[own]),
+        )
         return figures.describe(
             fig,
             alt=f"Bars for K={own} and K={top_k}. Time for a token: {ms[own]:.1f} and {ms[top_k]:.1f} ms. "
@@ -297,15 +366,21 @@ def recorded(path) -> dict | None:
         return None
     record = json.loads(path.read_text())
     scores = record["scores"].items()
-    return record | {"scores": {int(k): Score(np.array(s["bits"]), np.array(s["nbytes"])) for k, s in scores}}
+    return record | {
+        "scores": {int(k): Score(np.array(s["bits"]), np.array(s["nbytes"])) for k, s in scores}
+    }
 
 
 def main(argv=None):
     """Record speed and quality by top-k, more of both than a notebook has time for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--heldout", type=Path, help="folder of text (default: MODEL/heldout)")
-    parser.add_argument("--top-k", type=int, nargs="+", default=[8, 6, 4, 2], help="the first is compared with")
+    parser.add_argument(
+        "--top-k", type=int, nargs="+", default=[8, 6, 4, 2], help="the first is compared with"
+    )
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--length", type=int, default=256, help="tokens in a window")
     parser.add_argument("--count", type=int, default=48, help="windows")
@@ -315,13 +390,21 @@ def main(argv=None):
     a = parser.parse_args(argv)
     texts = read_texts(a.heldout or a.model / "heldout")
     begin = time.perf_counter()
-    record = {"kind": "top_k", "machine": machine.card(), "model": a.model.name, "length": a.length, "scores": {}}
+    record = {
+        "kind": "top_k",
+        "machine": machine.card(),
+        "model": a.model.name,
+        "length": a.length,
+        "scores": {},
+    }
     record["xz_bits_per_byte"] = xz_bits_per_byte(texts)
     speeds = Speeds.measure(a.model, a.top_k, slots=a.slots, tokens=a.tokens, runs=a.runs)
     record["speeds"] = speeds.record
     timing.save(a.json, record)
     scores = at_top_k(a.model, texts, a.top_k, StreamConfig(slots=a.slots), a.length, a.count)
-    record["scores"] = {str(k): {"bits": s.bits.tolist(), "nbytes": s.nbytes.tolist()} for k, s in scores.items()}
+    record["scores"] = {
+        str(k): {"bits": s.bits.tolist(), "nbytes": s.nbytes.tolist()} for k, s in scores.items()
+    }
     record["spent_s"] = time.perf_counter() - begin
     timing.save(a.json, record)
     print(speeds.table(), quality_table(scores), a.json, sep="\n")

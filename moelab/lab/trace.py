@@ -39,7 +39,9 @@ class _Recorder:
 class _Tapped:
     # Mixed into the class of an experts' module for as long as its indices are looked at or replaced.
     def __call__(self, x, indices):
-        if getattr(self, "probe", None) is None:  # else a prefetcher asks the router what it would choose
+        if (
+            getattr(self, "probe", None) is None
+        ):  # else a prefetcher asks the router what it would choose
             for tap in self._taps.each:
                 indices = tap(indices)
         return super().__call__(x, indices)
@@ -82,7 +84,9 @@ def _layers(model):
     found = [m for _, m in expert_modules(model)]
     if found:
         return found, [num_experts(m) for m in found]
-    found = sorted((m for m in model.modules() if isinstance(m, StreamedExperts)), key=lambda m: m._layer)
+    found = sorted(
+        (m for m in model.modules() if isinstance(m, StreamedExperts)), key=lambda m: m._layer
+    )
     return found, [m._num_experts for m in found]
 
 
@@ -106,7 +110,15 @@ def record(model, name=None, seed=None, prompt=""):
     modules, sizes = _layers(model)
     name = name or getattr(model, "model_type", None) or type(model).__name__
     empty = np.zeros((0, len(modules), session.top_k), np.uint16)
-    trace = Trace(empty, np.zeros(0, "U7"), np.zeros(0, np.int64), max(sizes, default=0), str(name), seed, prompt)
+    trace = Trace(
+        empty,
+        np.zeros(0, "U7"),
+        np.zeros(0, np.int64),
+        max(sizes, default=0),
+        str(name),
+        seed,
+        prompt,
+    )
     recorder = session.recorder = _Recorder(len(modules))
 
     def look(layer):
@@ -175,9 +187,15 @@ def driven(model, trace):
     """
     session = _session(model, "driven")
     modules, sizes = _layers(model)
-    want = {"L (MoE layers)": len(modules), "K (experts per token)": session.top_k, "E (experts)": max(sizes, default=0)}
+    want = {
+        "L (MoE layers)": len(modules),
+        "K (experts per token)": session.top_k,
+        "E (experts)": max(sizes, default=0),
+    }
     got = dict(zip(want, (*trace.experts.shape[1:], trace.num_experts)))
-    wrong = [f"{k} {want[k]} of the model, {got[k]} of the trace" for k in want if want[k] != got[k]]
+    wrong = [
+        f"{k} {want[k]} of the model, {got[k]} of the trace" for k in want if want[k] != got[k]
+    ]
     if wrong or not len(trace):
         raise TraceError(
             f"driven: expected a trace with tokens and the model's shape, got {trace} ({'; '.join(wrong) or 'no tokens'}). "

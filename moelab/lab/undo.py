@@ -121,7 +121,8 @@ def ways(model, ids, positions, keep, rounds):
     rng, out, held = np.random.default_rng(0), {way: [] for way in names}, {}
     with mx.stream(generation_stream):
         remedies = {
-            way: Rollback(model, _read(model, ids[:start]), "restore" if way == "no undo" else way) for way in names
+            way: Rollback(model, _read(model, ids[:start]), "restore" if way == "no undo" else way)
+            for way in names
         }
         for i in range(-1, rounds):
             at = start + (i + 1) * keep
@@ -156,7 +157,11 @@ def memory_dial(models):
         inputs = (
             layers * (2 * key_heads * d + heads * d + 2 * heads + 2 * key_heads * d + heads * d) * 2
         )  # recurrence and convolution, 16 bits
-        held = {"restore": state, "replay": state + positions * inputs, "states": (1 + positions) * state}
+        held = {
+            "restore": state,
+            "replay": state + positions * inputs,
+            "states": (1 + positions) * state,
+        }
         fig = figures.figure(
             "",
             "",
@@ -175,7 +180,9 @@ def memory_dial(models):
         )
         return figures.describe(
             fig,
-            alt="Bars of megabytes held: " + ", ".join(f"{k} {v / 1e6:.1f}" for k, v in held.items()) + ".",
+            alt="Bars of megabytes held: "
+            + ", ".join(f"{k} {v / 1e6:.1f}" for k, v in held.items())
+            + ".",
             finding=f"Keeping every state costs {held['states'] / held['replay']:.1f} times the memory of replaying.",
         )
 
@@ -189,12 +196,16 @@ def _read(model, ids):
 
 
 def _states(cache):
-    return [np.array(a.astype(mx.float32)) for c in cache if isinstance(c, ArraysCache) for a in c.cache]
+    return [
+        np.array(a.astype(mx.float32)) for c in cache if isinstance(c, ArraysCache) for a in c.cache
+    ]
 
 
 def _distance(cache, other):
     pairs = list(zip(_states(cache), _states(other)))
-    return float(np.sqrt(sum(((a - b) ** 2).sum() for a, b in pairs) / sum((b**2).sum() for _, b in pairs)))
+    return float(
+        np.sqrt(sum(((a - b) ** 2).sum() for a, b in pairs) / sum((b**2).sum() for _, b in pairs))
+    )
 
 
 def _next(model, cache, token):

@@ -26,7 +26,10 @@ def bars(sources, title, y, finding, note="", scale=1.0, log=False, marks=(), di
     _columns(fig, list(sources))
     words, wide = [], {1: 16, 2: 16, 3: 10}.get(len(sources), 6)
     for column, (label, variants) in enumerate(sources.items(), 1):
-        stats = {n: np.percentile(np.asarray(s, float) * scale, (25, 50, 75)) for n, s in variants.items()}
+        stats = {
+            n: np.percentile(np.asarray(s, float) * scale, (25, 50, 75))
+            for n, s in variants.items()
+        }
         low, mid, high = np.array(list(stats.values())).T
         x = [_wrap(n, wide) for n in stats]
         colors = [figures.COLORS[i % len(figures.COLORS)] for i in range(len(stats))]
@@ -54,7 +57,9 @@ def bars(sources, title, y, finding, note="", scale=1.0, log=False, marks=(), di
         figures.ceiling(fig, value, label, row=1, col=column + 1)
     fig.update_yaxes(title=y, col=1)
     fig.update_xaxes(tickangle=0, tickfont=dict(size=12 if len(sources) < 3 else 10))
-    return figures.describe(fig, alt=f"Bars of {y or title}. " + ". ".join(words) + ".", finding=finding)
+    return figures.describe(
+        fig, alt=f"Bars of {y or title}. " + ". ".join(words) + ".", finding=finding
+    )
 
 
 def _columns(fig, titles):
@@ -82,7 +87,10 @@ def parts(sources, title, finding, note="", y="ms a token"):
     """
     fig = figures.figure(title, "", "", note=note, height=480, barmode="stack")
     _columns(fig, list(sources))
-    words, names = [], list(dict.fromkeys(p for modes in sources.values() for m in modes.values() for p in m))
+    words, names = (
+        [],
+        list(dict.fromkeys(p for modes in sources.values() for m in modes.values() for p in m)),
+    )
     for column, (label, modes) in enumerate(sources.items(), 1):
         for i, part in enumerate(names):
             heights = [m.get(part, 0) * 1e3 for m in modes.values()]
@@ -92,11 +100,16 @@ def parts(sources, title, finding, note="", y="ms a token"):
             )  # fmt: skip
         words.append(
             f"{label}: "
-            + "; ".join(f"{m} " + ", ".join(f"{p} {v * 1e3:.3g} ms" for p, v in x.items()) for m, x in modes.items())
+            + "; ".join(
+                f"{m} " + ", ".join(f"{p} {v * 1e3:.3g} ms" for p, v in x.items())
+                for m, x in modes.items()
+            )
         )
     fig.update_yaxes(title=y, col=1)
     fig.update_xaxes(tickangle=0, tickfont=dict(size=10))
-    return figures.describe(fig, alt=f"Stacked bars of {y}. " + ". ".join(words) + ".", finding=finding)
+    return figures.describe(
+        fig, alt=f"Stacked bars of {y}. " + ". ".join(words) + ".", finding=finding
+    )
 
 
 def lines(series, title, x, y, finding, note="", log_x=True, ceilings=(), card=None):
@@ -105,7 +118,9 @@ def lines(series, title, x, y, finding, note="", log_x=True, ceilings=(), card=N
     words = []
     for i, (name, (xs, rows)) in enumerate(series.items()):
         figures.band(fig, xs, rows, name, i)
-        words.append(f"{name}: " + ", ".join(f"{np.median(r):.3g} at {v}" for v, r in zip(xs, rows)))
+        words.append(
+            f"{name}: " + ", ".join(f"{np.median(r):.3g} at {v}" for v, r in zip(xs, rows))
+        )
     for value, label in ceilings:
         figures.ceiling(fig, value, label)
         words.append(f"Ceiling, {label}: {value:.3g}")
@@ -113,7 +128,14 @@ def lines(series, title, x, y, finding, note="", log_x=True, ceilings=(), card=N
         values = sorted({v for xs, _ in series.values() for v in xs})
         fig.update_xaxes(type="log", tickvals=values, ticktext=[str(v) for v in values])
     fig.update_yaxes(
-        range=[0, 1.12 * max([np.percentile(r, 75) for _, rows in series.values() for r in rows] + [c for c, _ in ceilings])]
+        range=[
+            0,
+            1.12
+            * max(
+                [np.percentile(r, 75) for _, rows in series.values() for r in rows]
+                + [c for c, _ in ceilings]
+            ),
+        ]
     )
     return figures.describe(fig, alt=f"{y} over {x}. " + ". ".join(words) + ".", finding=finding)
 
@@ -132,7 +154,9 @@ def verdicts(rows):
         f"<td style='text-align:left'>{html.escape(why)}</td></tr>"
         for i, claim, verdict, why in rows
     )
-    head = "".join(f"<th style='text-align:left'>{h}</th>" for h in ("", "claim", "verdict", "because"))
+    head = "".join(
+        f"<th style='text-align:left'>{h}</th>" for h in ("", "claim", "verdict", "because")
+    )
     plain = "\n".join(f"{i} {verdict}: {claim} ({why})" for i, claim, verdict, why in rows)
     display({"text/html": f"<table><tr>{head}</tr>{cells}</table>", "text/plain": plain}, raw=True)
 
@@ -140,8 +164,9 @@ def verdicts(rows):
 def recorded_note(record, what=""):
     """A recorded run's machine, short, for a figure's note."""
     m = record["machine"]
-    return f"recorded: {m['gpu'] or m['cpu']}, {m['backend']}, mlx {m['mlx']}, moelab {m['moelab']}, {m['date']}" + (
-        f"; {what}" if what else ""
+    return (
+        f"recorded: {m['gpu'] or m['cpu']}, {m['backend']}, mlx {m['mlx']}, moelab {m['moelab']}, {m['date']}"
+        + (f"; {what}" if what else "")
     )
 
 
@@ -168,7 +193,11 @@ def dispatch_dial(D, F, other_operations=40, GBs=800):
 
     def look(top_k: int, layers: int, bandwidth: int):
         cost = np.arange(0, 61, 2.0)
-        ways = {"K calls a projection": 3 * top_k, "one gather a projection": 3, "gate and up fused": 2}
+        ways = {
+            "K calls a projection": 3 * top_k,
+            "one gather a projection": 3,
+            "gate and up fused": 2,
+        }
         nbytes = top_k * 3 * D * F * 9 / 16
         fig = figures.figure(
             "A model, not a measurement: what a dispatch may cost before it sets the pace",
@@ -178,7 +207,9 @@ def dispatch_dial(D, F, other_operations=40, GBs=800):
         )
         at30 = {}
         for i, (name, calls) in enumerate(ways.items()):
-            tok_s = [1 / token_model(calls, layers, c, other_operations, nbytes, bandwidth) for c in cost]
+            tok_s = [
+                1 / token_model(calls, layers, c, other_operations, nbytes, bandwidth) for c in cost
+            ]
             fig.add_scatter(x=cost, y=tok_s, name=name, mode="lines", line=figures.style(i)["line"])
             at30[name] = 1 / token_model(calls, layers, 30, other_operations, nbytes, bandwidth)
         top = bandwidth * 1e9 / (layers * nbytes)

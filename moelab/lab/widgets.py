@@ -18,9 +18,21 @@ _WIDE = dict(style={"description_width": "110px"}, layout={"width": "460px"})
 
 def slider(label: str, low, high, value, step=1, unit: str = ""):
     """An integer or float slider that reports when it is let go."""
-    kind = ipywidgets.IntSlider if all(isinstance(v, int) for v in (low, high, value, step)) else ipywidgets.FloatSlider
+    kind = (
+        ipywidgets.IntSlider
+        if all(isinstance(v, int) for v in (low, high, value, step))
+        else ipywidgets.FloatSlider
+    )
     label = f"{label} ({unit})" if unit else label
-    return kind(value=value, min=low, max=high, step=step, description=label, continuous_update=False, **_WIDE)
+    return kind(
+        value=value,
+        min=low,
+        max=high,
+        step=step,
+        description=label,
+        continuous_update=False,
+        **_WIDE,
+    )
 
 
 def choice(label: str, options, value):
@@ -45,13 +57,23 @@ class Explorer:
         self._quiet = False
         self._words = ipywidgets.HTML(figures.words(first))
         self._state = ipywidgets.HTML("")
-        self._button = ipywidgets.Button(description="Run", button_style="primary", icon="play") if run_button else None
+        self._button = (
+            ipywidgets.Button(description="Run", button_style="primary", icon="play")
+            if run_button
+            else None
+        )
         if run_button:
             self._button.on_click(lambda _: self.run())
         for control in controls.values():
             control.observe(self._changed, names="value")
         self.view = ipywidgets.VBox(
-            [*controls.values(), *([self._button] if run_button else []), self._state, self.figure, self._words]
+            [
+                *controls.values(),
+                *([self._button] if run_button else []),
+                self._state,
+                self.figure,
+                self._words,
+            ]
         )
 
     @property
@@ -117,7 +139,9 @@ class Explorer:
 
 def _replace(old, new: dict):
     """Updates part of a live figure in place; what the new one does not say goes."""
-    gone = {key: None for key in old.to_plotly_json() if key not in new and key not in ("type", "uid")}
+    gone = {
+        key: None for key in old.to_plotly_json() if key not in new and key not in ("type", "uid")
+    }
     old.update({**gone, **new}, overwrite=True)
 
 

@@ -26,7 +26,9 @@ SPECIAL_TOKENS = [PAD, EOS, MASK, "<|im_start|>", "<|im_end|>"]
 SPECIAL_TOKENS += [f"<|extra_{i}|>" for i in range(16 - len(SPECIAL_TOKENS))]
 
 ALLOWED = re.compile(r"\b(MIT|BSD|0BSD|Apache|ISC|PSF|Python Software Foundation)\b", re.I)
-DENIED = re.compile(r"GPL|General Public|MPL|Mozilla|Eclipse|CC-BY|Proprietary|Commercial|non-?commercial", re.I)
+DENIED = re.compile(
+    r"GPL|General Public|MPL|Mozilla|Eclipse|CC-BY|Proprietary|Commercial|non-?commercial", re.I
+)
 # A file that names one of these came from somewhere else, or was written by a program.
 FOREIGN = re.compile(
     r"General Public License|Mozilla Public License|\bA?GPL ?v?[23]|Creative Commons|All rights reserved\.? *Proprietary"
@@ -34,12 +36,19 @@ FOREIGN = re.compile(
     re.I,
 )
 SKIPPED_PARTS = re.compile(
-    r"^_?vendor(ed)?$|^third_?party|^extern(al|als)?$|^thirdparty_files$|^node_modules$|^locale$|^_generated$", re.I
+    r"^_?vendor(ed)?$|^third_?party|^extern(al|als)?$|^thirdparty_files$|^node_modules$|^locale$|^_generated$",
+    re.I,
 )
 
 # Whole packages that no model trains on: one set to choose by, one to report on (bytes to take from each).
 VALID = {"celery": 400_000, "holoviews": 400_000, "cvxpy": 400_000, "pluggy": 100_000}
-HELDOUT = {"tornado": 70_000, "scrapy": 80_000, "networkx": 80_000, "jinja2": 60_000, "optuna": 60_000}
+HELDOUT = {
+    "tornado": 70_000,
+    "scrapy": 80_000,
+    "networkx": 80_000,
+    "jinja2": 60_000,
+    "optuna": 60_000,
+}
 WINDOW = 5  # lines in a shingle
 
 
@@ -50,7 +59,11 @@ def licence(metadata):
     """The licence that a distribution declares, or None if it is not one of the allowed ones."""
     classifiers = [c for c in metadata.get_all("Classifier", []) if c.startswith("License ::")]
     names = [c.split(" :: ")[-1] for c in classifiers if not c.endswith("OSI Approved")]
-    declared = metadata["License-Expression"] or ", ".join(names) or (metadata["License"] or "").strip()[:80]
+    declared = (
+        metadata["License-Expression"]
+        or ", ".join(names)
+        or (metadata["License"] or "").strip()[:80]
+    )
     return declared if ALLOWED.search(declared) and not DENIED.search(declared) else None
 
 
@@ -100,13 +113,17 @@ def sources(sites):
     packages = [{"name": "python", "version": platform.python_version(), "licence": "PSF-2.0"}]
     files = [("python", str(p.relative_to(root)), p) for p in stdlib]
     seen = set()
-    for dist in sorted(importlib.metadata.distributions(path=[str(s) for s in sites]), key=lambda d: d.name.lower()):
+    for dist in sorted(
+        importlib.metadata.distributions(path=[str(s) for s in sites]), key=lambda d: d.name.lower()
+    ):
         name = dist.name.lower()
         declared = licence(dist.metadata)
         if name in seen or declared is None:
             continue
         seen.add(name)
-        packages.append({"name": name, "version": dist.version, "licence": " ".join(declared.split())})
+        packages.append(
+            {"name": name, "version": dist.version, "licence": " ".join(declared.split())}
+        )
         for entry in dist.files or []:
             if any(SKIPPED_PARTS.search(part) for part in entry.parts[:-1]):
                 continue
@@ -121,7 +138,10 @@ def sources(sites):
 def shingles(text):
     """Hashes of every run of ``WINDOW`` non-blank lines, indentation apart."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return {zlib.crc32("\n".join(lines[i : i + WINDOW]).encode()) for i in range(len(lines) - WINDOW + 1)}
+    return {
+        zlib.crc32("\n".join(lines[i : i + WINDOW]).encode())
+        for i in range(len(lines) - WINDOW + 1)
+    }
 
 
 def overlap(text, seen):
@@ -156,7 +176,9 @@ def split(documents):
     splits = {"train": []}
     reserved = set()
     for name, quotas in (("heldout", HELDOUT), ("valid", VALID)):
-        splits[name] = [d for package, quota in quotas.items() for d in take(by_package[package], quota)]
+        splits[name] = [
+            d for package, quota in quotas.items() for d in take(by_package[package], quota)
+        ]
         for _, _, text in splits[name]:
             reserved |= shingles(text)
     seen = set()
@@ -242,21 +264,37 @@ def write_heldout(out, documents, packages, seen, sites):
     by_name = {p["name"]: p for p in packages}
     listing = []
     for package, name, text in documents:
-        target = f"{package}__README.md" if name.endswith("METADATA") else "__".join(name.split("/"))
+        target = (
+            f"{package}__README.md" if name.endswith("METADATA") else "__".join(name.split("/"))
+        )
         (out / target).write_bytes(text.encode())
-        listing.append({"file": target, "source": name, **by_name[package], "shared_with_train": overlap(text, seen)})
+        listing.append(
+            {
+                "file": target,
+                "source": name,
+                **by_name[package],
+                "shared_with_train": overlap(text, seen),
+            }
+        )
     for dist in importlib.metadata.distributions(path=[str(s) for s in sites]):
         if dist.name.lower() in HELDOUT:
             for entry in dist.files:
                 if entry.name.upper().startswith(("LICENSE", "LICENCE", "COPYING")):
-                    (out / "licences" / f"{dist.name.lower()}.txt").write_bytes(dist.locate_file(entry).read_bytes())
+                    (out / "licences" / f"{dist.name.lower()}.txt").write_bytes(
+                        dist.locate_file(entry).read_bytes()
+                    )
     return listing
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "sites", type=Path, nargs="+", help="folders that pip install --target filled; the last: output"
+        "sites",
+        type=Path,
+        nargs="+",
+        help="folders that pip install --target filled; the last: output",
     )
     *sites, out = parser.parse_args().sites
 
@@ -265,7 +303,13 @@ def main():
     packages, files = sources(sites)
     with Pool() as pool:
         texts = pool.map(read, [path for _, _, path in files], chunksize=200)
-    splits = split([(package, name, text) for (package, name, _), text in zip(files, texts) if text is not None])
+    splits = split(
+        [
+            (package, name, text)
+            for (package, name, _), text in zip(files, texts)
+            if text is not None
+        ]
+    )
 
     train_texts = [text for _, _, text in splits["train"]]
     tokenizer = train_tokenizer(train_texts[::8])

@@ -38,7 +38,10 @@ ENVIRONMENTS = {
     "one operation a command buffer": {"MLX_MAX_OPS_PER_BUFFER": "1"},
     "no CUDA graphs": {"MLX_USE_CUDA_GRAPHS": "0"},
     "5 operations a command buffer": {"MLX_MAX_OPS_PER_BUFFER": "5"},
-    "1000 operations a command buffer": {"MLX_MAX_OPS_PER_BUFFER": "1000", "MLX_MAX_MB_PER_BUFFER": "100000"},
+    "1000 operations a command buffer": {
+        "MLX_MAX_OPS_PER_BUFFER": "1000",
+        "MLX_MAX_MB_PER_BUFFER": "100000",
+    },
 }
 
 
@@ -59,16 +62,28 @@ class Run:
         if self.tiny:
             from .tiny_moe import CONFIG as config
         synthesize(
-            self.path, LIKE, None if self.tiny else LAYERS, tokenizer=self.tokenizer, config=config, progress=False
+            self.path,
+            LIKE,
+            None if self.tiny else LAYERS,
+            tokenizer=self.tokenizer,
+            config=config,
+            progress=False,
         )
         nbytes = sum(f.stat().st_size for f in self.path.iterdir())
-        return {"like": LIKE, "layers": LAYERS, "nbytes": nbytes, "write_s": time.perf_counter() - begin}
+        return {
+            "like": LIKE,
+            "layers": LAYERS,
+            "nbytes": nbytes,
+            "write_s": time.perf_counter() - begin,
+        }
 
     def one_operation(self):
         return dispatch.one_operation(rounds=self.rounds * 3)
 
     def expert_calls(self):
-        return {k: dispatch.expert_calls(**s, rounds=self.rounds * 2) for k, s in self.shapes.items()}
+        return {
+            k: dispatch.expert_calls(**s, rounds=self.rounds * 2) for k, s in self.shapes.items()
+        }
 
     def loops_of_the_checkpoint(self):
         model, _ = load(self.path, StreamConfig(mode="resident"))
@@ -95,7 +110,11 @@ class Run:
                     *(["--tiny"] if self.tiny else []),
                 ]
                 done = subprocess.run(
-                    command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=150
+                    command,
+                    env={**os.environ, **variables},
+                    capture_output=True,
+                    text=True,
+                    timeout=150,
                 )
                 out[name] = (
                     {"environment": variables, "error": done.stderr[-800:]}
@@ -105,37 +124,56 @@ class Run:
         return out
 
     def loops_of_both(self):
-        sizes = dict(D=256, F=64, K=4, E=16, layers=2) if self.tiny else dict(**self.shape, E=32, layers=8)
+        sizes = (
+            dict(D=256, F=64, K=4, E=16, layers=2)
+            if self.tiny
+            else dict(**self.shape, E=32, layers=8)
+        )
         out = {}
         for name, model in dispatch.dense_and_moe(**sizes).items():
             out[name] = dispatch.loops(
-                model, 4 if self.tiny else 48, 2 if self.tiny else 5, routing=name == "moe", config=sizes
+                model,
+                4 if self.tiny else 48,
+                2 if self.tiny else 5,
+                routing=name == "moe",
+                config=sizes,
             )
             out[name]["operations_of_a_layer"] = dispatch.operations_of_a_layer(model)[1]
         return out
 
     def slot_writes(self):
         shapes = dict(list(self.shapes.items())[:2])
-        return {k: dispatch.slot_writes(s["D"], s["F"], s["K"], rounds=self.rounds) for k, s in shapes.items()}
+        return {
+            k: dispatch.slot_writes(s["D"], s["F"], s["K"], rounds=self.rounds)
+            for k, s in shapes.items()
+        }
 
     def reads(self):
         depths, nbytes = ((1, 2), 1 << 20) if self.tiny else ((1, 2, 4, 8, 16, 32), 512 << 20)
         return {
-            state: reads.bench_reads(self.path, depths, nbytes, 3, cold=state == "cold", progress=False)
+            state: reads.bench_reads(
+                self.path, depths, nbytes, 3, cold=state == "cold", progress=False
+            )
             for state in ("cold", "warm")
         }
 
     def _ladder(self, modes, tokens, runs, **kwargs):
         tokens, runs = (3, 1) if self.tiny else (tokens, runs)
-        return bench.bench(self.path, modes, self.base, tokens, runs, warmup=4, progress=False, **kwargs)
+        return bench.bench(
+            self.path, modes, self.base, tokens, runs, warmup=4, progress=False, **kwargs
+        )
 
     def ladder_warm(self):
         return self._ladder(
-            "resident,serial,buffers/readers=1,buffers,buffers/readers=16,stacked,fused,fused/scales=resident", 24, 4
+            "resident,serial,buffers/readers=1,buffers,buffers/readers=16,stacked,fused,fused/scales=resident",
+            24,
+            4,
         )
 
     def ladder_cold(self):
-        return self._ladder("serial,buffers/readers=1,buffers,stacked,fused,fused/readers=16", 12, 3, cold=True)
+        return self._ladder(
+            "serial,buffers/readers=1,buffers,stacked,fused,fused/readers=16", 12, 3, cold=True
+        )
 
     def slots(self):
         sizes = (8, 16) if self.tiny else (16, 64, 128)
@@ -157,7 +195,10 @@ class Run:
     def agreement(self):
         """Half precision rounds otherwise when experts are grouped otherwise; single precision shows that nothing else differs."""
         n, modes = (4, "serial,fused") if self.tiny else (32, "serial,buffers,stacked,fused")
-        return {d: bench.agreement(self.path, modes, replace(self.base, dtype=d), n) for d in ("float32", "auto")}
+        return {
+            d: bench.agreement(self.path, modes, replace(self.base, dtype=d), n)
+            for d in ("float32", "auto")
+        }
 
     def memory(self):
         n = 8 if self.tiny else 128
@@ -182,10 +223,14 @@ class Run:
 
     def _drafts(self, name, **config):
         """The trained pair of data/models, each number of drafts in turn with none."""
-        tokens, runs, lengths = (8, 1, (1, "auto")) if self.tiny else (256, 5, (1, 3, 7, 15, "auto"))
+        tokens, runs, lengths = (
+            (8, 1, (1, "auto")) if self.tiny else (256, 5, (1, 3, 7, 15, "auto"))
+        )
         config = StreamConfig(**config)
         models = DATA / "models"
-        return draft.bench_draft(models / "tiny-moe", config, str(models / name), lengths, tokens, runs)
+        return draft.bench_draft(
+            models / "tiny-moe", config, str(models / name), lengths, tokens, runs
+        )
 
     dflash_resident = partialmethod(_drafts, "tiny-dflash", mode="resident")
     dflash_16_slots = partialmethod(_drafts, "tiny-dflash", slots=16)
@@ -206,12 +251,18 @@ class Run:
         def make_draft():
             return ModelDraft(mlx_lm.load(str(DATA / "models" / "tiny-draft"))[0])
 
-        return self._trained(lambda config: exactness.texts(self._model, config, make_draft, **amount))
+        return self._trained(
+            lambda config: exactness.texts(self._model, config, make_draft, **amount)
+        )
 
     _model = DATA / "models" / "tiny-moe"
 
     def _trained(self, measure):
-        configs = {f"{m}, {s} slots": StreamConfig(mode=m, slots=s) for s in (16, 48) for m in ("stacked", "fused")}
+        configs = {
+            f"{m}, {s} slots": StreamConfig(mode=m, slots=s)
+            for s in (16, 48)
+            for m in ("stacked", "fused")
+        }
         return {name: measure(config) for name, config in configs.items()}
 
 
@@ -224,9 +275,14 @@ SECTIONS = (
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(prog="python -m moelab.recipes.cuda_run", description=__doc__.split("\n\n")[0])
+    p = argparse.ArgumentParser(
+        prog="python -m moelab.recipes.cuda_run", description=__doc__.split("\n\n")[0]
+    )
     p.add_argument("out", metavar="OUT.json")
-    p.add_argument("--folder", help="where the checkpoint is written and removed again (default: a temporary folder)")
+    p.add_argument(
+        "--folder",
+        help="where the checkpoint is written and removed again (default: a temporary folder)",
+    )
     p.add_argument("--tokenizer", help="folder of a tokenizer (default: data/models/tiny-moe)")
     p.add_argument("--only", help=f"sections, divided by commas: {', '.join(SECTIONS)}")
     p.add_argument("--seconds", type=float, default=1e9, help="start no section after that many")
@@ -258,13 +314,18 @@ def main(argv=None):
             try:
                 result = getattr(run, name)()
             except Exception as error:  # say what failed and go on
-                result = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()[-1500:]}
+                result = {
+                    "error": f"{type(error).__name__}: {error}",
+                    "traceback": traceback.format_exc()[-1500:],
+                }
             mx.clear_cache()
             result["section_s"] = round(time.perf_counter() - started, 2)
             record["sections"][name] = _without_env(result)  # one machine: its card stands once
             timing.save(args.out, record)
             print(
-                f"{name}: {result['section_s']} s" + (f": {result['error']}" if "error" in result else ""), flush=True
+                f"{name}: {result['section_s']} s"
+                + (f": {result['error']}" if "error" in result else ""),
+                flush=True,
             )
     finally:
         shutil.rmtree(run.path, ignore_errors=True)
@@ -275,7 +336,11 @@ def _without_env(record):
     if isinstance(record, timing.Timing):
         record = dataclasses.asdict(record)
     if isinstance(record, dict):
-        return {str(k): _without_env(v) for k, v in record.items() if k not in ("env", "machine", "prompts")}
+        return {
+            str(k): _without_env(v)
+            for k, v in record.items()
+            if k not in ("env", "machine", "prompts")
+        }
     if isinstance(record, (list, tuple)):
         return [_without_env(v) for v in record]
     return record

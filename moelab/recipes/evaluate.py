@@ -25,7 +25,9 @@ def heldout_files(model_dir):
 def xz_bits_per_byte(texts):
     """What ``xz -9e`` needs for all texts in one stream, in bits for each byte."""
     data = "".join(texts).encode()
-    packed = lzma.compress(data, format=lzma.FORMAT_XZ, check=lzma.CHECK_CRC64, preset=9 | lzma.PRESET_EXTREME)
+    packed = lzma.compress(
+        data, format=lzma.FORMAT_XZ, check=lzma.CHECK_CRC64, preset=9 | lzma.PRESET_EXTREME
+    )
     return 8 * len(packed) / len(data)
 
 
@@ -75,7 +77,9 @@ class Experts(nn.Module):
             return x @ mx.dequantize(p.weight[e], p.scales[e], p.biases[e], p.group_size, p.bits).T
 
         inner = self._inner
-        return linear(inner.down_proj, inner.activation(linear(inner.up_proj, x), linear(inner.gate_proj, x)))
+        return linear(
+            inner.down_proj, inner.activation(linear(inner.up_proj, x), linear(inner.gate_proj, x))
+        )
 
 
 def evaluate(model, tokenizer, texts, batch=8):
@@ -118,9 +122,13 @@ def evaluate(model, tokenizer, texts, batch=8):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
-    parser.add_argument("--files", type=int, default=None, help="only the first so many held-out files")
+    parser.add_argument(
+        "--files", type=int, default=None, help="only the first so many held-out files"
+    )
     parser.add_argument("--json", type=Path, default=None, help="write the figures here too")
     args = parser.parse_args()
 
@@ -133,7 +141,9 @@ def main():
     most, least = shares.max(1), shares.min(1)
     print(f"{len(texts)} files, {sum(len(t.encode()) for t in texts)} bytes")
     print(f"bits per byte: {bpb:.4f}   xz -9e: {xz:.4f}")
-    print("share of tokens that use an expert (even: {:.4f})".format(shares.sum(1).mean() / shares.shape[1]))
+    print(
+        f"share of tokens that use an expert (even: {shares.sum(1).mean() / shares.shape[1]:.4f})"
+    )
     for layer, (a, b) in enumerate(zip(most, least)):
         print(f"  layer {layer}: most used {a:.4f}   least used {b:.4f}")
     if args.json:

@@ -10,10 +10,18 @@ import shutil
 import sys
 from pathlib import Path
 
-FLAGS = (
-    "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking disable-component-update "
-    "disable-sync disable-dev-shm-usage window-size=1400,1100"
-).split()
+FLAGS = [
+    "headless",
+    "no-sandbox",
+    "disable-gpu",
+    "disable-quic",
+    "no-first-run",
+    "disable-background-networking",
+    "disable-component-update",
+    "disable-sync",
+    "disable-dev-shm-usage",
+    "window-size=1400,1100",
+]
 WIDTH, HEIGHT, SCALE = 960, 460, 2  # pixels, and how many of them to a pixel of the file
 TO_IMAGE = """
     const done = arguments[arguments.length - 1], plot = document.querySelectorAll('.js-plotly-plot')[arguments[0]];
@@ -49,7 +57,9 @@ def main(pages, out, *names):
     try:
         for page, numbers in wanted.items():
             browser.get((Path(pages) / f"{page}.html").resolve().as_uri())
-            count = browser.execute_script("return document.querySelectorAll('.js-plotly-plot').length")
+            count = browser.execute_script(
+                "return document.querySelectorAll('.js-plotly-plot').length"
+            )
             for number in range(1, count + 1) if None in numbers else numbers:
                 image = browser.execute_async_script(TO_IMAGE, number - 1, WIDTH, HEIGHT, SCALE)
                 path = Path(out) / f"{page}-{number}.png"

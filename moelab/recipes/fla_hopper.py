@@ -43,7 +43,9 @@ def chunk_bwd_dqkwg(
     dw = -(dv @ h.mT)
     dq = (do @ h.mT).float() * (g.exp2()[..., None] * scale)
     dk = (v @ dh.mT).float() * (last - g).exp2()[..., None]
-    dlast = (h.float() * dh.float()).sum((-1, -2)) * last[..., 0].exp2() + (dk * k.float()).sum((-1, -2))
+    dlast = (h.float() * dh.float()).sum((-1, -2)) * last[..., 0].exp2() + (dk * k.float()).sum(
+        (-1, -2)
+    )
     causal = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
     decay = torch.where(causal, g[..., :, None] - g[..., None, :], float("-inf")).exp2()
     ds = ((do @ v.mT).float() * decay * scale).to(q.dtype)

@@ -24,7 +24,12 @@ JOURNAL = "synthesize.json"  # lies in the folder for as long as ``synthesize`` 
 GROUP_SIZE, BITS = 64, 4
 SHARD_NBYTES = 5 << 30  # as mlx-lm cuts its own
 CHUNK_NBYTES = 16 << 20
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 
 
 def _qwen3_5(**sizes):
@@ -172,7 +177,9 @@ def _chunks(tensor, shapes, seed, silent_rows):
     elif quantized and leaf in ("scales", "biases"):
         groups = tensor.shape[-1]
         fan_in = groups * GROUP_SIZE
-        table = _scale_table(path, fan_in, shapes[f"{path}.weight"][-1] * 32 // fan_in)[leaf == "biases"]
+        table = _scale_table(path, fan_in, shapes[f"{path}.weight"][-1] * 32 // fan_in)[
+            leaf == "biases"
+        ]
         rows_per_chunk = max(1, CHUNK_NBYTES // (2 * groups))
         for row in range(0, count // groups, rows_per_chunk):
             rows = min(rows_per_chunk, count // groups - row)
@@ -191,7 +198,11 @@ def _chunks(tensor, shapes, seed, silent_rows):
 def _write_shard(path, tensors, shapes, seed, silent_rows, progress):
     header, offset = {"__metadata__": {"format": "mlx"}}, 0
     for t in tensors:
-        header[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [offset, offset + t.nbytes]}
+        header[t.name] = {
+            "dtype": t.dtype,
+            "shape": list(t.shape),
+            "data_offsets": [offset, offset + t.nbytes],
+        }
         offset += t.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -224,7 +235,14 @@ def _as_gb(nbytes):
 
 
 def synthesize(
-    out, like="qwen3.5-35b-a3b", layers=None, vocab=None, seed=0, tokenizer=None, config=None, progress=True
+    out,
+    like="qwen3.5-35b-a3b",
+    layers=None,
+    vocab=None,
+    seed=0,
+    tokenizer=None,
+    config=None,
+    progress=True,
 ):
     """Write a random 4-bit checkpoint that plain ``mlx_lm.load`` loads.
 
@@ -253,9 +271,13 @@ def synthesize(
     config = copy.deepcopy(config)
     text = config.get("text_config", config)
     published_layers, published_vocab = text["num_hidden_layers"], text["vocab_size"]
-    fewest = text.get("full_attention_interval", 1)  # mlx-lm's hybrid models look for their first layer of full attention
+    fewest = text.get(
+        "full_attention_interval", 1
+    )  # mlx-lm's hybrid models look for their first layer of full attention
     if layers is not None and not fewest <= layers <= published_layers:
-        raise ValueError(f"layers={layers}: expected {fewest} to {published_layers}, the depth of {like}")
+        raise ValueError(
+            f"layers={layers}: expected {fewest} to {published_layers}, the depth of {like}"
+        )
     if os.path.lexists(out):
         raise FileExistsError(f"{out} exists already: remove it or name another folder")
 
@@ -267,7 +289,9 @@ def synthesize(
     vocab_of_tokenizer, special = _tokenizer_facts(tokenizer)
     vocab = vocab_of_tokenizer if vocab is None else vocab
     if vocab < vocab_of_tokenizer:
-        raise ValueError(f"vocab={vocab}: expected at least {vocab_of_tokenizer}, the tokenizer's own")
+        raise ValueError(
+            f"vocab={vocab}: expected at least {vocab_of_tokenizer}, the tokenizer's own"
+        )
     # Ids that the tokenizer cannot write, and the end of text, get a logit of zero: greedy decoding never picks them.
     silent_rows = sorted({*special, *range(vocab_of_tokenizer, vocab)})
     _set_text(config, num_hidden_layers=layers, vocab_size=vocab)
@@ -297,13 +321,23 @@ def synthesize(
     written = [*names, "model.safetensors.index.json", "config.json", "README.md", *copied]
     partial = begin(out, JOURNAL, written)
     try:
-        bar = tqdm(total=nbytes, unit="B", unit_scale=True, desc=out.name, disable=not progress, leave=False)
+        bar = tqdm(
+            total=nbytes,
+            unit="B",
+            unit_scale=True,
+            desc=out.name,
+            disable=not progress,
+            leave=False,
+        )
         with bar:
             for name, part in zip(names, parts):
                 index.update({t.name: name for t in part})
                 _write_shard(partial / name, part, shapes, seed, silent_rows, bar)
         (partial / "model.safetensors.index.json").write_text(
-            json.dumps({"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(index.items()))}, indent=4)
+            json.dumps(
+                {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(index.items()))},
+                indent=4,
+            )
         )
         (partial / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=4))
         for name in copied:
@@ -314,7 +348,8 @@ def synthesize(
         clear(partial, JOURNAL, written)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise OSError(
-                errno.ENOSPC, f"the disk of {parent} filled up while {_as_gb(nbytes)} were written; nothing is left"
+                errno.ENOSPC,
+                f"the disk of {parent} filled up while {_as_gb(nbytes)} were written; nothing is left",
             ) from error
         raise
     return out

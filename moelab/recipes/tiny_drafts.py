@@ -99,12 +99,20 @@ def write_text(site, model_dir, out, nbytes):
     packages, files = corpus.sources([site])
     with Pool() as pool:
         texts = pool.map(corpus.read, [path for _, _, path in files], chunksize=200)
-    splits = corpus.split([(package, name, text) for (package, name, _), text in zip(files, texts) if text is not None])
+    splits = corpus.split(
+        [
+            (package, name, text)
+            for (package, name, _), text in zip(files, texts)
+            if text is not None
+        ]
+    )
     reserved = set()  # the held-out packages need not be installed here
     for path in Path(model_dir, "heldout").glob("*.*"):
         reserved |= corpus.shingles(path.read_text(encoding="utf-8"))
     train, used = [], dict.fromkeys((p["name"] for p in packages), 0)
-    for document in sorted(splits["train"], key=lambda d: hashlib.sha256(f"{d[0]}/{d[1]}".encode()).digest()):
+    for document in sorted(
+        splits["train"], key=lambda d: hashlib.sha256(f"{d[0]}/{d[1]}".encode()).digest()
+    ):
         if nbytes < 0:
             break
         if corpus.overlap(document[2], reserved) > 0.05:
@@ -164,7 +172,11 @@ def heldout_prompts(model_dir, kind, length, each=4):
             outside = j < 0 or at >= spans[j][1]
             line = text[text.rfind("\n", 0, at) + 1 : at]
             code = outside and line.strip() and "#" not in line
-            if (inside if kind == "prose" else code) and not text[at - 1].isspace() and line.strip():
+            if (
+                (inside if kind == "prose" else code)
+                and not text[at - 1].isspace()
+                and line.strip()
+            ):
                 cuts.append(i)
         step = max(len(cuts) // each, 1)
         prompts += [ids[i - length : i] for i in cuts[step // 2 :: step][:each]]
@@ -227,12 +239,20 @@ class Writer:
         for layer in self.model.layers:
             if layer.is_linear:
                 m = layer.linear_attn
-                conv = torch.zeros(texts, m.conv1d.weight.shape[1] - 1, sum(m.sizes), dtype=dtype, device=device)
-                self.states.append((conv, torch.zeros(texts, m.v_heads, m.k_dim, m.v_dim, device=device)))
+                conv = torch.zeros(
+                    texts, m.conv1d.weight.shape[1] - 1, sum(m.sizes), dtype=dtype, device=device
+                )
+                self.states.append(
+                    (conv, torch.zeros(texts, m.v_heads, m.k_dim, m.v_dim, device=device))
+                )
             else:
                 shape = (texts, c["num_key_value_heads"], length, c["head_dim"])
-                self.states.append(tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv"))
-        self.delta_step = torch.compile(delta_step, dynamic=False) if device.type == "cuda" else delta_step
+                self.states.append(
+                    tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")
+                )
+        self.delta_step = (
+            torch.compile(delta_step, dynamic=False) if device.type == "cuda" else delta_step
+        )
         self.graph = None
 
     def _linear(self, m, x, conv, state):
@@ -246,7 +266,9 @@ class Writer:
         q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
         q, k = (t.repeat_interleave(m.v_heads // m.k_heads, dim=1) for t in (q * m.k_dim**-0.5, k))
         g = -m.A_log.float().exp() * F.softplus(m.in_proj_a(x).float() + m.dt_bias.float())
-        y = self.delta_step(state, q, k, v.unflatten(-1, (m.v_heads, m.v_dim)), g, m.in_proj_b(x).sigmoid().float())
+        y = self.delta_step(
+            state, q, k, v.unflatten(-1, (m.v_heads, m.v_dim)), g, m.in_proj_b(x).sigmoid().float()
+        )
         z = m.in_proj_z(x).unflatten(-1, (m.v_heads, m.v_dim))
         y = (m.norm(y.to(x.dtype)).float() * F.silu(z.float())).to(x.dtype)
         return m.out_proj(y.flatten(1))
@@ -276,7 +298,11 @@ class Writer:
         x = self.model.embed_tokens(self.ids.index_select(1, self.position)[:, 0])
         for layer, state in zip(self.model.layers, self.states):
             mixer = self._linear if layer.is_linear else self._attention
-            x = x + mixer(layer.linear_attn if layer.is_linear else layer.self_attn, layer.input_layernorm(x), *state)
+            x = x + mixer(
+                layer.linear_attn if layer.is_linear else layer.self_attn,
+                layer.input_layernorm(x),
+                *state,
+            )
             x = x + layer.mlp(layer.post_attention_layernorm(x)[:, None])[0][:, 0]
         logits = self.model.norm(x).float() @ self.head.T
         if self.sampled:
@@ -285,7 +311,9 @@ class Writer:
         self.position += 1
         token = logits.argmax(-1, keepdim=True)
         known = self.ids.index_select(1, self.position)
-        self.ids.index_copy_(1, self.position, torch.where(self.position < self.prompt, known, token))
+        self.ids.index_copy_(
+            1, self.position, torch.where(self.position < self.prompt, known, token)
+        )
 
     def __call__(self, prompts):
         """Texts [B, T] that go on from prompts [B, P]; the sampled ones come first."""
@@ -390,7 +418,9 @@ def write_sets(model, head, model_dir, data, texts=256):
         rows = torch.tensor(rows, device=head.device)
         P = rows.shape[1]
         ids = Writer(model, head, len(rows), P, P + WRITTEN, False)(rows)
-        after = (ids == TEXT_CONFIG["eos_token_id"]) & (torch.arange(ids.shape[1], device=ids.device) >= P)
+        after = (ids == TEXT_CONFIG["eos_token_id"]) & (
+            torch.arange(ids.shape[1], device=ids.device) >= P
+        )
         ends = torch.where(after.any(1), after.int().argmax(1), ids.shape[1])
         sets[name] = (ids, P, ends)
     return sets
@@ -421,7 +451,9 @@ def block_loss(hidden, embedding, targets, weights):
     """Weighted cross-entropy of blocks: hidden [N, b - 1, D], targets [N, b - 1], weights [b - 1]."""
     import torch.nn.functional as F
 
-    loss = F.cross_entropy((hidden.flatten(0, 1) @ embedding.T).float(), targets.flatten(), reduction="none")
+    loss = F.cross_entropy(
+        (hidden.flatten(0, 1) @ embedding.T).float(), targets.flatten(), reduction="none"
+    )
     return (loss.view(targets.shape) * weights).sum() / (weights.sum() * len(targets))
 
 
@@ -446,10 +478,15 @@ def write_texts(model, head, train, buckets, at_once, generator):
         parts = []
         for _ in range(bucket["texts"] // texts):
             starts = torch.randint(len(train) - P, (texts, 1), generator=generator).to(train.device)
-            parts.append(writer(train[starts + torch.arange(P, device=train.device)].long()).short())
+            parts.append(
+                writer(train[starts + torch.arange(P, device=train.device)].long()).short()
+            )
         written.append(torch.cat(parts))
         del writer
-        print(json.dumps({"written": list(written[-1].shape), "at": time.strftime("%H:%M:%S")}), flush=True)
+        print(
+            json.dumps({"written": list(written[-1].shape), "at": time.strftime("%H:%M:%S")}),
+            flush=True,
+        )
     return written
 
 
@@ -475,11 +512,17 @@ def train_all(steps, lr, model, embedding, texts, buckets, seed=0, warmup=50):
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     device, on_gpu = embedding.device, embedding.is_cuda
-    blocks, distil = (torch.compile(f, dynamic=False) if on_gpu else f for f in (block_loss, distil_loss))
+    blocks, distil = (
+        torch.compile(f, dynamic=False) if on_gpu else f for f in (block_loss, distil_loss)
+    )
     drafts, optimizers = {}, {}
     for name, rate in lr.items():
-        draft = (Decoder if CANDIDATES[name][1] is None else DFlash)(config_of(name)).to(device, embedding.dtype)
-        draft.norm.weight.data.copy_(model.language_model.model.norm.weight)  # the head's scale: it is the target's own
+        draft = (Decoder if CANDIDATES[name][1] is None else DFlash)(config_of(name)).to(
+            device, embedding.dtype
+        )
+        draft.norm.weight.data.copy_(
+            model.language_model.model.norm.weight
+        )  # the head's scale: it is the target's own
         if on_gpu:
             draft.compile()
         drafts[name], optimizers[name] = draft, tiny_moe.Optimizer(draft, rate, decay=0.1)
@@ -497,9 +540,13 @@ def train_all(steps, lr, model, embedding, texts, buckets, seed=0, warmup=50):
         rows, left[i] = left[i][:B], left[i][B:]
         ids = texts[i][rows.to(device)].long()
         anchors = torch.randint(P, T - BLOCK + 1, (B, A), generator=generator).to(device)
-        every = ids.gather(1, (anchors[..., None] + torch.arange(BLOCK, device=device)).flatten(1)).view(B, A, BLOCK)
+        every = ids.gather(
+            1, (anchors[..., None] + torch.arange(BLOCK, device=device)).flatten(1)
+        ).view(B, A, BLOCK)
         masked = torch.where(torch.arange(BLOCK, device=device) == 0, every, MASK_TOKEN)
-        some = torch.randint(P - 1, T - 1, (B, 8192 // B if on_gpu else 8), generator=generator).to(device)
+        some = torch.randint(P - 1, T - 1, (B, 8192 // B if on_gpu else 8), generator=generator).to(
+            device
+        )
         with torch.no_grad():
             layers, last = outputs(model, ids)
             embedded, read = embedding[masked], embedding[ids]
@@ -519,7 +566,10 @@ def train_all(steps, lr, model, embedding, texts, buckets, seed=0, warmup=50):
             losses[name] = loss.detach()
         if step % max(steps // 20, 1) == 0 or step == steps - 1:
             seconds = round(time.perf_counter() - clock, 1)
-            log.append({"step": step, "seconds": seconds} | {n: round(v.item(), 4) for n, v in losses.items()})
+            log.append(
+                {"step": step, "seconds": seconds}
+                | {n: round(v.item(), 4) for n, v in losses.items()}
+            )
             print(json.dumps(log[-1]), flush=True)
     return drafts, log
 
@@ -554,13 +604,17 @@ def train(data, model_dir, out, steps, lr, names, at_once=8192, seed=0):
         model = model.bfloat16()
     embedding = model.language_model.model.embed_tokens.weight
     ids = torch.from_numpy(np.load(data / "train.npy").astype(np.int16)).to(device)
-    report = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__}
+    report = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+    }
     report |= {"buckets": buckets, "runs": []}
     out.mkdir(parents=True, exist_ok=True)
     clock = time.perf_counter()
     sets = write_sets(model, head, model_dir, data, texts=256 if device.type == "cuda" else 2)
     report["sets"] = {
-        k: {"texts": len(i), "prompt": P, "mean_length": (e - P).float().mean().item()} for k, (i, P, e) in sets.items()
+        k: {"texts": len(i), "prompt": P, "mean_length": (e - P).float().mean().item()}
+        for k, (i, P, e) in sets.items()
     }
     cache = data / "texts.pt"  # a second call on the same host need not write them again
     if cache.exists():
@@ -580,10 +634,14 @@ def train(data, model_dir, out, steps, lr, names, at_once=8192, seed=0):
         (out / "training.json").write_text(json.dumps(report, indent=1))
         for name, figures in run["acceptance"].items():
             best[name] = max(best.get(name, (0, 0)), (figures["valid"]["tau"], rates[name]))
-            taus = {k: (round(v["tau"], 2), round(v["tau_first_100"], 2)) for k, v in figures.items()}
+            taus = {
+                k: (round(v["tau"], 2), round(v["tau_first_100"], 2)) for k, v in figures.items()
+            }
             print(n, rates[name], name, json.dumps(taus), flush=True)
         for name, draft in drafts.items():
-            weights = {k: v.detach().bfloat16().contiguous().cpu() for k, v in draft.state_dict().items()}
+            weights = {
+                k: v.detach().bfloat16().contiguous().cpu() for k, v in draft.state_dict().items()
+            }
             save_file(weights, out / f"{name}.safetensors", metadata={"format": "pt"})
 
 
@@ -625,7 +683,9 @@ def pack(trained, model_dir, out, dflash, draft):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     p = commands.add_parser("text", help="token ids of the corpus")
     p.add_argument("site", type=Path)

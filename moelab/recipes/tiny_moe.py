@@ -168,7 +168,9 @@ def export(masters, out_dir, shards=3):
         layer = int(path.split(".")[3]) if ".layers." in path else len(parts) * 100
         part = parts[min(layer * shards // TEXT_CONFIG["num_hidden_layers"], shards - 1)]
         if bits is None:
-            part[name] = w.bfloat16().float() if leaf == "A_log" else w.bfloat16()  # mlx-lm keeps A_log in float32
+            part[name] = (
+                w.bfloat16().float() if leaf == "A_log" else w.bfloat16()
+            )  # mlx-lm keeps A_log in float32
             continue
         if bits != BITS:
             config["quantization"][path] = {"group_size": GROUP_SIZE, "bits": bits}
@@ -176,7 +178,11 @@ def export(masters, out_dir, shards=3):
     index = {}
     for i, part in enumerate(parts):
         file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
-        save_file({k: v.contiguous().cpu() for k, v in part.items()}, out_dir / file, metadata={"format": "mlx"})
+        save_file(
+            {k: v.contiguous().cpu() for k, v in part.items()},
+            out_dir / file,
+            metadata={"format": "mlx"},
+        )
         index |= dict.fromkeys(part, file)
     nbytes = sum(v.nbytes for part in parts for v in part.values())
     meta = {"total_size": nbytes, "total_parameters": sum(w.numel() for w in masters.values())}
@@ -208,7 +214,9 @@ def read(checkpoint):
         if leaf in ("scales", "biases"):
             continue
         if f"{path}.scales" in stored:
-            scale, bias = (stored[f"{path}.{leaf}"].float()[..., None] for leaf in ("scales", "biases"))
+            scale, bias = (
+                stored[f"{path}.{leaf}"].float()[..., None] for leaf in ("scales", "biases")
+            )
             bits = bits_of(path)
             q = w.view(torch.int32)[..., None] >> (torch.arange(32 // bits) * bits) & (2**bits - 1)
             w = (q.flatten(-2).unflatten(-1, (-1, GROUP_SIZE)) * scale + bias).flatten(-2)
@@ -336,11 +344,18 @@ def evaluate(model, rows, counts, nbytes, batch=32):
     with torch.no_grad():
         for i in range(0, len(rows), batch):
             some = rows[i : i + batch]
-            some = torch.cat([some, some[:1].expand(batch - len(some), -1)])  # one shape, one compilation
+            some = torch.cat(
+                [some, some[:1].expand(batch - len(some), -1)]
+            )  # one shape, one compilation
             loss, _, load = model(some)
             kept = torch.zeros(batch, dtype=torch.long, device=rows.device)
             kept[: len(counts[i : i + batch])] = counts[i : i + batch]
-            nats += (loss * (torch.arange(loss.shape[1], device=rows.device) < kept[:, None])).double().sum().item()
+            nats += (
+                (loss * (torch.arange(loss.shape[1], device=rows.device) < kept[:, None]))
+                .double()
+                .sum()
+                .item()
+            )
             loads.append(load)
     return nats / math.log(2) / nbytes, torch.stack(loads).mean(0)
 
@@ -391,7 +406,10 @@ def train(
         name: (*windows(load(name), length, TEXT_CONFIG["eos_token_id"]), manifest[name]["bytes"])
         for name in ("valid", "heldout")
     }
-    held = {name: (rows.to(device), counts.to(device), nbytes) for name, (rows, counts, nbytes) in held.items()}
+    held = {
+        name: (rows.to(device), counts.to(device), nbytes)
+        for name, (rows, counts, nbytes) in held.items()
+    }
     stream = batches(load("train"), batch, length, device, torch.Generator().manual_seed(seed))
 
     model = Model(TEXT_CONFIG)
@@ -422,8 +440,16 @@ def train(
             clock = time.perf_counter()
         if step % 20 == 0:
             nats, now = loss.item(), time.perf_counter() - clock
-            line = {"step": step, "tokens": step * batch * length, "seconds": round(now, 1), "loss": round(nats, 4)}
-            line |= {"balance": round(balanced.item(), 4), "tokens_per_s": round(20 * batch * length / (now - spent))}
+            line = {
+                "step": step,
+                "tokens": step * batch * length,
+                "seconds": round(now, 1),
+                "loss": round(nats, 4),
+            }
+            line |= {
+                "balance": round(balanced.item(), 4),
+                "tokens_per_s": round(20 * batch * length / (now - spent)),
+            }
             spent = now
             if step % 500 == 0:
                 line["valid_bpb"] = round(evaluate(model, *held["valid"])[0], 4)
@@ -444,7 +470,10 @@ def train(
         "decay": decay,
         "seconds": spent,
     }
-    report |= {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "torch": torch.__version__}
+    report |= {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+    }
     for quantized in (False, True):
         optimizer.write(quantized)
         for name in held:
@@ -457,7 +486,9 @@ def train(
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", type=Path, help="folder that moelab.recipes.corpus wrote")
     parser.add_argument("out", type=Path, help="folder for the checkpoint")
     parser.add_argument("--minutes", type=float, default=25)
@@ -465,8 +496,15 @@ def main():
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--lr", type=float, default=8e-3)
     parser.add_argument("--adam", type=float, default=1.0)
-    parser.add_argument("--start", type=float, default=0.4, help="when the rate begins to fall, as a share of the time")
-    parser.add_argument("--resume", type=Path, default=None, help="an exported checkpoint to go on from")
+    parser.add_argument(
+        "--start",
+        type=float,
+        default=0.4,
+        help="when the rate begins to fall, as a share of the time",
+    )
+    parser.add_argument(
+        "--resume", type=Path, default=None, help="an exported checkpoint to go on from"
+    )
     train(**vars(parser.parse_args()))
 
 

@@ -20,7 +20,11 @@ def rotate(x, angles):
 class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.heads, self.kv_heads, self.dims = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+        self.heads, self.kv_heads, self.dims = (
+            c["num_attention_heads"],
+            c["num_key_value_heads"],
+            c["head_dim"],
+        )
         D = c["hidden_size"]
         self.q_proj = nn.Linear(D, self.heads * self.dims, bias=False)
         self.k_proj = nn.Linear(D, self.kv_heads * self.dims, bias=False)
@@ -35,7 +39,11 @@ class Attention(nn.Module):
 
         B = x.shape[0]
         seen = x if context is None else torch.cat([context, x], dim=1)
-        seen_angles = angles if context is None else torch.cat([context_angles.expand(B, -1, -1, -1), angles], dim=2)
+        seen_angles = (
+            angles
+            if context is None
+            else torch.cat([context_angles.expand(B, -1, -1, -1), angles], dim=2)
+        )
         q = rotate(self.q_norm(heads(self.q_proj(x), self.heads)), angles)
         k = rotate(self.k_norm(heads(self.k_proj(seen), self.kv_heads)), seen_angles)
         v = heads(self.v_proj(seen), self.kv_heads)
@@ -100,10 +108,13 @@ class DFlash(Draft):
         context = self.hidden_norm(self.fc(features))
         inside = torch.arange(A, device=blocks.device).repeat_interleave(b)
         before = torch.arange(T, device=blocks.device) < anchors[..., None]
-        mask = torch.cat([before.repeat_interleave(b, dim=1), (inside[:, None] == inside).expand(B, -1, -1)], dim=-1)[
-            :, None
-        ]
-        angles = self.angles((anchors[..., None] + torch.arange(b, device=blocks.device)).flatten(1))
+        mask = torch.cat(
+            [before.repeat_interleave(b, dim=1), (inside[:, None] == inside).expand(B, -1, -1)],
+            dim=-1,
+        )[:, None]
+        angles = self.angles(
+            (anchors[..., None] + torch.arange(b, device=blocks.device)).flatten(1)
+        )
         context_angles = self.angles(torch.arange(T, device=blocks.device)[None])
         x = blocks.flatten(1, 2)
         for layer in self.layers:

@@ -25,7 +25,9 @@ class Conv1d(nn.Module):
 
     def __init__(self, channels, taps):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, taps, 1).uniform_(-(taps**-0.5), taps**-0.5))
+        self.weight = nn.Parameter(
+            torch.empty(channels, taps, 1).uniform_(-(taps**-0.5), taps**-0.5)
+        )
 
     def forward(self, x):
         taps = self.weight.shape[1]
@@ -63,7 +65,11 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.k_heads, self.v_heads = c["linear_num_key_heads"], c["linear_num_value_heads"]
         self.k_dim, self.v_dim = c["linear_key_head_dim"], c["linear_value_head_dim"]
-        self.sizes = [self.k_heads * self.k_dim, self.k_heads * self.k_dim, self.v_heads * self.v_dim]
+        self.sizes = [
+            self.k_heads * self.k_dim,
+            self.k_heads * self.k_dim,
+            self.v_heads * self.v_dim,
+        ]
         D = c["hidden_size"]
         self.conv1d = Conv1d(sum(self.sizes), c["linear_conv_kernel_dim"])
         self.in_proj_qkv = nn.Linear(D, sum(self.sizes), bias=False)
@@ -92,7 +98,11 @@ class GatedDeltaNet(nn.Module):
 class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.heads, self.kv_heads, self.dims = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+        self.heads, self.kv_heads, self.dims = (
+            c["num_attention_heads"],
+            c["num_key_value_heads"],
+            c["head_dim"],
+        )
         D = c["hidden_size"]
         self.q_proj = nn.Linear(D, self.heads * self.dims * 2, bias=False)
         self.k_proj = nn.Linear(D, self.kv_heads * self.dims, bias=False)

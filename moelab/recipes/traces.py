@@ -25,7 +25,9 @@ TEXTS = {
 PROMPT, DECODE, SEED, TEMPERATURE = 128, 512, 0, 0.8
 
 
-def record(model, tokenizer, text, name, prompt_tokens=PROMPT, tokens=DECODE, sampled=False, seed=SEED):
+def record(
+    model, tokenizer, text, name, prompt_tokens=PROMPT, tokens=DECODE, sampled=False, seed=SEED
+):
     """The routing of a prompt, and of the tokens after it, one at a time.
 
     Args:
@@ -42,11 +44,15 @@ def record(model, tokenizer, text, name, prompt_tokens=PROMPT, tokens=DECODE, sa
     """
     ids = tokenizer.encode(text, add_special_tokens=False)
     prompt = mx.array(ids[:prompt_tokens])
-    with moelab.record(model, name, seed if sampled else None, tokenizer.decode(ids[:prompt_tokens])) as trace:
+    with moelab.record(
+        model, name, seed if sampled else None, tokenizer.decode(ids[:prompt_tokens])
+    ) as trace:
         if sampled:
             mx.random.seed(seed)
             # One more, since the last token sampled does not go in.
-            for _ in generate_step(prompt, model, max_tokens=tokens + 1, sampler=make_sampler(TEMPERATURE)):
+            for _ in generate_step(
+                prompt, model, max_tokens=tokens + 1, sampler=make_sampler(TEMPERATURE)
+            ):
                 pass
         else:
             cache = make_prompt_cache(model)
@@ -62,9 +68,13 @@ def main(out=DATA / "traces", model_path=DATA / "models" / "tiny-moe"):
     with model:
         for kind, (file, start) in tqdm(TEXTS.items(), desc="traces"):
             text = (Path(model_path) / "heldout" / file).read_text(encoding="utf-8")[start:]
-            record(model, tokenizer, text, f"tiny-moe, {kind}, {file}").save(Path(out) / f"{kind}.npz")
+            record(model, tokenizer, text, f"tiny-moe, {kind}, {file}").save(
+                Path(out) / f"{kind}.npz"
+            )
         kind = "code"
-        text = (Path(model_path) / "heldout" / TEXTS[kind][0]).read_text(encoding="utf-8")[TEXTS[kind][1] :]
+        text = (Path(model_path) / "heldout" / TEXTS[kind][0]).read_text(encoding="utf-8")[
+            TEXTS[kind][1] :
+        ]
         name = f"tiny-moe, {kind}, sampled after {TEXTS[kind][0]}"
         record(model, tokenizer, text, name, sampled=True).save(Path(out) / "sampled.npz")
 

@@ -82,7 +82,11 @@ class Attention(nn.Module):
     def __init__(self, args: DFlashArgs, layer_type: str):
         super().__init__()
         D, bias = args.hidden_size, args.attention_bias
-        self.heads, self.kv_heads, self.scale = args.num_attention_heads, args.num_key_value_heads, args.head_dim**-0.5
+        self.heads, self.kv_heads, self.scale = (
+            args.num_attention_heads,
+            args.num_key_value_heads,
+            args.head_dim**-0.5,
+        )
         self.q_proj = nn.Linear(D, self.heads * args.head_dim, bias=bias)
         self.k_proj = nn.Linear(D, self.kv_heads * args.head_dim, bias=bias)
         self.v_proj = nn.Linear(D, self.kv_heads * args.head_dim, bias=bias)
@@ -114,7 +118,9 @@ class Attention(nn.Module):
         if self.window and offset + b > self.window:
             apart = mx.arange(offset, offset + b)[:, None] - mx.arange(offset + b)
             mask = mx.abs(apart) < self.window
-        y = mx.fast.scaled_dot_product_attention(self.rope(q, offset=offset), k, v, scale=self.scale, mask=mask)
+        y = mx.fast.scaled_dot_product_attention(
+            self.rope(q, offset=offset), k, v, scale=self.scale, mask=mask
+        )
         return self.o_proj(y.swapaxes(1, 2).reshape(B, b, -1))
 
 
@@ -137,7 +143,9 @@ class DFlashModel(nn.Module):
     def __init__(self, args: DFlashArgs):
         super().__init__()
         self.args = args
-        self.fc = nn.Linear(len(args.target_layer_ids) * args.hidden_size, args.hidden_size, bias=False)
+        self.fc = nn.Linear(
+            len(args.target_layer_ids) * args.hidden_size, args.hidden_size, bias=False
+        )
         self.hidden_norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
         self.layers = [Layer(args, t) for t in args.layer_types]
         self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
@@ -329,7 +337,9 @@ def embedding_and_head(model: nn.Module) -> tuple[Callable, Callable]:
     modules = dict(model.named_modules())
     tables = (nn.Embedding, nn.QuantizedEmbedding)
     named = [
-        m for k, m in modules.items() if isinstance(m, tables) and k.endswith(("embed_tokens", "wte", "embedding"))
+        m
+        for k, m in modules.items()
+        if isinstance(m, tables) and k.endswith(("embed_tokens", "wte", "embedding"))
     ]
     heads = [m for k, m in modules.items() if k.rpartition(".")[2] == "lm_head"]
     if len(named) != 1 or len(heads) > 1:

@@ -43,7 +43,10 @@ SOURCE = """
 @cache
 def _kernel():
     return mx.fast.cuda_kernel(
-        name="gated_delta", input_names=["q", "k", "v", "g", "beta", "state"], output_names=["y", "states"], source=SOURCE
+        name="gated_delta",
+        input_names=["q", "k", "v", "g", "beta", "state"],
+        output_names=["y", "states"],
+        source=SOURCE,
     )
 
 

@@ -16,7 +16,12 @@ from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import GenerationResponse, generation_stream, maybe_quantize_kv_cache, wired_limit
+from mlx_lm.generate import (
+    GenerationResponse,
+    generation_stream,
+    maybe_quantize_kv_cache,
+    wired_limit,
+)
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -133,7 +138,7 @@ class ModelDraft:
         self._rollback.commit()
         x = mx.concatenate([*self._unread, mx.array([last] if n else [], mx.uint32)])
         self._unread = []
-        while x.size > PREFILL_STEP or n == 0 and x.size:
+        while x.size > PREFILL_STEP or (n == 0 and x.size):
             self.model(x[None, :PREFILL_STEP], cache=self.cache)
             mx.eval([c.state for c in self.cache])
             x = x[PREFILL_STEP:]
@@ -179,7 +184,9 @@ class LookupDraft:
         written = self._tokens
         for token in (t for x in self._unread for t in x.tolist()):
             if len(written) >= self.shortest:
-                self._ends.setdefault(tuple(written[-self.shortest :]), deque(maxlen=16)).appendleft(len(written))
+                self._ends.setdefault(
+                    tuple(written[-self.shortest :]), deque(maxlen=16)
+                ).appendleft(len(written))
             written.append(token)
         self._unread = []
         written.append(last)
@@ -226,7 +233,9 @@ def speculative_generate(
         tokenizer = TokenizerWrapper(tokenizer)
     if isinstance(prompt, str):
         bos = tokenizer.bos_token
-        prompt = tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
+        prompt = tokenizer.encode(
+            prompt, add_special_tokens=bos is None or not prompt.startswith(bos)
+        )
     prompt = mx.array(prompt, mx.uint32)
     detokenizer = tokenizer.detokenizer
     drafted, accepted, last_round = 0, 0, None
@@ -256,7 +265,11 @@ def speculative_generate(
                 prompt_tps = prompt.size / (time.perf_counter() - begin)
                 begin = time.perf_counter()
             if round is not last_round:
-                drafted, accepted, last_round = drafted + round.drafted, accepted + round.accepted, round
+                drafted, accepted, last_round = (
+                    drafted + round.drafted,
+                    accepted + round.accepted,
+                    round,
+                )
             if token in tokenizer.eos_token_ids:
                 break
             detokenizer.add_token(token)
@@ -311,7 +324,9 @@ def speculative_generate_step(
     if isinstance(policy, int) and policy >= 0:
         policy = Always(policy)
     if not hasattr(policy, "choose"):
-        raise ValueError(f"num_draft_tokens: expected a number from 0, 'auto' or a Policy, got {num_draft_tokens!r}.")
+        raise ValueError(
+            f"num_draft_tokens: expected a number from 0, 'auto' or a Policy, got {num_draft_tokens!r}."
+        )
     policy.begin(max_tokens)
     left = max_tokens if max_tokens >= 0 else float("inf")
 
@@ -373,17 +388,30 @@ def speculative_generate_step(
                     tokens, logprobs = chooser(target.read(mx.concatenate([last, drafts])), drafts)
                     unread = False
                     own = tokens.tolist()
-                    accepted = next((i for i, guess in enumerate(guesses) if guess != own[i]), len(guesses))
+                    accepted = next(
+                        (i for i, guess in enumerate(guesses) if guess != own[i]), len(guesses)
+                    )
                     chooser.commit(tokens[: accepted + 1], accepted + 1)
-                    round = Round(number, len(guesses), accepted, asked_s, time.perf_counter() - begin - asked_s)
-                    policy.drafted(len(guesses), accepted, asked_s - missed_s, round.verify_s, missed, missed_s)
+                    round = Round(
+                        number,
+                        len(guesses),
+                        accepted,
+                        asked_s,
+                        time.perf_counter() - begin - asked_s,
+                    )
+                    policy.drafted(
+                        len(guesses), accepted, asked_s - missed_s, round.verify_s, missed, missed_s
+                    )
                     missed, in_flight = 0, False
                     for i in range(accepted):
                         target.standing = i + 2  # `last` and the drafts up to this one
                         yield own[i], logprobs[i], True, round
                         left -= 1
                     target.keep(accepted + 1)
-                    last, pending = tokens[accepted : accepted + 1], (logprobs[accepted], False, round)
+                    last, pending = (
+                        tokens[accepted : accepted + 1],
+                        (logprobs[accepted], False, round),
+                    )
                 number += 1
         except GeneratorExit:
             target.finish(last if unread else None)
@@ -515,7 +543,9 @@ class _Chooser:
 
         def choose(logits):
             for i in range(logits.shape[0]):
-                y, _ = self._rows(logits[i : i + 1], lambda _: mx.concatenate(chosen) if chosen else None)
+                y, _ = self._rows(
+                    logits[i : i + 1], lambda _: mx.concatenate(chosen) if chosen else None
+                )
                 chosen.append(y)
             return mx.concatenate(chosen[-logits.shape[0] :])
 
@@ -566,5 +596,7 @@ def vocabulary(model: nn.Module) -> int:
         text.get("vocab_size") if isinstance(text, dict) else getattr(text, "vocab_size", None)
     )
     return found or max(
-        m.weight.shape[0] for _, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))
+        m.weight.shape[0]
+        for _, m in model.named_modules()
+        if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))
     )

@@ -38,12 +38,18 @@ class Policy:
         self._plain_s = deque(maxlen=16)
         self._verify_s = _Seconds()  # of a pass over so many positions
         self._draft_s = _Seconds()  # to draft so many tokens
-        self._missed_s = deque(maxlen=16)  # (tokens, seconds) that the draft has read, the prompts included
+        self._missed_s = deque(
+            maxlen=16
+        )  # (tokens, seconds) that the draft has read, the prompts included
         self._num_prompts = 0
         # Blocks of 2, 4, 8, 16: few different ones, as a device may compile its kernels for each.
-        self._numbers = np.array(sorted({*(2**i - 1 for i in range(1, max_draft_tokens.bit_length())), max_draft_tokens}))
+        self._numbers = np.array(
+            sorted({*(2**i - 1 for i in range(1, max_draft_tokens.bit_length())), max_draft_tokens})
+        )
         self._first = set(self._numbers.tolist())  # those not drafted yet
-        self._banked_s = self.lost_s = 0.0  # what earlier texts have won, and what this one has lost
+        self._banked_s = self.lost_s = (
+            0.0  # what earlier texts have won, and what this one has lost
+        )
         self._position_s = None  # seconds of each position of a prompt
         self._tried, self._won = np.zeros(max_draft_tokens), np.zeros(max_draft_tokens)
         self.begin()
@@ -75,7 +81,13 @@ class Policy:
         self._won *= 0.995
 
     def drafted(
-        self, drafted: int, accepted: int, draft_s: float, verify_s: float, missed: int = 0, missed_s: float = 0.0
+        self,
+        drafted: int,
+        accepted: int,
+        draft_s: float,
+        verify_s: float,
+        missed: int = 0,
+        missed_s: float = 0.0,
     ) -> None:
         """A round with drafts is over. Before, the draft read `missed` tokens in `missed_s` that were written without it."""
         self.num_tokens += accepted + 1
@@ -86,8 +98,12 @@ class Policy:
         self._won[:accepted] += 1
         round_s = draft_s + verify_s
         if drafted:
-            usual_s = np.interp(drafted, self._numbers, np.maximum(self.draft_s(), self.plain_s) + self.verify_s())
-            if drafted in self._first and round_s > 4 * usual_s:  # kernels were compiled (0.2 s on CUDA)
+            usual_s = np.interp(
+                drafted, self._numbers, np.maximum(self.draft_s(), self.plain_s) + self.verify_s()
+            )
+            if (
+                drafted in self._first and round_s > 4 * usual_s
+            ):  # kernels were compiled (0.2 s on CUDA)
                 round_s = usual_s
             else:
                 self._verify_s.add(drafted + 1, verify_s)
@@ -102,7 +118,9 @@ class Policy:
         if self._rounds >= REFRESH:
             self._rounds = -2
         if (
-            len(self._plain_s) < 4 or self._rounds < 0 or self._rounds == 0 and self.num_tokens % 4
+            len(self._plain_s) < 4
+            or self._rounds < 0
+            or (self._rounds == 0 and self.num_tokens % 4)
         ):  # to ask costs time too
             return 0
         allowed = self.risk * self.plain_s * max(self.num_tokens, self._expected)
@@ -111,7 +129,10 @@ class Policy:
         tokens = 1 + np.cumsum(np.cumprod(self.acceptance()))[self._numbers - 1]
         gain = np.where(self._numbers <= most, tokens * self.plain_s / cost, 0)
         risked_s = self.missed_s(missed) + cost - self.plain_s
-        for share in (0.5, 1):  # half of what may still be lost if it will do, so that a bad beginning makes drafts shorter and not rare
+        for share in (
+            0.5,
+            1,
+        ):  # half of what may still be lost if it will do, so that a bad beginning makes drafts shorter and not rare
             within = np.where(risked_s <= share * (allowed - self.lost_s), gain, 0)
             best = int(np.argmax(within))
             if within[best] > GAIN:
@@ -132,11 +153,19 @@ class Policy:
 
     def draft_s(self) -> np.ndarray:
         """Seconds to draft each number of tokens that it may; 0 before the first. A block draft makes any number in one go: until the contrary is seen, so may any."""
-        return self._draft_s.at(self._numbers, {}) if self._draft_s.medians else np.zeros(len(self._numbers))
+        return (
+            self._draft_s.at(self._numbers, {})
+            if self._draft_s.medians
+            else np.zeros(len(self._numbers))
+        )
 
     def missed_s(self, num_tokens: int) -> float:
         """Seconds for the draft to read so many tokens: no more than for more of them, nor than for fewer as often as it takes."""
-        return min((s * max(1, num_tokens / n) for n, s in self._missed_s), default=0.0) if num_tokens else 0.0
+        return (
+            min((s * max(1, num_tokens / n) for n, s in self._missed_s), default=0.0)
+            if num_tokens
+            else 0.0
+        )
 
 
 class Always:

@@ -154,9 +154,8 @@ class Rollback:
         if current.num_tokens == 1 or not self._recorders:  # before and after are all there is
             yield
             return
-        steps = (
-            self.way == "states"
-            or self.way == "auto"
+        steps = self.way == "states" or (
+            self.way == "auto"
             and not mx.metal.is_available()
             and self._state_nbytes(current) <= STATES_NBYTES
         )
@@ -167,7 +166,9 @@ class Rollback:
         usable = {i: t for i, t in current.tapes.items() if t.fits()}
         if not self._proved:  # once: that the tapes say of all tokens what the caches say
             same = [
-                mx.array_equal(a, b) for t in usable.values() for a, b in zip(t.at(current.num_tokens), t.cache.cache)
+                mx.array_equal(a, b)
+                for t in usable.values()
+                for a, b in zip(t.at(current.num_tokens), t.cache.cache)
             ]
             self._proved = bool(mx.all(mx.stack(same)).item()) if same else True
             if not self._proved:
@@ -177,7 +178,9 @@ class Rollback:
             self._refuse_unless_restoring()
 
     def _state_nbytes(self, current: "_Pass") -> int:
-        return current.num_tokens * sum(c.nbytes for c, _ in current.snapshots if isinstance(c, ArraysCache))
+        return current.num_tokens * sum(
+            c.nbytes for c, _ in current.snapshots if isinstance(c, ArraysCache)
+        )
 
     def _refuse_unless_restoring(self):
         if self.way in ("replay", "states"):
@@ -226,7 +229,9 @@ def _length(c) -> int:
 def _snapshot(c, more: int):
     """What `_take_back` needs to undo a pass over `more` tokens."""
     if isinstance(c, ArraysCache):
-        return list(c.cache), *(None if x is None else mx.array(x) for x in (c.left_padding, c.lengths))
+        return list(c.cache), *(
+            None if x is None else mx.array(x) for x in (c.left_padding, c.lengths)
+        )
     if _trimmable(c, more):
         return _length(c)
     if isinstance(
@@ -244,7 +249,10 @@ def _take_back(c, snapshot) -> None:
     """As it was when the snapshot was made."""
     if isinstance(c, ArraysCache):
         arrays, left_padding, lengths = snapshot
-        c.state = list(arrays), *(None if x is None else mx.array(x) for x in (left_padding, lengths))
+        c.state = (
+            list(arrays),
+            *(None if x is None else mx.array(x) for x in (left_padding, lengths)),
+        )
     elif isinstance(snapshot, int):
         _checked_trim(c, _length(c) - snapshot)
     else:
@@ -301,7 +309,9 @@ class _Tape:
 
     def at(self, n: int) -> list:
         """The cache's arrays after `n` tokens."""
-        arrays = [mx.contiguous(x[:, n : n + c.shape[1]]) for x, c in zip(self.convs, self.cache.cache)]
+        arrays = [
+            mx.contiguous(x[:, n : n + c.shape[1]]) for x, c in zip(self.convs, self.cache.cache)
+        ]
         if self.steps:
             for num_tokens, fn, arguments, state in self.steps:
                 if n <= num_tokens:
@@ -328,7 +338,9 @@ class _Recurrence:
         self.function, self.recorder = function, recorder
         self.signature = inspect.signature(function)
         self.on_cuda = {
-            every: gated_delta.with_kernel(function, every) for every in (False, True) if name == "gated_delta_update"
+            every: gated_delta.with_kernel(function, every)
+            for every in (False, True)
+            if name == "gated_delta_update"
         }
 
     def __call__(self, *args, **kwargs):
@@ -366,7 +378,9 @@ class _Recurrence:
         return self._call({**arguments, **cut})
 
     def inputs(self, arguments: dict) -> list:
-        return [x for name in (*self.over_time, self.state) if (x := arguments.get(name)) is not None]
+        return [
+            x for name in (*self.over_time, self.state) if (x := arguments.get(name)) is not None
+        ]
 
     def _call(self, arguments: dict, every: bool = False):
         kernel = self.on_cuda and gated_delta.fits(**arguments)
@@ -408,13 +422,22 @@ class _Recorder:
         for name, f in _functions(cls).items():
             used = {g: _Recurrence(g, f.__globals__[g], self) for g in _recurrences_of(f)}
             if used:
-                rebound = FunctionType(f.__code__, {**f.__globals__, **used}, f.__name__, f.__defaults__, f.__closure__)
+                rebound = FunctionType(
+                    f.__code__, {**f.__globals__, **used}, f.__name__, f.__defaults__, f.__closure__
+                )
                 rebound.__kwdefaults__ = f.__kwdefaults__
                 own[name] = _noting_the_cache(self, rebound) if name == "__call__" else rebound
         self._classes = [(layer, type(cls.__name__, (cls,), own))]
         for conv in _convolutions(layer):
             self._classes.append(
-                (conv, type(type(conv).__name__, (type(conv),), {"__call__": _noting_the_input(self, type(conv))}))
+                (
+                    conv,
+                    type(
+                        type(conv).__name__,
+                        (type(conv),),
+                        {"__call__": _noting_the_input(self, type(conv))},
+                    ),
+                )
             )
 
     @contextmanager
@@ -439,7 +462,9 @@ class _Recorder:
 
 def _noting_the_cache(recorder, call):
     def __call__(self, *args, **kwargs):
-        recorder.begin(next((a for a in (*args, *kwargs.values()) if isinstance(a, ArraysCache)), None))
+        recorder.begin(
+            next((a for a in (*args, *kwargs.values()) if isinstance(a, ArraysCache)), None)
+        )
         try:
             return call(self, *args, **kwargs)
         finally:
@@ -465,7 +490,11 @@ def _recorders(model: nn.Module) -> list[_Recorder]:
             _uses_recurrence(type(m)) or _convolutions(m)
         ):
             found[path] = m
-    return [_Recorder(m) for p, m in found.items() if not any(q != p and q.startswith(p + ".") for q in found) and p]
+    return [
+        _Recorder(m)
+        for p, m in found.items()
+        if not any(q != p and q.startswith(p + ".") for q in found) and p
+    ]
 
 
 def _uses_recurrence(cls) -> bool:
@@ -475,7 +504,9 @@ def _uses_recurrence(cls) -> bool:
 def _functions(cls) -> dict:
     """The methods that a class and its bases define in Python."""
     mro = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
-    return {name: f for c in reversed(mro) for name, f in vars(c).items() if isinstance(f, FunctionType)}
+    return {
+        name: f for c in reversed(mro) for name, f in vars(c).items() if isinstance(f, FunctionType)
+    }
 
 
 def _recurrences_of(f) -> list[str]:

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass
-from typing import Optional, Union
 
 from .slots import POLICIES
 
@@ -48,15 +47,15 @@ class StreamConfig:
 
     mode: str = "fused"
     slots: int = 16
-    top_k: Optional[int] = None
+    top_k: int | None = None
     readers: int = 8
     prefetch: str = "none"
     policy: str = "lru"
     pinned_nbytes: int = 0
-    pinned_trace: Optional[str] = None
+    pinned_trace: str | None = None
     scales: str = "streamed"
     dtype: str = "auto"
-    streams: Union[int, str] = "auto"
+    streams: int | str = "auto"
 
     def __post_init__(self):
         for name, allowed in CHOICES.items():
@@ -136,7 +135,7 @@ class StreamConfig:
                 value = int(text)
             except ValueError:
                 value = None
-            if value is None or value < least or most is not None and value > most:
+            if value is None or value < least or (most is not None and value > most):
                 of = f"of at least {least}" if most is None else f"from {least} to {most}"
                 raise ValueError(f"{name}: expected a whole number {of}, got {text!r}.")
             return value

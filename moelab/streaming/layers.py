@@ -217,7 +217,11 @@ class Stacked(StreamedExperts):
 
     def _ask(self, x):
         session = self._session
-        return session.prefetcher.ask(self._layer, x) if session.prefetcher and session.decoding else []
+        return (
+            session.prefetcher.ask(self._layer, x)
+            if session.prefetcher and session.decoding
+            else []
+        )
 
     def _prefetch(self, asked):
         session = self._session

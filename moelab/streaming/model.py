@@ -394,8 +394,7 @@ def load_model(path, config=None, *, model_config=None, trust_remote_code=False)
         if config.mode != "resident":
             layer = LAYERS[config.mode]
             streamed = [
-                (path, layer(module, path, i, session))
-                for i, (path, module) in enumerate(experts)
+                (path, layer(module, path, i, session)) for i, (path, module) in enumerate(experts)
             ]
             model.update_modules(tree_unflatten(streamed))
             # Weak: the layers own the session, and a model without cycles goes when its last name does.
@@ -519,7 +518,9 @@ def footprint(path, config=None):
     for (path, m), pinned in zip(modules, _pinned(modules, config)):
         E = num_experts(m)
         held = min(config.slots, E) + len(pinned)
-        rows = {"resident": E, "serial": 1, "buffers": top_k, "stacked": held, "fused": held}[config.mode]
+        rows = {"resident": E, "serial": 1, "buffers": top_k, "stacked": held, "fused": held}[
+            config.mode
+        ]
         for name, p in expert_parameters(m).items():
             total_experts += p.nbytes
             slots += p.nbytes // E * rows
@@ -626,7 +627,10 @@ def _pinned(modules, config):
         )
     rows = trace.decode.experts if (trace.phase == "decode").any() else trace.experts
     np.add.at(counts, (np.arange(len(sizes))[:, None], rows), 1)
-    one = [sum(p.nbytes for p in expert_parameters(m).values()) // E for (_, m), E in zip(modules, sizes)]
+    one = [
+        sum(p.nbytes for p in expert_parameters(m).values()) // E
+        for (_, m), E in zip(modules, sizes)
+    ]
     return hottest(counts, config.pinned_nbytes, one, [max(0, E - config.slots) for E in sizes])
 
 
@@ -713,7 +717,9 @@ def _sources(model, checkpoint, config):
 def _more_streams(config):
     n = config.streams
     if n == "auto":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # not on macOS
+        cores = (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        )  # not on macOS
         n = cores or 1 if mx.default_device() == mx.cpu else 1
     return [_side_stream(mx.default_device().type, i) for i in range(n - 1)]
 

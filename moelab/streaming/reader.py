@@ -149,7 +149,7 @@ class Reader:
             raise ReadError("The model is closed: load it again to go on.")
         self._nothing_urgent.clear()
         total = sum(r.nbytes for r in reads)
-        if self.readers == 1 or total <= INLINE_NBYTES and self._in_passing(total):
+        if self.readers == 1 or (total <= INLINE_NBYTES and self._in_passing(total)):
             begin = time.perf_counter()
             try:
                 self.read_here(reads)

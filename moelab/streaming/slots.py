@@ -11,7 +11,12 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, _gather_sort, _scatter_unsort
+from mlx_lm.models.switch_layers import (
+    QuantizedSwitchLinear,
+    SwitchGLU,
+    _gather_sort,
+    _scatter_unsort,
+)
 
 from ..checkpoint import GATE_UP, expert_parameters, packing_order
 from .reader import Read
@@ -59,8 +64,12 @@ class SlotTable:
             list[list[int]]: For one ``plan`` after another.
         """
         pinned = [e for e in experts if e in self.pinned]
-        others = sorted((e for e in experts if e not in self.pinned), key=lambda e: e not in self.slot_of)
-        first, *rest = [others[i : i + self.num_slots] for i in range(0, len(others), self.num_slots)] or [[]]
+        others = sorted(
+            (e for e in experts if e not in self.pinned), key=lambda e: e not in self.slot_of
+        )
+        first, *rest = [
+            others[i : i + self.num_slots] for i in range(0, len(others), self.num_slots)
+        ] or [[]]
         return [pinned + first, *rest]
 
     def plan(self, experts):
@@ -293,19 +302,29 @@ class SlotBank:
         linears = {}
         for (linear, param), (key, first, shape) in whole.items():
             if linear not in linears:
-                linears[linear] = copy.copy(module["gate_proj" if linear == "gate_up_proj" else linear])
+                linears[linear] = copy.copy(
+                    module["gate_proj" if linear == "gate_up_proj" else linear]
+                )
                 if mx.cuda.is_available() and is_short(linears[linear]):
                     linears[linear].__class__ = RoomyLinear
             linears[linear][param] = buffers[key].part(first, shape)
         if fuse:
-            self.experts = FusedSwitchGLU(linears["gate_up_proj"], linears["down_proj"], module.activation)
+            self.experts = FusedSwitchGLU(
+                linears["gate_up_proj"], linears["down_proj"], module.activation
+            )
         else:
             for linear, its in linears.items():
                 self.experts[linear] = its
 
-        self._rows = {n: buffers[key].rows[:, first:last] for n, (key, first, last) in parts.items()}
+        self._rows = {
+            n: buffers[key].rows[:, first:last] for n, (key, first, last) in parts.items()
+        }
         self._tensors, self._ranges = tensors, ranges(tensors)
-        self._memory = [(self._rows[n], _Buffer.over(resident[f"{path}.{n}"]).rows) for n in order if n not in tensors]
+        self._memory = [
+            (self._rows[n], _Buffer.over(resident[f"{path}.{n}"]).rows)
+            for n in order
+            if n not in tensors
+        ]
         self._converted = []  # (rows [S, n], their type, type on disk, parameters), neighbours together
         for n, t in tensors.items():
             (name, dtype), first, last = parts[n]
@@ -358,7 +377,9 @@ class SlotBank:
         for names in self._ranges:
             views = [memoryview(into[n]).cast("B") for n in names]
             disk.append((self._tensors[names[0]], sum(map(len, views)), views))
-        parts = self._slots[slot] = _Slot(disk, [(rows[slot], source) for rows, source in self._memory], converted)
+        parts = self._slots[slot] = _Slot(
+            disk, [(rows[slot], source) for rows, source in self._memory], converted
+        )
         return parts
 
 
@@ -372,7 +393,9 @@ def ranges(tensors):
         list[list[str]]: Those that one read brings, in the order on disk.
     """
     found, last = [], None
-    for name, t in sorted(tensors.items(), key=lambda item: (str(item[1].files[0]), item[1].offsets[0])):
+    for name, t in sorted(
+        tensors.items(), key=lambda item: (str(item[1].files[0]), item[1].offsets[0])
+    ):
         if last and last.files == t.files and t.offsets == [o + last.nbytes for o in last.offsets]:
             found[-1].append(name)
         else:
