@@ -15,7 +15,7 @@ lab: $(READY)
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
 
 run: $(READY)
-	$(BIN)/python -m moelab.lab.pages notebooks build
+	$(BIN)/python -m moelab.lab.plots.pages notebooks build
 
 # Tests and notebooks side by side: MLX uses one core for each on a CPU.
 test: $(READY)
@@ -32,10 +32,11 @@ check: $(READY)
 
 # The pictures of the README, from the pages of `make run`.
 figures: $(READY)
-	$(BIN)/python -m moelab.recipes.figures build docs/figures
+	$(BIN)/python data/recipes/figures.py build docs/figures
 
 lint: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 # The browser test needs Chromium and its driver, and is skipped without them; only root on Debian gets them here.
 browser:

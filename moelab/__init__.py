@@ -9,11 +9,11 @@ from pathlib import Path
 
 from . import interrupt
 from .checkpoint import CheckpointError
-from .lab.trace import Trace, TraceError, record
 from .speculation.generate import ModelDraft, speculative_generate
 from .streaming.config import StreamConfig
 from .streaming.model import Footprint, Stats, close, footprint, load, stats
 from .streaming.reader import ReadError
+from .streaming.record import Trace, TraceError, record
 
 interrupt.restore()
 

@@ -9,6 +9,7 @@ import os
 import sys
 from types import SimpleNamespace
 
+from .lab import records
 from .streaming.config import CHOICES
 
 STREAM_OPTIONS = (
@@ -189,7 +190,7 @@ def _add_stream_options(p):
 
 
 def _generate(args):
-    from .lab.bench import generate
+    from .lab.experiments.bench import generate
 
     config = _stream_config(args, mode=args.mode)
     _check_stream_options(args, {args.mode: config})
@@ -243,10 +244,12 @@ def _does_not_go(name, kind, homes):
 
 def _bench(args):
     kind, o = _bench_options(args)
-    from .lab import bench, draft, layer, limit, reads, timing
+    from .lab import limit
+    from .lab.experiments import bench, layer, reads
+    from .lab.experiments import drafts as draft
 
     if o.json is not None:
-        timing.check_writable(o.json)
+        records.check_writable(o.json)
     if kind == "--reads":
         record = reads.bench_reads(args.model, o.depth, o.megabytes << 20, o.runs)
         return _print_and_save(reads.report_reads(record), o.json, record)
@@ -280,11 +283,10 @@ def _bench(args):
 
 
 def _print_and_save(report, path, record):
-    from .lab import timing
 
     print(report)
     if path is not None:
-        timing.save(path, record)
+        records.save(path, record)
 
 
 def _add_bench(add):
@@ -387,7 +389,7 @@ def _add_bench(add):
 
 
 def _synthesize(args):
-    from .recipes.synthesize import synthesize
+    from .synthesize import synthesize
 
     out = synthesize(
         args.out, args.like, args.layers, args.vocab, args.seed, args.tokenizer,
@@ -397,7 +399,7 @@ def _synthesize(args):
 
 
 def _add_synthesize(add):
-    from .recipes.synthesize import CONFIGS
+    from .synthesize import CONFIGS
 
     p = add(
         "synthesize",

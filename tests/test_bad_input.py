@@ -21,10 +21,9 @@ import numpy as np
 import pytest
 from families import E, K
 from mlx_lm.models.cache import make_prompt_cache
-from test_synthesize import tokenizer  # noqa: F401
 
 import moelab
-from moelab.recipes import synthesize
+from moelab import synthesize
 from moelab.streaming import layers, reader
 from moelab.streaming.model import load_model
 
@@ -669,7 +668,7 @@ def test_not_a_model_from_moelab(good):
             function(families.load_resident(good))
 
 
-def test_no_free_disk(tmp_path, tokenizer, monkeypatch):  # noqa: F811
+def test_no_free_disk(tmp_path, tokenizer, monkeypatch):
     """Nothing is written when it cannot fit."""
     full = shutil.disk_usage(tmp_path)._replace(free=10_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
@@ -682,7 +681,7 @@ def test_no_free_disk(tmp_path, tokenizer, monkeypatch):  # noqa: F811
     assert not list(tmp_path.glob("out*"))
 
 
-def test_disk_fills_up(tmp_path, tokenizer, monkeypatch):  # noqa: F811
+def test_disk_fills_up(tmp_path, tokenizer, monkeypatch):
     """What was written by then is removed."""
 
     def full(*_):

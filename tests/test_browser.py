@@ -13,11 +13,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from figures import chromium
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
-
-from moelab.recipes.figures import chromium
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOK = "00_start_here.ipynb"

@@ -9,12 +9,15 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from test_synthesize import small, tokenizer  # noqa: F401
+from small import small
 
 import moelab
+from moelab import synthesize
 from moelab.__main__ import main
-from moelab.lab import advice, bench, draft, layer, limit, machine, reads, timing
-from moelab.recipes import synthesize
+from moelab.lab import limit, machine, records
+from moelab.lab.experiments import advise as advice
+from moelab.lab.experiments import bench, layer, reads
+from moelab.lab.experiments import drafts as draft
 
 KINDS = {
     "bench": [],
@@ -50,7 +53,7 @@ SHOWN = {  # how a value looks where it arrives, if not as it was given
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory, tokenizer):  # noqa: F811
+def model_path(tmp_path_factory, tokenizer):
     out = tmp_path_factory.mktemp("command_line") / "m"
     return synthesize.synthesize(out, config=small(), tokenizer=tokenizer, progress=False)
 
@@ -534,8 +537,8 @@ def test_an_option_is_written_in_full(calls, capsys):
 
 
 def test_writable_leaves_nothing(tmp_path):
-    timing.check_writable(tmp_path / "new" / "r.json")
+    records.check_writable(tmp_path / "new" / "r.json")
     (tmp_path / "r.json").write_text("old")
-    timing.check_writable(tmp_path / "r.json")
+    records.check_writable(tmp_path / "r.json")
     assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
     assert (tmp_path / "r.json").read_text() == "old"

@@ -13,8 +13,8 @@ import families
 import mlx.core as mx
 import numpy as np
 import pytest
+from families import EVERY_VARIANT, SPREAD
 from mlx_lm.models.cache import make_prompt_cache
-from test_families import EVERY_VARIANT, SPREAD
 
 import moelab
 from moelab import repack as repack_module

@@ -14,56 +14,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
+from small import small
 
+from moelab import synthesize as S
 from moelab.__main__ import main
-from moelab.recipes import synthesize as S
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    """A byte-level tokenizer of some 270 entries, so that these tests need nothing of data/."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    out = tmp_path_factory.mktemp("tokenizer")
-    t = Tokenizer(models.BPE())
-    t.pre_tokenizer, t.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    t.train_from_iterator(
-        ["def f(x): return x"] * 3,
-        trainers.BpeTrainer(
-            vocab_size=300,
-            special_tokens=["<|pad|>", "<|endoftext|>"],
-            initial_alphabet=alphabet,
-            show_progress=False,
-        ),
-    )
-    t.save(str(out / "tokenizer.json"))
-    (out / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "eos_token": "<|endoftext|>",
-                "pad_token": "<|pad|>",
-            }
-        )
-    )
-    return out
-
-
-def small(like="qwen3.5-35b-a3b"):
-    """The same family, small enough for a test."""
-    config = json.loads(json.dumps(S.CONFIGS[like]))
-    config.get("text_config", config).update(
-        hidden_size=128, num_hidden_layers=4, num_attention_heads=4, head_dim=64, num_key_value_heads=2,
-        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
-        num_experts=16, num_experts_per_tok=4, moe_intermediate_size=64, shared_expert_intermediate_size=64,
-    )  # fmt: skip
-    if "rope_parameters" in config.get("text_config", {}):
-        config["text_config"]["rope_parameters"]["mrope_section"] = [3, 3, 2]
-    return config
 
 
 def write(out, tokenizer, **kwargs):

@@ -37,6 +37,6 @@ def advise(model, memory=None, **options):
     Returns:
         Advice: ``print`` it.
     """
-    from .advice import advise
+    from .experiments.advise import advise
 
     return advise(model, memory, **options)

@@ -305,7 +305,7 @@ def measure(model_path, config, tokens, warmup, prompt):
     """
     import mlx.core as mx
 
-    from .bench import decode, encode
+    from .decode import decode, encode
 
     rss = [psutil.Process().memory_info().rss]
     model, tokenizer = load(model_path, config)
@@ -348,7 +348,8 @@ def bench_limited(
     Returns:
         dict: All samples, and a summary for each variant.
     """
-    from .bench import folder, resident_like
+    from .experiments.bench import resident_like
+    from .models import folder
 
     prompts, model_path = prompts or ["def main():\n"], folder(model_path)
     for config in configs.values():

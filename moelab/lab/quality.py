@@ -6,7 +6,6 @@ Bits per byte do not depend on the tokenizer: a model that needs b of them would
 import dataclasses
 import lzma
 from dataclasses import dataclass
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,19 +28,6 @@ class Windows:
     ids: np.ndarray
     counts: np.ndarray
     nbytes: np.ndarray
-
-
-def read_texts(folder) -> list[str]:
-    """The held-out files of a model folder's ``heldout/``, in the order of their names."""
-    folder = Path(folder)
-    texts = [
-        f.read_bytes().decode()
-        for f in sorted(folder.glob("*"))
-        if f.suffix in (".py", ".md", ".txt")
-    ]
-    if not texts:
-        raise FileNotFoundError(f"{folder}: expected files of text (.py, .md, .txt), found none")
-    return texts
 
 
 def windows(tokenizer, texts, length=256, count=None) -> Windows:

@@ -1,13 +1,9 @@
 """Timing with its noise: raw samples, medians and quartiles, variants interleaved in random order."""
 
 import html
-import json
-import os
 import random
-import tempfile
 import time
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -83,6 +79,19 @@ def summary(samples):
     return {"median": median, "p25": p25, "p75": p75, "n": len(samples)}
 
 
+def quartiles_text(samples, scale=1, form=".4g"):
+    """``"median [p25 - p75] n=N"`` of some numbers.
+
+    Args:
+        samples (Sequence[float] or dict): Numbers, or their ``summary``.
+        scale (float): What each is multiplied by.
+        form (str): How each is formatted.
+    """
+    s = samples if isinstance(samples, dict) else summary(samples)
+    low, mid, high = (format(s[q] * scale, form) for q in ("p25", "median", "p75"))
+    return f"{mid} [{low} - {high}] n={s['n']}"
+
+
 def interleave(variants, rounds, n_warmup=1, seed=0, cache_state="none", config=None):
     """Time several calls in turn, in a new random order every round, so that drift hits all alike.
 
@@ -133,40 +142,3 @@ def per_call(fn, count):
         return (time.perf_counter() - begin) / count
 
     return timed
-
-
-def save(path, record):
-    """Write a record (dicts, lists, numbers, ``Timing``) as JSON; the old file stays until the new one is whole."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(record, indent=1, default=_plain) + "\n")
-    os.replace(partial, path)
-
-
-def check_writable(path):
-    """Whether ``save`` could write a file; none is made.
-
-    Raises:
-        ValueError: If not.
-    """
-    path = Path(path)
-    parent = next((p for p in path.absolute().parents if os.path.lexists(p)), Path("/"))
-    try:
-        if path.exists() and not path.is_file():
-            raise OSError("it is there and is no plain file")
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"json {str(path)!r}: expected a file that can be written, "
-            f"but {error.strerror or error}. Name another."
-        ) from error
-
-
-def _plain(value):
-    if isinstance(value, Timing):
-        return asdict(value)
-    if isinstance(value, (np.integer, np.floating)):
-        return value.item()
-    return str(value)

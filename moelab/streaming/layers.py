@@ -35,7 +35,7 @@ class StreamedExperts(nn.Module):
 
     def __init__(self, module, path, layer, session):
         super().__init__()
-        self.path, self._layer, self._session = path, layer, session
+        self.path, self.index, self.session = path, layer, session
         parameters = expert_parameters(module)
         held = {name.split(".")[0] for name in parameters}
         for name, child in module.items():
@@ -43,22 +43,22 @@ class StreamedExperts(nn.Module):
                 self[name] = child
         quantized = all(f"{linear}.scales" in parameters for linear in held)
         self._least_rows = QUANTIZED_ROWS if quantized else DENSE_ROWS
-        self._num_experts = num_experts(module)
+        self.num_experts = num_experts(module)
         self.probe = None  # takes the indices of a call in place of computing it
 
     def _bank(self, module, num_slots, fuse=False):
-        s = self._session
+        s = self.session
         resident = {k: v for k, v in s.resident.items() if k.startswith(self.path + ".")}
         return SlotBank(module, self.path, s.located, resident, num_slots, fuse)
 
     def __call__(self, x, indices):
-        if self._session.is_in_call:
+        if self.session.is_in_call:
             return self._call(x, indices)
-        with self._session.call():  # a layer by itself
+        with self.session.call():  # a layer by itself
             return self._call(x, indices)
 
     def _call(self, x, indices):
-        session = self._session
+        session = self.session
         if x.dtype != session.dtype:
             raise TypeError(
                 f"{self.path}: expected {session.dtype} activations, got {x.dtype}. "
@@ -80,7 +80,7 @@ class StreamedExperts(nn.Module):
                 f"Load it with top_k={routed.shape[-1]}."
             )
         if session.recorder is not None:
-            session.recorder.add(self._layer, routed)
+            session.recorder.add(self.index, routed)
         session.counters.calls += 1
         y = self._compute(x, routed)
         session.pending = [y]
@@ -139,11 +139,11 @@ class Serial(StreamedExperts):
         ys, order = [], []
         for e, pairs in positions.items():
             bank = self._bank(self._module[0], 1)
-            with self._session.waiting() as reader:
+            with self.session.waiting() as reader:
                 for read in bank.reads(e, 0):  # one at a time, waiting for each
                     reader.read([read])
             bank.arrived(e, 0)
-            self._session.counters.misses += 1
+            self.session.counters.misses += 1
             y = self._one(bank, rows, pairs, routed.shape[-1])
             mx.eval(y)
             ys.append(y)
@@ -180,9 +180,9 @@ class Buffers(StreamedExperts):
             list[tuple]: Each buffer with its expert.
         """
         wave = list(zip(self._banks, experts))
-        with self._session.waiting() as reader:
+        with self.session.waiting() as reader:
             reader.read([r for bank, e in wave for r in bank.reads(e, 0)])
-        self._session.counters.misses += len(wave)
+        self.session.counters.misses += len(wave)
         for bank, e in wave:
             bank.arrived(e, 0)
         return wave
@@ -199,35 +199,33 @@ class Stacked(StreamedExperts):
 
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
-        slots = min(session.config.slots, self._num_experts)
+        slots = min(session.config.slots, self.num_experts)
         pinned = session.pinned[layer]
-        self._slots = self._bank(module, slots + len(pinned), self.fuse and can_fuse(module))
-        self._table = SlotTable(slots, session.config.policy, pinned)
-        pinned = self._table.pinned.items()
-        session.reader.read([r for e, slot in pinned for r in self._slots.reads(e, slot)])
+        self.bank = self._bank(module, slots + len(pinned), self.fuse and can_fuse(module))
+        self.table = SlotTable(slots, session.config.policy, pinned)
+        pinned = self.table.pinned.items()
+        session.reader.read([r for e, slot in pinned for r in self.bank.reads(e, slot)])
         for e, slot in pinned:
-            self._slots.arrived(e, slot)
-        self._job = None  # what is being read ahead for this layer
+            self.bank.arrived(e, slot)
+        self.job = None  # what is being read ahead for this layer
         self.routed = None  # the experts of the last call
 
     def recover(self):
         super().recover()
-        self._job = None
-        self._table.recover()
+        self.job = None
+        self.table.recover()
 
     def _ask(self, x):
-        session = self._session
+        session = self.session
         return (
-            session.prefetcher.ask(self._layer, x)
-            if session.prefetcher and session.decoding
-            else []
+            session.prefetcher.ask(self.index, x) if session.prefetcher and session.decoding else []
         )
 
     def _prefetch(self, asked):
-        session = self._session
+        session = self.session
         if not (session.prefetcher and session.decoding):  # a prompt needs nearly all of them
             return
-        guess = session.prefetcher.guess(self._layer, asked)
+        guess = session.prefetcher.guess(self.index, asked)
         if guess is not None:
             layer, routed = guess
             session.layers[layer].read_ahead(list(dict.fromkeys(routed.ravel().tolist())))
@@ -238,28 +236,28 @@ class Stacked(StreamedExperts):
         Args:
             experts (list[int]): Distinct.
         """
-        if self._job is not None or not self._table.fits(experts):
+        if self.job is not None or not self.table.fits(experts):
             return
-        if len(self._session.layers) == 1:  # else another layer has been called since
-            mx.eval(self._session.pending)
-        slots = self._table.reserve(experts)
+        if len(self.session.layers) == 1:  # else another layer has been called since
+            mx.eval(self.session.pending)
+        slots = self.table.reserve(experts)
         if not slots:
             return
-        session = self._session
+        session = self.session
         session.counters.prefetch_issued += len(slots)
-        self._job = Job(session.reader, self._slots, slots)
-        quick = session.reader.expected_s(len(slots) * self._slots.expert_nbytes) < HANDOVER_S
-        session.reader.ahead(self._job.run, 1 if quick else len(slots))
+        self.job = Job(session.reader, self.bank, slots)
+        quick = session.reader.expected_s(len(slots) * self.bank.expert_nbytes) < HANDOVER_S
+        session.reader.ahead(self.job.run, 1 if quick else len(slots))
 
     def _settle(self, needed):
         """Hold what was read ahead, and count what it was worth to this call."""
-        if self._job is None:
+        if self.job is None:
             return
-        crowded = not self._table.fits(needed, self._job.num_slots)
-        arrived, free, done = self._job.settle(set(needed), crowded)
-        c = self._session.counters
+        crowded = not self.table.fits(needed, self.job.num_slots)
+        arrived, free, done = self.job.settle(set(needed), crowded)
+        c = self.session.counters
         for e, (slot, took_s, waited_s) in arrived.items():
-            self._table.keep(e, slot)
+            self.table.keep(e, slot)
             if e in needed:
                 c.prefetch_used += 1
                 c.prefetch_late += waited_s > 0
@@ -267,53 +265,53 @@ class Stacked(StreamedExperts):
                 c.wait_s += waited_s
             else:
                 c.prefetch_wasted += 1
-        self._table.release(free)
+        self.table.release(free)
         if done:
-            self._job = None
+            self.job = None
 
     def _compute(self, x, routed):
         flat = routed.ravel().tolist()
         needed = list(dict.fromkeys(flat))
         self.routed = routed
         self._settle(needed)
-        if self._table.fits(needed):
+        if self.table.fits(needed):
             held, misses = self._plan(needed)
-            read_s = self._session.reader.expected_s(len(misses) * self._slots.expert_nbytes)
-            if not misses or read_s < OVERLAP_S or not self._session.overlap:
+            read_s = self.session.reader.expected_s(len(misses) * self.bank.expert_nbytes)
+            if not misses or read_s < OVERLAP_S or not self.session.overlap:
                 self._fill(misses)
                 held.update(misses)
                 slots = np.array([held[e] for e in flat], np.uint32)
                 return self._gather(x, mx.array(slots.reshape(routed.shape)))
             waves = ((held, misses),)
         else:
-            waves = (self._plan(wave) for wave in self._table.waves(needed))
+            waves = (self._plan(wave) for wave in self.table.waves(needed))
         return self._in_parts(x, flat, routed.shape, waves)
 
     def _gather(self, x, slots):
         """The experts' work, spread over the session's streams along K or along rows."""
-        streams = self._session.streams
+        streams = self.session.streams
         if len(streams) == 1:
-            return self._slots.experts(x, slots)
+            return self.bank.experts(x, slots)
         # Experts are independent: split them and the result is the same bit for bit.
         axis = -1 if slots.ndim < 2 or slots.shape[-1] >= slots.shape[-2] else -2
         n = min(len(streams), slots.shape[axis])
         if n == 1:
-            return self._slots.experts(x, slots)
+            return self.bank.experts(x, slots)
         ys = []
         # The first stream has the rest of the model to do: the larger parts go to the last.
         for i, stream in enumerate(streams[::-1][:n]):
             a, b = (-(-slots.shape[axis] * j // n) for j in (i, i + 1))
             with mx.stream(stream):
                 if axis == -1:
-                    ys.append(self._slots.experts(x, slots[..., a:b]))
+                    ys.append(self.bank.experts(x, slots[..., a:b]))
                 else:
-                    ys.append(self._slots.experts(x[..., a:b, :], slots[..., a:b, :]))
+                    ys.append(self.bank.experts(x[..., a:b, :], slots[..., a:b, :]))
         return mx.concatenate(ys, axis=axis - 1)
 
     def _in_parts(self, x, flat, shape, waves):
         """Compute what is there while the rest is being read, part by part."""
         positions = by_expert(flat)
-        streams = self._session.streams
+        streams = self.session.streams
         ys, order, work = [], [], [0] * len(streams)
         for held, misses in waves:
             mx.eval(ys)  # this wave takes the slots of the last one
@@ -333,7 +331,7 @@ class Stacked(StreamedExperts):
                         slots = [part[flat[i]] for i in pairs]
                         with mx.stream(stream):  # all of it: a stream waits for others' work
                             rows = x.reshape(-1, x.shape[-1])
-                            y = self._part(self._slots, rows, pairs, slots, shape[-1])
+                            y = self._part(self.bank, rows, pairs, slots, shape[-1])
                         mx.async_eval(y)
                         ys.append(y)
                         order += pairs
@@ -341,29 +339,29 @@ class Stacked(StreamedExperts):
 
     def _parts(self, misses):
         # Large enough that a part's read is worth a pause, small enough to hide it.
-        size = max(len(self._session.streams), PART_NBYTES // self._slots.expert_nbytes)
+        size = max(len(self.session.streams), PART_NBYTES // self.bank.expert_nbytes)
         misses = list(misses.items())
         return [dict(misses[i : i + size]) for i in range(0, len(misses), size)]
 
     def _plan(self, needed):
-        hits, misses = self._table.plan(needed)
-        self._session.counters.hits += len(hits)
-        self._session.counters.misses += len(misses)
+        hits, misses = self.table.plan(needed)
+        self.session.counters.hits += len(hits)
+        self.session.counters.misses += len(misses)
         return hits, misses
 
     def _begin(self, misses):
         """Begin to read experts into the slots that ``_plan`` chose."""
-        return self._session.reader.start(
-            [r for e, slot in misses.items() for r in self._slots.reads(e, slot)]
+        return self.session.reader.start(
+            [r for e, slot in misses.items() for r in self.bank.reads(e, slot)]
         )
 
     def _finish(self, misses, reads):
         """Wait for what ``_begin`` began, and hold it."""
-        with self._session.waiting():
-            self._session.reader.finish(reads)
+        with self.session.waiting():
+            self.session.reader.finish(reads)
         for e, slot in misses.items():
-            self._slots.arrived(e, slot)
-        self._table.commit(misses)
+            self.bank.arrived(e, slot)
+        self.table.commit(misses)
 
     def bring(self, experts):
         """Have distinct experts, at most S, in their slots."""
@@ -371,7 +369,7 @@ class Stacked(StreamedExperts):
 
     def _fill(self, misses):
         if misses:
-            with self._session.waiting():
+            with self.session.waiting():
                 reads = self._begin(misses)
             self._finish(misses, reads)
 

@@ -28,10 +28,10 @@ from ..checkpoint import (
 )
 from .config import StreamConfig
 from .layers import LAYERS, num_experts
+from .parallel import spread
 from .prefetch import PREFETCHERS
 from .reader import Reader
 from .slots import hottest
-from .spread import spread
 from .trace import Trace, TraceError
 
 # What the families call K in their configuration.
@@ -452,7 +452,7 @@ def stats(model, reset=False):
     Returns:
         Stats: ``prefill`` and ``decode`` counters.
     """
-    session = _session(model)
+    session = session_of(model)
     with session.lock:
         session.settle()
         result = session.stats
@@ -465,7 +465,7 @@ def stats(model, reset=False):
 
 def close(model):
     """End the model's threads and close its files. It cannot be called afterwards."""
-    session = _session(model)
+    session = session_of(model)
     with session.lock:
         session.reader.close()
 
@@ -749,7 +749,18 @@ def _side_stream(device_type, i):
     return mx.new_thread_local_stream(device_type)
 
 
-def _session(model):
+def session_of(model):
+    """What the layers of a loaded model share: for measuring, in and out of this package.
+
+    Args:
+        model (nn.Module): As ``load`` returned it.
+
+    Returns:
+        Session: Its layers, reader, counters and prefetcher.
+
+    Raises:
+        ValueError: If the model is not from ``moelab.load``.
+    """
     session = getattr(model, "_session", None)
     if session is None:
         raise ValueError(f"{type(model).__name__}: expected a model from moelab.load.")

@@ -1,0 +1,367 @@
+"""The run on a CUDA GPU whose samples are in ``data/results/``: real layer shapes, every section of
+notebooks 01 and 02, and the drafts of 07.
+
+    python data/recipes/cuda_run.py OUT.json [--folder FOLDER] [--only SECTION,...] [--tiny]
+
+It synthesizes the checkpoints that it needs under FOLDER (5 GB), keeps what it has after each section, and goes on when a section fails.
+On a machine without a CUDA GPU it runs too (Metal: the same questions; CPU: ``--tiny``, to try it out).
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import replace
+from functools import partialmethod
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+
+from moelab import DATA, StreamConfig, close, load
+from moelab.lab.experiments import bench
+from moelab.lab.experiments import dispatch
+from moelab.lab.experiments import drafts as draft
+from moelab.lab.experiments import exactness
+from moelab.lab.experiments import layer
+from moelab.lab import machine
+from moelab.lab.experiments import reads
+from moelab.lab import timing
+from moelab.speculation import gated_delta
+from moelab.speculation.generate import ModelDraft
+from moelab.synthesize import synthesize
+
+SHORT = ("def",)  # a longer prompt makes MLX compile another kernel for over a minute
+LIKE, LAYERS = "qwen3.5-35b-a3b", 8
+# Each starts a process of its own: MLX reads these once.
+ENVIRONMENTS = {
+    "as it is": {},
+    "one operation a command buffer": {"MLX_MAX_OPS_PER_BUFFER": "1"},
+    "no CUDA graphs": {"MLX_USE_CUDA_GRAPHS": "0"},
+    "5 operations a command buffer": {"MLX_MAX_OPS_PER_BUFFER": "5"},
+    "1000 operations a command buffer": {
+        "MLX_MAX_OPS_PER_BUFFER": "1000",
+        "MLX_MAX_MB_PER_BUFFER": "100000",
+    },
+}
+
+
+class Run:
+    """The sections, in order. Each returns what goes into the record under its name."""
+
+    def __init__(self, folder, tokenizer, tiny):
+        self.folder, self.tokenizer, self.tiny = Path(folder), tokenizer, tiny
+        self.shapes = {k: v for k, v in dispatch.SHAPES.items() if (k == "tiny-moe") == tiny}
+        self.shape = next(iter(self.shapes.values()))
+        self.rounds = 2 if tiny else 7
+        self.base = StreamConfig(slots=8 if tiny else 64)
+        self.path = self.folder / ("tiny" if tiny else f"{LIKE}-{LAYERS}")
+
+    def checkpoint(self):
+        begin = time.perf_counter()
+        config = None
+        if self.tiny:
+            from tiny_moe import CONFIG as config
+        synthesize(
+            self.path,
+            LIKE,
+            None if self.tiny else LAYERS,
+            tokenizer=self.tokenizer,
+            config=config,
+            progress=False,
+        )
+        nbytes = sum(f.stat().st_size for f in self.path.iterdir())
+        return {
+            "like": LIKE,
+            "layers": LAYERS,
+            "nbytes": nbytes,
+            "write_s": time.perf_counter() - begin,
+        }
+
+    def one_operation(self):
+        return dispatch.one_operation(rounds=self.rounds * 3)
+
+    def expert_calls(self):
+        return {
+            k: dispatch.expert_calls(**s, rounds=self.rounds * 2) for k, s in self.shapes.items()
+        }
+
+    def loops_of_the_checkpoint(self):
+        model, _ = load(self.path, StreamConfig(mode="resident"))
+        out = dispatch.loops(model, 8 if self.tiny else 48, self.rounds)
+        out["operations_of_a_layer"] = dispatch.operations_of_a_layer(model)
+        return out
+
+    def promotion(self):
+        model, _ = load(self.path, StreamConfig(mode="resident", dtype="bfloat16"))
+        return dispatch.promotion(model, 4 if self.tiny else 32, self.rounds)
+
+    def dense_and_moe(self):
+        """Loops of both models in processes of other settings: how much more does one suffer than the other?"""
+        out = {}
+        for name, variables in list(ENVIRONMENTS.items())[: 2 if self.tiny else None]:
+            with tempfile.TemporaryDirectory() as folder:
+                target = Path(folder) / "loops.json"
+                command = [
+                    sys.executable,
+                    "-m",
+                    "data/recipes/cuda_run.py",
+                    str(target),
+                    "--loops",
+                    *(["--tiny"] if self.tiny else []),
+                ]
+                done = subprocess.run(
+                    command,
+                    env={**os.environ, **variables},
+                    capture_output=True,
+                    text=True,
+                    timeout=150,
+                )
+                out[name] = (
+                    {"environment": variables, "error": done.stderr[-800:]}
+                    if done.returncode
+                    else json.loads(target.read_text())
+                )
+        return out
+
+    def loops_of_both(self):
+        sizes = (
+            dict(D=256, F=64, K=4, E=16, layers=2)
+            if self.tiny
+            else dict(**self.shape, E=32, layers=8)
+        )
+        out = {}
+        for name, model in dispatch.dense_and_moe(**sizes).items():
+            out[name] = dispatch.loops(
+                model,
+                4 if self.tiny else 48,
+                2 if self.tiny else 5,
+                routing=name == "moe",
+                config=sizes,
+            )
+            out[name]["operations_of_a_layer"] = dispatch.operations_of_a_layer(model)[1]
+        return out
+
+    def slot_writes(self):
+        shapes = dict(list(self.shapes.items())[:2])
+        return {
+            k: dispatch.slot_writes(s["D"], s["F"], s["K"], rounds=self.rounds)
+            for k, s in shapes.items()
+        }
+
+    def reads(self):
+        depths, nbytes = ((1, 2), 1 << 20) if self.tiny else ((1, 2, 4, 8, 16, 32), 512 << 20)
+        return {
+            state: reads.bench_reads(
+                self.path, depths, nbytes, 3, cold=state == "cold", progress=False
+            )
+            for state in ("cold", "warm")
+        }
+
+    def _ladder(self, modes, tokens, runs, **kwargs):
+        tokens, runs = (3, 1) if self.tiny else (tokens, runs)
+        return bench.bench(
+            self.path, modes, self.base, tokens, runs, warmup=4, progress=False, **kwargs
+        )
+
+    def ladder_warm(self):
+        return self._ladder(
+            "resident,serial,buffers/readers=1,buffers,buffers/readers=16,stacked,fused,fused/scales=resident",
+            24,
+            4,
+        )
+
+    def ladder_cold(self):
+        return self._ladder(
+            "serial,buffers/readers=1,buffers,stacked,fused,fused/readers=16", 12, 3, cold=True
+        )
+
+    def slots(self):
+        sizes = (8, 16) if self.tiny else (16, 64, 128)
+        configs = {f"fused, {n} slots": replace(self.base, slots=n) for n in sizes}
+        return self._ladder(configs, 16, 3, prompts=SHORT)
+
+    def top_k(self):
+        sizes = (8, 2) if self.tiny else (8, 6, 4, 2)
+        configs = {f"fused, top-{n}": replace(self.base, top_k=n) for n in sizes}
+        return self._ladder(configs, 16, 3, prompts=SHORT)
+
+    def all_in_slots(self):
+        """The same token twice over: every expert hits, what remains is learning the routing and the table."""
+        return layer.bench_layer(self.path, "stacked,fused", self.base, 5 if self.tiny else 100)
+
+    def tokens_at_once(self):
+        return dispatch.tokens_at_once(**self.shape, rounds=self.rounds)
+
+    def agreement(self):
+        """Half precision rounds otherwise when experts are grouped otherwise; single precision shows that nothing else differs."""
+        n, modes = (4, "serial,fused") if self.tiny else (32, "serial,buffers,stacked,fused")
+        return {
+            d: bench.agreement(self.path, modes, replace(self.base, dtype=d), n)
+            for d in ("float32", "auto")
+        }
+
+    def memory(self):
+        n = 8 if self.tiny else 128
+        return bench.memory_over(self.path, self.base, n, n // 8, SHORT[0])
+
+    def passes(self):
+        """Verify passes with mlx-lm's loop over tokens and with the kernel in its place."""
+        path, out = DATA / "models" / "tiny-moe", {}
+        rounds, positions = (1, (1, 4)) if self.tiny else (20, (1, 2, 4, 8, 16))
+        fits = gated_delta.fits
+        for name, config in {"resident": {"mode": "resident"}, "48 slots": {"slots": 48}}.items():
+            model, tokenizer = load(path, StreamConfig(**config))
+            ids = tokenizer.encode(heldout_starts(path, 1, 48 if self.tiny else 512, tokenizer)[0])
+            try:
+                for recurrence, use in {"kernel": fits, "loop": lambda **_: False}.items():
+                    gated_delta.fits = use
+                    out[f"{name}, {recurrence}"] = draft.passes(model, ids, positions, rounds)
+            finally:
+                gated_delta.fits = fits
+                close(model)
+        return out
+
+    def _drafts(self, name, **config):
+        """The trained pair of data/models, each number of drafts in turn with none."""
+        tokens, runs, lengths = (
+            (8, 1, (1, "auto")) if self.tiny else (256, 5, (1, 3, 7, 15, "auto"))
+        )
+        config = StreamConfig(**config)
+        models = DATA / "models"
+        return draft.bench_draft(
+            models / "tiny-moe", config, str(models / name), lengths, tokens, runs
+        )
+
+    dflash_resident = partialmethod(_drafts, "tiny-dflash", mode="resident")
+    dflash_16_slots = partialmethod(_drafts, "tiny-dflash", slots=16)
+    dflash_48_slots = partialmethod(_drafts, "tiny-dflash", slots=48)
+    draft_resident = partialmethod(_drafts, "tiny-draft", mode="resident")
+    draft_16_slots = partialmethod(_drafts, "tiny-draft", slots=16)
+    draft_48_slots = partialmethod(_drafts, "tiny-draft", slots=48)
+
+    def exactness(self):
+        """Passes of many lengths against the resident model's, whatever was computed before."""
+        sizes = (1, 4) if self.tiny else (1, 2, 4, 8, 16, 40, 160)
+        return self._trained(lambda config: exactness.chunks(self._model, config, sizes))
+
+    def texts_twice(self):
+        """Greedy texts without and with drafts, each written twice."""
+        amount = {"drafts": (0, 4), "n": 2, "tokens": 8} if self.tiny else {}
+
+        def make_draft():
+            return ModelDraft(mlx_lm.load(str(DATA / "models" / "tiny-draft"))[0])
+
+        return self._trained(
+            lambda config: exactness.texts(self._model, config, make_draft, **amount)
+        )
+
+    _model = DATA / "models" / "tiny-moe"
+
+    def _trained(self, measure):
+        configs = {
+            f"{m}, {s} slots": StreamConfig(mode=m, slots=s)
+            for s in (16, 48)
+            for m in ("stacked", "fused")
+        }
+        return {name: measure(config) for name, config in configs.items()}
+
+
+SECTIONS = (
+    "checkpoint", "one_operation", "expert_calls", "loops_of_the_checkpoint", "dense_and_moe", "ladder_warm", "ladder_cold", "slot_writes",
+    "reads", "agreement", "promotion", "all_in_slots", "slots", "top_k", "tokens_at_once", "memory", "passes",
+    "dflash_resident", "dflash_16_slots", "dflash_48_slots", "draft_resident", "draft_16_slots", "draft_48_slots",
+    "exactness", "texts_twice",
+)  # fmt: skip
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(
+        prog="python data/recipes/cuda_run.py", description=__doc__.split("\n\n")[0]
+    )
+    p.add_argument("out", metavar="OUT.json")
+    p.add_argument(
+        "--folder",
+        help="where the checkpoint is written and removed again (default: a temporary folder)",
+    )
+    p.add_argument("--tokenizer", help="folder of a tokenizer (default: data/models/tiny-moe)")
+    p.add_argument("--only", help=f"sections, divided by commas: {', '.join(SECTIONS)}")
+    p.add_argument("--seconds", type=float, default=1e9, help="start no section after that many")
+    p.add_argument("--tiny", action="store_true", help="small shapes, to try the command out")
+    p.add_argument("--loops", action="store_true", help=argparse.SUPPRESS)
+    args = p.parse_args(argv)
+    if args.loops:
+        records.save(args.out, Run(".", None, args.tiny).loops_of_both())
+        return 0
+    begin = time.perf_counter()
+    folder = args.folder or tempfile.mkdtemp(prefix="moelab-")
+    run = Run(folder, args.tokenizer, args.tiny)
+    if run.path.exists():  # it would be removed at the end
+        sys.exit(f"{run.path} exists already: remove it or name another --folder")
+    record = {
+        "kind": "cuda_run",
+        "machine": machine.card(),
+        "device": {k: v for k, v in mx.device_info().items() if k not in ("uuid", "pci_bus_id")},
+        "driver": _driver(),
+        "tiny": args.tiny,
+        "sections": {},
+    }
+    try:
+        for name in args.only.split(",") if args.only else SECTIONS:
+            if time.perf_counter() - begin > args.seconds:
+                record["sections"][name] = {"skipped": f"more than {args.seconds:.0f} s had passed"}
+                continue
+            started = time.perf_counter()
+            try:
+                result = getattr(run, name)()
+            except Exception as error:  # say what failed and go on
+                result = {
+                    "error": f"{type(error).__name__}: {error}",
+                    "traceback": traceback.format_exc()[-1500:],
+                }
+            mx.clear_cache()
+            result["section_s"] = round(time.perf_counter() - started, 2)
+            record["sections"][name] = _without_env(result)  # one machine: its card stands once
+            records.save(args.out, record)
+            print(
+                f"{name}: {result['section_s']} s"
+                + (f": {result['error']}" if "error" in result else ""),
+                flush=True,
+            )
+    finally:
+        shutil.rmtree(run.path, ignore_errors=True)
+    return 0
+
+
+def _without_env(record):
+    if isinstance(record, timing.Timing):
+        record = dataclasses.asdict(record)
+    if isinstance(record, dict):
+        return {
+            str(k): _without_env(v)
+            for k, v in record.items()
+            if k not in ("env", "machine", "prompts")
+        }
+    if isinstance(record, (list, tuple)):
+        return [_without_env(v) for v in record]
+    return record
+
+
+def _driver():
+    if shutil.which("nvidia-smi"):
+        return subprocess.run(
+            ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

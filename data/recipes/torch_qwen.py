@@ -1,0 +1,300 @@
+"""Qwen3.5-MoE in PyTorch for training, its parameters named and shaped as mlx-lm's.
+
+It computes what ``mlx_lm.models.qwen3_5_moe`` computes, so that a checkpoint needs no conversion but quantization.
+B batch, T tokens, D hidden, F expert hidden, E experts, K experts per token, H heads.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dims, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dims))
+        self.eps = eps
+
+    def forward(self, x):
+        y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+        return (y * self.weight.float()).to(x.dtype)
+
+
+class Conv1d(nn.Module):
+    """Causal depthwise convolution over T; weight [C, taps, 1] as mlx has it."""
+
+    def __init__(self, channels, taps):
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.empty(channels, taps, 1).uniform_(-(taps**-0.5), taps**-0.5)
+        )
+
+    def forward(self, x):
+        taps = self.weight.shape[1]
+        x = F.pad(x, (0, 0, taps - 1, 0))
+        length = x.shape[1] - taps + 1
+        # Four shifted products fuse into one kernel; a depthwise cuDNN convolution does not.
+        return sum(x[:, i : i + length] * self.weight[:, i, 0] for i in range(taps))
+
+
+def delta_rule(q, k, v, g, beta):
+    """Gated delta rule over T, by flash-linear-attention on a GPU and by transformers' reference elsewhere.
+
+    Args:
+        q, k (Tensor): [B, T, Hk, Dk], not yet normalized.
+        v (Tensor): [B, T, Hv, Dv].
+        g (Tensor): Log decay [B, T, Hv], float32.
+        beta (Tensor): Write strength [B, T, Hv].
+
+    Returns:
+        Tensor: [B, T, Hv, Dv].
+    """
+    if q.is_cuda:
+        from fla_hopper import chunk_gated_delta_rule
+
+        return chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
+    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import torch_chunk_gated_delta_rule
+
+    repeats = v.shape[2] // q.shape[2]
+    q, k = (x.repeat_interleave(repeats, dim=2) for x in (q, k))
+    return torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
+
+
+class GatedDeltaNet(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.k_heads, self.v_heads = c["linear_num_key_heads"], c["linear_num_value_heads"]
+        self.k_dim, self.v_dim = c["linear_key_head_dim"], c["linear_value_head_dim"]
+        self.sizes = [
+            self.k_heads * self.k_dim,
+            self.k_heads * self.k_dim,
+            self.v_heads * self.v_dim,
+        ]
+        D = c["hidden_size"]
+        self.conv1d = Conv1d(sum(self.sizes), c["linear_conv_kernel_dim"])
+        self.in_proj_qkv = nn.Linear(D, sum(self.sizes), bias=False)
+        self.in_proj_z = nn.Linear(D, self.sizes[2], bias=False)
+        self.in_proj_b = nn.Linear(D, self.v_heads, bias=False)
+        self.in_proj_a = nn.Linear(D, self.v_heads, bias=False)
+        # Mamba's start: decays from a few tokens to thousands.
+        dt = torch.exp(torch.empty(self.v_heads).uniform_(-6.9, -2.3))
+        self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
+        self.A_log = nn.Parameter(torch.empty(self.v_heads).uniform_(1, 16).log())
+        self.norm = RMSNorm(self.v_dim, c["rms_norm_eps"])
+        self.out_proj = nn.Linear(self.sizes[2], D, bias=False)
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        q, k, v = F.silu(self.conv1d(self.in_proj_qkv(x))).split(self.sizes, dim=-1)
+        q, k = (t.reshape(B, T, self.k_heads, self.k_dim) for t in (q, k))
+        v, z = (t.reshape(B, T, self.v_heads, self.v_dim) for t in (v, self.in_proj_z(x)))
+        beta = self.in_proj_b(x).sigmoid()
+        g = -self.A_log.float().exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
+        y = self.norm(delta_rule(q, k, v, g, beta))
+        y = (y.float() * F.silu(z.float())).to(x.dtype)
+        return self.out_proj(y.reshape(B, T, -1))
+
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.heads, self.kv_heads, self.dims = (
+            c["num_attention_heads"],
+            c["num_key_value_heads"],
+            c["head_dim"],
+        )
+        D = c["hidden_size"]
+        self.q_proj = nn.Linear(D, self.heads * self.dims * 2, bias=False)
+        self.k_proj = nn.Linear(D, self.kv_heads * self.dims, bias=False)
+        self.v_proj = nn.Linear(D, self.kv_heads * self.dims, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.dims, D, bias=False)
+        self.q_norm = RMSNorm(self.dims, c["rms_norm_eps"])
+        self.k_norm = RMSNorm(self.dims, c["rms_norm_eps"])
+        rope = c["rope_parameters"]
+        self.rotary = int(self.dims * rope["partial_rotary_factor"])
+        self.theta = rope["rope_theta"]
+
+    def rope(self, x):
+        half = self.rotary // 2
+        freqs = self.theta ** (-torch.arange(half, device=x.device) / half)
+        angles = torch.arange(x.shape[2], device=x.device)[:, None] * freqs
+        a, b, rest = x.float().split([half, half, self.dims - self.rotary], dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        q, gate = self.q_proj(x).view(B, T, self.heads, 2 * self.dims).chunk(2, dim=-1)
+        k = self.k_proj(x).view(B, T, self.kv_heads, self.dims)
+        v = self.v_proj(x).view(B, T, self.kv_heads, self.dims).transpose(1, 2)
+        q, k = self.rope(self.q_norm(q).transpose(1, 2)), self.rope(self.k_norm(k).transpose(1, 2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1) * gate.reshape(B, T, -1).sigmoid())
+
+
+class Dispatch(torch.autograd.Function):
+    """Rows of x [N, D], once for each of their K experts, in the order of the experts.
+
+    Both directions are gathers, where autograd would scatter with atomics.
+    """
+
+    @staticmethod
+    def forward(ctx, x, order, inverse, k):
+        ctx.save_for_backward(inverse)
+        ctx.k = k
+        return x[order // k]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (inverse,) = ctx.saved_tensors
+        return grad[inverse].view(-1, ctx.k, grad.shape[-1]).sum(1), None, None, None
+
+
+class Undo(torch.autograd.Function):
+    """Rows [N * K, D] back in the order of the tokens."""
+
+    @staticmethod
+    def forward(ctx, y, order, inverse):
+        ctx.save_for_backward(order)
+        return y[inverse]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (order,) = ctx.saved_tensors
+        return grad[order], None, None
+
+
+class Experts(nn.Module):
+    """One projection of all experts, weight [E, out, in]."""
+
+    def __init__(self, E, out, into):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(E, out, into).uniform_(-(into**-0.5), into**-0.5))
+
+
+class SwitchGLU(nn.Module):
+    def __init__(self, D, hidden, E):
+        super().__init__()
+        self.gate_proj = Experts(E, hidden, D)
+        self.up_proj = Experts(E, hidden, D)
+        self.down_proj = Experts(E, D, hidden)
+
+    def forward(self, x, indices, scores):
+        N, K = indices.shape
+        E = self.gate_proj.weight.shape[0]
+        experts, order = indices.flatten().sort(stable=True)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(N * K, device=x.device))
+        ends = torch.searchsorted(experts, torch.arange(E, device=x.device), right=True).int()
+        gate_up = torch.cat([self.gate_proj.weight, self.up_proj.weight], dim=1)
+        h = F.grouped_mm(Dispatch.apply(x, order, inverse, K), gate_up.transpose(1, 2), offs=ends)
+        gate, up = h.chunk(2, dim=-1)
+        y = F.grouped_mm(F.silu(gate) * up, self.down_proj.weight.transpose(1, 2), offs=ends)
+        y = Undo.apply(y, order, inverse).view(N, K, -1)
+        return (y * scores[..., None].to(y.dtype)).sum(1), ends
+
+
+class MLP(nn.Module):
+    def __init__(self, D, hidden):
+        super().__init__()
+        self.gate_proj = nn.Linear(D, hidden, bias=False)
+        self.up_proj = nn.Linear(D, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, D, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class SparseMoeBlock(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        D, E = c["hidden_size"], c["num_experts"]
+        self.k = c["num_experts_per_tok"]
+        self.gate = nn.Linear(D, E, bias=False)
+        nn.init.normal_(self.gate.weight, std=0.02)  # near uniform, so that no expert starts behind
+        self.switch_mlp = SwitchGLU(D, c["moe_intermediate_size"], E)
+        self.shared_expert = MLP(D, c["shared_expert_intermediate_size"])
+        self.shared_expert_gate = nn.Linear(D, 1, bias=False)
+
+    def forward(self, x):
+        B, T, D = x.shape
+        x = x.view(-1, D)
+        probs = self.gate(x).float().softmax(-1)
+        scores, indices = probs.topk(self.k, dim=-1)
+        scores = scores / scores.sum(-1, keepdim=True)
+        y, ends = self.switch_mlp(x, indices, scores)
+        y = y + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        # Switch Transformer's balance loss over the whole batch: 1 when every expert gets its share.
+        load = torch.diff(ends, prepend=ends.new_zeros(1)) / indices.numel()
+        balance = probs.shape[-1] * (load * probs.mean(0)).sum()
+        return y.view(B, T, D), balance, load
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, c, index):
+        super().__init__()
+        self.is_linear = (index + 1) % c["full_attention_interval"] != 0
+        if self.is_linear:
+            self.linear_attn = GatedDeltaNet(c)
+        else:
+            self.self_attn = Attention(c)
+        self.input_layernorm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
+        self.post_attention_layernorm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
+        self.mlp = SparseMoeBlock(c)
+
+    def forward(self, x):
+        mixer = self.linear_attn if self.is_linear else self.self_attn
+        x = x + mixer(self.input_layernorm(x))
+        y, balance, load = self.mlp(self.post_attention_layernorm(x))
+        return x + y, balance, load
+
+
+class TextModel(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c["vocab_size"], c["hidden_size"])
+        nn.init.normal_(self.embed_tokens.weight, std=0.02)
+        self.layers = nn.ModuleList(DecoderLayer(c, i) for i in range(c["num_hidden_layers"]))
+        self.norm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
+
+
+def token_loss(hidden, weight, targets):
+    """Cross-entropy in nats of each target, [N], from hidden [N, D] and the tied embedding [V, D]."""
+    return F.cross_entropy((hidden @ weight.T).float(), targets, reduction="none")
+
+
+class Model(nn.Module):
+    """Args: text_config (dict): As in the checkpoint's config.json; the head is tied to the embedding."""
+
+    def __init__(self, text_config):
+        super().__init__()
+        self.language_model = nn.Module()
+        self.language_model.model = TextModel(text_config)
+        self.token_loss = token_loss
+
+    def compile(self):
+        """Compile each layer and the loss: a graph for each kind of layer, not one for all of them."""
+        for layer in self.language_model.model.layers:
+            layer.compile(dynamic=False)
+        self.token_loss = torch.compile(token_loss, dynamic=False)
+
+    def hidden(self, ids):
+        """Last hidden states [B, T, D], the mean balance loss, and each layer's load [L, E] (shares of the slots)."""
+        model = self.language_model.model
+        x = model.embed_tokens(ids)
+        balances, loads = [], []
+        for layer in model.layers:
+            x, balance, load = layer(x)
+            balances.append(balance)
+            loads.append(load)
+        return model.norm(x), torch.stack(balances).mean(), torch.stack(loads)
+
+    def logits(self, ids):
+        """Logits [B, T, V]."""
+        return self.hidden(ids)[0] @ self.language_model.model.embed_tokens.weight.T
+
+    def forward(self, ids):
+        """Loss in nats of each token but the first, [B, T - 1], the balance loss, and the loads."""
+        x, balance, load = self.hidden(ids[:, :-1])
+        weight = self.language_model.model.embed_tokens.weight
+        loss = self.token_loss(x.flatten(0, 1), weight, ids[:, 1:].flatten())
+        return loss.view(ids.shape[0], -1), balance, load

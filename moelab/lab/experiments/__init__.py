@@ -1,0 +1,1 @@
+"""Measurements, one module for each question; what notebooks and commands call."""

@@ -1,0 +1,17 @@
+"""Model folders."""
+
+from pathlib import Path
+
+
+def folder(path):
+    """The local folder of a model, downloaded first if it is a Hub repository."""
+    from mlx_lm.utils import _download
+
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(_download(str(path)))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path}: no such folder, and the Hub did not give it ({str(error).strip().splitlines()[0]}). Check the name."
+        ) from error

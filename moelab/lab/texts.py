@@ -1,0 +1,115 @@
+"""Texts to decode and to predict: the built-in prompts and a model's held-out files."""
+
+import bisect
+import io
+import tokenize
+from pathlib import Path
+
+PROMPTS = (
+    "def read_lines(path):\n    with open(path) as f:\n",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "import os\nimport sys\n\n\ndef main(argv=None):\n    parser =",
+    "for name, value in sorted(options.items()):\n    if value is None:\n",
+    '    """Return the number of rows that match.\n\n    Args:\n        query (str):',
+    "def test_empty_input():\n    with pytest.raises(ValueError):\n",
+    "try:\n    import numpy as np\nexcept ImportError:\n    np = None\n\n\ndef mean(values):\n",
+    "    def __repr__(self):\n        return f'<{type(self).__name__}",
+)
+
+
+def heldout_files(folder):
+    """The texts in a model's ``heldout`` folder.
+
+    Args:
+        folder (str or Path): The folder, as a rule ``MODEL/heldout``.
+
+    Returns:
+        dict[str, str]: Each file's text by its name, in the order of the names.
+
+    Raises:
+        FileNotFoundError: If there is none.
+    """
+    files = sorted(p for p in Path(folder).glob("*") if p.suffix in (".py", ".md", ".txt"))
+    if not files:
+        raise FileNotFoundError(
+            f"{folder}: expected files of text (.py, .md, .txt), found none. Give a folder with some."
+        )
+    return {p.name: p.read_bytes().decode() for p in files}
+
+
+def heldout_code(model):
+    """The Python files among a model's held-out texts, by name."""
+    texts = heldout_files(Path(model) / "heldout")
+    return {name: text for name, text in texts.items() if name.endswith(".py")}
+
+
+def heldout_starts(model, num, tokens, tokenizer, skip=400):
+    """Prompts cut near the beginning of the held-out Python files.
+
+    Args:
+        model (str or Path): The model's folder.
+        num (int): How many prompts; a file gives another one when all have given one.
+        tokens (int): Tokens of each.
+        tokenizer (TokenizerWrapper): The model's.
+        skip (int): Characters before the first prompt of a file, and between two.
+
+    Returns:
+        list[str]: The prompts.
+    """
+    files, prompts = list(heldout_code(model).values()), []
+    for i in range(num):
+        text = files[i % len(files)][skip * (1 + i // len(files)) :]
+        prompts.append(tokenizer.decode(tokenizer.encode(text[: 8 * tokens])[:tokens]))
+    return prompts
+
+
+def prose_spans(text):
+    """Character ranges of a Python source's triple-quoted strings: prose, nearly always."""
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    spans = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.STRING and token.string.endswith(('"""', "'''")):
+            (a, b), (c, d) = token.start, token.end
+            spans.append((starts[a - 1] + b, starts[c - 1] + d))
+    return spans
+
+
+def heldout_prompts(model_dir, kind, length, each=4):
+    """Prompts of ``length`` tokens cut from the held-out files, at most ``each`` from a file, evenly spaced.
+
+    A prompt ends within a line, as the target's card asks, in code or in the middle of a docstring.
+
+    Args:
+        model_dir (Path): The target, with its ``heldout`` folder.
+        kind (str): "code" or "prose".
+        length (int): P, tokens.
+        each (int): Prompts from a file.
+
+    Returns:
+        list[list[int]]: Token ids.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(Path(model_dir) / "tokenizer.json"))
+    prompts = []
+    for text in heldout_code(model_dir).values():
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        spans, ids = prose_spans(text), encoding.ids
+        cuts = []
+        for i, (at, _) in enumerate(encoding.offsets[length:], length):
+            j = bisect.bisect_right(spans, (at, len(text))) - 1
+            inside = j >= 0 and spans[j][0] + 40 <= at <= spans[j][1] - 80
+            outside = j < 0 or at >= spans[j][1]
+            line = text[text.rfind("\n", 0, at) + 1 : at]
+            code = outside and line.strip() and "#" not in line
+            if (
+                (inside if kind == "prose" else code)
+                and not text[at - 1].isspace()
+                and line.strip()
+            ):
+                cuts.append(i)
+        step = max(len(cuts) // each, 1)
+        prompts += [ids[i - length : i] for i in cuts[step // 2 :: step][:each]]
+    return prompts

@@ -1,1 +1,0 @@
-"""How everything in ``data/`` was made, runnable again."""

@@ -1,0 +1,1 @@
+"""Predictions from a recorded routing, without running the model."""

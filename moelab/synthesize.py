@@ -1,0 +1,367 @@
+"""A random checkpoint of a real model's exact layer shapes, for I/O and arithmetic as large as the real thing.
+
+The tensors, their names, shapes, bits and order are read off mlx-lm's own model of the published config, built
+lazily and never evaluated; the bytes are streamed to disk in chunks, so that a 200 GB checkpoint needs little memory.
+What it says is noise. What it costs to read and to compute is what the real model costs, layer for layer.
+"""
+
+import contextlib
+import copy
+import errno
+import io
+import json
+import os
+import shutil
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .partial import begin, clear, finish
+
+JOURNAL = "synthesize.json"  # lies in the folder for as long as ``synthesize`` is at work there
+GROUP_SIZE, BITS = 64, 4
+SHARD_NBYTES = 5 << 30  # as mlx-lm cuts its own
+CHUNK_NBYTES = 16 << 20
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
+def _qwen3_5(**sizes):
+    text = {
+        "model_type": "qwen3_5_moe_text",
+        "full_attention_interval": 4,  # three GatedDeltaNet layers, then one of full attention
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "attention_bias": False,
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "norm_topk_prob": True,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 262144,
+        "vocab_size": 248320,
+        "rope_parameters": {
+            "rope_type": "default",
+            "type": "default",
+            "rope_theta": 10000000,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+        },
+        **sizes,
+    }
+    return {
+        "model_type": "qwen3_5_moe",
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "text_config": text,
+        "tie_word_embeddings": False,
+    }
+
+
+# D hidden, F expert hidden, E experts, K experts per token, L layers: the published values.
+CONFIGS = {
+    "qwen3.5-35b-a3b": _qwen3_5(
+        hidden_size=2048, num_hidden_layers=40, num_attention_heads=16, linear_num_value_heads=32,
+        num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+    ),
+    "qwen3.5-122b-a10b": _qwen3_5(
+        hidden_size=3072, num_hidden_layers=48, num_attention_heads=32, linear_num_value_heads=64,
+        num_experts=256, num_experts_per_tok=8, moe_intermediate_size=1024, shared_expert_intermediate_size=1024,
+    ),
+    "qwen3.5-397b-a17b": _qwen3_5(
+        hidden_size=4096, num_hidden_layers=60, num_attention_heads=32, linear_num_value_heads=64,
+        num_experts=512, num_experts_per_tok=10, moe_intermediate_size=1024, shared_expert_intermediate_size=1024,
+    ),
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048, "num_hidden_layers": 48, "intermediate_size": 6144,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+        "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "rope_scaling": None,
+        "max_position_embeddings": 40960, "tie_word_embeddings": False, "vocab_size": 151936,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor to be written: its name, safetensors dtype and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple
+
+    @property
+    def nbytes(self):
+        return int(np.prod(self.shape)) * {"U32": 4, "F32": 4, "BF16": 2}[self.dtype]
+
+
+def plan(config):
+    """The tensors of mlx-lm's 4-bit checkpoint of ``config``, in the model's order, and that checkpoint's config."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import _get_classes, quantize_model
+
+    config = copy.deepcopy(config)
+    model_class, args_class = _get_classes(config)
+    model = model_class(args_class.from_dict(copy.deepcopy(config)))
+    with contextlib.redirect_stdout(io.StringIO()):  # mlx-lm prints the bits per weight
+        model, config = quantize_model(model, config, GROUP_SIZE, BITS)
+    tensors = []
+    for name, a in tree_flatten(model.parameters()):
+        dtype = "U32" if a.dtype == mx.uint32 else "F32" if name.endswith("A_log") else "BF16"
+        tensors.append(Tensor(name, dtype, tuple(a.shape)))
+    return tensors, config
+
+
+def shards(tensors, limit=SHARD_NBYTES):
+    """Cut the list where a file would grow past ``limit`` bytes; one tensor is never divided."""
+    out, size = [[]], 0
+    for t in tensors:
+        if out[-1] and size + t.nbytes > limit:
+            out.append([])
+            size = 0
+        out[-1].append(t)
+        size += t.nbytes
+    return out
+
+
+# Standard deviation of the output for an input of 1. The routed experts are weighted down by eight near-equal scores and
+# are turned up, so that every one of them moves the next token; branches are kept below the residual stream.
+_GAINS = {
+    "switch_mlp.down_proj": 3.0,
+    "down_proj": 0.5, "o_proj": 0.5, "out_proj": 0.5,
+    "lm_head": 3.0,
+}  # fmt: skip
+
+
+def _bf16(x):
+    """float32 -> the 16 bits of the nearest bfloat16."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _scale_table(path, fan_in, bits):
+    """256 scales and their biases as bfloat16 bits; packed bytes are uniform, so weights are too, around zero."""
+    levels = 2**bits
+    spread = np.sqrt((levels**2 - 1) / 12)
+    gain = next((g for suffix, g in _GAINS.items() if path.endswith(suffix)), 1.0)
+    std = gain if path.endswith("embed_tokens") else gain / np.sqrt(fan_in)
+    scales = _bf16(np.linspace(0.5, 1.5, 256) * std / spread)
+    exact = (scales.astype(np.uint32) << 16).view(np.float32)
+    return scales, _bf16(-(levels - 1) / 2 * exact)
+
+
+def _chunks(tensor, shapes, seed, silent_rows):
+    """The bytes of one tensor as numpy arrays, about ``CHUNK_NBYTES`` at a time."""
+    path, _, leaf = tensor.name.rpartition(".")
+    # Scales and biases of one module draw the same numbers: a bias is -(2^bits - 1)/2 of its scale.
+    quantized = f"{path}.scales" in shapes
+    draw = "scales" if quantized and leaf == "biases" else leaf
+    rng = np.random.Generator(np.random.SFC64([seed, zlib.crc32(f"{path}.{draw}".encode())]))
+    count = int(np.prod(tensor.shape))
+    if tensor.dtype == "U32":
+        for start in range(0, tensor.nbytes, CHUNK_NBYTES):
+            n = min(CHUNK_NBYTES, tensor.nbytes - start)
+            yield rng.integers(0, 2**64, -(-n // 8), np.uint64).view(np.uint8)[:n]
+    elif quantized and leaf in ("scales", "biases"):
+        groups = tensor.shape[-1]
+        fan_in = groups * GROUP_SIZE
+        table = _scale_table(path, fan_in, shapes[f"{path}.weight"][-1] * 32 // fan_in)[
+            leaf == "biases"
+        ]
+        rows_per_chunk = max(1, CHUNK_NBYTES // (2 * groups))
+        for row in range(0, count // groups, rows_per_chunk):
+            rows = min(rows_per_chunk, count // groups - row)
+            out = table[rng.integers(0, 256, (rows, groups), np.uint8)]
+            if path.endswith("lm_head"):
+                out[[r - row for r in silent_rows if row <= r < row + rows]] = 0
+            yield out
+    elif leaf == "A_log":
+        yield np.log(rng.uniform(0.01, 16, count)).astype(np.float32)
+    elif tensor.name.endswith("conv1d.weight"):
+        yield _bf16(rng.normal(0, 0.5, count))
+    else:  # norms and dt_bias
+        yield _bf16(np.ones(count))
+
+
+def _write_shard(path, tensors, shapes, seed, silent_rows, progress):
+    header, offset = {"__metadata__": {"format": "mlx"}}, 0
+    for t in tensors:
+        header[t.name] = {
+            "dtype": t.dtype,
+            "shape": list(t.shape),
+            "data_offsets": [offset, offset + t.nbytes],
+        }
+        offset += t.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for t in tensors:
+            for chunk in _chunks(t, shapes, seed, silent_rows):
+                f.write(chunk)
+                progress.update(chunk.nbytes)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _tokenizer_facts(folder):
+    """(size of the vocabulary, ids that must never be decoded) of a ``tokenizer.json``."""
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    vocab = spec["model"]["vocab"]
+    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+    added = [t["id"] for t in spec.get("added_tokens", [])]
+    return max(ids + added) + 1, added
+
+
+def _set_text(config, **values):
+    text = config.get("text_config", config)
+    text.update({k: v for k, v in values.items() if v is not None})
+
+
+def _as_gb(nbytes):
+    return f"{nbytes / 1e9:.2f} GB"
+
+
+def synthesize(
+    out,
+    like="qwen3.5-35b-a3b",
+    layers=None,
+    vocab=None,
+    seed=0,
+    tokenizer=None,
+    config=None,
+    progress=True,
+):
+    """Write a random 4-bit checkpoint that plain ``mlx_lm.load`` loads.
+
+    Args:
+        out (str or Path): Folder to make. It must not exist; until the last byte is on disk its name is ``OUT.partial``.
+        like (str): A key of ``CONFIGS``.
+        layers (int): How many layers. Default: all of the real model's.
+        vocab (int): Rows of the embedding and of the head. Default: the tokenizer's, since the layers are what counts.
+        seed (int): Seed of every byte.
+        tokenizer (str or Path): Folder to copy a tokenizer from. Default: ``data/models/tiny-moe``.
+        config (dict): A Hugging Face config to use in place of ``like``'s.
+        progress (bool): Show a progress bar.
+
+    Returns:
+        Path: ``out``.
+    """
+    from tqdm import tqdm
+
+    import moelab
+
+    out = Path(out)
+    if config is None:
+        if like not in CONFIGS:
+            raise ValueError(f"like={like!r}: expected one of {', '.join(CONFIGS)}")
+        config = CONFIGS[like]
+    config = copy.deepcopy(config)
+    text = config.get("text_config", config)
+    published_layers, published_vocab = text["num_hidden_layers"], text["vocab_size"]
+    fewest = text.get(
+        "full_attention_interval", 1
+    )  # mlx-lm's hybrid models look for their first layer of full attention
+    if layers is not None and not fewest <= layers <= published_layers:
+        raise ValueError(
+            f"layers={layers}: expected {fewest} to {published_layers}, the depth of {like}"
+        )
+    if os.path.lexists(out):
+        raise FileExistsError(f"{out} exists already: remove it or name another folder")
+
+    tokenizer = moelab.DATA / "models" / "tiny-moe" if tokenizer is None else Path(tokenizer)
+    if not (tokenizer / "tokenizer.json").is_file():
+        raise FileNotFoundError(
+            f"no tokenizer.json in {tokenizer}: name a folder that holds one with --tokenizer (any mlx-lm model's will do)"
+        )
+    vocab_of_tokenizer, special = _tokenizer_facts(tokenizer)
+    vocab = vocab_of_tokenizer if vocab is None else vocab
+    if vocab < vocab_of_tokenizer:
+        raise ValueError(
+            f"vocab={vocab}: expected at least {vocab_of_tokenizer}, the tokenizer's own"
+        )
+    # Ids that the tokenizer cannot write, and the end of text, get a logit of zero: greedy decoding never picks them.
+    silent_rows = sorted({*special, *range(vocab_of_tokenizer, vocab)})
+    _set_text(config, num_hidden_layers=layers, vocab_size=vocab)
+
+    tensors, config = plan(config)
+    shapes = {t.name: t.shape for t in tensors}
+    nbytes = sum(t.nbytes for t in tensors)
+    parent = out.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(parent).free
+    if free < nbytes + (64 << 20):
+        raise OSError(
+            errno.ENOSPC,
+            f"not enough disk in {parent}: the checkpoint takes {_as_gb(nbytes)}, {_as_gb(free)} is free; "
+            f"ask for fewer layers with --layers or choose another disk",
+        )
+    config["moelab_synthetic"] = {
+        "like": like, "seed": seed, "layers": text["num_hidden_layers"], "layers_of_the_real_model": published_layers,
+        "vocab": vocab, "vocab_of_the_real_model": published_vocab,
+    }  # fmt: skip
+
+    parts, index = shards(tensors), {}
+    names = ["model.safetensors"]
+    if len(parts) > 1:
+        names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+    copied = [name for name in _TOKENIZER_FILES if (tokenizer / name).is_file()]
+    written = [*names, "model.safetensors.index.json", "config.json", "README.md", *copied]
+    partial = begin(out, JOURNAL, written)
+    try:
+        bar = tqdm(
+            total=nbytes,
+            unit="B",
+            unit_scale=True,
+            desc=out.name,
+            disable=not progress,
+            leave=False,
+        )
+        with bar:
+            for name, part in zip(names, parts):
+                index.update({t.name: name for t in part})
+                _write_shard(partial / name, part, shapes, seed, silent_rows, bar)
+        (partial / "model.safetensors.index.json").write_text(
+            json.dumps(
+                {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(index.items()))},
+                indent=4,
+            )
+        )
+        (partial / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=4))
+        for name in copied:
+            shutil.copyfile(tokenizer / name, partial / name)
+        (partial / "README.md").write_text(_readme(like, config["moelab_synthetic"], nbytes))
+        finish(partial, out, JOURNAL)
+    except BaseException as error:  # Ctrl-C too: nothing half-written stays
+        clear(partial, JOURNAL, written)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise OSError(
+                errno.ENOSPC,
+                f"the disk of {parent} filled up while {_as_gb(nbytes)} were written; nothing is left",
+            ) from error
+        raise
+    return out
+
+
+def _readme(like, facts, nbytes):
+    return f"""# A synthetic checkpoint: random weights
+
+The exact layer shapes of {like}, {facts["layers"]} of its {facts["layers_of_the_real_model"]} layers, {_as_gb(nbytes)}, in mlx-lm's 4-bit format
+(affine, group 64; router and shared expert's gate at 8 bits). Every weight is noise with seed {facts["seed"]}: what it writes means nothing, what
+it costs to read and to compute is what the real layers cost. Routing is near uniform, which is kinder to no cache: a real model repeats its experts more.
+The vocabulary has {facts["vocab"]} entries in place of {facts["vocab_of_the_real_model"]}, so the embedding and the head are smaller than the real ones.
+
+Made by `python -m moelab synthesize OUT --like {like} --layers {facts["layers"]} --vocab {facts["vocab"]} --seed {facts["seed"]}`.
+"""

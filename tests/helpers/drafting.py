@@ -1,0 +1,80 @@
+"""Drafts that need no model, and texts to compare."""
+
+import os
+from functools import cache as once
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step
+from recurrent import TINY, V
+
+import moelab
+from moelab.speculation.generate import (
+    speculative_generate_step,
+)
+
+FAST = os.environ.get("MOELAB_FAST") == "1"
+
+
+@once
+def tiny(mode="resident", **kwargs):
+    return moelab.load(TINY, moelab.StreamConfig(mode=mode, **kwargs))
+
+
+@once
+def heldout():
+    files = sorted((TINY / "heldout").glob("*.py"))
+    return [f.read_text(encoding="utf-8")[i : i + 200] for f in files for i in (0, 1500)]
+
+
+class Guess:
+    """A draft that needs no model: `guess(tokens so far, n, choose)`. It checks that it is told of every token once, in order."""
+
+    layer_ids = ()
+
+    def __init__(self, guess):
+        self.guess, self.cache = guess, []
+
+    def make_cache(self):
+        return []
+
+    def bind(self, model, cache=None):
+        self.tokens = []
+
+    def extend(self, tokens, features):
+        assert features is None
+        self.tokens += tokens.tolist()
+
+    def propose(self, last, n, choose):
+        return mx.array(self.guess([*self.tokens, last], n, choose) if n else [], mx.uint32)
+
+
+def repeat(tokens, n, choose):
+    """What followed when the last token was last written."""
+    last = tokens[-1]
+    found = next((i for i in range(len(tokens) - 2, -1, -1) if tokens[i] == last), None)
+    return [] if found is None else tokens[found + 1 : found + 1 + n]
+
+
+def told(plain):
+    """The first two right and the third wrong, for ever: blocks are cut everywhere."""
+
+    def guess(tokens, n, choose):
+        following = plain[len(tokens) :][:n]
+        return following[:2] + [(t + 1) % V for t in following[2:3]] + following[3:]
+
+    return guess
+
+
+def steps(model, prompt, draft, n: int | str = 4, max_tokens=40, **kwargs):
+    return list(
+        speculative_generate_step(
+            mx.array(prompt), model, draft, num_draft_tokens=n, max_tokens=max_tokens, **kwargs
+        )
+    )
+
+
+def plain(model, prompt, max_tokens=40, **kwargs):
+    return [t for t, _ in generate_step(mx.array(prompt), model, max_tokens=max_tokens, **kwargs)]
+
+
+PROMPT = [5, 17, 3, 80, 41, 2, 17]

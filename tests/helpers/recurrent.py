@@ -1,0 +1,173 @@
+"""Small models of every recurrent family, and what it takes to compare their caches."""
+
+import importlib
+from functools import cache as once
+from pathlib import Path
+
+import families
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from hypothesis import Phase, settings
+from mlx_lm.models.cache import (
+    ArraysCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+import moelab
+from moelab.speculation import rollback
+from moelab.speculation.rollback import Rollback
+
+TINY = Path(__file__).parents[2] / "data" / "models" / "tiny-moe"
+TOLERANCE = 1e-5
+V = families.VOCAB
+FEW = settings(
+    deadline=None, max_examples=40, derandomize=True, phases=(Phase.explicit, Phase.generate)
+)  # to shrink takes minutes
+
+D = dict(
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    vocab_size=V,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+HEADS = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+)
+MAMBA = dict(mamba_d_state=16, mamba_d_conv=4)
+# The recurrent families of mlx-lm that have no experts, and so are not in `families`.
+DENSE = {
+    "mamba": dict(state_size=8, conv_kernel=4, use_bias=False, use_conv_bias=True, time_step_rank=4, intermediate_size=128),
+    "mamba2": dict(
+        num_heads=4, head_dim=16, state_size=16, layer_norm_epsilon=1e-5, conv_kernel=4, n_groups=1, use_bias=False, use_conv_bias=True,
+        tie_word_embeddings=True, time_step_limit=(0.001, 100.0), time_step_rank=4,
+    ),
+    "falcon_h1": dict(head_dim=16, mamba_d_head=16, mamba_d_ssm=64, mamba_n_heads=4, **MAMBA),
+    "plamo2": dict(hidden_size_per_head=16, mamba_num_heads=4, **MAMBA),
+    "olmo_hybrid": dict(
+        rms_norm_eps=1e-5, max_position_embeddings=512, linear_conv_kernel_dim=4, linear_allow_neg_eigval=True, tie_word_embeddings=True,
+        attention_bias=False, layer_types=["linear_attention", "full_attention"], **HEADS,
+    ),
+    "lfm2": dict(
+        max_position_embeddings=512, norm_eps=1e-5, conv_bias=False, conv_L_cache=3, block_dim=64, block_multiple_of=16,
+        block_ffn_dim_multiplier=1.0, block_auto_adjust_ff_dim=False, layer_types=["conv", "full_attention"],
+    ),
+    "recurrent_gemma": dict(
+        attention_bias=False, conv1d_width=4, logits_soft_cap=30.0, rms_norm_eps=1e-5, rope_theta=1e4, attention_window_size=8,
+        block_types=["recurrent", "attention"], num_key_value_heads=1, intermediate_size=128,
+    ),
+    "rwkv7": dict(
+        norm_eps=1e-5, head_dim=16, a_low_rank_dim=8, v_low_rank_dim=8, gate_low_rank_dim=8, decay_low_rank_dim=8,
+    ),
+    "baichuan_m1": dict(rope_theta=1e4, sliding_window=8, sliding_window_layers=[1], conv_window=2, rms_norm_eps=1e-5),
+    "gear": dict(head_dim=16, rms_norm_eps=1e-5, layer_types=["conv_mixer", "full_attention"]),
+}  # fmt: skip
+WITH_EXPERTS = [
+    "bailing_hybrid",
+    "bailing_moe_linear",
+    "bailing_moe_v3",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_k3",
+    "kimi_linear",
+    "lfm2_moe",
+]
+WITH_EXPERTS += ["longcat_flash_ngram", "nemotron_h", "qwen3_5_moe", "qwen3_next"]
+ONLY_RESTORED = {"longcat_flash_ngram", "recurrent_gemma", "rwkv7", "baichuan_m1"}
+
+
+@once
+def build(name):
+    """A small random model in which every token leaves its mark."""
+    if name not in DENSE:
+        return families.build(name)[0]
+    mx.random.seed(1)
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    model = module.Model(module.ModelArgs.from_dict({"model_type": name, **D, **DENSE[name]}))
+    model.update(
+        nn.utils.tree_map(
+            lambda p: p + 0.1 * mx.random.normal(p.shape) if p.ndim == 1 else p, model.parameters()
+        )
+    )
+    mx.eval(model.parameters())
+    return model
+
+
+@once
+def tiny():
+    return moelab.load(TINY, moelab.StreamConfig(mode="resident"))[0]
+
+
+def ids(seed, n, batch=1, vocab=V):
+    return mx.array(np.random.default_rng(seed).integers(0, vocab, (batch, n)), mx.uint32)
+
+
+def seen(c):
+    """What the next token would see of a cache."""
+    if isinstance(c, ArraysCache):
+        return list(c.cache)
+    if c.keys is None or (isinstance(c.offset, int) and c.offset == 0):
+        return []
+    if isinstance(c, RotatingKVCache):
+        n = min(c.offset, c.max_size - 1)
+        keys, values = (
+            c._temporal_order(x) if c.offset >= c.max_size else x[..., : c._idx, :]
+            for x in (c.keys, c.values)
+        )
+        return [x[..., x.shape[2] - n :, :] for x in (keys, values)]
+    if hasattr(c, "keys_and_values"):
+        return [
+            a for x in c.keys_and_values() for a in (x if isinstance(x, (tuple, list)) else [x])
+        ]
+    return [c.keys[..., : c._idx, :], c.values[..., : c._idx, :]]
+
+
+def difference(cache, other):
+    worst = 0.0
+    pairs = list(zip(rollback._leaves(cache), rollback._leaves(other), strict=True))
+    for c, o in pairs:
+        assert type(c) is type(o)
+        if hasattr(c, "offset"):
+            assert np.array_equal(np.array(c.offset), np.array(o.offset))
+        for a, b in zip(seen(c), seen(o), strict=True):
+            if a is None or b is None:
+                assert a is b
+                continue
+            assert a.shape == b.shape and a.dtype == b.dtype
+            worst = max(worst, mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max().item())
+    return worst
+
+
+def one_by_one(model, cache, tokens):
+    for t in range(tokens.shape[1]):
+        mx.eval(model(tokens[:, t : t + 1], cache=cache))
+
+
+def play(model, cache, reference, rounds, way, seed=0, batch=1, vocab=V):
+    """Rounds of (tokens in, tokens kept), and plain decoding of those kept: the largest difference after any round."""
+    r = Rollback(model, cache, way)
+    tokens, i, worst = ids(seed, sum(m for m, _ in rounds), batch, vocab), 0, 0.0
+    for m, keep in rounds:
+        mx.eval(r(tokens[:, i : i + m]))
+        r.undo(m - keep)
+        r.commit()
+        one_by_one(model, reference, tokens[:, i : i + keep])
+        i += keep
+        worst = max(worst, difference(cache, reference))
+    return worst
+
+
+def start(model, prompt, **kwargs):
+    cache = make_prompt_cache(model, **kwargs)
+    if prompt.shape[1]:
+        mx.eval(model(prompt, cache=cache))
+    return cache
+
+
+ROUNDS = [(6, 3), (6, 6), (4, 1), (9, 8), (1, 1), (3, 0), (1, 0), (16, 2), (2, 1)]

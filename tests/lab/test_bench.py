@@ -1,0 +1,242 @@
+"""Timing, bench and generate: what they compute and keep. Nothing here asserts a speed."""
+
+import io
+import json
+import shutil
+import statistics
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.generate import generate_step
+
+from moelab import StreamConfig
+from moelab.__main__ import main
+from moelab.lab import records, timing
+from moelab.lab.decode import decode
+from moelab.lab.experiments import bench, layer, reads
+
+# timing
+
+
+def test_timing_keeps_samples_and_derives_the_rest():
+    t = timing.Timing("a", (1.0, 2.0, 3.0, 4.0, 5.0), 1, "warm", "cpu")
+    assert t.median_s == 3 and t.quartiles_s == (2, 4)
+    assert "noisy" in t.warning and "n=5" in str(t) and "3 s" in str(t)
+    assert timing.Timing("b", (1e-5,)).warning == "only 1 samples"
+    assert str(timing.Timing("b", (1e-5,) * 9)) == "b: 10 us [10 - 10], n=9"
+    assert "&lt;" in timing.Timing("<", (1.0,) * 3)._repr_html_()
+    with pytest.raises(ValueError, match="no samples"):
+        timing.Timing("c", ())
+    with pytest.raises(ValueError, match="expected one of cold, warm, none"):
+        timing.Timing("c", (1.0,), cache_state="lukewarm")
+
+
+def test_interleave_pairs_rounds_and_changes_the_order():
+    calls = []
+    seconds = {"a": iter(range(100)), "b": iter(range(100))}
+    variants = {n: lambda n=n: (calls.append(n), float(next(seconds[n])))[1] for n in seconds}
+    out = timing.interleave(variants, rounds=8, n_warmup=2)
+    assert (
+        out["a"].samples_s == out["b"].samples_s == tuple(map(float, range(2, 10)))
+    )  # the warm-up is dropped
+    rounds = [tuple(calls[i : i + 2]) for i in range(0, len(calls), 2)]
+    assert all(set(r) == {"a", "b"} for r in rounds) and len(set(rounds)) == 2
+    timed = timing.interleave({"x": lambda: None}, rounds=3)["x"]
+    assert len(timed.samples_s) == 3 and all(s >= 0 for s in timed.samples_s) and timed.env["mlx"]
+
+
+def test_paired_ratio_is_taken_round_by_round():
+    assert timing.paired_ratio([2.0, 4.0, 8.0], [1.0, 2.0, 4.0]) == {
+        "median": 2,
+        "p25": 2,
+        "p75": 2,
+        "n": 3,
+    }
+    with pytest.raises(ValueError, match="as many samples"):
+        timing.paired_ratio([1.0], [1.0, 2.0])
+
+
+def test_save_replaces_only_with_a_whole_file(tmp_path):
+    path = tmp_path / "sub" / "r.json"
+    records.save(path, {"t": timing.Timing("a", (1.0,))})
+    assert json.loads(path.read_text())["t"]["samples_s"] == [1.0]
+    circular = {}
+    circular["self"] = circular
+    with pytest.raises(ValueError):
+        records.save(path, circular)
+    assert json.loads(path.read_text())["t"]["name"] == "a"
+
+
+# bench
+
+
+def test_parse_modes():
+    out = bench.parse_modes(
+        "resident, fused,fused/streams=1/slots=32,stacked/scales=resident",
+        StreamConfig(slots=20, readers=2),
+    )
+    assert list(out) == ["resident", "fused", "fused/streams=1/slots=32", "stacked/scales=resident"]
+    assert out["fused"] == StreamConfig(mode="fused", slots=20, readers=2)
+    assert out["fused/streams=1/slots=32"] == StreamConfig(
+        mode="fused", slots=32, readers=2, streams=1
+    )
+    for text, message in [
+        ("", "expected names"),
+        ("fused/slot=3", "expected FIELD=VALUE"),
+        ("fused/slots", "expected FIELD=VALUE"),
+        ("fused/slots=x", "whole number"),
+        ("warp", "got 'warp'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            bench.parse_modes(text)
+
+
+def test_decode_writes_what_mlx_lm_writes(model_path):
+    model, tok = mlx_lm.load(str(model_path))
+    model.set_dtype(mx.float32)
+    ids = tok.encode("def f(x):")
+    theirs = [int(t) for t, _ in generate_step(mx.array(ids), model, max_tokens=15)]
+    got = decode(model, ids, tokens=10, warmup=4)
+    assert got["tokens"] == theirs and got["counters"] is None
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_bench(model_path, together):
+    seen = []
+    r = bench.bench(
+        model_path, "resident,serial,fused/streams=1", StreamConfig(slots=8), tokens=6, runs=3, warmup=2,
+        together=together, progress=False, on_round=lambda r: seen.append(len(r["modes"]["serial"]["samples"])),
+    )  # fmt: skip
+    assert seen == [1, 2, 3] and r["models_loaded_together"] is together
+    for name, m in r["modes"].items():
+        assert [s["round"] for s in m["samples"]] == [0, 1, 2]
+        assert all(len(s["tokens"]) == 9 for s in m["samples"])
+        speeds = [6 / s["decode_s"] for s in m["samples"]]
+        assert m["decode_tok_s"]["median"] == pytest.approx(statistics.median(speeds))
+        assert m["peak_nbytes"] > 0
+        if name != "resident":
+            assert m["rounds_with_the_same_tokens"] == 3
+            assert all(s["counters"]["tokens"] == 6 for s in m["samples"])  # the timed tokens alone
+            assert m["ratio_to_resident"]["n"] == 3
+    assert (
+        r["modes"]["serial"]["hit_rate"] == 0 and 0 <= r["modes"]["fused/streams=1"]["hit_rate"] < 1
+    )
+    experts = 4 * 4  # layers x top-k: every one is read by serial
+    assert r["modes"]["serial"]["bytes_per_token"] == pytest.approx(
+        experts * 3 * 128 * 64 * 36 / 64
+    )
+    c = bench.ceilings(r, {"warm": 1e9})
+    fused = r["modes"]["fused/streams=1"]
+    token_s = 1 / r["modes"]["resident"]["decode_tok_s"]["median"]
+    assert c["fused/streams=1"]["warm"] == pytest.approx(
+        1 / (token_s + fused["bytes_per_token"] / 1e9)
+    )
+    text = bench.report({**r, "ceilings_tok_s": c})
+    assert "same" in text and "DIFFER" not in text and "ceilings, serial" in text
+
+
+def test_a_mode_with_other_tokens_is_called_out(model_path):
+    r = bench.bench(model_path, "resident,serial", tokens=4, runs=2, warmup=0, progress=False)
+    r["modes"]["serial"]["samples"][1]["tokens"][2] += 1
+    assert bench.summarize(r)["modes"]["serial"]["rounds_with_the_same_tokens"] == 1
+    assert "DIFFER in 1 of 2 rounds" in bench.report(r)
+
+
+def test_layer(model_path):
+    r = layer.bench_layer(model_path, "stacked,fused", StreamConfig(slots=8), rounds=5)
+    assert r["misses_while_timed"] == {"stacked": 0, "fused": 0}
+    assert set(r["timings"]) == {"resident", "stacked", "fused", "one evaluation"}
+    a, b, c = (r["timings"][n].samples_s for n in ("fused", "resident", "one evaluation"))
+    assert r["ratio"]["fused"]["median"] == pytest.approx(
+        statistics.median(x / (y + z) for x, y, z in zip(a, b, c))
+    )
+    assert "resident + one evaluation" in layer.report_layer(r)
+
+
+def test_reads(model_path, monkeypatch):
+    r = reads.bench_reads(model_path, depths=(1, 2), nbytes=1 << 18, rounds=2, progress=False)
+    by = {s["by"] for s in r["samples"]}
+    assert by == ({"moelab", "fio buffered", "fio direct"} if shutil.which("fio") else {"moelab"})
+    assert all(s["bytes_per_s"] > 0 for s in r["samples"])
+    assert r["block_sizes"] == {
+        "experts": [256, 4096],
+        "experts, 32 a call": [256, 4096],
+        "weights": [4096],
+    }
+    assert len(reads.summarize_reads(r)) == 6 and "depth 2" in reads.report_reads(r)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    r = reads.bench_reads(model_path, depths=(1,), nbytes=1 << 16, rounds=1, progress=False)
+    assert "fio is not installed" in reads.report_reads(r)
+
+
+# the commands
+
+
+def test_generate(model_path, capsys):
+    assert (
+        main(
+            [
+                "generate",
+                str(model_path),
+                "--prompt",
+                "def f",
+                "--mode",
+                "stacked",
+                "--slots",
+                "8",
+                "--max-tokens",
+                "5",
+            ]
+        )
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert out.startswith("def f") and "tok/s, 5 tokens" in out and "hit rate" in out
+
+
+def test_generate_writes_the_same_text_in_every_mode(model_path):
+    texts = []
+    for mode in ("resident", "serial", "buffers", "stacked", "fused"):
+        out = io.StringIO()
+        bench.generate(model_path, "def f(x):", StreamConfig(mode=mode, slots=8), 12, out)
+        texts.append(out.getvalue().rpartition("\n\n[")[0])
+    assert len(set(texts)) == 1
+
+
+def test_bench_command_saves_samples_and_machine(model_path, tmp_path, capsys):
+    path = tmp_path / "r.json"
+    args = [
+        "bench",
+        str(model_path),
+        "--modes",
+        "resident,fused",
+        "--slots",
+        "8",
+        "--tokens",
+        "3",
+        "--warmup",
+        "1",
+        "--runs",
+        "2",
+    ]
+    assert main([*args, "--json", str(path)]) == 0
+    r = json.loads(path.read_text())
+    assert "partial" not in r and len(r["modes"]["fused"]["samples"]) == 2 and r["machine"]["mlx"]
+    assert set(r["ceilings_tok_s"]["fused"]) == {"no reads", "cold reads", "warm reads"}
+    assert "tok/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["bench", "nowhere"], "nowhere"),
+        (["bench", "MODEL", "--slots", "2"], "slots"),
+        (["bench", "MODEL", "--modes", "warp"], "warp"),
+        (["generate", "MODEL", "--prompt", "x", "--top-k", "99"], "top_k"),
+    ],
+)
+def test_errors_are_one_line(model_path, arguments, message, capsys):
+    code = main([str(model_path) if a == "MODEL" else a for a in arguments])
+    err = capsys.readouterr().err
+    assert code == 1 and err.startswith("moelab: ") and message in err and "Traceback" not in err

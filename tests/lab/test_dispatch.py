@@ -1,0 +1,161 @@
+"""The measurements behind notebook 01 and the CUDA run: what they run, not how fast."""
+
+import json
+
+import cuda_run
+import mlx.core as mx
+import numpy as np
+import pytest
+from small import small
+
+from moelab import DATA, StreamConfig, load, synthesize
+from moelab.lab.experiments import bench, dispatch, exactness
+from moelab.speculation.generate import LookupDraft
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory, tokenizer):
+    return synthesize.synthesize(
+        tmp_path_factory.mktemp("dispatch") / "m",
+        config=small(),
+        tokenizer=tokenizer,
+        progress=False,
+    )
+
+
+def test_one_operation():
+    t = dispatch.one_operation(count=20, rounds=2)["timings"]
+    assert set(t) == {"built", "chained", "scheduled", "evaluated"} and all(
+        len(x.samples_s) == 2 for x in t.values()
+    )
+
+
+def test_operations_counts_what_is_computed():
+    x = mx.ones((4,))
+    mx.eval(x)
+    assert dispatch.operations(mx.exp(x) * x + x) == {"Exp": 1, "Multiply": 1, "Add": 1}
+    assert dispatch.operations(x.reshape(2, 2)) == {}  # a view
+
+
+def test_expert_calls_have_four_ways():
+    r = dispatch.expert_calls(64, 64, 2, E=4, layers=2, rounds=2)
+    assert set(r["timings"]) == {
+        "K calls a projection",
+        "one gather a projection",
+        "gate and up fused",
+        "dense",
+    }
+    assert r["config"]["nbytes"] == 2 * 3 * 64 * 64 * 9 // 16
+
+
+def test_dense_and_moe_differ_in_their_mlps_alone():
+    models = dispatch.dense_and_moe(D=128, F=64, K=2, E=4, layers=2, vocab=64)
+    counts = {n: dispatch.operations_of_a_layer(m)[1] for n, m in models.items()}
+    assert counts["moe"]["GatherQMM"] == 3 and "GatherQMM" not in counts["dense"]
+    assert (
+        counts["dense"]["QuantizedMatmul"] == 7 and counts["moe"]["QuantizedMatmul"] == 5
+    )  # four of attention, the router
+    r = dispatch.loops(models["moe"], tokens=2, rounds=1)
+    assert (
+        len(r["timings"]) == 8
+        and len(dispatch.loops(models["dense"], 2, 1, routing=False)["timings"]) == 5
+    )
+
+
+def test_hooked_sees_every_layer_and_leaves_the_model_as_it_was(model_path):
+    model, _ = load(model_path, StreamConfig(mode="resident"))
+    x, seen = mx.array([[3, 4, 5]]), []
+    before = np.array(model(x))
+    with dispatch.hooked(model, before=lambda x, i: seen.append(i.shape)):
+        inside = np.array(model(x))
+    assert seen == [(1, 3, 4)] * 4
+    assert (inside == before).all() and (np.array(model(x)) == before).all() and len(seen) == 4
+
+
+def test_loop_decodes_the_same_either_way(model_path, monkeypatch):
+    model, _ = load(model_path, StreamConfig(mode="resident"))
+    tokens = {}
+    real = mx.argmax
+    for ahead in (True, False):
+        seen = []
+        monkeypatch.setattr(mx, "argmax", lambda *a, **k: seen.append(real(*a, **k)) or seen[-1])
+        assert dispatch.loop(model, 5, ahead=ahead) > 0
+        tokens[ahead] = [y.item() for y in seen]
+    assert tokens[True] == tokens[False] and len(tokens[True]) == 6
+
+
+def test_promotion_reaches_the_last_layer(model_path):
+    model, _ = load(model_path, StreamConfig(mode="resident", dtype="bfloat16"))
+    r = dispatch.promotion(model, tokens=2, rounds=1)
+    assert r["config"]["dtype_in_the_last_layer"] == ["mlx.core.float32"]
+
+
+@pytest.mark.parametrize("way", ["in place", "set by slice", "one scatter", "upload"])
+def test_slot_writes_have_every_way(way):
+    r = dispatch.slot_writes(64, 64, K=4, S=8, misses=(0, 2), rounds=1)
+    assert {f"{way}, 0 new", f"{way}, 2 new"} <= set(r["timings"])
+
+
+def test_agreement_is_exact_where_nothing_is_rounded_otherwise(model_path):
+    r = bench.agreement(model_path, "stacked,fused", StreamConfig(slots=8), tokens=4)
+    for m in r["modes"].values():
+        assert m["same_tokens"] == 1 and m["decode_error"] < 1e-4 and m["prefill_error"] < 1e-4
+
+
+def test_memory_over_a_run(model_path):
+    r = bench.memory_over(model_path, StreamConfig(slots=8), tokens=8, every=4)
+    assert r["tokens"] == [0, 4, 8] and r["predicted_nbytes"] > 0 and len(r["rss_nbytes"]) == 3
+
+
+def test_cuda_run_removes_no_folder_that_it_did_not_make(tmp_path):
+    own = tmp_path / "f" / "tiny" / "thesis.txt"
+    own.parent.mkdir(parents=True)
+    own.write_text("mine")
+    argv = [
+        str(tmp_path / "r.json"),
+        "--tiny",
+        "--folder",
+        str(tmp_path / "f"),
+        "--only",
+        "expert_calls",
+    ]
+    with pytest.raises(SystemExit) as stop:
+        cuda_run.main(argv)
+    assert str(own.parent) in str(stop.value) and own.read_text() == "mine"
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_cuda_run_goes_on_when_a_section_fails(tmp_path, tokenizer, monkeypatch, capsys):
+    def fails(self):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(cuda_run.Run, "expert_calls", fails)
+    out = tmp_path / "r.json"
+    sections = "checkpoint,one_operation,expert_calls,memory"
+    cuda_run.main(
+        [
+            str(out),
+            "--tiny",
+            "--folder",
+            str(tmp_path / "f"),
+            "--tokenizer",
+            str(tokenizer),
+            "--only",
+            sections,
+        ]
+    )
+    r = json.loads(out.read_text())["sections"]
+    assert r["expert_calls"]["error"] == "RuntimeError: no such kernel"
+    assert r["memory"]["tokens"][-1] == 8 and r["one_operation"]["timings"]["built"]["samples_s"]
+    assert "no such kernel" in capsys.readouterr().out
+    assert list((tmp_path / "f").iterdir()) == []  # the checkpoint is gone
+
+
+def test_exactness_on_this_machine():
+    """Every pass equals the resident model's, and every text; the loops that record it on a GPU."""
+    path, config = DATA / "models" / "tiny-moe", StreamConfig(slots=8)
+    for row in exactness.chunks(path, config, sizes=(40,), histories=(40, 200)):
+        assert row == {"T": 40, "off": [0.0, 0.0], "runs_equal": True}
+    for row in exactness.texts(path, config, LookupDraft, drafts=(0, 2), n=1, tokens=6):
+        counts = ("twice", "as_resident", "as_resident_undrafted", "resident_as_undrafted")
+        assert [row[c] for c in counts] == [1] * 4

@@ -1,0 +1,130 @@
+"""Bits per byte, and the measurements of notebook 05, on a tiny checkpoint that knows nothing."""
+
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import moelab
+from moelab import StreamConfig
+from moelab.lab import quality
+from moelab.lab.experiments import top_k
+from moelab.lab.texts import heldout_files
+from moelab.streaming.model import load_model
+
+TEXTS = ["def f(x):\n    return x + 1\n" * 9, "# ünïcödé – ≥ 3\nprint('日本')\n" * 4, "", "x"]
+
+
+@pytest.fixture(scope="module")
+def model(model_path):
+    model, tokenizer = moelab.load(model_path, StreamConfig(slots=8))
+    with model:
+        yield model, tokenizer
+
+
+@pytest.mark.parametrize("length", [1, 7, 64])
+def test_windows_hold_every_byte_once(model, length):
+    """Whatever the length, also where a character is cut in several tokens."""
+    some = quality.windows(model[1], TEXTS, length)
+    assert some.nbytes.sum() == sum(len(t.encode()) for t in TEXTS)
+    assert some.counts.max() <= length and some.ids.shape[1] == length + 1
+    # what is predicted in all windows of a file, in a row, is the file
+    ids = [i for row, n in zip(some.ids, some.counts) for i in row[1 : n + 1]]
+    assert model[1].decode(ids) == "".join(TEXTS)
+    fewer = quality.windows(model[1], TEXTS, length, count=3)
+    assert len(fewer.ids) == min(3, len(some.ids))
+
+
+def test_bits_are_those_of_the_definition(model):
+    """Each token's surprise given those before it in its window; neither padding nor the batch plays a part."""
+    net, tok = model
+    some = quality.windows(tok, TEXTS, 16, count=5)
+    bits = []
+    for row, n in zip(some.ids, some.counts):
+        logits = np.array(net(mx.array(row[None, :n]))[0], np.float64)
+        log_p = (
+            logits
+            - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True))
+            - logits.max(1, keepdims=True)
+        )
+        bits.append(-log_p[np.arange(n), row[1 : n + 1]].sum() / np.log(2))
+    for batch in (1, 3, 5):
+        np.testing.assert_allclose(quality.score(net, some, batch).bits, bits, rtol=1e-4)
+
+
+def test_intervals():
+    rng = np.random.default_rng(0)
+    nbytes = rng.integers(500, 900, 64)
+    hard = rng.uniform(1, 3, 64)  # some text is three times as hard as other text
+    base = quality.Score(hard * nbytes, nbytes)
+    worse = quality.Score(base.bits * rng.normal(1.02, 0.002, 64), nbytes)
+    low, high = base.interval()
+    assert low < base.bits_per_byte < high and high - low > 0.1
+    rise, a, b = worse.increase(base)
+    assert 0.018 < a < rise < b < 0.022, "paired: known far better than the level"
+    assert base.increase(base) == (0, 0, 0)
+    with pytest.raises(ValueError, match="same windows"):
+        base.increase(quality.Score(base.bits, nbytes + 1))
+
+
+def test_no_text(tmp_path):
+    with pytest.raises(FileNotFoundError, match="expected files of text"):
+        heldout_files(tmp_path)
+
+
+def test_prediction_is_in_proportion_to_bytes(model_path):
+    f = moelab.footprint(model_path, StreamConfig())
+    predicted = top_k.predicted_speedup(model_path, [f.top_k, 2, 1], f.top_k)
+    assert predicted[f.top_k] == 1 and 1 < predicted[2] < predicted[1] < predicted[0]
+    one = f.num_layers * f.expert_nbytes
+    rest = f.checkpoint_nbytes - f.num_experts * one
+    assert predicted[0] == pytest.approx((rest + f.top_k * one) / rest)
+
+
+def test_record_and_figures(model_path, tmp_path, capsys):
+    """The command writes what the notebook reads; every figure says what it shows; the dial works at its ends."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.py").write_text(TEXTS[0])
+    out = tmp_path / "top_k.json"
+    ks = [moelab.footprint(model_path, StreamConfig()).top_k, 2]
+    sizes = ["--length", "8", "--count", "4", "--tokens", "3", "--runs", "2", "--slots", "8"]
+    top_k.main(
+        [
+            str(model_path),
+            "--heldout",
+            str(tmp_path / "text"),
+            "--json",
+            str(out),
+            "--top-k",
+            *map(str, ks),
+            *sizes,
+        ]
+    )
+    assert "bits per byte" in capsys.readouterr().out
+    assert json.loads(out.read_text())["kind"] == "top_k"
+    record = top_k.recorded(out)
+    assert top_k.recorded(tmp_path / "none.json") is None
+    speeds, scores = top_k.Speeds(record["speeds"], ks), record["scores"]
+    predicted = top_k.predicted_speedup(model_path, ks, ks[0])
+    assert speeds.speedup("fused", ks[0])["median"] == 1
+    for fig in (
+        top_k.speed_figure(speeds, predicted, record),
+        top_k.time_figure(speeds),
+        top_k.quality_figure(scores, TEXTS, 0.01, "tiny", record),
+        *map(top_k.dial(model_path, TEXTS[:1], tokens=2, length=8, count=2), (1, ks[0])),
+    ):
+        assert fig.layout.meta["alt"] and fig.layout.meta["finding"]
+    assert "A11  K=2: " in top_k.verdicts(speeds, predicted, scores, 0.01)
+    assert set(speeds.texts(model_path, "fused")) == set(ks)
+
+
+def test_streamed_scores_are_the_resident_models(model_path):
+    """What is measured while streaming is the model, not the streaming."""
+    tok = moelab.load(model_path, StreamConfig(mode="resident"))[1]
+    some = quality.windows(tok, TEXTS, 32, count=3)
+    scores = []
+    for mode in ("resident", "fused"):
+        with load_model(model_path, StreamConfig(mode=mode, slots=8))[0] as net:
+            scores.append(quality.score(net, some).bits)
+    np.testing.assert_allclose(scores[1], scores[0], rtol=1e-5)

@@ -1,0 +1,370 @@
+"""DFlash drafts: z-lab's layout against an independent numpy forward, taps that leave nothing behind, and the two trained drafts."""
+
+import json
+import os
+from functools import cache as once
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import numpy as np
+import pytest
+from draft_files import CONFIG, D, L, V, b, write_draft
+from mlx_lm.generate import generate_step
+from mlx_lm.models import qwen3
+from mlx_lm.models.cache import make_prompt_cache
+from tiny_drafts import CANDIDATES, config_of
+
+import moelab
+from moelab.checkpoint import CheckpointError
+from moelab.lab.texts import heldout_prompts
+from moelab.speculation.dflash import Capture, DFlashDraft, load_model, spread
+from moelab.speculation.generate import ModelDraft, speculative_generate, speculative_generate_step
+
+FAST = os.environ.get("MOELAB_FAST") == "1"
+MODELS = Path(__file__).parents[2] / "data" / "models"
+
+
+def reference(w, block, features, window):
+    """The paper's draft in numpy: block [b, D] after features [T, n * D]; float64, no cache, one position after another."""
+
+    def norm(x, weight):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight
+
+    def rope(x, position):  # [H, d]
+        half = x.shape[-1] // 2
+        z = (x[:, :half] + 1j * x[:, half:]) * np.exp(
+            1j * position * 10000.0 ** (-np.arange(half) / half)
+        )
+        return np.concatenate([z.real, z.imag], -1)
+
+    T, H, K, d = len(features), 4, 2, 16
+    context = norm(features @ w["fc.weight"].T, w["hidden_norm.weight"])
+    x = block
+    for i in range(3):
+        p = {
+            k.removeprefix(f"layers.{i}."): v for k, v in w.items() if k.startswith(f"layers.{i}.")
+        }
+        h = norm(x, p["input_layernorm.weight"])
+        keys, values = [], []
+        for at, row in enumerate([*context, *h]):
+            k = norm(
+                (p["self_attn.k_proj.weight"] @ row).reshape(K, d), p["self_attn.k_norm.weight"]
+            )
+            keys.append(rope(k, at))
+            values.append((p["self_attn.v_proj.weight"] @ row).reshape(K, d))
+        out = []
+        for j, row in enumerate(h):
+            q = rope(
+                norm(
+                    (p["self_attn.q_proj.weight"] @ row).reshape(H, d), p["self_attn.q_norm.weight"]
+                ),
+                T + j,
+            )
+            heads = []
+            for head in range(H):
+                near = [s for s in range(len(keys)) if i != 1 or abs(T + j - s) < window]
+                scores = np.array([q[head] @ keys[s][head // 2] for s in near]) / d**0.5
+                share = np.exp(scores - scores.max())
+                heads.append(
+                    sum(a * values[s][head // 2] for a, s in zip(share / share.sum(), near))
+                )
+            out.append(p["self_attn.o_proj.weight"] @ np.concatenate(heads))
+        x = x + np.array(out)
+        h = norm(x, p["post_attention_layernorm.weight"])
+        gate = h @ p["mlp.gate_proj.weight"].T
+        x = (
+            x
+            + (gate / (1 + np.exp(-gate)) * (h @ p["mlp.up_proj.weight"].T))
+            @ p["mlp.down_proj.weight"].T
+        )
+    return norm(x, w["norm.weight"])
+
+
+def target(layers=L, hidden=D, vocab=V, seed=3):
+    mx.random.seed(seed)
+    args = dict(
+        model_type="qwen3",
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        intermediate_size=48,
+        vocab_size=vocab,
+    )
+    args |= dict(
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4
+    )
+    model = qwen3.Model(
+        qwen3.ModelArgs(**args, max_position_embeddings=512, tie_word_embeddings=True)
+    )
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.mark.parametrize("chunks", [[11], [1, 1], [3, 7, 4], [0]])
+def test_equals_the_paper(tmp_path, chunks):
+    w = write_draft(tmp_path)
+    model = load_model(tmp_path)
+    model.set_dtype(mx.float32)
+    rng = np.random.default_rng(1)
+    features = rng.normal(size=(sum(chunks), 3 * D))
+    block = rng.normal(size=(b, D))
+    cache, at = model.make_cache(), 0
+    for n in chunks:
+        if n:
+            model.extend(mx.array(features[None, at : at + n].astype(np.float32)), cache)
+            model(
+                mx.array(rng.normal(size=(1, b, D)).astype(np.float32)), cache
+            )  # a block leaves nothing in the cache
+        at += n
+    got = np.array(model(mx.array(block[None].astype(np.float32)), cache))[0]
+    assert all(c.offset == sum(chunks) for c in cache)
+    np.testing.assert_allclose(got, reference(w, block, features, 8), atol=2e-5)
+
+
+def test_default_layers():
+    assert spread(5, 36) == [1, 9, 17, 25, 33]
+    assert spread(1, 36) == [18]
+    assert all(
+        spread(len(ids), 8) == ids
+        for name, (_, ids) in CANDIDATES.items()
+        if name.startswith("dflash") and ids[-1] == 5
+    )
+
+
+def test_quantized_as_mlx_lm_does(tmp_path):
+    write_draft(tmp_path, hidden_size=64)
+    model = load_model(tmp_path)
+    nn.quantize(model, 64, 8, class_predicate=lambda p, m: p == "fc")
+    mx.save_safetensors(
+        str(tmp_path / "model.safetensors"), dict(nn.utils.tree_flatten(model.parameters()))
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization": {"group_size": 64, "bits": 8}})
+    )
+    assert isinstance(load_model(tmp_path).fc, nn.QuantizedLinear)
+
+
+def test_capture_hears_its_layers_and_leaves_nothing():
+    model, other = target(), target()
+    ids = mx.array([[3, 1, 4, 1, 5]])
+    x, outputs = model.model.embed_tokens(ids), []
+    for layer in model.layers:
+        x = layer(x, mask="causal")
+        outputs.append(x)
+    classes = [type(layer) for layer in model.layers]
+    with Capture(model, (4, 1)) as seen, Capture(model, (1,)) as inner:
+        cache = make_prompt_cache(model)
+        model(ids[:, :2], cache=cache)
+        assert seen.features.shape == (1, 2, 2 * D)
+        model(ids[:, 2:], cache=cache)
+        other(ids)
+    expected = mx.concatenate([outputs[4], outputs[1]], -1)[:, 2:]
+    assert mx.allclose(seen.features, expected, atol=1e-5) and mx.allclose(
+        inner.features, outputs[1][:, 2:], atol=1e-5
+    )
+    with pytest.raises(RuntimeError, match="stop"), Capture(model, (0, 5)):
+        assert type(model.layers[0]) is not classes[0]
+        raise RuntimeError("stop")
+    assert [type(layer) for layer in model.layers] == classes
+    assert [type(layer) for layer in other.layers] == classes
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(vocab=V + 1), "vocabulary of 65, .* got 64"),
+        (dict(hidden=2 * D), "hidden size of 64, .* got 32"),
+        (dict(layers=L + 1), "layers of 7, .* got 6"),
+    ],
+)
+def test_a_draft_for_another_target(tmp_path, wrong, message):
+    write_draft(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        DFlashDraft(tmp_path).bind(target(**wrong))
+
+
+def test_bad_files(tmp_path):
+    write_draft(tmp_path, dflash_config={"mask_token_id": 7, "target_layer_ids": [1, 2, L]})
+    with pytest.raises(ValueError, match=r"from 0 to 5 .* got \[1, 2, 6\]"):
+        DFlashDraft(tmp_path).bind(target())
+    write_draft(tmp_path)
+    with pytest.raises(ValueError, match="block_size: expected 2 or more .* got 1"):
+        DFlashDraft(tmp_path, block_size=1)
+    write_draft(tmp_path, block_size=1)
+    with pytest.raises(ValueError, match="block_size of 2 or more, got 1"):
+        DFlashDraft(tmp_path)
+    with pytest.raises(CheckpointError, match="ModelDraft"):
+        DFlashDraft(MODELS / "tiny-moe")
+    with pytest.raises(CheckpointError, match="expected the folder"):
+        DFlashDraft(tmp_path / "nowhere")
+    write_draft(tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps({**CONFIG, "num_hidden_layers": 4, "layer_types": None})
+    )
+    with pytest.raises(CheckpointError, match="not those that its config.json describes"):
+        DFlashDraft(tmp_path)
+
+
+BAD_VALUES = [
+    ("block_size", "5"), ("block_size", True), ("block_size", 10**9), ("block_size", None),
+    ("hidden_size", 0), ("hidden_size", -32), ("hidden_size", 10**18), ("hidden_size", "32"),
+    ("hidden_size", 33), ("num_hidden_layers", 10**9), ("num_hidden_layers", -1),
+    ("num_hidden_layers", 2), ("num_hidden_layers", "3"),
+    ("num_attention_heads", 0), ("num_attention_heads", 3), ("num_attention_heads", [4]),
+    ("num_key_value_heads", 0), ("num_key_value_heads", 3), ("num_key_value_heads", 2.5),
+    ("head_dim", -16), ("head_dim", 10**9), ("vocab_size", None), ("vocab_size", "64"),
+    ("num_target_layers", "6"), ("num_target_layers", [6]),
+    ("dflash_config", None), ("dflash_config", [7]), ("dflash_config", {}),
+    ("dflash_config", {"mask_token_id": "7"}),
+    ("dflash_config", {"mask_token_id": 7, "target_layer_ids": 3}),
+    ("dflash_config", {"mask_token_id": 7, "target_layer_ids": [1, 2, "3"]}),
+    ("dflash_config", {"mask_token_id": 7, "target_layer_ids": [1, 2]}),
+    ("rms_norm_eps", "x"), ("rms_norm_eps", -1.0), ("rope_theta", "x"), ("rope_scaling", 1.5),
+    ("rope_parameters", [1]), ("layer_types", 10**9), ("layer_types", ["full_attention"]),
+    ("sliding_window", "8"), ("max_position_embeddings", []), ("quantization", 8),
+    ("quantization", {"group_size": 0, "bits": 4}), ("quantization", {"bits": "4"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), BAD_VALUES, ids=lambda v: repr(v)[:40])
+def test_config_with_a_bad_value(key, value, tmp_path):
+    write_draft(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, key: value}))
+    with pytest.raises(CheckpointError) as caught:
+        DFlashDraft(tmp_path)
+    assert str(tmp_path) in str(caught.value) and len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "null", "[" * 100_000, '{"a": ' + "1" * 5000 + "}"])
+def test_config_is_not_an_object(content, tmp_path):
+    write_draft(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError) as caught:
+        DFlashDraft(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value) and len(str(caught.value)) < 1000
+
+
+def test_weights_that_are_damaged(tmp_path):
+    write_draft(tmp_path)
+    file = tmp_path / "model.safetensors"
+    sound = file.read_bytes()
+    for content in (
+        b"",
+        sound[:-1],
+        sound[:100],
+        sound[:20] + b"\xff" + sound[21:],
+        sound + b"more",
+        b"\xff" * 100,
+    ):
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError) as caught:
+            DFlashDraft(tmp_path)
+        assert str(file) in str(caught.value) and "download it again" in str(caught.value)
+    file.unlink()
+    with pytest.raises(CheckpointError):
+        DFlashDraft(tmp_path)
+
+
+def test_a_tensor_in_two_files(tmp_path):
+    write_draft(tmp_path)
+    mx.save_safetensors(str(tmp_path / "model-2.safetensors"), {"norm.weight": mx.zeros(D)})
+    with pytest.raises(
+        CheckpointError, match="expected each tensor once, got norm.weight in model"
+    ) as caught:
+        DFlashDraft(tmp_path)
+    assert "model-2.safetensors" in str(caught.value) and " model.safetensors" in str(caught.value)
+
+
+# The trained drafts
+
+
+def test_shipped_files():
+    folders = [MODELS / "tiny-dflash", MODELS / "tiny-draft"]
+    assert sum(p.stat().st_size for f in folders for p in f.rglob("*")) <= 15_000_000
+    config = json.loads((folders[0] / "config.json").read_text())
+    assert config == json.loads(json.dumps(config_of("dflash4"))) and config["block_size"] == 16
+    assert all(
+        w.dtype == mx.bfloat16 for w in mx.load(str(folders[0] / "model.safetensors")).values()
+    )
+
+
+@pytest.mark.parametrize("name, least", [("dflash", 2.5), ("draft", 3.0)])
+def test_acceptance_and_the_targets_own_text(name, least):
+    """Two prompts of held-out code: far above what an untrained or misread draft reaches (1.0), and the plain text."""
+    model, tokenizer = mlx_lm.load(str(MODELS / "tiny-moe"))
+    model.set_dtype(mx.float32)
+    if name == "dflash":
+        draft = DFlashDraft(MODELS / "tiny-dflash")
+    else:
+        small, _ = mlx_lm.load(str(MODELS / "tiny-draft"))
+        small.set_dtype(mx.float32)
+        draft = ModelDraft(small)
+    rounds = {}
+    for i, prompt in enumerate(heldout_prompts(MODELS / "tiny-moe", "code", 64)[::60][:2]):
+        written = list(
+            speculative_generate(
+                model, tokenizer, prompt, draft, max_tokens=48, num_draft_tokens=15
+            )
+        )
+        plain = [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=48)]
+        assert [r.token for r in written] == plain
+        rounds |= {(i, r.round.number): r.round for r in written}
+    full = [r.accepted for r in rounds.values() if r.drafted == 15]
+    assert 1 + sum(full) / len(full) >= least
+
+
+@once
+def trained(name, mode="resident"):
+    return moelab.load(MODELS / name, moelab.StreamConfig(mode=mode))[0]
+
+
+@once
+def texts(length=64):
+    """Held-out code and docstrings in turn: 20 prompts."""
+    return [
+        ids
+        for both in zip(
+            *(
+                heldout_prompts(MODELS / "tiny-moe", kind, length)[::10][:10]
+                for kind in ("code", "prose")
+            )
+        )
+        for ids in both
+    ]
+
+
+@once
+def written(i, tokens):
+    return [
+        t for t, _ in generate_step(mx.array(texts()[i]), trained("tiny-moe"), max_tokens=tokens)
+    ]
+
+
+@pytest.mark.parametrize("mode", ["resident", "fused"])
+@pytest.mark.parametrize("name", ["tiny-dflash", "tiny-draft"])
+@pytest.mark.parametrize("i", range(2 if FAST else 20))
+def test_greedy_text_at_every_block_size(name, mode, i, record_property):
+    """Blocks of 2 to 16 (drafts and the token before them), 300 tokens; only between two tokens that tie within 1e-4 may another be chosen."""
+    tokens, blocks = (24, (2, 7, 16)) if FAST else (300, range(2, 17))
+    prompt, expected = texts()[i], written(i, tokens)
+    draft = DFlashDraft(MODELS / name) if name == "tiny-dflash" else ModelDraft(trained(name))
+    ties = []
+    for block in blocks:
+        steps = speculative_generate_step(
+            mx.array(prompt),
+            trained("tiny-moe", mode),
+            draft,
+            num_draft_tokens=block - 1,
+            max_tokens=tokens,
+        )
+        got = [t for t, *_ in steps]
+        assert len(got) == tokens
+        at = next((j for j in range(tokens) if got[j] != expected[j]), None)
+        if at is not None:
+            logits = trained("tiny-moe")(mx.array([prompt + expected[:at]]))[0, -1]
+            gap = (logits[expected[at]] - logits[got[at]]).item()
+            assert abs(gap) <= 1e-4, (block, at, gap)
+            ties.append((block, at, gap))
+    record_property("ties", ties)

@@ -1,0 +1,220 @@
+"""The policy in worlds whose costs and acceptance are known: it never loses more than it may, and drafts where drafting pays."""
+
+import numpy as np
+import pytest
+from drafting import PROMPT, Guess, plain, repeat, steps, told
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from recurrent import build
+
+from moelab.speculation.generate import ModelDraft
+from moelab.speculation.policy import Policy
+
+FEW = settings(deadline=None, max_examples=60, derandomize=True)
+
+
+class World:
+    """Times and acceptance as they might be: `fixed` and `each` make a verify pass, `block` and `one` a draft, in units of a plain token."""
+
+    def __init__(
+        self, accept, each, block, one, noise=0.0, fixed=0.0, saturation=1e9, seed=0, miss=0.0
+    ):
+        self.accept, self.each, self.block, self.one, self.fixed, self.saturation = (
+            accept,
+            each,
+            block,
+            one,
+            fixed,
+            saturation,
+        )
+        self.noise, self.miss, self.rng = noise, miss, np.random.default_rng(seed)
+
+    def verify_s(self, m):
+        union = self.saturation * (1 - np.exp(-(m - 1) / self.saturation))
+        return 1 + self.fixed * (m > 1) + self.each * union
+
+    def draft_s(self, n):
+        return self.block + self.one * n
+
+    def jitter(self):
+        return 1 + self.noise * self.rng.standard_exponential()
+
+    def run(self, choose, num_tokens, policy=None):
+        """Seconds for so many tokens."""
+        spent, made, since, before = 0.0, 0, 0, False
+        while made < num_tokens:
+            n = choose(since)
+            if n == 0:
+                seconds = self.jitter()
+                if policy and before:
+                    policy.plain(seconds)
+                spent, made, since, before = spent + seconds, made + 1, since + 1, True
+                continue
+            accepted = 0
+            while accepted < n and self.rng.random() < self.accept:
+                accepted += 1
+            draft_s, missed_s = self.draft_s(n) * self.jitter(), self.miss * since
+            verify_s = self.verify_s(n + 1) * self.jitter()
+            if policy:
+                policy.drafted(n, accepted, draft_s, verify_s, since, missed_s)
+            spent, made, since, before = (
+                spent + missed_s + draft_s + verify_s,
+                made + accepted + 1,
+                0,
+                False,
+            )
+        return spent
+
+    def rate(self, n):
+        """Speed of a fixed number of drafts over that of none, expected."""
+        tokens = 1 + sum(self.accept**i for i in range(1, n + 1))
+        return tokens / (self.verify_s(n + 1) + self.draft_s(n))
+
+
+worlds = st.builds(
+    World,
+    accept=st.floats(0, 0.98),
+    each=st.floats(0, 1.2),
+    block=st.floats(0, 1.0),
+    one=st.floats(0, 0.5),
+    fixed=st.floats(0, 0.5),
+    saturation=st.floats(1, 30),
+    miss=st.floats(0, 0.1),
+    seed=st.integers(0, 9),
+)
+
+
+@FEW
+@given(worlds, st.sampled_from([128, 300, 1000]), st.booleans())
+@example(World(0.0, 1.0, 1.0, 0.5), 128, True)
+@example(World(0.9, 0.9, 0.0, 0.1), 300, True)  # a CPU: every position costs what a token costs
+def test_it_never_costs_more_than_three_percent(world, num_tokens, prompt_known):
+    policy = Policy()
+    policy.begin(num_tokens)
+    if prompt_known:
+        policy.prompt(200, 200 * world.each)
+    assert world.run(policy.choose, num_tokens, policy) <= 1.03 * num_tokens + 1
+
+
+@FEW
+@given(worlds)
+def test_it_drafts_where_drafting_pays(world):
+    best = max(world.rate(n) for n in range(1, 17))
+    if best < 1.5:
+        return
+    policy = Policy()
+    policy.begin(2000)
+    speed = 2000 / world.run(policy.choose, 2000, policy)
+    assert speed >= 1 + 0.5 * (best - 1), (
+        speed,
+        best,
+        vars(world),
+    )  # it has to find out, and to be careful
+
+
+def test_noise_does_not_break_the_bound():
+    for seed in range(10):
+        world = World(0.3, 0.8, 0.3, 0.1, noise=0.2, seed=seed)
+        policy = Policy()
+        policy.begin(1000)
+        assert (
+            world.run(policy.choose, 1000, policy) <= 1.03 * 1000 * 1.2 * 1.02
+        )  # the mean of the noise, and some of its spread
+
+
+def test_it_follows_the_text():
+    """A draft that stops being right is dropped, and tried again when it is right again."""
+    world, policy = World(0.95, 0.05, 0.1, 0.0), Policy()
+    policy.begin(-1)
+    drafts = []
+    for accept in (0.95, 0.0, 0.95):
+        world.accept = accept
+        made = []
+
+        def choose(missed):
+            made.append(policy.choose(missed))
+            return made[-1]
+
+        world.run(choose, 1500, policy)
+        drafts.append(np.mean(made[-50:]))
+    assert drafts[0] > 4 and drafts[1] < 1 and drafts[2] > 4
+
+
+def test_it_remembers():
+    world, policy = World(0.95, 0.05, 0.1, 0.0), Policy()
+    policy.begin(300)
+    world.run(policy.choose, 300, policy)
+    policy.begin(300)
+    assert policy.lost_s == 0 and policy.choose() > 4, (
+        "a second text begins with what the first one taught"
+    )
+
+
+def test_kernels_are_compiled_once():
+    """The first pass over each number of positions takes 40 tokens' time: later texts still gain."""
+    world, policy, compiled = World(0.8, 0.05, 0.1, 0.0), Policy(), set()
+    usual, speeds = world.verify_s, []
+    world.verify_s = lambda m: usual(m) + 40 * (m not in compiled and not compiled.add(m))
+    for _ in range(12):
+        policy.begin(200)
+        speeds.append(200 / world.run(policy.choose, 200, policy))
+    assert min(speeds[-4:]) > 2, speeds
+    assert len(compiled) <= 5
+
+
+def test_what_was_missed_costs_what_it_was_measured_to():
+    """One pass reads many tokens: a hundred of them are not a hundred times one."""
+    policy = Policy()
+    policy.begin(300)
+    policy.read(64, 9.0)  # the first one may have compiled kernels
+    assert policy.missed_s(4) == 0
+    policy.read(64, 0.2)
+    assert [policy.missed_s(n) for n in (0, 10, 64, 128)] == [0, 0.2, 0.2, 0.4]
+    policy.plain(1.0)
+    policy.drafted(1, 1, 0.1, 1.0, missed=4, missed_s=0.1)
+    assert [policy.missed_s(n) for n in (4, 6, 100)] == [
+        0.1,
+        pytest.approx(0.15),
+        pytest.approx(0.3125),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_bad_beginning_makes_drafts_shorter_and_not_rare(seed):
+    world, policy, made = World(0.0, 0.1, 0.1, 0.05, seed=seed), Policy(), []
+    policy.begin(256)
+
+    def choose(missed):
+        made.append(policy.choose(missed))
+        if made.count(0) < len(made) - 4:  # four rounds have failed
+            world.accept = 0.9
+        return made[-1]
+
+    speed = 256 / world.run(choose, 256, policy)
+    tried = [n for n in made if n]
+    assert speed > 1.1 and len(tried) > 20, (tried, speed)
+
+
+def test_few_numbers_of_positions():
+    """A device may compile its kernels for each, also where a text is about to end."""
+    model = build("qwen3_5_moe")
+    for tokens in (30, 33, 37):
+        drafted = {
+            r.drafted for *_, r in steps(model, PROMPT, ModelDraft(model), Policy(risk=10), tokens)
+        }
+        assert {0} < drafted <= {0, 1, 3, 7, 15}
+
+
+def test_the_text_is_the_same_with_it():
+    model = build("qwen3_5_moe")
+    expected = plain(model, PROMPT, 60)
+    policy = Policy()
+    for draft in (ModelDraft(model), Guess(repeat), Guess(told(PROMPT + expected))):
+        for choice in ("auto", policy):
+            assert [t for t, *_ in steps(model, PROMPT, draft, choice, 60)] == expected
+    assert policy.num_tokens > 0
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="max_draft_tokens: expected at least 1, got 0"):
+        Policy(0)

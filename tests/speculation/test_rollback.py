@@ -1,0 +1,349 @@
+"""Rollback: after any accepted and rejected tokens every cache is that of decoding the accepted ones, in all three ways."""
+
+import copy
+import importlib
+from functools import cache as once
+from pathlib import Path
+
+import families
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchRotatingKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+    trim_prompt_cache,
+)
+from recurrent import (
+    DENSE,
+    FEW,
+    ONLY_RESTORED,
+    ROUNDS,
+    TOLERANCE,
+    WITH_EXPERTS,
+    build,
+    difference,
+    ids,
+    one_by_one,
+    play,
+    start,
+    tiny,
+)
+
+import moelab
+from moelab.speculation import rollback
+from moelab.speculation.rollback import Rollback
+
+
+@pytest.mark.parametrize("way", ["restore", "replay", "states", "auto"])
+@pytest.mark.parametrize("name", [*WITH_EXPERTS, *DENSE])
+def test_every_recurrent_family(name, way):
+    model = build(name)
+    prompt = ids(1, 5)
+    if name in ONLY_RESTORED and way in ("replay", "states"):
+        with pytest.raises(
+            ValueError, match=f"'{way}' is not known for every recurrent layer of .*{name}"
+        ):
+            Rollback(model, start(model, prompt), way)(ids(2, 3))
+        return
+    assert play(model, start(model, prompt), start(model, prompt), ROUNDS, way) <= TOLERANCE
+
+
+def test_no_recurrent_family_is_forgotten():
+    folder = Path(importlib.import_module("mlx_lm.models").__path__[0])
+    using = {p.stem for p in folder.glob("*.py") if "ArraysCache(" in p.read_text()} - {"cache"}
+    inherit = {"qwen3_5", "kimi_k3"}  # tested as qwen3_5_moe; kimi_k3 is there
+    assert using - inherit <= {*WITH_EXPERTS, *DENSE}
+
+
+splits = st.lists(
+    st.integers(1, 9).flatmap(lambda m: st.tuples(st.just(m), st.integers(0, m))),
+    min_size=1,
+    max_size=4,
+)
+ways = st.sampled_from(["restore", "replay", "states"])
+
+
+@FEW
+@given(
+    st.sampled_from(["qwen3_5_moe", "qwen3_next", "nemotron_h", "mamba", "falcon_h1"]),
+    ways,
+    st.integers(0, 12),
+    splits,
+    st.integers(1, 3),
+)
+def test_any_splits(name, way, prompt, rounds, batch):
+    model, prompt = build(name), ids(3, prompt, batch)
+    assert (
+        play(model, start(model, prompt), start(model, prompt), rounds, way, len(rounds), batch)
+        <= TOLERANCE
+    )
+
+
+@settings(FEW, max_examples=8)
+@given(ways, st.integers(1, 40), splits)
+def test_any_splits_of_the_trained_model(way, prompt, rounds):
+    """Token ids at random are no text, yet the model's states are those of a trained one."""
+    model = tiny()
+    prompt = ids(prompt, prompt, vocab=8192)
+    assert (
+        play(model, start(model, prompt), start(model, prompt), rounds, way, 5, vocab=8192)
+        <= TOLERANCE
+    )
+
+
+@FEW
+@given(st.integers(2, 12), st.integers(0, 30), splits, st.booleans())
+def test_a_window_that_has_wrapped(size, prompt, rounds, together):
+    """A full `RotatingKVCache` overwrites its oldest tokens, and has them back."""
+    model, prompt = build("qwen3_moe"), ids(4, prompt)
+    caches = [[RotatingKVCache(size) for _ in model.layers] for _ in range(2)]
+    if prompt.shape[1]:
+        for c in caches:
+            one_by_one(model, c, prompt)
+    if together:  # several passes before one undo
+        r, tokens = Rollback(model, caches[0]), ids(5, sum(m for m, _ in rounds))
+        i = 0
+        for m, _ in rounds:
+            mx.eval(r(tokens[:, i : i + m]))
+            i += m
+        stay = rounds[0][1]
+        r.undo(i - stay)
+        one_by_one(model, caches[1], tokens[:, :stay])
+        assert difference(*caches) <= TOLERANCE
+        rounds = rounds[1:]
+    worst = play(model, *caches, rounds, "auto")
+    assert worst <= TOLERANCE
+    assert play(model, *caches, [(1, 1), (1, 1), (3, 3)], "auto", 7) <= TOLERANCE, (
+        "and what follows is the same"
+    )
+
+
+def test_the_families_own_windows_and_chunks():
+    for name in ("gpt_oss", "llama4", "gemma4_text", "deepseek_v32"):
+        model, prompt = build(name), ids(1, 11)
+        assert (
+            play(model, start(model, prompt), start(model, prompt), ROUNDS, "auto") <= TOLERANCE
+        ), name
+
+
+@once
+def with_wide_heads():
+    """Quantized caches want heads of 32 or more."""
+    config = families.FAMILIES["qwen3_5_moe"].build_config("qwen3_5_moe")
+    config["text_config"]["head_dim"] = 32
+    mx.random.seed(2)
+    module = importlib.import_module("mlx_lm.models.qwen3_5_moe")
+    return module.Model(module.ModelArgs.from_dict(config))
+
+
+@FEW
+@given(st.integers(1, 9), splits)
+def test_quantized_keys_and_values(prompt, rounds):
+    model, prompt = with_wide_heads(), ids(6, prompt)
+    caches = [start(model, prompt) for _ in range(2)]
+    for c in caches:
+        c[:] = [x.to_quantized(group_size=32, bits=8) if isinstance(x, KVCache) else x for x in c]
+    assert any(isinstance(x, QuantizedKVCache) for x in caches[0])
+    assert play(model, *caches, rounds, "auto") <= TOLERANCE
+
+
+@pytest.mark.parametrize("way", ["restore", "replay", "states"])
+def test_a_batch_with_left_padding(way):
+    model = build("qwen3_5_moe")
+    caches = []
+    for _ in range(2):
+        rows = [start(model, ids(i, n)) for i, n in enumerate((5, 9))]
+        caches.append([layer[0].merge(list(layer)) for layer in zip(*rows)])
+    assert play(model, *caches, [(4, 2), (3, 3), (5, 0), (6, 1)], way, batch=2) <= TOLERANCE
+
+    padded = []
+    for _ in range(2):
+        fresh = [
+            ArraysCache(2, left_padding=[3, 0])
+            if isinstance(c, ArraysCache)
+            else type(c).merge([c, c])
+            for c in make_prompt_cache(model)
+        ]
+        for c in fresh:
+            if not isinstance(c, ArraysCache):
+                c.left_padding, c.offset = mx.array([3, 0]), mx.array([-3, 0])
+        padded.append(fresh)
+    assert play(model, *padded, [(8, 2), (5, 4), (3, 1), (4, 4)], way, batch=2) <= TOLERANCE
+    assert padded[0][0].left_padding.tolist() == padded[1][0].left_padding.tolist()
+
+
+def test_undo_reaches_over_passes():
+    model = build("qwen3_5_moe")
+    for way in ("restore", "replay", "states"):
+        for stay in range(10):
+            cache, reference, tokens = start(model, ids(1, 4)), start(model, ids(1, 4)), ids(2, 9)
+            r = Rollback(model, cache, way)
+            for a, b in ((0, 3), (3, 4), (4, 9)):
+                r(tokens[:, a:b])
+            assert r.undoable == 9 and (way == "restore" or r.nbytes > 0)
+            more = min(2, 9 - stay)
+            r.undo(9 - stay - more)
+            r.undo(more)  # in two steps, to the same end
+            one_by_one(model, reference, tokens[:, :stay])
+            assert r.undoable == stay and difference(cache, reference) <= TOLERANCE
+            with pytest.raises(
+                ValueError, match=rf"undo\({stay + 1}\), expected a number from 0 to {stay}"
+            ):
+                r.undo(stay + 1)
+            r.commit()
+            assert r.undoable == r.nbytes == 0
+
+
+def test_the_text_goes_on_the_same():
+    model = build("qwen3_5_moe")
+    cache, reference = start(model, ids(1, 6)), start(model, ids(1, 6))
+    play(model, cache, reference, ROUNDS, "auto")
+
+    def greedy(cache):
+        y, out = mx.array([[1]]), []
+        for _ in range(30):
+            y = mx.argmax(model(y, cache=cache)[:, -1:], axis=-1)
+            out.append(y.item())
+        return out
+
+    assert greedy(cache) == greedy(reference)
+
+
+def test_restoring_without_the_accepted_tokens_drifts():
+    """What SwiftLM does: the negative control of everything above."""
+    model = tiny()
+    prompt, tokens = ids(1, 20, vocab=8192), ids(2, 8, vocab=8192)
+    cache, reference = start(model, prompt), start(model, prompt)
+    before = [list(c.cache) if isinstance(c, ArraysCache) else None for c in cache]
+    model(tokens, cache=cache)
+    for c, arrays in zip(cache, before):
+        if arrays is None:
+            c.trim(3)
+        else:
+            c.cache = arrays
+    one_by_one(model, reference, tokens[:, :5])
+    assert difference(cache, reference) > 1e-2
+
+
+def test_one_model_does_not_see_the_other():
+    """While one model is recorded, its classes and every other model's are what they were; afterwards its own are too."""
+    model, other = build("qwen3_5_moe"), copy.deepcopy(build("qwen3_5_moe"))
+    kinds = [type(m) for _, m in model.named_modules()]
+    modules = [
+        importlib.import_module(f"mlx_lm.models.{n}")
+        for n in ("qwen3_5", "qwen3_next", "gated_delta")
+    ]
+    functions = [dict(vars(m)) for m in modules]
+    during = {}
+
+    class Spy(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def __call__(self, x):
+            during["functions"] = [dict(vars(m)) for m in modules]
+            during["other"] = [type(m) for _, m in other.named_modules()]
+            during["own"] = type(model.layers[0].linear_attn)
+            if during.get("fail"):
+                raise RuntimeError("in the middle of a pass")
+            return self.inner(x)
+
+    layer, cache = model.layers[-1], start(model, ids(1, 4))
+    reference, mlp = start(model, ids(1, 4)), layer.mlp
+    layer.mlp = Spy(mlp)
+    try:
+        r = Rollback(model, cache, "replay")
+        r(ids(2, 3))
+        assert during["own"] is not kinds and during["own"] is not type(other.layers[0].linear_attn)
+        assert (
+            during["functions"] == functions
+            and during["other"] == [type(m) for _, m in other.named_modules()] == kinds
+        )
+        r.undo(3)
+        during["fail"] = True
+        with pytest.raises(RuntimeError, match="middle"):
+            r(ids(2, 3))
+    finally:
+        layer.mlp = mlp
+    assert [type(m) for _, m in model.named_modules()] == kinds and [
+        dict(vars(m)) for m in modules
+    ] == functions
+    assert r.undoable == 0 and difference(cache, reference) == 0, (
+        "a pass that fails leaves the caches as they were"
+    )
+
+
+def test_streamed(tmp_path):
+    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "m", "affine4")
+    with moelab.streaming.model.load_model(path, moelab.StreamConfig(mode="fused", slots=4))[
+        0
+    ] as model:
+        for way in ("restore", "replay", "states"):
+            assert (
+                play(model, start(model, ids(1, 6)), start(model, ids(1, 6)), ROUNDS, way)
+                <= TOLERANCE
+            )
+        before = moelab.stats(model).prefill.calls
+        r = Rollback(model, start(model, ids(1, 6)), "auto")
+        r(ids(2, 6))
+        calls = moelab.stats(model).prefill.calls
+        r.undo(3)
+        mx.eval([c.state for c in r.cache])
+        assert before < calls == moelab.stats(model).prefill.calls, (
+            "nothing is routed again, so nothing read"
+        )
+
+
+def test_bad_input():
+    model = build("qwen3_5_moe")
+    with pytest.raises(
+        ValueError, match="way 'undo', expected one of auto, restore, replay, states"
+    ):
+        Rollback(model, make_prompt_cache(model), "undo")
+    window = build("qwen3_moe")
+    batched = [BatchRotatingKVCache(4, [0, 0]) for _ in window.layers]
+    with pytest.raises(
+        ValueError, match=r"BatchRotatingKVCache that is full \(max_size 4\) cannot be rolled back"
+    ):
+        Rollback(window, batched)(ids(1, 5, 2))
+    one_by_one(window, batched, ids(1, 6, 2))
+    with pytest.raises(ValueError, match="BatchRotatingKVCache of 6 tokens cannot be rolled back"):
+        Rollback(window, batched)
+    with pytest.raises(ValueError, match=r"RotatingKVCache with keep=4 .* max_kv_size"):
+        Rollback(window, make_prompt_cache(window, max_kv_size=8))
+    own = build("deepseek_v41")
+    with pytest.raises(ValueError, match="LayerCache of 0 tokens cannot be rolled back"):
+        Rollback(own, make_prompt_cache(own))
+    for n in (-1, 1, 0.5):
+        with pytest.raises(ValueError, match=r"expected a number from 0 to 0"):
+            Rollback(model, make_prompt_cache(model)).undo(n)
+
+
+def test_auto_keeps_states_while_they_are_small(monkeypatch):
+    if mx.metal.is_available():
+        pytest.skip("on Metal auto replays")
+    model = build("qwen3_5_moe")
+
+    def held():
+        r = Rollback(model, start(model, ids(1, 4)))
+        r(ids(2, 8))
+        return [len(t.steps) for t in r._passes[0].tapes.values()]
+
+    assert held() == [8]
+    monkeypatch.setattr(rollback, "STATES_NBYTES", 1000)
+    assert held() == [1]
+
+
+def test_mlx_lm_itself_refuses():
+    """Why this file exists."""
+    model = build("qwen3_5_moe")
+    cache = start(model, ids(1, 4))
+    assert trim_prompt_cache(cache, 1) == 0

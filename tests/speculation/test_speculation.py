@@ -1,0 +1,386 @@
+"""Speculative generation: the target's own text whatever the draft guesses, greedy and sampled, with caches left as mlx-lm leaves them."""
+
+import copy
+import math
+
+import families
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import numpy as np
+import pytest
+from drafting import FAST, PROMPT, Guess, heldout, plain, repeat, steps, tiny, told
+from mlx_lm.models.cache import (
+    KVCache,
+    QuantizedKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from recurrent import V, build, difference, ids
+
+import moelab
+from moelab.speculation.generate import (
+    LookupDraft,
+    ModelDraft,
+    speculative_generate,
+    speculative_generate_step,
+)
+
+HYBRIDS = ["qwen3_5_moe", "qwen3_next", "nemotron_h", "jamba", "gpt_oss", "qwen3_moe", "mamba"]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_greedy_tokens_are_the_targets(name):
+    model, other = build(name), build("qwen3_moe")
+    expected = plain(model, PROMPT)
+    drafts = [
+        ModelDraft(model),
+        ModelDraft(other),
+        Guess(repeat),
+        LookupDraft(),
+        Guess(told(PROMPT + expected)),
+        Guess(lambda *_: []),
+    ]
+    for n in (0, 1, 2, 4, 7, 15) if FAST else range(0, 17):
+        for draft in drafts if n in (1, 4, 15) else drafts[n % len(drafts) :][:1]:
+            got = steps(model, PROMPT, draft, n)
+            assert [t for t, *_ in got] == expected, (n, type(draft))
+            rounds = list(dict.fromkeys(r for *_, r in got))
+            assert [r.number for r in rounds] == list(range(len(rounds)))
+            assert all(0 <= r.accepted <= r.drafted <= n for r in rounds)
+            assert sum(d for _, _, d, _ in got) <= sum(r.accepted for r in rounds)
+            if draft is drafts[0]:
+                assert all(r.accepted == r.drafted for r in rounds), "a model agrees with itself"
+
+
+@pytest.mark.parametrize("mode", ["resident", "fused"])
+def test_greedy_text_of_the_trained_model(mode):
+    model, tokenizer = tiny(mode, slots=16) if mode == "fused" else tiny()
+    resident, _ = tiny()
+    drafts = [ModelDraft(tiny(top_k=2)[0]), LookupDraft()]
+    for i, prompt in enumerate(heldout()[: 2 if FAST else 6]):
+        expected = "".join(
+            r.text for r in mlx_lm.stream_generate(resident, tokenizer, prompt, max_tokens=48)
+        )
+        for n in (3, 16) if FAST else range(1, 17, 3):
+            got = list(
+                speculative_generate(
+                    model, tokenizer, prompt, drafts[i % 2], max_tokens=48, num_draft_tokens=n
+                )
+            )
+            assert "".join(r.text for r in got) == expected
+            assert got[-1].generation_tokens == 48 and got[-1].finish_reason == "length"
+            rounds = {r.round.number: r.round for r in got}
+            assert got[-1].drafted == sum(r.drafted for r in rounds.values())
+            assert got[-1].accepted == sum(r.accepted for r in rounds.values())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: dict(sampler=make_sampler(temp=1.0)),
+        lambda: dict(sampler=make_sampler(temp=0.7, top_p=0.9, min_p=0.01, top_k=50)),
+        lambda: dict(sampler=make_sampler(temp=1.0, xtc_probability=0.5, xtc_threshold=0.05)),
+        lambda: dict(
+            logits_processors=make_logits_processors(repetition_penalty=1.5, logit_bias={3: 2.0})
+        ),
+        lambda: dict(
+            sampler=make_sampler(temp=1.0),
+            logits_processors=make_logits_processors(presence_penalty=1.0, frequency_penalty=0.5),
+        ),
+    ],
+)
+def test_the_same_seed_writes_the_same_text(make):
+    """With any sampler and processors, token for token what mlx-lm writes without a draft."""
+    model = build("qwen3_5_moe")
+    for seed in range(2):
+        mx.random.seed(seed)
+        expected = plain(model, PROMPT, **make())
+        for draft in (
+            ModelDraft(model),
+            ModelDraft(build("qwen3_moe")),
+            Guess(repeat),
+            Guess(told(PROMPT + expected)),
+        ):
+            for n in (0, 1, 6):
+                mx.random.seed(seed)
+                got = steps(model, PROMPT, draft, n, **make())
+                assert [t for t, *_ in got] == expected
+                if isinstance(draft, ModelDraft) and draft.model is model:
+                    assert all(r.accepted == r.drafted for *_, r in got), (
+                        "the same distribution and random numbers: the same choice"
+                    )
+
+
+class Chain(nn.Module):
+    """The next token depends on the last alone, so a sample costs next to nothing and every probability is known."""
+
+    def __init__(self, seed, sharpness=1.5, vocab=6):
+        super().__init__()
+        self.table = sharpness * mx.random.normal((vocab, vocab), key=mx.random.key(seed))
+        self.args = type("Args", (), {"vocab_size": vocab})
+
+    def make_cache(self):
+        return [KVCache()]
+
+    def __call__(self, tokens, cache=None):
+        x = tokens[:, None, :, None].astype(mx.float32)
+        cache[0].update_and_fetch(x, x)
+        return self.table[tokens]
+
+
+@pytest.mark.parametrize("temp, top_p, num_samples", [(1.0, 0, 20_000), (0.7, 0.8, 3_000)])
+def test_sampled_pairs_have_the_targets_distribution(temp, top_p, num_samples):
+    """Chi-square of two-token continuations against their exact probabilities, and that the test would see a draft's distribution in their place."""
+    target, other = Chain(1), Chain(2)
+    other.table = (target.table + other.table) / 2
+    sampler = make_sampler(temp=temp, top_p=top_p)
+    mx.random.seed(11)
+    counts, accepted = np.zeros((6, 6)), 0
+    for _ in range(num_samples):
+        got = steps(target, [0], ModelDraft(other), 2, 3, sampler=sampler)
+        counts[got[0][0], got[1][0]] += 1
+        accepted += got[0][3].accepted
+
+    def pairs(model):
+        logits = np.array(model.table, np.float64)
+        p = np.exp(logits - np.log(np.exp(logits).sum(1, keepdims=True)))
+        if top_p:
+            order = np.argsort(-p, 1)
+            mass = np.take_along_axis(p, order, 1).cumsum(1)
+            dropped = np.zeros_like(p, bool)
+            np.put_along_axis(
+                dropped, order, np.c_[np.zeros(len(p), bool), mass[:, :-1] >= top_p], 1
+            )
+            p = np.where(dropped, 0, p)
+        p = p ** (1 / temp)
+        p /= p.sum(1, keepdims=True)
+        return p[0][:, None] * p
+
+    def p_value(expected):
+        expected = expected * num_samples
+        assert counts[expected == 0].sum() == 0
+        rare = expected < 5
+        seen, hoped = counts[~rare], expected[~rare]
+        if expected[rare].sum() > 0:
+            seen, hoped = (
+                np.append(seen, counts[rare].sum()),
+                np.append(hoped, expected[rare].sum()),
+            )
+        k, x = len(seen) - 1, ((seen - hoped) ** 2 / hoped).sum()
+        z = ((x / k) ** (1 / 3) - (1 - 2 / (9 * k))) / math.sqrt(2 / (9 * k))  # Wilson and Hilferty
+        return math.erfc(z / math.sqrt(2)) / 2
+
+    assert 0.05 * num_samples < accepted < 1.9 * num_samples, (
+        "some drafts are accepted and some are not"
+    )
+    assert p_value(pairs(target)) > 1e-3
+    if not top_p:
+        assert p_value(0.95 * pairs(target) + 0.05 * pairs(other)) < 1e-6, (
+            "a twentieth of the draft's would be found"
+        )
+
+
+def test_stop_tokens_inside_a_block():
+    model, tokenizer = tiny()
+    prompt = heldout()[0]
+    expected = [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=20)]
+    for i in (2, 5, 6):
+        wrapper = TokenizerWrapper(tokenizer._tokenizer, eos_token_ids=[expected[i]])
+        reference = list(mlx_lm.stream_generate(model, wrapper, prompt, max_tokens=20))
+        cache, other = make_prompt_cache(model), make_prompt_cache(model)
+        list(mlx_lm.stream_generate(model, wrapper, prompt, max_tokens=20, prompt_cache=other))
+        got = list(
+            speculative_generate(
+                model,
+                wrapper,
+                prompt,
+                ModelDraft(model),
+                max_tokens=20,
+                num_draft_tokens=5,
+                prompt_cache=cache,
+            )
+        )
+        assert [r.token for r in got] == [r.token for r in reference] and got[
+            -1
+        ].finish_reason == "stop"
+        assert "".join(r.text for r in got) == "".join(r.text for r in reference)
+        assert difference(cache, other) <= 1e-5
+
+
+@pytest.mark.parametrize("n", [0, 1, 3, 8, "auto"])
+def test_the_prompt_cache_is_left_as_mlx_lm_leaves_it(n):
+    """Stopped after any token, by the limit or by the caller, and taken up again with the draft's own cache."""
+    model = build("qwen3_5_moe")
+    expected = plain(model, PROMPT, 30)
+    for stop in range(1, 14):
+        for by_limit in (True, False):
+            reference = make_prompt_cache(model)
+            model(mx.array([PROMPT + expected[:stop]]), cache=reference)
+            draft = ModelDraft(model) if stop % 2 else Guess(told(PROMPT + expected))
+            cache = make_prompt_cache(model) + draft.make_cache()
+            generator = speculative_generate_step(
+                mx.array(PROMPT),
+                model,
+                draft,
+                num_draft_tokens=n,
+                max_tokens=stop if by_limit else -1,
+                prompt_cache=cache,
+            )
+            assert [next(generator)[0] for _ in range(stop)] == expected[:stop]
+            if by_limit:
+                assert next(generator, None) is None
+            else:
+                generator.close()
+            own = len(make_prompt_cache(model))
+            assert difference(cache[:own], reference) <= 1e-5
+            if cache[own:]:
+                assert difference(cache[own:], reference) <= 1e-5, "this draft is the same model"
+            again = [9, 4]
+            model_alone = plain(model, again, 12, prompt_cache=copy.deepcopy(reference))
+            if isinstance(draft, Guess):
+                draft = Guess(repeat)
+            got = steps(model, again, draft, n, 12, prompt_cache=cache)
+            assert [t for t, *_ in got] == model_alone
+            if n in (1, 3, 8) and isinstance(draft, ModelDraft):
+                assert all(r.accepted == r.drafted for *_, r in got), "its context is complete"
+
+
+def test_a_saved_cache_goes_on(tmp_path):
+    model = build("qwen3_5_moe")
+    expected = plain(model, PROMPT, 30)
+    cache = make_prompt_cache(model) * 1
+    steps(model, PROMPT, Guess(repeat), 4, 10, prompt_cache=cache)
+    save_prompt_cache(str(tmp_path / "c.safetensors"), cache)
+    loaded = load_prompt_cache(str(tmp_path / "c.safetensors"))
+    # the cache holds the tenth token too, so any next token continues it; the eleventh does as generate would
+    got = steps(model, expected[10:11], Guess(repeat), 4, 19, prompt_cache=loaded)
+    assert [t for t, *_ in got] == expected[11:30]
+
+
+def test_a_quantized_cache():
+    from recurrent import with_wide_heads
+
+    model = with_wide_heads()
+    kwargs = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=5)
+    expected = plain(model, PROMPT, **kwargs)
+    cache = make_prompt_cache(model)
+    got = steps(model, PROMPT, ModelDraft(model), 4, prompt_cache=cache, **kwargs)
+    assert any(isinstance(c, QuantizedKVCache) for c in cache)
+    assert [t for t, *_ in got] == expected
+
+
+def test_long_prompts_go_in_parts():
+    model = build("qwen3_5_moe")
+    prompt = ids(3, 1200)[0].tolist()
+    expected = plain(model, prompt, 10)
+    for step in (7, 512, 5000):
+        assert [
+            t for t, *_ in steps(model, prompt, ModelDraft(model), 4, 10, prefill_step_size=step)
+        ] == expected
+
+
+def test_a_lookup_proposes_half_of_what_matched():
+    draft = LookupDraft()
+    draft.bind(None)
+    draft.extend(mx.array([*range(20), 99, *range(50, 54), 98, *range(10)]), None)
+    assert draft.propose(10, 16, None).tolist() == [11, 12, 13, 14, 15]  # 0 to 10 match
+    assert draft.propose(10, 3, None).tolist() == [11, 12, 13]
+    assert draft.propose(53, 3, None).tolist() == draft.propose(10, 0, None).tolist() == []
+    draft.extend(mx.array([10, 50, 51, 52]), None)
+    assert draft.propose(53, 8, None).tolist() == [98, 0]  # only four
+    draft.extend(mx.array([53, 97, 51, 52]), None)
+    assert draft.propose(53, 8, None).tolist() == []  # only three
+    with pytest.raises(ValueError, match="shortest: expected at least 1 token to match, got 0"):
+        LookupDraft(0)
+
+
+def test_one_draft_for_several_texts():
+    model, draft = build("qwen3_5_moe"), ModelDraft(build("qwen3_moe"))
+    for prompt in (PROMPT, [1], PROMPT[::-1], PROMPT):
+        assert [t for t, *_ in steps(model, prompt, draft, 3)] == plain(model, prompt)
+
+
+@pytest.mark.parametrize("bad", [V, 2**31, 2**32 - 1])
+def test_guesses_that_are_no_tokens_are_dropped(bad):
+    """The guesses before the first that is outside the vocabulary stand; the text is the target's."""
+    model = build("qwen3_5_moe")
+    expected = plain(model, PROMPT)
+    for good in range(3):
+
+        def guess(tokens, n, choose):
+            following = (PROMPT + expected)[len(tokens) :]
+            return following[:good] + [bad] + following[good + 1 : n]
+
+        got = steps(model, PROMPT, Guess(guess), 4)
+        assert [t for t, *_ in got] == expected
+        assert max(r.drafted for *_, r in got) == good
+
+
+def test_a_draft_that_fails_leaves_the_target_whole():
+    model, cache = build("qwen3_5_moe"), make_prompt_cache(build("qwen3_5_moe"))
+    calls = []
+
+    def guess(tokens, n, choose):
+        calls.append(tokens)
+        if len(calls) == 3:
+            raise RuntimeError("the draft failed")
+        return repeat(tokens, n, choose)
+
+    kinds = [type(m) for _, m in model.named_modules()]
+    with pytest.raises(RuntimeError, match="the draft failed"):
+        steps(model, PROMPT, Guess(guess), 4, prompt_cache=cache)
+    reference = make_prompt_cache(model)
+    model(mx.array([calls[-1][:-1]]), cache=reference)
+    assert difference(cache, reference) <= 1e-5
+    assert kinds == [type(m) for _, m in model.named_modules()]
+
+
+def test_bad_input():
+    model, tokenizer = tiny()
+    small = build("qwen3_5_moe")
+    with pytest.raises(
+        ValueError,
+        match=f"vocabulary of 8192 tokens, got {V}. Draft and target must share a tokenizer",
+    ):
+        next(speculative_generate(model, tokenizer, "x", ModelDraft(small)))
+    with pytest.raises(ValueError, match="max_tokens: expected a number above 0"):
+        next(speculative_generate(model, tokenizer, "x", ModelDraft(model), max_tokens=0))
+    for n in (-1, 1.5, "many"):
+        with pytest.raises(ValueError, match="num_draft_tokens: expected"):
+            next(speculative_generate(model, tokenizer, "x", ModelDraft(model), num_draft_tokens=n))
+    with pytest.raises(ValueError, match="prompt: expected at least one token, got none"):
+        steps(small, [], Guess(repeat))
+    with pytest.raises(
+        ValueError, match="prompt_cache: expected 2 caches for the target, then the draft's; got 1"
+    ):
+        steps(small, PROMPT, Guess(repeat), prompt_cache=make_prompt_cache(small)[:1])
+    refused = build("deepseek_v41")
+    with pytest.raises(
+        ValueError, match="LayerCache of 0 tokens cannot be rolled back.* Generate without a draft"
+    ):
+        steps(refused, PROMPT, Guess(repeat))
+    window = build("qwen3_moe")
+    with pytest.raises(ValueError, match="keep=4"):
+        steps(window, PROMPT, Guess(repeat), prompt_cache=make_prompt_cache(window, max_kv_size=16))
+
+
+def test_streamed_counters_are_consistent(tmp_path):
+    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "m", "affine4")
+    resident, _ = moelab.streaming.model.load_model(path, moelab.StreamConfig(mode="resident"))
+    with moelab.streaming.model.load_model(path, moelab.StreamConfig(mode="fused", slots=4))[
+        0
+    ] as model:
+        expected = plain(resident, PROMPT)
+        moelab.stats(model, reset=True)
+        got = steps(model, PROMPT, Guess(repeat), 4)
+        assert [t for t, *_ in got] == expected
+        counted = moelab.stats(model)
+        rounds = {r.number: r for *_, r in got}.values()
+        # every round reads `last` and its drafts; the prompt but its last token came before
+        assert counted.prefill.tokens + counted.decode.tokens == len(PROMPT) - 1 + sum(
+            1 + r.drafted for r in rounds
+        )

@@ -1,0 +1,325 @@
+"""What may be done to a model after ``load``, what may not, and what mlx-lm's keywords do."""
+
+import contextlib
+import json
+import shutil
+
+import families
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import numpy as np
+import pytest
+import tiny_moe
+from families import K
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchGLU
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+import moelab
+from moelab.streaming import parallel as spread
+from moelab.streaming.model import load_model
+
+TINY_MOE = moelab.DATA / "models" / "tiny-moe"
+CONFIG = moelab.StreamConfig(slots=K, streams=2)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return families.write_checkpoint(
+        "qwen3_5_moe", tmp_path_factory.mktemp("after") / "m", "affine4"
+    )
+
+
+@pytest.fixture(autouse=True)
+def small_layers_are_spread(monkeypatch):
+    monkeypatch.setattr(spread, "PART_NBYTES", 64)
+
+
+def answer(model):
+    """Logits of a prompt and of one token after it."""
+    cache = make_prompt_cache(model)
+    first = model(mx.array([[5, 36, 67, 2]]), cache=cache)
+    return np.concatenate([np.array(first[0]), np.array(model(mx.array([[7]]), cache=cache)[0])])
+
+
+def backbone(path, seed):
+    """Other numbers for every scale and bias of the backbone, a little off."""
+    model = families.load_resident(path)
+    experts = tuple(k for k, m in model.named_modules() if isinstance(m, SwitchGLU))
+    key = mx.random.key(seed)
+    return {
+        k: p + 0.01 * mx.random.normal(p.shape, key=key).astype(p.dtype)
+        for k, p in tree_flatten(model.parameters())
+        if not k.startswith(experts) and mx.issubdtype(p.dtype, mx.floating)
+    }
+
+
+def test_new_weights_take_effect(path, tmp_path):
+    """load_weights from a list and from a file, update of the model, of a part, and in place."""
+    weights = backbone(path, 0)
+
+    def by_list(model, weights):
+        model.load_weights(list(weights.items()), strict=False)
+
+    def by_file(model, weights):
+        mx.save_safetensors(str(tmp_path / "w.safetensors"), weights)
+        model.load_weights(str(tmp_path / "w.safetensors"), strict=False)
+
+    def by_update(model, weights):
+        have = dict(tree_flatten(model.parameters()))
+        model.update(
+            mlx_lm_utils.tree_unflatten(
+                [(k, weights.get(k, have[k])) for k in have if k in weights]
+            )
+        )
+
+    def by_assignment(model, weights):
+        modules = dict(model.named_modules())
+        for name, w in weights.items():
+            owner, param = name.rsplit(".", 1)
+            setattr(modules[owner], param, w)
+
+    def in_place(model, weights):
+        modules = dict(model.named_modules())
+        for name, w in weights.items():
+            owner, param = name.rsplit(".", 1)
+            getattr(modules[owner], param)[...] = w
+
+    resident = families.load_resident(path)
+    before = answer(resident)
+    by_list(resident, weights)
+    want = answer(resident)
+    assert np.abs(want - before).max() > 0.01
+    for change in (by_list, by_file, by_update, by_assignment, in_place):
+        with load_model(path, CONFIG)[0] as model:
+            np.testing.assert_allclose(answer(model), before, atol=1e-4)
+            change(model, weights)
+            np.testing.assert_allclose(answer(model), want, atol=1e-4, err_msg=change.__name__)
+
+
+def test_set_dtype_takes_effect_or_is_refused(path):
+    """A spread layer follows; activations of another type do not fit the slots, and the error says so."""
+    with load_model(path, CONFIG)[0] as model:
+        model.load_weights(list(backbone(path, 0).items()), strict=False)
+        layers = [m for _, m in model.named_modules() if isinstance(m, spread.SpreadLinear)]
+        assert len(layers) > 4
+        for dtype in (mx.float32, mx.bfloat16):
+            model.set_dtype(dtype)
+            for layer in layers:
+                x = mx.random.normal((1, layer.scales.shape[1] * layer.group_size)).astype(dtype)
+                y = layer(x)
+                assert y.dtype == dtype
+                assert mx.array_equal(y, nn.QuantizedLinear.__call__(layer, x))
+        with pytest.raises(TypeError, match="activations"):
+            answer(model)
+
+
+def test_experts_cannot_be_replaced(path, tmp_path):
+    with load_model(path, CONFIG)[0] as model:
+        before = answer(model)
+        weights = {
+            k: p * 2
+            for k, p in tree_flatten(families.load_resident(path).parameters())
+            if "switch_mlp" in k
+        }
+        assert weights
+        mx.save_safetensors(str(tmp_path / "w.safetensors"), weights)
+        for change in (
+            lambda: model.load_weights(list(weights.items()), strict=False),
+            lambda: model.load_weights(str(tmp_path / "w.safetensors"), strict=False),
+            lambda: model.update(mlx_lm_utils.tree_unflatten(list(weights.items())), strict=False),
+        ):
+            with pytest.raises(ValueError, match="switch_mlp.*cannot be replaced in memory"):
+                change()
+        np.testing.assert_array_equal(answer(model), before)
+
+
+@pytest.mark.parametrize("mode", ["serial", "fused"])
+def test_what_needs_every_expert_in_memory_is_refused(path, mode, tmp_path):
+    with load_model(path, moelab.StreamConfig(mode=mode, slots=K))[0] as model:
+        before = answer(model)
+        config = json.loads((path / "config.json").read_text())
+        for needs_all in (
+            lambda: mlx_lm_utils.save_model(tmp_path / "a", model),
+            lambda: mlx_lm_utils.save_model(tmp_path / "a", model, donate_model=True),
+            lambda: model.save_weights(str(tmp_path / "b.safetensors")),
+            lambda: mlx_lm_utils.quantize_model(model, config, 32, 4),
+            lambda: nn.quantize(model, 32, 4),
+            lambda: mlx_lm_utils.get_total_parameters(model),
+            lambda: model.train(),
+        ):
+            with pytest.raises(ValueError, match="a streamed model cannot be .*mode='resident'"):
+                needs_all()
+        assert not [f for f in tmp_path.rglob("*") if f.is_file()], "something was written"
+        np.testing.assert_array_equal(answer(model), before)
+
+
+def test_a_resident_model_saves_what_mlx_lm_saves(path, tmp_path):
+    """``mode='resident'`` holds every expert, so what is saved loads again, with mlx-lm too."""
+    with load_model(path, moelab.StreamConfig(mode="resident"))[0] as model:
+        want = answer(model)
+        mlx_lm_utils.save_model(tmp_path, model)
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    np.testing.assert_array_equal(answer(families.load_resident(tmp_path)), want)
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("random")
+    tiny_moe.random_model(path)
+    return path
+
+
+def test_mlx_lm_keywords(with_tokenizer):
+    model, tokenizer, config = moelab.load(
+        with_tokenizer, return_config=True, tokenizer_config={}, lazy=False
+    )
+    with model:
+        assert config == mlx_lm.load(str(with_tokenizer), return_config=True)[2]
+    with pytest.raises(ValueError, match="lazy=True is not possible"):
+        moelab.load(with_tokenizer, lazy=True)
+    with pytest.raises(TypeError, match="unknown_keyword"):
+        moelab.load(with_tokenizer, unknown_keyword=1)
+    with pytest.raises(ValueError, match="expected a StreamConfig, got dict"):
+        moelab.load(with_tokenizer, {"trust_remote_code": True})
+
+
+def test_model_config_changes_what_mlx_lm_lets_it_change(path):
+    """Another rope base changes the text as it does with mlx-lm; top_k goes with it."""
+    changes = {"rope_theta": 100.0, "rope_parameters": {"rope_theta": 100.0, "type": "default"}}
+    changes = {"text_config": {**changes_to(path), **changes}} if changes_to(path) else changes
+    for top_k in (None, 1):
+        resident, _ = load_model(
+            path, moelab.StreamConfig(mode="resident", top_k=top_k), model_config=changes
+        )
+        streamed, _ = load_model(
+            path, moelab.StreamConfig(slots=K, top_k=top_k), model_config=changes
+        )
+        plain, _ = load_model(path, moelab.StreamConfig(slots=K, top_k=top_k))
+        with resident, streamed, plain:
+            np.testing.assert_allclose(answer(streamed), answer(resident), atol=1e-4)
+            assert np.abs(answer(plain) - answer(streamed)).max() > 1e-3
+    changed, _ = mlx_lm_utils.load_model(path, model_config=changes)
+    changed.set_dtype(mx.float32)
+    with load_model(path, CONFIG, model_config=changes)[0] as model:
+        np.testing.assert_allclose(answer(model), answer(changed), atol=1e-4)
+
+
+def changes_to(path):
+    return json.loads((path / "config.json").read_text()).get("text_config")
+
+
+def write_adapters(folder, source, fine_tune_type, keys=None):
+    """Adapters as mlx_lm.lora leaves them, with numbers that change the text."""
+    folder.mkdir()
+    model, _ = mlx_lm_utils.load_model(source)
+    config = {"fine_tune_type": fine_tune_type, "num_layers": 4}
+    if fine_tune_type == "full":
+        weights = {
+            k: p
+            for k, p in tree_flatten(model.parameters())
+            if "layers" in k and "switch_mlp" not in k
+        }
+        weights = {
+            k: p * 1.05 if mx.issubdtype(p.dtype, mx.floating) else p for k, p in weights.items()
+        }
+    else:
+        config["lora_parameters"] = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": keys}
+        linear_to_lora_layers(
+            model, 4, config["lora_parameters"], use_dora=fine_tune_type == "dora"
+        )
+        weights = {
+            k: p
+            for k, p in tree_flatten(model.parameters())
+            if k.endswith(("lora_a", "lora_b", ".m"))
+        }
+        weights = tree_map(lambda p: p + 0.02, weights)
+    assert weights
+    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("fine_tune_type", ["lora", "dora", "full"])
+def test_adapters_of_the_backbone(fine_tune_type, with_tokenizer, tmp_path):
+    """The same answer as mlx-lm with the same adapters, spread over streams or not."""
+    keys = ["self_attn.q_proj", "self_attn.o_proj", "linear_attn.out_proj"]
+    adapters = write_adapters(tmp_path / "adapters", with_tokenizer, fine_tune_type, keys)
+    plain = families.load_resident(with_tokenizer)
+    mlx_lm_utils.load_adapters(plain, str(adapters))
+    plain.set_dtype(mx.float32)
+    want = answer(plain)
+    before = answer(families.load_resident(with_tokenizer))
+    assert np.abs(want - before).max() > 1e-3
+    model, _ = moelab.load(with_tokenizer, adapter_path=str(adapters))
+    with model:
+        np.testing.assert_allclose(answer(model), want, atol=1e-3)
+    model, _ = moelab.load(with_tokenizer)
+    with model:
+        answer(model)
+        mlx_lm_utils.load_adapters(model, str(adapters))
+        model.set_dtype(mx.float32)
+        np.testing.assert_allclose(answer(model), want, atol=1e-3, err_msg="loaded later")
+
+
+def test_adapters_of_streamed_experts_are_refused(with_tokenizer, tmp_path):
+    adapters = write_adapters(
+        tmp_path / "adapters", with_tokenizer, "lora", ["mlp.switch_mlp.gate_proj"]
+    )
+    with pytest.raises(ValueError, match="switch_mlp.*streamed expert"):
+        moelab.load(with_tokenizer, adapter_path=str(adapters))
+    model, _ = moelab.load(
+        with_tokenizer, moelab.StreamConfig(mode="resident"), adapter_path=str(adapters)
+    )
+    moelab.close(model)
+    with pytest.raises(FileNotFoundError):
+        moelab.load(with_tokenizer, adapter_path=str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("mode", ["resident", "fused"])
+def test_fewer_experts_where_the_config_leaves_it_to_the_family(mode, tmp_path):
+    """ernie4_5_moe calls K ``moe_k``; a config without it means the class's default, and top_k reaches it."""
+    path = families.write_checkpoint("ernie4_5_moe", tmp_path / "m", "affine4")
+    config = json.loads((path / "config.json").read_text())
+    with load_model(path, moelab.StreamConfig(mode=mode, slots=K, top_k=1))[0] as model:
+        want = answer(model)
+    for key in [k for k in config if k == "moe_k" or k.startswith("num_experts_per")]:
+        del config[key]
+    (path / "config.json").write_text(json.dumps(config))
+    with load_model(path, moelab.StreamConfig(mode=mode, slots=K, top_k=1))[0] as model:
+        np.testing.assert_array_equal(answer(model), want)
+
+
+def test_a_router_that_does_not_choose_fewer_is_an_error(path, monkeypatch):
+    """A family whose word for K nobody knows takes StreamConfig.top_k as a statement, and it is checked."""
+    monkeypatch.setattr("moelab.streaming.model.TOP_K_KEYS", ("unknown_word",))
+    with pytest.raises(moelab.CheckpointError, match="cannot be asked for fewer"):
+        load_model(path, CONFIG)
+    with load_model(path, moelab.StreamConfig(slots=K, top_k=K))[0] as model:
+        answer(model)
+    with load_model(path, moelab.StreamConfig(slots=K, top_k=1))[0] as model:
+        with pytest.raises(ValueError, match="chose 2.*top_k=2"):
+            answer(model)
+
+
+def test_no_code_of_a_checkpoint_runs_unasked(with_tokenizer, tmp_path):
+    """Neither a model's nor a tokenizer's Python file, unless ``trust_remote_code`` says so."""
+    for file, key, value in (
+        ("config.json", "model_file", "own.py"),
+        ("tokenizer_config.json", "auto_map", {"AutoTokenizer": [None, "own.Tokenizer"]}),
+    ):
+        folder = shutil.copytree(with_tokenizer, tmp_path / key)
+        (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit\n")
+        config = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps({**config, key: value, "tokenizer_class": "Own"}))
+        with contextlib.suppress(moelab.CheckpointError):
+            moelab.close(moelab.load(folder)[0])
+        assert not (tmp_path / "ran").exists(), file
+        if key == "model_file":
+            with pytest.raises(SystemExit):
+                moelab.load(folder, trust_remote_code=True)
+            assert (tmp_path / "ran").exists(), "the file would have run"
+            (tmp_path / "ran").unlink()

@@ -1,0 +1,309 @@
+"""Every mlx-lm family streams, and answers as plain mlx-lm does with every expert in memory.
+
+Each family is a tiny random checkpoint (tests/families.py) in one or more storage variants. Its prompt needs more experts than there are
+slots, so it runs in waves; the steps after it read what is missing.
+"""
+
+import json
+import zlib
+
+import families
+import mlx.core as mx
+import numpy as np
+import pytest
+from families import EVERY_VARIANT, SPREAD, VOCAB, E, K
+from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.models.cache import make_prompt_cache
+
+import moelab
+from moelab.streaming import layers, reader
+from moelab.streaming.model import load_model
+
+STREAMED = ("serial", "buffers", "stacked", "fused")
+SLOTS = K + 1
+PROMPT = [(31 * i + 5) % VOCAB for i in range(20)]
+LONG_PROMPT = [
+    (37 * i + 1) % VOCAB for i in range(40)
+]  # 80 indices: mlx-lm sorts tokens by expert from 64 on
+NUM_STEPS = 5
+
+# One variant for every family, chosen by its name so that a new family moves no other's; and every variant for these four, which
+# differ in what an expert is: gate/up/down, the same in a hybrid, with additive biases, and fc1/fc2.
+GPU_ONLY = {"nvfp4_global": "mlx computes nvfp4 with a tensor scale on GPUs only"}
+CASES = sorted(
+    {(name, SPREAD[zlib.crc32(name.encode()) % len(SPREAD)]) for name in families.FAMILIES}
+    | {
+        (name, variant)
+        for name in EVERY_VARIANT
+        for variant in families.VARIANTS
+        if variant not in GPU_ONLY
+    }
+)
+
+
+def decode(model, prompt, steps):
+    """Logits of the prompt ``[T, V]`` and of each greedy step ``[V]`` after it, and the tokens."""
+    cache = make_prompt_cache(model)
+    logits = model(mx.array([prompt]), cache=cache)[0]
+    rows, tokens = [], []
+    last = logits[-1]
+    for _ in range(steps):
+        tokens.append(mx.argmax(last).item())
+        last = model(mx.array([[tokens[-1]]]), cache=cache)[0, -1]
+        rows.append(np.array(last))
+    return np.array(logits), np.stack(rows), tokens
+
+
+def most_experts_needed(model, prompt):
+    """The most distinct experts that any layer of a resident model needs for the prompt."""
+    needed = []
+    classes = {type(m) for m in families.expert_modules(model).values()}
+    with pytest.MonkeyPatch.context() as patch:
+        for cls in classes:
+
+            def call(self, x, indices, original=cls.__call__):
+                needed.append(len(set(indices.flatten().tolist())))
+                return original(self, x, indices)
+
+            patch.setattr(cls, "__call__", call)
+        mx.eval(model(mx.array([prompt])))
+    return max(needed)
+
+
+def assert_streams(path, prompt=PROMPT, slots=SLOTS, steps=NUM_STEPS):
+    """All streamed modes against plain mlx-lm: the assertion of this file."""
+    resident = families.load_resident(path)
+    want_prompt, want_steps, want_tokens = decode(resident, prompt, steps)
+    assert np.isfinite(want_prompt).all() and np.ptp(want_steps) > 0, (
+        "the random model must say something"
+    )
+    assert most_experts_needed(resident, prompt) > slots, (
+        "the prompt must need more experts than there are slots"
+    )
+    num_layers = len(families.expert_modules(resident))
+    del resident
+    for mode in STREAMED:
+        model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=slots))
+        with model:
+            assert not families.expert_modules(model), f"{mode}: some experts were left resident"
+            got_prompt, got_steps, got_tokens = decode(model, prompt, steps)
+            stats = moelab.stats(model)
+        scale = np.abs(want_prompt).max()
+        np.testing.assert_allclose(
+            got_prompt, want_prompt, atol=1e-4 * scale, rtol=0, err_msg=f"{mode}: prompt"
+        )
+        if mode in ("stacked", "fused"):
+            np.testing.assert_array_equal(
+                got_steps, want_steps, err_msg=f"{mode}: decode, bit for bit"
+            )
+        else:
+            np.testing.assert_allclose(
+                got_steps, want_steps, atol=1e-4 * scale, rtol=0, err_msg=f"{mode}: decode"
+            )
+        assert got_tokens == want_tokens, mode
+        assert stats.prefill.bytes_read > 0 and stats.decode.calls == steps * num_layers, mode
+
+
+def test_every_family_of_this_mlx_lm_is_listed():
+    """A new family in mlx-lm fails this test until tests/families.py says how a small one is built, or why it is not streamed."""
+    found = families.discover()
+    assert found - set(families.FAMILIES) == set(), (
+        "mlx-lm has families with experts that tests/families.py does not list"
+    )
+    assert set(families.FAMILIES) - found == set(), (
+        "tests/families.py lists families that mlx-lm no longer has"
+    )
+    assert families.speaks_of_experts() == set(families.NOT_STREAMED)
+
+
+def test_a_new_family_is_found(tmp_path, monkeypatch):
+    """Also one that only reuses another's blocks."""
+    (tmp_path / "new.py").write_text(
+        "from .switch_layers import SwitchGLU\nclass ModelArgs: ...\nclass Model: ...\n"
+    )
+    (tmp_path / "newer.py").write_text("from .new import Model, ModelArgs\n")
+    (tmp_path / "dense.py").write_text("class ModelArgs: ...\nclass Model: ...\n")
+    (tmp_path / "other.py").write_text("class ModelArgs: ...\nclass Model:\n    num_experts = 8\n")
+    monkeypatch.setattr(families.mlx_lm.models, "__path__", [str(tmp_path)])
+    assert families.discover() == {"new", "newer"}
+    assert families.speaks_of_experts() == {"other"}
+
+
+@pytest.mark.parametrize("name", sorted(families.NOT_STREAMED))
+def test_family_that_is_not_streamed(name, tmp_path):
+    """Refused by name, with the reason and what to do instead."""
+    config = {"model_type": name, **families.NOT_STREAMED_CONFIG[name]}
+    model_class, args_class = mlx_lm_utils._get_classes(config)
+    weights = dict(families.tree_flatten(model_class(args_class.from_dict(config)).parameters()))
+    families.write_files(tmp_path / name, weights, config)
+    with pytest.raises(moelab.CheckpointError) as error:
+        load_model(tmp_path / name, moelab.StreamConfig(slots=SLOTS))
+    for part in (name, str(tmp_path), "SwitchGLU or SwitchMLP", "mlx_lm.load"):
+        assert part in str(error.value), error.value
+
+
+@pytest.mark.parametrize("name", sorted(families.FAMILIES))
+def test_family_has_experts(name):
+    model, _ = families.build(name)
+    assert families.expert_modules(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"), [c for c in CASES if c[0] not in families.EXPERTS_ONLY]
+)
+def test_family_streams(name, variant, tmp_path):
+    assert_streams(families.write_checkpoint(name, tmp_path / name, variant))
+
+
+@pytest.mark.parametrize("name", sorted(families.EXPERTS_ONLY))
+@pytest.mark.parametrize("variant", ["affine4", "plain"])
+def test_experts_of_a_family_that_the_cpu_cannot_run(name, variant, tmp_path):
+    """mlx-lm itself needs Metal for the rest of this model: its experts alone, with what hangs on them, give the same answer."""
+    path = families.write_checkpoint(name, tmp_path / name, variant)
+    resident = families.load_resident(path)
+    rng = np.random.default_rng(0)
+    for mode in STREAMED:
+        model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=SLOTS))
+        with model:
+            streamed = dict(model.named_modules())
+            for module_path, want in families.expert_modules(resident).items():
+                got = streamed[module_path]
+                for T in (9, 1, 1, 1):
+                    x = mx.array(rng.standard_normal((1, T, 64), dtype=np.float32))
+                    indices = mx.array(
+                        rng.permuted(np.tile(np.arange(E), (T, 1)), axis=1)[None, :, :K].astype(
+                            np.uint32
+                        )
+                    )
+                    a, b = np.array(want(x, indices)), np.array(got(x, indices))
+                    if T == 1 and mode in ("stacked", "fused"):
+                        np.testing.assert_array_equal(b, a, err_msg=mode)
+                    else:
+                        np.testing.assert_allclose(b, a, atol=1e-5, err_msg=mode)
+                for child in want.children().keys() - {
+                    "gate_proj",
+                    "up_proj",
+                    "down_proj",
+                    "activation",
+                }:
+                    assert got[child] is not None, (
+                        f"{child} hangs on the experts in mlx-lm and must stay"
+                    )
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "nemotron_h", "deepseek_v41"])
+def test_long_prompt(name, tmp_path):
+    """Enough tokens that mlx-lm sorts them by expert."""
+    assert_streams(families.write_checkpoint(name, tmp_path / name, "affine4"), prompt=LONG_PROMPT)
+
+
+@pytest.mark.parametrize("scales", ["streamed", "resident"])
+@pytest.mark.parametrize("name", EVERY_VARIANT)
+def test_scales_streamed_or_resident(name, scales, tmp_path):
+    path = families.write_checkpoint(name, tmp_path / name, "affine4")
+    want = decode(families.load_resident(path), PROMPT, NUM_STEPS)
+    for mode in STREAMED:
+        model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=SLOTS, scales=scales))
+        with model:
+            got = decode(model, PROMPT, NUM_STEPS)
+        assert got[2] == want[2], mode
+        if mode in ("stacked", "fused"):
+            np.testing.assert_array_equal(got[1], want[1], err_msg=mode)
+
+
+@pytest.mark.parametrize("name", sorted(families.HUGGING_FACE))
+def test_hugging_face_layout(name, tmp_path):
+    """The authors' own layout streams where an expert's bytes are contiguous in it, and is refused with the remedy where they are not."""
+    path = families.write_hugging_face(name, tmp_path / name)
+    if name in families.REARRANGED:
+        with pytest.raises(moelab.CheckpointError, match="not contiguous") as error:
+            load_model(path, moelab.StreamConfig(slots=SLOTS))
+        message = str(error.value)
+        assert str(path) in message and name in message and "mlx_lm.convert" in message, message
+    else:
+        assert_streams(path)
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "llama4", "nemotron_h", "deepseek_v41"]
+)  # K = 2, K = 1, fc1/fc2, inputs [T, D]
+def test_batches_on_any_number_of_streams(name, streams, tmp_path):
+    """The experts' work is split over streams: any B, T and K must give all of it, once."""
+    path = families.write_checkpoint(name, tmp_path / name, "affine4")
+    resident = families.load_resident(path)
+    for mode in ("stacked", "fused"):
+        for slots in (SLOTS, E):
+            model, _ = load_model(
+                path, moelab.StreamConfig(mode=mode, slots=slots, streams=streams)
+            )
+            with model:
+                for B, T in ((1, 1), (2, 1), (1, 2), (1, 3), (3, 5), (1, 40)):
+                    tokens = mx.array(np.random.default_rng(B * T).integers(0, VOCAB, (B, T)))
+                    want, got = np.array(resident(tokens)), np.array(model(tokens))
+                    np.testing.assert_allclose(
+                        got,
+                        want,
+                        atol=1e-4 * np.abs(want).max(),
+                        rtol=0,
+                        err_msg=f"{mode} {slots=} {B=} {T=}",
+                    )
+
+
+@pytest.mark.parametrize("variant", ["affine4", "plain"])
+@pytest.mark.parametrize("name", [*EVERY_VARIANT, "llama4", "deepseek_v41"])
+def test_experts_as_if_large(name, variant, tmp_path, monkeypatch):
+    """Large experts are read in threads and computed in parts while the rest arrives: the same answer, bit for bit."""
+    monkeypatch.setattr(layers, "OVERLAP_S", 0)
+    monkeypatch.setattr(layers, "PART_NBYTES", 1)
+    monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
+    path = families.write_checkpoint(name, tmp_path / name, variant)
+    assert_streams(path)
+    assert_streams(path, prompt=LONG_PROMPT)
+
+
+ALIASES = sorted(
+    alias for alias, name in mlx_lm_utils.MODEL_REMAPPING.items() if name in families.FAMILIES
+)
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_other_names_of_a_family(alias, tmp_path):
+    """mlx-lm loads kimi_k2, minimax_m2 and others with another family's code."""
+    path = families.write_checkpoint(
+        mlx_lm_utils.MODEL_REMAPPING[alias], tmp_path / alias, "affine4"
+    )
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "model_type": alias}))
+    want = families.load_resident(path)(mx.array([PROMPT]))
+    model, _ = load_model(path, moelab.StreamConfig(slots=SLOTS))
+    with model:
+        np.testing.assert_allclose(
+            np.array(model(mx.array([PROMPT]))), np.array(want), atol=1e-4, rtol=1e-4
+        )
+
+
+# Plain mlx-lm 0.32.2 on mlx 0.32.4 kills the process there, on the CPU: a shapeless mx.compile of a sum over one expert.
+CRASHES_WITH_ONE_EXPERT = {"bailing_moe"}
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(families.FAMILIES) - set(families.EXPERTS_ONLY) - CRASHES_WITH_ONE_EXPERT)
+)
+def test_fewer_experts_per_token(name, tmp_path):
+    """``top_k`` reaches every family's router, whatever it calls K, in the resident mode as in a streamed one."""
+    path = families.write_checkpoint(name, tmp_path / name, "affine4")
+    logits = {}
+    for mode in ("resident", "fused"):
+        model, _ = load_model(path, moelab.StreamConfig(mode=mode, top_k=1, slots=SLOTS))
+        with model, moelab.record(model) as trace:
+            logits[mode] = decode(model, PROMPT[:3], 2)[1]
+        assert trace.experts.shape[1:] == (len(moelab_layers(model)), 1)
+    np.testing.assert_array_equal(logits["fused"], logits["resident"])
+
+
+def moelab_layers(model):
+    """The MoE layers of a loaded model, resident or streamed."""
+    return [
+        m for m in model.modules() if isinstance(m, layers.StreamedExperts)
+    ] or families.expert_modules(model)

@@ -1,0 +1,135 @@
+"""An interrupt at any line of the engine leaves a model that still answers, with every slot in use."""
+
+import dis
+import functools
+import itertools
+import os
+import sys
+from pathlib import Path
+
+import families
+import mlx.core as mx
+import numpy as np
+import pytest
+from families import K
+from mlx_lm.models.cache import make_prompt_cache
+
+import moelab
+from moelab.streaming import layers, reader
+from moelab.streaming.model import load_model, session_of
+from moelab.streaming.slots import SlotTable
+
+FAST = os.environ.get("MOELAB_FAST") == "1"
+ENGINE = str(Path(layers.__file__).parent)
+SLOTS = K + 1
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return families.write_checkpoint(
+        "qwen3_moe", tmp_path_factory.mktemp("interrupts") / "m", "affine4"
+    )
+
+
+def answer(model):
+    """Logits of a prompt that goes in waves, and of four tokens after it."""
+    cache = make_prompt_cache(model)
+    rows = [np.array(model(mx.array([[5, 36, 67, 2, 33, 64, 95]]), cache=cache)[0, -1])]
+    for _ in range(4):
+        rows.append(np.array(model(mx.array([[int(rows[-1].argmax())]]), cache=cache)[0, -1]))
+    return np.stack(rows)
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt in this thread before the n-th line of the engine that runs."""
+
+    def __init__(self, n):
+        self.left, self.where = n, None
+
+    def __enter__(self):
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+    def _enter(self, frame, event, arg):
+        return self._line if frame.f_code.co_filename.startswith(ENGINE) else None
+
+    def _line(self, frame, event, arg):
+        if event == "line" and not _leaves_a_with(frame):
+            self.left -= 1
+            if self.left == 0:
+                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self._line
+
+
+def _leaves_a_with(frame):
+    """CPython handles no signal between the body of a ``with`` and its exit, which is called with None thrice."""
+    return [i.argval for i in _instructions(frame.f_code, frame.f_lasti)] == [None] * 3
+
+
+@functools.cache
+def _instructions(code, at):
+    following = (i for i in dis.get_instructions(code) if i.offset >= at)
+    return [i for i in itertools.islice(following, 3) if i.opname == "LOAD_CONST"]
+
+
+def assert_every_slot_is_there(model):
+    for layer in session_of(model).layers:
+        table = layer.table
+        held = list(table.slot_of.values())
+        reserved = list(layer.job._slots.values()) if layer.job else []
+        assert sorted(held + table._free + reserved) == list(range(table.num_slots)), layer.path
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"prefetch": "last"}, {"policy": "lfu", "streams": 2}], ids=str
+)
+@pytest.mark.parametrize("way", ["small reads", "reader threads"])
+def test_an_interrupt_at_any_line(path, fields, way, monkeypatch):
+    """At every line that a prompt and two tokens run through, one after the other."""
+    if way == "reader threads":
+        monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
+        monkeypatch.setattr(layers, "OVERLAP_S", 0)
+        monkeypatch.setattr(layers, "PART_NBYTES", 1)
+    model, _ = load_model(path, moelab.StreamConfig(**{"slots": SLOTS, "streams": 1, **fields}))
+    with model:
+        want = answer(model)
+        n, placed = 1, 0
+        while True:
+            with Interrupt(n) as interrupt:
+                try:
+                    cache = make_prompt_cache(model)
+                    mx.eval(model(mx.array([[7, 11, 13, 17]]), cache=cache))
+                    for token in (3, 90):
+                        mx.eval(model(mx.array([[token]]), cache=cache))
+                except KeyboardInterrupt:
+                    pass
+            if interrupt.where is None and interrupt.left > 0:
+                break
+            np.testing.assert_allclose(answer(model), want, atol=1e-4, err_msg=str(interrupt.where))
+            assert_every_slot_is_there(model)
+            placed += 1
+            n += 23 if FAST else 1
+        print(f"{placed} interrupts, the last at line {n}")
+        assert placed > 20
+
+
+def test_a_table_is_whole_again_after_any_line():
+    """SlotTable alone: an interrupt before any line of a call, then `recover`."""
+    for n in range(1, 60):
+        table = SlotTable(3)
+        table.commit(table.plan([0, 1, 2])[1])
+        with Interrupt(n):
+            try:
+                table.commit(table.plan([1, 5])[1])
+                table.release(table.reserve([6, 7]).values())
+            except KeyboardInterrupt:
+                pass
+        table.recover()
+        assert sorted([*table.slot_of.values(), *table._free]) == [0, 1, 2]
+        hits, misses = table.plan([8, 9, 10])
+        table.commit(misses)
+        assert set(table.slot_of) == {8, 9, 10}

@@ -1,0 +1,398 @@
+"""The engine's promises that are not about one family: what is read, counted, evaluated and held."""
+
+import gc
+import os
+from dataclasses import replace
+
+import families
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+import tiny_moe
+from families import E, K
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
+
+import moelab
+from moelab.streaming import layers
+from moelab.streaming import parallel as spread
+from moelab.streaming.layers import Stacked
+from moelab.streaming.model import load_model, session_of
+from moelab.streaming.slots import FusedSwitchGLU, RoomyLinear, is_short
+
+STREAMED = ("serial", "buffers", "stacked", "fused")
+PROMPT = mx.array([[5, 36, 67, 2, 33, 64, 95, 30, 61]])
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return families.write_checkpoint(
+        "qwen3_5_moe", tmp_path_factory.mktemp("streaming") / "model", "affine4"
+    )
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("random")
+    tiny_moe.random_model(path)
+    return path
+
+
+def decode(model, steps=5):
+    """Greedy tokens after the prompt."""
+    cache = make_prompt_cache(model)
+    token = mx.argmax(model(PROMPT, cache=cache)[:, -1:], axis=-1)
+    tokens = [token.item()]
+    for _ in range(steps):
+        token = mx.argmax(model(token, cache=cache), axis=-1)
+        tokens.append(token.item())
+    return tokens
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+def test_a_prompt_reads_each_needed_expert_once(path, mode):
+    with load_model(path, moelab.StreamConfig(mode=mode, slots=K))[0] as model:
+        with moelab.record(model) as trace:
+            mx.eval(model(PROMPT))
+        needed = sum(len(np.unique(trace.experts[:, i])) for i in range(trace.experts.shape[1]))
+        got = moelab.stats(model).prefill
+        assert needed > trace.experts.shape[1] * K, (
+            "more than the slots hold, or this tests nothing"
+        )
+        assert (got.hits, got.misses) == (0, needed)
+        assert got.bytes_read == needed * moelab.footprint(path).expert_nbytes
+        assert got.tokens == PROMPT.size and moelab.stats(model).decode.tokens == 0
+
+
+@pytest.mark.parametrize("mode", ("stacked", "fused"))
+def test_the_host_learns_the_routing_once_a_layer_and_evaluates_nothing_else(
+    path, mode, monkeypatch
+):
+    with load_model(path, moelab.StreamConfig(mode=mode, slots=E))[0] as model:
+        cache = make_prompt_cache(model)
+        for _ in range(20):  # until every expert is held
+            mx.eval(model(PROMPT, cache=cache))
+        moelab.stats(model, reset=True)
+        evaluations, real = [], mx.eval
+        monkeypatch.setattr(mx, "eval", lambda *a: (evaluations.append(a), real(*a)))
+        y = model(mx.array([[3]]), cache=cache)
+        monkeypatch.undo()
+        got = moelab.stats(model).decode
+        assert got.misses == 0 and got.calls == moelab.footprint(path).num_layers
+        assert len(evaluations) == got.calls
+        mx.eval(y)
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+def test_counters(path, mode):
+    with load_model(path, moelab.StreamConfig(mode=mode, slots=K + 1))[0] as model:
+        decode(model, steps=7)
+        layers = moelab.footprint(path).num_layers
+        got = moelab.stats(model)
+        assert got.prefill.tokens == PROMPT.size and got.decode.tokens == 7
+        assert got.decode.hits + got.decode.misses == 7 * layers * K
+        assert got.decode.calls == 7 * layers
+        assert got.decode.bytes_per_token == got.decode.bytes_read / 7
+        assert 0 <= got.decode.hit_rate <= 1
+        assert moelab.stats(model, reset=True).decode.tokens == 7
+        assert moelab.stats(model).decode.tokens == 0
+
+
+def test_a_recorded_trace_is_the_routing(path):
+    resident, _ = load_model(path, moelab.StreamConfig(mode="resident"))
+    streamed, _ = load_model(path, moelab.StreamConfig(slots=K))
+    traces = []
+    for model in (resident, streamed):
+        with moelab.record(model) as trace:
+            tokens = decode(model, steps=4)
+        traces.append(trace)
+        assert list(trace.phase) == ["prefill"] * PROMPT.size + ["decode"] * 4
+        assert list(trace.tokens) == PROMPT[0].tolist() + tokens[:-1]
+        assert trace.experts.shape[0] == len(trace.tokens) and trace.experts.shape[2] == K
+    np.testing.assert_array_equal(traces[0].experts, traces[1].experts)
+    assert decode(resident) == decode(streamed)  # nothing of the recording is left behind
+
+
+@pytest.mark.parametrize("mode", ("resident", *STREAMED))
+@pytest.mark.parametrize("scales", ("streamed", "resident"))
+def test_footprint_is_what_load_takes(path, mode, scales):
+    config = moelab.StreamConfig(mode=mode, slots=K + 1, scales=scales)
+    predicted = moelab.footprint(path, config)
+    model, _ = load_model(path, config)
+    held = sum(p.nbytes for _, p in tree_flatten(model.parameters()))
+    if mode == "resident":
+        assert held == predicted.total_nbytes
+        return
+    assert held == predicted.backbone_nbytes
+    assert sum(p.nbytes for p in session_of(model).resident.values()) == predicted.scales_nbytes
+    if mode in ("stacked", "fused"):
+        banks = [m.bank for m in model.modules() if isinstance(m, Stacked)]
+        assert sum(b.expert_nbytes * b.num_slots for b in banks) == predicted.slots_nbytes
+    moelab.close(model)
+
+
+@pytest.fixture(scope="module")
+def trace(path):
+    """A recorded trace of the model, in its file."""
+    with load_model(path, moelab.StreamConfig(slots=K))[0] as model, moelab.record(model) as trace:
+        decode(model, 12)
+    trace.save(path.parent / "trace.npz")
+    return path.parent / "trace.npz"
+
+
+def logits(model, steps=8):
+    """Of greedy tokens after the prompt, the prompt's own among them."""
+    cache = make_prompt_cache(model)
+    out = [np.array(model(PROMPT, cache=cache)[:, -1:])]
+    for _ in range(steps):
+        out.append(np.array(model(mx.array(out[-1].argmax(-1)), cache=cache)))
+    return np.stack(out)
+
+
+@pytest.mark.parametrize("prefetch", ("none", "lookahead"))
+@pytest.mark.parametrize("policy", ("lru", "lfu"))
+@pytest.mark.parametrize("scales", ("streamed", "resident"))
+@pytest.mark.parametrize("mode", ("stacked", "fused"))
+def test_pinned_experts_stay_and_nothing_else_changes(path, trace, mode, scales, policy, prefetch):
+    plain = moelab.StreamConfig(mode=mode, slots=K, scales=scales, policy=policy, prefetch=prefetch)
+    one = moelab.footprint(path, plain).slots_nbytes // (K * moelab.footprint(path).num_layers)
+    config = replace(plain, pinned_nbytes=5 * one + 1, pinned_trace=trace)
+    with load_model(path, plain)[0] as model:
+        right, before = logits(model), moelab.stats(model).decode
+    with load_model(path, config)[0] as model:
+        banks = session_of(model).layers
+        pinned = [m.table.pinned for m in banks]
+        counts = np.array(
+            [
+                np.bincount(x.ravel(), minlength=E)
+                for x in moelab.Trace.load(trace).decode.experts.transpose(1, 0, 2)
+            ]
+        )
+        assert sum(map(len, pinned)) == 5 and len(set(map(len, pinned))) > 1, (
+            "layers with different numbers, or this tests less"
+        )
+        least = min(counts[i, e] for i, p in enumerate(pinned) for e in p)
+        assert all(
+            counts[i, e] <= least for i, p in enumerate(pinned) for e in set(range(E)) - set(p)
+        )
+        assert moelab.stats(model) == moelab.Stats(), "what is pinned is not read for a token"
+        np.testing.assert_array_equal(logits(model), right)
+        got = moelab.stats(model).decode
+        assert got.hits + got.misses == before.hits + before.misses
+        assert got.bytes_read < before.bytes_read or prefetch != "none"
+        assert (scales, prefetch) != (
+            "streamed",
+            "none",
+        ) or got.bytes_read == got.misses * moelab.footprint(path).expert_nbytes
+        held = sum(m.bank.expert_nbytes * m.bank.num_slots for m in banks)
+        assert (
+            held
+            == moelab.footprint(path, config).slots_nbytes
+            == moelab.footprint(path, plain).slots_nbytes + 5 * one
+        )
+        assert [m.table.pinned for m in banks] == pinned
+
+
+def test_pinning_everything_reads_nothing_more(path, trace):
+    config = moelab.StreamConfig(slots=K, pinned_nbytes=10**12, pinned_trace=trace)
+    feet = moelab.footprint(path, config)
+    assert feet.slots_nbytes <= moelab.footprint(path, moelab.StreamConfig(slots=E)).slots_nbytes
+    with load_model(path, config)[0] as model:
+        logits(model)
+        moelab.stats(model, reset=True)
+        logits(model)
+        assert moelab.stats(model).decode.misses == 0
+        assert feet.num_layers and all(
+            len(m.table.pinned) <= E - K for m in session_of(model).layers
+        )
+
+
+@pytest.mark.parametrize("top_k", (1, K))
+def test_top_k(path, top_k):
+    tokens = []
+    for mode in ("resident", "fused"):
+        model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=K, top_k=top_k))
+        with moelab.record(model) as trace:
+            tokens.append(decode(model))
+        assert trace.experts.shape[-1] == top_k
+        moelab.close(model)
+    assert tokens[0] == tokens[1]
+
+
+def test_from_env(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("MLX_MOE_", "TEND_MOE_", "SWIFTLM_")):
+            monkeypatch.delenv(name)
+    assert moelab.StreamConfig.from_env() == moelab.StreamConfig(mode="buffers")
+    monkeypatch.setenv("MLX_MOE_STACKED", "1")
+    monkeypatch.setenv("MLX_MOE_CACHE_SLOTS", "24")
+    assert moelab.StreamConfig.from_env() == moelab.StreamConfig(mode="stacked", slots=24)
+    monkeypatch.setenv("MLX_MOE_FUSE_GATEUP", "1")
+    monkeypatch.setenv("SWIFTLM_TOP_K", "6")
+    assert moelab.StreamConfig.from_env(readers=2) == moelab.StreamConfig(
+        slots=24, top_k=6, readers=2
+    )
+    monkeypatch.setenv("TEND_MOE_CACHE_SLOTS", "24")
+    assert moelab.StreamConfig.from_env().slots == 24
+    monkeypatch.setenv("TEND_MOE_CACHE_SLOTS", "16")
+    with pytest.raises(
+        ValueError, match="MLX_MOE_CACHE_SLOTS.*24.*TEND_MOE_CACHE_SLOTS.*16.*[Uu]nset one"
+    ):
+        moelab.StreamConfig.from_env()
+    monkeypatch.delenv("MLX_MOE_CACHE_SLOTS")
+    assert moelab.StreamConfig.from_env().slots == 16
+
+
+def test_the_seeds_commands_are_understood(monkeypatch):
+    """``SWIFTLM_TOP_K=6 TEND_MOE_CACHE_SLOTS=16 SwiftLM ...``, as in DFlash issue 91; 24 is not our default."""
+    monkeypatch.setenv("SWIFTLM_TOP_K", "6")
+    monkeypatch.setenv("TEND_MOE_CACHE_SLOTS", "24")
+    config = moelab.StreamConfig.from_env()
+    assert (config.top_k, config.slots) == (6, 24)
+
+
+def test_mlx_lm_generates_with_it(with_tokenizer):
+    resident, tokenizer = mlx_lm.load(with_tokenizer)
+    resident.set_dtype(mx.float32)
+    prompts = [tokenizer.encode(t) for t in ("def read(self", "import os\n", "class A:\n    x")]
+    want = mlx_lm.batch_generate(resident, tokenizer, prompts, max_tokens=6).texts
+    one = mlx_lm.generate(resident, tokenizer, prompts[0], max_tokens=6)
+    model, tokenizer = moelab.load(with_tokenizer)
+    with model:
+        assert mlx_lm.generate(model, tokenizer, prompts[0], max_tokens=6) == one
+        assert mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=6).texts == want
+
+
+def test_tiny_moe_writes_the_resident_tokens_in_every_mode():
+    """Eight held-out prompts; 256 greedy tokens each, 16 with MOELAB_FAST=1. ``stacked`` and ``fused``: logits bit for bit."""
+    path = moelab.DATA / "models" / "tiny-moe"
+    steps = 16 if os.environ.get("MOELAB_FAST") == "1" else 256
+    tokenizer = mlx_lm.utils.load_tokenizer(path)
+    files = sorted((path / "heldout").glob("*.py"))[:8]
+    prompts = [tokenizer.encode(f.read_text()[:400])[:48] for f in files]
+    models = {m: load_model(path, moelab.StreamConfig(mode=m))[0] for m in ("resident", *STREAMED)}
+    assert len(prompts) == 8
+    for prompt in prompts:
+        caches = {m: make_prompt_cache(model) for m, model in models.items()}
+        tokens = {m: mx.array([prompt]) for m in models}
+        for _ in range(steps):
+            logits = {m: model(tokens[m], cache=caches[m])[:, -1] for m, model in models.items()}
+            decoding = tokens["resident"].size == 1
+            tokens = {m: mx.argmax(rows, axis=-1, keepdims=True) for m, rows in logits.items()}
+            assert len({t.item() for t in tokens.values()}) == 1
+            if decoding:
+                assert all(
+                    mx.array_equal(logits[m], logits["resident"]) for m in ("stacked", "fused")
+                )
+    for model in models.values():
+        moelab.close(model)
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("mode", STREAMED)
+def test_a_pass_on_cuda_is_the_resident_one_whatever_came_before(mode):
+    """Bit for bit: one token at a time, and in waves of 32 and of 128 pairs."""
+    path = moelab.DATA / "models" / "tiny-moe"
+    ids, other = (mx.random.randint(0, 8000, (1, 16), key=mx.random.key(i)) for i in range(2))
+
+    def logits(model, ids, T):
+        cache = make_prompt_cache(model)
+        return mx.concatenate(
+            [model(ids[:, i : i + T], cache=cache) for i in range(0, 16, T)], axis=1
+        )
+
+    resident, _ = load_model(path, moelab.StreamConfig(mode="resident"))
+    with load_model(path, moelab.StreamConfig(mode=mode))[0] as model:
+        for T in (1, 4, 16):
+            want = logits(resident, ids, T)
+            for history in (2, 16):
+                assert mx.array_equal(logits(model, ids, T), want), (T, history)
+                mx.eval(logits(model, other, history))
+
+
+@pytest.mark.parametrize("weights, least", [("affine4", 8), ("plain", 18)])
+@pytest.mark.parametrize("mode", STREAMED)
+def test_on_cuda_every_part_of_a_call_has_rows_enough(mode, weights, least, tmp_path, monkeypatch):
+    """So many that MLX takes the kernels that it takes for the whole call of 18 pairs."""
+    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", weights)
+    monkeypatch.setattr(layers, "on_cuda", lambda: True)
+    rows = []
+    for cls in (SwitchGLU, FusedSwitchGLU):
+        real = cls.__call__
+        monkeypatch.setattr(
+            cls,
+            "__call__",
+            lambda self, x, i, real=real: (rows.append(i.size), real(self, x, i))[1],
+        )
+    resident, _ = load_model(path, moelab.StreamConfig(mode="resident"))
+    with load_model(path, moelab.StreamConfig(mode=mode, slots=K, streams=1))[0] as model:
+        want = resident(PROMPT)
+        num_layers = moelab.footprint(path).num_layers
+        rows.clear()
+        got = model(PROMPT)
+        assert len(rows) > num_layers  # in parts
+        assert min(rows) == least
+        assert mx.abs(got - want).max().item() <= 1e-5
+
+
+def test_room_behind_the_rows_changes_no_result():
+    mx.random.seed(0)
+    linear, wide = (QuantizedSwitchLinear(D, 128, 4, bias=False) for D in (128, 192))
+    assert is_short(linear) and not is_short(wide)
+    x, indices = mx.random.normal((2, 3, 1, 128)), mx.array([[0, 3, 1], [2, 2, 0]])
+    want = linear(x, indices)
+    linear.__class__ = RoomyLinear
+    assert mx.array_equal(linear(x, indices), want)
+
+
+@pytest.mark.parametrize("prefetch", ["none", "lookahead"])
+def test_a_model_goes_with_its_last_name(path, prefetch, monkeypatch):
+    """No cycle keeps it: its memory is free at once, not when the collector comes round."""
+    monkeypatch.setattr(spread, "PART_NBYTES", 64)  # its small layers are divided too
+    gc.collect()
+    gc.disable()
+    try:
+        before = mx.get_active_memory()
+        config = moelab.StreamConfig(slots=K + 1, prefetch=prefetch, streams=2)
+        model, _ = load_model(path, config)
+        decode(model, steps=3)
+        moelab.close(model)
+        del model
+        assert mx.get_active_memory() - before < 4096
+    finally:
+        gc.enable()
+
+
+def test_a_prompt_takes_less_memory_than_resident():
+    """With 8 slots: a layer's output is not kept longer than the resident model keeps it."""
+    ids = mx.array([[(i * 37) % 500 + 5 for i in range(400)]])
+    peak = {}
+    for mode in ("resident", "fused"):
+        with load_model(
+            moelab.DATA / "models" / "tiny-moe", moelab.StreamConfig(mode=mode, slots=8)
+        )[0] as model:
+            cache = make_prompt_cache(model)
+            mx.clear_cache()
+            mx.reset_peak_memory()
+            mx.eval(model(ids, cache=cache), [c.state for c in cache])
+            peak[mode] = mx.get_peak_memory()
+    print(peak)
+    assert peak["fused"] < peak["resident"]
+
+
+def test_memory_is_given_back_once_after_a_long_prompt(path, monkeypatch):
+    given = []
+    monkeypatch.setattr("moelab.streaming.model._give_back_memory", lambda: given.append(1))
+    monkeypatch.setattr("moelab.streaming.model.LONG_PROMPT", 9)
+    with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
+        for tokens, expected in (
+            (PROMPT, 0),
+            (PROMPT[:, :3], 0),
+            (PROMPT[:, :1], 1),
+            (PROMPT[:, :4], 1),
+            (PROMPT[:, :1], 1),
+        ):
+            mx.eval(model(tokens))
+            assert len(given) == expected
