@@ -25,14 +25,10 @@ import mlx.core as mx
 import mlx_lm
 
 from moelab import DATA, StreamConfig, close, load
-from moelab.lab.experiments import bench
-from moelab.lab.experiments import dispatch
+from moelab.lab import machine, records, timing
+from moelab.lab.experiments import bench, dispatch, exactness, layer, reads
 from moelab.lab.experiments import drafts as draft
-from moelab.lab.experiments import exactness
-from moelab.lab.experiments import layer
-from moelab.lab import machine
-from moelab.lab.experiments import reads
-from moelab.lab import timing
+from moelab.lab.texts import heldout_starts
 from moelab.speculation import gated_delta
 from moelab.speculation.generate import ModelDraft
 from moelab.synthesize import synthesize

@@ -9,12 +9,9 @@ The drafts learn what the 4-bit target itself writes. Where MLX is missing (a GP
 """
 
 import argparse
-import bisect
 import hashlib
-import io
 import json
 import time
-import tokenize
 from pathlib import Path
 
 import corpus
@@ -456,7 +453,6 @@ def train_all(steps, lr, model, embedding, texts, buckets, seed=0, warmup=50):
         tuple[dict, list[dict]]: The trained drafts by name, and the log.
     """
     import torch
-
     from torch_drafts import Decoder, DFlash
 
     torch.manual_seed(seed)

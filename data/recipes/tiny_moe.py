@@ -393,7 +393,6 @@ def train(
     """
     import numpy as np
     import torch
-
     from torch_qwen import Model
 
     torch.manual_seed(seed)

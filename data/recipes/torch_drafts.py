@@ -6,7 +6,6 @@ B batch, T tokens, D hidden, A anchors, b block size, n target layers that are r
 import torch
 import torch.nn.functional as F
 from torch import nn
-
 from torch_qwen import MLP, RMSNorm
 
 
