@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from .. import StreamConfig, footprint
 from ..lab import machine
 from ..streaming.model import load_model, session_of
-from ..streaming.record import Trace, driven
+from ..streaming.record import Trace, route_by
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def measure_costs(path, config=None, tokens=12, seed=0, samples=None):
                 E,
             )
             cache, out = make_prompt_cache(model), []
-            with driven(model, trace):
+            with route_by(model, trace):
                 for i in range(len(need)):
                     begin = time.perf_counter()
                     mx.eval(model(mx.array([[i % 64]]), cache=cache))

@@ -9,7 +9,7 @@ from ..checkpoint import expert_modules
 from .layers import StreamedExperts, num_experts
 from .trace import PHASES, Trace, TraceError
 
-__all__ = ["PHASES", "Trace", "TraceError", "driven", "record"]
+__all__ = ["PHASES", "Trace", "TraceError", "record", "route_by"]
 
 
 class _Recorder:
@@ -150,7 +150,7 @@ class _Driver:
     def tap(self, layer):
         def replace(indices):
             if indices.ndim > 2 and indices.shape[0] != 1:
-                raise ValueError(f"driven: expected a batch of 1, got {indices.shape[0]}.")
+                raise ValueError(f"route_by: expected a batch of 1, got {indices.shape[0]}.")
             T = indices.size // indices.shape[-1]
             if layer == 0:
                 phase = PHASES[T == 1]
@@ -166,7 +166,7 @@ class _Driver:
 
 
 @contextmanager
-def driven(model, trace):
+def route_by(model, trace):
     """Let a trace choose the experts in the router's place, so that a random checkpoint routes like a trained one.
 
     The router still runs and is waited for, and its scores weigh the experts: what such a model writes means nothing,
@@ -185,7 +185,7 @@ def driven(model, trace):
         TraceError: If the trace is empty, or its L, K or E are not the model's.
         ValueError: If the model is not ours, or is called with a batch of more than 1.
     """
-    session = _session(model, "driven")
+    session = _session(model, "route_by")
     modules, sizes = _layers(model)
     want = {
         "L (MoE layers)": len(modules),
@@ -198,7 +198,7 @@ def driven(model, trace):
     ]
     if wrong or not len(trace):
         raise TraceError(
-            f"driven: expected a trace with tokens and the model's shape, got {trace} ({'; '.join(wrong) or 'no tokens'}). "
+            f"route_by: expected a trace with tokens and the model's shape, got {trace} ({'; '.join(wrong) or 'no tokens'}). "
             "Make one that fits: moelab.replay.locality.synthesize."
         )
     driver = _Driver(trace)

@@ -28,7 +28,7 @@ from moelab.replay import pagecache
 from moelab.streaming import config, slots
 from moelab.streaming.layers import OVERLAP_S
 from moelab.streaming.model import load_model
-from moelab.streaming.record import Trace, driven
+from moelab.streaming.record import Trace, route_by
 from moelab.streaming.slots import SlotTable
 
 COSTS = pagecache.Costs(0.01, 1e-4, 1e-10, 1e-9, 1e-5, 1e-4)
@@ -277,7 +277,7 @@ def test_hits_are_those_of_a_driven_model(count, policy, tmp_path):
         slots=14, policy=policy, pinned_nbytes=count * one, pinned_trace=tmp_path / "trace.npz"
     )
     model, _ = load_model(tmp_path, config)
-    with model, driven(model, t):
+    with model, route_by(model, t):
         cache = make_prompt_cache(model)
         for i in range(len(t)):
             mx.eval(model(mx.array([[i]]), cache=cache))

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.streaming.model import load_model
-from moelab.streaming.record import Trace, TraceError, driven
+from moelab.streaming.record import Trace, TraceError, route_by
 
 L, E, K = 8, 64, 8
 PROMPT = mx.array([[5, 9, 2, 7]])
@@ -244,10 +244,10 @@ def test_a_driven_model_runs_the_trace(path, mode):
     trace = random_trace(6, 5)
     model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=K))
     before = run(model)
-    with moelab.record(model) as seen, driven(model, trace):
+    with moelab.record(model) as seen, route_by(model, trace):
         with pytest.raises(ValueError, match="recorded already"), moelab.record(model):
             pass
-    with driven(model, trace), moelab.record(model) as seen:
+    with route_by(model, trace), moelab.record(model) as seen:
         after = run(model, steps=7)
     # four prompt rows of six, seven decoded rows of five: the trace starts over
     want = np.concatenate(
@@ -259,7 +259,7 @@ def test_a_driven_model_runs_the_trace(path, mode):
     np.testing.assert_array_equal(run(model), before)  # and nothing is left
     assert not [m for m in model.modules() if hasattr(m, "_taps")]
     if mode != "resident":
-        with driven(model, trace):
+        with route_by(model, trace):
             moelab.stats(model, reset=True)
             run(model)
         stats = moelab.stats(model)
@@ -307,7 +307,7 @@ def test_streamed_and_resident_write_the_same_when_driven(path):
     trace, out = random_trace(6, 5), []
     for mode in ("resident", "fused"):
         model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=K))
-        with driven(model, trace):
+        with route_by(model, trace):
             out.append(run(model))
         moelab.close(model)
     np.testing.assert_array_equal(out[0][1:].argmax(1), out[1][1:].argmax(1))
@@ -318,7 +318,7 @@ def test_recorded_around_driven_is_the_trace_too(path):
     trace = random_trace(6, 5)
     for mode in ("resident", "fused"):
         model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=K))
-        with moelab.record(model) as seen, driven(model, trace):
+        with moelab.record(model) as seen, route_by(model, trace):
             run(model, steps=3)
         np.testing.assert_array_equal(seen.decode.experts, trace.decode.experts[:3])
         moelab.close(model)
@@ -327,7 +327,7 @@ def test_recorded_around_driven_is_the_trace_too(path):
 def test_a_phase_that_the_trace_lacks_takes_the_others_rows(path):
     model, _ = load_model(path, moelab.StreamConfig(slots=K))
     trace = random_trace(0, 5)
-    with model, driven(model, trace), moelab.record(model) as seen:
+    with model, route_by(model, trace), moelab.record(model) as seen:
         run(model, steps=2)
     np.testing.assert_array_equal(
         seen.experts, np.concatenate([trace.experts[:4], trace.experts[:2]])
@@ -343,11 +343,11 @@ def test_a_trace_of_another_shape_is_refused(path, wrong):
             pytest.raises(
                 TraceError, match=rf"{name} \(.*\) {own[name]} of the model, {value} of the trace"
             ),
-            driven(model, random_trace(**wrong)),
+            route_by(model, random_trace(**wrong)),
         ):
             pass
         with pytest.raises(TraceError, match="no tokens"):
-            with driven(model, random_trace()[:0]):
+            with route_by(model, random_trace()[:0]):
                 pass
         assert not [m for m in model.modules() if hasattr(m, "_taps")]
 
@@ -356,17 +356,17 @@ def test_nothing_is_left_after_an_error(path):
     model, _ = load_model(path, moelab.StreamConfig(slots=K))
     with model:
         before = run(model, 2)
-        with pytest.raises(ValueError, match="batch of 1, got 2"), driven(model, random_trace()):
+        with pytest.raises(ValueError, match="batch of 1, got 2"), route_by(model, random_trace()):
             mx.eval(model(mx.array([[1], [2]])))
         np.testing.assert_array_equal(run(model, 2), before)
-    with pytest.raises(ValueError, match="from moelab.load"), driven(object(), random_trace()):
+    with pytest.raises(ValueError, match="from moelab.load"), route_by(object(), random_trace()):
         pass
 
 
 def test_driven_waits_for_the_router(path):
     """Else a driven model would skip what a real one waits for in every layer."""
     model, _ = load_model(path, moelab.StreamConfig(mode="resident"))
-    with driven(model, random_trace(0, 3)):
+    with route_by(model, random_trace(0, 3)):
         router = mx.array(np.arange(K, dtype=np.uint32)).reshape(1, 1, K)
         graph = io.StringIO()
         mx.export_to_dot(graph, model.layers[0].mlp.switch_mlp._taps.each[0](router))

@@ -36,7 +36,7 @@ from ...replay import costs as cost
 from ...replay import locality as routing
 from ...streaming.layers import Buffers, Stacked
 from ...streaming.model import session_of
-from ...streaming.record import Trace, driven
+from ...streaming.record import Trace, route_by
 from .. import limit, machine, records, timing
 
 PROCESS_NBYTES = 80_000_000  # the interpreter and MLX
@@ -223,7 +223,7 @@ def measure(path, point, trace, start, cold, warmup, reads, decode):
             rest, np.full(len(rest), "decode"), np.zeros(len(rest), np.int64), trace.num_experts
         )
         ends, disk, tokens = [], [], []
-        with driven(model, left):
+        with route_by(model, left):
             for token, _ in generate_step(mx.array([1]), model, max_tokens=decode + 3):
                 if len(ends) == 2:
                     stats(model, reset=True)
