@@ -106,8 +106,7 @@ class Run:
                 target = Path(folder) / "loops.json"
                 command = [
                     sys.executable,
-                    "-m",
-                    "data/recipes/cuda_run.py",
+                    __file__,
                     str(target),
                     "--loops",
                     *(["--tiny"] if self.tiny else []),
