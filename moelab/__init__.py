@@ -7,15 +7,20 @@ seconds end in ``_s``.
 
 from pathlib import Path
 
-from . import interrupt
+from . import interrupt, moved
 from .checkpoint import CheckpointError
-from .speculation.generate import ModelDraft, speculative_generate
+from .speculation.drafts import ModelDraft
+from .speculation.generate import speculative_generate
 from .streaming.config import StreamConfig
-from .streaming.model import Footprint, Stats, close, footprint, load, stats
+from .streaming.footprint import Footprint, footprint
+from .streaming.model import close, load
 from .streaming.reader import ReadError
-from .streaming.record import Trace, TraceError, record
+from .streaming.record import record
+from .streaming.session import Stats, stats
+from .streaming.trace import Trace, TraceError
 
 interrupt.restore()
+moved.stop_if_moved()
 
 __version__ = "0.1.0"
 

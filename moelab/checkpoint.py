@@ -1,26 +1,25 @@
-"""Where every expert's bytes lie on disk.
+"""A model folder: where each tensor lies in its files, and mlx-lm's model of it.
 
-A checkpoint is a folder of safetensors files. mlx-lm loads it whole and lets the
-model's ``sanitize`` rename, split or stack what it finds. This module finds out which
-bytes of which file each expert of the finished model came from, without reading them.
+A checkpoint is a folder of safetensors files. Their headers are read and checked here, the
+tensors are not. ``python -m moelab repack`` writes a second layout, in which the experts of a
+layer have a file of their own: ``packing_order``, ``packed_header`` and ``read_packed``.
 """
 
 import json
 import os
 import stat
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
-from mlx.utils import tree_flatten
+import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from mlx_lm.utils import load_config
 
-# safetensors' dtype names, as mx.load maps them.
+# The safetensors format's names of dtypes, as mx.load maps them.
 DTYPES = {
     "F64": mx.float64,
     "F32": mx.float32,
@@ -40,42 +39,59 @@ DTYPES = {
     "C64": mx.complex64,
 }
 
-JOURNAL = "repack.json"  # lies in the folder for as long as ``repack`` is at work there
+JOURNAL = "repack.json"  # in the folder while ``repack`` writes there
 
-PAGE = 4096  # an expert of a packed file begins on a page of the disk
+PAGE_NBYTES = 4096  # every expert of a packed file begins on a page of the disk
 HEADER_NBYTES = 100_000_000  # the longest header that the safetensors format allows
-MOST = 2**31  # MLX counts the elements along a dimension in 32 bits
+MAX_DIMENSION = 2**31  # MLX counts the elements along a dimension in 32 bits
 
-# What families call the number of layers, of which mlx-lm makes as many as config.json says.
-LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+# What families call the number of layers. mlx-lm builds as many as config.json says.
+LAYERS_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
-# What mlx.core.quantize takes; mlx-lm's loader ends the process at a group size of 0.
+GATE_UP = ("gate_proj", "up_proj")  # the projections that ``fused`` mode joins
+
+# What mlx.core.quantize accepts. A group size of 0 would end the process in mlx-lm's loader.
 GROUP_SIZES = (16, 32, 64, 128)
 BITS = (1, 2, 3, 4, 5, 6, 8)
 MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 
 
 class CheckpointError(ValueError):
-    """Something in a checkpoint's files is missing, damaged or cannot be streamed."""
+    """A checkpoint's file is missing or damaged, or the model cannot be streamed."""
 
 
-def shorten(text, most=300):
-    """A text on one line, its middle left out where it is long."""
+def shorten(text: object, most: int = 300) -> str:
+    """Put a text on one line and leave out the middle of a long one.
+
+    Args:
+        text (object): Its ``str`` is taken.
+        most (int): Characters of each of which half are kept at either end.
+    """
     text = " ".join(str(text).split())
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
-def describe(error):
-    """An exception of another library in one short line."""
+def describe(error: BaseException) -> str:
+    """Describe an exception of another library in one short line.
+
+    Args:
+        error (BaseException): The exception.
+    """
     return f"{type(error).__name__}: {shorten(error)}"
 
 
-def regular_file(file):
-    """The size of a file, which must be one: opening a FIFO would wait for ever.
+def regular_file(file: Path) -> int:
+    """The size of a regular file. Opening a FIFO in its place would wait for ever.
+
+    Args:
+        file (Path): The file.
+
+    Returns:
+        int: Bytes.
 
     Raises:
         CheckpointError: If it is a folder, a FIFO, a socket or a device.
-        OSError: If there is none.
+        OSError: If it does not exist.
     """
     status = file.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -83,11 +99,17 @@ def regular_file(file):
     return status.st_size
 
 
-def read_json(file):
-    """The object in a JSON file.
+def read_json(file: Path) -> dict:
+    """Read the object in a JSON file.
+
+    Args:
+        file (Path): The file.
+
+    Returns:
+        dict: The object.
 
     Raises:
-        CheckpointError: If the file is not JSON, or holds something else than an object.
+        CheckpointError: If the file is not JSON, or is not an object.
     """
     regular_file(file)
     try:
@@ -103,34 +125,34 @@ def read_json(file):
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor's place: ``nbytes`` bytes at ``offset`` of ``file``."""
+    """Where one tensor lies: ``nbytes`` bytes at ``offset`` of ``file``."""
 
     name: str
     file: Path
     offset: int
     nbytes: int
-    shape: tuple
+    shape: tuple[int, ...]
     dtype: mx.Dtype
 
 
 @dataclass(frozen=True)
 class ExpertTensor:
-    """One parameter of all E experts of a layer, each expert's part contiguous on disk.
+    """Where one parameter of all E experts of a layer lies. Each expert's part is contiguous.
 
     Attributes:
         name (str): The parameter's path in the model.
-        files (list[Path]): The file of each expert, E entries.
-        offsets (list[int]): Its first byte there, E entries.
-        nbytes (int): The bytes of one expert.
-        shape (tuple): The shape of one expert.
+        files (list[Path]): The file of each expert, E entries. In a ``Session``, opened.
+        offsets (list[int]): The first byte of each expert there, E entries.
+        nbytes (int): The bytes of one expert's part.
+        shape (tuple[int, ...]): The shape of one expert's part.
         dtype (mx.Dtype): The type on disk.
     """
 
     name: str
-    files: list
-    offsets: list
+    files: list[Path]
+    offsets: list[int]
     nbytes: int
-    shape: tuple
+    shape: tuple[int, ...]
     dtype: mx.Dtype
 
 
@@ -141,21 +163,22 @@ class Checkpoint:
         path (str or Path): A folder as ``mlx_lm.load`` takes it.
 
     Attributes:
+        path (Path): As above.
         config (dict): The folder's ``config.json``.
         tensors (dict[str, Tensor]): Every tensor by its name in the files.
-        packed (dict[str, ExpertTensor]): The experts' parameters by their path in the model,
-            where ``python -m moelab repack`` has put them together; else empty.
+        packed (dict[str, ExpertTensor]): The experts' parameters by their path in the model, if
+            ``python -m moelab repack`` wrote the folder; else empty.
 
     Raises:
-        CheckpointError: If a file is missing, truncated, or its header does not fit it.
+        CheckpointError: If a file is missing or truncated, or its header does not fit it.
     """
 
-    def __init__(self, path):
+    def __init__(self, path: str | Path):
         self.path = Path(path)
         if (self.path / JOURNAL).exists():
             raise CheckpointError(
-                f"{self.path}: an unfinished copy that an interrupted 'python -m moelab repack' left. "
-                "Run the same command again, it goes on from there."
+                f"{self.path}: an unfinished copy that an interrupted 'python -m moelab repack' "
+                "left. Run the same command again, it goes on from there."
             )
         for entry in self.path.iterdir() if self.path.is_dir() else ():
             if entry.exists() and not entry.is_dir():
@@ -178,36 +201,39 @@ class Checkpoint:
         check_config(self.config, self.path / "config.json", len(self.tensors) + len(self.packed))
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """The bytes of all tensors together."""
         experts = sum(t.nbytes * len(t.offsets) for t in self.packed.values())
         return experts + sum(t.nbytes for t in self.tensors.values())
 
-    def model_classes(self, config):
-        """For mlx-lm's ``load_model``: its classes, with stand-ins for packed experts.
+    def model_classes(self, config: dict) -> tuple[type, type]:
+        """The classes for mlx-lm's ``load_model``, with placeholders for packed experts.
 
-        The model's ``sanitize`` also refuses what would end the process: mlx-lm divides by
-        the group size that it infers from a layer and its scales.
+        The model's ``sanitize`` also refuses scales that do not fit their layer: mlx-lm infers a
+        group size from them and divides by it, and a division by 0 would end the process.
+
+        Args:
+            config (dict): As mlx-lm hands it over.
 
         Returns:
-            tuple: The model's class and that of its arguments.
+            tuple[type, type]: The class of the model and that of its arguments.
         """
         cls, args = mlx_lm_utils._get_classes(config)
         for name, field in getattr(args, "__dataclass_fields__", {}).items():
-            # As check_config does with 0. Some families have truth values under such names.
+            # check_config refuses a 0. Some families have truth values under such names.
             if "group" in name and config.get(name) is False and "int" in str(field.type):
                 raise CheckpointError(
                     f"{self.path / 'config.json'}: {name}: expected a number, got False. "
                     "Download it again."
                 )
-        stand_ins = {
+        placeholders = {
             path: mx.broadcast_to(mx.zeros((), t.dtype), (len(t.offsets), *t.shape))
             for path, t in self.packed.items()
         }
 
         def sanitize(model, weights):
             inherited = getattr(super(checked, model), "sanitize", lambda weights: weights)
-            weights = {**inherited(weights), **stand_ins}
+            weights = {**inherited(weights), **placeholders}
             for path, module in model.named_modules():
                 scales, packed = (weights.get(f"{path}.{name}") for name in ("scales", "weight"))
                 own = module.get("weight") if hasattr(module, "to_quantized") else None
@@ -224,15 +250,15 @@ class Checkpoint:
         checked = type(cls.__name__, (cls,), methods)
         return checked, args
 
-    def build(self, model_config=None, **kwargs):
-        """mlx-lm's model with its weights, none of them read yet.
+    def build(self, model_config: dict | None = None, **kwargs) -> tuple[nn.Module, dict]:
+        """Build mlx-lm's model. Its weights are lazy, none is read.
 
         Args:
-            model_config (dict, optional): As for ``mlx_lm.utils.load_model``.
-            kwargs: ``trust_remote_code``, as there.
+            model_config (dict or None): As for ``mlx_lm.utils.load_model``.
+            kwargs: ``trust_remote_code``, as for ``mlx_lm.utils.load_model``.
 
         Returns:
-            tuple: The model and its configuration.
+            tuple[nn.Module, dict]: The model and its configuration.
 
         Raises:
             CheckpointError: If mlx-lm cannot build it from the files.
@@ -247,27 +273,27 @@ class Checkpoint:
             )
         except CheckpointError:
             raise
-        except Exception as e:  # a family's code may raise anything at what it does not expect
+        except Exception as e:  # a family's code may raise anything
             raise CheckpointError(
                 f"{self.path}: mlx-lm cannot build it from its config.json and tensors: "
                 f"{describe(e)}. Download it again."
             ) from e
 
-    def try_out(self, model):
-        """Call the model on two tokens, evaluating nothing.
+    def try_out(self, model: nn.Module) -> None:
+        """Call the model on two tokens and evaluate nothing.
 
-        MLX checks types and shapes as operations are called, before they are evaluated.
+        MLX checks types and shapes when an operation is called, before it is evaluated.
 
         Args:
-            model (nn.Module): As ``build`` returned it.
+            model (nn.Module): From ``build``.
 
         Raises:
-            CheckpointError: If that fails.
+            CheckpointError: If the call fails.
         """
         try:
             model(mx.zeros((1, 2), mx.int32))
         except Exception as e:
-            if "_kernel]" in str(e):  # one that this machine does not have
+            if "_kernel]" in str(e):  # the family needs a kernel that this machine does not have
                 return
             raise CheckpointError(
                 f"{self.path}: mlx-lm cannot call the model that its config.json describes: "
@@ -275,7 +301,7 @@ class Checkpoint:
             ) from e
 
     def _files(self):
-        # The same files as mlx-lm reads; the index only says which must be there.
+        # The files that mlx-lm reads. The index only says which of them must exist.
         files = sorted(self.path.glob("model*.safetensors"))
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
@@ -301,11 +327,14 @@ class Checkpoint:
         return files
 
 
-def merge_headers(headers):
-    """The tensors of several files together.
+def merge_headers(headers: dict[Path, dict]) -> dict:
+    """Join the tensors of several files.
 
     Args:
         headers (dict[Path, dict]): For each file, its tensors by name.
+
+    Returns:
+        dict: All tensors by name.
 
     Raises:
         CheckpointError: If a name occurs in two files.
@@ -323,16 +352,16 @@ def merge_headers(headers):
     return merged
 
 
-def check_config(config, file, num_tensors):
-    """Refuse what a config.json cannot mean, before mlx-lm builds a model of that size.
+def check_config(config: dict, file: Path, num_tensors: int) -> None:
+    """Refuse impossible values of a config.json, before mlx-lm builds a model of that size.
 
     Args:
         config (dict): Its content.
         file (Path): For messages.
-        num_tensors (int): A model has no more layers than this.
+        num_tensors (int): The tensors of the model, which cannot have more layers.
 
     Raises:
-        CheckpointError: If the values cannot be.
+        CheckpointError: If a value is impossible.
     """
 
     def check(key, value, expected, good):
@@ -347,10 +376,10 @@ def check_config(config, file, num_tensors):
         check(key, value, "an object", value is None or isinstance(value, dict))
     for part in (config, config.get("text_config") or {}):
         for key, value in part.items():
-            if type(value) is int and key in LAYERS:
+            if type(value) is int and key in LAYERS_KEYS:
                 most = f"at most {num_tensors}, the tensors of the model"
                 check(key, value, most, value <= num_tensors)
-            if type(value) is int and "group" in key:  # MLX divides by it and ends the process
+            if type(value) is int and "group" in key:  # dividing by 0 would end the process
                 check(key, value, "another number than 0", value)
     settings = config.get("quantization") or {}
     for entry in (settings, *settings.values()):
@@ -361,7 +390,7 @@ def check_config(config, file, num_tensors):
                 check(f"quantization: {key}", value, f"one of {choices}", right)
 
 
-def read_header(file):
+def read_header(file: Path) -> dict[str, Tensor]:
     """Read where the tensors of one safetensors file lie.
 
     Args:
@@ -371,9 +400,8 @@ def read_header(file):
         dict[str, Tensor]: Every tensor by name.
 
     Raises:
-        CheckpointError: If the header cannot be parsed, or places a tensor outside the
-            file, over or apart from the one before it, or in a length that its shape does
-            not have.
+        CheckpointError: If the header cannot be parsed, or a tensor does not lie right behind the
+            one before it, inside the file and in the length of its shape.
     """
     return _read_header(file)[0]
 
@@ -422,7 +450,7 @@ def _read_header(file, remedy="download it again"):
             and isinstance(offsets, list)
             and len(offsets) == 2
             and all(type(n) is int and n >= 0 for n in (*shape, *offsets))
-            and all(n < MOST for n in shape)
+            and all(n < MAX_DIMENSION for n in shape)
         ):
             what = f"shape {shorten(shape, 60)}, offsets {shorten(offsets, 60)}"
             raise wrong(f"tensor {short} has {what}")
@@ -450,23 +478,37 @@ def _read_header(file, remedy="download it again"):
     return tensors, metadata
 
 
-def packed_header(path, parameters, E):
+def packing_order(names: Iterable[str]) -> list[str]:
+    """Sort an expert's parameters as ``repack`` packs them: weights first, gate beside up.
+
+    Args:
+        names (Iterable[str]): As ``expert_parameters`` names them.
+    """
+
+    def place(name):
+        linear, param = name.rsplit(".", 1)
+        return param != "weight", linear not in GATE_UP, param != "scales", param, linear
+
+    return sorted(names, key=place)
+
+
+def packed_header(path: str, parameters: list[tuple], E: int) -> dict:
     """The header of the file in which ``repack`` puts the experts of a layer.
 
     Args:
-        path (str): The layer's in the model.
-        parameters (list): Of an expert, in the order of ``packing_order``: name, dtype (as
-            safetensors names it) and shape of each.
-        E (int): The experts.
+        path (str): The layer's path in the model.
+        parameters (list[tuple]): Name, dtype (as safetensors names it) and shape of each
+            parameter of an expert, in the order of ``packing_order``.
+        E (int): The number of experts.
 
     Returns:
-        dict: JSON. An expert's parameters follow each other; experts begin on whole pages.
+        dict: For JSON. An expert's parameters follow each other, and each expert begins on a page.
     """
     described, offset = [], 0
     for name, dtype, shape in parameters:
         described.append({"name": name, "dtype": dtype, "shape": list(shape), "offset": offset})
         offset += prod(shape) * DTYPES[dtype].size
-    stride = -(-offset // PAGE) * PAGE
+    stride = -(-offset // PAGE_NBYTES) * PAGE_NBYTES
     text = json.dumps(described)
     crc = zlib.crc32(json.dumps([path, text, E, stride]).encode())
     return {
@@ -475,11 +517,11 @@ def packed_header(path, parameters, E):
     }
 
 
-def read_packed(file):
+def read_packed(file: Path) -> dict[str, ExpertTensor]:
     """Read where the experts of one layer lie in a file that ``repack`` wrote.
 
-    The header must be the one that ``repack`` writes for the same parameters. Files of
-    earlier versions lack the checksum.
+    The header must be the one that ``repack`` writes for the same parameters. Files of earlier
+    versions have no checksum.
 
     Args:
         file (Path): The file.
@@ -522,11 +564,7 @@ def read_packed(file):
 
 
 def _check_types(parameters):
-    """Refuse types that contradict each other, where no checksum vouches for them.
-
-    Args:
-        parameters (list): Of an expert, as for ``packed_header``.
-    """
+    """Refuse types that contradict each other, in a file that has no checksum."""
     names, floating = {name for name, _, _ in parameters}, set()
     for name, dtype, _ in parameters:
         module, _, kind = name.rpartition(".")
@@ -539,175 +577,3 @@ def _check_types(parameters):
             floating.add(dtype)
         if not right or len(floating) > 1:
             raise ValueError(f"{name} as {dtype}")
-
-
-def read_experts(tensor):
-    """Read one parameter of all experts.
-
-    Args:
-        tensor (ExpertTensor): Where they lie.
-
-    Returns:
-        mx.array: ``[E, ...]`` in the type on disk.
-    """
-    rows = np.empty((len(tensor.offsets), tensor.nbytes), np.uint8)
-    for row, file, offset in zip(rows, tensor.files, tensor.offsets):
-        with open(file, "rb", buffering=0) as f:
-            f.seek(offset)
-            if f.readinto(row) != tensor.nbytes:
-                raise CheckpointError(
-                    f"{file}: {tensor.name}: the file ends before byte {offset + tensor.nbytes}."
-                )
-    return mx.array(rows).view(tensor.dtype).reshape(len(rows), *tensor.shape)
-
-
-def expert_modules(model):
-    """The modules that hold experts: ``[(path, SwitchGLU or SwitchMLP)]`` in layer order."""
-    return [
-        (path, m)
-        for path, m in reversed(list(model.named_modules()))
-        if isinstance(m, (SwitchGLU, SwitchMLP))
-    ]
-
-
-def expert_parameters(module):
-    """What a ``SwitchGLU`` or ``SwitchMLP`` holds for each expert.
-
-    A family may hang more on the module; that is not the experts'.
-
-    Returns:
-        dict[str, mx.array]: ``[E, ...]`` by name, such as ``up_proj.weight``.
-    """
-    names = ("fc1", "fc2") if isinstance(module, SwitchMLP) else PROJECTIONS
-    return {f"{name}.{k}": p for name in names for k, p in tree_flatten(module[name].parameters())}
-
-
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-GATE_UP = PROJECTIONS[:2]
-
-
-def packing_order(names):
-    """The order in which an expert's parameters are packed: weights first, gate beside up.
-
-    Args:
-        names (Iterable[str]): As ``expert_parameters`` names them.
-    """
-
-    def place(name):
-        linear, param = name.rsplit(".", 1)
-        return param != "weight", linear not in GATE_UP, param != "scales", param, linear
-
-    return sorted(names, key=place)
-
-
-def locate_experts(model, checkpoint):
-    """Find where the experts' parameters lie in the files.
-
-    Runs the model's own ``sanitize`` over stand-ins: what comes out untouched is a whole
-    tensor of the file; what was split or stacked is followed row by row.
-
-    Args:
-        model (nn.Module): The model as mlx-lm built it, experts still in place.
-        checkpoint (Checkpoint): Its files.
-
-    Returns:
-        dict[str, ExpertTensor]: By the parameter's path in the model. A parameter whose
-        rows are not contiguous in the files is left out.
-    """
-    wanted = {
-        f"{path}.{name}": p
-        for path, module in expert_modules(model)
-        for name, p in expert_parameters(module).items()
-    }
-    if checkpoint.packed:
-        return {path: t for path, t in checkpoint.packed.items() if path in wanted}
-    stand_ins = {
-        name: mx.broadcast_to(mx.zeros((), t.dtype), t.shape)
-        for name, t in checkpoint.tensors.items()
-    }
-    sanitize = getattr(model, "sanitize", lambda weights: weights)
-    sanitized = sanitize(dict(stand_ins))
-    names = {id(v): name for name, v in stand_ins.items()}
-
-    found, rest = {}, []
-    for path, p in wanted.items():
-        tensor = checkpoint.tensors.get(names.get(id(sanitized.get(path))))
-        if tensor is not None and tensor.shape == p.shape:
-            nbytes = tensor.nbytes // p.shape[0]
-            found[path] = ExpertTensor(
-                path,
-                [tensor.file] * p.shape[0],
-                [tensor.offset + e * nbytes for e in range(p.shape[0])],
-                nbytes,
-                p.shape[1:],
-                tensor.dtype,
-            )
-        elif path in sanitized:
-            rest.append(path)
-    if rest:
-        untouched = {id(v) for v in sanitized.values()}
-        changed = [n for n, v in stand_ins.items() if id(v) not in untouched]
-        found.update(_follow_rows(checkpoint, sanitize, stand_ins, changed, wanted, rest))
-    return found
-
-
-def _follow_rows(checkpoint, sanitize, stand_ins, changed, wanted, paths):
-    # Each changed tensor is stood in for by the numbers of its rows, two equal columns
-    # wide: cheap, and a transposition or any arithmetic shows.
-    numbered, starts, sources = dict(stand_ins), [], []
-    row = 1 << 40  # no narrower type can hold these, so a cast shows too
-    for name in changed:
-        t = checkpoint.tensors[name]
-        if len(t.shape) < 2:
-            rows, unit, view = t.shape, t.dtype.size, t.shape
-        else:
-            rows, unit = t.shape[:-1], t.shape[-1] * t.dtype.size
-            view = (*rows, 2)
-        ids = row + mx.arange(prod(rows)).astype(mx.int64)
-        ids = ids.reshape(rows if len(t.shape) < 2 else (*rows, 1))
-        numbered[name] = mx.broadcast_to(ids, view)
-        starts.append(row)
-        sources.append((t, unit, prod(rows)))
-        row += prod(rows) + 1  # a gap, so that two tensors never look like one
-    try:
-        sanitized = sanitize(numbered)
-    except Exception:  # a sanitize that computes on its weights cannot be followed
-        return {}
-
-    found, starts = {}, np.array(starts)
-    for path in paths:
-        ids, p = sanitized.get(path), wanted[path]
-        if ids is None or ids.dtype != mx.int64 or ids.ndim != p.ndim:
-            continue
-        ids = np.array(ids)
-        if p.ndim > 2:
-            if (ids[..., :1] != ids).any():
-                continue
-            ids = ids[..., 0]
-        if ids.shape[0] != p.shape[0] or ids.shape[1:] != p.shape[1 : max(p.ndim - 1, 2)]:
-            continue
-        ids = ids.reshape(p.shape[0], -1)
-        source = np.searchsorted(starts, ids[:, 0], side="right") - 1
-        if (np.diff(ids, axis=1) != 1).any():
-            continue
-        parts = [sources[s] for s in source]
-        nbytes = {ids.shape[1] * unit for _, unit, _ in parts}
-        dtypes = {t.dtype for t, _, _ in parts}
-        if len(nbytes) > 1 or len(dtypes) > 1 or min(nbytes) != _nbytes(p, min(dtypes, key=str)):
-            continue
-        found[path] = ExpertTensor(
-            path,
-            [t.file for t, _, _ in parts],
-            [
-                t.offset + int(i - starts[s]) * unit
-                for (t, unit, _), s, i in zip(parts, source, ids[:, 0])
-            ],
-            nbytes.pop(),
-            p.shape[1:],
-            dtypes.pop(),
-        )
-    return found
-
-
-def _nbytes(p, dtype):
-    return prod(p.shape[1:]) * dtype.size

@@ -1,6 +1,10 @@
-"""Listen to a module's calls, or change them: the one way in which this package does it."""
+"""Observe or replace an object's calls for a while: the one way in which this package does it.
 
-from contextlib import contextmanager
+What a model keeps for as long as it is loaded is a class of its own, not a hook:
+``LoadedModel`` and ``SpreadLinear``, for example, which every token passes through.
+"""
+
+from collections.abc import Callable
 from functools import cache, partial
 
 
@@ -8,33 +12,70 @@ class _Hooked:
     """Mixed into the class of a module for as long as it has hooks."""
 
 
-@contextmanager
-def hooked(module, hook, method="__call__"):
-    """Within, ``module`` calls ``hook(original, *args, **kwargs)`` in place of ``original``.
+class hooked:
+    """Inside the block, ``module`` calls ``hook(original, *args, **kwargs)``, not ``original``.
 
-    A module may have several hooks, which may end in any order; one that began later is called
-    first. Afterwards the module has its own class again.
+        with hooked(layer, hook):
+            model(tokens)
+
+    A module may have several hooks, and they may end in any order. After the last one the module
+    has its own class again. The object can be entered again and costs about 2 us, so that a pass
+    may hook every layer.
 
     Args:
-        module (nn.Module): Whose calls to hook.
-        hook (Callable): Gets the method that it stands for, bound to the module, and the arguments.
-        method (str): The method. Default: the module's call.
+        module (object): The ``nn.Module`` or other object whose calls are hooked.
+        hook (Callable): Gets the method it replaces, bound to the module, and the arguments.
+        method (str): The method to hook. Default: the module's call.
+        innermost (bool): Call this hook after those that the method has already. Default: the
+            hook that began last is called first.
     """
-    if not isinstance(module, _Hooked):
-        # nn.Module would take a dict that is set as usual for parameters.
-        object.__setattr__(module, "_hooks", {})
-        module.__class__ = _hooked_class(type(module))
-    if method not in vars(type(module)):
-        setattr(type(module), method, _calling(type(module), method))
-    hooks = module._hooks.setdefault(method, [])
-    hooks.append(hook)
-    try:
-        yield
-    finally:
-        hooks.remove(hook)
-        if not any(module._hooks.values()):
-            module.__class__ = type(module)._unhooked
+
+    def __init__(
+        self,
+        module: object,
+        hook: Callable,
+        method: str = "__call__",
+        innermost: bool = False,
+    ):
+        self._module, self._hook, self._method, self._innermost = module, hook, method, innermost
+
+    def install(self) -> None:
+        """What entering the block does."""
+        module, method = self._module, self._method
+        if not isinstance(module, _Hooked):
+            # nn.Module would take a dictionary that is set as usual for parameters.
+            object.__setattr__(module, "_hooks", {})
+            module.__class__ = _hooked_class(type(module))
+        cls = type(module)
+        if method not in cls.__dict__:
+            setattr(cls, method, _hooked_method(cls, method))
+        hooks = module._hooks.setdefault(method, [])  # innermost first
+        hooks.insert(0 if self._innermost else len(hooks), self._hook)
+
+    def remove(self) -> None:
+        """What leaving the block does. Undoes an interrupted ``install`` too."""
+        module = self._module
+        if not isinstance(module, _Hooked):
+            return
+        hooks = module._hooks
+        if self._hook in (installed := hooks.get(self._method, ())):
+            installed.remove(self._hook)
+        if not any(hooks.values()):
+            module.__class__ = unhooked(module)
             object.__delattr__(module, "_hooks")
+
+    def __enter__(self) -> "hooked":
+        self.install()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.remove()
+
+
+def unhooked(module: object) -> type:
+    """The module's own class, whether it has hooks or not."""
+    cls = type(module)
+    return cls._unhooked if issubclass(cls, _Hooked) else cls
 
 
 @cache
@@ -42,7 +83,7 @@ def _hooked_class(cls):
     return type(cls.__name__, (_Hooked, cls), {"__module__": cls.__module__, "_unhooked": cls})
 
 
-def _calling(cls, name):
+def _hooked_method(cls, name):
     def method(self, *args, **kwargs):
         call = getattr(super(cls, self), name)
         for hook in self._hooks.get(name, ()):

@@ -1,7 +1,7 @@
-"""Ctrl-C during the imports of ``python -m moelab``, which come before its ``main``.
+"""Ctrl-C during the imports of ``python -m moelab``, which run before its ``main``.
 
-They take most of the first second, and an exception in an import is a traceback. So Ctrl-C ends
-the process at once until ``restore``.
+They take most of the first second, and an exception in an import prints a traceback. So Ctrl-C
+ends the process at once until ``restore``.
 """
 
 import os
@@ -17,8 +17,8 @@ def _quit(*_):
     os._exit(130)
 
 
-def restore():
-    """The package is imported: Ctrl-C is an exception again."""
+def restore() -> None:
+    """Make Ctrl-C an exception again, once the package is imported."""
     if _ours:
         signal.signal(signal.SIGINT, _before)
 

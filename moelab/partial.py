@@ -1,29 +1,30 @@
-"""The folder ``OUT.partial``, where a command works until all of ``OUT`` is on disk.
+"""The folder ``OUT.partial``, in which a command works until all of ``OUT`` is on disk.
 
-A journal is the first file in it. It names the command, what the files are made from, and
-every file that the command writes there. Only those files are ever removed.
+The first file in it is a journal. It names the command, what the files are made from, and every
+file that the command writes there. Only those files are ever removed.
 """
 
 import json
 import os
+from pathlib import Path
 
 
-def begin(out, journal, files, made_from=None):
+def begin(out: Path, journal: str, files: list[str], made_from: str | None = None) -> Path:
     """Make ``OUT.partial``, or take over the one that a killed run of the same command left.
 
     Args:
-        out (Path): The folder that is to be made.
-        journal (str): Name of the journal; each command has its own.
+        out (Path): The folder to make.
+        journal (str): Name of the journal. Each command has its own.
         files (list[str]): Names of all other files that the command writes.
-        made_from (str, optional): What the files are made from. Files of a killed run are kept
-            if theirs was the same. Default: they are removed.
+        made_from (str or None): What the files are made from. Files of a killed run are kept if
+            they were made from the same. Default: they are removed.
 
     Returns:
-        Path: The folder.
+        Path: ``OUT.partial``.
 
     Raises:
-        FileExistsError: If there is an ``OUT.partial`` that the command did not make, or one
-            with other files in it. Nothing is changed then.
+        FileExistsError: If there is an ``OUT.partial`` that the command did not make, or one with
+            other files in it. Nothing is changed then.
     """
     partial = out.with_name(out.name + ".partial")
     earlier = _earlier(partial, journal)
@@ -38,15 +39,29 @@ def begin(out, journal, files, made_from=None):
     return partial
 
 
-def finish(partial, out, journal):
-    """Give the folder its name. At no moment is it nobody's: the journal goes last."""
+def finish(partial: Path, out: Path, journal: str) -> None:
+    """Give the folder its final name and remove the journal, in this order.
+
+    A run that is killed in between leaves a folder that the command knows as its own.
+
+    Args:
+        partial (Path): From ``begin``.
+        out (Path): The folder's final name.
+        journal (str): As for ``begin``.
+    """
     os.replace(partial / journal, partial / f"{journal}.done")
     os.rename(partial, out)
     (out / f"{journal}.done").unlink()
 
 
-def clear(partial, journal, files):
-    """Remove a command's files and, if nothing else is in it, the folder."""
+def clear(partial: Path, journal: str, files: list[str]) -> None:
+    """Remove a command's files and, if nothing else is in it, the folder.
+
+    Args:
+        partial (Path): From ``begin``.
+        journal (str): As for ``begin``.
+        files (list[str]): As for ``begin``.
+    """
     for name in (*files, f"{journal}.writing", f"{journal}.done", journal):
         (partial / name).unlink(missing_ok=True)
     if partial.is_dir() and not any(partial.iterdir()):
@@ -54,7 +69,7 @@ def clear(partial, journal, files):
 
 
 def _earlier(partial, journal):
-    """What the journal of a killed run says, once nothing else is found in the folder."""
+    """The journal of a killed run; raises if the folder holds anything that is not the run's."""
     command = f"moelab {journal.removesuffix('.json')}"
     remedy = "Remove it, or move it elsewhere, or name another folder to make."
     if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
@@ -75,10 +90,12 @@ def _earlier(partial, journal):
             f"{partial}: expected a folder that '{command}' left, with its {journal}, "
             f"found none of its own. {remedy}"
         ) from None
-    others = sorted(
-        n for n in found
-        if n not in known or (partial / n).is_symlink() or not (partial / n).is_file()
-    )  # fmt: skip
+
+    def is_own(name):
+        file = partial / name
+        return name in known and file.is_file() and not file.is_symlink()
+
+    others = sorted(name for name in found if not is_own(name))
     if others:
         raise FileExistsError(
             f"{partial}: '{command}' left this folder, but did not write {', '.join(others[:3])}"

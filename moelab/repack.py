@@ -1,15 +1,17 @@
-"""A checkpoint whose experts lie one after the other on disk, so that one read brings one expert.
+"""``repack``: write a checkpoint in which one read brings one expert.
 
-In mlx-lm's layout the nine parameters of an expert are nine ranges of a file, gigabytes
-apart. Here each MoE layer has a file of its own, a safetensors file with one tensor
-``experts [E, stride]`` of bytes: expert e is row e, which begins on a page of the disk
-and holds its parameters in the order of ``packing_order``. ``moelab.load`` reads both.
+In mlx-lm's layout the nine parameters of an expert are nine ranges of a file, gigabytes apart. In
+the packed layout each MoE layer has a file of its own, a safetensors file with one tensor
+``experts [E, stride]`` of bytes. Expert e is row e, which begins on a page of the disk and holds
+its parameters in the order of ``packing_order``. ``moelab.load`` reads both layouts.
 """
 
+import argparse
 import errno
 import json
 import os
 import shutil
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 
@@ -19,28 +21,28 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 from tqdm import tqdm
 
+from .arguments import not_empty
 from .checkpoint import (
     DTYPES,
     JOURNAL,
-    PAGE,
+    PAGE_NBYTES,
     Checkpoint,
     CheckpointError,
-    expert_modules,
-    expert_parameters,
-    locate_experts,
     packed_header,
     packing_order,
 )
+from .experts import expert_modules, expert_parameters, locate_experts
 from .partial import begin, finish
 
-_NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
+DTYPE_NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
+SPARE_NBYTES = 64 << 20  # of the disk that stay free: headers, the configuration, the tokenizer
 
 
-def repack(model, out, progress=True):
-    """Write a model folder for ``moelab.load`` with each expert's bytes together.
+def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
+    """Write a model folder for ``moelab.load`` with each expert's bytes in one piece.
 
-    Until its last byte is on disk and has been compared, the folder is called
-    ``OUT.partial``; a run that was interrupted goes on where it stopped.
+    Until its last byte is on disk and has been compared, the folder is called ``OUT.partial``. A
+    run that was interrupted goes on where it stopped.
 
     Args:
         model (str or Path): A model folder, as for ``moelab.load``.
@@ -82,16 +84,18 @@ def repack(model, out, progress=True):
     partial = begin(out, JOURNAL, written, _identity(source))
     (partial / "config.json").unlink(missing_ok=True)
     free = shutil.disk_usage(partial).free + sum(f.stat().st_size for f in partial.iterdir())
-    if free < total + (64 << 20):
+    if free < total + SPARE_NBYTES:
         raise OSError(
-            errno.ENOSPC, f"not enough disk in {out.absolute().parent}: the packed model takes {total / 1e9:.2f} GB, {free / 1e9:.2f} GB is free"
-        )  # fmt: skip
+            errno.ENOSPC,
+            f"not enough disk in {out.absolute().parent}: the packed model takes "
+            f"{total / 1e9:.2f} GB, {free / 1e9:.2f} GB is free",
+        )
     with tqdm(
         total=total, unit="B", unit_scale=True, desc=out.name, disable=not progress, leave=False
     ) as bar:
         for i, layer in enumerate(layers):
             file, half = partial / _file_name(i), partial / _file_name(i, "writing")
-            if not file.exists():  # it has its name only once it is whole
+            if not file.exists():  # it gets this name only when it is complete
                 layer.write(half)
                 layer.compare(half)
                 os.replace(half, file)
@@ -116,26 +120,25 @@ def _file_name(layer, suffix="safetensors"):
 
 
 def _is_copied(file):
-    """Whether a file of the source goes into the new folder as it is."""
+    """Whether a file of the source is copied unchanged."""
     made = ("config.json", "model.safetensors.index.json", JOURNAL)
     return file.is_file() and file.suffix != ".safetensors" and file.name not in made
 
 
 def _identity(source):
-    """The source's files with their sizes and times: a run goes on only from the same ones."""
+    """The source's files with their sizes and times. A run goes on only if they are the same."""
     files = sorted({t.file for t in source.tensors.values()})
     stats = [(str(f.resolve()), f.stat()) for f in files]
     return json.dumps([[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats])
 
 
 class _Layer:
-    """The experts of one layer: where they come from and how they will lie."""
+    """The experts of one layer: where they lie in the source and in the packed file."""
 
     def __init__(self, path, module, located):
         self.path = path
-        parameters = {
-            n: p for n, p in expert_parameters(module).items() if p.ndim > 2
-        }  # the rest is small
+        # The others are a few bytes for each expert and stay with the backbone.
+        parameters = {n: p for n, p in expert_parameters(module).items() if p.ndim > 2}
         self.E = next(iter(parameters.values())).shape[0]
         self._sources, named = [], []
         for name in packing_order(parameters):
@@ -143,7 +146,7 @@ class _Layer:
             dtype = tensor.dtype if tensor else p.dtype
             nbytes = prod(p.shape[1:]) * dtype.size
             self._sources.append((tensor, p, nbytes))
-            named.append((name, _NAMES[dtype], p.shape[1:]))
+            named.append((name, DTYPE_NAMES[dtype], p.shape[1:]))
         self.names = [name for name, _, _ in named]
         self._header = packed_header(path, named, self.E)
         self.stride = self._header["experts"]["shape"][1]
@@ -152,41 +155,37 @@ class _Layer:
     def experts(self):
         """The bytes of one expert after another, padded to whole pages."""
         files, arrays = {}, {}
-        try:
+        with ExitStack() as opened:
             for e in range(self.E):
                 row = bytearray(self.stride)
                 view, offset = memoryview(row), 0
                 for i, (tensor, p, nbytes) in enumerate(self._sources):
                     part = view[offset : offset + nbytes]
-                    if tensor is None:  # mlx-lm rearranges it on load: its own bytes, then
-                        if i not in arrays:
-                            arrays[i] = np.asarray(mx.contiguous(p).view(mx.uint8)).reshape(
-                                self.E, -1
-                            )
-                        part[:] = arrays[i][e].tobytes()
-                    else:
-                        path = tensor.files[e]
-                        if path not in files:
-                            files[path] = open(path, "rb", buffering=0)
-                        files[path].seek(tensor.offsets[e])
-                        if files[path].readinto(part) != nbytes:
-                            raise CheckpointError(
-                                f"{path}: {tensor.name}, expert {e}: expected {nbytes} bytes at offset {tensor.offsets[e]}, "
-                                "the file is shorter: download it again."
-                            )
                     offset += nbytes
+                    if tensor is None:  # mlx-lm rearranges it when it loads: take its result
+                        if i not in arrays:
+                            arrays[i] = np.asarray(_bits(p)).reshape(self.E, -1)
+                        part[:] = arrays[i][e].tobytes()
+                        continue
+                    path, first = tensor.files[e], tensor.offsets[e]
+                    if path not in files:
+                        files[path] = opened.enter_context(open(path, "rb", buffering=0))
+                    files[path].seek(first)
+                    if files[path].readinto(part) != nbytes:
+                        raise CheckpointError(
+                            f"{path}: {tensor.name}, expert {e}: expected {nbytes} bytes at "
+                            f"offset {first}, the file is shorter: download it again."
+                        )
                 yield row
-        finally:
-            for file in files.values():
-                file.close()
 
     def header(self):
-        """A safetensors header, as long as it takes for the data to begin on a page."""
+        """A safetensors header, padded so that the data begins on a page."""
         text = json.dumps(self._header).encode()
-        text += b" " * (-(8 + len(text)) % PAGE)
+        text += b" " * (-(8 + len(text)) % PAGE_NBYTES)
         return len(text).to_bytes(8, "little") + text
 
     def write(self, file):
+        """Write the packed file, and return when it is on disk."""
         with open(file, "wb") as f:
             f.write(self.header())
             for row in self.experts():
@@ -195,21 +194,21 @@ class _Layer:
             os.fsync(f.fileno())
 
     def compare(self, file):
+        """Read the packed file back and raise if it differs from the source."""
         with open(file, "rb") as f:
             f.seek(len(self.header()))
             for e, row in enumerate(self.experts()):
                 if f.read(self.stride) != row:
                     raise OSError(
-                        errno.EIO, f"{file}: expert {e} is not what was written: check the disk"
+                        errno.EIO,
+                        f"{file}: expert {e} is not what was written: check the disk",
                     )
 
 
 def _compare_backbone(partial, backbone):
     written = mx.load(str(partial / "model.safetensors"))
     for name, p in backbone.items():
-        if name not in written or bytes(np.asarray(_bits(written[name]))) != bytes(
-            np.asarray(_bits(p))
-        ):
+        if name not in written or not mx.array_equal(_bits(written[name]), _bits(p)):
             raise OSError(
                 errno.EIO,
                 f"{partial / 'model.safetensors'}: {name} is not what was written: check the disk",
@@ -226,3 +225,28 @@ def _to_disk(path):
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.description = (
+        "Write a model folder in which one read brings one expert: the same bytes, compared after "
+        "writing. It is for moelab; mlx_lm.load wants the folder that it was made from. An "
+        "interrupted run goes on where it stopped."
+    )
+    parser.add_argument(
+        "model", type=not_empty, metavar="MODEL", help="a model folder, as for mlx_lm.load"
+    )
+    parser.add_argument(
+        "out", type=not_empty, metavar="OUT", help="folder to make (must not exist)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def run(args: argparse.Namespace) -> None:
+    """The command."""
+    out = repack(args.model, args.out, progress=not args.quiet)
+    print(
+        f"{out}: the same model, each expert in one piece; "
+        "use it with moelab.load or python -m moelab"
+    )

@@ -1,10 +1,12 @@
-"""A random checkpoint of a real model's exact layer shapes, for I/O and arithmetic as large as the real thing.
+"""``synthesize``: a random checkpoint with the exact layer shapes of a real model.
 
-The tensors, their names, shapes, bits and order are read off mlx-lm's own model of the published config, built
-lazily and never evaluated; the bytes are streamed to disk in chunks, so that a 200 GB checkpoint needs little memory.
-What it says is noise. What it costs to read and to compute is what the real model costs, layer for layer.
+The names, shapes, types and order of the tensors are those of mlx-lm's own model of the published
+configuration, which is built lazily and never evaluated. The bytes are written in chunks, so that
+a 200 GB checkpoint needs little memory. The model writes noise, but each layer costs as much to
+read and to compute as the real one.
 """
 
+import argparse
 import contextlib
 import copy
 import errno
@@ -18,13 +20,15 @@ from pathlib import Path
 
 import numpy as np
 
+from .arguments import not_empty, positive, zero_or_more
 from .partial import begin, clear, finish
 
-JOURNAL = "synthesize.json"  # lies in the folder for as long as ``synthesize`` is at work there
-GROUP_SIZE, BITS = 64, 4
-SHARD_NBYTES = 5 << 30  # as mlx-lm cuts its own
-CHUNK_NBYTES = 16 << 20
-_TOKENIZER_FILES = (
+JOURNAL = "synthesize.json"  # in the folder while ``synthesize`` writes there
+GROUP_SIZE, BITS = 64, 4  # of the quantization; mlx-lm's own defaults
+SHARD_NBYTES = 5 << 30  # the largest file, as in mlx-lm
+CHUNK_NBYTES = 16 << 20  # written at once, and all of a tensor that is in memory
+SPARE_NBYTES = 64 << 20  # of the disk that stay free: headers, the configuration, the tokenizer
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -66,19 +70,22 @@ def _qwen3_5(**sizes):
     }
 
 
-# D hidden, F expert hidden, E experts, K experts per token, L layers: the published values.
+# The published configurations.
 CONFIGS = {
     "qwen3.5-35b-a3b": _qwen3_5(
         hidden_size=2048, num_hidden_layers=40, num_attention_heads=16, linear_num_value_heads=32,
-        num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+        num_experts=256, num_experts_per_tok=8,
+        moe_intermediate_size=512, shared_expert_intermediate_size=512,
     ),
     "qwen3.5-122b-a10b": _qwen3_5(
         hidden_size=3072, num_hidden_layers=48, num_attention_heads=32, linear_num_value_heads=64,
-        num_experts=256, num_experts_per_tok=8, moe_intermediate_size=1024, shared_expert_intermediate_size=1024,
+        num_experts=256, num_experts_per_tok=8,
+        moe_intermediate_size=1024, shared_expert_intermediate_size=1024,
     ),
     "qwen3.5-397b-a17b": _qwen3_5(
         hidden_size=4096, num_hidden_layers=60, num_attention_heads=32, linear_num_value_heads=64,
-        num_experts=512, num_experts_per_tok=10, moe_intermediate_size=1024, shared_expert_intermediate_size=1024,
+        num_experts=512, num_experts_per_tok=10,
+        moe_intermediate_size=1024, shared_expert_intermediate_size=1024,
     ),
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe",
@@ -95,19 +102,28 @@ CONFIGS = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor to be written: its name, safetensors dtype and shape."""
+    """One tensor to write: its name, its dtype as safetensors names it, and its shape."""
 
     name: str
     dtype: str
-    shape: tuple
+    shape: tuple[int, ...]
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
+        """Its bytes."""
         return int(np.prod(self.shape)) * {"U32": 4, "F32": 4, "BF16": 2}[self.dtype]
 
 
-def plan(config):
-    """The tensors of mlx-lm's 4-bit checkpoint of ``config``, in the model's order, and that checkpoint's config."""
+def plan(config: dict) -> tuple[list[Tensor], dict]:
+    """The tensors of mlx-lm's 4-bit checkpoint of a model.
+
+    Args:
+        config (dict): The model's configuration.
+
+    Returns:
+        tuple[list[Tensor], dict]: The tensors in the model's order, and the configuration of the
+        4-bit checkpoint.
+    """
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_lm.utils import _get_classes, quantize_model
@@ -124,8 +140,16 @@ def plan(config):
     return tensors, config
 
 
-def shards(tensors, limit=SHARD_NBYTES):
-    """Cut the list where a file would grow past ``limit`` bytes; one tensor is never divided."""
+def shards(tensors: list[Tensor], limit: int = SHARD_NBYTES) -> list[list[Tensor]]:
+    """Divide tensors into files.
+
+    Args:
+        tensors (list[Tensor]): The tensors. None of them is divided.
+        limit (int): The most bytes of a file that has several tensors.
+
+    Returns:
+        list[list[Tensor]]: The tensors of each file.
+    """
     out, size = [[]], 0
     for t in tensors:
         if out[-1] and size + t.nbytes > limit:
@@ -136,9 +160,10 @@ def shards(tensors, limit=SHARD_NBYTES):
     return out
 
 
-# Standard deviation of the output for an input of 1. The routed experts are weighted down by eight near-equal scores and
-# are turned up, so that every one of them moves the next token; branches are kept below the residual stream.
-_GAINS = {
+# Standard deviation of a layer's output for inputs with 1. Routed experts get more, because eight
+# near-equal scores scale them down and each of them should change the next token. Other branches
+# get less, so that the residual stream stays larger than each of them.
+GAINS = {
     "switch_mlp.down_proj": 3.0,
     "down_proj": 0.5, "o_proj": 0.5, "out_proj": 0.5,
     "lm_head": 3.0,
@@ -146,18 +171,18 @@ _GAINS = {
 
 
 def _bf16(x):
-    """float32 -> the 16 bits of the nearest bfloat16."""
+    """The 16 bits of the nearest bfloat16 of each float32."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def _scale_table(path, fan_in, bits):
-    """256 scales and their biases as bfloat16 bits; packed bytes are uniform, so weights are too, around zero."""
+    """256 scales and their biases as bfloat16 bits, for weights uniform around zero."""
     levels = 2**bits
-    spread = np.sqrt((levels**2 - 1) / 12)
-    gain = next((g for suffix, g in _GAINS.items() if path.endswith(suffix)), 1.0)
+    std_of_levels = np.sqrt((levels**2 - 1) / 12)
+    gain = next((g for suffix, g in GAINS.items() if path.endswith(suffix)), 1.0)
     std = gain if path.endswith("embed_tokens") else gain / np.sqrt(fan_in)
-    scales = _bf16(np.linspace(0.5, 1.5, 256) * std / spread)
+    scales = _bf16(np.linspace(0.5, 1.5, 256) * std / std_of_levels)
     exact = (scales.astype(np.uint32) << 16).view(np.float32)
     return scales, _bf16(-(levels - 1) / 2 * exact)
 
@@ -165,7 +190,7 @@ def _scale_table(path, fan_in, bits):
 def _chunks(tensor, shapes, seed, silent_rows):
     """The bytes of one tensor as numpy arrays, about ``CHUNK_NBYTES`` at a time."""
     path, _, leaf = tensor.name.rpartition(".")
-    # Scales and biases of one module draw the same numbers: a bias is -(2^bits - 1)/2 of its scale.
+    # A bias is -(2^bits - 1) / 2 times its scale, so both draw the same random numbers.
     quantized = f"{path}.scales" in shapes
     draw = "scales" if quantized and leaf == "biases" else leaf
     rng = np.random.Generator(np.random.SFC64([seed, zlib.crc32(f"{path}.{draw}".encode())]))
@@ -217,7 +242,7 @@ def _write_shard(path, tensors, shapes, seed, silent_rows, progress):
 
 
 def _tokenizer_facts(folder):
-    """(size of the vocabulary, ids that must never be decoded) of a ``tokenizer.json``."""
+    """The size of a ``tokenizer.json``'s vocabulary, and the ids that must never be decoded."""
     spec = json.loads((folder / "tokenizer.json").read_text())
     vocab = spec["model"]["vocab"]
     ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
@@ -235,29 +260,35 @@ def _as_gb(nbytes):
 
 
 def synthesize(
-    out,
-    like="qwen3.5-35b-a3b",
-    layers=None,
-    vocab=None,
-    seed=0,
-    tokenizer=None,
-    config=None,
-    progress=True,
-):
-    """Write a random 4-bit checkpoint that plain ``mlx_lm.load`` loads.
+    out: str | Path,
+    like: str = "qwen3.5-35b-a3b",
+    layers: int | None = None,
+    vocab: int | None = None,
+    seed: int = 0,
+    tokenizer: str | Path | None = None,
+    config: dict | None = None,
+    progress: bool = True,
+) -> Path:
+    """Write a random 4-bit checkpoint that ``mlx_lm.load`` loads.
 
     Args:
-        out (str or Path): Folder to make. It must not exist; until the last byte is on disk its name is ``OUT.partial``.
+        out (str or Path): The folder to make. It must not exist. Until the last byte is on disk
+            its name is ``OUT.partial``.
         like (str): A key of ``CONFIGS``.
-        layers (int): How many layers. Default: all of the real model's.
-        vocab (int): Rows of the embedding and of the head. Default: the tokenizer's, since the layers are what counts.
+        layers (int or None): How many layers. Default: as many as the real model.
+        vocab (int or None): Rows of the embedding and of the head. Default: the tokenizer's.
         seed (int): Seed of every byte.
-        tokenizer (str or Path): Folder to copy a tokenizer from. Default: ``data/models/tiny-moe``.
-        config (dict): A Hugging Face config to use in place of ``like``'s.
+        tokenizer (str or Path or None): The folder to copy a tokenizer from. Default:
+            ``data/models/tiny-moe``.
+        config (dict or None): A Hugging Face configuration in place of ``like``'s.
         progress (bool): Show a progress bar.
 
     Returns:
         Path: ``out``.
+
+    Raises:
+        OSError: If ``out`` exists, a file is missing or the disk is too small.
+        ValueError: If ``like``, ``layers`` or ``vocab`` is out of range.
     """
     from tqdm import tqdm
 
@@ -271,9 +302,8 @@ def synthesize(
     config = copy.deepcopy(config)
     text = config.get("text_config", config)
     published_layers, published_vocab = text["num_hidden_layers"], text["vocab_size"]
-    fewest = text.get(
-        "full_attention_interval", 1
-    )  # mlx-lm's hybrid models look for their first layer of full attention
+    # mlx-lm's hybrid models need a layer of full attention.
+    fewest = text.get("full_attention_interval", 1)
     if layers is not None and not fewest <= layers <= published_layers:
         raise ValueError(
             f"layers={layers}: expected {fewest} to {published_layers}, the depth of {like}"
@@ -284,7 +314,8 @@ def synthesize(
     tokenizer = moelab.DATA / "models" / "tiny-moe" if tokenizer is None else Path(tokenizer)
     if not (tokenizer / "tokenizer.json").is_file():
         raise FileNotFoundError(
-            f"no tokenizer.json in {tokenizer}: name a folder that holds one with --tokenizer (any mlx-lm model's will do)"
+            f"no tokenizer.json in {tokenizer}: name a folder that holds one with --tokenizer "
+            "(that of any mlx-lm model)"
         )
     vocab_of_tokenizer, special = _tokenizer_facts(tokenizer)
     vocab = vocab_of_tokenizer if vocab is None else vocab
@@ -292,7 +323,8 @@ def synthesize(
         raise ValueError(
             f"vocab={vocab}: expected at least {vocab_of_tokenizer}, the tokenizer's own"
         )
-    # Ids that the tokenizer cannot write, and the end of text, get a logit of zero: greedy decoding never picks them.
+    # Ids that the tokenizer cannot decode, and the end of the text, get a logit of zero, so that
+    # greedy decoding never picks them.
     silent_rows = sorted({*special, *range(vocab_of_tokenizer, vocab)})
     _set_text(config, num_hidden_layers=layers, vocab_size=vocab)
 
@@ -302,22 +334,26 @@ def synthesize(
     parent = out.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(parent).free
-    if free < nbytes + (64 << 20):
+    if free < nbytes + SPARE_NBYTES:
         raise OSError(
             errno.ENOSPC,
-            f"not enough disk in {parent}: the checkpoint takes {_as_gb(nbytes)}, {_as_gb(free)} is free; "
-            f"ask for fewer layers with --layers or choose another disk",
+            f"not enough disk in {parent}: the checkpoint takes {_as_gb(nbytes)}, {_as_gb(free)} "
+            "is free; ask for fewer layers with --layers or choose another disk",
         )
     config["moelab_synthetic"] = {
-        "like": like, "seed": seed, "layers": text["num_hidden_layers"], "layers_of_the_real_model": published_layers,
-        "vocab": vocab, "vocab_of_the_real_model": published_vocab,
-    }  # fmt: skip
+        "like": like,
+        "seed": seed,
+        "layers": text["num_hidden_layers"],
+        "layers_of_the_real_model": published_layers,
+        "vocab": vocab,
+        "vocab_of_the_real_model": published_vocab,
+    }
 
     parts, index = shards(tensors), {}
     names = ["model.safetensors"]
     if len(parts) > 1:
         names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
-    copied = [name for name in _TOKENIZER_FILES if (tokenizer / name).is_file()]
+    copied = [name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
     written = [*names, "model.safetensors.index.json", "config.json", "README.md", *copied]
     partial = begin(out, JOURNAL, written)
     try:
@@ -344,24 +380,89 @@ def synthesize(
             shutil.copyfile(tokenizer / name, partial / name)
         (partial / "README.md").write_text(_readme(like, config["moelab_synthetic"], nbytes))
         finish(partial, out, JOURNAL)
-    except BaseException as error:  # Ctrl-C too: nothing half-written stays
+    except BaseException as error:  # Ctrl-C too
         clear(partial, JOURNAL, written)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise OSError(
                 errno.ENOSPC,
-                f"the disk of {parent} filled up while {_as_gb(nbytes)} were written; nothing is left",
+                f"the disk of {parent} filled up while {_as_gb(nbytes)} were written; the files "
+                "are removed again",
             ) from error
         raise
     return out
 
 
 def _readme(like, facts, nbytes):
+    layers, vocab, seed = facts["layers"], facts["vocab"], facts["seed"]
     return f"""# A synthetic checkpoint: random weights
 
-The exact layer shapes of {like}, {facts["layers"]} of its {facts["layers_of_the_real_model"]} layers, {_as_gb(nbytes)}, in mlx-lm's 4-bit format
-(affine, group 64; router and shared expert's gate at 8 bits). Every weight is noise with seed {facts["seed"]}: what it writes means nothing, what
-it costs to read and to compute is what the real layers cost. Routing is near uniform, which is kinder to no cache: a real model repeats its experts more.
-The vocabulary has {facts["vocab"]} entries in place of {facts["vocab_of_the_real_model"]}, so the embedding and the head are smaller than the real ones.
+The exact layer shapes of {like}, {layers} of its {facts["layers_of_the_real_model"]} layers,
+{_as_gb(nbytes)}, in mlx-lm's 4-bit format (affine, group 64; router and shared expert's gate at 8
+bits). Every weight is noise with seed {seed}: the model's text means nothing, and its layers cost
+as much to read and to compute as the real ones. Routing is near uniform, so caches hit less often
+than with a real model, which repeats its experts more.
+The vocabulary has {vocab} entries in place of {facts["vocab_of_the_real_model"]}, so the embedding
+and the head are smaller than the real ones.
 
-Made by `python -m moelab synthesize OUT --like {like} --layers {facts["layers"]} --vocab {facts["vocab"]} --seed {facts["seed"]}`.
+Made by
+`python -m moelab synthesize OUT --like {like} --layers {layers} --vocab {vocab} --seed {seed}`.
 """
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.description = (
+        "Write a random 4-bit checkpoint that has the exact layer shapes of a real "
+        "Mixture-of-Experts model, without holding it in memory. Its text is noise; reading and "
+        "computing its layers costs what the real model's cost."
+    )
+    parser.add_argument(
+        "out", type=not_empty, metavar="OUT", help="folder to make (must not exist)"
+    )
+    parser.add_argument(
+        "--like",
+        default="qwen3.5-35b-a3b",
+        choices=list(CONFIGS),
+        metavar="NAME",
+        help=f"whose shapes to take: {', '.join(CONFIGS)} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--layers",
+        type=positive,
+        metavar="N",
+        help="number of layers (default: all that the real model has: 18 to 220 GB)",
+    )
+    parser.add_argument(
+        "--vocab",
+        type=positive,
+        metavar="N",
+        help="rows of embedding and head (default: the tokenizer's vocabulary, which is smaller "
+        "than the real one: the layers are what counts)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=not_empty,
+        help="folder to copy tokenizer.json from (default: data/models/tiny-moe)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=zero_or_more,
+        metavar="N",
+        default=0,
+        help="seed of every byte (default: %(default)s)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def run(args: argparse.Namespace) -> None:
+    """The command."""
+    out = synthesize(
+        args.out,
+        args.like,
+        args.layers,
+        args.vocab,
+        args.seed,
+        args.tokenizer,
+        progress=not args.quiet,
+    )
+    print(f"{out}: load it with mlx_lm.load, or try: python -m moelab bench {out}")

@@ -1,6 +1,7 @@
-"""What goes wrong, one test each: a single clear error (what, where, expected and got, what to do), and an engine that still works.
+"""Everything that can go wrong gives one clear error, and the engine still works.
 
-Every test ends with `assert_usable`: the model that was streaming before the mishap gives the tokens that it gave before.
+An error says what is wrong and where, what was expected and found, and what to do. Every test ends
+with ``assert_usable``: a model that was loaded before still gives the same tokens.
 """
 
 import errno
@@ -20,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from families import E, K
-from mlx_lm.models.cache import make_prompt_cache
+from greedy import greedy_logits
 
 import moelab
 from moelab import synthesize
@@ -35,7 +36,7 @@ PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """A sound checkpoint in three shards. Never changed: tests damage copies of it."""
+    """A valid checkpoint in three shards. Tests damage copies of it."""
     return families.write_checkpoint(
         "qwen3_moe", tmp_path_factory.mktemp("good") / "qwen3_moe", "sharded"
     )
@@ -43,34 +44,29 @@ def good(tmp_path_factory):
 
 @pytest.fixture
 def damaged(good, tmp_path):
-    """A copy of the sound checkpoint, to be damaged."""
+    """A copy of the valid checkpoint, to be damaged."""
     return Path(shutil.copytree(good, tmp_path / "damaged"))
 
 
 def generate(model, steps=4):
-    """The logits of a prompt's end and of ``steps`` greedy tokens after it."""
-    cache = make_prompt_cache(model)
-    rows = [np.array(model(mx.array([PROMPT]), cache=cache)[0, -1])]
-    for _ in range(steps):
-        rows.append(np.array(model(mx.array([[int(rows[-1].argmax())]]), cache=cache)[0, -1]))
-    return np.stack(rows)
+    return greedy_logits(model, PROMPT, steps)
 
 
 def num_open():
-    """Files that this process holds open. A caught exception keeps what it saw alive until it is collected."""
+    """How many files are open, once the objects that a caught exception refers to are freed."""
     gc.collect()
     return len(os.listdir("/dev/fd"))
 
 
 @pytest.fixture(scope="module")
 def want(good):
-    """What plain mlx-lm says."""
+    """The answer of plain mlx-lm."""
     return generate(families.load_resident(good))
 
 
 @pytest.fixture
 def assert_usable(good, want):
-    """A model that streams already; calling the fixture asserts that it still answers as plain mlx-lm does."""
+    """A loaded model. Call the fixture to assert that it answers as plain mlx-lm does."""
     model, _ = load_model(good, moelab.StreamConfig(slots=SLOTS))
     np.testing.assert_array_equal(generate(model), want)
     yield lambda: np.testing.assert_array_equal(generate(model), want)
@@ -78,7 +74,7 @@ def assert_usable(good, want):
 
 
 def failing_load(path, error, match, config=None):
-    """Load a bad model; return the message, which must be one sentence or two, no traceback pasted in."""
+    """Load a bad model. Return the message, which must be short and without a traceback."""
     before = num_open()
     with pytest.raises(error, match=match) as caught:
         load_model(path, config or moelab.StreamConfig(slots=SLOTS))
@@ -93,7 +89,7 @@ def shard(path, i=1):
     return sorted(path.glob("*.safetensors"))[i]
 
 
-# Files that are missing, cut off or not what they should be
+# Files that are missing, truncated or of the wrong kind
 
 
 def test_missing_shard(damaged, assert_usable):
@@ -189,7 +185,7 @@ def test_config_is_not_an_object(file, content, damaged, assert_usable):
 
 
 def set_config(path, **changes):
-    """Change values of a config.json; ``a__b`` is b in a. The quantization has two names."""
+    """Change values of a config.json. ``a__b`` is b in a. The quantization has two names."""
     config = json.loads((path / "config.json").read_text())
     for key, value in changes.items():
         *outer, key = key.split("__")
@@ -285,7 +281,7 @@ def test_config_that_would_end_the_process(family, change, tmp_path):
 
 
 def test_a_tensor_in_two_files(damaged, assert_usable):
-    """mlx-lm takes the file that the folder lists last: another one on another file system."""
+    """mlx-lm takes the file that the folder lists last, which depends on the file system."""
     first, second = shard(damaged, 0), shard(damaged, 1)
     weights, more = mx.load(str(first)), mx.load(str(second))
     name = next(n for n in weights if "switch_mlp" in n)
@@ -299,7 +295,7 @@ def test_a_tensor_in_two_files(damaged, assert_usable):
 
 @pytest.fixture
 def in_time():
-    """Ends a test that waits for ever."""
+    """End a test that waits for ever."""
 
     def late(*_):
         raise TimeoutError("it waits")
@@ -326,7 +322,7 @@ def test_a_fifo_for_a_file(name, damaged, assert_usable, in_time):
 
 @pytest.fixture
 def with_tokenizer(damaged):
-    """A copy of the sound checkpoint, with a tokenizer."""
+    """A copy of the valid checkpoint, with a tokenizer."""
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_MOE / file, damaged)
     return damaged
@@ -379,7 +375,7 @@ def test_config_and_weights_disagree(damaged, assert_usable):
 
 
 def test_weights_are_missing(damaged, assert_usable):
-    """The files are sound, but not all of the model is in them."""
+    """The files are valid, but a part of the model is not in them."""
     file = shard(damaged)
     weights = mx.load(str(file))
     dropped = next(n for n in weights if "switch_mlp" in n)
@@ -398,11 +394,15 @@ def test_unknown_architecture(damaged, assert_usable):
     assert_usable()
 
 
-# Headers that lie
+# Wrong headers
 
 
 def rewrite_header(file, edit):
-    """Change a safetensors header and leave the data as it was; ``edit`` gets the entries and the name of an expert's tensor."""
+    """Change a safetensors header and leave the data as it was.
+
+    Args:
+        edit (Callable): Gets the entries and the name of an expert's tensor.
+    """
     data = file.read_bytes()
     n = struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8 : 8 + n])
@@ -516,7 +516,7 @@ def test_header_length_lies(length, damaged, assert_usable):
     assert_usable()
 
 
-# Configurations that cannot be
+# Impossible configurations
 
 
 BAD_FIELDS = [
@@ -596,8 +596,12 @@ def test_unknown_field():
 
 
 ENVIRONMENT = (
-    "MLX_MOE_STACKED", "MLX_MOE_FUSE_GATEUP", "MLX_MOE_CACHE_SLOTS", "TEND_MOE_CACHE_SLOTS", "SWIFTLM_TOP_K",
-)  # fmt: skip
+    "MLX_MOE_STACKED",
+    "MLX_MOE_FUSE_GATEUP",
+    "MLX_MOE_CACHE_SLOTS",
+    "TEND_MOE_CACHE_SLOTS",
+    "SWIFTLM_TOP_K",
+)
 
 
 @pytest.mark.parametrize(
@@ -669,7 +673,7 @@ def test_not_a_model_from_moelab(good):
 
 
 def test_no_free_disk(tmp_path, tokenizer, monkeypatch):
-    """Nothing is written when it cannot fit."""
+    """Nothing is written if it cannot fit."""
     full = shutil.disk_usage(tmp_path)._replace(free=10_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
     with pytest.raises(
@@ -682,26 +686,26 @@ def test_no_free_disk(tmp_path, tokenizer, monkeypatch):
 
 
 def test_disk_fills_up(tmp_path, tokenizer, monkeypatch):
-    """What was written by then is removed."""
+    """The files written by then are removed."""
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(synthesize, "_write_shard", full)
     with pytest.raises(
-        OSError, match="the disk of .* filled up while .* were written; nothing is left"
+        OSError, match="the disk of .* filled up while .* were written; the files are removed"
     ) as caught:
         synthesize.synthesize(tmp_path / "out", like="qwen3-30b-a3b", layers=1, tokenizer=tokenizer)
     assert caught.value.errno == errno.ENOSPC
     assert not list(tmp_path.glob("out*"))
 
 
-# Trouble while it streams
+# Failures while a model streams
 
 
 @pytest.fixture(params=["inline", "threads"])
 def reading(request, monkeypatch):
-    """Small reads happen in the calling thread, large ones in the reader's threads; here all of them one way or the other."""
+    """All reads in the calling thread, or all in the reader's threads."""
     monkeypatch.setattr(reader, "INLINE_NBYTES", 0 if request.param == "threads" else 1 << 40)
 
 
@@ -711,7 +715,7 @@ def spoil(view):
 
 @pytest.mark.parametrize("mode", STREAMED)
 def test_read_fails_anywhere(mode, good, want, reading, monkeypatch):
-    """The n-th read fails after writing nonsense into its slot. The error says where; the next try gives the right answer."""
+    """The n-th read fails after it wrote wrong bytes into its slot. The next call is right."""
     preadv, count, fail_at = os.preadv, 0, -1
 
     def flaky(fd, views, offset):
@@ -726,10 +730,10 @@ def test_read_fails_anywhere(mode, good, want, reading, monkeypatch):
     with model:
         monkeypatch.setattr(os, "preadv", flaky)
         np.testing.assert_allclose(generate(model), want, atol=1e-4)
-        for fail_at in {0, 1, 2, 5, count // 3, count // 2, count - 1}:
-            count = 0
+        for n in {0, 1, 2, 5, count // 3, count // 2, count - 1}:
+            count, fail_at = 0, n
             with pytest.raises(moelab.ReadError, match="Input/output error") as caught:
-                for _ in range(8):  # what is held already needs no reading
+                for _ in range(8):  # experts that are held are not read
                     generate(model)
             message = str(caught.value)
             assert caught.value.errno == errno.EIO
@@ -759,7 +763,7 @@ def test_read_comes_back_short(mode, good, want, reading, monkeypatch):
             return 0
         return preadv(
             fd, [view[: max(1, len(view) // 3)]], offset
-        )  # legal: the rest must be asked for again
+        )  # a short read is legal: the rest must be read again
 
     model, _ = load_model(good, moelab.StreamConfig(mode=mode, slots=SLOTS))
     with model:
@@ -778,7 +782,7 @@ def test_read_comes_back_short(mode, good, want, reading, monkeypatch):
 
 
 def until_it_reads(model):
-    """Keep generating until something must be read."""
+    """Generate until something must be read."""
     for i in range(20):
         generate(model)
         model(mx.array([[(t + 7 * i) % families.VOCAB for t in PROMPT]]))
@@ -797,7 +801,7 @@ def test_file_modified_while_streamed(mode, damaged, assert_usable, reading):
             os.utime(
                 file, ns=(status.st_atime_ns, status.st_mtime_ns + 1_000_000)
             )  # a clock may be coarser than this test
-        for _ in range(2):  # it stays refused: what is on disk is another model now
+        for _ in range(2):  # refused again: the files hold another model now
             with pytest.raises(moelab.ReadError, match="changed while it was streamed") as caught:
                 until_it_reads(model)
             assert str(damaged) in str(caught.value) and "Load the model again" in str(caught.value)
@@ -805,7 +809,7 @@ def test_file_modified_while_streamed(mode, damaged, assert_usable, reading):
 
 
 def test_file_modified_with_its_times_put_back(damaged, assert_usable, reading):
-    """As a restored backup may do. Only the ctime tells."""
+    """A restored backup may do so. Only the ctime shows it."""
     model, _ = load_model(damaged, moelab.StreamConfig(slots=SLOTS))
     with model:
         generate(model)
@@ -825,7 +829,7 @@ def test_file_modified_with_its_times_put_back(damaged, assert_usable, reading):
 
 
 def test_file_linked_while_streamed(damaged, want, tmp_path):
-    """A link that is made or removed sets the ctime too, and changes nothing."""
+    """Making or removing a link changes the ctime, but not the content."""
     model, _ = load_model(damaged, moelab.StreamConfig(slots=SLOTS))
     with model:
         for file in damaged.glob("*.safetensors"):
@@ -853,7 +857,7 @@ def test_file_truncated_while_streamed(mode, damaged, assert_usable, reading):
 
 @pytest.mark.parametrize("mode", STREAMED)
 def test_file_replaced_while_streamed(mode, damaged, want, assert_usable):
-    """Another file in its place is not the one that is open: the model goes on with the old bytes, until it is loaded again."""
+    """A replaced file stays open: the model goes on with the old bytes until it is loaded again."""
     model, _ = load_model(damaged, moelab.StreamConfig(mode=mode, slots=SLOTS))
     with model:
         generate(model)
@@ -871,7 +875,7 @@ def test_closed_model(mode, good, assert_usable):
     before = num_open()
     model, _ = load_model(good, moelab.StreamConfig(mode=mode, slots=SLOTS))
     moelab.close(model)
-    moelab.close(model)  # twice is once
+    moelab.close(model)  # a second call does nothing
     assert num_open() == before
     with pytest.raises(moelab.ReadError, match="closed: load it again"):
         generate(model)
@@ -879,7 +883,7 @@ def test_closed_model(mode, good, assert_usable):
 
 
 def test_stray_dtype_is_named(good, assert_usable):
-    """A half-precision activation is not promoted in silence."""
+    """A half-precision activation is an error, not promoted."""
     model, _ = load_model(good, moelab.StreamConfig(slots=SLOTS))
     with model:
         layer = next(m for m in model.modules() if type(m).__name__ == "Fused")
@@ -892,14 +896,15 @@ def test_stray_dtype_is_named(good, assert_usable):
 
 @pytest.mark.parametrize("mode", STREAMED)
 def test_outputs_evaluated_late(mode, good):
-    """A caller may evaluate in any order: a slot is not overwritten while an output that is still pending reads it."""
+    """A caller may evaluate in any order: no slot is overwritten while an output still reads it."""
     resident = families.expert_modules(families.load_resident(good))
     rng = np.random.default_rng(0)
     with load_model(good, moelab.StreamConfig(mode=mode, slots=SLOTS))[0] as model:
         layers = dict(model.named_modules())
         for path, want in resident.items():
             for _ in range(5):
-                # held, held again, then others: the first two outputs are still unevaluated when their slots are taken
+                # A miss, a hit, then others: the first outputs are not evaluated when their slots
+                # are taken.
                 calls = [[0, 1], [1, 0], [0, 2], [5, 6], [7, 4], [0, 1]]
                 x = [
                     mx.array(rng.standard_normal((1, 1, families.D), dtype=np.float32))
@@ -913,7 +918,7 @@ def test_outputs_evaluated_late(mode, good):
 
 @pytest.mark.parametrize("mode", STREAMED)
 def test_failed_call_leaves_no_read_behind(mode, good, want, monkeypatch):
-    """When one of several reads in flight fails, the others have ended by the time that the error arrives: none writes into a free slot later."""
+    """When a read's error is raised, the other reads have ended: none writes to a slot later."""
     monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
     monkeypatch.setattr(layers, "OVERLAP_S", 0)
     monkeypatch.setattr(layers, "PART_NBYTES", 1)  # as with large experts

@@ -1,6 +1,6 @@
-"""Damaged files in great numbers: each gives the right text or one error of ours.
+"""Thousands of damaged files: each gives the right text or one error of ours.
 
-None ends the process or holds it up. The cases are in ``fuzzing.py``. More of them:
+None ends the process or makes it hang. The cases are in ``helpers/fuzzing.py``. Run more of them:
 
     MOELAB_FUZZ=5000 python -m pytest tests/test_fuzz.py
 """
@@ -23,15 +23,15 @@ import moelab
 CASES = int(os.environ.get("MOELAB_FUZZ", 3000))
 FIRST = int(os.environ.get("MOELAB_FUZZ_FIRST", 0))
 WORKERS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-PATIENCE_S = 90  # without a word from a worker; the slowest case takes a second
+TIMEOUT_S = 90  # for a case; the slowest takes a second
 GOOD = {"same text", "as mlx-lm", "loads", "refused"}
 
 
 def listen(bases, number, found):
-    """Have a new worker do case ``number`` and those after it, and put their outcomes into ``found``.
+    """Start a worker at case ``number`` and put the outcomes of its cases into ``found``.
 
     Returns:
-        tuple: The first case that it has not done, and how it ended there.
+        tuple[int, dict]: The first case that it has not done, and how the worker ended.
     """
     command = [sys.executable, fuzzing.__file__, bases, number, WORKERS, FIRST + CASES]
     root = str(Path(moelab.__file__).parents[1])
@@ -43,7 +43,7 @@ def listen(bases, number, found):
             env={**os.environ, "PYTHONPATH": root, "HF_HUB_OFFLINE": "1"},
         )
         while True:
-            timer = threading.Timer(PATIENCE_S, process.kill)
+            timer = threading.Timer(TIMEOUT_S, process.kill)
             timer.start()
             line = process.stdout.readline()
             timer.cancel()
@@ -65,8 +65,8 @@ def listen(bases, number, found):
 def work(bases, number, found):
     """Put the outcome of cases ``number``, ``number + WORKERS`` ... into ``found``.
 
-    A worker that dies, or says nothing for long, is replaced. The case is tried once more: the
-    system may have killed or stopped the worker.
+    A worker that dies or hangs is replaced, and its case is tried once more, because the system
+    may have killed or stopped the worker.
     """
     tried = None
     while number < FIRST + CASES:

@@ -1,4 +1,4 @@
-"""repack: the same model from one read an expert, whatever happens on the way."""
+"""repack: the same model with one read for each expert, after any interruption."""
 
 import json
 import os
@@ -7,19 +7,19 @@ import shutil
 import subprocess
 import sys
 import time
-import zlib
 
 import families
 import mlx.core as mx
 import numpy as np
 import pytest
-from families import EVERY_VARIANT, SPREAD
+from families import COMMON_VARIANTS, EVERY_VARIANT
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab import repack as repack_module
-from moelab.checkpoint import Checkpoint, locate_experts
-from moelab.repack import JOURNAL, PAGE, repack
+from moelab.checkpoint import Checkpoint
+from moelab.experts import locate_experts
+from moelab.repack import JOURNAL, PAGE_NBYTES, repack
 from moelab.streaming.model import load_model
 
 PROMPT = mx.array([[5, 36, 67, 2, 33, 64, 95, 30, 61]])
@@ -32,10 +32,11 @@ def logits(model):
     return [np.array(model(mx.array([[t]]), cache=cache)) for t in (3, 40, 41)]
 
 
+NAMES = set(families.FAMILIES) - set(families.EXPERTS_ONLY)
 CASES = sorted(
-    {(name, SPREAD[zlib.crc32(name.encode()) % len(SPREAD)]) for name in set(families.FAMILIES) - set(families.EXPERTS_ONLY)}
-    | {(EVERY_VARIANT[0], variant) for variant in SPREAD}
-)  # fmt: skip
+    {(name, families.variant_of(name)) for name in NAMES}
+    | {(EVERY_VARIANT[0], variant) for variant in COMMON_VARIANTS}
+)
 
 
 @pytest.mark.parametrize(("name", "variant"), CASES)
@@ -69,7 +70,7 @@ def test_the_same_bytes_on_pages_of_their_own(packed):
                 f.seek(t.offsets[e]), g.seek(source[name].offsets[e])
                 assert f.read(t.nbytes) == g.read(t.nbytes), (name, e)
     first = [min(t.offsets[e] for t in target.values() if ".layers.0." in t.name) for e in range(3)]
-    assert all(offset % PAGE == 0 for offset in first)
+    assert all(offset % PAGE_NBYTES == 0 for offset in first)
 
 
 def mx_load(path):
@@ -91,11 +92,16 @@ def test_modes_and_scales(packed, mode, scales):
     )
 
 
-RUN = "import sys; from moelab.repack import repack; print('begin', flush=True); repack(*sys.argv[1:], progress=False)"
+RUN = """
+import sys
+from moelab.repack import repack
+print("begin", flush=True)
+repack(*sys.argv[1:], progress=False)
+"""
 
 
 def test_killed_at_ten_moments(tmp_path):
-    """The name OUT is there only when it is whole; what was left is refused by name; the next run goes on."""
+    """OUT exists only when it is complete. What a killed run left is refused; the next goes on."""
     out, rng = tmp_path / "packed", random.Random(0)
     command = [sys.executable, "-c", RUN, str(TINY_MOE), str(out)]
 
@@ -115,15 +121,15 @@ def test_killed_at_ten_moments(tmp_path):
         process.kill()
         process.wait()
         process.stdout.close()
-        if out.exists():  # it was faster
-            takes_s *= 0.9  # the first run was slow: other work on the machine
+        if out.exists():  # the run ended before it was killed
+            takes_s *= 0.9  # the machine was slower during the first run
             load_model(out)[0].__exit__()
             shutil.rmtree(out)
             continue
         killed += 1
         for folder in (out, tmp_path / "packed.partial"):
             if (folder / "config.json").exists() and not (folder / JOURNAL).exists():
-                continue  # whole, only its name was still to come
+                continue  # complete, but not renamed yet
             with pytest.raises((moelab.CheckpointError, ValueError)) as error:
                 moelab.load(folder)
             assert str(folder) in str(error.value)
@@ -138,7 +144,7 @@ def test_killed_at_ten_moments(tmp_path):
 
 
 def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
-    """Layers that are done are kept, if they are from the same files; else it starts again."""
+    """Finished layers are kept if they were made from the same files; else repack starts again."""
     path = families.write_checkpoint("qwen3_moe", tmp_path / "plain", "affine4")
     written, real = [], repack_module._Layer.write
 
@@ -197,7 +203,7 @@ def test_bad_input(tmp_path, packed, monkeypatch):
         def other(self):
             calls.append(self)
             for row in rows(self):
-                row[0] ^= len(calls) == 2  # the disk gives back another byte
+                row[0] ^= len(calls) == 2  # the disk returns another byte
                 yield row
 
         m.setattr(repack_module._Layer, "experts", other)
@@ -304,7 +310,7 @@ def _interrupt(*_):
 
 @pytest.mark.parametrize("call", ("rename", "unlink"))
 def test_interrupted_at_the_very_end_it_can_be_run_again(call, tmp_path, monkeypatch):
-    """Whole, but not yet called OUT: the folder had no journal any more, and was nobody's."""
+    """Complete, but not renamed to OUT yet: repack knows the folder as its own."""
     path = families.write_checkpoint("qwen3_moe", tmp_path / "plain", "affine4")
     out, real = tmp_path / "packed", os.rename
 
@@ -352,7 +358,7 @@ def test_a_journal_cannot_name_files_elsewhere(tmp_path):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A small packed checkpoint. Never changed: tests damage copies of it."""
+    """A small packed checkpoint. Tests damage copies of it."""
     path = families.write_checkpoint(
         "qwen3_moe", tmp_path_factory.mktemp("small") / "plain", "affine4"
     )
@@ -366,14 +372,14 @@ def header_of(file):
 
 
 def write_header(file, header):
-    """Put another header into a file; the data stays where it is."""
-    old, content = header_of(file)
+    """Replace a file's header. The data stays where it is."""
+    _, content = header_of(file)
     n = int.from_bytes(content[:8], "little")
     file.write_bytes(content[:8] + header.ljust(n) + content[8 + n :])
 
 
 def extents(path):
-    """What a packed checkpoint says about every expert, comparable."""
+    """Where a packed checkpoint says that every expert lies, for comparison."""
     return {
         k: ([f.name for f in t.files], t.offsets, t.nbytes, t.shape, t.dtype)
         for k, t in Checkpoint(path).packed.items()
@@ -381,14 +387,14 @@ def extents(path):
 
 
 def without_checksum(file):
-    """As versions before 0.2 wrote it."""
+    """Write the header as versions before 0.2 did."""
     header = json.loads(header_of(file)[0])
     header["__metadata__"].pop("crc32", None)
     write_header(file, json.dumps(header).encode())
 
 
 def test_a_packed_header_with_a_flipped_bit(small, tmp_path):
-    """Each is refused, or changes nothing."""
+    """It is refused or has no effect, whichever bit it is."""
     path, rng = tmp_path / "damaged", random.Random(1)
     shutil.copytree(small, path)
     file, want = path / "experts-00001.safetensors", extents(small)
@@ -405,7 +411,7 @@ def test_a_packed_header_with_a_flipped_bit(small, tmp_path):
             continue
         assert got == want, f"bit {bit}: {bytes(flipped[8 : 8 + len(header)])}"
         same += 1
-    assert same < 60  # the name of the tensor, and spaces that become other white space
+    assert same < 60  # in the name of the tensor, and where spaces become other white space
 
 
 def swap(key, i, j):
@@ -434,7 +440,7 @@ def set_shape(*shape):
     return edit
 
 
-E, STRIDE = families.E, 2 * PAGE
+E, STRIDE = families.E, 2 * PAGE_NBYTES
 
 
 def set_path(path):

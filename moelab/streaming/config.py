@@ -1,4 +1,4 @@
-"""How to stream: one frozen record, checked when it is made."""
+"""``StreamConfig``: how to stream, checked when it is made."""
 
 import os
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from .slots import POLICIES
 
 MODES = ("resident", "serial", "buffers", "stacked", "fused")
+SLOT_MODES = ("stacked", "fused")  # those with S slots in every layer
 CHOICES = {  # of the fields that take one of several names
     "mode": MODES,
     "prefetch": ("none", "last", "lookahead", "oracle"),
@@ -17,29 +18,32 @@ CHOICES = {  # of the fields that take one of several names
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """How a model's experts are kept and read.
+    """How a model's experts are kept in memory and read.
 
     Args:
-        mode (str): ``resident``, ``serial``, ``buffers``, ``stacked`` or ``fused``.
-        slots (int): Experts held in memory in every layer (S), at least K. Used by
-            ``stacked`` and ``fused``. Default: ``16``.
-        top_k (int, optional): Experts per token (K); fewer than the checkpoint's own is
-            lossy. Default: the checkpoint's own.
+        mode (str): ``resident``, ``serial``, ``buffers``, ``stacked`` or ``fused``. Default:
+            ``fused``.
+        slots (int): Experts held in memory in every layer (S), at least K. For ``stacked`` and
+            ``fused``. Default: ``16``.
+        top_k (int or None): Experts per token (K). Fewer than the checkpoint's own is lossy.
+            Default: the checkpoint's own.
         readers (int): Reads in flight at once. Default: ``8``.
-        prefetch (str): What is read before it is asked for: ``none``, ``last`` (the last token's
-            experts), ``lookahead`` (what the next layer's router says of this layer's hidden
-            state) or ``oracle`` (what a recorded trace says). For ``stacked`` and ``fused``.
-        policy (str): Which expert leaves its slot first: ``lru`` or ``lfu``.
-        pinned_nbytes (int): Memory for experts that never leave, in slots beside the S: those that
-            ``pinned_trace`` used most, over all layers, until so many bytes are full. For
-            ``stacked`` and ``fused``. Default: ``0``, none.
-        pinned_trace (str, optional): The file of a trace of this model, as ``Trace.save`` wrote it.
+        prefetch (str): Which experts are read before their layer is called: ``none``, ``last``
+            (the last token's), ``lookahead`` (the next layer's router on this layer's hidden
+            state) or ``oracle`` (those of a recorded trace). For ``stacked`` and ``fused``.
+            Default: ``none``.
+        policy (str): Which expert is evicted first: ``lru`` (the least recently used) or ``lfu``
+            (the least frequently used). Default: ``lru``.
+        pinned_nbytes (int): Bytes of slots, beside the S, for experts that are never evicted:
+            those that ``pinned_trace`` used most, over all layers. For ``stacked`` and ``fused``.
+            Default: ``0``.
+        pinned_trace (str or None): The file of a trace of this model, written by ``Trace.save``.
         scales (str): ``streamed`` reads an expert's scales and biases with its weight,
-            ``resident`` keeps those of all E experts in memory.
+            ``resident`` keeps those of all E experts in memory. Default: ``streamed``.
         dtype (str): ``auto`` (float32 on the CPU backend, the checkpoint's own on a GPU),
-            ``float32``, ``bfloat16`` or ``float16``.
-        streams (int or str): MLX streams that the experts' work is spread over. ``auto``:
-            one for each core on the CPU backend, where a stream uses one core; 1 on a GPU.
+            ``float32``, ``bfloat16`` or ``float16``. Default: ``auto``.
+        streams (int or str): MLX streams that share the experts' work. Default: ``auto``, one for
+            each core on the CPU backend, where a stream uses one core, and 1 on a GPU.
 
     Raises:
         ValueError: If a field is not one of the above.
@@ -64,31 +68,33 @@ class StreamConfig:
                 raise ValueError(
                     f"StreamConfig.{name}: expected one of {', '.join(allowed)}, got {value!r}."
                 )
-        if self.prefetch != "none" and self.mode not in ("stacked", "fused"):
+        if self.prefetch != "none" and self.mode not in SLOT_MODES:
             raise ValueError(
-                f"StreamConfig.prefetch: {self.prefetch!r} needs slots to read into, got mode {self.mode!r}. "
-                "Use mode 'stacked' or 'fused', or prefetch 'none'."
+                f"StreamConfig.prefetch: {self.prefetch!r} needs slots to read into, got mode "
+                f"{self.mode!r}. Use mode 'stacked' or 'fused', or prefetch 'none'."
             )
         if type(self.pinned_nbytes) is not int or self.pinned_nbytes < 0:
             raise ValueError(
-                f"StreamConfig.pinned_nbytes: expected a whole number of at least 0, got {self.pinned_nbytes!r}."
+                "StreamConfig.pinned_nbytes: expected a whole number of at least 0, got "
+                f"{self.pinned_nbytes!r}."
             )
         if self.pinned_trace is not None:
             if not isinstance(self.pinned_trace, (str, os.PathLike)):
                 raise ValueError(
-                    f"StreamConfig.pinned_trace: expected the file of a trace, got {self.pinned_trace!r}. "
-                    "Save it first: trace.save('mine.npz')."
+                    "StreamConfig.pinned_trace: expected the file of a trace, got "
+                    f"{self.pinned_trace!r}. Save it first: trace.save('mine.npz')."
                 )
             object.__setattr__(self, "pinned_trace", os.fspath(self.pinned_trace))
-        if self.pinned_nbytes and self.mode not in ("stacked", "fused"):
+        if self.pinned_nbytes and self.mode not in SLOT_MODES:
             raise ValueError(
-                f"StreamConfig.pinned_nbytes: {self.pinned_nbytes} needs slots, got mode {self.mode!r}. "
-                "Use mode 'stacked' or 'fused', or pinned_nbytes 0."
+                f"StreamConfig.pinned_nbytes: {self.pinned_nbytes} needs slots, got mode "
+                f"{self.mode!r}. Use mode 'stacked' or 'fused', or pinned_nbytes 0."
             )
         if self.pinned_nbytes and self.pinned_trace is None:
             raise ValueError(
-                f"StreamConfig.pinned_nbytes: expected a pinned_trace to know the hottest experts of, got {self.pinned_nbytes} and "
-                "none. Set pinned_trace to the file of one recorded with this model (moelab.record)."
+                "StreamConfig.pinned_nbytes: expected a pinned_trace that says which experts are "
+                f"hottest, got {self.pinned_nbytes} and none. Set pinned_trace to the file of a "
+                "trace recorded with this model (moelab.record)."
             )
         for name in ("slots", "readers", "top_k", "streams"):
             value = getattr(self, name)
@@ -99,13 +105,29 @@ class StreamConfig:
                     f"StreamConfig.{name}: expected a whole number of at least 1, got {value!r}."
                 )
 
-    def unused(self):
-        """The fields that this mode does not look at.
+    @classmethod
+    def checked(cls, config: "StreamConfig | None") -> "StreamConfig":
+        """The configuration that a caller gave, or the default one for None.
+
+        Raises:
+            ValueError: If it is something else.
+        """
+        if config is None:
+            return cls()
+        if not isinstance(config, cls):
+            raise ValueError(
+                f"config: expected a StreamConfig, got {type(config).__name__}. "
+                "Write moelab.StreamConfig(mode='fused', slots=16), for example."
+            )
+        return config
+
+    def unused(self) -> set[str]:
+        """The fields that have no effect in this mode.
 
         Returns:
             set[str]: Their names.
         """
-        if self.mode in ("stacked", "fused"):
+        if self.mode in SLOT_MODES:
             return set() if self.pinned_nbytes else {"pinned_trace"}
         unused = {"slots", "prefetch", "policy", "pinned_nbytes", "pinned_trace", "streams"}
         if self.mode != "buffers":
@@ -115,18 +137,20 @@ class StreamConfig:
         return unused
 
     @classmethod
-    def from_env(cls, **fields):
+    def from_env(cls, **fields) -> "StreamConfig":
         """Read the environment variables that SwiftLM's users know.
 
-        ``MLX_MOE_STACKED`` and ``MLX_MOE_FUSE_GATEUP`` choose the mode (neither:
-        ``buffers``), ``MLX_MOE_CACHE_SLOTS`` or ``TEND_MOE_CACHE_SLOTS`` the slots,
-        ``SWIFTLM_TOP_K`` the top-k.
+        ``MLX_MOE_STACKED`` and ``MLX_MOE_FUSE_GATEUP`` choose the mode (neither: ``buffers``),
+        ``MLX_MOE_CACHE_SLOTS`` or ``TEND_MOE_CACHE_SLOTS`` the slots, ``SWIFTLM_TOP_K`` the top-k.
 
         Args:
-            fields: Fields that do not come from the environment.
+            fields: Fields that override the environment.
+
+        Returns:
+            StreamConfig: The configuration.
 
         Raises:
-            ValueError: If a variable is not what it should be, or two contradict each other.
+            ValueError: If a variable has a wrong value, or two contradict each other.
         """
 
         def number(name, least, most=None):

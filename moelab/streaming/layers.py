@@ -1,60 +1,73 @@
-"""The MoE layer, once for each mode.
+"""The MoE layer, one class for each mode, in the order in which the ideas came up.
 
-Each is called as mlx-lm's ``SwitchGLU``: ``x [..., D]``, ``indices [..., K]``, returns
-``[..., K, D]``. Read them in this order; they are the history of the idea.
+A layer takes the place of mlx-lm's ``SwitchGLU`` and is called like it: ``x [..., D]`` and
+``indices [..., K]`` give ``[..., K, D]``. Each call evaluates the indices, reads the experts that
+are not in memory (``Reader``) into the layer's slots (``SlotBank``) and computes with those.
 """
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..checkpoint import expert_parameters
+from ..experts import expert_modules, expert_parameters, num_experts
 from .prefetch import Job
+from .session import Session
 from .slots import SlotBank, SlotTable, can_fuse
 
-# Where reads take so long, what is there is computed meanwhile ...
+# Seconds. Overlap compute with reads only when the reads should take at least this long.
 OVERLAP_S = 1e-3
-# ... and what comes is computed in parts of about so many bytes.
+# Bytes. With overlap, experts are computed in parts of about this size as they arrive.
 PART_NBYTES = 2 * 1024 * 1024
-# What several threads read in less time, one reads as soon.
+# Seconds. Below this predicted read time one prefetch thread is enough: handing the work to more
+# threads would take as long as the reads.
 HANDOVER_S = 1e-4
-# On CUDA the number of rows decides how MLX rounds. gather_qmm takes gather_qmv for fewer than 8
-# rows; gather_mm takes another kernel where rows are sorted, and SwitchGLU sorts 64 and more.
+# Rows (token, expert pairs) of a call. On CUDA they decide which kernel MLX takes, and so how it
+# rounds: gather_qmm takes gather_qmv for fewer than 8 rows, and gather_mm takes another kernel for
+# sorted rows, which SwitchGLU makes of 64 rows or more.
 QUANTIZED_ROWS, DENSE_ROWS = 8, 64
 
 
 class StreamedExperts(nn.Module):
-    """What the modes share: learning the routing, reading, counting.
+    """What all modes share: evaluate the routing, read, count.
 
     Args:
-        module (SwitchGLU or SwitchMLP): The experts as mlx-lm built them, not yet read.
-        path (str): Their path in the model, for messages.
+        module (SwitchGLU or SwitchMLP): The experts as mlx-lm built them, weights not read.
+        path (str): Their path in the model.
         layer (int): The number of this MoE layer, from 0.
         session (Session): What all layers of a model share.
+
+    Attributes:
+        path (str): As above.
+        index (int): ``layer``, as above.
+        session (Session): As above.
+        num_experts (int): E.
+        probe (Callable or None): If set, a call hands the indices to it and computes nothing: a
+            prefetcher asks the router. Not a hook, because ``recover`` has to remove it after an
+            interrupt at any line.
     """
 
-    def __init__(self, module, path, layer, session):
+    def __init__(self, module: nn.Module, path: str, layer: int, session: Session):
         super().__init__()
         self.path, self.index, self.session = path, layer, session
         parameters = expert_parameters(module)
-        held = {name.split(".")[0] for name in parameters}
+        linears = {name.split(".")[0] for name in parameters}
         for name, child in module.items():
-            if name not in held:  # what the family hangs on it may be asked for
+            if name not in linears:  # a family's code may use what else it put on the module
                 self[name] = child
-        quantized = all(f"{linear}.scales" in parameters for linear in held)
+        quantized = all(f"{linear}.scales" in parameters for linear in linears)
         self._least_rows = QUANTIZED_ROWS if quantized else DENSE_ROWS
         self.num_experts = num_experts(module)
-        self.probe = None  # takes the indices of a call in place of computing it
+        self.probe = None
 
     def _bank(self, module, num_slots, fuse=False):
         s = self.session
         resident = {k: v for k, v in s.resident.items() if k.startswith(self.path + ".")}
         return SlotBank(module, self.path, s.located, resident, num_slots, fuse)
 
-    def __call__(self, x, indices):
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         if self.session.is_in_call:
             return self._call(x, indices)
-        with self.session.call():  # a layer by itself
+        with self.session.call():  # the layer is called by itself, outside the model
             return self._call(x, indices)
 
     def _call(self, x, indices):
@@ -62,76 +75,71 @@ class StreamedExperts(nn.Module):
         if x.dtype != session.dtype:
             raise TypeError(
                 f"{self.path}: expected {session.dtype} activations, got {x.dtype}. "
-                "Something before this layer promoted the graph: cast it back."
+                "Something before this layer changed the type of the activations: cast them back."
             )
         if self.probe is not None:
             self.probe(indices)
             return mx.zeros((*indices.shape, x.shape[-1]), x.dtype)
         asked = self._ask(x)
-        # The one evaluation of a layer: the host learns the routing. The output before this one
-        # still reads its slots until it is evaluated; by now it nearly always is.
+        # The one evaluation of a layer: the host needs the routing. The previous layer's output
+        # must be evaluated before its slots are overwritten; by now it nearly always is.
         mx.eval(indices, session.pending, asked)
         session.pending = []
         routed = np.array(indices)
         if routed.shape[-1] > session.top_k:
             raise ValueError(
-                f"{self.path}: expected at most {session.top_k} experts per token (StreamConfig.top_k), "
-                f"its router chose {routed.shape[-1]}: mlx-lm does not let this family choose fewer. "
-                f"Load it with top_k={routed.shape[-1]}."
+                f"{self.path}: expected at most {session.top_k} experts per token "
+                f"(StreamConfig.top_k), its router chose {routed.shape[-1]}: mlx-lm does not let "
+                f"this family choose fewer. Load it with top_k={routed.shape[-1]}."
             )
         if session.recorder is not None:
             session.recorder.add(self.index, routed)
         session.counters.calls += 1
         y = self._compute(x, routed)
         session.pending = [y]
-        if len(session.streams) == 1:  # with more, no core is free meanwhile
-            mx.async_eval(y)  # it runs while Python writes the graph of what follows
-        self._prefetch(asked)
+        if len(session.streams) == 1:  # with more streams no core would be free for it
+            mx.async_eval(y)  # compute while Python builds the graph of what follows
+        self._prefetch_next(asked)
         return y
 
-    def recover(self):
-        """Be ready for the next call after one that an exception ended; no thread reads any more."""
+    def recover(self) -> None:
+        """Make the layer usable after a call that an exception ended. No read may be running."""
         self.probe = None
 
     def _ask(self, x):
         return []
 
-    def _prefetch(self, asked):
+    def _prefetch_next(self, asked):
         pass
 
     def _one(self, bank, rows, pairs, top_k):
-        """One expert, the only one of its bank, for the pairs that want it."""
+        """Compute one expert, the only one of its bank, for the pairs that chose it."""
         return self._part(bank, rows, pairs, [0] * len(pairs), top_k)
 
     def _part(self, bank, rows, pairs, slots, top_k):
-        """Some of a call's (token, expert) pairs, with the kernels that the whole call would get."""
+        """Compute some of a call's (token, expert) pairs with the kernels of the whole call."""
         n = len(pairs)
-        if on_cuda():  # repeat the last pair until there are rows enough
+        if on_cuda():  # repeat the last pair until there are enough rows for the same kernel
             more = min(len(rows) * top_k, self._least_rows) - n
             pairs, slots = pairs + pairs[-1:] * more, slots + slots[-1:] * more
         y = bank.experts(rows[mx.array(pairs) // top_k], mx.array(slots, mx.uint32)[:, None])
         return y[:n] if len(pairs) > n else y
 
 
-def on_cuda():
-    """Whether MLX's CUDA kernels compute."""
+def on_cuda() -> bool:
+    """Whether MLX computes with its CUDA kernels."""
     return mx.cuda.is_available() and mx.default_device() == mx.gpu
 
 
-def num_experts(module):
-    """E of a ``SwitchGLU`` or ``SwitchMLP``."""
-    return (module.fc1 if "fc1" in module else module.gate_proj).num_experts
-
-
 class Serial(StreamedExperts):
-    """One expert after another: read, compute, into fresh arrays.
+    """Read and compute one expert after another, each into new arrays.
 
-    The first ``--stream-experts``: every read waits for the computation before it.
+    SwiftLM's first ``--stream-experts``: every read waits for the computation before it.
     """
 
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
-        self._module = (module,)  # in a tuple, so that mlx does not own its parameters
+        self._module = (module,)  # in a tuple, so that its parameters are not the model's
 
     def _compute(self, x, routed):
         positions = by_expert(routed.ravel().tolist())
@@ -140,7 +148,7 @@ class Serial(StreamedExperts):
         for e, pairs in positions.items():
             bank = self._bank(self._module[0], 1)
             with self.session.waiting() as reader:
-                for read in bank.reads(e, 0):  # one at a time, waiting for each
+                for read in bank.reads(e, 0):  # one read in flight at a time
                     reader.read([read])
             bank.arrived(e, 0)
             self.session.counters.misses += 1
@@ -152,9 +160,9 @@ class Serial(StreamedExperts):
 
 
 class Buffers(StreamedExperts):
-    """One persistent buffer for each top-k position, all reads of a call in flight together.
+    """One buffer for each top-k position, kept for good; all reads of a call in flight together.
 
-    SwiftLM PR 26. Nothing is kept from one token to the next but the page cache.
+    SwiftLM PR 26. From one token to the next only the page cache keeps experts.
     """
 
     def __init__(self, module, path, layer, session):
@@ -167,17 +175,20 @@ class Buffers(StreamedExperts):
         experts = list(positions)
         ys, order = [], []
         for first in range(0, len(experts), len(self._banks)):
-            mx.eval(ys)  # the buffers are needed again
+            mx.eval(ys)  # the buffers are about to be overwritten
             for bank, e in self.bring(experts[first : first + len(self._banks)]):
                 ys.append(self._one(bank, rows, positions[e], routed.shape[-1]))
                 order += positions[e]
         return unsort(ys, order, routed.shape)
 
-    def bring(self, experts):
-        """Read experts, at most K, into the buffers.
+    def bring(self, experts: list[int]) -> list[tuple[SlotBank, int]]:
+        """Read experts into the buffers, as a call does, and compute nothing.
+
+        Args:
+            experts (list[int]): Distinct, at most K.
 
         Returns:
-            list[tuple]: Each buffer with its expert.
+            list[tuple[SlotBank, int]]: Each buffer with its expert.
         """
         wave = list(zip(self._banks, experts))
         with self.session.waiting() as reader:
@@ -189,10 +200,16 @@ class Buffers(StreamedExperts):
 
 
 class Stacked(StreamedExperts):
-    """S slots in one array for each projection, filled in place; one gather for each.
+    """S slots in one array for each projection, filled in place; one gather for each projection.
 
-    SwiftLM PR 90. Experts stay in their slots until others need them, pinned ones for good.
-    A call that needs more experts than there are slots goes in waves that read each once.
+    SwiftLM PR 90. An expert stays in its slot until it is evicted, a pinned one for good. A call
+    that needs more experts than there are slots is computed in waves, which read each expert once.
+
+    Attributes:
+        bank (SlotBank): The bytes of the slots.
+        table (SlotTable): Which expert is in which slot.
+        routed (np.ndarray or None): ``[..., K]``, the experts of the last call.
+        job (Job or None): What is being prefetched for this layer.
     """
 
     fuse = False
@@ -207,10 +224,10 @@ class Stacked(StreamedExperts):
         session.reader.read([r for e, slot in pinned for r in self.bank.reads(e, slot)])
         for e, slot in pinned:
             self.bank.arrived(e, slot)
-        self.job = None  # what is being read ahead for this layer
-        self.routed = None  # the experts of the last call
+        self.job = None
+        self.routed = None
 
-    def recover(self):
+    def recover(self) -> None:
         super().recover()
         self.job = None
         self.table.recover()
@@ -221,24 +238,26 @@ class Stacked(StreamedExperts):
             session.prefetcher.ask(self.index, x) if session.prefetcher and session.decoding else []
         )
 
-    def _prefetch(self, asked):
+    def _prefetch_next(self, asked):
         session = self.session
-        if not (session.prefetcher and session.decoding):  # a prompt needs nearly all of them
+        if not (session.prefetcher and session.decoding):  # a prompt needs nearly all experts
             return
         guess = session.prefetcher.guess(self.index, asked)
         if guess is not None:
             layer, routed = guess
-            session.layers[layer].read_ahead(list(dict.fromkeys(routed.ravel().tolist())))
+            session.layers[layer].prefetch(list(dict.fromkeys(routed.ravel().tolist())))
 
-    def read_ahead(self, experts):
-        """Begin to read those of some experts that are not held; a long list is not worth it.
+    def prefetch(self, experts: list[int]) -> None:
+        """Begin to read experts that may be needed and are not held.
+
+        Does nothing while an earlier prefetch is running, or if the experts do not all fit.
 
         Args:
             experts (list[int]): Distinct.
         """
         if self.job is not None or not self.table.fits(experts):
             return
-        if len(self.session.layers) == 1:  # else another layer has been called since
+        if len(self.session.layers) == 1:  # with more layers, a later call has evaluated it
             mx.eval(self.session.pending)
         slots = self.table.reserve(experts)
         if not slots:
@@ -247,14 +266,14 @@ class Stacked(StreamedExperts):
         session.counters.prefetch_issued += len(slots)
         self.job = Job(session.reader, self.bank, slots)
         quick = session.reader.expected_s(len(slots) * self.bank.expert_nbytes) < HANDOVER_S
-        session.reader.ahead(self.job.run, 1 if quick else len(slots))
+        session.reader.in_background(self.job.run, 1 if quick else len(slots))
 
-    def _settle(self, needed):
-        """Hold what was read ahead, and count what it was worth to this call."""
+    def _collect_prefetched(self, needed):
+        """Hold what has been prefetched, and count how much of it this call needs."""
         if self.job is None:
             return
         crowded = not self.table.fits(needed, self.job.num_slots)
-        arrived, free, done = self.job.settle(set(needed), crowded)
+        arrived, free, done = self.job.collect(set(needed), crowded)
         c = self.session.counters
         for e, (slot, took_s, waited_s) in arrived.items():
             self.table.keep(e, slot)
@@ -273,7 +292,7 @@ class Stacked(StreamedExperts):
         flat = routed.ravel().tolist()
         needed = list(dict.fromkeys(flat))
         self.routed = routed
-        self._settle(needed)
+        self._collect_prefetched(needed)
         if self.table.fits(needed):
             held, misses = self._plan(needed)
             read_s = self.session.reader.expected_s(len(misses) * self.bank.expert_nbytes)
@@ -288,17 +307,17 @@ class Stacked(StreamedExperts):
         return self._in_parts(x, flat, routed.shape, waves)
 
     def _gather(self, x, slots):
-        """The experts' work, spread over the session's streams along K or along rows."""
+        """Compute experts that are in their slots, divided over the streams along K or rows."""
         streams = self.session.streams
         if len(streams) == 1:
             return self.bank.experts(x, slots)
-        # Experts are independent: split them and the result is the same bit for bit.
+        # Experts are independent, so dividing them gives the same result bit for bit.
         axis = -1 if slots.ndim < 2 or slots.shape[-1] >= slots.shape[-2] else -2
         n = min(len(streams), slots.shape[axis])
         if n == 1:
             return self.bank.experts(x, slots)
         ys = []
-        # The first stream has the rest of the model to do: the larger parts go to the last.
+        # The first stream also computes the rest of the model: the last ones get larger parts.
         for i, stream in enumerate(streams[::-1][:n]):
             a, b = (-(-slots.shape[axis] * j // n) for j in (i, i + 1))
             with mx.stream(stream):
@@ -309,19 +328,19 @@ class Stacked(StreamedExperts):
         return mx.concatenate(ys, axis=axis - 1)
 
     def _in_parts(self, x, flat, shape, waves):
-        """Compute what is there while the rest is being read, part by part."""
+        """Compute the experts that are held while the others are read, part by part."""
         positions = by_expert(flat)
         streams = self.session.streams
         ys, order, work = [], [], [0] * len(streams)
         for held, misses in waves:
-            mx.eval(ys)  # this wave takes the slots of the last one
+            mx.eval(ys)  # this wave overwrites the slots of the last one
             parts = self._parts(misses)
             reading = [self._begin(part) for part in parts]
             for part, reads in zip([held, *parts], [None, *reading]):
                 if reads is not None:
                     self._finish(part, reads)
                 shares = [[] for _ in streams]
-                for e in part:  # to the stream with least to do; the first has the model's rest
+                for e in part:  # to the stream with least work, the first one last
                     i = min(range(len(streams)), key=lambda i: (work[i], -i))
                     shares[i].append(e)
                     work[i] += len(positions[e])
@@ -329,7 +348,7 @@ class Stacked(StreamedExperts):
                     if share:
                         pairs = [i for e in share for i in positions[e]]
                         slots = [part[flat[i]] for i in pairs]
-                        with mx.stream(stream):  # all of it: a stream waits for others' work
+                        with mx.stream(stream):  # all of the work, or streams wait for each other
                             rows = x.reshape(-1, x.shape[-1])
                             y = self._part(self.bank, rows, pairs, slots, shape[-1])
                         mx.async_eval(y)
@@ -338,7 +357,7 @@ class Stacked(StreamedExperts):
         return unsort(ys, order, shape)
 
     def _parts(self, misses):
-        # Large enough that a part's read is worth a pause, small enough to hide it.
+        # Large enough to be worth a wait, small enough that computing one hides the next read.
         size = max(len(self.session.streams), PART_NBYTES // self.bank.expert_nbytes)
         misses = list(misses.items())
         return [dict(misses[i : i + size]) for i in range(0, len(misses), size)]
@@ -350,21 +369,25 @@ class Stacked(StreamedExperts):
         return hits, misses
 
     def _begin(self, misses):
-        """Begin to read experts into the slots that ``_plan`` chose."""
+        """Begin to read experts into the slots that ``_plan`` chose for them."""
         return self.session.reader.start(
             [r for e, slot in misses.items() for r in self.bank.reads(e, slot)]
         )
 
     def _finish(self, misses, reads):
-        """Wait for what ``_begin`` began, and hold it."""
+        """Wait for the reads that ``_begin`` began; the experts are held from then on."""
         with self.session.waiting():
             self.session.reader.finish(reads)
         for e, slot in misses.items():
             self.bank.arrived(e, slot)
         self.table.commit(misses)
 
-    def bring(self, experts):
-        """Have distinct experts, at most S, in their slots."""
+    def bring(self, experts: list[int]) -> None:
+        """Read experts into their slots, as a call does, and compute nothing.
+
+        Args:
+            experts (list[int]): Distinct, at most S beside the pinned ones.
+        """
         self._fill(self._plan(experts)[1])
 
     def _fill(self, misses):
@@ -375,20 +398,19 @@ class Stacked(StreamedExperts):
 
 
 class Fused(Stacked):
-    """``Stacked`` with gate and up in one buffer: one gather fewer (SwiftLM PR 90)."""
+    """``Stacked`` with gate and up in one buffer, which saves one gather (SwiftLM PR 90)."""
 
     fuse = True
 
 
-def by_expert(flat):
-    """The (token, expert) pairs of each expert.
+def by_expert(flat: list[int]) -> dict[int, list[int]]:
+    """Group the (token, expert) pairs of a call by expert.
 
     Args:
         flat (list[int]): The expert of every pair.
 
     Returns:
-        dict[int, list[int]]: The positions in ``flat`` of every expert, in order of
-        first use.
+        dict[int, list[int]]: For each expert, in order of first use, its positions in ``flat``.
     """
     positions = {}
     for i, e in enumerate(flat):
@@ -396,13 +418,16 @@ def by_expert(flat):
     return positions
 
 
-def unsort(ys, order, shape):
-    """Put rows computed expert by expert back to ``[..., K, D]``.
+def unsort(ys: list[mx.array], order: list[int], shape: tuple[int, ...]) -> mx.array:
+    """Put rows that were computed expert by expert back in the order of the call.
 
     Args:
-        ys (list[mx.array]): ``[pairs of some experts, 1, D]`` each.
-        order (list[int]): The pairs in the order of ``ys``.
-        shape (tuple): ``[..., K]``.
+        ys (list[mx.array]): ``[pairs, 1, D]`` of some experts each.
+        order (list[int]): The position of each of these pairs in the call.
+        shape (tuple[int, ...]): ``[..., K]``, of the call's indices.
+
+    Returns:
+        mx.array: ``[..., K, D]``.
     """
     y = ys[0] if len(ys) == 1 else mx.concatenate(ys)
     y = y.squeeze(-2)[mx.array(np.argsort(order))]
@@ -410,3 +435,29 @@ def unsort(ys, order, shape):
 
 
 LAYERS = {"serial": Serial, "buffers": Buffers, "stacked": Stacked, "fused": Fused}
+
+
+def expert_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that are called with ``x, indices``: experts in memory or streamed.
+
+    Args:
+        model (nn.Module): From ``moelab.load`` or from mlx-lm.
+
+    Returns:
+        list[tuple[str, nn.Module]]: Path and module, in layer order.
+    """
+    streamed = [(m.path, m) for m in model.modules() if isinstance(m, StreamedExperts)]
+    return sorted(streamed, key=lambda item: item[1].index) or expert_modules(model)
+
+
+def moe_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks that call the experts: router, experts and shared expert together.
+
+    Args:
+        model (nn.Module): As for ``expert_layers``.
+
+    Returns:
+        list[nn.Module]: In layer order.
+    """
+    modules = dict(model.named_modules())
+    return [modules[path.rpartition(".")[0]] for path, _ in expert_layers(model)]

@@ -1,29 +1,36 @@
-"""Who will be needed next: experts read into free slots before their layer asks for them.
+"""Prefetching: experts are read into their slots before their layer is called.
 
-A prefetcher guesses while one layer runs which experts another will want; a ``Job`` reads
-them on threads of its own. A demand read goes first: what has not begun by then is given
-up. A guess takes only slots whose experts it does not need itself, never the running
-layer's.
+While one layer runs, a prefetcher guesses which experts another layer will need, and a ``Job``
+reads them on background threads. Reads that a layer waits for come first: a prefetch that has not
+begun by then is cancelled. A guess evicts no expert that it names itself, and never one of the
+layer that is running.
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter
 
+import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
-from .reader import ReadError
+from ..hooks import hooked
+from .reader import Reader, ReadError
+from .slots import SlotBank
+from .trace import Trace
 
 
 class Job:
-    """Experts on their way into slots of one layer.
+    """One prefetch: experts on their way into slots of one layer.
 
     Args:
-        reader (Reader): Counts the reads.
-        bank (SlotBank): Where they go.
-        slots (dict[int, int]): The slot of each expert, nobody else's until ``settle``.
+        reader (Reader): Reads them and counts the reads.
+        bank (SlotBank): The layer's slots.
+        slots (dict[int, int]): The slot of each expert. Until ``collect`` they belong to the job.
     """
 
-    def __init__(self, reader, bank, slots):
+    def __init__(self, reader: Reader, bank: SlotBank, slots: dict[int, int]):
         self._reader, self._bank, self._slots = reader, bank, slots
         self._waiting = dict(slots)
         self._running = set()
@@ -31,11 +38,11 @@ class Job:
         self._changed = threading.Condition()
 
     @property
-    def num_slots(self):
-        """Slots that are still this job's."""
+    def num_slots(self) -> int:
+        """How many slots belong to the job."""
         return len(self._slots)
 
-    def run(self):
+    def run(self) -> None:
         """Read one expert after another until none is left: the work of one thread."""
         while True:
             self._reader.give_way()
@@ -51,24 +58,24 @@ class Job:
                 self._bank.arrived(e, slot)
                 took_s = perf_counter() - begin
             except ReadError:
-                pass  # whoever needs it will read it and say so
+                pass  # the layer that needs the expert reads it again and raises
             finally:
                 with self._changed:
                     self._running.discard(e)
                     self._took_s[e] = took_s
                     self._changed.notify_all()
 
-    def settle(self, needed, everything=False):
-        """Give up what has not begun, wait for what is needed.
+    def collect(self, needed: set[int], everything: bool = False) -> tuple[dict, list[int], bool]:
+        """Cancel the reads that have not begun and wait for those that are needed.
 
         Args:
-            needed (set[int]): Experts to wait for if they are being read now.
+            needed (set[int]): Wait for these experts if they are being read now.
             everything (bool): Wait for the others as well.
 
         Returns:
-            tuple[dict, list, bool]: Of each expert that arrived its slot, the seconds that the read
-            took and those spent waiting for it here; slots that are free again; whether nothing is
-            being read any more.
+            tuple[dict, list[int], bool]: For each expert that arrived, its slot, the seconds of
+            its read and the seconds spent waiting for it here; the slots that are free again;
+            whether the job has ended.
         """
         arrived, waited_s = {}, {}
         with self._changed:
@@ -91,75 +98,134 @@ class Job:
             return arrived, free, not self._running
 
 
-class Last:
+class Prefetcher:
+    """Guesses which experts the next layer will need.
+
+    Args:
+        layers (list[StreamedExperts]): The streamed layers, in order.
+        blocks (list[nn.Module]): The MoE block that calls each of them.
+    """
+
+    def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
+        self._layers, self._blocks = layers, blocks
+
+    def ask(self, layer: int, x: mx.array) -> list[mx.array]:
+        """What to evaluate together with the routing of a layer.
+
+        Args:
+            layer (int): The layer that is running.
+            x (mx.array): ``[..., D]``, its input.
+
+        Returns:
+            list[mx.array]: Handed to ``guess`` once it is evaluated.
+        """
+        return []
+
+    def guess(self, layer: int, asked: list[mx.array]) -> tuple[int, np.ndarray] | None:
+        """Which experts will be needed next.
+
+        Args:
+            layer (int): The layer that is running.
+            asked (list[mx.array]): From ``ask``.
+
+        Returns:
+            tuple[int, np.ndarray] or None: The next layer and its experts ``[..., K]``; None if
+            the prefetcher has no guess.
+        """
+        raise NotImplementedError
+
+    @contextmanager
+    def timed_asks(self) -> Iterator[list[float]]:
+        """Inside the block, measure what each ``ask`` takes.
+
+        The layer's input is evaluated before the clock starts and the answer before it stops, so
+        the model itself is slower inside.
+
+        Yields:
+            list[float]: Seconds, one entry for each call of ``ask`` so far.
+        """
+        seconds = []
+
+        def timed(ask, layer, x):
+            mx.eval(x)
+            begin = perf_counter()
+            asked = ask(layer, x)
+            mx.eval(asked)
+            seconds.append(perf_counter() - begin)
+            return asked
+
+        with hooked(self, timed, "ask"):
+            yield seconds
+
+
+class Last(Prefetcher):
     """The experts of the last token (SwiftLM PR 26).
 
     With at least K slots they are all held still, so there is nothing left to read.
     """
 
-    def __init__(self, layers, parents):
-        self._layers = layers
-
-    def ask(self, layer, x):
-        """What to evaluate together with the routing of ``layer``: a list of arrays."""
-        return []
-
-    def guess(self, layer, asked):
-        """Which layer will be next and what it will want: its number and ``[K]``; None: no idea."""
+    def guess(self, layer: int, asked: list[mx.array]) -> tuple[int, np.ndarray] | None:
         following = (layer + 1) % len(self._layers)
         routed = self._layers[following].routed
         return None if routed is None else (following, routed)
 
 
-class Lookahead:
+class Lookahead(Prefetcher):
     """The next layer's router on this layer's hidden state (MoE-Infinity; ds4 issue 849).
 
-    The next block runs on this block's input up to the call of its experts; mlx is lazy,
-    so nothing but its router is computed.
+    The next block is called with this block's input, up to the call of its experts. MLX is lazy,
+    so only the router is computed.
     """
 
-    def __init__(self, layers, parents):
-        self._layers, self._parents = layers, parents
-
-    def ask(self, layer, x):
+    def ask(self, layer: int, x: mx.array) -> list[mx.array]:
         if layer + 1 == len(self._layers):
             return []
-        seen = []
+        asked = []
         experts = self._layers[layer + 1]
-        experts.probe = seen.append
+        experts.probe = asked.append
         try:
-            self._parents[layer + 1](x if x.ndim > 2 else x[None])
+            self._blocks[layer + 1](x if x.ndim > 2 else x[None])
         except (TypeError, ValueError) as e:
             raise ValueError(
-                f"StreamConfig.prefetch='lookahead': {experts.path}: this family's router cannot be asked ahead ({e}). "
-                "Use prefetch='none'."
+                f"StreamConfig.prefetch='lookahead': {experts.path}: this family's router cannot "
+                f"be asked before its layer is called ({e}). Use prefetch='none'."
             ) from e
         finally:
             experts.probe = None
-        return seen
+        return asked
 
-    def guess(self, layer, asked):
+    def guess(self, layer: int, asked: list[mx.array]) -> tuple[int, np.ndarray] | None:
         return (layer + 1, np.array(asked[0])) if asked else None
 
 
-class Oracle:
-    """What a recorded trace says: the upper bound of every prefetcher.
+class Oracle(Prefetcher):
+    """The experts that a recorded trace names: the upper bound for every prefetcher.
 
-    ``foretell`` it the experts; until then it has no idea.
+    It guesses nothing before ``set_trace``, nor after the trace's last token.
     """
 
-    def __init__(self, layers, parents):
-        self._layers = layers
+    def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
+        super().__init__(layers, blocks)
         self._rows, self._next = (), 0
 
-    def foretell(self, experts):
-        """From the next token on, ``experts [T, L, K]`` will be needed."""
-        self._rows, self._next = experts, 0
+    def set_trace(self, trace: Trace) -> None:
+        """Guess by the decoded tokens of a trace, of which the first is the next token.
 
-    def ask(self, layer, x):
-        return []
+        Args:
+            trace (Trace): Recorded with the same model and prompt.
 
-    def guess(self, layer, asked):
+        Raises:
+            ValueError: If the trace is of another model.
+        """
+        rows, L = trace.experts[trace.phase == "decode"], len(self._layers)
+        if rows.shape[1] != L:
+            raise ValueError(
+                f"set_trace: expected a trace of {L} layers, got {rows.shape[1]}. "
+                "Record it with this model."
+            )
+        self._rows, self._next = rows, 0
+
+    def guess(self, layer: int, asked: list[mx.array]) -> tuple[int, np.ndarray] | None:
         following = (layer + 1) % len(self._layers)
         if following == 0:
             self._next += 1

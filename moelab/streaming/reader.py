@@ -1,7 +1,16 @@
-"""Concurrent positioned reads, straight into MLX buffers.
+"""Concurrent reads of file ranges, straight into MLX buffers.
 
-``os.preadv`` takes the buffer of an evaluated MLX array as its destination and releases
-the GIL, so a few Python threads are enough to keep an SSD busy.
+Every byte of a streamed expert passes through ``Reader.read_here``. ``os.preadv`` writes into the
+memory of an evaluated MLX array and releases the GIL, so a few Python threads keep an SSD busy.
+
+When a read fails, comes back short or its file has changed, ``read_here`` raises ``ReadError``
+with the file, tensor, expert and offset, and the model's call raises it unchanged.
+``SlotTable.commit`` is not reached, so the table holds no expert whose bytes are missing; the
+experts that it evicted for them stay evicted. ``Session.call`` ends all reads, and the next call
+frees the slots (``Session._recover``, ``SlotTable.recover``). The caller's prompt cache may hold
+the token in some layers and not in others: it begins again with a new one. A prefetch that fails
+is not reported: its expert is read again when a layer needs it. A failed read of a pinned expert
+is an error of ``load``.
 """
 
 import fcntl
@@ -9,15 +18,21 @@ import os
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import NamedTuple
 
-# Below this a read from the page cache takes less time than handing it to a thread.
+# Bytes of a call. Up to this, reading cached pages in the calling thread ("inline") takes less
+# time than handing the reads to the pool.
 INLINE_NBYTES = 512 * 1024
-# Unless it is not in the page cache: what takes longer in one thread is worth several ...
+# Seconds. If inline reads turn slower than this (cold pages), use the pool ...
 SLOW_S = 3e-4
-# ... and one small call in so many goes without them, to see whether that still holds.
-PROBE_EVERY = 16
+# ... and retry inline every 16th small call, in case the pages are cached again.
+RETRY_EVERY = 16
+# Weight of the newest read in the running averages of seconds a byte. Inline reads adapt faster,
+# because few of them are made while the pool reads.
+PACE_WEIGHT, INLINE_PACE_WEIGHT = 0.1, 0.5
 
 
 class ReadError(OSError):
@@ -25,37 +40,51 @@ class ReadError(OSError):
 
 
 class File:
-    """An open file and what it looked like then. It is closed with the last reference to it.
+    """An open file and its size and times then. It is closed with the last reference to it.
 
     Args:
         path (Path): The file.
+
+    Attributes:
+        path (Path): As above.
+        fd (int): The file descriptor.
+        stamp (tuple[int, int, int]): What ``stat`` said when it was opened.
     """
 
-    def __init__(self, path):
+    def __init__(self, path: Path):
         self.path = path
         self.fd = os.open(path, os.O_RDONLY)
         self.close = weakref.finalize(self, os.close, self.fd)  # a second call does nothing
-        # Experts are read whole and in no order: what lies behind one is not wanted next, and
-        # without read-ahead Linux asks the disk for all of a long read at once.
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
-        elif hasattr(fcntl, "F_RDAHEAD"):  # macOS
-            fcntl.fcntl(self.fd, fcntl.F_RDAHEAD, 0)
+        # Experts are read whole and in no order, so the bytes behind one are not needed next.
+        # Without readahead Linux also requests all of a long read from the disk at once.
+        self.set_readahead(False)
         self.stamp, self._links = self.stat(), os.fstat(self.fd).st_nlink
 
     def __str__(self):
         return str(self.path)
 
-    def stat(self):
-        """Its size in bytes, when it was last written (mtime) and changed (ctime) in ns, now."""
+    def set_readahead(self, on: bool) -> None:
+        """Let the system read more of the file than is asked for, or not.
+
+        Args:
+            on (bool): Off when a file is opened. Without effect where the system takes no advice.
+        """
+        if hasattr(os, "posix_fadvise"):
+            advice = os.POSIX_FADV_NORMAL if on else os.POSIX_FADV_RANDOM
+            os.posix_fadvise(self.fd, 0, 0, advice)
+        elif hasattr(fcntl, "F_RDAHEAD"):  # macOS
+            fcntl.fcntl(self.fd, fcntl.F_RDAHEAD, int(on))
+
+    def stat(self) -> tuple[int, int, int]:
+        """The size in bytes, and the times of the last write (mtime) and change (ctime) in ns."""
         s = os.fstat(self.fd)
         return s.st_size, s.st_mtime_ns, s.st_ctime_ns
 
-    def changed(self):
-        """Whether it is another file than the one that was opened.
+    def changed(self) -> bool:
+        """Whether the file's content may have changed since it was opened.
 
-        Only the ctime tells of a write whose mtime has been put back. It also tells of a
-        link made or removed, as when the file is replaced: then the content stays.
+        A write can put the mtime back, but not the ctime. The ctime also changes when a link to
+        the file is made or removed, as when the file is replaced: then its content is the same.
         """
         now, links = self.stat(), os.fstat(self.fd).st_nlink
         if now[:2] == self.stamp[:2] and links != self._links:
@@ -64,21 +93,21 @@ class File:
 
 
 class Read(NamedTuple):
-    """One range of a file and where it goes.
+    """One range of a file and the memory that it is read into.
 
     Attributes:
         file (File): From ``Reader.open``.
-        offset (int): Its first byte.
-        nbytes (int): Its length.
+        offset (int): The first byte.
+        nbytes (int): The length.
         views (list[memoryview]): Writable bytes, filled one after the other.
-        tensor (str): What is read, for messages.
-        expert (int): Of which expert, for messages.
+        tensor (str): The tensor that is read, for messages.
+        expert (int): The expert that it belongs to, for messages.
     """
 
     file: File
     offset: int
     nbytes: int
-    views: list
+    views: list[memoryview]
     tensor: str = "bytes"
     expert: int = -1
 
@@ -87,7 +116,7 @@ class Read(NamedTuple):
 
 
 def _after(views, nbytes):
-    """What is left of some views once the first bytes are filled."""
+    """The rest of some views once their first bytes are filled."""
     for i, view in enumerate(views):
         if nbytes < len(view):
             return [view[nbytes:], *views[i + 1 :]]
@@ -105,61 +134,71 @@ class Reader:
         nbytes (int): Bytes read so far.
         reads (int): Ranges read so far.
         read_s (float): Seconds spent reading, summed over the threads.
+        closed (bool): Whether ``close`` was called.
     """
 
-    def __init__(self, readers=8):
+    def __init__(self, readers: int = 8):
         self.readers = readers
         self.nbytes = self.reads = 0
         self.read_s = 0.0
         self.closed = False
-        self._pace = 0.0  # seconds a thread takes for a byte, of late
-        self._pace_alone = 0.0  # the same where it was the only one
+        self._pace = 0.0  # seconds a byte in one thread, a running average
+        self._inline_pace = 0.0  # the same, of inline reads
         self._small_calls = 0
         self._files = {}
-        self._pool = self._ahead = None
+        self._pool = self._background = None
         self._lock = threading.Lock()
-        self._nothing_urgent = threading.Event()
-        self._nothing_urgent.set()
+        self._no_demand = threading.Event()  # set while no layer waits for reads
+        self._no_demand.set()
 
-    def open(self, path):
-        """Open a file, once; any change to it from now on is an error when it is read.
+    def open(self, path: Path) -> File:
+        """Open a file, once. A change to it from now on is an error when it is read.
+
+        Args:
+            path (Path): The file.
 
         Returns:
-            File: What ``Read`` wants.
+            File: For ``Read``.
         """
         if path not in self._files:
             self._files[path] = File(path)
         return self._files[path]
 
-    def start(self, reads):
-        """Begin to read; ``finish`` what this returns before using the views.
+    @property
+    def files(self) -> list[File]:
+        """The open files."""
+        return list(self._files.values())
+
+    def start(self, reads: list[Read]) -> list[Future]:
+        """Begin to read. Call ``finish`` with what this returns before using the views.
 
         Args:
             reads (list[Read]): The ranges.
 
         Returns:
-            list[Future]: One for each thread that took a share; empty if all is read.
+            list[Future]: One for each thread that took a share; empty if all has been read.
 
         Raises:
-            ReadError: As ``finish`` does.
+            ReadError: If a read fails, ends before its last byte, or its file has changed.
         """
         if not reads:
             return []
         if self.closed:
             raise ReadError("The model is closed: load it again to go on.")
-        self._nothing_urgent.clear()
+        self._no_demand.clear()
         total = sum(r.nbytes for r in reads)
-        if self.readers == 1 or (total <= INLINE_NBYTES and self._in_passing(total)):
+        if self.readers == 1 or (total <= INLINE_NBYTES and self._inline_is_fast(total)):
             begin = time.perf_counter()
             try:
                 self.read_here(reads)
             finally:
-                self._nothing_urgent.set()
-            self._pace_alone += 0.5 * ((time.perf_counter() - begin) / total - self._pace_alone)
+                self._no_demand.set()
+            pace = (time.perf_counter() - begin) / total
+            self._inline_pace += INLINE_PACE_WEIGHT * (pace - self._inline_pace)
             return []
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.readers, thread_name_prefix="moelab-read")
-        # A few tasks of equal bytes: a task costs about 20 us, whatever it reads.
+        # A few tasks of equal bytes: each task costs about 20 us, however little it reads.
         share, tasks, size = total / self.readers, [[]], 0
         for read in reads:
             if size >= share * len(tasks) and len(tasks) < self.readers:
@@ -168,56 +207,74 @@ class Reader:
             size += read.nbytes
         return [self._pool.submit(self.read_here, task) for task in tasks]
 
-    def _in_passing(self, nbytes):
-        """Whether so few bytes are best read by the thread that asks."""
+    def _inline_is_fast(self, nbytes):
         self._small_calls += 1
-        return nbytes * self._pace_alone < SLOW_S or self._small_calls % PROBE_EVERY == 0
+        return nbytes * self._inline_pace < SLOW_S or self._small_calls % RETRY_EVERY == 0
 
-    def finish(self, futures):
+    def finish(self, futures: list[Future]) -> None:
         """Wait for every read that ``start`` began.
 
+        Args:
+            futures (list[Future]): From ``start``.
+
         Raises:
-            ReadError: If one failed; all have ended by then.
+            ReadError: If one of these reads failed. All of these have ended by then.
         """
         wait(futures)
-        self._nothing_urgent.set()
+        self._no_demand.set()
         for future in futures:
             future.result()
 
-    def stop(self):
-        """Wait until no thread reads any more and end the threads; the next read starts new ones."""
-        self._nothing_urgent.set()  # prefetch threads wait for this
-        for pool in (self._pool, self._ahead):
+    def stop(self) -> None:
+        """Wait until no thread reads and end the threads. The next read starts new ones."""
+        self._no_demand.set()  # prefetch threads wait for this
+        for pool in (self._pool, self._background):
             if pool is not None:
                 pool.shutdown(wait=True, cancel_futures=True)
-        self._pool = self._ahead = None
+        self._pool = self._background = None
 
-    def expected_s(self, nbytes):
-        """The seconds that reading so much would take, judged by the last reads."""
+    def expected_s(self, nbytes: int) -> float:
+        """The seconds that a read should take, judged by the last reads.
+
+        Args:
+            nbytes (int): Its bytes, divided over all threads.
+        """
         return nbytes * self._pace / self.readers
 
-    def read(self, reads):
-        """Read all ranges and return when they have arrived."""
+    def read(self, reads: list[Read]) -> None:
+        """Read all ranges and return when they have arrived.
+
+        Args:
+            reads (list[Read]): The ranges.
+
+        Raises:
+            ReadError: As ``finish`` does.
+        """
         self.finish(self.start(reads))
 
-    def ahead(self, work, threads):
-        """Have something done by threads that do not hold up ``start``'s.
+    def in_background(self, work: Callable[[], None], threads: int) -> None:
+        """Run something on threads other than those of ``start``.
 
         Args:
             work (Callable): Called once on each thread; it calls ``give_way`` before each read.
             threads (int): How many, at most ``readers``.
         """
-        if self._ahead is None:
-            self._ahead = ThreadPoolExecutor(self.readers, thread_name_prefix="moelab-prefetch")
+        if self._background is None:
+            self._background = ThreadPoolExecutor(
+                self.readers, thread_name_prefix="moelab-prefetch"
+            )
         for _ in range(min(threads, self.readers)):
-            self._ahead.submit(work)
+            self._background.submit(work)
 
-    def give_way(self):
-        """Wait until no read of ``start``'s is in flight."""
-        self._nothing_urgent.wait()
+    def give_way(self) -> None:
+        """Wait until no layer waits for reads."""
+        self._no_demand.wait()
 
-    def read_here(self, reads):
+    def read_here(self, reads: list[Read]) -> None:
         """Read ranges one after the other, in the thread that calls.
+
+        Args:
+            reads (list[Read]): The ranges.
 
         Raises:
             ReadError: As ``finish`` does.
@@ -227,7 +284,7 @@ class Reader:
         for r in reads:
             try:
                 got = os.preadv(r.file.fd, r.views, r.offset)
-                while 0 < got < r.nbytes:  # a signal, or a limit of the kernel
+                while 0 < got < r.nbytes:  # a signal interrupted it, or the kernel limits a read
                     more = os.preadv(r.file.fd, _after(r.views, got), r.offset + got)
                     if more == 0:
                         break
@@ -235,8 +292,8 @@ class Reader:
             except OSError as e:
                 raise ReadError(
                     e.errno,
-                    f"{r}: {e.strerror}. Try again: the model goes on from here. "
-                    "If it fails again, check the disk.",
+                    f"{r}: {e.strerror}. Try again with a new prompt cache; the model can be "
+                    "called. If it fails again, check the disk.",
                 ) from e
             if got != r.nbytes:
                 raise ReadError(
@@ -255,9 +312,10 @@ class Reader:
             self.nbytes += nbytes
             self.reads += len(reads)
             self.read_s += time.perf_counter() - begin
-            self._pace += 0.1 * ((time.perf_counter() - begin) / max(nbytes, 1) - self._pace)
+            pace = (time.perf_counter() - begin) / max(nbytes, 1)
+            self._pace += PACE_WEIGHT * (pace - self._pace)
 
-    def close(self):
+    def close(self) -> None:
         """End the threads and close the files. A second call does nothing."""
         self.closed = True
         self.stop()

@@ -1,10 +1,15 @@
-"""Slots: a few experts' worth of memory that many experts take turns in.
+"""Slots: memory for S of a layer's E experts.
 
-``SlotTable`` knows which expert sits where, ``SlotBank`` holds the bytes.
+``SlotTable`` decides which expert is in which slot, ``SlotBank`` holds the bytes. A new eviction
+policy by how often an expert was used is a line of ``RANKS``: ``StreamConfig``, the commands,
+``SlotTable`` and the replay's ``SCORES`` (``moelab/replay/eviction.py``) all take it from there,
+and so do the tests (``tests/replay/test_eviction.py`` compares engine and replay). Name it in
+``StreamConfig``'s docstring, too. A policy that needs to know more changes ``SlotTable.plan``.
 """
 
 import copy
 from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -18,31 +23,46 @@ from mlx_lm.models.switch_layers import (
     _scatter_unsort,
 )
 
-from ..checkpoint import GATE_UP, expert_parameters, packing_order
+from ..checkpoint import GATE_UP, ExpertTensor, packing_order
+from ..experts import expert_parameters
 from .reader import Read
 
-POLICIES = ("lru", "lfu")  # eviction policies; the replay (lab/pagecache.py) adds its own to these
+
+def _count(count):
+    return count
+
+
+# The eviction policies. Of the experts held and not needed now, the one with the lowest rank is
+# evicted, and of equal ranks the least recently used. A rank is computed from how often the expert
+# was used and nothing else: a number here, an array in the replay. None: ranks are equal.
+RANKS = {
+    "lru": None,  # least recently used
+    "lfu": _count,  # least frequently used
+}
+POLICIES = tuple(RANKS)
 
 
 class SlotTable:
-    """Which expert sits in which slot of one layer.
+    """Which expert is in which slot of one layer.
 
-    A call goes ``hits, misses = table.plan(experts)``, read the missing experts into the
-    slots it names, ``table.commit(misses)``. ``plan`` forgets the experts whose slots it
-    gives away, so a read that fails leaves those slots free and all others as they were.
+    Use it in three steps: ``hits, misses = table.plan(experts)``, read the missing experts into
+    the slots that it names, ``table.commit(misses)``. ``plan`` forgets the experts that it evicts,
+    so a read that fails leaves their slots free and all other experts where they were.
 
     Args:
-        num_slots (int): S, that experts take turns in.
-        policy (str): ``lru`` (least recently used leaves first) or ``lfu`` (least often).
-        pinned (list[int]): Experts with slots of their own, which never leave; their bytes must
-            be there before the first call.
+        num_slots (int): S, without those of the pinned experts.
+        policy (str): One of ``POLICIES``.
+        pinned (list[int]): Experts with slots of their own, which are never evicted. Their bytes
+            must be in their slots before the first call.
 
     Attributes:
-        slot_of (dict[int, int]): The slot of every other expert held, least recent first.
+        num_slots (int): As above.
+        policy (str): As above.
+        slot_of (dict[int, int]): The slot of every other expert held, least recently used first.
         pinned (dict[int, int]): The slot of every pinned expert, from S on.
     """
 
-    def __init__(self, num_slots, policy="lru", pinned=()):
+    def __init__(self, num_slots: int, policy: str = "lru", pinned: Sequence[int] = ()):
         if policy not in POLICIES:
             raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}.")
         self.num_slots = num_slots
@@ -50,18 +70,31 @@ class SlotTable:
         self.pinned = {e: num_slots + i for i, e in enumerate(pinned)}
         self.slot_of = {}
         self._free = list(range(num_slots))[::-1]
-        self._uses = Counter()
+        self._uses = uses = Counter()
+        self._rank = rank = RANKS[policy]
+        # For ``lfu``, without a call of Python for each expert held.
+        self._rank_of = uses.__getitem__ if rank is _count else lambda e: rank(uses[e])
 
-    def fits(self, experts, taken=0):
-        """Whether distinct experts can be held at once while so many slots are taken."""
+    def fits(self, experts: Collection[int], taken: int = 0) -> bool:
+        """Whether distinct experts can be held at once.
+
+        Args:
+            experts (Collection[int]): The experts.
+            taken (int): Slots that are not available.
+        """
         others = sum(e not in self.pinned for e in experts) if self.pinned else len(experts)
         return others + taken <= self.num_slots
 
-    def waves(self, experts):
-        """Divide distinct experts into calls that fit; those held come first, before they must leave.
+    def waves(self, experts: list[int]) -> list[list[int]]:
+        """Divide distinct experts into waves that fit.
+
+        Cached experts come first, so that they are used before they are evicted.
+
+        Args:
+            experts (list[int]): Distinct.
 
         Returns:
-            list[list[int]]: For one ``plan`` after another.
+            list[list[int]]: The experts of each wave, for one ``plan`` after another.
         """
         pinned = [e for e in experts if e in self.pinned]
         others = sorted(
@@ -72,14 +105,15 @@ class SlotTable:
         ] or [[]]
         return [pinned + first, *rest]
 
-    def plan(self, experts):
+    def plan(self, experts: list[int]) -> tuple[dict[int, int], dict[int, int]]:
         """Choose slots for the experts of one call.
 
         Args:
-            experts (list[int]): The distinct experts needed, at most S beside the pinned.
+            experts (list[int]): The distinct experts needed, at most S beside the pinned ones.
 
         Returns:
-            tuple[dict, dict]: Expert to slot, for those held and for those to be read.
+            tuple[dict[int, int], dict[int, int]]: Expert to slot, of those that are held and of
+            those that must be read.
 
         Raises:
             ValueError: If there are more experts than slots; the table is unchanged.
@@ -90,7 +124,7 @@ class SlotTable:
                 f"expected at most {self.num_slots} experts (the slots{pinned}), got {len(experts)}"
             )
         slot_of, pinned = self.slot_of, self.pinned
-        if self.policy == "lfu":
+        if self._rank is not None:
             self._uses.update(experts)
         hits, missing = {}, []
         for e in experts:
@@ -101,17 +135,17 @@ class SlotTable:
             if slot is None:
                 missing.append(e)
             else:
-                hits[e] = slot_of[e] = slot  # back in as the most recent
+                hits[e] = slot_of[e] = slot  # the last key is the most recently used
         misses = {}
         for e in missing:
             if not self._free:
                 self._free.append(slot_of.pop(self._victim(hits)))
             misses[e] = self._free.pop()
-        self._free.extend(misses.values())  # nobody's until commit
+        self._free.extend(misses.values())  # free until ``commit``
         return hits, misses
 
-    def commit(self, misses):
-        """The bytes have arrived: the experts are held from now on.
+    def commit(self, misses: dict[int, int]) -> None:
+        """Hold experts whose bytes have arrived.
 
         Args:
             misses (dict[int, int]): As ``plan`` returned it.
@@ -120,16 +154,16 @@ class SlotTable:
             self._free.remove(slot)
             self.slot_of[e] = slot
 
-    def reserve(self, experts):
-        """Take slots for experts that may be needed, from those that are not among them.
+    def reserve(self, experts: list[int]) -> dict[int, int]:
+        """Choose slots for experts that may be needed, and evict none of them for another.
 
-        The slots are nobody's until ``keep`` or ``release``.
+        The slots are neither held nor free until ``keep`` or ``release``.
 
         Args:
-            experts (list[int]): Distinct; at most S beside the pinned.
+            experts (list[int]): Distinct, at most S beside the pinned ones.
 
         Returns:
-            dict[int, int]: The slots of those that are not held.
+            dict[int, int]: Expert to slot, of those that are not held.
         """
         slots = {}
         for e in experts:
@@ -142,37 +176,48 @@ class SlotTable:
             slots[e] = self._free.pop()
         return slots
 
-    def keep(self, expert, slot):
-        """A reserved slot holds its expert from now on."""
+    def keep(self, expert: int, slot: int) -> None:
+        """Hold the expert whose bytes have arrived in its reserved slot.
+
+        Args:
+            expert (int): The expert.
+            slot (int): As ``reserve`` returned it.
+        """
         self.slot_of[expert] = slot
 
-    def release(self, slots):
-        """Reserved slots are free again."""
+    def release(self, slots: Iterable[int]) -> None:
+        """Free reserved slots.
+
+        Args:
+            slots (Iterable[int]): As ``reserve`` returned them.
+        """
         self._free.extend(slots)
 
-    def recover(self):
-        """After an exception at any point: every slot that holds no expert is free."""
+    def recover(self) -> None:
+        """After an exception: free every slot that holds no expert, those of prefetches too."""
         held = set(self.slot_of.values())
         self._free = [slot for slot in range(self.num_slots)[::-1] if slot not in held]
 
     def _victim(self, needed):
-        candidates = (e for e in self.slot_of if e not in needed)
-        if self.policy == "lru":
+        candidates = (e for e in self.slot_of if e not in needed)  # least recently used first
+        if self._rank is None:
             return next(candidates)
-        return min(candidates, key=self._uses.__getitem__)
+        return min(candidates, key=self._rank_of)
 
 
-def hottest(counts, nbytes, expert_nbytes, room):
-    """The experts that are used most, over all layers, as far as a budget goes.
+def hottest(
+    counts: np.ndarray, nbytes: int, expert_nbytes: list[int], room: list[int]
+) -> list[list[int]]:
+    """The experts that are used most, over all layers, until a budget is spent.
 
     Args:
-        counts (np.ndarray): ``[L, E]``, how often each was used; those that never were are not taken.
+        counts (np.ndarray): ``[L, E]``, how often each was used. Those never used are left out.
         nbytes (int): The budget.
         expert_nbytes (list[int]): The bytes of one expert of each layer.
-        room (list[int]): The most that are wanted of each layer.
+        room (list[int]): The most experts of each layer.
 
     Returns:
-        list[list[int]]: Of each layer, hottest first.
+        list[list[int]]: The experts of each layer, hottest first.
     """
     chosen = [[] for _ in room]
     for i in np.argsort(-counts, axis=None, kind="stable")[: np.count_nonzero(counts)].tolist():
@@ -188,23 +233,23 @@ def hottest(counts, nbytes, expert_nbytes, room):
 class FusedSwitchGLU(nn.Module):
     """``SwitchGLU`` with gate and up in one projection of 2F rows, gate first.
 
-    One ``gather_qmm`` fewer for the same answer (SwiftLM PR 90).
+    It gives the same result with one ``gather_qmm`` less (SwiftLM PR 90).
 
     Args:
-        gate_up_proj (nn.Module): As ``SwitchGLU.gate_proj``, ``[S, 2F, D]``.
+        gate_up_proj (nn.Module): Like ``SwitchGLU.gate_proj``, ``[S, 2F, D]``.
         down_proj (nn.Module): ``[S, D, F]``.
         activation (nn.Module): Called as ``activation(up, gate)``.
     """
 
-    def __init__(self, gate_up_proj, down_proj, activation):
+    def __init__(self, gate_up_proj: nn.Module, down_proj: nn.Module, activation: nn.Module):
         super().__init__()
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
         self.activation = activation
 
-    def __call__(self, x, indices):
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         x = mx.expand_dims(x, (-2, -3))
-        idx, do_sort = indices, indices.size >= 64  # as SwitchGLU does
+        idx, do_sort = indices, indices.size >= 64  # SwitchGLU's own threshold
         if do_sort:
             x, idx, inv_order = _gather_sort(x, indices)
         gate, up = mx.split(self.gate_up_proj(x, idx, sorted_indices=do_sort), 2, axis=-1)
@@ -214,30 +259,37 @@ class FusedSwitchGLU(nn.Module):
         return x.squeeze(-2)
 
 
-class RoomyLinear(QuantizedSwitchLinear):
-    """A projection whose input has room behind its last row, in the same buffer.
+# MLX's tiled quantized matmul on CUDA (qmm_sm80) loads three tiles of 64 inputs or more, even of a
+# shorter row, so it reads past the last row. ``PaddedLinear`` pads the inputs; the weights are
+# followed by PADDING_NBYTES.
+TILES, TILE = 3, 64
+PADDING_NBYTES = 256
 
-    MLX's qmm_sm80 reads there if a row has fewer than three tiles of inputs. Where the buffer ends
-    with the row, and the mapped memory with the buffer, that is an illegal memory access.
+
+class PaddedLinear(QuantizedSwitchLinear):
+    """A projection that pads its input behind the last row, in the same buffer.
+
+    MLX's qmm_sm80 reads there if a row has fewer than three tiles of inputs. If the mapped memory
+    ends with the row, that is an illegal memory access.
     """
 
-    def __call__(self, x, indices, sorted_indices=False):
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         rows = x.reshape(-1, x.shape[-1])
         x = mx.pad(rows, ((0, TILES - 1), (0, 0)))[: len(rows)].reshape(x.shape)
         return super().__call__(x, indices, sorted_indices)
 
 
-def is_short(linear):
-    """Whether the CUDA kernel reads past the rows of this projection's input.
+def is_short(linear: nn.Module) -> bool:
+    """Whether the CUDA kernel reads past the last row of this projection's input.
 
     Args:
-        linear (nn.Module): Of a ``SwitchGLU`` or ``SwitchMLP``.
+        linear (nn.Module): A projection of a ``SwitchGLU`` or ``SwitchMLP``.
     """
     quantized = type(linear) is QuantizedSwitchLinear
     return quantized and linear.input_dims < TILES * max(TILE, linear.group_size)
 
 
-def can_fuse(experts):
+def can_fuse(experts: nn.Module) -> bool:
     """Whether gate and up of this module can share a buffer.
 
     Args:
@@ -259,21 +311,32 @@ def can_fuse(experts):
 class SlotBank:
     """The bytes of S experts of one layer, in arrays that are written in place.
 
-    ``bank.experts`` is the layer's own mlx-lm module with S experts in place of E; call
-    it with slots for indices.
-
     Args:
-        module (SwitchGLU or SwitchMLP): The layer's experts, not yet read; their parameters
-            give shapes and the types in memory.
+        module (SwitchGLU or SwitchMLP): The layer's experts, not read. Their parameters give the
+            shapes and the types in memory.
         path (str): Its path in the model.
-        located (dict[str, ExpertTensor]): Where their bytes lie.
-        resident (dict[str, mx.array]): Parameters kept in memory for all E experts,
-            in their types there; a slot's part is copied from here.
-        num_slots (int): S.
+        located (dict[str, ExpertTensor]): Where the experts' bytes lie.
+        resident (dict[str, mx.array]): Parameters kept in memory for all E experts, in their
+            types there. A slot gets a copy of its expert's.
+        num_slots (int): S, with those of pinned experts.
         fuse (bool): Whether to keep gate and up in one buffer.
+
+    Attributes:
+        num_slots (int): As above.
+        experts (nn.Module): The layer's own mlx-lm module with S experts in place of E. Call it
+            with slots for indices.
+        expert_nbytes (int): The bytes of one expert in its slot.
     """
 
-    def __init__(self, module, path, located, resident, num_slots, fuse=False):
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        located: dict[str, ExpertTensor],
+        resident: dict[str, mx.array],
+        num_slots: int,
+        fuse: bool = False,
+    ):
         self.num_slots = num_slots
         self.experts = copy.copy(module)
         parameters = expert_parameters(module)
@@ -283,8 +346,8 @@ class SlotBank:
         gate, up = ([on_disk[n] for n in order if n.startswith(linear)] for linear in GATE_UP)
         fuse = fuse and gate == up
 
-        # Each parameter has a part of a flat buffer [S, n]: one that is its own, one that gate
-        # and up share, or the one of all that is converted on arrival, at once for an expert.
+        # Each parameter is a part of a flat buffer [S, n]: a buffer of its own, one shared by gate
+        # and up, or the one of all parameters that are converted when an expert has arrived.
         sizes, parts, whole = {}, {}, {}
         for n in order:
             linear, param = n.rsplit(".", 1)
@@ -306,15 +369,15 @@ class SlotBank:
                     module["gate_proj" if linear == "gate_up_proj" else linear]
                 )
                 if mx.cuda.is_available() and is_short(linears[linear]):
-                    linears[linear].__class__ = RoomyLinear
+                    linears[linear].__class__ = PaddedLinear
             linears[linear][param] = buffers[key].part(first, shape)
         if fuse:
             self.experts = FusedSwitchGLU(
                 linears["gate_up_proj"], linears["down_proj"], module.activation
             )
         else:
-            for linear, its in linears.items():
-                self.experts[linear] = its
+            for name, linear in linears.items():
+                self.experts[name] = linear
 
         self._rows = {
             n: buffers[key].rows[:, first:last] for n, (key, first, last) in parts.items()
@@ -325,7 +388,8 @@ class SlotBank:
             for n in order
             if n not in tensors
         ]
-        self._converted = []  # (rows [S, n], their type, type on disk, parameters), neighbours together
+        # (rows [S, n], type in memory, type on disk, first element, parameters); neighbours joined
+        self._converted = []
         for n, t in tensors.items():
             (name, dtype), first, last = parts[n]
             if name != "converted":
@@ -339,19 +403,28 @@ class SlotBank:
         self._slots = {}
         self.expert_nbytes = sum(rows[0].nbytes for rows in self._rows.values())
 
-    def reads(self, expert, slot):
-        """What brings one expert into one slot: one read for what lies together on disk.
+    def reads(self, expert: int, slot: int) -> list[Read]:
+        """The reads that bring an expert into a slot, one for each range on disk.
+
+        Args:
+            expert (int): The expert.
+            slot (int): Its slot.
 
         Returns:
-            list[Read]: The reads; call ``arrived`` after them.
+            list[Read]: Call ``arrived`` when they have ended.
         """
         return [
             Read(t.files[expert], t.offsets[expert], nbytes, views, t.name, expert)
             for t, nbytes, views in self._slot(slot).disk
         ]
 
-    def arrived(self, expert, slot):
-        """Put in place what ``reads`` did not bring itself."""
+    def arrived(self, expert: int, slot: int) -> None:
+        """Complete an expert whose reads have ended: copy resident parameters, convert types.
+
+        Args:
+            expert (int): The expert.
+            slot (int): Its slot.
+        """
         parts = self._slot(slot)
         for rows, source in parts.memory:
             rows[...] = source[expert]
@@ -359,14 +432,14 @@ class SlotBank:
             _convert(rows, bits, dtype, to)
 
     def _slot(self, slot):
-        # Made once: slicing nine buffers takes longer than a small read.
+        # Kept: slicing nine buffers takes longer than a small read.
         if slot in self._slots:
             return self._slots[slot]
         into = {n: self._rows[n][slot] for n in self._tensors}
         converted = []
         for rows, to, dtype, _, names in self._converted:
             rows = rows[slot]
-            if dtype.size < to.size:  # read into the far end of where they will be
+            if dtype.size < to.size:  # read into the end of the memory that the result will fill
                 bits = rows.view(_NUMPY[dtype.size])[-rows.size :]
             else:
                 bits = np.empty(rows.size, _NUMPY[dtype.size])
@@ -383,14 +456,14 @@ class SlotBank:
         return parts
 
 
-def ranges(tensors):
-    """Which parameters lie one after the other on disk for every expert.
+def ranges(tensors: dict[str, ExpertTensor]) -> list[list[str]]:
+    """Group the parameters that follow each other on disk for every expert.
 
     Args:
         tensors (dict[str, ExpertTensor]): By name.
 
     Returns:
-        list[list[str]]: Those that one read brings, in the order on disk.
+        list[list[str]]: The names in each range, which one read brings, in the order on disk.
     """
     found, last = [], None
     for name, t in sorted(
@@ -410,12 +483,6 @@ class _Slot(NamedTuple):
     converted: list  # (rows, bits as read, type read, type in memory)
 
 
-# MLX's tiled quantized matmul on CUDA (qmm_sm80) loads three tiles of 64 inputs or more even of a
-# shorter row. What lies behind the last row of weights is this, behind the inputs ``RoomyLinear``'s.
-TILES, TILE = 3, 64
-PADDING_NBYTES = 256
-
-
 class _Buffer:
     """An MLX array and a numpy view of the same memory, its bits as unsigned integers."""
 
@@ -429,7 +496,7 @@ class _Buffer:
 
     @classmethod
     def over(cls, array):
-        """The buffer ``[E, n]`` of an array ``[E, ...]`` that is there already."""
+        """A buffer ``[E, n]`` over the memory of an array ``[E, ...]``."""
         self = cls.__new__(cls)
         bits = array.view(_UNSIGNED[array.dtype.size])
         mx.eval(bits)
@@ -438,7 +505,7 @@ class _Buffer:
         return self
 
     def part(self, first, shape):
-        """``[S, *shape]`` from the first element of every row on, in the same memory."""
+        """A view ``[S, *shape]`` that begins at element ``first`` of every row."""
         rows, size = self.rows.shape
         strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
         part = mx.as_strided(self.array, (rows, *shape), (size, *strides), first)

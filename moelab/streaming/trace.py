@@ -1,4 +1,4 @@
-"""Which experts a model routed to, and the file in which that is kept."""
+"""Traces: which experts a model chose for every token, and the file that keeps them."""
 
 import dataclasses
 import io
@@ -14,8 +14,8 @@ import numpy as np
 from ..checkpoint import describe, regular_file
 
 PHASES = ("prefill", "decode")
-FORMAT = 1
-MOST_EXPERTS = 1 << 16  # of a layer: what uint16 can name
+FORMAT = 1  # version of the file's format
+MAX_EXPERTS = 1 << 16  # of a layer: the ids are uint16
 MEMBERS = {  # of the file, each with the most bytes that it may unpack to
     "experts.npy": 1 << 29,
     "decode.npy": 1 << 23,
@@ -26,22 +26,24 @@ ABOUT = {"num_experts": (int,), "model": (str,), "seed": (int, type(None)), "pro
 
 
 class TraceError(ValueError):
-    """A trace is damaged, or does not fit the model that it should drive."""
+    """A trace is damaged, or does not fit the model that it is used with."""
 
 
 @dataclass(eq=False)
 class Trace:
-    """The routing of one run. What is computed from it is kept: make another rather than change it.
+    """The routing of one run.
+
+    Do not change it: what the replay computes from a trace is cached. Make another one.
 
     Attributes:
         experts (np.ndarray): ``[T, L, K]`` uint16, the experts of every token in every MoE
             layer, in the order of the router.
-        phase (np.ndarray): ``[T]`` of ``prefill`` (came with others) or ``decode``.
+        phase (np.ndarray): ``[T]`` of ``prefill`` (in a call with other tokens) or ``decode``.
         tokens (np.ndarray): ``[T]`` token ids that went in; ``prefill.tokens`` are the prompt's.
-        num_experts (int): E. Default: the largest expert seen and one.
+        num_experts (int): E. Default: one more than the largest expert id.
         model (str): The name of the model, or of what made the trace.
-        seed (int, optional): Of the sampling or the synthesis; None for a greedy run.
-        prompt (str): The text that was continued, or what it was.
+        seed (int or None): Of the sampling or the synthesis; None for a greedy run.
+        prompt (str): The text that was continued, or a description of it.
     """
 
     experts: np.ndarray
@@ -80,24 +82,28 @@ class Trace:
         shape = f"{L} layers, top-{K} of {self.num_experts} experts"
         return f"{self.model or 'trace'}: {T} tokens ({n} decoded), {shape}"
 
-    def __getitem__(self, rows):
-        """The trace of some tokens: a slice, or ``[T]`` of bool."""
+    def __getitem__(self, rows: slice | np.ndarray) -> "Trace":
+        """The trace of some tokens.
+
+        Args:
+            rows (slice or np.ndarray): Which tokens; as an array, ``[T]`` of bool.
+        """
         return dataclasses.replace(
             self, experts=self.experts[rows], phase=self.phase[rows], tokens=self.tokens[rows]
         )
 
     @property
-    def prefill(self):
-        """The tokens that came with others: prompts."""
+    def prefill(self) -> "Trace":
+        """The tokens of calls with several tokens: prompts."""
         return self[self.phase == "prefill"]
 
     @property
-    def decode(self):
-        """The tokens that came one at a time."""
+    def decode(self) -> "Trace":
+        """The tokens of calls with one token."""
         return self[self.phase == "decode"]
 
-    def save(self, path):
-        """Write it as a compressed ``.npz``; the old file stays until the new one is whole.
+    def save(self, path: str | Path) -> None:
+        """Write a compressed ``.npz``. An older file stays until the new one is complete.
 
         Args:
             path (str or Path): The file.
@@ -119,14 +125,17 @@ class Trace:
         os.replace(partial, path)
 
     @classmethod
-    def load(cls, path):
-        """Read what ``save`` wrote. The file may be anyone's: sizes, types and ranges are checked.
+    def load(cls, path: str | Path) -> "Trace":
+        """Read a file that ``save`` wrote. Sizes, types and ranges are checked, none is trusted.
 
         Args:
             path (str or Path): The file.
 
+        Returns:
+            Trace: Its content.
+
         Raises:
-            TraceError: If it is no trace, or damaged.
+            TraceError: If it is not a trace, or damaged.
             FileNotFoundError: If there is none.
         """
         try:
@@ -134,7 +143,7 @@ class Trace:
             return cls(**_read(path))
         except FileNotFoundError:
             raise
-        except Exception as e:  # zipfile, zlib, numpy and json raise many things at a damaged file
+        except Exception as e:  # zipfile, zlib, numpy and json raise many types of errors
             raise TraceError(
                 f"{path}: expected a trace as Trace.save writes it, got something else or a "
                 f"damaged file ({describe(e)}). Record it again, or restore the file."
@@ -142,7 +151,7 @@ class Trace:
 
 
 def _read(path):
-    """The fields of a trace from its file. Nothing is unpacked before its size is known."""
+    """The fields of a trace from its file. Nothing is unpacked before its size is checked."""
     with zipfile.ZipFile(path) as z:
         sizes = {info.filename: info.file_size for info in z.infolist()}
         if len(z.infolist()) != len(MEMBERS) or sizes.keys() != MEMBERS.keys():
@@ -161,8 +170,8 @@ def _read(path):
     for key, types in ABOUT.items():
         if type(about[key]) not in types:
             raise ValueError(f"expected {key} of type {types[0].__name__}, got {about[key]!r}")
-    if not 0 <= about["num_experts"] <= MOST_EXPERTS:
-        raise ValueError(f"expected num_experts up to {MOST_EXPERTS}, got {about['num_experts']}")
+    if not 0 <= about["num_experts"] <= MAX_EXPERTS:
+        raise ValueError(f"expected num_experts up to {MAX_EXPERTS}, got {about['num_experts']}")
     if experts.size and not 0 <= experts.min() <= experts.max() < about["num_experts"]:
         raise ValueError(
             f"expected experts from 0 to {about['num_experts'] - 1}, "
@@ -177,7 +186,7 @@ def _read(path):
 
 
 def _array(z, name, kinds, ndim):
-    """One array of a trace's file, of the kinds of type and the rank that are expected."""
+    """One array of a trace's file, which must have one of these kinds of dtype and this rank."""
     data = io.BytesIO(z.read(name))
     if (version := np.lib.format.read_magic(data)) != (1, 0):
         raise ValueError(f"{name}: expected numpy's format 1.0, got {version}")

@@ -8,9 +8,7 @@ from mlx_lm.generate import generate_step
 from recurrent import TINY, V
 
 import moelab
-from moelab.speculation.generate import (
-    speculative_generate_step,
-)
+from moelab.speculation.generate import speculative_generate_step
 
 FAST = os.environ.get("MOELAB_FAST") == "1"
 
@@ -27,7 +25,7 @@ def heldout():
 
 
 class Guess:
-    """A draft that needs no model: `guess(tokens so far, n, choose)`. It checks that it is told of every token once, in order."""
+    """A draft without a model: proposes ``guess(tokens so far, n, choose)``."""
 
     layer_ids = ()
 
@@ -49,14 +47,14 @@ class Guess:
 
 
 def repeat(tokens, n, choose):
-    """What followed when the last token was last written."""
+    """Guesses what followed when the last token occurred before."""
     last = tokens[-1]
     found = next((i for i in range(len(tokens) - 2, -1, -1) if tokens[i] == last), None)
     return [] if found is None else tokens[found + 1 : found + 1 + n]
 
 
 def told(plain):
-    """The first two right and the third wrong, for ever: blocks are cut everywhere."""
+    """Guesses two right tokens, then a wrong one, given the text ``plain``: every block is cut."""
 
     def guess(tokens, n, choose):
         following = plain[len(tokens) :][:n]
@@ -65,7 +63,8 @@ def told(plain):
     return guess
 
 
-def steps(model, prompt, draft, n: int | str = 4, max_tokens=40, **kwargs):
+def steps(model, prompt, draft, n=4, max_tokens=40, **kwargs):
+    """All that ``speculative_generate_step`` yields."""
     return list(
         speculative_generate_step(
             mx.array(prompt), model, draft, num_draft_tokens=n, max_tokens=max_tokens, **kwargs
@@ -74,6 +73,7 @@ def steps(model, prompt, draft, n: int | str = 4, max_tokens=40, **kwargs):
 
 
 def plain(model, prompt, max_tokens=40, **kwargs):
+    """The tokens that mlx-lm generates without a draft."""
     return [t for t, _ in generate_step(mx.array(prompt), model, max_tokens=max_tokens, **kwargs)]
 
 

@@ -1,11 +1,18 @@
 """Every mlx-lm family built on SwitchGLU or SwitchMLP, as a tiny random checkpoint.
 
-    FAMILIES[name]                          how a small model of that family is configured and stored
-    NOT_STREAMED[name]                      families and layouts that moelab refuses, each with its reason
+    FAMILIES[name]                          how a small model of the family is configured
+    NOT_STREAMED[name]                      families that moelab refuses, each with its reason
     write_checkpoint(name, path, variant)   the checkpoint on disk, in mlx-lm's own layout
 
-Letters as everywhere: D hidden, F expert hidden, E experts, K top-k. Every config is D = 64, E = 8, K = 2 unless its family allows only
-something else; COMMON holds each family's word for the same quantity, and mlx-lm drops the words that a family does not know.
+``tests/streaming/test_families.py`` fails while mlx-lm has a family that is not listed here. For
+a new one add an entry to ``FAMILIES`` with what its config.json needs beyond ``COMMON``; the test
+then runs it in every mode. Its own name for K goes into ``TOP_K_KEYS`` of
+``moelab/streaming/build.py``, a new name of its router's weight into ``ROUTERS``. A family that
+cannot stream goes into ``NOT_STREAMED`` with its reason, one that a CPU cannot run into
+``EXPERTS_ONLY``.
+
+Every config has D = 64, E = 8, K = 2, unless its family allows only something else. ``COMMON`` has
+every family's name for the same quantity, and mlx-lm drops the names that a family does not know.
 """
 
 import ast
@@ -23,6 +30,8 @@ import mlx_lm.models
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+
+from moelab.streaming.build import TOP_K_KEYS
 
 D, F, E, K, VOCAB = 64, 64, 8, 2, 96
 
@@ -102,22 +111,18 @@ GEMMA4 = {
 }
 
 
-K_WORDS = {
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_top_k",
-    "moe_k",
-    "top_k_experts",
-}  # some families' own words for K
+# A family with one of these names for K does not get the usual one from ``COMMON``.
+OWN_TOP_K_KEYS = {*TOP_K_KEYS} - {"num_experts_per_tok", "experts_per_token"}
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's config says beyond COMMON.
+    """What a family's config says beyond ``COMMON``.
 
     Args:
-        config (dict): top-level keys of config.json.
-        text (dict, optional): keys of ``text_config``; with it COMMON goes there, as in multimodal checkpoints.
+        config (dict): Keys at the top of config.json.
+        text (dict or None): Keys of ``text_config``. With it ``COMMON`` goes there, as in
+            multimodal checkpoints.
     """
 
     config: dict = field(default_factory=dict)
@@ -125,8 +130,8 @@ class Family:
 
     def build_config(self, model_type: str) -> dict:
         own = self.config if self.text is None else self.text
-        other_words = {"num_experts_per_tok"} if own.keys() & K_WORDS else set()
-        common = {k: v for k, v in COMMON.items() if k not in other_words}
+        other_names = {"num_experts_per_tok"} if own.keys() & OWN_TOP_K_KEYS else set()
+        common = {k: v for k, v in COMMON.items() if k not in other_names}
         if self.text is None:
             config = {**common, "model_type": model_type, **self.config}
         else:
@@ -448,7 +453,7 @@ FAMILIES = {
 }
 
 
-# Families with experts that moelab does not stream, and why. (So far as an mlx-lm file speaks of experts at all.)
+# Families with experts that moelab does not stream, and why.
 NOT_STREAMED = {"dbrx": "its experts are modules of their own, not one SwitchGLU or SwitchMLP"}
 NOT_STREAMED_CONFIG = {
     "dbrx": {
@@ -461,10 +466,11 @@ NOT_STREAMED_CONFIG = {
     }
 }
 
-# Families that mlx-lm itself cannot run on a CPU: their experts are tested by themselves, without the rest of the model.
+# Families that mlx-lm cannot run on a CPU. Their experts are tested without the rest of the model.
 EXPERTS_ONLY = {"muse_spark": "mlx-lm's muse_spark calls Metal kernels outside the experts"}
 
-# What `write_checkpoint` can make of a family. "mode", "bits" and "group_size" are mlx-lm's; dtype is that of what stays unquantized.
+# The variants that ``write_checkpoint`` writes. "mode", "bits" and "group_size" are mlx-lm's,
+# "dtype" is the type of what is not quantized.
 VARIANTS = {
     "affine4": {"bits": 4, "group_size": 32, "mode": "affine"},
     "affine8": {"bits": 8, "group_size": 64, "mode": "affine"},
@@ -479,6 +485,7 @@ VARIANTS = {
 }
 
 
+# How the names of the families' router weights end.
 ROUTERS = (
     "gate.weight",
     "router.weight",
@@ -490,8 +497,8 @@ ROUTERS = (
 )
 
 
-def speaks_of_experts() -> set[str]:
-    """The mlx-lm model files, those found by ``discover`` apart, in whose text experts occur."""
+def mentions_experts() -> set[str]:
+    """The mlx-lm model files that mention experts and are not found by ``discover``."""
     files = {
         p.stem for p in Path(mlx_lm.models.__path__[0]).glob("*.py") if "experts" in p.read_text()
     }
@@ -499,9 +506,10 @@ def speaks_of_experts() -> set[str]:
 
 
 def discover() -> set[str]:
-    """The mlx-lm model files whose models can hold a SwitchGLU or SwitchMLP, by following imports from ``switch_layers``.
+    """The mlx-lm model files whose models can hold a SwitchGLU or SwitchMLP.
 
-    A file counts when it imports one of the two classes, or anything from a file that counts, and defines ``Model`` and ``ModelArgs``.
+    Follows imports from ``switch_layers``: a file counts if it imports one of the two classes, or
+    anything from a file that counts, and defines ``Model`` and ``ModelArgs``.
     """
     imports, has_model, counts = {}, set(), set()
     for path in Path(mlx_lm.models.__path__[0]).glob("*.py"):
@@ -525,7 +533,7 @@ def discover() -> set[str]:
 
 
 def build(name: str) -> tuple[nn.Module, dict]:
-    """A random float32 model of the family with nothing left at zero or one: (model, config)."""
+    """A random float32 model of the family, no parameter all zeros or ones, and its config."""
     mx.random.seed(zlib.crc32(name.encode()))
     config = FAMILIES[name].build_config(name)
     model_class, args_class = mlx_lm_utils._get_classes(copy.deepcopy(config))
@@ -535,15 +543,13 @@ def build(name: str) -> tuple[nn.Module, dict]:
         if not mx.issubdtype(p.dtype, mx.floating):
             return p
         if path.endswith("correction_bias") or path.endswith("expert_bias"):
-            return (p + 0.01 * mx.random.normal(p.shape)).astype(
-                p.dtype
-            )  # more, and every token chooses the same experts
+            # With more noise every token chooses the same experts.
+            return (p + 0.01 * mx.random.normal(p.shape)).astype(p.dtype)
         if p.ndim == 1 or path.endswith(".bias"):
             return (p + 0.1 * mx.random.normal(p.shape)).astype(p.dtype)
         if path.endswith(ROUTERS):
-            return p + 0.5 * mx.random.normal(
-                p.shape
-            )  # tokens must differ in the experts that they choose
+            # Tokens must differ in the experts that they choose.
+            return p + 0.5 * mx.random.normal(p.shape)
         return p
 
     model.update(tree_map_with_path(disturb, model.parameters()))
@@ -566,7 +572,7 @@ def write_checkpoint(name: str, path: Path, variant: str) -> Path:
     """Write a random checkpoint of a family, as ``mlx_lm.convert`` would, and return its folder."""
     spec = VARIANTS[variant]
     model, config = build(name)
-    # mlx-lm keeps some tensors in float32 (a model's cast_predicate); so do real checkpoints
+    # mlx-lm and real checkpoints keep some tensors in float32 (a model's cast_predicate).
     keep = getattr(model, "cast_predicate", lambda _: True)
     dtype = spec.get("dtype", mx.bfloat16)
     model.update(
@@ -585,12 +591,11 @@ def write_checkpoint(name: str, path: Path, variant: str) -> Path:
                     ("down_proj", "fc2")
                 ):
                     return {"bits": 8, "group_size": 64, "mode": "affine"}
-                return not module_path.endswith("gate_proj")  # one projection stays as it was
+                return not module_path.endswith("gate_proj")  # one projection is not quantized
             return own(module_path, module) if own is not None else True
 
-        packed = config.pop(
-            "quantization", None
-        )  # prism: says how its own packed layers are stored, and stays as it is
+        # prism describes its own packed layers here, which are not changed.
+        packed = config.pop("quantization", None)
         with contextlib.redirect_stdout(io.StringIO()):
             model, config = mlx_lm_utils.quantize_model(
                 model,
@@ -609,7 +614,12 @@ def write_checkpoint(name: str, path: Path, variant: str) -> Path:
 
 
 def per_expert(prefix: str, names: dict[str, str]):
-    """The layout with one tensor for each expert: ``{prefix}.{e}.{name}.{kind}``; ``names`` are mlx-lm's projections to the file's."""
+    """The layout with a tensor for each expert, ``{prefix}.{e}.{name}.{kind}``.
+
+    Args:
+        prefix (str): As above.
+        names (dict[str, str]): The file's name of each of mlx-lm's projections.
+    """
 
     def convert(module, tensors):
         parent = module.rsplit(".", 1)[0]
@@ -625,7 +635,11 @@ def per_expert(prefix: str, names: dict[str, str]):
 def gate_up(
     gate_up_name: str, down_name: str, *, transposed: bool = False, interleaved: bool = False
 ):
-    """The layouts with gate and up in one tensor ``[E, 2F, D]``, halves or alternate rows, or ``[E, D, 2F]``."""
+    """The layouts with gate and up in one tensor.
+
+    It is ``[E, 2F, D]`` in halves or, ``interleaved``, in alternate rows; ``transposed``, it is
+    ``[E, D, 2F]``.
+    """
 
     def convert(module, tensors):
         parent = module.rsplit(".", 1)[0]
@@ -655,8 +669,8 @@ def gate_up(
 
 GATE_UP_DOWN = {p: p for p in ("gate_proj", "up_proj", "down_proj")}
 
-# Families in the layout of the checkpoints that their authors publish, which mlx-lm's `sanitize` rearranges on loading:
-# how the experts of one module are stored there, and the variant that such a file has.
+# Families in the layout of the checkpoints that their authors publish, which mlx-lm's ``sanitize``
+# rearranges: the variant that such a file has, and how it stores the experts of one module.
 HUGGING_FACE = {
     "mixtral": (
         "affine4",
@@ -676,7 +690,7 @@ HUGGING_FACE = {
 }
 
 
-# Those of them in which one expert's gate or up is spread over the file, so that no slot can be filled by reading ranges of it.
+# Those of them in which an expert's gate or up is not contiguous, so that it cannot be streamed.
 REARRANGED = {
     "gpt_oss": "gate and up alternate row by row",
     "llama4": "experts are stored transposed",
@@ -685,7 +699,7 @@ REARRANGED = {
 
 
 def write_hugging_face(name: str, path: Path) -> Path:
-    """A checkpoint of the family in its authors' layout, holding the same numbers as ``write_checkpoint``'s."""
+    """A checkpoint in its authors' layout, with the same numbers as ``write_checkpoint``'s."""
     variant, convert = HUGGING_FACE[name]
     write_checkpoint(name, path, variant)
     config = json.loads((path / "config.json").read_text())
@@ -698,7 +712,7 @@ def write_hugging_face(name: str, path: Path) -> Path:
             if k.startswith(f"{module}.")
         }
         weights.update(convert(module, tensors))
-    if name in ("qwen3_5_moe", "qwen3_vl_moe"):  # the other order of the two words, too
+    if name in ("qwen3_5_moe", "qwen3_vl_moe"):  # these two words change places
         weights = {
             k.replace("language_model.model.", "model.language_model.").replace(
                 "language_model.lm_head", "lm_head"
@@ -713,7 +727,10 @@ def write_hugging_face(name: str, path: Path) -> Path:
 
 
 def write_files(path: Path, weights: dict[str, mx.array], config: dict, shards: int = 1) -> None:
-    """config.json and the weights in ``shards`` files with their index, neighbours in the model spread over different files."""
+    """Write config.json, the weights in ``shards`` files and their index.
+
+    Neighbours in the model are in different files.
+    """
     path.mkdir(parents=True, exist_ok=True)
     mlx_lm_utils.save_config(config, path / "config.json")
     names = sorted(weights)
@@ -735,13 +752,20 @@ def write_files(path: Path, weights: dict[str, mx.array], config: dict, shards: 
 
 
 def load_resident(path: Path) -> nn.Module:
-    """Plain mlx-lm, every expert in memory, float32: what the streamed modes are held against."""
+    """Plain mlx-lm, every expert in memory, float32: the reference for the streamed modes."""
     model, _ = mlx_lm_utils.load_model(path)
     model.set_dtype(mx.float32)
     mx.eval(model.parameters())
     return model
 
 
-SPREAD = ("affine4", "affine8", "mxfp4", "mixed", "sharded", "plain")
+COMMON_VARIANTS = ("affine4", "affine8", "mxfp4", "mixed", "sharded", "plain")
 
+
+def variant_of(name: str) -> str:
+    """One variant for every family, by its name: a new family does not change another's."""
+    return COMMON_VARIANTS[zlib.crc32(name.encode()) % len(COMMON_VARIANTS)]
+
+
+# These families' experts differ: gate/up/down, the same in a hybrid, with additive biases, fc1/fc2.
 EVERY_VARIANT = ("qwen3_moe", "qwen3_5_moe", "gpt_oss", "nemotron_h")

@@ -1,6 +1,6 @@
-"""Damaged files and what becomes of them; ``test_fuzz.py`` runs this module in worker processes.
+"""Damaged files and their outcomes. ``test_fuzz.py`` runs this module in worker processes.
 
-    python tests/fuzzing.py BASES FIRST STEP LAST
+    python tests/helpers/fuzzing.py BASES FIRST STEP LAST
 
 works on cases FIRST, FIRST + STEP, ... and prints a line of JSON for each. A case is a function of
 its number alone: kind of file, file and damage are drawn from ``random.Random(number)``.
@@ -33,14 +33,10 @@ from moelab.streaming.model import load_model
 
 PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
 STEPS = 6
-SCREEN = 1000  # characters that an error may take
-MEMORY = 24 << 30  # bytes of address space that a case may take
-CONFIGS = (
-    "qwen3_moe",
-    "qwen3_5_moe",
-    "deepseek_v3",
-    "gpt_oss",
-)  # families whose config.json is damaged
+MAX_MESSAGE = 1000  # characters of an error message
+MEMORY_NBYTES = 24 << 30  # of address space for a case
+# Families whose config.json is damaged.
+CONFIGS = ("qwen3_moe", "qwen3_5_moe", "deepseek_v3", "gpt_oss")
 KINDS = (
     "header",
     "packed",
@@ -75,7 +71,7 @@ def dump(node):
 
 
 class Raw:
-    """Text that stands in the file as it is."""
+    """Text that is written into the file unchanged."""
 
     def __init__(self, raw):
         self.raw = raw
@@ -109,10 +105,10 @@ def put(container, i, value):
 
 
 def edit(text, rng):
-    """A JSON document with one edit of its structure, and what it was."""
+    """A JSON document with one edit of its structure, and what the edit was."""
     tree = parse(text)
     spots = list(places(tree))
-    if len(spots) > 2000:  # a tokenizer's vocabulary would be drawn nearly every time
+    if len(spots) > 2000:  # else a tokenizer's vocabulary is nearly always chosen
         spots = [s for s in spots if len(s[0]) < 40]
     container, i = rng.choice(spots)
     old, how = (
@@ -201,7 +197,7 @@ def damage_json(data, rng):
 
 
 def damage_header(data, rng):
-    """The header of a safetensors file; its data stays as it is."""
+    """Damage the header of a safetensors file. Its data is unchanged."""
     n = int.from_bytes(data[:8], "little")
     header, rest = data[8 : 8 + n], data[8 + n :]
     if rng.random() < 0.1:
@@ -304,11 +300,11 @@ def damage_trace(data, rng):
     return npz(members.items()), f"{how} {name}"
 
 
-# Sound files, written once
+# Valid files, written once
 
 
 def write_bases(path):
-    """The sound checkpoints, the draft and the trace that the cases damage copies of."""
+    """Write the valid checkpoints, draft and trace. Cases damage copies of them."""
     path = Path(path)
     for name in CONFIGS:
         families.write_checkpoint(name, path / name, "sharded" if name == CONFIGS[0] else "affine4")
@@ -336,7 +332,7 @@ def write_bases(path):
 
 
 def target():
-    """A dense model that the draft serves."""
+    """The dense model that the draft is for."""
     mx.random.seed(3)
     args = {
         k: families.COMMON[k]
@@ -353,13 +349,13 @@ def target():
             rope_theta=1e4,
             max_position_embeddings=512,
             tie_word_embeddings=True,
-        )  # fmt: skip
+        )
     )
     mx.eval(model.parameters())
     return model
 
 
-# What becomes of it
+# Outcomes
 
 
 def greedy(model):
@@ -397,9 +393,9 @@ class Cases:
                 message = f"{type(e).__name__}: {e}"
             except BaseException as e:
                 outcome, message = "raw", f"{type(e).__name__}: {e}"
-            if outcome == "refused" and len(message) > SCREEN:
+            if outcome == "refused" and len(message) > MAX_MESSAGE:
                 outcome = "long"
-        return kind, what, outcome, message[: SCREEN + 1]
+        return kind, what, outcome, message[: MAX_MESSAGE + 1]
 
     def damaged(self, base, file, damage, rng):
         """A folder of links to a base's files, one of them damaged."""
@@ -414,7 +410,7 @@ class Cases:
     def text_is(self, base):
         """The text must be the undamaged folder's, or plain mlx-lm's from the damaged one.
 
-        Some damage makes another valid model: nobody can know that a rope_theta was another.
+        Some damage gives another valid model, for example another rope_theta.
         """
 
         def tokens(path, mode="fused"):
@@ -529,7 +525,7 @@ class Cases:
 
 def main():
     bases, first, step, last = sys.argv[1], *map(int, sys.argv[2:])
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_NBYTES, MEMORY_NBYTES))
     cases, out = Cases(bases), os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is not an outcome
     for number in range(first, last, step):

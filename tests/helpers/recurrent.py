@@ -1,4 +1,4 @@
-"""Small models of every recurrent family, and what it takes to compare their caches."""
+"""Small models of every recurrent family, and the comparison of their caches."""
 
 import importlib
 from functools import cache as once
@@ -41,31 +41,43 @@ HEADS = dict(
     linear_value_head_dim=16,
 )
 MAMBA = dict(mamba_d_state=16, mamba_d_conv=4)
-# The recurrent families of mlx-lm that have no experts, and so are not in `families`.
+# The recurrent families of mlx-lm that have no experts, and so are not in ``families``.
 DENSE = {
-    "mamba": dict(state_size=8, conv_kernel=4, use_bias=False, use_conv_bias=True, time_step_rank=4, intermediate_size=128),
+    "mamba": dict(
+        state_size=8, conv_kernel=4, use_bias=False, use_conv_bias=True, time_step_rank=4,
+        intermediate_size=128,
+    ),
     "mamba2": dict(
-        num_heads=4, head_dim=16, state_size=16, layer_norm_epsilon=1e-5, conv_kernel=4, n_groups=1, use_bias=False, use_conv_bias=True,
+        num_heads=4, head_dim=16, state_size=16, layer_norm_epsilon=1e-5, conv_kernel=4,
+        n_groups=1, use_bias=False, use_conv_bias=True,
         tie_word_embeddings=True, time_step_limit=(0.001, 100.0), time_step_rank=4,
     ),
     "falcon_h1": dict(head_dim=16, mamba_d_head=16, mamba_d_ssm=64, mamba_n_heads=4, **MAMBA),
     "plamo2": dict(hidden_size_per_head=16, mamba_num_heads=4, **MAMBA),
     "olmo_hybrid": dict(
-        rms_norm_eps=1e-5, max_position_embeddings=512, linear_conv_kernel_dim=4, linear_allow_neg_eigval=True, tie_word_embeddings=True,
+        rms_norm_eps=1e-5, max_position_embeddings=512, linear_conv_kernel_dim=4,
+        linear_allow_neg_eigval=True, tie_word_embeddings=True,
         attention_bias=False, layer_types=["linear_attention", "full_attention"], **HEADS,
     ),
     "lfm2": dict(
-        max_position_embeddings=512, norm_eps=1e-5, conv_bias=False, conv_L_cache=3, block_dim=64, block_multiple_of=16,
-        block_ffn_dim_multiplier=1.0, block_auto_adjust_ff_dim=False, layer_types=["conv", "full_attention"],
+        max_position_embeddings=512, norm_eps=1e-5, conv_bias=False, conv_L_cache=3,
+        block_dim=64, block_multiple_of=16,
+        block_ffn_dim_multiplier=1.0, block_auto_adjust_ff_dim=False,
+        layer_types=["conv", "full_attention"],
     ),
     "recurrent_gemma": dict(
-        attention_bias=False, conv1d_width=4, logits_soft_cap=30.0, rms_norm_eps=1e-5, rope_theta=1e4, attention_window_size=8,
+        attention_bias=False, conv1d_width=4, logits_soft_cap=30.0, rms_norm_eps=1e-5,
+        rope_theta=1e4, attention_window_size=8,
         block_types=["recurrent", "attention"], num_key_value_heads=1, intermediate_size=128,
     ),
     "rwkv7": dict(
-        norm_eps=1e-5, head_dim=16, a_low_rank_dim=8, v_low_rank_dim=8, gate_low_rank_dim=8, decay_low_rank_dim=8,
+        norm_eps=1e-5, head_dim=16, a_low_rank_dim=8, v_low_rank_dim=8, gate_low_rank_dim=8,
+        decay_low_rank_dim=8,
     ),
-    "baichuan_m1": dict(rope_theta=1e4, sliding_window=8, sliding_window_layers=[1], conv_window=2, rms_norm_eps=1e-5),
+    "baichuan_m1": dict(
+        rope_theta=1e4, sliding_window=8, sliding_window_layers=[1], conv_window=2,
+        rms_norm_eps=1e-5,
+    ),
     "gear": dict(head_dim=16, rms_norm_eps=1e-5, layer_types=["conv_mixer", "full_attention"]),
 }  # fmt: skip
 WITH_EXPERTS = [
@@ -84,7 +96,7 @@ ONLY_RESTORED = {"longcat_flash_ngram", "recurrent_gemma", "rwkv7", "baichuan_m1
 
 @once
 def build(name):
-    """A small random model in which every token leaves its mark."""
+    """A small random model whose state depends on every token."""
     if name not in DENSE:
         return families.build(name)[0]
     mx.random.seed(1)
@@ -100,16 +112,27 @@ def build(name):
 
 
 @once
+def with_wide_heads():
+    """Quantized caches want heads of 32 or more."""
+    config = families.FAMILIES["qwen3_5_moe"].build_config("qwen3_5_moe")
+    config["text_config"]["head_dim"] = 32
+    mx.random.seed(2)
+    module = importlib.import_module("mlx_lm.models.qwen3_5_moe")
+    return module.Model(module.ModelArgs.from_dict(config))
+
+
+@once
 def tiny():
     return moelab.load(TINY, moelab.StreamConfig(mode="resident"))[0]
 
 
 def ids(seed, n, batch=1, vocab=V):
+    """Random token ids [batch, n]."""
     return mx.array(np.random.default_rng(seed).integers(0, vocab, (batch, n)), mx.uint32)
 
 
 def seen(c):
-    """What the next token would see of a cache."""
+    """The arrays of a cache that the next token depends on."""
     if isinstance(c, ArraysCache):
         return list(c.cache)
     if c.keys is None or (isinstance(c.offset, int) and c.offset == 0):
@@ -129,8 +152,9 @@ def seen(c):
 
 
 def difference(cache, other):
+    """The largest difference between two prompt caches, which must have the same form."""
     worst = 0.0
-    pairs = list(zip(rollback._leaves(cache), rollback._leaves(other), strict=True))
+    pairs = list(zip(rollback.leaves(cache), rollback.leaves(other), strict=True))
     for c, o in pairs:
         assert type(c) is type(o)
         if hasattr(c, "offset"):
@@ -145,13 +169,19 @@ def difference(cache, other):
 
 
 def one_by_one(model, cache, tokens):
+    """Decode tokens [B, T], each in a pass of its own."""
     for t in range(tokens.shape[1]):
         mx.eval(model(tokens[:, t : t + 1], cache=cache))
 
 
-def play(model, cache, reference, rounds, way, seed=0, batch=1, vocab=V):
-    """Rounds of (tokens in, tokens kept), and plain decoding of those kept: the largest difference after any round."""
-    r = Rollback(model, cache, way)
+def play(model, cache, reference, rounds, strategy, seed=0, batch=1, vocab=V):
+    """The largest difference to plain decoding, over rounds of (tokens read, tokens kept).
+
+    ``cache`` goes through a ``Rollback``: each round reads its tokens in one pass and takes back
+    those not kept. ``reference`` reads the kept tokens one by one. The caches are compared after
+    each round.
+    """
+    r = Rollback(model, cache, strategy)
     tokens, i, worst = ids(seed, sum(m for m, _ in rounds), batch, vocab), 0, 0.0
     for m, keep in rounds:
         mx.eval(r(tokens[:, i : i + m]))
@@ -164,6 +194,7 @@ def play(model, cache, reference, rounds, way, seed=0, batch=1, vocab=V):
 
 
 def start(model, prompt, **kwargs):
+    """A cache that has read a prompt [B, T]."""
     cache = make_prompt_cache(model, **kwargs)
     if prompt.shape[1]:
         mx.eval(model(prompt, cache=cache))

@@ -1,4 +1,4 @@
-"""What may be done to a model after ``load``, what may not, and what mlx-lm's keywords do."""
+"""What may be changed in a model after ``load``, what is refused, and what mlx-lm's keywords do."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import moelab
-from moelab.streaming import parallel as spread
+from moelab.streaming import parallel
 from moelab.streaming.model import load_model
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
@@ -35,7 +35,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def small_layers_are_spread(monkeypatch):
-    monkeypatch.setattr(spread, "PART_NBYTES", 64)
+    monkeypatch.setattr(parallel, "PART_NBYTES", 64)
 
 
 def answer(model):
@@ -101,10 +101,10 @@ def test_new_weights_take_effect(path, tmp_path):
 
 
 def test_set_dtype_takes_effect_or_is_refused(path):
-    """A spread layer follows; activations of another type do not fit the slots, and the error says so."""
+    """Divided layers follow. Activations of another type do not fit the slots: an error says so."""
     with load_model(path, CONFIG)[0] as model:
         model.load_weights(list(backbone(path, 0).items()), strict=False)
-        layers = [m for _, m in model.named_modules() if isinstance(m, spread.SpreadLinear)]
+        layers = [m for _, m in model.named_modules() if isinstance(m, parallel.SpreadLinear)]
         assert len(layers) > 4
         for dtype in (mx.float32, mx.bfloat16):
             model.set_dtype(dtype)
@@ -174,7 +174,7 @@ def with_tokenizer(tmp_path_factory):
 
 
 def test_mlx_lm_keywords(with_tokenizer):
-    model, tokenizer, config = moelab.load(
+    model, _, config = moelab.load(
         with_tokenizer, return_config=True, tokenizer_config={}, lazy=False
     )
     with model:
@@ -188,7 +188,7 @@ def test_mlx_lm_keywords(with_tokenizer):
 
 
 def test_model_config_changes_what_mlx_lm_lets_it_change(path):
-    """Another rope base changes the text as it does with mlx-lm; top_k goes with it."""
+    """Another rope base changes the text as it does with mlx-lm, together with top_k."""
     changes = {"rope_theta": 100.0, "rope_parameters": {"rope_theta": 100.0, "type": "default"}}
     changes = {"text_config": {**changes_to(path), **changes}} if changes_to(path) else changes
     for top_k in (None, 1):
@@ -213,7 +213,7 @@ def changes_to(path):
 
 
 def write_adapters(folder, source, fine_tune_type, keys=None):
-    """Adapters as mlx_lm.lora leaves them, with numbers that change the text."""
+    """Adapters as mlx_lm.lora writes them, with numbers that change the text."""
     folder.mkdir()
     model, _ = mlx_lm_utils.load_model(source)
     config = {"fine_tune_type": fine_tune_type, "num_layers": 4}
@@ -245,7 +245,7 @@ def write_adapters(folder, source, fine_tune_type, keys=None):
 
 @pytest.mark.parametrize("fine_tune_type", ["lora", "dora", "full"])
 def test_adapters_of_the_backbone(fine_tune_type, with_tokenizer, tmp_path):
-    """The same answer as mlx-lm with the same adapters, spread over streams or not."""
+    """The same answer as mlx-lm with the same adapters, with one stream or several."""
     keys = ["self_attn.q_proj", "self_attn.o_proj", "linear_attn.out_proj"]
     adapters = write_adapters(tmp_path / "adapters", with_tokenizer, fine_tune_type, keys)
     plain = families.load_resident(with_tokenizer)
@@ -281,7 +281,7 @@ def test_adapters_of_streamed_experts_are_refused(with_tokenizer, tmp_path):
 
 @pytest.mark.parametrize("mode", ["resident", "fused"])
 def test_fewer_experts_where_the_config_leaves_it_to_the_family(mode, tmp_path):
-    """ernie4_5_moe calls K ``moe_k``; a config without it means the class's default, and top_k reaches it."""
+    """ernie4_5_moe calls K ``moe_k``. Without it the class's default counts; top_k changes it."""
     path = families.write_checkpoint("ernie4_5_moe", tmp_path / "m", "affine4")
     config = json.loads((path / "config.json").read_text())
     with load_model(path, moelab.StreamConfig(mode=mode, slots=K, top_k=1))[0] as model:
@@ -294,19 +294,21 @@ def test_fewer_experts_where_the_config_leaves_it_to_the_family(mode, tmp_path):
 
 
 def test_a_router_that_does_not_choose_fewer_is_an_error(path, monkeypatch):
-    """A family whose word for K nobody knows takes StreamConfig.top_k as a statement, and it is checked."""
-    monkeypatch.setattr("moelab.streaming.model.TOP_K_KEYS", ("unknown_word",))
+    """For a family whose name for K is unknown, StreamConfig.top_k states K, and it is checked."""
+    monkeypatch.setattr("moelab.streaming.build.TOP_K_KEYS", ("unknown_word",))
     with pytest.raises(moelab.CheckpointError, match="cannot be asked for fewer"):
         load_model(path, CONFIG)
     with load_model(path, moelab.StreamConfig(slots=K, top_k=K))[0] as model:
         answer(model)
-    with load_model(path, moelab.StreamConfig(slots=K, top_k=1))[0] as model:
-        with pytest.raises(ValueError, match="chose 2.*top_k=2"):
-            answer(model)
+    with (
+        load_model(path, moelab.StreamConfig(slots=K, top_k=1))[0] as model,
+        pytest.raises(ValueError, match="chose 2.*top_k=2"),
+    ):
+        answer(model)
 
 
 def test_no_code_of_a_checkpoint_runs_unasked(with_tokenizer, tmp_path):
-    """Neither a model's nor a tokenizer's Python file, unless ``trust_remote_code`` says so."""
+    """No Python file of a model or a tokenizer runs, unless ``trust_remote_code`` is set."""
     for file, key, value in (
         ("config.json", "model_file", "own.py"),
         ("tokenizer_config.json", "auto_map", {"AutoTokenizer": [None, "own.Tokenizer"]}),

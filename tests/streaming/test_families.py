@@ -1,17 +1,17 @@
 """Every mlx-lm family streams, and answers as plain mlx-lm does with every expert in memory.
 
-Each family is a tiny random checkpoint (tests/families.py) in one or more storage variants. Its prompt needs more experts than there are
-slots, so it runs in waves; the steps after it read what is missing.
+Each family is a tiny random checkpoint (tests/helpers/families.py) in one or more storage
+variants. Its prompt needs more experts than there are slots, so it runs in waves. The steps after
+it read the experts that they miss.
 """
 
 import json
-import zlib
 
 import families
 import mlx.core as mx
 import numpy as np
 import pytest
-from families import EVERY_VARIANT, SPREAD, VOCAB, E, K
+from families import EVERY_VARIANT, VOCAB, E, K
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -22,16 +22,14 @@ from moelab.streaming.model import load_model
 STREAMED = ("serial", "buffers", "stacked", "fused")
 SLOTS = K + 1
 PROMPT = [(31 * i + 5) % VOCAB for i in range(20)]
-LONG_PROMPT = [
-    (37 * i + 1) % VOCAB for i in range(40)
-]  # 80 indices: mlx-lm sorts tokens by expert from 64 on
+# 80 indices: mlx-lm sorts tokens by expert from 64 on.
+LONG_PROMPT = [(37 * i + 1) % VOCAB for i in range(40)]
 NUM_STEPS = 5
 
-# One variant for every family, chosen by its name so that a new family moves no other's; and every variant for these four, which
-# differ in what an expert is: gate/up/down, the same in a hybrid, with additive biases, and fc1/fc2.
 GPU_ONLY = {"nvfp4_global": "mlx computes nvfp4 with a tensor scale on GPUs only"}
+# One variant for every family, and every variant for a few of them.
 CASES = sorted(
-    {(name, SPREAD[zlib.crc32(name.encode()) % len(SPREAD)]) for name in families.FAMILIES}
+    {(name, families.variant_of(name)) for name in families.FAMILIES}
     | {
         (name, variant)
         for name in EVERY_VARIANT
@@ -105,19 +103,22 @@ def assert_streams(path, prompt=PROMPT, slots=SLOTS, steps=NUM_STEPS):
 
 
 def test_every_family_of_this_mlx_lm_is_listed():
-    """A new family in mlx-lm fails this test until tests/families.py says how a small one is built, or why it is not streamed."""
+    """A new family in mlx-lm fails this test until helpers/families.py lists it or says why not."""
     found = families.discover()
     assert found - set(families.FAMILIES) == set(), (
-        "mlx-lm has families with experts that tests/families.py does not list"
+        "mlx-lm has families with experts that helpers/families.py does not list"
     )
     assert set(families.FAMILIES) - found == set(), (
-        "tests/families.py lists families that mlx-lm no longer has"
+        "helpers/families.py lists families that mlx-lm no longer has"
     )
-    assert families.speaks_of_experts() == set(families.NOT_STREAMED)
+    assert families.mentions_experts() == set(families.NOT_STREAMED), (
+        "another family of mlx-lm names experts without SwitchGLU or SwitchMLP: list it with the "
+        "reason why it cannot stream"
+    )
 
 
 def test_a_new_family_is_found(tmp_path, monkeypatch):
-    """Also one that only reuses another's blocks."""
+    """Also a family that only uses another's blocks."""
     (tmp_path / "new.py").write_text(
         "from .switch_layers import SwitchGLU\nclass ModelArgs: ...\nclass Model: ...\n"
     )
@@ -126,7 +127,7 @@ def test_a_new_family_is_found(tmp_path, monkeypatch):
     (tmp_path / "other.py").write_text("class ModelArgs: ...\nclass Model:\n    num_experts = 8\n")
     monkeypatch.setattr(families.mlx_lm.models, "__path__", [str(tmp_path)])
     assert families.discover() == {"new", "newer"}
-    assert families.speaks_of_experts() == {"other"}
+    assert families.mentions_experts() == {"other"}
 
 
 @pytest.mark.parametrize("name", sorted(families.NOT_STREAMED))
@@ -158,7 +159,7 @@ def test_family_streams(name, variant, tmp_path):
 @pytest.mark.parametrize("name", sorted(families.EXPERTS_ONLY))
 @pytest.mark.parametrize("variant", ["affine4", "plain"])
 def test_experts_of_a_family_that_the_cpu_cannot_run(name, variant, tmp_path):
-    """mlx-lm itself needs Metal for the rest of this model: its experts alone, with what hangs on them, give the same answer."""
+    """mlx-lm needs Metal for the rest of these models: their experts alone give the same answer."""
     path = families.write_checkpoint(name, tmp_path / name, variant)
     resident = families.load_resident(path)
     rng = np.random.default_rng(0)
@@ -213,7 +214,7 @@ def test_scales_streamed_or_resident(name, scales, tmp_path):
 
 @pytest.mark.parametrize("name", sorted(families.HUGGING_FACE))
 def test_hugging_face_layout(name, tmp_path):
-    """The authors' own layout streams where an expert's bytes are contiguous in it, and is refused with the remedy where they are not."""
+    """The authors' own layout streams if each expert's bytes are contiguous, else it is refused."""
     path = families.write_hugging_face(name, tmp_path / name)
     if name in families.REARRANGED:
         with pytest.raises(moelab.CheckpointError, match="not contiguous") as error:
@@ -229,7 +230,7 @@ def test_hugging_face_layout(name, tmp_path):
     "name", ["qwen3_moe", "llama4", "nemotron_h", "deepseek_v41"]
 )  # K = 2, K = 1, fc1/fc2, inputs [T, D]
 def test_batches_on_any_number_of_streams(name, streams, tmp_path):
-    """The experts' work is split over streams: any B, T and K must give all of it, once."""
+    """The experts' work is divided over streams: any B, T and K must give the whole result."""
     path = families.write_checkpoint(name, tmp_path / name, "affine4")
     resident = families.load_resident(path)
     for mode in ("stacked", "fused"):
@@ -253,7 +254,7 @@ def test_batches_on_any_number_of_streams(name, streams, tmp_path):
 @pytest.mark.parametrize("variant", ["affine4", "plain"])
 @pytest.mark.parametrize("name", [*EVERY_VARIANT, "llama4", "deepseek_v41"])
 def test_experts_as_if_large(name, variant, tmp_path, monkeypatch):
-    """Large experts are read in threads and computed in parts while the rest arrives: the same answer, bit for bit."""
+    """Large experts are read by threads and computed in parts as they arrive: the same bits."""
     monkeypatch.setattr(layers, "OVERLAP_S", 0)
     monkeypatch.setattr(layers, "PART_NBYTES", 1)
     monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
@@ -283,7 +284,8 @@ def test_other_names_of_a_family(alias, tmp_path):
         )
 
 
-# Plain mlx-lm 0.32.2 on mlx 0.32.4 kills the process there, on the CPU: a shapeless mx.compile of a sum over one expert.
+# Plain mlx-lm 0.32.2 on mlx 0.32.4 ends the process on the CPU: a shapeless mx.compile of a sum
+# over one expert.
 CRASHES_WITH_ONE_EXPERT = {"bailing_moe"}
 
 
@@ -291,7 +293,7 @@ CRASHES_WITH_ONE_EXPERT = {"bailing_moe"}
     "name", sorted(set(families.FAMILIES) - set(families.EXPERTS_ONLY) - CRASHES_WITH_ONE_EXPERT)
 )
 def test_fewer_experts_per_token(name, tmp_path):
-    """``top_k`` reaches every family's router, whatever it calls K, in the resident mode as in a streamed one."""
+    """``top_k`` reaches every family's router, whatever it calls K, resident and streamed."""
     path = families.write_checkpoint(name, tmp_path / name, "affine4")
     logits = {}
     for mode in ("resident", "fused"):

@@ -1,4 +1,4 @@
-"""An interrupt at any line of the engine leaves a model that still answers, with every slot in use."""
+"""After an interrupt at any line of the engine the model still answers and no slot is lost."""
 
 import dis
 import functools
@@ -12,11 +12,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from families import K
+from greedy import greedy_logits
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.streaming import layers, reader
-from moelab.streaming.model import load_model, session_of
+from moelab.streaming.model import load_model
+from moelab.streaming.session import session_of
 from moelab.streaming.slots import SlotTable
 
 FAST = os.environ.get("MOELAB_FAST") == "1"
@@ -32,12 +34,8 @@ def path(tmp_path_factory):
 
 
 def answer(model):
-    """Logits of a prompt that goes in waves, and of four tokens after it."""
-    cache = make_prompt_cache(model)
-    rows = [np.array(model(mx.array([[5, 36, 67, 2, 33, 64, 95]]), cache=cache)[0, -1])]
-    for _ in range(4):
-        rows.append(np.array(model(mx.array([[int(rows[-1].argmax())]]), cache=cache)[0, -1]))
-    return np.stack(rows)
+    """Logits of a prompt that is computed in waves, and of four tokens after it."""
+    return greedy_logits(model, [5, 36, 67, 2, 33, 64, 95], 4)
 
 
 class Interrupt:
@@ -66,7 +64,7 @@ class Interrupt:
 
 
 def _leaves_a_with(frame):
-    """CPython handles no signal between the body of a ``with`` and its exit, which is called with None thrice."""
+    """CPython handles no signal between the body of a ``with`` and its exit (three times None)."""
     return [i.argval for i in _instructions(frame.f_code, frame.f_lasti)] == [None] * 3
 
 
@@ -89,7 +87,7 @@ def assert_every_slot_is_there(model):
 )
 @pytest.mark.parametrize("way", ["small reads", "reader threads"])
 def test_an_interrupt_at_any_line(path, fields, way, monkeypatch):
-    """At every line that a prompt and two tokens run through, one after the other."""
+    """Before every line that a prompt and two tokens run through, one after the other."""
     if way == "reader threads":
         monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
         monkeypatch.setattr(layers, "OVERLAP_S", 0)
@@ -118,7 +116,7 @@ def test_an_interrupt_at_any_line(path, fields, way, monkeypatch):
 
 
 def test_a_table_is_whole_again_after_any_line():
-    """SlotTable alone: an interrupt before any line of a call, then `recover`."""
+    """SlotTable alone: an interrupt before any line of a call, then ``recover``."""
     for n in range(1, 60):
         table = SlotTable(3)
         table.commit(table.plan([0, 1, 2])[1])
@@ -130,6 +128,6 @@ def test_a_table_is_whole_again_after_any_line():
                 pass
         table.recover()
         assert sorted([*table.slot_of.values(), *table._free]) == [0, 1, 2]
-        hits, misses = table.plan([8, 9, 10])
+        _, misses = table.plan([8, 9, 10])
         table.commit(misses)
         assert set(table.slot_of) == {8, 9, 10}

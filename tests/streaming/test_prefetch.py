@@ -1,57 +1,50 @@
-"""Prefetching changes when experts are read, never what comes out."""
+"""Prefetching changes when experts are read, never the model's output."""
 
 import os
 import threading
 import time
 
 import families
-import mlx.core as mx
 import numpy as np
 import pytest
 from families import E, K
+from greedy import greedy_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.streaming import reader
-from moelab.streaming.model import load_model, session_of
-from moelab.streaming.slots import SlotTable
+from moelab.streaming.model import load_model
+from moelab.streaming.session import session_of
+from moelab.streaming.slots import POLICIES, SlotTable
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
-PROMPT = mx.array([[5, 36, 67, 2, 33, 64, 95, 30, 61]])
+PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
 PREFETCHERS = ("last", "lookahead", "oracle")
 
 
 def decode(model, steps):
-    cache = make_prompt_cache(model)
-    y = mx.argmax(model(PROMPT, cache=cache)[:, -1:], axis=-1)
-    out = []
-    for _ in range(steps):
-        logits = model(y, cache=cache)
-        y = mx.argmax(logits, axis=-1)
-        out.append(np.array(logits))
-    return np.stack(out)
+    return greedy_logits(model, PROMPT, steps)[1:]
 
 
 @pytest.fixture(scope="module")
 def want():
-    """Logits of 40 steps of tiny-moe, and the routing of each."""
+    """Logits of 40 steps of tiny-moe, their trace and what they cost."""
     with load_model(TINY_MOE, moelab.StreamConfig())[0] as model:
         with moelab.record(model) as trace:
             logits = decode(model, 40)
-        return logits, trace.experts[trace.phase == "decode"], moelab.stats(model).decode
+        return logits, trace, moelab.stats(model).decode
 
 
 def run(name, want, steps=40, **fields):
     with load_model(TINY_MOE, moelab.StreamConfig(prefetch=name, **fields))[0] as model:
         if name == "oracle":
-            session_of(model).prefetcher.foretell(want[1])
+            session_of(model).prefetcher.set_trace(want[1])
         np.testing.assert_array_equal(decode(model, steps), want[0][:steps])
         return moelab.stats(model).decode
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("slots", [8, 16, 40])
 @pytest.mark.parametrize("name", PREFETCHERS)
 def test_the_same_logits_and_counters_that_add_up(name, slots, policy, want):
@@ -73,12 +66,12 @@ def test_the_oracle_is_the_bound(want):
 
 @pytest.mark.parametrize("name", ["lookahead", "oracle"])
 def test_slow_reads_are_waited_for(name, want, monkeypatch):
-    """A slow disk: some arrive late, none is taken before it has arrived."""
+    """A slow disk: some experts arrive late, none is used before it has arrived."""
     preadv = os.preadv
 
     def slow(fd, views, offset):
         time.sleep(0.0003)
-        views[0][:1] = b"\xa5"  # a slot that is used too early is a wrong one
+        views[0][:1] = b"\xa5"  # a slot that is used too early gives a wrong result
         return preadv(fd, views, offset)
 
     monkeypatch.setattr(os, "preadv", slow)
@@ -123,7 +116,7 @@ def test_no_prefetch_begins_while_a_demand_read_is_in_flight(want, monkeypatch, 
 
     def read_here(self, reads):
         if threading.current_thread().name.startswith("moelab-prefetch"):
-            overlaps[0] += not self._nothing_urgent.is_set()
+            overlaps[0] += not self._no_demand.is_set()
         return real(self, reads)
 
     monkeypatch.setattr(reader.Reader, "start", counted_start)
@@ -132,7 +125,7 @@ def test_no_prefetch_begins_while_a_demand_read_is_in_flight(want, monkeypatch, 
     monkeypatch.setattr(reader.Reader, "read_here", read_here)
     c = run("lookahead", want)
     assert seen[0] >= c.prefetch_used > 0 and demands[0] == 0
-    # Between giving way and reading a demand may still begin: that one read is not taken back.
+    # A demand read may begin between giving way and the prefetch, which is not cancelled then.
     assert overlaps[0] <= 0.05 * c.prefetch_issued
 
 
@@ -146,13 +139,13 @@ def test_closing_does_not_wait_for_guesses(want):
     assert not any(t.name.startswith("moelab") for t in set(threading.enumerate()) - others)
 
 
-# Their blocks are told more than the hidden state: token ids, or the routing itself.
+# Their blocks take more than the hidden state: token ids, or the routing itself.
 REFUSED = {"deepseek_v41", "gemma4", "gemma4_text"}
 
 
 @pytest.mark.parametrize("name", sorted(set(families.FAMILIES) - set(families.EXPERTS_ONLY)))
 def test_lookahead_in_every_family(name, tmp_path):
-    """The router can be asked ahead, or the family is refused by name."""
+    """The router can be asked before its layer is called, or the family is refused by name."""
     path = families.write_checkpoint(name, tmp_path / name, "affine4")
     with load_model(path, moelab.StreamConfig(slots=K + 1))[0] as plain:
         right = decode(plain, 4)
@@ -168,9 +161,12 @@ def test_lookahead_in_every_family(name, tmp_path):
 
 
 @settings(deadline=None, max_examples=300, derandomize=True)
-@given(data=st.data(), slots=st.integers(K, E), policy=st.sampled_from(["lru", "lfu"]))
+@given(data=st.data(), slots=st.integers(K, E), policy=st.sampled_from(POLICIES))
 def test_reserved_slots(data, slots, policy):
-    """Any order of calls and guesses: no slot is two experts', no guess takes a slot from one it names, no slot is lost."""
+    """In any order of calls and guesses no slot has two experts, and no slot is lost.
+
+    A guess does not evict an expert that it names itself.
+    """
     pinned = data.draw(st.lists(st.integers(0, E - 1), unique=True, max_size=3))
     table, reserved = SlotTable(slots, policy, pinned), {}
     some = st.lists(st.integers(0, E - 1), unique=True, max_size=min(slots, E))
@@ -193,6 +189,24 @@ def test_reserved_slots(data, slots, policy):
                 table.release([reserved.pop(e)])
         taken = [*table.slot_of.values(), *table._free, *reserved.values()]
         assert sorted(taken) == list(range(slots))
+
+
+def test_asks_are_timed(want):
+    with load_model(TINY_MOE, moelab.StreamConfig(prefetch="lookahead"))[0] as model:
+        session = session_of(model)
+        with session.prefetcher.timed_asks() as seconds:
+            np.testing.assert_array_equal(decode(model, 3), want[0][:3])
+        assert len(seconds) == 3 * len(session.layers) and min(seconds) >= 0
+        decode(model, 1)
+        assert len(seconds) == 3 * len(session.layers)
+
+
+def test_the_oracle_takes_a_trace_of_its_model(want):
+    with load_model(TINY_MOE, moelab.StreamConfig(prefetch="oracle"))[0] as model:
+        trace = want[1]
+        other = moelab.Trace(trace.experts[:, :-1], trace.phase, trace.tokens)
+        with pytest.raises(ValueError, match="expected a trace of 8 layers, got 7"):
+            session_of(model).prefetcher.set_trace(other)
 
 
 def test_only_modes_with_slots():

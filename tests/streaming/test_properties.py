@@ -1,4 +1,4 @@
-"""Properties that must hold for any input, searched by hypothesis: the slot table, the safetensors header, the layer."""
+"""Properties that hold for any input, tested by hypothesis: slot table, header, layer."""
 
 import errno
 import json
@@ -19,7 +19,7 @@ import moelab
 from moelab.checkpoint import DTYPES, Checkpoint, read_header
 from moelab.streaming import layers, reader
 from moelab.streaming.model import load_model
-from moelab.streaming.slots import SlotTable
+from moelab.streaming.slots import POLICIES, SlotTable
 
 FEW = settings(deadline=None, max_examples=150, derandomize=True)
 
@@ -28,12 +28,15 @@ FEW = settings(deadline=None, max_examples=150, derandomize=True)
 
 @st.composite
 def histories(draw):
-    """A table, what is pinned, and what is asked of it: calls of distinct experts, some more than fit, some whose reads fail part of the way."""
+    """A table, its pinned experts, and calls of distinct experts.
+
+    Some calls need more experts than fit, and the reads of some fail part of the way.
+    """
     S = draw(st.integers(1, 6))
     experts = st.lists(st.integers(0, 11), min_size=0, max_size=8, unique=True)
     calls = draw(st.lists(st.tuples(experts, st.booleans(), st.integers(0, 8)), max_size=25))
     pinned = draw(st.lists(st.integers(0, 11), max_size=4, unique=True))
-    return S, draw(st.sampled_from(["lru", "lfu"])), pinned, calls
+    return S, draw(st.sampled_from(POLICIES)), pinned, calls
 
 
 @FEW
@@ -42,7 +45,7 @@ def histories(draw):
     (2, "lru", [], [([0, 1], False, 0), ([2], True, 1), ([0, 1], False, 0)])
 )  # a failed read after an eviction
 def test_slot_table_never_lies(history):
-    """Whatever is asked and fails: what the table says is held has its own bytes, and no two experts share a slot."""
+    """Whatever fails: every held expert has its own bytes, and no two experts share a slot."""
     S, policy, pinned, calls = history
     table, content = (
         SlotTable(S, policy, pinned),
@@ -77,7 +80,7 @@ def test_slot_table_never_lies(history):
         assert not set(misses.values()) & {*table.slot_of.values(), *table.pinned.values()}, (
             "a slot that is being written still counts as someone's"
         )
-        # the reads happen; some may fail, and then those slots hold nobody's bytes
+        # the reads; if some fail, their slots hold no expert's bytes
         for i, (e, s) in enumerate(misses.items()):
             content[s] = e if not fails or i < arrived else "nonsense"
         if not fails:
@@ -105,7 +108,7 @@ def test_lru_evicts_the_least_recently_used(S, calls):
         hits, misses = table.plan(experts)
         assert set(hits) == set(experts) & set(recent[-S:])
         table.commit(misses)
-        # those that were there move up before the new ones come in
+        # hits become the most recent before the misses are added
         order = [e for e in experts if e in hits] + [e for e in experts if e in misses]
         recent = ([e for e in recent if e not in experts] + order)[-S:]
         assert list(table.slot_of) == recent
@@ -140,7 +143,7 @@ def write_file(path, header, data):
 
 @st.composite
 def sound_headers(draw):
-    """A header as safetensors writes it: the tensors one after another, in any order of names; and how many bytes they take."""
+    """A header as safetensors writes it, its tensors in any order of names; and their bytes."""
     header, at = {}, 0
     if draw(st.booleans()):
         header["__metadata__"] = {"format": "mlx"}
@@ -171,7 +174,7 @@ values = st.one_of(
 
 @st.composite
 def mutated_files(draw):
-    """The bytes of a small file, sound or with a few lies in its header, its length or its end."""
+    """The bytes of a small file, valid or with a few errors in its header, length or end."""
     header, nbytes = draw(sound_headers())
     data = bytes(range(256)) * (nbytes // 256 + 1)
     data = data[:nbytes]
@@ -221,7 +224,7 @@ def mutated_files(draw):
 
 
 def truth(content):
-    """What a file says, read the plain way: ``{name: (offset, nbytes, shape, dtype)}``."""
+    """A file's header, read without any checks: ``{name: (offset, nbytes, shape, dtype)}``."""
     n = struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8 : 8 + n])
     return {
@@ -239,7 +242,10 @@ def truth(content):
 @settings(deadline=None, max_examples=400, derandomize=True)
 @given(mutated_files())
 def test_header_is_refused_or_right(tmp_path_factory, content):
-    """Any file: a CheckpointError that names it, or every tensor exactly where the header says, inside the file and apart."""
+    """Any file gives a CheckpointError that names it, or every tensor where the header says.
+
+    Then all tensors are inside the file, and none overlaps another.
+    """
     file = tmp_path_factory.mktemp("header") / "model.safetensors"
     file.write_bytes(content)
     try:
@@ -263,7 +269,7 @@ def test_header_is_refused_or_right(tmp_path_factory, content):
 @FEW
 @given(sound_headers())
 def test_sound_file_gives_the_bytes_that_mlx_loads(tmp_path_factory, sound):
-    """What safetensors would write is accepted, and the extents hold the bytes that mlx itself loads."""
+    """What safetensors writes is accepted, and the extents hold the bytes that mlx loads."""
     header, nbytes = sound
     folder = tmp_path_factory.mktemp("sound")
     data = np.random.default_rng(nbytes).bytes(nbytes)
@@ -300,8 +306,8 @@ calls = st.tuples(
     st.integers(0, 2**32 - 1),  # seed of x and of the routing
     st.sampled_from(
         [2, 3, 8]
-    ),  # experts that the routing draws from: few of them hit, all of them need waves
-    st.booleans(),  # evaluate at once, or leave it for later
+    ),  # experts that the routing draws from: few give hits, all of them give waves
+    st.booleans(),  # whether to evaluate at once or later
     st.one_of(st.none(), st.integers(0, 6)),  # the read that fails
 )
 
@@ -310,18 +316,21 @@ calls = st.tuples(
 @given(
     history=st.lists(calls, min_size=1, max_size=10),
     mode=st.sampled_from(["serial", "buffers", "stacked", "fused"]),
-    policy=st.sampled_from(["lru", "lfu"]),
+    policy=st.sampled_from(POLICIES),
     slots=st.integers(families.K, families.E),
     readers=st.sampled_from([1, 3]),
     streams=st.sampled_from([1, 2, 3]),
     scales=st.sampled_from(["streamed", "resident"]),
     pinned=st.sampled_from([0, 0, 3, 9]),  # experts' worth of memory
-    in_parts=st.booleans(),  # as with large experts: what is there is computed while the rest is being read
+    in_parts=st.booleans(),  # as with large experts: compute overlaps the reads
 )
 def test_any_history_of_calls(
     checkpoint, history, mode, policy, slots, readers, streams, scales, pinned, in_parts
 ):
-    """Whatever is asked in whatever order, evaluated when it may be, with reads that fail in between: every answer is the resident layer's."""
+    """Any calls in any order, evaluated at any time, some of them with failing reads.
+
+    Every answer is the resident layer's.
+    """
     path, (name, want) = checkpoint
     config = moelab.StreamConfig(
         mode=mode, policy=policy, slots=slots, readers=readers, streams=streams, scales=scales
@@ -337,7 +346,7 @@ def test_any_history_of_calls(
         if left is not None:
             left -= 1
             if left < 0:
-                views[0][:] = b"\xa5" * len(views[0])  # nonsense, then an error
+                views[0][:] = b"\xa5" * len(views[0])  # wrong bytes, then an error
                 raise OSError(errno.EIO, "Input/output error")
         return preadv(fd, views, offset)
 
@@ -362,9 +371,7 @@ def test_any_history_of_calls(
                 y = layer(x, indices)
             except moelab.ReadError:
                 left = None
-                y = layer(
-                    x, indices
-                )  # the table told no lie: what it says is held is, the rest is read again
+                y = layer(x, indices)  # what the table holds has arrived, the rest is read again
             left = None
             if at_once:
                 mx.eval(y)

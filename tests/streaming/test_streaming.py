@@ -1,4 +1,4 @@
-"""The engine's promises that are not about one family: what is read, counted, evaluated and held."""
+"""What the engine reads, counts, evaluates and holds, whatever the family."""
 
 import gc
 import os
@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 import tiny_moe
 from families import E, K
+from greedy import greedy_logits
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 import moelab
-from moelab.streaming import layers
-from moelab.streaming import parallel as spread
+from moelab.streaming import layers, parallel
 from moelab.streaming.layers import Stacked
-from moelab.streaming.model import load_model, session_of
-from moelab.streaming.slots import FusedSwitchGLU, RoomyLinear, is_short
+from moelab.streaming.model import load_model
+from moelab.streaming.session import session_of
+from moelab.streaming.slots import POLICIES, FusedSwitchGLU, PaddedLinear, is_short
 
 STREAMED = ("serial", "buffers", "stacked", "fused")
 PROMPT = mx.array([[5, 36, 67, 2, 33, 64, 95, 30, 61]])
@@ -42,13 +43,7 @@ def with_tokenizer(tmp_path_factory):
 
 def decode(model, steps=5):
     """Greedy tokens after the prompt."""
-    cache = make_prompt_cache(model)
-    token = mx.argmax(model(PROMPT, cache=cache)[:, -1:], axis=-1)
-    tokens = [token.item()]
-    for _ in range(steps):
-        token = mx.argmax(model(token, cache=cache), axis=-1)
-        tokens.append(token.item())
-    return tokens
+    return greedy_logits(model, PROMPT[0].tolist(), steps).argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("mode", STREAMED)
@@ -112,7 +107,7 @@ def test_a_recorded_trace_is_the_routing(path):
         assert list(trace.tokens) == PROMPT[0].tolist() + tokens[:-1]
         assert trace.experts.shape[0] == len(trace.tokens) and trace.experts.shape[2] == K
     np.testing.assert_array_equal(traces[0].experts, traces[1].experts)
-    assert decode(resident) == decode(streamed)  # nothing of the recording is left behind
+    assert decode(resident) == decode(streamed)  # nothing is left of the recording
 
 
 @pytest.mark.parametrize("mode", ("resident", *STREAMED))
@@ -143,16 +138,11 @@ def trace(path):
 
 
 def logits(model, steps=8):
-    """Of greedy tokens after the prompt, the prompt's own among them."""
-    cache = make_prompt_cache(model)
-    out = [np.array(model(PROMPT, cache=cache)[:, -1:])]
-    for _ in range(steps):
-        out.append(np.array(model(mx.array(out[-1].argmax(-1)), cache=cache)))
-    return np.stack(out)
+    return greedy_logits(model, PROMPT[0].tolist(), steps)
 
 
 @pytest.mark.parametrize("prefetch", ("none", "lookahead"))
-@pytest.mark.parametrize("policy", ("lru", "lfu"))
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("scales", ("streamed", "resident"))
 @pytest.mark.parametrize("mode", ("stacked", "fused"))
 def test_pinned_experts_stay_and_nothing_else_changes(path, trace, mode, scales, policy, prefetch):
@@ -246,7 +236,10 @@ def test_from_env(monkeypatch):
 
 
 def test_the_seeds_commands_are_understood(monkeypatch):
-    """``SWIFTLM_TOP_K=6 TEND_MOE_CACHE_SLOTS=16 SwiftLM ...``, as in DFlash issue 91; 24 is not our default."""
+    """``SWIFTLM_TOP_K=6 TEND_MOE_CACHE_SLOTS=16 SwiftLM ...``, as in DFlash issue 91.
+
+    24 slots are not our default.
+    """
     monkeypatch.setenv("SWIFTLM_TOP_K", "6")
     monkeypatch.setenv("TEND_MOE_CACHE_SLOTS", "24")
     config = moelab.StreamConfig.from_env()
@@ -266,7 +259,10 @@ def test_mlx_lm_generates_with_it(with_tokenizer):
 
 
 def test_tiny_moe_writes_the_resident_tokens_in_every_mode():
-    """Eight held-out prompts; 256 greedy tokens each, 16 with MOELAB_FAST=1. ``stacked`` and ``fused``: logits bit for bit."""
+    """256 greedy tokens for each of eight held-out prompts; 16 with MOELAB_FAST=1.
+
+    ``stacked`` and ``fused`` give the same logits bit for bit.
+    """
     path = moelab.DATA / "models" / "tiny-moe"
     steps = 16 if os.environ.get("MOELAB_FAST") == "1" else 256
     tokenizer = mlx_lm.utils.load_tokenizer(path)
@@ -315,7 +311,7 @@ def test_a_pass_on_cuda_is_the_resident_one_whatever_came_before(mode):
 @pytest.mark.parametrize("weights, least", [("affine4", 8), ("plain", 18)])
 @pytest.mark.parametrize("mode", STREAMED)
 def test_on_cuda_every_part_of_a_call_has_rows_enough(mode, weights, least, tmp_path, monkeypatch):
-    """So many that MLX takes the kernels that it takes for the whole call of 18 pairs."""
+    """Enough rows that MLX takes the same kernels as for the whole call of 18 pairs."""
     path = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", weights)
     monkeypatch.setattr(layers, "on_cuda", lambda: True)
     rows = []
@@ -343,14 +339,14 @@ def test_room_behind_the_rows_changes_no_result():
     assert is_short(linear) and not is_short(wide)
     x, indices = mx.random.normal((2, 3, 1, 128)), mx.array([[0, 3, 1], [2, 2, 0]])
     want = linear(x, indices)
-    linear.__class__ = RoomyLinear
+    linear.__class__ = PaddedLinear
     assert mx.array_equal(linear(x, indices), want)
 
 
 @pytest.mark.parametrize("prefetch", ["none", "lookahead"])
 def test_a_model_goes_with_its_last_name(path, prefetch, monkeypatch):
-    """No cycle keeps it: its memory is free at once, not when the collector comes round."""
-    monkeypatch.setattr(spread, "PART_NBYTES", 64)  # its small layers are divided too
+    """No cycle refers to it: its memory is freed at once, not by the garbage collector."""
+    monkeypatch.setattr(parallel, "PART_NBYTES", 64)  # small layers are divided too
     gc.collect()
     gc.disable()
     try:
@@ -384,8 +380,8 @@ def test_a_prompt_takes_less_memory_than_resident():
 
 def test_memory_is_given_back_once_after_a_long_prompt(path, monkeypatch):
     given = []
-    monkeypatch.setattr("moelab.streaming.model._give_back_memory", lambda: given.append(1))
-    monkeypatch.setattr("moelab.streaming.model.LONG_PROMPT", 9)
+    monkeypatch.setattr("moelab.streaming.session._return_free_memory", lambda: given.append(1))
+    monkeypatch.setattr("moelab.streaming.session.LONG_PROMPT", 9)
     with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
         for tokens, expected in (
             (PROMPT, 0),

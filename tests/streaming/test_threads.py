@@ -1,4 +1,4 @@
-"""Any thread may call a model, in turn or at once. A closed or dropped model leaves nothing behind."""
+"""Any thread may call a model, in turn or at once. A closed or freed model leaves nothing."""
 
 import asyncio
 import functools
@@ -22,7 +22,8 @@ from families import K
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 import moelab
-from moelab.speculation.generate import LookupDraft, speculative_generate_step
+from moelab.speculation.drafts import LookupDraft
+from moelab.speculation.generate import speculative_generate_step
 from moelab.streaming import layers, reader
 from moelab.streaming.model import load_model
 
@@ -41,7 +42,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(params=["small reads", "reader threads"])
 def any_reads(request, monkeypatch):
-    """The same with reads in the calling thread, and in parts by the reader's threads."""
+    """With reads in the calling thread, and in parts by the reader's threads."""
     if request.param == "reader threads":
         monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
         monkeypatch.setattr(layers, "OVERLAP_S", 0)
@@ -49,7 +50,7 @@ def any_reads(request, monkeypatch):
 
 
 def greedy(model, prompt, steps=6):
-    """Greedy tokens, one evaluation behind the call as mlx-lm does it."""
+    """Greedy tokens, each evaluated after the next call, as in mlx-lm."""
     cache = make_prompt_cache(model)
     y = mx.argmax(model(mx.array([prompt]), cache=cache)[:, -1:], axis=-1)
     tokens = []
@@ -62,7 +63,7 @@ def greedy(model, prompt, steps=6):
 
 
 def in_threads(work, arguments):
-    """``work`` in a new thread for each argument, all at once; their results, or the first error."""
+    """Run ``work`` in a thread for each argument at once; return the results or raise an error."""
     results = [None] * len(arguments)
 
     def run(i):
@@ -91,7 +92,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize("fields", CONFIGS, ids=lambda f: "-".join(map(str, f.values())))
 def test_threads_in_turn_and_at_once(path, fields, any_reads):
-    """Eight threads, one model that another thread loaded: each gets the text that it would get alone."""
+    """Eight threads share a model that another thread loaded. Each gets the text it gets alone."""
     config = moelab.StreamConfig(slots=K, **fields)
     with ThreadPoolExecutor(1) as pool:
         model = pool.submit(load_model, path, config).result()[0]
@@ -127,12 +128,15 @@ def test_a_trained_model_in_eight_threads():
         with model:
             want = [generate(p) for p in prompts]
             rounds = 1 if FAST else 100
-            got = in_threads(lambda p: {generate(p) for _ in range(rounds)}, prompts)
-            assert got == [{text} for text in want]
+
+            def texts(prompt, generate=generate, rounds=rounds):
+                return {generate(prompt) for _ in range(rounds)}
+
+            assert in_threads(texts, prompts) == [{text} for text in want]
 
 
 def test_a_generation_that_wanders_from_thread_to_thread(path):
-    """asyncio hands each step of a generation to whichever thread is free."""
+    """asyncio runs each step of a generation in any free thread."""
     with load_model(path, moelab.StreamConfig(slots=K, streams=2))[0] as model:
         want = [greedy(model, p) for p in PROMPTS]
 
@@ -154,7 +158,7 @@ def test_a_generation_that_wanders_from_thread_to_thread(path):
 
 
 def test_drafts_beside_other_threads(path):
-    """A verify pass changes the model's layers for its own time; no other thread's call sees that."""
+    """A verify pass hooks the model's layers. Another thread's call does not see the hooks."""
     with load_model(path, moelab.StreamConfig(slots=K, streams=2))[0] as model:
         want = [greedy(model, p, 12) for p in PROMPTS]
 
@@ -193,7 +197,7 @@ def test_a_draft_serves_one_generation_at_a_time(path):
 
 
 def test_mlx_lm_server(monkeypatch):
-    """mlx-lm's server, its own threads and batches, on a streamed model: the text of a resident one."""
+    """mlx-lm's server on a streamed model gives the text of a resident one."""
     prompts = [
         "def add(a, b):",
         "import os\n",
@@ -265,7 +269,7 @@ def test_mlx_lm_server(monkeypatch):
 
 
 def in_a_process(script, *args):
-    """Run a script by itself and return what it printed as JSON: threads and memory are its own."""
+    """Run a script in its own process and return the JSON that it printed."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), *map(str, args)],
         capture_output=True,
@@ -277,7 +281,7 @@ def in_a_process(script, *args):
 
 
 def test_a_fork_says_so(path):
-    """In a child that fork made, the first call is refused; it does not hang. The parent goes on."""
+    """In a forked child the first call is refused and does not hang. The parent goes on."""
     script = """
     import json, os, sys
     import mlx.core as mx
@@ -338,13 +342,15 @@ print(json.dumps([before, state()]))
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
 @pytest.mark.parametrize("way", ["closed", "dropped", "failed"])
 def test_a_load_leaves_nothing(way, path):
-    """Threads and file descriptors stay as they were; memory grows by less than 20 kB a load."""
+    """No thread or file descriptor is left; memory grows by less than 20 kB for each load."""
     n = 60 if FAST else {"failed": 100}.get(way, 300)
     (threads, files, rss), (threads_after, files_after, rss_after) = in_a_process(
         LEAKS, path, way, n
     )
-    print(f"{way}, {n} loads: {threads} to {threads_after} threads, {files} to {files_after} files, "
-          f"{rss:.1f} to {rss_after:.1f} MB")  # fmt: skip
+    print(
+        f"{way}, {n} loads: {threads} to {threads_after} threads, "
+        f"{files} to {files_after} files, {rss:.1f} to {rss_after:.1f} MB"
+    )
     assert (threads_after, files_after) == (threads, files)
     assert rss_after - rss < 2 + 0.02 * n
 

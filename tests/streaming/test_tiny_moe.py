@@ -1,4 +1,4 @@
-"""The shipped tiny-moe: it loads, fits, predicts its held-out text better than xz, and uses its experts."""
+"""The shipped tiny-moe: its size, its held-out text against xz, and its use of experts."""
 
 from pathlib import Path
 
@@ -7,7 +7,11 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from mlx_lm.models.switch_layers import SwitchGLU
 from tiny_moe import CONFIG, EIGHT_BIT
+
+from moelab.lab.quality import xz_bits_per_byte
+from moelab.lab.texts import heldout_files
 
 MODEL = Path(__file__).parents[2] / "data" / "models" / "tiny-moe"
 TEXT = CONFIG["text_config"]
@@ -22,7 +26,7 @@ def loaded():
 
 @pytest.fixture(scope="module")
 def heldout():
-    return {p.name: p.read_text(encoding="utf-8") for p in evaluate.heldout_files(MODEL)}
+    return heldout_files(MODEL / "heldout")
 
 
 def test_size():
@@ -62,12 +66,12 @@ def test_tokenizer_is_exact(loaded, heldout):
 def test_beats_xz_and_routing_has_not_collapsed(loaded, heldout):
     names = ["jinja2__visitor.py", "scrapy__utils__spider.py"]
     bpb, shares = evaluate.evaluate(*loaded, [heldout[n] for n in names])
-    # xz sees all of the text, which is more than it gets from a part: the harder bar.
-    xz = evaluate.xz_bits_per_byte(list(heldout.values()))
+    # xz compresses all of the text, which is harder to beat than a part of it.
+    xz = xz_bits_per_byte(list(heldout.values()))
     assert bpb < 0.6 * xz, (bpb, xz)
     even = TEXT["num_experts_per_tok"] / TEXT["num_experts"]
     assert np.allclose(shares.sum(1), TEXT["num_experts_per_tok"])
-    # On a few thousand tokens of one kind of text; over all of it the spread is narrower (see the model card).
+    # A few thousand tokens of one kind of text: over all of it the shares differ less.
     assert shares.max() < 6 * even and (shares < even / 50).mean() < 0.05, (
         shares.max(1),
         shares.min(1),
@@ -75,15 +79,13 @@ def test_beats_xz_and_routing_has_not_collapsed(loaded, heldout):
 
 
 def test_evaluation_is_the_models_own(loaded, heldout):
-    """The expert-by-expert product gives what plain mlx-lm gives, and leaves the model as it was."""
+    """The expert-by-expert product gives plain mlx-lm's result, and the model is unchanged."""
     model, tokenizer = loaded
     text = heldout["jinja2__visitor.py"][:700]
-    before = [layer.mlp.switch_mlp for layer in model.layers]
     bpb, _ = evaluate.evaluate(model, tokenizer, [text])
-    assert all(a is layer.mlp.switch_mlp for a, layer in zip(before, model.layers))
-    ids = mx.array([tokenizer.eos_token_id] + tokenizer.encode(text, add_special_tokens=False))[
-        None
-    ]
+    assert all(type(layer.mlp.switch_mlp) is SwitchGLU for layer in model.layers)
+    encoded = tokenizer.encode(text, add_special_tokens=False)
+    ids = mx.array([[tokenizer.eos_token_id, *encoded]])
     logits = model(ids[:, :-1])
     picked = mx.take_along_axis(logits, ids[:, 1:, None], axis=-1)[..., 0]
     nats = (mx.logsumexp(logits, axis=-1) - picked).sum().item()

@@ -1,4 +1,4 @@
-"""Traces: kept exactly, and put in a router's place."""
+"""Traces: what is recorded and saved, and a trace in a router's place."""
 
 import io
 import json
@@ -14,8 +14,10 @@ import tiny_moe
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
+from moelab.hooks import hooked
 from moelab.streaming.model import load_model
-from moelab.streaming.record import Trace, TraceError, route_by
+from moelab.streaming.record import route_by
+from moelab.streaming.trace import Trace, TraceError
 
 L, E, K = 8, 64, 8
 PROMPT = mx.array([[5, 9, 2, 7]])
@@ -87,7 +89,7 @@ def test_a_damaged_or_foreign_file_is_refused_by_name(tmp_path):
     for content in contents:
         bad.write_bytes(content)
         try:
-            same(Trace.load(bad), Trace.load(whole))  # a byte that says nothing, such as a time
+            same(Trace.load(bad), Trace.load(whole))  # a byte without effect, such as a time
         except TraceError as e:
             refused += 1
             assert str(bad) in str(e) and "expected a trace" in str(e)
@@ -137,7 +139,7 @@ def write(path, arrays):
 
 
 def npy(shape, descr="|u1", rest=b""):
-    """A member whose header says what it likes."""
+    """A member with any header."""
     header = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
     return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + rest
 
@@ -194,7 +196,7 @@ def test_a_strangers_trace_is_refused(strange, tmp_path):
 
 
 def test_a_small_file_that_unpacks_to_gigabytes(path, tmp_path):
-    """It is refused before it is unpacked: in less memory than that."""
+    """It is refused before it is unpacked, in less memory than that."""
     file = tmp_path / "bomb.npz"
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as z:
         for name, a in members().items():
@@ -240,13 +242,17 @@ def test_phases_apart():
 
 
 @pytest.mark.parametrize("mode", ("resident", "serial", "buffers", "stacked", "fused"))
-def test_a_driven_model_runs_the_trace(path, mode):
+def test_a_routed_model_runs_the_trace(path, mode):
     trace = random_trace(6, 5)
     model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=K))
     before = run(model)
-    with moelab.record(model) as seen, route_by(model, trace):
-        with pytest.raises(ValueError, match="recorded already"), moelab.record(model):
-            pass
+    with (
+        moelab.record(model),
+        route_by(model, trace),
+        pytest.raises(ValueError, match="recorded already"),
+        moelab.record(model),
+    ):
+        pass
     with route_by(model, trace), moelab.record(model) as seen:
         after = run(model, steps=7)
     # four prompt rows of six, seven decoded rows of five: the trace starts over
@@ -255,9 +261,9 @@ def test_a_driven_model_runs_the_trace(path, mode):
     )
     np.testing.assert_array_equal(seen.experts, want)
     assert list(seen.phase) == ["prefill"] * 4 + ["decode"] * 7
-    assert np.abs(after - before).max() > 1e-3  # its experts did compute
-    np.testing.assert_array_equal(run(model), before)  # and nothing is left
-    assert not [m for m in model.modules() if hasattr(m, "_taps")]
+    assert np.abs(after - before).max() > 1e-3  # other experts were computed
+    np.testing.assert_array_equal(run(model), before)  # nothing is left of the trace
+    assert not [m for m in model.modules() if hasattr(m, "_hooks")]
     if mode != "resident":
         with route_by(model, trace):
             moelab.stats(model, reset=True)
@@ -269,7 +275,7 @@ def test_a_driven_model_runs_the_trace(path, mode):
 
 @pytest.mark.parametrize("mode", ("resident", "serial", "fused"))
 def test_a_pass_that_fails_keeps_its_error_and_the_calls_before_it(path, mode, monkeypatch):
-    """The recorder was handed half of the layers of the last call, and raised in place of the error."""
+    """The recorder gets half of the last call's layers and must not raise an error of its own."""
     model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=K))
     block = [m for m in model.modules() if "gate" in m and "switch_mlp" in m][3]
     real, calls_left = type(block).__call__, None
@@ -294,7 +300,7 @@ def test_a_pass_that_fails_keeps_its_error_and_the_calls_before_it(path, mode, m
         with pytest.raises(OSError, match="on fire"), moelab.record(model) as seen:
             run(model)
         same(seen, whole)
-        with moelab.record(model) as seen:  # a call that the caller survives is left out, too
+        with moelab.record(model) as seen:  # a failed call whose error is caught is left out, too
             calls_left = 0
             with pytest.raises(OSError, match="on fire"):
                 run(model)
@@ -303,7 +309,7 @@ def test_a_pass_that_fails_keeps_its_error_and_the_calls_before_it(path, mode, m
         same(seen, whole)
 
 
-def test_streamed_and_resident_write_the_same_when_driven(path):
+def test_streamed_and_resident_write_the_same_when_routed(path):
     trace, out = random_trace(6, 5), []
     for mode in ("resident", "fused"):
         model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=K))
@@ -314,7 +320,7 @@ def test_streamed_and_resident_write_the_same_when_driven(path):
     np.testing.assert_allclose(out[0], out[1], atol=1e-4, rtol=1e-4)
 
 
-def test_recorded_around_driven_is_the_trace_too(path):
+def test_recorded_around_routed_is_the_trace_too(path):
     trace = random_trace(6, 5)
     for mode in ("resident", "fused"):
         model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=K))
@@ -346,10 +352,9 @@ def test_a_trace_of_another_shape_is_refused(path, wrong):
             route_by(model, random_trace(**wrong)),
         ):
             pass
-        with pytest.raises(TraceError, match="no tokens"):
-            with route_by(model, random_trace()[:0]):
-                pass
-        assert not [m for m in model.modules() if hasattr(m, "_taps")]
+        with pytest.raises(TraceError, match="no tokens"), route_by(model, random_trace()[:0]):
+            pass
+        assert not [m for m in model.modules() if hasattr(m, "_hooks")]
 
 
 def test_nothing_is_left_after_an_error(path):
@@ -363,11 +368,16 @@ def test_nothing_is_left_after_an_error(path):
         pass
 
 
-def test_driven_waits_for_the_router(path):
-    """Else a driven model would skip what a real one waits for in every layer."""
+def test_routed_waits_for_the_router(path):
+    """A model waits for its router in every layer, and it must do so with a trace, too."""
     model, _ = load_model(path, moelab.StreamConfig(mode="resident"))
-    with route_by(model, random_trace(0, 3)):
-        router = mx.array(np.arange(K, dtype=np.uint32)).reshape(1, 1, K)
-        graph = io.StringIO()
-        mx.export_to_dot(graph, model.layers[0].mlp.switch_mlp._taps.each[0](router))
+    experts, chosen, graph = model.layers[0].mlp.switch_mlp, [], io.StringIO()
+    router = mx.array(np.arange(K, dtype=np.uint32)).reshape(1, 1, K)
+
+    def keep(original, x, indices):
+        chosen.append(indices)
+
+    with route_by(model, random_trace(0, 3)), hooked(experts, keep, innermost=True):
+        experts(mx.zeros((1, 1, 1)), router)
+    mx.export_to_dot(graph, chosen[0])
     assert "Depends" in graph.getvalue()

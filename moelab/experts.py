@@ -1,0 +1,196 @@
+"""Which parts of a model are experts, and where each expert's bytes lie in the files.
+
+mlx-lm loads a checkpoint whole, and the model's ``sanitize`` renames, splits or stacks its
+tensors. ``locate_experts`` finds out from which bytes of which file each expert of the finished
+model comes, without reading them. A new family of mlx-lm whose experts are ``SwitchGLU`` or
+``SwitchMLP`` modules needs no change in this package, unless its configuration has a name of its
+own for K: ``TOP_K_KEYS`` in ``streaming/build.py``, which also says how it is tested.
+"""
+
+from math import prod
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+
+from .checkpoint import GATE_UP, Checkpoint, CheckpointError, ExpertTensor
+
+PROJECTIONS = (*GATE_UP, "down_proj")
+
+
+def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that hold experts in memory: ``SwitchGLU`` and ``SwitchMLP``.
+
+    Args:
+        model (nn.Module): The model.
+
+    Returns:
+        list[tuple[str, nn.Module]]: Path and module, in layer order.
+    """
+    return [
+        (path, m)
+        for path, m in reversed(list(model.named_modules()))
+        if isinstance(m, (SwitchGLU, SwitchMLP))
+    ]
+
+
+def expert_parameters(module: nn.Module) -> dict[str, mx.array]:
+    """The parameters that a ``SwitchGLU`` or ``SwitchMLP`` has for each expert.
+
+    A family may put more on the module, which does not belong to the experts.
+
+    Args:
+        module (SwitchGLU or SwitchMLP): The module.
+
+    Returns:
+        dict[str, mx.array]: ``[E, ...]`` by name, such as ``up_proj.weight``.
+    """
+    names = ("fc1", "fc2") if isinstance(module, SwitchMLP) else PROJECTIONS
+    return {f"{name}.{k}": p for name in names for k, p in tree_flatten(module[name].parameters())}
+
+
+def num_experts(module: nn.Module) -> int:
+    """E of a ``SwitchGLU`` or ``SwitchMLP``.
+
+    Args:
+        module (SwitchGLU or SwitchMLP): The module.
+    """
+    return (module.fc1 if "fc1" in module else module.gate_proj).num_experts
+
+
+def read_experts(tensor: ExpertTensor) -> mx.array:
+    """Read one parameter of all experts.
+
+    Args:
+        tensor (ExpertTensor): Where it lies.
+
+    Returns:
+        mx.array: ``[E, ...]`` in the type on disk.
+
+    Raises:
+        CheckpointError: If a file is shorter than it was.
+    """
+    rows = np.empty((len(tensor.offsets), tensor.nbytes), np.uint8)
+    for row, file, offset in zip(rows, tensor.files, tensor.offsets):
+        with open(file, "rb", buffering=0) as f:
+            f.seek(offset)
+            if f.readinto(row) != tensor.nbytes:
+                raise CheckpointError(
+                    f"{file}: {tensor.name}: the file ends before byte {offset + tensor.nbytes}."
+                )
+    return mx.array(rows).view(tensor.dtype).reshape(len(rows), *tensor.shape)
+
+
+def locate_experts(model: nn.Module, checkpoint: Checkpoint) -> dict[str, ExpertTensor]:
+    """Find where the experts' parameters lie in the files.
+
+    Runs the model's own ``sanitize`` on placeholders. One that comes out unchanged is a whole
+    tensor of a file. What was split or stacked is followed row by row.
+
+    Args:
+        model (nn.Module): The model as mlx-lm built it, with its experts.
+        checkpoint (Checkpoint): Its files.
+
+    Returns:
+        dict[str, ExpertTensor]: By the parameter's path in the model. A parameter whose rows are
+        not contiguous in the files is left out.
+    """
+    wanted = {
+        f"{path}.{name}": p
+        for path, module in expert_modules(model)
+        for name, p in expert_parameters(module).items()
+    }
+    if checkpoint.packed:
+        return {path: t for path, t in checkpoint.packed.items() if path in wanted}
+    placeholders = {
+        name: mx.broadcast_to(mx.zeros((), t.dtype), t.shape)
+        for name, t in checkpoint.tensors.items()
+    }
+    sanitize = getattr(model, "sanitize", lambda weights: weights)
+    sanitized = sanitize(dict(placeholders))
+    names = {id(v): name for name, v in placeholders.items()}
+
+    found, rest = {}, []
+    for path, p in wanted.items():
+        tensor = checkpoint.tensors.get(names.get(id(sanitized.get(path))))
+        if tensor is not None and tensor.shape == p.shape:
+            nbytes = tensor.nbytes // p.shape[0]
+            found[path] = ExpertTensor(
+                path,
+                [tensor.file] * p.shape[0],
+                [tensor.offset + e * nbytes for e in range(p.shape[0])],
+                nbytes,
+                p.shape[1:],
+                tensor.dtype,
+            )
+        elif path in sanitized:
+            rest.append(path)
+    if rest:
+        untouched = {id(v) for v in sanitized.values()}
+        changed = [n for n, v in placeholders.items() if id(v) not in untouched]
+        found.update(_follow_rows(checkpoint, sanitize, placeholders, changed, wanted, rest))
+    return found
+
+
+def _follow_rows(checkpoint, sanitize, placeholders, changed, wanted, paths):
+    # The placeholder of each changed tensor holds the numbers of its rows in two equal columns:
+    # that takes little memory, and a transposition or any arithmetic shows.
+    numbered, starts, sources = dict(placeholders), [], []
+    row = 1 << 40  # no narrower type can hold these, so a cast shows too
+    for name in changed:
+        t = checkpoint.tensors[name]
+        if len(t.shape) < 2:
+            rows, unit, view = t.shape, t.dtype.size, t.shape
+        else:
+            rows, unit = t.shape[:-1], t.shape[-1] * t.dtype.size
+            view = (*rows, 2)
+        ids = row + mx.arange(prod(rows)).astype(mx.int64)
+        ids = ids.reshape(rows if len(t.shape) < 2 else (*rows, 1))
+        numbered[name] = mx.broadcast_to(ids, view)
+        starts.append(row)
+        sources.append((t, unit, prod(rows)))
+        row += prod(rows) + 1  # a gap, so that two tensors are never taken for one
+    try:
+        sanitized = sanitize(numbered)
+    except Exception:  # a sanitize that computes with its weights cannot be followed
+        return {}
+
+    found, starts = {}, np.array(starts)
+    for path in paths:
+        ids, p = sanitized.get(path), wanted[path]
+        if ids is None or ids.dtype != mx.int64 or ids.ndim != p.ndim:
+            continue
+        ids = np.array(ids)
+        if p.ndim > 2:
+            if (ids[..., :1] != ids).any():
+                continue
+            ids = ids[..., 0]
+        if ids.shape[0] != p.shape[0] or ids.shape[1:] != p.shape[1 : max(p.ndim - 1, 2)]:
+            continue
+        ids = ids.reshape(p.shape[0], -1)
+        source = np.searchsorted(starts, ids[:, 0], side="right") - 1
+        if (np.diff(ids, axis=1) != 1).any():
+            continue
+        parts = [sources[s] for s in source]
+        nbytes = {ids.shape[1] * unit for _, unit, _ in parts}
+        dtypes = {t.dtype for t, _, _ in parts}
+        if len(nbytes) > 1 or len(dtypes) > 1 or min(nbytes) != _nbytes(p, min(dtypes, key=str)):
+            continue
+        found[path] = ExpertTensor(
+            path,
+            [t.file for t, _, _ in parts],
+            [
+                t.offset + int(i - starts[s]) * unit
+                for (t, unit, _), s, i in zip(parts, source, ids[:, 0])
+            ],
+            nbytes.pop(),
+            p.shape[1:],
+            dtypes.pop(),
+        )
+    return found
+
+
+def _nbytes(p, dtype):
+    return prod(p.shape[1:]) * dtype.size

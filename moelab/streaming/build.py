@@ -1,0 +1,219 @@
+"""Build mlx-lm's model as a ``StreamConfig`` asks for it, without reading any weights.
+
+A family that mlx-lm adds streams without a change here if its experts are ``SwitchGLU`` or
+``SwitchMLP`` modules (``moelab/experts.py``) and its configuration calls K by one of
+``TOP_K_KEYS``. Add a new name for K there, and the family's settings to
+``tests/helpers/families.py``, which runs every family in every mode.
+"""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_map_with_path
+
+from ..checkpoint import Checkpoint, CheckpointError, describe
+from ..experts import expert_modules, expert_parameters, num_experts
+from .config import SLOT_MODES, StreamConfig
+from .slots import hottest
+from .trace import Trace, TraceError
+
+# What the families call K in their configuration.
+TOP_K_KEYS = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+)
+
+
+def build_model(
+    checkpoint: Checkpoint,
+    config: StreamConfig,
+    model_config: dict | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[nn.Module, dict, int]:
+    """Build mlx-lm's model with the top-k and the type that ``config`` asks for.
+
+    Args:
+        checkpoint (Checkpoint): Its files.
+        config (StreamConfig): How to stream.
+        model_config (dict or None): As for ``mlx_lm.load``.
+        trust_remote_code (bool): As for ``mlx_lm.load``.
+
+    Returns:
+        tuple[nn.Module, dict, int]: The model, its configuration and K (0 without experts).
+
+    Raises:
+        CheckpointError: If mlx-lm cannot build the model, or it has no experts to stream.
+        ValueError: If ``config`` does not fit the model.
+    """
+
+    def build(changes):
+        try:
+            return checkpoint.build(changes, trust_remote_code=trust_remote_code)
+        finally:
+            # The random weights that mlx-lm begins with are never evaluated, and the state of
+            # mx.random keeps 120 kB of their graph for each load until it is.
+            mx.eval(mx.random.state)
+
+    own = {**checkpoint.config, **(model_config or {})}
+    found, built = _find_top_k(own), None
+    if found is None:  # the configuration leaves K to the family's default
+        built = build(model_config)
+        found = _default_top_k(built[0], own)
+    if config.top_k is not None and found is not None:
+        holder, key, _ = found
+        changed = {key: config.top_k}
+        if holder is own.get("text_config"):
+            changed = {"text_config": {**holder, **changed}}
+        built = build({**(model_config or {}), **changed})
+    model, model_config = built or build(model_config)
+    if config.dtype != "auto":
+        _cast(model, getattr(mx, config.dtype))
+    elif mx.default_device() == mx.cpu:
+        _cast(model, mx.float32)  # half precision is 16 times slower on the CPU backend
+    modules = expert_modules(model)
+    if modules:
+        top_k = _checked_top_k(checkpoint, config, found, min(num_experts(m) for _, m in modules))
+    elif config.mode == "resident":
+        top_k = 0
+    else:
+        raise CheckpointError(
+            f"{checkpoint.path}: a {own.get('model_type')} model has no experts (expected "
+            "SwitchGLU or SwitchMLP modules, found none). Load it with mlx_lm.load."
+        )
+    checkpoint.try_out(model)
+    return model, model_config, top_k
+
+
+def _find_top_k(config):
+    """Where a configuration says K: the dictionary, its key and K; None if it does not say."""
+    for holder in (config.get("text_config") or {}, config):
+        for key in TOP_K_KEYS:
+            values = holder.get(key)
+            values = values if isinstance(values, list) else [values]
+            if values and all(type(value) is int for value in values):
+                return holder, key, max(values)
+    return None
+
+
+def _default_top_k(model, config):
+    """Like ``_find_top_k``, with the K that the family's class assumes."""
+    for module in model.modules():
+        for name in ("args", "config"):
+            args = getattr(module, name, None)
+            for key in TOP_K_KEYS:
+                if type(value := getattr(args, key, None)) is int:
+                    text = config.get("text_config")
+                    return text if isinstance(text, dict) else config, key, value
+    return None
+
+
+def _checked_top_k(checkpoint, config, found, E):
+    """K, which must fit the experts and the slots."""
+    file = checkpoint.path / "config.json"
+    own = found[2] if found else None
+    K = config.top_k if config.top_k is not None else own
+    if K is None:
+        raise CheckpointError(
+            f"{file}: expected the experts per token under one of {', '.join(TOP_K_KEYS)}, found "
+            "none. Set StreamConfig.top_k to the number that the model was trained with; this "
+            "family cannot be asked for fewer."
+        )
+    if not 1 <= K <= E:
+        if config.top_k is None:
+            raise CheckpointError(
+                f"{file}: {found[1]}: expected 1 to {E} (the experts), got {K}. Download it again."
+            )
+        raise ValueError(f"StreamConfig.top_k: expected 1 to {E} (the experts), got {K}.")
+    if config.mode in SLOT_MODES and config.slots < K:
+        raise ValueError(
+            f"StreamConfig.slots: expected at least {K} (the experts per token), got "
+            f"{config.slots}. Raise slots or lower top_k."
+        )
+    return K
+
+
+def _cast(model, dtype):
+    """Cast the floating point parameters, lazily."""
+    keep = getattr(model, "cast_predicate", lambda name: True)
+
+    def cast(name, p):
+        # What a family keeps in float32 stays so when the rest is in half precision.
+        if mx.issubdtype(p.dtype, mx.floating) and (dtype == mx.float32 or keep(name)):
+            return p.astype(dtype)
+        return p
+
+    model.update(tree_map_with_path(cast, model.parameters()))
+
+
+def activation_dtype(model: nn.Module) -> mx.Dtype:
+    """The type of the activations, which is that of the embedding.
+
+    Args:
+        model (nn.Module): From ``build_model``.
+    """
+    floating = {
+        name: p.dtype
+        for name, p in tree_flatten(model.parameters())
+        if mx.issubdtype(p.dtype, mx.floating)
+    }
+    embedding = next((d for name, d in floating.items() if "embed" in name), None)
+    return embedding or next(iter(floating.values()))
+
+
+def stays_resident(name: str, p: mx.array, config: StreamConfig) -> bool:
+    """Whether a parameter is kept in memory for all E experts.
+
+    Args:
+        name (str): As ``expert_parameters`` names it.
+        p (mx.array): ``[E, ...]``.
+        config (StreamConfig): How to stream.
+    """
+    if p.ndim <= 2:  # additive biases and tensor-wide scales: a few bytes for each expert
+        return True
+    return config.scales == "resident" and not name.endswith(".weight")
+
+
+def pinned_experts(modules: list[tuple[str, nn.Module]], config: StreamConfig) -> list[list[int]]:
+    """The experts of each MoE layer that are never evicted.
+
+    Args:
+        modules (list[tuple[str, nn.Module]]): From ``expert_modules``.
+        config (StreamConfig): How to stream.
+
+    Returns:
+        list[list[int]]: Empty lists where every expert has a slot anyway.
+
+    Raises:
+        ValueError: If ``config.pinned_trace`` is missing, damaged or another model's.
+    """
+    if not config.pinned_nbytes:
+        return [[] for _ in modules]
+    file, sizes = config.pinned_trace, [num_experts(m) for _, m in modules]
+    counts = np.zeros((len(sizes), max(sizes)), np.int64)
+    try:
+        trace = Trace.load(file)
+    except TraceError as e:
+        raise ValueError(f"StreamConfig.pinned_trace: {e}") from e
+    except OSError as e:
+        raise ValueError(
+            f"StreamConfig.pinned_trace: {file}: expected a trace as Trace.save writes it, got "
+            f"none ({describe(e)}). Record it again, or restore the file."
+        ) from e
+    if (trace.experts.shape[1], trace.num_experts) != counts.shape:
+        raise ValueError(
+            f"StreamConfig.pinned_trace: {file}: expected a trace of {counts.shape[0]} MoE layers "
+            f"and {counts.shape[1]} experts, as the model has, got {trace.experts.shape[1]} and "
+            f"{trace.num_experts}. Record one with this model (moelab.record)."
+        )
+    rows = trace.decode.experts if (trace.phase == "decode").any() else trace.experts
+    np.add.at(counts, (np.arange(len(sizes))[:, None], rows), 1)
+    one = [
+        sum(p.nbytes for p in expert_parameters(m).values()) // E
+        for (_, m), E in zip(modules, sizes)
+    ]
+    return hottest(counts, config.pinned_nbytes, one, [max(0, E - config.slots) for E in sizes])

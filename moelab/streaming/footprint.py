@@ -1,0 +1,88 @@
+"""``footprint``: the memory that ``load`` will take, without reading any weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx.utils import tree_flatten
+
+from ..checkpoint import Checkpoint
+from ..experts import expert_modules, expert_parameters, locate_experts, num_experts
+from .build import build_model, pinned_experts, stays_resident
+from .config import StreamConfig
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory that a loaded model takes, in bytes.
+
+    Attributes:
+        backbone_nbytes (int): Everything but the experts.
+        slots_nbytes (int): All slots, those of pinned experts too. In other modes the buffers
+            (``buffers``), one expert a layer (``serial``) or all experts (``resident``).
+        scales_nbytes (int): Parameters kept for all E experts.
+        checkpoint_nbytes (int): The tensors on disk.
+        expert_nbytes (int): One expert on disk.
+        num_layers (int): MoE layers.
+        num_experts (int): E, the largest of any layer.
+        top_k (int): K.
+    """
+
+    backbone_nbytes: int
+    slots_nbytes: int
+    scales_nbytes: int
+    checkpoint_nbytes: int
+    expert_nbytes: int
+    num_layers: int
+    num_experts: int
+    top_k: int
+
+    @property
+    def total_nbytes(self) -> int:
+        """Backbone, slots and resident parameters together."""
+        return self.backbone_nbytes + self.slots_nbytes + self.scales_nbytes
+
+
+def footprint(path: str | Path, config: StreamConfig | None = None) -> Footprint:
+    """Predict the memory of ``load(path, config)`` without reading any weights.
+
+    Args:
+        path (str or Path): A model folder.
+        config (StreamConfig or None): How to stream. Default: ``StreamConfig()``.
+
+    Returns:
+        Footprint: The bytes, without a prompt's activations and caches.
+
+    Raises:
+        CheckpointError: If the files are damaged.
+        ValueError: If ``config`` does not fit the model.
+    """
+    config = StreamConfig.checked(config)
+    checkpoint = Checkpoint(path)
+    model, _, top_k = build_model(checkpoint, config)
+    modules = expert_modules(model)
+    slots = scales = one = total_experts = 0
+    for (_, m), pinned in zip(modules, pinned_experts(modules, config)):
+        E = num_experts(m)
+        held = min(config.slots, E) + len(pinned)
+        by_mode = {"resident": E, "serial": 1, "buffers": top_k, "stacked": held, "fused": held}
+        rows = by_mode[config.mode]
+        for name, p in expert_parameters(m).items():
+            total_experts += p.nbytes
+            slots += p.nbytes // E * rows
+            if config.mode != "resident" and stays_resident(name, p, config):
+                scales += p.nbytes
+    everything = sum(p.nbytes for _, p in tree_flatten(model.parameters()))
+    located = locate_experts(model, checkpoint)
+    if modules:
+        first = modules[0][0] + "."
+        one = sum(t.nbytes for name, t in located.items() if name.startswith(first))
+    return Footprint(
+        everything - total_experts,
+        slots,
+        scales,
+        checkpoint.nbytes,
+        one,
+        len(modules),
+        max((num_experts(m) for _, m in modules), default=0),
+        top_k,
+    )

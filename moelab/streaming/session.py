@@ -1,0 +1,305 @@
+"""What the layers of one loaded model share: its files, its lock, its streams and its counters."""
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from time import perf_counter
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..checkpoint import ExpertTensor
+from .config import StreamConfig
+from .reader import Reader
+
+# Tokens of a call that counts as a long prompt. When decoding begins after one, free memory is
+# returned to the system, which takes 90 ms after a prompt of 2,000 tokens that took 20 s (2 cores).
+LONG_PROMPT = 256
+
+
+@dataclass
+class Counters:
+    """What one phase has cost since load or reset.
+
+    Attributes:
+        tokens (int): Tokens that went in.
+        calls (int): Calls of MoE layers.
+        hits (int): Experts that were in their slot when needed.
+        misses (int): Experts that had to be read.
+        reads (int): Ranges of files read.
+        bytes_read (int): Their bytes.
+        read_s (float): Seconds in reads, summed over the threads.
+        wait_s (float): Seconds in which the model waited for reads.
+        prefetch_issued (int): Experts handed to prefetch threads. Those not begun in time are
+            cancelled.
+        prefetch_used (int): Prefetched and needed by the call they were meant for; also hits.
+        prefetch_late (int): Of these, the ones whose read had not ended by then.
+        prefetch_wasted (int): Prefetched and not needed by that call.
+        prefetch_saved_s (float): Seconds of the used experts' reads, less the wait for them.
+    """
+
+    tokens: int = 0
+    calls: int = 0
+    hits: int = 0
+    misses: int = 0
+    reads: int = 0
+    bytes_read: int = 0
+    read_s: float = 0.0
+    wait_s: float = 0.0
+    prefetch_issued: int = 0
+    prefetch_used: int = 0
+    prefetch_late: int = 0
+    prefetch_wasted: int = 0
+    prefetch_saved_s: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits among the experts needed, 0 to 1; nan if none was needed."""
+        needed = self.hits + self.misses
+        return self.hits / needed if needed else float("nan")
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes read for each token; nan before the first."""
+        return self.bytes_read / self.tokens if self.tokens else float("nan")
+
+
+@dataclass
+class Stats:
+    """Counters of prompts (calls with more than one token) and of decoding, apart."""
+
+    prefill: Counters = field(default_factory=Counters)
+    decode: Counters = field(default_factory=Counters)
+
+
+class Session:
+    """What the layers of one loaded model share.
+
+    ``session_of(model)`` returns it. In ``resident`` mode it has no layers, nothing to read and
+    no prefetcher.
+
+    Args:
+        config (StreamConfig): How the model was loaded.
+        dtype (mx.Dtype): The type of the activations.
+        top_k (int): K.
+        located (dict[str, ExpertTensor]): Where the experts' bytes lie.
+        resident (dict[str, mx.array]): Parameters kept in memory for all E experts.
+        pinned (list[list[int]]): The experts of each layer that are never evicted.
+
+    Attributes:
+        config, dtype, top_k, resident, pinned: As above.
+        located (dict[str, ExpertTensor]): As above, each file a ``File`` that ``reader`` opened.
+        layers (list[StreamedExperts]): The streamed layers in order; empty in ``resident`` mode.
+            Those with slots (``Stacked``) have a ``bank`` and a ``table``.
+        reader (Reader): Reads the experts of all layers.
+        prefetcher (Prefetcher or None): None without ``StreamConfig.prefetch``.
+        stats (Stats): The counters; ``stats(model)`` returns a copy that is up to date.
+        counters (Counters): Those of the phase of the last call.
+        lock (threading.RLock): Held during every call of the model, so that threads take turns.
+        pending (list[mx.array]): The last layer's output. Until it is evaluated it reads slots.
+        overlap (bool): Whether layers compute while they read.
+        recorder: Gets the routing of every call while ``record`` runs; else None.
+    """
+
+    def __init__(
+        self,
+        config: StreamConfig,
+        dtype: mx.Dtype,
+        top_k: int,
+        located: dict[str, ExpertTensor],
+        resident: dict[str, mx.array],
+        pinned: list[list[int]],
+    ):
+        self.config, self.dtype, self.top_k = config, dtype, top_k
+        self.reader = Reader(config.readers)
+        self.located = {
+            name: replace(t, files=[self.reader.open(f) for f in t.files])
+            for name, t in located.items()
+        }
+        self.resident, self.pinned = resident, pinned
+        self.layers, self.pending = [], []
+        self.lock = threading.RLock()
+        self._caller = None  # the thread whose call is running
+        self._unfinished = False  # set while a call runs, and left set by an exception
+        self._long_prompt = False  # whether to return memory when decoding begins
+        self._process = os.getpid()
+        self._more_streams = _more_streams(config)
+        # On a CPU computing an expert takes about as long as reading it; on a GPU far less.
+        self.overlap = mx.default_device() == mx.cpu
+        self.stats = Stats()
+        self.counters = self.stats.decode
+        self.recorder = None
+        self.prefetcher = None
+        self._counted = (0, 0, 0.0)  # the reader's totals when they were last counted
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether the thread that asks is in a call of this model."""
+        return self._caller == threading.get_ident()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A call of the model, or of a layer by itself: one thread after another.
+
+        Raises:
+            RuntimeError: In a process that was forked after loading.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"This model was loaded in process {self._process}, this is process "
+                f"{os.getpid()}, a fork of it, which has no threads of MLX and of the reader. "
+                "Load the model in this process, or start it with multiprocessing's 'spawn'."
+            )
+        with self.lock:
+            try:
+                self._caller = threading.get_ident()
+                if self._unfinished:
+                    self._recover()
+                self._unfinished = True
+                yield
+                # Another thread can wait for this one's arrays, but it cannot schedule them.
+                mx.async_eval(self.pending)
+                self._unfinished = False
+            except BaseException:
+                self.reader.stop()  # nothing writes to a slot after a call that failed
+                raise
+            finally:
+                self._caller = None
+
+    def _recover(self):
+        """After a call that an exception ended: end all reads, make every slot held or free."""
+        self.reader.stop()
+        with suppress(RuntimeError):  # arrays that another thread built and never scheduled
+            mx.eval(self.pending)
+        self.pending = []
+        for layer in self.layers:
+            layer.recover()
+
+    def begin(self, inputs: mx.array) -> None:
+        """Count a call of the whole model.
+
+        Args:
+            inputs (mx.array): ``[B, T]`` token ids.
+        """
+        self.count_reads()
+        prefill = inputs.ndim > 1 and inputs.shape[1] > 1
+        self._long_prompt |= inputs.size >= LONG_PROMPT
+        if self._long_prompt and not prefill:
+            self._long_prompt = False
+            _return_free_memory()
+        self.counters = self.stats.prefill if prefill else self.stats.decode
+        self.counters.tokens += inputs.size
+        if self.recorder is not None:
+            self.recorder.begin(inputs, "prefill" if prefill else "decode")
+
+    @property
+    def streams(self) -> list[mx.Stream]:
+        """The caller's stream and those that share its work."""
+        return [mx.default_stream(mx.default_device()), *self._more_streams]
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the call that runs now has a single token."""
+        return self.counters is self.stats.decode
+
+    @contextmanager
+    def waiting(self) -> Iterator[Reader]:
+        """Count the time inside the block as waiting for reads.
+
+        Yields:
+            Reader: ``reader``.
+        """
+        begin = perf_counter()
+        try:
+            yield self.reader
+        finally:
+            self.counters.wait_s += perf_counter() - begin
+
+    def count_reads(self) -> None:
+        """Add what has been read since the last time to the counters of the last call's phase."""
+        r = self.reader
+        total = (r.reads, r.nbytes, r.read_s)
+        c, before, self._counted = self.counters, self._counted, total
+        c.reads += total[0] - before[0]
+        c.bytes_read += total[1] - before[1]
+        c.read_s += total[2] - before[2]
+
+
+def is_loaded(model: nn.Module) -> bool:
+    """Whether a model is from ``moelab.load`` (in any mode, ``resident`` too).
+
+    Args:
+        model (nn.Module): Any model.
+    """
+    return hasattr(model, "_session")
+
+
+def session_of(model: nn.Module) -> Session:
+    """The session of a loaded model.
+
+    Args:
+        model (nn.Module): From ``moelab.load``.
+
+    Returns:
+        Session: Its layers, reader, counters and prefetcher.
+
+    Raises:
+        ValueError: If the model is not from ``moelab.load``.
+    """
+    if not is_loaded(model):
+        raise ValueError(f"{type(model).__name__}: expected a model from moelab.load.")
+    return model._session
+
+
+def stats(model: nn.Module, reset: bool = False) -> Stats:
+    """What the model has read since it was loaded or reset.
+
+    Args:
+        model (nn.Module): From ``moelab.load``.
+        reset (bool): Start again from zero.
+
+    Returns:
+        Stats: ``prefill`` and ``decode`` counters.
+    """
+    session = session_of(model)
+    with session.lock:
+        session.count_reads()
+        result = session.stats
+        if reset:
+            session.stats = Stats()
+            session.counters = session.stats.decode
+            return result
+        return Stats(replace(result.prefill), replace(result.decode))
+
+
+def _more_streams(config):
+    n = config.streams
+    if n == "auto":
+        n = _num_cores() if mx.default_device() == mx.cpu else 1
+    return [_stream(mx.default_device().type, i) for i in range(n - 1)]
+
+
+def _num_cores():
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@cache
+def _stream(device_type, i):
+    # MLX never ends a stream's thread, so all models share these. Each thread has its own.
+    return mx.new_thread_local_stream(device_type)
+
+
+def _return_free_memory():
+    """Return to the system what a prompt's arrays left free in the C library's heap.
+
+    glibc keeps it otherwise: 400 MB after 2,000 tokens of tiny-moe, which the page cache needs.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+    if trim is not None:
+        trim(0)

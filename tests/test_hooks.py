@@ -1,0 +1,129 @@
+"""``hooked`` observes or replaces a module's calls, and leaves nothing behind."""
+
+import itertools
+from contextlib import ExitStack
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+from moelab.hooks import hooked
+
+
+class Double(nn.Module):
+    """A module with a parameter, a call and another method."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = mx.array(2.0)
+
+    def __call__(self, x, times=1):
+        return x * self.weight.item() * times
+
+    def shifted(self, x):
+        return self(x) + 1
+
+
+def add(n):
+    """A hook that adds n to the result."""
+    return lambda original, *args, **kwargs: original(*args, **kwargs) + n
+
+
+def times(n):
+    """A hook that multiplies the result."""
+    return lambda original, *args, **kwargs: original(*args, **kwargs) * n
+
+
+def test_a_hook_replaces_the_call_and_gets_its_arguments():
+    module, seen = Double(), []
+
+    def hook(original, *args, **kwargs):
+        seen.append((args, kwargs, original(*args, **kwargs)))
+        return "replaced"
+
+    with hooked(module, hook):
+        assert module(3, times=4) == "replaced"
+    assert seen == [((3,), {"times": 4}, 24)]
+    assert module(3) == 6
+
+
+def test_the_hook_that_began_last_is_called_first():
+    module = Double()
+    with hooked(module, add(1)), hooked(module, times(10)):
+        assert module(3) == (6 + 1) * 10
+
+
+def test_an_innermost_hook_is_called_last():
+    module = Double()
+    with hooked(module, times(10)), hooked(module, add(1), innermost=True):
+        assert module(3) == (6 + 1) * 10
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+def test_hooks_end_in_any_order(order):
+    module, amounts = Double(), [1, 20, 300]
+    own, before = type(module), [k for k, _ in tree_flatten(module.parameters())]
+    stacks = [ExitStack() for _ in amounts]
+    for stack, n in zip(stacks, amounts):
+        stack.enter_context(hooked(module, add(n)))
+    left = sum(amounts)
+    for i in order:
+        assert module(3) == 6 + left
+        assert isinstance(module, own) and type(module).__name__ == own.__name__
+        assert [k for k, _ in tree_flatten(module.parameters())] == before
+        stacks[i].close()
+        left -= amounts[i]
+    assert module(3) == 6 and type(module) is own
+    assert not hasattr(module, "_hooks")
+
+
+def test_the_same_hook_twice_is_two_hooks():
+    module, hook = Double(), add(1)
+    with hooked(module, hook):
+        with hooked(module, hook):
+            assert module(3) == 8
+        assert module(3) == 7
+    assert type(module) is Double
+
+
+def test_another_method():
+    module = Double()
+    with hooked(module, times(10), method="shifted"):
+        assert (module(3), module.shifted(3)) == (6, 70)
+        with hooked(module, add(1)):  # which the method calls
+            assert (module(3), module.shifted(3)) == (7, 80)
+        assert (module(3), module.shifted(3)) == (6, 70)
+    assert module.shifted(3) == 7 and type(module) is Double
+
+
+def test_one_module_of_a_class_is_hooked_alone():
+    module, other = Double(), Double()
+    with hooked(module, add(1)), hooked(other, add(20)):
+        assert (module(3), other(3)) == (7, 26)
+    with hooked(module, add(1)):
+        assert other(3) == 6 and type(other) is Double
+
+
+def test_a_hooked_module_keeps_its_parameters_and_takes_new_ones():
+    module = Double()
+    with hooked(module, add(1)):
+        assert [k for k, _ in tree_flatten(module.parameters())] == ["weight"]
+        module.update({"weight": mx.array(5.0)})
+        assert module(3) == 16
+    assert module(3) == 15
+
+
+def test_an_error_ends_the_hook():
+    module = Double()
+    with pytest.raises(ZeroDivisionError), hooked(module, lambda original, x: original(x) / 0):
+        module(3)
+    assert type(module) is Double and module(3) == 6
+
+
+def test_a_module_within_a_model():
+    model = nn.Sequential(Double(), Double())
+    with hooked(model.layers[0], add(1)):
+        assert model(3) == 14
+        assert len(tree_flatten(model.parameters())) == 2
+    assert model(3) == 12
