@@ -1,12 +1,12 @@
-"""DFlash: a small bidirectional transformer that drafts a whole block at once from what the target's layers put out.
+"""DFlash: a small bidirectional transformer that drafts a block at once from the target's layers.
 
-After Chen et al., DFlash: Block Diffusion for Flash Speculative Decoding (arXiv 2602.06036); z-lab's published drafts are read as they are.
-b block size, n tapped layers, D hidden size, V vocabulary.
+After Chen et al., DFlash: Block Diffusion for Flash Speculative Decoding (arXiv 2602.06036).
+z-lab's published drafts load as they are. b block size, n layers of the target that the draft
+reads, D hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
 from pathlib import Path
 
 import mlx.core as mx
@@ -26,7 +26,7 @@ from ..checkpoint import (
     read_json,
     shorten,
 )
-from .generate import vocabulary
+from .target import embedding_and_head, vocabulary
 
 
 @dataclass
@@ -63,13 +63,21 @@ class DFlashArgs(BaseModelArgs):
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
         self.mask_token_id = self.dflash_config["mask_token_id"]
-        self.target_layer_ids = self.dflash_config.get("target_layer_ids") or spread(
+        self.target_layer_ids = self.dflash_config.get("target_layer_ids") or default_layer_ids(
             self.num_hidden_layers, self.num_target_layers
         )
 
 
-def spread(num_draft_layers: int, num_target_layers: int) -> list[int]:
-    """The layers that a draft reads if its config names none: evenly from 1 to L - 3, one for each of its own."""
+def default_layer_ids(num_draft_layers: int, num_target_layers: int) -> list[int]:
+    """The target's layers that a draft reads if its config names none.
+
+    Args:
+        num_draft_layers (int): The draft's own layers.
+        num_target_layers (int): The target's layers, L.
+
+    Returns:
+        list[int]: One for each of the draft's layers, evenly from 1 to L - 3.
+    """
     if num_draft_layers == 1:
         return [num_target_layers // 2]
     step = (num_target_layers - 4) / (num_draft_layers - 1)
@@ -77,7 +85,7 @@ def spread(num_draft_layers: int, num_target_layers: int) -> list[int]:
 
 
 class Attention(nn.Module):
-    """Queries from the block; keys and values from the context and the block. Only the context's go to the cache."""
+    """Queries from the block, keys and values from context and block. Caches the context's."""
 
     def __init__(self, args: DFlashArgs, layer_type: str):
         super().__init__()
@@ -125,6 +133,8 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
+    """Attention to context and block, and an MLP, as in Qwen3."""
+
     def __init__(self, args: DFlashArgs, layer_type: str):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
@@ -138,7 +148,11 @@ class Layer(nn.Module):
 
 
 class DFlashModel(nn.Module):
-    """The network, its parameters named as in z-lab's files. It has neither embedding nor head: both are the target's."""
+    """The network, with parameters named as in z-lab's files. Embedding and head are the target's.
+
+    Args:
+        args (DFlashArgs): Its configuration.
+    """
 
     def __init__(self, args: DFlashArgs):
         super().__init__()
@@ -154,27 +168,42 @@ class DFlashModel(nn.Module):
         return [KVCache() for _ in self.layers]
 
     def extend(self, features: mx.array, cache: list) -> None:
-        """Put the target's features [B, T, n * D] of the next T tokens into the cache."""
+        """Put the next T tokens into the cache.
+
+        Args:
+            features (mx.array): The outputs of the target's layers for them, [B, T, n * D].
+            cache (list): From ``make_cache``.
+        """
         context = self.hidden_norm(self.fc(features))
         for layer, c in zip(self.layers, cache):
             layer.self_attn.extend(context, c)
 
     def __call__(self, x: mx.array, cache: list) -> mx.array:
-        """Hidden states [B, b, D] of an embedded block [B, b, D] that follows the cached context, for the target's head."""
+        """Draft a block that follows the cached context.
+
+        Args:
+            x (mx.array): The embedded block [B, b, D].
+            cache (list): From ``make_cache``. A block leaves nothing in it.
+
+        Returns:
+            mx.array: Hidden states [B, b, D] for the target's head.
+        """
         for layer, c in zip(self.layers, cache):
             x = layer(x, c)
         return self.norm(x)
 
 
 class DFlashDraft:
-    """A DFlash draft as `moelab.speculative_generate` wants it; see `generate.Draft`.
+    """A DFlash draft for ``moelab.speculative_generate``; see ``drafts.Draft``.
 
     Args:
-        path_or_hf_repo (str or Path): Folder or Hub repository with the draft's ``config.json`` and weights, as z-lab publishes them.
-        block_size (int, optional): b to draft with, the token that stands included. Default: what the draft was trained with.
+        path_or_hf_repo (str | Path): Folder or Hub repository with the draft's ``config.json`` and
+            weights, as z-lab publishes them.
+        block_size (int | None): b to draft with, the last accepted token included. Default: what
+            the draft was trained with.
 
     Raises:
-        CheckpointError: The files are missing, or are not a DFlash draft.
+        CheckpointError: The files are missing, or are not those of a DFlash draft.
         ValueError: The block size is below 2.
     """
 
@@ -184,8 +213,8 @@ class DFlashDraft:
         self.block_size = args.block_size if block_size is None else block_size
         if self.block_size < 2:
             raise ValueError(
-                f"block_size: expected 2 or more (the token that stands and a draft), got {self.block_size}. "
-                f"This draft was trained with {args.block_size}."
+                "block_size: expected 2 or more (the last accepted token and a draft), "
+                f"got {self.block_size}. This draft was trained with {args.block_size}."
             )
         self.layer_ids = tuple(args.target_layer_ids)
         self.cache = []
@@ -204,13 +233,15 @@ class DFlashDraft:
         ):
             if expected != got:
                 raise ValueError(
-                    f"draft: expected {what} {expected}, as the target has, got {got}. A DFlash draft serves only the target it was trained for."
+                    f"draft: expected {what} {expected}, as the target has, got {got}. A DFlash "
+                    "draft serves only the target it was trained for."
                 )
         bad = [i for i in self.layer_ids if not 0 <= i < len(layers)]
         if bad or not 0 <= args.mask_token_id < args.vocab_size:
             raise ValueError(
-                f"draft: expected target_layer_ids from 0 to {len(layers) - 1} and a mask_token_id below {args.vocab_size}, "
-                f"got {list(self.layer_ids)} and {args.mask_token_id}. The draft's config.json does not fit this target."
+                f"draft: expected target_layer_ids from 0 to {len(layers) - 1} and a mask_token_id "
+                f"below {args.vocab_size}, got {list(self.layer_ids)} and {args.mask_token_id}. "
+                "The draft's config.json does not fit this target."
             )
         self._embed, self._head = embed, head
         self.model.set_dtype(probe.dtype)
@@ -227,22 +258,20 @@ class DFlashDraft:
         if not n:
             mx.eval([c.state for c in self.cache])
             return mx.array([], mx.uint32)
-        # The whole block, also where fewer are wanted: it was trained so, and a mask more costs next to nothing.
+        # Always the whole block: it was trained so, and further masks cost next to nothing.
         block = mx.array([[last] + [self.model.args.mask_token_id] * (self.block_size - 1)])
         hidden = self.model(self._embed(block), self.cache)
         return choose(self._head(hidden[:, 1 : n + 1])[0])
 
 
-def load(path_or_hf_repo: str | Path, block_size: int | None = None) -> DFlashDraft:
-    """A draft from its folder or Hub repository; see `DFlashDraft`."""
-    return DFlashDraft(path_or_hf_repo, block_size)
-
-
 def load_model(path_or_hf_repo: str | Path) -> DFlashModel:
-    """The network of a draft, with its weights.
+    """Load the network of a draft, with its weights.
+
+    Args:
+        path_or_hf_repo (str | Path): Its folder or Hub repository.
 
     Raises:
-        CheckpointError: As `DFlashDraft`.
+        CheckpointError: As ``DFlashDraft``.
     """
     try:
         path = Path(mlx_lm_utils._download(str(path_or_hf_repo)))
@@ -257,7 +286,8 @@ def load_model(path_or_hf_repo: str | Path) -> DFlashModel:
     missing = [k for k in ("block_size", "num_target_layers", "dflash_config") if k not in config]
     if missing:
         raise CheckpointError(
-            f"{path / 'config.json'}: expected a DFlash draft's config, it has no {', '.join(missing)}. A draft that is a language model goes to ModelDraft."
+            f"{path / 'config.json'}: expected a DFlash draft's config, it has no "
+            f"{', '.join(missing)}. A draft that is a language model goes to ModelDraft."
         )
     files = sorted(path.glob("model*.safetensors"))
     tensors = merge_headers({file: read_header(file) for file in files})
@@ -293,7 +323,7 @@ def load_model(path_or_hf_repo: str | Path) -> DFlashModel:
 
 
 def _check(args):
-    """Refuse values that are not what a draft's config can have."""
+    """Refuse values that a draft's config cannot have."""
     positive = (
         "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
         "num_target_layers", "vocab_size", "head_dim", "max_position_embeddings",
@@ -322,72 +352,7 @@ def _check(args):
 
 
 def _try(model):
-    """Call the model, evaluating nothing: operations check types and shapes as they are called."""
+    """Call the model without evaluating: each operation checks types and shapes when called."""
     args, cache = model.args, model.make_cache()
     model.extend(mx.zeros((1, 1, len(args.target_layer_ids) * args.hidden_size)), cache)
     model(mx.zeros((1, args.block_size, args.hidden_size)), cache)
-
-
-def embedding_and_head(model: nn.Module) -> tuple[Callable, Callable]:
-    """The target's embedding and its head, tied or not.
-
-    Raises:
-        ValueError: The model has no embedding or head that can be told by its name.
-    """
-    modules = dict(model.named_modules())
-    tables = (nn.Embedding, nn.QuantizedEmbedding)
-    named = [
-        m
-        for k, m in modules.items()
-        if isinstance(m, tables) and k.endswith(("embed_tokens", "wte", "embedding"))
-    ]
-    heads = [m for k, m in modules.items() if k.rpartition(".")[2] == "lm_head"]
-    if len(named) != 1 or len(heads) > 1:
-        raise ValueError(
-            f"draft: expected one embedding and at most one lm_head in {type(model).__module__}, found {len(named)} and {len(heads)}. "
-            "Use a draft that is a language model."
-        )
-    return named[0], heads[0] if heads else named[0].as_linear
-
-
-class Capture:
-    """Listen to decoder layers of one model, for as long as a `with` lasts; afterwards, also after an exception, it is as it was.
-
-    It may be entered again and again: to make a class for a layer takes longer than to use it.
-
-    Args:
-        model (nn.Module): An mlx-lm model.
-        layer_ids (Sequence[int]): Layers whose outputs to keep, 0 for the first.
-    """
-
-    def __init__(self, model: nn.Module, layer_ids: Sequence[int]):
-        self._ids, self._outputs, self._classes = layer_ids, {}, {}
-        self._layers = {i: model.layers[i] for i in sorted(set(layer_ids))}
-
-    def __enter__(self):
-        self._before = {i: type(layer) for i, layer in self._layers.items()}
-        for i, cls in self._before.items():
-            if (i, cls) not in self._classes:
-                own = {"__call__": _noting(cls.__call__, self._outputs, i)}
-                self._classes[i, cls] = type(cls.__name__, (cls,), own)
-            self._layers[i].__class__ = self._classes[i, cls]
-        return self
-
-    def __exit__(self, *error):
-        for i, cls in self._before.items():
-            self._layers[i].__class__ = cls
-
-    @property
-    def features(self) -> mx.array:
-        """Outputs of the layers in the model's last call, side by side in their order: [B, T, n * D]."""
-        return mx.concatenate([self._outputs[i] for i in self._ids], axis=-1)
-
-
-def _noting(call, outputs, i):
-    @wraps(call)
-    def __call__(self, *args, **kwargs):
-        out = call(self, *args, **kwargs)
-        outputs[i] = out[0] if isinstance(out, tuple) else out
-        return out
-
-    return __call__

@@ -1,9 +1,12 @@
 """mlx-lm's gated delta rule as one CUDA kernel that keeps the state after every token.
 
-mlx-lm has a kernel for Metal and none for CUDA, where it loops over the tokens, several launches for each in every layer: most of what a verify
-pass cost beyond a token's. This is that recurrence (``mlx_lm.models.gated_delta``, Yang et al., arXiv 2412.06464), a warp for each row of the state.
+mlx-lm has a kernel for Metal and none for CUDA. There it loops over the tokens, with several
+launches for each in every layer, which was most of what a verify pass cost beyond a token's. This
+is that recurrence (``mlx_lm.models.gated_delta``; Yang et al., arXiv 2412.06464) with one warp for
+each row of the state.
 """
 
+from collections.abc import Callable
 from functools import cache
 from types import FunctionType
 
@@ -50,19 +53,30 @@ def _kernel():
     )
 
 
-def gated_delta(q, k, v, g, beta, state, mask=None, every=False):
+def gated_delta(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array,
+    mask: mx.array | None = None,
+    every: bool = False,
+) -> tuple[mx.array, mx.array]:
     """As mlx-lm's ``gated_delta_ops``, on CUDA.
 
     Args:
-        q, k (mx.array): [B, T, Hk, Dk], Dk a multiple of 32.
+        q (mx.array): [B, T, Hk, Dk], Dk a multiple of 32.
+        k (mx.array): [B, T, Hk, Dk].
         v (mx.array): [B, T, Hv, Dv].
         g (mx.array): [B, T, Hv], or [B, T, Hv, Dk] with a gate for each channel.
         beta (mx.array): [B, T, Hv].
         state (mx.array): [B, Hv, Dv, Dk], float32.
-        every (bool): Return the states after each token, [T, B, Hv, Dv, Dk], in place of the last.
+        mask: Not supported; in the signature because mlx-lm passes it.
+        every (bool): Return the states after each token, [T, B, Hv, Dv, Dk], not only the last.
 
     Returns:
-        tuple: y [B, T, Hv, Dv] and the state.
+        tuple[mx.array, mx.array]: y [B, T, Hv, Dv] and the state.
     """
     B, T, Hv, Dv = v.shape
     y, states = _kernel()(
@@ -76,8 +90,8 @@ def gated_delta(q, k, v, g, beta, state, mask=None, every=False):
     return y, states if every else states[0]
 
 
-def fits(k, state=None, mask=None, **_) -> bool:
-    """Whether the kernel can do what mlx-lm would with these arguments of ``gated_delta_update``."""
+def fits(k: mx.array, state: mx.array | None = None, mask: mx.array | None = None, **_) -> bool:
+    """Whether the kernel applies to these arguments of mlx-lm's ``gated_delta_update``."""
     return (
         mx.cuda.is_available()
         and mx.default_device() == mx.gpu
@@ -87,8 +101,13 @@ def fits(k, state=None, mask=None, **_) -> bool:
     )
 
 
-def with_kernel(update, every):
-    """mlx-lm's ``gated_delta_update`` with the kernel in place of its loop."""
+def with_kernel(update: Callable, every: bool) -> Callable:
+    """mlx-lm's ``gated_delta_update`` with the kernel in place of its loop.
+
+    Args:
+        update (Callable): mlx-lm's function.
+        every (bool): As for ``gated_delta``.
+    """
 
     def gated_delta_ops(*args):
         return gated_delta(*args, every=every)

@@ -1,18 +1,22 @@
-"""Draft, verify, roll back: several tokens for one pass of the target, and the target's own text.
+"""Speculative decoding: draft, verify, roll back. Several tokens for one pass, and the same text.
 
-At any temperature the target chooses every token itself, each position with its own random numbers, and a draft is accepted where it is what the target
-chose. So the text does not depend on the draft: with the same `mx.random.seed` it is the text that `mlx_lm.stream_generate` writes. A draft that
-chooses with the same random numbers agrees nearly as often as rejection sampling could make it, and needs no probabilities, so any sampler will do
-(Daliri, Musco, Suresh: Coupling without Communication and Drafter-Invariant Speculative Decoding, arXiv 2408.07978).
+The text is the one that ``mlx_lm.stream_generate`` writes with the same ``mx.random.seed``, at any
+temperature and with any draft: the target chooses every token (see ``sampling``). A round of
+``_Rounds`` has these steps:
+
+    ask the policy     how many tokens to draft, 0 included             (``policy``)
+    propose            the draft guesses them                           (``drafts``, ``dflash``)
+    verify             one pass of the target over them, and its choices
+    accept             the guesses before the first it did not choose   (``sampling``)
+    tell the policy    what the round cost and brought
+    roll back, commit  the target's cache keeps the accepted tokens     (``rollback``)
 """
 
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import count
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,49 +27,13 @@ from mlx_lm.generate import (
     wired_limit,
 )
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .drafts import BoundDraft, Draft, learned_policy
 from .policy import Always, Policy
-from .rollback import Rollback, lock
-
-PREFILL_STEP = 512  # prompt tokens in one pass, as in mlx-lm
-
-
-class Draft(Protocol):
-    """Guesses the target's next tokens. What it guesses decides the speed, never the text.
-
-    One sequence, B = 1. A round is: `propose`, one pass of the target over `[last, *proposed]`, `extend` with what was committed. `last` is chosen
-    and yielded but no model has read it yet; `extend` names it in the round that reads it. Drafts that were refused are never extended, so a draft
-    that kept state for them takes it out again in `extend`.
-    """
-
-    layer_ids: Sequence[int]
-    """Decoder layers of the target whose outputs it reads (0: the first one); () for none."""
-
-    cache: list
-    """Its own state as mlx-lm caches, so that it can be saved and go on later; [] for none. Set by `bind`."""
-
-    def make_cache(self) -> list:
-        """Caches for a new sequence, in the order of `cache`; [] for none."""
-
-    def bind(self, model: nn.Module, cache: list | None = None) -> None:
-        """Start a sequence for this target: state of an earlier sequence is dropped, or with `cache` taken up where `cache` ends.
-
-        Raises ValueError: the draft does not fit the target (vocabulary, hidden size, layer ids), in one message that says what was expected and got.
-        """
-
-    def extend(self, tokens: mx.array, features: mx.array | None) -> None:
-        """Take note of `tokens` [n], which the target has read (the prompt first, in chunks), with `features` [n, len(layer_ids) * D], None without
-        `layer_ids`. Called for every token, also while nothing is drafted, so it must cost next to nothing: queue, and do the work in `propose`."""
-
-    def propose(self, last: int, n: int, choose: Callable[[mx.array], mx.array]) -> mx.array:
-        """At most `n` tokens, uint32 [<= n], to follow `last`. With n = 0 it only brings `cache` up to date with what was extended, without `last`.
-
-        `choose(logits [k, V]) -> tokens [k]`, lazy, applies the caller's processors and sampler. Call it for the positions in their order, one row or
-        several at a time. It draws with the random numbers that the target will use at the same positions, which is why no probabilities are returned:
-        where draft and target agree about a distribution they choose the same token.
-        """
+from .rollback import Rollback
+from .sampling import Chooser, num_accepted
+from .target import PREFILL_STEP, Capture, lock
 
 
 @dataclass(frozen=True)
@@ -75,9 +43,10 @@ class Round:
     Attributes:
         number (int): From 0.
         drafted (int): Tokens that the draft proposed.
-        accepted (int): How many of them the target chose too; it adds one of its own.
+        accepted (int): How many of them the target chose too. It adds one of its own.
         draft_s (float): Seconds until the drafts were there.
-        verify_s (float): Seconds until the target had chosen. Without a draft: until the next token was asked for.
+        verify_s (float): Seconds from then until the target had chosen. In a round without drafts:
+            until the token before could be yielded.
     """
 
     number: int
@@ -89,7 +58,7 @@ class Round:
 
 @dataclass
 class SpeculativeResponse(GenerationResponse):
-    """mlx-lm's response, and how the token came about.
+    """mlx-lm's response, with where the token came from.
 
     Attributes:
         drafted (int): Tokens drafted so far.
@@ -102,106 +71,6 @@ class SpeculativeResponse(GenerationResponse):
     round: Round = Round(0)
 
 
-class ModelDraft:
-    """A small mlx-lm model as a draft: same tokenizer, resident, attention or recurrent.
-
-    Args:
-        model (nn.Module): As `mlx_lm.load` or `moelab.load` returns it.
-    """
-
-    layer_ids = ()
-
-    def __init__(self, model: nn.Module):
-        self.model, self.cache = model, []
-
-    def make_cache(self) -> list:
-        return make_prompt_cache(self.model)
-
-    def bind(self, model: nn.Module, cache: list | None = None) -> None:
-        own, target = vocabulary(self.model), vocabulary(model)
-        if own != target:
-            raise ValueError(
-                f"draft: expected the target's vocabulary of {target} tokens, got {own}. Draft and target must share a tokenizer."
-            )
-        self.cache = cache or self.make_cache()
-        self._rollback = Rollback(self.model, self.cache)
-        self._unread = []  # what the target has read and this model has not
-        self._ahead = 0  # what this model has read and the target may refuse
-
-    def extend(self, tokens: mx.array, features: mx.array | None = None) -> None:
-        if self._ahead > tokens.size:
-            self._rollback.undo(self._ahead - tokens.size)
-        self._unread.append(tokens[self._ahead :])
-        self._ahead = 0
-
-    def propose(self, last: int, n: int, choose: Callable[[mx.array], mx.array]) -> mx.array:
-        self._rollback.commit()
-        x = mx.concatenate([*self._unread, mx.array([last] if n else [], mx.uint32)])
-        self._unread = []
-        while x.size > PREFILL_STEP or (n == 0 and x.size):
-            self.model(x[None, :PREFILL_STEP], cache=self.cache)
-            mx.eval([c.state for c in self.cache])
-            x = x[PREFILL_STEP:]
-        ys = []
-        for _ in range(n):
-            x = choose(self._rollback(x[None])[:, -1])
-            mx.async_eval(x)
-            ys.append(x)
-        self._ahead = n
-        return mx.concatenate(ys) if ys else mx.array([], mx.uint32)
-
-
-class LookupDraft:
-    """Proposes what followed when the last tokens were written before: a draft without a model, good where text repeats itself (prompt lookup, Saxena 2023).
-
-    The longest match is taken, then the latest, and at most half as many tokens proposed as match: the longer two texts have agreed, the longer they will.
-
-    Args:
-        shortest (int): Tokens that must match at least.
-
-    Raises:
-        ValueError: If that is below 1.
-    """
-
-    layer_ids = ()
-
-    def __init__(self, shortest: int = 4):
-        if shortest < 1:
-            raise ValueError(f"shortest: expected at least 1 token to match, got {shortest}.")
-        self.shortest, self.cache = shortest, []
-
-    def make_cache(self) -> list:
-        return []
-
-    def bind(self, model: nn.Module, cache: list | None = None) -> None:
-        self._tokens, self._unread = [], []
-        self._ends = {}  # `shortest` tokens -> where each of their latest occurrences ends
-
-    def extend(self, tokens: mx.array, features: mx.array | None = None) -> None:
-        self._unread.append(tokens)
-
-    def propose(self, last: int, n: int, choose: Callable[[mx.array], mx.array]) -> mx.array:
-        written = self._tokens
-        for token in (t for x in self._unread for t in x.tolist()):
-            if len(written) >= self.shortest:
-                self._ends.setdefault(
-                    tuple(written[-self.shortest :]), deque(maxlen=16)
-                ).appendleft(len(written))
-            written.append(token)
-        self._unread = []
-        written.append(last)
-        longest, at = 0, 0
-        for end in self._ends.get(tuple(written[-self.shortest :]), ()):
-            k = self.shortest
-            while k < min(2 * n, end) and written[end - 1 - k] == written[-1 - k]:
-                k += 1
-            if k > longest:
-                longest, at = k, end
-        drafts = written[at : at + min(n, longest // 2)]
-        written.pop()
-        return mx.array(drafts, mx.uint32)
-
-
 def speculative_generate(
     model: nn.Module,
     tokenizer,
@@ -211,18 +80,19 @@ def speculative_generate(
     stream: mx.Stream = generation_stream,
     **kwargs,
 ) -> Iterator[SpeculativeResponse]:
-    """Generate text with a draft: the text of `mlx_lm.stream_generate`, in fewer passes.
+    """Generate text with a draft: the text of ``mlx_lm.stream_generate``, in fewer passes.
 
     Args:
         model (nn.Module): The target, resident or streamed.
         tokenizer (TokenizerWrapper): Its tokenizer.
-        prompt (str or mx.array or list[int]): Text or token ids.
-        draft (Draft): A `ModelDraft`, a DFlash draft, or anything with their methods.
-        max_tokens (int): Where to stop; -1 for no limit.
-        kwargs: As for `speculative_generate_step`.
+        prompt (str | mx.array | list[int]): Text or token ids.
+        draft (Draft): A ``ModelDraft``, a ``DFlashDraft``, or anything with their methods.
+        max_tokens (int): The most tokens to generate; -1 for no limit. Default: ``256``.
+        stream (mx.Stream): Where to compute. Default: mlx-lm's.
+        kwargs: As for ``speculative_generate_step``.
 
     Yields:
-        SpeculativeResponse: mlx-lm's response with `drafted`, `accepted` and the `round`.
+        SpeculativeResponse: mlx-lm's response with ``drafted``, ``accepted`` and the ``round``.
 
     Raises:
         ValueError: The draft does not fit the model, or the cache cannot be rolled back.
@@ -260,23 +130,22 @@ def speculative_generate(
     steps = speculative_generate_step(prompt, model, draft, stream, max_tokens=max_tokens, **kwargs)
     with wired_limit(model, [stream]), closing(steps):
         begin = time.perf_counter()
-        for n, (token, logprobs, from_draft, round) in enumerate(steps, 1):
+        for n, step in enumerate(steps, 1):
+            token, logprobs, from_draft, round = step
             if n == 1:
                 prompt_tps = prompt.size / (time.perf_counter() - begin)
                 begin = time.perf_counter()
             if round is not last_round:
-                drafted, accepted, last_round = (
-                    drafted + round.drafted,
-                    accepted + round.accepted,
-                    round,
-                )
+                drafted += round.drafted
+                accepted += round.accepted
+                last_round = round
             if token in tokenizer.eos_token_ids:
                 break
             detokenizer.add_token(token)
             if n == max_tokens:
                 break
             yield response()
-        steps.close()  # before the last response, so that whoever gets it finds the prompt cache complete
+        steps.close()  # first, so that whoever gets the last response finds the caches complete
         detokenizer.finalize()
         yield response("stop" if token in tokenizer.eos_token_ids else "length")
 
@@ -303,32 +172,44 @@ def speculative_generate_step(
     Args:
         prompt (mx.array): Token ids [T].
         model (nn.Module): The target.
-        draft (Draft): What guesses.
-        num_draft_tokens (int or str or Policy): Drafts in each round, 0 for none; `auto` decides anew for each round whether and how many, by
-            what it measures, and remembers that from text to text for as long as there are this model and this draft; so does a `Policy` given again.
-        max_tokens (int): Where to stop; -1 for no limit.
-        sampler (Callable): From log probabilities [1, V] to tokens [1]. Default: the most likely one.
-        logits_processors (list): As for mlx-lm.
-        prompt_cache (list): The target's cache and, if wanted, the draft's (`make_cache`) after it. They are left as `mlx_lm.stream_generate` leaves
-            a cache: with the prompt and every token that was yielded.
-        prefill_step_size (int): Prompt tokens in one pass.
-        kv_bits, kv_group_size, quantized_kv_start: As for mlx-lm.
-        rollback (str): A way of `Rollback`.
+        draft (Draft): What guesses its tokens.
+        stream (mx.Stream): Where to compute. Default: mlx-lm's.
+        num_draft_tokens (int | str | Policy): Drafts in each round, 0 for none. ``auto`` decides
+            in each round whether and how many, by what it measures, and remembers that from text
+            to text for as long as this model and this draft live. So does a ``Policy`` that is
+            given again. Default: ``auto``.
+        max_tokens (int): The most tokens to generate; -1 for no limit. Default: ``256``.
+        sampler (Callable | None): From log probabilities [1, V] to tokens [1]. Default: the most
+            likely one.
+        logits_processors (list | None): As for mlx-lm.
+        prompt_cache (list | None): The target's cache and, if wanted, the draft's (its
+            ``make_cache``) after it. They are left as ``mlx_lm.stream_generate`` leaves a cache:
+            with the prompt and every token that was yielded.
+        prefill_step_size (int): Prompt tokens in one pass. Default: ``512``.
+        kv_bits (int | None): As for mlx-lm.
+        kv_group_size (int): As for mlx-lm.
+        quantized_kv_start (int): As for mlx-lm.
+        rollback (str): A strategy of ``Rollback``. Default: ``auto``.
 
     Yields:
-        tuple: token (int), log probabilities [V], whether it was drafted, and its `Round`.
+        tuple[int, mx.array, bool, Round]: Token, log probabilities [V], whether it was drafted, and
+        its round.
+
+    Raises:
+        ValueError: The prompt is empty, an argument is none of those above, the draft does not fit
+            the model or is used by another generation, or the cache cannot be rolled back.
     """
     if prompt.size == 0:
         raise ValueError("prompt: expected at least one token, got none.")
-    policy = _learned(model, draft) if num_draft_tokens == "auto" else num_draft_tokens
+    policy = learned_policy(model, draft) if num_draft_tokens == "auto" else num_draft_tokens
     if isinstance(policy, int) and policy >= 0:
         policy = Always(policy)
     if not hasattr(policy, "choose"):
         raise ValueError(
-            f"num_draft_tokens: expected a number from 0, 'auto' or a Policy, got {num_draft_tokens!r}."
+            "num_draft_tokens: expected a number from 0, 'auto' or a Policy, "
+            f"got {num_draft_tokens!r}."
         )
     policy.begin(max_tokens)
-    left = max_tokens if max_tokens >= 0 else float("inf")
 
     def quantize(cache):
         maybe_quantize_kv_cache(cache, quantized_kv_start, kv_group_size, kv_bits)
@@ -338,265 +219,225 @@ def speculative_generate_step(
         target.prefill(prompt[:-1], prefill_step_size, policy)
         if num_draft_tokens != 0:
             begin = time.perf_counter()
-            draft.propose(0, 0, None)  # it reads the prompt too, in the prompt's time
+            target.draft.catch_up()  # the draft's part of the prompt's time
             policy.read(prompt.size - 1, time.perf_counter() - begin)
-        chooser = _Chooser(sampler, logits_processors, prompt)
-        last, number = prompt[-1:], 0
-        pending = None  # log probabilities, from_draft and round of `last`, which was chosen and not yet yielded
-        unread = True  # `last` stands and the target has not read it
-        missed = 0  # tokens that the draft has not read since it was last asked
-        in_flight = False  # whether the last round was plain, and so this one is on its way
+        chooser = Chooser(sampler, logits_processors, prompt)
+        yield from _Rounds(target, chooser, policy, prompt[-1:], max_tokens).tokens()
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """The drafts of a round."""
+
+    begin: float  # when the round began, by perf_counter
+    asked: int  # tokens that the draft was asked for
+    guesses: list[int]
+    missed_s: float  # seconds in which the draft read what was written without it
+    draft_s: float  # seconds until the guesses were there, ``missed_s`` included
+
+
+class _Rounds:
+    """The rounds of one text, from the prompt's last token on.
+
+    ``_last`` [1] is the newest token: accepted, not yet in the target's cache. ``_pending`` is the
+    rest of what is yielded with it (log probabilities, from_draft, round) until it is yielded.
+
+    Args:
+        target (_Target): The target, which has read the prompt but for its last token.
+        chooser (Chooser): Chooses tokens from logits.
+        policy (Policy): Decides how many to draft.
+        last (mx.array): The prompt's last token [1].
+        max_tokens (int): The most tokens to yield; -1 for no limit.
+    """
+
+    def __init__(self, target, chooser, policy, last, max_tokens):
+        self._target, self._draft = target, target.draft
+        self._chooser, self._policy = chooser, policy
+        self._last, self._pending = last, None
+        self._left = max_tokens if max_tokens >= 0 else float("inf")
+        self._numbers = count()
+        self._missed = 0  # tokens that the draft has not read since it was last asked
+        self._in_flight = False  # the last round had no drafts, so this one's token is on its way
+
+    def tokens(self) -> Iterator[tuple[int, mx.array, bool, Round]]:
+        """Yields tokens as ``speculative_generate_step``. Caches are complete when it ends."""
         try:
-            while left:
-                target.require_draft()
-                most = max(left - 1 - (pending is not None), 0)  # the target adds one
-                n = min(policy.choose(missed, most), most)
-                if pending is not None and (n or left == 1):
-                    unread = True
-                    yield last.item(), *pending
-                    pending, left = None, left - 1
-                if not left:
+            while self._left:
+                n = self._ask_policy()
+                if self._pending and (n or self._left == 1):  # before drafting would delay it
+                    yield self._release()
+                if not self._left:
                     break
-                begin = time.perf_counter()
-                guesses = []
-                if n:
-                    if missed:
-                        draft.propose(0, 0, None)
-                    missed_s = time.perf_counter() - begin
-                    with chooser.ahead() as choose:
-                        drafts = target.possible(draft.propose(last.item(), n, choose)[:n])
-                        guesses = drafts.tolist()
-                asked_s = time.perf_counter() - begin
-                if not guesses:
-                    following, logprobs = chooser(target.read(last))
-                    mx.async_eval(following)  # before `last` is asked for, as mlx-lm does
-                    target.keep(1)
-                    unread = False
-                    token = last.item()
-                    seconds = time.perf_counter() - begin
-                    if n:
-                        policy.drafted(0, 0, asked_s - missed_s, policy.plain_s, missed, missed_s)
-                    elif in_flight:
-                        policy.plain(seconds)
-                    missed, in_flight = 0 if n else missed + 1, not n
-                    if pending is not None:
-                        yield token, *pending
-                        left -= 1
-                    last, pending = following, (logprobs[0], False, Round(number, verify_s=seconds))
-                    chooser.commit(last, 1)
+                proposal = self._propose(n)
+                if proposal.guesses:
+                    yield from self._round_with_drafts(proposal)
                 else:
-                    tokens, logprobs = chooser(target.read(mx.concatenate([last, drafts])), drafts)
-                    unread = False
-                    own = tokens.tolist()
-                    accepted = next(
-                        (i for i, guess in enumerate(guesses) if guess != own[i]), len(guesses)
-                    )
-                    chooser.commit(tokens[: accepted + 1], accepted + 1)
-                    round = Round(
-                        number,
-                        len(guesses),
-                        accepted,
-                        asked_s,
-                        time.perf_counter() - begin - asked_s,
-                    )
-                    policy.drafted(
-                        len(guesses), accepted, asked_s - missed_s, round.verify_s, missed, missed_s
-                    )
-                    missed, in_flight = 0, False
-                    for i in range(accepted):
-                        target.standing = i + 2  # `last` and the drafts up to this one
-                        yield own[i], logprobs[i], True, round
-                        left -= 1
-                    target.keep(accepted + 1)
-                    last, pending = (
-                        tokens[accepted : accepted + 1],
-                        (logprobs[accepted], False, round),
-                    )
-                number += 1
+                    yield from self._round_without_drafts(proposal)
         except GeneratorExit:
-            target.finish(last if unread else None)
+            self._finish()
             raise
-        target.finish(last if unread else None)
+        self._finish()
 
+    def _ask_policy(self):
+        self._draft.require()
+        most = max(self._left - 1 - bool(self._pending), 0)  # the target adds one
+        return min(self._policy.choose(self._missed, most), most)
 
-def _learned(model, draft):
-    """The policy of this pair, kept with the draft."""
-    target, policy = getattr(draft, "_learned", (lambda: None, None))
-    if target() is not model:
-        policy = Policy()
-        draft._learned = weakref.ref(model), policy
-    return policy
+    def _release(self):
+        """What is yielded with ``_last``."""
+        pending, self._pending = self._pending, None
+        self._left -= 1
+        return self._last.item(), *pending
+
+    def _propose(self, n):
+        begin = time.perf_counter()
+        guesses, missed_s = [], 0.0
+        if n:
+            if self._missed:
+                self._draft.catch_up()
+            missed_s = time.perf_counter() - begin
+            with self._chooser.drafting() as choose:
+                guesses = self._draft.propose(self._last.item(), n, choose)
+        return _Proposal(begin, n, guesses, missed_s, time.perf_counter() - begin)
+
+    def _round_without_drafts(self, proposal):
+        """One token. It is computed while the one before is yielded."""
+        following, logprobs = self._chooser(self._target.read(self._last))
+        mx.async_eval(following)  # before ``_last`` is waited for, as mlx-lm does
+        self._target.keep(1)
+        token, pending = self._last.item(), self._pending
+        seconds = time.perf_counter() - proposal.begin
+        self._tell_plain(proposal, seconds)
+        round = Round(next(self._numbers), verify_s=seconds)
+        self._last, self._pending = following, (logprobs[0], False, round)
+        self._chooser.commit(following)
+        if pending:
+            self._left -= 1
+            yield token, *pending
+
+    def _round_with_drafts(self, proposal):
+        """Yields the drafts that the target accepts. Its own token is then pending."""
+        tokens, logprobs = self._verify(proposal)
+        chosen = tokens.tolist()
+        accepted = num_accepted(proposal.guesses, chosen)
+        self._chooser.commit(tokens[: accepted + 1])
+        verify_s = time.perf_counter() - proposal.begin - proposal.draft_s
+        round = Round(
+            next(self._numbers), len(proposal.guesses), accepted, proposal.draft_s, verify_s
+        )
+        self._tell_drafted(proposal, accepted, verify_s)
+        self._last = tokens[accepted : accepted + 1]
+        self._pending = logprobs[accepted], False, round
+        for i in range(accepted):
+            self._target.accepted = i + 2  # the token before the drafts, and those up to this one
+            self._left -= 1
+            yield chosen[i], logprobs[i], True, round
+        self._target.keep(accepted + 1)
+
+    def _verify(self, proposal):
+        """The target's choices for the positions of the drafts and one more."""
+        drafts = mx.array(proposal.guesses, mx.uint32)
+        logits = self._target.read(mx.concatenate([self._last, drafts]))
+        return self._chooser(logits, drafts)
+
+    def _tell_plain(self, proposal, seconds):
+        if proposal.asked:  # in vain
+            self._tell_drafted(proposal, 0, self._policy.plain_s)
+            return
+        if self._in_flight:
+            self._policy.plain(seconds)
+        self._missed += 1
+        self._in_flight = True
+
+    def _tell_drafted(self, proposal, accepted, verify_s):
+        self._policy.drafted(
+            len(proposal.guesses),
+            accepted,
+            proposal.draft_s - proposal.missed_s,
+            verify_s,
+            self._missed,
+            proposal.missed_s,
+        )
+        self._missed, self._in_flight = 0, False
+
+    def _finish(self):
+        # The caches are to hold every token that was yielded, and no other.
+        self._target.finish(self._last if self._pending is None else None)
 
 
 class _Target:
-    """The target, what it has read, and the draft that is told what of it stands."""
+    """The target and its cache, and the draft that is told what it has read.
 
-    def __init__(self, model, draft, prompt_cache, way, quantize):
+    Args:
+        model (nn.Module): The target.
+        draft (Draft): Is bound to the target.
+        prompt_cache (list | None): The caller's caches, as for ``speculative_generate_step``.
+        strategy (str): A strategy of ``Rollback``.
+        quantize (Callable): Is called with the target's cache after every pass.
+    """
+
+    def __init__(self, model, draft, prompt_cache, strategy, quantize):
         self._num_caches = len(make_prompt_cache(model))
         self._given, given = prompt_cache, prompt_cache or []
         if 0 < len(given) < self._num_caches:
             raise ValueError(
-                f"prompt_cache: expected {self._num_caches} caches for the target, then the draft's; got {len(given)}."
+                f"prompt_cache: expected {self._num_caches} caches for the target, then the "
+                f"draft's; got {len(given)}."
             )
         self._cache = given[: self._num_caches] or make_prompt_cache(model)
-        draft.bind(model, given[self._num_caches :] or None)
-        self._model, self._draft, self._quantize = model, draft, quantize
-        self._bound = draft._bound = object()  # until another generation binds it
-        self._vocabulary = vocabulary(model)
-        self._rollback = Rollback(model, self._cache, way)
-        self._capture = None
-        if draft.layer_ids:
-            from .dflash import Capture
+        self.draft = BoundDraft(draft, model, given[self._num_caches :] or None)
+        self._model, self._quantize = model, quantize
+        self._rollback = Rollback(model, self._cache, strategy)
+        self._capture = Capture(model, draft.layer_ids) if draft.layer_ids else None
+        self._read = None  # the tokens of the last pass and their features, until ``keep``
+        self.accepted = 0  # how many of these to keep if the caller asks for no more
 
-            self._capture = Capture(model, draft.layer_ids)
-        self._read = None
-        self.standing = 0  # of the tokens last read, how many stand if nobody asks for more
-
-    def prefill(self, tokens, step, policy):
+    def prefill(self, tokens: mx.array, step: int, policy: Policy) -> None:
+        """Read the prompt's tokens [T], ``step`` in a pass."""
         for i in range(0, tokens.size, step):
             x = tokens[i : i + step]
             begin = time.perf_counter()
             _, features = self._captured(self._model, x[None], cache=self._cache)
             mx.eval([c.state for c in self._cache], features)
             policy.prompt(x.size, time.perf_counter() - begin)
-            self._extend(x, features)
+            self.draft.extend(x, features)
             self._quantize(self._cache)
             mx.clear_cache()
 
-    def read(self, tokens):
-        """Logits [T, V] after each of the tokens [T]."""
+    def read(self, tokens: mx.array) -> mx.array:
+        """Logits [T, V] after each of the tokens [T], of which ``keep`` then keeps some."""
         logits, features = self._captured(self._rollback, tokens[None])
-        self._read, self.standing = (tokens, features), 1
+        self._read, self.accepted = (tokens, features), 1
         return logits[0]
 
-    def keep(self, n):
-        """The first `n` of the tokens last read stand, the others are taken back."""
+    def keep(self, n: int) -> None:
+        """Roll back all but the first ``n`` tokens of the last pass, and commit these."""
         tokens, features = self._read
         self._rollback.undo(tokens.size - n)
         self._rollback.commit()
-        self._extend(tokens[:n], None if features is None else features[:n])
+        self.draft.extend(tokens[:n], None if features is None else features[:n])
         self._quantize(self._cache)
         self._read = None
 
-    def possible(self, drafts):
-        """The drafts up to the first token id that is outside the target's vocabulary."""
-        guesses = drafts.tolist()
-        wrong = (i for i, guess in enumerate(guesses) if not 0 <= guess < self._vocabulary)
-        return mx.array(guesses[: next(wrong, None)], mx.uint32)
-
-    @property
-    def has_draft(self):
-        """Whether no other generation has bound the draft since."""
-        return self._draft._bound is self._bound
-
-    def require_draft(self):
-        if not self.has_draft:
-            raise ValueError(
-                "draft: another generation has begun with this draft, which keeps the state of one text. "
-                "Give each generation that runs at the same time a draft of its own."
-            )
-
-    def _extend(self, tokens, features):
-        if self.has_draft:
-            self._draft.extend(tokens, features)
-
-    def finish(self, unread):
-        """Bring the caches to where the caller stands."""
+    def finish(self, unread: mx.array | None) -> None:
+        """Bring the caches to where the caller stands; ``unread`` [1] still has to be read."""
         if self._read is not None:
-            self.keep(self.standing)
+            self.keep(self.accepted)
         if self._given is None:
             return
         if unread is not None:
             self.read(unread)
             self.keep(1)
         self._given[: self._num_caches] = self._cache
-        if len(self._given) > self._num_caches and self.has_draft:
-            self._draft.propose(0, 0, None)
-            self._given[self._num_caches :] = self._draft.cache
+        if len(self._given) > self._num_caches and self.draft.is_bound:
+            self.draft.catch_up()
+            self._given[self._num_caches :] = self.draft.cache
         mx.eval([c.state for c in self._given])
 
     def _captured(self, call, *args, **kwargs):
+        """What a call of the model returns, and its features [T, n * D] for the draft."""
         if self._capture is None:
             return call(*args, **kwargs), None
         with lock(self._model), self._capture as seen:
             out = call(*args, **kwargs)
             return out, seen.features[0]
-
-
-class _Chooser:
-    """Processors and sampler over rows of logits, with the same random numbers at the same position whoever asks."""
-
-    def __init__(self, sampler, processors, tokens):
-        self._sampler, self._processors = sampler or greedy_sampler, processors or []
-        self._tokens = tokens  # all that stand
-        self._keys = []  # the state of mx.random after each row
-
-    def __call__(self, logits, drafts=None):
-        """Tokens [k] and log probabilities [k, V] for logits [k, V], of which the rows after the first follow `drafts` [k - 1]."""
-        self._keys = []
-        return self._rows(logits, lambda i: drafts[:i] if i else None)
-
-    @contextmanager
-    def ahead(self):
-        """Gives a draft's `choose`; afterwards the random numbers it drew are drawn again."""
-        before, chosen = mx.random.state[0], []
-
-        def choose(logits):
-            for i in range(logits.shape[0]):
-                y, _ = self._rows(
-                    logits[i : i + 1], lambda _: mx.concatenate(chosen) if chosen else None
-                )
-                chosen.append(y)
-            return mx.concatenate(chosen[-logits.shape[0] :])
-
-        yield choose if self._random or self._processors else greedy_sampler
-        if self._random:
-            _seed(before)
-
-    def commit(self, tokens, num_rows):
-        """The first `num_rows` choices of the last call stand."""
-        if self._processors:
-            self._tokens = mx.concatenate([self._tokens, tokens])
-        if self._random and num_rows < len(self._keys):
-            _seed(self._keys[num_rows - 1])
-
-    @property
-    def _random(self):
-        return self._sampler is not greedy_sampler
-
-    def _rows(self, logits, following):
-        if not self._random and not self._processors:
-            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            return greedy_sampler(logprobs), logprobs
-        tokens, logprobs = [], []
-        for i in range(logits.shape[0]):
-            row = logits[i : i + 1]
-            if self._processors:
-                more = following(i)
-                context = self._tokens if more is None else mx.concatenate([self._tokens, more])
-                for processor in self._processors:
-                    row = processor(context, row)
-            logprobs.append(row - mx.logsumexp(row, axis=-1, keepdims=True))
-            tokens.append(self._sampler(logprobs[-1]))
-            self._keys.append(mx.random.state[0])
-        return mx.concatenate(tokens), mx.concatenate(logprobs)
-
-
-def _seed(key):
-    # The state of mx.random cannot be set, but a seed is a key: its two halves.
-    high, low = key.tolist()
-    mx.random.seed(high << 32 | low)
-
-
-def vocabulary(model: nn.Module) -> int:
-    """V of an mlx-lm model, from its configuration or else its embedding."""
-    args = getattr(model, "args", None)
-    text = getattr(args, "text_config", None) or {}
-    found = getattr(args, "vocab_size", None) or (
-        text.get("vocab_size") if isinstance(text, dict) else getattr(text, "vocab_size", None)
-    )
-    return found or max(
-        m.weight.shape[0]
-        for _, m in model.named_modules()
-        if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))
-    )

@@ -1,74 +1,108 @@
-"""How many tokens to draft now, from what drafting has cost and brought so far."""
+"""How many tokens to draft in the next round, from what drafting has cost and brought so far."""
 
 from collections import deque
 from statistics import median
 
 import numpy as np
 
-GAIN = 1.03  # what an estimate must promise before it is believed
-REFRESH = 64  # rounds with drafts before the time without is measured again
+GAIN = 1.03  # estimated speed over that without drafts from which on a number is worth drafting
+REFRESH_ROUNDS = 64  # rounds with drafts after which the time without is measured again ...
+REFRESH_TOKENS = 2  # ... over so many tokens
+MIN_PLAIN_TOKENS = 4  # undrafted tokens to time before anything is compared with them
+ASK_EVERY = 4  # tokens between two looks at whether to draft, as a look costs time too
+COMPILE_FACTOR = 4  # a number's first round that takes so many times the estimate was compiling
+FORGET_PLAIN = 0.995  # weight of earlier acceptance after an undrafted token: the text may change
+FORGET_ROUND = 0.97  # the same after a round with drafts, which brings news of its own
+
+# Acceptance before anything is known: of 5 drafts 4. And how many trials of the overall rate each
+# position starts with.
+PRIOR_ACCEPTED, PRIOR_TRIED, PRIOR_AT_POSITION = 4, 5, 2
+
+# A guess at the seconds of a position in a verify pass, until one is measured: this share of a
+# position of the prompt (whose reads of experts a verify pass does not repeat), or else a token's
+# seconds over this number.
+VERIFY_OVER_PROMPT, TOKEN_OVER_VERIFY = 0.65, 3
+MIN_PROMPT_TOKENS = 32  # in a shorter pass the fixed part would be most of the time
+
+NUM_TIMES = 16  # latest times that a median or minimum is taken of
+NUM_TIMES_EACH = 8  # the same for each number of drafts or positions
 
 
 class Policy:
-    """Chooses the number of drafts that promises most tokens a second, 0 included, and never loses more than it may.
+    """Chooses the number of drafts that promises most tokens a second, 0 included.
 
-    A round that drafts n tokens costs the draft's time d(n) and a pass over n + 1 positions v(n + 1): the fixed part, the arithmetic of every position and
-    the reads for the union of their experts, whatever the slots and the page cache hold of them. Nothing of that is predicted; it is measured as it comes.
-    A round brings 1 + a1 + a1 a2 + ... tokens, where ai is how often the i-th draft was accepted once those before it were. Not to draft costs t1 a token.
+    A round that drafts n tokens costs d(n) to draft and v(n + 1) for a pass over n + 1 positions:
+    the pass's fixed part, the arithmetic of every position, and the reads of their experts, as far
+    as neither slots nor page cache hold them. None of this is predicted, all of it is measured. A
+    round brings 1 + a1 + a1 a2 + ... tokens, where ai is how often the i-th draft was accepted once
+    those before it were. Without drafts a token costs t1.
 
-    Losses are bounded whatever the estimates say: what drafting has cost more than its tokens would have without it, and what the next round would if
-    nothing were accepted, together stay below `risk` of the time that the text takes without drafts. So a draft that does not help is tried rarely, and one
-    that begins badly is asked for less: where any number promises enough with half of what may still be lost, no more is risked. What drafting has won in
-    earlier texts may be lost again, as much as `risk` once more.
+    The loss is bounded whatever the estimates say. What drafting has cost more than its tokens
+    would have cost without it, plus what the next round would lose if nothing were accepted, stays
+    below ``risk`` of the time of the text without drafts. A draft that does not help is therefore
+    tried rarely. One that begins badly is asked for less: a number is preferred that risks at most
+    half of what may still be lost. What drafting has won in earlier texts may be lost again, up to
+    ``risk`` once more.
 
-    One object serves one pair of target and draft; given to several generations in turn it keeps what it has learned. What a device needs once, to
-    compile its kernels for another number of positions, is neither an estimate nor a loss that drafting less would win back.
+    One object serves one pair of target and draft. Given to several generations in turn, it keeps
+    what it has learned. First-use compile time is left out of the estimates and of the loss budget.
 
     Args:
-        max_draft_tokens (int): The most to draft.
-        risk (float): The part of the undrafted time that may be lost; twice that after texts in which drafting won.
-        horizon (int): Tokens that a text is expected to have at least, if `max_tokens` allows; `risk` is of these before they are written.
+        max_draft_tokens (int): The most tokens to draft. Default: ``15``.
+        risk (float): The share of the undrafted time that may be lost; up to twice that after texts
+            in which drafting won. Default: ``0.015``.
+        horizon (int): Tokens that a text is expected to have at least, if ``max_tokens`` allows.
+            ``risk`` counts them before they are written. Default: ``128``.
+
+    Attributes:
+        plain_s (float): Seconds of a token without drafts.
+        lost_s (float): Seconds that drafting has cost in this text over what its tokens would have
+            cost without; negative if it has won.
+        num_tokens (int): Tokens of this text so far.
+
+    Raises:
+        ValueError: ``max_draft_tokens`` is below 1.
     """
 
     def __init__(self, max_draft_tokens: int = 15, risk: float = 0.015, horizon: int = 128):
         if max_draft_tokens < 1:
             raise ValueError(f"max_draft_tokens: expected at least 1, got {max_draft_tokens}.")
         self.max_draft_tokens, self.risk, self.horizon = max_draft_tokens, risk, horizon
-        self.plain_s = float("nan")  # seconds of a token without drafts
-        self._plain_s = deque(maxlen=16)
-        self._verify_s = _Seconds()  # of a pass over so many positions
-        self._draft_s = _Seconds()  # to draft so many tokens
-        self._missed_s = deque(
-            maxlen=16
-        )  # (tokens, seconds) that the draft has read, the prompts included
-        self._num_prompts = 0
         # Blocks of 2, 4, 8, 16: few different ones, as a device may compile its kernels for each.
-        self._numbers = np.array(
-            sorted({*(2**i - 1 for i in range(1, max_draft_tokens.bit_length())), max_draft_tokens})
-        )
-        self._first = set(self._numbers.tolist())  # those not drafted yet
-        self._banked_s = self.lost_s = (
-            0.0  # what earlier texts have won, and what this one has lost
-        )
+        powers = (2**i - 1 for i in range(1, max_draft_tokens.bit_length()))
+        self._numbers = np.array(sorted({*powers, max_draft_tokens}))
+        self._unused = set(self._numbers.tolist())  # numbers that were not drafted yet
+        self.plain_s = float("nan")
+        self._plain_s = deque(maxlen=NUM_TIMES)
+        self._verify_s = _Seconds()  # by the positions of a pass
+        self._draft_s = _Seconds()  # by the tokens drafted
+        self._missed_s = deque(maxlen=NUM_TIMES)  # (tokens, seconds) that the draft has read
+        self._num_prompts = 0  # that the draft has read
         self._position_s = None  # seconds of each position of a prompt
         self._tried, self._won = np.zeros(max_draft_tokens), np.zeros(max_draft_tokens)
+        self.lost_s = self._banked_s = 0.0  # banked: won in earlier texts
         self.begin()
 
     def begin(self, max_tokens: int = -1) -> None:
-        """A text begins: the account starts at zero."""
+        """A text begins. Losses count from zero.
+
+        Args:
+            max_tokens (int): The most tokens it will have; -1 for no limit.
+        """
         self._banked_s = max(self._banked_s - self.lost_s, 0.0)
-        self.num_tokens, self.lost_s, self._rounds = 0, 0.0, 0
+        self.num_tokens, self.lost_s = 0, 0.0
+        self._rounds = 0  # with drafts, in a row; below 0: undrafted tokens still to be timed
         self._expected = min(self.horizon, max_tokens) if max_tokens >= 0 else self.horizon
 
     def prompt(self, num_tokens: int, seconds: float) -> None:
         """The target has read a part of a prompt."""
-        if num_tokens >= 32:  # of fewer the fixed part would be most
+        if num_tokens >= MIN_PROMPT_TOKENS:
             self._position_s = seconds / num_tokens
 
     def read(self, num_tokens: int, seconds: float) -> None:
         """The draft has read a prompt too."""
         self._num_prompts += 1
-        if num_tokens and self._num_prompts > 1:  # the first time is no measure of the next
+        if num_tokens and self._num_prompts > 1:  # the first time may include compiling
             self._missed_s.append((num_tokens, seconds))
 
     def plain(self, seconds: float) -> None:
@@ -77,8 +111,8 @@ class Policy:
         self._plain_s.append(seconds)
         self.plain_s = median(self._plain_s)
         self._rounds = min(self._rounds + 1, 0)
-        self._tried *= 0.995  # what was learned ages: the text may have changed
-        self._won *= 0.995
+        self._tried *= FORGET_PLAIN
+        self._won *= FORGET_PLAIN
 
     def drafted(
         self,
@@ -89,87 +123,112 @@ class Policy:
         missed: int = 0,
         missed_s: float = 0.0,
     ) -> None:
-        """A round with drafts is over. Before, the draft read `missed` tokens in `missed_s` that were written without it."""
+        """A round with drafts is over.
+
+        Args:
+            drafted (int): Tokens that were drafted.
+            accepted (int): How many of them were accepted.
+            draft_s (float): Seconds to draft them.
+            verify_s (float): Seconds of the target's pass.
+            missed (int): Tokens written without the draft, which it read before.
+            missed_s (float): Seconds that this took.
+        """
         self.num_tokens += accepted + 1
         self._rounds += 1
-        self._tried *= 0.97
-        self._won *= 0.97
+        self._tried *= FORGET_ROUND
+        self._won *= FORGET_ROUND
         self._tried[: min(accepted + 1, drafted)] += 1
         self._won[:accepted] += 1
         round_s = draft_s + verify_s
         if drafted:
-            usual_s = np.interp(
-                drafted, self._numbers, np.maximum(self.draft_s(), self.plain_s) + self.verify_s()
-            )
-            if (
-                drafted in self._first and round_s > 4 * usual_s
-            ):  # kernels were compiled (0.2 s on CUDA)
-                round_s = usual_s
+            estimates = np.maximum(self.draft_s(), self.plain_s) + self.verify_s()
+            estimate_s = np.interp(drafted, self._numbers, estimates)
+            if drafted in self._unused and round_s > COMPILE_FACTOR * estimate_s:
+                round_s = estimate_s  # kernels were compiled: 0.2 s on CUDA
             else:
                 self._verify_s.add(drafted + 1, verify_s)
                 self._draft_s.add(drafted, draft_s)
-            self._first.discard(drafted)
+            self._unused.discard(drafted)
         if missed:
             self._missed_s.append((missed, missed_s))
         self.lost_s += missed_s + round_s - (accepted + 1) * self.plain_s
 
     def choose(self, missed: int = 0, most: float = float("inf")) -> int:
-        """How many tokens, at most `most`, to draft in the next round, before which the draft would read `missed` tokens."""
-        if self._rounds >= REFRESH:
-            self._rounds = -2
-        if (
-            len(self._plain_s) < 4
-            or self._rounds < 0
-            or (self._rounds == 0 and self.num_tokens % 4)
-        ):  # to ask costs time too
+        """How many tokens to draft in the next round.
+
+        Args:
+            missed (int): Tokens that the draft would have to read first.
+            most (float): Do not choose more.
+
+        Returns:
+            int: The number, 0 for none.
+        """
+        if self._rounds >= REFRESH_ROUNDS:
+            self._rounds = -REFRESH_TOKENS
+        if len(self._plain_s) < MIN_PLAIN_TOKENS or self._rounds < 0:
             return 0
-        allowed = self.risk * self.plain_s * max(self.num_tokens, self._expected)
-        allowed += min(allowed, self._banked_s)
-        cost = self.draft_s() + self.verify_s()
+        if self._rounds == 0 and self.num_tokens % ASK_EVERY:
+            return 0
+        cost_s = self.draft_s() + self.verify_s()
         tokens = 1 + np.cumsum(np.cumprod(self.acceptance()))[self._numbers - 1]
-        gain = np.where(self._numbers <= most, tokens * self.plain_s / cost, 0)
-        risked_s = self.missed_s(missed) + cost - self.plain_s
-        for share in (
-            0.5,
-            1,
-        ):  # half of what may still be lost if it will do, so that a bad beginning makes drafts shorter and not rare
-            within = np.where(risked_s <= share * (allowed - self.lost_s), gain, 0)
-            best = int(np.argmax(within))
-            if within[best] > GAIN:
+        gain = np.where(self._numbers <= most, tokens * self.plain_s / cost_s, 0)
+        risked_s = self.missed_s(missed) + cost_s - self.plain_s
+        left_s = self._allowed_s() - self.lost_s
+        for share in (0.5, 1):  # half first: a bad beginning makes drafts shorter, not rare
+            affordable = np.where(risked_s <= share * left_s, gain, 0)
+            best = int(np.argmax(affordable))
+            if affordable[best] > GAIN:
                 return int(self._numbers[best])
         return 0
 
+    def _allowed_s(self) -> float:
+        """Seconds that this text may lose by drafting."""
+        allowed_s = self.risk * self.plain_s * max(self.num_tokens, self._expected)
+        return allowed_s + min(allowed_s, self._banked_s)
+
     def acceptance(self) -> np.ndarray:
-        """How often the i-th draft is accepted once those before it are; hopeful where little is known."""
-        overall = (self._won.sum() + 4) / (self._tried.sum() + 5)
-        return (self._won + 2 * overall) / (self._tried + 2)
+        """Estimate [max_draft_tokens] of how often each draft is accepted once those before it are.
+
+        Optimistic where little is known.
+        """
+        overall = (self._won.sum() + PRIOR_ACCEPTED) / (self._tried.sum() + PRIOR_TRIED)
+        return (self._won + PRIOR_AT_POSITION * overall) / (self._tried + PRIOR_AT_POSITION)
 
     def verify_s(self) -> np.ndarray:
         """Seconds of a pass over one position more than each number that it may draft."""
-        if not self._verify_s.medians:  # nothing to go by but the prompt (whose reads a verify pass does not have to make), or a third of a token each
-            each = 0.65 * self._position_s if self._position_s is not None else self.plain_s / 3
-            return self.plain_s + self._numbers * each
-        return self._verify_s.at(self._numbers + 1, {1: self.plain_s})
+        if self._verify_s.medians:
+            return self._verify_s.at(self._numbers + 1, {1: self.plain_s})
+        if self._position_s is None:
+            each_s = self.plain_s / TOKEN_OVER_VERIFY
+        else:
+            each_s = VERIFY_OVER_PROMPT * self._position_s
+        return self.plain_s + self._numbers * each_s
 
     def draft_s(self) -> np.ndarray:
-        """Seconds to draft each number of tokens that it may; 0 before the first. A block draft makes any number in one go: until the contrary is seen, so may any."""
-        return (
-            self._draft_s.at(self._numbers, {})
-            if self._draft_s.medians
-            else np.zeros(len(self._numbers))
-        )
+        """Seconds to draft each number of tokens that it may; 0 before the first.
+
+        As long as one number is measured, it is taken for all: a block draft makes any in one pass.
+        """
+        if not self._draft_s.medians:
+            return np.zeros(len(self._numbers))
+        return self._draft_s.at(self._numbers, {})
 
     def missed_s(self, num_tokens: int) -> float:
-        """Seconds for the draft to read so many tokens: no more than for more of them, nor than for fewer as often as it takes."""
-        return (
-            min((s * max(1, num_tokens / n) for n, s in self._missed_s), default=0.0)
-            if num_tokens
-            else 0.0
-        )
+        """Seconds for the draft to read so many tokens, 0 before it was measured.
+
+        At most those of a longer read, and of a shorter one as often as it takes.
+        """
+        if not num_tokens:
+            return 0.0
+        return min((s * max(1, num_tokens / n) for n, s in self._missed_s), default=0.0)
 
 
 class Always:
-    """The policy of a fixed number of drafts."""
+    """The policy of a fixed number of drafts.
+
+    Args:
+        num_draft_tokens (int): Tokens to draft in every round.
+    """
 
     plain_s = 0.0
 
@@ -179,25 +238,25 @@ class Always:
     def choose(self, missed: int = 0, most: float = float("inf")) -> int:
         return self.num_draft_tokens
 
-    def _note(self, *args):
+    def _ignore(self, *args):
         pass
 
-    begin = prompt = read = plain = drafted = _note
+    begin = prompt = read = plain = drafted = _ignore
 
 
 class _Seconds:
-    """Recent seconds for some numbers, and estimates for the others."""
+    """Recent times by some number, and estimates for other numbers."""
 
     def __init__(self):
         self._samples, self.medians = {}, {}
 
-    def add(self, number, seconds):
-        samples = self._samples.setdefault(number, deque(maxlen=8))
+    def add(self, number: int, seconds: float) -> None:
+        samples = self._samples.setdefault(number, deque(maxlen=NUM_TIMES_EACH))
         samples.append(seconds)
         self.medians[number] = median(samples)
 
-    def at(self, numbers, more):
-        """A line between neighbours, and beyond the last on from the first."""
+    def at(self, numbers: np.ndarray, more: dict[int, float]) -> np.ndarray:
+        """Interpolated between neighbours; beyond the last, by the slope from the first to it."""
         xs, ys = zip(*sorted({**more, **self.medians}.items()))
         slope = max(ys[-1] - ys[0], 0) / max(xs[-1] - xs[0], 1)
         return np.interp(numbers, xs, ys) + slope * np.maximum(numbers - xs[-1], 0)

@@ -1,4 +1,4 @@
-"""DFlash drafts: z-lab's layout against an independent numpy forward, taps that leave nothing behind, and the two trained drafts."""
+"""DFlash drafts: z-lab's layout against an independent numpy forward, and the trained drafts."""
 
 import json
 import os
@@ -19,15 +19,17 @@ from tiny_drafts import CANDIDATES, config_of
 import moelab
 from moelab.checkpoint import CheckpointError
 from moelab.lab.texts import heldout_prompts
-from moelab.speculation.dflash import Capture, DFlashDraft, load_model, spread
-from moelab.speculation.generate import ModelDraft, speculative_generate, speculative_generate_step
+from moelab.speculation.dflash import DFlashDraft, default_layer_ids, load_model
+from moelab.speculation.drafts import ModelDraft
+from moelab.speculation.generate import speculative_generate, speculative_generate_step
+from moelab.speculation.target import Capture
 
 FAST = os.environ.get("MOELAB_FAST") == "1"
 MODELS = Path(__file__).parents[2] / "data" / "models"
 
 
 def reference(w, block, features, window):
-    """The paper's draft in numpy: block [b, D] after features [T, n * D]; float64, no cache, one position after another."""
+    """The paper's draft in float64 numpy, no cache: block [b, D] after features [T, n * D]."""
 
     def norm(x, weight):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight
@@ -123,10 +125,10 @@ def test_equals_the_paper(tmp_path, chunks):
 
 
 def test_default_layers():
-    assert spread(5, 36) == [1, 9, 17, 25, 33]
-    assert spread(1, 36) == [18]
+    assert default_layer_ids(5, 36) == [1, 9, 17, 25, 33]
+    assert default_layer_ids(1, 36) == [18]
     assert all(
-        spread(len(ids), 8) == ids
+        default_layer_ids(len(ids), 8) == ids
         for name, (_, ids) in CANDIDATES.items()
         if name.startswith("dflash") and ids[-1] == 5
     )
@@ -154,7 +156,10 @@ def test_capture_hears_its_layers_and_leaves_nothing():
         x = layer(x, mask="causal")
         outputs.append(x)
     classes = [type(layer) for layer in model.layers]
-    with Capture(model, (4, 1)) as seen, Capture(model, (1,)) as inner:
+    capture = Capture(model, (4, 1))
+    with capture:
+        model(ids)
+    with capture as seen, Capture(model, (1,)) as inner:  # it can be entered again
         cache = make_prompt_cache(model)
         model(ids[:, :2], cache=cache)
         assert seen.features.shape == (1, 2, 2 * D)
@@ -292,7 +297,7 @@ def test_shipped_files():
 
 @pytest.mark.parametrize("name, least", [("dflash", 2.5), ("draft", 3.0)])
 def test_acceptance_and_the_targets_own_text(name, least):
-    """Two prompts of held-out code: far above what an untrained or misread draft reaches (1.0), and the plain text."""
+    """On held-out code: the plain text, and far above an untrained or misread draft (tau 1.0)."""
     model, tokenizer = mlx_lm.load(str(MODELS / "tiny-moe"))
     model.set_dtype(mx.float32)
     if name == "dflash":
@@ -346,7 +351,10 @@ def written(i, tokens):
 @pytest.mark.parametrize("name", ["tiny-dflash", "tiny-draft"])
 @pytest.mark.parametrize("i", range(2 if FAST else 20))
 def test_greedy_text_at_every_block_size(name, mode, i, record_property):
-    """Blocks of 2 to 16 (drafts and the token before them), 300 tokens; only between two tokens that tie within 1e-4 may another be chosen."""
+    """Blocks of 2 to 16 (the token before the drafts included), 300 tokens.
+
+    Another token may be chosen only between two that tie within 1e-4.
+    """
     tokens, blocks = (24, (2, 7, 16)) if FAST else (300, range(2, 17))
     prompt, expected = texts()[i], written(i, tokens)
     draft = DFlashDraft(MODELS / name) if name == "tiny-dflash" else ModelDraft(trained(name))

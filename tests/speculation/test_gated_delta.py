@@ -1,4 +1,4 @@
-"""The CUDA kernel of the gated delta rule: what rollback makes of its states, and on a GPU that it is mlx-lm's loop."""
+"""The CUDA kernel of the gated delta rule: rollback uses its states, and it is mlx-lm's loop."""
 
 import mlx.core as mx
 import pytest
@@ -18,9 +18,9 @@ def loop(q, k, v, g, beta, state, mask=None, every=False):
     return mx.concatenate(ys, axis=1), mx.stack(states) if every else state
 
 
-@pytest.mark.parametrize("way", ["restore", "replay", "states"])
+@pytest.mark.parametrize("strategy", ["restore", "replay", "states"])
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "kimi_linear", "olmo_hybrid"])
-def test_rollback_takes_its_states(name, way, monkeypatch):
+def test_rollback_takes_its_states(name, strategy, monkeypatch):
     asked = []
 
     def kernel(*args, every=False):
@@ -32,8 +32,8 @@ def test_rollback_takes_its_states(name, way, monkeypatch):
     cache, reference = start(model, prompt), start(model, prompt)
     monkeypatch.setattr(gated_delta, "fits", lambda mask=None, **_: mask is None)
     monkeypatch.setattr(gated_delta, "gated_delta", kernel)
-    assert play(model, cache, reference, ROUNDS, way) <= TOLERANCE
-    assert set(asked) == {"restore": set(), "replay": {False}, "states": {True}}[way]
+    assert play(model, cache, reference, ROUNDS, strategy) <= TOLERANCE
+    assert set(asked) == {"restore": set(), "replay": {False}, "states": {True}}[strategy]
 
 
 @pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA GPU")
@@ -63,7 +63,7 @@ def test_the_kernel_is_the_loop(B, T, Hk, Hv, Dk, Dv, vector, dtype):
 
 @pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA GPU")
 def test_mlx_lm_calls_the_kernel():
-    """The name under which mlx-lm finds its loop is the one that is exchanged."""
+    """``with_kernel`` replaces the name under which mlx-lm finds its loop."""
     mx.random.seed(0)
     q, k, v, a, b = (
         mx.random.normal((1, 6, *n)) / 8 for n in ((4, 64), (4, 64), (8, 64), (8,), (8,))

@@ -1,4 +1,6 @@
-"""The policy in worlds whose costs and acceptance are known: it never loses more than it may, and drafts where drafting pays."""
+"""The policy in simulated worlds of known costs and acceptance: its bound on losses, and gains."""
+
+import gc
 
 import numpy as np
 import pytest
@@ -7,14 +9,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from recurrent import build
 
-from moelab.speculation.generate import ModelDraft
+from moelab.speculation import drafts
+from moelab.speculation.drafts import ModelDraft, learned_policy
 from moelab.speculation.policy import Policy
 
 FEW = settings(deadline=None, max_examples=60, derandomize=True)
 
 
 class World:
-    """Times and acceptance as they might be: `fixed` and `each` make a verify pass, `block` and `one` a draft, in units of a plain token."""
+    """Simulated costs, in units of a token without drafts, and acceptance.
+
+    A verify pass costs 1 + ``fixed`` + ``each`` per further position (fewer once the experts
+    saturate), n drafts ``block`` + n ``one``, a token that the draft has missed ``miss``.
+    """
 
     def __init__(
         self, accept, each, block, one, noise=0.0, fixed=0.0, saturation=1e9, seed=0, miss=0.0
@@ -96,20 +103,39 @@ def test_it_never_costs_more_than_three_percent(world, num_tokens, prompt_known)
     assert world.run(policy.choose, num_tokens, policy) <= 1.03 * num_tokens + 1
 
 
-@FEW
-@given(worlds)
-def test_it_drafts_where_drafting_pays(world):
-    best = max(world.rate(n) for n in range(1, 17))
-    if best < 1.5:
-        return
-    policy = Policy()
-    policy.begin(2000)
-    speed = 2000 / world.run(policy.choose, 2000, policy)
-    assert speed >= 1 + 0.5 * (best - 1), (
-        speed,
-        best,
-        vars(world),
-    )  # it has to find out, and to be careful
+def paying_worlds(num_worlds):
+    """Worlds in which drafting gains 50% or more, and a failed draft costs half a token or less.
+
+    Where it costs more, the bound on losses lets the policy try so rarely that it may not find out
+    within 2000 tokens. Drawn by numpy: what Hypothesis draws depends on the numbers in the package.
+    """
+    rng = np.random.default_rng(0)
+    found = []
+    while len(found) < num_worlds:
+        world = World(
+            accept=rng.uniform(0, 0.98),
+            each=rng.uniform(0, 1.2),
+            block=rng.uniform(0, 1),
+            one=rng.uniform(0, 0.5),
+            fixed=rng.uniform(0, 0.5),
+            saturation=rng.uniform(1, 30),
+            miss=rng.choice([0, rng.uniform(0, 0.1)]),
+            seed=rng.integers(10),
+        )
+        failed_s = world.draft_s(1) + world.verify_s(2) - 1 + 4 * world.miss
+        if failed_s <= 0.5 and max(world.rate(n) for n in range(1, 17)) >= 1.5:
+            found.append(world)
+    return found
+
+
+def test_it_drafts_where_drafting_pays():
+    """It reaches half of the possible gain or more: it has to find out, and to be careful."""
+    for world in paying_worlds(60):
+        best = max(world.rate(n) for n in range(1, 17))
+        policy = Policy()
+        policy.begin(2000)
+        speed = 2000 / world.run(policy.choose, 2000, policy)
+        assert speed >= 1 + 0.5 * (best - 1), (speed, best, vars(world))
 
 
 def test_noise_does_not_break_the_bound():
@@ -117,9 +143,8 @@ def test_noise_does_not_break_the_bound():
         world = World(0.3, 0.8, 0.3, 0.1, noise=0.2, seed=seed)
         policy = Policy()
         policy.begin(1000)
-        assert (
-            world.run(policy.choose, 1000, policy) <= 1.03 * 1000 * 1.2 * 1.02
-        )  # the mean of the noise, and some of its spread
+        bound = 1.03 * 1000 * 1.2 * 1.02  # 1.2: the mean of the noise; 1.02: some of its spread
+        assert world.run(policy.choose, 1000, policy) <= bound
 
 
 def test_it_follows_the_text():
@@ -131,7 +156,7 @@ def test_it_follows_the_text():
         world.accept = accept
         made = []
 
-        def choose(missed):
+        def choose(missed, made=made):
             made.append(policy.choose(missed))
             return made[-1]
 
@@ -151,7 +176,7 @@ def test_it_remembers():
 
 
 def test_kernels_are_compiled_once():
-    """The first pass over each number of positions takes 40 tokens' time: later texts still gain."""
+    """The first pass over each number of positions takes 40 tokens' time; later texts gain."""
     world, policy, compiled = World(0.8, 0.05, 0.1, 0.0), Policy(), set()
     usual, speeds = world.verify_s, []
     world.verify_s = lambda m: usual(m) + 40 * (m not in compiled and not compiled.add(m))
@@ -213,6 +238,19 @@ def test_the_text_is_the_same_with_it():
         for choice in ("auto", policy):
             assert [t for t, *_ in steps(model, PROMPT, draft, choice, 60)] == expected
     assert policy.num_tokens > 0
+
+
+def test_a_target_and_a_draft_share_what_was_learned():
+    model, other, draft = build("qwen3_5_moe"), build("qwen3_next"), Guess(repeat)
+    policy = learned_policy(model, draft)
+    assert learned_policy(model, draft) is policy
+    assert learned_policy(model, Guess(repeat)) is not policy
+    assert learned_policy(other, draft) is not policy
+    key = id(draft)
+    assert key in drafts._RECORDS
+    del draft
+    gc.collect()
+    assert key not in drafts._RECORDS
 
 
 def test_bad_input():

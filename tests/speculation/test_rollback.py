@@ -1,8 +1,12 @@
-"""Rollback: after any accepted and rejected tokens every cache is that of decoding the accepted ones, in all three ways."""
+"""Rollback: every cache equals that of decoding only the accepted tokens.
+
+``recurrent.play`` makes the comparison: for every recurrent family of mlx-lm, each strategy, any
+split into accepted and rejected tokens, windows that have wrapped, quantized caches and batches.
+``test_restoring_without_the_accepted_tokens_drifts`` is the negative control.
+"""
 
 import copy
 import importlib
-from functools import cache as once
 from pathlib import Path
 
 import families
@@ -34,25 +38,27 @@ from recurrent import (
     play,
     start,
     tiny,
+    with_wide_heads,
 )
 
 import moelab
+from moelab.hooks import hooked
 from moelab.speculation import rollback
 from moelab.speculation.rollback import Rollback
 
 
-@pytest.mark.parametrize("way", ["restore", "replay", "states", "auto"])
+@pytest.mark.parametrize("strategy", ["restore", "replay", "states", "auto"])
 @pytest.mark.parametrize("name", [*WITH_EXPERTS, *DENSE])
-def test_every_recurrent_family(name, way):
+def test_every_recurrent_family(name, strategy):
     model = build(name)
     prompt = ids(1, 5)
-    if name in ONLY_RESTORED and way in ("replay", "states"):
+    if name in ONLY_RESTORED and strategy in ("replay", "states"):
         with pytest.raises(
-            ValueError, match=f"'{way}' is not known for every recurrent layer of .*{name}"
+            ValueError, match=f"'{strategy}' is not known for every recurrent layer of .*{name}"
         ):
-            Rollback(model, start(model, prompt), way)(ids(2, 3))
+            Rollback(model, start(model, prompt), strategy)(ids(2, 3))
         return
-    assert play(model, start(model, prompt), start(model, prompt), ROUNDS, way) <= TOLERANCE
+    assert play(model, start(model, prompt), start(model, prompt), ROUNDS, strategy) <= TOLERANCE
 
 
 def test_no_recurrent_family_is_forgotten():
@@ -67,33 +73,35 @@ splits = st.lists(
     min_size=1,
     max_size=4,
 )
-ways = st.sampled_from(["restore", "replay", "states"])
+strategies = st.sampled_from(["restore", "replay", "states"])
 
 
 @FEW
 @given(
     st.sampled_from(["qwen3_5_moe", "qwen3_next", "nemotron_h", "mamba", "falcon_h1"]),
-    ways,
+    strategies,
     st.integers(0, 12),
     splits,
     st.integers(1, 3),
 )
-def test_any_splits(name, way, prompt, rounds, batch):
+def test_any_splits(name, strategy, prompt, rounds, batch):
     model, prompt = build(name), ids(3, prompt, batch)
     assert (
-        play(model, start(model, prompt), start(model, prompt), rounds, way, len(rounds), batch)
+        play(
+            model, start(model, prompt), start(model, prompt), rounds, strategy, len(rounds), batch
+        )
         <= TOLERANCE
     )
 
 
 @settings(FEW, max_examples=8)
-@given(ways, st.integers(1, 40), splits)
-def test_any_splits_of_the_trained_model(way, prompt, rounds):
-    """Token ids at random are no text, yet the model's states are those of a trained one."""
+@given(strategies, st.integers(1, 40), splits)
+def test_any_splits_of_the_trained_model(strategy, prompt, rounds):
+    """Random token ids, but states of a trained model."""
     model = tiny()
     prompt = ids(prompt, prompt, vocab=8192)
     assert (
-        play(model, start(model, prompt), start(model, prompt), rounds, way, 5, vocab=8192)
+        play(model, start(model, prompt), start(model, prompt), rounds, strategy, 5, vocab=8192)
         <= TOLERANCE
     )
 
@@ -101,7 +109,7 @@ def test_any_splits_of_the_trained_model(way, prompt, rounds):
 @FEW
 @given(st.integers(2, 12), st.integers(0, 30), splits, st.booleans())
 def test_a_window_that_has_wrapped(size, prompt, rounds, together):
-    """A full `RotatingKVCache` overwrites its oldest tokens, and has them back."""
+    """A full ``RotatingKVCache`` overwrites its oldest tokens; rollback restores them."""
     model, prompt = build("qwen3_moe"), ids(4, prompt)
     caches = [[RotatingKVCache(size) for _ in model.layers] for _ in range(2)]
     if prompt.shape[1]:
@@ -133,16 +141,6 @@ def test_the_families_own_windows_and_chunks():
         ), name
 
 
-@once
-def with_wide_heads():
-    """Quantized caches want heads of 32 or more."""
-    config = families.FAMILIES["qwen3_5_moe"].build_config("qwen3_5_moe")
-    config["text_config"]["head_dim"] = 32
-    mx.random.seed(2)
-    module = importlib.import_module("mlx_lm.models.qwen3_5_moe")
-    return module.Model(module.ModelArgs.from_dict(config))
-
-
 @FEW
 @given(st.integers(1, 9), splits)
 def test_quantized_keys_and_values(prompt, rounds):
@@ -154,14 +152,14 @@ def test_quantized_keys_and_values(prompt, rounds):
     assert play(model, *caches, rounds, "auto") <= TOLERANCE
 
 
-@pytest.mark.parametrize("way", ["restore", "replay", "states"])
-def test_a_batch_with_left_padding(way):
+@pytest.mark.parametrize("strategy", ["restore", "replay", "states"])
+def test_a_batch_with_left_padding(strategy):
     model = build("qwen3_5_moe")
     caches = []
     for _ in range(2):
         rows = [start(model, ids(i, n)) for i, n in enumerate((5, 9))]
         caches.append([layer[0].merge(list(layer)) for layer in zip(*rows)])
-    assert play(model, *caches, [(4, 2), (3, 3), (5, 0), (6, 1)], way, batch=2) <= TOLERANCE
+    assert play(model, *caches, [(4, 2), (3, 3), (5, 0), (6, 1)], strategy, batch=2) <= TOLERANCE
 
     padded = []
     for _ in range(2):
@@ -175,19 +173,19 @@ def test_a_batch_with_left_padding(way):
             if not isinstance(c, ArraysCache):
                 c.left_padding, c.offset = mx.array([3, 0]), mx.array([-3, 0])
         padded.append(fresh)
-    assert play(model, *padded, [(8, 2), (5, 4), (3, 1), (4, 4)], way, batch=2) <= TOLERANCE
+    assert play(model, *padded, [(8, 2), (5, 4), (3, 1), (4, 4)], strategy, batch=2) <= TOLERANCE
     assert padded[0][0].left_padding.tolist() == padded[1][0].left_padding.tolist()
 
 
 def test_undo_reaches_over_passes():
     model = build("qwen3_5_moe")
-    for way in ("restore", "replay", "states"):
+    for strategy in ("restore", "replay", "states"):
         for stay in range(10):
             cache, reference, tokens = start(model, ids(1, 4)), start(model, ids(1, 4)), ids(2, 9)
-            r = Rollback(model, cache, way)
+            r = Rollback(model, cache, strategy)
             for a, b in ((0, 3), (3, 4), (4, 9)):
                 r(tokens[:, a:b])
-            assert r.undoable == 9 and (way == "restore" or r.nbytes > 0)
+            assert r.undoable == 9 and (strategy == "restore" or r.nbytes > 0)
             more = min(2, 9 - stay)
             r.undo(9 - stay - more)
             r.undo(more)  # in two steps, to the same end
@@ -217,7 +215,7 @@ def test_the_text_goes_on_the_same():
 
 
 def test_restoring_without_the_accepted_tokens_drifts():
-    """What SwiftLM does: the negative control of everything above."""
+    """The negative control: what SwiftLM does, restoring the state and no more."""
     model = tiny()
     prompt, tokens = ids(1, 20, vocab=8192), ids(2, 8, vocab=8192)
     cache, reference = start(model, prompt), start(model, prompt)
@@ -233,9 +231,9 @@ def test_restoring_without_the_accepted_tokens_drifts():
 
 
 def test_one_model_does_not_see_the_other():
-    """While one model is recorded, its classes and every other model's are what they were; afterwards its own are too."""
+    """A recorded pass changes no module of mlx-lm and no other model, and leaves nothing behind."""
     model, other = build("qwen3_5_moe"), copy.deepcopy(build("qwen3_5_moe"))
-    kinds = [type(m) for _, m in model.named_modules()]
+    kinds, own = [type(m) for _, m in model.named_modules()], type(model.layers[0].linear_attn)
     modules = [
         importlib.import_module(f"mlx_lm.models.{n}")
         for n in ("qwen3_5", "qwen3_next", "gated_delta")
@@ -262,7 +260,7 @@ def test_one_model_does_not_see_the_other():
     try:
         r = Rollback(model, cache, "replay")
         r(ids(2, 3))
-        assert during["own"] is not kinds and during["own"] is not type(other.layers[0].linear_attn)
+        assert during["own"] is not own and during["own"] is not type(other.layers[0].linear_attn)
         assert (
             during["functions"] == functions
             and during["other"] == [type(m) for _, m in other.named_modules()] == kinds
@@ -281,14 +279,37 @@ def test_one_model_does_not_see_the_other():
     )
 
 
+def test_hooks_of_others_are_called_in_a_recorded_pass():
+    """Whether they began before the ``Rollback``, or between it and the pass."""
+    model, calls = build("qwen3_5_moe"), []
+    layer = model.layers[0].linear_attn
+    own = type(layer)
+
+    def count(original, *args, **kwargs):
+        calls.append(original)
+        return original(*args, **kwargs)
+
+    prompt, tokens = ids(1, 4), ids(2, 5)
+    with hooked(layer, count):
+        r = Rollback(model, start(model, prompt), "states")
+        calls.clear()
+        with hooked(layer, count):
+            r(tokens)
+    assert len(calls) == 2 and type(layer) is own
+    reference = start(model, prompt)
+    one_by_one(model, reference, tokens[:, :2])
+    r.undo(3)
+    assert difference(r.cache, reference) <= TOLERANCE
+
+
 def test_streamed(tmp_path):
     path = families.write_checkpoint("qwen3_5_moe", tmp_path / "m", "affine4")
     with moelab.streaming.model.load_model(path, moelab.StreamConfig(mode="fused", slots=4))[
         0
     ] as model:
-        for way in ("restore", "replay", "states"):
+        for strategy in ("restore", "replay", "states"):
             assert (
-                play(model, start(model, ids(1, 6)), start(model, ids(1, 6)), ROUNDS, way)
+                play(model, start(model, ids(1, 6)), start(model, ids(1, 6)), ROUNDS, strategy)
                 <= TOLERANCE
             )
         before = moelab.stats(model).prefill.calls
@@ -305,7 +326,7 @@ def test_streamed(tmp_path):
 def test_bad_input():
     model = build("qwen3_5_moe")
     with pytest.raises(
-        ValueError, match="way 'undo', expected one of auto, restore, replay, states"
+        ValueError, match="strategy 'undo', expected one of auto, restore, replay, states"
     ):
         Rollback(model, make_prompt_cache(model), "undo")
     window = build("qwen3_moe")
@@ -335,15 +356,15 @@ def test_auto_keeps_states_while_they_are_small(monkeypatch):
     def held():
         r = Rollback(model, start(model, ids(1, 4)))
         r(ids(2, 8))
-        return [len(t.steps) for t in r._passes[0].tapes.values()]
+        return [type(t.steps[0]).__name__ for t in r._passes[0].tapes.values()]
 
-    assert held() == [8]
+    assert held() == ["_States"]
     monkeypatch.setattr(rollback, "STATES_NBYTES", 1000)
-    assert held() == [1]
+    assert held() == ["_Inputs"]
 
 
 def test_mlx_lm_itself_refuses():
-    """Why this file exists."""
+    """mlx-lm trims nothing from a cache with a recurrent state."""
     model = build("qwen3_5_moe")
     cache = start(model, ids(1, 4))
     assert trim_prompt_cache(cache, 1) == 0

@@ -1,4 +1,4 @@
-"""Speculative generation: the target's own text whatever the draft guesses, greedy and sampled, with caches left as mlx-lm leaves them."""
+"""Speculative generation: the target's own text with any draft, caches as mlx-lm leaves them."""
 
 import copy
 import math
@@ -19,15 +19,11 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from recurrent import V, build, difference, ids
+from recurrent import V, build, difference, ids, with_wide_heads
 
 import moelab
-from moelab.speculation.generate import (
-    LookupDraft,
-    ModelDraft,
-    speculative_generate,
-    speculative_generate_step,
-)
+from moelab.speculation.drafts import LookupDraft, ModelDraft
+from moelab.speculation.generate import speculative_generate, speculative_generate_step
 
 HYBRIDS = ["qwen3_5_moe", "qwen3_next", "nemotron_h", "jamba", "gpt_oss", "qwen3_moe", "mamba"]
 
@@ -116,7 +112,7 @@ def test_the_same_seed_writes_the_same_text(make):
 
 
 class Chain(nn.Module):
-    """The next token depends on the last alone, so a sample costs next to nothing and every probability is known."""
+    """The next token depends on the last alone: samples are cheap, probabilities known."""
 
     def __init__(self, seed, sharpness=1.5, vocab=6):
         super().__init__()
@@ -134,7 +130,10 @@ class Chain(nn.Module):
 
 @pytest.mark.parametrize("temp, top_p, num_samples", [(1.0, 0, 20_000), (0.7, 0.8, 3_000)])
 def test_sampled_pairs_have_the_targets_distribution(temp, top_p, num_samples):
-    """Chi-square of two-token continuations against their exact probabilities, and that the test would see a draft's distribution in their place."""
+    """Chi-square of two-token continuations against their exact probabilities.
+
+    The test also shows that it would notice a twentieth of the draft's distribution in their place.
+    """
     target, other = Chain(1), Chain(2)
     other.table = (target.table + other.table) / 2
     sampler = make_sampler(temp=temp, top_p=top_p)
@@ -213,7 +212,7 @@ def test_stop_tokens_inside_a_block():
 
 @pytest.mark.parametrize("n", [0, 1, 3, 8, "auto"])
 def test_the_prompt_cache_is_left_as_mlx_lm_leaves_it(n):
-    """Stopped after any token, by the limit or by the caller, and taken up again with the draft's own cache."""
+    """Stopped after any token, by limit or caller, then continued with the draft's own cache."""
     model = build("qwen3_5_moe")
     expected = plain(model, PROMPT, 30)
     for stop in range(1, 14):
@@ -256,14 +255,12 @@ def test_a_saved_cache_goes_on(tmp_path):
     steps(model, PROMPT, Guess(repeat), 4, 10, prompt_cache=cache)
     save_prompt_cache(str(tmp_path / "c.safetensors"), cache)
     loaded = load_prompt_cache(str(tmp_path / "c.safetensors"))
-    # the cache holds the tenth token too, so any next token continues it; the eleventh does as generate would
+    # The cache holds the tenth token too; the eleventh continues it as generate would.
     got = steps(model, expected[10:11], Guess(repeat), 4, 19, prompt_cache=loaded)
     assert [t for t, *_ in got] == expected[11:30]
 
 
 def test_a_quantized_cache():
-    from recurrent import with_wide_heads
-
     model = with_wide_heads()
     kwargs = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=5)
     expected = plain(model, PROMPT, **kwargs)
@@ -304,16 +301,30 @@ def test_one_draft_for_several_texts():
         assert [t for t, *_ in steps(model, prompt, draft, 3)] == plain(model, prompt)
 
 
+def test_a_draft_serves_one_generation_at_a_time():
+    model, draft = build("qwen3_5_moe"), Guess(repeat)
+    expected = plain(model, PROMPT)
+
+    def begin():
+        return speculative_generate_step(mx.array(PROMPT), model, draft, num_draft_tokens=2)
+
+    first, second = begin(), begin()
+    assert next(first)[0] == next(second)[0] == expected[0]
+    with pytest.raises(ValueError, match="another generation has begun with this draft"):
+        list(first)
+    assert [t for t, *_ in [next(second) for _ in range(10)]] == expected[1:11]
+
+
 @pytest.mark.parametrize("bad", [V, 2**31, 2**32 - 1])
 def test_guesses_that_are_no_tokens_are_dropped(bad):
-    """The guesses before the first that is outside the vocabulary stand; the text is the target's."""
+    """Guesses count up to the first that is outside the vocabulary; the text is the target's."""
     model = build("qwen3_5_moe")
     expected = plain(model, PROMPT)
     for good in range(3):
 
-        def guess(tokens, n, choose):
+        def guess(tokens, n, choose, good=good):
             following = (PROMPT + expected)[len(tokens) :]
-            return following[:good] + [bad] + following[good + 1 : n]
+            return [*following[:good], bad, *following[good + 1 : n]]
 
         got = steps(model, PROMPT, Guess(guess), 4)
         assert [t for t, *_ in got] == expected

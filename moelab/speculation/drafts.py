@@ -1,0 +1,273 @@
+"""Drafts: what guesses the target's next tokens, and two that need no training.
+
+``Draft`` is the protocol. ``ModelDraft`` is a small language model, ``LookupDraft`` a search in the
+text so far; ``dflash.DFlashDraft`` is the third. ``BoundDraft`` is a draft that one generation has
+bound to its target.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from .policy import Policy
+from .rollback import Rollback
+from .target import PREFILL_STEP, vocabulary
+
+Choose = Callable[[mx.array], mx.array]
+
+
+class Draft(Protocol):
+    """Guesses the target's next tokens. The guesses decide the speed, never the text.
+
+    One sequence, B = 1. A round is: ``propose``, one pass of the target over ``[last, *proposed]``,
+    ``extend`` with the accepted tokens of that pass. ``last`` is the newest token: accepted, not
+    yet in the target's cache. ``extend`` names it in the round whose pass reads it. Refused guesses
+    are never extended, so a draft that kept state for them takes it back in ``extend``.
+    """
+
+    layer_ids: Sequence[int]
+    """Decoder layers of the target whose outputs it reads (0: the first one); () for none."""
+
+    cache: list
+    """Its own state as mlx-lm caches, so that it can be saved and go on later; [] for none. Set by
+    ``bind``."""
+
+    def make_cache(self) -> list:
+        """Caches for a new sequence, in the order of ``cache``; [] for none."""
+
+    def bind(self, model: nn.Module, cache: list | None = None) -> None:
+        """Start a sequence for a target.
+
+        Args:
+            model (nn.Module): The target.
+            cache (list | None): State to continue from. Default: that of a new sequence.
+
+        Raises:
+            ValueError: The draft does not fit the target (vocabulary, hidden size, layer ids). The
+                message says what was expected and what it got.
+        """
+
+    def extend(self, tokens: mx.array, features: mx.array | None) -> None:
+        """Note tokens that the target has read: the prompt in chunks, then those of each round.
+
+        Called for every token, also while nothing is drafted, so it must cost next to nothing:
+        queue the tokens, and do the work in ``propose``.
+
+        Args:
+            tokens (mx.array): Token ids [n].
+            features (mx.array | None): The outputs of ``layer_ids`` for them,
+                [n, len(layer_ids) * D]; None without ``layer_ids``.
+        """
+
+    def propose(self, last: int, n: int, choose: Choose) -> mx.array:
+        """Guess what follows ``last``.
+
+        Args:
+            last (int): The newest token.
+            n (int): The most tokens to guess. With 0 the draft only brings ``cache`` up to date
+                with the extended tokens, without ``last``.
+            choose (Callable): From logits [k, V] to tokens [k], lazily, by the caller's processors
+                and sampler. Call it for the positions in order, one row or several at a time. It
+                draws the random numbers that the target will draw at the same positions, so no
+                probabilities need to be returned.
+
+        Returns:
+            mx.array: Token ids, uint32 [<= n].
+        """
+
+
+class ModelDraft:
+    """A small mlx-lm model as a draft: same tokenizer, resident, attention or recurrent.
+
+    Args:
+        model (nn.Module): As ``mlx_lm.load`` or ``moelab.load`` returns it.
+    """
+
+    layer_ids = ()
+
+    def __init__(self, model: nn.Module):
+        self.model, self.cache = model, []
+
+    def make_cache(self) -> list:
+        return make_prompt_cache(self.model)
+
+    def bind(self, model: nn.Module, cache: list | None = None) -> None:
+        own, target = vocabulary(self.model), vocabulary(model)
+        if own != target:
+            raise ValueError(
+                f"draft: expected the target's vocabulary of {target} tokens, got {own}. Draft and "
+                "target must share a tokenizer."
+            )
+        self.cache = cache or self.make_cache()
+        self._rollback = Rollback(self.model, self.cache)
+        self._unread = []  # tokens that the target has read and this model has not
+        self._guessed = 0  # tokens that this model has read and the target may refuse
+
+    def extend(self, tokens: mx.array, features: mx.array | None = None) -> None:
+        if self._guessed > tokens.size:
+            self._rollback.undo(self._guessed - tokens.size)
+        self._unread.append(tokens[self._guessed :])
+        self._guessed = 0
+
+    def propose(self, last: int, n: int, choose: Choose) -> mx.array:
+        self._rollback.commit()
+        x = mx.concatenate([*self._unread, mx.array([last] if n else [], mx.uint32)])
+        self._unread = []
+        while x.size > PREFILL_STEP or (n == 0 and x.size):
+            self.model(x[None, :PREFILL_STEP], cache=self.cache)
+            mx.eval([c.state for c in self.cache])
+            x = x[PREFILL_STEP:]
+        guesses = []
+        for _ in range(n):
+            x = choose(self._rollback(x[None])[:, -1])
+            mx.async_eval(x)
+            guesses.append(x)
+        self._guessed = n
+        return mx.concatenate(guesses) if guesses else mx.array([], mx.uint32)
+
+
+class LookupDraft:
+    """Proposes what followed when the last tokens occurred before (prompt lookup, Saxena 2023).
+
+    Needs no model, and is good where text repeats itself. The longest match is taken, of equal
+    ones the latest. At most half as many tokens are proposed as match: the longer two texts have
+    agreed, the longer they will.
+
+    Args:
+        shortest (int): The fewest tokens that must match.
+
+    Raises:
+        ValueError: ``shortest`` is below 1.
+    """
+
+    layer_ids = ()
+    _OCCURRENCES = 16  # the latest ones of the same tokens that are compared
+
+    def __init__(self, shortest: int = 4):
+        if shortest < 1:
+            raise ValueError(f"shortest: expected at least 1 token to match, got {shortest}.")
+        self.shortest, self.cache = shortest, []
+
+    def make_cache(self) -> list:
+        return []
+
+    def bind(self, model: nn.Module, cache: list | None = None) -> None:
+        self._tokens, self._unread = [], []
+        self._ends = {}  # ``shortest`` tokens -> where their latest occurrences end, latest first
+
+    def extend(self, tokens: mx.array, features: mx.array | None = None) -> None:
+        self._unread.append(tokens)
+
+    def propose(self, last: int, n: int, choose: Choose) -> mx.array:
+        self._read()
+        text = self._tokens
+        text.append(last)
+        longest, at = 0, 0
+        for end in self._ends.get(tuple(text[-self.shortest :]), ()):
+            k = self.shortest
+            while k < min(2 * n, end) and text[end - 1 - k] == text[-1 - k]:
+                k += 1
+            if k > longest:
+                longest, at = k, end
+        guesses = text[at : at + min(n, longest // 2)]
+        text.pop()
+        return mx.array(guesses, mx.uint32)
+
+    def _read(self):
+        for token in (t for x in self._unread for t in x.tolist()):
+            if len(self._tokens) >= self.shortest:
+                key = tuple(self._tokens[-self.shortest :])
+                ends = self._ends.setdefault(key, deque(maxlen=self._OCCURRENCES))
+                ends.appendleft(len(self._tokens))
+            self._tokens.append(token)
+        self._unread = []
+
+
+@dataclass
+class _Record:
+    """What is kept of a draft between generations, for as long as it lives."""
+
+    bound: weakref.ref | None = None  # the ``BoundDraft`` of the generation that has it
+    target: weakref.ref | None = None  # of the policy
+    policy: Policy | None = None
+
+
+_RECORDS: dict[int, _Record] = {}  # by id: a draft may be without a hash, as an nn.Module is
+
+
+def _record(draft: Draft) -> _Record:
+    if id(draft) not in _RECORDS:
+        _RECORDS[id(draft)] = _Record()
+        weakref.finalize(draft, _RECORDS.pop, id(draft))
+    return _RECORDS[id(draft)]
+
+
+def learned_policy(model: nn.Module, draft: Draft) -> Policy:
+    """The policy of this target and draft, which goes on learning from text to text."""
+    record = _record(draft)
+    if record.target is None or record.target() is not model:
+        record.target, record.policy = weakref.ref(model), Policy()
+    return record.policy
+
+
+class BoundDraft:
+    """A draft that one generation has bound to its target, until another generation binds it.
+
+    Args:
+        draft (Draft): The draft.
+        model (nn.Module): The target.
+        cache (list | None): State of the draft to continue from.
+
+    Raises:
+        ValueError: The draft does not fit the target.
+    """
+
+    def __init__(self, draft: Draft, model: nn.Module, cache: list | None = None):
+        draft.bind(model, cache)
+        self._draft, self._vocabulary = draft, vocabulary(model)
+        self._record = _record(draft)
+        self._record.bound = weakref.ref(self)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether no other generation has bound the draft since."""
+        return self._record.bound() is self
+
+    @property
+    def layer_ids(self) -> Sequence[int]:
+        """The target's layers whose outputs the draft reads."""
+        return self._draft.layer_ids
+
+    @property
+    def cache(self) -> list:
+        """The draft's own state."""
+        return self._draft.cache
+
+    def require(self) -> None:
+        """Raises ValueError if another generation has bound the draft."""
+        if not self.is_bound:
+            raise ValueError(
+                "draft: another generation has begun with this draft, which keeps the state of one "
+                "text. Give each generation that runs at the same time a draft of its own."
+            )
+
+    def extend(self, tokens: mx.array, features: mx.array | None) -> None:
+        """Tell the draft what the target has read, as long as it is bound here."""
+        if self.is_bound:
+            self._draft.extend(tokens, features)
+
+    def catch_up(self) -> None:
+        """Let the draft read all that it was told."""
+        self._draft.propose(0, 0, None)
+
+    def propose(self, last: int, n: int, choose: Choose) -> list[int]:
+        """At most ``n`` guesses, up to the first that is outside the target's vocabulary."""
+        guesses = self._draft.propose(last, n, choose)[:n].tolist()
+        wrong = (i for i, guess in enumerate(guesses) if not 0 <= guess < self._vocabulary)
+        return guesses[: next(wrong, None)]

@@ -1,0 +1,309 @@
+"""Tapes of what recurrent layers do in a pass: their caches after any number of its tokens.
+
+``recorders`` finds the recurrent layers of an mlx-lm model. While ``recording`` lasts, a pass of
+the model leaves one ``Tape`` for each ``ArraysCache``: what went into the layer's convolutions, and
+either what went into its recurrence or the recurrence's state after every token. ``Tape.at(n)``
+then gives the cache's arrays after the first ``n`` tokens, without weights and without experts.
+``rollback`` decides when to record.
+"""
+
+import inspect
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache
+
+from ..hooks import hooked, unhooked
+from . import gated_delta
+
+
+class Form(NamedTuple):
+    """How one of mlx-lm's recurrences is called. It returns its output and the new state.
+
+    Attributes:
+        state (str): The argument that is the state.
+        inputs (dict[str, int]): The arguments with one entry for each token, and their time axis.
+        axis (int): The output's time axis.
+    """
+
+    state: str
+    inputs: dict[str, int]
+    axis: int
+
+
+# ``ssm_step`` is a method of its layer; the others are functions that a layer's module imports.
+RECURRENCES = {
+    "gated_delta_update": Form("state", dict(q=1, k=1, v=1, a=1, b=1, mask=1), 1),
+    "ssm_update": Form("state", dict(hidden_states=1, B=1, C=1, dt=1, mask=1), 1),
+    "recurrent_gla": Form("h", dict(q=2, k=2, v=2, mask=1), 2),
+    "ssm_step": Form("state", dict(x=1), 1),
+}
+
+
+class Tape:
+    """What a recurrent layer did in one pass: its cache after any number of the tokens.
+
+    Args:
+        cache (ArraysCache): The layer's cache.
+    """
+
+    def __init__(self, cache: ArraysCache):
+        self.cache = cache
+        self.convs = []  # inputs of the convolutions, [B, kernel - 1 + T, channels]
+        self.steps: list[_Inputs | _States] = []  # the recurrence's work, in order
+
+    def fits(self) -> bool:
+        """Whether the tape accounts for every array of the cache."""
+        kernels = [None if x is None else x.shape[1] for x in self.cache.cache[: len(self.convs)]]
+        lengths = {x.shape[1] - k for x, k in zip(self.convs, kernels) if k is not None}
+        if self.steps:
+            lengths.add(sum(step.num_tokens for step in self.steps))
+        return (
+            self.cache.lengths is None
+            and len(lengths) == 1
+            and len(self.cache.cache) == len(self.convs) + bool(self.steps)
+        )
+
+    def at(self, n: int) -> list[mx.array]:
+        """The cache's arrays after ``n`` tokens, at least one."""
+        arrays = [
+            mx.contiguous(x[:, n : n + c.shape[1]]) for x, c in zip(self.convs, self.cache.cache)
+        ]
+        for step in self.steps:
+            if n <= step.num_tokens:
+                arrays.append(step.state_after(n))
+                break
+            n -= step.num_tokens
+        return arrays
+
+    def arrays(self) -> list[mx.array]:
+        """Everything that the tape holds."""
+        return self.convs + [a for step in self.steps for a in step.arrays()]
+
+
+@dataclass
+class _Inputs:
+    """A call of a recurrence whose inputs were kept: it can be run again over fewer tokens."""
+
+    recurrence: "_Recurrence"
+    arguments: dict[str, Any]
+    num_tokens: int
+    state: mx.array
+
+    def state_after(self, n: int) -> mx.array:
+        if n == self.num_tokens:
+            return self.state
+        return self.recurrence.over(self.arguments, 0, n)[1]
+
+    def arrays(self) -> list[mx.array]:
+        form = self.recurrence.form
+        held = (self.arguments.get(name) for name in (*form.inputs, form.state))
+        return [*(x for x in held if x is not None), self.state]
+
+
+@dataclass
+class _States:
+    """A call of a recurrence whose state was kept after every token."""
+
+    states: list[mx.array] | mx.array  # [T, ...] as one array, if a kernel wrote them
+    state: mx.array
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.states)
+
+    def state_after(self, n: int) -> mx.array:
+        return self.state if n == self.num_tokens else self.states[n - 1]
+
+    def arrays(self) -> list[mx.array]:
+        return [*([self.states] if isinstance(self.states, mx.array) else self.states), self.state]
+
+
+class _Recurrence:
+    """One of mlx-lm's recurrences, called as mlx-lm calls it, its work put on the layer's tape."""
+
+    def __init__(self, name: str, function, recorder: "Recorder"):
+        self.form = RECURRENCES[name]
+        self.function, self.recorder = function, recorder
+        self.signature = inspect.signature(function)
+        self.on_cuda = {
+            every: gated_delta.with_kernel(function, every)
+            for every in (False, True)
+            if name == "gated_delta_update"
+        }
+
+    def __call__(self, *args, **kwargs):
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments, tape = bound.arguments, self.recorder.tape
+        if tape is None:
+            return self._call(arguments)
+        name, axis = next(iter(self.form.inputs.items()))
+        # Mamba gives one token at a time, [B, channels].
+        T = arguments[name].shape[axis] if arguments[name].ndim > 2 else 1
+        if T == 1 or not self.recorder.keep_states:
+            y, state = self._call(arguments)
+            tape.steps.append(_Inputs(self, arguments, T, state))
+            return y, state
+        if self.on_cuda and gated_delta.fits(**arguments):
+            y, states = self._call(arguments, every=True)
+            tape.steps.append(_States(states, states[-1]))
+            return y, tape.steps[-1].state
+        ys, states = [], []
+        for t in range(T):
+            y, state = self.over(arguments, t, t + 1)
+            arguments = {**arguments, self.form.state: state}
+            ys.append(y)
+            states.append(state)
+        tape.steps.append(_States(states, state))
+        return mx.concatenate(ys, axis=self.form.axis), state
+
+    def over(self, arguments: dict[str, Any], a: int, b: int):
+        """(output, state) over the tokens from ``a`` to ``b``."""
+        cut = {}
+        for name, axis in self.form.inputs.items():
+            if (x := arguments.get(name)) is not None:
+                cut[name] = x[(slice(None),) * axis + (slice(a, b),)]
+        return self._call({**arguments, **cut})
+
+    def _call(self, arguments, every=False):
+        kernel = self.on_cuda and gated_delta.fits(**arguments)
+        function = self.on_cuda[every] if kernel else self.function
+        args, kwargs = [], {}
+        for name, p in self.signature.parameters.items():
+            if p.kind is p.KEYWORD_ONLY:
+                kwargs[name] = arguments[name]
+            else:
+                args.append(arguments[name])
+        return function(*args, **kwargs)
+
+
+class Recorder:
+    """Puts what one recurrent layer does on tape, while its hooks are installed.
+
+    The layer's methods run as they are, except that the names under which they find a recurrence
+    mean a ``_Recurrence``. They are copies with globals of their own: no other model is affected.
+
+    Args:
+        layer (nn.Module): A module that is called with an ``ArraysCache``.
+    """
+
+    def __init__(self, layer: nn.Module):
+        self.tape = None  # of the call that is running
+        self.tapes = None  # of the pass that is running, by the id of their cache
+        self.keep_states = False
+        cls = unhooked(layer)
+        copies = {}
+        if hasattr(cls, "ssm_step"):
+            copies["ssm_step"] = _Recurrence("ssm_step", MethodType(cls.ssm_step, layer), self)
+        for name, f in _methods(cls).items():
+            used = {g: _Recurrence(g, f.__globals__[g], self) for g in _recurrences_of(f)}
+            if used:
+                copies[name] = MethodType(_with_globals(f, used), layer)
+        call = copies.pop("__call__", None)
+        # A copy runs in place of the original. Innermost, so that hooks of others are called too.
+        self.hooks = [
+            hooked(layer, partial(self._on_call, call), innermost=True),
+            *(
+                hooked(layer, partial(_instead, copy), name, innermost=True)
+                for name, copy in copies.items()
+            ),
+            *(hooked(conv, self._on_convolution) for conv in _convolutions(layer)),
+        ]
+
+    def _on_call(self, copy, original, *args, **kwargs):
+        given = (*args, *kwargs.values())
+        cache = next((a for a in given if isinstance(a, ArraysCache)), None)
+        if cache is not None:
+            self.tape = self.tapes[id(cache)] = Tape(cache)
+        try:
+            return (copy or original)(*args, **kwargs)
+        finally:
+            self.tape = None
+
+    def _on_convolution(self, original, x):
+        if self.tape is not None:
+            self.tape.convs.append(x)
+        return original(x)
+
+
+@contextmanager
+def recording(recorders: list[Recorder], keep_states: bool):
+    """Record what the layers do in a pass.
+
+    Args:
+        recorders (list[Recorder]): One for each layer.
+        keep_states (bool): Keep the state after every token, in place of the inputs.
+
+    Yields:
+        dict[int, Tape]: Filled by the pass, under the id of the cache.
+    """
+    tapes = {}
+    try:
+        for recorder in recorders:
+            recorder.tapes, recorder.keep_states = tapes, keep_states
+            for hook in recorder.hooks:
+                hook.install()
+        yield tapes
+    finally:
+        for recorder in recorders:
+            for hook in recorder.hooks:
+                hook.remove()
+            recorder.tapes = None
+
+
+def recorders(model: nn.Module) -> list[Recorder]:
+    """One for each recurrent layer of an mlx-lm model.
+
+    These are the innermost modules that take a cache and have a recurrence or a convolution.
+    """
+    found = {}
+    for path, m in model.named_modules():
+        cls = unhooked(m)
+        if "cache" in inspect.signature(cls.__call__).parameters and (
+            _uses_recurrence(cls) or _convolutions(m)
+        ):
+            found[path] = m
+    return [
+        Recorder(m)
+        for p, m in found.items()
+        if not any(q != p and q.startswith(p + ".") for q in found) and p
+    ]
+
+
+def _instead(copy, original, *args, **kwargs):
+    return copy(*args, **kwargs)
+
+
+def _with_globals(f, names):
+    """A copy of a function that finds these names in place of its module's."""
+    copy = FunctionType(
+        f.__code__, {**f.__globals__, **names}, f.__name__, f.__defaults__, f.__closure__
+    )
+    copy.__kwdefaults__ = f.__kwdefaults__
+    return copy
+
+
+def _uses_recurrence(cls) -> bool:
+    return hasattr(cls, "ssm_step") or any(_recurrences_of(f) for f in _methods(cls).values())
+
+
+def _methods(cls) -> dict:
+    """The methods that a class and its bases define in Python."""
+    mro = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
+    return {
+        name: f for c in reversed(mro) for name, f in vars(c).items() if isinstance(f, FunctionType)
+    }
+
+
+def _recurrences_of(f) -> list[str]:
+    return [n for n in f.__code__.co_names if n in RECURRENCES and callable(f.__globals__.get(n))]
+
+
+def _convolutions(m: nn.Module) -> list[nn.Module]:
+    return [c for _, c in m.named_modules() if isinstance(c, nn.Conv1d)]

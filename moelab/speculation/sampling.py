@@ -1,0 +1,103 @@
+"""Which token follows: the target's choice, and whether a draft agrees with it.
+
+The target chooses every token itself, each position with its own random numbers. A draft chooses
+with the same random numbers, so where the two agree about a distribution they choose the same
+token. A drafted token is accepted if it is the target's choice. No probabilities are compared, so
+any sampler will do, and the text does not depend on the draft (Daliri, Musco, Suresh: Coupling
+without Communication and Drafter-Invariant Speculative Decoding, arXiv 2408.07978).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import mlx.core as mx
+from mlx_lm.sample_utils import greedy_sampler
+
+
+def num_accepted(drafts: list[int], chosen: list[int]) -> int:
+    """How many drafts precede the first that the target did not choose.
+
+    Args:
+        drafts (list[int]): Token ids [n].
+        chosen (list[int]): The target's own [n + 1], for the same positions and one more.
+    """
+    return next((i for i, draft in enumerate(drafts) if draft != chosen[i]), len(drafts))
+
+
+class Chooser:
+    """Applies processors and sampler to rows of logits, one row for each position.
+
+    Args:
+        sampler (Callable | None): From log probabilities [1, V] to tokens [1]. Default: the most
+            likely one.
+        processors (list | None): As for mlx-lm.
+        tokens (mx.array): All accepted tokens so far, which processors look at.
+    """
+
+    def __init__(self, sampler: Callable | None, processors: list | None, tokens: mx.array):
+        self._sampler, self._processors = sampler or greedy_sampler, processors or []
+        self._random = self._sampler is not greedy_sampler
+        self._tokens = tokens
+        self._keys = []  # the state of mx.random after each row of the last call
+
+    def __call__(
+        self, logits: mx.array, drafts: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """The target's choice.
+
+        Args:
+            logits (mx.array): [k, V], a row for each position.
+            drafts (mx.array | None): The tokens [k - 1] that the rows after the first follow.
+
+        Returns:
+            tuple[mx.array, mx.array]: Tokens [k] and log probabilities [k, V].
+        """
+        self._keys = []
+        return self._rows(logits, lambda i: drafts[:i] if i else None)
+
+    @contextmanager
+    def drafting(self) -> Iterator[Callable[[mx.array], mx.array]]:
+        """Yields a draft's ``choose``. The random numbers that it draws are drawn again later."""
+        before, chosen = mx.random.state[0], []
+
+        def choose(logits):
+            for i in range(logits.shape[0]):
+                y, _ = self._rows(
+                    logits[i : i + 1], lambda _: mx.concatenate(chosen) if chosen else None
+                )
+                chosen.append(y)
+            return mx.concatenate(chosen[-logits.shape[0] :])
+
+        yield choose if self._random or self._processors else greedy_sampler
+        if self._random:
+            _seed(before)
+
+    def commit(self, tokens: mx.array) -> None:
+        """The first choices of the last call are accepted: ``tokens``."""
+        if self._processors:
+            self._tokens = mx.concatenate([self._tokens, tokens])
+        if self._random and tokens.size < len(self._keys):
+            _seed(self._keys[tokens.size - 1])
+
+    def _rows(self, logits, following):
+        if not self._random and not self._processors:
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            return greedy_sampler(logprobs), logprobs
+        tokens, logprobs = [], []
+        for i in range(logits.shape[0]):
+            row = logits[i : i + 1]
+            if self._processors:
+                more = following(i)
+                context = self._tokens if more is None else mx.concatenate([self._tokens, more])
+                for processor in self._processors:
+                    row = processor(context, row)
+            logprobs.append(row - mx.logsumexp(row, axis=-1, keepdims=True))
+            tokens.append(self._sampler(logprobs[-1]))
+            self._keys.append(mx.random.state[0])
+        return mx.concatenate(tokens), mx.concatenate(logprobs)
+
+
+def _seed(key: mx.array) -> None:
+    # The state of mx.random cannot be set, but a seed can: it is a key's two halves.
+    high, low = key.tolist()
+    mx.random.seed(high << 32 | low)

@@ -1,0 +1,103 @@
+"""What speculation needs of the target: vocabulary, embedding and head, layer outputs, its lock."""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..hooks import hooked
+
+PREFILL_STEP = 512  # prompt tokens in one pass, as in mlx-lm
+
+_SHARED_LOCK = threading.RLock()
+
+
+def lock(model: nn.Module) -> threading.RLock:
+    """The lock to hold while a pass has hooks in the model's layers.
+
+    Args:
+        model (nn.Module): An mlx-lm model. A streamed one has a lock of its own.
+
+    Returns:
+        threading.RLock: The model's own lock, or one shared by all models without.
+    """
+    return getattr(model, "lock", _SHARED_LOCK)
+
+
+def vocabulary(model: nn.Module) -> int:
+    """V of an mlx-lm model, from its configuration or else its embedding."""
+    args = getattr(model, "args", None)
+    text = getattr(args, "text_config", None) or {}
+    found = getattr(args, "vocab_size", None) or (
+        text.get("vocab_size") if isinstance(text, dict) else getattr(text, "vocab_size", None)
+    )
+    return found or max(
+        m.weight.shape[0]
+        for _, m in model.named_modules()
+        if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))
+    )
+
+
+def embedding_and_head(model: nn.Module) -> tuple[Callable, Callable]:
+    """The target's embedding and its head, tied or not.
+
+    Raises:
+        ValueError: No embedding or head can be found by its name.
+    """
+    modules = dict(model.named_modules())
+    tables = (nn.Embedding, nn.QuantizedEmbedding)
+    embeddings = [
+        m
+        for k, m in modules.items()
+        if isinstance(m, tables) and k.endswith(("embed_tokens", "wte", "embedding"))
+    ]
+    heads = [m for k, m in modules.items() if k.rpartition(".")[2] == "lm_head"]
+    if len(embeddings) != 1 or len(heads) > 1:
+        raise ValueError(
+            f"draft: expected one embedding and at most one lm_head in {type(model).__module__}, "
+            f"found {len(embeddings)} and {len(heads)}. Use a draft that is a language model."
+        )
+    return embeddings[0], heads[0] if heads else embeddings[0].as_linear
+
+
+class Capture:
+    """Keeps the outputs of some decoder layers while a ``with`` block lasts.
+
+        with Capture(model, [1, 5]) as seen:
+            model(tokens)
+        seen.features
+
+    Hold the model's ``lock`` meanwhile where other threads may call it. The same object can be
+    entered again.
+
+    Args:
+        model (nn.Module): An mlx-lm model.
+        layer_ids (Sequence[int]): Layers whose outputs to keep, 0 for the first.
+    """
+
+    def __init__(self, model: nn.Module, layer_ids: Sequence[int]):
+        self._layer_ids, self._outputs = layer_ids, {}
+        self._hooks = [hooked(model.layers[i], partial(self._keep, i)) for i in set(layer_ids)]
+
+    def __enter__(self) -> "Capture":
+        with ExitStack() as stack:
+            for hook in self._hooks:
+                stack.enter_context(hook)
+            self._installed = stack.pop_all()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._installed.close()
+
+    @property
+    def features(self) -> mx.array:
+        """The layers' outputs in the model's last call, joined in order: [B, T, n * D]."""
+        return mx.concatenate([self._outputs[i] for i in self._layer_ids], axis=-1)
+
+    def _keep(self, i, call, *args, **kwargs):
+        out = call(*args, **kwargs)
+        self._outputs[i] = out[0] if isinstance(out, tuple) else out
+        return out
