@@ -1,6 +1,8 @@
-"""``data/traces``: what tiny-moe routes to while it reads held-out text, and while it writes.
+"""Make ``data/traces``: what tiny-moe routes to while it reads held-out text, and while it writes.
 
-Run again: ``python data/recipes/traces.py``. The routing of a token whose experts nearly tie may differ on another machine.
+    python data/recipes/traces.py
+
+The routing of a token whose experts nearly tie may differ on another machine.
 """
 
 import sys
@@ -14,69 +16,77 @@ from tqdm import tqdm
 
 import moelab
 from moelab import DATA
+from moelab.lab.texts import heldout_files
 
-# Kind of text: the held-out file, and the character to start at (after its licence and imports).
+# By kind of text: the held-out file, and the character after its licence and imports.
 TEXTS = {
     "code": ("scrapy__core__downloader__handlers___base_streaming.py", 1500),
     "tests": ("networkx__algorithms__connectivity__tests__test_connectivity.py", 300),
     "prose": ("optuna__README.md", 1000),
     "docs": ("networkx__algorithms__cuts.py", 200),
 }
-PROMPT, DECODE, SEED, TEMPERATURE = 128, 512, 0, 0.8
+PROMPT, DECODE = 128, 512  # tokens
+SEED, TEMPERATURE = 0, 0.8  # of the sampled trace
+
+
+def texts(model_path: str | Path) -> dict[str, str]:
+    """The held-out text of each kind, from the character where it begins."""
+    files = heldout_files(Path(model_path) / "heldout")
+    return {kind: files[name][start:] for kind, (name, start) in TEXTS.items()}
 
 
 def record(
-    model, tokenizer, text, name, prompt_tokens=PROMPT, tokens=DECODE, sampled=False, seed=SEED
-):
+    model,
+    tokenizer,
+    text: str,
+    name: str,
+    tokens: int = DECODE,
+    sampled: bool = False,
+) -> moelab.Trace:
     """The routing of a prompt, and of the tokens after it, one at a time.
 
     Args:
-        model, tokenizer: As ``moelab.load`` returned them.
-        text (str): The text; its first tokens are the prompt.
+        model (nn.Module): As ``moelab.load`` returned it.
+        tokenizer (TokenizerWrapper): The model's.
+        text (str): Its first ``PROMPT`` tokens are the prompt.
         name (str): Kept with the trace.
-        prompt_tokens (int): How many.
-        tokens (int): Decoded, at most: the text's own if not ``sampled``, which is what a model that wrote this text would route to.
-        sampled (bool): Let the model write, at temperature 0.8.
-        seed (int): Of the sampling.
+        tokens (int): Decoded, at most. If not ``sampled`` they are the text's own, which is what a
+            model that wrote this text would route to.
+        sampled (bool): Let the model write.
 
     Returns:
         Trace: Prompt and decoded tokens.
     """
     ids = tokenizer.encode(text, add_special_tokens=False)
-    prompt = mx.array(ids[:prompt_tokens])
-    with moelab.record(
-        model, name, seed if sampled else None, tokenizer.decode(ids[:prompt_tokens])
-    ) as trace:
+    prompt, seed = mx.array(ids[:PROMPT]), SEED if sampled else None
+    with moelab.record(model, name, seed, tokenizer.decode(ids[:PROMPT])) as trace:
         if sampled:
-            mx.random.seed(seed)
-            # One more, since the last token sampled does not go in.
-            for _ in generate_step(
-                prompt, model, max_tokens=tokens + 1, sampler=make_sampler(TEMPERATURE)
-            ):
+            mx.random.seed(SEED)
+            sampler = make_sampler(TEMPERATURE)
+            # One more, because the last token sampled does not go in.
+            for _ in generate_step(prompt, model, max_tokens=tokens + 1, sampler=sampler):
                 pass
         else:
             cache = make_prompt_cache(model)
             mx.eval(model(prompt[None], cache=cache))
-            for i in ids[prompt_tokens : prompt_tokens + tokens]:
+            for i in ids[PROMPT : PROMPT + tokens]:
                 mx.eval(model(mx.array([[i]]), cache=cache))
     return trace
 
 
-def main(out=DATA / "traces", model_path=DATA / "models" / "tiny-moe"):
+def main(
+    out: str | Path = DATA / "traces", model_path: str | Path = DATA / "models" / "tiny-moe"
+) -> None:
     """Record every trace of ``data/traces``."""
+    out = Path(out)
     model, tokenizer = moelab.load(model_path, moelab.StreamConfig(mode="resident"))
     with model:
-        for kind, (file, start) in tqdm(TEXTS.items(), desc="traces"):
-            text = (Path(model_path) / "heldout" / file).read_text(encoding="utf-8")[start:]
-            record(model, tokenizer, text, f"tiny-moe, {kind}, {file}").save(
-                Path(out) / f"{kind}.npz"
-            )
-        kind = "code"
-        text = (Path(model_path) / "heldout" / TEXTS[kind][0]).read_text(encoding="utf-8")[
-            TEXTS[kind][1] :
-        ]
-        name = f"tiny-moe, {kind}, sampled after {TEXTS[kind][0]}"
-        record(model, tokenizer, text, name, sampled=True).save(Path(out) / "sampled.npz")
+        every = texts(model_path)
+        for kind, text in tqdm(every.items(), desc="traces"):
+            name = f"tiny-moe, {kind}, {TEXTS[kind][0]}"
+            record(model, tokenizer, text, name).save(out / f"{kind}.npz")
+        name = f"tiny-moe, code, sampled after {TEXTS['code'][0]}"
+        record(model, tokenizer, every["code"], name, sampled=True).save(out / "sampled.npz")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Predictions from a recorded routing, without running the model."""
+"""Predict without running: a recorded routing, this machine's costs, and what follows from both."""

@@ -1,50 +1,66 @@
-"""What a trace says about locality, and synthetic traces that say the same for other shapes.
+"""The locality of a trace, and synthetic traces of the same locality in other shapes.
 
 Every statistic takes the trace as it is: pass ``trace.decode`` where prompts should not count.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..streaming.record import Trace, TraceError
+from .. import DATA
+from ..streaming.trace import Trace, TraceError
 
 
-def popularity(trace):
+def recorded_trace(name: str) -> Trace:
+    """A trace of tiny-moe from ``data/traces``: ``code``, ``tests``, ``prose``, ``docs``, ..."""
+    return Trace.load(DATA / "traces" / f"{name}.npz")
+
+
+def decode_trace(
+    experts: np.ndarray, num_experts: int, name: str = "", seed: int | None = None
+) -> Trace:
+    """A trace of decoded tokens from ``experts [T, L, K]`` alone; the token ids are 0."""
+    T = len(experts)
+    return Trace(experts, np.full(T, "decode"), np.zeros(T, np.int64), num_experts, name, seed)
+
+
+def popularity(trace: Trace) -> np.ndarray:
     """How often each expert was chosen.
 
     Returns:
         np.ndarray: ``[L, E]``, shares of the tokens; each row sums to K.
     """
-    T, L, K = trace.experts.shape
+    T, L = trace.experts.shape[:2]
     flat = trace.experts + np.arange(L)[:, None] * trace.num_experts
     return np.bincount(flat.ravel(), minlength=L * trace.num_experts).reshape(L, -1) / T
 
 
-def overlap(trace, lag=1):
-    """How many of a token's experts were those of the token ``lag`` before it.
+def overlap(trace: Trace, lag: int = 1) -> dict[str, np.ndarray]:
+    """How many of a token's experts were also those of the token ``lag`` before it.
 
-    Two figures that are often taken for one another: with K experts of which each is kept with probability p, all are
-    kept with about ``p ** K``.
+    Two figures that are often confused: if each of K experts is kept with probability p, all of
+    them are kept with about ``p ** K``.
 
     Args:
         trace (Trace): ``[T, L, K]``.
         lag (int): 1: the token before.
 
     Returns:
-        dict[str, np.ndarray]: ``[L]`` each, means over the T - lag tokens that have one before them. ``each``: the share of a
-        token's experts that were there; ``all``: the share of tokens of which all K were.
+        dict[str, np.ndarray]: ``[L]`` each, means over the T - lag tokens that have one before
+        them. ``each``: the share of a token's experts that were kept; ``all``: the share of
+        tokens all of whose K experts were.
     """
     if not 1 <= lag < len(trace):
         raise TraceError(
-            f"overlap: expected a lag of 1 to {len(trace) - 1}, with {len(trace)} tokens, got {lag}."
+            f"overlap: expected a lag of 1 to {len(trace) - 1}, with {len(trace)} tokens, "
+            f"got {lag}."
         )
     kept = (trace.experts[lag:, :, :, None] == trace.experts[:-lag, :, None, :]).any(-1)
     return {"each": kept.mean((0, 2)), "all": kept.all(-1).mean(0)}
 
 
 def _last_use(experts, E):
-    """``[T + 1, L, E]``: when each expert was last used before token t, as t' * K + its place; -1: never."""
+    """``[T + 1, L, E]``: each expert's last use before token t, as t' * K + its place; -1: none."""
     T, L, K = experts.shape
     last = np.full((T + 1, L, E), -1, np.int32)
     when = np.arange(T * K, dtype=np.int32).reshape(T, 1, K)
@@ -52,15 +68,16 @@ def _last_use(experts, E):
     return np.maximum.accumulate(last, axis=0, out=last)
 
 
-def reuse_distance(trace):
-    """How many other experts of the layer came between two uses of one.
+def reuse_distance(trace: Trace) -> np.ndarray:
+    """How many other experts of the layer were used between two uses of one.
 
-    The distance of a use is the number of distinct experts used in its layer after the expert's last use, before this
-    token; of the experts of one token, the later in the router's order counts as the later used. A least-recently-used
-    cache of S experts has it if and only if the distance is below S.
+    The distance of a use is the number of distinct experts used in its layer after the expert's
+    last use and before this token. Of the experts of one token, the later in the router's order
+    counts as used later. A least-recently-used cache of S experts holds the expert if and only if
+    the distance is below S.
 
     Returns:
-        np.ndarray: ``[T, L, K]``, 0 to E - 1; E for a first use, which no cache has.
+        np.ndarray: ``[T, L, K]``, 0 to E - 1; E for a first use, which misses in every cache.
     """
     T, L, K = trace.experts.shape
     E, out = trace.num_experts, np.empty(trace.experts.shape, np.int32)
@@ -73,18 +90,19 @@ def reuse_distance(trace):
     return out
 
 
-def lru_hit_rate(trace, skip=0):
-    """What a least-recently-used cache would hold, for every size at once, by ``reuse_distance``.
+def lru_hit_rate(trace: Trace, skip: int = 0) -> np.ndarray:
+    """Hit rates of least-recently-used caches of every size at once, by ``reuse_distance``.
 
-    ``pagecache.held`` follows ``SlotTable`` to the order within one token and may differ by a few uses.
+    ``eviction.held`` follows ``SlotTable`` to the order within one token and may differ by a few
+    uses.
 
     Args:
         trace (Trace): ``[T, L, K]``.
-        skip (int): Tokens at the start that are not counted.
+        skip (int): Tokens at the start that do not count.
 
     Returns:
-        np.ndarray: ``[L, E + 1]``, the share of uses that are hits with S slots, S from 0 to E. Below K slots an engine that
-        needs all K at once could not run.
+        np.ndarray: ``[L, E + 1]``, the share of uses that are hits with S slots, S from 0 to E.
+        Below K slots an engine that needs all K at once could not run.
     """
     distance = reuse_distance(trace)[skip:]
     T, L, K = distance.shape
@@ -94,7 +112,7 @@ def lru_hit_rate(trace, skip=0):
     return np.concatenate([np.zeros((L, 1)), np.cumsum(counts, axis=1)[:, :E]], axis=1) / (T * K)
 
 
-def union(trace, m):
+def union(trace: Trace, m: int) -> np.ndarray:
     """How many experts m consecutive tokens need together: what a pass over m tokens reads.
 
     Args:
@@ -102,7 +120,8 @@ def union(trace, m):
         m (int): Tokens in a row, 1 to T.
 
     Returns:
-        np.ndarray: ``[L]``, the mean number of distinct experts over all T - m + 1 windows; K for m = 1.
+        np.ndarray: ``[L]``, the mean number of distinct experts over all T - m + 1 windows; K for
+        m = 1.
     """
     T, L, K = trace.experts.shape
     if not 1 <= m <= T:
@@ -115,7 +134,7 @@ def union(trace, m):
     return out
 
 
-def missing(trace, m, slots, skip=0):
+def missing(trace: Trace, m: int, slots: int, skip: int = 0) -> np.ndarray:
     """How many experts a pass over m consecutive tokens reads with S slots in each layer.
 
     Before the pass the slots hold the S experts used most recently (LRU). The pass reads every
@@ -147,11 +166,12 @@ def missing(trace, m, slots, skip=0):
     return out
 
 
-def layer_overlap(trace):
-    """How many of a token's experts in one layer have the same number as some of its experts in another.
+def layer_overlap(trace: Trace) -> np.ndarray:
+    """The share of a token's experts in one layer whose numbers are also chosen in another layer.
 
-    Experts of different layers are different weights, so this is no locality: it says whether numbers repeat from layer to
-    layer. By chance it is K / E. Whether one layer's choice tells the next one's is ``layer_prediction``.
+    Experts of different layers are different weights, so this is no locality: it says whether
+    numbers repeat from layer to layer. By chance it is K / E. Whether one layer's choice predicts
+    the next one's is ``layer_prediction``.
 
     Returns:
         np.ndarray: ``[L, L]``, means over tokens; 1 on the diagonal.
@@ -163,31 +183,33 @@ def layer_overlap(trace):
     return by_layer @ by_layer.T / (T * K)
 
 
-def layer_prediction(trace, ahead=1):
-    """Which experts of a layer could have been told from an earlier one, by counting.
+def layer_prediction(trace: Trace, distance: int = 1) -> dict[str, np.ndarray]:
+    """Which experts of a layer can be predicted from an earlier layer's, by counting.
 
-    The first half of the tokens counts how often expert f of layer l + ahead was chosen together with expert e of layer l; in the
-    second half the K experts with the largest sum of counts over the token's experts in layer l are the prediction.
+    The first half of the tokens counts how often expert f of layer l + distance was chosen
+    together with expert e of layer l. In the second half, the prediction is the K experts with
+    the largest sum of counts over the token's experts in layer l.
 
     Args:
         trace (Trace): ``[T, L, K]``.
-        ahead (int): Layers ahead, at least 1.
+        distance (int): Layers between the two, at least 1.
 
     Returns:
-        dict[str, np.ndarray]: ``[T - T // 2, L - ahead, K]`` of bool each: which of the experts needed in layers ahead to L, in the second half,
-        were predicted. ``pairs`` as above; ``popular`` by the K most popular of the first half, whatever the token, which pairs
-        must beat to tell anything.
+        dict[str, np.ndarray]: ``[T - T // 2, L - distance, K]`` of bool each: which of the experts
+        needed in layers ``distance`` to L, in the second half, were predicted. ``pairs`` as above;
+        ``popular`` predicts the K most popular of the first half for every token, a baseline that
+        pairs must beat.
     """
     T, L, K = trace.experts.shape
-    if not 1 <= ahead < L:
-        raise TraceError(f"layer_prediction: expected 1 to {L - 1} layers ahead, got {ahead}.")
+    if not 1 <= distance < L:
+        raise TraceError(f"layer_prediction: expected 1 to {L - 1} layers, got {distance}.")
     half, E = T // 2, trace.num_experts
     chosen = np.zeros((T, L, E), np.float32)
     np.put_along_axis(chosen, trace.experts.astype(np.intp), 1, -1)
-    out = {name: np.zeros((T - half, L - ahead, K), bool) for name in ("pairs", "popular")}
-    for layer in range(L - ahead):
-        here, there = chosen[:half, layer], chosen[:half, layer + ahead]
-        needed = trace.experts[half:, layer + ahead].astype(np.intp)
+    out = {name: np.zeros((T - half, L - distance, K), bool) for name in ("pairs", "popular")}
+    for layer in range(L - distance):
+        here, there = chosen[:half, layer], chosen[:half, layer + distance]
+        needed = trace.experts[half:, layer + distance].astype(np.intp)
         scores = {
             "pairs": chosen[half:, layer] @ (here.T @ there),
             "popular": there.sum(0)[None].repeat(T - half, 0),
@@ -201,27 +223,30 @@ def layer_prediction(trace, ahead=1):
 
 @dataclass(frozen=True)
 class Locality:
-    """What a synthetic trace is made from, for each layer.
+    """The parameters of a synthetic trace, for each layer.
 
-    A token draws K distinct experts with chances in proportion to ``(1 - stickiness) * popularity + stickiness * recency``:
-    popularity is ``rank ** -zipf``, recency the share of the tokens before that used the expert, a token m back weighing
+    A token draws K distinct experts with probabilities in proportion to
+    ``(1 - stickiness) * popularity + stickiness * recency``. Popularity is ``rank ** -zipf``.
+    Recency is the share of earlier tokens that used the expert; one m tokens ago has the weight
     ``exp(-m / memory)``.
 
     Attributes:
-        zipf (tuple[float]): The skew of popularity; 0: all alike.
-        stickiness (tuple[float]): How much of the chance goes to experts used of late, 0 to below 1.
-        memory (tuple[float]): How long of late is, in tokens; near 0: only the last one counts.
+        zipf (tuple[float]): The skew of popularity; 0: all experts alike.
+        stickiness (tuple[float]): The weight of recently used experts, 0 to below 1.
+        memory (tuple[float]): How long a use counts as recent, in tokens; near 0: only the last
+            token counts.
     """
 
-    zipf: tuple
-    stickiness: tuple
-    memory: tuple
+    zipf: tuple[float, ...]
+    stickiness: tuple[float, ...]
+    memory: tuple[float, ...]
 
     def __post_init__(self):
         n = len(self.zipf)
         if not n or (len(self.stickiness), len(self.memory)) != (n, n):
             raise ValueError(
-                f"Locality: expected as many layers of each, at least one, got {n}, {len(self.stickiness)} and {len(self.memory)}."
+                "Locality: expected as many layers of each, at least one, "
+                f"got {n}, {len(self.stickiness)} and {len(self.memory)}."
             )
         for name, low, high in (("zipf", 0, 20), ("stickiness", 0, 0.999), ("memory", 1e-3, 1e6)):
             bad = [v for v in getattr(self, name) if not low <= v <= high]
@@ -229,27 +254,31 @@ class Locality:
                 raise ValueError(f"Locality.{name}: expected {low:g} to {high:g}, got {bad[0]}.")
 
 
-def synthesize(locality, T, L, E, K, seed=0, warmup=64):
+def synthesize(
+    locality: Locality, T: int, L: int, E: int, K: int, seed: int = 0, warmup: int = 64
+) -> Trace:
     """A random trace with given locality, for any number of layers and experts.
 
     Args:
-        locality (Locality): From ``fit`` or made by hand. With n layers of parameters, layer l of L takes those of ``l * n // L``.
+        locality (Locality): From ``fit`` or made by hand. With n layers of parameters, layer l of
+            L takes those of ``l * n // L``.
         T (int): Tokens, all decoded.
         L (int): Layers.
         E (int): Experts.
         K (int): Experts per token, distinct, in random order.
         seed (int): The same seed gives the same trace.
-        warmup (int): Tokens before the first, so that it has some behind it.
+        warmup (int): Tokens drawn before the first, so that recency has a history.
 
     Returns:
         Trace: ``[T, L, K]``.
 
     Raises:
-        ValueError: If the sizes make no trace.
+        ValueError: If a size is out of range.
     """
     if min(T, L, K) < 1 or not K <= E <= 1 << 16:
         raise ValueError(
-            f"synthesize: expected T, L and K of 1 or more, and E of K to 65536, got {T=}, {L=}, {E=}, {K=}."
+            "synthesize: expected T, L and K of 1 or more, and E of K to 65536, "
+            f"got {T=}, {L=}, {E=}, {K=}."
         )
     rng = np.random.default_rng(seed)
     layer = np.arange(L) * len(locality.zipf) // L
@@ -264,7 +293,7 @@ def synthesize(locality, T, L, E, K, seed=0, warmup=64):
     experts = np.empty((T, L, K), np.uint16)
     rows = np.arange(L)[:, None]
     for t in range(-warmup, T):
-        # The K earliest of exponential arrivals with these rates are K draws without replacement.
+        # The K earliest of exponential arrivals at these rates are K draws without replacement.
         rate = popular + sticky * recent
         arrival = rng.standard_exponential((L, E), np.float32) / np.maximum(rate, 1e-30)
         chosen = np.argpartition(arrival, K - 1, axis=1)[:, :K]
@@ -272,17 +301,39 @@ def synthesize(locality, T, L, E, K, seed=0, warmup=64):
         recent[rows, chosen] += (1 - decay) / K
         if t >= 0:
             experts[t] = chosen
-    name = f"synthetic, zipf {np.mean(zipf):.2f}, stickiness {np.mean(sticky):.2f}, memory {np.mean(memory):.1f}"
-    return Trace(experts, np.full(T, "decode"), np.zeros(T, np.int64), E, name, seed)
+    name = (
+        f"synthetic, zipf {np.mean(zipf):.2f}, stickiness {np.mean(sticky):.2f}, "
+        f"memory {np.mean(memory):.1f}"
+    )
+    return decode_trace(experts, E, name, seed)
 
 
-LAGS = (1, 2, 4, 8, 16)  # tokens
-SIZES = (1.5, 2, 3, 4, 6)  # slots, in K
+def synthesize_like(name: str, L: int, E: int, K: int, T: int = 640, seed: int = 0) -> Trace:
+    """A synthetic trace with the locality of a recorded one.
+
+    Args:
+        name (str): As for ``recorded_trace``.
+        L (int): Layers.
+        E (int): Experts.
+        K (int): Experts per token.
+        T (int): Tokens.
+        seed (int): Of the draw.
+
+    Returns:
+        Trace: ``[T, L, K]``; its ``prompt`` says whose locality it has.
+    """
+    trace = synthesize(fit(recorded_trace(name)), T, L, E, K, seed)
+    return replace(trace, prompt=f"like {name}")
+
+
+LAGS = (1, 2, 4, 8, 16)  # tokens; where ``fit`` compares overlaps
+SIZES = (1.5, 2, 3, 4, 6)  # slots, in units of K; where it compares hit rates
+FIT_TOKENS = 32  # fewer say nothing about the longest lag
 
 
 def _features(trace):
-    """``[L, F]``: overlaps and hit rates, what a synthetic trace should share with a recorded one."""
-    T, L, K = trace.experts.shape
+    """``[L, F]``: the overlaps, hit rates and skew that ``fit`` compares."""
+    T, _, K = trace.experts.shape
     lags = [overlap(trace, m)["each"] for m in LAGS if m < T]
     hits = lru_hit_rate(trace)
     sizes = [hits[:, int(s * K)] for s in SIZES if s * K < trace.num_experts]
@@ -290,11 +341,12 @@ def _features(trace):
     return np.stack([*lags, *sizes, skew], axis=1)
 
 
-def fit(trace, rounds=3, seed=0):
+def fit(trace: Trace, rounds: int = 3, seed: int = 0) -> Locality:
     """The parameters with which ``synthesize`` makes traces like this one.
 
-    Every round makes a trace with as many tokens and experts whose layers are candidates, and keeps for each layer the one
-    nearest in overlap at lags 1 to 16, LRU hit rates at 1.5 K to 6 K slots, and skew; the next round looks around it.
+    Every round makes a trace with as many tokens and experts, each layer of which is a candidate.
+    For each layer of the given trace it keeps the candidate that is nearest in overlap at lags 1
+    to 16, LRU hit rates at 1.5 K to 6 K slots, and skew. The next round searches around it.
 
     Args:
         trace (Trace): Its decoded tokens count, at least 32; all of them if none is decoded.
@@ -306,8 +358,8 @@ def fit(trace, rounds=3, seed=0):
     """
     trace = trace.decode if (trace.phase == "decode").any() else trace
     T, L, K = trace.experts.shape
-    if T < 32:
-        raise TraceError(f"fit: expected at least 32 tokens, got {T}.")
+    if T < FIT_TOKENS:
+        raise TraceError(f"fit: expected at least {FIT_TOKENS} tokens, got {T}.")
     want = _features(trace)
     grid = np.stack(
         [
@@ -318,7 +370,7 @@ def fit(trace, rounds=3, seed=0):
         ],
         1,
     )
-    spread = np.array([0.25, 0.15, 0.0])
+    width = np.array([0.25, 0.15, 0.0])  # of the first search in zipf and stickiness
     best, error = np.zeros((L, 3)), np.full(L, np.inf)
     for i in range(rounds):
         made = synthesize(
@@ -333,7 +385,7 @@ def fit(trace, rounds=3, seed=0):
             [v.ravel() for v in np.meshgrid([-1, 0, 1], [-1, 0, 1], [0.5, 1, 2], indexing="ij")], 1
         )
         around = best[:, None] + np.concatenate(
-            [step[:, :2] * spread[:2] / 2 ** (i + 1), np.zeros((len(step), 1))], 1
+            [step[:, :2] * width[:2] / 2 ** (i + 1), np.zeros((len(step), 1))], 1
         )
         around[..., 2] *= step[:, 2] ** (1 / (i + 1))
         grid = np.clip(around.reshape(-1, 3), (0, 0, 0.1), (4, 0.98, 1e4))

@@ -6,21 +6,21 @@ import traces as recipe
 
 import moelab
 from moelab import DATA
-from moelab.replay import locality as routing
-from moelab.streaming.record import Trace, TraceError
+from moelab.replay import locality
+from moelab.streaming.trace import Trace, TraceError
 
 TRACES = sorted(p.stem for p in (DATA / "traces").glob("*.npz"))
 
 
 def recorded(name):
-    return Trace.load(DATA / "traces" / f"{name}.npz").decode
+    return locality.recorded_trace(name).decode
 
 
 @pytest.fixture(scope="module", params=[0, 1])
 def small(request):
     """Small enough for references that loop."""
-    return routing.synthesize(
-        routing.Locality((0.8, 0.1), (0.2, 0.7), (1.0, 5.0)), 40, 3, 11, 4, seed=request.param
+    return locality.synthesize(
+        locality.Locality((0.8, 0.1), (0.2, 0.7), (1.0, 5.0)), 40, 3, 11, 4, seed=request.param
     )
 
 
@@ -30,7 +30,7 @@ def test_popularity(small):
         for layer, chosen in enumerate(row):
             for e in chosen:
                 want[layer, e] += 1 / 40
-    np.testing.assert_allclose(routing.popularity(small), want)
+    np.testing.assert_allclose(locality.popularity(small), want)
 
 
 @pytest.mark.parametrize("lag", (1, 3, 39))
@@ -40,7 +40,7 @@ def test_overlap(small, lag):
         sets = [set(r.tolist()) for r in small.experts[:, layer]]
         shares = [len(sets[t] & sets[t - lag]) / 4 for t in range(lag, 40)]
         each[layer], every[layer] = np.mean(shares), np.mean(np.array(shares) == 1)
-    got = routing.overlap(small, lag)
+    got = locality.overlap(small, lag)
     np.testing.assert_allclose(got["each"], each)
     np.testing.assert_allclose(got["all"], every)
 
@@ -51,10 +51,10 @@ def test_overlap_of_all_at_once():
         np.full(6, "decode"),
         np.zeros(6),
     )
-    assert routing.overlap(same)["all"] == 1 == routing.overlap(same)["each"]
+    assert locality.overlap(same)["all"] == 1 == locality.overlap(same)["each"]
     for lag in (0, 6):
         with pytest.raises(TraceError, match="lag of 1 to 5"):
-            routing.overlap(same, lag)
+            locality.overlap(same, lag)
 
 
 def test_reuse_distance_and_what_follows(small):
@@ -67,8 +67,8 @@ def test_reuse_distance_and_what_follows(small):
                 if e in stack:
                     distance[t, layer, k] = len(stack) - 1 - stack.index(e)
             stack = [e for e in stack if e not in need] + need
-    np.testing.assert_array_equal(routing.reuse_distance(small), distance)
-    rates = routing.lru_hit_rate(small, skip=5)
+    np.testing.assert_array_equal(locality.reuse_distance(small), distance)
+    rates = locality.lru_hit_rate(small, skip=5)
     assert rates.shape == (3, 12)
     for S in range(12):
         np.testing.assert_allclose(rates[:, S], (distance[5:] < S).mean((0, 2)))
@@ -80,19 +80,19 @@ def test_union(small, m):
         np.mean([len(set(small.experts[t : t + m, i].ravel().tolist())) for t in range(40 - m + 1)])
         for i in range(3)
     ]
-    np.testing.assert_allclose(routing.union(small, m), want)
+    np.testing.assert_allclose(locality.union(small, m), want)
 
 
 def test_union_refuses_more_tokens_than_there_are(small):
     with pytest.raises(TraceError, match="1 to 40 tokens, got 41"):
-        routing.union(small, 41)
+        locality.union(small, 41)
 
 
 @pytest.mark.parametrize("slots", (0, 4, 7, 16, 99))
 @pytest.mark.parametrize("m", (1, 3, 8))
 def test_missing(small, m, slots):
     """Against lists: what a window needs, less the last ``slots`` different ones before it."""
-    T, L, K = small.experts.shape
+    T, L, _ = small.experts.shape
     want = np.zeros((T - m + 1, L))
     for layer in range(L):
         recent = []  # least recent first
@@ -103,12 +103,12 @@ def test_missing(small, m, slots):
                 want[t, layer] = len(needed - set(held))
             recent = [e for e in recent if e not in token] + token
     for skip in (0, 5):
-        got = routing.missing(small, m, slots, skip)
+        got = locality.missing(small, m, slots, skip)
         np.testing.assert_allclose(got, want[skip:].mean(0))
     if slots == 0:
-        np.testing.assert_allclose(routing.missing(small, m, 0), routing.union(small, m))
-    with pytest.raises(routing.TraceError, match="expected"):
-        routing.missing(small, T - 1, slots, skip=2)
+        np.testing.assert_allclose(locality.missing(small, m, 0), locality.union(small, m))
+    with pytest.raises(locality.TraceError, match="expected"):
+        locality.missing(small, T - 1, slots, skip=2)
 
 
 def test_overlap_between_layers(small):
@@ -117,26 +117,26 @@ def test_overlap_between_layers(small):
         for i in range(3):
             for j in range(3):
                 want[i, j] += len(set(row[i].tolist()) & set(row[j].tolist())) / 4 / 40
-    np.testing.assert_allclose(routing.layer_overlap(small), want, rtol=1e-6)
+    np.testing.assert_allclose(locality.layer_overlap(small), want, rtol=1e-6)
 
 
 def test_what_a_layer_tells_of_the_next():
-    """A layer that copies the one before is told wholly; one that has nothing to do with it, by popularity alone."""
-    t = routing.synthesize(routing.Locality((0.0,), (0.0,), (1.0,)), 400, 2, 8, 2, seed=1)
+    """A layer that copies the one before is predicted wholly, an independent one by popularity."""
+    t = locality.synthesize(locality.Locality((0.0,), (0.0,), (1.0,)), 400, 2, 8, 2, seed=1)
     shift = Trace(
         np.concatenate([t.experts[:, :1], (t.experts[:, :1] + 3) % 8, t.experts[:, 1:]], 1),
         t.phase,
         t.tokens,
         8,
     )
-    got = {name: hit.mean((0, 2)) for name, hit in routing.layer_prediction(shift).items()}
+    got = {name: hit.mean((0, 2)) for name, hit in locality.layer_prediction(shift).items()}
     assert got["pairs"][0] > 0.95 and got["popular"][0] < 0.4
     assert abs(got["pairs"][1] - 2 / 8) < 0.08
     np.testing.assert_allclose(
-        routing.layer_prediction(shift, ahead=2)["pairs"].mean(), 2 / 8, atol=0.08
+        locality.layer_prediction(shift, distance=2)["pairs"].mean(), 2 / 8, atol=0.08
     )
     with pytest.raises(TraceError, match="1 to 2 layers"):
-        routing.layer_prediction(shift, ahead=3)
+        locality.layer_prediction(shift, distance=3)
 
 
 def test_popularity_alone_gives_what_counting_gives(small):
@@ -146,57 +146,62 @@ def test_popularity_alone_gives_what_counting_gives(small):
         best = np.argsort(-counts, kind="stable")
         edge = counts[best[3]] == counts[best[4]]  # a tie may fall either way
         want.append(None if edge else np.mean(np.isin(small.experts[half:, layer + 1], best[:4])))
-    for w, g in zip(want, routing.layer_prediction(small)["popular"].mean((0, 2))):
+    for w, g in zip(want, locality.layer_prediction(small)["popular"].mean((0, 2))):
         assert w is None or abs(w - g) < 1e-6
 
 
 def test_synthetic_traces_are_traces():
-    loc = routing.Locality((1.0, 0.0), (0.5, 0.0), (4.0, 1.0))
-    a = routing.synthesize(loc, 50, 4, 256, 8, seed=3)
+    loc = locality.Locality((1.0, 0.0), (0.5, 0.0), (4.0, 1.0))
+    a = locality.synthesize(loc, 50, 4, 256, 8, seed=3)
     assert a.experts.shape == (50, 4, 8) and a.num_experts == 256 and (a.phase == "decode").all()
     assert all(len(set(row.tolist())) == 8 for token in a.experts for row in token)
-    np.testing.assert_array_equal(a.experts, routing.synthesize(loc, 50, 4, 256, 8, seed=3).experts)
-    assert (a.experts != routing.synthesize(loc, 50, 4, 256, 8, seed=4).experts).any()
-    every = routing.synthesize(loc, 5, 2, 8, 8)
+    np.testing.assert_array_equal(
+        a.experts, locality.synthesize(loc, 50, 4, 256, 8, seed=3).experts
+    )
+    assert (a.experts != locality.synthesize(loc, 50, 4, 256, 8, seed=4).experts).any()
+    every = locality.synthesize(loc, 5, 2, 8, 8)
     assert (np.sort(every.experts, -1) == np.arange(8)).all()
 
 
 def test_dials_do_what_they_say():
     def made(zipf=0.0, sticky=0.0, memory=1.0):
-        return routing.synthesize(
-            routing.Locality((zipf,), (sticky,), (memory,)), 400, 4, 64, 8, seed=5
+        return locality.synthesize(
+            locality.Locality((zipf,), (sticky,), (memory,)), 400, 4, 64, 8, seed=5
         )
 
-    even = routing.overlap(made())["each"].mean()
+    even = locality.overlap(made())["each"].mean()
     assert abs(even - 8 / 64) < 0.01
-    skews = [np.sort(routing.popularity(made(zipf=z)), 1)[:, -8:].sum() for z in (0, 0.5, 1.0)]
+    skews = [np.sort(locality.popularity(made(zipf=z)), 1)[:, -8:].sum() for z in (0, 0.5, 1.0)]
     assert skews[0] < 0.7 * skews[1] < 0.5 * skews[2] * 1.4
-    lag1 = [routing.overlap(made(sticky=s))["each"].mean() for s in (0, 0.4, 0.8)]
+    lag1 = [locality.overlap(made(sticky=s))["each"].mean() for s in (0, 0.4, 0.8)]
     assert lag1[0] + 0.1 < lag1[1] < lag1[2] - 0.2
     # The longer the memory, the less of the locality is the last token's.
     short, long = made(sticky=0.6, memory=0.5), made(sticky=0.6, memory=20)
-    assert routing.overlap(short)["each"].mean() > routing.overlap(long)["each"].mean() + 0.1
-    assert routing.overlap(short, 8)["each"].mean() < routing.overlap(long, 8)["each"].mean() - 0.02
+    assert locality.overlap(short)["each"].mean() > locality.overlap(long)["each"].mean() + 0.1
+    assert (
+        locality.overlap(short, 8)["each"].mean() < locality.overlap(long, 8)["each"].mean() - 0.02
+    )
 
 
 @pytest.mark.parametrize("name", TRACES)
 def test_a_fitted_trace_has_the_recorded_ones_locality(name):
-    """To 0.03 in overlap with the last token and in LRU hit rates from K to E/2 slots, to 0.05 beyond; means over layers.
+    """Means over layers, to 0.03 in overlap with the last token and in LRU hit rates from K to E/2.
 
-    Popularity is no exact power: while the model writes, a few experts are hardly ever used, which shows at large S.
+    Beyond E/2 slots to 0.05: popularity is no exact power, and while the model writes a few
+    experts are hardly ever used.
     """
     trace = recorded(name)
     T, L, K = trace.experts.shape
-    made = routing.synthesize(routing.fit(trace), T, L, trace.num_experts, K, seed=99)
-    lag1 = [routing.overlap(t)["each"].mean() for t in (trace, made)]
+    made = locality.synthesize(locality.fit(trace), T, L, trace.num_experts, K, seed=99)
+    lag1 = [locality.overlap(t)["each"].mean() for t in (trace, made)]
     assert abs(lag1[0] - lag1[1]) < 0.03, lag1
-    error = np.abs(np.subtract(*(routing.lru_hit_rate(t).mean(0) for t in (trace, made))))
+    error = np.abs(np.subtract(*(locality.lru_hit_rate(t).mean(0) for t in (trace, made))))
     assert error[K : trace.num_experts // 2 + 1].max() < 0.03 and error.max() < 0.05, error
 
 
 def test_a_fit_finds_what_a_trace_was_made_from():
-    loc = routing.Locality((0.3, 1.0), (0.6, 0.1), (3.0, 1.0))
-    got = routing.fit(routing.synthesize(loc, 800, 2, 64, 8, seed=1))
+    loc = locality.Locality((0.3, 1.0), (0.6, 0.1), (3.0, 1.0))
+    got = locality.fit(locality.synthesize(loc, 800, 2, 64, 8, seed=1))
     assert np.abs(np.subtract(got.zipf, loc.zipf)).max() < 0.25, got
     assert np.abs(np.subtract(got.stickiness, loc.stickiness)).max() < 0.2, got
 
@@ -204,17 +209,17 @@ def test_a_fit_finds_what_a_trace_was_made_from():
 @pytest.mark.parametrize(
     "call, match",
     (
-        (lambda: routing.Locality((1.0,), (), (1.0,)), "as many layers"),
+        (lambda: locality.Locality((1.0,), (), (1.0,)), "as many layers"),
         (
-            lambda: routing.Locality((1.0,), (1.0,), (1.0,)),
+            lambda: locality.Locality((1.0,), (1.0,), (1.0,)),
             "Locality.stickiness: expected 0 to 0.999, got 1.0",
         ),
-        (lambda: routing.Locality((-1.0,), (0.5,), (1.0,)), "Locality.zipf"),
+        (lambda: locality.Locality((-1.0,), (0.5,), (1.0,)), "Locality.zipf"),
         (
-            lambda: routing.synthesize(routing.Locality((1.0,), (0.5,), (1.0,)), 5, 1, 4, 5),
+            lambda: locality.synthesize(locality.Locality((1.0,), (0.5,), (1.0,)), 5, 1, 4, 5),
             "E of K to 65536",
         ),
-        (lambda: routing.fit(recorded(TRACES[0])[:10]), "at least 32 tokens, got 10"),
+        (lambda: locality.fit(recorded(TRACES[0])[:10]), "at least 32 tokens, got 10"),
     ),
 )
 def test_bad_input(call, match):
@@ -226,7 +231,7 @@ def test_recorded_traces_are_small_and_of_tiny_moe():
     assert {"code", "tests", "prose", "docs", "sampled"} <= set(TRACES)
     assert sum(p.stat().st_size for p in (DATA / "traces").iterdir()) < 1_000_000
     for name in TRACES:
-        whole = Trace.load(DATA / "traces" / f"{name}.npz")
+        whole = locality.recorded_trace(name)
         assert whole.experts.shape[1:] == (8, 8) and whole.num_experts == 64 and whole.prompt
         assert len(whole.decode) >= 512 and len(whole.prefill) >= 127
 
@@ -234,12 +239,11 @@ def test_recorded_traces_are_small_and_of_tiny_moe():
 def test_the_recipe_records_what_ships():
     """The first tokens again; where experts nearly tie another machine may choose otherwise."""
     folder = DATA / "models" / "tiny-moe"
-    file, start = recipe.TEXTS["code"]
-    text = (folder / "heldout" / file).read_text(encoding="utf-8")[start:]
+    text = recipe.texts(folder)["code"]
     model, tokenizer = moelab.load(folder, moelab.StreamConfig(mode="resident"))
     with model:
         again = recipe.record(model, tokenizer, text, "again", tokens=12)
-    shipped = Trace.load(DATA / "traces" / "code.npz")
+    shipped = locality.recorded_trace("code")
     assert again.prompt == shipped.prompt and list(again.phase) == list(shipped.phase[: len(again)])
     np.testing.assert_array_equal(again.tokens, shipped.tokens[: len(again)])
     assert (np.sort(again.experts) == np.sort(shipped.experts[: len(again)])).mean() > 0.99

@@ -1,0 +1,334 @@
+"""How to stream a model: slots, policy, layout and prefetch, decided from given numbers."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ..streaming.config import StreamConfig
+from ..streaming.slots import POLICIES
+from ..streaming.trace import Trace
+from .costs import Costs
+from .pagecache import Replay, replay
+from .sizes import ModelSizes
+
+# Settings within this share of the fastest count as equal; the one that moves the fewest bytes is
+# taken, because reads have costs that a replay does not know.
+EQUAL = 0.02
+# A change that saves a smaller share of a token is not worth a second copy of the file, or the
+# risk of a wrong prefetch.
+WORTH = 0.03
+NUM_SLOTS = 12  # numbers of slots to choose from, if none are given
+
+
+class Lookahead(NamedTuple):
+    """What the prefetcher ``lookahead`` does for a model.
+
+    Attributes:
+        used (float): Prefetched experts that were used, as a share of those that would be missing.
+        wasted (float): Prefetched experts that were not used, as a share of the same.
+        ask_s (float): Seconds of a token that asking the routers takes.
+    """
+
+    used: float
+    wasted: float
+    ask_s: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """How to stream a model, and what to expect.
+
+    Attributes:
+        config (StreamConfig): Mode, slots, policy and prefetch.
+        layout (str): ``packed``: each expert in one piece, as ``python -m moelab repack`` writes
+            it; ``as it is``.
+        token_s (float): Predicted seconds of a decoded token with this config and layout.
+        memory_nbytes (float): The memory that it is for, page cache included.
+        chosen (Replay): The replay of this config and layout, without prefetch.
+        settings (dict[tuple, Replay]): By ``(slots, policy)``, every setting that was compared, in
+            the present layout and without prefetch.
+        why (tuple[str]): The reasons, one a sentence.
+    """
+
+    config: StreamConfig
+    layout: str
+    token_s: float
+    memory_nbytes: float
+    chosen: Replay
+    settings: dict[tuple[int, str], Replay]
+    why: tuple[str, ...]
+
+    @property
+    def best_prefetch_s(self) -> float:
+        """Seconds of a token that a perfect prefetch could hide."""
+        exposed_s, idle_s = _exposed(self.chosen)
+        return min(exposed_s, idle_s)
+
+    @property
+    def prefetch_may_pay(self) -> bool:
+        """Whether it is worth the time to measure what a ``lookahead`` does for this model."""
+        return self.layout == "packed" and self.best_prefetch_s >= WORTH * self.token_s
+
+    def because(self, reason: str) -> "Advice":
+        """The same advice with one more reason."""
+        return replace(self, why=(*self.why, reason))
+
+    def __str__(self):
+        c = self.config
+        memory = (
+            "without a memory limit:"
+            if self.memory_nbytes == float("inf")
+            else f"with {self.memory_nbytes / 1e9:.2f} GB for the process and its page cache:"
+        )
+        lines = [
+            memory,
+            f"  mode={c.mode} slots={c.slots} policy={c.policy} prefetch={c.prefetch}, "
+            f"layout {self.layout}: {self.token_s * 1e3:.1f} ms a token, "
+            f"{1 / self.token_s:.1f} tok/s predicted",
+            *(f"  - {line}" for line in self.why),
+            "without prefetch, in the present layout:",
+            f"{'slots':>6} {'policy':6} {'ms/token':>9} {'in a slot':>9} {'page cache':>10} "
+            f"{'SSD, MB/token':>13}",
+        ]
+        for (slots, policy), r in self.settings.items():
+            pages = "all" if r.page_nbytes == float("inf") else f"{r.page_nbytes / 1e6:.0f} MB"
+            mark = " <" if (slots, policy) == (c.slots, c.policy) else ""
+            lines.append(
+                f"{slots:6d} {policy:6} {r.mean_s * 1e3:9.1f} {r.app_hit_rate:9.0%} {pages:>10} "
+                f"{r.read_per_token / 1e6:13.1f}{mark}"
+            )
+        return "\n".join(lines)
+
+
+def advise(
+    sizes: ModelSizes,
+    memory_nbytes: float,
+    trace: Trace,
+    costs: Costs,
+    slots: list[int] | None = None,
+    policies: tuple[str, ...] = POLICIES,
+    skip: int | None = None,
+    packed_gain: float | None = None,
+) -> Advice:
+    """Choose slots, policy and layout by replaying a trace. Prefetch is ``with_lookahead``'s.
+
+    Args:
+        sizes (ModelSizes): Of the model.
+        memory_nbytes (float): For the process and its page cache; ``inf``: no limit.
+        trace (Trace): Of the model, or of one that routes alike.
+        costs (Costs): Of the machine.
+        slots (list[int], optional): Those to choose from. Default: a dozen from K to what fits.
+        policies (tuple[str]): Those to choose from.
+        skip (int, optional): Tokens of the trace that only fill the caches. Default: half.
+        packed_gain (float, optional): How many times faster the disk reads experts that lie in one
+            piece. Default: they lie in one piece already.
+
+    Returns:
+        Advice: With prefetch ``none``.
+
+    Raises:
+        ValueError: If the model does not fit in the memory with K slots.
+    """
+    check_memory(sizes, memory_nbytes)
+    most = sizes.E if memory_nbytes == float("inf") else sizes.fits(memory_nbytes)
+    if slots is None:
+        slots = np.unique(np.linspace(sizes.K, most, NUM_SLOTS).astype(int)).tolist()
+    slots = [n for n in slots if sizes.K <= n <= most]
+    if not slots:
+        raise ValueError(
+            f"advise: expected slots from {sizes.K} (the experts per token) to {most} (what fits), "
+            "got none."
+        )
+    skip = len(trace.decode) // 2 if skip is None else skip
+    every = [(n, policy) for policy in policies for n in slots]
+    settings = replay_settings(sizes, memory_nbytes, trace, costs, every, skip)
+    n, policy = pick(settings)
+    chosen = settings[n, policy]
+    why = [
+        f"{n} of {sizes.E} slots serve {chosen.app_hit_rate:.0%} of the experts; the page cache "
+        f"serves {np.nan_to_num(chosen.page_hit_rate):.0%} of the rest, and "
+        f"{chosen.read_per_token / 1e6:.1f} MB a token come from the SSD.",
+        _shape({m: r.mean_s * 1e3 for (m, p), r in settings.items() if p == policy}),
+    ]
+    for (m, p), r in settings.items():
+        if m == n and p != policy:
+            why.append(f"With {n} slots {p} takes {r.mean_s / chosen.mean_s - 1:+.1%}.")
+    layout = "packed"
+    if packed_gain is None:
+        why.append("The experts are packed already.")
+    else:
+        faster = costs.faster_disk(packed_gain)
+        packed = replay_settings(sizes, memory_nbytes, trace, faster, [(n, policy)], skip)[
+            n, policy
+        ]
+        saved = 1 - packed.mean_s / chosen.mean_s
+        worth = "worth a repack" if saved >= WORTH else "not worth a repack"
+        why.append(
+            f"The SSD reads an expert in one piece {packed_gain:.2f} times as fast: a repack would "
+            f"save {saved:.1%} of a token, {worth}."
+        )
+        if saved >= WORTH:
+            chosen = packed
+        else:
+            layout = "as it is"
+    if sizes.resident_nbytes <= memory_nbytes:
+        why.append(
+            "All of the model fits: compare mode='resident', which reads nothing and never waits "
+            "for the routing (python -m moelab bench)."
+        )
+    advice = Advice(
+        StreamConfig(slots=n, policy=policy),
+        layout,
+        chosen.mean_s,
+        memory_nbytes,
+        chosen,
+        settings,
+        tuple(why),
+    )
+    return advice if advice.prefetch_may_pay else advice.because(_no_prefetch(advice))
+
+
+def check_memory(sizes: ModelSizes, memory_nbytes: float):
+    """Refuse a memory in which the model does not fit with K slots.
+
+    Raises:
+        ValueError: With what it takes.
+    """
+    if memory_nbytes < sizes.least_nbytes:
+        raise ValueError(
+            f"advise: expected at least {sizes.least_nbytes / 1e9:.2f} GB of memory (the model "
+            f"without its experts, the process, {sizes.K} slots in each of {sizes.L} layers), got "
+            f"{memory_nbytes / 1e9:.2f}. Take more memory, or a smaller model."
+        )
+
+
+def replay_settings(
+    sizes: ModelSizes,
+    memory_nbytes: float,
+    trace: Trace,
+    costs: Costs,
+    settings: list[tuple[int, str]],
+    skip: int,
+) -> dict[tuple[int, str], Replay]:
+    """Replay a trace with every setting ``(slots, policy)``.
+
+    Args:
+        sizes (ModelSizes): Of the model.
+        memory_nbytes (float): For the process and its page cache.
+        trace (Trace): ``[T, L, K]``.
+        costs (Costs): Of reads and arithmetic.
+        settings (list[tuple]): ``(slots, policy)``.
+        skip (int): Tokens that do not count.
+
+    Returns:
+        dict[tuple, Replay]: By setting.
+    """
+    return {
+        (n, policy): replay(
+            trace,
+            memory_nbytes,
+            n,
+            policy,
+            expert_nbytes=sizes.expert_nbytes,
+            costs=costs,
+            slot_nbytes=sizes.held_expert_nbytes,
+            other_nbytes=sizes.other_nbytes,
+            skip=skip,
+        )
+        for n, policy in settings
+    }
+
+
+def pick(settings: dict[tuple[int, str], Replay]) -> tuple[int, str]:
+    """The fastest setting; among equals the one that copies and reads the fewest bytes.
+
+    Args:
+        settings (dict[tuple, Replay]): Of ``replay_settings``.
+
+    Returns:
+        tuple: ``(slots, policy)``.
+    """
+    best_s = min(r.mean_s for r in settings.values())
+    equal = {key: r for key, r in settings.items() if r.mean_s <= best_s * (1 + EQUAL)}
+    return min(equal, key=lambda key: equal[key].copied_per_token + equal[key].read_per_token)
+
+
+def _shape(ms):
+    """How milliseconds change with the slots, in a sentence."""
+    slots = list(ms)
+    first, last, worst = slots[0], slots[-1], max(ms, key=ms.get)
+    if max(ms.values()) <= min(ms.values()) * (1 + EQUAL):
+        return (
+            f"Slots hardly matter here: {min(ms.values()):.1f} to {max(ms.values()):.1f} ms a "
+            f"token with {first} to {last}."
+        )
+    if first < worst < last:
+        return (
+            f"A middling number of slots is the slowest: {ms[first]:.1f} ms a token with {first}, "
+            f"{ms[worst]:.1f} with {worst}, {ms[last]:.1f} with {last}, because the page cache "
+            "holds the same experts again."
+        )
+    return f"{ms[first]:.1f} ms a token with {first} slots, {ms[last]:.1f} with {last}."
+
+
+def _exposed(chosen):
+    """Seconds of a token's reads that nothing hides, and those in which nothing is read."""
+    part = chosen.parts_s  # ``hidden`` is not positive
+    exposed_s = part["copies"] + part["disk"] + part["hidden"]
+    return exposed_s, max(0.0, part["fixed"] + part["experts"] + part["hidden"])
+
+
+def _no_prefetch(advice):
+    exposed_s, _ = _exposed(advice.chosen)
+    if advice.best_prefetch_s < WORTH * advice.token_s:
+        return (
+            f"No prefetch: {exposed_s * 1e3:.1f} ms of a token are reads that nothing hides, and "
+            f"even a perfect prefetch would hide only {advice.best_prefetch_s * 1e3:.1f} of them."
+        )
+    return (
+        f"No prefetch: a perfect one would hide {advice.best_prefetch_s * 1e3:.1f} ms of reads, "
+        "but with experts in several pieces a prefetch takes as many reads, and gained nothing in "
+        "the recorded runs (notebook 04)."
+    )
+
+
+def lookahead_gain_s(chosen: Replay, lookahead: Lookahead) -> float:
+    """Seconds of a token that ``prefetch="lookahead"`` should save; negative: it costs so much.
+
+    A used prefetch hides a read that was exposed, as far as there is compute to hide it behind. A
+    wasted one delays other reads by as much, and asking takes its time. This holds for experts in
+    one piece, and was checked against the eight recorded variants of one machine
+    (data/results/cpu_prefetch_*.json).
+
+    Args:
+        chosen (Replay): Without prefetch.
+        lookahead (Lookahead): Measured.
+    """
+    exposed_s, idle_s = _exposed(chosen)
+    hidden_s = min(lookahead.used * exposed_s, idle_s)
+    return hidden_s - lookahead.wasted * exposed_s - lookahead.ask_s
+
+
+def with_lookahead(advice: Advice, lookahead: Lookahead) -> Advice:
+    """Decide on prefetch, where it may pay.
+
+    Args:
+        advice (Advice): Of ``advise``, with ``prefetch_may_pay``.
+        lookahead (Lookahead): Measured with the model.
+
+    Returns:
+        Advice: With prefetch ``lookahead`` where that saves enough, and the reason.
+    """
+    exposed_s, _ = _exposed(advice.chosen)
+    gain_s = lookahead_gain_s(advice.chosen, lookahead)
+    worth = gain_s >= WORTH * advice.token_s
+    advice = advice.because(
+        f"{'Prefetch' if worth else 'No prefetch'}: of {exposed_s * 1e3:.1f} ms of exposed reads a "
+        f"lookahead predicts {lookahead.used:.0%}, reads {lookahead.wasted:.0%} as much in vain "
+        f"and takes {lookahead.ask_s * 1e3:.1f} ms to ask: {gain_s * 1e3:+.1f} ms a token to gain."
+    )
+    if not worth:
+        return advice
+    config = replace(advice.config, prefetch="lookahead")
+    return replace(advice, config=config, token_s=advice.token_s - gain_s)

@@ -1,0 +1,239 @@
+"""Which experts a cache of slots holds, by eviction policy.
+
+A policy of the engine is a line of ``RANKS`` in ``streaming/slots.py``, which is read here. A
+policy that only the replay has is a line of ``SCORES``.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from ..streaming.slots import RANKS, hottest
+from .locality import popularity
+
+
+class Uses(NamedTuple):
+    """The uses of one token's experts, which a score may depend on; each is ``[L, K]``.
+
+    Attributes:
+        order (np.ndarray): Grows from use to use; within a token, hits come before misses.
+        hit (np.ndarray): Whether the expert was in a slot.
+        score (np.ndarray): The slot's score so far; meaningless for a miss.
+        count (np.ndarray): How often the expert was used, this time included.
+        next (np.ndarray): The token that needs the expert next; beyond the last if none does.
+    """
+
+    order: np.ndarray
+    hit: np.ndarray
+    score: np.ndarray
+    count: np.ndarray
+    next: np.ndarray
+
+
+RANK = 2.0**32  # a rank counts for more than any order, and both are exact in a float
+
+
+def _engine_score(rank):
+    """As ``SlotTable`` evicts: by rank, and of equal ranks the least recently used."""
+    if rank is None:
+        return lambda use: use.order
+    return lambda use: rank(use.count) * RANK + use.order
+
+
+# The score of an expert from its use on. The lowest score is evicted first.
+SCORES = {
+    **{policy: _engine_score(rank) for policy, rank in RANKS.items()},
+    "fifo": lambda use: np.where(use.hit, use.score, use.order),
+    "belady": lambda use: -use.next,  # knows the future: no policy can hit more
+}
+# S3-FIFO is three queues and no score; ``none`` holds nothing, as the mode ``buffers``.
+POLICIES = (*SCORES, "s3-fifo", "none")
+
+
+def pin(trace, nbytes: int, slots: int, expert_nbytes: int) -> tuple[tuple[int, ...], ...]:
+    """The experts that ``StreamConfig(pinned_nbytes=nbytes)`` would pin by a trace.
+
+    Args:
+        trace (Trace): Its decoded tokens count.
+        nbytes (int): The budget.
+        slots (int): S, beside the pinned experts.
+        expert_nbytes (int): What an expert takes in memory.
+
+    Returns:
+        tuple[tuple[int]]: The pinned experts of each layer.
+    """
+    L, E = trace.experts.shape[1], trace.num_experts
+    counts, room = popularity(trace.decode), [max(0, E - slots)] * L
+    return tuple(map(tuple, hottest(counts, nbytes, [expert_nbytes] * L, room)))
+
+
+def held(
+    experts: np.ndarray, num_experts: int, slots: int, policy: str = "lru", pinned: tuple = ()
+) -> np.ndarray:
+    """Which experts are in a slot when they are needed.
+
+    A layer's K experts are needed together: none of them is evicted for another.
+
+    Args:
+        experts (np.ndarray): ``[T, L, K]``, distinct within a token.
+        num_experts (int): E.
+        slots (int): S, at least K.
+        policy (str): One of ``POLICIES``; with pinned experts one of ``SCORES``.
+        pinned (tuple[tuple[int]]): Of each layer, experts that have slots of their own from the
+            beginning and are never evicted.
+
+    Returns:
+        np.ndarray: ``[T, L, K]`` of bool.
+
+    Raises:
+        ValueError: If there are too few slots, no such policy, or a token names an expert twice.
+    """
+    K = experts.shape[-1]
+    if policy not in POLICIES:
+        raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}.")
+    if pinned and policy not in SCORES:
+        raise ValueError(
+            f"pinned: expected a policy of {', '.join(SCORES)} beside it, got {policy!r}."
+        )
+    if policy == "none":
+        return np.zeros(experts.shape, bool)
+    if slots < K:
+        raise ValueError(f"slots: expected at least {K} (the experts per token), got {slots}.")
+    if not np.diff(np.sort(experts, axis=-1), axis=-1).all():
+        raise ValueError(
+            "held: expected distinct experts in each token and layer, got one twice; "
+            "a replay of such a family is not supported."
+        )
+    slots = min(slots, num_experts)
+    if policy == "s3-fifo":
+        layers = experts.transpose(1, 0, 2)
+        return np.stack([_s3_fifo(rows, num_experts, slots) for rows in layers], axis=1)
+    return _by_score(experts, num_experts, slots, SCORES[policy], pinned)
+
+
+def _by_score(experts, E, slots, score_of, pinned):
+    # All layers at once, token by token: of the experts that are held and not needed, those with
+    # the lowest scores are evicted.
+    T, L, K = experts.shape
+    rows, places = np.arange(L)[:, None], np.arange(K)
+    slot_of = np.full((L, E + 1), -1)  # expert id E marks an empty slot
+    width = slots + max(map(len, pinned), default=0)  # the last slots are of the pinned
+    holds = np.full((L, width), E)
+    score = np.full((L, width), -np.inf)
+    score[:, slots:] = np.inf
+    for layer, its in enumerate(pinned):
+        slot_of[layer, list(its)] = np.arange(slots, slots + len(its))
+    counts, next_use = np.zeros((L, E), np.int64), _next_use(experts, E)
+    hit = np.empty((T, L, K), bool)
+    for t in range(T):
+        need = experts[t].astype(np.intp)
+        slot = slot_of[rows, need]
+        found = hit[t] = slot >= 0
+        missing = K - found.sum(1)
+        most = missing.max()
+        if most:
+            layer, k = np.nonzero(found)
+            candidates = score.copy()
+            candidates[layer, slot[layer, k]] = np.inf  # needed now
+            if most < width:
+                lowest = np.argpartition(candidates, most - 1, axis=1)[:, :most]
+            else:
+                lowest = np.broadcast_to(np.arange(slots), (L, slots))
+            ascending = np.take_along_axis(candidates, lowest, 1).argsort(1)
+            lowest = np.take_along_axis(lowest, ascending, 1)
+            layer, k = np.nonzero(~found)
+            evicted = lowest[np.arange(most) < missing[:, None]]  # by layer, as ``layer`` is
+            slot_of[layer, holds[layer, evicted]] = -1
+            e = need[layer, k]
+            slot_of[layer, e] = slot[layer, k] = evicted
+            holds[layer, evicted] = e
+        counts[rows, need] += 1
+        order = (2 * t + ~found) * float(K) + places
+        use = Uses(order, found, score[rows, slot], counts[rows, need], next_use[t])
+        score[rows, slot] = score_of(use)
+        score[:, slots:] = np.inf
+    return hit
+
+
+def _next_use(experts, E):
+    """``[T, L, K]``: the token that needs the same expert next, or T + its number if none does."""
+    T, L, K = experts.shape
+    which = (experts + np.arange(L, dtype=np.int64)[:, None] * E).ravel()
+    uses = np.argsort(which, kind="stable")  # expert by expert, each in the order of time
+    token = np.arange(which.size) // (L * K)
+    following = np.empty(which.size)
+    following[uses[:-1]] = token[uses[1:]]
+    last = np.append(which[uses[1:]] != which[uses[:-1]], True)
+    following[uses[last]] = T + which[uses[last]] % E
+    return following.reshape(T, L, K)
+
+
+def _s3_fifo(rows, E, slots):
+    # One layer (Yang et al., SOSP 2023). A tenth of the slots is a queue of new experts. Those used
+    # again move to the main queue; the others are evicted and remembered as ghosts, which go to
+    # the main queue when they come back. In plain lists and without calls: a replay of 1,000
+    # tokens and 48 layers (K = 8, E = 128) takes 80 ms with 96 slots, 190 with 16, 205 with K.
+    room, held = max(1, slots // 10), 0
+    remembered = slots - room
+    small, main = deque(), deque()
+    ghost, place = [], [-1] * E  # a ghost counts from ``oldest`` on, if this is its place
+    ghosts = oldest = 0
+    uses, needed = [-1] * E, [-1] * E  # -1: not held; the last token that needed it
+    absent, counts = [], []
+    for t, need in enumerate(rows.tolist()):
+        missing = []
+        for e in need:
+            needed[e] = t
+            u = uses[e]
+            if u < 0:
+                missing.append(e)
+            elif u < 3:
+                uses[e] = u + 1
+        absent += missing
+        counts.append(len(missing))
+        for e in missing:
+            if held < slots:
+                held += 1
+            else:
+                queue, passed = small if len(small) >= room else main, 0
+                while True:
+                    v = queue.popleft()
+                    u = uses[v]
+                    if needed[v] == t:
+                        queue.append(v)
+                        passed += 1
+                    elif queue is small:
+                        if u < 2:
+                            uses[v] = -1
+                            place[v] = len(ghost)
+                            ghost.append(v)
+                            if ghosts < remembered:
+                                ghosts += 1
+                            else:
+                                while place[v := ghost[oldest]] != oldest:
+                                    oldest += 1
+                                place[v] = -1
+                            break
+                        uses[v] = 0
+                        main.append(v)
+                    elif u:
+                        uses[v] = u - 1
+                        main.append(v)
+                        passed = 0
+                    else:
+                        uses[v] = -1
+                        break
+                    if passed == len(queue):  # all of it is needed now
+                        queue, passed = main if queue is small else small, 0
+            if place[e] >= 0:
+                place[e] = -1
+                ghosts -= 1
+                main.append(e)
+            else:
+                small.append(e)
+            uses[e] = 0
+    at = np.arange(len(rows))
+    hit = np.ones((len(rows), E), bool)
+    hit[np.repeat(at, counts), absent] = False
+    return hit[at[:, None], rows]

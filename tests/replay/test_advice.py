@@ -1,0 +1,121 @@
+"""The decision alone: the best setting where that is known, and what cannot run is refused."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moelab.lab import records
+from moelab.replay import advice, locality, pagecache
+from moelab.replay.advice import Lookahead
+from moelab.replay.costs import Costs
+from moelab.replay.sizes import ModelSizes
+
+SIZES = ModelSizes(1_900_000_000, 110_000_000, 1_770_000, 7_900_000, L=4, E=256, K=8)
+READS = Costs(0.0, 0.0, 1e-10, 1e-9)
+FLAT = locality.Locality((0.3,) * 4, (0.3,) * 4, (1.5,) * 4)
+TRACE = locality.synthesize(FLAT, 200, 4, 256, 8)
+
+
+def settings(memory, costs, slots):
+    return advice.replay_settings(SIZES, memory, TRACE, costs, [(n, "lru") for n in slots], 100)
+
+
+def test_among_equals_it_takes_the_setting_that_moves_least():
+    slow = replace(READS, fixed_s=10.0)
+    assert advice.pick(settings(1.5e9, slow, [8, 60, 150])) == (150, "lru")
+
+
+def test_it_does_not_take_the_slow_middle():
+    s = settings(1.6e9, READS, [8, 80, 160])
+    ms = {n: r.mean_s for (n, _), r in s.items()}
+    assert ms[80] > max(ms[8], ms[160])  # the page cache holds what the slots hold
+    assert advice.pick(s)[0] == min(ms, key=ms.get) != 80
+
+
+def test_the_cost_of_a_copy_moves_the_choice():
+    # Nearly all of the file fits in the page cache, and slots take more than the file's own bytes.
+    memory = 1.9e9
+    few, many = settings(memory, replace(READS, warm_s_per_byte=0.0), [8, 190]).values()
+    assert few.mean_s < many.mean_s
+    few, many = settings(memory, replace(READS, warm_s_per_byte=1e-9), [8, 190]).values()
+    assert few.mean_s > many.mean_s
+
+
+def test_advice_says_what_and_why():
+    a = advice.advise(SIZES, 1.6e9, TRACE, READS, packed_gain=1.0)
+    c = a.config
+    assert (c.slots, c.policy) == advice.pick(a.settings) and c.prefetch == "none"
+    assert a.token_s == a.settings[c.slots, c.policy].mean_s
+    text = str(a)
+    assert " <" in text and f"slots={c.slots}" in text and "1.60 GB" in text
+    assert "in one piece" in text and "No prefetch" in text and "resident" not in text
+    roomy = advice.advise(SIZES, float("inf"), TRACE, READS)
+    assert "mode='resident'" in str(roomy) and "without a memory limit" in str(roomy)
+    assert roomy.layout == "packed" and roomy.config.slots <= 256
+
+
+def test_a_repack_is_advised_only_where_it_pays():
+    tight = SIZES.least_nbytes + 1e6
+    slow = replace(READS, cold_s_per_byte=1e-8)
+    for gain, layout in ((2.0, "packed"), (1.0, "as it is")):
+        assert advice.advise(SIZES, tight, TRACE, slow, packed_gain=gain).layout == layout
+
+
+@pytest.mark.parametrize(("name", "L"), [("cpu_prefetch_tiny_moe", 8), ("cpu_prefetch_35b", 4)])
+def test_a_lookahead_is_advised_where_the_recorded_runs_gained_by_it(name, L):
+    """From each run without prefetch: what it waited for, and what a lookahead predicted.
+
+    Asking takes what it took on that machine, 0.16 ms a layer.
+    """
+    by = {(v["state"], v["layout"], v["prefetch"]): v for v in records.recorded(name)["variants"]}
+    gains = {}
+    for (state, layout, prefetch), v in by.items():
+        if prefetch != "none" or layout != "packed":
+            continue
+        token_s, wait_s = v["token_s"]["median"], v["per_token"]["wait_s"]
+        c = by[state, layout, "lookahead"]["per_token"]
+        missed = c["prefetch_used"] + c["misses"]
+        lookahead = Lookahead(
+            c["prefetch_used"] / missed, c["prefetch_wasted"] / missed, L * 0.16e-3
+        )
+        parts = {"copies": 0.0, "disk": wait_s, "hidden": 0.0}
+        parts |= {"fixed": token_s - wait_s, "experts": 0.0}
+        chosen = pagecache.Replay(np.array([token_s]), 0, 0, 0, 0, parts, 0)
+        before = advice.Advice(advice.StreamConfig(), layout, token_s, 1e9, chosen, {}, ())
+        if not before.prefetch_may_pay:
+            continue
+        after = advice.with_lookahead(before, lookahead)
+        if after.config.prefetch == "lookahead":
+            gains[state] = token_s / after.token_s
+        else:
+            assert after.token_s == token_s
+    if name == "cpu_prefetch_35b":  # it routes at random
+        assert not gains
+        return
+    ratio = {p: by["cold", "packed", p]["ratio"]["median"] for p in ("lookahead", "none")}
+    measured = ratio["lookahead"] / ratio["none"]
+    assert list(gains) == ["cold"] and 1.03 < gains["cold"] <= measured < 1.1
+
+
+def test_only_packed_experts_with_reads_to_hide_are_worth_a_lookahead():
+    costs = Costs(5e-2, 5e-5, 1e-9, 1e-9)
+    tight = SIZES.least_nbytes + 4e6
+    plain = advice.advise(SIZES, tight, TRACE, costs, packed_gain=1.0)
+    assert not plain.prefetch_may_pay and "several pieces" in str(plain)
+    packed = advice.advise(SIZES, tight, TRACE, costs)
+    assert packed.prefetch_may_pay
+    idle = advice.advise(SIZES, tight, TRACE, READS)  # no compute to hide a read behind
+    assert not idle.prefetch_may_pay and "even a perfect prefetch" in str(idle)
+    good = advice.with_lookahead(packed, Lookahead(0.7, 0.1, 1e-3))
+    assert good.config.prefetch == "lookahead" and "predicts 70%" in str(good)
+    assert good.token_s < packed.token_s and good.config.slots == packed.config.slots
+    bad = advice.with_lookahead(packed, Lookahead(0.4, 0.4, 1e-3))
+    assert bad.config.prefetch == "none" and bad.token_s == packed.token_s
+
+
+def test_what_cannot_run_is_refused():
+    with pytest.raises(ValueError, match="expected at least .* GB of memory"):
+        advice.advise(SIZES, 50e6, TRACE, READS)
+    with pytest.raises(ValueError, match="expected slots from 8"):
+        advice.advise(SIZES, 1.6e9, TRACE, READS, slots=[4])

@@ -1,0 +1,262 @@
+"""Eviction policies against slow references: the slot table, exhaustive search, the paper."""
+
+import re
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import tiny_moe
+from mlx_lm.models.cache import make_prompt_cache
+
+import moelab
+from moelab.replay import advice, eviction, locality, pagecache
+from moelab.replay.costs import Costs
+from moelab.replay.sizes import ModelSizes
+from moelab.streaming import config, slots
+from moelab.streaming.model import load_model
+from moelab.streaming.record import route_by
+from moelab.streaming.slots import SlotTable
+
+COSTS = Costs(0.01, 1e-4, 1e-10, 1e-9, 1e-5, 1e-4)
+
+
+def made(T=60, L=3, E=16, K=4, seed=0, zipf=0.7, sticky=0.3, memory=3.0):
+    return locality.synthesize(locality.Locality((zipf,), (sticky,), (memory,)), T, L, E, K, seed)
+
+
+def hits_of_the_engine(trace, S, policy, pinned=((), (), ())):
+    out = np.zeros(trace.experts.shape, bool)
+    for layer in range(3):
+        table = SlotTable(S, policy, pinned[layer])
+        for i, need in enumerate(trace.experts[:, layer].tolist()):
+            hits, misses = table.plan(need)
+            table.commit(misses)
+            out[i, layer] = [e in hits for e in need]
+    return out
+
+
+@pytest.mark.parametrize("policy", slots.POLICIES)
+@pytest.mark.parametrize("S", (4, 5, 9, 16, 20))
+@pytest.mark.parametrize("seed", (0, 1, 2))
+def test_the_engines_policies_hit_what_its_slot_table_hits(policy, S, seed):
+    t = made(seed=seed)
+    want = hits_of_the_engine(t, S, policy)
+    np.testing.assert_array_equal(eviction.held(t.experts, 16, S, policy), want)
+
+
+@pytest.mark.parametrize("S", (4, 7, 16))
+def test_fifo(S):
+    t = made()
+    want = np.zeros(t.experts.shape, bool)
+    for layer in range(3):
+        queue = []
+        for i, need in enumerate(t.experts[:, layer].tolist()):
+            want[i, layer] = [e in queue for e in need]
+            missing = [e for e in need if e not in queue]
+            while len(queue) + len(missing) > S:
+                queue.remove(next(e for e in queue if e not in need))
+            queue += missing
+    np.testing.assert_array_equal(eviction.held(t.experts, 16, S, "fifo"), want)
+
+
+@pytest.mark.parametrize("policy", slots.POLICIES)
+@pytest.mark.parametrize("S", (4, 7, 12))
+@pytest.mark.parametrize("count", (1, 5, 14, 100))
+def test_pinned_are_the_engines(count, S, policy):
+    t = made(T=120)
+    stay = eviction.pin(made(seed=1), count * 10, S, 10)
+    assert sum(map(len, stay)) == min(count, 3 * (16 - S)) and max(map(len, stay)) <= 16 - S
+    want = hits_of_the_engine(t, S, policy, stay)
+    np.testing.assert_array_equal(eviction.held(t.experts, 16, S, policy, stay), want)
+    best = eviction.held(t.experts, 16, S, "belady", stay)
+    assert best.sum() >= want.sum() and all(
+        best[:, i][np.isin(t.experts[:, i], stay[i])].all() for i in range(3)
+    )
+
+
+def fewest_misses(rows, S):
+    """By trying every choice."""
+
+    @cache
+    def best(i, content):
+        if i == len(rows):
+            return 0
+        need = frozenset(rows[i])
+        missing = len(need - content)
+        others = content - need
+        room = min(len(others), S - len(need))
+        return missing + min(
+            best(i + 1, need | frozenset(keep)) for keep in combinations(sorted(others), room)
+        )
+
+    return best(0, frozenset())
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("S", (2, 3, 4))
+def test_belady_is_the_best_there_is(seed, S):
+    t = made(T=14, L=1, E=7, K=2, seed=seed)
+    hit = eviction.held(t.experts, 7, S, "belady")
+    assert (~hit).sum() == fewest_misses(tuple(map(tuple, t.experts[:, 0].tolist())), S)
+
+
+def s3_fifo(rows, S):
+    """As the paper has it, with lists; experts that the token needs are passed over."""
+    room = max(1, S // 10)
+    small, main, ghost, freq, hits = [], [], [], {}, []
+
+    def from_small(need):
+        for e in list(small):
+            if e in need:
+                small.remove(e)
+                small.append(e)
+            elif freq[e] > 1:
+                small.remove(e)
+                main.append(e)
+                freq[e] = 0
+            else:
+                small.remove(e)
+                ghost.append(e)
+                del freq[e]
+                if len(ghost) > S - room:
+                    ghost.pop(0)
+                return True
+        return False
+
+    def from_main(need):
+        turns = 0
+        while main and turns < 4 * len(main) + 4:
+            turns += 1
+            e = main.pop(0)
+            if e in need:
+                main.append(e)
+            elif freq[e]:
+                freq[e] -= 1
+                main.append(e)
+            else:
+                del freq[e]
+                return True
+        return False
+
+    for need in rows:
+        missing = []
+        for e in need:
+            hits.append(e in freq)
+            if e in freq:
+                freq[e] = min(3, freq[e] + 1)
+            else:
+                missing.append(e)
+        for e in missing:
+            if len(freq) >= S:
+                order = (from_small, from_main) if len(small) >= room else (from_main, from_small)
+                assert order[0](need) or order[1](need)
+            if e in ghost:
+                ghost.remove(e)
+                main.append(e)
+            else:
+                small.append(e)
+            freq[e] = 0
+            assert len(freq) <= S
+    return hits
+
+
+@pytest.mark.parametrize("S", (4, 5, 6, 12, 15, 16))
+@pytest.mark.parametrize("sticky", (0.1, 0.3, 0.7))
+@pytest.mark.parametrize("seed", (0, 1))
+def test_s3_fifo(S, sticky, seed):
+    t = made(T=200, seed=seed, sticky=sticky)
+    hit = eviction.held(t.experts, 16, S, "s3-fifo")
+    for layer in range(3):
+        want = s3_fifo(t.experts[:, layer].tolist(), S)
+        np.testing.assert_array_equal(hit[:, layer].ravel(), want)
+
+
+@pytest.mark.parametrize("policy", eviction.POLICIES)
+def test_every_policy_on_a_recorded_trace(policy):
+    t = locality.recorded_trace("code").decode
+    rate = [eviction.held(t.experts, 64, S, policy).mean() for S in (8, 16, 32, 64)]
+    best = [eviction.held(t.experts, 64, S, "belady").mean() for S in (8, 16, 32, 64)]
+    assert (np.array(rate) <= np.array(best) + 1e-12).all()
+    if policy == "none":
+        assert rate == [0] * 4
+        return
+    seen = 1 - sum(len(np.unique(t.experts[:, i])) for i in range(8)) / t.experts.size
+    assert rate[-1] == pytest.approx(seen)  # with every slot only the first use misses
+    if policy == "lru":
+        want = locality.lru_hit_rate(t).mean(0)[[8, 16, 32, 64]]
+        np.testing.assert_allclose(rate, want, atol=0.003)
+
+
+def test_a_policy_or_a_size_that_is_none():
+    t = made()
+    with pytest.raises(ValueError, match="expected one of lru, lfu, .* got 'mru'"):
+        eviction.held(t.experts, 16, 8, "mru")
+    with pytest.raises(ValueError, match="slots: expected at least 4 .* got 3"):
+        eviction.held(t.experts, 16, 3, "lru")
+    with pytest.raises(ValueError, match="distinct experts"):
+        eviction.held(np.zeros((2, 1, 4), np.uint16), 16, 8)
+
+
+def test_the_policies_are_listed_once():
+    """The engine's list is the beginning of the replay's, and everything else asks these two."""
+    assert eviction.POLICIES[: len(slots.POLICIES)] == slots.POLICIES
+    assert advice.POLICIES is slots.POLICIES and config.CHOICES["policy"] is slots.POLICIES
+    written = re.compile(r"""[(\[]["']lru["'],\s*["']lfu["'],?\s*[)\]]""")
+    files = [*Path(moelab.__file__).parent.rglob("*.py")]
+    assert not [f.name for f in files if written.search(f.read_text())]
+    assert tuple(slots.RANKS) == slots.POLICIES
+
+
+def test_the_replay_takes_its_score_from_a_rank_of_the_engine(monkeypatch):
+    """A policy nobody wants, most frequently used first: added in one line, it hits alike."""
+    t, rank = made(T=100), lambda count: -count
+    monkeypatch.setitem(slots.RANKS, "mfu", rank)
+    monkeypatch.setattr(slots, "POLICIES", (*slots.POLICIES, "mfu"))
+    monkeypatch.setitem(eviction.SCORES, "mfu", eviction._engine_score(rank))
+    monkeypatch.setattr(eviction, "POLICIES", (*eviction.POLICIES, "mfu"))
+    want = hits_of_the_engine(t, 7, "mfu")
+    np.testing.assert_array_equal(eviction.held(t.experts, 16, 7, "mfu"), want)
+    assert (want != hits_of_the_engine(t, 7, "lfu")).any()
+
+
+@pytest.mark.parametrize("policy", ("mru", "LRU", "", None))
+def test_an_unknown_policy_is_refused_everywhere(policy):
+    """The slot table took it for LFU, the loop of the replay for LRU."""
+    t, expected = made(), "policy: expected one of lru, lfu.* got "
+    sizes = ModelSizes(48, 0, 1, 3, L=3, E=16, K=4)
+    for call in (
+        lambda: SlotTable(4, policy),
+        lambda: moelab.StreamConfig(policy=policy),
+        lambda: eviction.held(t.experts, 16, 8, policy),
+        lambda: pagecache.replay(t, 1e9, 8, policy, expert_nbytes=1, costs=COSTS),
+        lambda: advice.replay_settings(sizes, 1e12, t, COSTS, [(8, policy)], 0),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            call()
+    for policy in ("s3-fifo", "belady", "none"):  # the replay has them, the engine does not
+        with pytest.raises(ValueError, match=expected):
+            SlotTable(4, policy)
+
+
+@pytest.mark.parametrize("policy", slots.POLICIES)
+@pytest.mark.parametrize("count", (0, 50))
+def test_hits_are_those_of_a_driven_model(count, policy, tmp_path):
+    tiny_moe.random_model(tmp_path)
+    t, other = made(T=30, L=8, E=64, K=8), made(T=30, L=8, E=64, K=8, seed=1)
+    other.save(tmp_path / "trace.npz")
+    one = moelab.footprint(tmp_path, moelab.StreamConfig(slots=8)).slots_nbytes // 64
+    config = moelab.StreamConfig(
+        slots=14, policy=policy, pinned_nbytes=count * one, pinned_trace=tmp_path / "trace.npz"
+    )
+    model, _ = load_model(tmp_path, config)
+    with model, route_by(model, t):
+        cache = make_prompt_cache(model)
+        for i in range(len(t)):
+            mx.eval(model(mx.array([[i]]), cache=cache))
+        got = moelab.stats(model).decode
+    stay = eviction.pin(other, count * one, 14, one)
+    assert sum(map(len, stay)) == count
+    assert got.hits == eviction.held(t.experts, 64, 14, policy, stay).sum()
