@@ -1,10 +1,12 @@
-"""The run on a CUDA GPU whose samples are in ``data/results/``: real layer shapes, every section of
-notebooks 01 and 02, and the drafts of 07.
+"""The run on a CUDA GPU that ``data/results/cuda_*.json`` are from.
+
+Real layer shapes, every section of notebooks 01 and 02, and the drafts of 07.
 
     python data/recipes/cuda_run.py OUT.json [--folder FOLDER] [--only SECTION,...] [--tiny]
 
-It synthesizes the checkpoints that it needs under FOLDER (5 GB), keeps what it has after each section, and goes on when a section fails.
-On a machine without a CUDA GPU it runs too (Metal: the same questions; CPU: ``--tiny``, to try it out).
+It synthesizes the checkpoints that it needs under FOLDER (5 GB), saves the record after each
+section, and goes on when a section fails. It runs without a CUDA GPU, too: on Metal the same
+sections, on a CPU ``--tiny``, to try it out.
 """
 
 import argparse
@@ -25,12 +27,11 @@ import mlx.core as mx
 import mlx_lm
 
 from moelab import DATA, StreamConfig, close, load
-from moelab.lab import machine, records, timing
-from moelab.lab.experiments import bench, dispatch, exactness, layer, reads
-from moelab.lab.experiments import drafts as draft
+from moelab.lab import machine, records
+from moelab.lab.experiments import bench, dispatch, drafts, exactness, layer, reads, verify
 from moelab.lab.texts import heldout_starts
 from moelab.speculation import gated_delta
-from moelab.speculation.generate import ModelDraft
+from moelab.speculation.drafts import ModelDraft
 from moelab.synthesize import synthesize
 
 SHORT = ("def",)  # a longer prompt makes MLX compile another kernel for over a minute
@@ -90,16 +91,15 @@ class Run:
 
     def loops_of_the_checkpoint(self):
         model, _ = load(self.path, StreamConfig(mode="resident"))
-        out = dispatch.loops(model, 8 if self.tiny else 48, self.rounds)
-        out["operations_of_a_layer"] = dispatch.operations_of_a_layer(model)
-        return out
+        timed = dispatch.loops(model, 8 if self.tiny else 48, self.rounds)
+        return {**vars(timed), "operations_of_a_layer": dispatch.operations_of_a_layer(model)}
 
     def promotion(self):
         model, _ = load(self.path, StreamConfig(mode="resident", dtype="bfloat16"))
         return dispatch.promotion(model, 4 if self.tiny else 32, self.rounds)
 
     def dense_and_moe(self):
-        """Loops of both models in processes of other settings: how much more does one suffer than the other?"""
+        """Loops of a dense and of an MoE model, in processes with MLX's settings changed."""
         out = {}
         for name, variables in list(ENVIRONMENTS.items())[: 2 if self.tiny else None]:
             with tempfile.TemporaryDirectory() as folder:
@@ -133,14 +133,15 @@ class Run:
         )
         out = {}
         for name, model in dispatch.dense_and_moe(**sizes).items():
-            out[name] = dispatch.loops(
+            timed = dispatch.loops(
                 model,
                 4 if self.tiny else 48,
                 2 if self.tiny else 5,
                 routing=name == "moe",
                 config=sizes,
             )
-            out[name]["operations_of_a_layer"] = dispatch.operations_of_a_layer(model)[1]
+            operations = dispatch.operations_of_a_layer(model)[1]
+            out[name] = {**vars(timed), "operations_of_a_layer": operations}
         return out
 
     def slot_writes(self):
@@ -161,13 +162,14 @@ class Run:
 
     def _ladder(self, modes, tokens, runs, **kwargs):
         tokens, runs = (3, 1) if self.tiny else (tokens, runs)
-        return bench.bench(
+        return bench.measure(
             self.path, modes, self.base, tokens, runs, warmup=4, progress=False, **kwargs
         )
 
     def ladder_warm(self):
         return self._ladder(
-            "resident,serial,buffers/readers=1,buffers,buffers/readers=16,stacked,fused,fused/scales=resident",
+            "resident,serial,buffers/readers=1,buffers,buffers/readers=16,"
+            "stacked,fused,fused/scales=resident",
             24,
             4,
         )
@@ -188,14 +190,18 @@ class Run:
         return self._ladder(configs, 16, 3, prompts=SHORT)
 
     def all_in_slots(self):
-        """The same token twice over: every expert hits, what remains is learning the routing and the table."""
+        """The same token again and again, so that every expert is in its slot and none is read."""
         return layer.bench_layer(self.path, "stacked,fused", self.base, 5 if self.tiny else 100)
 
     def tokens_at_once(self):
         return dispatch.tokens_at_once(**self.shape, rounds=self.rounds)
 
     def agreement(self):
-        """Half precision rounds otherwise when experts are grouped otherwise; single precision shows that nothing else differs."""
+        """Logits in single precision, and in the checkpoint's.
+
+        Half precision rounds otherwise when experts are grouped otherwise; single precision shows
+        that nothing else differs.
+        """
         n, modes = (4, "serial,fused") if self.tiny else (32, "serial,buffers,stacked,fused")
         return {
             d: bench.agreement(self.path, modes, replace(self.base, dtype=d), n)
@@ -217,7 +223,9 @@ class Run:
             try:
                 for recurrence, use in {"kernel": fits, "loop": lambda **_: False}.items():
                     gated_delta.fits = use
-                    out[f"{name}, {recurrence}"] = draft.passes(model, ids, positions, rounds)
+                    timed = verify.passes(model, ids, positions, rounds)
+                    seconds = {m: [p.pass_s for p in samples] for m, samples in timed.items()}
+                    out[f"{name}, {recurrence}"] = seconds
             finally:
                 gated_delta.fits = fits
                 close(model)
@@ -230,9 +238,9 @@ class Run:
         )
         config = StreamConfig(**config)
         models = DATA / "models"
-        return draft.bench_draft(
+        return drafts.bench_draft(
             models / "tiny-moe", config, str(models / name), lengths, tokens, runs
-        )
+        ).to_json()
 
     dflash_resident = partialmethod(_drafts, "tiny-dflash", mode="resident")
     dflash_16_slots = partialmethod(_drafts, "tiny-dflash", slots=16)
@@ -257,23 +265,52 @@ class Run:
             lambda config: exactness.texts(self._model, config, make_draft, **amount)
         )
 
+    def soak(self):
+        """2,004 passes of mixed lengths and 20,004 decoded tokens, all against resident."""
+        amount = {"passes": 3, "tokens": 8} if self.tiny else {}
+        return self._trained(
+            lambda config: exactness.soak(self._model, config, **amount), (16, 48, 64)
+        )
+
     _model = DATA / "models" / "tiny-moe"
 
-    def _trained(self, measure):
+    def _trained(self, measure, slots=(16, 48)):
         configs = {
             f"{m}, {s} slots": StreamConfig(mode=m, slots=s)
-            for s in (16, 48)
+            for s in slots
             for m in ("stacked", "fused")
         }
         return {name: measure(config) for name, config in configs.items()}
 
 
 SECTIONS = (
-    "checkpoint", "one_operation", "expert_calls", "loops_of_the_checkpoint", "dense_and_moe", "ladder_warm", "ladder_cold", "slot_writes",
-    "reads", "agreement", "promotion", "all_in_slots", "slots", "top_k", "tokens_at_once", "memory", "passes",
-    "dflash_resident", "dflash_16_slots", "dflash_48_slots", "draft_resident", "draft_16_slots", "draft_48_slots",
-    "exactness", "texts_twice",
-)  # fmt: skip
+    "checkpoint",
+    "one_operation",
+    "expert_calls",
+    "loops_of_the_checkpoint",
+    "dense_and_moe",
+    "ladder_warm",
+    "ladder_cold",
+    "slot_writes",
+    "reads",
+    "agreement",
+    "promotion",
+    "all_in_slots",
+    "slots",
+    "top_k",
+    "tokens_at_once",
+    "memory",
+    "passes",
+    "dflash_resident",
+    "dflash_16_slots",
+    "dflash_48_slots",
+    "draft_resident",
+    "draft_16_slots",
+    "draft_48_slots",
+    "exactness",
+    "texts_twice",
+    "soak",
+)
 
 
 def main(argv=None):
@@ -314,7 +351,7 @@ def main(argv=None):
                 continue
             started = time.perf_counter()
             try:
-                result = getattr(run, name)()
+                result = _without_env(getattr(run, name)())  # one machine: its card stands once
             except Exception as error:  # say what failed and go on
                 result = {
                     "error": f"{type(error).__name__}: {error}",
@@ -322,7 +359,7 @@ def main(argv=None):
                 }
             mx.clear_cache()
             result["section_s"] = round(time.perf_counter() - started, 2)
-            record["sections"][name] = _without_env(result)  # one machine: its card stands once
+            record["sections"][name] = result
             records.save(args.out, record)
             print(
                 f"{name}: {result['section_s']} s"
@@ -335,7 +372,10 @@ def main(argv=None):
 
 
 def _without_env(record):
-    if isinstance(record, timing.Timing):
+    """A section's result as JSON has it, without the machine and the prompts that all share."""
+    if hasattr(record, "to_json"):
+        record = record.to_json()
+    if dataclasses.is_dataclass(record):
         record = dataclasses.asdict(record)
     if isinstance(record, dict):
         return {

@@ -1,4 +1,4 @@
-"""The lab looks on from outside: measure, show, explain. The engine knows nothing of it."""
+"""Measure the engine from outside and show what was measured. The engine does not import it."""
 
 import os
 from types import SimpleNamespace
@@ -7,11 +7,11 @@ FAST = os.environ.get("MOELAB_FAST") == "1"
 
 
 def preset(**sizes) -> SimpleNamespace:
-    """The sizes of a notebook, in its one ``parameters`` cell; printed, so that every page says which it ran.
+    """The sizes of a notebook, in its one ``parameters`` cell, printed so that each page says them.
 
     Args:
-        **sizes: For each name ``(full, fast)``; the second holds when ``MOELAB_FAST=1``. A value that
-            is no pair holds in both.
+        **sizes: For each name ``(full, fast)``; the second holds when ``MOELAB_FAST=1``. A value
+            that is no pair holds in both.
 
     Example:
         >>> P = preset(tokens=(128, 16), slots=16)  # P.tokens == 128, P.slots == 16
@@ -27,16 +27,7 @@ def preset(**sizes) -> SimpleNamespace:
 
 
 def advise(model, memory=None, **options):
-    """How to stream a model on this machine: slots, policy, prefetch and layout, with predicted seconds and why.
-
-    Args:
-        model (str or Path): A model folder or a Hub repository.
-        memory (float, optional): Bytes for the process and its page cache. Default: what is available now.
-        **options: As for ``advice.advise``.
-
-    Returns:
-        Advice: ``print`` it.
-    """
+    """How to stream a model on this machine: ``lab.experiments.advise``, imported when called."""
     from .experiments.advise import advise
 
     return advise(model, memory, **options)

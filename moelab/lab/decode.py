@@ -2,41 +2,46 @@
 
 import dataclasses
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import stats
+from ..generate import encode as encode
+from ..streaming.session import is_loaded
 
 
-def encode(tokenizer, prompt):
-    """The tokens of a prompt, of which there must be some."""
-    ids = tokenizer.encode(prompt)
-    if not len(ids):
-        raise ValueError(
-            f"prompt {prompt!r}: expected a text of at least one token, the tokenizer made none. Give another."
-        )
-    return ids
-
-
-def decode(model, prompt_ids, tokens, warmup=0, before_clock=None):
+def decode(
+    model: nn.Module,
+    prompt_ids: Sequence[int],
+    tokens: int,
+    warmup: int = 0,
+    before_clock: Callable[[], Any] | None = None,
+    before_token: Callable[[], Any] | None = None,
+) -> dict[str, Any]:
     """Greedy tokens and the seconds they took, prompt and decoding apart.
 
-    The next token is scheduled before this one is read, as in mlx-lm's ``generate_step``; but the clock starts and
-    stops with nothing in flight, so that every mode is charged for exactly ``tokens`` passes.
+    The next token is scheduled before this one is read, as in mlx-lm's ``generate_step``. But the
+    clock starts and stops with nothing scheduled, so that it times exactly ``tokens`` passes.
 
     Args:
         model (nn.Module): From ``moelab.load`` or ``mlx_lm.load``.
-        prompt_ids (list[int]): The prompt.
+        prompt_ids (Sequence[int]): The prompt.
         tokens (int): How many tokens to time.
         warmup (int): Tokens decoded before the clock starts.
         before_clock (Callable): Called just before it starts, to drop the page cache.
+        before_token (Callable): Called before every token with the clock stopped; then each token
+            is read before the next is scheduled.
 
     Returns:
-        dict: ``tokens`` (all of them), ``prefill_s``, ``decode_s``, ``step_s`` (of each token) and ``counters`` of the timed part (None
-        for a model that is not ours).
+        dict: What ``records.Sample.from_json`` takes: ``tokens`` (all of them), ``prefill_s``,
+        ``decode_s``, ``step_s`` (of each timed token) and ``counters`` of the timed tokens (None
+        for a model that ``moelab.load`` did not return).
     """
     cache = make_prompt_cache(model)
     with mx.stream(generation_stream):
@@ -44,35 +49,37 @@ def decode(model, prompt_ids, tokens, warmup=0, before_clock=None):
         def step(ids):
             return mx.argmax(model(ids[None], cache=cache)[:, -1, :], axis=-1)
 
-        def run(y, n):
-            out = []
-            if n:
-                y = step(y)
-                mx.async_eval(y)
-            for i in range(n):
-                following = None
-                if i + 1 < n:
-                    following = step(y)
-                    mx.async_eval(following)
-                out.append(y.item())
-                ends.append(time.perf_counter())
-                if following is not None:
-                    y = following
-            return y, out
+        def scheduled(y):
+            y = step(y)
+            mx.async_eval(y)
+            return y
 
-        ends = [time.perf_counter()]
+        def run(y, n):
+            out, took_s, following = [], [], None
+            begin = time.perf_counter()
+            for i in range(n):
+                if before_token:
+                    before_token()
+                    begin = time.perf_counter()
+                y = scheduled(y) if following is None else following
+                following = scheduled(y) if i + 1 < n and not before_token else None
+                out.append(y.item())
+                end = time.perf_counter()
+                took_s.append(end - begin)
+                begin = end
+            return y, out, np.array(took_s)
+
+        begin = time.perf_counter()
         y = step(mx.array(prompt_ids))
         first = y.item()
-        prefill_s = time.perf_counter() - ends[0]
-        y, warm = run(y, warmup)
-        ours = hasattr(model, "_session")
+        prefill_s = time.perf_counter() - begin
+        y, warm, _ = run(y, warmup)
+        ours = is_loaded(model)
         if ours:
             stats(model, reset=True)
         if before_clock:
             before_clock()
-        ends = [time.perf_counter()]
-        y, out = run(y, tokens)
-        step_s = np.diff(ends)
+        y, out, step_s = run(y, tokens)
     counters = None
     if ours:
         c = stats(model).decode
@@ -82,6 +89,9 @@ def decode(model, prompt_ids, tokens, warmup=0, before_clock=None):
             "bytes_per_token": c.bytes_per_token,
         }
     return {
-        "tokens": [first, *warm, *out], "prefill_s": prefill_s, "decode_s": float(step_s.sum()),
-        "step_s": step_s.round(7).tolist(), "counters": counters,
-    }  # fmt: skip
+        "tokens": [first, *warm, *out],
+        "prefill_s": prefill_s,
+        "decode_s": float(step_s.sum()),
+        "step_s": step_s.round(7).tolist(),
+        "counters": counters,
+    }

@@ -1,37 +1,33 @@
-"""Run a command with less memory than the machine has, and bench a model that way.
+"""Run a command, or call a function in a new process, with less memory than the machine has.
 
-Four ways, the first that works is taken: a memory cgroup (version 2 or 1), ``systemd-run --user``, ballast (memory locked
-by a process of ours until only the limit is left), and where none works, none: ``NoLimit`` says why not each. The first two
-limit the command alone, its page cache included, and kill it beyond. Ballast leaves the limit to all that runs, and is given
-up before anything is killed.
+Two strategies, the first that works is taken: a memory cgroup (version 2 or 1), or ``systemd-run
+--user``. Both limit the new process and its page cache, and kill it beyond. Where neither works,
+``NoLimit`` says why.
 
-A page that another process brought into the page cache is charged to that process and served for free: drop the files'
-pages (``machine.drop_pages``) before a run that is to feel its limit.
+A page that another process brought into the page cache is charged to that process and served for
+free: drop the files' pages (``oscache.drop_pages``) before a run under a limit.
 """
 
 import ctypes
 import functools
+import importlib
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
-
-import psutil
-from tqdm import tqdm
-
-from .. import StreamConfig, close, footprint, load
-from . import machine, timing
-from .ballast import Ballast
+from typing import Any
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
-BALLAST_MB = 4096  # more is not locked unasked: it is the user's machine
+PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the second is what a shell makes of it
+SYSTEMD_RUN = ("systemd-run", "--user", "--scope", "--quiet")
 
 
 class NoLimit(OSError):
@@ -39,20 +35,19 @@ class NoLimit(OSError):
 
 
 class _Refused(OSError):
-    """One way does not work here."""
+    """One strategy does not work here."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Limited:
-    """How a command under a limit ended.
+    """How a command ended.
 
     Attributes:
         returncode (int): Negative: the signal that ended it.
         stdout (str): What it printed.
-        stderr (str): What it complained about.
+        stderr (str): What it printed there.
         how (str): What limited it; ``none`` if nothing did.
-        refused (dict[str, str]): Why each way that would have come first could not be used.
-        over (bool): Whether memory ran out and ballast was given up.
+        refused (dict[str, str]): Why each strategy that comes first could not be used.
     """
 
     returncode: int
@@ -60,58 +55,123 @@ class Limited:
     stderr: str
     how: str
     refused: dict = field(default_factory=dict)
-    over: bool = False
 
     @property
-    def killed(self):
-        """Whether it went over the limit: the kernel killed it, or what held the rest of the memory."""
-        return self.over or self.returncode in (-9, 137)
+    def killed(self) -> bool:
+        """Whether it was killed, as the kernel does with what goes over its limit."""
+        return self.returncode in KILLED
 
 
-def run(argv, nbytes=None, ways=("cgroup", "systemd-run", "ballast"), timeout_s=None):
+@dataclass(frozen=True)
+class _Prepared:
+    """How to start a command under a limit: what comes before it, its cgroup, the name of both."""
+
+    prefix: Sequence[str]
+    group: Path | None
+    how: str
+
+
+def run(
+    argv: Sequence[str],
+    nbytes: int | None = None,
+    strategies: Sequence[str] = ("cgroup", "systemd-run"),
+    timeout_s: float | None = None,
+) -> Limited:
     """Run a command, its memory limited to ``nbytes``, page cache included.
 
     It is killed when this process is (Linux).
 
     Args:
         argv (list[str]): The command.
-        nbytes (int, optional): The limit. Default: none.
-        ways (tuple[str]): What may limit it, the first that works.
-        timeout_s (float, optional): Kill it after so long.
+        nbytes (int): The limit. Default: none.
+        strategies (tuple[str]): What may limit it, the first that works.
+        timeout_s (float): Kill it after so long. Default: never.
 
     Returns:
         Limited: How it ended.
 
     Raises:
-        NoLimit: If there is no way to limit it here, with the reason for each.
+        NoLimit: If it cannot be limited here, with the reason for each strategy.
         subprocess.TimeoutExpired: If it was killed for taking too long.
     """
     if nbytes is None:
-        return _run(argv, "none", timeout_s)
+        return _run(argv, _Prepared((), None, "none"), timeout_s)
     refused = {}
-    for name in ways:
-        way = {"cgroup": _cgroup, "systemd-run": _scope, "ballast": _ballast}[name](nbytes)
-        try:
-            before, group, how, ballast = way.__enter__()
-        except _Refused as e:
-            refused[name] = str(e)
-            continue
-        try:
-            done = _run([*before, *argv], how, timeout_s, group)
-            done.refused, done.over = refused, ballast is not None and ballast.lost
-            return done
-        finally:
-            way.__exit__(None, None, None)
+    for name in strategies:
+        with ExitStack() as stack:
+            try:
+                prepared = stack.enter_context(_STRATEGIES[name](nbytes))
+            except _Refused as error:
+                refused[name] = str(error)
+                continue
+            return replace(_run(argv, prepared, timeout_s), refused=refused)
+    reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
     raise NoLimit(
-        "Cannot limit memory here: " + "; ".join(f"{n}: {why}" for n, why in refused.items()) + "."
+        f"cannot limit memory here: {reasons}. It takes Linux, and either root or a user's systemd "
+        "session with the memory controller."
     )
 
 
-def _run(argv, how, timeout_s=None, group=None):
+def call(
+    function: Callable,
+    *args,
+    what: str,
+    nbytes: int | None = None,
+    strategies: Sequence[str] = ("cgroup", "systemd-run"),
+    timeout_s: float | None = None,
+) -> tuple[Any, Limited]:
+    """Call a function in a new process with a memory limit.
+
+    Args:
+        function (Callable): At the top of a module. It takes and returns what JSON can hold.
+        *args: Its arguments; a dataclass arrives as a dict.
+        what (str): What is run, for errors.
+        nbytes (int): The limit, page cache included. Default: none.
+        strategies (tuple[str]): As for ``run``.
+        timeout_s (float): Kill it after so long. Default: never.
+
+    Returns:
+        tuple[Any, Limited]: What it returned (None if it was killed), and how it ended.
+
+    Raises:
+        NoLimit: If memory cannot be limited here.
+        OSError: If it failed, and not because it was killed for its memory.
+    """
+    name = f"{function.__module__}:{function.__name__}"
+    arguments = json.dumps(args, default=lambda v: asdict(v) if is_dataclass(v) else str(v))
+    argv = [sys.executable, "-m", "moelab.lab.limit", name, arguments]
+    try:
+        done = run(argv, nbytes, strategies, timeout_s)
+    except subprocess.TimeoutExpired:
+        raise OSError(
+            f"{what}: took more than {timeout_s} s and was killed. Give it less to do."
+        ) from None
+    if done.killed:
+        return None, done
+    if done.returncode:
+        raise OSError(f"{what}: {done.stderr.strip()[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1]), done
+
+
+def _called(name, arguments):
+    """What ``call`` runs in the new process."""
+    module, _, function = name.partition(":")
+    try:
+        result = getattr(importlib.import_module(module), function)(*json.loads(arguments))
+        print(json.dumps(result))
+    except (ValueError, OSError) as error:  # the process that called says it
+        sys.exit(str(error))
+
+
+def _run(argv, prepared, timeout_s):
     done = subprocess.run(
-        argv, capture_output=True, text=True, timeout=timeout_s, preexec_fn=_before_exec(group)
+        [*prepared.prefix, *argv],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        preexec_fn=_before_exec(prepared.group),
     )
-    return Limited(done.returncode, done.stdout, done.stderr, how)
+    return Limited(done.returncode, done.stdout, done.stderr, prepared.how)
 
 
 def _before_exec(group=None):
@@ -120,16 +180,19 @@ def _before_exec(group=None):
 
     def before():
         if prctl is not None:
-            prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
+            prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if group is not None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
 
     return before
 
 
+# The strategy "cgroup"
+
+
 @contextmanager
 def _cgroup(nbytes):
-    """A cgroup with a limit, gone at the end."""
+    """A cgroup with a limit, removed at the end."""
     try:
         groups = dict(line.split(":", 2)[1:] for line in OWN_CGROUPS.read_text().splitlines())
     except OSError:
@@ -147,31 +210,34 @@ def _cgroup(nbytes):
         if not parents:
             raise _Refused("cgroup v2: no group above this process hands on the memory controller")
     _remove_stale(top)
-    why = None
+    group = _make_group(parents, settings, how)
+    try:
+        yield _Prepared((), group, how)
+    finally:
+        _remove(group)
+
+
+def _make_group(parents, settings, how):
+    """A new group that a process can join, in the first parent that allows it."""
+    whys = []
     for parent in parents:
-        group = None
+        group = parent / f"moelab-{os.getpid()}-{_started(os.getpid())}-{time.monotonic_ns()}"
         try:
-            new = parent / f"moelab-{os.getpid()}-{_started(os.getpid())}-{time.monotonic_ns()}"
-            new.mkdir()
-            group = new
+            group.mkdir()
+        except OSError as error:
+            whys.append(error)
+            continue
+        try:
             for name, value in settings.items():
                 if value or (group / name).exists():  # without swap there is nothing to forbid
                     (group / name).write_text(str(value))
             subprocess.run(["true"], check=True, preexec_fn=_before_exec(group))
-            break
-        except (OSError, subprocess.SubprocessError) as e:
-            why = (
-                why
-                or f"no group may be made in {parent} ({how}: {getattr(e, 'strerror', None) or e})"
-            )
-            if group is not None:
-                _remove(group)
-    else:
-        raise _Refused(why)
-    try:
-        yield [], group, how, None
-    finally:
-        _remove(group)
+            return group
+        except (OSError, subprocess.SubprocessError) as error:
+            whys.append(error)
+            _remove(group)
+    why = getattr(whys[0], "strerror", None) or whys[0]
+    raise _Refused(f"no group may be made in {parents[0]} ({how}: {why})")
 
 
 def _limits_children(group):
@@ -216,45 +282,29 @@ def _remove_stale(top):
             _remove(group)
 
 
+# The strategy "systemd-run"
+
+
 @contextmanager
-def _scope(nbytes):
-    """systemd's own way, in a user's session."""
-    before = [
-        "systemd-run",
-        "--user",
-        "--scope",
-        "--quiet",
-        "-p",
-        f"MemoryMax={nbytes}",
-        "-p",
-        "MemorySwapMax=0",
-    ]
-    why = _no_systemd()
-    if why:
+def _systemd_run(nbytes):
+    """A scope in the user's systemd session."""
+    if why := _no_systemd():
         raise _Refused(why)
-    yield before, None, "systemd-run --user", None
+    limits = ("-p", f"MemoryMax={nbytes}", "-p", "MemorySwapMax=0")
+    yield _Prepared((*SYSTEMD_RUN, *limits), None, "systemd-run --user")
 
 
 @functools.cache
 def _no_systemd():
     """Why ``systemd-run --user`` cannot limit memory here, or ``""``."""
-    command = [
-        "systemd-run",
-        "--user",
-        "--scope",
-        "--quiet",
-        "-p",
-        "MemoryMax=64M",
-        "cat",
-        "/proc/self/cgroup",
-    ]
+    command = [*SYSTEMD_RUN, "-p", "MemoryMax=64M", "cat", "/proc/self/cgroup"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError) as e:
         return str(e)
     if done.returncode:
         return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    # Where the user's session was not given the memory controller, the scope is made and limits nothing.
+    # A session without the memory controller makes the scope, which then limits nothing.
     path = next(
         (line.split(":", 2)[2] for line in done.stdout.splitlines() if line.startswith("0::")), None
     )
@@ -270,182 +320,7 @@ def _no_systemd():
     return ""
 
 
-@contextmanager
-def _ballast(nbytes):
-    """All memory but ``nbytes`` of what is available, held by a process of ours."""
-    too_much = machine.memory_available() - nbytes
-    allowed = int(os.environ.get("MOELAB_BALLAST_MB", BALLAST_MB)) * 1_000_000
-    if too_much > allowed:
-        raise _Refused(
-            f"{too_much / 1e9:.1f} GB would have to be locked, and no more than {allowed / 1e9:.1f} are without being "
-            f"asked (set MOELAB_BALLAST_MB={-(-too_much // 1_000_000)} to let it)"
-        )
-    try:
-        ballast = Ballast(max(0, too_much))
-    except OSError as e:
-        raise _Refused(str(e)) from None
-    with ballast:
-        yield [], None, f"ballast, {ballast.held_nbytes / 1e9:.2f} GB {ballast.how}", ballast
-
-
-def measure(model_path, config, tokens, warmup, prompt):
-    """Decode once and say what it took; meant for a process of its own.
-
-    Args:
-        model_path (str): As for ``moelab.load``.
-        config (StreamConfig): How to stream.
-        tokens (int): Tokens timed.
-        warmup (int): Tokens decoded before.
-        prompt (str): What to continue.
-
-    Returns:
-        dict: ``decode_s``, ``tokens``, ``counters``, ``mlx_peak_nbytes`` (load and prompt
-        included), ``predicted_nbytes`` and ``rss_nbytes`` of this process, before MLX held
-        anything, after the warm-up and at the end.
-    """
-    import mlx.core as mx
-
-    from .decode import decode, encode
-
-    rss = [psutil.Process().memory_info().rss]
-    model, tokenizer = load(model_path, config)
-    sample = decode(
-        model,
-        encode(tokenizer, prompt),
-        tokens,
-        warmup,
-        before_clock=lambda: rss.append(psutil.Process().memory_info().rss),
-    )
-    rss.append(psutil.Process().memory_info().rss)
-    close(model)
-    return {
-        **sample,
-        "mlx_peak_nbytes": mx.get_peak_memory(),
-        "predicted_nbytes": footprint(model_path, config).total_nbytes,
-        "rss_nbytes": rss,
-    }
-
-
-def bench_limited(
-    model_path, configs, nbytes, tokens=64, warmup=16, runs=5, prompts=None, base=None
-):
-    """Every mode under a memory limit, against the resident model with all the memory.
-
-    Each run is a fresh process, limited before it loads anything; the rounds take the
-    variants in turn.
-
-    Args:
-        model_path (str): The model.
-        configs (dict[str, StreamConfig]): The modes, by name.
-        nbytes (int): The limit, page cache included.
-        tokens (int): Tokens timed in a run.
-        warmup (int): Tokens decoded before.
-        runs (int): Rounds.
-        prompts (list[str], optional): Round i takes prompt i, modulo their number. Default:
-            ``def main():``.
-        base (StreamConfig, optional): Its dtype and top-k are the resident model's.
-
-    Returns:
-        dict: All samples, and a summary for each variant.
-    """
-    from .experiments.bench import resident_like
-    from .models import folder
-
-    prompts, model_path = prompts or ["def main():\n"], folder(model_path)
-    for config in configs.values():
-        footprint(model_path, config)  # refuses what cannot be before any work
-    variants = {"resident, no limit": (resident_like(base), None)}
-    variants |= {f"{name}, limit": (config, nbytes) for name, config in configs.items()}
-    samples = []
-    for i in tqdm(range(runs), desc="rounds under the limit", leave=False):
-        for name, (config, limit) in variants.items():
-            if any(s["variant"] == name and s["killed"] for s in samples):
-                continue  # once is enough
-            if limit is not None:
-                # Pages that another process brought in would be served, and not counted.
-                machine.drop_pages(model_path)
-            prompt = prompts[i % len(prompts)]
-            call = json.dumps([str(model_path), asdict(config), tokens, warmup, prompt])
-            done = run(
-                [sys.executable, "-m", "moelab.lab.limit", call],
-                limit,
-                ways=("cgroup", "systemd-run"),
-            )
-            if done.returncode and not done.killed:
-                raise OSError(f"{name}: {done.stderr.strip()[-2000:]}")
-            sample = {} if done.killed else json.loads(done.stdout.splitlines()[-1])
-            samples.append(
-                {"round": i, "variant": name, "killed": done.killed, "how": done.how, **sample}
-            )
-    return {
-        "kind": "limited",
-        "model": Path(model_path).name,
-        "machine": machine.card(),
-        "limit_nbytes": nbytes,
-        "checkpoint_nbytes": footprint(model_path).checkpoint_nbytes,
-        "tokens": tokens,
-        "warmup_tokens": warmup,
-        "prompts": prompts,
-        "samples": samples,
-        "summary": summarize(samples),
-    }
-
-
-def summarize(samples):
-    """Medians and quartiles by variant; ratios are taken round by round.
-
-    Args:
-        samples (list[dict]): Of ``bench_limited``.
-    """
-    first = samples[0]["variant"]
-    yard = {s["round"]: s for s in samples if s["variant"] == first}
-    out = {}
-    for name in dict.fromkeys(s["variant"] for s in samples):
-        mine = [s for s in samples if s["variant"] == name]
-        out[name] = {"killed": mine[0]["killed"], "how": mine[0]["how"]}
-        if mine[0]["killed"]:
-            continue
-        out[name] |= {
-            "decode_tok_s": timing.summary([s["counters"]["tokens"] / s["decode_s"] for s in mine]),
-            "ratio": timing.paired_ratio(
-                [yard[s["round"]]["decode_s"] for s in mine], [s["decode_s"] for s in mine]
-            ),
-            "same_tokens": all(s["tokens"] == yard[s["round"]]["tokens"] for s in mine),
-            "hit_rate": statistics.median(s["counters"]["hit_rate"] for s in mine),
-            "bytes_per_token": statistics.median(s["counters"]["bytes_per_token"] for s in mine),
-            "peak_of_predicted": max(s["mlx_peak_nbytes"] / s["predicted_nbytes"] for s in mine),
-            "rss_growth_nbytes": max(s["rss_nbytes"][2] - s["rss_nbytes"][1] for s in mine),
-            "rss_nbytes": max(s["rss_nbytes"][2] for s in mine),
-        }
-    return out
-
-
-def report(record):
-    """The record of ``bench_limited`` as text."""
-    lines = [
-        machine.card_line(record["machine"]),
-        f"{record['model']}: {record['checkpoint_nbytes'] / 1e6:.0f} MB of tensors, limit "
-        f"{record['limit_nbytes'] / 1e6:.0f} MB with the page cache; {record['tokens']} greedy tokens "
-        f"after {record['warmup_tokens']} of warm-up, each run a process of its own",
-    ]
-    for name, s in record["summary"].items():
-        if s["killed"]:
-            lines.append(f"{name}: killed ({s['how']})")
-            continue
-        t, r = s["decode_tok_s"], s["ratio"]
-        lines.append(
-            f"{name}: {t['median']:.4g} [{t['p25']:.4g} - {t['p75']:.4g}] tok/s, "
-            f"{r['median']:.3f} [{r['p25']:.3f} - {r['p75']:.3f}] of resident without limit, n={t['n']}; "
-            f"tokens {'same' if s['same_tokens'] else 'DIFFER'}; hit rate {s['hit_rate']:.0%}, "
-            f"{s['bytes_per_token'] / 1e6:.1f} MB/token; MLX peak {s['peak_of_predicted']:.3f} of predicted; "
-            f"process {s['rss_nbytes'] / 1e6:.0f} MB, {s['rss_growth_nbytes'] / 1e6:+.1f} MB over the timed tokens ({s['how']})"
-        )
-    return "\n".join(lines)
-
+_STRATEGIES = {"cgroup": _cgroup, "systemd-run": _systemd_run}
 
 if __name__ == "__main__":
-    model_path, config, *rest = json.loads(sys.argv[1])
-    try:
-        print(json.dumps(measure(model_path, StreamConfig(**config), *rest)))
-    except (ValueError, OSError) as error:  # the process above prints it
-        sys.exit(str(error))
+    _called(*sys.argv[1:])

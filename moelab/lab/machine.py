@@ -1,9 +1,10 @@
 """What this machine is and whether it has what the lab needs.
 
-``card`` and ``card_line`` say where a number was measured: they stand in every figure and every recorded result.
-``check`` is ``python -m moelab check``.
+``card`` and ``card_line`` say where a number was measured, in every figure and every record.
+``check`` is the command ``check``.
 """
 
+import argparse
 import functools
 import importlib.metadata
 import os
@@ -14,18 +15,25 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import psutil
 
 from .. import DATA
+from ..arguments import not_empty
+from .oscache import drop_pages
 
 MIN_MEMORY_NBYTES = 3 << 30  # tiny-moe, JupyterLab and a browser
-MIN_DISK_NBYTES = 2 << 30
-READ_NBYTES = 1 << 20
+MIN_DISK_NBYTES = 2 << 30  # a synthesized checkpoint of notebook 02
+MIN_COLD_BYTES_PER_S = 0.2e9  # less is a network or a spinning disk
+MAX_EVALUATION_S = 1e-3  # longer is a busy machine
+READ_NBYTES = 1 << 20  # about one expert of a large model
+NO_LIMIT_NBYTES = 1 << 60  # cgroup v1 has such a number in place of "max"
 
 
 def _first_line(*command) -> str:
@@ -49,7 +57,11 @@ def _cpu_name() -> str:
 
 
 def _cgroup_values(*names):
-    """Yields the value of the first of ``names`` (v2's, v1's) in this process's memory cgroup and in each above it."""
+    """The value of the first of these files in this process's memory cgroup and in each above it.
+
+    Yields:
+        tuple[Path, int]: The cgroup's folder and the value.
+    """
     try:
         groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
@@ -75,19 +87,19 @@ def memory_limit() -> int | None:
     limits = [
         limit
         for _, limit in _cgroup_values("memory.max", "memory.limit_in_bytes")
-        if limit < 1 << 60
+        if limit < NO_LIMIT_NBYTES
     ]
     return min(limits, default=None)
 
 
 def memory_available() -> int:
-    """Bytes that this process may still take: what the system has free and what its cgroup leaves it.
+    """Bytes that this process may still take, by the system and by its cgroups.
 
-    Pages of the page cache count as free, in the cgroup as outside it.
+    The page cache counts as free.
     """
     free = psutil.virtual_memory().available
     for folder, limit in _cgroup_values("memory.max", "memory.limit_in_bytes"):
-        if limit < 1 << 60:
+        if limit < NO_LIMIT_NBYTES:
             try:
                 stat = dict(
                     line.split() for line in (folder / "memory.stat").read_text().splitlines()
@@ -100,8 +112,8 @@ def memory_available() -> int:
 
 
 @functools.lru_cache
-def card() -> dict:
-    """The machine and the versions, for a figure's subtitle and a result's record."""
+def card() -> dict[str, Any]:
+    """The machine and the versions, for a figure's subtitle and for a record."""
     info = mx.device_info()
     gpu = info.get("device_name", "GPU") if mx.default_device() == mx.gpu else None
     limit = memory_limit()
@@ -122,35 +134,27 @@ def card() -> dict:
     }
 
 
-def card_line(card: dict | None = None) -> str:
-    """``card`` (default: this machine's) in one line."""
+def card_line(card: dict[str, Any] | None = None) -> str:
+    """A ``card`` in one line. Default: this machine's."""
     c = card or globals()["card"]()
     where = f"{c['backend']} backend" + (f", {c['gpu']}" if c["gpu"] else "")
     versions = ", ".join(f"{name} {c[name]}" for name in ("mlx", "mlx-lm", "moelab"))
-    return f"{c['cpu']}, {c['cores']} cores, {c['memory_nbytes'] / 2**30:.0f} GiB, {c['os'].split()[0]}; {where}; {versions}; {c['date']}"
-
-
-def drop_pages(path) -> str:
-    """Drops a file, or a model folder's tensors, from the page cache as far as this system allows without root.
-
-    Returns:
-        str: How, for the record of a measurement that calls itself cold.
-    """
-    if not hasattr(os, "posix_fadvise"):
-        return "F_NOCACHE: nothing new is cached, but what already was may still answer"
-    for file in Path(path).glob("*.safetensors") if os.path.isdir(path) else (path,):
-        fd = os.open(file, os.O_RDONLY)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-    return "POSIX_FADV_DONTNEED"
+    memory, system = f"{c['memory_nbytes'] / 2**30:.0f} GiB", c["os"].split()[0]
+    return f"{c['cpu']}, {c['cores']} cores, {memory}, {system}; {where}; {versions}; {c['date']}"
 
 
 def read_speed(
-    path, cold: bool, readers: int, nbytes: int = READ_NBYTES, count: int = 128
+    path: str | Path, cold: bool, readers: int, nbytes: int = READ_NBYTES, count: int = 128
 ) -> float:
-    """Bytes per second of random reads of ``nbytes`` each, each place read once, ``readers`` at a time."""
+    """Bytes per second of random reads of a file.
+
+    Args:
+        path (str or Path): The file.
+        cold (bool): Whether its pages are dropped before.
+        readers (int): Reads in flight.
+        nbytes (int): Of one read.
+        count (int): The most reads; each place is read once.
+    """
     size = os.path.getsize(path)
     places = random.Random(0).sample(range(size // nbytes), min(count, size // nbytes))
     fd = os.open(path, os.O_RDONLY)
@@ -177,7 +181,11 @@ def read_speed(
 
 
 def dispatch_cost(count: int = 200) -> tuple[float, float]:
-    """Seconds of one small operation: chained with ``count`` others, and evaluated by itself (medians of 5)."""
+    """Seconds of one small operation, the median of five times ``count`` of them.
+
+    Returns:
+        tuple[float, float]: In a chain that is evaluated at its end, and evaluated by itself.
+    """
 
     def timed(each):
         x = mx.zeros((1, 8))
@@ -201,8 +209,15 @@ def _file_to_read(model):
     return max(files, key=lambda f: f.stat().st_size, default=None)
 
 
-def findings(model=None):
-    """Yields ``(ok, what, remedy)`` for each thing that a reader needs; the remedy counts when not ok."""
+def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]:
+    """Look at each thing that is needed.
+
+    Args:
+        model (str or Path): A model folder to read from and to predict the memory of.
+
+    Yields:
+        tuple[bool, str, str]: Whether all is well, what was found, and the remedy if it is not.
+    """
     yield (
         sys.version_info >= (3, 11),
         f"Python {platform.python_version()}",
@@ -222,9 +237,7 @@ def findings(model=None):
     yield (
         free >= MIN_MEMORY_NBYTES,
         f"memory: {free / 2**30:.1f} GiB available of {of}",
-        (
-            f"{MIN_MEMORY_NBYTES / 2**30:.0f} GiB are needed: close other programs or raise the limit"
-        ),
+        f"{_size(MIN_MEMORY_NBYTES)} are needed: close other programs or raise the limit",
     )
 
     folder = (
@@ -234,7 +247,7 @@ def findings(model=None):
     yield (
         disk >= MIN_DISK_NBYTES,
         f"disk: {disk / 2**30:.1f} GiB free where {folder.name}/ lies",
-        (f"{MIN_DISK_NBYTES / 2**30:.0f} GiB are needed for synthesized checkpoints: make room"),
+        f"{_size(MIN_DISK_NBYTES)} are needed for synthesized checkpoints: make room",
     )
 
     path = _file_to_read(folder)
@@ -250,20 +263,19 @@ def findings(model=None):
             (cold, n): read_speed(path, cold, n) / 1e9 for cold in (True, False) for n in (1, 4)
         }
         yield (
-            speeds[True, 4] >= 0.2,
-            (
-                f"SSD: random 1 MiB reads of {path.name}, GB/s with 1 and 4 at a time: "
-                f"cold {speeds[True, 1]:.2f}, {speeds[True, 4]:.2f} ({how}); warm {speeds[False, 1]:.2f}, {speeds[False, 4]:.2f}"
-            ),
-            "under 0.2 GB/s cold: put the model on an SSD, not on a network or spinning disk",
+            speeds[True, 4] * 1e9 >= MIN_COLD_BYTES_PER_S,
+            f"SSD: random 1 MiB reads of {path.name}, GB/s with 1 and 4 at a time: "
+            f"cold {speeds[True, 1]:.2f}, {speeds[True, 4]:.2f} ({how}); "
+            f"warm {speeds[False, 1]:.2f}, {speeds[False, 4]:.2f}",
+            f"under {MIN_COLD_BYTES_PER_S / 1e9:.1f} GB/s cold: put the model on an SSD, not on a "
+            "network or spinning disk",
         )
 
     chained, evaluated = dispatch_cost()
     yield (
-        evaluated < 1e-3,
-        (
-            f"dispatch: one small operation {chained * 1e6:.0f} us in a chain, {evaluated * 1e6:.0f} us evaluated by itself"
-        ),
+        evaluated < MAX_EVALUATION_S,
+        f"dispatch: one small operation {chained * 1e6:.0f} us in a chain, "
+        f"{evaluated * 1e6:.0f} us evaluated by itself",
         "over 1 ms: the machine is busy, so timings will mean little; stop other work",
     )
 
@@ -274,8 +286,9 @@ def findings(model=None):
         f = footprint(model, StreamConfig(slots=slots))
         yield (
             f.total_nbytes <= free,
-            f"{Path(model).name}: {_size(f.checkpoint_nbytes)} on disk; with {slots} slots a layer it takes {_size(f.total_nbytes)} of memory "
-            f"(backbone {_size(f.backbone_nbytes)}, slots {_size(f.slots_nbytes)}, scales {_size(f.scales_nbytes)}), caches on top",
+            f"{Path(model).name}: {_size(f.checkpoint_nbytes)} on disk; with {slots} slots a layer "
+            f"it takes {_size(f.total_nbytes)} of memory (backbone {_size(f.backbone_nbytes)}, "
+            f"slots {_size(f.slots_nbytes)}, scales {_size(f.scales_nbytes)}), caches on top",
             "more than is available: take fewer slots (at least top-k)",
         )
 
@@ -284,8 +297,15 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
-def check(model=None) -> bool:
-    """Prints one line for each finding; returns whether all is well."""
+def check(model: str | Path | None = None) -> bool:
+    """Print one line for each finding.
+
+    Returns:
+        bool: Whether all is well.
+
+    Raises:
+        ValueError: If there is no such model folder.
+    """
     if model is not None and not Path(model).is_dir():
         raise ValueError(f"{model}: expected a model folder, found none. Check the name.")
     good = True
@@ -293,3 +313,23 @@ def check(model=None) -> bool:
         print(f"[{'ok' if ok else 'fail'}] {what}" + ("" if ok else f" -> {remedy}"))
         good &= ok
     return good
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.description = (
+        "One line for each thing that is needed, [ok] or [fail] with the remedy. Exit status 1: "
+        "something failed."
+    )
+    parser.add_argument(
+        "model",
+        type=not_empty,
+        metavar="MODEL",
+        nargs="?",
+        help="a model folder: predict its memory, read its own files",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command."""
+    return 0 if check(args.model) else 1

@@ -3,8 +3,12 @@
 from pathlib import Path
 
 
-def folder(path):
-    """The local folder of a model, downloaded first if it is a Hub repository."""
+def folder(path: str | Path) -> Path:
+    """The local folder of a model, downloaded first if it is a Hub repository.
+
+    Raises:
+        ValueError: If it is neither.
+    """
     from mlx_lm.utils import _download
 
     if Path(path).is_dir():
@@ -12,6 +16,7 @@ def folder(path):
     try:
         return Path(_download(str(path)))
     except (OSError, ValueError) as error:
+        why = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{path}: no such folder, and the Hub did not give it ({str(error).strip().splitlines()[0]}). Check the name."
+            f"{path}: no such folder, and the Hub did not give it ({why}). Check the name."
         ) from error

@@ -4,6 +4,13 @@ import bisect
 import io
 import tokenize
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+# Characters: how far inside a docstring a prompt of prose ends, so that prose follows it.
+AFTER_QUOTES, BEFORE_QUOTES = 40, 80
 
 PROMPTS = (
     "def read_lines(path):\n    with open(path) as f:\n",
@@ -17,7 +24,7 @@ PROMPTS = (
 )
 
 
-def heldout_files(folder):
+def heldout_files(folder: str | Path) -> dict[str, str]:
     """The texts in a model's ``heldout`` folder.
 
     Args:
@@ -32,18 +39,21 @@ def heldout_files(folder):
     files = sorted(p for p in Path(folder).glob("*") if p.suffix in (".py", ".md", ".txt"))
     if not files:
         raise FileNotFoundError(
-            f"{folder}: expected files of text (.py, .md, .txt), found none. Give a folder with some."
+            f"{folder}: expected files of text (.py, .md, .txt), found none. Give a folder with "
+            "some."
         )
     return {p.name: p.read_bytes().decode() for p in files}
 
 
-def heldout_code(model):
+def heldout_code(model: str | Path) -> dict[str, str]:
     """The Python files among a model's held-out texts, by name."""
     texts = heldout_files(Path(model) / "heldout")
     return {name: text for name, text in texts.items() if name.endswith(".py")}
 
 
-def heldout_starts(model, num, tokens, tokenizer, skip=400):
+def heldout_starts(
+    model: str | Path, num: int, tokens: int, tokenizer: "TokenizerWrapper", skip: int = 400
+) -> list[str]:
     """Prompts cut near the beginning of the held-out Python files.
 
     Args:
@@ -63,8 +73,8 @@ def heldout_starts(model, num, tokens, tokenizer, skip=400):
     return prompts
 
 
-def prose_spans(text):
-    """Character ranges of a Python source's triple-quoted strings: prose, nearly always."""
+def prose_spans(text: str) -> list[tuple[int, int]]:
+    """Character ranges of a Python source's triple-quoted strings, nearly all of them prose."""
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -76,40 +86,40 @@ def prose_spans(text):
     return spans
 
 
-def heldout_prompts(model_dir, kind, length, each=4):
-    """Prompts of ``length`` tokens cut from the held-out files, at most ``each`` from a file, evenly spaced.
+def heldout_prompts(model: str | Path, kind: str, length: int, each: int = 4) -> list[list[int]]:
+    """Prompts cut from the held-out Python files, evenly spaced.
 
-    A prompt ends within a line, as the target's card asks, in code or in the middle of a docstring.
+    A prompt ends within a line, as the model's card asks, in code or in the middle of a docstring.
 
     Args:
-        model_dir (Path): The target, with its ``heldout`` folder.
-        kind (str): "code" or "prose".
-        length (int): P, tokens.
-        each (int): Prompts from a file.
+        model (str or Path): The model's folder.
+        kind (str): ``code`` or ``prose``.
+        length (int): Tokens of each.
+        each (int): The most prompts from one file.
 
     Returns:
         list[list[int]]: Token ids.
     """
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(Path(model_dir) / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
     prompts = []
-    for text in heldout_code(model_dir).values():
+    for text in heldout_code(model).values():
         encoding = tokenizer.encode(text, add_special_tokens=False)
         spans, ids = prose_spans(text), encoding.ids
-        cuts = []
-        for i, (at, _) in enumerate(encoding.offsets[length:], length):
-            j = bisect.bisect_right(spans, (at, len(text))) - 1
-            inside = j >= 0 and spans[j][0] + 40 <= at <= spans[j][1] - 80
-            outside = j < 0 or at >= spans[j][1]
-            line = text[text.rfind("\n", 0, at) + 1 : at]
-            code = outside and line.strip() and "#" not in line
-            if (
-                (inside if kind == "prose" else code)
-                and not text[at - 1].isspace()
-                and line.strip()
-            ):
-                cuts.append(i)
+        ends = enumerate(encoding.offsets[length:], length)
+        cuts = [i for i, (at, _) in ends if _may_end(text, at, kind, spans)]
         step = max(len(cuts) // each, 1)
         prompts += [ids[i - length : i] for i in cuts[step // 2 :: step][:each]]
     return prompts
+
+
+def _may_end(text, at, kind, spans):
+    """Whether a prompt of a kind may end at a character: after some of its line, not at a blank."""
+    line = text[text.rfind("\n", 0, at) + 1 : at]
+    if not line.strip() or text[at - 1].isspace():
+        return False
+    j = bisect.bisect_right(spans, (at, len(text))) - 1
+    if kind == "prose":
+        return j >= 0 and spans[j][0] + AFTER_QUOTES <= at <= spans[j][1] - BEFORE_QUOTES
+    return (j < 0 or at >= spans[j][1]) and "#" not in line

@@ -1,13 +1,18 @@
-"""Timing with its noise: raw samples, medians and quartiles, variants interleaved in random order."""
+"""Timing with its noise: raw samples, medians and quartiles, variants in random order."""
 
 import html
 import random
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypedDict
 
 import numpy as np
 
 CACHE_STATES = ("cold", "warm", "none")  # of the page cache; none: nothing is read
+NOISY = 0.25  # quartiles further apart than this share of the median deserve a warning
+FEW = 3  # fewer samples have no quartiles to speak of
+UNITS = (("s", 1), ("ms", 1e3), ("us", 1e6))
 
 
 @dataclass(frozen=True)
@@ -25,61 +30,71 @@ class Timing:
     """
 
     name: str
-    samples_s: tuple
+    samples_s: tuple[float, ...]
     n_warmup: int = 0
     cache_state: str = "none"
     device: str = "cpu"
-    config: dict = field(default_factory=dict)
-    env: dict = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         if not self.samples_s:
             raise ValueError(f"{self.name}: no samples")
         if self.cache_state not in CACHE_STATES:
             raise ValueError(
-                f"{self.name}: cache_state {self.cache_state!r}, expected one of {', '.join(CACHE_STATES)}"
+                f"{self.name}: cache_state: expected one of {', '.join(CACHE_STATES)}, "
+                f"got {self.cache_state!r}"
             )
 
     @property
-    def median_s(self):
+    def median_s(self) -> float:
+        """The median."""
         return float(np.median(self.samples_s))
 
     @property
-    def quartiles_s(self):
+    def quartiles_s(self) -> tuple[float, float]:
         """(25th, 75th percentile)."""
         return tuple(float(q) for q in np.percentile(self.samples_s, (25, 75)))
 
     @property
-    def warning(self):
-        """Why the median deserves distrust, or ``""``."""
+    def warning(self) -> str:
+        """Why not to trust the median, or ``""``."""
         low, high = self.quartiles_s
-        if len(self.samples_s) < 3:
+        if len(self.samples_s) < FEW:
             return f"only {len(self.samples_s)} samples"
-        if high - low > 0.25 * self.median_s:
-            return "noisy: quartiles more than 25% of the median apart"
+        if high - low > NOISY * self.median_s:
+            return f"noisy: quartiles more than {NOISY:.0%} of the median apart"
         return ""
 
     def __str__(self):
-        unit, scale = next(
-            (u, s)
-            for u, s in (("s", 1), ("ms", 1e3), ("us", 1e6))
-            if self.median_s * s >= 1 or u == "us"
+        fits = (u for u in UNITS if self.median_s * u[1] >= 1)
+        unit, scale = next(fits, UNITS[-1])
+        low, mid, high = (
+            f"{s * scale:.3g}" for s in (self.quartiles_s[0], self.median_s, self.quartiles_s[1])
         )
-        low, high = self.quartiles_s
-        text = f"{self.name}: {self.median_s * scale:.3g} {unit} [{low * scale:.3g} - {high * scale:.3g}], n={len(self.samples_s)}"
-        return text + (f" ({self.warning})" if self.warning else "")
+        warning = f" ({self.warning})" if self.warning else ""
+        return f"{self.name}: {mid} {unit} [{low} - {high}], n={len(self.samples_s)}{warning}"
 
     def _repr_html_(self):
         return f"<code>{html.escape(str(self))}</code>"
 
 
-def summary(samples):
-    """``{"median", "p25", "p75", "n"}`` of some numbers."""
+class Summary(TypedDict):
+    """Median, quartiles and number of some samples, as records have it."""
+
+    median: float
+    p25: float
+    p75: float
+    n: int
+
+
+def summary(samples: Sequence[float]) -> Summary:
+    """Median, quartiles and number of some samples."""
     p25, median, p75 = (float(q) for q in np.percentile(samples, (25, 50, 75)))
     return {"median": median, "p25": p25, "p75": p75, "n": len(samples)}
 
 
-def quartiles_text(samples, scale=1, form=".4g"):
+def quartiles_text(samples: Sequence[float] | Summary, scale: float = 1, form: str = ".4g") -> str:
     """``"median [p25 - p75] n=N"`` of some numbers.
 
     Args:
@@ -92,12 +107,21 @@ def quartiles_text(samples, scale=1, form=".4g"):
     return f"{mid} [{low} - {high}] n={s['n']}"
 
 
-def interleave(variants, rounds, n_warmup=1, seed=0, cache_state="none", config=None):
-    """Time several calls in turn, in a new random order every round, so that drift hits all alike.
+def interleave(
+    variants: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    n_warmup: int = 1,
+    seed: int = 0,
+    cache_state: str = "none",
+    config: dict[str, Any] | None = None,
+) -> dict[str, Timing]:
+    """Time several calls in turn, in a new random order every round.
+
+    So a machine that grows slower or faster does so for all of them.
 
     Args:
-        variants (dict[str, Callable]): Each is called without arguments. What it returns counts as its seconds if it is
-            a float; else the call itself is timed, so it must evaluate what it computes.
+        variants (Mapping[str, Callable]): Each is called without arguments. A float that it returns
+            counts as its seconds; else the call is timed, so it must evaluate what it computes.
         rounds (int): Samples of each.
         n_warmup (int): Rounds before them that are not kept.
         seed (int): Of the orders.
@@ -124,15 +148,26 @@ def interleave(variants, rounds, n_warmup=1, seed=0, cache_state="none", config=
     }
 
 
-def paired_ratio(over, under):
-    """``summary`` of over[i] / under[i]: the quotient round by round, so that drift cancels."""
+def paired_ratio(over: Sequence[float] | Timing, under: Sequence[float] | Timing) -> Summary:
+    """The ratio of two variants, round by round, so that drift cancels.
+
+    Args:
+        over (Sequence[float] or Timing): Seconds of each round.
+        under (Sequence[float] or Timing): What they are divided by.
+
+    Returns:
+        Summary: Of ``over[i] / under[i]``.
+
+    Raises:
+        ValueError: If one has more samples than the other.
+    """
     over, under = (np.asarray(getattr(t, "samples_s", t), float) for t in (over, under))
     if over.shape != under.shape:
         raise ValueError(f"expected as many samples of both, got {len(over)} and {len(under)}")
     return summary(over / under)
 
 
-def per_call(fn, count):
+def per_call(fn: Callable[[], Any], count: int) -> Callable[[], float]:
     """A variant for ``interleave``: the mean seconds of ``count`` calls of ``fn`` in a row."""
 
     def timed():

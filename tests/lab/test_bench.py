@@ -10,11 +10,13 @@ import mlx_lm
 import pytest
 from mlx_lm.generate import generate_step
 
-from moelab import StreamConfig
+from moelab import DATA, StreamConfig, generate
 from moelab.__main__ import main
+from moelab.arguments import parse_modes
 from moelab.lab import records, timing
 from moelab.lab.decode import decode
 from moelab.lab.experiments import bench, layer, reads
+from moelab.lab.machine import card
 
 # timing
 
@@ -72,7 +74,7 @@ def test_save_replaces_only_with_a_whole_file(tmp_path):
 
 
 def test_parse_modes():
-    out = bench.parse_modes(
+    out = parse_modes(
         "resident, fused,fused/streams=1/slots=32,stacked/scales=resident",
         StreamConfig(slots=20, readers=2),
     )
@@ -89,7 +91,7 @@ def test_parse_modes():
         ("warp", "got 'warp'"),
     ]:
         with pytest.raises(ValueError, match=message):
-            bench.parse_modes(text)
+            parse_modes(text)
 
 
 def test_decode_writes_what_mlx_lm_writes(model_path):
@@ -104,70 +106,132 @@ def test_decode_writes_what_mlx_lm_writes(model_path):
 @pytest.mark.parametrize("together", [True, False])
 def test_bench(model_path, together):
     seen = []
-    r = bench.bench(
-        model_path, "resident,serial,fused/streams=1", StreamConfig(slots=8), tokens=6, runs=3, warmup=2,
-        together=together, progress=False, on_round=lambda r: seen.append(len(r["modes"]["serial"]["samples"])),
-    )  # fmt: skip
-    assert seen == [1, 2, 3] and r["models_loaded_together"] is together
-    for name, m in r["modes"].items():
-        assert [s["round"] for s in m["samples"]] == [0, 1, 2]
-        assert all(len(s["tokens"]) == 9 for s in m["samples"])
-        speeds = [6 / s["decode_s"] for s in m["samples"]]
-        assert m["decode_tok_s"]["median"] == pytest.approx(statistics.median(speeds))
-        assert m["peak_nbytes"] > 0
+    r = bench.measure(
+        model_path,
+        "resident,serial,fused/streams=1",
+        StreamConfig(slots=8),
+        tokens=6,
+        runs=3,
+        warmup=2,
+        together=together,
+        progress=False,
+        on_round=lambda r: seen.append(len(r.modes["serial"].samples)),
+    )
+    assert seen == [1, 2, 3] and r.models_loaded_together is together
+    for name, m in r.modes.items():
+        assert [s.round for s in m.samples] == [0, 1, 2]
+        assert all(len(s.tokens) == 9 for s in m.samples)
+        speeds = [6 / s.decode_s for s in m.samples]
+        assert r.decode_tok_s(name)["median"] == pytest.approx(statistics.median(speeds))
+        assert r.peak_nbytes(name) > 0
         if name != "resident":
-            assert m["rounds_with_the_same_tokens"] == 3
-            assert all(s["counters"]["tokens"] == 6 for s in m["samples"])  # the timed tokens alone
-            assert m["ratio_to_resident"]["n"] == 3
-    assert (
-        r["modes"]["serial"]["hit_rate"] == 0 and 0 <= r["modes"]["fused/streams=1"]["hit_rate"] < 1
-    )
+            assert r.rounds_with_the_same_tokens(name) == 3
+            assert all(s.counters.tokens == 6 for s in m.samples)  # the timed tokens alone
+            assert r.ratio_to_resident(name)["n"] == 3
+    assert r.hit_rate("serial") == 0 and 0 <= r.hit_rate("fused/streams=1") < 1
+    assert r.hit_rate("resident") is r.ratio_to_resident("resident") is None
     experts = 4 * 4  # layers x top-k: every one is read by serial
-    assert r["modes"]["serial"]["bytes_per_token"] == pytest.approx(
-        experts * 3 * 128 * 64 * 36 / 64
-    )
+    assert r.bytes_per_token("serial") == pytest.approx(experts * 3 * 128 * 64 * 36 / 64)
     c = bench.ceilings(r, {"warm": 1e9})
-    fused = r["modes"]["fused/streams=1"]
-    token_s = 1 / r["modes"]["resident"]["decode_tok_s"]["median"]
+    token_s = 1 / r.decode_tok_s("resident")["median"]
     assert c["fused/streams=1"]["warm"] == pytest.approx(
-        1 / (token_s + fused["bytes_per_token"] / 1e9)
+        1 / (token_s + r.bytes_per_token("fused/streams=1") / 1e9)
     )
-    text = bench.report({**r, "ceilings_tok_s": c})
+    r.ceilings_tok_s = c
+    text = bench.report(r)
     assert "same" in text and "DIFFER" not in text and "ceilings, serial" in text
 
 
 def test_a_mode_with_other_tokens_is_called_out(model_path):
-    r = bench.bench(model_path, "resident,serial", tokens=4, runs=2, warmup=0, progress=False)
-    r["modes"]["serial"]["samples"][1]["tokens"][2] += 1
-    assert bench.summarize(r)["modes"]["serial"]["rounds_with_the_same_tokens"] == 1
+    r = bench.measure(model_path, "resident,serial", tokens=4, runs=2, warmup=0, progress=False)
+    r.modes["serial"].samples[1].tokens[2] += 1
+    assert r.rounds_with_the_same_tokens("serial") == 1
     assert "DIFFER in 1 of 2 rounds" in bench.report(r)
+
+
+def same(new, old):
+    """Equal, where nan is nan; fields that came after an old record are there and say nothing."""
+    if isinstance(old, dict):
+        later = new.keys() - old.keys()
+        assert all(k.startswith(("pinned", "prefetch")) and not new[k] for k in later), later
+        return all(same(new[k], v) for k, v in old.items())
+    if isinstance(old, list):
+        return len(new) == len(old) and all(map(same, new, old))
+    if isinstance(old, float):
+        return new == pytest.approx(old, rel=1e-12, nan_ok=True)
+    return new == old
+
+
+def recorded_benches():
+    for path in sorted((DATA / "results").glob("*.json")):
+        record = json.loads(path.read_text())
+        sections = record.get("sections", {})
+        for name, r in {"": record, **(sections if isinstance(sections, dict) else {})}.items():
+            if isinstance(r, dict) and r.get("kind") == "bench":
+                yield pytest.param(r, id=f"{path.stem} {name}".strip())
+
+
+@pytest.mark.parametrize("recorded", recorded_benches())
+def test_what_a_recorded_bench_says_follows_from_its_samples(recorded):
+    """Read into types and written again, a record file is what it was."""
+    again = records.BenchRecord.from_json(recorded).to_json()
+    for key in recorded.keys() - {"section_s"}:
+        assert same(again[key], recorded[key]), key
+    assert "tok/s" in bench.report(records.BenchRecord.from_json(recorded | {"machine": card()}))
+
+
+def test_a_bench_is_read_by_its_name_and_no_other_kind_is():
+    assert "fused" in records.load_bench("cpu_bench_tiny_moe").modes
+    with pytest.raises(ValueError, match="expected a record of kind 'bench', got 'layer'"):
+        records.load_bench("cpu_layer_tiny_moe")
 
 
 def test_layer(model_path):
     r = layer.bench_layer(model_path, "stacked,fused", StreamConfig(slots=8), rounds=5)
-    assert r["misses_while_timed"] == {"stacked": 0, "fused": 0}
-    assert set(r["timings"]) == {"resident", "stacked", "fused", "one evaluation"}
-    a, b, c = (r["timings"][n].samples_s for n in ("fused", "resident", "one evaluation"))
-    assert r["ratio"]["fused"]["median"] == pytest.approx(
+    assert r.misses_while_timed == {"stacked": 0, "fused": 0}
+    assert set(r.timings) == {"resident", "stacked", "fused", "one evaluation"}
+    a, b, c = (r.timings[n].samples_s for n in ("fused", "resident", "one evaluation"))
+    assert r.ratio["fused"]["median"] == pytest.approx(
         statistics.median(x / (y + z) for x, y, z in zip(a, b, c))
     )
-    assert "resident + one evaluation" in layer.report_layer(r)
+    assert "resident + one evaluation" in layer.report(r)
 
 
 def test_reads(model_path, monkeypatch):
     r = reads.bench_reads(model_path, depths=(1, 2), nbytes=1 << 18, rounds=2, progress=False)
-    by = {s["by"] for s in r["samples"]}
+    by = {s.by for s in r.samples}
     assert by == ({"moelab", "fio buffered", "fio direct"} if shutil.which("fio") else {"moelab"})
-    assert all(s["bytes_per_s"] > 0 for s in r["samples"])
-    assert r["block_sizes"] == {
+    assert all(s.bytes_per_s > 0 for s in r.samples)
+    assert r.block_sizes == {
         "experts": [256, 4096],
         "experts, 32 a call": [256, 4096],
         "weights": [4096],
     }
-    assert len(reads.summarize_reads(r)) == 6 and "depth 2" in reads.report_reads(r)
+    assert len(r.rates()) == 6 and "depth 2" in reads.report(r)
+    assert records.ReadsRecord.from_json(json.loads(json.dumps(r.to_json()))) == r
+    assert records.reads_GBs(r) == records.reads_GBs(r.to_json())
+    depths, rates = records.reads_GBs(r)["moelab"]
+    assert depths == [1, 2] and [len(x) for x in rates] == [2, 2]
     monkeypatch.setattr(shutil, "which", lambda _: None)
     r = reads.bench_reads(model_path, depths=(1,), nbytes=1 << 16, rounds=1, progress=False)
-    assert "fio is not installed" in reads.report_reads(r)
+    assert "fio is not installed" in reads.report(r)
+
+
+@pytest.mark.parametrize(
+    "name, kind", [("cpu_layer_tiny_moe", "layer"), ("cpu_reads_35b", "reads")]
+)
+def test_a_record_that_is_written_has_the_keys_of_those_that_are_kept(name, kind, model_path):
+    kept = records.recorded(name)
+    if kind == "layer":
+        now = layer.bench_layer(model_path, "fused", StreamConfig(slots=8), rounds=2)
+    else:
+        now = reads.bench_reads(model_path, (1,), 1 << 16, 1, with_fio=False, progress=False)
+    now = json.loads(json.dumps(now, default=records._plain))
+    assert now.keys() == kept.keys() and now["kind"] == kept["kind"] == kind
+    if kind == "reads":
+        assert now["samples"][0].keys() == kept["samples"][0].keys()
+    else:
+        assert now["timings"]["fused"].keys() == kept["timings"]["fused"].keys()
 
 
 # the commands
@@ -199,7 +263,7 @@ def test_generate_writes_the_same_text_in_every_mode(model_path):
     texts = []
     for mode in ("resident", "serial", "buffers", "stacked", "fused"):
         out = io.StringIO()
-        bench.generate(model_path, "def f(x):", StreamConfig(mode=mode, slots=8), 12, out)
+        generate.generate(model_path, "def f(x):", StreamConfig(mode=mode, slots=8), 12, out)
         texts.append(out.getvalue().rpartition("\n\n[")[0])
     assert len(set(texts)) == 1
 

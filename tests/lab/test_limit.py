@@ -1,24 +1,26 @@
-"""A memory limit that is real, the ways to get one, and the bench under it."""
+"""A memory limit that is real, the strategies to get one, and the bench under it."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import moelab
-from moelab.lab import limit, machine
+from moelab.lab import limit, records
+from moelab.lab.experiments import limited
 
 REAL = ("cgroup", "systemd-run")
 MB = 1 << 20
 
 
-def run(code, nbytes, ways=REAL):
+def run(code, nbytes, strategies=REAL):
     try:
-        return limit.run([sys.executable, "-c", code], nbytes, ways)
+        return limit.run([sys.executable, "-c", code], nbytes, strategies)
     except limit.NoLimit as e:
         pytest.skip(str(e))
 
@@ -142,96 +144,114 @@ def test_systemd_gets_the_limit_and_a_session_that_cannot_limit_is_found_out(tmp
         limit._no_systemd.cache_clear()
 
 
-def test_ballast_holds_memory_and_lets_go_when_its_owner_is_killed():
-    def held(pid):
-        try:
-            status = Path(f"/proc/{pid}/status").read_text()
-        except OSError:
-            pytest.skip("no /proc")
-        return next(
-            int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS")
-        )
+@pytest.mark.parametrize("broken", ["no cgroups", "cgroup.procs"])
+def test_no_strategy_at_all_says_why_not_each(broken, tmp_path, monkeypatch):
+    def refuse():
+        raise PermissionError("not allowed")
 
-    code = (
-        "from moelab.lab.ballast import Ballast; import time; b = Ballast(100 << 20); "
-        "print(b._process.pid, b.held_nbytes, b.how, flush=True); time.sleep(600)"
-    )
-    owner = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    line = owner.stdout.readline()
-    if not line and "Refused" in (error := owner.stderr.read()):
-        pytest.skip(error.strip().splitlines()[-1])
-    pid, nbytes, how = line.split()
-    assert int(nbytes) == 100 * MB and how in ("locked", "touched")
-    assert held(pid) >= 100 * MB
-    owner.kill()
-    owner.communicate()
-    assert gone(pid)
-
-
-def test_ballast_is_refused_beyond_what_is_allowed_and_limits_where_it_is(monkeypatch):
-    with pytest.raises(limit.NoLimit, match="MOELAB_BALLAST_MB="):
-        monkeypatch.setenv("MOELAB_BALLAST_MB", "0")
-        limit.run(["true"], 1 * MB, ["ballast"])
-    monkeypatch.setenv("MOELAB_BALLAST_MB", "400")
-    leave = machine.memory_available() - 60 * MB
-    try:
-        done = limit.run([sys.executable, "-c", "print(1)"], leave, ["ballast"])
-    except limit.NoLimit as e:
-        if "MOELAB_BALLAST_MB" in str(e):
-            raise
-        pytest.skip(str(e))
-    assert done.how.startswith("ballast") and done.stdout.strip() == "1" and not done.over
-
-
-def test_ballast_evicts_the_page_cache_and_goes_first_when_memory_runs_out(tmp_path):
-    # A small machine: a cgroup in which ballast is all there is to limit with.
-    file = tmp_path / "file"
-    with open(file, "wb") as f:
-        f.write(os.urandom(MB) * 160)
-        os.fsync(f)  # dirty pages cannot be dropped
-    code = f"""
-import os, sys
-from moelab.lab import limit, machine
-machine.drop_pages({str(file)!r})
-read = "import os; f = os.open({str(file)!r}, 0); [os.pread(f, 1 << 20, i << 20) for _ in 'ab' for i in range(160)]; print(open('/proc/self/io').read())"
-def disk(done):
-    return next(int(l.split()[1]) for l in done.stdout.splitlines() if l.startswith("read_bytes"))
-free = disk(limit.run([sys.executable, "-c", read]))
-machine.drop_pages({str(file)!r})
-tight = limit.run([sys.executable, "-c", read], 90 << 20, ["ballast"])
-over = limit.run([sys.executable, "-c", "import time; x = b'1' * (300 << 20); time.sleep(1); print('still here')"], 60 << 20, ["ballast"])
-print(free >> 20, disk(tight) >> 20, over.over, over.stdout.strip(), sep="|")
-"""
-    done = run(code, 700 * MB, ["cgroup"])
-    assert not done.killed, done.stderr
-    if "NoLimit" in done.stderr:
-        pytest.skip(done.stderr.strip().splitlines()[-1])
-    free, tight, over, text = done.stdout.strip().split("|")
-    assert 150 <= int(free) <= 230, "read twice with room for it: from disk once"
-    assert int(tight) >= 260, "read twice without room: from disk twice"
-    assert (over, text) == ("True", "still here")
-
-
-def test_no_way_at_all_says_why_not_each(monkeypatch):
-    monkeypatch.setattr(limit, "OWN_CGROUPS", Path("/nowhere"))
-    monkeypatch.setenv("MOELAB_BALLAST_MB", "0")
     monkeypatch.setattr(limit, "_no_systemd", lambda: "no bus")
+    monkeypatch.setattr(limit, "OWN_CGROUPS", own := tmp_path / "own")
+    monkeypatch.setattr(limit, "CGROUPS", tmp_path)
+    if broken != "no cgroups":  # a group may be made, but has none of the kernel's files
+        own.write_text("0::/a\n")
+        (tmp_path / "a" / "cgroup.procs").parent.mkdir()
+        (tmp_path / "a" / "cgroup.subtree_control").write_text("memory")
+        monkeypatch.setattr(limit, "_before_exec", lambda group=None: refuse)
+        monkeypatch.setattr(limit, "_remove", lambda group: None)
     with pytest.raises(limit.NoLimit) as e:
         limit.run(["true"], 1 * MB)
-    assert all(why in str(e.value) for why in ("no cgroups", "no bus", "MOELAB_BALLAST_MB"))
+    text = str(e.value)
+    assert "cgroup: " in text and "systemd-run: no bus" in text and "It takes Linux" in text
+    assert ("this system has no cgroups" if broken == "no cgroups" else "no group may be") in text
+
+
+# A function in a limited process
+
+
+def double(x, settings):
+    return {"x": 2 * x, "slots": settings["slots"], "pid": os.getpid()}
+
+
+def fail(words):
+    raise ValueError(words)
+
+
+def hold(nbytes):
+    return len(b"1" * nbytes)
+
+
+def rest(seconds):
+    time.sleep(seconds)
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """``limit.call`` of a function of this file, which the new process must find."""
+    here = str(Path(__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *filter(None, sys.path)]))
+
+    def call(function, *args, **kwargs):
+        monkeypatch.setattr(function, "__module__", "test_limit")
+        return limit.call(function, *args, what="the test", **kwargs)
+
+    return call
+
+
+def test_call_brings_what_a_function_returns(called):
+    result, done = called(double, 21, moelab.StreamConfig(slots=9))
+    assert (result["x"], result["slots"], done.how) == (42, 9, "none")
+    assert result["pid"] != os.getpid()
+
+
+def test_call_says_in_a_line_what_went_wrong(called):
+    with pytest.raises(OSError, match="^the test: 3 is too many$"):
+        called(fail, "3 is too many")
+    with pytest.raises(OSError, match="took more than 0.5 s"):
+        called(rest, 60, timeout_s=0.5)
+
+
+def test_call_is_killed_beyond_its_limit(called):
+    try:
+        result, done = called(hold, 600 * MB, nbytes=300 * MB)
+    except limit.NoLimit as e:
+        pytest.skip(str(e))
+    assert done.killed and result is None
+    result, done = called(hold, 1 * MB, nbytes=600 * MB)
+    assert result == MB and not done.killed
 
 
 def test_bench_under_a_limit():
     path = moelab.DATA / "models" / "tiny-moe"
     try:
-        record = limit.bench_limited(
+        record = limited.bench_limited(
             path, {"fused": moelab.StreamConfig()}, 2_000_000_000, tokens=4, warmup=2, runs=1
         )
     except limit.NoLimit as e:
         pytest.skip(str(e))
-    assert [s["variant"] for s in record["samples"]] == ["resident, no limit", "fused, limit"]
-    assert record["summary"]["fused, limit"]["same_tokens"]
-    assert record["summary"]["fused, limit"]["bytes_per_token"] > 0
-    assert "tokens same" in limit.report(record)
+    assert [r.variant for r in record.samples] == ["resident, no limit", "fused, limit"]
+    assert list(record.variants) == ["resident, no limit", "fused, limit"] and not record.killed
+    fused = record.variants["fused, limit"]
+    assert fused.same_tokens and fused.bytes_per_token > 0 and fused.how != "none"
+    assert "tokens same" in limited.report(record)
+
+
+def test_a_record_of_runs_under_a_limit_has_the_keys_of_those_that_are_kept():
+    """Made again from the samples that are kept, and one of them killed."""
+    kept = records.recorded("cpu_limit_35b")
+    runs = []
+    for s in kept["samples"]:
+        sizes = ("mlx_peak_nbytes", "predicted_nbytes", "rss_nbytes") if "tokens" in s else ()
+        sample = records.Sample.from_json(s) if sizes else None
+        run = limited.Run(s["variant"], s["round"], s["killed"], s["how"], sample)
+        runs.append(replace(run, **{n: s[n] for n in sizes}))
+    own = ("model", "limit_nbytes", "checkpoint_nbytes", "tokens", "warmup_tokens", "machine")
+    record = limited.LimitedRecord(**{n: kept[n] for n in own}, prompts=["x"], samples=runs)
+    again = record.to_json()
+    assert again.keys() - {"prompts"} == kept.keys() - {"prompt"}
+    for mine, theirs in zip(again["samples"], kept["samples"]):
+        assert repr(dict(sorted(mine.items()))) == repr(dict(sorted(theirs.items())))
+    for name, s in kept["summary"].items():
+        mine = again["summary"][name]
+        assert mine.keys() == s.keys()
+        assert all(mine[k] == pytest.approx(s[k], nan_ok=True) for k in s if k != "how"), name
+    assert "resident, limit: killed (cgroup v1)" in limited.report(record)

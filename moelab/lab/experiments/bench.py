@@ -1,218 +1,190 @@
-"""python -m moelab generate and bench: how fast a model decodes in each mode, with the noise and the ceilings."""
+"""The command ``bench``: how fast a model decodes in each mode, with noise and ceilings."""
 
+import argparse
 import dataclasses
 import gc
 import os
 import random
 import resource
-import statistics
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
-from mlx_lm.generate import stream_generate
+import psutil
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
-from ... import StreamConfig, close, footprint, load, stats
-from .. import machine, records, timing
+from ... import StreamConfig, close, footprint, load
+from ...arguments import (
+    add_json,
+    add_model,
+    add_modes,
+    add_prompts,
+    add_stream_options,
+    check_stream_options,
+    parse_modes,
+    positive,
+    stream_config,
+    zero_or_more,
+)
+from .. import machine, oscache, records, timing
 from ..decode import decode, encode
 from ..models import folder
+from ..records import BenchMode, BenchRecord, Sample
 from ..texts import PROMPTS
 
-INTEGERS = ("slots", "top_k", "readers", "pinned_nbytes")
+OTHER_TOKENS = 3  # the exit status
+UNKEPT_TOKENS = 16  # at most so many are timed in the round before the first
+RSS_UNIT_NBYTES = 1 if sys.platform == "darwin" else 1024  # of getrusage
 
 
-def generate(model_path, prompt, config=None, max_tokens=128, out=None):
-    """Print a model's continuation as it comes, then one line of figures.
-
-    Args:
-        model_path (str): As for ``moelab.load``.
-        prompt (str): The text to continue, as it is.
-        config (StreamConfig): Default: ``StreamConfig()``.
-        max_tokens (int): Where to stop.
-        out (file): Where to print. Default: standard output.
-    """
-    out = out or sys.stdout
-    model, tokenizer = load(model_path, config or StreamConfig())
-    with model:
-        encode(tokenizer, prompt)
-        mx.reset_peak_memory()
-        out.write(prompt)
-        for r in stream_generate(model, tokenizer, prompt, max_tokens=max_tokens):
-            out.write(r.text)
-            out.flush()
-        c = stats(model).decode
-        line = f"{r.generation_tps:.1f} tok/s, {r.generation_tokens} tokens; prompt {r.prompt_tps:.1f} tok/s, {r.prompt_tokens} tokens"
-        if c.hits + c.misses:
-            line += (
-                f"; hit rate {c.hit_rate:.0%}, {c.bytes_per_token / 1e6:.2f} MB read for each token"
-            )
-        out.write(f"\n\n[{line}; peak memory {mx.get_peak_memory() / 1e6:.0f} MB]\n")
-
-
-def parse_modes(text, base=None):
-    """``"resident,fused,fused/streams=1"`` -> ``{name: StreamConfig}``; what follows a slash changes one field.
-
-    Args:
-        text (str): Modes, divided by commas.
-        base (StreamConfig): Every other field. Default: ``StreamConfig()``.
-    """
-    base, out = base or StreamConfig(), {}
-    known = sorted({f.name for f in dataclasses.fields(StreamConfig)} - {"mode"})
-    for name in (part.strip() for part in text.split(",")):
-        mode, *settings = name.split("/")
-        if not mode:
-            raise ValueError(
-                f"modes: expected names divided by commas, such as resident,fused; got {text!r}"
-            )
-        if name in out:
-            raise ValueError(f"modes: expected each mode once, {name!r} is there twice in {text!r}")
-        fields = {}
-        for setting in settings:
-            key, _, value = setting.partition("=")
-            if key not in known or not value:
-                raise ValueError(
-                    f"modes: {setting!r} in {name!r}, expected FIELD=VALUE with a field of StreamConfig ({', '.join(known)})"
-                )
-            if key in fields:
-                raise ValueError(
-                    f"modes: expected each field once, {key} is there twice in {name!r}"
-                )
-            fields[key] = _field(key, value, f"modes: {setting!r} in {name!r}")
-        config = dataclasses.replace(base, mode=mode, **fields)
-        for key in config.unused().intersection(fields):
-            raise ValueError(f"modes: {key} in {name!r} has no effect there: leave it out")
-        if config.prefetch == "oracle":
-            raise ValueError(
-                f"modes: {name!r}: an oracle needs a trace (moelab.lab.experiments.prefetch); expected none, last or lookahead"
-            )
-        out[name] = config
-    return out
-
-
-def resident_like(base=None):
+def resident_like(base: StreamConfig | None = None) -> StreamConfig:
     """The resident baseline of a config: the same dtype and top-k."""
     base = base or StreamConfig()
     return StreamConfig(mode="resident", dtype=base.dtype, top_k=base.top_k)
 
 
-def _field(key, value, where):
-    """The value of a field of ``StreamConfig`` that was given as text."""
-    if key not in INTEGERS and (key != "streams" or value == "auto"):
-        return value
-    if not value.isdecimal():
-        raise ValueError(f"{where}, expected a whole number")
-    return int(value)
-
-
 class _Loaded:
     """The models of a bench: all in memory, or one at a time."""
 
-    def __init__(self, path, configs, together):
+    def __init__(self, path: Path, configs: Mapping[str, StreamConfig], together: bool):
         self.path, self.configs, self.together = path, configs, together
         self.models, self.nbytes = {}, {}
 
-    def get(self, name):
+    def get(self, name: str) -> tuple[nn.Module, TokenizerWrapper]:
         if name not in self.models:
             if not self.together:
                 self.drop()
             before = mx.get_active_memory()
-            model, self.tokenizer = load(self.path, self.configs[name])
-            self.models[name] = model
+            self.models[name] = load(self.path, self.configs[name])
             self.nbytes[name] = mx.get_active_memory() - before
         return self.models[name]
 
-    def drop(self):
-        for model in self.models.values():
+    def drop(self) -> None:
+        for model, _ in self.models.values():
             close(model)
         self.models.clear()
         gc.collect()
         mx.clear_cache()
 
 
-def bench(path, modes="resident,serial,buffers,stacked,fused", base=None, tokens=64, runs=5, warmup=16, prompts=PROMPTS,
-          seed=0, together=None, cold=False, progress=True, on_round=None):  # fmt: skip
+def measure(
+    path: str | Path,
+    modes: str | Mapping[str, StreamConfig] = "resident,serial,buffers,stacked,fused",
+    base: StreamConfig | None = None,
+    tokens: int = 64,
+    runs: int = 5,
+    warmup: int = 16,
+    prompts: Sequence[str] = PROMPTS,
+    seed: int = 0,
+    together: bool | None = None,
+    cold: bool = False,
+    progress: bool = True,
+    on_round: Callable[[BenchRecord], None] | None = None,
+) -> BenchRecord:
     """Decode the same prompts in every mode, in rounds of random order.
 
     Args:
-        path (str): The model.
-        modes (str): As for ``parse_modes``; or a dict of configs by name.
+        path (str or Path): The model.
+        modes (str or Mapping): As for ``parse_modes``; or configs by name.
         base (StreamConfig): What the modes have in common.
         tokens (int): Decoded and timed in each run.
-        runs (int): Rounds; round i takes prompt i, modulo their number. One more comes first, with the last prompt, and is not kept.
+        runs (int): Rounds; round i takes prompt i, modulo their number. One more comes first, with
+            the last prompt, and is not kept.
         warmup (int): Tokens decoded in each run before the clock starts.
-        prompts (tuple[str]): The prompts.
+        prompts (Sequence[str]): The prompts.
         seed (int): Of the orders.
-        together (bool): Whether to keep all models loaded. Default: if they take less than half of the memory available.
-        cold (bool): Drop the checkpoint's pages from the page cache each time before the clock starts; slots stay as they are.
+        together (bool): Whether to keep all models loaded. Default: if they take less than half of
+            the memory available.
+        cold (bool): Drop the checkpoint's pages from the page cache each time before the clock
+            starts; slots stay as they are.
         progress (bool): Show a bar.
-        on_round (Callable): Called with the record after each round, so that an interrupted bench is not lost.
+        on_round (Callable): Called with the record after each round, so that an interrupted bench
+            is not lost.
 
     Returns:
-        dict: The record: raw samples, machine, summaries (see ``summarize``).
+        BenchRecord: Raw samples, and what follows from them.
     """
     path = folder(path)
     configs = parse_modes(modes, base) if isinstance(modes, str) else modes
-    feet = {name: footprint(path, c) for name, c in configs.items()}
-    needed, available = sum(f.total_nbytes for f in feet.values()), machine.memory_available()
+    predicted = {name: footprint(path, c).total_nbytes for name, c in configs.items()}
     if together is None:
-        together = needed < available / 2
-    record = {
-        "kind": "bench",
-        "model": Path(path).name,
-        "machine": machine.card(),
-        "load_average": os.getloadavg(),
-        "tokens": tokens, "warmup_tokens": warmup, "seed": seed, "prompts": list(prompts), "models_loaded_together": together,
-        "order": "random in every round; one round before the first is not kept", "cache_state": "cold" if cold else "warm",
-        "modes": {
-            name: {"config": dataclasses.asdict(c), "predicted_nbytes": feet[name].total_nbytes, "samples": []}
-            for name, c in configs.items()
-        },
-    }  # fmt: skip
+        together = sum(predicted.values()) < machine.memory_available() / 2
+    record = BenchRecord(
+        model=path.name,
+        machine=machine.card(),
+        load_average=list(os.getloadavg()),
+        tokens=tokens,
+        warmup_tokens=warmup,
+        seed=seed,
+        prompts=list(prompts),
+        models_loaded_together=together,
+        order="random in every round; one round before the first is not kept",
+        cache_state="cold" if cold else "warm",
+        modes={name: BenchMode(config, predicted[name]) for name, config in configs.items()},
+    )
     order, loaded = random.Random(seed), _Loaded(path, configs, together)
-
+    drop = partial(oscache.drop_pages, path) if cold else None
     bar = tqdm(
         total=(runs + 1) * len(configs), desc="bench", unit="run", leave=False, disable=not progress
     )
     try:
         for i in range(-1, runs):
             for name in order.sample(list(configs), len(configs)):
-                model = loaded.get(name)
-                ids = [encode(loaded.tokenizer, p) for p in prompts][i % len(prompts)]
+                model, tokenizer = loaded.get(name)
+                ids = [encode(tokenizer, p) for p in prompts][i % len(prompts)]
                 before = mx.get_active_memory()
                 mx.reset_peak_memory()
-                sample = decode(model, ids, tokens if i >= 0 else min(tokens, 16), warmup,
-                                partial(machine.drop_pages, path) if cold else None)  # fmt: skip
+                ran = decode(
+                    model, ids, tokens if i >= 0 else min(tokens, UNKEPT_TOKENS), warmup, drop
+                )
                 bar.update()
-                if i < 0:
-                    continue
-                sample["round"] = i
-                sample["peak_nbytes"] = loaded.nbytes[name] + mx.get_peak_memory() - before
-                record["modes"][name]["samples"].append(sample)
+                peak = loaded.nbytes[name] + mx.get_peak_memory() - before
+                if i >= 0:
+                    sample = Sample.from_json(ran | {"round": i, "peak_nbytes": peak})
+                    record.modes[name].samples.append(sample)
             if i >= 0 and on_round:
                 on_round(record)
     finally:
         bar.close()
         loaded.drop()
-    record["process_peak_rss_nbytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
-    return summarize(record)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    record.process_peak_rss_nbytes = peak * RSS_UNIT_NBYTES
+    return record
 
 
-def agreement(path, modes="serial,buffers,stacked,fused", base=None, tokens=32, prompt=PROMPTS[0]):
-    """How near every mode's logits are to the resident model's, both fed the resident model's greedy tokens.
+def agreement(
+    path: str | Path,
+    modes: str = "serial,buffers,stacked,fused",
+    base: StreamConfig | None = None,
+    tokens: int = 32,
+    prompt: str = PROMPTS[0],
+) -> dict[str, Any]:
+    """How near every mode's logits are to the resident model's.
+
+    All are fed the resident model's greedy tokens.
+
+    Args:
+        path (str or Path): The model.
+        modes (str): As for ``parse_modes``.
+        base (StreamConfig): What the modes have in common.
+        tokens (int): Decoded.
+        prompt (str): Before them.
 
     Returns:
-        dict: By mode: ``prefill_error`` and ``decode_error``, the largest difference of a logit over the standard deviation of the
-        logits; ``same_tokens``, the share of steps with the same best token; ``bit_for_bit`` of the decoded steps.
+        dict: By mode: ``prefill_error`` and ``decode_error``, the largest difference of a logit
+        over the standard deviation of the logits; ``same_tokens``, the share of steps with the
+        same best token; ``bit_for_bit`` of the decoded steps.
     """
     path = folder(path)
     configs = {"resident": resident_like(base), **parse_modes(modes, base)}
-    out, yard, ids = {}, None, None
+    out, baseline, ids = {}, None, None
     for name, config in configs.items():
         model, tokenizer = load(path, config)
         with model:
@@ -222,19 +194,21 @@ def agreement(path, modes="serial,buffers,stacked,fused", base=None, tokens=32, 
                 np.array(model(mx.array([prompt_ids]), cache=cache)[0, -1].astype(mx.float32))
             ]
             for i in range(tokens):
-                y = int(logits[-1].argmax()) if yard is None else ids[i]
+                y = int(logits[-1].argmax()) if baseline is None else ids[i]
                 logits.append(
                     np.array(model(mx.array([[y]]), cache=cache)[0, -1].astype(mx.float32))
                 )
         logits = np.stack(logits)
-        if yard is None:
-            yard, ids = logits, logits.argmax(1).tolist()
+        if baseline is None:
+            baseline, ids = logits, logits.argmax(1).tolist()
             continue
-        error = np.abs(logits - yard).max(1) / yard.std(1)
+        error = np.abs(logits - baseline).max(1) / baseline.std(1)
         out[name] = {
-            "prefill_error": float(error[0]), "decode_error": float(error[1:].max()), "bit_for_bit": bool((logits == yard)[1:].all()),
-            "same_tokens": float((logits.argmax(1) == yard.argmax(1)).mean()),
-        }  # fmt: skip
+            "prefill_error": float(error[0]),
+            "decode_error": float(error[1:].max()),
+            "bit_for_bit": bool((logits == baseline)[1:].all()),
+            "same_tokens": float((logits.argmax(1) == baseline.argmax(1)).mean()),
+        }
     return {
         "kind": "agreement",
         "machine": machine.card(),
@@ -244,14 +218,26 @@ def agreement(path, modes="serial,buffers,stacked,fused", base=None, tokens=32, 
     }
 
 
-def memory_over(path, config, tokens=256, every=32, prompt=PROMPTS[0]):
-    """Memory of one long greedy run: does it grow, and does it stay at what ``footprint`` predicts?
+def memory_over(
+    path: str | Path,
+    config: StreamConfig,
+    tokens: int = 256,
+    every: int = 32,
+    prompt: str = PROMPTS[0],
+) -> dict[str, Any]:
+    """Memory of one long greedy run: does it grow, and is it what ``footprint`` predicts?
+
+    Args:
+        path (str or Path): The model.
+        config (StreamConfig): How to stream.
+        tokens (int): Decoded.
+        every (int): Tokens from one count to the next.
+        prompt (str): Before them.
 
     Returns:
-        dict: ``tokens``, ``active_nbytes``, ``peak_nbytes`` (MLX's own count) and ``rss_nbytes`` at every step, and ``predicted_nbytes``.
+        dict: ``tokens``, ``active_nbytes``, ``peak_nbytes`` (MLX's own count) and ``rss_nbytes`` at
+        every count, and ``predicted_nbytes``.
     """
-    import psutil
-
     path = folder(path)
     before = mx.get_active_memory()
     model, tokenizer = load(path, config)
@@ -281,74 +267,41 @@ def memory_over(path, config, tokens=256, every=32, prompt=PROMPTS[0]):
     return out
 
 
-def summarize(record):
-    """Add to a bench's record what follows from its samples: medians, ratios to resident, whether the tokens are the same."""
-    resident = next(
-        (n for n, m in record["modes"].items() if m["config"]["mode"] == "resident"), None
-    )
-    for name, m in record["modes"].items():
-        samples = m["samples"]
-        if not samples:
-            continue
-        m["decode_tok_s"] = timing.summary([record["tokens"] / s["decode_s"] for s in samples])
-        m["prefill_s"] = timing.summary([s["prefill_s"] for s in samples])
-        m["peak_nbytes"] = max(s["peak_nbytes"] for s in samples)
-        counters = [s["counters"] for s in samples if s["counters"]]
-        if m["config"]["mode"] != "resident" and counters:
-            m["hit_rate"] = sum(c["hits"] for c in counters) / max(
-                1, sum(c["hits"] + c["misses"] for c in counters)
-            )
-            m["bytes_per_token"] = statistics.mean(c["bytes_per_token"] for c in counters)
-        if resident and name != resident:
-            yard = {s["round"]: s for s in record["modes"][resident]["samples"]}
-            pairs = [(s, yard[s["round"]]) for s in samples if s["round"] in yard]
-            m["ratio_to_resident"] = timing.paired_ratio(
-                [r["decode_s"] for _, r in pairs], [s["decode_s"] for s, _ in pairs]
-            )
-            m["rounds_with_the_same_tokens"] = sum(s["tokens"] == r["tokens"] for s, r in pairs)
-    return record
+def ceilings(record: BenchRecord, speeds: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """What a mode could reach if reads were all that is added to the resident model's work.
 
-
-def ceilings(record, speeds):
-    """What a mode could reach if reads were all that is added to the resident model's work, spread evenly over its streams.
+    That work is spread evenly over the mode's streams.
 
     Args:
-        record (dict): Of ``bench``.
-        speeds (dict): Bytes per second of reads, by name.
+        record (BenchRecord): With a resident mode, else there are no ceilings.
+        speeds (Mapping[str, float]): Bytes per second of reads, by name.
 
     Returns:
-        dict: For every streamed mode, tokens per second by the name of the speed; ``no reads`` with one stream is the resident model.
+        dict: For every streamed mode, tokens per second by the name of the speed; ``no reads`` with
+        one stream is the resident model.
     """
-    resident = next(
-        (m for m in record["modes"].values() if m["config"]["mode"] == "resident" and m["samples"]),
-        None,
-    )
-    if resident is None:
+    if record.resident is None:
         return {}
+    resident_s = 1 / record.decode_tok_s(record.resident)["median"]
     out = {}
-    for name, m in record["modes"].items():
-        if m.get("bytes_per_token") is not None:
-            token_s = (
-                1
-                / resident["decode_tok_s"]["median"]
-                / _num_streams(m["config"], record["machine"])
-            )
-            out[name] = {
-                "no reads": 1 / token_s,
-                **{k: 1 / (token_s + m["bytes_per_token"] / v) for k, v in speeds.items()},
-            }
+    for name, mode in record.modes.items():
+        nbytes = record.bytes_per_token(name)
+        if nbytes is not None:
+            token_s = resident_s / _num_streams(mode.config, record.machine)
+            with_reads = {k: 1 / (token_s + nbytes / v) for k, v in speeds.items()}
+            out[name] = {"no reads": 1 / token_s} | with_reads
     return out
 
 
 def _num_streams(config, card):
-    if config["mode"] not in ("stacked", "fused"):
+    if config.mode not in ("stacked", "fused"):
         return 1
-    if config["streams"] != "auto":
-        return config["streams"]
+    if config.streams != "auto":
+        return config.streams
     return card["cores"] if card["device"] == "cpu" else 1
 
 
-def read_speeds(path, readers=8, nbytes=1 << 20):
+def read_speeds(path: str | Path, readers: int = 8, nbytes: int = 1 << 20) -> dict[str, float]:
     """Bytes per second of random reads of the checkpoint's largest file, cold and warm, by name."""
     file = max(folder(path).glob("*.safetensors"), key=lambda f: f.stat().st_size)
     nbytes = max(4096, min(nbytes, file.stat().st_size // 32))
@@ -358,94 +311,125 @@ def read_speeds(path, readers=8, nbytes=1 << 20):
     }
 
 
-def report(record):
-    """The bench's table and ceilings as text."""
-    lines = [machine.card_line(record["machine"])]
-    how = "all loaded at once" if record["models_loaded_together"] else "loaded one at a time"
-    lines.append(
-        f"{record['model']}: {record['tokens']} greedy tokens a run after {record['warmup_tokens']} of warm-up, models {how}, rounds in random order, page cache {record['cache_state']}"
-    )
-    wide = max(map(len, record["modes"]))
-    lines.append(
-        f"{'mode':{wide}}  {'tok/s median [quartiles]':26} {'of resident [quartiles]':26} {'hits':>5} {'MB/token':>9} {'peak MB':>8} {'predicted':>9}  tokens"
-    )
-    for name, m in record["modes"].items():
-        if not m["samples"]:
-            lines.append(f"{name:{wide}}  no samples")
-            continue
-        ratio, same, n = (
-            m.get("ratio_to_resident"),
-            m.get("rounds_with_the_same_tokens"),
-            len(m["samples"]),
-        )
-        lines.append(
-            f"{name:{wide}}  {timing.quartiles_text(m['decode_tok_s']):26} {timing.quartiles_text(ratio) if ratio else '-':26} "
-            + (
-                f"{m['hit_rate']:5.0%} {m['bytes_per_token'] / 1e6:9.2f}"
-                if "hit_rate" in m
-                else f"{'-':>5} {'-':>9}"
-            )
-            + f" {m['peak_nbytes'] / 1e6:8.0f} {m['predicted_nbytes'] / 1e6:9.0f}  "
-            + (
-                "-"
-                if same is None
-                else "same"
-                if same == n
-                else f"DIFFER in {n - same} of {n} rounds"
-            )
-        )
-    for name, c in record.get("ceilings_tok_s", {}).items():
-        lines.append(
-            f"ceilings, {name}: " + ", ".join(f"{v:.1f} tok/s with {k}" for k, v in c.items())
-        )
+def report(record: BenchRecord) -> str:
+    """A bench's table and ceilings as text."""
+    how = "all loaded at once" if record.models_loaded_together else "loaded one at a time"
+    wide = max(map(len, record.modes))
+    columns = f"{'tok/s median [quartiles]':26} {'of resident [quartiles]':26} {'hits':>5} "
+    lines = [
+        machine.card_line(record.machine),
+        f"{record.model}: {record.tokens} greedy tokens a run after {record.warmup_tokens} of "
+        f"warm-up, models {how}, rounds in random order, page cache {record.cache_state}",
+        f"{'mode':{wide}}  {columns}{'MB/token':>9} {'peak MB':>8} {'predicted':>9}  tokens",
+    ]
+    lines += [f"{name:{wide}}  {_row(record, name)}" for name in record.modes]
+    for name, ceiling in record.ceilings_tok_s.items():
+        speeds = ", ".join(f"{v:.1f} tok/s with {k}" for k, v in ceiling.items())
+        lines.append(f"ceilings, {name}: {speeds}")
     return "\n".join(lines)
 
 
-def run_bench(
-    path,
-    modes,
-    base,
-    tokens,
-    runs,
-    warmup,
-    prompts,
-    json_path=None,
-    together=None,
-    cold=False,
-    progress=True,
-):
-    """The command: bench, print, save.
+def _row(record, name):
+    mode = record.modes[name]
+    if not mode.samples:
+        return "no samples"
+    ratio, same = record.ratio_to_resident(name), record.rounds_with_the_same_tokens(name)
+    n, hit_rate = len(mode.samples), record.hit_rate(name)
+    reads = f"{'-':>5} {'-':>9}"
+    if hit_rate is not None:
+        reads = f"{hit_rate:5.0%} {record.bytes_per_token(name) / 1e6:9.2f}"
+    tokens = "-" if same is None else "same" if same == n else f"DIFFER in {n - same} of {n} rounds"
+    return (
+        f"{timing.quartiles_text(record.decode_tok_s(name)):26} "
+        f"{timing.quartiles_text(ratio) if ratio else '-':26} {reads} "
+        f"{record.peak_nbytes(name) / 1e6:8.0f} {mode.predicted_nbytes / 1e6:9.0f}  {tokens}"
+    )
 
-    Returns:
-        bool: Whether every mode that was asked for all experts decoded the resident model's tokens. Always true on a GPU: there half
-        precision rounds otherwise when a prompt's experts are grouped otherwise, which ``agreement`` measures.
-    """
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.description = (
+        "Decode the same prompts in every mode, in rounds of random order after one round of "
+        "warm-up. Tokens per second are of decoding alone; tokens are checked against the "
+        "resident model's. Exit status 3: a mode decoded other tokens."
+    )
+    add_model(parser)
+    add_modes(parser, "resident,serial,buffers,stacked,fused")
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        metavar="N",
+        default=64,
+        help="timed in each run (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--warmup",
+        type=zero_or_more,
+        metavar="N",
+        default=16,
+        help="tokens before the clock starts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--runs",
+        type=positive,
+        metavar="N",
+        default=5,
+        help="rounds that are kept (default: %(default)s)",
+    )
+    add_prompts(parser)
+    parser.add_argument(
+        "--together",
+        choices=["auto", "yes", "no"],
+        default="auto",
+        help="all models loaded at once (auto: if half of the memory holds them)",
+    )
+    parser.add_argument(
+        "--cold",
+        action="store_true",
+        help="drop the checkpoint from the page cache before the clock starts",
+    )
+    add_json(parser)
+    add_stream_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command."""
+    base = stream_config(args)
+    configs = parse_modes(args.modes, base)
+    check_stream_options(args, configs)
 
     def keep(record):
-        if json_path:
-            records.save(json_path, {**record, "partial": True})
+        if args.json:
+            records.save(args.json, dataclasses.replace(record, partial=True))
 
-    record = bench(
-        path,
-        modes,
+    record = measure(
+        args.model,
+        configs,
         base,
-        tokens,
-        runs,
-        warmup,
-        prompts or PROMPTS,
-        together=together,
-        cold=cold,
-        progress=progress,
+        args.tokens,
+        args.runs,
+        args.warmup,
+        args.prompt or PROMPTS,
+        together={"auto": None, "yes": True, "no": False}[args.together],
+        cold=args.cold,
         on_round=keep,
     )
-    record["read_speeds"] = read_speeds(path, base.readers if base else 8)
-    record["ceilings_tok_s"] = ceilings(record, record["read_speeds"])
-    print(report(record))
-    if json_path:
-        records.save(json_path, record)
-        print(f"samples: {json_path}")
-    return record["machine"]["device"] == "gpu" or all(
-        m.get("rounds_with_the_same_tokens", len(m["samples"])) == len(m["samples"])
-        or m["config"]["top_k"] is not None
-        for m in record["modes"].values()
+    record.read_speeds = read_speeds(args.model, base.readers)
+    record.ceilings_tok_s = ceilings(record, record.read_speeds)
+    records.print_and_save(report(record), record, args.json)
+    return 0 if _as_resident(record) else OTHER_TOKENS
+
+
+def _as_resident(record):
+    """Whether every mode that was asked for all experts decoded the resident model's tokens.
+
+    On a GPU that is no error: there half precision rounds otherwise when a prompt's experts are
+    grouped otherwise, which ``agreement`` measures.
+    """
+    if record.machine["device"] == "gpu":
+        return True
+    return all(
+        mode.config.top_k is not None
+        or record.rounds_with_the_same_tokens(name) in (None, len(mode.samples))
+        for name, mode in record.modes.items()
     )

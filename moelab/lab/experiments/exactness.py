@@ -1,11 +1,15 @@
 """Is a streamed pass a function of its inputs, and is it the resident model's, bit for bit?
 
-On the CPU backend the tests settle this. On a GPU the number of rows decides which kernel MLX takes
-and so how it rounds: what is true there is measured, by ``python data/recipes/cuda_run.py``.
+On the CPU backend the tests show that it is. On a GPU the number of rows decides which kernel MLX
+takes and so how it rounds; ``python data/recipes/cuda_run.py`` measures what is true there.
 """
 
+import random
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,24 +21,27 @@ from ...speculation.generate import speculative_generate_step
 from ..texts import heldout_code
 
 
-def chunks(path, config, sizes=(1, 2, 4, 8, 16, 40, 160), histories=(1, 200, 40)):
+def chunks(
+    path: str | Path,
+    config: StreamConfig,
+    sizes: Sequence[int] = (1, 2, 4, 8, 16, 40, 160),
+    histories: Sequence[int] = (1, 200, 40),
+) -> list[dict[str, Any]]:
     """Logits of a text fed in chunks, after other text in other chunks, against the resident model.
 
     Args:
         path (str or Path): A model folder.
         config (StreamConfig): How to stream.
-        sizes (tuple[int]): T of the passes that are compared.
-        histories (tuple[int]): T of the passes over another text after each run.
+        sizes (Sequence[int]): T of the passes that are compared.
+        histories (Sequence[int]): T of the passes over another text after each run.
 
     Returns:
         list[dict]: For each T the largest difference to resident in each run, and whether the
         runs are equal among themselves.
     """
     resident, tokenizer = load(path, StreamConfig(mode="resident", dtype=config.dtype))
-    text, other = (
-        ids[:n]
-        for ids, n in zip([tokenizer.encode(t) for t in heldout_code(path).values()], (160, 200))
-    )
+    files = [tokenizer.encode(t) for t in heldout_code(path).values()]
+    text, other = files[0][:160], files[1][:200]
     want = {T: _logits(resident, text, T) for T in sizes}
     model, _ = load(path, config)
     out = []
@@ -58,14 +65,21 @@ def _logits(model, ids, T):
     return np.concatenate(out)
 
 
-def texts(path, config, make_draft, drafts=(0, 4, 8), n=20, tokens=64):
+def texts(
+    path: str | Path,
+    config: StreamConfig,
+    make_draft: Callable[[], Any],
+    drafts: Sequence[int] = (0, 4, 8),
+    n: int = 20,
+    tokens: int = 64,
+) -> list[dict[str, Any]]:
     """Greedy texts, each written twice with others between, and by the resident model.
 
     Args:
         path (str or Path): A model folder.
         config (StreamConfig): How to stream.
         make_draft (Callable): Gives a draft.
-        drafts (tuple[int]): Numbers of tokens drafted in a round; 0: mlx-lm's own loop.
+        drafts (Sequence[int]): Numbers of tokens drafted in a round; 0: mlx-lm's own loop.
         n (int): Prompts, from held-out files.
         tokens (int): Tokens of each.
 
@@ -75,10 +89,8 @@ def texts(path, config, make_draft, drafts=(0, 4, 8), n=20, tokens=64):
     """
     resident, tokenizer = load(path, StreamConfig(mode="resident", dtype=config.dtype))
     model, _ = load(path, config)
-    prompts = [
-        ids[: 40 + 7 * (i % 10)]
-        for i, ids in enumerate([tokenizer.encode(t) for t in heldout_code(path).values()] * n)
-    ][:n]
+    files = [tokenizer.encode(t) for t in heldout_code(path).values()]
+    prompts = [ids[: 40 + 7 * (i % 10)] for i, ids in enumerate(files * n)][:n]
     out = []
     with resident, model:
         undrafted = [_write(resident, p, 0, None, tokens) for p in prompts]
@@ -88,15 +100,73 @@ def texts(path, config, make_draft, drafts=(0, 4, 8), n=20, tokens=64):
             first = [write(model, p) for p in prompts]
             again = [write(model, p) for p in prompts[::-1]][::-1]
             as_resident = [write(resident, p) for p in prompts]
-            out.append({
-                "drafts": k, "n": len(prompts), "tokens": tokens,
-                "twice": _same(first, again),
-                "as_resident": _same(first, as_resident),
-                "as_resident_undrafted": _same(first, undrafted),
-                "resident_as_undrafted": _same(as_resident, undrafted),
-                "seconds": time.perf_counter() - begin,
-            })  # fmt: skip
+            out.append(
+                {
+                    "drafts": k,
+                    "n": len(prompts),
+                    "tokens": tokens,
+                    "twice": _same(first, again),
+                    "as_resident": _same(first, as_resident),
+                    "as_resident_undrafted": _same(first, undrafted),
+                    "resident_as_undrafted": _same(as_resident, undrafted),
+                    "seconds": time.perf_counter() - begin,
+                }
+            )
     return out
+
+
+def soak(
+    path: str | Path,
+    config: StreamConfig,
+    passes: int = 334,
+    tokens: int = 3334,
+    sizes: Sequence[int] = (1, 2, 4, 8, 16, 40, 160),
+    passes_a_cache: int = 25,
+    tokens_a_text: int = 250,
+) -> dict[str, Any]:
+    """Many passes of random length over held-out text, then many greedy texts, against resident.
+
+    Args:
+        path (str or Path): A model folder.
+        config (StreamConfig): How to stream.
+        passes (int): Passes whose logits are compared.
+        tokens (int): Tokens decoded in all texts together, at least.
+        sizes (Sequence[int]): T of the passes, drawn at random.
+        passes_a_cache (int): Passes before the caches are new.
+        tokens_a_text (int): The most that a text has.
+
+    Returns:
+        dict: ``passes`` and how many are ``equal``, ``by_size`` the same for each T, ``tokens``,
+        ``texts`` and ``texts_equal``.
+    """
+    resident, tokenizer = load(path, StreamConfig(mode="resident", dtype=config.dtype))
+    model, _ = load(path, config)
+    ids = [t for text in heldout_code(path).values() for t in tokenizer.encode(text)]
+    by_size = {T: [0, 0] for T in sizes}
+    rng, at = random.Random(config.slots), 0
+    with resident, model:
+        for i in range(passes):
+            if i % passes_a_cache == 0:
+                caches = [make_prompt_cache(m) for m in (model, resident)]
+            T = rng.choice(sizes)
+            inputs, at = mx.array([ids[at : at + T]]), (at + T) % (len(ids) - max(sizes))
+            y, want = (m(inputs, cache=c) for m, c in zip((model, resident), caches))
+            by_size[T][0] += 1
+            by_size[T][1] += mx.array_equal(y, want).item()
+        wrote = texts_equal = texts = 0
+        while wrote < tokens:
+            begin = rng.randrange(len(ids) - 50)
+            prompt, n = ids[begin : begin + 40 + texts % 7], min(tokens_a_text, tokens - wrote)
+            got, want = (_write(m, prompt, 0, None, n) for m in (model, resident))
+            texts, texts_equal, wrote = texts + 1, texts_equal + (got == want), wrote + len(got)
+    return {
+        "passes": passes,
+        "equal": sum(equal for _, equal in by_size.values()),
+        "by_size": by_size,
+        "tokens": wrote,
+        "texts": texts,
+        "texts_equal": texts_equal,
+    }
 
 
 def _same(a, b):

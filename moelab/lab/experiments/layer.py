@@ -1,107 +1,170 @@
 """One MoE layer with every expert in its slot: what streaming costs when nothing is read."""
 
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
-from ... import close, load, stats
-from ...streaming.model import session_of
-from .. import machine, timing
-from .bench import parse_modes, resident_like
+from ... import StreamConfig, close, load, stats
+from ...arguments import (
+    add_json,
+    add_model,
+    add_modes,
+    add_stream_options,
+    check_stream_options,
+    parse_modes,
+    positive,
+    stream_config,
+)
+from ...streaming.layers import StreamedExperts
+from ...streaming.session import session_of
+from .. import machine, records, timing
+from ..models import folder
+from .bench import resident_like
+
+EVALUATION = "one evaluation"  # of one small operation
 
 
-def bench_layer(path, modes="stacked,fused", base=None, rounds=200, seed=0):
-    """One MoE block with every expert in its slot, against the same block resident, and one evaluation of one small operation.
+@dataclass(frozen=True)
+class LayerRecord:
+    """What ``bench_layer`` measured.
 
-    A streamed layer must tell the host which experts it needs, so it cannot cost less than the resident layer's
-    evaluation and one more. The block is the first one's: router, experts, shared expert.
+    Attributes:
+        model (str): The folder's name.
+        timings (dict[str, Timing]): Of the layer in each mode, and of one evaluation.
+        misses_while_timed (dict[str, int]): By mode; 0 if every expert stayed in its slot.
+        ratio (dict[str, Summary]): A mode's time over resident plus one evaluation, round by round.
+        machine (dict): Of ``machine.card``.
+    """
+
+    model: str
+    timings: dict[str, timing.Timing]
+    misses_while_timed: dict[str, int]
+    ratio: dict[str, timing.Summary]
+    machine: dict[str, Any]
+    kind: str = field(default="layer", init=False)
+
+
+def bench_layer(
+    path: str | Path,
+    modes: str | Mapping[str, StreamConfig] = "stacked,fused",
+    base: StreamConfig | None = None,
+    rounds: int = 200,
+    seed: int = 0,
+) -> LayerRecord:
+    """Time the first MoE block with every expert in its slot, against the same block resident.
+
+    A streamed layer must tell the host which experts it needs, so it cannot cost less than the
+    resident layer's evaluation and one more. The block is router, experts and shared expert.
 
     Args:
-        path (str): The model.
-        modes (str or dict): As for ``parse_modes``; or configs by name.
-        base (StreamConfig): What the modes have in common. The resident block has its dtype and top-k.
-        rounds (int): Timed rounds, in random order.
+        path (str or Path): The model.
+        modes (str or Mapping): As for ``parse_modes``; or configs by name.
+        base (StreamConfig): What the modes have in common. The resident block has its dtype and
+            top-k.
+        rounds (int): Timed, in random order.
+        seed (int): Of the input and of the orders.
 
     Returns:
-        dict: Timings by variant and, for each mode, ``ratio``: its time over resident plus one evaluation, round by round.
+        LayerRecord: Timings, and ratios to resident.
     """
+    path = folder(path)
     configs = parse_modes(modes, base) if isinstance(modes, str) else modes
     configs = {"resident": resident_like(base), **configs}
-    variants, models = {}, []
-    x = None
-    for name, config in configs.items():
-        model, _ = load(path, config)
-        models.append(model)
-        block = _first_block(model)
-        if x is None:
-            D = _width(model)
-            x = mx.random.normal((1, 1, D), key=mx.random.key(seed)).astype(session_of(model).dtype)
-            mx.eval(x)
-
-        def call(block=block):
-            mx.eval(block(x))
-
-        call()  # brings the experts of x into their slots
-        variants[name] = call
-    small = mx.zeros((8,))
-    mx.eval(small)
-    variants["one evaluation"] = lambda: mx.eval(small + 1)
+    variants, models, x = {}, {}, None
     try:
-        timings = timing.interleave(
-            variants, rounds, n_warmup=max(3, rounds // 10), seed=seed, cache_state="none"
-        )
-        hits = {n: stats(m).decode for n, m in zip(configs, models)}
+        for name, config in configs.items():
+            model = models[name] = load(path, config)[0]
+            if x is None:
+                shape = (1, 1, _width(model))
+                x = mx.random.normal(shape, key=mx.random.key(seed))
+                x = x.astype(session_of(model).dtype)
+                mx.eval(x)
+            variants[name] = _evaluation(_first_block(model), x)
+            variants[name]()  # brings the experts of x into their slots
+        small = mx.zeros((8,))
+        mx.eval(small)
+        variants[EVALUATION] = lambda: mx.eval(small + 1)
+        timings = timing.interleave(variants, rounds, n_warmup=max(3, rounds // 10), seed=seed)
+        streamed = {name: model for name, model in models.items() if name != "resident"}
+        # The call before the clock missed the K experts of x.
+        misses = {
+            name: max(0, stats(model).decode.misses - session_of(model).top_k)
+            for name, model in streamed.items()
+        }
     finally:
-        for model in models:
+        for model in models.values():
             close(model)
-    yard = np.add(timings["resident"].samples_s, timings["one evaluation"].samples_s)
-    return {
-        "kind": "layer",
-        "model": Path(path).name,
-        "machine": machine.card(),
-        "timings": timings,
-        "misses_while_timed": {
-            n: max(0, c.misses - _needed(m))
-            for (n, c), m in zip(hits.items(), models)
-            if n != "resident"
-        },
-        "ratio": {n: timing.paired_ratio(timings[n], yard) for n in configs if n != "resident"},
-    }
+    baseline = np.add(timings["resident"].samples_s, timings[EVALUATION].samples_s)
+    return LayerRecord(
+        model=path.name,
+        timings=timings,
+        misses_while_timed=misses,
+        ratio={name: timing.paired_ratio(timings[name], baseline) for name in streamed},
+        machine=machine.card(),
+    )
 
 
-def _needed(model):
-    return session_of(model).top_k
+def _evaluation(block, x):
+    return lambda: mx.eval(block(x))
 
 
-def _first_block(model):
-    """The module that calls the first experts: router, experts, shared expert."""
+def _first_block(model) -> nn.Module:
+    """The module that calls the first experts."""
     modules = dict(model.named_modules())
     for path, module in reversed(list(modules.items())):
-        if (
-            hasattr(module, "table")
-            or hasattr(module, "_banks")
-            or type(module).__name__ in ("SwitchGLU", "SwitchMLP", "Serial")
-        ):
+        if isinstance(module, (SwitchGLU, SwitchMLP, StreamedExperts)):
             return modules[path.rpartition(".")[0]]
     raise ValueError("the model has no experts")
 
 
-def _width(model):
+def _width(model) -> int:
+    """D, from the embedding, which may be quantized."""
     for path, module in model.named_modules():
         if path.endswith("embed_tokens"):
             return module.weight.shape[1] * (32 // module.bits if hasattr(module, "bits") else 1)
     raise ValueError("the model has no embed_tokens")
 
 
-def report_layer(record):
+def report(record: LayerRecord) -> str:
+    """Timings and ratios as text."""
     lines = [
-        machine.card_line(record["machine"]),
-        f"{record['model']}: one MoE block, every expert in its slot",
+        machine.card_line(record.machine),
+        f"{record.model}: one MoE block, every expert in its slot",
+        *map(str, record.timings.values()),
     ]
-    lines += [str(t) for t in record["timings"].values()]
-    for name, r in record["ratio"].items():
-        lines.append(
-            f"{name} / (resident + one evaluation) = {timing.quartiles_text(r)}; misses while timed: {record['misses_while_timed'][name]}"
-        )
+    for name, ratio in record.ratio.items():
+        misses = record.misses_while_timed[name]
+        text = f"{name} / (resident + one evaluation) = {timing.quartiles_text(ratio)}"
+        lines.append(f"{text}; misses while timed: {misses}")
     return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.description = (
+        "Time one MoE layer with every expert in its slot, against the same layer resident and "
+        "one evaluation of one small operation."
+    )
+    add_model(parser)
+    add_modes(parser, "stacked,fused")
+    parser.add_argument(
+        "--runs", type=positive, metavar="N", default=200, help="rounds (default: %(default)s)"
+    )
+    add_json(parser)
+    add_stream_options(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """The command."""
+    base = stream_config(args)
+    configs = parse_modes(args.modes, base)
+    check_stream_options(args, configs)
+    record = bench_layer(args.model, configs, base, args.runs)
+    records.print_and_save(report(record), record, args.json)

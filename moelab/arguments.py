@@ -1,0 +1,308 @@
+"""What the commands of ``python -m moelab`` share: types of arguments, options of ``StreamConfig``.
+
+A module with a command has ``add_arguments(parser)`` and ``run(args) -> int | None``, the exit
+status. ``args.error(text)`` ends it as a wrong command line does.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .streaming.config import CHOICES, StreamConfig
+
+STREAM_OPTIONS = (
+    "slots",
+    "top_k",
+    "readers",
+    "streams",
+    "scales",
+    "policy",
+    "pinned_nbytes",
+    "pinned_trace",
+    "prefetch",
+    "dtype",
+)
+INTEGER_FIELDS = ("slots", "top_k", "readers", "pinned_nbytes")  # streams may be "auto", too
+
+
+class Once(argparse.Action):
+    """Stores a value; a second one is an error, since the first would be ignored."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        given = namespace.__dict__.setdefault("given", set())
+        if self.dest in given:
+            parser.error(f"{option_string} is there twice: leave one of them out")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
+# Types of arguments
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Whole numbers from ``least`` on."""
+
+    def number(text):
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < least:
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number of at least {least}, got {text!r}"
+            )
+        return value
+
+    return number
+
+
+positive, zero_or_more = at_least(1), at_least(0)
+
+
+def or_word(word: str, value: Any, item: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``value`` for one word; for anything else, what ``item`` makes of it."""
+
+    def either(text):
+        try:
+            return value if text == word else item(text)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}, or {word}") from None
+
+    return either
+
+
+def or_auto(item: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``auto``, or what ``item`` takes."""
+    return or_word("auto", "auto", item)
+
+
+def or_none(item: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``none``, which gives None, or what ``item`` takes."""
+    return or_word("none", None, item)
+
+
+def several(item: Callable[[str], Any]) -> Callable[[str], tuple]:
+    """Different items, divided by commas."""
+
+    def items(text):
+        values = [item(part.strip()) for part in text.split(",")]
+        for value in values:
+            if values.count(value) > 1:
+                raise argparse.ArgumentTypeError(f"expected each item once, got {value} again")
+        return tuple(values)
+
+    return items
+
+
+def prompt_text(text: str) -> str:
+    """A text that is not empty; ``-`` reads it from standard input."""
+    where = ""
+    try:
+        if text == "-":
+            where = " on standard input"
+            text = sys.stdin.buffer.read().decode() if sys.stdin else ""
+        text.encode()
+    except UnicodeError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected UTF-8 text{where}, got {error.reason} at position {error.start}: "
+            "convert it first, for example with iconv"
+        ) from None
+    if not text:
+        raise argparse.ArgumentTypeError(f"expected some text{where}, got none")
+    return text
+
+
+def not_empty(text: str) -> str:
+    """A name that is not empty, since an empty path is the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a name, got nothing")
+    return text
+
+
+# Options that several commands have
+
+
+def flag(name: str) -> str:
+    """The option of a name: ``top_k`` -> ``--top-k``."""
+    return "--" + name.replace("_", "-")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The positional argument ``model``."""
+    parser.add_argument(
+        "model",
+        type=not_empty,
+        metavar="MODEL",
+        help="folder or Hub repository, as for mlx_lm.load",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser, required: bool = False) -> None:
+    """``--json``; whether the file can be written is checked before the command runs."""
+    parser.add_argument(
+        "--json",
+        type=not_empty,
+        metavar="FILE",
+        required=required,
+        help="keep raw samples, machine and settings there",
+    )
+
+
+def add_prompts(parser: argparse.ArgumentParser, default: str = "the built-in ones") -> None:
+    """``--prompt``, which may be given several times: ``prompt`` is a list, or None."""
+    parser.add_argument(
+        "--prompt",
+        type=prompt_text,
+        action="append",
+        metavar="TEXT",
+        help=f"again for more; - reads standard input (default: {default})",
+    )
+
+
+def add_modes(parser: argparse.ArgumentParser, default: str) -> None:
+    """``--modes``, as ``parse_modes`` takes it."""
+    parser.add_argument(
+        "--modes",
+        default=default,
+        help="divided by commas; fields of StreamConfig may follow a slash, as in "
+        "resident,fused,fused/streams=1/slots=32 (default: %(default)s)",
+    )
+
+
+def add_stream_options(parser: argparse.ArgumentParser) -> None:
+    """The fields of ``StreamConfig`` but the mode; None where an option was not given."""
+    group = parser.add_argument_group("how experts are streamed")
+    group.add_argument(
+        "--slots",
+        type=positive,
+        metavar="N",
+        help="experts held in each layer, at least top-k (default: 16)",
+    )
+    group.add_argument(
+        "--top-k",
+        type=positive,
+        metavar="N",
+        help="experts per token; fewer than the checkpoint's are lossy",
+    )
+    group.add_argument(
+        "--readers", type=positive, metavar="N", help="reads in flight at once (default: 8)"
+    )
+    group.add_argument(
+        "--streams",
+        type=or_auto(positive),
+        metavar="N",
+        help="MLX streams for experts (default: auto: a CPU's cores; 1 on a GPU)",
+    )
+    group.add_argument(
+        "--scales",
+        choices=CHOICES["scales"],
+        help="streamed with the weights, or all in memory (default: streamed)",
+    )
+    group.add_argument(
+        "--policy", choices=CHOICES["policy"], help="which expert is evicted first (default: lru)"
+    )
+    group.add_argument(
+        "--pinned-nbytes",
+        type=zero_or_more,
+        metavar="BYTES",
+        help="memory for the experts that --pinned-trace uses most (default: 0)",
+    )
+    group.add_argument(
+        "--pinned-trace",
+        type=not_empty,
+        metavar="FILE",
+        help="a trace of this model, as Trace.save wrote it",
+    )
+    group.add_argument(
+        "--prefetch",
+        choices=[c for c in CHOICES["prefetch"] if c != "oracle"],
+        metavar="WHICH",
+        help="read early: none, last (token's), lookahead (the next router's)",
+    )
+    group.add_argument("--dtype", choices=CHOICES["dtype"], help="of activations (default: auto)")
+
+
+def stream_config(args: argparse.Namespace, **fields) -> StreamConfig:
+    """The ``StreamConfig`` of the options that were given.
+
+    Args:
+        args (argparse.Namespace): Of a parser with ``add_stream_options``.
+        **fields: Further fields, such as ``mode``.
+    """
+    given = {n: getattr(args, n) for n in STREAM_OPTIONS if getattr(args, n) is not None}
+    return StreamConfig(**given, **fields)
+
+
+def check_stream_options(args: argparse.Namespace, configs: Mapping[str, StreamConfig]) -> None:
+    """End the command if an option that was given means nothing to any of the configs.
+
+    Args:
+        args (argparse.Namespace): Of a parser with ``add_stream_options``.
+        configs (Mapping[str, StreamConfig]): The modes to run, by name.
+    """
+    for name in STREAM_OPTIONS:
+        given, users = getattr(args, name), [c for c in configs.values() if name not in c.unused()]
+        if given is None or any(getattr(c, name) == given for c in users):
+            continue
+        why = f"has no effect in mode {', '.join(configs)}"
+        if name == "pinned_trace" and any("slots" not in c.unused() for c in configs.values()):
+            why = "has no effect without --pinned-nbytes"
+        args.error(f"{flag(name)} {why}: leave it out, or change that")
+
+
+def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, StreamConfig]:
+    """Modes as text: ``"resident,fused,fused/streams=1"``; a field may follow each slash.
+
+    Args:
+        text (str): Modes, divided by commas.
+        base (StreamConfig): Every other field. Default: ``StreamConfig()``.
+
+    Returns:
+        dict[str, StreamConfig]: By the text of each mode.
+
+    Raises:
+        ValueError: If a mode is none, is there twice, or has a field that has no effect in it.
+    """
+    base, configs = base or StreamConfig(), {}
+    for name in (part.strip() for part in text.split(",")):
+        if name in configs:
+            raise ValueError(f"modes: expected each mode once, {name!r} is there twice in {text!r}")
+        mode, *settings = name.split("/")
+        if not mode:
+            raise ValueError(
+                f"modes: expected names divided by commas, such as resident,fused; got {text!r}"
+            )
+        changes = _parse_fields(name, settings)
+        config = dataclasses.replace(base, mode=mode, **changes)
+        for key in config.unused().intersection(changes):
+            raise ValueError(f"modes: {key} in {name!r} has no effect there: leave it out")
+        if config.prefetch == "oracle":
+            raise ValueError(
+                f"modes: {name!r}: an oracle needs a trace (moelab.lab.experiments.prefetch); "
+                "expected none, last or lookahead"
+            )
+        configs[name] = config
+    return configs
+
+
+def _parse_fields(name, settings):
+    """The fields of ``StreamConfig`` that follow a mode's slashes."""
+    known = sorted({f.name for f in dataclasses.fields(StreamConfig)} - {"mode"})
+    changes = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        where = f"modes: {setting!r} in {name!r}"
+        if key not in known or not value:
+            raise ValueError(
+                f"{where}, expected FIELD=VALUE with a field of StreamConfig ({', '.join(known)})"
+            )
+        if key in changes:
+            raise ValueError(f"modes: expected each field once, {key} is there twice in {name!r}")
+        if key in INTEGER_FIELDS or (key == "streams" and value != "auto"):
+            if not value.isdecimal():
+                raise ValueError(f"{where}, expected a whole number")
+            value = int(value)
+        changes[key] = value
+    return changes

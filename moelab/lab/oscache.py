@@ -1,0 +1,93 @@
+"""The operating system's page cache: drop a file from it, fill it, and see what is in it."""
+
+import ctypes
+import mmap
+import os
+import resource
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+FILL_NBYTES = 16 << 20  # of one read when a file is brought into the cache
+
+
+def tensor_files(path: str | Path) -> list[Path]:
+    """A file, or the ``.safetensors`` files of a model folder."""
+    return sorted(Path(path).glob("*.safetensors")) if os.path.isdir(path) else [Path(path)]
+
+
+def drop_pages(path: str | Path) -> str:
+    """Drop a file, or a model folder's tensors, as far as this system allows without root.
+
+    Pages that have not been written to the disk yet stay: see ``write_back``.
+
+    Returns:
+        str: How, for the record of a measurement that calls itself cold.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return "F_NOCACHE: nothing new is cached, but what already was may still answer"
+    for file in tensor_files(path):
+        with open(file, "rb") as f:
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return "POSIX_FADV_DONTNEED"
+
+
+def write_back(path: str | Path) -> None:
+    """Write to the disk what is still in memory alone of a file, or of a model folder's tensors."""
+    for file in tensor_files(path):
+        with open(file, "rb") as f:
+            os.fsync(f.fileno())
+
+
+def fill(path: str | Path) -> None:
+    """Read a file, or a model folder's tensors, so that all of it is cached if memory allows."""
+    for file in tensor_files(path):
+        with open(file, "rb", buffering=0) as f:
+            while f.read(FILL_NBYTES):
+                pass
+
+
+def set_read_ahead(fds: Iterable[int], on: bool) -> None:
+    """Let the system read ahead in open files, or not; nothing changes where it takes no advice."""
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        for fd in fds:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL if on else os.POSIX_FADV_RANDOM)
+
+
+def cached_nbytes(path: str | Path) -> int | None:
+    """Bytes of a file, or of a model folder's tensors, that are cached; None if it cannot be known.
+
+    By ``mincore``: Linux answers truly only to a file's owner and to who may write it.
+    """
+    sizes = [_cached_nbytes(file) for file in tensor_files(path)]
+    return None if None in sizes else sum(sizes)
+
+
+def _cached_nbytes(file):
+    mincore = getattr(ctypes.CDLL(None), "mincore", None)
+    size = os.path.getsize(file)
+    if not (os.stat(file).st_uid == os.geteuid() or os.access(file, os.W_OK)):
+        return None
+    if mincore is None or not size:
+        return None
+    with open(file, "rb") as f:
+        mapped = np.frombuffer(mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+    pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+    if mincore(*map(ctypes.c_void_p, (mapped.ctypes.data, size, pages.ctypes.data))):
+        return None
+    return min(size, int((pages & 1).sum()) * mmap.PAGESIZE)
+
+
+def disk_read_nbytes() -> int | None:
+    """Bytes that the disk has brought for this process so far; None if the system does not say."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return None
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
+def major_faults() -> int:
+    """Pages of this process that had to be read from the disk so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
