@@ -9,8 +9,10 @@ import pytest
 from small import small
 
 from moelab import DATA, StreamConfig, load, synthesize
+from moelab.lab import records
 from moelab.lab.experiments import bench, dispatch, exactness
-from moelab.speculation.generate import LookupDraft
+from moelab.lab.plots import charts, style
+from moelab.speculation.drafts import LookupDraft
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,7 @@ def model_path(tmp_path_factory, tokenizer):
 
 
 def test_one_operation():
-    t = dispatch.one_operation(count=20, rounds=2)["timings"]
+    t = dispatch.one_operation(count=20, rounds=2).timings
     assert set(t) == {"built", "chained", "scheduled", "evaluated"} and all(
         len(x.samples_s) == 2 for x in t.values()
     )
@@ -39,13 +41,13 @@ def test_operations_counts_what_is_computed():
 
 def test_expert_calls_have_four_ways():
     r = dispatch.expert_calls(64, 64, 2, E=4, layers=2, rounds=2)
-    assert set(r["timings"]) == {
+    assert set(r.timings) == {
         "K calls a projection",
         "one gather a projection",
         "gate and up fused",
         "dense",
     }
-    assert r["config"]["nbytes"] == 2 * 3 * 64 * 64 * 9 // 16
+    assert r.config["nbytes"] == 2 * 3 * 64 * 64 * 9 // 16
 
 
 def test_dense_and_moe_differ_in_their_mlps_alone():
@@ -57,16 +59,16 @@ def test_dense_and_moe_differ_in_their_mlps_alone():
     )  # four of attention, the router
     r = dispatch.loops(models["moe"], tokens=2, rounds=1)
     assert (
-        len(r["timings"]) == 8
-        and len(dispatch.loops(models["dense"], 2, 1, routing=False)["timings"]) == 5
+        len(r.timings) == 8
+        and len(dispatch.loops(models["dense"], 2, 1, routing=False).timings) == 5
     )
 
 
-def test_hooked_sees_every_layer_and_leaves_the_model_as_it_was(model_path):
+def test_hooks_see_every_layer_and_leave_the_model_as_it_was(model_path):
     model, _ = load(model_path, StreamConfig(mode="resident"))
     x, seen = mx.array([[3, 4, 5]]), []
     before = np.array(model(x))
-    with dispatch.hooked(model, before=lambda x, i: seen.append(i.shape)):
+    with dispatch.hooked_experts(model, dispatch.before(lambda x, i: seen.append(i.shape))):
         inside = np.array(model(x))
     assert seen == [(1, 3, 4)] * 4
     assert (inside == before).all() and (np.array(model(x)) == before).all() and len(seen) == 4
@@ -74,26 +76,28 @@ def test_hooked_sees_every_layer_and_leaves_the_model_as_it_was(model_path):
 
 def test_loop_decodes_the_same_either_way(model_path, monkeypatch):
     model, _ = load(model_path, StreamConfig(mode="resident"))
-    tokens = {}
-    real = mx.argmax
-    for ahead in (True, False):
-        seen = []
-        monkeypatch.setattr(mx, "argmax", lambda *a, **k: seen.append(real(*a, **k)) or seen[-1])
+    real, tokens = mx.argmax, {True: [], False: []}
+
+    def listening(seen):
+        return lambda *a, **k: seen.append(real(*a, **k)) or seen[-1]
+
+    for ahead, seen in tokens.items():
+        monkeypatch.setattr(mx, "argmax", listening(seen))
         assert dispatch.loop(model, 5, ahead=ahead) > 0
-        tokens[ahead] = [y.item() for y in seen]
+    tokens = {ahead: [y.item() for y in seen] for ahead, seen in tokens.items()}
     assert tokens[True] == tokens[False] and len(tokens[True]) == 6
 
 
 def test_promotion_reaches_the_last_layer(model_path):
     model, _ = load(model_path, StreamConfig(mode="resident", dtype="bfloat16"))
     r = dispatch.promotion(model, tokens=2, rounds=1)
-    assert r["config"]["dtype_in_the_last_layer"] == ["mlx.core.float32"]
+    assert r.config["dtype_in_the_last_layer"] == ["mlx.core.float32"]
 
 
 @pytest.mark.parametrize("way", ["in place", "set by slice", "one scatter", "upload"])
 def test_slot_writes_have_every_way(way):
     r = dispatch.slot_writes(64, 64, K=4, S=8, misses=(0, 2), rounds=1)
-    assert {f"{way}, 0 new", f"{way}, 2 new"} <= set(r["timings"])
+    assert {f"{way}, 0 new", f"{way}, 2 new"} <= set(r.timings)
 
 
 def test_agreement_is_exact_where_nothing_is_rounded_otherwise(model_path):
@@ -159,3 +163,57 @@ def test_exactness_on_this_machine():
     for row in exactness.texts(path, config, LookupDraft, drafts=(0, 2), n=1, tokens=6):
         counts = ("twice", "as_resident", "as_resident_undrafted", "resident_as_undrafted")
         assert [row[c] for c in counts] == [1] * 4
+    made = exactness.soak(path, config, passes=3, tokens=6, sizes=(2, 12))
+    assert (made["passes"], made["equal"]) == (3, 3) and made["texts_equal"] == made["texts"] > 0
+    assert sum(n for n, _ in made["by_size"].values()) == 3 and made["tokens"] >= 6
+
+
+def test_charts_and_verdicts_of_the_recorded_run(model_path):
+    """What notebook 01 shows can be drawn, with the record's own numbers."""
+    gpu = dispatch.recorded()
+    record = records.recorded("cuda_h200")["sections"]
+    raw = record["one_operation"]["timings"]["chained"]["samples_s"]
+    assert gpu.operation.median_s("chained") == np.median(raw)
+    assert list(gpu.experts) == list(record["expert_calls"])[:-1]  # without section_s
+    assert 10 < gpu.operations["dense"] < gpu.operations["moe"] < min(gpu.layer_operations)
+
+    model, _ = load(model_path, StreamConfig(mode="resident", dtype="bfloat16"))
+    experts = dispatch.expert_calls(64, 64, 2, E=4, layers=2, rounds=1)
+    promoted = dispatch.promotion(model, tokens=2, rounds=1)
+    figures = [
+        dispatch.operation_bars(dispatch.one_operation(4, 1), gpu),
+        dispatch.expert_bars(experts, gpu, "small"),
+        dispatch.count_bars(model, gpu),
+        dispatch.alone_bars(gpu),
+        dispatch.loop_bars(dispatch.loops(model, 2, 1), gpu, "small"),
+        dispatch.buffer_bars(gpu),
+        dispatch.promotion_bars(promoted, gpu, "small"),
+    ]
+    assert all(style.words(fig) for fig in figures)
+    rows = {r[0]: r for r in dispatch.verdicts(gpu, experts, promoted)}
+    assert list(rows) == ["B1", "B2", "B3", "C1", "C2", "C3", "C4"]
+    assert f"{np.median(raw) * 1e6:.1f} us in a chain" in rows["B1"][3]
+    assert "1.29x the time on NVIDIA H200, recorded" in rows["C4"][3]
+    assert {r[2] for r in rows.values()} <= set(charts.VERDICTS)
+
+
+def test_what_the_sources_imply():
+    """(1 / 5.12 - 1 / 5.92) s over 48 layers of 15 calls fewer is 37 us a call."""
+    implied = dispatch.implied_call_us()
+    assert implied["stacked"] == pytest.approx((1 / 5.12 - 1 / 5.92) / (48 * 15) * 1e6)
+    assert min(implied.values()) == implied["stacked, by its own percentage"]
+    operation = dispatch.implied_operation_us(dispatch.recorded())
+    assert operation["moe"] > 5 * operation["dense"]
+
+
+@pytest.mark.parametrize("top_k", [1, 16])
+@pytest.mark.parametrize("bandwidth", [50, 4800])
+def test_dispatch_dial_at_its_ends(top_k, bandwidth):
+    fig = dispatch.dial(D=3072, F=1024)(top_k=top_k, layers=48, bandwidth=bandwidth)
+    assert len(fig.data) == 3 and fig.layout.meta["finding"]
+    assert all(np.isfinite(t.y).all() for t in fig.data)
+
+
+def test_the_slower_of_sending_and_moving_sets_the_pace():
+    assert dispatch.token_model(3, 10, 30, 40, 1, 100) == pytest.approx(10 * 43 * 30e-6)
+    assert dispatch.token_model(3, 10, 0, 40, 1e9, 100) == pytest.approx(10 * 1e9 / 100e9)

@@ -1,20 +1,19 @@
-"""The lab's side of drafting: what it times is the same text, its counters add up, and what it shows is drawn."""
+"""Drafts against none: the same text, counters that add up, records that are read as written."""
 
 import json
-import re
+import time
 
 import families
-import numpy as np
+import mlx.core as mx
 import pytest
-from recurrent import build, ids
+from recurrent import ids
 
 import moelab
-from moelab.lab import records as results
-from moelab.lab.experiments import drafts as draft
-from moelab.lab.experiments import rollback as undo
+from moelab.lab import records
+from moelab.lab.experiments import drafts, verify
 from moelab.lab.texts import heldout_starts
-from moelab.replay import locality as routing
-from moelab.streaming.record import Trace
+from moelab.speculation.drafts import LookupDraft
+from moelab.speculation.generate import speculative_generate_step
 
 
 class Words:
@@ -35,148 +34,108 @@ def streamed(tmp_path):
         yield model
 
 
-def test_compare(streamed):
-    def oracle(prompt, text):
-        return draft.OracleDraft([*prompt, *text], 0.7)
+def oracle(accept):
+    return lambda prompt, text: drafts.OracleDraft([*prompt, *text], accept)
 
-    compared = draft.compare(streamed, Words(), oracle, [0, 3, "auto"], PROMPTS, 24, 2)
-    sums = draft.summary(compared)
-    assert set(sums) == {"mlx-lm", "0", "3", "auto"} and all(s["same"] for s in sums.values())
-    assert sums["mlx-lm"]["ratio"]["median"] == 1 and sums["0"]["tau"] == 1
-    assert 1.5 < sums["3"]["tau"] <= 4 and sum(sums["3"]["histogram"].values()) > 5
-    perfect = draft.drafted(
-        streamed,
-        [1, 2],
-        draft.OracleDraft([1, 2, *draft.undrafted(streamed, [1, 2], 24)["tokens"]], 1.0),
-        3,
-        24,
-    )
-    assert all(accepted == drafted for drafted, accepted, *_ in perfect["rounds"])
-    record = {**compared, "summary": sums, "model": "m", "draft": "oracle", "cache_state": "warm"}
-    assert draft.report(record).count("same") == 4
+
+def test_compare(streamed):
+    compared = drafts.compare(streamed, Words(), oracle(0.7), [0, 3, "auto"], PROMPTS, 24, 2)
+    assert set(compared.variants) == {"mlx-lm", "0", "3", "auto"}
+    assert all(compared.same(name) for name in compared.variants)
+    assert compared.ratios("mlx-lm") == [1, 1] and compared.tau("0") == 1
+    assert 1.5 < compared.tau("3") <= 4 and len(compared.committed("3")) > 5
+    assert set(compared.speeds()) == {"3 drafts", "policy"}
+    assert drafts.report(compared).count("same") == 4
+
+
+def test_a_perfect_draft_is_always_accepted(streamed):
+    text, _ = drafts.undrafted(streamed, [1, 2], 24)
+    written, sample = drafts.drafted(streamed, [1, 2], oracle(1.0)([1, 2], text), 3, 24)
+    assert written == text and all(r.accepted == r.drafted for r in sample.rounds)
+
+
+def test_a_record_is_read_as_it_was_written(streamed, tmp_path):
+    compared = drafts.compare(streamed, Words(), oracle(0.7), [3, "auto"], PROMPTS, 8, 1)
+    records.save(tmp_path / "r.json", compared)
+    kept = json.loads((tmp_path / "r.json").read_text())
+    assert {"kind", "machine", "tokens", "runs", "variants", "summary"} <= set(kept)
+    assert drafts.Comparison.from_json(kept) == compared
+
+
+def test_committed(streamed):
+    makers = {"oracle": oracle(0.7), "lookup": lambda prompt, text: LookupDraft()}
+    found = drafts.committed(streamed, Words(), makers, PROMPTS, 3, 12)
+    assert 1 < sum(found["oracle"]) / len(found["oracle"]) <= 4 and found["lookup"]
 
 
 def test_a_long_run_accounts_for_every_position(streamed):
-    out = draft.soak(streamed, [3, 1, 4, 1, 5], draft.LookupDraft(), 3, 120, every=40)
-    assert out["positions"] == out["expected"] and out["tokens"] == [40, 80, 120]
-    assert out["active_nbytes"][-1] - out["active_nbytes"][0] < 5e6
-
-
-def test_passes_and_union(streamed):
-    text = ids(5, 60)[0].tolist()
-    timed = draft.passes(streamed, text, [1, 4], 3)
-    assert [len(v) for v in timed.values()] == [3, 3]
-    assert all(s["tokens"] == m and s["pass_s"] > 0 for m, v in timed.items() for s in v)
-    trace = Trace(np.arange(24).reshape(6, 2, 2) % 8, np.array(["decode"] * 6), np.arange(6))
-    assert draft.union(trace, [1, 2])[1] == ([2.0, 2.0], pytest.approx(2.0))
-    assert draft.routing(streamed, text[:5]).experts.shape[0] == 5
-
-
-def test_passes_in_turn(streamed):
-    timed = draft.passes_in_turn({2: streamed, 1: streamed}, ids(5, 60)[0].tolist(), [1, 4], 4)
-    assert {k: [len(v) for v in by_m.values()] for k, by_m in timed.items()} == {
-        2: [6, 6],
-        1: [6, 6],
-    }
-    assert draft.pass_parts(timed).keys() == {"fixed_s", "position_s", "expert_s"}
-
-
-def test_drift_and_ways():
-    model, text = build("qwen3_5_moe"), ids(6, 80)[0].tolist()
-    drifted = undo.drift(model, text, 4, lambda i: i % 5, 5)
-    assert max(drifted["exact"][0]) < 1e-5 < min(drifted["restored only"][0][1:4])
-    assert min(drifted["left in the state"][0][:3]) > 1e-3
-    assert undo.tokens_until_wrong(model, text[:20], 4, 2, 12)["exact"] == 12
-    timed, held = undo.ways(model, text, 6, 3, 2)
-    assert (
-        all(len(t) == 2 for t in timed.values())
-        and held["no undo"] == 0 < held["restore"] < held["states"]
+    prompt, tokens, every = [3, 1, 4, 1, 5], 120, 40
+    before, rounds, active = verify.counters(streamed), {}, []
+    steps = speculative_generate_step(
+        mx.array(prompt), streamed, LookupDraft(), num_draft_tokens=3, max_tokens=tokens
     )
+    for n, (_, _, _, r) in enumerate(steps, 1):
+        rounds[r.number] = r.drafted
+        if n % every == 0:
+            active.append(mx.get_active_memory())
+    read = verify.since(streamed, before)["tokens"]
+    assert read == len(prompt) - 1 + sum(1 + d for d in rounds.values())
+    assert len(active) == 3 and active[-1] - active[0] < 5e6
 
 
-CODE = moelab.Trace.load(moelab.DATA / "traces" / "code.npz").decode
-PARTS = {"fixed_s": 0.01, "position_s": 0.006, "expert_s": 0.0005, "expert_nbytes": 1e6}
+def test_the_clock_starts_with_the_first_round(streamed):
+    class Slow(LookupDraft):
+        def bind(self, model, cache=None):
+            super().bind(model, cache)
+            time.sleep(0.5)
+
+    begin = time.perf_counter()
+    _, sample = drafts.drafted(streamed, [1, 2], Slow(), 2, 4)
+    assert sample.decode_s < time.perf_counter() - begin - 0.4
 
 
-def test_dials():
-    look = draft.dial(PARTS, CODE)
-    at = dict(length=4, accept=0.8, slots=64, GBs=3.0, top_k=8)
-    assert "1.00 times" not in look(**at, arithmetic="free").layout.title.text
-    fig = undo.memory_dial({"m": (6, 8, 4, 64)})(model="m", positions=8)
-    assert fig.data[0].y[2] == pytest.approx(9 * 6 * 8 * 64 * 64 * 4 / 1e6)
+CPU = drafts.DraftsRecord.from_json(records.recorded("cpu_drafts"))
+GPU = drafts.DraftsRecord.from_json(records.recorded("cuda_h100_drafts"))
+ENGINE = drafts.DraftsRecord.from_json(records.recorded("cuda_h200_exact_engine"))
+H200 = [
+    drafts.DraftsRecord.from_json(e)
+    for e in records.recorded("cuda_h200_drafts")["environments"].values()
+]
 
 
-def test_only_the_experts_part_of_a_pass_follows_top_k():
-    """The dial took the whole of a position, attention and all, for the experts' part."""
-    without_experts = {**PARTS, "expert_s": 0.0}
-    for parts, same in ((PARTS, False), (without_experts, True)):
-        fig = [
-            draft.dial(parts, CODE)(length=8, accept=0.8, slots=64, GBs=1e9, top_k=k)
-            for k in (8, 2)
-        ]
-        assert np.allclose(fig[0].data[0].y, fig[1].data[0].y) is same
-    ratio = draft.dial(PARTS, CODE)(length=8, accept=1.0, slots=64, GBs=1e9, top_k=2).data[0].y
-    assert ratio[4] == pytest.approx(5 * 0.017 / (0.01 + 5 * 0.007), rel=1e-3)
+def test_recorded_runs():
+    assert len(CPU.comparisons) == 7 and not CPU.passes
+    assert CPU.comparisons["lookup, 64 slots"].label == "lookup, 64 slots"
+    assert {"tiny-draft, 48 slots", "tiny-dflash, resident"} <= set(GPU.comparisons)
+    assert verify.growth(GPU.passes["48 slots, loop"]) > 2
+    assert "H200" in drafts.gpu_details(GPU, *H200)
+    assert {"tiny-draft, 48 slots", "tiny-dflash, resident"} <= set(ENGINE.comparisons)
+    assert set(CPU.only("lookup")) == {f"lookup, {n} slots" for n in (64, 48, 16)}
 
 
-def test_the_dial_reads_what_the_trace_reads():
-    """It took routing for uniform: 56 experts for 16 positions where text needs 46."""
-    free = dict(length=15, accept=1.0, GBs=1.0, top_k=8, arithmetic="free")
-    for slots in (8, 16, 64):
-        reads = [routing.missing(CODE, m, slots, skip=len(CODE) // 4).sum() for m in (1, 16)]
-        s = [PARTS["fixed_s"] + n * 1e-3 for n in reads]
-        got = draft.dial(PARTS, CODE)(slots=slots, **free).data[0].y[15]
-        assert got == pytest.approx(16 * s[0] / s[1])
-    assert draft.reads(CODE, 0)(16) / 8 == pytest.approx(46, abs=1)
-
-
-def test_fewer_experts_a_token_read_about_what_the_dial_says():
-    """Its assumption against the model itself at top-4; in proportion to K it is far off."""
-    path, traces = moelab.DATA / "models" / "tiny-moe", {}
-    for k in (8, 4):
-        model, tokenizer = moelab.load(path, moelab.StreamConfig(mode="resident", top_k=k))
-        with model:
-            text = "".join(heldout_starts(path, 2, 120, tokenizer))
-            traces[k] = draft.routing(model, tokenizer.encode(text))
-    for slots in (0, 8, 16):
-        for m in (1, 4, 16):
-            want = draft.reads(traces[4], slots)(m)
-            assert draft.reads(traces[8], slots, 4)(m) == pytest.approx(want, rel=0.25)
-    assert draft.reads(traces[8], 0)(16) * 4 / 8 < 0.8 * draft.reads(traces[4], 0)(16)
-
-
-def test_the_parts_of_a_pass_are_found_again():
-    timed = {
-        k: {
-            m: [{"pass_s": s * (0.01 + m * (0.006 + k * 5e-4))} for s in (0.9, 1.0, 1.1)]
-            for m in (1, 4, 16)
-        }
-        for k in (8, 1)
-    }
-    assert draft.pass_parts(timed) == pytest.approx(
-        {k: PARTS[k] for k in ("fixed_s", "position_s", "expert_s")}
+def test_charts_and_verdicts():
+    trace = moelab.Trace.load(moelab.DATA / "traces" / "code.npz").decode
+    fig = drafts.speeds_chart(CPU.only("lookup"), "recorded", CPU.machine)
+    assert "1.19" in fig.layout.meta["alt"] and fig.layout.meta["finding"]
+    fig = drafts.break_even_chart({"a": [1, 4]}, GPU.passes["48 slots, kernel"], 7, "note")
+    assert "commits 2.5" in fig.layout.title.text.replace("<br>", " ")
+    rows = drafts.verdicts(
+        verify.union(trace, [1, 16]),
+        GPU.passes["resident, kernel"],
+        31,
+        {"lookup": CPU.comparisons["lookup, 16 slots"]},
+        "lookup",
+        ENGINE.comparisons["tiny-draft, 48 slots"],
     )
+    assert [row[0] for row in rows] == ["A7", "D3", "D5", "E5"]
+    assert "7 drafts run at 2.05" in rows[0][3]
 
 
-def test_the_takeaway_of_notebook_07_is_recorded():
-    """Each of its numbers follows from a record of data/results."""
-    cells = json.loads(
-        (moelab.DATA.parent / "notebooks" / "07_speculative_streaming.ipynb").read_text()
-    )["cells"]
-    text = "".join(cells[-1]["source"]).partition("**Limits.**")[0]
-    lookup = draft.summary(results.recorded("cpu_drafts")["runs"]["lookup, 64 slots"])
-    gpu = {
-        k: draft.summary(s)
-        for k, s in results.recorded("cuda_h100_drafts")["sections"].items()
-        if k.endswith("48_slots")
-    }
-    said = []
-    for s in (lookup, gpu["draft_48_slots"], gpu["dflash_48_slots"]):
-        for variant in ("7", "auto"):
-            r = s[variant]["ratio"]
-            said.append(f"{r['median']:.2f} [{r['p25']:.2f} - {r['p75']:.2f}]")
-    assert all(words in text for words in said), said
-    assert re.findall(r"\d+\.\d+(?: \[.*?\])?", text) == said, "a number that no record has"
+def test_tables_of_the_recorded_gpu():
+    streamed = {"streamed": ENGINE.comparisons["tiny-draft, 48 slots"]}
+    assert "2.051 [1.897 - 2.329] n=5  1 of 5 texts equal" in drafts.speeds_table(streamed)
+    assert drafts.policy_table(streamed).endswith(" 0%, 38%, 98%, 100%, 18%")
+    assert all(c.same("mlx-lm") for c in ENGINE.comparisons.values())
 
 
 def test_bad_input(tmp_path):

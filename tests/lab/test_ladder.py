@@ -9,9 +9,8 @@ from small import small
 from moelab import DATA, StreamConfig, synthesize
 from moelab.lab import records as results
 from moelab.lab import timing
-from moelab.lab.experiments import bench, ladder
-from moelab.lab.plots import charts as views
-from moelab.lab.plots import style as figures
+from moelab.lab.experiments import bench, dispatch, ladder, reads
+from moelab.lab.plots import charts, style
 
 
 @pytest.fixture(scope="module")
@@ -37,97 +36,76 @@ def test_published_figures_name_their_source():
     assert all(p["source"] for p in results.PUBLISHED.values())
 
 
-def test_bars_say_every_number_in_words():
-    fig = views.bars(
-        {"here": {"a": [1.0, 2.0, 3.0], "b": [4.0]}, "there": {"a": [5.0]}},
-        "t",
-        "ms",
-        "found",
-        marks=[(1, 9.0, "limit")],
+@pytest.fixture(scope="module")
+def gpu():
+    return ladder.recorded()
+
+
+@pytest.fixture(scope="module")
+def here(model_path):
+    return ladder.measure(model_path, slots=8, tokens=3, runs=2)
+
+
+def test_a_ladder_has_its_rungs(here, gpu):
+    steps = ["serial", "batched", "parallel", "slots", "gate+up"]
+    assert list(ladder.rungs(here)) == [*steps, "cores"]
+    assert list(ladder.rungs(gpu.warm)) == list(ladder.rungs(gpu.cold)) == steps
+    pieces = ladder.parts(here)
+    for mode, rung in ladder.RUNGS.items():
+        assert sum(pieces[rung].values()) == pytest.approx(np.median(here.token_s(mode)))
+    assert pieces["resident"][ladder.WAITING] == 0
+    climb = ladder.multiples(here)
+    assert climb["serial"] == 1 and climb["slots"] == pytest.approx(
+        np.median(here.token_s("serial")) / np.median(here.token_s("stacked/streams=1"))
     )
-    assert fig.layout.meta["alt"] == "Bars of ms. here: a 2, b 4. there: a 5."
-    assert fig.layout.yaxis2.range[1] > 9 and "found" in figures.words(fig)
-
-
-def test_lines_and_parts_carry_their_words():
-    fig = views.lines(
-        {"s": ([1, 2], [[1.0], [3.0]])}, "t", "x", "y", "found", ceilings=[(5.0, "top")]
-    )
-    assert (
-        "s: 1 at 1, 3 at 2" in fig.layout.meta["alt"]
-        and "top: 5" in fig.layout.meta["alt"]
-        and fig.layout.yaxis.range[1] > 5
-    )
-    fig = views.parts({"here": {"m": {"wait": 0.001, "rest": 0.002}}}, "t", "found")
-    assert "m wait 1 ms, rest 2 ms" in fig.layout.meta["alt"]
-
-
-def test_verdicts_are_one_of_four(capsys):
-    with pytest.raises(ValueError, match="expected one of confirmed, refuted"):
-        views.verdicts([("A1", "claim", "maybe", "why")])
-
-
-@pytest.mark.parametrize("top_k", [1, 16])
-@pytest.mark.parametrize("bandwidth", [50, 4800])
-def test_dispatch_dial_at_its_ends(top_k, bandwidth):
-    fig = views.dispatch_dial(D=3072, F=1024)(top_k=top_k, layers=48, bandwidth=bandwidth)
-    assert len(fig.data) == 3 and fig.layout.meta["finding"]
-    assert all(np.isfinite(t.y).all() for t in fig.data)
-
-
-def test_the_slower_of_sending_and_moving_sets_the_pace():
-    assert views.token_model(3, 10, 30, 40, 1, 100) == pytest.approx(10 * 43 * 30e-6)
-    assert views.token_model(3, 10, 0, 40, 1e9, 100) == pytest.approx(10 * 1e9 / 100e9)
-
-
-def test_ladder(model_path):
-    r = bench.bench(
-        model_path,
-        "resident," + ladder.LADDER,
-        StreamConfig(slots=8),
-        tokens=3,
-        runs=2,
-        warmup=1,
-        progress=False,
-    )
-    assert list(ladder.rungs(r)) == ["serial", "batched", "parallel", "slots", "gate+up", "cores"]
-    alone = {
-        "modes": {m.removesuffix("/streams=1"): r["modes"][m] for m in r["modes"] if m != "fused"},
-        "tokens": 3,
-    }
-    assert list(ladder.rungs(alone)) == ["serial", "batched", "parallel", "slots", "gate+up"], (
-        "a GPU's record"
-    )
-    pieces = ladder.parts(r)
-    for mode, name in ladder.RUNGS.items():
-        assert sum(pieces[name].values()) == pytest.approx(np.median(ladder.token_s(r, mode)))
-    assert pieces["resident"]["waiting for reads"] == 0
-    assert ladder.multiples({"a": [2.0], "b": [1.0]}) == {"a": [1.0], "b": [2.0]}
-    assert (ladder.read_GBs(r, "serial") > 0).all()
+    assert 0 <= ladder.waiting_share(here) <= 1
 
 
 def test_between_prompts():
-    def sample(round, seconds):
-        return {"round": round, "decode_s": seconds, "counters": {"hit_rate": 0.5}}
-
-    record = {
-        "prompts": ["a", "b"],
-        "tokens": 1,
-        "modes": {
-            "fused": {"samples": [sample(0, 1.0), sample(1, 2.0), sample(2, 1.0), sample(3, 2.0)]}
-        },
-    }
-    spread = ladder.between_prompts(record)
-    assert spread["between"] == pytest.approx(1.0) and spread["within"] == 0
+    varied = ladder.Variation({0: [1.0, 1.0], 1: [0.5, 0.5]}, {0: 0.5, 1: 0.5})
+    assert varied.between == pytest.approx(1.0) and varied.within == 0
 
 
-def test_sweep_and_dial(model_path):
-    r = ladder.sweep(model_path, (4, 16), tokens=2, runs=1, warmup=1)
-    assert list(r["modes"]) == ["resident", "4 slots", "16 slots"]
-    assert r["modes"]["16 slots"]["hit_rate"] >= r["modes"]["4 slots"]["hit_rate"]
+def test_what_notebook_02_shows(model_path, here, gpu, capsys):
+    """Every chart, table and verdict, from measurements of a small model."""
+    swept = ladder.sweep(model_path, (4, 16), tokens=2, runs=1, warmup=1)
+    assert swept.hit_rate("16 slots") >= swept.hit_rate("4 slots")
+    prompt = ladder.prompt_reads(model_path, slots=4, tokens=16)
+    assert prompt.read == prompt.distinct and prompt.uses == 16 * 4 * 4
+    varied = ladder.measure_prompts(model_path, tokens=2, runs=8, slots=8)
+    assert len(varied.tok_s) == 8
+    memory = bench.memory_over(model_path, StreamConfig(slots=8), tokens=4, every=2)
+    cold = reads.bench_reads(
+        model_path, (1, 2), 1 << 16, 1, kinds=("experts",), with_fio=False, progress=False
+    )
+    together = dispatch.tokens_at_once(64, 64, 2, E=4, tokens=(1, 2), rounds=1)
+    figures = [
+        ladder.published_bars(),
+        ladder.read_lines(cold, gpu, 1000),
+        ladder.rung_bars(here, gpu),
+        ladder.multiple_lines(here, gpu),
+        ladder.part_bars(here, gpu),
+        ladder.write_lines(gpu),
+        ladder.slot_lines(swept, gpu, 16, 16),
+        ladder.together_lines(together, gpu, (1, 2)),
+        ladder.prompt_bars(varied, "m"),
+        ladder.memory_lines(memory, gpu, "m"),
+    ]
+    assert all(style.words(fig) for fig in figures)
+    ladder.rung_table(here)
+    agree = bench.agreement(model_path, "serial,fused", StreamConfig(slots=8), tokens=2)
+    ladder.agreement_table(agree, gpu)
+    assert "cores" in (out := capsys.readouterr().out) and "bit for bit" in out
+    results = ladder.Results(here, cold, swept, prompt, varied, memory)
+    rows = ladder.verdicts(gpu, results, 16, 16)
+    assert [r[0] for r in rows] == ["A1", "A2", "A3", "A5", "A10", "B4", "B5", "B6"]
+    assert {r[2] for r in rows} <= set(charts.VERDICTS)
+
+
+@pytest.mark.parametrize("at", [(1, 4, 1, "cold"), (4, 16, 16, "warm")])
+def test_dial(model_path, at):
     look = ladder.dial(model_path, tokens=2, warmup=1)
-    for at in ((1, 4, 1, "cold"), (4, 16, 16, "warm")):
-        assert "tokens are the resident model's" in look(*at).layout.meta["finding"]
+    assert "tokens are the resident model's" in look(*at).layout.meta["finding"]
 
 
 def test_checkpoint_of_real_layers_is_gone_afterwards(tokenizer, monkeypatch, tmp_path):

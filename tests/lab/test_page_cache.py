@@ -1,158 +1,183 @@
-"""The recorded sweeps beside their replay, and what notebook 03 draws of them."""
+"""The recorded sweeps beside their replay, and what notebook 03 shows of them."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from moelab.lab import limit
-from moelab.lab import records as results
-from moelab.lab.experiments import page_cache as pressure
-from moelab.lab.experiments import sweep
-from moelab.replay import locality as routing
-from moelab.replay import pagecache
+from moelab.lab.experiments import page_cache, sweep
+from moelab.lab.experiments.sweep_record import Point, Runs, Tokens
+from moelab.lab.plots import style
+from moelab.replay import locality
+from moelab.replay.costs import Costs
 
-CODE, PROSE = "cpu_sweep_35b", "cpu_sweep_35b_prose"
-FLAT = routing.Locality((0.9,), (0.2,), (2.0,))
+CODE, PROSE, PINNED = "cpu_sweep_35b", "cpu_sweep_35b_prose", "cpu_sweep_pinned"
+FLAT = locality.Locality((0.9,), (0.2,), (2.0,))
 
 
 @pytest.fixture(scope="module", params=[CODE, PROSE])
 def record(request):
-    return results.recorded(request.param)
+    return sweep.recorded(request.param)
+
+
+@pytest.fixture(scope="module")
+def code():
+    return sweep.recorded(CODE)
+
+
+@pytest.fixture(scope="module")
+def found(code):
+    return {
+        "like code": page_cache.slowdown(FLAT, code.median_costs, code.sizes, [0.4, 0.8], 80, 4)
+    }
 
 
 def test_a_record_is_whole(record):
-    limits = pressure.limits(record)
-    assert sum(n is not None for n in limits) >= 2
-    for n in limits:
-        slots = [r["point"].slots for r in pressure.curve(record, n)]
+    assert sum(n is not None for n in record.limits) >= 2
+    for n in record.limits:
+        slots = [r.point.slots for r in page_cache.curve(record, n)]
         assert len(slots) >= 3 and slots == sorted(slots)
-    assert min(n for n in limits if n) * 3 < record["sizes"]["checkpoint_nbytes"]
-    assert all(r["reads"]["n"] >= 5 for r in sweep.summarize(record) if not r["killed"])
-    assert len(record["costs"]) >= 2
+    assert min(n for n in record.limits if n) * 3 < record.sizes.checkpoint_nbytes
+    assert all(len(r.reads.seconds) >= 5 for r in record.rows())
+    assert len(record.costs) >= 2
 
 
 def test_the_replay_hits_what_the_engine_hit_and_reads_what_the_disk_brought(record):
-    off = []
-    for row in pressure.compare(record):
-        assert row["predicted_hit_rate"] == pytest.approx(row["hit_rate"], abs=1e-9)
-        if row["point"].limit_nbytes:
-            off.append(abs(row["predicted_disk"] / row["disk_per_token"] - 1))
+    compared = page_cache.compare(record)
+    for c in compared:
+        assert c.predicted_hit_rate == pytest.approx(c.row.hit_rate, abs=1e-9)
+    off = [abs(c.disk_error) for c in compared if c.row.point.limit_nbytes]
     assert np.median(off) < 0.05 and max(off) < 0.25
 
 
 def test_the_replay_is_near_the_measured_time(record):
-    a = pressure.agreement(pressure.compare(record))
-    assert a["median_error"] <= 0.15, a
+    a = page_cache.agreement(page_cache.compare(record))
+    assert a.median_error <= page_cache.ERROR_BOUND, a
 
 
-def test_with_its_arithmetic_every_setting_wrote_the_same():
-    record = results.recorded(CODE)
-    with_slots = {}
-    for s in record["samples"]:
-        if s["slots"] and not s["killed"]:
-            with_slots.setdefault(s["round"], set()).add(tuple(s["decode"]["tokens"]))
-    assert len(with_slots) >= 3 and all(len(t) == 1 for t in with_slots.values())
+@pytest.mark.parametrize("name", [CODE, PINNED])
+def test_with_its_arithmetic_every_setting_wrote_the_same(name):
+    record = sweep.recorded(name)
+    assert record.same_tokens()
+    first = record.samples[0].measured
+    other = replace(first, decode=replace(first.decode, tokens=[-1]))
+    record.samples.append(replace(record.samples[0], measured=other))
+    assert not record.same_tokens()
 
 
-def test_the_ridge_the_field_argues_about():
-    record = results.recorded(CODE)
-    roomy = max(n for n in pressure.limits(record) if n)
-    v = pressure.valley(record, roomy)
-    assert v["bytes"] > 1.5  # half-way the SSD is read more than with the fewest slots ...
-    assert (
-        v["most"][1] < v["least"][1] and v["of_best"] < 0.05
-    )  # ... and with the most a token is fastest
-    free = pressure.valley(record, None)
-    assert free["most"] == free["best"] and np.isnan(free["bytes"])
+def test_the_slow_middle_is_in_the_record(code):
+    e = page_cache.extremes(code, code.limits[1])
+    # Half-way the SSD is read more than with the fewest slots, and the most slots are the fastest.
+    assert e.bytes_ratio > 1.5 and e.most_over_fewest < 0 and e.most_over_best < 0.05
+    free = page_cache.extremes(code, None)
+    assert free.most == free.best and np.isnan(free.bytes_ratio)
 
 
 def test_pinning_recorded():
-    """The replay pins what the engine pinned; the tokens are the same with it and without; another text's hottest are not this one's."""
-    record = results.recorded("cpu_sweep_pinned")
-    rows = {(r["point"].slots, r["point"].pinned_by): r for r in pressure.compare(record)}
-    assert set(rows) == {(8, ""), (32, ""), (8, "code"), (8, "tests")} and all(
-        r["reads"]["n"] == 5 for r in rows.values()
-    )
-    for row in rows.values():
-        assert row["same_tokens"] and row["predicted_hit_rate"] == pytest.approx(
-            row["hit_rate"], abs=1e-9
-        )
-        assert row["predicted_disk"] == pytest.approx(row["disk_per_token"], rel=0.05)
-    assert rows[8, "code"]["hit_rate"] < rows[32, ""]["hit_rate"] < rows[8, "tests"]["hit_rate"]
-    seconds = pressure.pinning(record)
-    assert list(seconds)[:2] == ["8 slots", "32 slots"] and all(
-        len(s) == 5 for s in seconds.values()
-    )
+    """The replay pins what the engine pinned; another text's hottest experts are not this one's."""
+    record = sweep.recorded(PINNED)
+    compared = {(c.row.point.slots, c.row.point.pinned_by): c for c in page_cache.compare(record)}
+    assert set(compared) == {(8, ""), (32, ""), (8, "code"), (8, "tests")}
+    for c in compared.values():
+        assert len(c.runs.seconds) == 5
+        assert c.predicted_hit_rate == pytest.approx(c.row.hit_rate, abs=1e-9)
+        assert c.predicted_disk == pytest.approx(c.row.disk_per_token, rel=0.05)
+    hits = [compared[key].row.hit_rate for key in ((8, "code"), (32, ""), (8, "tests"))]
+    assert hits == sorted(hits)
+    seconds = page_cache.pinning(record)
+    assert list(seconds)[:2] == ["8 slots", "32 slots"]
+    assert all(len(s) == 5 for s in seconds.values())
 
 
 def test_pinned_by_itself_is_an_upper_bound_of_pinning():
-    a, b = (routing.synthesize(FLAT, 60, 2, 16, 4, seed) for seed in (0, 1))
-    hits = pressure.pinned_hits({"a": a, "b": b}, 8, 30)
-    assert set(hits["a"]) == {"lru", "lfu", "hindsight", "its beginning", "by b"}
-    assert all(h["hindsight"] > h[f"by {o}"] for h, o in ((hits["a"], "b"), (hits["b"], "a")))
+    a, b = (locality.synthesize(FLAT, 60, 2, 16, 4, seed) for seed in (0, 1))
+    hits = page_cache.pinned_hits({"a": a, "b": b}, 8, 30)
+    assert set(hits["a"]) == {"lru", "lfu", "itself", "beginning", "by b"}
+    assert all(h["itself"] > h[f"by {o}"] for h, o in ((hits["a"], "b"), (hits["b"], "a")))
 
 
-def test_neighbours_count_only_where_their_quartiles_are_apart():
-    def row(slots, p25, p75, measured, predicted):
-        return {
-            "point": sweep.Point(slots, 10), "reads": {"p25": p25, "p75": p75}, "token_s": measured, "predicted_s": predicted,
-            "error": predicted / measured - 1,
-        }  # fmt: skip
+def test_neighbours_count_only_where_their_quartiles_are_apart(code):
+    row = code.rows()[0]
 
-    rows = [
-        row(8, 1.0, 1.2, 1.1, 1.1),
-        row(16, 1.1, 1.3, 1.2, 1.0),
-        row(32, 2.0, 2.2, 2.1, 2.5),
-        row(64, 1.0, 1.1, 1.05, 3.0),
-    ]
-    a = pressure.agreement(rows)
-    assert (a["neighbours"], a["same_sign"]) == (2, 1)
-    assert a["worst_error"] == pytest.approx(3.0 / 1.05 - 1)
+    def compared(slots, low, high, predicted):
+        runs = Runs({0: low, 1: (low + high) / 2, 2: high})
+        return page_cache.Compared(
+            replace(row, point=Point(slots, 10)), runs, predicted, row.hit_rate, 0.0
+        )
+
+    a = page_cache.agreement([
+        compared(8, 1.0, 1.2, 1.1),
+        compared(16, 1.0, 1.3, 1.0),
+        compared(32, 2.0, 2.2, 2.5),
+        compared(64, 1.0, 1.1, 3.0),
+    ])  # fmt: skip
+    assert (a.neighbours, a.same_order) == (2, 1)
+    assert a.worst_error == pytest.approx(3.0 / 1.05 - 1)
 
 
-def test_the_dials_go_to_their_ends():
-    sizes, costs = results.recorded(CODE)["sizes"], pressure.costs_of(results.recorded(CODE))
-    look = pressure.dial(sizes, routing.Locality((0.5,), (0.3,), (1.5,)), costs, 60, 30)
+def test_the_sliders_go_to_their_ends(code):
+    few = locality.Locality((0.5,), (0.3,), (1.5,))
+    look = page_cache.dial(code.sizes, few, code.median_costs, 60)
     for memory, slots, policy, skew, ssd, work in (
         (25, 8, "lru", 0.0, 0.5, 0),
         (95, 256, "belady", 1.5, 8.0, 200),
         (60, 60, "lfu", 0.5, 1.0, 20),
     ):
         fig = look(memory, slots, policy, skew, ssd, work)
-        assert "ms a token" in fig.layout.title.text and fig.layout.meta["alt"]
+        assert "ms a token" in fig.layout.title.text and style.words(fig)
         assert np.isfinite(fig.data[0].y).all()
     slow, fast = (look(60, 60, "lru", 0.5, ssd, 0).data[0].y for ssd in (0.5, 4.0))
     assert (np.array(slow) > np.array(fast)).all()
 
 
-def test_the_ridge_is_higher_where_copies_are_cheap():
-    sizes = results.recorded(CODE)["sizes"]
-    flat, dear = routing.Locality((0.4,), (0.3,), (1.5,)), pagecache.Costs(0, 0, 1e-9, 1e-9)
-    deep = pressure.depth(
-        {"dear": (flat, dear), "free": (flat, pagecache.Costs(0, 0, 0, 1e-9))},
-        sizes,
-        [0.8],
-        160,
-        80,
+def test_cheaper_copies_make_the_middle_slower(code):
+    few = locality.Locality((0.4,), (0.3,), (1.5,))
+    dear, free = (
+        page_cache.slowdown(few, Costs(0, 0, copy, 1e-9), code.sizes, [0.8], 160)
+        for copy in (1e-9, 0)
     )
-    assert deep["free"]["ridge"][0] > deep["dear"]["ridge"][0]
-    assert deep["free"]["bytes"] == deep["dear"]["bytes"] and deep["free"]["bytes"][0] > 1
+    assert free.slowest[0] > dear.slowest[0]
+    assert free.bytes == dear.bytes and free.bytes[0] > 1
 
 
 def test_without_a_way_to_limit_memory_the_live_sweep_says_so(monkeypatch, capsys):
     def refuse(*args, **kwargs):
         raise limit.NoLimit("Cannot limit memory here: because.")
 
-    monkeypatch.setattr(sweep, "sweep", refuse)
-    monkeypatch.setattr(sweep, "points", lambda *a: [])
-    assert pressure.live("model", [1], [8], None) is None
+    monkeypatch.setattr(page_cache, "sweep", refuse)
+    monkeypatch.setattr(page_cache, "points", lambda *a: [])
+    assert page_cache.live("model", [1], [8], None, 1, Tokens()) is None
     assert "No live sweep" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("part", ["reads", "decode"])
 def test_advice_is_within_5_percent_of_the_best_point_of_the_sweep(record, part):
-    if part == "decode" and not record["decode"]:
+    if part == "decode" and not record.tokens.decode:
         pytest.skip("this sweep did not decode")
-    found = pressure.advised(record, part)
+    found = page_cache.advised(record, part)
     assert len(found) == 2
     for f in found:
-        assert f["slower"] <= 0.05, f
+        assert f.slower <= 0.05, f
+
+
+def test_every_chart_says_what_it_shows(code, found):
+    roomy = code.limits[1]
+    compared = page_cache.compare(code)
+    policies = page_cache.replay_policies(code, roomy, [8, 97, 157], 40)
+    charts = [
+        page_cache.reads_chart(code, compared),
+        page_cache.decode_chart(code),
+        page_cache.read_ahead_chart(code),
+        page_cache.live_chart(code),
+        page_cache.sources_chart(code, roomy),
+        page_cache.agreement_chart({"like code": compared}, compared, code),
+        page_cache.slowdown_chart(found, code),
+        page_cache.policies_chart(policies, code),
+        page_cache.pinning_chart(sweep.recorded(PINNED)),
+    ]
+    assert all(style.words(fig) and fig.layout.title.text for fig in charts)
+    assert policies.middle == 97 and set(policies.at_middle) == set(policies.replays)
+    rows = page_cache.verdicts(code, sweep.recorded(PINNED), found, policies)
+    assert [id for id, *_ in rows] == ["A5", "A6", "E1", "E4"]
+    assert all(verdict == "depends on" for _, _, verdict, _ in rows)

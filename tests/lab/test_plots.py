@@ -1,34 +1,28 @@
 """Figures, widgets and the machine's card, without a browser and without a model."""
 
-import re
-
 import ipywidgets
-import nbformat
 import pytest
 
 from moelab.lab import machine, preset
-from moelab.lab.plots import pages, widgets
-from moelab.lab.plots import style as figures
+from moelab.lab.plots import charts, choice, explore, show, slider, style
 
 
 def drawn(top_k=8, slots=16):
     if slots < top_k:
         raise ValueError(f"slots {slots} < top_k {top_k}")
-    fig = figures.figure(f"top-k {top_k}", "slots", "ms")
-    fig.add_scatter(x=[1, 2], y=[top_k, slots], **figures.style(0))
+    fig = style.figure(f"top-k {top_k}", "slots", "ms")
+    fig.add_scatter(x=[1, 2], y=[top_k, slots], **style.look(0))
     if top_k < 8:
         fig.add_bar(x=[1], y=[2])
     if slots == 16:
-        figures.ceiling(fig, 20, "all")
+        style.ceiling(fig, 20, "all")
         fig.data[0].error_y = dict(array=[1, 1])
-    return figures.describe(fig, alt=f"a line to {slots}", finding=f"{top_k} of {slots}")
+    return style.describe(fig, alt=f"a line to {slots}", finding=f"{top_k} of {slots}")
 
 
 @pytest.fixture
 def explorer(capsys):
-    return widgets.explore(
-        drawn, top_k=widgets.slider("top-k", 1, 8, 8), slots=widgets.choice("slots", (4, 8, 16), 16)
-    )
+    return explore(drawn, top_k=slider("top-k", 1, 8, 8), slots=choice("slots", (4, 8, 16), 16))
 
 
 def test_a_slider_redraws_the_live_figure(explorer):
@@ -40,7 +34,7 @@ def test_a_slider_redraws_the_live_figure(explorer):
     )  # nothing stays of before
     explorer.set(top_k=2, slots=4)  # another number of traces
     assert [t.type for t in explorer.figure.data] == ["scatter", "bar"]
-    assert explorer.figure.layout.title.text == "top-k 2"
+    assert explorer.figure.layout.title.text.startswith("top-k 2<br>")
     assert "2 of 4" in explorer._words.value
     explorer.assert_ok()
 
@@ -63,7 +57,7 @@ def test_with_a_run_button_nothing_is_measured_on_a_move():
         calls.append(top_k)
         return drawn(top_k)
 
-    explorer = widgets.explore(measured, run_button=True, top_k=widgets.slider("top-k", 1, 8, 8))
+    explorer = explore(measured, run_button=True, top_k=slider("top-k", 1, 8, 8))
     explorer.controls["top_k"].value = 4
     assert calls == [8]
     explorer._button.click()
@@ -75,12 +69,61 @@ def test_every_figure_says_where_it_was_measured():
     fig = drawn()
     assert machine.card()["date"] in fig.layout.title.subtitle.text
     assert len(fig.to_json()) < 8_000  # no default template inside
-    looks = [(s["line"]["dash"], s["marker"]["symbol"]) for s in map(figures.style, range(6))]
+    looks = [(s["line"]["dash"], s["marker"]["symbol"]) for s in map(style.look, range(6))]
     assert len(set(looks)) == 6
     with pytest.raises(ValueError, match="alt text"):
-        figures.show(figures.figure("t", "x", "y"))
-    figures.ceiling(fig, 2.5, "SSD, 2.5 GB/s")
+        show(style.figure("t", "x", "y"))
+    style.ceiling(fig, 2.5, "SSD, 2.5 GB/s")
     assert fig.layout.shapes[-1].y0 == 2.5
+
+
+def test_bars_say_every_number_in_words():
+    fig = charts.bars(
+        {"here": {"a": [1.0, 2.0, 3.0], "b": [4.0]}, "there": {"a": [5.0]}},
+        "t",
+        "ms",
+        "found",
+        marks=[(1, 9.0, "limit")],
+    )
+    assert fig.layout.meta["alt"] == "Bars of ms. here: a 2.00, b 4.00. there: a 5.00."
+    assert fig.layout.xaxis2.range[1] > 9 and "found" in style.words(fig)
+
+
+def test_lines_and_parts_carry_their_words():
+    fig = charts.lines(
+        {"s": ([1, 2], [[1.0], [3.0]])}, "t", "x", "y", "found", ceilings=[(5.0, "top")]
+    )
+    assert (
+        "s: 1 at 1, 3 at 2" in fig.layout.meta["alt"]
+        and "top: 5" in fig.layout.meta["alt"]
+        and fig.layout.yaxis.range[1] > 5
+    )
+    fig = charts.parts({"here": {"m": {"wait": 0.001, "rest": 0.002}}}, "t", "found")
+    assert "m wait 1, rest 2" in fig.layout.meta["alt"]
+
+
+def test_a_figure_is_as_high_as_its_bars_and_titles_need():
+    def height(n, panels=1, title="t"):
+        names = {f"a variant with a long name, {i}": [1.0] for i in range(n)}
+        return charts.bars({f"p{i}": names for i in range(panels)}, title, "s", "f").layout.height
+
+    each = height(3) - height(2)
+    assert height(9) - height(8) == each > 0
+    assert height(8, panels=3) == height(8)  # beside each other
+    assert height(8, panels=4) > 2 * 8 * each  # in two rows
+    assert height(2, title="word " * 30) > height(2)
+    two, nine = (style.figure("t", "x", "y") for _ in range(2))
+    two.add_scatter(name="a").add_scatter(name="b")
+    for _ in range(9):
+        nine.add_scatter(name="a name of some length")
+    for fig in (two, nine):
+        style.describe(fig, "alt", "finding")
+    assert nine.layout.height > two.layout.height  # the legend has lines of its own
+
+
+def test_verdicts_are_one_of_four(capsys):
+    with pytest.raises(ValueError, match="expected one of confirmed, refuted"):
+        charts.verdicts([("A1", "claim", "maybe", "why")])
 
 
 def test_check_says_what_to_do(monkeypatch, capsys):
@@ -103,25 +146,3 @@ def test_preset(monkeypatch, capsys):
     P = preset(tokens=(128, 16), slots=16, modes=["a", "b"])
     assert P.tokens in (128, 16) and P.slots == 16 and P.modes == ["a", "b"]
     assert "preset=" in capsys.readouterr().out
-
-
-def test_a_page_needs_no_network(tmp_path):
-    source = """
-from moelab.lab.plots import style as figures
-import ipywidgets
-figures.show(figures.figure("t", "x", "y").add_scatter(y=[1, 2]), alt="a line", finding="it rises")
-display(ipywidgets.IntSlider())
-"""
-    notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell(source), nbformat.v4.new_code_cell("1 / 0")]
-    )
-    nbformat.write(notebook, tmp_path / "n.ipynb")
-    before = (tmp_path / "n.ipynb").read_bytes()
-    assert (
-        pages.main(str(tmp_path), str(tmp_path / "build")) == 1
-    )  # the cell that fails is told, and shown
-    page = (tmp_path / "build" / "n.html").read_text()
-    assert 'aria-label="a line"' in page and "Plotly.newPlot" in page and "it rises" in page
-    assert "ZeroDivisionError" in page and "Live controls" in page
-    assert not re.search(r"<(script|link|img)[^>]* (src|href)=.https?:", page)
-    assert (tmp_path / "n.ipynb").read_bytes() == before

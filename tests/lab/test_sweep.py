@@ -1,16 +1,26 @@
-"""The sweep of slots under memory limits: what it measures, that it goes on where it was stopped, what it refuses."""
+"""The sweep of slots under memory limits: what it measures, that it resumes, what it refuses."""
 
 import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import moelab
-from moelab.lab import limit, machine
+from moelab.lab import limit
 from moelab.lab.experiments import sweep
-from moelab.streaming.record import Trace
-from moelab.streaming.slots import SlotTable
+from moelab.lab.experiments.sweep_record import (
+    Measured,
+    Point,
+    RecordedTrace,
+    Sample,
+    SweepRecord,
+    Tokens,
+)
+from moelab.replay.sizes import ModelSizes
+from moelab.streaming.slots import POLICIES, SlotTable
+from moelab.streaming.trace import Trace
 
 TINY = moelab.DATA / "models" / "tiny-moe"
 L, E, K = 8, 64, 8
@@ -37,57 +47,48 @@ def misses(rows, slots):
 @pytest.mark.parametrize("slots", [0, 16])
 def test_a_point_counts_what_the_trace_asks_for(slots):
     t = trace()
-    out = sweep.measure(
-        TINY, sweep.Point(slots), t, start=50, cold=4, warmup=20, reads=10, decode=2
-    )
+    out = sweep.measure(TINY, Point(slots), t, start=50, tokens=Tokens(4, 20, 10, 2))
     rows = t.experts[np.arange(50, 90) % 60]
     expected = misses(rows, slots) if slots else [L * K] * 40
     one = moelab.footprint(TINY).expert_nbytes
-    # Decoding: generate_step is a token ahead of what it yields, and three come before the clock starts.
-    for part, first, last in (("cold", 0, 4), ("reads", 20, 30), ("decode", 34, 36)):
-        assert len(out[part]["token_s"]) == last - first
-        assert out[part]["misses"] == sum(expected[first:last])
-        assert out[part]["asked_nbytes"] == one * sum(expected[first:last])
-    assert min(out["reads"]["token_s"]) > 0
+    # Decoding: generate_step is a token ahead of what it yields, and three come before the clock.
+    for part, first, last in ((out.cold, 0, 4), (out.reads, 20, 30), (out.decode, 34, 36)):
+        assert len(part.token_s) == last - first
+        assert part.misses == sum(expected[first:last])
+        assert part.asked_nbytes == one * sum(expected[first:last])
+    assert min(out.reads.token_s) > 0
     # Others may read or drop the same file meanwhile: no more can be said of its pages.
-    if out["cold"]["disk_nbytes"][0] is not None and out["resident_before_nbytes"] == 0:
-        assert sum(out["cold"]["disk_nbytes"]) > 0
-    if out["resident_nbytes"] is not None:
-        assert (
-            0 < out["resident_nbytes"] <= sum(f.stat().st_size for f in TINY.glob("*.safetensors"))
-        )
+    if out.cold.disk_nbytes[0] is not None and out.resident_before_nbytes == 0:
+        assert sum(out.cold.disk_nbytes) > 0
+    if out.resident_nbytes is not None:
+        assert 0 < out.resident_nbytes <= sum(f.stat().st_size for f in TINY.glob("*.safetensors"))
+    assert Measured.from_json(json.loads(json.dumps(out.to_json()))) == out
 
 
-def test_only_streamed_layers_are_brought_to():
-    with pytest.raises(TypeError, match="slots or buffers"):
-        sweep.bring(object(), [1])
+@pytest.mark.parametrize("name", ["cpu_sweep_35b", "cpu_sweep_35b_prose", "cpu_sweep_pinned"])
+def test_a_recorded_sweep_is_read_and_written_unchanged(name):
+    text = (moelab.DATA / "results" / f"{name}.json").read_text()
+    record = SweepRecord.load(moelab.DATA / "results" / f"{name}.json")
+    assert json.dumps(record.to_json(), indent=1) + "\n" == text
+    assert record.trace.trace.experts.shape[1:] == (record.sizes.L, record.sizes.K)
 
 
-def test_residency_of_a_file(tmp_path):
-    file = tmp_path / "file"
-    with open(file, "wb") as f:
-        f.write(os.urandom(3 << 20))
-        os.fsync(f)
-    if sweep.resident_nbytes(file) is None:
-        pytest.skip("mincore does not answer here")
-    assert sweep.resident_nbytes(file) == 3 << 20
-    if machine.drop_pages(file) == "POSIX_FADV_DONTNEED" and sweep.resident_nbytes(file) < 3 << 20:
-        with open(file, "rb", buffering=0) as f:
-            os.pread(f.fileno(), 1 << 20, 0)
-        assert 1 << 20 <= sweep.resident_nbytes(file) <= 3 << 20
+def test_a_record_of_something_else_is_refused():
+    with pytest.raises(ValueError, match="the record of a sweep"):
+        sweep.recorded("cpu_reads_35b")
 
 
 def test_points_start_with_none_and_end_with_what_fits():
     big = [p.slots for p in sweep.points(TINY, [None])]
     assert big[:2] == [0, K] and big[-1] == E and big == sorted(set(big))
-    sizes = sweep.sizes_of(TINY)
-    tight = sweep.least_nbytes(sizes) + 12 * sizes["slot_nbytes"]
-    under = sweep.points(TINY, [tight, None], policies=("lru", "lfu"), ahead=True)
-    assert max(p.slots for p in under) == 20 == sweep.fits(sizes, tight)
+    sizes = ModelSizes.of(TINY)
+    tight = sizes.least_nbytes + 12 * sizes.slot_nbytes
+    under = sweep.points(TINY, [tight, None], policies=POLICIES, read_ahead=True)
+    assert max(p.slots for p in under) == 20 == sizes.fits(tight)
     assert {p.slots for p in under if p.policy == "lfu"} < {
         p.slots for p in under if p.policy == "lru"
     }
-    assert {p.slots for p in under if p.ahead} == {
+    assert {p.slots for p in under if p.read_ahead} == {
         p.slots for p in under if p.limit_nbytes and p.slots
     }
     with pytest.raises(ValueError, match="expected a limit of at least"):
@@ -95,18 +96,17 @@ def test_points_start_with_none_and_end_with_what_fits():
 
 
 def test_points_of_pinning_take_the_memory_of_the_most_slots(tmp_path):
-    one = sweep.sizes_of(TINY)["slot_nbytes"]
+    one = ModelSizes.of(TINY).slot_nbytes
     few, many, pinned = sweep.points(TINY, [None], [8, 20], pinned=("code",))
-    assert pinned == sweep.Point(
-        8, None, "lru", False, 12 * one, "code"
-    ) and "pinned by code" in str(pinned)
-    feet = [moelab.footprint(TINY, p.config).slots_nbytes for p in (few, many, pinned)]
-    assert feet[1] == feet[2] == feet[0] + 12 * one
-    out = sweep.measure(TINY, pinned, trace(), start=0, cold=2, warmup=4, reads=4, decode=0)
-    assert out["cold"]["misses"] < 2 * L * K, "the pinned are there from the first token on"
-    assert (
-        sweep.point_of({"slots": 8, "limit_nbytes": None, "policy": "lru", "ahead": False}) == few
-    )  # a record from before there was pinning
+    assert pinned == Point(8, None, "lru", False, 12 * one, "code") and "pinned by code" in str(
+        pinned
+    )
+    nbytes = [moelab.footprint(TINY, p.config).slots_nbytes for p in (few, many, pinned)]
+    assert nbytes[1] == nbytes[2] == nbytes[0] + 12 * one
+    out = sweep.measure(TINY, pinned, trace(), start=0, tokens=Tokens(2, 4, 4, 0))
+    assert out.cold.misses < 2 * L * K, "the pinned are there from the first token on"
+    early = {"slots": 8, "limit_nbytes": None, "policy": "lru", "ahead": True}  # no pinning yet
+    assert Point.from_json(early) == replace(few, read_ahead=True)
 
 
 def test_it_goes_on_where_it_was_stopped_and_refuses_another_sweep(tmp_path, monkeypatch):
@@ -121,49 +121,39 @@ def test_it_goes_on_where_it_was_stopped_and_refuses_another_sweep(tmp_path, mon
 
     monkeypatch.setattr(sweep, "_run_point", counted)
     file = tmp_path / "sweep.json"
-    two = [sweep.Point(8), sweep.Point(64)]
-    sizes = dict(runs=1, cold=2, warmup=6, reads=4, decode=1, json_path=file)
+    two = [Point(8), Point(64)]
+    given = {"runs": 1, "tokens": Tokens(2, 6, 4, 1), "json_path": file}
     with pytest.raises(KeyboardInterrupt):
-        sweep.sweep(TINY, two, trace(), **sizes)
+        sweep.sweep(TINY, two, trace(), **given)
     assert len(json.loads(file.read_text())["samples"]) == 1
-    none = sweep.sweep(TINY, two, trace(), **sizes, seconds=0)
-    assert len(none["samples"]) == 1 and len(calls) == 2
-    record = sweep.sweep(TINY, two, trace(), **sizes)
-    assert (
-        len(calls) == 3
-        and record["complete"]
-        and {s["slots"] for s in record["samples"]} == {8, 64}
-    )
-    again = sweep.sweep(TINY, two, trace(), **sizes)
-    assert len(calls) == 3 and again["samples"] == record["samples"]
+    none = sweep.sweep(TINY, two, trace(), **given, seconds=0)
+    assert len(none.samples) == 1 and len(calls) == 2
+    record = sweep.sweep(TINY, two, trace(), **given)
+    assert len(calls) == 3 and record.complete and {p.slots for p in points_of(record)} == {8, 64}
+    again = sweep.sweep(TINY, two, trace(), **given)
+    assert len(calls) == 3 and again.samples == record.samples
     with pytest.raises(ValueError, match="the same trace"):
-        sweep.sweep(TINY, two, trace(seed=1), **sizes)
+        sweep.sweep(TINY, two, trace(seed=1), **given)
     with pytest.raises(ValueError, match="expected a trace"):
         sweep.sweep(TINY, two, Trace(trace().experts[:, :3], trace().phase, trace().tokens, E))
 
-    rows = {r["point"].slots: r for r in sweep.summarize(record)}
-    assert rows[64]["hit_rate"] > rows[8]["hit_rate"] and rows[64]["same_tokens"]
-    assert rows[64]["asked_per_token"] < rows[8]["asked_per_token"]
-    assert rows[8]["reads"]["n"] == 1 and "8" in sweep.report(record)
+    rows = {r.point.slots: r for r in record.rows()}
+    assert rows[64].hit_rate > rows[8].hit_rate and record.same_tokens()
+    assert rows[64].asked_per_token < rows[8].asked_per_token
+    assert len(rows[8].reads.seconds) == 1 and "8" in sweep.report(record)
+
+
+def points_of(record):
+    return [s.point for s in record.samples]
 
 
 def test_a_point_that_does_not_fit_is_killed_once_and_said(tmp_path):
-    point = sweep.Point(16, 60_000_000)
+    point = Point(16, 60_000_000)
     try:
-        record = sweep.sweep(
-            TINY,
-            [point],
-            trace(),
-            runs=2,
-            cold=1,
-            warmup=2,
-            reads=2,
-            decode=0,
-            ways=("cgroup", "systemd-run"),
-        )
+        record = sweep.sweep(TINY, [point], trace(), 2, Tokens(1, 2, 2, 0))
     except limit.NoLimit as e:
         pytest.skip(str(e))
-    assert [s["killed"] for s in record["samples"]] == [True]
+    assert [s.killed for s in record.samples] == [True] and not record.rows()
     assert "killed" in sweep.report(record)
 
 
@@ -176,34 +166,21 @@ def test_a_sweep_that_fails_says_why(tmp_path):
                 broken / f.name
             ).write_bytes(f.read_bytes())
     with pytest.raises(OSError, match="policy"):
-        sweep.sweep(broken, [sweep.Point(16, policy="mru")], trace(), runs=1)
+        sweep.sweep(broken, [Point(16, policy="mru")], trace(), runs=1)
 
 
 def test_where_the_system_does_not_say_what_the_disk_did(monkeypatch):
     # macOS: no /proc/self/io, no advice, and mincore may refuse.
-    monkeypatch.setattr(sweep, "disk_nbytes", lambda: None)
-    monkeypatch.setattr(sweep, "resident_nbytes", lambda path: None)
+    monkeypatch.setattr(sweep.oscache, "disk_read_nbytes", lambda: None)
+    monkeypatch.setattr(sweep.oscache, "cached_nbytes", lambda path: None)
     monkeypatch.delattr(os, "posix_fadvise", raising=False)
-    sizes = dict(cold=2, warmup=4, reads=3, decode=1)
-    out = sweep.measure(TINY, sweep.Point(16), trace(), 0, **sizes)
-    sample = {
-        "slots": 16,
-        "limit_nbytes": None,
-        "policy": "lru",
-        "ahead": False,
-        "round": 0,
-        "killed": False,
-        "how": "none",
-        **out,
-    }
-    record = {
-        **sizes, "model": "tiny", "machine": machine.card(), "trace": {"name": "t"}, "sizes": sweep.sizes_of(TINY),
-        "samples": [json.loads(json.dumps(sample))],
-    }  # fmt: skip
-    (row,) = sweep.summarize(record)
-    assert (
-        row["reads"]["median"] > 0
-        and np.isnan(row["disk_per_token"])
-        and np.isnan(row["resident_nbytes"])
-    )
+    tokens = Tokens(2, 4, 3, 1)
+    out = sweep.measure(TINY, Point(16), trace(), 0, tokens)
+    sample = Sample(Point(16), 0, False, "none", {}, 1.0, out)
+    kept = RecordedTrace.of(trace())
+    record = SweepRecord("tiny", 1, tokens, 0, kept, ModelSizes.of(TINY), samples=[sample])
+    assert SweepRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
+    (row,) = record.rows()
+    assert row.reads.median > 0
+    assert np.isnan(row.disk_per_token) and np.isnan(row.resident_nbytes)
     assert "nan" in sweep.report(record)

@@ -1,34 +1,39 @@
-"""What a decoded token spends apart from arithmetic: operations sent, results read by the host, types gone astray.
+"""Notebook 01: what a decoded token costs besides arithmetic.
 
-Every function measures on whatever device MLX runs on and returns ``{"config": ..., "timings": {name: Timing}}``; notebook 01 and the
-recorded CUDA run call the same ones.
+Operations sent, results that the host waits for, and one stray type. Every measurement runs on the
+device that MLX uses; notebook 01 and the recorded CUDA run call the same ones.
 """
 
 import re
 import tempfile
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_unflatten
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from ...checkpoint import expert_modules
-from ..timing import interleave
+from ...experts import expert_modules
+from ...hooks import hooked
+from .. import records
+from ..plots import charts, style
+from ..timing import Timing, interleave
 
 # D hidden, F expert hidden, K experts per token.
 SHAPES = {
-    "tiny-moe": dict(D=256, F=128, K=8),
-    "qwen3.5-35b-a3b": dict(D=2048, F=512, K=8),
-    "qwen3.5-122b-a10b": dict(D=3072, F=1024, K=8),
-    "qwen3.5-397b-a17b": dict(D=4096, F=1024, K=10),
+    "tiny-moe": {"D": 256, "F": 128, "K": 8},
+    "qwen3.5-35b-a3b": {"D": 2048, "F": 512, "K": 8},
+    "qwen3.5-122b-a10b": {"D": 3072, "F": 1024, "K": 8},
+    "qwen3.5-397b-a17b": {"D": 4096, "F": 1024, "K": 10},
 }
-# Operations that only look at memory in another way; they send no kernel.
+BITS, GROUP = 4, 64  # of the quantized weights: each group has a scale and a bias of 16 bits
+# Operations that only change how memory is seen; they run no kernel.
 VIEWS = {
     "Broadcast",
     "Reshape",
@@ -44,21 +49,69 @@ VIEWS = {
     "Depends",
     "StopGradient",
 }
+# The variants that charts and verdicts name; recorded runs have the same names.
+K_CALLS, ONE_GATHER, FUSED = "K calls a projection", "one gather a projection", "gate and up fused"
+AHEAD, NOT_AHEAD = "next token scheduled ahead", "every token read, then the next"
+LOCK, NO_STREAM = "ahead, a lock around evaluation", "ahead, no stream context"
+ROUTING_READ = "every layer's routing read"
+CLEAN, STRAY = "as it is", "one float32 scalar"
+ALONE, LONG = "one operation a command buffer", "1000 operations a command buffer"
+HERE = "this machine, now"
 
 
-def default_dtype():
+@dataclass(frozen=True)
+class Timed:
+    """What one experiment timed.
+
+    Attributes:
+        config (dict): Sizes and settings.
+        timings (dict[str, Timing]): By the name of the variant.
+    """
+
+    config: dict
+    timings: dict
+
+    @classmethod
+    def parse(cls, section: dict) -> "Timed":
+        """From a section of a record."""
+        timings = {name: Timing(**t) for name, t in section["timings"].items()}
+        return cls(section["config"], timings)
+
+    @property
+    def samples(self) -> dict:
+        """``{variant: seconds of each round}``."""
+        return {name: np.asarray(t.samples_s) for name, t in self.timings.items()}
+
+    def median_s(self, name: str) -> float:
+        """Median seconds of one variant."""
+        return self.timings[name].median_s
+
+    def ratio(self, over: str, under: str) -> float:
+        """Quotient of two variants' medians."""
+        return self.median_s(over) / self.median_s(under)
+
+
+def default_dtype() -> mx.Dtype:
     """float32 on the CPU backend, where half precision is far slower; bfloat16 on a GPU."""
     return mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
+
+
+def _interleave(variants, rounds, n_warmup, config):
+    return Timed(config, interleave(variants, rounds, n_warmup=n_warmup, config=config))
 
 
 # One operation
 
 
-def one_operation(count=400, rounds=20):
-    """Seconds of one small operation (8 floats plus one): written down, in a chain, evaluated by itself.
+def one_operation(count: int = 400, rounds: int = 20) -> Timed:
+    """Seconds of one small operation, 8 floats plus one.
 
-    ``built`` is Python alone: the graph is made and dropped. ``chained`` divides the evaluation of a chain by its length.
-    ``scheduled`` sends each one off without waiting; ``evaluated`` waits for each.
+    ``built`` is Python alone: the graph is made and dropped. ``chained`` divides the evaluation of
+    a chain by its length. ``scheduled`` sends each without waiting; ``evaluated`` waits for each.
+
+    Args:
+        count (int): Operations in the chain.
+        rounds (int): Samples of each variant.
     """
     x = mx.zeros((8,))
     one = mx.ones((8,))
@@ -83,34 +136,45 @@ def one_operation(count=400, rounds=20):
         "scheduled": run(mx.async_eval, mx.eval),
         "evaluated": run(mx.eval, nothing),
     }
-    return {
-        "config": {"count": count},
-        "timings": interleave(variants, rounds, n_warmup=3, config={"count": count}),
-    }
+    return _interleave(variants, rounds, 3, {"count": count})
 
 
 # The experts of one layer
 
 
-def _quantized(shape, bits=4):
-    w = mx.quantize(mx.random.normal(shape) / np.sqrt(shape[-1]), 64, bits)
+def _quantized(shape, dtype):
+    w, *parameters = mx.quantize(mx.random.normal(shape) / np.sqrt(shape[-1]), GROUP, BITS)
+    w = (w, *(p.astype(dtype) for p in parameters))
     mx.eval(w)
     return w
 
 
-def expert_calls(D, F, K, E=None, layers=8, rounds=20, dtype=None, seed=0):
-    """Seconds of one layer's experts at decode: K calls for each projection, one gather for each, gate and up in one.
+def expert_calls(
+    D: int,
+    F: int,
+    K: int,
+    E: int | None = None,
+    layers: int = 8,
+    rounds: int = 20,
+    dtype: mx.Dtype | None = None,
+    seed: int = 0,
+) -> Timed:
+    """Seconds of one layer's experts at decode, computed in four ways.
 
-    ``layers`` of them follow each other in one evaluation, each on the output of the one before. ``dense`` is an MLP of hidden size K*F:
-    the same arithmetic and the same bytes with no routing, the floor.
+    K calls for each projection, one gather for each, gate and up in one array; and ``dense``, an
+    MLP of hidden size K*F: the same arithmetic and the same bytes without routing, the floor.
+
+    Args:
+        D, F, K (int): Hidden size, expert hidden size, experts per token.
+        E (int): Experts in memory. Default: 4 K.
+        layers (int): Layers in one evaluation, each on the output of the one before.
+        rounds (int): Samples of each variant.
+        dtype (mx.Dtype): Of activations, scales and biases. Default: ``default_dtype()``.
+        seed (int): Of weights and routing.
     """
     mx.random.seed(seed)
-    dtype = dtype or default_dtype()
-    E = E or 4 * K
-    gate, up, down = (
-        tuple(p.astype(dtype) if i else p for i, p in enumerate(_quantized(s)))
-        for s in ((E, F, D), (E, F, D), (E, D, F))
-    )
+    dtype, E = dtype or default_dtype(), E or 4 * K
+    gate, up, down = (_quantized(s, dtype) for s in ((E, F, D), (E, F, D), (E, D, F)))
     both = tuple(mx.concatenate([g, u], axis=1) for g, u in zip(gate, up))
     rng = np.random.default_rng(seed)
     chosen = [rng.choice(E, K, replace=False) for _ in range(layers)]
@@ -120,15 +184,15 @@ def expert_calls(D, F, K, E=None, layers=8, rounds=20, dtype=None, seed=0):
         for e in {int(e) for c in chosen for e in c}
     }
     wide = [tuple(mx.contiguous(a[:K].reshape(K * F, -1)) for a in p) for p in (gate, up)]
-    wide.append(tuple(p.astype(dtype) if i else p for i, p in enumerate(_quantized((D, K * F)))))
+    wide.append(_quantized((D, K * F), dtype))
     x0 = mx.random.normal((1, 1, D)).astype(dtype)
     mx.eval(both, indices, single, wide, x0)
 
     def qmm(x, w):
-        return mx.quantized_matmul(x, *w, transpose=True, group_size=64, bits=4)
+        return mx.quantized_matmul(x, *w, transpose=True, group_size=GROUP, bits=BITS)
 
     def gather(x, w, i):
-        return mx.gather_qmm(x, *w, rhs_indices=i, transpose=True, group_size=64, bits=4)
+        return mx.gather_qmm(x, *w, rhs_indices=i, transpose=True, group_size=GROUP, bits=BITS)
 
     def separate(x, i, c):
         ys = []
@@ -162,25 +226,42 @@ def expert_calls(D, F, K, E=None, layers=8, rounds=20, dtype=None, seed=0):
         return timed
 
     variants = {
-        "K calls a projection": run(separate),
-        "one gather a projection": run(stacked),
-        "gate and up fused": run(fused),
+        K_CALLS: run(separate),
+        ONE_GATHER: run(stacked),
+        FUSED: run(fused),
         "dense": run(dense),
     }
-    config = dict(
-        D=D, F=F, K=K, E=E, layers=layers, dtype=str(dtype), nbytes=K * 3 * D * F * 9 // 16
-    )
-    return {"config": config, "timings": interleave(variants, rounds, n_warmup=3, config=config)}
+    config = {"D": D, "F": F, "K": K, "E": E, "layers": layers, "dtype": str(dtype)}
+    return _interleave(variants, rounds, 3, {**config, "nbytes": K * 3 * D * F * 9 // 16})
 
 
-def tokens_at_once(D, F, K, E=64, tokens=(1, 2, 4, 8, 32), rounds=10, dtype=None, seed=0):
-    """Seconds of one layer's experts for T tokens: indices as they come, and sorted by expert as mlx-lm does from 64 indices on."""
+def tokens_at_once(
+    D: int,
+    F: int,
+    K: int,
+    E: int = 64,
+    tokens=(1, 2, 4, 8, 32),
+    rounds: int = 10,
+    dtype: mx.Dtype | None = None,
+    seed: int = 0,
+) -> Timed:
+    """Seconds of one layer's experts for T tokens: indices as they come, and sorted by expert.
+
+    mlx-lm sorts from 64 indices on.
+
+    Args:
+        D, F, K, E (int): Hidden size, expert hidden size, experts per token, experts.
+        tokens (Sequence[int]): The numbers of tokens T.
+        rounds (int): Samples of each variant.
+        dtype (mx.Dtype): Of activations. Default: ``default_dtype()``.
+        seed (int): Of weights and routing.
+    """
     from mlx_lm.models.switch_layers import SwitchGLU, _gather_sort, _scatter_unsort
 
     mx.random.seed(seed)
     dtype = dtype or default_dtype()
     experts = SwitchGLU(D, F, E)
-    nn.quantize(experts, 64, 4)
+    nn.quantize(experts, GROUP, BITS)
     experts.set_dtype(dtype)
     mx.eval(experts.parameters())
     rng = np.random.default_rng(seed)
@@ -208,15 +289,18 @@ def tokens_at_once(D, F, K, E=64, tokens=(1, 2, 4, 8, 32), rounds=10, dtype=None
             mx.eval(_scatter_unsort(experts.down_proj(h, s, sorted_indices=True), inverse, i.shape))
 
         variants[f"{T} as they come"], variants[f"{T} sorted"] = as_they_come, by_expert
-    config = dict(D=D, F=F, K=K, E=E, dtype=str(dtype))
-    return {"config": config, "timings": interleave(variants, rounds, n_warmup=2, config=config)}
+    config = {"D": D, "F": F, "K": K, "E": E, "dtype": str(dtype)}
+    return _interleave(variants, rounds, 2, config)
 
 
 # Operations counted
 
 
-def operations(*arrays):
-    """How many operations of each kind the evaluation of ``arrays`` runs: ``{name: count}``, views not among them."""
+def operations(*arrays) -> dict:
+    """How many operations of each kind the evaluation of ``arrays`` runs, ``{name: count}``.
+
+    Views are left out.
+    """
     with tempfile.TemporaryDirectory() as folder:
         dot = Path(folder) / "graph.dot"
         mx.export_to_dot(str(dot), *arrays)
@@ -228,8 +312,8 @@ def operations(*arrays):
     return names
 
 
-def operations_of_a_layer(model):
-    """The operations that each layer adds to one decoded token, ``[{name: count}]``."""
+def operations_of_a_layer(model: nn.Module) -> list[dict]:
+    """The operations of each layer in one decoded token, ``{name: count}`` for each layer."""
     inner = next(
         m for _, m in model.named_modules() if hasattr(m, "layers") and hasattr(m, "embed_tokens")
     )
@@ -244,39 +328,61 @@ def operations_of_a_layer(model):
     return out
 
 
-def dense_and_moe(D=2048, F=512, K=8, E=32, layers=8, vocab=8192, dtype=None, seed=0):
-    """Two random 4-bit models of ``layers`` layers that differ in their MLPs alone: Qwen3 with a dense one of K*F, Qwen3-MoE.
+def dense_and_moe(
+    D: int = 2048,
+    F: int = 512,
+    K: int = 8,
+    E: int = 32,
+    layers: int = 8,
+    vocab: int = 8192,
+    dtype: mx.Dtype | None = None,
+    seed: int = 0,
+) -> dict:
+    """Two random 4-bit models that differ in their MLPs alone: Qwen3 with one of K*F, Qwen3-MoE.
 
     For each token both compute as much and touch as many bytes.
+
+    Args:
+        D, F, K, E (int): Hidden size, expert hidden size, experts per token, experts.
+        layers (int): Layers of each.
+        vocab (int): Entries of the vocabulary.
+        dtype (mx.Dtype): Of activations. Default: ``default_dtype()``.
+        seed (int): Of the weights.
+
+    Returns:
+        dict[str, nn.Module]: ``dense`` and ``moe``.
     """
     from mlx_lm.models import qwen3, qwen3_moe
 
     mx.random.seed(seed)
-    common = dict(
-        hidden_size=D, num_hidden_layers=layers, num_attention_heads=max(1, D // 128), num_key_value_heads=max(1, D // 512), head_dim=128,
-        rms_norm_eps=1e-6, vocab_size=vocab, max_position_embeddings=4096, rope_theta=1e6, tie_word_embeddings=True, intermediate_size=K * F,
-    )  # fmt: skip
-    models = {
-        "dense": qwen3.Model(qwen3.ModelArgs(model_type="qwen3", **common)),
-        "moe": qwen3_moe.Model(
-            qwen3_moe.ModelArgs(
-                model_type="qwen3_moe",
-                num_experts=E,
-                num_experts_per_tok=K,
-                moe_intermediate_size=F,
-                decoder_sparse_step=1,
-                mlp_only_layers=[],
-                norm_topk_prob=True,
-                **common,
-            )  # fmt: skip
-        ),
+    common = {
+        "hidden_size": D,
+        "num_hidden_layers": layers,
+        "num_attention_heads": max(1, D // 128),
+        "num_key_value_heads": max(1, D // 512),
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": vocab,
+        "max_position_embeddings": 4096,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "intermediate_size": K * F,
     }
+    experts = {
+        "num_experts": E,
+        "num_experts_per_tok": K,
+        "moe_intermediate_size": F,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+    dense = qwen3.ModelArgs(model_type="qwen3", **common)
+    moe = qwen3_moe.ModelArgs(model_type="qwen3_moe", **experts, **common)
+    models = {"dense": qwen3.Model(dense), "moe": qwen3_moe.Model(moe)}
     for model in models.values():
         model.set_dtype(dtype or default_dtype())
-        nn.quantize(model, 64, 4)
-        for (
-            layer
-        ) in model.layers:  # one at a time: what is not quantized yet takes eight times the memory
+        nn.quantize(model, GROUP, BITS)
+        for layer in model.layers:  # one at a time: unquantized it takes eight times the memory
             mx.eval(layer.parameters())
         mx.eval(model.parameters())
         model.eval()
@@ -286,43 +392,45 @@ def dense_and_moe(D=2048, F=512, K=8, E=32, layers=8, vocab=8192, dtype=None, se
 # Loops
 
 
-class _Hooked(nn.Module):
-    # Stands before a layer's experts; called with what goes in, may change what comes out.
-    def __init__(self, experts, before=None, after=None):
-        super().__init__()
-        self.experts, self._before, self._after = experts, before, after
-
-    def __call__(self, x, indices):
-        if self._before:
-            self._before(x, indices)
-        y = self.experts(x, indices)
-        return self._after(y) if self._after else y
-
-
 @contextmanager
-def hooked(model, before=None, after=None, only=None):
-    """For as long as it lasts, ``before(x, indices)`` runs ahead of every layer's experts and ``after(y)`` on what they give.
+def hooked_experts(model, hook, only=slice(None)):
+    """Within, ``hook(call, x, indices)`` stands for the call of the chosen layers' experts."""
+    with ExitStack() as stack:
+        for _, experts in expert_modules(model)[only]:
+            stack.enter_context(hooked(experts, hook))
+        yield
+
+
+def before(listen):
+    """A hook that calls ``listen(x, indices)`` before a layer's experts."""
+
+    def hook(call, x, indices):
+        listen(x, indices)
+        return call(x, indices)
+
+    return hook
+
+
+def loop(
+    model: nn.Module,
+    tokens: int,
+    ids=(1, 2, 3, 4),
+    ahead: bool = True,
+    lock=None,
+    stream=generation_stream,
+) -> float:
+    """Seconds of a decoded token: greedy, the clock running with nothing in flight at either end.
+
+    Not ``lab.decode``, because the loop itself is what is measured.
 
     Args:
-        model (nn.Module): With experts in memory.
-        only (int): One MoE layer's number. Default: all.
-    """
-    experts = expert_modules(model)
-    chosen = experts if only is None else experts[only : only + 1]
-    model.update_modules(tree_unflatten([(p, _Hooked(m, before, after)) for p, m in chosen]))
-    try:
-        yield model
-    finally:
-        model.update_modules(tree_unflatten(chosen))
-
-
-def loop(model, tokens, ids=(1, 2, 3, 4), ahead=True, lock=None, stream=generation_stream):
-    """Seconds a decoded token takes: greedy, the clock running with nothing in flight at either end.
-
-    Args:
-        ahead (bool): Schedule the next token before reading this one, as mlx-lm does; else read, then schedule.
-        lock (Lock): Taken around every evaluation.
-        stream (Stream): Of the generation; None: the default stream, no context.
+        model (nn.Module): What decodes.
+        tokens (int): How many tokens to time.
+        ids (Sequence[int]): The prompt.
+        ahead (bool): Schedule the next token before reading this one, as mlx-lm does; else read
+            first.
+        lock (Lock): Taken around every evaluation. Default: none.
+        stream (Stream): Of the generation. ``None``: the default stream, no context.
     """
     lock = lock or nullcontext()
     cache = make_prompt_cache(model)
@@ -355,97 +463,129 @@ def loop(model, tokens, ids=(1, 2, 3, 4), ahead=True, lock=None, stream=generati
         return (time.perf_counter() - begin) / tokens
 
 
-def loops(model, tokens=64, rounds=7, routing=True, config=None):
-    """Ways to run the same decode loop: what the host waits for, what it locks, which stream it names.
+def loops(
+    model: nn.Module,
+    tokens: int = 64,
+    rounds: int = 7,
+    routing: bool = True,
+    config: dict | None = None,
+) -> Timed:
+    """Seconds of a token in variants of one decode loop: what it waits for, locks, or names.
 
     Args:
         model (nn.Module): Resident.
-        routing (bool): Also the ways that touch every layer's routing; False for a dense model.
-
-    Returns:
-        dict: Seconds a token, by the name of the way.
+        tokens (int): Decoded in each run.
+        rounds (int): Runs of each variant.
+        routing (bool): Also the variants that touch every layer's routing; False for a dense model.
+        config (dict): Kept with the samples.
     """
     lock = threading.RLock()
     fresh = mx.new_stream(mx.default_device())
     variants = {
-        "next token scheduled ahead": lambda: loop(model, tokens),
-        "every token read, then the next": lambda: loop(model, tokens, ahead=False),
-        "ahead, a lock around evaluation": lambda: loop(model, tokens, lock=lock),
-        "ahead, no stream context": lambda: loop(model, tokens, stream=None),
+        AHEAD: lambda: loop(model, tokens),
+        NOT_AHEAD: lambda: loop(model, tokens, ahead=False),
+        LOCK: lambda: loop(model, tokens, lock=lock),
+        NO_STREAM: lambda: loop(model, tokens, stream=None),
         "ahead, a stream of its own": lambda: loop(model, tokens, stream=fresh),
     }
 
-    def with_hook(before):
+    def listening(listen):
         def timed():
-            with hooked(model, before):
+            with hooked_experts(model, before(listen)):
                 return loop(model, tokens)
 
         return timed
 
     if routing:
         variants |= {
-            "every layer's routing read": with_hook(lambda x, i: np.array(i)),
-            "every layer's routing scheduled": with_hook(lambda x, i: mx.async_eval(i)),
-            "every layer's input evaluated": with_hook(lambda x, i: mx.eval(x)),
+            ROUTING_READ: listening(lambda x, i: np.array(i)),
+            "every layer's routing scheduled": listening(lambda x, i: mx.async_eval(i)),
+            "every layer's input evaluated": listening(lambda x, i: mx.eval(x)),
         }
-    config = {"tokens": tokens, **(config or {})}
-    return {"config": config, "timings": interleave(variants, rounds, n_warmup=2, config=config)}
+    return _interleave(variants, rounds, 2, {"tokens": tokens, **(config or {})})
 
 
-def promotion(model, tokens=32, rounds=5, config=None):
-    """Seconds a token of a half-precision model, as it is and after one float32 scalar in its first MoE layer.
+def promotion(
+    model: nn.Module, tokens: int = 32, rounds: int = 5, config: dict | None = None
+) -> Timed:
+    """Seconds of a token of a half-precision model, with and without a float32 scalar in it.
 
-    The scalar makes that layer's output float32, and everything after it.
+    The scalar multiplies the first MoE layer's output: it and all that follows become float32.
+
+    Args:
+        model (nn.Module): Resident, with at least two MoE layers.
+        tokens (int): Decoded in each run.
+        rounds (int): Runs of each variant.
+        config (dict): Kept with the samples, beside ``dtype_in_the_last_layer``.
+
+    Raises:
+        ValueError: If there are fewer MoE layers.
     """
-    stray, seen = mx.array(1.0, mx.float32), set()
+    if (count := len(expert_modules(model))) < 2:
+        raise ValueError(f"expected at least 2 MoE layers, got {count}")
+    scalar, seen = mx.array(1.0, mx.float32), set()
+
+    def multiply(call, x, indices):
+        return call(x, indices) * scalar
 
     def timed():
+        listen = before(lambda x, i: seen.add(str(x.dtype)))
         with (
-            hooked(model, after=lambda y: y * stray, only=0),
-            hooked(model, before=lambda x, i: seen.add(str(x.dtype)), only=-1 % count),
+            hooked_experts(model, multiply, slice(1)),
+            hooked_experts(model, listen, slice(count - 1, count)),
         ):
             return loop(model, tokens)
 
-    count = len(expert_modules(model))
-    if count < 2:
-        raise ValueError(f"expected at least 2 MoE layers, got {count}")
-    variants = {"as it is": lambda: loop(model, tokens), "one float32 scalar": timed}
     config = {"tokens": tokens, **(config or {})}
-    timings = interleave(variants, rounds, n_warmup=1, config=config)
-    return {"config": {**config, "dtype_in_the_last_layer": sorted(seen)}, "timings": timings}
+    timed = interleave(
+        {CLEAN: lambda: loop(model, tokens), STRAY: timed}, rounds, n_warmup=1, config=config
+    )
+    return Timed({**config, "dtype_in_the_last_layer": sorted(seen)}, timed)
 
 
 # New experts into slots
 
 
-def slot_writes(D, F, K=8, S=64, misses=(0, 1, 4, 8), rounds=10, seed=0, dtype=None):
-    """Seconds to bring m new experts' weights (gate and up, from host memory) into a bank of S slots and run one gather over it.
+def slot_writes(
+    D: int,
+    F: int,
+    K: int = 8,
+    S: int = 64,
+    misses=(0, 1, 4, 8),
+    rounds: int = 10,
+    seed: int = 0,
+    dtype: mx.Dtype | None = None,
+) -> Timed:
+    """Seconds to bring new experts' gate and up from host memory into S slots, and one gather.
 
-    ``in place`` writes through the bank's own memory, as the engine does; ``set by slice`` lets MLX do it, one expert at a time;
-    ``one scatter`` uploads the m experts together; ``upload`` brings them to the device but not into the bank.
+    ``in place`` writes through the bank's own memory, as the engine does. ``set by slice`` lets MLX
+    do it, one expert at a time. ``one scatter`` uploads the new experts together. ``upload`` brings
+    them to the device but not into the bank.
+
+    Args:
+        D, F, K, S (int): Hidden size, expert hidden size, experts per token, slots.
+        misses (Sequence[int]): The numbers of new experts in a call.
+        rounds (int): Samples of each variant.
+        seed (int): Of the experts and of the slots.
+        dtype (mx.Dtype): Of activations. Default: ``default_dtype()``.
     """
     mx.random.seed(seed)
     dtype = dtype or default_dtype()
     shape = (S, 2 * F, D // 8)
     host = np.random.default_rng(seed).integers(0, 2**32, (max(misses), *shape[1:]), np.uint32)
-    scales = mx.full((S, 2 * F, D // 64), 1e-3, dtype)
-    biases = mx.full((S, 2 * F, D // 64), -8e-3, dtype)
+    scales = mx.full((S, 2 * F, D // GROUP), 1e-3, dtype)
+    biases = mx.full((S, 2 * F, D // GROUP), -8e-3, dtype)
     x = mx.random.normal((1, 1, 1, 1, D)).astype(dtype)
     bank = [mx.random.randint(0, 2**31 - 1, shape).astype(mx.uint32)]
-    aside = mx.zeros(
-        shape, mx.uint32
-    )  # a bank of its own: on CUDA a host write moves it to managed memory
+    aside = mx.zeros(shape, mx.uint32)  # its own: on CUDA a host write makes memory managed
     mx.eval(scales, biases, x, bank, aside)
     rows = np.asarray(aside)
     rng = np.random.default_rng(seed)
+    quantized = {"transpose": True, "group_size": GROUP, "bits": BITS}
 
     def use(weights, slots):
         i = mx.array(slots.astype(np.uint32)[None, None])
-        mx.eval(
-            mx.gather_qmm(
-                x, weights, scales, biases, rhs_indices=i, transpose=True, group_size=64, bits=4
-            )
-        )
+        mx.eval(mx.gather_qmm(x, weights, scales, biases, rhs_indices=i, **quantized))
 
     def pick():
         return rng.choice(S, K, replace=False)
@@ -474,14 +614,401 @@ def slot_writes(D, F, K=8, S=64, misses=(0, 1, 4, 8), rounds=10, seed=0, dtype=N
             mx.eval(new)
         use(bank[0], pick())
 
-    ways = {
+    writers = {
         "in place": in_place,
         "set by slice": by_slice,
         "one scatter": scatter,
         "upload": upload,
     }
     variants = {
-        f"{name}, {m} new": (lambda f=f, m=m: f(m)) for name, f in ways.items() for m in misses
+        f"{name}, {m} new": partial(write, m) for name, write in writers.items() for m in misses
     }
-    config = dict(D=D, F=F, K=K, S=S, dtype=str(dtype), expert_nbytes=host[0].nbytes)
-    return {"config": config, "timings": interleave(variants, rounds, n_warmup=3, config=config)}
+    config = {"D": D, "F": F, "K": K, "S": S, "dtype": str(dtype)}
+    return _interleave(variants, rounds, 3, {**config, "expert_nbytes": host[0].nbytes})
+
+
+# The recorded run
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The sections of a recorded CUDA run that notebooks 01 and 02 show.
+
+    Attributes:
+        machine (dict): Its card.
+        operation (Timed): ``one_operation``.
+        experts (dict[str, Timed]): ``expert_calls`` by the name of the shape.
+        loops (Timed): Of the checkpoint of 35B-A3B layers.
+        layer_operations (list[int]): Operations of each of its layers.
+        settings (dict[str, dict[str, Timed]]): ``loops`` of ``dense`` and ``moe`` by MLX's setting.
+        operations (dict[str, int]): Operations in a layer of ``dense`` and of ``moe``.
+        promotion (Timed): Of a later run on another host with the same GPU.
+        writes (dict[str, Timed]): ``slot_writes`` by the name of the shape.
+    """
+
+    machine: dict
+    operation: Timed
+    experts: dict
+    loops: Timed
+    layer_operations: list
+    settings: dict
+    operations: dict
+    promotion: Timed
+    writes: dict
+
+    @property
+    def name(self) -> str:
+        """What charts call it."""
+        return f"{self.machine['gpu']}, recorded"
+
+
+def recorded(name: str = "cuda_h200", later: str = "cuda_h200_exact_engine") -> Recorded:
+    """Parses two records of ``data/recipes/cuda_run.py``; the later one has ``promotion``."""
+    record = records.recorded(name)
+    sections = record["sections"]
+
+    def shapes(section):
+        return {k: Timed.parse(v) for k, v in section.items() if k in SHAPES}
+
+    both = sections["dense_and_moe"]
+    both = {k: v for k, v in both.items() if isinstance(v, dict) and "moe" in v}
+    looped = sections["loops_of_the_checkpoint"]
+    count = {n: m["operations_of_a_layer"] for n, m in both[CLEAN].items()}
+    return Recorded(
+        machine=record["machine"],
+        operation=Timed.parse(sections["one_operation"]),
+        experts=shapes(sections["expert_calls"]),
+        loops=Timed.parse(looped),
+        layer_operations=[sum(o.values()) for o in looped["operations_of_a_layer"]],
+        settings={k: {n: Timed.parse(m) for n, m in v.items()} for k, v in both.items()},
+        operations={n: sum(o.values()) for n, o in count.items()},
+        promotion=Timed.parse(records.recorded(later)["sections"]["promotion"]),
+        writes=shapes(sections["slot_writes"]),
+    )
+
+
+# What the sources' own figures say
+
+PR90_LAYERS, PR90_TOP_K = 48, 6
+
+
+def implied_call_us() -> dict:
+    """Microseconds saved for each call saved, by the speeds that PR 90 reports."""
+    speeds = records.PUBLISHED["PR 90"]
+    saved = {"stacked": 3 * PR90_TOP_K - 3, "fused": 3 * PR90_TOP_K - 2}
+    saved["stacked, by its own percentage"] = saved["stacked"]
+    return {
+        step: (1 / speeds["buffers"] - 1 / speeds[step]) * 1e6 / (PR90_LAYERS * calls)
+        for step, calls in saved.items()
+    }
+
+
+def implied_operation_us(gpu: Recorded) -> dict:
+    """Microseconds lost for each operation in the two models of issue 124, by its own speeds."""
+    told, mean = records.PUBLISHED["issue 124"], np.mean(gpu.layer_operations)
+    sent = {
+        "dense": told["dense layers"] * gpu.operations["dense"],
+        "moe": told["moe layers"] * mean,
+    }
+    return {n: (1 / told[f"{n}, Swift"] - 1 / told[f"{n}, Python"]) / sent[n] * 1e6 for n in sent}
+
+
+# Charts
+
+
+def operation_bars(here: Timed, gpu: Recorded):
+    """What one operation costs, chained and waited for, here and on the recorded GPU."""
+    chained, waited = (gpu.operation.median_s(n) * 1e6 for n in ("chained", "evaluated"))
+    mine = [here.median_s(n) * 1e6 for n in ("chained", "evaluated")]
+    claimed = records.PUBLISHED["PR 90"]["one dispatch (us)"]
+    n = len(gpu.operation.samples["built"])
+    return charts.bars(
+        {HERE: here.samples, gpu.name: gpu.operation.samples},
+        f"Waiting for an operation costs {waited / chained:.0f} times what sending it costs",
+        "us an operation",
+        f"On the GPU an operation in a chain costs {chained:.1f} us and one that is waited for "
+        f"{waited:.0f} us; here {mine[0]:.1f} and {mine[1]:.0f} us.",
+        note=charts.recorded_note(vars(gpu), f"n={n}, warm-up 3"),
+        scale=1e6,
+        marks=[(i, claimed, f"{claimed:.0f} us (PR 90)") for i in range(2)],
+    )
+
+
+def expert_bars(here: Timed, gpu: Recorded, shape: str):
+    """One layer's experts in K calls, in one gather, fused: here and on the recorded GPU."""
+    small, large = gpu.experts["qwen3.5-35b-a3b"], gpu.experts["qwen3.5-122b-a10b"]
+    device, dtype = gpu.machine["gpu"], here.config["dtype"].split(".")[-1]
+    gain, more = (
+        [t.ratio(*steps) for t in (small, large, here)]
+        for steps in ((K_CALLS, ONE_GATHER), (ONE_GATHER, FUSED))
+    )
+    return charts.bars(
+        {
+            f"{HERE} ({shape})": here.samples,
+            f"{device} (35B-A3B)": small.samples,
+            f"{device} (122B-A10B)": large.samples,
+        },
+        f"One gather in place of K calls: {gain[0]:.2f}x on the GPU, {gain[2]:.2f}x here",
+        "us for one layer's experts",
+        f"Fusing gate and up brings {more[0]:.2f}x more (35B-A3B), {more[1]:.2f}x (122B-A10B), "
+        f"{more[2]:.2f}x here.",
+        note=charts.recorded_note(vars(gpu), f"bfloat16; here {dtype}"),
+        scale=1e6,
+    )
+
+
+def count_bars(model: nn.Module, gpu: Recorded):
+    """Operations in a decoded token's layer, counted in MLX's graph."""
+    mine = [sum(o.values()) for o in operations_of_a_layer(model)]
+    dense, moe = gpu.operations["dense"], gpu.operations["moe"]
+    lost = implied_operation_us(gpu)
+    return charts.bars(
+        {
+            "": {
+                "dense, on the GPU": [dense],
+                "MoE, on the GPU": [moe],
+                "Qwen3.5-MoE, on the GPU": gpu.layer_operations,
+                "the model here": mine,
+            }
+        },
+        f"An MoE layer runs {moe} operations where a dense one runs {dense}",
+        "operations in a layer",
+        f"By issue 124's own speeds an operation would cost {lost['dense']:.1f} us in its dense "
+        f"model and {lost['moe']:.1f} us in its MoE model.",
+        digits=2,
+        note="views not counted; whiskers: quartiles over the layers; where MLX has no kernel for "
+        "a norm or a rotation, as on a CPU, it runs several operations",
+    )
+
+
+def alone_slowdown(gpu: Recorded) -> dict:
+    """How many times slower ``dense`` and ``moe`` are when every operation is submitted alone."""
+    return {
+        n: gpu.settings[ALONE][n].median_s(AHEAD) / gpu.settings[CLEAN][n].median_s(AHEAD)
+        for n in ("dense", "moe")
+    }
+
+
+def alone_bars(gpu: Recorded):
+    """The dense and the MoE model with every operation in a command buffer of its own."""
+    slower, told = alone_slowdown(gpu), records.PUBLISHED["issue 124"]
+    lost = {n: told[f"{n}, Python"] / told[f"{n}, Swift"] for n in slower}
+    return charts.bars(
+        {
+            n: {how: gpu.settings[how][n].samples[AHEAD] for how in (CLEAN, ALONE)}
+            for n in ("dense", "moe")
+        },
+        f"Every operation sent alone: the dense model {slower['dense']:.2f}x slower, "
+        f"the MoE model {slower['moe']:.2f}x",
+        "ms a token, 8 layers",
+        f"The same overhead on each operation costs the MoE model "
+        f"{slower['moe'] / slower['dense']:.2f} times as much as the dense one, not "
+        f"{lost['moe'] / lost['dense']:.1f} times.",
+        note="D=2048, MLP of 8 x 512, 8 layers",
+        scale=1e3,
+        card=gpu.machine,
+    )
+
+
+def over_ahead(timed: Timed, name: str) -> str:
+    """How much more a token takes than in mlx-lm's own loop, as a percentage."""
+    return f"{timed.ratio(name, AHEAD) - 1:+.0%}"
+
+
+def loop_bars(here: Timed, gpu: Recorded, model: str):
+    """The variants of one decode loop, here and on the recorded GPU."""
+    layers = len(gpu.layer_operations)
+    read_ms = (gpu.loops.median_s(ROUTING_READ) - gpu.loops.median_s(AHEAD)) / layers * 1e3
+    return charts.bars(
+        {
+            f"{HERE} ({model})": here.samples,
+            f"{gpu.name} (35B-A3B, {layers} layers)": gpu.loops.samples,
+        },
+        f"Reading every layer's routing costs {read_ms:.2f} ms a layer on the GPU",
+        "ms a token",
+        f"On the GPU a token takes {over_ahead(gpu.loops, ROUTING_READ)} with every layer's "
+        f"routing read, {over_ahead(gpu.loops, NOT_AHEAD)} when each token is read before the next "
+        f"is scheduled, {over_ahead(gpu.loops, LOCK)} with a lock.",
+        note=charts.recorded_note(vars(gpu), "bfloat16"),
+        scale=1e3,
+    )
+
+
+def buffer_bars(gpu: Recorded):
+    """The MoE model under MLX's settings for command buffers."""
+    ms = {
+        loop: [gpu.settings[k]["moe"].median_s(loop) * 1e3 for k in (LONG, ALONE)]
+        for loop in (AHEAD, ROUTING_READ)
+    }
+    plain, read = ms.values()
+    return charts.bars(
+        {loop: {k: v["moe"].samples[loop] for k, v in gpu.settings.items()} for loop in ms},
+        "Long command buffers make a plain token fast and a read of the routing slow",
+        "ms a token, MoE of 8 layers",
+        f"From 1000 operations a command buffer to 1, a plain token goes from {plain[0]:.1f} to "
+        f"{plain[1]:.1f} ms, one with every routing read from {read[0]:.1f} to {read[1]:.1f} ms.",
+        scale=1e3,
+        card=gpu.machine,
+    )
+
+
+def promotion_bars(here: Timed, gpu: Recorded, model: str):
+    """A model in bfloat16 with one float32 scalar in it, and without."""
+    there = f"{gpu.name} (35B-A3B, {len(gpu.layer_operations)} layers)"
+    sources = {f"{HERE} ({model})": here, there: gpu.promotion}
+    times = [
+        f"{here.ratio(STRAY, CLEAN):.2f}x the time here",
+        f"{gpu.promotion.ratio(STRAY, CLEAN):.2f}x on the GPU",
+    ]
+    types = ", ".join(here.config["dtype_in_the_last_layer"]).replace("mlx.core.", "")
+    return charts.bars(
+        {name: t.samples for name, t in sources.items()},
+        "One float32 scalar: " + ", ".join(times),
+        "ms a token",
+        f"With the scalar the last layer's activations are {types}: it reaches the end, and its "
+        "price depends on which type the device computes faster.",
+        note="bfloat16 model, one run for each sample",
+        scale=1e3,
+    )
+
+
+def verdicts(gpu: Recorded, experts: Timed, promoted: Timed) -> list[tuple]:
+    """The verdicts of notebook 01, for ``charts.verdicts``.
+
+    Args:
+        gpu (Recorded): The recorded run.
+        experts (Timed): ``expert_calls`` on this machine.
+        promoted (Timed): ``promotion`` on this machine.
+    """
+    device = gpu.machine["gpu"].removeprefix("NVIDIA ")
+    small, large = gpu.experts["qwen3.5-35b-a3b"], gpu.experts["qwen3.5-122b-a10b"]
+    chained, waited = (gpu.operation.median_s(n) * 1e6 for n in ("chained", "evaluated"))
+    slower = alone_slowdown(gpu)
+    promotions = {HERE: promoted, gpu.name: gpu.promotion}
+    times = [f"{t.ratio(STRAY, CLEAN):.2f}x the time on {n}" for n, t in promotions.items()]
+    return [
+        (
+            "B1",
+            "a dispatch costs about 30 us of CPU time and dominates a streamed token",
+            "depends on",
+            f"whether the host waits: {chained:.1f} us in a chain, {waited:.0f} us when it does "
+            f"({device}); no Apple GPU was here",
+        ),
+        (
+            "B2",
+            "one gather for each projection in place of top-k calls",
+            "depends on",
+            f"the device: {small.ratio(K_CALLS, ONE_GATHER):.2f}x for a 35B-A3B layer's experts "
+            f"and {large.ratio(K_CALLS, ONE_GATHER):.2f}x for 122B-A10B's on the {device}, "
+            f"{experts.ratio(K_CALLS, ONE_GATHER):.2f}x here",
+        ),
+        (
+            "B3",
+            "gate and up in one buffer, one call fewer",
+            "depends on",
+            f"the device and the size: a further {small.ratio(ONE_GATHER, FUSED):.2f}x and "
+            f"{large.ratio(ONE_GATHER, FUSED):.2f}x on the {device}, "
+            f"{experts.ratio(ONE_GATHER, FUSED):.2f}x here",
+        ),
+        (
+            "C1",
+            "an MoE model suffers 7.3x where a dense one suffers 1.33x, from operations",
+            "refuted",
+            f"{gpu.operations['moe']} operations a layer against {gpu.operations['dense']}; the "
+            f"same overhead on each slows them {slower['moe']:.2f}x and {slower['dense']:.2f}x",
+        ),
+        (
+            "C2",
+            "a host read of every token serializes generation; scheduling ahead hides it",
+            "confirmed",
+            f"{over_ahead(gpu.loops, NOT_AHEAD)} of a token on the {device}: real, and far from 7x",
+        ),
+        (
+            "C3",
+            "a global lock around evaluation, and no stream context, are to blame",
+            "refuted",
+            f"{over_ahead(gpu.loops, LOCK)} and {over_ahead(gpu.loops, NO_STREAM)} of a token on "
+            f"the {device}",
+        ),
+        (
+            "C4",
+            "one stray float32 scalar promotes the graph and slows everything",
+            "depends on",
+            "the device: it does reach the last layer; then " + ", ".join(times),
+        ),
+    ]
+
+
+# A model to explore
+
+
+def token_model(
+    calls: int,
+    layers: int,
+    dispatch_us: float,
+    other_operations: int,
+    bytes_per_layer: float,
+    GBs: float,
+) -> float:
+    """Seconds of a token that is bound by dispatch or by bandwidth, whichever is slower.
+
+    Args:
+        calls (int): Calls of a layer's experts.
+        layers (int): L.
+        dispatch_us (float): Microseconds of one operation in a chain.
+        other_operations (int): Operations of a layer besides its experts'.
+        bytes_per_layer (float): Of the experts that a token uses.
+        GBs (float): Memory bandwidth in GB/s.
+    """
+    send_s = layers * (calls + other_operations) * dispatch_us * 1e-6
+    move_s = layers * bytes_per_layer / (GBs * 1e9)
+    return max(send_s, move_s)
+
+
+def dial(D: int, F: int, other_operations: int = 40):
+    """The function behind the sliders of notebook 01.
+
+    Args:
+        D, F (int): Hidden size and expert hidden size.
+        other_operations (int): Operations of a layer besides its experts'.
+
+    Returns:
+        Callable[[int, int, int], go.Figure]: From top-k, layers and memory bandwidth in GB/s to
+        tokens per second over the cost of a dispatch.
+    """
+    claimed = records.PUBLISHED["PR 90"]["one dispatch (us)"]
+
+    def look(top_k: int, layers: int, bandwidth: int):
+        cost = np.arange(0, 61, 2.0)
+        nbytes = top_k * 3 * D * F * 9 / 16
+        fig = style.figure(
+            "A model, not a measurement: the cost of a dispatch that sets the pace",
+            "cost of one dispatch (us)",
+            "tok/s",
+            note=f"D={D}, F={F}, {layers} layers, top-{top_k}, {other_operations} other "
+            f"operations a layer; experts at {bandwidth} GB/s, all in memory",
+            card="",
+        )
+
+        def tok_s(calls, us):
+            return 1 / token_model(calls, layers, us, other_operations, nbytes, bandwidth)
+
+        at = {}
+        for i, (name, calls) in enumerate({K_CALLS: 3 * top_k, ONE_GATHER: 3, FUSED: 2}.items()):
+            y = [tok_s(calls, us) for us in cost]
+            fig.add_scatter(x=cost, y=y, name=name, mode="lines", line=style.look(i)["line"])
+            at[name] = tok_s(calls, claimed)
+        top = bandwidth * 1e9 / (layers * nbytes)
+        style.ceiling(fig, top, "memory bandwidth", log=True)
+        style.ceiling(fig, claimed, f"{claimed:.0f} us (PR 90)", axis="x")
+        fig.update_yaxes(type="log", dtick=1, range=[0, float(np.log10(top * 1.5))])
+        told = ", ".join(f"{n} {v:.1f}" for n, v in at.items())
+        return style.describe(
+            fig,
+            alt=f"Lines of tok/s over the cost of a dispatch. At {claimed:.0f} us: {told}. "
+            f"Ceiling {top:.0f} tok/s.",
+            finding=f"At {claimed:.0f} us a dispatch, one gather for each projection would give "
+            f"{at[ONE_GATHER] / at[K_CALLS]:.2f} times the speed of K calls.",
+        )
+
+    return look

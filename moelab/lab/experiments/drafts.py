@@ -1,34 +1,57 @@
-"""What a draft costs and brings: passes over several positions, their experts, rounds, and the speed against not drafting."""
+"""Notebook 07, second half: what drafts bring, against mlx-lm's own loop without any.
 
+python -m moelab bench-draft data/models/tiny-moe --draft lookup --json FILE
+"""
+
+import argparse
 import json
-import sys
 import time
 from collections import Counter
-from dataclasses import asdict
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+import plotly.graph_objects as go
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from ... import StreamConfig, close, load, record, stats
-from ...replay import locality as lab_routing
-from ...speculation.generate import LookupDraft, ModelDraft, speculative_generate_step
+from ... import DATA, StreamConfig, close, load
+from ...arguments import (
+    add_json,
+    add_model,
+    add_prompts,
+    add_stream_options,
+    check_stream_options,
+    not_empty,
+    or_auto,
+    positive,
+    several,
+    stream_config,
+    zero_or_more,
+)
+from ...speculation.dflash import DFlashDraft
+from ...speculation.drafts import Draft, LookupDraft, ModelDraft
+from ...speculation.generate import speculative_generate_step
 from ...speculation.policy import Always, Policy
-from ...speculation.rollback import Rollback
-from .. import limit, machine, timing
+from ...streaming.config import CHOICES
+from .. import limit, machine, oscache, records, timing
 from ..decode import encode
 from ..models import folder
-from ..plots import style as figures
+from ..plots import charts
 from ..texts import PROMPTS, heldout_starts
+from .verify import Pass, Passes, Union, counters, growth, pass_ms, since
 
-STRATEGIES = ("lookup", "self", "oracle")  # drafts that need no folder
+BUILT_IN = ("lookup", "self", "oracle")  # drafts that need no folder
+TRAINED = ("tiny-draft", "tiny-dflash")  # of data/models, for tiny-moe
+PLAIN, POLICY = "mlx-lm", "auto"  # variants of a comparison that are no number of drafts
 
 
 class OracleDraft:
-    """Knows the text and errs on purpose: every draft is right with one probability, and costs nothing. What the best of drafts could bring.
+    """Knows the text and errs at random: what the best of drafts could bring, at no cost.
 
     Args:
         tokens (list[int]): Prompt and continuation.
@@ -38,23 +61,200 @@ class OracleDraft:
 
     layer_ids = ()
 
-    def __init__(self, tokens, accept, seed=0):
+    def __init__(self, tokens: list[int], accept: float, seed: int = 0):
         self.tokens, self.accept, self.cache = list(tokens), accept, []
         self._rng = np.random.default_rng(seed)
 
-    def make_cache(self):
+    def make_cache(self) -> list:
         return []
 
-    def bind(self, model, cache=None):
+    def bind(self, model: nn.Module, cache: list | None = None) -> None:
         self._read = 0
 
-    def extend(self, tokens, features=None):
+    def extend(self, tokens: mx.array, features: mx.array | None = None) -> None:
         self._read += tokens.size
 
-    def propose(self, last, n, choose):
+    def propose(self, last: int, n: int, choose: Callable) -> mx.array:
         guesses = self.tokens[self._read + 1 :][:n]
         wrong = self._rng.random(len(guesses)) >= self.accept
         return mx.array([(t + 1) % 2 if w else t for t, w in zip(guesses, wrong)], mx.uint32)
+
+
+# Records
+
+
+class RoundTime(NamedTuple):
+    """One round: tokens drafted, accepted, and the seconds of draft and target."""
+
+    drafted: int
+    accepted: int
+    draft_s: float
+    verify_s: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One text decoded against the clock.
+
+    Attributes:
+        decode_s (float): Seconds from the first round to the last token.
+        rounds (list[RoundTime]): Empty without a draft.
+        counters (dict): What the target counted meanwhile, see ``verify.COUNTED``.
+        same (bool): Whether the text is the one that is written without drafts.
+    """
+
+    decode_s: float
+    rounds: list[RoundTime]
+    counters: dict[str, float]
+    same: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Speeds with several numbers of drafts and with none.
+
+    Attributes:
+        tokens (int): Decoded in each run.
+        runs (int): Samples of each variant.
+        variants (dict): ``{name: [Sample]}``: ``mlx-lm`` without a draft, numbers of drafts,
+            ``auto`` for the policy.
+        machine (dict): As ``machine.card`` gives it; empty where the file has it elsewhere.
+        model (str): The target's folder.
+        draft (str): The draft's folder, or one of ``BUILT_IN``.
+        config (dict): Of ``StreamConfig``.
+        cache_state (str): Of the page cache.
+        limit_nbytes (int): Memory of the process. Default: no limit.
+    """
+
+    tokens: int
+    runs: int
+    variants: dict[str, list[Sample]]
+    machine: dict = field(default_factory=dict)
+    model: str = ""
+    draft: str = ""
+    config: dict = field(default_factory=dict)
+    cache_state: str = "warm"
+    limit_nbytes: int | None = None
+
+    @classmethod
+    def from_json(cls, record: dict) -> "Comparison":
+        """Of what ``to_json`` returned, or a part of a larger record."""
+        variants = {
+            name: [Sample(**{**s, "rounds": [RoundTime(*r) for r in s["rounds"]]}) for s in samples]
+            for name, samples in record["variants"].items()
+        }
+        names = set(cls.__dataclass_fields__) - {"variants"}
+        return cls(variants=variants, **{k: v for k, v in record.items() if k in names})
+
+    def to_json(self) -> dict:
+        """What ``bench-draft`` keeps."""
+        record = {"kind": "draft", **asdict(self), "summary": self.summary()}
+        if self.limit_nbytes is None:
+            del record["limit_nbytes"]
+        return record
+
+    @property
+    def label(self) -> str:
+        """The draft and how the target is loaded."""
+        slots = f"{self.config['slots']} slots"
+        return f"{self.draft}, {'resident' if self.config['mode'] == 'resident' else slots}"
+
+    def ratios(self, name: str) -> list[float]:
+        """Speed over not drafting, run by run."""
+        plain, own = self.variants[PLAIN], self.variants[name]
+        return [p.decode_s / s.decode_s for p, s in zip(plain, own)]
+
+    def tok_s(self, name: str) -> list[float]:
+        """Tokens per second of each run."""
+        return [self.tokens / s.decode_s for s in self.variants[name]]
+
+    def committed(self, name: str) -> list[int]:
+        """Tokens that each round with drafts committed."""
+        return [r.accepted + 1 for s in self.variants[name] for r in s.rounds if r.drafted]
+
+    def tau(self, name: str) -> float:
+        """Mean of ``committed``; 1 if no round drafted."""
+        return float(np.mean(self.committed(name) or [1]))
+
+    def same(self, name: str) -> bool:
+        """Whether every text is the one that is written without drafts."""
+        return self.equal_texts(name) == len(self.variants[name])
+
+    def equal_texts(self, name: str) -> int:
+        """How many texts are the one that is written without drafts."""
+        return sum(s.same for s in self.variants[name])
+
+    def drafted_share(self) -> list[float]:
+        """Share of each text under the policy that rounds with drafts wrote."""
+        return [
+            sum(r.accepted + 1 for r in s.rounds if r.drafted) / self.tokens
+            for s in self.variants[POLICY]
+        ]
+
+    def speeds(self) -> dict[str, list[float]]:
+        """``ratios`` of the policy and of each number of drafts but 0."""
+        fixed = [n for n in self.variants if n not in (PLAIN, POLICY, "0")]
+        named = {f"{n} draft" + "s" * (n != "1"): self.ratios(n) for n in fixed}
+        return {"policy": self.ratios(POLICY), **named}
+
+    def verify_ms(self) -> dict[int, list[float]]:
+        """Milliseconds of the target's passes by positions, with fixed numbers of drafts."""
+        fixed = sorted(int(n) for n in self.variants if n not in (PLAIN, POLICY, "0"))
+        return {
+            n + 1: [
+                1e3 * r.verify_s for s in self.variants[str(n)] for r in s.rounds if r.drafted == n
+            ]
+            for n in fixed
+        }
+
+    def summary(self) -> dict[str, dict]:
+        """Medians and quartiles of each variant, for the file."""
+        return {
+            name: {
+                "ratio": timing.summary(self.ratios(name)),
+                "tok_s": timing.summary(self.tok_s(name)),
+                "tau": self.tau(name),
+                "histogram": dict(sorted(Counter(self.committed(name)).items())),
+                "same": self.same(name),
+            }
+            for name in self.variants
+        }
+
+
+@dataclass(frozen=True)
+class DraftsRecord:
+    """Several comparisons of one machine: ``cpu_drafts.json`` or a run of ``cuda_run.py``.
+
+    Attributes:
+        machine (dict): As ``machine.card`` gives it.
+        comparisons (dict): ``{name: Comparison}``.
+        passes (dict): ``{model: Passes}``, where the record has them.
+    """
+
+    machine: dict
+    comparisons: dict[str, Comparison]
+    passes: dict[str, Passes]
+
+    @classmethod
+    def from_json(cls, record: dict) -> "DraftsRecord":
+        """Of such a file, or of one of the ``environments`` of ``cuda_h200_drafts.json``."""
+        sections = record.get("runs") or record["sections"]
+        passes = {
+            name: {int(m): [Pass(s) for s in seconds] for m, seconds in by_m.items()}
+            for name, by_m in sections.get("passes", {}).items()
+            if isinstance(by_m, dict)
+        }
+        found = {name: Comparison.from_json(s) for name, s in sections.items() if "variants" in s}
+        if "sections" in record:
+            found = {c.label: c for c in found.values()}
+        return cls(record.get("machine", {}), found, passes)
+
+    def only(self, *starts: str) -> dict[str, Comparison]:
+        """The comparisons whose names begin with one of these."""
+        return {name: c for name, c in self.comparisons.items() if name.startswith(starts)}
+
+
+# Measuring
 
 
 class _Clocked:
@@ -72,392 +272,388 @@ class _Clocked:
         return self._policy.choose(*args)
 
 
-def drafted(model, ids, draft, num_draft_tokens, tokens, sampler=None, policy=None):
-    """Decode with a draft; the clock runs from the first round to the last token.
+def drafted(
+    model: nn.Module,
+    ids: list[int],
+    draft: Draft,
+    num_draft_tokens: int | str,
+    tokens: int,
+    policy: Policy | None = None,
+) -> tuple[list[int], Sample]:
+    """Decode greedily with a draft; the clock runs from the first round to the last token.
+
+    Args:
+        model (nn.Module): The target.
+        ids (list[int]): The prompt.
+        draft (Draft): What guesses.
+        num_draft_tokens (int or str): In each round, or ``auto`` for a policy.
+        tokens (int): How many to decode.
+        policy (Policy): One that has learned already. Default: a new one.
 
     Returns:
-        dict: ``tokens``, ``decode_s``, ``rounds`` (lists of drafted, accepted, draft_s, verify_s) and ``counters`` of the target.
+        tuple[list[int], Sample]: The text, and how it came about; ``same`` is left True.
     """
-    clock = _Clocked(
-        policy or (Policy() if num_draft_tokens == "auto" else Always(num_draft_tokens))
-    )
-    before, rounds, out = _counted(model), {}, []
+    fresh = Policy() if num_draft_tokens == POLICY else Always(num_draft_tokens)
+    clock, before, rounds, out = _Clocked(policy or fresh), counters(model), {}, []
     steps = speculative_generate_step(
-        mx.array(ids), model, draft, num_draft_tokens=clock, max_tokens=tokens, sampler=sampler
+        mx.array(ids), model, draft, num_draft_tokens=clock, max_tokens=tokens
     )
     for token, _, _, r in steps:
         out.append(token)
-        rounds[r.number] = [r.drafted, r.accepted, r.draft_s, r.verify_s]
+        rounds[r.number] = RoundTime(r.drafted, r.accepted, r.draft_s, r.verify_s)
         if len(out) == tokens:
             end = time.perf_counter()
     mx.synchronize(generation_stream)
-    return {
-        "tokens": out, "decode_s": end - clock.begin_s, "rounds": list(rounds.values()), "counters": _since(model, before),
-    }  # fmt: skip
+    took = end - clock.begin_s
+    return out, Sample(took, list(rounds.values()), since(model, before), True)
 
 
-def undrafted(model, ids, tokens, sampler=None):
-    """The same without a draft, by mlx-lm's own loop; the prompt but its last token is read before the clock starts."""
+def undrafted(model: nn.Module, ids: list[int], tokens: int) -> tuple[list[int], Sample]:
+    """The same by mlx-lm's own loop, the baseline: what a user without drafts would run.
+
+    All of the prompt but its last token is read before the clock starts, as in ``drafted``.
+    """
     cache = make_prompt_cache(model)
     with mx.stream(generation_stream):
         if len(ids) > 1:
             model(mx.array([ids[:-1]]), cache=cache)
         mx.eval([c.state for c in cache])
-    before, begin, out = _counted(model), time.perf_counter(), []
-    for token, _ in generate_step(
-        mx.array(ids[-1:]), model, max_tokens=tokens, prompt_cache=cache, sampler=sampler
-    ):
+    before, begin, out = counters(model), time.perf_counter(), []
+    for token, _ in generate_step(mx.array(ids[-1:]), model, max_tokens=tokens, prompt_cache=cache):
         out.append(int(token))
         end = time.perf_counter()
     mx.synchronize(generation_stream)
-    return {"tokens": out, "decode_s": end - begin, "rounds": [], "counters": _since(model, before)}
+    return out, Sample(end - begin, [], since(model, before), True)
 
 
-def compare(model, tokenizer, make_draft, lengths, prompts, tokens, runs, seed=0):
+MakeDraft = Callable[[list[int], list[int]], Draft]  # from a prompt and the text that follows it
+
+
+def compare(
+    model: nn.Module,
+    tokenizer,
+    make_draft: MakeDraft,
+    lengths: Sequence[int | str],
+    prompts: Sequence[str],
+    tokens: int,
+    runs: int,
+    seed: int = 0,
+) -> Comparison:
     """Speed of several numbers of drafts over that of none, in rounds of random order.
 
     Args:
         model (nn.Module): The target.
-        make_draft (Callable): From the prompt's ids and the text that follows without a draft to a draft.
-        lengths (list): Numbers of drafts, and ``auto``: one policy, which remembers from run to run as it does in ``speculative_generate``.
-        prompts (list[str]): Run i takes prompt i, modulo their number; one run more comes first and is not kept.
+        tokenizer (TokenizerWrapper): Its tokenizer.
+        make_draft (MakeDraft): Makes the draft of a run.
+        lengths (Sequence): Numbers of drafts, and ``auto``: one policy, which remembers from run
+            to run as it does in ``speculative_generate``.
+        prompts (Sequence[str]): Run i takes prompt i, modulo their number; one run more comes
+            first and is not kept.
         tokens (int): Decoded in each run.
-
-    Returns:
-        dict: ``variants``: ``{name: [sample, ...]}``, with ``mlx-lm`` the plain one; see ``summary``.
+        runs (int): Samples of each variant.
+        seed (int): Of the orders.
     """
-    names, prompts_ids = ["mlx-lm", *lengths], [encode(tokenizer, p) for p in prompts]
+    names, prompts_ids = [PLAIN, *lengths], [encode(tokenizer, p) for p in prompts]
     rng, samples, policy = np.random.default_rng(seed), {str(n): [] for n in names}, Policy()
     for i in range(-1, runs):
         ids = prompts_ids[i % len(prompts)]
-        text = undrafted(model, ids, tokens)["tokens"]
+        text, _ = undrafted(model, ids, tokens)
         for n in rng.permutation(np.array(names, object)):
-            sample = (
-                undrafted(model, ids, tokens)
-                if n == "mlx-lm"
-                else drafted(
-                    model,
-                    ids,
-                    make_draft(ids, text),
-                    n,
-                    tokens,
-                    policy=policy if n == "auto" else None,
-                )
-            )
-            sample["same"] = sample.pop("tokens") == text
+            if n == PLAIN:
+                written, sample = undrafted(model, ids, tokens)
+            else:
+                own = policy if n == POLICY else None
+                written, sample = drafted(model, ids, make_draft(ids, text), n, tokens, own)
             if i >= 0:
-                samples[str(n)].append(sample)
-    return {
-        "kind": "draft",
-        "machine": machine.card(),
-        "tokens": tokens,
-        "runs": runs,
-        "variants": samples,
+                samples[str(n)].append(replace(sample, same=written == text))
+    return Comparison(tokens, runs, samples, machine.card())
+
+
+def makers(model: Path, accept: float) -> dict[str, MakeDraft]:
+    """The drafts of notebook 07: lookup, oracle, and the trained ones if they fit the model.
+
+    Args:
+        model (Path): The target's folder.
+        accept (float): How often the oracle is right.
+    """
+    out = {
+        "lookup": lambda ids, text: LookupDraft(),
+        "oracle": lambda ids, text: OracleDraft([*ids, *text], accept),
     }
-
-
-def summary(compared):
-    """By variant: ``ratio`` (speed over mlx-lm's, run by run), ``tok_s``, ``tau`` (tokens of a round with drafts), ``histogram`` of what it committed, ``same``."""
-    out, yard = {}, [s["decode_s"] for s in compared["variants"]["mlx-lm"]]
-    for name, samples in compared["variants"].items():
-        committed = [a + 1 for s in samples for d, a, *_ in s["rounds"] if d]
-        out[name] = {
-            "ratio": timing.paired_ratio(yard, [s["decode_s"] for s in samples]),
-            "tok_s": timing.summary([compared["tokens"] / s["decode_s"] for s in samples]),
-            "tau": float(np.mean(committed)) if committed else 1.0,
-            "histogram": dict(sorted(Counter(committed).items())),
-            "same": all(s["same"] for s in samples),
-        }
+    for name in TRAINED if Path(model).name == "tiny-moe" else ():
+        opened = open_draft(DATA / "models" / name)
+        out[name] = lambda ids, text, opened=opened: opened
     return out
 
 
-def speeds(compared):
-    """Speed over not drafting, run by run: ``{"8 drafts" or "policy": [ratio, ...]}``; the loop that drafts 0 is left out."""
-    plain = [s["decode_s"] for s in compared["variants"]["mlx-lm"]]
-    return {
-        "policy" if n == "auto" else f"{n} draft" + "s" * (n != "1"): [
-            p / s["decode_s"] for p, s in zip(plain, samples)
-        ]
-        for n, samples in compared["variants"].items()
-        if n not in ("mlx-lm", "0")
-    }
-
-
-def verify_ms(compared):
-    """Milliseconds of the target's pass over m positions, in all rounds of a ``compare`` with a fixed number of drafts.
-
-    Returns:
-        dict: ``{m: [ms, ...]}``, m ascending.
-    """
-    fixed = sorted(int(n) for n in compared["variants"] if n not in ("mlx-lm", "auto", "0"))
-    return {
-        n + 1: [1e3 * r[3] for s in compared["variants"][str(n)] for r in s["rounds"] if r[0] == n]
-        for n in fixed
-    }
-
-
-def passes(model, ids, positions, rounds):
-    """Seconds of a pass over m positions, at successive places of a text, taken back each time but for one token.
+def committed(
+    model: nn.Module,
+    tokenizer,
+    makers: Mapping[str, MakeDraft],
+    prompts: Sequence[str],
+    num_draft_tokens: int,
+    tokens: int,
+) -> dict[str, list[int]]:
+    """Tokens that each round with drafts commits, for each draft.
 
     Args:
-        ids (list[int]): A text, long enough for all rounds.
-        positions (list[int]): The m's, in random order in each round.
+        model (nn.Module): The target.
+        tokenizer (TokenizerWrapper): Its tokenizer.
+        makers (Mapping[str, MakeDraft]): Drafts by name.
+        prompts (Sequence[str]): Texts to go on from.
+        num_draft_tokens (int): In each round.
+        tokens (int): Decoded behind each prompt.
 
-    Returns:
-        dict: ``{m: [sample, ...]}`` of ``pass_s``, ``wait_s``, ``misses``, ``hits``; every sample is of the text's own tokens.
+    Raises:
+        ValueError: If a draft changes the text.
     """
-    cache, out, rng = make_prompt_cache(model), {m: [] for m in positions}, np.random.default_rng(0)
-    start = max(8, len(ids) - (rounds + 1) * len(positions) - max(positions))
-    with mx.stream(generation_stream):
-        model(mx.array([ids[:start]]), cache=cache)
-        mx.eval([c.state for c in cache])
-        rollback, at = Rollback(model, cache), start
-        for i in range(-1, rounds):
-            for m in rng.permutation(positions).tolist():
-                before, begin = _counted(model), time.perf_counter()
-                mx.eval(mx.argmax(rollback(mx.array([ids[at : at + m]])), axis=-1))
-                pass_s, counted = time.perf_counter() - begin, _since(model, before)
-                rollback.undo(m - 1)
-                rollback.commit()
-                at += 1
-                if i >= 0:
-                    out[m].append({"pass_s": pass_s, **counted})
-    return out
+    out = {name: [] for name in makers}
+    for ids in (encode(tokenizer, p) for p in prompts):
+        text, _ = undrafted(model, ids, tokens)
+        for name, make in makers.items():
+            written, sample = drafted(model, ids, make(ids, text), num_draft_tokens, tokens)
+            if written != text:
+                raise ValueError(f"draft {name}: expected the text without drafts, got another.")
+            out[name] += [r.accepted + 1 for r in sample.rounds if r.drafted]
+    return {name: n or [1] for name, n in out.items()}
 
 
-def passes_in_turn(models, ids, positions, rounds):
-    """``passes`` of several models, a few rounds of one and then of the next, so that drift hits all alike.
+# Charts
+
+
+def break_even(passes: Passes) -> dict[int, float]:
+    """Tokens that a round of m positions must commit to pay, drafts not counted."""
+    ms = pass_ms(passes)
+    return {m: float(np.median(t) / np.median(ms[1])) for m, t in ms.items() if m > 1}
+
+
+def break_even_chart(
+    committed: Mapping[str, list[int]], passes: Passes, drafts: int, note: str
+) -> go.Figure:
+    """Tokens that a round commits, for each draft, against what it must commit to pay.
 
     Args:
-        models (dict): The models, by whatever tells them apart.
-
-    Returns:
-        dict: By the same, what ``passes`` returns.
+        committed (Mapping[str, list[int]]): Of ``committed``.
+        passes (Passes): Of the streamed target.
+        drafts (int): In each round.
+        note (str): What qualifies the numbers.
     """
-    out = {name: {m: [] for m in positions} for name in models}
-    for _ in range(3):
-        for name, model in models.items():
-            for m, samples in passes(model, ids, positions, -(-rounds // 3)).items():
-                out[name][m] += samples
-    return out
-
-
-def union(trace, positions):
-    """Distinct experts of a layer over m tokens in a row, as routed and as independent tokens would be.
-
-    Args:
-        trace (Trace): Of decoded text.
-
-    Returns:
-        dict: ``{m: ([mean of each layer], expected of independent uniform tokens)}``.
-    """
-    K, E = trace.experts.shape[2], trace.num_experts
-    return {
-        m: (lab_routing.union(trace, m).tolist(), E * (1 - (1 - K / E) ** m)) for m in positions
-    }
-
-
-def routing(model, ids):
-    """The ``Trace`` of a text read one token at a time, as decoding would."""
-    cache = make_prompt_cache(model)
-    with record(model) as trace:
-        for i in ids:
-            mx.eval(model(mx.array([[i]]), cache=cache))
-    return trace
-
-
-def soak(model, ids, draft, num_draft_tokens, tokens, every=250):
-    """One long text: MLX's memory as it grows, and whether the target's counters account for every position.
-
-    Returns:
-        dict: ``tokens``, ``active_nbytes``, ``peak_nbytes`` at every step; ``positions`` read by the target and ``expected``; ``decode_s``.
-    """
-    before, out, rounds = (
-        _counted(model),
-        {"tokens": [], "active_nbytes": [], "peak_nbytes": []},
-        {},
+    need = break_even(passes)
+    at = min(need, key=lambda m: abs(m - drafts - 1))
+    tau = {name: float(np.mean(n)) for name, n in committed.items()}
+    best = max(tau, key=tau.get)
+    told = ", ".join(f"{v:.1f} at {m}" for m, v in need.items())
+    return charts.bars(
+        {"": {name: [t] for name, t in tau.items()}},
+        f"A round of {at} positions must commit {need[at]:.1f} tokens to pay; "
+        f"the best draft here, {best}, commits {tau[best]:.1f}",
+        "tau, tokens committed in a round",
+        f"Break-even by positions: {told}, drafts not counted.",
+        note=f"{note}, greedy, up to {drafts} drafts a round",
+        marks=[(0, need[at], f"break-even at {at} positions, streamed")],
     )
-    begin = time.perf_counter()
-    steps = speculative_generate_step(
-        mx.array(ids), model, draft, num_draft_tokens=num_draft_tokens, max_tokens=tokens
+
+
+def speeds_chart(
+    compared: Mapping[str, Comparison], note: str, card: dict | None = None
+) -> go.Figure:
+    """Speed over not drafting, a panel for each comparison, a bar for each number of drafts.
+
+    Args:
+        compared (Mapping[str, Comparison]): By name.
+        note (str): What qualifies the numbers.
+        card (dict): The machine of recorded ones. Default: this machine, now.
+    """
+    speeds = {name: c.speeds() for name, c in compared.items()}
+    medians = {name: {k: np.median(v) for k, v in s.items()} for name, s in speeds.items()}
+    policy = [m["policy"] for m in medians.values()]
+    fixed = [v for m in medians.values() for k, v in m.items() if k != "policy"]
+    best = {name: max(m, key=m.get) for name, m in medians.items()}
+    told = "; ".join(f"{name}: {b}, {medians[name][b]:.2f}" for name, b in best.items())
+    n = ", ".join(dict.fromkeys(str(c.runs) for c in compared.values()))
+    return charts.bars(
+        speeds,
+        f"Speed over not drafting: the policy {_span(policy)}, fixed lengths {_span(fixed)}",
+        "speed over not drafting",
+        f"Fastest of each: {told}.",
+        note=f"{note}, page cache warm, greedy, n={n}",
+        marks=[(i, 1.0, "") for i in range(len(speeds))],
+        card=card,
     )
-    for n, (_, _, _, r) in enumerate(steps, 1):
-        rounds[r.number] = r.drafted
-        if n % every == 0:
-            out["tokens"].append(n)
-            out["active_nbytes"].append(mx.get_active_memory())
-            out["peak_nbytes"].append(mx.get_peak_memory())
-            mx.reset_peak_memory()
-    out["decode_s"] = time.perf_counter() - begin
-    out["positions"] = _since(model, before)["tokens"]
-    out["expected"] = len(ids) - 1 + sum(1 + d for d in rounds.values())
-    return out
 
 
-def pass_parts(timed):
-    """What a pass over m positions is made of, fitted to passes with two or more top-k.
-
-    Args:
-        timed (dict): By top-k, what ``passes`` returns of a resident model.
-
-    Returns:
-        dict: Seconds: ``fixed_s`` of a pass, ``position_s`` of a position but for its experts,
-        ``expert_s`` of the arithmetic of one expert (of all layers) for one position.
-    """
-    rows, seconds = [], []
-    for k, by_m in timed.items():
-        for m, samples in by_m.items():
-            rows.append((1, m, m * k))
-            seconds.append(np.median([s["pass_s"] for s in samples]))
-    fitted = np.linalg.lstsq(np.array(rows, float), np.array(seconds), rcond=None)[0]
-    # Noise can make a part negative.
-    return dict(zip(("fixed_s", "position_s", "expert_s"), np.maximum(fitted, 1e-6).tolist()))
+def _span(values):
+    low, high = (f"{v:.2f}" for v in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
 
 
-def reads(trace, slots, top_k=None):
-    """The experts that a pass over m positions reads in all layers, by a recorded trace.
+def speeds_table(compared: Mapping[str, Comparison]) -> str:
+    """Speed over not drafting and texts equal to the undrafted one, for each comparison."""
+    lines = []
+    for name, c in compared.items():
+        lines.append(f"{name}: largest tau {max(map(c.tau, c.variants)):.2f}")
+        variants = [POLICY, *(n for n in c.variants if n not in (PLAIN, POLICY, "0"))]
+        for variant, (label, ratios) in zip(variants, c.speeds().items()):
+            equal = f"{c.equal_texts(variant)} of {c.runs} texts equal"
+            lines.append(f"    {label:10} {timing.quartiles_text(ratios, form='.3f')}  {equal}")
+    return "\n".join(lines)
 
-    For a smaller top-k the trace's number is scaled by what independent, uniform routing would
-    give. Compared with ``tiny-moe`` itself at top-6 and top-4 (400 tokens), the estimate was
-    between 3% too low and 16% too high with up to 16 slots, and up to 41% too high with 32 or 48.
+
+def policy_table(compared: Mapping[str, Comparison]) -> str:
+    """How much of each text the policy wrote in rounds with drafts, for each comparison."""
+    lines = ["tokens from rounds with drafts, text by text, under the policy:"]
+    for name, c in compared.items():
+        shares = ", ".join(f"{share:.0%}" for share in c.drafted_share())
+        lines.append(f"    {name:24} {shares}")
+    return "\n".join(lines)
+
+
+def gpu_details(now: DraftsRecord, planned: DraftsRecord, free: DraftsRecord) -> str:
+    """What stood in the way on CUDA, from the records.
 
     Args:
-        trace (Trace): Of decoded text; its first quarter only fills the slots.
-        slots (int): S, evicted least recent first.
-        top_k (int, optional): Default: the trace's.
-
-    Returns:
-        Callable: From m to a number of experts.
+        now (DraftsRecord): ``cuda_h100_drafts.json``.
+        planned (DraftsRecord): Of ``cuda_h200_drafts.json``, attention as MLX plans it.
+        free (DraftsRecord): Of the same, with ``MLX_CUDA_USE_CUDNN_SDPA=0``.
     """
-    K, E = trace.experts.shape[2], trace.num_experts
+    positions, name = 3, "tiny-dflash, resident"
+    plan, none = (np.median(r.comparisons[name].verify_ms()[positions]) for r in (planned, free))
+    alone = now.comparisons["tiny-draft, resident"]
+    stall_s = max(r.draft_s for s in alone.variants[POLICY] for r in s.rounds)
+    return (
+        f"Planning attention for each new length adds {plan - none:.0f} ms to a pass over "
+        f"{positions} positions (recorded on an H200).\n"
+        f"Resident, a token takes {1e3 / np.median(alone.tok_s(PLAIN)):.0f} ms, and kernels that "
+        f"MLX compiled within one text took {stall_s:.0f} s of it."
+    )
 
-    def chance(m, k):
-        return E * (1 - (1 - k / E) ** m)
 
-    return lambda m: _reads(trace, slots, m) * chance(m, top_k or K) / chance(m, K)
-
-
-@lru_cache(maxsize=512)
-def _reads(trace, slots, m):
-    return float(lab_routing.missing(trace, m, slots, skip=len(trace) // 4).sum())
-
-
-def dial(parts, trace):
-    """The function behind the sliders of notebook 07: from draft length, acceptance, slots, SSD and top-k to a figure of the ratio.
-
-    A model, not a measurement. The time of a pass is a fixed part, a part for each position, a
-    part for each expert of a position, and the reads of the experts that are not in slots, which
-    the trace gives. Drafts cost nothing.
+def verdicts(
+    union: Union,
+    resident: Passes,
+    streamed_reads: float,
+    compared: Mapping[str, Comparison],
+    trained: str,
+    gpu: Comparison,
+) -> list[tuple[str, str, str, str]]:
+    """The rows of notebook 07's table.
 
     Args:
-        parts (dict): Of ``pass_parts``, and ``expert_nbytes``.
-        trace (Trace): Of decoded text, for ``reads``.
+        union (Union): Of the model's own text.
+        resident (Passes): Of the resident model.
+        streamed_reads (float): Experts of a layer that the largest streamed pass read.
+        compared (Mapping[str, Comparison]): On this machine, by draft.
+        trained (str): Which of them is a trained draft.
+        gpu (Comparison): Recorded, streamed.
     """
-    K = trace.experts.shape[2]
+    most, mean = union.most, union.mean(union.most)
+    here = {name: _medians(c) for name, c in compared.items()}
+    there = _medians(gpu)
+    best = max(there, key=there.get)
+    fastest = max(v for medians in here.values() for v in medians.values())
+    pays = 1.1  # times the speed: less is taken for none
+    return [
+        (
+            "A7",
+            "speculation is counterproductive when streaming, because a pass reads the union of "
+            "all positions' experts",
+            "depends on",
+            f"the device: here it loses, but for arithmetic ({growth(resident):.1f} times for "
+            f"{most} positions with no read at all); the union of {most} positions is "
+            f"{mean / union.top_k:.1f} times one token's, not {most}; on the recorded GPU, "
+            f"streamed, {best} run at {there[best]:.2f} of not drafting and the policy at "
+            f"{there['policy']:.2f}",
+        ),
+        (
+            "D3",
+            "a pass over 16 positions fans out to 136 expert reads a layer against 8",
+            "depends on",
+            f"overlap: {most} positions need {mean:.0f} distinct experts here, and each is read "
+            f"once, {streamed_reads:.0f} of them from the file",
+        ),
+        (
+            "D5",
+            "a smaller block would change the picture",
+            "depends on",
+            f"fewer drafts lose less, and here none is best: {_told(here[trained])}; on the "
+            f"recorded GPU, streamed: {_told(there)}",
+        ),
+        (
+            "E5",
+            "the best block size is 16, or 5 to 6 for a Mixture of Experts",
+            "refuted" if fastest < pays else "depends on",
+            f"on this CPU the best number of drafts is none, on the recorded GPU it is {best}: "
+            "not 16 on either",
+        ),
+    ]
 
-    def look(
-        length: int, accept: float, slots: int, GBs: float, top_k: int, arithmetic: str = "as here"
-    ):
-        missing, read_s = reads(trace, slots, top_k), parts["expert_nbytes"] / (GBs * 1e9)
-        each_s = parts["position_s"] + top_k * parts["expert_s"] if arithmetic == "as here" else 0.0
 
-        def speed(m):
-            return parts["fixed_s"] + m * each_s + missing(m) * read_s
+def _medians(comparison):
+    return {k: float(np.median(v)) for k, v in comparison.speeds().items()}
 
-        n = np.arange(0, 17)
-        accepts = {"as set": accept, "every draft right": 1.0}
-        fig = figures.figure(
-            "",
-            "tokens drafted",
-            "speed over not drafting",
-            note="a model with this machine's parts and a recorded trace; drafts cost nothing"
-            + (f"; reads at top-{top_k} estimated from top-{K}" if top_k != K else ""),
-        )
-        best = {}
-        for i, (name, a) in enumerate(accepts.items()):
-            tokens = np.array([sum(a**j for j in range(k + 1)) for k in n])
-            ratio = tokens * speed(1) / np.array([speed(k + 1) for k in n])
-            best[name] = ratio
-            fig.add_scatter(x=n, y=ratio, name=name, mode="lines+markers", **figures.style(i))
-        figures.ceiling(fig, 1, "not drafting")
-        figures.ceiling(fig, length, "as set", axis="x")
-        here, tau = best["as set"][length], sum(accept**j for j in range(length + 1))
-        need = speed(length + 1) / speed(1)
-        fig.update_layout(
-            title_text=f"{length} drafts, {accept:.0%} right: {here:.2f} times the speed; break-even at {need:.1f} tokens a round"
-        )
-        return figures.describe(
-            fig,
-            alt="Speed over not drafting against the tokens drafted: "
-            + ", ".join(f"{k}: {r:.2f}" for k, r in zip(n, best["as set"]))
-            + ".",
-            finding=f"A round commits {tau:.1f} tokens and costs {need:.1f} tokens' time; the best length is {int(np.argmax(best['as set']))}.",
-        )
 
-    return look
+def _told(medians):
+    return ", ".join(f"{k} {v:.2f}" for k, v in medians.items())
+
+
+# The command
 
 
 def bench_draft(
-    path,
-    config=None,
-    draft="lookup",
-    lengths=(0, 2, 4, 8, "auto"),
-    tokens=128,
-    runs=5,
-    prompts=None,
-    accept=0.8,
-    limit_nbytes=None,
-):
-    """The command ``bench --draft``: load, compare, report.
+    path: str | Path,
+    config: StreamConfig | None = None,
+    draft: str = "lookup",
+    lengths: Sequence[int | str] = (0, 2, 4, 8, POLICY),
+    tokens: int = 128,
+    runs: int = 5,
+    prompts: Sequence[str] | None = None,
+    accept: float = 0.8,
+    limit_nbytes: int | None = None,
+) -> Comparison:
+    """The command ``bench-draft``: load and compare.
 
     Args:
-        draft (str): ``lookup``, ``self``, ``oracle``, or the folder of a model or of a DFlash draft.
-        prompts (list[str], optional): Default: the model's held-out text, or what ``bench`` takes where there is none.
-        limit_nbytes (int, optional): All runs in one process of its own with so much memory, page cache included.
-
-    Returns:
-        dict: The record of ``compare`` with its ``summary``.
+        path (str or Path): The target.
+        config (StreamConfig): How to stream it.
+        draft (str): One of ``BUILT_IN``, or the folder of a model or of a DFlash draft.
+        lengths (Sequence): As for ``compare``.
+        tokens (int): Decoded in each run.
+        runs (int): Samples of each variant.
+        prompts (Sequence[str]): Default: the model's held-out text, else the built-in prompts.
+        accept (float): How often the oracle is right.
+        limit_nbytes (int): All runs in one process of its own with so much memory, page cache
+            included. Default: in this process.
 
     Raises:
         limit.NoLimit: If memory cannot be limited here.
         OSError: If the process with the limit did not get through.
     """
     config, path = config or StreamConfig(), folder(path)
-    if draft not in STRATEGIES:
+    if draft not in BUILT_IN:
         _draft_config(draft)  # refuses what is none before any work
     if limit_nbytes is not None:
-        machine.drop_pages(
-            path
-        )  # pages that another process brought in would be served, and not counted
-        call = json.dumps(
-            [str(path), asdict(config), str(draft), list(lengths), tokens, runs, prompts, accept]
+        # Pages that another process brought in would be served, and not counted.
+        oscache.drop_pages(path)
+        given = (path, config, str(draft), list(lengths), tokens, runs, prompts, accept)
+        what = f"{path.name} in {limit_nbytes / 1e6:.0f} MB"
+        record, done = limit.call(_in_this_process, *given, what=what, nbytes=limit_nbytes)
+        if done.killed:
+            raise OSError(f"{what}: killed: it needs more than the limit")
+        return replace(
+            Comparison.from_json(record),
+            limit_nbytes=limit_nbytes,
+            cache_state=f"what {limit_nbytes / 1e6:.0f} MB leave it ({done.how})",
         )
-        done = limit.run(
-            [sys.executable, "-m", "moelab.lab.experiments.drafts", call],
-            limit_nbytes,
-            ways=("cgroup", "systemd-run"),
-        )
-        if done.returncode:
-            why = (
-                "killed: it needs more than the limit"
-                if done.killed
-                else done.stderr.strip()[-2000:]
-            )
-            raise OSError(f"{Path(path).name} in {limit_nbytes / 1e6:.0f} MB: {why}")
-        record = json.loads(done.stdout.splitlines()[-1])
-        return {
-            **record,
-            "limit_nbytes": limit_nbytes,
-            "cache_state": f"what {limit_nbytes / 1e6:.0f} MB leave it ({done.how})",
-        }
     model, tokenizer = load(path, config)
     try:
         if not prompts:
-            prompts = (
-                heldout_starts(path, 8, 64, tokenizer)
-                if (Path(path) / "heldout").is_dir()
-                else PROMPTS
-            )
+            held_out = (path / "heldout").is_dir()
+            prompts = heldout_starts(path, 8, 64, tokenizer) if held_out else PROMPTS
+        opened = None
+        if draft == "self":
+            opened = ModelDraft(model)
+        elif draft not in BUILT_IN:
+            opened = open_draft(draft)
 
         def make(ids, text):
             if draft == "lookup":
@@ -466,23 +662,14 @@ def bench_draft(
                 return OracleDraft([*ids, *text], accept)
             return opened
 
-        opened = None
-        if draft == "self":
-            opened = ModelDraft(model)
-        elif draft not in STRATEGIES:
-            opened = open_draft(draft)
-
-        out = compare(model, tokenizer, make, list(lengths), prompts, tokens, runs)
-        out.update(
-            model=Path(path).name,
-            draft=Path(draft).name,
-            config=vars(config),
-            cache_state="warm",
-        )
-        out["summary"] = summary(out)
-        return out
+        compared = compare(model, tokenizer, make, lengths, prompts, tokens, runs)
+        return replace(compared, model=path.name, draft=Path(draft).name, config=vars(config))
     finally:
         close(model)
+
+
+def _in_this_process(path, config, *rest):
+    return bench_draft(path, StreamConfig(**config), *rest).to_json()
 
 
 def _draft_config(path):
@@ -490,7 +677,7 @@ def _draft_config(path):
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(
-            f"draft {str(path)!r}: expected {', '.join(STRATEGIES)}, or the folder of a model or "
+            f"draft {str(path)!r}: expected {', '.join(BUILT_IN)}, or the folder of a model or "
             "of a DFlash draft with its config.json; found no such folder."
         )
     try:
@@ -501,49 +688,89 @@ def _draft_config(path):
         ) from error
 
 
-def open_draft(path):
-    """A draft from its folder: a DFlash draft if its configuration says so, else an mlx-lm model."""
+def open_draft(path: str | Path) -> Draft:
+    """A draft from its folder: a DFlash draft if its configuration says so, else a model."""
     if "dflash_config" in _draft_config(path):
-        from ...speculation import dflash
-
-        return dflash.DFlashDraft(path)
+        return DFlashDraft(path)
     model, _ = load(path, StreamConfig(mode="resident"))
     return ModelDraft(model)
 
 
-def report(record):
-    """The table of a record of ``bench_draft``."""
-    lines = [machine.card_line(record["machine"])]
-    lines.append(
-        f"{record['model']} with {record['draft']}: {record['tokens']} greedy tokens a run, page cache {record['cache_state']}, runs in random order"
-    )
-    lines.append(
-        f"{'drafts':8} {'tok/s median [quartiles]':32} {'over mlx-lm [quartiles]':32} {'tau':>5}  tokens"
-    )
-    for name, s in record["summary"].items():
-        lines.append(
-            f"{name:8} {timing.quartiles_text(s['tok_s']):32} {timing.quartiles_text(s['ratio']):32} {s['tau']:5.2f}  {'same' if s['same'] else 'DIFFER'}"
+def report(compared: Comparison) -> str:
+    """The table that ``bench-draft`` prints."""
+    wide = 32
+    lines = [
+        machine.card_line(compared.machine),
+        f"{compared.model} with {compared.draft}: {compared.tokens} greedy tokens a run, page "
+        f"cache {compared.cache_state}, runs in random order",
+        f"{'drafts':8} {'tok/s median [quartiles]':{wide}} {'over mlx-lm [quartiles]':{wide}} "
+        f"{'tau':>5}  tokens",
+    ]
+    for name in compared.variants:
+        tok_s, ratio = (
+            timing.quartiles_text(v) for v in (compared.tok_s(name), compared.ratios(name))
         )
+        same = "same" if compared.same(name) else "DIFFER"
+        lines.append(f"{name:8} {tok_s:{wide}} {ratio:{wide}} {compared.tau(name):5.2f}  {same}")
     return "\n".join(lines)
 
 
-def _counted(model):
-    if not hasattr(model, "_session"):
-        return None
-    both = stats(model)
-    return {
-        k: getattr(both.prefill, k) + getattr(both.decode, k)
-        for k in ("tokens", "hits", "misses", "bytes_read", "wait_s")
-    }
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.description = (
+        "Decode with drafts of several lengths, against none, in rounds of random order."
+    )
+    add_model(parser)
+    parser.add_argument(
+        "--draft",
+        type=not_empty,
+        metavar="DRAFT",
+        required=True,
+        help="lookup, self, oracle, or the folder of a model or of a DFlash draft",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=several(or_auto(zero_or_more)),
+        default="0,2,4,8,auto",
+        help="tokens drafted in a round, divided by commas; auto: the policy "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=positive,
+        metavar="MB",
+        help="all runs in one process with so much memory, page cache included",
+    )
+    parser.add_argument(
+        "--mode", choices=CHOICES["mode"], default="fused", help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        metavar="N",
+        default=64,
+        help="decoded in each run (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--runs", type=positive, metavar="N", default=5, help="rounds (default: %(default)s)"
+    )
+    add_prompts(parser, "the model's held-out text")
+    add_json(parser)
+    add_stream_options(parser)
 
 
-def _since(model, before):
-    return {} if before is None else {k: v - before[k] for k, v in _counted(model).items()}
-
-
-if __name__ == "__main__":
-    path, config, *rest = json.loads(sys.argv[1])
-    try:
-        print(json.dumps(bench_draft(path, StreamConfig(**config), *rest)))
-    except (ValueError, OSError) as error:  # the process above prints it
-        sys.exit(str(error))
+def run(args: argparse.Namespace) -> None:
+    """The command."""
+    config = stream_config(args, mode=args.mode)
+    check_stream_options(args, {args.mode: config})
+    compared = bench_draft(
+        args.model,
+        config,
+        args.draft,
+        args.lengths,
+        args.tokens,
+        args.runs,
+        args.prompt,
+        limit_nbytes=None if args.limit is None else args.limit * 1_000_000,
+    )
+    records.print_and_save(report(compared), compared, args.json)

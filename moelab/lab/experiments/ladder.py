@@ -1,40 +1,58 @@
-"""From ``serial`` to ``fused``, one rung at a time: what notebook 02 runs, and what it makes of the samples."""
+"""Notebook 02: from one read at a time to slots, one rung at a time."""
 
 import copy
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 
-from ... import DATA, StreamConfig, close, footprint, load, synthesize
-from .. import machine
+from ... import DATA, StreamConfig, close, footprint, load, record, stats, synthesize
+from .. import oscache, records
 from ..decode import decode
-from ..plots import style as figures
+from ..plots import charts
+from ..records import BenchRecord
 from ..texts import PROMPTS
 from . import bench
+from .dispatch import HERE, Timed
 
 # Each rung adds one thing to the one before. The speculative reads of PR 26 belong to notebook 04.
 RUNGS = {
-    "serial": "serial",  # one read, then its computation, then the next
-    "buffers/readers=1": "batched",  # persistent buffers, all of a layer's reads before anything is computed
-    "buffers": "parallel",  # several of them in flight at once
-    "stacked/streams=1": "slots",  # S experts stay in one array for each projection, one gather for each
+    "serial": "serial",  # read an expert, compute it, then the next
+    "buffers/readers=1": "batched",  # persistent buffers; all of a layer's reads come first
+    "buffers": "parallel",  # several reads in flight at once
+    "stacked/streams=1": "slots",  # S experts stay, in one array a projection; one gather for each
     "fused/streams=1": "gate+up",  # gate and up in one array, one gather fewer
     "fused": "cores",  # a CPU's arithmetic on more than one core; nothing new on a GPU
 }
 LADDER = ",".join(RUNGS)
+TOP = "gate+up"  # the highest rung that every device has
+SHORT_PROMPTS = ("def", "class", "import os", "for x in")  # another one each round: other experts
+WAITING, REST = "waiting for reads", "the rest"
+WARMUP = 2  # tokens before the clock, in layers whose slots fill at once
+# Qwen3.5-122B-A10B: layers, experts per token, and bytes of an expert: three matrices of 4 bits
+# with two 16-bit numbers for each 64 weights.
+L_122B, K_122B, EXPERT_NBYTES_122B = 48, 8, 3 * 3072 * 1024 * 36 // 64
+TOKEN_NBYTES_122B = L_122B * K_122B * EXPERT_NBYTES_122B
+LINK_GBs = 50  # PCIe 5.0 x16 between host and device, about
 
 
-def checkpoint_of_real_layers(tokenizer, layers=4, experts=256, like="qwen3.5-35b-a3b"):
-    """A random checkpoint of a real model's layers, for as long as the object lives: ``.path``, ``.cleanup()``.
+def checkpoint_of_real_layers(
+    tokenizer, layers: int = 4, experts: int = 256, like: str = "qwen3.5-35b-a3b"
+):
+    """A random checkpoint of a real model's layers, for as long as the object lives.
 
     It lies beside ``data/``, since the system's temporary folder may be in memory.
 
     Args:
-        tokenizer (Path): Folder to take a tokenizer from.
+        tokenizer (str or Path): Folder to take a tokenizer from.
         layers (int): Layers.
-        experts (int): Experts in each; the real number costs 1.8 MB each and layer.
+        experts (int): Experts in each; the real number takes 1.8 MB for each one.
+        like (str): The real model.
+
+    Returns:
+        TemporaryDirectory: With the checkpoint's ``path``; ``cleanup()`` removes it.
     """
     build = DATA.parent / "build"
     build.mkdir(exist_ok=True)
@@ -47,137 +65,669 @@ def checkpoint_of_real_layers(tokenizer, layers=4, experts=256, like="qwen3.5-35
     return folder
 
 
-def _names(record):
+# Measurements
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The sections of two recorded CUDA runs that notebook 02 shows.
+
+    Attributes:
+        machine (dict): The earlier run's card; the other host has the same GPU.
+        warm (BenchRecord): Today's ladder with the file in the page cache.
+        slots (BenchRecord): Today's speed with several numbers of slots.
+        all_in_slots (dict): Today's block with every expert in its slot, over the resident block
+            and one evaluation: ``Summary`` by mode.
+        together (Timed): ``dispatch.tokens_at_once`` with the shape of 35B-A3B.
+        earlier (BenchRecord): The ladder of an earlier engine, in the page cache.
+        cold (BenchRecord): The same with its pages dropped.
+        reads (tuple): Reads in flight, and rows of GB/s: experts, cold.
+        agreement (dict[str, dict]): ``bench.agreement`` in float32 and in the checkpoint's dtype.
+        writes (Timed): ``dispatch.slot_writes`` of 35B-A3B.
+    """
+
+    machine: dict
+    warm: BenchRecord
+    slots: BenchRecord
+    all_in_slots: dict
+    together: Timed
+    earlier: BenchRecord
+    cold: BenchRecord
+    reads: tuple
+    agreement: dict
+    writes: Timed
+
+    @property
+    def name(self) -> str:
+        """What charts call it."""
+        return f"{self.machine['gpu']}, recorded"
+
+
+def recorded(name: str = "cuda_h200", today: str = "cuda_h200_exact_engine") -> Recorded:
+    """Parses two records of ``data/recipes/cuda_run.py``: an earlier engine's and today's."""
+    file, now = records.recorded(name), records.recorded(today)["sections"]
+    sections = file["sections"]
+    agreed = {d: sections["agreement"][d]["modes"] for d in ("float32", "auto")}
+    return Recorded(
+        machine=file["machine"],
+        warm=BenchRecord.from_json(now["ladder_warm"]),
+        slots=BenchRecord.from_json(now["slots"]),
+        all_in_slots=now["all_in_slots"]["ratio"],
+        together=Timed.parse(now["tokens_at_once"]),
+        earlier=BenchRecord.from_json(sections["ladder_warm"]),
+        cold=BenchRecord.from_json(sections["ladder_cold"]),
+        reads=records.reads_GBs(sections["reads"]["cold"])["moelab"],
+        agreement=agreed,
+        writes=Timed.parse(sections["slot_writes"]["qwen3.5-35b-a3b"]),
+    )
+
+
+def measure(path, slots: int, tokens: int, runs: int) -> BenchRecord:
+    """Decodes the same tokens on every rung, and resident.
+
+    Args:
+        path (str or Path): A model folder.
+        slots (int): S.
+        tokens (int): Timed in each run.
+        runs (int): Rounds, each with another prompt.
+    """
+    base, modes = StreamConfig(slots=slots), f"resident,{LADDER}"
+    return bench.measure(
+        path, modes, base, tokens, runs, warmup=WARMUP, prompts=SHORT_PROMPTS, progress=False
+    )
+
+
+def sweep(path, slots, tokens: int, runs: int, warmup: int = 16) -> BenchRecord:
+    """Decodes with several numbers of slots, and resident.
+
+    Args:
+        path (str or Path): A model folder.
+        slots (Sequence[int]): The numbers of slots.
+        tokens (int): Timed in each run.
+        runs (int): Rounds.
+        warmup (int): Tokens before the clock starts.
+    """
+    configs = {"resident": StreamConfig(mode="resident")}
+    configs |= {f"{n} slots": StreamConfig(slots=n) for n in slots}
+    return bench.measure(path, configs, tokens=tokens, runs=runs, warmup=warmup, progress=False)
+
+
+@dataclass(frozen=True)
+class PromptReads:
+    """What one prompt's pass read.
+
+    Attributes:
+        tokens (int): T.
+        uses (int): Times that an expert was needed.
+        distinct (int): Different experts needed, over all layers.
+        read (int): Experts read.
+    """
+
+    tokens: int
+    uses: int
+    distinct: int
+    read: int
+
+
+def prompt_reads(path, slots: int = 16, tokens: int = 64) -> PromptReads:
+    """Passes a prompt that needs more experts than there are slots, and counts its reads.
+
+    Args:
+        path (str or Path): A model folder.
+        slots (int): S.
+        tokens (int): The most tokens of the prompt.
+    """
+    model, tokenizer = load(path, StreamConfig(slots=slots))
+    prompt = tokenizer.encode(" ".join(PROMPTS))[:tokens]
+    with model:
+        with record(model) as trace:
+            mx.eval(model(mx.array([prompt])))
+        read = stats(model).prefill.misses
+    layers = np.moveaxis(trace.experts, 1, 0)
+    distinct = sum(len(np.unique(layer)) for layer in layers)
+    return PromptReads(len(prompt), trace.experts.size, distinct, read)
+
+
+@dataclass(frozen=True)
+class Variation:
+    """Speeds of one mode, prompt by prompt.
+
+    Attributes:
+        tok_s (dict[int, list[float]]): Tokens per second of each run, by prompt.
+        hit_rate (dict[int, float]): The mean of the runs, by prompt.
+    """
+
+    tok_s: dict
+    hit_rate: dict
+
+    @property
+    def between(self) -> float:
+        """The fastest prompt's median over the slowest one's, less one."""
+        medians = [np.median(v) for v in self.tok_s.values()]
+        return float(max(medians) / min(medians) - 1)
+
+    @property
+    def within(self) -> float:
+        """The fastest run over the slowest of the same prompt, less one: median over prompts."""
+        return float(np.median([max(v) / min(v) - 1 for v in self.tok_s.values()]))
+
+
+def variation(measured: BenchRecord, mode: str = "fused") -> Variation:
+    """Sorts a bench's runs by prompt."""
+    tok_s, hits = {}, {}
+    for s in measured.modes[mode].samples:
+        prompt = s.round % len(measured.prompts)
+        tok_s.setdefault(prompt, []).append(measured.tokens / s.decode_s)
+        hits.setdefault(prompt, []).append(s.counters.hit_rate)
+    return Variation(
+        dict(sorted(tok_s.items())), {p: float(np.mean(v)) for p, v in sorted(hits.items())}
+    )
+
+
+def measure_prompts(path, tokens: int, runs: int, slots: int = 16) -> Variation:
+    """Decodes the built-in prompts one after the other, streamed.
+
+    Args:
+        path (str or Path): A model folder.
+        tokens (int): Timed in each run.
+        runs (int): Rounds; each takes the next prompt.
+        slots (int): S.
+    """
+    base = StreamConfig(slots=slots)
+    return variation(bench.measure(path, "fused", base, tokens, runs, warmup=8, progress=False))
+
+
+# What follows from a ladder
+
+
+def _names(measured):
     """The rungs by mode; a GPU's record says nothing of streams, it has one."""
-    if "fused/streams=1" in record["modes"]:
+    if "fused/streams=1" in measured.modes:
         return RUNGS
-    return {
-        mode.removesuffix("/streams=1"): name for mode, name in RUNGS.items() if name != "cores"
-    }
+    on_gpu = {mode.removesuffix("/streams=1"): name for mode, name in RUNGS.items()}
+    return on_gpu | {"fused": TOP}
 
 
-def rungs(record):
-    """``{rung's name: seconds of a token, each round}`` of a bench, in the ladder's order."""
-    return {name: token_s(record, m) for m, name in _names(record).items() if m in record["modes"]}
+def rungs(measured: BenchRecord) -> dict:
+    """``{rung: seconds of a token in each round}``, in the ladder's order."""
+    names = _names(measured).items()
+    return {rung: measured.token_s(mode) for mode, rung in names if mode in measured.modes}
 
 
-def multiples(times):
-    """``{rung: how many times faster than the first}`` of ``rungs``, as one sample each."""
-    first = np.median(next(iter(times.values())))
-    return {name: [float(first / np.median(s))] for name, s in times.items()}
+def multiples(measured: BenchRecord) -> dict:
+    """``{rung: how many times faster than the first}``."""
+    times = {rung: np.median(s) for rung, s in rungs(measured).items()}
+    first = next(iter(times.values()))
+    return {rung: float(first / t) for rung, t in times.items()}
 
 
-def token_s(record, mode):
-    """Seconds that a decoded token took, each round."""
-    return np.array([s["decode_s"] for s in record["modes"][mode]["samples"]]) / record["tokens"]
+def published_multiples() -> dict:
+    """``multiples`` by the speeds that PR 26 reports, then PR 90."""
+    pr26, pr90 = records.PUBLISHED["PR 26"], records.PUBLISHED["PR 90"]
+    rewrite = pr26["buffers, top-8"] / pr26["serial, top-8"]
+    steps = {"slots": pr90["stacked"] / pr90["buffers"], TOP: pr90["fused"] / pr90["buffers"]}
+    return {"serial": 1.0, "parallel": rewrite} | {n: rewrite * s for n, s in steps.items()}
 
 
-def parts(record, modes=None):
-    """``{mode: {"waiting for reads": s, "the rest": s}}`` of an average token."""
-    out, names = {}, _names(record)
-    for mode in modes or [m for m in ("resident", *names) if m in record["modes"]]:
-        samples = record["modes"][mode]["samples"]
-        wait = (
-            np.median([s["counters"]["wait_s"] for s in samples]) / record["tokens"]
-            if samples[0]["counters"]
-            else 0.0
-        )
-        out[names.get(mode, mode)] = {
-            "waiting for reads": float(wait),
-            "the rest": float(np.median(token_s(record, mode)) - wait),
-        }
+def parts(measured: BenchRecord) -> dict:
+    """``{rung: {"waiting for reads": s, "the rest": s}}`` of an average token, resident first."""
+    out, names = {}, {"resident": "resident", **_names(measured)}
+    for mode, rung in names.items():
+        if mode not in measured.modes:
+            continue
+        waits = [c.wait_s for c in measured.counters(mode)]
+        wait = float(np.median(waits)) / measured.tokens if waits else 0.0
+        total = float(np.median(measured.token_s(mode)))
+        out[rung] = {WAITING: wait, REST: total - wait}
     return out
 
 
-def read_GBs(record, mode):
-    """GB/s of the reads while the model waited for them, each round."""
-    counters = [s["counters"] for s in record["modes"][mode]["samples"]]
-    return np.array([c["bytes_read"] / c["wait_s"] / 1e9 for c in counters])
+def waiting_share(measured: BenchRecord) -> float:
+    """Share of a token on the top rung that is spent waiting for reads."""
+    top = parts(measured)[TOP]
+    return top[WAITING] / sum(top.values())
 
 
-def sweep(path, slots, tokens, runs, base=None, warmup=16, resident=True):
-    """``bench`` of ``fused`` with several numbers of slots, and of the resident model."""
-    base = base or StreamConfig()
-    configs = {"resident": replace(base, mode="resident")} if resident else {}
-    configs |= {f"{n} slots": replace(base, mode="fused", slots=n) for n in slots}
-    return bench.bench(path, configs, tokens=tokens, runs=runs, warmup=warmup, progress=False)
+def one_reader_share(series: tuple) -> float:
+    """The rate with one read in flight over the best rate, of ``(depths, rows)``."""
+    medians = [np.median(row) for row in series[1]]
+    return float(medians[0] / max(medians))
 
 
-def between_prompts(record, mode="fused"):
-    """How far apart a mode's speeds are from prompt to prompt, and from run to run of the same prompt.
-
-    Returns:
-        dict: ``prompts`` (median tok/s of each), ``hit_rates``, ``between`` and ``within``: largest over smallest median less one; and the
-        median over prompts of largest over smallest run less one.
-    """
-    n = len(record["prompts"])
-    speeds, hits = {}, {}
-    for s in record["modes"][mode]["samples"]:
-        speeds.setdefault(s["round"] % n, []).append(record["tokens"] / s["decode_s"])
-        hits.setdefault(s["round"] % n, []).append(s["counters"]["hit_rate"])
-    medians = {p: float(np.median(v)) for p, v in sorted(speeds.items())}
+def _sources(here, gpu):
     return {
-        "prompts": medians,
-        "samples": {p: v for p, v in sorted(speeds.items())},
-        "hit_rates": {p: float(np.mean(v)) for p, v in sorted(hits.items())},
-        "between": max(medians.values()) / min(medians.values()) - 1,
-        "within": float(np.median([max(v) / min(v) - 1 for v in speeds.values()])),
+        f"{HERE}, warm": here,
+        f"{gpu.name}, warm": gpu.warm,
+        f"{gpu.name}, earlier engine, warm": gpu.earlier,
+        f"{gpu.name}, earlier engine, cold": gpu.cold,
     }
 
 
-def dial(path, tokens, prompt=PROMPTS[0], warmup=8):
-    """The function behind notebook 02's controls: it decodes, resident and streamed, and draws what a token is made of.
+# Charts
+
+
+def published_bars():
+    """PR 26's speeds beside what its SSD would allow if every expert were read."""
+    told = records.PUBLISHED["PR 26"]
+    first, best = told["SSD rate of the original (GB/s)"], told["SSD rate possible (GB/s)"]
+    speeds = {
+        f"every expert read at {first:.1f} GB/s": first * 1e9 / TOKEN_NBYTES_122B,
+        "serial, measured": told["serial, top-8"],
+        f"every expert read at {best:.1f} GB/s": best * 1e9 / TOKEN_NBYTES_122B,
+        "buffers, measured": told["buffers, top-8"],
+    }
+    serial, buffers = (
+        told[m] * TOKEN_NBYTES_122B / 1e9 for m in ("serial, top-8", "buffers, top-8")
+    )
+    return charts.bars(
+        {"": {name: [tok_s] for name, tok_s in speeds.items()}},
+        "PR 26 is faster than its SSD",
+        "tok/s",
+        f"A token needs {TOKEN_NBYTES_122B / 1e9:.2f} GB of experts: {serial:.1f} GB/s at the "
+        f"first speed and {buffers:.1f} GB/s at the last must come from somewhere.",
+        note=told["source"],
+        card="",
+    )
+
+
+def agreement_table(here: dict, gpu: Recorded) -> None:
+    """Shows how far each rung's logits are from the resident model's.
+
+    Args:
+        here (dict): Of ``bench.agreement``.
+        gpu (Recorded): The recorded run.
+    """
+    sources = {HERE: here["modes"]}
+    sources |= {f"{gpu.name}, {d}": gpu.agreement[d] for d in ("float32", "auto")}
+    rows = []
+    for source, modes in sources.items():
+        for mode, a in modes.items():
+            exact = "bit for bit" if a["bit_for_bit"] else f"{a['decode_error']:.1e}"
+            rows.append(
+                (source.replace("auto", "bfloat16"), mode, f"{a['same_tokens']:.0%}", exact)
+            )
+    charts.table(("", "mode", "same token", "largest error of a logit, over their spread"), rows)
+
+
+def read_lines(cold, gpu: Recorded, expert_nbytes: int):
+    """Read rates against the number of reads in flight.
+
+    Args:
+        cold (ReadsRecord): Of ``reads.bench_reads``.
+        gpu (Recorded): The recorded run.
+        expert_nbytes (int): One expert.
+    """
+    mine = records.reads_GBs(cold)
+    series = {("the engine" if by == "moelab" else by): s for by, s in mine.items()}
+    series[f"the engine, {gpu.name}"] = gpu.reads
+    best = {n: max(np.median(r) for r in rows) for n, (_, rows) in series.items()}
+    direct = [(best["fio direct"], "fio direct")] if "fio direct" in best else []
+    told = ", ".join(f"{n} {v:.2f}" for n, v in best.items())
+    return charts.lines(
+        series,
+        f"One read at a time reaches {one_reader_share(mine['moelab']):.0%} of the best rate here, "
+        f"{one_reader_share(gpu.reads):.0%} on the recorded host",
+        "reads in flight",
+        "GB/s, cold",
+        f"Best rates in GB/s: {told}.",
+        note=f"experts of {expert_nbytes / 1e6:.2f} MB, pages dropped before each run",
+        ceilings=direct,
+    )
+
+
+def rung_bars(here: BenchRecord, gpu: Recorded):
+    """Milliseconds of a token on every rung."""
+    sources = _sources(here, gpu)
+    mine, warm, earlier, cold = (multiples(r)[TOP] for r in sources.values())
+    mine_ms, gpu_ms = (np.median(r.token_s("resident")) * 1e3 for r in (here, gpu.warm))
+    return charts.bars(
+        {label: rungs(r) for label, r in sources.items()},
+        f"All steps to {TOP} together: {mine:.1f}x here, {warm:.1f}x on the GPU (with an earlier "
+        f"engine {earlier:.1f}x, {cold:.1f}x cold)",
+        "ms a token",
+        f"Resident takes {mine_ms:.0f} ms here and {gpu_ms:.1f} ms on the GPU. The earlier engine "
+        "ran on another host with the same GPU.",
+        note=charts.recorded_note(vars(gpu), "layers of 35B-A3B; here float32, there bfloat16"),
+        scale=1e3,
+        marks=[(0, mine_ms, "resident")],
+    )
+
+
+def rung_table(here: BenchRecord) -> None:
+    """Shows every rung's speed, ratio to resident, hits and bytes."""
+    rows = []
+    for mode, rung in _names(here).items():
+        ratio, hits = here.ratio_to_resident(mode), here.hit_rate(mode)
+        speed, nbytes = here.decode_tok_s(mode), here.bytes_per_token(mode)
+        numbers = (speed["median"], ratio["median"], hits, nbytes / 1e6)
+        rows.append(
+            (
+                rung,
+                *(f.format(n) for f, n in zip(("{:.2f}", "{:.2f}", "{:.0%}", "{:.0f}"), numbers)),
+            )
+        )
+    charts.table(("rung", "tok/s", "of resident", "hits", "MB read a token"), rows)
+
+
+def multiple_lines(here: BenchRecord, gpu: Recorded):
+    """How many times faster than the first each rung is, beside the published ladder."""
+    climbs = {label: multiples(r) for label, r in _sources(here, gpu).items()}
+    climbs["M1 Ultra, published (PR 26, then PR 90)"] = told = published_multiples()
+    on_gpu = multiples(gpu.warm)
+    return charts.lines(
+        {name: (list(c), [[v] for v in c.values()]) for name, c in climbs.items()},
+        f"The published ladder gains {told['parallel']:.1f}x; most of each gain comes before slots",
+        "",
+        "times faster than serial",
+        f"PR 26's rewrite is {told['parallel']:.1f} times as fast as its first version. From "
+        f"parallel reads to slots PR 90 reports {told['slots'] / told['parallel']:.2f} or 1.046; "
+        f"the GPU here gives {on_gpu['slots'] / on_gpu['parallel']:.2f}.",
+        note="published: Qwen3.5-122B-A10B on an M1 Ultra, top-8 (PR 26) and top-6 (PR 90)",
+        log_x=False,
+    )
+
+
+def part_bars(here: BenchRecord, gpu: Recorded):
+    """What a token's time is made of on every rung."""
+    sources = _sources(here, gpu)
+    mine, warm, _, cold = (f"{waiting_share(r):.0%}" for r in sources.values())
+    block = gpu.all_in_slots["fused"]
+    return charts.parts(
+        {label: parts(r) for label, r in sources.items()},
+        f"Waiting for reads takes {mine} of a token here, {warm} on the GPU, {cold} there cold",
+        "Slow arithmetic hides the reads. Where arithmetic is fast, reads and the wait for the "
+        "routing are what is left. With every expert in its slot a fused block takes "
+        f"{block['median']:.2f} times the resident block and one evaluation on the GPU.",
+        note=charts.recorded_note(vars(gpu), "the share of the rung gate+up in the title"),
+    )
+
+
+def write_lines(gpu: Recorded):
+    """What it costs to put new experts into their slots on the recorded GPU."""
+    samples = gpu.writes.samples
+    new = sorted({int(name.split(", ")[1].split()[0]) for name in samples})
+    writers = list(dict.fromkeys(name.split(", ")[0] for name in samples))
+    series = {w: (new, [samples[f"{w}, {m} new"] * 1e3 for m in new]) for w in writers}
+    each = {w: (np.median(r[-1]) - np.median(r[0])) / new[-1] for w, (_, r) in series.items()}
+    nbytes = gpu.writes.config["expert_nbytes"]
+    told = ", ".join(f"{w} {ms:.2f}" for w, ms in each.items())
+    return charts.lines(
+        series,
+        f"On the GPU a new expert's {nbytes / 1e6:.0f} MB takes {each['in place']:.2f} ms to write "
+        "into its slot",
+        "new experts in a call",
+        "ms, with one gather over the slots",
+        f"Milliseconds for each new expert: {told} (upload leaves them beside the slots). The link "
+        f"alone, at about {LINK_GBs} GB/s, would take {nbytes / LINK_GBs / 1e6:.2f}.",
+        note="gate and up of a 35B-A3B expert, from host memory into an array of 64 slots",
+        log_x=False,
+        card=gpu.machine,
+    )
+
+
+def slot_lines(swept: BenchRecord, gpu: Recorded, slots: int, experts: int):
+    """Speed and hits against the number of slots.
+
+    Args:
+        swept (BenchRecord): Of ``sweep``.
+        gpu (Recorded): The recorded run.
+        slots (int): The number to speak of.
+        experts (int): E.
+    """
+    modes = [m for m in swept.modes if m != "resident"]
+    sizes = [int(m.split()[0]) for m in modes]
+    resident = swept.decode_tok_s("resident")["median"]
+    mode = f"{slots} slots"
+    ratio = swept.decode_tok_s(mode)["median"] / resident
+    told = ", ".join(f"{m} {swept.hit_rate(m):.0%}" for m in modes)
+    there = ", ".join(
+        f"{m.removeprefix('fused, ')} {gpu.slots.decode_tok_s(m)['median']:.0f} tok/s and "
+        f"{gpu.slots.hit_rate(m):.0%}"
+        for m in gpu.slots.modes
+    )
+    return charts.lines(
+        {"fused": (sizes, [1 / swept.token_s(m) for m in modes])},
+        f"{mode} of {experts}: {swept.hit_rate(mode):.0%} hits, {ratio:.2f} of the resident speed",
+        "slots in each layer",
+        "tok/s",
+        f"Hits: {told}; by chance {slots} slots would hit {slots / experts:.0%}. In layers of "
+        f"random weights 64 of 256 slots hit {gpu.warm.hit_rate('fused'):.0%} ({gpu.name}); over "
+        f"one short prompt: {there}.",
+        note=f"{swept.model}, {swept.tokens} tokens a run, page cache warm",
+        ceilings=[(resident, "resident")],
+    )
+
+
+def together_lines(timed: Timed, gpu: Recorded, tokens):
+    """Microseconds a token when several tokens share one gather, sorted by expert or not."""
+    orders = ("as they come", "sorted")
+    series = {
+        o: (list(tokens), [timed.samples[f"{t} {o}"] * 1e6 / t for t in tokens]) for o in orders
+    }
+    us = {o: [float(np.median(r)) for r in rows] for o, (_, rows) in series.items()}
+    alone, last = min(us[o][0] for o in orders), min(us[o][-1] for o in orders)
+    told = ", ".join(f"{o} {v[-1]:.0f} us" for o, v in us.items())
+    there = ", ".join(
+        f"{o} {gpu.together.median_s(f'{tokens[-1]} {o}') * 1e6 / tokens[-1]:.0f} us"
+        for o in orders
+    )
+    there_alone = gpu.together.median_s(f"1 {orders[0]}") * 1e6
+    return charts.lines(
+        series,
+        f"At {tokens[-1]} tokens at once each takes {alone / last:.2f} times less than alone",
+        "tokens at once (T)",
+        "us a token, experts of one layer",
+        f"At {tokens[-1]} tokens: {told} a token; alone {us[orders[0]][0]:.0f} us. "
+        f"{gpu.name}, 35B-A3B's shape: {there}; alone {there_alone:.0f} us.",
+        note=f"D={timed.config['D']}, F={timed.config['F']}, {timed.config['E']} experts, resident",
+    )
+
+
+def prompt_bars(varied: Variation, model: str):
+    """Speed and hits of each prompt."""
+    hits = {f"prompt {p + 1}": [100 * h] for p, h in varied.hit_rate.items()}
+    values = [h for (h,) in hits.values()]
+    return charts.bars(
+        {"tok/s": {f"prompt {p + 1}": s for p, s in varied.tok_s.items()}, "hit rate (%)": hits},
+        f"{varied.between:.0%} between the slowest and the fastest prompt, {varied.within:.0%} "
+        "between runs of the same",
+        "",
+        f"Hit rates go from {min(values):.0f}% to {max(values):.0f}% with the prompt.",
+        note=f"{model}, fused, 16 slots",
+    )
+
+
+def growth_nbytes(memory: dict) -> int:
+    """How much MLX's memory grew after the first count of ``bench.memory_over``."""
+    return memory["active_nbytes"][-1] - memory["active_nbytes"][1]
+
+
+def memory_lines(memory: dict, gpu: Recorded, model: str):
+    """MLX's memory over one long run.
+
+    Args:
+        memory (dict): Of ``bench.memory_over``.
+        gpu (Recorded): The recorded run.
+        model (str): The model's name.
+    """
+    at, predicted = memory["tokens"], memory["predicted_nbytes"] / 1e6
+    held, peak = ([m / 1e6 for m in memory[k]] for k in ("active_nbytes", "peak_nbytes"))
+    there = gpu.warm.peak_nbytes("fused"), gpu.warm.modes["fused"].predicted_nbytes
+    return charts.lines(
+        {
+            "MLX memory": (at, [[m] for m in held]),
+            "its peak since the last point": (at, [[m] for m in peak]),
+        },
+        f"From token {at[1]} to token {at[-1]}: {growth_nbytes(memory) / 1e6:+.1f} MB",
+        "tokens decoded",
+        "MB",
+        f"{held[-1]:.1f} MB are held after {at[-1]} tokens; the model alone was predicted to take "
+        f"{predicted:.1f}. {gpu.name}, 64 slots: {there[0] / 1e6:.0f} MB at the peak, "
+        f"{there[1] / 1e6:.0f} predicted.",
+        note=f"{model}, fused, 16 slots, one run",
+        log_x=False,
+        ceilings=[(predicted, "predicted")],
+    )
+
+
+@dataclass(frozen=True)
+class Results:
+    """What notebook 02 measured, for its verdicts.
+
+    Attributes:
+        ladder (BenchRecord): Of ``measure``.
+        reads: Of ``reads.bench_reads``, cold.
+        swept (BenchRecord): Of ``sweep``.
+        prompt (PromptReads): Of ``prompt_reads``.
+        varied (Variation): Of ``measure_prompts``.
+        memory (dict): Of ``bench.memory_over``.
+    """
+
+    ladder: BenchRecord
+    reads: object
+    swept: BenchRecord
+    prompt: PromptReads
+    varied: Variation
+    memory: dict
+
+
+def verdicts(gpu: Recorded, here: Results, slots: int, experts: int) -> list[tuple]:
+    """The verdicts of notebook 02, for ``charts.verdicts``.
+
+    Args:
+        gpu (Recorded): The recorded run.
+        here (Results): Measured on this machine.
+        slots (int): The number of slots to speak of.
+        experts (int): E of the model that ``here.swept`` ran.
+    """
+    device, sources = gpu.machine["gpu"].removeprefix("NVIDIA "), _sources(here.ladder, gpu)
+    climbs = {label: multiples(r) for label, r in sources.items()}
+    top, share = ([f(r) for r in sources.values()] for f in (_top, waiting_share))
+    single = {
+        "here": one_reader_share(records.reads_GBs(here.reads)["moelab"]),
+        f"the {device}'s host": one_reader_share(gpu.reads),
+    }
+    steps = "; ".join(
+        f"{label}: " + ", ".join(f"{r} {v:.1f}x" for r, v in c.items() if r != "serial")
+        for label, c in climbs.items()
+    )
+    return [
+        (
+            "A1",
+            "streaming rewritten: 8.5 times faster at the full top-k, more with fewer experts",
+            "depends on",
+            f"what arithmetic leaves to gain: {top[1]:.1f}x on the {device} warm, {top[3]:.1f}x "
+            f"cold (earlier engine, {top[2]:.1f}x warm), {top[0]:.1f}x on this machine (fewer "
+            "experts: notebook 05)",
+        ),
+        (
+            "A2",
+            "one read at a time uses about 5% of the SSD",
+            "refuted" if min(single.values()) > 0.15 else "confirmed",
+            "one at a time reaches "
+            + " and ".join(f"{v:.0%} ({n})" for n, v in single.items())
+            + " of the best rate; more in flight do help",
+        ),
+        (
+            "A3",
+            "each rung helps: batching, concurrent reads, persistent buffers",
+            "depends on",
+            steps,
+        ),
+        (
+            "A5",
+            "compute is the bottleneck at steady state, not I/O",
+            "depends on",
+            f"the device: {share[0]:.0%} of a token waits for reads here, {share[1]:.0%} on the "
+            f"{device} warm, {share[3]:.0%} cold (earlier engine)",
+        ),
+        (
+            "A10",
+            "resident memory stays flat",
+            "confirmed",
+            f"{growth_nbytes(here.memory) / 1e6:+.1f} MB over {here.memory['tokens'][-1]} tokens "
+            "here, caches included",
+        ),
+        (
+            "B4",
+            "16 slots are a good default; at least top-k are needed",
+            "depends on",
+            f"the experts: {slots} of {experts} slots hit "
+            f"{here.swept.hit_rate(f'{slots} slots'):.0%} in {here.swept.model}; 64 of 256 hit "
+            f"{gpu.warm.hit_rate('fused'):.0%} with uniform routing",
+        ),
+        (
+            "B5",
+            "the stacked path is for single-token decode; prompts take another",
+            "refuted",
+            "prompts go through the same slots in waves, each expert read once "
+            f"({here.prompt.read} reads for {here.prompt.uses} uses)",
+        ),
+        (
+            "B6",
+            "results vary by about 5% between prompts because routing does",
+            "depends on",
+            f"noise and length: {here.varied.between:.0%} between prompts, "
+            f"{here.varied.within:.0%} between runs of the same",
+        ),
+    ]
+
+
+def _top(measured):
+    return multiples(measured)[TOP]
+
+
+# The sliders
+
+
+def dial(path, tokens: int, prompt: str = PROMPTS[0], warmup: int = 8):
+    """The function behind notebook 02's controls: it decodes, resident and streamed.
+
+    Args:
+        path (str or Path): A model folder.
+        tokens (int): Timed in each run.
+        prompt (str): The text to continue.
+        warmup (int): Tokens before the clock starts.
 
     Returns:
-        Callable: From top-k, slots, readers and the state of the page cache to a figure.
+        Callable: From top-k, slots, readers and the state of the page cache to a figure of what a
+        token is made of.
     """
-    plan = footprint(path, StreamConfig())
-    pages = [lambda: machine.drop_pages(path), None]
+    full = footprint(path, StreamConfig()).top_k
 
-    def once(config, cold):
+    def once(config, before_clock=None):
         model, tokenizer = load(path, config)
         try:
-            return decode(model, tokenizer.encode(prompt), tokens, warmup, pages[not cold])
+            return decode(model, tokenizer.encode(prompt), tokens, warmup, before_clock)
         finally:
             close(model)
 
     def look(top_k: int, slots: int, readers: int, cache: str):
-        resident = once(StreamConfig(mode="resident"), False)
-        streamed = once(
-            StreamConfig(
-                top_k=None if top_k == plan.top_k else top_k, slots=slots, readers=readers
-            ),
-            cache == "cold",
-        )
+        resident = once(StreamConfig(mode="resident"))
+        config = StreamConfig(slots=slots, readers=readers)
+        if top_k != full:
+            config = replace(config, top_k=top_k)
+        drop = (lambda: oscache.drop_pages(path)) if cache == "cold" else None
+        streamed = once(config, drop)
         c = streamed["counters"]
-        all_ms, streamed_ms = (r["decode_s"] / tokens * 1e3 for r in (resident, streamed))
-        wait_ms = min(c["wait_s"] / tokens * 1e3, streamed_ms)
-        same = next(
-            (i for i, (a, b) in enumerate(zip(streamed["tokens"], resident["tokens"])) if a != b),
-            len(resident["tokens"]),
-        )
-        fig = figures.figure(
-            f"Top-{top_k}, {slots} slots, {readers} readers, {cache}: {1e3 / streamed_ms:.1f} tok/s, {all_ms / streamed_ms:.2f} of resident",
-            "", "ms a token", note=f"{Path(path).name}, one run of {tokens} tokens each after {warmup} of warm-up", barmode="stack",
-        )  # fmt: skip
-        where = ["resident", "streamed"]
-        fig.add_bar(
-            x=where,
-            y=[all_ms, streamed_ms - wait_ms],
-            name="the rest",
-            marker_color=figures.COLORS[4],
-            width=0.5,
-        )
-        fig.add_bar(
-            x=where, y=[0, wait_ms], name="waiting for reads", width=0.5,
-            marker=dict(color=figures.COLORS[1], pattern=dict(shape="x", fgcolor="white", fillmode="overlay")),
-        )  # fmt: skip
-        lossy = "" if top_k == plan.top_k else f" (top-{top_k} in place of {plan.top_k} is lossy)"
-        return figures.describe(
-            fig,
-            alt=f"Two stacked bars. Resident {all_ms:.1f} ms a token; streamed {streamed_ms:.1f} ms, of which {wait_ms:.1f} waiting for reads.",
-            finding=f"{c['hit_rate']:.0%} of the experts were in a slot, {c['bytes_per_token'] / 1e6:.2f} MB read for a token; "
-            f"{same} of {len(resident['tokens'])} tokens are the resident model's{lossy}.",
+        resident_s, streamed_s = (r["decode_s"] / tokens for r in (resident, streamed))
+        wait_s = min(c["wait_s"] / tokens, streamed_s)
+        pairs = enumerate(zip(streamed["tokens"], resident["tokens"]))
+        num = len(resident["tokens"])
+        same = next((i for i, (a, b) in pairs if a != b), num)
+        lossy = "" if top_k == full else f" (top-{top_k} in place of {full} is lossy)"
+        return charts.parts(
+            {
+                "": {
+                    "resident": {WAITING: 0.0, REST: resident_s},
+                    "streamed": {WAITING: wait_s, REST: streamed_s - wait_s},
+                }
+            },
+            f"Top-{top_k}, {slots} slots, {readers} readers, {cache}: {1 / streamed_s:.1f} tok/s, "
+            f"{resident_s / streamed_s:.2f} of resident",
+            f"{c['hit_rate']:.0%} of the experts were in a slot, {c['bytes_per_token'] / 1e6:.2f} "
+            f"MB read for a token; {same} of {num} tokens are the resident model's{lossy}.",
+            note=f"{Path(path).name}, one run of {tokens} tokens each after {warmup} of warm-up",
         )
 
     return look

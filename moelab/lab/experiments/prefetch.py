@@ -1,121 +1,156 @@
-"""What each prefetcher and each layout is worth: python -m moelab.lab.experiments.prefetch MODEL PACKED --json FILE.
+"""What each prefetcher and each layout is worth: python -m moelab bench-prefetch MODEL PACKED.
 
-The same prompt, the same greedy tokens, every variant in turn in each round. Warm: the
-file is in the page cache. Cold: its pages are dropped before every token, outside the
-clock, so that every miss is a read of the SSD.
+The same prompt, the same greedy tokens, every variant in turn in each round. Warm: the file is in
+the page cache. Cold: its pages are dropped before every token, with the clock stopped, so that
+every miss reads the SSD.
 """
 
 import argparse
 import random
-import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
-from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import make_prompt_cache
+import plotly.graph_objects as go
 from tqdm import tqdm
 
-from ... import StreamConfig, close, load, record, stats
+from ... import StreamConfig, close, load, record
+from ...arguments import add_json, add_model, not_empty, or_auto, positive
 from ...replay import locality as routing
-from ...replay.pagecache import held
-from ...streaming.model import session_of
-from .. import machine, records, timing
-from ..plots import style as figures
+from ...replay.eviction import held
+from ...streaming.session import session_of
+from .. import machine, oscache, records, timing
+from ..decode import decode
+from ..plots import charts, style
 from ..texts import PROMPTS
 
 PREFETCHERS = ("none", "last", "lookahead", "oracle")
+STATES = ("warm", "cold")
 COUNTERS = (
     "misses",
     "bytes_read",
     "wait_s",
-    *(f"prefetch_{n}" for n in ("issued", "used", "late", "wasted", "saved_s")),
+    "prefetch_issued",
+    "prefetch_used",
+    "prefetch_late",
+    "prefetch_wasted",
+    "prefetch_saved_s",
+    "hits",
 )
 
 
-def foretell(model, trace):
-    """Tell a model with ``prefetch="oracle"`` what the coming tokens will need.
+@dataclass(frozen=True)
+class Variant:
+    """One prefetcher on one layout in one state of the page cache.
 
-    Args:
-        model (nn.Module): From ``moelab.load``.
-        trace (Trace): Of the same prompt; its decoded tokens begin with the next one.
-
-    Raises:
-        ValueError: If the model has no oracle, or the trace is another model's.
+    Attributes:
+        state (str): ``warm`` or ``cold``.
+        layout (str): The layout's name.
+        prefetch (str): As for ``StreamConfig``.
+        step_s (list[list[float]]): Seconds of each token of each run.
+        token_s (Summary): Of the mean seconds a token of each run.
+        ratio (Summary): Of the speed over that of the record's baseline, by round.
+        per_token (dict[str, float]): ``COUNTERS`` for each token, the mean of the runs.
     """
-    oracle = session_of(model).prefetcher
-    if not hasattr(oracle, "foretell"):
-        raise ValueError("foretell: expected a model loaded with StreamConfig(prefetch='oracle').")
-    rows = trace.experts[trace.phase == "decode"]
-    if rows.shape[1] != len(session_of(model).layers):
-        raise ValueError(
-            f"foretell: expected a trace of {len(session_of(model).layers)} layers, got {rows.shape[1]}. Record it with this model."
-        )
-    oracle.foretell(rows)
+
+    state: str
+    layout: str
+    prefetch: str
+    step_s: list[list[float]]
+    token_s: timing.Summary
+    ratio: timing.Summary
+    per_token: dict[str, float]
+
+    @property
+    def run_s(self) -> np.ndarray:
+        """Mean seconds a token of each run."""
+        return np.array([np.mean(steps) for steps in self.step_s])
+
+    @property
+    def bound(self) -> float:
+        """Speed-up if no token waited for reads any more: what prefetching can give at most."""
+        token_s = self.token_s["median"]
+        return token_s / (token_s - self.per_token["wait_s"])
 
 
-def decode(model, prompt_ids, tokens, warmup=4, cold=None, trace=None):
-    """Greedy tokens one at a time, each on the clock by itself.
+@dataclass(frozen=True)
+class Record:
+    """Of ``measure``. The baseline is the first prefetcher on the first layout, in each state.
 
-    Args:
-        model (nn.Module): From ``moelab.load``.
-        prompt_ids (list[int]): The prompt.
-        tokens (int): Tokens on the clock.
-        warmup (int): Tokens before them.
-        cold (Path, optional): The model folder, whose pages are dropped before every token.
-        trace (Trace): For the oracle: of this prompt.
-
-    Returns:
-        dict: ``tokens``, ``step_s`` and ``counters`` of the tokens on the clock.
+    Attributes:
+        machine (dict): As ``machine.card`` gives it.
+        model (str): Its name.
+        slots (int): S.
+        tokens (int): Timed in each run.
+        warmup_tokens (int): Before them.
+        runs (int): Rounds.
+        order (str): Of the variants in a round.
+        variants (list[Variant]): Every state, layout and prefetcher.
     """
-    cache = make_prompt_cache(model)
-    with mx.stream(generation_stream):
 
-        def step(ids):
-            y = mx.argmax(model(ids[None], cache=cache)[:, -1, :], axis=-1)
-            return y, y.item()
+    machine: dict
+    model: str
+    slots: int
+    tokens: int
+    warmup_tokens: int
+    runs: int
+    order: str
+    variants: list[Variant]
+    kind: str = "prefetch"
 
-        y, first = step(mx.array(prompt_ids))
-        if trace is not None:
-            foretell(model, trace)
-        out, step_s = [first], []
-        for i in range(warmup + tokens):
-            if i == warmup:
-                stats(model, reset=True)
-            if cold:
-                machine.drop_pages(cold)
-            begin = time.perf_counter()
-            y, token = step(y)
-            step_s.append(time.perf_counter() - begin)
-            out.append(token)
-    c = stats(model).decode
-    return {
-        "tokens": out,
-        "step_s": step_s[warmup:],
-        "counters": {n: getattr(c, n) for n in COUNTERS} | {"hits": c.hits},
-    }
+    @classmethod
+    def recorded(cls, name: str) -> "Record":
+        """The record in ``data/results/NAME.json``."""
+        fields = records.recorded(name)
+        return cls(**fields | {"variants": [Variant(**v) for v in fields["variants"]]})
+
+    @property
+    def layouts(self) -> list[str]:
+        """The layouts, the baseline's first."""
+        return list(dict.fromkeys(v.layout for v in self.variants))
+
+    def get(self, state: str, layout: str, prefetch: str) -> Variant:
+        """One variant."""
+        key = state, layout, prefetch
+        return next(v for v in self.variants if (v.state, v.layout, v.prefetch) == key)
+
+    def gain(self, state: str, layout: str, prefetch: str) -> float:
+        """Median speed over no prefetching on the same layout, by round."""
+        base = self.get(state, layout, "none")
+        return timing.paired_ratio(base.run_s, self.get(state, layout, prefetch).run_s)["median"]
 
 
-def bench_prefetch(layouts, slots=16, tokens=48, runs=5, warmup=4, prefetchers=PREFETCHERS, states=("warm", "cold"),
-                   prompts=PROMPTS, seed=0, streams="auto", progress=True):  # fmt: skip
+def measure(
+    layouts,
+    slots: int = 16,
+    tokens: int = 48,
+    runs: int = 5,
+    warmup: int = 4,
+    prefetchers=PREFETCHERS,
+    states=STATES,
+    prompts=PROMPTS,
+    seed: int = 0,
+    streams: int | str = "auto",
+    progress: bool = True,
+) -> Record:
     """Every prefetcher on every layout, interleaved, warm and cold.
 
     Args:
-        layouts (dict[str, Path]): The same model's folders by name, such as ``as shipped`` and ``packed``.
+        layouts (dict[str, Path]): The same model's folders by name: ``as shipped``, ``packed``.
         slots (int): S.
-        tokens (int): Tokens on the clock in each run.
+        tokens (int): Timed in each run.
         runs (int): Rounds; round i takes prompt i, modulo their number.
-        warmup (int): Tokens before the clock.
-        prefetchers (tuple[str]): As for ``StreamConfig``; the first is what the others are compared with.
-        states (tuple[str]): ``warm``, ``cold`` or both.
-        prompts (tuple[str]): The prompts.
+        warmup (int): Tokens before the clock starts.
+        prefetchers (Sequence[str]): As for ``StreamConfig``; the first is the baseline.
+        states (Sequence[str]): Of ``STATES``.
+        prompts (Sequence[str]): The prompts.
         seed (int): Of the orders.
         streams (int or str): As for ``StreamConfig``.
         progress (bool): Show a bar.
 
-    Returns:
-        dict: The record: raw samples by variant (``state, layout, prefetcher``), medians of milliseconds a token, ratios of the
-        tokens' time to that of the first prefetcher on the first layout, in the same round and state.
+    Raises:
+        RuntimeError: If a variant decodes other tokens than the model without prefetching.
     """
     layouts = {name: Path(path) for name, path in layouts.items()}
     variants = [(s, layout, p) for s in states for layout in layouts for p in prefetchers]
@@ -125,7 +160,8 @@ def bench_prefetch(layouts, slots=16, tokens=48, runs=5, warmup=4, prefetchers=P
             for p in prefetchers:
                 config = StreamConfig(slots=slots, prefetch=p, streams=streams)
                 models[layout, p], tokenizer = load(path, config)
-        teller = models["teller", ""] = load(path, StreamConfig(slots=slots, streams=streams))[0]
+        # Its routing, recorded with the clock stopped, is what the oracle is given.
+        trace_model = models["trace"] = load(path, StreamConfig(slots=slots, streams=streams))[0]
         with tqdm(
             total=len(variants) * runs,
             desc="prefetch",
@@ -135,228 +171,338 @@ def bench_prefetch(layouts, slots=16, tokens=48, runs=5, warmup=4, prefetchers=P
         ) as bar:
             for i in range(runs):
                 ids = tokenizer.encode(prompts[i % len(prompts)])
-                with record(teller) as trace:  # what the oracle knows; not on the clock
-                    right = decode(teller, ids, tokens, warmup)["tokens"]
+                with record(trace_model) as trace:
+                    right = decode(trace_model, ids, tokens, warmup)["tokens"]
                 for state, layout, p in order.sample(variants, len(variants)):
-                    sample = decode(
-                        models[layout, p], ids, tokens, warmup, layouts[layout] if state == "cold" else None,
-                        trace if p == "oracle" else None,
-                    )  # fmt: skip
+                    model = models[layout, p]
+                    if p == "oracle":
+                        session_of(model).prefetcher.set_trace(trace)
+                    cold = layouts[layout] if state == "cold" else None
+                    sample = decode(model, ids, tokens, warmup, before_token=_preparation(cold))
                     if sample["tokens"] != right:
                         raise RuntimeError(
-                            f"{state}, {layout}, {p}: other tokens than without prefetching. Report this."
+                            f"{state}, {layout}, {p}: other tokens than without prefetching. "
+                            "Report this."
                         )
                     samples[state, layout, p].append(sample)
                     bar.update()
     finally:
         for model in models.values():
             close(model)
-    out = {
-        "kind": "prefetch", "machine": machine.card(), "model": next(iter(layouts.values())).name, "slots": slots, "tokens": tokens,
-        "warmup_tokens": warmup, "runs": runs, "order": "random in every round", "variants": [],
-    }  # fmt: skip
-    for v in variants:
-        yard = samples[v[0], next(iter(layouts)), prefetchers[0]]
-        counters = {
-            n: float(np.mean([s["counters"][n] for s in samples[v]])) / tokens
-            for n in (*COUNTERS, "hits")
-        }
-        out["variants"].append(
-            {
-                "state": v[0], "layout": v[1], "prefetch": v[2], "step_s": [s["step_s"] for s in samples[v]],
-                "token_s": timing.summary([float(np.mean(s["step_s"])) for s in samples[v]]),
-                "ratio": timing.paired_ratio([np.mean(s["step_s"]) for s in yard], [np.mean(s["step_s"]) for s in samples[v]]),
-                "per_token": counters,
-            }
-        )  # fmt: skip
-    return out
+    return _summarized(samples, Path(next(iter(layouts.values()))).name, slots, tokens, warmup)
 
 
-def report(out):
-    """The record as a table."""
-    lines = [
-        figures.card_line(out["machine"]),
-        f"{out['model']}: {out['slots']} slots, {out['tokens']} tokens a run after {out['warmup_tokens']}, {out['runs']} rounds; speed relative to "
-        "the first line of the same state",
-        f"{'state':6}{'layout':12}{'prefetch':11}{'ms/token [quartiles]':24}{'speed [quartiles]':24}{'misses':>7}{'issued':>8}{'used':>7}{'late':>7}"
-        f"{'wasted':>8}{'saved ms':>9}{'MB':>7}",
+def _preparation(folder) -> Callable:
+    """What happens before every token, with the clock stopped: a folder's pages are dropped.
+
+    Warm tokens are prepared by nothing, so that both states run the same loop.
+    """
+    return (lambda: oscache.drop_pages(folder)) if folder else (lambda: None)
+
+
+def _summarized(samples, model, slots, tokens, warmup):
+    """The record of the samples of every ``(state, layout, prefetch)``, the baseline's first."""
+    run_s = {key: [np.mean(s["step_s"]) for s in its] for key, its in samples.items()}
+    _, layout, prefetch = next(iter(samples))
+    variants = [
+        Variant(
+            *key,
+            step_s=[s["step_s"] for s in its],
+            token_s=timing.summary(run_s[key]),
+            ratio=timing.paired_ratio(run_s[key[0], layout, prefetch], run_s[key]),
+            per_token={
+                n: float(np.mean([s["counters"][n] for s in its])) / tokens for n in COUNTERS
+            },
+        )
+        for key, its in samples.items()
     ]
-    for v in out["variants"]:
-        t, r, c = v["token_s"], v["ratio"], v["per_token"]
-        ms = f"{t['median'] * 1e3:.2f} [{t['p25'] * 1e3:.2f} - {t['p75'] * 1e3:.2f}]"
-        speed = f"{r['median']:.3f} [{r['p25']:.3f} - {r['p75']:.3f}]"
+    runs = len(next(iter(samples.values())))
+    order = "random in every round"
+    return Record(machine.card(), model, slots, tokens, warmup, runs, order, variants)
+
+
+def report(out: Record) -> str:
+    """The record as text: a table for each state of the page cache."""
+    lines = [
+        style.card_line(out.machine),
+        f"{out.model}: {out.slots} slots, {out.tokens} tokens a run after {out.warmup_tokens}; "
+        "experts and MB are for each token",
+    ]
+    for state in dict.fromkeys(v.state for v in out.variants):
         lines.append(
-            f"{v['state']:6}{v['layout']:12}{v['prefetch']:11}{ms:24}{speed:24}{c['misses']:7.1f}{c['prefetch_issued']:8.1f}{c['prefetch_used']:7.1f}"
-            f"{c['prefetch_late']:7.1f}{c['prefetch_wasted']:8.1f}{c['prefetch_saved_s'] * 1e3:9.2f}{c['bytes_read'] / 1e6:7.2f}"
+            f"\n{state:11}{'prefetch':10}{'ms/token [quartiles]':26}{'speed over the first':23}"
+            f"{'misses':>7}{'issued':>7}{'used':>6}{'late':>6}{'wasted':>7}{'MB':>6}"
+        )
+        for v in (v for v in out.variants if v.state == state):
+            c = v.per_token
+            lines.append(
+                f"{v.layout:11}{v.prefetch:10}"
+                f"{timing.quartiles_text(v.token_s, 1e3, '.1f'):26}"
+                f"{timing.quartiles_text(v.ratio, form='.2f'):23}"
+                f"{c['misses']:7.1f}{c['prefetch_issued']:7.1f}{c['prefetch_used']:6.1f}"
+                f"{c['prefetch_late']:6.1f}{c['prefetch_wasted']:7.1f}{c['bytes_read'] / 1e6:6.2f}"
+            )
+    return "\n".join(lines)
+
+
+def bounds(out: Record, state: str = "cold") -> str:
+    """What prefetching can give at most on each layout, from the time spent waiting for reads."""
+    lines = []
+    for layout in out.layouts:
+        v = out.get(state, layout, "none")
+        token_ms, wait_ms = v.token_s["median"] * 1e3, v.per_token["wait_s"] * 1e3
+        lines.append(
+            f"{state}, {layout}: {token_ms:.1f} ms a token, {wait_ms:.1f} ms of it waiting for "
+            f"reads; at most {token_ms:.1f} / {token_ms - wait_ms:.1f} = {v.bound:.2f}x"
         )
     return "\n".join(lines)
 
 
-def figure(out, state):
-    """Milliseconds a token of every prefetcher on every layout, with quartiles; the oracle's line is the bound."""
-    rows = [v for v in out["variants"] if v["state"] == state]
-    layouts = list(dict.fromkeys(v["layout"] for v in rows))
-    best = min(rows, key=lambda v: v["token_s"]["median"])
-    title = f"{state.capitalize()}: {best['prefetch']}, {best['layout']} is fastest, {best['ratio']['median']:.2f} times the speed of none, {layouts[0]}"
-    fig = figures.figure(
-        title, "prefetch", "time for a token (ms)", card=out["machine"],
-        note=f"{out['model']}, {out['slots']} slots, {out['tokens']} tokens a run, n={out['runs']}, pages "
-        + ("dropped before every token" if state == "cold" else "in the page cache"),
-    )  # fmt: skip
-    words = []
-    for i, layout in enumerate(layouts):
-        its = [v for v in rows if v["layout"] == layout]
-        ms = np.array([[v["token_s"][q] * 1e3 for q in ("p25", "median", "p75")] for v in its])
-        fig.add_bar(
-            x=[v["prefetch"] for v in its], y=ms[:, 1], name=layout,
-            marker=dict(color=figures.COLORS[i], pattern=dict(shape=["", "/", "x"][i % 3], fgcolor="white", fillmode="overlay")),
-            error_y=dict(type="data", array=ms[:, 2] - ms[:, 1], arrayminus=ms[:, 1] - ms[:, 0], thickness=1.5, width=5),
-        )  # fmt: skip
-        words.append(
-            f"{layout}: " + ", ".join(f"{v['prefetch']} {m:.2f}" for v, m in zip(its, ms[:, 1]))
+def chart(out: Record, state: str) -> go.Figure:
+    """Milliseconds a token of every prefetcher on every layout, with quartiles."""
+    rows = [v for v in out.variants if v.state == state]
+    base, best = rows[0], min(rows, key=lambda v: v.token_s["median"])
+    sources = {
+        layout: {v.prefetch: v.run_s for v in rows if v.layout == layout} for layout in out.layouts
+    }
+    speeds = [f"{v.prefetch} {v.ratio['median']:.2f} ({v.layout})" for v in rows[1:]]
+    pages = "dropped before every token" if state == "cold" else "in the page cache"
+    fig = charts.bars(
+        sources,
+        f"{state.capitalize()}: {best.prefetch} ({best.layout}) is fastest, "
+        f"{best.ratio['median']:.2f} times the speed of {base.prefetch} ({base.layout})",
+        "time for a token (ms)",
+        f"Speed over {base.prefetch} ({base.layout}): {', '.join(speeds)}.",
+        note=f"{out.model}, {out.slots} slots, {out.tokens} tokens a run, n={out.runs}, "
+        f"pages {pages}",
+        scale=1e3,
+        card=out.machine,
+    )
+    longest = max(np.percentile(v.run_s, 75) for v in rows) * 1e3
+    return fig.update_xaxes(range=[0, 1.3 * longest])  # layouts are compared: one scale
+
+
+# Temporal locality
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """How often the decoded tokens of a trace need experts again, in each sense of the word.
+
+    Attributes:
+        each (float): Share of a token's experts that the token before used as well (lag 1).
+        every (float): Share of the layers' tokens with exactly the last token's experts.
+        held (np.ndarray): ``[E + 1]`` share that the S most recently used experts hold, by S.
+        union (float): Experts that 4 tokens in a row use together.
+        next_layer (float): Share that the choice of the layer before predicts, by counted pairs.
+        chance (float): Share if experts were chosen at random, K / E.
+        top_k (int): K.
+    """
+
+    each: float
+    every: float
+    held: np.ndarray
+    union: float
+    next_layer: float
+    chance: float
+    top_k: int
+
+    @classmethod
+    def of(cls, trace, skip: int) -> "Reuse":
+        """Of a trace; its first ``skip`` decoded tokens only fill the slots."""
+        t = trace.decode
+        kept, top_k = routing.overlap(t), t.experts.shape[2]
+        return cls(
+            each=float(kept["each"].mean()),
+            every=float(kept["all"].mean()),
+            held=routing.lru_hit_rate(t, skip).mean(0),
+            union=float(routing.union(t, 4).mean()),
+            next_layer=float(routing.layer_prediction(t)["pairs"].mean()),
+            chance=top_k / t.num_experts,
+            top_k=top_k,
         )
-    oracles = [v["token_s"]["median"] * 1e3 for v in rows if v["prefetch"] == "oracle"]
-    if oracles:
-        figures.ceiling(fig, min(oracles), "the oracle's")
-    fig.update_layout(barmode="group")
-    finding = "; ".join(
-        f"{v['prefetch']} on {v['layout']} {v['ratio']['median']:.2f} [{v['ratio']['p25']:.2f} to {v['ratio']['p75']:.2f}]"
-        for v in rows if (v["prefetch"], v["layout"]) != ("none", layouts[0])
-    )  # fmt: skip
-    return figures.describe(
-        fig, alt=f"Bars of milliseconds a token, {state}. " + ". ".join(words) + ".",
-        finding=f"Speed in proportion to no prefetching {layouts[0]}: {finding}.",
-    )  # fmt: skip
+
+    def slots_for(self, share: float) -> int:
+        """The least S that holds this share of the needed experts."""
+        return int(np.argmax(self.held >= share))
 
 
-def locality(traces, slots, skip=64):
-    """Three figures that are all called temporal locality, as text.
+CLAIMED = 0.7  # SwiftLM PR 26: share of the last token's experts that are needed again
+FILLING = 64  # tokens at the start of a trace that only fill the slots
+
+
+def reuse(traces, skip: int = FILLING) -> dict[str, Reuse]:
+    """``Reuse`` of each trace, by name."""
+    return {name: Reuse.of(trace, skip) for name, trace in traces.items()}
+
+
+def reuse_table(found: dict[str, Reuse], slots: int) -> str:
+    """One line for each trace, one column for each sense of temporal locality."""
+    lines = [
+        f"{'trace':10}{'lag 1, each':>14}{'lag 1, all K':>14}{f'in {slots} slots':>14}"
+        f"{'union of 4':>12}{'next layer':>12}{'by chance':>11}"
+    ]
+    for name, r in found.items():
+        lines.append(
+            f"{name:10}{r.each:14.1%}{r.every:14.2%}{r.held[slots]:14.1%}"
+            f"{r.union:12.1f}{r.next_layer:12.1%}{r.chance:11.1%}"
+        )
+    return "\n".join(lines)
+
+
+def reuse_chart(found: dict[str, Reuse], slots: int) -> go.Figure:
+    """Share of the needed experts that S slots hold, over S, beside that of the last token's."""
+    rows = list(found.values())
+    each, enough = np.mean([r.each for r in rows]), [r.slots_for(CLAIMED) for r in rows]
+    held = {name: r.held[slots] for name, r in found.items()}
+    fig = style.figure(
+        f"A token repeats {each:.0%} of the last one's experts; "
+        f"{CLAIMED:.0%} takes {min(enough)} to {max(enough)} slots",
+        "slots a layer (S)",
+        "share of the needed experts in a slot",
+        note=f"decoded tokens of tiny-moe, {len(rows)} kinds of text; LRU; "
+        f"the first {FILLING} tokens only fill the slots",
+    )
+    for i, (name, r) in enumerate(found.items()):
+        S = np.arange(r.top_k, len(r.held))
+        fig.add_scatter(x=S, y=r.held[S], name=name, mode="lines", line=style.look(i)["line"])
+    style.ceiling(fig, each, "experts of the last token (lag 1)")
+    fig.layout.annotations[0].update(x=1, xanchor="right")  # where no line crosses it
+    style.ceiling(fig, CLAIMED, f"the {CLAIMED:.0%} of PR 26")
+    fig.update_yaxes(range=[0, 1.02], tickformat=".0%")
+    return style.describe(
+        fig,
+        f"Lines of the share held over slots, for {', '.join(found)}. With {slots} slots: "
+        + ", ".join(f"{name} {h:.0%}" for name, h in held.items())
+        + f". Horizontal lines at lag 1, {each:.0%}, and at {CLAIMED:.0%}.",
+        f"{slots} slots hold {min(held.values()):.0%} to {max(held.values()):.0%} of the needed "
+        f"experts; the last token's alone are {each:.0%}.",
+    )
+
+
+def verdicts(out: Record, traces, skip: int = FILLING) -> list[tuple[str, str, str, str]]:
+    """The claims on locality and prefetching, for ``charts.verdicts``.
 
     Args:
-        traces (dict[str, Trace]): By name; their decoded tokens count.
-        slots (int): S, of the bank.
-        skip (int): Tokens at the start that only fill the bank.
-
-    Returns:
-        str: A table with a line for each trace.
+        out (Record): Of a model as shipped and packed, warm and cold.
+        traces (dict[str, Trace]): Of the same model's routing, by name.
+        skip (int): Tokens at the start of each that only fill the slots.
     """
-    lines = [
-        f"{'trace':10}{'lag 1, each':>14}{'lag 1, all K':>14}{f'in {slots} slots':>14}{'union of 4':>12}{'next layer':>12}{'by chance':>11}"
-    ]
-    for name, trace in traces.items():
-        t = trace.decode
-        K, E = t.experts.shape[2], t.num_experts
-        kept = routing.overlap(t)
-        lines.append(
-            f"{name:10}{kept['each'].mean():14.1%}{kept['all'].mean():14.2%}{routing.lru_hit_rate(t, skip)[:, slots].mean():14.1%}"
-            f"{routing.union(t, 4).mean():12.1f}{routing.layer_prediction(t)['pairs'].mean():12.1%}{K / E:11.1%}"
-        )
-    return "\n".join(lines)
-
-
-def locality_figure(traces, slots, skip=64):
-    """Share of the needed experts that a bank of S slots holds, over S, beside the overlap of neighbouring tokens."""
-    fig = figures.figure(
-        "", "slots a layer (S)", "share of the needed experts that are held",
-        note=f"{', '.join(traces)}: decoded tokens of tiny-moe, the first {skip} only fill the slots; least recently used leaves",
-    )  # fmt: skip
-    each, banks = [], []
-    for i, (name, trace) in enumerate(traces.items()):
-        t = trace.decode
-        curve = routing.lru_hit_rate(t, skip).mean(0)
-        K, E = t.experts.shape[2], t.num_experts
-        fig.add_scatter(
-            x=np.arange(K, E + 1),
-            y=curve[K:],
-            name=name,
-            mode="lines",
-            line=figures.style(i)["line"],
-        )
-        each.append(routing.overlap(t)["each"].mean())
-        banks.append((curve[slots], int(np.argmax(curve >= 0.7))))
-    figures.ceiling(fig, float(np.mean(each)), "experts of the last token (lag 1)")
-    figures.ceiling(fig, 0.7, "the 70% of PR 26")
-    where = sorted(s for _, s in banks)
-    fig.update_yaxes(range=[0, 1.02], tickformat=".0%")
-    fig.update_layout(
-        title_text=f"A token repeats {np.mean(each):.0%} of the last one's experts; 70% takes {where[0]} to {where[-1]} slots"
-    )
-    return figures.describe(
-        fig,
-        alt=f"Curves of the held share over slots, for {', '.join(traces)}. With {slots} slots: " + ", ".join(f"{h:.0%}" for h, _ in banks)
-        + f". Lines at lag 1, {np.mean(each):.0%}, and at 70%.",
-        finding=f"With {slots} slots {min(h for h, _ in banks):.0%} to {max(h for h, _ in banks):.0%} of the experts are held, {np.mean(each):.0%} are the last token's.",
-    )  # fmt: skip
-
-
-def verdicts(out, traces, slots, skip=64):
-    """The claims on locality and prefetching, for ``views.verdicts``, from a record of ``bench_prefetch`` and recorded traces."""
+    found, slots = list(reuse(traces, skip).values()), out.slots
+    enough = [r.slots_for(CLAIMED) for r in found]
+    plain, packed = out.layouts
+    guess = out.get("warm", plain, "lookahead").per_token
+    used = guess["prefetch_used"] / max(guess["prefetch_issued"], 1e-9)
     decoded = [t.decode for t in traces.values()]
-    each = [routing.overlap(t)["each"].mean() for t in decoded]
-    every = [routing.overlap(t)["all"].mean() for t in decoded]
-    curves = [routing.lru_hit_rate(t, skip).mean(0) for t in decoded]
-    bank, enough = [c[slots] for c in curves], [int(np.argmax(c >= 0.7)) for c in curves]
-    by = {(v["state"], v["layout"], v["prefetch"]): v for v in out["variants"]}
-    plain, packed = list(dict.fromkeys(v["layout"] for v in out["variants"]))
-    speed = {
-        k: v["ratio"]["median"] / by[k[0], k[1], "none"]["ratio"]["median"] for k, v in by.items()
-    }
-    guess = by["warm", plain, "lookahead"]["per_token"]
     hits = {
-        p: np.mean([held(t.experts, t.num_experts, slots, p)[skip:].mean() for t in decoded])
+        p: float(np.mean([held(t.experts, t.num_experts, slots, p)[skip:].mean() for t in decoded]))
         for p in ("lru", "lfu", "s3-fifo", "belady")
     }
-
-    def span(values):
-        return f"{min(values):.0%} to {max(values):.0%}"
-
+    each, bank = _span([r.each for r in found]), _span([r.held[slots] for r in found])
+    gains = "; ".join(
+        f"{state}, "
+        + ", ".join(
+            f"{p} {out.gain(state, plain, p):.2f} {plain} and {out.gain(state, packed, p):.2f} "
+            f"{packed}"
+            for p in ("lookahead", "oracle")
+        )
+        for state in ("cold", "warm")
+    )
+    alone = {state: out.get(state, packed, "none").ratio["median"] for state in ("cold", "warm")}
+    lru_is_enough = max(hits["lfu"], hits["s3-fifo"]) - hits["lru"] < 0.05
     return [
-        ("A4", "a speculative read of the last token's experts hits about 70%", "refuted",
-         f"{span(each)} of a token's experts are the last token's; with K slots or more these are held anyway: `last` had nothing to read"),
-        ("E2", "temporal locality is 25%, or 70%, or 83%", "depends on",
-         f"the definition: lag 1 {span(each)} each and {max(every):.2%} at most for all K; {span(bank)} in {slots} slots, 70% in {min(enough)} to {max(enough)}"),
-        ("E3", "prefetching is void, harmful, or worth 5% with a look ahead and a packed layout", "depends on",
-         f"layout and disk; speed over none of the same layout, {plain} and packed: lookahead {speed['cold', plain, 'lookahead']:.2f} and "
-         f"{speed['cold', packed, 'lookahead']:.2f} cold, {speed['warm', plain, 'lookahead']:.2f} and {speed['warm', packed, 'lookahead']:.2f} warm; the oracle "
-         f"{speed['cold', plain, 'oracle']:.2f} and {speed['cold', packed, 'oracle']:.2f} cold, {speed['warm', plain, 'oracle']:.2f} and "
-         f"{speed['warm', packed, 'oracle']:.2f} warm; packing alone {by['cold', packed, 'none']['ratio']['median']:.2f} cold, "
-         f"{by['warm', packed, 'none']['ratio']['median']:.2f} warm; {guess['prefetch_used'] / max(guess['prefetch_issued'], 1e-9):.0%} of the guesses are used"),
-        ("E4", "LRU is enough, or LFU, or S3-FIFO", "confirmed" if max(hits["lfu"], hits["s3-fifo"]) - hits["lru"] < 0.05 else "depends on",
-         f"hits with {slots} slots: " + ", ".join(f"{p} {h:.1%}" for p, h in hits.items()) + "; what that is worth in time: notebook 03"),
-    ]  # fmt: skip
+        (
+            "A4",
+            f"a speculative read of the last token's experts hits about {CLAIMED:.0%}",
+            "refuted",
+            f"{each} of a token's experts are the last token's; with K slots or more these are "
+            "cached anyway, so prefetch='last' has nothing to read",
+        ),
+        (
+            "E2",
+            "temporal locality is 25%, or 70%, or 83%",
+            "depends on",
+            f"the definition: lag 1 is {each} for each expert and at most "
+            f"{max(r.every for r in found):.2%} for all K; {slots} slots hold {bank}; "
+            f"{CLAIMED:.0%} takes {min(enough)} to {max(enough)} slots",
+        ),
+        (
+            "E3",
+            "prefetching does nothing, does harm, or gains 5% with a look-ahead and packing",
+            "depends on",
+            f"layout and disk. Speed over no prefetching on the same layout: {gains}. Packing "
+            f"alone: {alone['cold']:.2f} cold, {alone['warm']:.2f} warm. {used:.0%} of the "
+            "look-ahead's guesses are used",
+        ),
+        (
+            "E4",
+            "LRU is enough, or LFU, or S3-FIFO",
+            "confirmed" if lru_is_enough else "depends on",
+            f"hit rate with {slots} slots: "
+            + ", ".join(f"{p} {h:.1%}" for p, h in hits.items())
+            + "; what that is worth in time: notebook 03",
+        ),
+    ]
 
 
-def dial(layouts, prompt, tokens):
-    """The function behind a slider: from slots to a short cold run of every prefetcher."""
+def _span(values):
+    return f"{min(values):.0%} to {max(values):.0%}"
+
+
+def dial(layouts, prompt: str, tokens: int) -> Callable[[int], go.Figure]:
+    """The function behind the slider: from slots to a short cold run of every prefetcher."""
 
     def look(slots: int):
-        out = bench_prefetch(
-            layouts, slots, tokens, 1, prompts=(prompt,), states=("cold",), progress=False
+        out = measure(
+            layouts, slots, tokens, runs=1, prompts=(prompt,), states=("cold",), progress=False
         )
-        return figure(out, "cold")
+        return chart(out, "cold")
 
     return look
 
 
-def main(argv=None):
-    p = argparse.ArgumentParser(
-        prog="python -m moelab.lab.experiments.prefetch", description=__doc__.split("\n\n")[0]
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.description = (
+        "The same greedy tokens with every prefetcher on both layouts, interleaved: warm, and "
+        "cold with the file's pages dropped before every token."
     )
-    p.add_argument("model", help="a model folder")
-    p.add_argument("packed", help="the same model from python -m moelab repack")
-    p.add_argument("--slots", type=int, default=16)
-    p.add_argument("--tokens", type=int, default=48)
-    p.add_argument("--runs", type=int, default=5)
-    p.add_argument("--streams", type=lambda v: v if v == "auto" else int(v), default="auto")
-    p.add_argument("--json", metavar="FILE")
-    args = p.parse_args(argv)
+    add_model(parser)
+    parser.add_argument(
+        "packed",
+        type=not_empty,
+        metavar="PACKED",
+        help="the same model from python -m moelab repack",
+    )
+    parser.add_argument(
+        "--slots",
+        type=positive,
+        metavar="N",
+        default=16,
+        help="in each layer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        metavar="N",
+        default=48,
+        help="timed in each run (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--runs", type=positive, metavar="N", default=5, help="rounds (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--streams",
+        type=or_auto(positive),
+        metavar="N",
+        default="auto",
+        help="MLX streams for the experts' work (default: %(default)s)",
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """The command."""
     layouts = {"as shipped": args.model, "packed": args.packed}
-    out = bench_prefetch(layouts, args.slots, args.tokens, args.runs, streams=args.streams)
-    out["model"] = Path(args.model).name
-    print(report(out))
-    if args.json:
-        records.save(args.json, out)
-
-
-if __name__ == "__main__":
-    main()
+    out = measure(layouts, args.slots, args.tokens, args.runs, streams=args.streams)
+    records.print_and_save(report(out), out, args.json)

@@ -1,67 +1,99 @@
-"""Fewer experts for each token: what they buy in speed, what they cost in bits per byte. The measurements of notebook 05.
+"""Fewer experts per token, in speed and bits per byte: python -m moelab bench-top-k MODEL.
 
-python -m moelab.lab.experiments.top_k MODEL --json data/results/top_k_cpu.json     # the same, recorded, with more samples
+What notebook 05 measures, here with more samples.
 """
 
 import argparse
-import json
 import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import plotly.graph_objects as go
 from mlx_lm.utils import load_tokenizer
-from plotly.subplots import make_subplots
 
-from ... import StreamConfig, footprint, synthesize
+from ... import DATA, StreamConfig, footprint, synthesize
+from ...arguments import add_json, add_model, not_empty, positive, several
 from .. import machine, records, timing
-from ..plots import style as figures
+from ..plots import charts, style
 from ..quality import Score, at_top_k, xz_bits_per_byte
+from ..records import BenchRecord
 from ..texts import heldout_files
 from . import bench
 
-# SwiftLM PR 26: Qwen3.5-122B-A10B-4bit streamed on an M1 Ultra, 64 GB; tokens per second by top-k. Its author's figures, not run here.
+# SwiftLM PR 26: Qwen3.5-122B-A10B-4bit streamed on an M1 Ultra, 64 GB; tokens per second by top-k.
+# Its author's numbers, not run here.
 PUBLISHED = {8: 4.95, 6: 5.20, 4: 5.91, 2: 6.52}
 PUBLISHED_SHAPE = "qwen3.5-122b-a10b"
+HOLDS = 0.01  # "quality holds": at most so many more bits per byte, as a share
+RECORD = "top_k_cpu"  # in data/results
+GPU_RECORD = "cuda_h200_exact_engine"  # likewise
 
 
-def predicted_speedup(path, ks, base) -> dict[int, float]:
-    """Speed-up over ``base`` if a token's time were in proportion to the bytes of weights that it uses; K=0: no routed expert at all.
+def predicted_speedup(path, ks, base: int) -> dict[int, float]:
+    """Speed over ``base`` if a token's time were in proportion to the bytes of weights it uses.
 
     Args:
-        path (str or Path): A model folder, or a key of ``recipes.synthesize.CONFIGS`` for the shapes of a real model.
-        ks (list[int]): Values of K.
+        path (str or Path): A model folder, or a key of ``synthesize.CONFIGS`` for the shapes of a
+            real model.
+        ks (Sequence[int]): Values of K.
         base (int): The K to compare with.
+
+    Returns:
+        dict[int, float]: By K; also for K=0, a token without any routed expert.
     """
     if str(path) in synthesize.CONFIGS:
         tensors, config = synthesize.plan(synthesize.CONFIGS[str(path)])
-        E = config["text_config"]["num_experts"]
-        rest = sum(
-            t.nbytes
-            for t in tensors
-            if ".switch_mlp." not in t.name and "embed_tokens" not in t.name
-        )
-        one = sum(t.nbytes for t in tensors if ".switch_mlp." in t.name) / E
+        experts = [t.nbytes for t in tensors if ".switch_mlp." in t.name]
+        one = sum(experts) / config["text_config"]["num_experts"]
+        used = [t.nbytes for t in tensors if "embed_tokens" not in t.name]
+        rest = sum(used) - sum(experts)
     else:
         f = footprint(path, StreamConfig())
         one = f.num_layers * f.expert_nbytes
         rest = f.checkpoint_nbytes - f.num_experts * one
-    used = {k: rest + k * one for k in (*ks, 0)}
-    return {k: used[base] / nbytes for k, nbytes in used.items()}
+    nbytes = {k: rest + k * one for k in (*ks, 0)}
+    return {k: (rest + base * one) / n for k, n in nbytes.items()}
 
 
+def published_speedup(ks) -> dict[int, float]:
+    """The published speed over that of the first K, where both were published."""
+    full = ks[0]
+    known = [k for k in ks if k in PUBLISHED and full in PUBLISHED]
+    return {k: PUBLISHED[k] / PUBLISHED[full] for k in known}
+
+
+def predictions(path, ks) -> str:
+    """Speed over the first K as a table: predicted here and for the published model, published."""
+    rows = {
+        f"predicted, {Path(path).name}": predicted_speedup(path, ks, ks[0]),
+        "predicted, the 122B's shapes": predicted_speedup(PUBLISHED_SHAPE, ks, ks[0]),
+        "published, 122B (not run here)": published_speedup(ks),
+    }
+    columns = (*ks, 0)
+    lines = [f"{f'speed over K={ks[0]}':32}" + "".join(f"{f'K={k}':>7}" for k in columns)]
+    for name, row in rows.items():
+        cells = (f"{row[k]:7.2f}" if k in row else f"{'-':>7}" for k in columns)
+        lines.append(f"{name:32}" + "".join(cells))
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
 class Speeds:
     """Decoding at several top-k in several modes, interleaved.
 
-    Args:
-        record (dict): Of ``bench.bench``, its modes named as ``name`` does.
-        ks (list[int]): Values of K; the first is the one that others are compared with.
+    Attributes:
+        record (BenchRecord): Of ``bench.measure``, its modes named as ``name`` does.
+        ks (tuple[int]): Values of K; the first is what the others are compared with.
     """
 
-    def __init__(self, record, ks):
-        self.record, self.ks = record, list(ks)
+    record: BenchRecord
+    ks: tuple[int, ...]
 
     @staticmethod
-    def name(mode, k):
+    def name(mode: str, k: int) -> str:
+        """What a mode at one K is called in the record."""
         return f"{mode}, K={k}"
 
     @classmethod
@@ -70,242 +102,436 @@ class Speeds:
         path,
         ks,
         modes=("resident", "fused"),
-        slots=16,
-        tokens=64,
-        runs=5,
-        warmup=8,
-        progress=True,
-    ):
-        """Run ``bench`` on every mode at every K, the same prompts, rounds in random order."""
+        slots: int = 16,
+        tokens: int = 64,
+        runs: int = 5,
+        warmup: int = 8,
+        progress: bool = True,
+    ) -> "Speeds":
+        """Decode in every mode at every K: the same prompts, rounds in random order.
+
+        Args:
+            path (str or Path): A model folder.
+            ks (Sequence[int]): Values of K.
+            modes (Sequence[str]): As for ``StreamConfig``.
+            slots (int): S.
+            tokens (int): Timed in each run.
+            runs (int): Rounds.
+            warmup (int): Tokens before the clock starts.
+            progress (bool): Show a bar.
+        """
         configs = {
             cls.name(mode, k): StreamConfig(mode=mode, top_k=k, slots=slots)
             for mode in modes
             for k in ks
         }
-        return cls(
-            bench.bench(path, configs, tokens=tokens, runs=runs, warmup=warmup, progress=progress),
-            ks,
+        record = bench.measure(
+            path, configs, tokens=tokens, runs=runs, warmup=warmup, progress=progress
         )
+        return cls(record, tuple(ks))
 
-    def tok_s(self, mode, k) -> dict:
-        """Tokens per second: median, quartiles, n."""
-        return self.record["modes"][self.name(mode, k)]["decode_tok_s"]
-
-    def token_s(self, mode, k) -> np.ndarray:
+    def token_s(self, mode: str, k: int) -> np.ndarray:
         """Seconds for a token in each run."""
-        samples = self.record["modes"][self.name(mode, k)]["samples"]
-        return np.array([s["decode_s"] for s in samples]) / self.record["tokens"]
+        return self.record.token_s(self.name(mode, k))
 
-    def speedup(self, mode, k) -> dict:
-        """How many times faster than the first K, round by round, so that drift cancels: median, quartiles, n."""
+    def speedup(self, mode: str, k: int) -> timing.Summary:
+        """Speed over the first K, by round, so that drift cancels."""
         return timing.paired_ratio(self.token_s(mode, self.ks[0]), self.token_s(mode, k))
 
-    def waiting_s(self, mode, k) -> float:
+    def waiting_s(self, mode: str, k: int) -> float:
         """Seconds of a token spent waiting for reads: the median run."""
-        samples = self.record["modes"][self.name(mode, k)]["samples"]
-        return float(
-            np.median([s["counters"]["wait_s"] / s["counters"]["tokens"] for s in samples])
-        )
+        counters = self.record.counters(self.name(mode, k))
+        return float(np.median([c.wait_s / c.tokens for c in counters]))
 
-    def reads(self, mode, k) -> tuple[float, float]:
+    def reads(self, mode: str, k: int) -> tuple[float, float]:
         """Bytes read for a token, and the share of experts that were in a slot."""
-        m = self.record["modes"][self.name(mode, k)]
-        return m["bytes_per_token"], m["hit_rate"]
+        name = self.name(mode, k)
+        return self.record.bytes_per_token(name), self.record.hit_rate(name)
 
-    def texts(self, path, mode, i=0) -> dict[int, str]:
-        """What was written after the ``i``-th prompt, by K."""
-        tokenizer = load_tokenizer(Path(path))
-        modes = self.record["modes"]
-        return {
-            k: tokenizer.decode(modes[self.name(mode, k)]["samples"][i]["tokens"]) for k in self.ks
-        }
+    def tokens(self, mode: str, k: int) -> list[list[int]]:
+        """What was decoded in each run."""
+        return [s.tokens for s in self.record.modes[self.name(mode, k)].samples]
+
+    def rounds_like_resident(self, k: int) -> int:
+        """Rounds in which the streamed model decoded the resident model's tokens."""
+        return sum(a == b for a, b in zip(self.tokens("resident", k), self.tokens("fused", k)))
 
     def table(self) -> str:
-        """Tokens per second of every mode and K as text."""
-        lines = [f"{'':14s} tokens a second: median [quartiles]"]
-        for name, m in self.record["modes"].items():
-            s = m["decode_tok_s"]
-            lines.append(
-                f"{name:14s} {s['median']:6.1f} [{s['p25']:.1f} - {s['p75']:.1f}], n={s['n']}"
-            )
+        """Tokens per second of every mode and K."""
+        lines = [f"{'':14} tok/s: median [quartiles]"]
+        for name in self.record.modes:
+            speed = timing.quartiles_text(self.record.decode_tok_s(name), form=".1f")
+            lines.append(f"{name:14} {speed}")
         return "\n".join(lines)
 
+    def note(self) -> str:
+        """What qualifies the numbers."""
+        streamed = self.record.modes[self.name("fused", self.ks[0])]
+        return (
+            f"{self.record.model}, {streamed.config.slots} slots, "
+            f"page cache {self.record.cache_state}, {self.record.tokens} tokens a run, "
+            f"n={len(streamed.samples)}"
+        )
 
-def _note(speeds):
-    r = speeds.record
-    slots = next(
-        m["config"]["slots"] for m in r["modes"].values() if m["config"]["mode"] != "resident"
-    )
-    return f"{r['model']}, {slots} slots, page cache {r['cache_state']}, {r['tokens']} tokens a run, n={len(speeds.token_s('fused', speeds.ks[0]))}"
+
+@dataclass(frozen=True)
+class Record:
+    """Speed and quality by top-k, as ``python -m moelab bench-top-k`` records them.
+
+    Attributes:
+        machine (dict): As ``machine.card`` gives it.
+        model (str): Its name.
+        length (int): T, tokens predicted in a window.
+        xz_bits_per_byte (float): Of the same text.
+        speeds (Speeds): Resident and streamed.
+        scores (dict[int, Score]): By K.
+        spent_s (float): How long it took.
+    """
+
+    machine: dict
+    model: str
+    length: int
+    xz_bits_per_byte: float
+    speeds: Speeds
+    scores: dict[int, Score]
+    spent_s: float
+
+    @classmethod
+    def from_json(cls, fields: dict) -> "Record":
+        """A record file's contents."""
+        scores = {
+            int(k): Score(np.array(s["bits"]), np.array(s["nbytes"]))
+            for k, s in fields["scores"].items()
+        }
+        names = cls.__dataclass_fields__
+        speeds = Speeds(BenchRecord.from_json(fields["speeds"]), tuple(scores))
+        return cls(**{n: fields[n] for n in names} | {"speeds": speeds, "scores": scores})
+
+    def to_json(self) -> dict:
+        """The record as the file has it."""
+        scores = {
+            str(k): {name: values.tolist() for name, values in asdict(s).items()}
+            for k, s in self.scores.items()
+        }
+        own = {n: getattr(self, n) for n in self.__dataclass_fields__}
+        return {"kind": "top_k", **own, "speeds": self.speeds.record.to_json(), "scores": scores}
 
 
-def speed_figure(speeds, predicted, recorded=None):
+def recorded(model) -> Record | None:
+    """The record in ``data/results`` if there is one, and it is of this model.
+
+    Args:
+        model (str or Path): A model folder.
+    """
+    if not (DATA / "results" / f"{RECORD}.json").is_file():
+        return None
+    made = Record.from_json(records.recorded(RECORD))
+    return made if made.model == Path(model).name else None
+
+
+def measure(
+    path,
+    ks,
+    heldout=None,
+    slots: int = 16,
+    length: int = 256,
+    count: int = 48,
+    tokens: int = 64,
+    runs: int = 9,
+    on_speeds: Callable[[Record], None] | None = None,
+) -> Record:
+    """Speed and bits per byte by top-k.
+
+    Args:
+        path (str or Path): A model folder.
+        ks (Sequence[int]): Values of K; the first is what the others are compared with.
+        heldout (str or Path, optional): A folder of text. Default: ``heldout`` in the model's.
+        slots (int): S.
+        length (int): T, tokens predicted in a window.
+        count (int): Windows.
+        tokens (int): Decoded in each run.
+        runs (int): Rounds.
+        on_speeds (Callable, optional): Called with the record when the speeds are known and the
+            scores are not, so that an interrupted run keeps them.
+    """
+    path, begin = Path(path), time.perf_counter()
+    texts = list(heldout_files(heldout or path / "heldout").values())
+    xz = xz_bits_per_byte(texts)
+    speeds = Speeds.measure(path, ks, slots=slots, tokens=tokens, runs=runs)
+
+    def made(scores):
+        spent_s = time.perf_counter() - begin
+        return Record(machine.card(), path.name, length, xz, speeds, scores, spent_s)
+
+    if on_speeds:
+        on_speeds(made({}))
+    return made(at_top_k(path, texts, ks, StreamConfig(slots=slots), length, count))
+
+
+# Charts and tables
+
+
+def speed_chart(
+    speeds: Speeds, predicted: dict[int, float], old: Record | None = None
+) -> go.Figure:
     """Speed over the full K against K: predicted, measured now, recorded, published."""
-    ks, full, least = speeds.ks, speeds.ks[0], speeds.ks[-1]
+    ks, least = speeds.ks, speeds.ks[-1]
     ratios = {mode: {k: speeds.speedup(mode, k) for k in ks} for mode in ("resident", "fused")}
-    published = {
-        k: PUBLISHED[k] / PUBLISHED[full] for k in ks if k in PUBLISHED and full in PUBLISHED
-    }
-    fig = figures.figure(
-        f"K={least} in place of {full}: {ratios['fused'][least]['median']:.2f} times as fast streamed, {predicted[least]:.2f} predicted",
-        x="experts for each token (K)",
-        y=f"speed over K={full}",
-        note=_note(speeds) + ", float32; medians and quartiles, paired by round",
+    published = published_speedup(ks)
+    fig = style.figure(
+        f"K={least} instead of {ks[0]}: {ratios['fused'][least]['median']:.2f} times as fast "
+        f"streamed, {predicted[least]:.2f} predicted from bytes",
+        "experts per token (K)",
+        f"speed over K={ks[0]}",
+        note=f"{speeds.note()}; medians and quartiles, paired by round",
     )
+    line = style.look(6)["line"]
     fig.add_scatter(
-        x=ks,
-        y=[predicted[k] for k in ks],
-        name="predicted from bytes",
-        mode="lines",
-        line=figures.style(6)["line"],
+        x=ks, y=[predicted[k] for k in ks], name="predicted from bytes", mode="lines", line=line
     )
     for i, (mode, by_k) in enumerate(ratios.items()):
-        low, mid, high = (np.array([by_k[k][q] for k in ks]) for q in ("p25", "median", "p75"))
-        error = dict(type="data", array=high - mid, arrayminus=mid - low)
-        style = figures.style(i)
+        low, mid, high = ([by_k[k][q] for k in ks] for q in ("p25", "median", "p75"))
         fig.add_scatter(
             x=ks,
             y=mid,
-            error_y=error,
+            error_y=style.whiskers(low, mid, high),
             name=f"{mode}, this machine now",
             mode="lines+markers",
-            **style,
+            **style.look(i),
         )
-    if recorded:
-        old = Speeds(recorded["speeds"], ks)
-        y = [old.speedup("fused", k)["median"] for k in ks]
-        label = f"fused, recorded {recorded['machine']['date']} ({recorded['machine']['cpu']}, n={len(old.token_s('fused', full))})"
-        fig.add_scatter(x=ks, y=y, name=label, mode="markers", marker=figures.style(4)["marker"])
+    if old:
+        shared = [k for k in ks if k in old.speeds.ks]
+        fig.add_scatter(
+            x=shared,
+            y=[old.speeds.speedup("fused", k)["median"] for k in shared],
+            name=f"fused, recorded {old.machine['date']}",
+            mode="markers",
+            marker=style.look(4)["marker"],
+        )
     fig.add_scatter(
         x=list(published),
         y=list(published.values()),
-        name="published: 122B on M1 Ultra (PR 26)",
+        name="published: 122B on an M1 Ultra (PR 26)",
         mode="markers",
-        marker=figures.style(2)["marker"],
+        marker=style.look(2)["marker"],
     )
-    figures.ceiling(fig, predicted[0], "ceiling: no routed expert at all")
+    style.ceiling(fig, predicted[0], "no routed expert at all")
     fig.update_xaxes(tickvals=ks, autorange="reversed")
-    return figures.describe(
+    told = [
+        f"K={k}: {predicted[k]:.2f} predicted, {ratios['resident'][k]['median']:.2f} resident, "
+        f"{ratios['fused'][k]['median']:.2f} streamed"
+        + (f", {published[k]:.2f} published." if k in published else ".")
+        for k in ks[1:]
+    ]
+    return style.describe(
         fig,
-        alt="Speed over the full top-k against K. "
-        + " ".join(
-            f"K={k}: {predicted[k]:.2f} predicted, {ratios['resident'][k]['median']:.2f} resident, {ratios['fused'][k]['median']:.2f} streamed"
-            + (f", {published[k]:.2f} published." if k in published else ".")
-            for k in ks[1:]
-        ),
-        finding=f"Even with no routed expert at all this model would be {predicted[0]:.2f} times as fast: the rest of it stays.",
+        "Speed over the full top-k against K. " + " ".join(told),
+        f"Without any routed expert this model would be {predicted[0]:.2f} times as fast: "
+        "every token still uses the rest of it.",
     )
 
 
-def time_figure(speeds, mode="fused"):
-    """Where a streamed token's time goes, by K: waiting for reads, and the rest."""
+def gpu_chart(speeds: Speeds, name: str = GPU_RECORD) -> go.Figure:
+    """Streamed speed over the full K: measured now, and recorded on a GPU.
+
+    Args:
+        speeds (Speeds): Of this machine.
+        name (str): A record of ``cuda_run.py`` in ``data/results``.
+    """
+    file = records.recorded(name)
+    gpu = BenchRecord.from_json(file["sections"]["top_k"])
+    by_k = {int(mode.partition("top-")[2]): mode for mode in gpu.modes}
+    full, least = max(by_k), min(by_k)
+    ratios = {k: gpu.token_s(by_k[full]) / gpu.token_s(mode) for k, mode in by_k.items()}
+    base = speeds.token_s("fused", speeds.ks[0])
+    here = {k: base / speeds.token_s("fused", k) for k in speeds.ks[1:]}
+    hits = ", ".join(f"K={k} {gpu.hit_rate(mode):.0%}" for k, mode in by_k.items())
+    told = ", ".join(f"K={k} {gpu.decode_tok_s(mode)['median']:.0f}" for k, mode in by_k.items())
+    device = file["machine"]["gpu"]
+    return charts.bars(
+        {
+            "this machine now": {f"K={k}": r for k, r in here.items()},
+            f"{device}, recorded": {f"K={k}": ratios[k] for k in by_k if k != full},
+        },
+        f"On the {device} K={least} is {np.median(ratios[least]):.2f} times as fast as K={full}, "
+        f"with {gpu.hit_rate(by_k[least]):.0%} hits",
+        "speed over the full K",
+        f"On the GPU, in tok/s: {told}; hits: {hits}.",
+        note=f"{device}: 8 layers of 35B-A3B, random weights, 64 of 256 slots, bfloat16, warm, "
+        f"{gpu.tokens} tokens a run, n={len(gpu.modes[by_k[full]].samples)}",
+    )
+
+
+def time_chart(speeds: Speeds, mode: str = "fused") -> go.Figure:
+    """What a streamed token's time is made of, by K: waiting for reads, and the rest."""
     ks, full, least = speeds.ks, speeds.ks[0], speeds.ks[-1]
-    total = {k: float(np.median(speeds.token_s(mode, k))) * 1e3 for k in ks}
-    waiting = {k: speeds.waiting_s(mode, k) * 1e3 for k in ks}
+    total = {k: float(np.median(speeds.token_s(mode, k))) for k in ks}
+    waiting = {k: speeds.waiting_s(mode, k) for k in ks}
     reads = {k: speeds.reads(mode, k) for k in ks}
-    fig = figures.figure(
-        f"K={least} reads {reads[least][0] / reads[full][0]:.0%} of what K={full} reads, and waits {waiting[least]:.1f} ms in place of {waiting[full]:.1f}",
-        x="",
-        y="time for a token (ms)",
-        note=_note(speeds) + "; medians",
-        barmode="stack",
-    )
-    where = [f"K={k}<br>{b / 1e6:.2f} MB read<br>{hits:.0%} hits" for k, (b, hits) in reads.items()]
-    rest = [total[k] - waiting[k] for k in ks]
-    fig.add_bar(x=where, y=rest, name="computing and dispatching", marker_color=figures.COLORS[4])
-    bar = dict(
-        color=figures.COLORS[1], pattern=dict(shape="/", fillmode="overlay", fgcolor="white")
-    )
-    fig.add_bar(x=where, y=[waiting[k] for k in ks], name="waiting for reads", marker=bar)
-    return figures.describe(
-        fig,
-        alt="Stacked bars of a token's time. "
-        + " ".join(
-            f"K={k}: {total[k]:.1f} ms, {waiting[k]:.1f} of them waiting for reads." for k in ks
-        ),
-        finding=f"Waiting is {waiting[full] / total[full]:.0%} of a token at K={full} and {waiting[least] / total[least]:.0%} at K={least}; "
-        f"the rest falls from {rest[0]:.1f} to {rest[-1]:.1f} ms.",
+    bars = {
+        f"K={k}, {nbytes / 1e6:.2f} MB, {hits:.0%} hits": {
+            "computing and dispatching": total[k] - waiting[k],
+            "waiting for reads": waiting[k],
+        }
+        for k, (nbytes, hits) in reads.items()
+    }
+    return charts.parts(
+        {"streamed, this machine now": bars},
+        f"K={least} reads {reads[least][0] / reads[full][0]:.0%} of what K={full} reads and waits "
+        f"{waiting[least] * 1e3:.1f} ms instead of {waiting[full] * 1e3:.1f}",
+        f"Waiting is {waiting[full] / total[full]:.0%} of a token at K={full} and "
+        f"{waiting[least] / total[least]:.0%} at K={least}; the rest changes from "
+        f"{(total[full] - waiting[full]) * 1e3:.1f} to "
+        f"{(total[least] - waiting[least]) * 1e3:.1f} ms.",
+        note=f"{speeds.note()}; MB read for a token; medians",
+        axis="time for a token (ms)",
     )
 
 
-def quality_table(scores) -> str:
-    """Bits per byte of every K, and the increase over the first, as text."""
+def quality_table(scores: dict[int, Score]) -> str:
+    """Bits per byte of every K, and the increase over the first."""
     base = next(iter(scores.values()))
     lines = ["       bits per byte [95% interval]      increase [95% interval]"]
     for k, s in scores.items():
         (low, high), (rise, a, b) = s.interval(), s.increase(base)
         lines.append(
-            f"K={k}:   {s.bits_per_byte:.3f} [{low:.3f} - {high:.3f}]         {rise:+7.2%} [{a:+.2%} to {b:+.2%}]"
+            f"K={k}:   {s.bits_per_byte:.3f} [{low:.3f} - {high:.3f}]         "
+            f"{rise:+7.2%} [{a:+.2%} to {b:+.2%}]"
         )
     return "\n".join(lines)
 
 
-def quality_figure(scores, texts, holds, note, recorded=None):
-    """The increase of bits per byte over the full K, with what counts as "holds"."""
+def quality_chart(
+    scores: dict[int, Score], texts, note: str, holds: float = HOLDS, old: Record | None = None
+) -> go.Figure:
+    """The increase of bits per byte over the full K, with the limit up to which quality "holds"."""
     ks = list(scores)
     full, least = ks[0], ks[-1]
     rises = {k: s.increase(scores[full]) for k, s in scores.items()}
-    fig = figures.figure(
-        f"Bits per byte change by {rises[ks[1]][0]:+.1%} at K={ks[1]} and by {rises[least][0]:+.1%} at K={least}",
-        x="experts for each token (K)",
-        y=f"bits per byte over K={full} (%)",
-        note=f"{note}, {int(scores[full].nbytes.sum()):,} bytes in {len(scores[full].bits)} windows; 95% intervals, bootstrap over windows",
+    fig = style.figure(
+        f"Bits per byte change by {rises[ks[1]][0]:+.1%} at K={ks[1]} and by "
+        f"{rises[least][0]:+.1%} at K={least}",
+        "experts per token (K)",
+        f"bits per byte over K={full} (%)",
+        note=f"{note}, {int(scores[full].nbytes.sum()):,} bytes in {len(scores[full].bits)} "
+        "windows; 95% intervals, bootstrap over windows",
     )
     sets = [("this machine now", scores, 0)]
-    if recorded:
-        size = int(recorded["scores"][full].nbytes.sum())
-        sets.append(
-            (f"recorded {recorded['machine']['date']}, {size:,} bytes", recorded["scores"], 4)
-        )
+    if old:
+        size = int(old.scores[full].nbytes.sum())
+        known = {k: old.scores[k] for k in ks if k in old.scores}
+        sets.append((f"recorded {old.machine['date']}, {size:,} bytes", known, 4))
     for label, some, i in sets:
-        mid, low, high = 100 * np.array([some[k].increase(some[full]) for k in ks]).T
-        error = dict(type="data", array=high - mid, arrayminus=mid - low)
+        mid, low, high = 100 * np.array([s.increase(some[full]) for s in some.values()]).T
         fig.add_scatter(
-            x=ks, y=mid, error_y=error, name=label, mode="lines+markers", **figures.style(i)
+            x=list(some),
+            y=mid,
+            error_y=style.whiskers(low, mid, high),
+            name=label,
+            mode="lines+markers",
+            **style.look(i),
         )
-    figures.ceiling(fig, 100 * holds, "what counts as 'holds'")
+    style.ceiling(fig, 100 * holds, "quality holds below")
     fig.update_xaxes(tickvals=ks, autorange="reversed")
     fig.update_layout(showlegend=True)
-    return figures.describe(
+    told = [f"K={k}: {m:+.2%}, from {a:+.2%} to {b:+.2%}." for k, (m, a, b) in rises.items()]
+    return style.describe(
         fig,
-        alt=f"Increase of bits per byte over K={full}. "
-        + " ".join(
-            f"K={k}: {m:+.2%}, from {a:+.2%} to {b:+.2%}." for k, (m, a, b) in rises.items()
-        ),
-        finding=f"At K={full} the model needs {scores[full].bits_per_byte:.2f} bits per byte, at K={least} {scores[least].bits_per_byte:.2f}; "
-        f"xz -9e needs {xz_bits_per_byte(texts):.2f}.",
+        f"Increase of bits per byte over K={full}. " + " ".join(told),
+        f"At K={full} the model needs {scores[full].bits_per_byte:.2f} bits per byte, at "
+        f"K={least} {scores[least].bits_per_byte:.2f}; xz -9e needs {xz_bits_per_byte(texts):.2f}.",
     )
 
 
-def verdicts(speeds, predicted, scores, holds) -> str:
-    """One line for each claim and K: A1 (speed, against prediction and publication) and A11 (does quality hold?)."""
-    lines, full = [], speeds.ks[0]
-    for k in speeds.ks[1:]:
-        s, (rise, low, high) = speeds.speedup("fused", k), scores[k].increase(scores[full])
-        published = (
-            f"{PUBLISHED[k] / PUBLISHED[full]:.2f}" if k in PUBLISHED and full in PUBLISHED else "-"
-        )
-        holding = (
-            "holds"
-            if high <= holds
-            else "does not hold"
-            if low > holds
-            else "undecided: more windows"
-        )
-        lines.append(
-            f"A1   K={k}: {s['median']:.2f} [{s['p25']:.2f} - {s['p75']:.2f}] times as fast here, {predicted[k]:.2f} predicted, {published} published"
-        )
-        lines.append(
-            f"A11  K={k}: {holding}: {rise:+.2%} [{low:+.2%} to {high:+.2%}] bits per byte"
-        )
-    return "\n".join(lines)
+def report(out: Record) -> str:
+    """The record's tables."""
+    return f"{out.speeds.table()}\n\n{quality_table(out.scores)}"
 
 
-def dial(path, texts, tokens=24, length=128, count=4):
-    """Makes the function behind the top-k slider: a few windows scored and a few tokens written, at K and at the model's own.
+def written(speeds: Speeds, path, mode: str = "fused") -> str:
+    """What each K decoded after the first prompt."""
+    tokenizer = load_tokenizer(Path(path))
+    parts = [f"prompt: {speeds.record.prompts[0]}"]
+    for k in speeds.ks:
+        parts.append(f"--- K={k} {'-' * 60}\n{tokenizer.decode(speeds.tokens(mode, k)[0])}")
+    return "\n\n".join(parts)
 
-    Returns:
-        Callable[[int], go.Figure]: From top-k to a figure of time and bits per byte.
+
+def verdicts(
+    path, speeds: Speeds, scores: dict[int, Score], holds: float = HOLDS, old: Record | None = None
+) -> list[tuple[str, str, str, str]]:
+    """The claims on top-k, for ``charts.verdicts``: from the record where there is one.
+
+    Args:
+        path (str or Path): The model folder.
+        speeds (Speeds): Measured now.
+        scores (dict[int, Score]): Measured now.
+        holds (float): "Quality holds": at most so many more bits per byte, as a share.
+        old (Record, optional): A longer run.
+    """
+    source = "this machine now"
+    if old:
+        speeds, scores, source = old.speeds, old.scores, f"recorded {old.machine['date']}"
+    ks, full = speeds.ks[1:], speeds.ks[0]
+    here, theirs = (predicted_speedup(p, speeds.ks, full) for p in (path, PUBLISHED_SHAPE))
+    published = published_speedup(speeds.ks)
+    explained = all(ratio <= theirs[k] for k, ratio in published.items())
+    fast = [
+        f"K={k} {timing.quartiles_text(speeds.speedup('fused', k), form='.2f')} "
+        f"({here[k]:.2f} from bytes)"
+        for k in ks
+    ]
+    theirs = [
+        f"K={k} {published[k]:.2f} ({theirs[k]:.2f} from bytes)" for k in ks if k in published
+    ]
+    rises = {k: scores[k].increase(scores[full]) for k in ks}
+    held = {k: _holds(low, high, holds) for k, (_, low, high) in rises.items()}
+    if len(set(held.values())) == 1:
+        judged = {"holds": "confirmed", "does not hold": "refuted"}.get(held[ks[0]], "depends on")
+    else:
+        judged = "depends on"
+    worse = [f"K={k} {rises[k][0]:+.1%} [{_span(*rises[k][1:])}], {held[k]}" for k in ks]
+    return [
+        (
+            "A1",
+            "with fewer experts per token a streamed 122B model decodes at 5.20 (K=6), 5.91 (4) "
+            f"and 6.52 (2) instead of {PUBLISHED[8]} tok/s",
+            "depends on" if explained else "cannot be tested here",
+            f"how much of a token the experts are. Published speed over K={full}: "
+            f"{', '.join(theirs)}. Measured here, streamed ({source}): {', '.join(fast)}",
+        ),
+        (
+            "A11",
+            "quality holds at reduced top-k",
+            judged,
+            f"more bits per byte than K={full} ({source}; it holds up to {holds:.0%}): "
+            + "; ".join(worse),
+        ),
+    ]
+
+
+def _holds(low, high, limit):
+    """Whether an interval of the increase lies below the limit."""
+    if high <= limit:
+        return "holds"
+    return "does not hold" if low > limit else "undecided"
+
+
+def _span(low, high):
+    return f"{low:+.1%} to {high:+.1%}"
+
+
+def dial(
+    path, texts, tokens: int = 24, length: int = 128, count: int = 4
+) -> Callable[[int], go.Figure]:
+    """The function behind the top-k slider: speed, bits per byte and text at K and the model's own.
+
+    Args:
+        path (str or Path): A model folder.
+        texts (list[str]): Held-out text.
+        tokens (int): Decoded in each of three runs.
+        length (int): T, tokens predicted in a window.
+        count (int): Windows.
     """
     own = footprint(path, StreamConfig()).top_k
     known = {}
@@ -317,100 +543,84 @@ def dial(path, texts, tokens=24, length=128, count=4):
         speeds = Speeds.measure(
             path, ks, modes=("fused",), tokens=tokens, runs=3, warmup=4, progress=False
         )
-        ms = {k: float(np.median(speeds.token_s("fused", k))) * 1e3 for k in ks}
-        written = {
-            k: speeds.record["modes"][speeds.name("fused", k)]["samples"][0]["tokens"] for k in ks
-        }
         rise, low, high = known[top_k].increase(known[own])
-        fig = figures.figure(
-            f"Top-k {top_k}: {speeds.speedup('fused', top_k)['median']:.2f} times as fast, {rise:+.1%} bits per byte",
-            x="",
-            y="",
-            note=f"{Path(path).name}, streamed, {tokens} tokens three times, {count} windows of {length} tokens",
-        )
-        make_subplots(1, 2, figure=fig, horizontal_spacing=0.14)
-        bars = [
-            ("time for a token (ms)", list(ms.values())),
-            ("bits per byte", [known[k].bits_per_byte for k in ks]),
-        ]
-        for column, (title, heights) in enumerate(bars, 1):
-            colors = [figures.GREY, figures.COLORS[0]][: len(ks)]
-            fig.add_bar(
-                x=[f"K={k}" for k in ks],
-                y=heights,
-                width=0.5,
-                texttemplate="%{y:.3g}",
-                marker_color=colors,
-                row=1,
-                col=column,
-            )
-            fig.update_yaxes(title=title, col=column)
-        fig.update_layout(showlegend=False)
-        same = next(
-            (i for i, (x, y) in enumerate(zip(written[own], written[top_k])) if x != y),
-            len(written[own]),
-        )
-        return figures.describe(
-            fig,
-            alt=f"Bars for K={own} and K={top_k}. Time for a token: {ms[own]:.1f} and {ms[top_k]:.1f} ms. "
-            f"Bits per byte: {known[own].bits_per_byte:.3f} and {known[top_k].bits_per_byte:.3f}.",
-            finding=f"K={top_k} needs {rise:+.1%} [{low:+.1%} to {high:+.1%}] bits for the same text; "
-            f"the first {same} of {len(written[own])} greedy tokens are those of K={own}.",
+        full, fewer = (speeds.tokens("fused", k)[0] for k in (own, top_k))
+        same = int(np.cumprod([a == b for a, b in zip(full, fewer)]).sum())
+        return charts.bars(
+            {
+                "time for a token (ms)": {f"K={k}": speeds.token_s("fused", k) * 1e3 for k in ks},
+                "bits per byte": {f"K={k}": [known[k].bits_per_byte] for k in ks},
+            },
+            f"K={top_k}: {speeds.speedup('fused', top_k)['median']:.2f} times as fast, "
+            f"{rise:+.1%} bits per byte",
+            "",
+            f"K={top_k} needs {rise:+.1%} [{_span(low, high)}] bits for the same text; the "
+            f"first {same} of {len(full)} greedy tokens are those of K={own}.",
+            note=f"{Path(path).name}, streamed, {tokens} tokens three times, {count} windows of "
+            f"{length} tokens",
         )
 
     return look
 
 
-def recorded(path) -> dict | None:
-    """A record of ``main``, its scores as ``Score``; None if there is none."""
-    path = Path(path)
-    if not path.is_file():
-        return None
-    record = json.loads(path.read_text())
-    scores = record["scores"].items()
-    return record | {
-        "scores": {int(k): Score(np.array(s["bits"]), np.array(s["nbytes"])) for k, s in scores}
-    }
-
-
-def main(argv=None):
-    """Record speed and quality by top-k, more of both than a notebook has time for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.description = (
+        "Record speed and bits per byte by top-k, more samples of both than notebook 05 has time "
+        "for."
     )
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--heldout", type=Path, help="folder of text (default: MODEL/heldout)")
+    add_model(parser)
     parser.add_argument(
-        "--top-k", type=int, nargs="+", default=[8, 6, 4, 2], help="the first is compared with"
+        "--heldout", type=not_empty, metavar="FOLDER", help="of text (default: MODEL/heldout)"
     )
-    parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--length", type=int, default=256, help="tokens in a window")
-    parser.add_argument("--count", type=int, default=48, help="windows")
-    parser.add_argument("--tokens", type=int, default=64, help="decoded in a run")
-    parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--json", type=Path, required=True)
-    a = parser.parse_args(argv)
-    texts = list(heldout_files(a.heldout or a.model / "heldout").values())
-    begin = time.perf_counter()
-    record = {
-        "kind": "top_k",
-        "machine": machine.card(),
-        "model": a.model.name,
-        "length": a.length,
-        "scores": {},
-    }
-    record["xz_bits_per_byte"] = xz_bits_per_byte(texts)
-    speeds = Speeds.measure(a.model, a.top_k, slots=a.slots, tokens=a.tokens, runs=a.runs)
-    record["speeds"] = speeds.record
-    records.save(a.json, record)
-    scores = at_top_k(a.model, texts, a.top_k, StreamConfig(slots=a.slots), a.length, a.count)
-    record["scores"] = {
-        str(k): {"bits": s.bits.tolist(), "nbytes": s.nbytes.tolist()} for k, s in scores.items()
-    }
-    record["spent_s"] = time.perf_counter() - begin
-    records.save(a.json, record)
-    print(speeds.table(), quality_table(scores), a.json, sep="\n")
+    parser.add_argument(
+        "--top-k",
+        type=several(positive),
+        default="8,6,4,2,1",
+        help="divided by commas; the first is compared with (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--slots",
+        type=positive,
+        metavar="N",
+        default=16,
+        help="in each layer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--length",
+        type=positive,
+        metavar="N",
+        default=256,
+        help="tokens in a window (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--count", type=positive, metavar="N", default=48, help="windows (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        metavar="N",
+        default=64,
+        help="decoded in a run (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--runs", type=positive, metavar="N", default=9, help="rounds (default: %(default)s)"
+    )
+    add_json(parser, required=True)
 
 
-if __name__ == "__main__":
-    main()
+def run(args: argparse.Namespace) -> None:
+    """The command."""
+
+    out = measure(
+        args.model,
+        args.top_k,
+        args.heldout,
+        args.slots,
+        args.length,
+        args.count,
+        args.tokens,
+        args.runs,
+        on_speeds=lambda out: records.save(args.json, out),
+    )
+    records.print_and_save(report(out), out, args.json)

@@ -1,228 +1,278 @@
-"""The figures of notebooks 01 and 02: numbers in, a described figure out."""
+"""Charts of samples, each with its title, note, finding and alternative text."""
 
 import html
+import math
 
 import numpy as np
+import plotly.graph_objects as go
 from IPython.display import display
 from plotly.subplots import make_subplots
 
-from . import style as figures
+from . import style
 
 VERDICTS = ("confirmed", "refuted", "depends on", "cannot be tested here")
 
+# Pixels: of a bar with its gap, of a panel's title and axis, of what labels and numbers need.
+BAR, PANEL_TITLE, PANEL_AXIS = 34, 20, 64
+WIDTH = 880  # of all panels together, about
+LABEL_CHARACTERS = 26
+MOST_COLUMNS = 3
+COLORS = 6  # of ``style.COLORS``: whiskers are not seen on black, numbers not on yellow
 
-def bars(sources, title, y, finding, note="", scale=1.0, log=False, marks=(), digits=3, card=None):
-    """One column for each source, one bar for each variant: medians with whiskers from quartile to quartile.
+
+def bars(
+    sources: dict,
+    title: str,
+    axis: str,
+    finding: str,
+    note: str = "",
+    scale: float = 1.0,
+    log: bool = False,
+    marks=(),
+    digits: int = 3,
+    card: dict | str | None = None,
+) -> go.Figure:
+    """A panel for each source, a horizontal bar for each variant: medians and quartiles.
 
     Args:
-        sources (dict): ``{label of the source: {variant: samples}}``. Every column has its own axis.
-        title, y, finding, note (str): As for ``figures``.
+        sources (dict): ``{label of the source: {variant: samples}}``. Each panel has its own scale;
+            a single one needs no label: ``""``.
+        title (str): What was found, short.
+        axis (str): What the bars measure, with its unit.
+        finding (str): What is to be seen, in one or two sentences.
+        note (str): What qualifies the numbers: n, warm-up, cache state, model.
         scale (float): Multiplies the samples (1e6: seconds to microseconds).
         log (bool): Logarithmic axis.
-        marks (list): ``(column, value, label)`` of lines to draw across a column, from 0.
-        card (dict): The machine of recorded numbers.
+        marks (Sequence): ``(panel, value, label)`` of lines to draw across a panel, from 0.
+        digits (int): Significant digits of the numbers at the bars.
+        card (dict or str): The machine of recorded numbers. Default: this machine, now.
     """
-    fig = figures.figure(title, "", "", note=note, card=card, height=480, showlegend=False)
-    _columns(fig, list(sources))
-    words, wide = [], {1: 16, 2: 16, 3: 10}.get(len(sources), 6)
-    for column, (label, variants) in enumerate(sources.items(), 1):
-        stats = {
-            n: np.percentile(np.asarray(s, float) * scale, (25, 50, 75))
-            for n, s in variants.items()
-        }
-        low, mid, high = np.array(list(stats.values())).T
-        x = [_wrap(n, wide) for n in stats]
-        colors = [figures.COLORS[i % len(figures.COLORS)] for i in range(len(stats))]
-        whiskers = dict(type="data", array=high - mid, arrayminus=mid - low, thickness=1.5, width=4)
-        fig.add_bar(x=x, y=mid, marker_color=colors, error_y=whiskers, row=1, col=column)
-        numbers = [f"{m:.{digits}g}" for m in mid]  # above the whisker, not on it
-        fig.add_scatter(
-            x=x,
-            y=high,
-            mode="text",
-            text=numbers,
-            textposition="top center",
-            cliponaxis=False,
-            hoverinfo="skip",
-            row=1,
-            col=column,
+    names = _names(sources)
+    fig = style.figure(title, "", "", note=note, card=card, showlegend=False)
+    places = _panels(fig, list(sources), names, axis, headroom=bool(marks))
+    words = []
+    for i, ((label, variants), place) in enumerate(zip(sources.items(), places)):
+        stats = [
+            np.percentile(np.asarray(s, float) * scale, (25, 50, 75)) for s in variants.values()
+        ]
+        low, mid, high = np.array(stats).T
+        colors = [style.COLORS[names.index(n) % COLORS] for n in variants]
+        numbers = [_number(m, digits) for m in mid]
+        y = [_label(n) for n in variants]
+        fig.add_bar(
+            x=mid,
+            y=y,
+            orientation="h",
+            marker_color=colors,
+            error_x=style.whiskers(low, mid, high) if (high > low).any() else None,
+            **place,
         )
-        words.append(f"{label}: " + ", ".join(f"{n} {m}" for n, m in zip(stats, numbers)))
-        top = max([high.max()] + [v for c, v, _ in marks if c == column - 1])
+        _numbers(fig, high, y, numbers, place)  # right of the whisker, not on it
+        told = ", ".join(f"{n} {m}" for n, m in zip(variants, numbers))
+        words.append(f"{label}: {told}" if label else told)
+        here = [(value, text) for panel, value, text in marks if panel == i]
+        top = max([high.max()] + [value for value, _ in here])
         if log:
-            fig.update_yaxes(type="log", dtick=1, row=1, col=column)
+            low_end = np.log10(min(mid.min(), top)) - 0.3
+            fig.update_xaxes(type="log", dtick=1, range=[low_end, np.log10(top) + 0.5], **place)
         else:
-            fig.update_yaxes(range=[0, top * 1.15], row=1, col=column)
-    for column, value, label in marks:
-        figures.ceiling(fig, value, label, row=1, col=column + 1)
-    fig.update_yaxes(title=y, col=1)
-    fig.update_xaxes(tickangle=0, tickfont=dict(size=12 if len(sources) < 3 else 10))
-    return figures.describe(
-        fig, alt=f"Bars of {y or title}. " + ". ".join(words) + ".", finding=finding
-    )
+            fig.update_xaxes(range=[0, top * 1.3], **place)
+        for value, text in here:
+            side = "left" if value > 0.6 * top else "right"
+            style.ceiling(fig, value, text, axis="x", side=side, log=log, **place)
+    return style.describe(fig, f"Bars of {axis or title}. " + ". ".join(words) + ".", finding)
 
 
-def _columns(fig, titles):
-    """One column of axes for each title, under a margin that holds title, subtitle and these."""
-    make_subplots(1, len(titles), figure=fig, subplot_titles=titles, horizontal_spacing=0.1)
-    fig.update_annotations(font_size=13, yshift=2)
-    fig.update_layout(margin=dict(t=130))
-
-
-def _wrap(text, width=16):
-    lines, line = [], ""
-    for word in text.split():
-        if line and len(line) + len(word) + 1 > width:
-            lines.append(line)
-            line = ""
-        line = f"{line} {word}".strip()
-    return "<br>".join([*lines, line])
-
-
-def parts(sources, title, finding, note="", y="ms a token"):
-    """One column for each source: what a token's time is made of, stacked.
+def parts(
+    sources: dict,
+    title: str,
+    finding: str,
+    note: str = "",
+    axis: str = "ms a token",
+    scale: float = 1e3,
+    card: dict | str | None = None,
+) -> go.Figure:
+    """A panel for each source, a stacked bar for each mode: what a token's time is made of.
 
     Args:
         sources (dict): ``{label: {mode: {part: seconds}}}``.
+        title, finding, note, axis, scale, card: As for ``bars``.
     """
-    fig = figures.figure(title, "", "", note=note, height=480, barmode="stack")
-    _columns(fig, list(sources))
-    words, names = (
-        [],
-        list(dict.fromkeys(p for modes in sources.values() for m in modes.values() for p in m)),
-    )
-    for column, (label, modes) in enumerate(sources.items(), 1):
-        for i, part in enumerate(names):
-            heights = [m.get(part, 0) * 1e3 for m in modes.values()]
-            fig.add_bar(
-                x=[_wrap(m, 10) for m in modes], y=heights, name=part, showlegend=column == 1,
-                marker=dict(color=figures.COLORS[i], pattern=dict(shape=["", "/", "x"][i % 3], fgcolor="white", fillmode="overlay")), row=1, col=column,
-            )  # fmt: skip
-        words.append(
-            f"{label}: "
-            + "; ".join(
-                f"{m} " + ", ".join(f"{p} {v * 1e3:.3g} ms" for p, v in x.items())
-                for m, x in modes.items()
-            )
-        )
-    fig.update_yaxes(title=y, col=1)
-    fig.update_xaxes(tickangle=0, tickfont=dict(size=10))
-    return figures.describe(
-        fig, alt=f"Stacked bars of {y}. " + ". ".join(words) + ".", finding=finding
-    )
-
-
-def lines(series, title, x, y, finding, note="", log_x=True, ceilings=(), card=None):
-    """Medians and quartiles over a number: ``series`` is ``{name: (xs, samples for each x)}``; ``ceilings`` are ``(value, label)``."""
-    fig = figures.figure(title, x, y, note=note, card=card)
+    names = _names(sources)
+    kinds = list(dict.fromkeys(p for modes in sources.values() for m in modes.values() for p in m))
+    fig = style.figure(title, "", "", note=note, card=card, barmode="stack", showlegend=True)
+    places = _panels(fig, list(sources), names, axis)
     words = []
-    for i, (name, (xs, rows)) in enumerate(series.items()):
-        figures.band(fig, xs, rows, name, i)
-        words.append(
-            f"{name}: " + ", ".join(f"{np.median(r):.3g} at {v}" for v, r in zip(xs, rows))
+    for i, ((label, modes), place) in enumerate(zip(sources.items(), places)):
+        for k, part in enumerate(kinds):
+            fig.add_bar(
+                x=[m.get(part, 0) * scale for m in modes.values()],
+                y=[_label(m) for m in modes],
+                orientation="h",
+                name=part,
+                legendgroup=part,
+                showlegend=i == 0,
+                marker=style.fill(k),
+                **place,
+            )
+        totals = [sum(m.values()) * scale for m in modes.values()]
+        _numbers(fig, totals, [_label(m) for m in modes], [_number(t) for t in totals], place)
+        fig.update_xaxes(range=[0, max(totals) * 1.25], **place)
+        told = (
+            f"{m} " + ", ".join(f"{p} {v * scale:.3g}" for p, v in x.items())
+            for m, x in modes.items()
         )
+        words.append(f"{label}: " + "; ".join(told))
+    return style.describe(fig, f"Stacked bars of {axis}. " + ". ".join(words) + ".", finding)
+
+
+def lines(
+    series: dict,
+    title: str,
+    x: str,
+    y: str,
+    finding: str,
+    note: str = "",
+    log_x: bool = True,
+    ceilings=(),
+    card: dict | str | None = None,
+) -> go.Figure:
+    """Medians and quartiles over a number or a list of steps.
+
+    Args:
+        series (dict): ``{name: (xs, samples for each x)}``.
+        title (str): What was found, short.
+        x (str): The horizontal axis, with its unit.
+        y (str): The vertical axis, with its unit.
+        finding (str): What is to be seen, in one or two sentences.
+        note (str): What qualifies the numbers.
+        log_x (bool): Logarithmic horizontal axis, with a tick at every x.
+        ceilings (Sequence): ``(value, label)`` of horizontal lines.
+        card (dict or str): The machine of recorded numbers. Default: this machine, now.
+    """
+    fig = style.figure(title, x, y, note=note, card=card)
+    words, top = [], [value for value, _ in ceilings]
+    for i, (name, (xs, rows)) in enumerate(series.items()):
+        style.band(fig, xs, rows, name, i)
+        told = ", ".join(f"{np.median(r):.3g} at {v}" for v, r in zip(xs, rows))
+        words.append(f"{name}: {told}")
+        top += [np.percentile(r, 75) for r in rows]
     for value, label in ceilings:
-        figures.ceiling(fig, value, label)
+        style.ceiling(fig, value, label)
         words.append(f"Ceiling, {label}: {value:.3g}")
     if log_x:
         values = sorted({v for xs, _ in series.values() for v in xs})
         fig.update_xaxes(type="log", tickvals=values, ticktext=[str(v) for v in values])
-    fig.update_yaxes(
-        range=[
-            0,
-            1.12
-            * max(
-                [np.percentile(r, 75) for _, rows in series.values() for r in rows]
-                + [c for c, _ in ceilings]
-            ),
-        ]
-    )
-    return figures.describe(fig, alt=f"{y} over {x}. " + ". ".join(words) + ".", finding=finding)
+    fig.update_yaxes(range=[0, 1.12 * max(top)])
+    return style.describe(fig, f"{y} over {x}. " + ". ".join(words) + ".", finding)
 
 
-def verdicts(rows):
+def verdicts(rows) -> None:
     """Shows a table of claims, each with one of ``VERDICTS`` and the numbers that it rests on.
 
     Args:
         rows (list): ``(id, claim, verdict, why)``.
+
+    Raises:
+        ValueError: If a verdict is none of ``VERDICTS``.
     """
     for row in rows:
         if row[2] not in VERDICTS:
             raise ValueError(f"{row[0]}: verdict {row[2]!r}, expected one of {', '.join(VERDICTS)}")
-    cells = "".join(
-        f"<tr><td>{i}</td><td style='text-align:left'>{html.escape(claim)}</td><td><b>{verdict}</b></td>"
-        f"<td style='text-align:left'>{html.escape(why)}</td></tr>"
-        for i, claim, verdict, why in rows
-    )
-    head = "".join(
-        f"<th style='text-align:left'>{h}</th>" for h in ("", "claim", "verdict", "because")
-    )
     plain = "\n".join(f"{i} {verdict}: {claim} ({why})" for i, claim, verdict, why in rows)
-    display({"text/html": f"<table><tr>{head}</tr>{cells}</table>", "text/plain": plain}, raw=True)
+    cells = [
+        [i, html.escape(claim), f"<b>{verdict.replace(' ', '&nbsp;')}</b>", html.escape(why)]
+        for i, claim, verdict, why in rows
+    ]
+    _display_table(("", "claim", "verdict", "because"), cells, plain)
 
 
-def recorded_note(record, what=""):
+def table(head, rows) -> None:
+    """Shows a table of texts.
+
+    Args:
+        head (Sequence[str]): The columns' names.
+        rows (Sequence[Sequence[str]]): Its cells.
+    """
+    plain = "\n".join("  ".join(row) for row in (head, *rows))
+    _display_table(head, [[html.escape(cell) for cell in row] for row in rows], plain)
+
+
+def _display_table(head, rows, plain):
+    left = "style='text-align:left'"
+    top = "".join(f"<th {left}>{h}</th>" for h in head)
+    body = "".join(
+        "<tr>" + "".join(f"<td {left}>{cell}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    display({"text/html": f"<table><tr>{top}</tr>{body}</table>", "text/plain": plain}, raw=True)
+
+
+def recorded_note(record: dict, what: str = "") -> str:
     """A recorded run's machine, short, for a figure's note."""
     m = record["machine"]
-    return (
-        f"recorded: {m['gpu'] or m['cpu']}, {m['backend']}, mlx {m['mlx']}, moelab {m['moelab']}, {m['date']}"
-        + (f"; {what}" if what else "")
+    device, versions = m["gpu"] or m["cpu"], f"mlx {m['mlx']}, moelab {m['moelab']}"
+    told = f"recorded: {device}, {m['backend']}, {versions}, {m['date']}"
+    return f"{told}; {what}" if what else told
+
+
+# Panels of horizontal bars
+
+
+def _names(sources):
+    """Every variant of any source, in order."""
+    return list(dict.fromkeys(name for variants in sources.values() for name in variants))
+
+
+def _label(name, characters=LABEL_CHARACTERS):
+    return "<br>".join(style.wrap(name, characters)) + " "
+
+
+def _number(value, digits=3):
+    """A number with so many significant digits, never as a power of ten."""
+    return f"{value:.0f}" if value >= 10**digits else f"{value:#.{digits}g}".rstrip(".")
+
+
+def _numbers(fig, ends, labels, texts, place):
+    """Writes a number right of where each bar or its whisker ends."""
+    fig.add_scatter(
+        x=ends,
+        y=labels,
+        mode="text",
+        text=[f" {t}" for t in texts],
+        textposition="middle right",
+        cliponaxis=False,
+        hoverinfo="skip",
+        showlegend=False,
+        **place,
     )
 
 
-def show(fig):
-    """Display a described figure."""
-    figures.show(fig)
-
-
-# A model to turn dials on
-
-
-def token_model(calls, layers, dispatch_us, other_operations, bytes_per_layer, GBs):
-    """Seconds of a token whose operations are sent one after the other and whose weights stream through memory.
-
-    Whichever is slower sets the pace: sending the operations or moving the bytes.
-    """
-    send_s = layers * (calls + other_operations) * dispatch_us * 1e-6
-    move_s = layers * bytes_per_layer / (GBs * 1e9)
-    return max(send_s, move_s)
-
-
-def dispatch_dial(D, F, other_operations=40, GBs=800):
-    """The function behind the sliders of notebook 01: from top-k, layers and memory bandwidth to tok/s over the cost of a dispatch."""
-
-    def look(top_k: int, layers: int, bandwidth: int):
-        cost = np.arange(0, 61, 2.0)
-        ways = {
-            "K calls a projection": 3 * top_k,
-            "one gather a projection": 3,
-            "gate and up fused": 2,
-        }
-        nbytes = top_k * 3 * D * F * 9 / 16
-        fig = figures.figure(
-            "A model, not a measurement: what a dispatch may cost before it sets the pace",
-            "cost of one dispatch (us)",
-            "tok/s",
-            note=f"D={D}, F={F}, {layers} layers, top-{top_k}, {other_operations} other operations a layer; experts' bytes at {bandwidth} GB/s, all in memory",
-        )
-        at30 = {}
-        for i, (name, calls) in enumerate(ways.items()):
-            tok_s = [
-                1 / token_model(calls, layers, c, other_operations, nbytes, bandwidth) for c in cost
-            ]
-            fig.add_scatter(x=cost, y=tok_s, name=name, mode="lines", line=figures.style(i)["line"])
-            at30[name] = 1 / token_model(calls, layers, 30, other_operations, nbytes, bandwidth)
-        top = bandwidth * 1e9 / (layers * nbytes)
-        figures.ceiling(fig, top, "memory bandwidth")
-        figures.ceiling(fig, 30, "30 us (PR 90)", axis="x")
-        fig.update_yaxes(type="log", range=[0, float(np.log10(top * 1.5))])
-        gain = at30["one gather a projection"] / at30["K calls a projection"]
-        return figures.describe(
-            fig,
-            alt="Lines of tok/s over the cost of a dispatch. At 30 us: "
-            + ", ".join(f"{n} {v:.1f}" for n, v in at30.items())
-            + f". Ceiling {top:.0f} tok/s.",
-            finding=f"At 30 us a dispatch, one gather for each projection would give {gain:.2f} times the speed of K calls.",
-        )
-
-    return look
+def _panels(fig, titles, names, axis, headroom=False):
+    """Lays out panels that share their labels, as high as their bars need; returns their places."""
+    columns = len(titles) if len(titles) <= MOST_COLUMNS else 2
+    rows = math.ceil(len(titles) / columns)
+    labels = [_label(n) for n in names]
+    width = style.CHARACTER * max(len(part) for text in labels for part in text.split("<br>"))
+    characters = int((WIDTH - width) / columns / style.CHARACTER)
+    heads = [style.wrap(t, max(characters, 8)) for t in titles]
+    head = PANEL_TITLE * max(map(len, heads)) if any(titles) else 0
+    plot = sum(BAR + 12 * text.count("<br>") for text in labels) + 20 * headroom
+    height = rows * plot + (rows - 1) * (head + PANEL_AXIS)
+    make_subplots(
+        rows,
+        columns,
+        figure=fig,
+        subplot_titles=["<br>".join(h) for h in heads],
+        shared_yaxes=True,
+        horizontal_spacing=0.04,
+        vertical_spacing=(head + PANEL_AXIS) / height if rows > 1 else 0,
+    )
+    top = fig.layout.margin.t + head
+    fig.update_annotations(font_size=13, yshift=2)
+    fig.update_layout(margin={"t": top, "l": 20}, height=top + height + fig.layout.margin.b)
+    ends = [len(labels) - 0.5, -0.5 - 0.6 * headroom]  # the first variant on top
+    fig.update_yaxes(categoryorder="array", categoryarray=labels, range=ends, showgrid=False)
+    fig.update_yaxes(ticks="", tickfont_size=13)
+    fig.update_xaxes(nticks=5, title=axis)
+    places = [{"row": 1 + i // columns, "col": 1 + i % columns} for i in range(len(titles))]
+    return places

@@ -1,93 +1,203 @@
-"""``make run``: every notebook executed top to bottom, and one HTML page each that needs neither kernel nor network."""
+"""``make run``: every notebook executed top to bottom, and one HTML page for each.
 
+A page needs neither kernel nor network. All share one file, ``plotly.min.js``. The index says each
+notebook's question and answer.
+"""
+
+import base64
 import html
+import mimetypes
+import os
 import re
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
+import plotly.io as pio
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbconvert import HTMLExporter
+from nbconvert.filters import markdown2html
 from plotly.offline import get_plotlyjs
+from tqdm import tqdm
+
+from ..machine import card_line
 
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
+STARTUP_S = 600  # a kernel starts in seconds, unless the machine is busy
+PLOTLY_FILE = "plotly.min.js"
+NO_SLIDERS = "<p><i>Run the notebook in JupyterLab to get the sliders.</i></p>"
+STYLE = "body{max-width:48em;margin:2em auto;padding:0 1em;font:16px/1.5 system-ui,sans-serif}"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A notebook's question and answer, as Markdown.
+
+    Attributes:
+        title (str): The text of its first heading.
+        answer (str): Its takeaway, without the word.
+    """
+
+    title: str
+    answer: str
+
+
+def summary(notebook) -> Summary:
+    """Reads the question and the answer of a notebook: its title and its takeaway.
+
+    Raises:
+        ValueError: If it has no title, or no block quote that begins with ``**Takeaway.**``.
+    """
+    text = "\n\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
+    title = re.search(r"^# (.+)$", text, re.M)
+    takeaway = re.search(r"^> \*\*Takeaway\.\*\*(.+(?:\n>.*)*)", text, re.M)
+    if title is None or takeaway is None:
+        raise ValueError(
+            "the notebook needs a title (`# ...`) and a takeaway (`> **Takeaway.** ...`)"
+        )
+    return Summary(title[1].strip(), re.sub(r"\n>", "\n", takeaway[1]).strip())
+
+
+def embed_drawings(source: str, folder: Path) -> str:
+    """Puts each picture that a Markdown cell shows from ``folder`` or beside it into the text."""
+
+    def embedded(match):
+        kind, _ = mimetypes.guess_type(match[2])
+        data = base64.b64encode((folder / match[2]).read_bytes()).decode()
+        return f"{match[1]}data:{kind};base64,{data}"
+
+    return re.sub(r'(!\[[^\]]*\]\(|<img[^>]* src=")(?!\w+:)([^)"\s]+)', embedded, source)
 
 
 def _still(output, name: str):
     """Turns a plotly or widget output into HTML that stands by itself, in place."""
-    import plotly.io as pio
-
     data = output.get("data", {})
     if PLOTLY in data:
         alt = html.escape("".join(data.get("text/plain", "")), quote=True)
-        fig = {key: data[PLOTLY][key] for key in ("data", "layout")}
         body = pio.to_html(
-            fig,
+            {key: data[PLOTLY][key] for key in ("data", "layout")},
             include_plotlyjs=False,
             full_html=False,
             div_id=name,
             validate=False,
             config={"responsive": True},
         )
-        output["data"] = {"text/html": f'<div role="img" aria-label="{alt}">{body}</div>'}
+        body = f'<div role="img" aria-label="{alt}">{body}</div>'
+        if WIDGET in data:  # from ``explore``: its first figure, and the finding as HTML
+            body += "".join(data["text/html"]) + NO_SLIDERS
+        output["data"] = {"text/html": body}
     elif WIDGET in data:
-        output["data"] = {
-            "text/html": "<p><i>Live controls stand here when the notebook runs in JupyterLab.</i></p>"
-        }
+        output["data"] = {"text/html": NO_SLIDERS}
 
 
-def page(source: Path, target: Path) -> str | None:
-    """Runs one notebook and writes its page, up to the cell that failed if one did; returns that cell's error."""
+def _fast() -> bool:
+    return bool(os.environ.get("MOELAB_FAST"))
+
+
+def page(source: Path, target: Path) -> tuple[Summary, str | None]:
+    """Runs one notebook and writes its page, up to the cell that failed if one did.
+
+    Returns:
+        tuple: The notebook's ``Summary``, and the error of the cell that failed or None.
+    """
     notebook = nbformat.read(source, as_version=4)
+    said = summary(notebook)
     client = NotebookClient(
         notebook,
         timeout=None,
+        startup_timeout=STARTUP_S,
         kernel_name="python3",
         store_widget_state=False,
         coalesce_streams=True,
         extra_arguments=["--log-level=40"],
         resources={"metadata": {"path": str(source.parent)}},
     )
+    cells = sum(cell.cell_type == "code" for cell in notebook.cells)
     failed = None
-    try:
-        client.execute()
-    except CellExecutionError as error:
-        failed = str(error)
+    with tqdm(total=cells, desc=source.stem, unit="cell", leave=False, disable=None) as progress:
+        client.on_cell_executed = lambda **_: progress.update()
+        try:
+            client.execute()
+        except CellExecutionError as error:
+            failed = str(error)
     for c, cell in enumerate(notebook.cells):
+        if cell.cell_type == "markdown":
+            text = embed_drawings(cell.source, source.parent)
+            cell.source = re.sub(r"(\]\(\d\d_\w+)\.ipynb", r"\1.html", text)
         for o, output in enumerate(cell.get("outputs", [])):
             _still(output, f"figure-{c}-{o}")
-    body, _ = HTMLExporter(embed_images=True).from_notebook_node(
+    body, _ = HTMLExporter().from_notebook_node(
         notebook, resources={"metadata": {"name": source.stem}}
     )
     body = re.sub(r'<script[^>]* src="https?:.*?</script>', "", body, flags=re.S)
-    target.write_text(
-        body.replace("</head>", f"<script>{get_plotlyjs()}</script></head>", 1), encoding="utf-8"
+    # data/recipes/figures.py reads both.
+    head = (
+        f'<meta name="moelab-machine" content="{html.escape(card_line(), quote=True)}">'
+        f'<meta name="moelab-fast" content="{int(_fast())}">'
+        f'<script src="{PLOTLY_FILE}"></script></head>'
     )
-    return failed
+    target.write_text(body.replace("</head>", head, 1), encoding="utf-8")
+    return said, failed
 
 
-def main(notebooks: str, out: str) -> int:
-    """Writes ``out/NAME.html`` for every notebook and an ``index.html``; returns how many failed."""
-    Path(out).mkdir(parents=True, exist_ok=True)
-    failures, links = 0, []
+def index(pages: list[tuple[str, Summary]]) -> str:
+    """The index as HTML: each page's question, linked, and its answer.
+
+    Args:
+        pages (list): ``(file name, summary)`` of each page.
+    """
+    entries = [
+        f'<h2><a href="{name}">{html.escape(said.title)}</a></h2>{markdown2html(said.answer)}'
+        for name, said in pages
+    ]
+    where = f"<p>Run on {html.escape(card_line())}.</p>"
+    if _fast():
+        where += "<p><b>Small sizes (MOELAB_FAST=1): a check that all runs, no measurement.</b></p>"
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>moelab</title>'
+        f"<style>{STYLE}</style><h1>moelab</h1>{where}{''.join(entries)}</html>"
+    )
+
+
+def main(notebooks: str, out: str, *names: str) -> int:
+    """Runs the notebooks of a folder and writes ``out/NAME.html`` for each, and an index.
+
+    Args:
+        notebooks (str): Their folder.
+        out (str): The folder of the pages.
+        *names (str): Which to run, ``02_expert_streaming`` and so on. Default: all. The index lists
+            the others too if their pages are there.
+
+    Returns:
+        int: How many failed.
+    """
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / PLOTLY_FILE).write_text(get_plotlyjs(), encoding="utf-8")
+    failures, pages = 0, []
     for source in sorted(Path(notebooks).glob("*.ipynb")):
-        started = time.perf_counter()
-        target = Path(out) / f"{source.stem}.html"
-        error = page(source, target)
-        failures += error is not None
-        print(
-            f"[{'fail' if error else 'ok'}] {target} in {time.perf_counter() - started:.0f} s",
-            flush=True,
-        )
-        if error:
-            print(error, file=sys.stderr)
-        links.append(f'<li><a href="{target.name}">{source.stem}</a></li>')
-    (Path(out) / "index.html").write_text(
-        f"<!doctype html><title>moelab</title><h1>moelab</h1><ul>{''.join(links)}</ul>"
-    )
+        target = folder / f"{source.stem}.html"
+        if not names or source.stem in names:
+            started = time.perf_counter()
+            said, error = page(source, target)
+            failures += error is not None
+            print(
+                f"[{'fail' if error else 'ok'}] {target}, "
+                f"{time.perf_counter() - started:.0f} s, {target.stat().st_size / 1e6:.2f} MB",
+                flush=True,
+            )
+            if error:
+                print(error, file=sys.stderr)
+        elif target.exists():
+            said = summary(nbformat.read(source, as_version=4))
+        else:
+            continue
+        pages.append((target.name, said))
+    (folder / "index.html").write_text(index(pages), encoding="utf-8")
     return failures
 
 

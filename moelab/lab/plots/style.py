@@ -1,124 +1,227 @@
-"""One look for every figure: a plotly template, the machine in the subtitle, ceilings, words beside pictures.
+"""One look for every figure: template, machine, ceilings, and the figure in words.
 
-A figure carries its alternative text and its one-line finding in ``layout.meta``, so that whatever shows it
-(a notebook, a widget, a page) can say both.
+A figure carries its alternative text and its finding in ``layout.meta``, so that a notebook, a
+widget or a page can show both.
 """
 
 import html
+import math
+import textwrap
 
+import numpy as np
 import plotly.graph_objects as go
 import plotly.io as pio
 from IPython.display import HTML, display
 
 from ..machine import card_line
 
-# Okabe and Ito's colours, told apart by colour-blind readers; the yellow, weak on white, comes last.
+# Okabe and Ito's colours, distinct for colour-blind readers; yellow, weak on white, comes last.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#F0E442")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid", "dash")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "pentagon")
+PATTERNS = ("", "/", "x")
 GREY = "#595959"
 
-_AXIS = dict(
-    gridcolor="#E6E6E6",
-    linecolor=GREY,
-    showline=True,
-    ticks="outside",
-    automargin=True,
-    title=dict(font=dict(size=14), standoff=8),
-)
+# Pixels, but for the two counts of characters. A title of that many fits a narrow JupyterLab.
+TITLE_CHARACTERS, NOTE_CHARACTERS = 76, 112
+TITLE_LINE, NOTE_LINE = 22, 16
+PLOT_HEIGHT = 300
+HEADER, FOOTER = 34, 54  # above the plot besides title and note; below it: ticks and axis title
+LEGEND_LINE, LEGEND_WIDTH, LEGEND_KEY, CHARACTER = 22, 800, 55, 7.5
+
+_AXIS = {
+    "gridcolor": "#E6E6E6",
+    "linecolor": GREY,
+    "showline": True,
+    "ticks": "outside",
+    "automargin": True,
+    "title": {"font": {"size": 14}, "standoff": 8},
+}
 pio.templates["moelab"] = go.layout.Template(
-    layout=dict(
-        colorway=COLORS,
-        font=dict(size=13, color="#222"),
-        title=dict(
-            font=dict(size=17),
-            subtitle=dict(font=dict(size=12, color=GREY)),
-            x=0,
-            xref="paper",
-            xanchor="left",
-        ),
-        margin=dict(l=70, r=30, t=105, b=95),
-        height=460,
-        paper_bgcolor="white",
-        plot_bgcolor="white",
-        hoverlabel=dict(font=dict(size=13)),
-        legend=dict(orientation="h", yref="container", y=0.02, yanchor="bottom", x=0),
-        xaxis=_AXIS,
-        yaxis=dict(**_AXIS, rangemode="tozero"),
-    )
+    layout={
+        "colorway": COLORS,
+        "font": {"size": 13, "color": "#222"},
+        "title": {
+            "font": {"size": 17},
+            "subtitle": {"font": {"size": 12, "color": GREY}},
+            "x": 0.01,
+            "xref": "container",
+            "xanchor": "left",
+            "y": 1,
+            "yref": "container",
+            "yanchor": "top",
+        },
+        "margin": {"l": 70, "r": 30, "b": FOOTER},
+        "paper_bgcolor": "white",
+        "plot_bgcolor": "white",
+        "hoverlabel": {"font": {"size": 13}},
+        "modebar": {"remove": ["select", "lasso", "zoomin", "zoomout", "autoscale", "share"]},
+        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
+        "xaxis": _AXIS,
+        "yaxis": {**_AXIS, "rangemode": "tozero"},
+    }
 )
 pio.templates.default = "moelab"
 
 
-def style(i: int) -> dict:
-    """Line, marker and bar pattern of the ``i``-th series: never told apart by colour alone.
+def look(i: int) -> dict:
+    """Line and marker of the ``i``-th series, distinct without colour too.
 
     Example:
-        >>> go.Scatter(x=x, y=y, name="fused", mode="lines+markers", **style(0))
+        >>> go.Scatter(x=x, y=y, name="fused", mode="lines+markers", **look(0))
     """
     i %= len(COLORS)
-    return dict(
-        line=dict(color=COLORS[i], dash=DASHES[i], width=2.5),
-        marker=dict(color=COLORS[i], symbol=SYMBOLS[i], size=9),
-    )
+    return {
+        "line": {"color": COLORS[i], "dash": DASHES[i], "width": 2.5},
+        "marker": {"color": COLORS[i], "symbol": SYMBOLS[i], "size": 9},
+    }
+
+
+def fill(i: int, color: str | None = None) -> dict:
+    """Colour and pattern of the ``i``-th part of stacked bars, as a trace's ``marker``."""
+    pattern = {"shape": PATTERNS[i % len(PATTERNS)], "fgcolor": "white", "fillmode": "overlay"}
+    return {"color": color or COLORS[i % len(COLORS)], "pattern": pattern}
+
+
+def whiskers(low, mid, high) -> dict:
+    """Error bars from the lower to the upper quartile."""
+    return {
+        "type": "data",
+        "array": np.subtract(high, mid),
+        "arrayminus": np.subtract(mid, low),
+        "thickness": 1.5,
+        "width": 4,
+    }
+
+
+def wrap(text: str, characters: int) -> list[str]:
+    """The lines of a text for a figure, escaped; HTML entities count as what they show."""
+    return [html.escape(line, quote=False) for line in textwrap.wrap(text, characters)] or [""]
 
 
 def figure(
-    title: str, x: str, y: str, note: str = "", card: dict | str | None = None, **layout
+    title: str,
+    x: str,
+    y: str,
+    note: str = "",
+    card: dict | str | None = None,
+    height: int = PLOT_HEIGHT,
+    **layout,
 ) -> go.Figure:
     """An empty figure whose title says what was found and whose subtitle says where.
 
     Args:
-        title (str): The finding, short.
-        x, y (str): Axis titles with their units.
+        title (str): The finding, short. Long titles are wrapped.
+        x (str): The horizontal axis, with its unit.
+        y (str): The vertical axis, with its unit.
         note (str): What qualifies the numbers: n, warm-up, cache state, model. Default: none.
         card (dict or str): The machine of recorded numbers. Default: this machine, now.
+        height (int): Pixels of the plot; title, note and legend come on top.
         **layout: More of ``go.Layout``.
     """
-    subtitle = "<br>".join(
-        html.escape(line)
-        for line in (note, card if isinstance(card, str) else card_line(card))
-        if line
+    where = card if isinstance(card, str) else card_line(card)
+    titles = wrap(title, TITLE_CHARACTERS)
+    notes = [line for text in (note, where) if text for line in wrap(text, NOTE_CHARACTERS)]
+    top = HEADER + TITLE_LINE * len(titles) + NOTE_LINE * len(notes)
+    fig = go.Figure(layout={"template": "moelab", **layout})
+    return fig.update_layout(
+        title={
+            "text": "<br>".join(titles),
+            "subtitle": {"text": "<br>".join(notes)},
+            "pad": {"t": 12 * len(titles)},  # plotly anchors by the first line
+        },
+        xaxis_title=x,
+        yaxis_title=y,
+        meta={"here": card is None},  # measured in this run, not recorded
+        margin={"t": top, "b": FOOTER},
+        height=top + height + FOOTER,
     )
-    fig = go.Figure(layout=dict(template="moelab", **layout))
+
+
+def band(fig: go.Figure, x, samples, name: str, i: int = 0, **where) -> None:
+    """Adds a line through the medians of ``samples``, with whiskers from quartile to quartile.
+
+    Args:
+        fig (go.Figure): Where to add it.
+        x (Sequence): One value for each row of ``samples``.
+        samples (Sequence): Rows of numbers.
+        name (str): For the legend.
+        i (int): Which ``look``.
+        **where: ``row`` and ``col`` of a subplot.
+    """
+    low, mid, high = np.array([np.percentile(s, (25, 50, 75)) for s in samples]).T
+    trace = go.Scatter(x=list(x), y=mid, name=name, mode="lines+markers", **look(i))
+    fig.add_trace(trace.update(error_y=whiskers(low, mid, high)), **where)
+
+
+def ceiling(
+    fig: go.Figure,
+    value: float,
+    label: str,
+    axis: str = "y",
+    side: str = "right",
+    log: bool = False,
+    **where,
+) -> None:
+    """Draws a limit (the SSD's rate, the memory there is) as a labelled line.
+
+    Args:
+        fig (go.Figure): Where to draw.
+        value (float): Where the line stands on ``axis``.
+        label (str): Its words.
+        axis (str): ``y`` for a horizontal line, ``x`` for a vertical one.
+        side (str): Of a vertical line that its label stands on.
+        log (bool): Whether ``axis`` is logarithmic.
+        **where: ``row`` and ``col`` of a subplot.
+    """
+    line = {
+        "line": {"color": GREY, "dash": "dash", "width": 1.5},
+        "annotation_text": label,
+        "annotation_font": {"size": 12, "color": GREY},
+    }
+    if axis == "y":
+        fig.add_hline(value, annotation_position="top left", **line, **where)
+    else:
+        fig.add_vline(value, annotation_position=f"top {side}", **line, **where)
+    if log:  # plotly takes an annotation's place as the logarithm, a shape's as the value
+        fig.layout.annotations[-1][axis] = math.log10(value)
+
+
+def describe(fig: go.Figure, alt: str, finding: str) -> go.Figure:
+    """Gives ``fig`` its alternative text and finding, and its legend room; returns it.
+
+    Args:
+        fig (go.Figure): Complete, since the legend's lines are counted here.
+        alt (str): The figure in words, with its numbers.
+        finding (str): What is to be seen, in one or two sentences.
+    """
+    bottom = FOOTER + LEGEND_LINE * _legend_lines(fig)
     fig.update_layout(
-        title=dict(text=title, subtitle=dict(text=subtitle)), xaxis_title=x, yaxis_title=y
+        meta={**fig.layout.meta, "alt": alt, "finding": finding},
+        height=fig.layout.height - fig.layout.margin.b + bottom,
+        margin={"b": bottom},
     )
     return fig
 
 
-def band(fig: go.Figure, x, samples, name: str, i: int = 0, **where) -> None:
-    """Adds a line through the medians of ``samples`` (one row for each x) with whiskers from quartile to quartile."""
-    import numpy as np
-
-    low, mid, high = np.array([np.percentile(s, (25, 50, 75)) for s in samples]).T
-    error = dict(type="data", array=high - mid, arrayminus=mid - low, thickness=1.5, width=4)
-    fig.add_trace(
-        go.Scatter(x=list(x), y=mid, name=name, error_y=error, mode="lines+markers", **style(i)),
-        **where,
-    )
-
-
-def ceiling(fig: go.Figure, value: float, label: str, axis: str = "y", **where) -> None:
-    """Draws what cannot be passed (an SSD's speed, the memory there is) as a labelled line."""
-    line = dict(
-        line=dict(color=GREY, dash="dash", width=1.5),
-        annotation_text=label,
-        annotation_font=dict(size=12, color=GREY),
-    )
-    if axis == "y":
-        fig.add_hline(value, annotation_position="top left", **line, **where)
-    else:
-        fig.add_vline(value, annotation_position="top right", **line, **where)
-
-
-def describe(fig: go.Figure, alt: str, finding: str) -> go.Figure:
-    """Gives ``fig`` its alternative text and its one-line finding; returns it."""
-    return fig.update_layout(meta=dict(alt=alt, finding=finding))
+def _legend_lines(fig):
+    names = [t.name for t in fig.data if t.name and t.showlegend is not False]
+    if fig.layout.showlegend is False or not names:
+        return 0
+    if len(fig.data) == 1 and not (fig.layout.showlegend or fig.data[0].showlegend):
+        return 0  # plotly draws no legend for a single trace
+    widths = [LEGEND_KEY + CHARACTER * len(name) for name in names]
+    if sum(widths) <= LEGEND_WIDTH:
+        return 1
+    return math.ceil(len(names) / max(LEGEND_WIDTH // max(widths), 1))
 
 
 def words(fig: go.Figure) -> str:
-    """The finding and, folded, the figure in words: HTML to stand under it."""
+    """The finding and, folded, the figure in words: HTML to stand under it.
+
+    Raises:
+        ValueError: If ``describe`` gave the figure neither.
+    """
     meta = fig.layout.meta or {}
     if not meta.get("alt") or not meta.get("finding"):
         raise ValueError("a figure needs alt text and a finding: describe(fig, alt, finding)")
@@ -128,11 +231,8 @@ def words(fig: go.Figure) -> str:
     )
 
 
-def show(fig: go.Figure, alt: str | None = None, finding: str | None = None) -> None:
-    """Displays ``fig``, then its finding and its alternative text (those it carries unless given)."""
-    if alt or finding:
-        describe(fig, alt, finding)
+def show(fig: go.Figure) -> None:
+    """Displays a described figure, its finding and its alternative text."""
     text = words(fig)
-    meta = fig.layout.meta
-    display({**fig._repr_mimebundle_(), "text/plain": meta["alt"]}, raw=True)
+    display({**fig._repr_mimebundle_(), "text/plain": fig.layout.meta["alt"]}, raw=True)
     display(HTML(text))

@@ -1,41 +1,47 @@
 """Controls that drive a pure function from numbers to a figure.
 
-The static figure for the defaults comes first, so that a page reads without a kernel; then the live one. An exception
-in the function is shown under the controls, kept, and raised by ``assert_ok``: ipywidgets' own ``interact`` would swallow it.
+An exception in the function is shown under the controls, kept, and raised by ``assert_ok``;
+ipywidgets' own ``interact`` would swallow it.
 """
 
 import html
+from collections.abc import Callable, Iterable
 
 import ipywidgets
 import plotly.graph_objects as go
 from IPython.display import display
 
-from . import style as figures
+from . import style
 
 WIDTH = 920  # pixels: a live figure does not follow the page's width by itself
-_WIDE = dict(style={"description_width": "110px"}, layout={"width": "460px"})
+STATE_CLASS = "moelab-state"  # of the line under the controls, for tests in a browser
+_WIDE = {"style": {"description_width": "110px"}, "layout": {"width": "460px"}}
 
 
 def slider(label: str, low, high, value, step=1, unit: str = ""):
-    """An integer or float slider that reports when it is let go."""
-    kind = (
-        ipywidgets.IntSlider
-        if all(isinstance(v, int) for v in (low, high, value, step))
-        else ipywidgets.FloatSlider
-    )
-    label = f"{label} ({unit})" if unit else label
-    return kind(
+    """An integer or float slider that reports when it is released.
+
+    Args:
+        label (str): Stands before the slider.
+        low (int or float): Its lowest value.
+        high (int or float): Its highest value.
+        value (int or float): Where it stands at first.
+        step (int or float): Between two values.
+        unit (str): Stands behind the label.
+    """
+    whole = all(isinstance(v, int) for v in (low, high, value, step))
+    return (ipywidgets.IntSlider if whole else ipywidgets.FloatSlider)(
         value=value,
         min=low,
         max=high,
         step=step,
-        description=label,
+        description=f"{label} ({unit})" if unit else label,
         continuous_update=False,
         **_WIDE,
     )
 
 
-def choice(label: str, options, value):
+def choice(label: str, options: Iterable, value):
     """A slider over a list of values, for powers of two and names."""
     return ipywidgets.SelectionSlider(
         options=list(options), value=value, description=label, continuous_update=False, **_WIDE
@@ -43,42 +49,35 @@ def choice(label: str, options, value):
 
 
 class Explorer:
-    """The live half of ``explore``: controls, a figure, and whatever went wrong.
+    """Controls, a live figure, and what went wrong.
 
     Attributes:
         figure (go.FigureWidget): Updated in place.
         error (Exception | None): What the last call raised.
+        view (ipywidgets.VBox): All of it, to display.
     """
 
-    def __init__(self, fn, controls, first: go.Figure, run_button: bool):
+    def __init__(self, fn: Callable, controls: dict, first: go.Figure, run_button: bool):
         self.fn, self.controls, self.error = fn, controls, None
-        self.figure = go.FigureWidget(first)
-        self.figure.layout.width = WIDTH
+        self.figure = go.FigureWidget(first.data, _live(first))
         self._quiet = False
-        self._words = ipywidgets.HTML(figures.words(first))
+        self._words = ipywidgets.HTML(style.words(first))
         self._state = ipywidgets.HTML("")
-        self._button = (
-            ipywidgets.Button(description="Run", button_style="primary", icon="play")
-            if run_button
-            else None
-        )
+        self._state.add_class(STATE_CLASS)
+        self._button = None
         if run_button:
+            self._button = ipywidgets.Button(description="Run", button_style="primary", icon="play")
             self._button.on_click(lambda _: self.run())
         for control in controls.values():
             control.observe(self._changed, names="value")
+        buttons = [self._button] if run_button else []
         self.view = ipywidgets.VBox(
-            [
-                *controls.values(),
-                *([self._button] if run_button else []),
-                self._state,
-                self.figure,
-                self._words,
-            ]
+            [*controls.values(), *buttons, self._state, self.figure, self._words]
         )
 
     @property
     def values(self) -> dict:
-        """What the controls stand at."""
+        """The controls' values by name."""
         return {name: control.value for name, control in self.controls.items()}
 
     def _changed(self, _):
@@ -89,7 +88,7 @@ class Explorer:
         else:
             self.run()
 
-    def run(self):
+    def run(self) -> None:
         """Calls the function with the controls' values and shows what it gives."""
         self.error, self._state.value = None, "running ..."
         if self._button:
@@ -105,7 +104,7 @@ class Explorer:
                 self._button.disabled = False
 
     def _draw(self, new: go.Figure):
-        words = figures.words(new)
+        words = style.words(new)
         with self.figure.batch_update():
             if [t.type for t in self.figure.data] == [t.type for t in new.data]:
                 for old, trace in zip(self.figure.data, new.data):
@@ -113,19 +112,26 @@ class Explorer:
             else:
                 self.figure.data = ()
                 self.figure.add_traces(new.data)
-            _replace(self.figure.layout, {**new.layout.to_plotly_json(), "width": WIDTH})
+            _replace(self.figure.layout, _live(new))
         self._words.value = words
 
     def set(self, **values) -> "Explorer":
-        """Moves the controls and runs once, as a reader would; returns itself."""
+        """Moves the controls and runs once, as a reader would; returns itself.
+
+        Args:
+            **values: A value for each control that is to move.
+
+        Raises:
+            ValueError: If a control does not go that far.
+        """
         self._quiet = True
         try:
             for name, value in values.items():
-                self.controls[name].value = value
-                if self.controls[name].value != value:
-                    raise ValueError(
-                        f"{name} goes from {self.controls[name].min} to {self.controls[name].max}, got {value}"
-                    )
+                control = self.controls[name]
+                control.value = value
+                if control.value != value:
+                    ends = f"{control.min} to {control.max}"
+                    raise ValueError(f"{name} goes from {ends}, got {value}")
         finally:
             self._quiet = False
         self.run()
@@ -137,25 +143,47 @@ class Explorer:
             raise self.error
 
 
+def _live(fig):
+    """A figure's layout for the live view, where a subtitle would be drawn over the title.
+
+    JupyterLab draws a widget before it is visible, and plotly then measures the title as nothing.
+    """
+    layout = {**fig.layout.to_plotly_json(), "width": WIDTH}
+    title = dict(layout["title"])
+    note = title.pop("subtitle")["text"]
+    span = f"<span style='font-size:12px;color:{style.GREY}'>{note}</span>"
+    top = title["pad"]["t"] + 3 * (1 + note.count("<br>"))  # a longer text begins higher
+    return {**layout, "title": {**title, "text": f"{title['text']}<br>{span}", "pad": {"t": top}}}
+
+
 def _replace(old, new: dict):
-    """Updates part of a live figure in place; what the new one does not say goes."""
+    """Updates part of a live figure in place; what the new one lacks is removed."""
     gone = {
         key: None for key in old.to_plotly_json() if key not in new and key not in ("type", "uid")
     }
     old.update({**gone, **new}, overwrite=True)
 
 
-def explore(fn, *, run_button: bool = False, **controls) -> Explorer:
-    """Shows ``fn``'s figure for the controls' defaults, then the same figure live under the controls.
+def explore(fn: Callable, *, run_button: bool = False, **controls) -> Explorer:
+    """Shows ``fn``'s figure live under its controls; a page without a kernel keeps the first one.
 
     Args:
-        fn (Callable): Takes the controls' values by name and returns a figure that ``figures.describe`` has
-            described. It holds no widget, so a test can call it.
-        run_button (bool): Measure when a button is pressed and not when a control is let go. Default: ``False``.
+        fn (Callable): Takes the controls' values by name and returns a figure that
+            ``style.describe`` has described. It holds no widget, so a test can call it.
+        run_button (bool): Run when a button is pressed, not when a control is released.
+            Default: ``False``.
         **controls: ``slider`` and ``choice``, or any widget with a ``value``.
+
+    Returns:
+        Explorer: To ``set`` the controls from code, and to ``assert_ok``.
     """
     first = fn(**{name: control.value for name, control in controls.items()})
-    figures.show(first)
     explorer = Explorer(fn, controls, first, run_button)
-    display(explorer.view)
+    # One output of two kinds: live where a kernel runs, the first figure on a page without one.
+    still = {
+        **first._repr_mimebundle_(),
+        "text/html": style.words(first),
+        "text/plain": first.layout.meta["alt"],
+    }
+    display({**explorer.view._repr_mimebundle_(), **still}, raw=True)
     return explorer

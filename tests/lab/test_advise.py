@@ -1,0 +1,74 @@
+"""``advise`` for a model on this machine: what it measures, and the decision on top of it."""
+
+import numpy as np
+import pytest
+
+import moelab
+import moelab.lab
+from moelab.lab.experiments import advise as lab_advise
+from moelab.repack import repack
+from moelab.replay import advice, locality, sizes
+from moelab.replay.advice import Lookahead
+from moelab.replay.costs import Costs
+from moelab.replay.sizes import ModelSizes
+
+advise = moelab.lab.advise
+TINY = moelab.DATA / "models" / "tiny-moe"
+FLAT = locality.Locality((0.3,) * 4, (0.3,) * 4, (1.5,) * 4)
+
+
+def test_advice_for_a_model():
+    costs = Costs(5e-3, 1e-4, 1e-10, 1e-9, overlap=0.5)
+    a = advise(TINY, memory=300e6, costs=costs, packed_gain=3.0)
+    assert 8 <= a.config.slots <= 64 and a.config.policy in lab_advise.POLICIES
+    assert a.config.prefetch == "none"
+    assert a.token_s <= 1.02 * min(r.mean_s for r in a.settings.values())
+    assert f"slots={a.config.slots}" in str(a)
+    moelab.footprint(TINY, a.config)
+
+
+def test_prefetch_and_layout_are_advised_together(tmp_path, monkeypatch):
+    # Else the page cache always has room for all of so small a file.
+    monkeypatch.setattr(sizes, "SPARE_NBYTES", 0)
+    packed = repack(TINY, tmp_path / "packed", progress=False)
+    trace = locality.synthesize(FLAT, 120, 8, 64, 8)
+    costs = Costs(1e-2, 5e-5, 1e-9, 4e-9)
+    memory = ModelSizes.of(TINY).least_nbytes + 4e6
+    given = {"trace": trace, "costs": costs}
+    good = Lookahead(0.7, 0.1, 1e-3)
+    plain = advise(TINY, memory, packed_gain=1.0, lookahead=good, **given)
+    assert (plain.layout, plain.config.prefetch) == ("as it is", "none")
+    both = advise(TINY, memory, packed_gain=2.0, lookahead=good, **given)
+    assert (both.layout, both.config.prefetch) == ("packed", "lookahead")
+    there = advise(packed, memory, lookahead=good, **given)
+    assert (there.layout, there.config.prefetch) == ("packed", "lookahead")
+    assert plain.token_s > there.token_s > both.token_s
+    free = advise(packed, float("inf"), lookahead=good, **given)
+    assert free.config.prefetch == "none", "nothing is left to hide"
+    for a in (plain, both, there):
+        assert (a.config.slots, a.config.policy) == advice.pick(a.settings)
+    counted = advise(packed, memory, **given)
+    assert "a lookahead predicts" in str(counted)
+
+    def refuse(path, slots):
+        raise ValueError("its router cannot be asked ahead")
+
+    monkeypatch.setattr(lab_advise, "measure_lookahead", refuse)
+    a = advise(packed, memory, **given)
+    assert a.config.prefetch == "none" and "cannot be asked ahead" in str(a)
+
+
+def test_what_a_lookahead_predicts_is_counted():
+    used, wasted, ask_s = lab_advise.measure_lookahead(TINY, 64)
+    assert 0.5 < used < 0.9 and 0 < wasted < 0.5 and 1e-5 < ask_s < 1
+
+
+def test_what_cannot_run_is_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(lab_advise, "measure_costs", None)
+    with pytest.raises(ValueError, match="expected at least .* GB of memory"):
+        advise(TINY, memory=50e6)
+
+
+def test_what_is_not_given_is_measured():
+    a = advise(TINY, memory=400e6, slots=[16, 64], policies=("lru",))
+    assert a.token_s > 0 and np.isfinite(a.token_s) and len(a.settings) == 2

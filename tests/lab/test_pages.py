@@ -1,0 +1,81 @@
+"""The pages and the index that `make run` writes."""
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from moelab.lab.plots import pages
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+FIGURE = """
+import ipywidgets
+from moelab.lab.plots import explore, show, slider, style
+
+def draw(k=1):
+    fig = style.figure("t", "x", "y").add_scatter(y=[k, 2])
+    return style.describe(fig, alt=f"a line from {k}", finding=f"it rises to {k}")
+
+show(draw())
+explore(draw, k=slider("k", 2, 3, 2))
+display(ipywidgets.IntSlider())
+"""
+DRAWING = '<svg xmlns="http://www.w3.org/2000/svg"/>'
+
+
+def notebook(*cells):
+    made = nbformat.v4.new_notebook()
+    new = {"markdown": nbformat.v4.new_markdown_cell, "code": nbformat.v4.new_code_cell}
+    made.cells = [new[kind](source) for kind, source in cells]
+    return made
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder of pages made of a small notebook whose last cell fails."""
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "drawing.svg").write_text(DRAWING)
+    source = notebook(
+        ("markdown", "# Why a < b?\n\n![boxes](drawing.svg)\n\nSee [01](01_next.ipynb)."),
+        ("code", FIGURE),
+        ("markdown", "> **Takeaway.** It rises by **1**,\n> always.\n\n**Limits.** None."),
+        ("code", "1 / 0"),
+    )
+    nbformat.write(source, folder / "00_first.ipynb")
+    before = (folder / "00_first.ipynb").read_bytes()
+    assert pages.main(str(folder), str(folder / "build")) == 1  # one notebook failed
+    assert (folder / "00_first.ipynb").read_bytes() == before
+    return folder / "build"
+
+
+def test_a_page_needs_no_network(built):
+    page = (built / "00_first.html").read_text()
+    assert not re.search(r"<(script|link|img)[^>]* (src|href)=.https?:", page)
+    assert 'src="plotly.min.js"' in page and len(page) < 1_000_000
+    assert "Plotly" in (built / "plotly.min.js").read_text()[:1000]
+
+
+def test_a_page_shows_all_there_was(built):
+    page = (built / "00_first.html").read_text()
+    assert 'aria-label="a line from 1"' in page and "Plotly.newPlot" in page
+    assert 'aria-label="a line from 2"' in page and "it rises to 2" in page  # above the slider
+    assert "ZeroDivisionError" in page and page.count("to get the sliders") == 2
+    assert "data:image/svg+xml;base64," in page and 'href="01_next.html"' in page
+
+
+def test_the_index_says_question_and_answer(built):
+    index = (built / "index.html").read_text()
+    assert '<a href="00_first.html">Why a &lt; b?</a>' in index
+    assert "It rises by <strong>1</strong>,\nalways." in index and "Limits" not in index
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_notebook_has_a_question_and_an_answer(path):
+    said = pages.summary(nbformat.read(path, as_version=4))
+    assert said.title and re.search(r"\d", said.answer), "a takeaway states a number"
+
+
+def test_no_answer_is_said():
+    with pytest.raises(ValueError, match="needs a title"):
+        pages.summary(notebook(("markdown", "# A question?")))
