@@ -1,7 +1,8 @@
 # Nothing is assumed but Python 3.11 or newer and make: every target sets up .venv by itself, once.
 #   make lab    opens JupyterLab at the first notebook
 #   make run    runs every notebook and writes one HTML page for each under build/
-#   make test   runs every test, the notebooks included
+#   make test   tests every module, every mode and every notebook, in ten minutes or less
+#   make test-all   the same with the slow tests, at full size
 # With EXTRA=cuda the set-up installs MLX for a CUDA 13 GPU in place of the CPU build.
 
 PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11 python,$(shell \
@@ -9,7 +10,7 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 pytho
 BIN := .venv/bin
 READY := .venv/ready$(addprefix -,$(EXTRA))
 
-.PHONY: lab run test test-code test-notebooks check lint figures browser clean
+.PHONY: lab run test test-all test-code test-code-all test-streaming test-speculation test-lab test-files test-notebooks check lint figures browser clean
 
 lab: $(READY)
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
@@ -17,12 +18,33 @@ lab: $(READY)
 run: $(READY)
 	$(BIN)/python -m moelab.lab.plots.pages notebooks build
 
-# Tests and notebooks side by side: MLX uses one core for each on a CPU.
+# Two parts at a time: MLX uses one core for each on a CPU.
 test: $(READY)
-	$(MAKE) -j2 test-code test-notebooks
+	$(MAKE) -j2 test-notebooks test-streaming test-files test-lab test-speculation
+
+test-all: $(READY)
+	$(MAKE) -j2 test-code-all test-notebooks
+
+# The slow tests are listed in tests/conftest.py; of the damaged files a tenth is tried.
+FAST := MOELAB_FAST=1 MOELAB_FUZZ=300 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'not slow'
+
+test-streaming: $(READY)
+	$(FAST) tests/streaming
+
+test-speculation: $(READY)
+	$(FAST) tests/speculation tests/replay
+
+test-lab: $(READY)
+	$(FAST) tests/lab
+
+test-files: $(READY)
+	$(FAST) tests/test_*.py
 
 test-code: $(READY)
-	MOELAB_FAST=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests
+	$(FAST) tests
+
+test-code-all: $(READY)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests
 
 test-notebooks: $(READY)
 	MOELAB_FAST=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=600 notebooks
@@ -30,13 +52,18 @@ test-notebooks: $(READY)
 check: $(READY)
 	$(BIN)/python -m moelab check
 
-# The pictures of the README, from the pages of `make run`.
+# docs/figures: the pictures of every notebook, from the pages of `make run`, and the README's
+# picture of JupyterLab, from the browser test.
 figures: $(READY)
 	$(BIN)/python data/recipes/figures.py build docs/figures
+	$(BIN)/python -m pytest -q tests/test_browser.py -k 00_start_here
+	cp build/browser_00.png docs/figures/notebook.png
 
+# The last line looks at the list of slow tests, which only a collection of all tests can check.
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest --collect-only -qq tests > /dev/null
 
 # The browser test needs Chromium and its driver, and is skipped without them; only root on Debian gets them here.
 browser:

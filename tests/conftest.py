@@ -1,11 +1,169 @@
-"""Fixtures of several test files."""
+"""The slow tier, and fixtures of several test files.
+
+``make test`` leaves out what ``SLOW`` names; ``make test-all`` runs it too. Slow is what repeats a
+property on more families, seeds or settings, never the only test of something.
+"""
 
 import json
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from small import small
 
 from moelab import synthesize
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A test whose cases run in ``make test-all`` only, but for some.
+
+    Attributes:
+        test (str): The end of its node id, without the case.
+        why (str): Why the rest is enough for ``make test``.
+        keep (str): What ``re.search`` finds in the cases that stay in ``make test``.
+        every (int): Instead: one case of so many stays, beginning with the first.
+    """
+
+    test: str
+    why: str
+    keep: str = ""
+    every: int = 0
+
+
+MORE = "one of three kinds of damage is enough to see that damage is refused"
+FAMILIES = "every family streams in test_family_streams; here one of three is enough"
+SLOW = (
+    Slow("test_bad_input.py::test_config_with_a_bad_value", MORE, every=3),
+    Slow("test_bad_input.py::test_config_is_not_an_object", MORE, every=3),
+    Slow("test_bad_input.py::test_header_lies", MORE, every=3),
+    Slow("test_bad_input.py::test_tokenizer_is_damaged", MORE, every=3),
+    Slow("test_bad_input.py::test_index_is_not_an_index", MORE, every=3),
+    Slow(
+        "::test_killed_at_ten_moments",
+        "an interruption at a chosen moment stays: test_an_interrupted_run_goes_on",
+    ),
+    Slow(
+        "::test_beats_xz_and_routing_has_not_collapsed",
+        "the quality of a file in data/, which no change of code alters",
+    ),
+    Slow(
+        "::test_the_same_logits_and_counters_that_add_up",
+        "each prefetcher and each policy stays, with one number of slots",
+        keep="-16-lru|lookahead-8-lfu",
+    ),
+    Slow(
+        "::test_threads_in_turn_and_at_once",
+        "each mode and each prefetcher stays, with two streams",
+        keep="small reads-.*-2|reader threads-fused-2",
+    ),
+    Slow(
+        "::test_an_interrupt_at_any_line",
+        "one setting of each way to read stays",
+        keep="small reads-{'policy'|reader threads-{}",
+    ),
+    Slow(
+        "::test_greedy_text_at_every_block_size",
+        "each draft stays, one resident and one streamed",
+        keep="1-tiny-dflash-fused|0-tiny-draft-resident",
+    ),
+    Slow(
+        "::test_greedy_text_of_the_trained_model",
+        "the streamed model stays",
+        keep="fused",
+    ),
+    Slow(
+        "::test_acceptance_and_the_targets_own_text",
+        "the other draft differs in its weights only",
+        keep="dflash",
+    ),
+    Slow(
+        "::test_sampled_pairs_have_the_targets_distribution",
+        "20,000 samples tell finer differences than the 3,000 that stay",
+        keep="-3000",
+    ),
+    Slow(
+        "::test_the_same_seed_writes_the_same_text",
+        "other samplers by the same rule",
+        every=3,
+    ),
+    Slow(
+        "::test_the_prompt_cache_is_left_as_mlx_lm_leaves_it",
+        "a fixed number of drafts and the policy stay",
+        keep=r"^3\]|auto",
+    ),
+    Slow(
+        "::test_greedy_tokens_are_the_targets",
+        "a hybrid, a Mamba and an attention model stay",
+        keep="qwen3_5_moe|jamba|gpt_oss",
+    ),
+    Slow(
+        "::test_a_small_file_that_unpacks_to_gigabytes",
+        "other files of strangers stay: test_a_strangers_trace_is_refused",
+    ),
+    Slow(
+        "::test_tiny_moe_writes_the_resident_tokens_in_every_mode",
+        "notebook 00 compares its tokens in every mode, test_family_streams the logits",
+    ),
+    Slow(
+        "::test_every_slider_changes_the_figure",
+        "notebook 00 stays; nbmake sets the sliders of all notebooks from code",
+        keep="00_start_here",
+    ),
+    Slow("::test_lookahead_in_every_family", FAMILIES, every=3),
+    Slow("::test_every_family_gives_the_same_answer_packed", FAMILIES, every=3),
+    Slow("::test_every_recurrent_family", FAMILIES, every=3),
+    Slow("::test_fewer_experts_per_token", FAMILIES, every=3),
+    Slow(
+        "::test_hits_are_those_of_a_driven_model",
+        "both policies stay, with one warm-up",
+        keep="50-",
+    ),
+)
+
+
+def pytest_configure(config):
+    """Started in the background, Python ignores Ctrl-C, and so would the programs under test."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def mark_slow(items, table=SLOW):
+    """Adds the marker ``slow`` to what the table names; returns the entries that match nothing."""
+    unused = []
+    for slow in table:
+        cases = [item for item in items if item.nodeid.partition("[")[0].endswith(slow.test)]
+        rest = [
+            case
+            for i, case in enumerate(cases)
+            if not (slow.keep and re.search(slow.keep, case.nodeid.partition("[")[2]))
+            and not (slow.every and i % slow.every == 0)
+        ]
+        for case in rest:
+            case.add_marker(pytest.mark.slow(reason=slow.why))
+        kept = len(cases) - len(rest)
+        if not rest or bool(kept) != bool(slow.keep or slow.every):
+            unused.append(slow.test)
+    return unused
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m "not slow" deselects
+def pytest_collection_modifyitems(config, items):
+    """Marks the slow tier. With the whole suite at hand, refuses a table that has gone stale."""
+    unused = mark_slow(items)
+    folder = Path(__file__).parent
+    files = {path for path in folder.rglob("test_*.py")}
+    chosen = any("::" in argument for argument in config.args) or config.option.keyword
+    if files <= {item.path for item in items} and not chosen:
+        fast = {item.path for item in items if not item.get_closest_marker("slow")}
+        unused += [f"{path.relative_to(folder)}: nothing left" for path in sorted(files - fast)]
+        if unused:
+            raise pytest.UsageError(
+                "SLOW in tests/conftest.py: expected each entry to make some cases slow, to keep "
+                f"those it says, and a test of every file to stay, but: {', '.join(unused)}"
+            )
 
 
 @pytest.fixture(scope="session")

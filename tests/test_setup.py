@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def requirement(text):
-    """Returns ``(name, bounds, marker)`` of a requirement, in one spelling for pip's and conda's."""
+    """Returns ``(name, bounds, marker)`` of a requirement, spelled alike for pip and conda."""
     bare, _, marker = text.partition(";")
     name, bounds = re.fullmatch(r"\s*([\w.-]+(?:\[\w+\])?)\s*(.*?)\s*", bare).groups()
     return (

@@ -1,15 +1,24 @@
-"""The figures of docs/figures, as the README shows them: drawn by Chromium from the pages that `make run` wrote.
+"""The pictures of docs/figures, drawn by Chromium from the pages that `make run` wrote.
 
-    python data/recipes/figures.py build docs/figures 02_expert_streaming:1 05_top_k:1
+    python data/recipes/figures.py build docs/figures              # every page
+    python data/recipes/figures.py build docs/figures 05_top_k     # this one
 
-Each name is a page and the number of a figure on it, from 1; without names, every figure of every page.
+For each page it writes NAME-1.png, NAME-2.png, ... and NAME.md, which shows them with their words.
+Pages of a FAST run (MOELAB_FAST=1) hold small measurements: of these only the figures that show
+recorded data are drawn, and NAME.md says how many are left out.
 """
 
 import base64
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+import nbformat
+
+from moelab.lab.plots.pages import summary
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 FLAGS = [
     "headless",
     "no-sandbox",
@@ -22,11 +31,38 @@ FLAGS = [
     "disable-dev-shm-usage",
     "window-size=1400,1100",
 ]
-WIDTH, HEIGHT, SCALE = 960, 460, 2  # pixels, and how many of them to a pixel of the file
-TO_IMAGE = """
-    const done = arguments[arguments.length - 1], plot = document.querySelectorAll('.js-plotly-plot')[arguments[0]];
-    Plotly.toImage(plot, {format: 'png', width: arguments[1], height: plot.layout.height || arguments[2], scale: arguments[3]}).then(done);
+WIDTH, HEIGHT = 960, 460  # CSS pixels; a figure's own height goes first
+SCALE = 1  # pixels of the file to a CSS pixel: most files stay under 100 kB
+READ_PAGE = """
+const meta = name => document.querySelector(`meta[name=moelab-${name}]`).content;
+return {machine: meta('machine'), fast: meta('fast') === '1',
+        figures: [...document.querySelectorAll('.js-plotly-plot')].map(plot => ({
+            title: plot.layout.title.text,
+            alt: plot.layout.meta?.alt || '',
+            finding: plot.layout.meta?.finding || '',
+            here: plot.layout.meta?.here ?? true}))};
 """
+DRAW = """
+const [number, width, height, scale, done] = arguments;
+const plot = document.querySelectorAll('.js-plotly-plot')[number];
+const size = {width, height: plot.layout.height || height, scale};
+Plotly.toImage(plot, {format: 'png', ...size}).then(done);
+"""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of a page.
+
+    Attributes:
+        title, alt, finding (str): Its words.
+        here (bool): Whether the run that wrote the page measured it; else its data was recorded.
+    """
+
+    title: str
+    alt: str
+    finding: str
+    here: bool
 
 
 def chromium(profile=None):
@@ -44,27 +80,72 @@ def chromium(profile=None):
     return webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
 
 
+def plain(text):
+    """Text of a figure without its line breaks and bold."""
+    for tag, instead in (("<br>", " "), ("<b>", ""), ("</b>", "")):
+        text = text.replace(tag, instead)
+    return " ".join(text.split())
+
+
+def gallery(name, title, pictures, machine, left_out):
+    """The Markdown of ``NAME.md``.
+
+    Args:
+        name, title (str): The page, and its question.
+        pictures (list): ``(file name, Figure)`` of each picture.
+        machine (str): The machine that ran the notebook, in one line.
+        left_out (int): Figures of a FAST run that are not drawn.
+    """
+    lines = [
+        f"# {title}",
+        "",
+        f"The figures of [{name}](../../notebooks/{name}.ipynb), drawn by `make figures` from the "
+        f"page of `make run`. Where a figure names no other machine, it was measured on {machine}.",
+        "",
+    ]
+    if left_out:
+        lines += [f"Drawn from a FAST run, without its {left_out} measurements of small size.", ""]
+    for file, figure in pictures:
+        alt = plain(figure.alt or figure.title).replace("[", "(").replace("]", ")")
+        lines += [f"## {plain(figure.title)}", "", f"![{alt}]({file})", ""]
+        if figure.finding:
+            lines += [plain(figure.finding), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def draw(browser, page, out):
+    """Draws the figures of one page and writes its gallery; returns the files' paths."""
+    browser.get(page.resolve().as_uri())
+    read = browser.execute_script(READ_PAGE)
+    figures = [Figure(**figure) for figure in read["figures"]]
+    for old in out.glob(f"{page.stem}-*.png"):
+        old.unlink()
+    pictures, left_out = [], 0
+    for number, figure in enumerate(figures):
+        if read["fast"] and figure.here:
+            left_out += 1
+            continue
+        image = browser.execute_async_script(DRAW, number, WIDTH, HEIGHT, SCALE)
+        path = out / f"{page.stem}-{len(pictures) + 1}.png"
+        path.write_bytes(base64.b64decode(image.partition(",")[2]))
+        pictures.append((path.name, figure))
+    title = summary(nbformat.read(NOTEBOOKS / f"{page.stem}.ipynb", as_version=4)).title
+    text = gallery(page.stem, title, pictures, read["machine"], left_out)
+    (out / f"{page.stem}.md").write_text(text)
+    return [out / file for file, _ in pictures]
+
+
 def main(pages, out, *names):
-    """Writes ``out/PAGE-N.png`` for each ``PAGE:N``."""
+    """Draws the figures of the pages called ``names``, or of every page."""
     browser = chromium()
     if browser is None:
         sys.exit("no chromedriver: `make browser` installs Chromium and its driver on Debian")
-    Path(out).mkdir(parents=True, exist_ok=True)
-    wanted = {}
-    for name in names or [path.stem for path in sorted(Path(pages).glob("[0-9]*.html"))]:
-        page, _, number = name.partition(":")
-        wanted.setdefault(page, []).append(int(number) if number else None)
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
     try:
-        for page, numbers in wanted.items():
-            browser.get((Path(pages) / f"{page}.html").resolve().as_uri())
-            count = browser.execute_script(
-                "return document.querySelectorAll('.js-plotly-plot').length"
-            )
-            for number in range(1, count + 1) if None in numbers else numbers:
-                image = browser.execute_async_script(TO_IMAGE, number - 1, WIDTH, HEIGHT, SCALE)
-                path = Path(out) / f"{page}-{number}.png"
-                path.write_bytes(base64.b64decode(image.partition(",")[2]))
-                print(path)
+        for name in names or [path.stem for path in sorted(Path(pages).glob("[0-9]*.html"))]:
+            for path in draw(browser, Path(pages) / f"{name}.html", out):
+                print(f"{path}, {path.stat().st_size / 1e3:.0f} kB")
     finally:
         browser.quit()
 

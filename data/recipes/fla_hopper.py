@@ -1,6 +1,6 @@
-"""flash-linear-attention's gated delta rule, with the one kernel replaced that Triton 3.4 to 3.7 miscompiles on Hopper.
+"""flash-linear-attention's gated delta rule for Hopper GPUs, with one kernel replaced by PyTorch.
 
-fla refuses to run that kernel (its issue 640); here PyTorch computes the same gradients.
+Triton 3.4 to 3.7 miscompiles that kernel there, and fla refuses to run it (its issue 640).
 """
 
 import torch
@@ -21,9 +21,10 @@ def chunk_bwd_dqkwg(
         g (Tensor): [B, T, Hv], float32.
 
     Returns:
-        tuple[Tensor, Tensor, Tensor, Tensor]: dq, dk [B, T, Hk, Dk], dw [B, T, Hv, Dk], dg [B, T, Hv].
+        tuple[Tensor, Tensor, Tensor, Tensor]: dq, dk [B, T, Hk, Dk], dw [B, T, Hv, Dk],
+        dg [B, T, Hv].
     """
-    B, T, Hk, Dk = k.shape
+    Hk = k.shape[2]
     Hv, C = v.shape[2], chunk_size
     repeats = Hv // Hk
 

@@ -1,11 +1,12 @@
-"""tiny-dflash and tiny-draft: two drafts for tiny-moe, a DFlash block draft and a small autoregressive one.
+"""tiny-dflash and tiny-draft: a DFlash block draft and a small autoregressive draft for tiny-moe.
 
     pip install --no-deps --target build/drafts/site -r data/recipes/draft_packages.txt
     python data/recipes/tiny_drafts.py text build/drafts/site data/models/tiny-moe build/drafts
     python data/recipes/tiny_drafts.py train build/drafts data/models/tiny-moe OUT  # on a CUDA GPU
-    python data/recipes/tiny_drafts.py pack OUT data/models/tiny-moe data/models        # where MLX is
+    python data/recipes/tiny_drafts.py pack OUT data/models/tiny-moe data/models    # anywhere
 
-The drafts learn what the 4-bit target itself writes. Where MLX is missing (a GPU host), run it as ``recipes.tiny_drafts`` from inside ``moelab/``.
+The drafts learn what the 4-bit target itself writes. ``text`` and ``train`` need PyTorch; ``train``
+also fla-core and moelab (any build of MLX) for the prompts to measure on; ``pack`` needs MLX.
 """
 
 import argparse
@@ -39,7 +40,8 @@ CONFIG = {
     "pad_token_id": TEXT_CONFIG["pad_token_id"],
     "eos_token_id": TEXT_CONFIG["eos_token_id"],
 }
-# What is trained side by side: name, decoder layers, target layers read (evenly spaced from 1 to L - 3, but for dflash4late).
+# What is trained side by side: name, decoder layers, and target layers read (evenly spaced from 1
+# to L - 3, except in dflash4late).
 CANDIDATES = {
     "dflash2": (2, [1, 5]),
     "dflash3": (3, [1, 3, 5]),
@@ -81,7 +83,7 @@ def config_of(name):
 
 
 def write_text(site, model_dir, out, nbytes):
-    """Token ids of the corpus in the target's own vocabulary: ``train.npy``, ``valid.npy`` and ``manifest.json``.
+    """Token ids of the corpus in the target's vocabulary: two ``.npy`` files and ``manifest.json``.
 
     Args:
         site (Path): Folder that ``pip install --target`` filled.
@@ -153,7 +155,7 @@ def outputs(model, ids):
 
 
 def delta_step(state, q, k, v, g, beta):
-    """One position of the gated delta rule; state [B, H, Dk, Dv] is updated in place. Returns [B, H, Dv]."""
+    """One position of the gated delta rule, [B, H, Dv]; updates state [B, H, Dk, Dv] in place."""
     state.mul_(g.exp()[..., None, None])
     error = (v - (state * k[..., None]).sum(-2)) * beta[..., None]
     state.add_(k[..., None] * error[..., None, :])
@@ -161,7 +163,7 @@ def delta_step(state, q, k, v, g, beta):
 
 
 class Writer:
-    """Lets the target continue many texts of one length at once, with static buffers, in one CUDA graph a position.
+    """The target continuing many texts of one length at once, with one CUDA graph for a position.
 
     Args:
         model, head: What ``load_target`` returned.
@@ -322,7 +324,7 @@ def runs_dflash(draft, embedding, ids, features, prompt, ends):
 
 
 def runs_decoder(draft, embedding, ids, prompt, ends):
-    """``runs_dflash`` of a draft that writes one token after another: accepted ones are the target's, so one pass tells."""
+    """``runs_dflash`` of an autoregressive draft, in one pass: accepted tokens are the target's."""
     guesses = (draft(embedding[ids]).float() @ embedding.float().T).argmax(-1)
     right = (guesses[:, :-1] == ids[:, 1:]).tolist()
     cycles = []
@@ -349,7 +351,10 @@ def summary(cycles, prompt):
 
 
 def write_sets(model, head, model_dir, data, texts=256):
-    """Texts to measure on, written by the target: {name: (ids [B, T], P, ends [B])}. Choose by "valid" alone."""
+    """Texts to measure on, written by the target: {name: (ids [B, T], P, ends [B])}.
+
+    Only "valid" may decide anything; the others are held out.
+    """
     import numpy as np
     import torch
 
@@ -395,7 +400,7 @@ def measure(drafts, model, embedding, sets):
 
 
 def block_loss(hidden, embedding, targets, weights):
-    """Weighted cross-entropy of blocks: hidden [N, b - 1, D], targets [N, b - 1], weights [b - 1]."""
+    """Weighted cross-entropy of blocks: hidden [N, b - 1, D], targets the same, weights [b - 1]."""
     import torch.nn.functional as F
 
     loss = F.cross_entropy(
@@ -405,7 +410,13 @@ def block_loss(hidden, embedding, targets, weights):
 
 
 def distil_loss(hidden, target, embedding):
-    """Half the cross-entropy with the target's distribution, half that with its first choice; hidden, target [N, D]."""
+    """Mean of the cross-entropies with the target's distribution and with its first choice.
+
+    Args:
+        hidden (Tensor): Of the draft, [N, D].
+        target (Tensor): Of the target, [N, D].
+        embedding (Tensor): [V, D].
+    """
     import torch.nn.functional as F
 
     logits = (target @ embedding.T).float()
@@ -415,7 +426,7 @@ def distil_loss(hidden, target, embedding):
 
 
 def write_texts(model, head, train, buckets, at_once, generator):
-    """Continue prompts from random places of the corpus: for each bucket texts [N, T], int16."""
+    """Texts [N, T] for each bucket, int16: prompts from random places of the corpus, continued."""
     import torch
 
     written = []
@@ -441,7 +452,8 @@ def train_all(steps, lr, model, embedding, texts, buckets, seed=0, warmup=50):
     """Train the candidates side by side on the same batches.
 
     Args:
-        steps (int): Steps; the rate is constant after the warm-up and falls to zero over the last 60%.
+        steps (int): Steps; after the warm-up the rate is constant, then falls to zero over the last
+            60%.
         lr (dict[str, float]): The highest learning rate of each candidate.
         model, embedding: The target and its embedding in its own precision.
         texts (list[Tensor]): Of each bucket.
@@ -466,9 +478,8 @@ def train_all(steps, lr, model, embedding, texts, buckets, seed=0, warmup=50):
         draft = (Decoder if CANDIDATES[name][1] is None else DFlash)(config_of(name)).to(
             device, embedding.dtype
         )
-        draft.norm.weight.data.copy_(
-            model.language_model.model.norm.weight
-        )  # the head's scale: it is the target's own
+        # The head is the target's own, and so is its scale.
+        draft.norm.weight.data.copy_(model.language_model.model.norm.weight)
         if on_gpu:
             draft.compile()
         drafts[name], optimizers[name] = draft, tiny_moe.Optimizer(draft, rate, decay=0.1)
@@ -521,14 +532,15 @@ def train_all(steps, lr, model, embedding, texts, buckets, seed=0, warmup=50):
 
 
 def train(data, model_dir, out, steps, lr, names, at_once=8192, seed=0):
-    """Write the text, train the candidates once for each number of steps, measure them, and save the last ones.
+    """Write the text, train the candidates for each number of steps, measure and save them.
 
     Args:
         data (Path): What ``write_text`` wrote.
         model_dir (Path): The target.
         out (Path): Folder for ``<name>.safetensors`` and ``training.json``.
         steps (list[int]): Lengths to train for; the longest last.
-        lr (list[float]): Learning rates, tried at the first length; the rest take the one that was best on the validation text.
+        lr (list[float]): Learning rates, tried at the first length; the others take the one that
+            was best on the validation text.
         names (list[str]): Of ``CANDIDATES``.
         at_once (int): B of the writer.
         seed (int): Seed.
@@ -599,7 +611,8 @@ def pack(trained, model_dir, out, dflash, draft):
 
     Args:
         trained (Path): What ``train`` wrote.
-        model_dir (Path): The target: its tokenizer and, for the autoregressive draft, its embedding.
+        model_dir (Path): The target, whose tokenizer and, for the autoregressive draft, embedding
+            are used.
         out (Path): Folder of both.
         dflash, draft (str): Of ``CANDIDATES``.
     """

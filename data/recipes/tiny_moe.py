@@ -1,10 +1,10 @@
 """tiny-moe: a Qwen3.5-MoE hybrid small enough to ship, in mlx-lm's own format.
 
-    python data/recipes/corpus.py ...                              # text, tokenizer
+    python data/recipes/corpus.py build/corpus/site build/corpus    # text, tokenizer
     python data/recipes/tiny_moe.py build/corpus OUT --minutes 25   # on a CUDA GPU
     python data/recipes/evaluate.py OUT                             # anywhere
 
-Where MLX is missing (a GPU host), run it as ``recipes.tiny_moe`` from inside ``moelab/``.
+Training needs PyTorch and fla-core, and neither MLX nor moelab.
 """
 
 import argparse
@@ -61,13 +61,13 @@ CONFIG = {
     "pad_token_id": 0,
     "eos_token_id": 1,
 }
-# Few weights and much depends on them: eight bits. mlx-lm's own predicate does so for the first two.
+# Few weights with much influence get eight bits. mlx-lm's own predicate does so for the first two.
 EIGHT_BIT = ("mlp.gate", "shared_expert_gate", "embed_tokens", "in_proj_a", "in_proj_b")
 NOT_QUANTIZED = ("norm", "conv1d", "A_log", "dt_bias")
 
 
 def bits_of(path):
-    """Bits per weight of the linear, embedding or expert module at ``path``; None where it stays as it is."""
+    """Bits per weight of the module at ``path``; None where it is not quantized."""
     if path.endswith(NOT_QUANTIZED):
         return None
     return 8 if path.endswith(EIGHT_BIT) else BITS
@@ -105,16 +105,18 @@ def random_model(out_dir, seed=0):
 
 
 def quantize(w, bits):
-    """Nearest points of the affine grid, one scale and bias for each group of ``GROUP_SIZE`` weights in a row.
+    """Nearest points of the affine grid, a scale and a bias for ``GROUP_SIZE`` weights in a row.
 
-    Unlike ``mx.quantize`` the scale and bias are rounded to bfloat16 first, so that the points fit what is stored.
+    Unlike ``mx.quantize`` it rounds scale and bias to bfloat16 before the weights, so that the
+    integers fit the scale and bias that are stored.
 
     Args:
         w (Tensor): Weights [..., out, in], float32.
         bits (int): Bits per weight.
 
     Returns:
-        tuple[Tensor, Tensor, Tensor]: Integers [..., out, in / group, group], scales and biases [..., out, in / group].
+        tuple[Tensor, Tensor, Tensor]: Integers [..., out, in / group, group], scales and biases
+        [..., out, in / group].
     """
     import torch
 
@@ -132,13 +134,13 @@ def quantize(w, bits):
 
 
 def rounded(w, bits):
-    """What the checkpoint's reader will see in place of ``w``, float32."""
+    """The weights that the 4- or 8-bit checkpoint stands for, float32."""
     q, scale, bias = quantize(w, bits)
     return (q * scale[..., None] + bias[..., None]).flatten(-2)
 
 
 def packed(w, bits):
-    """``w`` as MLX stores it: weight uint32 [..., out, in * bits / 32], scales and biases bfloat16."""
+    """``w`` as MLX stores it: uint32 [..., out, in * bits / 32], scales and biases in bfloat16."""
     import torch
 
     q, scale, bias = quantize(w, bits)
@@ -168,9 +170,8 @@ def export(masters, out_dir, shards=3):
         layer = int(path.split(".")[3]) if ".layers." in path else len(parts) * 100
         part = parts[min(layer * shards // TEXT_CONFIG["num_hidden_layers"], shards - 1)]
         if bits is None:
-            part[name] = (
-                w.bfloat16().float() if leaf == "A_log" else w.bfloat16()
-            )  # mlx-lm keeps A_log in float32
+            # mlx-lm keeps A_log in float32.
+            part[name] = w.bfloat16().float() if leaf == "A_log" else w.bfloat16()
             continue
         if bits != BITS:
             config["quantization"][path] = {"group_size": GROUP_SIZE, "bits": bits}
@@ -228,7 +229,11 @@ def read(checkpoint):
 
 
 def orthogonal(m):
-    """The nearest matrix with orthonormal rows or columns, about, for each of a batch [..., out, in] (Muon)."""
+    """Approximately the nearest matrix with orthonormal rows or columns (Muon).
+
+    Args:
+        m (Tensor): Matrices [..., out, in].
+    """
     x = m.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -242,12 +247,13 @@ def orthogonal(m):
 class Optimizer:
     """Muon for matrices, Adam for the rest, on float32 masters of bfloat16 parameters.
 
-    After each step a parameter is its master rounded to what the checkpoint will hold (straight-through: the gradient
-    at the rounded weights moves the master), or to bfloat16 while ``quantized`` is off.
+    After each step a parameter is its master rounded to what the checkpoint will hold, or to
+    bfloat16 while ``quantized`` is off. The gradient at the rounded weights moves the master
+    (straight-through).
 
     Args:
         model (nn.Module): Its parameters must be bfloat16.
-        lr (float): Learning rate at its highest; the root mean square of an update is 0.2 * lr for Muon.
+        lr (float): The highest learning rate; the root mean square of Muon's update is 0.2 * lr.
         decay (float): Weight decay of the matrices.
         adam (float): Adam's learning rate as a multiple of Muon's.
     """
@@ -319,15 +325,15 @@ def batches(ids, batch, length, device, generator):
 
 
 def windows(ids, length, eos):
-    """Windows [N, length + 1] over concatenated texts that each start afresh; padded with the end-of-text id.
+    """Windows [N, length + 1] over concatenated texts, each from its start, padded with ``eos``.
 
-    Also returns how many targets in each window count.
+    Also returns how many targets of each window count.
     """
     import torch
 
     rows, counts = [], []
     ends = (ids == eos).nonzero().flatten().tolist()
-    for start, end in zip([-1] + ends[:-1], ends):
+    for start, end in zip([-1, *ends[:-1]], ends):
         text = torch.cat([ids.new_tensor([eos]), ids[start + 1 : end]])
         for i in range(0, len(text) - 1, length):
             row = text[i : i + length + 1]
@@ -344,18 +350,13 @@ def evaluate(model, rows, counts, nbytes, batch=32):
     with torch.no_grad():
         for i in range(0, len(rows), batch):
             some = rows[i : i + batch]
-            some = torch.cat(
-                [some, some[:1].expand(batch - len(some), -1)]
-            )  # one shape, one compilation
+            # One shape, one compilation.
+            some = torch.cat([some, some[:1].expand(batch - len(some), -1)])
             loss, _, load = model(some)
             kept = torch.zeros(batch, dtype=torch.long, device=rows.device)
             kept[: len(counts[i : i + batch])] = counts[i : i + batch]
-            nats += (
-                (loss * (torch.arange(loss.shape[1], device=rows.device) < kept[:, None]))
-                .double()
-                .sum()
-                .item()
-            )
+            mask = torch.arange(loss.shape[1], device=rows.device) < kept[:, None]
+            nats += (loss * mask).double().sum().item()
             loads.append(load)
     return nats / math.log(2) / nbytes, torch.stack(loads).mean(0)
 
@@ -376,7 +377,7 @@ def train(
     seed=0,
     resume=None,
 ):
-    """Train, then export at 4 bits. The schedule follows the clock, so that a lease of a machine is used whole.
+    """Train, then export at 4 bits. The schedule follows the clock: a run fits a rented machine.
 
     Args:
         data (Path): What ``data/recipes/corpus.py`` wrote.
@@ -384,12 +385,14 @@ def train(
         minutes (float): Time to train for, compilation apart.
         batch (int): B, sequences in a step.
         length (int): T, tokens in a sequence.
-        lr, adam, decay (float): Of the optimizer. The rate is constant after a warm-up and falls to zero from ``start`` on.
+        lr, adam, decay (float): Of the optimizer. The rate is constant after a warm-up and falls to
+            zero from ``start`` on.
         balance (float): Weight of the balance loss.
-        start, quantize_from (float): When the rate begins to fall, and the weights to be rounded, as shares of the time.
+        start, quantize_from (float): When the rate begins to fall, and the weights to be rounded,
+            as shares of the time.
         warmup (int): Steps until the rate is at its highest.
         seed (int): Seed of weights and order.
-        resume (Path): An exported checkpoint to go on from; None starts afresh.
+        resume (Path, optional): An exported checkpoint to continue from.
     """
     import numpy as np
     import torch
@@ -420,7 +423,7 @@ def train(
         model = model.bfloat16()
     optimizer = Optimizer(model, lr, decay, adam)
     log, step, spent = [], 0, 0.0
-    for quantized in (True, False):  # compiles, as the first step does: none of it is on the clock
+    for quantized in (True, False):  # compiles before the clock starts, as the first step does
         optimizer.write(quantized)
     evaluate(model, *held["valid"])
     clock = None
@@ -453,7 +456,7 @@ def train(
             if step % 500 == 0:
                 line["valid_bpb"] = round(evaluate(model, *held["valid"])[0], 4)
                 if step % 2000 == 0:
-                    export(optimizer.masters, out)  # something to keep, should the machine go
+                    export(optimizer.masters, out)  # to resume from, if the machine is lost
                 spent = time.perf_counter() - clock
             if step % 100 == 0:
                 log.append(line)

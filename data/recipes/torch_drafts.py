@@ -1,4 +1,6 @@
-"""Two drafts in PyTorch for training: DFlash's block draft, named as z-lab's files, and a Qwen3 decoder, named as mlx-lm's.
+"""Two drafts in PyTorch for training: DFlash's block draft and a Qwen3 decoder.
+
+Parameters are named as in z-lab's files and in mlx-lm's.
 
 B batch, T tokens, D hidden, A anchors, b block size, n target layers that are read.
 """
@@ -52,7 +54,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Qwen3's decoder layer; with a context it sees that as further keys and values, and needs a mask."""
+    """Qwen3's decoder layer; a context gives it further keys and values, and needs a mask."""
 
     def __init__(self, c):
         super().__init__()
@@ -85,7 +87,11 @@ class Draft(nn.Module):
 
 
 class DFlash(Draft):
-    """Args: config (dict): As in the draft's config.json."""
+    """A DFlash draft: all tokens of a block in one pass.
+
+    Args:
+        config (dict): As in the draft's config.json.
+    """
 
     def __init__(self, config):
         super().__init__(config)
@@ -99,7 +105,8 @@ class DFlash(Draft):
 
         Args:
             blocks (Tensor): Embedded blocks [B, A, b, D]: the token at the anchor, then masks.
-            features (Tensor): Target's features [B, T, n * D]; a block sees those before its anchor.
+            features (Tensor): Target's features [B, T, n * D]; a block sees those before its
+                anchor.
             anchors (Tensor): Position of the first token of each block.
         """
         B, A, b, D = blocks.shape
@@ -122,7 +129,11 @@ class DFlash(Draft):
 
 
 class Decoder(Draft):
-    """Args: config (dict): As in the draft's config.json."""
+    """An autoregressive draft.
+
+    Args:
+        config (dict): As in the draft's config.json.
+    """
 
     def forward(self, x):
         """Hidden states [B, T, D] of embedded tokens [B, T, D]."""

@@ -1,7 +1,7 @@
 """Qwen3.5-MoE in PyTorch for training, its parameters named and shaped as mlx-lm's.
 
-It computes what ``mlx_lm.models.qwen3_5_moe`` computes, so that a checkpoint needs no conversion but quantization.
-B batch, T tokens, D hidden, F expert hidden, E experts, K experts per token, H heads.
+It computes what ``mlx_lm.models.qwen3_5_moe`` computes, so that a checkpoint only needs to be
+quantized. B batch, T tokens, D hidden, F expert hidden, E experts, K experts per token, H heads.
 """
 
 import torch
@@ -38,7 +38,7 @@ class Conv1d(nn.Module):
 
 
 def delta_rule(q, k, v, g, beta):
-    """Gated delta rule over T, by flash-linear-attention on a GPU and by transformers' reference elsewhere.
+    """Gated delta rule over T: flash-linear-attention on a GPU, else transformers' reference.
 
     Args:
         q, k (Tensor): [B, T, Hk, Dk], not yet normalized.
@@ -223,7 +223,7 @@ class SparseMoeBlock(nn.Module):
         scores = scores / scores.sum(-1, keepdim=True)
         y, ends = self.switch_mlp(x, indices, scores)
         y = y + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
-        # Switch Transformer's balance loss over the whole batch: 1 when every expert gets its share.
+        # Switch Transformer's balance loss over the whole batch: 1 when the load is even.
         load = torch.diff(ends, prepend=ends.new_zeros(1)) / indices.numel()
         balance = probs.shape[-1] * (load * probs.mean(0)).sum()
         return y.view(B, T, D), balance, load
@@ -258,12 +258,16 @@ class TextModel(nn.Module):
 
 
 def token_loss(hidden, weight, targets):
-    """Cross-entropy in nats of each target, [N], from hidden [N, D] and the tied embedding [V, D]."""
+    """Nats of each target [N], from hidden [N, D] and the tied embedding [V, D]."""
     return F.cross_entropy((hidden @ weight.T).float(), targets, reduction="none")
 
 
 class Model(nn.Module):
-    """Args: text_config (dict): As in the checkpoint's config.json; the head is tied to the embedding."""
+    """The language model; its head is tied to the embedding.
+
+    Args:
+        text_config (dict): As in the checkpoint's config.json.
+    """
 
     def __init__(self, text_config):
         super().__init__()
@@ -272,13 +276,16 @@ class Model(nn.Module):
         self.token_loss = token_loss
 
     def compile(self):
-        """Compile each layer and the loss: a graph for each kind of layer, not one for all of them."""
+        """Compile each layer and the loss: a graph for each kind of layer, not one for all."""
         for layer in self.language_model.model.layers:
             layer.compile(dynamic=False)
         self.token_loss = torch.compile(token_loss, dynamic=False)
 
     def hidden(self, ids):
-        """Last hidden states [B, T, D], the mean balance loss, and each layer's load [L, E] (shares of the slots)."""
+        """Last hidden states [B, T, D], the mean balance loss, and the loads.
+
+        A load is the share of a layer's choices that each expert gets, [L, E].
+        """
         model = self.language_model.model
         x = model.embed_tokens(ids)
         balances, loads = [], []

@@ -1,0 +1,730 @@
+"""Numbers in prose follow from records.
+
+``PASSAGES`` lists the parts of documents that are held to that: the README's findings and the page
+of the records. An entry is a piece of the text with ``{}`` for every number, and a function that
+reads these numbers from the records, formatted as in the text. A test fails when text and record
+part, and when a passage has a number that no entry covers. ``TAKEAWAYS`` gives the numbers that the
+opening and the takeaway of a notebook may state; whole numbers without a percent sign are settings
+there.
+"""
+
+import json
+import re
+
+import nbformat
+import numpy as np
+import pytest
+
+from moelab import DATA, StreamConfig, Trace, footprint
+from moelab.lab.experiments import rollback, top_k
+from moelab.lab.plots.pages import summary
+from moelab.lab.records import PUBLISHED, recorded
+from moelab.replay import locality
+from moelab.speculation.policy import Policy
+
+ROOT = DATA.parent
+NUMBER = re.compile(r"(?<![\w.:/-])-?\d+(?:[.,]\d+)*(?!\w)")  # not in a name: H200, 35B, top-6
+MEASURED = re.compile(r"\d[\d.]*%? \[[\d., %]+\]|(?<![\w.])\d+\.\d+%?|\d+%")
+MEMORY = 1_500_000_000  # bytes: the larger limit of the sweep of notebook 03
+LOOKUP = "lookup, 64 slots"  # in cpu_drafts
+FINE, LEFT = "nothing wrong", "rejected tokens left in the state"  # in cpu_suspects
+MOE, BIG = "cpu_prefetch_tiny_moe", "cpu_prefetch_35b"
+LAYOUTS = ("as shipped", "packed")  # in both
+ENGINE, EARLIER = "cuda_h200_exact_engine", "cuda_h200"  # runs on a GPU
+ROUTING_READ = "every layer's routing read"  # in cuda_h200
+
+
+def span(low, high, form=".2f"):
+    return f"[{low:{form}}, {high:{form}}]"
+
+
+def quartiles(samples, form=".2f", scale=1.0):
+    """``median [p25, p75]`` of samples, or of a record's summary of them."""
+    if isinstance(samples, dict):
+        low, mid, high = (samples[key] for key in ("p25", "median", "p75"))
+    else:
+        low, mid, high = np.percentile(samples, (25, 50, 75))
+    return f"{mid * scale:{form}} {span(low * scale, high * scale, form)}"
+
+
+def median(samples, form, scale=1.0):
+    return quartiles(samples, form, scale).partition(" ")[0]
+
+
+# The records, read
+
+
+def training(model):
+    return json.loads((DATA / "models" / model / "training.json").read_text())
+
+
+def mode(record, name):
+    return recorded(record)["modes"][name]
+
+
+def bench_row(record, name, memory_unit, form=".2f"):
+    """The numbers of a row of the table of speeds."""
+    speed, memory = (".2f", ".2f") if memory_unit == 1e9 else (".1f", ".0f")
+    streamed, resident = mode(record, name), mode(record, "resident")
+    both = [
+        text
+        for made in (resident, streamed)
+        for text in (
+            median(made["decode_tok_s"], speed),
+            f"{made['peak_nbytes'] / memory_unit:{memory}}",
+        )
+    ]
+    return *both, quartiles(streamed["ratio_to_resident"], form), streamed["decode_tok_s"]["n"]
+
+
+def spread_row():
+    """The row of both cores, without memory."""
+    row = bench_row("cpu_bench_35b", "fused", 1e9)
+    return row[0], row[2], *row[4:]
+
+
+def limit_row():
+    record = recorded("cpu_limit_35b")
+    free, under = (
+        record["summary"][name] for name in ("resident, no limit", "fused/slots=128, limit")
+    )
+    assert record["summary"]["resident, limit"]["killed"]
+    return (
+        f"{record['limit_nbytes'] / 1e9:.1f}",
+        f"{record['checkpoint_nbytes'] / 1e9:.1f}",
+        128,
+        median(free["decode_tok_s"], ".2f"),
+        median(under["decode_tok_s"], ".2f"),
+        quartiles(under["ratio"]),
+        under["decode_tok_s"]["n"],
+    )
+
+
+def block_row():
+    record = recorded("cpu_layer_35b")
+    name, timings = "fused/streams=1", record["timings"]
+    times = (median(timings[n]["samples_s"], ".1f", 1e3) for n in ("resident", name))
+    return *times, quartiles(record["ratio"][name]), record["ratio"][name]["n"]
+
+
+def ladder_modes(state, record=ENGINE):
+    return recorded(record)["sections"][f"ladder_{state}"]["modes"]
+
+
+def ladder(name, state="warm", record=ENGINE):
+    form = ".0f" if name == "resident" else ".1f"
+    return quartiles(ladder_modes(state, record)[name]["decode_tok_s"], form)
+
+
+def ladder_median(name, record=ENGINE):
+    return median(ladder_modes("warm", record)[name]["decode_tok_s"], ".0f")
+
+
+def ladder_ratio(over, under, form=".1f", state="warm", record=ENGINE):
+    modes = ladder_modes(state, record)
+    over, under = (modes[m]["decode_tok_s"]["median"] for m in (over, under))
+    return f"{over / under:{form}}"
+
+
+def ladder_n(state, record):
+    return ladder_modes(state, record)["fused"]["decode_tok_s"]["n"]
+
+
+def slower_streamed():
+    """Resident over fused, and tok/s: today's engine, then the earlier one."""
+    ratios = (ladder_ratio("resident", "fused", ".0f", record=r) for r in (ENGINE, EARLIER))
+    speeds = [[ladder_median(m, r) for m in ("fused", "resident")] for r in (ENGINE, EARLIER)]
+    now, then = ratios
+    return now, *speeds[0], then, *speeds[1]
+
+
+def bench_speeds(section, *names):
+    """Of a bench of today's engine: tok/s of some modes, and the runs."""
+    modes = recorded(ENGINE)["sections"][section]["modes"]
+    assert len({m["decode_tok_s"]["n"] for m in modes.values()}) == 1
+    speeds = [quartiles(modes[f"fused, {n}"]["decode_tok_s"], ".1f") for n in names]
+    return *speeds, modes[f"fused, {names[0]}"]["decode_tok_s"]["n"]
+
+
+def all_in_slots():
+    ratio = recorded(ENGINE)["sections"]["all_in_slots"]["ratio"]
+    return quartiles(ratio["stacked"]), quartiles(ratio["fused"]), ratio["fused"]["n"]
+
+
+def exact_settings():
+    """``(settings with every logit equal, settings)`` of the H200."""
+    sections = recorded("cuda_h200_exactness")["sections"]["exactness"].values()
+    rows = [row for rows in sections for row in rows]
+    return sum(r["runs_equal"] and not any(r["off"]) for r in rows), len(rows)
+
+
+def exact_lengths():
+    """The shortest and the longest pass of these settings."""
+    sections = recorded("cuda_h200_exactness")["sections"]["exactness"].values()
+    lengths = [row["T"] for rows in sections for row in rows]
+    return min(lengths), max(lengths)
+
+
+def exactness(section):
+    return recorded("cuda_h200_exactness")["sections"][section]
+
+
+def cpu_cores():
+    return [recorded("cpu_bench_35b")["machine"]["cores"]]
+
+
+def soak(*names):
+    """Sums over the settings of the long run."""
+    return [f"{sum(made[name] for made in exactness('soak').values()):,}" for name in names]
+
+
+def texts_twice():
+    """Settings, and equal texts: twice and as resident, as undrafted with 4 and with 8 drafts."""
+    made = exactness("texts_twice")
+    rows = [row for rows in made.values() for row in rows]
+    (n,) = {row["n"] for row in rows}
+    assert all(row["twice"] == row["as_resident"] == n for row in rows)
+    undrafted = []
+    for drafts in (4, 8):
+        some = [row for row in rows if row["drafts"] == drafts]
+        (same,) = {row["as_resident_undrafted"] for row in some}
+        assert all(row["resident_as_undrafted"] == same for row in some)
+        undrafted.append(same)
+    (tokens,) = {row["tokens"] for row in rows}
+    return tokens, len(made), n, *undrafted
+
+
+def waves():
+    """How much longer a pass in waves takes since it is exact: least and most."""
+    made = recorded("cuda_h200_exactness")["sections"]["passes_in_waves"]
+    pairs = [
+        pair
+        for before, after in zip(made["before"], made["after"])
+        for pair in zip(before, after)
+        if pair[0]["T"] > 1
+    ]
+    ratios = [after["median_ms"] / before["median_ms"] for before, after in pairs]
+    return f"{min(ratios):.1f}", f"{max(ratios):.1f}"
+
+
+def drafted(record, section, variant):
+    """Speed over not drafting, run by run: ``median [quartiles]``."""
+    sections = recorded(record)["runs" if record == "cpu_drafts" else "sections"]
+    variants = sections[section]["variants"]
+    plain, drafts = (
+        np.array([sample["decode_s"] for sample in variants[name]]) for name in ("mlx-lm", variant)
+    )
+    return quartiles(plain / drafts)
+
+
+def lookup(slots, fixed):
+    section = f"lookup, {slots} slots"
+    return (
+        slots,
+        drafted("cpu_drafts", section, fixed),
+        fixed,
+        drafted("cpu_drafts", section, "auto"),
+    )
+
+
+def lookup_settings():
+    """Tokens of a run, and the least and most runs of prompt lookup."""
+    runs = [r for name, r in recorded("cpu_drafts")["runs"].items() if name.startswith("lookup")]
+    return runs[0]["tokens"], min(r["runs"] for r in runs), max(r["runs"] for r in runs)
+
+
+def equal_texts(record, section, variant):
+    """How many texts of a variant are the undrafted one."""
+    samples = recorded(record)["sections"][section]["variants"][variant]
+    return sum(sample["same"] for sample in samples)
+
+
+def gpu_drafts(section, record=ENGINE):
+    """With 7 drafts a round and under the policy: the speed, and the texts that are equal."""
+    return [
+        read(record, section, name) for name in ("7", "auto") for read in (drafted, equal_texts)
+    ]
+
+
+def gpu_settings():
+    """Tokens and runs of every comparison of today's engine, and of the earlier one."""
+    made = [
+        section
+        for record in (ENGINE, "cuda_h100_drafts")
+        for section in recorded(record)["sections"].values()
+        if "variants" in section
+    ]
+    (settings,) = {(section["tokens"], section["runs"]) for section in made}
+    return settings
+
+
+def drafted_share(section):
+    """Of each text under the policy, the share of tokens that rounds with drafts wrote."""
+    made = recorded(ENGINE)["sections"][section]
+    return [
+        sum(accepted + 1 for drafted, accepted, *_ in sample["rounds"] if drafted) / made["tokens"]
+        for sample in made["variants"]["auto"]
+    ]
+
+
+def mostly_undrafted():
+    """With 48 slots, the texts of which drafts wrote less than half, and the texts."""
+    shares = [drafted_share(section) for section in ("draft_48_slots", "dflash_48_slots")]
+    (few,) = {sum(share < 0.5 for share in each) for each in shares}
+    return few, len(shares[0])
+
+
+def tokens_a_round(draft, text, spread=True):
+    """``mean [quartiles]`` of the tokens a round adds to held-out text, on the GPU."""
+    made = training("tiny-dflash")["runs"][-1]["acceptance"][draft][text]
+    rounds = np.repeat(np.arange(len(made["histogram"])) + 1, made["histogram"])
+    quartile = f" {span(*np.percentile(rounds, (25, 75)), '.0f')}" if spread else ""
+    return f"{made['tau']:.1f}{quartile}"
+
+
+def first_tokens(draft):
+    """The same in the first 100 tokens behind a prompt of code."""
+    made = training("tiny-dflash")["runs"][-1]["acceptance"][draft]["code_256"]
+    return f"{made['tau_first_100']:.1f}"
+
+
+def prompts(text):
+    return training("tiny-dflash")["sets"][text]["texts"]
+
+
+def attention_planned_ms():
+    """What cuDNN's planning adds to a resident pass over 3 positions on the H200, in ms."""
+    seconds = {}
+    for name, made in recorded("cuda_h200_drafts")["environments"].items():
+        runs = made["sections"]["dflash_resident"]["variants"]["2"]
+        seconds[name] = np.median([r[3] for run in runs for r in run["rounds"] if r[0] == 2])
+    return f"{1e3 * (seconds['as it is'] - seconds['MLX_CUDA_USE_CUDNN_SDPA=0']):.0f}"
+
+
+def pass_ms(name, form):
+    samples = recorded("cuda_h100_drafts")["sections"]["passes"][name]["16"]
+    return quartiles(samples, form, 1e3)
+
+
+def sweep(slots, value="disk_nbytes", ahead=False, limit_nbytes=MEMORY):
+    """A value of the sweep without arithmetic: the mean over tokens, of every run of a point."""
+    point = (slots, limit_nbytes, ahead, "lru")
+    found = [
+        np.mean(sample["reads"][value])
+        for sample in recorded("cpu_sweep_35b")["samples"]
+        if tuple(sample[k] for k in ("slots", "limit_nbytes", "ahead", "policy")) == point
+    ]
+    assert found, f"no run at {point}"
+    return found
+
+
+def sweep_mb(*slots):
+    return [median(sweep(s), ".1f", 1e-6) for s in slots]
+
+
+def share_of_the_file(limit_nbytes=MEMORY):
+    return f"{100 * limit_nbytes / recorded('cpu_sweep_35b')['sizes']['checkpoint_nbytes']:.0f}"
+
+
+def start_here():
+    """Slots, experts, and MB with those slots and with all experts of tiny-moe."""
+    model = DATA / "models" / "tiny-moe"
+    some, all_ = (footprint(model, StreamConfig(mode=m, slots=16)) for m in ("fused", "resident"))
+    return 16, some.num_experts, *(f"{f.total_nbytes / 1e6:.1f}" for f in (some, all_))
+
+
+def sweep_flat():
+    """The fastest and slowest setting with slots and the smaller memory, in ms."""
+    record, limit = recorded("cpu_sweep_35b"), 600_000_000
+    slots = {s["slots"] for s in record["samples"] if s["limit_nbytes"] == limit} - {0}
+    ms = [np.median(sweep(s, "token_s", limit_nbytes=limit)) * 1e3 for s in slots]
+    return share_of_the_file(limit), f"{min(ms):.0f}", f"{max(ms):.0f}"
+
+
+def pinned_over_slots():
+    """A token's time with pinned experts of another text, over the same memory in slots."""
+    record = recorded("cpu_sweep_pinned")
+    times = {}
+    for sample in record["samples"]:
+        key = (sample["slots"], sample["pinned_by"])
+        times.setdefault(key, {})[sample["round"]] = np.mean(sample["reads"]["token_s"])
+    pinned, slots = times[8, "code"], times[32, ""]
+    return quartiles([pinned[r] / slots[r] for r in sorted(slots)])
+
+
+def pinned_sizes():
+    """The limit and the file's size in MB, and the runs."""
+    record = recorded("cpu_sweep_pinned")
+    sizes = record["samples"][0]["limit_nbytes"], record["sizes"]["checkpoint_nbytes"]
+    return *(f"{nbytes / 1e6:.0f}" for nbytes in sizes), record["runs"]
+
+
+def prefetch(record, layout, name, state="cold"):
+    """Speed over no prefetch in the checkpoint's own layout."""
+    return quartiles(_prefetch(record, layout, name, state)["ratio"])
+
+
+def _prefetch(record, layout, name, state):
+    (found,) = (
+        variant
+        for variant in recorded(record)["variants"]
+        if (variant["state"], variant["layout"], variant["prefetch"]) == (state, layout, name)
+    )
+    return found
+
+
+def guesses_used():
+    made = _prefetch("cpu_prefetch_tiny_moe", "packed", "lookahead", "cold")["per_token"]
+    return f"{100 * made['prefetch_used'] / made['prefetch_issued']:.0f}"
+
+
+def locality_of_traces():
+    """The slots that hold 70% of the experts, and the share of the last token's, least and most."""
+    decoded = [Trace.load(path).decode for path in sorted((DATA / "traces").glob("*.npz"))]
+    held = [locality.lru_hit_rate(trace, skip=64).mean(0) for trace in decoded]
+    slots = [int(np.argmax(rates >= 0.7)) for rates in held]
+    last = [locality.overlap(trace)["each"].mean() for trace in decoded]
+    return 70, min(slots), max(slots), *(f"{100 * share:.0f}" for share in (min(last), max(last)))
+
+
+def expert_mb(record):
+    return f"{recorded(record)['sizes']['expert_nbytes'] / 1e6:.1f}"
+
+
+def tau(name, spread=False):
+    """Tokens a round of the block draft under a fault, with its 95% interval if asked for."""
+    made = recorded("cpu_suspects")["results"][name]
+    return f"{made['tau']:.1f}" + spread * f" {span(made['low'], made['high'], '.1f')}"
+
+
+def at_most_one(name):
+    """The share of rounds that accept 0 or 1 draft, in %."""
+    counts = recorded("cpu_suspects")["results"][name]["histogram"]
+    return f"{100 * sum(counts[:2]) / sum(counts):.0f}"
+
+
+def layer_ms(name):
+    """A layer's share of a token on the H200, in ms."""
+    made = recorded("cuda_h200")["sections"]
+    return np.median(made["loops_of_the_checkpoint"]["timings"][name]["samples_s"]) / 8 * 1e3
+
+
+def operation_us(name):
+    timings = recorded("cuda_h200")["sections"]["one_operation"]["timings"]
+    return median(timings[name]["samples_s"], ".0f", 1e6)
+
+
+def promotion():
+    """A token with one float32 scalar over one without, today on the H200."""
+    timings = recorded(ENGINE)["sections"]["promotion"]["timings"]
+    stray, clean = (np.median(timings[n]["samples_s"]) for n in ("one float32 scalar", "as it is"))
+    return f"{stray / clean:.2f}"
+
+
+# The passages
+
+PASSAGES = {
+    ("README.md", "## Five findings", "Numbers are medians"): [
+        ("With {} of {} experts of each layer in memory, `tiny-moe` takes {} MB instead of {} ",
+         start_here),
+        ("at {} of the resident speed on one core",
+         lambda: [quartiles(mode("cpu_bench_35b", "fused/streams=1")["ratio_to_resident"])]),
+        ("and at {} on two",
+         lambda: [quartiles(mode("cpu_bench_35b", "fused")["ratio_to_resident"])]),
+        ("are {} times slower streamed from a warm page cache ({} tok/s) than in memory ({} tok/s);"
+         " an earlier engine on another host with an H200 was {} times slower ({} and {})",
+         slower_streamed),
+        ("memory for {}% of the file, going from {} slots to {} takes the reads from {} MB a token "
+         "to {}", lambda: (share_of_the_file(), 8, 97, *sweep_mb(8, 97))),
+        ("drafting {} tokens a round decodes {} times as fast as not drafting ({} of 5 texts equal "
+         "to the undrafted one, which is rounding: resident, as many are), the policy that chooses "
+         "the number only {} ({} of 5)", lambda: (7, *gpu_drafts("draft_48_slots"))),
+    ],
+    ("README.md", "## What was measured where", "## Licence"): [
+        ("The recorded runs come from {} cores", cpu_cores),
+        ("in passes of {} to {} tokens", exact_lengths),
+    ],
+    ("data/results/README.md", "## Decoding on a CPU", None): [
+        ("35B layers, {} of 256 slots, one core | {} tok/s, {} GB | {} tok/s, {} GB | {} | {} |",
+         lambda: (mode("cpu_bench_35b", "fused")["config"]["slots"],
+                  *bench_row("cpu_bench_35b", "fused/streams=1", 1e9, ".3f"))),
+        ("(mlx-lm uses one) | {} tok/s | {} tok/s | {} | {} |", spread_row),
+        ("cgroup of {} GB (the file has {}), {} slots, both cores | killed ({} tok/s without a "
+         "limit) | {} tok/s | {} | {} |", limit_row),
+        ("its slot, one core | {} ms | {} ms | {} of block and one evaluation | {} |",
+         block_row),
+        ("| tiny-moe, {} of 64 slots, both cores | {} tok/s, {} MB | {} tok/s, {} MB | {} | {} |",
+         lambda: (mode("cpu_bench_tiny_moe", "fused")["config"]["slots"],
+                  *bench_row("cpu_bench_tiny_moe", "fused", 1e6))),
+        ("scales kept in memory | {} tok/s | {} tok/s, {} MB | {} | {} |",
+         lambda: np.delete(bench_row("cpu_bench_tiny_moe", "fused/scales=resident", 1e6), 1)),
+        ("repacked: one read for an expert | {} tok/s | {} tok/s, {} MB | {} | {} |",
+         lambda: np.delete(bench_row("cpu_bench_tiny_moe_packed", "fused", 1e6), 1)),
+        ("{} tokens from each of {} held-out prompts", lambda: (256, 8)),  # tests/streaming
+        ("of passes of {} to {} tokens, {} and {} slots, whatever was computed before | {} of {} "
+         "settings", lambda: (*exact_lengths(), 16, 48, *exact_settings())),
+        ("random length over held-out text, {}, {} and {} slots | {} of {} passes",
+         lambda: (16, 48, 64, *soak("equal", "passes"))),
+        ("greedy texts in the same process, {} tokens | {} of {}",
+         lambda: soak("tokens", "texts_equal", "texts")),
+        ("greedy texts of {} tokens written twice, with 0, 4 and 8 drafts in {} settings: the two, "
+         "and resident with as many drafts | {} of 20 each |", lambda: texts_twice()[:3]),
+        ("with 4 and with 8 drafts against the undrafted text | {} and {} of 20, resident too",
+         lambda: texts_twice()[3:]),
+        ("compute-sanitizer reported {} errors in {} runs",
+         lambda: (exactness("memcheck")["errors"], len(exactness("memcheck")["runs"]))),
+        ("a pass in waves takes {} to {} times as long", waves),
+        ("One H200, {} layers of the 35B in bfloat16, {} slots",
+         lambda: (recorded(ENGINE)["sections"]["checkpoint"]["layers"],
+                  ladder_modes("warm")["fused"]["config"]["slots"])),
+        ("(`cuda_h200_exact_engine`, n={})", lambda: [ladder_n("warm", ENGINE)]),
+        ("(`cuda_h200`, n={} warm, n={} cold)",
+         lambda: [ladder_n(state, EARLIER) for state in ("warm", "cold")]),
+        ("| resident | {} | {} | |",
+         lambda: [ladder("resident", record=record) for record in (ENGINE, EARLIER)]),
+        *[(f"| `{name}` | {{}} | {{}} | {{}} |", lambda name=name: (
+            ladder(name), ladder(name, record=EARLIER), ladder(name, "cold", EARLIER)))
+          for name in ("serial", "fused")],
+        *[(f"| {text} | {{}} | | |", lambda mode=mode: [ladder(mode)]) for text, mode in {
+            "`buffers`, one reader": "buffers/readers=1", "`buffers`": "buffers",
+            "`stacked`": "stacked", "`fused`, scales kept in memory": "fused/scales=resident",
+        }.items()],
+        ("| all steps together gain | {} times | {} times | {} times |",
+         lambda: [ladder_ratio("fused", "serial", state=state, record=record)
+                  for state, record in (("warm", ENGINE), ("warm", EARLIER), ("cold", EARLIER))]),
+        ("| resident over `fused` | {} times | {} times | |",
+         lambda: [ladder_ratio("resident", "fused", ".0f", record=r) for r in (ENGINE, EARLIER)]),
+        ("With 16, 64 and 128 of 256 slots `fused` decodes {}, {} and {} tok/s (n={},",
+         lambda: bench_speeds("slots", "16 slots", "64 slots", "128 slots")),
+        ("experts mostly fit in {})", lambda: [128]),
+        ("With top-8, 6, 4 and 2 it is {}, {}, {} and {} (n={})",
+         lambda: bench_speeds("top_k", "top-8", "top-6", "top-4", "top-2")),
+        ("{} (`stacked`) and {} (`fused`) of the resident block and one evaluation (n={})",
+         all_in_slots),
+        ("block {}, bfloat16 on one H200, {} prompts of code and {} of docstrings",
+         lambda: (16, prompts("code_256"), prompts("prose_256"))),
+        ("`tiny-dflash` {} and {}, the small model `tiny-draft` {} and {}",
+         lambda: [tokens_a_round(d, t) for d in ("dflash4", "draft3")
+                  for t in ("code_256", "prose_256")]),
+        ("the first {} tokens it is {} and {} on code",
+         lambda: (100, first_tokens("dflash4"), first_tokens("draft3"))),
+        ("({} greedy tokens, n={} to {},", lookup_settings),
+        ("| {} | {} with {} | {} |", lambda: lookup(64, "7")),
+        ("| {} | {} with {} | {} |", lambda: lookup(48, "7")),
+        ("| {} | {} with {} | {} |", lambda: lookup(16, "3")),
+        ("page cache, {} greedy tokens in bfloat16, n={} (speed over not drafting; behind it how "
+         "many of the 5 texts", gpu_settings),
+        ("equal | the policy, which risks {}% of a text, {}% after texts that won",
+         lambda: (100 * Policy().risk, f"{200 * Policy().risk:.0f}")),
+        *[(f"| {text} | {{}} | {{}} | {{}} | {{}} |", lambda section=section: gpu_drafts(section))
+          for text, section in {
+              "`tiny-draft`, 48 slots": "draft_48_slots",
+              "`tiny-dflash`, 48 slots": "dflash_48_slots",
+              "`tiny-draft`, 16 slots": "draft_16_slots",
+              "`tiny-draft`, resident": "draft_resident",
+              "`tiny-dflash`, resident": "dflash_resident",
+          }.items()],
+        ("With 48 slots the policy stops early: in {} of {} texts", mostly_undrafted),
+        ("On one H100 with 48 slots, an earlier engine and an earlier version of the policy (see "
+         "the record's note), the same {} tokens, n={}.", gpu_settings),
+        ("even undrafted, {} and {} of the 5 texts", lambda: [
+            equal_texts("cuda_h100_drafts", f"{draft}_48_slots", "mlx-lm")
+            for draft in ("draft", "dflash")]),
+        *[(f"| `tiny-{draft}` | {{}} | {{}} | {{}} | {{}} |", lambda draft=draft: gpu_drafts(
+            f"{draft}_48_slots", "cuda_h100_drafts")) for draft in ("draft", "dflash")],
+        ("draft, experts | {} drafts a round |", lambda: [7]),
+        ("| draft | {} drafts a round |", lambda: [7]),
+        ("({} ms a pass on an H200)", lambda: [attention_planned_ms()]),
+        ("over {} positions takes {} ms with the kernel and {} without; resident {} and {} (n={})",
+         lambda: (16, pass_ms("48 slots, kernel", ".0f"), pass_ms("48 slots, loop", ".0f"),
+                  pass_ms("resident, kernel", ".1f"), pass_ms("resident, loop", ".1f"), 20)),
+    ],
+}  # fmt: skip
+
+
+def start_here_numbers():
+    record = recorded("cpu_start_here")
+    hit_rate = record["modes"]["fused"]["hit_rate"]
+    off = [
+        made["held_nbytes"] / record["plan"]["nbytes"][slots] - 1
+        for slots, made in record["slots"].items()
+    ]
+    share = 16 / record["plan"]["num_experts"]
+    return {*start_here()[2:], f"{100 * hit_rate:.0f}%", f"{100 * share:.0f}%", f"{max(off):.1%}"}
+
+
+def page_cache_numbers():
+    times = [quartiles(sweep(slots, "token_s"), ".1f", 1e3) for slots in (8, 97, 157)]
+    ahead = [median(sweep(s, "token_s", ahead=True), ".1f", 1e3) for s in (8, 67, 157)]
+    shares = {f"{share}%" for share in (share_of_the_file(), sweep_flat()[0])}
+    memory = f"{MEMORY / 1e9:.1f}"
+    more = f"{np.median(sweep(97)) / np.median(sweep(8)):.1f}"  # reads with 97 slots over 8
+    shares |= {"38%"}  # SwiftLM PR 26: faster without its cache
+    return {more, *times, *ahead, *sweep_mb(8, 97, 157), *shares, memory, pinned_over_slots()}
+
+
+def prefetch_numbers():
+    pairs = [(layout, name) for layout in LAYOUTS for name in ("none", "lookahead", "oracle")]
+    tiny = {prefetch(MOE, *pair) for pair in pairs} | {
+        prefetch(MOE, "as shipped", name, "warm") for name in ("last", "lookahead")
+    }
+    big = {prefetch(BIG, layout, "oracle") for layout in LAYOUTS}
+    shares = {f"{n}%" for n in (guesses_used(), *locality_of_traces())}
+    return tiny | big | shares | {expert_mb("cpu_sweep_35b")}
+
+
+def drafts_numbers():
+    lookups = {drafted("cpu_drafts", LOOKUP, name) for name in ("7", "auto")}
+    made = [
+        drafted(record, f"{draft}_48_slots", name)
+        for record in (ENGINE, "cuda_h100_drafts")
+        for draft in ("draft", "dflash")
+        for name in ("7", "auto")
+    ]
+    return lookups | set(made) | {f"{100 * Policy().risk}%", f"{200 * Policy().risk:.0f}%"}
+
+
+def faults_numbers():
+    results = recorded("cpu_suspects")["results"]
+    shares = {f"{at_most_one(name)}%" for name in results}
+    interval = "95%"  # of the record's `low` and `high`: experiments/faults.py
+    return {tau(n, spread) for n in results for spread in (True, False)} | shares | {interval}
+
+
+# Every decimal, span and percentage of a takeaway is one of these.
+def top_k_numbers():
+    """Notebook 05's: what bytes allow, what was published, and the bits of the recorded scores."""
+    path, ks, said = DATA / "models" / "tiny-moe", (8, 6, 4, 2), set()
+    for speedups in (
+        top_k.predicted_speedup(path, ks, 8),
+        top_k.predicted_speedup(top_k.PUBLISHED_SHAPE, ks, 8),
+        top_k.published_speedup(ks),
+    ):
+        said |= {f"{speedups[k]:.2f}" for k in ks if k in speedups}
+    scores = top_k.recorded(path).scores
+    for k in ks[1:]:
+        more, low, high = (100 * x for x in scores[k].increase(scores[8]))
+        digits = ".0f" if k == 2 else ".1f"
+        said |= {f"{more:{digits}}% [{low:{digits}}, {high:{digits}}%]", f"{more:.0f}%"}
+    return said
+
+
+def rollback_numbers():
+    """Notebook 06's."""
+    made = rollback.RollbackRecord.from_json(recorded("cpu_rollback"))
+    states = {c.positions: c.nbytes["states"] for c in made.costs}
+    big = rollback.SHAPES["Qwen3.5-122B-A10B"].nbytes(16)["states"]
+    return {
+        f"{made.drift.distance['restore only'][0]:.0%}",
+        f"{states[8] / 1e6:.1f}",
+        f"{big / 1e9:.1f}",
+    }
+
+
+TAKEAWAYS = {
+    "00_start_here": start_here_numbers,
+    "01_dispatch_overhead": lambda: {
+        f"{layer_ms('next token scheduled ahead'):.2f}",
+        f"{layer_ms(ROUTING_READ):.1f}",
+        promotion(),
+        f"{PUBLISHED['issue 124']['moe, Python'] / PUBLISHED['issue 124']['moe, Swift']:.1f}",
+    },
+    "02_expert_streaming": lambda: {
+        ladder_ratio("buffers", "serial"),
+        ladder_ratio("fused", "serial"),
+        ladder_ratio("buffers", "serial", record=EARLIER),
+        ladder_ratio("fused", "serial", record=EARLIER),
+        ladder_ratio("fused", "serial", state="cold", record=EARLIER),
+        quartiles(mode("cpu_bench_35b", "fused")["ratio_to_resident"]),
+    },
+    "03_page_cache": page_cache_numbers,
+    "04_prefetch": prefetch_numbers,
+    "05_top_k": top_k_numbers,
+    "06_rollback": rollback_numbers,
+    "07_speculative_streaming": drafts_numbers,
+    "08_dflash": faults_numbers,
+}
+
+
+def test_resident_rounds_accept_as_many_drafts_as_streamed_ones():
+    sections = recorded(ENGINE)["sections"]
+
+    def rounds(section, drafts):
+        runs = sections[section]["variants"][drafts]
+        return [(run["same"], [r[:2] for r in run["rounds"]]) for run in runs]
+
+    for draft, slots in (("draft", 16), ("draft", 48), ("dflash", 48)):
+        for drafts in ("1", "3", "7", "15"):
+            streamed = rounds(f"{draft}_{slots}_slots", drafts)
+            assert streamed == rounds(f"{draft}_resident", drafts), (draft, slots, drafts)
+
+
+def test_texts_that_the_policy_hardly_drafts_begin_with_nothing_accepted():
+    for section in ("draft_48_slots", "dflash_48_slots"):
+        runs = recorded(ENGINE)["sections"][section]["variants"]["auto"]
+        for share, run in zip(drafted_share(section), runs):
+            first = next(r for r in run["rounds"] if r[0])
+            assert share > 0.5 or first[1] == 0
+
+
+def test_one_failed_round_costs_most_of_what_a_text_may_lose_at_first():
+    """With 48 slots, in the text that drafted once."""
+    run = recorded(ENGINE)["sections"]["draft_48_slots"]["variants"]["auto"][0]["rounds"]
+    at, (_, accepted, draft_s, verify_s) = next((i, r) for i, r in enumerate(run) if r[0])
+    plain_s = np.median([r[3] for r in run[:at]])
+    policy = Policy()
+    allowed_s = policy.risk * policy.horizon * plain_s
+    assert accepted == 0 and sum(r[0] > 0 for r in run) == 1
+    assert draft_s + verify_s - plain_s > 0.5 * allowed_s
+
+
+def normal(text):
+    """One line, spans as ``[low, high]``, without links and the numbers of notebooks."""
+    text = " ".join(text.split())
+    text = re.sub(r"\[\d\d\]\([^)]*\)|[Nn]otebook \d\d|[A-Z]+(_[A-Z]+)+=\d", "", text)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    return re.sub(r"\[([\d.]+)%? ?- ?([\d.]+)(%?)\]", r"[\1, \2\3]", text)
+
+
+def passage(document, begin, end):
+    """The text between two words of a document."""
+    _, begun, text = (ROOT / document).read_text().partition(begin)
+    text, ended, _ = text.partition(end) if end else (text, True, "")
+    assert begun and ended, f"{document} has no {begin!r}, or no {end!r} after it"
+    return normal(re.sub(r"^\d\. ", "", text, flags=re.M))
+
+
+ENTRIES = [(where, *entry) for where, entries in PASSAGES.items() for entry in entries]
+
+
+@pytest.mark.parametrize("where, form, read", ENTRIES, ids=lambda value: str(value)[:50])
+def test_text_and_record_agree(where, form, read):
+    said = normal(form.format(*read()))
+    assert said in passage(*where), f"{where[0]}: the records say {said!r}"
+
+
+@pytest.mark.parametrize("where", PASSAGES, ids=lambda where: where[0])
+def test_every_number_has_a_record(where):
+    text = passage(*where)
+    for form, read in PASSAGES[where]:
+        text = text.replace(normal(form.format(*read())), " ... ")
+    left = [text[max(0, m.start() - 40) : m.end() + 20] for m in NUMBER.finditer(text)]
+    assert not left, f"{where[0]}: numbers that no entry of PASSAGES covers: {left}"
+
+
+@pytest.mark.parametrize("name", TAKEAWAYS)
+def test_opening_and_takeaway_of_a_notebook_are_recorded(name):
+    notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+    opening = notebook.cells[0].source.partition("**Takes**")[0]
+    taken = set(MEASURED.findall(normal(summary(notebook).answer)))
+    said = taken | set(MEASURED.findall(normal(opening)))
+    known = TAKEAWAYS[name]()
+    known |= {text.partition(" ")[0] for text in known}  # a median without its span
+    assert taken, "a takeaway states what was measured"
+    assert said <= known, f"{sorted(said - known)} in no record, which say {sorted(known)}"
+
+
+def test_numbers_are_found_in_a_text():
+    text = normal("H200, v0.1, 35B, [02](a/02_x.ipynb) 1.5 [1 - 2%] K=4, A_B=0, 3x, 13% [12 - 15%]")
+    assert NUMBER.findall(text) == ["1.5", "1", "2", "4", "13", "12", "15"]
+    assert MEASURED.findall(text)[-1] == "13% [12, 15%]"
