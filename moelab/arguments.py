@@ -139,6 +139,27 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_number(
+    parser: argparse.ArgumentParser,
+    name: str,
+    default: int,
+    what: str,
+    kind: Callable[[str], int] = positive,
+) -> None:
+    """An option that takes a whole number.
+
+    Args:
+        parser (argparse.ArgumentParser): The command's.
+        name (str): The option, with its dashes.
+        default (int): Its value if it is not given, which its help says.
+        what (str): Its help.
+        kind (Callable): ``positive`` or ``zero_or_more``.
+    """
+    parser.add_argument(
+        name, type=kind, metavar="N", default=default, help=f"{what} (default: %(default)s)"
+    )
+
+
 def add_json(parser: argparse.ArgumentParser, required: bool = False) -> None:
     """``--json``; whether the file can be written is checked before the command runs."""
     parser.add_argument(

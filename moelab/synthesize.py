@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .arguments import not_empty, positive, zero_or_more
+from .arguments import add_number, not_empty, positive, zero_or_more
 from .partial import begin, clear, finish
 
 JOURNAL = "synthesize.json"  # in the folder while ``synthesize`` writes there
@@ -444,13 +444,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=not_empty,
         help="folder to copy tokenizer.json from (default: data/models/tiny-moe)",
     )
-    parser.add_argument(
-        "--seed",
-        type=zero_or_more,
-        metavar="N",
-        default=0,
-        help="seed of every byte (default: %(default)s)",
-    )
+    add_number(parser, "--seed", 0, "seed of every byte", zero_or_more)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 

@@ -25,11 +25,11 @@ from ...arguments import (
     add_json,
     add_model,
     add_modes,
+    add_number,
     add_prompts,
     add_stream_options,
     check_stream_options,
     parse_modes,
-    positive,
     stream_config,
     zero_or_more,
 )
@@ -355,27 +355,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_model(parser)
     add_modes(parser, "resident,serial,buffers,stacked,fused")
-    parser.add_argument(
-        "--tokens",
-        type=positive,
-        metavar="N",
-        default=64,
-        help="timed in each run (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--warmup",
-        type=zero_or_more,
-        metavar="N",
-        default=16,
-        help="tokens before the clock starts (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--runs",
-        type=positive,
-        metavar="N",
-        default=5,
-        help="rounds that are kept (default: %(default)s)",
-    )
+    add_number(parser, "--tokens", 64, "timed in each run")
+    add_number(parser, "--warmup", 16, "tokens before the clock starts", zero_or_more)
+    add_number(parser, "--runs", 5, "rounds that are kept")
     add_prompts(parser)
     parser.add_argument(
         "--together",

@@ -23,6 +23,7 @@ from ... import DATA, StreamConfig, close, load
 from ...arguments import (
     add_json,
     add_model,
+    add_number,
     add_prompts,
     add_stream_options,
     check_stream_options,
@@ -744,16 +745,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode", choices=CHOICES["mode"], default="fused", help="(default: %(default)s)"
     )
-    parser.add_argument(
-        "--tokens",
-        type=positive,
-        metavar="N",
-        default=64,
-        help="decoded in each run (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--runs", type=positive, metavar="N", default=5, help="rounds (default: %(default)s)"
-    )
+    add_number(parser, "--tokens", 64, "decoded in each run")
+    add_number(parser, "--runs", 5, "rounds")
     add_prompts(parser, "the model's held-out text")
     add_json(parser)
     add_stream_options(parser)

@@ -19,7 +19,7 @@ import plotly.graph_objects as go
 from mlx_lm.models.cache import make_prompt_cache
 
 from ... import DATA, StreamConfig, load
-from ...arguments import add_json, positive
+from ...arguments import add_json, add_number
 from ...speculation.dflash import DFlashDraft
 from ...speculation.target import Capture
 from .. import machine, records
@@ -610,23 +610,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Each fault switched on alone, and together, for the drafts of data/models: how many "
         "tokens are accepted. Notebook 08's table, with more rounds."
     )
-    parser.add_argument(
-        "--prompts", type=positive, metavar="N", default=8, help="how many (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--rounds",
-        type=positive,
-        metavar="N",
-        default=16,
-        help="after each prompt (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--length",
-        type=positive,
-        metavar="N",
-        default=64,
-        help="prompt tokens (default: %(default)s)",
-    )
+    add_number(parser, "--prompts", 8, "how many")
+    add_number(parser, "--rounds", 16, "after each prompt")
+    add_number(parser, "--length", 64, "prompt tokens")
     parser.add_argument(
         "--kind", default="code", choices=("code", "prose"), help="of text (default: %(default)s)"
     )

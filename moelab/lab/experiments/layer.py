@@ -16,10 +16,10 @@ from ...arguments import (
     add_json,
     add_model,
     add_modes,
+    add_number,
     add_stream_options,
     check_stream_options,
     parse_modes,
-    positive,
     stream_config,
 )
 from ...streaming.layers import StreamedExperts
@@ -154,9 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_model(parser)
     add_modes(parser, "stacked,fused")
-    parser.add_argument(
-        "--runs", type=positive, metavar="N", default=200, help="rounds (default: %(default)s)"
-    )
+    add_number(parser, "--runs", 200, "rounds")
     add_json(parser)
     add_stream_options(parser)
 

@@ -17,6 +17,7 @@ from ...arguments import (
     add_json,
     add_model,
     add_modes,
+    add_number,
     add_prompts,
     add_stream_options,
     check_stream_options,
@@ -314,23 +315,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory of each run, its page cache included",
     )
     add_modes(parser, "resident,fused")
-    parser.add_argument(
-        "--tokens",
-        type=positive,
-        metavar="N",
-        default=64,
-        help="timed in each run (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--warmup",
-        type=zero_or_more,
-        metavar="N",
-        default=16,
-        help="tokens before the clock starts (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--runs", type=positive, metavar="N", default=5, help="rounds (default: %(default)s)"
-    )
+    add_number(parser, "--tokens", 64, "timed in each run")
+    add_number(parser, "--warmup", 16, "tokens before the clock starts", zero_or_more)
+    add_number(parser, "--runs", 5, "rounds")
     add_prompts(parser, "def main():")
     add_json(parser)
     add_stream_options(parser)

@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 from tqdm import tqdm
 
 from ... import StreamConfig, close, load, record
-from ...arguments import add_json, add_model, not_empty, or_auto, positive
+from ...arguments import add_json, add_model, add_number, not_empty, or_auto, positive
 from ...replay import locality as routing
 from ...replay.eviction import held
 from ...streaming.session import session_of
@@ -474,23 +474,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PACKED",
         help="the same model from python -m moelab repack",
     )
-    parser.add_argument(
-        "--slots",
-        type=positive,
-        metavar="N",
-        default=16,
-        help="in each layer (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=positive,
-        metavar="N",
-        default=48,
-        help="timed in each run (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--runs", type=positive, metavar="N", default=5, help="rounds (default: %(default)s)"
-    )
+    add_number(parser, "--slots", 16, "in each layer")
+    add_number(parser, "--tokens", 48, "timed in each run")
+    add_number(parser, "--runs", 5, "rounds")
     parser.add_argument(
         "--streams",
         type=or_auto(positive),

@@ -13,7 +13,7 @@ from pathlib import Path
 from mlx_lm.utils import load_model
 from tqdm import tqdm
 
-from ...arguments import add_json, add_model, positive, several
+from ...arguments import add_json, add_model, add_number, positive, several
 from ...checkpoint import Checkpoint
 from ...experts import expert_modules, locate_experts
 from ...streaming.reader import Read, Reader
@@ -234,16 +234,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="1,4,8",
         help="reads in flight, divided by commas (default: %(default)s)",
     )
-    parser.add_argument(
-        "--megabytes",
-        type=positive,
-        metavar="N",
-        default=256,
-        help="read in each run (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--runs", type=positive, metavar="N", default=3, help="rounds (default: %(default)s)"
-    )
+    add_number(parser, "--megabytes", 256, "read in each run")
+    add_number(parser, "--runs", 3, "rounds")
     add_json(parser)
 
 

@@ -16,7 +16,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from ... import DATA, StreamConfig, load, stats
-from ...arguments import add_json, positive
+from ...arguments import add_json, add_number
 from ...speculation.rollback import STATES_NBYTES, Rollback
 from .. import machine, records, timing
 from ..plots import charts
@@ -499,9 +499,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "What rejected tokens do to the state and the text of tiny-moe, and what taking them back "
         "costs. Notebook 06's measurements."
     )
-    parser.add_argument(
-        "--runs", type=positive, metavar="N", default=RUNS, help="samples (default: %(default)s)"
-    )
+    add_number(parser, "--runs", RUNS, "samples")
     add_json(parser)
 
 

@@ -30,6 +30,7 @@ from ... import close, load, stats
 from ...arguments import (
     add_json,
     add_model,
+    add_number,
     flag,
     not_empty,
     or_auto,
@@ -417,9 +418,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace-seed", type=zero_or_more, metavar="N", help="of the synthetic trace (default: 0)"
     )
-    parser.add_argument(
-        "--runs", type=positive, metavar="N", default=5, help="rounds (default: %(default)s)"
-    )
+    add_number(parser, "--runs", 5, "rounds")
     for name, default, what in (
         ("cold", 8, "from empty slots and a cold file"),
         ("warmup", 60, "before the clock, the cold ones included"),

@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from mlx_lm.utils import load_tokenizer
 
 from ... import DATA, StreamConfig, footprint, synthesize
-from ...arguments import add_json, add_model, not_empty, positive, several
+from ...arguments import add_json, add_model, add_number, not_empty, positive, several
 from .. import machine, records, timing
 from ..plots import charts, style
 from ..quality import Score, at_top_k, xz_bits_per_byte
@@ -579,33 +579,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="8,6,4,2,1",
         help="divided by commas; the first is compared with (default: %(default)s)",
     )
-    parser.add_argument(
-        "--slots",
-        type=positive,
-        metavar="N",
-        default=16,
-        help="in each layer (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--length",
-        type=positive,
-        metavar="N",
-        default=256,
-        help="tokens in a window (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--count", type=positive, metavar="N", default=48, help="windows (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--tokens",
-        type=positive,
-        metavar="N",
-        default=64,
-        help="decoded in a run (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--runs", type=positive, metavar="N", default=9, help="rounds (default: %(default)s)"
-    )
+    add_number(parser, "--slots", 16, "in each layer")
+    add_number(parser, "--length", 256, "tokens in a window")
+    add_number(parser, "--count", 48, "windows")
+    add_number(parser, "--tokens", 64, "decoded in a run")
+    add_number(parser, "--runs", 9, "rounds")
     add_json(parser, required=True)
 
 
