@@ -113,7 +113,7 @@ def lru_hit_rate(trace: Trace, skip: int = 0) -> np.ndarray:
 
 
 def union(trace: Trace, m: int) -> np.ndarray:
-    """How many experts m consecutive tokens need together: what a pass over m tokens reads.
+    """The number of distinct experts that m consecutive tokens need.
 
     Args:
         trace (Trace): ``[T, L, K]``.

@@ -40,7 +40,7 @@ class SpreadEmbedding(nn.QuantizedEmbedding):
 
 
 def _forget_parts(module, value):
-    if isinstance(value, mx.array):  # whoever gets it may change it in place
+    if isinstance(value, mx.array):  # the caller may change the array in place
         module._spread.forget()
     return value
 

@@ -75,7 +75,7 @@ def test_the_slow_middle_is_in_the_record(code):
 
 
 def test_pinning_recorded():
-    """The replay pins what the engine pinned; another text's hottest experts are not this one's."""
+    """Replay and engine hit alike; a trace of other code pins fewer hits than the text's own."""
     record = sweep.recorded(PINNED)
     compared = {(c.row.point.slots, c.row.point.pinned_by): c for c in page_cache.compare(record)}
     assert set(compared) == {(8, ""), (32, ""), (8, "code"), (8, "tests")}

@@ -165,7 +165,7 @@ def test_lookahead_in_every_family(name, tmp_path):
 def test_reserved_slots(data, slots, policy):
     """In any order of calls and guesses no slot has two experts, and no slot is lost.
 
-    A guess does not evict an expert that it names itself.
+    Reserving slots for a guess evicts no expert that the guess contains.
     """
     pinned = data.draw(st.lists(st.integers(0, E - 1), unique=True, max_size=3))
     table, reserved = SlotTable(slots, policy, pinned), {}

@@ -124,7 +124,8 @@ class FaultsRecord:
 
     def to_json(self) -> dict:
         """What ``bench-faults`` keeps."""
-        return {"kind": "suspects", **asdict(self)}  # the name of the kind since version 0.1.0
+        # Version 0.1.0 called faults suspects; records keep that name.
+        return {"kind": "suspects", **asdict(self)}
 
 
 def target(path: Path, fault: Fault = Fault()) -> nn.Module:

@@ -140,7 +140,7 @@ def compare(
 
 @dataclass(frozen=True)
 class Agreement:
-    """How near the replay is.
+    """How far the replay's predictions are from the measurements.
 
     Attributes:
         median_error (float): Of the absolute errors.
@@ -156,7 +156,7 @@ class Agreement:
 
 
 def agreement(compared: list[Compared]) -> Agreement:
-    """How near the replay is over the points of ``compare``."""
+    """How far the predictions of all compared points are from the measurements."""
     errors = np.abs([c.error for c in compared])
     pairs = [
         (a, b)
@@ -287,7 +287,7 @@ def roofline(record: SweepRecord, limit_nbytes: int) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Picked:
-    """What ``advise`` picks from the points of a sweep, beside the best of them.
+    """The slots and policy that ``advise`` chooses for one limit, and the fastest measured ones.
 
     Attributes:
         routing (str): How the sweep's trace routes.
@@ -321,7 +321,7 @@ class Picked:
 
 
 def advised(record: SweepRecord, part: str = "reads", costs: Costs | None = None) -> list[Picked]:
-    """What ``advise`` picks for each limit of a sweep, from its points.
+    """Let ``advise`` choose among the points of a sweep, for each of its limits.
 
     Args:
         record (SweepRecord): Only its sizes, trace and costs are used to choose.
