@@ -93,9 +93,9 @@ class Session:
     Attributes:
         config, dtype, top_k, resident, pinned: As above.
         located (dict[str, ExpertTensor]): As above, each file a ``File`` that ``reader`` opened.
-        layers (list[StreamedExperts]): The streamed layers, in the order of the model. An empty list in
-            ``resident`` mode.
-            Those with slots (``Stacked``) have a ``bank`` and a ``table``.
+        layers (list[StreamedExperts]): The streamed layers, in the order of the model; an empty
+            list in ``resident`` mode. Those with slots (``Stacked``) have a ``bank`` and a
+            ``table``.
         reader (Reader): Reads the experts of all layers.
         prefetcher (Prefetcher or None): None without ``StreamConfig.prefetch``.
         stats (Stats): The counters; ``stats(model)`` returns a copy that is up to date.
