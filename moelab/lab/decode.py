@@ -1,8 +1,8 @@
 """Greedy decoding against the clock: the one loop that every experiment times."""
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +13,34 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .. import stats
 from ..generate import encode as encode
-from ..streaming.session import is_loaded
+from ..streaming.session import Counters, is_loaded
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One greedy run against the clock; ``records.Sample`` has the same fields and its round.
+
+    Attributes:
+        tokens (list[int]): All that it decoded: the prompt's next token, the warm-up and the timed
+            ones.
+        prefill_s (float): Seconds of the prompt, its next token included.
+        decode_s (float): Seconds of the timed tokens together.
+        step_s (list[float]): Seconds of each timed token.
+        counters (Counters or None): Of the timed tokens; None for a model that ``moelab.load`` did
+            not return.
+    """
+
+    tokens: list[int]
+    prefill_s: float
+    decode_s: float
+    step_s: list[float]
+    counters: Counters | None
+
+
+def same_tokens(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens from the first on are the same in two texts."""
+    pairs = enumerate(zip(tokens, others))
+    return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(others)))
 
 
 def decode(
@@ -23,7 +50,7 @@ def decode(
     warmup: int = 0,
     before_clock: Callable[[], Any] | None = None,
     before_token: Callable[[], Any] | None = None,
-) -> dict[str, Any]:
+) -> Decoded:
     """Greedy tokens and the seconds they took, prompt and decoding apart.
 
     The next token is scheduled before this one is read, as in mlx-lm's ``generate_step``. But the
@@ -37,11 +64,6 @@ def decode(
         before_clock (Callable): Called just before it starts, to drop the page cache.
         before_token (Callable): Called before every token with the clock stopped; then each token
             is read before the next is scheduled.
-
-    Returns:
-        dict: What ``records.Sample.from_json`` takes: ``tokens`` (all of them), ``prefill_s``,
-        ``decode_s``, ``step_s`` (of each timed token) and ``counters`` of the timed tokens (None
-        for a model that ``moelab.load`` did not return).
     """
     cache = make_prompt_cache(model)
     with mx.stream(generation_stream):
@@ -80,18 +102,10 @@ def decode(
         if before_clock:
             before_clock()
         y, out, step_s = run(y, tokens)
-    counters = None
-    if ours:
-        c = stats(model).decode
-        counters = {
-            **dataclasses.asdict(c),
-            "hit_rate": c.hit_rate,
-            "bytes_per_token": c.bytes_per_token,
-        }
-    return {
-        "tokens": [first, *warm, *out],
-        "prefill_s": prefill_s,
-        "decode_s": float(step_s.sum()),
-        "step_s": step_s.round(7).tolist(),
-        "counters": counters,
-    }
+    return Decoded(
+        tokens=[first, *warm, *out],
+        prefill_s=prefill_s,
+        decode_s=float(step_s.sum()),
+        step_s=step_s.round(7).tolist(),
+        counters=stats(model).decode if ours else None,
+    )

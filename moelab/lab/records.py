@@ -61,7 +61,7 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Sample:
-    """One greedy run against the clock, as ``decode.decode`` measures it.
+    """One greedy run against the clock: ``decode.Decoded`` as a record keeps it.
 
     Attributes:
         round (int): Its round. Runs of one round had the same prompt and are compared.

@@ -100,7 +100,7 @@ def test_decode_writes_what_mlx_lm_writes(model_path):
     ids = tok.encode("def f(x):")
     theirs = [int(t) for t, _ in generate_step(mx.array(ids), model, max_tokens=15)]
     got = decode(model, ids, tokens=10, warmup=4)
-    assert got["tokens"] == theirs and got["counters"] is None
+    assert got.tokens == theirs and got.counters is None
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -1,6 +1,7 @@
 """The measurements of notebook 04: records, charts and verdicts."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_other_tokens_are_an_error(model_path, monkeypatch):
 
     def wrong(*args, **kwargs):
         sample, count[0] = real(*args, **kwargs), count[0] + 1
-        return sample | {"tokens": [*sample["tokens"], count[0]]}
+        return replace(sample, tokens=[*sample.tokens, count[0]])
 
     monkeypatch.setattr(prefetch, "decode", wrong)
     with pytest.raises(RuntimeError, match="other tokens than without prefetching"):

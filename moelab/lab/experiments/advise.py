@@ -114,10 +114,10 @@ def measure_lookahead(path: str | Path, slots: int, tokens: int = 16) -> Lookahe
         session = session_of(model)
         with session.prefetcher.timed_asks() as spent:
             ids = encode(tokenizer, PROMPTS[0])
-            counters = decode(model, ids, tokens, warmup=4)["counters"]
+            counters = decode(model, ids, tokens, warmup=4).counters
         L = len(session.layers)
-    used, wasted = counters["prefetch_used"], counters["prefetch_wasted"]
-    needed = max(1, used + counters["misses"])
+    used, wasted = counters.prefetch_used, counters.prefetch_wasted
+    needed = max(1, used + counters.misses)
     return Lookahead(used / needed, wasted / needed, float(np.median(spent)) * L)
 
 

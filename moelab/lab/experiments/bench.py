@@ -147,7 +147,7 @@ def measure(
                 bar.update()
                 peak = loaded.nbytes[name] + mx.get_peak_memory() - before
                 if i >= 0:
-                    sample = Sample.from_json(ran | {"round": i, "peak_nbytes": peak})
+                    sample = Sample(round=i, peak_nbytes=peak, **vars(ran))
                     record.modes[name].samples.append(sample)
             if i >= 0 and on_round:
                 on_round(record)

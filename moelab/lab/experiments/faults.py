@@ -21,6 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ... import DATA, StreamConfig, load
 from ...arguments import add_json, add_number
 from ...speculation.dflash import DFlashDraft
+from ...speculation.sampling import num_accepted
 from ...speculation.target import Capture
 from .. import machine, records
 from ..decode import decode
@@ -178,7 +179,7 @@ def rounds(
         with Capture(model, layers) as seen:
             own = mx.argmax(rollback(mx.array([[last, *guesses]]))[0], axis=-1).tolist()
         features = seen.features[0]
-        accepted = next((k for k, g in enumerate(guesses) if g != own[k]), len(guesses))
+        accepted = num_accepted(guesses, own)
         rollback.undo(len(guesses) - accepted)
         rollback.commit()
         out.append((accepted, middle - begin, time.perf_counter() - middle))
@@ -246,7 +247,7 @@ def trials(
 
 def plain_tok_s(model: nn.Module, prompts: Sequence[list[int]], tokens: int) -> list[float]:
     """Tokens per second without a draft, behind each prompt."""
-    return [tokens / decode(model, ids, tokens)["decode_s"] for ids in prompts]
+    return [tokens / decode(model, ids, tokens).decode_s for ids in prompts]
 
 
 # Charts

@@ -10,7 +10,7 @@ import numpy as np
 
 from ... import DATA, StreamConfig, close, footprint, load, record, stats, synthesize
 from .. import oscache, records
-from ..decode import decode
+from ..decode import decode, same_tokens
 from ..plots import charts
 from ..records import BenchRecord
 from ..texts import PROMPTS
@@ -709,12 +709,10 @@ def dial(path, tokens: int, prompt: str = PROMPTS[0], warmup: int = 8):
             config = replace(config, top_k=top_k)
         drop = (lambda: oscache.drop_pages(path)) if cache == "cold" else None
         streamed = once(config, drop)
-        c = streamed["counters"]
-        resident_s, streamed_s = (r["decode_s"] / tokens for r in (resident, streamed))
-        wait_s = min(c["wait_s"] / tokens, streamed_s)
-        pairs = enumerate(zip(streamed["tokens"], resident["tokens"]))
-        num = len(resident["tokens"])
-        same = next((i for i, (a, b) in pairs if a != b), num)
+        c = streamed.counters
+        resident_s, streamed_s = (r.decode_s / tokens for r in (resident, streamed))
+        wait_s = min(c.wait_s / tokens, streamed_s)
+        same, num = same_tokens(streamed.tokens, resident.tokens), len(resident.tokens)
         lossy = "" if top_k == full else f" (top-{top_k} in place of {full} is lossy)"
         return charts.parts(
             {
@@ -725,7 +723,7 @@ def dial(path, tokens: int, prompt: str = PROMPTS[0], warmup: int = 8):
             },
             f"Top-{top_k}, {slots} slots, {readers} readers, {cache}: {1 / streamed_s:.1f} tok/s, "
             f"{resident_s / streamed_s:.2f} of resident",
-            f"{c['hit_rate']:.0%} of the experts were in a slot, {c['bytes_per_token'] / 1e6:.2f} "
+            f"{c.hit_rate:.0%} of the experts were in a slot, {c.bytes_per_token / 1e6:.2f} "
             f"MB read for a token; {same} of {num} tokens are the resident model's{lossy}.",
             note=f"{Path(path).name}, one run of {tokens} tokens each after {warmup} of warm-up",
         )

@@ -185,7 +185,7 @@ def measure(
         prompt (str): What to continue.
 
     Returns:
-        dict: What ``decode`` returns, and the last three attributes of ``Run``.
+        dict: The fields of ``Decoded``, and the last three attributes of ``Run``.
     """
     rss_nbytes = []
 
@@ -199,7 +199,7 @@ def measure(
         ran = decode(model, ids, tokens, warmup, before_clock=note_rss)
         note_rss()
     return {
-        **ran,
+        **asdict(ran),
         "mlx_peak_nbytes": mx.get_peak_memory(),
         "predicted_nbytes": footprint(model_path, config).total_nbytes,
         "rss_nbytes": rss_nbytes,

@@ -172,14 +172,14 @@ def measure(
             for i in range(runs):
                 ids = tokenizer.encode(prompts[i % len(prompts)])
                 with record(trace_model) as trace:
-                    right = decode(trace_model, ids, tokens, warmup)["tokens"]
+                    right = decode(trace_model, ids, tokens, warmup).tokens
                 for state, layout, p in order.sample(variants, len(variants)):
                     model = models[layout, p]
                     if p == "oracle":
                         session_of(model).prefetcher.set_trace(trace)
                     cold = layouts[layout] if state == "cold" else None
                     sample = decode(model, ids, tokens, warmup, before_token=_preparation(cold))
-                    if sample["tokens"] != right:
+                    if sample.tokens != right:
                         raise RuntimeError(
                             f"{state}, {layout}, {p}: other tokens than without prefetching. "
                             "Report this."
@@ -202,16 +202,16 @@ def _preparation(folder) -> Callable:
 
 def _summarized(samples, model, slots, tokens, warmup):
     """The record of the samples of every ``(state, layout, prefetch)``, the baseline's first."""
-    run_s = {key: [np.mean(s["step_s"]) for s in its] for key, its in samples.items()}
+    run_s = {key: [np.mean(s.step_s) for s in its] for key, its in samples.items()}
     _, layout, prefetch = next(iter(samples))
     variants = [
         Variant(
             *key,
-            step_s=[s["step_s"] for s in its],
+            step_s=[s.step_s for s in its],
             token_s=timing.summary(run_s[key]),
             ratio=timing.paired_ratio(run_s[key[0], layout, prefetch], run_s[key]),
             per_token={
-                n: float(np.mean([s["counters"][n] for s in its])) / tokens for n in COUNTERS
+                n: float(np.mean([getattr(s.counters, n) for s in its])) / tokens for n in COUNTERS
             },
         )
         for key, its in samples.items()

@@ -18,7 +18,9 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from ... import DATA, StreamConfig, load, stats
 from ...arguments import add_json, add_number
 from ...speculation.rollback import STATES_NBYTES, Rollback
+from ...speculation.sampling import num_accepted
 from .. import machine, records, timing
+from ..decode import same_tokens
 from ..plots import charts
 from ..texts import heldout_starts
 
@@ -181,13 +183,12 @@ def first_wrong(
             true = plain[len(written) :][:drafted]
             drafts = [t if k < accepted else (t + 1) % WRONG for k, t in enumerate(true)]
             own = mx.argmax(r(mx.array([[last, *drafts]]))[0], axis=-1).tolist()
-            n = next((k for k, d in enumerate(drafts) if d != own[k]), len(drafts))
+            n = num_accepted(drafts, own)
             r.undo(len(drafts) - n)
             r.commit()
             written += own[: n + 1]
             last = own[n]
-        wrong = (k for k, (a, b) in enumerate(zip(written[:tokens], plain)) if a != b)
-        out[name] = next(wrong, tokens)
+        out[name] = same_tokens(written[:tokens], plain)
     return FirstWrong(drafted, accepted, tokens, out)
 
 

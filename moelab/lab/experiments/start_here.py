@@ -8,7 +8,8 @@ import mlx.core as mx
 import numpy as np
 
 from ... import DATA, StreamConfig, footprint, load
-from .. import decode, machine, records
+from .. import machine, records
+from ..decode import decode, same_tokens
 from ..plots import charts, style
 from ..timing import quartiles_text
 
@@ -118,8 +119,7 @@ class Run:
 
     def same_tokens(self, other: "Run") -> int:
         """How many tokens from the first on are those of ``other``."""
-        pairs = enumerate(zip(self.tokens, other.tokens))
-        return next((i for i, (a, b) in pairs if a != b), len(self.tokens))
+        return same_tokens(self.tokens, other.tokens)
 
 
 def run(path, config: StreamConfig, prompt: str, tokens: int) -> Run:
@@ -137,16 +137,16 @@ def run(path, config: StreamConfig, prompt: str, tokens: int) -> Run:
     with model:
         held = mx.get_active_memory() - before
         mx.reset_peak_memory()
-        ran = decode.decode(model, tokenizer.encode(prompt), tokens - 1)
-    counted = ran["counters"]
+        ran = decode(model, tokenizer.encode(prompt), tokens - 1)
+    counted = ran.counters
     return Run(
         config=config,
-        tokens=ran["tokens"],
-        text=tokenizer.decode(ran["tokens"]),
-        step_s=np.array(ran["step_s"]),
-        wait_s=counted["wait_s"] / max(counted["tokens"], 1),
-        hit_rate=counted["hit_rate"],
-        bytes_per_token=counted["bytes_per_token"],
+        tokens=ran.tokens,
+        text=tokenizer.decode(ran.tokens),
+        step_s=np.array(ran.step_s),
+        wait_s=counted.wait_s / max(counted.tokens, 1),
+        hit_rate=counted.hit_rate,
+        bytes_per_token=counted.bytes_per_token,
         held_nbytes=held,
         peak_nbytes=mx.get_peak_memory() - before,
     )

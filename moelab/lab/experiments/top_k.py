@@ -16,6 +16,7 @@ from mlx_lm.utils import load_tokenizer
 from ... import DATA, StreamConfig, footprint, synthesize
 from ...arguments import add_json, add_model, add_number, not_empty, positive, several
 from .. import machine, records, timing
+from ..decode import same_tokens
 from ..plots import charts, style
 from ..quality import Score, at_top_k, xz_bits_per_byte
 from ..records import BenchRecord
@@ -545,7 +546,6 @@ def dial(
         )
         rise, low, high = known[top_k].increase(known[own])
         full, fewer = (speeds.tokens("fused", k)[0] for k in (own, top_k))
-        same = int(np.cumprod([a == b for a, b in zip(full, fewer)]).sum())
         return charts.bars(
             {
                 "time for a token (ms)": {f"K={k}": speeds.token_s("fused", k) * 1e3 for k in ks},
@@ -555,7 +555,7 @@ def dial(
             f"{rise:+.1%} bits per byte",
             "",
             f"K={top_k} needs {rise:+.1%} [{_span(low, high)}] bits for the same text; the "
-            f"first {same} of {len(full)} greedy tokens are those of K={own}.",
+            f"first {same_tokens(full, fewer)} of {len(full)} greedy tokens are those of K={own}.",
             note=f"{Path(path).name}, streamed, {tokens} tokens three times, {count} windows of "
             f"{length} tokens",
         )
