@@ -1,7 +1,8 @@
 """Which room may import which.
 
-The way down is lab, then replay, speculation and streaming, then experts, then checkpoint. The
-rules are read from the source, imports inside functions included. No module is run.
+The way down is lab, then replay, speculation and streaming, then experts, then checkpoint. In the
+lab it is figures, then experiments and plots, then the instruments. The rules are read from the
+source, imports inside functions included. No module is run.
 """
 
 import ast
@@ -20,10 +21,11 @@ MUST_NOT_IMPORT = {
     "moelab.streaming": ("moelab.speculation", "moelab.replay", "moelab.lab"),
     "moelab.speculation": ("moelab.streaming", "moelab.replay", "moelab.lab"),
     "moelab.replay": ("moelab.speculation", "moelab.lab"),
-    "moelab.lab": ("moelab.lab.experiments",),
-    "moelab.lab.plots": ("moelab.lab.experiments",),
-    "moelab.lab.experiments": (),
-    "moelab.__main__": (),
+    "moelab.lab": ("moelab.lab.experiments", "moelab.lab.figures", "moelab.lab.plots"),
+    "moelab.lab.plots": ("moelab.lab.experiments", "moelab.lab.figures"),
+    "moelab.lab.experiments": ("moelab.lab.figures", "moelab.lab.plots"),
+    "moelab.lab.figures": (),
+    "moelab.__main__": ("moelab.lab.figures", "moelab.lab.plots"),
     "moelab.arguments": (),
     "moelab.generate": (),
     "moelab.moved": (),
@@ -181,7 +183,12 @@ ADDED = [
     ("moelab/speculation/policy.py", "from ..streaming.slots import S", "moelab.streaming"),
     ("moelab/replay/costs.py", "from ..lab import machine", "nothing of moelab.lab"),
     ("moelab/lab/timing.py", "from .experiments import bench", "moelab.lab.experiments"),
+    ("moelab/lab/timing.py", "from .figures import ladder", "nothing of moelab.lab.figures"),
     ("moelab/lab/plots/style.py", "from ..experiments.bench import x", "moelab.lab.experiments"),
+    ("moelab/lab/plots/style.py", "from ..figures import ladder", "nothing of moelab.lab.figures"),
+    ("moelab/lab/experiments/bench.py", "from ..figures import ladder", "moelab.lab.figures"),
+    ("moelab/lab/experiments/bench.py", "from ..plots import style", "moelab.lab.plots"),
+    ("moelab/__main__.py", "from .lab.figures import ladder", "nothing of moelab.lab.figures"),
     ("moelab/__init__.py", "from .lab import timing", "nothing of moelab.lab"),
     ("moelab/lab/experiments/bench.py", "import corpus", "nothing of corpus"),
     ("moelab/lab/timing.py", "import importlib\nimportlib.import_module('corpus')", "of corpus"),
@@ -203,7 +210,9 @@ HOUSE = {
     "moelab/lab/timing.py": "from .machine import card",
     "moelab/lab/plots/style.py": "from ..machine import card",
     "moelab/lab/experiments/__init__.py": "",
-    "moelab/lab/experiments/bench.py": "from ...replay import costs\nfrom ..plots import style",
+    "moelab/lab/experiments/bench.py": "from ...replay import costs\nfrom .. import timing",
+    "moelab/lab/figures/__init__.py": "",
+    "moelab/lab/figures/ladder.py": "from ..experiments import bench\nfrom ..plots import style",
 }
 
 

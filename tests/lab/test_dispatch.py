@@ -11,6 +11,7 @@ from small import small
 from moelab import DATA, StreamConfig, load, synthesize
 from moelab.lab import records
 from moelab.lab.experiments import bench, dispatch, exactness
+from moelab.lab.figures import dispatch as figures
 from moelab.lab.plots import charts, style
 from moelab.speculation.drafts import LookupDraft
 
@@ -180,17 +181,17 @@ def test_charts_and_verdicts_of_the_recorded_run(model_path):
     model, _ = load(model_path, StreamConfig(mode="resident", dtype="bfloat16"))
     experts = dispatch.expert_calls(64, 64, 2, E=4, layers=2, rounds=1)
     promoted = dispatch.promotion(model, tokens=2, rounds=1)
-    figures = [
-        dispatch.operation_bars(dispatch.one_operation(4, 1), gpu),
-        dispatch.expert_bars(experts, gpu, "small"),
-        dispatch.count_bars(model, gpu),
-        dispatch.alone_bars(gpu),
-        dispatch.loop_bars(dispatch.loops(model, 2, 1), gpu, "small"),
-        dispatch.buffer_bars(gpu),
-        dispatch.promotion_bars(promoted, gpu, "small"),
+    shown = [
+        figures.operation_bars(dispatch.one_operation(4, 1), gpu),
+        figures.expert_bars(experts, gpu, "small"),
+        figures.count_bars(model, gpu),
+        figures.alone_bars(gpu),
+        figures.loop_bars(dispatch.loops(model, 2, 1), gpu, "small"),
+        figures.buffer_bars(gpu),
+        figures.promotion_bars(promoted, gpu, "small"),
     ]
-    assert all(style.words(fig) for fig in figures)
-    rows = {r[0]: r for r in dispatch.verdicts(gpu, experts, promoted)}
+    assert all(style.words(fig) for fig in shown)
+    rows = {r[0]: r for r in figures.verdicts(gpu, experts, promoted)}
     assert list(rows) == ["B1", "B2", "B3", "C1", "C2", "C3", "C4"]
     assert f"{np.median(raw) * 1e6:.1f} us in a chain" in rows["B1"][3]
     assert "1.29x the time on NVIDIA H200, recorded" in rows["C4"][3]
@@ -209,7 +210,7 @@ def test_what_the_sources_imply():
 @pytest.mark.parametrize("top_k", [1, 16])
 @pytest.mark.parametrize("bandwidth", [50, 4800])
 def test_dispatch_dial_at_its_ends(top_k, bandwidth):
-    fig = dispatch.dial(D=3072, F=1024)(top_k=top_k, layers=48, bandwidth=bandwidth)
+    fig = figures.dial(D=3072, F=1024)(top_k=top_k, layers=48, bandwidth=bandwidth)
     assert len(fig.data) == 3 and fig.layout.meta["finding"]
     assert all(np.isfinite(t.y).all() for t in fig.data)
 

@@ -11,6 +11,7 @@ from recurrent import ids
 import moelab
 from moelab.lab import records
 from moelab.lab.experiments import drafts, verify
+from moelab.lab.figures import drafts as figures
 from moelab.lab.texts import heldout_starts
 from moelab.speculation.drafts import LookupDraft
 from moelab.speculation.generate import speculative_generate_step
@@ -108,18 +109,18 @@ def test_recorded_runs():
     assert CPU.comparisons["lookup, 64 slots"].label == "lookup, 64 slots"
     assert {"tiny-draft, 48 slots", "tiny-dflash, resident"} <= set(GPU.comparisons)
     assert verify.growth(GPU.passes["48 slots, loop"]) > 2
-    assert "H200" in drafts.gpu_details(GPU, *H200)
+    assert "H200" in figures.gpu_details(GPU, *H200)
     assert {"tiny-draft, 48 slots", "tiny-dflash, resident"} <= set(ENGINE.comparisons)
     assert set(CPU.only("lookup")) == {f"lookup, {n} slots" for n in (64, 48, 16)}
 
 
 def test_charts_and_verdicts():
     trace = moelab.Trace.load(moelab.DATA / "traces" / "code.npz").decode
-    fig = drafts.speeds_chart(CPU.only("lookup"), "recorded", CPU.machine)
+    fig = figures.speeds_chart(CPU.only("lookup"), "recorded", CPU.machine)
     assert "1.19" in fig.layout.meta["alt"] and fig.layout.meta["finding"]
-    fig = drafts.break_even_chart({"a": [1, 4]}, GPU.passes["48 slots, kernel"], 7, "note")
+    fig = figures.break_even_chart({"a": [1, 4]}, GPU.passes["48 slots, kernel"], 7, "note")
     assert "commits 2.5" in fig.layout.title.text.replace("<br>", " ")
-    rows = drafts.verdicts(
+    rows = figures.verdicts(
         verify.union(trace, [1, 16]),
         GPU.passes["resident, kernel"],
         31,
@@ -133,8 +134,8 @@ def test_charts_and_verdicts():
 
 def test_tables_of_the_recorded_gpu():
     streamed = {"streamed": ENGINE.comparisons["tiny-draft, 48 slots"]}
-    assert "2.051 [1.897 - 2.329] n=5  1 of 5 texts equal" in drafts.speeds_table(streamed)
-    assert drafts.policy_table(streamed).endswith(" 0%, 38%, 98%, 100%, 18%")
+    assert "2.051 [1.897 - 2.329] n=5  1 of 5 texts equal" in figures.speeds_table(streamed)
+    assert figures.policy_table(streamed).endswith(" 0%, 38%, 98%, 100%, 18%")
     assert all(c.same("mlx-lm") for c in ENGINE.comparisons.values())
 
 

@@ -9,6 +9,7 @@ import moelab
 from moelab.lab import records
 from moelab.lab.experiments import faults
 from moelab.lab.experiments.faults import Fault
+from moelab.lab.figures import faults as figures
 from moelab.speculation.dflash import DFlashDraft
 
 MODELS = moelab.DATA / "models"
@@ -72,19 +73,19 @@ def test_charts():
     blocks = {2: RECORDED.results["top-k 6"], 16: RECORDED.results[faults.RIGHT]}
     plain = {2: [30.0], 16: [30.0]}
     for fig in (
-        faults.faults_chart(RECORDED, RECORDED),
-        faults.fault_histogram(RECORDED),
-        faults.tau_chart(blocks, "block size", "note"),
-        faults.speed_chart(blocks, plain, "block size", "note"),
-        faults.training_chart(TRAINING),
-        faults.draft_histogram(TRAINING),
+        figures.faults_chart(RECORDED, RECORDED),
+        figures.fault_histogram(RECORDED),
+        figures.tau_chart(blocks, "block size", "note"),
+        figures.speed_chart(blocks, plain, "block size", "note"),
+        figures.training_chart(TRAINING),
+        figures.draft_histogram(TRAINING),
     ):
         assert fig.layout.meta["alt"] and fig.layout.meta["finding"]
-    rows = faults.verdicts(RECORDED, blocks, plain, blocks, plain)
+    rows = figures.verdicts(RECORDED, blocks, plain, blocks, plain)
     assert [row[0] for row in rows] == ["D1", "D2", "D3", "D4", "D5", "D6", "E5"]
 
 
 def test_the_dial_measures(draft):
-    look = faults.dial(TARGET, draft, code(), 1)
+    look = figures.dial(TARGET, draft, code(), 1)
     fig = look(block=2, top_k=6, rollback="restore only", features="off by one")
     assert fig.layout.title.text.endswith("of at most 2")

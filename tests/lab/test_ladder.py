@@ -10,6 +10,7 @@ from moelab import DATA, StreamConfig, synthesize
 from moelab.lab import records as results
 from moelab.lab import timing
 from moelab.lab.experiments import bench, dispatch, ladder, reads
+from moelab.lab.figures import ladder as figures
 from moelab.lab.plots import charts, style
 
 
@@ -79,32 +80,32 @@ def test_what_notebook_02_shows(model_path, here, gpu, capsys):
         model_path, (1, 2), 1 << 16, 1, kinds=("experts",), with_fio=False, progress=False
     )
     together = dispatch.tokens_at_once(64, 64, 2, E=4, tokens=(1, 2), rounds=1)
-    figures = [
-        ladder.published_bars(),
-        ladder.read_lines(cold, gpu, 1000),
-        ladder.rung_bars(here, gpu),
-        ladder.multiple_lines(here, gpu),
-        ladder.part_bars(here, gpu),
-        ladder.write_lines(gpu),
-        ladder.slot_lines(swept, gpu, 16, 16),
-        ladder.together_lines(together, gpu, (1, 2)),
-        ladder.prompt_bars(varied, "m"),
-        ladder.memory_lines(memory, gpu, "m"),
+    shown = [
+        figures.published_bars(),
+        figures.read_lines(cold, gpu, 1000),
+        figures.rung_bars(here, gpu),
+        figures.multiple_lines(here, gpu),
+        figures.part_bars(here, gpu),
+        figures.write_lines(gpu),
+        figures.slot_lines(swept, gpu, 16, 16),
+        figures.together_lines(together, gpu, (1, 2)),
+        figures.prompt_bars(varied, "m"),
+        figures.memory_lines(memory, gpu, "m"),
     ]
-    assert all(style.words(fig) for fig in figures)
-    ladder.rung_table(here)
+    assert all(style.words(fig) for fig in shown)
+    figures.rung_table(here)
     agree = bench.agreement(model_path, "serial,fused", StreamConfig(slots=8), tokens=2)
-    ladder.agreement_table(agree, gpu)
+    figures.agreement_table(agree, gpu)
     assert "cores" in (out := capsys.readouterr().out) and "bit for bit" in out
-    results = ladder.Results(here, cold, swept, prompt, varied, memory)
-    rows = ladder.verdicts(gpu, results, 16, 16)
+    results = figures.Results(here, cold, swept, prompt, varied, memory)
+    rows = figures.verdicts(gpu, results, 16, 16)
     assert [r[0] for r in rows] == ["A1", "A2", "A3", "A5", "A10", "B4", "B5", "B6"]
     assert {r[2] for r in rows} <= set(charts.VERDICTS)
 
 
 @pytest.mark.parametrize("at", [(1, 4, 1, "cold"), (4, 16, 16, "warm")])
 def test_dial(model_path, at):
-    look = ladder.dial(model_path, tokens=2, warmup=1)
+    look = figures.dial(model_path, tokens=2, warmup=1)
     assert "tokens are the resident model's" in look(*at).layout.meta["finding"]
 
 

@@ -8,6 +8,7 @@ import pytest
 from moelab.lab import limit
 from moelab.lab.experiments import page_cache, sweep
 from moelab.lab.experiments.sweep_record import Point, Runs, Tokens
+from moelab.lab.figures import page_cache as figures
 from moelab.lab.plots import style
 from moelab.replay import locality
 from moelab.replay.costs import Costs
@@ -118,7 +119,7 @@ def test_neighbours_count_only_where_their_quartiles_are_apart(code):
 
 def test_the_sliders_go_to_their_ends(code):
     few = locality.Locality((0.5,), (0.3,), (1.5,))
-    look = page_cache.dial(code.sizes, few, code.median_costs, 60)
+    look = figures.dial(code.sizes, few, code.median_costs, 60)
     for memory, slots, policy, skew, ssd, work in (
         (25, 8, "lru", 0.0, 0.5, 0),
         (95, 256, "belady", 1.5, 8.0, 200),
@@ -166,18 +167,18 @@ def test_every_chart_says_what_it_shows(code, found):
     compared = page_cache.compare(code)
     policies = page_cache.replay_policies(code, roomy, [8, 97, 157], 40)
     charts = [
-        page_cache.reads_chart(code, compared),
-        page_cache.decode_chart(code),
-        page_cache.read_ahead_chart(code),
-        page_cache.live_chart(code),
-        page_cache.sources_chart(code, roomy),
-        page_cache.agreement_chart({"like code": compared}, compared, code),
-        page_cache.slowdown_chart(found, code),
-        page_cache.policies_chart(policies, code),
-        page_cache.pinning_chart(sweep.recorded(PINNED)),
+        figures.reads_chart(code, compared),
+        figures.decode_chart(code),
+        figures.read_ahead_chart(code),
+        figures.live_chart(code),
+        figures.sources_chart(code, roomy),
+        figures.agreement_chart({"like code": compared}, compared, code),
+        figures.slowdown_chart(found, code),
+        figures.policies_chart(policies, code),
+        figures.pinning_chart(sweep.recorded(PINNED)),
     ]
     assert all(style.words(fig) and fig.layout.title.text for fig in charts)
     assert policies.middle == 97 and set(policies.at_middle) == set(policies.replays)
-    rows = page_cache.verdicts(code, sweep.recorded(PINNED), found, policies)
+    rows = figures.verdicts(code, sweep.recorded(PINNED), found, policies)
     assert [id for id, *_ in rows] == ["A5", "A6", "E1", "E4"]
     assert all(verdict == "depends on" for _, _, verdict, _ in rows)

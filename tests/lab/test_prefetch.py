@@ -9,6 +9,7 @@ from moelab import DATA
 from moelab.__main__ import main
 from moelab.lab import decode
 from moelab.lab.experiments import prefetch
+from moelab.lab.figures import prefetch as figures
 from moelab.lab.plots import charts
 from moelab.repack import repack
 from moelab.streaming.trace import Trace
@@ -60,16 +61,16 @@ def test_pages_are_dropped_before_every_cold_token(model_path, monkeypatch):
 @pytest.mark.parametrize("state", prefetch.STATES)
 def test_a_chart_of_a_record(name, state):
     record = prefetch.Record.recorded(name)
-    fig = prefetch.chart(record, state)
+    fig = figures.chart(record, state)
     assert fig.layout.meta["alt"] and fig.layout.meta["finding"]
     assert f"\n{state} " in prefetch.report(record)
-    assert "at most" in prefetch.bounds(record, state)
+    assert "at most" in figures.bounds(record, state)
 
 
 def test_verdicts_of_the_record():
     record = prefetch.Record.recorded(RECORDS[0])
     traces = {n: Trace.load(DATA / "traces" / f"{n}.npz") for n in ("code", "prose")}
-    rows = prefetch.verdicts(record, traces)
+    rows = figures.verdicts(record, traces)
     assert [r[0] for r in rows] == ["A4", "E2", "E3", "E4"]
     assert {r[2] for r in rows} <= set(charts.VERDICTS)
 
@@ -79,7 +80,7 @@ def test_reuse_is_told_apart():
     found = prefetch.reuse(traces)
     for r in found.values():
         assert r.every < r.chance < r.each < r.held[16] < 1
-        at = r.slots_for(prefetch.CLAIMED)
-        assert r.held[at - 1] < prefetch.CLAIMED <= r.held[at]
-    assert "code" in prefetch.reuse_table(found, 16)
-    assert prefetch.reuse_chart(found, 16).layout.meta["alt"]
+        at = r.slots_for(figures.CLAIMED)
+        assert r.held[at - 1] < figures.CLAIMED <= r.held[at]
+    assert "code" in figures.reuse_table(found, 16)
+    assert figures.reuse_chart(found, 16).layout.meta["alt"]

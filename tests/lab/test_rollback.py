@@ -9,6 +9,7 @@ from recurrent import build, ids
 import moelab
 from moelab.lab import records
 from moelab.lab.experiments import rollback
+from moelab.lab.figures import rollback as figures
 
 TEXT = ids(6, 80)[0].tolist()
 
@@ -67,11 +68,11 @@ def test_a_record_is_read_as_it_was_written(record, tmp_path):
 
 def test_charts(record):
     for fig in (
-        rollback.drift_chart(record.drift, "m"),
-        rollback.first_wrong_chart(record.first_wrong, "m"),
-        rollback.time_chart(record.costs, "m"),
-        rollback.memory_chart(record.costs, "m"),
-        rollback.bytes_read_chart({"restore": 10, "replay": 0, "states": 0}, 8, 4, "m"),
+        figures.drift_chart(record.drift, "m"),
+        figures.first_wrong_chart(record.first_wrong, "m"),
+        figures.time_chart(record.costs, "m"),
+        figures.memory_chart(record.costs, "m"),
+        figures.bytes_read_chart({"restore": 10, "replay": 0, "states": 0}, 8, 4, "m"),
     ):
         assert fig.layout.meta["alt"] and fig.layout.meta["finding"]
 
@@ -80,5 +81,5 @@ def test_the_memory_dial():
     shape = rollback.SHAPES["Qwen3.5-122B-A10B"]
     assert shape.nbytes(16)["states"] == 17 * 36 * 64 * 128 * 128 * 4
     for model in rollback.SHAPES:
-        held = rollback.memory_dial(model=model, positions=8).data[0].x
+        held = figures.memory_dial(model=model, positions=8).data[0].x
         assert held[0] < held[1] < held[2]

@@ -7,6 +7,7 @@ import pytest
 
 from moelab.lab import records
 from moelab.lab.experiments import start_here
+from moelab.lab.figures import start_here as figures
 from moelab.lab.plots import style
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "00_start_here.ipynb"
@@ -35,7 +36,7 @@ def test_every_mode_writes_the_same_and_the_memory_is_predicted(runs, tmp_path):
     resident = runs.modes["resident"]
     assert list(runs.modes) == list(start_here.MODES) and list(runs.slots) == list(runs.plan.nbytes)
     assert all(run.same_tokens(resident) == 4 for run in runs.modes.values())
-    for fig in (start_here.mode_bars(runs), start_here.memory_lines(runs)):
+    for fig in (figures.mode_bars(runs), figures.memory_lines(runs)):
         assert style.words(fig)
     records.save(tmp_path / "r.json", runs.record())
     kept = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)
@@ -44,7 +45,7 @@ def test_every_mode_writes_the_same_and_the_memory_is_predicted(runs, tmp_path):
 
 
 def test_dial(model_path, plan):
-    look = start_here.dial(model_path, "def f", tokens=3)
+    look = figures.dial(model_path, "def f", tokens=3)
     full = look(top_k=plan.top_k, slots=plan.slots)
     assert "3 of its 3 tokens" in full.layout.meta["finding"]
     assert "is lossy" in look(top_k=1, slots=plan.slots).layout.meta["finding"]

@@ -8,6 +8,7 @@ import moelab
 from moelab import StreamConfig
 from moelab.__main__ import main
 from moelab.lab.experiments import top_k
+from moelab.lab.figures import top_k as figures
 from moelab.lab.plots import charts
 
 TEXT = "def f(x):\n    return x + 1\n" * 9
@@ -20,7 +21,7 @@ def test_prediction_is_in_proportion_to_bytes(model_path):
     one = f.num_layers * f.expert_nbytes
     rest = f.checkpoint_nbytes - f.num_experts * one
     assert predicted[0] == pytest.approx((rest + f.top_k * one) / rest)
-    assert "published" in top_k.predictions(model_path, [8, 2])
+    assert "published" in figures.predictions(model_path, [8, 2])
 
 
 @pytest.fixture(scope="module")
@@ -58,26 +59,26 @@ def test_charts_and_verdicts(record_path, ks, model_path):
     predicted = top_k.predicted_speedup(model_path, ks, ks[0])
     for old in (None, record):
         for fig in (
-            top_k.speed_chart(speeds, predicted, old),
-            top_k.gpu_chart(speeds),
-            top_k.time_chart(speeds),
-            top_k.quality_chart(scores, [TEXT], "small", old=old),
+            figures.speed_chart(speeds, predicted, old),
+            figures.gpu_chart(speeds),
+            figures.time_chart(speeds),
+            figures.quality_chart(scores, [TEXT], "small", old=old),
         ):
             assert fig.layout.meta["alt"] and fig.layout.meta["finding"]
-        rows = top_k.verdicts(model_path, speeds, scores, old=old)
+        rows = figures.verdicts(model_path, speeds, scores, old=old)
         assert [r[0] for r in rows] == ["A1", "A11"]
         assert {r[2] for r in rows} <= set(charts.VERDICTS)
-    assert "K=2 " in top_k.written(speeds, model_path)
+    assert "K=2 " in figures.written(speeds, model_path)
 
 
 def test_whether_quality_holds():
-    assert top_k._holds(0.002, 0.009, 0.01) == "holds"
-    assert top_k._holds(0.008, 0.011, 0.01) == "undecided"
-    assert top_k._holds(0.011, 0.02, 0.01) == "does not hold"
+    assert figures._holds(0.002, 0.009, 0.01) == "holds"
+    assert figures._holds(0.008, 0.011, 0.01) == "undecided"
+    assert figures._holds(0.011, 0.02, 0.01) == "does not hold"
 
 
 def test_the_dial_works_at_both_ends(model_path, ks):
-    look = top_k.dial(model_path, [TEXT], tokens=2, length=8, count=2)
+    look = figures.dial(model_path, [TEXT], tokens=2, length=8, count=2)
     for k in (1, ks[0]):
         assert look(k).layout.meta["finding"]
 

@@ -8,6 +8,7 @@ from recurrent import ids
 import moelab
 from moelab.lab.experiments import verify
 from moelab.lab.experiments.verify import Pass, PassParts
+from moelab.lab.figures import drafts as figures
 from moelab.lab.texts import heldout_starts
 from moelab.replay import locality
 from moelab.streaming.trace import Trace
@@ -28,15 +29,15 @@ def test_passes(streamed):
     timed = verify.passes(streamed, ids(5, 60)[0].tolist(), [1, 4], 3)
     assert {m: len(samples) for m, samples in timed.items()} == {1: 3, 4: 3}
     assert all(p.pass_s > 0 and p.hits + p.misses > 0 for v in timed.values() for p in v)
-    assert "n=3" in verify.passes_chart({"here": timed}, "m").layout.title.subtitle.text
-    assert verify.reads_chart(timed, 2, "m").data[0].y[1] > 0
+    assert "n=3" in figures.passes_chart({"here": timed}, "m").layout.title.subtitle.text
+    assert figures.reads_chart(timed, 2, "m").data[0].y[1] > 0
 
 
 def test_union_and_routing(streamed):
     trace = Trace(np.arange(24).reshape(6, 2, 2) % 8, np.array(["decode"] * 6), np.arange(6))
     found = verify.union(trace, [1, 2])
     assert found.layers[1] == [2.0, 2.0] and found.uniform[1] == pytest.approx(2.0)
-    assert "distinct" in verify.union_chart(found, "made up").layout.yaxis.title.text
+    assert "distinct" in figures.union_chart(found, "made up").layout.yaxis.title.text
     assert len(verify.routing(streamed, ids(5, 5)[0].tolist())) == 5
 
 
@@ -62,10 +63,10 @@ def test_the_parts_of_a_pass_are_found_again():
 
 
 def test_the_dial():
-    look = verify.dial(PARTS, CODE)
-    fig = look(length=4, accept=0.8, slots=64, GBs=3.0, top_k=8, arithmetic=verify.FREE)
+    look = figures.dial(PARTS, CODE)
+    fig = look(length=4, accept=0.8, slots=64, GBs=3.0, top_k=8, arithmetic=figures.FREE)
     assert "1.00 times" not in fig.layout.title.text
-    assert fig.data[0].y[0] == 1 and len(fig.data[0].y) == verify.LONGEST + 1
+    assert fig.data[0].y[0] == 1 and len(fig.data[0].y) == figures.LONGEST + 1
 
 
 def test_only_the_experts_part_of_a_pass_follows_top_k():
@@ -73,19 +74,19 @@ def test_only_the_experts_part_of_a_pass_follows_top_k():
     without_experts = PassParts(PARTS.fixed_s, PARTS.position_s, 0.0, PARTS.expert_nbytes)
     at = dict(length=8, accept=0.8, slots=64, GBs=1e9)
     for parts, same in ((PARTS, False), (without_experts, True)):
-        fig = [verify.dial(parts, CODE)(top_k=k, **at) for k in (8, 2)]
+        fig = [figures.dial(parts, CODE)(top_k=k, **at) for k in (8, 2)]
         assert np.allclose(fig[0].data[0].y, fig[1].data[0].y) is same
-    ratio = verify.dial(PARTS, CODE)(top_k=2, **{**at, "accept": 1.0}).data[0].y
+    ratio = figures.dial(PARTS, CODE)(top_k=2, **{**at, "accept": 1.0}).data[0].y
     assert ratio[4] == pytest.approx(5 * 0.017 / (0.01 + 5 * 0.007), rel=1e-3)
 
 
 def test_the_dial_reads_what_the_trace_reads():
     """It took routing for uniform: 56 experts for 16 positions where text needs 46."""
-    free = dict(length=15, accept=1.0, GBs=1.0, top_k=8, arithmetic=verify.FREE)
+    free = dict(length=15, accept=1.0, GBs=1.0, top_k=8, arithmetic=figures.FREE)
     for slots in (8, 16, 64):
         reads = [locality.missing(CODE, m, slots, skip=len(CODE) // 4).sum() for m in (1, 16)]
         s = [PARTS.fixed_s + n * 1e-3 for n in reads]
-        got = verify.dial(PARTS, CODE)(slots=slots, **free).data[0].y[15]
+        got = figures.dial(PARTS, CODE)(slots=slots, **free).data[0].y[15]
         assert got == pytest.approx(16 * s[0] / s[1])
     assert verify.reads(CODE, 0)(16) / 8 == pytest.approx(46, abs=1)
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import plotly.graph_objects as go
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -42,9 +41,8 @@ from ...streaming.config import CHOICES
 from .. import limit, machine, oscache, records, timing
 from ..decode import encode
 from ..models import folder
-from ..plots import charts
 from ..texts import PROMPTS, heldout_starts
-from .verify import Pass, Passes, Union, counters, growth, pass_ms, since
+from .verify import Pass, Passes, counters, since
 
 BUILT_IN = ("lookup", "self", "oracle")  # drafts that need no folder
 TRAINED = ("tiny-draft", "tiny-dflash")  # of data/models, for tiny-moe
@@ -417,184 +415,6 @@ def committed(
                 raise ValueError(f"draft {name}: expected the text without drafts, got another.")
             out[name] += [r.accepted + 1 for r in sample.rounds if r.drafted]
     return {name: n or [1] for name, n in out.items()}
-
-
-# Charts
-
-
-def break_even(passes: Passes) -> dict[int, float]:
-    """Tokens that a round of m positions must commit to pay, drafts not counted."""
-    ms = pass_ms(passes)
-    return {m: float(np.median(t) / np.median(ms[1])) for m, t in ms.items() if m > 1}
-
-
-def break_even_chart(
-    committed: Mapping[str, list[int]], passes: Passes, drafts: int, note: str
-) -> go.Figure:
-    """Tokens that a round commits, for each draft, against what it must commit to pay.
-
-    Args:
-        committed (Mapping[str, list[int]]): Of ``committed``.
-        passes (Passes): Of the streamed target.
-        drafts (int): In each round.
-        note (str): What qualifies the numbers.
-    """
-    need = break_even(passes)
-    at = min(need, key=lambda m: abs(m - drafts - 1))
-    tau = {name: float(np.mean(n)) for name, n in committed.items()}
-    best = max(tau, key=tau.get)
-    told = ", ".join(f"{v:.1f} at {m}" for m, v in need.items())
-    return charts.bars(
-        {"": {name: [t] for name, t in tau.items()}},
-        f"A round of {at} positions must commit {need[at]:.1f} tokens to pay; "
-        f"the best draft here, {best}, commits {tau[best]:.1f}",
-        "tau, tokens committed in a round",
-        f"Break-even by positions: {told}, drafts not counted.",
-        note=f"{note}, greedy, up to {drafts} drafts a round",
-        marks=[(0, need[at], f"break-even at {at} positions, streamed")],
-    )
-
-
-def speeds_chart(
-    compared: Mapping[str, Comparison], note: str, card: dict | None = None
-) -> go.Figure:
-    """Speed over not drafting, a panel for each comparison, a bar for each number of drafts.
-
-    Args:
-        compared (Mapping[str, Comparison]): By name.
-        note (str): What qualifies the numbers.
-        card (dict): The machine of recorded ones. Default: this machine, now.
-    """
-    speeds = {name: c.speeds() for name, c in compared.items()}
-    medians = {name: {k: np.median(v) for k, v in s.items()} for name, s in speeds.items()}
-    policy = [m["policy"] for m in medians.values()]
-    fixed = [v for m in medians.values() for k, v in m.items() if k != "policy"]
-    best = {name: max(m, key=m.get) for name, m in medians.items()}
-    told = "; ".join(f"{name}: {b}, {medians[name][b]:.2f}" for name, b in best.items())
-    n = ", ".join(dict.fromkeys(str(c.runs) for c in compared.values()))
-    return charts.bars(
-        speeds,
-        f"Speed over not drafting: the policy {_span(policy)}, fixed lengths {_span(fixed)}",
-        "speed over not drafting",
-        f"Fastest of each: {told}.",
-        note=f"{note}, page cache warm, greedy, n={n}",
-        marks=[(i, 1.0, "") for i in range(len(speeds))],
-        card=card,
-    )
-
-
-def _span(values):
-    low, high = (f"{v:.2f}" for v in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"
-
-
-def speeds_table(compared: Mapping[str, Comparison]) -> str:
-    """Speed over not drafting and texts equal to the undrafted one, for each comparison."""
-    lines = []
-    for name, c in compared.items():
-        lines.append(f"{name}: largest tau {max(map(c.tau, c.variants)):.2f}")
-        variants = [POLICY, *(n for n in c.variants if n not in (PLAIN, POLICY, "0"))]
-        for variant, (label, ratios) in zip(variants, c.speeds().items()):
-            equal = f"{c.equal_texts(variant)} of {c.runs} texts equal"
-            lines.append(f"    {label:10} {timing.quartiles_text(ratios, form='.3f')}  {equal}")
-    return "\n".join(lines)
-
-
-def policy_table(compared: Mapping[str, Comparison]) -> str:
-    """How much of each text the policy wrote in rounds with drafts, for each comparison."""
-    lines = ["tokens from rounds with drafts, text by text, under the policy:"]
-    for name, c in compared.items():
-        shares = ", ".join(f"{share:.0%}" for share in c.drafted_share())
-        lines.append(f"    {name:24} {shares}")
-    return "\n".join(lines)
-
-
-def gpu_details(now: DraftsRecord, planned: DraftsRecord, free: DraftsRecord) -> str:
-    """What stood in the way on CUDA, from the records.
-
-    Args:
-        now (DraftsRecord): ``cuda_h100_drafts.json``.
-        planned (DraftsRecord): Of ``cuda_h200_drafts.json``, attention as MLX plans it.
-        free (DraftsRecord): Of the same, with ``MLX_CUDA_USE_CUDNN_SDPA=0``.
-    """
-    positions, name = 3, "tiny-dflash, resident"
-    plan, none = (np.median(r.comparisons[name].verify_ms()[positions]) for r in (planned, free))
-    alone = now.comparisons["tiny-draft, resident"]
-    stall_s = max(r.draft_s for s in alone.variants[POLICY] for r in s.rounds)
-    return (
-        f"Planning attention for each new length adds {plan - none:.0f} ms to a pass over "
-        f"{positions} positions (recorded on an H200).\n"
-        f"Resident, a token takes {1e3 / np.median(alone.tok_s(PLAIN)):.0f} ms, and kernels that "
-        f"MLX compiled within one text took {stall_s:.0f} s of it."
-    )
-
-
-def verdicts(
-    union: Union,
-    resident: Passes,
-    streamed_reads: float,
-    compared: Mapping[str, Comparison],
-    trained: str,
-    gpu: Comparison,
-) -> list[tuple[str, str, str, str]]:
-    """The rows of notebook 07's table.
-
-    Args:
-        union (Union): Of the model's own text.
-        resident (Passes): Of the resident model.
-        streamed_reads (float): Experts of a layer that the largest streamed pass read.
-        compared (Mapping[str, Comparison]): On this machine, by draft.
-        trained (str): Which of them is a trained draft.
-        gpu (Comparison): Recorded, streamed.
-    """
-    most, mean = union.most, union.mean(union.most)
-    here = {name: _medians(c) for name, c in compared.items()}
-    there = _medians(gpu)
-    best = max(there, key=there.get)
-    fastest = max(v for medians in here.values() for v in medians.values())
-    pays = 1.1  # times the speed: less is taken for none
-    return [
-        (
-            "A7",
-            "speculation is counterproductive when streaming, because a pass reads the union of "
-            "all positions' experts",
-            "depends on",
-            f"the device: here it loses, but for arithmetic ({growth(resident):.1f} times for "
-            f"{most} positions with no read at all); the union of {most} positions is "
-            f"{mean / union.top_k:.1f} times one token's, not {most}; on the recorded GPU, "
-            f"streamed, {best} run at {there[best]:.2f} of not drafting and the policy at "
-            f"{there['policy']:.2f}",
-        ),
-        (
-            "D3",
-            "a pass over 16 positions fans out to 136 expert reads a layer against 8",
-            "depends on",
-            f"overlap: {most} positions need {mean:.0f} distinct experts here, and each is read "
-            f"once, {streamed_reads:.0f} of them from the file",
-        ),
-        (
-            "D5",
-            "a smaller block would change the picture",
-            "depends on",
-            f"fewer drafts lose less, and here none is best: {_told(here[trained])}; on the "
-            f"recorded GPU, streamed: {_told(there)}",
-        ),
-        (
-            "E5",
-            "the best block size is 16, or 5 to 6 for a Mixture of Experts",
-            "refuted" if fastest < pays else "depends on",
-            f"on this CPU the best number of drafts is none, on the recorded GPU it is {best}: "
-            "not 16 on either",
-        ),
-    ]
-
-
-def _medians(comparison):
-    return {k: float(np.median(v)) for k, v in comparison.speeds().items()}
-
-
-def _told(medians):
-    return ", ".join(f"{k} {v:.2f}" for k, v in medians.items())
 
 
 # The command

@@ -9,7 +9,6 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import plotly.graph_objects as go
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -18,7 +17,6 @@ from ...replay import locality
 from ...speculation.rollback import Rollback
 from ...streaming.session import is_loaded
 from ...streaming.trace import Trace
-from ..plots import charts, style
 
 COUNTED = ("tokens", "hits", "misses", "bytes_read", "wait_s")
 
@@ -87,25 +85,6 @@ def union(trace: Trace, positions: Sequence[int]) -> Union:
         E,
         {m: locality.union(trace, m).tolist() for m in positions},
         {m: E * (1 - (1 - K / E) ** m) for m in positions},
-    )
-
-
-def union_chart(union: Union, note: str) -> go.Figure:
-    """Distinct experts over the tokens in a row, routed and uniform."""
-    m, K, mean = union.most, union.top_k, union.mean(union.most)
-    xs = list(union.layers)
-    return charts.lines(
-        {
-            "text of this model": (xs, list(union.layers.values())),
-            "independent and uniform": (xs, [[v] for v in union.uniform.values()]),
-        },
-        f"{m} tokens need {mean:.0f} of {union.num_experts} experts, {mean / K:.1f} times one "
-        f"token's; uniform routing would need {union.uniform[m]:.0f}",
-        "tokens in a row (m)",
-        "distinct experts of a layer",
-        f"Each of {m} positions adds {(mean - K) / (m - 1):.1f} experts to the first one's {K}.",
-        note=f"{note}; whiskers: quartiles over the layers",
-        ceilings=[(union.num_experts, "all experts")],
     )
 
 
@@ -195,56 +174,10 @@ def growth(passes: Passes) -> float:
     return float(np.median(ms[max(ms)]) / np.median(ms[1]))
 
 
-def passes_chart(timed: Mapping[str, Passes], note: str, card: dict | None = None) -> go.Figure:
-    """Milliseconds a pass over its positions, one line for each model.
-
-    Args:
-        timed (Mapping[str, Passes]): By the model's name.
-        note (str): What qualifies the numbers.
-        card (dict): The machine of recorded ones. Default: this machine, now.
-    """
-    ms = {name: pass_ms(passes) for name, passes in timed.items()}
-    most = max(m for by_m in ms.values() for m in by_m)
-    grown = "; ".join(f"{name} {growth(passes):.1f}" for name, passes in timed.items())
-    each = "; ".join(
-        f"{name} {np.median(by_m[1]):.1f} at 1 and {np.median(by_m[most]) / most:.1f} at {most}"
-        for name, by_m in ms.items()
-    )
-    samples = min(len(s) for by_m in ms.values() for s in by_m.values())
-    return charts.lines(
-        {name: (list(by_m), list(by_m.values())) for name, by_m in ms.items()},
-        f"A pass over {most} positions, in passes over one: {grown}",
-        "positions in the pass (m)",
-        "ms a pass",
-        f"Milliseconds for each position: {each}.",
-        note=f"{note}, page cache warm, n={samples}, m in random order, 1 warm-up",
-        card=card,
-    )
-
-
-def reads_chart(passes: Passes, num_layers: int, note: str) -> go.Figure:
-    """Experts read in a layer by a streamed pass, over its positions.
-
-    Args:
-        passes (Passes): Of a streamed model.
-        num_layers (int): L.
-        note (str): What qualifies the numbers.
-    """
-    waits = ", ".join(
-        f"{np.median([p.wait_s / p.pass_s for p in samples]):.0%} at {m}"
-        for m, samples in passes.items()
-    )
-    most = max(passes)
-    experts = {m: [p.misses / num_layers for p in samples] for m, samples in passes.items()}
-    return charts.lines(
-        {"read": (list(experts), list(experts.values()))},
-        f"{most} positions read {np.mean(experts[most]):.0f} experts in a layer, "
-        f"one reads {np.mean(experts[1]):.1f}",
-        "positions in the pass (m)",
-        "experts read in a layer",
-        f"Share of the pass spent waiting for reads: {waits}.",
-        note=f"{note}, page cache warm, n={len(passes[most])}",
-    )
+def break_even(passes: Passes) -> dict[int, float]:
+    """Tokens that a round of m positions must commit to pay, drafts not counted."""
+    ms = pass_ms(passes)
+    return {m: float(np.median(t) / np.median(ms[1])) for m, t in ms.items() if m > 1}
 
 
 # A model of a pass
@@ -334,83 +267,7 @@ def thinned(trace: Trace, top_k: int) -> Trace:
     return Trace(experts, trace.phase, trace.tokens, trace.num_experts, trace.model)
 
 
-def reads_table(trace: Trace, slots: int, positions: Sequence[int]) -> str:
-    """Experts read in a layer by the trace, and as uniform routing would need them."""
-    _, L, K = trace.experts.shape
-    E, by_trace = trace.num_experts, reads(trace, slots)
-    lines = [f"experts read in a layer with {slots} slots:"]
-    for m in positions:
-        uniform = E * (1 - (1 - K / E) ** m) * (1 - min(slots, E) / E)
-        lines.append(f"m = {m:2d}: {by_trace(m) / L:4.1f} by the trace, {uniform:4.1f} uniform")
-    return "\n".join(lines)
-
-
 def shipped_trace(model: Path, measured: Trace) -> Trace:
     """The recorded trace in ``data`` if it is the model's, else the one that was just measured."""
     code = DATA / "traces" / "code.npz"
     return Trace.load(code).decode if model.name == "tiny-moe" else measured
-
-
-AS_HERE, FREE = "as here", "free"
-LONGEST = 16  # drafts in the dial's figure
-
-
-def dial(parts: PassParts, trace: Trace) -> Callable[..., go.Figure]:
-    """The function behind the sliders of notebook 07: a model, not a measurement.
-
-    A pass takes a fixed time, a time for each position and for each of its experts, and the reads
-    of the experts that are not in slots. Drafts cost nothing.
-
-    Args:
-        parts (PassParts): The times.
-        trace (Trace): Of decoded text, for ``reads``.
-
-    Returns:
-        Callable: From draft length, acceptance, slots, SSD rate (GB/s), top-k and arithmetic
-        (``AS_HERE`` or ``FREE``) to a figure of the speed over not drafting.
-    """
-    K = trace.experts.shape[2]
-
-    def look(
-        length: int,
-        accept: float,
-        slots: int,
-        GBs: float,
-        top_k: int,
-        arithmetic: str = AS_HERE,
-    ) -> go.Figure:
-        missing, read_s = reads(trace, slots, top_k), parts.expert_nbytes / (GBs * 1e9)
-        position_s = parts.position_s + top_k * parts.expert_s if arithmetic == AS_HERE else 0.0
-        drafts = np.arange(LONGEST + 1)
-        pass_s = np.array(
-            [parts.fixed_s + (n + 1) * position_s + missing(n + 1) * read_s for n in drafts]
-        )
-        ratios = {}
-        for name, chance in {"as set": accept, "every draft right": 1.0}.items():
-            tokens = np.cumsum(chance**drafts)
-            ratios[name] = tokens * pass_s[0] / pass_s
-        tau, need = np.cumsum(accept**drafts)[length], pass_s[length] / pass_s[0]
-        own = ratios["as set"]
-        estimated = f"; reads at top-{top_k} estimated from top-{K}" if top_k != K else ""
-        fig = style.figure(
-            f"{length} drafts, {accept:.0%} right: {own[length]:.2f} times the speed; "
-            f"break-even at {need:.1f} tokens a round",
-            "tokens drafted",
-            "speed over not drafting",
-            note="a model with this machine's times and a recorded trace; drafts cost nothing"
-            + estimated,
-        )
-        for i, (name, ratio) in enumerate(ratios.items()):
-            fig.add_scatter(x=drafts, y=ratio, name=name, mode="lines+markers", **style.look(i))
-        style.ceiling(fig, 1, "not drafting")
-        style.ceiling(fig, length, "as set", axis="x")
-        fig.update_xaxes(range=[-0.5, LONGEST + 0.5], zeroline=False)
-        told = ", ".join(f"{n}: {r:.2f}" for n, r in zip(drafts, own))
-        return style.describe(
-            fig,
-            alt=f"Speed over not drafting by tokens drafted: {told}.",
-            finding=f"A round commits {tau:.1f} tokens in the time of {need:.1f}; "
-            f"the best length is {int(np.argmax(own))}.",
-        )
-
-    return look

@@ -10,6 +10,7 @@ from plotly.subplots import make_subplots
 
 from . import style
 
+HERE = "this machine, now"  # what charts call the source of a live measurement
 VERDICTS = ("confirmed", "refuted", "depends on", "cannot be tested here")
 
 # Pixels: of a bar with its gap, of a panel's title and axis, of what labels and numbers need.
