@@ -28,7 +28,7 @@ import mlx_lm
 
 from moelab import DATA, StreamConfig, close, load
 from moelab.lab import machine, records
-from moelab.lab.experiments import bench, dispatch, drafts, exactness, layer, reads, verify
+from moelab.lab.experiments import bench, dispatch, drafts, exactness, ladder, layer, reads, verify
 from moelab.lab.texts import heldout_starts
 from moelab.speculation import gated_delta
 from moelab.speculation.drafts import ModelDraft
@@ -147,7 +147,7 @@ class Run:
     def slot_writes(self):
         shapes = dict(list(self.shapes.items())[:2])
         return {
-            k: dispatch.slot_writes(s["D"], s["F"], s["K"], rounds=self.rounds)
+            k: ladder.slot_writes(s["D"], s["F"], s["K"], rounds=self.rounds)
             for k, s in shapes.items()
         }
 
@@ -194,7 +194,7 @@ class Run:
         return layer.bench_layer(self.path, "stacked,fused", self.base, 5 if self.tiny else 100)
 
     def tokens_at_once(self):
-        return dispatch.tokens_at_once(**self.shape, rounds=self.rounds)
+        return ladder.tokens_at_once(**self.shape, rounds=self.rounds)
 
     def agreement(self):
         """Logits in single precision, and in the checkpoint's.

@@ -95,12 +95,6 @@ def test_promotion_reaches_the_last_layer(model_path):
     assert r.config["dtype_in_the_last_layer"] == ["mlx.core.float32"]
 
 
-@pytest.mark.parametrize("way", ["in place", "set by slice", "one scatter", "upload"])
-def test_slot_writes_have_every_way(way):
-    r = dispatch.slot_writes(64, 64, K=4, S=8, misses=(0, 2), rounds=1)
-    assert {f"{way}, 0 new", f"{way}, 2 new"} <= set(r.timings)
-
-
 def test_agreement_is_exact_where_nothing_is_rounded_otherwise(model_path):
     r = bench.agreement(model_path, "stacked,fused", StreamConfig(slots=8), tokens=4)
     for m in r["modes"].values():

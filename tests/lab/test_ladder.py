@@ -9,7 +9,7 @@ from small import small
 from moelab import DATA, StreamConfig, synthesize
 from moelab.lab import records as results
 from moelab.lab import timing
-from moelab.lab.experiments import bench, dispatch, ladder, reads
+from moelab.lab.experiments import bench, ladder, reads
 from moelab.lab.figures import ladder as figures
 from moelab.lab.plots import charts, style
 
@@ -62,6 +62,12 @@ def test_a_ladder_has_its_rungs(here, gpu):
     assert 0 <= ladder.waiting_share(here) <= 1
 
 
+@pytest.mark.parametrize("way", ["in place", "set by slice", "one scatter", "upload"])
+def test_slot_writes_have_every_way(way):
+    r = ladder.slot_writes(64, 64, K=4, S=8, misses=(0, 2), rounds=1)
+    assert {f"{way}, 0 new", f"{way}, 2 new"} <= set(r.timings)
+
+
 def test_between_prompts():
     varied = ladder.Variation({0: [1.0, 1.0], 1: [0.5, 0.5]}, {0: 0.5, 1: 0.5})
     assert varied.between == pytest.approx(1.0) and varied.within == 0
@@ -79,7 +85,7 @@ def test_what_notebook_02_shows(model_path, here, gpu, capsys):
     cold = reads.bench_reads(
         model_path, (1, 2), 1 << 16, 1, kinds=("experts",), with_fio=False, progress=False
     )
-    together = dispatch.tokens_at_once(64, 64, 2, E=4, tokens=(1, 2), rounds=1)
+    together = ladder.tokens_at_once(64, 64, 2, E=4, tokens=(1, 2), rounds=1)
     shown = [
         figures.published_bars(),
         figures.read_lines(cold, gpu, 1000),

@@ -8,9 +8,9 @@ import re
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -70,6 +70,13 @@ class Timed:
     timings: dict
 
     @classmethod
+    def measure(
+        cls, variants: dict[str, Callable], rounds: int, n_warmup: int, config: dict
+    ) -> "Timed":
+        """Times the variants as ``interleave`` does, in rounds of random order."""
+        return cls(config, interleave(variants, rounds, n_warmup=n_warmup, config=config))
+
+    @classmethod
     def parse(cls, section: dict) -> "Timed":
         """From a section of a record."""
         timings = {name: Timing(**t) for name, t in section["timings"].items()}
@@ -92,10 +99,6 @@ class Timed:
 def default_dtype() -> mx.Dtype:
     """float32 on the CPU backend, where half precision is far slower; bfloat16 on a GPU."""
     return mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
-
-
-def _interleave(variants, rounds, n_warmup, config):
-    return Timed(config, interleave(variants, rounds, n_warmup=n_warmup, config=config))
 
 
 # One operation
@@ -134,7 +137,7 @@ def one_operation(count: int = 400, rounds: int = 20) -> Timed:
         "scheduled": run(mx.async_eval, mx.eval),
         "evaluated": run(mx.eval, nothing),
     }
-    return _interleave(variants, rounds, 3, {"count": count})
+    return Timed.measure(variants, rounds, 3, {"count": count})
 
 
 # The experts of one layer
@@ -230,65 +233,7 @@ def expert_calls(
         "dense": run(dense),
     }
     config = {"D": D, "F": F, "K": K, "E": E, "layers": layers, "dtype": str(dtype)}
-    return _interleave(variants, rounds, 3, {**config, "nbytes": K * 3 * D * F * 9 // 16})
-
-
-def tokens_at_once(
-    D: int,
-    F: int,
-    K: int,
-    E: int = 64,
-    tokens=(1, 2, 4, 8, 32),
-    rounds: int = 10,
-    dtype: mx.Dtype | None = None,
-    seed: int = 0,
-) -> Timed:
-    """Seconds of one layer's experts for T tokens: indices as they come, and sorted by expert.
-
-    mlx-lm sorts from 64 indices on.
-
-    Args:
-        D, F, K, E (int): Hidden size, expert hidden size, experts per token, experts.
-        tokens (Sequence[int]): The numbers of tokens T.
-        rounds (int): Samples of each variant.
-        dtype (mx.Dtype): Of activations. Default: ``default_dtype()``.
-        seed (int): Of weights and routing.
-    """
-    from mlx_lm.models.switch_layers import SwitchGLU, _gather_sort, _scatter_unsort
-
-    mx.random.seed(seed)
-    dtype = dtype or default_dtype()
-    experts = SwitchGLU(D, F, E)
-    nn.quantize(experts, GROUP, BITS)
-    experts.set_dtype(dtype)
-    mx.eval(experts.parameters())
-    rng = np.random.default_rng(seed)
-    variants = {}
-    for T in tokens:
-        x = mx.random.normal((1, T, D)).astype(dtype)
-        i = mx.array(
-            np.stack([rng.choice(E, K, replace=False) for _ in range(T)])[None].astype(np.uint32)
-        )
-        mx.eval(x, i)
-
-        def as_they_come(x=x, i=i):
-            x = mx.expand_dims(x, (-2, -3))
-            y = experts.down_proj(
-                experts.activation(experts.up_proj(x, i), experts.gate_proj(x, i)), i
-            )
-            mx.eval(y)
-
-        def by_expert(x=x, i=i):
-            x, s, inverse = _gather_sort(mx.expand_dims(x, (-2, -3)), i)
-            h = experts.activation(
-                experts.up_proj(x, s, sorted_indices=True),
-                experts.gate_proj(x, s, sorted_indices=True),
-            )
-            mx.eval(_scatter_unsort(experts.down_proj(h, s, sorted_indices=True), inverse, i.shape))
-
-        variants[f"{T} as they come"], variants[f"{T} sorted"] = as_they_come, by_expert
-    config = {"D": D, "F": F, "K": K, "E": E, "dtype": str(dtype)}
-    return _interleave(variants, rounds, 2, config)
+    return Timed.measure(variants, rounds, 3, {**config, "nbytes": K * 3 * D * F * 9 // 16})
 
 
 # Operations counted
@@ -500,7 +445,7 @@ def loops(
             "every layer's routing scheduled": listening(lambda x, i: mx.async_eval(i)),
             "every layer's input evaluated": listening(lambda x, i: mx.eval(x)),
         }
-    return _interleave(variants, rounds, 2, {"tokens": tokens, **(config or {})})
+    return Timed.measure(variants, rounds, 2, {"tokens": tokens, **(config or {})})
 
 
 def promotion(
@@ -539,90 +484,6 @@ def promotion(
         {CLEAN: lambda: loop(model, tokens), STRAY: timed}, rounds, n_warmup=1, config=config
     )
     return Timed({**config, "dtype_in_the_last_layer": sorted(seen)}, timed)
-
-
-# New experts into slots
-
-
-def slot_writes(
-    D: int,
-    F: int,
-    K: int = 8,
-    S: int = 64,
-    misses=(0, 1, 4, 8),
-    rounds: int = 10,
-    seed: int = 0,
-    dtype: mx.Dtype | None = None,
-) -> Timed:
-    """Seconds to bring new experts' gate and up from host memory into S slots, and one gather.
-
-    ``in place`` writes through the bank's own memory, as the engine does. ``set by slice`` lets MLX
-    do it, one expert at a time. ``one scatter`` uploads the new experts together. ``upload`` brings
-    them to the device but not into the bank.
-
-    Args:
-        D, F, K, S (int): Hidden size, expert hidden size, experts per token, slots.
-        misses (Sequence[int]): The numbers of new experts in a call.
-        rounds (int): Samples of each variant.
-        seed (int): Of the experts and of the slots.
-        dtype (mx.Dtype): Of activations. Default: ``default_dtype()``.
-    """
-    mx.random.seed(seed)
-    dtype = dtype or default_dtype()
-    shape = (S, 2 * F, D // 8)
-    host = np.random.default_rng(seed).integers(0, 2**32, (max(misses), *shape[1:]), np.uint32)
-    scales = mx.full((S, 2 * F, D // GROUP), 1e-3, dtype)
-    biases = mx.full((S, 2 * F, D // GROUP), -8e-3, dtype)
-    x = mx.random.normal((1, 1, 1, 1, D)).astype(dtype)
-    bank = [mx.random.randint(0, 2**31 - 1, shape).astype(mx.uint32)]
-    aside = mx.zeros(shape, mx.uint32)  # its own: on CUDA a host write makes memory managed
-    mx.eval(scales, biases, x, bank, aside)
-    rows = np.asarray(aside)
-    rng = np.random.default_rng(seed)
-    quantized = {"transpose": True, "group_size": GROUP, "bits": BITS}
-
-    def use(weights, slots):
-        i = mx.array(slots.astype(np.uint32)[None, None])
-        mx.eval(mx.gather_qmm(x, weights, scales, biases, rhs_indices=i, **quantized))
-
-    def pick():
-        return rng.choice(S, K, replace=False)
-
-    def in_place(m):
-        slots = pick()
-        for j in range(m):
-            np.copyto(rows[slots[j]], host[j])
-        use(aside, slots)
-
-    def by_slice(m):
-        slots = pick()
-        for j in range(m):
-            bank[0][int(slots[j])] = mx.array(host[j])
-        use(bank[0], slots)
-
-    def scatter(m):
-        slots = pick()
-        if m:
-            bank[0][mx.array(slots[:m].astype(np.uint32))] = mx.array(host[:m])
-        use(bank[0], slots)
-
-    def upload(m):
-        new = mx.array(host[:m]) if m else None
-        if m:
-            mx.eval(new)
-        use(bank[0], pick())
-
-    writers = {
-        "in place": in_place,
-        "set by slice": by_slice,
-        "one scatter": scatter,
-        "upload": upload,
-    }
-    variants = {
-        f"{name}, {m} new": partial(write, m) for name, write in writers.items() for m in misses
-    }
-    config = {"D": D, "F": F, "K": K, "S": S, "dtype": str(dtype)}
-    return _interleave(variants, rounds, 3, {**config, "expert_nbytes": host[0].nbytes})
 
 
 # The recorded run

@@ -368,6 +368,22 @@ def compare(
     return Comparison(tokens, runs, samples, machine.card())
 
 
+def maker(draft: str | Path, accept: float, model: nn.Module | None = None) -> MakeDraft:
+    """What makes the draft of a run.
+
+    Args:
+        draft (str or Path): One of ``BUILT_IN``, or the folder of a model or of a DFlash draft.
+        accept (float): How often the oracle is right.
+        model (nn.Module): The target, which drafts for itself if ``draft`` is ``self``.
+    """
+    if draft == "lookup":
+        return lambda ids, text: LookupDraft()
+    if draft == "oracle":
+        return lambda ids, text: OracleDraft([*ids, *text], accept)
+    opened = ModelDraft(model) if draft == "self" else open_draft(draft)
+    return lambda ids, text: opened
+
+
 def makers(model: Path, accept: float) -> dict[str, MakeDraft]:
     """The drafts of notebook 07: lookup, oracle, and the trained ones if they fit the model.
 
@@ -375,14 +391,10 @@ def makers(model: Path, accept: float) -> dict[str, MakeDraft]:
         model (Path): The target's folder.
         accept (float): How often the oracle is right.
     """
-    out = {
-        "lookup": lambda ids, text: LookupDraft(),
-        "oracle": lambda ids, text: OracleDraft([*ids, *text], accept),
-    }
-    for name in TRAINED if Path(model).name == "tiny-moe" else ():
-        opened = open_draft(DATA / "models" / name)
-        out[name] = lambda ids, text, opened=opened: opened
-    return out
+    trained = TRAINED if Path(model).name == "tiny-moe" else ()
+    places = {"lookup": "lookup", "oracle": "oracle"}
+    places |= {name: DATA / "models" / name for name in trained}
+    return {name: maker(place, accept) for name, place in places.items()}
 
 
 def committed(
@@ -470,19 +482,7 @@ def bench_draft(
         if not prompts:
             held_out = (path / "heldout").is_dir()
             prompts = heldout_starts(path, 8, 64, tokenizer) if held_out else PROMPTS
-        opened = None
-        if draft == "self":
-            opened = ModelDraft(model)
-        elif draft not in BUILT_IN:
-            opened = open_draft(draft)
-
-        def make(ids, text):
-            if draft == "lookup":
-                return LookupDraft()
-            if draft == "oracle":
-                return OracleDraft([*ids, *text], accept)
-            return opened
-
+        make = maker(draft, accept, model)
         compared = compare(model, tokenizer, make, lengths, prompts, tokens, runs)
         return replace(compared, model=path.name, draft=Path(draft).name, config=vars(config))
     finally:

@@ -4,10 +4,12 @@ import copy
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from ... import DATA, StreamConfig, load, record, stats, synthesize
@@ -16,7 +18,7 @@ from ..decode import Decoded, decode
 from ..records import BenchRecord
 from ..texts import PROMPTS
 from . import bench
-from .dispatch import Timed
+from .dispatch import BITS, GROUP, Timed, default_dtype
 
 # Each rung adds one thing to the one before. The speculative reads of PR 26 belong to notebook 04.
 RUNGS = {
@@ -78,12 +80,12 @@ class Recorded:
         slots (BenchRecord): Today's speed with several numbers of slots.
         all_in_slots (dict): Today's block with every expert in its slot, over the resident block
             and one evaluation: ``Summary`` by mode.
-        together (Timed): ``dispatch.tokens_at_once`` with the shape of 35B-A3B.
+        together (Timed): ``tokens_at_once`` with the shape of 35B-A3B.
         earlier (BenchRecord): The ladder of an earlier engine, in the page cache.
         cold (BenchRecord): The same with its pages dropped.
         reads (tuple): Reads in flight, and rows of GB/s: experts, cold.
         agreement (dict[str, dict]): ``bench.agreement`` in float32 and in the checkpoint's dtype.
-        writes (Timed): ``dispatch.slot_writes`` of 35B-A3B.
+        writes (Timed): ``slot_writes`` of 35B-A3B.
     """
 
     machine: dict
@@ -212,29 +214,6 @@ class Variation:
         return float(np.median([max(v) / min(v) - 1 for v in self.tok_s.values()]))
 
 
-def decode_once(
-    path,
-    config: StreamConfig,
-    prompt: str,
-    tokens: int,
-    warmup: int,
-    before_clock: Callable[[], Any] | None = None,
-) -> Decoded:
-    """Loads a model, decodes behind a prompt and closes it again.
-
-    Args:
-        path (str or Path): A model folder.
-        config (StreamConfig): How to stream.
-        prompt (str): The text to continue.
-        tokens (int): How many tokens to time.
-        warmup (int): Tokens decoded before the clock starts.
-        before_clock (Callable): Called just before it starts, to drop the page cache.
-    """
-    model, tokenizer = load(path, config)
-    with model:
-        return decode(model, tokenizer.encode(prompt), tokens, warmup, before_clock)
-
-
 def variation(measured: BenchRecord, mode: str = "fused") -> Variation:
     """Sorts a bench's runs by prompt."""
     tok_s, hits = {}, {}
@@ -258,6 +237,171 @@ def measure_prompts(path, tokens: int, runs: int, slots: int = 16) -> Variation:
     """
     base = StreamConfig(slots=slots)
     return variation(bench.measure(path, "fused", base, tokens, runs, warmup=8, progress=False))
+
+
+def decode_once(
+    path,
+    config: StreamConfig,
+    prompt: str,
+    tokens: int,
+    warmup: int,
+    before_clock: Callable[[], Any] | None = None,
+) -> Decoded:
+    """Loads a model, decodes behind a prompt and closes it again.
+
+    Args:
+        path (str or Path): A model folder.
+        config (StreamConfig): How to stream.
+        prompt (str): The text to continue.
+        tokens (int): How many tokens to time.
+        warmup (int): Tokens decoded before the clock starts.
+        before_clock (Callable): Called just before it starts, to drop the page cache.
+    """
+    model, tokenizer = load(path, config)
+    with model:
+        return decode(model, tokenizer.encode(prompt), tokens, warmup, before_clock)
+
+
+# Kernels: several tokens in a call, new experts into slots
+
+
+def tokens_at_once(
+    D: int,
+    F: int,
+    K: int,
+    E: int = 64,
+    tokens=(1, 2, 4, 8, 32),
+    rounds: int = 10,
+    dtype: mx.Dtype | None = None,
+    seed: int = 0,
+) -> Timed:
+    """Seconds of one layer's experts for T tokens: indices as they come, and sorted by expert.
+
+    mlx-lm sorts from 64 indices on.
+
+    Args:
+        D, F, K, E (int): Hidden size, expert hidden size, experts per token, experts.
+        tokens (Sequence[int]): The numbers of tokens T.
+        rounds (int): Samples of each variant.
+        dtype (mx.Dtype): Of activations. Default: ``default_dtype()``.
+        seed (int): Of weights and routing.
+    """
+    from mlx_lm.models.switch_layers import SwitchGLU, _gather_sort, _scatter_unsort
+
+    mx.random.seed(seed)
+    dtype = dtype or default_dtype()
+    experts = SwitchGLU(D, F, E)
+    nn.quantize(experts, GROUP, BITS)
+    experts.set_dtype(dtype)
+    mx.eval(experts.parameters())
+    rng = np.random.default_rng(seed)
+    variants = {}
+    for T in tokens:
+        x = mx.random.normal((1, T, D)).astype(dtype)
+        i = mx.array(
+            np.stack([rng.choice(E, K, replace=False) for _ in range(T)])[None].astype(np.uint32)
+        )
+        mx.eval(x, i)
+
+        def as_they_come(x=x, i=i):
+            x = mx.expand_dims(x, (-2, -3))
+            y = experts.down_proj(
+                experts.activation(experts.up_proj(x, i), experts.gate_proj(x, i)), i
+            )
+            mx.eval(y)
+
+        def by_expert(x=x, i=i):
+            x, s, inverse = _gather_sort(mx.expand_dims(x, (-2, -3)), i)
+            h = experts.activation(
+                experts.up_proj(x, s, sorted_indices=True),
+                experts.gate_proj(x, s, sorted_indices=True),
+            )
+            mx.eval(_scatter_unsort(experts.down_proj(h, s, sorted_indices=True), inverse, i.shape))
+
+        variants[f"{T} as they come"], variants[f"{T} sorted"] = as_they_come, by_expert
+    config = {"D": D, "F": F, "K": K, "E": E, "dtype": str(dtype)}
+    return Timed.measure(variants, rounds, 2, config)
+
+
+def slot_writes(
+    D: int,
+    F: int,
+    K: int = 8,
+    S: int = 64,
+    misses=(0, 1, 4, 8),
+    rounds: int = 10,
+    seed: int = 0,
+    dtype: mx.Dtype | None = None,
+) -> Timed:
+    """Seconds to bring new experts' gate and up from host memory into S slots, and one gather.
+
+    ``in place`` writes through the bank's own memory, as the engine does. ``set by slice`` lets MLX
+    do it, one expert at a time. ``one scatter`` uploads the new experts together. ``upload`` brings
+    them to the device but not into the bank.
+
+    Args:
+        D, F, K, S (int): Hidden size, expert hidden size, experts per token, slots.
+        misses (Sequence[int]): The numbers of new experts in a call.
+        rounds (int): Samples of each variant.
+        seed (int): Of the experts and of the slots.
+        dtype (mx.Dtype): Of activations. Default: ``default_dtype()``.
+    """
+    mx.random.seed(seed)
+    dtype = dtype or default_dtype()
+    shape = (S, 2 * F, D // 8)
+    host = np.random.default_rng(seed).integers(0, 2**32, (max(misses), *shape[1:]), np.uint32)
+    scales = mx.full((S, 2 * F, D // GROUP), 1e-3, dtype)
+    biases = mx.full((S, 2 * F, D // GROUP), -8e-3, dtype)
+    x = mx.random.normal((1, 1, 1, 1, D)).astype(dtype)
+    bank = [mx.random.randint(0, 2**31 - 1, shape).astype(mx.uint32)]
+    aside = mx.zeros(shape, mx.uint32)  # its own: on CUDA a host write makes memory managed
+    mx.eval(scales, biases, x, bank, aside)
+    rows = np.asarray(aside)
+    rng = np.random.default_rng(seed)
+    quantized = {"transpose": True, "group_size": GROUP, "bits": BITS}
+
+    def use(weights, slots):
+        i = mx.array(slots.astype(np.uint32)[None, None])
+        mx.eval(mx.gather_qmm(x, weights, scales, biases, rhs_indices=i, **quantized))
+
+    def pick():
+        return rng.choice(S, K, replace=False)
+
+    def in_place(m):
+        slots = pick()
+        for j in range(m):
+            np.copyto(rows[slots[j]], host[j])
+        use(aside, slots)
+
+    def by_slice(m):
+        slots = pick()
+        for j in range(m):
+            bank[0][int(slots[j])] = mx.array(host[j])
+        use(bank[0], slots)
+
+    def scatter(m):
+        slots = pick()
+        if m:
+            bank[0][mx.array(slots[:m].astype(np.uint32))] = mx.array(host[:m])
+        use(bank[0], slots)
+
+    def upload(m):
+        new = mx.array(host[:m]) if m else None
+        if m:
+            mx.eval(new)
+        use(bank[0], pick())
+
+    writers = {
+        "in place": in_place,
+        "set by slice": by_slice,
+        "one scatter": scatter,
+        "upload": upload,
+    }
+    variants = {
+        f"{name}, {m} new": partial(write, m) for name, write in writers.items() for m in misses
+    }
+    config = {"D": D, "F": F, "K": K, "S": S, "dtype": str(dtype)}
+    return Timed.measure(variants, rounds, 3, {**config, "expert_nbytes": host[0].nbytes})
 
 
 # What follows from a ladder

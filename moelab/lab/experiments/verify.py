@@ -72,6 +72,11 @@ class Union:
         return float(np.mean(self.layers[m]))
 
 
+def uniform_union(E: int, K: int, m: int) -> float:
+    """Distinct experts of E over m tokens that choose K each, independently and uniformly."""
+    return E * (1 - (1 - K / E) ** m)
+
+
 def union(trace: Trace, positions: Sequence[int]) -> Union:
     """Distinct experts of a layer for each m in ``positions``.
 
@@ -84,7 +89,7 @@ def union(trace: Trace, positions: Sequence[int]) -> Union:
         K,
         E,
         {m: locality.union(trace, m).tolist() for m in positions},
-        {m: E * (1 - (1 - K / E) ** m) for m in positions},
+        {m: uniform_union(E, K, m) for m in positions},
     )
 
 

@@ -16,6 +16,7 @@ from ..experiments.verify import (
     growth,
     pass_ms,
     reads,
+    uniform_union,
 )
 from ..plots import charts, style
 
@@ -103,7 +104,7 @@ def reads_table(trace: Trace, slots: int, positions: Sequence[int]) -> str:
     E, by_trace = trace.num_experts, reads(trace, slots)
     lines = [f"experts read in a layer with {slots} slots:"]
     for m in positions:
-        uniform = E * (1 - (1 - K / E) ** m) * (1 - min(slots, E) / E)
+        uniform = uniform_union(E, K, m) * (1 - min(slots, E) / E)
         lines.append(f"m = {m:2d}: {by_trace(m) / L:4.1f} by the trace, {uniform:4.1f} uniform")
     return "\n".join(lines)
 
@@ -148,20 +149,19 @@ def speeds_chart(
         note (str): What qualifies the numbers.
         card (dict): The machine of recorded ones. Default: this machine, now.
     """
-    speeds = {name: c.speeds() for name, c in compared.items()}
-    medians = {name: {k: np.median(v) for k, v in s.items()} for name, s in speeds.items()}
+    medians = {name: _medians(c) for name, c in compared.items()}
     policy = [m["policy"] for m in medians.values()]
     fixed = [v for m in medians.values() for k, v in m.items() if k != "policy"]
     best = {name: max(m, key=m.get) for name, m in medians.items()}
     told = "; ".join(f"{name}: {b}, {medians[name][b]:.2f}" for name, b in best.items())
     n = ", ".join(dict.fromkeys(str(c.runs) for c in compared.values()))
     return charts.bars(
-        speeds,
+        {name: c.speeds() for name, c in compared.items()},
         f"Speed over not drafting: the policy {_span(policy)}, fixed lengths {_span(fixed)}",
         "speed over not drafting",
         f"Fastest of each: {told}.",
         note=f"{note}, page cache warm, greedy, n={n}",
-        marks=[(i, 1.0, "") for i in range(len(speeds))],
+        marks=[(i, 1.0, "") for i in range(len(compared))],
         card=card,
     )
 

@@ -266,11 +266,15 @@ def slowdown_chart(found: dict[str, Slowdown], record: SweepRecord) -> go.Figure
     )
 
 
+def _lfu(record, limit_nbytes):
+    """How much longer than with ``lru`` reads take with ``lfu``, as measured."""
+    ratios = policy_ratios(record, limit_nbytes, "lfu")
+    return ", ".join(f"{x:+.0%} with {s} slots" for s, x in ratios.items())
+
+
 def policies_chart(found: PolicyReplays, record: SweepRecord) -> go.Figure:
     """Milliseconds over slots by eviction policy, in replay."""
     at, limit_nbytes = found.middle, found.limit_nbytes
-    measured = policy_ratios(record, limit_nbytes, "lfu")
-    lfu = ", ".join(f"{x:+.0%} with {s} slots" for s, x in measured.items())
     hits = ", ".join(f"{p} {100 * r.app_hit_rate:.0f}%" for p, r in found.at_middle.items())
     return charts.lines(
         {p: (found.slots, [[1e3 * r.mean_s] for r in rs]) for p, rs in found.replays.items()},
@@ -278,7 +282,7 @@ def policies_chart(found: PolicyReplays, record: SweepRecord) -> go.Figure:
         "slots in each layer",
         "ms a token",
         f"Hits with {at} slots: {hits}. Belady's policy knows the future. Measured, lfu takes "
-        f"{lfu}, against lru.",
+        f"{_lfu(record, limit_nbytes)}, against lru.",
         note=f"replayed, {limit_name(limit_nbytes, record)}, routed {record.trace.like}, without "
         "arithmetic",
         log_x=False,
@@ -328,9 +332,6 @@ def verdicts(
     free = extremes(record, None)
     off = max(e.most_over_best, extremes(record, tight).most_over_best)
     pages = {n: extremes(record, n).fewest.page_hit_rate for n in (tight, roomy)}
-    lfu = ", ".join(
-        f"{x:+.0%} with {s} slots" for s, x in policy_ratios(record, roomy, "lfu").items()
-    )
     high = max(max(s.slowest) for s in found.values())
     return [
         (
@@ -365,9 +366,9 @@ def verdicts(
             "E4",
             "LRU is enough, or LFU or S3-FIFO is better",
             "depends on",
-            f"the page cache below: measured, lfu's reads take {lfu}, against lru; in replay with "
-            f"{policies.middle} slots {policies.told} ms; experts pinned by another text's trace "
-            f"take {pinning_ratio(pinned):.2f} times lru's time",
+            f"the page cache below: measured, lfu's reads take {_lfu(record, roomy)}, against lru; "
+            f"in replay with {policies.middle} slots {policies.told} ms; experts pinned by another "
+            f"text's trace take {pinning_ratio(pinned):.2f} times lru's time",
         ),
     ]
 
