@@ -8,10 +8,11 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -66,8 +67,8 @@ class Timed:
         timings (dict[str, Timing]): By the name of the variant.
     """
 
-    config: dict
-    timings: dict
+    config: dict[str, Any]
+    timings: dict[str, Timing]
 
     @classmethod
     def measure(
@@ -83,7 +84,7 @@ class Timed:
         return cls(section["config"], timings)
 
     @property
-    def samples(self) -> dict:
+    def samples(self) -> dict[str, np.ndarray]:
         """``{variant: seconds of each round}``."""
         return {name: np.asarray(t.samples_s) for name, t in self.timings.items()}
 
@@ -239,7 +240,7 @@ def expert_calls(
 # Operations counted
 
 
-def operations(*arrays) -> dict:
+def operations(*arrays: mx.array) -> dict[str, int]:
     """How many operations of each kind the evaluation of ``arrays`` runs, ``{name: count}``.
 
     Views are left out.
@@ -255,7 +256,7 @@ def operations(*arrays) -> dict:
     return names
 
 
-def operations_of_a_layer(model: nn.Module) -> list[dict]:
+def operations_of_a_layer(model: nn.Module) -> list[dict[str, int]]:
     """The operations of each layer in one decoded token, ``{name: count}`` for each layer."""
     inner = next(
         m for _, m in model.named_modules() if hasattr(m, "layers") and hasattr(m, "embed_tokens")
@@ -280,7 +281,7 @@ def dense_and_moe(
     vocab: int = 8192,
     dtype: mx.Dtype | None = None,
     seed: int = 0,
-) -> dict:
+) -> dict[str, nn.Module]:
     """Two random 4-bit models that differ in their MLPs alone: Qwen3 with one of K*F, Qwen3-MoE.
 
     For each token both compute as much and touch as many bytes.
@@ -336,7 +337,7 @@ def dense_and_moe(
 
 
 @contextmanager
-def hooked_experts(model, hook, only=slice(None)):
+def hooked_experts(model: nn.Module, hook: Callable, only: slice = slice(None)) -> Iterator[None]:
     """Within, ``hook(call, x, indices)`` stands for the call of the chosen layers' experts."""
     with ExitStack() as stack:
         for _, experts in expert_modules(model)[only]:
@@ -344,7 +345,7 @@ def hooked_experts(model, hook, only=slice(None)):
         yield
 
 
-def before(listen):
+def before(listen: Callable[[mx.array, mx.array], Any]) -> Callable:
     """A hook that calls ``listen(x, indices)`` before a layer's experts."""
 
     def hook(call, x, indices):
@@ -357,10 +358,10 @@ def before(listen):
 def loop(
     model: nn.Module,
     tokens: int,
-    ids=(1, 2, 3, 4),
+    ids: Sequence[int] = (1, 2, 3, 4),
     ahead: bool = True,
-    lock=None,
-    stream=generation_stream,
+    lock: AbstractContextManager | None = None,
+    stream: mx.Stream | None = generation_stream,
 ) -> float:
     """Seconds of a decoded token: greedy, the clock running with nothing in flight at either end.
 
@@ -504,13 +505,13 @@ class Recorded:
         promotion (Timed): Of a later run on another host with the same GPU.
     """
 
-    machine: dict
+    machine: dict[str, Any]
     operation: Timed
-    experts: dict
+    experts: dict[str, Timed]
     loops: Timed
-    layer_operations: list
-    settings: dict
-    operations: dict
+    layer_operations: list[int]
+    settings: dict[str, dict[str, Timed]]
+    operations: dict[str, int]
     promotion: Timed
 
     @property
@@ -523,7 +524,6 @@ def recorded(name: str = "cuda_h200", later: str = "cuda_h200_exact_engine") -> 
     """Parses two records of ``data/recipes/cuda_run.py``; the later one has ``promotion``."""
     record = records.recorded(name)
     sections = record["sections"]
-
     both = sections["dense_and_moe"]
     both = {k: v for k, v in both.items() if isinstance(v, dict) and "moe" in v}
     looped = sections["loops_of_the_checkpoint"]
@@ -540,12 +540,20 @@ def recorded(name: str = "cuda_h200", later: str = "cuda_h200_exact_engine") -> 
     )
 
 
+def alone_slowdown(gpu: Recorded) -> dict[str, float]:
+    """How many times slower ``dense`` and ``moe`` are when every operation is submitted alone."""
+    return {
+        n: gpu.settings[ALONE][n].median_s(AHEAD) / gpu.settings[CLEAN][n].median_s(AHEAD)
+        for n in ("dense", "moe")
+    }
+
+
 # What the sources' own figures say
 
 PR90_LAYERS, PR90_TOP_K = 48, 6
 
 
-def implied_call_us() -> dict:
+def implied_call_us() -> dict[str, float]:
     """Microseconds saved for each call saved, by the speeds that PR 90 reports."""
     speeds = records.PUBLISHED["PR 90"]
     saved = {"stacked": 3 * PR90_TOP_K - 3, "fused": 3 * PR90_TOP_K - 2}
@@ -556,7 +564,7 @@ def implied_call_us() -> dict:
     }
 
 
-def implied_operation_us(gpu: Recorded) -> dict:
+def implied_operation_us(gpu: Recorded) -> dict[str, float]:
     """Microseconds lost for each operation in the two models of issue 124, by its own speeds."""
     told, mean = records.PUBLISHED["issue 124"], np.mean(gpu.layer_operations)
     sent = {
@@ -564,14 +572,6 @@ def implied_operation_us(gpu: Recorded) -> dict:
         "moe": told["moe layers"] * mean,
     }
     return {n: (1 / told[f"{n}, Swift"] - 1 / told[f"{n}, Python"]) / sent[n] * 1e6 for n in sent}
-
-
-def alone_slowdown(gpu: Recorded) -> dict:
-    """How many times slower ``dense`` and ``moe`` are when every operation is submitted alone."""
-    return {
-        n: gpu.settings[ALONE][n].median_s(AHEAD) / gpu.settings[CLEAN][n].median_s(AHEAD)
-        for n in ("dense", "moe")
-    }
 
 
 # A model to explore

@@ -2,7 +2,7 @@
 
 import copy
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from .. import records
 from ..decode import Decoded, decode
 from ..records import BenchRecord
 from ..texts import PROMPTS
+from ..timing import Summary
 from . import bench
 from .dispatch import BITS, GROUP, Timed, default_dtype
 
@@ -41,8 +42,8 @@ TOKEN_NBYTES_122B = L_122B * K_122B * EXPERT_NBYTES_122B
 
 
 def checkpoint_of_real_layers(
-    tokenizer, layers: int = 4, experts: int = 256, like: str = "qwen3.5-35b-a3b"
-):
+    tokenizer: str | Path, layers: int = 4, experts: int = 256, like: str = "qwen3.5-35b-a3b"
+) -> tempfile.TemporaryDirectory:
     """A random checkpoint of a real model's layers, for as long as the object lives.
 
     It lies beside ``data/``, since the system's temporary folder may be in memory.
@@ -88,14 +89,14 @@ class Recorded:
         writes (Timed): ``slot_writes`` of 35B-A3B.
     """
 
-    machine: dict
+    machine: dict[str, Any]
     warm: BenchRecord
     slots: BenchRecord
-    all_in_slots: dict
+    all_in_slots: dict[str, Summary]
     together: Timed
     earlier: BenchRecord
     cold: BenchRecord
-    reads: tuple
+    reads: tuple[list[int], list[list[float]]]
     agreement: dict
     writes: Timed
 
@@ -124,7 +125,7 @@ def recorded(name: str = "cuda_h200", today: str = "cuda_h200_exact_engine") -> 
     )
 
 
-def measure(path, slots: int, tokens: int, runs: int) -> BenchRecord:
+def measure(path: str | Path, slots: int, tokens: int, runs: int) -> BenchRecord:
     """Decodes the same tokens on every rung, and resident.
 
     Args:
@@ -139,7 +140,9 @@ def measure(path, slots: int, tokens: int, runs: int) -> BenchRecord:
     )
 
 
-def sweep(path, slots, tokens: int, runs: int, warmup: int = 16) -> BenchRecord:
+def sweep(
+    path: str | Path, slots: Sequence[int], tokens: int, runs: int, warmup: int = 16
+) -> BenchRecord:
     """Decodes with several numbers of slots, and resident.
 
     Args:
@@ -171,7 +174,7 @@ class PromptReads:
     read: int
 
 
-def prompt_reads(path, slots: int = 16, tokens: int = 64) -> PromptReads:
+def prompt_reads(path: str | Path, slots: int = 16, tokens: int = 64) -> PromptReads:
     """Passes a prompt that needs more experts than there are slots, and counts its reads.
 
     Args:
@@ -199,8 +202,8 @@ class Variation:
         hit_rate (dict[int, float]): The mean of the runs, by prompt.
     """
 
-    tok_s: dict
-    hit_rate: dict
+    tok_s: dict[int, list[float]]
+    hit_rate: dict[int, float]
 
     @property
     def between(self) -> float:
@@ -226,7 +229,7 @@ def variation(measured: BenchRecord, mode: str = "fused") -> Variation:
     )
 
 
-def measure_prompts(path, tokens: int, runs: int, slots: int = 16) -> Variation:
+def measure_prompts(path: str | Path, tokens: int, runs: int, slots: int = 16) -> Variation:
     """Decodes the built-in prompts one after the other, streamed.
 
     Args:
@@ -240,7 +243,7 @@ def measure_prompts(path, tokens: int, runs: int, slots: int = 16) -> Variation:
 
 
 def decode_once(
-    path,
+    path: str | Path,
     config: StreamConfig,
     prompt: str,
     tokens: int,
@@ -270,7 +273,7 @@ def tokens_at_once(
     F: int,
     K: int,
     E: int = 64,
-    tokens=(1, 2, 4, 8, 32),
+    tokens: Sequence[int] = (1, 2, 4, 8, 32),
     rounds: int = 10,
     dtype: mx.Dtype | None = None,
     seed: int = 0,
@@ -328,7 +331,7 @@ def slot_writes(
     F: int,
     K: int = 8,
     S: int = 64,
-    misses=(0, 1, 4, 8),
+    misses: Sequence[int] = (0, 1, 4, 8),
     rounds: int = 10,
     seed: int = 0,
     dtype: mx.Dtype | None = None,
@@ -407,7 +410,7 @@ def slot_writes(
 # What follows from a ladder
 
 
-def rungs_by_mode(measured: BenchRecord) -> dict:
+def rungs_by_mode(measured: BenchRecord) -> dict[str, str]:
     """``{mode: rung}``; a GPU's record says nothing of streams, it has one."""
     if "fused/streams=1" in measured.modes:
         return RUNGS
@@ -415,20 +418,20 @@ def rungs_by_mode(measured: BenchRecord) -> dict:
     return on_gpu | {"fused": TOP}
 
 
-def rungs(measured: BenchRecord) -> dict:
+def rungs(measured: BenchRecord) -> dict[str, np.ndarray]:
     """``{rung: seconds of a token in each round}``, in the ladder's order."""
     names = rungs_by_mode(measured).items()
     return {rung: measured.token_s(mode) for mode, rung in names if mode in measured.modes}
 
 
-def multiples(measured: BenchRecord) -> dict:
+def multiples(measured: BenchRecord) -> dict[str, float]:
     """``{rung: how many times faster than the first}``."""
     times = {rung: np.median(s) for rung, s in rungs(measured).items()}
     first = next(iter(times.values()))
     return {rung: float(first / t) for rung, t in times.items()}
 
 
-def published_multiples() -> dict:
+def published_multiples() -> dict[str, float]:
     """``multiples`` by the speeds that PR 26 reports, then PR 90."""
     pr26, pr90 = records.PUBLISHED["PR 26"], records.PUBLISHED["PR 90"]
     rewrite = pr26["buffers, top-8"] / pr26["serial, top-8"]
@@ -436,7 +439,7 @@ def published_multiples() -> dict:
     return {"serial": 1.0, "parallel": rewrite} | {n: rewrite * s for n, s in steps.items()}
 
 
-def parts(measured: BenchRecord) -> dict:
+def parts(measured: BenchRecord) -> dict[str, dict[str, float]]:
     """``{rung: {"waiting for reads": s, "the rest": s}}`` of an average token, resident first."""
     out, names = {}, {"resident": "resident", **rungs_by_mode(measured)}
     for mode, rung in names.items():
@@ -455,12 +458,12 @@ def waiting_share(measured: BenchRecord) -> float:
     return top[WAITING] / sum(top.values())
 
 
-def one_reader_share(series: tuple) -> float:
+def one_reader_share(series: tuple[list[int], list[list[float]]]) -> float:
     """The rate with one read in flight over the best rate, of ``(depths, rows)``."""
     medians = [np.median(row) for row in series[1]]
     return float(medians[0] / max(medians))
 
 
-def growth_nbytes(memory: dict) -> int:
+def growth_nbytes(memory: dict[str, Any]) -> int:
     """How much MLX's memory grew after the first count of ``bench.memory_over``."""
     return memory["active_nbytes"][-1] - memory["active_nbytes"][1]

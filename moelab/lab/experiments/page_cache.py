@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
@@ -516,7 +517,12 @@ def slowdown(
 
 
 def live(
-    path, limits: list[int | None], slots: list[int], trace: Trace, runs: int, tokens: Tokens
+    path: str | Path,
+    limits: list[int | None],
+    slots: list[int],
+    trace: Trace,
+    runs: int,
+    tokens: Tokens,
 ) -> SweepRecord | None:
     """A small sweep here and now; None where memory cannot be limited, after printing why."""
     try:

@@ -7,7 +7,7 @@ every miss reads the SSD.
 
 import argparse
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from ... import StreamConfig, close, load, record
 from ...arguments import add_json, add_model, add_number, not_empty, or_auto, positive
 from ...replay import locality as routing
 from ...streaming.session import session_of
+from ...streaming.trace import Trace
 from .. import machine, oscache, records, timing
 from ..decode import decode
 from ..texts import PROMPTS
@@ -119,14 +120,14 @@ class Record:
 
 
 def measure(
-    layouts,
+    layouts: Mapping[str, str | Path],
     slots: int = 16,
     tokens: int = 48,
     runs: int = 5,
     warmup: int = 4,
-    prefetchers=PREFETCHERS,
-    states=STATES,
-    prompts=PROMPTS,
+    prefetchers: Sequence[str] = PREFETCHERS,
+    states: Sequence[str] = STATES,
+    prompts: Sequence[str] = PROMPTS,
     seed: int = 0,
     streams: int | str = "auto",
     progress: bool = True,
@@ -134,7 +135,7 @@ def measure(
     """Every prefetcher on every layout, interleaved, warm and cold.
 
     Args:
-        layouts (dict[str, Path]): The same model's folders by name: ``as shipped``, ``packed``.
+        layouts (Mapping): The same model's folders by name: ``as shipped``, ``packed``.
         slots (int): S.
         tokens (int): Timed in each run.
         runs (int): Rounds; round i takes prompt i, modulo their number.
@@ -268,7 +269,7 @@ class Reuse:
     top_k: int
 
     @classmethod
-    def of(cls, trace, skip: int) -> "Reuse":
+    def of(cls, trace: Trace, skip: int) -> "Reuse":
         """Of a trace; its first ``skip`` decoded tokens only fill the slots."""
         t = trace.decode
         kept, top_k = routing.overlap(t), t.experts.shape[2]
@@ -290,7 +291,7 @@ class Reuse:
 FILLING = 64  # tokens at the start of a trace that only fill the slots
 
 
-def reuse(traces, skip: int = FILLING) -> dict[str, Reuse]:
+def reuse(traces: Mapping[str, Trace], skip: int = FILLING) -> dict[str, Reuse]:
     """``Reuse`` of each trace, by name."""
     return {name: Reuse.of(trace, skip) for name, trace in traces.items()}
 

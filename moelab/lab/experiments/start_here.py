@@ -28,7 +28,7 @@ class Plan:
 
     resident_nbytes: int
     allowed_nbytes: int
-    nbytes: dict
+    nbytes: dict[int, int]
     num_layers: int
     num_experts: int
     top_k: int
@@ -68,7 +68,7 @@ class Plan:
         return "\n".join([*lines, "", f"With {self.slots} slots, experts equally likely: {told}."])
 
 
-def plan(path, allowed: float) -> Plan:
+def plan(path: str | Path, allowed: float) -> Plan:
     """Predicts a model's memory from its file's header; no weights are read.
 
     Args:
@@ -106,7 +106,7 @@ class Run:
     """
 
     config: StreamConfig
-    tokens: list
+    tokens: list[int]
     text: str
     step_s: np.ndarray
     wait_s: float
@@ -120,7 +120,7 @@ class Run:
         return same_tokens(self.tokens, other.tokens)
 
 
-def run(path, config: StreamConfig, prompt: str, tokens: int) -> Run:
+def run(path: str | Path, config: StreamConfig, prompt: str, tokens: int) -> Run:
     """Loads the model, decodes greedily and closes it again.
 
     Args:
@@ -163,8 +163,8 @@ class Runs:
 
     plan: Plan
     model: str
-    modes: dict
-    slots: dict
+    modes: dict[str, Run]
+    slots: dict[int, Run]
 
     @property
     def error(self) -> float:
@@ -193,7 +193,7 @@ class Runs:
         }
 
 
-def measure(path, planned: Plan, prompt: str, tokens: int) -> Runs:
+def measure(path: str | Path, planned: Plan, prompt: str, tokens: int) -> Runs:
     """``run`` in every mode, and ``fused`` with every number of slots of a plan.
 
     Args:

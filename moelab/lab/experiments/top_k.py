@@ -5,7 +5,7 @@ What notebook 05 measures, here with more samples.
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ PUBLISHED_SHAPE = "qwen3.5-122b-a10b"
 RECORD = "top_k_cpu"  # in data/results
 
 
-def predicted_speedup(path, ks, base: int) -> dict[int, float]:
+def predicted_speedup(path: str | Path, ks: Sequence[int], base: int) -> dict[int, float]:
     """Speed over ``base`` if a token's time were in proportion to the bytes of weights it uses.
 
     Args:
@@ -52,7 +52,7 @@ def predicted_speedup(path, ks, base: int) -> dict[int, float]:
     return {k: (rest + base * one) / n for k, n in nbytes.items()}
 
 
-def published_speedup(ks) -> dict[int, float]:
+def published_speedup(ks: Sequence[int]) -> dict[int, float]:
     """The published speed over that of the first K, where both were published."""
     full = ks[0]
     known = [k for k in ks if k in PUBLISHED and full in PUBLISHED]
@@ -79,9 +79,9 @@ class Speeds:
     @classmethod
     def measure(
         cls,
-        path,
-        ks,
-        modes=("resident", "fused"),
+        path: str | Path,
+        ks: Sequence[int],
+        modes: Sequence[str] = ("resident", "fused"),
         slots: int = 16,
         tokens: int = 64,
         runs: int = 5,
@@ -197,7 +197,7 @@ class Record:
         return {"kind": "top_k", **own, "speeds": self.speeds.record.to_json(), "scores": scores}
 
 
-def recorded(model) -> Record | None:
+def recorded(model: str | Path) -> Record | None:
     """The record in ``data/results`` if there is one, and it is of this model.
 
     Args:
@@ -210,9 +210,9 @@ def recorded(model) -> Record | None:
 
 
 def measure(
-    path,
-    ks,
-    heldout=None,
+    path: str | Path,
+    ks: Sequence[int],
+    heldout: str | Path | None = None,
     slots: int = 16,
     length: int = 256,
     count: int = 48,

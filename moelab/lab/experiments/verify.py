@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -147,7 +148,7 @@ def passes(model: nn.Module, ids: list[int], positions: Sequence[int], rounds: i
 
 def passes_in_turn(
     models: Mapping, ids: list[int], positions: Sequence[int], rounds: int, turns: int = 3
-) -> dict:
+) -> dict[Any, Passes]:
     """``passes`` of several models, a few rounds of each in turn, so that drift hits all alike.
 
     Args:

@@ -178,7 +178,7 @@ def promotion_bars(here: Timed, gpu: Recorded, model: str) -> go.Figure:
     )
 
 
-def verdicts(gpu: Recorded, experts: Timed, promoted: Timed) -> list[tuple]:
+def verdicts(gpu: Recorded, experts: Timed, promoted: Timed) -> list[charts.Verdict]:
     """The verdicts of notebook 01, for ``charts.verdicts``.
 
     Args:

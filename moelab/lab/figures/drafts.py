@@ -219,7 +219,7 @@ def verdicts(
     compared: Mapping[str, Comparison],
     trained: str,
     gpu: Comparison,
-) -> list[tuple[str, str, str, str]]:
+) -> list[charts.Verdict]:
     """The rows of notebook 07's table.
 
     Args:

@@ -214,7 +214,7 @@ def verdicts(
     block_plain: Mapping[int, Sequence[float]],
     lengths: Mapping[int, Trial],
     length_plain: Mapping[int, Sequence[float]],
-) -> list[tuple[str, str, str, str]]:
+) -> list[charts.Verdict]:
     """The rows of notebook 08's table.
 
     Args:

@@ -1,8 +1,9 @@
 """Notebook 02: what each rung gains, where a token's time goes, and how it varies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -30,7 +31,7 @@ from ..experiments.ladder import (
     waiting_share,
 )
 from ..plots import charts
-from ..records import BenchRecord
+from ..records import BenchRecord, ReadsRecord
 from ..texts import PROMPTS
 
 LINK_GBs = 50  # PCIe 5.0 x16 between host and device, about
@@ -69,7 +70,7 @@ def published_bars() -> go.Figure:
     )
 
 
-def agreement_table(here: dict, gpu: Recorded) -> None:
+def agreement_table(here: dict[str, Any], gpu: Recorded) -> None:
     """Shows how far each rung's logits are from the resident model's.
 
     Args:
@@ -88,7 +89,7 @@ def agreement_table(here: dict, gpu: Recorded) -> None:
     charts.table(("", "mode", "same token", "largest error of a logit, over their spread"), rows)
 
 
-def read_lines(cold, gpu: Recorded, expert_nbytes: int) -> go.Figure:
+def read_lines(cold: ReadsRecord, gpu: Recorded, expert_nbytes: int) -> go.Figure:
     """Read rates against the number of reads in flight.
 
     Args:
@@ -237,7 +238,7 @@ def slot_lines(swept: BenchRecord, gpu: Recorded, slots: int, experts: int) -> g
     )
 
 
-def together_lines(timed: Timed, gpu: Recorded, tokens) -> go.Figure:
+def together_lines(timed: Timed, gpu: Recorded, tokens: Sequence[int]) -> go.Figure:
     """Microseconds a token when several tokens share one gather, sorted by expert or not."""
     orders = ("as they come", "sorted")
     series = {
@@ -276,7 +277,7 @@ def prompt_bars(varied: Variation, model: str) -> go.Figure:
     )
 
 
-def memory_lines(memory: dict, gpu: Recorded, model: str) -> go.Figure:
+def memory_lines(memory: dict[str, Any], gpu: Recorded, model: str) -> go.Figure:
     """MLX's memory over one long run.
 
     Args:
@@ -310,7 +311,7 @@ class Results:
 
     Attributes:
         ladder (BenchRecord): Of ``measure``.
-        reads: Of ``reads.bench_reads``, cold.
+        reads (ReadsRecord): Of ``reads.bench_reads``, cold.
         swept (BenchRecord): Of ``sweep``.
         prompt (PromptReads): Of ``prompt_reads``.
         varied (Variation): Of ``measure_prompts``.
@@ -318,14 +319,14 @@ class Results:
     """
 
     ladder: BenchRecord
-    reads: object
+    reads: ReadsRecord
     swept: BenchRecord
     prompt: PromptReads
     varied: Variation
-    memory: dict
+    memory: dict[str, Any]
 
 
-def verdicts(gpu: Recorded, here: Results, slots: int, experts: int) -> list[tuple]:
+def verdicts(gpu: Recorded, here: Results, slots: int, experts: int) -> list[charts.Verdict]:
     """The verdicts of notebook 02, for ``charts.verdicts``.
 
     Args:
@@ -412,7 +413,7 @@ def _top(measured):
 
 
 def dial(
-    path, tokens: int, prompt: str = PROMPTS[0], warmup: int = 8
+    path: str | Path, tokens: int, prompt: str = PROMPTS[0], warmup: int = 8
 ) -> Callable[[int, int, int, str], go.Figure]:
     """The function behind notebook 02's controls: it decodes, resident and streamed.
 

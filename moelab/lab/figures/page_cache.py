@@ -318,7 +318,7 @@ def pinning_chart(record: SweepRecord) -> go.Figure:
 
 def verdicts(
     record: SweepRecord, pinned: SweepRecord, found: dict[str, Slowdown], policies: PolicyReplays
-) -> list[tuple[str, str, str, str]]:
+) -> list[charts.Verdict]:
     """The claims of notebook 03, each with its verdict and the numbers that it rests on.
 
     Args:

@@ -1,11 +1,13 @@
 """Notebook 04: how often experts are needed again, and what each prefetcher gains."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 import plotly.graph_objects as go
 
 from ...replay.eviction import held
+from ...streaming.trace import Trace
 from ..experiments.prefetch import FILLING, Record, Reuse, measure, reuse
 from ..plots import charts, style
 
@@ -93,12 +95,12 @@ def reuse_chart(found: dict[str, Reuse], slots: int) -> go.Figure:
     )
 
 
-def verdicts(out: Record, traces, skip: int = FILLING) -> list[tuple[str, str, str, str]]:
+def verdicts(out: Record, traces: Mapping[str, Trace], skip: int = FILLING) -> list[charts.Verdict]:
     """The claims on locality and prefetching, for ``charts.verdicts``.
 
     Args:
         out (Record): Of a model as shipped and packed, warm and cold.
-        traces (dict[str, Trace]): Of the same model's routing, by name.
+        traces (Mapping[str, Trace]): Of the same model's routing, by name.
         skip (int): Tokens at the start of each that only fill the slots.
     """
     found, slots = list(reuse(traces, skip).values()), out.slots
@@ -162,7 +164,7 @@ def _span(values):
     return f"{min(values):.0%} to {max(values):.0%}"
 
 
-def dial(layouts, prompt: str, tokens: int) -> Callable[[int], go.Figure]:
+def dial(layouts: Mapping[str, str | Path], prompt: str, tokens: int) -> Callable[[int], go.Figure]:
     """The function behind the slider: from slots to a short cold run of every prefetcher."""
 
     def look(slots: int):

@@ -62,7 +62,7 @@ def memory_lines(runs: Runs) -> go.Figure:
     )
 
 
-def dial(path, prompt: str, tokens: int) -> Callable[[int, int], go.Figure]:
+def dial(path: str | Path, prompt: str, tokens: int) -> Callable[[int, int], go.Figure]:
     """The function behind two sliders: the model resident and streamed, drawn beside each other.
 
     Args:

@@ -1,6 +1,6 @@
 """Notebook 05: speed and bits per byte over the experts for each token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ HOLDS = 0.01  # "quality holds": at most so many more bits per byte, as a share
 GPU_RECORD = "cuda_h200_exact_engine"  # in data/results
 
 
-def predictions(path, ks) -> str:
+def predictions(path: str | Path, ks: Sequence[int]) -> str:
     """Speed over the first K as a table: predicted here and for the published model, published."""
     rows = {
         f"predicted, {Path(path).name}": predicted_speedup(path, ks, ks[0]),
@@ -159,7 +159,11 @@ def time_chart(speeds: Speeds, mode: str = "fused") -> go.Figure:
 
 
 def quality_chart(
-    scores: dict[int, Score], texts, note: str, holds: float = HOLDS, old: Record | None = None
+    scores: dict[int, Score],
+    texts: list[str],
+    note: str,
+    holds: float = HOLDS,
+    old: Record | None = None,
 ) -> go.Figure:
     """The increase of bits per byte over the full K, with the limit up to which quality "holds"."""
     ks = list(scores)
@@ -200,7 +204,7 @@ def quality_chart(
     )
 
 
-def written(speeds: Speeds, path, mode: str = "fused") -> str:
+def written(speeds: Speeds, path: str | Path, mode: str = "fused") -> str:
     """What each K decoded after the first prompt."""
     tokenizer = load_tokenizer(Path(path))
     parts = [f"prompt: {speeds.record.prompts[0]}"]
@@ -210,8 +214,12 @@ def written(speeds: Speeds, path, mode: str = "fused") -> str:
 
 
 def verdicts(
-    path, speeds: Speeds, scores: dict[int, Score], holds: float = HOLDS, old: Record | None = None
-) -> list[tuple[str, str, str, str]]:
+    path: str | Path,
+    speeds: Speeds,
+    scores: dict[int, Score],
+    holds: float = HOLDS,
+    old: Record | None = None,
+) -> list[charts.Verdict]:
     """The claims on top-k, for ``charts.verdicts``: from the record where there is one.
 
     Args:
@@ -274,7 +282,7 @@ def _span(low, high):
 
 
 def dial(
-    path, texts, tokens: int = 24, length: int = 128, count: int = 4
+    path: str | Path, texts: list[str], tokens: int = 24, length: int = 128, count: int = 4
 ) -> Callable[[int], go.Figure]:
     """The function behind the top-k slider: speed, bits per byte and text at K and the model's own.
 

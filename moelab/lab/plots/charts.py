@@ -2,6 +2,7 @@
 
 import html
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import plotly.graph_objects as go
@@ -11,6 +12,7 @@ from plotly.subplots import make_subplots
 from . import style
 
 HERE = "this machine, now"  # what charts call the source of a live measurement
+Verdict = tuple[str, str, str, str]  # the claim's id, the claim, one of VERDICTS, why
 VERDICTS = ("confirmed", "refuted", "depends on", "cannot be tested here")
 
 # Pixels: of a bar with its gap, of a panel's title and axis, of what labels and numbers need.
@@ -168,11 +170,11 @@ def lines(
     return style.describe(fig, f"{y} over {x}. " + ". ".join(words) + ".", finding)
 
 
-def verdicts(rows) -> None:
+def verdicts(rows: Sequence[Verdict]) -> None:
     """Shows a table of claims, each with one of ``VERDICTS`` and the numbers that it rests on.
 
     Args:
-        rows (list): ``(id, claim, verdict, why)``.
+        rows (Sequence[Verdict]): ``(id, claim, verdict, why)``.
 
     Raises:
         ValueError: If a verdict is none of ``VERDICTS``.
@@ -188,7 +190,7 @@ def verdicts(rows) -> None:
     _display_table(("", "claim", "verdict", "because"), cells, plain)
 
 
-def table(head, rows) -> None:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Shows a table of texts.
 
     Args:
