@@ -1,4 +1,8 @@
-"""Notebook 02: from one read at a time to slots, one rung at a time."""
+"""Notebook 02: from one read at a time to slots, one rung at a time.
+
+The ladder and what follows from it, the number of slots, prompts, and two kernels. Agreement with
+the resident model, memory and cold reads are measured by modules of their own.
+"""
 
 import copy
 import tempfile

@@ -1,4 +1,4 @@
-"""Slots against the page cache: a sweep beside its replay, and the charts of notebook 03."""
+"""Notebook 03: slots against the page cache, a recorded sweep beside its replay."""
 
 from dataclasses import dataclass
 from itertools import pairwise

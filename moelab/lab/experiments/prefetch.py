@@ -1,4 +1,6 @@
-"""What each prefetcher and each layout is worth: python -m moelab bench-prefetch MODEL PACKED.
+"""Notebook 04: what each prefetcher and each layout is worth, and how often experts come again.
+
+    python -m moelab bench-prefetch MODEL PACKED
 
 The same prompt, the same greedy tokens, every variant in turn in each round. Warm: the file is in
 the page cache. Cold: its pages are dropped before every token, with the clock stopped, so that

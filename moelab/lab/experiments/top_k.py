@@ -1,6 +1,8 @@
-"""Fewer experts per token, in speed and bits per byte: python -m moelab bench-top-k MODEL.
+"""Notebook 05: fewer experts per token, in speed and bits per byte.
 
-What notebook 05 measures, here with more samples.
+    python -m moelab bench-top-k MODEL --json FILE
+
+The command takes more samples than the notebook has time for.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Notebook 07, first half: what a verify pass over m positions costs, and a model of it to turn."""
+"""Notebook 07, first half: what a verify pass over m positions costs, and a model of it."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
