@@ -37,7 +37,7 @@ def operation_bars(here: Timed, gpu: Recorded) -> go.Figure:
     claimed = records.PUBLISHED["PR 90"]["one dispatch (us)"]
     n = len(gpu.operation.samples["built"])
     return charts.bars(
-        {charts.HERE: here.samples, gpu.name: gpu.operation.samples},
+        {style.HERE: here.samples, gpu.name: gpu.operation.samples},
         f"Waiting for an operation costs {waited / chained:.0f} times what sending it costs",
         "us an operation",
         f"On the GPU an operation in a chain costs {chained:.1f} us and one that is waited for "
@@ -58,7 +58,7 @@ def expert_bars(here: Timed, gpu: Recorded, shape: str) -> go.Figure:
     )
     return charts.bars(
         {
-            f"{charts.HERE} ({shape})": here.samples,
+            f"{style.HERE} ({shape})": here.samples,
             f"{device} (35B-A3B)": small.samples,
             f"{device} (122B-A10B)": large.samples,
         },
@@ -127,7 +127,7 @@ def loop_bars(here: Timed, gpu: Recorded, model: str) -> go.Figure:
     read_ms = (gpu.loops.median_s(ROUTING_READ) - gpu.loops.median_s(AHEAD)) / layers * 1e3
     return charts.bars(
         {
-            f"{charts.HERE} ({model})": here.samples,
+            f"{style.HERE} ({model})": here.samples,
             f"{gpu.name} (35B-A3B, {layers} layers)": gpu.loops.samples,
         },
         f"Reading every layer's routing costs {read_ms:.2f} ms a layer on the GPU",
@@ -161,7 +161,7 @@ def buffer_bars(gpu: Recorded) -> go.Figure:
 def promotion_bars(here: Timed, gpu: Recorded, model: str) -> go.Figure:
     """A model in bfloat16 with one float32 scalar in it, and without."""
     there = f"{gpu.name} (35B-A3B, {len(gpu.layer_operations)} layers)"
-    sources = {f"{charts.HERE} ({model})": here, there: gpu.promotion}
+    sources = {f"{style.HERE} ({model})": here, there: gpu.promotion}
     times = [
         f"{here.ratio(STRAY, CLEAN):.2f}x the time here",
         f"{gpu.promotion.ratio(STRAY, CLEAN):.2f}x on the GPU",
@@ -190,7 +190,7 @@ def verdicts(gpu: Recorded, experts: Timed, promoted: Timed) -> list[charts.Verd
     small, large = gpu.experts["qwen3.5-35b-a3b"], gpu.experts["qwen3.5-122b-a10b"]
     chained, waited = (gpu.operation.median_s(n) * 1e6 for n in ("chained", "evaluated"))
     slower = alone_slowdown(gpu)
-    promotions = {charts.HERE: promoted, gpu.name: gpu.promotion}
+    promotions = {style.HERE: promoted, gpu.name: gpu.promotion}
     times = [f"{t.ratio(STRAY, CLEAN):.2f}x the time on {n}" for n, t in promotions.items()]
     return [
         (

@@ -30,7 +30,7 @@ from ..experiments.ladder import (
     rungs_by_mode,
     waiting_share,
 )
-from ..plots import charts
+from ..plots import charts, style
 from ..records import BenchRecord, ReadsRecord
 from ..texts import PROMPTS
 
@@ -39,7 +39,7 @@ LINK_GBs = 50  # PCIe 5.0 x16 between host and device, about
 
 def _sources(here, gpu):
     return {
-        f"{charts.HERE}, warm": here,
+        f"{style.HERE}, warm": here,
         f"{gpu.name}, warm": gpu.warm,
         f"{gpu.name}, earlier engine, warm": gpu.earlier,
         f"{gpu.name}, earlier engine, cold": gpu.cold,
@@ -77,7 +77,7 @@ def agreement_table(here: dict[str, Any], gpu: Recorded) -> None:
         here (dict): Of ``bench.agreement``.
         gpu (Recorded): The recorded run.
     """
-    sources = {charts.HERE: here["modes"]}
+    sources = {style.HERE: here["modes"]}
     sources |= {f"{gpu.name}, {d}": gpu.agreement[d] for d in ("float32", "auto")}
     rows = []
     for source, modes in sources.items():

@@ -11,7 +11,6 @@ from plotly.subplots import make_subplots
 
 from . import style
 
-HERE = "this machine, now"  # what charts call the source of a live measurement
 Verdict = tuple[str, str, str, str]  # the claim's id, the claim, one of VERDICTS, why
 VERDICTS = ("confirmed", "refuted", "depends on", "cannot be tested here")
 
