@@ -587,7 +587,7 @@ def drafts_numbers():
 def faults_numbers():
     results = recorded("cpu_suspects")["results"]
     shares = {f"{at_most_one(name)}%" for name in results}
-    interval = "95%"  # of the record's `low` and `high`: experiments/faults.py
+    interval = "95%"  # of the record's `low` and `high`: lab/experiments/faults.py
     return {tau(n, spread) for n in results for spread in (True, False)} | shares | {interval}
 
 
