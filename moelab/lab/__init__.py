@@ -1,4 +1,12 @@
-"""Measure the engine from outside and show what was measured. The engine does not import it."""
+"""Measure the engine from outside and show what was measured. The engine does not import it.
+
+    lab/experiments/   what is measured: records with types, and the commands
+    lab/figures/       what the notebooks show of the records
+    lab/plots/         how it is drawn: kinds of charts, their look, sliders, pages
+    lab/*.py           instruments: clock, machine, page cache, memory limit, texts, record files
+
+Figures import experiments and plots, experiments import instruments, never the other way.
+"""
 
 import os
 from types import SimpleNamespace

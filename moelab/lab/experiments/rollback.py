@@ -321,7 +321,15 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class RollbackRecord:
-    """All that notebook 06 measures of one model."""
+    """All that notebook 06 measures of one model.
+
+    Attributes:
+        model (str): Its folder's name.
+        drift (Drift): Distance of the states, round by round.
+        first_wrong (FirstWrong): How long the text stays right.
+        costs (list[Cost]): Of passes of several lengths.
+        machine (dict): As ``machine.card`` gives it.
+    """
 
     model: str
     drift: Drift
@@ -345,7 +353,7 @@ class RollbackRecord:
         return {"kind": "rollback", **asdict(self)}
 
     def verdicts(self) -> list[tuple[str, str, str, str]]:
-        """The rows of notebook 06's table."""
+        """The rows of notebook 06's table; here, since the command prints them too."""
         most = max(self.costs, key=lambda c: c.positions)
         extra = {s: f"{np.median(most.overhead(s)):+.0f}%" for s in STRATEGIES}
         off = {name: f"{d[0]:.0%}" for name, d in self.drift.distance.items()}
