@@ -7,19 +7,8 @@ seconds end in ``_s``.
 
 from pathlib import Path
 
-from . import interrupt, moved
-from .checkpoint import CheckpointError
-from .speculation.drafts import ModelDraft
-from .speculation.generate import speculative_generate
-from .streaming.config import StreamConfig
-from .streaming.footprint import Footprint, footprint
-from .streaming.model import close, load
-from .streaming.reader import ReadError
-from .streaming.record import record
-from .streaming.session import Stats, stats
-from .streaming.trace import Trace, TraceError
+from . import moved
 
-interrupt.restore()
 moved.stop_if_moved()
 
 __version__ = "0.1.0"
@@ -43,3 +32,12 @@ __all__ = [
     "speculative_generate",
     "stats",
 ]
+
+
+def __getattr__(name: str):
+    """A public name, imported when it is first used: that takes a second, mostly for MLX."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import api
+
+    return getattr(api, name)

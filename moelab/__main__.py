@@ -1,8 +1,8 @@
 """python -m moelab COMMAND: a table of the commands, each of them a module.
 
 Only the module of the command that was given is imported, and brings its own arguments (see
-``arguments``). An option that would have no effect is an error. Exit status: 1 for an error, 2 for
-a wrong command line, 130 for Ctrl-C.
+``arguments``); ``--help`` alone does not wait for MLX. An option that would have no effect is an
+error. Exit status: 1 for an error, 2 for a wrong command line, 130 for Ctrl-C.
 """
 
 import argparse
@@ -10,8 +10,7 @@ import importlib
 import os
 import sys
 
-from . import moved
-from .arguments import Once
+from . import interrupt, moved
 
 COMMANDS = {  # name: its module, what it does
     "check": ("lab.machine", "does this machine have what it takes?"),
@@ -39,6 +38,17 @@ class _Help(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=32)
 
 
+class _Once(argparse.Action):
+    """Stores a value; a second one is an error, since the first would be ignored."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        given = namespace.__dict__.setdefault("given", set())
+        if self.dest in given:
+            parser.error(f"{option_string} is there twice: leave one of them out")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     """The arguments of a command, with its ``run``."""
     parser = argparse.ArgumentParser(
@@ -54,7 +64,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
             name, help=help_text, allow_abbrev=False, formatter_class=_Help
         )
         if name == given:
-            command.register("action", None, Once)
+            command.register("action", None, _Once)
             module = _module(module_name)
             module.add_arguments(command)
             command.set_defaults(run=module.run, error=command.error)
@@ -101,6 +111,7 @@ def main(argv: list[str] | None = None) -> int:
             from .lab import records
 
             records.check_writable(args.json)
+        interrupt.restore()
         code = args.run(args) or 0
         sys.stdout.flush()
         return code
@@ -134,4 +145,5 @@ def _flush_or_drop(out):
 
 
 if __name__ == "__main__":
+    interrupt.end_at_once()
     sys.exit(main())

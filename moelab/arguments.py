@@ -7,7 +7,7 @@ status. ``args.error(text)`` ends it as a wrong command line does.
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from .streaming.config import CHOICES, StreamConfig
@@ -25,17 +25,6 @@ STREAM_OPTIONS = (
     "dtype",
 )
 INTEGER_FIELDS = ("slots", "top_k", "readers", "pinned_nbytes")  # streams may be "auto", too
-
-
-class Once(argparse.Action):
-    """Stores a value; a second one is an error, since the first would be ignored."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        given = namespace.__dict__.setdefault("given", set())
-        if self.dest in given:
-            parser.error(f"{option_string} is there twice: leave one of them out")
-        given.add(self.dest)
-        setattr(namespace, self.dest, values)
 
 
 # Types of arguments
@@ -182,6 +171,13 @@ def add_prompts(parser: argparse.ArgumentParser, default: str = "the built-in on
     )
 
 
+def add_mode(parser: argparse.ArgumentParser) -> None:
+    """``--mode``, one of the names of ``StreamConfig.mode``."""
+    parser.add_argument(
+        "--mode", choices=CHOICES["mode"], default="fused", help="(default: %(default)s)"
+    )
+
+
 def add_modes(parser: argparse.ArgumentParser, default: str) -> None:
     """``--modes``, as ``parse_modes`` takes it."""
     parser.add_argument(
@@ -245,24 +241,39 @@ def add_stream_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=CHOICES["dtype"], help="of activations (default: auto)")
 
 
-def stream_config(args: argparse.Namespace, **fields) -> StreamConfig:
-    """The ``StreamConfig`` of the options that were given.
+def mode_given(args: argparse.Namespace) -> StreamConfig:
+    """How to stream by the options that were given; one of no use in the mode ends the command.
 
     Args:
-        args (argparse.Namespace): Of a parser with ``add_stream_options``.
-        **fields: Further fields, such as ``mode``.
+        args (argparse.Namespace): Of a parser with ``add_mode`` and ``add_stream_options``.
     """
+    config = _stream_config(args, mode=args.mode)
+    _check_stream_options(args, {args.mode: config})
+    return config
+
+
+def modes_given(args: argparse.Namespace) -> tuple[StreamConfig, dict[str, StreamConfig]]:
+    """How to stream in each mode that was given; an option of no use in any ends the command.
+
+    Args:
+        args (argparse.Namespace): Of a parser with ``add_modes`` and ``add_stream_options``.
+
+    Returns:
+        tuple[StreamConfig, dict[str, StreamConfig]]: What the modes have in common, and each mode.
+    """
+    base = _stream_config(args)
+    configs = parse_modes(args.modes, base)
+    _check_stream_options(args, configs)
+    return base, configs
+
+
+def _stream_config(args, **fields):
     given = {n: getattr(args, n) for n in STREAM_OPTIONS if getattr(args, n) is not None}
     return StreamConfig(**given, **fields)
 
 
-def check_stream_options(args: argparse.Namespace, configs: Mapping[str, StreamConfig]) -> None:
-    """End the command if an option that was given means nothing to any of the configs.
-
-    Args:
-        args (argparse.Namespace): Of a parser with ``add_stream_options``.
-        configs (Mapping[str, StreamConfig]): The modes to run, by name.
-    """
+def _check_stream_options(args, configs):
+    """End the command if an option that was given means nothing to any of the configs."""
     for name in STREAM_OPTIONS:
         given, users = getattr(args, name), [c for c in configs.values() if name not in c.unused()]
         if given is None or any(getattr(c, name) == given for c in users):

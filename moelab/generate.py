@@ -11,14 +11,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from . import StreamConfig, load, stats
 from .arguments import (
+    add_mode,
     add_model,
     add_stream_options,
-    check_stream_options,
+    mode_given,
     positive,
     prompt_text,
-    stream_config,
 )
-from .streaming.config import CHOICES
 
 
 def encode(tokenizer: TokenizerWrapper, prompt: str) -> list[int]:
@@ -83,9 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="the text to continue; - reads it from standard input",
     )
-    parser.add_argument(
-        "--mode", choices=CHOICES["mode"], default="fused", help="(default: %(default)s)"
-    )
+    add_mode(parser)
     parser.add_argument(
         "--max-tokens", type=positive, metavar="N", default=128, help="(default: %(default)s)"
     )
@@ -94,6 +91,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The command."""
-    config = stream_config(args, mode=args.mode)
-    check_stream_options(args, {args.mode: config})
-    generate(args.model, args.prompt, config, args.max_tokens)
+    generate(args.model, args.prompt, mode_given(args), args.max_tokens)

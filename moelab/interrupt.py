@@ -1,27 +1,24 @@
-"""Ctrl-C during the imports of ``python -m moelab``, which run before its ``main``.
+"""Ctrl-C while ``python -m moelab`` imports what its command needs.
 
-They take most of the first second, and an exception in an import prints a traceback. So Ctrl-C
-ends the process at once until ``restore``.
+That takes most of the first second, and an exception in an import can be lost or print a traceback.
 """
 
 import os
 import signal
-import sys
-
-_before = signal.getsignal(signal.SIGINT)
-_ours = sys.argv[:1] == ["-m"] and _before is signal.default_int_handler
 
 
-def _quit(*_):
+def _end(*_):
     os.write(2, b"interrupted\n")
     os._exit(130)
 
 
+def end_at_once() -> None:
+    """Make Ctrl-C end the process without an exception, until ``restore``."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
 def restore() -> None:
-    """Make Ctrl-C an exception again, once the package is imported."""
-    if _ours:
-        signal.signal(signal.SIGINT, _before)
-
-
-if _ours:
-    signal.signal(signal.SIGINT, _quit)
+    """Make Ctrl-C an exception again, if ``end_at_once`` changed that."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -201,6 +201,30 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def random_tiny_moe(tmp_path_factory):
+    """A random checkpoint with the shape and the tokenizer of tiny-moe."""
+    import tiny_moe
+
+    path = tmp_path_factory.mktemp("random")
+    tiny_moe.random_model(path)
+    return path
+
+
+@pytest.fixture
+def streamed(tmp_path):
+    """A random hybrid with four slots in each layer."""
+    import families
+
+    from moelab import StreamConfig
+    from moelab.streaming.model import load_model
+
+    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "m", "affine4")
+    model, _ = load_model(path, StreamConfig(slots=4))
+    with model:
+        yield model
+
+
+@pytest.fixture(scope="session")
 def model_path(tmp_path_factory, tokenizer):
     """A random checkpoint of a small Qwen3.5-MoE."""
     return synthesize.synthesize(

@@ -788,23 +788,31 @@ def until_it_reads(model):
         model(mx.array([[(t + 7 * i) % families.VOCAB for t in PROMPT]]))
 
 
+def modify(folder, later_ns):
+    """Writes over the end of each file, and sets its mtime: so much later than it was."""
+    time.sleep(0.02)  # a clock may be coarser than this test
+    for file in folder.glob("*.safetensors"):
+        status = file.stat()
+        with open(file, "r+b") as f:
+            f.seek(-64, os.SEEK_END)
+            f.write(os.urandom(64))
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + later_ns))
+
+
+def assert_refused(model, folder):
+    with pytest.raises(moelab.ReadError, match="changed while it was streamed.* ctime") as caught:
+        until_it_reads(model)
+    assert str(folder) in str(caught.value) and "Load the model again" in str(caught.value)
+
+
 @pytest.mark.parametrize("mode", STREAMED)
 def test_file_modified_while_streamed(mode, damaged, assert_usable, reading):
     model, _ = load_model(damaged, moelab.StreamConfig(mode=mode, slots=SLOTS))
     with model:
         generate(model)
-        for file in damaged.glob("*.safetensors"):
-            status = file.stat()
-            with open(file, "r+b") as f:
-                f.seek(-64, os.SEEK_END)
-                f.write(os.urandom(64))
-            os.utime(
-                file, ns=(status.st_atime_ns, status.st_mtime_ns + 1_000_000)
-            )  # a clock may be coarser than this test
+        modify(damaged, later_ns=1_000_000)
         for _ in range(2):  # refused again: the files hold another model now
-            with pytest.raises(moelab.ReadError, match="changed while it was streamed") as caught:
-                until_it_reads(model)
-            assert str(damaged) in str(caught.value) and "Load the model again" in str(caught.value)
+            assert_refused(model, damaged)
     assert_usable()
 
 
@@ -813,18 +821,8 @@ def test_file_modified_with_its_times_put_back(damaged, assert_usable, reading):
     model, _ = load_model(damaged, moelab.StreamConfig(slots=SLOTS))
     with model:
         generate(model)
-        for file in damaged.glob("*.safetensors"):
-            status = file.stat()
-            time.sleep(0.02)  # a clock may be coarser than this test
-            with open(file, "r+b") as f:
-                f.seek(-64, os.SEEK_END)
-                f.write(os.urandom(64))
-            os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-        with pytest.raises(
-            moelab.ReadError, match="changed while it was streamed.* ctime"
-        ) as caught:
-            until_it_reads(model)
-        assert str(damaged) in str(caught.value) and "Load the model again" in str(caught.value)
+        modify(damaged, later_ns=0)
+        assert_refused(model, damaged)
     assert_usable()
 
 

@@ -1,4 +1,4 @@
-"""The run on a CUDA GPU that ``data/results/cuda_*.json`` are from.
+"""The run on a CUDA GPU that made ``data/results/cuda_*.json``.
 
 Real layer shapes, every section of notebooks 01 and 02, and the drafts of 07.
 
@@ -28,7 +28,17 @@ import mlx_lm
 
 from moelab import DATA, StreamConfig, close, load
 from moelab.lab import machine, records
-from moelab.lab.experiments import bench, dispatch, drafts, exactness, ladder, layer, reads, verify
+from moelab.lab.experiments import (
+    bench,
+    dispatch,
+    drafts,
+    exactness,
+    ladder,
+    layer,
+    memory,
+    reads,
+    verify,
+)
 from moelab.lab.texts import heldout_starts
 from moelab.speculation import gated_delta
 from moelab.speculation.drafts import ModelDraft
@@ -199,18 +209,18 @@ class Run:
     def agreement(self):
         """Logits in single precision, and in the checkpoint's.
 
-        Half precision rounds otherwise when experts are grouped otherwise; single precision shows
-        that nothing else differs.
+        Half precision rounds differently when experts are grouped differently; single precision
+        shows that nothing else differs.
         """
         n, modes = (4, "serial,fused") if self.tiny else (32, "serial,buffers,stacked,fused")
         return {
-            d: bench.agreement(self.path, modes, replace(self.base, dtype=d), n)
+            d: exactness.agreement(self.path, modes, replace(self.base, dtype=d), n)
             for d in ("float32", "auto")
         }
 
     def memory(self):
         n = 8 if self.tiny else 128
-        return bench.memory_over(self.path, self.base, n, n // 8, SHORT[0])
+        return memory.measure(self.path, self.base, n, n // 8, SHORT[0])
 
     def passes(self):
         """Verify passes with mlx-lm's loop over tokens and with the kernel in its place."""

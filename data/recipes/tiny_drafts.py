@@ -353,7 +353,7 @@ def summary(cycles, prompt):
 def write_sets(model, head, model_dir, data, texts=256):
     """Texts to measure on, written by the target: {name: (ids [B, T], P, ends [B])}.
 
-    Only "valid" may decide anything; the others are held out.
+    Decisions may rest on ``valid`` only; the others are held out.
     """
     import numpy as np
     import torch

@@ -1,8 +1,8 @@
 """Run a command, or call a function in a new process, with less memory than the machine has.
 
-Two strategies, the first that works is taken: a memory cgroup (version 2 or 1), or ``systemd-run
---user``. Both limit the new process and its page cache, and kill it beyond. Where neither works,
-``NoLimit`` says why.
+It takes the first of two strategies that works: a memory cgroup (version 2 or 1), or ``systemd-run
+--user``. Both limit the new process together with its page cache, and kill it when it needs more.
+Where neither works, ``NoLimit`` says why.
 
 A page that another process brought into the page cache is charged to that process and served for
 free: drop the files' pages (``oscache.drop_pages``) before a run under a limit.
@@ -64,7 +64,7 @@ class Limited:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """How to start a command under a limit: what comes before it, its cgroup, the name of both."""
+    """How to start a command under a limit: the words before it, its cgroup, the strategy."""
 
     prefix: Sequence[str]
     group: Path | None
@@ -79,7 +79,7 @@ def run(
 ) -> Limited:
     """Run a command, its memory limited to ``nbytes``, page cache included.
 
-    It is killed when this process is (Linux).
+    On Linux it is killed when this process ends.
 
     Args:
         argv (list[str]): The command.
@@ -159,7 +159,7 @@ def _called(name, arguments):
     try:
         result = getattr(importlib.import_module(module), function)(*json.loads(arguments))
         print(json.dumps(result))
-    except (ValueError, OSError) as error:  # the process that called says it
+    except (ValueError, OSError) as error:  # the process that called reports it
         sys.exit(str(error))
 
 
@@ -175,7 +175,7 @@ def _run(argv, prepared, timeout_s):
 
 
 def _before_exec(group=None):
-    """What a child does first: it ends when we do, and joins its cgroup."""
+    """What a child does first: ask to be killed when this process ends, and join its cgroup."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)  # not on macOS
 
     def before():
@@ -229,7 +229,7 @@ def _make_group(parents, settings, how):
             continue
         try:
             for name, value in settings.items():
-                if value or (group / name).exists():  # without swap there is nothing to forbid
+                if value or (group / name).exists():  # no swap, no file, nothing to forbid
                     (group / name).write_text(str(value))
             subprocess.run(["true"], check=True, preexec_fn=_before_exec(group))
             return group
@@ -248,7 +248,7 @@ def _limits_children(group):
 
 
 def _started(pid):
-    """When a process was started, in ticks since boot; None if it is no more."""
+    """When a process was started, in ticks since boot; None if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -101,7 +101,8 @@ class Score:
     ) -> tuple[float, float, float]:
         """How many more bits than ``base`` on the same windows, as a share: (value, low, high).
 
-        Windows are drawn in pairs, so that hard text, hard for both, does not widen the interval.
+        Both scores are resampled with the same windows, so that text that is hard for both does
+        not widen the interval.
         """
         if not np.array_equal(self.nbytes, base.nbytes):
             raise ValueError("expected two scores of the same windows")

@@ -1,7 +1,8 @@
 """Records: what a measurement keeps as JSON, read back into types, and published figures.
 
-A recorded run is ``data/results/NAME.json``. Whoever measures makes a record of a type below, or of
-their own module; whoever shows one parses the file once with ``from_json``.
+A recorded run is ``data/results/NAME.json``. An experiment returns a record of a type below or of
+its own module. A notebook that shows a recorded run parses the file once, with the type's
+``from_json``.
 """
 
 import json
@@ -16,7 +17,7 @@ import numpy as np
 
 from .. import DATA, StreamConfig
 from ..streaming.session import Counters
-from .timing import Summary, Timing, paired_ratio, summary
+from .timing import Summary, paired_ratio, summary
 
 # What the sources say of their own runs, not checked by us; tok/s unless the name says otherwise.
 PUBLISHED = {
@@ -337,19 +338,6 @@ def recorded(name: str) -> dict[str, Any]:
 def load_bench(name: str) -> BenchRecord:
     """The bench ``data/results/NAME.json``."""
     return BenchRecord.from_json(recorded(name))
-
-
-def samples(timings: dict[str, Timing | dict]) -> dict[str, np.ndarray]:
-    """``{name: seconds of each sample}`` of timings, measured now or recorded."""
-    return {
-        name: np.asarray(t["samples_s"] if isinstance(t, dict) else t.samples_s)
-        for name, t in timings.items()
-    }
-
-
-def median(timings: dict[str, Timing | dict], name: str) -> float:
-    """Median seconds of one variant."""
-    return float(np.median(samples(timings)[name]))
 
 
 def reads_GBs(

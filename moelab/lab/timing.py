@@ -117,7 +117,7 @@ def interleave(
 ) -> dict[str, Timing]:
     """Time several calls in turn, in a new random order every round.
 
-    So a machine that grows slower or faster does so for all of them.
+    So a machine that becomes slower or faster does so for all of them alike.
 
     Args:
         variants (Mapping[str, Callable]): Each is called without arguments. A float that it returns

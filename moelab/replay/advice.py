@@ -25,7 +25,7 @@ class Lookahead(NamedTuple):
     """What the prefetcher ``lookahead`` does for a model.
 
     Attributes:
-        used (float): Prefetched experts that were used, as a share of those that would be missing.
+        used (float): Prefetched experts that were used, as a share of the misses without prefetch.
         wasted (float): Prefetched experts that were not used, as a share of the same.
         ask_s (float): Seconds of a token that asking the routers takes.
     """

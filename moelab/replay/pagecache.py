@@ -20,7 +20,7 @@ PAGES = ("linux", "lru")
 
 @dataclass(frozen=True)
 class Replay:
-    """What a trace would have done.
+    """What a trace takes with given memory, slots and costs.
 
     Attributes:
         token_s (np.ndarray): ``[T]``, seconds of each token that counts.
@@ -141,7 +141,7 @@ def replay(
     )
 
 
-@lru_cache(maxsize=32)  # of a trace, whatever the memory and the costs
+@lru_cache(maxsize=32)  # it depends neither on the memory nor on the costs
 def _missed(trace, slots, policy, pinned):
     return ~held(trace.decode.experts, trace.num_experts, slots, policy, pinned)
 
@@ -165,11 +165,11 @@ def cached(
     within as many reclaims and activations as the active list is long goes to the active list at
     once. Units come and go whole, where the kernel reclaims page by page.
 
-    With ``read_ahead``, a missing unit after r cached ones in a row is taken for the next of a
-    stream, and the r after it are read too; the first of those that is used brings twice as many
-    after the last cached one. This is for units that do not begin on a page, as in safetensors
-    files. On Linux 6.18 with 8 MiB of read-ahead it was 2 to 12% off the kernel's bytes with half
-    of the file cached or less, 20 to 29% low at 73%.
+    With ``read_ahead``, a missing unit behind r cached ones in the file looks like the next one of
+    a sequential stream, and the r units behind it are read too. The first of these that is used
+    makes the kernel read twice as many, behind the last cached one. This is for units that do not
+    begin on a page, as in safetensors files. On Linux 6.18 with 8 MiB of read-ahead it was 2 to 12%
+    off the kernel's bytes with half of the file cached or less, 20 to 29% low at 73%.
 
     Args:
         units (np.ndarray): ``[N]``, in the order of reading.
@@ -241,7 +241,7 @@ def _two_lists(units, num_units, capacity, ratio, read_ahead, row, found, brough
         s = state[u]
         if s == 4 and not read_ahead:
             continue
-        more = read_ahead and _read_with(u, state, marked, read_ahead, row)
+        more = _read_with(u, state, marked, read_ahead, row) if read_ahead else ()
         if s:
             if s == 2:
                 place[u] = -1
@@ -253,33 +253,26 @@ def _two_lists(units, num_units, capacity, ratio, read_ahead, row, found, brough
                 state[u] = s + 1
             if not more:
                 continue
+            new = more
         else:
             missed.append(i)
-            total += 1
-            if age - left[u] <= num_active:
-                active.append(u)
-                num_active += 1
-                age += 1
-                state[u] = 4
-            else:
-                place[u] = len(log)
-                log.append(u)
-                num_inactive += 1
-                state[u] = 2
+            new = (u, *more)
         if more:
             brought[i] = len(more)
-            total += len(more)
-            for v in more:  # as above, but nobody has read them yet
-                if age - left[v] <= num_active:
-                    active.append(v)
-                    num_active += 1
-                    age += 1
-                    state[v] = 3
-                else:
-                    place[v] = len(log)
-                    log.append(v)
-                    num_inactive += 1
-                    state[v] = 1
+        for v in new:
+            total += 1
+            if age - left[v] <= num_active:
+                active.append(v)
+                num_active += 1
+                age += 1
+                state[v] = 3
+            else:
+                place[v] = len(log)
+                log.append(v)
+                num_inactive += 1
+                state[v] = 1
+        if not s:
+            state[u] += 1  # referenced; nobody has read the others yet
         while total > capacity:
             total -= 1
             while num_inactive * ratio < num_active:

@@ -27,8 +27,8 @@ class Draft(Protocol):
 
     One sequence, B = 1. A round is: ``propose``, one pass of the target over ``[last, *proposed]``,
     ``extend`` with the accepted tokens of that pass. ``last`` is the newest token: accepted, not
-    yet in the target's cache. ``extend`` names it in the round whose pass reads it. Refused guesses
-    are never extended, so a draft that kept state for them takes it back in ``extend``.
+    yet in the target's cache. The ``extend`` of the round whose pass reads it contains it. Refused
+    guesses are never in ``extend``: there a draft that kept state for them takes it back.
     """
 
     layer_ids: Sequence[int]
@@ -135,9 +135,9 @@ class ModelDraft:
 class LookupDraft:
     """Proposes what followed when the last tokens occurred before (prompt lookup, Saxena 2023).
 
-    Needs no model, and is good where text repeats itself. The longest match is taken, of equal
-    ones the latest. At most half as many tokens are proposed as match: the longer two texts have
-    agreed, the longer they will.
+    Needs no model, and is good where text repeats itself. It takes the longest match, of equal
+    ones the latest, and proposes at most half as many tokens as match: the longer two texts have
+    agreed, the longer they are likely to go on agreeing.
 
     Args:
         shortest (int): The fewest tokens that must match.

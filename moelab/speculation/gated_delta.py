@@ -1,9 +1,9 @@
 """mlx-lm's gated delta rule as one CUDA kernel that keeps the state after every token.
 
 mlx-lm has a kernel for Metal and none for CUDA. There it loops over the tokens, with several
-launches for each in every layer, which was most of what a verify pass cost beyond a token's. This
-is that recurrence (``mlx_lm.models.gated_delta``; Yang et al., arXiv 2412.06464) with one warp for
-each row of the state.
+launches for each in every layer, which was most of the time that a verify pass took longer than a
+single token. This is that recurrence (``mlx_lm.models.gated_delta``; Yang et al., arXiv 2412.06464)
+with one warp for each row of the state.
 """
 
 from collections.abc import Callable

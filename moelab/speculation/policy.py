@@ -5,17 +5,17 @@ from statistics import median
 
 import numpy as np
 
-GAIN = 1.03  # estimated speed over that without drafts from which on a number is worth drafting
+GAIN = 1.03  # times the undrafted speed: what promises no more is not drafted
 REFRESH_ROUNDS = 64  # rounds with drafts after which the time without is measured again ...
 REFRESH_TOKENS = 2  # ... over so many tokens
 MIN_PLAIN_TOKENS = 4  # undrafted tokens to time before anything is compared with them
 ASK_EVERY = 4  # tokens between two looks at whether to draft, as a look costs time too
-COMPILE_FACTOR = 4  # a number's first round that takes so many times the estimate was compiling
+COMPILE_FACTOR = 4  # times the estimate: a first round that takes longer was compiling kernels
 FORGET_PLAIN = 0.995  # weight of earlier acceptance after an undrafted token: the text may change
 FORGET_ROUND = 0.97  # the same after a round with drafts, which brings news of its own
 
-# Acceptance before anything is known: of 5 drafts 4. And how many trials of the overall rate each
-# position starts with.
+# Before anything is known, 4 of 5 drafts count as accepted. Each position starts as if it had been
+# tried twice, with the overall rate of acceptance.
 PRIOR_ACCEPTED, PRIOR_TRIED, PRIOR_AT_POSITION = 4, 5, 2
 
 # A guess at the seconds of a position in a verify pass, until one is measured: this share of a
@@ -37,12 +37,12 @@ class Policy:
     round brings 1 + a1 + a1 a2 + ... tokens, where ai is how often the i-th draft was accepted once
     those before it were. Without drafts a token costs t1.
 
-    The loss is bounded whatever the estimates say. What drafting has cost more than its tokens
-    would have cost without it, plus what the next round would lose if nothing were accepted, stays
-    below ``risk`` of the time of the text without drafts. A draft that does not help is therefore
-    tried rarely. One that begins badly is asked for less: a number is preferred that risks at most
-    half of what may still be lost. What drafting has won in earlier texts may be lost again, up to
-    ``risk`` once more.
+    The loss is bounded whatever the estimates say. The loss is the time of the rounds with drafts,
+    less the time that their tokens would have taken without. The loss so far, plus that of a next
+    round in which nothing is accepted, stays below ``risk`` times the time of the text without
+    drafts. A draft that does not help is therefore tried rarely. A draft that begins badly is asked
+    for fewer tokens: numbers that risk at most half of what may still be lost come first. Time that
+    drafting won in earlier texts may be lost again, up to another ``risk``.
 
     One object serves one pair of target and draft. Given to several generations in turn, it keeps
     what it has learned. First-use compile time is left out of the estimates and of the loss budget.
@@ -56,8 +56,7 @@ class Policy:
 
     Attributes:
         plain_s (float): Seconds of a token without drafts.
-        lost_s (float): Seconds that drafting has cost in this text over what its tokens would have
-            cost without; negative if it has won.
+        lost_s (float): The loss of this text so far; negative if drafting has won time.
         num_tokens (int): Tokens of this text so far.
 
     Raises:
@@ -195,7 +194,7 @@ class Policy:
         return (self._won + PRIOR_AT_POSITION * overall) / (self._tried + PRIOR_AT_POSITION)
 
     def verify_s(self) -> np.ndarray:
-        """Seconds of a pass over one position more than each number that it may draft."""
+        """Seconds of the pass over n + 1 positions, for each number n that it may draft."""
         if self._verify_s.medians:
             return self._verify_s.at(self._numbers + 1, {1: self.plain_s})
         if self._position_s is None:
@@ -207,16 +206,18 @@ class Policy:
     def draft_s(self) -> np.ndarray:
         """Seconds to draft each number of tokens that it may; 0 before the first.
 
-        As long as one number is measured, it is taken for all: a block draft makes any in one pass.
+        While only one number has been measured, its seconds are taken for all of them: a block
+        draft makes any number in one pass.
         """
         if not self._draft_s.medians:
             return np.zeros(len(self._numbers))
         return self._draft_s.at(self._numbers, {})
 
     def missed_s(self, num_tokens: int) -> float:
-        """Seconds for the draft to read so many tokens, 0 before it was measured.
+        """Seconds for the draft to read so many tokens, 0 before any read was measured.
 
-        At most those of a longer read, and of a shorter one as often as it takes.
+        The least that a measured read allows: the seconds of a longer one, or those of a shorter
+        one times how often it fits into this one.
         """
         if not num_tokens:
             return 0.0

@@ -125,7 +125,7 @@ class _States:
 
 
 class _Recurrence:
-    """One of mlx-lm's recurrences, called as mlx-lm calls it, its work put on the layer's tape."""
+    """Stands for one of mlx-lm's recurrences: computes the same, and puts its work on the tape."""
 
     def __init__(self, name: str, function, recorder: "Recorder"):
         self.form = RECURRENCES[name]
@@ -186,8 +186,8 @@ class _Recurrence:
 class Recorder:
     """Puts what one recurrent layer does on tape, while its hooks are installed.
 
-    The layer's methods run as they are, except that the names under which they find a recurrence
-    mean a ``_Recurrence``. They are copies with globals of their own: no other model is affected.
+    Copies of the layer's methods run in their place. They have globals of their own, in which the
+    name of a recurrence means a ``_Recurrence``, so no other model is affected.
 
     Args:
         layer (nn.Module): A module that is called with an ``ArraysCache``.

@@ -257,7 +257,7 @@ class Stacked(StreamedExperts):
         """
         if self.job is not None or not self.table.fits(experts):
             return
-        if len(self.session.layers) == 1:  # with more layers, a later call has evaluated it
+        if len(self.session.layers) == 1:  # with several, the calls of the others have evaluated it
             mx.eval(self.session.pending)
         slots = self.table.reserve(experts)
         if not slots:
@@ -333,14 +333,14 @@ class Stacked(StreamedExperts):
         streams = self.session.streams
         ys, order, work = [], [], [0] * len(streams)
         for held, misses in waves:
-            mx.eval(ys)  # this wave overwrites the slots of the last one
+            mx.eval(ys)  # this wave overwrites the slots of the wave before
             parts = self._parts(misses)
             reading = [self._begin(part) for part in parts]
             for part, reads in zip([held, *parts], [None, *reading]):
                 if reads is not None:
                     self._finish(part, reads)
                 shares = [[] for _ in streams]
-                for e in part:  # to the stream with least work, the first one last
+                for e in part:  # to the stream with the least work, of equal ones the last
                     i = min(range(len(streams)), key=lambda i: (work[i], -i))
                     shares[i].append(e)
                     work[i] += len(positions[e])
@@ -348,7 +348,7 @@ class Stacked(StreamedExperts):
                     if share:
                         pairs = [i for e in share for i in positions[e]]
                         slots = [part[flat[i]] for i in pairs]
-                        with mx.stream(stream):  # all of the work, or streams wait for each other
+                        with mx.stream(stream):  # every operation, or streams wait for each other
                             rows = x.reshape(-1, x.shape[-1])
                             y = self._part(self.bank, rows, pairs, slots, shape[-1])
                         mx.async_eval(y)

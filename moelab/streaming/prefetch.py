@@ -161,7 +161,7 @@ class Prefetcher:
 class Last(Prefetcher):
     """The experts of the last token (SwiftLM PR 26).
 
-    With at least K slots they are all held still, so there is nothing left to read.
+    With at least K slots all of these are still in their slots, so nothing is read.
     """
 
     def guess(self, layer: int, asked: list[mx.array]) -> tuple[int, np.ndarray] | None:

@@ -144,10 +144,11 @@ def route_by(model: nn.Module, trace: Trace) -> Iterator[nn.Module]:
     """Let a trace choose the experts, so that a random checkpoint routes like a trained one.
 
     The router still runs and is waited for, and its scores weigh the experts. So the model's
-    output means nothing, and its cost is that of the trace. A call with one token takes the next
-    decoded row of the trace, a call with more takes the next prompt rows. If the trace lacks one
-    of the two, the other's rows are taken. Each starts over when it ends. ``record`` records the
-    trace's choices. A prefetcher that asks the next layer's router gets the router's answer.
+    output means nothing, while its reads and its speed are those of the trace's routing. A call
+    with one token takes the next decoded row of the trace, a call with more takes the next prompt
+    rows. A trace with only one of the two serves both kinds of calls with it. After its last row
+    comes its first. ``record`` records the trace's choices. A prefetcher that asks the next
+    layer's router gets the router's answer.
 
     Args:
         model (nn.Module): From ``moelab.load``, in any mode.

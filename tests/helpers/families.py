@@ -82,6 +82,15 @@ COMMON = {
 }
 
 SLIDING_THEN_FULL = ["sliding_attention", "full_attention"]
+LONGCAT = {
+    "ffn_hidden_size": 96,
+    "moe_topk": K,
+    "expert_ffn_hidden_size": F,
+    "zero_expert_num": 2,
+    "num_layers": 2,
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+}
 KDA = {
     "kda_layers": [1],
     "full_attn_layers": [2],
@@ -306,31 +315,8 @@ FAMILIES = {
             "use_qk_norm": True,
         },
     ),
-    "longcat_flash": Family(
-        {
-            "attention_method": "MLA",
-            "zero_expert_type": "identity",
-            "ffn_hidden_size": 96,
-            "moe_topk": K,
-            "expert_ffn_hidden_size": F,
-            "zero_expert_num": 2,
-            "num_layers": 2,
-            "mla_scale_q_lora": True,
-            "mla_scale_kv_lora": True,
-        }
-    ),
-    "longcat_flash_ngram": Family(
-        {
-            "ffn_hidden_size": 96,
-            "moe_topk": K,
-            "expert_ffn_hidden_size": F,
-            "zero_expert_num": 2,
-            "num_layers": 2,
-            "mla_scale_q_lora": True,
-            "mla_scale_kv_lora": True,
-            "ngram_vocab_size_ratio": 2,
-        }
-    ),
+    "longcat_flash": Family({**LONGCAT, "attention_method": "MLA", "zero_expert_type": "identity"}),
+    "longcat_flash_ngram": Family({**LONGCAT, "ngram_vocab_size_ratio": 2}),
     "mellum": Family(
         {
             "layer_types": SLIDING_THEN_FULL,

@@ -3,7 +3,6 @@
 import json
 import time
 
-import families
 import mlx.core as mx
 import pytest
 from recurrent import ids
@@ -25,14 +24,6 @@ class Words:
 
 
 PROMPTS = [" ".join(map(str, ids(i, 6)[0].tolist())) for i in range(2)]
-
-
-@pytest.fixture
-def streamed(tmp_path):
-    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "m", "affine4")
-    model, _ = moelab.streaming.model.load_model(path, moelab.StreamConfig(mode="fused", slots=4))
-    with model:
-        yield model
 
 
 def oracle(accept):

@@ -4,21 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from small import small
 
-from moelab import DATA, StreamConfig, synthesize
+from moelab import DATA, StreamConfig
 from moelab.lab import records as results
-from moelab.lab import timing
-from moelab.lab.experiments import bench, ladder, reads
+from moelab.lab.experiments import exactness, ladder, memory, reads
 from moelab.lab.figures import ladder as figures
 from moelab.lab.plots import charts, style
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory, tokenizer):
-    return synthesize.synthesize(
-        tmp_path_factory.mktemp("views") / "m", config=small(), tokenizer=tokenizer, progress=False
-    )
 
 
 def test_recorded_results_say_where_they_come_from():
@@ -81,7 +72,7 @@ def test_what_notebook_02_shows(model_path, here, gpu, capsys):
     assert prompt.read == prompt.distinct and prompt.uses == 16 * 4 * 4
     varied = ladder.measure_prompts(model_path, tokens=2, runs=8, slots=8)
     assert len(varied.tok_s) == 8
-    memory = bench.memory_over(model_path, StreamConfig(slots=8), tokens=4, every=2)
+    long_run = memory.measure(model_path, StreamConfig(slots=8), tokens=4, every=2)
     cold = reads.bench_reads(
         model_path, (1, 2), 1 << 16, 1, kinds=("experts",), with_fio=False, progress=False
     )
@@ -96,14 +87,18 @@ def test_what_notebook_02_shows(model_path, here, gpu, capsys):
         figures.slot_lines(swept, gpu, 16, 16),
         figures.together_lines(together, gpu, (1, 2)),
         figures.prompt_bars(varied, "m"),
-        figures.memory_lines(memory, gpu, "m"),
+        figures.memory_lines(long_run, gpu, "m"),
     ]
     assert all(style.words(fig) for fig in shown)
+    notes = [fig.layout.title.subtitle.text for fig in shown]
+    assert ["recorded:" in note for note in notes] == [False, *[True] * 7, False, True]
+    both = {gpu.machine["date"], gpu.earlier_machine["date"]}
+    assert len(both) == 2 and all(date in notes[2] and date in notes[4] for date in both)
     figures.rung_table(here)
-    agree = bench.agreement(model_path, "serial,fused", StreamConfig(slots=8), tokens=2)
+    agree = exactness.agreement(model_path, "serial,fused", StreamConfig(slots=8), tokens=2)
     figures.agreement_table(agree, gpu)
     assert "cores" in (out := capsys.readouterr().out) and "bit for bit" in out
-    results = figures.Results(here, cold, swept, prompt, varied, memory)
+    results = figures.Results(here, cold, swept, prompt, varied, long_run)
     rows = figures.verdicts(gpu, results, 16, 16)
     assert [r[0] for r in rows] == ["A1", "A2", "A3", "A5", "A10", "B4", "B5", "B6"]
     assert {r[2] for r in rows} <= set(charts.VERDICTS)
@@ -121,10 +116,3 @@ def test_checkpoint_of_real_layers_is_gone_afterwards(tokenizer, monkeypatch, tm
     assert json.loads((big.path / "config.json").read_text())["text_config"]["hidden_size"] == 2048
     big.cleanup()
     assert not big.path.exists() and (tmp_path / "build").is_dir()
-
-
-def test_medians_of_fresh_and_recorded_timings_alike():
-    t = timing.Timing("a", (1.0, 3.0, 2.0))
-    assert (
-        results.median({"a": t}, "a") == results.median({"a": {"samples_s": [1, 3, 2]}}, "a") == 2
-    )

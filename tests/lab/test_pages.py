@@ -64,6 +64,35 @@ def test_a_page_shows_all_there_was(built):
     assert "data:image/svg+xml;base64," in page and 'href="01_next.html"' in page
 
 
+BARS = (
+    "\r",
+    " \n",
+    "\r  0%|          | 0/3 [00:00<?, ?run/s]\r                      \r",
+    "bench: 100%|██████| 3/3 [01:02<00:00,  2.1 s/run]\nload: 7file [00:01, 5.6file/s]\n",
+)
+WARNINGS = (
+    "UserWarning: 3 of [4] layers | 75%\n",
+    "  0%|          | 0/3 [00:00<?, ?run/s]out of memory\n",
+    "[00:01:02] killed\n",
+)
+
+
+def test_a_page_keeps_warnings_and_drops_what_a_progress_bar_left():
+    made = notebook(("markdown", "# a"), ("code", "run()"), ("code", "print(1)"))
+    stream = nbformat.v4.new_output
+    for i, text in enumerate((*BARS, *WARNINGS)):
+        made.cells[1 + i % 2].outputs.append(stream("stream", name="stderr", text=text))
+    shown = [
+        stream("stream", name="stdout", text=" \n"),
+        stream("display_data", {"text/plain": ""}),
+    ]
+    made.cells[2].outputs += shown
+    pages.drop_progress(made)
+    left = [output for cell in made.cells[1:] for output in cell.outputs]
+    assert sorted(o.text for o in left if o not in shown) == sorted(WARNINGS)
+    assert [o for o in left if o in shown] == shown
+
+
 def test_the_index_says_question_and_answer(built):
     index = (built / "index.html").read_text()
     assert '<a href="00_first.html">Why a &lt; b?</a>' in index

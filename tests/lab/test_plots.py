@@ -67,7 +67,11 @@ def test_with_a_run_button_nothing_is_measured_on_a_move():
 
 def test_every_figure_says_where_it_was_measured():
     fig = drawn()
-    assert machine.card()["date"] in fig.layout.title.subtitle.text
+    card = machine.card()
+    where = fig.layout.title.subtitle.text
+    assert card["date"] in where and where.startswith("here: ")
+    recorded = style.figure("t", "x", "y", card={**card, "cpu": "Z80"}).layout.title.subtitle.text
+    assert recorded.startswith("recorded: Z80") and "here" not in recorded
     assert len(fig.to_json()) < 8_000  # no default template inside
     looks = [(s["line"]["dash"], s["marker"]["symbol"]) for s in map(style.look, range(6))]
     assert len(set(looks)) == 6

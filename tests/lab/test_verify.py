@@ -1,6 +1,5 @@
 """Verify passes: what is timed is the text's own, and the dial reads what the trace reads."""
 
-import families
 import numpy as np
 import pytest
 from recurrent import ids
@@ -15,14 +14,6 @@ from moelab.streaming.trace import Trace
 
 CODE = moelab.Trace.load(moelab.DATA / "traces" / "code.npz").decode
 PARTS = PassParts(fixed_s=0.01, position_s=0.006, expert_s=0.0005, expert_nbytes=1_000_000)
-
-
-@pytest.fixture
-def streamed(tmp_path):
-    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "m", "affine4")
-    model, _ = moelab.streaming.model.load_model(path, moelab.StreamConfig(mode="fused", slots=4))
-    with model:
-        yield model
 
 
 def test_passes(streamed):

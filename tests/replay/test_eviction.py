@@ -8,7 +8,6 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-import tiny_moe
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
@@ -243,15 +242,14 @@ def test_an_unknown_policy_is_refused_everywhere(policy):
 
 @pytest.mark.parametrize("policy", slots.POLICIES)
 @pytest.mark.parametrize("count", (0, 50))
-def test_hits_are_those_of_a_driven_model(count, policy, tmp_path):
-    tiny_moe.random_model(tmp_path)
+def test_hits_are_those_of_a_driven_model(count, policy, random_tiny_moe, tmp_path):
     t, other = made(T=30, L=8, E=64, K=8), made(T=30, L=8, E=64, K=8, seed=1)
     other.save(tmp_path / "trace.npz")
-    one = moelab.footprint(tmp_path, moelab.StreamConfig(slots=8)).slots_nbytes // 64
+    one = moelab.footprint(random_tiny_moe, moelab.StreamConfig(slots=8)).slots_nbytes // 64
     config = moelab.StreamConfig(
         slots=14, policy=policy, pinned_nbytes=count * one, pinned_trace=tmp_path / "trace.npz"
     )
-    model, _ = load_model(tmp_path, config)
+    model, _ = load_model(random_tiny_moe, config)
     with model, route_by(model, t):
         cache = make_prompt_cache(model)
         for i in range(len(t)):

@@ -10,7 +10,6 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-import tiny_moe
 from families import K
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm import utils as mlx_lm_utils
@@ -166,25 +165,18 @@ def test_a_resident_model_saves_what_mlx_lm_saves(path, tmp_path):
     np.testing.assert_array_equal(answer(families.load_resident(tmp_path)), want)
 
 
-@pytest.fixture(scope="module")
-def with_tokenizer(tmp_path_factory):
-    path = tmp_path_factory.mktemp("random")
-    tiny_moe.random_model(path)
-    return path
-
-
-def test_mlx_lm_keywords(with_tokenizer):
+def test_mlx_lm_keywords(random_tiny_moe):
     model, _, config = moelab.load(
-        with_tokenizer, return_config=True, tokenizer_config={}, lazy=False
+        random_tiny_moe, return_config=True, tokenizer_config={}, lazy=False
     )
     with model:
-        assert config == mlx_lm.load(str(with_tokenizer), return_config=True)[2]
+        assert config == mlx_lm.load(str(random_tiny_moe), return_config=True)[2]
     with pytest.raises(ValueError, match="lazy=True is not possible"):
-        moelab.load(with_tokenizer, lazy=True)
+        moelab.load(random_tiny_moe, lazy=True)
     with pytest.raises(TypeError, match="unknown_keyword"):
-        moelab.load(with_tokenizer, unknown_keyword=1)
+        moelab.load(random_tiny_moe, unknown_keyword=1)
     with pytest.raises(ValueError, match="expected a StreamConfig, got dict"):
-        moelab.load(with_tokenizer, {"trust_remote_code": True})
+        moelab.load(random_tiny_moe, {"trust_remote_code": True})
 
 
 def test_model_config_changes_what_mlx_lm_lets_it_change(path):
@@ -244,20 +236,20 @@ def write_adapters(folder, source, fine_tune_type, keys=None):
 
 
 @pytest.mark.parametrize("fine_tune_type", ["lora", "dora", "full"])
-def test_adapters_of_the_backbone(fine_tune_type, with_tokenizer, tmp_path):
+def test_adapters_of_the_backbone(fine_tune_type, random_tiny_moe, tmp_path):
     """The same answer as mlx-lm with the same adapters, with one stream or several."""
     keys = ["self_attn.q_proj", "self_attn.o_proj", "linear_attn.out_proj"]
-    adapters = write_adapters(tmp_path / "adapters", with_tokenizer, fine_tune_type, keys)
-    plain = families.load_resident(with_tokenizer)
+    adapters = write_adapters(tmp_path / "adapters", random_tiny_moe, fine_tune_type, keys)
+    plain = families.load_resident(random_tiny_moe)
     mlx_lm_utils.load_adapters(plain, str(adapters))
     plain.set_dtype(mx.float32)
     want = answer(plain)
-    before = answer(families.load_resident(with_tokenizer))
+    before = answer(families.load_resident(random_tiny_moe))
     assert np.abs(want - before).max() > 1e-3
-    model, _ = moelab.load(with_tokenizer, adapter_path=str(adapters))
+    model, _ = moelab.load(random_tiny_moe, adapter_path=str(adapters))
     with model:
         np.testing.assert_allclose(answer(model), want, atol=1e-3)
-    model, _ = moelab.load(with_tokenizer)
+    model, _ = moelab.load(random_tiny_moe)
     with model:
         answer(model)
         mlx_lm_utils.load_adapters(model, str(adapters))
@@ -265,18 +257,18 @@ def test_adapters_of_the_backbone(fine_tune_type, with_tokenizer, tmp_path):
         np.testing.assert_allclose(answer(model), want, atol=1e-3, err_msg="loaded later")
 
 
-def test_adapters_of_streamed_experts_are_refused(with_tokenizer, tmp_path):
+def test_adapters_of_streamed_experts_are_refused(random_tiny_moe, tmp_path):
     adapters = write_adapters(
-        tmp_path / "adapters", with_tokenizer, "lora", ["mlp.switch_mlp.gate_proj"]
+        tmp_path / "adapters", random_tiny_moe, "lora", ["mlp.switch_mlp.gate_proj"]
     )
     with pytest.raises(ValueError, match="switch_mlp.*streamed expert"):
-        moelab.load(with_tokenizer, adapter_path=str(adapters))
+        moelab.load(random_tiny_moe, adapter_path=str(adapters))
     model, _ = moelab.load(
-        with_tokenizer, moelab.StreamConfig(mode="resident"), adapter_path=str(adapters)
+        random_tiny_moe, moelab.StreamConfig(mode="resident"), adapter_path=str(adapters)
     )
     moelab.close(model)
     with pytest.raises(FileNotFoundError):
-        moelab.load(with_tokenizer, adapter_path=str(tmp_path / "none"))
+        moelab.load(random_tiny_moe, adapter_path=str(tmp_path / "none"))
 
 
 @pytest.mark.parametrize("mode", ["resident", "fused"])
@@ -307,13 +299,13 @@ def test_a_router_that_does_not_choose_fewer_is_an_error(path, monkeypatch):
         answer(model)
 
 
-def test_no_code_of_a_checkpoint_runs_unasked(with_tokenizer, tmp_path):
+def test_no_code_of_a_checkpoint_runs_unasked(random_tiny_moe, tmp_path):
     """No Python file of a model or a tokenizer runs, unless ``trust_remote_code`` is set."""
     for file, key, value in (
         ("config.json", "model_file", "own.py"),
         ("tokenizer_config.json", "auto_map", {"AutoTokenizer": [None, "own.Tokenizer"]}),
     ):
-        folder = shutil.copytree(with_tokenizer, tmp_path / key)
+        folder = shutil.copytree(random_tiny_moe, tmp_path / key)
         (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit\n")
         config = json.loads((folder / file).read_text())
         (folder / file).write_text(json.dumps({**config, key: value, "tokenizer_class": "Own"}))

@@ -97,11 +97,11 @@ def test_slot_table_never_lies(history):
         )
 
 
+CALLS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True), max_size=40)
+
+
 @FEW
-@given(
-    st.integers(1, 5),
-    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True), max_size=40),
-)
+@given(st.integers(1, 5), CALLS)
 def test_lru_evicts_the_least_recently_used(S, calls):
     table, recent = SlotTable(S, "lru"), []  # recent: a plain list, oldest first
     for experts in (c[:S] for c in calls):
@@ -115,10 +115,7 @@ def test_lru_evicts_the_least_recently_used(S, calls):
 
 
 @FEW
-@given(
-    st.integers(1, 5),
-    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True), max_size=40),
-)
+@given(st.integers(1, 5), CALLS)
 def test_lfu_evicts_the_least_often_used(S, calls):
     table, uses = SlotTable(S, "lfu"), {}
     for experts in (c[:S] for c in calls):

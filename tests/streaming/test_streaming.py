@@ -9,7 +9,6 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-import tiny_moe
 from families import E, K
 from greedy import greedy_logits
 from mlx.utils import tree_flatten
@@ -32,13 +31,6 @@ def path(tmp_path_factory):
     return families.write_checkpoint(
         "qwen3_5_moe", tmp_path_factory.mktemp("streaming") / "model", "affine4"
     )
-
-
-@pytest.fixture(scope="module")
-def with_tokenizer(tmp_path_factory):
-    path = tmp_path_factory.mktemp("random")
-    tiny_moe.random_model(path)
-    return path
 
 
 def decode(model, steps=5):
@@ -246,13 +238,13 @@ def test_the_seeds_commands_are_understood(monkeypatch):
     assert (config.top_k, config.slots) == (6, 24)
 
 
-def test_mlx_lm_generates_with_it(with_tokenizer):
-    resident, tokenizer = mlx_lm.load(with_tokenizer)
+def test_mlx_lm_generates_with_it(random_tiny_moe):
+    resident, tokenizer = mlx_lm.load(random_tiny_moe)
     resident.set_dtype(mx.float32)
     prompts = [tokenizer.encode(t) for t in ("def read(self", "import os\n", "class A:\n    x")]
     want = mlx_lm.batch_generate(resident, tokenizer, prompts, max_tokens=6).texts
     one = mlx_lm.generate(resident, tokenizer, prompts[0], max_tokens=6)
-    model, tokenizer = moelab.load(with_tokenizer)
+    model, tokenizer = moelab.load(random_tiny_moe)
     with model:
         assert mlx_lm.generate(model, tokenizer, prompts[0], max_tokens=6) == one
         assert mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=6).texts == want

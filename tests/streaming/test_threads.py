@@ -31,6 +31,16 @@ FAST = os.environ.get("MOELAB_FAST") == "1"
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 PROMPTS = [[5, 36, 67, 2, 33, 64, 95], [7, 11, 13], [1, 2, 3, 4, 5, 6], [90, 80, 70, 60, 50]]
 PROMPTS += [[(p + 1) % families.VOCAB for p in prompt] for prompt in PROMPTS[::-1]]
+TEXTS = [
+    "def add(a, b):",
+    "import os\n",
+    "class Foo:",
+    "for i in range",
+    "# A",
+    "try:\n",
+    "x = [",
+    "with",
+]
 
 
 @pytest.fixture(scope="module")
@@ -114,25 +124,15 @@ def test_a_trained_model_in_eight_threads():
     """mlx-lm's own loop on tiny-moe, with the streams that this machine gets and with one."""
     for streams in ("auto", 1):
         model, tokenizer = moelab.load(TINY_MOE, moelab.StreamConfig(streams=streams))
-        prompts = [
-            "def add(a, b):",
-            "import os\n",
-            "class Foo:",
-            "for i in range",
-            "# A",
-            "try:\n",
-            "x = [",
-            "with",
-        ]
         generate = functools.partial(mlx_lm.generate, model, tokenizer, max_tokens=8)
         with model:
-            want = [generate(p) for p in prompts]
+            want = [generate(p) for p in TEXTS]
             rounds = 1 if FAST else 100
 
             def texts(prompt, generate=generate, rounds=rounds):
                 return {generate(prompt) for _ in range(rounds)}
 
-            assert in_threads(texts, prompts) == [{text} for text in want]
+            assert in_threads(texts, TEXTS) == [{text} for text in want]
 
 
 def test_a_generation_that_wanders_from_thread_to_thread(path):
@@ -198,17 +198,6 @@ def test_a_draft_serves_one_generation_at_a_time(path):
 
 def test_mlx_lm_server(monkeypatch):
     """mlx-lm's server on a streamed model gives the text of a resident one."""
-    prompts = [
-        "def add(a, b):",
-        "import os\n",
-        "class Foo:",
-        "for i in range",
-        "# A",
-        "try:\n",
-        "x = [",
-        "with",
-    ]
-
     providers = []
 
     def serve(config):
@@ -254,16 +243,16 @@ def test_mlx_lm_server(monkeypatch):
                 return json.load(answer)["choices"][0]["text"]
 
         try:
-            alone = [ask(p) for p in prompts]
+            alone = [ask(p) for p in TEXTS]
             for _ in range(1 if FAST else 12):
-                assert in_threads(ask, prompts) == alone
+                assert in_threads(ask, TEXTS) == alone
             return alone
         finally:
             made[0].shutdown()
             generator.stop_and_join()
 
     want = serve(moelab.StreamConfig(mode="resident"))
-    assert len(set(want)) == len(prompts)
+    assert len(set(want)) == len(TEXTS)
     for streams in ("auto", 1):
         assert serve(moelab.StreamConfig(streams=streams)) == want
 

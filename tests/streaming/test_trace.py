@@ -10,7 +10,6 @@ import zipfile
 import mlx.core as mx
 import numpy as np
 import pytest
-import tiny_moe
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
@@ -21,13 +20,6 @@ from moelab.streaming.trace import Trace, TraceError
 
 L, E, K = 8, 64, 8
 PROMPT = mx.array([[5, 9, 2, 7]])
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("random")
-    tiny_moe.random_model(path)
-    return path
 
 
 def random_trace(prefill=6, decode=5, seed=0, L=L, E=E, K=K):
@@ -195,7 +187,7 @@ def test_a_strangers_trace_is_refused(strange, tmp_path):
     assert str(file) in str(caught.value) and len(str(caught.value)) < 1000
 
 
-def test_a_small_file_that_unpacks_to_gigabytes(path, tmp_path):
+def test_a_small_file_that_unpacks_to_gigabytes(random_tiny_moe, tmp_path):
     """It is refused before it is unpacked, in less memory than that."""
     file = tmp_path / "bomb.npz"
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as z:
@@ -209,7 +201,10 @@ def test_a_small_file_that_unpacks_to_gigabytes(path, tmp_path):
                     np.lib.format.write_array(f, a)
     assert file.stat().st_size < 5_000_000
     config = "moelab.StreamConfig(pinned_nbytes=1000, pinned_trace=file)"
-    for call in ("moelab.Trace.load(file)", f"moelab.footprint({str(path)!r}, {config})"):
+    for call in (
+        "moelab.Trace.load(file)",
+        f"moelab.footprint({str(random_tiny_moe)!r}, {config})",
+    ):
         code = "import sys, resource, moelab; file = sys.argv[1]\n"
         code += f"try: {call}\nexcept ValueError as e: print(e)\n"
         code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
@@ -242,9 +237,9 @@ def test_phases_apart():
 
 
 @pytest.mark.parametrize("mode", ("resident", "serial", "buffers", "stacked", "fused"))
-def test_a_routed_model_runs_the_trace(path, mode):
+def test_a_routed_model_runs_the_trace(random_tiny_moe, mode):
     trace = random_trace(6, 5)
-    model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=K))
+    model, _ = load_model(random_tiny_moe, moelab.StreamConfig(mode=mode, slots=K))
     before = run(model)
     with (
         moelab.record(model),
@@ -274,9 +269,11 @@ def test_a_routed_model_runs_the_trace(path, mode):
 
 
 @pytest.mark.parametrize("mode", ("resident", "serial", "fused"))
-def test_a_pass_that_fails_keeps_its_error_and_the_calls_before_it(path, mode, monkeypatch):
+def test_a_pass_that_fails_keeps_its_error_and_the_calls_before_it(
+    random_tiny_moe, mode, monkeypatch
+):
     """The recorder gets half of the last call's layers and must not raise an error of its own."""
-    model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=K))
+    model, _ = load_model(random_tiny_moe, moelab.StreamConfig(mode=mode, slots=K))
     block = [m for m in model.modules() if "gate" in m and "switch_mlp" in m][3]
     real, calls_left = type(block).__call__, None
 
@@ -309,10 +306,10 @@ def test_a_pass_that_fails_keeps_its_error_and_the_calls_before_it(path, mode, m
         same(seen, whole)
 
 
-def test_streamed_and_resident_write_the_same_when_routed(path):
+def test_streamed_and_resident_write_the_same_when_routed(random_tiny_moe):
     trace, out = random_trace(6, 5), []
     for mode in ("resident", "fused"):
-        model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=K))
+        model, _ = load_model(random_tiny_moe, moelab.StreamConfig(mode=mode, slots=K))
         with route_by(model, trace):
             out.append(run(model))
         moelab.close(model)
@@ -320,18 +317,18 @@ def test_streamed_and_resident_write_the_same_when_routed(path):
     np.testing.assert_allclose(out[0], out[1], atol=1e-4, rtol=1e-4)
 
 
-def test_recorded_around_routed_is_the_trace_too(path):
+def test_recorded_around_routed_is_the_trace_too(random_tiny_moe):
     trace = random_trace(6, 5)
     for mode in ("resident", "fused"):
-        model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=K))
+        model, _ = load_model(random_tiny_moe, moelab.StreamConfig(mode=mode, slots=K))
         with moelab.record(model) as seen, route_by(model, trace):
             run(model, steps=3)
         np.testing.assert_array_equal(seen.decode.experts, trace.decode.experts[:3])
         moelab.close(model)
 
 
-def test_a_phase_that_the_trace_lacks_takes_the_others_rows(path):
-    model, _ = load_model(path, moelab.StreamConfig(slots=K))
+def test_a_phase_that_the_trace_lacks_takes_the_others_rows(random_tiny_moe):
+    model, _ = load_model(random_tiny_moe, moelab.StreamConfig(slots=K))
     trace = random_trace(0, 5)
     with model, route_by(model, trace), moelab.record(model) as seen:
         run(model, steps=2)
@@ -341,8 +338,8 @@ def test_a_phase_that_the_trace_lacks_takes_the_others_rows(path):
 
 
 @pytest.mark.parametrize("wrong", ({"L": L + 1}, {"E": E - 1}, {"K": K - 1}))
-def test_a_trace_of_another_shape_is_refused(path, wrong):
-    model, _ = load_model(path, moelab.StreamConfig(slots=K))
+def test_a_trace_of_another_shape_is_refused(random_tiny_moe, wrong):
+    model, _ = load_model(random_tiny_moe, moelab.StreamConfig(slots=K))
     (name, value), own = *wrong.items(), {"L": L, "E": E, "K": K}
     with model:
         with (
@@ -357,8 +354,8 @@ def test_a_trace_of_another_shape_is_refused(path, wrong):
         assert not [m for m in model.modules() if hasattr(m, "_hooks")]
 
 
-def test_nothing_is_left_after_an_error(path):
-    model, _ = load_model(path, moelab.StreamConfig(slots=K))
+def test_nothing_is_left_after_an_error(random_tiny_moe):
+    model, _ = load_model(random_tiny_moe, moelab.StreamConfig(slots=K))
     with model:
         before = run(model, 2)
         with pytest.raises(ValueError, match="batch of 1, got 2"), route_by(model, random_trace()):
@@ -368,9 +365,9 @@ def test_nothing_is_left_after_an_error(path):
         pass
 
 
-def test_routed_waits_for_the_router(path):
+def test_routed_waits_for_the_router(random_tiny_moe):
     """A model waits for its router in every layer, and it must do so with a trace, too."""
-    model, _ = load_model(path, moelab.StreamConfig(mode="resident"))
+    model, _ = load_model(random_tiny_moe, moelab.StreamConfig(mode="resident"))
     experts, chosen, graph = model.layers[0].mlp.switch_mlp, [], io.StringIO()
     router = mx.array(np.arange(K, dtype=np.uint32)).reshape(1, 1, K)
 

@@ -10,13 +10,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
-import psutil
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
@@ -28,9 +24,8 @@ from ...arguments import (
     add_number,
     add_prompts,
     add_stream_options,
-    check_stream_options,
+    modes_given,
     parse_modes,
-    stream_config,
     zero_or_more,
 )
 from .. import machine, oscache, records, timing
@@ -159,114 +154,6 @@ def measure(
     return record
 
 
-def agreement(
-    path: str | Path,
-    modes: str = "serial,buffers,stacked,fused",
-    base: StreamConfig | None = None,
-    tokens: int = 32,
-    prompt: str = PROMPTS[0],
-) -> dict[str, Any]:
-    """How near every mode's logits are to the resident model's.
-
-    All are fed the resident model's greedy tokens.
-
-    Args:
-        path (str or Path): The model.
-        modes (str): As for ``parse_modes``.
-        base (StreamConfig): What the modes have in common.
-        tokens (int): Decoded.
-        prompt (str): Before them.
-
-    Returns:
-        dict: By mode: ``prefill_error`` and ``decode_error``, the largest difference of a logit
-        over the standard deviation of the logits; ``same_tokens``, the share of steps with the
-        same best token; ``bit_for_bit`` of the decoded steps.
-    """
-    path = folder(path)
-    configs = {"resident": resident_like(base), **parse_modes(modes, base)}
-    out, baseline, ids = {}, None, None
-    for name, config in configs.items():
-        model, tokenizer = load(path, config)
-        with model:
-            prompt_ids = tokenizer.encode(prompt)
-            cache = make_prompt_cache(model)
-            logits = [
-                np.array(model(mx.array([prompt_ids]), cache=cache)[0, -1].astype(mx.float32))
-            ]
-            for i in range(tokens):
-                y = int(logits[-1].argmax()) if baseline is None else ids[i]
-                logits.append(
-                    np.array(model(mx.array([[y]]), cache=cache)[0, -1].astype(mx.float32))
-                )
-        logits = np.stack(logits)
-        if baseline is None:
-            baseline, ids = logits, logits.argmax(1).tolist()
-            continue
-        error = np.abs(logits - baseline).max(1) / baseline.std(1)
-        out[name] = {
-            "prefill_error": float(error[0]),
-            "decode_error": float(error[1:].max()),
-            "bit_for_bit": bool((logits == baseline)[1:].all()),
-            "same_tokens": float((logits.argmax(1) == baseline.argmax(1)).mean()),
-        }
-    return {
-        "kind": "agreement",
-        "machine": machine.card(),
-        "dtype": (base or StreamConfig()).dtype,
-        "tokens": tokens,
-        "modes": out,
-    }
-
-
-def memory_over(
-    path: str | Path,
-    config: StreamConfig,
-    tokens: int = 256,
-    every: int = 32,
-    prompt: str = PROMPTS[0],
-) -> dict[str, Any]:
-    """Memory of one long greedy run: does it grow, and is it what ``footprint`` predicts?
-
-    Args:
-        path (str or Path): The model.
-        config (StreamConfig): How to stream.
-        tokens (int): Decoded.
-        every (int): Tokens from one count to the next.
-        prompt (str): Before them.
-
-    Returns:
-        dict: ``tokens``, ``active_nbytes``, ``peak_nbytes`` (MLX's own count) and ``rss_nbytes`` at
-        every count, and ``predicted_nbytes``.
-    """
-    path = folder(path)
-    before = mx.get_active_memory()
-    model, tokenizer = load(path, config)
-    out = {
-        "kind": "memory",
-        "machine": machine.card(),
-        "config": dataclasses.asdict(config),
-        "tokens": [],
-        "active_nbytes": [],
-        "peak_nbytes": [],
-        "rss_nbytes": [],
-    }
-    out["predicted_nbytes"] = footprint(path, config).total_nbytes
-    with model:
-        cache = make_prompt_cache(model)
-        y = mx.argmax(model(mx.array([tokenizer.encode(prompt)]), cache=cache)[:, -1], axis=-1)
-        mx.eval(y)
-        for i in range(tokens + 1):
-            if i % every == 0:
-                out["tokens"].append(i)
-                out["active_nbytes"].append(mx.get_active_memory() - before)
-                out["peak_nbytes"].append(mx.get_peak_memory() - before)
-                out["rss_nbytes"].append(psutil.Process().memory_info().rss)
-                mx.reset_peak_memory()
-            y = mx.argmax(model(y[None], cache=cache)[:, -1], axis=-1)
-            mx.eval(y)
-    return out
-
-
 def ceilings(record: BenchRecord, speeds: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """What a mode could reach if reads were all that is added to the resident model's work.
 
@@ -376,9 +263,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command."""
-    base = stream_config(args)
-    configs = parse_modes(args.modes, base)
-    check_stream_options(args, configs)
+    base, configs = modes_given(args)
 
     def keep(record):
         if args.json:
@@ -405,8 +290,8 @@ def run(args: argparse.Namespace) -> int:
 def _as_resident(record):
     """Whether every mode that was asked for all experts decoded the resident model's tokens.
 
-    On a GPU that is no error: there half precision rounds otherwise when a prompt's experts are
-    grouped otherwise, which ``agreement`` measures.
+    On a GPU other tokens are no error: half precision rounds differently there when a prompt's
+    experts are grouped differently, which ``exactness.agreement`` measures.
     """
     if record.machine["device"] == "gpu":
         return True

@@ -86,7 +86,7 @@ def measure_samples(
 def rows_with_misses(
     misses: int, num: int, L: int, E: int, K: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Tokens of which each misses so many experts in K slots, all different while there are any.
+    """Tokens that each miss so many experts in K slots; none twice while there are others.
 
     Returns:
         np.ndarray: ``[T, L, K]``; T is ``num``, or less, at least 2, if E is too small for it.

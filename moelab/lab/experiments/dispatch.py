@@ -503,6 +503,7 @@ class Recorded:
         settings (dict[str, dict[str, Timed]]): ``loops`` of ``dense`` and ``moe`` by MLX's setting.
         operations (dict[str, int]): Operations in a layer of ``dense`` and of ``moe``.
         promotion (Timed): Of a later run on another host with the same GPU.
+        promotion_machine (dict): The card of that run.
     """
 
     machine: dict[str, Any]
@@ -513,6 +514,7 @@ class Recorded:
     settings: dict[str, dict[str, Timed]]
     operations: dict[str, int]
     promotion: Timed
+    promotion_machine: dict[str, Any]
 
     @property
     def name(self) -> str:
@@ -522,7 +524,7 @@ class Recorded:
 
 def recorded(name: str = "cuda_h200", later: str = "cuda_h200_exact_engine") -> Recorded:
     """Parses two records of ``data/recipes/cuda_run.py``; the later one has ``promotion``."""
-    record = records.recorded(name)
+    record, promoted = records.recorded(name), records.recorded(later)
     sections = record["sections"]
     both = sections["dense_and_moe"]
     both = {k: v for k, v in both.items() if isinstance(v, dict) and "moe" in v}
@@ -536,7 +538,8 @@ def recorded(name: str = "cuda_h200", later: str = "cuda_h200_exact_engine") -> 
         layer_operations=[sum(o.values()) for o in looped["operations_of_a_layer"]],
         settings={k: {n: Timed.parse(m) for n, m in v.items()} for k, v in both.items()},
         operations={n: sum(o.values()) for n, o in count.items()},
-        promotion=Timed.parse(records.recorded(later)["sections"]["promotion"]),
+        promotion=Timed.parse(promoted["sections"]["promotion"]),
+        promotion_machine=promoted["machine"],
     )
 
 

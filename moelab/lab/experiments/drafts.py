@@ -21,23 +21,22 @@ from mlx_lm.models.cache import make_prompt_cache
 from ... import DATA, StreamConfig, close, load
 from ...arguments import (
     add_json,
+    add_mode,
     add_model,
     add_number,
     add_prompts,
     add_stream_options,
-    check_stream_options,
+    mode_given,
     not_empty,
     or_auto,
     positive,
     several,
-    stream_config,
     zero_or_more,
 )
 from ...speculation.dflash import DFlashDraft
 from ...speculation.drafts import Draft, LookupDraft, ModelDraft
 from ...speculation.generate import speculative_generate_step
 from ...speculation.policy import Always, Policy
-from ...streaming.config import CHOICES
 from .. import limit, machine, oscache, records, timing
 from ..decode import encode
 from ..models import folder
@@ -562,9 +561,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MB",
         help="all runs in one process with so much memory, page cache included",
     )
-    parser.add_argument(
-        "--mode", choices=CHOICES["mode"], default="fused", help="(default: %(default)s)"
-    )
+    add_mode(parser)
     add_number(parser, "--tokens", 64, "decoded in each run")
     add_number(parser, "--runs", 5, "rounds")
     add_prompts(parser, "the model's held-out text")
@@ -574,11 +571,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The command."""
-    config = stream_config(args, mode=args.mode)
-    check_stream_options(args, {args.mode: config})
     compared = bench_draft(
         args.model,
-        config,
+        mode_given(args),
         args.draft,
         args.lengths,
         args.tokens,

@@ -17,8 +17,71 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from ... import StreamConfig, load
+from ...arguments import parse_modes
 from ...speculation.generate import speculative_generate_step
-from ..texts import heldout_code
+from .. import machine
+from ..models import folder
+from ..texts import PROMPTS, heldout_code
+from .bench import resident_like
+
+
+def agreement(
+    path: str | Path,
+    modes: str = "serial,buffers,stacked,fused",
+    base: StreamConfig | None = None,
+    tokens: int = 32,
+    prompt: str = PROMPTS[0],
+) -> dict[str, Any]:
+    """How near every mode's logits are to the resident model's.
+
+    All are fed the resident model's greedy tokens.
+
+    Args:
+        path (str or Path): The model.
+        modes (str): As for ``parse_modes``.
+        base (StreamConfig): What the modes have in common.
+        tokens (int): Decoded.
+        prompt (str): Before them.
+
+    Returns:
+        dict: By mode: ``prefill_error`` and ``decode_error``, the largest difference of a logit
+        over the standard deviation of the logits; ``same_tokens``, the share of steps with the
+        same best token; ``bit_for_bit`` of the decoded steps.
+    """
+    path = folder(path)
+    configs = {"resident": resident_like(base), **parse_modes(modes, base)}
+    out, baseline, ids = {}, None, None
+    for name, config in configs.items():
+        model, tokenizer = load(path, config)
+        with model:
+            prompt_ids = tokenizer.encode(prompt)
+            cache = make_prompt_cache(model)
+            logits = [
+                np.array(model(mx.array([prompt_ids]), cache=cache)[0, -1].astype(mx.float32))
+            ]
+            for i in range(tokens):
+                y = int(logits[-1].argmax()) if baseline is None else ids[i]
+                logits.append(
+                    np.array(model(mx.array([[y]]), cache=cache)[0, -1].astype(mx.float32))
+                )
+        logits = np.stack(logits)
+        if baseline is None:
+            baseline, ids = logits, logits.argmax(1).tolist()
+            continue
+        error = np.abs(logits - baseline).max(1) / baseline.std(1)
+        out[name] = {
+            "prefill_error": float(error[0]),
+            "decode_error": float(error[1:].max()),
+            "bit_for_bit": bool((logits == baseline)[1:].all()),
+            "same_tokens": float((logits.argmax(1) == baseline.argmax(1)).mean()),
+        }
+    return {
+        "kind": "agreement",
+        "machine": machine.card(),
+        "dtype": (base or StreamConfig()).dtype,
+        "tokens": tokens,
+        "modes": out,
+    }
 
 
 def chunks(
@@ -39,7 +102,7 @@ def chunks(
         list[dict]: For each T the largest difference to resident in each run, and whether the
         runs are equal among themselves.
     """
-    resident, tokenizer = load(path, StreamConfig(mode="resident", dtype=config.dtype))
+    resident, tokenizer = load(path, resident_like(config))
     files = [tokenizer.encode(t) for t in heldout_code(path).values()]
     text, other = files[0][:160], files[1][:200]
     want = {T: _logits(resident, text, T) for T in sizes}
@@ -87,7 +150,7 @@ def texts(
         list[dict]: For each number of drafts, how many of the n texts are the same twice, the
         same as resident with as many drafts, and the same as resident with none.
     """
-    resident, tokenizer = load(path, StreamConfig(mode="resident", dtype=config.dtype))
+    resident, tokenizer = load(path, resident_like(config))
     model, _ = load(path, config)
     files = [tokenizer.encode(t) for t in heldout_code(path).values()]
     prompts = [ids[: 40 + 7 * (i % 10)] for i, ids in enumerate(files * n)][:n]
@@ -139,7 +202,7 @@ def soak(
         dict: ``passes`` and how many are ``equal``, ``by_size`` the same for each T, ``tokens``,
         ``texts`` and ``texts_equal``.
     """
-    resident, tokenizer = load(path, StreamConfig(mode="resident", dtype=config.dtype))
+    resident, tokenizer = load(path, resident_like(config))
     model, _ = load(path, config)
     ids = [t for text in heldout_code(path).values() for t in tokenizer.encode(text)]
     by_size = {T: [0, 0] for T in sizes}

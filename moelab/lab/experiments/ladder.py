@@ -80,7 +80,8 @@ class Recorded:
     """The sections of two recorded CUDA runs that notebook 02 shows.
 
     Attributes:
-        machine (dict): The earlier run's card; the other host has the same GPU.
+        machine (dict): The card of today's run.
+        earlier_machine (dict): That of the earlier run, on another host with the same GPU.
         warm (BenchRecord): Today's ladder with the file in the page cache.
         slots (BenchRecord): Today's speed with several numbers of slots.
         all_in_slots (dict): Today's block with every expert in its slot, over the resident block
@@ -89,11 +90,12 @@ class Recorded:
         earlier (BenchRecord): The ladder of an earlier engine, in the page cache.
         cold (BenchRecord): The same with its pages dropped.
         reads (tuple): Reads in flight, and rows of GB/s: experts, cold.
-        agreement (dict[str, dict]): ``bench.agreement`` in float32 and in the checkpoint's dtype.
+        agreement (dict[str, dict]): ``exactness.agreement`` in float32 and the checkpoint's dtype.
         writes (Timed): ``slot_writes`` of 35B-A3B.
     """
 
     machine: dict[str, Any]
+    earlier_machine: dict[str, Any]
     warm: BenchRecord
     slots: BenchRecord
     all_in_slots: dict[str, Summary]
@@ -112,11 +114,12 @@ class Recorded:
 
 def recorded(name: str = "cuda_h200", today: str = "cuda_h200_exact_engine") -> Recorded:
     """Parses two records of ``data/recipes/cuda_run.py``: an earlier engine's and today's."""
-    file, now = records.recorded(name), records.recorded(today)["sections"]
-    sections = file["sections"]
+    file, file_today = records.recorded(name), records.recorded(today)
+    sections, now = file["sections"], file_today["sections"]
     agreed = {d: sections["agreement"][d]["modes"] for d in ("float32", "auto")}
     return Recorded(
-        machine=file["machine"],
+        machine=file_today["machine"],
+        earlier_machine=file["machine"],
         warm=BenchRecord.from_json(now["ladder_warm"]),
         slots=BenchRecord.from_json(now["slots"]),
         all_in_slots=now["all_in_slots"]["ratio"],
@@ -469,5 +472,5 @@ def one_reader_share(series: tuple[list[int], list[list[float]]]) -> float:
 
 
 def growth_nbytes(memory: dict[str, Any]) -> int:
-    """How much MLX's memory grew after the first count of ``bench.memory_over``."""
+    """How much MLX's memory grew after the first count of ``memory.measure``."""
     return memory["active_nbytes"][-1] - memory["active_nbytes"][1]

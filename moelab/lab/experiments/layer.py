@@ -18,9 +18,8 @@ from ...arguments import (
     add_modes,
     add_number,
     add_stream_options,
-    check_stream_options,
+    modes_given,
     parse_modes,
-    stream_config,
 )
 from ...streaming.layers import StreamedExperts
 from ...streaming.session import session_of
@@ -161,8 +160,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The command."""
-    base = stream_config(args)
-    configs = parse_modes(args.modes, base)
-    check_stream_options(args, configs)
+    base, configs = modes_given(args)
     record = bench_layer(args.model, configs, base, args.runs)
     records.print_and_save(report(record), record, args.json)

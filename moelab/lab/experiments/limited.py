@@ -20,10 +20,8 @@ from ...arguments import (
     add_number,
     add_prompts,
     add_stream_options,
-    check_stream_options,
-    parse_modes,
+    modes_given,
     positive,
-    stream_config,
     zero_or_more,
 )
 from .. import limit, machine, oscache, records, timing
@@ -325,9 +323,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The command."""
-    base = stream_config(args)
-    configs = parse_modes(args.modes, base)
-    check_stream_options(args, configs)
+    base, configs = modes_given(args)
     record = bench_limited(
         args.model,
         configs,

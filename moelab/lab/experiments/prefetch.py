@@ -193,9 +193,9 @@ def measure(
 
 
 def _preparation(folder) -> Callable:
-    """What happens before every token, with the clock stopped: a folder's pages are dropped.
+    """What happens before every token with the clock stopped: a cold folder's pages are dropped.
 
-    Warm tokens are prepared by nothing, so that both states run the same loop.
+    Before a warm token nothing happens, but the same loop runs.
     """
     return (lambda: oscache.drop_pages(folder)) if folder else (lambda: None)
 

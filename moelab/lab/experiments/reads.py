@@ -43,10 +43,10 @@ def bench_reads(
 
     The kinds of reads:
 
-    - ``experts``: all parts of each expert, what lies together at once, as streaming reads them:
-      large weights and small scales, or one piece where the model is packed. Eight experts a
-      call, as a layer asks for them.
-    - ``experts, 32 a call``: as a prompt does, which waits less often for the last read.
+    - ``experts``: all parts of each expert, parts that lie together in one read, as streaming reads
+      them: large weights and small scales, or one piece where the model is packed. Eight experts
+      in a call, as a layer asks for them.
+    - ``experts, 32 a call``: as a prompt asks for them, so that fewer calls wait for a last read.
     - ``weights``: the weights alone.
 
     fio reads with the same sizes and depth and never waits: each thread reads one block at a time,

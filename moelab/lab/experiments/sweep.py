@@ -4,9 +4,9 @@ Each point runs in a process of its own, limited before the model is loaded. A t
 experts there, and three things are measured one after another:
 
 - ``cold``: the first tokens, with the file dropped from the page cache and every slot empty;
-- ``reads``: tokens once the caches are full, without arithmetic. Slots, tables, reads, copies and
-  the page cache are the engine's own; nothing is computed. This is what a device that computes in
-  no time would see of the SSD;
+- ``reads``: tokens once the caches are full, without arithmetic. Slots, reads, copies and the page
+  cache are the real ones, but nothing is computed: what a device would take whose arithmetic takes
+  no time;
 - ``decode``: tokens with their arithmetic.
 
     python -m moelab sweep MODEL --limits 450,600,none --runs 5 --json FILE

@@ -42,7 +42,7 @@ def operation_bars(here: Timed, gpu: Recorded) -> go.Figure:
         "us an operation",
         f"On the GPU an operation in a chain costs {chained:.1f} us and one that is waited for "
         f"{waited:.0f} us; here {mine[0]:.1f} and {mine[1]:.0f} us.",
-        note=charts.recorded_note(vars(gpu), f"n={n}, warm-up 3"),
+        note=f"n={n}, warm-up 3; {charts.recorded_note(gpu.machine)}",
         scale=1e6,
         marks=[(i, claimed, f"{claimed:.0f} us (PR 90)") for i in range(2)],
     )
@@ -66,7 +66,7 @@ def expert_bars(here: Timed, gpu: Recorded, shape: str) -> go.Figure:
         "us for one layer's experts",
         f"Fusing gate and up brings {more[0]:.2f}x more (35B-A3B), {more[1]:.2f}x (122B-A10B), "
         f"{more[2]:.2f}x here.",
-        note=charts.recorded_note(vars(gpu), f"bfloat16; here {dtype}"),
+        note=f"bfloat16, here {dtype}; {charts.recorded_note(gpu.machine)}",
         scale=1e6,
     )
 
@@ -91,7 +91,7 @@ def count_bars(model: nn.Module, gpu: Recorded) -> go.Figure:
         f"model and {lost['moe']:.1f} us in its MoE model.",
         digits=2,
         note="views not counted; whiskers: quartiles over the layers; where MLX has no kernel for "
-        "a norm or a rotation, as on a CPU, it runs several operations",
+        f"a norm or a rotation, as on a CPU, it runs several; {charts.recorded_note(gpu.machine)}",
     )
 
 
@@ -135,7 +135,7 @@ def loop_bars(here: Timed, gpu: Recorded, model: str) -> go.Figure:
         f"On the GPU a token takes {over_ahead(gpu.loops, ROUTING_READ)} with every layer's "
         f"routing read, {over_ahead(gpu.loops, NOT_AHEAD)} when each token is read before the next "
         f"is scheduled, {over_ahead(gpu.loops, LOCK)} with a lock.",
-        note=charts.recorded_note(vars(gpu), "bfloat16"),
+        note=f"bfloat16; {charts.recorded_note(gpu.machine)}",
         scale=1e3,
     )
 
@@ -173,7 +173,8 @@ def promotion_bars(here: Timed, gpu: Recorded, model: str) -> go.Figure:
         "ms a token",
         f"With the scalar the last layer's activations are {types}: it reaches the end, and its "
         "price depends on which type the device computes faster.",
-        note="bfloat16 model, one run for each sample",
+        note="bfloat16 model, one run for each sample; "
+        + charts.recorded_note(gpu.promotion_machine),
         scale=1e3,
     )
 

@@ -46,6 +46,10 @@ def _sources(here, gpu):
     }
 
 
+def _recorded_note(gpu):
+    return charts.recorded_note(gpu.machine, earlier=gpu.earlier_machine)
+
+
 def published_bars() -> go.Figure:
     """PR 26's speeds beside what its SSD would allow if every expert were read."""
     told = records.PUBLISHED["PR 26"]
@@ -74,7 +78,7 @@ def agreement_table(here: dict[str, Any], gpu: Recorded) -> None:
     """Shows how far each rung's logits are from the resident model's.
 
     Args:
-        here (dict): Of ``bench.agreement``.
+        here (dict): Of ``exactness.agreement``.
         gpu (Recorded): The recorded run.
     """
     sources = {style.HERE: here["modes"]}
@@ -110,7 +114,8 @@ def read_lines(cold: ReadsRecord, gpu: Recorded, expert_nbytes: int) -> go.Figur
         "reads in flight",
         "GB/s, cold",
         f"Best rates in GB/s: {told}.",
-        note=f"experts of {expert_nbytes / 1e6:.2f} MB, pages dropped before each run",
+        note=f"experts of {expert_nbytes / 1e6:.2f} MB, pages dropped before each run; "
+        + charts.recorded_note(gpu.earlier_machine),
         ceilings=direct,
     )
 
@@ -127,7 +132,7 @@ def rung_bars(here: BenchRecord, gpu: Recorded) -> go.Figure:
         "ms a token",
         f"Resident takes {mine_ms:.0f} ms here and {gpu_ms:.1f} ms on the GPU. The earlier engine "
         "ran on another host with the same GPU.",
-        note=charts.recorded_note(vars(gpu), "layers of 35B-A3B; here float32, there bfloat16"),
+        note=f"layers of 35B-A3B; here float32, there bfloat16; {_recorded_note(gpu)}",
         scale=1e3,
         marks=[(0, mine_ms, "resident")],
     )
@@ -162,7 +167,8 @@ def multiple_lines(here: BenchRecord, gpu: Recorded) -> go.Figure:
         f"PR 26's rewrite is {told['parallel']:.1f} times as fast as its first version. From "
         f"parallel reads to slots PR 90 reports {told['slots'] / told['parallel']:.2f} or 1.046; "
         f"the GPU here gives {on_gpu['slots'] / on_gpu['parallel']:.2f}.",
-        note="published: Qwen3.5-122B-A10B on an M1 Ultra, top-8 (PR 26) and top-6 (PR 90)",
+        note="published: Qwen3.5-122B-A10B on an M1 Ultra, top-8 (PR 26) and top-6 (PR 90); "
+        + _recorded_note(gpu),
         log_x=False,
     )
 
@@ -178,7 +184,7 @@ def part_bars(here: BenchRecord, gpu: Recorded) -> go.Figure:
         "Slow arithmetic hides the reads. Where arithmetic is fast, reads and the wait for the "
         "routing are what is left. With every expert in its slot a fused block takes "
         f"{block['median']:.2f} times the resident block and one evaluation on the GPU.",
-        note=charts.recorded_note(vars(gpu), "the share of the rung gate+up in the title"),
+        note=f"the share of the rung gate+up in the title; {_recorded_note(gpu)}",
     )
 
 
@@ -201,7 +207,7 @@ def write_lines(gpu: Recorded) -> go.Figure:
         f"alone, at about {LINK_GBs} GB/s, would take {nbytes / LINK_GBs / 1e6:.2f}.",
         note="gate and up of a 35B-A3B expert, from host memory into an array of 64 slots",
         log_x=False,
-        card=gpu.machine,
+        card=gpu.earlier_machine,
     )
 
 
@@ -233,7 +239,8 @@ def slot_lines(swept: BenchRecord, gpu: Recorded, slots: int, experts: int) -> g
         f"Hits: {told}; by chance {slots} slots would hit {slots / experts:.0%}. In layers of "
         f"random weights 64 of 256 slots hit {gpu.warm.hit_rate('fused'):.0%} ({gpu.name}); over "
         f"one short prompt: {there}.",
-        note=f"{swept.model}, {swept.tokens} tokens a run, page cache warm",
+        note=f"{swept.model}, {swept.tokens} tokens a run, page cache warm; "
+        + charts.recorded_note(gpu.machine),
         ceilings=[(resident, "resident")],
     )
 
@@ -259,7 +266,8 @@ def together_lines(timed: Timed, gpu: Recorded, tokens: Sequence[int]) -> go.Fig
         "us a token, experts of one layer",
         f"At {tokens[-1]} tokens: {told} a token; alone {us[orders[0]][0]:.0f} us. "
         f"{gpu.name}, 35B-A3B's shape: {there}; alone {there_alone:.0f} us.",
-        note=f"D={timed.config['D']}, F={timed.config['F']}, {timed.config['E']} experts, resident",
+        note=f"D={timed.config['D']}, F={timed.config['F']}, {timed.config['E']} resident experts; "
+        + charts.recorded_note(gpu.machine),
     )
 
 
@@ -281,7 +289,7 @@ def memory_lines(memory: dict[str, Any], gpu: Recorded, model: str) -> go.Figure
     """MLX's memory over one long run.
 
     Args:
-        memory (dict): Of ``bench.memory_over``.
+        memory (dict): Of ``memory.measure``.
         gpu (Recorded): The recorded run.
         model (str): The model's name.
     """
@@ -299,7 +307,7 @@ def memory_lines(memory: dict[str, Any], gpu: Recorded, model: str) -> go.Figure
         f"{held[-1]:.1f} MB are held after {at[-1]} tokens; the model alone was predicted to take "
         f"{predicted:.1f}. {gpu.name}, 64 slots: {there[0] / 1e6:.0f} MB at the peak, "
         f"{there[1] / 1e6:.0f} predicted.",
-        note=f"{model}, fused, 16 slots, one run",
+        note=f"{model}, fused, 16 slots, one run; {charts.recorded_note(gpu.machine)}",
         log_x=False,
         ceilings=[(predicted, "predicted")],
     )
@@ -315,7 +323,7 @@ class Results:
         swept (BenchRecord): Of ``sweep``.
         prompt (PromptReads): Of ``prompt_reads``.
         varied (Variation): Of ``measure_prompts``.
-        memory (dict): Of ``bench.memory_over``.
+        memory (dict): Of ``memory.measure``.
     """
 
     ladder: BenchRecord

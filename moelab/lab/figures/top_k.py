@@ -120,7 +120,7 @@ def gpu_chart(speeds: Speeds, name: str = GPU_RECORD) -> go.Figure:
     device = file["machine"]["gpu"]
     return charts.bars(
         {
-            "this machine now": {f"K={k}": r for k, r in here.items()},
+            style.HERE: {f"K={k}": r for k, r in here.items()},
             f"{device}, recorded": {f"K={k}": ratios[k] for k in by_k if k != full},
         },
         f"On the {device} K={least} is {np.median(ratios[least]):.2f} times as fast as K={full}, "
@@ -128,7 +128,8 @@ def gpu_chart(speeds: Speeds, name: str = GPU_RECORD) -> go.Figure:
         "speed over the full K",
         f"On the GPU, in tok/s: {told}; hits: {hits}.",
         note=f"{device}: 8 layers of 35B-A3B, random weights, 64 of 256 slots, bfloat16, warm, "
-        f"{gpu.tokens} tokens a run, n={len(gpu.modes[by_k[full]].samples)}",
+        f"{gpu.tokens} tokens a run, n={len(gpu.modes[by_k[full]].samples)}; "
+        + charts.recorded_note(file["machine"]),
     )
 
 

@@ -30,6 +30,8 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 STARTUP_S = 600  # a kernel starts in seconds, unless the machine is busy
 PLOTLY_FILE = "plotly.min.js"
 NO_SLIDERS = "<p><i>Run the notebook in JupyterLab to get the sliders.</i></p>"
+# A bar as tqdm draws it, up to its clock: "runs: 50%|███     | 1/2 [00:01<00:01, 1.0 s/run]".
+BAR = re.compile(r"[^\r\n]*\[[\d:]+[<,][^\]\r\n]*\]")
 STYLE = "body{max-width:48em;margin:2em auto;padding:0 1em;font:16px/1.5 system-ui,sans-serif}"
 
 
@@ -71,6 +73,18 @@ def embed_drawings(source: str, folder: Path) -> str:
         return f"{match[1]}data:{kind};base64,{data}"
 
     return re.sub(r'(!\[[^\]]*\]\(|<img[^>]* src=")(?!\w+:)([^)"\s]+)', embedded, source)
+
+
+def drop_progress(notebook) -> None:
+    """Removes what progress bars left on stderr; a page shows even blanks as a coloured band."""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if not _is_progress(output)]
+
+
+def _is_progress(output):
+    stderr = output.output_type == "stream" and output.name == "stderr"
+    return stderr and not BAR.sub("", output.text).strip()
 
 
 def _still(output, name: str):
@@ -124,6 +138,7 @@ def page(source: Path, target: Path) -> tuple[Summary, str | None]:
             client.execute()
         except CellExecutionError as error:
             failed = str(error)
+    drop_progress(notebook)
     for c, cell in enumerate(notebook.cells):
         if cell.cell_type == "markdown":
             text = embed_drawings(cell.source, source.parent)

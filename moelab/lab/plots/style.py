@@ -120,7 +120,8 @@ def figure(
         height (int): Pixels of the plot; title, note and legend come on top.
         **layout: More of ``go.Layout``.
     """
-    where = card if isinstance(card, str) else card_line(card)
+    source = "recorded" if card else "here"
+    where = card if isinstance(card, str) else f"{source}: {card_line(card)}"
     titles = wrap(title, TITLE_CHARACTERS)
     notes = [line for text in (note, where) if text for line in wrap(text, NOTE_CHARACTERS)]
     top = HEADER + TITLE_LINE * len(titles) + NOTE_LINE * len(notes)

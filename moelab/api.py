@@ -1,0 +1,14 @@
+"""The public names of ``moelab``, from the rooms that they live in."""
+
+# ruff: noqa: F401 (``__init__`` hands them on)
+
+from .checkpoint import CheckpointError
+from .speculation.drafts import ModelDraft
+from .speculation.generate import speculative_generate
+from .streaming.config import StreamConfig
+from .streaming.footprint import Footprint, footprint
+from .streaming.model import close, load
+from .streaming.reader import ReadError
+from .streaming.record import record
+from .streaming.session import Stats, stats
+from .streaming.trace import Trace, TraceError
