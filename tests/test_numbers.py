@@ -440,9 +440,10 @@ PASSAGES = {
          slower_streamed),
         ("memory for {}% of the file, going from {} slots to {} takes the reads from {} MB a token "
          "to {}", lambda: (share_of_the_file(), 8, 97, *sweep_mb(8, 97))),
-        ("drafting {} tokens a round decodes {} times as fast as not drafting ({} of 5 texts equal "
-         "to the undrafted one, which is rounding: resident, as many are), the policy that chooses "
-         "the number only {} ({} of 5)", lambda: (7, *gpu_drafts("draft_48_slots"))),
+        ("drafting {} tokens a round decodes {} times as fast as not drafting ({} of 5 texts "
+         "equals the undrafted one: that is rounding, since resident as many do); with the policy "
+         "that chooses the number it is only {} ({} of 5)",
+         lambda: (7, *gpu_drafts("draft_48_slots"))),
     ],
     ("README.md", "## What was measured where", "## Licence"): [
         ("The recorded runs come from {} cores", cpu_cores),
@@ -769,6 +770,11 @@ def rounds_and_prompts():
     return record["rounds"] * record["prompts"], record["prompts"]
 
 
+def prompts_and_rounds_of_each():
+    rounds, prompts = rounds_and_prompts()
+    return prompts, rounds // prompts
+
+
 def state_faults():
     """Tau with nothing wrong and with each fault; after the first the rounds that accept 0 or 1."""
     left, restored, off = (
@@ -812,9 +818,10 @@ STATED = {
     ],
     "02_expert_streaming": [
         ("A model of {} GB on a computer with {} GB", lambda: (70, 64)),  # PR 26's
-        ("makes most of the climb**: {} of {} times", lambda: climbs()[:2]),
-        ("beats mlx-lm: {} of its resident speed", lambda: [both_cores()[0].partition(" ")[0]]),
-        ("decode {} times as fast as one read at a time; slots and one call fewer bring it to {} "
+        ("gains most**: {} of {} times on an H200", lambda: climbs()[:2]),
+        ("beats mlx-lm: {} times its speed with every",
+         lambda: [both_cores()[0].partition(" ")[0]]),
+        ("decodes {} times as fast as one at a time; slots and one call fewer bring it to {} "
          "times; with all experts in memory it is {} times faster still ({} against {} tok/s, {} "
          "layers of 35B-A3B, {} of {} slots", climbs),
         ("gave {}, {} and {} times ({} against {} tok/s), and {} times for all steps",
@@ -823,7 +830,8 @@ STATED = {
         ("on two cores: {} of resident, n={}", both_cores),
         (", {} layers of 35B-A3B, float32 (`data", lambda: [4]),  # of notebook 02's checkpoint
         ("{} x {} x {} MB = {} GB in Qwen3.5-122B-A10B", token_of_122b),
-        ("first {} tok/s cannot have come from an SSD at {} GB/s alone, nor its {} tok/s",
+        ("first speed, {} tok/s, can have come from an SSD at {} GB/s alone, nor its last, {} "
+         "tok/s, from one at",
          lambda: published("PR 26", "serial, top-8", "SSD rate of the original (GB/s)",
                            "buffers, top-8")),
         ("({} of {} settings", exact_settings),
@@ -841,16 +849,15 @@ STATED = {
         ("reads ahead, {1} with {0} slots, {3} with {2}, {5} with {4}.",
          lambda: [n for s in (8, 67, 157) for n in (s, *sweep_ms(s, ahead=True))]),
         ("In memory for {}% of the file slots hardly matter: {} to {} ms", sweep_flat),
-        ("the memory of {} slots makes a token take {} times as long",
+        ("the memory of {0} slots, make a token's reads take {1} times as long as {0} more slots",
          lambda: (pinned_slots(), pinned_over_slots())),
-        ("({} MB for a file of {}, reads, n={})", pinned_sizes),
+        ("would ({} MB for a file of {}, n={})", pinned_sizes),
         ("Qwen3.5-35B-A3B, {} GB on disk. Under a limit of {} GB", sweep_sizes),
         ("the worst point is off by {}%", lambda: [replay_error()]),
     ],
     "04_prefetch": [
-        ("(`tiny-moe`, {} of {} slots, {} CPU cores), storing each expert in one piece gives {} "
-         "times the speed, the best guess on top of it {} times, and knowing every choice {} times",
-         guesses),
+        ("storing each expert in one piece gives {3} times the speed, and the best guess on top of "
+         "it {4} times (`tiny-moe`, {0} of {1} slots, two CPU cores)", guesses),
         ("into one piece gave {} times the speed, the next layer's router on top of it {}, and "
          "knowing every choice {}; as shipped, the look-ahead gave {} and the oracle {} "
          "(`tiny-moe`, {} of {} slots, {} CPU cores, n={})", guesses_with_quartiles),
@@ -862,8 +869,8 @@ STATED = {
         ("{} KB at {} GB/s take {} µs", copied_expert),
     ],
     "05_top_k": [
-        ("(K={}), K={} can be {} times as fast and needs {}% more bits for the same text; K={} can "
-         "be {} times as fast and needs {}% more",
+        ("trained with K={0}, can be {2} times as fast with K={1}, and it needs {3}% more bits for "
+         "the same text; with K={4} it can be {5} times as fast, and needs {6}% more",
          lambda: (8, 4, *speedups(4), bits(4), 2, *speedups(2), bits(2))),
         ("At K={} instead of {} a token uses a quarter of the expert bytes, yet bytes allow only "
          "{} times the speed ({} with the 122B's shapes, {} published), for {} more bits per byte",
@@ -887,14 +894,15 @@ STATED = {
     ],
     "07_speculative_streaming": [
         ("On one H200 with {} of {} experts in slots, {} drafts a round ran at {} times the speed "
-         "of not drafting, but moelab's policy, which chooses the number, at {} only",
+         "of not drafting. moelab's policy, which chooses the number, reached only {}:",
          lambda: (48, 64, 7, *gpu_medians()[:2])),
         ("with {} drafts and all {} slots it runs at {} times the speed of not drafting, at {} "
          "under the policy ({} greedy tokens of text that repeats itself, n={})", lookup_gain),
         ("On one H200 with {} slots, {} drafts of tiny-draft run at {} ({} of 5 texts equal to the "
          "undrafted one: rounding) and the policy at {} ({} of 5), tiny-dflash at {} ({}) and {} "
          "({}; {} tokens, n={})", drafts_on_a_gpu),
-        ("An earlier engine and policy gave {} and {}, {} and {} on an H100",
+        ("An earlier engine and policy gave {} and {} (tiny-draft), {} and {} (tiny-dflash) on an "
+         "H100",
          lambda: gpu_medians("cuda_h100_drafts")),
         ("in {} of {} texts it drafts little", mostly_undrafted),
         ("may lose {:.0f}% at most on a long text", lambda: [200 * Policy().risk]),
@@ -902,8 +910,8 @@ STATED = {
     "08_dflash": [
         ("a block of {} tokens at once. Its paper reports {} to {} accepted; SwiftLM's issue 91 "
          "reports {} or {} on a streamed", lambda: (faults.BLOCK, 5, 6, 0, 1)),
-        ("round, falls from {} to {} on tiny-moe ({} rounds behind {} held-out prompts each",
-         lambda: (tau(FINE), tau(LEFT), *rounds_and_prompts())),
+        ("falls from {} to {} on `tiny-moe` ({} held-out prompts, {} rounds behind each",
+         lambda: (tau(FINE), tau(LEFT), *prompts_and_rounds_of_each())),
         ("over {} rounds behind {} held-out code prompts", rounds_and_prompts),
         ("; {}% intervals over prompts", lambda: [95]),  # `low` and `high`: experiments/faults.py
         ("tau is {} with nothing wrong, {} with rejected tokens left in the recurrent state ({}% "

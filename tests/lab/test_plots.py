@@ -35,7 +35,7 @@ def test_a_slider_redraws_the_live_figure(explorer):
     explorer.set(top_k=2, slots=4)  # another number of traces
     assert [t.type for t in explorer.figure.data] == ["scatter", "bar"]
     assert explorer.figure.layout.title.text.startswith("top-k 2<br>")
-    assert "2 of 4" in explorer._words.value
+    assert explorer.title == "top-k 2" and "2 of 4" in explorer._words.value
     explorer.assert_ok()
 
 
@@ -91,6 +91,8 @@ def test_bars_say_every_number_in_words():
     )
     assert fig.layout.meta["alt"] == "Bars of ms. here: a 2.00, b 4.00. there: a 5.00."
     assert fig.layout.xaxis2.range[1] > 9 and "found" in style.words(fig)
+    fig = charts.bars({"ms": {"a": [1.0]}}, title="t", axis="", finding="f")
+    assert fig.layout.meta["alt"] == "Bars. ms: a 1.00."
 
 
 def test_lines_and_parts_carry_their_words():
@@ -150,3 +152,16 @@ def test_preset(monkeypatch, capsys):
     P = preset(tokens=(128, 16), slots=16, modes=["a", "b"])
     assert P.tokens in (128, 16) and P.slots == 16 and P.modes == ["a", "b"]
     assert "preset=" in capsys.readouterr().out
+
+
+def test_lines_of_a_title_are_about_equally_long_and_no_span_is_cut():
+    assert style.wrap("one two three four five", 20) == ["one two three", "four five"]
+    assert style.wrap("it takes 12.7 [12.5 - 12.8] ms", 22) == ["it takes 12.7", "[12.5 - 12.8] ms"]
+    assert style.wrap("", 20) == [""] and style.wrap("a & b", 20) == ["a &amp; b"]
+
+
+def test_the_label_of_a_limit_keeps_off_a_line_that_begins_above_it():
+    for start, anchor in ((1.05, "top"), (0.2, "bottom")):  # under the limit, or over it
+        series = {"s": ([1, 2], [[start], [2.0]])}
+        fig = charts.lines(series, "t", "x", "y", "f", ceilings=[(1.0, "limit")])
+        assert fig.layout.annotations[0].yanchor == anchor

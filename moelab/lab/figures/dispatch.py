@@ -101,8 +101,8 @@ def alone_bars(gpu: Recorded) -> go.Figure:
     lost = {n: told[f"{n}, Python"] / told[f"{n}, Swift"] for n in slower}
     return charts.bars(
         {
-            n: {how: gpu.settings[how][n].samples[AHEAD] for how in (CLEAN, ALONE)}
-            for n in ("dense", "moe")
+            label: {how: gpu.settings[how][n].samples[AHEAD] for how in (CLEAN, ALONE)}
+            for label, n in (("dense", "dense"), ("MoE", "moe"))
         },
         f"Every operation sent alone: the dense model {slower['dense']:.2f}x slower, "
         f"the MoE model {slower['moe']:.2f}x",

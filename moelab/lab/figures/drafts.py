@@ -89,8 +89,8 @@ def reads_chart(passes: Passes, num_layers: int, note: str) -> go.Figure:
     experts = {m: [p.misses / num_layers for p in samples] for m, samples in passes.items()}
     return charts.lines(
         {"read": (list(experts), list(experts.values()))},
-        f"{most} positions read {np.mean(experts[most]):.0f} experts in a layer, "
-        f"one reads {np.mean(experts[1]):.1f}",
+        f"{most} positions read {np.median(experts[most]):.0f} experts in a layer, "
+        f"one reads {np.median(experts[1]):.1f}",
         "positions in the pass (m)",
         "experts read in a layer",
         f"Share of the pass spent waiting for reads: {waits}.",
@@ -208,7 +208,7 @@ def gpu_details(now: DraftsRecord, planned: DraftsRecord, free: DraftsRecord) ->
         f"Planning attention for each new length adds {plan - none:.0f} ms to a pass over "
         f"{positions} positions (recorded on an H200).\n"
         f"Resident, a token takes {1e3 / np.median(alone.tok_s(PLAIN)):.0f} ms, and kernels that "
-        f"MLX compiled within one text took {stall_s:.0f} s of it."
+        f"MLX compiled within one text took {stall_s:.0f} s of that text."
     )
 
 

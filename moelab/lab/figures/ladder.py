@@ -102,7 +102,7 @@ def read_lines(cold: ReadsRecord, gpu: Recorded, expert_nbytes: int) -> go.Figur
         expert_nbytes (int): One expert.
     """
     mine = records.reads_GBs(cold)
-    series = {("the engine" if by == "moelab" else by): s for by, s in mine.items()}
+    series = {("the engine, here" if by == "moelab" else by): s for by, s in mine.items()}
     series[f"the engine, {gpu.name}"] = gpu.reads
     best = {n: max(np.median(r) for r in rows) for n, (_, rows) in series.items()}
     direct = [(best["fio direct"], "fio direct")] if "fio direct" in best else []
@@ -236,10 +236,9 @@ def slot_lines(swept: BenchRecord, gpu: Recorded, slots: int, experts: int) -> g
         f"{mode} of {experts}: {swept.hit_rate(mode):.0%} hits, {ratio:.2f} of the resident speed",
         "slots in each layer",
         "tok/s",
-        f"Hits: {told}; by chance {slots} slots would hit {slots / experts:.0%}. In layers of "
-        f"random weights 64 of 256 slots hit {gpu.warm.hit_rate('fused'):.0%} ({gpu.name}); over "
-        f"one short prompt: {there}.",
-        note=f"{swept.model}, {swept.tokens} tokens a run, page cache warm; "
+        f"By chance {slots} slots would hit {slots / experts:.0%}. {gpu.name}, random weights, one "
+        f"short prompt: {there}.",
+        note=f"{swept.model}, {swept.tokens} tokens a run, page cache warm; hits here: {told}; "
         + charts.recorded_note(gpu.machine),
         ceilings=[(resident, "resident")],
     )
@@ -261,7 +260,7 @@ def together_lines(timed: Timed, gpu: Recorded, tokens: Sequence[int]) -> go.Fig
     there_alone = gpu.together.median_s(f"1 {orders[0]}") * 1e6
     return charts.lines(
         series,
-        f"At {tokens[-1]} tokens at once each takes {alone / last:.2f} times less than alone",
+        f"A token is {alone / last:.2f} times as fast in a call of {tokens[-1]} as alone",
         "tokens at once (T)",
         "us a token, experts of one layer",
         f"At {tokens[-1]} tokens: {told} a token; alone {us[orders[0]][0]:.0f} us. "
@@ -410,7 +409,7 @@ def verdicts(gpu: Recorded, here: Results, slots: int, experts: int) -> list[cha
             "B6",
             "results vary by about 5% between prompts because routing does",
             "depends on",
-            f"noise and length: {here.varied.between:.0%} between prompts, "
+            f"noise and length, not hits: {here.varied.between:.0%} between prompts, "
             f"{here.varied.within:.0%} between runs of the same",
         ),
     ]

@@ -82,7 +82,7 @@ def bars(
         for value, text in here:
             side = "left" if value > 0.6 * top else "right"
             style.ceiling(fig, value, text, axis="x", side=side, log=log, **place)
-    return style.describe(fig, f"Bars of {axis or title}. " + ". ".join(words) + ".", finding)
+    return style.describe(fig, _told("Bars", axis, words), finding)
 
 
 def parts(
@@ -124,8 +124,8 @@ def parts(
             f"{m} " + ", ".join(f"{p} {v * scale:.3g}" for p, v in x.items())
             for m, x in modes.items()
         )
-        words.append(f"{label}: " + "; ".join(told))
-    return style.describe(fig, f"Stacked bars of {axis}. " + ". ".join(words) + ".", finding)
+        words.append((f"{label}: " if label else "") + "; ".join(told))
+    return style.describe(fig, _told("Stacked bars", axis, words), finding)
 
 
 def lines(
@@ -159,14 +159,17 @@ def lines(
         told = ", ".join(f"{np.median(r):.3g} at {v}" for v, r in zip(xs, rows))
         words.append(f"{name}: {told}")
         top += [np.percentile(r, 75) for r in rows]
+    starts = [np.median(rows[0]) for _, rows in series.values()]
     for value, label in ceilings:
-        style.ceiling(fig, value, label)
+        room = 0.1 * max(top)  # of a label above the line, where the series begin
+        style.ceiling(fig, value, label, below=any(0 <= y0 - value < room for y0 in starts))
         words.append(f"Ceiling, {label}: {value:.3g}")
     if log_x:
         values = sorted({v for xs, _ in series.values() for v in xs})
         fig.update_xaxes(type="log", tickvals=values, ticktext=[str(v) for v in values])
     fig.update_yaxes(range=[0, 1.12 * max(top)])
-    return style.describe(fig, f"{y} over {x}. " + ". ".join(words) + ".", finding)
+    over = f"{y} over {x}" if x else y
+    return style.describe(fig, f"{over}. " + ". ".join(words) + ".", finding)
 
 
 def verdicts(rows: Sequence[Verdict]) -> None:
@@ -231,6 +234,11 @@ def _short(card):
 def _names(sources):
     """Every variant of any source, in order."""
     return list(dict.fromkeys(name for variants in sources.values() for name in variants))
+
+
+def _told(kind, axis, words):
+    """Alternative text; without an axis for all panels, their labels say what they show."""
+    return ". ".join([f"{kind} of {axis}" if axis else kind, *words]) + "."
 
 
 def _label(name, characters=LABEL_CHARACTERS):

@@ -6,6 +6,7 @@ widget or a page can show both.
 
 import html
 import math
+import re
 import textwrap
 
 import numpy as np
@@ -29,6 +30,7 @@ TITLE_LINE, NOTE_LINE = 22, 16
 PLOT_HEIGHT = 300
 HEADER, FOOTER = 34, 54  # above the plot besides title and note; below it: ticks and axis title
 LEGEND_LINE, LEGEND_WIDTH, LEGEND_KEY, CHARACTER = 22, 800, 55, 7.5
+SPAN, NO_BREAK = re.compile(r"\[[^\[\]]*\]"), "\u00a0"
 
 _AXIS = {
     "gridcolor": "#E6E6E6",
@@ -96,8 +98,18 @@ def whiskers(low, mid, high) -> dict:
 
 
 def wrap(text: str, characters: int) -> list[str]:
-    """The lines of a text for a figure, escaped; HTML entities count as what they show."""
-    return [html.escape(line, quote=False) for line in textwrap.wrap(text, characters)] or [""]
+    """The lines of a text for a figure, escaped; HTML entities count as what they show.
+
+    No more lines than needed, of about the same length; a span as ``[1.2 - 1.4]`` stays in one.
+    """
+    text = SPAN.sub(lambda span: span[0].replace(" ", NO_BREAK), text)
+    lines = textwrap.wrap(text, characters)
+    while len(lines) > 1:
+        shorter = textwrap.wrap(text, max(map(len, lines)) - 1)
+        if len(shorter) > len(lines):
+            break
+        lines = shorter
+    return [html.escape(line.replace(NO_BREAK, " "), quote=False) for line in lines] or [""]
 
 
 def figure(
@@ -163,6 +175,7 @@ def ceiling(
     axis: str = "y",
     side: str = "right",
     log: bool = False,
+    below: bool = False,
     **where,
 ) -> None:
     """Draws a limit (the SSD's rate, the memory there is) as a labelled line.
@@ -174,6 +187,7 @@ def ceiling(
         axis (str): ``y`` for a horizontal line, ``x`` for a vertical one.
         side (str): Of a vertical line that its label stands on.
         log (bool): Whether ``axis`` is logarithmic.
+        below (bool): Whether the label of a horizontal line stands under it.
         **where: ``row`` and ``col`` of a subplot.
     """
     line = {
@@ -182,7 +196,9 @@ def ceiling(
         "annotation_font": {"size": 12, "color": GREY},
     }
     if axis == "y":
-        fig.add_hline(value, annotation_position="top left", **line, **where)
+        fig.add_hline(
+            value, annotation_position=f"{'bottom' if below else 'top'} left", **line, **where
+        )
     else:
         fig.add_vline(value, annotation_position=f"top {side}", **line, **where)
     if log:  # plotly takes an annotation's place as the logarithm, a shape's as the value

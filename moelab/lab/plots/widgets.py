@@ -15,6 +15,7 @@ from . import style
 
 WIDTH = 920  # pixels: a live figure does not follow the page's width by itself
 STATE_CLASS = "moelab-state"  # of the line under the controls, for tests in a browser
+NOTE = "<br><span "  # begins the note in a live figure's title
 _WIDE = {"style": {"description_width": "110px"}, "layout": {"width": "460px"}}
 
 
@@ -79,6 +80,11 @@ class Explorer:
     def values(self) -> dict:
         """The controls' values by name."""
         return {name: control.value for name, control in self.controls.items()}
+
+    @property
+    def title(self) -> str:
+        """What the figure found, as text: its title without the note below it."""
+        return self.figure.layout.title.text.partition(NOTE)[0].replace("<br>", " ")
 
     def _changed(self, _):
         if self._quiet:
@@ -151,9 +157,9 @@ def _live(fig):
     layout = {**fig.layout.to_plotly_json(), "width": WIDTH}
     title = dict(layout["title"])
     note = title.pop("subtitle")["text"]
-    span = f"<span style='font-size:12px;color:{style.GREY}'>{note}</span>"
+    span = f"{NOTE}style='font-size:12px;color:{style.GREY}'>{note}</span>"
     top = title["pad"]["t"] + 3 * (1 + note.count("<br>"))  # a longer text begins higher
-    return {**layout, "title": {**title, "text": f"{title['text']}<br>{span}", "pad": {"t": top}}}
+    return {**layout, "title": {**title, "text": f"{title['text']}{span}", "pad": {"t": top}}}
 
 
 def _replace(old, new: dict):
