@@ -3,7 +3,8 @@
 The names, shapes, types and order of the tensors are those of mlx-lm's own model of the published
 configuration, which is built lazily and never evaluated. The bytes are written in chunks, so that
 a 200 GB checkpoint needs little memory. The model writes noise, but each layer costs as much to
-read and to compute as the real one.
+read and to compute as the real one. Random routers choose nearly uniformly, where caches hit least;
+with ``routing`` they repeat their experts as a recorded trace does.
 """
 
 import argparse
@@ -22,6 +23,8 @@ import numpy as np
 
 from .arguments import add_number, not_empty, positive, zero_or_more
 from .partial import begin, clear, finish
+from .replay import by_token
+from .streaming.trace import Trace
 
 JOURNAL = "synthesize.json"  # in the folder while ``synthesize`` writes there
 GROUP_SIZE, BITS = 64, 4  # of the quantization; mlx-lm's own defaults
@@ -176,6 +179,11 @@ def _bf16(x):
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
+def _float32(bits):
+    """The float32 of bfloat16 bits."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
 def _scale_table(path, fan_in, bits):
     """256 scales and their biases as bfloat16 bits, for weights uniform around zero."""
     levels = 2**bits
@@ -183,11 +191,111 @@ def _scale_table(path, fan_in, bits):
     gain = next((g for suffix, g in GAINS.items() if path.endswith(suffix)), 1.0)
     std = gain if path.endswith("embed_tokens") else gain / np.sqrt(fan_in)
     scales = _bf16(np.linspace(0.5, 1.5, 256) * std / std_of_levels)
-    exact = (scales.astype(np.uint32) << 16).view(np.float32)
-    return scales, _bf16(-(levels - 1) / 2 * exact)
+    return scales, _bf16(-(levels - 1) / 2 * _float32(scales))
 
 
-def _chunks(tensor, shapes, seed, silent_rows):
+# What writes to the residual stream, beside the embedding.
+WRITERS = ("o_proj", "out_proj", "down_proj")
+# What a router says for a token's experts, the most frequent first; for all others nearly 0.
+LOGITS = (4.0, 3.0)
+
+
+class Routers:
+    """Routers that choose by the token alone, written into a checkpoint's random weights.
+
+    The first R dimensions of the residual stream hold a code for the token's kind: a row of a
+    Hadamard matrix, so that all R codes are orthogonal. They come from the embedding, and no layer
+    changes them, since the rows of the projections that would write there are zero. Each router
+    reads these dimensions only, and its weights are the sum over all kinds of wanted logits times
+    code. The other dimensions are as random as without it, so that the text depends on every layer
+    as before.
+
+    Args:
+        config (dict): The model's.
+        tensors (list[Tensor]): The checkpoint's.
+        trace (Trace): Of a text in the checkpoint's tokenizer.
+        seed (int): Of what the trace leaves open.
+
+    Raises:
+        ValueError: If the trace does not fit, or the model has other routers.
+    """
+
+    def __init__(self, config: dict, tensors: list[Tensor], trace: Trace, seed: int):
+        text = config.get("text_config", config)
+        D, L, E, K, V = (
+            text.get(key, 0)
+            for key in (
+                "hidden_size",
+                "num_hidden_layers",
+                "num_experts",
+                "num_experts_per_tok",
+                "vocab_size",
+            )
+        )
+        gates = [t.name for t in tensors if t.name.endswith(".mlp.gate.scales")]
+        if len(gates) != L or D < 2 * GROUP_SIZE:
+            raise ValueError(
+                "routing: expected a model with a quantized router mlp.gate in each of its "
+                f"layers, and a hidden size of at least {2 * GROUP_SIZE}; got {len(gates)} such "
+                f"routers in {L} layers, and {D}."
+            )
+        self.layer_of = {name.removesuffix(".scales"): i for i, name in enumerate(gates)}
+        self.bits = {t.name: 32 * t.shape[-1] // D for t in tensors if t.dtype == "U32"}
+        self.hidden, self.reserved = D, 1 << (D // 2).bit_length() - 1
+        self.routing = by_token.fit(trace, L, E, K, V, self.reserved, seed)
+        self.codes = np.ones((1, 1), np.float32)
+        while len(self.codes) < self.reserved:
+            self.codes = np.block([[self.codes, self.codes], [self.codes, -self.codes]])
+        self._last = None, None
+
+    def write(self, path: str, leaf: str, row: int, out: np.ndarray) -> None:
+        """Change the rows of one tensor from ``row`` on, in place.
+
+        Args:
+            path (str): The module's name.
+            leaf (str): ``weight``, ``scales`` or ``biases``.
+            row (int): The first row's number, all dimensions but the last taken as one.
+            out (np.ndarray): The rows; those of a weight as bytes.
+        """
+        rows = slice(row, row + len(out))
+        if path.endswith("embed_tokens"):
+            new = self._quantized(path, lambda: self.codes)[leaf][self.routing.kinds[rows]]
+        elif path in self.layer_of:
+            new = self._quantized(path, lambda: self._router(self.layer_of[path]))[leaf][rows]
+            if leaf != "weight":
+                out[:] = 0
+        elif path.endswith(WRITERS) and leaf != "weight":
+            out[np.arange(row, row + len(out)) % self.hidden < self.reserved] = 0
+            return
+        else:
+            return
+        out[:, : new.shape[1]] = new
+
+    def _router(self, layer):
+        """A router's weights for the code's dimensions, ``[E, R]``."""
+        experts = self.routing.experts[:, layer]
+        logits = np.zeros((len(experts), self.routing.num_experts), np.float32)
+        np.put_along_axis(logits, experts, np.linspace(*LOGITS, experts.shape[1]), 1)
+        return logits.T @ self.codes / len(self.codes)
+
+    def _quantized(self, path, weights):
+        """The three tensors of quantized weights, symmetric around zero; those of ``path`` stay."""
+        if self._last[0] != path:
+            bits = self.bits[f"{path}.weight"]
+            half = 1 << bits - 1
+            groups = weights().reshape(-1, self.reserved // GROUP_SIZE, GROUP_SIZE)
+            scales = _bf16(np.maximum(abs(groups).max(-1), 1e-6) / (half - 1))
+            exact = _float32(scales)
+            levels = np.rint(groups / exact[..., None]).clip(1 - half, half - 1) + half
+            levels = levels.astype(np.uint8).reshape(-1, self.reserved)
+            if bits == 4:
+                levels = levels[:, ::2] | levels[:, 1::2] << 4
+            pieces = {"weight": levels, "scales": scales, "biases": _bf16(-half * exact)}
+            self._last = path, pieces
+        return self._last[1]
+
+
+def _chunks(tensor, shapes, seed, silent_rows, routers=None):
     """The bytes of one tensor as numpy arrays, about ``CHUNK_NBYTES`` at a time."""
     path, _, leaf = tensor.name.rpartition(".")
     # A bias is -(2^bits - 1) / 2 times its scale, so both draw the same random numbers.
@@ -196,9 +304,15 @@ def _chunks(tensor, shapes, seed, silent_rows):
     rng = np.random.Generator(np.random.SFC64([seed, zlib.crc32(f"{path}.{draw}".encode())]))
     count = int(np.prod(tensor.shape))
     if tensor.dtype == "U32":
-        for start in range(0, tensor.nbytes, CHUNK_NBYTES):
-            n = min(CHUNK_NBYTES, tensor.nbytes - start)
-            yield rng.integers(0, 2**64, -(-n // 8), np.uint64).view(np.uint8)[:n]
+        width = tensor.shape[-1] * 4  # bytes of a row: whole random numbers, as of 64 weights
+        rows_per_chunk = max(1, CHUNK_NBYTES // width)
+        for row in range(0, tensor.nbytes // width, rows_per_chunk):
+            rows = min(rows_per_chunk, tensor.nbytes // width - row)
+            out = rng.integers(0, 2**64, rows * width // 8, np.uint64).view(np.uint8)
+            out = out.reshape(rows, width)
+            if routers:
+                routers.write(path, leaf, row, out)
+            yield out
     elif quantized and leaf in ("scales", "biases"):
         groups = tensor.shape[-1]
         fan_in = groups * GROUP_SIZE
@@ -211,6 +325,8 @@ def _chunks(tensor, shapes, seed, silent_rows):
             out = table[rng.integers(0, 256, (rows, groups), np.uint8)]
             if path.endswith("lm_head"):
                 out[[r - row for r in silent_rows if row <= r < row + rows]] = 0
+            if routers:
+                routers.write(path, leaf, row, out)
             yield out
     elif leaf == "A_log":
         yield np.log(rng.uniform(0.01, 16, count)).astype(np.float32)
@@ -220,7 +336,7 @@ def _chunks(tensor, shapes, seed, silent_rows):
         yield _bf16(np.ones(count))
 
 
-def _write_shard(path, tensors, shapes, seed, silent_rows, progress):
+def _write_shard(path, tensors, shapes, seed, silent_rows, routers, progress):
     header, offset = {"__metadata__": {"format": "mlx"}}, 0
     for t in tensors:
         header[t.name] = {
@@ -234,7 +350,7 @@ def _write_shard(path, tensors, shapes, seed, silent_rows, progress):
     with open(path, "wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
         for t in tensors:
-            for chunk in _chunks(t, shapes, seed, silent_rows):
+            for chunk in _chunks(t, shapes, seed, silent_rows, routers):
                 f.write(chunk)
                 progress.update(chunk.nbytes)
         f.flush()
@@ -268,6 +384,7 @@ def synthesize(
     tokenizer: str | Path | None = None,
     config: dict | None = None,
     progress: bool = True,
+    routing: str | Path | Trace | None = None,
 ) -> Path:
     """Write a random 4-bit checkpoint that ``mlx_lm.load`` loads.
 
@@ -282,13 +399,17 @@ def synthesize(
             ``data/models/tiny-moe``.
         config (dict or None): A Hugging Face configuration in place of ``like``'s.
         progress (bool): Show a progress bar.
+        routing (str, Path, Trace or None): A trace, or the file of one, recorded with the same
+            tokenizer: fed its text, the routers choose experts with its locality. Default: random
+            routers, which choose nearly uniformly.
 
     Returns:
         Path: ``out``.
 
     Raises:
         OSError: If ``out`` exists, a file is missing or the disk is too small.
-        ValueError: If ``like``, ``layers`` or ``vocab`` is out of range.
+        ValueError: If ``like``, ``layers`` or ``vocab`` is out of range, or ``routing`` does not
+            fit.
     """
     from tqdm import tqdm
 
@@ -330,6 +451,8 @@ def synthesize(
 
     tensors, config = plan(config)
     shapes = {t.name: t.shape for t in tensors}
+    trace = Trace.load(routing) if isinstance(routing, (str, Path)) else routing
+    routers = None if trace is None else Routers(config, tensors, trace, seed)
     nbytes = sum(t.nbytes for t in tensors)
     parent = out.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
@@ -348,6 +471,13 @@ def synthesize(
         "vocab": vocab,
         "vocab_of_the_real_model": published_vocab,
     }
+    if routers:
+        config["moelab_synthetic"]["routing"] = {
+            "trace": trace.model,
+            "share_of_experts_in_slots": by_token.SHARE,
+            "lru_hit_rate_of_the_trace": float(routers.routing.wanted.mean()),
+            "lru_hit_rate": float(routers.routing.hit_rate.mean()),
+        }
 
     parts, index = shards(tensors), {}
     names = ["model.safetensors"]
@@ -368,7 +498,7 @@ def synthesize(
         with bar:
             for name, part in zip(names, parts):
                 index.update({t.name: name for t in part})
-                _write_shard(partial / name, part, shapes, seed, silent_rows, bar)
+                _write_shard(partial / name, part, shapes, seed, silent_rows, routers, bar)
         (partial / "model.safetensors.index.json").write_text(
             json.dumps(
                 {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(index.items()))},
@@ -394,18 +524,33 @@ def synthesize(
 
 def _readme(like, facts, nbytes):
     layers, vocab, seed = facts["layers"], facts["vocab"], facts["seed"]
+    command = f"--like {like} --layers {layers} --vocab {vocab} --seed {seed}"
+    routes = """Routing is near uniform, so caches hit less often
+than with a real model, which repeats its experts more."""
+    if routing := facts.get("routing"):
+        command += " --routing TRACE"
+        routes = f"""But the routers are not noise, nor is the
+part of the residual stream that they read: a token's experts depend on the token alone, so that a
+text has the locality of a recorded trace:
+
+    {routing["trace"]}
+
+With a quarter of the experts in slots, the LRU hit rate is
+{routing["lru_hit_rate_of_the_trace"]:.3f} in the trace and {routing["lru_hit_rate"]:.3f} in this
+model fed the trace's text. The first layer's choice tells those of all others, so this model says
+nothing about prefetching.
+"""
     return f"""# A synthetic checkpoint: random weights
 
 The exact layer shapes of {like}, {layers} of its {facts["layers_of_the_real_model"]} layers,
 {_as_gb(nbytes)}, in mlx-lm's 4-bit format (affine, group 64; router and shared expert's gate at 8
 bits). Every weight is noise with seed {seed}: the model's text means nothing, and its layers cost
-as much to read and to compute as the real ones. Routing is near uniform, so caches hit less often
-than with a real model, which repeats its experts more.
+as much to read and to compute as the real ones. {routes}
 The vocabulary has {vocab} entries in place of {facts["vocab_of_the_real_model"]}, so the embedding
 and the head are smaller than the real ones.
 
 Made by
-`python -m moelab synthesize OUT --like {like} --layers {layers} --vocab {vocab} --seed {seed}`.
+`python -m moelab synthesize OUT {command}`.
 """
 
 
@@ -445,6 +590,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder to copy tokenizer.json from (default: data/models/tiny-moe)",
     )
     add_number(parser, "--seed", 0, "seed of every byte", zero_or_more)
+    parser.add_argument(
+        "--routing",
+        type=not_empty,
+        metavar="TRACE",
+        help="a trace of a text, such as data/traces/code.npz: fed this text, the routers choose "
+        "experts with its locality (default: nearly uniformly)",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
@@ -458,5 +610,6 @@ def run(args: argparse.Namespace) -> None:
         args.seed,
         args.tokenizer,
         progress=not args.quiet,
+        routing=args.routing,
     )
     print(f"{out}: load it with mlx_lm.load, or try: python -m moelab bench {out}")

@@ -77,7 +77,7 @@ TAKES = {  # every command: the least that it is called with, and all its option
     "synthesize": (
         ["O"],
         {"--like": "qwen3.5-122b-a10b", "--layers": "3", "--vocab": "777", "--tokenizer": "T",
-         "--seed": "31", "--quiet": None},
+         "--seed": "31", "--routing": "t.npz", "--quiet": None},
     ),
     "repack": (["M", "O"], {"--quiet": None}),
 }  # fmt: skip
@@ -526,7 +526,8 @@ def test_a_writable_json_is_not_made_before_the_work(calls, tmp_path, monkeypatc
     [
         ["check", ""], ["generate", "", "--prompt", "x"], ["bench", ""], ["advise", ""],
         ["repack", "", "O"], ["repack", "M", ""], ["synthesize", ""],
-        ["synthesize", "O", "--tokenizer", ""], ["bench-draft", "M", "--draft", ""],
+        ["synthesize", "O", "--tokenizer", ""], ["synthesize", "O", "--routing", ""],
+        ["bench-draft", "M", "--draft", ""],
         ["bench-prefetch", "M", ""], ["sweep", "", "--json", "r.json"],
     ],
 )  # fmt: skip

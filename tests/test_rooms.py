@@ -29,6 +29,7 @@ MUST_NOT_IMPORT = {
     "moelab.arguments": (),
     "moelab.generate": (),
     "moelab.moved": (),
+    "moelab.synthesize": ("moelab.lab",),
     "moelab": ("moelab.replay", "moelab.lab"),
 }
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,8 +17,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from small import small
 
+import moelab
+from moelab import StreamConfig
 from moelab import synthesize as S
 from moelab.__main__ import main
+from moelab.lab.decode import decode
+from moelab.replay import by_token
+from moelab.replay.locality import recorded_trace
 
 
 def write(out, tokenizer, **kwargs):
@@ -300,3 +306,96 @@ def test_what_somebody_puts_into_the_folder_meanwhile_stays(tmp_path, tokenizer,
     with pytest.raises(OSError, match="filled up"):
         write(tmp_path / "m", tokenizer, config=small())
     assert [p.name for p in (tmp_path / "m.partial").iterdir()] == ["thesis.txt"]
+
+
+# Routers that follow a trace
+
+
+def wider():
+    """Enough dimensions for codes of 192 tokens of a trace, and enough experts for locality."""
+    config = small()
+    config["text_config"].update(hidden_size=512, num_experts=32)
+    return config
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory, tokenizer):
+    """The same checkpoint with random routers and with a trace's; the trace in its tokenizer."""
+    trace = recorded_trace("code")[:400]
+    few = np.unique(trace.tokens, return_inverse=True)[1]  # ids below a small vocabulary
+    trace = replace(trace, tokens=few)
+    folder = tmp_path_factory.mktemp("traced")
+    plain, followed = (
+        write(folder / str(i), tokenizer, config=wider(), vocab=400, routing=r)
+        for i, r in enumerate([None, trace])
+    )
+    return plain, followed, trace
+
+
+@pytest.mark.parametrize("config", [dict(slots=8, dtype="float32"), dict(mode="resident")])
+def test_fed_the_traces_text_the_routers_choose_with_its_locality(traced, config):
+    _, path, trace = traced
+    ids = trace.tokens.tolist()
+    model, _ = moelab.load(path, StreamConfig(**config))
+    with model, moelab.record(model) as routed:
+        decode(model, ids[:128], 272, feed=ids[128:])
+        engine = moelab.stats(model).decode
+    assert routed.tokens.tolist() == ids
+    layers = trace.experts.shape[1]
+    planned = by_token.fit(trace, 4, 32, 4, 400, 256).route(trace.tokens)
+    assert np.array_equal(np.sort(routed.experts, -1), np.sort(planned.experts, -1))
+    wanted = by_token.hit_rate(trace, 128)[np.arange(4) * layers // 4].mean()
+    assert by_token.hit_rate(routed, 128).mean() == pytest.approx(wanted, abs=0.06)
+    if "slots" in config:
+        assert engine.hit_rate == pytest.approx(wanted, abs=0.06)
+
+
+def test_the_routers_of_a_trace_leave_a_model_that_writes(traced):
+    model, _ = mlx_lm.load(str(traced[1]))
+    prompt = mx.array(traced[2].tokens[:32])
+    steps = list(generate_step(prompt, model, max_tokens=64))
+    assert all(mx.isfinite(logprobs).all() for _, logprobs in steps)
+    assert len({int(t) for t, _ in steps}) > 8
+
+
+def test_routers_of_a_trace_change_nothing_else(traced):
+    plain, followed, _ = traced
+    a, b = (mx.load(str(p / "model.safetensors")) for p in (plain, followed))
+    assert {k: (v.shape, v.dtype) for k, v in a.items()} == {
+        k: (v.shape, v.dtype) for k, v in b.items()
+    }
+    reserved = 256
+    for name in a:
+        x, y = np.array(a[name].view(mx.uint8)), np.array(b[name].view(mx.uint8))
+        path, leaf = name.rpartition(".")[::2]
+        if path.endswith(("embed_tokens", "mlp.gate")):
+            columns = x.shape[-1] // 2
+            assert not np.array_equal(x[..., :columns], y[..., :columns])
+            if path.endswith("gate") and leaf != "weight":
+                assert not y[..., columns:].any(), "it reads the reserved dimensions only"
+                continue
+            x, y = x[..., columns:], y[..., columns:]
+        elif path.endswith(("o_proj", "out_proj", "down_proj")) and leaf != "weight":
+            assert not y[..., :reserved, :].any() and x[..., :reserved, :].any()
+            x, y = x[..., reserved:, :], y[..., reserved:, :]
+        assert np.array_equal(x, y), name
+    facts = json.loads((followed / "config.json").read_text())["moelab_synthetic"]["routing"]
+    assert facts["lru_hit_rate"] == pytest.approx(facts["lru_hit_rate_of_the_trace"], abs=0.06)
+    assert f"{facts['lru_hit_rate']:.3f} in this" in (followed / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "config, vocab, message",
+    [
+        (dict(hidden_size=64), 400, "hidden size of at least 128"),
+        (dict(num_experts=4096, num_experts_per_tok=100), 400, "at least 100 experts"),
+        ({}, 300, "token ids below 300"),
+    ],
+)
+def test_a_trace_that_does_not_fit_is_refused(tmp_path, tokenizer, config, vocab, message):
+    small_config, trace = small(), recorded_trace("code")[:200]
+    small_config["text_config"].update(config)
+    trace = replace(trace, tokens=trace.tokens % 400)
+    with pytest.raises(ValueError, match=message):
+        write(tmp_path / "m", tokenizer, config=small_config, vocab=vocab, routing=trace)
+    assert list(tmp_path.iterdir()) == []

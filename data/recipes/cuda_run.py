@@ -4,7 +4,7 @@ Real layer shapes, every section of notebooks 01 and 02, and the drafts of 07.
 
     python data/recipes/cuda_run.py OUT.json [--folder FOLDER] [--only SECTION,...] [--tiny]
 
-It synthesizes the checkpoints that it needs under FOLDER (5 GB), saves the record after each
+It synthesizes the checkpoints that it needs under FOLDER (8 GB), saves the record after each
 section, and goes on when a section fails. It runs without a CUDA GPU, too: on Metal the same
 sections, on a CPU ``--tiny``, to try it out.
 """
@@ -25,8 +25,9 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
+from mlx_lm.utils import load_tokenizer
 
-from moelab import DATA, StreamConfig, close, load
+from moelab import DATA, StreamConfig, close, footprint, load
 from moelab.lab import machine, records
 from moelab.lab.experiments import (
     bench,
@@ -40,6 +41,8 @@ from moelab.lab.experiments import (
     verify,
 )
 from moelab.lab.texts import heldout_starts
+from moelab.repack import repack
+from moelab.replay.locality import lru_hit_rate, recorded_trace
 from moelab.speculation import gated_delta
 from moelab.speculation.drafts import ModelDraft
 from moelab.synthesize import synthesize
@@ -72,17 +75,7 @@ class Run:
 
     def checkpoint(self):
         begin = time.perf_counter()
-        config = None
-        if self.tiny:
-            from tiny_moe import CONFIG as config
-        synthesize(
-            self.path,
-            LIKE,
-            None if self.tiny else LAYERS,
-            tokenizer=self.tokenizer,
-            config=config,
-            progress=False,
-        )
+        self._write(self.path, tokenizer=self.tokenizer)
         nbytes = sum(f.stat().st_size for f in self.path.iterdir())
         return {
             "like": LIKE,
@@ -90,6 +83,13 @@ class Run:
             "nbytes": nbytes,
             "write_s": time.perf_counter() - begin,
         }
+
+    def _write(self, path, **kwargs):
+        config = None
+        if self.tiny:
+            from tiny_moe import CONFIG as config
+        layers = None if self.tiny else LAYERS
+        synthesize(path, LIKE, layers, config=config, progress=False, **kwargs)
 
     def one_operation(self):
         return dispatch.one_operation(rounds=self.rounds * 3)
@@ -183,6 +183,39 @@ class Run:
             24,
             4,
         )
+
+    def locality(self):
+        """Random routers and a trace's, fed the trace's text, by the share of experts in slots.
+
+        Both checkpoints are repacked: one read brings one expert.
+        """
+        whole, tokenizer = recorded_trace("code"), load_tokenizer(self._model)
+        prompt, warmup, tokens, runs = (8, 2, 4, 1) if self.tiny else (128, 32, 96, 5)
+        trace = whole[: prompt + warmup + tokens]
+        E = footprint(self.path).num_experts
+        configs = {"resident": bench.resident_like(self.base)}
+        configs |= {f"fused, {n} slots": replace(self.base, slots=n) for n in (E // 4, E // 2, E)}
+        hits, E0 = lru_hit_rate(trace, prompt + warmup).mean(0).tolist(), trace.num_experts
+        hits = {f"{n} of {E0} slots": hits[n] for n in (E0 // 4, E0 // 2, E0)}
+        out = {"trace": trace.model, "hit_rate_of_the_trace": hits}
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            routed = Path(folder) / self.path.name
+            begin = time.perf_counter()
+            self._write(routed, routing=whole)
+            out["write_s"] = time.perf_counter() - begin
+            for name, path in {"random routers": self.path, "routers of the trace": routed}.items():
+                out[name] = bench.measure(
+                    repack(path, Path(folder) / name, progress=False),
+                    configs,
+                    self.base,
+                    tokens,
+                    runs,
+                    warmup,
+                    [tokenizer.decode(trace.tokens.tolist())],
+                    progress=False,
+                    feed=True,
+                )
+        return out
 
     def ladder_cold(self):
         return self._ladder(
@@ -300,6 +333,7 @@ SECTIONS = (
     "loops_of_the_checkpoint",
     "dense_and_moe",
     "ladder_warm",
+    "locality",
     "ladder_cold",
     "slot_writes",
     "reads",

@@ -49,6 +49,7 @@ def decode(
     tokens: int,
     warmup: int = 0,
     before_clock: Callable[[], Any] | None = None,
+    feed: Sequence[int] | None = None,
     before_token: Callable[[], Any] | None = None,
 ) -> Decoded:
     """Greedy tokens and the seconds they took, prompt and decoding apart.
@@ -62,6 +63,8 @@ def decode(
         tokens (int): How many tokens to time.
         warmup (int): Tokens decoded before the clock starts.
         before_clock (Callable): Called just before it starts, to drop the page cache.
+        feed (Sequence[int]): ``warmup + tokens`` ids to feed in place of the greedy tokens, which
+            are returned all the same.
         before_token (Callable): Called before every token with the clock stopped; then each token
             is read before the next is scheduled.
     """
@@ -71,8 +74,10 @@ def decode(
         def step(ids):
             return mx.argmax(model(ids[None], cache=cache)[:, -1, :], axis=-1)
 
+        fed = None if feed is None else iter(feed)
+
         def scheduled(y):
-            y = step(y)
+            y = step(y if fed is None else mx.array([next(fed)]))
             mx.async_eval(y)
             return y
 

@@ -10,13 +10,14 @@ import mlx_lm
 import pytest
 from mlx_lm.generate import generate_step
 
-from moelab import DATA, StreamConfig, generate
+from moelab import DATA, StreamConfig, generate, load, record, stats
 from moelab.__main__ import main
 from moelab.arguments import parse_modes
 from moelab.lab import records, timing
 from moelab.lab.decode import decode
 from moelab.lab.experiments import bench, layer, reads
 from moelab.lab.machine import card
+from moelab.lab.texts import PROMPTS
 
 # timing
 
@@ -101,6 +102,26 @@ def test_decode_writes_what_mlx_lm_writes(model_path):
     theirs = [int(t) for t, _ in generate_step(mx.array(ids), model, max_tokens=15)]
     got = decode(model, ids, tokens=10, warmup=4)
     assert got.tokens == theirs and got.counters is None
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_a_text_is_fed_in_place_of_greedy_tokens(model_path, warmup):
+    model, tok = load(model_path, StreamConfig(slots=8))
+    ids = tok.encode(PROMPTS[1])
+    prompt, fed = ids[: -warmup - 6], ids[-warmup - 6 :]
+    with model, record(model) as trace:
+        decode(model, prompt, 6, warmup, feed=fed)
+        assert stats(model).decode.tokens == 6
+        best = mx.argmax(model(mx.array([ids]))[0], axis=-1).tolist()
+    assert trace.tokens.tolist()[: len(ids)] == ids
+    assert trace.phase.tolist()[: len(ids)] == ["prefill"] * len(prompt) + ["decode"] * len(fed)
+    modes, amount = "resident,fused", dict(tokens=6, runs=2, warmup=warmup, prompts=PROMPTS[1:2])
+    r = bench.measure(model_path, modes, StreamConfig(slots=8), **amount, progress=False, feed=True)
+    for mode in r.modes.values():
+        assert [s.tokens for s in mode.samples] == [best[len(prompt) - 1 :]] * 2
+    assert best != ids[1:] + best[-1:], "the text is not the greedy one"
+    with pytest.raises(ValueError, match=f"expected prompts of more than {warmup + 99} tokens"):
+        bench.measure(model_path, modes, **amount | {"tokens": 99}, progress=False, feed=True)
 
 
 @pytest.mark.parametrize("together", [True, False])

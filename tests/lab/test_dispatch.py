@@ -107,7 +107,7 @@ def test_cuda_run_goes_on_when_a_section_fails(tmp_path, tokenizer, monkeypatch,
 
     monkeypatch.setattr(cuda_run.Run, "expert_calls", fails)
     out = tmp_path / "r.json"
-    sections = "checkpoint,one_operation,expert_calls,memory"
+    sections = "checkpoint,one_operation,expert_calls,memory,locality"
     cuda_run.main(
         [
             str(out),
@@ -124,6 +124,15 @@ def test_cuda_run_goes_on_when_a_section_fails(tmp_path, tokenizer, monkeypatch,
     assert r["expert_calls"]["error"] == "RuntimeError: no such kernel"
     assert r["memory"]["tokens"][-1] == 8 and r["one_operation"]["timings"]["built"]["samples_s"]
     assert "no such kernel" in capsys.readouterr().out
+    assert r["locality"]["hit_rate_of_the_trace"].keys() == {
+        f"{n} of 64 slots" for n in (16, 32, 64)
+    }
+    for name in ("random routers", "routers of the trace"):
+        modes = r["locality"][name]["modes"]
+        assert list(modes) == ["resident", *(f"fused, {n} slots" for n in (16, 32, 64))]
+        assert all(m["decode_tok_s"]["n"] == 1 for m in modes.values())
+        hits = [m["hit_rate"] for m in list(modes.values())[1:]]
+        assert 0 < hits[0] <= hits[1] <= hits[2] <= 1
     assert list((tmp_path / "f").iterdir()) == []  # the checkpoint is gone
 
 

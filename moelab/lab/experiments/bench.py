@@ -82,6 +82,7 @@ def measure(
     cold: bool = False,
     progress: bool = True,
     on_round: Callable[[BenchRecord], None] | None = None,
+    feed: bool = False,
 ) -> BenchRecord:
     """Decode the same prompts in every mode, in rounds of random order.
 
@@ -102,9 +103,14 @@ def measure(
         progress (bool): Show a bar.
         on_round (Callable): Called with the record after each round, so that an interrupted bench
             is not lost.
+        feed (bool): Feed the last ``warmup + tokens`` tokens of each prompt one by one, in place of
+            greedy ones. What a sample has are the greedy ones.
 
     Returns:
         BenchRecord: Raw samples, and what follows from them.
+
+    Raises:
+        ValueError: If a prompt is too short to feed.
     """
     path = folder(path)
     configs = parse_modes(modes, base) if isinstance(modes, str) else modes
@@ -134,11 +140,18 @@ def measure(
             for name in order.sample(list(configs), len(configs)):
                 model, tokenizer = loaded.get(name)
                 ids = [encode(tokenizer, p) for p in prompts][i % len(prompts)]
+                num = tokens if i >= 0 else min(tokens, UNKEPT_TOKENS)
+                fed = None
+                if feed:
+                    if len(ids) <= warmup + tokens:
+                        raise ValueError(
+                            f"feed: expected prompts of more than {warmup + tokens} tokens, the "
+                            f"warm-up's and the timed ones, got {len(ids)}."
+                        )
+                    ids, fed = ids[: -warmup - tokens], ids[-warmup - tokens :]
                 before = mx.get_active_memory()
                 mx.reset_peak_memory()
-                ran = decode(
-                    model, ids, tokens if i >= 0 else min(tokens, UNKEPT_TOKENS), warmup, drop
-                )
+                ran = decode(model, ids, num, warmup, drop, fed)
                 bar.update()
                 peak = loaded.nbytes[name] + mx.get_peak_memory() - before
                 if i >= 0:
