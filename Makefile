@@ -10,7 +10,7 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 pytho
 BIN := .venv/bin
 READY := .venv/ready$(addprefix -,$(EXTRA))
 
-.PHONY: lab run test test-all test-code test-code-all test-streaming test-speculation test-lab test-files test-notebooks check lint figures browser clean
+.PHONY: lab run test test-all test-streaming test-speculation test-lab test-files test-notebooks check lint figures browser clean
 
 lab: $(READY)
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
@@ -19,32 +19,28 @@ run: $(READY)
 	$(BIN)/python -m moelab.lab.plots.pages notebooks build
 
 # Two parts at a time: MLX uses one core for each on a CPU.
+PARTS := test-notebooks test-streaming test-files test-lab test-speculation
+
 test: $(READY)
-	$(MAKE) -j2 test-notebooks test-streaming test-files test-lab test-speculation
+	$(MAKE) -j2 $(PARTS)
 
+# Also the slow tests, which tests/conftest.py lists, everything at full size, every damaged file.
 test-all: $(READY)
-	$(MAKE) -j2 test-code-all test-notebooks
+	$(MAKE) -j2 PYTEST='HF_HUB_OFFLINE=1 $(BIN)/python -m pytest' $(PARTS)
 
-# The slow tests are listed in tests/conftest.py; of the damaged files a tenth is tried.
-FAST := MOELAB_FAST=1 MOELAB_FUZZ=300 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'not slow'
+PYTEST := MOELAB_FAST=1 MOELAB_FUZZ=300 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'not slow'
 
 test-streaming: $(READY)
-	$(FAST) tests/streaming
+	$(PYTEST) tests/streaming
 
 test-speculation: $(READY)
-	$(FAST) tests/speculation tests/replay
+	$(PYTEST) tests/speculation tests/replay
 
 test-lab: $(READY)
-	$(FAST) tests/lab
+	$(PYTEST) tests/lab
 
 test-files: $(READY)
-	$(FAST) tests/test_*.py
-
-test-code: $(READY)
-	$(FAST) tests
-
-test-code-all: $(READY)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests
+	$(PYTEST) tests/test_*.py
 
 test-notebooks: $(READY)
 	MOELAB_FAST=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=600 notebooks
