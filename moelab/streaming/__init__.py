@@ -12,5 +12,6 @@ The way of an expert's bytes, one module for each step:
     streaming/model.py           ``load`` puts the layers into the model
 
 Beside them: config.py (``StreamConfig``), footprint.py (memory before loading), parallel.py
-(linear layers on all cores of a CPU), trace.py and record.py (which experts were chosen).
+(linear layers on all cores of a CPU), cuda.py (bytes by the GPU's copy engine), trace.py and
+record.py (which experts were chosen).
 """

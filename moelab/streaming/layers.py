@@ -10,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..experts import expert_modules, expert_parameters, num_experts
+from .cuda import on_cuda
 from .prefetch import Job
 from .session import Session
 from .slots import SlotBank, SlotTable, can_fuse
@@ -80,12 +81,10 @@ class StreamedExperts(nn.Module):
         if self.probe is not None:
             self.probe(indices)
             return mx.zeros((*indices.shape, x.shape[-1]), x.dtype)
+        if (y := self._without_waiting(x, indices)) is not None:
+            return y
         asked = self._ask(x)
-        # The one evaluation of a layer: the host needs the routing. The previous layer's output
-        # must be evaluated before its slots are overwritten; by now it nearly always is.
-        mx.eval(indices, session.pending, asked)
-        session.pending = []
-        routed = np.array(indices)
+        routed = session.routing(indices, asked)
         if routed.shape[-1] > session.top_k:
             raise ValueError(
                 f"{self.path}: expected at most {session.top_k} experts per token "
@@ -95,7 +94,7 @@ class StreamedExperts(nn.Module):
         if session.recorder is not None:
             session.recorder.add(self.index, routed)
         session.counters.calls += 1
-        y = self._compute(x, routed)
+        y = self._compute(x, indices, routed)
         session.pending = [y]
         if len(session.streams) == 1:  # with more streams no core would be free for it
             mx.async_eval(y)  # compute while Python builds the graph of what follows
@@ -105,6 +104,10 @@ class StreamedExperts(nn.Module):
     def recover(self) -> None:
         """Make the layer usable after a call that an exception ended. No read may be running."""
         self.probe = None
+
+    def _without_waiting(self, x, indices):
+        """Compute a call whose routing the host need not know, else return None."""
+        return None
 
     def _ask(self, x):
         return []
@@ -126,11 +129,6 @@ class StreamedExperts(nn.Module):
         return y[:n] if len(pairs) > n else y
 
 
-def on_cuda() -> bool:
-    """Whether MLX computes with its CUDA kernels."""
-    return mx.cuda.is_available() and mx.default_device() == mx.gpu
-
-
 class Serial(StreamedExperts):
     """Read and compute one expert after another, each into new arrays.
 
@@ -141,7 +139,7 @@ class Serial(StreamedExperts):
         super().__init__(module, path, layer, session)
         self._module = (module,)  # in a tuple, so that its parameters are not the model's
 
-    def _compute(self, x, routed):
+    def _compute(self, x, indices, routed):
         positions = by_expert(routed.ravel().tolist())
         rows = x.reshape(-1, x.shape[-1])
         ys, order = [], []
@@ -169,7 +167,7 @@ class Buffers(StreamedExperts):
         super().__init__(module, path, layer, session)
         self._banks = tuple(self._bank(module, 1) for _ in range(session.top_k))
 
-    def _compute(self, x, routed):
+    def _compute(self, x, indices, routed):
         positions = by_expert(routed.ravel().tolist())
         rows = x.reshape(-1, x.shape[-1])
         experts = list(positions)
@@ -226,11 +224,31 @@ class Stacked(StreamedExperts):
             self.bank.arrived(e, slot)
         self.job = None
         self.routed = None
+        self._slot_of_all = None  # [E], once every expert is held
 
     def recover(self) -> None:
         super().recover()
         self.job = None
         self.table.recover()
+
+    def _without_waiting(self, x, indices):
+        # Once every expert is held no slot changes any more. Only a single token's experts can be
+        # counted without knowing them.
+        session, table = self.session, self.table
+        alone = indices.size == indices.shape[-1] <= session.top_k
+        if len(table.slot_of) + len(table.pinned) < self.num_experts or not alone:
+            return None
+        if session.recorder is not None or session.prefetcher is not None:
+            return None
+        if self._slot_of_all is None:
+            slot_of = table.slot_of | table.pinned
+            self._slot_of_all = mx.array([slot_of[e] for e in range(self.num_experts)], mx.uint32)
+            mx.eval(self._slot_of_all)
+        session.counters.calls += 1
+        session.counters.hits += indices.size
+        y = self._gather(x, self._slot_of_all[indices])
+        session.pending = [y]  # computed from what was pending
+        return y
 
     def _ask(self, x):
         session = self.session
@@ -288,7 +306,7 @@ class Stacked(StreamedExperts):
         if done:
             self.job = None
 
-    def _compute(self, x, routed):
+    def _compute(self, x, indices, routed):
         flat = routed.ravel().tolist()
         needed = list(dict.fromkeys(flat))
         self.routed = routed
@@ -299,8 +317,8 @@ class Stacked(StreamedExperts):
             if not misses or read_s < OVERLAP_S or not self.session.overlap:
                 self._fill(misses)
                 held.update(misses)
-                slots = np.array([held[e] for e in flat], np.uint32)
-                return self._gather(x, mx.array(slots.reshape(routed.shape)))
+                slots = np.array([held[e] for e in flat], np.uint32).reshape(routed.shape)
+                return self._gather(x, self.session.to_device(slots, indices))
             waves = ((held, misses),)
         else:
             waves = (self._plan(wave) for wave in self.table.waves(needed))

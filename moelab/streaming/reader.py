@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
@@ -102,6 +102,8 @@ class Read(NamedTuple):
         views (list[memoryview]): Writable bytes, filled one after the other.
         tensor (str): The tensor that is read, for messages.
         expert (int): The expert that it belongs to, for messages.
+        parts (Sequence[tuple[int, int]]): Address and bytes of the memory behind the views, if the
+            bytes may get there as a copy (``UploadingReader``).
     """
 
     file: File
@@ -110,6 +112,7 @@ class Read(NamedTuple):
     views: list[memoryview]
     tensor: str = "bytes"
     expert: int = -1
+    parts: Sequence[tuple[int, int]] = ()
 
     def __str__(self):
         return f"{self.file.path}: {self.tensor}, expert {self.expert}, offset {self.offset}"
@@ -181,13 +184,30 @@ class Reader:
         Raises:
             ReadError: If a read fails, ends before its last byte, or its file has changed.
         """
-        if not reads:
+        if not reads or self._read_inline(reads):
             return []
+        # A few tasks of equal bytes: each task costs about 20 us, however little it reads.
+        share, tasks, size = sum(r.nbytes for r in reads) / self.readers, [[]], 0
+        for read in reads:
+            if size >= share * len(tasks) and len(tasks) < self.readers:
+                tasks.append([])
+            tasks[-1].append(read)
+            size += read.nbytes
+        return [self._submit(task) for task in tasks]
+
+    def _submit(self, reads):
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.readers, thread_name_prefix="moelab-read")
+        return self._pool.submit(Reader.read_here, self, reads)
+
+    def _read_inline(self, reads):
+        """Read in this thread if that takes less time, and say whether it was done."""
         if self.closed:
             raise ReadError("The model is closed: load it again to go on.")
         self._no_demand.clear()
         total = sum(r.nbytes for r in reads)
-        if self.readers == 1 or (total <= INLINE_NBYTES and self._inline_is_fast(total)):
+        inline = self.readers == 1 or (total <= INLINE_NBYTES and self._inline_is_fast(total))
+        if inline:
             begin = time.perf_counter()
             try:
                 self.read_here(reads)
@@ -195,17 +215,7 @@ class Reader:
                 self._no_demand.set()
             pace = (time.perf_counter() - begin) / total
             self._inline_pace += INLINE_PACE_WEIGHT * (pace - self._inline_pace)
-            return []
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.readers, thread_name_prefix="moelab-read")
-        # A few tasks of equal bytes: each task costs about 20 us, however little it reads.
-        share, tasks, size = total / self.readers, [[]], 0
-        for read in reads:
-            if size >= share * len(tasks) and len(tasks) < self.readers:
-                tasks.append([])
-            tasks[-1].append(read)
-            size += read.nbytes
-        return [self._pool.submit(self.read_here, task) for task in tasks]
+        return inline
 
     def _inline_is_fast(self, nbytes):
         self._small_calls += 1

@@ -11,8 +11,10 @@ from time import perf_counter
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from ..checkpoint import ExpertTensor
+from . import cuda
 from .config import StreamConfig
 from .reader import Reader
 
@@ -116,7 +118,9 @@ class Session:
         pinned: list[list[int]],
     ):
         self.config, self.dtype, self.top_k = config, dtype, top_k
-        self.reader = Reader(config.readers)
+        # On CUDA, the ways for bytes and for routing between host and GPU.
+        self.mailbox = cuda.Mailbox() if cuda.available() and located else None
+        self.reader = (cuda.UploadingReader if cuda.available() else Reader)(config.readers)
         self.located = {
             name: replace(t, files=[self.reader.open(f) for f in t.files])
             for name, t in located.items()
@@ -219,6 +223,42 @@ class Session:
             yield self.reader
         finally:
             self.counters.wait_s += perf_counter() - begin
+
+    def routing(self, indices: mx.array, asked: list[mx.array]) -> np.ndarray:
+        """The routing of a call: the one evaluation of a layer, because the host needs it.
+
+        What the layer before computed is evaluated too: a later call may overwrite its slots. By
+        now it nearly always is.
+
+        Args:
+            indices (mx.array): ``[..., K]``, the experts of the call.
+            asked (list[mx.array]): What else to evaluate.
+
+        Returns:
+            np.ndarray: ``[..., K]``.
+        """
+        small = indices.size <= cuda.MAILBOX_SIZE and len(self.pending) < 2 and not asked
+        if self.mailbox and small:
+            routed = self.mailbox.fetch(indices, *(self.pending or [indices]))
+        else:
+            mx.eval(indices, self.pending, asked)
+            routed = np.array(indices)
+        self.pending = []
+        return routed
+
+    def to_device(self, numbers: np.ndarray, indices: mx.array) -> mx.array:
+        """Small numbers of the host as an array, for the call whose routing was evaluated last.
+
+        Args:
+            numbers (np.ndarray): uint32.
+            indices (mx.array): Of the same shape, the experts of that call.
+
+        Returns:
+            mx.array: uint32.
+        """
+        if self.mailbox and numbers.size <= cuda.MAILBOX_SIZE:
+            return self.mailbox.send(numbers, indices)
+        return mx.array(numbers)
 
     def count_reads(self) -> None:
         """Add what has been read since the last time to the counters of the last call's phase."""

@@ -414,8 +414,8 @@ class SlotBank:
             list[Read]: Call ``arrived`` when they have ended.
         """
         return [
-            Read(t.files[expert], t.offsets[expert], nbytes, views, t.name, expert)
-            for t, nbytes, views in self._slot(slot).disk
+            Read(t.files[expert], t.offsets[expert], nbytes, views, t.name, expert, parts)
+            for t, nbytes, views, parts in self._slot(slot).disk
         ]
 
     def arrived(self, expert: int, slot: int) -> None:
@@ -436,8 +436,9 @@ class SlotBank:
         if slot in self._slots:
             return self._slots[slot]
         into = {n: self._rows[n][slot] for n in self._tensors}
-        converted = []
+        converted, to_convert = [], set()
         for rows, to, dtype, _, names in self._converted:
+            to_convert.update(names)
             rows = rows[slot]
             if dtype.size < to.size:  # read into the end of the memory that the result will fill
                 bits = rows.view(_NUMPY[dtype.size])[-rows.size :]
@@ -449,7 +450,10 @@ class SlotBank:
         disk = []
         for names in self._ranges:
             views = [memoryview(into[n]).cast("B") for n in names]
-            disk.append((self._tensors[names[0]], sum(map(len, views)), views))
+            parts = [(into[n].ctypes.data, into[n].nbytes) for n in names]
+            # What is converted is read into memory of the host.
+            parts = () if to_convert.intersection(names) else _joined(parts)
+            disk.append((self._tensors[names[0]], sum(map(len, views)), views, parts))
         parts = self._slots[slot] = _Slot(
             disk, [(rows[slot], source) for rows, source in self._memory], converted
         )
@@ -477,8 +481,18 @@ def ranges(tensors: dict[str, ExpertTensor]) -> list[list[str]]:
     return found
 
 
+def _joined(parts):
+    """Address and bytes of ranges of memory, neighbours joined."""
+    joined = []
+    for address, nbytes in parts:
+        if joined and sum(joined[-1]) == address:
+            address, nbytes = joined[-1][0], joined.pop()[1] + nbytes
+        joined.append((address, nbytes))
+    return joined
+
+
 class _Slot(NamedTuple):
-    disk: list  # (first tensor, nbytes, views)
+    disk: list  # (first tensor, nbytes, views, addresses and bytes of the views)
     memory: list  # (rows, rows of all E experts)
     converted: list  # (rows, bits as read, type read, type in memory)
 

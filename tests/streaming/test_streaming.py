@@ -54,22 +54,26 @@ def test_a_prompt_reads_each_needed_expert_once(path, mode):
 
 
 @pytest.mark.parametrize("mode", ("stacked", "fused"))
-def test_the_host_learns_the_routing_once_a_layer_and_evaluates_nothing_else(
-    path, mode, monkeypatch
+@pytest.mark.parametrize("slots", (E - 1, E))
+def test_the_host_learns_the_routing_once_a_layer_unless_every_expert_is_held(
+    path, mode, slots, monkeypatch
 ):
-    with load_model(path, moelab.StreamConfig(mode=mode, slots=E))[0] as model:
-        cache = make_prompt_cache(model)
-        for _ in range(20):  # until every expert is held
-            mx.eval(model(PROMPT, cache=cache))
+    with load_model(path, moelab.StreamConfig(mode=mode, slots=slots))[0] as model:
+        for token in [*range(60), 3, 3]:
+            mx.eval(model(mx.array([[token]]), cache=make_prompt_cache(model)))
+        if slots == E:
+            assert all(len(layer.table.slot_of) == E for layer in session_of(model).layers)
         moelab.stats(model, reset=True)
         evaluations, real = [], mx.eval
         monkeypatch.setattr(mx, "eval", lambda *a: (evaluations.append(a), real(*a)))
-        y = model(mx.array([[3]]), cache=cache)
+        y = model(mx.array([[3]]), cache=make_prompt_cache(model))
         monkeypatch.undo()
         got = moelab.stats(model).decode
-        assert got.misses == 0 and got.calls == moelab.footprint(path).num_layers
-        assert len(evaluations) == got.calls
-        mx.eval(y)
+        num_layers = moelab.footprint(path).num_layers
+        assert (got.calls, got.hits, got.misses) == (num_layers, num_layers * K, 0)
+        assert len(evaluations) == (num_layers if slots < E else 0)
+        resident = load_model(path, moelab.StreamConfig(mode="resident"))[0]
+        assert mx.array_equal(y, resident(mx.array([[3]]), cache=make_prompt_cache(resident)))
 
 
 @pytest.mark.parametrize("mode", STREAMED)
