@@ -5,7 +5,8 @@ Real layer shapes, every section of notebooks 01 and 02, and the drafts of 07.
     python data/recipes/cuda_run.py OUT.json [--folder FOLDER] [--only SECTION,...] [--tiny]
 
 It synthesizes the checkpoints that it needs under FOLDER (8 GB), saves the record after each
-section, and goes on when a section fails. It runs without a CUDA GPU, too: on Metal the same
+section, and goes on when a section fails. Sections are added to an OUT.json of the same machine, so
+that a run may take several calls. It runs without a CUDA GPU, too: on Metal the same
 sections, on a CPU ``--tiny``, to try it out.
 """
 
@@ -386,8 +387,11 @@ def main(argv=None):
         "device": {k: v for k, v in mx.device_info().items() if k not in ("uuid", "pci_bus_id")},
         "driver": _driver(),
         "tiny": args.tiny,
+        "environment": {k: v for k, v in os.environ.items() if k.startswith(("MLX_", "MOELAB_C"))},
         "sections": {},
     }
+    if Path(args.out).exists():
+        record["sections"] = _earlier_sections(args.out, record)
     try:
         for name in args.only.split(",") if args.only else SECTIONS:
             if time.perf_counter() - begin > args.seconds:
@@ -413,6 +417,18 @@ def main(argv=None):
     finally:
         shutil.rmtree(run.path, ignore_errors=True)
     return 0
+
+
+def _earlier_sections(path, record):
+    """The sections of the run that this one goes on with."""
+    earlier = json.loads(Path(path).read_text())
+    for key in ("kind", "driver", "tiny", "environment"):
+        if earlier.get(key) != record[key]:
+            sys.exit(
+                f"{path}: expected a run with {key} {record[key]!r}, to add sections to, got "
+                f"{earlier.get(key)!r}: name another file."
+            )
+    return earlier["sections"]
 
 
 def _without_env(record):

@@ -31,14 +31,16 @@ class Uses(NamedTuple):
     next: np.ndarray
 
 
-RANK = 2.0**32  # a rank counts for more than any order, and both are exact in a float
+ORDERS = (
+    2.0**32
+)  # more than any order: a rank counts for more than any order, and both are exact in a float
 
 
 def _engine_score(rank):
     """As ``SlotTable`` evicts: by rank, and of equal ranks the least recently used."""
     if rank is None:
         return lambda use: use.order
-    return lambda use: rank(use.count) * RANK + use.order
+    return lambda use: rank(use.count) * ORDERS + use.order
 
 
 # The score of an expert from its use on. The lowest score is evicted first.

@@ -1,9 +1,9 @@
 """Build mlx-lm's model as a ``StreamConfig`` asks for it, without reading any weights.
 
-A family that mlx-lm adds streams without a change here if its experts are ``SwitchGLU`` or
+A new family of mlx-lm streams without a change to this package if its experts are ``SwitchGLU`` or
 ``SwitchMLP`` modules (``moelab/experts.py``) and its configuration calls K by one of
-``TOP_K_KEYS``. Add a new name for K there, and the family's settings to
-``tests/helpers/families.py``, which runs every family in every mode.
+``TOP_K_KEYS``; else add its name for K there. In any case add the family's settings to
+``tests/helpers/families.py``: the tests fail until they are there, then run it in every mode.
 """
 
 import mlx.core as mx

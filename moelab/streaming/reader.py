@@ -5,10 +5,11 @@ memory of an evaluated MLX array and releases the GIL, so a few Python threads k
 
 When a read fails, comes back short or its file has changed, ``read_here`` raises ``ReadError``
 with the file, tensor, expert and offset, and the model's call raises it unchanged.
-``SlotTable.commit`` is not reached, so the table holds no expert whose bytes are missing; the
-experts that it evicted for them stay evicted. ``Session.call`` ends all reads, and the next call
-frees the slots (``Session._recover``, ``SlotTable.recover``). The caller's prompt cache may hold
-the token in some layers and not in others: it begins again with a new one. A prefetch that fails
+``SlotTable.commit`` is not reached for these reads, so the table holds no expert whose bytes are
+missing; the experts that it evicted for them stay evicted. ``Session.call`` cancels the reads that
+have not begun and waits for the others, and the next call frees the slots that prefetches had
+reserved (``Session._recover``, ``SlotTable.recover``). The caller's prompt cache may hold the token
+in some layers and not in others: it begins again with a new one. A prefetch that fails
 is not reported: its expert is read again when a layer needs it. A failed read of a pinned expert
 is an error of ``load``.
 """
@@ -198,6 +199,7 @@ class Reader:
     def _submit(self, reads):
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.readers, thread_name_prefix="moelab-read")
+        # Not self.read_here: ``UploadingReader``'s copies what it read, which its finish does here.
         return self._pool.submit(Reader.read_here, self, reads)
 
     def _read_inline(self, reads):

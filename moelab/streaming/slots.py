@@ -3,8 +3,10 @@
 ``SlotTable`` decides which expert is in which slot, ``SlotBank`` holds the bytes. A new eviction
 policy by how often an expert was used is a line of ``RANKS``: ``StreamConfig``, the commands,
 ``SlotTable`` and the replay's ``SCORES`` (``moelab/replay/eviction.py``) all take it from there,
-and so do the tests (``tests/replay/test_eviction.py`` compares engine and replay). Name it in
-``StreamConfig``'s docstring, too. A policy that needs to know more changes ``SlotTable.plan``.
+and so do the tests (``tests/replay/test_eviction.py`` compares engine and replay; what a policy
+means is tested in ``tests/streaming/test_properties.py``, by a test of its own). Name it in
+``StreamConfig``'s docstring, too. A policy that needs to know more changes ``SlotTable._victim``,
+and its line of ``SCORES`` overrides the one that ``RANKS`` gives.
 """
 
 import copy
@@ -33,8 +35,9 @@ def _count(count):
 
 
 # The eviction policies. Of the experts held and not needed now, the one with the lowest rank is
-# evicted, and of equal ranks the least recently used. A rank is computed from how often the expert
-# was used and nothing else: a number here, an array in the replay. None: ranks are equal.
+# evicted, and of equal ranks the least recently used. A rank is a whole number, computed from how
+# often the expert was used and nothing else: a number here, an array in the replay. None: ranks
+# are equal.
 RANKS = {
     "lru": None,  # least recently used
     "lfu": _count,  # least frequently used

@@ -136,6 +136,24 @@ def test_cuda_run_goes_on_when_a_section_fails(tmp_path, tokenizer, monkeypatch,
     assert list((tmp_path / "f").iterdir()) == []  # the checkpoint is gone
 
 
+def test_cuda_run_adds_sections_to_a_file_of_the_same_machine(tmp_path, monkeypatch):
+    out = tmp_path / "r.json"
+
+    def run(section):
+        cuda_run.main([str(out), "--tiny", "--folder", str(tmp_path / "f"), "--only", section])
+        return json.loads(out.read_text())["sections"]
+
+    first = run("one_operation")
+    both = run("tokens_at_once")
+    assert list(both) == ["one_operation", "tokens_at_once"]
+    assert both["one_operation"] == first["one_operation"]
+    before = out.read_text()
+    monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "3")
+    with pytest.raises(SystemExit, match="environment"):
+        run("memory")
+    assert out.read_text() == before
+
+
 def test_charts_and_verdicts_of_the_recorded_run(model_path):
     """What notebook 01 shows can be drawn, with the record's own numbers."""
     gpu = dispatch.recorded()

@@ -13,7 +13,7 @@ from IPython.display import display
 
 from . import style
 
-WIDTH = 920  # pixels: a live figure does not follow the page's width by itself
+WIDTH = 880  # pixels: a live figure does not follow the page's width by itself
 STATE_CLASS = "moelab-state"  # of the line under the controls, for tests in a browser
 NOTE = "<br><span "  # begins the note in a live figure's title
 _WIDE = {"style": {"description_width": "110px"}, "layout": {"width": "460px"}}
