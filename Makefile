@@ -22,11 +22,11 @@ run: $(READY)
 PARTS := test-notebooks test-streaming test-files test-lab test-speculation
 
 test: $(READY)
-	$(MAKE) -j2 $(PARTS)
+	$(MAKE) -k -j2 $(PARTS)
 
 # Also the slow tests, which tests/conftest.py lists, everything at full size, every damaged file.
 test-all: $(READY)
-	$(MAKE) -j2 PYTEST='HF_HUB_OFFLINE=1 $(BIN)/python -m pytest' $(PARTS)
+	$(MAKE) -k -j2 PYTEST='HF_HUB_OFFLINE=1 $(BIN)/python -m pytest' $(PARTS)
 
 PYTEST := MOELAB_FAST=1 MOELAB_FUZZ=300 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'not slow'
 

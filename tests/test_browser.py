@@ -40,6 +40,13 @@ const drawn = plot?.querySelector('.cartesianlayer .trace');
 const words = [...document.querySelectorAll('.widget-vbox .widget-html')].map(w => w.textContent);
 return title && drawn && JSON.stringify([plot.data, title, words.slice(-1)]);
 """
+# Labels of bars that the live figure should show and does not.
+MISSING = """
+const plot = document.querySelector('.widget-vbox .js-plotly-plot');
+const shown = [...plot.querySelectorAll('.ytick text')].map(t => t.textContent);
+const labels = plot.layout.yaxis?.categoryarray ?? [];
+return labels.filter(label => !shown.includes(label.replaceAll('<br>', '')));
+"""
 
 
 def names(cell, context):
@@ -112,7 +119,7 @@ def test_every_slider_changes_the_figure(path, lab, browser):
         wait = WebDriverWait(browser, seconds, poll_frequency=0.2, ignored_exceptions=())
         return wait.until(lambda b: b.execute_script(script), what)
 
-    browser.get(f"{lab}/tree/{path.name}")
+    browser.get(f"{lab}/workspaces/{path.stem}/tree/{path.name}")  # no tab of another one
     until("the notebook's kernel is ready", f"return {STATUS} === 'idle'")
     browser.execute_script("window.jupyterapp.commands.execute('notebook:run-all-cells')")
     until(
@@ -152,6 +159,8 @@ def test_every_slider_changes_the_figure(path, lab, browser):
         said = browser.execute_script(f"return {state}")
         assert not said, f"slider {i}: {said}"
         before = browser.execute_script(FIGURE)
+        missing = browser.execute_script(MISSING)
+        assert not missing, f"slider {i}: no label {missing}"
 
     (ROOT / "build").mkdir(exist_ok=True)
     assert browser.save_screenshot(str(ROOT / "build" / f"browser_{path.stem[:2]}.png"))

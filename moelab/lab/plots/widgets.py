@@ -16,7 +16,7 @@ from . import style
 WIDTH = 880  # pixels: a live figure does not follow the page's width by itself
 STATE_CLASS = "moelab-state"  # of the line under the controls, for tests in a browser
 NOTE = "<br><span "  # begins the note in a live figure's title
-_WIDE = {"style": {"description_width": "110px"}, "layout": {"width": "460px"}}
+_WIDE = {"style": {"description_width": "150px"}, "layout": {"width": "500px"}}
 
 
 def slider(label: str, low, high, value, step=1, unit: str = ""):
@@ -111,14 +111,19 @@ class Explorer:
 
     def _draw(self, new: go.Figure):
         words = style.words(new)
-        with self.figure.batch_update():
-            if [t.type for t in self.figure.data] == [t.type for t in new.data]:
-                for old, trace in zip(self.figure.data, new.data):
-                    _replace(old, trace.to_plotly_json())
-            else:
-                self.figure.data = ()
-                self.figure.add_traces(new.data)
-            _replace(self.figure.layout, _live(new))
+        if _labels(new) != _labels(self.figure):  # an axis in a browser keeps its first labels
+            live = go.FigureWidget(new.data, _live(new))
+            self.view.children = [live if c is self.figure else c for c in self.view.children]
+            self.figure = live
+        else:
+            with self.figure.batch_update():
+                if [t.type for t in self.figure.data] == [t.type for t in new.data]:
+                    for old, trace in zip(self.figure.data, new.data):
+                        _replace(old, trace.to_plotly_json())
+                else:
+                    self.figure.data = ()
+                    self.figure.add_traces(new.data)
+                _replace(self.figure.layout, _live(new))
         self._words.value = words
 
     def set(self, **values) -> "Explorer":
@@ -147,6 +152,11 @@ class Explorer:
         """Raises what the last run raised."""
         if self.error is not None:
             raise self.error
+
+
+def _labels(fig):
+    """The labels of bars."""
+    return [axis.categoryarray for axis in fig.select_yaxes()]
 
 
 def _live(fig):
