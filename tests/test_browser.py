@@ -27,8 +27,7 @@ from moelab.lab.plots.widgets import STATE_CLASS
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 300  # for the cells of a notebook, or for one move; a busy machine needs them
-NUMBERS = ("00", "02", "03", "05", "07", "08")
-NOTEBOOKS = [p for p in sorted((ROOT / "notebooks").glob("*.ipynb")) if p.stem[:2] in NUMBERS]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NOTEBOOK = "window.jupyterapp?.shell.currentWidget"
 STATUS = f"{NOTEBOOK}?.sessionContext?.session?.kernel?.status"
 CELLS = f"{NOTEBOOK}.content.widgets.filter(c => c.model.type === 'code').map(c => c.model"

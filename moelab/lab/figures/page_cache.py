@@ -46,10 +46,13 @@ def _note(record, part="reads"):
     return f"{kind}, {n} runs of {getattr(record.tokens, part)} tokens each"
 
 
-def _lines(record, title, finding, part="reads", compared=(), read_ahead=False, note=""):
+def _lines(
+    record, title, finding, part="reads", compared=(), read_ahead=False, note="", live=False
+):
     """Milliseconds of a token over slots, a line for each limit, its replay dotted beside it."""
     x = "slots in each layer (0: none, every expert is read each time)"
-    fig = style.figure(title, x, "ms a token", note=note, card=record.machine, height=360)
+    card = None if live else record.machine
+    fig = style.figure(title, x, "ms a token", note=note, card=card, height=360)
     fig.update_xaxes(zeroline=False)
     every = [(n, False) for n in record.limits] + [(n, True) for n in record.limits if read_ahead]
     rows = {key: curve(record, key[0], part, read_ahead=key[1]) for key in every}
@@ -141,6 +144,7 @@ def live_chart(record: SweepRecord) -> go.Figure:
         f"{best.reads.median * 1e3:.1f} ms a token",
         f"Milliseconds: {told}.",
         note=_note(record),
+        live=True,
     )
 
 

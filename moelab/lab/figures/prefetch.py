@@ -27,8 +27,14 @@ def bounds(out: Record, state: str = "cold") -> str:
     return "\n".join(lines)
 
 
-def chart(out: Record, state: str) -> go.Figure:
-    """Milliseconds a token of every prefetcher on every layout, with quartiles."""
+def chart(out: Record, state: str, recorded: bool = False) -> go.Figure:
+    """Milliseconds a token of every prefetcher on every layout, with quartiles.
+
+    Args:
+        out (Record): Measured now, or ``recorded``.
+        state (str): Of the page cache.
+        recorded (bool): Whether to name the record's machine.
+    """
     rows = [v for v in out.variants if v.state == state]
     base, best = rows[0], min(rows, key=lambda v: v.token_s["median"])
     sources = {
@@ -45,7 +51,7 @@ def chart(out: Record, state: str) -> go.Figure:
         note=f"{out.model}, {out.slots} slots, {out.tokens} tokens a run, n={out.runs}, "
         f"pages {pages}",
         scale=1e3,
-        card=out.machine,
+        card=out.machine if recorded else None,
     )
     longest = max(np.percentile(v.run_s, 75) for v in rows) * 1e3
     return fig.update_xaxes(range=[0, 1.3 * longest])  # layouts are compared: one scale

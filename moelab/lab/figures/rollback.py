@@ -106,4 +106,5 @@ def memory_dial(model: str, positions: int) -> go.Figure:
         note=f"{model}: {shape.layers} GatedDeltaNet layers, a state of "
         f"{held['restore'] / 1e6:.1f} MB; arithmetic, not a measurement",
         digits=4,
+        card="",
     )
