@@ -330,7 +330,7 @@ def dial(parts: PassParts, trace: Trace) -> Callable[..., go.Figure]:
         )
         for i, (name, ratio) in enumerate(ratios.items()):
             fig.add_scatter(x=drafts, y=ratio, name=name, mode="lines+markers", **style.look(i))
-        style.ceiling(fig, 1, "not drafting")
+        style.ceiling(fig, 1, "not drafting", below=True)
         style.ceiling(fig, length, "as set", axis="x")
         fig.update_xaxes(range=[-0.5, LONGEST + 0.5], zeroline=False)
         told = ", ".join(f"{n}: {r:.2f}" for n, r in zip(drafts, own))
