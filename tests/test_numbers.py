@@ -383,7 +383,7 @@ def guesses_used():
 
 
 def locality_of_traces():
-    """The slots that hold 70% of the experts, and the share of the last token's, least and most."""
+    """Least and most over the traces: slots for 70% hits, and % of a token's experts used again."""
     decoded = [Trace.load(path).decode for path in sorted((DATA / "traces").glob("*.npz"))]
     held = [locality.lru_hit_rate(trace, skip=64).mean(0) for trace in decoded]
     slots = [int(np.argmax(rates >= 0.7)) for rates in held]

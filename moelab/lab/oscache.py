@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-FILL_NBYTES = 16 << 20  # of one read when a file is brought into the cache
+# Bytes of one read, when a file is read to bring it into the page cache.
+FILL_NBYTES = 16 << 20
 
 
 def tensor_files(path: str | Path) -> list[Path]:

@@ -41,8 +41,8 @@ class Advice:
 
     Attributes:
         config (StreamConfig): Mode, slots, policy and prefetch.
-        layout (str): ``packed``: each expert in one piece, as ``python -m moelab repack`` writes
-            it; ``as it is``.
+        layout (str): ``as it is``, or ``packed``: each expert in one piece, as ``python -m moelab
+            repack`` writes it.
         token_s (float): Predicted seconds of a decoded token with this config and layout.
         memory_nbytes (float): The memory that it is for, page cache included.
         chosen (Replay): The replay of this config and layout, without prefetch.

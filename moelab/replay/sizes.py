@@ -7,7 +7,7 @@ from ..streaming.footprint import footprint
 
 # Python and MLX without any weights: 73 to 77 MB in the recorded sweeps (Linux, CPU), rounded up.
 PROCESS_NBYTES = 80_000_000
-# Headroom for activations, the caches of a short text and the pages being read: an estimate.
+# Room for activations, the caches of a short text and the pages that are being read: estimated.
 SPARE_NBYTES = 70_000_000
 
 

@@ -163,7 +163,7 @@ def test_lookahead_in_every_family(name, tmp_path):
 @settings(deadline=None, max_examples=300, derandomize=True)
 @given(data=st.data(), slots=st.integers(K, E), policy=st.sampled_from(POLICIES))
 def test_reserved_slots(data, slots, policy):
-    """In any order of calls and guesses no slot has two experts, and no slot is lost.
+    """Whatever the order of calls and guesses, no slot holds two experts and none gets lost.
 
     Reserving slots for a guess evicts no expert that the guess contains.
     """

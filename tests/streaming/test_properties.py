@@ -171,7 +171,7 @@ values = st.one_of(
 
 @st.composite
 def mutated_files(draw):
-    """The bytes of a small file, valid or with a few errors in its header, length or end."""
+    """A small safetensors file: valid, or with errors in its header, its length or its end."""
     header, nbytes = draw(sound_headers())
     data = bytes(range(256)) * (nbytes // 256 + 1)
     data = data[:nbytes]
