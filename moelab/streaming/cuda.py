@@ -203,7 +203,7 @@ class UploadingReader(Reader):
             return _Begun([], deque())
         direct = [r for r in reads if not r.parts]
         copied = [r for r in reads if r.parts]
-        begun = _Begun(super().start(direct), deque(pieces(copied, self.readers)))
+        begun = _Begun(self._read_in_pool(direct), deque(pieces(copied, self.readers)))
         self._read_more(begun)
         return begun
 
@@ -232,7 +232,8 @@ class UploadingReader(Reader):
         self._blocks = Blocks()  # some may have been in use when an exception came
 
     def read_here(self, reads: list[Read]) -> None:
-        super().read_here([r for r in reads if not r.parts])
+        if direct := [r for r in reads if not r.parts]:
+            super().read_here(direct)
         for piece in pieces([r for r in reads if r.parts], 1):
             if not hasattr(self._local, "block"):  # of a prefetch thread, or for small reads
                 self._local.block = Block(BLOCK_NBYTES)

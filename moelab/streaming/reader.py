@@ -187,6 +187,9 @@ class Reader:
         """
         if not reads or self._read_inline(reads):
             return []
+        return self._read_in_pool(reads)
+
+    def _read_in_pool(self, reads):
         # A few tasks of equal bytes: each task costs about 20 us, however little it reads.
         share, tasks, size = sum(r.nbytes for r in reads) / self.readers, [[]], 0
         for read in reads:
@@ -194,7 +197,7 @@ class Reader:
                 tasks.append([])
             tasks[-1].append(read)
             size += read.nbytes
-        return [self._submit(task) for task in tasks]
+        return [self._submit(task) for task in tasks if task]
 
     def _submit(self, reads):
         if self._pool is None:

@@ -99,11 +99,14 @@ class Session:
             list in ``resident`` mode. Those with slots (``Stacked``) have a ``bank`` and a
             ``table``.
         reader (Reader): Reads the experts of all layers.
+        mailbox (cuda.Mailbox or None): Brings routing to the host and slots to the GPU; None where
+            MLX does (see ``cuda``).
         prefetcher (Prefetcher or None): None without ``StreamConfig.prefetch``.
         stats (Stats): The counters; ``stats(model)`` returns a copy that is up to date.
         counters (Counters): Those of the phase of the last call.
         lock (threading.RLock): Held during every call of the model, so that threads take turns.
-        pending (list[mx.array]): The last layer's output. Until it is evaluated it reads slots.
+        pending (list[mx.array]): The last layer's output, or nothing. Until it is evaluated it
+            reads slots.
         overlap (bool): Whether layers compute while they read.
         recorder: Gets the routing of every call while ``record`` runs; else None.
     """
@@ -118,9 +121,9 @@ class Session:
         pinned: list[list[int]],
     ):
         self.config, self.dtype, self.top_k = config, dtype, top_k
-        # On CUDA, the ways for bytes and for routing between host and GPU.
-        self.mailbox = cuda.Mailbox() if cuda.available() and located else None
-        self.reader = (cuda.UploadingReader if cuda.available() else Reader)(config.readers)
+        pinned_memory = bool(located) and cuda.available()
+        self.mailbox = cuda.Mailbox() if pinned_memory else None
+        self.reader = (cuda.UploadingReader if pinned_memory else Reader)(config.readers)
         self.located = {
             name: replace(t, files=[self.reader.open(f) for f in t.files])
             for name, t in located.items()
@@ -237,8 +240,7 @@ class Session:
         Returns:
             np.ndarray: ``[..., K]``.
         """
-        small = indices.size <= cuda.MAILBOX_SIZE and len(self.pending) < 2 and not asked
-        if self.mailbox and small:
+        if self.mailbox and indices.size <= cuda.MAILBOX_SIZE and not asked:
             routed = self.mailbox.fetch(indices, *(self.pending or [indices]))
         else:
             mx.eval(indices, self.pending, asked)
