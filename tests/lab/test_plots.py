@@ -108,6 +108,16 @@ def test_lines_and_parts_carry_their_words():
     assert "m wait 1, rest 2" in fig.layout.meta["alt"]
 
 
+def test_the_words_of_a_line_list_its_points_unless_all_read_the_same():
+    series = {
+        "flat": ([1, 2, 12], [[0.0]] * 3),
+        "rising": ([1, 2, 12], [[0.0], [0.0], [1.0]]),
+        "one": ([4], [[5.0]]),
+    }
+    alt = charts.lines(series, "t", "x", "y", "found").layout.meta["alt"]
+    assert "flat: 0 from 1 to 12. rising: 0 at 1, 0 at 2, 1 at 12. one: 5 at 4." in alt
+
+
 def test_a_figure_is_as_high_as_its_bars_and_titles_need():
     def height(n, panels=1, title="t"):
         names = {f"a variant with a long name, {i}": [1.0] for i in range(n)}

@@ -156,8 +156,7 @@ def lines(
     words, top = [], [value for value, _ in ceilings]
     for i, (name, (xs, rows)) in enumerate(series.items()):
         style.band(fig, xs, rows, name, i)
-        told = ", ".join(f"{np.median(r):.3g} at {v}" for v, r in zip(xs, rows))
-        words.append(f"{name}: {told}")
+        words.append(f"{name}: {_series(xs, rows)}")
         top += [np.percentile(r, 75) for r in rows]
     starts = [np.median(rows[0]) for _, rows in series.values()]
     for value, label in ceilings:
@@ -170,6 +169,14 @@ def lines(
     fig.update_yaxes(range=[0, 1.12 * max(top)])
     over = f"{y} over {x}" if x else y
     return style.describe(fig, f"{over}. " + ". ".join(words) + ".", finding)
+
+
+def _series(xs, rows):
+    """The medians over ``xs`` in words; one number where all read the same."""
+    medians = [f"{np.median(r):.3g}" for r in rows]
+    if len(xs) > 1 and len(set(medians)) == 1:
+        return f"{medians[0]} from {xs[0]} to {xs[-1]}"
+    return ", ".join(f"{m} at {x}" for m, x in zip(medians, xs))
 
 
 def verdicts(rows: Sequence[Verdict]) -> None:
@@ -241,8 +248,8 @@ def _told(kind, axis, words):
     return ". ".join([f"{kind} of {axis}" if axis else kind, *words]) + "."
 
 
-def _label(name, characters=LABEL_CHARACTERS):
-    return "<br>".join(style.wrap(name, characters)) + " "
+def _label(name):
+    return "<br>".join(style.wrap(name, LABEL_CHARACTERS)) + " "
 
 
 def _number(value, digits=3):
