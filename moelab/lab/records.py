@@ -335,11 +335,6 @@ def recorded(name: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def load_bench(name: str) -> BenchRecord:
-    """The bench ``data/results/NAME.json``."""
-    return BenchRecord.from_json(recorded(name))
-
-
 def reads_GBs(
     record: ReadsRecord | dict, kind: str = "experts"
 ) -> dict[str, tuple[list[int], list[list[float]]]]:

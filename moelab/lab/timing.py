@@ -165,15 +165,3 @@ def paired_ratio(over: Sequence[float] | Timing, under: Sequence[float] | Timing
     if over.shape != under.shape:
         raise ValueError(f"expected as many samples of both, got {len(over)} and {len(under)}")
     return summary(over / under)
-
-
-def per_call(fn: Callable[[], Any], count: int) -> Callable[[], float]:
-    """A variant for ``interleave``: the mean seconds of ``count`` calls of ``fn`` in a row."""
-
-    def timed():
-        begin = time.perf_counter()
-        for _ in range(count):
-            fn()
-        return (time.perf_counter() - begin) / count
-
-    return timed

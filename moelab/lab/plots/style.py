@@ -80,10 +80,10 @@ def look(i: int) -> dict:
     }
 
 
-def fill(i: int, color: str | None = None) -> dict:
+def fill(i: int) -> dict:
     """Colour and pattern of the ``i``-th part of stacked bars, as a trace's ``marker``."""
     pattern = {"shape": PATTERNS[i % len(PATTERNS)], "fgcolor": "white", "fillmode": "overlay"}
-    return {"color": color or COLORS[i % len(COLORS)], "pattern": pattern}
+    return {"color": COLORS[i % len(COLORS)], "pattern": pattern}
 
 
 def whiskers(low, mid, high) -> dict:
