@@ -555,7 +555,7 @@ def hits_and_error():
     """In %: the largest error of the predicted memory, hits, and hits by chance."""
     record = recorded("cpu_start_here")
     planned = record["plan"]["nbytes"]
-    off = max(made["held_nbytes"] / planned[s] - 1 for s, made in record["slots"].items())
+    off = max(abs(made["held_nbytes"] / planned[s] - 1) for s, made in record["slots"].items())
     hits, chance = record["modes"]["fused"]["hit_rate"], 16 / record["plan"]["num_experts"]
     return f"{100 * off:.1f}", f"{100 * hits:.0f}", f"{100 * chance:.0f}"
 

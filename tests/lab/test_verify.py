@@ -94,7 +94,8 @@ def test_fewer_experts_a_token_read_about_what_the_dial_says():
         for slots in (0, 8, 16, 48):
             for m in (1, 4, 16):
                 want = verify.reads(traces[k], slots)(m)
-                assert verify.reads(traces[8], slots, k)(m) == pytest.approx(want, rel=0.3)
+                rel = 0.25 if k == 4 else 0.3
+                assert verify.reads(traces[8], slots, k)(m) == pytest.approx(want, rel=rel)
     assert verify.reads(traces[8], 0)(16) * 4 / 8 < 0.8 * verify.reads(traces[4], 0)(16)
 
 
