@@ -1,29 +1,31 @@
 """CUDA: bytes to the GPU and routing from it without MLX's unified memory.
 
 An MLX array that the host touches moves to CUDA's managed memory. From then on its pages move
-between host and GPU by page faults: bytes written in place take 0.5 ms a MB where the GPU's copy
-engine needs 0.03, and reading the routing of a layer costs 0.15 ms (H200, MLX 0.32.4). Here the
-experts' bytes are read into pinned memory and copied from there (``UploadingReader``), and a kernel
-writes a layer's routing into pinned memory (``Mailbox``). What is computed is the same.
+between host and GPU by page faults: bytes written in place take 0.5 ms a MB where the bus needs
+0.03, and reading the routing of a layer costs 0.15 ms (H200, MLX 0.32.4). Here both go through
+pinned memory, by kernels in MLX's own graph. One writes a layer's routing there
+(``Mailbox.post``). Another (``Mailbox.send``) copies what reads bring there (``UploadingReader``)
+to the slots. It is started before the reads have ended and waits on the GPU for each of them, so
+that the host prepares the next operations meanwhile. What is computed is the same.
 
-It needs ``cuda-bindings`` and is off unless ``MOELAB_CUDA_COPIES=1``: the long comparison with the
-resident model (``cuda_run``, sections ``exactness``, ``texts_twice`` and ``soak``) has not been run
-with it yet.
+It needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off. What is converted when it has
+arrived and what prefetch threads read is written to unified memory.
 """
 
 import ctypes
 import os
-import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import wait
+from concurrent.futures import Future
 from functools import cache
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from .reader import Read, Reader, ReadError
+from .reader import Read, Reader, check_unchanged, read_ranges
 
 try:
     from cuda.bindings import runtime
@@ -34,6 +36,10 @@ except ImportError:  # an optional package
 BLOCK_NBYTES, NUM_BLOCKS = 2 * 1024 * 1024, 32
 # Numbers of experts that fit into a mailbox: calls of 512 tokens with K = 8.
 MAILBOX_SIZE = 4096
+# Copies of one kernel at most, and the bytes that one of its blocks copies at once.
+MAX_COPIES, CHUNK_NBYTES = 512, 16 * 1024
+# Threads of a block of a kernel, and blocks of one that copies: an H200 has 132 multiprocessors.
+THREADS, NUM_COPYING = 256, 132
 # Seconds. After that a call that waits for its routing asks MLX, which raises if a kernel failed.
 PATIENCE_S = 0.02
 
@@ -44,19 +50,15 @@ def on_cuda() -> bool:
 
 
 def available() -> bool:
-    """Whether bytes and routing go through pinned memory here.
+    """Whether bytes and routing go through pinned memory here."""
+    return os.environ.get("MOELAB_CUDA_COPIES") != "0" and on_cuda() and runtime is not None
 
-    Raises:
-        RuntimeError: If they should and ``cuda-bindings`` is missing.
-    """
-    if os.environ.get("MOELAB_CUDA_COPIES") != "1" or not on_cuda():
-        return False
-    if runtime is None:
-        raise RuntimeError(
-            "MOELAB_CUDA_COPIES=1 needs the package cuda-bindings: install it, or unset the "
-            "variable."
-        )
-    return True
+
+@cache
+def _may_wait():
+    """Whether a kernel may wait for reads: not on a GPU that ends kernels after some seconds."""
+    limit = runtime.cudaDeviceAttr.cudaDevAttrKernelExecTimeout
+    return not _checked(runtime.cudaDeviceGetAttribute(limit, 0))
 
 
 def _checked(result):
@@ -81,165 +83,177 @@ class Pinned:
     def __init__(self, nbytes: int):
         self.address = _checked(runtime.cudaHostAlloc(nbytes, runtime.cudaHostAllocDefault))
         self.bytes = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(self.address), np.uint8)
-        self._free = runtime.cudaFreeHost
+        weakref.finalize(self, runtime.cudaFreeHost, self.address)
 
-    def __del__(self):
-        self._free(self.address)
+
+class Copy(NamedTuple):
+    """Bytes for the GPU to copy once they are there.
+
+    Attributes:
+        source (int): The address of the first byte, in pinned memory.
+        to (int): Where it belongs.
+        nbytes (int): How many.
+        flag (int): The address of a uint32 in pinned memory that is 0 until they are there.
+    """
+
+    source: int
+    to: int
+    nbytes: int
+    flag: int
 
 
 class Block(Pinned):
-    """Pinned memory that ranges of files are read into, and copied from.
+    """Pinned memory that ranges of files are read into, and a flag that says that they are there.
 
     Args:
         nbytes (int): Its size.
 
     Attributes:
         view (memoryview): Its bytes, writable.
+        arrived (np.ndarray): ``[1]``, uint32, the flag: 0 until the reads have ended.
     """
 
     def __init__(self, nbytes: int):
-        super().__init__(nbytes)
-        self.view = memoryview(self.bytes)
-        self._copied = _checked(runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming))
+        super().__init__(nbytes + 4)
+        self.view = memoryview(self.bytes)[:nbytes]
+        self.arrived = self.bytes[nbytes:].view(np.uint32)
 
-    def copy(self, parts: Iterable[tuple[int, int]], stream: object) -> None:
-        """Begin to copy the block's first bytes to other memory.
+    def copies(self, reads: Iterable[Read]) -> list[Copy]:
+        """What brings the block's bytes to where its ranges belong.
 
         Args:
-            parts (Iterable[tuple[int, int]]): Where to: address and bytes of each part in turn.
-            stream (object): The CUDA stream to do it in.
+            reads (Iterable[Read]): The ranges, in the order in which they lie here.
         """
-        source, kind = self.address, runtime.cudaMemcpyKind.cudaMemcpyDefault
-        for address, nbytes in parts:
-            _checked(runtime.cudaMemcpyAsync(address, source, nbytes, kind, stream))
+        out, source, flag = [], self.address, self.address + len(self.view)
+        for to, nbytes in (part for r in reads for part in r.parts):
+            out.append(Copy(source, to, nbytes, flag))
             source += nbytes
-        _checked(runtime.cudaEventRecord(self._copied, stream))
-
-    def wait(self) -> None:
-        """Wait until the block has been copied."""
-        _checked(runtime.cudaEventSynchronize(self._copied))
-
-
-class Blocks:
-    """The blocks of one model and the CUDA stream that copies them, in order."""
-
-    def __init__(self):
-        self._stream = _checked(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking))
-        self._destroy = runtime.cudaStreamDestroy
-        self._free, self._copying, self._num_blocks = [], deque(), 0
-
-    def __del__(self):
-        self._destroy(self._stream)
-
-    def take(self, must: bool) -> Block | None:
-        """A block that is not in use.
-
-        Args:
-            must (bool): Make another one if all are being read into; else return None then.
-        """
-        if self._free:
-            return self._free.pop()
-        if self._num_blocks < NUM_BLOCKS or (must and not self._copying):
-            self._num_blocks += 1
-            return Block(BLOCK_NBYTES)
-        if not self._copying:
-            return None
-        block = self._copying.popleft()
-        block.wait()
-        return block
-
-    def copy(self, block: Block, reads: Iterable[Read]) -> None:
-        """Begin to copy a block that has been read to where its ranges belong.
-
-        Args:
-            block (Block): From ``take``. It may be taken again once it is copied.
-            reads (Iterable[Read]): The ranges, in order.
-        """
-        block.copy((part for r in reads for part in r.parts), self._stream)
-        self._copying.append(block)
-
-    def copy_now(self, block: Block, reads: Iterable[Read]) -> None:
-        """Copy a block of the caller's own, and wait.
-
-        Args:
-            block (Block): Any.
-            reads (Iterable[Read]): As for ``copy``.
-        """
-        block.copy((part for r in reads for part in r.parts), self._stream)
-        block.wait()
-
-    def wait(self) -> None:
-        """Wait for all copies."""
-        _checked(runtime.cudaStreamSynchronize(self._stream))
-        self._free += self._copying
-        self._copying.clear()
+        return out
 
 
 class _Begun:
-    """What one ``start`` began: reads of a block each, waiting for a block or being read."""
+    """What one ``start`` began."""
 
-    def __init__(self, direct, waiting):
-        self.direct, self.waiting, self.reading = direct, waiting, deque()
+    def __init__(self, waiting):
+        self.direct = []  # futures of the reads that need no copy
+        self.waiting = deque(waiting)  # pieces for which there is no block yet
+        self.reading = []  # pieces that are read: (reads, block, future)
+        self.in_graph = False  # whether a kernel that was built copies them
+
+    def copies(self):
+        return [c for reads, block, _ in self.reading for c in block.copies(reads)]
 
 
 class UploadingReader(Reader):
-    """A ``Reader`` whose threads read into pinned memory, which is copied to the GPU.
+    """A ``Reader`` whose threads read into pinned memory, from which the GPU copies.
 
-    The thread that calls ``finish`` asks for all copies and the others only read: threads that
-    call the CUDA runtime at the same time make each other wait (0.26 ms a call of eight threads,
-    0.005 of one; H200). Ranges without ``parts`` are read as ``Reader`` reads them.
+    Ranges without ``parts`` are read as ``Reader`` reads them.
 
     Args:
+        mailbox (Mailbox): Starts the copies.
         readers (int): As for ``Reader``.
     """
 
-    def __init__(self, readers: int = 8):
+    def __init__(self, mailbox: "Mailbox", readers: int = 8):
         super().__init__(readers)
-        self._blocks = Blocks()
-        self._local = threading.local()
+        self._mailbox = mailbox
+        self._blocks = []
+        self._free = []
+        self._copying = []  # blocks that the graph may still copy
 
     def start(self, reads: list[Read]) -> _Begun:
-        if not reads or self._read_inline(reads):
-            return _Begun([], deque())
         direct = [r for r in reads if not r.parts]
-        copied = [r for r in reads if r.parts]
-        begun = _Begun(self._read_in_pool(direct), deque(pieces(copied, self.readers)))
-        self._read_more(begun)
+        begun = _Begun(pieces([r for r in reads if r.parts], self.readers))
+        self._wait()
+
+        def here():
+            if direct:
+                self.read_here(direct)
+            self._read_more(begun, _now)
+
+        if reads and not self._read_inline(reads, here):
+            begun.direct = self._read_in_pool(direct)
+            self._read_more(begun, self._submit)
         return begun
 
-    def _read_more(self, begun):
-        while begun.waiting and (block := self._blocks.take(must=not begun.reading)) is not None:
+    def _wait(self):
+        """Wait until the GPU has copied all blocks that a graph copies."""
+        if self._copying:
+            self._mailbox.wait()
+            self._free += self._copying
+            self._copying = []
+
+    def _read_more(self, begun, submit):
+        while begun.waiting and (block := self._take(must=not begun.reading)) is not None:
             reads = begun.waiting.popleft()
-            begun.reading.append((reads, block, self._submit(_into(reads, block))))
+            block.arrived[0] = 0
+            begun.reading.append((reads, block, submit(self._read_into, reads, block)))
+
+    def _take(self, must):
+        """A block that is not in use; None if there is none and the caller can wait for its own."""
+        if self._free:
+            return self._free.pop()
+        if len(self._blocks) >= NUM_BLOCKS and not must:
+            return None
+        self._blocks.append(Block(BLOCK_NBYTES))
+        return self._blocks[-1]
+
+    def _read_into(self, reads, block):
+        begin = time.perf_counter()
+        try:
+            read_ranges(_into(reads, block))
+        finally:
+            block.arrived[0] = 1  # also after an error: the GPU waits for it
+        self._count(reads, begin)
+
+    def copies(self, begun: _Begun) -> list[Copy] | None:
+        """What a kernel has to copy so that ``finish`` need not; None if it takes several.
+
+        Args:
+            begun (_Begun): From ``start``. ``finish`` it before the result is used: it raises if a
+                read failed.
+        """
+        copies = begun.copies()
+        if begun.direct or begun.waiting or len(copies) > MAX_COPIES or not _may_wait():
+            return None
+        begun.in_graph = True
+        return copies
 
     def finish(self, begun: _Begun) -> None:
-        try:
-            while begun.waiting or begun.reading:
-                self._read_more(begun)
-                reads, block, future = begun.reading.popleft()
-                future.result()
-                self._blocks.copy(block, reads)
-        except ReadError:
-            wait([future for *_, future in begun.reading])
-            raise
-        finally:
-            super().finish(begun.direct)
-        self._blocks.wait()
+        files = {r.file for reads in begun.waiting for r in reads}
+        files |= {r.file for reads, *_ in begun.reading for r in reads}
+        super().finish([*begun.direct, *(future for *_, future in begun.reading)])
+        if begun.in_graph:
+            self._copying += [block for _, block, _ in begun.reading]
+        while begun.reading and not begun.in_graph:
+            copies = begun.copies()
+            for i in range(0, len(copies), MAX_COPIES):
+                self._mailbox.copy(copies[i : i + MAX_COPIES])
+            self._free += [block for _, block, _ in begun.reading]
+            begun.reading = []
+            self._read_more(begun, self._submit)
+            super().finish([future for *_, future in begun.reading])
+        check_unchanged(files)
 
     def stop(self) -> None:
         super().stop()
-        self._blocks.wait()
-        self._blocks = Blocks()  # some may have been in use when an exception came
+        for block in self._blocks:
+            block.arrived[0] = 1  # the GPU waits for reads that were cancelled, too
+        self._mailbox.forget()
+        mx.synchronize()
+        self._free, self._copying = self._blocks.copy(), []
 
-    def read_here(self, reads: list[Read]) -> None:
-        if direct := [r for r in reads if not r.parts]:
-            super().read_here(direct)
-        for piece in pieces([r for r in reads if r.parts], 1):
-            if not hasattr(self._local, "block"):  # of a prefetch thread, or for small reads
-                self._local.block = Block(BLOCK_NBYTES)
-            block = self._local.block
-            super().read_here(_into(piece, block))
-            self._blocks.copy_now(block, piece)
+    def close(self) -> None:
+        super().close()
+        self._blocks, self._free = [], []
+
+
+def _now(function, *args):
+    """Like a thread pool's ``submit``, but done in this thread."""
+    function(*args)
+    done = Future()
+    done.set_result(None)
+    return done
 
 
 def pieces(reads: list[Read], readers: int) -> list[list[Read]]:
@@ -286,7 +300,7 @@ def _into(reads, block):
     return out
 
 
-# Both write or read ``box``: a word that says that the numbers are there, then the numbers.
+# ``box``: a word that says that the numbers are there, then the numbers.
 _POST = """
     unsigned int* box = (unsigned int*)(*address);
     int n = 1;
@@ -299,16 +313,59 @@ _POST = """
         posted[0] = 1;
     }
 """
-_TAKE = """
-    const volatile unsigned int* box = (const volatile unsigned int*)(*address);
-    int n = 1;
-    for (int d = 0; d < indices_ndim; ++d) n *= indices_shape[d];
-    for (int i = threadIdx.x; i < n; i += blockDim.x) slots[i] = box[1 + i];
+# ``list``: how many copies and how many chunks there are, then for each copy its first chunk,
+# source, destination, bytes and flag. Every block of threads takes it from the host once, and
+# copies every gridDim.x-th chunk.
+_SEND = f"""
+    typedef unsigned long long word;
+    __shared__ word list[2 + 5 * {MAX_COPIES}];
+    const volatile unsigned int* box = (const volatile unsigned int*)(address[0]);
+    const volatile word* list_of_host = (const volatile word*)(address[1]);
+    if (threadIdx.x < 2) list[threadIdx.x] = list_of_host[threadIdx.x];
+    if (blockIdx.x == 0) {{
+        int n = 1;
+        for (int d = 0; d < indices_ndim; ++d) n *= indices_shape[d];
+        for (int i = threadIdx.x; i < n; i += blockDim.x) slots[i] = box[1 + i];
+    }}
+    __syncthreads();
+    int copies = (int)list[0];
+    word chunks = list[1];
+    for (int i = threadIdx.x; i < 5 * copies; i += blockDim.x) list[2 + i] = list_of_host[2 + i];
+    __syncthreads();
+    for (word chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {{
+        const word* copy = list + 2;
+        while (copy + 5 < list + 2 + 5 * copies && copy[5] <= chunk) copy += 5;
+        word first = (chunk - copy[0]) * {CHUNK_NBYTES};
+        int nbytes = (int)min(copy[3] - first, (word){CHUNK_NBYTES});
+        const char* source = (const char*)copy[1] + first;
+        char* to = (char*)copy[2] + first;
+        if (threadIdx.x == 0)
+            while (*(const volatile unsigned int*)copy[4] == 0) __nanosleep(400);
+        __syncthreads();
+        __threadfence_system();
+        int i = threadIdx.x;
+        if ((((word)source | (word)to | (word)nbytes) & 15) == 0) {{
+            const int4* a = (const int4*)source;
+            int4* b = (int4*)to;
+            int n = nbytes / 16, step = blockDim.x;
+            for (; i + 3 * step < n; i += 4 * step) {{
+                int4 v = __ldcv(a + i), w = __ldcv(a + i + step);
+                int4 x = __ldcv(a + i + 2 * step), y = __ldcv(a + i + 3 * step);
+                b[i] = v;
+                b[i + step] = w;
+                b[i + 2 * step] = x;
+                b[i + 3 * step] = y;
+            }}
+            for (; i < n; i += step) b[i] = __ldcv(a + i);
+        }} else {{
+            for (; i < nbytes; i += blockDim.x) to[i] = __ldcv(source + i);
+        }}
+    }}
 """
 
 
 class Mailbox:
-    """Pinned memory through which kernels and the host exchange small numbers.
+    """Pinned memory through which the host and kernels in MLX's graph exchange small numbers.
 
     A kernel writes them there after what it waits for, and the host watches one word of it. That
     takes a few microseconds where MLX's ``eval`` puts the thread to sleep and a read of the array
@@ -316,49 +373,91 @@ class Mailbox:
     """
 
     def __init__(self):
-        self._memory = Pinned(4 * (1 + MAILBOX_SIZE))
-        self._words = self._memory.bytes.view(np.uint32)
-        self._address = mx.array(np.array([self._memory.address], np.uint64))
-        mx.eval(self._address)
+        size = 8 * (2 + 5 * MAX_COPIES)
+        self._memory = Pinned(size + 4 * (1 + MAILBOX_SIZE))
+        self._list = self._memory.bytes[:size].view(np.uint64)
+        self._words = self._memory.bytes[size:].view(np.uint32)
+        address = self._memory.address
+        self._address = mx.array(np.array([address + size, address], np.uint64))
+        self._one = mx.zeros(1, mx.uint32)
+        mx.eval(self._address, self._one)
+        self._posted = self._sent = None
 
-    def fetch(self, indices: mx.array, after: mx.array) -> np.ndarray:
-        """The numbers in an array, as soon as they are computed.
+    def post(self, indices: mx.array, after: mx.array) -> None:
+        """Begin to compute an array, the numbers of which ``collect`` returns.
 
         Args:
             indices (mx.array): At most ``MAILBOX_SIZE`` integers.
-            after (mx.array): Is evaluated before this returns, too.
+            after (mx.array): Is computed before they are there, too.
+        """
+        self._words[0] = 0
+        self._posted = _kernel("post", ("indices", "after"), "posted", _POST)(
+            inputs=[indices, after, self._address], output_shapes=[(1,)], **_launch(1)
+        )
+        mx.async_eval(self._posted)
+
+    def collect(self, indices: mx.array) -> np.ndarray:
+        """The numbers in an array as soon as they are computed.
+
+        Args:
+            indices (mx.array): The one that was posted last.
 
         Returns:
             np.ndarray: A copy, uint32, of the same shape.
         """
-        words, n = self._words, indices.size
-        words[0] = 0
-        posted = _kernel("post", ("indices", "after"), "posted", _POST)(
-            inputs=[indices, after, self._address], output_shapes=[(1,)], **_launch(n)
-        )
-        mx.async_eval(posted)
+        words = self._words
         end = time.perf_counter() + PATIENCE_S
         while not words[0]:
             if time.perf_counter() > end:
-                mx.eval(posted)
+                mx.eval(self._posted)
             time.sleep(0)  # lets other threads run
-        return words[1 : 1 + n].reshape(indices.shape).copy()
+        self._posted = self._sent = None  # what was sent before has been received
+        return words[1 : 1 + indices.size].reshape(indices.shape).copy()
 
-    def send(self, numbers: np.ndarray, indices: mx.array) -> mx.array:
+    def send(self, numbers: np.ndarray, indices: mx.array, copies: list[Copy] = ()) -> mx.array:
         """An array that a kernel fills with numbers of the host, when it is computed.
 
         Args:
-            numbers (np.ndarray): At most ``MAILBOX_SIZE`` integers. The next ``fetch`` overwrites
-                them, so it must come after an array that was computed with these.
+            numbers (np.ndarray): At most ``MAILBOX_SIZE`` integers.
             indices (mx.array): Of the same shape; computed first.
+            copies (list[Copy]): Bytes that the kernel copies before, as soon as they are there: at
+                most ``MAX_COPIES``.
 
         Returns:
             mx.array: uint32, of the same shape.
         """
+        self.wait()
+        words, chunk = [], 0
+        for c in copies:
+            words += (chunk, c.source, c.to, c.nbytes, c.flag)
+            chunk += -(-c.nbytes // CHUNK_NBYTES)
+        self._list[: 2 + len(words)] = (len(copies), chunk, *words)
         self._words[1 : 1 + numbers.size] = numbers.ravel()
-        return _kernel("take", ("indices",), "slots", _TAKE)(
-            inputs=[indices, self._address], output_shapes=[indices.shape], **_launch(numbers.size)
+        self._sent = _kernel("send", ("indices",), "slots", _SEND)(
+            inputs=[indices, self._address],
+            output_shapes=[indices.shape],
+            **_launch(min(NUM_COPYING, max(1, chunk))),
         )[0]
+        return self._sent
+
+    def copy(self, copies: list[Copy]) -> None:
+        """Copy bytes that are there, and wait.
+
+        Args:
+            copies (list[Copy]): At most ``MAX_COPIES``.
+        """
+        self.send(np.zeros(1, np.uint32), self._one, copies)
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until what was sent last has been received."""
+        if self._sent is not None:
+            mx.eval(self._sent)
+            self._sent = None
+
+    def forget(self) -> None:
+        """Do not wait for what was sent last: it will never be computed."""
+        self._sent = None
 
 
 @cache
@@ -366,10 +465,9 @@ def _kernel(name, inputs, output, source):
     return mx.fast.cuda_kernel(f"moelab_{name}", [*inputs, "address"], [output], source)
 
 
-def _launch(size):
-    threads = min(256, max(32, size))
+def _launch(blocks):
     return {
         "output_dtypes": [mx.uint32],
-        "grid": (threads, 1, 1),
-        "threadgroup": (threads, 1, 1),
+        "grid": (blocks * THREADS, 1, 1),
+        "threadgroup": (THREADS, 1, 1),
     }

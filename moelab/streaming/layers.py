@@ -5,12 +5,14 @@ A layer takes the place of mlx-lm's ``SwitchGLU`` and is called like it: ``x [..
 are not in memory (``Reader``) into the layer's slots (``SlotBank``) and computes with those.
 """
 
+from functools import partial
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from ..experts import expert_modules, expert_parameters, num_experts
-from .cuda import on_cuda
+from .cuda import MAILBOX_SIZE, on_cuda
 from .prefetch import Job
 from .session import Session
 from .slots import SlotBank, SlotTable, can_fuse
@@ -315,14 +317,30 @@ class Stacked(StreamedExperts):
             held, misses = self._plan(needed)
             read_s = self.session.reader.expected_s(len(misses) * self.bank.expert_nbytes)
             if not misses or read_s < OVERLAP_S or not self.session.overlap:
-                self._fill(misses)
                 held.update(misses)
                 slots = np.array([held[e] for e in flat], np.uint32).reshape(routed.shape)
-                return self._gather(x, self.session.to_device(slots, indices))
+                return self._gather(x, self._bring_for(slots, indices, misses))
             waves = ((held, misses),)
         else:
             waves = (self._plan(wave) for wave in self.table.waves(needed))
         return self._in_parts(x, flat, routed.shape, waves)
+
+    def _bring_for(self, slots, indices, misses):
+        """Read the missing experts of a call. Its slots as an array, to compute with."""
+        session = self.session
+        if not (misses and session.mailbox and self.bank.as_read):
+            self._fill(misses)
+            return session.to_device(slots, indices)
+        with session.waiting():
+            reads = self._begin(misses)
+        # With a prefetcher the layer's table must be up to date before the next one.
+        alone = session.prefetcher is None and slots.size <= MAILBOX_SIZE
+        copies = session.reader.copies(reads) if alone else None
+        if copies is None:
+            self._finish(misses, reads)
+            return session.to_device(slots, indices)
+        session.unfinished = partial(self._finish, misses, reads)
+        return session.to_device(slots, indices, copies)
 
     def _gather(self, x, slots):
         """Compute experts that are in their slots, divided over the streams along K or rows."""

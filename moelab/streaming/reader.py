@@ -19,7 +19,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
@@ -78,8 +78,7 @@ class File:
 
     def stat(self) -> tuple[int, int, int]:
         """The size in bytes, and the times of the last write (mtime) and change (ctime) in ns."""
-        s = os.fstat(self.fd)
-        return s.st_size, s.st_mtime_ns, s.st_ctime_ns
+        return _stamp(os.fstat(self.fd))
 
     def changed(self) -> bool:
         """Whether the file's content may have changed since it was opened.
@@ -87,10 +86,15 @@ class File:
         A write can put the mtime back, but not the ctime. The ctime also changes when a link to
         the file is made or removed, as when the file is replaced: then its content is the same.
         """
-        now, links = self.stat(), os.fstat(self.fd).st_nlink
+        s = os.fstat(self.fd)
+        now, links = _stamp(s), s.st_nlink
         if now[:2] == self.stamp[:2] and links != self._links:
             self.stamp, self._links = now, links
         return now != self.stamp
+
+
+def _stamp(s):
+    return s.st_size, s.st_mtime_ns, s.st_ctime_ns
 
 
 class Read(NamedTuple):
@@ -119,6 +123,36 @@ class Read(NamedTuple):
         return f"{self.file.path}: {self.tensor}, expert {self.expert}, offset {self.offset}"
 
 
+def read_ranges(reads: Iterable[Read]) -> None:
+    """Read ranges one after the other.
+
+    Args:
+        reads (Iterable[Read]): The ranges.
+
+    Raises:
+        ReadError: If a read fails or ends before its last byte.
+    """
+    for r in reads:
+        try:
+            got = os.preadv(r.file.fd, r.views, r.offset)
+            while 0 < got < r.nbytes:  # a signal interrupted it, or the kernel limits a read
+                more = os.preadv(r.file.fd, _after(r.views, got), r.offset + got)
+                if more == 0:
+                    break
+                got += more
+        except OSError as e:
+            raise ReadError(
+                e.errno,
+                f"{r}: {e.strerror}. Try again with a new prompt cache; the model can be "
+                "called. If it fails again, check the disk.",
+            ) from e
+        if got != r.nbytes:
+            raise ReadError(
+                f"{r}: expected {r.nbytes} bytes, got {got}. The file is shorter than "
+                "when it was loaded: restore it, then load again."
+            )
+
+
 def _after(views, nbytes):
     """The rest of some views once their first bytes are filled."""
     for i, view in enumerate(views):
@@ -126,6 +160,24 @@ def _after(views, nbytes):
             return [view[nbytes:], *views[i + 1 :]]
         nbytes -= len(view)
     return []
+
+
+def check_unchanged(files: Iterable[File]) -> None:
+    """Raise if a file has changed since it was opened.
+
+    Args:
+        files (Iterable[File]): Files that have been read.
+
+    Raises:
+        ReadError: For the first that has.
+    """
+    for file in files:
+        if file.changed():
+            raise ReadError(
+                f"{file.path}: changed while it was streamed: expected size, mtime and ctime "
+                f"{file.stamp}, got {file.stat()}. Writing to it, chmod, chown and rename "
+                "count as changes. Load the model again."
+            )
 
 
 class Reader:
@@ -185,7 +237,7 @@ class Reader:
         Raises:
             ReadError: If a read fails, ends before its last byte, or its file has changed.
         """
-        if not reads or self._read_inline(reads):
+        if not reads or self._read_inline(reads, lambda: self.read_here(reads)):
             return []
         return self._read_in_pool(reads)
 
@@ -197,16 +249,15 @@ class Reader:
                 tasks.append([])
             tasks[-1].append(read)
             size += read.nbytes
-        return [self._submit(task) for task in tasks if task]
+        return [self._submit(self.read_here, task) for task in tasks if task]
 
-    def _submit(self, reads):
+    def _submit(self, function, *args):
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.readers, thread_name_prefix="moelab-read")
-        # Not self.read_here: ``UploadingReader``'s copies what it read, which its finish does here.
-        return self._pool.submit(Reader.read_here, self, reads)
+        return self._pool.submit(function, *args)
 
-    def _read_inline(self, reads):
-        """Read in this thread if that takes less time, and say whether it was done."""
+    def _read_inline(self, reads, here):
+        """Call ``here`` to read in this thread if that takes less time. Say whether it was done."""
         if self.closed:
             raise ReadError("The model is closed: load it again to go on.")
         self._no_demand.clear()
@@ -215,7 +266,7 @@ class Reader:
         if inline:
             begin = time.perf_counter()
             try:
-                self.read_here(reads)
+                here()
             finally:
                 self._no_demand.set()
             pace = (time.perf_counter() - begin) / total
@@ -295,40 +346,17 @@ class Reader:
             ReadError: As ``finish`` does.
         """
         begin = time.perf_counter()
-        nbytes = 0
-        for r in reads:
-            try:
-                got = os.preadv(r.file.fd, r.views, r.offset)
-                while 0 < got < r.nbytes:  # a signal interrupted it, or the kernel limits a read
-                    more = os.preadv(r.file.fd, _after(r.views, got), r.offset + got)
-                    if more == 0:
-                        break
-                    got += more
-            except OSError as e:
-                raise ReadError(
-                    e.errno,
-                    f"{r}: {e.strerror}. Try again with a new prompt cache; the model can be "
-                    "called. If it fails again, check the disk.",
-                ) from e
-            if got != r.nbytes:
-                raise ReadError(
-                    f"{r}: expected {r.nbytes} bytes, got {got}. The file is shorter than "
-                    "when it was loaded: restore it, then load again."
-                )
-            nbytes += got
-        for file in {r.file for r in reads}:
-            if file.changed():
-                raise ReadError(
-                    f"{file.path}: changed while it was streamed: expected size, mtime and ctime "
-                    f"{file.stamp}, got {file.stat()}. Writing to it, chmod, chown and rename "
-                    "count as changes. Load the model again."
-                )
+        read_ranges(reads)
+        check_unchanged({r.file for r in reads})
+        self._count(reads, begin)
+
+    def _count(self, reads, begin):
+        took, nbytes = time.perf_counter() - begin, sum(r.nbytes for r in reads)
         with self._lock:
             self.nbytes += nbytes
             self.reads += len(reads)
-            self.read_s += time.perf_counter() - begin
-            pace = (time.perf_counter() - begin) / max(nbytes, 1)
-            self._pace += PACE_WEIGHT * (pace - self._pace)
+            self.read_s += took
+            self._pace += PACE_WEIGHT * (took / max(nbytes, 1) - self._pace)
 
     def close(self) -> None:
         """End the threads and close the files. A second call does nothing."""

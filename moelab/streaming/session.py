@@ -105,6 +105,7 @@ class Session:
         stats (Stats): The counters; ``stats(model)`` returns a copy that is up to date.
         counters (Counters): Those of the phase of the last call.
         lock (threading.RLock): Held during every call of the model, so that threads take turns.
+        unfinished (Callable or None): Finishes the reads that the GPU waits for (``finish_reads``).
         pending (list[mx.array]): The last layer's output, or nothing. Until it is evaluated it
             reads slots.
         overlap (bool): Whether layers compute while they read.
@@ -121,15 +122,18 @@ class Session:
         pinned: list[list[int]],
     ):
         self.config, self.dtype, self.top_k = config, dtype, top_k
-        pinned_memory = bool(located) and cuda.available()
-        self.mailbox = cuda.Mailbox() if pinned_memory else None
-        self.reader = (cuda.UploadingReader if pinned_memory else Reader)(config.readers)
+        self.mailbox = cuda.Mailbox() if located and cuda.available() else None
+        self.reader = (
+            cuda.UploadingReader(self.mailbox, config.readers)
+            if self.mailbox
+            else Reader(config.readers)
+        )
         self.located = {
             name: replace(t, files=[self.reader.open(f) for f in t.files])
             for name, t in located.items()
         }
         self.resident, self.pinned = resident, pinned
-        self.layers, self.pending = [], []
+        self.layers, self.pending, self.unfinished = [], [], None
         self.lock = threading.RLock()
         self._caller = None  # the thread whose call is running
         self._unfinished = False  # set while a call runs, and left set by an exception
@@ -171,6 +175,7 @@ class Session:
                 yield
                 # Another thread can wait for this one's arrays, but it cannot schedule them.
                 mx.async_eval(self.pending)
+                self.finish_reads()
                 self._unfinished = False
             except BaseException:
                 self.reader.stop()  # nothing writes to a slot after a call that failed
@@ -183,7 +188,7 @@ class Session:
         self.reader.stop()
         with suppress(RuntimeError):  # arrays that another thread built and never scheduled
             mx.eval(self.pending)
-        self.pending = []
+        self.pending, self.unfinished = [], None
         for layer in self.layers:
             layer.recover()
 
@@ -241,25 +246,42 @@ class Session:
             np.ndarray: ``[..., K]``.
         """
         if self.mailbox and indices.size <= cuda.MAILBOX_SIZE and not asked:
-            routed = self.mailbox.fetch(indices, *(self.pending or [indices]))
+            self.mailbox.post(indices, *(self.pending or [indices]))
+            # Before this thread watches the mailbox, which would keep others from the GIL.
+            self.finish_reads()
+            routed = self.mailbox.collect(indices)
         else:
             mx.eval(indices, self.pending, asked)
             routed = np.array(indices)
+            self.finish_reads()
         self.pending = []
         return routed
 
-    def to_device(self, numbers: np.ndarray, indices: mx.array) -> mx.array:
+    def finish_reads(self) -> None:
+        """Wait for the reads of the layer before, if the GPU waits for them.
+
+        Raises:
+            ReadError: If one failed: what was computed since is not used.
+        """
+        finish, self.unfinished = self.unfinished, None
+        if finish is not None:
+            finish()
+
+    def to_device(
+        self, numbers: np.ndarray, indices: mx.array, copies: list[cuda.Copy] = ()
+    ) -> mx.array:
         """Small numbers of the host as an array, for the call whose routing was evaluated last.
 
         Args:
             numbers (np.ndarray): uint32.
             indices (mx.array): Of the same shape, the experts of that call.
+            copies (list[cuda.Copy]): What the GPU copies before; only with a ``mailbox``.
 
         Returns:
             mx.array: uint32.
         """
         if self.mailbox and numbers.size <= cuda.MAILBOX_SIZE:
-            return self.mailbox.send(numbers, indices)
+            return self.mailbox.send(numbers, indices, copies)
         return mx.array(numbers)
 
     def count_reads(self) -> None:

@@ -329,6 +329,8 @@ class SlotBank:
         experts (nn.Module): The layer's own mlx-lm module with S experts in place of E. Call it
             with slots for indices.
         expert_nbytes (int): The bytes of one expert in its slot.
+        as_read (bool): Whether a slot holds an expert as its file does, so that ``arrived`` has
+            nothing to do.
     """
 
     def __init__(
@@ -404,6 +406,7 @@ class SlotBank:
                 start, names = first, []
             self._converted.append((rows[:, start:last], dtype, t.dtype, start, [*names, n]))
         self._slots = {}
+        self.as_read = not (self._memory or self._converted)
         self.expert_nbytes = sum(rows[0].nbytes for rows in self._rows.values())
 
     def reads(self, expert: int, slot: int) -> list[Read]:

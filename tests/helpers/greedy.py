@@ -10,6 +10,6 @@ def greedy_logits(model: nn.Module, prompt: list[int], steps: int) -> np.ndarray
     """Logits ``[steps + 1, V]`` of a prompt's last token and of the greedy tokens after it."""
     cache, tokens, rows = make_prompt_cache(model), prompt, []
     for _ in range(steps + 1):
-        rows.append(np.array(model(mx.array([tokens]), cache=cache)[0, -1]))
+        rows.append(np.array(model(mx.array([tokens]), cache=cache)[0, -1].astype(mx.float32)))
         tokens = [int(rows[-1].argmax())]
     return np.stack(rows)

@@ -1,38 +1,40 @@
-"""The way of bytes through pinned memory, with a CUDA runtime that copies on the host."""
+"""The way of bytes through pinned memory, with kernels that run on the host."""
 
 import ctypes
 import gc
 import itertools
 import os
-import threading
+import shutil
+import time
 from types import SimpleNamespace
 
 import families
 import mlx.core as mx
+import numpy as np
 import pytest
 from families import K
+from greedy import greedy_logits
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.repack import repack
-from moelab.streaming import cuda, reader, session
+from moelab.streaming import cuda, reader
 from moelab.streaming.model import load_model
 from moelab.streaming.reader import ReadError
 from moelab.streaming.session import session_of
 
-PROMPT = mx.array([[5, 36, 67, 2, 33, 64, 95, 30, 61]])
+PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
 
 
 class Runtime:
-    """The calls that the module makes. A copy is made when its stream or event is waited for."""
+    """The calls that the module makes, and its kernels, which run when they are built."""
 
-    cudaHostAllocDefault = cudaStreamNonBlocking = cudaEventDisableTiming = 0
+    cudaHostAllocDefault = 0
     cudaError_t = SimpleNamespace(cudaSuccess=0)
-    cudaMemcpyKind = SimpleNamespace(cudaMemcpyDefault=4)
+    cudaDeviceAttr = SimpleNamespace(cudaDevAttrKernelExecTimeout=17)
 
     def __init__(self):
-        self.memory, self.begun, self.streams, self.copied = {}, {}, 0, 0
-        self.lock = threading.Lock()
+        self.memory, self.copied, self.in_graph, self.time_limit = {}, 0, 0, 0
 
     def cudaHostAlloc(self, nbytes, flags):
         memory = ctypes.create_string_buffer(nbytes)
@@ -43,44 +45,56 @@ class Runtime:
         del self.memory[address]
         return (0,)
 
-    def cudaStreamCreateWithFlags(self, flags):
-        self.streams += 1
-        self.begun[self.streams] = []
-        return 0, self.streams
+    def cudaDeviceGetAttribute(self, attribute, device):
+        return 0, self.time_limit
 
-    def cudaStreamDestroy(self, stream):
-        del self.begun[stream]
-        return (0,)
+    def cudaGetErrorString(self, error):
+        return 0, b"out of memory"
 
-    def cudaEventCreateWithFlags(self, flags):
-        return 0, {}
+    def kernel(self, name, inputs, output, source):
+        return {"post": self.post, "send": self.send}[name]
 
-    def cudaEventRecord(self, event, stream):
-        event["stream"] = stream
-        return (0,)
+    def post(self, inputs, **_):
+        indices, after, address = inputs
+        mx.eval(after)
+        box = words(address[0].item(), 1 + indices.size, np.uint32)
+        box[1:] = np.array(indices).ravel()
+        box[0] = 1
+        return [mx.zeros(1)]
 
-    def cudaEventSynchronize(self, event):
-        return self.cudaStreamSynchronize(event["stream"]) if event else (0,)
+    def send(self, inputs, **_):
+        indices, addresses = inputs
+        box, first = addresses.tolist()
+        copies, total = words(first, 2, np.uint64).tolist()
+        chunks, entries = total, words(first + 16, 5 * copies, np.uint64).reshape(-1, 5).tolist()
+        end = time.monotonic() + 20
+        for first, source, to, nbytes, flag in entries:
+            assert first + chunks == total
+            while not words(flag, 1, np.uint32)[0]:
+                assert time.monotonic() < end, "nobody says that these bytes are there"
+                self.in_graph += 1
+                time.sleep(1e-4)
+            ctypes.memmove(to, source, nbytes)
+            self.copied += nbytes
+            chunks -= -(-nbytes // cuda.CHUNK_NBYTES)
+        assert chunks == 0
+        return [mx.array(words(box + 4, indices.size, np.uint32).reshape(indices.shape).copy())]
 
-    def cudaMemcpyAsync(self, to, source, nbytes, kind, stream):
-        with self.lock:
-            self.begun[stream].append((to, source, nbytes))
-        return (0,)
 
-    def cudaStreamSynchronize(self, stream):
-        with self.lock:
-            for to, source, nbytes in self.begun[stream]:
-                ctypes.memmove(to, source, nbytes)
-                self.copied += nbytes
-            self.begun[stream] = []
-        return (0,)
+def words(address, n, dtype):
+    memory = (ctypes.c_uint8 * (n * np.dtype(dtype).itemsize)).from_address(address)
+    return np.frombuffer(memory, dtype)
 
 
 @pytest.fixture
 def runtime(monkeypatch):
     runtime = Runtime()
     monkeypatch.setattr(cuda, "runtime", runtime)
-    return runtime
+    monkeypatch.setattr(cuda, "_kernel", runtime.kernel)
+    monkeypatch.setattr(cuda, "available", lambda: True)
+    cuda._may_wait.cache_clear()
+    yield runtime
+    cuda._may_wait.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -90,118 +104,162 @@ def path(tmp_path_factory):
     )
 
 
-@pytest.fixture
-def uploading(runtime, monkeypatch):
-    """Loads a model whose experts are copied."""
+@pytest.fixture(scope="module")
+def want(path):
+    """By type: the logits of a prompt and of four tokens after it, read without copies."""
 
-    def load(path, **config):
-        monkeypatch.setattr(session, "Reader", cuda.UploadingReader)
-        model, _ = load_model(path, moelab.StreamConfig(**{"dtype": "bfloat16", **config}))
-        monkeypatch.undo()
-        monkeypatch.setattr(cuda, "runtime", runtime)
-        return model
+    def logits(dtype):
+        with load_model(path, moelab.StreamConfig(dtype=dtype, slots=K))[0] as model:
+            return greedy_logits(model, PROMPT, 4)
 
-    return load
+    return {dtype: logits(dtype) for dtype in ("bfloat16", "float32")}
+
+
+def uploading(path, **config):
+    """A model whose experts are copied, as on a GPU never computed while others are read."""
+    model, _ = load_model(path, moelab.StreamConfig(**{"dtype": "bfloat16", **config}))
+    session_of(model).overlap = False
+    return model
 
 
 @pytest.mark.parametrize("layout", ("stacked", "packed"))
+@pytest.mark.parametrize("inline", (True, False))
 @pytest.mark.parametrize("mode", ("serial", "buffers", "stacked", "fused"))
-def test_experts_that_are_copied_are_the_same(mode, layout, path, tmp_path, runtime, uploading):
+def test_experts_that_are_copied_are_the_same(
+    mode, inline, layout, path, tmp_path, runtime, want, monkeypatch
+):
+    if not inline:
+        monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
     if layout == "packed":
         path = repack(path, tmp_path / "packed", progress=False)
-    with load_model(path, moelab.StreamConfig(dtype="bfloat16", mode=mode, slots=K))[0] as model:
-        want = model(PROMPT)
-        mx.eval(want)
     with uploading(path, mode=mode, slots=K) as model:
-        assert mx.array_equal(model(PROMPT), want)
-        assert runtime.copied == moelab.stats(model).prefill.bytes_read > 0
-        assert not any(runtime.begun.values())
+        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+        stats = moelab.stats(model)
+        assert runtime.copied == stats.prefill.bytes_read + stats.decode.bytes_read > 0
 
 
 @pytest.mark.parametrize("block_nbytes, blocks", [(1 << 21, 32), (10_000, 3), (700, 1)])
 def test_few_and_small_blocks_are_used_again_and_freed(
-    block_nbytes, blocks, path, runtime, uploading, monkeypatch
+    block_nbytes, blocks, path, runtime, want, monkeypatch
 ):
-    with load_model(path, moelab.StreamConfig(dtype="bfloat16", slots=K))[0] as model:
-        want = model(PROMPT)
-        mx.eval(want)
-    model = uploading(path, slots=K, readers=2)
     monkeypatch.setattr(cuda, "BLOCK_NBYTES", block_nbytes)
     monkeypatch.setattr(cuda, "NUM_BLOCKS", blocks)
     monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
+    model = uploading(path, slots=K, readers=2)
     for _ in range(2):
-        assert mx.array_equal(model(PROMPT), want)
-    assert 0 < len(runtime.memory) <= blocks
+        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+    assert 1 < len(runtime.memory) <= 1 + blocks  # and the mailbox
     moelab.close(model)
     del model
     gc.collect()
     assert not runtime.memory
 
 
-def test_prefetched_experts_are_copied(path, runtime, uploading):
-    def logits(model):
-        cache = make_prompt_cache(model)
-        return [model(PROMPT[:, i : i + 1], cache=cache) for i in range(PROMPT.size)]
+def test_many_small_copies_take_several_kernels(path, runtime, want, monkeypatch):
+    monkeypatch.setattr(cuda, "MAX_COPIES", 5)
+    with uploading(path, slots=K) as model:
+        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
 
-    with load_model(path, moelab.StreamConfig(dtype="bfloat16", slots=K))[0] as model:
-        want = mx.stack(logits(model))
-        mx.eval(want)
+
+@pytest.mark.parametrize("time_limit", (0, 1))
+def test_the_gpu_waits_for_reads_unless_it_ends_long_kernels(
+    time_limit, path, runtime, want, monkeypatch
+):
+    monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *a: time.sleep(2e-3) or preadv(*a))
+    runtime.time_limit = time_limit
+    with uploading(path, slots=K) as model:
+        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+    assert (runtime.in_graph == 0) == bool(time_limit)
+
+
+def test_prefetched_experts_are_right(path, runtime, want):
     with uploading(path, slots=2 * K, prefetch="lookahead") as model:
-        assert mx.array_equal(mx.stack(logits(model)), want)
+        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
         assert moelab.stats(model).decode.prefetch_used > 0
-        assert runtime.copied == moelab.stats(model).decode.bytes_read
 
 
-def test_what_is_converted_is_not_copied(path, runtime, uploading):
-    with load_model(path, moelab.StreamConfig(dtype="float32", slots=K))[0] as model:
-        want = model(PROMPT)
-        mx.eval(want)
+def test_what_is_converted_is_not_copied(path, runtime, want):
     with uploading(path, dtype="float32", slots=K) as model:
-        assert mx.array_equal(model(PROMPT), want)
-        assert 0 < runtime.copied < moelab.stats(model).prefill.bytes_read
+        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["float32"])
+        stats = moelab.stats(model)
+        assert 0 < runtime.copied < stats.prefill.bytes_read + stats.decode.bytes_read
 
 
-def test_a_copy_that_fails_is_an_error_and_the_next_call_is_right(
-    path, runtime, uploading, monkeypatch
+def test_memory_that_cannot_be_had_is_an_error_and_the_next_call_is_right(
+    path, runtime, want, monkeypatch
 ):
-    runtime.cudaGetErrorString = lambda error: (0, b"out of memory")
     with uploading(path, slots=K) as model:
-        want = model(PROMPT)
-        mx.eval(want)
-        monkeypatch.setattr(runtime, "cudaMemcpyAsync", lambda *_: (2,))
-        with pytest.raises(RuntimeError, match="CUDA: out of memory"):
-            mx.eval(model(PROMPT))
-        monkeypatch.delattr(runtime, "cudaMemcpyAsync")
-        assert mx.array_equal(model(PROMPT), want)
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime, "cudaHostAlloc", lambda *_: (2, 0))
+            with pytest.raises(RuntimeError, match="CUDA: out of memory"):
+                greedy_logits(model, PROMPT, 4)
+        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
 
 
+@pytest.mark.parametrize("first", (0, 40, 120))
+@pytest.mark.parametrize("inline", (True, False))
 def test_a_read_that_fails_is_an_error_and_the_next_call_is_right(
-    path, runtime, uploading, monkeypatch
+    inline, first, path, runtime, want, monkeypatch
 ):
+    if not inline:
+        monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
     with uploading(path, slots=K) as model:
-        want = model(PROMPT)
-        mx.eval(want)
         preadv, calls = os.preadv, itertools.count()
-        monkeypatch.setattr(os, "preadv", lambda *a: preadv(*a) if next(calls) < 40 else 0)
-        with pytest.raises(ReadError, match="got 0"):
-            mx.eval(model(PROMPT))
-        monkeypatch.setattr(os, "preadv", preadv)
-        assert mx.array_equal(model(PROMPT), want)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", lambda *a: preadv(*a) if next(calls) < first else 0)
+            with pytest.raises(ReadError, match="got 0"):
+                greedy_logits(model, PROMPT, 4)
+        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
 
 
-def test_nothing_of_this_is_used_unless_asked_for(path):
+def test_a_file_that_changes_is_an_error(path, tmp_path, runtime):
+    path = shutil.copytree(path, tmp_path / "model")
+    with uploading(path, slots=K) as model:
+        cache = make_prompt_cache(model)
+        mx.eval(model(mx.array([PROMPT]), cache=cache))
+        for file in path.glob("*.safetensors"):
+            os.utime(file)
+        with pytest.raises(ReadError, match="changed while it was streamed"):
+            for token in range(20):
+                mx.eval(model(mx.array([[token]]), cache=cache))
+
+
+def test_an_interrupt_leaves_no_kernel_waiting(path, runtime, want, monkeypatch):
+    monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
+    with uploading(path, slots=K, readers=2) as model:
+        seen = []
+
+        def interrupted(self, *args):
+            begun = real(self, *args)
+            seen.extend(block for _, block, _ in begun.reading)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            real = cuda.UploadingReader.start
+            patch.setattr(cuda.UploadingReader, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                greedy_logits(model, PROMPT, 4)
+        assert seen and all(block.arrived[0] for block in seen)
+        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+
+
+def test_nothing_of_this_is_used_without_cuda_bindings(path, monkeypatch):
+    monkeypatch.setattr(cuda, "runtime", None)
+    monkeypatch.setattr(cuda, "on_cuda", lambda: True)
+    assert not cuda.available()
     with load_model(path)[0] as model:
         assert session_of(model).mailbox is None
         assert type(session_of(model).reader) is reader.Reader
 
 
-def test_asked_for_without_cuda_bindings_is_an_error(path, monkeypatch):
-    monkeypatch.setenv("MOELAB_CUDA_COPIES", "1")
-    assert cuda.available() == (cuda.on_cuda() and cuda.runtime is not None)
-    monkeypatch.setattr(cuda, "runtime", None)
+def test_it_can_be_turned_off(monkeypatch):
+    monkeypatch.setattr(cuda, "runtime", Runtime())
     monkeypatch.setattr(cuda, "on_cuda", lambda: True)
-    with pytest.raises(RuntimeError, match="install it"):
-        cuda.available()
+    assert cuda.available()
+    monkeypatch.setenv("MOELAB_CUDA_COPIES", "0")
+    assert not cuda.available()
 
 
 @pytest.mark.skipif(
@@ -211,7 +269,8 @@ def test_numbers_come_and_go_through_the_mailbox():
     box = cuda.Mailbox()
     for n in (1, 8, 33, 600):
         numbers = mx.random.randint(0, 1 << 20, (n, 4), key=mx.random.key(n)).astype(mx.uint32)
-        got = box.fetch(numbers, numbers)
+        box.post(numbers, numbers)
+        got = box.collect(numbers)
         assert mx.array_equal(mx.array(got), numbers)
         sent = box.send(got[::-1], numbers)
         assert mx.array_equal(sent, numbers[::-1])
