@@ -14,12 +14,15 @@ import argparse
 import dataclasses
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+import unittest.mock
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
@@ -28,8 +31,9 @@ import mlx.core as mx
 import mlx_lm
 from mlx_lm.utils import load_tokenizer
 
-from moelab import DATA, StreamConfig, close, footprint, load
+from moelab import DATA, StreamConfig, close, footprint, load, stats
 from moelab.lab import machine, records
+from moelab.lab.decode import decode
 from moelab.lab.experiments import (
     bench,
     dispatch,
@@ -46,6 +50,8 @@ from moelab.repack import repack
 from moelab.replay.locality import lru_hit_rate, recorded_trace
 from moelab.speculation import gated_delta
 from moelab.speculation.drafts import ModelDraft
+from moelab.streaming.layers import Stacked
+from moelab.streaming.session import Session
 from moelab.synthesize import synthesize
 
 SHORT = ("def",)  # a longer prompt makes MLX compile another kernel for over a minute
@@ -218,6 +224,48 @@ class Run:
                 )
         return out
 
+    def copies(self):
+        """Experts that the GPU copies from pinned memory against reads into unified memory.
+
+        In turn, with a quarter of the experts in slots, and where the host's time goes in each.
+        """
+        tokens, rounds = (4, 1) if self.tiny else (24, 7)
+        config = replace(self.base, slots=footprint(self.path).num_experts // 4)
+        configs = {
+            "resident": (bench.resident_like(self.base), "1"),
+            "unified memory": (config, "0"),
+            "copies": (config, "1"),
+        }
+        out = {}
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            packed = repack(self.path, Path(folder) / "packed", progress=False)
+            for layout, path in {"repacked": packed, "as shipped": self.path}.items():
+                models = {}
+                for name, (c, variable) in configs.items():
+                    with unittest.mock.patch.dict(os.environ, MOELAB_CUDA_COPIES=variable):
+                        models[name], tokenizer = load(path, c)
+                ids = tokenizer.encode(SHORT[0])
+                decode_s, texts, order = {n: [] for n in models}, {}, random.Random(0)
+                for i in range(rounds + 1):
+                    for name in order.sample(list(models), len(models)):
+                        run = decode(models[name], ids, tokens, warmup=4)
+                        texts.setdefault(name, []).append(run.tokens)
+                        if i:
+                            decode_s[name].append(run.decode_s)
+                same = {n: [t == texts["resident"][0] for t in texts[n]] for n in models}
+                spent = {n: host_ms(m, ids, tokens) for n, m in models.items()}
+                counters = vars(stats(models["copies"]).decode)
+                out[layout] = {
+                    "tokens": tokens,
+                    "decode_s": decode_s,
+                    "same": same,
+                    "host_ms_of_a_token": spent,
+                    "counters": counters,
+                }
+                for model in models.values():
+                    close(model)
+        return out
+
     def ladder_cold(self):
         return self._ladder(
             "serial,buffers/readers=1,buffers,stacked,fused,fused/readers=16", 12, 3, cold=True
@@ -327,6 +375,43 @@ class Run:
         return {name: measure(config) for name, config in configs.items()}
 
 
+def host_ms(model, ids, tokens):
+    """Where the host's time goes: ms a token in each kind of call, without the calls inside it."""
+    spent, inside = {}, []
+
+    def timed(name, function):
+        def call(*args, **kwargs):
+            begin = time.perf_counter()
+            inside.append(0.0)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                took, within = time.perf_counter() - begin, inside.pop()
+                spent[name] = spent.get(name, 0.0) + took - within
+                if inside:
+                    inside[-1] += took
+
+        return call
+
+    calls = {
+        "scheduling": (mx, "async_eval"),
+        "beginning reads": (Stacked, "_begin"),
+        "waiting for reads": (Stacked, "_finish"),
+        "waiting for the routing": (Session, "routing"),
+    }
+    with ExitStack() as patches:
+        for name, (owner, function) in calls.items():
+            patch = unittest.mock.patch.object(
+                owner, function, timed(name, getattr(owner, function))
+            )
+            patches.enter_context(patch)
+        begin = time.perf_counter()
+        decode(model, ids, tokens)
+        spent["all"] = time.perf_counter() - begin
+    spent["the rest"] = spent["all"] - sum(v for k, v in spent.items() if k != "all")
+    return {k: 1e3 * v / (tokens + 1) for k, v in spent.items()}
+
+
 SECTIONS = (
     "checkpoint",
     "one_operation",
@@ -334,6 +419,7 @@ SECTIONS = (
     "loops_of_the_checkpoint",
     "dense_and_moe",
     "ladder_warm",
+    "copies",
     "locality",
     "ladder_cold",
     "slot_writes",

@@ -107,7 +107,7 @@ def test_cuda_run_goes_on_when_a_section_fails(tmp_path, tokenizer, monkeypatch,
 
     monkeypatch.setattr(cuda_run.Run, "expert_calls", fails)
     out = tmp_path / "r.json"
-    sections = "checkpoint,one_operation,expert_calls,memory,locality"
+    sections = "checkpoint,one_operation,expert_calls,memory,copies,locality"
     cuda_run.main(
         [
             str(out),
@@ -124,6 +124,12 @@ def test_cuda_run_goes_on_when_a_section_fails(tmp_path, tokenizer, monkeypatch,
     assert r["expert_calls"]["error"] == "RuntimeError: no such kernel"
     assert r["memory"]["tokens"][-1] == 8 and r["one_operation"]["timings"]["built"]["samples_s"]
     assert "no such kernel" in capsys.readouterr().out
+    for layout in ("repacked", "as shipped"):
+        made = r["copies"][layout]
+        assert all(all(same) for same in made["same"].values()) and made["counters"]["misses"] > 0
+        spent = made["host_ms_of_a_token"]["copies"]
+        assert spent["waiting for the routing"] > 0 and spent["waiting for reads"] > 0
+        assert sum(ms for name, ms in spent.items() if name != "all") == pytest.approx(spent["all"])
     assert r["locality"]["hit_rate_of_the_trace"].keys() == {
         f"{n} of 64 slots" for n in (16, 32, 64)
     }
