@@ -20,7 +20,7 @@ from moelab.lab.experiments import dispatch, faults, page_cache, rollback, top_k
 from moelab.lab.experiments import sweep as sweeps
 from moelab.lab.experiments.ladder import EXPERT_NBYTES_122B, K_122B, L_122B, TOKEN_NBYTES_122B
 from moelab.lab.plots.pages import summary
-from moelab.lab.records import PUBLISHED, recorded
+from moelab.lab.records import PUBLISHED, reads_GBs, recorded
 from moelab.replay import locality
 from moelab.speculation.policy import Policy
 from moelab.speculation.rollback import STATES_NBYTES
@@ -33,7 +33,8 @@ LOOKUP = "lookup, 64 slots"  # in cpu_drafts
 FINE, LEFT = "nothing wrong", "rejected tokens left in the state"  # in cpu_suspects
 MOE, BIG = "cpu_prefetch_tiny_moe", "cpu_prefetch_35b"
 LAYOUTS = ("as shipped", "packed")  # in both
-ENGINE, EARLIER = "cuda_h200_exact_engine", "cuda_h200"  # runs on a GPU
+# Runs on a GPU: of the engine that copies, of the one before it, and of an earlier one.
+COPIES, ENGINE, EARLIER = "cuda_h200_copies", "cuda_h200_exact_engine", "cuda_h200"
 ROUTING_READ = "every layer's routing read"  # in cuda_h200
 
 
@@ -133,12 +134,94 @@ def ladder_n(state, record):
     return ladder_modes(state, record)["fused"]["decode_tok_s"]["n"]
 
 
-def slower_streamed():
-    """Resident over fused, and tok/s: today's engine, then the earlier one."""
-    ratios = (ladder_ratio("resident", "fused", ".0f", record=r) for r in (ENGINE, EARLIER))
-    speeds = [[ladder_median(m, r) for m in ("fused", "resident")] for r in (ENGINE, EARLIER)]
-    now, then = ratios
-    return now, *speeds[0], then, *speeds[1]
+def copies(way, layout="repacked", form=".1f"):
+    """tok/s of a way of the experts' bytes to the GPU."""
+    made = recorded(COPIES)["sections"]["copies"][layout]
+    return quartiles(made["tokens"] / np.array(made["decode_s"][way]), form)
+
+
+def copies_gain(layout="repacked"):
+    made = recorded(COPIES)["sections"]["copies"][layout]
+    return quartiles(np.divide(made["decode_s"]["unified memory"], made["decode_s"]["copies"]))
+
+
+def copies_row(way, form=".1f"):
+    return copies(way, "repacked", form), copies(way, "as shipped", form)
+
+
+def host_row(part):
+    """ms a token of what the host does, both ways."""
+    made = recorded(COPIES)["sections"]["copies"]["repacked"]["host_ms_of_a_token"]
+    return [f"{made[way][part]:.1f}" for way in ("unified memory", "copies")]
+
+
+def copies_settings():
+    """Layers, slots of experts, hits in %, runs; every text is the resident model's."""
+    made = recorded(COPIES)["sections"]
+    for layout in ("repacked", "as shipped"):
+        assert all(all(same) for same in made["copies"][layout]["same"].values())
+    c = made["copies"]["repacked"]["counters"]
+    hits = f"{100 * c['hits'] / (c['hits'] + c['misses']):.0f}"
+    runs = len(made["copies"]["repacked"]["decode_s"]["copies"])
+    return made["checkpoint"]["layers"], 64, 256, hits, runs
+
+
+def slower_copied():
+    """Layers, tok/s resident and streamed, how much slower, and tok/s before."""
+    speeds = [float(copies(way).partition(" ")[0]) for way in ("resident", "copies")]
+    before = copies("unified memory").partition(" ")[0]
+    resident, streamed = (f"{s:.0f}" for s in speeds)
+    ratio = f"{speeds[0] / speeds[1]:.0f}"
+    return copies_settings()[0], resident, streamed, ratio, f"{float(before):.0f}"
+
+
+def locality_row(routers):
+    """Speed over resident and hits in %, by slots."""
+    modes = recorded(COPIES)["sections"]["locality"][routers]["modes"]
+    out = []
+    for slots in (64, 128, 256):
+        samples = modes[f"fused, {slots} slots"]["samples"]
+        pairs = zip(modes["resident"]["samples"], samples)
+        out.append(quartiles([r["decode_s"] / s["decode_s"] for r, s in pairs]))
+        hits = [s["counters"]["hits"] for s in samples]
+        misses = [s["counters"]["misses"] for s in samples]
+        out.append(f"{100 * sum(hits) / (sum(hits) + sum(misses)):.0f}")
+    return out
+
+
+def locality_runs():
+    modes = recorded(COPIES)["sections"]["locality"]["random routers"]["modes"]
+    return [len(modes["resident"]["samples"])]
+
+
+def cold_copies():
+    """tok/s and n from a cold disk; GB/s read, their share of the most, and the most."""
+    made = recorded(COPIES)["sections"]
+    bench = made["ladder_cold"]
+    samples = bench["modes"]["fused"]["samples"]
+    speeds = [bench["tokens"] / s["decode_s"] for s in samples]
+    rate = np.median([s["counters"]["bytes_read"] / s["decode_s"] / 1e9 for s in samples])
+    depths, rates = reads_GBs(made["reads"]["cold"])["moelab"]
+    most = max(np.median(r) for r in rates)
+    (depth,) = (d for d, r in zip(depths, rates) if np.median(r) == most)
+    share = f"{rate / most:.2f}"
+    return quartiles(speeds, ".1f"), len(samples), f"{rate:.2f}", share, f"{most:.2f}", depth
+
+
+def drafts_copied():
+    """Tokens, runs, slots, drafts; speeds with 7 drafts and under the policy."""
+    made = recorded(COPIES)["sections"]["dflash_48_slots"]
+    speeds = {
+        slots: [drafted(COPIES, f"dflash_{slots}_slots", name) for name in ("7", "auto")]
+        for slots in (48, 16)
+    }
+    return made["tokens"], made["runs"], 48, speeds[48][0], 7, speeds[48][1], 16, *speeds[16]
+
+
+def copied_drafts_found():
+    """The README's: drafts, both speeds with 48 slots and equal texts, the policy's with 16."""
+    few = drafted(COPIES, "dflash_16_slots", "auto")
+    return 7, *gpu_drafts("dflash_48_slots", COPIES), 16, few
 
 
 def bench_speeds(section, *names):
@@ -155,10 +238,14 @@ def all_in_slots():
 
 
 def exact_settings():
-    """``(settings with every logit equal, settings)`` of the H200."""
-    sections = recorded("cuda_h200_exactness")["sections"]["exactness"].values()
-    rows = [row for rows in sections for row in rows]
-    return sum(r["runs_equal"] and not any(r["off"]) for r in rows), len(rows)
+    """``(settings with every logit equal, settings)`` of the H200, the same in both records."""
+    counts = set()
+    for name in ("cuda_h200_exactness", "cuda_h200_copies_exactness"):
+        sections = recorded(name)["sections"]["exactness"].values()
+        rows = [row for rows in sections for row in rows]
+        counts.add((sum(r["runs_equal"] and not any(r["off"]) for r in rows), len(rows)))
+    (count,) = counts
+    return count
 
 
 def exact_lengths():
@@ -169,7 +256,18 @@ def exact_lengths():
 
 
 def exactness(section):
-    return recorded("cuda_h200_exactness")["sections"][section]
+    """A section of both long comparisons, which are equal in what both have."""
+    made, copied = (
+        recorded(name)["sections"].get(section)
+        for name in ("cuda_h200_exactness", "cuda_h200_copies_exactness")
+    )
+    if section == "soak":
+        for name, row in copied.items():
+            assert row.items() <= made[name].items()
+    if section == "texts_twice":
+        for name, rows in copied.items():
+            assert all(row.items() <= old.items() for row, old in zip(rows, made[name]))
+    return made
 
 
 def cpu_cores():
@@ -435,16 +533,15 @@ PASSAGES = {
          lambda: [quartiles(mode("cpu_bench_35b", "fused/streams=1")["ratio_to_resident"])]),
         ("and at {} on two",
          lambda: [quartiles(mode("cpu_bench_35b", "fused")["ratio_to_resident"])]),
-        ("are {} times slower streamed from a warm page cache ({} tok/s) than in memory ({} tok/s);"
-         " an earlier engine on another host with an H200 was {} times slower ({} and {})",
-         slower_streamed),
+        ("On an H200, {} such layers decode {} tok/s in memory and {} streamed from a warm page "
+         "cache, repacked, a quarter of the experts in slots: {} times slower. Before the GPU "
+         "copied the experts itself it was {}:", slower_copied),
         ("memory for {}% of the file, going from {} slots to {} takes the reads from {} MB a token "
          "to {}", lambda: (share_of_the_file(), 8, 97, *sweep_mb(8, 97))),
-        ("drafting {} tokens a round with `tiny-draft`, 48 of 64 experts in slots, decodes {} "
+        ("drafting {} tokens a round with `tiny-dflash`, 48 of 64 experts in slots, decodes {} "
          "times as fast as not drafting ({} of 5 texts equals the undrafted one: that is rounding, "
-         "since resident as many do); with the policy that chooses the number it is only {} ({} of "
-         "5)",
-         lambda: (7, *gpu_drafts("draft_48_slots"))),
+         "since resident as many do); with the policy that chooses the number it is {} ({} of 5), "
+         "and with {} slots {}.", copied_drafts_found),
     ],
     ("README.md", "## What was measured where", "## Licence"): [
         ("The recorded runs come from {} cores", cpu_cores),
@@ -480,6 +577,27 @@ PASSAGES = {
         ("compute-sanitizer reported {} errors in {} runs",
          lambda: (exactness("memcheck")["errors"], len(exactness("memcheck")["runs"]))),
         ("a pass in waves takes {} to {} times as long", waves),
+        ("One H200, {} layers of the 35B in bfloat16, {} of {} slots, warm page cache, routing of "
+         "random weights, {}% hits, in turn (`cuda_h200_copies`, n={}).", copies_settings),
+        *[(f"| {way} | {{}} | {{}} |", lambda way=way, form=form, name=name: copies_row(name, form))
+          for way, name, form in (("resident", "resident", ".0f"),
+                                  ("unified memory", "unified memory", ".1f"),
+                                  ("copied by the GPU", "copies", ".1f"))],
+        ("| gain | {} | {} |", lambda: (copies_gain(), copies_gain("as shipped"))),
+        *[(f"| {text} | {{}} | {{}} |", lambda part=part: host_row(part)) for text, part in {
+            "waiting for the routing": "waiting for the routing",
+            "waiting for reads": "waiting for reads", "beginning reads": "beginning reads",
+            "scheduling operations": "scheduling", "the rest, Python": "the rest",
+        }.items()],
+        ("speed over resident (n={})", locality_runs),
+        ("| routers | {} of {} slots | {} | {} |", lambda: (64, 256, 128, 256)),
+        ("| random | {}, {}% hits | {}, {}% | {}, {}% |", lambda: locality_row("random routers")),
+        ("a recorded trace's locality | {}, {}% hits | {}, {}% | {}, {}% |",
+         lambda: locality_row("routers of the trace")),
+        ("From a cold disk `fused` decodes {} tok/s (n={}) and reads {} GB/s, {} of the {} GB/s "
+         "that whole experts reach with {} reads in flight.", cold_copies),
+        ("({} tokens, n={}, speed over not drafting): with {} slots {} with {} drafts a round and "
+         "{} under the policy; with {} slots {} and {}.", drafts_copied),
         ("One H200, {} layers of the 35B in bfloat16, {} slots",
          lambda: (recorded(ENGINE)["sections"]["checkpoint"]["layers"],
                   ladder_modes("warm")["fused"]["config"]["slots"])),
@@ -836,6 +954,8 @@ STATED = {
          lambda: published("PR 26", "serial, top-8", "SSD rate of the original (GB/s)",
                            "buffers, top-8")),
         ("({} of {} settings", exact_settings),
+        ("decodes {} times as fast as the one before it (aside)",
+         lambda: [copies_gain().partition(" ")[0]]),
     ],
     "03_page_cache": [
         ("made decoding {}% faster by *deleting* its cache", lambda: [38]),  # SwiftLM PR 26

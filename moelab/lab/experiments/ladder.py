@@ -132,6 +132,49 @@ def recorded(name: str = "cuda_h200", today: str = "cuda_h200_exact_engine") -> 
     )
 
 
+HOST_PARTS = (  # of a token, in cuda_run's section ``copies``
+    "waiting for the routing",
+    "waiting for reads",
+    "beginning reads",
+    "scheduling",
+    "the rest",
+)
+
+
+@dataclass(frozen=True)
+class Copies:
+    """How experts' bytes get to a recorded GPU, for one layout of the file.
+
+    Attributes:
+        tokens (int): Timed in each run.
+        decode_s (dict[str, list[float]]): Seconds of these tokens, by way.
+        host_s (dict[str, dict[str, float]]): What the host does in a token, in seconds, by way.
+    """
+
+    tokens: int
+    decode_s: dict[str, list[float]]
+    host_s: dict[str, dict[str, float]]
+
+    @property
+    def gain(self) -> np.ndarray:
+        """Of each run: copied by the GPU over written into unified memory."""
+        return np.divide(self.decode_s["unified memory"], self.decode_s["copies"])
+
+
+def recorded_copies(name: str = "cuda_h200_copies") -> tuple[dict, dict[str, Copies]]:
+    """The machine and, by layout, the section ``copies`` of ``data/recipes/cuda_run.py``."""
+    file = records.recorded(name)
+    found = {}
+    for layout in ("repacked", "as shipped"):
+        made = file["sections"]["copies"][layout]
+        host_s = {
+            way: {part: parts[part] / 1e3 for part in HOST_PARTS if part in parts}
+            for way, parts in made["host_ms_of_a_token"].items()
+        }
+        found[layout] = Copies(made["tokens"], made["decode_s"], host_s)
+    return file["machine"], found
+
+
 def measure(path: str | Path, slots: int, tokens: int, runs: int) -> BenchRecord:
     """Decodes the same tokens on every rung, and resident.
 

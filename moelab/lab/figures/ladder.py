@@ -9,7 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from ... import StreamConfig, footprint
-from .. import oscache, records
+from .. import oscache, records, timing
 from ..decode import same_tokens
 from ..experiments.dispatch import Timed
 from ..experiments.ladder import (
@@ -17,6 +17,7 @@ from ..experiments.ladder import (
     TOKEN_NBYTES_122B,
     TOP,
     WAITING,
+    Copies,
     PromptReads,
     Recorded,
     Variation,
@@ -34,6 +35,12 @@ from ..plots import charts, style
 from ..records import BenchRecord, ReadsRecord
 from ..texts import PROMPTS
 
+WRITTEN = "unified memory"
+WAYS = {  # how a chart names the ways of an expert's bytes to a GPU
+    "resident": "resident",
+    WRITTEN: "into unified memory",
+    "copies": "copied by the GPU",
+}
 LINK_GBs = 50  # PCIe 5.0 x16 between host and device, about
 
 
@@ -185,6 +192,39 @@ def part_bars(here: BenchRecord, gpu: Recorded) -> go.Figure:
         "routing are what is left. With every expert in its slot a fused block takes "
         f"{block['median']:.2f} times the resident block and one evaluation on the GPU.",
         note=f"the share of the rung gate+up in the title; {_recorded_note(gpu)}",
+    )
+
+
+def copy_bars(recorded: tuple[dict, dict[str, Copies]]) -> go.Figure:
+    """What the host does in a token, by way of the experts' bytes to the recorded GPU.
+
+    Args:
+        recorded (tuple): Of ``recorded_copies``.
+    """
+    card, layouts = recorded
+    speed = {
+        (layout, way): f"{made.tokens / np.median(seconds):.0f}"
+        for layout, made in layouts.items()
+        for way, seconds in made.decode_s.items()
+    }
+    gains = {
+        layout: timing.quartiles_text(made.gain, form=".2f") for layout, made in layouts.items()
+    }
+    told = [
+        f"{layout.capitalize()}: {speed[layout, 'copies']} tok/s, {gain} times the "
+        f"{speed[layout, WRITTEN]} of unified memory, resident {speed[layout, 'resident']}"
+        for layout, gain in gains.items()
+    ]
+    packed, shipped = (gain.partition(" ")[0] for gain in gains.values())
+    return charts.parts(
+        {
+            layout: {WAYS[way]: parts for way, parts in made.host_s.items()}
+            for layout, made in layouts.items()
+        },
+        f"Copies by the GPU gain {packed} times, with the file as shipped {shipped} times",
+        f"{'. '.join(told)}. A bar is one text.",
+        note="8 layers of 35B-A3B, 64 of 256 slots, file in the page cache",
+        card=card,
     )
 
 
