@@ -31,7 +31,7 @@ test-all: $(READY)
 PYTEST := MOELAB_FAST=1 MOELAB_FUZZ=300 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'not slow'
 
 test-streaming: $(READY)
-	$(PYTEST) tests/streaming
+	$(PYTEST) tests/streaming tests/kernels
 
 test-speculation: $(READY)
 	$(PYTEST) tests/speculation tests/replay

@@ -23,6 +23,7 @@ STREAM_OPTIONS = (
     "pinned_trace",
     "prefetch",
     "dtype",
+    "kernels",
 )
 INTEGER_FIELDS = ("slots", "top_k", "readers", "pinned_nbytes")  # streams may be "auto", too
 
@@ -239,6 +240,11 @@ def add_stream_options(parser: argparse.ArgumentParser) -> None:
         help="read early: none, last (token's), lookahead (the next router's)",
     )
     group.add_argument("--dtype", choices=CHOICES["dtype"], help="of activations (default: auto)")
+    group.add_argument(
+        "--kernels",
+        choices=CHOICES["kernels"],
+        help="what computes on a CPU: MLX's, or fast (default: auto)",
+    )
 
 
 def mode_given(args: argparse.Namespace) -> StreamConfig:

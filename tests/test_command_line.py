@@ -32,7 +32,7 @@ from moelab.lab.experiments import (
 STREAM = {
     "--slots": "21", "--top-k": "3", "--readers": "5", "--streams": "2", "--scales": "resident",
     "--policy": "lfu", "--pinned-nbytes": "77", "--pinned-trace": "t.npz", "--prefetch": "last",
-    "--dtype": "bfloat16",
+    "--dtype": "bfloat16", "--kernels": "fast",
 }  # fmt: skip
 RUNS = {"--tokens": "37", "--runs": "7"}
 BENCH = {"--modes": "stacked", **RUNS, "--warmup": "13", "--prompt": "hello", "--json": "r.json"}
@@ -287,9 +287,9 @@ def test_a_trace_leaves_nothing_to_make_up(calls, capsys):
 @pytest.mark.parametrize(
     "mode, refused",
     [
-        ("resident", {*STREAM} - {"--top-k", "--dtype"}),
-        ("serial", {*STREAM} - {"--top-k", "--dtype", "--scales"}),
-        ("buffers", {*STREAM} - {"--top-k", "--dtype", "--scales", "--readers"}),
+        ("resident", {*STREAM} - {"--top-k", "--dtype", "--kernels"}),
+        ("serial", {*STREAM} - {"--top-k", "--dtype", "--kernels", "--scales"}),
+        ("buffers", {*STREAM} - {"--top-k", "--dtype", "--kernels", "--scales", "--readers"}),
         ("stacked", {"--pinned-trace", "--pinned-nbytes"}),  # one without the other
         ("fused", {"--pinned-trace", "--pinned-nbytes"}),
     ],

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 MUST_NOT_IMPORT = {
     "moelab.checkpoint": ("moelab.experts", "moelab.streaming", "moelab.speculation"),
     "moelab.experts": ("moelab.streaming", "moelab.speculation"),
+    "moelab.kernels": ("moelab.checkpoint", "moelab.experts", "moelab.streaming"),
     "moelab.streaming": ("moelab.speculation", "moelab.replay", "moelab.lab"),
     "moelab.speculation": ("moelab.streaming", "moelab.replay", "moelab.lab"),
     "moelab.replay": ("moelab.speculation", "moelab.lab"),

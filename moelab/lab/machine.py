@@ -24,7 +24,7 @@ from typing import Any
 import mlx.core as mx
 import psutil
 
-from .. import DATA
+from .. import DATA, kernels
 from ..arguments import not_empty
 from .oscache import drop_pages
 
@@ -229,6 +229,9 @@ def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]
         f"GPU, {c['gpu']}" if c["gpu"] else f"CPU backend (float32), {c['cpu']}, {c['cores']} cores"
     )
     yield True, f"mlx {c['mlx']}, mlx-lm {c['mlx-lm']} on {where}", ""
+
+    if c["device"] == "cpu":
+        yield True, f"kernels of StreamConfig: {kernels.describe()}", ""
 
     free, limit = memory_available(), memory_limit()
     of = f"{psutil.virtual_memory().total / 2**30:.1f} GiB" + (

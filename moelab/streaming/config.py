@@ -13,6 +13,7 @@ CHOICES = {  # of the fields that take one of several names
     "policy": POLICIES,
     "scales": ("streamed", "resident"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "kernels": ("auto", "mlx", "fast"),
 }
 
 
@@ -42,8 +43,12 @@ class StreamConfig:
             ``resident`` keeps those of all E experts in memory. Default: ``streamed``.
         dtype (str): ``auto`` (float32 on the CPU backend, the checkpoint's own on a GPU),
             ``float32``, ``bfloat16`` or ``float16``. Default: ``auto``.
+        kernels (str): What computes quantized matrices: ``mlx``, or on the CPU backend ``fast``
+            (``moelab/kernels``; needs llvmlite), which is many times as fast, rounds differently
+            and uses all cores by itself. ``auto`` is ``mlx`` for now. Default: ``auto``.
         streams (int or str): MLX streams that share the experts' work. Default: ``auto``, one for
-            each core on the CPU backend, where a stream uses one core, and 1 on a GPU.
+            each core on the CPU backend, where a stream uses one core, and 1 on a GPU and with the
+            ``fast`` kernels.
 
     Raises:
         ValueError: If a field is not one of the above.
@@ -59,6 +64,7 @@ class StreamConfig:
     pinned_trace: str | None = None
     scales: str = "streamed"
     dtype: str = "auto"
+    kernels: str = "auto"
     streams: int | str = "auto"
 
     def __post_init__(self):
@@ -128,7 +134,8 @@ class StreamConfig:
             set[str]: Their names.
         """
         if self.mode in SLOT_MODES:
-            return set() if self.pinned_nbytes else {"pinned_trace"}
+            unused = set() if self.pinned_nbytes else {"pinned_trace"}
+            return unused | ({"streams"} if self.kernels == "fast" else set())
         unused = {"slots", "prefetch", "policy", "pinned_nbytes", "pinned_trace", "streams"}
         if self.mode != "buffers":
             unused.add("readers")

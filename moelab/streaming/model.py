@@ -17,6 +17,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import ArraysCache, CacheList
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .. import kernels
 from ..checkpoint import Checkpoint, CheckpointError, describe, read_json
 from ..experts import expert_modules, expert_parameters, locate_experts, read_experts
 from .build import activation_dtype, build_model, pinned_experts, stays_resident
@@ -203,8 +204,12 @@ def load_model(
         ValueError: As ``load`` does.
     """
     config = StreamConfig.checked(config)
+    if config.kernels == "fast":
+        kernels.check()
     checkpoint = Checkpoint(path)
     model, model_config, top_k = build_model(checkpoint, config, model_config, trust_remote_code)
+    if config.kernels == "fast":
+        kernels.use(model)  # the experts' modules too, of which each slot bank has a copy
     experts = expert_modules(model)
     pinned = pinned_experts(experts, config)
     if config.mode == "resident":

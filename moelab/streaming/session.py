@@ -343,6 +343,8 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
 
 def _more_streams(config):
     n = config.streams
+    if config.kernels == "fast":  # they use all cores by themselves
+        n = 1
     if n == "auto":
         n = _num_cores() if mx.default_device() == mx.cpu else 1
     return [_stream(mx.default_device().type, i) for i in range(n - 1)]

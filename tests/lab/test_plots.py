@@ -1,8 +1,10 @@
 """Figures, widgets and the machine's card, without a browser and without a model."""
 
 import ipywidgets
+import mlx.core as mx
 import pytest
 
+from moelab.kernels import quantized
 from moelab.lab import machine, preset
 from moelab.lab.plots import charts, choice, explore, show, slider, style
 
@@ -146,9 +148,12 @@ def test_check_says_what_to_do(monkeypatch, capsys):
     assert machine.check() in (True, False)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) >= 6 and all(line.startswith(("[ok] ", "[fail] ")) for line in lines)
+    assert any("mlx and fast" in line for line in lines) or mx.default_device() != mx.cpu
     monkeypatch.setattr(machine, "MIN_MEMORY_NBYTES", 1 << 60)
+    monkeypatch.setattr(quantized, "llvm", None)
     assert not machine.check()
     assert "[fail] memory" in (out := capsys.readouterr().out) and "-> " in out
+    assert "pip install llvmlite" in out or mx.default_device() != mx.cpu
 
 
 def test_reads_are_counted_whole(tmp_path):

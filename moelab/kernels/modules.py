@@ -1,0 +1,169 @@
+"""mlx-lm's quantized modules with the kernels of ``quantized.py``.
+
+A module computes when it is called: it evaluates its input, and its result is an array that is
+already evaluated. What the kernels do not fit (half precision, other quantizations, a GPU) goes
+MLX's way, and ``use`` counts it.
+"""
+
+from collections import Counter
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+
+from . import quantized
+
+
+def available() -> bool:
+    """Whether the kernels can be used here: on the CPU backend, with llvmlite installed."""
+    return quantized.llvm is not None and mx.default_device() == mx.cpu
+
+
+def check() -> None:
+    """Raise if the kernels cannot be used here.
+
+    Raises:
+        ValueError: With what to do.
+    """
+    if mx.default_device() != mx.cpu:
+        raise ValueError(
+            "StreamConfig.kernels: 'fast' is for the CPU backend, the default device is "
+            f"{mx.default_device()}. Use 'mlx'."
+        )
+    if quantized.llvm is None:
+        raise ValueError(
+            "StreamConfig.kernels: 'fast' needs the package llvmlite: pip install llvmlite, or "
+            "use 'mlx'."
+        )
+
+
+def describe() -> str:
+    """Which kernels there are, in a line."""
+    if not available():
+        return "mlx; fast ones come with the package llvmlite: pip install llvmlite"
+    return f"mlx and fast ({quantized.widest()} numbers at once)"
+
+
+def use(model: nn.Module) -> dict[str, int]:
+    """Let a model's quantized modules compute with these kernels where they fit.
+
+    Args:
+        model (nn.Module): Any model of mlx-lm. It is changed in place.
+
+    Returns:
+        dict[str, int]: How many quantized modules compute with the kernels (``fast``) and with
+        MLX's (``mlx``).
+    """
+    found = Counter(fast=0, mlx=0)
+    for module in model.modules():
+        fast = FAST.get(type(module))
+        if fast is None:
+            continue
+        if _fits(module):
+            module.__class__ = fast
+        found["fast" if _fits(module) else "mlx"] += 1
+    return dict(found)
+
+
+def _fits(module):
+    scales = module["scales"]
+    return (
+        module.mode == "affine"
+        and scales.dtype == mx.float32
+        and module.get("global_scale") is None
+        and quantized.supported(
+            module.bits, module.group_size, scales.shape[-1] * module.group_size
+        )
+    )
+
+
+ONE_EXPERT = np.zeros(1, np.int64)
+
+
+class _Fast:
+    """Mixed into a quantized module."""
+
+    def _matrices(self):
+        arrays = [self[name] for name in ("weight", "scales", "biases")]
+        kept = self.__dict__.get("_kept")
+        if kept is None or any(a is not b for a, b in zip(arrays, kept.arrays)):
+            kept = self.__dict__["_kept"] = _Kept(arrays, self.group_size, self.bits)
+        return kept.matrices
+
+    def __getattr__(self, key):
+        value = super().__getattr__(key)
+        if isinstance(value, mx.array):  # the caller may change the array in place
+            self.__dict__.pop("_kept", None)
+        return value
+
+    def _takes(self, x):
+        return x.dtype == mx.float32 and mx.default_device() == mx.cpu and x.size > 0
+
+    def _multiply(self, x):
+        """``x [..., D]`` with the one matrix: ``[..., N]``."""
+        rows = np.asarray(x).reshape(-1, x.shape[-1])
+        packed = quantized.Packed(rows, self.bits)
+        y = self._matrices().multiply(packed, ONE_EXPERT, np.array([0, len(rows)]))
+        return mx.array(y.reshape(*x.shape[:-1], y.shape[-1]))
+
+
+class _Kept:
+    """A module's arrays, so that new ones are noticed, and their matrices."""
+
+    def __init__(self, arrays, group_size, bits):
+        self.arrays = tuple(arrays)
+        views = [np.asarray(a) for a in arrays]
+        views = [v if v.ndim == 3 else v[None] for v in views]
+        self.matrices = quantized.Matrices(*views, group_size, bits)
+
+
+class FastLinear(_Fast, nn.QuantizedLinear):
+    """``nn.QuantizedLinear``."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if not self._takes(x):
+            return super().__call__(x)
+        y = self._multiply(x)
+        return y + self["bias"] if "bias" in self else y
+
+
+class FastEmbedding(_Fast, nn.QuantizedEmbedding):
+    """``nn.QuantizedEmbedding``, as the matrix of the logits."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return self._multiply(x) if self._takes(x) else super().as_linear(x)
+
+
+class FastSwitchLinear(_Fast, QuantizedSwitchLinear):
+    """``QuantizedSwitchLinear``: a matrix for each expert."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        if not self._takes(x) or x.shape[-2] != 1:
+            return super().__call__(x, indices, sorted_indices)
+        mx.eval(x, indices)
+        flat, chosen = np.asarray(x).reshape(-1, x.shape[-1]), np.asarray(indices)
+        # Which row of x each (token, expert) pair takes, in the order of the experts.
+        row, chosen = np.broadcast_arrays(np.arange(len(flat)).reshape(x.shape[:-2]), chosen)
+        row = row.ravel()
+        order = np.argsort(chosen, axis=None, kind="stable")
+        experts, first = np.unique(chosen.ravel()[order], return_index=True)
+        rows = flat[row[order]]
+        y = self._matrices().multiply(
+            quantized.Packed(rows, self.bits),
+            experts.astype(np.int64),
+            np.append(first, len(rows)),
+        )
+        out = np.empty_like(y)
+        out[order] = y
+        out = mx.array(out.reshape(*chosen.shape, 1, out.shape[-1]))
+        if "bias" in self:
+            out = out + mx.expand_dims(self["bias"][indices], -2)
+        return out
+
+
+FAST = {
+    nn.QuantizedLinear: FastLinear,
+    nn.QuantizedEmbedding: FastEmbedding,
+    QuantizedSwitchLinear: FastSwitchLinear,
+}

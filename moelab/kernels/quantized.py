@@ -1,0 +1,395 @@
+"""Products of quantized matrices with float32 rows, built with LLVM for the processor at hand.
+
+A weight is unpacked once for up to four rows and never stored. Each output is computed by the same
+operations in the same order, whatever other rows, matrices and threads there are, so the result of
+a row depends on nothing but the row and the matrix. It differs from MLX's by rounding: the sums are
+in another order.
+
+llvmlite and not numba, which is built on it: LLVM vectorizes a kernel of numba as it sees fit, and
+the order of the sums may change with the number of rows. Here each vector operation is said, and a
+kernel is built in a tenth of a second.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import numpy as np
+
+try:
+    from llvmlite import binding as llvm
+    from llvmlite import ir
+except ImportError:  # an optional package
+    llvm = None
+
+WORD = 32  # bits of a word of packed weights
+ROWS = (4, 2, 1)  # rows of x that share an unpacked weight
+# Weights times rows. Below this a second thread takes longer to begin than the work takes.
+SHARED_WORK = 4_000_000
+# Bytes. How far ahead weights are asked for: processors by themselves stop at the end of a page.
+AHEAD_NBYTES = 8 * 1024
+# Rows of weights that all rows of x are multiplied with before the next ones: they stay in a core's
+# cache.
+TILE = 64
+# A task is the addresses of weights, scales, biases, x, sums of x and y, then the numbers of rows
+# of x and of weights.
+TASK = 8
+
+
+def supported(bits: int, group_size: int, inputs: int) -> bool:
+    """Whether there is a kernel for a matrix.
+
+    Args:
+        bits (int): Of a weight.
+        group_size (int): Weights that share a scale.
+        inputs (int): D.
+    """
+    return (
+        llvm is not None
+        and bits in (4, 8)
+        and group_size in (32, 64, 128)
+        and inputs % group_size == 0
+    )
+
+
+def lanes(bits: int, inputs: int) -> int:
+    """How many words of packed weights are handled side by side."""
+    words = inputs * bits // WORD
+    return next(n for n in (16, 8, 4) if n <= widest() and words % n == 0)
+
+
+@cache
+def widest() -> int:
+    """The most numbers that this processor handles at once; other ones take two steps for 8."""
+    return 16 if llvm.get_host_cpu_features().get("avx512f") else 8
+
+
+class Packed:
+    """Rows in the order in which a kernel takes them.
+
+    Args:
+        x (np.ndarray): ``[rows, D]``, float32.
+        bits (int): Of a weight.
+
+    Attributes:
+        x (np.ndarray): ``[rows, D / (L * n), n, L]`` for L lanes and n weights in a word.
+        sums (np.ndarray): ``[rows, D / (L * n), L]``: of the inputs of each word.
+    """
+
+    def __init__(self, x: np.ndarray, bits: int):
+        L, n = lanes(bits, x.shape[1]), WORD // bits
+        words = x.reshape(len(x), -1, L, n)
+        self.x = np.ascontiguousarray(words.swapaxes(2, 3))
+        self.sums = words.sum(3)
+
+
+class Matrices:
+    """Quantized matrices of one shape, in memory that somebody else owns and may write to.
+
+    Args:
+        weight (np.ndarray): ``[E, N, D * bits / 32]``, uint32, as ``mx.quantize`` packs it.
+        scales (np.ndarray): ``[E, N, D / group_size]``, float32.
+        biases (np.ndarray): The same.
+        group_size (int): Weights that share a scale.
+        bits (int): Of a weight.
+
+    Attributes:
+        outputs (int): N.
+        inputs (int): D.
+    """
+
+    def __init__(
+        self,
+        weight: np.ndarray,
+        scales: np.ndarray,
+        biases: np.ndarray,
+        group_size: int,
+        bits: int,
+    ):
+        self._arrays = weight, scales, biases
+        self._bits = bits
+        self.outputs, self.inputs = weight.shape[1], scales.shape[2] * group_size
+        for a in self._arrays:
+            if a.strides[2] != a.itemsize or a.strides[1] != a.itemsize * a.shape[2]:
+                raise ValueError(f"expected rows one after the other, got strides {a.strides}")
+        self._bases = [a.ctypes.data for a in self._arrays]
+        self._strides = [a.strides[0] for a in self._arrays]
+        self._row_nbytes = [a.strides[1] for a in self._arrays]
+        L = lanes(bits, self.inputs)
+        self._kernel = kernel(bits, group_size, self.inputs, L)
+
+    def multiply(self, packed: Packed, experts: np.ndarray, first: np.ndarray) -> np.ndarray:
+        """Multiply rows with matrices.
+
+        Args:
+            packed (Packed): The rows.
+            experts (np.ndarray): ``[n]``, which matrix.
+            first (np.ndarray): ``[n + 1]``, where the rows of each begin, and where the last end.
+
+        Returns:
+            np.ndarray: ``[rows, N]``, float32.
+        """
+        rows = np.diff(first)
+        y = np.empty((len(packed.x), self.outputs), np.float32)
+        tasks = np.empty((len(experts), TASK), np.int64)
+        for i, (base, stride) in enumerate(zip(self._bases, self._strides)):
+            tasks[:, i] = base + experts * stride
+        for i, a in ((3, packed.x), (4, packed.sums), (5, y)):
+            tasks[:, i] = a.ctypes.data + first[:-1] * a.strides[0]
+        tasks[:, 6], tasks[:, 7] = rows, self.outputs
+        if rows.max() > max(ROWS):
+            tasks = self._tiles(tasks)
+        n = num_threads() if y.size * self.inputs >= SHARED_WORK else 1
+        shares = [self._share(tasks, i, n) for i in range(n)]
+        waiting = [_pool().submit(self._run, share) for share in shares[1:]]
+        self._run(shares[0])
+        for future in waiting:
+            future.result()
+        return y
+
+    def _share(self, tasks, i, n):
+        """The ``i``-th of n parts of every task, along the outputs."""
+        if n == 1:
+            return tasks
+        a, b = (tasks[:, 7] * j // n // 2 * 2 for j in (i, i + 1))
+        return self._part(tasks.copy(), a, tasks[:, 7] if i + 1 == n else b)
+
+    def _tiles(self, tasks):
+        """Every task divided along the outputs."""
+        a = np.arange(0, self.outputs, TILE)
+        tiles = np.repeat(tasks, len(a), axis=0)
+        a = np.tile(a, len(tasks))
+        return self._part(tiles, a, np.minimum(a + TILE, self.outputs))
+
+    def _part(self, tasks, a, b):
+        """The outputs from ``a`` to ``b`` of every task."""
+        for k, nbytes in enumerate(self._row_nbytes):
+            tasks[:, k] += a * nbytes
+        tasks[:, 5] += a * 4
+        tasks[:, 7] = b - a
+        return tasks
+
+    def _run(self, tasks):
+        self._kernel(tasks.ctypes.data, len(tasks), self.outputs)
+
+
+@cache
+def num_threads() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@cache
+def _pool():
+    return ThreadPoolExecutor(max(1, num_threads() - 1), thread_name_prefix="moelab-kernel")
+
+
+@cache
+def kernel(bits: int, group_size: int, inputs: int, L: int) -> Callable[[int, int, int], None]:
+    """Build the kernel for matrices of one form.
+
+    Args:
+        bits (int): Of a weight.
+        group_size (int): Weights that share a scale.
+        inputs (int): D.
+        L (int): Words side by side.
+
+    Returns:
+        Callable: Takes the address of the tasks, their number, and the distance of rows of y.
+    """
+    module = ir.Module()
+    module.triple = llvm.get_default_triple()
+    _Builder(module, bits, group_size, inputs, L).build()
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+    )
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    passes = llvm.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(parsed, passes)
+    engine = llvm.create_mcjit_compiler(parsed, machine)
+    engine.finalize_object()
+    arguments = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    function = ctypes.CFUNCTYPE(None, *arguments)(engine.get_function_address("run"))
+    function.engine = engine  # owns the code
+    return function
+
+
+if llvm is not None:
+    F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+
+
+class _Builder:
+    """Writes the function ``run(tasks, n, distance of rows of y)``.
+
+    For each task, four rows of x at a time, then two, then one; for them two rows of weights at a
+    time, then one; for those each block of L words: unpack the weights that have the same place in
+    their words into one vector of L, multiply, add. A block's sum is scaled and added to the row's.
+    """
+
+    def __init__(self, module, bits, group_size, inputs, L):
+        self.n, self.bits, self.L, self.group = WORD // bits, bits, L, group_size
+        self.words, self.groups, self.inputs = inputs * bits // WORD, inputs // group_size, inputs
+        self.floats, self.ints = ir.VectorType(F32, L), ir.VectorType(I32, L)
+        signature = ir.FunctionType(ir.VoidType(), [I64.as_pointer(), I64, I64])
+        self.function = ir.Function(module, signature, "run")
+        signature = ir.FunctionType(self.floats, [self.floats] * 3)
+        self.fma = ir.Function(module, signature, f"llvm.fma.v{L}f32")
+        byte = ir.IntType(8).as_pointer()
+        signature = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+        self.prefetch = ir.Function(module, signature, "llvm.prefetch.p0")
+        self.b = ir.IRBuilder(self.function.append_basic_block())
+
+    def build(self):
+        tasks, n, self.y_step = self.function.args
+
+        def task(i, _):
+            fields = [self._load(tasks, self._add(self._mul(i, TASK), k), I64) for k in range(TASK)]
+            pointers = [I32, F32, F32, F32, F32, F32]
+            w, s, t, x, sums, y = (
+                self.b.inttoptr(f, kind.as_pointer()) for f, kind in zip(fields, pointers)
+            )
+            row, weights = I64(0), fields[7]
+            for m in ROWS:
+
+                def rows(row, _, m=m):
+                    self._rows(m, 2, row, I64(0), weights, w, s, t, x, sums, y)
+                    odd = self.b.and_(weights, I64(-2))
+                    self._rows(m, 1, row, odd, weights, w, s, t, x, sums, y)
+                    return []
+
+                row = self._loop(row, fields[6], m, rows, [])[0]
+            return []
+
+        self._loop(I64(0), n, 1, task, [])
+        self.b.ret_void()
+
+    def _rows(self, m, r, row, first, end, w, s, t, x, sums, y):
+        """r rows of weights at a time, for m rows of x."""
+
+        def one(out, _):
+            outs = [self._add(out, i) for i in range(r)]
+            zero = ir.Constant(self.floats, [0.0] * self.L)
+            acc = self._loop(
+                I64(0),
+                I64(self.words // self.L),
+                1,
+                lambda k, acc: self._block(k, list(acc), m, row, outs, w, s, t, x, sums),
+                [zero] * (r * m),
+            )[1]
+            for i in range(r):
+                for j in range(m):
+                    to = self._add(self._mul(self._add(row, j), self.y_step), outs[i])
+                    self.b.store(self._sum(acc[i * m + j]), self.b.gep(y, [to]))
+            return []
+
+        self._loop(first, end, r, one, [])
+
+    def _block(self, k, acc, m, row, outs, w, s, t, x, sums):
+        at = [self._add(self._mul(o, self.words), self._mul(k, self.L)) for o in outs]
+        words = [self._load(w, i, self.ints) for i in at]
+        for i in at:
+            ahead = self.b.gep(w, [self._add(i, AHEAD_NBYTES * 8 // WORD)])
+            ahead = self.b.bitcast(ahead, ir.IntType(8).as_pointer())
+            self.b.call(self.prefetch, [ahead, I32(0), I32(3), I32(1)])  # to read, to keep, data
+        xs = [self._mul(self._add(row, j), self.inputs) for j in range(m)]
+        part = [None] * len(acc)
+        for place in range(self.n):
+            unpacked = [self._unpack(word, place) for word in words]
+            for j in range(m):
+                at = self._add(xs[j], self._add(self._mul(k, self.n * self.L), place * self.L))
+                row_x = self._load(x, at, self.floats)
+                for i, q in enumerate(unpacked):
+                    c = i * m + j
+                    part[c] = (
+                        self.b.fmul(q, row_x)
+                        if part[c] is None
+                        else self.b.call(self.fma, [q, row_x, part[c]])
+                    )
+        for i, o in enumerate(outs):
+            scale, bias = self._of_group(s, o, k), self._of_group(t, o, k)
+            for j in range(m):
+                c = i * m + j
+                at = self._add(
+                    self._mul(self._add(row, j), self.inputs // self.n), self._mul(k, self.L)
+                )
+                acc[c] = self.b.call(self.fma, [part[c], scale, acc[c]])
+                acc[c] = self.b.call(self.fma, [self._load(sums, at, self.floats), bias, acc[c]])
+        return acc
+
+    def _unpack(self, word, place):
+        def constant(v):
+            return ir.Constant(self.ints, [v] * self.L)
+
+        shifted = self.b.lshr(word, constant(self.bits * place))
+        return self.b.uitofp(self.b.and_(shifted, constant(2**self.bits - 1)), self.floats)
+
+    def _of_group(self, pointer, row, k):
+        """The scales of a block of words, one for each."""
+        each, first = self.L * self.n, self._mul(row, self.groups)
+        if self.group >= each:
+            at = self._add(first, self.b.udiv(k, I64(self.group // each)))
+            found, of_lane = ir.VectorType(F32, 1), [0] * self.L
+        else:
+            groups = each // self.group
+            at = self._add(first, self._mul(k, groups))
+            found, of_lane = (
+                ir.VectorType(F32, groups),
+                [i * groups // self.L for i in range(self.L)],
+            )
+        values = self._load(pointer, at, found)
+        mask = ir.Constant(self.ints, of_lane)
+        return self.b.shuffle_vector(values, ir.Constant(found, ir.Undefined), mask)
+
+    def _sum(self, v):
+        half = self.L
+        while half > 1:
+            half //= 2
+            nothing = ir.Constant(v.type, ir.Undefined)
+            low, high = (
+                ir.Constant(ir.VectorType(I32, half), list(range(a, a + half))) for a in (0, half)
+            )
+            v = self.b.fadd(
+                self.b.shuffle_vector(v, nothing, low), self.b.shuffle_vector(v, nothing, high)
+            )
+        return self.b.extract_element(v, I32(0))
+
+    def _loop(self, first, end, step, body, values):
+        """While ``step`` fit before ``end``. Returns where it ended, and the values."""
+        before = self.b.block
+        head, inside, after = (self.function.append_basic_block() for _ in range(3))
+        self.b.branch(head)
+        self.b.position_at_end(head)
+        i = self.b.phi(I64)
+        i.add_incoming(first, before)
+        held = []
+        for v in values:
+            held.append(self.b.phi(v.type))
+            held[-1].add_incoming(v, before)
+        self.b.cbranch(self.b.icmp_signed("<=", self._add(i, step), end), inside, after)
+        self.b.position_at_end(inside)
+        new = body(i, held)
+        i.add_incoming(self._add(i, step), self.b.block)
+        for phi, v in zip(held, new):
+            phi.add_incoming(v, self.b.block)
+        self.b.branch(head)
+        self.b.position_at_end(after)
+        return i, held
+
+    def _load(self, pointer, at, kind):
+        value = self.b.load(self.b.bitcast(self.b.gep(pointer, [at]), kind.as_pointer()))
+        value.align = 4 if kind is not I64 else 8
+        return value
+
+    def _add(self, a, b):
+        return self.b.add(a, I64(b) if isinstance(b, int) else b)
+
+    def _mul(self, a, b):
+        return self.b.mul(a, I64(b) if isinstance(b, int) else b)

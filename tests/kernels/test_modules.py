@@ -1,0 +1,179 @@
+"""Models with the kernels of ``moelab/kernels``: near mlx-lm's, and equal among themselves."""
+
+import asyncio
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import families
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from families import VOCAB, K
+from greedy import greedy_logits
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
+
+import moelab
+from moelab import DATA, StreamConfig, kernels
+from moelab.kernels import modules, quantized
+from moelab.streaming.model import load_model
+
+FAST = {
+    modules.FastLinear: nn.QuantizedLinear,
+    modules.FastEmbedding: nn.QuantizedEmbedding,
+    modules.FastSwitchLinear: QuantizedSwitchLinear,
+}
+# Largest difference of a logit to mlx-lm's, over the standard deviation of the logits.
+BOUND = 2e-4
+
+
+def quantize(module, **kwargs):
+    module.update(nn.utils.tree_map(lambda p: p + 0.01, module.parameters()))
+    nn.quantize(module, **kwargs)
+    mx.eval(module.parameters())
+    return module
+
+
+def near(got, want):
+    got, want = np.array(got), np.array(want)
+    return got.shape == want.shape and np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("bias", (True, False))
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (2, 3, 64), (1, 9, 64)])
+def test_linear(bits, bias, shape):
+    layer = quantize(nn.Sequential(nn.Linear(64, 40, bias=bias)), group_size=32, bits=bits)
+    x = mx.random.normal(shape, key=mx.random.key(3))
+    want = layer(x)
+    mx.eval(want)
+    assert kernels.use(layer) == {"fast": 1, "mlx": 0}
+    assert near(layer(x), want)
+
+
+@pytest.mark.parametrize("tokens", (1, 3, 40))
+@pytest.mark.parametrize("bias", (True, False))
+def test_switch_linears(tokens, bias):
+    layer = quantize(SwitchGLU(64, 96, 8, bias=bias), group_size=32, bits=4)
+    x = mx.random.normal((1, tokens, 64), key=mx.random.key(3))
+    indices = mx.random.randint(0, 8, (1, tokens, 2), key=mx.random.key(4))
+    want = layer(x, indices)
+    mx.eval(want)
+    assert kernels.use(layer) == {"fast": 3, "mlx": 0}
+    assert near(layer(x, indices), want)
+
+
+def test_embedding_as_linear():
+    layer = nn.Sequential(nn.Embedding(50, 64))
+    quantize(layer, group_size=64, bits=8)
+    x = mx.random.normal((2, 64), key=mx.random.key(3))
+    want, looked_up = layer.layers[0].as_linear(x), layer(mx.array([3, 7]))
+    mx.eval(want, looked_up)
+    assert kernels.use(layer) == {"fast": 1, "mlx": 0}
+    assert near(layer.layers[0].as_linear(x), want)
+    assert mx.array_equal(layer(mx.array([3, 7])), looked_up)
+
+
+def test_what_does_not_fit_goes_the_way_of_mlx():
+    layer = nn.Sequential(nn.Linear(64, 40), nn.Linear(40, 64))
+    quantize(layer.layers[0], group_size=32, bits=4)
+    fp4 = quantize(nn.Sequential(nn.Linear(64, 64)), group_size=32, bits=4, mode="mxfp4")
+    assert kernels.use(fp4) == {"fast": 0, "mlx": 1}
+    half = quantize(nn.Sequential(nn.Linear(64, 64)), group_size=32, bits=4)
+    half.set_dtype(mx.bfloat16)
+    assert kernels.use(half) == {"fast": 0, "mlx": 1}
+    fast = quantize(nn.Sequential(nn.Linear(64, 64)), group_size=32, bits=4)
+    kernels.use(fast)
+    x = mx.random.normal((3, 64), key=mx.random.key(3)).astype(mx.bfloat16)
+    want = nn.QuantizedLinear.__call__(fast.layers[0], x)
+    assert mx.array_equal(fast(x), want)  # half precision
+    assert fast(mx.zeros((0, 64))).shape == (0, 64)
+
+
+def test_new_weights_take_effect():
+    layer = quantize(nn.Sequential(nn.Linear(64, 40)), group_size=32, bits=4)
+    kernels.use(layer)
+    x = mx.random.normal((2, 64), key=mx.random.key(3))
+    linear = layer.layers[0]
+
+    def right():
+        return near(layer(x), nn.QuantizedLinear.__call__(linear, x))
+
+    assert right()
+    before = layer(x)
+    linear.scales = linear.scales * 2
+    assert right() and not near(layer(x), before)
+    linear.biases[0] = 7.0
+    assert right()
+    layer.update({"layers": [{"weight": linear.weight + 1}]})
+    assert right()
+
+
+AFFINE = sorted(
+    (name, variant)
+    for name in families.FAMILIES.keys() - families.EXPERTS_ONLY.keys()
+    for variant in [("affine4", "affine8")[zlib.crc32(name.encode()) % 2]]
+)
+PROMPT = [(31 * i + 5) % VOCAB for i in range(20)]
+LONG_PROMPT = [(37 * i + 1) % VOCAB for i in range(40)]
+
+
+@pytest.mark.parametrize("name, variant", AFFINE)
+def test_every_family(name, variant, tmp_path):
+    path = families.write_checkpoint(name, tmp_path / "model", variant)
+
+    def logits(**config):
+        model, _ = load_model(path, StreamConfig(**config))
+        with model:
+            return [greedy_logits(model, prompt, 4) for prompt in (PROMPT, LONG_PROMPT)]
+
+    mlx, fast = logits(mode="resident", kernels="mlx"), logits(mode="resident", kernels="fast")
+    for got, want in zip(fast, mlx):
+        assert np.abs(got - want).max() <= BOUND * want.std()
+    assert not all(map(np.array_equal, fast, mlx))
+    for mode in ("serial", "buffers", "stacked", "fused"):
+        streamed = logits(mode=mode, kernels="fast", slots=K + 1)
+        assert all(map(np.array_equal, streamed, fast)), mode
+
+
+def test_tiny_moe_writes_the_same_text():
+    path = DATA / "models" / "tiny-moe"
+    texts = {}
+    for kernels_ in ("mlx", "fast"):
+        for mode in ("resident", "fused"):
+            model, tokenizer = moelab.load(path, StreamConfig(mode=mode, kernels=kernels_))
+            ids = tokenizer.encode("def fibonacci(n):\n    ")
+            with model:
+                texts[kernels_, mode] = greedy_logits(model, ids, 40).argmax(-1).tolist()
+    assert len({tuple(text) for text in texts.values()}) == 1
+
+
+def test_threads_and_tasks(tmp_path):
+    path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "affine4")
+    model, _ = load_model(path, StreamConfig(slots=K, kernels="fast"))
+    with model:
+        want = greedy_logits(model, PROMPT, 4)
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda _: greedy_logits(model, PROMPT, 4), range(12)))
+
+        async def tasks():
+            calls = (asyncio.to_thread(greedy_logits, model, PROMPT, 4) for _ in range(4))
+            return await asyncio.gather(*calls)
+
+        assert all(np.array_equal(got, want) for got in [*found, *asyncio.run(tasks())])
+
+
+def test_without_llvmlite(tmp_path, monkeypatch):
+    path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "affine4")
+    monkeypatch.setattr(quantized, "llvm", None)
+    assert not kernels.available()
+    with pytest.raises(ValueError, match="pip install llvmlite"):
+        load_model(path, StreamConfig(kernels="fast"))
+    with load_model(path, StreamConfig(kernels="auto"))[0] as model:
+        assert not any(isinstance(m, tuple(FAST)) for m in model.modules())
+
+
+def test_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(modules.mx, "default_device", lambda: mx.gpu)
+    with pytest.raises(ValueError, match="for the CPU backend"):
+        kernels.check()
