@@ -40,9 +40,9 @@ RSS_UNIT_NBYTES = 1 if sys.platform == "darwin" else 1024  # of getrusage
 
 
 def resident_like(base: StreamConfig | None = None) -> StreamConfig:
-    """The resident baseline of a config: the same dtype and top-k."""
+    """The resident baseline of a config: the same dtype, top-k and kernels."""
     base = base or StreamConfig()
-    return StreamConfig(mode="resident", dtype=base.dtype, top_k=base.top_k)
+    return StreamConfig(mode="resident", dtype=base.dtype, top_k=base.top_k, kernels=base.kernels)
 
 
 class _Loaded:
@@ -170,31 +170,37 @@ def measure(
 def ceilings(record: BenchRecord, speeds: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """What a mode could reach if reads were all that is added to the resident model's work.
 
-    That work is spread evenly over the mode's streams.
+    That work is the resident model's with the same kernels, spread evenly over the mode's streams.
 
     Args:
         record (BenchRecord): With a resident mode, else there are no ceilings.
         speeds (Mapping[str, float]): Bytes per second of reads, by name.
 
     Returns:
-        dict: For every streamed mode, tokens per second by the name of the speed; ``no reads`` with
-        one stream is the resident model.
+        dict: For every streamed mode, if a resident one with the same kernels is beside it, tokens
+        per second by the name of the speed; ``no reads`` with one stream is that resident model.
     """
-    if record.resident is None:
-        return {}
-    resident_s = 1 / record.decode_tok_s(record.resident)["median"]
+    resident_s = {
+        _kernels(mode.config): 1 / record.decode_tok_s(name)["median"]
+        for name, mode in record.modes.items()
+        if mode.config.mode == "resident"
+    }
     out = {}
     for name, mode in record.modes.items():
-        nbytes = record.bytes_per_token(name)
-        if nbytes is not None:
-            token_s = resident_s / _num_streams(mode.config, record.machine)
+        nbytes, kernels = record.bytes_per_token(name), _kernels(mode.config)
+        if nbytes is not None and kernels in resident_s:
+            token_s = resident_s[kernels] / _num_streams(mode.config, record.machine)
             with_reads = {k: 1 / (token_s + nbytes / v) for k, v in speeds.items()}
             out[name] = {"no reads": 1 / token_s} | with_reads
     return out
 
 
+def _kernels(config):
+    return "mlx" if config.kernels == "auto" else config.kernels
+
+
 def _num_streams(config, card):
-    if config.mode not in ("stacked", "fused"):
+    if config.mode not in ("stacked", "fused") or config.kernels == "fast":
         return 1
     if config.streams != "auto":
         return config.streams
