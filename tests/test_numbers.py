@@ -218,6 +218,70 @@ def drafts_copied():
     return made["tokens"], made["runs"], 48, speeds[48][0], 7, speeds[48][1], 16, *speeds[16]
 
 
+def kernel_ms(run, bits, rows, name):
+    """ms of one quantized product, of the run with one thread or of that with two."""
+    samples = recorded("cpu_kernels")["runs"][run]["seconds"][bits][str(rows)][name]
+    return quartiles(samples, ".2f" if np.median(samples) < 0.01 else ".1f", 1e3)
+
+
+def kernel_row(rows):
+    columns = (0, "4", "fast"), (0, "4", "mlx"), (0, "8", "fast"), (0, "8", "mlx")
+    columns += (0, "4", "numpy"), (1, "4", "fast")
+    return rows, *(kernel_ms(run, bits, rows, name) for run, bits, name in columns)
+
+
+def kernel_settings():
+    """Shape, group and samples of the products."""
+    record = recorded("cpu_kernels")
+    n = len(record["runs"][0]["seconds"]["4"]["1"]["fast"])
+    return record["outputs"], record["inputs"], record["group_size"], n
+
+
+def copied_GBs():
+    return [quartiles(recorded("cpu_kernels")["runs"][0]["copy_bytes_per_s"], ".1f", 1e-9)]
+
+
+def kernels_row(name):
+    """A mode of the 35B layers and of tiny-moe: tok/s, of mlx-lm, and seconds of a prompt."""
+    big, tiny = (mode(f"cpu_kernels_{model}", name) for model in ("35b", "tiny_moe"))
+    prompt = mode("cpu_kernels_prompt_35b", name)["samples"]
+    row = []
+    for made in (big, tiny):
+        row.append(quartiles(made["decode_tok_s"], ".1f"))
+        if name != "resident/kernels=mlx":
+            row.append(quartiles(made["ratio_to_resident"]))
+            assert all(
+                s["tokens"] == t["tokens"]
+                for s, t in zip(
+                    made["samples"],
+                    mode(
+                        "cpu_kernels_35b" if made is big else "cpu_kernels_tiny_moe",
+                        "resident/kernels=mlx",
+                    )["samples"],
+                )
+            )
+    at = len(row) // 2
+    return *row[:at], quartiles([s["prefill_s"] for s in prompt], ".1f"), *row[at:]
+
+
+def kernels_settings():
+    big, prompt, tiny = (
+        mode(f"cpu_kernels_{name}", "fused/kernels=fast")
+        for name in ("35b", "prompt_35b", "tiny_moe")
+    )
+    c = [s["counters"] for s in big["samples"]]
+    hits = sum(x["hits"] for x in c) / sum(x["hits"] + x["misses"] for x in c)
+    ns = [len(made["samples"]) for made in (big, prompt, tiny)]
+    slots = big["config"]["slots"], tiny["config"]["slots"]
+    return ns[0], slots[0], f"{100 * hits:.0f}", 126, ns[1], ns[2], slots[1]
+
+
+def kernels_found():
+    """tok/s: streamed with the fast kernels, resident with MLX's."""
+    names = ("fused/kernels=fast", "resident/kernels=mlx")
+    return [median(mode("cpu_kernels_35b", name)["decode_tok_s"], ".1f") for name in names]
+
+
 def copied_drafts_found():
     """The README's: drafts, both speeds with 48 slots and equal texts, the policy's with 16."""
     few = drafted(COPIES, "dflash_16_slots", "auto")
@@ -533,6 +597,7 @@ PASSAGES = {
          lambda: [quartiles(mode("cpu_bench_35b", "fused/streams=1")["ratio_to_resident"])]),
         ("and at {} on two",
          lambda: [quartiles(mode("cpu_bench_35b", "fused")["ratio_to_resident"])]),
+        ("they decode {} tok/s streamed, {} in mlx-lm with every", kernels_found),
         ("On an H200, {} such layers decode {} tok/s in memory and {} streamed from a warm page "
          "cache, repacked, a quarter of the experts in slots: {} times slower. Before the GPU "
          "copied the experts itself it was {}:", slower_copied),
@@ -563,6 +628,22 @@ PASSAGES = {
          lambda: np.delete(bench_row("cpu_bench_tiny_moe", "fused/scales=resident", 1e6), 1)),
         ("repacked: one read for an expert | {} tok/s | {} tok/s, {} MB | {} | {} |",
          lambda: np.delete(bench_row("cpu_bench_tiny_moe_packed", "fused", 1e6), 1)),
+        ("computes {} and {} bit affine", lambda: (4, 8)),
+        ("One matrix of {} x {}, groups of {}, ms, in turn, n={}", kernel_settings),
+        ("| {} bit | MLX | {} bit | MLX | numpy on floats | {} bit, two", lambda: (4, 8, 4)),
+        *[("| {} | {} | {} | {} | {} | {} | {} |", lambda rows=rows: kernel_row(rows))
+          for rows in (1, 2, 4, 8, 16, 64, 128)],
+        ("A copy in memory reads {} GB/s", copied_GBs),
+        ("so {} rows take about four times", lambda: [8]),
+        ("(`cpu_kernels_35b`, n={}, {} slots, {}% hits; its prompt of {} tokens in "
+         "`cpu_kernels_prompt_35b`, n={}; `cpu_kernels_tiny_moe`, n={}, {} slots)",
+         kernels_settings),
+        *[(f"| {text} | {form} |", lambda name=name: kernels_row(name)) for text, name, form in (
+            ("mlx-lm as installed, resident", "resident/kernels=mlx", "{} | | {} | {} |"),
+            ("`fused` with MLX's kernels", "fused/kernels=mlx", "{} | {} | {} | {} | {}"),
+            ("resident, fast kernels", "resident/kernels=fast", "{} | {} | {} | {} | {}"),
+            ("`fused`, fast kernels", "fused/kernels=fast", "{} | {} | {} | {} | {}"))],
+        ("by at most {} of their standard deviation", lambda: ["2e-4"]),  # tests/kernels
         ("{} tokens from each of {} held-out prompts", lambda: (256, 8)),  # tests/streaming
         ("of passes of {} to {} tokens, {} and {} slots, whatever was computed before | {} of {} "
          "settings", lambda: (*exact_lengths(), 16, 48, *exact_settings())),
