@@ -12,12 +12,12 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from . import quantized
+from . import code, gated_delta, quantized
 
 
 def available() -> bool:
     """Whether the kernels can be used here: on the CPU backend, with llvmlite installed."""
-    return quantized.llvm is not None and mx.default_device() == mx.cpu
+    return code.llvm is not None and mx.default_device() == mx.cpu
 
 
 def check() -> None:
@@ -31,7 +31,7 @@ def check() -> None:
             "StreamConfig.kernels: 'fast' is for the CPU backend, the default device is "
             f"{mx.default_device()}. Use 'mlx'."
         )
-    if quantized.llvm is None:
+    if code.llvm is None:
         raise ValueError(
             "StreamConfig.kernels: 'fast' needs the package llvmlite: pip install llvmlite, or "
             "use 'mlx'."
@@ -42,7 +42,7 @@ def describe() -> str:
     """Which kernels there are, in a line."""
     if not available():
         return "mlx; fast ones come with the package llvmlite: pip install llvmlite"
-    return f"mlx and fast ({quantized.widest()} numbers at once)"
+    return f"mlx and fast ({code.widest()} numbers at once)"
 
 
 def use(model: nn.Module) -> dict[str, int]:
@@ -51,10 +51,13 @@ def use(model: nn.Module) -> dict[str, int]:
     Args:
         model (nn.Module): Any model of mlx-lm. It is changed in place.
 
+    Its recurrent layers call ``gated_delta``, too.
+
     Returns:
         dict[str, int]: How many quantized modules compute with the kernels (``fast``) and with
         MLX's (``mlx``).
     """
+    gated_delta.use(model)
     found = Counter(fast=0, mlx=0)
     for module in model.modules():
         fast = FAST.get(type(module))

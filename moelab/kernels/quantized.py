@@ -10,19 +10,13 @@ the order of the sums may change with the number of rows. Here each vector opera
 kernel is built in a tenth of a second.
 """
 
-import ctypes
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
 
-try:
-    from llvmlite import binding as llvm
-    from llvmlite import ir
-except ImportError:  # an optional package
-    llvm = None
+from . import code
+from .code import F32, I32, I64, Code, ir
 
 WORD = 32  # bits of a word of packed weights
 ROWS = (4, 2, 1)  # rows of x that share an unpacked weight
@@ -47,7 +41,7 @@ def supported(bits: int, group_size: int, inputs: int) -> bool:
         inputs (int): D.
     """
     return (
-        llvm is not None
+        code.llvm is not None
         and bits in (4, 8)
         and group_size in (32, 64, 128)
         and inputs % group_size == 0
@@ -57,13 +51,7 @@ def supported(bits: int, group_size: int, inputs: int) -> bool:
 def lanes(bits: int, inputs: int) -> int:
     """How many words of packed weights are handled side by side."""
     words = inputs * bits // WORD
-    return next(n for n in (16, 8, 4) if n <= widest() and words % n == 0)
-
-
-@cache
-def widest() -> int:
-    """The most numbers that this processor handles at once; other ones take two steps for 8."""
-    return 16 if llvm.get_host_cpu_features().get("avx512f") else 8
+    return next(n for n in (16, 8, 4) if n <= code.widest() and words % n == 0)
 
 
 class Packed:
@@ -141,12 +129,8 @@ class Matrices:
         tasks[:, 6], tasks[:, 7] = rows, self.outputs
         if rows.max() > max(ROWS):
             tasks = self._tiles(tasks)
-        n = num_threads() if y.size * self.inputs >= SHARED_WORK else 1
-        shares = [self._share(tasks, i, n) for i in range(n)]
-        waiting = [_pool().submit(self._run, share) for share in shares[1:]]
-        self._run(shares[0])
-        for future in waiting:
-            future.result()
+        n = code.num_threads() if y.size * self.inputs >= SHARED_WORK else 1
+        code.share(self._run, [self._share(tasks, i, n) for i in range(n)])
         return y
 
     def _share(self, tasks, i, n):
@@ -176,19 +160,6 @@ class Matrices:
 
 
 @cache
-def num_threads() -> int:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-@cache
-def _pool():
-    return ThreadPoolExecutor(max(1, num_threads() - 1), thread_name_prefix="moelab-kernel")
-
-
-@cache
 def kernel(bits: int, group_size: int, inputs: int, L: int) -> Callable[[int, int, int], None]:
     """Build the kernel for matrices of one form.
 
@@ -201,32 +172,10 @@ def kernel(bits: int, group_size: int, inputs: int, L: int) -> Callable[[int, in
     Returns:
         Callable: Takes the address of the tasks, their number, and the distance of rows of y.
     """
-    module = ir.Module()
-    module.triple = llvm.get_default_triple()
-    _Builder(module, bits, group_size, inputs, L).build()
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
-    )
-    parsed = llvm.parse_assembly(str(module))
-    parsed.verify()
-    options = llvm.create_pipeline_tuning_options(speed_level=3)
-    passes = llvm.create_pass_builder(machine, options)
-    passes.getModulePassManager().run(parsed, passes)
-    engine = llvm.create_mcjit_compiler(parsed, machine)
-    engine.finalize_object()
-    arguments = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    function = ctypes.CFUNCTYPE(None, *arguments)(engine.get_function_address("run"))
-    function.engine = engine  # owns the code
-    return function
+    return _Product(bits, group_size, inputs, L).build()
 
 
-if llvm is not None:
-    F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-
-
-class _Builder:
+class _Product(Code):
     """Writes the function ``run(tasks, n, distance of rows of y)``.
 
     For each task, four rows of x at a time, then two, then one; for them two rows of weights at a
@@ -234,94 +183,78 @@ class _Builder:
     their words into one vector of L, multiply, add. A block's sum is scaled and added to the row's.
     """
 
-    def __init__(self, module, bits, group_size, inputs, L):
-        self.n, self.bits, self.L, self.group = WORD // bits, bits, L, group_size
-        self.words, self.groups, self.inputs = inputs * bits // WORD, inputs // group_size, inputs
-        self.floats, self.ints = ir.VectorType(F32, L), ir.VectorType(I32, L)
-        signature = ir.FunctionType(ir.VoidType(), [I64.as_pointer(), I64, I64])
-        self.function = ir.Function(module, signature, "run")
-        signature = ir.FunctionType(self.floats, [self.floats] * 3)
-        self.fma = ir.Function(module, signature, f"llvm.fma.v{L}f32")
+    def __init__(self, bits, group_size, inputs, L):
+        super().__init__(3, L)
+        self.n, self.bits, self.group, self.inputs = WORD // bits, bits, group_size, inputs
+        self.words, self.groups = inputs * bits // WORD, inputs // group_size
         byte = ir.IntType(8).as_pointer()
-        signature = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-        self.prefetch = ir.Function(module, signature, "llvm.prefetch.p0")
-        self.b = ir.IRBuilder(self.function.append_basic_block())
+        arguments = [byte, I32, I32, I32]
+        self.prefetch = self._declare("llvm.prefetch.p0", ir.VoidType(), arguments)
 
     def build(self):
         tasks, n, self.y_step = self.function.args
+        tasks = self.pointer(tasks, I64)
 
         def task(i, _):
-            fields = [self._load(tasks, self._add(self._mul(i, TASK), k), I64) for k in range(TASK)]
-            pointers = [I32, F32, F32, F32, F32, F32]
-            w, s, t, x, sums, y = (
-                self.b.inttoptr(f, kind.as_pointer()) for f, kind in zip(fields, pointers)
-            )
+            fields = [self.load(tasks, self.add(self.mul(i, TASK), k), I64) for k in range(TASK)]
+            kinds = [I32, F32, F32, F32, F32, F32]
+            pointers = [self.pointer(f, kind) for f, kind in zip(fields, kinds)]
             row, weights = I64(0), fields[7]
+            odd = self.b.and_(weights, I64(-2))
             for m in ROWS:
 
                 def rows(row, _, m=m):
-                    self._rows(m, 2, row, I64(0), weights, w, s, t, x, sums, y)
-                    odd = self.b.and_(weights, I64(-2))
-                    self._rows(m, 1, row, odd, weights, w, s, t, x, sums, y)
-                    return []
+                    self._rows(m, 2, row, I64(0), weights, *pointers)
+                    self._rows(m, 1, row, odd, weights, *pointers)
 
-                row = self._loop(row, fields[6], m, rows, [])[0]
-            return []
+                row = self.loop(row, fields[6], m, rows)[0]
 
-        self._loop(I64(0), n, 1, task, [])
-        self.b.ret_void()
+        self.loop(I64(0), n, 1, task)
+        return self.compile()
 
     def _rows(self, m, r, row, first, end, w, s, t, x, sums, y):
         """r rows of weights at a time, for m rows of x."""
+        zero = ir.Constant(self.floats, [0.0] * self.L)
 
         def one(out, _):
-            outs = [self._add(out, i) for i in range(r)]
-            zero = ir.Constant(self.floats, [0.0] * self.L)
-            acc = self._loop(
-                I64(0),
-                I64(self.words // self.L),
-                1,
-                lambda k, acc: self._block(k, list(acc), m, row, outs, w, s, t, x, sums),
-                [zero] * (r * m),
-            )[1]
+            outs = [self.add(out, i) for i in range(r)]
+
+            def block(k, acc):
+                return self._block(k, list(acc), m, row, outs, w, s, t, x, sums)
+
+            acc = self.loop(I64(0), I64(self.words // self.L), 1, block, [zero] * (r * m))[1]
             for i in range(r):
                 for j in range(m):
-                    to = self._add(self._mul(self._add(row, j), self.y_step), outs[i])
-                    self.b.store(self._sum(acc[i * m + j]), self.b.gep(y, [to]))
-            return []
+                    at = self.add(self.mul(self.add(row, j), self.y_step), outs[i])
+                    self.store(self.sum(acc[i * m + j]), y, at)
 
-        self._loop(first, end, r, one, [])
+        self.loop(first, end, r, one)
 
     def _block(self, k, acc, m, row, outs, w, s, t, x, sums):
-        at = [self._add(self._mul(o, self.words), self._mul(k, self.L)) for o in outs]
-        words = [self._load(w, i, self.ints) for i in at]
+        """A block of words of some rows of weights, multiplied and added to the rows' sums."""
+        at = [self.add(self.mul(o, self.words), self.mul(k, self.L)) for o in outs]
+        words = [self.load(w, i, self.ints) for i in at]
         for i in at:
-            ahead = self.b.gep(w, [self._add(i, AHEAD_NBYTES * 8 // WORD)])
+            ahead = self.b.gep(w, [self.add(i, AHEAD_NBYTES * 8 // WORD)])
             ahead = self.b.bitcast(ahead, ir.IntType(8).as_pointer())
             self.b.call(self.prefetch, [ahead, I32(0), I32(3), I32(1)])  # to read, to keep, data
-        xs = [self._mul(self._add(row, j), self.inputs) for j in range(m)]
+        rows = [self.add(row, j) for j in range(m)]
         part = [None] * len(acc)
         for place in range(self.n):
             unpacked = [self._unpack(word, place) for word in words]
+            of_block = self.add(self.mul(k, self.n * self.L), place * self.L)
             for j in range(m):
-                at = self._add(xs[j], self._add(self._mul(k, self.n * self.L), place * self.L))
-                row_x = self._load(x, at, self.floats)
+                xs = self.load(x, self.add(self.mul(rows[j], self.inputs), of_block), self.floats)
                 for i, q in enumerate(unpacked):
                     c = i * m + j
-                    part[c] = (
-                        self.b.fmul(q, row_x)
-                        if part[c] is None
-                        else self.b.call(self.fma, [q, row_x, part[c]])
-                    )
+                    part[c] = self.fma(q, xs, part[c]) if place else self.b.fmul(q, xs)
         for i, o in enumerate(outs):
             scale, bias = self._of_group(s, o, k), self._of_group(t, o, k)
             for j in range(m):
                 c = i * m + j
-                at = self._add(
-                    self._mul(self._add(row, j), self.inputs // self.n), self._mul(k, self.L)
-                )
-                acc[c] = self.b.call(self.fma, [part[c], scale, acc[c]])
-                acc[c] = self.b.call(self.fma, [self._load(sums, at, self.floats), bias, acc[c]])
+                at = self.add(self.mul(rows[j], self.inputs // self.n), self.mul(k, self.L))
+                acc[c] = self.fma(part[c], scale, acc[c])
+                acc[c] = self.fma(self.load(sums, at, self.floats), bias, acc[c])
         return acc
 
     def _unpack(self, word, place):
@@ -333,63 +266,12 @@ class _Builder:
 
     def _of_group(self, pointer, row, k):
         """The scales of a block of words, one for each."""
-        each, first = self.L * self.n, self._mul(row, self.groups)
+        each, first = self.L * self.n, self.mul(row, self.groups)
         if self.group >= each:
-            at = self._add(first, self.b.udiv(k, I64(self.group // each)))
-            found, of_lane = ir.VectorType(F32, 1), [0] * self.L
-        else:
-            groups = each // self.group
-            at = self._add(first, self._mul(k, groups))
-            found, of_lane = (
-                ir.VectorType(F32, groups),
-                [i * groups // self.L for i in range(self.L)],
-            )
-        values = self._load(pointer, at, found)
-        mask = ir.Constant(self.ints, of_lane)
+            at = self.add(first, self.b.udiv(k, I64(self.group // each)))
+            return self.spread(self.load(pointer, at, F32))
+        groups = each // self.group
+        found = ir.VectorType(F32, groups)
+        values = self.load(pointer, self.add(first, self.mul(k, groups)), found)
+        mask = ir.Constant(self.ints, [i * groups // self.L for i in range(self.L)])
         return self.b.shuffle_vector(values, ir.Constant(found, ir.Undefined), mask)
-
-    def _sum(self, v):
-        half = self.L
-        while half > 1:
-            half //= 2
-            nothing = ir.Constant(v.type, ir.Undefined)
-            low, high = (
-                ir.Constant(ir.VectorType(I32, half), list(range(a, a + half))) for a in (0, half)
-            )
-            v = self.b.fadd(
-                self.b.shuffle_vector(v, nothing, low), self.b.shuffle_vector(v, nothing, high)
-            )
-        return self.b.extract_element(v, I32(0))
-
-    def _loop(self, first, end, step, body, values):
-        """While ``step`` fit before ``end``. Returns where it ended, and the values."""
-        before = self.b.block
-        head, inside, after = (self.function.append_basic_block() for _ in range(3))
-        self.b.branch(head)
-        self.b.position_at_end(head)
-        i = self.b.phi(I64)
-        i.add_incoming(first, before)
-        held = []
-        for v in values:
-            held.append(self.b.phi(v.type))
-            held[-1].add_incoming(v, before)
-        self.b.cbranch(self.b.icmp_signed("<=", self._add(i, step), end), inside, after)
-        self.b.position_at_end(inside)
-        new = body(i, held)
-        i.add_incoming(self._add(i, step), self.b.block)
-        for phi, v in zip(held, new):
-            phi.add_incoming(v, self.b.block)
-        self.b.branch(head)
-        self.b.position_at_end(after)
-        return i, held
-
-    def _load(self, pointer, at, kind):
-        value = self.b.load(self.b.bitcast(self.b.gep(pointer, [at]), kind.as_pointer()))
-        value.align = 4 if kind is not I64 else 8
-        return value
-
-    def _add(self, a, b):
-        return self.b.add(a, I64(b) if isinstance(b, int) else b)
-
-    def _mul(self, a, b):
-        return self.b.mul(a, I64(b) if isinstance(b, int) else b)

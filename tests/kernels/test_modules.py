@@ -15,7 +15,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 import moelab
 from moelab import DATA, StreamConfig, kernels
-from moelab.kernels import modules, quantized
+from moelab.kernels import code, modules
 from moelab.streaming.model import load_model
 
 FAST = {
@@ -165,7 +165,7 @@ def test_threads_and_tasks(tmp_path):
 
 def test_without_llvmlite(tmp_path, monkeypatch):
     path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "affine4")
-    monkeypatch.setattr(quantized, "llvm", None)
+    monkeypatch.setattr(code, "llvm", None)
     assert not kernels.available()
     with pytest.raises(ValueError, match="pip install llvmlite"):
         load_model(path, StreamConfig(kernels="fast"))

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from moelab.kernels import quantized
+from moelab.kernels import code, quantized
 
 FORMS = [(bits, group) for bits in (4, 8) for group in (32, 64, 128)]
 
@@ -64,7 +64,7 @@ def test_nor_on_the_number_of_threads(threads, outputs, monkeypatch):
     args = x, 4, (2, 0, 1), (0, 4, 5, 9)
     want = multiply(made, *args)
     monkeypatch.setattr(quantized, "SHARED_WORK", 0)
-    monkeypatch.setattr(quantized, "num_threads", lambda: threads)
+    monkeypatch.setattr(code, "num_threads", lambda: threads)
     assert np.array_equal(multiply(made, *args), want)
 
 
@@ -103,5 +103,5 @@ def test_what_is_supported(monkeypatch):
     assert quantized.supported(4, 64, 128)
     for bits, group, inputs in [(3, 64, 128), (4, 16, 64), (4, 64, 96), (2, 32, 64)]:
         assert not quantized.supported(bits, group, inputs)
-    monkeypatch.setattr(quantized, "llvm", None)
+    monkeypatch.setattr(code, "llvm", None)
     assert not quantized.supported(4, 64, 128)

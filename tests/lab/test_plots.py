@@ -4,7 +4,7 @@ import ipywidgets
 import mlx.core as mx
 import pytest
 
-from moelab.kernels import quantized
+from moelab.kernels import code
 from moelab.lab import machine, preset
 from moelab.lab.plots import charts, choice, explore, show, slider, style
 
@@ -150,7 +150,7 @@ def test_check_says_what_to_do(monkeypatch, capsys):
     assert len(lines) >= 6 and all(line.startswith(("[ok] ", "[fail] ")) for line in lines)
     assert any("mlx and fast" in line for line in lines) or mx.default_device() != mx.cpu
     monkeypatch.setattr(machine, "MIN_MEMORY_NBYTES", 1 << 60)
-    monkeypatch.setattr(quantized, "llvm", None)
+    monkeypatch.setattr(code, "llvm", None)
     assert not machine.check()
     assert "[fail] memory" in (out := capsys.readouterr().out) and "-> " in out
     assert "pip install llvmlite" in out or mx.default_device() != mx.cpu

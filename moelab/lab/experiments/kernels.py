@@ -15,7 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from ...kernels import quantized
+from ...kernels import code, quantized
 from .. import machine, records
 from ..timing import interleave
 
@@ -69,7 +69,7 @@ def copy_rate(rounds: int = ROUNDS) -> list[float]:
 def measure(rounds: int = ROUNDS) -> dict:
     """All of them with the cores that this process may use."""
     return {
-        "threads": quantized.num_threads(),
+        "threads": code.num_threads(),
         "copy_bytes_per_s": copy_rate(rounds),
         "seconds": {
             str(bits): {str(rows): products(bits, rows, rounds) for rows in ROWS} for bits in BITS

@@ -1,0 +1,150 @@
+"""What the kernels share: LLVM code written with a few helpers, and built for this processor."""
+
+import ctypes
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+try:
+    from llvmlite import binding as llvm
+    from llvmlite import ir
+except ImportError:  # an optional package
+    llvm = ir = F32 = I32 = I64 = None
+else:
+    F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+
+
+@cache
+def widest() -> int:
+    """The most numbers that this processor handles at once; other ones take two steps for 8."""
+    return 16 if llvm.get_host_cpu_features().get("avx512f") else 8
+
+
+@cache
+def num_threads() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@cache
+def _pool():
+    return ThreadPoolExecutor(max(1, num_threads() - 1), thread_name_prefix="moelab-kernel")
+
+
+def share(run: Callable, shares: list) -> None:
+    """Call ``run(share)`` for each share, the first here and the others in threads of their own."""
+    waiting = [_pool().submit(run, one) for one in shares[1:]]
+    run(shares[0])
+    for future in waiting:
+        future.result()
+
+
+class Code:
+    """A function ``run`` of numbers and addresses (all int64), in LLVM's language.
+
+    Args:
+        num_arguments (int): How many it takes.
+        L (int): Floats in a vector.
+    """
+
+    def __init__(self, num_arguments: int, L: int):
+        self.L = L
+        self.floats, self.ints = ir.VectorType(F32, L), ir.VectorType(I32, L)
+        self._module = ir.Module()
+        self._module.triple = llvm.get_default_triple()
+        self._signature = [ctypes.c_int64] * num_arguments
+        self.function = self._declare("run", ir.VoidType(), [I64] * num_arguments)
+        self._fma = self._declare(f"llvm.fma.v{L}f32", self.floats, [self.floats] * 3)
+        self.b = ir.IRBuilder(self.function.append_basic_block())
+
+    def _declare(self, name, returns, arguments):
+        return ir.Function(self._module, ir.FunctionType(returns, arguments), name)
+
+    def compile(self) -> Callable:
+        """End the function and build it for this processor."""
+        self.b.ret_void()
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        machine = llvm.Target.from_default_triple().create_target_machine(
+            cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+        )
+        parsed = llvm.parse_assembly(str(self._module))
+        parsed.verify()
+        options = llvm.create_pipeline_tuning_options(speed_level=3)
+        passes = llvm.create_pass_builder(machine, options)
+        passes.getModulePassManager().run(parsed, passes)
+        engine = llvm.create_mcjit_compiler(parsed, machine)
+        engine.finalize_object()
+        function = ctypes.CFUNCTYPE(None, *self._signature)(engine.get_function_address("run"))
+        function.engine = engine  # owns the code
+        return function
+
+    def pointer(self, address, kind):
+        return self.b.inttoptr(address, kind.as_pointer())
+
+    def loop(self, first, end, step, body, values=()):
+        """While ``step`` fit before ``end``: ``body(i, values)`` gives the next values.
+
+        Returns:
+            tuple: Where it ended, and the values.
+        """
+        before = self.b.block
+        head, inside, after = (self.function.append_basic_block() for _ in range(3))
+        self.b.branch(head)
+        self.b.position_at_end(head)
+        i = self.b.phi(I64)
+        i.add_incoming(first, before)
+        held = []
+        for v in values:
+            held.append(self.b.phi(v.type))
+            held[-1].add_incoming(v, before)
+        self.b.cbranch(self.b.icmp_signed("<=", self.add(i, step), end), inside, after)
+        self.b.position_at_end(inside)
+        new = body(i, held) or []
+        i.add_incoming(self.add(i, step), self.b.block)
+        for phi, v in zip(held, new):
+            phi.add_incoming(v, self.b.block)
+        self.b.branch(head)
+        self.b.position_at_end(after)
+        return i, held
+
+    def load(self, pointer, at, kind):
+        value = self.b.load(self.b.bitcast(self.b.gep(pointer, [at]), kind.as_pointer()))
+        value.align = 8 if kind is I64 else 4
+        return value
+
+    def store(self, value, pointer, at):
+        to = self.b.bitcast(self.b.gep(pointer, [at]), value.type.as_pointer())
+        self.b.store(value, to).align = 4
+
+    def fma(self, a, b, c):
+        return self.b.call(self._fma, [a, b, c])
+
+    def spread(self, x):
+        """A number in every place of a vector."""
+        nothing = ir.Constant(self.floats, ir.Undefined)
+        one = self.b.insert_element(nothing, x, I32(0))
+        return self.b.shuffle_vector(one, nothing, ir.Constant(self.ints, [0] * self.L))
+
+    def sum(self, v):
+        """The sum of a vector: halves are added until one number is left."""
+        half = self.L
+        while half > 1:
+            half //= 2
+            nothing = ir.Constant(v.type, ir.Undefined)
+            low, high = (
+                ir.Constant(ir.VectorType(I32, half), list(range(a, a + half))) for a in (0, half)
+            )
+            v = self.b.fadd(
+                self.b.shuffle_vector(v, nothing, low), self.b.shuffle_vector(v, nothing, high)
+            )
+        return self.b.extract_element(v, I32(0))
+
+    def add(self, a, b):
+        return self.b.add(a, I64(b) if isinstance(b, int) else b)
+
+    def mul(self, a, b):
+        return self.b.mul(a, I64(b) if isinstance(b, int) else b)

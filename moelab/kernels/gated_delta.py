@@ -1,0 +1,203 @@
+"""mlx-lm's gated delta rule on a CPU, over all tokens of a pass at once.
+
+mlx-lm has a kernel for Metal. Elsewhere it loops over the tokens, with passes over the whole state
+for each. Here a row of the state stays in registers over all tokens (the recurrence of
+``mlx_lm.models.gated_delta``; Yang et al., arXiv 2412.06464). A token's result does not depend on
+how a text is divided into passes.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models import gated_delta as of_mlx_lm
+
+from . import code
+from .code import F32, I64, Code
+
+NAME = "gated_delta_update"  # what layers call it
+# Tokens times numbers of the state. Below this a second thread takes longer to begin than the work.
+SHARED_WORK = 1_000_000
+
+
+def gated_delta(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """As mlx-lm's ``gated_delta_ops``; what the kernel does not fit goes there.
+
+    Args:
+        q (mx.array): [B, T, Hk, Dk].
+        k (mx.array): [B, T, Hk, Dk].
+        v (mx.array): [B, T, Hv, Dv].
+        g (mx.array): [B, T, Hv], or [B, T, Hv, Dk] with a gate for each channel.
+        beta (mx.array): [B, T, Hv].
+        state (mx.array or None): [B, Hv, Dv, Dk]; None: zeros.
+        mask (mx.array or None): [B, T], tokens that change the state.
+
+    Returns:
+        tuple[mx.array, mx.array]: y [B, T, Hv, Dv] and the state, both evaluated.
+    """
+    (B, T, Hk, Dk), (Hv, Dv) = q.shape, v.shape[2:]
+    if state is None:
+        state = mx.zeros((B, Hv, Dv, Dk), mx.float32)
+    arrays = [q, k, v, g, beta, state]
+    if (
+        mask is not None
+        or Dk % 8
+        or Hv % Hk
+        or any(a.dtype != mx.float32 for a in arrays)
+        or mx.default_device() != mx.cpu
+    ):
+        return of_mlx_lm.gated_delta_ops(q, k, v, g, beta, state, mask)
+    mx.eval(arrays)
+    arrays = [np.ascontiguousarray(a) for a in arrays]
+    y, new = np.empty((B, T, Hv, Dv), np.float32), np.empty(state.shape, np.float32)
+    rows = B * Hv * Dv
+    n = code.num_threads() if T * state.size >= SHARED_WORK else 1
+    addresses = [a.ctypes.data for a in (*arrays, new, y)]
+    run = _kernel(Dk, g.ndim == 4)
+
+    def part(i):
+        run(*addresses, T, Hk, Hv, Dv, rows * i // n, rows * (i + 1) // n)
+
+    code.share(part, list(range(n)))
+    return mx.array(y), mx.array(new)
+
+
+def use(model: nn.Module) -> int:
+    """Let a model's layers call ``gated_delta`` in place of mlx-lm's loop.
+
+    A layer gets a class of its own, whose methods know the function by the same name; no other
+    model is affected.
+
+    Args:
+        model (nn.Module): Any model of mlx-lm. It is changed in place.
+
+    Returns:
+        int: The layers that call it.
+    """
+    layers = [m for m in model.modules() if _methods(type(m))]
+    for layer in layers:
+        layer.__class__ = _fast_class(type(layer))
+    return len(layers)
+
+
+def _methods(cls):
+    """The methods of a class that call the recurrence, by name."""
+    found = {}
+    for c in reversed(cls.__mro__):
+        for name, f in vars(c).items():
+            if (
+                isinstance(f, FunctionType)
+                and NAME in f.__code__.co_names
+                and NAME in f.__globals__
+            ):
+                found[name] = f
+    return found
+
+
+@cache
+def _fast_class(cls):
+    methods = {}
+    for name, f in _methods(cls).items():
+        methods[name] = _with_globals(f, {NAME: _fast_update(f.__globals__[NAME])})
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, **methods})
+
+
+@cache
+def _fast_update(update):
+    return _with_globals(update, {"gated_delta_ops": gated_delta})
+
+
+def _with_globals(f: Callable, used: dict) -> Callable:
+    copy = FunctionType(
+        f.__code__, {**f.__globals__, **used}, f.__name__, f.__defaults__, f.__closure__
+    )
+    copy.__kwdefaults__ = f.__kwdefaults__
+    return copy
+
+
+@cache
+def _kernel(Dk, vector):
+    L = next(n for n in (16, 8) if n <= code.widest() and Dk % n == 0)
+    return _GatedDelta(Dk, vector, L).build()
+
+
+class _GatedDelta(Code):
+    """Writes ``run(q, k, v, g, beta, state, new state, y, T, Hk, Hv, Dv, first row, last row)``.
+
+    Rows are those of the states of all heads, [B * Hv * Dv]. Two rows at a time, so that one can go
+    on while the other waits for a sum.
+    """
+
+    def __init__(self, Dk, vector, L):
+        super().__init__(14, L)
+        self.Dk, self.vector, self.parts = Dk, vector, Dk // L
+
+    def build(self):
+        *addresses, T, Hk, Hv, Dv, first, last = self.function.args
+        pointers = [self.pointer(a, F32) for a in addresses]
+        for r in (2, 1):
+
+            def rows(row, _, r=r):
+                self._rows([self.add(row, i) for i in range(r)], pointers, T, Hk, Hv, Dv)
+
+            first = self.loop(first, last, r, rows)[0]
+        return self.compile()
+
+    def _rows(self, rows, pointers, T, Hk, Hv, Dv):
+        b, n = self.b, self.parts
+        q, k, v, g, beta, state, new, y = pointers
+        places = []
+        for row in rows:
+            head = b.udiv(row, Dv)  # of all, B * Hv
+            batch, hv, dv = b.udiv(head, Hv), b.urem(head, Hv), b.urem(row, Dv)
+            places.append((batch, hv, b.udiv(hv, b.udiv(Hv, Hk)), dv))
+
+        def vectors(pointer, first):
+            first = self.mul(first, self.Dk)
+            at = [self.add(first, i * self.L) for i in range(n)]
+            return [self.load(pointer, i, self.floats) for i in at]
+
+        def token(t, held):
+            states = [held[i * n : (i + 1) * n] for i in range(len(rows))]
+            out = []
+            for s, (batch, hv, hk, dv) in zip(states, places):
+                at = self.add(self.mul(batch, T), t)
+                key, head = self.add(self.mul(at, Hk), hk), self.add(self.mul(at, Hv), hv)
+                gates = (
+                    vectors(g, head) if self.vector else [self.spread(self.load(g, head, F32))] * n
+                )
+                ks, qs = vectors(k, key), vectors(q, key)
+                s = [b.fmul(x, gate) for x, gate in zip(s, gates)]
+                value = self.add(self.mul(head, Dv), dv)
+                delta = b.fsub(self.load(v, value, F32), self._dot(s, ks))
+                delta = self.spread(b.fmul(delta, self.load(beta, head, F32)))
+                s = [self.fma(x, delta, y_) for x, y_ in zip(ks, s)]
+                self.store(self._dot(s, qs), y, value)
+                out += s
+            return out
+
+        begin = [x for row in rows for x in vectors(state, row)]
+        _, end = self.loop(I64(0), T, 1, token, begin)
+        for i, row in enumerate(rows):
+            for j in range(n):
+                at = self.add(self.mul(row, self.Dk), j * self.L)
+                self.store(end[i * n + j], new, at)
+
+    def _dot(self, a, b):
+        """The sum of products, in two chains so that neither waits long."""
+        chains = [self.b.fmul(a[i], b[i]) for i in range(min(2, len(a)))]
+        for i in range(2, len(a)):
+            chains[i % 2] = self.fma(a[i], b[i], chains[i % 2])
+        total = chains[0] if len(chains) == 1 else self.b.fadd(*chains)
+        return self.sum(total)

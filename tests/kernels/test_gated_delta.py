@@ -1,0 +1,86 @@
+"""The recurrence's kernel against mlx-lm's loop, and against itself."""
+
+import families
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import gated_delta as of_mlx_lm
+
+from moelab import StreamConfig
+from moelab.kernels import code, gated_delta
+from moelab.streaming.model import load_model
+
+
+def inputs(B=1, T=5, Hk=2, Hv=4, Dk=32, Dv=16, vector=False, seed=0):
+    keys = mx.random.split(mx.random.key(seed), 6)
+    q, k = (mx.random.normal((B, T, Hk, Dk), key=keys[i]) * Dk**-0.5 for i in (0, 1))
+    v = mx.random.normal((B, T, Hv, Dv), key=keys[2])
+    g = mx.random.uniform(0.7, 1.0, (B, T, Hv, Dk) if vector else (B, T, Hv), key=keys[3])
+    beta = mx.random.uniform(0, 1, (B, T, Hv), key=keys[4])
+    state = mx.random.normal((B, Hv, Dv, Dk), key=keys[5])
+    return [q, k, v, g, beta, state]
+
+
+def near(got, want):
+    got, want = np.array(got), np.array(want)
+    return got.shape == want.shape and np.abs(got - want).max() <= 2e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("vector", (False, True))
+@pytest.mark.parametrize(
+    "shape",
+    [dict(T=1), dict(T=7), dict(B=3, T=4), dict(Hk=1, Hv=6, Dv=9), dict(Dk=8, Dv=1), dict(Dk=128)],
+    ids=str,
+)
+def test_as_the_loop(shape, vector):
+    arrays = inputs(**shape, vector=vector)
+    assert all(map(near, gated_delta.gated_delta(*arrays), of_mlx_lm.gated_delta_ops(*arrays)))
+    arrays[-1] = None
+    assert all(map(near, gated_delta.gated_delta(*arrays), of_mlx_lm.gated_delta_ops(*arrays)))
+
+
+@pytest.mark.parametrize("threads", (1, 2, 5))
+def test_passes_of_any_length_and_threads_give_the_same_bits(threads, monkeypatch):
+    *arrays, state = inputs(B=2, T=9)
+    want, last = gated_delta.gated_delta(*arrays, state)
+    monkeypatch.setattr(gated_delta, "SHARED_WORK", 0)
+    monkeypatch.setattr(code, "num_threads", lambda: threads)
+    for parts in ((9,), (1,) * 9, (4, 5), (2, 3, 4)):
+        s, ys, at = state, [], 0
+        for n in parts:
+            y, s = gated_delta.gated_delta(*(a[:, at : at + n] for a in arrays), s)
+            ys.append(y)
+            at += n
+        assert mx.array_equal(mx.concatenate(ys, axis=1), want) and mx.array_equal(s, last)
+
+
+def test_what_does_not_fit_is_the_loops():
+    arrays = inputs(B=2)
+    mask = mx.array([[True] * 5, [True, False, True, False, True]])
+    want = of_mlx_lm.gated_delta_ops(*arrays, mask)
+    assert all(map(mx.array_equal, gated_delta.gated_delta(*arrays, mask), want))
+    odd = inputs(Dk=12)
+    want = of_mlx_lm.gated_delta_ops(*odd)
+    assert all(map(mx.array_equal, gated_delta.gated_delta(*odd), want))
+    half = [a.astype(mx.bfloat16) for a in arrays[:5]] + arrays[5:]
+    want = of_mlx_lm.gated_delta_ops(*half)
+    assert all(map(mx.array_equal, gated_delta.gated_delta(*half), want))
+
+
+def test_only_this_model_calls_it(tmp_path, monkeypatch):
+    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", "affine4")
+    called = []
+
+    def counted(*args, **kwargs):
+        called.append(1)
+        return real(*args, **kwargs)
+
+    fast, _ = load_model(path, StreamConfig(mode="resident", kernels="fast"))
+    other, _ = load_model(path, StreamConfig(mode="resident", kernels="mlx"))
+    real = gated_delta._kernel
+    monkeypatch.setattr(gated_delta, "_kernel", counted)
+    tokens = mx.array([[5, 6, 7]])
+    mx.eval(other(tokens))
+    assert not called
+    mx.eval(fast(tokens))
+    assert called
