@@ -1,8 +1,9 @@
 """Kernels for the CPU backend that run at the speed of memory, in place of MLX's.
 
 MLX unpacks every weight of a quantized matrix for every row, at 0.6 GB/s of packed weights on one
-core of an AMD EPYC (MLX 0.32.4). ``quantized.py`` builds a kernel for the processor at hand with
-LLVM; ``modules.py`` puts it into mlx-lm's modules.
+core of an AMD EPYC (MLX 0.32.4), and mlx-lm loops over tokens where a layer is recurrent.
+``quantized.py`` and ``gated_delta.py`` write kernels in LLVM's language, ``code.py`` builds them
+for the processor at hand, and ``modules.py`` puts them into mlx-lm's modules.
 """
 
 from .modules import available, check, describe, use

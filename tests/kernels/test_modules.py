@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from drafting import Guess, plain, repeat, steps, told
 from families import VOCAB, K
 from greedy import greedy_logits
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
@@ -16,6 +17,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 import moelab
 from moelab import DATA, StreamConfig, kernels
 from moelab.kernels import code, modules
+from moelab.speculation import rollback
 from moelab.streaming.model import load_model
 
 FAST = {
@@ -146,6 +148,19 @@ def test_tiny_moe_writes_the_same_text():
             with model:
                 texts[kernels_, mode] = greedy_logits(model, ids, 40).argmax(-1).tolist()
     assert len({tuple(text) for text in texts.values()}) == 1
+
+
+@pytest.mark.parametrize("keep_states", (True, False))
+@pytest.mark.parametrize("name", ("qwen3_5_moe", "qwen3_next"))
+def test_drafts_on_a_hybrid(name, keep_states, tmp_path, monkeypatch):
+    monkeypatch.setattr(rollback, "STATES_NBYTES", rollback.STATES_NBYTES * keep_states)
+    path = families.write_checkpoint(name, tmp_path / "model", "affine4")
+    model, _ = load_model(path, StreamConfig(slots=K, kernels="fast"))
+    with model:
+        want = plain(model, PROMPT)
+        for guess in (told(PROMPT + want), repeat):
+            for n in (1, 4, 15):
+                assert [t for t, *_ in steps(model, PROMPT, Guess(guess), n)] == want, (guess, n)
 
 
 def test_threads_and_tasks(tmp_path):
