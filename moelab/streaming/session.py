@@ -251,9 +251,9 @@ class Session:
             self.finish_reads()
             routed = self.mailbox.collect(indices)
         else:
+            self.finish_reads()
             mx.eval(indices, self.pending, asked)
             routed = np.array(indices)
-            self.finish_reads()
         self.pending = []
         return routed
 
