@@ -112,7 +112,7 @@ class _Fast:
 
 
 class _Kept:
-    """A module's arrays, so that new ones are noticed, and their matrices."""
+    """The matrices of a module, and its arrays then: other arrays need new matrices."""
 
     def __init__(self, arrays, group_size, bits):
         self.arrays = tuple(arrays)

@@ -384,7 +384,7 @@ class Mailbox:
         self._posted = self._sent = None
 
     def post(self, indices: mx.array, after: mx.array) -> None:
-        """Begin to compute an array, the numbers of which ``collect`` returns.
+        """Begin to compute an array. ``collect`` returns its numbers.
 
         Args:
             indices (mx.array): At most ``MAILBOX_SIZE`` integers.
@@ -420,7 +420,7 @@ class Mailbox:
         Args:
             numbers (np.ndarray): At most ``MAILBOX_SIZE`` integers.
             indices (mx.array): Of the same shape; computed first.
-            copies (list[Copy]): Bytes that the kernel copies before, as soon as they are there: at
+            copies (list[Copy]): What the kernel copies first, each as soon as it has been read: at
                 most ``MAX_COPIES``.
 
         Returns:
