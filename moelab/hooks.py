@@ -6,6 +6,10 @@ What a model keeps for as long as it is loaded is a class of its own, not a hook
 
 from collections.abc import Callable
 from functools import cache, partial
+from types import FunctionType
+from typing import Any
+
+import mlx.nn as nn
 
 
 class _Hooked:
@@ -70,6 +74,23 @@ class hooked:
 
     def __exit__(self, *error) -> None:
         self.remove()
+
+
+def methods(cls: type) -> dict[str, Callable]:
+    """The methods that a class of modules and its bases define in Python, by name."""
+    mro = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
+    return {
+        name: f for c in reversed(mro) for name, f in vars(c).items() if isinstance(f, FunctionType)
+    }
+
+
+def with_globals(f: Callable, names: dict[str, Any]) -> Callable:
+    """A copy of a function that finds these names in place of its module's."""
+    copy = FunctionType(
+        f.__code__, {**f.__globals__, **names}, f.__name__, f.__defaults__, f.__closure__
+    )
+    copy.__kwdefaults__ = f.__kwdefaults__
+    return copy
 
 
 def unhooked(module: object) -> type:

@@ -21,7 +21,6 @@ def widest() -> int:
     return 16 if llvm.get_host_cpu_features().get("avx512f") else 8
 
 
-@cache
 def num_threads() -> int:
     """The cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS

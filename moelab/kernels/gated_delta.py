@@ -6,15 +6,14 @@ for each. Here a row of the state stays in registers over all tokens (the recurr
 how a text is divided into passes.
 """
 
-from collections.abc import Callable
 from functools import cache
-from types import FunctionType
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import gated_delta as of_mlx_lm
 
+from ..hooks import methods, with_globals
 from . import code
 from .code import F32, I64, Code
 
@@ -85,45 +84,33 @@ def use(model: nn.Module) -> int:
     Returns:
         int: The layers that call it.
     """
-    layers = [m for m in model.modules() if _methods(type(m))]
+    layers = [m for m in model.modules() if _callers(type(m))]
     for layer in layers:
         layer.__class__ = _fast_class(type(layer))
     return len(layers)
 
 
-def _methods(cls):
+def _callers(cls):
     """The methods of a class that call the recurrence, by name."""
-    found = {}
-    for c in reversed(cls.__mro__):
-        for name, f in vars(c).items():
-            if (
-                isinstance(f, FunctionType)
-                and NAME in f.__code__.co_names
-                and NAME in f.__globals__
-            ):
-                found[name] = f
-    return found
+    return {
+        name: f
+        for name, f in methods(cls).items()
+        if NAME in f.__code__.co_names and NAME in f.__globals__
+    }
 
 
 @cache
 def _fast_class(cls):
-    methods = {}
-    for name, f in _methods(cls).items():
-        methods[name] = _with_globals(f, {NAME: _fast_update(f.__globals__[NAME])})
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, **methods})
+    callers = {
+        name: with_globals(f, {NAME: _fast_update(f.__globals__[NAME])})
+        for name, f in _callers(cls).items()
+    }
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, **callers})
 
 
 @cache
 def _fast_update(update):
-    return _with_globals(update, {"gated_delta_ops": gated_delta})
-
-
-def _with_globals(f: Callable, used: dict) -> Callable:
-    copy = FunctionType(
-        f.__code__, {**f.__globals__, **used}, f.__name__, f.__defaults__, f.__closure__
-    )
-    copy.__kwdefaults__ = f.__kwdefaults__
-    return copy
+    return with_globals(update, {"gated_delta_ops": gated_delta})
 
 
 @cache

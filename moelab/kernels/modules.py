@@ -46,12 +46,10 @@ def describe() -> str:
 
 
 def use(model: nn.Module) -> dict[str, int]:
-    """Let a model's quantized modules compute with these kernels where they fit.
+    """Let a model's quantized modules and recurrent layers compute with these kernels.
 
     Args:
         model (nn.Module): Any model of mlx-lm. It is changed in place.
-
-    Its recurrent layers call ``gated_delta``, too.
 
     Returns:
         dict[str, int]: How many quantized modules compute with the kernels (``fast``) and with
@@ -63,9 +61,10 @@ def use(model: nn.Module) -> dict[str, int]:
         fast = FAST.get(type(module))
         if fast is None:
             continue
-        if _fits(module):
+        fits = _fits(module)
+        if fits:
             module.__class__ = fast
-        found["fast" if _fits(module) else "mlx"] += 1
+        found["fast" if fits else "mlx"] += 1
     return dict(found)
 
 

@@ -33,7 +33,7 @@ TASK = 8
 
 
 def supported(bits: int, group_size: int, inputs: int) -> bool:
-    """Whether there is a kernel for a matrix.
+    """Whether there is a kernel for matrices of this form.
 
     Args:
         bits (int): Of a weight.

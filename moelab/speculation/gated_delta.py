@@ -8,9 +8,10 @@ with one warp for each row of the state.
 
 from collections.abc import Callable
 from functools import cache
-from types import FunctionType
 
 import mlx.core as mx
+
+from ..hooks import with_globals
 
 SOURCE = """
     const int lane = threadIdx.x, dv = blockIdx.y * blockDim.y + threadIdx.y, n = blockIdx.z;
@@ -112,6 +113,4 @@ def with_kernel(update: Callable, every: bool) -> Callable:
     def gated_delta_ops(*args):
         return gated_delta(*args, every=every)
 
-    f = FunctionType(update.__code__, {**update.__globals__, "gated_delta_ops": gated_delta_ops})
-    f.__defaults__, f.__kwdefaults__ = update.__defaults__, update.__kwdefaults__
-    return f
+    return with_globals(update, {"gated_delta_ops": gated_delta_ops})

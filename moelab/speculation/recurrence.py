@@ -11,14 +11,14 @@ import inspect
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
-from ..hooks import hooked, unhooked
+from ..hooks import hooked, methods, unhooked, with_globals
 from . import gated_delta
 
 
@@ -201,10 +201,10 @@ class Recorder:
         copies = {}
         if hasattr(cls, "ssm_step"):
             copies["ssm_step"] = _Recurrence("ssm_step", MethodType(cls.ssm_step, layer), self)
-        for name, f in _methods(cls).items():
+        for name, f in methods(cls).items():
             used = {g: _Recurrence(g, f.__globals__[g], self) for g in _recurrences_of(f)}
             if used:
-                copies[name] = MethodType(_with_globals(f, used), layer)
+                copies[name] = MethodType(with_globals(f, used), layer)
         call = copies.pop("__call__", None)
         # A copy runs in place of the original. Innermost, so that hooks of others are called too.
         self.hooks = [
@@ -280,25 +280,8 @@ def _instead(copy, original, *args, **kwargs):
     return copy(*args, **kwargs)
 
 
-def _with_globals(f, names):
-    """A copy of a function that finds these names in place of its module's."""
-    copy = FunctionType(
-        f.__code__, {**f.__globals__, **names}, f.__name__, f.__defaults__, f.__closure__
-    )
-    copy.__kwdefaults__ = f.__kwdefaults__
-    return copy
-
-
 def _uses_recurrence(cls) -> bool:
-    return hasattr(cls, "ssm_step") or any(_recurrences_of(f) for f in _methods(cls).values())
-
-
-def _methods(cls) -> dict:
-    """The methods that a class and its bases define in Python."""
-    mro = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
-    return {
-        name: f for c in reversed(mro) for name, f in vars(c).items() if isinstance(f, FunctionType)
-    }
+    return hasattr(cls, "ssm_step") or any(_recurrences_of(f) for f in methods(cls).values())
 
 
 def _recurrences_of(f) -> list[str]:

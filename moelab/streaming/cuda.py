@@ -56,7 +56,7 @@ def available() -> bool:
 
 @cache
 def _may_wait():
-    """Whether a kernel may wait for reads: not on a GPU that ends kernels after some seconds."""
+    """Whether a kernel may wait for reads. A GPU with a display ends kernels after some seconds."""
     limit = runtime.cudaDeviceAttr.cudaDevAttrKernelExecTimeout
     return not _checked(runtime.cudaDeviceGetAttribute(limit, 0))
 

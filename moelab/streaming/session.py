@@ -14,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..checkpoint import ExpertTensor
+from ..kernels.code import num_threads
 from . import cuda
 from .config import StreamConfig
 from .reader import Reader
@@ -346,14 +347,8 @@ def _more_streams(config):
     if config.kernels == "fast":  # they use all cores by themselves
         n = 1
     if n == "auto":
-        n = _num_cores() if mx.default_device() == mx.cpu else 1
+        n = num_threads() if mx.default_device() == mx.cpu else 1
     return [_stream(mx.default_device().type, i) for i in range(n - 1)]
-
-
-def _num_cores():
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @cache

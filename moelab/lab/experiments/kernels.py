@@ -1,6 +1,6 @@
-"""What a quantized product takes on a CPU: the fast kernels, MLX's and numpy's, by rows.
+"""How long a quantized product takes on a CPU: with the fast kernels, with MLX's and with numpy.
 
-    python -m moelab.lab.experiments.kernels OUT.json
+    python -m moelab.lab.experiments.kernels OUT.json        (on Linux)
 
 Each number of threads is measured in a process of its own that may use as many cores.
 """
@@ -19,7 +19,7 @@ from ...kernels import code, quantized
 from .. import machine, records
 from ..timing import interleave
 
-OUTPUTS, INPUTS, GROUP = 4096, 2048, 64  # of an 8.4 M matrix, as the 35B's attention has
+OUTPUTS, INPUTS, GROUP = 4096, 2048, 64  # 8.4 M weights, as in the 35B's attention
 ROWS, BITS = (1, 2, 4, 8, 16, 64, 128), (4, 8)
 ROUNDS = 9
 COPIED_NBYTES = 256 * 1024 * 1024  # larger than every cache
@@ -84,14 +84,14 @@ def main(out: str) -> None:
     for n in sorted({1, len(cores)}):
         with tempfile.TemporaryDirectory() as folder:
             part = Path(folder) / "part.json"
-            code = (
+            program = (
                 f"import os; os.sched_setaffinity(0, {cores[:n]}); "
                 "from moelab.lab import records; from moelab.lab.experiments import kernels; "
                 f"records.save({str(part)!r}, kernels.measure())"
             )
             # numpy's BLAS otherwise keeps its threads spinning, on the cores of what comes next.
             blas = {"OPENBLAS_NUM_THREADS": str(n), "OPENBLAS_THREAD_TIMEOUT": "4"}
-            subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | blas)
+            subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | blas)
             runs.append(json.loads(part.read_text()))
     record = {
         "kind": "kernels",
