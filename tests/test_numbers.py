@@ -243,25 +243,15 @@ def copied_GBs():
 
 def kernels_row(name):
     """A mode of the 35B layers and of tiny-moe: tok/s, of mlx-lm, and seconds of a prompt."""
-    big, tiny = (mode(f"cpu_kernels_{model}", name) for model in ("35b", "tiny_moe"))
-    prompt = mode("cpu_kernels_prompt_35b", name)["samples"]
-    row = []
-    for made in (big, tiny):
-        row.append(quartiles(made["decode_tok_s"], ".1f"))
-        if name != "resident/kernels=mlx":
-            row.append(quartiles(made["ratio_to_resident"]))
-            assert all(
-                s["tokens"] == t["tokens"]
-                for s, t in zip(
-                    made["samples"],
-                    mode(
-                        "cpu_kernels_35b" if made is big else "cpu_kernels_tiny_moe",
-                        "resident/kernels=mlx",
-                    )["samples"],
-                )
-            )
-    at = len(row) // 2
-    return *row[:at], quartiles([s["prefill_s"] for s in prompt], ".1f"), *row[at:]
+    plain, columns = "resident/kernels=mlx", []
+    for record in ("cpu_kernels_35b", "cpu_kernels_tiny_moe"):
+        made, first = mode(record, name), mode(record, plain)
+        texts = ([s["tokens"] for s in m["samples"]] for m in (made, first))
+        assert next(texts) == next(texts)
+        ratio = [] if name == plain else [quartiles(made["ratio_to_resident"])]
+        columns.append([quartiles(made["decode_tok_s"], ".1f"), *ratio])
+    prompt = [s["prefill_s"] for s in mode("cpu_kernels_prompt_35b", name)["samples"]]
+    return *columns[0], quartiles(prompt, ".1f"), *columns[1]
 
 
 def kernels_settings():
