@@ -352,7 +352,10 @@ class SlotBank:
         fuse = fuse and gate == up
 
         # Each parameter is a part of a flat buffer [S, n]: a buffer of its own, one shared by gate
-        # and up, or the one of all parameters that are converted when an expert has arrived.
+        # and up, or the one of all parameters that are converted when an expert has arrived. MLX's
+        # CUDA kernels refuse a part of the last one: it is not contiguous.
+        converted = {n for n in tensors if tensors[n].dtype != parameters[n].dtype}
+        shared = set() if mx.cuda.is_available() else converted
         sizes, parts, whole = {}, {}, {}
         for n in order:
             linear, param = n.rsplit(".", 1)
@@ -360,7 +363,7 @@ class SlotBank:
             size = prod(shape)
             if fuse and linear in GATE_UP:
                 linear, shape = "gate_up_proj", (2 * shape[0], *shape[1:])
-            name = (linear, param) if on_disk[n] == dtype else "converted"
+            name = "converted" if n in shared else (linear, param)
             first = sizes.get((name, dtype), 0)
             sizes[name, dtype] = first + size
             parts[n] = (name, dtype), first, first + size
@@ -395,16 +398,17 @@ class SlotBank:
         ]
         # (rows [S, n], type in memory, type on disk, first element, parameters); neighbours joined
         self._converted = []
+        joined = None  # the buffer and the type on disk of the last one
         for n, t in tensors.items():
-            (name, dtype), first, last = parts[n]
-            if name != "converted":
+            if n not in converted:
                 continue
-            rows = buffers[name, dtype].rows
-            if self._converted and self._converted[-1][1:3] == (dtype, t.dtype):
-                *_, start, names = self._converted.pop()
+            key, first, last = parts[n]
+            if joined == (key, t.dtype):
+                *_, first, names = self._converted.pop()
             else:
-                start, names = first, []
-            self._converted.append((rows[:, start:last], dtype, t.dtype, start, [*names, n]))
+                joined, names = (key, t.dtype), []
+            rows = buffers[key].rows[:, first:last]
+            self._converted.append((rows, key[1], t.dtype, first, [*names, n]))
         self._slots = {}
         self.as_read = not (self._memory or self._converted)
         self.expert_nbytes = sum(rows[0].nbytes for rows in self._rows.values())

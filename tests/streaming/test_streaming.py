@@ -329,6 +329,24 @@ def test_on_cuda_every_part_of_a_call_has_rows_enough(mode, weights, least, tmp_
         assert mx.abs(got - want).max().item() <= 1e-5
 
 
+@pytest.mark.parametrize("mode", ("stacked", "fused"))
+def test_on_cuda_the_kernels_get_contiguous_parameters(mode, path, monkeypatch):
+    """Also those that are converted, which share a buffer elsewhere."""
+    config = moelab.StreamConfig(mode=mode, dtype="float32", streams=1)
+
+    def run():
+        with load_model(path, config)[0] as model:
+            experts = session_of(model).layers[0].bank.experts
+            logits = greedy_logits(model, PROMPT[0].tolist(), 3)
+            return logits, [memoryview(p).c_contiguous for _, p in tree_flatten(experts)]
+
+    want, contiguous = run()
+    assert not all(contiguous), "nothing is converted, and this tests nothing"
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    got, contiguous = run()
+    assert all(contiguous) and np.array_equal(got, want)
+
+
 def test_room_behind_the_rows_changes_no_result():
     mx.random.seed(0)
     linear, wide = (QuantizedSwitchLinear(D, 128, 4, bias=False) for D in (128, 192))
