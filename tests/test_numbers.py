@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from moelab import DATA, StreamConfig, Trace, footprint
+from moelab.kernels.quantized import FORMS
 from moelab.lab.experiments import dispatch, faults, page_cache, rollback, top_k
 from moelab.lab.experiments import sweep as sweeps
 from moelab.lab.experiments.ladder import EXPERT_NBYTES_122B, K_122B, L_122B, TOKEN_NBYTES_122B
@@ -618,7 +619,7 @@ PASSAGES = {
          lambda: np.delete(bench_row("cpu_bench_tiny_moe", "fused/scales=resident", 1e6), 1)),
         ("repacked: one read for an expert | {} tok/s | {} tok/s, {} MB | {} | {} |",
          lambda: np.delete(bench_row("cpu_bench_tiny_moe_packed", "fused", 1e6), 1)),
-        ("computes {} and {} bit affine", lambda: (4, 8)),
+        ("computes affine matrices of {}, {} and {} bits", lambda: FORMS["affine"][0]),
         ("One matrix of {} x {}, groups of {}, ms, in turn, n={}", kernel_settings),
         ("| {} bit | MLX | {} bit | MLX | numpy on floats | {} bit, two", lambda: (4, 8, 4)),
         *[("| {} | {} | {} | {} | {} | {} | {} |", lambda rows=rows: kernel_row(rows))

@@ -10,9 +10,9 @@ try:
     from llvmlite import binding as llvm
     from llvmlite import ir
 except ImportError:  # an optional package
-    llvm = ir = F32 = I32 = I64 = None
+    llvm = ir = F32 = I8 = I32 = I64 = None
 else:
-    F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+    F32, I8, I32, I64 = ir.FloatType(), *(ir.IntType(n) for n in (8, 32, 64))
 
 
 @cache
@@ -110,9 +110,9 @@ class Code:
         self.b.position_at_end(after)
         return i, held
 
-    def load(self, pointer, at, kind):
+    def load(self, pointer, at, kind, align=4):
         value = self.b.load(self.b.bitcast(self.b.gep(pointer, [at]), kind.as_pointer()))
-        value.align = 8 if kind is I64 else 4
+        value.align = align
         return value
 
     def store(self, value, pointer, at):

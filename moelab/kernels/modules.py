@@ -71,11 +71,10 @@ def use(model: nn.Module) -> dict[str, int]:
 def _fits(module):
     scales = module["scales"]
     return (
-        module.mode == "affine"
-        and scales.dtype == mx.float32
+        scales.dtype == (mx.float32 if module.mode == "affine" else mx.uint8)
         and module.get("global_scale") is None
         and quantized.supported(
-            module.bits, module.group_size, scales.shape[-1] * module.group_size
+            module.bits, module.group_size, scales.shape[-1] * module.group_size, module.mode
         )
     )
 
@@ -87,10 +86,11 @@ class _Fast:
     """Mixed into a quantized module."""
 
     def _matrices(self):
-        arrays = [self[name] for name in ("weight", "scales", "biases")]
+        arrays = [self.get(name) for name in ("weight", "scales", "biases")]
         kept = self.__dict__.get("_kept")
         if kept is None or any(a is not b for a, b in zip(arrays, kept.arrays)):
-            kept = self.__dict__["_kept"] = _Kept(arrays, self.group_size, self.bits)
+            form = self.group_size, self.bits, self.mode
+            kept = self.__dict__["_kept"] = _Kept(arrays, *form)
         return kept.matrices
 
     def __getattr__(self, key):
@@ -105,7 +105,7 @@ class _Fast:
     def _multiply(self, x):
         """``x [..., D]`` with the one matrix: ``[..., N]``."""
         rows = np.asarray(x).reshape(-1, x.shape[-1])
-        packed = quantized.Packed(rows, self.bits)
+        packed = quantized.Packed(rows, self.bits, self.mode)
         y = self._matrices().multiply(packed, ONE_EXPERT, np.array([0, len(rows)]))
         return mx.array(y.reshape(*x.shape[:-1], y.shape[-1]))
 
@@ -113,11 +113,11 @@ class _Fast:
 class _Kept:
     """The matrices of a module, and its arrays then: other arrays need new matrices."""
 
-    def __init__(self, arrays, group_size, bits):
+    def __init__(self, arrays, group_size, bits, mode):
         self.arrays = tuple(arrays)
-        views = [np.asarray(a) for a in arrays]
-        views = [v if v.ndim == 3 else v[None] for v in views]
-        self.matrices = quantized.Matrices(*views, group_size, bits)
+        views = [None if a is None else np.asarray(a) for a in arrays]
+        views = [v if v is None or v.ndim == 3 else v[None] for v in views]
+        self.matrices = quantized.Matrices(*views, group_size, bits, mode)
 
 
 class FastLinear(_Fast, nn.QuantizedLinear):
@@ -152,7 +152,7 @@ class FastSwitchLinear(_Fast, QuantizedSwitchLinear):
         experts, first = np.unique(chosen.ravel()[order], return_index=True)
         rows = flat[row[order]]
         y = self._matrices().multiply(
-            quantized.Packed(rows, self.bits),
+            quantized.Packed(rows, self.bits, self.mode),
             experts.astype(np.int64),
             np.append(first, len(rows)),
         )

@@ -16,9 +16,12 @@ from functools import cache
 import numpy as np
 
 from . import code
-from .code import F32, I32, I64, Code, ir
+from .code import F32, I8, I32, I64, Code, ir
 
 WORD = 32  # bits of a word of packed weights
+# Bits of a weight, and weights that share a scale, as MLX's modes have them.
+FORMS = {"affine": ((2, 4, 8), (32, 64, 128)), "mxfp4": ((4,), (32,))}
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # mxfp4's weights, without their sign
 ROWS = (4, 2, 1)  # rows of x that share an unpacked weight
 # Weights times rows. Below this a second thread takes longer to begin than the work takes.
 SHARED_WORK = 4_000_000
@@ -32,19 +35,22 @@ TILE = 64
 TASK = 8
 
 
-def supported(bits: int, group_size: int, inputs: int) -> bool:
+def supported(bits: int, group_size: int, inputs: int, mode: str = "affine") -> bool:
     """Whether there is a kernel for matrices of this form.
 
     Args:
         bits (int): Of a weight.
         group_size (int): Weights that share a scale.
         inputs (int): D.
+        mode (str): As in ``mx.quantize``.
     """
+    widths, groups = FORMS.get(mode, ((), ()))
     return (
         code.llvm is not None
-        and bits in (4, 8)
-        and group_size in (32, 64, 128)
+        and bits in widths
+        and group_size in groups
         and inputs % group_size == 0
+        and inputs * bits % (4 * WORD) == 0
     )
 
 
@@ -60,17 +66,19 @@ class Packed:
     Args:
         x (np.ndarray): ``[rows, D]``, float32.
         bits (int): Of a weight.
+        mode (str): As in ``mx.quantize``.
 
     Attributes:
         x (np.ndarray): ``[rows, D / (L * n), n, L]`` for L lanes and n weights in a word.
-        sums (np.ndarray): ``[rows, D / (L * n), L]``: of the inputs of each word.
+        sums (np.ndarray or None): ``[rows, D / (L * n), L]``: of the inputs of each word, where the
+            mode has biases.
     """
 
-    def __init__(self, x: np.ndarray, bits: int):
+    def __init__(self, x: np.ndarray, bits: int, mode: str = "affine"):
         L, n = lanes(bits, x.shape[1]), WORD // bits
         words = x.reshape(len(x), -1, L, n)
         self.x = np.ascontiguousarray(words.swapaxes(2, 3))
-        self.sums = words.sum(3)
+        self.sums = words.sum(3) if mode == "affine" else None
 
 
 class Matrices:
@@ -78,10 +86,11 @@ class Matrices:
 
     Args:
         weight (np.ndarray): ``[E, N, D * bits / 32]``, uint32, as ``mx.quantize`` packs it.
-        scales (np.ndarray): ``[E, N, D / group_size]``, float32.
-        biases (np.ndarray): The same.
+        scales (np.ndarray): ``[E, N, D / group_size]``, float32; mxfp4: uint8.
+        biases (np.ndarray or None): As the scales, or None where the mode has none.
         group_size (int): Weights that share a scale.
         bits (int): Of a weight.
+        mode (str): As in ``mx.quantize``.
 
     Attributes:
         outputs (int): N.
@@ -92,12 +101,12 @@ class Matrices:
         self,
         weight: np.ndarray,
         scales: np.ndarray,
-        biases: np.ndarray,
+        biases: np.ndarray | None,
         group_size: int,
         bits: int,
+        mode: str = "affine",
     ):
-        self._arrays = weight, scales, biases
-        self._bits = bits
+        self._arrays = [a for a in (weight, scales, biases) if a is not None]
         self.outputs, self.inputs = weight.shape[1], scales.shape[2] * group_size
         for a in self._arrays:
             if a.strides[2] != a.itemsize or a.strides[1] != a.itemsize * a.shape[2]:
@@ -106,7 +115,7 @@ class Matrices:
         self._strides = [a.strides[0] for a in self._arrays]
         self._row_nbytes = [a.strides[1] for a in self._arrays]
         L = lanes(bits, self.inputs)
-        self._kernel = kernel(bits, group_size, self.inputs, L)
+        self._kernel = kernel(mode, bits, group_size, self.inputs, L)
 
     def multiply(self, packed: Packed, experts: np.ndarray, first: np.ndarray) -> np.ndarray:
         """Multiply rows with matrices.
@@ -121,11 +130,12 @@ class Matrices:
         """
         rows = np.diff(first)
         y = np.empty((len(packed.x), self.outputs), np.float32)
-        tasks = np.empty((len(experts), TASK), np.int64)
+        tasks = np.zeros((len(experts), TASK), np.int64)
         for i, (base, stride) in enumerate(zip(self._bases, self._strides)):
             tasks[:, i] = base + experts * stride
         for i, a in ((3, packed.x), (4, packed.sums), (5, y)):
-            tasks[:, i] = a.ctypes.data + first[:-1] * a.strides[0]
+            if a is not None:
+                tasks[:, i] = a.ctypes.data + first[:-1] * a.strides[0]
         tasks[:, 6], tasks[:, 7] = rows, self.outputs
         if rows.max() > max(ROWS):
             tasks = self._tiles(tasks)
@@ -160,10 +170,13 @@ class Matrices:
 
 
 @cache
-def kernel(bits: int, group_size: int, inputs: int, L: int) -> Callable[[int, int, int], None]:
+def kernel(
+    mode: str, bits: int, group_size: int, inputs: int, L: int
+) -> Callable[[int, int, int], None]:
     """Build the kernel for matrices of one form.
 
     Args:
+        mode (str): As in ``mx.quantize``.
         bits (int): Of a weight.
         group_size (int): Weights that share a scale.
         inputs (int): D.
@@ -172,7 +185,7 @@ def kernel(bits: int, group_size: int, inputs: int, L: int) -> Callable[[int, in
     Returns:
         Callable: Takes the address of the tasks, their number, and the distance of rows of y.
     """
-    return _Product(bits, group_size, inputs, L).build()
+    return _Product(mode, bits, group_size, inputs, L).build()
 
 
 class _Product(Code):
@@ -183,13 +196,17 @@ class _Product(Code):
     their words into one vector of L, multiply, add. A block's sum is scaled and added to the row's.
     """
 
-    def __init__(self, bits, group_size, inputs, L):
+    def __init__(self, mode, bits, group_size, inputs, L):
         super().__init__(3, L)
+        self.mode = mode
         self.n, self.bits, self.group, self.inputs = WORD // bits, bits, group_size, inputs
         self.words, self.groups = inputs * bits // WORD, inputs // group_size
-        byte = ir.IntType(8).as_pointer()
+        byte = I8.as_pointer()
         arguments = [byte, I32, I32, I32]
         self.prefetch = self._declare("llvm.prefetch.p0", ir.VoidType(), arguments)
+        if L == 16:  # a table in a register: x86 alone has so wide ones
+            name = "llvm.x86.avx512.permvar.sf.512"
+            self._look_up = self._declare(name, self.floats, [self.floats, self.ints])
 
     def build(self):
         tasks, n, self.y_step = self.function.args
@@ -197,7 +214,7 @@ class _Product(Code):
 
         def task(i, _):
             fields = [self.load(tasks, self.add(self.mul(i, TASK), k), I64) for k in range(TASK)]
-            kinds = [I32, F32, F32, F32, F32, F32]
+            kinds = [I32, F32 if self.mode == "affine" else I8, F32, F32, F32, F32]
             pointers = [self.pointer(f, kind) for f, kind in zip(fields, kinds)]
             row, weights = I64(0), fields[7]
             odd = self.b.and_(weights, I64(-2))
@@ -236,7 +253,7 @@ class _Product(Code):
         words = [self.load(w, i, self.ints) for i in at]
         for i in at:
             ahead = self.b.gep(w, [self.add(i, AHEAD_NBYTES * 8 // WORD)])
-            ahead = self.b.bitcast(ahead, ir.IntType(8).as_pointer())
+            ahead = self.b.bitcast(ahead, I8.as_pointer())
             self.b.call(self.prefetch, [ahead, I32(0), I32(3), I32(1)])  # to read, to keep, data
         rows = [self.add(row, j) for j in range(m)]
         part = [None] * len(acc)
@@ -249,29 +266,57 @@ class _Product(Code):
                     c = i * m + j
                     part[c] = self.fma(q, xs, part[c]) if place else self.b.fmul(q, xs)
         for i, o in enumerate(outs):
-            scale, bias = self._of_group(s, o, k), self._of_group(t, o, k)
+            scale = self._scale(s, o, k)
+            bias = self._of_group(t, o, k, F32) if self.mode == "affine" else None
             for j in range(m):
                 c = i * m + j
-                at = self.add(self.mul(rows[j], self.inputs // self.n), self.mul(k, self.L))
                 acc[c] = self.fma(part[c], scale, acc[c])
-                acc[c] = self.fma(self.load(sums, at, self.floats), bias, acc[c])
+                if bias is not None:
+                    at = self.add(self.mul(rows[j], self.inputs // self.n), self.mul(k, self.L))
+                    acc[c] = self.fma(self.load(sums, at, self.floats), bias, acc[c])
         return acc
 
     def _unpack(self, word, place):
-        def constant(v):
-            return ir.Constant(self.ints, [v] * self.L)
+        shifted = self.b.lshr(word, self._all(self.bits * place))
+        if self.bits == 4 and self.L == 16:
+            values = [*E2M1, *(-v for v in E2M1)] if self.mode == "mxfp4" else map(float, range(16))
+            table = ir.Constant(self.floats, list(values))
+            return self.b.call(self._look_up, [table, shifted])  # by the low four bits alone
+        if self.mode == "mxfp4":
+            return self._e2m1(shifted)
+        return self.b.uitofp(self.b.and_(shifted, self._all(2**self.bits - 1)), self.floats)
 
-        shifted = self.b.lshr(word, constant(self.bits * place))
-        return self.b.uitofp(self.b.and_(shifted, constant(2**self.bits - 1)), self.floats)
+    def _e2m1(self, q):
+        """The numbers that the low four bits stand for."""
+        b = self.b
+        twice = sum(int(2 * v) << 4 * i for i, v in enumerate(E2M1))
+        found = b.lshr(self._all(twice), b.and_(b.shl(q, self._all(2)), self._all(28)))
+        found = b.uitofp(b.and_(found, self._all(15)), self.floats)
+        found = b.fmul(found, ir.Constant(self.floats, [0.5] * self.L))
+        sign = b.and_(b.shl(q, self._all(28)), self._all(1 << 31))
+        return b.bitcast(b.or_(b.bitcast(found, self.ints), sign), self.floats)
 
-    def _of_group(self, pointer, row, k):
-        """The scales of a block of words, one for each."""
+    def _scale(self, pointer, row, k):
+        if self.mode == "affine":
+            return self._of_group(pointer, row, k, F32)
+        exponent = self.b.zext(self._of_group(pointer, row, k, I8), self.ints)
+        bits = self.b.shl(exponent, self._all(23))
+        least = self._all(1 << 22)  # exponent 0 is 2^-127, below the normal numbers
+        above = self.b.icmp_unsigned(">", bits, least)
+        return self.b.bitcast(self.b.select(above, bits, least), self.floats)
+
+    def _of_group(self, pointer, row, k, kind):
+        """What the groups of a block of words have, one for each word."""
         each, first = self.L * self.n, self.mul(row, self.groups)
         if self.group >= each:
-            at = self.add(first, self.b.udiv(k, I64(self.group // each)))
-            return self.spread(self.load(pointer, at, F32))
-        groups = each // self.group
-        found = ir.VectorType(F32, groups)
-        values = self.load(pointer, self.add(first, self.mul(k, groups)), found)
+            groups, at = 1, self.add(first, self.b.udiv(k, I64(self.group // each)))
+        else:
+            groups = each // self.group
+            at = self.add(first, self.mul(k, groups))
+        found = ir.VectorType(kind, groups)
+        values = self.load(pointer, at, found, align=1 if kind is I8 else 4)
         mask = ir.Constant(self.ints, [i * groups // self.L for i in range(self.L)])
         return self.b.shuffle_vector(values, ir.Constant(found, ir.Undefined), mask)
+
+    def _all(self, v):
+        return ir.Constant(self.ints, [v] * self.L)

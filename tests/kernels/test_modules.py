@@ -41,11 +41,14 @@ def near(got, want):
     return got.shape == want.shape and np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("bits", (4, 8))
+FORMS = [dict(bits=bits, group_size=32) for bits in (2, 4, 8)] + [dict(mode="mxfp4")]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("bias", (True, False))
 @pytest.mark.parametrize("shape", [(64,), (1, 64), (2, 3, 64), (1, 9, 64)])
-def test_linear(bits, bias, shape):
-    layer = quantize(nn.Sequential(nn.Linear(64, 40, bias=bias)), group_size=32, bits=bits)
+def test_linear(form, bias, shape):
+    layer = quantize(nn.Sequential(nn.Linear(64, 40, bias=bias)), **form)
     x = mx.random.normal(shape, key=mx.random.key(3))
     want = layer(x)
     mx.eval(want)
@@ -55,8 +58,10 @@ def test_linear(bits, bias, shape):
 
 @pytest.mark.parametrize("tokens", (1, 3, 40))
 @pytest.mark.parametrize("bias", (True, False))
-def test_switch_linears(tokens, bias):
-    layer = quantize(SwitchGLU(64, 96, 8, bias=bias), group_size=32, bits=4)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_switch_linears(form, tokens, bias):
+    layer = SwitchGLU(64, 128, 8, bias=bias)
+    quantize(layer, **{"group_size": 32, "bits": 4, **form})
     x = mx.random.normal((1, tokens, 64), key=mx.random.key(3))
     indices = mx.random.randint(0, 8, (1, tokens, 2), key=mx.random.key(4))
     want = layer(x, indices)
@@ -79,7 +84,7 @@ def test_embedding_as_linear():
 def test_what_does_not_fit_goes_the_way_of_mlx():
     layer = nn.Sequential(nn.Linear(64, 40), nn.Linear(40, 64))
     quantize(layer.layers[0], group_size=32, bits=4)
-    fp4 = quantize(nn.Sequential(nn.Linear(64, 64)), group_size=32, bits=4, mode="mxfp4")
+    fp4 = quantize(nn.Sequential(nn.Linear(64, 64)), mode="nvfp4")
     assert kernels.use(fp4) == {"fast": 0, "mlx": 1}
     half = quantize(nn.Sequential(nn.Linear(64, 64)), group_size=32, bits=4)
     half.set_dtype(mx.bfloat16)
@@ -111,16 +116,19 @@ def test_new_weights_take_effect():
     assert right()
 
 
-AFFINE = sorted(
-    (name, variant)
-    for name in families.FAMILIES.keys() - families.EXPERTS_ONLY.keys()
-    for variant in [("affine4", "affine8")[zlib.crc32(name.encode()) % 2]]
+# Every family in a form of its own, and gpt_oss in that of its authors' checkpoints.
+FAMILIES = sorted(
+    {
+        (name, ("affine4", "affine8", "mxfp4")[zlib.crc32(name.encode()) % 3])
+        for name in families.FAMILIES.keys() - families.EXPERTS_ONLY.keys()
+    }
+    | {("gpt_oss", "mxfp4"), ("gpt_oss", "affine4")}
 )
 PROMPT = [(31 * i + 5) % VOCAB for i in range(20)]
 LONG_PROMPT = [(37 * i + 1) % VOCAB for i in range(40)]
 
 
-@pytest.mark.parametrize("name, variant", AFFINE)
+@pytest.mark.parametrize("name, variant", FAMILIES)
 def test_every_family(name, variant, tmp_path):
     path = families.write_checkpoint(name, tmp_path / "model", variant)
 

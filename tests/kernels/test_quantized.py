@@ -6,102 +6,152 @@ import pytest
 
 from moelab.kernels import code, quantized
 
-FORMS = [(bits, group) for bits in (4, 8) for group in (32, 64, 128)]
+AFFINE = [("affine", bits, group) for bits in (2, 4, 8) for group in (32, 64, 128)]
+FORMS = [*AFFINE, ("mxfp4", 4, 32)]
+FOUR = FORMS[3]
 
 
-def matrices(bits, group, outputs, inputs, experts=1, seed=0):
-    """Random matrices, and what they hold as float64 ``[E, N, D]``."""
-    key = mx.random.key(seed)
-    w = mx.random.normal((experts, outputs, inputs), key=key)
-    packed = mx.quantize(w, group, bits)
-    whole = np.array(mx.dequantize(*packed, group, bits)).astype(np.float64)
-    return quantized.Matrices(*map(np.array, packed), group, bits), whole
+def quantize(w, form):
+    """Weights, scales and biases or None, as numpy arrays."""
+    mode, bits, group = form
+    packed = [np.array(a) for a in mx.quantize(w, group, bits, mode=mode)]
+    return packed if mode == "affine" else [*packed, None]
+
+
+def build(packed, form):
+    mode, bits, group = form
+    return quantized.Matrices(*packed, group, bits, mode)
+
+
+def dequantize(packed, form):
+    """What they hold, float64 ``[E, N, D]``."""
+    mode, bits, group = form
+    arrays = [None if a is None else mx.array(a) for a in packed]
+    whole = mx.dequantize(*arrays, group, bits, mode=mode, dtype=mx.float32)
+    return np.array(whole).astype(np.float64)
+
+
+def matrices(form, outputs, inputs, experts=1, seed=0):
+    """Random matrices, and what they hold."""
+    packed = quantize(mx.random.normal((experts, outputs, inputs), key=mx.random.key(seed)), form)
+    return build(packed, form), dequantize(packed, form)
 
 
 def rows(n, inputs, seed=1):
     return np.random.default_rng(seed).normal(size=(n, inputs)).astype(np.float32)
 
 
-def multiply(made, x, bits, experts=(0,), first=None):
+def multiply(made, x, form, experts=(0,), first=None):
+    mode, bits, _ = form
     first = np.array([0, len(x)] if first is None else first)
-    return made.multiply(quantized.Packed(x, bits), np.array(experts), first)
+    return made.multiply(quantized.Packed(x, bits, mode), np.array(experts), first)
 
 
-@pytest.mark.parametrize("bits, group", FORMS)
+@pytest.fixture(params=(16, 8))
+def widest(request, monkeypatch):
+    """Processors with wide vectors and others."""
+    if request.param > code.widest():
+        pytest.skip("this processor has no vectors of 16 numbers")
+    monkeypatch.setattr(code, "widest", lambda: request.param)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("outputs, inputs", [(1, 128), (2, 256), (33, 384), (64, 128), (7, 2048)])
-def test_product(bits, group, outputs, inputs):
-    made, whole = matrices(bits, group, outputs, inputs)
+def test_product(form, outputs, inputs, widest):
+    made, whole = matrices(form, outputs, inputs)
     for n in (1, 2, 3, 4, 5, 11):
         x = rows(n, inputs)
         # Bound: rounding of a sum of D products, each of float32's relative 2^-24.
         bound = inputs * 2**-24 * (np.abs(x) @ np.abs(whole[0]).max(0))[:, None] + 1e-7
-        assert (np.abs(multiply(made, x, bits) - x @ whole[0].T) <= bound).all()
+        assert (np.abs(multiply(made, x, form) - x @ whole[0].T) <= bound).all()
 
 
-@pytest.mark.parametrize("inputs", (32, 64, 96, 160))
-@pytest.mark.parametrize("bits", (4, 8))
-def test_short_rows(bits, inputs):
-    made, whole = matrices(bits, 32, 5, inputs)
+@pytest.mark.parametrize("inputs", (32, 64, 96, 160, 192))
+@pytest.mark.parametrize("form", [f for f in FORMS if f[2] == 32], ids=str)
+def test_short_rows(form, inputs):
+    if not quantized.supported(form[1], 32, inputs, form[0]):
+        assert form[1] == 2 and inputs % 64
+        return
+    made, whole = matrices(form, 5, inputs)
     x = rows(6, inputs)
-    np.testing.assert_allclose(multiply(made, x, bits), x @ whole[0].T, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(multiply(made, x, form), x @ whole[0].T, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("bits, group", FORMS)
-def test_a_row_does_not_depend_on_the_others(bits, group):
-    made, _ = matrices(bits, group, 66, 256)
+@pytest.mark.parametrize("inputs", (32, 256))
+@pytest.mark.parametrize("exponent", (0, 1, 2, 60, 127, 200, 252))
+def test_every_weight_and_scale_of_mxfp4(exponent, inputs, widest):
+    """Products with one row of ones are the numbers that MLX's ``dequantize`` gives."""
+    form = ("mxfp4", 4, 32)
+    weight = np.full((1, 8, inputs // 8), 0x76543210, np.uint32)
+    weight[:, ::2] = 0xFEDCBA98
+    packed = weight, np.full((1, 8, inputs // 32), exponent, np.uint8), None
+    made, whole = build(packed, form), dequantize(packed, form)
+    y = multiply(made, np.eye(inputs, dtype=np.float32), form)
+    assert np.array_equal(y.T, whole[0])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_row_does_not_depend_on_the_others(form):
+    made, _ = matrices(form, 66, 256)
     x = rows(23, 256)
-    whole = multiply(made, x, bits)
+    whole = multiply(made, x, form)
     for n in range(1, 23):
-        assert np.array_equal(multiply(made, x[:n], bits), whole[:n])
-        assert np.array_equal(multiply(made, x[n:], bits), whole[n:])
+        assert np.array_equal(multiply(made, x[:n], form), whole[:n])
+        assert np.array_equal(multiply(made, x[n:], form), whole[n:])
 
 
 @pytest.mark.parametrize("threads", (1, 2, 3, 7))
 @pytest.mark.parametrize("outputs", (1, 2, 9, 64))
-def test_nor_on_the_number_of_threads(threads, outputs, monkeypatch):
-    made, _ = matrices(4, 64, outputs, 256, experts=3)
+@pytest.mark.parametrize("form", [FOUR, FORMS[-1]], ids=str)
+def test_nor_on_the_number_of_threads(form, threads, outputs, monkeypatch):
+    made, _ = matrices(form, outputs, 256, experts=3)
     x = rows(9, 256)
-    args = x, 4, (2, 0, 1), (0, 4, 5, 9)
+    args = x, form, (2, 0, 1), (0, 4, 5, 9)
     want = multiply(made, *args)
     monkeypatch.setattr(quantized, "SHARED_WORK", 0)
     monkeypatch.setattr(code, "num_threads", lambda: threads)
     assert np.array_equal(multiply(made, *args), want)
 
 
-def test_each_expert_gets_its_rows():
-    made, whole = matrices(8, 32, 12, 64, experts=5)
+@pytest.mark.parametrize("form", [("affine", 8, 32), ("mxfp4", 4, 32)], ids=str)
+def test_each_expert_gets_its_rows(form):
+    made, whole = matrices(form, 12, 64, experts=5)
     x = rows(10, 64)
-    y = multiply(made, x, 8, (4, 1, 3), (0, 1, 7, 10))
+    y = multiply(made, x, form, (4, 1, 3), (0, 1, 7, 10))
     want = np.concatenate([x[:1] @ whole[4].T, x[1:7] @ whole[1].T, x[7:] @ whole[3].T])
     np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
 
 
-def test_memory_that_is_written_to_is_seen():
+@pytest.mark.parametrize("form", [("affine", 4, 32), ("mxfp4", 4, 32)], ids=str)
+def test_memory_that_is_written_to_is_seen(form):
     w = mx.random.normal((2, 8, 64), key=mx.random.key(0))
-    a, b = ([np.array(p) for p in mx.quantize(v, 32, 4)] for v in (w, -2 * w))
+    a, b = (quantize(v, form) for v in (w, -2 * w))
     x = rows(3, 64)
-    made, other = quantized.Matrices(*a, 32, 4), quantized.Matrices(*b, 32, 4)
-    want = multiply(other, x, 4)
-    assert not np.array_equal(multiply(made, x, 4), want)
+    made = build(a, form)
+    want = multiply(build(b, form), x, form)
+    assert not np.array_equal(multiply(made, x, form), want)
     for mine, new in zip(a, b):
-        mine[...] = new
-    assert np.array_equal(multiply(made, x, 4), want)
+        if mine is not None:
+            mine[...] = new
+    assert np.array_equal(multiply(made, x, form), want)
 
 
 def test_strided_experts_and_no_others():
-    w = mx.random.normal((6, 8, 64), key=mx.random.key(0))
-    packed = [np.array(p) for p in mx.quantize(w, 32, 4)]
+    form = ("affine", 4, 32)
+    packed = quantize(mx.random.normal((6, 8, 64), key=mx.random.key(0)), form)
     x = rows(3, 64)
-    some = quantized.Matrices(*(p[::2] for p in packed), 32, 4)
-    want = multiply(quantized.Matrices(*packed, 32, 4), x, 4, (4,))
-    assert np.array_equal(multiply(some, x, 4, (2,)), want)
+    want = multiply(build(packed, form), x, form, (4,))
+    assert np.array_equal(multiply(build([p[::2] for p in packed], form), x, form, (2,)), want)
     with pytest.raises(ValueError, match="one after the other"):
-        quantized.Matrices(*(p[:, ::2] for p in packed), 32, 4)
+        build([p[:, ::2] for p in packed], form)
 
 
 def test_what_is_supported(monkeypatch):
     assert quantized.supported(4, 64, 128)
-    for bits, group, inputs in [(3, 64, 128), (4, 16, 64), (4, 64, 96), (2, 32, 64)]:
+    assert quantized.supported(4, 32, 96, "mxfp4")
+    for bits, group, inputs in [(3, 64, 128), (4, 16, 64), (4, 64, 96), (2, 32, 32)]:
         assert not quantized.supported(bits, group, inputs)
+    for bits, group, mode in [(8, 32, "mxfp8"), (4, 16, "nvfp4"), (4, 64, "mxfp4")]:
+        assert not quantized.supported(bits, group, 128, mode)
     monkeypatch.setattr(code, "llvm", None)
     assert not quantized.supported(4, 64, 128)
