@@ -1,18 +1,23 @@
-"""mlx-lm's quantized modules with the kernels of ``quantized.py``.
+"""mlx-lm's modules that hold matrices, with the kernels of ``quantized.py``.
 
 A module computes when it is called: it evaluates its input, and its result is an array that is
 already evaluated. What the kernels do not fit (half precision, other quantizations, a GPU) goes
 MLX's way, and ``use`` counts it.
 """
 
+import platform
 from collections import Counter
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from . import code, gated_delta, quantized
+
+# Weights of a plain matrix. Below this a call of MLX's is as fast, even with the reference BLAS
+# that its Linux packages have. On macOS MLX has a fast BLAS and keeps every plain matrix.
+FLOAT_WEIGHTS = 2**14
 
 
 def available() -> bool:
@@ -46,13 +51,13 @@ def describe() -> str:
 
 
 def use(model: nn.Module) -> dict[str, int]:
-    """Let a model's quantized modules and recurrent layers compute with these kernels.
+    """Let a model's matrices and recurrent layers compute with these kernels.
 
     Args:
         model (nn.Module): Any model of mlx-lm. It is changed in place.
 
     Returns:
-        dict[str, int]: How many quantized modules compute with the kernels (``fast``) and with
+        dict[str, int]: How many modules with matrices compute with the kernels (``fast``) and with
         MLX's (``mlx``).
     """
     gated_delta.use(model)
@@ -69,6 +74,14 @@ def use(model: nn.Module) -> dict[str, int]:
 
 
 def _fits(module):
+    if "scales" not in module:
+        weight = module["weight"]
+        return (
+            platform.system() != "Darwin"
+            and weight.dtype == mx.float32
+            and weight.shape[-2] * weight.shape[-1] >= FLOAT_WEIGHTS
+            and quantized.supported(32, 1, weight.shape[-1], "float")
+        )
     scales = module["scales"]
     return (
         scales.dtype == (mx.float32 if module.mode == "affine" else mx.uint8)
@@ -83,14 +96,17 @@ ONE_EXPERT = np.zeros(1, np.int64)
 
 
 class _Fast:
-    """Mixed into a quantized module."""
+    """Mixed into a module that holds matrices."""
+
+    @property
+    def _form(self):
+        return self.group_size, self.bits, self.mode
 
     def _matrices(self):
         arrays = [self.get(name) for name in ("weight", "scales", "biases")]
         kept = self.__dict__.get("_kept")
         if kept is None or any(a is not b for a, b in zip(arrays, kept.arrays)):
-            form = self.group_size, self.bits, self.mode
-            kept = self.__dict__["_kept"] = _Kept(arrays, *form)
+            kept = self.__dict__["_kept"] = _Kept(arrays, *self._form)
         return kept.matrices
 
     def __getattr__(self, key):
@@ -105,9 +121,15 @@ class _Fast:
     def _multiply(self, x):
         """``x [..., D]`` with the one matrix: ``[..., N]``."""
         rows = np.asarray(x).reshape(-1, x.shape[-1])
-        packed = quantized.Packed(rows, self.bits, self.mode)
+        packed = quantized.Packed(rows, *self._form[1:])
         y = self._matrices().multiply(packed, ONE_EXPERT, np.array([0, len(rows)]))
         return mx.array(y.reshape(*x.shape[:-1], y.shape[-1]))
+
+
+class _Plain(_Fast):
+    """Of a matrix that is not quantized."""
+
+    _form = 1, 32, "float"
 
 
 class _Kept:
@@ -116,13 +138,13 @@ class _Kept:
     def __init__(self, arrays, group_size, bits, mode):
         self.arrays = tuple(arrays)
         views = [None if a is None else np.asarray(a) for a in arrays]
+        if mode == "float" and not views[0].flags.c_contiguous and views[0].ndim == 2:
+            views[0] = np.ascontiguousarray(views[0])  # such as a transposed one
         views = [v if v is None or v.ndim == 3 else v[None] for v in views]
         self.matrices = quantized.Matrices(*views, group_size, bits, mode)
 
 
-class FastLinear(_Fast, nn.QuantizedLinear):
-    """``nn.QuantizedLinear``."""
-
+class _Linear(_Fast):
     def __call__(self, x: mx.array) -> mx.array:
         if not self._takes(x):
             return super().__call__(x)
@@ -130,16 +152,28 @@ class FastLinear(_Fast, nn.QuantizedLinear):
         return y + self["bias"] if "bias" in self else y
 
 
-class FastEmbedding(_Fast, nn.QuantizedEmbedding):
-    """``nn.QuantizedEmbedding``, as the matrix of the logits."""
+class FastLinear(_Linear, nn.QuantizedLinear):
+    """``nn.QuantizedLinear``."""
 
+
+class PlainLinear(_Linear, _Plain, nn.Linear):
+    """``nn.Linear``."""
+
+
+class _Embedding(_Fast):
     def as_linear(self, x: mx.array) -> mx.array:
         return self._multiply(x) if self._takes(x) else super().as_linear(x)
 
 
-class FastSwitchLinear(_Fast, QuantizedSwitchLinear):
-    """``QuantizedSwitchLinear``: a matrix for each expert."""
+class FastEmbedding(_Embedding, nn.QuantizedEmbedding):
+    """``nn.QuantizedEmbedding``, as the matrix of the logits."""
 
+
+class PlainEmbedding(_Embedding, _Plain, nn.Embedding):
+    """``nn.Embedding``, as the matrix of the logits."""
+
+
+class _SwitchLinear(_Fast):
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         if not self._takes(x) or x.shape[-2] != 1:
             return super().__call__(x, indices, sorted_indices)
@@ -152,7 +186,7 @@ class FastSwitchLinear(_Fast, QuantizedSwitchLinear):
         experts, first = np.unique(chosen.ravel()[order], return_index=True)
         rows = flat[row[order]]
         y = self._matrices().multiply(
-            quantized.Packed(rows, self.bits, self.mode),
+            quantized.Packed(rows, *self._form[1:]),
             experts.astype(np.int64),
             np.append(first, len(rows)),
         )
@@ -164,8 +198,19 @@ class FastSwitchLinear(_Fast, QuantizedSwitchLinear):
         return out
 
 
+class FastSwitchLinear(_SwitchLinear, QuantizedSwitchLinear):
+    """``QuantizedSwitchLinear``: a matrix for each expert."""
+
+
+class PlainSwitchLinear(_SwitchLinear, _Plain, SwitchLinear):
+    """``SwitchLinear``."""
+
+
 FAST = {
     nn.QuantizedLinear: FastLinear,
     nn.QuantizedEmbedding: FastEmbedding,
     QuantizedSwitchLinear: FastSwitchLinear,
+    nn.Linear: PlainLinear,
+    nn.Embedding: PlainEmbedding,
+    SwitchLinear: PlainSwitchLinear,
 }

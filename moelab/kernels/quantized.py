@@ -1,4 +1,4 @@
-"""Products of quantized matrices with float32 rows, built with LLVM for the processor at hand.
+"""Products of quantized or plain matrices with float32 rows, built with LLVM for the processor at hand.
 
 A weight is unpacked once for up to four rows and never stored. Each output is computed by the same
 operations in the same order, whatever other rows, matrices and threads there are, so the result of
@@ -19,8 +19,8 @@ from . import code
 from .code import F32, I8, I32, I64, Code, ir
 
 WORD = 32  # bits of a word of packed weights
-# Bits of a weight, and weights that share a scale, as MLX's modes have them.
-FORMS = {"affine": ((2, 4, 8), (32, 64, 128)), "mxfp4": ((4,), (32,))}
+# Bits of a weight, and weights that share a scale, in MLX's modes and in plain float32 matrices.
+FORMS = {"affine": ((2, 4, 8), (32, 64, 128)), "mxfp4": ((4,), (32,)), "float": ((32,), (1,))}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # mxfp4's weights, without their sign
 ROWS = (4, 2, 1)  # rows of x that share an unpacked weight
 # Weights times rows. Below this a second thread takes longer to begin than the work takes.
@@ -42,7 +42,7 @@ def supported(bits: int, group_size: int, inputs: int, mode: str = "affine") -> 
         bits (int): Of a weight.
         group_size (int): Weights that share a scale.
         inputs (int): D.
-        mode (str): As in ``mx.quantize``.
+        mode (str): As in ``mx.quantize``, or ``float``: not quantized, 32 bits, groups of 1.
     """
     widths, groups = FORMS.get(mode, ((), ()))
     return (
@@ -66,7 +66,7 @@ class Packed:
     Args:
         x (np.ndarray): ``[rows, D]``, float32.
         bits (int): Of a weight.
-        mode (str): As in ``mx.quantize``.
+        mode (str): As in ``supported``.
 
     Attributes:
         x (np.ndarray): ``[rows, D / (L * n), n, L]`` for L lanes and n weights in a word.
@@ -85,12 +85,12 @@ class Matrices:
     """Quantized matrices of one shape, in memory that somebody else owns and may write to.
 
     Args:
-        weight (np.ndarray): ``[E, N, D * bits / 32]``, uint32, as ``mx.quantize`` packs it.
-        scales (np.ndarray): ``[E, N, D / group_size]``, float32; mxfp4: uint8.
-        biases (np.ndarray or None): As the scales, or None where the mode has none.
+        weight (np.ndarray): ``[E, N, D * bits / 32]``, as ``mx.quantize`` packs it, or float32.
+        scales (np.ndarray or None): ``[E, N, D / group_size]``, float32; mxfp4: uint8.
+        biases (np.ndarray or None): As the scales. What the mode does not have is None.
         group_size (int): Weights that share a scale.
         bits (int): Of a weight.
-        mode (str): As in ``mx.quantize``.
+        mode (str): As in ``supported``.
 
     Attributes:
         outputs (int): N.
@@ -100,14 +100,14 @@ class Matrices:
     def __init__(
         self,
         weight: np.ndarray,
-        scales: np.ndarray,
+        scales: np.ndarray | None,
         biases: np.ndarray | None,
         group_size: int,
         bits: int,
         mode: str = "affine",
     ):
         self._arrays = [a for a in (weight, scales, biases) if a is not None]
-        self.outputs, self.inputs = weight.shape[1], scales.shape[2] * group_size
+        self.outputs, self.inputs = weight.shape[1], weight.shape[2] * WORD // bits
         for a in self._arrays:
             if a.strides[2] != a.itemsize or a.strides[1] != a.itemsize * a.shape[2]:
                 raise ValueError(f"expected rows one after the other, got strides {a.strides}")
@@ -176,7 +176,7 @@ def kernel(
     """Build the kernel for matrices of one form.
 
     Args:
-        mode (str): As in ``mx.quantize``.
+        mode (str): As in ``supported``.
         bits (int): Of a weight.
         group_size (int): Weights that share a scale.
         inputs (int): D.
@@ -256,7 +256,7 @@ class _Product(Code):
             ahead = self.b.bitcast(ahead, I8.as_pointer())
             self.b.call(self.prefetch, [ahead, I32(0), I32(3), I32(1)])  # to read, to keep, data
         rows = [self.add(row, j) for j in range(m)]
-        part = [None] * len(acc)
+        part = list(acc) if self.mode == "float" else [None] * len(acc)
         for place in range(self.n):
             unpacked = [self._unpack(word, place) for word in words]
             of_block = self.add(self.mul(k, self.n * self.L), place * self.L)
@@ -264,7 +264,9 @@ class _Product(Code):
                 xs = self.load(x, self.add(self.mul(rows[j], self.inputs), of_block), self.floats)
                 for i, q in enumerate(unpacked):
                     c = i * m + j
-                    part[c] = self.fma(q, xs, part[c]) if place else self.b.fmul(q, xs)
+                    part[c] = self.fma(q, xs, part[c]) if part[c] else self.b.fmul(q, xs)
+        if self.mode == "float":
+            return part
         for i, o in enumerate(outs):
             scale = self._scale(s, o, k)
             bias = self._of_group(t, o, k, F32) if self.mode == "affine" else None
@@ -277,6 +279,8 @@ class _Product(Code):
         return acc
 
     def _unpack(self, word, place):
+        if self.mode == "float":
+            return self.b.bitcast(word, self.floats)
         shifted = self.b.lshr(word, self._all(self.bits * place))
         if self.bits == 4 and self.L == 16:
             values = [*E2M1, *(-v for v in E2M1)] if self.mode == "mxfp4" else map(float, range(16))

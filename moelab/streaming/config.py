@@ -43,7 +43,7 @@ class StreamConfig:
             ``resident`` keeps those of all E experts in memory. Default: ``streamed``.
         dtype (str): ``auto`` (float32 on the CPU backend, the checkpoint's own on a GPU),
             ``float32``, ``bfloat16`` or ``float16``. Default: ``auto``.
-        kernels (str): What computes quantized matrices: ``mlx``, or on the CPU backend ``fast``
+        kernels (str): What multiplies matrices: ``mlx``, or on the CPU backend ``fast``
             (``moelab/kernels``; needs llvmlite), which is many times as fast, rounds differently
             and uses all cores by itself. ``auto`` is ``mlx`` for now. Default: ``auto``.
         streams (int or str): MLX streams that share the experts' work. Default: ``auto``, one for

@@ -1,6 +1,7 @@
 """Models with the kernels of ``moelab/kernels``: near mlx-lm's, and equal among themselves."""
 
 import asyncio
+import platform
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,7 @@ import pytest
 from drafting import Guess, plain, repeat, steps, told
 from families import VOCAB, K
 from greedy import greedy_logits
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
 import moelab
 from moelab import DATA, StreamConfig, kernels
@@ -24,6 +25,9 @@ FAST = {
     modules.FastLinear: nn.QuantizedLinear,
     modules.FastEmbedding: nn.QuantizedEmbedding,
     modules.FastSwitchLinear: QuantizedSwitchLinear,
+    modules.PlainLinear: nn.Linear,
+    modules.PlainEmbedding: nn.Embedding,
+    modules.PlainSwitchLinear: SwitchLinear,
 }
 # Largest difference of a logit to mlx-lm's, over the standard deviation of the logits.
 BOUND = 2e-4
@@ -31,9 +35,17 @@ BOUND = 2e-4
 
 def quantize(module, **kwargs):
     module.update(nn.utils.tree_map(lambda p: p + 0.01, module.parameters()))
-    nn.quantize(module, **kwargs)
+    if kwargs:
+        nn.quantize(module, **kwargs)
     mx.eval(module.parameters())
     return module
+
+
+@pytest.fixture(autouse=True)
+def small_matrices(monkeypatch):
+    """Plain matrices of any size, on any system."""
+    monkeypatch.setattr(modules, "FLOAT_WEIGHTS", 0)
+    monkeypatch.setattr(modules.platform, "system", lambda: "Linux")
 
 
 def near(got, want):
@@ -41,7 +53,7 @@ def near(got, want):
     return got.shape == want.shape and np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
 
 
-FORMS = [dict(bits=bits, group_size=32) for bits in (2, 4, 8)] + [dict(mode="mxfp4")]
+FORMS = [dict(bits=bits, group_size=32) for bits in (2, 4, 8)] + [dict(mode="mxfp4"), {}]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -61,7 +73,7 @@ def test_linear(form, bias, shape):
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_switch_linears(form, tokens, bias):
     layer = SwitchGLU(64, 128, 8, bias=bias)
-    quantize(layer, **{"group_size": 32, "bits": 4, **form})
+    quantize(layer, **form and {"group_size": 32, "bits": 4, **form})
     x = mx.random.normal((1, tokens, 64), key=mx.random.key(3))
     indices = mx.random.randint(0, 8, (1, tokens, 2), key=mx.random.key(4))
     want = layer(x, indices)
@@ -70,9 +82,9 @@ def test_switch_linears(form, tokens, bias):
     assert near(layer(x, indices), want)
 
 
-def test_embedding_as_linear():
-    layer = nn.Sequential(nn.Embedding(50, 64))
-    quantize(layer, group_size=64, bits=8)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_embedding_as_linear(form):
+    layer = quantize(nn.Sequential(nn.Embedding(50, 64)), **form)
     x = mx.random.normal((2, 64), key=mx.random.key(3))
     want, looked_up = layer.layers[0].as_linear(x), layer(mx.array([3, 7]))
     mx.eval(want, looked_up)
@@ -86,6 +98,10 @@ def test_what_does_not_fit_goes_the_way_of_mlx():
     quantize(layer.layers[0], group_size=32, bits=4)
     fp4 = quantize(nn.Sequential(nn.Linear(64, 64)), mode="nvfp4")
     assert kernels.use(fp4) == {"fast": 0, "mlx": 1}
+    for plain_ in (nn.Linear(38, 64), nn.Linear(64, 64)):
+        if plain_.weight.size == 64**2:
+            plain_.set_dtype(mx.bfloat16)
+        assert kernels.use(nn.Sequential(plain_)) == {"fast": 0, "mlx": 1}
     half = quantize(nn.Sequential(nn.Linear(64, 64)), group_size=32, bits=4)
     half.set_dtype(mx.bfloat16)
     assert kernels.use(half) == {"fast": 0, "mlx": 1}
@@ -95,6 +111,25 @@ def test_what_does_not_fit_goes_the_way_of_mlx():
     want = nn.QuantizedLinear.__call__(fast.layers[0], x)
     assert mx.array_equal(fast(x), want)  # half precision
     assert fast(mx.zeros((0, 64))).shape == (0, 64)
+
+
+def test_small_plain_matrices_and_those_on_macos_are_mlxs(monkeypatch):
+    monkeypatch.undo()
+    layers = [nn.Linear(256, 64), nn.Linear(256, 63)]
+    assert kernels.use(nn.Sequential(*layers))["fast"] == (platform.system() != "Darwin")
+    monkeypatch.setattr(modules.platform, "system", lambda: "Darwin")
+    assert kernels.use(nn.Sequential(nn.Linear(256, 64))) == {"fast": 0, "mlx": 1}
+
+
+@pytest.mark.parametrize("part", [lambda w: w[:64, :40].T, lambda w: w[:40, :64]])
+def test_a_plain_matrix_that_is_a_view(part):
+    layer = nn.Sequential(nn.Linear(64, 40))
+    layer.layers[0].weight = part(mx.random.normal((80, 80), key=mx.random.key(0)))
+    x = mx.random.normal((3, 64), key=mx.random.key(1))
+    want = layer(x)
+    mx.eval(want)
+    kernels.use(layer)
+    assert near(layer(x), want)
 
 
 def test_new_weights_take_effect():
@@ -119,7 +154,7 @@ def test_new_weights_take_effect():
 # Every family in a form of its own, and gpt_oss in that of its authors' checkpoints.
 FAMILIES = sorted(
     {
-        (name, ("affine4", "affine8", "mxfp4")[zlib.crc32(name.encode()) % 3])
+        (name, ("affine4", "affine8", "mxfp4", "plain32")[zlib.crc32(name.encode()) % 4])
         for name in families.FAMILIES.keys() - families.EXPERTS_ONLY.keys()
     }
     | {("gpt_oss", "mxfp4"), ("gpt_oss", "affine4")}

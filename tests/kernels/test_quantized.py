@@ -7,13 +7,14 @@ import pytest
 from moelab.kernels import code, quantized
 
 AFFINE = [("affine", bits, group) for bits in (2, 4, 8) for group in (32, 64, 128)]
-FORMS = [*AFFINE, ("mxfp4", 4, 32)]
-FOUR = FORMS[3]
+FORMS = [*AFFINE, ("mxfp4", 4, 32), ("float", 32, 1)]
 
 
 def quantize(w, form):
     """Weights, scales and biases or None, as numpy arrays."""
     mode, bits, group = form
+    if mode == "float":
+        return [np.array(w), None, None]
     packed = [np.array(a) for a in mx.quantize(w, group, bits, mode=mode)]
     return packed if mode == "affine" else [*packed, None]
 
@@ -26,6 +27,8 @@ def build(packed, form):
 def dequantize(packed, form):
     """What they hold, float64 ``[E, N, D]``."""
     mode, bits, group = form
+    if mode == "float":
+        return packed[0].astype(np.float64)
     arrays = [None if a is None else mx.array(a) for a in packed]
     whole = mx.dequantize(*arrays, group, bits, mode=mode, dtype=mx.float32)
     return np.array(whole).astype(np.float64)
@@ -67,9 +70,9 @@ def test_product(form, outputs, inputs, widest):
 
 
 @pytest.mark.parametrize("inputs", (32, 64, 96, 160, 192))
-@pytest.mark.parametrize("form", [f for f in FORMS if f[2] == 32], ids=str)
+@pytest.mark.parametrize("form", [f for f in FORMS if f[2] in (1, 32)], ids=str)
 def test_short_rows(form, inputs):
-    if not quantized.supported(form[1], 32, inputs, form[0]):
+    if not quantized.supported(form[1], form[2], inputs, form[0]):
         assert form[1] == 2 and inputs % 64
         return
     made, whole = matrices(form, 5, inputs)
@@ -102,7 +105,7 @@ def test_a_row_does_not_depend_on_the_others(form):
 
 @pytest.mark.parametrize("threads", (1, 2, 3, 7))
 @pytest.mark.parametrize("outputs", (1, 2, 9, 64))
-@pytest.mark.parametrize("form", [FOUR, FORMS[-1]], ids=str)
+@pytest.mark.parametrize("form", [("affine", 4, 64), *FORMS[-2:]], ids=str)
 def test_nor_on_the_number_of_threads(form, threads, outputs, monkeypatch):
     made, _ = matrices(form, outputs, 256, experts=3)
     x = rows(9, 256)
@@ -113,7 +116,7 @@ def test_nor_on_the_number_of_threads(form, threads, outputs, monkeypatch):
     assert np.array_equal(multiply(made, *args), want)
 
 
-@pytest.mark.parametrize("form", [("affine", 8, 32), ("mxfp4", 4, 32)], ids=str)
+@pytest.mark.parametrize("form", [("affine", 8, 32), *FORMS[-2:]], ids=str)
 def test_each_expert_gets_its_rows(form):
     made, whole = matrices(form, 12, 64, experts=5)
     x = rows(10, 64)
@@ -122,7 +125,7 @@ def test_each_expert_gets_its_rows(form):
     np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", [("affine", 4, 32), ("mxfp4", 4, 32)], ids=str)
+@pytest.mark.parametrize("form", [("affine", 4, 32), *FORMS[-2:]], ids=str)
 def test_memory_that_is_written_to_is_seen(form):
     w = mx.random.normal((2, 8, 64), key=mx.random.key(0))
     a, b = (quantize(v, form) for v in (w, -2 * w))
@@ -149,6 +152,7 @@ def test_strided_experts_and_no_others():
 def test_what_is_supported(monkeypatch):
     assert quantized.supported(4, 64, 128)
     assert quantized.supported(4, 32, 96, "mxfp4")
+    assert quantized.supported(32, 1, 36, "float") and not quantized.supported(32, 1, 38, "float")
     for bits, group, inputs in [(3, 64, 128), (4, 16, 64), (4, 64, 96), (2, 32, 32)]:
         assert not quantized.supported(bits, group, inputs)
     for bits, group, mode in [(8, 32, "mxfp8"), (4, 16, "nvfp4"), (4, 64, "mxfp4")]:
