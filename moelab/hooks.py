@@ -93,6 +93,34 @@ def with_globals(f: Callable, names: dict[str, Any]) -> Callable:
     return copy
 
 
+def call_instead(module: nn.Module, name: str, replace: Callable[[Callable], Callable]) -> None:
+    """Let a module's methods call ``replace(f)`` where they call a function ``f`` by this name.
+
+    The module gets a class of its own, whose methods know another function by the name. Other
+    modules are not affected, and a module that calls no such function stays as it is.
+
+    Args:
+        module (nn.Module): It is changed in place.
+        name (str): What the module's methods call, a global name of theirs.
+        replace (Callable): From the function to what is called in its place.
+    """
+    cls = _calling(type(module), name, replace)
+    if cls is not type(module):
+        module.__class__ = cls
+
+
+@cache
+def _calling(cls, name, replace):
+    changed = {
+        key: with_globals(f, {name: replace(f.__globals__[name])})
+        for key, f in methods(cls).items()
+        if name in f.__code__.co_names and name in f.__globals__
+    }
+    if not changed:
+        return cls
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, **changed})
+
+
 def unhooked(module: object) -> type:
     """The module's own class, whether it has hooks or not."""
     cls = type(module)

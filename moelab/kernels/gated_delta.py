@@ -13,11 +13,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import gated_delta as of_mlx_lm
 
-from ..hooks import methods, with_globals
+from ..hooks import call_instead, with_globals
 from . import code
 from .code import F32, I64, Code
 
-NAME = "gated_delta_update"  # what layers call it
 # Tokens times numbers of the state. Below this a second thread takes longer to begin than the work.
 SHARED_WORK = 1_000_000
 
@@ -72,43 +71,15 @@ def gated_delta(
     return mx.array(y), mx.array(new)
 
 
-def use(model: nn.Module) -> int:
-    """Let a model's layers call ``gated_delta`` in place of mlx-lm's loop.
-
-    A layer gets a class of its own, whose methods know the function by the same name; no other
-    model is affected.
+def use(module: nn.Module) -> None:
+    """Let a layer that calls mlx-lm's ``gated_delta_update`` compute with ``gated_delta``.
 
     Args:
-        model (nn.Module): Any model of mlx-lm. It is changed in place.
-
-    Returns:
-        int: The layers that call it.
+        module (nn.Module): Any. It is changed in place.
     """
-    layers = [m for m in model.modules() if _callers(type(m))]
-    for layer in layers:
-        layer.__class__ = _fast_class(type(layer))
-    return len(layers)
+    call_instead(module, "gated_delta_update", _fast_update)
 
 
-def _callers(cls):
-    """The methods of a class that call the recurrence, by name."""
-    return {
-        name: f
-        for name, f in methods(cls).items()
-        if NAME in f.__code__.co_names and NAME in f.__globals__
-    }
-
-
-@cache
-def _fast_class(cls):
-    callers = {
-        name: with_globals(f, {NAME: _fast_update(f.__globals__[NAME])})
-        for name, f in _callers(cls).items()
-    }
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, **callers})
-
-
-@cache
 def _fast_update(update):
     return with_globals(update, {"gated_delta_ops": gated_delta})
 

@@ -1,4 +1,4 @@
-"""Products of quantized or plain matrices with float32 rows, built with LLVM for the processor at hand.
+"""Products of quantized or plain matrices with float32 rows, built for the processor at hand.
 
 A weight is unpacked once for up to four rows and never stored. Each output is computed by the same
 operations in the same order, whatever other rows, matrices and threads there are, so the result of
@@ -10,8 +10,10 @@ the order of the sums may change with the number of rows. Here each vector opera
 kernel is built in a tenth of a second.
 """
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -60,25 +62,34 @@ def lanes(bits: int, inputs: int) -> int:
     return next(n for n in (16, 8, 4) if n <= code.widest() and words % n == 0)
 
 
-class Packed:
+class Packed(NamedTuple):
     """Rows in the order in which a kernel takes them.
 
-    Args:
-        x (np.ndarray): ``[rows, D]``, float32.
-        bits (int): Of a weight.
-        mode (str): As in ``supported``.
-
     Attributes:
-        x (np.ndarray): ``[rows, D / (L * n), n, L]`` for L lanes and n weights in a word.
-        sums (np.ndarray or None): ``[rows, D / (L * n), L]``: of the inputs of each word, where the
-            mode has biases.
+        x (int): The address of ``[rows, D / (L * n), n, L]``, for L lanes and n weights in a word.
+        sums (int): The address of the sums of the inputs of each word, ``[rows, D / (L * n), L]``.
+        memory (np.ndarray): What is at these addresses.
     """
 
-    def __init__(self, x: np.ndarray, bits: int, mode: str = "affine"):
-        L, n = lanes(bits, x.shape[1]), WORD // bits
-        words = x.reshape(len(x), -1, L, n)
-        self.x = np.ascontiguousarray(words.swapaxes(2, 3))
-        self.sums = words.sum(3) if mode == "affine" else None
+    x: int
+    sums: int
+    memory: np.ndarray
+
+
+class Parts(NamedTuple):
+    """Which rows are multiplied with which matrices; arrays of int64 of one length.
+
+    Attributes:
+        matrix (np.ndarray): The matrix of each part.
+        x (np.ndarray): Its first row of x.
+        y (np.ndarray): Its first row of y.
+        rows (np.ndarray): Its rows.
+    """
+
+    matrix: np.ndarray
+    x: np.ndarray
+    y: np.ndarray
+    rows: np.ndarray
 
 
 class Matrices:
@@ -111,37 +122,72 @@ class Matrices:
         for a in self._arrays:
             if a.strides[2] != a.itemsize or a.strides[1] != a.itemsize * a.shape[2]:
                 raise ValueError(f"expected rows one after the other, got strides {a.strides}")
-        self._bases = [a.ctypes.data for a in self._arrays]
-        self._strides = [a.strides[0] for a in self._arrays]
+        addresses = [a.ctypes.data for a in self._arrays]
+        self._first = addresses + [0] * (3 - len(addresses))  # of matrix 0
+        self._bases = np.array(addresses)
+        self._strides = np.array([a.strides[0] for a in self._arrays])
         self._row_nbytes = [a.strides[1] for a in self._arrays]
         L = lanes(bits, self.inputs)
         self._kernel = kernel(mode, bits, group_size, self.inputs, L)
+        self._pack = packer(bits, self.inputs, L) if mode != "float" else None
+        self._words = self.inputs * bits // WORD
 
-    def multiply(self, packed: Packed, experts: np.ndarray, first: np.ndarray) -> np.ndarray:
-        """Multiply rows with matrices.
+    def pack(self, x: np.ndarray) -> Packed:
+        """Bring rows into the order in which the kernel takes them.
 
         Args:
-            packed (Packed): The rows.
-            experts (np.ndarray): ``[n]``, which matrix.
-            first (np.ndarray): ``[n + 1]``, where the rows of each begin, and where the last end.
+            x (np.ndarray): ``[rows, D]``, float32, rows one after the other.
+        """
+        if self._pack is None:
+            return Packed(x.ctypes.data, 0, x)
+        memory = np.empty(len(x) * (self.inputs + self._words), np.float32)
+        packed = memory.ctypes.data
+        sums = packed + len(x) * self.inputs * x.itemsize
+        self._pack(x.ctypes.data, packed, sums, len(x))
+        return Packed(packed, sums, memory)
+
+    def multiply(self, x: np.ndarray) -> np.ndarray:
+        """Multiply rows with matrix 0.
+
+        Args:
+            x (np.ndarray): ``[rows, D]``, float32, rows one after the other.
 
         Returns:
             np.ndarray: ``[rows, N]``, float32.
         """
-        rows = np.diff(first)
-        y = np.empty((len(packed.x), self.outputs), np.float32)
-        tasks = np.zeros((len(experts), TASK), np.int64)
-        for i, (base, stride) in enumerate(zip(self._bases, self._strides)):
-            tasks[:, i] = base + experts * stride
-        for i, a in ((3, packed.x), (4, packed.sums), (5, y)):
-            if a is not None:
-                tasks[:, i] = a.ctypes.data + first[:-1] * a.strides[0]
-        tasks[:, 6], tasks[:, 7] = rows, self.outputs
-        if rows.max() > max(ROWS):
+        packed, y = self.pack(x), np.empty((len(x), self.outputs), np.float32)
+        if len(x) > max(ROWS) or y.size * self.inputs >= SHARED_WORK:
+            zero = np.zeros(1, np.int64)
+            self.multiply_parts(packed, Parts(zero, zero, zero, zero + len(x)), y)
+        else:  # a single token waits for the calls between
+            addresses = packed.x, packed.sums, y.ctypes.data
+            task = _Task(*self._first, *addresses, len(x), self.outputs)
+            self._kernel(ctypes.addressof(task), 1, self.outputs)
+        return y
+
+    def multiply_parts(self, packed: Packed, parts: Parts, y: np.ndarray) -> None:
+        """Multiply rows with several matrices.
+
+        Args:
+            packed (Packed): The rows, from ``pack`` of matrices with the same D, bits and mode.
+            parts (Parts): Which rows with which matrices.
+            y (np.ndarray): ``[rows, N]``, float32, for the products. Its rows may be apart.
+        """
+        tasks = np.empty((len(parts.matrix), TASK), np.int64)
+        tasks[:, : len(self._bases)] = self._bases + parts.matrix[:, None] * self._strides
+        tasks[:, 3] = packed.x + parts.x * (self.inputs * 4)
+        tasks[:, 4] = packed.sums + parts.x * (self._words * 4)
+        tasks[:, 5] = y.ctypes.data + parts.y * y.strides[0]
+        tasks[:, 6], tasks[:, 7] = parts.rows, self.outputs
+        if parts.rows.max() > max(ROWS):
             tasks = self._tiles(tasks)
         n = code.num_threads() if y.size * self.inputs >= SHARED_WORK else 1
-        code.share(self._run, [self._share(tasks, i, n) for i in range(n)])
-        return y
+        step = y.strides[0] // y.itemsize
+
+        def run(tasks):
+            self._kernel(tasks.ctypes.data, len(tasks), step)
+
+        code.share(run, [self._share(tasks, i, n) for i in range(n)])
 
     def _share(self, tasks, i, n):
         """The ``i``-th of n parts of every task, along the outputs."""
@@ -165,8 +211,23 @@ class Matrices:
         tasks[:, 7] = b - a
         return tasks
 
-    def _run(self, tasks):
-        self._kernel(tasks.ctypes.data, len(tasks), self.outputs)
+
+_Task = ctypes.c_int64 * TASK
+
+
+@cache
+def packer(bits: int, inputs: int, L: int) -> Callable[[int, int, int, int], None]:
+    """Build what puts rows into the order of ``Packed``.
+
+    Args:
+        bits (int): Of a weight.
+        inputs (int): D.
+        L (int): Words side by side.
+
+    Returns:
+        Callable: Takes the addresses of x, packed x and sums, and the number of rows.
+    """
+    return _Packer(bits, inputs, L).build()
 
 
 @cache
@@ -186,6 +247,34 @@ def kernel(
         Callable: Takes the address of the tasks, their number, and the distance of rows of y.
     """
     return _Product(mode, bits, group_size, inputs, L).build()
+
+
+class _Packer(Code):
+    """Writes ``run(x, packed x, sums, rows)``, a block of L words at a time."""
+
+    def __init__(self, bits, inputs, L):
+        super().__init__(4, L)
+        self.n, self.inputs = WORD // bits, inputs
+
+    def build(self):
+        *addresses, rows = self.function.args
+        x, packed, sums = (self.pointer(a, F32) for a in addresses)
+        L, n = self.L, self.n
+        size = L * n
+
+        def block(k, _):
+            words = self.load(x, self.mul(k, size), ir.VectorType(F32, size))
+            nothing = ir.Constant(words.type, ir.Undefined)
+            total = None
+            for place in range(n):
+                mask = ir.Constant(self.ints, [place + n * i for i in range(L)])
+                one = self.b.shuffle_vector(words, nothing, mask)
+                self.store(one, packed, self.add(self.mul(k, size), place * L))
+                total = self.b.fadd(total, one) if total else one
+            self.store(total, sums, self.mul(k, L))
+
+        self.loop(I64(0), self.mul(rows, self.inputs // size), 1, block)
+        return self.compile()
 
 
 class _Product(Code):

@@ -25,6 +25,7 @@ from mlx_lm.models.switch_layers import (
     _scatter_unsort,
 )
 
+from .. import kernels
 from ..checkpoint import GATE_UP, ExpertTensor, packing_order
 from ..experts import expert_parameters
 from .reader import Read
@@ -262,6 +263,10 @@ class FusedSwitchGLU(nn.Module):
         return x.squeeze(-2)
 
 
+class FastFusedSwitchGLU(kernels.FastExperts, FusedSwitchGLU):
+    """``FusedSwitchGLU`` with the kernels of ``moelab/kernels``."""
+
+
 # MLX's tiled quantized matmul on CUDA (qmm_sm80) loads three tiles of 64 inputs or more, even of a
 # shorter row, so it reads past the last row. ``PaddedLinear`` pads the inputs; the weights are
 # followed by PADDING_NBYTES.
@@ -298,7 +303,8 @@ def can_fuse(experts: nn.Module) -> bool:
     Args:
         experts (SwitchGLU or SwitchMLP): The module.
     """
-    if type(experts).__call__ is not SwitchGLU.__call__:
+    fast = isinstance(experts, kernels.FastExperts)
+    if not fast and type(experts).__call__ is not SwitchGLU.__call__:
         return False
     gate, up = experts.gate_proj, experts.up_proj
 
@@ -380,7 +386,8 @@ class SlotBank:
                     linears[linear].__class__ = PaddedLinear
             linears[linear][param] = buffers[key].part(first, shape)
         if fuse:
-            self.experts = FusedSwitchGLU(
+            fast = isinstance(module, kernels.FastExperts)
+            self.experts = (FastFusedSwitchGLU if fast else FusedSwitchGLU)(
                 linears["gate_up_proj"], linears["down_proj"], module.activation
             )
         else:

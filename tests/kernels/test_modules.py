@@ -13,6 +13,7 @@ import pytest
 from drafting import Guess, plain, repeat, steps, told
 from families import VOCAB, K
 from greedy import greedy_logits
+from mlx_lm.models import qwen3_next
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
 import moelab
@@ -80,6 +81,68 @@ def test_switch_linears(form, tokens, bias):
     mx.eval(want)
     assert kernels.use(layer) == {"fast": 3, "mlx": 0}
     assert near(layer(x, indices), want)
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("tokens", (1, 2, 40))
+def test_experts_in_one_call(tokens, bits):
+    layer = quantize(SwitchGLU(64, 96, 8), group_size=32, bits=bits)
+    x = mx.random.normal((1, tokens, 64), key=mx.random.key(3))
+    indices = mx.random.randint(0, 8, (1, tokens, 3), key=mx.random.key(4))
+    want = layer(x, indices)
+    mx.eval(want)
+    kernels.use(layer)
+    assert isinstance(layer, modules.FastSwitchGLU) and near(layer(x, indices), want)
+    each = [layer(x[:, i : i + 1], indices[:, i : i + 1]) for i in range(tokens)]
+    assert mx.array_equal(mx.concatenate(each, axis=1), layer(x, indices))
+    half = x.astype(mx.bfloat16)  # goes MLX's way
+    assert layer(half, indices).dtype == SwitchGLU.__call__(layer, half, indices).dtype
+
+
+@pytest.mark.parametrize("wider, in_one_call", [("up_proj", False), ("down_proj", True)])
+def test_experts_of_other_forms_go_by_projection(wider, in_one_call):
+    layer = SwitchGLU(64, 96, 8)
+    nn.quantize(layer, 32, 8, class_predicate=lambda path, _: path == wider)
+    nn.quantize(layer, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized"))
+    x = mx.random.normal((1, 2, 64), key=mx.random.key(3))
+    indices = mx.array([[[1, 5], [5, 0]]])
+    want = layer(x, indices)
+    mx.eval(want)
+    kernels.use(layer)
+    assert bool(modules.gate_up_down(layer)) == in_one_call
+    assert near(layer(x, indices), want)
+
+
+def test_experts_with_another_activation():
+    layer = quantize(SwitchGLU(64, 96, 8, activation=nn.GELU()), group_size=32, bits=4)
+    kernels.use(layer)
+    assert type(layer) is SwitchGLU and type(layer.up_proj) is modules.FastSwitchLinear
+
+
+def test_swiglu():
+    x = np.random.default_rng(0).normal(scale=20, size=(2, 9, 37)).astype(np.float32)
+    x[0, 0, :3] = 300, -300, 0
+    gate, up = x
+    y = modules.swiglu(gate, up)
+    want = gate.astype(np.float64) / (1 + np.exp(-gate.astype(np.float64))) * up
+    np.testing.assert_allclose(y, want, rtol=3e-7, atol=1e-30)
+    for i in range(9):  # an element does not depend on its neighbours
+        assert np.array_equal(modules.swiglu(gate[i, i:], up[i, i:]), y[i, i:])
+    assert np.array_equal(modules.swiglu(gate[:, ::2], up[:, ::2]), y[:, ::2])
+
+
+def test_dense_mlp_of_a_family_calls_it():
+    class MLP(qwen3_next.Qwen3NextMLP):
+        pass
+
+    layer = quantize(MLP(64, 96), group_size=32, bits=4)
+    x = mx.random.normal((1, 3, 64), key=mx.random.key(3))
+    want = layer(x)
+    mx.eval(want)
+    kernels.use(layer)
+    assert type(layer) is not MLP and isinstance(layer, MLP)
+    assert near(layer(x), want)
+    assert layer(x.astype(mx.bfloat16)).shape == x.shape
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

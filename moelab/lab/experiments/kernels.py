@@ -43,11 +43,10 @@ def products(bits: int, rows: int, rounds: int = ROUNDS) -> dict[str, list[float
     mx.eval(packed, floats, x)
     made = quantized.Matrices(*map(np.asarray, packed), GROUP, bits)
     whole, x_np = np.array(floats), np.array(x)
-    one, first = np.zeros(1, np.int64), np.array([0, rows])
     one_matrix = [p[0] for p in packed]
 
     def fast():
-        return made.multiply(quantized.Packed(x_np, bits), one, first)
+        return made.multiply(x_np)
 
     def mlx():
         y = mx.quantized_matmul(x, *one_matrix, transpose=True, group_size=GROUP, bits=bits)
