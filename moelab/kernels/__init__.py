@@ -6,6 +6,6 @@ core of an AMD EPYC (MLX 0.32.4), and mlx-lm loops over tokens where a layer is 
 for the processor at hand, and ``modules.py`` puts them into mlx-lm's modules.
 """
 
-from .modules import FastExperts, available, check, describe, use
+from .modules import FastExperts, available, check, describe, use, used
 
-__all__ = ["FastExperts", "available", "check", "describe", "use"]
+__all__ = ["FastExperts", "available", "check", "describe", "use", "used"]

@@ -78,6 +78,15 @@ def use(model: nn.Module) -> dict[str, int]:
     return dict(found)
 
 
+def used(model: nn.Module) -> bool:
+    """Whether a model computes with these kernels.
+
+    Args:
+        model (nn.Module): Any model of mlx-lm.
+    """
+    return any(isinstance(module, _Fast) for module in model.modules())
+
+
 def _fits(module):
     if "scales" not in module:
         weight = module["weight"]

@@ -17,6 +17,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
+from .. import kernels
 from ..checkpoint import (
     CheckpointError,
     check_config,
@@ -196,6 +197,8 @@ class DFlashModel(nn.Module):
 class DFlashDraft:
     """A DFlash draft for ``moelab.speculative_generate``; see ``drafts.Draft``.
 
+    It computes with its target's number type and, if the target does, with the fast kernels.
+
     Args:
         path_or_hf_repo (str | Path): Folder or Hub repository with the draft's ``config.json`` and
             weights, as z-lab publishes them.
@@ -245,6 +248,8 @@ class DFlashDraft:
             )
         self._embed, self._head = embed, head
         self.model.set_dtype(probe.dtype)
+        if kernels.used(model):
+            kernels.use(self.model)  # and keeps them for its next target
         self.cache = cache or self.make_cache()
         self._queue = []
 

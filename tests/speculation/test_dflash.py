@@ -17,12 +17,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny_drafts import CANDIDATES, config_of
 
 import moelab
+from moelab import kernels
 from moelab.checkpoint import CheckpointError
 from moelab.lab.texts import heldout_prompts
 from moelab.speculation.dflash import DFlashDraft, default_layer_ids, load_model
 from moelab.speculation.drafts import ModelDraft
 from moelab.speculation.generate import speculative_generate, speculative_generate_step
-from moelab.speculation.target import Capture
+from moelab.speculation.target import Capture, vocabulary
 
 FAST, FULL = (os.environ.get(f"MOELAB_{size}") == "1" for size in ("FAST", "FULL"))
 MODELS = Path(__file__).parents[2] / "data" / "models"
@@ -321,8 +322,8 @@ def test_acceptance_and_the_targets_own_text(name, least):
 
 
 @once
-def trained(name, mode="resident"):
-    return moelab.load(MODELS / name, moelab.StreamConfig(mode=mode))[0]
+def trained(name, mode="resident", kernels="mlx"):
+    return moelab.load(MODELS / name, moelab.StreamConfig(mode=mode, kernels=kernels))[0]
 
 
 @once
@@ -341,16 +342,42 @@ def texts(length=64):
 
 
 @once
-def written(i, tokens):
-    return [
-        t for t, _ in generate_step(mx.array(texts()[i]), trained("tiny-moe"), max_tokens=tokens)
-    ]
+def written(i, tokens, kernels):
+    model = trained("tiny-moe", kernels=kernels)
+    return [t for t, _ in generate_step(mx.array(texts()[i]), model, max_tokens=tokens)]
 
 
+@pytest.mark.parametrize("name", ["tiny-dflash", "tiny-draft"])
+def test_logits_with_both_kernels(name):
+    """A DFlash draft takes its target's kernels, another has its own; both guess alike."""
+    tokens, found = texts()[0], []
+    features = mx.random.normal((len(tokens), 4 * 256), key=mx.random.key(0))
+    for each in ("mlx", "fast"):
+        seen = []
+        if name == "tiny-dflash":
+            draft, target = DFlashDraft(MODELS / name), trained("tiny-moe", kernels=each)
+        else:
+            draft, target = ModelDraft(trained(name, kernels=each)), trained("tiny-moe")
+
+        def choose(logits, seen=seen):
+            seen.append(np.array(logits))
+            return mx.array([5] * len(logits), mx.uint32)
+
+        draft.bind(target)
+        assert kernels.used(draft.model) == (each == "fast")
+        draft.extend(mx.array(tokens, mx.uint32), features)
+        draft.propose(tokens[-1], 7, choose)
+        found.append(np.concatenate(seen))
+    assert found[0].shape == (7, vocabulary(target))
+    assert np.abs(found[0] - found[1]).max() <= 2e-4 * found[0].std()
+    assert not np.array_equal(*found)
+
+
+@pytest.mark.parametrize("kernels", ["mlx", "fast"])
 @pytest.mark.parametrize("mode", ["resident", "fused"])
 @pytest.mark.parametrize("name", ["tiny-dflash", "tiny-draft"])
 @pytest.mark.parametrize("i", range(2 if FAST else 20 if FULL else 5))
-def test_greedy_text_at_every_block_size(name, mode, i, record_property):
+def test_greedy_text_at_every_block_size(name, mode, kernels, i, record_property):
     """Some block sizes (the token before the drafts included); with MOELAB_FULL=1 every one.
 
     That takes five hours on two cores: 20 texts of 300 tokens, blocks of 2 to 16. Another token may
@@ -359,13 +386,16 @@ def test_greedy_text_at_every_block_size(name, mode, i, record_property):
     tokens, blocks = (
         (24, (2, 7, 16)) if FAST else (300, range(2, 17)) if FULL else (100, (2, 7, 16))
     )
-    prompt, expected = texts()[i], written(i, tokens)
-    draft = DFlashDraft(MODELS / name) if name == "tiny-dflash" else ModelDraft(trained(name))
+    prompt, expected = texts()[i], written(i, tokens, kernels)
+    if name == "tiny-dflash":
+        draft = DFlashDraft(MODELS / name)
+    else:
+        draft = ModelDraft(trained(name, kernels=kernels))
     ties = []
     for block in blocks:
         steps = speculative_generate_step(
             mx.array(prompt),
-            trained("tiny-moe", mode),
+            trained("tiny-moe", mode, kernels),
             draft,
             num_draft_tokens=block - 1,
             max_tokens=tokens,
@@ -374,7 +404,7 @@ def test_greedy_text_at_every_block_size(name, mode, i, record_property):
         assert len(got) == tokens
         at = next((j for j in range(tokens) if got[j] != expected[j]), None)
         if at is not None:
-            logits = trained("tiny-moe")(mx.array([prompt + expected[:at]]))[0, -1]
+            logits = trained("tiny-moe", kernels=kernels)(mx.array([prompt + expected[:at]]))[0, -1]
             gap = (logits[expected[at]] - logits[got[at]]).item()
             assert abs(gap) <= 1e-4, (block, at, gap)
             ties.append((block, at, gap))

@@ -367,19 +367,22 @@ def compare(
     return Comparison(tokens, runs, samples, machine.card())
 
 
-def maker(draft: str | Path, accept: float, model: nn.Module | None = None) -> MakeDraft:
+def maker(
+    draft: str | Path, accept: float, model: nn.Module | None = None, kernels: str = "auto"
+) -> MakeDraft:
     """What makes the draft of a run.
 
     Args:
         draft (str or Path): One of ``BUILT_IN``, or the folder of a model or of a DFlash draft.
         accept (float): How often the oracle is right.
         model (nn.Module): The target, which drafts for itself if ``draft`` is ``self``.
+        kernels (str): As in ``StreamConfig``, of a draft that is a model.
     """
     if draft == "lookup":
         return lambda ids, text: LookupDraft()
     if draft == "oracle":
         return lambda ids, text: OracleDraft([*ids, *text], accept)
-    opened = ModelDraft(model) if draft == "self" else open_draft(draft)
+    opened = ModelDraft(model) if draft == "self" else open_draft(draft, kernels)
     return lambda ids, text: opened
 
 
@@ -481,7 +484,7 @@ def bench_draft(
         if not prompts:
             held_out = (path / "heldout").is_dir()
             prompts = heldout_starts(path, 8, 64, tokenizer) if held_out else PROMPTS
-        make = maker(draft, accept, model)
+        make = maker(draft, accept, model, config.kernels)
         compared = compare(model, tokenizer, make, lengths, prompts, tokens, runs)
         return replace(compared, model=path.name, draft=Path(draft).name, config=vars(config))
     finally:
@@ -508,11 +511,16 @@ def _draft_config(path):
         ) from error
 
 
-def open_draft(path: str | Path) -> Draft:
-    """A draft from its folder: a DFlash draft if its configuration says so, else a model."""
+def open_draft(path: str | Path, kernels: str = "auto") -> Draft:
+    """A draft from its folder: a DFlash draft if its configuration says so, else a model.
+
+    Args:
+        path (str or Path): The folder.
+        kernels (str): As in ``StreamConfig``, of a model. A DFlash draft takes its target's.
+    """
     if "dflash_config" in _draft_config(path):
         return DFlashDraft(path)
-    model, _ = load(path, StreamConfig(mode="resident"))
+    model, _ = load(path, StreamConfig(mode="resident", kernels=kernels))
     return ModelDraft(model)
 
 
