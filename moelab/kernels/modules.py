@@ -15,7 +15,7 @@ import numpy as np
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU, SwitchLinear
 
 from ..hooks import call_instead
-from . import code, gated_delta, quantized
+from . import attention, code, gated_delta, quantized
 
 # Weights of a plain matrix. Below this a call of MLX's is as fast, even with the reference BLAS
 # that its Linux packages have. On macOS MLX has a fast BLAS and keeps every plain matrix.
@@ -53,7 +53,7 @@ def describe() -> str:
 
 
 def use(model: nn.Module) -> dict[str, int]:
-    """Let a model's matrices and recurrent layers compute with these kernels.
+    """Let a model's matrices, attention and recurrent layers compute with these kernels.
 
     Args:
         model (nn.Module): Any model of mlx-lm. It is changed in place.
@@ -75,6 +75,7 @@ def use(model: nn.Module) -> dict[str, int]:
         if any(isinstance(child, _Linear) for child in module.children().values()):
             call_instead(module, "swiglu", eager_swiglu)
         gated_delta.use(module)
+        call_instead(module, "scaled_dot_product_attention", attention.eager_attention)
     return dict(found)
 
 

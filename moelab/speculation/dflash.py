@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.models.base import BaseModelArgs
+from mlx_lm.models.base import BaseModelArgs, scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
@@ -127,9 +127,8 @@ class Attention(nn.Module):
         if self.window and offset + b > self.window:
             apart = mx.arange(offset, offset + b)[:, None] - mx.arange(offset + b)
             mask = mx.abs(apart) < self.window
-        y = mx.fast.scaled_dot_product_attention(
-            self.rope(q, offset=offset), k, v, scale=self.scale, mask=mask
-        )
+        q = self.rope(q, offset=offset)
+        y = scaled_dot_product_attention(q, k, v, cache=None, scale=self.scale, mask=mask)
         return self.o_proj(y.swapaxes(1, 2).reshape(B, b, -1))
 
 

@@ -14,6 +14,7 @@ from drafting import Guess, plain, repeat, steps, told
 from families import VOCAB, K
 from greedy import greedy_logits
 from mlx_lm.models import qwen3_next
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
 import moelab
@@ -254,6 +255,23 @@ def test_tiny_moe_writes_the_same_text():
             with model:
                 texts[kernels_, mode] = greedy_logits(model, ids, 40).argmax(-1).tolist()
     assert len({tuple(text) for text in texts.values()}) == 1
+
+
+@pytest.mark.parametrize("mode", ("resident", "fused"))
+def test_tiny_moe_in_passes_of_any_length_gives_the_same_bits(mode):
+    path = DATA / "models" / "tiny-moe"
+    model, tokenizer = moelab.load(path, StreamConfig(mode=mode, kernels="fast"))
+    ids = tokenizer.encode((path / "README.md").read_text())[:100]
+
+    def logits(n):
+        cache = make_prompt_cache(model)
+        return np.concatenate(
+            [model(mx.array([ids[i : i + n]]), cache=cache)[0] for i in range(0, len(ids), n)]
+        )
+
+    with model:
+        want = logits(1)
+        assert all(np.array_equal(logits(n), want) for n in (2, 7, 16, 51, 100))
 
 
 @pytest.mark.parametrize("keep_states", (True, False))

@@ -1,0 +1,193 @@
+"""Attention on a CPU: float32, for mlx-lm's ``scaled_dot_product_attention``.
+
+MLX's own is two products of its BLAS, which in its Linux packages is the reference one. Here scores
+come from the kernel of plain matrices, numpy takes their softmax, and a kernel adds up the values,
+key after key. A key that a mask hides adds exactly nothing, so a token's result does not depend on
+how a text is divided into passes.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+
+from . import code, quantized
+from .code import F32, I64, Code, ir
+
+# Scores that are in memory at once; they stay in a core's cache.
+SCORES = 2**17
+# Queries times keys times their size. Below this a second thread takes longer to begin.
+SHARED_WORK = 2_000_000
+CHUNK = 4  # vectors of a value that are added up side by side
+
+
+def eager_attention(of_mlx_lm: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """mlx-lm's ``scaled_dot_product_attention``, computed when it is called.
+
+    Args:
+        of_mlx_lm (Callable): What is called with other types, or a quantized cache.
+    """
+
+    def call(queries, keys, values, cache, scale, mask, sinks=None):
+        arrays = [a for a in (queries, keys, values, sinks) if a is not None]
+        arrays += [mask] if isinstance(mask, mx.array) and mask.dtype != mx.bool_ else []
+        if (
+            hasattr(cache, "bits")
+            or any(a.dtype != mx.float32 for a in arrays)
+            or mx.default_device() != mx.cpu
+            or queries.shape[-1] % 4
+            or values.shape[-1] % 4
+            or queries.shape[1] % keys.shape[1]
+            or not queries.size
+        ):
+            return of_mlx_lm(
+                queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
+            )
+        return attention(queries, keys, values, scale, mask, sinks)
+
+    return call
+
+
+def attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """As ``mx.fast.scaled_dot_product_attention``, for float32.
+
+    Args:
+        q (mx.array): [B, H, Tq, D].
+        k (mx.array): [B, Hk, Tk, D].
+        v (mx.array): [B, Hk, Tk, Dv].
+        scale (float): Of the scores.
+        mask (mx.array, str or None): ``causal``, or what broadcasts to [B, H, Tq, Tk]: bool, or
+            float32 that is added.
+        sinks (mx.array or None): [H], a score of each head without a value.
+
+    Returns:
+        mx.array: [B, H, Tq, Dv], evaluated.
+    """
+    mx.eval(q, k, v)
+    q = np.ascontiguousarray(np.asarray(q) * np.float32(scale))
+    k, v = (_in_rows(np.asarray(a)) for a in (k, v))
+    (B, H, Tq, D), (Hk, Tk, Dv) = q.shape, v.shape[1:]
+    G = H // Hk  # heads that share keys; a row is a query of one of them
+    q, y = q.reshape(B, Hk, G * Tq, D), np.empty((B, Hk, G * Tq, Dv), np.float32)
+    if isinstance(mask, mx.array):
+        mask = np.broadcast_to(np.asarray(mask), (B, H, Tq, Tk)).reshape(B, Hk, G * Tq, Tk)
+    if sinks is not None:
+        sinks = np.repeat(np.asarray(sinks).reshape(Hk, G), Tq, axis=1)
+    scores_of = quantized.kernel("float", 32, 1, D, quantized.lanes(32, D))
+    add_up = _kernel(Dv)
+
+    def block(b, h, first, end):
+        """The rows ``first`` to ``end`` of one head of keys."""
+        n, hidden, keys = end - first, None, Tk
+        if isinstance(mask, str):
+            last = Tk - Tq + np.arange(first, end) % Tq  # the last key that each row sees
+            keys = last.max() + 1
+            hidden = np.arange(keys) > last[:, None]
+        s = np.empty((n, keys), np.float32)
+        tile = np.arange(0, keys, quantized.TILE)
+        tasks = np.zeros((len(tile), quantized.TASK), np.int64)
+        tasks[:, 0] = k[b, h].ctypes.data + tile * (D * 4)
+        tasks[:, 3] = q[b, h, first:].ctypes.data
+        tasks[:, 5] = s.ctypes.data + tile * 4
+        tasks[:, 6], tasks[:, 7] = n, np.minimum(quantized.TILE, keys - tile)
+        scores_of(tasks.ctypes.data, len(tasks), keys)
+        if isinstance(mask, np.ndarray) and mask.dtype == bool:
+            hidden = ~mask[b, h, first:end]
+        elif isinstance(mask, np.ndarray):
+            s += mask[b, h, first:end]
+        if hidden is not None:
+            s[hidden] = np.finfo(np.float32).min
+        most, sums = s.max(1), np.zeros(n, np.float32)
+        if sinks is not None:
+            most = np.maximum(most, sinks[h, first:end])
+            sums = np.exp(sinks[h, first:end] - most)
+        s -= most[:, None]
+        np.exp(s, out=s)
+        addresses = s.ctypes.data, v[b, h].ctypes.data, sums.ctypes.data
+        add_up(*addresses, y[b, h, first:].ctypes.data, n, keys)
+
+    step = max(1, SCORES // Tk)
+    starts = range(0, G * Tq, step)
+    blocks = [(b, h, i, min(i + step, G * Tq)) for b in range(B) for h in range(Hk) for i in starts]
+    n = code.num_threads() if q.size * Tk >= SHARED_WORK else 1
+
+    def run(i):
+        for one in blocks[i::n]:
+            block(*one)
+
+    code.share(run, list(range(n)))
+    return mx.array(y.reshape(B, H, Tq, Dv))
+
+
+def _in_rows(a):
+    """``[..., T, D]`` with the rows of a head one after the other."""
+    rows = a.strides[-2:] == (a.itemsize * a.shape[-1], a.itemsize)
+    return a if rows else np.ascontiguousarray(a)
+
+
+@cache
+def _kernel(Dv):
+    return _AddUp(Dv, quantized.lanes(32, Dv)).build()
+
+
+class _AddUp(Code):
+    """Writes ``run(weights, values, sums, y, rows, keys)``: weighted means of the values.
+
+    weights is [rows, keys], values [keys, Dv], y [rows, Dv]; sums is what the sum of each row's
+    weights begins with.
+    """
+
+    def __init__(self, Dv, L):
+        super().__init__(6, L)
+        self.Dv = Dv
+
+    def build(self):
+        *addresses, n, self.keys = self.function.args
+        pointers = [self.pointer(a, F32) for a in addresses]
+        row = I64(0)
+        for m in quantized.ROWS:
+
+            def rows(row, _, m=m):
+                self._rows([self.add(row, i) for i in range(m)], *pointers)
+
+            row = self.loop(row, n, m, rows)[0]
+        return self.compile()
+
+    def _rows(self, rows, weights, values, sums, y):
+        zero = ir.Constant(self.floats, [0.0] * self.L)
+        totals = [self.spread(self.load(sums, row, F32)) for row in rows]
+        size = self.L * CHUNK
+        for first in range(0, self.Dv, size):
+            places = range(first, min(first + size, self.Dv), self.L)
+
+            def key(t, held, places=places, first=first):
+                held = list(held)
+                at = self.mul(t, self.Dv)
+                vs = [self.load(values, self.add(at, p), self.floats) for p in places]
+                for i, row in enumerate(rows):
+                    w = self.load(weights, self.add(self.mul(row, self.keys), t), F32)
+                    w = self.spread(w)
+                    for j, x in enumerate(vs):
+                        c = i * len(vs) + j
+                        held[c] = self.fma(w, x, held[c])
+                    if not first:
+                        c = len(rows) * len(vs) + i
+                        held[c] = self.b.fadd(held[c], w)
+                return held
+
+            begin = [zero] * (len(rows) * len(places)) + ([] if first else totals)
+            held = self.loop(I64(0), self.keys, 1, key, begin)[1]
+            if not first:
+                totals = held[-len(rows) :]
+            for i, row in enumerate(rows):
+                for j, p in enumerate(places):
+                    mean = self.b.fdiv(held[i * len(places) + j], totals[i])
+                    self.store(mean, y, self.add(self.mul(row, self.Dv), p))

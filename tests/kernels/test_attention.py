@@ -1,0 +1,124 @@
+"""The attention kernel against MLX's, and against itself."""
+
+import families
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import base
+
+from moelab import StreamConfig
+from moelab.kernels import attention, code
+from moelab.kernels.attention import eager_attention
+from moelab.streaming.model import load_model
+
+
+def inputs(B=1, H=4, Hk=2, Tq=5, Tk=9, D=32, Dv=None, seed=0):
+    """Queries, keys and values as a cache holds them: parts of longer buffers."""
+    a, b, c = mx.random.split(mx.random.key(seed), 3)
+    k = mx.random.normal((B, Hk, Tk + 7, D), key=b)[:, :, :Tk]
+    v = mx.random.normal((B, Hk, Tk + 7, Dv or D), key=c)[:, :, :Tk]
+    return [mx.random.normal((B, H, Tq, D), key=a), k, v]
+
+
+def masks(B=1, H=4, Tq=5, Tk=9, **_):
+    seen = mx.arange(Tk - Tq, Tk)[:, None] >= mx.arange(Tk)
+    window = seen & (mx.arange(Tk - Tq, Tk)[:, None] < mx.arange(Tk) + 3)
+    each = mx.random.uniform(shape=(B, H, Tq, Tk), key=mx.random.key(7)) < 0.7
+    each[..., 0] = True
+    added = mx.where(each, mx.random.normal(each.shape, key=mx.random.key(8)), -mx.inf)
+    return [None, "causal", seen, window, each, each[:, :1], added]
+
+
+def near(got, want):
+    got, want = np.array(got), np.array(want)
+    return got.shape == want.shape and np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
+
+
+SHAPES = [
+    dict(),
+    dict(Tq=1),
+    dict(B=2, Hk=4),
+    dict(Hk=1, D=64, Dv=36),
+    dict(D=20, Dv=4),
+    dict(Tq=70, Tk=150, D=80, Dv=96),
+    dict(Tq=3, Tk=3, D=256),
+]
+
+
+@pytest.mark.parametrize("sinks", (False, True))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_as_mlxs(shape, sinks, monkeypatch):
+    arrays = inputs(**shape)
+    extra = mx.random.normal((4,), key=mx.random.key(9)) if sinks else None
+    for mask in masks(**shape):
+        want = mx.fast.scaled_dot_product_attention(*arrays, scale=0.2, mask=mask, sinks=extra)
+        got = attention.attention(*arrays, 0.2, mask, extra)
+        assert near(got, want)
+        with monkeypatch.context() as m:
+            m.setattr(attention, "SCORES", 40)  # few rows at once
+            assert mx.array_equal(attention.attention(*arrays, 0.2, mask, extra), got)
+
+
+@pytest.mark.parametrize("threads", (1, 2, 5))
+@pytest.mark.parametrize("D", (8, 32, 96))
+def test_passes_of_any_length_and_threads_give_the_same_bits(D, threads, monkeypatch):
+    T = 23
+    q, k, v = inputs(B=2, Tq=T, Tk=T, D=D)
+    want = attention.attention(q, k, v, 0.3, "causal")
+    monkeypatch.setattr(attention, "SHARED_WORK", 0)
+    monkeypatch.setattr(code, "num_threads", lambda: threads)
+    for parts in ((T,), (1,) * T, (10, 13), (7, 2, 1, 13)):
+        at = 0
+        for n in parts:
+            end = at + n
+            seen = mx.arange(at, end)[:, None] >= mx.arange(end)
+            for mask in ("causal", seen):
+                y = attention.attention(q[:, :, at:end], k[:, :, :end], v[:, :, :end], 0.3, mask)
+                assert mx.array_equal(y, want[:, :, at:end])
+            at = end
+
+
+def test_keys_that_are_not_in_rows():
+    q, k, v = inputs()
+    turned = [mx.contiguous(a.swapaxes(2, 3)).swapaxes(2, 3) for a in (k, v)]
+    want = attention.attention(q, k, v, 0.3)
+    assert mx.array_equal(attention.attention(q, *turned, 0.3), want)
+
+
+def test_what_does_not_fit_is_mlxs():
+    call = eager_attention(base.scaled_dot_product_attention)
+
+    class Quantized:
+        bits, group_size = 8, 32
+
+    def same(arrays, cache=None, mask=None):
+        def result(f):  # mlx-lm scales the queries in place
+            q = mx.array(arrays[0])
+            return f(q, *arrays[1:], cache=cache, scale=0.2, mask=mask)
+
+        return mx.array_equal(result(call), result(base.scaled_dot_product_attention))
+
+    arrays = inputs()
+    assert same([a.astype(mx.bfloat16) for a in arrays], mask="causal")
+    assert same(inputs(D=6))
+    q, k, v = arrays
+    assert same([q, mx.quantize(k, 32, 8), mx.quantize(v, 32, 8)], Quantized)
+
+
+def test_only_this_model_calls_it(tmp_path, monkeypatch):
+    path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "affine4")
+    called = []
+    real = attention.attention
+
+    def counted(*args):
+        called.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(attention, "attention", counted)
+    fast, _ = load_model(path, StreamConfig(mode="resident", kernels="fast"))
+    other, _ = load_model(path, StreamConfig(mode="resident", kernels="mlx"))
+    tokens = mx.array([[5, 6, 7]])
+    mx.eval(other(tokens))
+    assert not called
+    mx.eval(fast(tokens))
+    assert len(called) == len(fast.layers)
