@@ -92,13 +92,10 @@ def attention(
             keys = last.max() + 1
             hidden = np.arange(keys) > last[:, None]
         s = np.empty((n, keys), np.float32)
-        tile = np.arange(0, keys, quantized.TILE)
-        tasks = np.zeros((len(tile), quantized.TASK), np.int64)
-        tasks[:, 0] = k[b, h].ctypes.data + tile * (D * 4)
-        tasks[:, 3] = q[b, h, first:].ctypes.data
-        tasks[:, 5] = s.ctypes.data + tile * 4
-        tasks[:, 6], tasks[:, 7] = n, np.minimum(quantized.TILE, keys - tile)
-        scores_of(tasks.ctypes.data, len(tasks), keys)
+        task = np.zeros(quantized.TASK, np.int64)
+        task[[0, 3, 5]] = [a.ctypes.data for a in (k[b, h], q[b, h, first:], s)]
+        task[6:] = n, keys
+        scores_of(task.ctypes.data, 1, keys)
         if isinstance(mask, np.ndarray) and mask.dtype == bool:
             hidden = ~mask[b, h, first:end]
         elif isinstance(mask, np.ndarray):

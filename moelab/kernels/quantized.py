@@ -126,7 +126,7 @@ class Matrices:
         self._first = addresses + [0] * (3 - len(addresses))  # of matrix 0
         self._bases = np.array(addresses)
         self._strides = np.array([a.strides[0] for a in self._arrays])
-        self._row_nbytes = [a.strides[1] for a in self._arrays]
+        self._row_nbytes = np.array([a.strides[1] for a in self._arrays])
         L = lanes(bits, self.inputs)
         self._kernel = kernel(mode, bits, group_size, self.inputs, L)
         self._pack = packer(bits, self.inputs, L) if mode != "float" else None
@@ -156,10 +156,10 @@ class Matrices:
             np.ndarray: ``[rows, N]``, float32.
         """
         packed, y = self.pack(x), np.empty((len(x), self.outputs), np.float32)
-        if len(x) > max(ROWS) or y.size * self.inputs >= SHARED_WORK:
+        if y.size * self.inputs >= SHARED_WORK:
             zero = np.zeros(1, np.int64)
             self.multiply_parts(packed, Parts(zero, zero, zero, zero + len(x)), y)
-        else:  # a single token waits for the calls between
+        else:  # a token waits for what Python does between
             addresses = packed.x, packed.sums, y.ctypes.data
             task = _Task(*self._first, *addresses, len(x), self.outputs)
             self._kernel(ctypes.addressof(task), 1, self.outputs)
@@ -179,8 +179,6 @@ class Matrices:
         tasks[:, 4] = packed.sums + parts.x * (self._words * 4)
         tasks[:, 5] = y.ctypes.data + parts.y * y.strides[0]
         tasks[:, 6], tasks[:, 7] = parts.rows, self.outputs
-        if parts.rows.max() > max(ROWS):
-            tasks = self._tiles(tasks)
         n = code.num_threads() if y.size * self.inputs >= SHARED_WORK else 1
         step = y.strides[0] // y.itemsize
 
@@ -193,23 +191,12 @@ class Matrices:
         """The ``i``-th of n parts of every task, along the outputs."""
         if n == 1:
             return tasks
-        a, b = (tasks[:, 7] * j // n // 2 * 2 for j in (i, i + 1))
-        return self._part(tasks.copy(), a, tasks[:, 7] if i + 1 == n else b)
-
-    def _tiles(self, tasks):
-        """Every task divided along the outputs."""
-        a = np.arange(0, self.outputs, TILE)
-        tiles = np.repeat(tasks, len(a), axis=0)
-        a = np.tile(a, len(tasks))
-        return self._part(tiles, a, np.minimum(a + TILE, self.outputs))
-
-    def _part(self, tasks, a, b):
-        """The outputs from ``a`` to ``b`` of every task."""
-        for k, nbytes in enumerate(self._row_nbytes):
-            tasks[:, k] += a * nbytes
-        tasks[:, 5] += a * 4
-        tasks[:, 7] = b - a
-        return tasks
+        a, b = (self.outputs * j // n // 2 * 2 for j in (i, i + 1))
+        part = tasks.copy()
+        part[:, : len(self._row_nbytes)] += a * self._row_nbytes
+        part[:, 5] += a * 4
+        part[:, 7] = (b if i + 1 < n else self.outputs) - a
+        return part
 
 
 _Task = ctypes.c_int64 * TASK
@@ -280,9 +267,10 @@ class _Packer(Code):
 class _Product(Code):
     """Writes the function ``run(tasks, n, distance of rows of y)``.
 
-    For each task, four rows of x at a time, then two, then one; for them two rows of weights at a
-    time, then one; for those each block of L words: unpack the weights that have the same place in
-    their words into one vector of L, multiply, add. A block's sum is scaled and added to the row's.
+    For each tile of a task, four rows of x at a time, then two, then one; for them two rows of
+    weights at a time, then one; for those each block of L words: unpack the weights that have the
+    same place in their words into one vector of L, multiply, add. A block's sum is scaled and added
+    to the row's.
     """
 
     def __init__(self, mode, bits, group_size, inputs, L):
@@ -305,15 +293,23 @@ class _Product(Code):
             fields = [self.load(tasks, self.add(self.mul(i, TASK), k), I64) for k in range(TASK)]
             kinds = [I32, F32 if self.mode == "affine" else I8, F32, F32, F32, F32]
             pointers = [self.pointer(f, kind) for f, kind in zip(fields, kinds)]
-            row, weights = I64(0), fields[7]
-            odd = self.b.and_(weights, I64(-2))
-            for m in ROWS:
+            weights = fields[7]
 
-                def rows(row, _, m=m):
-                    self._rows(m, 2, row, I64(0), weights, *pointers)
-                    self._rows(m, 1, row, odd, weights, *pointers)
+            def tile(i, _):
+                first = self.mul(i, TILE)
+                end = self.add(first, TILE)
+                end = self.b.select(self.b.icmp_signed("<", end, weights), end, weights)
+                odd = self.b.and_(end, I64(-2))
+                row = I64(0)
+                for m in ROWS:
 
-                row = self.loop(row, fields[6], m, rows)[0]
+                    def rows(row, _, m=m):
+                        self._rows(m, 2, row, first, end, *pointers)
+                        self._rows(m, 1, row, odd, end, *pointers)
+
+                    row = self.loop(row, fields[6], m, rows)[0]
+
+            self.loop(I64(0), self.b.udiv(self.add(weights, TILE - 1), I64(TILE)), 1, tile)
 
         self.loop(I64(0), n, 1, task)
         return self.compile()
