@@ -4,6 +4,7 @@ An error says what is wrong and where, what was expected and found, and what to 
 with ``assert_usable``: a model that was loaded before still gives the same tokens.
 """
 
+import ctypes
 import errno
 import gc
 import json
@@ -21,11 +22,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from families import E, K
+from faults import patch_preadv, read_in_threads
 from greedy import greedy_logits
 
 import moelab
 from moelab import synthesize
-from moelab.streaming import layers, reader
+from moelab.streaming import layers, native, reader
 from moelab.streaming.model import load_model
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
@@ -706,7 +708,10 @@ def test_disk_fills_up(tmp_path, tokenizer, monkeypatch):
 @pytest.fixture(params=["inline", "threads"])
 def reading(request, monkeypatch):
     """All reads in the calling thread, or all in the reader's threads."""
-    monkeypatch.setattr(reader, "INLINE_NBYTES", 0 if request.param == "threads" else 1 << 40)
+    if request.param == "threads":
+        read_in_threads(monkeypatch)
+    else:
+        monkeypatch.setattr(reader, "INLINE_NBYTES", 1 << 40)
 
 
 def spoil(view):
@@ -728,7 +733,7 @@ def test_read_fails_anywhere(mode, good, want, reading, monkeypatch):
 
     model, _ = load_model(good, moelab.StreamConfig(mode=mode, slots=SLOTS))
     with model:
-        monkeypatch.setattr(os, "preadv", flaky)
+        patch_preadv(monkeypatch, flaky)
         np.testing.assert_allclose(generate(model), want, atol=1e-4)
         for n in {0, 1, 2, 5, count // 3, count // 2, count - 1}:
             count, fail_at = 0, n
@@ -753,6 +758,41 @@ def test_read_fails_anywhere(mode, good, want, reading, monkeypatch):
                 np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.skipif(native.loop() is None, reason="needs llvmlite")
+@pytest.mark.parametrize("mode", ["stacked", "fused"])
+def test_native_read_fails_anywhere(mode, good, want, monkeypatch):
+    """The n-th read of native code fails, and again when it is repeated. The next call is right."""
+    loop, count, fail_at, failed = native.loop(), 0, -1, False
+
+    def flaky(table, n, flags, done, arrived):
+        nonlocal count, failed
+        loop(table, n, flags, done, arrived)
+        at, count = 0 if failed else fail_at - count, count + n
+        if 0 <= at < n:
+            failed = True
+            row = (ctypes.c_int64 * len(native.COLUMNS)).from_address(table + 48 * at)
+            ctypes.memset(ctypes.c_int64.from_address(row[native.IOV]).value, 0xA5, 8)
+            row[native.GOT] = -1
+            ctypes.c_uint32.from_address(done).value = 0
+
+    def fails(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    model, _ = load_model(good, moelab.StreamConfig(mode=mode, slots=SLOTS))
+    with model:
+        np.testing.assert_array_equal(generate(model), want)
+        monkeypatch.setattr(native, "loop", lambda: flaky)
+        monkeypatch.setattr(os, "preadv", fails)
+        np.testing.assert_array_equal(generate(model), want)
+        for n in {0, 1, 2, 5, count // 3, count // 2, count - 1}:
+            count, fail_at = 0, n
+            with pytest.raises(moelab.ReadError, match="expert .*offset .*Input/output error"):
+                for _ in range(8):  # experts that are held are not read
+                    generate(model)
+            fail_at, failed = -1, False
+            np.testing.assert_array_equal(generate(model), want)
+
+
 @pytest.mark.parametrize("mode", STREAMED)
 def test_read_comes_back_short(mode, good, want, reading, monkeypatch):
     preadv, end_early = os.preadv, False
@@ -767,7 +807,7 @@ def test_read_comes_back_short(mode, good, want, reading, monkeypatch):
 
     model, _ = load_model(good, moelab.StreamConfig(mode=mode, slots=SLOTS))
     with model:
-        monkeypatch.setattr(os, "preadv", short)
+        patch_preadv(monkeypatch, short)
         np.testing.assert_allclose(generate(model), want, atol=1e-4)
         end_early = True
         with pytest.raises(moelab.ReadError, match=r"expected \d+ bytes, got 0") as caught:
@@ -917,7 +957,7 @@ def test_outputs_evaluated_late(mode, good):
 @pytest.mark.parametrize("mode", STREAMED)
 def test_failed_call_leaves_no_read_behind(mode, good, want, monkeypatch):
     """When a read's error is raised, the other reads have ended: none writes to a slot later."""
-    monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
+    read_in_threads(monkeypatch)
     monkeypatch.setattr(layers, "OVERLAP_S", 0)
     monkeypatch.setattr(layers, "PART_NBYTES", 1)  # as with large experts
     preadv, begun, ended, failing = os.preadv, 0, 0, False
@@ -936,7 +976,7 @@ def test_failed_call_leaves_no_read_behind(mode, good, want, monkeypatch):
 
     model, _ = load_model(good, moelab.StreamConfig(mode=mode, slots=SLOTS, readers=4))
     with model:
-        monkeypatch.setattr(os, "preadv", slow)
+        patch_preadv(monkeypatch, slow)
         for _ in range(3):
             begun, ended, failing = 0, 0, True
             with pytest.raises(moelab.ReadError):

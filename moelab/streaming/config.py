@@ -28,7 +28,8 @@ class StreamConfig:
             ``fused``. Default: ``16``.
         top_k (int or None): Experts per token (K). Fewer than the checkpoint's own is lossy.
             Default: the checkpoint's own.
-        readers (int): Reads in flight at once. Default: ``8``.
+        readers (int): Reads in flight at once. Default: ``8``. On Linux, with slots and more than
+            one reader, all reads of a small call may be in flight.
         prefetch (str): Which experts are read before their layer is called: ``none``, ``last``
             (the last token's), ``lookahead`` (the next layer's router on this layer's hidden
             state) or ``oracle`` (those of a recorded trace). For ``stacked`` and ``fused``.

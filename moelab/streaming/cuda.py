@@ -25,7 +25,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .reader import Read, Reader, check_unchanged, read_ranges
+from .reader import Ranges, Read, Reader, check_unchanged, read_ranges
 
 try:
     from cuda.bindings import runtime
@@ -111,12 +111,14 @@ class Block(Pinned):
     Attributes:
         view (memoryview): Its bytes, writable.
         arrived (np.ndarray): ``[1]``, uint32, the flag: 0 until the reads have ended.
+        flag (int): Its address.
     """
 
     def __init__(self, nbytes: int):
         super().__init__(nbytes + 4)
         self.view = memoryview(self.bytes)[:nbytes]
         self.arrived = self.bytes[nbytes:].view(np.uint32)
+        self.flag = self.address + nbytes
 
     def copies(self, reads: Iterable[Read]) -> list[Copy]:
         """What brings the block's bytes to where its ranges belong.
@@ -124,9 +126,9 @@ class Block(Pinned):
         Args:
             reads (Iterable[Read]): The ranges, in the order in which they lie here.
         """
-        out, source, flag = [], self.address, self.address + len(self.view)
+        out, source = [], self.address
         for to, nbytes in (part for r in reads for part in r.parts):
-            out.append(Copy(source, to, nbytes, flag))
+            out.append(Copy(source, to, nbytes, self.flag))
             source += nbytes
         return out
 
@@ -201,10 +203,11 @@ class UploadingReader(Reader):
     def _read_into(self, reads, block):
         begin = time.perf_counter()
         try:
-            read_ranges(_into(reads, block))
+            ranges = Ranges.of(_into(reads, block))
+            read_ranges(ranges, block.flag)  # native code sets it without waiting for the GIL
         finally:
             block.arrived[0] = 1  # also after an error: the GPU waits for it
-        self._count(reads, begin)
+        self._count(len(ranges), ranges.nbytes, begin, ranges.nbytes)
 
     def copies(self, begun: _Begun) -> list[Copy] | None:
         """What a kernel has to copy so that ``finish`` need not; None if it takes several.

@@ -148,7 +148,7 @@ class Serial(StreamedExperts):
         for e, pairs in positions.items():
             bank = self._bank(self._module[0], 1)
             with self.session.waiting() as reader:
-                for read in bank.reads(e, 0):  # one read in flight at a time
+                for read in bank.reads({e: 0}):  # one read in flight at a time
                     reader.read([read])
             bank.arrived(e, 0)
             self.session.counters.misses += 1
@@ -192,7 +192,7 @@ class Buffers(StreamedExperts):
         """
         wave = list(zip(self._banks, experts))
         with self.session.waiting() as reader:
-            reader.read([r for bank, e in wave for r in bank.reads(e, 0)])
+            reader.read([r for bank, e in wave for r in bank.reads({e: 0})])
         self.session.counters.misses += len(wave)
         for bank, e in wave:
             bank.arrived(e, 0)
@@ -220,9 +220,8 @@ class Stacked(StreamedExperts):
         pinned = session.pinned[layer]
         self.bank = self._bank(module, slots + len(pinned), self.fuse and can_fuse(module))
         self.table = SlotTable(slots, session.config.policy, pinned)
-        pinned = self.table.pinned.items()
-        session.reader.read([r for e, slot in pinned for r in self.bank.reads(e, slot)])
-        for e, slot in pinned:
+        session.reader.read(self.bank.reads(self.table.pinned))
+        for e, slot in self.table.pinned.items():
             self.bank.arrived(e, slot)
         self.job = None
         self.routed = None
@@ -331,8 +330,7 @@ class Stacked(StreamedExperts):
         if not (misses and session.mailbox and self.bank.as_read):
             self._fill(misses)
             return session.to_device(slots, indices)
-        with session.waiting():
-            reads = self._begin(misses)
+        reads = self._begin(misses)
         # With a prefetcher the layer's table must be up to date before the next one.
         alone = session.prefetcher is None and slots.size <= MAILBOX_SIZE
         copies = session.reader.copies(reads) if alone else None
@@ -406,9 +404,8 @@ class Stacked(StreamedExperts):
 
     def _begin(self, misses):
         """Begin to read experts into the slots that ``_plan`` chose for them."""
-        return self.session.reader.start(
-            [r for e, slot in misses.items() for r in self.bank.reads(e, slot)]
-        )
+        with self.session.waiting() as reader:
+            return reader.start(self.bank.reads(misses))
 
     def _finish(self, misses, reads):
         """Wait for the reads that ``_begin`` began; the experts are held from then on."""
@@ -428,9 +425,7 @@ class Stacked(StreamedExperts):
 
     def _fill(self, misses):
         if misses:
-            with self.session.waiting():
-                reads = self._begin(misses)
-            self._finish(misses, reads)
+            self._finish(misses, self._begin(misses))
 
 
 class Fused(Stacked):

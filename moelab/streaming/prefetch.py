@@ -54,7 +54,7 @@ class Job:
                 self._running.add(e)
             begin, took_s = perf_counter(), None
             try:
-                self._reader.read_here(self._bank.reads(e, slot))
+                self._reader.read_here(self._bank.reads({e: slot}))
                 self._bank.arrived(e, slot)
                 took_s = perf_counter() - begin
             except ReadError:

@@ -12,6 +12,7 @@ and its line of ``SCORES`` overrides the one that ``RANKS`` gives.
 import copy
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -28,7 +29,8 @@ from mlx_lm.models.switch_layers import (
 from .. import kernels
 from ..checkpoint import GATE_UP, ExpertTensor, packing_order
 from ..experts import expert_parameters
-from .reader import Read
+from .native import COLUMNS, COUNT, IOV, NBYTES, OFFSET
+from .reader import Ranges, Read
 
 
 def _count(count):
@@ -417,23 +419,43 @@ class SlotBank:
             rows = buffers[key].rows[:, first:last]
             self._converted.append((rows, key[1], t.dtype, first, [*names, n]))
         self._slots = {}
+        self._tables = np.zeros((num_slots, len(self._ranges), len(COLUMNS)), np.int64)
         self.as_read = not (self._memory or self._converted)
         self.expert_nbytes = sum(rows[0].nbytes for rows in self._rows.values())
 
-    def reads(self, expert: int, slot: int) -> list[Read]:
-        """The reads that bring an expert into a slot, one for each range on disk.
+    def reads(self, slots: dict[int, int]) -> Ranges:
+        """The reads that bring experts into slots, one for each range on disk.
 
         Args:
-            expert (int): The expert.
-            slot (int): Its slot.
+            slots (dict[int, int]): The slot of each expert.
 
         Returns:
-            list[Read]: Call ``arrived`` when they have ended.
+            Ranges: Call ``arrived`` for each expert when they have ended.
         """
-        return [
-            Read(t.files[expert], t.offsets[expert], nbytes, views, t.name, expert, parts)
-            for t, nbytes, views, parts in self._slot(slot).disk
-        ]
+        for slot in slots.values():
+            self._slot(slot)
+        places, files, nbytes = self._places
+        table = self._tables.take([*slots.values()], 0)
+        table[..., : OFFSET + 1] = places.take([*slots], 0)
+
+        def reads():
+            return [
+                Read(t.files[e], t.offsets[e], nbytes, views, t.name, e, parts)
+                for e, slot in slots.items()
+                for t, nbytes, views, parts in self._slots[slot].disk
+            ]
+
+        table = table.reshape(-1, len(COLUMNS))
+        return Ranges(table, nbytes * len(slots), files, reads)
+
+    @cached_property
+    def _places(self):
+        """``[E, ranges, 2]``, file descriptors and offsets; the files; an expert's bytes."""
+        tensors = [self._tensors[names[0]] for names in self._ranges]
+        places = [[(f.fd, at) for f, at in zip(t.files, t.offsets)] for t in tensors]
+        files = {file for t in tensors for file in t.files}
+        nbytes = sum(t.nbytes for t in self._tensors.values())
+        return np.array(places, np.int64).swapaxes(0, 1), files, nbytes
 
     def arrived(self, expert: int, slot: int) -> None:
         """Complete an expert whose reads have ended: copy resident parameters, convert types.
@@ -464,15 +486,18 @@ class SlotBank:
             converted.append((rows, bits, dtype, to))
             ends = np.cumsum([into[n].size for n in names])
             into.update(zip(names, np.split(bits, ends[:-1])))
-        disk = []
-        for names in self._ranges:
+        disk, iovecs = [], []
+        for names, row in zip(self._ranges, self._tables[slot]):
             views = [memoryview(into[n]).cast("B") for n in names]
             parts = [(into[n].ctypes.data, into[n].nbytes) for n in names]
+            iovecs.append(np.array(parts, np.int64))
+            row[[IOV, COUNT]] = iovecs[-1].ctypes.data, len(parts)
+            row[NBYTES] = iovecs[-1][:, 1].sum()
             # What is converted is read into memory of the host.
             parts = () if to_convert.intersection(names) else _joined(parts)
             disk.append((self._tensors[names[0]], sum(map(len, views)), views, parts))
         parts = self._slots[slot] = _Slot(
-            disk, [(rows[slot], source) for rows, source in self._memory], converted
+            disk, [(rows[slot], source) for rows, source in self._memory], converted, iovecs
         )
         return parts
 
@@ -512,6 +537,7 @@ class _Slot(NamedTuple):
     disk: list  # (first tensor, nbytes, views, addresses and bytes of the views)
     memory: list  # (rows, rows of all E experts)
     converted: list  # (rows, bits as read, type read, type in memory)
+    iovecs: list  # addresses and bytes of the views of each range, for native code
 
 
 class _Buffer:

@@ -13,12 +13,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from families import K
+from faults import patch_preadv, read_in_threads
 from greedy import greedy_logits
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.repack import repack
-from moelab.streaming import cuda, reader
+from moelab.streaming import cuda, native, reader
 from moelab.streaming.model import load_model
 from moelab.streaming.reader import ReadError
 from moelab.streaming.session import session_of
@@ -129,7 +130,7 @@ def test_experts_that_are_copied_are_the_same(
     mode, inline, layout, path, tmp_path, runtime, want, monkeypatch
 ):
     if not inline:
-        monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
+        read_in_threads(monkeypatch)
     if layout == "packed":
         path = repack(path, tmp_path / "packed", progress=False)
     with uploading(path, mode=mode, slots=K) as model:
@@ -144,7 +145,7 @@ def test_few_and_small_blocks_are_used_again_and_freed(
 ):
     monkeypatch.setattr(cuda, "BLOCK_NBYTES", block_nbytes)
     monkeypatch.setattr(cuda, "NUM_BLOCKS", blocks)
-    monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
+    read_in_threads(monkeypatch)
     model = uploading(path, slots=K, readers=2)
     for _ in range(2):
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
@@ -165,13 +166,48 @@ def test_many_small_copies_take_several_kernels(path, runtime, want, monkeypatch
 def test_the_gpu_waits_for_reads_unless_it_ends_long_kernels(
     time_limit, path, runtime, want, monkeypatch
 ):
-    monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
+    read_in_threads(monkeypatch)
     preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *a: time.sleep(2e-3) or preadv(*a))
+    patch_preadv(monkeypatch, lambda *a: time.sleep(2e-3) or preadv(*a))
     runtime.time_limit = time_limit
     with uploading(path, slots=K) as model:
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
     assert (runtime.in_graph == 0) == bool(time_limit)
+
+
+@pytest.mark.skipif(native.loop() is None, reason="needs llvmlite")
+@pytest.mark.parametrize("inline", (True, False))
+def test_native_code_says_that_bytes_are_there(inline, path, runtime, want, monkeypatch):
+    """Before Python does: a reader's thread may have to wait for the GIL first."""
+    if not inline:
+        read_in_threads(monkeypatch)
+    flags, read = [], native.read
+
+    def watched(table, flag=0, arrived=None):
+        done = read(table, flag, arrived)
+        if arrived:
+            flags.append(words(arrived, 1, np.uint32)[0])
+        return done
+
+    monkeypatch.setattr(native, "read", watched)
+    with uploading(path, slots=K) as model:
+        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+    assert flags and all(flags)
+
+
+@pytest.mark.parametrize("inline", (True, False))
+def test_native_code_that_reads_less_says_nothing(inline, path, runtime, want, monkeypatch):
+    """Python reads the rest, or raises, and says that the wait is over."""
+    if not inline:
+        read_in_threads(monkeypatch)
+    with uploading(path, slots=K) as model:
+        monkeypatch.setattr(native, "loop", lambda: lambda *_: None)
+        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", lambda *_: 0)
+            with pytest.raises(ReadError, match="got 0"):
+                greedy_logits(model, PROMPT[::-1], 4)
+        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
 
 
 def test_prefetched_experts_are_right(path, runtime, want):
@@ -204,11 +240,11 @@ def test_a_read_that_fails_is_an_error_and_the_next_call_is_right(
     inline, first, path, runtime, want, monkeypatch
 ):
     if not inline:
-        monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
+        read_in_threads(monkeypatch)
     with uploading(path, slots=K) as model:
         preadv, calls = os.preadv, itertools.count()
         with monkeypatch.context() as patch:
-            patch.setattr(os, "preadv", lambda *a: preadv(*a) if next(calls) < first else 0)
+            patch_preadv(patch, lambda *a: preadv(*a) if next(calls) < first else 0)
             with pytest.raises(ReadError, match="got 0"):
                 greedy_logits(model, PROMPT, 4)
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
@@ -227,7 +263,7 @@ def test_a_file_that_changes_is_an_error(path, tmp_path, runtime):
 
 
 def test_an_interrupt_leaves_no_kernel_waiting(path, runtime, want, monkeypatch):
-    monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
+    read_in_threads(monkeypatch)
     with uploading(path, slots=K, readers=2) as model:
         seen = []
 

@@ -12,11 +12,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from families import EVERY_VARIANT, VOCAB, E, K
+from faults import read_in_threads
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
-from moelab.streaming import layers, reader
+from moelab.streaming import layers
 from moelab.streaming.model import load_model
 
 STREAMED = ("serial", "buffers", "stacked", "fused")
@@ -257,7 +258,7 @@ def test_experts_as_if_large(name, variant, tmp_path, monkeypatch):
     """Large experts are read by threads and computed in parts as they arrive: the same bits."""
     monkeypatch.setattr(layers, "OVERLAP_S", 0)
     monkeypatch.setattr(layers, "PART_NBYTES", 1)
-    monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
+    read_in_threads(monkeypatch)
     path = families.write_checkpoint(name, tmp_path / name, variant)
     assert_streams(path)
     assert_streams(path, prompt=LONG_PROMPT)

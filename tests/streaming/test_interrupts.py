@@ -12,11 +12,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from families import K
+from faults import read_in_threads
 from greedy import greedy_logits
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
-from moelab.streaming import layers, reader
+from moelab.streaming import layers
 from moelab.streaming.model import load_model
 from moelab.streaming.session import session_of
 from moelab.streaming.slots import SlotTable
@@ -89,7 +90,7 @@ def assert_every_slot_is_there(model):
 def test_an_interrupt_at_any_line(path, fields, way, monkeypatch):
     """Before every line that a prompt and two tokens run through, one after the other."""
     if way == "reader threads":
-        monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
+        read_in_threads(monkeypatch)
         monkeypatch.setattr(layers, "OVERLAP_S", 0)
         monkeypatch.setattr(layers, "PART_NBYTES", 1)
     model, _ = load_model(path, moelab.StreamConfig(**{"slots": SLOTS, "streams": 1, **fields}))

@@ -8,6 +8,7 @@ import families
 import numpy as np
 import pytest
 from families import E, K
+from faults import patch_preadv, read_in_threads
 from greedy import greedy_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,7 +75,7 @@ def test_slow_reads_are_waited_for(name, want, monkeypatch):
         views[0][:1] = b"\xa5"  # a slot that is used too early gives a wrong result
         return preadv(fd, views, offset)
 
-    monkeypatch.setattr(os, "preadv", slow)
+    patch_preadv(monkeypatch, slow)
     assert run(name, want, steps=12).prefetch_late > 0
 
 
@@ -88,14 +89,17 @@ def test_a_prefetch_that_fails_is_read_again(want, monkeypatch):
             raise OSError(5, "Input/output error")
         return preadv(fd, views, offset)
 
-    monkeypatch.setattr(os, "preadv", flaky)
+    patch_preadv(monkeypatch, flaky)
     c = run("lookahead", want)
     assert c.misses > 0 and c.prefetch_used > 0
 
 
 @pytest.mark.parametrize("inline", [True, False])
 def test_no_prefetch_begins_while_a_demand_read_is_in_flight(want, monkeypatch, inline):
-    monkeypatch.setattr(reader, "INLINE_NBYTES", 1 << 40 if inline else 0)
+    if inline:
+        monkeypatch.setattr(reader, "INLINE_NBYTES", 1 << 40)
+    else:
+        read_in_threads(monkeypatch)
     demands, overlaps, seen = [0], [0], [0]
     start, finish, give_way = reader.Reader.start, reader.Reader.finish, reader.Reader.give_way
 

@@ -12,12 +12,13 @@ import families
 import mlx.core as mx
 import numpy as np
 import pytest
+from faults import patch_preadv, read_in_threads
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import moelab
 from moelab.checkpoint import DTYPES, Checkpoint, read_header
-from moelab.streaming import layers, reader
+from moelab.streaming import layers
 from moelab.streaming.model import load_model
 from moelab.streaming.slots import POLICIES, SlotTable
 
@@ -349,8 +350,8 @@ def test_any_history_of_calls(
 
     pending = []
     with pytest.MonkeyPatch.context() as patch, load_model(path, config)[0] as model:
-        patch.setattr(os, "preadv", flaky)
-        patch.setattr(reader, "INLINE_NBYTES", 0)
+        patch_preadv(patch, flaky)
+        read_in_threads(patch)
         if in_parts:
             patch.setattr(layers, "OVERLAP_S", 0)
             patch.setattr(layers, "PART_NBYTES", 1)

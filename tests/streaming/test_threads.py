@@ -19,12 +19,13 @@ import mlx_lm
 import mlx_lm.server
 import pytest
 from families import K
+from faults import read_in_threads
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 import moelab
 from moelab.speculation.drafts import LookupDraft
 from moelab.speculation.generate import speculative_generate_step
-from moelab.streaming import layers, reader
+from moelab.streaming import layers
 from moelab.streaming.model import load_model
 
 FAST = os.environ.get("MOELAB_FAST") == "1"
@@ -54,7 +55,7 @@ def path(tmp_path_factory):
 def any_reads(request, monkeypatch):
     """With reads in the calling thread, and in parts by the reader's threads."""
     if request.param == "reader threads":
-        monkeypatch.setattr(reader, "INLINE_NBYTES", 0)
+        read_in_threads(monkeypatch)
         monkeypatch.setattr(layers, "OVERLAP_S", 0)
         monkeypatch.setattr(layers, "PART_NBYTES", 1)
 

@@ -1,0 +1,86 @@
+"""A loop over reads in native code: one call of Python, and the GIL is released once.
+
+It needs llvmlite; without it ``read_ranges`` loops in Python.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+
+from ..kernels import code
+from ..kernels.code import I32, I64, Code, ir
+
+# The columns of a table of reads: file descriptor and first byte, address and number of the iovecs
+# (address and bytes of the memory), bytes, and what ``preadv`` returned.
+COLUMNS = FD, OFFSET, IOV, COUNT, NBYTES, GOT = range(6)
+# Read what is in the page cache and do not wait for the disk. Linux begins to read the rest of the
+# range into the page cache. Other systems do not have it.
+NOWAIT = getattr(os, "RWF_NOWAIT", 0)
+
+
+def read(table: np.ndarray, flags: int = 0, arrived: int | None = None) -> bool:
+    """Read all ranges of a table, one after the other, and go on after one that fails.
+
+    Args:
+        table (np.ndarray): ``[n, len(COLUMNS)]``, int64; ``GOT`` is filled in.
+        flags (int): ``NOWAIT`` or 0.
+        arrived (int or None): The address of a uint32 that is set to 1 if all bytes were read.
+
+    Returns:
+        bool: Whether all bytes were read.
+    """
+    done = ctypes.c_uint32()
+    flag = ctypes.addressof(done)
+    loop()(address_of(table), len(table), flags, flag, arrived or flag)
+    return bool(done.value)
+
+
+def address_of(memory: np.ndarray | memoryview) -> int:
+    """Where memory begins, in less time than numpy's ``ctypes.data`` takes.
+
+    Args:
+        memory (np.ndarray or memoryview): Contiguous, writable, not empty.
+    """
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+@cache
+def loop() -> Callable[[int, int, int, int, int], None] | None:
+    """The function behind ``read``; None where it cannot be built."""
+    name = "preadv2" if NOWAIT else "preadv"
+    function = getattr(ctypes.CDLL(None), name, None)
+    if code.llvm is None or function is None:
+        return None
+    return _Loop(ctypes.cast(function, ctypes.c_void_p).value).build()
+
+
+class _Loop(Code):
+    """Writes ``run(table, n, flags, done, arrived)``."""
+
+    def __init__(self, preadv):
+        super().__init__(5, 8)
+        arguments = [I32, I64, I32, I64, *([I32] if NOWAIT else [])]
+        self.preadv = self.pointer(I64(preadv), ir.FunctionType(I64, arguments))
+
+    def build(self):
+        table, n, flags, done, arrived = self.function.args
+        table, b = self.pointer(table, I64), self.b
+
+        def row(i, missing):
+            at = self.mul(i, len(COLUMNS))
+            fd, iov, count, offset, nbytes = (
+                self.load(table, self.add(at, k), I64) for k in (FD, IOV, COUNT, OFFSET, NBYTES)
+            )
+            arguments = [b.trunc(fd, I32), iov, b.trunc(count, I32), offset]
+            got = b.call(self.preadv, arguments + ([b.trunc(flags, I32)] if NOWAIT else []))
+            self.store(got, table, self.add(at, GOT))
+            return [b.or_(missing[0], b.xor(got, nbytes))]
+
+        missing = self.loop(I64(0), n, 1, row, [I64(0)])[1][0]
+        with b.if_then(b.icmp_signed("==", missing, I64(0))):
+            for flag in (done, arrived):  # after the bytes, also for a GPU that watches it
+                b.store_atomic(I32(1), self.pointer(flag, I32), "release", 4)
+        return self.compile()

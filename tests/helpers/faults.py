@@ -1,0 +1,20 @@
+"""Where and how the reads of a test are made."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from moelab.streaming import native, reader
+
+
+def patch_preadv(patch: pytest.MonkeyPatch, preadv: Callable) -> None:
+    """Let all reads be made by a function in place of ``os.preadv``, none by native code."""
+    patch.setattr(native, "loop", lambda: None)
+    patch.setattr(os, "preadv", preadv)
+
+
+def read_in_threads(patch: pytest.MonkeyPatch) -> None:
+    """Let the reader's threads make all reads, also of what the page cache holds."""
+    patch.setattr(reader, "INLINE_NBYTES", 0)
+    patch.setattr(reader, "CACHED_NBYTES", 0)

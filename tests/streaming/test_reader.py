@@ -1,0 +1,222 @@
+"""Reads by native code: the same bytes and errors as in Python, on real files."""
+
+import ctypes
+import errno
+import os
+
+import numpy as np
+import pytest
+from faults import patch_preadv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.kernels import code
+from moelab.streaming import native, reader
+from moelab.streaming.reader import Ranges, Read, Reader, ReadError, read_ranges
+
+SIZE = 200_000
+
+pytestmark = pytest.mark.skipif(native.loop() is None, reason="needs llvmlite")
+needs_nowait = pytest.mark.skipif(not native.NOWAIT, reason="needs Linux")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("reader") / "file"
+    path.write_bytes(np.random.default_rng(0).bytes(SIZE))
+    with open(path) as f:
+        os.fsync(f.fileno())  # pages that are not on the disk yet cannot be dropped
+    return path
+
+
+@pytest.fixture
+def of_8():
+    reading = Reader(8)
+    yield reading
+    reading.close()
+
+
+def ask(file, places):
+    """Reads of ``(offset, bytes of each view)`` into new memory."""
+    return [
+        Read(file, offset, sum(sizes), [memoryview(bytearray(n)) for n in sizes], f"t{i}", i)
+        for i, (offset, sizes) in enumerate(places)
+    ]
+
+
+def arrived(reads):
+    return [b"".join(map(bytes, r.views)) for r in reads]
+
+
+def drop(file):
+    os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def spread(n=40):
+    """Places of n ranges in one, two or three views, no two on one page."""
+    return [(4096 * i + i, [100 + i] * (1 + i % 3)) for i in range(n)]
+
+
+sizes = st.lists(st.integers(1, 9000), min_size=1, max_size=4)
+places = st.lists(st.tuples(st.integers(0, SIZE), sizes), min_size=1, max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(places)
+def test_native_code_reads_what_python_reads(file, places):
+    """Any ranges, also past the end: the same bytes, or the same error."""
+
+    def read(native_code):
+        reads, error = ask(reader.File(file), places), None
+        try:
+            read_ranges(Ranges.of(reads) if native_code else reads)
+        except ReadError as e:
+            error = str(e)
+        return reads, error
+
+    (native_reads, got), (reads, want) = read(True), read(False)
+    assert got == want
+    if want is None:
+        assert arrived(native_reads) == arrived(reads)
+    assert (want is not None) == any(offset + sum(sizes) > SIZE for offset, sizes in places)
+
+
+@needs_nowait
+@pytest.mark.parametrize("limit", ["INLINE_NBYTES", "CACHED_NBYTES", None])
+@pytest.mark.parametrize("cached", [0, 1, 17, 40])
+def test_what_is_cached_and_what_is_not(cached, limit, file, of_8, monkeypatch):
+    """Inline and in threads: every byte arrives, and the counters say so."""
+    if limit:
+        monkeypatch.setattr(reader, limit, 0)
+    opened = of_8.open(file)
+    data = file.read_bytes()
+    for _ in range(3):
+        reads = ask(opened, spread())
+        drop(opened)
+        for r in reads[:cached]:
+            os.pread(opened.fd, r.nbytes, r.offset)
+        before = of_8.reads, of_8.nbytes, of_8.read_s
+        of_8.read(Ranges.of(reads))
+        assert arrived(reads) == [data[r.offset : r.offset + r.nbytes] for r in reads]
+        assert of_8.reads - before[0] == len(reads)
+        assert of_8.nbytes - before[1] == sum(r.nbytes for r in reads)
+        assert of_8.read_s > before[2] and of_8._no_demand.is_set()
+
+
+@needs_nowait
+def test_one_thread_copies_what_is_cached(file, of_8):
+    opened = of_8.open(file)
+    file.read_bytes()
+    of_8.read(Ranges.of(ask(opened, spread())))
+    assert opened.has_nowait and of_8._pool is None
+
+
+@needs_nowait
+def test_a_file_system_that_cannot_say_what_is_cached(file, of_8, monkeypatch):
+    preadv = os.preadv
+
+    def unsupported(*args):
+        if len(args) == 4:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return preadv(*args)
+
+    monkeypatch.setattr(os, "preadv", unsupported)
+    opened = of_8.open(file)
+    assert not opened.has_nowait
+    reads, data = ask(opened, spread()), file.read_bytes()
+    of_8.read(Ranges.of(reads))
+    assert arrived(reads) == [data[r.offset : r.offset + r.nbytes] for r in reads]
+
+
+def test_one_reader_has_one_read_in_flight(file, monkeypatch):
+    seen, read = [], native.read
+    monkeypatch.setattr(
+        native, "read", lambda table, flags, *a: seen.append(flags) or read(table, flags, *a)
+    )
+    one = Reader(1)
+    one.read(Ranges.of(ask(one.open(file), spread())))
+    one.close()
+    assert seen == [0]
+
+
+@pytest.mark.parametrize("n", [0, 3, 39])
+def test_a_read_that_fails_is_named(n, file, of_8):
+    """A file descriptor that cannot be read: a real error in native code."""
+    fd = os.open(file, os.O_WRONLY)
+    opened = of_8.open(file)
+    broken = reader.File(file)
+    broken.fd = fd
+    reads = ask(opened, spread())
+    reads[n] = reads[n]._replace(file=broken)
+    before = of_8.reads
+    with pytest.raises(ReadError, match=f"{file}: t{n}, expert {n}, offset {reads[n].offset}: "):
+        of_8.read(Ranges.of(reads))
+    assert of_8.reads - before < len(reads)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("got", [-1, 0, 50])
+def test_an_incomplete_read_is_made_again(got, file, of_8, monkeypatch):
+    """Interrupted, at its end or in the middle: Python reads the range again, or raises."""
+    loop, data, wrong = native.loop(), file.read_bytes(), b"\xa5" * 50
+
+    def incomplete(table, n, flags, done, flag):
+        ctypes.c_uint32.from_address(flag).value = 7
+        loop(table, n, flags, done, flag)
+        rows = np.ctypeslib.as_array((ctypes.c_int64 * (n * 6)).from_address(table)).reshape(n, 6)
+        if n > 7:
+            ctypes.memmove(ctypes.c_int64.from_address(int(rows[7, native.IOV])).value, wrong, 50)
+            rows[7, native.GOT] = got
+            ctypes.c_uint32.from_address(done).value = 0
+
+    monkeypatch.setattr(native, "loop", lambda: incomplete)
+    opened = of_8.open(file)
+    reads = ask(opened, spread())
+    of_8.read(Ranges.of(reads))
+    assert arrived(reads) == [data[r.offset : r.offset + r.nbytes] for r in reads]
+
+    def fails(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fails)
+    with pytest.raises(ReadError, match="t7, expert 7, .*Input/output error"):
+        read_ranges(Ranges.of(ask(opened, spread())))
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_the_flag_is_set_once_all_bytes_are_there(short, file, of_8):
+    places = spread() + [(SIZE - 5, [10])] * short
+    flag = ctypes.c_uint32()
+    left = Ranges.of(ask(of_8.open(file), places)).read(arrived=ctypes.addressof(flag))
+    assert (flag.value, len(left)) == ((0, 1) if short else (1, 0))
+
+
+def test_a_file_that_is_cut_off_or_changed(tmp_path, file, of_8):
+    copy = tmp_path / "copy"
+    copy.write_bytes(file.read_bytes())
+    opened = of_8.open(copy)
+    of_8.read(Ranges.of(ask(opened, spread())))
+    os.utime(copy)
+    with pytest.raises(ReadError, match="changed while it was streamed"):
+        of_8.read(Ranges.of(ask(opened, spread())))
+    os.truncate(copy, 50_000)
+    with pytest.raises(ReadError, match="changed|expected .* bytes, got"):
+        of_8.read(Ranges.of(ask(opened, spread())))
+
+
+def test_without_llvmlite_python_reads(file, of_8, monkeypatch):
+    monkeypatch.setattr(code, "llvm", None)
+    native.loop.cache_clear()
+    assert native.loop() is None
+    reads, data = ask(of_8.open(file), spread()), file.read_bytes()
+    of_8.read(Ranges.of(reads))
+    assert arrived(reads) == [data[r.offset : r.offset + r.nbytes] for r in reads]
+    native.loop.cache_clear()
+
+
+def test_patched_reads_are_the_only_ones(file, of_8, monkeypatch):
+    """What the tests with failing reads rely on."""
+    seen, preadv = [], os.preadv
+    patch_preadv(monkeypatch, lambda *args: seen.append(args[2]) or preadv(*args))
+    of_8.read(Ranges.of(ask(of_8.open(file), spread())))
+    assert seen[-len(spread()) :] == [offset for offset, _ in spread()]
