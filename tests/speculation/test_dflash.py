@@ -381,7 +381,7 @@ def test_greedy_text_at_every_block_size(name, mode, kernels, i, record_property
     """Some block sizes (the token before the drafts included); with MOELAB_FULL=1 every one.
 
     That takes five hours on two cores: 20 texts of 300 tokens, blocks of 2 to 16. Another token may
-    be chosen only between two that tie within 1e-4.
+    be chosen only between two that tie within 1e-4, and with the fast kernels none.
     """
     tokens, blocks = (
         (24, (2, 7, 16)) if FAST else (300, range(2, 17)) if FULL else (100, (2, 7, 16))
@@ -403,6 +403,7 @@ def test_greedy_text_at_every_block_size(name, mode, kernels, i, record_property
         got = [t for t, *_ in steps]
         assert len(got) == tokens
         at = next((j for j in range(tokens) if got[j] != expected[j]), None)
+        assert kernels == "mlx" or at is None, (block, at)
         if at is not None:
             logits = trained("tiny-moe", kernels=kernels)(mx.array([prompt + expected[:at]]))[0, -1]
             gap = (logits[expected[at]] - logits[got[at]]).item()
