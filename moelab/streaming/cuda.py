@@ -17,7 +17,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import cache
 from typing import NamedTuple
@@ -25,7 +25,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .reader import Ranges, Read, Reader, check_unchanged, read_ranges
+from . import native
+from .reader import Ranges, Read, Reader, check_unchanged, files_of, read_ranges
 
 try:
     from cuda.bindings import runtime
@@ -127,7 +128,8 @@ class Block(Pinned):
             reads (Iterable[Read]): The ranges, in the order in which they lie here.
         """
         out, source = [], self.address
-        for to, nbytes in (part for r in reads for part in r.parts):
+        all_parts = reads.parts if isinstance(reads, Ranges) else [r.parts for r in reads]
+        for to, nbytes in (part for parts in all_parts for part in parts):
             out.append(Copy(source, to, nbytes, self.flag))
             source += nbytes
         return out
@@ -163,10 +165,12 @@ class UploadingReader(Reader):
         self._free = []
         self._copying = []  # blocks that the graph may still copy
 
-    def start(self, reads: list[Read]) -> _Begun:
+    def start(self, reads: Sequence[Read]) -> _Begun:
+        self._wait()
+        if isinstance(reads, Ranges) and (begun := self._start_table(reads)) is not None:
+            return begun
         direct = [r for r in reads if not r.parts]
         begun = _Begun(pieces([r for r in reads if r.parts], self.readers))
-        self._wait()
 
         def here():
             if direct:
@@ -177,6 +181,51 @@ class UploadingReader(Reader):
             begun.direct = self._read_in_pool(direct)
             self._read_more(begun, self._submit)
         return begun
+
+    def _start_table(self, ranges):
+        """Begin to read ranges as they are, if there are blocks for all. Else None.
+
+        It takes little time of Python, which all threads share.
+        """
+        if not ranges or native.loop() is None or not all(ranges.parts):
+            return None
+        sizes = ranges.table[:, native.NBYTES]
+        firsts = _divide(sizes.tolist(), self.readers)
+        if len(firsts) > len(self._free) + NUM_BLOCKS - len(self._blocks):
+            return None
+        if sizes.max() > BLOCK_NBYTES:
+            return None
+        lasts = [*firsts[1:], len(sizes)]
+        blocks = [self._take(must=True) for _ in firsts]
+        starts = sizes.cumsum() - sizes
+        shifts = np.array([block.address for block in blocks]) - starts[firsts]
+        iovecs = np.stack((starts + shifts.repeat(np.subtract(lasts, firsts)), sizes), 1)
+        table = ranges.table.copy()
+        table[:, native.IOV] = native.address_of(iovecs) + iovecs[0].nbytes * np.arange(len(sizes))
+        table[:, native.COUNT] = 1
+        begun = _Begun(())
+
+        def begin(submit):
+            for first, last, block in zip(firsts, lasts, blocks):
+                block.arrived[0] = 0
+                piece = ranges.between(first, last)
+                args = piece, table[first:last], iovecs, block
+                begun.reading.append((piece, block, submit(self._read_table, *args)))
+
+        if not self._read_inline(ranges, lambda: begin(_now)):
+            begin(self._submit)
+        return begun
+
+    def _read_table(self, ranges, table, iovecs, block):
+        """Read ranges into a block, by a table with these ``iovecs``."""
+        begin = time.perf_counter()
+        try:
+            # Native code says that the bytes are there without waiting for the GIL.
+            if not native.read(table, arrived=block.flag):
+                read_ranges(_into(ranges, block))  # again, or raise
+        finally:
+            block.arrived[0] = 1  # also after an error: the GPU waits for it
+        self._count(len(ranges), ranges.nbytes, begin, ranges.nbytes)
 
     def _wait(self):
         """Wait until the GPU has copied all blocks that a graph copies."""
@@ -203,11 +252,14 @@ class UploadingReader(Reader):
     def _read_into(self, reads, block):
         begin = time.perf_counter()
         try:
-            ranges = Ranges.of(_into(reads, block))
-            read_ranges(ranges, block.flag)  # native code sets it without waiting for the GIL
+            reads = _into(reads, block)
+            if native.loop() is not None:  # which sets the flag without waiting for the GIL
+                reads = Ranges.of(reads)
+            read_ranges(reads, block.flag)
         finally:
             block.arrived[0] = 1  # also after an error: the GPU waits for it
-        self._count(len(ranges), ranges.nbytes, begin, ranges.nbytes)
+        nbytes = sum(r.nbytes for r in reads)
+        self._count(len(reads), nbytes, begin, nbytes)
 
     def copies(self, begun: _Begun) -> list[Copy] | None:
         """What a kernel has to copy so that ``finish`` need not; None if it takes several.
@@ -223,8 +275,8 @@ class UploadingReader(Reader):
         return copies
 
     def finish(self, begun: _Begun) -> None:
-        files = {r.file for reads in begun.waiting for r in reads}
-        files |= {r.file for reads, *_ in begun.reading for r in reads}
+        files = set().union(*map(files_of, begun.waiting))
+        files.update(*(files_of(reads) for reads, *_ in begun.reading))
         super().finish([*begun.direct, *(future for *_, future in begun.reading)])
         if begun.in_graph:
             self._copying += [block for _, block, _ in begun.reading]
@@ -269,18 +321,25 @@ def pieces(reads: list[Read], readers: int) -> list[list[Read]]:
     Returns:
         list[list[Read]]: Ranges, or parts of one.
     """
-    most = min(BLOCK_NBYTES, sum(r.nbytes for r in reads) / readers)
-    found, size = [], most
+    parts = []
     for r in reads:
         for first in range(0, r.nbytes, BLOCK_NBYTES):
             nbytes = min(BLOCK_NBYTES, r.nbytes - first)
-            part = r if nbytes == r.nbytes else _cut(r, first, nbytes)
-            if size + nbytes > most:
-                found.append([])
-                size = 0
-            found[-1].append(part)
-            size += nbytes
-    return found
+            parts.append(r if nbytes == r.nbytes else _cut(r, first, nbytes))
+    firsts = _divide([r.nbytes for r in parts], readers)
+    return [parts[i:j] for i, j in zip(firsts, [*firsts[1:], len(parts)])]
+
+
+def _divide(sizes, readers):
+    """The first range of each piece."""
+    most = min(BLOCK_NBYTES, sum(sizes) / readers)
+    firsts, size = [], most
+    for i, nbytes in enumerate(sizes):
+        if size + nbytes > most:
+            firsts.append(i)
+            size = 0
+        size += nbytes
+    return firsts
 
 
 def _cut(r, first, nbytes):

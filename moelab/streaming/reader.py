@@ -156,9 +156,10 @@ class Ranges(Sequence):
         nbytes (int): The bytes of all of them.
         files (Collection[File]): The files that they are in.
         reads (Callable): Returns them as a list.
+        parts (Sequence): The ``parts`` of each.
 
     Attributes:
-        table, nbytes, files: As above.
+        table, nbytes, files, parts: As above.
     """
 
     def __init__(
@@ -167,8 +168,10 @@ class Ranges(Sequence):
         nbytes: int,
         files: Collection[File],
         reads: Callable[[], list[Read]],
+        parts: Sequence[Sequence[tuple[int, int]]] = (),
     ):
         self.table, self.nbytes, self.files, self._make = table, nbytes, files, reads
+        self.parts = parts
 
     @classmethod
     def of(cls, reads: Sequence[Read]) -> "Ranges":
@@ -198,6 +201,13 @@ class Ranges(Sequence):
     def __getitem__(self, i):
         return self._reads[i]
 
+    def between(self, first: int, last: int) -> "Ranges":
+        """Some of them, from ``first`` to before ``last``."""
+        table = self.table[first:last]
+        nbytes = int(table[:, native.NBYTES].sum())
+        parts = self.parts[first:last]
+        return Ranges(table, nbytes, self.files, lambda: self[first:last], parts)
+
     def read(self, flags: int = 0, arrived: int | None = None) -> Sequence[Read]:
         """Read them in native code, as ``native.read`` does.
 
@@ -218,7 +228,8 @@ class Ranges(Sequence):
         return Ranges(table, nbytes, self.files, lambda: [self[i] for i in left])
 
 
-def _files(reads):
+def files_of(reads: Sequence[Read]) -> Collection[File]:
+    """The files that ranges are in."""
     return reads.files if isinstance(reads, Ranges) else {r.file for r in reads}
 
 
@@ -493,7 +504,7 @@ class Reader:
         """
         begin = time.perf_counter()
         read_ranges(reads)
-        check_unchanged(_files(reads))
+        check_unchanged(files_of(reads))
         nbytes = _nbytes(reads)
         self._count(len(reads), nbytes, begin, nbytes)
 

@@ -446,7 +446,8 @@ class SlotBank:
             ]
 
         table = table.reshape(-1, len(COLUMNS))
-        return Ranges(table, nbytes * len(slots), files, reads)
+        parts = [part for slot in slots.values() for *_, part in self._slots[slot].disk]
+        return Ranges(table, nbytes * len(slots), files, reads, parts)
 
     @cached_property
     def _places(self):

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.repack import repack
-from moelab.streaming import cuda, native, reader
+from moelab.streaming import cuda, native, reader, slots
 from moelab.streaming.model import load_model
 from moelab.streaming.reader import ReadError
 from moelab.streaming.session import session_of
@@ -193,6 +193,24 @@ def test_native_code_says_that_bytes_are_there(inline, path, runtime, want, monk
     with uploading(path, slots=K) as model:
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
     assert flags and all(flags)
+
+
+@pytest.mark.skipif(native.loop() is None, reason="needs llvmlite")
+@pytest.mark.parametrize(
+    "nbytes, blocks, tables", [(1 << 21, 32, True), (1 << 21, 2, False), (64, 32, False)]
+)
+def test_reads_are_a_table_if_they_fit_into_the_blocks(
+    nbytes, blocks, tables, path, runtime, want, monkeypatch
+):
+    """Then no ``Read`` is made, which would take all threads' time."""
+    read_in_threads(monkeypatch)
+    monkeypatch.setattr(cuda, "BLOCK_NBYTES", nbytes)
+    monkeypatch.setattr(cuda, "NUM_BLOCKS", blocks)
+    made, real = [], slots.Read
+    monkeypatch.setattr(slots, "Read", lambda *a: made.append(a) or real(*a))
+    with uploading(path, slots=K) as model:
+        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+    assert (not made) == tables
 
 
 @pytest.mark.parametrize("inline", (True, False))
