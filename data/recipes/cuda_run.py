@@ -22,9 +22,9 @@ import tempfile
 import time
 import traceback
 import unittest.mock
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 
 import mlx.core as mx
@@ -50,6 +50,7 @@ from moelab.repack import repack
 from moelab.replay.locality import lru_hit_rate, recorded_trace
 from moelab.speculation import gated_delta
 from moelab.speculation.drafts import ModelDraft
+from moelab.streaming import native
 from moelab.streaming.layers import Stacked
 from moelab.streaming.session import Session
 from moelab.synthesize import synthesize
@@ -227,33 +228,40 @@ class Run:
     def copies(self):
         """Experts that the GPU copies from pinned memory against reads into unified memory.
 
-        In turn, with a quarter of the experts in slots, and where the host's time goes in each.
+        In turn, with a quarter of the experts in slots, and where the host's time goes in each;
+        and copies of what loops in Python read, not native code.
         """
         tokens, rounds = (4, 1) if self.tiny else (24, 7)
         config = replace(self.base, slots=footprint(self.path).num_experts // 4)
-        configs = {
-            "resident": (bench.resident_like(self.base), "1"),
-            "unified memory": (config, "0"),
-            "copies": (config, "1"),
+        in_python = partial(unittest.mock.patch.object, native, "loop", lambda: None)
+        ways = {
+            "resident": (bench.resident_like(self.base), "1", nullcontext),
+            "unified memory": (config, "0", nullcontext),
+            "copies, reads in Python": (config, "1", in_python),
+            "copies": (config, "1", nullcontext),
         }
         out = {}
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             packed = repack(self.path, Path(folder) / "packed", progress=False)
             for layout, path in {"repacked": packed, "as shipped": self.path}.items():
                 models = {}
-                for name, (c, variable) in configs.items():
+                for name, (c, variable, _) in ways.items():
                     with unittest.mock.patch.dict(os.environ, MOELAB_CUDA_COPIES=variable):
                         models[name], tokenizer = load(path, c)
                 ids = tokenizer.encode(SHORT[0])
                 decode_s, texts, order = {n: [] for n in models}, {}, random.Random(0)
                 for i in range(rounds + 1):
                     for name in order.sample(list(models), len(models)):
-                        run = decode(models[name], ids, tokens, warmup=4)
+                        with ways[name][2]():
+                            run = decode(models[name], ids, tokens, warmup=4)
                         texts.setdefault(name, []).append(run.tokens)
                         if i:
                             decode_s[name].append(run.decode_s)
                 same = {n: [t == texts["resident"][0] for t in texts[n]] for n in models}
-                spent = {n: host_ms(m, ids, tokens) for n, m in models.items()}
+                spent = {}
+                for name, model in models.items():
+                    with ways[name][2]():
+                        spent[name] = host_ms(model, ids, tokens)
                 counters = vars(stats(models["copies"]).decode)
                 out[layout] = {
                     "tokens": tokens,

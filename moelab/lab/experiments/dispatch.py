@@ -23,7 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...experts import expert_modules
 from ...hooks import hooked
 from .. import records
-from ..timing import Timing, interleave
+from ..timing import Timing, interleave, paired_ratio
 
 # D hidden, F expert hidden, K experts per token.
 SHAPES = {
@@ -93,8 +93,8 @@ class Timed:
         return self.timings[name].median_s
 
     def ratio(self, over: str, under: str) -> float:
-        """Quotient of two variants' medians."""
-        return self.median_s(over) / self.median_s(under)
+        """Quotient of two variants, the median over rounds."""
+        return paired_ratio(self.timings[over], self.timings[under])["median"]
 
 
 def default_dtype() -> mx.Dtype:
@@ -522,7 +522,7 @@ class Recorded:
         return f"{self.machine['gpu']}, recorded"
 
 
-def recorded(name: str = "cuda_h200", later: str = "cuda_h200_exact_engine") -> Recorded:
+def recorded(name: str = "cuda_h200", later: str = "cuda_h200_engine") -> Recorded:
     """Parses two records of ``data/recipes/cuda_run.py``; the later one has ``promotion``."""
     record, promoted = records.recorded(name), records.recorded(later)
     sections = record["sections"]

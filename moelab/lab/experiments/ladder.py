@@ -77,34 +77,32 @@ def checkpoint_of_real_layers(
 
 @dataclass(frozen=True)
 class Recorded:
-    """The sections of two recorded CUDA runs that notebook 02 shows.
+    """The sections of a recorded CUDA run that notebook 02 shows.
 
     Attributes:
-        machine (dict): The card of today's run.
-        earlier_machine (dict): That of the earlier run, on another host with the same GPU.
-        warm (BenchRecord): Today's ladder with the file in the page cache.
-        slots (BenchRecord): Today's speed with several numbers of slots.
-        all_in_slots (dict): Today's block with every expert in its slot, over the resident block
-            and one evaluation: ``Summary`` by mode.
-        together (Timed): ``tokens_at_once`` with the shape of 35B-A3B.
-        earlier (BenchRecord): The ladder of an earlier engine, in the page cache.
+        machine (dict): Its card.
+        warm (BenchRecord): The ladder with the file in the page cache.
         cold (BenchRecord): The same with its pages dropped.
+        slots (BenchRecord): The speed with several numbers of slots.
+        all_in_slots (dict): A block with every expert in its slot, over the resident block and one
+            evaluation: ``Summary`` by mode.
+        together (Timed): ``tokens_at_once`` with the shape of 35B-A3B.
         reads (tuple): Reads in flight, and rows of GB/s: experts, cold.
         agreement (dict[str, dict]): ``exactness.agreement`` in float32 and the checkpoint's dtype.
         writes (Timed): ``slot_writes`` of 35B-A3B.
+        memory (dict): Of ``memory.measure``: one long run.
     """
 
     machine: dict[str, Any]
-    earlier_machine: dict[str, Any]
     warm: BenchRecord
+    cold: BenchRecord
     slots: BenchRecord
     all_in_slots: dict[str, Summary]
     together: Timed
-    earlier: BenchRecord
-    cold: BenchRecord
     reads: tuple[list[int], list[list[float]]]
     agreement: dict
     writes: Timed
+    memory: dict[str, Any]
 
     @property
     def name(self) -> str:
@@ -112,23 +110,21 @@ class Recorded:
         return f"{self.machine['gpu']}, recorded"
 
 
-def recorded(name: str = "cuda_h200", today: str = "cuda_h200_exact_engine") -> Recorded:
-    """Parses two records of ``data/recipes/cuda_run.py``: an earlier engine's and today's."""
-    file, file_today = records.recorded(name), records.recorded(today)
-    sections, now = file["sections"], file_today["sections"]
-    agreed = {d: sections["agreement"][d]["modes"] for d in ("float32", "auto")}
+def recorded(name: str = "cuda_h200_engine") -> Recorded:
+    """Parses a record of ``data/recipes/cuda_run.py``."""
+    file = records.recorded(name)
+    sections = file["sections"]
     return Recorded(
-        machine=file_today["machine"],
-        earlier_machine=file["machine"],
-        warm=BenchRecord.from_json(now["ladder_warm"]),
-        slots=BenchRecord.from_json(now["slots"]),
-        all_in_slots=now["all_in_slots"]["ratio"],
-        together=Timed.parse(now["tokens_at_once"]),
-        earlier=BenchRecord.from_json(sections["ladder_warm"]),
+        machine=file["machine"],
+        warm=BenchRecord.from_json(sections["ladder_warm"]),
         cold=BenchRecord.from_json(sections["ladder_cold"]),
+        slots=BenchRecord.from_json(sections["slots"]),
+        all_in_slots=sections["all_in_slots"]["ratio"],
+        together=Timed.parse(sections["tokens_at_once"]),
         reads=records.reads_GBs(sections["reads"]["cold"])["moelab"],
-        agreement=agreed,
+        agreement={d: sections["agreement"][d]["modes"] for d in ("float32", "auto")},
         writes=Timed.parse(sections["slot_writes"]["qwen3.5-35b-a3b"]),
+        memory=sections["memory"],
     )
 
 
@@ -161,7 +157,7 @@ class Copies:
         return np.divide(self.decode_s["unified memory"], self.decode_s["copies"])
 
 
-def recorded_copies(name: str = "cuda_h200_copies") -> tuple[dict, dict[str, Copies]]:
+def recorded_copies(name: str = "cuda_h200_engine") -> tuple[dict, dict[str, Copies]]:
     """The machine and, by layout, the section ``copies`` of ``data/recipes/cuda_run.py``."""
     file = records.recorded(name)
     found = {}

@@ -35,11 +35,12 @@ from ..plots import charts, style
 from ..records import BenchRecord, ReadsRecord
 from ..texts import PROMPTS
 
-WRITTEN = "unified memory"
+WRITTEN, IN_PYTHON = "unified memory", "copies, reads in Python"
 WAYS = {  # how a chart names the ways of an expert's bytes to a GPU
     "resident": "resident",
     WRITTEN: "into unified memory",
-    "copies": "copied by the GPU",
+    IN_PYTHON: "copied, reads in Python",
+    "copies": "copied, reads native",
 }
 LINK_GBs = 50  # PCIe 5.0 x16 between host and device, about
 
@@ -48,13 +49,8 @@ def _sources(here, gpu):
     return {
         f"{style.HERE}, warm": here,
         f"{gpu.name}, warm": gpu.warm,
-        f"{gpu.name}, earlier engine, warm": gpu.earlier,
-        f"{gpu.name}, earlier engine, cold": gpu.cold,
+        f"{gpu.name}, cold": gpu.cold,
     }
-
-
-def _recorded_note(gpu):
-    return charts.recorded_note(gpu.machine, earlier=gpu.earlier_machine)
 
 
 def published_bars() -> go.Figure:
@@ -122,7 +118,7 @@ def read_lines(cold: ReadsRecord, gpu: Recorded, expert_nbytes: int) -> go.Figur
         "GB/s, cold",
         f"Best rates in GB/s: {told}.",
         note=f"experts of {expert_nbytes / 1e6:.2f} MB, pages dropped before each run; "
-        + charts.recorded_note(gpu.earlier_machine),
+        + charts.recorded_note(gpu.machine),
         ceilings=direct,
     )
 
@@ -130,16 +126,16 @@ def read_lines(cold: ReadsRecord, gpu: Recorded, expert_nbytes: int) -> go.Figur
 def rung_bars(here: BenchRecord, gpu: Recorded) -> go.Figure:
     """Milliseconds of a token on every rung."""
     sources = _sources(here, gpu)
-    mine, warm, earlier, cold = (multiples(r)[TOP] for r in sources.values())
+    mine, warm, cold = (multiples(r)[TOP] for r in sources.values())
     mine_ms, gpu_ms = (np.median(r.token_s("resident")) * 1e3 for r in (here, gpu.warm))
     return charts.bars(
         {label: rungs(r) for label, r in sources.items()},
-        f"All steps to {TOP} together: {mine:.1f}x here, {warm:.1f}x on the GPU (with an earlier "
-        f"engine {earlier:.1f}x, {cold:.1f}x cold)",
+        f"All steps to {TOP} together: {mine:.1f}x here, {warm:.1f}x on the GPU, {cold:.1f}x there "
+        "from a cold disk",
         "ms a token",
-        f"Resident takes {mine_ms:.0f} ms here and {gpu_ms:.1f} ms on the GPU. The earlier engine "
-        "ran on another host with the same GPU.",
-        note=f"layers of 35B-A3B; here float32, there bfloat16; {_recorded_note(gpu)}",
+        f"Resident takes {mine_ms:.0f} ms here and {gpu_ms:.1f} ms on the GPU.",
+        note="layers of 35B-A3B; here float32, there bfloat16; "
+        + charts.recorded_note(gpu.machine),
         scale=1e3,
         marks=[(0, mine_ms, "resident")],
     )
@@ -168,14 +164,15 @@ def multiple_lines(here: BenchRecord, gpu: Recorded) -> go.Figure:
     on_gpu = multiples(gpu.warm)
     return charts.lines(
         {name: (list(c), [[v] for v in c.values()]) for name, c in climbs.items()},
-        f"The published ladder gains {told['parallel']:.1f}x; most of each gain comes before slots",
+        f"Parallel reads gain {told['parallel']:.1f}x in the published ladder, "
+        f"{on_gpu['parallel']:.1f}x on the GPU, where slots bring {on_gpu['slots']:.1f}x",
         "",
         "times faster than serial",
         f"PR 26's rewrite is {told['parallel']:.1f} times as fast as its first version. From "
         f"parallel reads to slots PR 90 reports {told['slots'] / told['parallel']:.2f} or 1.046; "
         f"the GPU here gives {on_gpu['slots'] / on_gpu['parallel']:.2f}.",
         note="published: Qwen3.5-122B-A10B on an M1 Ultra, top-8 (PR 26) and top-6 (PR 90); "
-        + _recorded_note(gpu),
+        + charts.recorded_note(gpu.machine),
         log_x=False,
     )
 
@@ -183,7 +180,7 @@ def multiple_lines(here: BenchRecord, gpu: Recorded) -> go.Figure:
 def part_bars(here: BenchRecord, gpu: Recorded) -> go.Figure:
     """What a token's time is made of on every rung."""
     sources = _sources(here, gpu)
-    mine, warm, _, cold = (f"{waiting_share(r):.0%}" for r in sources.values())
+    mine, warm, cold = (f"{waiting_share(r):.0%}" for r in sources.values())
     block = gpu.all_in_slots["fused"]
     return charts.parts(
         {label: parts(r) for label, r in sources.items()},
@@ -191,7 +188,7 @@ def part_bars(here: BenchRecord, gpu: Recorded) -> go.Figure:
         "Slow arithmetic hides the reads. Where arithmetic is fast, reads and the wait for the "
         "routing are what is left. With every expert in its slot a fused block takes "
         f"{block['median']:.2f} times the resident block and one evaluation on the GPU.",
-        note=f"the share of the rung gate+up in the title; {_recorded_note(gpu)}",
+        note="the share of the rung gate+up in the title; " + charts.recorded_note(gpu.machine),
     )
 
 
@@ -212,7 +209,8 @@ def copy_bars(recorded: tuple[dict, dict[str, Copies]]) -> go.Figure:
     }
     told = [
         f"{layout.capitalize()}: {speed[layout, 'copies']} tok/s, {gain} times the "
-        f"{speed[layout, WRITTEN]} of unified memory, resident {speed[layout, 'resident']}"
+        f"{speed[layout, WRITTEN]} of unified memory, {speed[layout, IN_PYTHON]} with reads in "
+        f"Python, resident {speed[layout, 'resident']}"
         for layout, gain in gains.items()
     ]
     packed, shipped = (gain.partition(" ")[0] for gain in gains.values())
@@ -221,7 +219,8 @@ def copy_bars(recorded: tuple[dict, dict[str, Copies]]) -> go.Figure:
             layout: {WAYS[way]: parts for way, parts in made.host_s.items()}
             for layout, made in layouts.items()
         },
-        f"Copies by the GPU gain {packed} times, with the file as shipped {shipped} times",
+        f"With the GPU copying, decoding is {packed} times as fast repacked, {shipped} times as "
+        "shipped",
         f"{'. '.join(told)}. A bar is one text.",
         note="8 layers of 35B-A3B, 64 of 256 slots, file in the page cache",
         card=card,
@@ -247,7 +246,7 @@ def write_lines(gpu: Recorded) -> go.Figure:
         f"alone, at about {LINK_GBs} GB/s, would take {nbytes / LINK_GBs / 1e6:.2f}.",
         note="gate and up of a 35B-A3B expert, from host memory into an array of 64 slots",
         log_x=False,
-        card=gpu.earlier_machine,
+        card=gpu.machine,
     )
 
 
@@ -334,7 +333,7 @@ def memory_lines(memory: dict[str, Any], gpu: Recorded, model: str) -> go.Figure
     """
     at, predicted = memory["tokens"], memory["predicted_nbytes"] / 1e6
     held, peak = ([m / 1e6 for m in memory[k]] for k in ("active_nbytes", "peak_nbytes"))
-    there = gpu.warm.peak_nbytes("fused"), gpu.warm.modes["fused"].predicted_nbytes
+    there = gpu.memory
     return charts.lines(
         {
             "MLX memory": (at, [[m] for m in held]),
@@ -344,8 +343,9 @@ def memory_lines(memory: dict[str, Any], gpu: Recorded, model: str) -> go.Figure
         "tokens decoded",
         "MB",
         f"{held[-1]:.1f} MB are held after {at[-1]} tokens; the model alone was predicted to take "
-        f"{predicted:.1f}. {gpu.name}, 64 slots: {there[0] / 1e6:.0f} MB at the peak, "
-        f"{there[1] / 1e6:.0f} predicted.",
+        f"{predicted:.1f}. {gpu.name}, 64 slots: {there['active_nbytes'][-1] / 1e6:.0f} MB after "
+        f"{there['tokens'][-1]} tokens, {growth_nbytes(there) / 1e6:+.1f} since token "
+        f"{there['tokens'][1]}, {there['predicted_nbytes'] / 1e6:.0f} predicted.",
         note=f"{model}, fused, 16 slots, one run; {charts.recorded_note(gpu.machine)}",
         log_x=False,
         ceilings=[(predicted, "predicted")],
@@ -398,9 +398,8 @@ def verdicts(gpu: Recorded, here: Results, slots: int, experts: int) -> list[cha
             "A1",
             "streaming rewritten: 8.5 times faster at the full top-k, more with fewer experts",
             "depends on",
-            f"what arithmetic leaves to gain: {top[1]:.1f}x on the {device} warm, {top[3]:.1f}x "
-            f"cold (earlier engine, {top[2]:.1f}x warm), {top[0]:.1f}x on this machine (fewer "
-            "experts: notebook 05)",
+            f"what arithmetic leaves to gain: {top[1]:.1f}x on the {device} warm, {top[2]:.1f}x "
+            f"cold, {top[0]:.1f}x on this machine (fewer experts: notebook 05)",
         ),
         (
             "A2",
@@ -421,14 +420,17 @@ def verdicts(gpu: Recorded, here: Results, slots: int, experts: int) -> list[cha
             "compute is the bottleneck at steady state, not I/O",
             "depends on",
             f"the device: {share[0]:.0%} of a token waits for reads here, {share[1]:.0%} on the "
-            f"{device} warm, {share[3]:.0%} cold (earlier engine)",
+            f"{device} warm, {share[2]:.0%} cold",
         ),
         (
             "A10",
             "resident memory stays flat",
             "confirmed",
-            f"{growth_nbytes(here.memory) / 1e6:+.1f} MB over {here.memory['tokens'][-1]} tokens "
-            "here, caches included",
+            "caches included: "
+            + ", ".join(
+                f"{growth_nbytes(m) / 1e6:+.1f} MB over {m['tokens'][-1]} tokens {where}"
+                for where, m in (("here", here.memory), (f"on the {device}", gpu.memory))
+            ),
         ),
         (
             "B4",

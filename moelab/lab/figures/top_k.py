@@ -23,7 +23,7 @@ from ..quality import Score, at_top_k, xz_bits_per_byte
 from ..records import BenchRecord
 
 HOLDS = 0.01  # "quality holds": at most so many more bits per byte, as a share
-GPU_RECORD = "cuda_h200_exact_engine"  # in data/results
+GPU_RECORD = "cuda_h200_engine"  # in data/results
 
 
 def predictions(path: str | Path, ks: Sequence[int]) -> str:

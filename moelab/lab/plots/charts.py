@@ -219,20 +219,14 @@ def _display_table(head, rows, plain):
     display({"text/html": f"<table><tr>{top}</tr>{body}</table>", "text/plain": plain}, raw=True)
 
 
-def recorded_note(card: dict, earlier: dict | None = None) -> str:
+def recorded_note(card: dict) -> str:
     """The machine of recorded numbers that stand beside this machine's, short, for a note.
 
     Args:
         card (dict): Of the recorded run.
-        earlier (dict): Of a run of an earlier engine, if the chart shows one too.
     """
-    told = f"recorded: {_short(card)}"
-    return f"{told}; earlier engine: {_short(earlier)}" if earlier else told
-
-
-def _short(card):
     device, versions = card["gpu"] or card["cpu"], f"mlx {card['mlx']}, moelab {card['moelab']}"
-    return f"{device}, {card['backend']}, {versions}, {card['date']}"
+    return f"recorded: {device}, {card['backend']}, {versions}, {card['date']}"
 
 
 # Panels of horizontal bars
