@@ -173,7 +173,7 @@ def promotion_bars(here: Timed, gpu: Recorded, model: str) -> go.Figure:
         "ms a token",
         f"With the scalar the last layer's activations are {types}: it reaches the end, and its "
         "price depends on which type the device computes faster.",
-        note="bfloat16 model, one run for each sample; "
+        note="bfloat16 model, one run for each sample, ratios round by round; "
         + charts.recorded_note(gpu.promotion_machine),
         scale=1e3,
     )
