@@ -689,7 +689,8 @@ PASSAGES = {
          lambda: locality_row("routers of the trace")),
         ("From a cold disk `fused` decodes {} tok/s (n={}) and reads {} GB/s, {} of the {} GB/s "
          "that whole experts reach with {} reads in flight.", cold_copies),
-        ("The same {} layers with {} slots, as shipped (n={} warm, n={} cold, cold", ladder_settings),
+        ("The same {} layers with {} slots, as shipped (n={} warm, n={} cold, cold",
+         ladder_settings),
         ("| resident | {} | |", lambda: [ladder("resident")]),
         *[(f"| {text} | {{}} | {{}} |", lambda mode=mode: (ladder(mode), ladder(mode, "cold")))
           for text, mode in {
