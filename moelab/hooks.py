@@ -5,7 +5,7 @@ What a model keeps for as long as it is loaded is a class of its own, not a hook
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, partial, wraps
 from types import FunctionType
 from typing import Any
 
@@ -93,7 +93,12 @@ def with_globals(f: Callable, names: dict[str, Any]) -> Callable:
     return copy
 
 
-def call_instead(module: nn.Module, name: str, replace: Callable[[Callable], Callable]) -> None:
+def call_instead(
+    module: nn.Module,
+    name: str,
+    replace: Callable[[Callable], Callable],
+    unless_trained: bool = False,
+) -> None:
     """Let a module's methods call ``replace(f)`` where they call a function ``f`` by this name.
 
     The module gets a class of its own, whose methods know another function by the name. Other
@@ -103,22 +108,34 @@ def call_instead(module: nn.Module, name: str, replace: Callable[[Callable], Cal
         module (nn.Module): It is changed in place.
         name (str): What the module's methods call, a global name of theirs.
         replace (Callable): From the function to what is called in its place.
+        unless_trained (bool): Not while the module is trained (``module.train()``).
     """
-    cls = _calling(type(module), name, replace)
+    cls = _calling(type(module), name, replace, unless_trained)
     if cls is not type(module):
         module.__class__ = cls
 
 
 @cache
-def _calling(cls, name, replace):
-    changed = {
-        key: with_globals(f, {name: replace(f.__globals__[name])})
+def _calling(cls, name, replace, unless_trained):
+    own = {
+        key: f
         for key, f in methods(cls).items()
         if name in f.__code__.co_names and name in f.__globals__
     }
+    changed = {key: with_globals(f, {name: replace(f.__globals__[name])}) for key, f in own.items()}
+    if unless_trained:
+        changed = {key: _unless_trained(own[key], f) for key, f in changed.items()}
     if not changed:
         return cls
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, **changed})
+
+
+def _unless_trained(own, other):
+    @wraps(own)
+    def method(self, *args, **kwargs):
+        return (own if self.training else other)(self, *args, **kwargs)
+
+    return method
 
 
 def unhooked(module: object) -> type:

@@ -7,6 +7,7 @@ core of an AMD EPYC (MLX 0.32.4), and mlx-lm loops over tokens where a layer is 
 modules.
 """
 
+from . import gated_delta
 from .modules import FastExperts, available, check, describe, use, used
 
-__all__ = ["FastExperts", "available", "check", "describe", "use", "used"]
+__all__ = ["FastExperts", "available", "check", "describe", "gated_delta", "use", "used"]

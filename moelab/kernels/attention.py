@@ -3,15 +3,18 @@
 MLX's own is two products of its BLAS, which in its Linux packages is the reference one. Here scores
 come from the kernel of plain matrices, numpy takes their softmax, and a kernel adds up the values,
 key after key. A key that a mask hides adds exactly nothing, so a token's result does not depend on
-how a text is divided into passes.
+how a text is divided into passes while a cache holds the keys in their order. A full rotating cache
+(gpt_oss, afmoe) does not: there, passes of other lengths round differently.
 """
 
 from collections.abc import Callable
 from functools import cache
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
+from ..hooks import call_instead
 from . import code, quantized
 from .code import F32, I64, Code, ir
 
@@ -20,6 +23,15 @@ SCORES = 2**17
 # Queries times keys times their size. Below this a second thread takes longer to begin.
 SHARED_WORK = 2_000_000
 CHUNK = 4  # vectors of a value that are added up side by side
+
+
+def use(module: nn.Module) -> None:
+    """Let a layer that calls mlx-lm's attention compute with this one while it is not trained.
+
+    Args:
+        module (nn.Module): Any. It is changed in place.
+    """
+    call_instead(module, "scaled_dot_product_attention", eager_attention, unless_trained=True)
 
 
 def eager_attention(of_mlx_lm: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -39,7 +51,7 @@ def eager_attention(of_mlx_lm: Callable[..., mx.array]) -> Callable[..., mx.arra
             or queries.shape[-1] % 4
             or values.shape[-1] % 4
             or queries.shape[1] % keys.shape[1]
-            or not queries.size
+            or not (queries.size and keys.size)
         ):
             return of_mlx_lm(
                 queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
@@ -78,7 +90,7 @@ def attention(
     G = H // Hk  # heads that share keys; a row is a query of one of them
     q, y = q.reshape(B, Hk, G * Tq, D), np.empty((B, Hk, G * Tq, Dv), np.float32)
     if isinstance(mask, mx.array):
-        mask = np.broadcast_to(np.asarray(mask), (B, H, Tq, Tk)).reshape(B, Hk, G * Tq, Tk)
+        mask = np.broadcast_to(np.asarray(mask), (B, H, Tq, Tk))  # a view
     if sinks is not None:
         sinks = np.repeat(np.asarray(sinks).reshape(Hk, G), Tq, axis=1)
     scores_of = quantized.kernel("float", 32, 1, D, quantized.lanes(32, D))
@@ -87,8 +99,9 @@ def attention(
     def block(b, h, first, end):
         """The rows ``first`` to ``end`` of one head of keys."""
         n, hidden, keys = end - first, None, Tk
+        head, query = np.divmod(np.arange(first, end), Tq)
         if isinstance(mask, str):
-            last = Tk - Tq + np.arange(first, end) % Tq  # the last key that each row sees
+            last = Tk - Tq + query  # the last key that each row sees
             keys = last.max() + 1
             hidden = np.arange(keys) > last[:, None]
         s = np.empty((n, keys), np.float32)
@@ -97,9 +110,9 @@ def attention(
         task[6:] = n, keys
         scores_of(task.ctypes.data, 1, keys)
         if isinstance(mask, np.ndarray) and mask.dtype == bool:
-            hidden = ~mask[b, h, first:end]
+            hidden = ~mask[b, h * G + head, query]
         elif isinstance(mask, np.ndarray):
-            s += mask[b, h, first:end]
+            s += mask[b, h * G + head, query]
         if hidden is not None:
             s[hidden] = np.finfo(np.float32).min
         most, sums = s.max(1), np.zeros(n, np.float32)

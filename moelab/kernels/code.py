@@ -3,13 +3,15 @@
 import ctypes
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 
 try:
     from llvmlite import binding as llvm
     from llvmlite import ir
-except ImportError:  # an optional package
+
+    llvm.get_host_cpu_name()  # loads LLVM
+except (ImportError, OSError):  # an optional package, and its library
     llvm = ir = F32 = I8 = I32 = I64 = None
 else:
     F32, I8, I32, I64 = ir.FloatType(), *(ir.IntType(n) for n in (8, 32, 64))
@@ -34,11 +36,30 @@ def _pool():
 
 
 def share(run: Callable, shares: list) -> None:
-    """Call ``run(share)`` for each share, the first here and the others in threads of their own."""
-    waiting = [_pool().submit(run, one) for one in shares[1:]]
-    run(shares[0])
-    for future in waiting:
-        future.result()
+    """Call ``run(share)`` for each share, the first here and the others in threads of their own.
+
+    A share that no thread has begun by then runs here too. An interrupt leaves none running.
+    """
+    begun = []
+    try:
+        for one in shares[1:]:
+            begun.append((_submit(run, one), one))
+        run(shares[0])
+        for future, one in begun:
+            if future is None or future.cancel():
+                run(one)
+            else:
+                future.result()
+    finally:
+        futures = [future for future, _ in begun if future is not None]
+        wait([future for future in futures if not future.cancel() and not future.cancelled()])
+
+
+def _submit(run, share):
+    try:
+        return _pool().submit(run, share)
+    except RuntimeError:  # the interpreter is shutting down
+        return None
 
 
 class Code:

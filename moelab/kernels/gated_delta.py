@@ -6,7 +6,9 @@ for each. Here a row of the state stays in registers over all tokens (the recurr
 how a text is divided into passes.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial, wraps
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,6 +31,7 @@ def gated_delta(
     beta: mx.array,
     state: mx.array | None = None,
     mask: mx.array | None = None,
+    every: bool = False,
 ) -> tuple[mx.array, mx.array]:
     """As mlx-lm's ``gated_delta_ops``; what the kernel does not fit goes there.
 
@@ -40,6 +43,8 @@ def gated_delta(
         beta (mx.array): [B, T, Hv].
         state (mx.array or None): [B, Hv, Dv, Dk]; None: zeros.
         mask (mx.array or None): [B, T], tokens that change the state.
+        every (bool): Return the states after each token, [T, B, Hv, Dv, Dk], not only the last;
+            for arguments that ``fits`` names.
 
     Returns:
         tuple[mx.array, mx.array]: y [B, T, Hv, Dv] and the state, both evaluated.
@@ -48,24 +53,19 @@ def gated_delta(
     if state is None:
         state = mx.zeros((B, Hv, Dv, Dk), mx.float32)
     arrays = [q, k, v, g, beta, state]
-    if (
-        mask is not None
-        or Dk % 8
-        or Hv % Hk
-        or any(a.dtype != mx.float32 for a in arrays)
-        or mx.default_device() != mx.cpu
-    ):
+    if not fits(k, v, state, mask) or any(a.dtype != mx.float32 for a in arrays):
         return of_mlx_lm.gated_delta_ops(q, k, v, g, beta, state, mask)
     mx.eval(arrays)
     arrays = [np.ascontiguousarray(a) for a in arrays]
-    y, new = np.empty((B, T, Hv, Dv), np.float32), np.empty(state.shape, np.float32)
+    y = np.empty((B, T, Hv, Dv), np.float32)
+    new = np.empty((T, *state.shape) if every else state.shape, np.float32)
     rows = B * Hv * Dv
     n = code.num_threads() if T * state.size >= SHARED_WORK else 1
     addresses = [a.ctypes.data for a in (*arrays, new, y)]
-    run = _kernel(Dk, g.ndim == 4)
+    run = _kernel(Dk, g.ndim == 4, every)
 
-    def part(i):
-        run(*addresses, T, Hk, Hv, Dv, rows * i // n, rows * (i + 1) // n)
+    def part(i, keep=(arrays, y, new)):  # for as long as a thread may use their addresses
+        run(*addresses, T, Hk, Hv, Dv, rows, rows * i // n, rows * (i + 1) // n)
 
     code.share(part, list(range(n)))
     return mx.array(y), mx.array(new)
@@ -81,28 +81,69 @@ def use(module: nn.Module) -> None:
 
 
 def _fast_update(update):
-    return with_globals(update, {"gated_delta_ops": gated_delta})
+    if with_states(update) is not None:  # it is already
+        return update
+    fast = with_globals(update, {"gated_delta_ops": gated_delta})
+
+    every = with_globals(update, {"gated_delta_ops": partial(gated_delta, every=True)})
+
+    @wraps(update)  # for those who look at its arguments
+    def call(*args, use_kernel=True, **kwargs):  # False while the model is trained
+        return (fast if use_kernel else update)(*args, use_kernel=use_kernel, **kwargs)
+
+    call.with_states = every
+    return call
+
+
+def fits(
+    k: mx.array,
+    v: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+    **_: Any,
+) -> bool:
+    """Whether the kernel applies to these arguments of mlx-lm's ``gated_delta_update``."""
+    return (
+        mask is None
+        and k.dtype == mx.float32
+        and (state is None or state.dtype == mx.float32)
+        and k.shape[-1] % 8 == 0
+        and v.shape[2] % k.shape[2] == 0
+        and mx.default_device() == mx.cpu
+    )
+
+
+def with_states(update: Callable) -> Callable | None:
+    """``gated_delta_update`` that returns the states after each token, as ``gated_delta`` can.
+
+    Args:
+        update (Callable): What a layer calls.
+
+    Returns:
+        Callable or None: For arguments that ``fits`` names; None if the layer calls mlx-lm's loop.
+    """
+    return getattr(update, "with_states", None)
 
 
 @cache
-def _kernel(Dk, vector):
+def _kernel(Dk, vector, every):
     L = next(n for n in (16, 8) if n <= code.widest() and Dk % n == 0)
-    return _GatedDelta(Dk, vector, L).build()
+    return _GatedDelta(Dk, vector, every, L).build()
 
 
 class _GatedDelta(Code):
-    """Writes ``run(q, k, v, g, beta, state, new state, y, T, Hk, Hv, Dv, first row, last row)``.
+    """Writes ``run(q, k, v, g, beta, state, new, y, T, Hk, Hv, Dv, all rows, first row, last)``.
 
     Rows are those of the states of all heads, [B * Hv * Dv]. Two rows at a time, so that one can go
     on while the other waits for a sum.
     """
 
-    def __init__(self, Dk, vector, L):
-        super().__init__(14, L)
-        self.Dk, self.vector, self.parts = Dk, vector, Dk // L
+    def __init__(self, Dk, vector, every, L):
+        super().__init__(15, L)
+        self.Dk, self.vector, self.every, self.parts = Dk, vector, every, Dk // L
 
     def build(self):
-        *addresses, T, Hk, Hv, Dv, first, last = self.function.args
+        *addresses, T, Hk, Hv, Dv, self.all_rows, first, last = self.function.args
         pointers = [self.pointer(a, F32) for a in addresses]
         for r in (2, 1):
 
@@ -143,14 +184,20 @@ class _GatedDelta(Code):
                 s = [self.fma(x, delta, y_) for x, y_ in zip(ks, s)]
                 self.store(self._dot(s, qs), y, value)
                 out += s
+            if self.every:
+                store(out, self.mul(t, self.all_rows))
             return out
+
+        def store(states, before):
+            for i, row in enumerate(rows):
+                for j in range(n):
+                    at = self.add(self.mul(self.add(before, row), self.Dk), j * self.L)
+                    self.store(states[i * n + j], new, at)
 
         begin = [x for row in rows for x in vectors(state, row)]
         _, end = self.loop(I64(0), T, 1, token, begin)
-        for i, row in enumerate(rows):
-            for j in range(n):
-                at = self.add(self.mul(row, self.Dk), j * self.L)
-                self.store(end[i * n + j], new, at)
+        if not self.every:
+            store(end, I64(0))
 
     def _dot(self, a, b):
         """The sum of products, in two chains so that neither waits long."""

@@ -7,14 +7,15 @@ MLX's way, and ``use`` counts it.
 
 import platform
 from collections import Counter
-from collections.abc import Callable
+from functools import cache
+from types import FunctionType
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.qwen3_next import Qwen3NextMLP
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU, SwitchLinear
 
-from ..hooks import call_instead
 from . import attention, code, gated_delta, quantized
 
 # Weights of a plain matrix. Below this a call of MLX's is as fast, even with the reference BLAS
@@ -53,13 +54,15 @@ def describe() -> str:
 
 
 def use(model: nn.Module) -> dict[str, int]:
-    """Let a model's matrices, attention and recurrent layers compute with these kernels.
+    """Let a model's layers compute with these kernels: matrices, attention and recurrences.
 
+    While the model is trained (``model.train()``) they compute with MLX's: these kernels have no
+    gradients. New values of a parameter count once it is assigned.
     Args:
         model (nn.Module): Any model of mlx-lm. It is changed in place.
 
     Returns:
-        dict[str, int]: How many modules with matrices compute with the kernels (``fast``) and with
+        dict[str, int]: How many modules with weights compute with the kernels (``fast``) and with
         MLX's (``mlx``).
     """
     found = Counter(fast=0, mlx=0)
@@ -72,10 +75,10 @@ def use(model: nn.Module) -> dict[str, int]:
             found["fast" if fits else "mlx"] += 1
         if type(module) is SwitchGLU and gate_up_down(module):
             module.__class__ = FastSwitchGLU
-        if any(isinstance(child, _Linear) for child in module.children().values()):
-            call_instead(module, "swiglu", eager_swiglu)
+        if _is_mlp(type(module)):
+            module.__class__ = _fast_mlp(type(module))
         gated_delta.use(module)
-        call_instead(module, "scaled_dot_product_attention", attention.eager_attention)
+        attention.use(module)
     return dict(found)
 
 
@@ -89,6 +92,11 @@ def used(model: nn.Module) -> bool:
 
 
 def _fits(module):
+    if isinstance(module, nn.Conv1d):
+        channels, _, inputs = module["weight"].shape
+        return (inputs, channels) == (1, module.groups) and (
+            (module.stride, module.padding, module.dilation) == (1, 0, 1)
+        )
     if "scales" not in module:
         weight = module["weight"]
         return (
@@ -97,9 +105,10 @@ def _fits(module):
             and weight.shape[-2] * weight.shape[-1] >= FLOAT_WEIGHTS
             and quantized.supported(32, 1, weight.shape[-1], "float")
         )
-    scales = module["scales"]
+    scales, biases = module["scales"], module.get("biases")
     return (
         scales.dtype == (mx.float32 if module.mode == "affine" else mx.uint8)
+        and (biases is None or biases.dtype == scales.dtype)
         and module.get("global_scale") is None
         and quantized.supported(
             module.bits, module.group_size, scales.shape[-1] * module.group_size, module.mode
@@ -115,20 +124,20 @@ class _Fast:
         """Weights that share a scale, bits of a weight, mode."""
         return self.group_size, self.bits, self.mode
 
-    def matrices(self) -> quantized.Matrices:
-        """The module's matrices, in the memory of its arrays."""
+    def matrices(self) -> quantized.Matrices | None:
+        """The module's matrices, in the memory of its arrays; None if they do not fit now."""
         weight, scales, biases = self["weight"], self.get("scales"), self.get("biases")
         kept = self.__dict__.get("_kept")
         if kept is not None:
-            of, matrices = kept
+            of = kept.arrays
             if of[0] is weight and of[1] is scales and of[2] is biases:
-                return matrices
-        views = [None if a is None else np.asarray(a) for a in (weight, scales, biases)]
-        if scales is None and views[0].ndim == 2:  # a transposed one is copied
-            views[0] = np.ascontiguousarray(views[0])
-        views = [v if v is None or v.ndim == 3 else v[None] for v in views]
-        matrices = quantized.Matrices(*views, *self.form)
-        self.__dict__["_kept"] = (weight, scales, biases), matrices
+                return kept.matrices
+        matrices, owned = None, []
+        if _fits(self):
+            owned = [a if a is None else _owned(a) for a in (weight, scales, biases)]
+            views = [a if a is None else _in_rows(a) for a in owned]
+            matrices = quantized.Matrices(*views, *self.form)
+        self.__dict__["_kept"] = _Kept((weight, scales, biases), matrices, owned)
         return matrices
 
     def __getattr__(self, key):
@@ -137,10 +146,44 @@ class _Fast:
             self.__dict__.pop("_kept", None)
         return value
 
+    def takes(self, x: mx.array) -> bool:
+        """Whether the kernels compute with this input."""
+        if self.training or not takes(x):
+            return False
+        matrices = self.matrices()
+        return matrices is not None and x.shape[-1] == matrices.inputs
+
     def _multiply(self, x):
         """``x [..., D]`` with the one matrix: ``[..., N]``."""
         y = self.matrices().multiply(rows(x))
         return mx.array(y.reshape(*x.shape[:-1], y.shape[-1]))
+
+
+class _Kept:
+    """A module's matrices, the arrays that they were made of, and what owns the memory."""
+
+    def __init__(self, arrays, matrices, owned):
+        self.arrays, self.matrices, self.owned = arrays, matrices, owned
+
+    def __deepcopy__(self, memo):
+        return None  # a copy of the module has arrays of its own
+
+
+def _owned(a):
+    """The same memory in an array that nobody else can change in place, if there is one."""
+    other = a.view(a.dtype)
+    mx.eval(a, other)
+    same = np.asarray(other).ctypes.data == np.asarray(a).ctypes.data
+    return other if same and other is not a else a
+
+
+def _in_rows(a):
+    """The matrices ``[E, N, n]`` of an array ``[N, n]`` or ``[E, N, n]``, row after row."""
+    view = np.asarray(a)
+    view = view if view.ndim == 3 else view[None]
+    row = view.itemsize * view.shape[2]
+    # A transposed or broadcast array is copied. Those of slots, which are written to, never are.
+    return view if view.strides[1:] == (row, view.itemsize) else np.ascontiguousarray(view)
 
 
 class _Plain(_Fast):
@@ -169,7 +212,7 @@ def rows(x: mx.array) -> np.ndarray:
 
 class _Linear(_Fast):
     def __call__(self, x: mx.array) -> mx.array:
-        if not takes(x):
+        if not self.takes(x):
             return super().__call__(x)
         y = self._multiply(x)
         return y + self["bias"] if "bias" in self else y
@@ -185,7 +228,7 @@ class PlainLinear(_Linear, _Plain, nn.Linear):
 
 class _Embedding(_Fast):
     def as_linear(self, x: mx.array) -> mx.array:
-        return self._multiply(x) if takes(x) else super().as_linear(x)
+        return self._multiply(x) if self.takes(x) else super().as_linear(x)
 
 
 class Pairs:
@@ -240,16 +283,15 @@ class PlainEmbedding(_Embedding, _Plain, nn.Embedding):
 
 class _SwitchLinear(_Fast):
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        if not takes(x) or x.shape[-2] != 1:
+        if x.shape[-2] != 1 or not self.takes(x):
             return super().__call__(x, indices, sorted_indices)
         mx.eval(x, indices)
         chosen = np.asarray(indices)
         # Which row of x each (token, expert) pair takes.
         row = np.arange(x.size // x.shape[-1]).reshape(x.shape[:-2])
         row, chosen = np.broadcast_arrays(row, chosen)
-        pairs = Pairs(chosen)
-        y = np.empty((chosen.size, self.output_dims), np.float32)
-        matrices = self.matrices()
+        pairs, matrices = Pairs(chosen), self.matrices()
+        y = np.empty((chosen.size, matrices.outputs), np.float32)
         packed = matrices.pack(rows(x)[pairs.sort(row.ravel())])
         matrices.multiply_parts(packed, pairs.parts, y)
         out = mx.array(pairs.unsort(y).reshape(*chosen.shape, 1, -1))
@@ -282,21 +324,6 @@ def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return y
 
 
-def eager_swiglu(of_mlx_lm: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """mlx-lm's ``swiglu(gate, up)`` for inputs that are evaluated: one evaluation less.
-
-    Args:
-        of_mlx_lm (Callable): What is called with other types.
-    """
-
-    def call(gate, up):
-        if not takes(gate) or up.dtype != mx.float32:
-            return of_mlx_lm(gate, up)
-        return mx.array(swiglu(np.asarray(gate), np.asarray(up)))
-
-    return call
-
-
 def gate_up_down(module: nn.Module) -> list[nn.Module] | None:
     """The projections of a ``SwitchGLU``, if the kernels compute all of it.
 
@@ -318,14 +345,13 @@ class FastExperts:
     """Mixed into ``SwitchGLU``, or one with gate and up in one projection: all in one call."""
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
-        projections = gate_up_down(self) if takes(x) else None
-        if projections is None:
+        *gate_up, down = gate_up_down(self) or [None]
+        if down is None or not all(p.takes(x) for p in gate_up) or down.matrices() is None:
             return super().__call__(x, indices)
-        *gate_up, down = projections
         mx.eval(x, indices)
-        x, chosen = rows(x), np.asarray(indices)
-        K, F = chosen.shape[-1], down.input_dims
-        pairs = Pairs(chosen)
+        x, chosen, shape = rows(x), np.asarray(indices), indices.shape
+        K, matrices = shape[-1], down.matrices()
+        F, pairs = matrices.inputs, Pairs(chosen.reshape(-1, K))
         parts = pairs.parts
         if len(x) == 1:  # all pairs take the same row
             parts = parts._replace(x=np.zeros_like(parts.x))
@@ -336,15 +362,64 @@ class FastExperts:
         for i, projection in enumerate(gate_up):
             part = y[:, i * F : (i + 1) * F] if len(gate_up) > 1 else y
             projection.matrices().multiply_parts(packed, parts, part)
-        matrices = down.matrices()
         packed = matrices.pack(swiglu(y[:, :F], y[:, F:]))
-        y = np.empty((chosen.size, down.output_dims), np.float32)
+        y = np.empty((chosen.size, matrices.outputs), np.float32)
         matrices.multiply_parts(packed, pairs.parts, y)
-        return mx.array(pairs.unsort(y).reshape(*chosen.shape, -1))
+        return mx.array(pairs.unsort(y).reshape(*shape, -1))
 
 
 class FastSwitchGLU(FastExperts, SwitchGLU):
     """``SwitchGLU``."""
+
+
+class FastMLP:
+    """Mixed into a family's ``down(swiglu(gate(x), up(x)))``: no evaluation between."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        gate, up, down = projections = self.gate_proj, self.up_proj, self.down_proj
+        fast = all(isinstance(p, _Linear) and "bias" not in p for p in projections)
+        if not (fast and gate.takes(x) and up.takes(x) and down.matrices() is not None):
+            return super().__call__(x)
+        y = swiglu(*(p.matrices().multiply(rows(x)) for p in (gate, up)))
+        y = down.matrices().multiply(y)
+        return mx.array(y.reshape(*x.shape[:-1], y.shape[-1]))
+
+
+def _is_mlp(cls):
+    """Whether a class computes as ``Qwen3NextMLP`` does: most families have one that does."""
+    own, known = (c.__call__ for c in (cls, Qwen3NextMLP))
+    return (
+        isinstance(own, FunctionType)
+        and own.__code__.co_code == known.__code__.co_code
+        and own.__code__.co_names == known.__code__.co_names
+        and own.__globals__["swiglu"] is known.__globals__["swiglu"]
+    )
+
+
+@cache
+def _fast_mlp(cls):
+    return type(cls.__name__, (FastMLP, cls), {"__module__": cls.__module__})
+
+
+class FastConv1d(_Fast, nn.Conv1d):
+    """``nn.Conv1d`` of a recurrent layer, one filter a channel, as a few products of MLX's.
+
+    MLX's own convolution takes ten times as long. It is not evaluated, unlike the other modules.
+    """
+
+    def __call__(self, x: mx.array) -> mx.array:
+        weight = self["weight"]  # [C, width, 1]
+        if not takes(x) or self.training or weight.dtype != mx.float32:
+            return super().__call__(x)
+        kept = self.__dict__.get("_kept")
+        if kept is None or kept[0] is not weight:
+            kept = self.__dict__["_kept"] = weight, [mx.array(w) for w in np.asarray(weight).T[0]]
+        taps = kept[1]
+        T = x.shape[1] - len(taps) + 1
+        y = x[:, :T] * taps[0]
+        for i, tap in enumerate(taps[1:], 1):
+            y = y + x[:, i : i + T] * tap
+        return y + self["bias"] if "bias" in self else y
 
 
 FAST = {
@@ -354,4 +429,5 @@ FAST = {
     nn.Linear: PlainLinear,
     nn.Embedding: PlainEmbedding,
     SwitchLinear: PlainSwitchLinear,
+    nn.Conv1d: FastConv1d,
 }

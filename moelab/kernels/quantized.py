@@ -182,7 +182,7 @@ class Matrices:
         n = code.num_threads() if y.size * self.inputs >= SHARED_WORK else 1
         step = y.strides[0] // y.itemsize
 
-        def run(tasks):
+        def run(tasks, keep=(packed, y)):  # for as long as a thread may use their addresses
             self._kernel(tasks.ctypes.data, len(tasks), step)
 
         code.share(run, [self._share(tasks, i, n) for i in range(n)])

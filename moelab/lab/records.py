@@ -225,7 +225,7 @@ class BenchRecord:
         own = {f.name: record[f.name] for f in fields(cls) if f.name in record}
         own["modes"] = {
             name: BenchMode(
-                StreamConfig(**{"kernels": "mlx"} | m["config"]),  # old ones had no others
+                StreamConfig(**m["config"] | {"kernels": m["config"].get("kernels", "mlx")}),
                 m["predicted_nbytes"],
                 [Sample.from_json(s) for s in m["samples"]],
             )

@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
+from .. import kernels
 from ..hooks import hooked, methods, unhooked, with_globals
 from . import gated_delta
 
@@ -136,6 +137,7 @@ class _Recurrence:
             for every in (False, True)
             if name == "gated_delta_update"
         }
+        self.with_states = kernels.gated_delta.with_states(function)
 
     def __call__(self, *args, **kwargs):
         bound = self.signature.bind(*args, **kwargs)
@@ -150,7 +152,7 @@ class _Recurrence:
             y, state = self._call(arguments)
             tape.steps.append(_Inputs(self, arguments, T, state))
             return y, state
-        if self.on_cuda and gated_delta.fits(**arguments):
+        if self._gives_states(arguments):
             y, states = self._call(arguments, every=True)
             tape.steps.append(_States(states, states[-1]))
             return y, tape.steps[-1].state
@@ -171,9 +173,17 @@ class _Recurrence:
                 cut[name] = x[(slice(None),) * axis + (slice(a, b),)]
         return self._call({**arguments, **cut})
 
+    def _gives_states(self, arguments):
+        """Whether one call gives the state after every token."""
+        if self.on_cuda and gated_delta.fits(**arguments):
+            return True
+        return self.with_states is not None and kernels.gated_delta.fits(**arguments)
+
     def _call(self, arguments, every=False):
-        kernel = self.on_cuda and gated_delta.fits(**arguments)
-        function = self.on_cuda[every] if kernel else self.function
+        if self.on_cuda and gated_delta.fits(**arguments):
+            function = self.on_cuda[every]
+        else:
+            function = self.with_states if every else self.function
         args, kwargs = [], {}
         for name, p in self.signature.parameters.items():
             if p.kind is p.KEYWORD_ONLY:

@@ -12,10 +12,10 @@ speculate on such models. ``Rollback`` has three strategies to get the state aft
               that stay: no weights, no experts
     states    run the recurrence token by token and keep every state
 
-The last two use the tapes of ``recurrence``. ``states`` costs only memory on a CPU, where mlx-lm's
-recurrence is a loop over the tokens, and on CUDA, where the kernel of ``gated_delta`` writes every
-state. On Metal the recurrence is one kernel, which ``replay`` leaves whole. ``auto`` chooses by
-that and by ``STATES_NBYTES``, and restores where a layer's recurrence is not known.
+The last two use the tapes of ``recurrence``. ``states`` costs only memory on a CPU and on CUDA,
+where a kernel writes every state, or mlx-lm's recurrence is a loop over the tokens. On Metal the
+recurrence is one kernel, which ``replay`` leaves whole. ``auto`` chooses by that and by
+``STATES_NBYTES``, and restores where a layer's recurrence is not known.
 
 ``tests/speculation/test_rollback.py`` compares every cache with that of decoding only the tokens
 that stay, one by one (``play`` in ``tests/helpers/recurrent.py``; equal within 1e-5): for every

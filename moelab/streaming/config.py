@@ -1,8 +1,9 @@
 """``StreamConfig``: how to stream, checked when it is made."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from .. import kernels
 from .slots import POLICIES
 
 MODES = ("resident", "serial", "buffers", "stacked", "fused")
@@ -45,8 +46,10 @@ class StreamConfig:
         dtype (str): ``auto`` (float32 on the CPU backend, the checkpoint's own on a GPU),
             ``float32``, ``bfloat16`` or ``float16``. Default: ``auto``.
         kernels (str): What multiplies matrices: ``mlx``, or on the CPU backend ``fast``
-            (``moelab/kernels``; needs llvmlite), which is many times as fast, rounds differently
-            and uses all cores by itself. ``auto`` is ``mlx`` for now. Default: ``auto``.
+            (``moelab/kernels``; needs llvmlite), which is many times as fast, rounds differently,
+            uses all cores by itself and has no gradients: call ``model.train()`` for those.
+            Default: ``auto``, which is ``fast`` where it can be used, activations are float32 and
+            ``streams`` is not set.
         streams (int or str): MLX streams that share the experts' work. Default: ``auto``, one for
             each core on the CPU backend, where a stream uses one core, and 1 on a GPU and with the
             ``fast`` kernels.
@@ -127,6 +130,14 @@ class StreamConfig:
                 "Write moelab.StreamConfig(mode='fused', slots=16), for example."
             )
         return config
+
+    def resolved(self) -> "StreamConfig":
+        """This configuration with the kernels that ``auto`` stands for here."""
+        if self.kernels != "auto":
+            return self
+        fits = self.dtype in ("auto", "float32") and self.streams == "auto"
+        fast = fits and kernels.available()
+        return replace(self, kernels="fast" if fast else "mlx")
 
     def unused(self) -> set[str]:
         """The fields that have no effect in this mode.

@@ -203,14 +203,16 @@ def load_model(
         CheckpointError: As ``load`` does.
         ValueError: As ``load`` does.
     """
-    config = StreamConfig.checked(config)
+    config = StreamConfig.checked(config).resolved()
     if config.kernels == "fast":
         kernels.check()
     checkpoint = Checkpoint(path)
     model, model_config, top_k = build_model(checkpoint, config, model_config, trust_remote_code)
+    found = None
     if config.kernels == "fast":
-        kernels.use(model)  # the experts' modules too, of which each slot bank has a copy
+        found = kernels.use(model)  # the experts' modules too, of which each slot bank has a copy
     experts = expert_modules(model)
+    fast_experts = any(kernels.used(module) for _, module in experts)
     pinned = pinned_experts(experts, config)
     if config.mode == "resident":
         located, resident = {}, {}
@@ -221,7 +223,16 @@ def load_model(
             module[param] = read_experts(tensor).astype(module[param].dtype)
     else:
         located, resident = _sources(model, checkpoint, config)
-    session = Session(config, activation_dtype(model), top_k, located, resident, pinned)
+    session = Session(
+        config,
+        activation_dtype(model),
+        top_k,
+        located,
+        resident,
+        pinned,
+        found=found,
+        fast_experts=fast_experts,
+    )
     try:
         if config.mode != "resident":
             layer = LAYERS[config.mode]

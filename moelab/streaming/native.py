@@ -54,7 +54,10 @@ def loop() -> Callable[[int, int, int, int, int], None] | None:
     function = getattr(ctypes.CDLL(None), name, None)
     if code.llvm is None or function is None:
         return None
-    return _Loop(ctypes.cast(function, ctypes.c_void_p).value).build()
+    try:
+        return _Loop(ctypes.cast(function, ctypes.c_void_p).value).build()
+    except (OSError, RuntimeError):
+        return None
 
 
 class _Loop(Code):

@@ -73,10 +73,18 @@ class Counters:
 
 @dataclass
 class Stats:
-    """Counters of prompts (calls with more than one token) and of decoding, apart."""
+    """Counters of prompts (calls with more than one token) and of decoding, apart.
+
+    Attributes:
+        prefill (Counters): Of prompts.
+        decode (Counters): Of single tokens.
+        kernels (dict[str, int]): How many modules compute with the ``fast`` kernels and how many
+            with ``mlx``'s; empty with ``StreamConfig(kernels="mlx")``.
+    """
 
     prefill: Counters = field(default_factory=Counters)
     decode: Counters = field(default_factory=Counters)
+    kernels: dict[str, int] = field(default_factory=dict, compare=False)
 
 
 class Session:
@@ -92,6 +100,8 @@ class Session:
         located (dict[str, ExpertTensor]): Where the experts' bytes lie.
         resident (dict[str, mx.array]): Parameters kept in memory for all E experts.
         pinned (list[list[int]]): The experts of each layer that are never evicted.
+        found (dict[str, int] or None): What ``kernels.use`` returned.
+        fast_experts (bool): Whether the experts compute with the fast kernels, which use all cores.
 
     Attributes:
         config, dtype, top_k, resident, pinned: As above.
@@ -121,6 +131,8 @@ class Session:
         located: dict[str, ExpertTensor],
         resident: dict[str, mx.array],
         pinned: list[list[int]],
+        found: dict[str, int] | None = None,
+        fast_experts: bool = False,
     ):
         self.config, self.dtype, self.top_k = config, dtype, top_k
         self.mailbox = cuda.Mailbox() if located and cuda.available() else None
@@ -140,10 +152,10 @@ class Session:
         self._unfinished = False  # set while a call runs, and left set by an exception
         self._long_prompt = False  # whether to return memory when decoding begins
         self._process = os.getpid()
-        self._more_streams = _more_streams(config)
+        self._more_streams = _more_streams(config, fast_experts)
         # On a CPU computing an expert takes about as long as reading it; on a GPU far less.
         self.overlap = mx.default_device() == mx.cpu
-        self.stats = Stats()
+        self.stats = Stats(kernels=found or {})
         self.counters = self.stats.decode
         self.recorder = None
         self.prefetcher = None
@@ -336,15 +348,15 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
         session.count_reads()
         result = session.stats
         if reset:
-            session.stats = Stats()
+            session.stats = Stats(kernels=result.kernels)
             session.counters = session.stats.decode
             return result
-        return Stats(replace(result.prefill), replace(result.decode))
+        return Stats(replace(result.prefill), replace(result.decode), result.kernels)
 
 
-def _more_streams(config):
+def _more_streams(config, fast_experts):
     n = config.streams
-    if config.kernels == "fast":  # they use all cores by themselves
+    if fast_experts:  # they use all cores by themselves
         n = 1
     if n == "auto":
         n = num_threads() if mx.default_device() == mx.cpu else 1

@@ -1,15 +1,20 @@
 """The attention kernel against MLX's, and against itself."""
 
+import tracemalloc
+
 import families
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import base
+from needs import needs_kernels
 
 from moelab import StreamConfig
 from moelab.kernels import attention, code
 from moelab.kernels.attention import eager_attention
 from moelab.streaming.model import load_model
+
+pytestmark = needs_kernels
 
 
 def inputs(B=1, H=4, Hk=2, Tq=5, Tk=9, D=32, Dv=None, seed=0):
@@ -78,6 +83,25 @@ def test_passes_of_any_length_and_threads_give_the_same_bits(D, threads, monkeyp
             at = end
 
 
+def test_a_mask_of_all_heads_is_not_copied_for_each(monkeypatch):
+    monkeypatch.setattr(attention, "SCORES", 2**10)
+    shape = dict(B=2, H=16, Tq=64, Tk=256, D=8)
+    arrays = inputs(**shape)
+    for mask in masks(**shape)[2:]:
+        one = mask.reshape(-1, *mask.shape[-2:])[None, :1]
+        each = mx.contiguous(mx.broadcast_to(one, (2, 16, 64, 256)))
+        mx.eval(one, each)
+        want = attention.attention(*arrays, 0.2, each)
+        tracemalloc.start()
+        try:
+            got = attention.attention(*arrays, 0.2, one)
+            most = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert mx.array_equal(got, want)
+        assert most < each.nbytes, (most, each.nbytes)
+
+
 def test_keys_that_are_not_in_rows():
     q, k, v = inputs()
     turned = [mx.contiguous(a.swapaxes(2, 3)).swapaxes(2, 3) for a in (k, v)]
@@ -101,6 +125,7 @@ def test_what_does_not_fit_is_mlxs():
     arrays = inputs()
     assert same([a.astype(mx.bfloat16) for a in arrays], mask="causal")
     assert same(inputs(D=6))
+    assert same(inputs(Tk=0)) and same(inputs(Tq=0), mask="causal")
     q, k, v = arrays
     assert same([q, mx.quantize(k, 32, 8), mx.quantize(v, 32, 8)], Quantized)
 

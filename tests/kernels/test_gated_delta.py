@@ -5,10 +5,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import gated_delta as of_mlx_lm
+from needs import needs_kernels
 
 from moelab import StreamConfig
 from moelab.kernels import code, gated_delta
 from moelab.streaming.model import load_model
+
+pytestmark = needs_kernels
 
 
 def inputs(B=1, T=5, Hk=2, Hv=4, Dk=32, Dv=16, vector=False, seed=0):
@@ -52,6 +55,17 @@ def test_passes_of_any_length_and_threads_give_the_same_bits(threads, monkeypatc
             ys.append(y)
             at += n
         assert mx.array_equal(mx.concatenate(ys, axis=1), want) and mx.array_equal(s, last)
+
+
+@pytest.mark.parametrize("T", (1, 6))
+def test_states_after_every_token(T):
+    *arrays, state = inputs(B=2, T=T)
+    y, states = gated_delta.gated_delta(*arrays, state, every=True)
+    assert states.shape == (T, *state.shape)
+    assert mx.array_equal(y, gated_delta.gated_delta(*arrays, state)[0])
+    for t in range(T):
+        _, want = gated_delta.gated_delta(*(a[:, : t + 1] for a in arrays), state)
+        assert mx.array_equal(states[t], want)
 
 
 def test_what_does_not_fit_is_the_loops():

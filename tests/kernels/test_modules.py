@@ -1,6 +1,7 @@
 """Models with the kernels of ``moelab/kernels``: near mlx-lm's, and equal among themselves."""
 
 import asyncio
+import dataclasses
 import platform
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -13,24 +14,20 @@ import pytest
 from drafting import Guess, plain, repeat, steps, told
 from families import VOCAB, K
 from greedy import greedy_logits
-from mlx_lm.models import qwen3_next
+from mlx.utils import tree_flatten
+from mlx_lm.models import gemma3_text, qwen3_next
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
+from mlx_lm.models.switch_layers import SwitchGLU
+from needs import needs_kernels
 
 import moelab
 from moelab import DATA, StreamConfig, kernels
-from moelab.kernels import code, modules
+from moelab.kernels import modules
 from moelab.speculation import rollback
 from moelab.streaming.model import load_model
 
-FAST = {
-    modules.FastLinear: nn.QuantizedLinear,
-    modules.FastEmbedding: nn.QuantizedEmbedding,
-    modules.FastSwitchLinear: QuantizedSwitchLinear,
-    modules.PlainLinear: nn.Linear,
-    modules.PlainEmbedding: nn.Embedding,
-    modules.PlainSwitchLinear: SwitchLinear,
-}
+pytestmark = needs_kernels
+
 # Largest difference of a logit to mlx-lm's, over the standard deviation of the logits.
 BOUND = 2e-4
 
@@ -40,7 +37,7 @@ def quantize(module, **kwargs):
     if kwargs:
         nn.quantize(module, **kwargs)
     mx.eval(module.parameters())
-    return module
+    return module.eval()
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +64,8 @@ def test_linear(form, bias, shape):
     want = layer(x)
     mx.eval(want)
     assert kernels.use(layer) == {"fast": 1, "mlx": 0}
+    assert layer.layers[0].takes(x) and not layer.train().layers[0].takes(x)
+    layer.eval()
     assert near(layer(x), want)
 
 
@@ -132,18 +131,83 @@ def test_swiglu():
     assert np.array_equal(modules.swiglu(gate[:, ::2], up[:, ::2]), y[:, ::2])
 
 
-def test_dense_mlp_of_a_family_calls_it():
-    class MLP(qwen3_next.Qwen3NextMLP):
-        pass
+class Scaled(qwen3_next.Qwen3NextMLP):
+    def __call__(self, x):
+        return 2 * self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
-    layer = quantize(MLP(64, 96), group_size=32, bits=4)
+
+@pytest.mark.parametrize("cls", [qwen3_next.Qwen3NextMLP, gemma3_text.MLP, Scaled])
+def test_dense_mlps(cls):
+    layer = quantize(cls(64, 96), group_size=32, bits=4)
     x = mx.random.normal((1, 3, 64), key=mx.random.key(3))
     want = layer(x)
     mx.eval(want)
     kernels.use(layer)
-    assert type(layer) is not MLP and isinstance(layer, MLP)
-    assert near(layer(x), want)
+    assert isinstance(layer, modules.FastMLP) == (cls is qwen3_next.Qwen3NextMLP)
+    assert isinstance(layer, cls) and near(layer(x), want)
     assert layer(x.astype(mx.bfloat16)).shape == x.shape
+
+
+@pytest.mark.parametrize("bias", (True, False))
+def test_convolutions_of_recurrent_layers(bias):
+    layer = nn.Sequential(nn.Conv1d(24, 24, 4, groups=24, bias=bias)).eval()
+    x = mx.random.normal((2, 9, 24), key=mx.random.key(3))
+    want = layer(x)
+    mx.eval(want)
+    assert kernels.use(layer) == {"fast": 1, "mlx": 0}
+    assert near(layer(x), want)
+    assert mx.array_equal(layer(x[:, 3:]), layer(x)[:, 3:])
+    layer.layers[0].weight = layer.layers[0].weight * 2
+    assert near(layer(x), nn.Conv1d.__call__(layer.layers[0], x))
+    for other in (dict(groups=1), dict(groups=24, padding=1), dict(groups=24, stride=2)):
+        assert kernels.use(nn.Sequential(nn.Conv1d(24, 24, 4, **other))) == {"fast": 0, "mlx": 1}
+
+
+def test_a_model_that_is_trained_gets_gradients():
+    model = nn.Sequential(SwitchGLU(64, 96, 8), qwen3_next.Qwen3NextMLP(64, 96), nn.Linear(64, 64))
+    quantize(model, group_size=32, bits=4)
+    x = mx.random.normal((1, 3, 64), key=mx.random.key(3))
+
+    def gradient():
+        def loss(x):
+            y = model.layers[0](x, mx.array([[[1, 5], [5, 0], [2, 3]]])).sum(-2)
+            return model.layers[2](model.layers[1](y)).sum()
+
+        return mx.grad(loss)(x)
+
+    want = gradient()
+    mx.eval(want)
+    kernels.use(model)
+    model.train()
+    assert mx.array_equal(gradient(), want) and mx.abs(want).max() > 0
+
+
+@pytest.mark.parametrize("name", ("qwen3_moe", "qwen3_5_moe"))
+def test_a_family_that_is_trained_gets_the_gradients_of_mlx(name, tmp_path):
+    """Attention and, in the second, the recurrence."""
+    path = families.write_checkpoint(name, tmp_path / "model", "plain32")
+    tokens = mx.array([PROMPT])
+
+    def gradients(kernels_):
+        model, _ = load_model(path, StreamConfig(mode="resident", kernels=kernels_))
+        model.train()
+        _, grads = nn.value_and_grad(model, lambda x: model(x).square().mean())(tokens)
+        return tree_flatten(grads)
+
+    for (path_, got), (_, want) in zip(gradients("fast"), gradients("mlx"), strict=True):
+        assert mx.array_equal(got, want), path_
+        assert mx.abs(want).max() > 0, path_
+
+
+def test_weights_of_other_types_and_forms_go_the_way_of_mlx():
+    layer = quantize(nn.Sequential(nn.Linear(64, 40)), group_size=32, bits=4)
+    kernels.use(layer)
+    linear, x = layer.layers[0], mx.random.normal((2, 64), key=mx.random.key(3))
+    linear.scales = mx.broadcast_to(linear.scales[:1], linear.scales.shape)  # strides of 0
+    assert near(layer(x), nn.QuantizedLinear.__call__(linear, x))
+    layer.set_dtype(mx.bfloat16)
+    x = x.astype(mx.bfloat16)
+    assert mx.array_equal(layer(x), nn.QuantizedLinear.__call__(linear, x))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -302,17 +366,12 @@ def test_threads_and_tasks(tmp_path):
         assert all(np.array_equal(got, want) for got in [*found, *asyncio.run(tasks())])
 
 
-def test_without_llvmlite(tmp_path, monkeypatch):
-    path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "affine4")
-    monkeypatch.setattr(code, "llvm", None)
-    assert not kernels.available()
-    with pytest.raises(ValueError, match="pip install llvmlite"):
-        load_model(path, StreamConfig(kernels="fast"))
-    with load_model(path, StreamConfig(kernels="auto"))[0] as model:
-        assert not any(isinstance(m, tuple(FAST)) for m in model.modules())
+def test_auto_kernels():
+    def chosen(**config):
+        resolved = StreamConfig(**config).resolved()
+        assert resolved == dataclasses.replace(StreamConfig(**config), kernels=resolved.kernels)
+        return resolved.kernels
 
-
-def test_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(modules.mx, "default_device", lambda: mx.gpu)
-    with pytest.raises(ValueError, match="for the CPU backend"):
-        kernels.check()
+    assert chosen() == chosen(mode="resident") == chosen(dtype="float32") == "fast"
+    assert chosen(streams=1) == chosen(dtype="bfloat16") == chosen(kernels="mlx") == "mlx"
+    assert chosen(streams=2, kernels="fast") == "fast"  # as asked

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx_lm.generate import generate_step
+from needs import needs_kernels
 
 from moelab import DATA, StreamConfig, generate, load, record, stats
 from moelab.__main__ import main
@@ -130,7 +131,7 @@ def test_bench(model_path, together):
     r = bench.measure(
         model_path,
         "resident,serial,fused/streams=1",
-        StreamConfig(slots=8),
+        StreamConfig(slots=8, kernels="mlx"),
         tokens=6,
         runs=3,
         warmup=2,
@@ -163,22 +164,31 @@ def test_bench(model_path, together):
     assert "same" in text and "DIFFER" not in text and "ceilings, serial" in text
 
 
+@needs_kernels
 def test_a_ceiling_is_of_the_same_kernels(model_path):
     r = bench.measure(
         model_path,
-        "resident,fused,resident/kernels=fast,fused/kernels=fast,fused/kernels=mlx",
+        "resident/kernels=mlx,fused/kernels=mlx,resident,fused,fused/kernels=fast",
         tokens=3,
         runs=1,
         progress=False,
     )
     c = bench.ceilings(r, {})
-    fast, mlx = (r.decode_tok_s(f"resident{k}")["median"] for k in ("/kernels=fast", ""))
+    fast, mlx = (r.decode_tok_s(f"resident{k}")["median"] for k in ("", "/kernels=mlx"))
     cores = r.machine["cores"]
-    assert c["fused/kernels=fast"]["no reads"] == pytest.approx(fast)
-    assert c["fused"].keys() == c["fused/kernels=mlx"].keys() == {"no reads"}
-    assert c["fused"]["no reads"] == pytest.approx(mlx * cores)
-    del r.modes["resident/kernels=fast"]
-    assert "fused/kernels=fast" not in bench.ceilings(r, {})
+    assert c["fused"].keys() == {"no reads"} and c["fused"] == c["fused/kernels=fast"]
+    assert c["fused"]["no reads"] == pytest.approx(fast)
+    assert c["fused/kernels=mlx"]["no reads"] == pytest.approx(mlx * cores)
+    del r.modes["resident"]
+    assert "fused" not in bench.ceilings(r, {})
+
+
+@needs_kernels
+def test_auto_kernels_are_the_same_in_every_mode(model_path):
+    with pytest.raises(
+        ValueError, match="fast in 'resident' and mlx in 'fused/streams=1'.*kernels=mlx"
+    ):
+        bench.measure(model_path, "resident,fused/streams=1", tokens=1, runs=1, progress=False)
 
 
 def test_a_mode_with_other_tokens_is_called_out(model_path):

@@ -14,6 +14,7 @@ from draft_files import CONFIG, D, L, V, b, write_draft
 from mlx_lm.generate import generate_step
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
+from needs import needs_kernels
 from tiny_drafts import CANDIDATES, config_of
 
 import moelab
@@ -347,6 +348,7 @@ def written(i, tokens, kernels):
     return [t for t, _ in generate_step(mx.array(texts()[i]), model, max_tokens=tokens)]
 
 
+@needs_kernels
 @pytest.mark.parametrize("name", ["tiny-dflash", "tiny-draft"])
 def test_logits_with_both_kernels(name):
     """A DFlash draft takes its target's kernels, another has its own; both guess alike."""
@@ -373,7 +375,7 @@ def test_logits_with_both_kernels(name):
     assert not np.array_equal(*found)
 
 
-@pytest.mark.parametrize("kernels", ["mlx", "fast"])
+@pytest.mark.parametrize("kernels", ["mlx", pytest.param("fast", marks=needs_kernels)])
 @pytest.mark.parametrize("mode", ["resident", "fused"])
 @pytest.mark.parametrize("name", ["tiny-dflash", "tiny-draft"])
 @pytest.mark.parametrize("i", range(2 if FAST else 20 if FULL else 5))

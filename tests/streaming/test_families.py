@@ -82,7 +82,8 @@ def assert_streams(path, prompt=PROMPT, slots=SLOTS, steps=NUM_STEPS):
     num_layers = len(families.expert_modules(resident))
     del resident
     for mode in STREAMED:
-        model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=slots))
+        config = moelab.StreamConfig(mode=mode, slots=slots, kernels="mlx")
+        model, _ = load_model(path, config)
         with model:
             assert not families.expert_modules(model), f"{mode}: some experts were left resident"
             got_prompt, got_steps, got_tokens = decode(model, prompt, steps)
@@ -205,7 +206,9 @@ def test_scales_streamed_or_resident(name, scales, tmp_path):
     path = families.write_checkpoint(name, tmp_path / name, "affine4")
     want = decode(families.load_resident(path), PROMPT, NUM_STEPS)
     for mode in STREAMED:
-        model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=SLOTS, scales=scales))
+        model, _ = load_model(
+            path, moelab.StreamConfig(mode=mode, slots=SLOTS, scales=scales, kernels="mlx")
+        )
         with model:
             got = decode(model, PROMPT, NUM_STEPS)
         assert got[2] == want[2], mode

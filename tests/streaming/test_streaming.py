@@ -58,7 +58,8 @@ def test_a_prompt_reads_each_needed_expert_once(path, mode):
 def test_the_host_learns_the_routing_once_a_layer_unless_every_expert_is_held(
     path, mode, slots, monkeypatch
 ):
-    with load_model(path, moelab.StreamConfig(mode=mode, slots=slots))[0] as model:
+    config = moelab.StreamConfig(mode=mode, slots=slots, kernels="mlx")
+    with load_model(path, config)[0] as model:
         for token in [*range(60), 3, 3]:
             mx.eval(model(mx.array([[token]]), cache=make_prompt_cache(model)))
         if slots == E:
@@ -72,7 +73,7 @@ def test_the_host_learns_the_routing_once_a_layer_unless_every_expert_is_held(
         num_layers = moelab.footprint(path).num_layers
         assert (got.calls, got.hits, got.misses) == (num_layers, num_layers * K, 0)
         assert len(evaluations) == (num_layers if slots < E else 0)
-        resident = load_model(path, moelab.StreamConfig(mode="resident"))[0]
+        resident = load_model(path, moelab.StreamConfig(mode="resident", kernels="mlx"))[0]
         assert mx.array_equal(y, resident(mx.array([[3]]), cache=make_prompt_cache(resident)))
 
 

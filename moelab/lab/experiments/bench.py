@@ -45,6 +45,19 @@ def resident_like(base: StreamConfig | None = None) -> StreamConfig:
     return StreamConfig(mode="resident", dtype=base.dtype, top_k=base.top_k, kernels=base.kernels)
 
 
+def _resolved(configs):
+    """The configs with the kernels that ``auto`` stands for, the same in all of them."""
+    resolved = {name: c.resolved() for name, c in configs.items()}
+    by_kernels = {r.kernels: n for n, r in resolved.items() if configs[n].kernels == "auto"}
+    if len(by_kernels) > 1:
+        raise ValueError(
+            f"bench: expected the same kernels in every mode, got fast in {by_kernels['fast']!r} "
+            f"and mlx in {by_kernels['mlx']!r}, which sets streams or another dtype. Set them: "
+            "kernels=mlx, or /kernels=mlx behind each mode."
+        )
+    return resolved
+
+
 class _Loaded:
     """The models of a bench: all in memory, or one at a time."""
 
@@ -110,10 +123,12 @@ def measure(
         BenchRecord: Raw samples, and what follows from them.
 
     Raises:
-        ValueError: If a prompt is too short to feed.
+        ValueError: If a prompt is too short to feed, or ``auto`` kernels are not the same in all
+            modes.
     """
     path = folder(path)
     configs = parse_modes(modes, base) if isinstance(modes, str) else modes
+    configs = _resolved(configs)
     predicted = {name: footprint(path, c).total_nbytes for name, c in configs.items()}
     if together is None:
         together = sum(predicted.values()) < machine.memory_available() / 2
@@ -181,22 +196,18 @@ def ceilings(record: BenchRecord, speeds: Mapping[str, float]) -> dict[str, dict
         per second by the name of the speed; ``no reads`` with one stream is that resident model.
     """
     resident_s = {
-        _kernels(mode.config): 1 / record.decode_tok_s(name)["median"]
+        mode.config.kernels: 1 / record.decode_tok_s(name)["median"]
         for name, mode in record.modes.items()
         if mode.config.mode == "resident"
     }
     out = {}
     for name, mode in record.modes.items():
-        nbytes, kernels = record.bytes_per_token(name), _kernels(mode.config)
+        nbytes, kernels = record.bytes_per_token(name), mode.config.kernels
         if nbytes is not None and kernels in resident_s:
             token_s = resident_s[kernels] / _num_streams(mode.config, record.machine)
             with_reads = {k: 1 / (token_s + nbytes / v) for k, v in speeds.items()}
             out[name] = {"no reads": 1 / token_s} | with_reads
     return out
-
-
-def _kernels(config):
-    return "mlx" if config.kernels == "auto" else config.kernels
 
 
 def _num_streams(config, card):

@@ -486,7 +486,9 @@ def bench_draft(
             prompts = heldout_starts(path, 8, 64, tokenizer) if held_out else PROMPTS
         make = maker(draft, accept, model, config.kernels)
         compared = compare(model, tokenizer, make, lengths, prompts, tokens, runs)
-        return replace(compared, model=path.name, draft=Path(draft).name, config=vars(config))
+        return replace(
+            compared, model=path.name, draft=Path(draft).name, config=vars(config.resolved())
+        )
     finally:
         close(model)
 

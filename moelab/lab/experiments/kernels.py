@@ -1,6 +1,7 @@
-"""How long a quantized product takes on a CPU: with the fast kernels, with MLX's and with numpy.
+"""The fast kernels beside MLX's: the time of a product, and whether texts are the same.
 
-    python -m moelab.lab.experiments.kernels OUT.json        (on Linux)
+    python -m moelab.lab.experiments.kernels products OUT.json        (on Linux)
+    python -m moelab.lab.experiments.kernels texts OUT.json
 
 Each number of threads is measured in a process of its own that may use as many cores.
 """
@@ -10,13 +11,18 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from tqdm import tqdm
 
+from ... import DATA, StreamConfig, load
 from ...kernels import code, quantized
-from .. import machine, records
+from .. import machine, quality, records
+from ..texts import heldout_files, heldout_starts
 from ..timing import interleave
 
 OUTPUTS, INPUTS, GROUP = 4096, 2048, 64  # 8.4 M weights, as in the 35B's attention
@@ -76,8 +82,66 @@ def measure(rounds: int = ROUNDS) -> dict:
     }
 
 
-def main(out: str) -> None:
-    """Writes ``data/results/cpu_kernels.json``."""
+def texts(
+    path: str | Path = DATA / "models" / "tiny-moe",
+    num: int = 20,
+    tokens: int = 300,
+    prompt_tokens: int = 64,
+    windows: int = 64,
+) -> dict:
+    """Whether a model writes the same with both kernels, and predicts held-out text as well.
+
+    Both are fed the text that MLX's kernels write greedily, so that each token is compared after
+    the same ones. The fast kernels stream through 16 slots, MLX's have every expert in memory.
+
+    Args:
+        path (str or Path): A model with held-out text.
+        num (int): Texts.
+        tokens (int): Of each.
+        prompt_tokens (int): Held-out tokens before them.
+        windows (int): Of 256 tokens, for the bits per byte.
+
+    Returns:
+        dict: ``texts``: of each the ``difference``, the largest of a logit over the logits'
+        standard deviation, and ``parted``, for every token that is another one its ``position``
+        and the ``gap`` of MLX's two best logits, over the same. ``bits_per_byte`` by kernels.
+    """
+    configs = {"mlx": StreamConfig(mode="resident", kernels="mlx"), "fast": StreamConfig(slots=16)}
+    models = {}
+    for name, config in configs.items():
+        models[name], tokenizer = load(path, replace(config, kernels=name))
+    found = []
+    for prompt in tqdm(heldout_starts(path, num, prompt_tokens, tokenizer), unit="text"):
+        caches = {name: make_prompt_cache(model) for name, model in models.items()}
+        ids, difference, parted = tokenizer.encode(prompt), 0.0, []
+        for position in range(tokens):
+            logits = {
+                name: np.array(model(mx.array([ids]), cache=caches[name])[0, -1])
+                for name, model in models.items()
+            }
+            mlx, std = logits["mlx"], logits["mlx"].std()
+            difference = max(difference, float(np.abs(logits["fast"] - mlx).max() / std))
+            if logits["fast"].argmax() != mlx.argmax():
+                second, first = np.sort(mlx)[-2:]
+                parted.append({"position": position, "gap": float((first - second) / std)})
+            ids = [int(mlx.argmax())]
+        found.append({"difference": difference, "parted": parted})
+    cut = quality.windows(
+        tokenizer, list(heldout_files(Path(path) / "heldout").values()), 256, windows
+    )
+    return {
+        "kind": "kernels_texts",
+        "machine": machine.card(),
+        "model": Path(path).name,
+        "tokens": tokens,
+        "texts": found,
+        "windows": len(cut),
+        "bits_per_byte": {n: quality.score(m, cut).bits_per_byte for n, m in models.items()},
+    }
+
+
+def products_by_threads() -> dict:
+    """``measure`` with one thread and with all cores."""
     cores = sorted(os.sched_getaffinity(0))
     runs = []
     for n in sorted({1, len(cores)}):
@@ -92,7 +156,7 @@ def main(out: str) -> None:
             blas = {"OPENBLAS_NUM_THREADS": str(n), "OPENBLAS_THREAD_TIMEOUT": "4"}
             subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | blas)
             runs.append(json.loads(part.read_text()))
-    record = {
+    return {
         "kind": "kernels",
         "machine": machine.card(),
         "outputs": OUTPUTS,
@@ -100,8 +164,8 @@ def main(out: str) -> None:
         "group_size": GROUP,
         "runs": runs,
     }
-    records.save(out, record)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    measured = {"products": products_by_threads, "texts": texts}[sys.argv[1]]()
+    records.save(sys.argv[2], measured)

@@ -40,7 +40,7 @@ def measure(
     out = {
         "kind": "memory",
         "machine": machine.card(),
-        "config": dataclasses.asdict(config),
+        "config": dataclasses.asdict(config.resolved()),
         "tokens": [],
         "active_nbytes": [],
         "peak_nbytes": [],

@@ -138,7 +138,7 @@ def run(path: str | Path, config: StreamConfig, prompt: str, tokens: int) -> Run
         ran = decode(model, tokenizer.encode(prompt), tokens - 1)
     counted = ran.counters
     return Run(
-        config=config,
+        config=config.resolved(),
         tokens=ran.tokens,
         text=tokenizer.decode(ran.tokens),
         step_s=np.array(ran.step_s),
