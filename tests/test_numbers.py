@@ -30,7 +30,7 @@ ROOT = DATA.parent
 TINY_MOE = DATA / "models" / "tiny-moe"
 NUMBER = re.compile(r"(?<![\w.:/-])-?\d+(?:[.,]\d+)*(?!\w)")  # not in a name: H200, 35B, top-6
 MEMORY = 1_500_000_000  # bytes: the larger limit of the sweep of notebook 03
-LOOKUP = "lookup, 64 slots"  # in cpu_drafts
+LOOKUP = "lookup, 64 slots"  # in cpu_drafts_mlx
 FINE, LEFT = "nothing wrong", "rejected tokens left in the state"  # in cpu_suspects
 MOE, BIG = "cpu_prefetch_tiny_moe", "cpu_prefetch_35b"
 LAYOUTS = ("as shipped", "packed")  # in both
@@ -239,19 +239,22 @@ def kernels_row(name):
     """A mode of the 35B layers and of tiny-moe: tok/s, of mlx-lm, and seconds of a prompt."""
     plain, columns = "resident/kernels=mlx", []
     for record in ("cpu_kernels_35b", "cpu_kernels_tiny_moe"):
+        if name not in recorded(record)["modes"]:
+            continue
         made, first = mode(record, name), mode(record, plain)
         texts = ([s["tokens"] for s in m["samples"]] for m in (made, first))
         assert next(texts) == next(texts)
         ratio = [] if name == plain else [quartiles(made["ratio_to_resident"])]
         columns.append([quartiles(made["decode_tok_s"], ".1f"), *ratio])
+    if name not in recorded("cpu_kernels_prompt_35b")["modes"]:
+        return columns[0]
     prompt = [s["prefill_s"] for s in mode("cpu_kernels_prompt_35b", name)["samples"]]
     return *columns[0], quartiles(prompt, ".1f"), *columns[1]
 
 
 def kernels_settings():
     big, prompt, tiny = (
-        mode(f"cpu_kernels_{name}", "fused/kernels=fast")
-        for name in ("35b", "prompt_35b", "tiny_moe")
+        mode(f"cpu_kernels_{name}", "fused") for name in ("35b", "prompt_35b", "tiny_moe")
     )
     c = [s["counters"] for s in big["samples"]]
     hits = sum(x["hits"] for x in c) / sum(x["hits"] + x["misses"] for x in c)
@@ -260,10 +263,28 @@ def kernels_settings():
     return ns[0], slots[0], f"{100 * hits:.0f}", 126, ns[1], ns[2], slots[1]
 
 
+def limited(limit_mb, slots):
+    """tok/s under a limit with the fast kernels, and over the resident model's without one."""
+    made = recorded(f"cpu_limit_35b_{limit_mb}")["summary"][f"fused/slots={slots}, limit"]
+    assert made["same_tokens"] and not made["killed"]
+    return quartiles(made["decode_tok_s"], ".1f"), quartiles(made["ratio"])
+
+
+def both_texts():
+    """What ``cpu_kernels_texts`` holds; no token differs."""
+    made = recorded("cpu_kernels_texts")
+    assert not any(text["parted"] for text in made["texts"])
+    worst = max(text["difference"] for text in made["texts"])
+    bits = (f"{made['bits_per_byte'][name]:.4f}" for name in ("fast", "mlx"))
+    n = len(made["texts"])
+    return n, made["tokens"], n, f"{worst:.1e}", *bits, made["windows"], 256
+
+
 def kernels_found():
-    """tok/s: streamed with the fast kernels, resident with MLX's."""
-    names = ("fused/kernels=fast", "resident/kernels=mlx")
-    return [median(mode("cpu_kernels_35b", name)["decode_tok_s"], ".1f") for name in names]
+    """tok/s streamed, how many times mlx-lm's, that, and streamed with MLX's kernels."""
+    names = ("fused", "resident/kernels=mlx", "fused/kernels=mlx")
+    fast, plain, mlx = (median(mode("cpu_kernels_35b", n)["decode_tok_s"], ".1f") for n in names)
+    return fast, cpu_climb()[1], plain, mlx
 
 
 def copied_drafts_found():
@@ -384,7 +405,7 @@ def waves():
 
 def drafted(record, section, variant):
     """Speed over not drafting, run by run: ``median [quartiles]``."""
-    sections = recorded(record)["runs" if record == "cpu_drafts" else "sections"]
+    sections = recorded(record)["runs" if record.startswith("cpu_drafts") else "sections"]
     variants = sections[section]["variants"]
     plain, drafts = (
         np.array([sample["decode_s"] for sample in variants[name]]) for name in ("mlx-lm", variant)
@@ -392,20 +413,51 @@ def drafted(record, section, variant):
     return quartiles(plain / drafts)
 
 
-def lookup(slots, fixed):
-    section = f"lookup, {slots} slots"
-    return (
-        slots,
-        drafted("cpu_drafts", section, fixed),
-        fixed,
-        drafted("cpu_drafts", section, "auto"),
+def cpu_drafts(draft, *lengths, slots=(48, 16)):
+    """Speeds over not drafting on the CPU, with 3 and 7 drafts and the policy; texts are equal."""
+    out = []
+    for n in slots:
+        variants = recorded("cpu_drafts")["runs"][f"{draft}, {n} slots"]["variants"]
+        assert all(run["same"] for runs in variants.values() for run in runs)
+        names = lengths or ("3", "7", "auto")
+        out += [drafted("cpu_drafts", f"{draft}, {n} slots", name) for name in names]
+    return out
+
+
+def cpu_draft_settings():
+    """Tokens and runs of every comparison."""
+    (settings,) = {(r["tokens"], r["runs"]) for r in recorded("cpu_drafts")["runs"].values()}
+    return settings
+
+
+def cpu_draft_gains():
+    """Slots, drafts, speeds of tiny-dflash and lookup, with few slots, tokens, runs."""
+    (trained, few), (lookup, few_lookup) = (
+        cpu_drafts(draft, "7") for draft in ("tiny-dflash", "lookup")
     )
+    return 48, 7, trained, lookup, 16, few, few_lookup, *cpu_draft_settings()
 
 
-def lookup_settings():
-    """Tokens of a run, and the least and most runs of prompt lookup."""
-    runs = [r for name, r in recorded("cpu_drafts")["runs"].items() if name.startswith("lookup")]
-    return runs[0]["tokens"], min(r["runs"] for r in runs), max(r["runs"] for r in runs)
+def token_ms(record, name):
+    """Milliseconds of a token in each run."""
+    tokens = recorded(record)["tokens"]
+    return [1e3 * s["decode_s"] / tokens for s in mode(record, name)["samples"]]
+
+
+def cpu_climb():
+    """All steps over the first on the CPU, and over mlx-lm with every expert in memory."""
+    speeds = {
+        name: mode("cpu_kernels_35b", name)["decode_tok_s"]["median"]
+        for name in ("serial", "fused")
+    }
+    ratio = mode("cpu_kernels_35b", "fused")["ratio_to_resident"]["median"]
+    return f"{speeds['fused'] / speeds['serial']:.1f}", f"{ratio:.0f}"
+
+
+def cpu_speeds():
+    names = ("serial", "fused", "resident/kernels=mlx", "fused/kernels=mlx")
+    made = [mode("cpu_kernels_35b", name)["decode_tok_s"] for name in names]
+    return 4, made[0]["n"], *(f"{m['median']:.1f}" for m in made)
 
 
 def equal_texts(record, section, variant):
@@ -597,11 +649,11 @@ PASSAGES = {
     ("README.md", "## Five findings", "Numbers are medians"): [
         ("With {} of {} experts of each layer in memory, `tiny-moe` takes {} MB instead of {} ",
          start_here),
-        ("at {} of the resident speed on one core",
-         lambda: [quartiles(mode("cpu_bench_35b", "fused/streams=1")["ratio_to_resident"])]),
-        ("and at {} on two",
-         lambda: [quartiles(mode("cpu_bench_35b", "fused")["ratio_to_resident"])]),
-        ("they decode {} tok/s streamed, {} in mlx-lm with every", kernels_found),
+        ("memory decode {} tok/s on two cores with moelab's kernels, {} times what mlx-lm does "
+         "with every expert in memory ({}). With MLX's own kernels they decode {},", kernels_found),
+        ("On two CPU cores, drafting {1} tokens a round with `tiny-dflash`, {0} of 64 experts in "
+         "slots, decodes {2} times as fast as not drafting; looking them up in the text, {3};",
+         cpu_draft_gains),
         ("On an H200, {} such layers decode {} tok/s in memory and {} streamed from a warm page "
          "cache, repacked, a quarter of the experts in slots: {} times slower. Before the GPU "
          "copied the experts itself it was {}:", slower_copied),
@@ -645,9 +697,27 @@ PASSAGES = {
         *[(f"| {text} | {form} |", lambda name=name: kernels_row(name)) for text, name, form in (
             ("mlx-lm as installed, resident", "resident/kernels=mlx", "{} | | {} | {} |"),
             ("`fused` with MLX's kernels", "fused/kernels=mlx", "{} | {} | {} | {} | {}"),
-            ("resident, fast kernels", "resident/kernels=fast", "{} | {} | {} | {} | {}"),
-            ("`fused`, fast kernels", "fused/kernels=fast", "{} | {} | {} | {} | {}"))],
-        ("by at most {} of their standard deviation", lambda: ["2e-4"]),  # tests/kernels
+            ("resident, fast kernels", "resident", "{} | {} | {} | {} | {}"),
+            ("`fused`, fast kernels", "fused", "{} | {} | {} | {} | {}"))],
+        *[(f"| {text} | {{}} | {{}} |", lambda name=name: kernels_row(name)[:2])
+          for text, name in (("`serial`", "serial"), ("`buffers`, one reader", "buffers/readers=1"),
+                             ("`buffers`", "buffers"), ("`stacked`", "stacked"))],
+        ("With 48 and 64 slots tiny-moe decodes {} and {} tok/s",
+         lambda: [quartiles(mode("cpu_kernels_tiny_moe", f"fused/slots={n}")["decode_tok_s"], ".1f")
+                  for n in (48, 64)]),
+        ("by at most {} of their standard deviation (`tests/k", lambda: ["2e-4"]),  # tests/kernels
+        ("(process and page cache; the file has {} GB), n={}",
+         lambda: (f"{recorded('cpu_limit_35b_600')['checkpoint_nbytes'] / 1e9:.1f}", 5)),
+        *[(f"| {mb} MB, {slots} slots | {{}} | {{}} |",
+           lambda mb=mb, slots=slots: limited(mb, slots))
+          for mb, slots in ((1500, 8), (1500, 64), (1500, 150), (600, 8), (600, 35))],
+        *[(f"| {mb} MB, {slots} slots |", list)
+          for mb, slots in ((1500, 8), (1500, 64), (1500, 150), (600, 8), (600, 35))],
+        ("Fed with {} held-out beginnings and the {} tokens that MLX's kernels write greedily "
+         "behind each, tiny-moe streamed with the fast kernels names the same token in all of {} "
+         "texts; its logits differ by at most {} of their standard deviation. Held-out text takes "
+         "{} bits per byte with the fast kernels and {} with MLX's ({} windows of {} tokens",
+         both_texts),
         ("{} tokens from each of {} held-out prompts", lambda: (256, 8)),  # tests/streaming
         ("of passes of {} to {} tokens, {} and {} slots, whatever was computed before | {} of {} "
          "settings", lambda: (*exact_lengths(), 16, 48, *exact_settings())),
@@ -717,10 +787,15 @@ PASSAGES = {
                   for t in ("code_256", "prose_256")]),
         ("the first {} tokens it is {} and {} on code",
          lambda: (100, first_tokens("dflash4"), first_tokens("draft3"))),
-        ("({} greedy tokens, n={} to {},", lookup_settings),
-        ("| {} | {} with {} | {} |", lambda: lookup(64, "7")),
-        ("| {} | {} with {} | {} |", lambda: lookup(48, "7")),
-        ("| {} | {} with {} | {} |", lambda: lookup(16, "3")),
+        ("(`cpu_drafts`, {} greedy tokens, n={},", cpu_draft_settings),
+        ("| draft | {} slots, {} drafts | {} drafts | the policy | {} slots, {} drafts | {} drafts",
+         lambda: (48, 3, 7, 16, 3, 7)),
+        *[(f"| {text} | {{}} | {{}} | {{}} | {{}} | {{}} | {{}} |",
+           lambda draft=draft: cpu_drafts(draft))
+          for text, draft in (("prompt lookup", "lookup"), ("`tiny-dflash`", "tiny-dflash"),
+                              ("`tiny-draft`", "tiny-draft"))],
+        ("lookup gained at most {} with {} drafts and all {} slots",
+         lambda: (drafted("cpu_drafts_mlx", LOOKUP, "7"), 7, 64)),
         ("page cache, {} greedy tokens in bfloat16, n={} (speed over not drafting; behind it how "
          "many of the 5 texts", gpu_settings),
         ("equal | the policy, which risks {}% of a text, {}% after texts that won",
@@ -798,11 +873,6 @@ def climbs():
         made["slots"],
         256,  # experts of a 35B layer
     )
-
-
-def both_cores():
-    made = mode("cpu_bench_35b", "fused")
-    return quartiles(made["ratio_to_resident"]), made["decode_tok_s"]["n"]
 
 
 def twice_the_reads():
@@ -926,13 +996,6 @@ def one_state():
     return f"{one / 1e6:.2f}", 16, 16, f"{16 * one / 1e6:.0f}"
 
 
-def lookup_gain():
-    """Drafts, slots, speeds with them and under the policy, tokens, runs."""
-    made = recorded("cpu_drafts")["runs"][LOOKUP]
-    speeds = [drafted("cpu_drafts", LOOKUP, name) for name in ("7", "auto")]
-    return 7, 64, *speeds, made["tokens"], made["runs"]
-
-
 def drafts_on_a_gpu():
     """Slots and drafts; speeds and equal texts; those with fewer slots; tokens, runs."""
     few = [drafted(ENGINE, "dflash_16_slots", name) for name in ("7", "auto")]
@@ -999,16 +1062,18 @@ STATED = {
     "02_expert_streaming": [
         ("A model of {} GB on a computer with {} GB", lambda: (70, 64)),  # PR 26's
         ("gains most**: {} of {} times on an H200", lambda: climbs()[:2]),
-        ("beats mlx-lm: {} times its speed with every",
-         lambda: [both_cores()[0].partition(" ")[0]]),
+        ("all steps gain {} times, and the last one decodes {} times as fast as mlx-lm", cpu_climb),
+        ("a token of these layers takes {} ms of arithmetic",
+         lambda: [f"{np.median(token_ms('cpu_kernels_35b', 'resident/kernels=mlx')):.0f}"]),
         ("decodes {} times as fast as one at a time; slots and one call fewer bring it to {} "
          "times; with all experts in memory it is {} times faster still ({} against {} tok/s, {} "
          "layers of 35B-A3B, {} of {} slots", climbs),
         ("cold disk all steps gain {} times",
          lambda: [ladder_ratio("fused", "serial", state="cold")]),
         ("slower on the GPU ({} tok/s)", lambda: [ladder_median("fused/scales=resident")]),
-        ("on two cores: {} of resident, n={}", both_cores),
-        (", {} layers of 35B-A3B, float32 (`data", lambda: [4]),  # of notebook 02's checkpoint
+        ("({} of them, float32, n={}) decode {} tok/s one expert at a time and {} with all steps; "
+         "mlx-lm decodes {} with every expert in memory, and with its kernels all steps reach {}",
+         cpu_speeds),
         ("{} x {} x {} MB = {} GB in Qwen3.5-122B-A10B", token_of_122b),
         ("first speed, {} tok/s, can have come from an SSD at {} GB/s alone, nor its last, {} "
          "tok/s, from one at",
@@ -1038,14 +1103,21 @@ STATED = {
         ("the worst point is off by {}%", lambda: [replay_error()]),
     ],
     "04_prefetch": [
-        ("storing each expert in one piece gives {3} times the speed, and the best guess on top of "
-         "it {4} times (`tiny-moe`, {0} of {1} slots, two CPU cores)", guesses),
+        ("storing each expert in one piece gives {3} times the speed, and with the best guess on "
+         "top of it {4} times (`tiny-moe`, {0} of {1} slots, two CPU cores)", guesses),
+        ("With experts of {0} MB, knowing every choice gives {2} times, but",
+         lambda: [speed.partition(" ")[0] for speed in random_routing()[1:4]]),
+        ("so the oracle gains: {} times as shipped and {} packed", lambda: random_routing()[2:4]),
+        ("gained {} times by packing and {} times with the look-ahead on top of it",
+         lambda: [prefetch(f"{MOE}_mlx", "packed", n) for n in ("none", "lookahead")]),
+        ("the look-ahead lost as shipped ({})",
+         lambda: [prefetch(MOE, "as shipped", "lookahead", "cold")]),
         ("into one piece gave {} times the speed, the next layer's router on top of it {}, and "
          "knowing every choice {}; as shipped, the look-ahead gave {} and the oracle {} "
          "(`tiny-moe`, {} of {} slots, {} CPU cores, n={})", guesses_with_quartiles),
         ("guesses {}% were used. With experts of {} MB that route at random the oracle gave {}, "
          "packed {} (n={})", random_routing),
-        ("the look-ahead gave {}, and `last`, which reads nothing ahead, {}: noise",
+        ("the look-ahead gave {}, and `last`, which reads nothing ahead, {}: what",
          lambda: [prefetch(MOE, "as shipped", name, "warm") for name in ("lookahead", "last")]),
         ("are {3} to {4}% of a token's; {0}% takes {1} to {2} slots", locality_of_traces),
         ("{} KB at {} GB/s take {} µs", copied_expert),
@@ -1078,8 +1150,12 @@ STATED = {
         ("On one H200 with {} of {} experts in slots, {} drafts a round ran at {} times the speed "
          "of not drafting. moelab's policy, which chooses the number, reached only {}:",
          lambda: (48, 64, 7, *gpu_medians())),
-        ("with {} drafts and all {} slots it runs at {} times the speed of not drafting, at {} "
-         "under the policy ({} greedy tokens of text that repeats itself, n={})", lookup_gain),
+        ("With {0} of 64 experts in slots, {1} drafts a round of a trained block draft ran at {2} "
+         "times the speed of not drafting on two CPU cores, and {1} tokens looked up in the text "
+         "itself at {3}.", lambda: [str(x).partition(" ")[0] for x in cpu_draft_gains()[:4]]),
+        ("kernels and {0} slots, {1} drafts of tiny-dflash run at {2} times the speed of not "
+         "drafting and {1} tokens of lookup at {3}; with {4} slots at {5} and {6} ({7} greedy "
+         "tokens of text that repeats itself, n={8}", cpu_draft_gains),
         ("On one H200 with {} slots, {} drafts of tiny-dflash run at {} ({} of 5 texts equal to "
          "the undrafted one: rounding) and the policy at {} ({} of 5); with {} slots {} and {} ({} "
          "tokens, n={})", drafts_on_a_gpu),

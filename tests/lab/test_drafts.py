@@ -95,18 +95,18 @@ H200 = [
 
 
 def test_recorded_runs():
-    assert len(CPU.comparisons) == 7 and not CPU.passes
-    assert CPU.comparisons["lookup, 64 slots"].label == "lookup, 64 slots"
+    assert len(CPU.comparisons) == 6 and not CPU.passes
+    assert CPU.comparisons["lookup, 48 slots"].label == "lookup, 48 slots"
     assert {"tiny-dflash, 48 slots", "tiny-draft, resident"} <= set(GPU.comparisons)
     assert verify.growth(GPU.passes["48 slots, loop"]) > 2
     assert "H200" in figures.gpu_details(GPU, *H200)
-    assert set(CPU.only("lookup")) == {f"lookup, {n} slots" for n in (64, 48, 16)}
+    assert set(CPU.only("lookup")) == {f"lookup, {n} slots" for n in (48, 16)}
 
 
 def test_charts_and_verdicts():
     trace = moelab.Trace.load(moelab.DATA / "traces" / "code.npz").decode
     fig = figures.speeds_chart(CPU.only("lookup"), "recorded", CPU.machine)
-    assert "1.19" in fig.layout.meta["alt"] and fig.layout.meta["finding"]
+    assert "1.75" in fig.layout.meta["alt"] and fig.layout.meta["finding"]
     fig = figures.break_even_chart({"a": [1, 4]}, GPU.passes["48 slots, kernel"], 7, "note")
     assert "commits 2.5" in fig.layout.title.text.replace("<br>", " ")
     rows = figures.verdicts(
@@ -118,7 +118,8 @@ def test_charts_and_verdicts():
         GPU.comparisons["tiny-dflash, 48 slots"],
     )
     assert [row[0] for row in rows] == ["A7", "D3", "D5", "E5"]
-    assert "7 drafts run at 2.15" in rows[0][3]
+    assert "on the recorded GPU 7 drafts 2.15" in rows[0][3]
+    assert "lookup is fastest with 7 drafts" in rows[3][3]
 
 
 def test_tables_of_the_recorded_gpu():

@@ -168,7 +168,7 @@ def test_every_chart_says_what_it_shows(code, found):
     policies = page_cache.replay_policies(code, roomy, [8, 97, 157], 40)
     charts = [
         figures.reads_chart(code, compared),
-        figures.decode_chart(code),
+        figures.decode_chart(code, "MLX's kernels"),
         figures.read_ahead_chart(code),
         figures.live_chart(code),
         figures.sources_chart(code, roomy),

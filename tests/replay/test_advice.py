@@ -62,7 +62,10 @@ def test_a_repack_is_advised_only_where_it_pays():
         assert advice.advise(SIZES, tight, TRACE, slow, packed_gain=gain).layout == layout
 
 
-@pytest.mark.parametrize(("name", "L"), [("cpu_prefetch_tiny_moe", 8), ("cpu_prefetch_35b", 4)])
+@pytest.mark.parametrize(
+    ("name", "L"),
+    [("cpu_prefetch_tiny_moe_mlx", 8), ("cpu_prefetch_tiny_moe", 8), ("cpu_prefetch_35b", 4)],
+)
 def test_a_lookahead_is_advised_where_the_recorded_runs_gained_by_it(name, L):
     """From each run without prefetch: what it waited for, and what a lookahead predicted.
 
@@ -90,11 +93,11 @@ def test_a_lookahead_is_advised_where_the_recorded_runs_gained_by_it(name, L):
             gains[state] = token_s / after.token_s
         else:
             assert after.token_s == token_s
-    if name == "cpu_prefetch_35b":  # it routes at random
-        assert not gains
-        return
     ratio = {p: by["cold", "packed", p]["ratio"]["median"] for p in ("lookahead", "none")}
     measured = ratio["lookahead"] / ratio["none"]
+    if not name.endswith("_mlx"):  # reads are short, or routing is random
+        assert not gains and measured < 1
+        return
     assert list(gains) == ["cold"] and 1.03 < gains["cold"] <= measured < 1.1
 
 

@@ -30,12 +30,11 @@ RUNGS = {
     "serial": "serial",  # read an expert, compute it, then the next
     "buffers/readers=1": "batched",  # persistent buffers; all of a layer's reads come first
     "buffers": "parallel",  # several reads in flight at once
-    "stacked/streams=1": "slots",  # S experts stay, in one array a projection; one gather for each
-    "fused/streams=1": "gate+up",  # gate and up in one array, one gather fewer
-    "fused": "cores",  # a CPU's arithmetic on more than one core; nothing new on a GPU
+    "stacked": "slots",  # S experts stay, in one array a projection; one gather for each
+    "fused": "gate+up",  # gate and up in one array, one gather fewer
 }
 LADDER = ",".join(RUNGS)
-TOP = "gate+up"  # the highest rung that every device has
+TOP = RUNGS["fused"]
 SHORT_PROMPTS = ("def", "class", "import os", "for x in")  # another one each round: other experts
 WAITING, REST = "waiting for reads", "the rest"
 WARMUP = 2  # tokens before the clock, in layers whose slots fill at once
@@ -456,18 +455,10 @@ def slot_writes(
 # What follows from a ladder
 
 
-def rungs_by_mode(measured: BenchRecord) -> dict[str, str]:
-    """``{mode: rung}``; a GPU's record says nothing of streams, it has one."""
-    if "fused/streams=1" in measured.modes:
-        return RUNGS
-    on_gpu = {mode.removesuffix("/streams=1"): name for mode, name in RUNGS.items()}
-    return on_gpu | {"fused": TOP}
-
-
 def rungs(measured: BenchRecord) -> dict[str, np.ndarray]:
     """``{rung: seconds of a token in each round}``, in the ladder's order."""
-    names = rungs_by_mode(measured).items()
-    return {rung: measured.token_s(mode) for mode, rung in names if mode in measured.modes}
+    modes = measured.modes
+    return {rung: measured.token_s(mode) for mode, rung in RUNGS.items() if mode in modes}
 
 
 def multiples(measured: BenchRecord) -> dict[str, float]:
@@ -487,7 +478,7 @@ def published_multiples() -> dict[str, float]:
 
 def parts(measured: BenchRecord) -> dict[str, dict[str, float]]:
     """``{rung: {"waiting for reads": s, "the rest": s}}`` of an average token, resident first."""
-    out, names = {}, {"resident": "resident", **rungs_by_mode(measured)}
+    out, names = {}, {"resident": "resident", **RUNGS}
     for mode, rung in names.items():
         if mode not in measured.modes:
             continue

@@ -229,7 +229,7 @@ def verdicts(
     """
     most, mean = union.most, union.mean(union.most)
     here = {name: _medians(c) for name, c in compared.items()}
-    there = _medians(gpu)
+    mine, there = here[trained], _medians(gpu)
     best = max(there, key=there.get)
     fastest = max(v for medians in here.values() for v in medians.values())
     pays = 1.1  # times the speed: less is taken for none
@@ -239,10 +239,10 @@ def verdicts(
             "speculation is counterproductive when streaming, because a pass reads the union of "
             "all positions' experts",
             "depends on",
-            f"the device: here it loses, but for arithmetic ({growth(resident):.1f} times for "
-            f"{most} positions with no read at all); the union of {most} positions is "
-            f"{mean / union.top_k:.1f} times one token's, not {most}; on the recorded GPU, "
-            f"streamed, {best} run at {there[best]:.2f} of not drafting and the policy at "
+            f"what a pass costs and how many drafts are right: a pass over {most} positions takes "
+            f"{growth(resident):.1f} times one with no read at all, and the union of their experts "
+            f"is {mean / union.top_k:.1f} times one token's, not {most}. Speed over not drafting, "
+            f"streamed: here {_told(mine)}; on the recorded GPU {best} {there[best]:.2f}, policy "
             f"{there['policy']:.2f}",
         ),
         (
@@ -256,15 +256,15 @@ def verdicts(
             "D5",
             "a smaller block would change the picture",
             "depends on",
-            f"fewer drafts lose less, and here none is best: {_told(here[trained])}; on the "
-            f"recorded GPU, streamed: {_told(there)}",
+            f"the device: here {_told(mine)}; on the recorded GPU, streamed: {_told(there)}",
         ),
         (
             "E5",
             "the best block size is 16, or 5 to 6 for a Mixture of Experts",
             "refuted" if fastest < pays else "depends on",
-            f"on this CPU the best number of drafts is none, on the recorded GPU it is {best}: "
-            "not 16 on either",
+            "the draft and the device: here "
+            + ", ".join(f"{draft} is fastest with {max(m, key=m.get)}" for draft, m in here.items())
+            + f"; on the recorded GPU it is {best}. A block of 16 is 15 drafts",
         ),
     ]
 

@@ -14,6 +14,7 @@ from ..decode import same_tokens
 from ..experiments.dispatch import Timed
 from ..experiments.ladder import (
     REST,
+    RUNGS,
     TOKEN_NBYTES_122B,
     TOP,
     WAITING,
@@ -28,7 +29,6 @@ from ..experiments.ladder import (
     parts,
     published_multiples,
     rungs,
-    rungs_by_mode,
     waiting_share,
 )
 from ..plots import charts, style
@@ -144,7 +144,7 @@ def rung_bars(here: BenchRecord, gpu: Recorded) -> go.Figure:
 def rung_table(here: BenchRecord) -> None:
     """Shows every rung's speed, ratio to resident, hits and bytes."""
     rows = []
-    for mode, rung in rungs_by_mode(here).items():
+    for mode, rung in RUNGS.items():
         ratio, hits = here.ratio_to_resident(mode), here.hit_rate(mode)
         speed, nbytes = here.decode_tok_s(mode), here.bytes_per_token(mode)
         numbers = (speed["median"], ratio["median"], hits, nbytes / 1e6)

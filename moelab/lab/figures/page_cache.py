@@ -95,14 +95,19 @@ def reads_chart(record: SweepRecord, compared: list[Compared]) -> go.Figure:
     )
 
 
-def decode_chart(record: SweepRecord) -> go.Figure:
-    """Milliseconds of a whole token over slots, by memory limit."""
+def decode_chart(record: SweepRecord, kernels: str) -> go.Figure:
+    """Milliseconds of a whole token over slots, by memory limit.
+
+    Args:
+        record (SweepRecord): Of ``sweep``, with decoding.
+        kernels (str): What computed.
+    """
     tight, roomy, *_ = record.limits
     e, small = (extremes(record, n, "decode") for n in (roomy, tight))
     roofs = [share for n in (tight, roomy) for share in roofline(record, n).values()]
     return _lines(
         record,
-        f"With its arithmetic on two cores, slots change {e.range:.0%} of a token in "
+        f"With the arithmetic of {kernels}, slots change {e.range:.0%} of a token in "
         f"{roomy / 1e6:.0f} MB, {small.range:.0%} in {tight / 1e6:.0f} MB",
         f"The arithmetic takes {arithmetic_ms(record):.0f} ms a token, and reads go on beside it: "
         f"decoding reaches {min(roofs):.2f} to {max(roofs):.2f} of its roofline, the longer of the "
@@ -343,8 +348,9 @@ def verdicts(
             "at steady state compute is the bottleneck, not I/O; the page cache serves 90% of "
             "reads",
             "depends on",
-            f"the device and the memory: {arithmetic_ms(record):.0f} ms of arithmetic hide the "
-            f"reads here, a fast device would wait {e.ms(e.fewest):.0f} ms for them; with "
+            f"the kernels and the memory: {arithmetic_ms(record):.0f} ms of arithmetic by MLX's "
+            f"kernels hide the reads here, a fast device would wait {e.ms(e.fewest):.0f} ms for "
+            "them; with "
             f"{e.fewest.point.slots} slots the page cache serves {pages[roomy]:.0%} of what is "
             f"read in {roomy / 1e6:.0f} MB, {pages[tight]:.0%} in {tight / 1e6:.0f} MB",
         ),

@@ -24,6 +24,7 @@ from ..records import BenchRecord
 
 HOLDS = 0.01  # "quality holds": at most so many more bits per byte, as a share
 GPU_RECORD = "cuda_h200_engine"  # in data/results
+LARGE_RECORD = "cpu_top_k_35b"
 
 
 def predictions(path: str | Path, ks: Sequence[int]) -> str:
@@ -98,6 +99,44 @@ def speed_chart(
         "Speed over the full top-k against K. " + " ".join(told),
         f"Without any routed expert this model would be {predicted[0]:.2f} times as fast: "
         "every token still uses the rest of it.",
+    )
+
+
+def large_chart(predicted: dict[int, float], name: str = LARGE_RECORD) -> go.Figure:
+    """Speed over the full K of layers of a 35B model on a CPU, recorded.
+
+    Args:
+        predicted (dict[int, float]): By the bytes of that model.
+        name (str): A record of ``bench`` in ``data/results``, with modes at several K.
+    """
+    record = BenchRecord.from_json(records.recorded(name))
+    full = {m.config.mode: mode for mode, m in record.modes.items() if m.config.top_k is None}
+    ratios = {mode: {} for mode in full}
+    for name, made in record.modes.items():
+        if (k := made.config.top_k) is not None:
+            base = record.token_s(full[made.config.mode])
+            ratios[made.config.mode][k] = base / record.token_s(name)
+    ks = sorted(ratios["fused"], reverse=True)
+    medians = {m: {k: float(np.median(r[k])) for k in ks} for m, r in ratios.items()}
+    speeds = {m: record.decode_tok_s(name)["median"] for m, name in full.items()}
+    streamed = record.modes[full["fused"]]
+    bars = {m: {f"K={k}": r[k] for k in ks} for m, r in ratios.items()}
+    bars["predicted from bytes"] = {f"K={k}": [predicted[k]] for k in ks}
+    told = ", ".join(
+        f"K={k} {medians['resident'][k]:.2f} resident, {medians['fused'][k]:.2f} streamed, "
+        f"{predicted[k]:.2f} from bytes"
+        for k in ks
+    )
+    return charts.bars(
+        bars,
+        f"Layers of 35B-A3B on a CPU: K={ks[-1]} is {medians['fused'][ks[-1]]:.2f} times as fast "
+        f"streamed, {predicted[ks[-1]]:.2f} predicted from bytes",
+        "speed over the full K",
+        f"{told}. All K: {speeds['resident']:.0f} tok/s resident, {speeds['fused']:.0f} streamed.",
+        note=f"4 layers of 35B-A3B, random weights, {streamed.config.slots} of 256 slots, warm, "
+        f"{record.tokens} tokens a run, n={len(streamed.samples)}; "
+        + charts.recorded_note(record.machine),
+        card="",
     )
 
 
