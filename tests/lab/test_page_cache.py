@@ -169,6 +169,7 @@ def test_every_chart_says_what_it_shows(code, found):
     charts = [
         figures.reads_chart(code, compared),
         figures.decode_chart(code, "MLX's kernels"),
+        figures.decode_chart(sweep.recorded("cpu_sweep_35b_fast"), "moelab's kernels"),
         figures.read_ahead_chart(code),
         figures.live_chart(code),
         figures.sources_chart(code, roomy),
@@ -179,6 +180,7 @@ def test_every_chart_says_what_it_shows(code, found):
     ]
     assert all(style.words(fig) and fig.layout.title.text for fig in charts)
     assert policies.middle == 97 and set(policies.at_middle) == set(policies.replays)
-    rows = figures.verdicts(code, sweep.recorded(PINNED), found, policies)
+    fast = sweep.recorded("cpu_sweep_35b_fast")
+    rows = figures.verdicts(code, fast, sweep.recorded(PINNED), found, policies)
     assert [id for id, *_ in rows] == ["A5", "A6", "E1", "E4"]
     assert all(verdict == "depends on" for _, _, verdict, _ in rows)
