@@ -9,7 +9,7 @@ from moelab.streaming import native, reader
 
 
 def patch_preadv(patch: pytest.MonkeyPatch, preadv: Callable) -> None:
-    """Let all reads be made by a function in place of ``os.preadv``, none by native code."""
+    """Make all reads call a function in place of ``os.preadv``; none goes through native code."""
     patch.setattr(native, "loop", lambda: None)
     patch.setattr(os, "preadv", preadv)
 
