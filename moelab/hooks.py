@@ -102,7 +102,7 @@ def call_instead(
     """Let a module's methods call ``replace(f)`` where they call a function ``f`` by this name.
 
     The module gets a class of its own, whose methods know another function by the name. Other
-    modules are not affected, and a module that calls no such function stays as it is.
+    modules are not affected. A module that calls no such function keeps its class.
 
     Args:
         module (nn.Module): It is changed in place.

@@ -134,8 +134,8 @@ def _kernel(Dk, vector, every):
 class _GatedDelta(Code):
     """Writes ``run(q, k, v, g, beta, state, new, y, T, Hk, Hv, Dv, all rows, first row, last)``.
 
-    Rows are those of the states of all heads, [B * Hv * Dv]. Two rows at a time, so that one can go
-    on while the other waits for a sum.
+    Rows are those of the states of all heads, [B * Hv * Dv]. The code handles two rows at a time:
+    while the sum of one is not ready, the processor goes on with the other.
     """
 
     def __init__(self, Dk, vector, every, L):

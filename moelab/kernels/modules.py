@@ -57,7 +57,8 @@ def use(model: nn.Module) -> dict[str, int]:
     """Let a model's layers compute with these kernels: matrices, attention and recurrences.
 
     While the model is trained (``model.train()``) they compute with MLX's: these kernels have no
-    gradients. New values of a parameter count once it is assigned.
+    gradients. After a parameter's array was changed in place, assign it again.
+
     Args:
         model (nn.Module): Any model of mlx-lm. It is changed in place.
 
@@ -182,7 +183,8 @@ def _in_rows(a):
     view = np.asarray(a)
     view = view if view.ndim == 3 else view[None]
     row = view.itemsize * view.shape[2]
-    # A transposed or broadcast array is copied. Those of slots, which are written to, never are.
+    # A transposed or broadcast array is copied. The arrays of slots have their rows in order and
+    # are not: the engine writes new experts to them.
     return view if view.strides[1:] == (row, view.itemsize) else np.ascontiguousarray(view)
 
 
@@ -238,7 +240,7 @@ class Pairs:
         chosen (np.ndarray): The expert of each pair.
 
     Attributes:
-        parts (quantized.Parts): A part for each expert, of the sorted pairs.
+        parts (quantized.Parts): For each expert, which of the sorted pairs are its own.
     """
 
     def __init__(self, chosen: np.ndarray):
@@ -380,7 +382,8 @@ class FastMLP:
         fast = all(isinstance(p, _Linear) and "bias" not in p for p in projections)
         if not (fast and gate.takes(x) and up.takes(x) and down.matrices() is not None):
             return super().__call__(x)
-        y = swiglu(*(p.matrices().multiply(rows(x)) for p in (gate, up)))
+        in_rows = rows(x)
+        y = swiglu(*(p.matrices().multiply(in_rows) for p in (gate, up)))
         y = down.matrices().multiply(y)
         return mx.array(y.reshape(*x.shape[:-1], y.shape[-1]))
 

@@ -237,7 +237,7 @@ def kernel(
 
 
 class _Packer(Code):
-    """Writes ``run(x, packed x, sums, rows)``, a block of L words at a time."""
+    """Writes ``run(x, packed x, sums, rows)``. It takes the inputs of L words at a time."""
 
     def __init__(self, bits, inputs, L):
         super().__init__(4, L)
@@ -333,7 +333,7 @@ class _Product(Code):
         self.loop(first, end, r, one)
 
     def _block(self, k, acc, m, row, outs, w, s, t, x, sums):
-        """A block of words of some rows of weights, multiplied and added to the rows' sums."""
+        """Multiply L words of some rows of weights with rows of x, and add to the sums."""
         at = [self.add(self.mul(o, self.words), self.mul(k, self.L)) for o in outs]
         words = [self.load(w, i, self.ints) for i in at]
         for i in at:
@@ -395,7 +395,7 @@ class _Product(Code):
         return self.b.bitcast(self.b.select(above, bits, least), self.floats)
 
     def _of_group(self, pointer, row, k, kind):
-        """What the groups of a block of words have, one for each word."""
+        """The scale (or bias) of each of L words, from that of the group it is in."""
         each, first = self.L * self.n, self.mul(row, self.groups)
         if self.group >= each:
             groups, at = 1, self.add(first, self.b.udiv(k, I64(self.group // each)))

@@ -65,7 +65,7 @@ def products(bits: int, rows: int, rounds: int = ROUNDS) -> dict[str, list[float
 
 
 def copy_rate(rounds: int = ROUNDS) -> list[float]:
-    """Bytes a second read by a copy in memory that writes as many."""
+    """The rate of a copy in memory: bytes read in a second. It writes as many."""
     source, to = np.ones(COPIED_NBYTES, np.uint8), np.empty(COPIED_NBYTES, np.uint8)
     timed = interleave({"copy": lambda: np.copyto(to, source)}, rounds)
     return [COPIED_NBYTES / s for s in timed["copy"].samples_s]
