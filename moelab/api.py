@@ -8,6 +8,7 @@ from .speculation.generate import speculative_generate
 from .streaming.config import StreamConfig
 from .streaming.footprint import Footprint, footprint
 from .streaming.model import close, load
+from .streaming.plan import Plan, plan
 from .streaming.reader import ReadError
 from .streaming.record import record
 from .streaming.session import Stats, stats

@@ -12,8 +12,12 @@ from typing import Any
 
 from .streaming.config import CHOICES, StreamConfig
 
+MEASURED_SLOTS = 16  # of commands that measure, where slots="auto" would change with the machine
+
 STREAM_OPTIONS = (
     "slots",
+    "memory_nbytes",
+    "context",
     "top_k",
     "readers",
     "streams",
@@ -25,7 +29,10 @@ STREAM_OPTIONS = (
     "dtype",
     "kernels",
 )
-INTEGER_FIELDS = ("slots", "top_k", "readers", "pinned_nbytes")  # streams may be "auto", too
+INTEGER_FIELDS = (
+    *("slots", "memory_nbytes", "context", "top_k", "readers", "pinned_nbytes", "streams"),
+)
+AUTO_FIELDS = ("slots", "streams")  # of these, those that may be "auto"
 
 
 # Types of arguments
@@ -189,15 +196,35 @@ def add_modes(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
-def add_stream_options(parser: argparse.ArgumentParser) -> None:
-    """The fields of ``StreamConfig`` but the mode; None where an option was not given."""
+def add_stream_options(parser: argparse.ArgumentParser, slots: int | str = "auto") -> None:
+    """The fields of ``StreamConfig`` but the mode; None where an option was not given.
+
+    Args:
+        parser (argparse.ArgumentParser): The command's.
+        slots (int or str): The slots if ``--slots`` is not given. With ``auto`` come the options
+            that it goes by; a command that measures names ``MEASURED_SLOTS``.
+    """
+    parser.set_defaults(default_slots=slots)
     group = parser.add_argument_group("how experts are streamed")
     group.add_argument(
         "--slots",
-        type=positive,
+        type=or_auto(positive),
         metavar="N",
-        help="experts held in each layer, at least top-k (default: 16)",
+        help=f"experts held in each layer, or auto (default: {slots})",
     )
+    if slots == "auto":
+        group.add_argument(
+            "--memory-nbytes",
+            type=positive,
+            metavar="BYTES",
+            help="for slots auto: what may be taken (default: what there is)",
+        )
+        group.add_argument(
+            "--context",
+            type=positive,
+            metavar="N",
+            help="for slots auto: tokens to leave room for (default: 4096)",
+        )
     group.add_argument(
         "--top-k",
         type=positive,
@@ -274,19 +301,25 @@ def modes_given(args: argparse.Namespace) -> tuple[StreamConfig, dict[str, Strea
 
 
 def _stream_config(args, **fields):
-    given = {n: getattr(args, n) for n in STREAM_OPTIONS if getattr(args, n) is not None}
-    return StreamConfig(**given, **fields)
+    given = {n: getattr(args, n, None) for n in STREAM_OPTIONS}
+    given = {n: value for n, value in given.items() if value is not None}
+    return StreamConfig(**{"slots": args.default_slots} | given, **fields)
 
 
 def _check_stream_options(args, configs):
     """End the command if an option that was given means nothing to any of the configs."""
     for name in STREAM_OPTIONS:
-        given, users = getattr(args, name), [c for c in configs.values() if name not in c.unused()]
+        given, users = (
+            getattr(args, name, None),
+            [c for c in configs.values() if name not in c.unused()],
+        )
         if given is None or any(getattr(c, name) == given for c in users):
             continue
         why = f"has no effect in mode {', '.join(configs)}"
-        if name == "pinned_trace" and any("slots" not in c.unused() for c in configs.values()):
-            why = "has no effect without --pinned-nbytes"
+        needs = {"pinned_trace": "--pinned-nbytes", "memory_nbytes": "--slots auto"}
+        needs["context"] = needs["memory_nbytes"]
+        if name in needs and any("slots" not in c.unused() for c in configs.values()):
+            why = f"has no effect without {needs[name]}"
         args.error(f"{flag(name)} {why}: leave it out, or change that")
 
 
@@ -295,7 +328,7 @@ def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, Stream
 
     Args:
         text (str): Modes, divided by commas.
-        base (StreamConfig): Every other field. Default: ``StreamConfig()``.
+        base (StreamConfig): Every other field. Default: ``StreamConfig(slots=16)``.
 
     Returns:
         dict[str, StreamConfig]: By the text of each mode.
@@ -303,7 +336,7 @@ def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, Stream
     Raises:
         ValueError: If a mode is none, is there twice, or has a field that has no effect in it.
     """
-    base, configs = base or StreamConfig(), {}
+    base, configs = base or StreamConfig(slots=MEASURED_SLOTS), {}
     for name in (part.strip() for part in text.split(",")):
         if name in configs:
             raise ValueError(f"modes: expected each mode once, {name!r} is there twice in {text!r}")
@@ -338,7 +371,7 @@ def _parse_fields(name, settings):
             )
         if key in changes:
             raise ValueError(f"modes: expected each field once, {key} is there twice in {name!r}")
-        if key in INTEGER_FIELDS or (key == "streams" and value != "auto"):
+        if key in INTEGER_FIELDS and not (key in AUTO_FIELDS and value == "auto"):
             if not value.isdecimal():
                 raise ValueError(f"{where}, expected a whole number")
             value = int(value)

@@ -279,22 +279,27 @@ class Checkpoint:
                 f"{describe(e)}. Download it again."
             ) from e
 
-    def try_out(self, model: nn.Module) -> None:
+    def try_out(self, model: nn.Module, cache: list | None = None) -> mx.array | None:
         """Call the model on two tokens and evaluate nothing.
 
         MLX checks types and shapes when an operation is called, before it is evaluated.
 
         Args:
             model (nn.Module): From ``build``.
+            cache (list or None): As ``make_prompt_cache`` makes it.
+
+        Returns:
+            mx.array or None: The logits; None if the family needs a kernel that this machine does
+            not have.
 
         Raises:
             CheckpointError: If the call fails.
         """
         try:
-            model(mx.zeros((1, 2), mx.int32))
+            return model(mx.zeros((1, 2), mx.int32), cache=cache)
         except Exception as e:
-            if "_kernel]" in str(e):  # the family needs a kernel that this machine does not have
-                return
+            if "_kernel]" in str(e):
+                return None
             raise CheckpointError(
                 f"{self.path}: mlx-lm cannot call the model that its config.json describes: "
                 f"{describe(e)}. Download it again."

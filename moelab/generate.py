@@ -18,6 +18,7 @@ from .arguments import (
     positive,
     prompt_text,
 )
+from .streaming.session import session_of
 
 
 def encode(tokenizer: TokenizerWrapper, prompt: str) -> list[int]:
@@ -69,6 +70,8 @@ def generate(
             read = f"{c.bytes_per_token / 1e6:.2f} MB read for each token"
             line += f"; hit rate {c.hit_rate:.0%}, {read}"
         out.write(f"\n\n[{line}; peak memory {mx.get_peak_memory() / 1e6:.0f} MB]\n")
+        if plan := session_of(model).plan:
+            out.write(f"[{plan}]\n")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -34,13 +34,14 @@ STREAM = {
     "--policy": "lfu", "--pinned-nbytes": "77", "--pinned-trace": "t.npz", "--prefetch": "last",
     "--dtype": "bfloat16", "--kernels": "fast",
 }  # fmt: skip
+AUTO = {"--memory-nbytes": "99000000", "--context": "777"}  # what slots auto goes by
 RUNS = {"--tokens": "37", "--runs": "7"}
 BENCH = {"--modes": "stacked", **RUNS, "--warmup": "13", "--prompt": "hello", "--json": "r.json"}
 TAKES = {  # every command: the least that it is called with, and all its options
     "check": (["M"], {}),
     "generate": (
         ["M", "--prompt", "x"],
-        {"--prompt": "hello", "--mode": "stacked", "--max-tokens": "37", **STREAM},
+        {"--prompt": "hello", "--mode": "stacked", "--max-tokens": "37", **STREAM, **AUTO},
     ),
     "bench": (["M"], {**BENCH, "--together": "no", "--cold": None, **STREAM}),
     "bench-layer": (["M"], {"--modes": "stacked", "--runs": "7", "--json": "r.json", **STREAM}),
@@ -309,6 +310,15 @@ def test_a_stream_option_that_a_mode_has_no_use_for(mode, refused, calls, capsys
                 assert mode in got.err or "pinned" in name, got.err
             else:
                 assert got.code == 0 and STREAM[name] in repr(calls), (name, got)
+
+
+def test_what_slots_auto_goes_by_needs_it(calls, capsys):
+    for name, value in AUTO.items():
+        for more, refused in (([], None), (["--slots", "9"], "--slots auto")):
+            got = run(capsys, "generate", "M", "--prompt", "x", name, value, *more)
+            assert (got.code, len(calls)) == ((2, 1) if refused else (0, 1)), got.err
+            assert not refused or (name in got.err and refused in got.err)
+        calls.clear()
 
 
 def test_a_stream_option_that_one_of_the_modes_has_a_use_for(calls, capsys):

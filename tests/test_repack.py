@@ -82,7 +82,7 @@ def mx_load(path):
 @pytest.mark.parametrize("mode", ["serial", "buffers", "stacked", "fused"])
 @pytest.mark.parametrize("scales", ["streamed", "resident"])
 def test_modes_and_scales(packed, mode, scales):
-    config = moelab.StreamConfig(mode=mode, scales=scales)
+    config = moelab.StreamConfig(mode=mode, scales=scales, slots=16)
     with load_model(TINY_MOE, config)[0] as a, load_model(packed, config)[0] as b:
         for x, y in zip(logits(a), logits(b)):
             np.testing.assert_array_equal(x, y)
@@ -138,7 +138,8 @@ def test_killed_at_ten_moments(tmp_path):
     assert killed == 10
     repack(TINY_MOE, out, progress=False)
     assert [p.name for p in tmp_path.iterdir()] == ["packed"]
-    with load_model(TINY_MOE)[0] as a, load_model(out)[0] as b:
+    config = moelab.StreamConfig(slots=16)
+    with load_model(TINY_MOE, config)[0] as a, load_model(out, config)[0] as b:
         for x, y in zip(logits(a), logits(b)):
             np.testing.assert_array_equal(x, y)
 

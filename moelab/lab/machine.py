@@ -26,6 +26,7 @@ import psutil
 
 from .. import DATA, kernels
 from ..arguments import not_empty
+from ..memory import memory_available, memory_limit
 from .oscache import drop_pages
 
 MIN_MEMORY_NBYTES = 3 << 30  # tiny-moe, JupyterLab and a browser
@@ -33,7 +34,6 @@ MIN_DISK_NBYTES = 2 << 30  # a synthesized checkpoint of notebook 02
 MIN_COLD_BYTES_PER_S = 0.2e9  # less is a network or a spinning disk
 MAX_EVALUATION_S = 1e-3  # longer is a busy machine
 READ_NBYTES = 1 << 20  # about one expert of a large model
-NO_LIMIT_NBYTES = 1 << 60  # cgroup v1 has such a number in place of "max"
 
 
 def _first_line(*command) -> str:
@@ -54,61 +54,6 @@ def _cpu_name() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.machine()
-
-
-def _cgroup_values(*names):
-    """The value of the first of these files in this process's memory cgroup and in each above it.
-
-    Yields:
-        tuple[Path, int]: The cgroup's folder and the value.
-    """
-    try:
-        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    except OSError:
-        return
-    for _, controllers, path in groups:
-        if controllers not in ("", "memory"):
-            continue
-        root = Path("/sys/fs/cgroup") / controllers
-        here = root / path.lstrip("/")
-        for folder in [here, *here.parents]:
-            for name in names:
-                try:
-                    yield folder, int((folder / name).read_text())
-                    break
-                except (OSError, ValueError):  # not there, or "max"
-                    pass
-            if folder == root:
-                break
-
-
-def memory_limit() -> int | None:
-    """The smallest memory limit of the cgroups this process is in, in bytes, or None."""
-    limits = [
-        limit
-        for _, limit in _cgroup_values("memory.max", "memory.limit_in_bytes")
-        if limit < NO_LIMIT_NBYTES
-    ]
-    return min(limits, default=None)
-
-
-def memory_available() -> int:
-    """Bytes that this process may still take, by the system and by its cgroups.
-
-    The page cache counts as free.
-    """
-    free = psutil.virtual_memory().available
-    for folder, limit in _cgroup_values("memory.max", "memory.limit_in_bytes"):
-        if limit < NO_LIMIT_NBYTES:
-            try:
-                stat = dict(
-                    line.split() for line in (folder / "memory.stat").read_text().splitlines()
-                )
-                used = int(stat.get("total_rss", stat.get("rss", stat.get("anon", 0))))
-            except OSError:
-                used = 0
-            free = min(free, limit - used)
-    return free
 
 
 @functools.lru_cache

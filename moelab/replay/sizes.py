@@ -36,7 +36,7 @@ class ModelSizes:
     @classmethod
     def of(cls, path) -> "ModelSizes":
         """The sizes of a model folder, without reading its weights."""
-        found = footprint(path)
+        found = footprint(path, StreamConfig(mode="resident"))
         slots = footprint(path, StreamConfig(slots=found.top_k)).slots_nbytes
         return cls(
             checkpoint_nbytes=found.checkpoint_nbytes,

@@ -129,7 +129,7 @@ def _checked_top_k(checkpoint, config, found, E):
                 f"{file}: {found[1]}: expected 1 to {E} (the experts), got {K}. Download it again."
             )
         raise ValueError(f"StreamConfig.top_k: expected 1 to {E} (the experts), got {K}.")
-    if config.mode in SLOT_MODES and config.slots < K:
+    if config.mode in SLOT_MODES and not config.asks_for_slots and config.slots < K:
         raise ValueError(
             f"StreamConfig.slots: expected at least {K} (the experts per token), got "
             f"{config.slots}. Raise slots or lower top_k."

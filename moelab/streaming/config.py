@@ -16,6 +16,7 @@ CHOICES = {  # of the fields that take one of several names
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "kernels": ("auto", "mlx", "fast"),
 }
+UNSET = (("slots", "auto"), ("memory_nbytes", None), ("top_k", None), ("streams", "auto"))
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,12 @@ class StreamConfig:
     Args:
         mode (str): ``resident``, ``serial``, ``buffers``, ``stacked`` or ``fused``. Default:
             ``fused``.
-        slots (int): Experts held in memory in every layer (S), at least K. For ``stacked`` and
-            ``fused``. Default: ``16``.
+        slots (int or str): Experts held in memory in every layer (S), at least K. For ``stacked``
+            and ``fused``. Default: ``auto``, as many as ``moelab.plan`` finds right.
+        memory_nbytes (int or None): With ``slots="auto"``: what the model may take. Default: what
+            is available.
+        context (int): With ``slots="auto"``: the tokens, prompt and answer, whose caches must fit.
+            Default: ``4096``.
         top_k (int or None): Experts per token (K). Fewer than the checkpoint's own is lossy.
             Default: the checkpoint's own.
         readers (int): Reads in flight at once. Default: ``8``. On Linux, with slots and more than
@@ -59,7 +64,9 @@ class StreamConfig:
     """
 
     mode: str = "fused"
-    slots: int = 16
+    slots: int | str = "auto"
+    memory_nbytes: int | None = None
+    context: int = 4096
     top_k: int | None = None
     readers: int = 8
     prefetch: str = "none"
@@ -106,9 +113,9 @@ class StreamConfig:
                 f"hottest, got {self.pinned_nbytes} and none. Set pinned_trace to the file of a "
                 "trace recorded with this model (moelab.record)."
             )
-        for name in ("slots", "readers", "top_k", "streams"):
+        for name in ("slots", "memory_nbytes", "context", "readers", "top_k", "streams"):
             value = getattr(self, name)
-            if (name, value) in (("top_k", None), ("streams", "auto")):
+            if (name, value) in UNSET:
                 continue
             if type(value) is not int or value < 1:
                 raise ValueError(
@@ -139,16 +146,23 @@ class StreamConfig:
         fast = fits and kernels.available()
         return replace(self, kernels="fast" if fast else "mlx")
 
+    @property
+    def asks_for_slots(self) -> bool:
+        """Whether ``plan`` has to choose the slots."""
+        return self.mode in SLOT_MODES and self.slots == "auto"
+
     def unused(self) -> set[str]:
         """The fields that have no effect in this mode.
 
         Returns:
             set[str]: Their names.
         """
+        auto = {"memory_nbytes", "context"}  # what slots="auto" goes by
         if self.mode in SLOT_MODES:
             unused = set() if self.pinned_nbytes else {"pinned_trace"}
+            unused |= set() if self.slots == "auto" else auto
             return unused | ({"streams"} if self.kernels == "fast" else set())
-        unused = {"slots", "prefetch", "policy", "pinned_nbytes", "pinned_trace", "streams"}
+        unused = {"slots", "prefetch", "policy", "pinned_nbytes", "pinned_trace", "streams", *auto}
         if self.mode != "buffers":
             unused.add("readers")
         if self.mode == "resident":

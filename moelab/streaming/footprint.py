@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx.utils import tree_flatten
-
 from ..checkpoint import Checkpoint
-from ..experts import expert_modules, expert_parameters, locate_experts, num_experts
-from .build import build_model, pinned_experts, stays_resident
+from ..experts import expert_modules, locate_experts, num_experts
+from .build import build_model, pinned_experts
 from .config import StreamConfig
+from .plan import plan_of, sizes_of
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,8 @@ class Footprint:
 def footprint(path: str | Path, config: StreamConfig | None = None) -> Footprint:
     """Predict the memory of ``load(path, config)`` without reading any weights.
 
+    With ``slots="auto"`` it is that of the slots that ``plan`` finds now.
+
     Args:
         path (str or Path): A model folder.
         config (StreamConfig or None): How to stream. Default: ``StreamConfig()``.
@@ -59,25 +60,21 @@ def footprint(path: str | Path, config: StreamConfig | None = None) -> Footprint
     config = StreamConfig.checked(config)
     checkpoint = Checkpoint(path)
     model, _, top_k = build_model(checkpoint, config)
+    if config.asks_for_slots:
+        config = plan_of(model, checkpoint, config.resolved(), top_k).config
+    backbone, scales, experts = sizes_of(model, config)
     modules = expert_modules(model)
-    slots = scales = one = total_experts = 0
-    for (_, m), pinned in zip(modules, pinned_experts(modules, config)):
+    slots = one = 0
+    for (_, m), pinned, nbytes in zip(modules, pinned_experts(modules, config), experts):
         E = num_experts(m)
-        held = min(config.slots, E) + len(pinned)
-        by_mode = {"resident": E, "serial": 1, "buffers": top_k, "stacked": held, "fused": held}
-        rows = by_mode[config.mode]
-        for name, p in expert_parameters(m).items():
-            total_experts += p.nbytes
-            slots += p.nbytes // E * rows
-            if config.mode != "resident" and stays_resident(name, p, config):
-                scales += p.nbytes
-    everything = sum(p.nbytes for _, p in tree_flatten(model.parameters()))
+        rows = {"resident": E, "serial": 1, "buffers": top_k}.get(config.mode)
+        slots += nbytes * (min(config.slots, E) + len(pinned) if rows is None else rows)
     located = locate_experts(model, checkpoint)
     if modules:
         first = modules[0][0] + "."
         one = sum(t.nbytes for name, t in located.items() if name.startswith(first))
     return Footprint(
-        everything - total_experts,
+        backbone,
         slots,
         scales,
         checkpoint.nbytes,

@@ -24,6 +24,7 @@ from .build import activation_dtype, build_model, pinned_experts, stays_resident
 from .config import SLOT_MODES, StreamConfig
 from .layers import LAYERS, moe_blocks
 from .parallel import spread
+from .plan import plan_of
 from .prefetch import PREFETCHERS
 from .session import Session, session_of, stats
 
@@ -136,7 +137,7 @@ def load(
 
     Raises:
         CheckpointError: If the files are damaged or their experts cannot be streamed.
-        ValueError: If ``config`` does not fit the model.
+        ValueError: If ``config`` does not fit the model, or the model does not fit in memory.
     """
     if lazy:
         raise ValueError(
@@ -208,6 +209,10 @@ def load_model(
         kernels.check()
     checkpoint = Checkpoint(path)
     model, model_config, top_k = build_model(checkpoint, config, model_config, trust_remote_code)
+    chosen = None
+    if config.asks_for_slots:
+        chosen = plan_of(model, checkpoint, config, top_k)
+        config = chosen.config
     found = None
     if config.kernels == "fast":
         found = kernels.use(model)  # the experts' modules too, of which each slot bank has a copy
@@ -232,6 +237,7 @@ def load_model(
         pinned,
         found=found,
         fast_experts=fast_experts,
+        plan=chosen,
     )
     try:
         if config.mode != "resident":

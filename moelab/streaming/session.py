@@ -17,6 +17,7 @@ from ..checkpoint import ExpertTensor
 from ..kernels.code import num_threads
 from . import cuda
 from .config import StreamConfig
+from .plan import Plan
 from .reader import Reader
 
 # Tokens of a call that counts as a long prompt. When decoding begins after one, free memory is
@@ -102,9 +103,10 @@ class Session:
         pinned (list[list[int]]): The experts of each layer that are never evicted.
         found (dict[str, int] or None): What ``kernels.use`` returned.
         fast_experts (bool): Whether the experts compute with the fast kernels, which use all cores.
+        plan (Plan or None): Why there are so many slots, if ``plan`` chose them.
 
     Attributes:
-        config, dtype, top_k, resident, pinned: As above.
+        config, dtype, top_k, resident, pinned, plan: As above.
         located (dict[str, ExpertTensor]): As above, each file a ``File`` that ``reader`` opened.
         layers (list[StreamedExperts]): The streamed layers, in the order of the model; an empty
             list in ``resident`` mode. Those with slots (``Stacked``) have a ``bank`` and a
@@ -133,8 +135,9 @@ class Session:
         pinned: list[list[int]],
         found: dict[str, int] | None = None,
         fast_experts: bool = False,
+        plan: Plan | None = None,
     ):
-        self.config, self.dtype, self.top_k = config, dtype, top_k
+        self.config, self.dtype, self.top_k, self.plan = config, dtype, top_k, plan
         self.mailbox = cuda.Mailbox() if located and cuda.available() else None
         self.reader = (
             cuda.UploadingReader(self.mailbox, config.readers)

@@ -314,7 +314,9 @@ def test_tiny_moe_writes_the_same_text():
     texts = {}
     for kernels_ in ("mlx", "fast"):
         for mode in ("resident", "fused"):
-            model, tokenizer = moelab.load(path, StreamConfig(mode=mode, kernels=kernels_))
+            model, tokenizer = moelab.load(
+                path, StreamConfig(mode=mode, kernels=kernels_, slots=16)
+            )
             ids = tokenizer.encode("def fibonacci(n):\n    ")
             with model:
                 texts[kernels_, mode] = greedy_logits(model, ids, 40).argmax(-1).tolist()
@@ -324,7 +326,7 @@ def test_tiny_moe_writes_the_same_text():
 @pytest.mark.parametrize("mode", ("resident", "fused"))
 def test_tiny_moe_in_passes_of_any_length_gives_the_same_bits(mode):
     path = DATA / "models" / "tiny-moe"
-    model, tokenizer = moelab.load(path, StreamConfig(mode=mode, kernels="fast"))
+    model, tokenizer = moelab.load(path, StreamConfig(mode=mode, kernels="fast", slots=16))
     ids = tokenizer.encode((path / "README.md").read_text())[:100]
 
     def logits(n):

@@ -224,7 +224,12 @@ def test_bench_under_a_limit():
     path = moelab.DATA / "models" / "tiny-moe"
     try:
         record = limited.bench_limited(
-            path, {"fused": moelab.StreamConfig()}, 2_000_000_000, tokens=4, warmup=2, runs=1
+            path,
+            {"fused": moelab.StreamConfig(slots=16)},
+            2_000_000_000,
+            tokens=4,
+            warmup=2,
+            runs=1,
         )
     except limit.NoLimit as e:
         pytest.skip(str(e))

@@ -324,7 +324,7 @@ def test_acceptance_and_the_targets_own_text(name, least):
 
 @once
 def trained(name, mode="resident", kernels="mlx"):
-    return moelab.load(MODELS / name, moelab.StreamConfig(mode=mode, kernels=kernels))[0]
+    return moelab.load(MODELS / name, moelab.StreamConfig(mode=mode, kernels=kernels, slots=16))[0]
 
 
 @once

@@ -246,10 +246,12 @@ def test_adapters_of_the_backbone(fine_tune_type, random_tiny_moe, tmp_path):
     want = answer(plain)
     before = answer(families.load_resident(random_tiny_moe))
     assert np.abs(want - before).max() > 1e-3
-    model, _ = moelab.load(random_tiny_moe, adapter_path=str(adapters))
+    model, _ = moelab.load(
+        random_tiny_moe, moelab.StreamConfig(slots=16), adapter_path=str(adapters)
+    )
     with model:
         np.testing.assert_allclose(answer(model), want, atol=1e-3)
-    model, _ = moelab.load(random_tiny_moe)
+    model, _ = moelab.load(random_tiny_moe, moelab.StreamConfig(slots=16))
     with model:
         answer(model)
         mlx_lm_utils.load_adapters(model, str(adapters))
@@ -262,13 +264,15 @@ def test_adapters_of_streamed_experts_are_refused(random_tiny_moe, tmp_path):
         tmp_path / "adapters", random_tiny_moe, "lora", ["mlp.switch_mlp.gate_proj"]
     )
     with pytest.raises(ValueError, match="switch_mlp.*streamed expert"):
-        moelab.load(random_tiny_moe, adapter_path=str(adapters))
+        moelab.load(random_tiny_moe, moelab.StreamConfig(slots=16), adapter_path=str(adapters))
     model, _ = moelab.load(
         random_tiny_moe, moelab.StreamConfig(mode="resident"), adapter_path=str(adapters)
     )
     moelab.close(model)
     with pytest.raises(FileNotFoundError):
-        moelab.load(random_tiny_moe, adapter_path=str(tmp_path / "none"))
+        moelab.load(
+            random_tiny_moe, moelab.StreamConfig(slots=16), adapter_path=str(tmp_path / "none")
+        )
 
 
 @pytest.mark.parametrize("mode", ["resident", "fused"])

@@ -20,6 +20,7 @@ from moelab.streaming.session import session_of
 from moelab.streaming.slots import POLICIES, SlotTable
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
+SLOTS = 16
 PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
 PREFETCHERS = ("last", "lookahead", "oracle")
 
@@ -31,14 +32,16 @@ def decode(model, steps):
 @pytest.fixture(scope="module")
 def want():
     """Logits of 40 steps of tiny-moe, their trace and what they cost."""
-    with load_model(TINY_MOE, moelab.StreamConfig())[0] as model:
+    with load_model(TINY_MOE, moelab.StreamConfig(slots=SLOTS))[0] as model:
         with moelab.record(model) as trace:
             logits = decode(model, 40)
         return logits, trace, moelab.stats(model).decode
 
 
 def run(name, want, steps=40, **fields):
-    with load_model(TINY_MOE, moelab.StreamConfig(prefetch=name, **fields))[0] as model:
+    with load_model(TINY_MOE, moelab.StreamConfig(**{"slots": SLOTS, **fields}, prefetch=name))[
+        0
+    ] as model:
         if name == "oracle":
             session_of(model).prefetcher.set_trace(want[1])
         np.testing.assert_array_equal(decode(model, steps), want[0][:steps])
@@ -135,7 +138,7 @@ def test_no_prefetch_begins_while_a_demand_read_is_in_flight(want, monkeypatch, 
 
 def test_closing_does_not_wait_for_guesses(want):
     others = set(threading.enumerate())
-    model, _ = load_model(TINY_MOE, moelab.StreamConfig(prefetch="lookahead"))
+    model, _ = load_model(TINY_MOE, moelab.StreamConfig(prefetch="lookahead", slots=SLOTS))
     decode(model, 3)
     begin = time.monotonic()
     moelab.close(model)
@@ -196,7 +199,7 @@ def test_reserved_slots(data, slots, policy):
 
 
 def test_asks_are_timed(want):
-    with load_model(TINY_MOE, moelab.StreamConfig(prefetch="lookahead"))[0] as model:
+    with load_model(TINY_MOE, moelab.StreamConfig(prefetch="lookahead", slots=SLOTS))[0] as model:
         session = session_of(model)
         with session.prefetcher.timed_asks() as seconds:
             np.testing.assert_array_equal(decode(model, 3), want[0][:3])
@@ -206,7 +209,7 @@ def test_asks_are_timed(want):
 
 
 def test_the_oracle_takes_a_trace_of_its_model(want):
-    with load_model(TINY_MOE, moelab.StreamConfig(prefetch="oracle"))[0] as model:
+    with load_model(TINY_MOE, moelab.StreamConfig(prefetch="oracle", slots=SLOTS))[0] as model:
         trace = want[1]
         other = moelab.Trace(trace.experts[:, :-1], trace.phase, trace.tokens)
         with pytest.raises(ValueError, match="expected a trace of 8 layers, got 7"):

@@ -249,7 +249,7 @@ def test_mlx_lm_generates_with_it(random_tiny_moe):
     prompts = [tokenizer.encode(t) for t in ("def read(self", "import os\n", "class A:\n    x")]
     want = mlx_lm.batch_generate(resident, tokenizer, prompts, max_tokens=6).texts
     one = mlx_lm.generate(resident, tokenizer, prompts[0], max_tokens=6)
-    model, tokenizer = moelab.load(random_tiny_moe)
+    model, tokenizer = moelab.load(random_tiny_moe, moelab.StreamConfig(slots=16))
     with model:
         assert mlx_lm.generate(model, tokenizer, prompts[0], max_tokens=6) == one
         assert mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=6).texts == want
@@ -265,7 +265,8 @@ def test_tiny_moe_writes_the_resident_tokens_in_every_mode():
     tokenizer = mlx_lm.utils.load_tokenizer(path)
     files = sorted((path / "heldout").glob("*.py"))[:8]
     prompts = [tokenizer.encode(f.read_text()[:400])[:48] for f in files]
-    models = {m: load_model(path, moelab.StreamConfig(mode=m))[0] for m in ("resident", *STREAMED)}
+    configs = {m: moelab.StreamConfig(mode=m, slots=16) for m in ("resident", *STREAMED)}
+    models = {m: load_model(path, config)[0] for m, config in configs.items()}
     assert len(prompts) == 8
     for prompt in prompts:
         caches = {m: make_prompt_cache(model) for m, model in models.items()}
@@ -297,7 +298,7 @@ def test_a_pass_on_cuda_is_the_resident_one_whatever_came_before(mode):
         )
 
     resident, _ = load_model(path, moelab.StreamConfig(mode="resident"))
-    with load_model(path, moelab.StreamConfig(mode=mode))[0] as model:
+    with load_model(path, moelab.StreamConfig(mode=mode, slots=16))[0] as model:
         for T in (1, 4, 16):
             want = logits(resident, ids, T)
             for history in (2, 16):

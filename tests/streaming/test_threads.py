@@ -124,7 +124,7 @@ def test_threads_in_turn_and_at_once(path, fields, any_reads):
 def test_a_trained_model_in_eight_threads():
     """mlx-lm's own loop on tiny-moe, with the streams that this machine gets and with one."""
     for streams in ("auto", 1):
-        model, tokenizer = moelab.load(TINY_MOE, moelab.StreamConfig(streams=streams))
+        model, tokenizer = moelab.load(TINY_MOE, moelab.StreamConfig(slots=16, streams=streams))
         generate = functools.partial(mlx_lm.generate, model, tokenizer, max_tokens=8)
         with model:
             want = [generate(p) for p in TEXTS]
@@ -255,7 +255,7 @@ def test_mlx_lm_server(monkeypatch):
     want = serve(moelab.StreamConfig(mode="resident"))
     assert len(set(want)) == len(TEXTS)
     for streams in ("auto", 1):
-        assert serve(moelab.StreamConfig(streams=streams)) == want
+        assert serve(moelab.StreamConfig(slots=16, streams=streams)) == want
 
 
 def in_a_process(script, *args):

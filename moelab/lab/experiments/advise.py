@@ -12,6 +12,7 @@ import numpy as np
 from ... import StreamConfig, Trace, load
 from ...arguments import add_model, positive
 from ...checkpoint import Checkpoint
+from ...memory import memory_available
 from ...replay import advice
 from ...replay.advice import Advice, Lookahead
 from ...replay.costs import Costs
@@ -67,7 +68,7 @@ def advise(
     """
     path = folder(model)
     sizes = ModelSizes.of(path)
-    memory = machine.memory_available() if memory is None else memory
+    memory = memory_available() if memory is None else memory
     advice.check_memory(sizes, memory)  # before anything is measured
     trace = trace or synthesize_like("code", sizes.L, sizes.E, sizes.K, TOKENS)
     costs = costs or measure_costs(path)

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from ... import StreamConfig, close, footprint, load
 from ...arguments import (
+    MEASURED_SLOTS,
     add_json,
     add_model,
     add_modes,
@@ -28,6 +29,7 @@ from ...arguments import (
     parse_modes,
     zero_or_more,
 )
+from ...memory import memory_available
 from .. import machine, oscache, records, timing
 from ..decode import decode, encode
 from ..models import folder
@@ -131,7 +133,7 @@ def measure(
     configs = _resolved(configs)
     predicted = {name: footprint(path, c).total_nbytes for name, c in configs.items()}
     if together is None:
-        together = sum(predicted.values()) < machine.memory_available() / 2
+        together = sum(predicted.values()) < memory_available() / 2
     record = BenchRecord(
         model=path.name,
         machine=machine.card(),
@@ -288,7 +290,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="drop the checkpoint from the page cache before the clock starts",
     )
     add_json(parser)
-    add_stream_options(parser)
+    add_stream_options(parser, MEASURED_SLOTS)
 
 
 def run(args: argparse.Namespace) -> int:

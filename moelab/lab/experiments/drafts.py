@@ -20,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ... import DATA, StreamConfig, close, load
 from ...arguments import (
+    MEASURED_SLOTS,
     add_json,
     add_mode,
     add_model,
@@ -463,7 +464,7 @@ def bench_draft(
         limit.NoLimit: If memory cannot be limited here.
         OSError: If the process with the limit did not get through.
     """
-    config, path = config or StreamConfig(), folder(path)
+    config, path = config or StreamConfig(slots=MEASURED_SLOTS), folder(path)
     if draft not in BUILT_IN:
         _draft_config(draft)  # refuses what is none before any work
     if limit_nbytes is not None:
@@ -576,7 +577,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--runs", 5, "rounds")
     add_prompts(parser, "the model's held-out text")
     add_json(parser)
-    add_stream_options(parser)
+    add_stream_options(parser, MEASURED_SLOTS)
 
 
 def run(args: argparse.Namespace) -> None:

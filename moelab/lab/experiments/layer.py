@@ -13,6 +13,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from ... import StreamConfig, close, load, stats
 from ...arguments import (
+    MEASURED_SLOTS,
     add_json,
     add_model,
     add_modes,
@@ -155,7 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_modes(parser, "stacked,fused")
     add_number(parser, "--runs", 200, "rounds")
     add_json(parser)
-    add_stream_options(parser)
+    add_stream_options(parser, MEASURED_SLOTS)
 
 
 def run(args: argparse.Namespace) -> None:

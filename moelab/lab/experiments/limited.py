@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from ... import StreamConfig, footprint, load
 from ...arguments import (
+    MEASURED_SLOTS,
     add_json,
     add_model,
     add_modes,
@@ -24,6 +25,8 @@ from ...arguments import (
     positive,
     zero_or_more,
 )
+from ...checkpoint import Checkpoint
+from ...streaming.session import session_of
 from .. import limit, machine, oscache, records, timing
 from ..decode import decode, encode
 from ..models import folder
@@ -31,6 +34,7 @@ from ..records import Sample
 from .bench import resident_like
 
 RESIDENT = "resident, no limit"
+SIZES = ("mlx_peak_nbytes", "predicted_nbytes", "rss_nbytes")
 PROMPTS = ("def main():\n",)
 
 
@@ -48,6 +52,7 @@ class Run:
         predicted_nbytes (int): What ``footprint`` says that the model takes.
         rss_nbytes (list[int]): Of the process: before MLX held anything, after the warm-up and at
             the end.
+        plan (str, optional): The reason of ``moelab.plan`` for its slots, if it chose them.
     """
 
     variant: str
@@ -58,6 +63,7 @@ class Run:
     mlx_peak_nbytes: int = 0
     predicted_nbytes: int = 0
     rss_nbytes: list[int] = field(default_factory=list)
+    plan: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The run as record files have it."""
@@ -79,6 +85,7 @@ class Run:
                 "predicted_nbytes": self.predicted_nbytes,
                 "rss_nbytes": self.rss_nbytes,
             }
+            | ({} if self.plan is None else {"plan": self.plan})
         )
 
 
@@ -196,11 +203,13 @@ def measure(
         ids = encode(tokenizer, prompt)
         ran = decode(model, ids, tokens, warmup, before_clock=note_rss)
         note_rss()
+        taken = session_of(model)
     return {
         **asdict(ran),
         "mlx_peak_nbytes": mx.get_peak_memory(),
-        "predicted_nbytes": footprint(model_path, config).total_nbytes,
+        "predicted_nbytes": footprint(model_path, taken.config).total_nbytes,
         "rss_nbytes": rss_nbytes,
+        "plan": taken.plan and taken.plan.reason,
     }
 
 
@@ -243,7 +252,8 @@ def bench_limited(
     """
     prompts, model_path = list(prompts or PROMPTS), folder(model_path)
     for config in configs.values():
-        footprint(model_path, config)  # refuses what cannot be before any work
+        if not config.asks_for_slots:
+            footprint(model_path, config)  # refuses what cannot be before any work
     variants = {RESIDENT: (resident_like(base), None)}
     variants |= {f"{name}, limit": (config, nbytes) for name, config in configs.items()}
     samples = []
@@ -257,7 +267,7 @@ def bench_limited(
             call = (model_path, config, tokens, warmup, prompts[i % len(prompts)])
             ran, done = limit.call(_measure, *call, what=name, nbytes=limit_nbytes)
             if not done.killed:
-                sizes = {n: ran[n] for n in ("mlx_peak_nbytes", "predicted_nbytes", "rss_nbytes")}
+                sizes = {n: ran[n] for n in (*SIZES, "plan")}
                 sample = Sample.from_json(ran | {"round": i})
                 samples.append(Run(name, i, False, done.how, sample, **sizes))
             elif limit_nbytes is None:
@@ -267,7 +277,7 @@ def bench_limited(
     return LimitedRecord(
         model=model_path.name,
         limit_nbytes=nbytes,
-        checkpoint_nbytes=footprint(model_path).checkpoint_nbytes,
+        checkpoint_nbytes=Checkpoint(model_path).nbytes,
         tokens=tokens,
         warmup_tokens=warmup,
         prompts=prompts,
@@ -294,6 +304,8 @@ def report(record: LimitedRecord) -> str:
             f"process {v.rss_nbytes / 1e6:.0f} MB, "
             f"{v.rss_growth_nbytes / 1e6:+.1f} MB over the timed tokens ({v.how})"
         )
+    plans = {r.variant: r.plan for r in record.samples if r.plan}
+    lines += [f"{name}: {plan}" for name, plan in plans.items()]
     lines += [f"{name}: killed ({how})" for name, how in record.killed.items()]
     return "\n".join(lines)
 
@@ -318,7 +330,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--runs", 5, "rounds")
     add_prompts(parser, "def main():")
     add_json(parser)
-    add_stream_options(parser)
+    add_stream_options(parser, MEASURED_SLOTS)
 
 
 def run(args: argparse.Namespace) -> None:

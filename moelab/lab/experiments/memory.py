@@ -9,6 +9,7 @@ import psutil
 from mlx_lm.models.cache import make_prompt_cache
 
 from ... import StreamConfig, footprint, load
+from ...streaming.session import session_of
 from .. import machine
 from ..models import folder
 from ..texts import PROMPTS
@@ -40,13 +41,13 @@ def measure(
     out = {
         "kind": "memory",
         "machine": machine.card(),
-        "config": dataclasses.asdict(config.resolved()),
+        "config": dataclasses.asdict(session_of(model).config),
         "tokens": [],
         "active_nbytes": [],
         "peak_nbytes": [],
         "rss_nbytes": [],
     }
-    out["predicted_nbytes"] = footprint(path, config).total_nbytes
+    out["predicted_nbytes"] = footprint(path, session_of(model).config).total_nbytes
     with model:
         cache = make_prompt_cache(model)
         y = mx.argmax(model(mx.array([tokenizer.encode(prompt)]), cache=cache)[:, -1], axis=-1)

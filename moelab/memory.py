@@ -1,0 +1,77 @@
+"""How much memory this process may still take: by the system, its cgroups and the GPU."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import psutil
+
+OWN_CGROUPS = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+NO_LIMIT_NBYTES = 1 << 60  # cgroup v1 has such a number in place of "max"
+
+
+def _cgroups() -> Iterator[tuple[Path, int]]:
+    """The folder and the limit of this process's memory cgroup and of each above it, if limited."""
+    try:
+        groups = [line.split(":", 2) for line in OWN_CGROUPS.read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in groups:
+        if controllers not in ("", "memory"):
+            continue
+        root = CGROUPS / controllers
+        here = root / path.lstrip("/")
+        for folder in [here, *here.parents]:
+            for name in ("memory.max", "memory.limit_in_bytes"):
+                try:
+                    limit = int((folder / name).read_text())
+                except (OSError, ValueError):  # not there, or "max"
+                    continue
+                if limit < NO_LIMIT_NBYTES:
+                    yield folder, limit
+            if folder == root:
+                break
+
+
+def memory_limit() -> int | None:
+    """The smallest memory limit of the cgroups this process is in, in bytes, or None."""
+    return min((nbytes for _, nbytes in _cgroups()), default=None)
+
+
+def _held(folder):
+    """Bytes of a cgroup that the kernel cannot take back: all but the page cache."""
+    for name in ("memory.current", "memory.usage_in_bytes"):
+        try:
+            used = int((folder / name).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        prefix = "total_" if "total_inactive_file" in stat else ""  # v1: with the groups below it
+        pages = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+        return used - pages - int(stat.get("slab_reclaimable", 0))
+    return 0
+
+
+def memory_in_cgroups() -> int | None:
+    """Bytes that this process's cgroups still give it, page cache taken back; None: no limit."""
+    return min((nbytes - _held(folder) for folder, nbytes in _cgroups()), default=None)
+
+
+def memory_available() -> int:
+    """Bytes of the machine's memory that this process may still take, page cache taken back."""
+    system, group = psutil.virtual_memory().available, memory_in_cgroups()
+    return system if group is None else min(system, group)
+
+
+def memory_on_gpu() -> int | None:
+    """Bytes that arrays on the GPU may still take; None: MLX computes on the CPU.
+
+    On Metal that is part of the machine's memory; on CUDA it is the GPU's own.
+    """
+    if mx.default_device() == mx.cpu:
+        return None
+    info = mx.device_info()
+    if mx.metal.is_available():
+        return info["max_recommended_working_set_size"] - mx.get_active_memory()
+    return info["free_memory"] + mx.get_cache_memory()

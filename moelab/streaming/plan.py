@@ -1,0 +1,278 @@
+"""``plan``: how many slots fit, decided by a model's headers and the memory that there is.
+
+Notebook 03 decides: with nearly all of the memory in slots reads are fastest, with few slots nearly
+as fast, because the page cache has the rest; with half of it in slots both hold the same experts.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import psutil
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+
+from ..checkpoint import Checkpoint
+from ..experts import expert_modules, expert_parameters, num_experts
+from ..memory import memory_in_cgroups, memory_on_gpu
+from .build import activation_dtype, build_model, stays_resident
+from .config import SLOT_MODES, StreamConfig
+
+# What a process takes beside its arrays once it has loaded a model and computed a prompt
+# (tokenizer, compiled kernels, freed memory that the C library keeps), and pages that are being
+# read. The four layers of notebook 03 took 90 MB (Linux, CPU).
+PROCESS_NBYTES = 100_000_000
+# Left for what other programs may yet take: a tenth of the machine's memory, at most 4 GB. Not in
+# a cgroup, where others do not share the limit.
+SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
+# A prompt is computed in chunks: mlx-lm's own if a sixteenth of the memory is enough for them, else
+# as many tokens as that takes, but no fewer than these.
+PROMPT_TOKENS, PROMPT_SHARE, LEAST_PROMPT_TOKENS = 2048, 16, 32
+BLOCK_VALUES = 16  # of the hidden size: what a block keeps of a token beside its experts' work
+# What an expert from the page cache costs, of one from the SSD: 0.22 in the sweeps of notebook 03.
+COPY_COST = 0.25
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many slots ``StreamConfig(slots="auto")`` takes, and why.
+
+    Attributes:
+        config (StreamConfig): The configuration with the slots of this plan.
+        slots (int): Slots in each layer (S).
+        num_layers (int): MoE layers (L).
+        num_experts (int): E, the largest of any layer.
+        top_k (int): K.
+        memory_nbytes (int): What the process may take beside what it holds already.
+        system_nbytes (int): What is available beside that, and is left to the system.
+        process_nbytes (int): For the process itself.
+        backbone_nbytes (int): Everything but the slots that stays in memory.
+        caches_nbytes (int): Key-value caches and recurrent states of ``context`` tokens.
+        prompt_nbytes (int): For computing ``prompt_tokens`` tokens at once.
+        expert_nbytes (tuple[int]): One expert of each layer, in its slot.
+        context (int): The tokens, prompt and answer, that it is for.
+        prompt_tokens (int): A prompt's tokens that may be computed at once: the
+            ``prefill_step_size`` of mlx-lm.
+        reason (str): One line.
+    """
+
+    config: StreamConfig
+    slots: int
+    num_layers: int
+    num_experts: int
+    top_k: int
+    memory_nbytes: int
+    system_nbytes: int
+    process_nbytes: int
+    backbone_nbytes: int
+    caches_nbytes: int
+    prompt_nbytes: int
+    expert_nbytes: tuple[int, ...]
+    context: int
+    prompt_tokens: int
+    reason: str
+
+    def __str__(self):
+        return self.reason
+
+
+def plan(
+    path: str | Path,
+    config: StreamConfig | None = None,
+    *,
+    memory_nbytes: int | None = None,
+    context: int | None = None,
+) -> Plan:
+    """Choose the slots of ``load(path, config)`` from the files' headers; no weight is read.
+
+    Args:
+        path (str or Path): A model folder.
+        config (StreamConfig or None): How to stream; its ``slots`` are replaced. Default:
+            ``StreamConfig()``.
+        memory_nbytes (int or None): What the model may take, beside what this process holds.
+            Default: the config's, or what is available now.
+        context (int or None): Tokens whose caches must fit. Default: the config's.
+
+    Returns:
+        Plan: The slots, the numbers that they follow from, and the reason.
+
+    Raises:
+        CheckpointError: If the files are damaged.
+        ValueError: If the model does not fit with K slots in each layer, with the numbers, or if
+            the config's mode has no slots.
+    """
+    config = replace(StreamConfig.checked(config), slots="auto")
+    given = {"memory_nbytes": memory_nbytes, "context": context}
+    given = {name: value for name, value in given.items() if value is not None}
+    config = replace(config, **given).resolved()
+    if config.mode not in SLOT_MODES:
+        raise ValueError(
+            f"plan: expected a mode with slots ({' or '.join(SLOT_MODES)}), got {config.mode!r}. "
+            "footprint says what another mode takes."
+        )
+    checkpoint = Checkpoint(path)
+    model, _, top_k = build_model(checkpoint, config)
+    return plan_of(model, checkpoint, config, top_k)
+
+
+def plan_of(model: nn.Module, checkpoint: Checkpoint, config: StreamConfig, top_k: int) -> Plan:
+    """``plan`` for a model that is built already.
+
+    Args:
+        model (nn.Module): From ``build_model``; no weight is read.
+        checkpoint (Checkpoint): Its files.
+        config (StreamConfig): How to stream.
+        top_k (int): K.
+    """
+    backbone, scales, experts = sizes_of(model, config)
+    backbone += scales + config.pinned_nbytes
+    modules = [module for _, module in expert_modules(model)]
+    slot, E, L = sum(experts), max(map(num_experts, modules)), len(modules)
+    caches, largest_state, words = _caches(model, checkpoint, config.context)
+    memory, system = _memory() if config.memory_nbytes is None else (config.memory_nbytes, 0)
+    per_token = _prompt_nbytes(model, checkpoint, config, top_k, largest_state, words)
+    room = memory - backbone - caches - PROCESS_NBYTES - top_k * slot
+    tokens = max(LEAST_PROMPT_TOKENS, min(memory // PROMPT_SHARE, room) // per_token)
+    tokens = min(tokens, PROMPT_TOKENS, config.context)
+    parts = {
+        "backbone": backbone,
+        f"caches of {config.context} tokens": caches,
+        f"prompt by {tokens}": tokens * per_token,
+        "process": PROCESS_NBYTES,
+    }
+    free = memory - sum(parts.values())
+    listed = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in parts.items())
+    left = f" ({_size(system)} more left to the system)" if system else ""
+    if free < top_k * slot:
+        raise ValueError(
+            f"{checkpoint.path}: expected at least "
+            f"{_size(sum(parts.values()) + top_k * slot)} of memory ({listed}, {top_k} slots "
+            f"in each of {L} layers {_size(top_k * slot)}), got {_size(memory)}{left}. Close other "
+            "programs or raise the limit, set a shorter context or a lower top_k, or take a "
+            "smaller model."
+        )
+    slots, why = min(E, free // slot), "nearly all of the memory (half of it would be slowest)"
+    if slots == E:
+        why = "every expert (mode='resident' fits, too)"
+    elif not mx.cuda.is_available():  # there the page cache is in another memory
+        pages = (free - top_k * slot) / checkpoint.nbytes
+        if slots / E < (1 - COPY_COST) * pages:
+            slots, why = top_k, "few (the page cache holds more experts in the rest)"
+    reason = (
+        f"slots={slots} of {E} in each of {L} layers: {why}. {_size(memory)} available{left}: "
+        f"{listed}, slots {_size(slots * slot)}"
+    )
+    return Plan(
+        config=replace(config, slots=slots),
+        slots=slots,
+        num_layers=L,
+        num_experts=E,
+        top_k=top_k,
+        memory_nbytes=memory,
+        system_nbytes=system,
+        process_nbytes=PROCESS_NBYTES,
+        backbone_nbytes=backbone,
+        caches_nbytes=caches,
+        prompt_nbytes=tokens * per_token,
+        expert_nbytes=tuple(experts),
+        context=config.context,
+        prompt_tokens=tokens,
+        reason=reason,
+    )
+
+
+def sizes_of(model: nn.Module, config: StreamConfig) -> tuple[int, int, list[int]]:
+    """What a model is made of, in bytes of memory.
+
+    Args:
+        model (nn.Module): From ``build_model``.
+        config (StreamConfig): How to stream.
+
+    Returns:
+        tuple[int, int, list[int]]: The backbone, the parameters kept for all E experts, and one
+        expert of each layer in its slot.
+    """
+    everything = sum(p.nbytes for _, p in tree_flatten(model.parameters()))
+    scales, total, experts = 0, 0, []
+    for _, module in expert_modules(model):
+        parameters = expert_parameters(module)
+        nbytes = sum(p.nbytes for p in parameters.values())
+        total += nbytes
+        experts.append(nbytes // num_experts(module))
+        if config.mode != "resident":
+            scales += sum(p.nbytes for n, p in parameters.items() if stays_resident(n, p, config))
+    return everything - total, scales, experts
+
+
+def _memory():
+    """What arrays of this process may take, and what is left to the system beside that."""
+    gpu = memory_on_gpu()
+    if gpu is not None and not mx.metal.is_available():  # its own memory, shared with nobody
+        return gpu - gpu // SYSTEM_SHARE, gpu // SYSTEM_SHARE
+    machine = psutil.virtual_memory()
+    kept = min(machine.total // SYSTEM_SHARE, SYSTEM_NBYTES)
+    limits = [n for n in (memory_in_cgroups(), gpu) if n is not None]
+    memory = min([machine.available - kept, *limits])
+    return max(0, memory), kept if memory == machine.available - kept else 0
+
+
+def _caches(model, checkpoint, context):
+    """Bytes of a text's caches, of the largest recurrent state, and the words of the vocabulary."""
+    caches = make_prompt_cache(model)
+    logits = checkpoint.try_out(model, caches)
+    if logits is None:
+        return 0, 0, 0
+    leaves = list(_leaves(caches))
+    states = [c.nbytes for c in leaves if isinstance(c, ArraysCache)]
+    kept = [_grown(c, context) for c in leaves]
+    # A key-value cache is copied when it grows: one at a time is there twice.
+    return sum(kept) + max(kept, default=0), max(states, default=0), logits.shape[-1]
+
+
+def _leaves(caches):
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from _leaves(cache.caches)
+        else:
+            yield cache
+
+
+def _grown(cache, context):
+    """Bytes of a cache of two tokens when it has ``context``; nothing is evaluated."""
+    if isinstance(cache, ArraysCache):
+        return cache.nbytes
+    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+    if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
+        return cache.nbytes * -(-context // 2)  # a family's own
+    for first in range(2, context, PROMPT_TOKENS):
+        num = min(PROMPT_TOKENS, context - first)
+        shapes = [(*a.shape[:2], num, a.shape[-1]) for a in (keys, values)]
+        cache.update_and_fetch(*(mx.zeros(shape, keys.dtype) for shape in shapes))
+    return cache.nbytes
+
+
+def _prompt_nbytes(model, checkpoint, config, top_k, state_nbytes, words):
+    """Bytes for each token of those that are computed at once, by the layer that takes most.
+
+    Measured with the four layers of notebook 03: 0.37 MB, here 0.48; with MLX's kernels, which on
+    a CPU keep a recurrent state for every token, 2.5 MB, here 2.8.
+    """
+    values = 0
+    for _, module in expert_modules(model):
+        names = {name.split(".")[0] for name in expert_parameters(module)}
+        inputs, outputs = zip(*((module[n].input_dims, module[n].output_dims) for n in names))
+        D = max(inputs)
+        values = max(values, top_k * (sum(inputs) + sum(outputs) + D) + BLOCK_VALUES * D)
+    size = activation_dtype(model).size
+    if config.kernels == "fast":  # they compute the output head for every token
+        return (values + words) * size
+    text = checkpoint.config.get("text_config") or checkpoint.config
+    heads = text.get("num_attention_heads")
+    scores = heads * config.context if isinstance(heads, int) else 0
+    loops = 0 if mx.metal.is_available() else state_nbytes
+    return (values + scores) * size + loops
+
+
+def _size(nbytes):
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"

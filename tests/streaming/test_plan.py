@@ -1,0 +1,192 @@
+"""``plan`` and ``slots="auto"``: how many slots fit, and what happens where too few do."""
+
+import json
+import sys
+from dataclasses import replace
+
+import families
+import mlx.core as mx
+import pytest
+from families import K
+from greedy import greedy_logits
+from mlx_lm.models.cache import make_prompt_cache
+
+import moelab
+from moelab.lab import limit
+from moelab.streaming import model as models
+from moelab.streaming import plan as plans
+from moelab.streaming.model import load_model
+from moelab.streaming.session import session_of
+
+TINY_MOE = moelab.DATA / "models" / "tiny-moe"
+PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
+GB, MB = 10**9, 10**6
+
+
+def parts(plan):
+    """What a plan reserves, slots apart."""
+    return plan.backbone_nbytes + plan.caches_nbytes + plan.prompt_nbytes + plan.process_nbytes
+
+
+def test_all_that_fits_is_in_slots():
+    """The more memory the more slots, to the last one that fits, up to one for every expert."""
+    found = [moelab.plan(TINY_MOE, memory_nbytes=n * MB) for n in range(128, 190, 7)]
+    slots = [p.slots for p in found]
+    assert slots == sorted(slots) and 8 <= slots[0] < slots[3] < slots[-1] == 64
+    for p in found:
+        left = p.memory_nbytes - parts(p) - p.slots * sum(p.expert_nbytes)
+        assert left >= 0 and (p.slots == p.num_experts or left < sum(p.expert_nbytes))
+        assert (p.num_layers, p.num_experts, p.top_k) == (8, 64, 8)
+        assert p.config.slots == p.slots and p.reason == str(p)
+        assert "\n" not in p.reason and f"slots={p.slots} of 64 in each of 8 layers" in p.reason
+    assert "nearly all of the memory" in found[3].reason and "resident" in found[-1].reason
+
+
+def test_what_it_counts_is_what_load_takes():
+    for config in (
+        moelab.StreamConfig(),
+        moelab.StreamConfig(scales="resident"),
+        moelab.StreamConfig(dtype="bfloat16", kernels="mlx"),
+    ):
+        p = moelab.plan(TINY_MOE, config, memory_nbytes=150 * MB)
+        f = moelab.footprint(TINY_MOE, p.config)
+        assert f.total_nbytes == p.backbone_nbytes + p.slots * sum(p.expert_nbytes)
+        assert f == moelab.footprint(TINY_MOE, replace(config, memory_nbytes=150 * MB))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "gpt_oss", "deepseek_v32", "jamba", "llama4"])
+def test_caches_are_counted_as_they_grow(name, tmp_path):
+    """For a hybrid, a sliding window, a cache of two, a Mamba and a chunked one: not too few."""
+    path = families.write_checkpoint(name, tmp_path / "model", "affine4")
+    p = moelab.plan(path, memory_nbytes=GB, context=300)
+    with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
+        caches = make_prompt_cache(model)
+        for _ in range(3):
+            mx.eval(model(mx.zeros((1, 100), mx.int32), cache=caches))
+        taken = sum(c.nbytes for c in caches)
+    assert taken <= p.caches_nbytes <= 2.5 * taken
+    longer = moelab.plan(path, memory_nbytes=GB, context=3000)
+    assert longer.caches_nbytes > p.caches_nbytes and longer.context == 3000
+
+
+def test_a_long_context_leaves_fewer_slots():
+    short, long = (moelab.plan(TINY_MOE, memory_nbytes=150 * MB, context=n) for n in (100, 2000))
+    assert short.slots > long.slots
+    config = moelab.StreamConfig(memory_nbytes=150 * MB, context=2000)
+    assert moelab.plan(TINY_MOE, config) == long
+    assert moelab.plan(TINY_MOE, replace(config, slots=9)) == long  # its slots are chosen anew
+
+
+def test_where_slots_take_twice_the_bytes_of_the_file_the_page_cache_gets_the_rest(tmp_path):
+    """Experts in bfloat16, float32 in their slots: few slots, until nearly every expert fits."""
+    path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "plain")
+    config = moelab.StreamConfig(top_k=1, context=8, kernels="mlx")
+    free = moelab.plan(path, config, memory_nbytes=GB)
+    found = [
+        moelab.plan(path, config, memory_nbytes=parts(free) + n * sum(free.expert_nbytes))
+        for n in range(1, 9)
+    ]
+    slots = [p.slots for p in found]
+    few = [i for i, p in enumerate(found) if "few" in p.reason]
+    assert few and all(slots[i] == 1 for i in few), slots
+    assert all(slots[i] == i + 1 for i in range(8) if i not in few) and slots[-1] == 8
+
+
+def test_too_little_memory_is_refused_before_a_weight_is_read(monkeypatch):
+    def no(*_, **__):
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(models, "Session", no)
+    monkeypatch.setattr(models, "_sources", no)
+    config = moelab.StreamConfig(memory_nbytes=90 * MB)
+    for call in (load_model, moelab.load, moelab.plan, moelab.footprint):
+        with pytest.raises(ValueError) as error:
+            call(TINY_MOE, config)
+        text = str(error.value)
+        assert "expected at least 1" in text and "got 90 MB" in text and str(TINY_MOE) in text
+        assert "8 slots in each of 8 layers" in text and "backbone" in text and "\n" not in text
+
+
+def test_load_takes_the_slots_of_the_plan_and_writes_the_same_tokens():
+    want = None
+    for nbytes in (None, 140 * MB):
+        config = moelab.StreamConfig(memory_nbytes=nbytes)
+        with load_model(TINY_MOE, config)[0] as model:
+            session = session_of(model)
+            assert session.config.slots == session.plan.slots
+            assert session.layers[0].table.num_slots == session.plan.slots
+            assert (session.plan.slots == 64) == (nbytes is None)
+            tokens = greedy_logits(model, PROMPT, 8).argmax(-1).tolist()
+        assert tokens == (want := want or tokens)
+    with load_model(TINY_MOE, moelab.StreamConfig(slots=9))[0] as model:
+        assert session_of(model).plan is None
+
+
+def test_pinned_experts_come_out_of_the_same_memory(tmp_path):
+    trace = tmp_path / "trace.npz"
+    with load_model(TINY_MOE, moelab.StreamConfig(slots=8))[0] as model:
+        recorded = moelab.record(model)
+        with recorded as experts:
+            greedy_logits(model, PROMPT, 4)
+    experts.save(trace)
+    one = sum(moelab.plan(TINY_MOE).expert_nbytes) // 8
+    config = moelab.StreamConfig(pinned_nbytes=20 * one, pinned_trace=trace)
+    plain, pinned = (moelab.plan(TINY_MOE, c, memory_nbytes=140 * MB) for c in (None, config))
+    assert plain.slots - 4 <= pinned.slots <= plain.slots - 2
+    with load_model(TINY_MOE, pinned.config)[0] as model:
+        assert sum(len(layer.table.pinned) for layer in session_of(model).layers) == 20
+
+
+def test_a_mode_without_slots_has_no_plan():
+    for mode in ("resident", "serial", "buffers"):
+        with pytest.raises(ValueError, match="expected a mode with slots"):
+            moelab.plan(TINY_MOE, moelab.StreamConfig(mode=mode))
+        moelab.footprint(TINY_MOE, moelab.StreamConfig(mode=mode))  # which auto does not stop
+
+
+@pytest.mark.parametrize("backend", ["metal", "cuda"])
+def test_on_a_gpu_its_own_limit_counts(backend, monkeypatch):
+    monkeypatch.setattr(plans, "memory_on_gpu", lambda: 200 * MB)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: backend == "metal")
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: backend == "cuda")
+    p = moelab.plan(TINY_MOE, moelab.StreamConfig(kernels="mlx"))
+    want = (200 * MB, 0) if backend == "metal" else (180 * MB, 20 * MB)
+    assert (p.memory_nbytes, p.system_nbytes) == want
+
+
+def test_some_memory_is_left_to_the_system(monkeypatch):
+    monkeypatch.setattr(plans, "memory_in_cgroups", lambda: None)
+    p = moelab.plan(TINY_MOE)
+    total = plans.psutil.virtual_memory().total
+    assert p.system_nbytes == min(total // 10, 4 * GB) and p.memory_nbytes + p.system_nbytes < total
+
+
+IN_A_CGROUP = """
+import json, sys, moelab, mlx_lm
+from moelab.streaming.session import session_of
+model, tokenizer = moelab.load(sys.argv[1])
+text = mlx_lm.generate(model, tokenizer, open(sys.argv[2]).read()[:1200], max_tokens=8)
+print(json.dumps([session_of(model).plan.slots, session_of(model).plan.reason, text]))
+"""
+
+
+def test_in_a_cgroup_it_runs_or_is_refused_and_is_never_killed():
+    """The limit is the process's own, so the plan is the cgroup's and not the machine's."""
+    text = next((TINY_MOE / "heldout").glob("*.py"))
+    argv = [sys.executable, "-c", IN_A_CGROUP, str(TINY_MOE), str(text)]
+    ran = {}
+    for nbytes in (140 * MB, 215 * MB, None):
+        try:
+            ran[nbytes] = limit.run(argv, nbytes)
+        except limit.NoLimit as e:
+            pytest.skip(str(e))
+    assert not any(done.killed for done in ran.values())
+    refused, few, free = ran.values()
+    assert refused.returncode == 1 and "ValueError" in refused.stderr
+    assert "expected at least 1" in refused.stderr.splitlines()[-1]
+    assert few.returncode == 0, few.stderr
+    (few_slots, reason, few_text), (_, _, free_text) = (
+        json.loads(done.stdout.splitlines()[-1]) for done in (few, free)
+    )
+    assert 8 <= few_slots < 64 and f"slots={few_slots} of 64" in reason
+    assert few_text == free_text

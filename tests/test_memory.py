@@ -1,0 +1,72 @@
+"""How much memory is left: by cgroups of both versions, and on a GPU."""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import psutil
+import pytest
+
+from moelab import memory
+
+MB = 1 << 20
+
+
+@pytest.fixture
+def cgroups(tmp_path, monkeypatch):
+    """Writes ``/proc/self/cgroup`` and the files of a group, as the kernel shows them."""
+    own = tmp_path / "own"
+    monkeypatch.setattr(memory, "OWN_CGROUPS", own)
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+
+    def write(line, groups):
+        own.write_text("1:name=systemd:/\n" + line + "\n")
+        for folder, files in groups.items():
+            (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+            for name, text in files.items():
+                (tmp_path / folder / name).write_text(f"{text}\n")
+
+    return write
+
+
+def test_version_2_the_tightest_group_above_decides(cgroups):
+    stat = f"anon {60 * MB}\ninactive_file {20 * MB}\nactive_file {10 * MB}\nslab_reclaimable {MB}"
+    job = {"memory.max": 500 * MB, "memory.current": 100 * MB, "memory.stat": stat}
+    above = {"memory.max": 300 * MB, "memory.current": 190 * MB, "memory.stat": "inactive_file 0"}
+    cgroups("0::/user/job", {"user/job": job, "user": above})
+    assert memory.memory_limit() == 300 * MB
+    assert memory.memory_in_cgroups() == 110 * MB  # less than the 431 MB of the inner one
+    cgroups("0::/user/job", {"user": {"memory.max": "max"}})
+    assert memory.memory_limit() == 500 * MB
+    assert memory.memory_in_cgroups() == (500 - 100 + 31) * MB
+    assert memory.memory_available() == min(431 * MB, psutil.virtual_memory().available)
+
+
+def test_version_1_the_page_cache_counts_as_free(cgroups):
+    stat = f"inactive_file 1\ntotal_inactive_file {30 * MB}\ntotal_active_file {20 * MB}"
+    files = {"memory.limit_in_bytes": 200 * MB, "memory.usage_in_bytes": 150 * MB}
+    root = {"memory.limit_in_bytes": 9223372036854771712}
+    cgroups("4:memory:/a", {"memory/a": {**files, "memory.stat": stat}, "memory": root})
+    assert memory.memory_limit() == 200 * MB
+    assert memory.memory_in_cgroups() == 100 * MB
+
+
+def test_without_a_limit_the_system_decides(cgroups):
+    cgroups("0::/", {"": {}})
+    assert memory.memory_limit() is None and memory.memory_in_cgroups() is None
+    memory.OWN_CGROUPS.unlink()  # not on Linux
+    assert memory.memory_in_cgroups() is None
+    assert 0 < memory.memory_available() <= psutil.virtual_memory().total
+
+
+def test_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 3)
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: 5)
+    for is_metal, left in ((True, 97), (False, 45)):
+        monkeypatch.setattr(mx, "metal", SimpleNamespace(is_available=lambda m=is_metal: m))
+        info = {"max_recommended_working_set_size": 100} if is_metal else {"free_memory": 40}
+        monkeypatch.setattr(mx, "device_info", lambda info=info: info)
+        assert memory.memory_on_gpu() == left
+    monkeypatch.undo()
+    if mx.default_device() == mx.cpu:
+        assert memory.memory_on_gpu() is None
