@@ -9,12 +9,14 @@ import argparse
 import importlib
 import os
 import sys
+import textwrap
 
 from . import interrupt, moved
 
 COMMANDS = {  # name: its module, what it does
     "check": ("lab.machine", "does this machine have what it takes?"),
     "generate": ("generate", "continue a prompt"),
+    "serve": ("serve", "answer over HTTP, as mlx-lm's server does"),
     "bench": ("lab.experiments.bench", "decode in several modes, against the resident model"),
     "bench-layer": ("lab.experiments.layer", "one MoE layer with every expert in its slot"),
     "bench-reads": ("lab.experiments.reads", "read whole experts cold, against fio"),
@@ -32,10 +34,13 @@ COMMANDS = {  # name: its module, what it does
 
 
 class _Help(argparse.HelpFormatter):
-    """Longer options on the line of their help."""
+    """Longer options on the line of their help, and none broken in a text."""
 
     def __init__(self, prog):
         super().__init__(prog, max_help_position=32)
+
+    def _fill_text(self, text, width, indent):
+        return textwrap.fill(text, width, break_on_hyphens=False)
 
 
 class _Once(argparse.Action):

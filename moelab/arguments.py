@@ -6,6 +6,9 @@ status. ``args.error(text)`` ends it as a wrong command line does.
 
 import argparse
 import dataclasses
+import json
+import math
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +32,11 @@ STREAM_OPTIONS = (
     "dtype",
     "kernels",
 )
+ENVIRONMENT = {  # the variables that ``StreamConfig.from_env`` reads for a field
+    "mode": ("MLX_MOE_STACKED", "MLX_MOE_FUSE_GATEUP"),
+    "slots": ("MLX_MOE_CACHE_SLOTS", "TEND_MOE_CACHE_SLOTS"),
+    "top_k": ("SWIFTLM_TOP_K",),
+}
 INTEGER_FIELDS = (
     *("slots", "memory_nbytes", "context", "top_k", "readers", "pinned_nbytes", "streams"),
 )
@@ -38,24 +46,50 @@ AUTO_FIELDS = ("slots", "streams")  # of these, those that may be "auto"
 # Types of arguments
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Whole numbers from ``least`` on."""
+def at_least(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """Whole numbers from ``least`` on, and to ``most`` if that is given."""
 
     def number(text):
         try:
             value = int(text)
         except ValueError:
             value = None
-        if value is None or value < least:
-            raise argparse.ArgumentTypeError(
-                f"expected a whole number of at least {least}, got {text!r}"
-            )
+        if value is None or not least <= value <= most:
+            end = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"expected a whole number {end}, got {text!r}")
         return value
 
     return number
 
 
 positive, zero_or_more = at_least(1), at_least(0)
+
+
+def between(least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Numbers from ``least`` to ``most``, neither nan nor infinite."""
+
+    def number(text):
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and least <= value <= most):
+            end = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
+            raise argparse.ArgumentTypeError(f"expected a number {end}, got {text!r}")
+        return value
+
+    return number
+
+
+def json_object(text: str) -> dict:
+    """An object in JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected an object in JSON, got {text!r}")
+    return value
 
 
 def or_word(word: str, value: Any, item: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -182,7 +216,11 @@ def add_prompts(parser: argparse.ArgumentParser, default: str = "the built-in on
 def add_mode(parser: argparse.ArgumentParser) -> None:
     """``--mode``, one of the names of ``StreamConfig.mode``."""
     parser.add_argument(
-        "--mode", choices=CHOICES["mode"], default="fused", help="(default: %(default)s)"
+        "--mode",
+        choices=CHOICES["mode"],
+        default="fused",
+        metavar="MODE",
+        help=f"{', '.join(CHOICES['mode'])} (default: %(default)s)",
     )
 
 
@@ -196,15 +234,22 @@ def add_modes(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
-def add_stream_options(parser: argparse.ArgumentParser, slots: int | str = "auto") -> None:
+def add_stream_options(
+    parser: argparse.ArgumentParser, slots: int | str = "auto", sampling: bool = False
+) -> None:
     """The fields of ``StreamConfig`` but the mode; None where an option was not given.
 
     Args:
         parser (argparse.ArgumentParser): The command's.
         slots (int or str): The slots if ``--slots`` is not given. With ``auto`` come the options
             that it goes by; a command that measures names ``MEASURED_SLOTS``.
+        sampling (bool): Whether the command has mlx-lm's options of sampling, whose ``--top-k`` is
+            another: then both have names of their own, and ``--top-k`` says so.
     """
     parser.set_defaults(default_slots=slots)
+    top_k = "--experts-top-k" if sampling else "--top-k"
+    if sampling:
+        parser.add_argument("--top-k", nargs="?", action=_TwoMeanings, help=argparse.SUPPRESS)
     group = parser.add_argument_group("how experts are streamed")
     group.add_argument(
         "--slots",
@@ -226,7 +271,8 @@ def add_stream_options(parser: argparse.ArgumentParser, slots: int | str = "auto
             help="for slots auto: tokens to leave room for (default: 4096)",
         )
     group.add_argument(
-        "--top-k",
+        top_k,
+        dest="top_k",
         type=positive,
         metavar="N",
         help="experts per token; fewer than the checkpoint's are lossy",
@@ -272,6 +318,76 @@ def add_stream_options(parser: argparse.ArgumentParser, slots: int | str = "auto
         choices=CHOICES["kernels"],
         help="what computes on a CPU: MLX's, or fast (default: auto)",
     )
+
+
+class _TwoMeanings(argparse.Action):
+    """Refuses ``--top-k`` where it could be taken for another option."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.error(
+            "--top-k has two meanings here: expected --sampling-top-k (mlx-lm's --top-k: the most "
+            "likely tokens that sampling keeps) or --experts-top-k (experts per token)"
+        )
+
+
+def add_draft(parser: argparse.ArgumentParser) -> None:
+    """``--draft``, which mlx-lm calls ``--draft-model``, and ``--num-draft-tokens``."""
+    parser.add_argument("--draft-model", type=not_empty, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--draft",
+        dest="draft_model",
+        type=not_empty,
+        metavar="DRAFT",
+        help="lookup, or the folder of a model or of a DFlash draft",
+    )
+    parser.add_argument(
+        "--num-draft-tokens",
+        type=or_auto(zero_or_more),
+        metavar="N",
+        default="auto",
+        help="drafted in a round; auto decides by what it gains (default: %(default)s)",
+    )
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Options of sampling with the names and defaults of mlx-lm, but for ``--top-k``."""
+    for name, kind, default, what in (
+        ("--temp", between(0), 0.0, "temperature; 0: always the most likely token"),
+        ("--top-p", between(0, 1), 1.0, "only the likeliest tokens, of this probability together"),
+        ("--min-p", between(0, 1), 0.0, "only tokens of this share of the likeliest one's"),
+        ("--sampling-top-k", zero_or_more, 0, "only the N likeliest tokens; 0: all"),
+    ):
+        parser.add_argument(
+            name, type=kind, metavar="N", default=default, help=f"{what} (default: %(default)s)"
+        )
+
+
+def streaming_given(args: argparse.Namespace) -> StreamConfig:
+    """``mode_given`` over SwiftLM's variables of the environment, which are named on stderr.
+
+    Args:
+        args (argparse.Namespace): Of a parser with ``add_mode`` and ``add_stream_options``.
+    """
+    found = {name: os.environ[name] for name in sum(ENVIRONMENT.values(), ()) if name in os.environ}
+    if not found:
+        return mode_given(args)
+    chosen = not found.keys() & {*ENVIRONMENT["mode"]} or "mode" in getattr(args, "given", ())
+    config = StreamConfig.from_env(**({"mode": args.mode} if chosen else {}))
+    args.mode = config.mode
+    for field in ("slots", "top_k"):
+        names = [name for name in ENVIRONMENT[field] if name in found]
+        if names and getattr(args, field) is None and field not in config.unused():
+            setattr(args, field, getattr(config, field))
+    config = mode_given(args)
+    now = [f"mode {config.mode}"]
+    now += [] if "slots" in config.unused() else [f"slots {config.slots}"]
+    now += [f"top-k {config.top_k}"] if config.top_k else []
+    print(
+        f"moelab: the environment has {', '.join(f'{k}={v}' for k, v in found.items())}; with the "
+        f"command's own options this gives {', '.join(now)}",
+        file=sys.stderr,
+    )
+    return config
 
 
 def mode_given(args: argparse.Namespace) -> StreamConfig:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import moelab
-from moelab import generate, moved, repack, synthesize
+from moelab import generate, moved, repack, serve, synthesize
 from moelab.__main__ import COMMANDS, main
 from moelab.lab import limit, machine, records
 from moelab.lab.experiments import (
@@ -35,6 +35,7 @@ STREAM = {
     "--dtype": "bfloat16", "--kernels": "fast",
 }  # fmt: skip
 AUTO = {"--memory-nbytes": "99000000", "--context": "777"}  # what slots auto goes by
+SAMPLED = {"--experts-top-k" if k == "--top-k" else k: v for k, v in STREAM.items()}
 RUNS = {"--tokens": "37", "--runs": "7"}
 BENCH = {"--modes": "stacked", **RUNS, "--warmup": "13", "--prompt": "hello", "--json": "r.json"}
 TAKES = {  # every command: the least that it is called with, and all its options
@@ -42,6 +43,18 @@ TAKES = {  # every command: the least that it is called with, and all its option
     "generate": (
         ["M", "--prompt", "x"],
         {"--prompt": "hello", "--mode": "stacked", "--max-tokens": "37", **STREAM, **AUTO},
+    ),
+    "serve": (
+        ["M"],
+        {"--host": "::1", "--port": "8181", "--mode": "stacked", "--draft": "D",
+         "--num-draft-tokens": "5", "--max-tokens": "37", "--temp": "0.7", "--top-p": "0.9",
+         "--min-p": "0.03", "--sampling-top-k": "41", "--prompt-cache-size": "6",
+         "--prompt-cache-bytes": "3MB", "--adapter-path": "A", "--allowed-origins": "here,there",
+         "--chat-template": "{{ messages }}", "--chat-template-args": '{"thinking": 1}',
+         "--decode-concurrency": "11", "--draft-model": "E", "--kv-bits": "5",
+         "--kv-group-size": "32", "--log-level": "ERROR", "--prefill-step-size": "97",
+         "--prompt-concurrency": "12", "--quantized-kv-start": "98",
+         "--trust-remote-code": None, "--use-default-chat-template": None, **SAMPLED, **AUTO},
     ),
     "bench": (["M"], {**BENCH, "--together": "no", "--cold": None, **STREAM}),
     "bench-layer": (["M"], {"--modes": "stacked", "--runs": "7", "--json": "r.json", **STREAM}),
@@ -87,7 +100,11 @@ OPTIONS = {name: value for _, options in TAKES.values() for name, value in optio
 SHOWN = {  # how a value looks where it arrives, if not as it was given
     ("bench", "--modes"): "mode='stacked'", ("bench-layer", "--modes"): "mode='stacked'",
     ("bench-limit", "--modes"): "mode='stacked'", ("bench-draft", "--mode"): "mode='stacked'",
-    ("generate", "--mode"): "mode='stacked'", "--together": "'together': False",
+    ("generate", "--mode"): "mode='stacked'", ("serve", "--mode"): "mode='stacked'",
+    "--allowed-origins": "['here', 'there']", "--chat-template-args": "{'thinking': 1}",
+    "--prompt-cache-bytes": "3000000", "--trust-remote-code": "trust_remote_code=True",
+    "--use-default-chat-template": "use_default_chat_template=True",
+    "--together": "'together': False",
     "--cold": "True", "--depth": "(2, 6)", "--megabytes": str(9 << 20), "--lengths": "(3, 'auto')",
     "--limit": "900000000", "--limits": "[900000000, None]", "--memory": "900000000",
     ("sweep", "--slots"): "[0, 21]", "--policies": "('lfu', 'lru')", "--read-ahead": "True",
@@ -97,7 +114,8 @@ BENCHES = [name for name in TAKES if name.startswith("bench")]
 
 
 WORK = (  # what a command calls to do its work
-    (machine, "check"), (generate, "generate"), (bench, "measure"), (layer, "bench_layer"),
+    (machine, "check"), (generate, "generate"), (serve, "serve"), (bench, "measure"),
+    (layer, "bench_layer"),
     (reads, "bench_reads"), (limited, "bench_limited"), (drafts, "bench_draft"),
     (prefetch, "measure"), (top_k, "measure"), (faults, "bench_faults"),
     (rollback, "bench_rollback"),

@@ -28,8 +28,10 @@ MUST_NOT_IMPORT = {
     "moelab.lab.figures": (),
     "moelab.__main__": ("moelab.lab.figures", "moelab.lab.plots"),
     "moelab.arguments": (),
+    "moelab.drafting": ("moelab.lab",),
     "moelab.generate": (),
     "moelab.moved": (),
+    "moelab.serve": ("moelab.lab",),
     "moelab.synthesize": ("moelab.lab",),
     "moelab": ("moelab.replay", "moelab.lab"),
 }

@@ -202,6 +202,13 @@ def split(documents):
 
 # Tokenize
 
+# Messages one after another, each on lines of its own. Where an answer is to follow, nothing comes
+# after the last, so that one message gives the text that it is, and the model continues it.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}"
+    "{% if not (loop.last and add_generation_prompt) %}{{ '\\n' }}{% endif %}{% endfor %}"
+)
+
 
 def train_tokenizer(texts, vocab_size=VOCAB_SIZE):
     """Train a byte-level BPE with Qwen3.5's normalizer and word split, as transformers requires.
@@ -238,6 +245,7 @@ def train_tokenizer(texts, vocab_size=VOCAB_SIZE):
         extra_special_tokens=SPECIAL_TOKENS[3:],
         clean_up_tokenization_spaces=False,
         model_max_length=32768,
+        chat_template=CHAT_TEMPLATE,
     )
 
 

@@ -249,6 +249,8 @@ class DFlashDraft:
         self.model.set_dtype(probe.dtype)
         if kernels.used(model):
             kernels.use(self.model)  # and keeps them for its next target
+        # Another thread may draft, which could not schedule what this one leaves to compute.
+        mx.eval([list(module.values()) for module in self.model.modules()])
         self.cache = cache or self.make_cache()
         self._queue = []
 

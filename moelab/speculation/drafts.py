@@ -133,6 +133,27 @@ class ModelDraft:
         return mx.concatenate(guesses) if guesses else mx.array([], mx.uint32)
 
 
+class TokenCache:
+    """The text so far, as the cache of a draft that looks things up in it."""
+
+    state = ()  # no arrays
+
+    def __init__(self):
+        self.tokens: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        return 8 * len(self.tokens)
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, n: int) -> int:
+        n = min(n, len(self.tokens))
+        del self.tokens[len(self.tokens) - n :]
+        return n
+
+
 class LookupDraft:
     """Proposes what followed when the last tokens occurred before (prompt lookup, Saxena 2023).
 
@@ -156,10 +177,12 @@ class LookupDraft:
         self.shortest, self.cache = shortest, []
 
     def make_cache(self) -> list:
-        return []
+        return [TokenCache()]
 
     def bind(self, model: nn.Module, cache: list | None = None) -> None:
-        self._tokens, self._unread = [], []
+        self.cache = cache or self.make_cache()
+        earlier, self.cache[0].tokens = self.cache[0].tokens, []
+        self._tokens, self._unread = self.cache[0].tokens, [mx.array(earlier, mx.uint32)]
         self._ends = {}  # ``shortest`` tokens -> where their latest occurrences end, latest first
 
     def extend(self, tokens: mx.array, features: mx.array | None = None) -> None:

@@ -165,6 +165,7 @@ def speculative_generate_step(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
     rollback: str = "auto",
 ) -> Iterator[tuple[int, mx.array, bool, Round]]:
     """Token by token, as mlx-lm's function of this name, on any cache that can be rolled back.
@@ -189,6 +190,8 @@ def speculative_generate_step(
         kv_bits (int | None): As for mlx-lm.
         kv_group_size (int): As for mlx-lm.
         quantized_kv_start (int): As for mlx-lm.
+        prompt_progress_callback (Callable | None): As for mlx-lm: gets the prompt's tokens that
+            have been read, and all.
         rollback (str): A strategy of ``Rollback``. Default: ``auto``.
 
     Yields:
@@ -216,7 +219,12 @@ def speculative_generate_step(
 
     with mx.stream(stream):
         target = _Target(model, draft, prompt_cache, rollback, quantize)
-        target.prefill(prompt[:-1], prefill_step_size, policy)
+        progress = prompt_progress_callback or (lambda *_: None)
+        progress(0, prompt.size)
+        for i in range(0, prompt.size - 1, prefill_step_size):
+            end = min(i + prefill_step_size, prompt.size - 1)
+            target.prefill(prompt[i:end], policy)
+            progress(end, prompt.size)
         if num_draft_tokens != 0:
             begin = time.perf_counter()
             target.draft.catch_up()  # the draft's part of the prompt's time
@@ -392,17 +400,15 @@ class _Target:
         self._read = None  # the tokens of the last pass and their features, until ``keep``
         self.accepted = 0  # how many of these to keep if the caller asks for no more
 
-    def prefill(self, tokens: mx.array, step: int, policy: Policy) -> None:
-        """Read the prompt's tokens [T], ``step`` in a pass."""
-        for i in range(0, tokens.size, step):
-            x = tokens[i : i + step]
-            begin = time.perf_counter()
-            _, features = self._captured(self._model, x[None], cache=self._cache)
-            mx.eval([c.state for c in self._cache], features)
-            policy.prompt(x.size, time.perf_counter() - begin)
-            self.draft.extend(x, features)
-            self._quantize(self._cache)
-            mx.clear_cache()
+    def prefill(self, tokens: mx.array, policy: Policy) -> None:
+        """Read tokens [T] of the prompt in one pass."""
+        begin = time.perf_counter()
+        _, features = self._captured(self._model, tokens[None], cache=self._cache)
+        mx.eval([c.state for c in self._cache], features)
+        policy.prompt(tokens.size, time.perf_counter() - begin)
+        self.draft.extend(tokens, features)
+        self._quantize(self._cache)
+        mx.clear_cache()
 
     def read(self, tokens: mx.array) -> mx.array:
         """Logits [T, V] after each of the tokens [T], of which ``keep`` then keeps some."""

@@ -145,13 +145,7 @@ def load(
             "is loaded, so that any thread can use it. Leave lazy out; the experts stay on disk "
             "anyway."
         )
-    try:
-        path = Path(mlx_lm_utils._download(path_or_hf_repo, revision=revision))
-    except (OSError, ValueError) as e:
-        raise CheckpointError(
-            f"{path_or_hf_repo}: expected a model folder or a Hub repository, found no such "
-            f"folder, and the Hub does not give it ({describe(e)})."
-        ) from e
+    path = find(path_or_hf_repo, revision)
     model, model_config = load_model(
         path, config, model_config=model_config, trust_remote_code=trust_remote_code
     )
@@ -163,6 +157,25 @@ def load(
         close(model)
         raise
     return (model, tokenizer, model_config) if return_config else (model, tokenizer)
+
+
+def find(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
+    """The folder of a model, downloaded if it is a Hub repository that is not here yet.
+
+    Args:
+        path_or_hf_repo (str or Path): As for ``load``.
+        revision (str or None): As for ``load``.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    try:
+        return Path(mlx_lm_utils._download(path_or_hf_repo, revision=revision))
+    except (OSError, ValueError) as e:
+        raise CheckpointError(
+            f"{path_or_hf_repo}: expected a model folder or a Hub repository, found no such "
+            f"folder, and the Hub does not give it ({describe(e)})."
+        ) from e
 
 
 def _tokenizer(path, tokenizer_config, eos_token_ids):

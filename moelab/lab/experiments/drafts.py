@@ -4,7 +4,6 @@ python -m moelab bench-draft data/models/tiny-moe --draft lookup --json FILE
 """
 
 import argparse
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +33,7 @@ from ...arguments import (
     several,
     zero_or_more,
 )
-from ...speculation.dflash import DFlashDraft
+from ...drafting import draft_config, open_draft
 from ...speculation.drafts import Draft, LookupDraft, ModelDraft
 from ...speculation.generate import speculative_generate_step
 from ...speculation.policy import Always, Policy
@@ -466,7 +465,7 @@ def bench_draft(
     """
     config, path = config or StreamConfig(slots=MEASURED_SLOTS), folder(path)
     if draft not in BUILT_IN:
-        _draft_config(draft)  # refuses what is none before any work
+        draft_config(draft, BUILT_IN)  # refuses what is none before any work
     if limit_nbytes is not None:
         # Pages that another process brought in would be served, and not counted.
         oscache.drop_pages(path)
@@ -496,35 +495,6 @@ def bench_draft(
 
 def _in_this_process(path, config, *rest):
     return bench_draft(path, StreamConfig(**config), *rest).to_json()
-
-
-def _draft_config(path):
-    """The configuration of a draft's folder."""
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        raise ValueError(
-            f"draft {str(path)!r}: expected {', '.join(BUILT_IN)}, or the folder of a model or "
-            "of a DFlash draft with its config.json; found no such folder."
-        )
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(
-            f"{file}: not JSON ({error}). Make or download the draft again."
-        ) from error
-
-
-def open_draft(path: str | Path, kernels: str = "auto") -> Draft:
-    """A draft from its folder: a DFlash draft if its configuration says so, else a model.
-
-    Args:
-        path (str or Path): The folder.
-        kernels (str): As in ``StreamConfig``, of a model. A DFlash draft takes its target's.
-    """
-    if "dflash_config" in _draft_config(path):
-        return DFlashDraft(path)
-    model, _ = load(path, StreamConfig(mode="resident", kernels=kernels))
-    return ModelDraft(model)
 
 
 def report(compared: Comparison) -> str:

@@ -1,0 +1,83 @@
+"""A draft by the name that a command line or a request gives it, and text written with it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.nn as nn
+from mlx_lm.generate import GenerationResponse, stream_generate
+
+from .speculation.dflash import DFlashDraft
+from .speculation.drafts import Draft, LookupDraft, ModelDraft
+from .speculation.generate import speculative_generate
+from .streaming.config import StreamConfig
+from .streaming.model import load
+
+LOOKUP = "lookup"
+
+
+def open_draft(draft: str | Path, kernels: str = "auto") -> Draft:
+    """A draft by its name.
+
+    Args:
+        draft (str or Path): ``lookup``, or the folder of a language model or of a DFlash draft.
+        kernels (str): As in ``StreamConfig``, of a model. A DFlash draft takes its target's.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if draft == LOOKUP:
+        return LookupDraft()
+    if "dflash_config" in draft_config(draft):
+        return DFlashDraft(draft)
+    model, _ = load(draft, StreamConfig(mode="resident", kernels=kernels))
+    return ModelDraft(model)
+
+
+def draft_config(path: str | Path, words: tuple[str, ...] = (LOOKUP,)) -> dict:
+    """The configuration of a draft's folder.
+
+    Args:
+        path (str or Path): The folder.
+        words (tuple[str, ...]): What may be given in place of a folder, for the error.
+
+    Raises:
+        ValueError: If there is no such folder, or its configuration is not JSON.
+    """
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"draft {str(path)!r}: expected {', '.join(words)}, or the folder of a model or "
+            "of a DFlash draft with its config.json; found no such folder."
+        )
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{file}: not JSON ({error}). Make or download the draft again."
+        ) from error
+
+
+def write(
+    model: nn.Module,
+    tokenizer,
+    prompt: list[int],
+    draft: Draft | None = None,
+    num_draft_tokens: int | str = "auto",
+    **kwargs,
+) -> Iterator[GenerationResponse]:
+    """The text that ``mlx_lm.stream_generate`` writes, with a draft or without.
+
+    Args:
+        model (nn.Module): The target.
+        tokenizer (TokenizerWrapper): Its tokenizer.
+        prompt (list[int]): Token ids.
+        draft (Draft or None): What guesses the target's tokens.
+        num_draft_tokens (int or str): As for ``speculative_generate``.
+        kwargs: As for ``mlx_lm.stream_generate``.
+    """
+    if draft is None:
+        return stream_generate(model, tokenizer, prompt, **kwargs)
+    return speculative_generate(
+        model, tokenizer, prompt, draft, num_draft_tokens=num_draft_tokens, **kwargs
+    )

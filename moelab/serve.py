@@ -1,0 +1,544 @@
+"""The command ``serve``: mlx-lm's HTTP server with a streamed model.
+
+mlx-lm's classes answer. The classes here change what streaming needs and what would end the server:
+
+    Provider   loads with ``moelab.load``, and drafts as ``moelab.drafting`` opens them
+    Generator  drafts with ``speculative_generate``, keeps the states of a prompt that cannot be
+               trimmed, goes on after an error, ends an answer at Ctrl-C
+    Prompts    always leaves a token to read: mlx-lm's server ends at a prompt that is cached whole
+    Handler    refuses what mlx-lm would fail at later, sees that a client has gone
+"""
+
+import argparse
+import copy
+import gc
+import json
+import logging
+import math
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from functools import partial
+from http.server import ThreadingHTTPServer
+from itertools import accumulate
+from pathlib import Path
+
+import mlx.core as mx
+import psutil
+from huggingface_hub import constants
+from mlx_lm import server
+from mlx_lm.generate import (
+    DEFAULT_QUANTIZED_KV_START,
+    GenerationResponse,
+    generate_step,
+    stream_generate,
+)
+from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prompt_cache
+
+from .arguments import (
+    add_draft,
+    add_mode,
+    add_model,
+    add_number,
+    add_sampling,
+    add_stream_options,
+    at_least,
+    json_object,
+    not_empty,
+    positive,
+    streaming_given,
+    zero_or_more,
+)
+from .drafting import open_draft
+from .hooks import with_globals
+from .speculation.drafts import Draft
+from .speculation.generate import speculative_generate, speculative_generate_step
+from .speculation.target import vocabulary
+from .streaming.config import StreamConfig
+from .streaming.model import close, find, load
+from .streaming.session import session_of
+
+GRACE_S = 2  # for a thread to end when the server is stopped
+AUTO = "auto"  # of num_draft_tokens: the policy decides
+NUMBERS = (  # of a request, which mlx-lm takes as nan and infinity too
+    *("temperature", "top_p", "min_p", "xtc_probability", "xtc_threshold"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
+
+SEAMS = {  # what is changed of mlx_lm.server
+    "ModelProvider": ("_load", "load_default", "reset"),
+    "ResponseGenerator": (
+        *("_generate", "_next_request", "_run_generate", "_serve_single", "_tokenize"),
+        "stop_and_join",
+    ),
+    "APIHandler": ("do_POST", "handle_completion", "validate_model_parameters"),
+}
+
+
+class Provider(server.ModelProvider):
+    """Loads models with their experts on disk.
+
+    Args:
+        cli_args (argparse.Namespace): The command's, with every name that mlx-lm's server reads.
+        config (StreamConfig): How to stream.
+    """
+
+    def __init__(self, cli_args: argparse.Namespace, config: StreamConfig):
+        super().__init__(cli_args)
+        if self.is_distributed:
+            raise ValueError(
+                "serve: expected one process, this is one of a group of mlx.distributed. A "
+                "streamed model runs on one machine: start it without mlx.launch."
+            )
+        self.config, self._prefill_step_size = config, cli_args.prefill_step_size
+
+    def reset(self) -> None:
+        if self.model is not None:
+            close(self.model)
+        super().reset()
+
+    def _load(self, model_path, adapter_path=None, draft_model_path=None):
+        draft = None
+        if self.model_key is None or self.model_key[:2] != (model_path, adapter_path):
+            self._load_model(model_path, adapter_path)
+        if draft_model_path is not None:
+            draft = open_draft(draft_model_path, self.config.kernels)
+            draft.bind(self.model)  # refuses a draft that does not fit
+        self.model_key = (model_path, adapter_path, draft_model_path)
+        self.draft_model = draft
+        batched = all(hasattr(c, "merge") for c in make_prompt_cache(self.model))
+        self.is_batchable = draft is None and batched
+
+    def _load_model(self, model_path, adapter_path):
+        path = find(model_path)  # an error leaves the model that is served now
+        if adapter_path is not None and not Path(adapter_path).is_dir():
+            raise ValueError(f"adapters: expected a folder, {adapter_path!r} is none")
+        self.reset()
+        gc.collect()
+        mx.clear_cache()
+        model, tokenizer, config = load(
+            path,
+            self.config,
+            adapter_path=adapter_path,
+            tokenizer_config=self._tokenizer_config,
+            return_config=True,
+            trust_remote_code=self.cli_args.trust_remote_code,
+        )
+        if self.cli_args.use_default_chat_template and tokenizer.chat_template is None:
+            close(model)
+            raise ValueError(
+                f"serve: --use-default-chat-template: the tokenizer of {model_path} has none. Give "
+                "one with --chat-template."
+            )
+        self.model, self.tokenizer = model, tokenizer
+        self.cli_args.prefill_step_size = self._prefill_step_size
+        if plan := session_of(model).plan:
+            print(f"moelab: {plan}", file=sys.stderr)
+            self.cli_args.prefill_step_size = min(self._prefill_step_size, plan.prompt_tokens)
+        self.processor = server.load_processor(model, config)
+
+
+class Prompts(LRUPromptCache):
+    """Caches of earlier prompts and answers. At least a prompt's last token is left to read."""
+
+    def fetch_nearest_cache(self, model, tokens: list[int]) -> tuple[list | None, list[int]]:
+        cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
+        return cache, rest + tokens[-1:]
+
+
+class Generator(server.ResponseGenerator):
+    """Answers requests in a thread of its own, as mlx-lm does: in batches, or one by one.
+
+    Args:
+        provider (Provider): The models.
+        prompts (Prompts): What is kept of earlier requests.
+    """
+
+    def __init__(self, provider: Provider, prompts: Prompts):
+        self._waiting = weakref.WeakSet()  # queues of the requests that were begun
+        self._prompt = None  # of the request that is served by itself: tokens, segments, types
+        super().__init__(provider, prompts)
+
+    def _run_generate(self):
+        while not self._stop:
+            self._waiting.clear()
+            try:
+                self._generate()
+            except Exception as error:
+                logging.error("Generation failed: %s: %s", type(error).__name__, error)
+                if not self._waiting:  # not by a request, so it would fail again
+                    self._generation_failed = True
+                    return
+                self._end_waiting(error)
+        self._end_waiting(RuntimeError("the server was stopped"))
+
+    def stop_and_join(self) -> None:
+        super().stop_and_join()
+        # Behind Python's back the thread still frees what MLX compiled in it. If the interpreter
+        # ended meanwhile, it would abort.
+        end = time.monotonic() + GRACE_S
+        thread = self._generation_thread.native_id
+        while thread in {t.id for t in psutil.Process().threads()} and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def _end_waiting(self, error):
+        for queue in list(self._waiting):
+            queue.put(error)
+
+    def _next_request(self, timeout=None):
+        request = super()._next_request(timeout)
+        if request is not None:
+            self._waiting.add(request[0])
+        return request
+
+    def _tokenize(self, tokenizer, request, args):
+        prompt, segments, types, state, vision = super()._tokenize(tokenizer, request, args)
+        if not prompt:
+            raise ValueError("prompt: expected a text of at least one token, got none")
+        size = vocabulary(self.model_provider.model)
+        if args.sampling.top_k >= size:
+            raise ValueError(f"top_k: expected less than the vocabulary's {size} tokens")
+        if wrong := [token for token in args.logits.logit_bias or () if not 0 <= token < size]:
+            raise ValueError(f"logit_bias: expected token ids from 0 to {size - 1}, got {wrong[0]}")
+        self._prompt = (prompt, segments, types) if vision is None else (prompt, [], [])
+        return prompt, list(segments), list(types), state, vision
+
+    def _serve_single(self, request, stream):
+        # mlx-lm's method, which finds another ``stream_generate`` by that name.
+        serve = with_globals(
+            server.ResponseGenerator._serve_single, {"stream_generate": self._answer}
+        )
+        serve(self, request, stream)
+
+    def _answer(
+        self,
+        prompt: list[int],
+        draft_model: Draft | None,
+        num_draft_tokens: int | str,
+        input_embeddings: mx.array | None,
+        logits_processors: list,
+        prompt_progress_callback: Callable[[int, int], None],
+        tokenizer,
+        max_tokens: int,
+        sampler: Callable,
+        **reading,
+    ) -> Iterator[GenerationResponse]:
+        """What mlx-lm's ``stream_generate`` does, with our drafts.
+
+        A prompt is read in mlx-lm's segments, and the state after each is kept, as its batches do:
+        from the state of a hybrid no token can be trimmed.
+        """
+        whole, segments, types = self._prompt
+        begin = read = len(whole) - len(prompt)
+
+        def progress(done, _):
+            self._check()
+            prompt_progress_callback(read - begin + done, len(prompt))
+
+        step, generate = generate_step, stream_generate
+        reading["prompt_progress_callback"] = progress
+        if draft_model is not None:
+            step, generate = speculative_generate_step, speculative_generate
+            reading |= {"draft": draft_model, "num_draft_tokens": num_draft_tokens}
+        cache = reading["prompt_cache"]
+        if input_embeddings is None and not can_trim_prompt_cache(cache):
+            for end, kind in zip(accumulate(map(len, segments)), types):
+                end = min(end, len(whole) - 1)
+                if end > read:
+                    for _ in step(mx.array(whole[read:end]), max_tokens=0, **reading):
+                        pass
+                    read = end
+                    key, kept = self.model_provider.model_key, copy.deepcopy(cache)
+                    self.prompt_cache.insert_cache(key, whole[:read], kept, cache_type=kind)
+        if input_embeddings is not None:
+            reading["input_embeddings"] = input_embeddings
+        answer = generate(
+            prompt=whole[read:],
+            tokenizer=tokenizer,
+            max_tokens=max_tokens,
+            sampler=sampler,
+            # mlx-lm's batches let them see the whole prompt, too.
+            logits_processors=[_after(whole[:read], p) for p in logits_processors],
+            **reading,
+        )
+        with closing(answer):
+            for response in answer:
+                self._check()
+                yield response
+
+    def _check(self):
+        if self._stop:
+            raise RuntimeError("the server was stopped")
+
+
+def _after(before, processor):
+    """A logits processor that is told of earlier tokens, too."""
+    return lambda tokens, logits: processor(
+        mx.concatenate([mx.array(before, tokens.dtype), tokens]), logits
+    )
+
+
+class Handler(server.APIHandler):
+    """One request over HTTP."""
+
+    def do_POST(self):
+        self._begun = self._understood = False
+        try:
+            if self.headers.get("Content-Length", "").lstrip().startswith("-"):
+                raise ValueError("Content-Length must be at least 0")
+            super().do_POST()
+        except ConnectionError:
+            raise
+        except Exception as error:
+            self._refuse(error)
+
+    def end_headers(self):
+        super().end_headers()
+        self._begun = True
+
+    def _refuse(self, error):
+        """Answer with an error, in the stream if that has begun."""
+        text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        logging.error(text)
+        answer = json.dumps({"error": text})
+        if self._begun:
+            answer = f"data: {answer}\n\n"
+        else:
+            self._headers_buffer = []
+            self._set_completion_headers(500 if self._understood else 400)
+            self.end_headers()
+        self.wfile.write(answer.encode())
+
+    def validate_model_parameters(self) -> None:
+        """mlx-lm's checks, and of the fields that it does not check."""
+        if auto := self.num_draft_tokens == AUTO:
+            self.num_draft_tokens = 0
+        super().validate_model_parameters()
+        if auto:
+            self.num_draft_tokens = AUTO
+        for name in NUMBERS:
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be finite")
+        if not all(map(math.isfinite, (self.logit_bias or {}).values())):
+            raise ValueError("logit_bias must have finite values")
+        if self.seed is not None:
+            self._validate("seed", int, min_val=0, max_val=2**64 - 1)
+        self._validate("requested_draft_model", str)
+        self._validate("xtc_threshold", float, max_val=0.5)
+        self._validate("stream_options", dict, optional=True)
+        self._validate("chat_template_kwargs", dict, optional=True)
+        if reserved := {"tokenize", "tools", "add_generation_prompt"}.intersection(
+            self.chat_template_kwargs or ()
+        ):
+            raise ValueError(f"chat_template_kwargs: {min(reserved)} is set by the server")
+        if self.stream_options is not None:
+            self.stream_options.setdefault("include_usage", False)
+        stop = self.body.get("stop") or []
+        if not isinstance(stop, (str, list)) or not all(isinstance(s, str) and s for s in stop):
+            raise ValueError("stop must be a text or a list of texts, none of them empty")
+        if not isinstance(self.body.get("prompt", ""), str):
+            raise ValueError("prompt must be of type str")
+        for message in _list_of_dicts("messages", self.body.get("messages", [{"role": "user"}])):
+            if not isinstance(message.get("role"), str):
+                raise ValueError("messages: role must be of type str in each of them")
+            if isinstance(message.get("content"), list):
+                _list_of_dicts("messages: content", message["content"])
+            elif not isinstance(message.get("content"), (str, type(None))):
+                raise ValueError("messages: content must be a text, a list of parts or null")
+        _list_of_dicts("tools", self.body.get("tools") or [{}])
+
+    def handle_completion(self, request, stop_words):
+        self._understood, shared = True, self.response_generator
+        self.response_generator = _Watched(shared, self.connection)
+        try:
+            super().handle_completion(request, stop_words)
+        finally:
+            self.response_generator = shared
+
+
+def _list_of_dicts(name, value):
+    if not isinstance(value, list) or not value or not all(isinstance(v, dict) for v in value):
+        raise ValueError(f"{name} must be a list of objects, and not empty")
+    return value
+
+
+class _Watched:
+    """A generator for one client, whose request ends when the client has gone.
+
+    mlx-lm notices that only when it writes, which without ``stream`` is after the last token.
+    """
+
+    def __init__(self, generator, connection):
+        self._generator, self._connection = generator, connection
+
+    def __getattr__(self, name):
+        return getattr(self._generator, name)
+
+    def generate(self, request, args, progress_callback):
+        def progress(*done):
+            self._check()
+            progress_callback(*done)
+
+        context, responses = self._generator.generate(request, args, progress)
+        return context, self._checked(responses)
+
+    def _checked(self, responses):
+        for response in responses:
+            self._check()
+            yield response
+
+    def _check(self):
+        with suppress(BlockingIOError):
+            if not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                raise ConnectionAbortedError("it closed the connection")
+
+
+class Server(ThreadingHTTPServer):
+    """Listens from the start, so that a port that is taken is told before a model is loaded.
+
+    Args:
+        host (str): Name or address.
+        port (int): 0 for a free one.
+    """
+
+    def __init__(self, host: str, port: int):
+        self._handlers = set()
+        try:
+            self.address_family, *_, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            super().__init__(address, Handler)
+        except (OSError, OverflowError) as error:
+            raise ValueError(
+                f"serve: cannot listen at --host {host} --port {port}: {error}. Give another."
+            ) from error
+
+    def process_request_thread(self, request, client_address):
+        thread = threading.current_thread()
+        self._handlers.add(thread)
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._handlers.discard(thread)
+
+    def handle_error(self, request, client_address):
+        error = sys.exception()
+        if isinstance(error, ConnectionError):
+            logging.info("Client %s has gone: %s", client_address[0], error)
+        else:
+            logging.error("%s: %s", type(error).__name__, error)
+
+    def answer(self, generator: Generator) -> None:
+        """Answer requests until Ctrl-C."""
+        self.RequestHandlerClass = partial(Handler, generator)
+        host, port = self.server_address[:2]
+        print(f"moelab: http://{host}:{port}/v1 answers; Ctrl-C ends it", file=sys.stderr)
+        try:
+            with suppress(KeyboardInterrupt):
+                self.serve_forever()
+        finally:
+            generator.stop_and_join()
+            for thread in list(self._handlers):
+                thread.join(GRACE_S)
+
+
+def serve(args: argparse.Namespace, config: StreamConfig) -> None:
+    """Answer requests until Ctrl-C.
+
+    Args:
+        args (argparse.Namespace): With every name that mlx-lm's server reads.
+        config (StreamConfig): How to stream.
+    """
+    for cls, names in SEAMS.items():
+        for name in names:
+            if not hasattr(getattr(server, cls), name):
+                raise ValueError(
+                    f"serve: mlx-lm {server.__version__} has no server.{cls}.{name}, which this "
+                    "command builds on. Install mlx-lm 0.32."
+                )
+    logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
+    if Path(args.model).is_dir():  # the name that /v1/models gives it
+        args.model = str(Path(args.model).resolve())
+    with suppress(OSError):  # where mlx-lm looks for models to list
+        Path(constants.HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)
+    server.maybe_set_recommended_wired_limit()
+    with Server(args.host, args.port) as listening:
+        provider = Provider(args, config)
+        provider.load_default()  # an error here ends the command
+        prompts = Prompts(args.prompt_cache_size, args.prompt_cache_bytes or sys.maxsize)
+        listening.answer(Generator(provider, prompts))
+
+
+class _Refused(argparse.Action):
+    """A flag of mlx-lm's server that cannot go with streaming."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.error(f"{option_string}: a streamed model runs on one machine, so leave it out")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.usage = "python -m moelab serve [options] MODEL"
+    parser.description = "mlx-lm's HTTP server, with the experts on disk."
+    parser.epilog = (
+        "As mlx_lm.server has them: --adapter-path --allowed-origins --chat-template "
+        "--chat-template-args --decode-concurrency --draft-model --kv-bits --kv-group-size "
+        "--log-level --prefill-step-size --prompt-concurrency --quantized-kv-start "
+        "--trust-remote-code --use-default-chat-template"
+    )
+    add_model(parser)
+    parser.add_argument(
+        "--host", type=not_empty, metavar="NAME", default="127.0.0.1", help="(default: %(default)s)"
+    )
+    add_number(parser, "--port", 8080, "0 takes a free one", at_least(0, 65535))
+    add_mode(parser)
+    add_draft(parser)
+    add_number(parser, "--max-tokens", 512, "of an answer that does not say")
+    add_sampling(parser)
+    add_number(parser, "--prompt-cache-size", 10, "prompts and answers to keep")
+    parser.add_argument(
+        "--prompt-cache-bytes", type=_size, metavar="SIZE", help="and their memory, as in 2GB"
+    )
+    for name, options in {
+        "--adapter-path": {"type": not_empty},
+        "--allowed-origins": {"type": lambda text: text.split(","), "default": "*"},
+        "--chat-template": {"default": ""},
+        "--chat-template-args": {"type": json_object, "default": {}},
+        "--decode-concurrency": {"type": positive, "default": 32},
+        "--prompt-concurrency": {"type": positive, "default": 8},
+        "--prefill-step-size": {"type": positive, "default": 2048},
+        "--kv-bits": {"type": int, "choices": (2, 3, 4, 5, 6, 8)},
+        "--kv-group-size": {"type": int, "choices": (32, 64, 128), "default": 64},
+        "--log-level": {
+            "choices": ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
+            "default": "INFO",
+        },
+        "--quantized-kv-start": {"type": zero_or_more, "default": DEFAULT_QUANTIZED_KV_START},
+        "--trust-remote-code": {"action": "store_true"},
+        "--use-default-chat-template": {"action": "store_true"},
+        "--pipeline": {"nargs": 0, "action": _Refused, "default": False},
+    }.items():
+        parser.add_argument(name, help=argparse.SUPPRESS, **options)
+    add_stream_options(parser, sampling=True)
+
+
+def _size(text):
+    """Bytes, as mlx-lm's server takes them."""
+    try:
+        return server._parse_size(text)
+    except (ArithmeticError, KeyError):
+        raise argparse.ArgumentTypeError(
+            f"expected a size such as 500MB or 2GB, got {text!r}"
+        ) from None
+
+
+def run(args: argparse.Namespace) -> None:
+    """The command."""
+    config = streaming_given(args)
+    args.top_k = args.sampling_top_k  # what mlx-lm's server means by it
+    serve(args, config)

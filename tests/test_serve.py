@@ -1,0 +1,434 @@
+"""python -m moelab serve: mlx-lm's server on a streamed model, used as an agent would."""
+
+import argparse
+import json
+import re
+import shutil
+import socket
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from urllib.parse import urlsplit
+
+import mlx.core as mx
+import mlx_lm
+import mlx_lm.server
+import openai
+import pytest
+from mlx_lm.sample_utils import make_sampler
+from serving import Served
+
+import moelab
+from moelab import DATA, serve
+from moelab.__main__ import main
+
+MODEL = DATA / "models/tiny-moe"
+SLOTS = ("--slots", "16")
+SERVERS = {  # how the model is served
+    "resident": ("--mode", "resident"),
+    "streamed": SLOTS,
+    "lookup": (*SLOTS, "--draft", "lookup", "--num-draft-tokens", "4"),
+    "tiny-draft": (*SLOTS, "--draft", str(DATA / "models/tiny-draft")),
+    "tiny-dflash": (*SLOTS, "--draft-model", str(DATA / "models/tiny-dflash")),
+}
+PROMPTS = [
+    'def read_json(path):\n    """Read a JSON file and return its content."""',
+    "import numpy as np\n\ndef softmax(x, axis=-1):",
+    "class Stack:",
+    "def add(a, b):\n    return a + b\n\ndef add(a, b):\n    return",
+    "for i in range(10):",
+    "from pathlib import Path",
+    "try:\n    import json",
+    "if __name__ ==",
+]
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """What mlx-lm writes after each prompt, resident and with its own kernels."""
+    model, tokenizer = mlx_lm.load(str(MODEL))
+    model.set_dtype(mx.float32)
+    return [mlx_lm.generate(model, tokenizer, p, max_tokens=TOKENS) for p in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def served(request, tmp_path_factory):
+    """The server of a parameter's name."""
+    log = tmp_path_factory.mktemp("serve") / "log"
+    with Served(MODEL, log, *SERVERS[request.param]) as server:
+        yield server
+        assert "Traceback" not in server.said()
+
+
+@pytest.fixture
+def client(served):
+    """The client that agents use. It does not try again, so that an error shows."""
+    return openai.OpenAI(base_url=served.url, api_key="none", max_retries=0, timeout=60)
+
+
+every_server = pytest.mark.parametrize("served", SERVERS, indirect=True)
+two_servers = pytest.mark.parametrize("served", ["streamed", "tiny-draft"], indirect=True)
+DEFAULT = {"model": "default_model", "max_tokens": TOKENS}
+
+
+def complete(client, prompt, **fields):
+    return client.completions.create(prompt=prompt, **DEFAULT | fields).choices[0].text
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def chat(client, *messages, **fields):
+    return client.chat.completions.create(messages=list(messages), **DEFAULT | fields)
+
+
+def cached(answer):
+    return answer.usage.prompt_tokens_details.cached_tokens
+
+
+@every_server
+def test_the_text_is_that_of_mlx_lm(client, texts):
+    for prompt, text in zip(PROMPTS[:4], texts):
+        assert complete(client, prompt) == text
+        parts = client.completions.create(prompt=prompt, stream=True, **DEFAULT)
+        assert "".join(part.choices[0].text for part in parts) == text
+
+        answer = chat(client, user(prompt))
+        assert answer.choices[0].message.content == text
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage.completion_tokens == TOKENS
+        stream = chat(client, user(prompt), stream=True, stream_options={"include_usage": True})
+        *parts, last = stream
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == text
+        assert last.usage.completion_tokens == TOKENS
+
+
+@every_server
+def test_eight_at_once(client, texts):
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(2):
+            assert list(threads.map(lambda p: complete(client, p), PROMPTS)) == texts
+
+
+@every_server
+def test_a_shared_prefix_is_read_once(client):
+    """The same prompt again, and the same instructions before another."""
+    rules = {
+        "role": "system",
+        "content": '"""Notes about a queue of jobs, and how it is emptied.\n',
+    }
+    first, second = user("class Queue:\n    def push(self):"), user("def empty(jobs):\n")
+    answer = chat(client, rules, first)
+    text, length = answer.choices[0].message.content, answer.usage.prompt_tokens
+
+    again = chat(client, rules, first)
+    assert (cached(again), again.choices[0].message.content) == (length - 1, text)
+
+    other, alone = chat(client, rules, second), chat(client, second)
+    assert 8 <= cached(other) < length and cached(alone) == 0
+    assert other.choices[0].message.content != alone.choices[0].message.content
+
+
+@every_server
+def test_a_prompt_that_is_cached_whole(client):
+    """One token is read again; mlx-lm's server has none left to read then, and ends."""
+    for text in ("import json\nimport re", "import json\nimport", "import json\nimport"):
+        answer = client.completions.create(prompt=text, **DEFAULT)
+    assert cached(answer) == answer.usage.prompt_tokens - 1 > 0
+
+
+@two_servers
+def test_what_is_cached_does_not_change_the_text(served, client, tmp_path):
+    """Every answer of a conversation, on a server that has seen it before and on a new one."""
+    messages, answers = [], []
+    for text in ("def parse(line):", "def write(line):", "def main():"):
+        messages.append(user(text))
+        answers.append(chat(client, *messages).choices[0].message.content)
+        assert chat(client, *messages).choices[0].message.content == answers[-1]
+        messages.append({"role": "assistant", "content": answers[-1]})
+    with moelab.load(MODEL, moelab.StreamConfig(slots=16))[0] as model:
+        tokenizer = mlx_lm.utils.load_tokenizer(MODEL)
+        for i, answer in enumerate(answers):
+            prompt = tokenizer.apply_chat_template(
+                messages[: 2 * i + 1], add_generation_prompt=True
+            )
+            assert mlx_lm.generate(model, tokenizer, prompt, max_tokens=TOKENS) == answer
+
+
+@every_server
+def test_a_seed_writes_the_text_of_mlx_lm(client):
+    """With a penalty, which looks at the whole prompt, cached or not."""
+    fields = {"temperature": 0.8, "seed": 7, "extra_body": {"top_k": 50}}
+    first = complete(client, PROMPTS[0], **fields)
+    assert complete(client, PROMPTS[0], **fields) == first
+    model, tokenizer = mlx_lm.load(str(MODEL))
+    model.set_dtype(mx.float32)
+    mx.random.seed(7)
+    sampler = make_sampler(0.8, top_p=1.0, top_k=50)
+    wanted = mlx_lm.generate(model, tokenizer, PROMPTS[0], max_tokens=TOKENS, sampler=sampler)
+    assert first == wanted
+
+    penalty = {"extra_body": {"repetition_penalty": 1.5, "repetition_context_size": 200}}
+    texts = [complete(client, PROMPTS[0], **penalty) for _ in range(2)]
+    assert texts[0] == texts[1] != complete(client, PROMPTS[0])
+
+
+# Clients that are not polite
+
+
+def request_bytes(path, **body):
+    data = json.dumps(body).encode()
+    return f"POST {path} HTTP/1.1\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+@two_servers
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_hangs_up(served, client, texts, stream):
+    """Its answer, which would take a minute, ends; the next request is answered, and right."""
+    where = urlsplit(served.url)
+    said = len(served.said())
+    with socket.create_connection((where.hostname, where.port)) as connection:
+        connection.sendall(
+            request_bytes("/v1/completions", prompt=PROMPTS[1], max_tokens=20_000, stream=stream)
+        )
+        if stream:
+            while b"data" not in connection.recv(1000):
+                pass
+        else:
+            time.sleep(1)
+    begin = time.monotonic()
+    assert complete(client, PROMPTS[0]) == texts[0]
+    assert time.monotonic() - begin < 30
+    while "has gone" not in served.said()[said:]:
+        assert time.monotonic() - begin < 30, served.said()
+        time.sleep(0.1)
+
+
+BAD = {  # fields of a request, and what the error names
+    "prompt": [5, None, ["a"], [1, 2], {}, ""],
+    "max_tokens": [0, -1, 1.5, "many", None],
+    "temperature": [-1, "hot", float("nan"), float("inf"), None],
+    "top_p": [-0.1, 1.1, "x"],
+    "top_k": [-1, 1.5, 8192, 10**9],
+    "min_p": [-1, 2],
+    "num_draft_tokens": [-1, "many", 2.5],
+    "repetition_penalty": [-1, "x", float("nan")],
+    "repetition_context_size": [-1, "x"],
+    "presence_penalty": ["x", float("inf")],
+    "presence_context_size": [-1],
+    "frequency_penalty": ["x"],
+    "frequency_context_size": [1.5],
+    "logprobs": ["yes", 3],
+    "top_logprobs": [12, "x"],
+    "xtc_probability": ["x", 2.0, -1.0],
+    "xtc_threshold": ["x", 0.7, -0.1],
+    "model": [5, "no/such/folder", "/", ""],
+    "draft_model": [5, "no/such/folder", ["lookup"]],
+    "adapters": [5, "no/such/folder"],
+    "seed": ["x", -1, 2**64, 1.5],
+    "logit_bias": [5, {"x": 1}, {"0": "x"}, {"8192": 1}, {"-1": 1}, {"3": float("nan")}],
+    "stop": [5, [5], [""], {"a": 1}, [["a"]]],
+    "stream": ["yes", 1],
+    "stream_options": [5, "x", []],
+    "chat_template_kwargs": [5, [], {"tokenize": False}],
+    "messages": [5, [], [5], ["hi"], [{}], [{"role": 5}], [{"role": "user", "content": 5}],
+                 [{"role": "user", "content": [5]}], {"role": "user"}, None,
+                 [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+                 [{"role": "user", "content": [{"type": "image_url", "image_url": "file:///x"}]}]],
+    "tools": [5, "x", [5]],
+}  # fmt: skip
+NAMED = {
+    "draft_model": "draft",
+    "adapters": "adapter",
+    "messages": "message|content|Image",
+}  # else the field
+
+
+@two_servers
+@pytest.mark.parametrize("field", BAD)
+def test_a_bad_field(served, client, texts, field):
+    chatting = field in ("messages", "tools", "chat_template_kwargs")
+    path = "/chat/completions" if chatting else "/completions"
+    usual = {"messages": [user("x")]} if chatting else {"prompt": "x"}
+    for value in BAD[field]:
+        if field == "adapters":
+            usual["model"] = str(MODEL)  # the default model has none
+        status, answer = served.post(path, usual | {"max_tokens": 4, field: value})
+        assert status in (400, 404), (value, status, answer)
+        assert list(answer) == ["error"] and len(answer["error"]) < 400, answer
+        assert re.search(NAMED.get(field, field), answer["error"]), (value, answer)
+    assert complete(client, PROMPTS[0]) == texts[0]
+
+
+@pytest.mark.parametrize("served", ["streamed"], indirect=True)
+@pytest.mark.parametrize(
+    "body, status",
+    [
+        (b"", 400), (b"{", 400), (b"\xff\xfe", 400), (b"[1]", 400), (b"5", 400), (b"null", 400),
+        (b"[" * 100_000, 400), (b"{}", 400), (b'{"prompt": "x", "temperature": 1e999}', 400),
+        (b'{"prompt": "x", "temperature": ' + b"9" * 400 + b"}", 400),
+    ],
+)  # fmt: skip
+def test_a_body_that_is_no_request(served, client, body, status):
+    assert served.post("/completions", body)[0] == status
+    assert served.post("/chat/completions", body)[0] == status
+    assert complete(client, "x", max_tokens=2)
+
+
+@pytest.mark.parametrize("served", ["streamed"], indirect=True)
+def test_requests_that_are_not_http(served, client):
+    where = urlsplit(served.url)
+    for data in (
+        b"nonsense\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n{}",
+        b"DELETE /v1/completions HTTP/1.1\r\n\r\n",
+    ):
+        with socket.create_connection((where.hostname, where.port), timeout=30) as connection:
+            connection.sendall(data)
+            assert re.search(rb"4\d\d|501", connection.recv(1000))
+    assert complete(client, "x", max_tokens=2)
+
+
+@two_servers
+def test_models_by_name(served, client, texts):
+    """The served model is in the list, and is not loaded again when it is asked for by name."""
+    (model,) = client.models.list()
+    assert model.id == str(MODEL)
+    with pytest.raises(openai.NotFoundError) as refused:
+        complete(client, PROMPTS[0], model="gpt-9")
+    assert "gpt-9: expected a model folder" in refused.value.body
+    assert complete(client, PROMPTS[0], model=model.id) == texts[0]
+
+
+# Files and command lines
+
+
+def test_a_read_that_fails(tmp_path, random_tiny_moe):
+    """Every request that needs it gets an error, in its stream too; the server goes on."""
+    model = tmp_path / "m"
+    shutil.copytree(random_tiny_moe, model)
+    with Served(model, tmp_path / "log", "--slots", "8") as server:
+        assert server.post("/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+        weights = model / "model.safetensors"
+        whole = weights.read_bytes()
+        weights.write_bytes(whole[: len(whole) // 2])
+        body = {"prompt": "def f(x):", "max_tokens": 50}
+        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60)
+        for _ in range(2):
+            status, answer = server.post("/completions", body)
+            assert status == 500 and "model.safetensors" in answer["error"]
+            with pytest.raises(openai.APIError):
+                list(client.completions.create(model="default_model", stream=True, **body))
+        health = server.url.replace("/v1", "/health")
+        assert json.load(urllib.request.urlopen(health, timeout=60)) == {"status": "ok"}
+        assert "Traceback" not in server.said()
+
+
+def test_the_flags_are_those_of_mlx_lm(monkeypatch):
+    """All that its server has, with its defaults, but where the two mean different things."""
+    found = {}
+
+    class Parser(argparse.ArgumentParser):
+        def parse_args(self, *_):
+            raise StopIteration
+
+        def add_argument(self, *names, **options):
+            action = super().add_argument(*names, **options)
+            found.update({name: action for name in names})
+            return action
+
+    monkeypatch.setattr(mlx_lm.server, "argparse", SimpleNamespace(ArgumentParser=Parser))
+    with pytest.raises(StopIteration):
+        mlx_lm.server.main()
+    theirs, found = found, {}
+    serve.add_arguments(Parser())
+    assert set(theirs) - set(found) == {"--model"}  # MODEL here
+    for name in set(theirs) & set(found) - {"--num-draft-tokens", "--top-k", "--pipeline"}:
+        default = theirs[name].default
+        default = json.loads(default) if name == "--chat-template-args" else default
+        assert (found[name].dest, found[name].default) == (theirs[name].dest, default), name
+    assert theirs["--top-k"].default == found["--sampling-top-k"].default
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["no/such/model"], "no/such/model: expected a model folder"),
+        ([MODEL, "--draft", "no/such"], "draft 'no/such'"),
+        ([MODEL, "--draft", DATA / "models"], "config.json"),
+        ([MODEL, "--host", "no.such.host.invalid"], "--host no.such.host.invalid"),
+        ([MODEL, "--slots", "3"], "slots"),
+        ([MODEL, "--adapter-path", "no/such"], "no/such"),
+        ([MODEL, "--use-default-chat-template", "--slots", "8"], None),  # it has one
+    ],
+)
+def test_a_server_that_cannot_start(options, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(serve.Server, "serve_forever", lambda self: None)
+    code = main(["serve", *map(str, options), "--port", "0"])
+    err = capsys.readouterr().err
+    assert code == (1 if words else 0) and (words or "answers") in err and "Traceback" not in err
+
+
+def test_a_port_that_is_taken(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", str(MODEL), "--port", port]) == 1
+    assert f"--port {port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--pipeline"], "--pipeline: a streamed model runs on one machine"),
+        (["--top-k", "5"], "--sampling-top-k"),
+        (["--top-k"], "--experts-top-k"),
+        (["--port", "70000"], "--port"),
+        (["--temp", "nan"], "--temp"),
+        (["--temp", "-1"], "--temp"),
+        (["--top-p", "1.5"], "--top-p"),
+        (["--num-draft-tokens", "-1"], "--num-draft-tokens"),
+        (["--prompt-cache-bytes", "much"], "--prompt-cache-bytes"),
+        (["--chat-template-args", "[1]"], "--chat-template-args"),
+        (["--kv-bits", "7"], "--kv-bits"),
+        (["--draft", "lookup", "--draft-model", "D"], "is there twice"),
+    ],
+)
+def test_a_wrong_command_line(options, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["serve", "M", *options])
+    assert stop.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_environment_of_swiftlm(tmp_path, monkeypatch):
+    """TEND_MOE_CACHE_SLOTS and its kin are honoured, and named."""
+    monkeypatch.setenv("MLX_MOE_STACKED", "1")
+    monkeypatch.setenv("TEND_MOE_CACHE_SLOTS", "24")
+    with Served(MODEL, tmp_path / "log") as server:
+        said = server.said()
+    assert "MLX_MOE_STACKED=1, TEND_MOE_CACHE_SLOTS=24" in said and "stacked, slots 24" in said
+
+
+# Ends
+
+
+@pytest.mark.parametrize("how", ["streamed", "tiny-draft"])
+@pytest.mark.parametrize("busy", [False, True])
+def test_ctrl_c(how, busy, tmp_path):
+    with Served(MODEL, tmp_path / "log", *SERVERS[how]) as server:
+        where = urlsplit(server.url)
+        with socket.create_connection((where.hostname, where.port)) as connection:
+            if busy:
+                connection.sendall(
+                    request_bytes(
+                        "/v1/completions", prompt=PROMPTS[1], max_tokens=20_000, stream=True
+                    )
+                )
+                while b"data" not in connection.recv(1000):
+                    pass
+            assert server.interrupt(within_s=20) == 0
+        assert "Traceback" not in server.said()
