@@ -179,9 +179,13 @@ def slower_copied():
     return copies_settings()[0], resident, streamed, ratio, f"{float(before):.0f}"
 
 
+def locality_modes(routers):
+    return recorded(ENGINE)["sections"]["locality"][routers]["modes"]
+
+
 def locality_row(routers):
     """Speed over resident and hits in %, by slots."""
-    modes = recorded(ENGINE)["sections"]["locality"][routers]["modes"]
+    modes = locality_modes(routers)
     out = []
     for slots in (64, 128, 256):
         samples = modes[f"fused, {slots} slots"]["samples"]
@@ -194,22 +198,91 @@ def locality_row(routers):
 
 
 def locality_runs():
-    modes = recorded(ENGINE)["sections"]["locality"]["random routers"]["modes"]
-    return [len(modes["resident"]["samples"])]
+    return [len(locality_modes("random routers")["resident"]["samples"])]
 
 
-def cold_copies():
-    """tok/s and n from a cold disk; GB/s read, their share of the most, and the most."""
-    made = recorded(ENGINE)["sections"]
-    bench = made["ladder_cold"]
+def locality_ms():
+    """Slots; ms a token, streamed and resident; experts read with the trace's routers, and not."""
+    tokens = recorded(ENGINE)["sections"]["locality"]["random routers"]["tokens"]
+    both = [locality_modes(name) for name in ("random routers", "routers of the trace")]
+    ms = [
+        quartiles([s["decode_s"] for s in modes[name]["samples"]], ".1f", 1e3 / tokens)
+        for name in ("fused, 64 slots", "resident")
+        for modes in both
+    ]
+    random, trace = (
+        np.mean([s["counters"]["misses"] for s in modes["fused, 64 slots"]["samples"]]) / tokens
+        for modes in both
+    )
+    return 64, *ms, f"{trace:.0f}", layers_of_the_run(), f"{random:.0f}"
+
+
+def run_ahead(call, **which):
+    """``(plain, ahead)`` of the prototype: ways of a call, without the first run, a warm-up."""
+    ways = [
+        {k: v[1:] if isinstance(v, list) else v for k, v in way.items()}
+        for way in recorded("cuda_h200_run_ahead")["calls"][call]["ways"]
+        if which.items() <= way.items()
+    ]
+    assert all(all(way["same"]) for way in ways)
+    (plain,) = (way for way in ways if not way["run_ahead"])
+    return plain, [way for way in ways if way["run_ahead"]]
+
+
+def token_ms_of(way, form=".1f"):
+    return quartiles(way["decode_s"], form, 1e3 / recorded("cuda_h200_run_ahead")["tokens"])
+
+
+def run_ahead_row(readers):
+    """Readers, ms a token as it is and with run-ahead, and the gain."""
+    plain, (ahead,) = run_ahead(1, readers=readers)
+    gain = quartiles(np.divide(plain["decode_s"], ahead["decode_s"]))
+    return readers, token_ms_of(plain), token_ms_of(ahead), gain
+
+
+def run_ahead_settings():
+    """Slots, hits in % and runs, the same in every way of both calls."""
+    record = recorded("cuda_h200_run_ahead")
+    ways = [run_ahead(0), *(run_ahead(1, readers=n) for n in (4, 8, 12, 16))]
+    ways = [way for plain, ahead in ways for way in (plain, *ahead)]
+    hits = {h / (h + m) for w in ways for h, m in zip(w["hits"], w["misses"])}
+    (share,) = hits
+    (n,) = {len(way["decode_s"]) for way in ways}
+    return record["slots"], f"{100 * share:.0f}", n
+
+
+def run_ahead_tried():
+    """Of the call with several settings: readers, the fastest, the slowest, and as it is."""
+    plain, ahead = run_ahead(0)
+    ahead = sorted(ahead, key=lambda way: np.median(way["decode_s"]))
+    return plain["readers"], token_ms_of(ahead[0]), token_ms_of(ahead[-1]), token_ms_of(plain)
+
+
+def run_ahead_host():
+    """Readers, ms a token for which its second thread waits for the routing, and works."""
+    record, (_, (ahead,)) = recorded("cuda_h200_run_ahead"), run_ahead(1, readers=8)
+    spent, scale = ahead["host_s"], 1e3 / (record["tokens"] + record["warmup_tokens"])
+    waits = spent["waiting for the next routing"][1:]
+    works = sum(np.array(spent[k][1:]) for k in ("planning", "beginning reads", "answering"))
+    return ahead["readers"], quartiles(waits, ".1f", scale), quartiles(works, ".1f", scale)
+
+
+def cold_copies(section="ladder_cold"):
+    """tok/s and n of ``fused`` from a cold disk, and GB/s read."""
+    bench = recorded(ENGINE)["sections"][section]
     samples = bench["modes"]["fused"]["samples"]
     speeds = [bench["tokens"] / s["decode_s"] for s in samples]
     rate = np.median([s["counters"]["bytes_read"] / s["decode_s"] / 1e9 for s in samples])
-    depths, rates = reads_GBs(made["reads"]["cold"])["moelab"]
+    return quartiles(speeds, ".1f"), len(samples), rate
+
+
+def cold_share():
+    """GB/s of whole experts, reads in flight; the engine's share of it, GB/s, tok/s and n."""
+    speed, n, rate = cold_copies("ladder_cold_reads_in_python")
+    depths, rates = reads_GBs(recorded(ENGINE)["sections"]["reads"]["cold"])["moelab"]
     most = max(np.median(r) for r in rates)
     (depth,) = (d for d, r in zip(depths, rates) if np.median(r) == most)
-    share = f"{rate / most:.2f}"
-    return quartiles(speeds, ".1f"), len(samples), f"{rate:.2f}", share, f"{most:.2f}", depth
+    return f"{most:.2f}", depth, f"{rate / most:.2f}", f"{rate:.2f}", speed, n
 
 
 def kernel_ms(run, bits, rows, name):
@@ -288,9 +361,8 @@ def kernels_found():
 
 
 def copied_drafts_found():
-    """The README's: drafts, both speeds with 48 slots and equal texts, the policy's with 16."""
-    few = drafted(ENGINE, "dflash_16_slots", "auto")
-    return 7, *gpu_drafts("dflash_48_slots"), 16, few
+    """The README's: drafts, speeds and equal texts with 48 slots, the policy's with 16."""
+    return 7, *gpu_drafts("dflash_48_slots"), 16, *gpu_drafts("dflash_16_slots")[2:]
 
 
 def bench_speeds(section, *names):
@@ -490,9 +562,10 @@ def drafted_share(section):
 
 
 def mostly_undrafted():
-    """With 48 slots, of all texts those of which drafts wrote less than half, by draft."""
-    shares = drafted_share("dflash_48_slots")
-    return sum(share < 0.5 for share in shares), len(shares)
+    """With 48 slots, of all texts those of which drafts wrote less than half, with either draft."""
+    both = [drafted_share(f"{draft}_48_slots") for draft in ("dflash", "draft")]
+    (found,) = {(sum(share < 0.5 for share in shares), len(shares)) for shares in both}
+    return found
 
 
 def tokens_a_round(draft, text, spread=True):
@@ -662,7 +735,7 @@ PASSAGES = {
         ("drafting {} tokens a round with `tiny-dflash`, 48 of 64 experts in slots, decodes {} "
          "times as fast as not drafting ({} of 5 texts equals the undrafted one: that is rounding, "
          "since resident as many do); with the policy that chooses the number it is {} ({} of 5), "
-         "and with {} slots {}.", copied_drafts_found),
+         "and with {} slots {} ({} of 5).", copied_drafts_found),
     ],
     ("README.md", "## What was measured where", "## Licence"): [
         ("The recorded runs come from {} cores", cpu_cores),
@@ -757,9 +830,22 @@ PASSAGES = {
         ("| random | {}, {}% hits | {}, {}% | {}, {}% |", lambda: locality_row("random routers")),
         ("a recorded trace's locality | {}, {}% hits | {}, {}% | {}, {}% |",
          lambda: locality_row("routers of the trace")),
-        ("From a cold disk `fused` decodes {} tok/s (n={}) and reads {} GB/s, {} of the {} GB/s "
-         "that whole experts reach with {} reads in flight.", cold_copies),
-        ("The same {} layers with {} slots, as shipped (n={} warm, n={} cold, cold",
+        ("With {} slots a token takes {} ms with random routers and {} with the trace's, resident "
+         "{} and {}. With the trace's locality it still reads {} experts in the {} layers, with "
+         "random routers {}.", locality_ms),
+        ("The same layers, repacked, {} slots, random routers, {}% hits, ms a token, in turn on "
+         "one host (`cuda_h200_run_ahead`, n={};", run_ahead_settings),
+        *[("| {} | {} | {} | {} |", lambda readers=readers: run_ahead_row(readers))
+          for readers in (4, 8, 12, 16)],
+        ("In another call with {} readers, run-ahead took {} to {} ms in four settings of threads "
+         "and blocks, the engine as it is {}.", run_ahead_tried),
+        ("in a token ({} readers, the table's run) the second thread waits {} ms for the GPU's "
+         "next routing, that is for copies, the reads before them and arithmetic, and works {} ms",
+         run_ahead_host),
+        ("From a cold disk `fused` decodes {} tok/s (n={}) and reads {:.2f} GB/s.", cold_copies),
+        ("On the host where it was, whole experts reach {} GB/s with {} reads in flight, of which "
+         "`fused` with reads in Python used {} ({} GB/s, {} tok/s, n={})", cold_share),
+        ("The same {} layers with {} slots, as shipped (n={} warm, n={} cold,",
          ladder_settings),
         ("| resident | {} | |", lambda: [ladder("resident")]),
         *[(f"| {text} | {{}} | {{}} |", lambda mode=mode: (ladder(mode), ladder(mode, "cold")))
@@ -804,10 +890,11 @@ PASSAGES = {
           for text, section in {
               "`tiny-dflash`, 48 slots": "dflash_48_slots",
               "`tiny-dflash`, 16 slots": "dflash_16_slots",
+              "`tiny-draft`, 48 slots": "draft_48_slots",
               "`tiny-draft`, resident": "draft_resident",
               "`tiny-dflash`, resident": "dflash_resident",
           }.items()],
-        ("With 48 slots the policy stops early in {} of {} texts", mostly_undrafted),
+        ("With 48 slots the policy stops early in {} of {} texts with either", mostly_undrafted),
         ("draft, experts | {} drafts a round |", lambda: [7]),
         ("({} ms a pass on an H200)", lambda: [attention_planned_ms()]),
         ("over {} positions takes {} ms with the kernel and {} without; resident {} and {} (n={})",
@@ -998,7 +1085,7 @@ def one_state():
 
 def drafts_on_a_gpu():
     """Slots and drafts; speeds and equal texts; those with fewer slots; tokens, runs."""
-    few = [drafted(ENGINE, "dflash_16_slots", name) for name in ("7", "auto")]
+    few = gpu_drafts("dflash_16_slots")
     return 48, 7, *gpu_drafts("dflash_48_slots"), 16, *few, *gpu_settings()
 
 
@@ -1148,7 +1235,7 @@ STATED = {
     ],
     "07_speculative_streaming": [
         ("On one H200 with {} of {} experts in slots, {} drafts a round ran at {} times the speed "
-         "of not drafting. moelab's policy, which chooses the number, reached only {}:",
+         "of not drafting. moelab's policy, which chooses the number, reached {}:",
          lambda: (48, 64, 7, *gpu_medians())),
         ("With {0} of 64 experts in slots, {1} drafts a round of a trained block draft ran at {2} "
          "times the speed of not drafting on two CPU cores, and {1} tokens looked up in the text "
@@ -1157,8 +1244,8 @@ STATED = {
          "drafting and {1} tokens of lookup at {3}; with {4} slots at {5} and {6} ({7} greedy "
          "tokens of text that repeats itself, n={8}", cpu_draft_gains),
         ("On one H200 with {} slots, {} drafts of tiny-dflash run at {} ({} of 5 texts equal to "
-         "the undrafted one: rounding) and the policy at {} ({} of 5); with {} slots {} and {} ({} "
-         "tokens, n={})", drafts_on_a_gpu),
+         "the undrafted one: rounding) and the policy at {} ({} of 5); with {} slots {} ({} of 5) "
+         "and {} ({} of 5) ({} tokens, n={})", drafts_on_a_gpu),
         ("in {} of {} texts it drafts little", mostly_undrafted),
         ("may lose {:.0f}% at most on a long text", lambda: [200 * Policy().risk]),
     ],
@@ -1191,6 +1278,8 @@ def test_resident_rounds_accept_as_many_drafts_as_streamed_ones():
         for drafts in ("1", "3", "7", "15"):
             streamed = rounds(f"dflash_{slots}_slots", drafts)
             assert streamed == rounds("dflash_resident", drafts), (slots, drafts)
+    for drafts in ("1", "3", "7", "15"):
+        assert rounds("draft_48_slots", drafts) == rounds("draft_resident", drafts), drafts
 
 
 def test_texts_that_the_policy_hardly_drafts_begin_with_nothing_accepted():
