@@ -118,7 +118,8 @@ def test_charts_and_verdicts():
         GPU.comparisons["tiny-dflash, 48 slots"],
     )
     assert [row[0] for row in rows] == ["A7", "D3", "D5", "E5"]
-    assert "on the recorded GPU 7 drafts 2.40" in rows[0][3]
+    assert "recorded GPU 7 drafts 2.40, policy 2.01 (1, 1 of 5 texts equal)" in rows[0][3]
+    assert rows[2][3].endswith("15 drafts 1.97 (1, 1, 2, 1, 1 of 5 texts equal)")
     assert "lookup is fastest with 7 drafts" in rows[3][3]
 
 

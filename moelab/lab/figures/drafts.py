@@ -153,7 +153,10 @@ def speeds_chart(
     policy = [m["policy"] for m in medians.values()]
     fixed = [v for m in medians.values() for k, v in m.items() if k != "policy"]
     best = {name: max(m, key=m.get) for name, m in medians.items()}
-    told = "; ".join(f"{name}: {b}, {medians[name][b]:.2f}" for name, b in best.items())
+    told = "; ".join(
+        f"{name}: {b}, {medians[name][b]:.2f}{_equal(compared[name], b)}"
+        for name, b in best.items()
+    )
     n = ", ".join(dict.fromkeys(str(c.runs) for c in compared.values()))
     return charts.bars(
         {name: c.speeds() for name, c in compared.items()},
@@ -243,7 +246,7 @@ def verdicts(
             f"{growth(resident):.1f} times one with no read at all, and the union of their experts "
             f"is {mean / union.top_k:.1f} times one token's, not {most}. Speed over not drafting, "
             f"streamed: here {_told(mine)}; on the recorded GPU {best} {there[best]:.2f}, policy "
-            f"{there['policy']:.2f}",
+            f"{there['policy']:.2f}{_equal(gpu, best, 'policy')}",
         ),
         (
             "D3",
@@ -256,7 +259,8 @@ def verdicts(
             "D5",
             "a smaller block would change the picture",
             "depends on",
-            f"the device: here {_told(mine)}; on the recorded GPU, streamed: {_told(there)}",
+            f"the device: here {_told(mine)}; on the recorded GPU, streamed: {_told(there)}"
+            f"{_equal(gpu, *there)}",
         ),
         (
             "E5",
@@ -275,6 +279,15 @@ def _medians(comparison):
 
 def _told(medians):
     return ", ".join(f"{k} {v:.2f}" for k, v in medians.items())
+
+
+def _equal(comparison, *speeds):
+    """How many texts behind these speeds are the undrafted ones, where not all are."""
+    variants = (POLICY if name == "policy" else name.partition(" ")[0] for name in speeds)
+    counts = [comparison.equal_texts(variant) for variant in variants]
+    if min(counts) == comparison.runs:
+        return ""
+    return f" ({', '.join(map(str, counts))} of {comparison.runs} texts equal)"
 
 
 # Sliders
