@@ -16,6 +16,8 @@ from . import interrupt, moved
 COMMANDS = {  # name: its module, what it does
     "check": ("lab.machine", "does this machine have what it takes?"),
     "generate": ("generate", "continue a prompt"),
+    "cache-prompt": ("cache_prompt", "read how prompts begin once, for generate to go on"),
+    "chat": ("chat", "talk in a terminal"),
     "serve": ("serve", "answer over HTTP, as mlx-lm's server does"),
     "bench": ("lab.experiments.bench", "decode in several modes, against the resident model"),
     "bench-layer": ("lab.experiments.layer", "one MoE layer with every expert in its slot"),

@@ -330,6 +330,16 @@ class _TwoMeanings(argparse.Action):
         )
 
 
+class OneMachine(argparse.Action):
+    """Refuses a flag of mlx-lm that divides a model among machines."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs | {"help": argparse.SUPPRESS})
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.error(f"{option_string}: a streamed model runs on one machine, so leave it out")
+
+
 def add_draft(parser: argparse.ArgumentParser) -> None:
     """``--draft``, which mlx-lm calls ``--draft-model``, and ``--num-draft-tokens``."""
     parser.add_argument("--draft-model", type=not_empty, help=argparse.SUPPRESS)
@@ -349,17 +359,23 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Options of sampling with the names and defaults of mlx-lm, but for ``--top-k``."""
+def add_sampling(parser: argparse.ArgumentParser, names: tuple[str, ...] | None = None) -> None:
+    """Options of sampling with the names and defaults of mlx-lm, but for ``--top-k``.
+
+    Args:
+        parser (argparse.ArgumentParser): The command's.
+        names (tuple[str, ...]): Which of them. Default: all.
+    """
     for name, kind, default, what in (
         ("--temp", between(0), 0.0, "temperature; 0: always the most likely token"),
-        ("--top-p", between(0, 1), 1.0, "only the likeliest tokens, of this probability together"),
+        ("--top-p", between(0, 1), 1.0, "only the likeliest, of this probability together"),
         ("--min-p", between(0, 1), 0.0, "only tokens of this share of the likeliest one's"),
         ("--sampling-top-k", zero_or_more, 0, "only the N likeliest tokens; 0: all"),
     ):
-        parser.add_argument(
-            name, type=kind, metavar="N", default=default, help=f"{what} (default: %(default)s)"
-        )
+        if names is None or name in names:
+            parser.add_argument(
+                name, type=kind, metavar="N", default=default, help=f"{what} (default: %(default)s)"
+            )
 
 
 def streaming_given(args: argparse.Namespace) -> StreamConfig:

@@ -1,6 +1,7 @@
 """A draft by the name that a command line or a request gives it, and text written with it."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from .speculation.drafts import Draft, LookupDraft, ModelDraft
 from .speculation.generate import speculative_generate
 from .streaming.config import StreamConfig
 from .streaming.model import load
+from .streaming.session import session_of
 
 LOOKUP = "lookup"
 
@@ -56,6 +58,23 @@ def draft_config(path: str | Path, words: tuple[str, ...] = (LOOKUP,)) -> dict:
         raise ValueError(
             f"{file}: not JSON ({error}). Make or download the draft again."
         ) from error
+
+
+def prompt_step(model: nn.Module, most: int = 2048) -> int:
+    """Prompt tokens in one pass: as many as mlx-lm takes, and as there is memory for.
+
+    Args:
+        model (nn.Module): From ``moelab.load``.
+        most (int): As many as the caller wants. Default: mlx-lm's.
+    """
+    plan = session_of(model).plan
+    return min(most, plan.prompt_tokens) if plan else most
+
+
+def say_plan(model: nn.Module) -> None:
+    """Say on stderr how many slots were chosen, and why, if they were chosen."""
+    if plan := session_of(model).plan:
+        print(f"moelab: {plan}", file=sys.stderr)
 
 
 def write(

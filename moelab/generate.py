@@ -2,35 +2,102 @@
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 import mlx.core as mx
-from mlx_lm.generate import stream_generate
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from . import StreamConfig, load, stats
 from .arguments import (
+    add_draft,
     add_mode,
     add_model,
+    add_number,
+    add_sampling,
     add_stream_options,
-    mode_given,
+    at_least,
+    between,
+    json_object,
+    not_empty,
     positive,
     prompt_text,
+    streaming_given,
 )
+from .checkpoint import describe
+from .drafting import open_draft, prompt_step, write
+from .speculation.target import vocabulary
 from .streaming.session import session_of
 
 
-def encode(tokenizer: TokenizerWrapper, prompt: str) -> list[int]:
+@dataclass(frozen=True)
+class Template:
+    """How a prompt becomes the text that a model reads, as ``mlx_lm.generate`` does it.
+
+    Attributes:
+        ignore (bool): The prompt as it is, without the tokenizer's chat template.
+        system_prompt (str or None): A message before it.
+        prefill_response (str or None): How the answer begins.
+        config (dict or None): More arguments of the template.
+    """
+
+    ignore: bool = False
+    system_prompt: str | None = None
+    prefill_response: str | None = None
+    config: dict | None = None
+
+    def applies(self, tokenizer: TokenizerWrapper) -> bool:
+        """Whether there is a template to apply."""
+        return tokenizer.has_chat_template and not self.ignore
+
+    def text(self, tokenizer: TokenizerWrapper, prompt: str) -> str:
+        """What the model reads."""
+        if not self.applies(tokenizer):
+            return prompt
+        prefill = self.prefill_response is not None
+        messages = [
+            {"role": role, "content": content}
+            for role, content in (
+                ("system", self.system_prompt),
+                ("user", prompt),
+                ("assistant", self.prefill_response),
+            )
+            if content is not None
+        ]
+        return tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            continue_final_message=prefill,
+            add_generation_prompt=not prefill,
+            **self.config or {},
+        )
+
+    def text_after(self, tokenizer: TokenizerWrapper, prompt: str) -> str:
+        """What the model reads of it where a cache has the message's beginning."""
+        text, mark = self.text(tokenizer, prompt), "<query>"
+        return text[self.text(tokenizer, mark).index(mark) :]
+
+
+def encode(tokenizer: TokenizerWrapper, text: str, special: bool = True) -> list[int]:
     """The tokens of a prompt, of which there must be some.
+
+    Args:
+        tokenizer (TokenizerWrapper): The model's.
+        text (str): The prompt.
+        special (bool): Whether to add the tokens that the tokenizer begins a text with.
 
     Raises:
         ValueError: If there are none.
     """
-    ids = tokenizer.encode(prompt)
+    ids = tokenizer.encode(text, add_special_tokens=special)
     if not len(ids):
         raise ValueError(
-            f"prompt {prompt!r}: expected a text of at least one token, the tokenizer made none. "
+            f"prompt {text!r}: expected a text of at least one token, the tokenizer made none. "
             "Give another."
         )
     return ids
@@ -42,40 +109,176 @@ def generate(
     config: StreamConfig | None = None,
     max_tokens: int = 128,
     out: TextIO | None = None,
+    *,
+    template: Template | None = None,
+    draft: str | Path | None = None,
+    num_draft_tokens: int | str = "auto",
+    sampling: dict | None = None,
+    seed: int | None = None,
+    prompt_cache_file: str | Path | None = None,
+    prefill_step_size: int = 2048,
+    loading: dict | None = None,
 ) -> None:
     """Print a model's continuation as it comes, then one line of figures.
 
+    The prompt is printed before, if that is what the model continues: if a chat template added
+    nothing to it.
+
     Args:
         model_path (str or Path): As for ``moelab.load``.
-        prompt (str): The text to continue, as it is.
+        prompt (str): The text to continue, or the message to answer.
         config (StreamConfig): How to stream. Default: ``StreamConfig()``.
         max_tokens (int): Where to stop.
         out (TextIO): Where to print. Default: standard output.
+        template (Template): What becomes of the prompt. Default: the tokenizer's chat template.
+        draft (str or Path): What drafts, as for ``drafting.open_draft``. Default: nothing.
+        num_draft_tokens (int or str): As for ``speculative_generate``.
+        sampling (dict): Arguments of ``mlx_lm.sample_utils.make_sampler``. Default: greedy.
+        seed (int): Of sampling.
+        prompt_cache_file (str or Path): The state after the prompt's beginning, from
+            ``cache-prompt`` or ``mlx_lm.cache_prompt``.
+        prefill_step_size (int): Prompt tokens in one pass, at most.
+        loading (dict): More arguments of ``moelab.load``.
+
+    Raises:
+        ValueError: If the prompt has no token, or draft or file do not fit the model.
     """
-    out = out or sys.stdout
-    model, tokenizer = load(model_path, config or StreamConfig())
+    out, template, config = out or sys.stdout, template or Template(), config or StreamConfig()
+    if draft is not None:
+        draft = open_draft(draft, config.kernels)
+    if seed is not None:
+        mx.random.seed(
+            seed
+        )  # loading draws random numbers: before it as in mlx-lm, after a draft's
+    model, tokenizer = load(model_path, config, **loading or {})
     with model:
-        encode(tokenizer, prompt)  # refuses a prompt without a token
+        cache, text = None, template.text(tokenizer, prompt)
+        if prompt_cache_file is not None:
+            cache = open_prompt_cache(prompt_cache_file, model_path, model)
+            text = template.text_after(tokenizer, prompt)
+        ids = encode(tokenizer, text, not template.applies(tokenizer))
+        size, top_k = vocabulary(model), (sampling or {}).get("top_k", 0)
+        if top_k >= size:  # mlx-lm finds that out in a compiled function, which leaves its state
+            raise ValueError(f"top_k of sampling: expected less than {size} tokens, got {top_k}")
+        special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
+        responses = write(
+            model,
+            tokenizer,
+            ids,
+            draft,
+            num_draft_tokens,
+            max_tokens=max_tokens,
+            sampler=make_sampler(**sampling or {}, xtc_special_tokens=special),
+            prompt_cache=cache,
+            prefill_step_size=prompt_step(model, prefill_step_size),
+        )
         mx.reset_peak_memory()
-        out.write(prompt)
-        for r in stream_generate(model, tokenizer, prompt, max_tokens=max_tokens):
+        if text == prompt:
+            out.write(prompt)
+        for r in responses:
+            if r.generation_tokens == 1:
+                before = _needed(model)
             out.write(r.text)
             out.flush()
-        c = stats(model).decode
-        line = (
-            f"{r.generation_tps:.1f} tok/s, {r.generation_tokens} tokens; "
-            f"prompt {r.prompt_tps:.1f} tok/s, {r.prompt_tokens} tokens"
-        )
-        if c.hits + c.misses:
-            read = f"{c.bytes_per_token / 1e6:.2f} MB read for each token"
-            line += f"; hit rate {c.hit_rate:.0%}, {read}"
-        out.write(f"\n\n[{line}; peak memory {mx.get_peak_memory() / 1e6:.0f} MB]\n")
+        out.write(f"\n\n[{_figures(r, _needed(model) - before)}]\n")
         if plan := session_of(model).plan:
             out.write(f"[{plan}]\n")
 
 
+def open_prompt_cache(file: str | Path, model_path: str | Path, model: nn.Module) -> list:
+    """The caches in a file of ``cache-prompt`` or of ``mlx_lm.cache_prompt``.
+
+    Args:
+        file (str or Path): The file.
+        model_path (str or Path): The model that is to go on from it.
+        model (nn.Module): That model.
+
+    Raises:
+        ValueError: If it is no such file, or that of another model.
+    """
+    try:
+        cache, metadata = load_prompt_cache(str(file), return_metadata=True)
+        made_by = metadata["model"]
+    except Exception as error:  # whatever a strange file makes of mlx-lm's code
+        raise ValueError(
+            f"{file}: expected a prompt cache, as cache-prompt writes it ({describe(error)})."
+        ) from error
+    expected = len(make_prompt_cache(model))
+    if Path(made_by).resolve() != Path(model_path).resolve() or len(cache) != expected:
+        raise ValueError(
+            f"{file}: expected a prompt cache of {model_path} with {expected} layers, it is one of "
+            f"{made_by} with {len(cache)}. Make it again with cache-prompt."
+        )
+    return cache
+
+
+def _needed(model):
+    """Experts that hit, experts that missed and bytes read so far."""
+    phases = stats(model)
+    return np.sum([(c.hits, c.misses, c.bytes_read) for c in (phases.prefill, phases.decode)], 0)
+
+
+def _figures(r, needed):
+    """One line about a text: its last response, and what was needed after its first."""
+    line = (
+        f"{r.generation_tps:.1f} tok/s, {r.generation_tokens} tokens; "
+        f"prompt {r.prompt_tps:.1f} tok/s, {r.prompt_tokens} tokens"
+    )
+    if getattr(r, "drafted", 0):
+        line += f"; {r.accepted} of {r.drafted} drafts accepted"
+    hits, misses, nbytes = needed
+    if hits + misses and r.generation_tokens > 1:
+        read = f"{nbytes / (r.generation_tokens - 1) / 1e6:.2f} MB read for each token"
+        line += f"; hit rate {hits / (hits + misses):.0%}, {read}"
+    return f"{line}; peak memory {mx.get_peak_memory() / 1e6:.0f} MB"
+
+
+def add_loading(parser: argparse.ArgumentParser, like: str, *others: str) -> None:
+    """Options that mlx-lm has too, and that are named only at the end of the help.
+
+    Args:
+        parser (argparse.ArgumentParser): The command's.
+        like (str): mlx-lm's command.
+        others (str): Options of the command, to be named with them.
+    """
+    for name, options in {
+        "--adapter-path": {"type": not_empty},
+        "--prefill-step-size": {"type": positive, "default": 2048},
+        "--trust-remote-code": {"action": "store_true"},
+    }.items():
+        parser.add_argument(name, help=argparse.SUPPRESS, **options)
+        others += (name,)
+    parser.epilog = f"As {like} has them: {' '.join(sorted(others))}"
+
+
+def add_xtc(parser: argparse.ArgumentParser) -> None:
+    """XTC sampling, with the names of mlx-lm; not in the help."""
+    for name, most, default in (("--xtc-probability", 1, 0.0), ("--xtc-threshold", 0.5, 0.1)):
+        parser.add_argument(name, type=between(0, most), default=default, help=argparse.SUPPRESS)
+
+
+def loading_given(args: argparse.Namespace) -> dict:
+    """Arguments of ``moelab.load``, of a parser with ``add_loading``."""
+    trust = {"trust_remote_code": args.trust_remote_code}
+    return {"adapter_path": args.adapter_path, "tokenizer_config": dict(trust), **trust}
+
+
+def add_template(parser: argparse.ArgumentParser) -> None:
+    """What becomes of a prompt, with the names of ``mlx_lm.generate``."""
+    parser.add_argument("--system-prompt", metavar="TEXT", help="a message before the prompt's")
+    parser.add_argument(
+        "--ignore-chat-template",
+        action="store_true",
+        help="the prompt as it is, without the tokenizer's chat template",
+    )
+    parser.add_argument(
+        "--chat-template-config", type=json_object, metavar="JSON", help="more for the template"
+    )
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
+    parser.usage = "python -m moelab generate [options] MODEL --prompt TEXT"
     parser.description = "Print a model's continuation as it comes, then one line of figures."
     add_model(parser)
     parser.add_argument(
@@ -83,15 +286,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=prompt_text,
         required=True,
         metavar="TEXT",
-        help="the text to continue; - reads it from standard input",
+        help="text to continue, or message to answer; - reads standard input",
     )
+    add_template(parser)
     add_mode(parser)
+    add_number(parser, "--max-tokens", 128, "where to stop")
+    add_draft(parser)
+    add_sampling(parser)
+    parser.add_argument("--seed", type=at_least(0, 2**64 - 1), metavar="N", help="of sampling")
     parser.add_argument(
-        "--max-tokens", type=positive, metavar="N", default=128, help="(default: %(default)s)"
+        "--prompt-cache-file",
+        type=not_empty,
+        metavar="FILE",
+        help="the prompt goes on from there (cache-prompt writes such files)",
     )
-    add_stream_options(parser)
+    parser.add_argument("--prefill-response", help=argparse.SUPPRESS)
+    add_xtc(parser)
+    more = ("--draft-model", "--prefill-response", "--xtc-probability", "--xtc-threshold")
+    add_loading(parser, "mlx_lm.generate", *more)
+    add_stream_options(parser, sampling=True)
 
 
 def run(args: argparse.Namespace) -> None:
     """The command."""
-    generate(args.model, args.prompt, mode_given(args), args.max_tokens)
+    generate(
+        args.model,
+        args.prompt,
+        streaming_given(args),
+        args.max_tokens,
+        template=Template(
+            args.ignore_chat_template,
+            args.system_prompt,
+            args.prefill_response,
+            args.chat_template_config,
+        ),
+        draft=args.draft_model,
+        num_draft_tokens=args.num_draft_tokens,
+        sampling={
+            "temp": args.temp,
+            "top_p": args.top_p,
+            "min_p": args.min_p,
+            "top_k": args.sampling_top_k,
+            "xtc_probability": args.xtc_probability,
+            "xtc_threshold": args.xtc_threshold,
+        },
+        seed=args.seed,
+        prompt_cache_file=args.prompt_cache_file,
+        prefill_step_size=args.prefill_step_size,
+        loading=loading_given(args),
+    )

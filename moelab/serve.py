@@ -40,6 +40,7 @@ from mlx_lm.generate import (
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prompt_cache
 
 from .arguments import (
+    OneMachine,
     add_draft,
     add_mode,
     add_model,
@@ -53,14 +54,13 @@ from .arguments import (
     streaming_given,
     zero_or_more,
 )
-from .drafting import open_draft
+from .drafting import open_draft, prompt_step, say_plan
 from .hooks import with_globals
 from .speculation.drafts import Draft
 from .speculation.generate import speculative_generate, speculative_generate_step
 from .speculation.target import vocabulary
 from .streaming.config import StreamConfig
 from .streaming.model import close, find, load
-from .streaming.session import session_of
 
 GRACE_S = 2  # for a thread to end when the server is stopped
 AUTO = "auto"  # of num_draft_tokens: the policy decides
@@ -136,10 +136,8 @@ class Provider(server.ModelProvider):
                 "one with --chat-template."
             )
         self.model, self.tokenizer = model, tokenizer
-        self.cli_args.prefill_step_size = self._prefill_step_size
-        if plan := session_of(model).plan:
-            print(f"moelab: {plan}", file=sys.stderr)
-            self.cli_args.prefill_step_size = min(self._prefill_step_size, plan.prompt_tokens)
+        self.cli_args.prefill_step_size = prompt_step(model, self._prefill_step_size)
+        say_plan(model)
         self.processor = server.load_processor(model, config)
 
 
@@ -474,13 +472,6 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
         listening.answer(Generator(provider, prompts))
 
 
-class _Refused(argparse.Action):
-    """A flag of mlx-lm's server that cannot go with streaming."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        parser.error(f"{option_string}: a streamed model runs on one machine, so leave it out")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.usage = "python -m moelab serve [options] MODEL"
@@ -521,7 +512,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quantized-kv-start": {"type": zero_or_more, "default": DEFAULT_QUANTIZED_KV_START},
         "--trust-remote-code": {"action": "store_true"},
         "--use-default-chat-template": {"action": "store_true"},
-        "--pipeline": {"nargs": 0, "action": _Refused, "default": False},
+        "--pipeline": {"nargs": 0, "action": OneMachine, "default": False},
     }.items():
         parser.add_argument(name, help=argparse.SUPPRESS, **options)
     add_stream_options(parser, sampling=True)

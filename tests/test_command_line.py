@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import moelab
-from moelab import generate, moved, repack, serve, synthesize
+from moelab import cache_prompt, chat, generate, moved, repack, serve, synthesize
 from moelab.__main__ import COMMANDS, main
 from moelab.lab import limit, machine, records
 from moelab.lab.experiments import (
@@ -35,14 +35,34 @@ STREAM = {
     "--dtype": "bfloat16", "--kernels": "fast",
 }  # fmt: skip
 AUTO = {"--memory-nbytes": "99000000", "--context": "777"}  # what slots auto goes by
-SAMPLED = {"--experts-top-k" if k == "--top-k" else k: v for k, v in STREAM.items()}
+SAMPLED = AUTO | {"--experts-top-k" if k == "--top-k" else k: v for k, v in STREAM.items()}
+LOADING = {
+    "--adapter-path": "A", "--prefill-step-size": "97", "--trust-remote-code": None, **SAMPLED
+}  # fmt: skip
+TALK = {
+    "--draft": "D", "--draft-model": "E", "--num-draft-tokens": "5", "--temp": "0.7",
+    "--top-p": "0.9", "--seed": "43", "--xtc-probability": "0.2", "--xtc-threshold": "0.3",
+}  # fmt: skip
 RUNS = {"--tokens": "37", "--runs": "7"}
 BENCH = {"--modes": "stacked", **RUNS, "--warmup": "13", "--prompt": "hello", "--json": "r.json"}
 TAKES = {  # every command: the least that it is called with, and all its options
     "check": (["M"], {}),
     "generate": (
         ["M", "--prompt", "x"],
-        {"--prompt": "hello", "--mode": "stacked", "--max-tokens": "37", **STREAM, **AUTO},
+        {"--prompt": "hello", "--mode": "stacked", "--max-tokens": "37", "--system-prompt": "S",
+         "--ignore-chat-template": None, "--chat-template-config": '{"thinking": 1}',
+         "--min-p": "0.03", "--sampling-top-k": "41", "--prompt-cache-file": "C.safetensors",
+         "--prefill-response": "R", **TALK, **LOADING},
+    ),
+    "cache-prompt": (
+        ["M", "--prompt", "x", "--prompt-cache-file", "F"],
+        {"--prompt": "hello", "--prompt-cache-file": "C.safetensors", "--mode": "stacked",
+         **LOADING},
+    ),
+    "chat": (
+        ["M"],
+        {"--system-prompt": "S", "--mode": "stacked", "--max-tokens": "37",
+         "--max-kv-size": "999", **TALK, **LOADING},
     ),
     "serve": (
         ["M"],
@@ -54,7 +74,7 @@ TAKES = {  # every command: the least that it is called with, and all its option
          "--decode-concurrency": "11", "--draft-model": "E", "--kv-bits": "5",
          "--kv-group-size": "32", "--log-level": "ERROR", "--prefill-step-size": "97",
          "--prompt-concurrency": "12", "--quantized-kv-start": "98",
-         "--trust-remote-code": None, "--use-default-chat-template": None, **SAMPLED, **AUTO},
+         "--trust-remote-code": None, "--use-default-chat-template": None, **SAMPLED},
     ),
     "bench": (["M"], {**BENCH, "--together": "no", "--cold": None, **STREAM}),
     "bench-layer": (["M"], {"--modes": "stacked", "--runs": "7", "--json": "r.json", **STREAM}),
@@ -101,8 +121,10 @@ SHOWN = {  # how a value looks where it arrives, if not as it was given
     ("bench", "--modes"): "mode='stacked'", ("bench-layer", "--modes"): "mode='stacked'",
     ("bench-limit", "--modes"): "mode='stacked'", ("bench-draft", "--mode"): "mode='stacked'",
     ("generate", "--mode"): "mode='stacked'", ("serve", "--mode"): "mode='stacked'",
+    ("chat", "--mode"): "mode='stacked'", ("cache-prompt", "--mode"): "mode='stacked'",
+    "--chat-template-config": "{'thinking': 1}", "--ignore-chat-template": "ignore=True",
     "--allowed-origins": "['here', 'there']", "--chat-template-args": "{'thinking': 1}",
-    "--prompt-cache-bytes": "3000000", "--trust-remote-code": "trust_remote_code=True",
+    "--prompt-cache-bytes": "3000000", "--trust-remote-code": "trust_remote_code",
     "--use-default-chat-template": "use_default_chat_template=True",
     "--together": "'together': False",
     "--cold": "True", "--depth": "(2, 6)", "--megabytes": str(9 << 20), "--lengths": "(3, 'auto')",
@@ -114,7 +136,8 @@ BENCHES = [name for name in TAKES if name.startswith("bench")]
 
 
 WORK = (  # what a command calls to do its work
-    (machine, "check"), (generate, "generate"), (serve, "serve"), (bench, "measure"),
+    (machine, "check"), (generate, "generate"), (serve, "serve"), (chat, "chat"),
+    (cache_prompt, "cache_prompt"), (bench, "measure"),
     (layer, "bench_layer"),
     (reads, "bench_reads"), (limited, "bench_limited"), (drafts, "bench_draft"),
     (prefetch, "measure"), (top_k, "measure"), (faults, "bench_faults"),
@@ -320,7 +343,8 @@ def test_a_stream_option_that_a_mode_has_no_use_for(mode, refused, calls, capsys
     ):
         for name in STREAM:
             calls.clear()
-            got = run(capsys, *command, *option(name, STREAM[name]))
+            given = "--experts-top-k" if (name, command[0]) == ("--top-k", "generate") else name
+            got = run(capsys, *command, given, STREAM[name])
             if name in refused:
                 assert got.code in (1, 2) and not calls, (name, got)
                 word = name[2:].replace("-", "_")
@@ -361,7 +385,7 @@ def test_a_stream_option_that_every_mode_sets_otherwise(calls, capsys):
         "generate M --prompt x --max-tokens 0",
         "generate M --prompt x --max-tokens many",
         "generate M --prompt x --slots 0",
-        "generate M --prompt x --top-k 0",
+        "generate M --prompt x --experts-top-k 0",
         "generate M --prompt x --readers 0",
         "generate M --prompt x --streams 0",
         "generate M --prompt x --streams x",
@@ -507,8 +531,8 @@ class Strips:
     def __init__(self, inner):
         self._inner = inner
 
-    def encode(self, text):
-        return self._inner.encode(text) if text.strip() else []
+    def encode(self, text, **kwargs):
+        return self._inner.encode(text, **kwargs) if text.strip() else []
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
@@ -518,8 +542,8 @@ class Strips:
 def test_a_prompt_without_a_token(command, model_path, monkeypatch, capsys):
     real = moelab.load
 
-    def load(*args):
-        model, its = real(*args)
+    def load(*args, **kwargs):
+        model, its = real(*args, **kwargs)
         return model, Strips(its)
 
     for module in (generate, bench, drafts, limited):

@@ -1,0 +1,113 @@
+"""The command ``chat``: mlx-lm's chat in a terminal, with a streamed model."""
+
+import argparse
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import mlx_lm
+from mlx_lm import chat as mlx_lm_chat
+
+from .arguments import (
+    OneMachine,
+    add_draft,
+    add_mode,
+    add_model,
+    add_number,
+    add_sampling,
+    add_stream_options,
+    at_least,
+    positive,
+    streaming_given,
+)
+from .drafting import open_draft, prompt_step, say_plan, write
+from .generate import add_loading, add_xtc
+from .hooks import with_globals
+from .streaming.config import StreamConfig
+from .streaming.model import load
+
+
+class ChatUI(mlx_lm_chat.ChatUI):
+    """mlx-lm's, which also takes the end of a file for ``q`` and no empty message."""
+
+    def prompt(self) -> str:
+        text = ""
+        while not text.strip():
+            try:
+                text = super().prompt()
+            except EOFError:
+                return "q"
+        return text
+
+
+def chat(args: argparse.Namespace, config: StreamConfig) -> None:
+    """Chat until ``q``, Ctrl-C or the end of standard input.
+
+    Args:
+        args (argparse.Namespace): With every name that mlx-lm's chat reads, and the draft's.
+        config (StreamConfig): How to stream.
+
+    Raises:
+        ValueError: If mlx-lm's chat is not made as this one expects, or has no chat template.
+    """
+    with ExitStack() as stack:
+        draft = None if args.draft_model is None else open_draft(args.draft_model, config.kernels)
+
+        def load_streamed(_, **kwargs):
+            model, tokenizer = load(args.model, config, **kwargs)
+            stack.enter_context(model)
+            say_plan(model)
+            if not tokenizer.has_chat_template:
+                raise ValueError(
+                    f"chat: the tokenizer of {args.model} has no chat template. Use generate."
+                )
+            if draft is not None:
+                draft.bind(model)  # refuses a draft that does not fit
+            args.prefill_step_size = prompt_step(model, args.prefill_step_size)
+            return model, tokenizer
+
+        def make_prompt_cache(model, max_kv_size=None):
+            cache = mlx_lm_chat.make_prompt_cache(model, max_kv_size)
+            return cache + (draft.make_cache() if draft else [])
+
+        def answer(model, tokenizer, prompt, **kwargs):
+            return write(model, tokenizer, prompt, draft, args.num_draft_tokens, **kwargs)
+
+        seams = {
+            "setup_arg_parser": lambda: SimpleNamespace(parse_args=lambda: args),
+            "load": load_streamed,
+            "ChatUI": ChatUI,
+            "make_prompt_cache": make_prompt_cache,
+            "stream_generate": answer,
+        }
+        if missing := seams.keys() - {*mlx_lm_chat.main.__code__.co_names}:
+            raise ValueError(
+                f"chat: mlx-lm {mlx_lm.__version__}'s chat does not use {min(missing)}, which "
+                "this command builds on. Install mlx-lm 0.32."
+            )
+        with_globals(mlx_lm_chat.main, seams)()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.usage = "python -m moelab chat [options] MODEL"
+    parser.description = "Chat in the terminal: q ends it, r forgets what was said, h helps."
+    add_model(parser)
+    parser.add_argument("--system-prompt", metavar="TEXT", help="comes before every message")
+    add_mode(parser)
+    add_draft(parser)
+    add_number(parser, "--max-tokens", 256, "of an answer")
+    add_sampling(parser, ("--temp", "--top-p"))
+    add_number(parser, "--seed", 0, "of sampling", at_least(0, 2**64 - 1))
+    parser.add_argument(
+        "--max-kv-size", type=positive, metavar="N", help="tokens that attention keeps"
+    )
+    add_xtc(parser)
+    more = ("--draft-model", "--xtc-probability", "--xtc-threshold")
+    add_loading(parser, "mlx_lm.chat", *more)
+    parser.add_argument("--pipeline", nargs=0, action=OneMachine, default=False)
+    add_stream_options(parser, sampling=True)
+
+
+def run(args: argparse.Namespace) -> None:
+    """The command."""
+    chat(args, streaming_given(args))
