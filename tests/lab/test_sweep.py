@@ -62,6 +62,7 @@ def test_a_point_counts_what_the_trace_asks_for(slots):
         assert sum(out.cold.disk_nbytes) > 0
     if out.resident_nbytes is not None:
         assert 0 < out.resident_nbytes <= sum(f.stat().st_size for f in TINY.glob("*.safetensors"))
+    assert out.reads.cpu_s > 0
     assert Measured.from_json(json.loads(json.dumps(out.to_json()))) == out
 
 

@@ -69,7 +69,7 @@ def _time_reads(layers, rows):
     """Bring the experts of each row ``[L, K]`` into the layers, and compute nothing."""
     session = layers[0].session
     seconds, disk, asked, before = [], [], session.reader.nbytes, oscache.disk_read_nbytes()
-    misses = session.counters.misses
+    misses, cpu_s = session.counters.misses, time.process_time()
     for row in rows.tolist():
         begin = time.perf_counter()
         for layer, experts in zip(layers, row):
@@ -78,7 +78,13 @@ def _time_reads(layers, rows):
         now = oscache.disk_read_nbytes()
         disk.append(None if now is None else now - before)
         before = now
-    return Part(seconds, disk, session.reader.nbytes - asked, session.counters.misses - misses)
+    return Part(
+        seconds,
+        disk,
+        session.reader.nbytes - asked,
+        session.counters.misses - misses,
+        cpu_s=time.process_time() - cpu_s,
+    )
 
 
 def measure(path: str | Path, point: Point, trace: Trace, start: int, tokens: Tokens) -> Measured:
@@ -137,10 +143,11 @@ def _time_decode(model, trace, num):
         for token, _ in generate_step(mx.array([1]), model, max_tokens=num + DECODE_WARMUP):
             if len(ends) == DECODE_WARMUP - 1:
                 stats(model, reset=True)
-                asked = reader.nbytes
+                asked, cpu_s = reader.nbytes, time.process_time()
             ends.append(time.perf_counter())
             disk.append(oscache.disk_read_nbytes())
             tokens.append(int(token))
+    cpu_s = time.process_time() - cpu_s
     ends, disk = ends[DECODE_WARMUP - 1 :], disk[DECODE_WARMUP - 1 :]
     c = stats(model).decode
     return Part(
@@ -150,6 +157,7 @@ def _time_decode(model, trace, num):
         misses=c.misses,
         wait_s=c.wait_s,
         tokens=tokens,
+        cpu_s=cpu_s,
     )
 
 

@@ -125,6 +125,8 @@ class Part:
         misses (int): Experts that were read.
         wait_s (float, optional): Of ``decode``: seconds in which the model waited for reads.
         tokens (list[int], optional): Of ``decode``: what was decoded.
+        cpu_s (float, optional): Seconds that all cores together spent on it, in the system and in
+            the process. Early records have none.
     """
 
     token_s: list[float]
@@ -133,6 +135,7 @@ class Part:
     misses: int
     wait_s: float | None = None
     tokens: list[int] | None = None
+    cpu_s: float | None = None
 
     def to_json(self) -> dict:
         """As in the file: without what this part does not have."""
