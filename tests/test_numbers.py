@@ -18,6 +18,7 @@ import pytest
 from moelab import DATA, StreamConfig, Trace, footprint
 from moelab.kernels.quantized import FORMS
 from moelab.lab.experiments import dispatch, faults, page_cache, rollback, top_k
+from moelab.lab.experiments import soak as soak_experiment
 from moelab.lab.experiments import sweep as sweeps
 from moelab.lab.experiments.ladder import EXPERT_NBYTES_122B, K_122B, L_122B, TOKEN_NBYTES_122B
 from moelab.lab.plots.pages import summary
@@ -411,6 +412,32 @@ def both_texts():
     bits = (f"{made['bits_per_byte'][name]:.4f}" for name in ("fast", "mlx"))
     n = len(made["texts"])
     return n, made["tokens"], n, f"{worst:.1e}", *bits, made["windows"], 256
+
+
+def served():
+    """What ``cpu_serve_soak`` holds: a long answer, and many short ones."""
+    made = recorded("cpu_serve_soak")
+    long, short, settled = made["long"], made["short"], 15
+    assert made["exit_status"] == 0 and not made["traceback"]
+    assert short["answered"] + short["hung_up"] == len(short["rows"])
+
+    def mb(rows):
+        return f"{max(row['rss_nbytes'] for row in rows) / 1e6:.0f}"
+
+    def throughout(rows):
+        counts = {(row["threads"], row["fds"]) for row in rows}
+        assert len(counts) == 1
+        return counts.pop()
+
+    writing = [row for row in long["rows"] if long["first_s"] < row["s"] < long["last_s"]]
+    tokens = (long["usage"][name] for name in ("prompt_tokens", "completion_tokens"))
+    return (
+        *(made["slots"], 64, *tokens, soak_experiment.TEMPERATURE),
+        *(mb(writing[: len(writing) // 2]), mb(writing), *throughout(writing)),
+        *(len(short["rows"]), short["hung_up"], mb(short["rows"][settled - 1 : settled]), settled),
+        *(mb(short["rows"][-1:]), *throughout(short["rows"][-1:])),
+        *(short["same"], short["hung_up"]),
+    )
 
 
 def kernels_found():
@@ -860,6 +887,16 @@ PASSAGES = {
          "texts; its logits differ by at most {} of their standard deviation. Held-out text takes "
          "{} bits per byte with the fast kernels and {} with MLX's ({} windows of {} tokens",
          both_texts),
+        (
+            "One server: tiny-moe, {} of {} slots, drafts of tiny-dflash under the policy. "
+            "After a prompt of {} tokens it wrote {} in one streamed answer (temperature {}): "
+            "{} MB in its first half, {} at its end, {} threads and {} open files throughout. "
+            "Then came {} short requests, of which {} hung up in the middle: {} MB after the "
+            "{}th, {} after the last, {} threads and {} open files. The greedy text "
+            "that was asked for after each hang-up was the right one in {} of {}, and Ctrl-C "
+            "ended the server without an error (`cpu_serve_soak`).",
+            served,
+        ),
         ("{} tokens from each of {} held-out prompts", lambda: (256, 8)),  # tests/streaming
         ("of passes of {} to {} tokens, {} and {} slots, whatever was computed before | {} of {} "
          "settings", lambda: (*exact_lengths(), 16, 48, *exact_settings())),
