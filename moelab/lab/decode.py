@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .. import stats
 from ..generate import encode as encode
-from ..streaming.session import Counters, is_loaded
+from ..streaming.session import Counters, is_loaded, session_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def decode(
         before_token (Callable): Called before every token with the clock stopped; then each token
             is read before the next is scheduled.
     """
-    cache = make_prompt_cache(model)
+    cache, ids = make_prompt_cache(model), mx.array(prompt_ids)[None]
     with mx.stream(generation_stream):
 
         def step(ids):
@@ -97,7 +97,11 @@ def decode(
             return y, out, np.array(took_s)
 
         begin = time.perf_counter()
-        y = step(mx.array(prompt_ids))
+        *parts, last = session_of(model).parts(ids) if is_loaded(model) else [ids]
+        for part in parts:  # as mlx-lm does with a long prompt
+            model(part, cache=cache)
+            mx.eval([c.state for c in cache])
+        y = step(last[0])
         first = y.item()
         prefill_s = time.perf_counter() - begin
         y, warm, _ = run(y, warmup)

@@ -212,13 +212,13 @@ class Stacked(StreamedExperts):
         job (Job or None): What is being prefetched for this layer.
     """
 
-    fuse = False
+    gate_with_up = False  # not ``fuse``, by which mlx_lm.fuse knows the adapters
 
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
         slots = min(session.config.slots, self.num_experts)
         pinned = session.pinned[layer]
-        self.bank = self._bank(module, slots + len(pinned), self.fuse and can_fuse(module))
+        self.bank = self._bank(module, slots + len(pinned), self.gate_with_up and can_fuse(module))
         self.table = SlotTable(slots, session.config.policy, pinned)
         session.reader.read(self.bank.reads(self.table.pinned))
         for e, slot in self.table.pinned.items():
@@ -431,7 +431,7 @@ class Stacked(StreamedExperts):
 class Fused(Stacked):
     """``Stacked`` with gate and up in one buffer, which saves one gather (SwiftLM PR 90)."""
 
-    fuse = True
+    gate_with_up = True
 
 
 def by_expert(flat: list[int]) -> dict[int, list[int]]:

@@ -7,6 +7,7 @@ them share one ``Session``. Then the other weights, the backbone, are read.
 
 import weakref
 from collections.abc import Iterable
+from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
 
@@ -28,6 +29,8 @@ from .plan import plan_of
 from .prefetch import PREFETCHERS
 from .session import Session, session_of, stats
 
+EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
+
 
 class LoadedModel:
     """Mixed into the class of a model that ``load`` returns. Counts calls, and threads take turns.
@@ -44,11 +47,28 @@ class LoadedModel:
 
     def __call__(self, inputs: mx.array, *args, **kwargs) -> mx.array:
         with self._session.call():
-            self._session.begin(inputs)
-            out = super().__call__(inputs, *args, **kwargs)
+            cache, outs = kwargs.get("cache"), []
+            alone = cache is not None and not args and kwargs.keys() == {"cache"}
+            parts = self._session.parts(inputs) if alone else [inputs]
+            for part in parts:
+                self._session.begin(part)
+                if part is parts[-1]:
+                    outs.append(super().__call__(part, *args, **kwargs))
+                    break
+                with _lazy(self._heads):  # nobody may want the logits of earlier parts
+                    outs.append(super().__call__(part, *args, **kwargs))
+                mx.eval([c.state for c in cache])
             # The next token's call may come from another thread, which could not schedule these.
-            mx.async_eval(list(_recurrent_states(kwargs.get("cache") or [])))
-            return out
+            mx.async_eval(list(_recurrent_states(cache or [])))
+            return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
+
+    @property
+    def _heads(self):
+        """The matrices of the logits that compute at once, which MLX's do not."""
+        modules = self.modules()
+        words = {len(m["weight"]) for m in modules if isinstance(m, EMBEDDINGS)}
+        fast = [m for m in modules if hasattr(m, "takes") and "weight" in m]
+        return [m for m in fast if m["weight"].ndim == 2 and len(m["weight"]) in words]
 
     def __enter__(self):
         return self
@@ -80,6 +100,13 @@ class StreamedModel(LoadedModel):
         if mode:
             raise self._refusal("trained")
         return super().train(mode)
+
+    def trainable_parameters(self) -> dict:
+        # For gradients and optimizers. ``parameters`` says what there is.
+        raise self._refusal("trained")
+
+    def shard(self, *args, **kwargs) -> None:
+        raise self._refusal("divided over machines")
 
     def leaf_modules(self) -> dict:
         # mlx-lm calls this to save, quantize or count, and nowhere else.
@@ -327,6 +354,23 @@ def _sources(model, checkpoint, config):
             linear, param = name.rsplit(".", 1)
             module[linear][param] = mx.broadcast_to(mx.zeros((), p.dtype), p.shape)
     return located, resident
+
+
+@contextmanager
+def _lazy(heads):
+    """Inside, matrices with fast kernels leave the product to MLX, which waits for its use."""
+
+    def takes(x):
+        mx.eval(x)  # all that is kept until then
+        return False
+
+    for head in heads:
+        head.takes = takes  # in place of the class's
+    try:
+        yield
+    finally:
+        for head in heads:
+            del head.takes
 
 
 def _recurrent_states(cache):

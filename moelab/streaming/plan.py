@@ -21,14 +21,15 @@ from .config import SLOT_MODES, StreamConfig
 
 # What a process takes beside its arrays once it has loaded a model and computed a prompt
 # (tokenizer, compiled kernels, freed memory that the C library keeps), and pages that are being
-# read. The four layers of notebook 03 took 90 MB (Linux, CPU).
-PROCESS_NBYTES = 100_000_000
+# read. The four layers of notebook 03 took 109 MB (Linux, CPU).
+PROCESS_NBYTES = 120_000_000
 # Left for what other programs may yet take: a tenth of the machine's memory, at most 4 GB. Not in
 # a cgroup, where others do not share the limit.
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
-# A prompt is computed in chunks: mlx-lm's own if a sixteenth of the memory is enough for them, else
-# as many tokens as that takes, but no fewer than these.
-PROMPT_TOKENS, PROMPT_SHARE, LEAST_PROMPT_TOKENS = 2048, 16, 32
+# A prompt is computed in chunks: mlx-lm's own, or as many tokens as a sixteenth of the memory
+# takes. Every chunk reads nearly all experts, so fewer than 256 only if they take more than half
+# of what is free for slots, and never fewer than 32.
+PROMPT_TOKENS, PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 2048, 16, 256, 32
 BLOCK_VALUES = 16  # of the hidden size: what a block keeps of a token beside its experts' work
 # What an expert from the page cache costs, of one from the SSD: 0.22 in the sweeps of notebook 03.
 COPY_COST = 0.25
@@ -52,8 +53,8 @@ class Plan:
         prompt_nbytes (int): For computing ``prompt_tokens`` tokens at once.
         expert_nbytes (tuple[int]): One expert of each layer, in its slot.
         context (int): The tokens, prompt and answer, that it is for.
-        prompt_tokens (int): A prompt's tokens that may be computed at once: the
-            ``prefill_step_size`` of mlx-lm.
+        prompt_tokens (int): A prompt's tokens that are computed at once: the model divides a
+            longer call. As the ``prefill_step_size`` of mlx-lm it saves the logits' memory, too.
         reason (str): One line.
     """
 
@@ -133,7 +134,8 @@ def plan_of(model: nn.Module, checkpoint: Checkpoint, config: StreamConfig, top_
     memory, system = _memory() if config.memory_nbytes is None else (config.memory_nbytes, 0)
     per_token = _prompt_nbytes(model, checkpoint, config, top_k, largest_state, words)
     room = memory - backbone - caches - PROCESS_NBYTES - top_k * slot
-    tokens = max(LEAST_PROMPT_TOKENS, min(memory // PROMPT_SHARE, room) // per_token)
+    budget = min(max(memory // PROMPT_SHARE, FEW_PROMPT_TOKENS * per_token), room // 2)
+    tokens = max(LEAST_PROMPT_TOKENS, budget // per_token)
     tokens = min(tokens, PROMPT_TOKENS, config.context)
     parts = {
         "backbone": backbone,
@@ -255,7 +257,7 @@ def _grown(cache, context):
 def _prompt_nbytes(model, checkpoint, config, top_k, state_nbytes, words):
     """Bytes for each token of those that are computed at once, by the layer that takes most.
 
-    Measured with the four layers of notebook 03: 0.37 MB, here 0.48; with MLX's kernels, which on
+    Measured with the four layers of notebook 03: 0.37 MB, here 0.51; with MLX's kernels, which on
     a CPU keep a recurrent state for every token, 2.5 MB, here 2.8.
     """
     values = 0
@@ -265,8 +267,8 @@ def _prompt_nbytes(model, checkpoint, config, top_k, state_nbytes, words):
         D = max(inputs)
         values = max(values, top_k * (sum(inputs) + sum(outputs) + D) + BLOCK_VALUES * D)
     size = activation_dtype(model).size
-    if config.kernels == "fast":  # they compute the output head for every token
-        return (values + words) * size
+    if config.kernels == "fast":  # the logits of all tokens, and a copy
+        return (values + 2 * words) * size
     text = checkpoint.config.get("text_config") or checkpoint.config
     heads = text.get("num_attention_heads")
     scores = heads * config.context if isinstance(heads, int) else 0

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import pairwise
 from time import perf_counter
 
 import mlx.core as mx
@@ -20,7 +21,7 @@ from .config import StreamConfig
 from .plan import Plan
 from .reader import Reader
 
-# Tokens of a call that counts as a long prompt. When decoding begins after one, free memory is
+# Tokens that count as a long prompt. When decoding begins after one, free memory is
 # returned to the system, which takes 90 ms after a prompt of 2,000 tokens that took 20 s (2 cores).
 LONG_PROMPT = 256
 
@@ -153,7 +154,7 @@ class Session:
         self.lock = threading.RLock()
         self._caller = None  # the thread whose call is running
         self._unfinished = False  # set while a call runs, and left set by an exception
-        self._long_prompt = False  # whether to return memory when decoding begins
+        self._prompt_tokens = 0  # since a token was decoded
         self._process = os.getpid()
         self._more_streams = _more_streams(config, fast_experts)
         # On a CPU computing an expert takes about as long as reading it; on a GPU far less.
@@ -208,6 +209,19 @@ class Session:
         for layer in self.layers:
             layer.recover()
 
+    def parts(self, inputs: mx.array) -> list[mx.array]:
+        """Divide a long prompt into parts of equal length that the plan has memory for.
+
+        Args:
+            inputs (mx.array): ``[B, T]`` token ids.
+        """
+        if self.plan is None or inputs.ndim != 2 or inputs.size <= self.plan.prompt_tokens:
+            return [inputs]
+        T = inputs.shape[1]
+        num = min(-(-inputs.size // self.plan.prompt_tokens), max(1, T // 2))
+        ends = [T * i // num for i in range(num + 1)]
+        return [inputs[:, a:b] for a, b in pairwise(ends)]
+
     def begin(self, inputs: mx.array) -> None:
         """Count a call of the whole model.
 
@@ -216,10 +230,12 @@ class Session:
         """
         self.count_reads()
         prefill = inputs.ndim > 1 and inputs.shape[1] > 1
-        self._long_prompt |= inputs.size >= LONG_PROMPT
-        if self._long_prompt and not prefill:
-            self._long_prompt = False
-            _return_free_memory()
+        if prefill:
+            self._prompt_tokens += inputs.size
+        elif self._prompt_tokens:
+            if self._prompt_tokens >= LONG_PROMPT:
+                _return_free_memory()
+            self._prompt_tokens = 0
         self.counters = self.stats.prefill if prefill else self.stats.decode
         self.counters.tokens += inputs.size
         if self.recorder is not None:

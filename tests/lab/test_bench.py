@@ -346,7 +346,7 @@ def test_bench_command_saves_samples_and_machine(model_path, tmp_path, capsys):
         (["bench", "nowhere"], "nowhere"),
         (["bench", "MODEL", "--slots", "2"], "slots"),
         (["bench", "MODEL", "--modes", "warp"], "warp"),
-        (["generate", "MODEL", "--prompt", "x", "--top-k", "99"], "top_k"),
+        (["generate", "MODEL", "--prompt", "x", "--experts-top-k", "99"], "top_k"),
     ],
 )
 def test_errors_are_one_line(model_path, arguments, message, capsys):

@@ -1,13 +1,18 @@
 """What may be changed in a model after ``load``, what is refused, and what mlx-lm's keywords do."""
 
 import contextlib
+import functools
+import inspect
 import json
 import shutil
+import sys
 
 import families
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import mlx_lm
+import mlx_lm.fuse
 import numpy as np
 import pytest
 from families import K
@@ -15,6 +20,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU
+from mlx_lm.tuner import trainer
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import moelab
@@ -250,6 +256,7 @@ def test_adapters_of_the_backbone(fine_tune_type, random_tiny_moe, tmp_path):
         random_tiny_moe, moelab.StreamConfig(slots=16), adapter_path=str(adapters)
     )
     with model:
+        assert mx.default_device() != mx.cpu or moelab.stats(model).kernels["fast"]
         np.testing.assert_allclose(answer(model), want, atol=1e-3)
     model, _ = moelab.load(random_tiny_moe, moelab.StreamConfig(slots=16))
     with model:
@@ -257,6 +264,57 @@ def test_adapters_of_the_backbone(fine_tune_type, random_tiny_moe, tmp_path):
         mlx_lm_utils.load_adapters(model, str(adapters))
         model.set_dtype(mx.float32)
         np.testing.assert_allclose(answer(model), want, atol=1e-3, err_msg="loaded later")
+
+
+def test_load_takes_what_mlx_lm_takes():
+    """Every keyword of the installed version, with its default; moelab's own is ``config``."""
+    theirs, ours = (inspect.signature(f).parameters for f in (mlx_lm.load, moelab.load))
+    assert next(iter(ours)) == next(iter(theirs))
+    assert ours.keys() - theirs.keys() == {"config"} and not theirs.keys() - ours.keys()
+    for name, parameter in theirs.items():
+        assert ours[name].default == parameter.default, name
+
+
+TRAINING = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
+
+
+class Texts(list):
+    """What ``mlx_lm.tuner.trainer`` takes for data."""
+
+    def process(self, text):
+        return text, 0
+
+
+@pytest.mark.parametrize("kernels", ["auto", "mlx"])
+def test_mlx_lms_own_fuse_and_training_are_refused_and_write_nothing(
+    kernels, random_tiny_moe, tmp_path, monkeypatch
+):
+    config = moelab.StreamConfig(slots=16, kernels=kernels)
+    adapters = write_adapters(tmp_path / "adapters", random_tiny_moe, "lora", ["self_attn.q_proj"])
+    out = tmp_path / "out"
+    monkeypatch.setattr(mlx_lm.fuse, "load", functools.partial(moelab.load, config=config))
+    argv = ["fuse", "--model", str(random_tiny_moe), "--adapter-path", str(adapters)]
+    monkeypatch.setattr(sys, "argv", [*argv, "--save-path", str(out)])
+    with pytest.raises(ValueError, match="a streamed model cannot be saved"):
+        mlx_lm.fuse.main()
+    with moelab.load(random_tiny_moe, config)[0] as model:
+        model.freeze()
+        linear_to_lora_layers(model, 4, TRAINING)
+        want = answer(model)
+        data, file = Texts([[5, 36, 67, 2]] * 4), out / "adapters.safetensors"
+        args = trainer.TrainingArgs(batch_size=2, iters=1, adapter_file=str(file))
+        loss = nn.value_and_grad(model, lambda model, x: model(x).sum())
+        for train in (
+            lambda: trainer.train(model, optim.Adam(0.1), data, data, args),
+            lambda: loss(model, mx.array([[5, 36]])),
+            lambda: optim.Adam(0.1).init(model.trainable_parameters()),
+        ):
+            with pytest.raises(ValueError, match="a streamed model cannot be trained"):
+                train()
+        with pytest.raises(ValueError, match="divided over machines"):
+            model.shard()
+        np.testing.assert_array_equal(answer(model), want)
+    assert not list(out.glob("*.safetensors"))
 
 
 def test_adapters_of_streamed_experts_are_refused(random_tiny_moe, tmp_path):

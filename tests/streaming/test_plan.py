@@ -30,7 +30,7 @@ def parts(plan):
 
 def test_all_that_fits_is_in_slots():
     """The more memory the more slots, to the last one that fits, up to one for every expert."""
-    found = [moelab.plan(TINY_MOE, memory_nbytes=n * MB) for n in range(128, 190, 7)]
+    found = [moelab.plan(TINY_MOE, memory_nbytes=n * MB) for n in range(150, 212, 7)]
     slots = [p.slots for p in found]
     assert slots == sorted(slots) and 8 <= slots[0] < slots[3] < slots[-1] == 64
     for p in found:
@@ -48,10 +48,10 @@ def test_what_it_counts_is_what_load_takes():
         moelab.StreamConfig(scales="resident"),
         moelab.StreamConfig(dtype="bfloat16", kernels="mlx"),
     ):
-        p = moelab.plan(TINY_MOE, config, memory_nbytes=150 * MB)
+        p = moelab.plan(TINY_MOE, config, memory_nbytes=170 * MB)
         f = moelab.footprint(TINY_MOE, p.config)
         assert f.total_nbytes == p.backbone_nbytes + p.slots * sum(p.expert_nbytes)
-        assert f == moelab.footprint(TINY_MOE, replace(config, memory_nbytes=150 * MB))
+        assert f == moelab.footprint(TINY_MOE, replace(config, memory_nbytes=170 * MB))
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "gpt_oss", "deepseek_v32", "jamba", "llama4"])
@@ -70,9 +70,9 @@ def test_caches_are_counted_as_they_grow(name, tmp_path):
 
 
 def test_a_long_context_leaves_fewer_slots():
-    short, long = (moelab.plan(TINY_MOE, memory_nbytes=150 * MB, context=n) for n in (100, 2000))
+    short, long = (moelab.plan(TINY_MOE, memory_nbytes=170 * MB, context=n) for n in (100, 2000))
     assert short.slots > long.slots
-    config = moelab.StreamConfig(memory_nbytes=150 * MB, context=2000)
+    config = moelab.StreamConfig(memory_nbytes=170 * MB, context=2000)
     assert moelab.plan(TINY_MOE, config) == long
     assert moelab.plan(TINY_MOE, replace(config, slots=9)) == long  # its slots are chosen anew
 
@@ -98,18 +98,18 @@ def test_too_little_memory_is_refused_before_a_weight_is_read(monkeypatch):
 
     monkeypatch.setattr(models, "Session", no)
     monkeypatch.setattr(models, "_sources", no)
-    config = moelab.StreamConfig(memory_nbytes=90 * MB)
+    config = moelab.StreamConfig(memory_nbytes=110 * MB)
     for call in (load_model, moelab.load, moelab.plan, moelab.footprint):
         with pytest.raises(ValueError) as error:
             call(TINY_MOE, config)
         text = str(error.value)
-        assert "expected at least 1" in text and "got 90 MB" in text and str(TINY_MOE) in text
+        assert "expected at least 1" in text and "got 110 MB" in text and str(TINY_MOE) in text
         assert "8 slots in each of 8 layers" in text and "backbone" in text and "\n" not in text
 
 
 def test_load_takes_the_slots_of_the_plan_and_writes_the_same_tokens():
     want = None
-    for nbytes in (None, 140 * MB):
+    for nbytes in (None, 165 * MB):
         config = moelab.StreamConfig(memory_nbytes=nbytes)
         with load_model(TINY_MOE, config)[0] as model:
             session = session_of(model)
@@ -122,6 +122,34 @@ def test_load_takes_the_slots_of_the_plan_and_writes_the_same_tokens():
         assert session_of(model).plan is None
 
 
+def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
+    """Same logits and counters as in one call, and the same bits behind it; a batch, too."""
+    prompt = mx.array([[(31 * i + 5) % 96 for i in range(150)]])
+    with load_model(TINY_MOE, moelab.StreamConfig(slots=64))[0] as model:
+        cache = make_prompt_cache(model)
+        want = [model(prompt, cache=cache), model(prompt[:, :9], cache=cache)]
+        mx.eval(want)
+        tokens = moelab.stats(model).prefill.tokens
+    config = moelab.StreamConfig(memory_nbytes=GB, context=40)
+    with load_model(TINY_MOE, config)[0] as model:
+        session = session_of(model)
+        assert (session.plan.prompt_tokens, session.plan.slots) == (40, 64)
+        lengths = []
+        begin = session.begin
+        session.begin = lambda part: (lengths.append(part.shape[1]), begin(part))
+        cache = make_prompt_cache(model)
+        got = [model(prompt, cache=cache), model(prompt[:, :9], cache=cache)]
+        assert lengths == [37, 38, 37, 38, 9]
+        # The logits of all parts but the last are MLX's, computed when somebody wants them.
+        assert mx.allclose(got[0], want[0], atol=1e-4)
+        assert mx.array_equal(got[1], want[1]) and mx.array_equal(got[0][:, 113:], want[0][:, 113:])
+        assert moelab.stats(model).prefill.tokens == tokens == 159
+        lengths.clear()
+        mx.eval(model(mx.concatenate([prompt[:, :30]] * 2), cache=make_prompt_cache(model)))
+        mx.eval(model(prompt))  # without caches there is no way to go on
+        assert lengths == [15, 15, 150]
+
+
 def test_pinned_experts_come_out_of_the_same_memory(tmp_path):
     trace = tmp_path / "trace.npz"
     with load_model(TINY_MOE, moelab.StreamConfig(slots=8))[0] as model:
@@ -131,8 +159,8 @@ def test_pinned_experts_come_out_of_the_same_memory(tmp_path):
     experts.save(trace)
     one = sum(moelab.plan(TINY_MOE).expert_nbytes) // 8
     config = moelab.StreamConfig(pinned_nbytes=20 * one, pinned_trace=trace)
-    plain, pinned = (moelab.plan(TINY_MOE, c, memory_nbytes=140 * MB) for c in (None, config))
-    assert plain.slots - 4 <= pinned.slots <= plain.slots - 2
+    plain, pinned = (moelab.plan(TINY_MOE, c, memory_nbytes=165 * MB) for c in (None, config))
+    assert plain.slots - 4 <= pinned.slots < plain.slots
     with load_model(TINY_MOE, pinned.config)[0] as model:
         assert sum(len(layer.table.pinned) for layer in session_of(model).layers) == 20
 
@@ -175,7 +203,7 @@ def test_in_a_cgroup_it_runs_or_is_refused_and_is_never_killed():
     text = next((TINY_MOE / "heldout").glob("*.py"))
     argv = [sys.executable, "-c", IN_A_CGROUP, str(TINY_MOE), str(text)]
     ran = {}
-    for nbytes in (140 * MB, 215 * MB, None):
+    for nbytes in (165 * MB, 215 * MB, None):
         try:
             ran[nbytes] = limit.run(argv, nbytes)
         except limit.NoLimit as e:

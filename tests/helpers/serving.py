@@ -1,4 +1,4 @@
-"""A server in a process of its own, as a user starts it, and the requests of a client."""
+"""A server in a process of its own, as a user starts it."""
 
 import json
 import os
@@ -9,22 +9,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from .. import DATA
+import moelab
 
 START_S = 120  # imports and a model, on a machine that does much else
-ANSWER_S = 600  # until an answer begins, or goes on
 
 
 class Served:
     """``python -m moelab serve MODEL`` at a free port, until the block ends.
-
-        with Served(model, log, "--slots", "16") as server:
-            server.post("/completions", {"prompt": "def f(x):"})
 
     Args:
         model (str or Path): The model.
@@ -33,26 +26,21 @@ class Served:
 
     Attributes:
         url (str): The address with ``/v1``.
-        process (subprocess.Popen): The server.
     """
 
     def __init__(self, model: str | Path, log: Path, *options: str):
-        self.log = Path(log)
-        with open(self.log, "w") as out:
+        self.log = log
+        with open(log, "w") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "moelab", "serve", str(model), "--port", "0", *options],
                 stdout=out,
                 stderr=out,
-                cwd=DATA.parent,
+                cwd=moelab.DATA.parent,
                 env=os.environ | {"HF_HUB_OFFLINE": "1"},
-                # What a shell starts in the background ignores Ctrl-C, and so would the server.
-                preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
             )
         end = time.monotonic() + START_S
         while not (found := re.search(r"http://\S+/v1", self.said())):
-            if self.process.poll() is not None or time.monotonic() > end:
-                self.process.kill()
-                raise OSError(f"{model}: the server did not start: {self.said()}")
+            assert self.process.poll() is None and time.monotonic() < end, self.said()
             time.sleep(0.05)
         self.url = found[0]
 
@@ -63,7 +51,7 @@ class Served:
     def __enter__(self) -> "Served":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_):
         self.process.kill()
         self.process.wait()
 
@@ -72,22 +60,12 @@ class Served:
         self.process.send_signal(signal.SIGINT)
         return self.process.wait(within_s)
 
-    def post(self, path: str, body: dict[str, Any] | bytes) -> tuple[int, dict[str, Any]]:
+    def post(self, path: str, body: dict | bytes, **headers: str) -> tuple[int, dict]:
         """Status and answer of a request, which may be nonsense."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers)
         try:
-            with self._open(path, body) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
-
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The parts of a streamed answer; closing the iterator hangs up."""
-        with self._open(path, {**body, "stream": True}) as answer:
-            for line in answer:
-                data = line.removeprefix(b"data: ").strip()
-                if line.startswith(b"data: {"):
-                    yield json.loads(data)
-
-    def _open(self, path, body):
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return urllib.request.urlopen(urllib.request.Request(self.url + path, data), None, ANSWER_S)
