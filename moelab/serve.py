@@ -68,8 +68,6 @@ NUMBERS = (  # of a request, which mlx-lm takes as nan and infinity too
     *("temperature", "top_p", "min_p", "xtc_probability", "xtc_threshold"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
-
-
 SEAMS = {  # what is changed of mlx_lm.server
     "ModelProvider": ("_load", "load_default", "reset"),
     "ResponseGenerator": (
@@ -276,8 +274,9 @@ class Generator(server.ResponseGenerator):
 
 def _after(before, processor):
     """A logits processor that is told of earlier tokens, too."""
+    before = mx.array(before, mx.uint32)
     return lambda tokens, logits: processor(
-        mx.concatenate([mx.array(before, tokens.dtype), tokens]), logits
+        mx.concatenate([before, tokens.astype(mx.uint32)]), logits
     )
 
 
@@ -435,6 +434,7 @@ class Server(ThreadingHTTPServer):
         """Answer requests until Ctrl-C."""
         self.RequestHandlerClass = partial(Handler, generator)
         host, port = self.server_address[:2]
+        host = f"[{host}]" if ":" in host else host
         print(f"moelab: http://{host}:{port}/v1 answers; Ctrl-C ends it", file=sys.stderr)
         try:
             with suppress(KeyboardInterrupt):

@@ -112,6 +112,19 @@ SLOW = (
         "notebook 00 stays; nbmake sets the sliders of all notebooks from code",
         keep="00_start_here",
     ),
+    *(
+        Slow(
+            f"test_serve.py::test_{name}",
+            "a server without a draft and one with stay; every draft's server writes a text",
+            keep="streamed|tiny-draft",
+        )
+        for name in ("eight_at_once", "a_shared_prefix_is_read_once", "a_seed_writes_the_text")
+    ),
+    Slow(
+        "test_serve.py::test_a_bad_field",
+        "with a draft the same methods refuse",
+        keep="streamed",
+    ),
     Slow("::test_lookahead_in_every_family", FAMILIES, every=3),
     Slow("::test_every_family_gives_the_same_answer_packed", FAMILIES, every=3),
     Slow("::test_every_recurrent_family", FAMILIES, every=3),

@@ -104,9 +104,9 @@ TAKES = {  # every command: the least that it is called with, and all its option
     "sweep": (
         ["M", "--json", "s.json"],
         {"--limits": "900,none", "--slots": "0,21", "--policies": "lfu,lru", "--read-ahead": None,
-         "--pinned": "code,prose", "--trace": "t.npz", "--like": "prose", "--trace-seed": "31",
-         "--runs": "7", "--cold": "41", "--warmup": "43", "--reads": "47", "--decode": "53",
-         "--seconds": "59", "--json": "r.json"},
+         "--oracle": None, "--pinned": "code,prose", "--trace": "t.npz", "--like": "prose",
+         "--trace-seed": "31", "--runs": "7", "--cold": "41", "--warmup": "43", "--reads": "47",
+         "--decode": "53", "--seconds": "59", "--json": "r.json"},
     ),
     "advise": (["M"], {"--memory": "900"}),
     "synthesize": (
@@ -130,7 +130,8 @@ SHOWN = {  # how a value looks where it arrives, if not as it was given
     "--cold": "True", "--depth": "(2, 6)", "--megabytes": str(9 << 20), "--lengths": "(3, 'auto')",
     "--limit": "900000000", "--limits": "[900000000, None]", "--memory": "900000000",
     ("sweep", "--slots"): "[0, 21]", "--policies": "('lfu', 'lru')", "--read-ahead": "True",
-    "--pinned": "('code', 'prose')", ("bench-top-k", "--top-k"): "(5, 3)", "--quiet": "False",
+    "--oracle": "'oracle': True", "--pinned": "('code', 'prose')",
+    ("bench-top-k", "--top-k"): "(5, 3)", "--quiet": "False",
 }  # fmt: skip
 BENCHES = [name for name in TAKES if name.startswith("bench")]
 

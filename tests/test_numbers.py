@@ -18,6 +18,7 @@ import pytest
 from moelab import DATA, StreamConfig, Trace, footprint
 from moelab.kernels.quantized import FORMS
 from moelab.lab.experiments import dispatch, faults, page_cache, rollback, top_k
+from moelab.lab.experiments import soak as soak_experiment
 from moelab.lab.experiments import sweep as sweeps
 from moelab.lab.experiments.ladder import EXPERT_NBYTES_122B, K_122B, L_122B, TOKEN_NBYTES_122B
 from moelab.lab.plots.pages import summary
@@ -343,6 +344,66 @@ def limited(limit_mb, slots):
     return quartiles(made["decode_tok_s"], ".1f"), quartiles(made["ratio"])
 
 
+def prompt_of_400():
+    """Seconds of mlx-lm, ``fused`` and resident with the fast kernels, and n."""
+    names = "resident/kernels=mlx", "fused", "resident"
+    made = [mode("cpu_kernels_prompt_400_35b", name)["samples"] for name in names]
+    return 400, *(quartiles([s["prefill_s"] for s in m], ".1f") for m in made), len(made[0])
+
+
+def roofs():
+    """The least and the largest share of the roofline with the fast kernels."""
+    sweep = sweeps.recorded("cpu_sweep_35b_fast")
+    shares = [s for n in sweep.limits[:2] for s in page_cache.roofline(sweep, n).values()]
+    return f"{min(shares):.2f}", f"{max(shares):.2f}"
+
+
+def packed_point(limit_mb=600, prefetch="none"):
+    """The runs of a point of the sweep of the repacked file, with 8 slots, and its tokens."""
+    sweep = sweeps.recorded("cpu_sweep_35b_packed")
+    limit_nbytes = limit_mb and limit_mb * 1_000_000
+    (row,) = (
+        r
+        for r in page_cache.curve(sweep, limit_nbytes, "decode", prefetch=prefetch)
+        if r.point.slots == 8
+    )
+    return [s.measured for s in sweep.runs_of(row.point)], row.decode.seconds, sweep.tokens
+
+
+def oracle_ahead():
+    """A token's ms without and with the oracle, and its share of the roofline in both."""
+    sweep = sweeps.recorded("cpu_sweep_35b_packed")
+    ms, shares = [], []
+    for prefetch in ("none", "oracle"):
+        ms.append(quartiles(packed_point(prefetch=prefetch)[1], ".1f", 1e3))
+        share = page_cache.roofline(sweep, 600_000_000, prefetch)[8]
+        shares.append(f"{share:.2f}")
+    return *ms, *shares
+
+
+def cpu_of_reads():
+    """CPU ms of a MB read under the limit and without one, of a token, and half of that."""
+    reads = []
+    for limit_mb in (600, None):
+        runs, *_ = packed_point(limit_mb)
+        reads.append(quartiles([m.reads.cpu_s / m.reads.asked_nbytes * 1e9 for m in runs]))
+    runs, _, tokens = packed_point()
+    token_ms = [m.decode.cpu_s / tokens.decode * 1e3 for m in runs]
+    return *reads, quartiles(token_ms, ".1f"), f"{np.median(token_ms) / 2:.1f}"
+
+
+def limited_drafts():
+    """Runs, drafts and gains of the drafts that were measured under a limit; texts are equal."""
+    runs = recorded("cpu_drafts_limited")["runs"]
+    samples = [s for run in runs.values() for v in run["variants"].values() for s in v]
+    assert all(s["same"] for s in samples)
+    (n,) = {run["runs"] for run in runs.values()}
+    fixed, policy = (
+        [drafted("cpu_drafts_limited", name, length) for name in runs] for length in ("7", "auto")
+    )
+    return 16, n, 7, fixed[0], 162, fixed[1], 206, *policy
+
+
 def both_texts():
     """What ``cpu_kernels_texts`` holds; no token differs."""
     made = recorded("cpu_kernels_texts")
@@ -351,6 +412,32 @@ def both_texts():
     bits = (f"{made['bits_per_byte'][name]:.4f}" for name in ("fast", "mlx"))
     n = len(made["texts"])
     return n, made["tokens"], n, f"{worst:.1e}", *bits, made["windows"], 256
+
+
+def served():
+    """What ``cpu_serve_soak`` holds: a long answer, and many short ones."""
+    made = recorded("cpu_serve_soak")
+    long, short, settled = made["long"], made["short"], 15
+    assert made["exit_status"] == 0 and not made["traceback"]
+    assert short["answered"] + short["hung_up"] == len(short["rows"])
+
+    def mb(rows):
+        return f"{max(row['rss_nbytes'] for row in rows) / 1e6:.0f}"
+
+    def throughout(rows):
+        counts = {(row["threads"], row["fds"]) for row in rows}
+        assert len(counts) == 1
+        return counts.pop()
+
+    writing = [row for row in long["rows"] if long["first_s"] < row["s"] < long["last_s"]]
+    tokens = (long["usage"][name] for name in ("prompt_tokens", "completion_tokens"))
+    return (
+        *(made["slots"], 64, *tokens, soak_experiment.TEMPERATURE),
+        *(mb(writing[: len(writing) // 2]), mb(writing), *throughout(writing)),
+        *(len(short["rows"]), short["hung_up"], mb(short["rows"][settled - 1 : settled]), settled),
+        *(mb(short["rows"][-1:]), *throughout(short["rows"][-1:])),
+        *(short["same"], short["hung_up"]),
+    )
 
 
 def kernels_found():
@@ -775,6 +862,8 @@ PASSAGES = {
         *[(f"| {text} | {{}} | {{}} |", lambda name=name: kernels_row(name)[:2])
           for text, name in (("`serial`", "serial"), ("`buffers`, one reader", "buffers/readers=1"),
                              ("`buffers`", "buffers"), ("`stacked`", "stacked"))],
+        ("A prompt of {} tokens takes mlx-lm {} s, `fused` with the fast kernels {} and resident "
+         "with them {} (`cpu_kernels_prompt_400_35b`, n={})", prompt_of_400),
         ("With 48 and 64 slots tiny-moe decodes {} and {} tok/s",
          lambda: [quartiles(mode("cpu_kernels_tiny_moe", f"fused/slots={n}")["decode_tok_s"], ".1f")
                   for n in (48, 64)]),
@@ -786,11 +875,28 @@ PASSAGES = {
           for mb, slots in ((1500, 8), (1500, 64), (1500, 150), (600, 8), (600, 35))],
         *[(f"| {mb} MB, {slots} slots |", list)
           for mb, slots in ((1500, 8), (1500, 64), (1500, 150), (600, 8), (600, 35))],
+        ("Decoding reaches {} to {} of its roofline", roofs),
+        ("with {} MB and {} slots (`cpu_sweep_35b_packed`, n={})",
+         lambda: (600, 8, len(packed_point()[0]))),
+        ("takes a token from {} ms to {}, from {} of the roofline to {}", oracle_ahead),
+        ("{} ms a MB under the limit, where the system must free a page for every page that it "
+         "reads, and {} without one. A token takes {} ms of both cores together, so {} ms",
+         cpu_of_reads),
         ("Fed with {} held-out beginnings and the {} tokens that MLX's kernels write greedily "
          "behind each, tiny-moe streamed with the fast kernels names the same token in all of {} "
          "texts; its logits differ by at most {} of their standard deviation. Held-out text takes "
          "{} bits per byte with the fast kernels and {} with MLX's ({} windows of {} tokens",
          both_texts),
+        (
+            "One server: tiny-moe, {} of {} slots, drafts of tiny-dflash under the policy. "
+            "After a prompt of {} tokens it wrote {} in one streamed answer (temperature {}): "
+            "{} MB in its first half, {} at its end, {} threads and {} open files throughout. "
+            "Then came {} short requests, of which {} hung up in the middle: {} MB after the "
+            "{}th, {} after the last, {} threads and {} open files. The greedy text "
+            "that was asked for after each hang-up was the right one in {} of {}, and Ctrl-C "
+            "ended the server without an error (`cpu_serve_soak`).",
+            served,
+        ),
         ("{} tokens from each of {} held-out prompts", lambda: (256, 8)),  # tests/streaming
         ("of passes of {} to {} tokens, {} and {} slots, whatever was computed before | {} of {} "
          "settings", lambda: (*exact_lengths(), 16, 48, *exact_settings())),
@@ -880,6 +986,9 @@ PASSAGES = {
            lambda draft=draft: cpu_drafts(draft))
           for text, draft in (("prompt lookup", "lookup"), ("`tiny-dflash`", "tiny-dflash"),
                               ("`tiny-draft`", "tiny-draft"))],
+        ("With {} slots and memory for only a part of the file (`cpu_drafts_limited`, n={}), {} "
+         "drafts gain {} with lookup in {} MB and {} with `tiny-dflash` in {} MB; the policy gains "
+         "{} and {}", limited_drafts),
         ("lookup gained at most {} with {} drafts and all {} slots",
          lambda: (drafted("cpu_drafts_mlx", LOOKUP, "7"), 7, 64)),
         ("page cache, {} greedy tokens in bfloat16, n={} (speed over not drafting; behind it how "

@@ -62,6 +62,7 @@ def test_a_point_counts_what_the_trace_asks_for(slots):
         assert sum(out.cold.disk_nbytes) > 0
     if out.resident_nbytes is not None:
         assert 0 < out.resident_nbytes <= sum(f.stat().st_size for f in TINY.glob("*.safetensors"))
+    assert out.reads.cpu_s > 0
     assert Measured.from_json(json.loads(json.dumps(out.to_json()))) == out
 
 
@@ -91,8 +92,21 @@ def test_points_start_with_none_and_end_with_what_fits():
     assert {p.slots for p in under if p.read_ahead} == {
         p.slots for p in under if p.limit_nbytes and p.slots
     }
+    ahead = [p for p in sweep.points(TINY, [tight, None], oracle=True) if p.prefetch == "oracle"]
+    assert [replace(p, prefetch="none") for p in ahead] == sweep.points(TINY, [tight])[1:]
     with pytest.raises(ValueError, match="expected a limit of at least"):
         sweep.points(TINY, [1_000_000])
+
+
+def test_an_oracle_reads_what_the_trace_asks_for_a_layer_ahead():
+    tokens = Tokens(1, 2, 2, 4)
+    plain, ahead = (
+        sweep.measure(TINY, Point(16, prefetch=p), trace(), start=3, tokens=tokens)
+        for p in ("none", "oracle")
+    )
+    assert plain.decode.tokens == ahead.decode.tokens
+    assert ahead.decode.misses < plain.decode.misses / 2, "what is prefetched is a hit"
+    assert Point.from_json(Point(16, prefetch="oracle").to_json()).prefetch == "oracle"
 
 
 def test_points_of_pinning_take_the_memory_of_the_most_slots(tmp_path):

@@ -105,8 +105,8 @@ def compare(
 ) -> list[Compared]:
     """A sweep beside its replay, point by point.
 
-    Left out are points with read-ahead, which is not replayed, and of ``decode`` those without
-    slots: they compute in another mode than the one whose costs were measured.
+    Left out are points with read-ahead or an oracle, which are not replayed, and of ``decode``
+    those without slots: they compute in another mode than the one whose costs were measured.
 
     Args:
         record (SweepRecord): The sweep.
@@ -117,7 +117,7 @@ def compare(
     out = []
     for row in record.rows():
         point, runs = row.point, row.runs(part)
-        if runs is None or point.read_ahead or (part == "decode" and not point.slots):
+        if runs is None or not point.is_replayed or (part == "decode" and not point.slots):
             continue
         replays = [replay_run(record, point, i, part, costs, **how) for i in runs.by_round]
         disk = 0.0
@@ -173,9 +173,10 @@ def curve(
     part: str = "reads",
     policy: str = "lru",
     read_ahead: bool = False,
+    prefetch: str = "none",
 ) -> list[Row]:
     """The points of one line of a sweep, by slots."""
-    line = Point(0, limit_nbytes, policy, read_ahead)
+    line = Point(0, limit_nbytes, policy, read_ahead, prefetch=prefetch)
     return [r for r in record.rows() if r.point.line == line and r.runs(part)]
 
 
@@ -247,7 +248,7 @@ def extremes(
     )
 
 
-def roofline(record: SweepRecord, limit_nbytes: int) -> dict[int, float]:
+def roofline(record: SweepRecord, limit_nbytes: int, prefetch: str = "none") -> dict[int, float]:
     """How near decoding comes to the longer of its arithmetic and of its bytes at the SSD's rate.
 
     The arithmetic is the fastest decoding without a limit. The SSD's rate is the one measured with
@@ -267,10 +268,11 @@ def roofline(record: SweepRecord, limit_nbytes: int) -> dict[int, float]:
         )
     arithmetic_s = min(r.decode.median for r in free)
     s_per_byte = record.median_costs.cold_s_per_byte
-    rows = [r for r in curve(record, limit_nbytes, "decode") if r.point.slots]
+    rows = curve(record, limit_nbytes, "decode", prefetch=prefetch)
     return {
         r.point.slots: max(arithmetic_s, r.decode_disk_per_token * s_per_byte) / r.decode.median
         for r in rows
+        if r.point.slots
     }
 
 
@@ -325,7 +327,7 @@ def advised(record: SweepRecord, part: str = "reads", costs: Costs | None = None
             (r.point.slots, r.point.policy): r.runs(part).median
             for r in record.rows()
             if r.runs(part) and r.point.limit_nbytes == n and r.point.slots
-            if not r.point.read_ahead
+            if r.point.is_replayed
         }
         if n is None or not measured:
             continue
@@ -401,7 +403,7 @@ def policy_ratios(record: SweepRecord, limit_nbytes: int, policy: str) -> dict[i
 def arithmetic_ms(record: SweepRecord) -> float:
     """Milliseconds of a token's arithmetic: the fastest decoding of the sweep."""
     rows = [r for r in record.rows() if r.decode and r.point.slots and r.point.policy == "lru"]
-    return min(r.decode.median for r in rows if not r.point.read_ahead) * 1e3
+    return min(r.decode.median for r in rows if r.point.is_replayed) * 1e3
 
 
 # In replay

@@ -42,6 +42,7 @@ from ...arguments import (
 from ...replay.costs import Costs
 from ...replay.locality import decode_trace, synthesize_like
 from ...replay.sizes import ModelSizes
+from ...streaming.prefetch import Oracle
 from ...streaming.record import route_by
 from ...streaming.session import session_of
 from ...streaming.slots import POLICIES
@@ -68,7 +69,7 @@ def _time_reads(layers, rows):
     """Bring the experts of each row ``[L, K]`` into the layers, and compute nothing."""
     session = layers[0].session
     seconds, disk, asked, before = [], [], session.reader.nbytes, oscache.disk_read_nbytes()
-    misses = session.counters.misses
+    misses, cpu_s = session.counters.misses, time.process_time()
     for row in rows.tolist():
         begin = time.perf_counter()
         for layer, experts in zip(layers, row):
@@ -77,7 +78,13 @@ def _time_reads(layers, rows):
         now = oscache.disk_read_nbytes()
         disk.append(None if now is None else now - before)
         before = now
-    return Part(seconds, disk, session.reader.nbytes - asked, session.counters.misses - misses)
+    return Part(
+        seconds,
+        disk,
+        session.reader.nbytes - asked,
+        session.counters.misses - misses,
+        cpu_s=time.process_time() - cpu_s,
+    )
 
 
 def measure(path: str | Path, point: Point, trace: Trace, start: int, tokens: Tokens) -> Measured:
@@ -130,14 +137,17 @@ def _time_decode(model, trace, num):
     """Decode ``num`` tokens on the clock, routed by a trace."""
     reader = session_of(model).reader
     ends, disk, tokens = [], [], []
+    if isinstance(oracle := session_of(model).prefetcher, Oracle):
+        oracle.set_trace(trace)
     with route_by(model, trace):
         for token, _ in generate_step(mx.array([1]), model, max_tokens=num + DECODE_WARMUP):
             if len(ends) == DECODE_WARMUP - 1:
                 stats(model, reset=True)
-                asked = reader.nbytes
+                asked, cpu_s = reader.nbytes, time.process_time()
             ends.append(time.perf_counter())
             disk.append(oscache.disk_read_nbytes())
             tokens.append(int(token))
+    cpu_s = time.process_time() - cpu_s
     ends, disk = ends[DECODE_WARMUP - 1 :], disk[DECODE_WARMUP - 1 :]
     c = stats(model).decode
     return Part(
@@ -147,6 +157,7 @@ def _time_decode(model, trace, num):
         misses=c.misses,
         wait_s=c.wait_s,
         tokens=tokens,
+        cpu_s=cpu_s,
     )
 
 
@@ -176,6 +187,7 @@ def points(
     read_ahead: bool = False,
     count: int = 7,
     pinned: tuple[str, ...] = (),
+    oracle: bool = False,
 ) -> list[Point]:
     """The points of a sweep.
 
@@ -193,6 +205,8 @@ def points(
         pinned (tuple[str]): Traces of ``data/traces``, of the model's L and E: for each a point
             with the memory of the most slots, but K slots only, and in the rest the experts that
             the trace used most.
+        oracle (bool): Whether to measure all points with slots under a limit with the oracle's
+            prefetch, too.
 
     Returns:
         list[Point]: By limit and slots.
@@ -216,6 +230,8 @@ def points(
         mine = slots or [0, *np.unique(np.linspace(K, top, steps).astype(int)).tolist()]
         first = Point(0, limit_nbytes, policies[0])
         out += [replace(first, slots=n) for n in mine]
+        if oracle and limit_nbytes is not None:
+            out += [replace(first, slots=n, prefetch="oracle") for n in mine if n]
         held = [n for n in mine if n > K]
         for by in pinned:
             rest = (max(held) - K) * sizes.slot_nbytes
@@ -342,7 +358,7 @@ def report(record: SweepRecord) -> str:
         f"each run a process of its own: {tokens.cold} cold tokens, {tokens.warmup} to warm up, "
         f"{tokens.reads} of reads, {tokens.decode} decoded",
         "ms a token: medians [quartiles] of n runs; MB a token: asked, disk; MB: cached, process",
-        f"{'memory':>8} {'slots':>5} {'policy':9} {'n':>2} {'reads':21} {'decode':24} {'cold':>6} "
+        f"{'memory':>8} {'slots':>5} {'policy':10} {'n':>2} {'reads':21} {'decode':24} {'cold':>6} "
         f"{'hits':>4} {'asked':>5} {'disk':>5} {'cached':>6} {'process':>7}",
     ]
     for row in record.rows():
@@ -362,8 +378,9 @@ def report(record: SweepRecord) -> str:
 def _head(point):
     limit = "none" if point.limit_nbytes is None else f"{point.limit_nbytes / 1e6:.0f} MB"
     ahead = "+ahead" if point.read_ahead else ""
+    ahead += "+oracle" if point.prefetch == "oracle" else ""
     policy = point.policy + ahead + (f"+{point.pinned_by}" if point.pinned_by else "")
-    return f"{limit:>8} {point.slots:5d} {policy:9}"
+    return f"{limit:>8} {point.slots:5d} {policy:10}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -396,6 +413,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--read-ahead",
         action="store_true",
         help="measure the points of the largest limit with read-ahead, too",
+    )
+    parser.add_argument(
+        "--oracle",
+        action="store_true",
+        help="decode under each limit with the trace's experts read a layer ahead, too",
     )
     parser.add_argument(
         "--pinned",
@@ -463,6 +485,7 @@ def run(args: argparse.Namespace) -> None:
         args.policies,
         args.read_ahead,
         pinned=args.pinned,
+        oracle=args.oracle,
     )
     tokens = Tokens(args.cold, args.warmup, args.reads, args.decode)
     record = sweep(args.model, which, trace, args.runs, tokens, args.json, args.seconds, costs=True)

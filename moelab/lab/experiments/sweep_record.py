@@ -28,6 +28,8 @@ class Point:
         read_ahead (bool): Whether the system may read ahead in the file.
         pinned_nbytes (int): Memory beside the slots for experts that are never evicted.
         pinned_by (str): The trace of ``data/traces`` that says which.
+        prefetch (str): ``none``, or ``oracle``: while decoding, a layer's experts are read while
+            the layer before computes.
     """
 
     slots: int
@@ -36,6 +38,7 @@ class Point:
     read_ahead: bool = False
     pinned_nbytes: int = 0
     pinned_by: str = ""
+    prefetch: str = "none"
 
     @classmethod
     def from_json(cls, data: dict) -> "Point":
@@ -45,7 +48,15 @@ class Point:
 
     def to_json(self) -> dict:
         """As ``from_json`` takes it."""
-        return {("ahead" if k == "read_ahead" else k): v for k, v in asdict(self).items()}
+        own = {("ahead" if k == "read_ahead" else k): v for k, v in asdict(self).items()}
+        if self.prefetch == "none":
+            del own["prefetch"]
+        return own
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether the replay knows this setting."""
+        return not self.read_ahead and self.prefetch == "none"
 
     @property
     def line(self) -> "Point":
@@ -62,6 +73,7 @@ class Point:
             mode="fused",
             slots=self.slots,
             policy=self.policy,
+            prefetch=self.prefetch,
             pinned_nbytes=self.pinned_nbytes,
             pinned_trace=file,
         )
@@ -72,6 +84,7 @@ class Point:
             self.cache,
             "" if self.policy == "lru" else self.policy,
             "read-ahead" if self.read_ahead else "",
+            "" if self.prefetch == "none" else self.prefetch,
         ]
         return ", ".join(filter(None, parts))
 
@@ -112,6 +125,8 @@ class Part:
         misses (int): Experts that were read.
         wait_s (float, optional): Of ``decode``: seconds in which the model waited for reads.
         tokens (list[int], optional): Of ``decode``: what was decoded.
+        cpu_s (float, optional): Seconds that all cores together spent on it, in the system and in
+            the process. Early records have none.
     """
 
     token_s: list[float]
@@ -120,6 +135,7 @@ class Part:
     misses: int
     wait_s: float | None = None
     tokens: list[int] | None = None
+    cpu_s: float | None = None
 
     def to_json(self) -> dict:
         """As in the file: without what this part does not have."""
@@ -401,7 +417,8 @@ class SweepRecord:
 
         def order(p):
             limit = float("inf") if p.limit_nbytes is None else p.limit_nbytes
-            return limit, p.read_ahead, p.policy != "lru", p.policy, p.pinned_by, p.slots
+            by = p.policy != "lru", p.policy, p.pinned_by
+            return limit, p.read_ahead, p.prefetch != "none", *by, p.slots
 
         found = {s.point for s in self.samples} - set(self.killed)
         return [self._row(point) for point in sorted(found, key=order)]

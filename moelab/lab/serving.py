@@ -1,4 +1,4 @@
-"""A server in a process of its own, as a user starts it."""
+"""A server in a process of its own, as a user starts it, and the requests of a client."""
 
 import json
 import os
@@ -9,15 +9,22 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import moelab
+from .. import DATA
 
 START_S = 120  # imports and a model, on a machine that does much else
+ANSWER_S = 600  # until an answer begins, or goes on
 
 
 class Served:
     """``python -m moelab serve MODEL`` at a free port, until the block ends.
+
+        with Served(model, log, "--slots", "16") as server:
+            server.post("/completions", {"prompt": "def f(x):"})
 
     Args:
         model (str or Path): The model.
@@ -26,21 +33,26 @@ class Served:
 
     Attributes:
         url (str): The address with ``/v1``.
+        process (subprocess.Popen): The server.
     """
 
     def __init__(self, model: str | Path, log: Path, *options: str):
-        self.log = log
-        with open(log, "w") as out:
+        self.log = Path(log)
+        with open(self.log, "w") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "moelab", "serve", str(model), "--port", "0", *options],
                 stdout=out,
                 stderr=out,
-                cwd=moelab.DATA.parent,
+                cwd=DATA.parent,
                 env=os.environ | {"HF_HUB_OFFLINE": "1"},
+                # What a shell starts in the background ignores Ctrl-C, and so would the server.
+                preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
             )
         end = time.monotonic() + START_S
         while not (found := re.search(r"http://\S+/v1", self.said())):
-            assert self.process.poll() is None and time.monotonic() < end, self.said()
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.process.kill()
+                raise OSError(f"{model}: the server did not start: {self.said()}")
             time.sleep(0.05)
         self.url = found[0]
 
@@ -51,7 +63,7 @@ class Served:
     def __enter__(self) -> "Served":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_) -> None:
         self.process.kill()
         self.process.wait()
 
@@ -60,12 +72,22 @@ class Served:
         self.process.send_signal(signal.SIGINT)
         return self.process.wait(within_s)
 
-    def post(self, path: str, body: dict | bytes, **headers: str) -> tuple[int, dict]:
+    def post(self, path: str, body: dict[str, Any] | bytes) -> tuple[int, dict[str, Any]]:
         """Status and answer of a request, which may be nonsense."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with self._open(path, body) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The parts of a streamed answer; closing the iterator hangs up."""
+        with self._open(path, {**body, "stream": True}) as answer:
+            for line in answer:
+                data = line.removeprefix(b"data: ").strip()
+                if line.startswith(b"data: {"):
+                    yield json.loads(data)
+
+    def _open(self, path, body):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return urllib.request.urlopen(urllib.request.Request(self.url + path, data), None, ANSWER_S)
