@@ -17,7 +17,7 @@ from .arguments import (
     streaming_given,
 )
 from .drafting import prompt_step, say_plan
-from .generate import add_loading, encode, loading_given
+from .generate import add_loading, encode, loading_given, render
 
 
 def cache_prompt(
@@ -51,9 +51,8 @@ def cache_prompt(
     with model:
         say_plan(model)
         if tokenizer.has_chat_template:
-            prompt = tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], tokenize=False, continue_final_message=True
-            )
+            message = {"role": "user", "content": prompt}
+            prompt = render(tokenizer, [message], continue_final_message=True)
         ids = encode(tokenizer, prompt, not tokenizer.has_chat_template)
         cache = make_prompt_cache(model)
         for _ in generate_step(

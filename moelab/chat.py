@@ -20,7 +20,7 @@ from .arguments import (
     streaming_given,
 )
 from .drafting import open_draft, prompt_step, say_plan, write
-from .generate import add_loading, add_xtc
+from .generate import Template, add_loading, add_xtc
 from .hooks import with_globals
 from .streaming.config import StreamConfig
 from .streaming.model import load
@@ -60,6 +60,8 @@ def chat(args: argparse.Namespace, config: StreamConfig) -> None:
                 raise ValueError(
                     f"chat: the tokenizer of {args.model} has no chat template. Use generate."
                 )
+            # An error of the template would end the chat at its first message.
+            Template(system_prompt=args.system_prompt).text(tokenizer, "x")
             if draft is not None:
                 draft.bind(model)  # refuses a draft that does not fit
             args.prefill_step_size = prompt_step(model, args.prefill_step_size)

@@ -69,18 +69,49 @@ class Template:
             )
             if content is not None
         ]
-        return tokenizer.apply_chat_template(
+        return render(
+            tokenizer,
             messages,
-            tokenize=False,
+            self.config,
             continue_final_message=prefill,
             add_generation_prompt=not prefill,
-            **self.config or {},
         )
 
     def text_after(self, tokenizer: TokenizerWrapper, prompt: str) -> str:
         """What the model reads of it where a cache has the message's beginning."""
         text, mark = self.text(tokenizer, prompt), "<query>"
-        return text[self.text(tokenizer, mark).index(mark) :]
+        before, found, _ = self.text(tokenizer, mark).partition(mark)
+        if not found:
+            raise ValueError(
+                "chat template: expected one that writes a message as it is, this one changes it, "
+                "so the prompt cannot go on from a prompt cache file."
+            )
+        return text[len(before) :]
+
+
+def render(
+    tokenizer: TokenizerWrapper, messages: list[dict], config: dict | None = None, **options: bool
+) -> str:
+    """The text that the tokenizer's chat template makes of messages.
+
+    Args:
+        tokenizer (TokenizerWrapper): The model's.
+        messages (list[dict]): With ``role`` and ``content``.
+        config (dict or None): A user's arguments of the template.
+        options (bool): Arguments of ``apply_chat_template``.
+
+    Raises:
+        ValueError: If the template refuses them, as some do a system prompt.
+    """
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options, **config or {})
+    except Exception as error:  # whatever a template or its arguments raise
+        given = f" with {', '.join(config)}" if config else ""
+        raise ValueError(
+            f"chat template of the tokenizer: expected one for messages of "
+            f"{', '.join(m['role'] for m in messages)}{given}, it fails: {describe(error)}. Leave "
+            "out what it does not take."
+        ) from error
 
 
 def encode(tokenizer: TokenizerWrapper, text: str, special: bool = True) -> list[int]:
@@ -147,9 +178,8 @@ def generate(
     if draft is not None:
         draft = open_draft(draft, config.kernels)
     if seed is not None:
-        mx.random.seed(
-            seed
-        )  # loading draws random numbers: before it as in mlx-lm, after a draft's
+        # Loading draws random numbers: after the draft, and before the model as in mlx-lm.
+        mx.random.seed(seed)
     model, tokenizer = load(model_path, config, **loading or {})
     with model:
         cache, text = None, template.text(tokenizer, prompt)

@@ -23,7 +23,8 @@ def _cgroups() -> Iterator[tuple[Path, int]]:
         root = CGROUPS / controllers
         here = root / path.lstrip("/")
         for folder in [here, *here.parents]:
-            for name in ("memory.max", "memory.limit_in_bytes"):
+            # Above memory.high the kernel slows a process down until it hardly runs.
+            for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
                 try:
                     limit = int((folder / name).read_text())
                 except (OSError, ValueError):  # not there, or "max"

@@ -106,6 +106,26 @@ def test_the_chat_template(options, chatty, command, capsys, monkeypatch):
     assert got == ("Sort a list." if plain else "") + wanted
 
 
+def test_a_template_that_fails(chatty, command, tmp_path):
+    """It takes no system prompt, and changes a message, so that nothing can go on behind it."""
+    model, file = tmp_path / "m", tmp_path / "p.safetensors"
+    shutil.copytree(chatty, model)
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content | upper if m.role == 'user' "
+        "else raise_exception('no system prompt here') }}{% endfor %}"
+    )
+    generate = ["generate", model, *SLOTS, "--max-tokens", 2, "--prompt", "x"]
+    for argv in (generate, ["chat", model, *SLOTS]):
+        said = command(*argv, "--system-prompt", "s", stdin="x\n", code=1)
+        assert "chat template" in said and "no system prompt here" in said
+    assert "tokenize" in command(*generate, "--chat-template-config", '{"tokenize": 1}', code=1)
+    cache = ["cache-prompt", "--prompt", "x", "--prompt-cache-file", file, *SLOTS]
+    assert "chat template" in command(*cache, model, code=1)
+    (model / "chat_template.jinja").write_text("{{ messages[0].content | replace('<', '[') }}")
+    command(*cache, model)
+    assert "chat template" in command(*generate, "--prompt-cache-file", file, code=1)
+
+
 def test_a_prompt_cache_file(chatty, command, capsys, monkeypatch, tmp_path):
     """Of this command and of mlx-lm's, for this command and for mlx-lm's."""
     for model in (MODEL, chatty):

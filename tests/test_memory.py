@@ -35,7 +35,9 @@ def test_version_2_the_tightest_group_above_decides(cgroups):
     cgroups("0::/user/job", {"user/job": job, "user": above})
     assert memory.memory_limit() == 300 * MB
     assert memory.memory_in_cgroups() == 110 * MB  # less than the 431 MB of the inner one
-    cgroups("0::/user/job", {"user": {"memory.max": "max"}})
+    cgroups("0::/user/job", {"user": {"memory.high": 200 * MB}})
+    assert memory.memory_limit() == 200 * MB and memory.memory_in_cgroups() == 10 * MB
+    cgroups("0::/user/job", {"user": {"memory.max": "max", "memory.high": "max"}})
     assert memory.memory_limit() == 500 * MB
     assert memory.memory_in_cgroups() == (500 - 100 + 31) * MB
     assert memory.memory_available() == min(431 * MB, psutil.virtual_memory().available)
