@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse, stream_generate
 
@@ -31,7 +32,9 @@ def open_draft(draft: str | Path, kernels: str = "auto") -> Draft:
     if draft == LOOKUP:
         return LookupDraft()
     if "dflash_config" in draft_config(draft):
-        return DFlashDraft(draft)
+        found = DFlashDraft(draft)
+        mx.eval(found.model.parameters())  # so that a plan made after this counts its memory
+        return found
     model, _ = load(draft, StreamConfig(mode="resident", kernels=kernels))
     return ModelDraft(model)
 

@@ -61,6 +61,7 @@ from .speculation.generate import speculative_generate, speculative_generate_ste
 from .speculation.target import vocabulary
 from .streaming.config import StreamConfig
 from .streaming.model import close, find, load
+from .streaming.session import session_of
 
 GRACE_S = 2  # for a thread to end when the server is stopped
 AUTO = "auto"  # of num_draft_tokens: the policy decides
@@ -69,7 +70,7 @@ NUMBERS = (  # of a request, which mlx-lm takes as nan and infinity too
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 SEAMS = {  # what is changed of mlx_lm.server
-    "ModelProvider": ("_load", "load_default", "reset"),
+    "ModelProvider": ("_load", "load", "load_default", "reset"),
     "ResponseGenerator": (
         *("_generate", "_next_request", "_run_generate", "_serve_single", "_tokenize"),
         "stop_and_join",
@@ -100,12 +101,20 @@ class Provider(server.ModelProvider):
             close(self.model)
         super().reset()
 
+    def load(self, model_path, adapter_path=None, draft_model_path=None):
+        # Another name of the folder that is served would load the same model again.
+        served = self.cli_args.model
+        if model_path and Path(model_path).is_dir() and str(Path(model_path).resolve()) == served:
+            model_path = served
+        return super().load(model_path, adapter_path, draft_model_path)
+
     def _load(self, model_path, adapter_path=None, draft_model_path=None):
         draft = None
+        if draft_model_path is not None:  # first, since slots take all the memory that it leaves
+            draft = open_draft(draft_model_path, self.config.kernels)
         if self.model_key is None or self.model_key[:2] != (model_path, adapter_path):
             self._load_model(model_path, adapter_path)
-        if draft_model_path is not None:
-            draft = open_draft(draft_model_path, self.config.kernels)
+        if draft is not None:
             draft.bind(self.model)  # refuses a draft that does not fit
         self.model_key = (model_path, adapter_path, draft_model_path)
         self.draft_model = draft
@@ -468,7 +477,10 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
     with Server(args.host, args.port) as listening:
         provider = Provider(args, config)
         provider.load_default()  # an error here ends the command
-        prompts = Prompts(args.prompt_cache_size, args.prompt_cache_bytes or sys.maxsize)
+        plan = session_of(provider.model).plan
+        if args.prompt_cache_bytes is None:
+            args.prompt_cache_bytes = plan.all_caches_nbytes if plan else sys.maxsize
+        prompts = Prompts(args.prompt_cache_size, args.prompt_cache_bytes)
         listening.answer(Generator(provider, prompts))
 
 
@@ -493,7 +505,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling(parser)
     add_number(parser, "--prompt-cache-size", 10, "prompts and answers to keep")
     parser.add_argument(
-        "--prompt-cache-bytes", type=_size, metavar="SIZE", help="and their memory, as in 2GB"
+        "--prompt-cache-bytes",
+        type=_size,
+        metavar="SIZE",
+        help="their memory, as in 2GB (default: what slots auto leaves)",
     )
     for name, options in {
         "--adapter-path": {"type": not_empty},

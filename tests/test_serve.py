@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import socket
+import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -296,13 +297,24 @@ def test_requests_that_are_not_http(served, client):
 
 @two_servers
 def test_models_by_name(served, client, texts):
-    """The served model is in the list, and is not loaded again when it is asked for by name."""
+    """The served model is in the list."""
     (model,) = client.models.list()
     assert model.id == str(MODEL)
     with pytest.raises(openai.NotFoundError) as refused:
         complete(client, PROMPTS[0], model="gpt-9")
     assert "gpt-9: expected a model folder" in refused.value.body
     assert complete(client, PROMPTS[0], model=model.id) == texts[0]
+
+
+def test_another_name_of_the_served_model(tmp_path):
+    """A link to its folder, for one: the model is not loaded again."""
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    provider = serve.Provider(parser.parse_args([str(MODEL)]), moelab.StreamConfig(slots=16))
+    (tmp_path / "link").symlink_to(MODEL)
+    model, _ = provider.load("default_model", None, "default_model")
+    assert provider.load(str(tmp_path / "link"), None, "default_model")[0] is model
+    provider.reset()
 
 
 # Files and command lines
@@ -372,6 +384,26 @@ def test_a_server_that_cannot_start(options, words, tmp_path, monkeypatch, capsy
     code = main(["serve", *map(str, options), "--port", "0"])
     err = capsys.readouterr().err
     assert code == (1 if words else 0) and (words or "answers") in err and "Traceback" not in err
+
+
+def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(monkeypatch):
+    """The draft is there before the model's slots are chosen; kept prompts have a limit."""
+    made, opened = [], []
+    prompts, open_draft, load = serve.Prompts, serve.open_draft, serve.load
+    monkeypatch.setattr(serve, "Prompts", lambda *a: made.append(a) or prompts(*a))
+    monkeypatch.setattr(serve, "open_draft", lambda *a: opened.append(a) or open_draft(*a))
+    monkeypatch.setattr(serve, "load", lambda *a, **k: opened.append("model") or load(*a, **k))
+    monkeypatch.setattr(serve.Server, "serve_forever", lambda self: None)
+    argv = ["serve", str(MODEL), "--port", "0", "--prompt-cache-size", "3"]
+    memory = ["--memory-nbytes", "170000000"]
+    draft = str(DATA / "models/tiny-dflash")
+    assert main([*argv, *memory, "--draft", draft]) == 0
+    assert opened == [(draft, "auto"), "model"]
+    plan = moelab.plan(MODEL, memory_nbytes=170_000_000)
+    assert plan.slots < 64
+    assert main([*argv, *SLOTS]) == main([*argv, *memory, "--prompt-cache-bytes", "0"]) == 0
+    assert made == [(3, plan.all_caches_nbytes), (3, sys.maxsize), (3, 0)]
+    assert 0 <= plan.all_caches_nbytes - plan.caches_nbytes < sum(plan.expert_nbytes)
 
 
 def test_a_port_that_is_taken(capsys):

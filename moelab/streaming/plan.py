@@ -74,6 +74,12 @@ class Plan:
     prompt_tokens: int
     reason: str
 
+    @property
+    def all_caches_nbytes(self) -> int:
+        """What everything else leaves for caches, of several texts together."""
+        taken = self.process_nbytes + self.backbone_nbytes + self.prompt_nbytes
+        return self.memory_nbytes - taken - self.slots * sum(self.expert_nbytes)
+
     def __str__(self):
         return self.reason
 
