@@ -3,8 +3,9 @@
 mlx-lm's classes answer. The classes here change what streaming needs and what would end the server:
 
     Provider   loads with ``moelab.load``, and drafts as ``moelab.drafting`` opens them
-    Generator  drafts with ``speculative_generate``, keeps the states of a prompt that cannot be
-               trimmed, goes on after an error, ends an answer at Ctrl-C
+    Generator  drafts with ``speculative_generate``, goes on after an error, ends an answer at
+               Ctrl-C. Of hybrids, whose states cannot be trimmed, it keeps the state where a prompt
+               parts from an earlier one.
     Prompts    always leaves a token to read: mlx-lm's server ends at a prompt that is cached whole
     Handler    refuses what mlx-lm would fail at later, sees that a client has gone
 """
@@ -64,6 +65,7 @@ from .streaming.model import close, find, load
 from .streaming.session import session_of
 
 GRACE_S = 2  # for a thread to end when the server is stopped
+MIN_SHARED = 16  # tokens that prompts must share for the state after them to be kept
 AUTO = "auto"  # of num_draft_tokens: the policy decides
 NUMBERS = (  # of a request, which mlx-lm takes as nan and infinity too
     *("temperature", "top_p", "min_p", "xtc_probability", "xtc_threshold"),
@@ -155,6 +157,11 @@ class Prompts(LRUPromptCache):
         cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
         return cache, rest + tokens[-1:]
 
+    def parts_at(self, model, tokens: list[int]) -> int:
+        """How many tokens a prompt shares with an earlier one beyond what can be fetched of it."""
+        found = self._trie.search(model, tokens[:-1])
+        return found.common_prefix if len(found.shorter or ()) < found.common_prefix else 0
+
 
 class Generator(server.ResponseGenerator):
     """Answers requests in a thread of its own, as mlx-lm does: in batches, or one by one.
@@ -210,6 +217,11 @@ class Generator(server.ResponseGenerator):
             raise ValueError(f"top_k: expected less than the vocabulary's {size} tokens")
         if wrong := [token for token in args.logits.logit_bias or () if not 0 <= token < size]:
             raise ValueError(f"logit_bias: expected token ids from 0 to {size - 1}, got {wrong[0]}")
+        if vision is None and not can_trim_prompt_cache(
+            make_prompt_cache(self.model_provider.model)
+        ):
+            shared = self.prompt_cache.parts_at(self.model_provider.model_key, prompt)
+            segments, types = _cut(segments, types, shared)
         self._prompt = (prompt, segments, types) if vision is None else (prompt, [], [])
         return prompt, list(segments), list(types), state, vision
 
@@ -279,6 +291,22 @@ class Generator(server.ResponseGenerator):
     def _check(self):
         if self._stop:
             raise RuntimeError("the server was stopped")
+
+
+def _cut(segments, types, at):
+    """Cut the segment that token ``at`` is in, so that the state there is kept for later prompts.
+
+    It is kept as a system prompt's is, since it begins several prompts.
+    """
+    begins = accumulate(map(len, segments), initial=0)
+    for i, (begin, segment) in enumerate(zip(begins, segments)):
+        if at >= MIN_SHARED and begin < at < begin + len(segment):
+            pieces = [segment[: at - begin], segment[at - begin :]]
+            return (
+                [*segments[:i], *pieces, *segments[i + 1 :]],
+                [*types[:i], "system", *types[i:]],
+            )
+    return segments, types
 
 
 def _after(before, processor):

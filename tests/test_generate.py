@@ -190,6 +190,44 @@ def test_what_generate_refuses(options, words, command):
     assert words in command("generate", MODEL, *SLOTS, "--prompt", "x", *options, code=code)
 
 
+@pytest.mark.parametrize(
+    "variables, options, now",
+    [
+        ({"TEND_MOE_CACHE_SLOTS": "24"}, [], "mode fused, slots 24"),
+        ({"MLX_MOE_CACHE_SLOTS": "24"}, ["--slots", "20"], "mode fused, slots 20"),
+        ({"MLX_MOE_STACKED": "1", "MLX_MOE_CACHE_SLOTS": "24"}, [], "mode stacked, slots 24"),
+        ({"MLX_MOE_STACKED": "1"}, ["--mode", "fused", "--slots", "9"], "mode fused, slots 9"),
+        ({"MLX_MOE_STACKED": "0"}, [], "mode buffers"),
+        ({"MLX_MOE_CACHE_SLOTS": "24"}, ["--mode", "resident"], "mode resident"),
+        ({"SWIFTLM_TOP_K": "4"}, ["--slots", "9"], "mode fused, slots 9, top-k 4"),
+        ({}, ["--slots", "9"], None),
+    ],
+)
+def test_the_environment_of_swiftlm(variables, options, now, monkeypatch, capsys):
+    """Its variables are honoured and named; the command's own options come first."""
+    seen = []
+    monkeypatch.setattr("moelab.generate.generate", lambda *args, **_: seen.append(args[2]))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["generate", str(MODEL), "--prompt", "x", *options]) == 0
+    err = capsys.readouterr().err.strip()
+    if now is None:
+        assert not err
+        return
+    assert all(f"{name}={value}" in err for name, value in variables.items())
+    assert err.endswith(now) and seen[0].mode in now
+    assert "slots" not in now or f"slots {seen[0].slots}" in now
+
+
+@pytest.mark.parametrize(
+    "variables", [{"MLX_MOE_FUSE_GATEUP": "1"}, {"SWIFTLM_TOP_K": "many"}, {"MLX_MOE_STACKED": "2"}]
+)
+def test_an_environment_that_is_wrong(variables, monkeypatch, command):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert next(iter(variables)) in command("generate", MODEL, "--prompt", "x", code=1)
+
+
 # Chat
 
 

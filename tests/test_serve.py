@@ -133,6 +133,27 @@ def test_a_shared_prefix_is_read_once(client):
     assert other.choices[0].message.content != alone.choices[0].message.content
 
 
+@two_servers
+@pytest.mark.parametrize("ask", ["completions", "chat"])
+def test_prompts_that_begin_alike(served, client, ask):
+    """The second shows where they part. The third is read from there, and its text is right."""
+    begin = f"{ask} = 1  # What this file of settings says, and where each of them is read\n"
+    begin += "def of(values, names, defaults):\n    return"
+    with moelab.load(MODEL, moelab.StreamConfig(slots=16))[0] as model:
+        tokenizer = mlx_lm.utils.load_tokenizer(MODEL)
+        shared = len(tokenizer.encode(begin))
+        for i, end in enumerate((" values + names", " sorted(names)", " {name: 1", " [name for")):
+            prompt = begin + end
+            if ask == "chat":
+                answer = chat(client, user(prompt))
+                text = answer.choices[0].message.content
+            else:
+                answer = client.completions.create(prompt=prompt, **DEFAULT)
+                text = answer.choices[0].text
+            assert text == mlx_lm.generate(model, tokenizer, prompt, max_tokens=TOKENS)
+            assert shared > 24 and cached(answer) == (0 if i < 2 else shared)
+
+
 @every_server
 def test_a_prompt_that_is_cached_whole(client):
     """One token is read again; mlx-lm's server has none left to read then, and ends."""

@@ -295,6 +295,22 @@ def test_a_lookup_proposes_half_of_what_matched():
         LookupDraft(0)
 
 
+def test_a_lookup_goes_on_from_its_cache():
+    """It finds what was read before the cache was kept, and what was taken back no more."""
+    draft = LookupDraft()
+    (cache,) = draft.make_cache()
+    draft.bind(None, [cache])
+    draft.extend(mx.array([*range(20), 90, 91]))
+    draft.propose(0, 0, None)
+    assert cache.trim(2) == 2 and cache.nbytes == 8 * 20
+    draft.bind(None, [copy.deepcopy(cache)])
+    draft.extend(mx.array([2, 3, 4, 5, 6, 7]))
+    assert draft.propose(8, 9, None).tolist() == [9, 10, 11]
+    draft.bind(None)
+    draft.extend(mx.array([2, 3, 4, 5, 6, 7]))
+    assert draft.propose(8, 9, None).tolist() == []
+
+
 def test_one_draft_for_several_texts():
     model, draft = build("qwen3_5_moe"), ModelDraft(build("qwen3_moe"))
     for prompt in (PROMPT, [1], PROMPT[::-1], PROMPT):
