@@ -21,6 +21,9 @@ from .slots import SlotBank, SlotTable, can_fuse
 OVERLAP_S = 1e-3
 # Bytes. With overlap, experts are computed in parts of about this size as they arrive.
 PART_NBYTES = 2 * 1024 * 1024
+# Parts of a wave at most with the fast kernels. They compute an expert so fast that what a part
+# costs beside its arithmetic shows.
+NUM_PARTS = 8
 # Seconds. Below this predicted read time one prefetch thread is enough: handing the work to more
 # threads would take as long as the reads.
 HANDOVER_S = 1e-4
@@ -393,6 +396,8 @@ class Stacked(StreamedExperts):
     def _parts(self, misses):
         # Large enough to be worth a wait, small enough that computing one hides the next read.
         size = max(len(self.session.streams), PART_NBYTES // self.bank.expert_nbytes)
+        if self.session.fast_experts:
+            size = max(size, -(-len(misses) // NUM_PARTS))
         misses = list(misses.items())
         return [dict(misses[i : i + size]) for i in range(0, len(misses), size)]
 

@@ -107,7 +107,7 @@ class Session:
         plan (Plan or None): Why there are so many slots, if ``plan`` chose them.
 
     Attributes:
-        config, dtype, top_k, resident, pinned, plan: As above.
+        config, dtype, top_k, resident, pinned, plan, fast_experts: As above.
         located (dict[str, ExpertTensor]): As above, each file a ``File`` that ``reader`` opened.
         layers (list[StreamedExperts]): The streamed layers, in the order of the model; an empty
             list in ``resident`` mode. Those with slots (``Stacked``) have a ``bank`` and a
@@ -156,6 +156,7 @@ class Session:
         self._unfinished = False  # set while a call runs, and left set by an exception
         self._prompt_tokens = 0  # since a token was decoded
         self._process = os.getpid()
+        self.fast_experts = fast_experts
         self._more_streams = _more_streams(config, fast_experts)
         # On a CPU computing an expert takes about as long as reading it; on a GPU far less.
         self.overlap = mx.default_device() == mx.cpu
