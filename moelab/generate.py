@@ -125,7 +125,7 @@ def encode(tokenizer: TokenizerWrapper, text: str, special: bool = True) -> list
     Raises:
         ValueError: If there are none.
     """
-    ids = tokenizer.encode(text, add_special_tokens=special)
+    ids = tokenizer.encode(text, **({} if special else {"add_special_tokens": False}))
     if not len(ids):
         raise ValueError(
             f"prompt {text!r}: expected a text of at least one token, the tokenizer made none. "
