@@ -219,15 +219,27 @@ class Stacked(StreamedExperts):
 
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
-        slots = min(session.config.slots, self.num_experts)
-        pinned = session.pinned[layer]
+        self._module = (module,)  # in a tuple, so that its parameters are not the model's
+        self.routed = None
+        self.take(session.config.slots)
+
+    def take(self, slots: int) -> None:
+        """Take memory for so many slots in place of those that there are, which are forgotten.
+
+        No call and no read may be running.
+
+        Args:
+            slots (int): S; no more than E are taken.
+        """
+        session, (module,) = self.session, self._module
+        slots, pinned = min(slots, self.num_experts), session.pinned[self.index]
+        self.bank = None  # its memory is free before more is taken
         self.bank = self._bank(module, slots + len(pinned), self.gate_with_up and can_fuse(module))
         self.table = SlotTable(slots, session.config.policy, pinned)
         session.reader.read(self.bank.reads(self.table.pinned))
         for e, slot in self.table.pinned.items():
             self.bank.arrived(e, slot)
         self.job = None
-        self.routed = None
         self._slot_of_all = None  # [E], once every expert is held
 
     def recover(self) -> None:

@@ -49,6 +49,8 @@ class LoadedModel:
         with self._session.call():
             cache, outs = kwargs.get("cache"), []
             alone = cache is not None and not args and kwargs.keys() == {"cache"}
+            if inputs.size == inputs.shape[0]:  # a prompt's peak is planned for
+                self._session.give_back()
             parts = self._session.parts(inputs) if alone else [inputs]
             for part in parts:
                 self._session.begin(part)

@@ -138,6 +138,7 @@ def plan_of(model: nn.Module, checkpoint: Checkpoint, config: StreamConfig, top_
     slot, E, L = sum(experts), max(map(num_experts, modules)), len(modules)
     caches, largest_state, words = _caches(model, checkpoint, config.context)
     memory, system = _memory() if config.memory_nbytes is None else (config.memory_nbytes, 0)
+    memory = max(0, memory)
     per_token = _prompt_nbytes(model, checkpoint, config, top_k, largest_state, words)
     room = memory - backbone - caches - PROCESS_NBYTES - top_k * slot
     budget = min(max(memory // PROMPT_SHARE, FEW_PROMPT_TOKENS * per_token), room // 2)
@@ -222,7 +223,21 @@ def _memory():
     kept = min(machine.total // SYSTEM_SHARE, SYSTEM_NBYTES)
     limits = [n for n in (memory_in_cgroups(), gpu) if n is not None]
     memory = min([machine.available - kept, *limits])
-    return max(0, memory), kept if memory == machine.available - kept else 0
+    return memory, kept if memory == machine.available - kept else 0
+
+
+def shortage(plan: Plan) -> int:
+    """Bytes that should be given back, because memory got short since a plan was made.
+
+    It is short when less than half of what the plan counts for a prompt and leaves to the system
+    is still there.
+
+    Args:
+        plan (Plan): Of a model that is loaded.
+    """
+    memory, kept = _memory()
+    missing = plan.prompt_nbytes - memory
+    return missing if missing > (plan.prompt_nbytes + kept) // 2 else 0
 
 
 def _caches(model, checkpoint, context):

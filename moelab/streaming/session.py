@@ -3,6 +3,7 @@
 import ctypes
 import os
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -18,12 +19,13 @@ from ..checkpoint import ExpertTensor
 from ..kernels.code import num_threads
 from . import cuda
 from .config import StreamConfig
-from .plan import Plan
+from .plan import Plan, shortage
 from .reader import Reader
 
 # Tokens that count as a long prompt. When decoding begins after one, free memory is
 # returned to the system, which takes 90 ms after a prompt of 2,000 tokens that took 20 s (2 cores).
 LONG_PROMPT = 256
+LOOK_S = 1.0  # from one look at the memory that is left to the next, which takes 0.3 ms
 
 
 @dataclass
@@ -155,6 +157,7 @@ class Session:
         self._caller = None  # the thread whose call is running
         self._unfinished = False  # set while a call runs, and left set by an exception
         self._prompt_tokens = 0  # since a token was decoded
+        self._look_s = 0.0  # when to look at the memory again
         self._process = os.getpid()
         self.fast_experts = fast_experts
         self._more_streams = _more_streams(config, fast_experts)
@@ -222,6 +225,34 @@ class Session:
         num = min(-(-inputs.size // self.plan.prompt_tokens), max(1, T // 2))
         ends = [T * i // num for i in range(num + 1)]
         return [inputs[:, a:b] for a, b in pairwise(ends)]
+
+    def give_back(self) -> None:
+        """Give slots back if memory got short since ``plan`` chose them; look once a second."""
+        now = perf_counter()
+        if self.plan is None or now < self._look_s:
+            return
+        self._look_s = now + LOOK_S
+        missing = shortage(self.plan)
+        if not missing:
+            return
+        slots = self.config.slots
+        fewer = max(self.top_k, slots - -(-missing // sum(self.plan.expert_nbytes)))
+        if fewer < slots:
+            self.reader.stop()  # prefetches
+            mx.eval(self.pending)
+            self.pending, self.config = [], replace(self.config, slots=fewer)
+            for layer in self.layers:
+                layer.take(fewer)
+                mx.clear_cache()
+            _return_free_memory()
+        what = f"slots {slots} -> {fewer}" if fewer < slots else f"no more than {slots} slots left"
+        warnings.warn(
+            f"memory is short by {missing / 1e6:.0f} MB: {what} in each layer. Other programs, or "
+            f"a text longer than the {self.plan.context} tokens planned for (StreamConfig.context),"
+            " took it.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def begin(self, inputs: mx.array) -> None:
         """Count a call of the whole model.

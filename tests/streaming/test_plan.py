@@ -189,6 +189,38 @@ def test_some_memory_is_left_to_the_system(monkeypatch):
     assert p.system_nbytes == min(total // 10, 4 * GB) and p.memory_nbytes + p.system_nbytes < total
 
 
+@pytest.mark.parametrize("prefetch", ["none", "last"])
+def test_slots_are_given_back_when_memory_gets_short(prefetch, monkeypatch):
+    """Down to K, with one line each time, and the text stays the same."""
+    config = moelab.StreamConfig(prefetch=prefetch, kernels="mlx")
+    with load_model(TINY_MOE, replace(config, slots=64))[0] as model:
+        want = greedy_logits(model, PROMPT, 24).argmax(-1).tolist()
+    monkeypatch.setattr("moelab.streaming.session.LOOK_S", 0.0)
+    short = iter([0] * 6 + [10 * MB, 0, 10**12, 0, 1] + [0] * 20)
+    monkeypatch.setattr("moelab.streaming.session.shortage", lambda plan: next(short))
+    with load_model(TINY_MOE, config)[0] as model:
+        session = session_of(model)
+        slot = sum(session.plan.expert_nbytes)
+        before = mx.get_active_memory()
+        with pytest.warns(RuntimeWarning, match="memory is short") as said:
+            got = greedy_logits(model, PROMPT, 24).argmax(-1).tolist()
+        assert got == want and session.config.slots == 8
+        assert all(layer.table.num_slots == 8 for layer in session.layers)
+        assert before - mx.get_active_memory() >= 50 * slot
+        lines = [str(w.message) for w in said if w.category is RuntimeWarning]
+        assert f"slots 64 -> {64 - -(-10 * MB // slot)}" in lines[0] and "-> 8" in lines[1]
+        assert "no more than 8 slots left" in lines[2] and len(lines) == 3
+
+
+def test_memory_is_short_when_half_of_what_was_left_is_gone(monkeypatch):
+    p = moelab.plan(TINY_MOE, memory_nbytes=165 * MB)
+    for kept in (0, 1000 * MB):
+        enough = p.prompt_nbytes - (p.prompt_nbytes + kept) // 2
+        for left, missing in ((enough, 0), (enough - 1, p.prompt_nbytes - enough + 1)):
+            monkeypatch.setattr(plans, "_memory", lambda now=(left, kept): now)
+            assert plans.shortage(p) == missing
+
+
 IN_A_CGROUP = """
 import json, sys, moelab, mlx_lm
 from moelab.streaming.session import session_of
@@ -218,3 +250,28 @@ def test_in_a_cgroup_it_runs_or_is_refused_and_is_never_killed():
     )
     assert 8 <= few_slots < 64 and f"slots={few_slots} of 64" in reason
     assert few_text == free_text
+
+
+FILLED = """
+import sys, moelab, mlx_lm, numpy as np
+from moelab.streaming import session
+session.LOOK_S = 0.0
+model, tokenizer = moelab.load(sys.argv[1])
+config, taken, slots = lambda: session.session_of(model).config, [], []
+for _ in mlx_lm.stream_generate(model, tokenizer, "def main():", max_tokens=120):
+    slots.append(config().slots)
+    if config().slots > 16:
+        taken.append(np.ones(1_500_000, np.uint8))
+print(*slots)
+"""
+
+
+def test_a_process_that_fills_its_cgroup_gives_slots_back_and_is_not_killed():
+    try:
+        done = limit.run([sys.executable, "-c", FILLED, str(TINY_MOE)], 250 * MB)
+    except limit.NoLimit as e:
+        pytest.skip(str(e))
+    assert done.returncode == 0, done.stderr
+    slots = list(map(int, done.stdout.split()))
+    assert slots == sorted(slots, reverse=True) and slots[0] > 16 >= slots[-1] >= 8
+    assert "memory is short" in done.stderr and len(slots) == 120
