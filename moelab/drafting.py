@@ -1,6 +1,5 @@
 """A draft by the name that a command line or a request gives it, and text written with it."""
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse, stream_generate
 
+from .checkpoint import read_json
 from .speculation.dflash import DFlashDraft
 from .speculation.drafts import Draft, LookupDraft, ModelDraft
 from .speculation.generate import speculative_generate
@@ -47,7 +47,7 @@ def draft_config(path: str | Path, words: tuple[str, ...] = (LOOKUP,)) -> dict:
         words (tuple[str, ...]): What may be given in place of a folder, for the error.
 
     Raises:
-        ValueError: If there is no such folder, or its configuration is not JSON.
+        ValueError: If there is no such folder, or its configuration is not an object in JSON.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -55,12 +55,7 @@ def draft_config(path: str | Path, words: tuple[str, ...] = (LOOKUP,)) -> dict:
             f"draft {str(path)!r}: expected {', '.join(words)}, or the folder of a model or "
             "of a DFlash draft with its config.json; found no such folder."
         )
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(
-            f"{file}: not JSON ({error}). Make or download the draft again."
-        ) from error
+    return read_json(file)
 
 
 def prompt_step(model: nn.Module, most: int = 2048) -> int:

@@ -228,6 +228,13 @@ def test_an_environment_that_is_wrong(variables, monkeypatch, command):
     assert next(iter(variables)) in command("generate", MODEL, "--prompt", "x", code=1)
 
 
+def test_a_draft_whose_configuration_is_no_object(command, tmp_path):
+    for text in ("5", "[]", "{", "\xff"):
+        (tmp_path / "config.json").write_text(text, encoding="latin-1")
+        said = command("generate", MODEL, *SLOTS, "--prompt", "x", "--draft", tmp_path, code=1)
+        assert "config.json" in said and "JSON" in said
+
+
 # Chat
 
 
