@@ -27,7 +27,7 @@ from .layers import LAYERS, moe_blocks
 from .parallel import spread
 from .plan import plan_of
 from .prefetch import PREFETCHERS
-from .session import Session, session_of, stats
+from .session import LONG_PROMPT, Session, session_of, stats
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 
@@ -49,7 +49,7 @@ class LoadedModel:
         with self._session.call():
             cache, outs = kwargs.get("cache"), []
             alone = cache is not None and not args and kwargs.keys() == {"cache"}
-            if inputs.size == inputs.shape[0]:  # a prompt's peak is planned for
+            if inputs.size < LONG_PROMPT:  # drafts too; a prompt's peak is planned for
                 self._session.give_back()
             parts = self._session.parts(inputs) if alone else [inputs]
             for part in parts:

@@ -232,8 +232,11 @@ class Session:
         if self.plan is None or now < self._look_s:
             return
         self._look_s = now + LOOK_S
-        missing = shortage(self.plan)
-        if not missing:
+        if not shortage(self.plan):
+            return
+        mx.clear_cache()  # what a prompt left free may be enough
+        _return_free_memory()
+        if not (missing := shortage(self.plan)):
             return
         slots = self.config.slots
         fewer = max(self.top_k, slots - -(-missing // sum(self.plan.expert_nbytes)))

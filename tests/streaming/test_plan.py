@@ -196,7 +196,9 @@ def test_slots_are_given_back_when_memory_gets_short(prefetch, monkeypatch):
     with load_model(TINY_MOE, replace(config, slots=64))[0] as model:
         want = greedy_logits(model, PROMPT, 24).argmax(-1).tolist()
     monkeypatch.setattr("moelab.streaming.session.LOOK_S", 0.0)
-    short = iter([0] * 6 + [10 * MB, 0, 10**12, 0, 1] + [0] * 20)
+    # Asked again after free memory was returned, which is enough the first time.
+    twice = [10 * MB, 10 * MB, 0, 10**12, 10**12, 0, 1, 1]
+    short = iter([0] * 6 + [10**9, 0] + twice + [0] * 20)
     monkeypatch.setattr("moelab.streaming.session.shortage", lambda plan: next(short))
     with load_model(TINY_MOE, config)[0] as model:
         session = session_of(model)
@@ -210,6 +212,14 @@ def test_slots_are_given_back_when_memory_gets_short(prefetch, monkeypatch):
         lines = [str(w.message) for w in said if w.category is RuntimeWarning]
         assert f"slots 64 -> {64 - -(-10 * MB // slot)}" in lines[0] and "-> 8" in lines[1]
         assert "no more than 8 slots left" in lines[2] and len(lines) == 3
+
+
+def test_slots_are_given_back_in_a_pass_over_drafts(monkeypatch):
+    with load_model(TINY_MOE, moelab.StreamConfig())[0] as model:
+        monkeypatch.setattr("moelab.streaming.session.shortage", lambda plan: 10**12)
+        with pytest.warns(RuntimeWarning, match="memory is short"):
+            mx.eval(model(mx.array([PROMPT])))
+        assert session_of(model).config.slots == 8
 
 
 def test_memory_is_short_when_half_of_what_was_left_is_gone(monkeypatch):
