@@ -248,6 +248,8 @@ class Session:
                 layer.take(fewer)
                 mx.clear_cache()
             _return_free_memory()
+        else:
+            self._look_s = float("inf")  # there is nothing to give back: say so once
         what = f"slots {slots} -> {fewer}" if fewer < slots else f"no more than {slots} slots left"
         warnings.warn(
             f"memory is short by {missing / 1e6:.0f} MB: {what} in each layer. Other programs, or "

@@ -198,7 +198,7 @@ def test_slots_are_given_back_when_memory_gets_short(prefetch, monkeypatch):
     monkeypatch.setattr("moelab.streaming.session.LOOK_S", 0.0)
     # Asked again after free memory was returned, which is enough the first time.
     twice = [10 * MB, 10 * MB, 0, 10**12, 10**12, 0, 1, 1]
-    short = iter([0] * 6 + [10**9, 0] + twice + [0] * 20)
+    short = iter([0] * 6 + [10**9, 0] + twice + [10**12] * 20)
     monkeypatch.setattr("moelab.streaming.session.shortage", lambda plan: next(short))
     with load_model(TINY_MOE, config)[0] as model:
         session = session_of(model)
