@@ -370,13 +370,13 @@ def packed_point(limit_mb=600, prefetch="none"):
     return [s.measured for s in sweep.runs_of(row.point)], row.decode.seconds, sweep.tokens
 
 
-def oracle_ahead():
+def oracle_ahead(limit_mb):
     """A token's ms without and with the oracle, and its share of the roofline in both."""
     sweep = sweeps.recorded("cpu_sweep_35b_packed")
     ms, shares = [], []
     for prefetch in ("none", "oracle"):
-        ms.append(quartiles(packed_point(prefetch=prefetch)[1], ".1f", 1e3))
-        share = page_cache.roofline(sweep, 600_000_000, prefetch)[8]
+        ms.append(quartiles(packed_point(limit_mb, prefetch)[1], ".1f", 1e3))
+        share = page_cache.roofline(sweep, limit_mb * 1_000_000, prefetch)[8]
         shares.append(f"{share:.2f}")
     return *ms, *shares
 
@@ -389,7 +389,7 @@ def cpu_of_reads():
         reads.append(quartiles([m.reads.cpu_s / m.reads.asked_nbytes * 1e9 for m in runs]))
     runs, _, tokens = packed_point()
     token_ms = [m.decode.cpu_s / tokens.decode * 1e3 for m in runs]
-    return *reads, quartiles(token_ms, ".1f"), f"{np.median(token_ms) / 2:.1f}"
+    return reads[0], 600, reads[1], quartiles(token_ms, ".1f"), f"{np.median(token_ms) / 2:.1f}"
 
 
 def limited_drafts():
@@ -876,11 +876,12 @@ PASSAGES = {
         *[(f"| {mb} MB, {slots} slots |", list)
           for mb, slots in ((1500, 8), (1500, 64), (1500, 150), (600, 8), (600, 35))],
         ("Decoding reaches {} to {} of its roofline", roofs),
-        ("with {} MB and {} slots (`cpu_sweep_35b_packed`, n={})",
-         lambda: (600, 8, len(packed_point()[0]))),
-        ("takes a token from {} ms to {}, from {} of the roofline to {}", oracle_ahead),
-        ("{} ms a MB under the limit, where the system must free a page for every page that it "
-         "reads, and {} without one. A token takes {} ms of both cores together, so {} ms",
+        ("with {} slots (`cpu_sweep_35b_packed`, n={})", lambda: (8, len(packed_point()[0]))),
+        ("in {} MB takes a token from {} ms to {}, from {} of the roofline to {}; in {} MB from "
+         "{} ms to {}, from {} to {}", lambda: (1500, *oracle_ahead(1500), 600, *oracle_ahead(600))),
+        ("{} ms a MB in {} MB, where the system must free a page for every page that it "
+         "reads, and {} without a limit. In 600 MB a token takes {} ms of both cores "
+         "together, so {} ms",
          cpu_of_reads),
         ("Fed with {} held-out beginnings and the {} tokens that MLX's kernels write greedily "
          "behind each, tiny-moe streamed with the fast kernels names the same token in all of {} "
