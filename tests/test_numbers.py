@@ -878,7 +878,8 @@ PASSAGES = {
         ("Decoding reaches {} to {} of its roofline", roofs),
         ("with {} slots (`cpu_sweep_35b_packed`, n={})", lambda: (8, len(packed_point()[0]))),
         ("in {} MB takes a token from {} ms to {}, from {} of the roofline to {}; in {} MB from "
-         "{} ms to {}, from {} to {}", lambda: (1500, *oracle_ahead(1500), 600, *oracle_ahead(600))),
+         "{} ms to {}, from {} to {}",
+         lambda: (1500, *oracle_ahead(1500), 600, *oracle_ahead(600))),
         ("{} ms a MB in {} MB, where the system must free a page for every page that it "
          "reads, and {} without a limit. In 600 MB a token takes {} ms of both cores "
          "together, so {} ms",
