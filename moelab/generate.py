@@ -269,7 +269,7 @@ def add_loading(parser: argparse.ArgumentParser, like: str, *others: str) -> Non
     Args:
         parser (argparse.ArgumentParser): The command's.
         like (str): mlx-lm's command.
-        others (str): Options of the command, to be named with them.
+        others (str): Options of this command alone, for the same list.
     """
     for name, options in {
         "--adapter-path": {"type": not_empty},

@@ -371,10 +371,10 @@ def packed_point(limit_mb=600, prefetch="none"):
 
 
 def oracle_ahead(limit_mb):
-    """A token's ms without and with the oracle, and its share of the roofline in both."""
+    """A token's ms with the oracle and without, and its share of the roofline in both."""
     sweep = sweeps.recorded("cpu_sweep_35b_packed")
     ms, shares = [], []
-    for prefetch in ("none", "oracle"):
+    for prefetch in ("oracle", "none"):
         ms.append(quartiles(packed_point(limit_mb, prefetch)[1], ".1f", 1e3))
         share = page_cache.roofline(sweep, limit_mb * 1_000_000, prefetch)[8]
         shares.append(f"{share:.2f}")
@@ -877,13 +877,12 @@ PASSAGES = {
           for mb, slots in ((1500, 8), (1500, 64), (1500, 150), (600, 8), (600, 35))],
         ("Decoding reaches {} to {} of its roofline", roofs),
         ("with {} slots (`cpu_sweep_35b_packed`, n={})", lambda: (8, len(packed_point()[0]))),
-        ("in {} MB takes a token from {} ms to {}, from {} of the roofline to {}; in {} MB from "
-         "{} ms to {}, from {} to {}",
+        ("a token in {} MB takes {} ms and not {}, which is {} of the roofline and not {}; in {} "
+         "MB it takes {} ms and not {}, {} and not {}",
          lambda: (1500, *oracle_ahead(1500), 600, *oracle_ahead(600))),
         ("{} ms a MB in {} MB, where the system must free a page for every page that it "
-         "reads, and {} without a limit. In 600 MB a token takes {} ms of both cores "
-         "together, so {} ms",
-         cpu_of_reads),
+         "reads, and {} without a limit. In 600 MB a token takes {} ms of CPU time, "
+         "which is at least {} ms on two cores", cpu_of_reads),
         ("Fed with {} held-out beginnings and the {} tokens that MLX's kernels write greedily "
          "behind each, tiny-moe streamed with the fast kernels names the same token in all of {} "
          "texts; its logits differ by at most {} of their standard deviation. Held-out text takes "

@@ -202,8 +202,8 @@ def split(documents):
 
 # Tokenize
 
-# Messages one after another, each on lines of its own. Where an answer is to follow, nothing comes
-# after the last, so that one message gives the text that it is, and the model continues it.
+# Each message ends with a line break, but for the last one where the model is to go on: a single
+# message renders as its own text, and the model continues it.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.content }}"
     "{% if not (loop.last and add_generation_prompt) %}{{ '\\n' }}{% endif %}{% endfor %}"
