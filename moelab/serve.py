@@ -124,7 +124,7 @@ class Provider(server.ModelProvider):
         self.is_batchable = draft is None and batched
 
     def _load_model(self, model_path, adapter_path):
-        path = find(model_path)  # an error leaves the model that is served now
+        path = find(model_path)  # raises before the model served now is closed
         if adapter_path is not None and not Path(adapter_path).is_dir():
             raise ValueError(f"adapters: expected a folder, {adapter_path!r} is none")
         self.reset()
@@ -402,7 +402,7 @@ def _list_of_dicts(name, value):
 
 
 class _Watched:
-    """A generator for one client, whose request ends when the client has gone.
+    """A response generator for one client. It ends the request when the client has hung up.
 
     mlx-lm notices that only when it writes, which without ``stream`` is after the last token.
     """

@@ -1,4 +1,4 @@
-"""How much memory is left: by cgroups of both versions, and on a GPU."""
+"""How much memory is left: in cgroups of version 1 and 2, and on a GPU."""
 
 from types import SimpleNamespace
 

@@ -215,7 +215,7 @@ class Stacked(StreamedExperts):
         job (Job or None): What is being prefetched for this layer.
     """
 
-    gate_with_up = False  # not ``fuse``, by which mlx_lm.fuse knows the adapters
+    gate_with_up = False  # not named ``fuse``: mlx_lm.fuse takes such a module for an adapter
 
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)

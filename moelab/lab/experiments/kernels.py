@@ -1,4 +1,4 @@
-"""The fast kernels beside MLX's: the time of a product, and whether texts are the same.
+"""The fast kernels beside MLX's: what a product takes, and whether both write the same texts.
 
     python -m moelab.lab.experiments.kernels products OUT.json        (on Linux)
     python -m moelab.lab.experiments.kernels texts OUT.json
