@@ -214,11 +214,9 @@ def speculative_generate_step(
         )
     policy.begin(max_tokens)
 
-    def quantize(cache):
-        maybe_quantize_kv_cache(cache, quantized_kv_start, kv_group_size, kv_bits)
-
+    quantizing = (quantized_kv_start, kv_group_size, kv_bits)
     with mx.stream(stream):
-        target = _Target(model, draft, prompt_cache, rollback, quantize)
+        target = _Target(model, draft, prompt_cache, rollback, quantizing)
         progress = prompt_progress_callback or (lambda *_: None)
         progress(0, prompt.size)
         for i in range(0, prompt.size - 1, prefill_step_size):
@@ -289,6 +287,7 @@ class _Rounds:
     def _ask_policy(self):
         self._draft.require()
         most = max(self._left - 1 - bool(self._pending), 0)  # the target adds one
+        most = min(most, self._target.room() - 1)
         return min(self._policy.choose(self._missed, most), most)
 
     def _release(self):
@@ -381,10 +380,11 @@ class _Target:
         draft (Draft): Is bound to the target.
         prompt_cache (list | None): The caller's caches, as for ``speculative_generate_step``.
         strategy (str): A strategy of ``Rollback``.
-        quantize (Callable): Is called with the target's cache after every pass.
+        quantizing (tuple): For mlx-lm's ``maybe_quantize_kv_cache``, which is called with the
+            target's cache after every pass: start, group size and bits.
     """
 
-    def __init__(self, model, draft, prompt_cache, strategy, quantize):
+    def __init__(self, model, draft, prompt_cache, strategy, quantizing):
         self._num_caches = len(make_prompt_cache(model))
         self._given, given = prompt_cache, prompt_cache or []
         if 0 < len(given) < self._num_caches:
@@ -394,7 +394,7 @@ class _Target:
             )
         self._cache = given[: self._num_caches] or make_prompt_cache(model)
         self.draft = BoundDraft(draft, model, given[self._num_caches :] or None)
-        self._model, self._quantize = model, quantize
+        self._model, self._quantizing = model, quantizing
         self._rollback = Rollback(model, self._cache, strategy)
         self._capture = Capture(model, draft.layer_ids) if draft.layer_ids else None
         self._read = None  # the tokens of the last pass and their features, until ``keep``
@@ -407,8 +407,16 @@ class _Target:
         mx.eval([c.state for c in self._cache], features)
         policy.prompt(tokens.size, time.perf_counter() - begin)
         self.draft.extend(tokens, features)
-        self._quantize(self._cache)
+        maybe_quantize_kv_cache(self._cache, *self._quantizing)
         mx.clear_cache()
+
+    def room(self) -> float:
+        """Tokens that one pass may read: a cache must not be due to be quantized within it."""
+        start, _, bits = self._quantizing
+        if bits is None:
+            return float("inf")
+        left = [start - c.offset for c in self._cache if hasattr(c, "to_quantized")]
+        return min((n for n in left if n > 0), default=float("inf"))
 
     def read(self, tokens: mx.array) -> mx.array:
         """Logits [T, V] after each of the tokens [T], of which ``keep`` then keeps some."""
@@ -422,7 +430,7 @@ class _Target:
         self._rollback.undo(tokens.size - n)
         self._rollback.commit()
         self.draft.extend(tokens[:n], None if features is None else features[:n])
-        self._quantize(self._cache)
+        maybe_quantize_kv_cache(self._cache, *self._quantizing)
         self._read = None
 
     def finish(self, unread: mx.array | None) -> None:

@@ -10,6 +10,7 @@ import mlx_lm
 import numpy as np
 import pytest
 from drafting import FAST, PROMPT, Guess, heldout, plain, repeat, steps, tiny, told
+from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
@@ -268,6 +269,20 @@ def test_a_quantized_cache():
     got = steps(model, PROMPT, ModelDraft(model), 4, prompt_cache=cache, **kwargs)
     assert any(isinstance(c, QuantizedKVCache) for c in cache)
     assert [t for t, *_ in got] == expected
+
+
+def test_no_pass_reads_past_where_a_cache_is_quantized():
+    """With 2 bits a token that sees the cache before or after that has other probabilities."""
+    model = with_wide_heads()
+    kwargs = dict(kv_bits=2, kv_group_size=32, quantized_kv_start=15, max_tokens=20)
+    expected = list(generate_step(mx.array(PROMPT), model, **kwargs))
+    text = PROMPT + [t for t, _ in expected]
+    draft = Guess(lambda tokens, n, choose: text[len(tokens) :][:n])
+    got = steps(model, PROMPT, draft, 6, **kwargs)
+    assert [t for t, *_ in got] == text[len(PROMPT) :]
+    for (_, logprobs, *_), (_, wanted) in zip(got, expected):
+        assert mx.allclose(logprobs, wanted, atol=1e-4)
+    assert max(round.drafted for *_, round in got) == 6
 
 
 def test_long_prompts_go_in_parts():
