@@ -15,6 +15,7 @@ from typing import Any
 
 from .streaming.config import CHOICES, StreamConfig
 
+LEAST_KV_SIZE = 5  # tokens: of a limited cache the first 4 stay
 MEASURED_SLOTS = 16  # of commands that measure, where slots="auto" would change with the machine
 
 STREAM_OPTIONS = (
@@ -176,6 +177,7 @@ def add_number(
     default: int,
     what: str,
     kind: Callable[[str], int] = positive,
+    short: str | None = None,
 ) -> None:
     """An option that takes a whole number.
 
@@ -185,9 +187,11 @@ def add_number(
         default (int): Its value if it is not given, which its help says.
         what (str): Its help.
         kind (Callable): ``positive`` or ``zero_or_more``.
+        short (str or None): Its short name.
     """
+    names = (name,) if short is None else (short, name)
     parser.add_argument(
-        name, type=kind, metavar="N", default=default, help=f"{what} (default: %(default)s)"
+        *names, type=kind, metavar="N", default=default, help=f"{what} (default: %(default)s)"
     )
 
 
@@ -330,14 +334,40 @@ class _TwoMeanings(argparse.Action):
         )
 
 
-class OneMachine(argparse.Action):
-    """Refuses a flag of mlx-lm that divides a model among machines."""
+ONE_MACHINE = "a streamed model runs on one machine"
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs | {"help": argparse.SUPPRESS})
 
-    def __call__(self, parser, namespace, values, option_string=None):
-        parser.error(f"{option_string}: a streamed model runs on one machine, so leave it out")
+def add_refused(parser: argparse.ArgumentParser, why: str, *names: str) -> None:
+    """An option of mlx-lm's command that ends this one with the reason; not in the help.
+
+    Args:
+        parser (argparse.ArgumentParser): The command's.
+        why (str): What the error says.
+        names (str): The option, and its short name.
+    """
+
+    class Refuse(argparse.Action):
+        def __call__(self, parser, namespace, values, option_string=None):
+            parser.error(f"{option_string}: {why}, so leave it out")
+
+    parser.add_argument(*names, nargs="*", action=Refuse, default=False, help=argparse.SUPPRESS)
+
+
+def add_kv_cache(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Options of the key-value cache with the names and defaults of mlx-lm; not in the help.
+
+    Args:
+        parser (argparse.ArgumentParser): The command's.
+        names (str): Which of them. Default: all.
+    """
+    for name, options in {
+        "--max-kv-size": {"type": at_least(LEAST_KV_SIZE)},
+        "--kv-bits": {"type": int, "choices": (2, 3, 4, 5, 6, 8)},
+        "--kv-group-size": {"type": int, "choices": (32, 64, 128), "default": 64},
+        "--quantized-kv-start": {"type": zero_or_more, "default": 5000},
+    }.items():
+        if name in (names or (name,)):
+            parser.add_argument(name, help=argparse.SUPPRESS, **options)
 
 
 def add_draft(parser: argparse.ArgumentParser) -> None:

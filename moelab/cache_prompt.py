@@ -1,14 +1,18 @@
 """The command ``cache-prompt``: keep the state after a prompt's beginning in a file."""
 
 import argparse
+import json
+import os
 from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from . import StreamConfig, load
 from .arguments import (
+    add_kv_cache,
     add_mode,
     add_model,
     add_stream_options,
@@ -16,8 +20,13 @@ from .arguments import (
     prompt_text,
     streaming_given,
 )
+from .checkpoint import describe
 from .drafting import prompt_step, say_plan
 from .generate import add_loading, encode, loading_given, render
+from .kv_cache import KVCacheOptions
+from .speculation.target import vocabulary
+
+MODEL_KEY = "0.model"  # of the metadata that mlx-lm's save_prompt_cache writes
 
 
 def cache_prompt(
@@ -26,6 +35,8 @@ def cache_prompt(
     file: str | Path,
     config: StreamConfig | None = None,
     prefill_step_size: int = 2048,
+    kv_cache: KVCacheOptions | None = None,
+    eos_token: str | None = None,
     loading: dict | None = None,
 ) -> int:
     """Read a text and save the model's state after it, as ``mlx_lm.cache_prompt`` does.
@@ -35,40 +46,80 @@ def cache_prompt(
     Args:
         model_path (str or Path): As for ``moelab.load``.
         prompt (str): How a message begins.
-        file (str or Path): Is written, a ``.safetensors`` file.
+        file (str or Path): Is written, a ``.safetensors`` file. An earlier prompt cache of this
+            name is replaced when the new one is complete.
         config (StreamConfig): How to stream. Default: ``StreamConfig()``.
         prefill_step_size (int): Tokens in one pass, at most.
+        kv_cache (KVCacheOptions): A limit or a quantization of the key-value cache.
+        eos_token (str): The tokenizer's, in place of its own; ``generate`` takes it from the file.
         loading (dict): More arguments of ``moelab.load``.
 
     Returns:
         int: The tokens in the file.
+
+    Raises:
+        ValueError: If there is another file of this name, or the options do not fit the model.
     """
-    if Path(file).suffix != ".safetensors" or not Path(file).parent.is_dir():
-        raise ValueError(
-            f"{file}: expected a file that ends in .safetensors, in a folder that there is"
-        )
-    model, tokenizer = load(model_path, config or StreamConfig(), **loading or {})
+    file, kv_cache, loading = Path(file).resolve(), kv_cache or KVCacheOptions(), loading or {}
+    _check_file(file)
+    config, known = config or StreamConfig(), {}
+    kv_cache.check(model_path, config, trust_remote_code=loading.get("trust_remote_code", False))
+    if eos_token is not None:
+        known["eos_token"] = eos_token
+        loading = loading | {"tokenizer_config": (loading.get("tokenizer_config") or {}) | known}
+    model, tokenizer = load(model_path, config, **loading)
     with model:
         say_plan(model)
+        _check_eos_token(eos_token, tokenizer, vocabulary(model))
         if tokenizer.has_chat_template:
             message = {"role": "user", "content": prompt}
             prompt = render(tokenizer, [message], continue_final_message=True)
         ids = encode(tokenizer, prompt, not tokenizer.has_chat_template)
-        cache = make_prompt_cache(model)
+        cache = make_prompt_cache(model, kv_cache.max_kv_size)
         for _ in generate_step(
             mx.array(ids),
             model,
             max_tokens=0,
             prompt_cache=cache,
             prefill_step_size=prompt_step(model, prefill_step_size),
+            **kv_cache.quantized,
         ):
             pass
-        known = {"model": str(model_path), "tokenizer_config": "{}"}  # as mlx-lm writes them
+        metadata = {"model": str(model_path), "tokenizer_config": json.dumps(known)}
+        beside = file.with_name(f"{file.stem}.{os.getpid()}.safetensors")
         try:
-            save_prompt_cache(str(file), cache, known)
-        except RuntimeError as error:
-            raise ValueError(f"{file}: cannot be written ({error})") from error
+            save_prompt_cache(str(beside), cache, metadata)
+            os.replace(beside, file)
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"{file}: cannot be written ({describe(error)})") from error
+        finally:
+            beside.unlink(missing_ok=True)
     return len(ids)
+
+
+def _check_file(file):
+    """Refuse, before the prompt is read, a file that could not be written or is something else."""
+    if file.suffix != ".safetensors" or not file.parent.is_dir():
+        raise ValueError(
+            f"{file}: expected a file that ends in .safetensors, in a folder that there is"
+        )
+    if not os.path.lexists(file):
+        return
+    try:
+        metadata = mx.load(str(file), return_metadata=True)[1]
+    except (OSError, RuntimeError):
+        metadata = {}
+    if MODEL_KEY not in metadata:
+        raise ValueError(
+            f"{file}: expected nothing, or a prompt cache to replace, found something else. Name "
+            "another file."
+        )
+
+
+def _check_eos_token(token: str | None, tokenizer: TokenizerWrapper, size: int):
+    """A tokenizer takes any text as its token, and adds it to those that the model has."""
+    if token is not None and not 0 <= tokenizer.convert_tokens_to_ids(token) < size:
+        raise ValueError(f"eos_token: expected a token of the model's {size}, got {token!r}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,8 +143,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="is written; ends in .safetensors",
     )
+    parser.add_argument("--eos-token", type=not_empty, help=argparse.SUPPRESS)
     add_mode(parser)
-    add_loading(parser, "mlx_lm.cache_prompt")
+    add_kv_cache(parser)
+    more = ("--eos-token", "--kv-bits", "--kv-group-size", "--max-kv-size", "--quantized-kv-start")
+    add_loading(parser, "mlx_lm.cache_prompt", *more)
     add_stream_options(parser, sampling=True)  # names as generate has them
 
 
@@ -105,6 +159,8 @@ def run(args: argparse.Namespace) -> None:
         args.prompt_cache_file,
         streaming_given(args),
         args.prefill_step_size,
+        KVCacheOptions.given(args),
+        args.eos_token,
         loading_given(args),
     )
     print(f"{args.prompt_cache_file}: {tokens} tokens")

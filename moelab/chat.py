@@ -8,20 +8,22 @@ import mlx_lm
 from mlx_lm import chat as mlx_lm_chat
 
 from .arguments import (
-    OneMachine,
+    LEAST_KV_SIZE,
+    ONE_MACHINE,
     add_draft,
     add_mode,
     add_model,
     add_number,
+    add_refused,
     add_sampling,
     add_stream_options,
     at_least,
-    positive,
     streaming_given,
 )
 from .drafting import open_draft, prompt_step, say_plan, write
 from .generate import Template, add_loading, add_xtc
 from .hooks import with_globals
+from .kv_cache import KVCacheOptions
 from .streaming.config import StreamConfig
 from .streaming.model import load
 
@@ -49,6 +51,8 @@ def chat(args: argparse.Namespace, config: StreamConfig) -> None:
     Raises:
         ValueError: If mlx-lm's chat is not made as this one expects, or has no chat template.
     """
+    options = KVCacheOptions(max_kv_size=args.max_kv_size)
+    options.check(args.model, config, args.draft_model is not None, args.trust_remote_code)
     with ExitStack() as stack:
         draft = None if args.draft_model is None else open_draft(args.draft_model, config.kernels)
 
@@ -97,16 +101,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system-prompt", metavar="TEXT", help="comes before every message")
     add_mode(parser)
     add_draft(parser)
-    add_number(parser, "--max-tokens", 256, "of an answer")
+    add_number(parser, "--max-tokens", 256, "of an answer", short="-m")
     add_sampling(parser, ("--temp", "--top-p"))
     add_number(parser, "--seed", 0, "of sampling", at_least(0, 2**64 - 1))
     parser.add_argument(
-        "--max-kv-size", type=positive, metavar="N", help="tokens that attention keeps"
+        "--max-kv-size",
+        type=at_least(LEAST_KV_SIZE),
+        metavar="N",
+        help="tokens that attention keeps",
     )
     add_xtc(parser)
     more = ("--draft-model", "--xtc-probability", "--xtc-threshold")
     add_loading(parser, "mlx_lm.chat", *more)
-    parser.add_argument("--pipeline", nargs=0, action=OneMachine, default=False)
+    add_refused(parser, ONE_MACHINE, "--pipeline")
     add_stream_options(parser, sampling=True)
 
 

@@ -1,13 +1,14 @@
 """The command ``generate``: continue a prompt, then one line of figures."""
 
 import argparse
+import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
@@ -16,9 +17,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from . import StreamConfig, load, stats
 from .arguments import (
     add_draft,
+    add_kv_cache,
     add_mode,
     add_model,
     add_number,
+    add_refused,
     add_sampling,
     add_stream_options,
     at_least,
@@ -30,9 +33,9 @@ from .arguments import (
     streaming_given,
 )
 from .checkpoint import describe
-from .drafting import open_draft, prompt_step, write
+from .drafting import open_draft, prompt_step, say_plan, write
+from .kv_cache import KVCacheOptions
 from .speculation.target import vocabulary
-from .streaming.session import session_of
 
 
 @dataclass(frozen=True)
@@ -147,13 +150,16 @@ def generate(
     sampling: dict | None = None,
     seed: int | None = None,
     prompt_cache_file: str | Path | None = None,
+    kv_cache: KVCacheOptions | None = None,
+    extra_eos_tokens: Sequence[str] = (),
     prefill_step_size: int = 2048,
+    verbose: bool = True,
     loading: dict | None = None,
 ) -> None:
     """Print a model's continuation as it comes, then one line of figures.
 
     The prompt is printed before, if that is what the model continues: if a chat template added
-    nothing to it.
+    nothing to it. The slots that were chosen, and why, are told on stderr.
 
     Args:
         model_path (str or Path): As for ``moelab.load``.
@@ -168,28 +174,44 @@ def generate(
         seed (int): Of sampling.
         prompt_cache_file (str or Path): The state after the prompt's beginning, from
             ``cache-prompt`` or ``mlx_lm.cache_prompt``.
+        kv_cache (KVCacheOptions): A limit or a quantization of the key-value cache.
+        extra_eos_tokens (Sequence[str]): More tokens that end the text, by their text or number.
         prefill_step_size (int): Prompt tokens in one pass, at most.
+        verbose (bool): Whether to print more than the continuation.
         loading (dict): More arguments of ``moelab.load``.
 
     Raises:
-        ValueError: If the prompt has no token, or draft or file do not fit the model.
+        ValueError: If the prompt has no token, or draft, file or options do not fit the model.
     """
     out, template, config = out or sys.stdout, template or Template(), config or StreamConfig()
+    kv_cache, loading, cache = kv_cache or KVCacheOptions(), dict(loading or {}), None
+    if prompt_cache_file is not None:
+        cache, tokenizer_config = open_prompt_cache(prompt_cache_file, model_path, kv_cache)
+        loading["tokenizer_config"] = tokenizer_config | (loading.get("tokenizer_config") or {})
+    trust = loading.get("trust_remote_code", False)
+    kv_cache.check(model_path, config, draft is not None, trust)
     if draft is not None:
         draft = open_draft(draft, config.kernels)
     if seed is not None:
         # Loading draws random numbers: after the draft, and before the model as in mlx-lm.
         mx.random.seed(seed)
-    model, tokenizer = load(model_path, config, **loading or {})
+    model, tokenizer = load(model_path, config, **loading)
     with model:
-        cache, text = None, template.text(tokenizer, prompt)
-        if prompt_cache_file is not None:
-            cache = open_prompt_cache(prompt_cache_file, model_path, model)
+        if verbose:
+            say_plan(model)
+        text = template.text(tokenizer, prompt)
+        if cache is not None:
+            if len(cache) != (expected := len(make_prompt_cache(model))):
+                raise ValueError(
+                    f"{prompt_cache_file}: expected the caches of {expected} layers, got "
+                    f"{len(cache)}. Make it again with cache-prompt."
+                )
             text = template.text_after(tokenizer, prompt)
+        elif kv_cache.max_kv_size is not None:
+            cache = make_prompt_cache(model, kv_cache.max_kv_size)
         ids = encode(tokenizer, text, not template.applies(tokenizer))
-        size, top_k = vocabulary(model), (sampling or {}).get("top_k", 0)
-        if top_k >= size:  # mlx-lm finds that out in a compiled function, which leaves its state
-            raise ValueError(f"top_k of sampling: expected less than {size} tokens, got {top_k}")
+        sampling = sampling or {}
+        _check_tokens(vocabulary(model), tokenizer, extra_eos_tokens, sampling)
         special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
         responses = write(
             model,
@@ -198,48 +220,83 @@ def generate(
             draft,
             num_draft_tokens,
             max_tokens=max_tokens,
-            sampler=make_sampler(**sampling or {}, xtc_special_tokens=special),
+            sampler=make_sampler(**sampling, xtc_special_tokens=special),
             prompt_cache=cache,
             prefill_step_size=prompt_step(model, prefill_step_size),
+            **kv_cache.quantized,
         )
         mx.reset_peak_memory()
-        if text == prompt:
+        if verbose and text == prompt:
             out.write(prompt)
         for r in responses:
             if r.generation_tokens == 1:
                 before = _needed(model)
             out.write(r.text)
             out.flush()
-        out.write(f"\n\n[{_figures(r, _needed(model) - before)}]\n")
-        if plan := session_of(model).plan:
-            out.write(f"[{plan}]\n")
+        out.write(f"\n\n[{_figures(r, _needed(model) - before)}]\n" if verbose else "\n")
 
 
-def open_prompt_cache(file: str | Path, model_path: str | Path, model: nn.Module) -> list:
+def _check_tokens(size, tokenizer, extra_eos_tokens, sampling):
+    """Add tokens that end the text; refuse what the vocabulary does not have."""
+    for token in extra_eos_tokens:
+        number = int(token) if token.isdecimal() else tokenizer.get_vocab().get(token, -1)
+        if not 0 <= number < size:
+            raise ValueError(
+                f"extra_eos_tokens: expected a token of the vocabulary, or a number from 0 to "
+                f"{size - 1}, got {token!r}"
+            )
+        tokenizer.add_eos_token(token)
+    for name in ("top_k", "min_tokens_to_keep"):
+        # mlx-lm finds that out in a compiled function, which leaves its state.
+        if sampling.get(name, 0) >= size:
+            raise ValueError(
+                f"{name} of sampling: expected less than {size} tokens, got {sampling[name]}"
+            )
+
+
+def open_prompt_cache(
+    file: str | Path, model_path: str | Path, kv_cache: KVCacheOptions
+) -> tuple[list, dict]:
     """The caches in a file of ``cache-prompt`` or of ``mlx_lm.cache_prompt``.
 
     Args:
         file (str or Path): The file.
         model_path (str or Path): The model that is to go on from it.
-        model (nn.Module): That model.
+        kv_cache (KVCacheOptions): Those of the text that goes on.
+
+    Returns:
+        tuple[list, dict]: The caches and the ``tokenizer_config`` that they were made with.
 
     Raises:
-        ValueError: If it is no such file, or that of another model.
+        ValueError: If it is no such file, that of another model, or quantized in another way.
     """
     try:
         cache, metadata = load_prompt_cache(str(file), return_metadata=True)
-        made_by = metadata["model"]
+        made_by, tokenizer_config = metadata["model"], json.loads(metadata["tokenizer_config"])
+        tokenizer_config.pop("trust_remote_code", None)  # that is for the user to say
     except Exception as error:  # whatever a strange file makes of mlx-lm's code
         raise ValueError(
             f"{file}: expected a prompt cache, as cache-prompt writes it ({describe(error)})."
         ) from error
-    expected = len(make_prompt_cache(model))
-    if Path(made_by).resolve() != Path(model_path).resolve() or len(cache) != expected:
+    if Path(made_by).resolve() != Path(model_path).resolve():
         raise ValueError(
-            f"{file}: expected a prompt cache of {model_path} with {expected} layers, it is one of "
-            f"{made_by} with {len(cache)}. Make it again with cache-prompt."
+            f"{file}: expected a prompt cache of {model_path}, it is one of {made_by}. Make it "
+            "again with cache-prompt."
         )
-    return cache
+    if kv_cache.max_kv_size is not None:
+        raise ValueError(
+            f"{file}: its caches are made, so max_kv_size={kv_cache.max_kv_size} would have no "
+            "effect. Give it to cache-prompt."
+        )
+    wanted = kv_cache.kv_bits, kv_cache.kv_group_size
+    for c in cache:
+        if hasattr(c, "bits") and wanted[0] is not None and wanted != (c.bits, c.group_size):
+            raise ValueError(
+                f"{file}: its caches are quantized with kv_bits={c.bits} and "
+                f"kv_group_size={c.group_size}, expected {wanted[0]} and {wanted[1]}. Leave "
+                "kv_bits out, or make it again with cache-prompt."
+            )
+    return cache, tokenizer_config
 
 
 def _needed(model):
@@ -306,21 +363,34 @@ def add_template(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _escaped(text):
+    """``prompt_text``, with a line break for a backslash and n, and a tab for one and t."""
+    return prompt_text(text.replace("\\n", "\n").replace("\\t", "\t"))
+
+
+def _yes_or_no(text):
+    """What mlx-lm's ``--verbose`` takes."""
+    if text.lower() not in ("t", "true", "f", "false"):
+        raise argparse.ArgumentTypeError(f"expected T or F, got {text!r}")
+    return text.lower().startswith("t")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.usage = "python -m moelab generate [options] MODEL --prompt TEXT"
     parser.description = "Print a model's continuation as it comes, then one line of figures."
     add_model(parser)
     parser.add_argument(
+        "-p",
         "--prompt",
-        type=prompt_text,
+        type=_escaped,
         required=True,
         metavar="TEXT",
         help="text to continue, or message to answer; - reads standard input",
     )
     add_template(parser)
     add_mode(parser)
-    add_number(parser, "--max-tokens", 128, "where to stop")
+    add_number(parser, "--max-tokens", 128, "where to stop", short="-m")
     add_draft(parser)
     add_sampling(parser)
     parser.add_argument("--seed", type=at_least(0, 2**64 - 1), metavar="N", help="of sampling")
@@ -330,10 +400,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the prompt goes on from there (cache-prompt writes such files)",
     )
-    parser.add_argument("--prefill-response", help=argparse.SUPPRESS)
+    for name, options in {
+        "--extra-eos-token": {"nargs": "+", "default": ()},
+        "--min-tokens-to-keep": {"type": positive, "default": 1},
+        "--prefill-response": {},
+        "--verbose": {"type": _yes_or_no, "default": True},
+    }.items():
+        parser.add_argument(name, help=argparse.SUPPRESS, **options)
     add_xtc(parser)
-    more = ("--draft-model", "--prefill-response", "--xtc-probability", "--xtc-threshold")
-    add_loading(parser, "mlx_lm.generate", *more)
+    add_kv_cache(parser)
+    more = ("--draft-model", "--extra-eos-token", "--min-tokens-to-keep", "--prefill-response")
+    more += ("--max-kv-size", "--kv-bits", "--kv-group-size", "--quantized-kv-start", "--verbose")
+    add_loading(parser, "mlx_lm.generate", *more, "--xtc-probability", "--xtc-threshold")
+    add_refused(parser, "images are not streamed, mlx_lm.generate takes them", "--image")
+    why = "a streamed model computes with activations that are not quantized"
+    add_refused(parser, why, "--quantize-activations", "-qa")
+    why = "mlx_lm.generate takes this and goes by --ignore-chat-template alone"
+    add_refused(parser, why, "--use-default-chat-template")
     add_stream_options(parser, sampling=True)
 
 
@@ -356,12 +439,16 @@ def run(args: argparse.Namespace) -> None:
             "temp": args.temp,
             "top_p": args.top_p,
             "min_p": args.min_p,
+            "min_tokens_to_keep": args.min_tokens_to_keep,
             "top_k": args.sampling_top_k,
             "xtc_probability": args.xtc_probability,
             "xtc_threshold": args.xtc_threshold,
         },
         seed=args.seed,
         prompt_cache_file=args.prompt_cache_file,
+        kv_cache=KVCacheOptions.given(args),
+        extra_eos_tokens=args.extra_eos_token,
         prefill_step_size=args.prefill_step_size,
+        verbose=args.verbose,
         loading=loading_given(args),
     )

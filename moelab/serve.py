@@ -32,20 +32,17 @@ import mlx.core as mx
 import psutil
 from huggingface_hub import constants
 from mlx_lm import server
-from mlx_lm.generate import (
-    DEFAULT_QUANTIZED_KV_START,
-    GenerationResponse,
-    generate_step,
-    stream_generate,
-)
+from mlx_lm.generate import GenerationResponse, generate_step, stream_generate
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prompt_cache
 
 from .arguments import (
-    OneMachine,
+    ONE_MACHINE,
     add_draft,
+    add_kv_cache,
     add_mode,
     add_model,
     add_number,
+    add_refused,
     add_sampling,
     add_stream_options,
     at_least,
@@ -53,10 +50,10 @@ from .arguments import (
     not_empty,
     positive,
     streaming_given,
-    zero_or_more,
 )
 from .drafting import open_draft, prompt_step, say_plan
 from .hooks import with_globals
+from .kv_cache import KVCacheOptions
 from .speculation.drafts import Draft
 from .speculation.generate import speculative_generate, speculative_generate_step
 from .speculation.target import vocabulary
@@ -127,6 +124,8 @@ class Provider(server.ModelProvider):
         path = find(model_path)  # raises before the model served now is closed
         if adapter_path is not None and not Path(adapter_path).is_dir():
             raise ValueError(f"adapters: expected a folder, {adapter_path!r} is none")
+        options, trust = KVCacheOptions.given(self.cli_args), self.cli_args.trust_remote_code
+        options.check(path, self.config, trust_remote_code=trust)
         self.reset()
         gc.collect()
         mx.clear_cache()
@@ -136,7 +135,7 @@ class Provider(server.ModelProvider):
             adapter_path=adapter_path,
             tokenizer_config=self._tokenizer_config,
             return_config=True,
-            trust_remote_code=self.cli_args.trust_remote_code,
+            trust_remote_code=trust,
         )
         if self.cli_args.use_default_chat_template and tokenizer.chat_template is None:
             close(model)
@@ -546,18 +545,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--decode-concurrency": {"type": positive, "default": 32},
         "--prompt-concurrency": {"type": positive, "default": 8},
         "--prefill-step-size": {"type": positive, "default": 2048},
-        "--kv-bits": {"type": int, "choices": (2, 3, 4, 5, 6, 8)},
-        "--kv-group-size": {"type": int, "choices": (32, 64, 128), "default": 64},
         "--log-level": {
             "choices": ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
             "default": "INFO",
         },
-        "--quantized-kv-start": {"type": zero_or_more, "default": DEFAULT_QUANTIZED_KV_START},
         "--trust-remote-code": {"action": "store_true"},
         "--use-default-chat-template": {"action": "store_true"},
-        "--pipeline": {"nargs": 0, "action": OneMachine, "default": False},
     }.items():
         parser.add_argument(name, help=argparse.SUPPRESS, **options)
+    add_kv_cache(parser, "--kv-bits", "--kv-group-size", "--quantized-kv-start")
+    add_refused(parser, ONE_MACHINE, "--pipeline")
     add_stream_options(parser, sampling=True)
 
 

@@ -43,6 +43,7 @@ TALK = {
     "--draft": "D", "--draft-model": "E", "--num-draft-tokens": "5", "--temp": "0.7",
     "--top-p": "0.9", "--seed": "43", "--xtc-probability": "0.2", "--xtc-threshold": "0.3",
 }  # fmt: skip
+KV = {"--kv-bits": "5", "--kv-group-size": "32", "--quantized-kv-start": "98"}
 RUNS = {"--tokens": "37", "--runs": "7"}
 BENCH = {"--modes": "stacked", **RUNS, "--warmup": "13", "--prompt": "hello", "--json": "r.json"}
 TAKES = {  # every command: the least that it is called with, and all its options
@@ -52,12 +53,13 @@ TAKES = {  # every command: the least that it is called with, and all its option
         {"--prompt": "hello", "--mode": "stacked", "--max-tokens": "37", "--system-prompt": "S",
          "--ignore-chat-template": None, "--chat-template-config": '{"thinking": 1}',
          "--min-p": "0.03", "--sampling-top-k": "41", "--prompt-cache-file": "C.safetensors",
-         "--prefill-response": "R", **TALK, **LOADING},
+         "--prefill-response": "R", "--extra-eos-token": "7", "--min-tokens-to-keep": "29",
+         "--verbose": "F", "--max-kv-size": "999", **KV, **TALK, **LOADING},
     ),
     "cache-prompt": (
         ["M", "--prompt", "x", "--prompt-cache-file", "F"],
         {"--prompt": "hello", "--prompt-cache-file": "C.safetensors", "--mode": "stacked",
-         **LOADING},
+         "--eos-token": "E", "--max-kv-size": "999", **KV, **LOADING},
     ),
     "chat": (
         ["M"],
@@ -71,10 +73,9 @@ TAKES = {  # every command: the least that it is called with, and all its option
          "--min-p": "0.03", "--sampling-top-k": "41", "--prompt-cache-size": "6",
          "--prompt-cache-bytes": "3MB", "--adapter-path": "A", "--allowed-origins": "here,there",
          "--chat-template": "{{ messages }}", "--chat-template-args": '{"thinking": 1}',
-         "--decode-concurrency": "11", "--draft-model": "E", "--kv-bits": "5",
-         "--kv-group-size": "32", "--log-level": "ERROR", "--prefill-step-size": "97",
-         "--prompt-concurrency": "12", "--quantized-kv-start": "98",
-         "--trust-remote-code": None, "--use-default-chat-template": None, **SAMPLED},
+         "--decode-concurrency": "11", "--draft-model": "E",
+         "--log-level": "ERROR", "--prefill-step-size": "97", "--prompt-concurrency": "12",
+         "--trust-remote-code": None, "--use-default-chat-template": None, **KV, **SAMPLED},
     ),
     "bench": (["M"], {**BENCH, "--together": "no", "--cold": None, **STREAM}),
     "bench-layer": (["M"], {"--modes": "stacked", "--runs": "7", "--json": "r.json", **STREAM}),
@@ -126,6 +127,7 @@ SHOWN = {  # how a value looks where it arrives, if not as it was given
     "--allowed-origins": "['here', 'there']", "--chat-template-args": "{'thinking': 1}",
     "--prompt-cache-bytes": "3000000", "--trust-remote-code": "trust_remote_code",
     "--use-default-chat-template": "use_default_chat_template=True",
+    "--verbose": "'verbose': False",
     "--together": "'together': False",
     "--cold": "True", "--depth": "(2, 6)", "--megabytes": str(9 << 20), "--lengths": "(3, 'auto')",
     "--limit": "900000000", "--limits": "[900000000, None]", "--memory": "900000000",
@@ -692,7 +694,7 @@ def test_a_reader_that_goes_away(command, model_path):
     """As ``... | head -1`` does."""
     argv = [sys.executable, "-m", "moelab", command, str(model_path)]
     if command == "generate":
-        argv += ["--prompt", "line\n", "--max-tokens", "2000"]
+        argv += ["--prompt", "line\n", "--max-tokens", "2000", "--slots", "8"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     if command == "generate":
         process.stdout.readline()
@@ -706,9 +708,9 @@ def test_a_reader_that_goes_away(command, model_path):
     [
         ("bench --help | true", 0, ""),
         ("check nowhere >&-", 1, "nowhere"),
-        ("generate MODEL --prompt x --max-tokens 2 >&-", 0, ""),
-        ("generate MODEL --prompt x --max-tokens 2 <&- 2>&-", 0, ""),
-        ("generate MODEL --prompt x --max-tokens 2 > /dev/full", 1, "No space left"),
+        ("generate MODEL --slots 8 --prompt x --max-tokens 2 >&-", 0, ""),
+        ("generate MODEL --slots 8 --prompt x --max-tokens 2 <&- 2>&-", 0, ""),
+        ("generate MODEL --slots 8 --prompt x --max-tokens 2 > /dev/full", 1, "No space left"),
     ],
 )
 def test_closed_and_full_outputs(command, code, words, model_path):

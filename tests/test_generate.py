@@ -1,5 +1,6 @@
 """python -m moelab generate, chat and cache-prompt: the texts of mlx-lm's commands, streamed."""
 
+import argparse
 import importlib
 import io
 import json
@@ -7,15 +8,20 @@ import re
 import shutil
 import sys
 
+import families
 import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx_lm import cache_prompt
+from mlx_lm import chat as mlx_lm_chat
+from small import small
 
 import moelab
-from moelab import DATA
+from moelab import DATA, chat, generate, synthesize
+from moelab import cache_prompt as cache_prompt_command
 from moelab.__main__ import main
 from moelab.generate import Template
+from moelab.kv_cache import KVCacheOptions
 
 MODEL = DATA / "models/tiny-moe"
 SLOTS = ("--slots", "16")
@@ -86,6 +92,102 @@ def test_the_text_is_that_of_mlx_lm(draft, sampled, command, capsys, monkeypatch
     got = command("generate", MODEL, *SLOTS, *more, "--sampling-top-k", *k, *drafts)
     assert text_of(got) == PROMPT + wanted
     assert ("drafts accepted" in got) == (draft not in (None, "lookup"))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, tokenizer):
+    """A random model without caches of its own: mlx-lm makes them, so that they may be limited."""
+    path = tmp_path_factory.mktemp("plain") / "m"
+    config = small("qwen3-30b-a3b")
+    return synthesize.synthesize(path, config=config, tokenizer=tokenizer, progress=False)
+
+
+QUANTIZED = {  # from the first token, and from the middle of the answer
+    "first": ["--kv-bits", "4", "--kv-group-size", "32", "--quantized-kv-start", "0"],
+    "middle": ["--kv-bits", "2", "--quantized-kv-start", "36"],
+}
+
+
+@pytest.mark.parametrize("start", QUANTIZED)
+def test_a_quantized_cache(start, command, capsys, monkeypatch):
+    """The text of mlx-lm's command, with every draft: it is quantized at the same token."""
+    more = ["--prompt", PROMPT * 2, "--max-tokens", 24, *QUANTIZED[start]]
+    wanted = theirs(capsys, monkeypatch, "--model", MODEL, *more)
+    for draft in DRAFTS:
+        drafts = [] if draft is None else ["--draft", draft, "--num-draft-tokens", "5"]
+        got = command("generate", MODEL, *SLOTS, *more, *drafts)
+        assert text_of(got) == PROMPT * 2 + wanted, draft
+    whole = command("generate", MODEL, *SLOTS, *more[:4])
+    assert text_of(whole) != PROMPT * 2 + wanted
+
+
+@pytest.mark.parametrize("size", ["7", "500"])
+def test_a_cache_of_a_limited_size(size, plain, command, capsys, monkeypatch):
+    more = ["--prompt", "def f(x): return x", "--max-tokens", 12]
+    limited = theirs(capsys, monkeypatch, "--model", plain, *more, "--max-kv-size", size)
+    assert (limited == theirs(capsys, monkeypatch, "--model", plain, *more)) == (size == "500")
+    for options in (["--slots", "16"], ["--slots", "auto", "--context", "100"]):
+        got = command("generate", plain, *options, *more, "--max-kv-size", size)
+        assert text_of(got) == more[1] + limited
+
+
+def test_what_ends_a_text(command, capsys, monkeypatch):
+    """Tokens by their text and by their number; and the bare text of --verbose F."""
+    more = ["-p", "def f(x):\\n", "-m", 12]
+    whole = text_of(command("generate", MODEL, *SLOTS, *more))
+    assert ").diff" in whole  # two tokens
+    for ends in ([").", "505"], ["4390"]):
+        more[4:] = ["--extra-eos-token", *ends]
+        wanted = theirs(capsys, monkeypatch, "--model", MODEL, *more)
+        assert "def f(x):\n" + wanted == whole.partition("diff" if len(ends) == 1 else ").")[0]
+        got = command("generate", MODEL, *SLOTS, *more)
+        assert text_of(got) == "def f(x):\n" + wanted
+    assert command("generate", MODEL, *SLOTS, *more, "--verbose", "F") == wanted + "\n"
+    said = command("generate", MODEL, *SLOTS, "-p", "-", "-m", 1, stdin="a\\nb")
+    assert said.startswith("a\\nb")  # standard input as it is
+
+
+def test_the_plan_is_told_on_stderr(capsys):
+    """The answer alone is on stdout, with mlx-lm's line of figures."""
+    argv = ["generate", str(MODEL), "--prompt", PROMPT, "--max-tokens", "2"]
+    assert main(argv) == main([*argv, "--verbose", "f"]) == 0
+    out, err = capsys.readouterr()
+    assert "slots=" not in out and err.count("slots=") == 1 and "available" in err
+
+
+def flags(add):
+    """The options of a command, by name."""
+    parser = argparse.ArgumentParser()
+    add(parser)
+    return parser._option_string_actions
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, refused, others",
+    [
+        (
+            generate,
+            MLX_LM_GENERATE,
+            {"--image", "--quantize-activations", "-qa", "--use-default-chat-template"},
+            {"--prompt", "-p", "--max-tokens", "-m", "--chat-template-config", "--num-draft-tokens",
+             "--top-k"},
+        ),
+        (chat, mlx_lm_chat, {"--pipeline"}, set()),
+        (cache_prompt_command, cache_prompt, set(), {"--model"}),
+    ],
+)  # fmt: skip
+def test_the_flags_are_those_of_mlx_lm(ours, theirs, refused, others, capsys):
+    """All that its command has, with its defaults, but where the two mean different things."""
+    found, wanted = flags(ours.add_arguments), theirs.setup_arg_parser()._option_string_actions
+    assert set(wanted) - set(found) == {"--model"}  # MODEL here
+    for name in set(wanted) - {"--model", "-h", "--help"}:
+        if name in refused:
+            assert type(found[name]).__name__ == "Refuse"
+        elif name not in others:
+            assert (found[name].dest, found[name].default) == (
+                wanted[name].dest,
+                wanted[name].default,
+            )
 
 
 @pytest.mark.parametrize(
@@ -160,13 +262,62 @@ def test_prompt_cache_files_that_are_none(command, tmp_path, random_tiny_moe):
     assert "expected a prompt cache" in command(*use, code=1)
     mx.save_safetensors(str(file), {"a": mx.zeros(3)})
     assert "expected a prompt cache" in command(*use, code=1)
+    held = file.read_bytes()
+    assert "found something else" in command(*make, file, code=1) and file.read_bytes() == held
+    file.unlink()
     command(*make, file)
     other = ["generate", random_tiny_moe, *SLOTS, "--prompt", "x", "--prompt-cache-file", file]
     assert "tiny-moe" in command(*other, code=1)
     for wrong in (tmp_path / "no" / "p.safetensors", tmp_path / "p.npz", tmp_path):
         assert str(wrong) in command(*make, wrong, code=1)
     (tmp_path / "folder.safetensors").mkdir()
-    assert "cannot be written" in command(*make, tmp_path / "folder.safetensors", code=1)
+    assert "something else" in command(*make, tmp_path / "folder.safetensors", code=1)
+
+
+@pytest.mark.parametrize("how", [KeyboardInterrupt, RuntimeError("no space")])
+def test_a_prompt_cache_is_replaced_when_the_new_one_is_complete(
+    how, command, tmp_path, monkeypatch
+):
+    """By a link too: the file behind it. A run that ends before that leaves the old one."""
+    file, link = tmp_path / "p.safetensors", tmp_path / "link.safetensors"
+    make = ["cache-prompt", MODEL, *SLOTS, "--prompt-cache-file", link, "--prompt"]
+    link.symlink_to(file)
+    command(*make, "import")
+    old = file.read_bytes()
+    save = cache_prompt_command.save_prompt_cache
+
+    def save_half(name, *args):
+        save(name, *args)
+        assert file.read_bytes() == old
+        raise how
+
+    monkeypatch.setattr(cache_prompt_command, "save_prompt_cache", save_half)
+    said = command(*make, "from", code=130 if how is KeyboardInterrupt else 1)
+    assert said == "interrupted" or "cannot be written" in said
+    assert sorted(tmp_path.iterdir()) == [link, file] and file.read_bytes() == old
+    monkeypatch.undo()
+    command(*make, "from")
+    assert sorted(tmp_path.iterdir()) == [link, file] and link.is_symlink()
+    assert len(file.read_bytes()) >= len(old) != 0 and file.read_bytes() != old
+
+
+def test_a_prompt_cache_that_is_quantized(command, capsys, monkeypatch, tmp_path):
+    """It goes on as it is, in both commands; other bits are refused. So is an unknown token."""
+    file = tmp_path / "p.safetensors"
+    make = ["cache-prompt", MODEL, *SLOTS, "--prompt", PROMPT[:-10], "--prompt-cache-file", file]
+    kv = ["--kv-bits", "4", "--quantized-kv-start", "0"]
+    assert "eos_token" in command(*make, "--eos-token", "no such token", code=1)
+    command(*make, *kv, "--eos-token", "<|endoftext|>")
+    use = ["--prompt", PROMPT[-10:], "--max-tokens", 12, "--prompt-cache-file", file]
+    wanted = theirs(capsys, monkeypatch, "--model", MODEL, *use, *kv)
+    for options in (kv, [], ["--draft", "lookup"]):
+        got = text_of(command("generate", MODEL, *SLOTS, *use, *options))
+        assert got == PROMPT[-10:] + wanted
+    for wrong in (["--kv-bits", "8"], ["--kv-bits", "4", "--kv-group-size", "32"]):
+        said = command("generate", MODEL, *SLOTS, *use, *wrong, code=1)
+        assert "kv_bits=4 and kv_group_size=64" in said
+    said = command("generate", MODEL, *SLOTS, *use, "--max-kv-size", "64", code=1)
+    assert "max_kv_size" in said and "no effect" in said
 
 
 @pytest.mark.parametrize(
@@ -182,11 +333,22 @@ def test_prompt_cache_files_that_are_none(command, tmp_path, random_tiny_moe):
         (["--seed", str(2**64)], "--seed"),
         (["--num-draft-tokens", "x"], "--num-draft-tokens"),
         (["--sampling-top-k", "8192", "--temp", "1"], "top_k"),
+        (["--min-tokens-to-keep", "9000", "--min-p", "0.1", "--temp", "1"], "min_tokens_to_keep"),
+        (["--kv-bits", "7"], "--kv-bits"),
+        (["--kv-bits", "4", "--kv-group-size", "128"], "kv_group_size=128: mlx-lm cannot quantize"),
+        (["--max-kv-size", "4"], "--max-kv-size"),
+        (["--max-kv-size", "64"], "qwen3_5_moe makes its own"),
+        (["--extra-eos-token", "8192"], "extra_eos_tokens"),
+        (["--extra-eos-token", "no such token"], "extra_eos_tokens"),
+        (["--verbose", "maybe"], "--verbose"),
+        (["--image", "x.png"], "--image"),
+        (["-qa"], "-qa"),
+        (["--use-default-chat-template"], "--use-default-chat-template"),
         (["--top-k", "5"], "--sampling-top-k"),
     ],
 )
 def test_what_generate_refuses(options, words, command):
-    code = 2 if words.startswith("--") else 1
+    code = 2 if words.startswith("-") else 1
     assert words in command("generate", MODEL, *SLOTS, "--prompt", "x", *options, code=code)
 
 
@@ -226,6 +388,26 @@ def test_an_environment_that_is_wrong(variables, monkeypatch, command):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert next(iter(variables)) in command("generate", MODEL, "--prompt", "x", code=1)
+
+
+def test_what_a_limited_cache_cannot_go_with(plain, command, model_path):
+    limited = [plain, "--slots", "16", "--max-kv-size", "64"]
+    for options, words in ((["--draft", "lookup"], "a draft"), (["--kv-bits", "8"], "kv_bits")):
+        said = command("generate", *limited, "--prompt", "x", *options, code=1)
+        assert f"max_kv_size=64 cannot go with {words}" in said
+    assert "a draft" in command("chat", *limited, "--draft", "lookup", stdin="x\n", code=1)
+    said = command("chat", MODEL, *SLOTS, "--max-kv-size", 64, stdin="x\n", code=1)
+    assert "no effect" in said
+    assert "no effect" in command(
+        "cache-prompt", MODEL, "--prompt", "x", "--prompt-cache-file", "p.safetensors",
+        "--max-kv-size", 64, code=1,
+    )  # fmt: skip
+
+
+def test_a_sliding_window_is_not_quantized(tmp_path):
+    path = families.write_checkpoint("gpt_oss", tmp_path / "m", "affine4")
+    with pytest.raises(ValueError, match="cannot quantize the caches of gpt_oss: NotImpl"):
+        KVCacheOptions(kv_bits=8).check(path, moelab.StreamConfig(slots=8))
 
 
 def test_a_draft_whose_configuration_is_no_object(command, tmp_path):

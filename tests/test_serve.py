@@ -338,6 +338,20 @@ def test_another_name_of_the_served_model(tmp_path):
     provider.reset()
 
 
+def test_a_quantized_cache(tmp_path):
+    """What ``mlx_lm.generate`` writes, with a draft; again with the prompt cached."""
+    options = ("--kv-bits", "4", "--quantized-kv-start", "20", "--draft", "lookup")
+    model, tokenizer = mlx_lm.load(str(MODEL))
+    model.set_dtype(mx.float32)
+    kwargs = {"max_tokens": 40, "kv_bits": 4, "quantized_kv_start": 20}
+    wanted = mlx_lm.generate(model, tokenizer, PROMPTS[1], **kwargs)
+    with Served(MODEL, tmp_path / "log", *SLOTS, *options) as server:
+        body = {"prompt": PROMPTS[1], "max_tokens": 40}
+        for _ in range(2):
+            assert server.post("/completions", body)[1]["choices"][0]["text"] == wanted
+        assert "Traceback" not in server.said()
+
+
 # Files and command lines
 
 
@@ -397,6 +411,7 @@ def test_the_flags_are_those_of_mlx_lm(monkeypatch):
         ([MODEL, "--host", "no.such.host.invalid"], "--host no.such.host.invalid"),
         ([MODEL, "--slots", "3"], "slots"),
         ([MODEL, "--adapter-path", "no/such"], "no/such"),
+        ([MODEL, "--kv-bits", "4", "--kv-group-size", "128"], "kv_group_size=128: mlx-lm cannot"),
         ([MODEL, "--use-default-chat-template", "--slots", "8"], None),  # it has one
     ],
 )
