@@ -125,6 +125,15 @@ SLOW = (
         "with a draft the same methods refuse",
         keep="streamed",
     ),
+    Slow(
+        "::test_ranks_give_the_bits_of_one",
+        "two ranks stay, in every mode; with more ranks than cores they wait for each other",
+        keep=r"^2\]",
+    ),
+    Slow(
+        "::test_ranks_that_differ", "other differences, found in the same way", keep="slots|shard"
+    ),
+    Slow("::test_a_rank_that_ends_in_an_answer", "an error ends a rank as a kill does", keep="SIG"),
     Slow("::test_lookahead_in_every_family", FAMILIES, every=3),
     Slow("::test_every_family_gives_the_same_answer_packed", FAMILIES, every=3),
     Slow("::test_every_recurrent_family", FAMILIES, every=3),

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from ..checkpoint import Checkpoint, CheckpointError, describe
 from ..experts import expert_modules, expert_parameters, num_experts
 from .config import SLOT_MODES, StreamConfig
+from .ranks import Ranks
 from .slots import hottest
 from .trace import Trace, TraceError
 
@@ -178,12 +179,15 @@ def stays_resident(name: str, p: mx.array, config: StreamConfig) -> bool:
     return config.scales == "resident" and not name.endswith(".weight")
 
 
-def pinned_experts(modules: list[tuple[str, nn.Module]], config: StreamConfig) -> list[list[int]]:
+def pinned_experts(
+    modules: list[tuple[str, nn.Module]], config: StreamConfig, ranks: Ranks | None = None
+) -> list[list[int]]:
     """The experts of each MoE layer that are never evicted.
 
     Args:
         modules (list[tuple[str, nn.Module]]): From ``expert_modules``.
         config (StreamConfig): How to stream.
+        ranks (Ranks or None): Those that divide the experts: this one pins its own.
 
     Returns:
         list[list[int]]: Empty lists where every expert has a slot anyway.
@@ -212,8 +216,10 @@ def pinned_experts(modules: list[tuple[str, nn.Module]], config: StreamConfig) -
         )
     rows = trace.decode.experts if (trace.phase == "decode").any() else trace.experts
     np.add.at(counts, (np.arange(len(sizes))[:, None], rows), 1)
+    for layer, E in enumerate(sizes if ranks else ()):
+        counts[layer, :E] *= ranks.owned(E)
+        sizes[layer] = int(ranks.owned(E).sum())
     one = [
-        sum(p.nbytes for p in expert_parameters(m).values()) // E
-        for (_, m), E in zip(modules, sizes)
+        sum(p.nbytes for p in expert_parameters(m).values()) // num_experts(m) for _, m in modules
     ]
     return hottest(counts, config.pinned_nbytes, one, [max(0, E - config.slots) for E in sizes])

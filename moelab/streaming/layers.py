@@ -47,6 +47,7 @@ class StreamedExperts(nn.Module):
         index (int): ``layer``, as above.
         session (Session): As above.
         num_experts (int): E.
+        owned (np.ndarray or None): ``[E]``, the experts of this rank; None without ranks.
         probe (Callable or None): If set, a call hands the indices to it and computes nothing: a
             prefetcher asks the router. Not a hook, because ``recover`` has to remove it after an
             interrupt at any line.
@@ -63,6 +64,10 @@ class StreamedExperts(nn.Module):
         quantized = all(f"{linear}.scales" in parameters for linear in linears)
         self._least_rows = QUANTIZED_ROWS if quantized else DENSE_ROWS
         self.num_experts = num_experts(module)
+        # [E], with ranks: the experts of this one. D and the type of a row, where it has none.
+        self.owned = session.ranks.owned(self.num_experts) if session.ranks else None
+        last = module["fc2" if "fc2" in linears else "down_proj"]
+        self._row = last.output_dims, session.dtype
         self.probe = None
 
     def _bank(self, module, num_slots, fuse=False):
@@ -99,12 +104,35 @@ class StreamedExperts(nn.Module):
         if session.recorder is not None:
             session.recorder.add(self.index, routed)
         session.counters.calls += 1
-        y = self._compute(x, indices, routed)
-        session.pending = [y]
+        if session.ranks is None:
+            y = self._compute(x, indices, routed)
+            session.pending = [y]
+        else:
+            y, after = self._compute_owned(x, indices, routed)
+            session.pending = [after]
         if len(session.streams) == 1:  # with more streams no core would be free for it
-            mx.async_eval(y)  # compute while Python builds the graph of what follows
+            mx.async_eval(session.pending)  # compute while Python builds the graph of what follows
         self._prefetch_next(asked)
         return y
+
+    def _compute_owned(self, x, indices, routed):
+        """Compute the (token, expert) pairs of this rank's experts, and join those of all ranks."""
+        flat = routed.ravel()
+        mine = np.flatnonzero(self.owned[flat])
+        y = None
+        if len(mine):
+            # On CUDA enough rows for the kernel of the whole call, as in ``_part``.
+            more = min(flat.size, self._least_rows) - len(mine) if on_cuda() else 0
+            pairs = np.append(mine, mine[-1:].repeat(more))
+            rows = x.reshape(-1, x.shape[-1])[mx.array(pairs // routed.shape[-1])]
+            some = indices.reshape(-1)[: len(pairs), None]  # for its shape
+            y = self._compute(rows, some, flat[pairs][:, None])[: len(mine), 0]
+        else:
+            self._compute_nothing()
+        return self.session.ranks.join(y, mine, routed, self._row, self.path)
+
+    def _compute_nothing(self):
+        pass
 
     def recover(self) -> None:
         """Make the layer usable after a call that an exception ended. No read may be running."""
@@ -229,10 +257,11 @@ class Stacked(StreamedExperts):
         No call and no read may be running.
 
         Args:
-            slots (int): S; no more than E are taken.
+            slots (int): S; no more than E are taken, or than this rank's experts.
         """
         session, (module,) = self.session, self._module
-        slots, pinned = min(slots, self.num_experts), session.pinned[self.index]
+        held = self.num_experts if self.owned is None else int(self.owned.sum())
+        slots, pinned = min(slots, held), session.pinned[self.index]
         self.bank = None  # its memory is free before more is taken
         self.bank = self._bank(module, slots + len(pinned), self.gate_with_up and can_fuse(module))
         self.table = SlotTable(slots, session.config.policy, pinned)
@@ -289,6 +318,8 @@ class Stacked(StreamedExperts):
         Args:
             experts (list[int]): Distinct.
         """
+        if self.owned is not None:
+            experts = [e for e in experts if self.owned[e]]
         if self.job is not None or not self.table.fits(experts):
             return
         if len(self.session.layers) == 1:  # with several, the calls of the others have evaluated it
@@ -321,6 +352,9 @@ class Stacked(StreamedExperts):
         self.table.release(free)
         if done:
             self.job = None
+
+    def _compute_nothing(self):
+        self._collect_prefetched([])
 
     def _compute(self, x, indices, routed):
         flat = routed.ravel().tolist()

@@ -7,7 +7,8 @@ them share one ``Session``. Then the other weights, the backbone, are read.
 
 import weakref
 from collections.abc import Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from threading import RLock
 
@@ -27,6 +28,7 @@ from .layers import LAYERS, moe_blocks
 from .parallel import spread
 from .plan import plan_of
 from .prefetch import PREFETCHERS
+from .ranks import Ranks, facts
 from .session import LONG_PROMPT, Session, session_of, stats
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
@@ -142,11 +144,15 @@ def load(
     return_config: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    group: mx.distributed.Group | None = None,
 ) -> tuple[nn.Module, TokenizerWrapper] | tuple[nn.Module, TokenizerWrapper, dict]:
     """Load a model whose experts stay on disk, and its tokenizer.
 
     Model and tokenizer can be used like those of ``mlx_lm.load``, in any thread. Threads that
     call the model at the same time take turns, call by call.
+
+    With a group, each rank holds and reads every N-th expert of a layer, and computes the rest of
+    the model itself. All ranks must call the model with the same tokens in the same order.
 
     Args:
         path_or_hf_repo (str or Path): A model folder or a Hub repository.
@@ -159,6 +165,8 @@ def load(
         return_config (bool): As for ``mlx_lm.load``.
         revision (str or None): As for ``mlx_lm.load``.
         trust_remote_code (bool): As for ``mlx_lm.load``.
+        group (mx.distributed.Group or None): The ranks that divide the experts, from
+            ``mx.distributed.init()``. Default: none, this process holds all experts.
 
     Returns:
         tuple[nn.Module, TokenizerWrapper]: The model and the tokenizer, with ``return_config``
@@ -167,6 +175,7 @@ def load(
     Raises:
         CheckpointError: If the files are damaged or their experts cannot be streamed.
         ValueError: If ``config`` does not fit the model, or the model does not fit in memory.
+        RankError: If the ranks differ in files, settings or versions, or one of them failed.
     """
     if lazy:
         raise ValueError(
@@ -174,17 +183,17 @@ def load(
             "is loaded, so that any thread can use it. Leave lazy out; the experts stay on disk "
             "anyway."
         )
-    path = find(path_or_hf_repo, revision)
-    model, model_config = load_model(
-        path, config, model_config=model_config, trust_remote_code=trust_remote_code
-    )
-    try:
-        if adapter_path is not None:
-            _load_adapters(model, adapter_path)
-        tokenizer = _tokenizer(path, tokenizer_config, model_config.get("eos_token_id"))
-    except BaseException:
-        close(model)
-        raise
+    ranks = Ranks.of(group)
+    with ranks.together() if ranks else nullcontext():
+        path = find(path_or_hf_repo, revision)
+        model, model_config = _load_model(path, config, model_config, trust_remote_code, ranks)
+        try:
+            if adapter_path is not None:
+                _load_adapters(model, adapter_path)
+            tokenizer = _tokenizer(path, tokenizer_config, model_config.get("eos_token_id"))
+        except BaseException:
+            close(model)
+            raise
     return (model, tokenizer, model_config) if return_config else (model, tokenizer)
 
 
@@ -230,6 +239,7 @@ def load_model(
     *,
     model_config: dict | None = None,
     trust_remote_code: bool = False,
+    group: mx.distributed.Group | None = None,
 ) -> tuple[nn.Module, dict]:
     """``load`` without the tokenizer.
 
@@ -238,29 +248,39 @@ def load_model(
         config (StreamConfig or None): As for ``load``.
         model_config (dict or None): As for ``load``.
         trust_remote_code (bool): As for ``load``.
+        group (mx.distributed.Group or None): As for ``load``.
 
     Returns:
         tuple[nn.Module, dict]: The model and its configuration.
 
     Raises:
-        CheckpointError: As ``load`` does.
-        ValueError: As ``load`` does.
+        CheckpointError, RankError, ValueError: As ``load`` does.
     """
+    ranks = Ranks.of(group)
+    with ranks.together() if ranks else nullcontext():
+        return _load_model(path, config, model_config, trust_remote_code, ranks)
+
+
+def _load_model(path, config, model_config, trust_remote_code, ranks):
     config = StreamConfig.checked(config).resolved()
     if config.kernels == "fast":
         kernels.check()
     checkpoint = Checkpoint(path)
+    if ranks:
+        _check_ranks(ranks, checkpoint, config, model_config)
     model, model_config, top_k = build_model(checkpoint, config, model_config, trust_remote_code)
     chosen = None
     if config.asks_for_slots:
-        chosen = plan_of(model, checkpoint, config, top_k)
+        chosen = plan_of(model, checkpoint, config, top_k, ranks)
+        if ranks:  # each has its own slots, but a prompt's parts must be the same
+            chosen = replace(chosen, prompt_tokens=min(ranks.gather(chosen.prompt_tokens)))
         config = chosen.config
     found = None
     if config.kernels == "fast":
         found = kernels.use(model)  # the experts' modules too, of which each slot bank has a copy
     experts = expert_modules(model)
     fast_experts = any(kernels.used(module) for _, module in experts)
-    pinned = pinned_experts(experts, config)
+    pinned = pinned_experts(experts, config, ranks)
     if config.mode == "resident":
         located, resident = {}, {}
         modules = dict(model.named_modules())
@@ -280,6 +300,7 @@ def load_model(
         found=found,
         fast_experts=fast_experts,
         plan=chosen,
+        ranks=ranks,
     )
     try:
         if config.mode != "resident":
@@ -307,6 +328,16 @@ def load_model(
     return model, model_config
 
 
+def _check_ranks(ranks, checkpoint, config, model_config):
+    """Refuse a mode that cannot be divided, and ranks that differ."""
+    if config.mode == "resident":
+        raise ValueError(
+            "StreamConfig.mode: expected a mode that reads experts (fused, stacked, buffers or "
+            "serial) with a group of ranks, got 'resident', which holds all of them."
+        )
+    ranks.compare(facts(checkpoint, config, model_config))
+
+
 def _evaluate(model):
     """Read every weight and evaluate a module's other arrays: another thread could not."""
     mx.eval([list(module.values()) for module in model.modules()])
@@ -330,6 +361,8 @@ def close(model: nn.Module) -> None:
     session = session_of(model)
     with session.lock:
         session.reader.close()
+        if session.ranks:
+            session.ranks.close()
 
 
 def _sources(model, checkpoint, config):

@@ -18,6 +18,7 @@ from ..experts import expert_modules, expert_parameters, num_experts
 from ..memory import memory_in_cgroups, memory_on_gpu
 from .build import activation_dtype, build_model, stays_resident
 from .config import SLOT_MODES, StreamConfig
+from .ranks import Ranks
 
 # What a process takes beside its arrays once it has loaded a model and computed a prompt
 # (tokenizer, compiled kernels, freed memory that the C library keeps), and pages that are being
@@ -123,7 +124,13 @@ def plan(
     return plan_of(model, checkpoint, config, top_k)
 
 
-def plan_of(model: nn.Module, checkpoint: Checkpoint, config: StreamConfig, top_k: int) -> Plan:
+def plan_of(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    config: StreamConfig,
+    top_k: int,
+    ranks: Ranks | None = None,
+) -> Plan:
     """``plan`` for a model that is built already.
 
     Args:
@@ -131,16 +138,19 @@ def plan_of(model: nn.Module, checkpoint: Checkpoint, config: StreamConfig, top_
         checkpoint (Checkpoint): Its files.
         config (StreamConfig): How to stream.
         top_k (int): K.
+        ranks (Ranks or None): Those that divide the experts: the slots are for this one's.
     """
     backbone, scales, experts = sizes_of(model, config)
     backbone += scales + config.pinned_nbytes
     modules = [module for _, module in expert_modules(model)]
     slot, E, L = sum(experts), max(map(num_experts, modules)), len(modules)
+    held = int(ranks.owned(E).sum()) if ranks else E
+    least = min(top_k, held)
     caches, largest_state, words = _caches(model, checkpoint, config.context)
     memory, system = _memory() if config.memory_nbytes is None else (config.memory_nbytes, 0)
     memory = max(0, memory)
     per_token = _prompt_nbytes(model, checkpoint, config, top_k, largest_state, words)
-    room = memory - backbone - caches - PROCESS_NBYTES - top_k * slot
+    room = memory - backbone - caches - PROCESS_NBYTES - least * slot
     budget = min(max(memory // PROMPT_SHARE, FEW_PROMPT_TOKENS * per_token), room // 2)
     tokens = max(LEAST_PROMPT_TOKENS, budget // per_token)
     tokens = min(tokens, PROMPT_TOKENS, config.context)
@@ -153,23 +163,23 @@ def plan_of(model: nn.Module, checkpoint: Checkpoint, config: StreamConfig, top_
     free = memory - sum(parts.values())
     listed = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in parts.items())
     left = f" ({_size(system)} more left to the system)" if system else ""
-    if free < top_k * slot:
+    if free < least * slot:
         raise ValueError(
             f"{checkpoint.path}: expected at least "
-            f"{_size(sum(parts.values()) + top_k * slot)} of memory ({listed}, {top_k} slots "
-            f"in each of {L} layers {_size(top_k * slot)}), got {_size(memory)}{left}. Close other "
+            f"{_size(sum(parts.values()) + least * slot)} of memory ({listed}, {least} slots "
+            f"in each of {L} layers {_size(least * slot)}), got {_size(memory)}{left}. Close other "
             "programs or raise the limit, set a shorter context or a lower top_k, or take a "
             "smaller model."
         )
-    slots, why = min(E, free // slot), "nearly all of the memory (half of it would be slowest)"
-    if slots == E:
-        why = "every expert (mode='resident' fits, too)"
+    slots, why = min(held, free // slot), "nearly all of the memory (half of it would be slowest)"
+    if slots == held:
+        why = "every expert of this rank" if ranks else "every expert (mode='resident' fits, too)"
     elif not mx.cuda.is_available():  # there the page cache is in another memory
-        pages = (free - top_k * slot) / checkpoint.nbytes
-        if slots / E < (1 - COPY_COST) * pages:
-            slots, why = top_k, "few (the page cache holds more experts in the rest)"
+        pages = (free - least * slot) / (checkpoint.nbytes * held / E)
+        if slots / held < (1 - COPY_COST) * pages:
+            slots, why = least, "few (the page cache holds more experts in the rest)"
     reason = (
-        f"slots={slots} of {E} in each of {L} layers: {why}. {_size(memory)} available{left}: "
+        f"slots={slots} of {held} in each of {L} layers: {why}. {_size(memory)} available{left}: "
         f"{listed}, slots {_size(slots * slot)}"
     )
     return Plan(

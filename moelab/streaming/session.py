@@ -5,7 +5,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -20,6 +20,7 @@ from ..kernels.code import num_threads
 from . import cuda
 from .config import StreamConfig
 from .plan import Plan, shortage
+from .ranks import RankError, Ranks
 from .reader import Reader
 
 # Tokens that count as a long prompt. When decoding begins after one, free memory is
@@ -107,9 +108,10 @@ class Session:
         found (dict[str, int] or None): What ``kernels.use`` returned.
         fast_experts (bool): Whether the experts compute with the fast kernels, which use all cores.
         plan (Plan or None): Why there are so many slots, if ``plan`` chose them.
+        ranks (Ranks or None): Those that divide the experts.
 
     Attributes:
-        config, dtype, top_k, resident, pinned, plan, fast_experts: As above.
+        config, dtype, top_k, resident, pinned, plan, fast_experts, ranks: As above.
         located (dict[str, ExpertTensor]): As above, each file a ``File`` that ``reader`` opened.
         layers (list[StreamedExperts]): The streamed layers, in the order of the model; an empty
             list in ``resident`` mode. Those with slots (``Stacked``) have a ``bank`` and a
@@ -122,8 +124,8 @@ class Session:
         counters (Counters): Those of the phase of the last call.
         lock (threading.RLock): Held during every call of the model, so that threads take turns.
         unfinished (Callable or None): Finishes the reads that the GPU waits for (``finish_reads``).
-        pending (list[mx.array]): The last layer's output, or nothing. Until it is evaluated it
-            reads slots.
+        pending (list[mx.array]): The last layer's output or what follows from it, or nothing.
+            Until it is evaluated it reads slots.
         overlap (bool): Whether layers compute while they read.
         recorder: Gets the routing of every call while ``record`` runs; else None.
     """
@@ -139,8 +141,10 @@ class Session:
         found: dict[str, int] | None = None,
         fast_experts: bool = False,
         plan: Plan | None = None,
+        ranks: Ranks | None = None,
     ):
         self.config, self.dtype, self.top_k, self.plan = config, dtype, top_k, plan
+        self.ranks = ranks
         self.mailbox = cuda.Mailbox() if located and cuda.available() else None
         self.reader = (
             cuda.UploadingReader(self.mailbox, config.readers)
@@ -180,6 +184,7 @@ class Session:
 
         Raises:
             RuntimeError: In a process that was forked after loading.
+            RankError: If another rank has ended, or a call of this one failed before.
         """
         if os.getpid() != self._process:
             raise RuntimeError(
@@ -193,10 +198,14 @@ class Session:
                 if self._unfinished:
                     self._recover()
                 self._unfinished = True
-                yield
-                # Another thread can wait for this one's arrays, but it cannot schedule them.
-                mx.async_eval(self.pending)
-                self.finish_reads()
+                with self.ranks.waiting() if self.ranks else nullcontext():
+                    yield
+                    # Another thread can wait for this one's arrays, but it cannot schedule them.
+                    mx.async_eval(self.pending)
+                    self.finish_reads()
+                    if self.ranks:
+                        mx.eval(self.pending)
+                        self.ranks.answered()
                 self._unfinished = False
             except BaseException:
                 self.reader.stop()  # nothing writes to a slot after a call that failed
@@ -206,6 +215,11 @@ class Session:
 
     def _recover(self):
         """After a call that an exception ended: end all reads, make every slot held or free."""
+        if self.ranks:
+            raise RankError(
+                f"rank {self.ranks.rank} of {self.ranks.size}: an earlier call failed here, so the "
+                "ranks are no longer at the same place. Start all of them again."
+            )
         self.reader.stop()
         with suppress(RuntimeError):  # arrays that another thread built and never scheduled
             mx.eval(self.pending)
@@ -324,6 +338,8 @@ class Session:
             mx.eval(indices, self.pending, asked)
             routed = np.array(indices)
         self.pending = []
+        if self.ranks:
+            self.ranks.answered()
         return routed
 
     def finish_reads(self) -> None:

@@ -1,0 +1,293 @@
+"""Experts divided over the ranks of ``mx.distributed``: each rank reads its own from its own SSD.
+
+Every rank computes the backbone for the same tokens. In a MoE layer it computes the (token,
+expert) pairs of the experts that it owns, and one ``all_sum`` joins the rows of all ranks. A rank
+leaves zeros in the rows of the others, so this sum rounds nothing: N ranks give the bits of one.
+
+All ranks must make the same collective calls in the same order. What decides about them is the
+same everywhere: settings and files are compared at load, the routing of every call with its rows.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import sys
+import threading
+import weakref
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from time import monotonic
+
+import mlx.core as mx
+import numpy as np
+
+from ..checkpoint import Checkpoint, describe
+
+# Seconds without an answer of the other ranks after which a rank ends its process. A rank whose
+# process ends is noticed at once; this is for one that hangs. MLX cannot stop waiting.
+PATIENCE_S = 120  # in a layer, in which the others may have much to read and compute
+LOADING_S = 600  # while they load
+LOOK_S = 0.5  # between two looks at the clock
+SAMPLES, SAMPLE_NBYTES = 64, 64  # of a checkpoint's tensors, to tell models of one shape apart
+TRANSPORT = re.compile(r"\[(ring|nccl|jaccl|mpi)\]")  # how MLX's messages about other ranks begin
+
+
+class RankError(OSError):
+    """The ranks differ in what must be the same, or one of them has ended."""
+
+
+class Ranks:
+    """This process among those that divide a model's experts.
+
+    Args:
+        group (mx.distributed.Group): Of two ranks or more.
+
+    Attributes:
+        rank (int): The number of this one.
+        size (int): How many there are (N).
+    """
+
+    def __init__(self, group: mx.distributed.Group):
+        self._group, self.rank, self.size = group, group.rank(), group.size()
+        self._told = False  # whether the others know that something failed here
+        self._sums = 0  # of layers' rows, so far
+        self._checks = None  # of the last one: the layer's path, what each rank said, its number
+        self._until = None  # when to give the others up
+        self._patience_s = 0.0
+        self._closed = threading.Event()
+        watch = threading.Thread(target=_watch, args=(weakref.ref(self), self._closed), daemon=True)
+        watch.start()
+
+    @classmethod
+    def of(cls, group: mx.distributed.Group | None) -> "Ranks | None":
+        """None for no group, and for a group of one."""
+        return cls(group) if group is not None and group.size() > 1 else None
+
+    def owned(self, num_experts: int) -> np.ndarray:
+        """Which experts of a layer this rank holds and reads: every N-th.
+
+        Args:
+            num_experts (int): E.
+
+        Returns:
+            np.ndarray: ``[E]``, bool.
+
+        Raises:
+            ValueError: If there are fewer experts than ranks.
+        """
+        if num_experts < self.size:
+            raise ValueError(
+                f"group: expected at most {num_experts} ranks, one for each expert of a layer, got "
+                f"{self.size}. Start fewer."
+            )
+        return np.arange(num_experts) % self.size == self.rank
+
+    def gather(self, value: object) -> list:
+        """What every rank gave, in their order.
+
+        Args:
+            value (object): For JSON.
+
+        Raises:
+            RankError: If a rank has ended, or told of an error in place of its value.
+        """
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        with self.waiting(LOADING_S):
+            sizes = np.array(mx.distributed.all_gather(mx.array([len(text)]), group=self._group))
+            padded = np.zeros(sizes.max(), np.uint8)
+            padded[: len(text)] = text
+            texts = np.array(mx.distributed.all_gather(mx.array(padded), group=self._group))
+        rows = zip(texts.reshape(self.size, -1), sizes)
+        values = [json.loads(row[:size].tobytes()) for row, size in rows]
+        for rank, each in enumerate(values):
+            if isinstance(each, dict) and "error" in each and rank != self.rank:
+                self._told = True
+                raise RankError(f"rank {rank} of {self.size} ended: {each['error']}")
+        return values
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """All ranks leave the block, or none: an error of one is raised by all of them."""
+        try:
+            yield
+            self.gather(None)
+        except BaseException as e:
+            if not self._told:
+                self._told = True
+                with suppress(RankError, RuntimeError):
+                    self.gather({"error": describe(e)})
+            raise
+
+    def compare(self, facts: dict[str, str]) -> None:
+        """Refuse ranks that were started differently.
+
+        Args:
+            facts (dict[str, str]): What must be the same, by its name.
+
+        Raises:
+            RankError: If a value differs, on every rank the same.
+        """
+        everyone = self.gather(facts)
+        for name in facts:
+            values = [each.get(name) for each in everyone]
+            if len(set(values)) > 1:
+                self._told = True
+                listed = ", ".join(f"{value} on rank {r}" for r, value in enumerate(values))
+                raise RankError(f"{name}: expected the same on all ranks, got {listed}.")
+
+    @contextmanager
+    def waiting(self, patience_s: float | None = None) -> Iterator[None]:
+        """A time in which this rank may wait for the others. If it waits too long, it ends.
+
+        Args:
+            patience_s (float or None): Seconds. Default: ``PATIENCE_S`` from each ``answered`` on.
+
+        Raises:
+            RankError: If another rank has ended.
+        """
+        self._patience_s = PATIENCE_S if patience_s is None else patience_s
+        self._until = monotonic() + self._patience_s
+        try:
+            yield
+        except RuntimeError as e:
+            if TRANSPORT.search(str(e)):
+                raise self._lost(e) from e
+            raise
+        finally:
+            self._until = None
+
+    def join(
+        self, y: mx.array | None, mine: np.ndarray, routed: np.ndarray, like: tuple, path: str
+    ) -> tuple[mx.array, mx.array]:
+        """The rows of all (token, expert) pairs, from the rows that each rank computed.
+
+        Args:
+            y (mx.array or None): ``[n, D]``, those of this rank; None if there are none.
+            mine (np.ndarray): ``[n]``, which of the call's pairs they are.
+            routed (np.ndarray): ``[..., K]``, the routing, which must be the same on all ranks.
+            like (tuple): D and the type of the rows.
+            path (str): Of the layer, for messages.
+
+        Returns:
+            tuple[mx.array, mx.array]: ``[..., K, D]``; what is computed when all rows are, which
+            must be evaluated before ``answered``.
+
+        Raises:
+            TypeError: If the rows have another type, which a rank without rows cannot know.
+        """
+        D, dtype = like
+        if y is not None and y.dtype != dtype:
+            raise TypeError(
+                f"{path}: expected experts that compute in {dtype}, got {y.dtype}. Set "
+                "StreamConfig.dtype."
+            )
+        # One more row: in it each rank says which sum this is, and for which routing. Every type
+        # holds 8 bits exactly.
+        self._sums += 1
+        routing = zlib.crc32(np.ascontiguousarray(routed, np.uint32))
+        words = [self._sums % 251 + 1, self._sums // 251 % 256, *routing.to_bytes(4, "little")]
+        said = np.zeros((2, D), np.float32)
+        places = np.arange(self.rank, D - D % self.size, self.size)[: len(words)]
+        said[1, places] = words[: len(places)]
+        rows = np.full(routed.size + 1, len(mine))  # the row of zeros
+        rows[mine], rows[-1] = np.arange(len(mine)), len(mine) + 1
+        said = mx.array(said).astype(dtype)
+        y = said if y is None else mx.concatenate([y, said])
+        y = mx.distributed.all_sum(y[mx.array(rows)], group=self._group)
+        checks = y[-1].astype(mx.float32)
+        self._checks = path, checks, words[0]
+        return y[:-1].reshape(*routed.shape, D), checks
+
+    def answered(self) -> None:
+        """The rows of the last layer have arrived: the others still take part.
+
+        Raises:
+            RankError: If a rank chose other experts. It computes with other bits.
+        """
+        if self._until is not None:
+            self._until = monotonic() + self._patience_s
+        if self._checks is None:
+            return
+        (path, checks, number), self._checks = self._checks, None
+        said = np.array(checks)
+        said = said[: len(said) - len(said) % self.size].reshape(-1, self.size)[:6]
+        # MLX drops the error of a sum that it had begun before somebody waited for it.
+        if (said[0] != number).any():
+            raise self._lost("a sum over the ranks failed")
+        if (said != said[:, :1]).any():
+            raise RankError(
+                f"{path}: expected the same experts for each token on all ranks, they differ: the "
+                "machines round differently. Use machines of one kind with the same versions."
+            )
+
+    def close(self) -> None:
+        """No longer watch the others."""
+        self._closed.set()
+
+    def _lost(self, why):
+        self._told = True
+        return RankError(
+            f"rank {self.rank} of {self.size}: another rank has ended ({why}): its own message "
+            "says why. Start all of them again."
+        )
+
+    def _look(self):
+        until = self._until
+        if until is not None and monotonic() > until:
+            print(
+                f"moelab: rank {self.rank} of {self.size}: no answer from the other ranks for "
+                f"{self._patience_s:.0f} s: this one ends, too.",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)  # MLX waits in native code, which no exception reaches
+
+
+def _watch(ranks, closed):
+    while not closed.wait(LOOK_S):
+        if (living := ranks()) is None:
+            return
+        living._look()
+        del living
+
+
+def facts(checkpoint: Checkpoint, config: object, model_config: dict | None) -> dict[str, str]:
+    """What must be the same on all ranks, for ``Ranks.compare``.
+
+    Args:
+        checkpoint (Checkpoint): The files.
+        config (StreamConfig): How to stream, ``resolved``.
+        model_config (dict or None): What ``load`` was given.
+    """
+    return {
+        "moelab": sys.modules["moelab"].__version__,
+        "mlx": version("mlx"),
+        "mlx-lm": version("mlx-lm"),
+        "device": f"{mx.default_device().type.name} of {platform.system()} {platform.machine()}",
+        **{f"StreamConfig.{name}": str(value) for name, value in vars(config).items()},
+        "model_config": json.dumps(model_config, sort_keys=True, default=str),
+        "checkpoint": f"{checkpoint.nbytes / 1e6:.1f} MB with digest {_digest(checkpoint)}",
+    }
+
+
+def _digest(checkpoint):
+    """Tells checkpoints apart by their headers, their config.json and bytes of some tensors."""
+    tensors = {**checkpoint.tensors, **checkpoint.packed}
+    names = sorted(tensors)
+    described = [(n, tensors[n].shape, str(tensors[n].dtype), tensors[n].nbytes) for n in names]
+    digest = hashlib.sha256(
+        json.dumps([checkpoint.config, described], sort_keys=True, default=str).encode()
+    )
+    for name in names[:: -(-len(names) // SAMPLES)]:
+        t = tensors[name]
+        file, offset = (
+            (t.file, t.offset) if name in checkpoint.tensors else (t.files[0], t.offsets[0])
+        )
+        with open(file, "rb", buffering=0) as f:
+            f.seek(offset + t.nbytes // 2)
+            digest.update(f.read(SAMPLE_NBYTES))
+    return digest.hexdigest()[:12]

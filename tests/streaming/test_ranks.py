@@ -1,0 +1,150 @@
+"""Experts divided over ranks: the bits of one rank, and clear ends when ranks differ or die."""
+
+import json
+import shutil
+from pathlib import Path
+
+import families
+import numpy as np
+import pytest
+import rank_decode
+import ranks
+
+import moelab
+
+HELPERS = Path(rank_decode.__file__).parent
+TINY_MOE = moelab.DATA / "models" / "tiny-moe"
+# The families: with additive biases, without a shared expert, SwitchMLP.
+CASES = (
+    ("tiny-moe", {"slots": 16}),
+    ("gpt_oss", {"slots": 2, "kernels": "mlx"}),
+    ("olmoe", {"slots": 3, "mode": "stacked", "policy": "lfu", "kernels": "mlx"}),
+    ("nemotron_h", {"slots": 2, "kernels": "mlx"}),
+    # From here on: 1 and 2 ranks only.
+    ("olmoe", {"slots": 3, "prefetch": "last", "scales": "resident", "streams": 2}),
+    ("qwen3_5_moe", {"mode": "buffers"}),
+    ("qwen3_5_moe", {"mode": "serial", "kernels": "mlx"}),
+    ("qwen3_5_moe", {"slots": 2, "prefetch": "lookahead", "top_k": 1}),
+    ("tiny-moe", {"slots": "auto", "memory_nbytes": 160_000_000, "context": 256}),
+)
+
+SETTINGS = '{"slots": 4, "mode": "fused", "kernels": "mlx"}'  # of ranks that go wrong
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    """Where the checkpoints of ``CASES`` lie, each with its settings."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    paths = {"tiny-moe": TINY_MOE}
+    for name, _ in CASES:
+        if name not in paths:
+            paths[name] = families.write_checkpoint(name, folder / name, "affine4")
+    return [(str(paths[name]), settings) for name, settings in CASES]
+
+
+@pytest.fixture(scope="module")
+def one(cases):
+    """What this process alone finds."""
+    return [rank_decode.decode(path, settings, None) for path, settings in cases]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_ranks_give_the_bits_of_one(n, cases, one, tmp_path):
+    """The same logits in every mode; each expert is read by one rank, its owner."""
+    file, chosen = tmp_path / "cases.json", slice(None if n <= 2 else 4)
+    file.write_text(json.dumps(cases[chosen]))
+    program = [str(HELPERS / "rank_decode.py"), str(file), str(tmp_path)]
+    ended = ranks.finish(ranks.start([program] * n, tmp_path))
+    assert [rank.code for rank in ended] == [0] * n, ended
+    found = [np.load(tmp_path / f"{r}.npz") for r in range(n)]
+    for i, ((name, settings), (logits, read, counts)) in enumerate(zip(CASES[chosen], one)):
+        for r, rank in enumerate(found):
+            np.testing.assert_array_equal(rank[f"logits{i}"], logits, f"{name} {settings}")
+            E = read.shape[1]
+            assert not rank[f"read{i}"][:, np.arange(E) % n != r].any(), (name, settings)
+        if "prefetch" not in settings:  # it may also read what nobody asks for
+            together = np.any([rank[f"read{i}"] for rank in found], 0)
+            np.testing.assert_array_equal(together, read, f"{name} {settings}")
+        hits, misses, _ = np.sum([rank[f"counts{i}"] for rank in found], 0)
+        assert hits + misses == sum(counts[:2])
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """One, another of its shape, and the first with a shard missing."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    one, other, short = folder / "one", folder / "other", folder / "short"
+    families.write_checkpoint("olmoe", one, "sharded")
+    shutil.copytree(one, other)
+    file = max(other.glob("model*.safetensors"), key=lambda f: f.stat().st_size)
+    content = file.read_bytes()
+    data = 8 + int.from_bytes(content[:8], "little")
+    file.write_bytes(content[:data] + content[data:][::-1])
+    shutil.copytree(one, short)
+    max(short.glob("model*.safetensors")).unlink()
+    return {"one": one, "other": other, "short": short}
+
+
+def endings(checkpoints, second, tmp_path, settings=SETTINGS):
+    """How two ranks end of which the second is another. No later than 60 s after their start."""
+    program = str(HELPERS / "rank_ends.py")
+    name, own, *how = second
+    commands = [[program, str(checkpoints["one"]), settings]]
+    commands += [[program, str(checkpoints[name]), own, *how]]
+    started = ranks.start(commands, tmp_path)
+    try:
+        first = ranks.finish(started[:1], 60)
+        if how == ["SIGSTOP"]:
+            started[1].kill()
+        return first + ranks.finish(started[1:], 60)
+    finally:
+        ranks.stop(started)
+
+
+@pytest.mark.parametrize(
+    "second, first_says, second_says",
+    [
+        (
+            ("one", SETTINGS.replace("4", "3")),
+            "StreamConfig.slots: expected the same",
+            "same as the first",
+        ),
+        (("other", SETTINGS), "checkpoint: expected the same", "same as the first"),
+        (("short", SETTINGS), "rank 1 of 2 ended: CheckpointError: ", "are not in the folder"),
+        (
+            ("one", SETTINGS.replace("fused", "resident")),
+            "rank 1 of 2 ended: ValueError: ",
+            "holds all of them",
+        ),
+    ],
+    ids=["slots", "checkpoint", "shard", "resident"],
+)
+def test_ranks_that_differ(second, first_says, second_says, checkpoints, tmp_path):
+    """One line on each, and none waits for the other."""
+    first, other = endings(checkpoints, second, tmp_path)
+    assert [first.code, other.code] == [1, 1]
+    for rank, said in ((first, first_says), (other, second_says)):
+        said = first_says if said.startswith("same") else said
+        assert said in rank.err and rank.err.count("moelab: ") == 1, rank.err
+        assert "Traceback" not in rank.err and "loaded" not in rank.out
+
+
+@pytest.mark.parametrize(
+    "how, first_says",
+    [
+        ("SIGKILL", "another rank has ended"),
+        ("raise", "another rank has ended"),
+        ("SIGSTOP", "no answer from the other ranks for 10 s"),
+    ],
+)
+def test_a_rank_that_ends_in_an_answer(how, first_says, checkpoints, tmp_path):
+    """The other one ends, too, and says why."""
+    first, _ = endings(checkpoints, ("one", SETTINGS, how), tmp_path)
+    assert first.code == 1 and "loaded" in first.out
+    assert first_says in first.err and first.err.count("moelab: ") == 1, first.err
+
+
+def test_routing_that_differs(checkpoints, tmp_path):
+    """Machines that round differently may choose other experts: an error, not another text."""
+    found = endings(checkpoints, ("one", SETTINGS, "other"), tmp_path)
+    assert all("the machines round differently" in rank.err for rank in found), found
