@@ -268,22 +268,28 @@ def run_ahead_host():
     return ahead["readers"], quartiles(waits, ".1f", scale), quartiles(works, ".1f", scale)
 
 
-def cold_copies(section="ladder_cold"):
-    """tok/s and n of ``fused`` from a cold disk, and GB/s read."""
-    bench = recorded(ENGINE)["sections"][section]
-    samples = bench["modes"]["fused"]["samples"]
+def cold(mode):
+    """tok/s of a mode from a cold disk, n, and GB/s read."""
+    bench = recorded(ENGINE)["sections"]["ladder_cold"]
+    samples = bench["modes"][mode]["samples"]
     speeds = [bench["tokens"] / s["decode_s"] for s in samples]
     rate = np.median([s["counters"]["bytes_read"] / s["decode_s"] / 1e9 for s in samples])
     return quartiles(speeds, ".1f"), len(samples), rate
 
 
+def cold_rates():
+    speed, n, rate = cold("fused")
+    many, _, most = cold("fused/readers=16")
+    return speed, n, f"{rate:.2f}", many, f"{most:.2f}"
+
+
 def cold_share():
-    """GB/s of whole experts, reads in flight; the engine's share of it, GB/s, tok/s and n."""
-    speed, n, rate = cold_copies("ladder_cold_reads_in_python")
+    """GB/s of whole experts, reads in flight; the engine's share of it with 8 and 16 readers."""
     depths, rates = reads_GBs(recorded(ENGINE)["sections"]["reads"]["cold"])["moelab"]
     most = max(np.median(r) for r in rates)
     (depth,) = (d for d, r in zip(depths, rates) if np.median(r) == most)
-    return f"{most:.2f}", depth, f"{rate / most:.2f}", f"{rate:.2f}", speed, n
+    shares = (f"{cold(mode)[2] / most:.2f}" for mode in ("fused", "fused/readers=16"))
+    return f"{most:.2f}", depth, *shares
 
 
 def kernel_ms(run, bits, rows, name):
@@ -949,9 +955,10 @@ PASSAGES = {
         ("in a token ({} readers, the table's run) the second thread waits {} ms for the GPU's "
          "next routing, that is for copies, the reads before them and arithmetic, and works {} ms",
          run_ahead_host),
-        ("From a cold disk `fused` decodes {} tok/s (n={}) and reads {:.2f} GB/s.", cold_copies),
-        ("On the host where it was, whole experts reach {} GB/s with {} reads in flight, of which "
-         "`fused` with reads in Python used {} ({} GB/s, {} tok/s, n={})", cold_share),
+        ("From a cold disk `fused` decodes {} tok/s (n={}) and reads {} GB/s; with 16 readers {} "
+         "tok/s and {} GB/s.", cold_rates),
+        ("whole experts alone reach {} GB/s with {} reads in flight:\n`fused` uses {} of it, {} "
+         "with 16 readers", cold_share),
         ("The same {} layers with {} slots, as shipped (n={} warm, n={} cold,",
          ladder_settings),
         ("| resident | {} | |", lambda: [ladder("resident")]),
