@@ -107,7 +107,8 @@ def attention(
         s = np.empty((n, keys), np.float32)
         task = np.zeros(quantized.TASK, np.int64)
         task[[0, 3, 5]] = [a.ctypes.data for a in (k[b, h], q[b, h, first:], s)]
-        task[6:] = n, keys
+        each = quantized.in_order(n)[1]
+        task[6:] = each, each, n, keys
         scores_of(task.ctypes.data, 1, keys)
         if isinstance(mask, np.ndarray) and mask.dtype == bool:
             hidden = ~mask[b, h * G + head, query]

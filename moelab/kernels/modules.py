@@ -233,48 +233,6 @@ class _Embedding(_Fast):
         return self._multiply(x) if self.takes(x) else super().as_linear(x)
 
 
-class Pairs:
-    """The (token, expert) pairs of a call, sorted by expert.
-
-    Args:
-        chosen (np.ndarray): The expert of each pair.
-
-    Attributes:
-        parts (quantized.Parts): For each expert, which of the sorted pairs are its own.
-    """
-
-    def __init__(self, chosen: np.ndarray):
-        if chosen.ndim > 1 and chosen.size == chosen.shape[-1]:  # one token: experts as they are
-            self._order, each = slice(None), np.arange(chosen.size)
-            self.parts = quantized.Parts(
-                chosen.ravel().astype(np.int64), each, each, np.ones_like(each)
-            )
-            return
-        chosen = chosen.ravel()
-        self._order = np.argsort(chosen, kind="stable")
-        experts, first = np.unique(chosen[self._order], return_index=True)
-        ends = np.append(first[1:], len(chosen))
-        self.parts = quantized.Parts(experts.astype(np.int64), first, first, ends - first)
-
-    def sort(self, of_pairs: np.ndarray) -> np.ndarray:
-        """What belongs to each pair, in sorted order.
-
-        Args:
-            of_pairs (np.ndarray): ``[pairs, ...]``.
-        """
-        return of_pairs[self._order]
-
-    def unsort(self, y: np.ndarray) -> np.ndarray:
-        """Rows of the sorted pairs in the order of the call.
-
-        Args:
-            y (np.ndarray): ``[pairs, ...]``.
-        """
-        out = np.empty_like(y)
-        out[self._order] = y
-        return out
-
-
 class FastEmbedding(_Embedding, nn.QuantizedEmbedding):
     """``nn.QuantizedEmbedding``, as the matrix of the logits."""
 
@@ -292,11 +250,11 @@ class _SwitchLinear(_Fast):
         # Which row of x each (token, expert) pair takes.
         row = np.arange(x.size // x.shape[-1]).reshape(x.shape[:-2])
         row, chosen = np.broadcast_arrays(row, chosen)
-        pairs, matrices = Pairs(chosen), self.matrices()
+        matrices, each = self.matrices(), np.arange(chosen.size)
+        parts = quantized.Parts.of(chosen.ravel().astype(np.int64), row.ravel(), each)
         y = np.empty((chosen.size, matrices.outputs), np.float32)
-        packed = matrices.pack(rows(x)[pairs.sort(row.ravel())])
-        matrices.multiply_parts(packed, pairs.parts, y)
-        out = mx.array(pairs.unsort(y).reshape(*chosen.shape, 1, -1))
+        matrices.multiply_parts(matrices.pack(rows(x)), parts, y)
+        out = mx.array(y.reshape(*chosen.shape, 1, -1))
         if "bias" in self:
             out = out + mx.expand_dims(self["bias"][indices], -2)
         return out
@@ -347,27 +305,74 @@ class FastExperts:
     """Mixed into ``SwitchGLU``, or one with gate and up in one projection: all in one call."""
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        call = self.begin(x, indices.shape)
+        if call is None:
+            return super().__call__(x, indices)
+        mx.eval(indices)
+        call.compute(np.arange(indices.size), np.asarray(indices).ravel())
+        return call.result()
+
+    def begin(self, x: mx.array, shape: tuple[int, ...]) -> "ExpertCall | None":
+        """Begin a call whose (token, expert) pairs are computed some at a time.
+
+        Args:
+            x (mx.array): ``[..., D]``.
+            shape (tuple[int, ...]): ``[..., K]``, of the call's indices.
+
+        Returns:
+            ExpertCall or None: None if the kernels do not compute it.
+        """
         *gate_up, down = gate_up_down(self) or [None]
         if down is None or not all(p.takes(x) for p in gate_up) or down.matrices() is None:
-            return super().__call__(x, indices)
-        mx.eval(x, indices)
-        x, chosen, shape = rows(x), np.asarray(indices), indices.shape
-        K, matrices = shape[-1], down.matrices()
-        F, pairs = matrices.inputs, Pairs(chosen.reshape(-1, K))
-        parts = pairs.parts
-        if len(x) == 1:  # all pairs take the same row
-            parts = parts._replace(x=np.zeros_like(parts.x))
+            return None
+        mx.eval(x)
+        return ExpertCall([p.matrices() for p in gate_up], down.matrices(), x, shape)
+
+
+class ExpertCall:
+    """A call of ``FastExperts`` that is computed in parts.
+
+    Args:
+        gate_up (list[quantized.Matrices]): The first projections, or the one of both.
+        down (quantized.Matrices): The last one.
+        x (mx.array): ``[..., D]``.
+        shape (tuple[int, ...]): ``[..., K]``.
+    """
+
+    def __init__(self, gate_up, down, x, shape):
+        self._gate_up, self._down, self._shape = gate_up, down, shape
+        x = rows(x)
+        self._packed = gate_up[0].pack(x)
+        shape, self._out = (len(x) * shape[-1], down.outputs), None
+        if len(x) > 1:  # for one token an evaluation would take longer than a copy
+            self._out = mx.zeros(shape)
+            mx.eval(self._out)
+        self._y = np.empty(shape, np.float32) if self._out is None else np.asarray(self._out)
+
+    def compute(self, pairs: np.ndarray, experts: np.ndarray) -> None:
+        """Compute some of the pairs.
+
+        Args:
+            pairs (np.ndarray): ``[n]``, int64, their places among all ``tokens * K``.
+            experts (np.ndarray): ``[n]``, the expert of each, its place in the projections.
+        """
+        experts, each = experts.astype(np.int64), np.arange(len(pairs))
+        if len(self._y) == self._shape[-1] == len(pairs):  # one token, its experts as they are
+            parts = quantized.Parts(experts, each, np.ones_like(each), np.zeros_like(each), pairs)
         else:
-            x = x[pairs.sort(np.arange(chosen.size)) // K]
-        packed = gate_up[0].matrices().pack(x)
-        y = np.empty((chosen.size, 2 * F), np.float32)
-        for i, projection in enumerate(gate_up):
-            part = y[:, i * F : (i + 1) * F] if len(gate_up) > 1 else y
-            projection.matrices().multiply_parts(packed, parts, part)
-        packed = matrices.pack(swiglu(y[:, :F], y[:, F:]))
-        y = np.empty((chosen.size, matrices.outputs), np.float32)
-        matrices.multiply_parts(packed, pairs.parts, y)
-        return mx.array(pairs.unsort(y).reshape(*shape, -1))
+            parts = quantized.Parts.of(experts, pairs // self._shape[-1], pairs)
+        F = self._down.inputs
+        y = np.empty((len(pairs), 2 * F), np.float32)
+        for i, matrices in enumerate(self._gate_up):
+            part = y[:, i * F : (i + 1) * F] if len(self._gate_up) > 1 else y
+            matrices.multiply_parts(self._packed, parts._replace(y=each), part)
+        packed = self._down.pack(swiglu(y[:, :F], y[:, F:]))
+        self._down.multiply_parts(packed, parts._replace(x=each), self._y)
+
+    def result(self) -> mx.array:
+        """``[..., K, D]``, once all pairs are computed."""
+        out = mx.array(self._y) if self._out is None else self._out
+        return out.reshape(*self._shape, -1)
 
 
 class FastSwitchGLU(FastExperts, SwitchGLU):

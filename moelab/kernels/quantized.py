@@ -32,9 +32,9 @@ AHEAD_NBYTES = 8 * 1024
 # Rows of weights that all rows of x are multiplied with before the next ones: they stay in a core's
 # cache.
 TILE = 64
-# A task is the addresses of weights, scales, biases, x, sums of x and y, then the numbers of rows
-# of x and of weights.
-TASK = 8
+# A task is the addresses of weights, scales, biases, x, sums of x and y, those of its rows' numbers
+# in x and in y, then how many rows and how many rows of weights there are.
+TASK = 10
 
 
 def supported(bits: int, group_size: int, inputs: int, mode: str = "affine") -> bool:
@@ -77,19 +77,34 @@ class Packed(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Which rows are multiplied with which matrices; arrays of int64 of one length.
+    """Which rows are multiplied with which matrices; arrays of int64.
 
     Attributes:
-        matrix (np.ndarray): The matrix of each part.
-        x (np.ndarray): Its first row of x.
-        y (np.ndarray): Its first row of y.
-        rows (np.ndarray): Its rows.
+        matrix (np.ndarray): ``[parts]``, the matrix of each part.
+        first (np.ndarray): ``[parts]``, its first number in ``x`` and in ``y``.
+        rows (np.ndarray): ``[parts]``, how many they are.
+        x (np.ndarray): The rows of x of one part after the other.
+        y (np.ndarray): Where their products belong, rows of y.
     """
 
     matrix: np.ndarray
+    first: np.ndarray
+    rows: np.ndarray
     x: np.ndarray
     y: np.ndarray
-    rows: np.ndarray
+
+    @classmethod
+    def of(cls, matrix: np.ndarray, x: np.ndarray, y: np.ndarray) -> "Parts":
+        """Group products by matrix.
+
+        Args:
+            matrix (np.ndarray): ``[n]``, int64, of each product.
+            x (np.ndarray): ``[n]``, int64, its row of x.
+            y (np.ndarray): ``[n]``, int64, its row of y.
+        """
+        order = np.argsort(matrix, kind="stable")
+        found = np.unique(matrix[order], return_index=True, return_counts=True)
+        return cls(*found, x[order], y[order])
 
 
 class Matrices:
@@ -156,11 +171,12 @@ class Matrices:
             np.ndarray: ``[rows, N]``, float32.
         """
         packed, y = self.pack(x), np.empty((len(x), self.outputs), np.float32)
+        each, at = in_order(len(x))
         if y.size * self.inputs >= SHARED_WORK:
             zero = np.zeros(1, np.int64)
-            self.multiply_parts(packed, Parts(zero, zero, zero, zero + len(x)), y)
+            self.multiply_parts(packed, Parts(zero, zero, zero + len(x), each, each), y)
         else:  # a token waits for what Python does between
-            addresses = packed.x, packed.sums, y.ctypes.data
+            addresses = packed.x, packed.sums, y.ctypes.data, at, at
             task = _Task(*self._first, *addresses, len(x), self.outputs)
             self._kernel(ctypes.addressof(task), 1, self.outputs)
         return y
@@ -175,14 +191,15 @@ class Matrices:
         """
         tasks = np.empty((len(parts.matrix), TASK), np.int64)
         tasks[:, : len(self._bases)] = self._bases + parts.matrix[:, None] * self._strides
-        tasks[:, 3] = packed.x + parts.x * (self.inputs * 4)
-        tasks[:, 4] = packed.sums + parts.x * (self._words * 4)
-        tasks[:, 5] = y.ctypes.data + parts.y * y.strides[0]
-        tasks[:, 6], tasks[:, 7] = parts.rows, self.outputs
-        n = code.num_threads() if y.size * self.inputs >= SHARED_WORK else 1
+        tasks[:, 3:6] = packed.x, packed.sums, y.ctypes.data
+        for column, numbers in (6, parts.x), (7, parts.y):
+            tasks[:, column] = numbers.ctypes.data + parts.first * numbers.itemsize
+        tasks[:, 8], tasks[:, 9] = parts.rows, self.outputs
+        work = len(parts.x) * self.outputs * self.inputs
+        n = code.num_threads() if work >= SHARED_WORK else 1
         step = y.strides[0] // y.itemsize
 
-        def run(tasks, keep=(packed, y)):  # for as long as a thread may use their addresses
+        def run(tasks, keep=(packed, parts, y)):  # while a thread may use their addresses
             self._kernel(tasks.ctypes.data, len(tasks), step)
 
         code.share(run, [self._share(tasks, i, n) for i in range(n)])
@@ -195,11 +212,27 @@ class Matrices:
         part = tasks.copy()
         part[:, : len(self._row_nbytes)] += a * self._row_nbytes
         part[:, 5] += a * 4
-        part[:, 7] = (b if i + 1 < n else self.outputs) - a
+        part[:, 9] = (b if i + 1 < n else self.outputs) - a
         return part
 
 
 _Task = ctypes.c_int64 * TASK
+
+
+def in_order(n: int) -> tuple[np.ndarray, int]:
+    """The rows 0 to n - 1 for a task, and the address of the numbers, which are kept.
+
+    Args:
+        n (int): 1 or more.
+    """
+    numbers, address = _numbers((n - 1).bit_length())
+    return numbers[:n], address
+
+
+@cache
+def _numbers(bits):
+    numbers = np.arange(1 << bits)
+    return numbers, numbers.ctypes.data
 
 
 @cache
@@ -291,9 +324,9 @@ class _Product(Code):
 
         def task(i, _):
             fields = [self.load(tasks, self.add(self.mul(i, TASK), k), I64) for k in range(TASK)]
-            kinds = [I32, F32 if self.mode == "affine" else I8, F32, F32, F32, F32]
-            pointers = [self.pointer(f, kind) for f, kind in zip(fields, kinds)]
-            weights = fields[7]
+            kinds = [I32, F32 if self.mode == "affine" else I8, F32, F32, F32, F32, I64, I64]
+            *pointers, of_x, of_y = [self.pointer(f, kind) for f, kind in zip(fields, kinds)]
+            weights = fields[9]
 
             def tile(i, _):
                 first = self.mul(i, TILE)
@@ -304,43 +337,47 @@ class _Product(Code):
                 for m in ROWS:
 
                     def rows(row, _, m=m):
-                        self._rows(m, 2, row, first, end, *pointers)
-                        self._rows(m, 1, row, odd, end, *pointers)
+                        xs, ys = (
+                            [self.load(of, self.add(row, j), I64, align=8) for j in range(m)]
+                            for of in (of_x, of_y)
+                        )
+                        self._rows(2, xs, ys, first, end, *pointers)
+                        self._rows(1, xs, ys, odd, end, *pointers)
 
-                    row = self.loop(row, fields[6], m, rows)[0]
+                    row = self.loop(row, fields[8], m, rows)[0]
 
             self.loop(I64(0), self.b.udiv(self.add(weights, TILE - 1), I64(TILE)), 1, tile)
 
         self.loop(I64(0), n, 1, task)
         return self.compile()
 
-    def _rows(self, m, r, row, first, end, w, s, t, x, sums, y):
-        """r rows of weights at a time, for m rows of x."""
-        zero = ir.Constant(self.floats, [0.0] * self.L)
+    def _rows(self, r, xs, ys, first, end, w, s, t, x, sums, y):
+        """r rows of weights at a time, for these rows of x and of y."""
+        zero, m = ir.Constant(self.floats, [0.0] * self.L), len(xs)
 
         def one(out, _):
             outs = [self.add(out, i) for i in range(r)]
 
             def block(k, acc):
-                return self._block(k, list(acc), m, row, outs, w, s, t, x, sums)
+                return self._block(k, list(acc), xs, outs, w, s, t, x, sums)
 
             acc = self.loop(I64(0), I64(self.words // self.L), 1, block, [zero] * (r * m))[1]
             for i in range(r):
                 for j in range(m):
-                    at = self.add(self.mul(self.add(row, j), self.y_step), outs[i])
+                    at = self.add(self.mul(ys[j], self.y_step), outs[i])
                     self.store(self.sum(acc[i * m + j]), y, at)
 
         self.loop(first, end, r, one)
 
-    def _block(self, k, acc, m, row, outs, w, s, t, x, sums):
+    def _block(self, k, acc, rows, outs, w, s, t, x, sums):
         """Multiply L words of some rows of weights with rows of x, and add to the sums."""
+        m = len(rows)
         at = [self.add(self.mul(o, self.words), self.mul(k, self.L)) for o in outs]
         words = [self.load(w, i, self.ints) for i in at]
         for i in at:
             ahead = self.b.gep(w, [self.add(i, AHEAD_NBYTES * 8 // WORD)])
             ahead = self.b.bitcast(ahead, I8.as_pointer())
             self.b.call(self.prefetch, [ahead, I32(0), I32(3), I32(1)])  # to read, to keep, data
-        rows = [self.add(row, j) for j in range(m)]
         part = list(acc) if self.mode == "float" else [None] * len(acc)
         for place in range(self.n):
             unpacked = [self._unpack(word, place) for word in words]

@@ -415,6 +415,8 @@ class Stacked(StreamedExperts):
         positions = by_expert(flat)
         streams = self.session.streams
         ys, order, work = [], [], [0] * len(streams)
+        begin = getattr(self.bank.experts, "begin", None)  # fast kernels compute into one array
+        call = begin(x, shape) if begin else None
         for held, misses in waves:
             mx.eval(ys)  # this wave overwrites the slots of the wave before
             parts = self._parts(misses)
@@ -428,16 +430,18 @@ class Stacked(StreamedExperts):
                     shares[i].append(e)
                     work[i] += len(positions[e])
                 for stream, share in zip(streams, shares):
-                    if share:
-                        pairs = [i for e in share for i in positions[e]]
-                        slots = [part[flat[i]] for i in pairs]
+                    pairs = [i for e in share for i in positions[e]]
+                    slots = [part[flat[i]] for i in pairs]
+                    if pairs and call:
+                        call.compute(np.array(pairs), np.array(slots))
+                    elif pairs:
                         with mx.stream(stream):  # every operation, or streams wait for each other
                             rows = x.reshape(-1, x.shape[-1])
                             y = self._part(self.bank, rows, pairs, slots, shape[-1])
                         mx.async_eval(y)
                         ys.append(y)
                         order += pairs
-        return unsort(ys, order, shape)
+        return call.result() if call else unsort(ys, order, shape)
 
     def _parts(self, misses):
         # Large enough to be worth a wait, small enough that computing one hides the next read.

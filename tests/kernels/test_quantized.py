@@ -50,7 +50,8 @@ def rows(n, inputs, seed=1):
 def multiply(made, x, experts=(0,), first=None):
     first = np.array([0, len(x)] if first is None else first)
     y = np.empty((len(x), made.outputs), np.float32)
-    parts = quantized.Parts(np.array(experts), first[:-1], first[:-1], np.diff(first))
+    each = np.arange(len(x))
+    parts = quantized.Parts(np.array(experts), first[:-1], np.diff(first), each, each)
     made.multiply_parts(made.pack(x), parts, y)
     if experts == (0,):
         assert np.array_equal(made.multiply(x), y)
