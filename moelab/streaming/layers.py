@@ -363,6 +363,8 @@ class Stacked(StreamedExperts):
         self._collect_prefetched(needed)
         if self.table.fits(needed):
             held, misses = self._plan(needed)
+            if not misses:
+                self._fill(self._unread())
             read_s = self.session.reader.expected_s(len(misses) * self.bank.expert_nbytes)
             if not misses or read_s < OVERLAP_S or not self.session.overlap:
                 held.update(misses)
@@ -372,6 +374,18 @@ class Stacked(StreamedExperts):
         else:
             waves = (self._plan(wave) for wave in self.table.waves(needed))
         return self._in_parts(x, flat, routed.shape, waves)
+
+    def _unread(self):
+        """Where all E experts have slots, K of those never read: a call that misses none has time.
+
+        Once all are held, calls need not wait for their routing (``_without_waiting``).
+        """
+        table, E = self.table, self.num_experts
+        if table.num_slots + len(table.pinned) < E or self.job is not None:
+            return {}
+        held = table.slot_of.keys() | table.pinned.keys()
+        unread = [e for e in range(E) if e not in held] if len(held) < E else []
+        return table.plan(unread[: self.session.top_k])[1]
 
     def _bring_for(self, slots, indices, misses):
         """Read the missing experts of a call. Its slots as an array, to compute with."""

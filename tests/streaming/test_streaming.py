@@ -77,6 +77,21 @@ def test_the_host_learns_the_routing_once_a_layer_unless_every_expert_is_held(
         assert mx.array_equal(y, resident(mx.array([[3]]), cache=make_prompt_cache(resident)))
 
 
+@pytest.mark.parametrize("mode", ("stacked", "fused"))
+@pytest.mark.parametrize("slots", (E - 1, E))
+def test_where_all_have_slots_calls_without_misses_read_the_rest(path, mode, slots):
+    token, num_layers = mx.array([[3]]), moelab.footprint(path).num_layers
+    with load_model(path, moelab.StreamConfig(mode=mode, slots=slots))[0] as model:
+        ys = [model(token, cache=make_prompt_cache(model)) for _ in range(1 + -(-E // K))]
+        mx.eval(ys)
+        held = {len(layer.table.slot_of) for layer in session_of(model).layers}
+        assert held == {E if slots == E else K}
+        got = moelab.stats(model).decode
+        assert got.misses == num_layers * K
+        assert got.bytes_read == num_layers * held.pop() * moelab.footprint(path).expert_nbytes
+        assert all(mx.array_equal(y, ys[0]) for y in ys)
+
+
 @pytest.mark.parametrize("mode", STREAMED)
 def test_counters(path, mode):
     with load_model(path, moelab.StreamConfig(mode=mode, slots=K + 1))[0] as model:
