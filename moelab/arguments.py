@@ -465,7 +465,9 @@ def modes_given(args: argparse.Namespace) -> tuple[StreamConfig, dict[str, Strea
 def _stream_config(args, **fields):
     given = {n: getattr(args, n, None) for n in STREAM_OPTIONS}
     given = {n: value for n, value in given.items() if value is not None}
-    return StreamConfig(**{"slots": args.default_slots} | given, **fields)
+    writes = args.default_slots == "auto"  # does not measure
+    defaults = {"slots": args.default_slots, "lazy_logits": writes}
+    return StreamConfig(**defaults | given, **fields)
 
 
 def _check_stream_options(args, configs):

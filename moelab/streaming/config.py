@@ -58,6 +58,10 @@ class StreamConfig:
         streams (int or str): MLX streams that share the experts' work. Default: ``auto``, one for
             each core on the CPU backend, where a stream uses one core, and 1 on a GPU and with the
             ``fast`` kernels.
+        lazy_logits (bool): Whether the logits of a prompt wait until somebody uses them, which
+            generation does not: that saves their memory and time. Matters with the ``fast``
+            kernels, which compute them at once; if they are used after all, MLX's slow ones do.
+            The commands set it. Default: ``False``.
 
     Raises:
         ValueError: If a field is not one of the above.
@@ -77,6 +81,7 @@ class StreamConfig:
     dtype: str = "auto"
     kernels: str = "auto"
     streams: int | str = "auto"
+    lazy_logits: bool = False
 
     def __post_init__(self):
         for name, allowed in CHOICES.items():
@@ -85,6 +90,10 @@ class StreamConfig:
                 raise ValueError(
                     f"StreamConfig.{name}: expected one of {', '.join(allowed)}, got {value!r}."
                 )
+        if type(self.lazy_logits) is not bool:
+            raise ValueError(
+                f"StreamConfig.lazy_logits: expected True or False, got {self.lazy_logits!r}."
+            )
         if self.prefetch != "none" and self.mode not in SLOT_MODES:
             raise ValueError(
                 f"StreamConfig.prefetch: {self.prefetch!r} needs slots to read into, got mode "

@@ -26,7 +26,7 @@ from .build import activation_dtype, build_model, pinned_experts, stays_resident
 from .config import SLOT_MODES, StreamConfig
 from .layers import LAYERS, moe_blocks
 from .parallel import spread
-from .plan import plan_of
+from .plan import FEW_LOGITS, plan_of
 from .prefetch import PREFETCHERS
 from .ranks import Ranks, facts
 from .session import LONG_PROMPT, Session, session_of, stats
@@ -56,12 +56,15 @@ class LoadedModel:
             parts = self._session.parts(inputs) if alone else [inputs]
             for part in parts:
                 self._session.begin(part)
-                if part is parts[-1]:
+                last = part is parts[-1]
+                # Nobody may want the logits of earlier parts.
+                lazy = not last or (
+                    self._session.config.lazy_logits and part.shape[-1] > FEW_LOGITS
+                )
+                with _lazy(self._heads) if lazy else nullcontext():
                     outs.append(super().__call__(part, *args, **kwargs))
-                    break
-                with _lazy(self._heads):  # nobody may want the logits of earlier parts
-                    outs.append(super().__call__(part, *args, **kwargs))
-                mx.eval([c.state for c in cache])
+                if not last:
+                    mx.eval([c.state for c in cache])
             # The next token's call may come from another thread, which could not schedule these.
             mx.async_eval(list(_recurrent_states(cache or [])))
             return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
@@ -69,9 +72,11 @@ class LoadedModel:
     @property
     def _heads(self):
         """The matrices of the logits that compute at once, which MLX's do not."""
-        modules = self.modules()
-        words = {len(m["weight"]) for m in modules if isinstance(m, EMBEDDINGS)}
-        fast = [m for m in modules if hasattr(m, "takes") and "weight" in m]
+        named = self.named_modules()
+        words = {len(m["weight"]) for _, m in named if isinstance(m, EMBEDDINGS)}
+        # In a layer's path is its number; some of its matrices may have as many rows.
+        outside = [m for name, m in named if not any(map(str.isdigit, name.split(".")))]
+        fast = [m for m in outside if hasattr(m, "takes") and "weight" in m]
         return [m for m in fast if m["weight"].ndim == 2 and len(m["weight"]) in words]
 
     def __enter__(self):

@@ -31,6 +31,8 @@ SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
 # takes. Every chunk reads nearly all experts, so fewer than 256 only if they take more than half
 # of what is free for slots, and never fewer than 32.
 PROMPT_TOKENS, PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 2048, 16, 256, 32
+# Tokens of a call whose logits are computed at once whatever ``lazy_logits`` says: drafts.
+FEW_LOGITS = 64
 BLOCK_VALUES = 16  # of the hidden size: what a block keeps of a token beside its experts' work
 # What an expert from the page cache costs, of one from the SSD: 0.22 in the sweeps of notebook 03.
 COPY_COST = 0.25
@@ -149,15 +151,21 @@ def plan_of(
     caches, largest_state, words = _caches(model, checkpoint, config.context)
     memory, system = _memory() if config.memory_nbytes is None else (config.memory_nbytes, 0)
     memory = max(0, memory)
-    per_token = _prompt_nbytes(model, checkpoint, config, top_k, largest_state, words)
-    room = memory - backbone - caches - PROCESS_NBYTES - least * slot
+    per_token = _prompt_nbytes(model, checkpoint, config, top_k, largest_state)
+    logits = 0
+    if config.kernels == "fast":  # which compute them at once: they and a copy
+        logits = 2 * words * activation_dtype(model).size
+        per_token += 0 if config.lazy_logits else logits
+        logits *= FEW_LOGITS if config.lazy_logits else 0
+    room = memory - backbone - caches - PROCESS_NBYTES - least * slot - logits
     budget = min(max(memory // PROMPT_SHARE, FEW_PROMPT_TOKENS * per_token), room // 2)
     tokens = max(LEAST_PROMPT_TOKENS, budget // per_token)
     tokens = min(tokens, PROMPT_TOKENS, config.context)
+    prompt = tokens * per_token + logits
     parts = {
         "backbone": backbone,
         f"caches of {config.context} tokens": caches,
-        f"prompt by {tokens}": tokens * per_token,
+        f"prompt by {tokens}": prompt,
         "process": PROCESS_NBYTES,
     }
     free = memory - sum(parts.values())
@@ -193,7 +201,7 @@ def plan_of(
         process_nbytes=PROCESS_NBYTES,
         backbone_nbytes=backbone,
         caches_nbytes=caches,
-        prompt_nbytes=tokens * per_token,
+        prompt_nbytes=prompt,
         expert_nbytes=tuple(experts),
         context=config.context,
         prompt_tokens=tokens,
@@ -285,8 +293,10 @@ def _grown(cache, context):
     return cache.nbytes
 
 
-def _prompt_nbytes(model, checkpoint, config, top_k, state_nbytes, words):
+def _prompt_nbytes(model, checkpoint, config, top_k, state_nbytes):
     """Bytes for each token of those that are computed at once, by the layer that takes most.
+
+    Without their logits.
 
     Measured with the four layers of notebook 03: 0.37 MB, here 0.51; with MLX's kernels, which on
     a CPU keep a recurrent state for every token, 2.5 MB, here 2.8.
@@ -298,8 +308,8 @@ def _prompt_nbytes(model, checkpoint, config, top_k, state_nbytes, words):
         D = max(inputs)
         values = max(values, top_k * (sum(inputs) + sum(outputs) + D) + BLOCK_VALUES * D)
     size = activation_dtype(model).size
-    if config.kernels == "fast":  # the logits of all tokens, and a copy
-        return (values + 2 * words) * size
+    if config.kernels == "fast":
+        return values * size
     text = checkpoint.config.get("text_config") or checkpoint.config
     heads = text.get("num_attention_heads")
     scores = heads * config.context if isinstance(heads, int) else 0

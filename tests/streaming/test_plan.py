@@ -9,13 +9,16 @@ import mlx.core as mx
 import pytest
 from families import K
 from greedy import greedy_logits
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
+from moelab import kernels
 from moelab.lab import limit
 from moelab.streaming import model as models
 from moelab.streaming import plan as plans
 from moelab.streaming.model import load_model
+from moelab.streaming.plan import FEW_LOGITS
 from moelab.streaming.session import session_of
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
@@ -148,6 +151,43 @@ def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
         mx.eval(model(mx.concatenate([prompt[:, :30]] * 2), cache=make_prompt_cache(model)))
         mx.eval(model(prompt))  # without caches there is no way to go on
         assert lengths == [15, 15, 150]
+
+
+@pytest.mark.skipif(not kernels.available(), reason="MLX's kernels always wait")
+def test_logits_of_a_prompt_wait_until_they_are_used(tmp_path, monkeypatch):
+    monkeypatch.setitem(families.COMMON, "vocab_size", 128)  # as many as a layer's query has rows
+    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", "affine4")
+    prompt = mx.array([[(31 * i + 5) % 96 for i in range(FEW_LOGITS + 1)]])
+
+    def run(lazy):
+        """Logits of a long and of a short call, the caches, and how often the head multiplied."""
+        config = moelab.StreamConfig(slots=K, lazy_logits=lazy)
+        with load_model(path, config)[0] as model, monkeypatch.context() as patch:
+            inside = model["language_model"]
+            head, words = inside["lm_head"], inside["model"]["embed_tokens"]
+            assert sorted(map(id, model._heads)) == sorted(map(id, (head, words)))
+            products, multiply = [], type(head)._multiply
+            patch.setattr(
+                type(head), "_multiply", lambda m, x: products.append(m is head) or multiply(m, x)
+            )
+            cache = make_prompt_cache(model)
+            long, few = model(prompt, cache=cache), model(prompt[:, 1:], cache=cache)
+            mx.eval(long, few)
+            states = tree_flatten([c.state for c in cache])
+            return long, [few, *(a for _, a in states if a is not None)], sum(products)
+
+    (long, rest, products), (long_too, rest_too, products_too) = run(False), run(True)
+    assert (products, products_too) == (2, 1)
+    assert mx.allclose(long, long_too, atol=1e-4)
+    assert all(map(mx.array_equal, rest, rest_too))
+
+
+def test_lazy_logits_leave_memory_to_longer_parts_of_a_prompt():
+    config = moelab.StreamConfig(kernels="fast", memory_nbytes=GB)
+    eager = moelab.plan(TINY_MOE, config)
+    lazy = moelab.plan(TINY_MOE, replace(config, lazy_logits=True))
+    assert lazy.prompt_tokens > 1.5 * eager.prompt_tokens
+    assert lazy.prompt_nbytes < 1.2 * eager.prompt_nbytes
 
 
 def test_pinned_experts_come_out_of_the_same_memory(tmp_path):
