@@ -39,7 +39,8 @@ ENVIRONMENT = {  # the variables that ``StreamConfig.from_env`` reads for a fiel
     "top_k": ("SWIFTLM_TOP_K",),
 }
 INTEGER_FIELDS = (
-    *("slots", "memory_nbytes", "context", "top_k", "readers", "pinned_nbytes", "streams"),
+    *("slots", "memory_nbytes", "context", "reserved_nbytes", "top_k", "readers"),
+    *("pinned_nbytes", "streams"),
 )
 AUTO_FIELDS = ("slots", "streams")  # of these, those that may be "auto"
 

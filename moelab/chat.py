@@ -20,7 +20,7 @@ from .arguments import (
     at_least,
     streaming_given,
 )
-from .drafting import open_draft, prompt_step, say_plan, write
+from .drafting import leave_room, open_draft, prompt_step, say_plan, write
 from .generate import Template, add_loading, add_xtc
 from .hooks import with_globals
 from .kv_cache import KVCacheOptions
@@ -57,7 +57,7 @@ def chat(args: argparse.Namespace, config: StreamConfig) -> None:
         draft = None if args.draft_model is None else open_draft(args.draft_model, config.kernels)
 
         def load_streamed(_, **kwargs):
-            model, tokenizer = load(args.model, config, **kwargs)
+            model, tokenizer = load(args.model, leave_room(config, draft), **kwargs)
             stack.enter_context(model)
             say_plan(model)
             if not tokenizer.has_chat_template:

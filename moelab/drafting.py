@@ -2,10 +2,12 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.generate import GenerationResponse, stream_generate
 
 from .checkpoint import read_json
@@ -14,6 +16,7 @@ from .speculation.drafts import Draft, LookupDraft, ModelDraft
 from .speculation.generate import speculative_generate
 from .streaming.config import StreamConfig
 from .streaming.model import load
+from .streaming.plan import grown_nbytes
 from .streaming.session import session_of
 
 LOOKUP = "lookup"
@@ -33,10 +36,36 @@ def open_draft(draft: str | Path, kernels: str = "auto") -> Draft:
         return LookupDraft()
     if "dflash_config" in draft_config(draft):
         found = DFlashDraft(draft)
+        if mx.default_device() == mx.cpu:  # its target computes in float32 there
+            found.model.set_dtype(mx.float32)
         mx.eval(found.model.parameters())  # so that a plan made after this counts its memory
         return found
     model, _ = load(draft, StreamConfig(mode="resident", kernels=kernels))
     return ModelDraft(model)
+
+
+def leave_room(config: StreamConfig, draft: Draft | None) -> StreamConfig:
+    """The configuration of a draft's target, whose slots must leave the draft its memory.
+
+    Args:
+        config (StreamConfig): The target's.
+        draft (Draft or None): From ``open_draft``.
+    """
+    model = getattr(draft, "model", None)  # a lookup has none, and keeps a text's tokens only
+    if model is None or not config.asks_for_slots:
+        return config
+    caches = draft.make_cache()
+    if isinstance(draft, DFlashDraft):
+        args = model.args
+        values = len(args.target_layer_ids) * args.hidden_size
+        model.extend(mx.zeros((1, 2, values)), caches)
+    else:
+        model(mx.zeros((1, 2), mx.int32), cache=caches)
+    reserved = config.reserved_nbytes + grown_nbytes(caches, config.context)
+    memory = config.memory_nbytes
+    if memory is not None:  # what is available has become less already
+        memory = max(1, memory - sum(p.nbytes for _, p in tree_flatten(model.parameters())))
+    return replace(config, reserved_nbytes=reserved, memory_nbytes=memory)
 
 
 def draft_config(path: str | Path, words: tuple[str, ...] = (LOOKUP,)) -> dict:

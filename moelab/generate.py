@@ -33,7 +33,7 @@ from .arguments import (
     streaming_given,
 )
 from .checkpoint import describe
-from .drafting import open_draft, prompt_step, say_plan, write
+from .drafting import leave_room, open_draft, prompt_step, say_plan, write
 from .kv_cache import KVCacheOptions
 from .speculation.target import vocabulary
 
@@ -192,6 +192,7 @@ def generate(
     kv_cache.check(model_path, config, draft is not None, trust)
     if draft is not None:
         draft = open_draft(draft, config.kernels)
+        config = leave_room(config, draft)
     if seed is not None:
         # Loading draws random numbers: after the draft, and before the model as in mlx-lm.
         mx.random.seed(seed)

@@ -23,6 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from http.server import ThreadingHTTPServer
 from itertools import accumulate
@@ -51,7 +52,7 @@ from .arguments import (
     positive,
     streaming_given,
 )
-from .drafting import open_draft, prompt_step, say_plan
+from .drafting import leave_room, open_draft, prompt_step, say_plan
 from .hooks import with_globals
 from .kv_cache import KVCacheOptions
 from .speculation.drafts import Draft
@@ -59,9 +60,11 @@ from .speculation.generate import speculative_generate, speculative_generate_ste
 from .speculation.target import vocabulary
 from .streaming.config import StreamConfig
 from .streaming.model import close, find, load
+from .streaming.plan import plan
 from .streaming.session import session_of
 
 GRACE_S = 2  # for a thread to end when the server is stopped
+TEXTS_SHARE = 8  # of the memory, at most, for the caches of texts decoded at once
 MIN_SHARED = 16  # tokens that prompts must share for the state after them to be kept
 AUTO = "auto"  # of num_draft_tokens: the policy decides
 NUMBERS = (  # of a request, which mlx-lm takes as nan and infinity too
@@ -94,6 +97,8 @@ class Provider(server.ModelProvider):
                 "streamed model runs on one machine: start it without mlx.launch."
             )
         self.config, self._prefill_step_size = config, cli_args.prefill_step_size
+        self._concurrency = cli_args.prompt_concurrency, cli_args.decode_concurrency
+        self._concurrency_given = "decode_concurrency" in getattr(cli_args, "given", ())
 
     def reset(self) -> None:
         if self.model is not None:
@@ -112,7 +117,7 @@ class Provider(server.ModelProvider):
         if draft_model_path is not None:  # first, since slots take all the memory that it leaves
             draft = open_draft(draft_model_path, self.config.kernels)
         if self.model_key is None or self.model_key[:2] != (model_path, adapter_path):
-            self._load_model(model_path, adapter_path)
+            self._load_model(model_path, adapter_path, draft)
         if draft is not None:
             draft.bind(self.model)  # refuses a draft that does not fit
         self.model_key = (model_path, adapter_path, draft_model_path)
@@ -120,7 +125,7 @@ class Provider(server.ModelProvider):
         batched = all(hasattr(c, "merge") for c in make_prompt_cache(self.model))
         self.is_batchable = draft is None and batched
 
-    def _load_model(self, model_path, adapter_path):
+    def _load_model(self, model_path, adapter_path, draft):
         path = find(model_path)  # raises before the model served now is closed
         if adapter_path is not None and not Path(adapter_path).is_dir():
             raise ValueError(f"adapters: expected a folder, {adapter_path!r} is none")
@@ -131,7 +136,7 @@ class Provider(server.ModelProvider):
         mx.clear_cache()
         model, tokenizer, config = load(
             path,
-            self.config,
+            self._with_room(path, draft),
             adapter_path=adapter_path,
             tokenizer_config=self._tokenizer_config,
             return_config=True,
@@ -146,7 +151,41 @@ class Provider(server.ModelProvider):
         self.model, self.tokenizer = model, tokenizer
         self.cli_args.prefill_step_size = prompt_step(model, self._prefill_step_size)
         say_plan(model)
+        self._limit_batches(session_of(model).plan)
         self.processor = server.load_processor(model, config)
+
+    def _with_room(self, path, draft):
+        """The configuration that leaves memory for a draft, or else for texts decoded at once.
+
+        These are as many as the command line says, or as the eighth part of the memory takes.
+        """
+        config = leave_room(self.config, draft)
+        if draft is not None or not config.asks_for_slots or self.cli_args.kv_bits is not None:
+            return config
+        alone = plan(path, config, trust_remote_code=self.cli_args.trust_remote_code)
+        prompts, texts = self._concurrency
+        more = texts + min(prompts, texts) - 2  # the first is in the plan
+        if not self._concurrency_given and alone.caches_nbytes:
+            # One text less than fits, since the memory that is available changes.
+            slots = (alone.slots - alone.top_k) * sum(alone.expert_nbytes)
+            free = alone.all_caches_nbytes - 2 * alone.caches_nbytes + slots
+            free = max(0, min(alone.memory_nbytes // TEXTS_SHARE, free))
+            more = min(more, free // alone.caches_nbytes)
+        return replace(config, reserved_nbytes=more * alone.caches_nbytes)
+
+    def _limit_batches(self, plan):
+        """Have mlx-lm hold as many texts at once as there is memory for, at most.
+
+        It reads up to P prompts beside C - 1 texts that it decodes.
+        """
+        prompts, texts = self._concurrency
+        if plan is not None and plan.caches_nbytes and self.cli_args.kv_bits is None:
+            fit = max(1, plan.all_caches_nbytes // plan.caches_nbytes)
+            prompts = min(prompts, texts, (fit + 1) // 2)
+            texts = min(texts, fit + 1 - prompts)
+        self.cli_args.prompt_concurrency, self.cli_args.decode_concurrency = prompts, texts
+        if texts < self._concurrency[1]:
+            print(f"moelab: texts decoded at once: {texts}, as many as fit", file=sys.stderr)
 
 
 class Prompts(LRUPromptCache):

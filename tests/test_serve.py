@@ -22,6 +22,7 @@ from mlx_lm.sample_utils import make_sampler
 import moelab
 from moelab import DATA, serve
 from moelab.__main__ import main
+from moelab.drafting import leave_room
 from moelab.lab.serving import Served
 
 MODEL = DATA / "models/tiny-moe"
@@ -431,15 +432,53 @@ def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(monkeypatch):
     monkeypatch.setattr(serve, "load", lambda *a, **k: opened.append("model") or load(*a, **k))
     monkeypatch.setattr(serve.Server, "serve_forever", lambda self: None)
     argv = ["serve", str(MODEL), "--port", "0", "--prompt-cache-size", "3"]
-    memory = ["--memory-nbytes", "170000000"]
+    memory = ["--memory-nbytes", "230000000", "--decode-concurrency", "1"]
     draft = str(DATA / "models/tiny-dflash")
     assert main([*argv, *memory, "--draft", draft]) == 0
     assert opened == [(draft, "auto"), "model"]
-    plan = moelab.plan(MODEL, memory_nbytes=170_000_000)
-    assert plan.slots < 64
-    assert main([*argv, *SLOTS]) == main([*argv, *memory, "--prompt-cache-bytes", "0"]) == 0
-    assert made == [(3, plan.all_caches_nbytes), (3, sys.maxsize), (3, 0)]
-    assert 0 <= plan.all_caches_nbytes - plan.caches_nbytes < sum(plan.expert_nbytes)
+    config = moelab.StreamConfig(memory_nbytes=230_000_000, lazy_logits=True)
+    drafted = moelab.plan(MODEL, leave_room(config, open_draft(draft)))
+    plan = moelab.plan(MODEL, config)
+    assert drafted.slots < plan.slots == 64 and drafted.reserved_nbytes > 0 == plan.reserved_nbytes
+    assert main([*argv, *SLOTS]) == main([*argv, *memory]) == 0
+    assert main([*argv, *memory, "--prompt-cache-bytes", "0"]) == 0
+    kept = [p.all_caches_nbytes for p in (drafted, plan)]
+    assert made == [(3, kept[0]), (3, sys.maxsize), (3, kept[1]), (3, 0)]
+    for p in (drafted, plan):
+        left = p.all_caches_nbytes - p.caches_nbytes - p.reserved_nbytes
+        assert left >= 0 and (p.slots == 64 or left < sum(p.expert_nbytes))
+
+
+@pytest.mark.parametrize(
+    "options, texts",
+    [
+        (["--memory-nbytes", "170000000"], range(1, 2)),
+        (["--memory-nbytes", "400000000"], range(6, 12)),
+        (["--memory-nbytes", "9000000000"], range(32, 33)),
+        (["--memory-nbytes", "260000000", "--decode-concurrency", "3"], range(3, 4)),
+        (["--memory-nbytes", "170000000", "--decode-concurrency", "20"], None),
+        (["--memory-nbytes", "170000000", "--draft", "lookup"], range(1, 2)),
+        ([*SLOTS], range(32, 33)),
+    ],
+)
+def test_the_caches_of_texts_decoded_at_once_are_planned(options, texts, monkeypatch, capsys):
+    """No more than fit. Those of the command line must: else it says what they take."""
+    seen = []
+    monkeypatch.setattr(serve.Server, "answer", lambda self, made: seen.append(made) or stop(made))
+
+    def stop(generator):
+        generator.stop_and_join()
+
+    code = main(["serve", str(MODEL), "--port", "0", *options])
+    err = capsys.readouterr().err
+    if texts is None:
+        assert code == 1 and "reserved" in err and "expected at least" in err
+        return
+    args = seen[0].cli_args
+    assert code == 0 and args.decode_concurrency in texts
+    assert ("decoded at once" in err) == (args.decode_concurrency not in (3, 32))
+    if args.decode_concurrency < 32:
+        assert args.prompt_concurrency <= args.decode_concurrency
 
 
 def test_a_port_that_is_taken(capsys):

@@ -219,14 +219,17 @@ def speculative_generate_step(
         target = _Target(model, draft, prompt_cache, rollback, quantizing)
         progress = prompt_progress_callback or (lambda *_: None)
         progress(0, prompt.size)
+        draft_s = 0.0  # the draft's part of the prompt's time
         for i in range(0, prompt.size - 1, prefill_step_size):
             end = min(i + prefill_step_size, prompt.size - 1)
             target.prefill(prompt[i:end], policy)
+            if num_draft_tokens != 0:  # now, since it keeps what it has not read
+                begin = time.perf_counter()
+                target.draft.catch_up()
+                draft_s += time.perf_counter() - begin
             progress(end, prompt.size)
         if num_draft_tokens != 0:
-            begin = time.perf_counter()
-            target.draft.catch_up()  # the draft's part of the prompt's time
-            policy.read(prompt.size - 1, time.perf_counter() - begin)
+            policy.read(prompt.size - 1, draft_s)
         chooser = Chooser(sampler, logits_processors, prompt)
         yield from _Rounds(target, chooser, policy, prompt[-1:], max_tokens).tokens()
 

@@ -79,10 +79,11 @@ class Capture:
     """
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]):
-        self._layer_ids, self._outputs = layer_ids, {}
+        self._layer_ids = layer_ids
         self._hooks = [hooked(model.layers[i], partial(self._keep, i)) for i in set(layer_ids)]
 
     def __enter__(self) -> "Capture":
+        self._outputs = {}
         with ExitStack() as stack:
             for hook in self._hooks:
                 stack.enter_context(hook)
@@ -94,10 +95,14 @@ class Capture:
 
     @property
     def features(self) -> mx.array:
-        """The layers' outputs in the model's last call, joined in order: [B, T, n * D]."""
-        return mx.concatenate([self._outputs[i] for i in self._layer_ids], axis=-1)
+        """The layers' outputs, joined in order: [B, T, n * D].
+
+        Those of one block: a streamed model may compute a long prompt in parts.
+        """
+        outputs = {i: mx.concatenate(parts, axis=1) for i, parts in self._outputs.items()}
+        return mx.concatenate([outputs[i] for i in self._layer_ids], axis=-1)
 
     def _keep(self, i, call, *args, **kwargs):
         out = call(*args, **kwargs)
-        self._outputs[i] = out[0] if isinstance(out, tuple) else out
+        self._outputs.setdefault(i, []).append(out[0] if isinstance(out, tuple) else out)
         return out

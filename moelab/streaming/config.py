@@ -32,6 +32,8 @@ class StreamConfig:
             is available.
         context (int): With ``slots="auto"``: the tokens, prompt and answer, whose caches must fit.
             Default: ``4096``.
+        reserved_nbytes (int): With ``slots="auto"``: what is left free beside that, for a draft's
+            caches or those of more texts at once. Default: ``0``.
         top_k (int or None): Experts per token (K). Fewer than the checkpoint's own is lossy.
             Default: the checkpoint's own.
         readers (int): Reads in flight at once. Default: ``8``. On Linux, with slots and more than
@@ -71,6 +73,7 @@ class StreamConfig:
     slots: int | str = "auto"
     memory_nbytes: int | None = None
     context: int = 4096
+    reserved_nbytes: int = 0
     top_k: int | None = None
     readers: int = 8
     prefetch: str = "none"
@@ -99,11 +102,12 @@ class StreamConfig:
                 f"StreamConfig.prefetch: {self.prefetch!r} needs slots to read into, got mode "
                 f"{self.mode!r}. Use mode 'stacked' or 'fused', or prefetch 'none'."
             )
-        if type(self.pinned_nbytes) is not int or self.pinned_nbytes < 0:
-            raise ValueError(
-                "StreamConfig.pinned_nbytes: expected a whole number of at least 0, got "
-                f"{self.pinned_nbytes!r}."
-            )
+        for name in ("pinned_nbytes", "reserved_nbytes"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ValueError(
+                    f"StreamConfig.{name}: expected a whole number of at least 0, got {value!r}."
+                )
         if self.pinned_trace is not None:
             if not isinstance(self.pinned_trace, (str, os.PathLike)):
                 raise ValueError(
@@ -166,7 +170,7 @@ class StreamConfig:
         Returns:
             set[str]: Their names.
         """
-        auto = {"memory_nbytes", "context"}  # what slots="auto" goes by
+        auto = {"memory_nbytes", "context", "reserved_nbytes"}  # what slots="auto" goes by
         if self.mode in SLOT_MODES:
             unused = set() if self.pinned_nbytes else {"pinned_trace"}
             unused |= set() if self.slots == "auto" else auto

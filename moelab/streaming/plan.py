@@ -54,6 +54,7 @@ class Plan:
         backbone_nbytes (int): Everything but the slots that stays in memory.
         caches_nbytes (int): Key-value caches and recurrent states of ``context`` tokens.
         prompt_nbytes (int): For computing ``prompt_tokens`` tokens at once.
+        reserved_nbytes (int): The config's.
         expert_nbytes (tuple[int]): One expert of each layer, in its slot.
         context (int): The tokens, prompt and answer, that it is for.
         prompt_tokens (int): A prompt's tokens that are computed at once: the model divides a
@@ -72,6 +73,7 @@ class Plan:
     backbone_nbytes: int
     caches_nbytes: int
     prompt_nbytes: int
+    reserved_nbytes: int
     expert_nbytes: tuple[int, ...]
     context: int
     prompt_tokens: int
@@ -93,6 +95,7 @@ def plan(
     *,
     memory_nbytes: int | None = None,
     context: int | None = None,
+    trust_remote_code: bool = False,
 ) -> Plan:
     """Choose the slots of ``load(path, config)`` from the files' headers; no weight is read.
 
@@ -103,6 +106,7 @@ def plan(
         memory_nbytes (int or None): What the model may take, beside what this process holds.
             Default: the config's, or what is available now.
         context (int or None): Tokens whose caches must fit. Default: the config's.
+        trust_remote_code (bool): As for ``mlx_lm.load``.
 
     Returns:
         Plan: The slots, the numbers that they follow from, and the reason.
@@ -122,7 +126,7 @@ def plan(
             "footprint says what another mode takes."
         )
     checkpoint = Checkpoint(path)
-    model, _, top_k = build_model(checkpoint, config)
+    model, _, top_k = build_model(checkpoint, config, trust_remote_code=trust_remote_code)
     return plan_of(model, checkpoint, config, top_k)
 
 
@@ -157,7 +161,8 @@ def plan_of(
         logits = 2 * words * activation_dtype(model).size
         per_token += 0 if config.lazy_logits else logits
         logits *= FEW_LOGITS if config.lazy_logits else 0
-    room = memory - backbone - caches - PROCESS_NBYTES - least * slot - logits
+    room = memory - backbone - caches - config.reserved_nbytes - PROCESS_NBYTES
+    room -= least * slot + logits
     budget = min(max(memory // PROMPT_SHARE, FEW_PROMPT_TOKENS * per_token), room // 2)
     tokens = max(LEAST_PROMPT_TOKENS, budget // per_token)
     tokens = min(tokens, PROMPT_TOKENS, config.context)
@@ -168,6 +173,8 @@ def plan_of(
         f"prompt by {tokens}": prompt,
         "process": PROCESS_NBYTES,
     }
+    if config.reserved_nbytes:
+        parts["reserved"] = config.reserved_nbytes
     free = memory - sum(parts.values())
     listed = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in parts.items())
     left = f" ({_size(system)} more left to the system)" if system else ""
@@ -202,6 +209,7 @@ def plan_of(
         backbone_nbytes=backbone,
         caches_nbytes=caches,
         prompt_nbytes=prompt,
+        reserved_nbytes=config.reserved_nbytes,
         expert_nbytes=tuple(experts),
         context=config.context,
         prompt_tokens=tokens,
@@ -264,11 +272,20 @@ def _caches(model, checkpoint, context):
     logits = checkpoint.try_out(model, caches)
     if logits is None:
         return 0, 0, 0
-    leaves = list(_leaves(caches))
-    states = [c.nbytes for c in leaves if isinstance(c, ArraysCache)]
-    kept = [_grown(c, context) for c in leaves]
+    states = [c.nbytes for c in _leaves(caches) if isinstance(c, ArraysCache)]
+    return grown_nbytes(caches, context), max(states, default=0), logits.shape[-1]
+
+
+def grown_nbytes(caches: list, context: int) -> int:
+    """What caches take that have grown to a text's length.
+
+    Args:
+        caches (list): Of two tokens. They are used up; nothing is evaluated.
+        context (int): The text's tokens.
+    """
+    kept = [_grown(c, context) for c in _leaves(caches)]
     # A key-value cache is copied when it grows: one at a time is there twice.
-    return sum(kept) + max(kept, default=0), max(states, default=0), logits.shape[-1]
+    return sum(kept) + max(kept, default=0)
 
 
 def _leaves(caches):

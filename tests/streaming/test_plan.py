@@ -14,7 +14,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab import kernels
+from moelab.drafting import leave_room, open_draft
 from moelab.lab import limit
+from moelab.speculation.generate import speculative_generate_step
 from moelab.streaming import model as models
 from moelab.streaming import plan as plans
 from moelab.streaming.model import load_model
@@ -203,6 +205,41 @@ def test_pinned_experts_come_out_of_the_same_memory(tmp_path):
     assert plain.slots - 4 <= pinned.slots < plain.slots
     with load_model(TINY_MOE, pinned.config)[0] as model:
         assert sum(len(layer.table.pinned) for layer in session_of(model).layers) == 20
+
+
+def test_what_is_reserved_comes_out_of_the_same_memory():
+    config = moelab.StreamConfig(memory_nbytes=165 * MB)
+    plain, less = (moelab.plan(TINY_MOE, replace(config, reserved_nbytes=n)) for n in (0, 5 * MB))
+    one = sum(plain.expert_nbytes)
+    assert 0 < plain.slots - less.slots <= -(-5 * MB // one)
+    assert "reserved 5 MB" in less.reason and "reserved" not in plain.reason
+    with pytest.raises(ValueError, match="reserved 50 MB"):
+        moelab.plan(TINY_MOE, replace(config, reserved_nbytes=50 * MB))
+    with pytest.raises(ValueError, match="reserved_nbytes: expected a whole number"):
+        moelab.StreamConfig(reserved_nbytes=-1)
+
+
+@pytest.mark.parametrize("name", ["lookup", "tiny-draft", "tiny-dflash"])
+def test_a_draft_is_left_the_memory_of_its_weights_and_caches(name):
+    """What it takes in a text as long as the context, and not much more."""
+    draft = open_draft(name if name == "lookup" else TINY_MOE.parent / name)
+    config = moelab.StreamConfig(memory_nbytes=200 * MB, context=600)
+    got = leave_room(config, draft)
+    assert leave_room(replace(config, memory_nbytes=None), draft).memory_nbytes is None
+    assert leave_room(replace(config, slots=16), draft) == replace(config, slots=16)
+    if name == "lookup":
+        assert got == config
+        return
+    weights = sum(p.nbytes for _, p in tree_flatten(draft.model.parameters()))
+    assert got.memory_nbytes == 200 * MB - weights and weights > MB
+    with load_model(TINY_MOE, got)[0] as model:
+        caches = make_prompt_cache(model) + draft.make_cache()
+        text = mx.array([(31 * i + 5) % 96 for i in range(590)])
+        list(speculative_generate_step(text, model, draft, max_tokens=8, prompt_cache=caches))
+        caches = caches[-len(draft.make_cache()) :]
+        assert {c.offset for c in caches} == {598}  # also where the target reads in parts
+    taken = sum(c.nbytes for c in caches)
+    assert taken <= got.reserved_nbytes <= 2.5 * taken
 
 
 def test_a_mode_without_slots_has_no_plan():
