@@ -26,6 +26,7 @@ import psutil
 
 from .. import DATA, kernels
 from ..arguments import not_empty
+from ..checkpoint import CheckpointError
 from ..memory import memory_available, memory_limit
 from .oscache import drop_pages
 
@@ -158,7 +159,7 @@ def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]
     """Look at each thing that is needed.
 
     Args:
-        model (str or Path): A model folder to read from and to predict the memory of.
+        model (str or Path): A model folder to read from and to plan the memory of.
 
     Yields:
         tuple[bool, str, str]: Whether all is well, what was found, and the remedy if it is not.
@@ -228,17 +229,34 @@ def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]
     )
 
     if model:
-        from .. import StreamConfig, footprint
+        yield from _plan_of(Path(model))
 
-        slots = max(16, footprint(model, StreamConfig(mode="resident")).top_k)
-        f = footprint(model, StreamConfig(slots=slots))
-        yield (
-            f.total_nbytes <= free,
-            f"{Path(model).name}: {_size(f.checkpoint_nbytes)} on disk; with {slots} slots a layer "
-            f"it takes {_size(f.total_nbytes)} of memory (backbone {_size(f.backbone_nbytes)}, "
-            f"slots {_size(f.slots_nbytes)}, scales {_size(f.scales_nbytes)}), caches on top",
-            "more than is available: take fewer slots (at least top-k)",
-        )
+
+def _plan_of(model):
+    """The slots that the commands would choose for a model, and what they hold of its experts."""
+    from .. import StreamConfig, footprint, plan
+
+    try:
+        p = plan(model, StreamConfig(lazy_logits=True))
+    except CheckpointError:
+        raise
+    except ValueError as error:  # it does not fit; its last sentence says what to do
+        what, _, remedy = str(error).rstrip(".").rpartition(". ")
+        yield False, what, remedy
+        return
+    f = footprint(model, p.config)
+    one = sum(p.expert_nbytes)
+    held, all_experts, token, disk = (  # in the units of the plan's own line
+        f"{nbytes / 1e6:,.0f} MB"
+        for nbytes in (p.slots * one, p.num_experts * one, p.top_k * one, f.checkpoint_nbytes)
+    )
+    yield True, f"{model.name}, {disk} on disk: {p}", ""
+    yield (
+        True,
+        f"{model.name}: the slots hold {held} of {all_experts} of experts; a token needs {token}, "
+        "of which it reads what is in no slot, from the page cache or the SSD",
+        "",
+    )
 
 
 def _size(nbytes: int) -> str:
@@ -274,7 +292,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=not_empty,
         metavar="MODEL",
         nargs="?",
-        help="a model folder: predict its memory, read its own files",
+        help="a model folder: the slots that would be chosen, its own files' reads",
     )
 
 

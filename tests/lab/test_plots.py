@@ -4,7 +4,7 @@ import ipywidgets
 import mlx.core as mx
 import pytest
 
-from moelab import kernels
+from moelab import DATA, StreamConfig, kernels, plan
 from moelab.kernels import code
 from moelab.lab import machine, preset
 from moelab.lab.plots import charts, choice, explore, show, slider, style
@@ -155,6 +155,24 @@ def test_check_says_what_to_do(monkeypatch, capsys):
     assert not machine.check()
     assert "[fail] memory" in (out := capsys.readouterr().out) and "-> " in out
     assert "pip install llvmlite" in out or mx.default_device() != mx.cpu
+
+
+def test_check_plans_a_model(monkeypatch, capsys):
+    """The slots that the commands take, with the reason, and what they hold; or why none fit."""
+    model = DATA / "models/tiny-moe"
+    want = plan(model, StreamConfig(lazy_logits=True))
+    assert machine.check(model) in (True, False)
+    chosen, held = capsys.readouterr().out.splitlines()[-2:]
+    assert chosen.startswith("[ok] tiny-moe, ")
+    assert want.reason.partition(". ")[0] in chosen and "available" in chosen
+    all_experts = want.num_experts * sum(want.expert_nbytes) / 1e6
+    assert f"the slots hold {all_experts:.0f} MB of {all_experts:.0f} MB" in held
+    assert f"a token needs {all_experts / 8:.0f} MB" in held
+    monkeypatch.setattr("moelab.streaming.plan._memory", lambda: (10**8, 5 * 10**7))
+    assert not machine.check(model)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("[fail] ") and "expected at least 1" in last
+    assert "got 100 MB (50 MB more left to the system) -> Close other programs" in last
 
 
 def test_reads_are_counted_whole(tmp_path):
