@@ -20,5 +20,8 @@ def end_at_once() -> None:
 
 def restore() -> None:
     """Make Ctrl-C an exception again, if ``end_at_once`` changed that."""
+    # numpy imports this at its first use, and loses one Ctrl-C in eight that come meanwhile.
+    import numpy.random  # noqa: F401
+
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)

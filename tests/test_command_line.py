@@ -296,6 +296,22 @@ def test_a_module_that_never_was_is_not_said_to_have_moved():
     assert done.returncode == 1 and "No module named" in done.stderr
 
 
+def test_no_import_that_loses_ctrl_c_is_left_to_the_command():
+    """numpy.random loads itself at its first use, and its compiled modules drop exceptions."""
+    code = (
+        "import signal, sys, numpy\n"
+        "from moelab import interrupt\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "interrupt.end_at_once()\n"
+        "assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler\n"
+        "interrupt.restore()\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+        "print('numpy.random' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
 def test_only_the_module_of_the_command_is_imported():
     """``--help`` alone imports none of them, and no MLX, which takes most of a second."""
     code = (
