@@ -13,6 +13,7 @@ import textwrap
 
 from . import interrupt, moved
 
+DIVIDED = ("generate", "serve")  # what ``mlx.launch`` may start in several processes
 COMMANDS = {  # name: its module, what it does
     "check": ("lab.machine", "does this machine have what it takes?"),
     "generate": ("generate", "continue a prompt"),
@@ -78,6 +79,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         args.error(_refusal(given, unknown))
+    if given not in DIVIDED and "MLX_RANK" in os.environ:
+        args.error(
+            f"{given} runs in one process, but mlx.launch started this one: only "
+            f"{' and '.join(DIVIDED)} divide a model's experts. Start it by itself"
+        )
     return args
 
 

@@ -134,6 +134,11 @@ def prompt_text(text: str) -> str:
     where = ""
     try:
         if text == "-":
+            if "MLX_RANK" in os.environ:
+                raise argparse.ArgumentTypeError(
+                    "expected the text itself: mlx.launch does not pass on where standard input "
+                    "ends"
+                )
             where = " on standard input"
             text = sys.stdin.buffer.read().decode() if sys.stdin else ""
         text.encode()
@@ -335,7 +340,7 @@ class _TwoMeanings(argparse.Action):
         )
 
 
-ONE_MACHINE = "a streamed model runs on one machine"
+NO_PIPELINE = "several machines divide the experts of each layer, not the layers"
 
 
 def add_refused(parser: argparse.ArgumentParser, why: str, *names: str) -> None:

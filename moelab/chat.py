@@ -9,7 +9,7 @@ from mlx_lm import chat as mlx_lm_chat
 
 from .arguments import (
     LEAST_KV_SIZE,
-    ONE_MACHINE,
+    NO_PIPELINE,
     add_draft,
     add_mode,
     add_model,
@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_xtc(parser)
     more = ("--draft-model", "--xtc-probability", "--xtc-threshold")
     add_loading(parser, "mlx_lm.chat", *more)
-    add_refused(parser, ONE_MACHINE, "--pipeline")
+    add_refused(parser, NO_PIPELINE, "--pipeline")
     add_stream_options(parser, sampling=True)
 
 

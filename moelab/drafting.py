@@ -12,11 +12,13 @@ from mlx_lm.generate import GenerationResponse, stream_generate
 
 from .checkpoint import read_json
 from .speculation.dflash import DFlashDraft
-from .speculation.drafts import Draft, LookupDraft, ModelDraft
+from .speculation.drafts import Draft, LookupDraft, ModelDraft, learned_policy
 from .speculation.generate import speculative_generate
+from .speculation.policy import Policy
 from .streaming.config import StreamConfig
 from .streaming.model import load
 from .streaming.plan import grown_nbytes
+from .streaming.ranks import Ranks
 from .streaming.session import session_of
 
 LOOKUP = "lookup"
@@ -99,9 +101,39 @@ def prompt_step(model: nn.Module, most: int = 2048) -> int:
 
 
 def say_plan(model: nn.Module) -> None:
-    """Say on stderr how many slots were chosen, and why, if they were chosen."""
-    if plan := session_of(model).plan:
+    """Say on stderr how many slots were chosen, and why, if they were chosen; rank 0 says it."""
+    session = session_of(model)
+    if (plan := session.plan) and not (session.ranks and session.ranks.rank):
         print(f"moelab: {plan}", file=sys.stderr)
+
+
+class _Shared:
+    """A policy of which rank 0 chooses for all: it goes by times, which differ between ranks."""
+
+    def __init__(self, policy: Policy, ranks: Ranks):
+        self._policy, self._ranks = policy, ranks
+
+    def __getattr__(self, name):
+        return getattr(self._policy, name)
+
+    def choose(self, missed: int = 0, most: float = float("inf")) -> int:
+        return self._ranks.gather(self._policy.choose(missed, most))[0]
+
+
+def shared_policy(
+    model: nn.Module, draft: Draft, num_draft_tokens: int | str
+) -> int | str | _Shared:
+    """What ``speculative_generate`` takes for ``num_draft_tokens``, the same on all ranks.
+
+    Args:
+        model (nn.Module): The target.
+        draft (Draft): What guesses its tokens.
+        num_draft_tokens (int or str): A number or ``auto``.
+    """
+    ranks = session_of(model).ranks
+    if ranks is None or num_draft_tokens != "auto":
+        return num_draft_tokens
+    return _Shared(learned_policy(model, draft), ranks)
 
 
 def write(
@@ -124,6 +156,7 @@ def write(
     """
     if draft is None:
         return stream_generate(model, tokenizer, prompt, **kwargs)
+    num_draft_tokens = shared_policy(model, draft, num_draft_tokens)
     return speculative_generate(
         model, tokenizer, prompt, draft, num_draft_tokens=num_draft_tokens, **kwargs
     )

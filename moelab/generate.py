@@ -1,8 +1,11 @@
 """The command ``generate``: continue a prompt, then one line of figures."""
 
 import argparse
+import io
 import json
+import secrets
 import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +39,8 @@ from .checkpoint import describe
 from .drafting import leave_room, open_draft, prompt_step, say_plan, write
 from .kv_cache import KVCacheOptions
 from .speculation.target import vocabulary
+from .streaming.ranks import joined
+from .streaming.session import session_of
 
 
 @dataclass(frozen=True)
@@ -161,6 +166,10 @@ def generate(
     The prompt is printed before, if that is what the model continues: if a chat template added
     nothing to it. The slots that were chosen, and why, are told on stderr.
 
+    With a ``group`` in ``loading``, all ranks write the same text, and rank 0 alone prints. Each
+    rank samples for itself, as mlx-lm's server has it: from logits with the same bits and with the
+    same seed, so no token has to be sent.
+
     Args:
         model_path (str or Path): As for ``moelab.load``.
         prompt (str): The text to continue, or the message to answer.
@@ -188,8 +197,12 @@ def generate(
     if prompt_cache_file is not None:
         cache, tokenizer_config = open_prompt_cache(prompt_cache_file, model_path, kv_cache)
         loading["tokenizer_config"] = tokenizer_config | (loading.get("tokenizer_config") or {})
+    group = loading.get("group")
+    if group is not None and group.rank():
+        verbose, out = False, io.StringIO()
     trust = loading.get("trust_remote_code", False)
     kv_cache.check(model_path, config, draft is not None, trust)
+    drafted_by = draft
     if draft is not None:
         draft = open_draft(draft, config.kernels)
         config = leave_room(config, draft)
@@ -213,6 +226,22 @@ def generate(
         ids = encode(tokenizer, text, not template.applies(tokenizer))
         sampling = sampling or {}
         _check_tokens(vocabulary(model), tokenizer, extra_eos_tokens, sampling)
+        if ranks := session_of(model).ranks:
+            given = {
+                "prompt": f"{len(ids)} tokens with checksum {zlib.crc32(np.array(ids)):08x}",
+                "max_tokens": max_tokens,
+                "draft": drafted_by,
+                "num_draft_tokens": num_draft_tokens,
+                "sampling": sampling,
+                "seed": seed,
+                "prompt_cache_file": prompt_cache_file,
+                "kv_cache": kv_cache,
+                "extra_eos_tokens": extra_eos_tokens,
+                "prefill_step_size": prefill_step_size,
+            }
+            ranks.compare({name: str(value) for name, value in given.items()})
+            if seed is None:
+                mx.random.seed(ranks.gather(secrets.randbits(32))[0])
         special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
         responses = write(
             model,
@@ -451,5 +480,5 @@ def run(args: argparse.Namespace) -> None:
         extra_eos_tokens=args.extra_eos_token,
         prefill_step_size=args.prefill_step_size,
         verbose=args.verbose,
-        loading=loading_given(args),
+        loading={**loading_given(args), "group": joined()},
     )

@@ -5,7 +5,8 @@ mlx-lm's classes answer. The classes here change what streaming needs and what w
     Provider   loads with ``moelab.load``, and drafts as ``moelab.drafting`` opens them
     Generator  drafts with ``speculative_generate``, goes on after an error, ends an answer at
                Ctrl-C. Of hybrids, whose states cannot be trimmed, it keeps the state where a prompt
-               parts from an earlier one.
+               parts from an earlier one. With ranks, all do the same and rank 0 tells the others
+               which requests there are, as mlx-lm's server has it.
     Prompts    always leaves a token to read: mlx-lm's server ends at a prompt that is cached whole
     Handler    refuses what mlx-lm would fail at later, sees that a client has gone
 """
@@ -16,13 +17,14 @@ import gc
 import json
 import logging
 import math
+import signal
 import socket
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from http.server import ThreadingHTTPServer
@@ -37,7 +39,7 @@ from mlx_lm.generate import GenerationResponse, generate_step, stream_generate
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prompt_cache
 
 from .arguments import (
-    ONE_MACHINE,
+    NO_PIPELINE,
     add_draft,
     add_kv_cache,
     add_mode,
@@ -52,7 +54,7 @@ from .arguments import (
     positive,
     streaming_given,
 )
-from .drafting import leave_room, open_draft, prompt_step, say_plan
+from .drafting import leave_room, open_draft, prompt_step, say_plan, shared_policy
 from .hooks import with_globals
 from .kv_cache import KVCacheOptions
 from .speculation.drafts import Draft
@@ -61,6 +63,7 @@ from .speculation.target import vocabulary
 from .streaming.config import StreamConfig
 from .streaming.model import close, find, load
 from .streaming.plan import plan
+from .streaming.ranks import LOADING_S, joined
 from .streaming.session import session_of
 
 GRACE_S = 2  # for a thread to end when the server is stopped
@@ -71,11 +74,13 @@ NUMBERS = (  # of a request, which mlx-lm takes as nan and infinity too
     *("temperature", "top_p", "min_p", "xtc_probability", "xtc_threshold"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
+# Of each rank, or written in another order by each.
+OWN_ARGUMENTS = ("model", "adapter_path", "host", "port", "log_level", "memory_nbytes", "given")
 SEAMS = {  # what is changed of mlx_lm.server
     "ModelProvider": ("_load", "load", "load_default", "reset"),
     "ResponseGenerator": (
-        *("_generate", "_next_request", "_run_generate", "_serve_single", "_tokenize"),
-        "stop_and_join",
+        *("_generate", "_next_request", "_run_generate", "_serve_single", "_share_object"),
+        *("_tokenize", "join", "stop_and_join"),
     ),
     "APIHandler": ("do_POST", "handle_completion", "validate_model_parameters"),
 }
@@ -87,15 +92,20 @@ class Provider(server.ModelProvider):
     Args:
         cli_args (argparse.Namespace): The command's, with every name that mlx-lm's server reads.
         config (StreamConfig): How to stream.
+        group (mx.distributed.Group or None): The ranks that divide the experts.
+
+    Attributes:
+        ranks (Ranks or None): Those ranks, once a model is loaded.
     """
 
-    def __init__(self, cli_args: argparse.Namespace, config: StreamConfig):
+    def __init__(
+        self,
+        cli_args: argparse.Namespace,
+        config: StreamConfig,
+        group: mx.distributed.Group | None = None,
+    ):
         super().__init__(cli_args)
-        if self.is_distributed:
-            raise ValueError(
-                "serve: expected one process, this is one of a group of mlx.distributed. A "
-                "streamed model runs on one machine: start it without mlx.launch."
-            )
+        self._group, self.ranks = group, None
         self.config, self._prefill_step_size = config, cli_args.prefill_step_size
         self._concurrency = cli_args.prompt_concurrency, cli_args.decode_concurrency
         self._concurrency_given = "decode_concurrency" in getattr(cli_args, "given", ())
@@ -110,6 +120,14 @@ class Provider(server.ModelProvider):
         served = self.cli_args.model
         if model_path and Path(model_path).is_dir() and str(Path(model_path).resolve()) == served:
             model_path = served
+        if self.ranks:  # a rank that failed to load another model would no longer follow
+            asked = {model_path: served, draft_model_path: self.cli_args.draft_model}
+            known = all(name in ("default_model", now, None) for name, now in asked.items())
+            if not self.ranks.gather(known and adapter_path is None)[0]:
+                raise ValueError(
+                    "model: expected the model and the draft that are served, ranks serve no others"
+                )
+            return self.model, self.tokenizer
         return super().load(model_path, adapter_path, draft_model_path)
 
     def _load(self, model_path, adapter_path=None, draft_model_path=None):
@@ -141,7 +159,9 @@ class Provider(server.ModelProvider):
             tokenizer_config=self._tokenizer_config,
             return_config=True,
             trust_remote_code=trust,
+            group=self._group,
         )
+        self.ranks = session_of(model).ranks
         if self.cli_args.use_default_chat_template and tokenizer.chat_template is None:
             close(model)
             raise ValueError(
@@ -181,10 +201,12 @@ class Provider(server.ModelProvider):
         prompts, texts = self._concurrency
         if plan is not None and plan.caches_nbytes and self.cli_args.kv_bits is None:
             fit = max(1, plan.all_caches_nbytes // plan.caches_nbytes)
+            if self.ranks:
+                fit = min(self.ranks.gather(fit))
             prompts = min(prompts, texts, (fit + 1) // 2)
             texts = min(texts, fit + 1 - prompts)
         self.cli_args.prompt_concurrency, self.cli_args.decode_concurrency = prompts, texts
-        if texts < self._concurrency[1]:
+        if texts < self._concurrency[1] and not (self.ranks and self.ranks.rank):
             print(f"moelab: texts decoded at once: {texts}, as many as fit", file=sys.stderr)
 
 
@@ -212,7 +234,22 @@ class Generator(server.ResponseGenerator):
     def __init__(self, provider: Provider, prompts: Prompts):
         self._waiting = weakref.WeakSet()  # queues of the requests that were begun
         self._prompt = None  # of the request that is served by itself: tokens, segments, types
+        self._context = None  # of the same request
+        self._ranks, self._stopping, self._error = provider.ranks, False, None
         super().__init__(provider, prompts)
+
+    def check(self) -> None:
+        """Raise what ended the ranks, if something did: none of them can go on without another."""
+        if self._error is not None:
+            raise self._error
+
+    def _share_object(self, obj):
+        """What rank 0 gives, on all ranks. With it rank 0 says whether all are to end."""
+        if self._ranks is None:
+            return obj
+        with self._ranks.waiting(LOADING_S):
+            obj, self._stop = super()._share_object((obj, self._stopping))
+        return obj
 
     def _run_generate(self):
         while not self._stop:
@@ -220,6 +257,9 @@ class Generator(server.ResponseGenerator):
             try:
                 self._generate()
             except Exception as error:
+                if self._ranks:
+                    self._error, self._generation_failed = error, True
+                    break
                 logging.error("Generation failed: %s: %s", type(error).__name__, error)
                 if not self._waiting:  # not by a request, so it would fail again
                     self._generation_failed = True
@@ -228,7 +268,13 @@ class Generator(server.ResponseGenerator):
         self._end_waiting(RuntimeError("the server was stopped"))
 
     def stop_and_join(self) -> None:
-        super().stop_and_join()
+        self._stopping = True  # rank 0 tells the others
+        if self._ranks is None:
+            self._stop = True
+        self.join()
+
+    def join(self) -> None:
+        super().join()
         # Behind Python's back the thread still frees what MLX compiled in it. If the interpreter
         # ended meanwhile, it would abort.
         end = time.monotonic() + GRACE_S
@@ -241,6 +287,8 @@ class Generator(server.ResponseGenerator):
             queue.put(error)
 
     def _next_request(self, timeout=None):
+        if timeout is not None and self._ranks and self._ranks.rank:
+            time.sleep(0.9 * timeout)  # as rank 0 waits for a request; MLX's ring waits with a core
         request = super()._next_request(timeout)
         if request is not None:
             self._waiting.add(request[0])
@@ -266,9 +314,16 @@ class Generator(server.ResponseGenerator):
     def _serve_single(self, request, stream):
         # mlx-lm's method, which finds another ``stream_generate`` by that name.
         serve = with_globals(
-            server.ResponseGenerator._serve_single, {"stream_generate": self._answer}
+            server.ResponseGenerator._serve_single,
+            {"stream_generate": self._answer, "GenerationContext": self._begin},
         )
         serve(self, request, stream)
+        if self._ranks:
+            session_of(self.model_provider.model).check_ranks()
+
+    def _begin(self, **fields):
+        self._context = (_SharedContext if self._ranks else server.GenerationContext)(**fields)
+        return self._context
 
     def _answer(
         self,
@@ -299,7 +354,8 @@ class Generator(server.ResponseGenerator):
         reading["prompt_progress_callback"] = progress
         if draft_model is not None:
             step, generate = speculative_generate_step, speculative_generate
-            reading |= {"draft": draft_model, "num_draft_tokens": num_draft_tokens}
+            number = shared_policy(self.model_provider.model, draft_model, num_draft_tokens)
+            reading |= {"draft": draft_model, "num_draft_tokens": number}
         cache = reading["prompt_cache"]
         if input_embeddings is None and not can_trim_prompt_cache(cache):
             for end, kind in zip(accumulate(map(len, segments)), types):
@@ -327,8 +383,21 @@ class Generator(server.ResponseGenerator):
                 yield response
 
     def _check(self):
+        if self._ranks:
+            self._stop, gone = self._ranks.any(self._stopping, self._context.gone)
+            if gone:
+                raise ConnectionAbortedError("the client has gone")
         if self._stop:
             raise RuntimeError("the server was stopped")
+
+
+class _SharedContext(server.GenerationContext):
+    """mlx-lm's, of an answer that all ranks must end at the same token. ``_check`` ends it."""
+
+    gone = False
+
+    def stop(self) -> None:
+        self.gone = True
 
 
 def _cut(segments, types, at):
@@ -479,7 +548,7 @@ class Server(ThreadingHTTPServer):
     """
 
     def __init__(self, host: str, port: int):
-        self._handlers = set()
+        self._handlers, self._check = set(), lambda: None
         try:
             self.address_family, *_, address = socket.getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -498,6 +567,9 @@ class Server(ThreadingHTTPServer):
         finally:
             self._handlers.discard(thread)
 
+    def service_actions(self):
+        self._check()
+
     def handle_error(self, request, client_address):
         error = sys.exception()
         if isinstance(error, ConnectionError):
@@ -507,7 +579,7 @@ class Server(ThreadingHTTPServer):
 
     def answer(self, generator: Generator) -> None:
         """Answer requests until Ctrl-C."""
-        self.RequestHandlerClass = partial(Handler, generator)
+        self.RequestHandlerClass, self._check = partial(Handler, generator), generator.check
         host, port = self.server_address[:2]
         host = f"[{host}]" if ":" in host else host
         print(f"moelab: http://{host}:{port}/v1 answers; Ctrl-C ends it", file=sys.stderr)
@@ -521,7 +593,7 @@ class Server(ThreadingHTTPServer):
 
 
 def serve(args: argparse.Namespace, config: StreamConfig) -> None:
-    """Answer requests until Ctrl-C.
+    """Answer requests until Ctrl-C. Of several ranks, rank 0 listens and the others follow.
 
     Args:
         args (argparse.Namespace): With every name that mlx-lm's server reads.
@@ -534,20 +606,38 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
                     f"serve: mlx-lm {server.__version__} has no server.{cls}.{name}, which this "
                     "command builds on. Install mlx-lm 0.32."
                 )
-    logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
+    group = joined()
+    follows = group is not None and group.rank() > 0
+    level = "ERROR" if follows else args.log_level
+    logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message)s")
     if Path(args.model).is_dir():  # the name that /v1/models gives it
         args.model = str(Path(args.model).resolve())
     with suppress(OSError):  # where mlx-lm looks for models to list
         Path(constants.HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)
     server.maybe_set_recommended_wired_limit()
-    with Server(args.host, args.port) as listening:
-        provider = Provider(args, config)
+    with nullcontext() if follows else Server(args.host, args.port) as listening:
+        provider = Provider(args, config, group)
         provider.load_default()  # an error here ends the command
         plan = session_of(provider.model).plan
         if args.prompt_cache_bytes is None:
             args.prompt_cache_bytes = plan.all_caches_nbytes if plan else sys.maxsize
+        if provider.ranks:
+            _agree(provider.ranks, args)
         prompts = Prompts(args.prompt_cache_size, args.prompt_cache_bytes)
-        listening.answer(Generator(provider, prompts))
+        if follows:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when to end
+            generator = Generator(provider, prompts)
+            generator.join()
+            generator.check()
+        else:
+            listening.answer(Generator(provider, prompts))
+
+
+def _agree(ranks, args):
+    """What decides about a call of the model must be the same on all ranks."""
+    args.prompt_cache_bytes = min(ranks.gather(args.prompt_cache_bytes))
+    own = {*OWN_ARGUMENTS, *(name for name in vars(args) if callable(getattr(args, name)))}
+    ranks.compare({name: str(value) for name, value in vars(args).items() if name not in own})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -593,7 +683,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     }.items():
         parser.add_argument(name, help=argparse.SUPPRESS, **options)
     add_kv_cache(parser, "--kv-bits", "--kv-group-size", "--quantized-kv-start")
-    add_refused(parser, ONE_MACHINE, "--pipeline")
+    add_refused(parser, NO_PIPELINE, "--pipeline")
     add_stream_options(parser, sampling=True)
 
 

@@ -451,7 +451,7 @@ def test_chat_with_a_system_prompt(chatty, command):
 
 def test_what_chat_refuses(command, model_path):
     assert "no chat template" in command("chat", model_path, "--slots", 8, stdin="x\n", code=1)
-    assert "one machine" in command("chat", MODEL, "--pipeline", code=2)
+    assert "several machines divide" in command("chat", MODEL, "--pipeline", code=2)
     assert "--sampling-top-k" in command("chat", MODEL, "--top-k", "3", code=2)
     assert "draft" in command("chat", MODEL, *SLOTS, "--draft", "no/such", stdin="x\n", code=1)
 

@@ -491,7 +491,7 @@ def test_a_port_that_is_taken(capsys):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["--pipeline"], "--pipeline: a streamed model runs on one machine"),
+        (["--pipeline"], "--pipeline: several machines divide the experts"),
         (["--top-k", "5"], "--sampling-top-k"),
         (["--top-k"], "--experts-top-k"),
         (["--port", "70000"], "--port"),

@@ -8,6 +8,7 @@ All ranks must make the same collective calls in the same order. What decides ab
 same everywhere: settings and files are compared at load, the routing of every call with its rows.
 """
 
+import faulthandler
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
+from pathlib import Path
 from time import monotonic
 
 import mlx.core as mx
@@ -32,12 +34,41 @@ from ..checkpoint import Checkpoint, describe
 PATIENCE_S = 120  # in a layer, in which the others may have much to read and compute
 LOADING_S = 600  # while they load
 LOOK_S = 0.5  # between two looks at the clock
+OWN_MEMORY = ("memory_nbytes", "reserved_nbytes")  # fields that may differ between ranks
 SAMPLES, SAMPLE_NBYTES = 64, 64  # of a checkpoint's tensors, to tell models of one shape apart
 TRANSPORT = re.compile(r"\[(ring|nccl|jaccl|mpi)\]")  # how MLX's messages about other ranks begin
 
 
 class RankError(OSError):
     """The ranks differ in what must be the same, or one of them has ended."""
+
+
+def joined() -> mx.distributed.Group | None:
+    """The ranks that were started with this one, by ``mlx.launch`` for example.
+
+    Returns:
+        mx.distributed.Group or None: None if this process is alone.
+
+    Raises:
+        RankError: If they cannot be reached.
+    """
+    file = os.environ.get("MLX_HOSTFILE")
+    if file and Path(file).is_file() and not Path(file).read_text().strip():
+        del os.environ["MLX_HOSTFILE"]  # of ``mlx.launch -n 1``, which MLX does not take
+    launched = "MLX_RANK" in os.environ
+    if launched:  # MLX waits for the others without end, and no other thread of Python runs
+        faulthandler.dump_traceback_later(LOADING_S, exit=True)
+    try:
+        group = mx.distributed.init()
+    except RuntimeError as e:
+        raise RankError(
+            f"rank {os.environ.get('MLX_RANK')}: expected to reach the other ranks, MLX does not: "
+            f"{e}. Look at the hostfile, and at whether its ports are free and open."
+        ) from e
+    finally:
+        if launched:
+            faulthandler.cancel_dump_traceback_later()
+    return group if group.size() > 1 else None
 
 
 class Ranks:
@@ -85,6 +116,16 @@ class Ranks:
                 f"{self.size}. Start fewer."
             )
         return np.arange(num_experts) % self.size == self.rank
+
+    def any(self, *flags: bool) -> list[bool]:
+        """For each flag whether some rank has set it.
+
+        Raises:
+            RankError: If a rank has ended.
+        """
+        with self.waiting(LOADING_S):
+            mine = mx.array(flags, mx.int32)
+            return [n > 0 for n in mx.distributed.all_sum(mine, group=self._group).tolist()]
 
     def gather(self, value: object) -> list:
         """What every rank gave, in their order.
@@ -268,7 +309,11 @@ def facts(checkpoint: Checkpoint, config: object, model_config: dict | None) -> 
         "mlx": version("mlx"),
         "mlx-lm": version("mlx-lm"),
         "device": f"{mx.default_device().type.name} of {platform.system()} {platform.machine()}",
-        **{f"StreamConfig.{name}": str(value) for name, value in vars(config).items()},
+        **{
+            f"StreamConfig.{name}": str(value)
+            for name, value in vars(config).items()
+            if name not in OWN_MEMORY
+        },
         "model_config": json.dumps(model_config, sort_keys=True, default=str),
         "checkpoint": f"{checkpoint.nbytes / 1e6:.1f} MB with digest {_digest(checkpoint)}",
     }

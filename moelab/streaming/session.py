@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..checkpoint import ExpertTensor
+from ..checkpoint import ExpertTensor, describe
 from ..kernels.code import num_threads
 from . import cuda
 from .config import StreamConfig
@@ -160,6 +160,7 @@ class Session:
         self.lock = threading.RLock()
         self._caller = None  # the thread whose call is running
         self._unfinished = False  # set while a call runs, and left set by an exception
+        self._error = None  # that exception, with ranks
         self._prompt_tokens = 0  # since a token was decoded
         self._look_s = 0.0  # when to look at the memory again
         self._process = os.getpid()
@@ -207,19 +208,30 @@ class Session:
                         mx.eval(self.pending)
                         self.ranks.answered()
                 self._unfinished = False
-            except BaseException:
+            except BaseException as error:
+                self._error = error if self.ranks else None
                 self.reader.stop()  # nothing writes to a slot after a call that failed
                 raise
             finally:
                 self._caller = None
 
+    def check_ranks(self) -> None:
+        """Nothing, if this is not one of several ranks or its calls went well.
+
+        Raises:
+            RankError: If a call failed here, so that the ranks are no longer at the same place.
+        """
+        if isinstance(self._error, RankError):
+            raise self._error
+        if self._error is not None:
+            raise RankError(
+                f"rank {self.ranks.rank} of {self.ranks.size}: a call failed here, so the others "
+                f"cannot go on: {describe(self._error)}"
+            )
+
     def _recover(self):
         """After a call that an exception ended: end all reads, make every slot held or free."""
-        if self.ranks:
-            raise RankError(
-                f"rank {self.ranks.rank} of {self.ranks.size}: an earlier call failed here, so the "
-                "ranks are no longer at the same place. Start all of them again."
-            )
+        self.check_ranks()
         self.reader.stop()
         with suppress(RuntimeError):  # arrays that another thread built and never scheduled
             mx.eval(self.pending)

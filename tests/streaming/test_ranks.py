@@ -8,9 +8,9 @@ import families
 import numpy as np
 import pytest
 import rank_decode
-import ranks
 
 import moelab
+from moelab.lab import ranks
 
 HELPERS = Path(rank_decode.__file__).parent
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"

@@ -1,0 +1,117 @@
+"""generate and serve with the experts divided over two ranks: one answer, that of one process."""
+
+import io
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import openai
+import pytest
+
+from moelab import DATA, StreamConfig
+from moelab.__main__ import main
+from moelab.generate import Template, generate
+from moelab.lab import ranks
+
+MODEL = str(DATA / "models/tiny-moe")
+PROMPT = "def add(a, b):"
+SETTINGS = ("--slots", "12", "--kernels", "mlx")
+
+
+def alone(max_tokens, **options):
+    """The text of one process."""
+    out = io.StringIO()
+    config = StreamConfig(slots=12, kernels="mlx")
+    options = {"template": Template(ignore=True), "verbose": False, **options}
+    generate(MODEL, PROMPT, config, max_tokens, out, **options)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_generate_under_mlx_launch(n):
+    """Sampled, with drafts whose number rank 0's policy chooses; rank 0 alone prints."""
+    port = ranks.hosts(2)[0][0].partition(":")[2]
+    command = [str(Path(sys.executable).parent / "mlx.launch"), "-n", str(n), "--backend", "ring"]
+    command += ["--starting-port", port, "--", sys.executable, "-m", "moelab", "generate", MODEL]
+    command += ["--prompt", PROMPT, "--ignore-chat-template", "--verbose", "F", *SETTINGS]
+    command += ["--draft", "lookup", "--max-tokens", "40", "--temp", "0.6", "--seed", "3"]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+    )
+    expected = alone(40, draft="lookup", sampling={"temp": 0.6}, seed=3)
+    assert (done.stdout, done.stderr) == (expected, "")
+
+
+def test_prompts_that_differ(tmp_path):
+    """Ranks that were started with other prompts are told apart."""
+    commands = [["-m", "moelab", "generate", MODEL, "--prompt", p, *SETTINGS] for p in "ab"]
+    for rank in ranks.finish(ranks.start(commands, tmp_path), 60):
+        assert rank.code == 1 and rank.out == ""
+        assert rank.err.startswith("moelab: prompt: expected the same on all ranks, got 1 tokens")
+
+
+@pytest.mark.parametrize("command", ["chat", "bench"])
+def test_what_is_not_divided(command, monkeypatch, capsys):
+    """A command that knows of no ranks would do its work in each."""
+    monkeypatch.setenv("MLX_RANK", "0")
+    with pytest.raises(SystemExit):
+        main([command, MODEL])
+    assert f"{command} runs in one process" in capsys.readouterr().err
+
+
+@pytest.fixture
+def served(tmp_path):
+    """Two ranks that serve, and a client of rank 0."""
+    command = ["-m", "moelab", "serve", MODEL, "--port", "0", "--log-level", "ERROR", *SETTINGS]
+    processes = ranks.start([command] * 2, tmp_path)
+    try:
+        said = ""
+        while not (found := re.search(r"http://\S+/v1", said)):
+            line = processes[0].stderr.readline()
+            assert line, said + "".join(p.communicate()[1] for p in processes)
+            said += line
+        client = openai.OpenAI(base_url=found[0], api_key="-", max_retries=0, timeout=60)
+        yield processes, client
+    finally:
+        ranks.stop(processes)
+
+
+def complete(client, **fields):
+    fields = {"model": "default_model", "prompt": PROMPT, "max_tokens": 16, **fields}
+    return client.completions.create(**fields)
+
+
+def test_serve(served):
+    """Batched and alone; a client that goes, and requests that are refused, stop nobody."""
+    processes, client = served
+    expected = alone(16)
+    for more in ({}, {"seed": 1}):  # mlx-lm serves a request with a seed by itself
+        assert complete(client, **more).choices[0].text + "\n" == expected
+        stream = complete(client, **more, max_tokens=2000, stream=True)
+        next(iter(stream))
+        stream.close()
+        for wrong in ({"model": "another"}, {"logit_bias": {"9999": 1}}):
+            with pytest.raises(openai.NotFoundError):
+                complete(client, **more, **wrong)
+        assert complete(client, **more).choices[0].text + "\n" == expected
+    for process in processes:
+        process.send_signal(signal.SIGINT)
+    assert [rank.code for rank in ranks.finish(processes, 30)] == [0, 0]
+
+
+@pytest.mark.parametrize("more", [{}, {"seed": 1}], ids=["batch", "alone"])
+def test_a_rank_of_serve_that_is_killed(more, served):
+    """The client gets an error, and rank 0 ends with one line."""
+    processes, client = served
+    stream = iter(complete(client, **more, max_tokens=2000, stream=True))
+    next(stream)
+    processes[1].kill()
+    begin = time.monotonic()
+    with pytest.raises(openai.APIError, match="error occurred"):
+        list(stream)
+    first, _ = ranks.finish(processes, 30)
+    assert first.code == 1 and first.err.count("moelab: rank 0 of 2: another rank has ended") == 1
+    assert "Traceback" not in first.err and time.monotonic() - begin < 15
