@@ -16,7 +16,6 @@ import copy
 import gc
 import json
 import logging
-import math
 import signal
 import socket
 import sys
@@ -38,6 +37,7 @@ from mlx_lm import server
 from mlx_lm.generate import GenerationResponse, generate_step, stream_generate
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prompt_cache
 
+from . import request_checks as checks
 from .arguments import (
     NO_PIPELINE,
     add_draft,
@@ -54,6 +54,7 @@ from .arguments import (
     positive,
     streaming_given,
 )
+from .checkpoint import describe
 from .drafting import leave_room, open_draft, prompt_step, say_plan, shared_policy
 from .hooks import with_globals
 from .kv_cache import KVCacheOptions
@@ -70,10 +71,6 @@ GRACE_S = 2  # for a thread to end when the server is stopped
 TEXTS_SHARE = 8  # of the memory, at most, for the caches of texts decoded at once
 MIN_SHARED = 16  # tokens that prompts must share for the state after them to be kept
 AUTO = "auto"  # of num_draft_tokens: the policy decides
-NUMBERS = (  # of a request, which mlx-lm takes as nan and infinity too
-    *("temperature", "top_p", "min_p", "xtc_probability", "xtc_threshold"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
 # Of each rank, or written in another order by each.
 OWN_ARGUMENTS = ("model", "adapter_path", "host", "port", "log_level", "memory_nbytes", "given")
 SEAMS = {  # what is changed of mlx_lm.server
@@ -295,7 +292,14 @@ class Generator(server.ResponseGenerator):
         return request
 
     def _tokenize(self, tokenizer, request, args):
-        prompt, segments, types, state, vision = super()._tokenize(tokenizer, request, args)
+        try:
+            prompt, segments, types, state, vision = super()._tokenize(tokenizer, request, args)
+        except Exception as error:  # whatever a template or its arguments raise
+            if request.request_type != "chat":
+                raise
+            raise ValueError(
+                f"messages: expected some that the chat template takes, it fails: {describe(error)}"
+            ) from error
         if not prompt:
             raise ValueError("prompt: expected a text of at least one token, got none")
         size = vocabulary(self.model_provider.model)
@@ -459,39 +463,28 @@ class Handler(server.APIHandler):
         """mlx-lm's checks, and of the fields that it does not check."""
         if auto := self.num_draft_tokens == AUTO:
             self.num_draft_tokens = 0
-        super().validate_model_parameters()
+        try:
+            super().validate_model_parameters()
+        except (TypeError, OverflowError) as error:
+            raise ValueError("logit_bias must be a dict of int to float") from error
         if auto:
             self.num_draft_tokens = AUTO
-        for name in NUMBERS:
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} must be finite")
-        if not all(map(math.isfinite, (self.logit_bias or {}).values())):
-            raise ValueError("logit_bias must have finite values")
+        for name in checks.NUMBERS:
+            setattr(self, name, checks.finite(name, getattr(self, name)))
+        for name in checks.WHOLE_NUMBERS:
+            checks.whole(name, getattr(self, name))
+        for value in (self.logit_bias or {}).values():
+            checks.finite("logit_bias", value)
+        self._validate("max_tokens", int, max_val=checks.MOST_TOKENS)
         if self.seed is not None:
             self._validate("seed", int, min_val=0, max_val=2**64 - 1)
         self._validate("requested_draft_model", str)
         self._validate("xtc_threshold", float, max_val=0.5)
         self._validate("stream_options", dict, optional=True)
         self._validate("chat_template_kwargs", dict, optional=True)
-        if reserved := {"tokenize", "tools", "add_generation_prompt"}.intersection(
-            self.chat_template_kwargs or ()
-        ):
-            raise ValueError(f"chat_template_kwargs: {min(reserved)} is set by the server")
-        if self.stream_options is not None:
-            self.stream_options.setdefault("include_usage", False)
-        stop = self.body.get("stop") or []
-        if not isinstance(stop, (str, list)) or not all(isinstance(s, str) and s for s in stop):
-            raise ValueError("stop must be a text or a list of texts, none of them empty")
-        if not isinstance(self.body.get("prompt", ""), str):
-            raise ValueError("prompt must be of type str")
-        for message in _list_of_dicts("messages", self.body.get("messages", [{"role": "user"}])):
-            if not isinstance(message.get("role"), str):
-                raise ValueError("messages: role must be of type str in each of them")
-            if isinstance(message.get("content"), list):
-                _list_of_dicts("messages: content", message["content"])
-            elif not isinstance(message.get("content"), (str, type(None))):
-                raise ValueError("messages: content must be a text, a list of parts or null")
-        _list_of_dicts("tools", self.body.get("tools") or [{}])
+        checks.check_options(self.stream_options, self.chat_template_kwargs)
+        images = self.response_generator.model_provider.processor is not None
+        checks.check_body(self.body, images)
 
     def handle_completion(self, request, stop_words):
         self._understood, shared = True, self.response_generator
@@ -500,12 +493,6 @@ class Handler(server.APIHandler):
             super().handle_completion(request, stop_words)
         finally:
             self.response_generator = shared
-
-
-def _list_of_dicts(name, value):
-    if not isinstance(value, list) or not value or not all(isinstance(v, dict) for v in value):
-        raise ValueError(f"{name} must be a list of objects, and not empty")
-    return value
 
 
 class _Watched:

@@ -230,50 +230,69 @@ def test_a_client_that_hangs_up(served, client, texts, stream):
         time.sleep(0.1)
 
 
+def image(url):
+    return [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]
+
+
+def called(tool_calls):
+    return [{"role": "assistant", "content": "x", "tool_calls": tool_calls}]
+
+
+HUGE = 10**400  # beyond float64
 BAD = {  # fields of a request, and what the error names
-    "prompt": [5, None, ["a"], [1, 2], {}, ""],
-    "max_tokens": [0, -1, 1.5, "many", None],
-    "temperature": [-1, "hot", float("nan"), float("inf"), None],
-    "top_p": [-0.1, 1.1, "x"],
-    "top_k": [-1, 1.5, 8192, 10**9],
-    "min_p": [-1, 2],
-    "num_draft_tokens": [-1, "many", 2.5],
-    "repetition_penalty": [-1, "x", float("nan")],
-    "repetition_context_size": [-1, "x"],
-    "presence_penalty": ["x", float("inf")],
-    "presence_context_size": [-1],
-    "frequency_penalty": ["x"],
-    "frequency_context_size": [1.5],
-    "logprobs": ["yes", 3],
-    "top_logprobs": [12, "x"],
-    "xtc_probability": ["x", 2.0, -1.0],
-    "xtc_threshold": ["x", 0.7, -0.1],
-    "model": [5, "no/such/folder", "/", ""],
-    "draft_model": [5, "no/such/folder", ["lookup"]],
-    "adapters": [5, "no/such/folder"],
-    "seed": ["x", -1, 2**64, 1.5],
-    "logit_bias": [5, {"x": 1}, {"0": "x"}, {"8192": 1}, {"-1": 1}, {"3": float("nan")}],
-    "stop": [5, [5], [""], {"a": 1}, [["a"]]],
-    "stream": ["yes", 1],
-    "stream_options": [5, "x", []],
-    "chat_template_kwargs": [5, [], {"tokenize": False}],
+    "prompt": [5, None, True, ["a"], [1, 2], {}, "", "\ud800"],
+    "max_tokens": [0, -1, 1.5, "many", None, True, 2**31, HUGE],
+    "max_completion_tokens": [0, "many", True, [], 2**31],
+    "temperature": [-1, "hot", float("nan"), float("inf"), None, True, 10**39, HUGE, 1e39],
+    "top_p": [-0.1, 1.1, "x", None, True],
+    "top_k": [-1, 1.5, 8192, 10**9, None, True, HUGE],
+    "min_p": [-1, 2, None, True],
+    "num_draft_tokens": [-1, "many", 2.5, None, True],
+    "repetition_penalty": [-1, "x", float("nan"), None, True, 1e39, HUGE],
+    "repetition_context_size": [-1, "x", None, True],
+    "presence_penalty": ["x", float("inf"), None, True, -HUGE],
+    "presence_context_size": [-1, None, True],
+    "frequency_penalty": ["x", None, True, HUGE],
+    "frequency_context_size": [1.5, None, True],
+    "logprobs": ["yes", 3, None],
+    "top_logprobs": [12, "x", None, True, HUGE],
+    "xtc_probability": ["x", 2.0, -1.0, None, True],
+    "xtc_threshold": ["x", 0.7, -0.1, None, True],
+    "model": [5, "no/such/folder", "/", "", None, []],
+    "draft_model": [5, "no/such/folder", ["lookup"], None, True],
+    "adapters": [5, "no/such/folder", True, {}],
+    "seed": ["x", -1, 2**64, 1.5, True],
+    "logit_bias": [5, {"x": 1}, {"0": "x"}, {"8192": 1}, {"-1": 1}, {"3": float("nan")}, [],
+                   {"3": None}, {"3": 1e39}, {"3": HUGE}, {"1.5": 1}, "x"],
+    "stop": [5, 0, [5], [""], {"a": 1}, {}, [["a"]], [None], True],
+    "stream": ["yes", 1, None],
+    "stream_options": [5, "x", [], {"include_usage": 1}, {"include_usage": None}],
+    "chat_template_kwargs": [5, [], {"tokenize": False}, {"truncation": True}, {"tools": []},
+                             {"tokenizer_kwargs": 5}, {"return_dict": True}],
     "messages": [5, [], [5], ["hi"], [{}], [{"role": 5}], [{"role": "user", "content": 5}],
-                 [{"role": "user", "content": [5]}], {"role": "user"}, None,
-                 [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
-                 [{"role": "user", "content": [{"type": "image_url", "image_url": "file:///x"}]}]],
-    "tools": [5, "x", [5]],
+                 [{"role": "user", "content": [5]}], {"role": "user"}, None, True, "x",
+                 [user([])], [user([{}])], [user([{"type": "text"}])], [user("\ud800")],
+                 [user([{"type": "text", "text": 5}])], [user([{"type": "input_audio"}])],
+                 [user("")], [user(None)], [{"role": "user"}],
+                 image("x"), image("file:///x"), image(5), image({"url": [5]}), image({}),
+                 image({"url": "http://127.0.0.1:1/x.png"}), image("data:image/png;base64,AAAA"),
+                 called(5), called("x"), called({"a": 1}), called([5]), called([{}]),
+                 called([{"function": 5}]), called([{"function": {"arguments": "{"}}])],
+    "tools": [5, 0, "x", "", {}, [5], True],
+    "role_mapping": [5, "x", [], {"user": 5}, {"user": None}],
 }  # fmt: skip
 NAMED = {
     "draft_model": "draft",
     "adapters": "adapter",
-    "messages": "message|content|Image",
+    "messages": "message|prompt: expected",
+    "max_completion_tokens": "max_tokens",
 }  # else the field
 
 
 @two_servers
 @pytest.mark.parametrize("field", BAD)
 def test_a_bad_field(served, client, texts, field):
-    chatting = field in ("messages", "tools", "chat_template_kwargs")
+    chatting = field in ("messages", "tools", "chat_template_kwargs", "role_mapping")
     path = "/chat/completions" if chatting else "/completions"
     usual = {"messages": [user("x")]} if chatting else {"prompt": "x"}
     for value in BAD[field]:
@@ -283,6 +302,7 @@ def test_a_bad_field(served, client, texts, field):
         assert status in (400, 404), (value, status, answer)
         assert list(answer) == ["error"] and len(answer["error"]) < 400, answer
         assert re.search(NAMED.get(field, field), answer["error"]), (value, answer)
+        assert not re.search("' object|instance|urlopen|NoneType", answer["error"]), answer
     assert complete(client, PROMPTS[0]) == texts[0]
 
 
