@@ -5,6 +5,7 @@ A layer takes the place of mlx-lm's ``SwitchGLU`` and is called like it: ``x [..
 are not in memory (``Reader``) into the layer's slots (``SlotBank``) and computes with those.
 """
 
+from collections import deque
 from functools import partial
 
 import mlx.core as mx
@@ -426,11 +427,12 @@ class Stacked(StreamedExperts):
 
     def _in_parts(self, x, flat, shape, waves):
         """Compute the experts that are held while the others are read, part by part."""
+        begin = getattr(self.bank.experts, "begin", None)
+        if begin and (call := begin(x, shape)):
+            return self._as_they_arrive(call, flat, waves)
         positions = by_expert(flat)
         streams = self.session.streams
         ys, order, work = [], [], [0] * len(streams)
-        begin = getattr(self.bank.experts, "begin", None)  # fast kernels compute into one array
-        call = begin(x, shape) if begin else None
         for held, misses in waves:
             mx.eval(ys)  # this wave overwrites the slots of the wave before
             parts = self._parts(misses)
@@ -444,18 +446,31 @@ class Stacked(StreamedExperts):
                     shares[i].append(e)
                     work[i] += len(positions[e])
                 for stream, share in zip(streams, shares):
-                    pairs = [i for e in share for i in positions[e]]
-                    slots = [part[flat[i]] for i in pairs]
-                    if pairs and call:
-                        call.compute(np.array(pairs), np.array(slots))
-                    elif pairs:
+                    if share:
+                        pairs = [i for e in share for i in positions[e]]
+                        slots = [part[flat[i]] for i in pairs]
                         with mx.stream(stream):  # every operation, or streams wait for each other
                             rows = x.reshape(-1, x.shape[-1])
                             y = self._part(self.bank, rows, pairs, slots, shape[-1])
                         mx.async_eval(y)
                         ys.append(y)
                         order += pairs
-        return call.result() if call else unsort(ys, order, shape)
+        return unsort(ys, order, shape)
+
+    def _as_they_arrive(self, call, flat, waves):
+        """``_in_parts`` with the fast kernels, which compute at once, and into one array."""
+        positions = by_expert(flat)
+        for held, misses in waves:
+            ready, parts = held, deque((part, self._begin(part)) for part in self._parts(misses))
+            while ready or parts:  # all that has arrived, at least one part
+                while parts and (not ready or all(future.done() for future in parts[0][1])):
+                    part, reads = parts.popleft()
+                    self._finish(part, reads)
+                    ready = ready | part
+                pairs = [i for e in ready for i in positions[e]]
+                call.compute(np.array(pairs), np.array([ready[flat[i]] for i in pairs]))
+                ready = {}
+        return call.result()
 
     def _parts(self, misses):
         # Large enough to be worth a wait, small enough that computing one hides the next read.

@@ -212,15 +212,19 @@ class Ranges(Sequence):
         """Read them in native code, as ``native.read`` does.
 
         Args:
-            flags (int): For ``native.read``.
-            arrived (int or None): For ``native.read``.
+            flags (int): For ``native.read``; with ``NOWAIT`` several threads read.
+            arrived (int or None): For ``native.read`` without flags.
 
         Returns:
             Sequence[Read]: Those of which not all bytes were read; all without native code.
         """
         if native.loop() is None:
             return self
-        if native.read(self.table, flags, arrived):
+        if flags:  # what is copied from the page cache keeps a core busy
+            read = native.read_shared(self.table, flags)
+        else:
+            read = native.read(self.table, flags, arrived)
+        if read:
             return ()
         left = np.flatnonzero(self.table[:, native.GOT] != self.table[:, native.NBYTES])
         table = self.table[left]
