@@ -123,7 +123,7 @@ class StreamedExperts(nn.Module):
         y = None
         if len(mine):
             # On CUDA enough rows for the kernel of the whole call, as in ``_part``.
-            more = min(flat.size, self._least_rows) - len(mine) if on_cuda() else 0
+            more = max(0, min(flat.size, self._least_rows) - len(mine)) if on_cuda() else 0
             pairs = np.append(mine, mine[-1:].repeat(more))
             rows = x.reshape(-1, x.shape[-1])[mx.array(pairs // routed.shape[-1])]
             some = indices.reshape(-1)[: len(pairs), None]  # for its shape
