@@ -8,6 +8,16 @@ modules.
 """
 
 from . import gated_delta
-from .modules import FastExperts, available, check, describe, use, used
+from .modules import FAST, FastExperts, available, check, describe, fits, use, used
 
-__all__ = ["FastExperts", "available", "check", "describe", "gated_delta", "use", "used"]
+__all__ = [
+    "FAST",
+    "FastExperts",
+    "available",
+    "check",
+    "describe",
+    "fits",
+    "gated_delta",
+    "use",
+    "used",
+]

@@ -12,9 +12,9 @@ try:
 
     llvm.get_host_cpu_name()  # loads LLVM
 except (ImportError, OSError):  # an optional package, and its library
-    llvm = ir = F32 = I8 = I32 = I64 = None
+    llvm = ir = F32 = I8 = I16 = I32 = I64 = None
 else:
-    F32, I8, I32, I64 = ir.FloatType(), *(ir.IntType(n) for n in (8, 32, 64))
+    F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32, 64))
 
 
 @cache

@@ -53,7 +53,7 @@ def describe() -> str:
     return f"mlx and fast ({code.widest()} numbers at once)"
 
 
-def use(model: nn.Module) -> dict[str, int]:
+def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
     """Let a model's layers compute with these kernels: matrices, attention and recurrences.
 
     While the model is trained (``model.train()``) they compute with MLX's: these kernels have no
@@ -61,19 +61,22 @@ def use(model: nn.Module) -> dict[str, int]:
 
     Args:
         model (nn.Module): Any model of mlx-lm. It is changed in place.
+        half_scales (bool): Whether matrices with scales in bfloat16 get float32 inputs. Without
+            it they are left to MLX.
 
     Returns:
         dict[str, int]: How many modules with weights compute with the kernels (``fast``) and with
         MLX's (``mlx``).
     """
     found = Counter(fast=0, mlx=0)
+    types = (mx.float32, mx.bfloat16) if half_scales else (mx.float32,)
     for module in reversed(list(model.modules())):  # a module after those in it
         fast = FAST.get(type(module))
         if fast is not None:
-            fits = _fits(module)
-            if fits:
+            computes = fits(module, types)
+            if computes:
                 module.__class__ = fast
-            found["fast" if fits else "mlx"] += 1
+            found["fast" if computes else "mlx"] += 1
         if type(module) is SwitchGLU and gate_up_down(module):
             module.__class__ = FastSwitchGLU
         if _is_mlp(type(module)):
@@ -92,7 +95,13 @@ def used(model: nn.Module) -> bool:
     return any(isinstance(module, _Fast) for module in model.modules())
 
 
-def _fits(module):
+def fits(module: nn.Module, types: tuple[mx.Dtype, ...] = (mx.float32, mx.bfloat16)) -> bool:
+    """Whether the kernels compute with the matrices that a module holds now.
+
+    Args:
+        module (nn.Module): One of those in ``FAST``.
+        types (tuple[mx.Dtype]): Of scales, with float32 inputs.
+    """
     if isinstance(module, nn.Conv1d):
         channels, _, inputs = module["weight"].shape
         return (inputs, channels) == (1, module.groups) and (
@@ -108,7 +117,7 @@ def _fits(module):
         )
     scales, biases = module["scales"], module.get("biases")
     return (
-        scales.dtype == (mx.float32 if module.mode == "affine" else mx.uint8)
+        scales.dtype in (types if module.mode == "affine" else (mx.uint8,))
         and (biases is None or biases.dtype == scales.dtype)
         and module.get("global_scale") is None
         and quantized.supported(
@@ -134,8 +143,8 @@ class _Fast:
             if of[0] is weight and of[1] is scales and of[2] is biases:
                 return kept.matrices
         matrices, owned = None, []
-        if _fits(self):
-            owned = [a if a is None else _owned(a) for a in (weight, scales, biases)]
+        if fits(self):
+            owned = [a if a is None else _owned(_bits(a)) for a in (weight, scales, biases)]
             views = [a if a is None else _in_rows(a) for a in owned]
             matrices = quantized.Matrices(*views, *self.form)
         self.__dict__["_kept"] = _Kept((weight, scales, biases), matrices, owned)
@@ -168,6 +177,11 @@ class _Kept:
 
     def __deepcopy__(self, memo):
         return None  # a copy of the module has arrays of its own
+
+
+def _bits(a):
+    """What numpy has no type for as unsigned integers in the same memory."""
+    return a.view(mx.uint16) if a.dtype == mx.bfloat16 else a
 
 
 def _owned(a):
@@ -296,9 +310,9 @@ def gate_up_down(module: nn.Module) -> list[nn.Module] | None:
     """
     names = ("gate_up_proj",) if "gate_up_proj" in module else ("gate_proj", "up_proj")
     found = [module[name] for name in (*names, "down_proj")]
-    fits = all(isinstance(p, _SwitchLinear) and "bias" not in p for p in found)
-    fits = fits and type(module.activation) is SwiGLU
-    return found if fits and len({p.form for p in found[:-1]}) == 1 else None
+    alike = all(isinstance(p, _SwitchLinear) and "bias" not in p for p in found)
+    alike = alike and type(module.activation) is SwiGLU
+    return found if alike and len({p.form for p in found[:-1]}) == 1 else None
 
 
 class FastExperts:

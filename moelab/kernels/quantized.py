@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import code
-from .code import F32, I8, I32, I64, Code, ir
+from .code import F32, I8, I16, I32, I64, Code, ir
 
 WORD = 32  # bits of a word of packed weights
 # Bits of a weight, and weights that share a scale, in MLX's modes and in plain float32 matrices.
@@ -112,7 +112,8 @@ class Matrices:
 
     Args:
         weight (np.ndarray): ``[E, N, D * bits / 32]``, as ``mx.quantize`` packs it, or float32.
-        scales (np.ndarray or None): ``[E, N, D / group_size]``, float32; mxfp4: uint8.
+        scales (np.ndarray or None): ``[E, N, D / group_size]``, float32, or bfloat16 as uint16;
+            mxfp4: uint8.
         biases (np.ndarray or None): As the scales. What the mode does not have is None.
         group_size (int): Weights that share a scale.
         bits (int): Of a weight.
@@ -143,7 +144,8 @@ class Matrices:
         self._strides = np.array([a.strides[0] for a in self._arrays])
         self._row_nbytes = np.array([a.strides[1] for a in self._arrays])
         L = lanes(bits, self.inputs)
-        self._kernel = kernel(mode, bits, group_size, self.inputs, L)
+        half = mode == "affine" and scales.itemsize == 2
+        self._kernel = kernel(mode, bits, group_size, self.inputs, L, half)
         self._pack = packer(bits, self.inputs, L) if mode != "float" else None
         self._words = self.inputs * bits // WORD
 
@@ -252,7 +254,7 @@ def packer(bits: int, inputs: int, L: int) -> Callable[[int, int, int, int], Non
 
 @cache
 def kernel(
-    mode: str, bits: int, group_size: int, inputs: int, L: int
+    mode: str, bits: int, group_size: int, inputs: int, L: int, half: bool = False
 ) -> Callable[[int, int, int], None]:
     """Build the kernel for matrices of one form.
 
@@ -262,11 +264,12 @@ def kernel(
         group_size (int): Weights that share a scale.
         inputs (int): D.
         L (int): Words side by side.
+        half (bool): Whether scales and biases are in bfloat16.
 
     Returns:
         Callable: Takes the address of the tasks, their number, and the distance of rows of y.
     """
-    return _Product(mode, bits, group_size, inputs, L).build()
+    return _Product(mode, bits, group_size, inputs, L, half).build()
 
 
 class _Packer(Code):
@@ -306,9 +309,10 @@ class _Product(Code):
     to the row's.
     """
 
-    def __init__(self, mode, bits, group_size, inputs, L):
+    def __init__(self, mode, bits, group_size, inputs, L, half):
         super().__init__(3, L)
         self.mode = mode
+        self.kind = I8 if mode == "mxfp4" else I16 if half else F32  # of scales and biases
         self.n, self.bits, self.group, self.inputs = WORD // bits, bits, group_size, inputs
         self.words, self.groups = inputs * bits // WORD, inputs // group_size
         byte = I8.as_pointer()
@@ -324,7 +328,7 @@ class _Product(Code):
 
         def task(i, _):
             fields = [self.load(tasks, self.add(self.mul(i, TASK), k), I64) for k in range(TASK)]
-            kinds = [I32, F32 if self.mode == "affine" else I8, F32, F32, F32, F32, I64, I64]
+            kinds = [I32, self.kind, self.kind, F32, F32, F32, I64, I64]
             *pointers, of_x, of_y = [self.pointer(f, kind) for f, kind in zip(fields, kinds)]
             weights = fields[9]
 
@@ -391,7 +395,7 @@ class _Product(Code):
             return part
         for i, o in enumerate(outs):
             scale = self._scale(s, o, k)
-            bias = self._of_group(t, o, k, F32) if self.mode == "affine" else None
+            bias = self._of_group(t, o, k) if self.mode == "affine" else None
             for j in range(m):
                 c = i * m + j
                 acc[c] = self.fma(part[c], scale, acc[c])
@@ -424,14 +428,14 @@ class _Product(Code):
 
     def _scale(self, pointer, row, k):
         if self.mode == "affine":
-            return self._of_group(pointer, row, k, F32)
-        exponent = self.b.zext(self._of_group(pointer, row, k, I8), self.ints)
+            return self._of_group(pointer, row, k)
+        exponent = self.b.zext(self._of_group(pointer, row, k), self.ints)
         bits = self.b.shl(exponent, self._all(23))
         least = self._all(1 << 22)  # exponent 0 is 2^-127, below the normal numbers
         above = self.b.icmp_unsigned(">", bits, least)
         return self.b.bitcast(self.b.select(above, bits, least), self.floats)
 
-    def _of_group(self, pointer, row, k, kind):
+    def _of_group(self, pointer, row, k):
         """The scale (or bias) of each of L words, from that of the group it is in."""
         each, first = self.L * self.n, self.mul(row, self.groups)
         if self.group >= each:
@@ -439,8 +443,13 @@ class _Product(Code):
         else:
             groups = each // self.group
             at = self.add(first, self.mul(k, groups))
-        found = ir.VectorType(kind, groups)
-        values = self.load(pointer, at, found, align=1 if kind is I8 else 4)
+        found, align = ir.VectorType(self.kind, groups), {I8: 1, I16: 2, F32: 4}[self.kind]
+        values = self.load(pointer, at, found, align=align)
+        if self.kind is I16:  # the bits of a bfloat16 are the upper half of a float32's
+            bits = ir.VectorType(I32, groups)
+            found = ir.VectorType(F32, groups)
+            values = self.b.shl(self.b.zext(values, bits), ir.Constant(bits, [16] * groups))
+            values = self.b.bitcast(values, found)
         mask = ir.Constant(self.ints, [i * groups // self.L for i in range(self.L)])
         return self.b.shuffle_vector(values, ir.Constant(found, ir.Undefined), mask)
 

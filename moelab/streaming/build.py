@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map_with_path
 
+from .. import kernels
 from ..checkpoint import Checkpoint, CheckpointError, describe
 from ..experts import expert_modules, expert_parameters, num_experts
 from .config import SLOT_MODES, StreamConfig
@@ -73,9 +74,9 @@ def build_model(
         built = build({**(model_config or {}), **changed})
     model, model_config = built or build(model_config)
     if config.dtype != "auto":
-        _cast(model, getattr(mx, config.dtype))
+        _cast(model, config, getattr(mx, config.dtype))
     elif mx.default_device() == mx.cpu:
-        _cast(model, mx.float32)  # half precision is 16 times slower on the CPU backend
+        _cast(model, config, mx.float32)  # half precision is 16 times slower on the CPU backend
     modules = expert_modules(model)
     if modules:
         top_k = _checked_top_k(checkpoint, config, found, min(num_experts(m) for _, m in modules))
@@ -138,17 +139,33 @@ def _checked_top_k(checkpoint, config, found, E):
     return K
 
 
-def _cast(model, dtype):
+def _cast(model, config, dtype):
     """Cast the floating point parameters, lazily."""
     keep = getattr(model, "cast_predicate", lambda name: True)
+    taken = _half_scales(model, config) if dtype == mx.float32 else ()
 
     def cast(name, p):
+        if name in taken or not mx.issubdtype(p.dtype, mx.floating):
+            return p
         # What a family keeps in float32 stays so when the rest is in half precision.
-        if mx.issubdtype(p.dtype, mx.floating) and (dtype == mx.float32 or keep(name)):
-            return p.astype(dtype)
-        return p
+        return p.astype(dtype) if dtype == mx.float32 or keep(name) else p
 
     model.update(tree_map_with_path(cast, model.parameters()))
+
+
+def _half_scales(model, config):
+    """Streamed experts' scales and biases in bfloat16, which the fast kernels take as they are."""
+    if config.mode == "resident" or config.resolved().kernels != "fast":
+        return set()
+    return {
+        f"{path}.{name}"
+        for path, module in expert_modules(model)
+        for name, p in expert_parameters(module).items()
+        if p.dtype == mx.bfloat16
+        and name.endswith((".scales", ".biases"))
+        and type(linear := module[name.split(".")[0]]) in kernels.FAST
+        and kernels.fits(linear)
+    }
 
 
 def activation_dtype(model: nn.Module) -> mx.Dtype:

@@ -282,7 +282,10 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
         config = chosen.config
     found = None
     if config.kernels == "fast":
-        found = kernels.use(model)  # the experts' modules too, of which each slot bank has a copy
+        float32 = activation_dtype(model) == mx.float32
+        found = kernels.use(
+            model, half_scales=float32
+        )  # the experts' modules too, of which each slot bank has a copy
     experts = expert_modules(model)
     fast_experts = any(kernels.used(module) for _, module in experts)
     pinned = pinned_experts(experts, config, ranks)

@@ -77,6 +77,17 @@ def test_product(form, outputs, inputs, widest):
         assert (np.abs(multiply(made, x) - x @ whole[0].T) <= bound).all()
 
 
+@pytest.mark.parametrize("form", AFFINE, ids=str)
+@pytest.mark.parametrize("inputs", (128, 384, 2048))
+def test_scales_in_bfloat16(form, inputs, widest):
+    weight, *scales = quantize(mx.random.normal((1, 33, inputs), key=mx.random.key(3)), form)
+    halves = [mx.array(a).astype(mx.bfloat16) for a in scales]
+    made = build([weight, *(np.array(a.view(mx.uint16)) for a in halves)], form)
+    wide = build([weight, *(np.array(a.astype(mx.float32)) for a in halves)], form)
+    x = rows(7, inputs)
+    assert np.array_equal(multiply(made, x), multiply(wide, x))
+
+
 @pytest.mark.parametrize("inputs", (32, 64, 96, 160, 192))
 @pytest.mark.parametrize("form", [f for f in FORMS if f[2] in (1, 32)], ids=str)
 def test_short_rows(form, inputs):
