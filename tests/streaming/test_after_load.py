@@ -267,10 +267,10 @@ def test_adapters_of_the_backbone(fine_tune_type, random_tiny_moe, tmp_path):
 
 
 def test_load_takes_what_mlx_lm_takes():
-    """Every keyword of the installed version, with its default; moelab's own is ``config``."""
+    """Every keyword of the installed version, with its default; moelab's own are ``config`` and ``group``."""
     theirs, ours = (inspect.signature(f).parameters for f in (mlx_lm.load, moelab.load))
     assert next(iter(ours)) == next(iter(theirs))
-    assert ours.keys() - theirs.keys() == {"config"} and not theirs.keys() - ours.keys()
+    assert ours.keys() - theirs.keys() == {"config", "group"} and not theirs.keys() - ours.keys()
     for name, parameter in theirs.items():
         assert ours[name].default == parameter.default, name
 

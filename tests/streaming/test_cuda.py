@@ -235,7 +235,7 @@ def test_prefetched_experts_are_right(path, runtime, want):
 
 
 def test_what_is_converted_is_not_copied(path, runtime, want):
-    with uploading(path, dtype="float32", slots=K) as model:
+    with uploading(path, dtype="float32", kernels="mlx", slots=K) as model:
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["float32"])
         stats = moelab.stats(model)
         assert 0 < runtime.copied < stats.prefill.bytes_read + stats.decode.bytes_read
