@@ -267,7 +267,7 @@ def test_adapters_of_the_backbone(fine_tune_type, random_tiny_moe, tmp_path):
 
 
 def test_load_takes_what_mlx_lm_takes():
-    """Every keyword of the installed version, with its default; moelab's own are ``config`` and ``group``."""
+    """Every keyword of the installed version, with its default; two are moelab's own."""
     theirs, ours = (inspect.signature(f).parameters for f in (mlx_lm.load, moelab.load))
     assert next(iter(ours)) == next(iter(theirs))
     assert ours.keys() - theirs.keys() == {"config", "group"} and not theirs.keys() - ours.keys()
