@@ -471,8 +471,7 @@ def modes_given(args: argparse.Namespace) -> tuple[StreamConfig, dict[str, Strea
 def _stream_config(args, **fields):
     given = {n: getattr(args, n, None) for n in STREAM_OPTIONS}
     given = {n: value for n, value in given.items() if value is not None}
-    writes = args.default_slots == "auto"  # does not measure
-    defaults = {"slots": args.default_slots, "lazy_logits": writes}
+    defaults = {"slots": args.default_slots, "lazy_logits": True}
     return StreamConfig(**defaults | given, **fields)
 
 

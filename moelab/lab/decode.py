@@ -54,7 +54,8 @@ def decode(
 ) -> Decoded:
     """Greedy tokens and the seconds they took, prompt and decoding apart.
 
-    The next token is scheduled before this one is read, as in mlx-lm's ``generate_step``. But the
+    The prompt but for its last token is read first, and its logits are not used. The next token
+    is scheduled before this one is read, as in mlx-lm's ``generate_step``. But the
     clock starts and stops with nothing scheduled, so that it times exactly ``tokens`` passes.
 
     Args:
@@ -97,11 +98,12 @@ def decode(
             return y, out, np.array(took_s)
 
         begin = time.perf_counter()
-        *parts, last = session_of(model).parts(ids) if is_loaded(model) else [ids]
-        for part in parts:  # as mlx-lm does with a long prompt
-            model(part, cache=cache)
-            mx.eval([c.state for c in cache])
-        y = step(last[0])
+        if ids.shape[1] > 1:  # as mlx-lm does: the last token by itself
+            before = ids[:, :-1]
+            for part in session_of(model).parts(before) if is_loaded(model) else [before]:
+                model(part, cache=cache)
+                mx.eval([c.state for c in cache])
+        y = step(ids[0, -1:])
         first = y.item()
         prefill_s = time.perf_counter() - begin
         y, warm, _ = run(y, warmup)
