@@ -66,5 +66,5 @@ def test_the_notebook_says_what_the_record_says():
     assert f"would give {16 / plan['num_experts']:.0%}" in said
     assert f"({record['tokens']} tokens of one prompt" in said
     errors = [r["held_nbytes"] / plan["nbytes"][s] - 1 for s, r in record["slots"].items()]
-    assert max(map(abs, errors)) < 0.001 and "to within 0.1%" in said
+    assert max(map(abs, errors)) < 0.002 and "to within 0.2%" in said
     assert all(m["same_tokens"] == record["tokens"] for m in record["modes"].values())
