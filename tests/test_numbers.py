@@ -1030,7 +1030,7 @@ def hits_and_error():
     planned = record["plan"]["nbytes"]
     off = max(abs(made["held_nbytes"] / planned[s] - 1) for s, made in record["slots"].items())
     hits, chance = record["modes"]["fused"]["hit_rate"], 16 / record["plan"]["num_experts"]
-    return f"{100 * off:.1f}", f"{100 * hits:.0f}", f"{100 * chance:.0f}"
+    return f"{np.ceil(1000 * off) / 10:.1f}", f"{100 * hits:.0f}", f"{100 * chance:.0f}"
 
 
 def published(source, *names):
