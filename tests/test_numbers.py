@@ -446,6 +446,69 @@ def served():
     )
 
 
+def ranks_runs(ranks, rate=None):
+    runs = recorded("cpu_ranks_35b")["runs"]
+    assert len({tuple(each["tokens"]) for run in runs for each in run["each"]}) == 1
+    return [run["each"] for run in runs if (run["ranks"], run["rate"]) == (ranks, rate)]
+
+
+def ranks_row(rate):
+    """Milliseconds a token of one rank and of two with an SSD of so many bytes a second; gain."""
+    one, two = (np.array([e[0]["step_s"] for e in ranks_runs(n, rate)]) for n in (1, 2))
+    ms = (quartiles(s.ravel(), ".1f", 1e3) for s in (one, two))
+    return *ms, quartiles(one.sum(1) / two.sum(1))
+
+
+def ranks_settings():
+    made, each = recorded("cpu_ranks_35b"), ranks_runs(2)[0]
+    assert each[0]["experts"] == each[1]["experts"] and made["limit_nbytes"] == 1e9
+    return made["slots"], 1000, each[0]["experts"], ranks_runs(1)[0][0]["experts"]
+
+
+def ranks_timed():
+    runs = ranks_runs(1)
+    return len(runs), len(runs[0][0]["step_s"])
+
+
+def ranks_read():
+    """MB a token and hit rate of one rank, and of each of two; the same in every run."""
+    found = []
+    for n in (1, 2):
+        for rank in range(n):
+            counters = [run[rank]["counters"] for run in ranks_runs(n)]
+            assert len({c["bytes_read"] for c in counters}) == 1
+            c = counters[0]
+            mb = c["bytes_read"] / ranks_timed()[1] / 1e6
+            found.append((f"{mb:.1f}", f"{c['hits'] / (c['hits'] + c['misses']):.0%}"[:-1]))
+    (one, hits), (first, second), (third, fourth) = found
+    return one, hits, first, third, second, fourth
+
+
+def ranks_exchange():
+    """Microseconds of the sums over two ranks, their share of a token; milliseconds with four."""
+    made, layers = recorded("cpu_ranks_exchange"), 4
+    two, four = made["s"]["2"], made["s"]["4"]
+    us = {name: quartiles(samples, ".0f", 1e6) for name, samples in two.items()}
+    token_s = np.median([each[0]["step_s"] for each in ranks_runs(2)])
+    share = layers * np.median(two["sum of experts"]) / token_s
+    return (
+        *(made["D"], us["sum of token"], made["K"] + 1, us["sum of experts"]),
+        *(us["evaluation alone"], len(two["sum of token"]), layers, f"{share:.1%}"[:-1]),
+        *(made["K"] + 1, quartiles(four["sum of experts"], ".1f", 1e3)),
+        len(four["sum of experts"]),
+    )
+
+
+def ranks_end():
+    """Seconds of each case; the statuses and messages are those of the table."""
+    cases = recorded("cpu_ranks_ends")["cases"]
+    assert [rank["status"] for rank in cases.pop("killed")["ranks"]] == [1, -9]
+    assert all(rank["status"] == 1 for case in cases.values() for rank in case["ranks"])
+    cases = recorded("cpu_ranks_ends")["cases"].values()
+    assert all(len(rank["says"]) == (rank["status"] == 1) for c in cases for rank in c["ranks"])
+    return tuple(f"{case['s']:.1f}" for case in cases)
+
+
 def kernels_found():
     """tok/s streamed, how many times mlx-lm's, that, and streamed with MLX's kernels."""
     names = ("fused", "resident/kernels=mlx", "fused/kernels=mlx")
@@ -904,6 +967,24 @@ PASSAGES = {
             "ended the server without an error (`cpu_serve_soak`).",
             served,
         ),
+        ("repacked, {} slots in each layer of each rank. Each rank has one core and {} MB of "
+         "memory, its page cache included; of two ranks each holds and reads {} of the {} experts",
+         ranks_settings),
+        ("n={} rounds of {} tokens", ranks_timed),
+        ("| this machine's | {} | {} | {} |", lambda: ranks_row(None)),
+        ("| 300 MB/s, simulated | {} | {} | {} |", lambda: ranks_row(300e6)),
+        ("| 100 MB/s, simulated | {} | {} | {} |", lambda: ranks_row(100e6)),
+        ("One rank reads {} MB a token and finds {}% of the experts in its slots; two read {} and "
+         "{} MB and find {}% and {}%.", ranks_read),
+        ("A sum of one row of {} float32 over two ranks takes {} us, one of the {} rows that the "
+         "engine sends {}, an evaluation alone {} (`cpu_ranks_exchange`, n={}). The sums of {} "
+         "layers are {}% of a token of two ranks with this machine's SSD. With four ranks on two "
+         "cores the {} rows take {} ms (n={})", ranks_exchange),
+        ("(`cpu_ranks_ends`, n={}; seconds", lambda: (1,)),
+        ("| is killed in mid-answer | {} | 1, killed | another rank has ended | "
+         "| has other slots | {} | 1, 1 | StreamConfig.slots: expected the same on all ranks | "
+         "| has another checkpoint | {} | 1, 1 | checkpoint: expected the same on all ranks | "
+         "| lacks a file | {} | 1, 1 | rank 1 of 2 ended: CheckpointError |", ranks_end),
         ("{} tokens from each of {} held-out prompts", lambda: (256, 8)),  # tests/streaming
         ("of passes of {} to {} tokens, {} and {} slots, whatever was computed before | {} of {} "
          "settings", lambda: (*exact_lengths(), 16, 48, *exact_settings())),

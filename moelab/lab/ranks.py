@@ -34,6 +34,19 @@ def hosts(n: int) -> list[list[str]]:
             s.close()
 
 
+def environments(n: int, folder: Path) -> list[dict[str, str]]:
+    """What the environment of each rank of a ring says.
+
+    Args:
+        n (int): Ranks.
+        folder (Path): For the hostfile.
+    """
+    file = folder / f"hosts-{n}.json"
+    file.write_text(json.dumps(hosts(n)))
+    ring = {"MLX_HOSTFILE": str(file)} if n > 1 else {}  # MLX takes no ring of one
+    return [{**ring, "MLX_RANK": str(rank)} for rank in range(n)]
+
+
 def start(commands: list[list[str]], folder: Path) -> list[subprocess.Popen]:
     """Start one process for each command, as the ranks of one ring.
 
@@ -41,18 +54,15 @@ def start(commands: list[list[str]], folder: Path) -> list[subprocess.Popen]:
         commands (list[list[str]]): What follows ``python``, for each rank.
         folder (Path): For the hostfile.
     """
-    file = folder / f"hosts-{len(commands)}.json"
-    file.write_text(json.dumps(hosts(len(commands))))
-    ring = {"MLX_HOSTFILE": str(file)} if len(commands) > 1 else {}  # MLX takes no ring of one
     return [
         subprocess.Popen(
             [sys.executable, *words],
-            env={**os.environ, **ring, "MLX_RANK": str(rank)},
+            env={**os.environ, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank, words in enumerate(commands)
+        for words, variables in zip(commands, environments(len(commands), folder))
     ]
 
 

@@ -1,0 +1,31 @@
+"""Sums over ranks are timed in real ranks; a simulated SSD delays and changes nothing else."""
+
+import os
+
+import numpy as np
+import pytest
+
+from moelab import DATA, StreamConfig
+from moelab.lab.decode import decode
+from moelab.lab.experiments import ranks
+from moelab.streaming.model import load_model
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="each rank has its cores")
+def test_exchange():
+    found = ranks.exchange({2: 2})["s"]["2"]
+    assert {name: len(samples) for name, samples in found.items()} == dict.fromkeys(found, 2)
+    assert np.median(found["sum of experts"]) > np.median(found["evaluation alone"]) > 0
+
+
+def test_a_slow_ssd():
+    """A token takes its bytes' time at least, and is the same."""
+    texts = []
+    for rate in (None, 10e6):
+        with load_model(DATA / "models/tiny-moe", StreamConfig(slots=8))[0] as model:
+            if rate:
+                ranks.slow(model, rate)
+            found = decode(model, [1, 2, 3], 6)
+            texts.append(found.tokens)
+    assert found.decode_s > found.counters.bytes_read / 10e6 * 0.95
+    assert texts[0] == texts[1]
