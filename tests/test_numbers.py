@@ -499,6 +499,30 @@ def ranks_exchange():
     )
 
 
+def gpu_ranks():
+    """Of each process of ``cuda_h200x2_ranks``, its measurements by slots: one rank, then two."""
+    one, two, _ = recorded("cuda_h200x2_ranks")["ranks"]
+    assert (one["ranks"], two["ranks"], two["rank"]) == (1, 2, 0)
+    assert len({s["digest"] for each in (one, two) for s in each["slots"].values()}) == 1
+    return one["slots"], two["slots"], two
+
+
+def gpu_ranks_row(slots):
+    """tok/s of one rank and of two, and seconds of a prompt; the first of each run compiles."""
+    tokens, (one, two, _) = recorded("cuda_h200x2_ranks")["tokens"], gpu_ranks()
+    made = one[str(slots)], two[str(slots)]
+    speeds = (quartiles(tokens / np.array(m["decode_s"]), ".1f") for m in made)
+    return slots, *speeds, *(f"{np.median(m['prompt_s'][1:]):.2f}" for m in made)
+
+
+def gpu_ranks_settings():
+    made, (one, _, two) = recorded("cuda_h200x2_ranks"), gpu_ranks()
+    low, middle, high = two["all_sum_s_quartiles"]["(9, 2048)"]
+    sums = f"{1e6 * middle:.0f} [{1e6 * low:.0f}, {1e6 * high:.0f}]"
+    runs, prompts = len(one["16"]["decode_s"]), len(one["16"]["prompt_s"]) - 1
+    return made["layers"], runs, made["prompt_tokens"], prompts, 9, 2048, sums
+
+
 def ranks_end():
     """Seconds of each case; the statuses and messages are those of the table."""
     cases = recorded("cpu_ranks_ends")["cases"]
@@ -985,6 +1009,11 @@ PASSAGES = {
          "| has other slots | {} | 1, 1 | StreamConfig.slots: expected the same on all ranks | "
          "| has another checkpoint | {} | 1, 1 | checkpoint: expected the same on all ranks | "
          "| lacks a file | {} | 1, 1 | rank 1 of 2 ended: CheckpointError |", ranks_end),
+        ("with {} random layers of the 35B in bfloat16, warm page cache (`cuda_h200x2_ranks`, "
+         "n={}; a prompt of {} tokens, n={})", lambda: gpu_ranks_settings()[:4]),
+        ("A sum of the {} rows of {} takes {} us", lambda: gpu_ranks_settings()[4:]),
+        *(("| {} | {} | {} | {} | {} |", lambda slots=slots: gpu_ranks_row(slots))
+          for slots in (16, 64, 128, 256)),
         ("{} tokens from each of {} held-out prompts", lambda: (256, 8)),  # tests/streaming
         ("of passes of {} to {} tokens, {} and {} slots, whatever was computed before | {} of {} "
          "settings", lambda: (*exact_lengths(), 16, 48, *exact_settings())),
