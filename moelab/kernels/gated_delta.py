@@ -53,8 +53,11 @@ def gated_delta(
     if state is None:
         state = mx.zeros((B, Hv, Dv, Dk), mx.float32)
     arrays = [q, k, v, g, beta, state]
-    if not fits(k, v, state, mask) or any(a.dtype != mx.float32 for a in arrays):
+    if not fits(k, v, state) or any(a.dtype != mx.float32 for a in arrays):
         return of_mlx_lm.gated_delta_ops(q, k, v, g, beta, state, mask)
+    if mask is not None:  # of a batch: without decay and new value the state stays as it is
+        decays = mask[..., None] if g.ndim == 3 else mask[..., None, None]
+        arrays[3:5] = mx.where(decays, g, 1.0), mx.where(mask[..., None], beta, 0.0)
     mx.eval(arrays)
     arrays = [np.ascontiguousarray(a) for a in arrays]
     y = np.empty((B, T, Hv, Dv), np.float32)
