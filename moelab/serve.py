@@ -607,7 +607,12 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
         provider.load_default()  # an error here ends the command
         plan = session_of(provider.model).plan
         if args.prompt_cache_bytes is None:
-            args.prompt_cache_bytes = plan.all_caches_nbytes if plan else sys.maxsize
+            # The texts beside the first may all be there at once.
+            texts = args.prompt_concurrency + args.decode_concurrency - 2
+            texts *= provider.is_batchable and args.kv_bits is None
+            args.prompt_cache_bytes = (
+                max(0, plan.all_caches_nbytes - texts * plan.caches_nbytes) if plan else sys.maxsize
+            )
         if provider.ranks:
             _agree(provider.ranks, args)
         prompts = Prompts(args.prompt_cache_size, args.prompt_cache_bytes)
