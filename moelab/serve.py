@@ -64,7 +64,7 @@ from .speculation.target import vocabulary
 from .streaming.config import StreamConfig
 from .streaming.model import close, find, load
 from .streaming.plan import plan
-from .streaming.ranks import LOADING_S, joined
+from .streaming.ranks import LOADING_S, RankError, joined
 from .streaming.session import session_of
 
 GRACE_S = 2  # for a thread to end when the server is stopped
@@ -118,8 +118,8 @@ class Provider(server.ModelProvider):
         if model_path and Path(model_path).is_dir() and str(Path(model_path).resolve()) == served:
             model_path = served
         if self.ranks:  # a rank that failed to load another model would no longer follow
-            asked = {model_path: served, draft_model_path: self.cli_args.draft_model}
-            known = all(name in ("default_model", now, None) for name, now in asked.items())
+            asked = (model_path, served), (draft_model_path, self.cli_args.draft_model)
+            known = all(name in ("default_model", now, None) for name, now in asked)
             if not self.ranks.gather(known and adapter_path is None)[0]:
                 raise ValueError(
                     "model: expected the model and the draft that are served, ranks serve no others"
@@ -237,8 +237,11 @@ class Generator(server.ResponseGenerator):
 
     def check(self) -> None:
         """Raise what ended the ranks, if something did: none of them can go on without another."""
-        if self._error is not None:
+        if isinstance(self._error, RankError):
             raise self._error
+        if self._error is not None:
+            rank = f"rank {self._ranks.rank} of {self._ranks.size}"
+            raise RankError(f"{rank}: {describe(self._error)}") from self._error
 
     def _share_object(self, obj):
         """What rank 0 gives, on all ranks. With it rank 0 says whether all are to end."""

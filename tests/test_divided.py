@@ -1,6 +1,7 @@
 """generate and serve with the experts divided over two ranks: one answer, that of one process."""
 
 import io
+import os
 import re
 import signal
 import subprocess
@@ -115,3 +116,17 @@ def test_a_rank_of_serve_that_is_killed(more, served):
     first, _ = ranks.finish(processes, 30)
     assert first.code == 1 and first.err.count("moelab: rank 0 of 2: another rank has ended") == 1
     assert "Traceback" not in first.err and time.monotonic() - begin < 15
+
+
+def test_a_rank_that_never_starts(tmp_path):
+    """MLX waits for it in native code; the others end all the same."""
+    program = "from moelab.streaming import ranks; ranks.LOADING_S = 2; ranks.joined()"
+    first, _ = ranks.environments(2, tmp_path)
+    alone = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **first},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert alone.returncode == 1 and "in joined" in alone.stderr

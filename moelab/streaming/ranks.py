@@ -36,6 +36,7 @@ LOADING_S = 600  # while they load
 LOOK_S = 0.5  # between two looks at the clock
 OWN_MEMORY = ("memory_nbytes", "reserved_nbytes")  # fields that may differ between ranks
 SAMPLES, SAMPLE_NBYTES = 64, 64  # of a checkpoint's tensors, to tell models of one shape apart
+SETTINGS = (".json", ".jinja", ".txt", ".model", ".py")  # of files that ranks must have alike
 TRANSPORT = re.compile(r"\[(ring|nccl|jaccl|mpi)\]")  # how MLX's messages about other ranks begin
 
 
@@ -315,8 +316,18 @@ def facts(checkpoint: Checkpoint, config: object, model_config: dict | None) -> 
             if name not in OWN_MEMORY
         },
         "model_config": json.dumps(model_config, sort_keys=True, default=str),
+        "tokenizer and settings": f"files with digest {_digest_of_files(checkpoint.path)}",
         "checkpoint": f"{checkpoint.nbytes / 1e6:.1f} MB with digest {_digest(checkpoint)}",
     }
+
+
+def _digest_of_files(path):
+    """Tells tokenizers, templates and the tokens that end a text apart."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(path).iterdir()):
+        if file.suffix in SETTINGS and not file.name.endswith(".index.json") and file.is_file():
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _digest(checkpoint):
