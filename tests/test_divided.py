@@ -74,7 +74,7 @@ def served(tmp_path):
             line = processes[0].stderr.readline()
             assert line, said + "".join(p.communicate()[1] for p in processes)
             said += line
-        client = openai.OpenAI(base_url=found[0], api_key="-", max_retries=0, timeout=60)
+        client = openai.OpenAI(base_url=found[0], api_key="-", max_retries=0, timeout=120)
         yield processes, client
     finally:
         ranks.stop(processes)
@@ -91,7 +91,7 @@ def test_serve(served):
     expected = alone(16)
     for more in ({}, {"seed": 1}):  # mlx-lm serves a request with a seed by itself
         assert complete(client, **more).choices[0].text + "\n" == expected
-        stream = complete(client, **more, max_tokens=2000, stream=True)
+        stream = complete(client, **more, max_tokens=500, stream=True)
         next(iter(stream))
         stream.close()
         for wrong in ({"model": "another"}, {"logit_bias": {"9999": 1}}):
@@ -107,7 +107,7 @@ def test_serve(served):
 def test_a_rank_of_serve_that_is_killed(more, served):
     """The client gets an error, and rank 0 ends with one line."""
     processes, client = served
-    stream = iter(complete(client, **more, max_tokens=2000, stream=True))
+    stream = iter(complete(client, **more, max_tokens=500, stream=True))
     next(stream)
     processes[1].kill()
     begin = time.monotonic()
