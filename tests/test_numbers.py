@@ -350,6 +350,23 @@ def limited(limit_mb, slots):
     return quartiles(made["decode_tok_s"], ".1f"), quartiles(made["ratio"])
 
 
+def prompt_row(tokens):
+    """Seconds of a prompt, resident and ``fused`` with the fast kernels, in turn, and the ratio."""
+    made = recorded(f"cpu_prompt_{tokens}_35b")["modes"]
+    resident, fused = ([s["prefill_s"] for s in made[m]["samples"]] for m in ("resident", "fused"))
+    ratio = quartiles(np.divide(fused, resident))
+    return f"{tokens:,}", quartiles(resident), quartiles(fused), ratio, len(fused)
+
+
+def auto_with_prompt(limit_mb, *slots):
+    """The most slots planned; tok/s of these and of others, or that they were killed."""
+    made = recorded(f"cpu_auto_prompt_35b_{limit_mb}")
+    runs = [made["summary"][f"fused/slots={s}, limit"] for s in ("auto/context=512", *slots)]
+    planned = {s["plan"].split()[0] for s in made["samples"] if s.get("plan")}
+    speeds = (quartiles(r["decode_tok_s"], ".1f") if not r["killed"] else "killed" for r in runs)
+    return max(int(text.removeprefix("slots=")) for text in planned), *speeds
+
+
 def prompt_of_400():
     """Seconds of mlx-lm, ``fused`` and resident with the fast kernels, and n."""
     names = "resident/kernels=mlx", "fused", "resident"
@@ -957,6 +974,13 @@ PASSAGES = {
                              ("`buffers`", "buffers"), ("`stacked`", "stacked"))],
         ("A prompt of {} tokens takes mlx-lm {} s, `fused` with the fast kernels {} and resident "
          "with them {} (`cpu_kernels_prompt_400_35b`, n={})", prompt_of_400),
+        *(("| {} | {} | {} | {} | {} |", lambda n=n: prompt_row(n)) for n in (126, 400, 800, 4000)),
+        ("with {} of {} slots (`cpu_prompt_126_35b` and so on)", lambda: (64, 256)),
+        ("Behind a prompt of {} tokens, {} tokens, in a memory of", lambda: (400, 32)),
+        ("{} MB the planned {} slots decode {} tok/s, 8 slots {}, 110 {} and 140 {}",
+         lambda: (1530, *auto_with_prompt(1530, 8, 110, 140))),
+        ("in {} MB the planned {} (74 in a run) decode {}, 8 slots {}, 50 {}, and with 75 it is {}",
+         lambda: (956, *auto_with_prompt(956, 8, 50, 75))),
         ("With 48 and 64 slots tiny-moe decodes {} and {} tok/s",
          lambda: [quartiles(mode("cpu_kernels_tiny_moe", f"fused/slots={n}")["decode_tok_s"], ".1f")
                   for n in (48, 64)]),
