@@ -107,8 +107,7 @@ def attention(
         s = np.empty((n, keys), np.float32)
         task = np.zeros(quantized.TASK, np.int64)
         task[[0, 3, 5]] = [a.ctypes.data for a in (k[b, h], q[b, h, first:], s)]
-        each = quantized.in_order(n)[1]
-        task[6:] = each, each, n, keys
+        task[6:] = each, each, n, keys  # rows in their order
         scores_of(task.ctypes.data, 1, keys)
         if isinstance(mask, np.ndarray) and mask.dtype == bool:
             hidden = ~mask[b, h * G + head, query]
@@ -125,7 +124,9 @@ def attention(
         addresses = s.ctypes.data, v[b, h].ctypes.data, sums.ctypes.data
         add_up(*addresses, y[b, h, first:].ctypes.data, n, keys)
 
-    step = max(1, SCORES // Tk)
+    step = min(max(1, SCORES // Tk), G * Tq)
+    # Kept until the end: another thread may put its own in the cache's place.
+    _kept, each = quantized.in_order(step)
     starts = range(0, G * Tq, step)
     blocks = [(b, h, i, min(i + step, G * Tq)) for b in range(B) for h in range(Hk) for i in starts]
     n = code.num_threads() if q.size * Tk >= SHARED_WORK else 1

@@ -1,6 +1,7 @@
 """The attention kernel against MLX's, and against itself."""
 
 import tracemalloc
+import weakref
 
 import families
 import mlx.core as mx
@@ -10,7 +11,7 @@ from mlx_lm.models import base
 from needs import needs_kernels
 
 from moelab import StreamConfig
-from moelab.kernels import attention, code
+from moelab.kernels import attention, code, quantized
 from moelab.kernels.attention import eager_attention
 from moelab.streaming.model import load_model
 
@@ -81,6 +82,27 @@ def test_passes_of_any_length_and_threads_give_the_same_bits(D, threads, monkeyp
                 y = attention.attention(q[:, :, at:end], k[:, :, :end], v[:, :, :end], 0.3, mask)
                 assert mx.array_equal(y, want[:, :, at:end])
             at = end
+
+
+def test_the_numbers_of_rows_live_as_long_as_their_addresses_are_used(monkeypatch):
+    """Two threads may fill the cache of ``in_order``; the array of one is then in no cache."""
+    made, kernel = [], quantized.kernel
+
+    def uncached(n):
+        numbers = np.arange(n)
+        made.append(weakref.ref(numbers))
+        return numbers, numbers.ctypes.data
+
+    def checked(*form):
+        run = kernel(*form)
+        return lambda *args: run(*args) if made[-1]() is not None else pytest.fail("freed")
+
+    monkeypatch.setattr(quantized, "in_order", uncached)
+    monkeypatch.setattr(quantized, "kernel", checked)
+    q, k, v = (mx.random.normal((1, 2, 9, 32), key=mx.random.key(i)) for i in range(3))
+    y = attention.attention(q, k, v, 0.2)
+    want = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.2)
+    assert made and mx.allclose(y, want, atol=1e-5)
 
 
 def test_a_mask_of_all_heads_is_not_copied_for_each(monkeypatch):
