@@ -172,7 +172,7 @@ class Provider(server.ModelProvider):
         self.processor = server.load_processor(model, config)
 
     def _with_room(self, path, draft):
-        """The configuration that leaves memory for a draft, or else for texts decoded at once.
+        """The configuration, with memory reserved for the draft or, without one, for several texts.
 
         These are as many as the command line says, or as the eighth part of the memory takes.
         """

@@ -180,7 +180,7 @@ class _Kept:
 
 
 def _bits(a):
-    """What numpy has no type for as unsigned integers in the same memory."""
+    """An array that numpy can see: bfloat16 as uint16, in the same memory."""
     return a.view(mx.uint16) if a.dtype == mx.bfloat16 else a
 
 

@@ -168,7 +168,7 @@ class Ranks:
         """Refuse ranks that were started differently.
 
         Args:
-            facts (dict[str, str]): What must be the same, by its name.
+            facts (dict[str, str]): What must be the same on all ranks: names and values.
 
         Raises:
             RankError: If a value differs, on every rank the same.
