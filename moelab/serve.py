@@ -193,7 +193,7 @@ class Provider(server.ModelProvider):
     def _limit_batches(self, plan):
         """Have mlx-lm hold as many texts at once as there is memory for, at most.
 
-        It reads up to P prompts beside C - 1 texts that it decodes.
+        While it decodes all texts but one, it may read the prompts of several others.
         """
         prompts, texts = self._concurrency
         if plan is not None and plan.caches_nbytes and self.cli_args.kv_bits is None:

@@ -3,8 +3,8 @@
     MLX_CUDA_USE_CUDNN_SDPA=0 python data/recipes/cuda_ranks.py OUT.json [--folder FOLDER] [--tiny]
 
 It synthesizes 8 layers of Qwen3.5-35B-A3B shapes under FOLDER (3.8 GB), decodes with one process
-alone, then with two ranks under mlx.launch over NCCL, and compares their bits. With ``--tiny`` it
-tries itself out on tiny-moe, over the ring.
+alone, then with two ranks under mlx.launch over NCCL, and compares their bits. ``--tiny`` is a
+short trial without a GPU: tiny-moe, over the ring.
 """
 
 import argparse

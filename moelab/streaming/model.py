@@ -283,9 +283,8 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
     found = None
     if config.kernels == "fast":
         float32 = activation_dtype(model) == mx.float32
-        found = kernels.use(
-            model, half_scales=float32
-        )  # the experts' modules too, of which each slot bank has a copy
+        # The experts' modules too, of which each slot bank has a copy.
+        found = kernels.use(model, half_scales=float32)
     experts = expert_modules(model)
     fast_experts = any(kernels.used(module) for _, module in experts)
     pinned = pinned_experts(experts, config, ranks)

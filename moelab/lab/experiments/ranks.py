@@ -44,7 +44,7 @@ KILLED_AFTER = 12  # characters of the answer
 
 
 def exchange_here(samples: int) -> dict[str, list[float]]:
-    """In one rank: seconds of a sum over the ranks, by what is summed.
+    """In one rank: how many seconds a sum over the ranks takes, for each kind of sum.
 
     Args:
         samples (int): Of each, the mean of ``BLOCK`` sums.
@@ -200,7 +200,7 @@ def _says(err, folder):
 
 
 def ends(path: str | Path = MODEL) -> dict:
-    """Two ranks of ``generate`` of which the second is killed or started with something else.
+    """How two ranks of ``generate`` end when the second is killed or was started differently.
 
     Returns:
         dict: For each case the seconds until both had ended, and what each printed and returned.
