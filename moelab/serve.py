@@ -33,6 +33,7 @@ from pathlib import Path
 import mlx.core as mx
 import psutil
 from huggingface_hub import constants
+from mlx.utils import tree_map
 from mlx_lm import server
 from mlx_lm.generate import GenerationResponse, generate_step, stream_generate
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prompt_cache
@@ -209,6 +210,13 @@ class Provider(server.ModelProvider):
 
 class Prompts(LRUPromptCache):
     """Caches of earlier prompts and answers. At least a prompt's last token is left to read."""
+
+    def insert_cache(self, model, tokens: list[int], prompt_cache: list, **kwargs) -> None:
+        # Those of a text in a batch are views of the batch's arrays and would keep all of these.
+        for c in prompt_cache:
+            c.state = tree_map(_own, c.state)
+        mx.eval([c.state for c in prompt_cache])
+        super().insert_cache(model, tokens, prompt_cache, **kwargs)
 
     def fetch_nearest_cache(self, model, tokens: list[int]) -> tuple[list | None, list[int]]:
         cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
@@ -405,6 +413,11 @@ class _SharedContext(server.GenerationContext):
 
     def stop(self) -> None:
         self.gone = True
+
+
+def _own(value):
+    """An array with memory of its own."""
+    return mx.contiguous(value) if isinstance(value, mx.array) else value
 
 
 def _cut(segments, types, at):

@@ -112,6 +112,10 @@ SLOW = (
         "notebook 00 stays; nbmake sets the sliders of all notebooks from code",
         keep="00_start_here",
     ),
+    Slow(
+        "::test_a_server_of_large_experts_is_not_killed",
+        "tiny-moe's server is asked as many things at once under a limit",
+    ),
     *(
         Slow(
             f"test_serve.py::test_{name}",

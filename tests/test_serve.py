@@ -15,8 +15,12 @@ from urllib.parse import urlsplit
 import mlx.core as mx
 import mlx_lm
 import mlx_lm.server
+import numpy as np
 import openai
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import _merge_caches
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 import moelab
@@ -467,6 +471,32 @@ def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(monkeypatch):
     for p in (drafted, plan):
         left = p.all_caches_nbytes - p.caches_nbytes - p.reserved_nbytes
         assert left >= 0 and (p.slots == 64 or left < sum(p.expert_nbytes))
+
+
+def test_a_kept_prompt_takes_its_own_memory_only():
+    """And not that of the batch that its text was in, nor of what is computed to take it out."""
+    model, _ = moelab.load(MODEL, moelab.StreamConfig(slots=16))
+    prompts, tokens = serve.Prompts(), list(range(4))
+    with model:
+        caches = [make_prompt_cache(model) for _ in range(8)]
+        batch = _merge_caches(caches)
+        model(mx.array([tokens] * 8), cache=batch)
+        mx.eval([c.state for c in batch])
+        want = [c.extract(3) for c in batch]
+        mx.eval(states := [c.state for c in want])
+        states = [np.array(a) for _, a in tree_flatten(states)]
+        before = mx.get_active_memory()
+        prompts.insert_cache("model", tokens, [c.extract(3) for c in batch])
+        taken = mx.get_active_memory() - before
+        assert prompts.nbytes <= taken < 1.2 * prompts.nbytes
+        kept, rest = prompts.fetch_nearest_cache("model", [*tokens, 5])
+        got = [np.array(a) for _, a in tree_flatten([c.state for c in kept])]
+        assert rest == [5] and len(got) == len(states)
+        assert all((a == b).all() for a, b in zip(got, states))
+        one = model(mx.array([[5]]), cache=kept)
+        caches = make_prompt_cache(model)
+        model(mx.array([tokens]), cache=caches)
+        assert mx.allclose(one, model(mx.array([[5]]), cache=caches), atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
+PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # not on macOS
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the second is what a shell makes of it
 SYSTEMD_RUN = ("systemd-run", "--user", "--scope", "--quiet")
@@ -63,12 +64,25 @@ class Limited:
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    """How to start a command under a limit: the words before it, its cgroup, the strategy."""
+class Prepared:
+    """How to start a command under a limit.
+
+    Attributes:
+        prefix (Sequence[str]): The words before it.
+        group (Path, optional): Its cgroup.
+        how (str): The strategy; ``none`` without a limit.
+    """
 
     prefix: Sequence[str]
     group: Path | None
     how: str
+
+    def before_exec(self) -> None:
+        """What the child does first: ask to be killed when this process ends, join its cgroup."""
+        if PRCTL is not None:
+            PRCTL(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if self.group is not None:
+            (self.group / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def run(
@@ -94,22 +108,43 @@ def run(
         NoLimit: If it cannot be limited here, with the reason for each strategy.
         subprocess.TimeoutExpired: If it was killed for taking too long.
     """
-    if nbytes is None:
-        return _run(argv, _Prepared((), None, "none"), timeout_s)
+    with limited(nbytes, strategies) as (prepared, refused):
+        return replace(_run(argv, prepared, timeout_s), refused=refused)
+
+
+@contextmanager
+def limited(
+    nbytes: int | None = None, strategies: Sequence[str] = ("cgroup", "systemd-run")
+) -> Iterator[tuple[Prepared, dict[str, str]]]:
+    """Prepare a limit for the commands that are started inside the block.
+
+    Args:
+        nbytes (int): As for ``run``.
+        strategies (tuple[str]): As for ``run``.
+
+    Yields:
+        tuple[Prepared, dict[str, str]]: How to start them, and why each strategy that comes first
+        could not be used.
+
+    Raises:
+        NoLimit: As ``run`` does.
+    """
     refused = {}
-    for name in strategies:
-        with ExitStack() as stack:
+    with ExitStack() as stack:
+        prepared = Prepared((), None, "none") if nbytes is None else None
+        for name in strategies if prepared is None else ():
             try:
                 prepared = stack.enter_context(_STRATEGIES[name](nbytes))
+                break
             except _Refused as error:
                 refused[name] = str(error)
-                continue
-            return replace(_run(argv, prepared, timeout_s), refused=refused)
-    reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
-    raise NoLimit(
-        f"cannot limit memory here: {reasons}. It takes Linux, and either root or a user's systemd "
-        "session with the memory controller."
-    )
+        if prepared is None:
+            reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
+            raise NoLimit(
+                f"cannot limit memory here: {reasons}. It takes Linux, and either root or a user's "
+                "systemd session with the memory controller."
+            )
+        yield prepared, refused
 
 
 def call(
@@ -169,22 +204,9 @@ def _run(argv, prepared, timeout_s):
         capture_output=True,
         text=True,
         timeout=timeout_s,
-        preexec_fn=_before_exec(prepared.group),
+        preexec_fn=prepared.before_exec,
     )
     return Limited(done.returncode, done.stdout, done.stderr, prepared.how)
-
-
-def _before_exec(group=None):
-    """What a child does first: ask to be killed when this process ends, and join its cgroup."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # not on macOS
-
-    def before():
-        if prctl is not None:
-            prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if group is not None:
-            (group / "cgroup.procs").write_text(str(os.getpid()))
-
-    return before
 
 
 # The strategy "cgroup"
@@ -212,7 +234,7 @@ def _cgroup(nbytes):
     _remove_stale(top)
     group = _make_group(parents, settings, how)
     try:
-        yield _Prepared((), group, how)
+        yield Prepared((), group, how)
     finally:
         _remove(group)
 
@@ -231,7 +253,7 @@ def _make_group(parents, settings, how):
             for name, value in settings.items():
                 if value or (group / name).exists():  # no swap, no file, nothing to forbid
                     (group / name).write_text(str(value))
-            subprocess.run(["true"], check=True, preexec_fn=_before_exec(group))
+            subprocess.run(["true"], check=True, preexec_fn=Prepared((), group, how).before_exec)
             return group
         except (OSError, subprocess.SubprocessError) as error:
             whys.append(error)
@@ -291,7 +313,7 @@ def _systemd_run(nbytes):
     if why := _no_systemd():
         raise _Refused(why)
     limits = ("-p", f"MemoryMax={nbytes}", "-p", "MemorySwapMax=0")
-    yield _Prepared((*SYSTEMD_RUN, *limits), None, "systemd-run --user")
+    yield Prepared((*SYSTEMD_RUN, *limits), None, "systemd-run --user")
 
 
 @functools.cache

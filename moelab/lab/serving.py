@@ -10,11 +10,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from .. import DATA
+from . import limit
 
 START_S = 120  # imports and a model, on a machine that does much else
 ANSWER_S = 600  # until an answer begins, or goes on
@@ -30,28 +31,39 @@ class Served:
         model (str or Path): The model.
         log (Path): Gets what the server writes.
         options (str): More of the command line.
+        limit_nbytes (int): A memory limit for the server, page cache included. Default: none.
 
     Attributes:
         url (str): The address with ``/v1``.
         process (subprocess.Popen): The server.
     """
 
-    def __init__(self, model: str | Path, log: Path, *options: str):
-        self.log = Path(log)
+    def __init__(
+        self, model: str | Path, log: Path, *options: str, limit_nbytes: int | None = None
+    ):
+        self.log, self._stack = Path(log), ExitStack()
+        prepared, _ = self._stack.enter_context(limit.limited(limit_nbytes))
+
+        def before_exec():
+            # What a shell starts in the background ignores Ctrl-C, and so would the server.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if limit_nbytes is not None:
+                prepared.before_exec()
+
+        command = (sys.executable, "-m", "moelab", "serve")
         with open(self.log, "w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "moelab", "serve", str(model), "--port", "0", *options],
+                [*prepared.prefix, *command, str(model), "--port", "0", *options],
                 stdout=out,
                 stderr=out,
                 cwd=DATA.parent,
                 env=os.environ | {"HF_HUB_OFFLINE": "1"},
-                # What a shell starts in the background ignores Ctrl-C, and so would the server.
-                preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+                preexec_fn=before_exec,
             )
         end = time.monotonic() + START_S
         while not (found := re.search(r"http://\S+/v1", self.said())):
             if self.process.poll() is not None or time.monotonic() > end:
-                self.process.kill()
+                self.__exit__()
                 raise OSError(f"{model}: the server did not start: {self.said()}")
             time.sleep(0.05)
         self.url = found[0]
@@ -66,6 +78,7 @@ class Served:
     def __exit__(self, *_) -> None:
         self.process.kill()
         self.process.wait()
+        self._stack.close()
 
     def interrupt(self, within_s: float = 30) -> int:
         """Ctrl-C; the exit status."""

@@ -26,6 +26,10 @@ from .reader import Reader
 # Tokens that count as a long prompt. When decoding begins after one, free memory is
 # returned to the system, which takes 90 ms after a prompt of 2,000 tokens that took 20 s (2 cores).
 LONG_PROMPT = 256
+# Where memory is short, glibc maps arrays from this size on by themselves and returns them at once.
+# Otherwise it raises its limit to 32 MB as it sees fit, and keeps 100 to 200 MB in holes of its
+# heap. A prompt takes 7% longer, if all of the file is in the page cache.
+MAPPED_NBYTES, M_MMAP_THRESHOLD = 1 << 18, -3
 LOOK_S = 1.0  # from one look at the memory that is left to the next, which takes 0.3 ms
 
 
@@ -173,6 +177,8 @@ class Session:
         self.recorder = None
         self.prefetcher = None
         self._counted = (0, 0, 0.0)  # the reader's totals when they were last counted
+        if plan is not None and plan.slots < plan.num_experts:
+            _keep_no_holes()
 
     @property
     def is_in_call(self) -> bool:
@@ -461,3 +467,10 @@ def _return_free_memory():
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)
+
+
+def _keep_no_holes():
+    """Have the C library map large arrays by themselves, in this process and from now on."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, MAPPED_NBYTES)

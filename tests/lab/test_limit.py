@@ -156,7 +156,7 @@ def test_no_strategy_at_all_says_why_not_each(broken, tmp_path, monkeypatch):
         own.write_text("0::/a\n")
         (tmp_path / "a" / "cgroup.procs").parent.mkdir()
         (tmp_path / "a" / "cgroup.subtree_control").write_text("memory")
-        monkeypatch.setattr(limit, "_before_exec", lambda group=None: refuse)
+        monkeypatch.setattr(limit.Prepared, "before_exec", refuse)
         monkeypatch.setattr(limit, "_remove", lambda group: None)
     with pytest.raises(limit.NoLimit) as e:
         limit.run(["true"], 1 * MB)

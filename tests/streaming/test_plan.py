@@ -1,5 +1,6 @@
 """``plan`` and ``slots="auto"``: how many slots fit, and what happens where too few do."""
 
+import ctypes
 import json
 import sys
 from dataclasses import replace
@@ -362,3 +363,26 @@ def test_a_process_that_fills_its_cgroup_gives_slots_back_and_is_not_killed():
     slots = list(map(int, done.stdout.split()))
     assert slots == sorted(slots, reverse=True) and slots[0] > 16 >= slots[-1] >= 8
     assert "memory is short" in done.stderr and len(slots) == 120
+
+
+HOLES = """
+import ctypes, sys, moelab
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "abcdefghij"]
+libc.mallinfo2.restype = Info
+moelab.load(sys.argv[1], moelab.StreamConfig(memory_nbytes=int(sys.argv[2])))
+libc.free(libc.malloc(16 << 20))  # after which glibc keeps arrays of up to 16 MB in its heap
+before = libc.mallinfo2().c  # how many are mapped by themselves
+libc.malloc(1 << 20)
+print(libc.mallinfo2().c - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc 2.33 counts them")
+@pytest.mark.parametrize("nbytes, mapped", [(170 * MB, 1), (GB, 0)])
+def test_where_memory_is_short_large_arrays_are_returned_at_once(nbytes, mapped):
+    assert (moelab.plan(TINY_MOE, memory_nbytes=nbytes).slots < 64) == mapped
+    done = limit.run([sys.executable, "-c", HOLES, str(TINY_MOE), str(nbytes)])
+    assert int(done.stdout) == mapped
