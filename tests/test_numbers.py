@@ -17,7 +17,7 @@ import pytest
 
 from moelab import DATA, StreamConfig, Trace, footprint
 from moelab.kernels.quantized import FORMS
-from moelab.lab.experiments import dispatch, faults, page_cache, rollback, top_k
+from moelab.lab.experiments import dispatch, faults, page_cache, ranks, rollback, top_k
 from moelab.lab.experiments import soak as soak_experiment
 from moelab.lab.experiments import sweep as sweeps
 from moelab.lab.experiments.ladder import EXPERT_NBYTES_122B, K_122B, L_122B, TOKEN_NBYTES_122B
@@ -34,6 +34,11 @@ MEMORY = 1_500_000_000  # bytes: the larger limit of the sweep of notebook 03
 LOOKUP = "lookup, 64 slots"  # in cpu_drafts_mlx
 FINE, LEFT = "nothing wrong", "rejected tokens left in the state"  # in cpu_suspects
 MOE, BIG = "cpu_prefetch_tiny_moe", "cpu_prefetch_35b"
+RANKS_SSDS = (
+    ("this machine's", None),
+    ("300 MB/s, simulated", 300e6),
+    ("100 MB/s, simulated", 100e6),
+)
 LAYOUTS = ("as shipped", "packed")  # in both
 ENGINE = "cuda_h200_engine"  # the run of today's engine on a GPU
 IN_PYTHON = "copies, reads in Python"  # there
@@ -463,23 +468,34 @@ def served():
     )
 
 
-def ranks_runs(ranks, rate=None):
+def ranks_runs(n, rate=None):
     runs = recorded("cpu_ranks_35b")["runs"]
     assert len({tuple(each["tokens"]) for run in runs for each in run["each"]}) == 1
-    return [run["each"] for run in runs if (run["ranks"], run["rate"]) == (ranks, rate)]
+    return [run["each"] for run in runs if (run["ranks"], run["rate"]) == (n, rate)]
 
 
 def ranks_row(rate):
-    """Milliseconds a token of one rank and of two with an SSD of so many bytes a second; gain."""
-    one, two = (np.array([e[0]["step_s"] for e in ranks_runs(n, rate)]) for n in (1, 2))
-    ms = (quartiles(s.ravel(), ".1f", 1e3) for s in (one, two))
-    return *ms, quartiles(one.sum(1) / two.sum(1))
+    """Milliseconds a token of 1, 2 and 4 ranks with SSDs of so many bytes a second; the gains."""
+    each = [np.array([e[0]["step_s"] for e in ranks_runs(n, rate)]) for n in (1, 2, 4)]
+    ms = (quartiles(s.ravel(), ".1f", 1e3) for s in each)
+    return *ms, *(quartiles(each[0].sum(1) / more.sum(1)) for more in each[1:])
+
+
+def ranks_bound(n, rate):
+    """Ranks, ms of reads and of a token without, the larger and the sum over the measured."""
+    b = ranks.bound(recorded("cpu_ranks_35b"), n, rate)
+    return n, f"{b.read_s * 1e3:.1f}", f"{b.compute_s * 1e3:.1f}", f"{b.larger:.2f}", f"{b.sum:.2f}"
 
 
 def ranks_settings():
     made, each = recorded("cpu_ranks_35b"), ranks_runs(2)[0]
     assert each[0]["experts"] == each[1]["experts"] and made["limit_nbytes"] == 1e9
-    return made["slots"], 1000, each[0]["experts"], ranks_runs(1)[0][0]["experts"]
+    counts = (ranks_runs(n)[0][0]["experts"] for n in (2, 1, 4))
+    return made["slots"], 1000, *counts
+
+
+def ranks_disk():
+    return [f"{np.median(recorded('cpu_ranks_35b')['disk_bytes_per_s']) / 1e6:.0f}"]
 
 
 def ranks_timed():
@@ -501,19 +517,39 @@ def ranks_read():
     return one, hits, first, third, second, fourth
 
 
+def ranks_exchange_row(n, rows):
+    """Ranks, rows, us of a sum and of a gather; with more ranks than cores, ms."""
+    made, form = recorded("cpu_ranks_exchange")["s"][str(n)], ".0f" if n == 2 else ".1f"
+    kinds = ("sum", "gather")
+    return rows, *(quartiles(made[f"{k} of {rows}"], form, 1e6 if n == 2 else 1e3) for k in kinds)
+
+
 def ranks_exchange():
-    """Microseconds of the sums over two ranks, their share of a token; milliseconds with four."""
-    made, layers = recorded("cpu_ranks_exchange"), 4
-    two, four = made["s"]["2"], made["s"]["4"]
-    us = {name: quartiles(samples, ".0f", 1e6) for name, samples in two.items()}
+    """Samples with two ranks and with four; the share of the gathers in a token of 4 layers."""
+    made = recorded("cpu_ranks_exchange")["s"]
     token_s = np.median([each[0]["step_s"] for each in ranks_runs(2)])
-    share = layers * np.median(two["sum of experts"]) / token_s
-    return (
-        *(made["D"], us["sum of token"], made["K"] + 1, us["sum of experts"]),
-        *(us["evaluation alone"], len(two["sum of token"]), layers, f"{share:.1%}"[:-1]),
-        *(made["K"] + 1, quartiles(four["sum of experts"], ".1f", 1e3)),
-        len(four["sum of experts"]),
-    )
+    share = 4 * np.median(made["2"]["gather of 9"]) / token_s
+    return len(made["2"]["sum of 1"]), len(made["4"]["sum of 1"]), 4, f"{share:.1%}"[:-1]
+
+
+def ranks_joins_row(model, how):
+    """ms a token and ms of a prompt, two ranks; the largest difference of a logit, 2 and 3."""
+    made = recorded("cpu_ranks_joins")["models"][model]
+    ways = [made[n]["ways"][how] for n in ("2", "3")]
+    alone = made["1"]["ways"]["rows gathered"]
+    assert all(way["text"] == alone["text"] for way in ways)
+    same = [way["digest"] == alone["digest"] for way in ways]
+    assert same == [how != "scores first"] * 2
+    ms = (quartiles(ways[0][k], ".1f", 1e3) for k in ("token_s", "prompt_s"))
+    return *ms, *(f"{way['logits']:.1e}" if way["logits"] else 0 for way in ways)
+
+
+def ranks_joins():
+    made = recorded("cpu_ranks_joins")
+    ways = made["models"]["tiny-moe"]["2"]["ways"].values()
+    (n,) = {len(way["prompt_s"]) for way in ways}
+    std = (f"{m['1']['std']:.1f}" for m in made["models"].values())
+    return n, made["prompt_tokens"], *std, len(next(iter(ways))["text"])
 
 
 def gpu_ranks():
@@ -1015,19 +1051,29 @@ PASSAGES = {
             "ended the server without an error (`cpu_serve_soak`).",
             served,
         ),
-        ("repacked, {} slots in each layer of each rank. Each rank has one core and {} MB of "
-         "memory, its page cache included; of two ranks each holds and reads {} of the {} experts",
-         ranks_settings),
+        ("repacked, {} slots in each layer of each rank. Each rank has one core (four share two) "
+         "and {} MB of memory, its page cache included; of two ranks each holds and reads {} of "
+         "the {} experts of a layer, of four {}.", ranks_settings),
         ("n={} rounds of {} tokens", ranks_timed),
-        ("| this machine's | {} | {} | {} |", lambda: ranks_row(None)),
-        ("| 300 MB/s, simulated | {} | {} | {} |", lambda: ranks_row(300e6)),
-        ("| 100 MB/s, simulated | {} | {} | {} |", lambda: ranks_row(100e6)),
+        *((f"| {name} | {{}} | {{}} | {{}} | {{}} | {{}} |", lambda rate=rate: ranks_row(rate))
+          for name, rate in RANKS_SSDS),
         ("One rank reads {} MB a token and finds {}% of the experts in its slots; two read {} and "
          "{} MB and find {}% and {}%.", ranks_read),
-        ("A sum of one row of {} float32 over two ranks takes {} us, one of the {} rows that the "
-         "engine sends {}, an evaluation alone {} (`cpu_ranks_exchange`, n={}). The sums of {} "
-         "layers are {}% of a token of two ranks with this machine's SSD. With four ranks on two "
-         "cores the {} rows take {} ms (n={})", ranks_exchange),
+        *((f"| {name} | {{}} | {{}} | {{}} | {{}} | {{}} |",
+           lambda n=n, rate=rate: ranks_bound(n, rate))
+          for name, rate in RANKS_SSDS for n in (1, 2, 4)),
+        ("both also share its {} MB/s", ranks_disk),
+        ("a core for each rank, n={}; a prompt of {} tokens; the standard deviation of a logit is "
+         "{} and {}). Each text of {} tokens is the same", ranks_joins),
+        *((f"| {name}, {how} | {{}} | {{}} | {{}} | {{}} |",
+           lambda model=model, how=how: ranks_joins_row(model, how))
+          for name, model in (("tiny-moe", "tiny-moe"), ("35B", "q35_packed"))
+          for how in ranks.JOINS),
+        *(("| {} | {} | {} | {} | {} |",
+           lambda rows=rows: ranks_exchange_row(2, rows) + ranks_exchange_row(4, rows)[1:])
+          for rows in ranks.ROWS),
+        ("(`cpu_ranks_exchange`, n={} and {})", lambda: ranks_exchange()[:2]),
+        ("The gathers of {} layers are {}% of a token", lambda: ranks_exchange()[2:]),
         ("(`cpu_ranks_ends`, n={}; seconds", lambda: (1,)),
         ("| is killed in mid-answer | {} | 1, killed | another rank has ended | "
          "| has other slots | {} | 1, 1 | StreamConfig.slots: expected the same on all ranks | "

@@ -27,7 +27,7 @@ from moelab.synthesize import synthesize
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 LAYERS, PROMPT = 8, "def"
-SHAPES = ((1, 1, 2048), (9, 2048), (8193, 2048))  # of sums: one row, a token's, a long prompt's
+ROWS = (1, 9, 8193)  # of an exchange: one, a token's, a long prompt's
 LAUNCH = (sys.executable, "-c", "from mlx._distributed_utils.launch import main; main()")
 PATIENCE_S = 400  # for each of the two programs
 
@@ -39,7 +39,10 @@ def measure(path: Path, group: mx.distributed.Group | None, tiny: bool) -> dict:
         slots, tokens, runs, length = (16, 64, 128, 256), 64, 5, 512
     out = {"rank": group.rank() if group else 0, "ranks": group.size() if group else 1}
     if group:
-        out["all_sum_s_quartiles"] = {str(shape): _sums(shape, group) for shape in SHAPES}
+        for name, n in (("all_sum", 1), ("all_gather", group.size())):
+            out[f"{name}_s_quartiles"] = {
+                str(rows): _exchange(name, -(-rows // n), group) for rows in ROWS
+            }
     out["slots"] = {}
     for S in slots:
         model, tokenizer = moelab.load(path, moelab.StreamConfig(slots=S), group=group)
@@ -48,12 +51,12 @@ def measure(path: Path, group: mx.distributed.Group | None, tiny: bool) -> dict:
     return out | {"tokens": tokens, "prompt_tokens": length}
 
 
-def _sums(shape, group):
-    x, seconds = mx.ones(shape, mx.bfloat16), []
+def _exchange(name, rows, group):
+    x, seconds = mx.ones((rows, 2048), mx.bfloat16), []
     mx.eval(x)
-    for _ in range(220 if shape[0] < 10 else 30):
+    for _ in range(220 if rows < 10 else 30):
         begin = time.perf_counter()
-        mx.eval(mx.distributed.all_sum(x, group=group))
+        mx.eval(getattr(mx.distributed, name)(x, group=group))
         seconds.append(time.perf_counter() - begin)
     return np.percentile(seconds[10:], (25, 50, 75)).tolist()
 

@@ -65,7 +65,9 @@ class StreamedExperts(nn.Module):
         quantized = all(f"{linear}.scales" in parameters for linear in linears)
         self._least_rows = QUANTIZED_ROWS if quantized else DENSE_ROWS
         self.num_experts = num_experts(module)
-        # [E], with ranks: the experts of this one. D and the type of a row, where it has none.
+        # [E], with ranks: whose each expert is, and whether it is this one's. Then D and the type
+        # of a row, for a rank that has none.
+        self._owners = session.ranks.owners(self.num_experts) if session.ranks else None
         self.owned = session.ranks.owned(self.num_experts) if session.ranks else None
         last = module["fc2" if "fc2" in linears else "down_proj"]
         self._row = last.output_dims, session.dtype
@@ -130,7 +132,7 @@ class StreamedExperts(nn.Module):
             y = self._compute(rows, some, flat[pairs][:, None])[: len(mine), 0]
         else:
             self._compute_nothing()
-        return self.session.ranks.join(y, mine, routed, self._row, self.path)
+        return self.session.ranks.join(y, self._owners[routed], routed, self._row, self.path)
 
     def _compute_nothing(self):
         pass

@@ -1,8 +1,13 @@
 """Experts divided over the ranks of ``mx.distributed``: each rank reads its own from its own SSD.
 
 Every rank computes the backbone for the same tokens. In a MoE layer it computes the (token,
-expert) pairs of the experts that it owns, and one ``all_sum`` joins the rows of all ranks. A rank
-leaves zeros in the rows of the others, so this sum rounds nothing: N ranks give the bits of one.
+expert) pairs of the experts that it owns, and one ``all_gather`` gives every rank the rows of all.
+Nothing is added up on the way, so N ranks give the bits of one.
+
+An ``all_sum`` of these rows, with
+zeros for those of the others, is twice as many messages: a token takes as long, 64 tokens' rows ten
+times as long. Were each rank to sum its rows over K first, less would be sent, but logits would
+differ by some 1e-5 and no token be faster (``data/results/cpu_ranks_joins.json``).
 
 All ranks must make the same collective calls in the same order. What decides about them is the
 same everywhere: settings and files are compared at load, the routing of every call with its rows.
@@ -86,8 +91,8 @@ class Ranks:
     def __init__(self, group: mx.distributed.Group):
         self._group, self.rank, self.size = group, group.rank(), group.size()
         self._told = False  # whether the others know that something failed here
-        self._sums = 0  # of layers' rows, so far
-        self._checks = None  # of the last one: the layer's path, what each rank said, its number
+        self._calls = 0  # of ``join``, so far
+        self._checks = None  # of the last one: the layer's path, what each rank said, what this did
         self._until = None  # when to give the others up
         self._patience_s = 0.0
         self._closed = threading.Event()
@@ -99,14 +104,14 @@ class Ranks:
         """None for no group, and for a group of one."""
         return cls(group) if group is not None and group.size() > 1 else None
 
-    def owned(self, num_experts: int) -> np.ndarray:
-        """Which experts of a layer this rank holds and reads: every N-th.
+    def owners(self, num_experts: int) -> np.ndarray:
+        """Which rank holds and reads each expert of a layer: every N-th is the same one's.
 
         Args:
             num_experts (int): E.
 
         Returns:
-            np.ndarray: ``[E]``, bool.
+            np.ndarray: ``[E]``, whole numbers.
 
         Raises:
             ValueError: If there are fewer experts than ranks.
@@ -116,7 +121,11 @@ class Ranks:
                 f"group: expected at most {num_experts} ranks, one for each expert of a layer, got "
                 f"{self.size}. Start fewer."
             )
-        return np.arange(num_experts) % self.size == self.rank
+        return np.arange(num_experts) % self.size
+
+    def owned(self, num_experts: int) -> np.ndarray:
+        """Which experts of a layer this rank holds and reads: ``[E]``, bool."""
+        return self.owners(num_experts) == self.rank
 
     def any(self, *flags: bool) -> list[bool]:
         """For each flag whether some rank has set it.
@@ -203,13 +212,13 @@ class Ranks:
             self._until = None
 
     def join(
-        self, y: mx.array | None, mine: np.ndarray, routed: np.ndarray, like: tuple, path: str
+        self, y: mx.array | None, owners: np.ndarray, routed: np.ndarray, like: tuple, path: str
     ) -> tuple[mx.array, mx.array]:
         """The rows of all (token, expert) pairs, from the rows that each rank computed.
 
         Args:
             y (mx.array or None): ``[n, D]``, those of this rank; None if there are none.
-            mine (np.ndarray): ``[n]``, which of the call's pairs they are.
+            owners (np.ndarray): ``[..., K]``, the rank that computes each pair.
             routed (np.ndarray): ``[..., K]``, the routing, which must be the same on all ranks.
             like (tuple): D and the type of the rows.
             path (str): Of the layer, for messages.
@@ -227,22 +236,25 @@ class Ranks:
                 f"{path}: expected experts that compute in {dtype}, got {y.dtype}. Set "
                 "StreamConfig.dtype."
             )
-        # One more row: in it each rank says which sum this is, and for which routing. Every type
-        # holds 8 bits exactly.
-        self._sums += 1
+        # Each rank sends a block of as many rows as the one with the most pairs has, and one more.
+        # The first says which call this is and for which routing; every type holds 8 bits exactly.
+        self._calls += 1
         routing = zlib.crc32(np.ascontiguousarray(routed, np.uint32))
-        words = [self._sums % 251 + 1, self._sums // 251 % 256, *routing.to_bytes(4, "little")]
-        said = np.zeros((2, D), np.float32)
-        places = np.arange(self.rank, D - D % self.size, self.size)[: len(words)]
-        said[1, places] = words[: len(places)]
-        rows = np.full(routed.size + 1, len(mine))  # the row of zeros
-        rows[mine], rows[-1] = np.arange(len(mine)), len(mine) + 1
-        said = mx.array(said).astype(dtype)
-        y = said if y is None else mx.concatenate([y, said])
-        y = mx.distributed.all_sum(y[mx.array(rows)], group=self._group)
-        checks = y[-1].astype(mx.float32)
-        self._checks = path, checks, words[0]
-        return y[:-1].reshape(*routed.shape, D), checks
+        words = [self._calls % 251 + 1, self._calls // 251 % 256, *routing.to_bytes(4, "little")]
+        words, owners = np.array(words[:D], np.float32), owners.ravel()
+        counts = np.bincount(owners, minlength=self.size).tolist()
+        size = max(counts) + 1
+        block = np.zeros((size - counts[self.rank], D), np.float32)
+        block[0, : len(words)] = words
+        block = mx.array(block).astype(dtype)
+        block = block if y is None else mx.concatenate([block, y])
+        blocks = mx.distributed.all_gather(block, group=self._group)
+        places = np.empty(len(owners), np.uint32)  # a rank's rows are the last ones of its block
+        for rank, n in enumerate(counts):
+            places[owners == rank] = np.arange((rank + 1) * size - n, (rank + 1) * size)
+        checks = blocks[::size, : len(words)].astype(mx.float32)
+        self._checks = path, checks, words
+        return blocks[mx.array(places)].reshape(*routed.shape, D), checks
 
     def answered(self) -> None:
         """The rows of the last layer have arrived: the others still take part.
@@ -254,13 +266,12 @@ class Ranks:
             self._until = monotonic() + self._patience_s
         if self._checks is None:
             return
-        (path, checks, number), self._checks = self._checks, None
-        said = np.array(checks)
-        said = said[: len(said) - len(said) % self.size].reshape(-1, self.size)[:6]
-        # MLX drops the error of a sum that it had begun before somebody waited for it.
-        if (said[0] != number).any():
-            raise self._lost("a sum over the ranks failed")
-        if (said != said[:, :1]).any():
+        (path, checks, words), self._checks = self._checks, None
+        differ = (np.array(checks) != words).any(0)
+        # MLX drops the error of a call that it had begun before somebody waited for it.
+        if differ[:2].any():
+            raise self._lost("its rows did not arrive")
+        if differ.any():
             raise RankError(
                 f"{path}: expected the same experts for each token on all ranks, they differ: the "
                 "machines round differently. Use machines of one kind with the same versions."

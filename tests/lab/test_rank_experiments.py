@@ -10,12 +10,26 @@ from moelab.lab.decode import decode
 from moelab.lab.experiments import ranks
 from moelab.streaming.model import load_model
 
+LINUX = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="each rank has its cores")
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="each rank has its cores")
+
+@LINUX
 def test_exchange():
     found = ranks.exchange({2: 2})["s"]["2"]
     assert {name: len(samples) for name, samples in found.items()} == dict.fromkeys(found, 2)
-    assert np.median(found["sum of experts"]) > np.median(found["evaluation alone"]) > 0
+    for rows in ranks.ROWS:
+        alone = np.median(found[f"evaluation of {rows}"])
+        assert min(np.median(found[f"{kind} of {rows}"]) for kind in ("sum", "gather")) > alone > 0
+
+
+@LINUX
+def test_ways_to_join():
+    """Rows that are gathered or summed have one bit pattern; scores first differs by rounding."""
+    found = ranks.everywhere(2, "joins_here", str(DATA / "models/tiny-moe"), 0)[0]
+    gathered, summed, first = (found["ways"][how] for how in ranks.JOINS)
+    assert gathered["digest"] == summed["digest"] != first["digest"]
+    assert 0 < first["logits"] < 1e-4 * found["std"]
+    assert gathered["text"] == summed["text"] == first["text"]
 
 
 def test_a_slow_ssd():

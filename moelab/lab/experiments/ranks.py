@@ -1,6 +1,7 @@
-"""Experts divided over ranks of this machine: what a sum takes, how fast they decode, how they end.
+"""Experts divided over ranks of this machine: the exchange, how fast they decode, how they end.
 
     python -m moelab.lab.experiments.ranks exchange OUT.json            (on Linux)
+    python -m moelab.lab.experiments.ranks joins OUT.json MODEL ...     (on Linux)
     python -m moelab.lab.experiments.ranks divided OUT.json MODEL       (on Linux, memory limited)
     python -m moelab.lab.experiments.ranks ends OUT.json
 
@@ -9,51 +10,70 @@ its own, its page cache included. Its slow SSD is simulated: each rank has one o
 bytes come at a fixed rate, so a layer waits until its reads would have taken that long.
 """
 
+import hashlib
 import json
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
 from ... import DATA, StreamConfig
+from ...hooks import hooked
 from ...speculation.target import vocabulary
+from ...streaming.layers import moe_blocks
 from ...streaming.model import load_model
 from ...streaming.ranks import joined
 from ...streaming.session import session_of
 from .. import limit, machine, oscache, ranks, records
 from ..decode import decode
 
-D, K = 2048, 8  # of Qwen3.5-35B-A3B
-BLOCK = 20  # sums in one sample
-SAMPLES = {2: 60, 4: 15}  # by ranks; four take their turns on two cores
+ALL = 1 << 16  # slots, more than there are experts
+D = 2048  # of Qwen3.5-35B-A3B
+# Rows of one call: a token's whose K = 8 rows are summed first, all of a token's and the row of
+# checks, those of 8 tokens and of 64.
+ROWS = (1, 9, 64, 512)
+BLOCK = 20  # calls in one sample
+SAMPLES = {2: 60, 4: 10}  # by ranks; four take their turns on two cores
+# How rows are joined: as the engine does, and two ways that were tried.
+JOINS = ("rows gathered", "rows summed", "scores first")
+JOIN_ROUNDS, JOIN_TOKENS, JOIN_PROMPT, JOIN_TEXT = 7, 12, 128, 48
 NBYTES, SLOTS = 1_000_000_000, 32  # of each rank's memory, and slots in each layer
 RATES = (None, 300e6, 100e6)  # bytes a second of a rank's SSD; None: this machine's
-TOKENS, WARMUP, ROUNDS = 24, 24, 3
+HELD = "held"  # in place of a rate: every expert has a slot, nothing is read, no memory limit
+TOKENS, WARMUP, ROUNDS, RANKS = 24, 24, 3, (1, 2, 4)
+EXPERT_NBYTES, READS = 1769472, 8  # of one read of the file to time the SSD, and in flight
 MODEL = DATA / "models" / "tiny-moe"
 KILLED_AFTER = 12  # characters of the answer
 
 
 def exchange_here(samples: int) -> dict[str, list[float]]:
-    """In one rank: how many seconds a sum over the ranks takes, for each kind of sum.
+    """In one rank: how many seconds an exchange takes, for each kind and number of rows.
 
     Args:
-        samples (int): Of each, the mean of ``BLOCK`` sums.
+        samples (int): Of each, the mean of ``BLOCK`` calls.
     """
     group = joined()
-    rows = {"token": mx.ones((1, 1, D)), "experts": mx.ones((K + 1, D))}
-    mx.eval(rows)
-    works = {f"sum of {name}": partial(mx.distributed.all_sum, x) for name, x in rows.items()}
-    works["evaluation alone"] = lambda: rows["token"] + 1
+    works = {}
+    for n in ROWS:
+        x = mx.ones((n, D))
+        own = mx.ones((-(-n // group.size()), D))  # together the ranks have n rows
+        mx.eval(x, own)
+        works[f"sum of {n}"] = partial(mx.distributed.all_sum, x)
+        works[f"gather of {n}"] = partial(mx.distributed.all_gather, own)
+        works[f"evaluation of {n}"] = partial(mx.add, x, 1)
     found = {name: [] for name in works}
     for i in range(samples + 2):
         for name, work in works.items():
@@ -64,6 +84,89 @@ def exchange_here(samples: int) -> dict[str, list[float]]:
             if i >= 2:
                 found[name].append((time.perf_counter() - begin) / BLOCK)
     return found
+
+
+@contextmanager
+def joining(model: nn.Module, how: str, group: mx.distributed.Group) -> Iterator[None]:
+    """Inside, the ranks join the rows of a layer in another way.
+
+    Args:
+        model (nn.Module): From ``load_model`` with this group.
+        how (str): One of ``JOINS``. ``rows summed`` sums the rows of all pairs, with zeros where
+            a rank has none. ``scores first`` does what mlx-lm's block does with the rows of the
+            others as zeros, the router's scores and the sum over K, and sums one row a token; the
+            shared expert is rank 0's.
+        group (mx.distributed.Group): The ranks.
+    """
+
+    def placed(_, y, owners, routed, like, path):
+        mine = np.flatnonzero(owners == group.rank())
+        rows = np.full(routed.size, len(mine))
+        rows[mine] = np.arange(len(mine))
+        zeros = mx.zeros((1, like[0]), like[1])
+        y = (zeros if y is None else mx.concatenate([y, zeros]))[mx.array(rows)]
+        if how == "rows summed":
+            y = mx.distributed.all_sum(y, group=group)
+        y = y.reshape(*routed.shape, like[0])
+        return y, y
+
+    def summed(call, x):
+        return mx.distributed.all_sum(call(x), group=group)
+
+    def first_only(call, x):
+        return call(x) * (group.rank() == 0)
+
+    with ExitStack() as hooks:
+        if how != "rows gathered":
+            hooks.enter_context(hooked(session_of(model).ranks, placed, "join"))
+        for block in moe_blocks(model) if how == "scores first" else ():
+            hooks.enter_context(hooked(block, summed))
+            hooks.enter_context(hooked(block.shared_expert, first_only))
+        yield
+
+
+def joins_here(path: str, rounds: int) -> dict:
+    """In one rank, or alone: tokens, logits and seconds with each way to join the rows.
+
+    Every expert has a slot, and all of them are read before the clock starts.
+
+    Args:
+        path (str): A model.
+        rounds (int): Timed ones, after one that compares the logits.
+    """
+    mx.set_default_device(mx.cpu)
+    group = joined()
+    model, _ = load_model(path, StreamConfig(slots=ALL), group=group)
+    random = np.random.default_rng(0)
+    with model:
+        vocab = vocabulary(model)
+        long = random.integers(0, vocab, (1, JOIN_PROMPT))
+        feed = random.integers(0, vocab, JOIN_TOKENS).tolist()
+        for layer in session_of(model).layers:
+            layer.bring(
+                np.flatnonzero(layer.owned).tolist() if group else [*range(layer.num_experts)]
+            )
+        found, first = {}, None
+        for i in range(rounds + 1):
+            for how in (JOINS[i % 3 :] + JOINS[: i % 3]) if group else JOINS[:1]:
+                made = found.setdefault(how, {"token_s": [], "prompt_s": []})
+                with joining(model, how, group):
+                    if group:
+                        mx.eval(mx.distributed.all_sum(mx.array(1), group=group))
+                    begin = time.perf_counter()
+                    logits = model(mx.array(long), cache=make_prompt_cache(model))
+                    mx.eval(logits)
+                    prompt_s = time.perf_counter() - begin
+                    if not i:
+                        logits = np.array(logits[0])
+                        first = logits if first is None else first
+                        made["logits"] = float(abs(logits - first).max())
+                        made["digest"] = hashlib.sha256(logits.tobytes()).hexdigest()[:16]
+                        made["text"] = decode(model, long[0].tolist(), JOIN_TEXT).tokens
+                        continue
+                    made["prompt_s"].append(prompt_s)
+                    made["token_s"] += decode(model, feed[:2], JOIN_TOKENS, feed=feed).step_s
+        return {"ways": found, "std": float(first.std())}
 
 
 def slow(model, rate: float) -> None:
@@ -88,18 +191,27 @@ def slow(model, rate: float) -> None:
     reader.start, reader.finish = started, finished
 
 
-def decode_here(path: str, rate: float | None) -> dict:
+def hold_all(model: nn.Module) -> None:
+    """Read every expert of this rank into its slot; there must be enough of them."""
+    for layer in session_of(model).layers:
+        owned = np.ones(layer.num_experts, bool) if layer.owned is None else layer.owned
+        layer.bring(np.flatnonzero(owned).tolist())
+
+
+def decode_here(path: str, rate: float | str | None) -> dict:
     """In one rank: decode the tokens of a fixed text, with whatever ranks there are.
 
     Args:
         path (str): A model.
-        rate (float or None): Bytes a second of the simulated SSD; None for the real one.
+        rate (float, str or None): Bytes a second of the simulated SSD; None for the real one;
+            ``HELD``: no reads.
     """
     mx.set_default_device(mx.cpu)
-    config = StreamConfig(slots=SLOTS)
-    model, _ = load_model(path, config, group=joined())
+    model, _ = load_model(path, StreamConfig(slots=ALL if rate == HELD else SLOTS), group=joined())
     with model:
-        if rate:
+        if rate == HELD:
+            hold_all(model)
+        elif rate:
             slow(model, rate)
         feed = np.random.default_rng(0).integers(0, vocabulary(model), WARMUP + TOKENS).tolist()
         disk = []  # bytes read from the SSD before and after
@@ -120,7 +232,7 @@ def decode_here(path: str, rate: float | None) -> dict:
     }
 
 
-def _everywhere(n: int, work: str, *args, nbytes: int | None = None) -> list[dict]:
+def everywhere(n: int, work: str, *args, nbytes: int | None = None) -> list[dict]:
     """What ``work`` of this module returns in each of n ranks, each on a core of its own.
 
     More ranks than there are cores share them.
@@ -144,28 +256,53 @@ def _everywhere(n: int, work: str, *args, nbytes: int | None = None) -> list[dic
 
 
 def exchange(samples: Mapping[int, int] = SAMPLES) -> dict:
-    """A sum over the ranks; the samples are rank 0's.
+    """One sum or gather over the ranks; the samples are rank 0's.
 
     Args:
         samples (Mapping[int, int]): How many, by the number of ranks.
     """
-    found = {str(n): _everywhere(n, "exchange_here", k)[0] for n, k in tqdm(samples.items())}
-    return {"kind": "ranks exchange", "machine": machine.card(), "D": D, "K": K, "s": found}
+    found = {str(n): everywhere(n, "exchange_here", k)[0] for n, k in tqdm(samples.items())}
+    return {"kind": "ranks exchange", "machine": machine.card(), "D": D, "s": found}
 
 
-def divided(path: str, rounds: int = ROUNDS) -> dict:
-    """One rank and two, with the SSD as it is and with a slow one, in turn.
+def joins(*paths: str) -> dict:
+    """The ways to join rows, against one rank: bits and text with 2 and 3, time with 2.
+
+    Args:
+        *paths (str): Models.
+    """
+    rounds = {1: JOIN_ROUNDS, 2: JOIN_ROUNDS, 3: 0}
+    found = {
+        Path(path).name: {
+            str(n): everywhere(n, "joins_here", path, k)[0] for n, k in rounds.items()
+        }
+        for path in tqdm(paths)
+    }
+    return {
+        "kind": "ranks joins",
+        "machine": machine.card(),
+        "prompt_tokens": JOIN_PROMPT,
+        "models": found,
+    }
+
+
+def divided(path: str, rounds: int | str = ROUNDS) -> dict:
+    """One rank, two and four, with the SSD as it is, with slow ones and without reads, in turn.
 
     Args:
         path (str): A model.
-        rounds (int): Runs of each.
+        rounds (int or str): Runs of each.
     """
-    runs = []
-    for i in tqdm(range(rounds)):
-        for rate in RATES:
-            for n in (1, 2) if i % 2 else (2, 1):
-                oscache.drop_pages(path)
-                each = _everywhere(n, "decode_here", path, rate, nbytes=NBYTES)
+    runs, speeds = [], []
+    for i in tqdm(range(int(rounds))):
+        file = max(oscache.tensor_files(path), key=os.path.getsize)
+        speeds.append(machine.read_speed(file, True, READS, EXPERT_NBYTES, SLOTS * READS))
+        for rate in (*RATES, HELD):
+            for n in RANKS if i % 2 else RANKS[::-1]:
+                if rate != HELD:
+                    oscache.drop_pages(path)
+                limit_nbytes = None if rate == HELD else NBYTES
+                each = everywhere(n, "decode_here", path, rate, nbytes=limit_nbytes)
                 runs.append({"round": i, "ranks": n, "rate": rate, "each": each})
     return {
         "kind": "ranks divided",
@@ -174,8 +311,62 @@ def divided(path: str, rounds: int = ROUNDS) -> dict:
         "slots": SLOTS,
         "limit_nbytes": NBYTES,
         "warmup": WARMUP,
+        "disk_bytes_per_s": speeds,
         "runs": runs,
     }
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a token of ``divided`` takes, and what it must take.
+
+    Attributes:
+        token_s (list[float]): The first rank's, of all rounds.
+        read_s (float): What its reads take at least: the bytes of the rank that reads most at its
+            simulated rate; what the ranks read from this machine's one SSD, at its rate.
+        compute_s (float): A token of as many ranks that hold every expert, exchange included.
+    """
+
+    token_s: list[float]
+    read_s: float
+    compute_s: float
+
+    @property
+    def larger(self) -> float:
+        """The larger of both over the measured median: 1 where they overlap completely."""
+        return float(max(self.read_s, self.compute_s) / np.median(self.token_s))
+
+    @property
+    def sum(self) -> float:
+        """Their sum over the measured median: 1 where nothing overlaps, and nothing else waits."""
+        return float((self.read_s + self.compute_s) / np.median(self.token_s))
+
+
+def bound(record: dict, ranks: int, rate: float | None) -> Bound:
+    """What the runs of a record of ``divided`` must take at least.
+
+    Args:
+        record (dict): As ``divided`` returns it.
+        ranks (int): How many.
+        rate (float or None): Of their SSDs; None for this machine's.
+    """
+
+    def runs(rate):
+        chosen = (r for r in record["runs"] if (r["ranks"], r["rate"]) == (ranks, rate))
+        return [run["each"] for run in chosen]
+
+    made = runs(rate)
+    tokens = len(made[0][0]["step_s"])
+    if rate:
+        nbytes = max(each["counters"]["bytes_read"] for each in made[0])
+    else:
+        nbytes = np.median([sum(each["disk_nbytes"] for each in run) for run in made])
+        rate = np.median(record["disk_bytes_per_s"])
+    return Bound(
+        token_s=[s for run in made for s in run[0]["step_s"]],
+        read_s=float(nbytes / tokens / rate),
+        compute_s=float(np.median([run[0]["step_s"] for run in runs(HELD)])),
+    )
 
 
 def _another(path, folder):
@@ -240,8 +431,8 @@ def ends(path: str | Path = MODEL) -> dict:
 
 if __name__ == "__main__":
     work, *words = sys.argv[1:]
-    if work in ("exchange_here", "decode_here"):
+    if work in ("exchange_here", "joins_here", "decode_here"):
         print(json.dumps(globals()[work](*json.loads(words[0]))))
     else:
-        record = {"exchange": exchange, "divided": divided, "ends": ends}[work](*words[1:])
+        record = globals()[work](*words[1:])
         records.save(words[0], record)
