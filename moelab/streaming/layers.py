@@ -6,6 +6,7 @@ are not in memory (``Reader``) into the layer's slots (``SlotBank``) and compute
 """
 
 from collections import deque
+from collections.abc import Iterable
 from functools import partial
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..experts import expert_modules, expert_parameters, num_experts
+from ..memory import memory_available
 from .cuda import MAILBOX_SIZE, on_cuda
 from .prefetch import Job
 from .session import Session
@@ -25,6 +27,9 @@ PART_NBYTES = 2 * 1024 * 1024
 # Parts of a wave at most with the fast kernels. They compute an expert so fast that what a part
 # costs beside its arithmetic shows.
 NUM_PARTS = 8
+# A prompt lets the system read ahead if it has so many (token, expert) pairs for each expert, and
+# if the layer before needed at least this share of its experts.
+AHEAD_PAIRS, AHEAD_SHARE = 4, 0.5
 # Seconds. Below this predicted read time one prefetch thread is enough: handing the work to more
 # threads would take as long as the reads.
 HANDOVER_S = 1e-4
@@ -136,6 +141,13 @@ class StreamedExperts(nn.Module):
 
     def _compute_nothing(self):
         pass
+
+    def expect(self, tokens: int) -> None:
+        """Get ready for a prompt, before the layers in front of this one are computed.
+
+        Args:
+            tokens (int): Its length.
+        """
 
     def recover(self) -> None:
         """Make the layer usable after a call that an exception ended. No read may be running."""
@@ -263,8 +275,8 @@ class Stacked(StreamedExperts):
             slots (int): S; no more than E are taken, or than this rank's experts.
         """
         session, (module,) = self.session, self._module
-        held = self.num_experts if self.owned is None else int(self.owned.sum())
-        slots, pinned = min(slots, held), session.pinned[self.index]
+        self._num_owned = self.num_experts if self.owned is None else int(self.owned.sum())
+        slots, pinned = min(slots, self._num_owned), session.pinned[self.index]
         self.bank = None  # its memory is free before more is taken
         self.bank = self._bank(module, slots + len(pinned), self.gate_with_up and can_fuse(module))
         self.table = SlotTable(slots, session.config.policy, pinned)
@@ -364,6 +376,8 @@ class Stacked(StreamedExperts):
         needed = list(dict.fromkeys(flat))
         self.routed = routed
         self._collect_prefetched(needed)
+        if self._is_long(routed.size) and len(needed) >= AHEAD_SHARE * self._num_owned:
+            self._read_ahead(needed)
         if self.table.fits(needed):
             held, misses = self._plan(needed)
             if not misses:
@@ -377,6 +391,37 @@ class Stacked(StreamedExperts):
         else:
             waves = (self._plan(wave) for wave in self.table.waves(needed))
         return self._in_parts(x, flat, routed.shape, waves)
+
+    def _is_long(self, pairs):
+        """Whether a call of so many (token, expert) pairs is expected to need most experts."""
+        return pairs >= AHEAD_PAIRS * self._num_owned
+
+    def _read_ahead(self, needed):
+        """Let the system read what this call's later waves and the next layer's call will need."""
+        room = memory_available() // 2  # pages must still be there when they are needed
+        for layer in self.session.layers[self.index : self.index + 2]:
+            experts = needed if layer.index == self.index else range(self.num_experts)
+            room -= layer.read_ahead(experts, room)
+
+    def expect(self, tokens: int) -> None:
+        if self._is_long(tokens * self.session.top_k):
+            self.read_ahead(range(self.num_experts), memory_available() // 2)
+
+    def read_ahead(self, experts: Iterable[int], nbytes: int) -> int:
+        """Let the system read experts that are not held into the page cache.
+
+        Args:
+            experts (Iterable[int]): Those that will be needed, in this order.
+            nbytes (int): At most so many of their bytes.
+
+        Returns:
+            int: The bytes.
+        """
+        held = self.table.slot_of.keys() | self.table.pinned.keys()
+        experts = [e for e in experts if e not in held and (self.owned is None or self.owned[e])]
+        experts = experts[: max(0, nbytes // self.bank.expert_nbytes)]
+        self.session.reader.read_ahead(self.bank.places(experts))
+        return len(experts) * self.bank.expert_nbytes
 
     def _unread(self):
         """Where all E experts have slots, K of those never read: a call that misses none has time.

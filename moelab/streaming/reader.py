@@ -19,11 +19,13 @@ is an error of ``load``.
 
 import fcntl
 import os
+import struct
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -43,9 +45,15 @@ CACHED_NBYTES = 32 * 1024 * 1024 // num_threads()
 SLOW_S = 3e-4
 # ... and retry inline every 16th small call, in case the pages are cached again.
 RETRY_EVERY = 16
+# Bytes. One advice to the system: Linux takes no more than its own readahead window of each.
+AHEAD_NBYTES = 128 * 1024
+F_RDADVISE = 44  # of macOS; Python does not name it
 # Weight of the newest read in the running averages of seconds a byte. Inline reads adapt faster,
 # because few of them are made while the pool reads.
 PACE_WEIGHT, INLINE_PACE_WEIGHT = 0.1, 0.5
+
+
+_byte = bytearray(1)  # for reads that only ask whether a byte is there
 
 
 class ReadError(OSError):
@@ -88,6 +96,19 @@ class File:
         elif hasattr(fcntl, "F_RDAHEAD"):  # macOS
             fcntl.fcntl(self.fd, fcntl.F_RDAHEAD, int(on))
 
+    def read_ahead(self, offset: int, nbytes: int) -> None:
+        """Let the system read a range into the page cache. Without effect where it takes no advice.
+
+        Args:
+            offset (int): The first byte.
+            nbytes (int): The length.
+        """
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+        elif hasattr(fcntl, "F_RDAHEAD"):  # macOS
+            with suppress(OSError):
+                fcntl.fcntl(self.fd, F_RDADVISE, struct.pack("qi", offset, nbytes))
+
     def stat(self) -> tuple[int, int, int]:
         """The size in bytes, and the times of the last write (mtime) and change (ctime) in ns."""
         return _stamp(os.fstat(self.fd))
@@ -98,12 +119,23 @@ class File:
         if not native.NOWAIT:
             return False
         try:
-            os.preadv(self.fd, [bytearray(1)], 0, native.NOWAIT)
+            os.preadv(self.fd, [_byte], 0, native.NOWAIT)
         except BlockingIOError:  # the byte is not in the page cache
             return True
         except OSError:  # the file system cannot say
             return False
         return True
+
+    def is_cached(self, offset: int) -> bool:
+        """Whether the page cache holds a byte; False where the system cannot say.
+
+        Args:
+            offset (int): The byte.
+        """
+        try:
+            return self.has_nowait and os.preadv(self.fd, [_byte], offset, native.NOWAIT) == 1
+        except OSError:
+            return False
 
     def changed(self) -> bool:
         """Whether the file's content may have changed since it was opened.
@@ -325,7 +357,7 @@ class Reader:
         self._inline_pace = 0.0  # the same, of inline reads
         self._small_calls = 0
         self._files = {}
-        self._pool = self._background = None
+        self._pool = self._background = self._ahead = None
         self._lock = threading.Lock()
         self._no_demand = threading.Event()  # set while no layer waits for reads
         self._no_demand.set()
@@ -455,10 +487,11 @@ class Reader:
     def stop(self) -> None:
         """Wait until no thread reads and end the threads. The next read starts new ones."""
         self._no_demand.set()  # prefetch threads wait for this
-        for pool in (self._pool, self._background):
+        pools = self._pool, self._background, self._ahead
+        self._pool = self._background = self._ahead = None
+        for pool in pools:
             if pool is not None:
                 pool.shutdown(wait=True, cancel_futures=True)
-        self._pool = self._background = None
 
     def expected_s(self, nbytes: int) -> float:
         """The seconds that a read should take, judged by the last reads.
@@ -492,6 +525,28 @@ class Reader:
             )
         for _ in range(min(threads, self.readers)):
             self._background.submit(work)
+
+    def read_ahead(self, places: Iterable[list[tuple[File, int, int]]]) -> None:
+        """Let the system read experts into the page cache, one after the other; returns at once.
+
+        Args:
+            places (Iterable): For each expert, the file, the first byte and the length of its
+                ranges.
+        """
+        if self._ahead is None:
+            self._ahead = ThreadPoolExecutor(1, thread_name_prefix="moelab-ahead")
+        self._ahead.submit(self._read_ahead, places, self._ahead)
+
+    def _read_ahead(self, places, pool):
+        for ranges in places:
+            file, offset, _ = ranges[0]
+            if file.is_cached(offset):  # and so are the others, nearly always
+                continue
+            for file, offset, nbytes in ranges:
+                for at in range(offset, offset + nbytes, AHEAD_NBYTES):
+                    if self._ahead is not pool:  # stopped
+                        return
+                    file.read_ahead(at, min(AHEAD_NBYTES, offset + nbytes - at))
 
     def give_way(self) -> None:
         """Wait until no layer waits for reads."""

@@ -301,6 +301,8 @@ class Session:
         prefill = inputs.ndim > 1 and inputs.shape[1] > 1
         if prefill:
             self._prompt_tokens += inputs.size
+            if self.layers:
+                self.layers[0].expect(inputs.size)
         elif self._prompt_tokens:
             if self._prompt_tokens >= LONG_PROMPT:
                 _return_free_memory()

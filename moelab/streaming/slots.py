@@ -11,7 +11,7 @@ and its line of ``SCORES`` overrides the one that ``RANKS`` gives.
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from .. import kernels
 from ..checkpoint import GATE_UP, ExpertTensor, packing_order
 from ..experts import expert_parameters
 from .native import COLUMNS, COUNT, IOV, NBYTES, OFFSET
-from .reader import Ranges, Read
+from .reader import File, Ranges, Read
 
 
 def _count(count):
@@ -448,6 +448,17 @@ class SlotBank:
         table = table.reshape(-1, len(COLUMNS))
         parts = [part for slot in slots.values() for *_, part in self._slots[slot].disk]
         return Ranges(table, nbytes * len(slots), files, reads, parts)
+
+    def places(self, experts: Iterable[int]) -> Iterator[list[tuple[File, int, int]]]:
+        """Where the bytes of experts lie: file, first byte and length of each range.
+
+        Args:
+            experts (Iterable[int]): The experts.
+        """
+        tensors = [[self._tensors[name] for name in names] for names in self._ranges]
+        ranges = [(first, sum(t.nbytes for t in (first, *others))) for first, *others in tensors]
+        for e in experts:
+            yield [(t.files[e], t.offsets[e], nbytes) for t, nbytes in ranges]
 
     @cached_property
     def _places(self):

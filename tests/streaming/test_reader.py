@@ -2,7 +2,9 @@
 
 import ctypes
 import errno
+import itertools
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.kernels import code
+from moelab.lab import oscache
 from moelab.streaming import native, reader
-from moelab.streaming.reader import Ranges, Read, Reader, ReadError, read_ranges
+from moelab.streaming.reader import AHEAD_NBYTES, Ranges, Read, Reader, ReadError, read_ranges
 
 SIZE = 200_000
 
@@ -245,3 +248,38 @@ def test_patched_reads_are_the_only_ones(file, of_8, monkeypatch):
     patch_preadv(monkeypatch, lambda *args: seen.append(args[2]) or preadv(*args))
     of_8.read(Ranges.of(ask(of_8.open(file), spread())))
     assert seen[-len(spread()) :] == [offset for offset, _ in spread()]
+
+
+@needs_nowait
+def test_reading_ahead_brings_pages(tmp_path, of_8):
+    path, nbytes = tmp_path / "file", 3 * AHEAD_NBYTES
+    path.write_bytes(bytes(4 * nbytes))
+    with open(path) as f:
+        os.fsync(f.fileno())
+    opened = of_8.open(path)
+    drop(opened)
+    if oscache.cached_nbytes(path) or not opened.has_nowait:
+        pytest.skip("this file system keeps pages, or cannot say what is cached")
+    of_8.read_ahead([[(opened, nbytes, nbytes), (opened, 3 * nbytes, 4096)]])
+    of_8._ahead.shutdown()  # asked for all of them
+    assert nbytes + 4096 <= oscache.cached_nbytes(path) < 2 * nbytes
+    assert of_8.nbytes == 0
+
+
+def test_what_is_cached_is_not_asked_for(file, of_8, monkeypatch):
+    opened, asked = of_8.open(file), []
+    monkeypatch.setattr(type(opened), "read_ahead", lambda self, *place: asked.append(place))
+    monkeypatch.setattr(type(opened), "is_cached", lambda self, offset: offset == 0)
+    of_8.read_ahead([[(opened, 0, 10), (opened, 20, 10)], [(opened, 40, 10), (opened, 60, 10)]])
+    of_8._ahead.shutdown()
+    assert asked == [(40, 10), (60, 10)]
+
+
+def test_reading_ahead_ends_when_the_reader_stops(file, of_8, monkeypatch):
+    opened, begun = of_8.open(file), threading.Event()
+    monkeypatch.setattr(type(opened), "is_cached", lambda self, offset: False)
+    monkeypatch.setattr(type(opened), "read_ahead", lambda self, *place: begun.set())
+    of_8.read_ahead([(opened, 0, 10)] for _ in itertools.count())
+    assert begun.wait(10)
+    of_8.stop()
+    assert not any("moelab-ahead" in thread.name for thread in threading.enumerate())

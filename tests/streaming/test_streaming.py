@@ -53,6 +53,41 @@ def test_a_prompt_reads_each_needed_expert_once(path, mode):
         assert got.tokens == PROMPT.size and moelab.stats(model).decode.tokens == 0
 
 
+@pytest.mark.parametrize("room", (1 << 40, 3))
+def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
+    """Of this layer and the next one what is not held, while there is room for it."""
+    with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
+        session, asked = session_of(model), []
+        nbytes = session.layers[0].bank.expert_nbytes
+        monkeypatch.setattr(layers, "memory_available", lambda: 2 * room * nbytes)
+        of = {
+            layer.bank.places([e]).__next__()[0][1]: (layer.index, e)
+            for layer in session.layers
+            for e in range(E)
+        }
+
+        def read_ahead(places):
+            found = [of[place[0][1]] for place in places]
+            assert all(e not in session.layers[i].table.slot_of for i, e in found)
+            asked.append(found)
+
+        monkeypatch.setattr(session.reader, "read_ahead", read_ahead)
+        mx.eval(model(mx.repeat(PROMPT, 5, axis=1)))
+        L = len(session.layers)
+        assert len(asked) == 2 * L  # before the first layer, and in each for two but in the last
+        assert asked[0] == [(0, e) for e in range(E)][:room]
+        for i in range(L):
+            here, following = asked[1 + 2 * i], asked[2 + 2 * i] if i + 1 < L else []
+            assert {layer for layer, _ in here} == {i}
+            if room > E:
+                assert following == ([(i + 1, e) for e in range(E)] if i + 1 < L else [])
+            else:
+                assert len(here) + len(following) == room
+        asked.clear()
+        mx.eval(model(PROMPT))
+        assert not asked, "9 tokens need few experts"
+
+
 @pytest.mark.parametrize("mode", ("stacked", "fused"))
 @pytest.mark.parametrize("slots", (E - 1, E))
 def test_the_host_learns_the_routing_once_a_layer_unless_every_expert_is_held(
