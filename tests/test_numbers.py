@@ -17,7 +17,15 @@ import pytest
 
 from moelab import DATA, StreamConfig, Trace, footprint
 from moelab.kernels.quantized import FORMS
-from moelab.lab.experiments import dispatch, faults, page_cache, ranks, rollback, top_k
+from moelab.lab.experiments import (
+    dispatch,
+    faults,
+    page_cache,
+    ranks,
+    rollback,
+    several_machines,
+    top_k,
+)
 from moelab.lab.experiments import soak as soak_experiment
 from moelab.lab.experiments import sweep as sweeps
 from moelab.lab.experiments.ladder import EXPERT_NBYTES_122B, K_122B, L_122B, TOKEN_NBYTES_122B
@@ -550,6 +558,22 @@ def ranks_joins():
     (n,) = {len(way["prompt_s"]) for way in ways}
     std = (f"{m['1']['std']:.1f}" for m in made["models"].values())
     return n, made["prompt_tokens"], *std, len(next(iter(ways))["text"])
+
+
+def placed(n, slots):
+    """Reads waited for that a trace of other texts saves, least and most of five texts, in %."""
+    names = ("code", "tests", "prose", "docs", "sampled")
+    traces = {name: Trace.load(DATA / "traces" / f"{name}.npz") for name in names}
+    found = several_machines.placements(traces, slots, n)
+    number, trace = (np.array(found[p])[:, 0] for p in several_machines.PLACEMENTS[:2])
+    saved = 1 - trace / number
+    return f"{min(saved):.0%} to {max(saved):.0%}"
+
+
+def several_gains():
+    """Of two and four ranks at 100 MB/s, and of two with this machine's SSD."""
+    two, four = (gain.partition(" ")[0] for gain in ranks_row(100e6)[3:])
+    return two, four, ranks_row(None)[3].partition(" ")[0]
 
 
 def gpu_ranks():
@@ -1560,6 +1584,20 @@ STATED = {
          routing_faults),
         ("Weights rounded again to {} bits cost little ({}), to {} bits most of it ({})",
          lambda: (3, tau("3-bit target"), 2, tau("2-bit target"))),
+    ],
+    "11_several_machines": [
+        ("With slow SSDs ({} MB/s each, simulated) two ranks decode {} times as fast as one, with "
+         "this machine's one fast SSD {} times.", lambda: (100, *several_gains()[::2])),
+        ("Two ranks decode {} times as fast as one where reads bind ({} MB/s each, simulated), "
+         "four {} times, and two {} times with this machine's one SSD ({} layers of "
+         "Qwen3.5-35B-A3B shapes, {} slots, n={} runs of {} tokens",
+         lambda: (several_gains()[0], 100, *several_gains()[1:], 4, ranks_settings()[0],
+                  *ranks_timed())),
+        ("The exchange of {} layers is {}% of a token of two ranks.",
+         lambda: ranks_exchange()[2:]),
+        ("a logit then differs by up to {},",
+         lambda: ranks_joins_row("tiny-moe", "scores first")[3:]),
+        ("({} with two ranks, {} with four)", lambda: (placed(2, 16), placed(4, 8))),
     ],
 }  # fmt: skip
 

@@ -33,6 +33,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..checkpoint import Checkpoint, describe
+from .placement import by_number
 
 # Seconds without an answer of the other ranks after which a rank ends its process. A rank whose
 # process ends is noticed at once; this is for one that hangs. MLX cannot stop waiting.
@@ -121,7 +122,7 @@ class Ranks:
                 f"group: expected at most {num_experts} ranks, one for each expert of a layer, got "
                 f"{self.size}. Start fewer."
             )
-        return np.arange(num_experts) % self.size
+        return by_number(1, num_experts, self.size)[0]
 
     def owned(self, num_experts: int) -> np.ndarray:
         """Which experts of a layer this rank holds and reads: ``[E]``, bool."""

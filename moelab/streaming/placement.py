@@ -1,0 +1,42 @@
+"""Which rank holds and reads which expert."""
+
+import numpy as np
+
+
+def by_number(layers: int, num_experts: int, ranks: int) -> np.ndarray:
+    """Every N-th expert is the same rank's.
+
+    Returns:
+        np.ndarray: ``[L, E]``, the rank of each expert.
+    """
+    return np.tile(np.arange(num_experts) % ranks, (layers, 1))
+
+
+def balanced(experts: np.ndarray, num_experts: int, ranks: int) -> np.ndarray:
+    """Experts that tokens use together go to different ranks, as far as swaps of two lead.
+
+    Args:
+        experts (np.ndarray): ``[T, L, K]``, of a trace.
+        num_experts (int): E.
+        ranks (int): N.
+
+    Returns:
+        np.ndarray: ``[L, E]``, the rank of each expert; each rank has as many as by number.
+    """
+    owners = by_number(experts.shape[1], num_experts, ranks)
+    for layer, of in enumerate(owners):
+        used = np.zeros((len(experts), num_experts), np.float32)
+        np.put_along_axis(used, experts[:, layer].astype(np.intp), 1, 1)
+        together = used.T @ used
+        np.fill_diagonal(together, 0)
+        while True:
+            beside = together @ np.eye(ranks, dtype=np.float32)[of]  # [E, N]
+            own = beside[np.arange(num_experts), of]
+            other = beside[:, of]  # [i, j]: of i with the experts of j's rank
+            gain = own[:, None] + own - other - other.T + 2 * together
+            gain[of[:, None] == of] = 0
+            i, j = np.unravel_index(gain.argmax(), gain.shape)
+            if gain[i, j] <= 0:
+                break
+            of[[i, j]] = of[[j, i]]
+    return owners
