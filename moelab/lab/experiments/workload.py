@@ -1,0 +1,133 @@
+"""What a user waits for: prompts of some length, sampled answers, with a draft and without.
+
+    python -m moelab.lab.experiments.workload OUT.json MODEL MB [DRAFT ...]
+
+The model is resident, and streamed with the slots that ``slots="auto"`` chooses for MB megabytes.
+A draft is a folder or ``lookup``. With and without one, the same seed writes the same text.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.utils import load_tokenizer
+from tqdm import tqdm
+
+from ... import DATA, StreamConfig, close, load
+from ...drafting import open_draft, write
+from ...streaming.session import session_of
+from .. import machine, records
+from ..texts import heldout_starts
+
+TEXTS = DATA / "models" / "tiny-moe"  # has the text of the prompts
+TEMPERATURE = 0.6
+PROMPT_TOKENS = (126, 400, 800)
+
+
+def answer(model, tokenizer, prompt: list[int], tokens: int, seed: int, draft) -> dict:
+    """One sampled answer that does not end before ``tokens``.
+
+    Args:
+        model (nn.Module): From ``moelab.load``.
+        tokenizer (TokenizerWrapper): Its tokenizer.
+        prompt (list[int]): Token ids.
+        tokens (int): Of the answer.
+        seed (int): Of the sampler.
+        draft (Draft or None): What guesses.
+
+    Returns:
+        dict: Seconds to the first token, tokens a second after it, how many tokens were drafted and
+        accepted, and the ``text``.
+    """
+    mx.random.seed(seed)
+    never = {token: -1e4 for token in tokenizer.eos_token_ids}
+    begin, first_s, text = time.perf_counter(), None, ""
+    responses = write(
+        model,
+        tokenizer,
+        prompt,
+        draft,
+        max_tokens=tokens,
+        sampler=make_sampler(TEMPERATURE),
+        logits_processors=make_logits_processors(logit_bias=never),
+    )
+    for response in responses:
+        first_s = first_s or time.perf_counter() - begin
+        text += response.text
+    took_s = time.perf_counter() - begin - first_s
+    return {
+        "first_s": first_s,
+        "tok_s": (tokens - 1) / took_s,
+        "drafted": getattr(response, "drafted", 0),
+        "accepted": getattr(response, "accepted", 0),
+        "text": text,
+    }
+
+
+def measure(
+    path: str | Path,
+    memory_nbytes: int,
+    drafts: Sequence[str] = (),
+    tokens: int = 200,
+    long_tokens: int = 800,
+    rounds: int = 3,
+    prompt_tokens: Sequence[int] = PROMPT_TOKENS,
+) -> dict:
+    """Every prompt with every draft, resident and streamed in turn.
+
+    Args:
+        path (str or Path): The model.
+        memory_nbytes (int): For the streamed one.
+        drafts (Sequence[str]): By name. No draft is always tried.
+        tokens (int): Of each answer.
+        long_tokens (int): Of the answers of one more round.
+        rounds (int): Each with other prompts and another seed. One more, of few tokens, comes
+            first and is not kept.
+        prompt_tokens (Sequence[int]): Lengths of the prompts.
+
+    Returns:
+        dict: A row of ``answer`` for each, and how it was measured. In place of the text it has
+        ``same``: whether it is that of the resident model without a draft.
+    """
+    tokenizer, rows = load_tokenizer(Path(path)), []
+    configs = {
+        "resident": StreamConfig(mode="resident"),
+        "streamed": StreamConfig(memory_nbytes=memory_nbytes, context=max(prompt_tokens) + tokens),
+    }
+    models = {name: load(path, config)[0] for name, config in configs.items()}
+    opened = {
+        (name, draft): open_draft(draft) if draft else None
+        for name in models
+        for draft in (None, *drafts)
+    }
+    sizes = [16, *[tokens] * rounds, long_tokens]
+    for i, size in enumerate(tqdm(sizes, unit="round"), -1):
+        for length in prompt_tokens:
+            text = heldout_starts(TEXTS, i + 2, length, tokenizer)[-1]
+            prompt, first = tokenizer.encode(text)[:length], None
+            for (name, draft), guesses in opened.items():
+                row = answer(models[name], tokenizer, prompt, size, i + 1, guesses)
+                first = first or row["text"]
+                row = row | {"round": i, "model": name, "draft": draft, "tokens": size}
+                row |= {"prompt_tokens": len(prompt), "same": row.pop("text") == first}
+                if i >= 0:
+                    rows.append(row)
+    plan = session_of(models["streamed"]).plan
+    for model in models.values():
+        close(model)
+    return {
+        "kind": "workload",
+        "machine": machine.card(),
+        "model": Path(path).name,
+        "temperature": TEMPERATURE,
+        "plan": plan.reason,
+        "rows": rows,
+    }
+
+
+if __name__ == "__main__":
+    out, path, megabytes, *drafts = sys.argv[1:]
+    records.save(out, measure(path, int(megabytes) * 1_000_000, drafts))

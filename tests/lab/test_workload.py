@@ -1,0 +1,21 @@
+"""Sampled answers, resident and streamed, with a draft and without."""
+
+from moelab import DATA
+from moelab.lab.experiments import workload
+
+
+def test_every_answer_is_the_resident_models():
+    draft = str(DATA / "models" / "tiny-dflash")
+    made = workload.measure(
+        workload.TEXTS, 175_000_000, ["lookup", draft], 12, 20, rounds=1, prompt_tokens=(10, 40)
+    )
+    rows = made["rows"]
+    assert len(rows) == 2 * 2 * 2 * 3 and all(row["same"] for row in rows)
+    assert {(r["prompt_tokens"], r["tokens"]) for r in rows} == {
+        (p, t) for p in (10, 40) for t in (12, 20)
+    }
+    for row in rows:
+        assert row["first_s"] > 0 and row["tok_s"] > 0
+        assert 0 <= row["accepted"] <= row["drafted"] and (row["draft"] or not row["drafted"])
+    assert any(row["accepted"] for row in rows)
+    assert made["plan"].startswith("slots=") and "of 64" in made["plan"]
