@@ -83,7 +83,7 @@ def measure(
         memory_nbytes (int): For the streamed one.
         drafts (Sequence[str]): By name. No draft is always tried.
         tokens (int): Of each answer.
-        long_tokens (int): Of the answers of one more round.
+        long_tokens (int): Of the answers to the last prompt in one more round.
         rounds (int): Each with other prompts and another seed. One more, of few tokens, comes
             first and is not kept.
         prompt_tokens (Sequence[int]): Lengths of the prompts.
@@ -105,7 +105,7 @@ def measure(
     }
     sizes = [16, *[tokens] * rounds, long_tokens]
     for i, size in enumerate(tqdm(sizes, unit="round"), -1):
-        for length in prompt_tokens:
+        for length in prompt_tokens[-1:] if i == rounds else prompt_tokens:
             text = heldout_starts(TEXTS, i + 2, length, tokenizer)[-1]
             prompt, first = tokenizer.encode(text)[:length], None
             for (name, draft), guesses in opened.items():
