@@ -380,6 +380,61 @@ def auto_with_prompt(limit_mb, *slots):
     return max(int(text.removeprefix("slots=")) for text in planned), *speeds
 
 
+def half(name):
+    """Tok/s of the planned slots and of 8 in half of the file's size; seconds of the prompt."""
+    made = recorded(name)
+    planned, few = (
+        [r for r in made["samples"] if r["variant"] == f"fused/slots={slots}, limit"]
+        for slots in ("auto/context=512", 8)
+    )
+    assert len(planned) == len(few) == 5 and not any(r["killed"] for r in planned + few)
+    assert all(r["plan"].startswith("slots=73 ") for r in planned)
+    speeds = [quartiles([96 / sum(r["step_s"]) for r in runs], ".1f") for runs in (planned, few)]
+    return speeds, [quartiles([r["prefill_s"] for r in runs], ".1f") for runs in (planned, few)]
+
+
+def halves():
+    (plain, _), (behind, prompts) = half("cpu_auto_half_35b"), half("cpu_auto_half_prompt_35b")
+    return 96, 5, 73, plain[0], 8, plain[1], 400, *behind, *prompts
+
+
+def asked(model=None, draft=None, prompt=None, tokens=200):
+    """Rows of ``cpu_workload_tiny_moe``; every text is that of the resident model."""
+    rows = recorded("cpu_workload_tiny_moe")["rows"]
+    assert all(row["same"] for row in rows)
+    return [
+        row
+        for row in rows
+        if (draft is None or (row["draft"] or "none").endswith(draft))
+        and model in (None, row["model"])
+        and prompt in (None, row["prompt_tokens"])
+        and tokens in (None, row["tokens"])
+    ]
+
+
+def asked_row(prompt, model):
+    """First token without a draft; tok/s without one, with lookup and with tiny-dflash."""
+    runs = [asked(model, draft, prompt) for draft in ("none", "lookup", "tiny-dflash")]
+    first = quartiles([row["first_s"] for row in runs[0]])
+    return first, *(quartiles([row["tok_s"] for row in rows], ".0f") for rows in runs)
+
+
+def asked_drafts():
+    """How many drafts were accepted, and speeds of the long answers."""
+    lookup, block = (asked(draft=name, tokens=None) for name in ("lookup", "tiny-dflash"))
+    drafted, accepted, tokens = (
+        sum(row[name] for row in lookup) for name in ("drafted", "accepted", "tokens")
+    )
+    counts = sum(r["drafted"] for r in block), len(block), sum(r["accepted"] for r in block)
+    long = [
+        f"{asked(model, draft, 800, 800)[0]['tok_s']:.0f}"
+        for model in ("resident", "streamed")
+        for draft in ("none", "lookup")
+    ]
+    shares = f"{accepted / drafted:.2f}", f"{accepted / tokens:.2f}"
+    return *shares, *counts, 800, 800, *long, 1
+
+
 def prompt_of_400():
     """Seconds of mlx-lm, ``fused`` and resident with the fast kernels, and n."""
     names = "resident/kernels=mlx", "fused", "resident"
@@ -1041,6 +1096,9 @@ PASSAGES = {
          lambda: (1530, *auto_with_prompt(1530, 8, 110, 140))),
         ("in {} MB the planned {} (74 in a run) decode {}, 8 slots {}, 50 {}, and with 75 it is {}",
          lambda: (956, *auto_with_prompt(956, 8, 50, 75))),
+        ("the first {} tokens, n={} (`cpu_auto_half_35b`, `cpu_auto_half_prompt_35b`): the planned "
+         "{} slots decode {} tok/s and {} slots {}; behind the prompt of {} tokens {} and {}, and "
+         "that prompt takes {} s, in two parts as planned, and {} s at once", halves),
         ("With 48 and 64 slots tiny-moe decodes {} and {} tok/s",
          lambda: [quartiles(mode("cpu_kernels_tiny_moe", f"fused/slots={n}")["decode_tok_s"], ".1f")
                   for n in (48, 64)]),
@@ -1075,6 +1133,18 @@ PASSAGES = {
             "ended the server without an error (`cpu_serve_soak`).",
             served,
         ),
+        ("tiny-moe, sampled with temperature {}, {} tokens behind a prompt, resident and streamed "
+         "with the {} of {} slots that {} MB allow; drafts under the policy "
+         "(`cpu_workload_tiny_moe`, n={} prompts)", lambda: (0.6, 200, 54, 64, 175, 3)),
+        *[(f"| {n} | {model} | {{}} | {{}} | {{}} | {{}} |",
+           lambda n=n, model=model: asked_row(n, model))
+          for n in (126, 400, 800) for model in ("resident", "streamed")],
+        *[(f"| {n} | {model} |", list)
+          for n in (126, 400, 800) for model in ("resident", "streamed")],
+        ("Of lookup's drafts {} are accepted; they are {} of all tokens. The policy gives "
+         "tiny-dflash up after a few tokens here: it drafts {} in all {} answers, {} of them "
+         "accepted. One answer of {} tokens behind {}, resident {} tok/s and with lookup {}, "
+         "streamed {} and {} (n={})", asked_drafts),
         ("repacked, {} slots in each layer of each rank. Each rank has one core (four share two) "
          "and {} MB of memory, its page cache included; of two ranks each holds and reads {} of "
          "the {} experts of a layer, of four {}.", ranks_settings),

@@ -7,7 +7,13 @@ from moelab.lab.experiments import workload
 def test_every_answer_is_the_resident_models():
     draft = str(DATA / "models" / "tiny-dflash")
     made = workload.measure(
-        workload.TEXTS, 175_000_000, ["lookup", draft], 12, 20, rounds=1, prompt_tokens=(10, 40)
+        workload.TEXTS,
+        175_000_000,
+        ["lookup", f"{draft}=7"],
+        12,
+        20,
+        rounds=1,
+        prompt_tokens=(10, 40),
     )
     rows = made["rows"]
     assert len(rows) == 3 * 2 * 3 and all(row["same"] for row in rows)
@@ -16,5 +22,6 @@ def test_every_answer_is_the_resident_models():
     for row in rows:
         assert row["first_s"] > 0 and row["tok_s"] > 0
         assert 0 <= row["accepted"] <= row["drafted"] and (row["draft"] or not row["drafted"])
+    assert all(row["drafted"] > 7 for row in rows if row["draft"] == f"{draft}=7")
     assert any(row["accepted"] for row in rows)
     assert made["plan"].startswith("slots=") and "of 64" in made["plan"]

@@ -3,12 +3,14 @@
     python -m moelab.lab.experiments.workload OUT.json MODEL MB [DRAFT ...]
 
 The model is resident, and streamed with the slots that ``slots="auto"`` chooses for MB megabytes.
-A draft is a folder or ``lookup``. With and without one, the same seed writes the same text.
+A draft is a folder or ``lookup``, and behind ``=`` how many tokens it drafts (default: the policy
+decides). With and without a draft the same seed writes the same text.
 """
 
 import sys
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import mlx.core as mx
@@ -27,7 +29,7 @@ TEMPERATURE = 0.6
 PROMPT_TOKENS = (126, 400, 800)
 
 
-def answer(model, tokenizer, prompt: list[int], tokens: int, seed: int, draft) -> dict:
+def answer(model, tokenizer, prompt: list[int], tokens: int, seed: int, draft, number) -> dict:
     """One sampled answer that does not end before ``tokens``.
 
     Args:
@@ -37,6 +39,7 @@ def answer(model, tokenizer, prompt: list[int], tokens: int, seed: int, draft) -
         tokens (int): Of the answer.
         seed (int): Of the sampler.
         draft (Draft or None): What guesses.
+        number (int or str): How many tokens, or ``auto``.
 
     Returns:
         dict: Seconds to the first token, tokens a second after it, how many tokens were drafted and
@@ -50,6 +53,7 @@ def answer(model, tokenizer, prompt: list[int], tokens: int, seed: int, draft) -
         tokenizer,
         prompt,
         draft,
+        number,
         max_tokens=tokens,
         sampler=make_sampler(TEMPERATURE),
         logits_processors=make_logits_processors(logit_bias=never),
@@ -81,7 +85,7 @@ def measure(
     Args:
         path (str or Path): The model.
         memory_nbytes (int): For the streamed one.
-        drafts (Sequence[str]): By name. No draft is always tried.
+        drafts (Sequence[str]): By name and number. No draft is always tried.
         tokens (int): Of each answer.
         long_tokens (int): Of the answers to the last prompt in one more round.
         rounds (int): Each with other prompts and another seed. One more, of few tokens, comes
@@ -98,18 +102,17 @@ def measure(
         "streamed": StreamConfig(memory_nbytes=memory_nbytes, context=max(prompt_tokens) + tokens),
     }
     models = {name: load(path, config)[0] for name, config in configs.items()}
-    opened = {
-        (name, draft): open_draft(draft) if draft else None
-        for name in models
-        for draft in (None, *drafts)
-    }
+    opened = {(name, None): (None, 0) for name in models}
+    for name, draft in product(models, drafts):
+        path_or_lookup, _, number = draft.partition("=")
+        opened[name, draft] = open_draft(path_or_lookup), int(number or 0) or "auto"
     sizes = [16, *[tokens] * rounds, long_tokens]
     for i, size in enumerate(tqdm(sizes, unit="round"), -1):
         for length in prompt_tokens[-1:] if i == rounds else prompt_tokens:
             text = heldout_starts(TEXTS, i + 2, length, tokenizer)[-1]
             prompt, first = tokenizer.encode(text)[:length], None
             for (name, draft), guesses in opened.items():
-                row = answer(models[name], tokenizer, prompt, size, i + 1, guesses)
+                row = answer(models[name], tokenizer, prompt, size, i + 1, *guesses)
                 first = first or row["text"]
                 row = row | {"round": i, "model": name, "draft": draft, "tokens": size}
                 row |= {"prompt_tokens": len(prompt), "same": row.pop("text") == first}
