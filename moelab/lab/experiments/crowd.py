@@ -102,8 +102,8 @@ def measure(
     limits_nbytes: Sequence[int] = (900_000_000, 1_300_000_000),
     rounds: int = 5,
     requests: int = 12,
-    prompt_tokens: int = 430,
-    tokens: int = 30,
+    prompt_tokens: int = 300,
+    tokens: int = 16,
 ) -> dict:
     """One server after another, the limits in turn.
 
