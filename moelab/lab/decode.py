@@ -28,6 +28,7 @@ class Decoded:
         step_s (list[float]): Seconds of each timed token.
         counters (Counters or None): Of the timed tokens; None for a model that ``moelab.load`` did
             not return.
+        prompt_nbytes (int or None): Bytes read for the prompt.
     """
 
     tokens: list[int]
@@ -35,6 +36,7 @@ class Decoded:
     decode_s: float
     step_s: list[float]
     counters: Counters | None
+    prompt_nbytes: int | None = None
 
 
 def same_tokens(tokens: Sequence[int], others: Sequence[int]) -> int:
@@ -51,6 +53,7 @@ def decode(
     before_clock: Callable[[], Any] | None = None,
     feed: Sequence[int] | None = None,
     before_token: Callable[[], Any] | None = None,
+    before_prompt: Callable[[], Any] | None = None,
 ) -> Decoded:
     """Greedy tokens and the seconds they took, prompt and decoding apart.
 
@@ -68,6 +71,7 @@ def decode(
             are returned all the same.
         before_token (Callable): Called before every token with the clock stopped; then each token
             is read before the next is scheduled.
+        before_prompt (Callable): Called before the prompt, to drop the page cache.
     """
     cache, ids = make_prompt_cache(model), mx.array(prompt_ids)[None]
     with mx.stream(generation_stream):
@@ -97,6 +101,11 @@ def decode(
                 begin = end
             return y, out, np.array(took_s)
 
+        ours = is_loaded(model)
+        if ours:
+            stats(model, reset=True)
+        if before_prompt:
+            before_prompt()
         begin = time.perf_counter()
         if ids.shape[1] > 1:  # as mlx-lm does: the last token by itself
             before = ids[:, :-1]
@@ -106,8 +115,8 @@ def decode(
         y = step(ids[0, -1:])
         first = y.item()
         prefill_s = time.perf_counter() - begin
+        prompt_nbytes = stats(model).prefill.bytes_read if ours else None
         y, warm, _ = run(y, warmup)
-        ours = is_loaded(model)
         if ours:
             stats(model, reset=True)
         if before_clock:
@@ -119,4 +128,5 @@ def decode(
         decode_s=float(step_s.sum()),
         step_s=step_s.round(7).tolist(),
         counters=stats(model).decode if ours else None,
+        prompt_nbytes=prompt_nbytes,
     )

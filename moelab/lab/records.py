@@ -72,6 +72,7 @@ class Sample:
         counters (Counters, optional): Of the timed tokens; None for a model that is not ours.
         step_s (list[float], optional): Seconds of each timed token; older records have none.
         peak_nbytes (int): The most that MLX held during the run.
+        prompt_nbytes (int, optional): Bytes read for the prompt; older records have none.
     """
 
     round: int
@@ -81,6 +82,7 @@ class Sample:
     counters: Counters | None
     step_s: list[float] | None = None
     peak_nbytes: int = 0
+    prompt_nbytes: int | None = None
 
     @classmethod
     def from_json(cls, json_sample: dict[str, Any]) -> "Sample":
@@ -135,6 +137,7 @@ class BenchRecord:
         load_average (list[float]): Of the system, when it began.
         process_peak_rss_nbytes (int, optional): The most memory that the process held.
         read_speeds (dict[str, float]): Bytes per second of reads, by name.
+        disk_speeds (list[float]): With a cold page cache, those of the disk, before each round.
         ceilings_tok_s (dict[str, dict[str, float]]): Of ``ceilings``.
         partial (bool): Whether rounds are missing.
     """
@@ -152,6 +155,7 @@ class BenchRecord:
     load_average: list[float] = field(default_factory=list)
     process_peak_rss_nbytes: int | None = None
     read_speeds: dict[str, float] = field(default_factory=dict)
+    disk_speeds: list[float] = field(default_factory=list)
     ceilings_tok_s: dict[str, dict[str, float]] = field(default_factory=dict)
     partial: bool = False
 
@@ -172,6 +176,21 @@ class BenchRecord:
     def prefill_s(self, name: str) -> Summary:
         """Seconds of the prompts."""
         return summary([s.prefill_s for s in self.modes[name].samples])
+
+    def prompt_of_bound(self, name: str) -> Summary | None:
+        """What a cold prompt could take at least, of what it took; None if that is not known.
+
+        At least: its bytes at the disk's speed of its round, or the resident model's prompt.
+        """
+        if not (self.resident and self.disk_speeds):
+            return None
+        resident = {s.round: s.prefill_s for s in self.modes[self.resident].samples}
+        return summary(
+            [
+                max(s.prompt_nbytes / self.disk_speeds[s.round], resident[s.round]) / s.prefill_s
+                for s in self.modes[name].samples
+            ]
+        )
 
     def peak_nbytes(self, name: str) -> int:
         """The most memory that MLX held for this mode."""

@@ -204,7 +204,11 @@ def same(new, old):
     """Equal, where nan is nan; fields that came after an old record are there and say nothing."""
     if isinstance(old, dict):
         later = new.keys() - old.keys() - {"memory_nbytes", "context", "reserved_nbytes"}
-        later -= {"lazy_logits"}  # like these, of no use to what a record shows
+        later -= {
+            "lazy_logits",
+            "prompt_nbytes",
+            "disk_speeds",
+        }  # like these, of no use to what a record shows
         said = {k: new[k] for k in later if not k.startswith(("pinned", "prefetch")) or new[k]}
         assert said in ({}, {"kernels": "mlx"}), said  # there were no others
         return all(same(new[k], v) for k, v in old.items())
@@ -356,3 +360,26 @@ def test_errors_are_one_line(model_path, arguments, message, capsys):
     code = main([str(model_path) if a == "MODEL" else a for a in arguments])
     err = capsys.readouterr().err
     assert code == 1 and err.startswith("moelab: ") and message in err and "Traceback" not in err
+
+
+def test_a_cold_prompt_beside_its_bound():
+    """Of reads alone 2 s, of arithmetic alone 1 s: the larger is half of the 4 s that it took."""
+
+    def mode(name, prefill_s, nbytes):
+        sample = records.Sample(0, [1], prefill_s, 1.0, None, prompt_nbytes=nbytes)
+        return records.BenchMode(StreamConfig(mode=name), 0, [sample])
+
+    modes = {"resident": mode("resident", 1.0, 0), "fused": mode("fused", 4.0, 200)}
+    made = records.BenchRecord("m", 1, 0, modes, disk_speeds=[100.0], cache_state="cold")
+    assert made.prompt_of_bound("fused")["median"] == 0.5
+    made.disk_speeds = []
+    assert made.prompt_of_bound("fused") is None
+
+
+def test_a_cold_bench_counts_what_a_prompt_reads(model_path):
+    configs = {"resident": StreamConfig(mode="resident"), "fused": StreamConfig(slots=8)}
+    made = bench.measure(model_path, configs, tokens=2, runs=2, warmup=1, cold=True)
+    assert len(made.disk_speeds) == 2 and min(made.disk_speeds) > 0
+    assert all(s.prompt_nbytes > 0 for s in made.modes["fused"].samples)
+    assert all(s.prompt_nbytes == 0 for s in made.modes["resident"].samples)
+    assert "prompt, fused: " in bench.report(made) and "prompt, resident" not in bench.report(made)

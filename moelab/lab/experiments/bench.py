@@ -37,6 +37,7 @@ from ..records import BenchMode, BenchRecord, Sample
 from ..texts import PROMPTS
 
 OTHER_TOKENS = 3  # the exit status
+DISK_READERS, DISK_READS = 16, 1024  # a prompt reads much, many at once
 UNKEPT_TOKENS = 16  # at most so many are timed in the round before the first
 RSS_UNIT_NBYTES = 1 if sys.platform == "darwin" else 1024  # of getrusage
 
@@ -113,7 +114,7 @@ def measure(
         seed (int): Of the orders.
         together (bool): Whether to keep all models loaded. Default: if they take less than half of
             the memory available.
-        cold (bool): Drop the checkpoint's pages from the page cache each time before the clock
+        cold (bool): Drop the checkpoint's pages from the page cache before the prompt and the clock
             starts; slots stay as they are.
         progress (bool): Show a bar.
         on_round (Callable): Called with the record after each round, so that an interrupted bench
@@ -154,6 +155,8 @@ def measure(
     )
     try:
         for i in range(-1, runs):
+            if cold and i >= 0:
+                record.disk_speeds.append(disk_speed(path))
             for name in order.sample(list(configs), len(configs)):
                 model, tokenizer = loaded.get(name)
                 ids = [encode(tokenizer, p) for p in prompts][i % len(prompts)]
@@ -168,7 +171,7 @@ def measure(
                     ids, fed = ids[: -warmup - tokens], ids[-warmup - tokens :]
                 before = mx.get_active_memory()
                 mx.reset_peak_memory()
-                ran = decode(model, ids, num, warmup, drop, fed)
+                ran = decode(model, ids, num, warmup, drop, fed, before_prompt=drop)
                 bar.update()
                 peak = loaded.nbytes[name] + mx.get_peak_memory() - before
                 if i >= 0:
@@ -222,12 +225,23 @@ def _num_streams(config, card):
 
 def read_speeds(path: str | Path, readers: int = 8, nbytes: int = 1 << 20) -> dict[str, float]:
     """Bytes per second of random reads of the checkpoint's largest file, cold and warm, by name."""
-    file = max(folder(path).glob("*.safetensors"), key=lambda f: f.stat().st_size)
-    nbytes = max(4096, min(nbytes, file.stat().st_size // 32))
+    file, nbytes = _largest(path, nbytes)
     return {
         f"{state} reads": machine.read_speed(file, state == "cold", readers, nbytes)
         for state in ("cold", "warm")
     }
+
+
+def disk_speed(path: str | Path) -> float:
+    """Bytes per second of the disk: a thousand reads of the checkpoint's largest file, cold."""
+    file, nbytes = _largest(path, 1 << 20)
+    return machine.read_speed(file, True, DISK_READERS, nbytes, DISK_READS)
+
+
+def _largest(path, nbytes):
+    """The largest file, and how much one read of it takes."""
+    file = max(folder(path).glob("*.safetensors"), key=lambda f: f.stat().st_size)
+    return file, max(4096, min(nbytes, file.stat().st_size // 32))
 
 
 def report(record: BenchRecord) -> str:
@@ -242,6 +256,16 @@ def report(record: BenchRecord) -> str:
         f"{'mode':{wide}}  {columns}{'MB/token':>9} {'peak MB':>8} {'predicted':>9}  tokens",
     ]
     lines += [f"{name:{wide}}  {_row(record, name)}" for name in record.modes]
+    for name, mode in record.modes.items():
+        if mode.config.mode != "resident" and (share := record.prompt_of_bound(name)):
+            nbytes = timing.summary([s.prompt_nbytes / 1e6 for s in mode.samples])["median"]
+            seconds, share = (
+                timing.quartiles_text(s, form=".2f") for s in (record.prefill_s(name), share)
+            )
+            lines.append(
+                f"prompt, {name}: {seconds} s, {nbytes:.0f} MB read; the larger of its reads at "
+                f"the disk's speed and resident's prompt is {share} of that"
+            )
     for name, ceiling in record.ceilings_tok_s.items():
         speeds = ", ".join(f"{v:.1f} tok/s with {k}" for k, v in ceiling.items())
         lines.append(f"ceilings, {name}: {speeds}")
@@ -287,7 +311,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cold",
         action="store_true",
-        help="drop the checkpoint from the page cache before the clock starts",
+        help="drop the checkpoint from the page cache before a prompt and before decoding",
     )
     add_json(parser)
     add_stream_options(parser, MEASURED_SLOTS)
