@@ -29,7 +29,7 @@ PART_NBYTES = 2 * 1024 * 1024
 NUM_PARTS = 8
 # A prompt lets the system read ahead if it has so many (token, expert) pairs for each expert, and
 # if the layer before needed at least this share of its experts.
-AHEAD_PAIRS, AHEAD_SHARE = 4, 0.5
+AHEAD_PAIRS, AHEAD_SHARE = 2, 0.5
 # Seconds. Below this predicted read time one prefetch thread is enough: handing the work to more
 # threads would take as long as the reads.
 HANDOVER_S = 1e-4

@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import itertools
 import os
 import threading
 import time
@@ -269,20 +268,21 @@ def test_reading_ahead_brings_pages(tmp_path, of_8):
     assert of_8.nbytes == 0
 
 
-def test_what_is_cached_is_not_asked_for(file, of_8, monkeypatch):
+@pytest.mark.parametrize("missing, asked_for", [(None, 0), (0, 40), (24, 40)])
+def test_what_is_cached_is_not_asked_for(missing, asked_for, file, of_8, monkeypatch):
     opened, asked = of_8.open(file), []
     monkeypatch.setattr(type(opened), "read_ahead", lambda self, *place: asked.append(place))
-    monkeypatch.setattr(type(opened), "is_cached", lambda self, offset: offset == 0)
-    of_8.read_ahead([[(opened, 0, 10), (opened, 20, 10)], [(opened, 40, 10), (opened, 60, 10)]])
+    monkeypatch.setattr(type(opened), "is_cached", lambda self, offset: offset != missing)
+    of_8.read_ahead([(opened, 3 * i, 1), (opened, 3 * i + 1, 1)] for i in range(20))
     of_8._ahead.shutdown()
-    assert asked == [(40, 10), (60, 10)]
+    assert asked == [(3 * i + j, 1) for i in range(20) for j in range(2)][:asked_for]
 
 
 def test_reading_ahead_ends_when_the_reader_stops(file, of_8, monkeypatch):
     opened, begun = of_8.open(file), threading.Event()
     monkeypatch.setattr(type(opened), "is_cached", lambda self, offset: False)
     monkeypatch.setattr(type(opened), "read_ahead", lambda self, *place: begun.set())
-    of_8.read_ahead([(opened, 0, 10)] for _ in itertools.count())
+    of_8.read_ahead([[(opened, 0, SIZE)]] * 1_000_000)
     assert begun.wait(10)
     of_8.stop()
     assert not any("moelab-ahead" in thread.name for thread in threading.enumerate())

@@ -84,8 +84,8 @@ def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
             else:
                 assert len(here) + len(following) == room
         asked.clear()
-        mx.eval(model(PROMPT))
-        assert not asked, "9 tokens need few experts"
+        mx.eval(model(PROMPT[:, :4]))
+        assert not asked, "4 tokens need few experts"
 
 
 @pytest.mark.parametrize("mode", ("stacked", "fused"))
