@@ -398,6 +398,17 @@ def halves():
     return 96, 5, 73, plain[0], 8, plain[1], 400, *behind, *prompts
 
 
+def crowds():
+    """What ``cpu_crowd_35b`` holds: all was answered, nothing was killed."""
+    made = recorded("cpu_crowd_35b")
+    assert all(r["answered"] == made["requests"] and not r["killed"] for r in made["rows"])
+    limits = [[r for r in made["rows"] if r["limit_nbytes"] == mb * 1e6] for mb in (900, 1300)]
+    (few,), (more,) = ({r["texts_at_once"] for r in rows} for rows in limits)
+    most = (f"{max(r['most_nbytes'] for r in rows) / 1e6:.0f}" for rows in limits)
+    sizes = (made[name] for name in ("requests", "prompt_tokens", "tokens"))
+    return *sizes, len(limits[0]), 900, len(limits[1]), 1300, few, more, *most
+
+
 def asked(model=None, draft=None, prompt=None, tokens=200):
     """Rows of ``cpu_workload_tiny_moe``; every text is that of the resident model."""
     rows = recorded("cpu_workload_tiny_moe")["rows"]
@@ -1133,6 +1144,11 @@ PASSAGES = {
             "ended the server without an error (`cpu_serve_soak`).",
             served,
         ),
+        ("Many requests at once: {} prompts of {} tokens with answers of {} for a server of the "
+         "35B layers in a memory cgroup, page cache included, {} servers with {} MB and {} with "
+         "{}. They decode {} and {} texts at once, and the other requests wait. Every request was "
+         "answered, no server was killed; what a server had to itself, page cache left out, was {} "
+         "and {} MB at most", crowds),
         ("tiny-moe, sampled with temperature {}, {} tokens behind a prompt, resident and streamed "
          "with the {} of {} slots that {} MB allow; drafts under the policy "
          "(`cpu_workload_tiny_moe`, n={} prompts)", lambda: (0.6, 200, 54, 64, 175, 3)),
