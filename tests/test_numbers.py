@@ -371,6 +371,16 @@ def prompt_row(tokens):
     return f"{tokens:,}", quartiles(resident), quartiles(fused), ratio, len(fused)
 
 
+def cold_prompt_row(tokens):
+    """A cold prompt: seconds resident and ``fused``, GB/s of the disk, share of the bound."""
+    r = recorded(f"cpu_prompt_cold_{tokens}_35b")
+    resident, fused = (r["modes"][m]["samples"] for m in ("resident", "fused"))
+    r_s, f_s = (np.array([s["prefill_s"] for s in samples]) for samples in (resident, fused))
+    read_s = np.array([s["prompt_nbytes"] for s in fused]) / r["disk_speeds"]
+    share = quartiles(np.maximum(read_s, r_s) / f_s)
+    return f"{tokens:,}", quartiles(r_s), quartiles(read_s), quartiles(f_s), share, len(f_s)
+
+
 def auto_with_prompt(limit_mb, *slots):
     """The most slots planned; tok/s of these and of others, or that they were killed."""
     made = recorded(f"cpu_auto_prompt_35b_{limit_mb}")
@@ -1102,6 +1112,8 @@ PASSAGES = {
          "with them {} (`cpu_kernels_prompt_400_35b`, n={})", prompt_of_400),
         *(("| {} | {} | {} | {} | {} |", lambda n=n: prompt_row(n)) for n in (126, 400, 800, 4000)),
         ("with {} of {} slots (`cpu_prompt_126_35b` and so on)", lambda: (64, 256)),
+        *(("| {} | {} | {} | {} | {} | {} |", lambda n=n: cold_prompt_row(n))
+          for n in (126, 400, 800, 4000)),
         ("Behind a prompt of {} tokens, {} tokens, in a memory of", lambda: (400, 32)),
         ("{} MB the planned {} slots decode {} tok/s, 8 slots {}, 110 {} and 140 {}",
          lambda: (1530, *auto_with_prompt(1530, 8, 110, 140))),

@@ -28,7 +28,7 @@ from .reader import Reader
 LONG_PROMPT = 256
 # Where memory is short, glibc maps arrays from this size on by themselves and returns them at once.
 # Otherwise it raises its limit to 32 MB as it sees fit, and keeps 100 to 200 MB in holes of its
-# heap. A prompt takes 7% longer, if all of the file is in the page cache.
+# heap. A prompt of 400 tokens took 11% longer with the file in the page cache (35B layers, n=7).
 MAPPED_NBYTES, M_MMAP_THRESHOLD = 1 << 18, -3
 LOOK_S = 1.0  # from one look at the memory that is left to the next, which takes 0.3 ms
 
