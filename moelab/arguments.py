@@ -29,6 +29,7 @@ STREAM_OPTIONS = (
     "policy",
     "pinned_nbytes",
     "pinned_trace",
+    "ranks_trace",
     "prefetch",
     "dtype",
     "kernels",
@@ -315,6 +316,12 @@ def add_stream_options(
         type=not_empty,
         metavar="FILE",
         help="a trace of this model, as Trace.save wrote it",
+    )
+    group.add_argument(
+        "--ranks-trace",
+        type=not_empty,
+        metavar="FILE",
+        help="with several ranks: a trace of this model, by which experts are divided",
     )
     group.add_argument(
         "--prefetch",

@@ -551,6 +551,7 @@ BAD_FIELDS = [
     ("pinned_nbytes", 1.5, "whole number"),
     ("pinned_nbytes", 1000, "expected a pinned_trace"),
     ("pinned_trace", 3, "the file of a trace"),
+    ("ranks_trace", 3, "the file of a trace"),
 ]
 
 

@@ -31,7 +31,8 @@ from moelab.lab.experiments import (
 
 STREAM = {
     "--slots": "21", "--top-k": "3", "--readers": "5", "--streams": "2", "--scales": "resident",
-    "--policy": "lfu", "--pinned-nbytes": "77", "--pinned-trace": "t.npz", "--prefetch": "last",
+    "--policy": "lfu", "--pinned-nbytes": "77", "--pinned-trace": "t.npz", "--ranks-trace": "t.npz",
+    "--prefetch": "last",
     "--dtype": "bfloat16", "--kernels": "fast",
 }  # fmt: skip
 AUTO = {"--memory-nbytes": "99000000", "--context": "777"}  # what slots auto goes by
@@ -217,7 +218,8 @@ def test_an_option_arrives_or_is_refused(command, name, calls, capsys):
     if name in ("--pinned-nbytes", "--pinned-trace"):
         given = [*option("--pinned-nbytes", "77"), *option("--pinned-trace", "t.npz")]
     modes = []
-    if name in ("--pinned-nbytes", "--pinned-trace", "--prefetch") and "--modes" in takes:
+    slots = ("--pinned-nbytes", "--pinned-trace", "--ranks-trace", "--prefetch")
+    if name in slots and "--modes" in takes:
         modes = ["--modes", "fused"]
     got = run(capsys, command, *least, *given, *modes)
     if name in takes:
@@ -349,8 +351,12 @@ def test_a_trace_leaves_nothing_to_make_up(calls, capsys):
     "mode, refused",
     [
         ("resident", {*STREAM} - {"--top-k", "--dtype", "--kernels"}),
-        ("serial", {*STREAM} - {"--top-k", "--dtype", "--kernels", "--scales"}),
-        ("buffers", {*STREAM} - {"--top-k", "--dtype", "--kernels", "--scales", "--readers"}),
+        ("serial", {*STREAM} - {"--top-k", "--dtype", "--kernels", "--scales", "--ranks-trace"}),
+        (
+            "buffers",
+            {*STREAM}
+            - {"--top-k", "--dtype", "--kernels", "--scales", "--readers", "--ranks-trace"},
+        ),
         ("stacked", {"--pinned-trace", "--pinned-nbytes"}),  # one without the other
         ("fused", {"--pinned-trace", "--pinned-nbytes"}),
     ],

@@ -15,6 +15,7 @@ from .. import kernels
 from ..checkpoint import Checkpoint, CheckpointError, describe
 from ..experts import expert_modules, expert_parameters, num_experts
 from .config import SLOT_MODES, StreamConfig
+from .placement import balanced
 from .ranks import Ranks
 from .slots import hottest
 from .trace import Trace, TraceError
@@ -214,29 +215,54 @@ def pinned_experts(
     """
     if not config.pinned_nbytes:
         return [[] for _ in modules]
-    file, sizes = config.pinned_trace, [num_experts(m) for _, m in modules]
+    sizes = [num_experts(m) for _, m in modules]
+    rows = _routing_of("pinned_trace", config.pinned_trace, sizes)
     counts = np.zeros((len(sizes), max(sizes)), np.int64)
-    try:
-        trace = Trace.load(file)
-    except TraceError as e:
-        raise ValueError(f"StreamConfig.pinned_trace: {e}") from e
-    except OSError as e:
-        raise ValueError(
-            f"StreamConfig.pinned_trace: {file}: expected a trace as Trace.save writes it, got "
-            f"none ({describe(e)}). Record it again, or restore the file."
-        ) from e
-    if (trace.experts.shape[1], trace.num_experts) != counts.shape:
-        raise ValueError(
-            f"StreamConfig.pinned_trace: {file}: expected a trace of {counts.shape[0]} MoE layers "
-            f"and {counts.shape[1]} experts, as the model has, got {trace.experts.shape[1]} and "
-            f"{trace.num_experts}. Record one with this model (moelab.record)."
-        )
-    rows = trace.decode.experts if (trace.phase == "decode").any() else trace.experts
     np.add.at(counts, (np.arange(len(sizes))[:, None], rows), 1)
     for layer, E in enumerate(sizes if ranks else ()):
-        counts[layer, :E] *= ranks.owned(E)
-        sizes[layer] = int(ranks.owned(E).sum())
+        owned = ranks.owned(E, layer)
+        counts[layer, :E] *= owned
+        sizes[layer] = int(owned.sum())
     one = [
         sum(p.nbytes for p in expert_parameters(m).values()) // num_experts(m) for _, m in modules
     ]
     return hottest(counts, config.pinned_nbytes, one, [max(0, E - config.slots) for E in sizes])
+
+
+def place_experts(modules: list[tuple[str, nn.Module]], config: StreamConfig, ranks: Ranks) -> None:
+    """Divide the experts over the ranks by a trace, if there is one.
+
+    Args:
+        modules (list[tuple[str, nn.Module]]): From ``expert_modules``.
+        config (StreamConfig): How to stream.
+        ranks (Ranks): Those that divide the experts.
+
+    Raises:
+        ValueError: If ``config.ranks_trace`` is missing, damaged or another model's.
+        RankError: If the ranks' traces differ.
+    """
+    if config.ranks_trace is None:
+        return
+    sizes = [num_experts(m) for _, m in modules]
+    rows = _routing_of("ranks_trace", config.ranks_trace, sizes)
+    ranks.place([balanced(rows[:, [i]], E, ranks.size)[0] for i, E in enumerate(sizes)])
+
+
+def _routing_of(field, file, sizes):
+    """``[T, L, K]`` of a trace that a field of StreamConfig names, decoded tokens if it has any."""
+    try:
+        trace = Trace.load(file)
+    except TraceError as e:
+        raise ValueError(f"StreamConfig.{field}: {e}") from e
+    except OSError as e:
+        raise ValueError(
+            f"StreamConfig.{field}: {file}: expected a trace as Trace.save writes it, got "
+            f"none ({describe(e)}). Record it again, or restore the file."
+        ) from e
+    if (trace.experts.shape[1], trace.num_experts) != (len(sizes), max(sizes)):
+        raise ValueError(
+            f"StreamConfig.{field}: {file}: expected a trace of {len(sizes)} MoE layers "
+            f"and {max(sizes)} experts, as the model has, got {trace.experts.shape[1]} and "
+            f"{trace.num_experts}. Record one with this model (moelab.record)."
+        )
+    return trace.decode.experts if (trace.phase == "decode").any() else trace.experts

@@ -48,6 +48,9 @@ class StreamConfig:
             those that ``pinned_trace`` used most, over all layers. For ``stacked`` and ``fused``.
             Default: ``0``.
         pinned_trace (str or None): The file of a trace of this model, written by ``Trace.save``.
+        ranks_trace (str or None): With a group of ranks: the file of a trace of this model, by
+            which experts that tokens use together are different ranks'. Default: every N-th expert
+            is the same rank's.
         scales (str): ``streamed`` reads an expert's scales and biases with its weight,
             ``resident`` keeps those of all E experts in memory. Default: ``streamed``.
         dtype (str): ``auto`` (float32 on the CPU backend, the checkpoint's own on a GPU),
@@ -80,6 +83,7 @@ class StreamConfig:
     policy: str = "lru"
     pinned_nbytes: int = 0
     pinned_trace: str | None = None
+    ranks_trace: str | None = None
     scales: str = "streamed"
     dtype: str = "auto"
     kernels: str = "auto"
@@ -108,13 +112,16 @@ class StreamConfig:
                 raise ValueError(
                     f"StreamConfig.{name}: expected a whole number of at least 0, got {value!r}."
                 )
-        if self.pinned_trace is not None:
-            if not isinstance(self.pinned_trace, (str, os.PathLike)):
+        for name in ("pinned_trace", "ranks_trace"):
+            file = getattr(self, name)
+            if file is None:
+                continue
+            if not isinstance(file, (str, os.PathLike)):
                 raise ValueError(
-                    "StreamConfig.pinned_trace: expected the file of a trace, got "
-                    f"{self.pinned_trace!r}. Save it first: trace.save('mine.npz')."
+                    f"StreamConfig.{name}: expected the file of a trace, got {file!r}. Save it "
+                    "first: trace.save('mine.npz')."
                 )
-            object.__setattr__(self, "pinned_trace", os.fspath(self.pinned_trace))
+            object.__setattr__(self, name, os.fspath(file))
         if self.pinned_nbytes and self.mode not in SLOT_MODES:
             raise ValueError(
                 f"StreamConfig.pinned_nbytes: {self.pinned_nbytes} needs slots, got mode "
@@ -179,7 +186,7 @@ class StreamConfig:
         if self.mode != "buffers":
             unused.add("readers")
         if self.mode == "resident":
-            unused.add("scales")
+            unused |= {"scales", "ranks_trace"}
         return unused
 
     @classmethod

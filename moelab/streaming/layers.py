@@ -72,8 +72,10 @@ class StreamedExperts(nn.Module):
         self.num_experts = num_experts(module)
         # [E], with ranks: whose each expert is, and whether it is this one's. Then D and the type
         # of a row, for a rank that has none.
-        self._owners = session.ranks.owners(self.num_experts) if session.ranks else None
-        self.owned = session.ranks.owned(self.num_experts) if session.ranks else None
+        self._owners = self.owned = None
+        if session.ranks:
+            self._owners = session.ranks.owners(self.num_experts, layer)
+            self.owned = session.ranks.owned(self.num_experts, layer)
         last = module["fc2" if "fc2" in linears else "down_proj"]
         self._row = last.output_dims, session.dtype
         self.probe = None

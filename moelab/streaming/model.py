@@ -22,7 +22,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .. import kernels
 from ..checkpoint import Checkpoint, CheckpointError, describe, read_json
 from ..experts import expert_modules, expert_parameters, locate_experts, read_experts
-from .build import activation_dtype, build_model, pinned_experts, stays_resident
+from .build import activation_dtype, build_model, pinned_experts, place_experts, stays_resident
 from .config import SLOT_MODES, StreamConfig
 from .layers import LAYERS, moe_blocks
 from .parallel import spread
@@ -287,6 +287,8 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
         found = kernels.use(model, half_scales=float32)
     experts = expert_modules(model)
     fast_experts = any(kernels.used(module) for _, module in experts)
+    if ranks:
+        place_experts(experts, config, ranks)
     pinned = pinned_experts(experts, config, ranks)
     if config.mode == "resident":
         located, resident = {}, {}

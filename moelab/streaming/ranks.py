@@ -92,6 +92,7 @@ class Ranks:
     def __init__(self, group: mx.distributed.Group):
         self._group, self.rank, self.size = group, group.rank(), group.size()
         self._told = False  # whether the others know that something failed here
+        self._owners = None  # of each layer's experts; None: by number
         self._calls = 0  # of ``join``, so far
         self._checks = None  # of the last one: the layer's path, what each rank said, what this did
         self._until = None  # when to give the others up
@@ -105,11 +106,27 @@ class Ranks:
         """None for no group, and for a group of one."""
         return cls(group) if group is not None and group.size() > 1 else None
 
-    def owners(self, num_experts: int) -> np.ndarray:
-        """Which rank holds and reads each expert of a layer: every N-th is the same one's.
+    def place(self, owners: list[np.ndarray]) -> None:
+        """Divide the experts otherwise than by number.
+
+        Args:
+            owners (list[np.ndarray]): For each MoE layer ``[E]``, the rank of each expert; each
+                rank has as many as by number.
+
+        Raises:
+            RankError: If the other ranks divide them otherwise.
+        """
+        digest = zlib.crc32(np.concatenate(owners).astype(np.uint32))
+        self.compare({"StreamConfig.ranks_trace": f"a placement with digest {digest:08x}"})
+        self._owners = owners
+
+    def owners(self, num_experts: int, layer: int | None = None) -> np.ndarray:
+        """Which rank holds and reads each expert of a layer.
 
         Args:
             num_experts (int): E.
+            layer (int or None): The number of the MoE layer. Default: by number, which gives each
+                rank as many.
 
         Returns:
             np.ndarray: ``[E]``, whole numbers.
@@ -122,11 +139,13 @@ class Ranks:
                 f"group: expected at most {num_experts} ranks, one for each expert of a layer, got "
                 f"{self.size}. Start fewer."
             )
-        return by_number(1, num_experts, self.size)[0]
+        if self._owners is None or layer is None:
+            return by_number(1, num_experts, self.size)[0]
+        return self._owners[layer]
 
-    def owned(self, num_experts: int) -> np.ndarray:
+    def owned(self, num_experts: int, layer: int | None = None) -> np.ndarray:
         """Which experts of a layer this rank holds and reads: ``[E]``, bool."""
-        return self.owners(num_experts) == self.rank
+        return self.owners(num_experts, layer) == self.rank
 
     def any(self, *flags: bool) -> list[bool]:
         """For each flag whether some rank has set it.
