@@ -209,7 +209,9 @@ def same(new, old):
             "prompt_nbytes",
             "disk_speeds",
         }  # like these, of no use to what a record shows
-        said = {k: new[k] for k in later if not k.startswith(("pinned", "prefetch")) or new[k]}
+        said = {
+            k: new[k] for k in later if not k.startswith(("pinned", "prefetch", "ranks")) or new[k]
+        }
         assert said in ({}, {"kernels": "mlx"}), said  # there were no others
         return all(same(new[k], v) for k, v in old.items())
     if isinstance(old, list):
