@@ -410,7 +410,8 @@ class Stacked(StreamedExperts):
             room -= layer.read_ahead(experts, room)
 
     def expect(self, tokens: int) -> None:
-        if self._is_long(tokens * self.session.top_k):
+        share = self._num_owned / self.num_experts  # with ranks: of the pairs, too
+        if self._is_long(tokens * self.session.top_k * share):
             self.read_ahead(range(self.num_experts), memory_available() // 2)
 
     def read_ahead(self, experts: Iterable[int], nbytes: int) -> int:
