@@ -373,10 +373,10 @@ class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "abcdefghij"]
 libc.mallinfo2.restype = Info
 moelab.load(sys.argv[1], moelab.StreamConfig(memory_nbytes=int(sys.argv[2])))
-libc.free(libc.malloc(16 << 20))  # after which glibc keeps arrays of up to 16 MB in its heap
-before = libc.mallinfo2().c  # how many are mapped by themselves
-libc.malloc(1 << 20)
-print(libc.mallinfo2().c - before)
+libc.free(libc.malloc(31 << 20))  # after which glibc keeps arrays of up to 31 MB in its heap
+before = libc.mallinfo2().d  # how many are mapped by themselves
+libc.malloc(30 << 20)  # larger than any hole that loading left
+print(libc.mallinfo2().d - before)
 """
 
 
