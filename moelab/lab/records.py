@@ -178,9 +178,10 @@ class BenchRecord:
         return summary([s.prefill_s for s in self.modes[name].samples])
 
     def prompt_of_bound(self, name: str) -> Summary | None:
-        """What a cold prompt could take at least, of what it took; None if that is not known.
+        """The bound of a cold prompt over its seconds; None without a resident mode or the disk.
 
-        At least: its bytes at the disk's speed of its round, or the resident model's prompt.
+        The bound is the larger of two: its bytes at the disk's speed of its round, and the seconds
+        of the resident model's prompt.
         """
         if not (self.resident and self.disk_speeds):
             return None

@@ -4,10 +4,10 @@ Every rank computes the backbone for the same tokens. In a MoE layer it computes
 expert) pairs of the experts that it owns, and one ``all_gather`` gives every rank the rows of all.
 Nothing is added up on the way, so N ranks give the bits of one.
 
-An ``all_sum`` of these rows, with
-zeros for those of the others, is twice as many messages: a token takes as long, 64 tokens' rows ten
-times as long. Were each rank to sum its rows over K first, less would be sent, but logits would
-differ by some 1e-5 and no token be faster (``data/results/cpu_ranks_joins.json``).
+An ``all_sum`` of these rows, with zeros for those of the others, sends twice as many messages. A
+token takes as long with it; the rows of 64 tokens took ten times as long. If each rank summed its
+rows over K first, less would be sent. But logits would differ by some 1e-5, and no token was faster
+(``data/results/cpu_ranks_joins.json``).
 
 All ranks must make the same collective calls in the same order. What decides about them is the
 same everywhere: settings and files are compared at load, the routing of every call with its rows.
