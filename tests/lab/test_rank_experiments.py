@@ -2,7 +2,6 @@
 
 import os
 
-import numpy as np
 import pytest
 
 from moelab import DATA, StreamConfig
@@ -17,9 +16,9 @@ LINUX = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="each ra
 def test_exchange():
     found = ranks.exchange({2: 2})["s"]["2"]
     assert {name: len(samples) for name, samples in found.items()} == dict.fromkeys(found, 2)
-    for rows in ranks.ROWS:
-        alone = np.median(found[f"evaluation of {rows}"])
-        assert min(np.median(found[f"{kind} of {rows}"]) for kind in ("sum", "gather")) > alone > 0
+    kinds = ("evaluation", "sum", "gather")
+    assert found.keys() >= {f"{kind} of {rows}" for kind in kinds for rows in ranks.ROWS}
+    assert all(min(samples) > 0 for samples in found.values())
 
 
 @LINUX
