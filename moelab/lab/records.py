@@ -178,10 +178,11 @@ class BenchRecord:
         return summary([s.prefill_s for s in self.modes[name].samples])
 
     def prompt_of_bound(self, name: str) -> Summary | None:
-        """The bound of a cold prompt over its seconds; None without a resident mode or the disk.
+        """How near a cold prompt comes to its bound: the bound's seconds over the measured ones.
 
-        The bound is the larger of two: its bytes at the disk's speed of its round, and the seconds
-        of the resident model's prompt.
+        The bound is what reading alone or computing alone would take, whichever is more: the
+        prompt's bytes at the disk's speed in that round, or the resident model's prompt. None if
+        the record lacks a resident mode or the disk's speeds.
         """
         if not (self.resident and self.disk_speeds):
             return None

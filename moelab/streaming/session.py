@@ -26,9 +26,10 @@ from .reader import Reader
 # Tokens that count as a long prompt. When decoding begins after one, free memory is
 # returned to the system, which takes 90 ms after a prompt of 2,000 tokens that took 20 s (2 cores).
 LONG_PROMPT = 256
-# Where memory is short, glibc maps arrays from this size on by themselves and returns them at once.
-# Otherwise it raises its limit to 32 MB as it sees fit, and keeps 100 to 200 MB in holes of its
-# heap. A prompt of 400 tokens took 11% longer with the file in the page cache (35B layers, n=7).
+# Where memory is short, glibc gives each array of this size or more a mapping of its own, which
+# goes back to the system when the array is freed. glibc's own limit rises to 32 MB, and below it
+# freed arrays stay in the heap: 100 to 200 MB after a prompt. The price: a prompt of 400 tokens
+# takes 11% longer with the file in the page cache (35B layers, n=7).
 MAPPED_NBYTES, M_MMAP_THRESHOLD = 1 << 18, -3
 LOOK_S = 1.0  # from one look at the memory that is left to the next, which takes 0.3 ms
 

@@ -85,7 +85,7 @@ def test_passes_of_any_length_and_threads_give_the_same_bits(D, threads, monkeyp
 
 
 def test_the_numbers_of_rows_live_as_long_as_their_addresses_are_used(monkeypatch):
-    """Two threads may fill the cache of ``in_order``; the array of one is then in no cache."""
+    """Of two threads that ask ``in_order`` at once, only one has its array kept in the cache."""
     made, kernel = [], quantized.kernel
 
     def uncached(n):

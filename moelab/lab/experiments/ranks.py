@@ -390,11 +390,16 @@ def _says(err, folder):
     return [line.replace(f"{folder}/", "") for line in lines]
 
 
-def ends(path: str | Path = MODEL) -> dict:
+def ends(path: str | Path = MODEL, rounds: int = 3) -> dict:
     """How two ranks of ``generate`` end when the second is killed or was started differently.
 
+    Args:
+        path (str): A checkpoint.
+        rounds (int): Times that every case is tried.
+
     Returns:
-        dict: For each case the seconds until both had ended, and what each printed and returned.
+        dict: For each case and round the seconds until both had ended, and what each printed and
+            returned.
     """
     cases, path = {}, Path(path)
     options = ["--prompt", "def read_json(path):", "--max-tokens", "2000", "--slots", "16"]
@@ -410,23 +415,28 @@ def ends(path: str | Path = MODEL) -> dict:
         ):
             command = ["-m", "moelab", "generate"]
             second = options[: -2 if more else None] + list(more)
-            begin = time.monotonic()
-            started = ranks.start(
-                [[*command, str(path), *options], [*command, str(model), *second]], folder
-            )
-            try:
-                if case == "killed":
-                    started[0].stdout.read(KILLED_AFTER)
-                    started[1].kill()
-                    begin = time.monotonic()
-                ended = ranks.finish(started, 120)
-            finally:
-                ranks.stop(started)
-            cases[case] = {
-                "s": round(time.monotonic() - begin, 2),
-                "ranks": [{"status": e.code, "says": _says(e.err, folder)} for e in ended],
-            }
+            commands = [[*command, str(path), *options], [*command, str(model), *second]]
+            cases[case] = []
+            for _ in range(int(rounds)):
+                took, ended = _end(commands, folder, case == "killed")
+                told = [{"status": e.code, "says": _says(e.err, folder)} for e in ended]
+                cases[case].append({"s": round(took, 2), "ranks": told})
     return {"kind": "ranks ends", "machine": machine.card(), "model": path.name, "cases": cases}
+
+
+def _end(commands, folder, kill):
+    """Seconds from the start, or from killing the second rank, until both ended; how they did."""
+    begin = time.monotonic()
+    started = ranks.start(commands, folder)
+    try:
+        if kill:
+            started[0].stdout.read(KILLED_AFTER)
+            started[1].kill()
+            begin = time.monotonic()
+        ended = ranks.finish(started, 120)
+    finally:
+        ranks.stop(started)
+    return time.monotonic() - begin, ended
 
 
 if __name__ == "__main__":

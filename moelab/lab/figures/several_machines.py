@@ -33,7 +33,7 @@ def live_chart(found: Mapping[int, Sequence[Rank]], model: str, slots: int) -> g
     same = "All ranks wrote one text" if len(texts) == 1 else f"{len(texts)} texts were written"
     return charts.bars(
         {"": bars},
-        f"{same}; of {most} ranks none reads more than {more / alone:.0%} of what one reads",
+        f"{same}; each of {most} ranks reads at most {more / alone:.0%} of what one alone reads",
         "MB read for a token",
         f"One rank holds {slots} of {one.experts} experts of a layer; of {most} ranks each has as "
         f"many slots and reads {found[most][0].experts} experts at most.",
