@@ -26,6 +26,7 @@ STREAM_OPTIONS = (
     "readers",
     "streams",
     "scales",
+    "source",
     "policy",
     "pinned_nbytes",
     "pinned_trace",
@@ -303,6 +304,11 @@ def add_stream_options(
         help="streamed with the weights, or all in memory (default: streamed)",
     )
     group.add_argument(
+        "--source",
+        choices=CHOICES["source"],
+        help="of misses; host: a CUDA GPU's host keeps all experts (default: disk)",
+    )
+    group.add_argument(
         "--policy", choices=CHOICES["policy"], help="which expert is evicted first (default: lru)"
     )
     group.add_argument(
@@ -321,7 +327,7 @@ def add_stream_options(
         "--ranks-trace",
         type=not_empty,
         metavar="FILE",
-        help="with several ranks: a trace of this model, by which experts are divided",
+        help="with several ranks: a trace of this model that divides the experts",
     )
     group.add_argument(
         "--prefetch",

@@ -31,6 +31,7 @@ from moelab.lab.experiments import (
 
 STREAM = {
     "--slots": "21", "--top-k": "3", "--readers": "5", "--streams": "2", "--scales": "resident",
+    "--source": "host",
     "--policy": "lfu", "--pinned-nbytes": "77", "--pinned-trace": "t.npz", "--ranks-trace": "t.npz",
     "--prefetch": "last",
     "--dtype": "bfloat16", "--kernels": "fast",
@@ -218,7 +219,7 @@ def test_an_option_arrives_or_is_refused(command, name, calls, capsys):
     if name in ("--pinned-nbytes", "--pinned-trace"):
         given = [*option("--pinned-nbytes", "77"), *option("--pinned-trace", "t.npz")]
     modes = []
-    slots = ("--pinned-nbytes", "--pinned-trace", "--ranks-trace", "--prefetch")
+    slots = ("--pinned-nbytes", "--pinned-trace", "--ranks-trace", "--prefetch", "--source")
     if name in slots and "--modes" in takes:
         modes = ["--modes", "fused"]
     got = run(capsys, command, *least, *given, *modes)

@@ -12,6 +12,7 @@ CHOICES = {  # of the fields that take one of several names
     "mode": MODES,
     "prefetch": ("none", "last", "lookahead", "oracle"),
     "policy": POLICIES,
+    "source": ("disk", "host"),
     "scales": ("streamed", "resident"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "kernels": ("auto", "mlx", "fast"),
@@ -67,6 +68,10 @@ class StreamConfig:
             generation does not: that saves their memory and time. Matters with the ``fast``
             kernels, which compute them at once; if they are used after all, MLX's slow ones do.
             The commands set it. Default: ``False``.
+        source (str): Where an expert comes from that is in no slot: ``disk``, or with a CUDA GPU
+            ``host``, pinned memory into which every expert is read while loading. From there the
+            GPU fills its slots by itself, and the host waits for no routing. For ``stacked`` and
+            ``fused``; needs cuda-bindings, and host memory for all experts. Default: ``disk``.
 
     Raises:
         ValueError: If a field is not one of the above.
@@ -89,6 +94,7 @@ class StreamConfig:
     kernels: str = "auto"
     streams: int | str = "auto"
     lazy_logits: bool = False
+    source: str = "disk"
 
     def __post_init__(self):
         for name, allowed in CHOICES.items():
@@ -100,6 +106,11 @@ class StreamConfig:
         if type(self.lazy_logits) is not bool:
             raise ValueError(
                 f"StreamConfig.lazy_logits: expected True or False, got {self.lazy_logits!r}."
+            )
+        if self.source != "disk" and self.mode not in SLOT_MODES:
+            raise ValueError(
+                f"StreamConfig.source: {self.source!r} needs slots that the GPU fills, got mode "
+                f"{self.mode!r}. Use mode 'stacked' or 'fused', or source 'disk'."
             )
         if self.prefetch != "none" and self.mode not in SLOT_MODES:
             raise ValueError(
@@ -182,7 +193,8 @@ class StreamConfig:
             unused = set() if self.pinned_nbytes else {"pinned_trace"}
             unused |= set() if self.slots == "auto" else auto
             return unused | ({"streams"} if self.kernels == "fast" else set())
-        unused = {"slots", "prefetch", "policy", "pinned_nbytes", "pinned_trace", "streams", *auto}
+        unused = {"slots", "source", "prefetch", "policy", "pinned_nbytes", "pinned_trace"}
+        unused |= auto | {"streams"}
         if self.mode != "buffers":
             unused.add("readers")
         if self.mode == "resident":

@@ -17,7 +17,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import cache
 from typing import NamedTuple
@@ -135,17 +135,23 @@ class Block(Pinned):
         return out
 
 
-class _Begun:
-    """What one ``start`` began."""
+class Begun:
+    """What one ``start`` began.
 
-    def __init__(self, waiting):
+    Args:
+        waiting (Iterable): Pieces for which there is no block yet.
+        there (Sequence[Copy]): Bytes that need not be read.
+    """
+
+    def __init__(self, waiting: Iterable[list[Read]], there: Sequence[Copy] = ()):
         self.direct = []  # futures of the reads that need no copy
-        self.waiting = deque(waiting)  # pieces for which there is no block yet
+        self.waiting, self.there = deque(waiting), there
         self.reading = []  # pieces that are read: (reads, block, future)
         self.in_graph = False  # whether a kernel that was built copies them
 
-    def copies(self):
-        return [c for reads, block, _ in self.reading for c in block.copies(reads)]
+    def copies(self) -> list[Copy]:
+        """What has to be copied, of what has a block."""
+        return [*self.there, *(c for reads, block, _ in self.reading for c in block.copies(reads))]
 
 
 class UploadingReader(Reader):
@@ -165,12 +171,12 @@ class UploadingReader(Reader):
         self._free = []
         self._copying = []  # blocks that the graph may still copy
 
-    def start(self, reads: Sequence[Read]) -> _Begun:
+    def start(self, reads: Sequence[Read]) -> Begun:
         self._wait()
         if isinstance(reads, Ranges) and (begun := self._start_table(reads)) is not None:
             return begun
         direct = [r for r in reads if not r.parts]
-        begun = _Begun(pieces([r for r in reads if r.parts], self.readers))
+        begun = Begun(pieces([r for r in reads if r.parts], self.readers))
 
         def here():
             if direct:
@@ -203,7 +209,7 @@ class UploadingReader(Reader):
         table = ranges.table.copy()
         table[:, native.IOV] = native.address_of(iovecs) + iovecs[0].nbytes * np.arange(len(sizes))
         table[:, native.COUNT] = 1
-        begun = _Begun(())
+        begun = Begun(())
 
         def begin(submit):
             for first, last, block in zip(firsts, lasts, blocks):
@@ -261,11 +267,11 @@ class UploadingReader(Reader):
         nbytes = sum(r.nbytes for r in reads)
         self._count(len(reads), nbytes, begin, nbytes)
 
-    def copies(self, begun: _Begun) -> list[Copy] | None:
+    def copies(self, begun: Begun) -> list[Copy] | None:
         """What a kernel has to copy so that ``finish`` need not; None if it takes several.
 
         Args:
-            begun (_Begun): From ``start``. ``finish`` it before the result is used: it raises if a
+            begun (Begun): From ``start``. ``finish`` it before the result is used: it raises if a
                 read failed.
         """
         copies = begun.copies()
@@ -274,18 +280,18 @@ class UploadingReader(Reader):
         begun.in_graph = True
         return copies
 
-    def finish(self, begun: _Begun) -> None:
+    def finish(self, begun: Begun) -> None:
         files = set().union(*map(files_of, begun.waiting))
         files.update(*(files_of(reads) for reads, *_ in begun.reading))
         super().finish([*begun.direct, *(future for *_, future in begun.reading)])
         if begun.in_graph:
             self._copying += [block for _, block, _ in begun.reading]
-        while begun.reading and not begun.in_graph:
+        while (begun.there or begun.reading) and not begun.in_graph:
             copies = begun.copies()
             for i in range(0, len(copies), MAX_COPIES):
                 self._mailbox.copy(copies[i : i + MAX_COPIES])
             self._free += [block for _, block, _ in begun.reading]
-            begun.reading = []
+            begun.there, begun.reading = (), []
             self._read_more(begun, self._submit)
             super().finish([future for *_, future in begun.reading])
         check_unchanged(files)
@@ -375,6 +381,26 @@ _POST = """
         posted[0] = 1;
     }
 """
+# A block of threads copies ``nbytes`` bytes from ``source``, in memory of the host, to ``to``.
+COPY = """
+        int i = threadIdx.x;
+        if ((((word)source | (word)to | (word)nbytes) & 15) == 0) {
+            const int4* a = (const int4*)source;
+            int4* b = (int4*)to;
+            int n = nbytes / 16, step = blockDim.x;
+            for (; i + 3 * step < n; i += 4 * step) {
+                int4 v = __ldcv(a + i), w = __ldcv(a + i + step);
+                int4 x = __ldcv(a + i + 2 * step), y = __ldcv(a + i + 3 * step);
+                b[i] = v;
+                b[i + step] = w;
+                b[i + 2 * step] = x;
+                b[i + 3 * step] = y;
+            }
+            for (; i < n; i += step) b[i] = __ldcv(a + i);
+        } else {
+            for (; i < nbytes; i += blockDim.x) to[i] = __ldcv(source + i);
+        }
+"""
 # ``list``: how many copies and how many chunks there are, then for each copy its first chunk,
 # source, destination, bytes and flag. Every block of threads takes it from the host once, and
 # copies every gridDim.x-th chunk.
@@ -405,23 +431,7 @@ _SEND = f"""
             while (*(const volatile unsigned int*)copy[4] == 0) __nanosleep(400);
         __syncthreads();
         __threadfence_system();
-        int i = threadIdx.x;
-        if ((((word)source | (word)to | (word)nbytes) & 15) == 0) {{
-            const int4* a = (const int4*)source;
-            int4* b = (int4*)to;
-            int n = nbytes / 16, step = blockDim.x;
-            for (; i + 3 * step < n; i += 4 * step) {{
-                int4 v = __ldcv(a + i), w = __ldcv(a + i + step);
-                int4 x = __ldcv(a + i + 2 * step), y = __ldcv(a + i + 3 * step);
-                b[i] = v;
-                b[i + step] = w;
-                b[i + 2 * step] = x;
-                b[i + 3 * step] = y;
-            }}
-            for (; i < n; i += step) b[i] = __ldcv(a + i);
-        }} else {{
-            for (; i < nbytes; i += blockDim.x) to[i] = __ldcv(source + i);
-        }}
+        {COPY}
     }}
 """
 
@@ -453,8 +463,8 @@ class Mailbox:
             after (mx.array): Is computed before they are there, too.
         """
         self._words[0] = 0
-        self._posted = _kernel("post", ("indices", "after"), "posted", _POST)(
-            inputs=[indices, after, self._address], output_shapes=[(1,)], **_launch(1)
+        self._posted = kernel("post", ("indices", "after", "address"), ("posted",), _POST)(
+            inputs=[indices, after, self._address], output_shapes=[(1,)], **launch(1)
         )
         mx.async_eval(self._posted)
 
@@ -476,7 +486,13 @@ class Mailbox:
         self._posted = self._sent = None  # what was sent before has been received
         return words[1 : 1 + indices.size].reshape(indices.shape).copy()
 
-    def send(self, numbers: np.ndarray, indices: mx.array, copies: list[Copy] = ()) -> mx.array:
+    def send(
+        self,
+        numbers: np.ndarray,
+        indices: mx.array,
+        copies: list[Copy] = (),
+        after: mx.array | None = None,
+    ) -> mx.array:
         """An array that a kernel fills with numbers of the host, when it is computed.
 
         Args:
@@ -484,6 +500,7 @@ class Mailbox:
             indices (mx.array): Of the same shape; computed first.
             copies (list[Copy]): What the kernel copies first, each as soon as it has been read: at
                 most ``MAX_COPIES``.
+            after (mx.array or None): What else is computed first.
 
         Returns:
             mx.array: uint32, of the same shape.
@@ -495,12 +512,25 @@ class Mailbox:
             chunk += -(-c.nbytes // CHUNK_NBYTES)
         self._list[: 2 + len(words)] = (len(copies), chunk, *words)
         self._words[1 : 1 + numbers.size] = numbers.ravel()
-        self._sent = _kernel("send", ("indices",), "slots", _SEND)(
-            inputs=[indices, self._address],
+        after = indices if after is None else after
+        self._sent = kernel("send", ("indices", "after", "address"), ("slots",), _SEND)(
+            inputs=[indices, after, self._address],
             output_shapes=[indices.shape],
-            **_launch(min(NUM_COPYING, max(1, chunk))),
+            **launch(min(NUM_COPYING, max(1, chunk))),
         )[0]
         return self._sent
+
+    def copy_after(self, copies: list[Copy], after: mx.array) -> mx.array:
+        """Have the GPU copy bytes as soon as they are there, and do not wait.
+
+        Args:
+            copies (list[Copy]): At most ``MAX_COPIES``.
+            after (mx.array): Is computed before.
+
+        Returns:
+            mx.array: ``[1]``, uint32, a zero: what depends on it is computed afterwards.
+        """
+        return self.send(np.zeros(1, np.uint32), self._one, copies, after)
 
     def copy(self, copies: list[Copy]) -> None:
         """Copy bytes that are there, and wait.
@@ -523,13 +553,15 @@ class Mailbox:
 
 
 @cache
-def _kernel(name, inputs, output, source):
-    return mx.fast.cuda_kernel(f"moelab_{name}", [*inputs, "address"], [output], source)
+def kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str) -> Callable:
+    """A kernel of ``mx.fast.cuda_kernel``, built when it is first computed."""
+    return mx.fast.cuda_kernel(f"moelab_{name}", inputs, outputs, source)
 
 
-def _launch(blocks):
+def launch(blocks: int, outputs: int = 1) -> dict:
+    """How a kernel is called that has so many blocks of threads and gives uint32."""
     return {
-        "output_dtypes": [mx.uint32],
+        "output_dtypes": [mx.uint32] * outputs,
         "grid": (blocks * THREADS, 1, 1),
         "threadgroup": (THREADS, 1, 1),
     }

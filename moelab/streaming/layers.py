@@ -15,7 +15,7 @@ import numpy as np
 
 from ..experts import expert_modules, expert_parameters, num_experts
 from ..memory import memory_available
-from .cuda import MAILBOX_SIZE, on_cuda
+from .cuda import BLOCK_NBYTES, MAILBOX_SIZE, MAX_COPIES, NUM_BLOCKS, on_cuda
 from .prefetch import Job
 from .session import Session
 from .slots import SlotBank, SlotTable, can_fuse
@@ -27,6 +27,9 @@ PART_NBYTES = 2 * 1024 * 1024
 # Parts of a wave at most with the fast kernels. They compute an expert so fast that what a part
 # costs beside its arithmetic shows.
 NUM_PARTS = 8
+# Bytes. Where a GPU copies, experts are read in parts of about this size: two parts fit into the
+# blocks of pinned memory.
+COPIED_NBYTES = NUM_BLOCKS * BLOCK_NBYTES // 3
 # A prompt lets the system read ahead if it has so many (token, expert) pairs for each expert, and
 # if the layer before needed at least this share of its experts.
 AHEAD_PAIRS, AHEAD_SHARE = 2, 0.5
@@ -155,6 +158,9 @@ class StreamedExperts(nn.Module):
         """Make the layer usable after a call that an exception ended. No read may be running."""
         self.probe = None
 
+    def count(self) -> None:
+        """Count what only the GPU knows so far."""
+
     def _without_waiting(self, x, indices):
         """Compute a call whose routing the host need not know, else return None."""
         return None
@@ -169,13 +175,18 @@ class StreamedExperts(nn.Module):
         """Compute one expert, the only one of its bank, for the pairs that chose it."""
         return self._part(bank, rows, pairs, [0] * len(pairs), top_k)
 
-    def _part(self, bank, rows, pairs, slots, top_k):
-        """Compute some of a call's (token, expert) pairs with the kernels of the whole call."""
+    def _part(self, bank, rows, pairs, slots, top_k, zero=None):
+        """Compute some of a call's (token, expert) pairs with the kernels of the whole call.
+
+        With ``zero``, an array of it, not before that is computed.
+        """
         n = len(pairs)
         if on_cuda():  # repeat the last pair until there are enough rows for the same kernel
             more = min(len(rows) * top_k, self._least_rows) - n
             pairs, slots = pairs + pairs[-1:] * more, slots + slots[-1:] * more
-        y = bank.experts(rows[mx.array(pairs) // top_k], mx.array(slots, mx.uint32)[:, None])
+        slots = mx.array(slots, mx.uint32)
+        slots = slots if zero is None else slots + zero
+        y = bank.experts(rows[mx.array(pairs) // top_k], slots[:, None])
         return y[:n] if len(pairs) > n else y
 
 
@@ -256,6 +267,8 @@ class Stacked(StreamedExperts):
     Attributes:
         bank (SlotBank): The bytes of the slots.
         table (SlotTable): Which expert is in which slot.
+        host (HostExperts or None): With ``StreamConfig(source="host")``: the layer's experts, of
+            which the GPU brings those into its slots that it needs.
         routed (np.ndarray or None): ``[..., K]``, the experts of the last call.
         job (Job or None): What is being prefetched for this layer.
     """
@@ -265,7 +278,7 @@ class Stacked(StreamedExperts):
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
         self._module = (module,)  # in a tuple, so that its parameters are not the model's
-        self.routed = None
+        self.routed = self.host = None
         self.take(session.config.slots)
 
     def take(self, slots: int) -> None:
@@ -287,20 +300,36 @@ class Stacked(StreamedExperts):
             self.bank.arrived(e, slot)
         self.job = None
         self._slot_of_all = None  # [E], once every expert is held
+        if self.host is not None:
+            self.host.bind(self.bank, self.table)
 
     def recover(self) -> None:
         super().recover()
         self.job = None
+        if self.host is not None:
+            self.host.forget()
         self.table.recover()
 
+    def count(self) -> None:
+        if self.host is not None:
+            self.host.give_back(self.session.stats)
+
     def _without_waiting(self, x, indices):
+        session, table = self.session, self.table
+        if session.recorder is not None or session.prefetcher is not None:
+            return None
+        if indices.shape[-1] > session.top_k:
+            return None
+        if self.host is not None and self.host.takes(indices):
+            session.counters.calls += 1
+            y = self._gather(x, self.host.slots(indices, session.decoding))
+            session.pending = [y]
+            self.host.after = y
+            return y
         # Once every expert is held no slot changes any more. Only a single token's experts can be
         # counted without knowing them.
-        session, table = self.session, self.table
-        alone = indices.size == indices.shape[-1] <= session.top_k
+        alone = indices.size == indices.shape[-1]
         if len(table.slot_of) + len(table.pinned) < self.num_experts or not alone:
-            return None
-        if session.recorder is not None or session.prefetcher is not None:
             return None
         if self._slot_of_all is None:
             slot_of = table.slot_of | table.pinned
@@ -374,6 +403,13 @@ class Stacked(StreamedExperts):
         self._collect_prefetched([])
 
     def _compute(self, x, indices, routed):
+        if self.host is None:
+            return self._compute_streamed(x, indices, routed)
+        self.count()
+        self.host.after = self._compute_streamed(x, indices, routed)
+        return self.host.after
+
+    def _compute_streamed(self, x, indices, routed):
         flat = routed.ravel().tolist()
         needed = list(dict.fromkeys(flat))
         self.routed = routed
@@ -385,7 +421,10 @@ class Stacked(StreamedExperts):
             if not misses:
                 self._fill(self._unread())
             read_s = self.session.reader.expected_s(len(misses) * self.bank.expert_nbytes)
-            if not misses or read_s < OVERLAP_S or not self.session.overlap:
+            late = read_s >= OVERLAP_S and self.session.overlap
+            if self._is_copied and len(misses) > self._part_size:
+                late = True
+            if not misses or not late:
                 held.update(misses)
                 slots = np.array([held[e] for e in flat], np.uint32).reshape(routed.shape)
                 return self._gather(x, self._bring_for(slots, indices, misses))
@@ -481,6 +520,8 @@ class Stacked(StreamedExperts):
 
     def _in_parts(self, x, flat, shape, waves):
         """Compute the experts that are held while the others are read, part by part."""
+        if self._is_copied:
+            return self._as_copied(x, flat, shape, waves)
         begin = getattr(self.bank.experts, "begin", None)
         if begin and (call := begin(x, shape)):
             return self._as_they_arrive(call, flat, waves)
@@ -526,9 +567,60 @@ class Stacked(StreamedExperts):
                 ready = {}
         return call.result()
 
-    def _parts(self, misses):
+    @property
+    def _is_copied(self):
+        """Whether the GPU copies what is read, in its own order."""
+        return self.session.mailbox is not None and self.bank.as_read
+
+    def _as_copied(self, x, flat, shape, waves):
+        """``_in_parts`` where the GPU copies what is read.
+
+        It copies a part behind the arithmetic that was scheduled before, which reads the same
+        slots, so only the reads are waited for.
+        """
+        positions, rows = by_expert(flat), x.reshape(-1, x.shape[-1])
+        mailbox, reader = self.session.mailbox, self.session.reader
+        ys, order, zero = [], [], None
+
+        def compute(part):
+            pairs = [i for e in part for i in positions[e]]
+            slots = [part[flat[i]] for i in pairs]
+            ys.append(self._part(self.bank, rows, pairs, slots, shape[-1], zero))
+            mx.async_eval(ys[-1])
+            order.extend(pairs)
+
+        for held, misses in waves:
+            if held:
+                compute(held)
+            parts = deque(self._parts(misses))
+            begun = self._begin(parts[0]) if parts else None
+            while parts:
+                part, reads = parts.popleft(), begun
+                begun = self._begin(parts[0]) if parts else None
+                copies = reader.copies(reads)
+                if copies is None:
+                    mx.eval(ys)
+                    self._finish(part, reads)
+                    compute(part)
+                else:
+                    zero = mailbox.copy_after(copies, ys[-1] if ys else x)
+                    compute(part)
+                    self._finish(part, reads)
+        return unsort(ys, order, shape)
+
+    @property
+    def _part_size(self):
+        """Experts of a part."""
+        if self._is_copied:
+            most = MAX_COPIES // len(self.bank.into())
+            if self.host is None:
+                most = min(most, COPIED_NBYTES // self.bank.expert_nbytes)
+            return max(1, most)
         # Large enough to be worth a wait, small enough that computing one hides the next read.
-        size = max(len(self.session.streams), PART_NBYTES // self.bank.expert_nbytes)
+        return max(len(self.session.streams), PART_NBYTES // self.bank.expert_nbytes)
+
+    def _parts(self, misses):
+        size = self._part_size
         if self.session.fast_experts:
             size = max(size, -(-len(misses) // NUM_PARTS))
         misses = list(misses.items())
@@ -542,6 +634,8 @@ class Stacked(StreamedExperts):
 
     def _begin(self, misses):
         """Begin to read experts into the slots that ``_plan`` chose for them."""
+        if self.host is not None:
+            return self.host.start(misses)
         with self.session.waiting() as reader:
             return reader.start(self.bank.reads(misses))
 
@@ -559,6 +653,7 @@ class Stacked(StreamedExperts):
         Args:
             experts (list[int]): Distinct, at most S beside the pinned ones.
         """
+        self.count()
         self._fill(self._plan(experts)[1])
 
     def _fill(self, misses):

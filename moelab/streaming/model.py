@@ -22,6 +22,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .. import kernels
 from ..checkpoint import Checkpoint, CheckpointError, describe, read_json
 from ..experts import expert_modules, expert_parameters, locate_experts, read_experts
+from . import host
 from .build import activation_dtype, build_model, pinned_experts, place_experts, stays_resident
 from .config import SLOT_MODES, StreamConfig
 from .layers import LAYERS, moe_blocks
@@ -323,6 +324,8 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
             if config.prefetch != "none":
                 blocks = [weakref.proxy(block) for block in moe_blocks(model)]
                 session.prefetcher = PREFETCHERS[config.prefetch](session.layers, blocks)
+        if config.source == "host":
+            host.hold(session)
         _evaluate(model)
         if config.mode in SLOT_MODES:
             spread(model, session)

@@ -439,6 +439,8 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
     session = session_of(model)
     with session.lock:
         session.count_reads()
+        for layer in session.layers:
+            layer.count()
         result = session.stats
         if reset:
             session.stats = Stats(kernels=result.kernels)

@@ -460,6 +460,28 @@ class SlotBank:
         for e in experts:
             yield [(t.files[e], t.offsets[e], nbytes) for t, nbytes in ranges]
 
+    @property
+    def disk_nbytes(self) -> int:
+        """The bytes of one expert on disk."""
+        return self._places[2]
+
+    def into(self) -> list[tuple[int, int, int, int]]:
+        """Where the bytes of an expert belong that lie one behind the other, as ``places`` says.
+
+        Returns:
+            list[tuple[int, int, int, int]]: For each part its first byte, the address of it in slot
+                0, what an address is more in the next slot, and the bytes.
+        """
+        first = [part for *_, parts in self._slot(0).disk for part in parts]
+        second = [
+            part for *_, parts in self._slot(min(1, self.num_slots - 1)).disk for part in parts
+        ]
+        found, at = [], 0
+        for (to, nbytes), (next_to, _) in zip(first, second):
+            found.append((at, to, next_to - to, nbytes))
+            at += nbytes
+        return found
+
     @cached_property
     def _places(self):
         """``[E, ranges, 2]``, file descriptors and offsets; the files; an expert's bytes."""

@@ -1,6 +1,7 @@
 """The way of bytes through pinned memory, with kernels that run on the host."""
 
 import ctypes
+import functools
 import gc
 import itertools
 import os
@@ -19,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.repack import repack
-from moelab.streaming import cuda, native, reader, slots
+from moelab.streaming import cuda, host, layers, native, reader, slots
 from moelab.streaming.model import load_model
 from moelab.streaming.reader import ReadError
 from moelab.streaming.session import session_of
@@ -36,6 +37,7 @@ class Runtime:
 
     def __init__(self):
         self.memory, self.copied, self.in_graph, self.time_limit = {}, 0, 0, 0
+        self.fetched = 0
 
     def cudaHostAlloc(self, nbytes, flags):
         memory = ctypes.create_string_buffer(nbytes)
@@ -53,6 +55,8 @@ class Runtime:
         return 0, b"out of memory"
 
     def kernel(self, name, inputs, output, source):
+        if name.startswith("fetch"):
+            return functools.partial(self.fetch, *map(int, name.split("_")[1:]))
         return {"post": self.post, "send": self.send}[name]
 
     def post(self, inputs, **_):
@@ -64,7 +68,8 @@ class Runtime:
         return [mx.zeros(1)]
 
     def send(self, inputs, **_):
-        indices, addresses = inputs
+        indices, after, addresses = inputs
+        mx.eval(after)
         box, first = addresses.tolist()
         copies, total = words(first, 2, np.uint64).tolist()
         chunks, entries = total, words(first + 16, 5 * copies, np.uint64).reshape(-1, 5).tolist()
@@ -81,6 +86,31 @@ class Runtime:
         assert chunks == 0
         return [mx.array(words(box + 4, indices.size, np.uint32).reshape(indices.shape).copy())]
 
+    def fetch(self, E, S, evicted, inputs, **_):
+        indices, state, phase, place, after = inputs
+        mx.eval(after)
+        state, needed = np.array(state), np.array(indices).ravel().tolist()
+        slot_of, expert_of, used = state[:E], state[E : E + S], state[E + S : E + 2 * S]
+        clock, counts = state[E + 2 * S], state[-4:].reshape(2, 2)[phase.item()]
+        held = {int(slot_of[e]) for e in needed if slot_of[e] < S}
+        counts += np.array([len(held), len({*needed}) - len(held)], np.uint32)
+        for i, e in enumerate(needed):
+            if slot_of[e] < evicted:
+                used[slot_of[e]] = clock + i
+        base, nbytes, chunks, *rows = np.array(place).tolist()
+        assert len(rows) == 4 * chunks
+        for i, e in enumerate(needed):
+            if slot_of[e] < S:
+                continue
+            slot = int(used[:evicted].argmin())
+            slot_of[slot_of == slot] = S
+            slot_of[e], expert_of[slot], used[slot] = slot, e, clock + len(needed) + i
+            for first, to, stride, size in np.reshape(rows, (-1, 4)).tolist():
+                ctypes.memmove(to + slot * stride, base + e * nbytes + first, size)
+                self.fetched += size
+        state[E + 2 * S] += 2 * len(needed)
+        return mx.array(slot_of[needed].reshape(indices.shape)), mx.array(state)
+
 
 def words(address, n, dtype):
     memory = (ctypes.c_uint8 * (n * np.dtype(dtype).itemsize)).from_address(address)
@@ -91,7 +121,7 @@ def words(address, n, dtype):
 def runtime(monkeypatch):
     runtime = Runtime()
     monkeypatch.setattr(cuda, "runtime", runtime)
-    monkeypatch.setattr(cuda, "_kernel", runtime.kernel)
+    monkeypatch.setattr(cuda, "kernel", runtime.kernel)
     monkeypatch.setattr(cuda, "available", lambda: True)
     cuda._may_wait.cache_clear()
     yield runtime
@@ -298,6 +328,109 @@ def test_an_interrupt_leaves_no_kernel_waiting(path, runtime, want, monkeypatch)
                 greedy_logits(model, PROMPT, 4)
         assert seen and all(block.arrived[0] for block in seen)
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+
+
+@pytest.mark.parametrize("layout", ("stacked", "packed"))
+@pytest.mark.parametrize("mode", ("stacked", "fused"))
+@pytest.mark.parametrize("slots", (K, 3 * K, 64))
+def test_experts_from_the_hosts_memory_are_the_same(
+    slots, mode, layout, path, tmp_path, runtime, want
+):
+    if layout == "packed":
+        path = repack(path, tmp_path / "packed", progress=False)
+    with uploading(path, mode=mode, slots=slots, source="host") as model:
+        for _ in range(2):
+            assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+        assert runtime.fetched > 0 and moelab.stats(model).decode.bytes_read == 0
+
+
+@pytest.mark.parametrize("policy", ("lru", "lfu"))
+def test_host_and_gpu_agree_on_what_the_slots_hold(policy, path, runtime):
+    """A long call goes by the table, a short one by the kernel's state, unless it is recorded."""
+    read = {}
+    for source in ("disk", "host"):
+        with uploading(path, slots=2 * K, policy=policy, source=source) as model:
+            for tokens in (PROMPT, [3], [8], [3, 9], PROMPT[::-1], [8], [60]):
+                mx.eval(model(mx.array([tokens])))
+            with moelab.record(model):
+                mx.eval(model(mx.array([[60]])))
+            stats = moelab.stats(model)
+            phases = stats.prefill, stats.decode
+            read[source] = [(c.tokens, c.calls, c.hits, c.misses) for c in phases]
+            for layer in session_of(model).layers:
+                slots = [*layer.table.slot_of.values()]
+                assert len({*slots}) == len(slots)
+    assert read["host"] == read["disk"]
+
+
+def test_pinned_experts_stay_beside_those_of_the_hosts_memory(path, tmp_path, runtime, want):
+    with uploading(path, slots=K) as model:
+        with moelab.record(model) as trace:
+            greedy_logits(model, PROMPT, 4)
+        trace.save(tmp_path / "trace.npz")
+        nbytes = 3 * session_of(model).layers[0].bank.expert_nbytes
+    pinned = {"pinned_nbytes": nbytes, "pinned_trace": str(tmp_path / "trace.npz")}
+    with uploading(path, slots=K, source="host", **pinned) as model:
+        before = [dict(layer.table.pinned) for layer in session_of(model).layers]
+        assert any(before)
+        for _ in range(2):
+            assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+        assert [layer.table.pinned for layer in session_of(model).layers] == before
+
+
+def test_a_call_that_fails_forgets_what_the_gpus_slots_hold(path, runtime, want, monkeypatch):
+    with uploading(path, slots=K, source="host") as model:
+        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+        last = session_of(model).layers[-1]
+        with monkeypatch.context() as patch:
+            patch.setattr(last.host, "slots", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                mx.eval(model(mx.array([[3]])))
+        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+
+
+def test_slots_that_are_given_back_are_filled_from_the_hosts_memory(path, runtime, want):
+    with uploading(path, slots=3 * K, source="host") as model:
+        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+        for layer in session_of(model).layers:
+            layer.take(K)
+        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+
+
+@pytest.mark.parametrize(
+    "config, error",
+    [
+        ({"dtype": "float32", "kernels": "mlx"}, "computed as they are on disk"),
+        ({"scales": "resident"}, "computed as they are on disk"),
+        ({"mode": "buffers"}, "needs slots"),
+        ({"source": "ssd"}, "expected one of disk, host"),
+    ],
+)
+def test_what_cannot_come_from_the_hosts_memory_is_refused(config, error, path, runtime):
+    with pytest.raises(ValueError, match=error):
+        uploading(path, **{"slots": K, "source": "host", **config})
+
+
+def test_host_memory_that_is_too_small_or_no_gpus_is_refused(path, runtime, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "memory_available", lambda: 1000)
+        with pytest.raises(ValueError, match=r"the host has 0\.00 GB available"):
+            uploading(path, slots=K, source="host")
+    monkeypatch.setattr(cuda, "available", lambda: False)
+    with pytest.raises(ValueError, match="needs a CUDA GPU"):
+        uploading(path, slots=K, source="host")
+
+
+@pytest.mark.parametrize("num_blocks", (32, 4))
+def test_parts_of_a_prompt_are_copied_behind_what_is_computed(
+    num_blocks, path, runtime, want, monkeypatch
+):
+    monkeypatch.setattr(layers, "COPIED_NBYTES", 1)  # an expert a part
+    monkeypatch.setattr(cuda, "NUM_BLOCKS", num_blocks)
+    read_in_threads(monkeypatch)
+    with uploading(path, slots=2 * K) as model:
+        for _ in range(2):
+            assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
 
 
 def test_nothing_of_this_is_used_without_cuda_bindings(path, monkeypatch):

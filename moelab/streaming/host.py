@@ -1,0 +1,287 @@
+"""Experts in pinned memory of the host, from which a kernel in MLX's graph fills a GPU's slots.
+
+Where the host has memory for every expert and the GPU has not, nothing need be read again, and the
+host need not know the routing: the kernel looks up which slot an expert is in, evicts the least
+recently used for one that is in none, and copies it over the bus. So a token is computed without
+waiting for the host, as a resident model's is.
+"""
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+from tqdm import tqdm
+
+from ..memory import memory_available
+from . import cuda
+from .reader import Read, Reader
+from .session import Session, Stats
+from .slots import SlotBank, SlotTable
+
+# Bytes of the experts that are read at once while loading.
+READ_NBYTES = 64 * 1024 * 1024
+# When a pinned expert's slot was used last: never evicted.
+NEVER = 2**32 - 1
+
+# ``state``: the slot of each expert (S if none), the expert of each slot (E if none), when each
+# slot was used last, the time, and hits and misses of prompts and of decoding. Every block of
+# threads works out the same new state, and copies its part of the missing experts.
+_FETCH = """
+    typedef unsigned long long word;
+    constexpr int E = {E}, S = {S}, EVICTED = {evicted}, THREADS = {threads};
+    __shared__ unsigned int slot_of[E], expert_of[S], used[S], needed[S], missing[S], into[S];
+    __shared__ unsigned int held[S], hits, count, clock, best[THREADS], best_slot[THREADS];
+    int t = threadIdx.x, n = 1;
+    for (int d = 0; d < indices_ndim; ++d) n *= indices_shape[d];
+    for (int i = t; i < E; i += THREADS) slot_of[i] = state[i];
+    for (int i = t; i < S; i += THREADS) {{
+        expert_of[i] = state[E + i];
+        held[i] = 0;
+        used[i] = state[E + S + i];
+    }}
+    for (int i = t; i < n; i += THREADS) needed[i] = (unsigned int)indices[i];
+    if (t == 0) {{
+        count = hits = 0;
+        clock = state[E + 2 * S];
+    }}
+    __syncthreads();
+    for (int i = t; i < n; i += THREADS) {{
+        unsigned int slot = slot_of[needed[i]];
+        if (slot < S) held[slot] = 1;
+        if (slot < EVICTED) atomicMax(used + slot, clock + i);
+    }}
+    __syncthreads();
+    for (int i = t; i < S; i += THREADS)
+        if (held[i]) atomicAdd(&hits, 1);
+    for (int i = 0; i < n; ++i) {{
+        if (slot_of[needed[i]] < S) continue;
+        unsigned int least = {never}, at = 0;
+        for (int s = t; s < EVICTED; s += THREADS)
+            if (used[s] < least) {{
+                least = used[s];
+                at = s;
+            }}
+        best[t] = least;
+        best_slot[t] = at;
+        __syncthreads();
+        for (int half = THREADS / 2; half > 0; half /= 2) {{
+            if (t < half && best[t + half] < best[t]) {{
+                best[t] = best[t + half];
+                best_slot[t] = best_slot[t + half];
+            }}
+            __syncthreads();
+        }}
+        if (t == 0) {{
+            unsigned int slot = best_slot[0], old = expert_of[slot];
+            if (old < E) slot_of[old] = S;
+            expert_of[slot] = needed[i];
+            slot_of[needed[i]] = slot;
+            used[slot] = clock + n + i;
+            missing[count] = needed[i];
+            into[count++] = slot;
+        }}
+        __syncthreads();
+    }}
+    if (blockIdx.x == 0) {{
+        for (int i = t; i < n; i += THREADS) slots[i] = slot_of[needed[i]];
+        for (int i = t; i < E; i += THREADS) new_state[i] = slot_of[i];
+        for (int i = t; i < S; i += THREADS) {{
+            new_state[E + i] = expert_of[i];
+            new_state[E + S + i] = used[i];
+        }}
+        if (t < 5) {{
+            int decoding = (int)phase[0];
+            unsigned int more = t == 0 ? 2 * n : 0;
+            if (t == 1 + 2 * decoding) more = hits;
+            if (t == 2 + 2 * decoding) more = count;
+            new_state[E + 2 * S + t] = state[E + 2 * S + t] + more;
+        }}
+    }}
+    const word* row = (const word*)place;
+    word base = row[0], expert_nbytes = row[1], chunks = row[2];
+    row += 3;
+    for (word c = blockIdx.x; c < count * chunks; c += gridDim.x) {{
+        const word* chunk = row + 4 * (c % chunks);
+        const char* source = (const char*)(base + missing[c / chunks] * expert_nbytes + chunk[0]);
+        char* to = (char*)(chunk[1] + into[c / chunks] * chunk[2]);
+        int nbytes = (int)chunk[3];
+{copy}
+    }}
+"""
+
+
+def hold(session: Session) -> None:
+    """Read every expert of a model into pinned memory of the host, with a progress bar.
+
+    Args:
+        session (Session): The model's. The ``host`` of its layers is set.
+
+    Raises:
+        ValueError: If there is no GPU for it or not so much memory, or experts are converted when
+            they are read.
+    """
+    layers = session.layers
+    if session.mailbox is None or session.ranks is not None:
+        raise ValueError(
+            "StreamConfig.source: 'host' needs a CUDA GPU, cuda-bindings and no group of ranks. "
+            "Use source 'disk': experts are read when they are needed."
+        )
+    converted = next((layer for layer in layers if not layer.bank.as_read), None)
+    if converted is not None:
+        raise ValueError(
+            f"StreamConfig.source: {converted.path}: expected experts that are computed as "
+            "they are on disk, got such as are converted or divided first. Leave dtype and scales "
+            "at their defaults, or use source 'disk'."
+        )
+    need = sum(layer.num_experts * layer.bank.disk_nbytes for layer in layers)
+    if need > (there := memory_available()):
+        raise ValueError(
+            f"StreamConfig.source: the experts take {need / 1e9:.2f} GB, the host has "
+            f"{there / 1e9:.2f} GB available. Use source 'disk': they are read when needed."
+        )
+    with tqdm(total=need, unit="B", unit_scale=True, desc="experts", disable=None) as bar:
+        for layer in layers:
+            layer.host = HostExperts(layer.bank, layer.table, layer.num_experts)
+            for nbytes in layer.host.read(session.reader):
+                bar.update(nbytes)
+
+
+class HostExperts:
+    """One layer's experts in pinned memory of the host, and on the GPU what its slots hold.
+
+    The table says what they hold until ``slots`` is called, and again after ``give_back``.
+
+    Args:
+        bank (SlotBank): The layer's slots.
+        table (SlotTable): What they hold.
+        num_experts (int): E.
+
+    Attributes:
+        after (mx.array): The output of the layer's last call: it is computed from slots that the
+            next call may fill.
+    """
+
+    def __init__(self, bank: SlotBank, table: SlotTable, num_experts: int):
+        self._num_experts, self._nbytes = num_experts, bank.disk_nbytes
+        self._memory = cuda.Pinned(num_experts * self._nbytes + 4)
+        self._memory.bytes[-4:].view(np.uint32)[0] = 1  # for ``Copy.flag``: the bytes are there
+        self._phases = [mx.array([i], mx.uint32) for i in range(2)]
+        self.bind(bank, table)
+
+    def bind(self, bank: SlotBank, table: SlotTable) -> None:
+        """Fill other slots from now on; of the old ones nothing is kept.
+
+        Args:
+            bank (SlotBank): The slots.
+            table (SlotTable): What they hold.
+        """
+        self._bank, self._table = bank, table
+        self._state, self.after = None, mx.zeros(1)
+        self._into, rows = bank.into(), []
+        for source, to, stride, nbytes in self._into:
+            for at in range(0, nbytes, cuda.CHUNK_NBYTES):
+                size = min(cuda.CHUNK_NBYTES, nbytes - at)
+                rows += (source + at, to + at, stride, size)
+        place = [self._memory.address, self._nbytes, len(rows) // 4, *rows]
+        self._place = mx.array(np.array(place, np.uint64))
+        mx.eval(self._place, self.after, *self._phases)
+        shape = (self._num_experts, bank.num_slots, table.num_slots)
+        names = dict(zip(("E", "S", "evicted"), shape), never=NEVER, threads=cuda.THREADS)
+        self._kernel = cuda.kernel(
+            "fetch_" + "_".join(map(str, shape)),
+            ("indices", "state", "phase", "place", "after"),
+            ("slots", "new_state"),
+            _FETCH.format(**names, copy=cuda.COPY),
+        )
+
+    def read(self, reader: Reader) -> Iterator[int]:
+        """Read the experts; yields the bytes of each step when they are there."""
+        reads, size, view = [], 0, memoryview(self._memory.bytes)
+        for e, ranges in enumerate(self._bank.places(range(self._num_experts))):
+            at = e * self._nbytes
+            for file, offset, nbytes in ranges:
+                reads.append(Read(file, offset, nbytes, [view[at : at + nbytes]], expert=e))
+                at += nbytes
+            size += self._nbytes
+            if size >= READ_NBYTES or e == self._num_experts - 1:
+                reader.read(reads)
+                yield size
+                reads, size = [], 0
+
+    def takes(self, indices: mx.array) -> bool:
+        """Whether ``slots`` takes a call: its experts fit, and the policy is the kernel's."""
+        return indices.size <= self._table.num_slots and self._table.policy == "lru"
+
+    def slots(self, indices: mx.array, decoding: bool) -> mx.array:
+        """The slots of experts, filled when the array is computed. The host does not know them.
+
+        Args:
+            indices (mx.array): The experts, at most S.
+            decoding (bool): For the counters.
+
+        Returns:
+            mx.array: uint32, of the same shape.
+        """
+        if self._state is None:
+            self._state = self._from_table()
+        slots, self._state = self._kernel(
+            inputs=[indices, self._state, self._phases[int(decoding)], self._place, self.after],
+            output_shapes=[indices.shape, self._state.shape],
+            **cuda.launch(cuda.NUM_COPYING, 2),
+        )
+        return slots
+
+    def start(self, slots: dict[int, int]) -> cuda.Begun:
+        """As the reader's ``start``, for slots that the table has chosen: nothing is read.
+
+        Args:
+            slots (dict[int, int]): The slot of each expert.
+        """
+        address = self._memory.address
+        flag, copies = address + self._num_experts * self._nbytes, []
+        for e, slot in slots.items():
+            first = address + e * self._nbytes
+            copies += [
+                cuda.Copy(first + source, to + slot * stride, nbytes, flag)
+                for source, to, stride, nbytes in self._into
+            ]
+        return cuda.Begun((), copies)
+
+    def give_back(self, stats: Stats) -> None:
+        """Let the table say again what the slots hold, and count what was hit and missed.
+
+        Args:
+            stats (Stats): The counters.
+        """
+        if self._state is None:
+            return
+        state, self._state = np.array(self._state), None
+        E, S, table = self._num_experts, self._bank.num_slots, self._table
+        expert_of, used = state[E : E + S].tolist(), state[E + S : E + 2 * S]
+        order = np.argsort(used[: table.num_slots], kind="stable").tolist()
+        table.slot_of = {expert_of[slot]: slot for slot in order if expert_of[slot] < E}
+        table.recover()
+        for c, (hits, misses) in zip((stats.prefill, stats.decode), state[-4:].reshape(2, 2)):
+            c.hits += int(hits)
+            c.misses += int(misses)
+
+    def forget(self) -> None:
+        """After an exception: hold nothing, unless the table says what the slots hold."""
+        if self._state is not None:
+            self._state = None
+            self._table.slot_of.clear()
+        self.after = mx.zeros(1)
+
+    def _from_table(self):
+        E, S, table = self._num_experts, self._bank.num_slots, self._table
+        state = np.zeros(E + 2 * S + 5, np.uint32)
+        slot_of, expert_of, used = state[:E], state[E : E + S], state[E + S : E + 2 * S]
+        slot_of[:], expert_of[:] = S, E
+        for held in (table.slot_of, table.pinned):
+            for e, slot in held.items():
+                slot_of[e], expert_of[slot] = slot, e
+        for i, slot in enumerate(table.slot_of.values()):
+            used[slot] = 1 + i
+        used[[*table.pinned.values()]] = NEVER
+        state[E + 2 * S] = 1 + len(table.slot_of)
+        return mx.array(state)
