@@ -29,6 +29,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_tokenizer
 
 from moelab import DATA, StreamConfig, close, footprint, load, stats
@@ -50,7 +51,7 @@ from moelab.repack import repack
 from moelab.replay.locality import lru_hit_rate, recorded_trace
 from moelab.speculation import gated_delta
 from moelab.speculation.drafts import ModelDraft
-from moelab.streaming import native
+from moelab.streaming import cuda, native
 from moelab.streaming.layers import Stacked
 from moelab.streaming.session import Session
 from moelab.synthesize import synthesize
@@ -203,6 +204,9 @@ class Run:
         E = footprint(self.path).num_experts
         configs = {"resident": bench.resident_like(self.base)}
         configs |= {f"fused, {n} slots": replace(self.base, slots=n) for n in (E // 4, E // 2, E)}
+        if cuda.available():
+            host = replace(self.base, source="host")
+            configs |= {f"host, {n} slots": replace(host, slots=n) for n in (E // 4, E // 2)}
         hits, E0 = lru_hit_rate(trace, prompt + warmup).mean(0).tolist(), trace.num_experts
         hits = {f"{n} of {E0} slots": hits[n] for n in (E0 // 4, E0 // 2, E0)}
         out = {"trace": trace.model, "hit_rate_of_the_trace": hits}
@@ -272,6 +276,73 @@ class Run:
                 }
                 for model in models.values():
                     close(model)
+        return out
+
+    def host(self):
+        """Experts from pinned memory of the host against reads of them and resident, in turn."""
+        tokens, rounds, lengths = (4, 1, (16,)) if self.tiny else (24, 7, (128, 400, 1600))
+        E = footprint(self.path).num_experts
+        ways = {
+            "resident": bench.resident_like(self.base),
+            f"disk, {E // 4} slots": replace(self.base, slots=E // 4),
+        }
+        if cuda.available():
+            for n in (E // 16, E // 4, E // 2, E):
+                ways[f"host, {n} slots"] = replace(self.base, slots=n, source="host")
+        out = {}
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            packed = repack(self.path, Path(folder) / "packed", progress=False)
+            for layout, path in {"repacked": packed, "as shipped": self.path}.items():
+                begin, models, load_s = time.perf_counter(), {}, {}
+                for name, config in ways.items():
+                    models[name], tokenizer = load(path, config)
+                    begin, load_s[name] = time.perf_counter(), time.perf_counter() - begin
+                ids = tokenizer.encode(" ".join(heldout_starts(self._model, 8, 400, tokenizer)))
+                out[layout] = {
+                    "tokens": tokens,
+                    "load_s": load_s,
+                    "decoded": self._decoded(models, ids[:8], tokens, rounds),
+                    "prompts_of": {n: self._prompts(models, ids[:n], rounds) for n in lengths},
+                    "host_ms_of_a_token": {
+                        name: host_ms(model, ids[:8], tokens) for name, model in models.items()
+                    },
+                }
+                for model in models.values():
+                    close(model)
+                models.clear()
+        return out
+
+    def _decoded(self, models, ids, tokens, rounds):
+        """By model, resident first: seconds, whether the text is resident's, hits and misses."""
+        out = {n: {"decode_s": [], "same": []} for n in models}
+        order, text = random.Random(0), None
+        for i in range(rounds + 1):
+            for name in order.sample(list(models), len(models)) if i else models:
+                stats(models[name], reset=True)
+                run = decode(models[name], ids, tokens, warmup=4)
+                text = run.tokens if text is None else text
+                out[name]["same"].append(run.tokens == text)
+                if i:
+                    out[name]["decode_s"].append(run.decode_s)
+                c = stats(models[name]).decode
+                out[name] |= {"hits": c.hits, "misses": c.misses}
+        return out
+
+    def _prompts(self, models, ids, rounds):
+        """By model, resident first: seconds, and whether the last logits are resident's."""
+        out, logits = {n: {"prompt_s": [], "same": []} for n in models}, None
+        order = random.Random(0)
+        for i in range(rounds + 1):
+            for name in order.sample(list(models), len(models)) if i else models:
+                cache = make_prompt_cache(models[name])
+                begin = time.perf_counter()
+                y = models[name](mx.array([ids]), cache=cache)[0, -1]
+                mx.eval(y)
+                took = time.perf_counter() - begin
+                logits = y if logits is None else logits
+                out[name]["same"].append(mx.array_equal(y, logits).item())
+                if i:
+                    out[name]["prompt_s"].append(took)
         return out
 
     def ladder_cold(self):
@@ -373,10 +444,19 @@ class Run:
         )
 
     _model = DATA / "models" / "tiny-moe"
+    _source = "disk"
+
+    def exactness_host(self):
+        """``exactness``, ``texts_twice`` and ``soak`` with experts from the host's memory."""
+        self._source = "host"
+        try:
+            return {f.__name__: f() for f in (self.exactness, self.texts_twice, self.soak)}
+        finally:
+            self._source = "disk"
 
     def _trained(self, measure, slots=(16, 48)):
         configs = {
-            f"{m}, {s} slots": StreamConfig(mode=m, slots=s)
+            f"{m}, {s} slots": StreamConfig(mode=m, slots=s, source=self._source)
             for s in slots
             for m in ("stacked", "fused")
         }
@@ -429,6 +509,7 @@ SECTIONS = (
     "ladder_warm",
     "copies",
     "locality",
+    "host",
     "ladder_cold",
     "slot_writes",
     "reads",
@@ -449,6 +530,7 @@ SECTIONS = (
     "exactness",
     "texts_twice",
     "soak",
+    "exactness_host",
 )
 
 

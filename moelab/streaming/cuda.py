@@ -34,7 +34,7 @@ except ImportError:  # an optional package
     runtime = None
 
 # Bytes of a block of pinned memory, and blocks of a model at most.
-BLOCK_NBYTES, NUM_BLOCKS = 2 * 1024 * 1024, 32
+BLOCK_NBYTES, NUM_BLOCKS = 2 * 1024 * 1024, 96
 # Numbers of experts that fit into a mailbox: calls of 512 tokens with K = 8.
 MAILBOX_SIZE = 4096
 # Copies of one kernel at most, and the bytes that one of its blocks copies at once.
