@@ -28,12 +28,19 @@ from moelab.lab.experiments import (
 )
 from moelab.lab.experiments import soak as soak_experiment
 from moelab.lab.experiments import sweep as sweeps
-from moelab.lab.experiments.ladder import EXPERT_NBYTES_122B, K_122B, L_122B, TOKEN_NBYTES_122B
+from moelab.lab.experiments.ladder import (
+    EXPERT_NBYTES_35B,
+    EXPERT_NBYTES_122B,
+    K_122B,
+    L_122B,
+    TOKEN_NBYTES_122B,
+)
 from moelab.lab.plots.pages import summary
 from moelab.lab.records import PUBLISHED, reads_GBs, recorded
 from moelab.replay import locality
 from moelab.speculation.policy import Policy
 from moelab.speculation.rollback import STATES_NBYTES
+from moelab.streaming.layers import COPIED_NBYTES
 
 ROOT = DATA.parent
 TINY_MOE = DATA / "models" / "tiny-moe"
@@ -191,6 +198,75 @@ def slower_copied():
     resident, streamed = (f"{s:.0f}" for s in speeds)
     ratio = f"{speeds[0] / speeds[1]:.0f}"
     return copies_settings()[0], resident, streamed, ratio, f"{float(before):.0f}"
+
+
+def held(layout="repacked"):
+    """The section of experts from the host's memory; everything there is the resident model's."""
+    made = recorded("cuda_h200_host")["sections"]["host"][layout]
+    ways = [made["decoded"], *made["prompts_of"].values()]
+    assert all(all(samples["same"]) for way in ways for samples in way.values())
+    return made
+
+
+def held_ratio(way, layout="repacked"):
+    """How many times as fast as resident."""
+    decoded = held(layout)["decoded"]
+    return quartiles(np.divide(decoded["resident"]["decode_s"], decoded[way]["decode_s"]))
+
+
+def held_row(way):
+    row = []
+    for layout in ("repacked", "as shipped"):
+        made = held(layout)
+        speed = made["tokens"] / np.array(made["decoded"][way]["decode_s"])
+        row += [quartiles(speed, ".0f"), *([] if way == "resident" else [held_ratio(way, layout)])]
+    return row
+
+
+def held_prompts_row(way):
+    return [quartiles(made[way]["prompt_s"]) for made in held()["prompts_of"].values()]
+
+
+def held_prompts():
+    made = held()["prompts_of"]["400"]
+    took = (
+        np.divide(made[f"{way}, 64 slots"]["prompt_s"], made["resident"]["prompt_s"])
+        for way in ("disk", "host")
+    )
+    return 64, 400, *(f"{np.median(ratios):.1f}" for ratios in took)
+
+
+def held_counts(slots):
+    """Misses a token, MB copied for it, and hits in %."""
+    made = held()
+    c = made["decoded"][f"host, {slots} slots"]
+    misses, hits = c["misses"] / made["tokens"], 100 * c["hits"] / (c["hits"] + c["misses"])
+    return f"{misses:.0f}", f"{misses * EXPERT_NBYTES_35B / 1e6:.0f}", f"{hits:.0f}"
+
+
+def held_loading():
+    return [f"{held()['load_s'][way]:.1f}" for way in ("host, 64 slots", "resident")]
+
+
+def held_exact(source):
+    """Settings with every logit equal, passes and texts that are, tokens, texts twice, settings."""
+    made = recorded("cuda_h200_host")["sections"]["exactness_host"]
+    chosen = {k: [v for s, v in made[k].items() if s.endswith(source)] for k in made}
+    settings = [s for way in chosen["exactness"] for s in way]
+    assert all(not max(s["off"]) and s["runs_equal"] for s in settings)
+    soaks = {k: sum(s[k] for s in chosen["soak"]) for k in chosen["soak"][0] if k != "by_size"}
+    assert (soaks["equal"], soaks["texts_equal"]) == (soaks["passes"], soaks["texts"])
+    twice = [one for texts in chosen["texts_twice"] for one in texts]
+    assert all(one["n"] == one["twice"] == one["as_resident"] == 20 for one in twice)
+    out = len(settings), f"{soaks['passes']:,}", soaks["texts"], f"{soaks['tokens']:,}"
+    return *out, len(chosen["texts_twice"])
+
+
+def held_exactness():
+    settings, passes, texts, tokens, twice = held_exact("host")
+    of_host = *[settings] * 2, *[passes] * 2, *[texts] * 2, tokens, 20, 20, 0, 4, 8, twice
+    settings, passes, texts, *_ = held_exact("disk")
+    return *of_host, *[settings] * 2, *[passes] * 2, *[texts] * 2
 
 
 def locality_modes(routers):
@@ -1068,7 +1144,9 @@ PASSAGES = {
          cpu_draft_gains),
         ("On an H200, {} such layers decode {} tok/s in memory and {} streamed from a warm page "
          "cache, repacked, a quarter of the experts in slots: {} times slower. Before the GPU "
-         "copied the experts itself it was {}:", slower_copied),
+         "copied the experts itself it was {}. With every expert in the host's memory (`--source "
+         "host`) the GPU takes what its slots miss from there by itself, and decodes {} times as "
+         "fast as resident:", lambda: (*slower_copied(), held_ratio("host, 64 slots"))),
         ("memory for {}% of the file, going from {} slots to {} takes the reads from {} MB a token "
          "to {}", lambda: (share_of_the_file(), 8, 97, *sweep_mb(8, 97))),
         ("drafting {} tokens a round with `tiny-dflash`, 48 of 64 experts in slots, decodes {} "
@@ -1254,6 +1332,28 @@ PASSAGES = {
         ("With {} slots a token takes {} ms with random routers and {} with the trace's, resident "
          "{} and {}. With the trace's locality it still reads {} experts in the {} layers, with "
          "random routers {}.", locality_ms),
+        ("(`cuda_h200_host`, n={}). Every text is",
+         lambda: (len(held()["decoded"]["resident"]["decode_s"]),)),
+        ("| resident | {} |  | {} |  |", lambda: held_row("resident")),
+        *((f"| {way} | {{}} | {{}} | {{}} | {{}} |", lambda way=way: held_row(way))
+          for way in list(held()["decoded"])[1:]),
+        ("| seconds of a prompt, repacked | {} tokens | {} | {} |",
+         lambda: [*held()["prompts_of"]]),
+        *((f"| {way} | {{}} | {{}} | {{}} |", lambda way=way: held_prompts_row(way))
+          for way in held()["decoded"]),
+        ("With {} slots a token misses {} experts, and {} MB are copied for it.",
+         lambda: (64, *held_counts(64)[:2])),
+        ("reading them took {} s, loading resident {}.", held_loading),
+        ("{} slots, which hit {}%, cost little more than {}.",
+         lambda: (16, held_counts(16)[2], 64)),
+        ("in parts of up to {} experts. Before, a part was one expert, and a prompt of {} tokens "
+         "took {} s with {} slots (`cuda_h200x2_ranks`).",
+         lambda: (COPIED_NBYTES // EXPERT_NBYTES_35B, gpu_ranks_settings()[2],
+                  gpu_ranks_row(64)[3], 64)),
+        ("(`cuda_h200_host`) the resident model's are all logits in {} of {} settings and in {} of "
+         "{} passes of random length, {} of {} texts ({} tokens), and {} of {} texts written twice "
+         "with {}, {} and {} drafts in {} settings; with today's way of prompts from the disk, {} "
+         "of {} settings, {} of {} passes and {} of {} texts.", held_exactness),
         ("The same layers, repacked, {} slots, random routers, {}% hits, ms a token, in turn on "
          "one host (`cuda_h200_run_ahead`, n={};", run_ahead_settings),
         *[("| {} | {} | {} | {} |", lambda readers=readers: run_ahead_row(readers))
@@ -1594,6 +1694,8 @@ STATED = {
         ("({} of {} settings", exact_settings),
         ("a token is {} times as fast as where threads write",
          lambda: [copies_gain().partition(" ")[0]]),
+        ("with {} slots one of {} tokens takes {} times as long as resident where its experts are "
+         "read, and {} times where they are in the host's memory", held_prompts),
     ],
     "03_page_cache": [
         ("made decoding {}% faster by *deleting* its cache", lambda: [38]),  # SwiftLM PR 26

@@ -41,6 +41,7 @@ WARMUP = 2  # tokens before the clock, in layers whose slots fill at once
 # Qwen3.5-122B-A10B: layers, experts per token, and bytes of an expert: three matrices of 4 bits
 # with two 16-bit numbers for each 64 weights.
 L_122B, K_122B, EXPERT_NBYTES_122B = 48, 8, 3 * 3072 * 1024 * 36 // 64
+EXPERT_NBYTES_35B = 1769472
 TOKEN_NBYTES_122B = L_122B * K_122B * EXPERT_NBYTES_122B
 
 
@@ -156,6 +157,21 @@ class Copies:
         return np.divide(self.decode_s["unified memory"], self.decode_s["copies"])
 
 
+@dataclass(frozen=True)
+class Held:
+    """Decoding with every expert in the memory of a recorded GPU's host, for one layout.
+
+    Attributes:
+        tokens (int): Timed in each run.
+        decode_s (dict[str, list[float]]): Seconds of these tokens, by way.
+        copied_nbytes (dict[str, float]): Bytes of missing experts for a token, by way.
+    """
+
+    tokens: int
+    decode_s: dict[str, list[float]]
+    copied_nbytes: dict[str, float]
+
+
 def recorded_copies(name: str = "cuda_h200_engine") -> tuple[dict, dict[str, Copies]]:
     """The machine and, by layout, the section ``copies`` of ``data/recipes/cuda_run.py``."""
     file = records.recorded(name)
@@ -167,6 +183,19 @@ def recorded_copies(name: str = "cuda_h200_engine") -> tuple[dict, dict[str, Cop
             for way, parts in made["host_ms_of_a_token"].items()
         }
         found[layout] = Copies(made["tokens"], made["decode_s"], host_s)
+    return file["machine"], found
+
+
+def recorded_host(name: str = "cuda_h200_host") -> tuple[dict, dict[str, Held]]:
+    """The machine and, by layout, the section ``host`` of ``data/recipes/cuda_run.py``."""
+    file, expert_nbytes = records.recorded(name), EXPERT_NBYTES_35B
+    found = {}
+    for layout in ("repacked", "as shipped"):
+        made = file["sections"]["host"][layout]
+        ways = made["decoded"]
+        copied = {w: v["misses"] * expert_nbytes / made["tokens"] for w, v in ways.items()}
+        seconds = {w: v["decode_s"] for w, v in ways.items()}
+        found[layout] = Held(made["tokens"], seconds, copied)
     return file["machine"], found
 
 

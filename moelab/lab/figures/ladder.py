@@ -19,6 +19,7 @@ from ..experiments.ladder import (
     TOP,
     WAITING,
     Copies,
+    Held,
     PromptReads,
     Recorded,
     Variation,
@@ -223,6 +224,35 @@ def copy_bars(recorded: tuple[dict, dict[str, Copies]]) -> go.Figure:
         "shipped",
         f"{'. '.join(told)}. A bar is one text.",
         note="8 layers of 35B-A3B, 64 of 256 slots, file in the page cache",
+        card=card,
+    )
+
+
+def host_bars(recorded: tuple[dict, dict[str, Held]]) -> go.Figure:
+    """Decoding with every expert in the host's memory, beside reads and resident.
+
+    Args:
+        recorded (tuple): Of ``recorded_host``.
+    """
+    card, layouts = recorded
+    made = layouts["repacked"]
+    few, *_ = (way for way in made.decode_s if way.startswith("disk"))
+    same = few.replace("disk", "host")
+    ratio = np.divide(made.decode_s["resident"], made.decode_s[same])
+    gain = np.divide(made.decode_s[few], made.decode_s[same])
+    link = LINK_GBs * 1e9 / made.copied_nbytes[same]
+    return charts.bars(
+        {
+            layout: {way: held.tokens / np.array(s) for way, s in held.decode_s.items()}
+            for layout, held in layouts.items()
+        },
+        f"From the host's memory, decoding is {np.median(ratio):.2f} times as fast as resident",
+        "tok/s",
+        f"Repacked, {same.partition(', ')[2]}: {timing.quartiles_text(gain, form='.2f')} times as "
+        f"fast as with reads, {timing.quartiles_text(ratio, form='.2f')} times as fast as "
+        f"resident, and {made.copied_nbytes[same] / 1e6:.0f} MB copied for a token.",
+        note=f"8 layers of 35B-A3B, n={len(ratio)}, file in the page cache",
+        marks=[(0, link, f"{LINK_GBs} GB/s, {same.partition(', ')[2]}")],
         card=card,
     )
 
