@@ -204,11 +204,8 @@ def same(new, old):
     """Equal, where nan is nan; fields that came after an old record are there and say nothing."""
     if isinstance(old, dict):
         later = new.keys() - old.keys() - {"memory_nbytes", "context", "reserved_nbytes"}
-        later -= {
-            "lazy_logits",
-            "prompt_nbytes",
-            "disk_speeds",
-        }  # like these, of no use to what a record shows
+        # Like these, of no use to what a record shows; all experts came from the disk.
+        later -= {"lazy_logits", "prompt_nbytes", "disk_speeds", "source"}
         said = {
             k: new[k] for k in later if not k.startswith(("pinned", "prefetch", "ranks")) or new[k]
         }
