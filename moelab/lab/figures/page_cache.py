@@ -109,9 +109,9 @@ def decode_chart(record: SweepRecord, kernels: str) -> go.Figure:
         record,
         f"With the arithmetic of {kernels}, slots change {e.range:.0%} of a token in "
         f"{roomy / 1e6:.0f} MB, {small.range:.0%} in {tight / 1e6:.0f} MB",
-        f"The arithmetic takes {arithmetic_ms(record):.0f} ms a token, and reads go on beside it: "
-        f"decoding reaches {min(roofs):.2f} to {max(roofs):.2f} of its roofline, the longer of the "
-        "arithmetic and the missed bytes at the SSD's rate.",
+        f"The arithmetic takes {arithmetic_ms(record):.0f} ms a token and overlaps reads "
+        f"within a layer only: decoding reaches {min(roofs):.2f} to {max(roofs):.2f} of its "
+        "roofline, the longer of the arithmetic and the missed bytes at the SSD's rate.",
         part="decode",
         note=f"{_note(record, 'decode')}; no slots is the mode buffers, expert by expert",
     )
