@@ -185,7 +185,7 @@ class Provider(server.ModelProvider):
         more = texts + min(prompts, texts) - 2  # the first is in the plan
         if not self._concurrency_given and alone.caches_nbytes:
             # One text less than fits, since the memory that is available changes.
-            slots = (alone.slots - alone.top_k) * sum(alone.expert_nbytes)
+            slots = (alone.prompt_slots - alone.top_k) * sum(alone.expert_nbytes)
             free = alone.all_caches_nbytes - 2 * alone.caches_nbytes + slots
             free = max(0, min(alone.memory_nbytes // TEXTS_SHARE, free))
             more = min(more, free // alone.caches_nbytes)

@@ -303,6 +303,19 @@ class Stacked(StreamedExperts):
         if self.host is not None:
             self.host.bind(self.bank, self.table)
 
+    def resize(self, slots: int) -> None:
+        """Use the first slots alone, and return the memory of the others, or use them again.
+
+        No call and no read may be running.
+
+        Args:
+            slots (int): At most as many as were taken.
+        """
+        last = self.bank.num_slots - len(self.table.pinned)
+        self.job, self._slot_of_all = None, None
+        self.table.resize(min(slots, last))
+        self.bank.empty(self.table.num_slots, last)
+
     def recover(self) -> None:
         super().recover()
         self.job = None

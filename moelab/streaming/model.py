@@ -54,6 +54,7 @@ class LoadedModel:
             alone = cache is not None and not args and kwargs.keys() == {"cache"}
             if inputs.size < LONG_PROMPT:  # drafts too; a prompt's peak is planned for
                 self._session.give_back()
+            self._session.lend(inputs.size)
             parts = self._session.parts(inputs) if alone else [inputs]
             for part in parts:
                 self._session.begin(part)

@@ -19,6 +19,7 @@ from ..memory import memory_in_cgroups, memory_on_gpu
 from .build import activation_dtype, build_model, stays_resident
 from .config import SLOT_MODES, StreamConfig
 from .ranks import Ranks
+from .slots import can_lend
 
 # What a process takes beside its arrays once it has loaded a model and computed a prompt
 # (tokenizer, compiled kernels, freed memory that the C library keeps), and pages that are being
@@ -33,6 +34,9 @@ SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
 PROMPT_TOKENS, PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 2048, 16, 256, 32
 # Tokens of a call whose logits are computed at once whatever ``lazy_logits`` says: drafts.
 FEW_LOGITS = 64
+# Where slots lend a prompt their memory, what is free beside them is for calls of so many tokens
+# (a batch, drafts), and a prompt's part may take half of what there is beside K slots.
+FEW_TOKENS = 64
 BLOCK_VALUES = 16  # of the hidden size: what a block keeps of a token beside its experts' work
 # What an expert from the page cache costs, of one from the SSD: 0.22 in the sweeps of notebook 03.
 COPY_COST = 0.25
@@ -45,6 +49,8 @@ class Plan:
     Attributes:
         config (StreamConfig): The configuration with the slots of this plan.
         slots (int): Slots in each layer (S).
+        prompt_slots (int): Those that are left while a prompt is computed: the others lend it
+            their memory.
         num_layers (int): MoE layers (L).
         num_experts (int): E, the largest of any layer.
         top_k (int): K.
@@ -64,6 +70,7 @@ class Plan:
 
     config: StreamConfig
     slots: int
+    prompt_slots: int
     num_layers: int
     num_experts: int
     top_k: int
@@ -83,7 +90,12 @@ class Plan:
     def all_caches_nbytes(self) -> int:
         """What everything else leaves for caches, of several texts together."""
         taken = self.process_nbytes + self.backbone_nbytes + self.prompt_nbytes
-        return self.memory_nbytes - taken - self.slots * sum(self.expert_nbytes)
+        return self.memory_nbytes - taken - self.prompt_slots * sum(self.expert_nbytes)
+
+    @property
+    def lent_nbytes(self) -> int:
+        """What slots lend a prompt of ``prompt_nbytes``."""
+        return (self.slots - self.prompt_slots) * sum(self.expert_nbytes)
 
     def __str__(self):
         return self.reason
@@ -163,7 +175,9 @@ def plan_of(
         logits *= FEW_LOGITS if config.lazy_logits else 0
     room = memory - backbone - caches - config.reserved_nbytes - PROCESS_NBYTES
     room -= least * slot + logits
-    budget = min(max(memory // PROMPT_SHARE, FEW_PROMPT_TOKENS * per_token), room // 2)
+    lends = can_lend()
+    most = room if lends else max(memory // PROMPT_SHARE, FEW_PROMPT_TOKENS * per_token)
+    budget = min(most, room // 2)
     tokens = max(LEAST_PROMPT_TOKENS, budget // per_token)
     tokens = min(tokens, PROMPT_TOKENS, config.context)
     prompt = tokens * per_token + logits
@@ -186,20 +200,28 @@ def plan_of(
             "programs or raise the limit, set a shorter context or a lower top_k, or take a "
             "smaller model."
         )
+    prompt_slots = min(held, free // slot)
+    if lends:
+        free += max(0, prompt - FEW_TOKENS * per_token - logits)
     slots, why = min(held, free // slot), "nearly all of the memory (half of it would be slowest)"
     if slots == held:
-        why = "every expert of this rank" if ranks else "every expert (mode='resident' fits, too)"
+        why = "every expert of this rank" if ranks else "every expert"
+        why += " (mode='resident' fits, too)" if slots == prompt_slots and not ranks else ""
     elif not mx.cuda.is_available():  # there the page cache is in another memory
         pages = (free - least * slot) / (checkpoint.nbytes * held / E)
         if slots / held < (1 - COPY_COST) * pages:
-            slots, why = least, "few (the page cache holds more experts in the rest)"
+            slots = prompt_slots = least
+            why = "few (the page cache holds more experts in the rest)"
     reason = (
         f"slots={slots} of {held} in each of {L} layers: {why}. {_size(memory)} available{left}: "
         f"{listed}, slots {_size(slots * slot)}"
     )
+    if slots > prompt_slots:
+        reason += f" ({_size((slots - prompt_slots) * slot)} of it lent to a prompt)"
     return Plan(
         config=replace(config, slots=slots),
         slots=slots,
+        prompt_slots=prompt_slots,
         num_layers=L,
         num_experts=E,
         top_k=top_k,
@@ -255,15 +277,16 @@ def _memory():
 def shortage(plan: Plan) -> int:
     """Bytes that should be given back, because memory got short since a plan was made.
 
-    It is short when less than half of what the plan counts for a prompt and leaves to the system
-    is still there.
+    It is short when less than half of what the plan keeps free for a prompt and leaves to the
+    system is still there.
 
     Args:
         plan (Plan): Of a model that is loaded.
     """
     memory, kept = _memory()
-    missing = plan.prompt_nbytes - memory
-    return missing if missing > (plan.prompt_nbytes + kept) // 2 else 0
+    reserve = plan.prompt_nbytes - plan.lent_nbytes
+    missing = reserve - memory
+    return missing if missing > (reserve + kept) // 2 else 0
 
 
 def _caches(model, checkpoint, context):

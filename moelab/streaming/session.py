@@ -19,7 +19,7 @@ from ..checkpoint import ExpertTensor, describe
 from ..kernels.code import num_threads
 from . import cuda
 from .config import StreamConfig
-from .plan import Plan, shortage
+from .plan import FEW_TOKENS, Plan, shortage
 from .ranks import RankError, Ranks
 from .reader import Reader
 
@@ -167,6 +167,7 @@ class Session:
         self._unfinished = False  # set while a call runs, and left set by an exception
         self._error = None  # that exception, with ranks
         self._prompt_tokens = 0  # since a token was decoded
+        self._lent = False  # whether slots lend their memory to a prompt
         self._look_s = 0.0  # when to look at the memory again
         self._process = os.getpid()
         self.fast_experts = fast_experts
@@ -277,6 +278,7 @@ class Session:
             self.reader.stop()  # prefetches
             mx.eval(self.pending)
             self.pending, self.config = [], replace(self.config, slots=fewer)
+            self._lent = False
             for layer in self.layers:
                 layer.take(fewer)
                 mx.clear_cache()
@@ -291,6 +293,25 @@ class Session:
             RuntimeWarning,
             stacklevel=2,
         )
+
+    def lend(self, tokens: int) -> None:
+        """Divide the memory between slots and a prompt's arrays, as ``plan`` did.
+
+        Args:
+            tokens (int): Of the call that begins.
+        """
+        long = tokens > FEW_TOKENS
+        if self.plan is None or not self.plan.lent_nbytes or long == self._lent:
+            return
+        self.reader.stop()  # prefetches
+        mx.eval(self.pending)
+        self.pending, self._lent = [], long
+        if not long:
+            mx.clear_cache()
+            _return_free_memory()
+        slots = min(self.config.slots, self.plan.prompt_slots) if long else self.config.slots
+        for layer in self.layers:
+            layer.resize(slots)
 
     def begin(self, inputs: mx.array) -> None:
         """Count a call of the whole model.

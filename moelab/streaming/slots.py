@@ -10,6 +10,9 @@ and its line of ``SCORES`` overrides the one that ``RANKS`` gives.
 """
 
 import copy
+import ctypes
+import mmap
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -203,6 +206,16 @@ class SlotTable:
         """After an exception: free every slot that holds no expert, those of prefetches too."""
         held = set(self.slot_of.values())
         self._free = [slot for slot in range(self.num_slots)[::-1] if slot not in held]
+
+    def resize(self, num_slots: int) -> None:
+        """Use the first slots alone, or more of them again. Nothing may be planned or reserved.
+
+        Args:
+            num_slots (int): At most as many as at first. What is held in the others is forgotten.
+        """
+        self.num_slots = num_slots
+        self.slot_of = {e: slot for e, slot in self.slot_of.items() if slot < num_slots}
+        self.recover()
 
     def _victim(self, needed):
         candidates = (e for e in self.slot_of if e not in needed)  # least recently used first
@@ -418,6 +431,7 @@ class SlotBank:
                 joined, names = (key, t.dtype), []
             rows = buffers[key].rows[:, first:last]
             self._converted.append((rows, key[1], t.dtype, first, [*names, n]))
+        self._buffers = list(buffers.values())
         self._slots = {}
         self._tables = np.zeros((num_slots, len(self._ranges), len(COLUMNS)), np.int64)
         self.as_read = not (self._memory or self._converted)
@@ -504,6 +518,20 @@ class SlotBank:
         for rows, bits, dtype, to in parts.converted:
             _convert(rows, bits, dtype, to)
 
+    def empty(self, first: int, last: int) -> None:
+        """Return the memory of some slots to the system until they are written again.
+
+        Args:
+            first (int): The first of them. Nothing may be reading or computing with one.
+            last (int): The first behind them.
+        """
+        for buffer in self._buffers:
+            rows = buffer.rows[first:last]
+            begin = -(-rows.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+            nbytes = (rows.ctypes.data + rows.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+            if nbytes > 0:
+                _advise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
+
     def _slot(self, slot):
         # Kept: slicing nine buffers takes longer than a small read.
         if slot in self._slots:
@@ -534,6 +562,15 @@ class SlotBank:
             disk, [(rows[slot], source) for rows, source in self._memory], converted, iovecs
         )
         return parts
+
+
+def can_lend() -> bool:
+    """Whether slots can return their memory to the system and take it again (``empty``)."""
+    return sys.platform == "linux" and mx.default_device() == mx.cpu
+
+
+def _advise(*arguments):
+    ctypes.CDLL(None).madvise(*arguments)  # it is advice: what fails changes nothing
 
 
 def ranges(tensors: dict[str, ExpertTensor]) -> list[list[str]]:

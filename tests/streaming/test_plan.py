@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import families
 import mlx.core as mx
+import psutil
 import pytest
 from families import K
 from greedy import greedy_logits
@@ -21,8 +22,9 @@ from moelab.speculation.generate import speculative_generate_step
 from moelab.streaming import model as models
 from moelab.streaming import plan as plans
 from moelab.streaming.model import load_model
-from moelab.streaming.plan import FEW_LOGITS
+from moelab.streaming.plan import FEW_LOGITS, FEW_TOKENS
 from moelab.streaming.session import session_of
+from moelab.streaming.slots import can_lend
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
@@ -40,7 +42,7 @@ def test_all_that_fits_is_in_slots():
     slots = [p.slots for p in found]
     assert slots == sorted(slots) and 8 <= slots[0] < slots[3] < slots[-1] == 64
     for p in found:
-        left = p.memory_nbytes - parts(p) - p.slots * sum(p.expert_nbytes)
+        left = p.memory_nbytes - parts(p) - p.slots * sum(p.expert_nbytes) + p.lent_nbytes
         assert left >= 0 and (p.slots == p.num_experts or left < sum(p.expert_nbytes))
         assert (p.num_layers, p.num_experts, p.top_k) == (8, 64, 8)
         assert p.config.slots == p.slots and p.reason == str(p)
@@ -76,9 +78,9 @@ def test_caches_are_counted_as_they_grow(name, tmp_path):
 
 
 def test_a_long_context_leaves_fewer_slots():
-    short, long = (moelab.plan(TINY_MOE, memory_nbytes=170 * MB, context=n) for n in (100, 2000))
+    short, long = (moelab.plan(TINY_MOE, memory_nbytes=165 * MB, context=n) for n in (100, 2000))
     assert short.slots > long.slots
-    config = moelab.StreamConfig(memory_nbytes=170 * MB, context=2000)
+    config = moelab.StreamConfig(memory_nbytes=165 * MB, context=2000)
     assert moelab.plan(TINY_MOE, config) == long
     assert moelab.plan(TINY_MOE, replace(config, slots=9)) == long  # its slots are chosen anew
 
@@ -156,6 +158,55 @@ def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
         assert lengths == [15, 15, 150]
 
 
+@pytest.mark.skipif(not can_lend(), reason="MADV_DONTNEED is Linux's")
+@pytest.mark.parametrize("settings", [{}, {"prefetch": "last"}, {"policy": "lfu"}])
+def test_slots_lend_their_memory_to_a_prompt(settings):
+    """While prompts are computed the last slots are not used; the text stays the same."""
+    trace = moelab.DATA / "traces" / "code.npz"
+    config = moelab.StreamConfig(**settings, pinned_trace=trace, pinned_nbytes=2 * MB)
+
+    def text(model, look):
+        cache, tokens = make_prompt_cache(model), []
+        for step in (31, 17):
+            y = model(mx.array([[(step * i + 5) % 96 for i in range(150)]]), cache=cache)
+            look(150)
+            for _ in range(12):
+                tokens.append(y[:, -1].argmax(-1).item())
+                y = model(mx.array([tokens[-1:]]), cache=cache)
+                look(1)
+        return tokens
+
+    with load_model(TINY_MOE, replace(config, slots=60))[0] as model:
+        want = text(model, lambda tokens: None)
+    with load_model(TINY_MOE, replace(config, memory_nbytes=170 * MB))[0] as model:
+        session, used = session_of(model), set()
+        few, many = session.plan.prompt_slots, session.plan.slots
+        assert 8 <= few < many < 60
+
+        def look(tokens):
+            for layer in session.layers:
+                assert layer.table.num_slots == (few if tokens > FEW_TOKENS else many)
+                used.add((tokens, max(layer.table.slot_of.values())))
+
+        assert text(model, look) == want
+        assert max(slot for tokens, slot in used if tokens > FEW_TOKENS) < few
+        assert few <= max(slot for _, slot in used) < many
+
+
+@pytest.mark.skipif(not can_lend(), reason="MADV_DONTNEED is Linux's")
+def test_an_empty_slot_has_no_memory_and_can_be_written_again():
+    with load_model(TINY_MOE, moelab.StreamConfig(slots=40))[0] as model:
+        bank = session_of(model).layers[0].bank
+        for written in (7, 9):
+            for rows in bank._rows.values():
+                rows[:] = written
+            before = psutil.Process().memory_info().rss
+            bank.empty(8, 40)
+            freed = before - psutil.Process().memory_info().rss
+            assert freed > 0.8 * 32 * bank.expert_nbytes
+            assert all((rows[:8] == written).all() for rows in bank._rows.values())
+
+
 @pytest.mark.skipif(not kernels.available(), reason="MLX's kernels always wait")
 def test_logits_of_a_prompt_wait_until_they_are_used(tmp_path, monkeypatch):
     monkeypatch.setitem(families.COMMON, "vocab_size", 128)  # as many as a layer's query has rows
@@ -186,7 +237,7 @@ def test_logits_of_a_prompt_wait_until_they_are_used(tmp_path, monkeypatch):
 
 
 def test_lazy_logits_leave_memory_to_longer_parts_of_a_prompt():
-    config = moelab.StreamConfig(kernels="fast", memory_nbytes=GB)
+    config = moelab.StreamConfig(kernels="fast", memory_nbytes=300 * MB)
     eager = moelab.plan(TINY_MOE, config)
     lazy = moelab.plan(TINY_MOE, replace(config, lazy_logits=True))
     assert lazy.prompt_tokens > 1.5 * eager.prompt_tokens
@@ -303,8 +354,9 @@ def test_slots_are_given_back_in_a_pass_over_drafts(monkeypatch):
 def test_memory_is_short_when_half_of_what_was_left_is_gone(monkeypatch):
     p = moelab.plan(TINY_MOE, memory_nbytes=165 * MB)
     for kept in (0, 1000 * MB):
-        enough = p.prompt_nbytes - (p.prompt_nbytes + kept) // 2
-        for left, missing in ((enough, 0), (enough - 1, p.prompt_nbytes - enough + 1)):
+        reserve = p.prompt_nbytes - p.lent_nbytes
+        enough = reserve - (reserve + kept) // 2
+        for left, missing in ((enough, 0), (enough - 1, reserve - enough + 1)):
             monkeypatch.setattr(plans, "_memory", lambda now=(left, kept): now)
             assert plans.shortage(p) == missing
 
