@@ -147,7 +147,7 @@ def _in_rows(a):
 
 @cache
 def _kernel(Dv):
-    return _AddUp(Dv, quantized.lanes(32, Dv)).build()
+    return code.built(_AddUp, Dv, quantized.lanes(32, Dv))
 
 
 class _AddUp(Code):
@@ -161,7 +161,7 @@ class _AddUp(Code):
         super().__init__(6, L)
         self.Dv = Dv
 
-    def build(self):
+    def write(self):
         *addresses, n, self.keys = self.function.args
         pointers = [self.pointer(a, F32) for a in addresses]
         row = I64(0)
@@ -171,7 +171,6 @@ class _AddUp(Code):
                 self._rows([self.add(row, i) for i in range(m)], *pointers)
 
             row = self.loop(row, n, m, rows)[0]
-        return self.compile()
 
     def _rows(self, rows, weights, values, sums, y):
         zero = ir.Constant(self.floats, [0.0] * self.L)

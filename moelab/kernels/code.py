@@ -14,6 +14,8 @@ try:
 except (ImportError, OSError):  # an optional package, and its library
     llvm = ir = F32 = I8 = I16 = I32 = I64 = None
 else:
+    from . import stored
+
     F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32, 64))
 
 
@@ -62,8 +64,25 @@ def _submit(run, share):
         return None
 
 
+def built(kind: type["Code"], *args) -> Callable:
+    """A kernel, as an earlier process built it if one did.
+
+    Args:
+        kind (type[Code]): What writes it.
+        *args: Its arguments, of which the code follows; no addresses.
+    """
+    writer, name = kind(*args), f"{kind.__name__}{args}"
+    found = stored.load(name)
+    if found is None:
+        found = writer.compile()
+        stored.save(name, found)
+    return writer.link(found)
+
+
 class Code:
     """A function ``run`` of numbers and addresses (all int64), in LLVM's language.
+
+    A subclass writes it in ``write``.
 
     Args:
         num_arguments (int): How many it takes.
@@ -83,20 +102,26 @@ class Code:
     def _declare(self, name, returns, arguments):
         return ir.Function(self._module, ir.FunctionType(returns, arguments), name)
 
-    def compile(self) -> Callable:
-        """End the function and build it for this processor."""
+    def compile(self) -> bytes:
+        """Write the function. Its object code for this processor."""
+        self.write()
         self.b.ret_void()
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        machine = llvm.Target.from_default_triple().create_target_machine(
-            cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
-        )
+        machine = _machine()
         parsed = llvm.parse_assembly(str(self._module))
         parsed.verify()
         options = llvm.create_pipeline_tuning_options(speed_level=3)
         passes = llvm.create_pass_builder(machine, options)
         passes.getModulePassManager().run(parsed, passes)
-        engine = llvm.create_mcjit_compiler(parsed, machine)
+        return machine.emit_object(parsed)
+
+    def link(self, code: bytes) -> Callable:
+        """The function, as something to call.
+
+        Args:
+            code (bytes): From ``compile``.
+        """
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
         function = ctypes.CFUNCTYPE(None, *self._signature)(engine.get_function_address("run"))
         function.engine = engine  # owns the code
@@ -168,3 +193,11 @@ class Code:
 
     def mul(self, a, b):
         return self.b.mul(a, I64(b) if isinstance(b, int) else b)
+
+
+def _machine():
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+    )

@@ -131,7 +131,7 @@ def with_states(update: Callable) -> Callable | None:
 @cache
 def _kernel(Dk, vector, every):
     L = next(n for n in (16, 8) if n <= code.widest() and Dk % n == 0)
-    return _GatedDelta(Dk, vector, every, L).build()
+    return code.built(_GatedDelta, Dk, vector, every, L)
 
 
 class _GatedDelta(Code):
@@ -145,7 +145,7 @@ class _GatedDelta(Code):
         super().__init__(15, L)
         self.Dk, self.vector, self.every, self.parts = Dk, vector, every, Dk // L
 
-    def build(self):
+    def write(self):
         *addresses, T, Hk, Hv, Dv, self.all_rows, first, last = self.function.args
         pointers = [self.pointer(a, F32) for a in addresses]
         for r in (2, 1):
@@ -154,7 +154,6 @@ class _GatedDelta(Code):
                 self._rows([self.add(row, i) for i in range(r)], pointers, T, Hk, Hv, Dv)
 
             first = self.loop(first, last, r, rows)[0]
-        return self.compile()
 
     def _rows(self, rows, pointers, T, Hk, Hv, Dv):
         b, n = self.b, self.parts

@@ -249,7 +249,7 @@ def packer(bits: int, inputs: int, L: int) -> Callable[[int, int, int, int], Non
     Returns:
         Callable: Takes the addresses of x, packed x and sums, and the number of rows.
     """
-    return _Packer(bits, inputs, L).build()
+    return code.built(_Packer, bits, inputs, L)
 
 
 @cache
@@ -269,7 +269,7 @@ def kernel(
     Returns:
         Callable: Takes the address of the tasks, their number, and the distance of rows of y.
     """
-    return _Product(mode, bits, group_size, inputs, L, half).build()
+    return code.built(_Product, mode, bits, group_size, inputs, L, half)
 
 
 class _Packer(Code):
@@ -279,7 +279,7 @@ class _Packer(Code):
         super().__init__(4, L)
         self.n, self.inputs = WORD // bits, inputs
 
-    def build(self):
+    def write(self):
         *addresses, rows = self.function.args
         x, packed, sums = (self.pointer(a, F32) for a in addresses)
         L, n = self.L, self.n
@@ -297,7 +297,6 @@ class _Packer(Code):
             self.store(total, sums, self.mul(k, L))
 
         self.loop(I64(0), self.mul(rows, self.inputs // size), 1, block)
-        return self.compile()
 
 
 class _Product(Code):
@@ -322,7 +321,7 @@ class _Product(Code):
             name = "llvm.x86.avx512.permvar.sf.512"
             self._look_up = self._declare(name, self.floats, [self.floats, self.ints])
 
-    def build(self):
+    def write(self):
         tasks, n, self.y_step = self.function.args
         tasks = self.pointer(tasks, I64)
 
@@ -353,7 +352,6 @@ class _Product(Code):
             self.loop(I64(0), self.b.udiv(self.add(weights, TILE - 1), I64(TILE)), 1, tile)
 
         self.loop(I64(0), n, 1, task)
-        return self.compile()
 
     def _rows(self, r, xs, ys, first, end, w, s, t, x, sums, y):
         """r rows of weights at a time, for these rows of x and of y."""

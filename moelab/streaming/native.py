@@ -74,7 +74,8 @@ def loop() -> Callable[[int, int, int, int, int], None] | None:
     if code.llvm is None or function is None:
         return None
     try:
-        return _Loop(ctypes.cast(function, ctypes.c_void_p).value).build()
+        writer = _Loop(ctypes.cast(function, ctypes.c_void_p).value)
+        return writer.link(writer.compile())  # not stored: it has an address of this process
     except (OSError, RuntimeError):
         return None
 
@@ -87,7 +88,7 @@ class _Loop(Code):
         arguments = [I32, I64, I32, I64, *([I32] if NOWAIT else [])]
         self.preadv = self.pointer(I64(preadv), ir.FunctionType(I64, arguments))
 
-    def build(self):
+    def write(self):
         table, n, flags, done, arrived = self.function.args
         table, b = self.pointer(table, I64), self.b
 
@@ -105,4 +106,3 @@ class _Loop(Code):
         with b.if_then(b.icmp_signed("==", missing, I64(0))):
             for flag in (done, arrived):  # after the bytes, also for a GPU that watches it
                 b.store_atomic(I32(1), self.pointer(flag, I32), "release", 4)
-        return self.compile()

@@ -1,0 +1,80 @@
+"""Kernels that an earlier process built."""
+
+import numpy as np
+import pytest
+
+from moelab.kernels import code, quantized
+
+if code.llvm is None:
+    pytest.skip("needs llvmlite", allow_module_level=True)
+
+from moelab.kernels import stored  # noqa: E402
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return stored.folder()
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """A list that grows by each kernel that is compiled."""
+    names, compile = [], code.Code.compile
+    monkeypatch.setattr(
+        code.Code, "compile", lambda self: names.append(type(self).__name__) or compile(self)
+    )
+    return names
+
+
+def pack():
+    """What the kernel does that brings rows into order."""
+    x, y, sums = np.arange(64, dtype=np.float32), np.zeros(64, np.float32), np.zeros(8, np.float32)
+    run = code.built(quantized._Packer, 4, 64, 8)
+    run(x.ctypes.data, y.ctypes.data, sums.ctypes.data, 1)
+    return [*y, *sums]
+
+
+def test_a_kernel_is_compiled_once(folder, compiled):
+    first = pack()
+    assert compiled == ["_Packer"] and len(list(folder.iterdir())) == 1
+    assert pack() == first and compiled == ["_Packer"]
+    assert first[64:] == [sum(range(8 * i, 8 * i + 8)) for i in range(8)]
+
+
+def test_other_arguments_sources_or_processors_have_other_files(folder, compiled, monkeypatch):
+    pack()
+    code.built(quantized._Packer, 8, 64, 8)
+    monkeypatch.setattr(stored, "_origin", lambda: "another")
+    pack()
+    assert len(compiled) == len(list(folder.iterdir())) == 3
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", None])
+def test_a_damaged_file_is_replaced(folder, compiled, damage):
+    want = pack()
+    (file,) = folder.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]) if damage is None else damage)
+    assert pack() == want and len(compiled) == 2
+    assert pack() == want and len(compiled) == 2 and file.read_bytes() == whole
+
+
+def test_a_folder_that_others_may_write_to_is_not_used(folder, compiled):
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert pack() == pack() and len(compiled) == 2 and not list(folder.iterdir())
+
+
+def test_where_nothing_can_be_stored_kernels_are_built_each_time(tmp_path, compiled, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert pack() == pack() and len(compiled) == 2
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(stored.Path, "home", no_home)
+    pack()
+    assert len(compiled) == 3
