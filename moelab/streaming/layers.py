@@ -427,7 +427,8 @@ class Stacked(StreamedExperts):
         needed = list(dict.fromkeys(flat))
         self.routed = routed
         self._collect_prefetched(needed)
-        if self._is_long(routed.size) and len(needed) >= AHEAD_SHARE * self._num_owned:
+        ahead = self._is_long(routed.size) and len(needed) >= AHEAD_SHARE * self._num_owned
+        if ahead and not self.session.reader.direct:
             self._read_ahead(needed)
         if self.table.fits(needed):
             held, misses = self._plan(needed)
@@ -444,7 +445,11 @@ class Stacked(StreamedExperts):
             waves = ((held, misses),)
         else:
             waves = (self._plan(wave) for wave in self.table.waves(needed))
-        return self._in_parts(x, flat, routed.shape, waves)
+        y = self._in_parts(x, flat, routed.shape, waves)
+        if ahead and self.session.reader.direct:  # past the page cache: into slots alone
+            for layer in self.session.layers[self.index + 1 : self.index + 2]:
+                layer.fill()
+        return y
 
     def _is_long(self, pairs):
         """Whether a call of so many (token, expert) pairs reads ahead: it needs most experts.
@@ -463,8 +468,18 @@ class Stacked(StreamedExperts):
 
     def expect(self, tokens: int) -> None:
         share = self._num_owned / self.num_experts  # with ranks: of the pairs, too
-        if self._is_long(tokens * self.session.top_k * share):
+        if not self._is_long(tokens * self.session.top_k * share):
+            return
+        if self.session.reader.direct:
+            self.fill()
+        else:
             self.read_ahead(range(self.num_experts), memory_available() // 2)
+
+    def fill(self) -> None:
+        """Begin to read experts into slots that hold none: a prompt needs nearly all experts."""
+        held = self.table.slot_of.keys() | self.table.pinned.keys()
+        free = self.table.num_slots - len(self.table.slot_of)
+        self.prefetch([e for e in range(self.num_experts) if e not in held][:free])
 
     def read_ahead(self, experts: Iterable[int], nbytes: int) -> int:
         """Let the system read experts that are not held into the page cache.

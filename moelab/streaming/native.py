@@ -4,7 +4,9 @@ It needs llvmlite; without it ``read_ranges`` loops in Python.
 """
 
 import ctypes
+import mmap
 import os
+import threading
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
@@ -22,6 +24,10 @@ COLUMNS = FD, OFFSET, IOV, COUNT, NBYTES, GOT = range(6)
 NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 # Bytes. Below this another thread takes longer to begin than a copy from the page cache takes.
 SHARED_NBYTES = 2 * 1024 * 1024
+# Bytes. A read past the page cache begins and ends at a multiple of this, also in memory, so it
+# goes through a buffer of the thread. Longer ranges than fit there are read through the page cache.
+ALIGNED, BUFFER_NBYTES = 4096, 2 * 1024 * 1024
+_buffers = threading.local()
 
 
 def read(table: np.ndarray, flags: int = 0, arrived: int | None = None) -> bool:
@@ -41,6 +47,21 @@ def read(table: np.ndarray, flags: int = 0, arrived: int | None = None) -> bool:
     return bool(done.value)
 
 
+def read_direct(table: np.ndarray) -> bool:
+    """``read`` past the page cache, from file descriptors that are opened for that.
+
+    Args:
+        table (np.ndarray): As for ``read``. What could not be read has -1 in ``GOT``.
+    """
+    buffer = getattr(_buffers, "own", None)
+    if buffer is None:
+        buffer = _buffers.own = mmap.mmap(-1, BUFFER_NBYTES)
+    done = ctypes.c_uint32()
+    flag = ctypes.addressof(done)
+    direct_loop()(address_of(table), len(table), address_of(buffer), BUFFER_NBYTES, flag)
+    return bool(done.value)
+
+
 def read_shared(table: np.ndarray, flags: int = 0) -> bool:
     """``read`` by as many threads as there are cores, if that takes less time.
 
@@ -57,11 +78,11 @@ def read_shared(table: np.ndarray, flags: int = 0) -> bool:
     return bool((table[:, GOT] == table[:, NBYTES]).all())
 
 
-def address_of(memory: np.ndarray | memoryview) -> int:
+def address_of(memory: np.ndarray | memoryview | mmap.mmap) -> int:
     """Where memory begins, in less time than numpy's ``ctypes.data`` takes.
 
     Args:
-        memory (np.ndarray or memoryview): Contiguous, writable, not empty.
+        memory (np.ndarray, memoryview or mmap.mmap): Contiguous, writable, not empty.
     """
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
@@ -106,3 +127,60 @@ class _Loop(Code):
         with b.if_then(b.icmp_signed("==", missing, I64(0))):
             for flag in (done, arrived):  # after the bytes, also for a GPU that watches it
                 b.store_atomic(I32(1), self.pointer(flag, I32), "release", 4)
+
+
+@cache
+def direct_loop() -> Callable[[int, int, int, int, int], None] | None:
+    """The function behind ``read_direct``; None where it cannot be built."""
+    libc = ctypes.CDLL(None)
+    if code.llvm is None or not hasattr(os, "O_DIRECT") or not hasattr(libc, "pread"):
+        return None
+    try:
+        functions = [ctypes.cast(f, ctypes.c_void_p).value for f in (libc.pread, libc.memcpy)]
+        writer = _DirectLoop(*functions)
+        return writer.link(writer.compile())  # not stored, as above
+    except (OSError, RuntimeError):
+        return None
+
+
+class _DirectLoop(Code):
+    """Writes ``run(table, n, buffer, bytes of the buffer, done)``."""
+
+    def __init__(self, pread, memcpy):
+        super().__init__(5, 8)
+        self.pread = self.pointer(I64(pread), ir.FunctionType(I64, [I32, I64, I64, I64]))
+        self.memcpy = self.pointer(I64(memcpy), ir.FunctionType(I64, [I64, I64, I64]))
+
+    def write(self):
+        table, n, buffer, size, done = self.function.args
+        table, b = self.pointer(table, I64), self.b
+
+        def row(i, missing):
+            at = self.mul(i, len(COLUMNS))
+            fd, iov, count, offset, nbytes = (
+                self.load(table, self.add(at, k), I64) for k in (FD, IOV, COUNT, OFFSET, NBYTES)
+            )
+            before = b.and_(offset, I64(ALIGNED - 1))
+            needed = b.add(before, nbytes)
+            whole = b.and_(self.add(needed, ALIGNED - 1), I64(-ALIGNED))
+            # With 0 bytes to read, what does not fit is missing.
+            whole = b.select(b.icmp_signed("<=", whole, size), whole, I64(0))
+            got = b.call(self.pread, [b.trunc(fd, I32), buffer, whole, b.sub(offset, before)])
+            arrived = b.icmp_signed(">=", got, needed)  # the end of a file may be in the last page
+            iovecs = self.pointer(iov, I64)
+
+            def part(j, places):
+                address, length = (
+                    self.load(iovecs, self.add(self.mul(j, 2), k), I64, align=8) for k in (0, 1)
+                )
+                b.call(self.memcpy, [address, places[0], length])
+                return [b.add(places[0], length)]
+
+            count = b.select(arrived, count, I64(0))
+            self.loop(I64(0), count, 1, part, [b.add(buffer, before)])
+            self.store(b.select(arrived, nbytes, I64(-1)), table, self.add(at, GOT))
+            return [b.or_(missing[0], b.xor(b.zext(arrived, I64), I64(1)))]
+
+        missing = self.loop(I64(0), n, 1, row, [I64(0)])[1][0]
+        with b.if_then(b.icmp_signed("==", missing, I64(0))):
+            b.store_atomic(I32(1), self.pointer(done, I32), "release", 4)

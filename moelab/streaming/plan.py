@@ -28,14 +28,14 @@ PROCESS_NBYTES = 120_000_000
 # Left for what other programs may yet take: a tenth of the machine's memory, at most 4 GB. Not in
 # a cgroup, where others do not share the limit.
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
-# A prompt is computed in chunks: mlx-lm's own, or as many tokens as a sixteenth of the memory
-# takes. Every chunk reads nearly all experts, so fewer than 256 only if they take more than half
+# A prompt is computed in chunks: mlx-lm's own, or as many tokens as half of what is free for slots
+# takes, if the slots can lend it, else a sixteenth of the memory. Every chunk reads nearly all experts, so fewer than 256 only if they take more than half
 # of what is free for slots, and never fewer than 32.
 PROMPT_TOKENS, PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 2048, 16, 256, 32
 # Tokens of a call whose logits are computed at once whatever ``lazy_logits`` says: drafts.
 FEW_LOGITS = 64
-# Where slots lend a prompt their memory, what is free beside them is for calls of so many tokens
-# (a batch, drafts), and a prompt's part may take half of what there is beside K slots.
+# Where slots lend a prompt their memory, what is free beside them is for calls of so many tokens: a
+# batch, or drafts.
 FEW_TOKENS = 64
 BLOCK_VALUES = 16  # of the hidden size: what a block keeps of a token beside its experts' work
 # What an expert from the page cache costs, of one from the SSD: 0.22 in the sweeps of notebook 03.
@@ -65,6 +65,8 @@ class Plan:
         context (int): The tokens, prompt and answer, that it is for.
         prompt_tokens (int): A prompt's tokens that are computed at once: the model divides a
             longer call. As the ``prefill_step_size`` of mlx-lm it saves the logits' memory, too.
+        direct (bool): Whether experts are read past the page cache, which has room for fewer of
+            them than the slots and so holds the same ones.
         reason (str): One line.
     """
 
@@ -84,6 +86,7 @@ class Plan:
     expert_nbytes: tuple[int, ...]
     context: int
     prompt_tokens: int
+    direct: bool
     reason: str
 
     @property
@@ -212,6 +215,9 @@ def plan_of(
         if slots / held < (1 - COPY_COST) * pages:
             slots = prompt_slots = least
             why = "few (the page cache holds more experts in the rest)"
+    # A limit of the caller's says nothing about the page cache.
+    direct = lends and config.memory_nbytes is None and least < slots < held
+    direct = direct and system < slots * slot
     reason = (
         f"slots={slots} of {held} in each of {L} layers: {why}. {_size(memory)} available{left}: "
         f"{listed}, slots {_size(slots * slot)}"
@@ -235,6 +241,7 @@ def plan_of(
         expert_nbytes=tuple(experts),
         context=config.context,
         prompt_tokens=tokens,
+        direct=direct,
         reason=reason,
     )
 

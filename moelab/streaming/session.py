@@ -178,6 +178,7 @@ class Session:
         self.counters = self.stats.decode
         self.recorder = None
         self.prefetcher = None
+        self.reader.direct = plan is not None and plan.direct
         self._counted = (0, 0, 0.0)  # the reader's totals when they were last counted
         if plan is not None and plan.slots < plan.num_experts:
             _keep_no_holes()

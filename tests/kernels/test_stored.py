@@ -8,7 +8,7 @@ from moelab.kernels import code, quantized
 if code.llvm is None:
     pytest.skip("needs llvmlite", allow_module_level=True)
 
-from moelab.kernels import stored  # noqa: E402
+from moelab.kernels import stored
 
 
 @pytest.fixture

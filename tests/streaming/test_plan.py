@@ -193,6 +193,33 @@ def test_slots_lend_their_memory_to_a_prompt(settings):
         assert few <= max(slot for _, slot in used) < many
 
 
+@pytest.mark.skipif(not can_lend(), reason="O_DIRECT is Linux's")
+def test_the_page_cache_is_left_out_where_it_has_no_room(monkeypatch):
+    """Not if the caller names the memory, if few slots leave it room, or if the system has more."""
+    found = [(MB * n, MB * kept) for n, kept in ((170, 0), (170, 10), (170, 200), (GB // MB, 0))]
+    for (memory, kept), direct in zip(found, (True, True, False, False)):
+        monkeypatch.setattr(plans, "_memory", lambda now=(memory, kept): now)
+        assert moelab.plan(TINY_MOE).direct == direct
+    assert not moelab.plan(TINY_MOE, memory_nbytes=170 * MB).direct
+
+
+@pytest.mark.skipif(not can_lend(), reason="O_DIRECT is Linux's")
+@pytest.mark.parametrize("prefetch", ["none", "last"])
+def test_text_is_the_same_past_the_page_cache(prefetch, monkeypatch):
+    """The slots that a prompt needs are filled while the layers before it are computed."""
+    prompt = [(31 * i + 5) % 96 for i in range(150)]
+    with load_model(TINY_MOE, moelab.StreamConfig(slots=64))[0] as model:
+        want = greedy_logits(model, prompt, 24)
+    monkeypatch.setattr(plans, "_memory", lambda: (170 * MB, 0))
+    with load_model(TINY_MOE, moelab.StreamConfig(prefetch=prefetch))[0] as model:
+        assert session_of(model).reader.direct and session_of(model).plan.lent_nbytes
+        for _ in range(2):
+            assert (greedy_logits(model, prompt, 24) == want).all()
+        prefill = moelab.stats(model).prefill
+        if kernels.available():
+            assert prefill.prefetch_used > 0
+
+
 @pytest.mark.skipif(not can_lend(), reason="MADV_DONTNEED is Linux's")
 def test_an_empty_slot_has_no_memory_and_can_be_written_again():
     with load_model(TINY_MOE, moelab.StreamConfig(slots=40))[0] as model:

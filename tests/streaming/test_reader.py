@@ -43,8 +43,10 @@ def of_8():
 def without_llvmlite(monkeypatch):
     monkeypatch.setattr(code, "llvm", None)
     native.loop.cache_clear()
+    native.direct_loop.cache_clear()
     yield
     native.loop.cache_clear()
+    native.direct_loop.cache_clear()
 
 
 def ask(file, places):
@@ -286,3 +288,83 @@ def test_reading_ahead_ends_when_the_reader_stops(file, of_8, monkeypatch):
     assert begun.wait(10)
     of_8.stop()
     assert not any("moelab-ahead" in thread.name for thread in threading.enumerate())
+
+
+needs_direct = pytest.mark.skipif(native.direct_loop() is None, reason="needs Linux and llvmlite")
+
+
+@pytest.fixture
+def past_the_page_cache(file, of_8):
+    """``of_8``, reading past the page cache."""
+    if of_8.open(file).direct is None:
+        pytest.skip("this file system does not read past the page cache")
+    of_8.direct = True
+    return of_8
+
+
+@needs_direct
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, SIZE - 1), st.lists(st.integers(1, 9000), min_size=1, max_size=4)),
+        min_size=1,
+        max_size=30,
+    )
+)
+def test_the_same_bytes_past_the_page_cache(file, places):
+    """Wherever ranges begin and end, also at the end of the file."""
+    data, reading = file.read_bytes(), Reader(3)
+    reading.direct = True
+    places = [(at, sizes) for at, sizes in places if at + sum(sizes) <= SIZE] + [(SIZE - 5, [5])]
+    reads = ask(reading.open(file), places)
+    reading.read(Ranges.of(reads))
+    assert arrived(reads) == [data[r.offset : r.offset + r.nbytes] for r in reads]
+    assert reading.nbytes == sum(r.nbytes for r in reads) and reading.reads == len(reads)
+    reading.close()
+
+
+@needs_direct
+def test_reads_past_the_page_cache_leave_nothing_in_it(past_the_page_cache, file):
+    opened = past_the_page_cache.open(file)
+    os.posix_fadvise(opened.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    past_the_page_cache.read(Ranges.of(ask(opened, spread())))
+    assert not opened.is_cached(spread()[3][0])
+
+
+@needs_direct
+def test_a_range_longer_than_the_buffer_goes_through_the_page_cache(tmp_path, past_the_page_cache):
+    path = tmp_path / "long"
+    data = np.random.default_rng(0).bytes(native.BUFFER_NBYTES + 9000)
+    path.write_bytes(data)
+    reads = ask(past_the_page_cache.open(path), [(3, [native.BUFFER_NBYTES + 5]), (7, [40])])
+    past_the_page_cache.read(Ranges.of(reads))
+    assert arrived(reads) == [data[r.offset : r.offset + r.nbytes] for r in reads]
+
+
+@needs_direct
+def test_a_file_that_ends_early_or_a_failing_disk_past_the_page_cache(
+    past_the_page_cache, file, monkeypatch
+):
+    opened = past_the_page_cache.open(file)
+    with pytest.raises(ReadError, match="t0, expert 0, .*expected 10 bytes, got 5"):
+        past_the_page_cache.read(Ranges.of(ask(opened, [(SIZE - 5, [10])])))
+    reads = ask(opened, spread())
+    monkeypatch.setattr(native, "read_direct", lambda table: False)  # GOT stays 0
+    past_the_page_cache.read(Ranges.of(reads))  # through the page cache
+    data = file.read_bytes()
+    assert arrived(reads) == [data[r.offset : r.offset + r.nbytes] for r in reads]
+
+
+@needs_direct
+def test_where_a_file_system_cannot_read_past_the_page_cache(file, of_8, monkeypatch):
+    def refuses(path, flags, *rest):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return open_(path, flags, *rest)
+
+    open_, opened, of_8.direct = os.open, of_8.open(file), True
+    monkeypatch.setattr(os, "open", refuses)
+    reads, data = ask(opened, spread()), file.read_bytes()
+    of_8.read(Ranges.of(reads))
+    assert opened.direct is None
+    assert arrived(reads) == [data[r.offset : r.offset + r.nbytes] for r in reads]
