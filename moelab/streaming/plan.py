@@ -29,8 +29,9 @@ PROCESS_NBYTES = 120_000_000
 # a cgroup, where others do not share the limit.
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
 # A prompt is computed in chunks: mlx-lm's own, or as many tokens as half of what is free for slots
-# takes, if the slots can lend it, else a sixteenth of the memory. Every chunk reads nearly all experts, so fewer than 256 only if they take more than half
-# of what is free for slots, and never fewer than 32.
+# takes, if slots can lend it, else a sixteenth of the memory. Every chunk reads nearly all experts,
+# so fewer than 256 only if they take more than half of what is free for slots, and never fewer than
+# 32.
 PROMPT_TOKENS, PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 2048, 16, 256, 32
 # Tokens of a call whose logits are computed at once whatever ``lazy_logits`` says: drafts.
 FEW_LOGITS = 64

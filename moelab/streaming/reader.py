@@ -44,6 +44,8 @@ INLINE_NBYTES = 512 * 1024
 # Bytes of a call. Up to this, the calling thread copies what the page cache holds. With two cores
 # it takes less time than the pool for 16 MB at least; more cores copy faster than one.
 CACHED_NBYTES = 32 * 1024 * 1024 // num_threads()
+# Bytes past the page cache that are worth a thread's time.
+SHARE_NBYTES = 512 * 1024
 # Seconds. If inline reads turn slower than this (cold pages), use the pool ...
 SLOW_S = 3e-4
 # ... and retry inline every 16th small call, in case the pages are cached again.
@@ -487,9 +489,10 @@ class Reader:
         return [self._submit(self.read_here, task) for task in tasks if task]
 
     def _shares(self, ranges):
-        """Ranges in parts of about equal bytes, one for each reader."""
+        """Ranges in parts of about equal bytes, one for each reader if they are large enough."""
         ends = np.cumsum(ranges.table[:, native.NBYTES])
-        goals = ends[-1] * np.arange(1, self.readers) / self.readers
+        n = min(self.readers, -(-ranges.nbytes // SHARE_NBYTES))
+        goals = ends[-1] * np.arange(1, n) / n
         at = [0, *(np.searchsorted(ends, goals) + 1).tolist(), len(ends)]
         return [ranges.between(a, b) for a, b in pairwise(at) if a < b]
 
