@@ -6,6 +6,7 @@ from moelab.lab.experiments import workload
 
 def test_every_answer_is_the_resident_models():
     draft = str(DATA / "models" / "tiny-dflash")
+    kept = []
     made = workload.measure(
         workload.TEXTS,
         175_000_000,
@@ -14,8 +15,12 @@ def test_every_answer_is_the_resident_models():
         20,
         rounds=1,
         prompt_tokens=(10, 40),
+        keep=lambda record: kept.append(len(record["rows"])),
     )
     rows = made["rows"]
+    assert kept == [0, 0, 6, 12, 18]
+    begins = [(row["model"], row["draft"]) for row in rows[:: 2 * 3]]
+    assert len(set(begins)) == 3  # each prompt begins with another
     assert len(rows) == 3 * 2 * 3 and all(row["same"] for row in rows)
     sizes = [(row["prompt_tokens"], row["tokens"]) for row in rows[:: 2 * 3]]
     assert sizes == [(10, 12), (40, 12), (40, 20)]

@@ -4,12 +4,14 @@
 
 The model is resident, and streamed with the slots that ``slots="auto"`` chooses for MB megabytes.
 A draft is a folder or ``lookup``, and behind ``=`` how many tokens it drafts (default: the policy
-decides). With and without a draft the same seed writes the same text.
+decides). With and without a draft the same seed writes the same text. OUT.json is written after
+each prompt, so that a run that is cut off keeps what it has.
 """
 
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -79,8 +81,9 @@ def measure(
     long_tokens: int = 800,
     rounds: int = 3,
     prompt_tokens: Sequence[int] = PROMPT_TOKENS,
+    keep: Callable[[dict], None] = lambda record: None,
 ) -> dict:
-    """Every prompt with every draft, resident and streamed in turn.
+    """Every prompt with every draft, resident and streamed; each prompt begins with another one.
 
     Args:
         path (str or Path): The model.
@@ -91,6 +94,7 @@ def measure(
         rounds (int): Each with other prompts and another seed. One more, of few tokens, comes
             first and is not kept.
         prompt_tokens (Sequence[int]): Lengths of the prompts.
+        keep (Callable): Called with the record so far after each prompt.
 
     Returns:
         dict: A row of ``answer`` for each, and how it was measured. In place of the text it has
@@ -106,31 +110,36 @@ def measure(
     for name, draft in product(models, drafts):
         path_or_lookup, _, number = draft.partition("=")
         opened[name, draft] = open_draft(path_or_lookup), int(number or 0) or "auto"
-    sizes = [16, *[tokens] * rounds, long_tokens]
-    for i, size in enumerate(tqdm(sizes, unit="round"), -1):
-        for length in prompt_tokens[-1:] if i == rounds else prompt_tokens:
-            text = heldout_starts(TEXTS, i + 2, length, tokenizer)[-1]
-            prompt, first = tokenizer.encode(text)[:length], None
-            for (name, draft), guesses in opened.items():
-                row = answer(models[name], tokenizer, prompt, size, i + 1, *guesses)
-                first = first or row["text"]
-                row = row | {"round": i, "model": name, "draft": draft, "tokens": size}
-                row |= {"prompt_tokens": len(prompt), "same": row.pop("text") == first}
-                if i >= 0:
-                    rows.append(row)
-    plan = session_of(models["streamed"]).plan
-    for model in models.values():
-        close(model)
-    return {
+    made = {
         "kind": "workload",
         "machine": machine.card(),
         "model": Path(path).name,
         "temperature": TEMPERATURE,
-        "plan": plan.reason,
+        "plan": session_of(models["streamed"]).plan.reason,
         "rows": rows,
     }
+    sizes, order = [16, *[tokens] * rounds, long_tokens], deque(opened.items())
+    for i, size in enumerate(tqdm(sizes, unit="round"), -1):
+        for length in prompt_tokens[-1:] if i == rounds else prompt_tokens:
+            text = heldout_starts(TEXTS, i + 2, length, tokenizer)[-1]
+            prompt = tokenizer.encode(text)[:length]
+            answers = {
+                key: answer(models[key[0]], tokenizer, prompt, size, i + 1, *guesses)
+                for key, guesses in order
+            }
+            order.rotate(-1)
+            texts = {key: row.pop("text") for key, row in answers.items()}
+            for (name, draft), row in answers.items() if i >= 0 else ():
+                same = texts[name, draft] == texts["resident", None]
+                row = row | {"round": i, "model": name, "draft": draft, "tokens": size}
+                rows.append(row | {"prompt_tokens": len(prompt), "same": same})
+            keep(made)
+    for model in models.values():
+        close(model)
+    return made
 
 
 if __name__ == "__main__":
     out, path, megabytes, *drafts = sys.argv[1:]
-    records.save(out, measure(path, int(megabytes) * 1_000_000, drafts))
+    nbytes = int(megabytes) * 1_000_000
+    measure(path, nbytes, drafts, keep=lambda record: records.save(out, record))
