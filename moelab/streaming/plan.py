@@ -28,8 +28,8 @@ PROCESS_NBYTES = 120_000_000
 # Left for what other programs may yet take: a tenth of the machine's memory, at most 4 GB. Not in
 # a cgroup, where others do not share the limit.
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
-# A prompt is computed in chunks: mlx-lm's own, or as many tokens as half of what is free for slots
-# takes, if slots can lend it, else a sixteenth of the memory. Every chunk reads nearly all experts,
+# A prompt is computed in chunks: mlx-lm's own, or as many tokens as 3/4 of what is free for slots
+# take, if slots can lend it, else a sixteenth of the memory. Every chunk reads nearly all experts,
 # so fewer than 256 only if they take more than half of what is free for slots, and never fewer than
 # 32.
 PROMPT_TOKENS, PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 2048, 16, 256, 32
@@ -180,8 +180,8 @@ def plan_of(
     room = memory - backbone - caches - config.reserved_nbytes - PROCESS_NBYTES
     room -= least * slot + logits
     lends = can_lend()
-    most = room if lends else max(memory // PROMPT_SHARE, FEW_PROMPT_TOKENS * per_token)
-    budget = min(most, room // 2)
+    budget = max(memory // PROMPT_SHARE, FEW_PROMPT_TOKENS * per_token)
+    budget = room * 3 // 4 if lends else min(budget, room // 2)
     tokens = max(LEAST_PROMPT_TOKENS, budget // per_token)
     tokens = min(tokens, PROMPT_TOKENS, config.context)
     prompt = tokens * per_token + logits
