@@ -10,6 +10,7 @@ what their sections say of records.
 
 import json
 import re
+import statistics
 
 import nbformat
 import numpy as np
@@ -457,31 +458,35 @@ def cold_prompt_row(tokens):
     return f"{tokens:,}", quartiles(r_s), quartiles(read_s), quartiles(f_s), share, len(f_s)
 
 
-def auto_with_prompt(limit_mb, *slots):
-    """The most slots planned; tok/s of these and of others, or that they were killed."""
-    made = recorded(f"cpu_auto_prompt_35b_{limit_mb}")
-    runs = [made["summary"][f"fused/slots={s}, limit"] for s in ("auto/context=512", *slots)]
-    planned = {s["plan"].split()[0] for s in made["samples"] if s.get("plan")}
-    speeds = (quartiles(r["decode_tok_s"], ".1f") if not r["killed"] else "killed" for r in runs)
-    return max(int(text.removeprefix("slots=")) for text in planned), *speeds
-
-
-def half(name):
-    """Tok/s of the planned slots and of 8 in half of the file's size; seconds of the prompt."""
-    made = recorded(name)
-    planned, few = (
-        [r for r in made["samples"] if r["variant"] == f"fused/slots={slots}, limit"]
-        for slots in ("auto/context=512", 8)
+def auto_row(name):
+    """Slots planned, n, their tok/s and of the best fixed number, the ratio, and their prompts."""
+    made = recorded(f"cpu_auto_{name}")
+    runs = {}
+    for run in made["samples"]:
+        assert not run["killed"]
+        runs.setdefault(run["variant"].removesuffix(", limit"), []).append(run)
+    speeds = {v: [len(r["step_s"]) / r["decode_s"] for r in rs] for v, rs in runs.items()}
+    prompts = {v: quartiles([r["prefill_s"] for r in rs], ".1f") for v, rs in runs.items()}
+    planned = "fused/slots=auto/context=512"
+    fixed = [v for v in runs if v.startswith("fused") and v != planned]
+    best = max(fixed, key=lambda v: statistics.median(speeds[v]))
+    slots = max(int(r["plan"].split()[0].removeprefix("slots=")) for r in runs[planned])
+    ratio = statistics.median(speeds[planned]) / statistics.median(speeds[best])
+    return (
+        *(slots, len(runs[planned]), quartiles(speeds[planned], ".1f"), best.rpartition("=")[2]),
+        *(quartiles(speeds[best], ".1f"), f"{ratio:.2f}", prompts[planned], prompts[best]),
     )
-    assert len(planned) == len(few) == 5 and not any(r["killed"] for r in planned + few)
-    assert all(r["plan"].startswith("slots=73 ") for r in planned)
-    speeds = [quartiles([96 / sum(r["step_s"]) for r in runs], ".1f") for runs in (planned, few)]
-    return speeds, [quartiles([r["prefill_s"] for r in runs], ".1f") for runs in (planned, few)]
 
 
-def halves():
-    (plain, _), (behind, prompts) = half("cpu_auto_half_35b"), half("cpu_auto_half_prompt_35b")
-    return 96, 5, 73, plain[0], 8, plain[1], 400, *behind, *prompts
+AUTO = {  # a record and how its row begins
+    "35b_478": "478 | none",
+    "prompt_35b_478": "478 | 400",
+    "35b_956": "956 | none",
+    "prompt_35b_956": "956 | 400",
+    "35b_1530": "1530 | none",
+    "prompt_35b_1530": "1530 | 400",
+    "35b_3825": "3825 | none",
+}
 
 
 def crowds():
@@ -510,8 +515,9 @@ def asked(model=None, draft=None, prompt=None, tokens=200):
 
 
 def asked_row(prompt, model):
-    """First token without a draft; tok/s without one, with lookup and with tiny-dflash."""
-    runs = [asked(model, draft, prompt) for draft in ("none", "lookup", "tiny-dflash")]
+    """First token without a draft; tok/s without one and with each."""
+    drafts = "none", "lookup", "tiny-dflash", "tiny-dflash=7"
+    runs = [asked(model, draft, prompt) for draft in drafts]
     first = quartiles([row["first_s"] for row in runs[0]])
     return first, *(quartiles([row["tok_s"] for row in rows], ".0f") for rows in runs)
 
@@ -626,6 +632,17 @@ def served():
         *(mb(short["rows"][-1:]), *throughout(short["rows"][-1:])),
         *(short["same"], short["hung_up"]),
     )
+
+
+def served_again():
+    """The most memory of ``cpu_serve_soak_again``, in MB, and the right texts."""
+    made = recorded("cpu_serve_soak_again")
+    long, short = made["long"], made["short"]
+    assert made["exit_status"] == 0 and not made["traceback"]
+    writing = [row for row in long["rows"] if long["first_s"] < row["s"] < long["last_s"]]
+    groups = writing[: len(writing) // 2], writing, short["rows"][14:15], short["rows"][-1:]
+    most = (f"{max(row['rss_nbytes'] for row in rows) / 1e6:.0f}" for rows in groups)
+    return *most, short["same"], short["hung_up"]
 
 
 def ranks_runs(n, rate=None):
@@ -1198,14 +1215,14 @@ PASSAGES = {
         ("with {} of {} slots (`cpu_prompt_126_35b` and so on)", lambda: (64, 256)),
         *(("| {} | {} | {} | {} | {} | {} |", lambda n=n: cold_prompt_row(n))
           for n in (126, 400, 800, 4000)),
-        ("Behind a prompt of {} tokens, {} tokens, in a memory of", lambda: (400, 32)),
-        ("{} MB the planned {} slots decode {} tok/s, 8 slots {}, 110 {} and 140 {}",
-         lambda: (1530, *auto_with_prompt(1530, 8, 110, 140))),
-        ("in {} MB the planned {} (74 in a run) decode {}, 8 slots {}, 50 {}, and with 75 it is {}",
-         lambda: (956, *auto_with_prompt(956, 8, 50, 75))),
-        ("the first {} tokens, n={} (`cpu_auto_half_35b`, `cpu_auto_half_prompt_35b`): the planned "
-         "{} slots decode {} tok/s and {} slots {}; behind the prompt of {} tokens {} and {}, and "
-         "that prompt takes {} s, in two parts as planned, and {} s at once", halves),
+        ("in memory cgroups of {}, {}, {} and {} times the file", lambda: (0.25, 0.5, 0.8, 2)),
+        ("the first {} or {} tokens, with", lambda: (48, 96)),
+        ("At {} MB it read past the page cache in these records", lambda: (478,)),
+        ("| {} of its drafts |", lambda: (7,)),
+        *[(f"| {begin} | {{}} | {{}} | {{}} | {{}} | {{}} | {{}} | {{}} | {{}} |",
+           lambda name=name: auto_row(name))
+          for name, begin in AUTO.items()],
+        *[(f"| {begin} |", list) for begin in AUTO.values()],
         ("With 48 and 64 slots tiny-moe decodes {} and {} tok/s",
          lambda: [quartiles(mode("cpu_kernels_tiny_moe", f"fused/slots={n}")["decode_tok_s"], ".1f")
                   for n in (48, 64)]),
@@ -1240,23 +1257,26 @@ PASSAGES = {
             "ended the server without an error (`cpu_serve_soak`).",
             served,
         ),
+        ("A second run: {} MB in its first half, {} at its end, {} after the 15th short request "
+         "and {} after the last, the right text in {} of {}", served_again),
         ("Many requests at once: {} prompts of {} tokens with answers of {} for a server of the "
          "35B layers in a memory cgroup, page cache included, {} servers with {} MB and {} with "
          "{}. They decode {} and {} texts at once, and the other requests wait. Every request was "
          "answered, no server was killed; what a server had to itself, page cache left out, was {} "
          "and {} MB at most", crowds),
         ("tiny-moe, sampled with temperature {}, {} tokens behind a prompt, resident and streamed "
-         "with the {} of {} slots that {} MB allow; drafts under the policy "
-         "(`cpu_workload_tiny_moe`, n={} prompts)", lambda: (0.6, 200, 54, 64, 175, 3)),
-        *[(f"| {n} | {model} | {{}} | {{}} | {{}} | {{}} |",
+         "with {} MB: {} of {} slots, of which a prompt borrows some; drafts under the policy, and "
+         "{} of tiny-dflash's a round; each is first in turn "
+         "(`cpu_workload_tiny_moe`, n={} prompts)", lambda: (0.6, 200, 175, 64, 64, 7, 3)),
+        *[(f"| {n} | {model} | {{}} | {{}} | {{}} | {{}} | {{}} |",
            lambda n=n, model=model: asked_row(n, model))
           for n in (126, 400, 800) for model in ("resident", "streamed")],
         *[(f"| {n} | {model} |", list)
           for n in (126, 400, 800) for model in ("resident", "streamed")],
-        ("Of lookup's drafts {} are accepted; they are {} of all tokens. The policy gives "
-         "tiny-dflash up after a few tokens here: it drafts {} in all {} answers, {} of them "
-         "accepted. One answer of {} tokens behind {}, resident {} tok/s and with lookup {}, "
-         "streamed {} and {} (n={})", asked_drafts),
+        ("Of lookup's drafts {} are accepted; they are {} of all tokens. Under the policy "
+         "tiny-dflash drafts {} tokens in all {} answers, {} of them accepted. One answer of {} "
+         "tokens behind {}, resident {} tok/s and with lookup {}, streamed {} and {} (n={})",
+         asked_drafts),
         ("repacked, {} slots in each layer of each rank. Each rank has one core (four share two) "
          "and {} MB of memory, its page cache included; of two ranks each holds and reads {} of "
          "the {} experts of a layer, of four {}.", ranks_settings),

@@ -218,7 +218,8 @@ def plan_of(
             why = "few (the page cache holds more experts in the rest)"
     # A limit of the caller's says nothing about the page cache.
     direct = lends and config.memory_nbytes is None and least < slots < held
-    direct = direct and system < slots * slot
+    pages = system + PROCESS_NBYTES + prompt - (slots - prompt_slots) * slot  # while it decodes
+    direct = direct and pages < slots * slot
     reason = (
         f"slots={slots} of {held} in each of {L} layers: {why}. {_size(memory)} available{left}: "
         f"{listed}, slots {_size(slots * slot)}"

@@ -263,18 +263,15 @@ def test_a_record_of_runs_under_a_limit_has_the_keys_of_those_that_are_kept():
     assert "resident, limit: killed (cgroup v1)" in limited.report(record)
 
 
-@pytest.mark.parametrize("limit_mb, least", [(478, 0.95), (956, 0.9), (1530, 0.85), (3825, 0.95)])
+@pytest.mark.parametrize("limit_mb, least", [(478, 0.84), (956, 0.95), (1530, 0.94), (3825, 0.95)])
 def test_recorded_slots_auto_against_the_best_fixed_number(limit_mb, least):
-    """Never killed, its reason said, and the least share of the best fixed number's speed.
-
-    That of 956 and 1,530 MB (80 and 150 slots) leaves no memory for a prompt of 400 tokens.
-    """
+    """Never killed, its reason said, and the least share of the best fixed number's speed."""
     record = records.recorded(f"cpu_auto_35b_{limit_mb}")
     summary = record["summary"]
     assert not any(v["killed"] for v in summary.values())
     tok_s = {name: v["decode_tok_s"]["median"] for name, v in summary.items() if "slots=" in name}
     (auto,) = (name for name in tok_s if "slots=auto" in name)
-    assert len(tok_s) >= 3 and summary[auto]["same_tokens"]
+    assert len(tok_s) >= 2 and summary[auto]["same_tokens"]
     assert tok_s.pop(auto) >= least * max(tok_s.values())
     plans = {run["plan"] for run in record["samples"] if run["variant"] == auto}
     assert all(plan.startswith("slots=") and "available" in plan for plan in plans)

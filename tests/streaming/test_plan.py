@@ -47,7 +47,7 @@ def test_all_that_fits_is_in_slots():
         assert (p.num_layers, p.num_experts, p.top_k) == (8, 64, 8)
         assert p.config.slots == p.slots and p.reason == str(p)
         assert "\n" not in p.reason and f"slots={p.slots} of 64 in each of 8 layers" in p.reason
-    assert "nearly all of the memory" in found[3].reason and "resident" in found[-1].reason
+    assert "nearly all of the memory" in found[3].reason and "every expert" in found[-1].reason
 
 
 def test_what_it_counts_is_what_load_takes():
@@ -196,11 +196,12 @@ def test_slots_lend_their_memory_to_a_prompt(settings):
 @pytest.mark.skipif(not can_lend(), reason="O_DIRECT is Linux's")
 def test_the_page_cache_is_left_out_where_it_has_no_room(monkeypatch):
     """Not if the caller names the memory, if few slots leave it room, or if the system has more."""
-    found = [(MB * n, MB * kept) for n, kept in ((170, 0), (170, 10), (170, 200), (GB // MB, 0))]
+    monkeypatch.setattr(plans, "PROCESS_NBYTES", MB)
+    found = [(MB * n, MB * kept) for n, kept in ((50, 0), (50, 5), (50, 200), (GB // MB, 0))]
     for (memory, kept), direct in zip(found, (True, True, False, False)):
         monkeypatch.setattr(plans, "_memory", lambda now=(memory, kept): now)
         assert moelab.plan(TINY_MOE).direct == direct
-    assert not moelab.plan(TINY_MOE, memory_nbytes=170 * MB).direct
+    assert not moelab.plan(TINY_MOE, memory_nbytes=50 * MB).direct
 
 
 @pytest.mark.skipif(not can_lend(), reason="O_DIRECT is Linux's")
@@ -210,7 +211,8 @@ def test_text_is_the_same_past_the_page_cache(prefetch, monkeypatch):
     prompt = [(31 * i + 5) % 96 for i in range(150)]
     with load_model(TINY_MOE, moelab.StreamConfig(slots=64))[0] as model:
         want = greedy_logits(model, prompt, 24)
-    monkeypatch.setattr(plans, "_memory", lambda: (170 * MB, 0))
+    monkeypatch.setattr(plans, "_memory", lambda: (50 * MB, 0))
+    monkeypatch.setattr(plans, "PROCESS_NBYTES", MB)
     with load_model(TINY_MOE, moelab.StreamConfig(prefetch=prefetch))[0] as model:
         assert session_of(model).reader.direct and session_of(model).plan.lent_nbytes
         for _ in range(2):
