@@ -503,7 +503,7 @@ def test_a_kept_prompt_takes_its_own_memory_only():
     "options, texts",
     [
         (["--memory-nbytes", "170000000"], range(1, 2)),
-        (["--memory-nbytes", "400000000"], range(6, 12)),
+        (["--memory-nbytes", "400000000"], range(5, 12)),
         (["--memory-nbytes", "9000000000"], range(32, 33)),
         (["--memory-nbytes", "260000000", "--decode-concurrency", "3"], range(3, 4)),
         (["--memory-nbytes", "170000000", "--decode-concurrency", "20"], None),
