@@ -1217,7 +1217,8 @@ PASSAGES = {
           for n in (126, 400, 800, 4000)),
         ("in memory cgroups of {}, {}, {} and {} times the file", lambda: (0.25, 0.5, 0.8, 2)),
         ("the first {} or {} tokens, with", lambda: (48, 96)),
-        ("At {} MB it read past the page cache in these records", lambda: (478,)),
+        ("At {} MB it does not read past the page cache, which has as much room there as the "
+         "slots, and a prompt of {} tokens is read in three parts", lambda: (478, 400)),
         ("| {} of its drafts |", lambda: (7,)),
         *[(f"| {begin} | {{}} | {{}} | {{}} | {{}} | {{}} | {{}} | {{}} | {{}} |",
            lambda name=name: auto_row(name))
