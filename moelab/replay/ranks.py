@@ -51,7 +51,7 @@ def reads(
 
 
 def _divided(needed, tables):
-    """Each expert to the rank that holds it; the others to those that read least."""
+    """By rank: the experts that it holds, and of those that none holds its fair share."""
     mine = [[e for e in needed if e in table.slot_of] for table in tables]
     held, misses = {e for own in mine for e in own}, [0] * len(tables)
     for e in needed:

@@ -147,9 +147,9 @@ def hold(session: Session) -> None:
 
 
 class HostExperts:
-    """One layer's experts in pinned memory of the host, and on the GPU what its slots hold.
+    """One layer's experts in pinned memory of the host, and which of them the GPU's slots hold.
 
-    The table says what they hold until ``slots`` is called, and again after ``give_back``.
+    Once ``slots`` was called only the GPU knows what they hold; ``give_back`` tells the table.
 
     Args:
         bank (SlotBank): The layer's slots.

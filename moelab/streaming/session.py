@@ -296,7 +296,7 @@ class Session:
         )
 
     def lend(self, tokens: int) -> None:
-        """Divide the memory between slots and a prompt's arrays, as ``plan`` did.
+        """Before a prompt free the slots that ``plan`` lends it; after it use them again.
 
         Args:
             tokens (int): Of the call that begins.

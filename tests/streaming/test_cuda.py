@@ -346,7 +346,7 @@ def test_experts_from_the_hosts_memory_are_the_same(
 
 @pytest.mark.parametrize("policy", ("lru", "lfu"))
 def test_host_and_gpu_agree_on_what_the_slots_hold(policy, path, runtime):
-    """A long call goes by the table, a short one by the kernel's state, unless it is recorded."""
+    """Long and recorded calls use the host's table, short ones the state on the GPU."""
     read = {}
     for source in ("disk", "host"):
         with uploading(path, slots=2 * K, policy=policy, source=source) as model:

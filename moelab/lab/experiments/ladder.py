@@ -41,7 +41,7 @@ WARMUP = 2  # tokens before the clock, in layers whose slots fill at once
 # Qwen3.5-122B-A10B: layers, experts per token, and bytes of an expert: three matrices of 4 bits
 # with two 16-bit numbers for each 64 weights.
 L_122B, K_122B, EXPERT_NBYTES_122B = 48, 8, 3 * 3072 * 1024 * 36 // 64
-EXPERT_NBYTES_35B = 1769472
+EXPERT_NBYTES_35B = 3 * 2048 * 512 * 36 // 64
 TOKEN_NBYTES_122B = L_122B * K_122B * EXPERT_NBYTES_122B
 
 
