@@ -1,7 +1,7 @@
 # Nothing is assumed but Python 3.11 or newer and make: every target sets up .venv by itself, once.
 #   make lab    opens JupyterLab at the first notebook
 #   make run    runs every notebook and writes one HTML page for each under build/, in 8 minutes
-#   make test   tests every module, every mode and every notebook, in eight minutes
+#   make test   tests every module, every mode and every notebook, in ten minutes
 #   make test-all   the same with the slow tests, at full size
 # With EXTRA=cuda the set-up installs MLX for a CUDA 13 GPU in place of the CPU build.
 
