@@ -177,7 +177,7 @@ class HostExperts:
         """
         self._bank, self._table = bank, table
         self._state, self.after = None, mx.zeros(1)
-        self._into, rows = bank.into(), []
+        self._into, rows = bank.into, []
         for source, to, stride, nbytes in self._into:
             for at in range(0, nbytes, cuda.CHUNK_NBYTES):
                 size = min(cuda.CHUNK_NBYTES, nbytes - at)

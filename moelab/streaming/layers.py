@@ -178,7 +178,7 @@ class StreamedExperts(nn.Module):
     def _part(self, bank, rows, pairs, slots, top_k, zero=None):
         """Compute some of a call's (token, expert) pairs with the kernels of the whole call.
 
-        With ``zero``, an array of it, not before that is computed.
+        ``zero`` is an array that holds a zero: they are computed after it.
         """
         n = len(pairs)
         if on_cuda():  # repeat the last pair until there are enough rows for the same kernel
@@ -304,7 +304,7 @@ class Stacked(StreamedExperts):
             self.host.bind(self.bank, self.table)
 
     def resize(self, slots: int) -> None:
-        """Use the first slots alone, and return the memory of the others, or use them again.
+        """Use fewer slots and free the memory of the others, or use more of them again.
 
         No call and no read may be running.
 
@@ -435,10 +435,9 @@ class Stacked(StreamedExperts):
             if not misses:
                 self._fill(self._unread())
             read_s = self.session.reader.expected_s(len(misses) * self.bank.expert_nbytes)
-            late = read_s >= OVERLAP_S and self.session.overlap
-            if self._is_copied and len(misses) > self._part_size:
-                late = True
-            if not misses or not late:
+            in_parts = read_s >= OVERLAP_S and self.session.overlap
+            in_parts = in_parts or (self._is_copied and len(misses) > self._part_size)
+            if not misses or not in_parts:
                 held.update(misses)
                 slots = np.array([held[e] for e in flat], np.uint32).reshape(routed.shape)
                 return self._gather(x, self._bring_for(slots, indices, misses))
@@ -640,7 +639,7 @@ class Stacked(StreamedExperts):
     def _part_size(self):
         """Experts of a part."""
         if self._is_copied:
-            most = MAX_COPIES // len(self.bank.into())
+            most = MAX_COPIES // len(self.bank.into)
             if self.host is None:
                 most = min(most, COPIED_NBYTES // self.bank.expert_nbytes)
             return max(1, most)

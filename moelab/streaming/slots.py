@@ -479,12 +479,12 @@ class SlotBank:
         """The bytes of one expert on disk."""
         return self._places[2]
 
+    @cached_property
     def into(self) -> list[tuple[int, int, int, int]]:
-        """Where the bytes of an expert belong that lie one behind the other, as ``places`` says.
+        """The parts of an expert whose ranges (``places``) lie one behind the other.
 
-        Returns:
-            list[tuple[int, int, int, int]]: For each part its first byte, the address of it in slot
-                0, what an address is more in the next slot, and the bytes.
+        Each is its first byte there, its address in slot 0, how far it is from there to the same
+        part in slot 1, and its length.
         """
         first = [part for *_, parts in self._slot(0).disk for part in parts]
         second = [

@@ -164,7 +164,7 @@ class Held:
     Attributes:
         tokens (int): Timed in each run.
         decode_s (dict[str, list[float]]): Seconds of these tokens, by way.
-        copied_nbytes (dict[str, float]): Bytes of missing experts for a token, by way.
+        copied_nbytes (dict[str, float]): Bytes copied to the GPU for a token, by way.
     """
 
     tokens: int
@@ -187,7 +187,7 @@ def recorded_copies(name: str = "cuda_h200_engine") -> tuple[dict, dict[str, Cop
 
 
 def recorded_host(name: str = "cuda_h200_host") -> tuple[dict, dict[str, Held]]:
-    """The machine and, by layout, the section ``host`` of ``data/recipes/cuda_run.py``."""
+    """The section ``host`` of the GPU's recipe: the machine, and the runs of each layout."""
     file, expert_nbytes = records.recorded(name), EXPERT_NBYTES_35B
     found = {}
     for layout in ("repacked", "as shipped"):

@@ -398,8 +398,8 @@ def ends(path: str | Path = MODEL, rounds: int = 3) -> dict:
         rounds (int): Times that every case is tried.
 
     Returns:
-        dict: For each case and round the seconds until both had ended, and what each printed and
-            returned.
+        dict: For each case a list of its rounds: the seconds until both ranks had ended, and what
+            each printed and returned.
     """
     cases, path = {}, Path(path)
     options = ["--prompt", "def read_json(path):", "--max-tokens", "2000", "--slots", "16"]
