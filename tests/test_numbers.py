@@ -265,9 +265,43 @@ def held_exact(source):
 
 def held_exactness():
     settings, passes, texts, tokens, twice = held_exact("host")
-    of_host = *[settings] * 2, *[passes] * 2, *[texts] * 2, tokens, 20, 20, 0, 4, 8, twice
-    settings, passes, texts, *_ = held_exact("disk")
-    return *of_host, *[settings] * 2, *[passes] * 2, *[texts] * 2
+    assert held_exact("disk") == (settings, passes, texts, tokens, twice)
+    return *[settings] * 2, *[passes] * 2, *[texts] * 2, tokens, 20, 20, 0, 4, 8, twice
+
+
+def held_locality(routers):
+    """The modes with a trace's routers, or random ones; every token fed is resident's."""
+    modes = recorded("cuda_h200_host")["sections"]["locality"][routers]["modes"]
+    n = modes["resident"]["decode_tok_s"]["n"]
+    assert all(m.get("rounds_with_the_same_tokens", n) == n for m in modes.values())
+    return modes
+
+
+def held_locality_row(routers):
+    modes, out = held_locality(routers), []
+    for way in ("fused, 64 slots", "host, 64 slots", "host, 128 slots"):
+        hits = f"{100 * modes[way]['hit_rate']:.0f}"
+        out += [quartiles(modes[way]["ratio_to_resident"]), hits]
+    return out
+
+
+def held_locality_settings():
+    both = [held_locality(routers) for routers in ("random routers", "routers of the trace")]
+    speeds = [modes["resident"]["decode_tok_s"] for modes in both]
+    return speeds[0]["n"], *(quartiles(s, ".0f") for s in speeds)
+
+
+def by_readers():
+    """n, GB/s of the disk, the share of it with 8, 16 and 32 readers; tok/s warm with as many."""
+    made = recorded("cuda_h200_host")["sections"]["readers"]
+    disk, shares = np.array(made["cold"]["disk_speeds"]), []
+    for name in ("fused", "fused/readers=16", "fused/readers=32"):
+        samples = made["cold"]["modes"][name]["samples"]
+        rates = [s["counters"]["bytes_read"] / s["decode_s"] for s in samples]
+        shares.append(quartiles(rates / disk[[s["round"] for s in samples]]))
+    warm = [made["warm"]["modes"][m]["decode_tok_s"] for m in made["cold"]["modes"]]
+    speeds = [quartiles(w, ".1f") for w in warm]
+    return len(disk), quartiles(disk, ".2f", 1e-9), 8, 16, 32, *shares, *speeds
 
 
 def locality_modes(routers):
@@ -861,12 +895,14 @@ def agreement():
 
 
 def memcheck():
-    """Errors in all runs, and the runs without and with copies by the GPU."""
+    """Errors, runs without and with copies and of today's engine; its lengths and slots."""
     made = [
         recorded(name)["sections"]["memcheck"]
-        for name in ("cuda_h200_exactness", "cuda_h200_copies_exactness")
+        for name in ("cuda_h200_exactness", "cuda_h200_copies_exactness", "cuda_h200_host")
     ]
-    return sum(m["errors"] for m in made), *(len(m["runs"]) for m in made)
+    (lengths,) = {tuple(T for T, _ in run["T_and_passes"]) for run in made[-1]["runs"]}
+    runs = (len(m["runs"]) for m in made)
+    return sum(m["errors"] for m in made), *runs, *lengths, made[-1]["runs"][0]["slots"]
 
 
 def cpu_cores():
@@ -1163,7 +1199,9 @@ PASSAGES = {
          "cache, repacked, a quarter of the experts in slots: {} times slower. Before the GPU "
          "copied the experts itself it was {}. With every expert in the host's memory (`--source "
          "host`) the GPU takes what its slots miss from there by itself, and decodes {} times as "
-         "fast as resident:", lambda: (*slower_copied(), held_ratio("host, 64 slots"))),
+         "fast as resident, with a recorded text's routing {}:",
+         lambda: (*slower_copied(), held_ratio("host, 64 slots"),
+                  held_locality_row("routers of the trace")[2])),
         ("memory for {}% of the file, going from {} slots to {} takes the reads from {} MB a token "
          "to {}", lambda: (share_of_the_file(), 8, 97, *sweep_mb(8, 97))),
         ("drafting {} tokens a round with `tiny-dflash`, 48 of 64 experts in slots, decodes {} "
@@ -1327,7 +1365,9 @@ PASSAGES = {
         ("{} layers of the 35B with random weights, all four modes, in float32 and in bfloat16: "
          "every logit of {} tokens behind a prompt | {} of {} settings", agreement),
         ("compute-sanitizer reported {} errors in {} runs with unified memory and in {} with "
-         "copies", memcheck),
+         "copies (two of them with native reads, in bfloat16), and in {} of today's engine, one "
+         "from the disk and one from the host's memory ({}, {} and {} tokens, {} slots).",
+         memcheck),
         ("a pass in waves takes {} to {} times as long", waves),
         ("One H200, {} layers of the 35B in bfloat16, {} of {} slots, warm page cache, routing of "
          "random weights, {}% hits, in turn (`cuda_h200_engine`, n={}).", copies_settings),
@@ -1365,16 +1405,21 @@ PASSAGES = {
         ("With {} slots a token misses {} experts, and {} MB are copied for it.",
          lambda: (64, *held_counts(64)[:2])),
         ("reading them took {} s, loading resident {}.", held_loading),
-        ("{} slots, which hit {}%, cost little more than {}.",
-         lambda: (16, held_counts(16)[2], 64)),
         ("in parts of up to {} experts. Before, a part was one expert, and a prompt of {} tokens "
          "took {} s with {} slots (`cuda_h200x2_ranks`).",
          lambda: (COPIED_NBYTES // EXPERT_NBYTES_35B, gpu_ranks_settings()[2],
                   gpu_ranks_row(64)[3], 64)),
         ("(`cuda_h200_host`) the resident model's are all logits in {} of {} settings and in {} of "
          "{} passes of random length, {} of {} texts ({} tokens), and {} of {} texts written twice "
-         "with {}, {} and {} drafts in {} settings; with today's way of prompts from the disk, {} "
-         "of {} settings, {} of {} passes and {} of {} texts.", held_exactness),
+         "with {}, {} and {} drafts in {} settings.", held_exactness),
+        ("speed over resident (`cuda_h200_host`, n={}), on a host where resident decoded {} tok/s "
+         "with random routers and {} with the trace's", held_locality_settings),
+        ("| routers | disk, {} of {} slots | host, {} slots | host, {} slots |",
+         lambda: (64, 256, 64, 128)),
+        *((f"| {text} | {{}}, {{}}% hits | {{}}, {{}}% | {{}}, {{}}% |",
+           lambda routers=routers: held_locality_row(routers))
+          for text, routers in (("random", "random routers"),
+                                ("with a recorded trace's locality", "routers of the trace"))),
         ("The same layers, repacked, {} slots, random routers, {}% hits, ms a token, in turn on "
          "one host (`cuda_h200_run_ahead`, n={};", run_ahead_settings),
         *[("| {} | {} | {} | {} |", lambda readers=readers: run_ahead_row(readers))
@@ -1388,6 +1433,10 @@ PASSAGES = {
          "tok/s and {} GB/s.", cold_rates),
         ("whole experts alone reach {} GB/s with {} reads in flight:\n`fused` uses {} of it, {} "
          "with 16 readers", cold_share),
+        ("beside the disk's speed in each round (`cuda_h200_host`, n={}, {} GB/s), with {}, {} and "
+         "{} readers: {}, {} and {} of it. From the page cache, as shipped, more readers are "
+         "slower: {}, {} and {} tok/s. So {} is the default, and `--readers {}` is for",
+         lambda: (*by_readers(), StreamConfig().readers, 16)),
         ("The same {} layers with {} slots, as shipped (n={} warm, n={} cold,",
          ladder_settings),
         ("| resident | {} | |", lambda: [ladder("resident")]),

@@ -350,6 +350,14 @@ class Run:
             "serial,buffers/readers=1,buffers,stacked,fused,fused/readers=16", 12, 3, cold=True
         )
 
+    def readers(self):
+        """Fewer and more reads in flight, warm in turn with resident, and from a cold disk."""
+        modes = "fused,fused/readers=16,fused/readers=32"
+        return {
+            "warm": self._ladder(f"resident,{modes}", 24, 7),
+            "cold": self._ladder(modes, 12, 7, cold=True),
+        }
+
     def slots(self):
         sizes = (8, 16) if self.tiny else (16, 64, 128)
         configs = {f"fused, {n} slots": replace(self.base, slots=n) for n in sizes}
@@ -511,6 +519,7 @@ SECTIONS = (
     "locality",
     "host",
     "ladder_cold",
+    "readers",
     "slot_writes",
     "reads",
     "agreement",
