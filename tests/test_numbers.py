@@ -58,6 +58,13 @@ RANKS_SSDS = (
 LAYOUTS = ("as shipped", "packed")  # in both
 ENGINE = "cuda_h200_engine"  # the run of today's engine on a GPU
 IN_PYTHON = "copies, reads in Python"  # there
+HOST_PARTS = {  # as the page of records calls them, and as records do
+    "waiting for the routing": "waiting for the routing",
+    "waiting for reads": "waiting for reads",
+    "beginning reads": "beginning reads",
+    "scheduling operations": "scheduling",
+    "the rest, Python": "the rest",
+}
 ROUTING_READ = "every layer's routing read"  # in cuda_h200
 
 
@@ -243,6 +250,13 @@ def held_counts(slots):
     c = made["decoded"][f"host, {slots} slots"]
     misses, hits = c["misses"] / made["tokens"], 100 * c["hits"] / (c["hits"] + c["misses"])
     return f"{misses:.0f}", f"{misses * EXPERT_NBYTES_35B / 1e6:.0f}", f"{hits:.0f}"
+
+
+def held_host_row(part):
+    """ms a token of what the host does."""
+    made = held()["host_ms_of_a_token"]
+    spent = (made[way].get(part, 0) for way in ("resident", "disk, 64 slots", "host, 64 slots"))
+    return [f"{ms:.1f}" if ms else "0" for ms in spent]
 
 
 def held_loading():
@@ -1380,11 +1394,8 @@ PASSAGES = {
          lambda: (copies_gain(), copies_gain("as shipped"))),
         ("| native reads over loops in Python | {} | {} |",
          lambda: (copies_gain(over=IN_PYTHON), copies_gain("as shipped", IN_PYTHON))),
-        *[(f"| {text} | {{}} | {{}} | {{}} |", lambda part=part: host_row(part)) for text, part in {
-            "waiting for the routing": "waiting for the routing",
-            "waiting for reads": "waiting for reads", "beginning reads": "beginning reads",
-            "scheduling operations": "scheduling", "the rest, Python": "the rest",
-        }.items()],
+        *[(f"| {text} | {{}} | {{}} | {{}} |", lambda part=part: host_row(part))
+          for text, part in HOST_PARTS.items()],
         ("speed over resident (n={})", locality_runs),
         ("| routers | {} of {} slots | {} | {} |", lambda: (64, 256, 128, 256)),
         ("| random | {}, {}% hits | {}, {}% | {}, {}% |", lambda: locality_row("random routers")),
@@ -1412,6 +1423,9 @@ PASSAGES = {
         ("(`cuda_h200_host`) the resident model's are all logits in {} of {} settings and in {} of "
          "{} passes of random length, {} of {} texts ({} tokens), and {} of {} texts written twice "
          "with {}, {} and {} drafts in {} settings.", held_exactness),
+        ("Where the host's time goes, ms a token, repacked, {} slots (one text", lambda: (64,)),
+        *[(f"| {text} | {{}} | {{}} | {{}} |", lambda part=part: held_host_row(part))
+          for text, part in HOST_PARTS.items()],
         ("speed over resident (`cuda_h200_host`, n={}), on a host where resident decoded {} tok/s "
          "with random routers and {} with the trace's", held_locality_settings),
         ("| routers | disk, {} of {} slots | host, {} slots | host, {} slots |",
