@@ -456,11 +456,11 @@ def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(monkeypatch):
     monkeypatch.setattr(serve, "load", lambda *a, **k: opened.append("model") or load(*a, **k))
     monkeypatch.setattr(serve.Server, "serve_forever", lambda self: None)
     argv = ["serve", str(MODEL), "--port", "0", "--prompt-cache-size", "3"]
-    memory = ["--memory-nbytes", "230000000", "--decode-concurrency", "1"]
+    memory = ["--memory-nbytes", "205000000", "--decode-concurrency", "1"]
     draft = str(DATA / "models/tiny-dflash")
     assert main([*argv, *memory, "--draft", draft]) == 0
     assert opened == [(draft, "auto"), "model"]
-    config = moelab.StreamConfig(memory_nbytes=230_000_000, lazy_logits=True)
+    config = moelab.StreamConfig(memory_nbytes=205_000_000, lazy_logits=True)
     drafted = moelab.plan(MODEL, leave_room(config, open_draft(draft)))
     plan = moelab.plan(MODEL, config)
     assert drafted.slots < plan.slots == 64 and drafted.reserved_nbytes > 0 == plan.reserved_nbytes

@@ -120,6 +120,9 @@ class StreamedExperts(nn.Module):
         if session.ranks is None:
             y = self._compute(x, indices, routed)
             session.pending = [y]
+            if session.fast_experts and not session.decoding:
+                mx.eval(y)  # it is already, and a prompt's is large: nothing here keeps it
+                session.pending = []
         else:
             y, after = self._compute_owned(x, indices, routed)
             session.pending = [after]

@@ -16,7 +16,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.models.cache import ArraysCache, CacheList
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import kernels
@@ -30,7 +29,7 @@ from .parallel import spread
 from .plan import FEW_LOGITS, plan_of
 from .prefetch import PREFETCHERS
 from .ranks import Ranks, facts
-from .session import LONG_PROMPT, Session, session_of, stats
+from .session import LONG_PROMPT, Session, recurrent_states, session_of, stats
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 
@@ -57,7 +56,7 @@ class LoadedModel:
             self._session.lend(inputs.size)
             parts = self._session.parts(inputs) if alone else [inputs]
             for part in parts:
-                self._session.begin(part)
+                self._session.begin(part, cache)
                 last = part is parts[-1]
                 # Nobody may want the logits of earlier parts.
                 lazy = not last or (
@@ -68,7 +67,7 @@ class LoadedModel:
                 if not last:
                     mx.eval([c.state for c in cache])
             # The next token's call may come from another thread, which could not schedule these.
-            mx.async_eval(list(_recurrent_states(cache or [])))
+            mx.async_eval(list(recurrent_states(cache or [])))
             return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
 
     @property
@@ -419,12 +418,3 @@ def _lazy(heads):
     finally:
         for head in heads:
             del head.takes
-
-
-def _recurrent_states(cache):
-    """Arrays of recurrent caches. Those of attention caches are evaluated with the logits."""
-    for c in cache:
-        if isinstance(c, CacheList):
-            yield from _recurrent_states(c.caches)
-        elif isinstance(c, ArraysCache):
-            yield [a for a in c.cache if a is not None]

@@ -4,6 +4,7 @@ Notebook 03 decides: with nearly all of the memory in slots reads are fastest, w
 as fast, because the page cache has the rest; with half of it in slots both hold the same experts.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,13 +23,13 @@ from .ranks import Ranks
 from .slots import can_lend
 
 # What a process takes beside its arrays once it has loaded a model and computed a prompt
-# (tokenizer, compiled kernels, freed memory that the C library keeps), and pages that are being
-# read. The four layers of notebook 03 took 109 MB (Linux, CPU).
-PROCESS_NBYTES = 120_000_000
+# (tokenizer, libraries' pages, freed memory that is kept, kernels). The four layers of notebook 03
+# took 88 MB, 111 where kernels were compiled and not loaded (Linux, CPU).
+PROCESS_NBYTES = 110_000_000
 # Left for what other programs may yet take: a tenth of the machine's memory, at most 4 GB. Not in
 # a cgroup, where others do not share the limit.
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
-# A prompt is computed in chunks: mlx-lm's own, or as many tokens as 3/4 of what is free for slots
+# A prompt is computed in chunks: mlx-lm's own, or as many tokens as 7/8 of what is free for slots
 # take, if slots can lend it, else a sixteenth of the memory. Every chunk reads nearly all experts,
 # so fewer than 256 only if they take more than half of what is free for slots, and never fewer than
 # 32.
@@ -38,7 +39,10 @@ FEW_LOGITS = 64
 # Where slots lend a prompt their memory, what is free beside them is for calls of so many tokens: a
 # batch, or drafts.
 FEW_TOKENS = 64
-BLOCK_VALUES = 16  # of the hidden size: what a block keeps of a token beside its experts' work
+# What a layer keeps of a token beside its experts' work, of the hidden size: with MLX's kernels,
+# and with the fast ones beside copies of what its other matrices give.
+BLOCK_VALUES, STREAM_VALUES, BLOCK_COPIES = 16, 8, 3
+LINEARS = (nn.Linear, nn.QuantizedLinear)
 # What an expert from the page cache costs, of one from the SSD: 0.22 in the sweeps of notebook 03.
 COPY_COST = 0.25
 
@@ -175,16 +179,16 @@ def plan_of(
     logits = 0
     if config.kernels == "fast":  # which compute them at once: they and a copy
         logits = 2 * words * activation_dtype(model).size
-        per_token += 0 if config.lazy_logits else logits
+        per_token = max(per_token, 0 if config.lazy_logits else logits)
         logits *= FEW_LOGITS if config.lazy_logits else 0
-    room = memory - backbone - caches - config.reserved_nbytes - PROCESS_NBYTES
-    room -= least * slot + logits
+    room = memory - backbone - caches - config.reserved_nbytes - PROCESS_NBYTES - least * slot
     lends = can_lend()
     budget = max(memory // PROMPT_SHARE, FEW_PROMPT_TOKENS * per_token)
-    budget = room * 3 // 4 if lends else min(budget, room // 2)
+    budget = room * 7 // 8 if lends else min(budget, room // 2)
     tokens = max(LEAST_PROMPT_TOKENS, budget // per_token)
     tokens = min(tokens, PROMPT_TOKENS, config.context)
-    prompt = tokens * per_token + logits
+    # A prompt's logits, or a few tokens', come when what it took before them is free.
+    prompt = max(tokens * per_token, min(tokens, FEW_LOGITS) * per_token + logits)
     parts = {
         "backbone": backbone,
         f"caches of {config.context} tokens": caches,
@@ -206,7 +210,7 @@ def plan_of(
         )
     prompt_slots = min(held, free // slot)
     if lends:
-        free += max(0, prompt - FEW_TOKENS * per_token - logits)
+        free += max(0, prompt - min(tokens, FEW_TOKENS) * per_token - logits)
     slots, why = min(held, free // slot), "nearly all of the memory (half of it would be slowest)"
     if slots == held:
         why = "every expert of this rank" if ranks else "every expert"
@@ -347,23 +351,38 @@ def _prompt_nbytes(model, checkpoint, config, top_k, state_nbytes):
 
     Without their logits.
 
-    Measured with the four layers of notebook 03, logits included: 0.37 MB, here 0.51 with them;
-    with MLX's kernels, which on a CPU keep a recurrent state for every token, 2.5 MB, here 2.8.
+    Measured with the four layers of notebook 03 (64 to 2,048 tokens): 0.19 MB, here 0.24; with
+    MLX's kernels, which on a CPU keep a recurrent state for every token, 2.5 MB, here 2.8.
     """
-    values = 0
+    size, values, D = activation_dtype(model).size, 0, 0
     for _, module in expert_modules(model):
         names = {name.split(".")[0] for name in expert_parameters(module)}
         inputs, outputs = zip(*((module[n].input_dims, module[n].output_dims) for n in names))
-        D = max(inputs)
-        values = max(values, top_k * (sum(inputs) + sum(outputs) + D) + BLOCK_VALUES * D)
-    size = activation_dtype(model).size
+        D = max(D, module["down_proj" if "down_proj" in names else "fc2"].output_dims)
+        if config.kernels == "fast":  # the result; what goes into the last matrix, and a copy
+            pairs = top_k * (D + 2 * (sum(outputs) - D))
+        else:
+            pairs = top_k * (sum(inputs) + sum(outputs) + D)
+        values = max(values, pairs)
     if config.kernels == "fast":
-        return values * size
+        return (max(values, BLOCK_COPIES * _outputs(model)) + STREAM_VALUES * D) * size
+    values += BLOCK_VALUES * D
     text = checkpoint.config.get("text_config") or checkpoint.config
     heads = text.get("num_attention_heads")
     scores = heads * config.context if isinstance(heads, int) else 0
     loops = 0 if mx.metal.is_available() else state_nbytes
     return (values + scores) * size + loops
+
+
+def _outputs(model):
+    """What the matrices of a block (attention, or the experts' without theirs) give for a token."""
+    outputs = Counter()
+    experts = {id(m) for _, module in expert_modules(model) for m in module.modules()}
+    for path, module in model.named_modules():
+        layer = next((i for i, part in enumerate(path.split(".")) if part.isdigit()), None)
+        if layer is not None and isinstance(module, LINEARS) and id(module) not in experts:
+            outputs[tuple(path.split(".")[: layer + 2])] += len(module.weight)
+    return max(outputs.values(), default=0)
 
 
 def _size(nbytes):

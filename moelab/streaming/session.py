@@ -14,6 +14,7 @@ from time import perf_counter
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..checkpoint import ExpertTensor, describe
 from ..kernels.code import num_threads
@@ -168,6 +169,7 @@ class Session:
         self._error = None  # that exception, with ranks
         self._prompt_tokens = 0  # since a token was decoded
         self._lent = False  # whether slots lend their memory to a prompt
+        self._caches = []  # of the prompt that is being computed
         self._look_s = 0.0  # when to look at the memory again
         self._process = os.getpid()
         self.fast_experts = fast_experts
@@ -222,7 +224,7 @@ class Session:
                 self.reader.stop()  # nothing writes to a slot after a call that failed
                 raise
             finally:
-                self._caller = None
+                self._caller, self._caches = None, []
 
     def check_ranks(self) -> None:
         """Nothing, if this is not one of several ranks or its calls went well.
@@ -314,12 +316,15 @@ class Session:
         for layer in self.layers:
             layer.resize(slots)
 
-    def begin(self, inputs: mx.array) -> None:
+    def begin(self, inputs: mx.array, caches: list | None = None) -> None:
         """Count a call of the whole model.
 
         Args:
             inputs (mx.array): ``[B, T]`` token ids.
+            caches (list or None): Of the call. A prompt's recurrent states are evaluated layer by
+                layer: until then each keeps its layer's whole input in memory.
         """
+        self._caches = caches if caches and inputs.size > FEW_TOKENS else []
         self.count_reads()
         prefill = inputs.ndim > 1 and inputs.shape[1] > 1
         if prefill:
@@ -378,7 +383,7 @@ class Session:
             routed = self.mailbox.collect(indices)
         else:
             self.finish_reads()
-            mx.eval(indices, self.pending, asked)
+            mx.eval(indices, self.pending, asked, list(recurrent_states(self._caches)))
             routed = np.array(indices)
         self.pending = []
         if self.ranks:
@@ -501,3 +506,16 @@ def _keep_no_holes():
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, MAPPED_NBYTES)
+
+
+def recurrent_states(caches: list) -> Iterator[list[mx.array]]:
+    """The arrays of recurrent caches. Those of attention caches are evaluated with the logits.
+
+    Args:
+        caches (list): Of a model's layers.
+    """
+    for c in caches:
+        if isinstance(c, CacheList):
+            yield from recurrent_states(c.caches)
+        elif isinstance(c, ArraysCache):
+            yield [a for a in c.cache if a is not None]

@@ -26,7 +26,7 @@ CASES = (
     ("qwen3_5_moe", {"mode": "buffers"}),
     ("qwen3_5_moe", {"mode": "serial", "kernels": "mlx"}),
     ("qwen3_5_moe", {"slots": 2, "prefetch": "lookahead", "top_k": 1}),
-    ("tiny-moe", {"slots": "auto", "memory_nbytes": 160_000_000, "context": 256}),
+    ("tiny-moe", {"slots": "auto", "memory_nbytes": 142_000_000, "context": 256}),
     ("tiny-moe", {"slots": 8, "ranks_trace": str(moelab.DATA / "traces" / "code.npz")}),
 )
 
