@@ -252,7 +252,7 @@ def test_a_record_of_runs_under_a_limit_has_the_keys_of_those_that_are_kept():
     own = ("model", "limit_nbytes", "checkpoint_nbytes", "tokens", "warmup_tokens", "machine")
     record = limited.LimitedRecord(**{n: kept[n] for n in own}, prompts=["x"], samples=runs)
     again = record.to_json()
-    assert again.keys() - {"prompts"} == kept.keys() - {"prompt"}
+    assert again.keys() - {"prompts", "disk_speeds"} == kept.keys() - {"prompt"}
     for mine, theirs in zip(again["samples"], kept["samples"]):
         assert mine.pop("prompt_nbytes", None) is None  # it came later
         assert repr(dict(sorted(mine.items()))) == repr(dict(sorted(theirs.items())))

@@ -31,7 +31,7 @@ from .. import limit, machine, oscache, records, timing
 from ..decode import decode, encode
 from ..models import folder
 from ..records import Sample
-from .bench import resident_like
+from .bench import disk_speed, resident_like
 
 RESIDENT = "resident, no limit"
 SIZES = ("mlx_peak_nbytes", "predicted_nbytes", "rss_nbytes")
@@ -129,6 +129,8 @@ class LimitedRecord:
         prompts (list[str]): Round i took prompt i, modulo their number.
         machine (dict): Of ``machine.card``.
         samples (list[Run]): Every run.
+        disk_speeds (list[float]): Bytes per second of the disk, before each round; older records
+            have none.
     """
 
     model: str
@@ -139,6 +141,7 @@ class LimitedRecord:
     prompts: list[str]
     machine: dict[str, Any]
     samples: list[Run] = field(default_factory=list)
+    disk_speeds: list[float] = field(default_factory=list)
 
     @cached_property
     def killed(self) -> dict[str, str]:
@@ -256,8 +259,9 @@ def bench_limited(
             footprint(model_path, config)  # refuses what cannot be before any work
     variants = {RESIDENT: (resident_like(base), None)}
     variants |= {f"{name}, limit": (config, nbytes) for name, config in configs.items()}
-    samples = []
+    samples, disk_speeds = [], []
     for i in tqdm(range(runs), desc="rounds under the limit", leave=False):
+        disk_speeds.append(disk_speed(model_path))
         for name, (config, limit_nbytes) in variants.items():
             if any(r.variant == name and r.killed for r in samples):
                 continue  # once is enough
@@ -283,6 +287,7 @@ def bench_limited(
         prompts=prompts,
         machine=machine.card(),
         samples=samples,
+        disk_speeds=disk_speeds,
     )
 
 
