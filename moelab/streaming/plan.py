@@ -70,8 +70,8 @@ class Plan:
         context (int): The tokens, prompt and answer, that it is for.
         prompt_tokens (int): A prompt's tokens that are computed at once: the model divides a
             longer call. As the ``prefill_step_size`` of mlx-lm it saves the logits' memory, too.
-        direct (bool): Whether experts are read past the page cache, which has room for fewer of
-            them than the slots and so holds the same ones.
+        direct (bool): Whether experts are read past the page cache, which has room for less than
+            twice as many of them as the slots: much the same ones, and each takes a core's time.
         reason (str): One line.
     """
 
@@ -223,7 +223,7 @@ def plan_of(
     # A limit of the caller's says nothing about the page cache.
     direct = lends and config.memory_nbytes is None and least < slots < held
     pages = system + PROCESS_NBYTES + prompt - (slots - prompt_slots) * slot  # while it decodes
-    direct = direct and pages < slots * slot
+    direct = direct and pages < 2 * slots * slot
     reason = (
         f"slots={slots} of {held} in each of {L} layers: {why}. {_size(memory)} available{left}: "
         f"{listed}, slots {_size(slots * slot)}"
