@@ -507,7 +507,10 @@ def cold_prompt_row(tokens):
 
 
 def auto_row(name):
-    """Slots planned, n, their tok/s and of the best fixed number, the ratio, and their prompts."""
+    """Slots planned, n, their tok/s and of the best fixed number, the ratio, and their prompts.
+
+    Of a long prompt also the share of its bound: reading alone, or the resident model's prompt.
+    """
     made = recorded(f"cpu_auto_{name}")
     runs = {}
     for run in made["samples"]:
@@ -520,10 +523,31 @@ def auto_row(name):
     best = max(fixed, key=lambda v: statistics.median(speeds[v]))
     slots = max(int(r["plan"].split()[0].removeprefix("slots=")) for r in runs[planned])
     ratio = statistics.median(speeds[planned]) / statistics.median(speeds[best])
-    return (
-        *(slots, len(runs[planned]), quartiles(speeds[planned], ".1f"), best.rpartition("=")[2]),
-        *(quartiles(speeds[best], ".1f"), f"{ratio:.2f}", prompts[planned], prompts[best]),
-    )
+    row = [slots, len(runs[planned]), quartiles(speeds[planned], ".1f"), best.rpartition("=")[2]]
+    row += [quartiles(speeds[best], ".1f"), f"{ratio:.2f}", prompts[planned], prompts[best]]
+    if name.startswith("prompt"):
+        took, resident = (
+            np.array([r["prefill_s"] for r in runs[v]]) for v in (planned, "resident, no limit")
+        )
+        read_s = np.array([r["prompt_nbytes"] for r in runs[planned]]) / made["disk_speeds"]
+        row.append(quartiles(np.maximum(read_s, resident) / took))
+    return row
+
+
+def resident_prompts():
+    """Seconds of the resident model's prompt of 400 tokens: in fresh processes, and warm."""
+    made = recorded("cpu_auto_prompt_35b_956")["samples"]
+    first = [r["prefill_s"] for r in made if r["variant"] == "resident, no limit"]
+    warm = recorded("cpu_prompt_cold_400_35b")["modes"]["resident"]["samples"]
+    return quartiles(first, ".1f"), quartiles([s["prefill_s"] for s in warm], ".1f")
+
+
+def auto_first():
+    """The tokens of a record without a warm-up; the one with it has the planned slots ahead."""
+    first, later = (recorded(f"cpu_auto_{name}_1530") for name in ("first_35b", "35b"))
+    assert (first["warmup_tokens"], later["warmup_tokens"]) == (0, first["tokens"])
+    assert float(auto_row("first_35b_1530")[5]) < 1 < float(auto_row("35b_1530")[5])
+    return first["tokens"]
 
 
 AUTO = {  # a record and how its row begins
@@ -531,6 +555,7 @@ AUTO = {  # a record and how its row begins
     "prompt_35b_478": "478 | 400",
     "35b_956": "956 | none",
     "prompt_35b_956": "956 | 400",
+    "first_35b_1530": "1530 | none, first 48",
     "35b_1530": "1530 | none",
     "prompt_35b_1530": "1530 | 400",
     "35b_3825": "3825 | none",
@@ -1268,11 +1293,13 @@ PASSAGES = {
         *(("| {} | {} | {} | {} | {} | {} |", lambda n=n: cold_prompt_row(n))
           for n in (126, 400, 800, 4000)),
         ("in memory cgroups of {}, {}, {} and {} times the file", lambda: (0.25, 0.5, 0.8, 2)),
-        ("the first {} or {} tokens, with", lambda: (48, 96)),
-        ("At {} MB it does not read past the page cache, which has as much room there as the "
-         "slots, and a prompt of {} tokens is read in three parts", lambda: (478, 400)),
+        ("with a prompt of {} tokens and without: the first {} or {} tokens, and {} tokens behind "
+         "{} without a prompt at {} MB", lambda: (400, 48, 96, 96, 48, 1530)),
+        ("At {} MB the first {} tokens, which find empty slots, are slower",
+         lambda: (1530, auto_first())),
+        ("takes longer than later ones: {} s, then {}.", resident_prompts),
         ("| {} of its drafts |", lambda: (7,)),
-        *[(f"| {begin} | {{}} | {{}} | {{}} | {{}} | {{}} | {{}} | {{}} | {{}} |",
+        *[(f"| {begin} |" + " {} |" * (8 + name.startswith("prompt")),
            lambda name=name: auto_row(name))
           for name, begin in AUTO.items()],
         *[(f"| {begin} |", list) for begin in AUTO.values()],
