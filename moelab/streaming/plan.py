@@ -14,6 +14,7 @@ import psutil
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
+from .. import kernels
 from ..checkpoint import Checkpoint
 from ..experts import expert_modules, expert_parameters, num_experts
 from ..memory import memory_in_cgroups, memory_on_gpu
@@ -354,17 +355,18 @@ def _prompt_nbytes(model, checkpoint, config, top_k, state_nbytes):
     Measured with the four layers of notebook 03 (64 to 2,048 tokens): 0.19 MB, here 0.24; with
     MLX's kernels, which on a CPU keep a recurrent state for every token, 2.5 MB, here 2.8.
     """
-    size, values, D = activation_dtype(model).size, 0, 0
+    fast, size, values, D = config.kernels == "fast", activation_dtype(model).size, 0, 0
     for _, module in expert_modules(model):
         names = {name.split(".")[0] for name in expert_parameters(module)}
         inputs, outputs = zip(*((module[n].input_dims, module[n].output_dims) for n in names))
         D = max(D, module["down_proj" if "down_proj" in names else "fc2"].output_dims)
-        if config.kernels == "fast":  # the result; what goes into the last matrix, and a copy
+        if fast and all(map(_at_once, (module[n] for n in names))):
+            # The result; what gate and up give, and as much for what goes into the last matrix.
             pairs = top_k * (D + 2 * (sum(outputs) - D))
         else:
             pairs = top_k * (sum(inputs) + sum(outputs) + D)
         values = max(values, pairs)
-    if config.kernels == "fast":
+    if fast:
         return (max(values, BLOCK_COPIES * _outputs(model)) + STREAM_VALUES * D) * size
     values += BLOCK_VALUES * D
     text = checkpoint.config.get("text_config") or checkpoint.config
@@ -372,6 +374,11 @@ def _prompt_nbytes(model, checkpoint, config, top_k, state_nbytes):
     scores = heads * config.context if isinstance(heads, int) else 0
     loops = 0 if mx.metal.is_available() else state_nbytes
     return (values + scores) * size + loops
+
+
+def _at_once(linear):
+    """Whether the fast kernels compute an expert's matrix with the others, part by part."""
+    return type(linear) in kernels.FAST and kernels.fits(linear) and "bias" not in linear
 
 
 def _outputs(model):
