@@ -60,9 +60,11 @@ def gated_delta(
         arrays[3:5] = mx.where(decays, g, 1.0), mx.where(mask[..., None], beta, 0.0)
     mx.eval(arrays)
     arrays = [np.ascontiguousarray(a) for a in arrays]
-    out = mx.zeros(v.shape)
-    mx.eval(out)  # written in place: a copy would be of T * Hv * Dv numbers
-    y = np.asarray(out)
+    out = None
+    if T > 1:  # for one token an evaluation would take longer than a copy
+        out = mx.zeros(v.shape)
+        mx.eval(out)
+    y = np.empty(v.shape, np.float32) if out is None else np.asarray(out)
     new = np.empty((T, *state.shape) if every else state.shape, np.float32)
     rows = B * Hv * Dv
     n = code.num_threads() if T * state.size >= SHARED_WORK else 1
@@ -73,7 +75,7 @@ def gated_delta(
         run(*addresses, T, Hk, Hv, Dv, rows, rows * i // n, rows * (i + 1) // n)
 
     code.share(part, list(range(n)))
-    return out, mx.array(new)
+    return mx.array(y) if out is None else out, mx.array(new)
 
 
 def use(module: nn.Module) -> None:
