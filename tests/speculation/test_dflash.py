@@ -21,7 +21,12 @@ import moelab
 from moelab import kernels
 from moelab.checkpoint import CheckpointError
 from moelab.lab.texts import heldout_prompts
-from moelab.speculation.dflash import DFlashDraft, default_layer_ids, load_model
+from moelab.speculation.dflash import (
+    QUEUED_TOKENS,
+    DFlashDraft,
+    default_layer_ids,
+    load_model,
+)
 from moelab.speculation.drafts import ModelDraft
 from moelab.speculation.generate import speculative_generate, speculative_generate_step
 from moelab.speculation.target import Capture, vocabulary
@@ -285,6 +290,21 @@ def test_a_tensor_in_two_files(tmp_path):
 
 
 # The trained drafts
+
+
+def test_features_of_a_long_text_do_not_wait_for_the_next_draft():
+    target = mlx_lm.load(str(MODELS / "tiny-moe"))[0]
+    drafts = [DFlashDraft(MODELS / "tiny-dflash") for _ in range(2)]
+    size = len(drafts[0].layer_ids) * drafts[0].model.args.hidden_size
+    features = mx.random.normal((QUEUED_TOKENS + 88, size), key=mx.random.key(0))
+    for draft, parts in zip(drafts, ([features], mx.split(features, len(features)))):
+        draft.bind(target)
+        for part in parts:
+            draft.extend(mx.zeros(len(part), mx.uint32), part)
+    assert [draft.cache[0].offset for draft in drafts] == [len(features), QUEUED_TOKENS]
+    whole, one_by_one = (d.propose(5, 4, lambda logits: logits) for d in drafts)
+    assert [draft.cache[0].offset for draft in drafts] == [len(features)] * 2
+    assert mx.allclose(whole, one_by_one, atol=1e-3)
 
 
 def test_shipped_files():
