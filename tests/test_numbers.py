@@ -306,7 +306,7 @@ def held_locality_settings():
 
 
 def by_readers():
-    """n, GB/s of the disk, the share of it with 8, 16 and 32 readers; tok/s warm with as many."""
+    """GB/s of the disk, n, the share of it with 8, 16 and 32 readers; tok/s warm with as many."""
     made = recorded("cuda_h200_host")["sections"]["readers"]
     disk, shares = np.array(made["cold"]["disk_speeds"]), []
     for name in ("fused", "fused/readers=16", "fused/readers=32"):
@@ -315,7 +315,8 @@ def by_readers():
         shares.append(quartiles(rates / disk[[s["round"] for s in samples]]))
     warm = [made["warm"]["modes"][m]["decode_tok_s"] for m in made["cold"]["modes"]]
     speeds = [quartiles(w, ".1f") for w in warm]
-    return len(disk), quartiles(disk, ".2f", 1e-9), 8, 16, 32, *shares, *speeds
+    used = (value for pair in zip((8, 16, 32), shares) for value in pair)
+    return quartiles(disk, ".2f", 1e-9), len(disk), *used, *speeds
 
 
 def locality_modes(routers):
@@ -1297,6 +1298,7 @@ PASSAGES = {
         ("in memory cgroups of {}, {}, {} and {} times the file", lambda: (0.25, 0.5, 0.8, 2)),
         ("with a prompt of {} tokens and without: the first {} or {} tokens, and {} tokens behind "
          "{} without a prompt at {} MB", lambda: (400, 48, 96, 96, 48, 1530)),
+        ("The row of {} MB was recorded", lambda: (3825,)),
         ("At {} MB the first {} tokens, which find empty slots, are slower",
          lambda: (1530, auto_first())),
         ("takes longer than later ones: {} s, then {}.", resident_prompts),
@@ -1478,9 +1480,9 @@ PASSAGES = {
          "tok/s and {} GB/s.", cold_rates),
         ("whole experts alone reach {} GB/s with {} reads in flight:\n`fused` uses {} of it, {} "
          "with 16 readers", cold_share),
-        ("beside the disk's speed in each round (`cuda_h200_host`, n={}, {} GB/s), with {}, {} and "
-         "{} readers: {}, {} and {} of it. From the page cache, as shipped, more readers are "
-         "slower: {}, {} and {} tok/s. So {} is the default, and `--readers {}` is for",
+        ("measured the disk before each round: {} GB/s (`cuda_h200_host`, n={}). With {} readers "
+         "`fused` uses {} of it, with {} {}, with {} {}. From the page cache, as shipped, more "
+         "readers are slower: {}, {} and {} tok/s. So {} is the default, and `--readers {}` is for",
          lambda: (*by_readers(), StreamConfig().readers, 16)),
         ("The same {} layers with {} slots, as shipped (n={} warm, n={} cold,",
          ladder_settings),

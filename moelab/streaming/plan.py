@@ -37,8 +37,8 @@ SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
 PROMPT_TOKENS, PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 2048, 16, 256, 32
 # Tokens of a call whose logits are computed at once whatever ``lazy_logits`` says: drafts.
 FEW_LOGITS = 64
-# Where slots lend a prompt their memory, what is free beside them is for calls of so many tokens: a
-# batch, or drafts.
+# Slots that lend their memory to a prompt leave enough free for calls of so many tokens: a batch,
+# or drafts.
 FEW_TOKENS = 64
 # What a layer keeps of a token beside its experts' work, of the hidden size: with MLX's kernels,
 # and with the fast ones beside copies of what its other matrices give.
@@ -71,8 +71,8 @@ class Plan:
         context (int): The tokens, prompt and answer, that it is for.
         prompt_tokens (int): A prompt's tokens that are computed at once: the model divides a
             longer call. As the ``prefill_step_size`` of mlx-lm it saves the logits' memory, too.
-        direct (bool): Whether experts are read past the page cache, which has room for less than
-            twice as many of them as the slots: much the same ones, and each takes a core's time.
+        direct (bool): Whether experts are read past the page cache. With room for less than twice
+            as many as the slots it holds much the same ones, and each copy takes a core's time.
         reason (str): One line.
     """
 
