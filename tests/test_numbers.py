@@ -1341,8 +1341,9 @@ PASSAGES = {
             "ended the server without an error (`cpu_serve_soak`).",
             served,
         ),
-        ("After the first short request it was {} MB, since at the answer's end the draft read all "
-         "that it had not read. Now it reads that as it comes. A later run: {} MB in its first "
+        ("After the first short request it was {} MB: while nothing is drafted, the draft did not "
+         "read the text, and at the end of the answer it read all of it at once. Now it reads the "
+         "text as it comes. A later run: {} MB in its first "
          "half, {} in all, {} after the first short request, {} after the 15th and {} after the "
          "last, the right text in {} of {}", served_again),
         ("Many requests at once: {} prompts of {} tokens with answers of {} for a server of the "
@@ -1386,7 +1387,7 @@ PASSAGES = {
           for rows in ranks.ROWS),
         ("(`cpu_ranks_exchange`, n={} and {})", lambda: ranks_exchange()[:2]),
         ("The gathers of {} layers are {}% of a token", lambda: ranks_exchange()[2:]),
-        ("(`cpu_ranks_ends`, n={}; seconds", lambda: (ranks_end_rounds(),)),
+        ("(`cpu_ranks_ends`, n={}). The seconds", lambda: (ranks_end_rounds(),)),
         ("| is killed in mid-answer | {} | 1, killed | another rank has ended | "
          "| has other slots | {} | 1, 1 | StreamConfig.slots: expected the same on all ranks | "
          "| has another checkpoint | {} | 1, 1 | checkpoint: expected the same on all ranks | "

@@ -65,7 +65,7 @@ def _submit(run, share):
 
 
 def built(kind: type["Code"], *args) -> Callable:
-    """A kernel, as an earlier process built it if one did.
+    """A kernel: what an earlier process stored, else built now and stored.
 
     Args:
         kind (type[Code]): What writes it.

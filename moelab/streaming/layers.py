@@ -16,6 +16,7 @@ import numpy as np
 from ..experts import expert_modules, expert_parameters, num_experts
 from ..memory import memory_available
 from .cuda import BLOCK_NBYTES, MAILBOX_SIZE, MAX_COPIES, NUM_BLOCKS, on_cuda
+from .plan import FEW_TOKENS
 from .prefetch import Job
 from .session import Session
 from .slots import SlotBank, SlotTable, can_fuse
@@ -120,9 +121,9 @@ class StreamedExperts(nn.Module):
         if session.ranks is None:
             y = self._compute(x, indices, routed)
             session.pending = [y]
-            if session.fast_experts and not session.decoding:
-                mx.eval(y)  # it is already, and a prompt's is large: nothing here keeps it
-                session.pending = []
+            if session.fast_experts and routed.size > FEW_TOKENS * session.top_k:
+                mx.eval(y)  # the fast kernels did it already
+                session.pending = []  # so that nothing here keeps a prompt's, which is large
         else:
             y, after = self._compute_owned(x, indices, routed)
             session.pending = [after]
@@ -307,7 +308,7 @@ class Stacked(StreamedExperts):
             self.host.bind(self.bank, self.table)
 
     def resize(self, slots: int) -> None:
-        """Use fewer slots and free the memory of the others, or use more of them again.
+        """Set how many slots are in use, and free the memory of the others.
 
         No call and no read may be running.
 

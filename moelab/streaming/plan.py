@@ -30,10 +30,10 @@ PROCESS_NBYTES = 110_000_000
 # Left for what other programs may yet take: a tenth of the machine's memory, at most 4 GB. Not in
 # a cgroup, where others do not share the limit.
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
-# A prompt is computed in chunks: mlx-lm's own, or as many tokens as 7/8 of what is free for slots
-# take, if slots can lend it, else a sixteenth of the memory. Every chunk reads nearly all experts,
-# so fewer than 256 only if they take more than half of what is free for slots, and never fewer than
-# 32.
+# A prompt is computed in chunks. A chunk has at most mlx-lm's own number of tokens and at least 32.
+# If slots can lend their memory, it may take 7/8 of what is free for slots. If not, it may take a
+# sixteenth of the memory. Every chunk reads nearly all experts, so fewer than 256 tokens are only
+# taken if these need more than half of what is free for slots.
 PROMPT_TOKENS, PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 2048, 16, 256, 32
 # Tokens of a call whose logits are computed at once whatever ``lazy_logits`` says: drafts.
 FEW_LOGITS = 64

@@ -4,7 +4,7 @@ Every byte of a streamed expert passes through ``Reader.start`` or ``Reader.read
 writes into the memory of an evaluated MLX array and releases the GIL, so a few Python threads keep
 an SSD busy. The ranges of a call with slots (``Ranges``) are read by one call of native code
 (``native``). On Linux the calling thread first takes what the page cache holds. This also starts
-the reads of the other ranges, all at once. Where memory has no room for pages beside the slots,
+the reads of the other ranges, all at once. Where memory has little room for pages beside the slots,
 reads go past the page cache (``Reader.direct``): a MB then takes 0.3 ms of a core's time and not 1,
 since the system need not free a page for each page that it reads.
 
@@ -390,8 +390,8 @@ class Reader:
         reads (int): Ranges read so far.
         read_s (float): Seconds spent reading, summed over the threads.
         closed (bool): Whether ``close`` was called.
-        direct (bool): Whether ``start`` reads past the page cache (Linux): for memory that has no
-            room for pages beside the slots, where they cost time and save no read.
+        direct (bool): Whether ``start`` reads past the page cache (Linux): for memory that has
+            little room for pages beside the slots: they cost time and save few reads.
     """
 
     def __init__(self, readers: int = 8):

@@ -298,7 +298,7 @@ class Session:
         )
 
     def lend(self, tokens: int) -> None:
-        """Before a prompt free the slots that ``plan`` lends it; after it use them again.
+        """Free the slots that lend their memory before a prompt, and use them again after it.
 
         Args:
             tokens (int): Of the call that begins.

@@ -208,7 +208,7 @@ class SlotTable:
         self._free = [slot for slot in range(self.num_slots)[::-1] if slot not in held]
 
     def resize(self, num_slots: int) -> None:
-        """Use the first slots alone, or more of them again. Nothing may be planned or reserved.
+        """Set how many slots are in use, from the first on. Nothing may be planned or reserved.
 
         Args:
             num_slots (int): At most as many as at first. What is held in the others is forgotten.
