@@ -26,14 +26,11 @@ def test_costs_are_measured(random_tiny_moe):
     samples = cost.measure_samples(random_tiny_moe, tokens=6)
     got = samples.costs()
     assert all(np.isfinite(v) and v >= 0 for v in vars(got).values()) and got.overlap <= 1
-    assert got.warm_s_per_byte > 0 and got.cold_s_per_byte > 0 and got.fixed_s > 0
+    assert got.warm_s_per_byte > 0 and got.cold_s_per_byte > 0
     assert set(samples.warm) == set(samples.cold) == {1, 2, 4, 8}
     every = (*samples.warm.values(), *samples.cold.values(), samples.hit, samples.miss)
     assert all(len(s) == 6 for s in every)
-    # The line is that of the samples: a layer with K misses from the page cache.
     nbytes = moelab.footprint(random_tiny_moe).expert_nbytes
-    line = got.warm_call_s + 8 * nbytes * got.warm_s_per_byte
-    assert line == pytest.approx(np.median(samples.warm[8]), rel=0.5)
     t = locality.synthesize(locality.Locality((0.7,), (0.3,), (3.0,)), 60, 8, 64, 8)
     assert pagecache.replay(t, 1e9, 8, expert_nbytes=nbytes, costs=got).token_s.min() >= got.fixed_s
     with pytest.raises(ValueError, match="expected mode stacked or fused, got 'buffers'"):
