@@ -8,6 +8,7 @@ are not in memory (``Reader``) into the layer's slots (``SlotBank``) and compute
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain, islice
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -445,10 +446,11 @@ class Stacked(StreamedExperts):
                 held.update(misses)
                 slots = np.array([held[e] for e in flat], np.uint32).reshape(routed.shape)
                 return self._gather(x, self._bring_for(slots, indices, misses))
-            waves = ((held, misses),)
+            later = []
         else:
-            waves = (self._plan(wave) for wave in self.table.waves(needed))
-        y = self._in_parts(x, flat, routed.shape, waves)
+            first, *later = self.table.waves(needed)
+            held, misses = self._plan(first)
+        y = self._in_parts(x, flat, routed.shape, held, misses, later)
         if ahead and self.session.reader.direct:  # past the page cache: into slots alone
             for layer in self.session.layers[self.index + 1 : self.index + 2]:
                 layer.fill()
@@ -549,13 +551,17 @@ class Stacked(StreamedExperts):
                     ys.append(self.bank.experts(x[..., a:b, :], slots[..., a:b, :]))
         return mx.concatenate(ys, axis=axis - 1)
 
-    def _in_parts(self, x, flat, shape, waves):
-        """Compute the experts that are held while the others are read, part by part."""
+    def _in_parts(self, x, flat, shape, held, misses, later):
+        """Compute the experts that are held while the others are read, part by part.
+
+        Then those of ``later``, in waves that each take the slots of the one before.
+        """
+        begin = getattr(self.bank.experts, "begin", None)
+        if not self._is_copied and begin and (call := begin(x, shape)):
+            return self._as_they_arrive(call, flat, held, misses, later)
+        waves = chain([(held, misses)], map(self._plan, later))
         if self._is_copied:
             return self._as_copied(x, flat, shape, waves)
-        begin = getattr(self.bank.experts, "begin", None)
-        if begin and (call := begin(x, shape)):
-            return self._as_they_arrive(call, flat, waves)
         positions = by_expert(flat)
         streams = self.session.streams
         ys, order, work = [], [], [0] * len(streams)
@@ -583,19 +589,39 @@ class Stacked(StreamedExperts):
                         order += pairs
         return unsort(ys, order, shape)
 
-    def _as_they_arrive(self, call, flat, waves):
-        """``_in_parts`` with the fast kernels, which compute at once, and into one array."""
-        positions = by_expert(flat)
-        for held, misses in waves:
-            ready, parts = held, deque((part, self._begin(part)) for part in self._parts(misses))
-            while ready or parts:  # all that has arrived, at least one part
-                while parts and (not ready or all(future.done() for future in parts[0][1])):
-                    part, reads = parts.popleft()
-                    self._finish(part, reads)
-                    ready = ready | part
-                pairs = [i for e in ready for i in positions[e]]
-                call.compute(np.array(pairs), np.array([ready[flat[i]] for i in pairs]))
-                ready = {}
+    def _as_they_arrive(self, call, flat, held, misses, later):
+        """``_in_parts`` with the fast kernels, which compute at once, and into one array.
+
+        Where reads go past the page cache, a slot takes a later expert as soon as its own is
+        computed. Else the system reads ahead, and whole waves take less time (8% of a prompt of
+        400 tokens, cold, 35B layers, 64 slots, n=8).
+        """
+        positions, later = by_expert(flat), [e for wave in later for e in wave]
+        direct, S = self.session.reader.direct, self.table.num_slots
+        size = min(S, self._parts_of(S)) if direct else S
+        ready, reading = held, deque()
+
+        def begin(misses):
+            reading.extend((part, self._begin(part)) for part in self._parts(misses))
+
+        begin(misses)
+        while ready or reading:
+            while reading and (not ready or all(future.done() for future in reading[0][1])):
+                part, reads = reading.popleft()
+                self._finish(part, reads)
+                ready = ready | part
+            # All that has arrived, or if nothing is being read, so few that reads soon go on.
+            few = later and direct and not reading
+            now = dict(islice(ready.items(), size)) if few else ready
+            ready = {e: slot for e, slot in ready.items() if e not in now}
+            pairs = [i for e in now for i in positions[e]]
+            call.compute(np.array(pairs), np.array([now[flat[i]] for i in pairs]))
+            while later:
+                busy = ready | {e: slot for part, _ in reading for e, slot in part.items()}
+                if not self.table.fits(later[:size], len(busy)):
+                    break
+                begin(self._plan(later[:size], busy)[1])
+                del later[:size]
         return call.result()
 
     @property
@@ -650,15 +676,17 @@ class Stacked(StreamedExperts):
         # Large enough to be worth a wait, small enough that computing one hides the next read.
         return max(len(self.session.streams), PART_NBYTES // self.bank.expert_nbytes)
 
-    def _parts(self, misses):
+    def _parts_of(self, n):
+        """Experts of a part where ``n`` are read."""
         size = self._part_size
-        if self.session.fast_experts:
-            size = max(size, -(-len(misses) // NUM_PARTS))
-        misses = list(misses.items())
+        return max(size, -(-n // NUM_PARTS)) if self.session.fast_experts else size
+
+    def _parts(self, misses):
+        size, misses = self._parts_of(len(misses)), list(misses.items())
         return [dict(misses[i : i + size]) for i in range(0, len(misses), size)]
 
-    def _plan(self, needed):
-        hits, misses = self.table.plan(needed)
+    def _plan(self, needed, busy=None):
+        hits, misses = self.table.plan(needed, busy)
         self.session.counters.hits += len(hits)
         self.session.counters.misses += len(misses)
         return hits, misses

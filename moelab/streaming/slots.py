@@ -14,7 +14,7 @@ import ctypes
 import mmap
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -114,11 +114,15 @@ class SlotTable:
         ] or [[]]
         return [pinned + first, *rest]
 
-    def plan(self, experts: list[int]) -> tuple[dict[int, int], dict[int, int]]:
+    def plan(
+        self, experts: list[int], busy: Mapping[int, int] | None = None
+    ) -> tuple[dict[int, int], dict[int, int]]:
         """Choose slots for the experts of one call.
 
         Args:
             experts (list[int]): The distinct experts needed, at most S beside the pinned ones.
+            busy (Mapping[int, int]): Expert to slot, of earlier plans: those that are not
+                committed yet and those that must not be evicted.
 
         Returns:
             tuple[dict[int, int], dict[int, int]]: Expert to slot, of those that are held and of
@@ -127,10 +131,12 @@ class SlotTable:
         Raises:
             ValueError: If there are more experts than slots; the table is unchanged.
         """
-        if not self.fits(experts):
+        busy = busy or {}
+        if not self.fits(experts, len(busy)):
             pinned = f", beside the {len(self.pinned)} pinned" if self.pinned else ""
             raise ValueError(
-                f"expected at most {self.num_slots} experts (the slots{pinned}), got {len(experts)}"
+                f"expected at most {self.num_slots - len(busy)} experts (the slots{pinned}), "
+                f"got {len(experts)}"
             )
         slot_of, pinned = self.slot_of, self.pinned
         if self._rank is not None:
@@ -145,12 +151,14 @@ class SlotTable:
                 missing.append(e)
             else:
                 hits[e] = slot_of[e] = slot  # the last key is the most recently used
-        misses = {}
+        misses, needed, taken, free = {}, hits, [], self._free
+        if busy:
+            needed, slots = hits | busy, set(busy.values())
+            taken = [slot for slot in free if slot in slots]
+            free = [slot for slot in free if slot not in slots]
         for e in missing:
-            if not self._free:
-                self._free.append(slot_of.pop(self._victim(hits)))
-            misses[e] = self._free.pop()
-        self._free.extend(misses.values())  # free until ``commit``
+            misses[e] = free.pop() if free else slot_of.pop(self._victim(needed))
+        self._free = [*free, *taken, *misses.values()]  # free until ``commit``
         return hits, misses
 
     def commit(self, misses: dict[int, int]) -> None:

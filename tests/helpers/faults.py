@@ -11,6 +11,7 @@ from moelab.streaming import native, reader
 def patch_preadv(patch: pytest.MonkeyPatch, preadv: Callable) -> None:
     """Make all reads call a function in place of ``os.preadv``; none goes through native code."""
     patch.setattr(native, "loop", lambda: None)
+    patch.setattr(native, "direct_loop", lambda: None)
     patch.setattr(os, "preadv", preadv)
 
 

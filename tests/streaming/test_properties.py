@@ -20,6 +20,7 @@ import moelab
 from moelab.checkpoint import DTYPES, Checkpoint, read_header
 from moelab.streaming import layers
 from moelab.streaming.model import load_model
+from moelab.streaming.session import session_of
 from moelab.streaming.slots import POLICIES, SlotTable
 
 FEW = settings(deadline=None, max_examples=150, derandomize=True)
@@ -127,6 +128,27 @@ def test_lfu_evicts_the_least_often_used(S, calls):
         table.commit(misses)
         gone, stayed = held - set(table.slot_of), held & set(table.slot_of) - set(experts)
         assert all(uses[g] <= uses[s] for g in gone for s in stayed)
+
+
+@FEW
+@given(st.sampled_from(POLICIES), st.integers(1, 3), st.permutations(range(12)))
+def test_what_is_busy_is_neither_evicted_nor_overwritten(policy, size, experts):
+    """Plans of a few experts each, of which two are being read or are not computed yet."""
+    table, busy, later = SlotTable(6, policy), [], list(experts)
+    table.commit(table.plan(later[:4])[1])
+    while later:
+        of = {e: slot for part in busy for e, slot in part.items()}
+        hits, misses = table.plan(later[:size], of)
+        assert not set(misses.values()) & set(of.values())
+        assert all(table.slot_of.get(e, slot) == slot for e, slot in of.items())
+        busy.append(hits | misses)
+        del later[:size]
+        if len(busy) == 2:
+            arrived = {e: slot for e, slot in busy.pop(0).items() if e not in table.slot_of}
+            table.commit(arrived)
+            assert arrived.items() <= table.slot_of.items()
+    with pytest.raises(ValueError, match="expected at most 1 experts"):
+        table.plan([20, 21], dict(zip(range(30, 35), range(5))))
 
 
 # The safetensors header
@@ -321,9 +343,10 @@ calls = st.tuples(
     scales=st.sampled_from(["streamed", "resident"]),
     pinned=st.sampled_from([0, 0, 3, 9]),  # experts' worth of memory
     in_parts=st.booleans(),  # as with large experts: compute overlaps the reads
+    direct=st.booleans(),
 )
 def test_any_history_of_calls(
-    checkpoint, history, mode, policy, slots, readers, streams, scales, pinned, in_parts
+    checkpoint, history, mode, policy, slots, readers, streams, scales, pinned, in_parts, direct
 ):
     """Any calls in any order, evaluated at any time, some of them with failing reads.
 
@@ -355,6 +378,7 @@ def test_any_history_of_calls(
         if in_parts:
             patch.setattr(layers, "OVERLAP_S", 0)
             patch.setattr(layers, "PART_NBYTES", 1)
+        session_of(model).reader.direct = direct
         layer = dict(model.named_modules())[name]
         for B, T, seed, among, at_once, fail_at in history:
             rng = np.random.default_rng(seed)

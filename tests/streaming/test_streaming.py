@@ -16,6 +16,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 import moelab
+from moelab import kernels
+from moelab.kernels.modules import ExpertCall
 from moelab.streaming import layers, parallel
 from moelab.streaming.layers import Stacked
 from moelab.streaming.model import load_model
@@ -51,6 +53,48 @@ def test_a_prompt_reads_each_needed_expert_once(path, mode):
         assert (got.hits, got.misses) == (0, needed)
         assert got.bytes_read == needed * moelab.footprint(path).expert_nbytes
         assert got.tokens == PROMPT.size and moelab.stats(model).decode.tokens == 0
+
+
+@pytest.mark.skipif(not kernels.available(), reason="needs llvmlite and the CPU backend")
+def test_a_slot_takes_the_next_expert_as_soon_as_its_own_is_computed(monkeypatch):
+    """Past the page cache. No expert that is not computed yet is overwritten."""
+    path, events = moelab.DATA / "models" / "tiny-moe", []
+    begin, compute = Stacked._begin, ExpertCall.compute
+
+    def begun(layer, misses):
+        events.append(("begun", len(misses)))
+        return begin(layer, misses)
+
+    def computed(call, pairs, slots):
+        events.append(("computed", len(set(slots.tolist()))))
+        return compute(call, pairs, slots)
+
+    monkeypatch.setattr(Stacked, "fill", lambda layer: None)  # no slot holds an expert before
+    monkeypatch.setattr(Stacked, "_begin", begun)
+    monkeypatch.setattr(ExpertCall, "compute", computed)
+    monkeypatch.setattr(layers, "PART_NBYTES", 1)  # as with large experts
+    ids = mx.random.randint(0, 8000, (1, 100), key=mx.random.key(0))
+    want = load_model(path, moelab.StreamConfig(mode="resident"))[0](ids)
+    mx.eval(want)
+    with load_model(path, moelab.StreamConfig(slots=16))[0] as model:
+        session_of(model).reader.direct = True
+        with moelab.record(model) as trace:
+            events.clear()
+            assert mx.array_equal(model(ids), want)
+        num_layers, after = trace.experts.shape[1], iter(events)
+        for layer in range(num_layers):
+            num = len(np.unique(trace.experts[:, layer]))
+            assert num > 32
+            reading = read = done = 0
+            while done < num:
+                what, experts = next(after)
+                if what == "begun":
+                    reading, read = reading + experts, read + experts
+                    assert reading <= 16
+                else:
+                    assert reading >= min(16 - 1, reading + num - read), "two are read at once"
+                    reading, done = reading - experts, done + experts
+        assert next(after, None) is None and min(n for _, n in events) <= 2, "parts are small"
 
 
 @pytest.mark.parametrize("room", (1 << 40, 3))
