@@ -6,6 +6,7 @@ as fast, because the page cache has the rest; with half of it in slots both hold
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 
 import mlx.core as mx
@@ -55,8 +56,8 @@ class Plan:
     Attributes:
         config (StreamConfig): The configuration with the slots of this plan.
         slots (int): Slots in each layer (S).
-        prompt_slots (int): Those that are left while a prompt is computed: the others lend it
-            their memory.
+        prompt_slots (int): Those that are left while ``prompt_tokens`` tokens are computed: the
+            others lend them their memory.
         num_layers (int): MoE layers (L).
         num_experts (int): E, the largest of any layer.
         top_k (int): K.
@@ -105,6 +106,15 @@ class Plan:
     def lent_nbytes(self) -> int:
         """What slots lend a prompt of ``prompt_nbytes``."""
         return (self.slots - self.prompt_slots) * sum(self.expert_nbytes)
+
+    def slots_beside(self, tokens: int) -> int:
+        """Slots that are left while a call is computed: a short prompt borrows less.
+
+        Args:
+            tokens (int): Of the call.
+        """
+        share = (tokens - FEW_TOKENS) / max(1, self.prompt_tokens - FEW_TOKENS)
+        return self.slots - ceil(min(1.0, max(0.0, share)) * (self.slots - self.prompt_slots))
 
     def __str__(self):
         return self.reason

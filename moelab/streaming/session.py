@@ -168,7 +168,7 @@ class Session:
         self._unfinished = False  # set while a call runs, and left set by an exception
         self._error = None  # that exception, with ranks
         self._prompt_tokens = 0  # since a token was decoded
-        self._lent = False  # whether slots lend their memory to a prompt
+        self._in_use = config.slots  # fewer while slots lend their memory to a prompt
         self._caches = []  # of the prompt that is being computed
         self._look_s = 0.0  # when to look at the memory again
         self._process = os.getpid()
@@ -281,7 +281,7 @@ class Session:
             self.reader.stop()  # prefetches
             mx.eval(self.pending)
             self.pending, self.config = [], replace(self.config, slots=fewer)
-            self._lent = False
+            self._in_use = fewer
             for layer in self.layers:
                 layer.take(fewer)
                 mx.clear_cache()
@@ -303,16 +303,20 @@ class Session:
         Args:
             tokens (int): Of the call that begins.
         """
-        long = tokens > FEW_TOKENS
-        if self.plan is None or not self.plan.lent_nbytes or long == self._lent:
+        if self.plan is None or not self.plan.lent_nbytes:
+            return
+        slots = self.config.slots
+        if tokens > FEW_TOKENS:  # a prompt's last chunk is short, and takes no slot back
+            slots = min(self._in_use, self.plan.slots_beside(tokens))
+        if slots == self._in_use:
             return
         self.reader.stop()  # prefetches
         mx.eval(self.pending)
-        self.pending, self._lent = [], long
-        if not long:
+        self.pending = []
+        if slots > self._in_use:
             mx.clear_cache()
             _return_free_memory()
-        slots = min(self.config.slots, self.plan.prompt_slots) if long else self.config.slots
+        self._in_use = slots
         for layer in self.layers:
             layer.resize(slots)
 

@@ -161,15 +161,20 @@ def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
 @pytest.mark.skipif(not can_lend(), reason="MADV_DONTNEED is Linux's")
 @pytest.mark.parametrize("settings", [{}, {"prefetch": "last"}, {"policy": "lfu"}])
 def test_slots_lend_their_memory_to_a_prompt(settings):
-    """While prompts are computed the last slots are not used; the text stays the same."""
+    """While prompts are computed the last slots are not used; the text stays the same.
+
+    A short prompt borrows less, and a prompt's last chunk takes no slot back.
+    """
     trace = moelab.DATA / "traces" / "code.npz"
     config = moelab.StreamConfig(**settings, pinned_trace=trace, pinned_nbytes=2 * MB)
 
     def text(model, look):
         cache, tokens = make_prompt_cache(model), []
-        for step in (31, 17):
-            y = model(mx.array([[(step * i + 5) % 96 for i in range(150)]]), cache=cache)
-            look(150)
+        for step, *lengths in ((31, 150, 70), (17, 70), (13, 150)):
+            for length in lengths:
+                ids = [(step * i + 5) % 96 for i in range(length)]
+                y = model(mx.array([ids]), cache=cache)
+                look(lengths[0])
             for _ in range(12):
                 tokens.append(y[:, -1].argmax(-1).item())
                 y = model(mx.array([tokens[-1:]]), cache=cache)
@@ -180,16 +185,16 @@ def test_slots_lend_their_memory_to_a_prompt(settings):
         want = text(model, lambda tokens: None)
     with load_model(TINY_MOE, replace(config, memory_nbytes=152 * MB))[0] as model:
         session, used = session_of(model), set()
-        few, many = session.plan.prompt_slots, session.plan.slots
-        assert 8 <= few < many < 60
+        few, some, many = (session.plan.slots_beside(tokens) for tokens in (150, 70, FEW_TOKENS))
+        assert 8 <= session.plan.prompt_slots <= few < some < many == session.plan.slots < 60
 
         def look(tokens):
             for layer in session.layers:
-                assert layer.table.num_slots == (few if tokens > FEW_TOKENS else many)
+                assert layer.table.num_slots == {150: few, 70: some, 1: many}[tokens]
                 used.add((tokens, max(layer.table.slot_of.values())))
 
         assert text(model, look) == want
-        assert max(slot for tokens, slot in used if tokens > FEW_TOKENS) < few
+        assert max(slot for tokens, slot in used if tokens == 150) < few
         assert few <= max(slot for _, slot in used) < many
 
 
