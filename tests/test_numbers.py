@@ -508,10 +508,7 @@ def cold_prompt_row(tokens):
 
 
 def auto_row(name):
-    """Slots planned, n, their tok/s and of the best fixed number, the ratio, and their prompts.
-
-    Of a long prompt also the share of its bound: reading alone, or the resident model's prompt.
-    """
+    """Slots planned, n, their tok/s and of the best fixed number, the ratio, and their prompts."""
     made = recorded(f"cpu_auto_{name}")
     runs = {}
     for run in made["samples"]:
@@ -526,13 +523,27 @@ def auto_row(name):
     ratio = statistics.median(speeds[planned]) / statistics.median(speeds[best])
     row = [slots, len(runs[planned]), quartiles(speeds[planned], ".1f"), best.rpartition("=")[2]]
     row += [quartiles(speeds[best], ".1f"), f"{ratio:.2f}", prompts[planned], prompts[best]]
-    if name.startswith("prompt"):
-        took, resident = (
-            np.array([r["prefill_s"] for r in runs[v]]) for v in (planned, "resident, no limit")
-        )
-        read_s = np.array([r["prompt_nbytes"] for r in runs[planned]]) / made["disk_speeds"]
-        row.append(quartiles(np.maximum(read_s, resident) / took))
     return row
+
+
+LIMITED = [(tokens, mb) for tokens in (126, 400, 800) for mb in (478, 956)] + [(400, 1530)]
+
+
+def limited_prompt_row(tokens, mb):
+    """A prompt under a limit: seconds resident without one, of reads alone and of planned slots."""
+    name = f"prompt_35b_{mb}" if tokens == 400 else f"prompt_{tokens}_35b_{mb}"
+    made = recorded(f"cpu_auto_{name}")
+    runs = {}
+    for run in made["samples"]:
+        runs.setdefault(run["variant"], []).append(run)
+    assert not any(run["killed"] for run in made["samples"] if "slots=auto" in run["variant"])
+    (planned,) = (rs for variant, rs in runs.items() if "slots=auto" in variant)
+    took, resident = (
+        np.array([r["prefill_s"] for r in rs]) for rs in (planned, runs["resident, no limit"])
+    )
+    read_s = np.array([r["prompt_nbytes"] for r in planned]) / made["disk_speeds"]
+    share = quartiles(np.maximum(read_s, resident) / took)
+    return quartiles(resident), quartiles(read_s), quartiles(took), share, len(took)
 
 
 def resident_prompts():
@@ -574,9 +585,9 @@ def crowds():
     return *sizes, len(limits[0]), 900, len(limits[1]), 1300, few, more, *most
 
 
-def asked(model=None, draft=None, prompt=None, tokens=200):
-    """Rows of ``cpu_workload_tiny_moe``; every text is that of the resident model."""
-    rows = recorded("cpu_workload_tiny_moe")["rows"]
+def asked(model=None, draft=None, prompt=None, tokens=200, record="cpu_workload_tiny_moe"):
+    """Rows of a record of sampled answers; every text is that of the resident model."""
+    rows = recorded(record)["rows"]
     assert all(row["same"] for row in rows)
     return [
         row
@@ -594,6 +605,26 @@ def asked_row(prompt, model):
     runs = [asked(model, draft, prompt) for draft in drafts]
     first = quartiles([row["first_s"] for row in runs[0]])
     return first, *(quartiles([row["tok_s"] for row in rows], ".0f") for rows in runs)
+
+
+def asked_row_35b(prompt, model):
+    """First token without a draft; tok/s without one and with ``lookup``."""
+    runs = [asked(model, draft, prompt, record="cpu_workload_35b") for draft in ("none", "lookup")]
+    first = quartiles([row["first_s"] for row in runs[0]])
+    return first, *(quartiles([row["tok_s"] for row in rows], ".0f") for rows in runs)
+
+
+def asked_35b():
+    """The plan's memory and slots, what lookup drafted, the long answers, and n of both."""
+    made = recorded("cpu_workload_35b")
+    slots, E = re.match(r"slots=(\d+) of (\d+)", made["plan"]).groups()
+    lookup = asked(draft="lookup", tokens=None, record="cpu_workload_35b")
+    long = [
+        f"{asked(model, 'none', 800, 800, 'cpu_workload_35b')[0]['tok_s']:.0f}"
+        for model in ("resident", "streamed")
+    ]
+    counts = sum(r["drafted"] for r in lookup), sum(r["tokens"] for r in lookup)
+    return 956, slots, E, *counts, 800, 800, *long, 1, 3
 
 
 def asked_drafts():
@@ -1303,10 +1334,12 @@ PASSAGES = {
          lambda: (1530, auto_first())),
         ("takes longer than later ones: {} s, then {}.", resident_prompts),
         ("| {} of its drafts |", lambda: (7,)),
-        *[(f"| {begin} |" + " {} |" * (8 + name.startswith("prompt")),
-           lambda name=name: auto_row(name))
+        *[(f"| {begin} |" + " {} |" * 8, lambda name=name: auto_row(name))
           for name, begin in AUTO.items()],
         *[(f"| {begin} |", list) for begin in AUTO.values()],
+        *[(f"| {n} | {mb} |" + " {} |" * 5, lambda n=n, mb=mb: limited_prompt_row(n, mb))
+          for n, mb in LIMITED],
+        *[(f"| {n} | {mb} |", list) for n, mb in LIMITED],
         ("With 48 and 64 slots tiny-moe decodes {} and {} tok/s",
          lambda: [quartiles(mode("cpu_kernels_tiny_moe", f"fused/slots={n}")["decode_tok_s"], ".1f")
                   for n in (48, 64)]),
@@ -1359,6 +1392,14 @@ PASSAGES = {
            lambda n=n, model=model: asked_row(n, model))
           for n in (126, 400, 800) for model in ("resident", "streamed")],
         *[(f"| {n} | {model} |", list)
+          for n in (126, 400, 800) for model in ("resident", "streamed")],
+        ("The 35B layers with {} MB: {} of {} slots. Text of random weights does not repeat "
+         "itself: lookup drafts {} tokens beside {}. One answer of {} tokens behind {}: resident "
+         "{} tok/s, streamed {} (n={}; the table n={}", asked_35b),
+        *[(f"| {n} | {model}, 35B | {{}} | {{}} | {{}} |",
+           lambda n=n, model=model: asked_row_35b(n, model))
+          for n in (126, 400, 800) for model in ("resident", "streamed")],
+        *[(f"| {n} | {model}, 35B |", list)
           for n in (126, 400, 800) for model in ("resident", "streamed")],
         ("Of lookup's drafts {} are accepted; they are {} of all tokens. Under the policy "
          "tiny-dflash drafts {} tokens in all {} answers, {} of them accepted. One answer of {} "
