@@ -546,14 +546,6 @@ def limited_prompt_row(tokens, mb):
     return quartiles(resident), quartiles(read_s), quartiles(took), share, len(took)
 
 
-def resident_prompts():
-    """Seconds of the resident model's prompt of 400 tokens: in fresh processes, and warm."""
-    made = recorded("cpu_auto_prompt_35b_956")["samples"]
-    first = [r["prefill_s"] for r in made if r["variant"] == "resident, no limit"]
-    warm = recorded("cpu_prompt_cold_400_35b")["modes"]["resident"]["samples"]
-    return quartiles(first, ".1f"), quartiles([s["prefill_s"] for s in warm], ".1f")
-
-
 def auto_first():
     """The tokens of a record without a warm-up; the one with it has the planned slots ahead."""
     first, later = (recorded(f"cpu_auto_{name}_1530") for name in ("first_35b", "35b"))
@@ -1332,7 +1324,6 @@ PASSAGES = {
         ("The row of {} MB was recorded", lambda: (3825,)),
         ("At {} MB the first {} tokens, which find empty slots, are slower",
          lambda: (1530, auto_first())),
-        ("takes longer than later ones: {} s, then {}.", resident_prompts),
         ("| {} of its drafts |", lambda: (7,)),
         *[(f"| {begin} |" + " {} |" * 8, lambda name=name: auto_row(name))
           for name, begin in AUTO.items()],

@@ -554,7 +554,7 @@ class Stacked(StreamedExperts):
     def _in_parts(self, x, flat, shape, held, misses, later):
         """Compute the experts that are held while the others are read, part by part.
 
-        Then those of ``later``, in waves that each take the slots of the one before.
+        Then those of ``later``, wave by wave: each wave takes the slots of the one before.
         """
         begin = getattr(self.bank.experts, "begin", None)
         if not self._is_copied and begin and (call := begin(x, shape)):
