@@ -530,7 +530,10 @@ LIMITED = [(tokens, mb) for tokens in (126, 400, 800) for mb in (478, 956)] + [(
 
 
 def limited_prompt_row(tokens, mb):
-    """A prompt under a limit: seconds resident without one, of reads alone and of planned slots."""
+    """Seconds of a prompt: resident without a limit, its reads alone, and planned slots under it.
+
+    Then the share of the bound, and n.
+    """
     name = f"prompt_35b_{mb}" if tokens == 400 else f"prompt_{tokens}_35b_{mb}"
     made = recorded(f"cpu_auto_{name}")
     runs = {}
@@ -591,17 +594,12 @@ def asked(model=None, draft=None, prompt=None, tokens=200, record="cpu_workload_
     ]
 
 
-def asked_row(prompt, model):
+TINY_DRAFTS, DRAFTS_35B = ("none", "lookup", "tiny-dflash", "tiny-dflash=7"), ("none", "lookup")
+
+
+def asked_row(prompt, model, drafts=TINY_DRAFTS, record="cpu_workload_tiny_moe"):
     """First token without a draft; tok/s without one and with each."""
-    drafts = "none", "lookup", "tiny-dflash", "tiny-dflash=7"
-    runs = [asked(model, draft, prompt) for draft in drafts]
-    first = quartiles([row["first_s"] for row in runs[0]])
-    return first, *(quartiles([row["tok_s"] for row in rows], ".0f") for rows in runs)
-
-
-def asked_row_35b(prompt, model):
-    """First token without a draft; tok/s without one and with ``lookup``."""
-    runs = [asked(model, draft, prompt, record="cpu_workload_35b") for draft in ("none", "lookup")]
+    runs = [asked(model, draft, prompt, record=record) for draft in drafts]
     first = quartiles([row["first_s"] for row in runs[0]])
     return first, *(quartiles([row["tok_s"] for row in rows], ".0f") for rows in runs)
 
@@ -609,14 +607,13 @@ def asked_row_35b(prompt, model):
 def asked_35b():
     """The plan's memory and slots, what lookup drafted, the long answers, and n of both."""
     made = recorded("cpu_workload_35b")
-    slots, E = re.match(r"slots=(\d+) of (\d+)", made["plan"]).groups()
+    slots, E, mb = re.match(r"slots=(\d+) of (\d+).*?(\d+) MB available", made["plan"]).groups()
     lookup = asked(draft="lookup", tokens=None, record="cpu_workload_35b")
-    long = [
-        f"{asked(model, 'none', 800, 800, 'cpu_workload_35b')[0]['tok_s']:.0f}"
-        for model in ("resident", "streamed")
-    ]
+    runs = [asked(m, "none", 800, 800, "cpu_workload_35b") for m in ("resident", "streamed")]
+    long = [f"{statistics.median(row['tok_s'] for row in rows):.0f}" for rows in runs]
+    n = len(runs[0]), len(asked("resident", "none", 800, record="cpu_workload_35b"))
     counts = sum(r["drafted"] for r in lookup), sum(r["tokens"] for r in lookup)
-    return 956, slots, E, *counts, 800, 800, *long, 1, 3
+    return mb, slots, E, *counts, 800, 800, *long, *n
 
 
 def asked_drafts():
@@ -1365,8 +1362,8 @@ PASSAGES = {
             "ended the server without an error (`cpu_serve_soak`).",
             served,
         ),
-        ("After the first short request it was {} MB: while nothing is drafted, the draft did not "
-         "read the text, and at the end of the answer it read all of it at once. Now it reads the "
+        ("After the first short request it was {} MB: the draft did not read the text while "
+         "nothing was drafted, and read all of it at the end of the answer. Now it reads the "
          "text as it comes. A later run: {} MB in its first "
          "half, {} in all, {} after the first short request, {} after the 15th and {} after the "
          "last, the right text in {} of {}", served_again),
@@ -1388,7 +1385,7 @@ PASSAGES = {
          "itself: lookup drafts {} tokens beside {}. One answer of {} tokens behind {}: resident "
          "{} tok/s, streamed {} (n={}; the table n={}", asked_35b),
         *[(f"| {n} | {model}, 35B | {{}} | {{}} | {{}} |",
-           lambda n=n, model=model: asked_row_35b(n, model))
+           lambda n=n, model=model: asked_row(n, model, DRAFTS_35B, "cpu_workload_35b"))
           for n in (126, 400, 800) for model in ("resident", "streamed")],
         *[(f"| {n} | {model}, 35B |", list)
           for n in (126, 400, 800) for model in ("resident", "streamed")],
@@ -1419,7 +1416,7 @@ PASSAGES = {
           for rows in ranks.ROWS),
         ("(`cpu_ranks_exchange`, n={} and {})", lambda: ranks_exchange()[:2]),
         ("The gathers of {} layers are {}% of a token", lambda: ranks_exchange()[2:]),
-        ("(`cpu_ranks_ends`, n={}). The seconds", lambda: (ranks_end_rounds(),)),
+        ("(`cpu_ranks_ends`, n={}). Seconds", lambda: (ranks_end_rounds(),)),
         ("| is killed in mid-answer | {} | 1, killed | another rank has ended | "
          "| has other slots | {} | 1, 1 | StreamConfig.slots: expected the same on all ranks | "
          "| has another checkpoint | {} | 1, 1 | checkpoint: expected the same on all ranks | "

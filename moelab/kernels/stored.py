@@ -58,7 +58,7 @@ def folder() -> Path:
 
 
 def _checked(path):
-    """The folder, or PermissionError if other users can put code there."""
+    """The folder. Raises PermissionError if other users can write to it."""
     found = path.stat()
     if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o022):
         raise PermissionError(f"{path}: others may write here")

@@ -610,7 +610,7 @@ class Stacked(StreamedExperts):
                 part, reads = reading.popleft()
                 self._finish(part, reads)
                 ready = ready | part
-            # All that has arrived, or if nothing is being read, so few that reads soon go on.
+            # All that has arrived. If no read is running, one part: its slots are free after it.
             few = later and direct and not reading
             now = dict(islice(ready.items(), size)) if few else ready
             ready = {e: slot for e, slot in ready.items() if e not in now}

@@ -72,9 +72,9 @@ class Plan:
         context (int): The tokens, prompt and answer, that it is for.
         prompt_tokens (int): A prompt's tokens that are computed at once: the model divides a
             longer call. As the ``prefill_step_size`` of mlx-lm it saves the logits' memory, too.
-        direct (bool): Whether experts are read past the page cache. If it has room for less than
-            twice as many as the slots hold, it holds much the same ones, and each copy from it
-            takes a core's time.
+        direct (bool): Whether experts are read past the page cache. They are if it has room for
+            less than twice as many experts as the slots: it would hold much the same ones, and
+            each copy from it takes a core's time.
         reason (str): One line.
     """
 

@@ -306,7 +306,7 @@ class Session:
         if self.plan is None or not self.plan.lent_nbytes:
             return
         slots = self.config.slots
-        if tokens > FEW_TOKENS:  # a prompt's last chunk is short, and takes no slot back
+        if tokens > FEW_TOKENS:  # slots stay lent during a prompt's last, short chunk
             slots = min(self._in_use, self.plan.slots_beside(tokens))
         if slots == self._in_use:
             return
