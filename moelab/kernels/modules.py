@@ -363,25 +363,31 @@ class ExpertCall:
             mx.eval(self._out)
         self._y = np.empty(shape, np.float32) if self._out is None else np.asarray(self._out)
 
-    def compute(self, pairs: np.ndarray, experts: np.ndarray) -> None:
+    def compute(
+        self, pairs: np.ndarray, experts: np.ndarray, of: FastExperts | None = None
+    ) -> None:
         """Compute some of the pairs.
 
         Args:
             pairs (np.ndarray): ``[n]``, int64, their places among all ``tokens * K``.
             experts (np.ndarray): ``[n]``, the expert of each, its place in the projections.
+            of (FastExperts or None): Others of the same form, whose projections hold them.
         """
+        gate_up, down = self._gate_up, self._down
+        if of is not None:
+            *gate_up, down = [p.matrices() for p in gate_up_down(of)]
         experts, each = experts.astype(np.int64), np.arange(len(pairs))
         if len(self._y) == self._shape[-1] == len(pairs):  # one token, its experts as they are
             parts = quantized.Parts(experts, each, np.ones_like(each), np.zeros_like(each), pairs)
         else:
             parts = quantized.Parts.of(experts, pairs // self._shape[-1], pairs)
-        F = self._down.inputs
+        F = down.inputs
         y = np.empty((len(pairs), 2 * F), np.float32)
-        for i, matrices in enumerate(self._gate_up):
-            part = y[:, i * F : (i + 1) * F] if len(self._gate_up) > 1 else y
+        for i, matrices in enumerate(gate_up):
+            part = y[:, i * F : (i + 1) * F] if len(gate_up) > 1 else y
             matrices.multiply_parts(self._packed, parts._replace(y=each), part)
-        packed = self._down.pack(swiglu(y[:, :F], y[:, F:]))
-        self._down.multiply_parts(packed, parts._replace(x=each), self._y)
+        packed = down.pack(swiglu(y[:, :F], y[:, F:]))
+        down.multiply_parts(packed, parts._replace(x=each), self._y)
 
     def result(self) -> mx.array:
         """``[..., K, D]``, once all pairs are computed."""

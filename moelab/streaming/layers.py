@@ -6,9 +6,10 @@ are not in memory (``Reader``) into the layer's slots (``SlotBank``) and compute
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from itertools import chain, islice
+from time import perf_counter
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -303,7 +304,7 @@ class Stacked(StreamedExperts):
         session.reader.read(self.bank.reads(self.table.pinned))
         for e, slot in self.table.pinned.items():
             self.bank.arrived(e, slot)
-        self.job = None
+        self.job, self._fills = None, []
         self._slot_of_all = None  # [E], once every expert is held
         if self.host is not None:
             self.host.bind(self.bank, self.table)
@@ -317,13 +318,13 @@ class Stacked(StreamedExperts):
             slots (int): At most as many as were taken.
         """
         last = self.bank.num_slots - len(self.table.pinned)
-        self.job, self._slot_of_all = None, None
+        self.job, self._slot_of_all, self._fills = None, None, []
         self.table.resize(min(slots, last))
         self.bank.empty(self.table.num_slots, last)
 
     def recover(self) -> None:
         super().recover()
-        self.job = None
+        self.job, self._fills = None, []
         if self.host is not None:
             self.host.forget()
         self.table.recover()
@@ -401,11 +402,18 @@ class Stacked(StreamedExperts):
         """Hold what has been prefetched, and count how much of it this call needs."""
         if self.job is None:
             return
-        crowded = not self.table.fits(needed, self.job.num_slots)
+        crowded = not self.table.fits(needed, len(self.job.experts))
         arrived, free, done = self.job.collect(set(needed), crowded)
-        c = self.session.counters
-        for e, (slot, took_s, waited_s) in arrived.items():
+        for e, slot in self._count_prefetched(arrived, needed).items():
             self.table.keep(e, slot)
+        self.table.release(free)
+        if done:
+            self.job = None
+
+    def _count_prefetched(self, arrived, needed):
+        """Expert to slot, of a job's that have arrived."""
+        c = self.session.counters
+        for e, (_, took_s, waited_s) in arrived.items():
             if e in needed:
                 c.prefetch_used += 1
                 c.prefetch_late += waited_s > 0
@@ -413,12 +421,34 @@ class Stacked(StreamedExperts):
                 c.wait_s += waited_s
             else:
                 c.prefetch_wasted += 1
-        self.table.release(free)
-        if done:
-            self.job = None
+        return {e: slot for e, (slot, *_) in arrived.items()}
+
+    def give_back(self, needed: Collection[int] = ()) -> list[tuple["Stacked", dict[int, int]]]:
+        """End what ``fill`` began: hold the experts in own slots, and give others' slots back.
+
+        Args:
+            needed (Collection[int]): Experts whose slots are not given back yet.
+
+        Returns:
+            list[tuple[Stacked, dict[int, int]]]: Other layers, and these experts' slots in them.
+        """
+        borrowed, self.session.filling = [], None
+        while self._fills:
+            layer, job = self._fills.pop(0)
+            arrived, free, _ = job.collect(needed, everything=True)
+            layer.table.release(free)
+            arrived = self._count_prefetched(arrived, needed)
+            if layer.index == self.index:
+                for e, slot in arrived.items():
+                    self.table.keep(e, slot)
+                continue
+            layer.table.release(slot for e, slot in arrived.items() if e not in needed)
+            borrowed.append((layer, {e: slot for e, slot in arrived.items() if e in needed}))
+        return borrowed
 
     def _compute_nothing(self):
         self._collect_prefetched([])
+        self.give_back()
 
     def _compute(self, x, indices, routed):
         if self.host is None:
@@ -428,21 +458,34 @@ class Stacked(StreamedExperts):
         return self.host.after
 
     def _compute_streamed(self, x, indices, routed):
-        flat = routed.ravel().tolist()
+        session, flat = self.session, routed.ravel().tolist()
         needed = list(dict.fromkeys(flat))
         self.routed = routed
         self._collect_prefetched(needed)
+        if session.filling not in (None, self.index):  # the layers were not called in order
+            session.layers[session.filling].give_back()
+        call, borrowed = None, []
+        if self._fills:
+            call = self._begin_call(x, routed.shape)
+            borrowed = self.give_back({*needed} if call else ())
         ahead = self._is_long(routed.size) and len(needed) >= AHEAD_SHARE * self._num_owned
-        if ahead and not self.session.reader.direct:
+        following = []
+        if ahead and session.reader.direct:  # past the page cache: into slots alone
+            following = session.layers[self.index + 1 : self.index + 2]
+            session.between_s = perf_counter() - session.left_s
+        elif ahead:
             self._read_ahead(needed)
+        for _, slots in borrowed:
+            session.counters.hits += len(slots)
+            needed = [e for e in needed if e not in slots]
         if self.table.fits(needed):
             held, misses = self._plan(needed)
             if not misses:
                 self._fill(self._unread())
-            read_s = self.session.reader.expected_s(len(misses) * self.bank.expert_nbytes)
-            in_parts = read_s >= OVERLAP_S and self.session.overlap
+            read_s = session.reader.expected_s(len(misses) * self.bank.expert_nbytes)
+            in_parts = read_s >= OVERLAP_S and session.overlap
             in_parts = in_parts or (self._is_copied and len(misses) > self._part_size)
-            if not misses or not in_parts:
+            if not borrowed and (not misses or not in_parts):
                 held.update(misses)
                 slots = np.array([held[e] for e in flat], np.uint32).reshape(routed.shape)
                 return self._gather(x, self._bring_for(slots, indices, misses))
@@ -450,11 +493,18 @@ class Stacked(StreamedExperts):
         else:
             first, *later = self.table.waves(needed)
             held, misses = self._plan(first)
+        call = call or self._begin_call(x, routed.shape)
+        if call is not None:
+            return self._as_they_arrive(call, flat, held, misses, later, borrowed, following)
         y = self._in_parts(x, flat, routed.shape, held, misses, later)
-        if ahead and self.session.reader.direct:  # past the page cache: into slots alone
-            for layer in self.session.layers[self.index + 1 : self.index + 2]:
-                layer.fill()
+        for layer in following:
+            layer.fill()
         return y
+
+    def _begin_call(self, x, shape):
+        """A call that the fast kernels compute part by part, or None."""
+        begin = getattr(self.bank.experts, "begin", None)
+        return begin(x, shape) if begin and not self._is_copied else None
 
     def _is_long(self, pairs):
         """Whether a call of so many (token, expert) pairs reads ahead: it needs most experts.
@@ -476,15 +526,45 @@ class Stacked(StreamedExperts):
         if not self._is_long(tokens * self.session.top_k * share):
             return
         if self.session.reader.direct:
-            self.fill()
+            self.fill({} if self.session.fast_experts else None)
         else:
             self.read_ahead(range(self.num_experts), memory_available() // 2)
 
-    def fill(self) -> None:
-        """Begin to read experts into slots that hold none: a prompt needs nearly all experts."""
-        held = self.table.slot_of.keys() | self.table.pinned.keys()
-        free = self.table.num_slots - len(self.table.slot_of)
-        self.prefetch([e for e in range(self.num_experts) if e not in held][:free])
+    def fill(self, busy: Mapping[int, int] | None = None) -> None:
+        """Begin to read experts into slots that hold none: a prompt needs nearly all experts.
+
+        Args:
+            busy (Mapping[int, int] or None): If given, other layers' slots are filled, too: those
+                that hold none, and if attention takes longer than the reads, so that nothing waits
+                for them, all of the layers in front, which the prompt has passed, except these of
+                the last one (expert to slot). Only the fast kernels compute with such slots.
+        """
+        session, i = self.session, self.index
+        known = self.table.slot_of.keys() | self.table.pinned.keys()
+        known = known.union(*(job.experts for _, job in [*self._fills, (self, self.job)] if job))
+        experts = [e for e in range(self.num_experts) if e not in known]
+        if self.owned is not None:
+            experts = [e for e in experts if self.owned[e]]
+        if len(session.layers) == 1:  # with several, the calls of the others have evaluated it
+            mx.eval(session.pending)
+        lenders = [(self, None)]
+        if busy is not None:
+            front, behind = session.layers[:i], session.layers[i + 1 :]
+            lenders += [(layer, None) for layer in (*front[:-1], *behind[:0:-1])]
+            num = len(experts) + sum(len(job.experts) for _, job in self._fills)
+            if session.reader.expected_s(num * self.bank.expert_nbytes) < session.between_s:
+                lenders += [(layer, busy if layer.index == i - 1 else {}) for layer in front]
+            lenders += [(layer, None) for layer in behind[:1]]  # it needs them next
+        for layer, needed in lenders:
+            if not experts or not layer.bank.can_hold(self.bank):
+                continue
+            if slots := layer.table.lend(len(experts), needed):
+                some, experts = experts[: len(slots)], experts[len(slots) :]
+                job = Job(session.reader, layer.bank, dict(zip(some, slots)), self.bank)
+                self._fills.append((layer, job))
+                session.filling = i
+                session.counters.prefetch_issued += len(slots)
+                session.reader.in_background(job.run, len(slots))
 
     def read_ahead(self, experts: Iterable[int], nbytes: int) -> int:
         """Let the system read experts that are not held into the page cache.
@@ -556,9 +636,6 @@ class Stacked(StreamedExperts):
 
         Then those of ``later``, wave by wave: each wave takes the slots of the one before.
         """
-        begin = getattr(self.bank.experts, "begin", None)
-        if not self._is_copied and begin and (call := begin(x, shape)):
-            return self._as_they_arrive(call, flat, held, misses, later)
         waves = chain([(held, misses)], map(self._plan, later))
         if self._is_copied:
             return self._as_copied(x, flat, shape, waves)
@@ -589,12 +666,13 @@ class Stacked(StreamedExperts):
                         order += pairs
         return unsort(ys, order, shape)
 
-    def _as_they_arrive(self, call, flat, held, misses, later):
+    def _as_they_arrive(self, call, flat, held, misses, later, borrowed, following):
         """``_in_parts`` with the fast kernels, which compute at once, and into one array.
 
         Where reads go past the page cache, a slot takes a later expert as soon as its own is
         computed. Else the system reads ahead, and whole waves take less time (8% of a prompt of
-        400 tokens, cold, 35B layers, 64 slots, n=8).
+        400 tokens, cold, 35B layers, 64 slots, n=8). ``borrowed`` are experts in slots of other
+        layers; the layer of ``following`` takes the slots that this one no longer needs.
         """
         positions, later = by_expert(flat), [e for wave in later for e in wave]
         direct, S = self.session.reader.direct, self.table.num_slots
@@ -604,24 +682,38 @@ class Stacked(StreamedExperts):
         def begin(misses):
             reading.extend((part, self._begin(part)) for part in self._parts(misses))
 
+        def compute(slots, of=None):
+            pairs = [i for e in slots for i in positions[e]]
+            call.compute(np.array(pairs), np.array([slots[flat[i]] for i in pairs]), of)
+
         begin(misses)
-        while ready or reading:
-            while reading and (not ready or all(future.done() for future in reading[0][1])):
+        borrowed = deque((layer, part) for layer, slots in borrowed for part in self._parts(slots))
+        while ready or reading or borrowed:
+            waits = not (ready or borrowed)
+            while reading and (waits or all(future.done() for future in reading[0][1])):
                 part, reads = reading.popleft()
                 self._finish(part, reads)
-                ready = ready | part
+                ready, waits = ready | part, False
+            if borrowed:
+                layer, part = borrowed.popleft()
+                compute(part, layer.bank.experts)
+                layer.table.release(part.values())
             # All that has arrived. If no read is running, one part: its slots are free after it.
             few = later and direct and not reading
             now = dict(islice(ready.items(), size)) if few else ready
             ready = {e: slot for e, slot in ready.items() if e not in now}
-            pairs = [i for e in now for i in positions[e]]
-            call.compute(np.array(pairs), np.array([now[flat[i]] for i in pairs]))
+            if now:
+                compute(now)
+            busy = ready | {e: slot for part, _ in reading for e, slot in part.items()}
             while later:
-                busy = ready | {e: slot for part, _ in reading for e, slot in part.items()}
                 if not self.table.fits(later[:size], len(busy)):
                     break
                 begin(self._plan(later[:size], busy)[1])
                 del later[:size]
+                busy = ready | {e: slot for part, _ in reading for e, slot in part.items()}
+            for layer in [] if later else following:
+                layer.fill(busy)
+        self.session.left_s = perf_counter()
         return call.result()
 
     @property

@@ -7,7 +7,7 @@ layer that is running.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
@@ -28,19 +28,22 @@ class Job:
         reader (Reader): Reads them and counts the reads.
         bank (SlotBank): The layer's slots.
         slots (dict[int, int]): The slot of each expert. Until ``collect`` they belong to the job.
+        of (SlotBank or None): The layer that the experts belong to, if the slots are another's.
     """
 
-    def __init__(self, reader: Reader, bank: SlotBank, slots: dict[int, int]):
-        self._reader, self._bank, self._slots = reader, bank, slots
+    def __init__(
+        self, reader: Reader, bank: SlotBank, slots: dict[int, int], of: SlotBank | None = None
+    ):
+        self._reader, self._bank, self._slots, self._of = reader, bank, slots, of
         self._waiting = dict(slots)
         self._running = set()
         self._took_s = {}  # None where the read failed
         self._changed = threading.Condition()
 
     @property
-    def num_slots(self) -> int:
-        """How many slots belong to the job."""
-        return len(self._slots)
+    def experts(self) -> Collection[int]:
+        """The experts that have a slot of the job."""
+        return self._slots.keys()
 
     def run(self) -> None:
         """Read one expert after another until none is left: the work of one thread."""
@@ -54,7 +57,7 @@ class Job:
                 self._running.add(e)
             begin, took_s = perf_counter(), None
             try:
-                self._reader.read_here(self._bank.reads({e: slot}))
+                self._reader.read_here(self._bank.reads({e: slot}, self._of))
                 self._bank.arrived(e, slot)
                 took_s = perf_counter() - begin
             except ReadError:

@@ -129,6 +129,9 @@ class Session:
         stats (Stats): The counters; ``stats(model)`` returns a copy that is up to date.
         counters (Counters): Those of the phase of the last call.
         lock (threading.RLock): Held during every call of the model, so that threads take turns.
+        filling (int or None): The layer for which slots are being filled (``Stacked.fill``).
+        left_s (float): When a prompt left a layer's experts, or began; as ``perf_counter``.
+        between_s (float): Seconds from there to the next layer's experts: of attention.
         unfinished (Callable or None): Finishes the reads that the GPU waits for (``finish_reads``).
         pending (list[mx.array]): The last layer's output or what follows from it, or nothing.
             Until it is evaluated it reads slots.
@@ -163,6 +166,7 @@ class Session:
         }
         self.resident, self.pinned = resident, pinned
         self.layers, self.pending, self.unfinished = [], [], None
+        self.filling, self.left_s, self.between_s = None, 0.0, 0.0
         self.lock = threading.RLock()
         self._caller = None  # the thread whose call is running
         self._unfinished = False  # set while a call runs, and left set by an exception
@@ -246,7 +250,7 @@ class Session:
         self.reader.stop()
         with suppress(RuntimeError):  # arrays that another thread built and never scheduled
             mx.eval(self.pending)
-        self.pending, self.unfinished = [], None
+        self.pending, self.unfinished, self.filling = [], None, None
         for layer in self.layers:
             layer.recover()
 
@@ -333,6 +337,7 @@ class Session:
         prefill = inputs.ndim > 1 and inputs.shape[1] > 1
         if prefill:
             self._prompt_tokens += inputs.size
+            self.left_s = perf_counter()
             if self.layers:
                 self.layers[0].expect(inputs.size)
         elif self._prompt_tokens:

@@ -202,11 +202,30 @@ class SlotTable:
         """
         self.slot_of[expert] = slot
 
-    def release(self, slots: Iterable[int]) -> None:
-        """Free reserved slots.
+    def lend(self, num: int, busy: Mapping[int, int] | None = None) -> list[int]:
+        """Take slots that hold nothing, to fill them with another layer's experts.
 
         Args:
-            slots (Iterable[int]): As ``reserve`` returned them.
+            num (int): At most so many.
+            busy (Mapping[int, int] or None): Expert to slot, planned or held. If given, evict all
+                other experts for it, the least recently used first. If not, none may be planned.
+
+        Returns:
+            list[int]: The slots, until ``release``.
+        """
+        kept = set(busy.values()) if busy else ()
+        slots = [slot for slot in self._free[::-1] if slot not in kept][:num]
+        if busy is not None:
+            evicted = [e for e in self.slot_of if e not in busy][: num - len(slots)]
+            slots += [self.slot_of.pop(e) for e in evicted]
+        self._free = [slot for slot in self._free if slot not in slots]
+        return slots
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Free reserved or lent slots.
+
+        Args:
+            slots (Iterable[int]): As ``reserve`` or ``lend`` returned them.
         """
         self._free.extend(slots)
 
@@ -420,7 +439,9 @@ class SlotBank:
         self._rows = {
             n: buffers[key].rows[:, first:last] for n, (key, first, last) in parts.items()
         }
-        self._tensors, self._ranges = tensors, ranges(tensors)
+        self._tensors, self._ranges = tensors, sorted(ranges(tensors))  # the order of any layer
+        types = {n: (p.shape[1:], p.dtype, on_disk[n]) for n, p in parameters.items()}
+        self._form = type(self.experts), types, self._ranges
         self._memory = [
             (self._rows[n], _Buffer.over(resident[f"{path}.{n}"]).rows)
             for n in order
@@ -445,18 +466,28 @@ class SlotBank:
         self.as_read = not (self._memory or self._converted)
         self.expert_nbytes = sum(rows[0].nbytes for rows in self._rows.values())
 
-    def reads(self, slots: dict[int, int]) -> Ranges:
+    def can_hold(self, other: "SlotBank") -> bool:
+        """Whether a slot can hold an expert of another layer, and compute it.
+
+        Args:
+            other (SlotBank): That layer's.
+        """
+        return self._form == other._form and not (self._memory or other._memory)
+
+    def reads(self, slots: dict[int, int], of: "SlotBank | None" = None) -> Ranges:
         """The reads that bring experts into slots, one for each range on disk.
 
         Args:
             slots (dict[int, int]): The slot of each expert.
+            of (SlotBank or None): The layer that the experts belong to. Default: this one.
 
         Returns:
             Ranges: Call ``arrived`` for each expert when they have ended.
         """
         for slot in slots.values():
             self._slot(slot)
-        places, files, nbytes = self._places
+        places, files, nbytes = (of or self)._places
+        tensors = (of or self)._firsts
         table = self._tables.take([*slots.values()], 0)
         table[..., : OFFSET + 1] = places.take([*slots], 0)
 
@@ -464,7 +495,7 @@ class SlotBank:
             return [
                 Read(t.files[e], t.offsets[e], nbytes, views, t.name, e, parts)
                 for e, slot in slots.items()
-                for t, nbytes, views, parts in self._slots[slot].disk
+                for t, (nbytes, views, parts) in zip(tensors, self._slots[slot].disk)
             ]
 
         table = table.reshape(-1, len(COLUMNS))
@@ -505,11 +536,15 @@ class SlotBank:
         return found
 
     @cached_property
+    def _firsts(self):
+        """The first tensor of each range."""
+        return [self._tensors[names[0]] for names in self._ranges]
+
+    @cached_property
     def _places(self):
         """``[E, ranges, 2]``, file descriptors and offsets; the files; an expert's bytes."""
-        tensors = [self._tensors[names[0]] for names in self._ranges]
-        places = [[(f.fd, at) for f, at in zip(t.files, t.offsets)] for t in tensors]
-        files = {file for t in tensors for file in t.files}
+        places = [[(f.fd, at) for f, at in zip(t.files, t.offsets)] for t in self._firsts]
+        files = {file for t in self._firsts for file in t.files}
         nbytes = sum(t.nbytes for t in self._tensors.values())
         return np.array(places, np.int64).swapaxes(0, 1), files, nbytes
 
@@ -565,7 +600,7 @@ class SlotBank:
             row[NBYTES] = iovecs[-1][:, 1].sum()
             # What is converted is read into memory of the host.
             parts = () if to_convert.intersection(names) else _joined(parts)
-            disk.append((self._tensors[names[0]], sum(map(len, views)), views, parts))
+            disk.append((sum(map(len, views)), views, parts))
         parts = self._slots[slot] = _Slot(
             disk, [(rows[slot], source) for rows, source in self._memory], converted, iovecs
         )
@@ -613,7 +648,7 @@ def _joined(parts):
 
 
 class _Slot(NamedTuple):
-    disk: list  # (first tensor, nbytes, views, addresses and bytes of the views)
+    disk: list  # (nbytes, views, addresses and bytes of the views)
     memory: list  # (rows, rows of all E experts)
     converted: list  # (rows, bits as read, type read, type in memory)
     iovecs: list  # addresses and bytes of the views of each range, for native code

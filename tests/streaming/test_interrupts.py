@@ -79,7 +79,11 @@ def assert_every_slot_is_there(model):
     for layer in session_of(model).layers:
         table = layer.table
         held = list(table.slot_of.values())
-        reserved = list(layer.job._slots.values()) if layer.job else []
+        jobs = [(layer, layer.job)] if layer.job else []
+        jobs += [fill for other in session_of(model).layers for fill in other._fills]
+        reserved = [
+            s for lender, job in jobs if lender.index == layer.index for s in job._slots.values()
+        ]
         assert sorted(held + table._free + reserved) == list(range(table.num_slots)), layer.path
 
 

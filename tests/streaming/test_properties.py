@@ -13,16 +13,20 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from faults import patch_preadv, read_in_threads
-from hypothesis import example, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
+from needs import needs_kernels
 
 import moelab
 from moelab.checkpoint import DTYPES, Checkpoint, read_header
 from moelab.streaming import layers
+from moelab.streaming.layers import Stacked, expert_layers
 from moelab.streaming.model import load_model
+from moelab.streaming.reader import Reader
 from moelab.streaming.session import session_of
 from moelab.streaming.slots import POLICIES, SlotTable
 
+TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 FEW = settings(deadline=None, max_examples=150, derandomize=True)
 
 # The slot table
@@ -142,6 +146,13 @@ def test_what_is_busy_is_neither_evicted_nor_overwritten(policy, size, experts):
         assert not set(misses.values()) & set(of.values())
         assert all(table.slot_of.get(e, slot) == slot for e, slot in of.items())
         busy.append(hits | misses)
+        of |= busy[-1]
+        held, num = list(table.slot_of), len(later) % 4
+        lent = table.lend(num, of)  # to another layer
+        assert len(set(lent)) == min(num, 6 - len(of)) and not set(lent) & set(of.values())
+        evicted = [e for e in held if e not in table.slot_of]
+        assert evicted == [e for e in held if e not in of][: len(evicted)]
+        table.release(lent)
         del later[:size]
         if len(busy) == 2:
             arrived = {e: slot for e, slot in busy.pop(0).items() if e not in table.slot_of}
@@ -400,3 +411,79 @@ def test_any_history_of_calls(
             pending.append((y, want(x, indices)))
         for y, right in pending:
             np.testing.assert_allclose(np.array(y), np.array(right), atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def resident():
+    return expert_layers(load_model(TINY_MOE, moelab.StreamConfig(mode="resident"))[0])
+
+
+@needs_kernels
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(
+    history=st.lists(
+        st.tuples(
+            st.sampled_from([0, 0, 0, 1, 2]),  # layers that are left out or called again
+            st.sampled_from([1, 40, 60]),  # tokens; of 40 on most experts are needed
+            st.sampled_from(
+                [0.0, 1e9]
+            ),  # seconds that reads should take: less than attention or not
+            st.sampled_from([None] * 9 + [0, 5, 30]),  # the read that fails
+        ),
+        min_size=4,
+        max_size=16,
+    ),
+    slots=st.integers(8, 40),
+)
+def test_any_history_of_prompts_past_the_page_cache(resident, history, slots):
+    """Layers lend slots to the next one, whichever that is. Every answer is the resident layer's.
+
+    No slot gets lost, and none is read into while it is computed.
+    """
+    borrowed, give_back = 0, Stacked.give_back
+
+    def given_back(layer, needed=()):
+        nonlocal borrowed
+        lent = give_back(layer, needed)
+        borrowed += sum(len(slots) for _, slots in lent)
+        return lent
+
+    left, read_here = None, Reader.read_here
+
+    def flaky(reader, reads):
+        nonlocal left
+        if left is not None:
+            left -= 1
+            if left == -1:
+                raise moelab.ReadError("Input/output error")
+        read_here(reader, reads)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        load_model(TINY_MOE, moelab.StreamConfig(slots=slots))[0] as model,
+    ):
+        patch.setattr(Stacked, "give_back", given_back)
+        patch.setattr(Reader, "read_here", flaky)
+        session, i = session_of(model), 0
+        session.reader.direct = True
+        for step, (skip, T, expected_s, fails) in enumerate(history):
+            i = (i + skip) % len(session.layers)
+            patch.setattr(Reader, "expected_s", lambda *_, s=expected_s: s)
+            rng = np.random.default_rng(step)
+            x = mx.array(rng.standard_normal((1, T, 256), dtype=np.float32))
+            routed = np.stack([rng.permutation(64)[:8] for _ in range(T)])[None]
+            indices, left = mx.array(routed.astype(np.uint32)), fails
+            try:
+                y = session.layers[i](x, indices)
+            except moelab.ReadError:
+                left = None
+                y = session.layers[i](x, indices)
+            left = None
+            assert mx.array_equal(y, resident[i][1](x, indices))
+            i += 1
+        for layer in session.layers:
+            layer.give_back()
+        for layer in session.layers:
+            slots_of = [*layer.table.slot_of.values(), *layer.table._free]
+            assert sorted(slots_of) == list(range(layer.table.num_slots))
+    event(f"borrowed: {min(borrowed, 1)}")

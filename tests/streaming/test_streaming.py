@@ -21,6 +21,8 @@ from moelab.kernels.modules import ExpertCall
 from moelab.streaming import layers, parallel
 from moelab.streaming.layers import Stacked
 from moelab.streaming.model import load_model
+from moelab.streaming.prefetch import Job
+from moelab.streaming.reader import Reader
 from moelab.streaming.session import session_of
 from moelab.streaming.slots import POLICIES, FusedSwitchGLU, PaddedLinear, is_short
 
@@ -65,11 +67,13 @@ def test_a_slot_takes_the_next_expert_as_soon_as_its_own_is_computed(monkeypatch
         events.append(("begun", len(misses)))
         return begin(layer, misses)
 
-    def computed(call, pairs, slots):
+    def computed(call, pairs, slots, of=None):
         events.append(("computed", len(set(slots.tolist()))))
-        return compute(call, pairs, slots)
+        return compute(call, pairs, slots, of)
 
-    monkeypatch.setattr(Stacked, "fill", lambda layer: None)  # no slot holds an expert before
+    monkeypatch.setattr(
+        Stacked, "fill", lambda layer, busy=None: None
+    )  # no slot holds an expert before
     monkeypatch.setattr(Stacked, "_begin", begun)
     monkeypatch.setattr(ExpertCall, "compute", computed)
     monkeypatch.setattr(layers, "PART_NBYTES", 1)  # as with large experts
@@ -95,6 +99,43 @@ def test_a_slot_takes_the_next_expert_as_soon_as_its_own_is_computed(monkeypatch
                     assert reading >= min(16 - 1, reading + num - read), "two are read at once"
                     reading, done = reading - experts, done + experts
         assert next(after, None) is None and min(n for _, n in events) <= 2, "parts are small"
+
+
+@pytest.mark.skipif(not kernels.available(), reason="needs llvmlite and the CPU backend")
+@pytest.mark.parametrize("expert_s", (0.0, 1e9), ids=("reads are short", "reads are long"))
+def test_a_prompt_fills_the_slots_of_all_layers(expert_s, monkeypatch):
+    """Past the page cache. It evicts for it only if attention takes longer than the reads."""
+    path, lent = moelab.DATA / "models" / "tiny-moe", []
+    give_back, collect = Stacked.give_back, Job.collect
+
+    def given_back(layer, needed=()):
+        borrowed = give_back(layer, needed)
+        lent.append({e for _, slots in borrowed for e in slots})
+        return borrowed
+
+    def collected(job, needed, everything=False):
+        job.run()  # what no thread has begun to read
+        return collect(job, needed, everything)
+
+    monkeypatch.setattr(Stacked, "give_back", given_back)
+    monkeypatch.setattr(Job, "collect", collected)
+    monkeypatch.setattr(Reader, "expected_s", lambda reader, nbytes: expert_s)
+    prompts = mx.random.randint(0, 8000, (3, 1, 200), key=mx.random.key(0))
+    want = load_model(path, moelab.StreamConfig(mode="resident"))[0]
+    with load_model(path, moelab.StreamConfig(slots=16))[0] as model:
+        session = session_of(model)
+        session.reader.direct = True
+        for i, ids in enumerate(prompts):
+            lent.clear()
+            assert mx.array_equal(model(ids), want(ids))
+            if i == 0:  # the slots of the layers behind hold nothing
+                assert min(map(len, lent[:4])) > 40
+            elif expert_s == 0:
+                assert min(map(len, lent[3:])) > 40
+            else:
+                assert not any(lent)
+            for layer in session.layers:
+                assert len(layer.table._free) + len(layer.table.slot_of) == 16, layer.path
 
 
 @pytest.mark.parametrize("room", (1 << 40, 3))
