@@ -32,7 +32,7 @@ import mlx_lm
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_tokenizer
 
-from moelab import DATA, StreamConfig, close, footprint, load, stats
+from moelab import DATA, StreamConfig, close, footprint, load, plan, stats
 from moelab.lab import machine, records
 from moelab.lab.decode import decode
 from moelab.lab.experiments import (
@@ -312,6 +312,47 @@ class Run:
                 models.clear()
         return out
 
+    def _planned(self, share):
+        """Slots that the plan chooses for a part of the file's size, and half of them, in turn."""
+        tokens, rounds, lengths = (4, 1, (16, 40)) if self.tiny else (48, 3, (126, 400, 800, 4000))
+        memory = int(share * sum(f.stat().st_size for f in self.path.iterdir()))
+        memory += 120_000_000 if self.tiny else 0  # than which a process takes
+        auto = replace(self.base, slots="auto", memory_nbytes=memory, context=lengths[-1] + tokens)
+        chosen = plan(self.path, auto)
+        ways = {
+            "resident": bench.resident_like(self.base),
+            "auto": auto,
+            f"{chosen.slots // 2} slots": replace(self.base, slots=chosen.slots // 2),
+        }
+        if cuda.available():
+            ways["auto, host"] = replace(auto, source="host")
+        models, peaks, first = {}, {}, None
+        for name, config in ways.items():
+            mx.clear_cache()
+            mx.reset_peak_memory()
+            before = mx.get_active_memory()
+            models[name], tokenizer = load(self.path, config)
+            first = first or heldout_starts(self._model, 16, 400, tokenizer)
+            ids = (tokenizer.encode(" ".join(first)) * 2)[: lengths[-1]]
+            run = decode(models[name], ids, tokens)
+            peaks[name] = mx.get_peak_memory() - before
+            print(f"  {name}: {run.prefill_s:.1f} s, {peaks[name] / 1e6:.0f} MB", flush=True)
+        record = {
+            "memory_nbytes": memory,
+            "reason": chosen.reason,
+            "prompt_tokens": chosen.prompt_tokens,
+            "peak_nbytes": peaks,
+            "prompts_of": {n: self._prompts(models, ids[:n], rounds) for n in lengths},
+            "decoded": self._decoded(models, ids[: lengths[1]], tokens, rounds),
+        }
+        for model in models.values():
+            close(model)
+        return record
+
+    planned_quarter = partialmethod(_planned, 0.25)
+    planned_half = partialmethod(_planned, 0.5)
+    planned_most = partialmethod(_planned, 0.8)
+
     def _decoded(self, models, ids, tokens, rounds):
         """By model, resident first: seconds, whether the text is resident's, hits and misses."""
         out = {n: {"decode_s": [], "same": []} for n in models}
@@ -518,6 +559,9 @@ SECTIONS = (
     "copies",
     "locality",
     "host",
+    "planned_quarter",
+    "planned_half",
+    "planned_most",
     "ladder_cold",
     "readers",
     "slot_writes",
