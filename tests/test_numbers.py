@@ -259,6 +259,41 @@ def held_host_row(part):
     return [f"{ms:.1f}" if ms else "0" for ms in spent]
 
 
+PLANNED = {
+    "resident": "resident",
+    "disk, 32 slots, no plan": "32 slots",
+    "disk, 65 planned slots": "auto",
+    "host, 65 planned slots": "auto, host",
+}
+
+
+def planned_on_gpu():
+    """The section of slots that the plan chose for half of the file's size."""
+    made = recorded("cuda_h200_planned")["sections"]["planned_half"]
+    assert all(all(samples["same"]) for samples in made["decoded"].values())
+    for tokens, ways in made["prompts_of"].items():
+        differs = {way for way, samples in ways.items() if not all(samples["same"])}
+        assert differs == ({"auto", "auto, host"} if tokens == "4000" else set())
+    return made
+
+
+def planned_on_gpu_memory():
+    """GB that were given, runs, slots, tokens of a part, GB that were taken."""
+    made = planned_on_gpu()
+    gigabytes = (f"{made['peak_nbytes'][way] / 1e9:.2f}" for way in ("auto", "auto, host"))
+    more = (f"{made['peak_nbytes'][way] / 1e9:.1f}" for way in ("resident", "32 slots"))
+    slots = re.match(r"slots=(\d+) of 256 in each of 8 layers", made["reason"])[1]
+    runs = len(made["decoded"]["auto"]["decode_s"])
+    given = f"{made['memory_nbytes'] / 1e9:.2f}"
+    return given, runs, slots, 256, 8, made["prompt_tokens"], *gigabytes, *more
+
+
+def planned_on_gpu_row(way):
+    made = planned_on_gpu()
+    prompts = [quartiles(ways[way]["prompt_s"]) for ways in made["prompts_of"].values()]
+    return [*prompts, quartiles(48 / np.array(made["decoded"][way]["decode_s"]), ".0f")]
+
+
 def held_loading():
     return [f"{held()['load_s'][way]:.1f}" for way in ("host, 64 slots", "resident")]
 
@@ -1486,6 +1521,14 @@ PASSAGES = {
         ("(`cuda_h200_host`) the resident model's are all logits in {} of {} settings and in {} of "
          "{} passes of random length, {} of {} texts ({} tokens), and {} of {} texts written twice "
          "with {}, {} and {} drafts in {} settings.", held_exactness),
+        ("({} GB, `cuda_h200_planned`, n={}) there are {} of {} in each of {} layers, and a prompt "
+         "is computed by {} tokens. It took {} GB at most, with all experts in the host's memory "
+         "{}. Resident, and with half of the slots and no plan, a prompt is computed in one call: "
+         "{} and {} GB.", planned_on_gpu_memory),
+        ("| seconds of a prompt, as shipped | {} tokens | {} | {} | {} | tok/s behind {} |",
+         lambda: [*planned_on_gpu()["prompts_of"], 400]),
+        *((f"| {name} |" + " {} |" * 5, lambda way=way: planned_on_gpu_row(way))
+          for name, way in PLANNED.items()),
         ("Where the host's time goes, ms a token, repacked, {} slots (one text", lambda: (64,)),
         *[(f"| {text} | {{}} | {{}} | {{}} |", lambda part=part: held_host_row(part))
           for text, part in HOST_PARTS.items()],
