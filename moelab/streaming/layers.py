@@ -423,7 +423,7 @@ class Stacked(StreamedExperts):
                 c.prefetch_wasted += 1
         return {e: slot for e, (slot, *_) in arrived.items()}
 
-    def give_back(self, needed: Collection[int] = ()) -> list[tuple["Stacked", dict[int, int]]]:
+    def end_fill(self, needed: Collection[int] = ()) -> list[tuple["Stacked", dict[int, int]]]:
         """End what ``fill`` began: hold the experts in own slots, and give others' slots back.
 
         Args:
@@ -448,7 +448,7 @@ class Stacked(StreamedExperts):
 
     def _compute_nothing(self):
         self._collect_prefetched([])
-        self.give_back()
+        self.end_fill()
 
     def _compute(self, x, indices, routed):
         if self.host is None:
@@ -463,11 +463,11 @@ class Stacked(StreamedExperts):
         self.routed = routed
         self._collect_prefetched(needed)
         if session.filling not in (None, self.index):  # the layers were not called in order
-            session.layers[session.filling].give_back()
+            session.layers[session.filling].end_fill()
         call, borrowed = None, []
         if self._fills:
             call = self._begin_call(x, routed.shape)
-            borrowed = self.give_back({*needed} if call else ())
+            borrowed = self.end_fill({*needed} if call else ())
         ahead = self._is_long(routed.size) and len(needed) >= AHEAD_SHARE * self._num_owned
         following = []
         if ahead and session.reader.direct:  # past the page cache: into slots alone

@@ -90,14 +90,20 @@ def assert_every_slot_is_there(model):
 @pytest.mark.parametrize(
     "fields", [{}, {"prefetch": "last"}, {"policy": "lfu", "streams": 2}], ids=str
 )
-@pytest.mark.parametrize("way", ["small reads", "reader threads"])
+@pytest.mark.parametrize("way", ["small reads", "reader threads", "past the page cache"])
 def test_an_interrupt_at_any_line(path, fields, way, monkeypatch):
     """Before every line that a prompt and two tokens run through, one after the other."""
+    prompt, streams = [7, 11, 13, 17], 1
+    if way == "past the page cache":  # so that layers fill slots of each other
+        prompt, streams = [*prompt, 19, 23, 29, 31, 37], "auto"
     if way == "reader threads":
         read_in_threads(monkeypatch)
         monkeypatch.setattr(layers, "OVERLAP_S", 0)
         monkeypatch.setattr(layers, "PART_NBYTES", 1)
-    model, _ = load_model(path, moelab.StreamConfig(**{"slots": SLOTS, "streams": 1, **fields}))
+    model, _ = load_model(
+        path, moelab.StreamConfig(**{"slots": SLOTS, "streams": streams, **fields})
+    )
+    session_of(model).reader.direct = way == "past the page cache"
     with model:
         want = answer(model)
         n, placed = 1, 0
@@ -105,7 +111,7 @@ def test_an_interrupt_at_any_line(path, fields, way, monkeypatch):
             with Interrupt(n) as interrupt:
                 try:
                     cache = make_prompt_cache(model)
-                    mx.eval(model(mx.array([[7, 11, 13, 17]]), cache=cache))
+                    mx.eval(model(mx.array([prompt]), cache=cache))
                     for token in (3, 90):
                         mx.eval(model(mx.array([[token]]), cache=cache))
                 except KeyboardInterrupt:

@@ -440,11 +440,11 @@ def test_any_history_of_prompts_past_the_page_cache(resident, history, slots):
 
     No slot gets lost, and none is read into while it is computed.
     """
-    borrowed, give_back = 0, Stacked.give_back
+    borrowed, end_fill = 0, Stacked.end_fill
 
-    def given_back(layer, needed=()):
+    def ended(layer, needed=()):
         nonlocal borrowed
-        lent = give_back(layer, needed)
+        lent = end_fill(layer, needed)
         borrowed += sum(len(slots) for _, slots in lent)
         return lent
 
@@ -462,7 +462,7 @@ def test_any_history_of_prompts_past_the_page_cache(resident, history, slots):
         pytest.MonkeyPatch.context() as patch,
         load_model(TINY_MOE, moelab.StreamConfig(slots=slots))[0] as model,
     ):
-        patch.setattr(Stacked, "give_back", given_back)
+        patch.setattr(Stacked, "end_fill", ended)
         patch.setattr(Reader, "read_here", flaky)
         session, i = session_of(model), 0
         session.reader.direct = True
@@ -482,7 +482,7 @@ def test_any_history_of_prompts_past_the_page_cache(resident, history, slots):
             assert mx.array_equal(y, resident[i][1](x, indices))
             i += 1
         for layer in session.layers:
-            layer.give_back()
+            layer.end_fill()
         for layer in session.layers:
             slots_of = [*layer.table.slot_of.values(), *layer.table._free]
             assert sorted(slots_of) == list(range(layer.table.num_slots))

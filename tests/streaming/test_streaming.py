@@ -106,10 +106,10 @@ def test_a_slot_takes_the_next_expert_as_soon_as_its_own_is_computed(monkeypatch
 def test_a_prompt_fills_the_slots_of_all_layers(expert_s, monkeypatch):
     """Past the page cache. It evicts for it only if attention takes longer than the reads."""
     path, lent = moelab.DATA / "models" / "tiny-moe", []
-    give_back, collect = Stacked.give_back, Job.collect
+    end_fill, collect = Stacked.end_fill, Job.collect
 
-    def given_back(layer, needed=()):
-        borrowed = give_back(layer, needed)
+    def ended(layer, needed=()):
+        borrowed = end_fill(layer, needed)
         lent.append({e for _, slots in borrowed for e in slots})
         return borrowed
 
@@ -117,7 +117,7 @@ def test_a_prompt_fills_the_slots_of_all_layers(expert_s, monkeypatch):
         job.run()  # what no thread has begun to read
         return collect(job, needed, everything)
 
-    monkeypatch.setattr(Stacked, "give_back", given_back)
+    monkeypatch.setattr(Stacked, "end_fill", ended)
     monkeypatch.setattr(Job, "collect", collected)
     monkeypatch.setattr(Reader, "expected_s", lambda reader, nbytes: expert_s)
     prompts = mx.random.randint(0, 8000, (3, 1, 200), key=mx.random.key(0))
