@@ -424,13 +424,14 @@ class Stacked(StreamedExperts):
         return {e: slot for e, (slot, *_) in arrived.items()}
 
     def end_fill(self, needed: Collection[int] = ()) -> list[tuple["Stacked", dict[int, int]]]:
-        """End what ``fill`` began: hold the experts in own slots, and give others' slots back.
+        """End what ``fill`` began. Experts in this layer's slots are held from then on.
 
         Args:
-            needed (Collection[int]): Experts whose slots are not given back yet.
+            needed (Collection[int]): Experts that are kept in other layers' slots for now. The
+                caller releases these slots, all others are released here.
 
         Returns:
-            list[tuple[Stacked, dict[int, int]]]: Other layers, and these experts' slots in them.
+            list[tuple[Stacked, dict[int, int]]]: Other layers, and the slots of such experts.
         """
         borrowed, self.session.filling = [], None
         while self._fills:
@@ -534,10 +535,11 @@ class Stacked(StreamedExperts):
         """Begin to read experts into slots that hold none: a prompt needs nearly all experts.
 
         Args:
-            busy (Mapping[int, int] or None): If given, other layers' slots are filled, too: those
-                that hold none, and if attention takes longer than the reads, so that nothing waits
-                for them, all of the layers in front, which the prompt has passed, except these of
-                the last one (expert to slot). Only the fast kernels compute with such slots.
+            busy (Mapping[int, int] or None): If given, other layers' slots are filled, too: free
+                ones, and if attention takes longer than the reads, those of the layers in front,
+                whose experts the prompt no longer needs. ``busy`` are the experts (expert to slot)
+                that the layer right in front still needs. Only the fast kernels compute with
+                other layers' slots.
         """
         session, i = self.session, self.index
         known = self.table.slot_of.keys() | self.table.pinned.keys()
