@@ -278,8 +278,9 @@ def planned_on_gpu():
 
 
 def planned_on_gpu_memory():
-    """GB that were given, runs, slots, tokens of a part, GB that were taken."""
+    """GB given, runs, slots, experts, layers, tokens of a part, and GB taken by each model."""
     made = planned_on_gpu()
+    assert max(made["peak_nbytes"][way] for way in ("auto", "auto, host")) <= made["memory_nbytes"]
     gigabytes = (f"{made['peak_nbytes'][way] / 1e9:.2f}" for way in ("auto", "auto, host"))
     more = (f"{made['peak_nbytes'][way] / 1e9:.1f}" for way in ("resident", "32 slots"))
     slots = re.match(r"slots=(\d+) of 256 in each of 8 layers", made["reason"])[1]
@@ -291,7 +292,9 @@ def planned_on_gpu_memory():
 def planned_on_gpu_row(way):
     made = planned_on_gpu()
     prompts = [quartiles(ways[way]["prompt_s"]) for ways in made["prompts_of"].values()]
-    return [*prompts, quartiles(48 / np.array(made["decoded"][way]["decode_s"]), ".0f")]
+    c = made["decoded"]["auto"]
+    tokens = (c["hits"] + c["misses"]) / (8 * 8)  # layers, and experts of a token in each
+    return [*prompts, quartiles(tokens / np.array(made["decoded"][way]["decode_s"]), ".0f")]
 
 
 def held_loading():

@@ -371,7 +371,8 @@ class ExpertCall:
         Args:
             pairs (np.ndarray): ``[n]``, int64, their places among all ``tokens * K``.
             experts (np.ndarray): ``[n]``, the expert of each, its place in the projections.
-            of (FastExperts or None): Others of the same form, whose projections hold them.
+            of (FastExperts or None): If another layer's slots hold the experts: its module, of the
+                same form.
         """
         gate_up, down = self._gate_up, self._down
         if of is not None:

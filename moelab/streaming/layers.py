@@ -427,8 +427,8 @@ class Stacked(StreamedExperts):
         """End what ``fill`` began. Experts in this layer's slots are held from then on.
 
         Args:
-            needed (Collection[int]): Experts that are kept in other layers' slots for now. The
-                caller releases these slots, all others are released here.
+            needed (Collection[int]): Experts that stay in other layers' slots until the caller has
+                computed them and releases these slots. All other slots are released here.
 
         Returns:
             list[tuple[Stacked, dict[int, int]]]: Other layers, and the slots of such experts.
@@ -535,11 +535,11 @@ class Stacked(StreamedExperts):
         """Begin to read experts into slots that hold none: a prompt needs nearly all experts.
 
         Args:
-            busy (Mapping[int, int] or None): If given, other layers' slots are filled, too: free
-                ones, and if attention takes longer than the reads, those of the layers in front,
-                whose experts the prompt no longer needs. ``busy`` are the experts (expert to slot)
-                that the layer right in front still needs. Only the fast kernels compute with
-                other layers' slots.
+            busy (Mapping[int, int] or None): If given, free slots of other layers are filled, too.
+                If attention takes longer than the reads, earlier layers' experts are evicted for
+                it: the prompt no longer needs them. Not evicted are ``busy`` (expert to slot),
+                which the layer before this one has not computed yet. Only the fast kernels
+                compute experts in other layers' slots.
         """
         session, i = self.session, self.index
         known = self.table.slot_of.keys() | self.table.pinned.keys()

@@ -109,7 +109,7 @@ class Plan:
         return (self.slots - self.prompt_slots) * sum(self.expert_nbytes)
 
     def slots_beside(self, tokens: int) -> int:
-        """Slots that are left while a call is computed: a short prompt borrows less.
+        """Slots that stay in use while a call is computed. A short prompt borrows fewer.
 
         Args:
             tokens (int): Of the call.

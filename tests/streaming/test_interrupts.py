@@ -94,7 +94,7 @@ def assert_every_slot_is_there(model):
 def test_an_interrupt_at_any_line(path, fields, way, monkeypatch):
     """Before every line that a prompt and two tokens run through, one after the other."""
     prompt, streams = [7, 11, 13, 17], 1
-    if way == "past the page cache":  # so that layers fill slots of each other
+    if way == "past the page cache":  # long enough to fill other layers' slots
         prompt, streams = [*prompt, 19, 23, 29, 31, 37], "auto"
     if way == "reader threads":
         read_in_threads(monkeypatch)
