@@ -8,6 +8,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 
@@ -26,6 +27,8 @@ NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 SHARED_NBYTES = 2 * 1024 * 1024
 # Bytes. A read past the page cache begins and ends at a multiple of this, also in memory, so it
 # goes through a buffer of the thread. Longer ranges than fit there are read through the page cache.
+# The buffer is a huge page: 8 readers then take 4.3 to 5.2 ms for 9 MB, 7.1 to 8.0 with small pages
+# (an SSD behind virtio, which is told the place of each page).
 ALIGNED, BUFFER_NBYTES = 4096, 2 * 1024 * 1024
 _buffers = threading.local()
 
@@ -55,11 +58,21 @@ def read_direct(table: np.ndarray) -> bool:
     """
     buffer = getattr(_buffers, "own", None)
     if buffer is None:
-        buffer = _buffers.own = mmap.mmap(-1, BUFFER_NBYTES)
+        buffer = _buffers.own = huge_page()
     done = ctypes.c_uint32()
     flag = ctypes.addressof(done)
     direct_loop()(address_of(table), len(table), address_of(buffer), BUFFER_NBYTES, flag)
     return bool(done.value)
+
+
+def huge_page() -> memoryview:
+    """``BUFFER_NBYTES`` of memory, aligned: a huge page, if Linux has one to give."""
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, 2 * BUFFER_NBYTES, private)  # what is not written takes no memory
+    first = -address_of(memory) % BUFFER_NBYTES
+    with suppress(OSError):  # a system without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE, first, BUFFER_NBYTES)
+    return memoryview(memory)[first : first + BUFFER_NBYTES]
 
 
 def read_shared(table: np.ndarray, flags: int = 0) -> bool:

@@ -332,6 +332,20 @@ def test_reads_past_the_page_cache_leave_nothing_in_it(past_the_page_cache, file
 
 
 @needs_direct
+def test_linux_is_asked_for_a_huge_page_as_the_buffer_of_such_reads():
+    buffer = native.huge_page()
+    begin = native.address_of(buffer)
+    assert begin % len(buffer) == 0 and len(buffer) == native.BUFFER_NBYTES
+    with open("/proc/self/smaps") as f:
+        for line in f:
+            name, *words = line.split()
+            if not name.endswith(":"):
+                first, last = (int(n, 16) for n in name.split("-"))
+            elif name == "VmFlags:" and first <= begin < last:
+                assert "hg" in words or not os.path.exists("/sys/kernel/mm/transparent_hugepage")
+
+
+@needs_direct
 def test_a_range_longer_than_the_buffer_goes_through_the_page_cache(tmp_path, past_the_page_cache):
     path = tmp_path / "long"
     data = np.random.default_rng(0).bytes(native.BUFFER_NBYTES + 9000)
