@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from .. import DATA, kernels
 from ..arguments import not_empty
 from ..checkpoint import CheckpointError
 from ..memory import memory_available, memory_limit
+from ..streaming import native
 from .oscache import drop_pages
 
 MIN_MEMORY_NBYTES = 3 << 30  # tiny-moe, JupyterLab and a browser
@@ -90,7 +92,12 @@ def card_line(card: dict[str, Any] | None = None) -> str:
 
 
 def read_speed(
-    path: str | Path, cold: bool, readers: int, nbytes: int = READ_NBYTES, count: int = 128
+    path: str | Path,
+    cold: bool,
+    readers: int,
+    nbytes: int = READ_NBYTES,
+    count: int = 128,
+    direct: bool = False,
 ) -> float:
     """Bytes per second of random reads of a file.
 
@@ -100,11 +107,18 @@ def read_speed(
         readers (int): Reads in flight.
         nbytes (int): Of one read.
         count (int): The most reads; each place is read once.
+        direct (bool): Past the page cache, which takes as long as a fast disk (Linux). Reads are
+            then of a multiple of ``native.ALIGNED`` bytes, and at most ``native.BUFFER_NBYTES``.
     """
     size = os.path.getsize(path)
     places = random.Random(0).sample(range(size // nbytes), min(count, size // nbytes))
     fd = os.open(path, os.O_RDONLY)
     try:
+        if direct := direct and hasattr(os, "O_DIRECT"):
+            with suppress(OSError):  # a file system that cannot
+                past = os.open(path, os.O_RDONLY | os.O_DIRECT)
+                os.close(fd)
+                fd = past
         if cold:
             drop_pages(path)
             if sys.platform == "darwin":
@@ -115,7 +129,7 @@ def read_speed(
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
         def read(mine):
-            buffer = bytearray(nbytes)
+            buffer = native.huge_page()[:nbytes] if direct else bytearray(nbytes)
             return sum(os.preadv(fd, [buffer], place * nbytes) for place in mine)
 
         with ThreadPoolExecutor(readers) as pool:

@@ -178,8 +178,8 @@ def test_check_plans_a_model(monkeypatch, capsys):
 def test_reads_are_counted_whole(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(bytes(10 << 20))
-    for cold in (True, False):
-        assert machine.read_speed(path, cold, readers=3) > 0
+    for cold, direct in ((True, False), (False, False), (True, True)):
+        assert machine.read_speed(path, cold, readers=3, direct=direct) > 0
 
 
 def test_preset(monkeypatch, capsys):

@@ -30,6 +30,7 @@ from ...arguments import (
     zero_or_more,
 )
 from ...memory import memory_available
+from ...streaming import native
 from .. import machine, oscache, records, timing
 from ..decode import decode, encode
 from ..models import folder
@@ -233,9 +234,13 @@ def read_speeds(path: str | Path, readers: int = 8, nbytes: int = 1 << 20) -> di
 
 
 def disk_speed(path: str | Path) -> float:
-    """Bytes per second of the disk: a thousand reads of the checkpoint's largest file, cold."""
+    """Bytes per second of the disk: a thousand reads of the checkpoint's largest file, cold.
+
+    On Linux past the page cache: through it the system is slower than the disk.
+    """
     file, nbytes = _largest(path, 1 << 20)
-    return machine.read_speed(file, True, DISK_READERS, nbytes, DISK_READS)
+    nbytes -= nbytes % native.ALIGNED
+    return machine.read_speed(file, True, DISK_READERS, nbytes, DISK_READS, direct=True)
 
 
 def _largest(path, nbytes):
