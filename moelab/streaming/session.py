@@ -29,9 +29,10 @@ from .reader import Reader
 LONG_PROMPT = 256
 # Where memory is short, glibc gives each array of this size or more a mapping of its own, which
 # goes back to the system when the array is freed. glibc's own limit rises to 32 MB, and below it
-# freed arrays stay in the heap: 100 to 200 MB after a prompt. The price: a prompt of 400 tokens
-# takes 11% longer with the file in the page cache (35B layers, n=7).
-MAPPED_NBYTES, M_MMAP_THRESHOLD = 1 << 18, -3
+# freed arrays stay in the heap: 100 to 200 MB after a prompt. The price is a page fault for each
+# new page: from 256 KB on a prompt of 400 tokens at 956 MB takes 2.96 s, from 8 MB on 2.57, with
+# glibc's own limit 2.48, and it needs 876, 891 and 913 MB (35B layers, n=4).
+MAPPED_NBYTES, M_MMAP_THRESHOLD = 8 << 20, -3
 LOOK_S = 1.0  # from one look at the memory that is left to the next, which takes 0.3 ms
 
 
