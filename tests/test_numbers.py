@@ -267,30 +267,53 @@ PLANNED = {
 }
 
 
-def planned_on_gpu():
-    """The section of slots that the plan chose for half of the file's size."""
-    made = recorded("cuda_h200_planned")["sections"]["planned_half"]
-    assert all(all(samples["same"]) for samples in made["decoded"].values())
+PLANNED_PARTS = {
+    "0.25 of the file, disk": ("quarter", "auto"),
+    "0.25, host": ("quarter", "auto, host"),
+    "0.8, disk": ("most", "auto"),
+    "0.8, host": ("most", "auto, host"),
+}
+
+
+def planned_on_gpu(share="half"):
+    """The section of slots that the plan chose for a part of the file's size."""
+    made = recorded("cuda_h200_planned")["sections"][f"planned_{share}"]
+    planned = {"auto", "auto, host"}
+    # In parts of few tokens bfloat16 rounds differently.
+    unlike = {"quarter": {"126", "800", "4000"}}.get(share, {"4000"})
+    for way, samples in made["decoded"].items():
+        assert all(samples["same"]) == (share != "quarter" or way not in planned)
     for tokens, ways in made["prompts_of"].items():
         differs = {way for way, samples in ways.items() if not all(samples["same"])}
-        assert differs == ({"auto", "auto, host"} if tokens == "4000" else set())
+        assert differs == (planned if tokens in unlike else set())
+    assert max(made["peak_nbytes"][way] for way in planned) <= made["memory_nbytes"]
     return made
+
+
+def planned_on_gpu_settings(share):
+    """GB given, slots, tokens of a part, and GB taken from the disk and from the host."""
+    made = planned_on_gpu(share)
+    slots = re.match(r"slots=(\d+) of 256 in each of 8 layers", made["reason"])[1]
+    taken = [f"{made['peak_nbytes'][way] / 1e9:.2f}" for way in ("auto", "auto, host")]
+    return f"{made['memory_nbytes'] / 1e9:.2f}", slots, made["prompt_tokens"], *taken
 
 
 def planned_on_gpu_memory():
     """GB given, runs, slots, experts, layers, tokens of a part, and GB taken by each model."""
     made = planned_on_gpu()
-    assert max(made["peak_nbytes"][way] for way in ("auto", "auto, host")) <= made["memory_nbytes"]
-    gigabytes = (f"{made['peak_nbytes'][way] / 1e9:.2f}" for way in ("auto", "auto, host"))
+    given, slots, tokens, *taken = planned_on_gpu_settings("half")
     more = (f"{made['peak_nbytes'][way] / 1e9:.1f}" for way in ("resident", "32 slots"))
-    slots = re.match(r"slots=(\d+) of 256 in each of 8 layers", made["reason"])[1]
-    runs = len(made["decoded"]["auto"]["decode_s"])
-    given = f"{made['memory_nbytes'] / 1e9:.2f}"
-    return given, runs, slots, 256, 8, made["prompt_tokens"], *gigabytes, *more
+    return given, len(made["decoded"]["auto"]["decode_s"]), slots, 256, 8, tokens, *taken, *more
 
 
-def planned_on_gpu_row(way):
-    made = planned_on_gpu()
+def planned_on_gpu_parts():
+    less, more = map(planned_on_gpu_settings, ("quarter", "most"))
+    n = {len(planned_on_gpu(s)["decoded"]["auto"]["decode_s"]) for s in ("quarter", "most")}
+    return *n, *less[:3], *more[:3], *less[3:], *more[3:]
+
+
+def planned_on_gpu_row(way, share="half"):
+    made = planned_on_gpu(share)
     prompts = [quartiles(ways[way]["prompt_s"]) for ways in made["prompts_of"].values()]
     c = made["decoded"]["auto"]
     tokens = (c["hits"] + c["misses"]) / (8 * 8)  # layers, and experts of a token in each
@@ -1532,6 +1555,12 @@ PASSAGES = {
          lambda: [*planned_on_gpu()["prompts_of"], 400]),
         *((f"| {name} |" + " {} |" * 5, lambda way=way: planned_on_gpu_row(way))
           for name, way in PLANNED.items()),
+        ("With less memory and with more (n={}): {} GB, {} slots, a prompt by {} tokens; {} GB, {} "
+         "slots, by {} tokens. It took {} and {} GB at most, {} and {}.", planned_on_gpu_parts),
+        ("| seconds of a prompt, in parts | {} tokens | {} | {} | {} | tok/s behind {} |",
+         lambda: [*planned_on_gpu("most")["prompts_of"], 400]),
+        *((f"| {name} |" + " {} |" * 5, lambda given=given: planned_on_gpu_row(*given[::-1]))
+          for name, given in PLANNED_PARTS.items()),
         ("Where the host's time goes, ms a token, repacked, {} slots (one text", lambda: (64,)),
         *[(f"| {text} | {{}} | {{}} | {{}} |", lambda part=part: held_host_row(part))
           for text, part in HOST_PARTS.items()],

@@ -337,12 +337,14 @@ def test_a_mode_without_slots_has_no_plan():
 
 @pytest.mark.parametrize("backend", ["metal", "cuda"])
 def test_on_a_gpu_its_own_limit_counts(backend, monkeypatch):
-    monkeypatch.setattr(plans, "memory_on_gpu", lambda: 200 * MB)
+    monkeypatch.setattr(plans, "memory_on_gpu", lambda: 300 * MB)
     monkeypatch.setattr(mx.metal, "is_available", lambda: backend == "metal")
     monkeypatch.setattr(mx.cuda, "is_available", lambda: backend == "cuda")
     p = moelab.plan(TINY_MOE, moelab.StreamConfig(kernels="mlx"))
-    want = (200 * MB, 0) if backend == "metal" else (180 * MB, 20 * MB)
+    want = (300 * MB, 0) if backend == "metal" else (270 * MB, 30 * MB)
     assert (p.memory_nbytes, p.system_nbytes) == want
+    shared = backend == "metal"  # the process and its arrays are in the same memory
+    assert p.process_nbytes == (plans.PROCESS_NBYTES if shared else plans.GPU_NBYTES)
 
 
 def test_some_memory_is_left_to_the_system(monkeypatch):
