@@ -39,9 +39,10 @@ SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
 # sixteenth of the memory. Every chunk reads nearly all experts, so fewer than 256 tokens are only
 # taken if these need more than half of what is free for slots.
 PROMPT_TOKENS, PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 2048, 16, 256, 32
-# Of a prompt's arrays the C library keeps so much (``session.MAPPED_NBYTES``): 15 to 29 MB of 97 to
-# 370 with the four layers of notebook 03.
-KEPT_SHARE, KEPT_NBYTES = 8, 20_000_000
+# A prompt needs more than its arrays: of these the C library keeps 15 to 29 MB of 97 to 370 with
+# the four layers of notebook 03 (``session.MAPPED_NBYTES``), and each reader of two pools has a
+# buffer (``native.BUFFER_NBYTES``).
+MORE_SHARE, MORE_NBYTES = 4, 45_000_000
 # Tokens of a call whose logits are computed at once whatever ``lazy_logits`` says: drafts.
 FEW_LOGITS = 64
 # Slots that lend their memory to a prompt leave enough free for calls of so many tokens: a batch,
@@ -205,13 +206,13 @@ def plan_of(
     budget = max(memory // PROMPT_SHARE, FEW_PROMPT_TOKENS * per_token)
     budget = room * 7 // 8 if lends else min(budget, room // 2)
     if lends:
-        budget -= min(budget // (KEPT_SHARE + 1), KEPT_NBYTES)
+        budget -= min(budget // (MORE_SHARE + 1), MORE_NBYTES)
     tokens = max(LEAST_PROMPT_TOKENS, budget // per_token)
     tokens = min(tokens, PROMPT_TOKENS, config.context)
     # A prompt's logits, or a few tokens', come when what it took before them is free.
     prompt = max(tokens * per_token, min(tokens, FEW_LOGITS) * per_token + logits)
     if lends:
-        prompt += min(prompt // KEPT_SHARE, KEPT_NBYTES)
+        prompt += min(prompt // MORE_SHARE, MORE_NBYTES)
     parts = {
         "backbone": backbone,
         f"caches of {config.context} tokens": caches,
