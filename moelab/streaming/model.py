@@ -29,7 +29,14 @@ from .parallel import spread
 from .plan import FEW_LOGITS, plan_of
 from .prefetch import PREFETCHERS
 from .ranks import Ranks, facts
-from .session import LONG_PROMPT, Session, recurrent_states, session_of, stats
+from .session import (
+    LONG_PROMPT,
+    Session,
+    recurrent_states,
+    return_free_memory,
+    session_of,
+    stats,
+)
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 
@@ -66,6 +73,7 @@ class LoadedModel:
                     outs.append(super().__call__(part, *args, **kwargs))
                 if not last:
                     mx.eval([c.state for c in cache])
+                    return_free_memory()  # or each part leaves a little more in the heap
             # The next token's call may come from another thread, which could not schedule these.
             mx.async_eval(list(recurrent_states(cache or [])))
             return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)

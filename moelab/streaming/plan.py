@@ -39,10 +39,9 @@ SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
 # sixteenth of the memory. Every chunk reads nearly all experts, so fewer than 256 tokens are only
 # taken if these need more than half of what is free for slots.
 PROMPT_TOKENS, PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 2048, 16, 256, 32
-# A prompt needs more than its arrays: of these the C library keeps 15 to 29 MB of 97 to 370 with
-# the four layers of notebook 03 (``session.MAPPED_NBYTES``), and each reader of two pools has a
-# buffer (``native.BUFFER_NBYTES``).
-MORE_SHARE, MORE_NBYTES = 4, 45_000_000
+# A prompt needs more than its arrays: the C library keeps some of them (``session.MAPPED_NBYTES``),
+# 15 to 20 MB of the four layers' 97 in notebook 03.
+MORE_SHARE, MORE_NBYTES = 8, 20_000_000
 # Tokens of a call whose logits are computed at once whatever ``lazy_logits`` says: drafts.
 FEW_LOGITS = 64
 # Slots that lend their memory to a prompt leave enough free for calls of so many tokens: a batch,

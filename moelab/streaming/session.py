@@ -277,7 +277,7 @@ class Session:
         if not shortage(self.plan):
             return
         mx.clear_cache()  # what a prompt left free may be enough
-        _return_free_memory()
+        return_free_memory()
         if not (missing := shortage(self.plan)):
             return
         slots = self.config.slots
@@ -290,7 +290,7 @@ class Session:
             for layer in self.layers:
                 layer.take(fewer)
                 mx.clear_cache()
-            _return_free_memory()
+            return_free_memory()
         else:
             self._look_s = float("inf")  # there is nothing to give back: say so once
         what = f"slots {slots} -> {fewer}" if fewer < slots else f"no more than {slots} slots left"
@@ -320,7 +320,7 @@ class Session:
         self.pending = []
         if slots > self._in_use:
             mx.clear_cache()
-            _return_free_memory()
+            return_free_memory()
         self._in_use = slots
         for layer in self.layers:
             layer.resize(slots)
@@ -343,7 +343,7 @@ class Session:
                 self.layers[0].expect(inputs.size)
         elif self._prompt_tokens:
             if self._prompt_tokens >= LONG_PROMPT:
-                _return_free_memory()
+                return_free_memory()
             self._prompt_tokens = 0
         self.counters = self.stats.prefill if prefill else self.stats.decode
         self.counters.tokens += inputs.size
@@ -501,7 +501,7 @@ def _stream(device_type, i):
     return mx.new_thread_local_stream(device_type)
 
 
-def _return_free_memory():
+def return_free_memory():
     """Return to the system what a prompt's arrays left free in the C library's heap.
 
     glibc keeps it otherwise: 400 MB after 2,000 tokens of tiny-moe, which the page cache needs.

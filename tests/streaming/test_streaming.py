@@ -531,7 +531,7 @@ def test_a_prompt_takes_less_memory_than_resident():
 
 def test_memory_is_given_back_once_after_a_long_prompt(path, monkeypatch):
     given = []
-    monkeypatch.setattr("moelab.streaming.session._return_free_memory", lambda: given.append(1))
+    monkeypatch.setattr("moelab.streaming.session.return_free_memory", lambda: given.append(1))
     monkeypatch.setattr("moelab.streaming.session.LONG_PROMPT", 9)
     with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
         for tokens, expected in (
