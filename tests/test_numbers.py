@@ -279,7 +279,7 @@ def planned_on_gpu(share="half"):
     """The section of slots that the plan chose for a part of the file's size."""
     made = recorded("cuda_h200_planned")["sections"][f"planned_{share}"]
     planned = {"auto", "auto, host"}
-    # In parts of few tokens bfloat16 rounds differently.
+    # A prompt in short parts rounds differently in bfloat16.
     unlike = {"quarter": {"126", "800", "4000"}}.get(share, {"4000"})
     for way, samples in made["decoded"].items():
         assert all(samples["same"]) == (share != "quarter" or way not in planned)
@@ -1555,7 +1555,8 @@ PASSAGES = {
         *((f"| {name} |" + " {} |" * 5, lambda way=way: planned_on_gpu_row(way))
           for name, way in PLANNED.items()),
         ("With less memory and with more (n={}): {} GB, {} slots, a prompt by {} tokens; {} GB, {} "
-         "slots, by {} tokens. It took {} and {} GB at most, {} and {}.", planned_on_gpu_parts),
+         "slots, by {} tokens. With less memory the model took {} GB at most, and {} with all "
+         "experts in the host's memory; with more memory {} and {}.", planned_on_gpu_parts),
         ("| seconds of a prompt, in parts | {} tokens | {} | {} | {} | tok/s behind {} |",
          lambda: [*planned_on_gpu("most")["prompts_of"], 400]),
         *((f"| {name} |" + " {} |" * 5, lambda given=given: planned_on_gpu_row(*given[::-1]))

@@ -316,7 +316,7 @@ class Run:
         """Slots that the plan chooses for a part of the file's size, and half of them, in turn."""
         tokens, rounds, lengths = (4, 1, (16, 40)) if self.tiny else (48, 3, (126, 400, 800, 4000))
         memory = int(share * sum(f.stat().st_size for f in self.path.iterdir()))
-        if self.tiny:  # more than a process takes, or MLX on a GPU
+        if self.tiny:  # the plan keeps a fixed part, larger than this file
             memory += 170_000_000 if cuda.available() else 120_000_000
         auto = replace(self.base, slots="auto", memory_nbytes=memory, context=lengths[-1] + tokens)
         chosen = plan(self.path, auto)
