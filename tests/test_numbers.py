@@ -611,7 +611,7 @@ def limited_prompt_row(tokens, mb):
 
 
 def auto_first():
-    """The tokens of a record without a warm-up, which are the warm-up of another."""
+    """How many tokens are timed without a warm-up; another record has as many as warm-up."""
     first, later = (recorded(f"cpu_auto_{name}_1530") for name in ("first_35b", "35b"))
     assert (first["warmup_tokens"], later["warmup_tokens"]) == (0, first["tokens"])
     return first["tokens"]

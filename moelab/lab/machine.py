@@ -107,8 +107,9 @@ def read_speed(
         readers (int): Reads in flight.
         nbytes (int): Of one read.
         count (int): The most reads; each place is read once.
-        direct (bool): Past the page cache, which takes as long as a fast disk (Linux). Reads are
-            then of a multiple of ``native.ALIGNED`` bytes, and at most ``native.BUFFER_NBYTES``.
+        direct (bool): Read past the page cache (Linux), whose own work can take longer than the
+            disk. ``nbytes`` must be a multiple of ``native.ALIGNED``, at most
+            ``native.BUFFER_NBYTES``.
     """
     size = os.path.getsize(path)
     places = random.Random(0).sample(range(size // nbytes), min(count, size // nbytes))

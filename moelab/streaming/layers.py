@@ -536,10 +536,10 @@ class Stacked(StreamedExperts):
 
         Args:
             busy (Mapping[int, int] or None): If given, free slots of other layers are filled, too.
-                If attention takes longer than the reads, earlier layers' experts are evicted for
-                it: the prompt no longer needs them. Not evicted are ``busy`` (expert to slot),
-                which the layer before this one has not computed yet. Only the fast kernels
-                compute experts in other layers' slots.
+                If attention takes longer than the reads, earlier layers' experts, which the
+                prompt no longer needs, are evicted to make room. Not evicted are ``busy`` (expert
+                to slot), which the layer before this one has not computed yet. Only the fast
+                kernels compute experts in other layers' slots.
         """
         session, i = self.session, self.index
         known = self.table.slot_of.keys() | self.table.pinned.keys()

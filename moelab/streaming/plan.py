@@ -28,8 +28,8 @@ from .slots import can_lend
 # (tokenizer, libraries' pages, freed memory that is kept, kernels). The four layers of notebook 03
 # took 88 MB, 111 where kernels were compiled and not loaded (Linux, CPU).
 PROCESS_NBYTES = 110_000_000
-# The same on a GPU, whose memory does not hold the process: MLX took 70 to 143 MB beside the arrays
-# that are planned (eight of these layers, prompts by 101 and 256 tokens, one H200).
+# On a GPU the process is in other memory. There this is for what MLX takes beside the arrays that
+# are planned: 70 to 143 MB (eight of these layers, prompts by 101 and 256 tokens, one H200).
 GPU_NBYTES = 160_000_000
 # Left for what other programs may yet take: a tenth of the machine's memory, at most 4 GB. Not in
 # a cgroup, where others do not share the limit.
