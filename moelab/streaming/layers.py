@@ -21,7 +21,7 @@ from .cuda import BLOCK_NBYTES, MAILBOX_SIZE, MAX_COPIES, NUM_BLOCKS, on_cuda
 from .plan import FEW_TOKENS
 from .prefetch import Job
 from .session import Session
-from .slots import SlotBank, SlotTable, can_fuse
+from .slots import SlotBank, SlotTable, can_fuse, can_lend
 
 # Seconds. Overlap compute with reads only when the reads should take at least this long.
 OVERLAP_S = 1e-3
@@ -309,14 +309,21 @@ class Stacked(StreamedExperts):
         if self.host is not None:
             self.host.bind(self.bank, self.table)
 
+    @property
+    def slots_nbytes(self) -> int:
+        """Memory of the slots that a layer can give back."""
+        return (self.bank.num_filled - len(self.table.pinned)) * self.bank.expert_nbytes
+
     def resize(self, slots: int) -> None:
         """Set how many slots are in use, and free the memory of the others.
 
-        No call and no read may be running.
+        No read and no computation with a slot may be running.
 
         Args:
             slots (int): At most as many as were taken.
         """
+        if not can_lend():
+            return self.take(slots)
         last = self.bank.num_slots - len(self.table.pinned)
         self.job, self._slot_of_all, self._fills = None, None, []
         self.table.resize(min(slots, last))

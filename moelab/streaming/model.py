@@ -30,7 +30,6 @@ from .plan import FEW_LOGITS, plan_of
 from .prefetch import PREFETCHERS
 from .ranks import Ranks, facts
 from .session import (
-    LONG_PROMPT,
     Session,
     recurrent_states,
     return_free_memory,
@@ -58,13 +57,12 @@ class LoadedModel:
         with self._session.call():
             cache, outs = kwargs.get("cache"), []
             alone = cache is not None and not args and kwargs.keys() == {"cache"}
-            if inputs.size < LONG_PROMPT:  # drafts too; a prompt's peak is planned for
-                self._session.give_back()
-            self._session.lend(inputs.size)
-            parts = self._session.parts(inputs) if alone else [inputs]
-            for part in parts:
+            last = False
+            while not last:
+                step = self._session.make_room(inputs.size, cache or (), alone)
+                part, *more = self._session.parts(inputs, step) if alone else [inputs]
+                last, inputs = not more, inputs[..., part.shape[-1] :]
                 self._session.begin(part, cache)
-                last = part is parts[-1]
                 # Nobody may want the logits of earlier parts.
                 lazy = not last or (
                     self._session.config.lazy_logits and part.shape[-1] > FEW_LOGITS

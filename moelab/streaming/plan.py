@@ -5,6 +5,7 @@ as fast, because the page cache has the rest; with half of it in slots both hold
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -42,6 +43,10 @@ PROMPT_TOKENS, PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 2048, 16, 
 # A prompt needs more than its arrays: the C library keeps some of them (``session.MAPPED_NBYTES``),
 # 15 to 20 MB of the four layers' 97 in notebook 03.
 MORE_SHARE, MORE_NBYTES = 8, 20_000_000
+# Of a process's memory, what a prompt takes beside its arrays and gives back: freed arrays and the
+# readers' buffers. The four layers of notebook 03 took 60 to 72 MB for 66 to 1,000 tokens; fewer
+# tokens take up to 1.4 times their arrays.
+BESIDE_NBYTES = 72_000_000
 # Tokens of a call whose logits are computed at once whatever ``lazy_logits`` says: drafts.
 FEW_LOGITS = 64
 # Slots that lend their memory to a prompt leave enough free for calls of so many tokens: a batch,
@@ -73,6 +78,8 @@ class Plan:
         backbone_nbytes (int): Everything but the slots that stays in memory.
         caches_nbytes (int): Key-value caches and recurrent states of ``context`` tokens.
         prompt_nbytes (int): For computing ``prompt_tokens`` tokens at once.
+        token_nbytes (int): For computing one of them.
+        logits_nbytes (int): For logits that are computed at once.
         reserved_nbytes (int): The config's.
         expert_nbytes (tuple[int]): One expert of each layer, in its slot.
         context (int): The tokens, prompt and answer, that it is for.
@@ -96,6 +103,8 @@ class Plan:
     backbone_nbytes: int
     caches_nbytes: int
     prompt_nbytes: int
+    token_nbytes: int
+    logits_nbytes: int
     reserved_nbytes: int
     expert_nbytes: tuple[int, ...]
     context: int
@@ -122,6 +131,20 @@ class Plan:
         """
         share = (tokens - FEW_TOKENS) / max(1, self.prompt_tokens - FEW_TOKENS)
         return self.slots - ceil(min(1.0, max(0.0, share)) * (self.slots - self.prompt_slots))
+
+    def call_nbytes(self, tokens: int, caches: Sequence = (), is_first: bool = False) -> int:
+        """What a call takes until it ends, beside the slots.
+
+        Args:
+            tokens (int): Those that are computed at once.
+            caches (Sequence): The call's. They grow, and one at a time is copied.
+            is_first (bool): Whether no call was before it, so that kernels have yet to be loaded.
+        """
+        work = _arrays_nbytes(tokens, self.token_nbytes, self.logits_nbytes)
+        work += BESIDE_NBYTES if tokens > FEW_TOKENS else min(work, BESIDE_NBYTES)
+        work += self.process_nbytes - BESIDE_NBYTES if is_first else 0
+        copied = max((c.nbytes for c in _leaves(caches)), default=0)
+        return work + copied + tokens * self.caches_nbytes // self.context
 
     def __str__(self):
         return self.reason
@@ -208,8 +231,7 @@ def plan_of(
         budget -= min(budget // (MORE_SHARE + 1), MORE_NBYTES)
     tokens = max(LEAST_PROMPT_TOKENS, budget // per_token)
     tokens = min(tokens, PROMPT_TOKENS, config.context)
-    # A prompt's logits, or a few tokens', come when what it took before them is free.
-    prompt = max(tokens * per_token, min(tokens, FEW_LOGITS) * per_token + logits)
+    prompt = _arrays_nbytes(tokens, per_token, logits)
     if lends:
         prompt += min(prompt // MORE_SHARE, MORE_NBYTES)
     parts = {
@@ -266,6 +288,8 @@ def plan_of(
         backbone_nbytes=backbone,
         caches_nbytes=caches,
         prompt_nbytes=prompt,
+        token_nbytes=per_token,
+        logits_nbytes=logits,
         reserved_nbytes=config.reserved_nbytes,
         expert_nbytes=tuple(experts),
         context=config.context,
@@ -310,19 +334,21 @@ def _memory():
     return memory, kept if memory == machine.available - kept else 0
 
 
-def shortage(plan: Plan) -> int:
-    """Bytes that should be given back, because memory got short since a plan was made.
+def memory_now() -> tuple[int, int]:
+    """Bytes that a model may take while it is used.
 
-    It is short when less than half of what the plan keeps free for a prompt and leaves to the
-    system is still there.
-
-    Args:
-        plan (Plan): Of a model that is loaded.
+    Returns:
+        tuple[int, int]: Before it gives slots back, which leaves the system half of what ``plan``
+        left it, and before a call is refused.
     """
     memory, kept = _memory()
-    reserve = plan.prompt_nbytes - plan.lent_nbytes
-    missing = reserve - memory
-    return missing if missing > (reserve + kept) // 2 else 0
+    return memory + kept // 2, memory + kept
+
+
+def _arrays_nbytes(tokens, token_nbytes, logits_nbytes):
+    """What the arrays of a call take. Its logits come when what it took before them is free."""
+    few = min(tokens, FEW_LOGITS)
+    return max(tokens * token_nbytes, few * token_nbytes + logits_nbytes)
 
 
 def _caches(model, checkpoint, context):

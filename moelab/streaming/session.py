@@ -4,10 +4,10 @@ import ctypes
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from time import perf_counter
 
@@ -20,9 +20,10 @@ from ..checkpoint import ExpertTensor, describe
 from ..kernels.code import num_threads
 from . import cuda
 from .config import StreamConfig
-from .plan import FEW_TOKENS, Plan, shortage
+from .plan import BESIDE_NBYTES, FEW_TOKENS, LEAST_PROMPT_TOKENS, Plan, memory_now
 from .ranks import RankError, Ranks
 from .reader import Reader
+from .slots import can_lend
 
 # Tokens that count as a long prompt. When decoding begins after one, free memory is
 # returned to the system, which takes 90 ms after a prompt of 2,000 tokens that took 20 s (2 cores).
@@ -33,7 +34,12 @@ LONG_PROMPT = 256
 # new page: from 256 KB on a prompt of 400 tokens at 956 MB takes 2.96 s, from 8 MB on 2.57, with
 # glibc's own limit 2.48, and it needs 876, 891 and 913 MB (35B layers, n=4).
 MAPPED_NBYTES, M_MMAP_THRESHOLD = 8 << 20, -3
-LOOK_S = 1.0  # from one look at the memory that is left to the next, which takes 0.3 ms
+LOOK_S = 0.05  # from one look at the memory that is left to the next, which takes 0.2 ms
+# Kept free beside what a token takes: others may take it between two looks. A prompt takes it.
+RESERVE_NBYTES = BESIDE_NBYTES // 2
+# Of what a prompt takes for computing, how much one layer takes and frees again. The four layers
+# of notebook 03 took 0.1 to 0.7.
+IN_LAYER_SHARE = 0.75
 
 
 @dataclass
@@ -174,7 +180,9 @@ class Session:
         self._error = None  # that exception, with ranks
         self._prompt_tokens = 0  # since a token was decoded
         self._in_use = config.slots  # fewer while slots lend their memory to a prompt
+        self._told = config.slots  # fewer: a warning said that no more are left
         self._caches = []  # of the prompt that is being computed
+        self._part = 0  # tokens of the last call that began
         self._look_s = 0.0  # when to look at the memory again
         self._process = os.getpid()
         self.fast_experts = fast_experts
@@ -255,45 +263,95 @@ class Session:
         for layer in self.layers:
             layer.recover()
 
-    def parts(self, inputs: mx.array) -> list[mx.array]:
-        """Divide a long prompt into parts of equal length that the plan has memory for.
+    def parts(self, inputs: mx.array, step: int | None = None) -> list[mx.array]:
+        """Divide a long prompt into parts of equal length that there is memory for.
 
         Args:
             inputs (mx.array): ``[B, T]`` token ids.
+            step (int): Of which so many may be computed at once. Default: the plan's number.
         """
-        if self.plan is None or inputs.ndim != 2 or inputs.size <= self.plan.prompt_tokens:
+        if step is None:
+            step = self.plan.prompt_tokens if self.plan else inputs.size
+        if inputs.ndim != 2 or inputs.size <= step:
             return [inputs]
         T = inputs.shape[1]
-        num = min(-(-inputs.size // self.plan.prompt_tokens), max(1, T // 2))
+        num = min(-(-inputs.size // step), max(1, T // 2))
         ends = [T * i // num for i in range(num + 1)]
         return [inputs[:, a:b] for a, b in pairwise(ends)]
 
-    def give_back(self) -> None:
-        """Give slots back if memory got short since ``plan`` chose them; look once a second."""
-        now = perf_counter()
-        if self.plan is None or now < self._look_s:
-            return
+    def make_room(self, tokens: int, caches: Sequence = (), divisible: bool = True) -> int:
+        """Set how many slots are in use in a call that begins, by the memory that there is now.
+
+        Slots lend their memory to a prompt, and use it again after it. Where memory got short
+        since ``plan`` chose them, slots are given back; where ``can_lend``, they are used again
+        once there is memory for them.
+
+        Args:
+            tokens (int): Of the call.
+            caches (Sequence): The call's.
+            divisible (bool): Whether it may be computed in parts.
+
+        Returns:
+            int: How many of the tokens may be computed at once.
+
+        Raises:
+            MemoryError: If there is too little even with K slots in each layer.
+        """
+        plan, now = self.plan, perf_counter()
+        if plan is None:
+            return tokens
+        is_prompt = tokens > FEW_TOKENS
+        if not is_prompt and now < self._look_s and self._in_use == self.config.slots:
+            return tokens
         self._look_s = now + LOOK_S
-        if not shortage(self.plan):
-            return
-        mx.clear_cache()  # what a prompt left free may be enough
-        return_free_memory()
-        if not (missing := shortage(self.plan)):
-            return
+        step = min(tokens, plan.prompt_tokens) if divisible else tokens
         slots = self.config.slots
-        fewer = max(self.top_k, slots - -(-missing // sum(self.plan.expert_nbytes)))
-        if fewer < slots:
-            self.reader.stop()  # prefetches
-            mx.eval(self.pending)
-            self.pending, self.config = [], replace(self.config, slots=fewer)
-            self._in_use = fewer
-            for layer in self.layers:
-                layer.take(fewer)
-                mx.clear_cache()
+        if is_prompt:  # slots stay lent in a prompt's last part
+            slots = min(slots, self._in_use, plan.slots_beside(step))
+        needs = partial(plan.call_nbytes, caches=caches, is_first=not self._part)
+        room, _ = memory_now()
+        taken = needs(step) + (0 if is_prompt else RESERVE_NBYTES)
+        if self._fitting(taken, room) < slots:
+            mx.clear_cache()  # what a prompt left free may be enough
             return_free_memory()
-        else:
-            self._look_s = float("inf")  # there is nothing to give back: say so once
-        what = f"slots {slots} -> {fewer}" if fewer < slots else f"no more than {slots} slots left"
+            room, _ = memory_now()
+        # Where slots cannot lend, what a prompt needs stays free of them.
+        self._keep(self._fitting(needs(1 if can_lend() else step) + RESERVE_NBYTES, room))
+        fitting = self._fitting(taken, room)
+        self._use(max(self._least, min(self.config.slots, slots, fitting)))
+        if fitting >= self._least:
+            return step
+        _, most = memory_now()
+        fewest = step if self.ranks or not divisible else LEAST_PROMPT_TOKENS
+        while self._fitting(needs(step), most) < self._least:
+            if step <= fewest:
+                raise self._no_room(needs(step), most)
+            step = max(fewest, step // 2)  # fewer tokens at once take less
+        return step
+
+    @property
+    def _least(self):
+        """Slots without which a token cannot be computed."""
+        return min(self.top_k, self.plan.slots)
+
+    def _fitting(self, nbytes, room):
+        """How many slots fit in each layer beside ``nbytes`` if there are ``room`` bytes."""
+        held = sum(layer.slots_nbytes for layer in self.layers)
+        return (held + room - nbytes) // sum(self.plan.expert_nbytes)
+
+    def _keep(self, fitting):
+        """Set how many slots there are from now on, by how many fit."""
+        slots, most = self.config.slots, self.plan.slots if can_lend() else self.config.slots
+        more = fitting - -(-BESIDE_NBYTES // sum(self.plan.expert_nbytes))  # so that it stays so
+        kept = max(self._least, min(most, fitting if fitting < slots else max(slots, more)))
+        self.config = replace(self.config, slots=kept)
+        if kept > slots:
+            self._told = kept
+        if fitting >= self._told:
+            return
+        self._told = kept if fitting >= kept else 0  # if none is left to give back, say so once
+        missing = (slots - fitting) * sum(self.plan.expert_nbytes)
+        what = f"slots {slots} -> {kept}" if kept < slots else f"no more than {slots} slots left"
         warnings.warn(
             f"memory is short by {missing / 1e6:.0f} MB: {what} in each layer. Other programs, or "
             f"a text longer than the {self.plan.context} tokens planned for (StreamConfig.context),"
@@ -302,28 +360,49 @@ class Session:
             stacklevel=2,
         )
 
-    def lend(self, tokens: int) -> None:
-        """Free the slots that lend their memory before a prompt, and use them again after it.
-
-        Args:
-            tokens (int): Of the call that begins.
-        """
-        if self.plan is None or not self.plan.lent_nbytes:
-            return
-        slots = self.config.slots
-        if tokens > FEW_TOKENS:  # slots stay lent during a prompt's last, short chunk
-            slots = min(self._in_use, self.plan.slots_beside(tokens))
+    def _use(self, slots):
+        """Use so many slots in each layer. No call may be computing with one."""
         if slots == self._in_use:
             return
         self.reader.stop()  # prefetches
         mx.eval(self.pending)
-        self.pending = []
+        self.pending, self.filling = [], None
         if slots > self._in_use:
             mx.clear_cache()
             return_free_memory()
         self._in_use = slots
         for layer in self.layers:
             layer.resize(slots)
+            mx.clear_cache()
+        return_free_memory()
+
+    def _no_room(self, nbytes, most):
+        self._look_s = 0.0
+        slots = sum(self.plan.expert_nbytes) * self._in_use
+        held = sum(layer.slots_nbytes for layer in self.layers)
+        return MemoryError(
+            f"memory is short: with {self._in_use} slots in each layer, the fewest, the call takes "
+            f"{(nbytes + slots - held) / 1e6:.0f} MB, and there are {max(0, most) / 1e6:.0f} MB. "
+            "Close other programs, raise the limit or take a shorter prompt."
+        )
+
+    def _look_in_prompt(self):
+        """Give slots back where memory got short while a prompt is computed, between two layers.
+
+        Raises:
+            MemoryError: If there is too little even with K slots in each layer.
+        """
+        now = perf_counter()
+        if self.plan is None or self._part <= FEW_TOKENS or now < self._look_s or not can_lend():
+            return
+        self._look_s = now + LOOK_S
+        nbytes = int(IN_LAYER_SHARE * self._part * self.plan.token_nbytes)
+        fitting = self._fitting(nbytes, memory_now()[0])
+        if fitting >= self._in_use:
+            return
+        self._use(max(self._least, fitting))
+        if self._fitting(nbytes, most := memory_now()[1]) < self._least:
+            raise self._no_room(nbytes, most)
 
     def begin(self, inputs: mx.array, caches: list | None = None) -> None:
         """Count a call of the whole model.
@@ -334,6 +413,7 @@ class Session:
                 layer: until then each keeps its layer's whole input in memory.
         """
         self._caches = caches if caches and inputs.size > FEW_TOKENS else []
+        self._part = inputs.size
         self.count_reads()
         prefill = inputs.ndim > 1 and inputs.shape[1] > 1
         if prefill:
@@ -396,6 +476,7 @@ class Session:
             mx.eval(indices, self.pending, asked, list(recurrent_states(self._caches)))
             routed = np.array(indices)
         self.pending = []
+        self._look_in_prompt()
         if self.ranks:
             self.ranks.answered()
         return routed

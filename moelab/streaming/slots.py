@@ -461,10 +461,15 @@ class SlotBank:
             rows = buffers[key].rows[:, first:last]
             self._converted.append((rows, key[1], t.dtype, first, [*names, n]))
         self._buffers = list(buffers.values())
-        self._slots = {}
+        self._slots, self._empty = {}, set()
         self._tables = np.zeros((num_slots, len(self._ranges), len(COLUMNS)), np.int64)
         self.as_read = not (self._memory or self._converted)
         self.expert_nbytes = sum(rows[0].nbytes for rows in self._rows.values())
+
+    @property
+    def num_filled(self) -> int:
+        """How many slots have memory: those that were not emptied, or were written since."""
+        return self.num_slots - len(self._empty)
 
     def can_hold(self, other: "SlotBank") -> bool:
         """Whether a slot can hold an expert of another layer, and compute it.
@@ -486,6 +491,7 @@ class SlotBank:
         """
         for slot in slots.values():
             self._slot(slot)
+        self._empty.difference_update(slots.values())
         places, files, nbytes = (of or self)._places
         tensors = (of or self)._firsts
         table = self._tables.take([*slots.values()], 0)
@@ -568,6 +574,7 @@ class SlotBank:
             first (int): The first of them. Nothing may be reading or computing with one.
             last (int): The first behind them.
         """
+        self._empty.update(range(first, last))
         for buffer in self._buffers:
             rows = buffer.rows[first:last]
             begin = -(-rows.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
