@@ -4,10 +4,49 @@ Each function raises ValueError, which the server answers with status 400.
 """
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
+from .checkpoint import shorten
+
 FLOAT32_MAX = 3.4e38
-MOST_TOKENS = 2**31 - 1
+# Bytes of a request and characters of a prompt: 16 for each of 256k tokens. A token is about 5 of
+# English and, escaped in JSON, 9 of Chinese.
+MOST_TEXT = 2**22
+MOST_IMAGES = 2**26  # bytes of a request to a model that takes images
+MOST_VALUES = 2**18  # in a request's JSON; each takes some 100 bytes
+MOST_DEPTH = 64  # of its lists and objects
+MOST_LONG = {  # of these fields
+    "messages": 4096,  # each of which a template may look at for each of them
+    "tools": 1024,
+    "logit_bias": 4096,
+    "stop": 64,
+}
+MOST_STOP_TEXT = 1024  # characters of all stops; mlx-lm keeps a table for each of 100 requests
+MOST = {  # the largest value of each field
+    "max_tokens": 2**31 - 1,
+    "num_draft_tokens": 64,  # nobody else is answered during a round
+    "repetition_context_size": 2**31 - 1,
+    "presence_context_size": 2**31 - 1,
+    "frequency_context_size": 2**31 - 1,
+}
+DONE = {  # fields of OpenAI's API that nothing is done for, and the values that ask for nothing
+    "n": [1],
+    "best_of": [1],
+    "echo": [False],
+    "suffix": [""],
+    "response_format": [{"type": "text"}],
+    "tool_choice": ["auto"],
+    "parallel_tool_calls": [True],
+    "functions": [[]],
+    "function_call": ["auto", "none"],
+    "modalities": [["text"]],
+    "audio": [],
+    "prediction": [],
+    "web_search_options": [],
+    "reasoning_effort": ["medium"],
+    "verbosity": ["medium"],
+}
 NUMBERS = (  # which mlx-lm takes as true, nan, infinity and beyond float32 too
     *("temperature", "top_p", "min_p", "xtc_probability", "xtc_threshold"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -19,7 +58,7 @@ WHOLE_NUMBERS = (  # which it takes as true
 OF_THE_SERVER = {  # arguments of the chat template that a request cannot change
     *("tokenize", "tools", "add_generation_prompt", "continue_final_message", "conversation"),
     *("max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors"),
-    *("tokenizer_kwargs", "truncation"),
+    *("tokenizer_kwargs", "truncation", "chat_template", "sanitize_control_tokens"),
 }
 
 
@@ -48,6 +87,46 @@ def whole(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a whole number, not true or false")
 
 
+def served(field: str, name: str, *known: str | None) -> None:
+    """Refuse to load what the command line does not name.
+
+    Args:
+        field (str): Of the request.
+        name (str): In that field.
+        known (str or None): What is served.
+    """
+    if name not in ("default_model", *known):
+        raise ValueError(
+            f"{field}: expected the one of the command line, which default_model names too, got "
+            f"{name[:100]!r}. A server loads no other: start one for it"
+        )
+
+
+def check_size(raw: bytes) -> None:
+    """Refuse JSON that would take much more memory than its text.
+
+    Args:
+        raw (bytes): A request.
+    """
+    if sum(map(raw.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        raise ValueError(f"expected at most {MOST_VALUES} commas and brackets in a request")
+
+
+def bounded_text(parts: Iterable[str]) -> str:
+    """What a chat template wrote. It may write each message again for each message.
+
+    Args:
+        parts (Iterable[str]): As the template writes them.
+    """
+    kept, size = [], 0
+    for part in parts:
+        size += len(part) + 1
+        if size > MOST_TEXT:
+            raise ValueError(f"expected at most {MOST_TEXT} characters from the chat template")
+        kept.append(part)
+    return "".join(kept)
+
+
 def check_body(body: dict[str, Any], takes_images: bool) -> None:
     """Look at the fields that mlx-lm takes from a request's body as they are.
 
@@ -55,6 +134,19 @@ def check_body(body: dict[str, Any], takes_images: bool) -> None:
         body (dict): The request.
         takes_images (bool): Whether the model does.
     """
+    _check_depth(body)
+    for name, most in MOST_LONG.items():
+        if isinstance(value := body.get(name), (list, dict)) and len(value) > most:
+            raise ValueError(f"{name} must be at most {most}, got {len(value)}")
+    for name, values in DONE.items():
+        if name == "tool_choice" and not body.get("tools"):
+            values = [*values, "none"]
+        value = body.get(name)
+        if value is not None and not any(type(value) is type(v) and value == v for v in values):
+            able = " or ".join(json.dumps(v) for v in values) or "no such field"
+            raise ValueError(f"{name}: this server can do {able}, got {shorten(value, 100)}")
+    if body.get("stream") and (body.get("logprobs") or body.get("top_logprobs", -1) > 0):
+        raise ValueError("logprobs, top_logprobs: expected without stream, which has none")
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -66,6 +158,8 @@ def check_body(body: dict[str, Any], takes_images: bool) -> None:
         isinstance(stop, (str, list)) and all(isinstance(text, str) and text for text in stop or ())
     ):
         raise ValueError("stop must be a text or a list of texts, none of them empty")
+    if sum(map(len, stop or ())) > MOST_STOP_TEXT:
+        raise ValueError(f"stop must have at most {MOST_STOP_TEXT} characters")
     if not isinstance(body.get("prompt", ""), str):
         raise ValueError("prompt must be of type str")
     roles = body.get("role_mapping")
@@ -75,7 +169,10 @@ def check_body(body: dict[str, Any], takes_images: bool) -> None:
         raise ValueError("role_mapping must be an object of texts")
     if body.get("tools") not in (None, []):
         _objects("tools", body["tools"])
-    for message in _objects("messages", body.get("messages", [{"role": "user"}])):
+    messages = _objects("messages", body.get("messages", [{"role": "user"}]))
+    if sum(map(len, (roles or {}).values())) * len(messages) > MOST_TEXT:
+        raise ValueError(f"role_mapping: expected {MOST_TEXT} characters at most with the messages")
+    for message in messages:
         _check_message(message, takes_images)
 
 
@@ -90,6 +187,15 @@ def check_options(options: dict[str, Any] | None, template: dict[str, Any] | Non
         raise ValueError("stream_options: include_usage must be true or false")
     if wrong := OF_THE_SERVER.intersection(template or ()):
         raise ValueError(f"chat_template_kwargs: {min(wrong)} is set by the server")
+
+
+def _check_depth(body):
+    level = [body]
+    for _ in range(MOST_DEPTH):
+        inner = [v for each in level for v in (each.values() if type(each) is dict else each)]
+        level = [v for v in inner if isinstance(v, (dict, list))]
+    if level:
+        raise ValueError(f"expected at most {MOST_DEPTH} lists and objects inside each other")
 
 
 def _check_message(message, takes_images):

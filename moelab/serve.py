@@ -2,20 +2,25 @@
 
 mlx-lm's classes answer. The classes here change what streaming needs and what would end the server:
 
-    Provider   loads with ``moelab.load``, and drafts as ``moelab.drafting`` opens them
-    Generator  drafts with ``speculative_generate``, goes on after an error, ends an answer at
-               Ctrl-C. Of hybrids, whose states cannot be trimmed, it keeps the state where a prompt
-               parts from an earlier one. With ranks, all do the same and rank 0 tells the others
-               which requests there are, as mlx-lm's server has it.
+    Provider   loads with ``moelab.load`` what the command line names, and nothing else: drafts as
+               ``moelab.drafting`` opens them
+    Generator  reads a prompt in its client's thread, drafts with ``speculative_generate``, goes on
+               after an error, ends an answer at Ctrl-C. Of hybrids, whose states cannot be trimmed,
+               it keeps the state where a prompt parts from an earlier one. With ranks, all do the
+               same and rank 0 tells the others which requests there are, as mlx-lm's server has it.
     Prompts    always leaves a token to read: mlx-lm's server ends at a prompt that is cached whole
-    Handler    refuses what mlx-lm would fail at later, sees that a client has gone
+    Handler    refuses what mlx-lm would fail at later or ignore, and pages of other origins; sees
+               that a client has gone or is silent
 """
 
 import argparse
 import copy
-import gc
+import io
 import json
 import logging
+import os
+import re
+import select
 import signal
 import socket
 import sys
@@ -29,10 +34,11 @@ from functools import partial
 from http.server import ThreadingHTTPServer
 from itertools import accumulate
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import mlx.core as mx
 import psutil
-from huggingface_hub import constants
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mlx.utils import tree_map
 from mlx_lm import server
 from mlx_lm.generate import GenerationResponse, generate_step, stream_generate
@@ -55,7 +61,7 @@ from .arguments import (
     positive,
     streaming_given,
 )
-from .checkpoint import describe
+from .checkpoint import describe, shorten
 from .drafting import leave_room, open_draft, prompt_step, say_plan, shared_policy
 from .hooks import with_globals
 from .kv_cache import KVCacheOptions
@@ -68,19 +74,23 @@ from .streaming.plan import plan
 from .streaming.ranks import LOADING_S, RankError, joined
 from .streaming.session import session_of
 
-GRACE_S = 2  # for a thread to end when the server is stopped
+GRACE_S = 2  # for threads to end when the server is stopped
+SILENT_S = 30  # until a client that sends half a request, or takes none of its answer, is left
 TEXTS_SHARE = 8  # of the memory, at most, for the caches of texts decoded at once
 MIN_SHARED = 16  # tokens that prompts must share for the state after them to be kept
 AUTO = "auto"  # of num_draft_tokens: the policy decides
 # Of each rank, or written in another order by each.
 OWN_ARGUMENTS = ("model", "adapter_path", "host", "port", "log_level", "memory_nbytes", "given")
 SEAMS = {  # what is changed of mlx_lm.server
-    "ModelProvider": ("_load", "load", "load_default", "reset"),
+    "ModelProvider": ("load", "load_default", "reset"),
     "ResponseGenerator": (
         *("_generate", "_next_request", "_run_generate", "_serve_single", "_share_object"),
-        *("_tokenize", "join", "stop_and_join"),
+        *("_tokenize", "generate", "join", "stop_and_join"),
     ),
-    "APIHandler": ("do_POST", "handle_completion", "validate_model_parameters"),
+    "APIHandler": (
+        *("_set_completion_headers", "do_POST", "handle_completion", "handle_models_request"),
+        "validate_model_parameters",
+    ),
 }
 
 
@@ -94,6 +104,7 @@ class Provider(server.ModelProvider):
 
     Attributes:
         ranks (Ranks or None): Those ranks, once a model is loaded.
+        name (str): Of the model, in requests and answers: its folder's, or that of the Hub.
     """
 
     def __init__(
@@ -104,6 +115,8 @@ class Provider(server.ModelProvider):
     ):
         super().__init__(cli_args)
         self._group, self.ranks = group, None
+        folder = Path(cli_args.model)
+        self.name = folder.resolve().name if folder.is_dir() else cli_args.model
         self.config, self._prefill_step_size = config, cli_args.prefill_step_size
         self._concurrency = cli_args.prompt_concurrency, cli_args.decode_concurrency
         self._concurrency_given = "decode_concurrency" in getattr(cli_args, "given", ())
@@ -113,61 +126,45 @@ class Provider(server.ModelProvider):
             close(self.model)
         super().reset()
 
-    def load(self, model_path, adapter_path=None, draft_model_path=None):
-        # Another name of the folder that is served would load the same model again.
-        served = self.cli_args.model
-        if model_path and Path(model_path).is_dir() and str(Path(model_path).resolve()) == served:
-            model_path = served
-        if self.ranks:  # a rank that failed to load another model would no longer follow
-            asked = (model_path, served), (draft_model_path, self.cli_args.draft_model)
-            known = all(name in ("default_model", now, None) for name, now in asked)
-            if not self.ranks.gather(known and adapter_path is None)[0]:
-                raise ValueError(
-                    "model: expected the model and the draft that are served, ranks serve no others"
-                )
-            return self.model, self.tokenizer
-        return super().load(model_path, adapter_path, draft_model_path)
+    def load(self, *_):
+        """What the command line names. Requests name nothing else, so it is loaded once."""
+        if self.model is None:
+            args, draft = self.cli_args, None
+            if args.draft_model is not None:  # first, since slots take all the memory it leaves
+                draft = open_draft(args.draft_model, self.config.kernels)
+            self._load_model(draft)
+            if draft is not None:
+                draft.bind(self.model)  # refuses a draft that does not fit
+            self.model_key = (args.model, args.adapter_path, args.draft_model)
+            self.draft_model = draft
+            batched = all(hasattr(c, "merge") for c in make_prompt_cache(self.model))
+            self.is_batchable = draft is None and batched
+        return self.model, self.tokenizer
 
-    def _load(self, model_path, adapter_path=None, draft_model_path=None):
-        draft = None
-        if draft_model_path is not None:  # first, since slots take all the memory that it leaves
-            draft = open_draft(draft_model_path, self.config.kernels)
-        if self.model_key is None or self.model_key[:2] != (model_path, adapter_path):
-            self._load_model(model_path, adapter_path, draft)
-        if draft is not None:
-            draft.bind(self.model)  # refuses a draft that does not fit
-        self.model_key = (model_path, adapter_path, draft_model_path)
-        self.draft_model = draft
-        batched = all(hasattr(c, "merge") for c in make_prompt_cache(self.model))
-        self.is_batchable = draft is None and batched
-
-    def _load_model(self, model_path, adapter_path, draft):
-        path = find(model_path)  # raises before the model served now is closed
-        if adapter_path is not None and not Path(adapter_path).is_dir():
-            raise ValueError(f"adapters: expected a folder, {adapter_path!r} is none")
-        options, trust = KVCacheOptions.given(self.cli_args), self.cli_args.trust_remote_code
-        options.check(path, self.config, trust_remote_code=trust)
-        self.reset()
-        gc.collect()
-        mx.clear_cache()
+    def _load_model(self, draft):
+        args = self.cli_args
+        path, trust = find(args.model), args.trust_remote_code
+        if args.adapter_path is not None and not Path(args.adapter_path).is_dir():
+            raise ValueError(f"adapters: expected a folder, {args.adapter_path!r} is none")
+        KVCacheOptions.given(args).check(path, self.config, trust_remote_code=trust)
         model, tokenizer, config = load(
             path,
             self._with_room(path, draft),
-            adapter_path=adapter_path,
+            adapter_path=args.adapter_path,
             tokenizer_config=self._tokenizer_config,
             return_config=True,
             trust_remote_code=trust,
             group=self._group,
         )
         self.ranks = session_of(model).ranks
-        if self.cli_args.use_default_chat_template and tokenizer.chat_template is None:
+        if args.use_default_chat_template and tokenizer.chat_template is None:
             close(model)
             raise ValueError(
-                f"serve: --use-default-chat-template: the tokenizer of {model_path} has none. Give "
+                f"serve: --use-default-chat-template: the tokenizer of {args.model} has none. Give "
                 "one with --chat-template."
             )
         self.model, self.tokenizer = model, tokenizer
-        self.cli_args.prefill_step_size = prompt_step(model, self._prefill_step_size)
+        args.prefill_step_size = prompt_step(model, self._prefill_step_size)
         say_plan(model)
         self._limit_batches(session_of(model).plan)
         self.processor = server.load_processor(model, config)
@@ -302,22 +299,36 @@ class Generator(server.ResponseGenerator):
             self._waiting.add(request[0])
         return request
 
-    def _tokenize(self, tokenizer, request, args):
+    def generate(self, request, generation_args, progress_callback=None):
+        # The prompt is read in the client's thread, so that others are answered meanwhile. Ranks
+        # get its tokens with the request. MLX reads images, in the thread that generates.
+        if self.model_provider.processor is None:
+            tokenizer = self.model_provider.tokenizer
+            request.read = self._read(tokenizer, request, generation_args)
+        return super().generate(request, generation_args, progress_callback)
+
+    def _read(self, tokenizer, request, args):
+        """mlx-lm's ``_tokenize``, and what can be refused with it: a ValueError."""
         try:
-            prompt, segments, types, state, vision = super()._tokenize(tokenizer, request, args)
+            read = super()._tokenize(tokenizer, request, args)
         except Exception as error:  # whatever a template or its arguments raise
             if request.request_type != "chat":
                 raise
             raise ValueError(
                 f"messages: expected some that the chat template takes, it fails: {describe(error)}"
             ) from error
-        if not prompt:
+        if not read[0]:
             raise ValueError("prompt: expected a text of at least one token, got none")
         size = vocabulary(self.model_provider.model)
         if args.sampling.top_k >= size:
             raise ValueError(f"top_k: expected less than the vocabulary's {size} tokens")
         if wrong := [token for token in args.logits.logit_bias or () if not 0 <= token < size]:
             raise ValueError(f"logit_bias: expected token ids from 0 to {size - 1}, got {wrong[0]}")
+        return read
+
+    def _tokenize(self, tokenizer, request, args):
+        read = getattr(request, "read", None) or self._read(tokenizer, request, args)
+        prompt, segments, types, state, vision = read
         if vision is None and not can_trim_prompt_cache(
             make_prompt_cache(self.model_provider.model)
         ):
@@ -444,25 +455,84 @@ def _after(before, processor):
     )
 
 
+class _Refused(BaseException):
+    """Carries an error past mlx-lm's handler, which would answer it with status 404."""
+
+
 class Handler(server.APIHandler):
     """One request over HTTP."""
 
+    timeout = SILENT_S
+    _begun = _understood = _unread = False
+
+    def parse_request(self):
+        """Refuse pages of other origins: with CORS alone a browser sends what they ask for."""
+        if not super().parse_request():
+            return False
+        self._unread = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
+        allowed = self.response_generator.cli_args.allowed_origins
+        if (origin := self.headers.get("Origin")) is None or {"*", origin}.intersection(allowed):
+            return True
+        origin = origin[:100]
+        words = f"Origin: {origin} may not ask. Start the server with --allowed-origins {origin}"
+        self._refuse(ValueError(words), 403)
+        return False
+
     def do_POST(self):
-        self._begun = self._understood = False
         try:
-            if self.headers.get("Content-Length", "").lstrip().startswith("-"):
-                raise ValueError("Content-Length must be at least 0")
+            length = self.headers.get("Content-Length", "0")
+            if not re.fullmatch("[0-9]{1,18}", length):
+                raise ValueError(f"Content-Length: expected a whole number, got {length[:100]!r}")
+            images = self.response_generator.model_provider.processor is not None
+            most = checks.MOST_IMAGES if images else checks.MOST_TEXT
+            if int(length) > most:
+                words = f"Content-Length: expected at most {most} bytes, got {length}"
+                return self._refuse(ValueError(words), 413)
+            raw = self.rfile.read(int(length))
+            self._unread = "Transfer-Encoding" in self.headers
+            checks.check_size(raw)
+            self.rfile = io.BytesIO(raw)  # for mlx-lm
             super().do_POST()
-        except ConnectionError:
+        except (ConnectionError, TimeoutError):
             raise
+        except _Refused as refused:
+            error = refused.__cause__
+            self._refuse(error, 400 if isinstance(error, ValueError) else 500)
         except Exception as error:
-            self._refuse(error)
+            self._refuse(error, 500 if self._understood else 400)
+
+    def finish(self):
+        """Close. If a client still sends, take that first: it would lose the answer by a reset."""
+        super().finish()
+        with suppress(OSError):
+            if self._unread:
+                self.connection.shutdown(socket.SHUT_WR)
+                end = time.monotonic() + SILENT_S
+                while self.connection.recv(1 << 16) and time.monotonic() < end:
+                    pass
+
+    def log_message(self, format, *args):
+        super().log_message("%s", shorten(format % args))
+
+    def handle_models_request(self):
+        """The model that is served, by the name that answers have. A list of it, or itself."""
+        name = self.response_generator.model_provider.name
+        model = {"id": name, "object": "model", "created": self.created, "owned_by": "moelab"}
+        asked = unquote(urlsplit(self.path).path.removeprefix("/v1/models").strip("/"))
+        answer = model if asked == name else {"object": "list", "data": [model]}
+        if asked not in ("", name):
+            return self._refuse(
+                ValueError(f"expected the model {name!r}, got {asked[:100]!r}"), 404
+            )
+        self._set_completion_headers()
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
 
     def end_headers(self):
         super().end_headers()
         self._begun = True
 
-    def _refuse(self, error):
+    def _refuse(self, error, status):
         """Answer with an error, in the stream if that has begun."""
         text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         logging.error(text)
@@ -471,12 +541,12 @@ class Handler(server.APIHandler):
             answer = f"data: {answer}\n\n"
         else:
             self._headers_buffer = []
-            self._set_completion_headers(500 if self._understood else 400)
+            self._set_completion_headers(status)
             self.end_headers()
         self.wfile.write(answer.encode())
 
     def validate_model_parameters(self) -> None:
-        """mlx-lm's checks, and of the fields that it does not check."""
+        """mlx-lm's checks, and of the fields that it does not check or does not know."""
         if auto := self.num_draft_tokens == AUTO:
             self.num_draft_tokens = 0
         try:
@@ -491,16 +561,24 @@ class Handler(server.APIHandler):
             checks.whole(name, getattr(self, name))
         for value in (self.logit_bias or {}).values():
             checks.finite("logit_bias", value)
-        self._validate("max_tokens", int, max_val=checks.MOST_TOKENS)
+        provider, args = self.response_generator.model_provider, self.response_generator.cli_args
+        for name, most in checks.MOST.items():
+            if getattr(self, name) != getattr(args, name, None):
+                self._validate(name, (int, str), max_val=most, whitelist=[AUTO])
         if self.seed is not None:
             self._validate("seed", int, min_val=0, max_val=2**64 - 1)
         self._validate("requested_draft_model", str)
+        checks.served("model", self.requested_model, provider.name, args.model)
+        checks.served("draft_model", self.requested_draft_model, args.draft_model)
+        if self.adapter is not None:
+            checks.served("adapters", self.adapter, args.adapter_path)
+        self.requested_model, self.requested_draft_model = provider.name, "default_model"
+        self.adapter = None
         self._validate("xtc_threshold", float, max_val=0.5)
         self._validate("stream_options", dict, optional=True)
         self._validate("chat_template_kwargs", dict, optional=True)
         checks.check_options(self.stream_options, self.chat_template_kwargs)
-        images = self.response_generator.model_provider.processor is not None
-        checks.check_body(self.body, images)
+        checks.check_body(self.body, provider.processor is not None)
 
     def handle_completion(self, request, stop_words):
         self._understood, shared = True, self.response_generator
@@ -519,6 +597,8 @@ class _Watched:
 
     def __init__(self, generator, connection):
         self._generator, self._connection = generator, connection
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
 
     def __getattr__(self, name):
         return getattr(self._generator, name)
@@ -528,7 +608,10 @@ class _Watched:
             self._check()
             progress_callback(*done)
 
-        context, responses = self._generator.generate(request, args, progress)
+        try:
+            context, responses = self._generator.generate(request, args, progress)
+        except Exception as error:
+            raise _Refused from error
         return context, self._checked(responses)
 
     def _checked(self, responses):
@@ -537,9 +620,9 @@ class _Watched:
             yield response
 
     def _check(self):
-        with suppress(BlockingIOError):
-            if not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                raise ConnectionAbortedError("it closed the connection")
+        # A socket with a timeout would wait in ``recv``.
+        if self._poll.poll(0) and not self._connection.recv(1, socket.MSG_PEEK):
+            raise ConnectionAbortedError("it closed the connection")
 
 
 class Server(ThreadingHTTPServer):
@@ -549,6 +632,8 @@ class Server(ThreadingHTTPServer):
         host (str): Name or address.
         port (int): 0 for a free one.
     """
+
+    request_queue_size = 1024  # clients that wait to be accepted; with 5 some are reset
 
     def __init__(self, host: str, port: int):
         self._handlers, self._check = set(), lambda: None
@@ -586,13 +671,28 @@ class Server(ThreadingHTTPServer):
         host, port = self.server_address[:2]
         host = f"[{host}]" if ":" in host else host
         print(f"moelab: http://{host}:{port}/v1 answers; Ctrl-C ends it", file=sys.stderr)
+        before = signal.signal(signal.SIGINT, _ctrl_c)
         try:
             with suppress(KeyboardInterrupt):
                 self.serve_forever()
         finally:
             generator.stop_and_join()
+            end = time.monotonic() + GRACE_S
             for thread in list(self._handlers):
-                thread.join(GRACE_S)
+                thread.join(max(0, end - time.monotonic()))
+            pressed = signal.getsignal(signal.SIGINT) is not _ctrl_c
+            signal.signal(signal.SIGINT, signal.SIG_IGN if pressed else before)
+
+
+def _ctrl_c(*_):
+    """End the server at the first Ctrl-C. The next ones are ignored while it ends.
+
+    MLX aborts a process that ends before its threads. A server that takes long to end is ended at
+    once by one more Ctrl-C.
+    """
+    patience = time.monotonic() + 2 * GRACE_S
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130) if time.monotonic() > patience else None)
+    raise KeyboardInterrupt
 
 
 def serve(args: argparse.Namespace, config: StreamConfig) -> None:
@@ -612,11 +712,8 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
     group = joined()
     follows = group is not None and group.rank() > 0
     level = "ERROR" if follows else args.log_level
-    logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message)s")
-    if Path(args.model).is_dir():  # the name that /v1/models gives it
-        args.model = str(Path(args.model).resolve())
-    with suppress(OSError):  # where mlx-lm looks for models to list
-        Path(constants.HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message).1000s")
+    ImmutableSandboxedEnvironment.concat = staticmethod(checks.bounded_text)  # of chat templates
     server.maybe_set_recommended_wired_limit()
     with nullcontext() if follows else Server(args.host, args.port) as listening:
         provider = Provider(args, config, group)
@@ -651,16 +748,29 @@ def _agree(ranks, args):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.usage = "python -m moelab serve [options] MODEL"
-    parser.description = "mlx-lm's HTTP server, with the experts on disk."
+    parser.description = (
+        "mlx-lm's HTTP server, with the experts on disk. By default only this machine may ask."
+    )
     parser.epilog = (
-        "As mlx_lm.server has them: --adapter-path --allowed-origins --chat-template "
-        "--chat-template-args --decode-concurrency --draft-model --kv-bits --kv-group-size "
-        "--log-level --prefill-step-size --prompt-concurrency --quantized-kv-start "
-        "--trust-remote-code --use-default-chat-template"
+        "As mlx_lm.server has them: --adapter-path --chat-template --chat-template-args "
+        "--decode-concurrency --draft-model --kv-bits --kv-group-size --log-level "
+        "--prefill-step-size --prompt-concurrency --quantized-kv-start --trust-remote-code "
+        "--use-default-chat-template"
     )
     add_model(parser)
     parser.add_argument(
-        "--host", type=not_empty, metavar="NAME", default="127.0.0.1", help="(default: %(default)s)"
+        "--host",
+        type=not_empty,
+        metavar="NAME",
+        default="127.0.0.1",
+        help="0.0.0.0: other machines may ask, without password (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--allowed-origins",
+        type=lambda text: text.split(","),
+        metavar="URLS",
+        default=[],
+        help="of web pages that may ask (CORS), or * (default: none)",
     )
     add_number(parser, "--port", 8080, "0 takes a free one", at_least(0, 65535))
     add_mode(parser)
@@ -676,7 +786,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, options in {
         "--adapter-path": {"type": not_empty},
-        "--allowed-origins": {"type": lambda text: text.split(","), "default": "*"},
         "--chat-template": {"default": ""},
         "--chat-template-args": {"type": json_object, "default": {}},
         "--decode-concurrency": {"type": positive, "default": 32},

@@ -95,7 +95,7 @@ def test_serve(served):
         next(iter(stream))
         stream.close()
         for wrong in ({"model": "another"}, {"logit_bias": {"9999": 1}}):
-            with pytest.raises(openai.NotFoundError):
+            with pytest.raises(openai.BadRequestError):
                 complete(client, **more, **wrong)
         assert complete(client, **more).choices[0].text + "\n" == expected
     for process in processes:

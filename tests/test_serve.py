@@ -2,13 +2,19 @@
 
 import argparse
 import json
+import random
 import re
 import shutil
+import signal
 import socket
 import sys
+import threading
 import time
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -251,28 +257,32 @@ BAD = {  # fields of a request, and what the error names
     "top_p": [-0.1, 1.1, "x", None, True],
     "top_k": [-1, 1.5, 8192, 10**9, None, True, HUGE],
     "min_p": [-1, 2, None, True],
-    "num_draft_tokens": [-1, "many", 2.5, None, True],
+    "num_draft_tokens": [-1, "many", 2.5, None, True, 65, HUGE],
     "repetition_penalty": [-1, "x", float("nan"), None, True, 1e39, HUGE],
-    "repetition_context_size": [-1, "x", None, True],
+    "repetition_context_size": [-1, "x", None, True, 2**31, HUGE],
     "presence_penalty": ["x", float("inf"), None, True, -HUGE],
-    "presence_context_size": [-1, None, True],
+    "presence_context_size": [-1, None, True, 2**40],
     "frequency_penalty": ["x", None, True, HUGE],
-    "frequency_context_size": [1.5, None, True],
+    "frequency_context_size": [1.5, None, True, 2**63],
     "logprobs": ["yes", 3, None],
     "top_logprobs": [12, "x", None, True, HUGE],
     "xtc_probability": ["x", 2.0, -1.0, None, True],
     "xtc_threshold": ["x", 0.7, -0.1, None, True],
-    "model": [5, "no/such/folder", "/", "", None, []],
-    "draft_model": [5, "no/such/folder", ["lookup"], None, True],
-    "adapters": [5, "no/such/folder", True, {}],
+    "model": [5, "no/such/folder", "/", "", None, [], str(DATA / "models/tiny-draft"),
+              str(DATA / "models"), "x" * 100_000],
+    "draft_model": [5, "no/such/folder", ["lookup"], None, True, "lookup", str(MODEL)],
+    "adapters": [5, "no/such/folder", True, {}, "", str(DATA)],
     "seed": ["x", -1, 2**64, 1.5, True],
     "logit_bias": [5, {"x": 1}, {"0": "x"}, {"8192": 1}, {"-1": 1}, {"3": float("nan")}, [],
-                   {"3": None}, {"3": 1e39}, {"3": HUGE}, {"1.5": 1}, "x"],
-    "stop": [5, 0, [5], [""], {"a": 1}, {}, [["a"]], [None], True],
+                   {"3": None}, {"3": 1e39}, {"3": HUGE}, {"1.5": 1}, "x",
+                   {str(i): 1 for i in range(100_000)}],
+    "stop": [5, 0, [5], [""], {"a": 1}, {}, [["a"]], [None], True, ["a"] * 65, "ab" * 500_000],
     "stream": ["yes", 1, None],
     "stream_options": [5, "x", [], {"include_usage": 1}, {"include_usage": None}],
     "chat_template_kwargs": [5, [], {"tokenize": False}, {"truncation": True}, {"tools": []},
-                             {"tokenizer_kwargs": 5}, {"return_dict": True}],
+                             {"tokenizer_kwargs": 5}, {"return_dict": True},
+                             {"chat_template": "{{ 'x' * 20000000000 }}"},
+                             {"chat_template": None}, {"sanitize_control_tokens": True}],
     "messages": [5, [], [5], ["hi"], [{}], [{"role": 5}], [{"role": "user", "content": 5}],
                  [{"role": "user", "content": [5]}], {"role": "user"}, None, True, "x",
                  [user([])], [user([{}])], [user([{"type": "text"}])], [user("\ud800")],
@@ -281,9 +291,25 @@ BAD = {  # fields of a request, and what the error names
                  image("x"), image("file:///x"), image(5), image({"url": [5]}), image({}),
                  image({"url": "http://127.0.0.1:1/x.png"}), image("data:image/png;base64,AAAA"),
                  called(5), called("x"), called({"a": 1}), called([5]), called([{}]),
-                 called([{"function": 5}]), called([{"function": {"arguments": "{"}}])],
-    "tools": [5, 0, "x", "", {}, [5], True],
+                 called([{"function": 5}]), called([{"function": {"arguments": "{"}}]),
+                 [user("")] * 4097],
+    "tools": [5, 0, "x", "", {}, [5], True, [{}] * 1025],
     "role_mapping": [5, "x", [], {"user": 5}, {"user": None}],
+    "n": [2, 0, True, "x"],
+    "best_of": [2, "x"],
+    "echo": [True, 1],
+    "suffix": ["x", 5],
+    "response_format": ["text", {"type": "json_object"}, {"type": "json_schema"}],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}, 5],
+    "parallel_tool_calls": [False],
+    "functions": [[{"name": "f"}]],
+    "function_call": [{"name": "f"}],
+    "modalities": [["text", "audio"]],
+    "audio": [{"voice": "alloy", "format": "wav"}],
+    "prediction": [{"type": "content", "content": "x"}],
+    "web_search_options": [{}],
+    "reasoning_effort": ["low", "high"],
+    "verbosity": ["low"],
 }  # fmt: skip
 NAMED = {
     "draft_model": "draft",
@@ -296,14 +322,12 @@ NAMED = {
 @two_servers
 @pytest.mark.parametrize("field", BAD)
 def test_a_bad_field(served, client, texts, field):
-    chatting = field in ("messages", "tools", "chat_template_kwargs", "role_mapping")
+    chatting = field in list(BAD)[list(BAD).index("chat_template_kwargs") :]
     path = "/chat/completions" if chatting else "/completions"
     usual = {"messages": [user("x")]} if chatting else {"prompt": "x"}
     for value in BAD[field]:
-        if field == "adapters":
-            usual["model"] = str(MODEL)  # the default model has none
         status, answer = served.post(path, usual | {"max_tokens": 4, field: value})
-        assert status in (400, 404), (value, status, answer)
+        assert status == 400, (value, status, answer)
         assert list(answer) == ["error"] and len(answer["error"]) < 400, answer
         assert re.search(NAMED.get(field, field), answer["error"]), (value, answer)
         assert not re.search("' object|instance|urlopen|NoneType", answer["error"]), answer
@@ -317,11 +341,18 @@ def test_a_bad_field(served, client, texts, field):
         (b"", 400), (b"{", 400), (b"\xff\xfe", 400), (b"[1]", 400), (b"5", 400), (b"null", 400),
         (b"[" * 100_000, 400), (b"{}", 400), (b'{"prompt": "x", "temperature": 1e999}', 400),
         (b'{"prompt": "x", "temperature": ' + b"9" * 400 + b"}", 400),
+        (b'{"prompt": "x", "user": ' + b"[" * 65 + b"]" * 65 + b"}", 400),
+        (b'{"prompt": "x", "user": [' + b"{}," * 200_000 + b"{}]}", 400),
+        (b'{"prompt": "x", "stream": true, "logprobs": true}', 400),
+        (b"{" * 3_000_000, 400), (b"{" * 100_000_000, 413),
     ],
+    ids=lambda value: repr(value)[:40],
 )  # fmt: skip
 def test_a_body_that_is_no_request(served, client, body, status):
+    said = len(served.said())
     assert served.post("/completions", body)[0] == status
     assert served.post("/chat/completions", body)[0] == status
+    assert len(served.said()) - said < 10_000
     assert complete(client, "x", max_tokens=2)
 
 
@@ -333,6 +364,11 @@ def test_requests_that_are_not_http(served, client):
         b"POST /v1/completions HTTP/1.1\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n{}",
         b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: +2\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 0_2\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 1" + b"0" * 17 + b"\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n",
         b"DELETE /v1/completions HTTP/1.1\r\n\r\n",
     ):
         with socket.create_connection((where.hostname, where.port), timeout=30) as connection:
@@ -341,26 +377,170 @@ def test_requests_that_are_not_http(served, client):
     assert complete(client, "x", max_tokens=2)
 
 
+@pytest.mark.parametrize("served", ["streamed"], indirect=True)
+def test_fields_that_ask_for_what_is_done(client, texts):
+    """Defaults of OpenAI's API, and fields that are of no consequence."""
+    done = {"n": 1, "stop": None, "logit_bias": None, "user": "u", "seed": None}
+    fields = {"best_of": 1, "echo": False, "suffix": None, "metadata": {"a": "b"}, "store": True}
+    assert complete(client, PROMPTS[0], **done, extra_body=fields) == texts[0]
+    fields = {"response_format": {"type": "text"}, "modalities": ["text"], "tool_choice": "none"}
+    answer = chat(client, user(PROMPTS[0]), **done, **fields, reasoning_effort="medium")
+    assert answer.choices[0].message.content == texts[0]
+
+
+def test_a_template_that_does_not_end(tmp_path):
+    """A model's own: another client is answered, Ctrl-C ends the server. Its text has a bound."""
+    often = "{% for a in range(99999) %}"
+    template = "{% if messages[0].content == 'slow' %}" + often * 2 + "{% endfor %}{% endfor %}"
+    again = "{% for b in messages %}{{ b.content }}{% endfor %}"
+    template += "{% endif %}{% for a in messages %}" + again + "{% endfor %}"
+    with Served(MODEL, tmp_path / "log", *SLOTS, "--chat-template", template) as server:
+        where, body = urlsplit(server.url), {"messages": [user("x" * 1000)] * 3000}
+        status, answer = server.post("/chat/completions", body)
+        assert status == 400 and "characters from the chat template" in answer["error"]
+        with socket.create_connection((where.hostname, where.port)) as connection:
+            path = "/v1/chat/completions"
+            connection.sendall(request_bytes(path, messages=[user("slow")]))
+            time.sleep(0.5)
+            begin = time.monotonic()
+            for _ in range(3):
+                assert server.post("/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+            assert time.monotonic() - begin < 30
+            assert server.interrupt(within_s=20) == 0
+
+
+def attack(url, rng):
+    """One request of a hostile client: sent whole, damaged or in half. The status, if one came."""
+    where, timeout_s = urlsplit(url), 60
+    path = rng.choice(["/v1/completions", "/v1/chat/completions"])
+    asked = {"prompt": "def f(x):", "messages": [user("x = 1")], "max_tokens": rng.randint(1, 8)}
+    asked |= {"stream": rng.random() < 0.3, "temperature": rng.choice([0, 0, 0.7, 1e-300, 1e38])}
+    if rng.random() < 0.5:
+        field = rng.choice(list(BAD))
+        asked[field] = rng.choice(BAD[field])
+    data = bytearray(request_bytes(path, **asked))
+    kind = rng.choice(["whole", "whole", "damaged", "half", "gone", "origin", "long"])
+    if kind == "damaged":
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(data.index(b"\r\n") + 2, len(data))] = rng.choice(b'{}[]",:0\xff\0')
+    elif kind == "half":
+        data, timeout_s = data[: rng.randrange(len(data))], 0.2
+    elif kind == "origin":
+        data = data.replace(b"\r\n", b"\r\nOrigin: http://a.org\r\n", 1)
+    elif kind == "long":
+        data = data.replace(b"Content-Length: ", b"Content-Length: 9999999", 1)
+    with socket.create_connection((where.hostname, where.port), timeout=timeout_s) as connection:
+        connection.sendall(data)
+        if kind == "gone":
+            return None
+        if kind == "damaged":  # perhaps it says that more comes
+            connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        with suppress(TimeoutError if kind == "half" else ()):
+            while more := connection.recv(1 << 16):
+                answer += more
+    assert kind == "half" or answer or kind == "damaged", (kind, data)
+    assert b'data: {"error' not in answer, (data, answer)
+    return int(answer.split()[1]) if answer else None
+
+
+def test_a_hostile_crowd(tmp_path, texts):
+    """Requests of all sorts from four clients at once: each is answered or refused, and nothing
+    else changes."""
+    with Served(MODEL, tmp_path / "log", *SLOTS) as server, ThreadPoolExecutor(4) as threads:
+        rngs = map(random.Random, range(160))
+        found = list(threads.map(lambda rng: attack(server.url, rng), rngs))
+        assert {200, 400, 403, 413} <= set(found), server.said()
+        assert {status // 100 for status in found if status} == {2, 4}, found
+        for prompt, text in zip(PROMPTS[:3], texts):
+            asked = {"prompt": prompt, "max_tokens": TOKENS}
+            assert server.post("/completions", asked)[1]["choices"][0]["text"] == text
+        assert server.interrupt() == 0 and "Traceback" not in server.said()
+
+
+@contextmanager
+def listening(allowed=()):
+    """A server without a model that answers in this process; its URL."""
+    provider = SimpleNamespace(processor=None, name="m")
+    generator = SimpleNamespace(
+        cli_args=SimpleNamespace(allowed_origins=allowed), model_provider=provider
+    )
+    with serve.Server("127.0.0.1", 0) as server:
+        server.RequestHandlerClass = partial(serve.Handler, generator)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield "http://127.0.0.1:{1}/v1/models".format(*server.server_address)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "allowed, origin, status, shown",
+    [
+        ([], None, 200, None),
+        ([], "http://127.0.0.1:8888", 403, None),
+        ([], "null", 403, None),
+        (["http://a.org"], "http://a.org", 200, "http://a.org"),
+        (["http://a.org"], "http://b.org", 403, None),
+        (["http://a.org"], None, 200, None),
+        (["*"], "http://b.org", 200, "*"),
+    ],
+)
+def test_web_pages_may_ask_if_allowed(allowed, origin, status, shown):
+    """Not even a request whose answer the page could not read is answered."""
+    with listening(allowed) as url:
+        for method, path in (("GET", ""), ("OPTIONS", ""), ("POST", "/x")):
+            headers = {"Origin": origin} if origin else {}
+            body = b"x" * 2_000_000 if method == "POST" else None
+            asked = urllib.request.Request(url + path, body, headers, method=method)
+            try:
+                with urllib.request.urlopen(asked, timeout=30) as answer:
+                    got = answer.status, answer.headers["Access-Control-Allow-Origin"]
+            except urllib.error.HTTPError as error:
+                got = error.code, error.headers["Access-Control-Allow-Origin"]
+            known = {"GET": 200, "OPTIONS": 204, "POST": 404}[method]
+            assert got == (known if status == 200 else status, shown)
+
+
+def test_a_client_that_is_silent(monkeypatch):
+    """It is left, whether it has sent nothing or half a request."""
+    monkeypatch.setattr(serve.Handler, "timeout", 0.3)
+    with listening() as url:
+        where = urlsplit(url)
+        for half in (
+            b"",
+            b"POST /v1",
+            b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{",
+        ):
+            with socket.create_connection((where.hostname, where.port), timeout=20) as connection:
+                connection.sendall(half)
+                assert connection.recv(1000) == b""
+
+
+def test_many_clients_at_once():
+    """While nobody accepts them they wait, and none is turned away."""
+    with serve.Server("127.0.0.1", 0) as server, ExitStack() as connections:
+        for _ in range(200):
+            connection = socket.create_connection(server.server_address, timeout=10)
+            connections.enter_context(connection)
+
+
 @two_servers
 def test_models_by_name(served, client, texts):
-    """The served model is in the list."""
+    """The served model has its folder's name, which is the list's and that of answers."""
     (model,) = client.models.list()
-    assert model.id == str(MODEL)
+    assert model == client.models.retrieve("tiny-moe") and model.id == "tiny-moe"
     with pytest.raises(openai.NotFoundError) as refused:
+        client.models.retrieve("gpt-9")
+    assert "tiny-moe" in refused.value.body
+    with pytest.raises(openai.BadRequestError) as refused:
         complete(client, PROMPTS[0], model="gpt-9")
-    assert "gpt-9: expected a model folder" in refused.value.body
-    assert complete(client, PROMPTS[0], model=model.id) == texts[0]
-
-
-def test_another_name_of_the_served_model(tmp_path):
-    """A link to its folder, for one: the model is not loaded again."""
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    provider = serve.Provider(parser.parse_args([str(MODEL)]), moelab.StreamConfig(slots=16))
-    (tmp_path / "link").symlink_to(MODEL)
-    model, _ = provider.load("default_model", None, "default_model")
-    assert provider.load(str(tmp_path / "link"), None, "default_model")[0] is model
-    provider.reset()
+    assert "gpt-9" in refused.value.body
+    for name in (model.id, str(MODEL), "default_model"):
+        answer = client.completions.create(prompt=PROMPTS[0], **DEFAULT | {"model": name})
+        assert (answer.choices[0].text, answer.model) == (texts[0], "tiny-moe")
 
 
 def test_a_quantized_cache(tmp_path):
@@ -420,7 +600,9 @@ def test_the_flags_are_those_of_mlx_lm(monkeypatch):
     theirs, found = found, {}
     serve.add_arguments(Parser())
     assert set(theirs) - set(found) == {"--model"}  # MODEL here
-    for name in set(theirs) & set(found) - {"--num-draft-tokens", "--top-k", "--pipeline"}:
+    for name in set(theirs) & set(found) - {
+        *("--num-draft-tokens", "--top-k", "--pipeline", "--allowed-origins")
+    }:
         default = theirs[name].default
         default = json.loads(default) if name == "--chat-template-args" else default
         assert (found[name].dest, found[name].default) == (theirs[name].dest, default), name
@@ -574,18 +756,23 @@ def test_the_environment_of_swiftlm(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["streamed", "tiny-draft"])
-@pytest.mark.parametrize("busy", [False, True])
-def test_ctrl_c(how, busy, tmp_path):
-    with Served(MODEL, tmp_path / "log", *SERVERS[how]) as server:
+@pytest.mark.parametrize("busy, again_s", [(False, None), (True, None), (True, 0.05)])
+def test_ctrl_c(how, busy, again_s, tmp_path):
+    """With requests of which only half has come, too."""
+    with ExitStack() as stack:
+        server = stack.enter_context(Served(MODEL, tmp_path / "log", *SERVERS[how]))
         where = urlsplit(server.url)
-        with socket.create_connection((where.hostname, where.port)) as connection:
-            if busy:
-                connection.sendall(
-                    request_bytes(
-                        "/v1/completions", prompt=PROMPTS[1], max_tokens=20_000, stream=True
-                    )
-                )
-                while b"data" not in connection.recv(1000):
-                    pass
-            assert server.interrupt(within_s=20) == 0
+        half = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 50\r\n\r\n{"
+        asked = {"prompt": PROMPTS[1], "max_tokens": 20_000, "stream": True}
+        for i in range(16 if busy else 1):
+            connection = socket.create_connection((where.hostname, where.port))
+            stack.enter_context(connection).sendall(
+                half if i else request_bytes("/v1/completions", **asked) if busy else b""
+            )
+            while busy and not i and b"data" not in connection.recv(1000):
+                pass
+        if again_s:
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(again_s)
+        assert server.interrupt(within_s=20) == 0
         assert "Traceback" not in server.said()
