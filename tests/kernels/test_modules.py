@@ -15,9 +15,9 @@ from drafting import Guess, plain, repeat, steps, told
 from families import VOCAB, K
 from greedy import greedy_logits
 from mlx.utils import tree_flatten
-from mlx_lm.models import gemma3_text, qwen3_next
+from mlx_lm.models import gemma3_text, qwen3_moe, qwen3_next
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.models.switch_layers import SwitchGLU
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 from needs import needs_kernels
 
 import moelab
@@ -146,6 +146,44 @@ def test_dense_mlps(cls):
     assert isinstance(layer, modules.FastMLP) == (cls is qwen3_next.Qwen3NextMLP)
     assert isinstance(layer, cls) and near(layer(x), want)
     assert layer(x.astype(mx.bfloat16)).shape == x.shape
+
+
+@pytest.mark.parametrize(
+    "cls, make",
+    [
+        (nn.QuantizedLinear, lambda: nn.Linear(64, 64)),
+        (qwen3_next.Qwen3NextMLP, lambda: qwen3_next.Qwen3NextMLP(64, 96)),
+        (SwitchGLU, lambda: SwitchGLU(64, 96, 8)),
+        (QuantizedSwitchLinear, lambda: SwitchGLU(64, 96, 8)),
+        (nn.Conv1d, lambda: nn.Conv1d(64, 64, 1, groups=64)),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_a_method_that_a_library_replaced_is_called(cls, make, monkeypatch):
+    layer = quantize(nn.Sequential(make()), group_size=32, bits=4)
+    kernels.use(layer)
+    x, module, real = mx.random.normal((1, 3, 64)), layer.layers[0], cls.__call__
+    args = (x, mx.array([[[1, 5], [5, 0], [2, 3]]])) if isinstance(module, SwitchGLU) else (x,)
+    want, seen = module(*args), []
+    with monkeypatch.context() as library:
+        library.setattr(
+            cls, "__call__", lambda self, *a, **k: seen.append(1) or real(self, *a, **k)
+        )
+        assert near(module(*args), want) and len(seen) == (3 if cls is QuantizedSwitchLinear else 1)
+    assert mx.array_equal(module(*args), want)
+
+
+def test_attention_that_a_library_replaced_is_called(tmp_path, monkeypatch):
+    path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "affine4")
+    model, _ = load_model(path, StreamConfig(mode="resident", kernels="fast"))
+    of, tokens, seen = qwen3_moe, mx.array([[5, 6, 7]]), []
+    real, want = of.scaled_dot_product_attention, model(tokens)
+    with monkeypatch.context() as library:
+        library.setattr(
+            of, "scaled_dot_product_attention", lambda *a, **k: seen.append(1) or real(*a, **k)
+        )
+        assert near(model(tokens), want) and len(seen) == len(model.layers)
+    assert mx.array_equal(model(tokens), want)
 
 
 @pytest.mark.parametrize("bias", (True, False))
