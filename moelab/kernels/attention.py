@@ -5,6 +5,10 @@ come from the kernel of plain matrices, numpy takes their softmax, and a kernel 
 key after key. A key that a mask hides adds exactly nothing, so a token's result does not depend on
 how a text is divided into passes while a cache holds the keys in their order. A full rotating cache
 (gpt_oss, afmoe) does not: there, passes of other lengths round differently.
+
+Values are divided by the sum of the weights at the end: a mean of n values is inf or NaN where they
+are above float32's largest number / n, with MLX's above that number. Scores that overflow (a query
+times a key above 3e38) are inf or NaN in other places than with MLX.
 """
 
 from collections.abc import Callable
@@ -109,18 +113,19 @@ def attention(
         task[[0, 3, 5]] = [a.ctypes.data for a in (k[b, h], q[b, h, first:], s)]
         task[6:] = each, each, n, keys  # rows in their order
         scores_of(task.ctypes.data, 1, keys)
-        if isinstance(mask, np.ndarray) and mask.dtype == bool:
-            hidden = ~mask[b, h * G + head, query]
-        elif isinstance(mask, np.ndarray):
-            s += mask[b, h * G + head, query]
-        if hidden is not None:
-            s[hidden] = np.finfo(np.float32).min
-        most, sums = s.max(1), np.zeros(n, np.float32)
-        if sinks is not None:
-            most = np.maximum(most, sinks[h, first:end])
-            sums = np.exp(sinks[h, first:end] - most)
-        s -= most[:, None]
-        np.exp(s, out=s)
+        with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN go on, as in MLX
+            if isinstance(mask, np.ndarray) and mask.dtype == bool:
+                hidden = ~mask[b, h * G + head, query]
+            elif isinstance(mask, np.ndarray):
+                s += mask[b, h * G + head, query]
+            if hidden is not None:
+                s[hidden] = np.finfo(np.float32).min
+            most, sums = s.max(1), np.zeros(n, np.float32)
+            if sinks is not None:
+                most = np.maximum(most, sinks[h, first:end])
+                sums = np.exp(sinks[h, first:end] - most)
+            s -= most[:, None]
+            np.exp(s, out=s)
         addresses = s.ctypes.data, v[b, h].ctypes.data, sums.ctypes.data
         add_up(*addresses, y[b, h, first:].ctypes.data, n, keys)
 

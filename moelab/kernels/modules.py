@@ -300,11 +300,11 @@ def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
         up (np.ndarray): The same shape.
     """
     y = np.negative(gate, order="C")
-    with np.errstate(over="ignore"):  # then the result is 0, as it should be
+    with np.errstate(over="ignore", invalid="ignore"):  # then it is 0, inf or NaN, as MLX's
         np.exp(y, out=y)
-    y += 1
-    np.divide(gate, y, out=y)
-    y *= up
+        y += 1
+        np.divide(gate, y, out=y)
+        y *= up
     return y
 
 

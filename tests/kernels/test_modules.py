@@ -22,7 +22,7 @@ from needs import needs_kernels
 
 import moelab
 from moelab import DATA, StreamConfig, kernels
-from moelab.kernels import modules
+from moelab.kernels import attention, modules
 from moelab.speculation import rollback
 from moelab.streaming.model import load_model
 
@@ -117,6 +117,25 @@ def test_experts_with_another_activation():
     layer = quantize(SwitchGLU(64, 96, 8, activation=nn.GELU()), group_size=32, bits=4)
     kernels.use(layer)
     assert type(layer) is SwitchGLU and type(layer.up_proj) is modules.FastSwitchLinear
+
+
+@pytest.mark.parametrize("x", (1e18, 1e19, 1e25, 1e38, np.inf, -np.inf, np.nan))
+@pytest.mark.parametrize("bits", (2, 4, 8))
+def test_large_inputs_and_those_that_are_no_numbers(bits, x, recwarn):
+    """No warnings of numpy, and numbers where MLX has numbers."""
+    of = mx.random.normal((2, 5, 64), key=mx.random.key(3))
+    of[1, 3, 7] = x
+    of[0] = mx.clip(of[0] * (x if np.isfinite(x) else 1), -3e38, 3e38)
+    indices = mx.random.randint(0, 8, (5, 3), key=mx.random.key(4))
+    for layer, *args in (SwitchGLU(64, 96, 8), indices), (qwen3_next.Qwen3NextMLP(64, 96),):
+        quantize(layer, group_size=32, bits=bits)
+        want = [np.array(layer(row[None], *(a[None] for a in args))) for row in of]
+        kernels.use(layer)
+        got = [np.array(layer(row[None], *(a[None] for a in args))) for row in of]
+        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+    for mask in (None, "causal"):
+        attention.attention(of[:, None], of[:, None], of[:, None], 1.0, mask)
+    assert not [str(w.message) for w in recwarn]
 
 
 def test_swiglu():
