@@ -113,19 +113,18 @@ def attention(
         task[[0, 3, 5]] = [a.ctypes.data for a in (k[b, h], q[b, h, first:], s)]
         task[6:] = each, each, n, keys  # rows in their order
         scores_of(task.ctypes.data, 1, keys)
-        with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN go on, as in MLX
-            if isinstance(mask, np.ndarray) and mask.dtype == bool:
-                hidden = ~mask[b, h * G + head, query]
-            elif isinstance(mask, np.ndarray):
-                s += mask[b, h * G + head, query]
-            if hidden is not None:
-                s[hidden] = np.finfo(np.float32).min
-            most, sums = s.max(1), np.zeros(n, np.float32)
-            if sinks is not None:
-                most = np.maximum(most, sinks[h, first:end])
-                sums = np.exp(sinks[h, first:end] - most)
-            s -= most[:, None]
-            np.exp(s, out=s)
+        if isinstance(mask, np.ndarray) and mask.dtype == bool:
+            hidden = ~mask[b, h * G + head, query]
+        elif isinstance(mask, np.ndarray):
+            s += mask[b, h * G + head, query]
+        if hidden is not None:
+            s[hidden] = np.finfo(np.float32).min
+        most, sums = s.max(1), np.zeros(n, np.float32)
+        if sinks is not None:
+            most = np.maximum(most, sinks[h, first:end])
+            sums = np.exp(sinks[h, first:end] - most)
+        s -= most[:, None]
+        np.exp(s, out=s)
         addresses = s.ctypes.data, v[b, h].ctypes.data, sums.ctypes.data
         add_up(*addresses, y[b, h, first:].ctypes.data, n, keys)
 
@@ -137,8 +136,9 @@ def attention(
     n = code.num_threads() if q.size * Tk >= SHARED_WORK else 1
 
     def run(i):
-        for one in blocks[i::n]:
-            block(*one)
+        with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN go on, as in MLX
+            for one in blocks[i::n]:
+                block(*one)
 
     code.share(run, list(range(n)))
     return mx.array(y.reshape(B, H, Tq, Dv))

@@ -7,8 +7,9 @@ in another order.
 
 For affine weights inputs are divided by a power of two, and their products multiplied with it, so
 that sums of unpacked weights times inputs overflow no earlier than MLX's of scaled weights times
-inputs. No bit of a result changes, unless an input is below 1.2e-35. What differs from MLX: where
-an input is inf or -inf, a result may be NaN here and inf or -inf there (inf * weight and inf * bias
+inputs. No bit of a result changes, unless an input is below 1.2e-35. One row took 1.00 times as
+long with D 2048, 1.03 times with D 512 (medians of 300, in turn). What differs from MLX: where an
+input is inf or -inf, a result may be NaN here and inf or -inf there (inf * weight and inf * bias
 have unlike signs here). Where sums come to float32's largest number, they may pass it in one order
 and not in the other. With each weight scaled, as in MLX, infinities agree too. That took 1.2 to 1.3
 times as long for one row of 2 or 4 bits, and 0.9 times of 8 bits; for 8 rows 0.7 to 1.0 times
