@@ -77,10 +77,16 @@ class hooked:
 
 
 def methods(cls: type) -> dict[str, Callable]:
-    """The methods that a class of modules and its bases define in Python, by name."""
+    """The methods that a class of modules and its bases define in Python, by name.
+
+    Of a class that ``call_instead`` made these are the copies that call the other function.
+    """
     mro = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
     return {
-        name: f for c in reversed(mro) for name, f in vars(c).items() if isinstance(f, FunctionType)
+        name: getattr(f, "copy", f)
+        for c in reversed(mro)
+        for name, f in vars(c).items()
+        if isinstance(f, FunctionType)
     }
 
 
@@ -102,7 +108,9 @@ def call_instead(
     """Let a module's methods call ``replace(f)`` where they call a function ``f`` by this name.
 
     The module gets a class of its own, whose methods know another function by the name. Other
-    modules are not affected. A module that calls no such function keeps its class.
+    modules are not affected. A module that calls no such function keeps its class. While another
+    library has its own function under the name, or its own method in the module's former class, a
+    call of the module goes there.
 
     Args:
         module (nn.Module): It is changed in place.
@@ -110,31 +118,39 @@ def call_instead(
         replace (Callable): From the function to what is called in its place.
         unless_trained (bool): Not while the module is trained (``module.train()``).
     """
-    cls = _calling(type(module), name, replace, unless_trained)
-    if cls is not type(module):
-        module.__class__ = cls
+    cls = type(module)
+    own = ((key, getattr(cls, key)) for key in methods(cls))  # those that are in force
+    found = tuple(
+        (key, f, f.__globals__[name])
+        for key, f in own
+        if name in f.__code__.co_names and name in f.__globals__
+    )
+    if found:
+        module.__class__ = _calling(cls, name, replace, unless_trained, found)
 
 
 @cache
-def _calling(cls, name, replace, unless_trained):
-    own = {
-        key: f
-        for key, f in methods(cls).items()
-        if name in f.__code__.co_names and name in f.__globals__
+def _calling(cls, name, replace, unless_trained, found):
+    changed = {
+        key: _unless_replaced(cls, key, f, name, replace(called), unless_trained)
+        for key, f, called in found
     }
-    changed = {key: with_globals(f, {name: replace(f.__globals__[name])}) for key, f in own.items()}
-    if unless_trained:
-        changed = {key: _unless_trained(own[key], f) for key, f in changed.items()}
-    if not changed:
-        return cls
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, **changed})
 
 
-def _unless_trained(own, other):
+def _unless_replaced(cls, key, own, name, instead, unless_trained):
+    """The method with ``instead`` for what it calls, while both are still those that were found."""
+    names, called = own.__globals__, own.__globals__[name]
+    copy = with_globals(own, {name: instead})
+
     @wraps(own)
     def method(self, *args, **kwargs):
-        return (own if self.training else other)(self, *args, **kwargs)
+        f = getattr(cls, key)
+        if f is own and names.get(name) is called and not (unless_trained and self.training):
+            f = copy
+        return f(self, *args, **kwargs)
 
+    method.copy = copy
     return method
 
 

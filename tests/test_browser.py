@@ -2,7 +2,7 @@
 
 Of each notebook only the cells that its sliders need are run; nbmake runs the others. Needs
 Chromium (or Chrome) and its driver, ``make browser``; skipped without. Screenshots of what was seen
-are ``build/browser_NN.png``.
+are ``build/browser_NN.png``, and ``build/browser_NN_failed.png`` where a wait ended in vain.
 """
 
 import ast
@@ -19,6 +19,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from figures import chromium
+from selenium.common.exceptions import TimeoutException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
@@ -26,7 +27,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from moelab.lab.plots.widgets import STATE_CLASS
 
 ROOT = Path(__file__).parent.parent
-SECONDS = 300  # for the cells of a notebook, or for one move; a busy machine needs them
+SECONDS = 120  # for the cells of a notebook, or for one move; a busy machine needs them
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NOTEBOOK = "window.jupyterapp?.shell.currentWidget"
 STATUS = f"{NOTEBOOK}?.sessionContext?.session?.kernel?.status"
@@ -38,6 +39,19 @@ const title = plot?.querySelector('.gtitle')?.textContent;
 const drawn = plot?.querySelector('.cartesianlayer .trace');
 const words = [...document.querySelectorAll('.widget-vbox .widget-html')].map(w => w.textContent);
 return title && drawn && JSON.stringify([plot.data, title, words.slice(-1)]);
+"""
+# The page, for whoever reads that a wait has failed.
+SEEN = f"""
+const notebook = {NOTEBOOK};
+const cells = (notebook?.content?.widgets ?? []).filter(c => c.model?.type === 'code');
+const words = selector => [...document.querySelectorAll(selector)].map(e => e.textContent.trim());
+return {{
+    address: location.href, focus: document.hasFocus(), visibility: document.visibilityState,
+    widget: notebook?.title?.label ?? null, kernel: {STATUS} ?? null,
+    run: `${{cells.filter(c => c.model.executionCount).length}} of ${{cells.length}} cells`,
+    dialogs: words('.jp-Dialog-content'), figure: words('.widget-vbox .{STATE_CLASS}'),
+    errors: cells.flatMap(c => c.model.outputs.toJSON()).map(o => o.evalue).filter(e => e),
+}};
 """
 # Labels of bars that the live figure should show and does not.
 MISSING = """
@@ -107,16 +121,60 @@ def lab(tmp_path_factory):
 @pytest.fixture
 def browser(lab, tmp_path):
     chrome = chromium(tmp_path / "profile")
+    # JupyterLab's current widget follows the focus, and a headless window may have none.
+    chrome.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})
     yield chrome
     chrome.execute_script(f"{NOTEBOOK}?.sessionContext?.shutdown()")
     chrome.quit()
 
 
+def wait_until(browser, what, script, picture, seconds=SECONDS):
+    """What a script returns, once that is true. Else fails, with the page in words and a picture.
+
+    Args:
+        browser (WebDriver): Shows the page.
+        what (str): What the script waits for.
+        script (str): JavaScript that returns a value.
+        picture (str): The name of the screenshot, in ``build``.
+        seconds (float): How long it may take.
+    """
+    wait = WebDriverWait(browser, seconds, poll_frequency=0.2, ignored_exceptions=())
+    try:
+        return wait.until(lambda b: b.execute_script(script))
+    except TimeoutException:
+        saved = save(browser, picture)
+        seen = json.dumps(browser.execute_script(SEEN), indent=1)
+        pytest.fail(f"not after {seconds} s: {what}. See {saved}. The page: {seen}", pytrace=False)
+
+
+def save(browser, picture):
+    """A screenshot in ``build``. Returns its path."""
+    path = ROOT / "build" / picture
+    path.parent.mkdir(exist_ok=True)
+    assert browser.save_screenshot(str(path))
+    return path
+
+
+def test_a_wait_that_fails_says_what_it_saw(lab, browser):
+    browser.get(f"{lab}/workspaces/wait/tree/{NOTEBOOKS[0].name}")
+    wait_until(browser, "the notebook is there", f"return {STATUS}", "browser_wait_failed.png")
+    picture = ROOT / "build" / "browser_wait_failed.png"
+    picture.unlink(missing_ok=True)
+    with pytest.raises(pytest.fail.Exception) as failed:
+        wait_until(browser, "never", "return false", picture.name, seconds=0.5)
+    said = str(failed.value)
+    assert "not after 0.5 s: never" in said and str(picture) in said and picture.stat().st_size
+    seen = json.loads(said.partition("The page: ")[2])
+    assert seen["focus"] and seen["widget"] == NOTEBOOKS[0].name and "/wait/" in seen["address"]
+    assert seen["run"].startswith("0 of ")
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_every_slider_changes_the_figure(path, lab, browser):
-    def until(what, script, seconds=SECONDS):
-        wait = WebDriverWait(browser, seconds, poll_frequency=0.2, ignored_exceptions=())
-        return wait.until(lambda b: b.execute_script(script), what)
+    picture = f"browser_{path.stem[:2]}"
+
+    def until(what, script):
+        return wait_until(browser, what, script, f"{picture}_failed.png")
 
     browser.get(f"{lab}/workspaces/{path.stem}/tree/{path.name}")  # no tab of another one
     until("the notebook's kernel is ready", f"return {STATUS} === 'idle'")
@@ -161,8 +219,7 @@ def test_every_slider_changes_the_figure(path, lab, browser):
         missing = browser.execute_script(MISSING)
         assert not missing, f"slider {i}: no label {missing}"
 
-    (ROOT / "build").mkdir(exist_ok=True)
-    assert browser.save_screenshot(str(ROOT / "build" / f"browser_{path.stem[:2]}.png"))
+    save(browser, f"{picture}.png")
 
 
 def moved(handle):

@@ -5,6 +5,10 @@ come from the kernel of plain matrices, numpy takes their softmax, and a kernel 
 key after key. A key that a mask hides adds exactly nothing, so a token's result does not depend on
 how a text is divided into passes while a cache holds the keys in their order. A full rotating cache
 (gpt_oss, afmoe) does not: there, passes of other lengths round differently.
+
+Values are divided by the sum of the weights at the end: a mean of n values is inf or NaN where they
+are above float32's largest number / n, with MLX's above that number. Scores that overflow (a query
+times a key above 3e38) are inf or NaN in other places than with MLX.
 """
 
 from collections.abc import Callable
@@ -132,8 +136,9 @@ def attention(
     n = code.num_threads() if q.size * Tk >= SHARED_WORK else 1
 
     def run(i):
-        for one in blocks[i::n]:
-            block(*one)
+        with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN go on, as in MLX
+            for one in blocks[i::n]:
+                block(*one)
 
     code.share(run, list(range(n)))
     return mx.array(y.reshape(B, H, Tq, Dv))

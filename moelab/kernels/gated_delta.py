@@ -88,10 +88,7 @@ def use(module: nn.Module) -> None:
 
 
 def _fast_update(update):
-    if with_states(update) is not None:  # it is already
-        return update
     fast = with_globals(update, {"gated_delta_ops": gated_delta})
-
     every = with_globals(update, {"gated_delta_ops": partial(gated_delta, every=True)})
 
     @wraps(update)  # for those who look at its arguments

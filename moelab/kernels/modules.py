@@ -127,7 +127,11 @@ def fits(module: nn.Module, types: tuple[mx.Dtype, ...] = (mx.float32, mx.bfloat
 
 
 class _Fast:
-    """Mixed into a module that holds matrices."""
+    """Mixed into a module that holds matrices.
+
+    Attributes:
+        of (tuple[type, Callable]): Its class of MLX or mlx-lm, and how that was called at first.
+    """
 
     @property
     def form(self) -> tuple[int, int, str]:
@@ -158,7 +162,7 @@ class _Fast:
 
     def takes(self, x: mx.array) -> bool:
         """Whether the kernels compute with this input."""
-        if self.training or not takes(x):
+        if self.training or _replaced(self) or not takes(x):
             return False
         matrices = self.matrices()
         return matrices is not None and x.shape[-1] == matrices.inputs
@@ -206,6 +210,12 @@ class _Plain(_Fast):
     """Of a matrix that is not quantized."""
 
     form = 1, 32, "float"
+
+
+def _replaced(module):
+    """Whether another library has put a method of its own in the place of MLX's or mlx-lm's."""
+    cls, call = module.of
+    return cls.__call__ is not call
 
 
 def takes(x: mx.array) -> bool:
@@ -290,11 +300,11 @@ def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
         up (np.ndarray): The same shape.
     """
     y = np.negative(gate, order="C")
-    with np.errstate(over="ignore"):  # then the result is 0, as it should be
+    with np.errstate(over="ignore", invalid="ignore"):  # then it is 0, inf or NaN, as MLX's
         np.exp(y, out=y)
-    y += 1
-    np.divide(gate, y, out=y)
-    y *= up
+        y += 1
+        np.divide(gate, y, out=y)
+        y *= up
     return y
 
 
@@ -399,6 +409,13 @@ class ExpertCall:
 class FastSwitchGLU(FastExperts, SwitchGLU):
     """``SwitchGLU``."""
 
+    of = SwitchGLU, SwitchGLU.__call__
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        if _replaced(self):
+            return SwitchGLU.__call__(self, x, indices)
+        return super().__call__(x, indices)
+
 
 class FastMLP:
     """Mixed into a family's ``down(swiglu(gate(x), up(x)))``: no evaluation between."""
@@ -406,6 +423,7 @@ class FastMLP:
     def __call__(self, x: mx.array) -> mx.array:
         gate, up, down = projections = self.gate_proj, self.up_proj, self.down_proj
         fast = all(isinstance(p, _Linear) and "bias" not in p for p in projections)
+        fast = fast and not _replaced(self)
         if not (fast and gate.takes(x) and up.takes(x) and down.matrices() is not None):
             return super().__call__(x)
         in_rows = rows(x)
@@ -427,7 +445,8 @@ def _is_mlp(cls):
 
 @cache
 def _fast_mlp(cls):
-    return type(cls.__name__, (FastMLP, cls), {"__module__": cls.__module__})
+    kept = {"__module__": cls.__module__, "of": (cls, cls.__call__)}
+    return type(cls.__name__, (FastMLP, cls), kept)
 
 
 class FastConv1d(_Fast, nn.Conv1d):
@@ -438,7 +457,7 @@ class FastConv1d(_Fast, nn.Conv1d):
 
     def __call__(self, x: mx.array) -> mx.array:
         weight = self["weight"]  # [C, width, 1]
-        if not takes(x) or self.training or weight.dtype != mx.float32:
+        if not takes(x) or self.training or _replaced(self) or weight.dtype != mx.float32:
             return super().__call__(x)
         kept = self.__dict__.get("_kept")
         if kept is None or kept[0] is not weight:
@@ -460,3 +479,5 @@ FAST = {
     SwitchLinear: PlainSwitchLinear,
     nn.Conv1d: FastConv1d,
 }
+for _cls, _fast in FAST.items():
+    _fast.of = _cls, _cls.__call__

@@ -2,7 +2,8 @@
 
 Building the kernels of a model takes about a second; reading them takes 10 ms. A file's name says
 what its code follows from: these sources, llvmlite and LLVM, the processor, the kernel and its
-arguments. Where the folder cannot be used (it is somebody else's, or full) nothing is stored.
+arguments. A file of another user is built anew and replaced. Where the folder cannot be used (it is
+somebody else's, or full) nothing is stored.
 """
 
 import hashlib
@@ -19,13 +20,15 @@ DIGEST_NBYTES = hashlib.sha256().digest_size
 
 
 def load(name: str) -> bytes | None:
-    """The object code of a kernel; None if there is none, or a damaged one.
+    """The object code of a kernel; None if there is none, a damaged one, or another user's.
 
     Args:
         name (str): The kernel and its arguments.
     """
     try:
-        stored = (_checked(folder()) / _file(name)).read_bytes()
+        with open(_checked(folder()) / _file(name), "rb") as file:
+            _check(file.name, os.fstat(file.fileno()))
+            stored = file.read()
     except (OSError, RuntimeError):  # no home, no folder, no file
         return None
     digest, code = stored[:DIGEST_NBYTES], stored[DIGEST_NBYTES:]
@@ -53,16 +56,21 @@ def save(name: str, code: bytes) -> None:
 
 
 def folder() -> Path:
-    """Where the files are."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moelab" / "kernels"
+    """Where the files are. A relative ``XDG_CACHE_HOME`` is ignored, as its specification says."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    caches = caches if caches.is_absolute() else Path.home() / ".cache"
+    return caches / "moelab" / "kernels"
 
 
 def _checked(path):
     """The folder. Raises PermissionError if other users can write to it."""
-    found = path.stat()
+    _check(path, path.stat())
+    return path
+
+
+def _check(path, found):
     if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o022):
         raise PermissionError(f"{path}: others may write here")
-    return path
 
 
 def _file(name):

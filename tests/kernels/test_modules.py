@@ -15,14 +15,14 @@ from drafting import Guess, plain, repeat, steps, told
 from families import VOCAB, K
 from greedy import greedy_logits
 from mlx.utils import tree_flatten
-from mlx_lm.models import gemma3_text, qwen3_next
+from mlx_lm.models import gemma3_text, qwen3_moe, qwen3_next
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.models.switch_layers import SwitchGLU
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 from needs import needs_kernels
 
 import moelab
 from moelab import DATA, StreamConfig, kernels
-from moelab.kernels import modules
+from moelab.kernels import attention, modules
 from moelab.speculation import rollback
 from moelab.streaming.model import load_model
 
@@ -119,6 +119,25 @@ def test_experts_with_another_activation():
     assert type(layer) is SwitchGLU and type(layer.up_proj) is modules.FastSwitchLinear
 
 
+@pytest.mark.parametrize("x", (1e18, 1e19, 1e25, 1e38, np.inf, -np.inf, np.nan))
+@pytest.mark.parametrize("bits", (2, 4, 8))
+def test_large_inputs_and_those_that_are_no_numbers(bits, x, recwarn):
+    """No warnings of numpy, and numbers where MLX has numbers."""
+    of = mx.random.normal((2, 5, 64), key=mx.random.key(3))
+    of[1, 3, 7] = x
+    of[0] = mx.clip(of[0] * (x if np.isfinite(x) else 1), -3e38, 3e38)
+    indices = mx.random.randint(0, 8, (5, 3), key=mx.random.key(4))
+    for layer, *args in (SwitchGLU(64, 96, 8), indices), (qwen3_next.Qwen3NextMLP(64, 96),):
+        quantize(layer, group_size=32, bits=bits)
+        want = [np.array(layer(row[None], *(a[None] for a in args))) for row in of]
+        kernels.use(layer)
+        got = [np.array(layer(row[None], *(a[None] for a in args))) for row in of]
+        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+    for mask in (None, "causal"):
+        attention.attention(of[:, None], of[:, None], of[:, None], 1.0, mask)
+    assert not [str(w.message) for w in recwarn]
+
+
 def test_swiglu():
     x = np.random.default_rng(0).normal(scale=20, size=(2, 9, 37)).astype(np.float32)
     x[0, 0, :3] = 300, -300, 0
@@ -146,6 +165,44 @@ def test_dense_mlps(cls):
     assert isinstance(layer, modules.FastMLP) == (cls is qwen3_next.Qwen3NextMLP)
     assert isinstance(layer, cls) and near(layer(x), want)
     assert layer(x.astype(mx.bfloat16)).shape == x.shape
+
+
+@pytest.mark.parametrize(
+    "cls, make",
+    [
+        (nn.QuantizedLinear, lambda: nn.Linear(64, 64)),
+        (qwen3_next.Qwen3NextMLP, lambda: qwen3_next.Qwen3NextMLP(64, 96)),
+        (SwitchGLU, lambda: SwitchGLU(64, 96, 8)),
+        (QuantizedSwitchLinear, lambda: SwitchGLU(64, 96, 8)),
+        (nn.Conv1d, lambda: nn.Conv1d(64, 64, 1, groups=64)),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_a_method_that_a_library_replaced_is_called(cls, make, monkeypatch):
+    layer = quantize(nn.Sequential(make()), group_size=32, bits=4)
+    kernels.use(layer)
+    x, module, real = mx.random.normal((1, 3, 64)), layer.layers[0], cls.__call__
+    args = (x, mx.array([[[1, 5], [5, 0], [2, 3]]])) if isinstance(module, SwitchGLU) else (x,)
+    want, seen = module(*args), []
+    with monkeypatch.context() as library:
+        library.setattr(
+            cls, "__call__", lambda self, *a, **k: seen.append(1) or real(self, *a, **k)
+        )
+        assert near(module(*args), want) and len(seen) == (3 if cls is QuantizedSwitchLinear else 1)
+    assert mx.array_equal(module(*args), want)
+
+
+def test_attention_that_a_library_replaced_is_called(tmp_path, monkeypatch):
+    path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "affine4")
+    model, _ = load_model(path, StreamConfig(mode="resident", kernels="fast"))
+    of, tokens, seen = qwen3_moe, mx.array([[5, 6, 7]]), []
+    real, want = of.scaled_dot_product_attention, model(tokens)
+    with monkeypatch.context() as library:
+        library.setattr(
+            of, "scaled_dot_product_attention", lambda *a, **k: seen.append(1) or real(*a, **k)
+        )
+        assert near(model(tokens), want) and len(seen) == len(model.layers)
+    assert mx.array_equal(model(tokens), want)
 
 
 @pytest.mark.parametrize("bias", (True, False))

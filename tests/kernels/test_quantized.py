@@ -77,6 +77,25 @@ def test_product(form, outputs, inputs, widest):
         assert (np.abs(multiply(made, x) - x @ whole[0].T) <= bound).all()
 
 
+@pytest.mark.parametrize("exponent", (15, 18, 30, 35, 36, 37))
+@pytest.mark.parametrize("form", AFFINE, ids=str)
+def test_large_inputs_overflow_where_those_of_mlx_do(form, exponent, widest):
+    _, bits, group = form
+    packed = quantize(mx.random.normal((1, 33, 384), key=mx.random.key(0)) * 0.01, form)
+    x = rows(5, 384) * np.float32(10.0**exponent)
+    x[3, 5] = np.inf
+    arrays = [mx.array(a[0]) for a in packed]
+    want = np.array(mx.quantized_matmul(mx.array(x), *arrays, True, group, bits))
+    got = build(packed, form).multiply(x)
+    assert np.isfinite(want[:3]).all() and not np.isfinite(want[3]).any()
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+    bound = 1e-5 * np.abs(want[:3]).max()
+    assert (np.abs(got[:3].astype(np.float64) - want[:3]) <= bound).all()
+    # The same bits as of small inputs, times a power of two.
+    power = np.float32(2.0**80)
+    assert np.array_equal(build(packed, form).multiply(x[:3] / power) * power, got[:3])
+
+
 @pytest.mark.parametrize("form", AFFINE, ids=str)
 @pytest.mark.parametrize("inputs", (128, 384, 2048))
 def test_scales_in_bfloat16(form, inputs, widest):

@@ -1,5 +1,7 @@
 """Kernels that an earlier process built."""
 
+import stat
+
 import numpy as np
 import pytest
 
@@ -64,6 +66,34 @@ def test_a_folder_that_others_may_write_to_is_not_used(folder, compiled):
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     assert pack() == pack() and len(compiled) == 2 and not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("mode", (0o600, 0o666))
+def test_a_file_that_others_wrote_or_may_write_to_is_replaced(folder, compiled, monkeypatch, mode):
+    want = pack()
+    (file,) = folder.iterdir()
+    file.chmod(mode)
+    if mode == 0o600:  # of another user, in a folder of this one
+        fstat = stored.os.fstat
+
+        def of_another(number):
+            found = list(fstat(number))
+            found[stat.ST_UID] += 1
+            return stored.os.stat_result(found)
+
+        monkeypatch.setattr(stored.os, "fstat", of_another)
+    assert pack() == want and len(compiled) == 2
+    monkeypatch.undo()
+    assert file.stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_relative_folder_is_ignored(tmp_path, compiled, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert pack() == pack() and len(compiled) == 1
+    assert not (tmp_path / "here").exists()
+    assert len(list((tmp_path / "home" / ".cache" / "moelab" / "kernels").iterdir())) == 1
 
 
 def test_where_nothing_can_be_stored_kernels_are_built_each_time(tmp_path, compiled, monkeypatch):
