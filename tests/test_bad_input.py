@@ -535,6 +535,15 @@ BAD_FIELDS = [
     ("memory_nbytes", 1e9, "whole number"),
     ("context", 0, "at least 1"),
     ("context", None, "whole number"),
+    ("context", 2**31, f"at most {2**31 - 256}"),
+    ("context", 2**63, "at most"),
+    ("slots", 2**31, f"at most {2**31 - 1}"),
+    ("memory_nbytes", 2**63, f"at most {2**63 - 1}"),
+    ("reserved_nbytes", 2**63, "at most"),
+    ("pinned_nbytes", 2**63, "at most"),
+    ("readers", 1025, "at most 1024"),
+    ("streams", 2**70, "at most 1024"),
+    ("top_k", 2**31, "at most"),
     ("top_k", 0, "at least 1"),
     ("top_k", -1, "at least 1"),
     ("top_k", 1.0, "whole number"),
@@ -561,6 +570,18 @@ def test_bad_stream_config(field, value, expected):
         moelab.StreamConfig(**{field: value})
     message = str(caught.value)
     assert f"StreamConfig.{field}" in message and "expected" in message and repr(value) in message
+
+
+@pytest.mark.parametrize("kernels", ["auto", "mlx"])
+def test_the_longest_context(kernels):
+    """The plan for it says what it takes, where it fits and where it does not."""
+    config = moelab.StreamConfig(context=2**31 - 256, kernels=kernels)
+    began = time.monotonic()
+    taken = moelab.plan(TINY_MOE, config, memory_nbytes=2**63 - 1).caches_nbytes
+    assert taken / (4 * 2**31) == pytest.approx(768, rel=1e-3)  # two caches, and one copied
+    with pytest.raises(ValueError, match=f"caches of {2**31 - 256} tokens 6597.* GB.*got 1.00 GB"):
+        moelab.plan(TINY_MOE, config, memory_nbytes=10**9)
+    assert time.monotonic() - began < 15
 
 
 def test_pinning_needs_slots():
