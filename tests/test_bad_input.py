@@ -6,9 +6,11 @@ with ``assert_usable``: a model that was loaded before still gives the same toke
 
 import ctypes
 import errno
+import functools
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import struct
@@ -24,6 +26,8 @@ import pytest
 from families import E, K
 from faults import patch_preadv, read_in_threads
 from greedy import greedy_logits
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import moelab
 from moelab import synthesize
@@ -367,6 +371,53 @@ def test_tokenizer_is_damaged(damage, with_tokenizer, assert_usable):
     del caught
     assert num_open() == before, "a failed load left files open"
     assert str(with_tokenizer) in message and "Download" in message and len(message) < 700
+    assert_usable()
+
+
+LORA = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
+BAD_ADAPTERS = {  # a file, and what it holds in place of its bytes
+    "a cut file": ("adapters.safetensors", lambda b: b[:-100]),
+    "a length that lies": ("adapters.safetensors", lambda b: b"\xff" * 8 + b[8:]),
+    "a header that is not JSON": ("adapters.safetensors", lambda b: b[:8] + b"x" + b[9:]),
+    "an empty file": ("adapters.safetensors", lambda b: b""),
+    "other names": ("adapters.safetensors", lambda b: b.replace(b"q_proj", b"x_proj")),
+    "another rank": ("adapter_config.json", lambda b: b.replace(b": 4", b": 5")),
+    "no rank": ("adapter_config.json", lambda b: b.replace(b": 4", b": null")),
+    "a rank too large": ("adapter_config.json", lambda b: b.replace(b": 4", b": 1099511627776")),
+    "a scale that is a text": ("adapter_config.json", lambda b: b.replace(b"10.0", b'"x"')),
+    "settings that are no JSON": ("adapter_config.json", lambda b: b[:-3]),
+    "settings that are no text": ("adapter_config.json", lambda b: b"\xff" + b),
+    "settings that are a list": ("adapter_config.json", lambda b: b"[]"),
+    "settings of nothing": ("adapter_config.json", lambda b: b"{}"),
+    "no settings": ("adapter_config.json", None),
+    "no weights": ("adapters.safetensors", None),
+}
+
+
+@pytest.mark.parametrize("damage", BAD_ADAPTERS)
+def test_adapters_are_damaged(damage, with_tokenizer, good, assert_usable):
+    adapters, (name, change) = with_tokenizer / "adapters", BAD_ADAPTERS[damage]
+    adapters.mkdir()
+    plain = families.load_resident(good)
+    linear_to_lora_layers(plain, 2, LORA)
+    weights = {n: p for n, p in tree_flatten(plain.parameters()) if ".lora_" in n}
+    mx.save_safetensors(str(adapters / "adapters.safetensors"), weights)
+    settings = json.dumps({"num_layers": 2, "lora_parameters": LORA})
+    (adapters / "adapter_config.json").write_text(settings)
+    load = functools.partial(moelab.load, with_tokenizer, moelab.StreamConfig(slots=SLOTS))
+    moelab.close(load(adapter_path=str(adapters))[0])
+    file = adapters / name
+    if change is None:
+        file.unlink()
+    else:
+        file.write_bytes(change(file.read_bytes()))
+    before = num_open()
+    with pytest.raises((moelab.CheckpointError, FileNotFoundError), match=str(adapters)) as caught:
+        load(adapter_path=str(adapters))
+    message = str(caught.value)
+    del caught
+    assert num_open() == before, "a failed load left files open"
+    assert re.search("again|leave", message) and len(message) < 700, message
     assert_usable()
 
 

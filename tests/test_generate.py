@@ -326,6 +326,7 @@ def test_a_prompt_cache_that_is_quantized(command, capsys, monkeypatch, tmp_path
         (["--draft", "no/such"], "draft 'no/such'"),
         (["--draft", str(DATA)], "config.json"),
         (["--adapter-path", "no/such"], "no/such"),
+        (["--adapter-path", str(MODEL)], "found no adapter_config.json and no adapters"),
         (["--chat-template-config", "[]"], "--chat-template-config"),
         (["--temp", "-1"], "--temp"),
         (["--top-p", "2"], "--top-p"),
