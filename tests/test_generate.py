@@ -528,6 +528,33 @@ def test_chat_with_a_system_prompt(chatty, command):
     assert "bye" in said(out)
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_chat_of_bytes_that_are_no_text(errors, capsys, monkeypatch):
+    lines = io.TextIOWrapper(io.BytesIO(b"x\nab\xff\nq\n"), "utf-8", errors)
+    monkeypatch.setattr(sys, "stdin", lines)
+    assert main(["chat", str(MODEL), *SLOTS, "--max-tokens", "2"]) == 1
+    assert "expected UTF-8 text on standard input" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_chat_with_a_long_message(capsys, monkeypatch):
+    long = "def f(x): return x + 1; " * 40
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"x\n{long}\nx".encode())))
+    options = ["--context", "128", "--prefill-step-size", "64", "--max-tokens", "2"]
+    assert main(["chat", str(MODEL), *options]) == 0
+    beyond = [s for s in capsys.readouterr().err.splitlines() if "more than the 128" in s]
+    assert len(beyond) == 2 and "--context" in beyond[0]  # a conversation stays as long as it is
+
+
+@pytest.mark.parametrize("draft", [[], ["--draft", "lookup"]], ids=str)
+def test_the_progress_of_a_long_message(draft, capsys, monkeypatch):
+    long = "def f(x): return x + 1; " * 40
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"x\n{long}".encode())))
+    options = ["--prefill-step-size", "64", "--max-tokens", "2", *draft]
+    assert main(["chat", str(MODEL), *SLOTS, *options]) == 0
+    err = capsys.readouterr().err
+    assert err.count("prompt:   0%") == 1 and "prompt: 100%" in err and "planned" not in err
+
+
 def test_what_chat_refuses(command, model_path):
     assert "no chat template" in command("chat", model_path, "--slots", 8, stdin="x\n", code=1)
     assert "several machines divide" in command("chat", MODEL, "--pipeline", code=2)
