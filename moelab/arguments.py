@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .streaming.config import CHOICES, StreamConfig
+from .streaming.config import BOUNDS, CHOICES, UNSET, StreamConfig
 
 LEAST_KV_SIZE = 5  # tokens: of a limited cache the first 4 stay
 MEASURED_SLOTS = 16  # of commands that measure, where slots="auto" would change with the machine
@@ -40,11 +40,6 @@ ENVIRONMENT = {  # the variables that ``StreamConfig.from_env`` reads for a fiel
     "slots": ("MLX_MOE_CACHE_SLOTS", "TEND_MOE_CACHE_SLOTS"),
     "top_k": ("SWIFTLM_TOP_K",),
 }
-INTEGER_FIELDS = (
-    *("slots", "memory_nbytes", "context", "reserved_nbytes", "top_k", "readers"),
-    *("pinned_nbytes", "streams"),
-)
-AUTO_FIELDS = ("slots", "streams")  # of these, those that may be "auto"
 
 
 # Types of arguments
@@ -67,6 +62,11 @@ def at_least(least: int, most: float = math.inf) -> Callable[[str], int]:
 
 
 positive, zero_or_more = at_least(1), at_least(0)
+
+
+def bounded(field: str) -> Callable[[str], int]:
+    """Whole numbers that a field of ``StreamConfig`` takes."""
+    return at_least(*BOUNDS[field])
 
 
 def between(least: float, most: float = math.inf) -> Callable[[str], float]:
@@ -265,36 +265,39 @@ def add_stream_options(
     group = parser.add_argument_group("how experts are streamed")
     group.add_argument(
         "--slots",
-        type=or_auto(positive),
+        type=or_auto(bounded("slots")),
         metavar="N",
         help=f"experts held in each layer, or auto (default: {slots})",
     )
     if slots == "auto":
         group.add_argument(
             "--memory-nbytes",
-            type=positive,
+            type=bounded("memory_nbytes"),
             metavar="BYTES",
             help="for slots auto: what may be taken (default: what there is)",
         )
         group.add_argument(
             "--context",
-            type=positive,
+            type=bounded("context"),
             metavar="N",
             help="for slots auto: tokens to leave room for (default: 4096)",
         )
     group.add_argument(
         top_k,
         dest="top_k",
-        type=positive,
+        type=bounded("top_k"),
         metavar="N",
         help="experts per token; fewer than the checkpoint's are lossy",
     )
     group.add_argument(
-        "--readers", type=positive, metavar="N", help="reads in flight at once (default: 8)"
+        "--readers",
+        type=bounded("readers"),
+        metavar="N",
+        help="reads in flight at once (default: 8)",
     )
     group.add_argument(
         "--streams",
-        type=or_auto(positive),
+        type=or_auto(bounded("streams")),
         metavar="N",
         help="MLX streams for experts (default: auto: a CPU's cores; 1 on a GPU)",
     )
@@ -313,7 +316,7 @@ def add_stream_options(
     )
     group.add_argument(
         "--pinned-nbytes",
-        type=zero_or_more,
+        type=bounded("pinned_nbytes"),
         metavar="BYTES",
         help="memory for the experts that --pinned-trace uses most (default: 0)",
     )
@@ -553,7 +556,7 @@ def _parse_fields(name, settings):
             )
         if key in changes:
             raise ValueError(f"modes: expected each field once, {key} is there twice in {name!r}")
-        if key in INTEGER_FIELDS and not (key in AUTO_FIELDS and value == "auto"):
+        if key in BOUNDS and (key, value) not in UNSET:
             if not value.isdecimal():
                 raise ValueError(f"{where}, expected a whole number")
             value = int(value)

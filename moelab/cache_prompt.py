@@ -23,7 +23,7 @@ from .arguments import (
 from .checkpoint import describe
 from .drafting import prompt_step, say_plan
 from .generate import add_loading, encode, loading_given, render
-from .kv_cache import KVCacheOptions
+from .kv_cache import KVCacheOptions, checksum
 from .speculation.target import vocabulary
 
 MODEL_KEY = "0.model"  # of the metadata that mlx-lm's save_prompt_cache writes
@@ -41,7 +41,7 @@ def cache_prompt(
 ) -> int:
     """Read a text and save the model's state after it, as ``mlx_lm.cache_prompt`` does.
 
-    ``mlx_lm.generate`` can go on from it, too.
+    ``mlx_lm.generate`` can go on from it, too. The file has a checksum, which ``generate`` checks.
 
     Args:
         model_path (str or Path): As for ``moelab.load``.
@@ -86,6 +86,7 @@ def cache_prompt(
         ):
             pass
         metadata = {"model": str(model_path), "tokenizer_config": json.dumps(known)}
+        metadata["checksum"] = checksum(cache, metadata)
         beside = file.with_name(f"{file.stem}.{os.getpid()}.safetensors")
         try:
             save_prompt_cache(str(beside), cache, metadata)

@@ -1,11 +1,13 @@
 """The command ``chat``: mlx-lm's chat in a terminal, with a streamed model."""
 
 import argparse
+import sys
 from contextlib import ExitStack
 from types import SimpleNamespace
 
 import mlx_lm
 from mlx_lm import chat as mlx_lm_chat
+from tqdm import tqdm
 
 from .arguments import (
     LEAST_KV_SIZE,
@@ -26,6 +28,9 @@ from .hooks import with_globals
 from .kv_cache import KVCacheOptions
 from .streaming.config import StreamConfig
 from .streaming.model import load
+from .streaming.session import session_of
+
+QUIET_S = 10  # between two lines of progress in a file
 
 
 class ChatUI(mlx_lm_chat.ChatUI):
@@ -36,8 +41,14 @@ class ChatUI(mlx_lm_chat.ChatUI):
         while not text.strip():
             try:
                 text = super().prompt()
+                text.encode()
             except EOFError:
                 return "q"
+            except UnicodeError as error:
+                raise ValueError(
+                    f"chat: expected UTF-8 text on standard input, got {error.reason} at position "
+                    f"{error.start}: convert it first, for example with iconv."
+                ) from error
         return text
 
 
@@ -76,6 +87,8 @@ def chat(args: argparse.Namespace, config: StreamConfig) -> None:
             return cache + (draft.make_cache() if draft else [])
 
         def answer(model, tokenizer, prompt, **kwargs):
+            _say_beyond(model, prompt, kwargs["prompt_cache"])
+            kwargs["prompt_progress_callback"] = _progress(len(prompt), args.prefill_step_size)
             return write(model, tokenizer, prompt, draft, args.num_draft_tokens, **kwargs)
 
         seams = {
@@ -91,6 +104,31 @@ def chat(args: argparse.Namespace, config: StreamConfig) -> None:
                 "this command builds on. Install mlx-lm 0.32."
             )
         with_globals(mlx_lm_chat.main, seams)()
+
+
+def _say_beyond(model, prompt, cache):
+    """Say on stderr that a conversation is longer than the memory was planned for."""
+    plan = session_of(model).plan
+    tokens = len(prompt) + max((getattr(c, "offset", 0) for c in cache), default=0)
+    if plan and tokens > plan.context:
+        print(
+            f"moelab: {tokens} tokens are more than the {plan.context} that memory is planned for, "
+            f"so that it may run short. Start with --context {tokens + 4096} for such texts.",
+            file=sys.stderr,
+        )
+
+
+def _progress(tokens, step):
+    """Shows on stderr how much of a prompt of several steps is read; quiet, if in a file."""
+    every, off = 0.1 if sys.stderr.isatty() else QUIET_S, tokens <= step
+    bar = tqdm(total=tokens, unit=" tokens", desc="prompt", mininterval=every, disable=off)
+
+    def show(done, _):
+        bar.update(done - bar.n)
+        if done >= tokens - 1:  # the last one is read with the answer
+            bar.close()
+
+    return show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

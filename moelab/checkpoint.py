@@ -395,11 +395,12 @@ def check_config(config: dict, file: Path, num_tensors: int) -> None:
                 check(f"quantization: {key}", value, f"one of {choices}", right)
 
 
-def read_header(file: Path) -> dict[str, Tensor]:
+def read_header(file: Path, remedy: str = "download it again") -> dict[str, Tensor]:
     """Read where the tensors of one safetensors file lie.
 
     Args:
         file (Path): The file.
+        remedy (str): What to do if it is damaged, for the error.
 
     Returns:
         dict[str, Tensor]: Every tensor by name.
@@ -408,10 +409,10 @@ def read_header(file: Path) -> dict[str, Tensor]:
         CheckpointError: If the header cannot be parsed, or a tensor does not lie right behind the
             one before it, inside the file and in the length of its shape.
     """
-    return _read_header(file)[0]
+    return _read_header(file, remedy)[0]
 
 
-def _read_header(file, remedy="download it again"):
+def _read_header(file, remedy):
     """The tensors of a safetensors file, and its metadata."""
 
     def wrong(what):

@@ -2,7 +2,6 @@
 
 import argparse
 import io
-import json
 import secrets
 import sys
 import zlib
@@ -13,7 +12,7 @@ from typing import TextIO
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -37,7 +36,7 @@ from .arguments import (
 )
 from .checkpoint import describe
 from .drafting import leave_room, open_draft, prompt_step, say_plan, write
-from .kv_cache import KVCacheOptions
+from .kv_cache import KVCacheOptions, open_prompt_cache
 from .speculation.target import vocabulary
 from .streaming.ranks import joined
 from .streaming.session import session_of
@@ -194,13 +193,15 @@ def generate(
     """
     out, template, config = out or sys.stdout, template or Template(), config or StreamConfig()
     kv_cache, loading, cache = kv_cache or KVCacheOptions(), dict(loading or {}), None
+    trust = loading.get("trust_remote_code", False)
     if prompt_cache_file is not None:
-        cache, tokenizer_config = open_prompt_cache(prompt_cache_file, model_path, kv_cache)
+        cache, tokenizer_config = open_prompt_cache(
+            prompt_cache_file, model_path, config, kv_cache, trust
+        )
         loading["tokenizer_config"] = tokenizer_config | (loading.get("tokenizer_config") or {})
     group = loading.get("group")
     if group is not None and group.rank():
         verbose, out = False, io.StringIO()
-    trust = loading.get("trust_remote_code", False)
     kv_cache.check(model_path, config, draft is not None, trust)
     drafted_by = draft
     if draft is not None:
@@ -215,11 +216,6 @@ def generate(
             say_plan(model)
         text = template.text(tokenizer, prompt)
         if cache is not None:
-            if len(cache) != (expected := len(make_prompt_cache(model))):
-                raise ValueError(
-                    f"{prompt_cache_file}: expected the caches of {expected} layers, got "
-                    f"{len(cache)}. Make it again with cache-prompt."
-                )
             text = template.text_after(tokenizer, prompt)
         elif kv_cache.max_kv_size is not None:
             cache = make_prompt_cache(model, kv_cache.max_kv_size)
@@ -282,51 +278,6 @@ def _check_tokens(size, tokenizer, extra_eos_tokens, sampling):
             raise ValueError(
                 f"{name} of sampling: expected less than {size} tokens, got {sampling[name]}"
             )
-
-
-def open_prompt_cache(
-    file: str | Path, model_path: str | Path, kv_cache: KVCacheOptions
-) -> tuple[list, dict]:
-    """The caches in a file of ``cache-prompt`` or of ``mlx_lm.cache_prompt``.
-
-    Args:
-        file (str or Path): The file.
-        model_path (str or Path): The model that is to go on from it.
-        kv_cache (KVCacheOptions): Those of the text that goes on.
-
-    Returns:
-        tuple[list, dict]: The caches and the ``tokenizer_config`` that they were made with.
-
-    Raises:
-        ValueError: If it is no such file, that of another model, or quantized in another way.
-    """
-    try:
-        cache, metadata = load_prompt_cache(str(file), return_metadata=True)
-        made_by, tokenizer_config = metadata["model"], json.loads(metadata["tokenizer_config"])
-        tokenizer_config.pop("trust_remote_code", None)  # that is for the user to say
-    except Exception as error:  # whatever a strange file makes of mlx-lm's code
-        raise ValueError(
-            f"{file}: expected a prompt cache, as cache-prompt writes it ({describe(error)})."
-        ) from error
-    if Path(made_by).resolve() != Path(model_path).resolve():
-        raise ValueError(
-            f"{file}: expected a prompt cache of {model_path}, it is one of {made_by}. Make it "
-            "again with cache-prompt."
-        )
-    if kv_cache.max_kv_size is not None:
-        raise ValueError(
-            f"{file}: its caches are made, so max_kv_size={kv_cache.max_kv_size} would have no "
-            "effect. Give it to cache-prompt."
-        )
-    wanted = kv_cache.kv_bits, kv_cache.kv_group_size
-    for c in cache:
-        if hasattr(c, "bits") and wanted[0] is not None and wanted != (c.bits, c.group_size):
-            raise ValueError(
-                f"{file}: its caches are quantized with kv_bits={c.bits} and "
-                f"kv_group_size={c.group_size}, expected {wanted[0]} and {wanted[1]}. Leave "
-                "kv_bits out, or make it again with cache-prompt."
-            )
-    return cache, tokenizer_config
 
 
 def _needed(model):

@@ -1,14 +1,26 @@
-"""Key-value caches as mlx-lm's options ask for them: of a limited size, or quantized."""
+"""Key-value caches as mlx-lm's options ask for them, or as a prompt cache file holds them."""
 
 import argparse
+import json
+import sys
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, maybe_quantize_kv_cache
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import (
+    CacheList,
+    QuantizedKVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+)
 
-from .checkpoint import Checkpoint, describe
+from .checkpoint import Checkpoint, describe, read_header
 from .streaming.build import build_model
 from .streaming.config import StreamConfig
 from .streaming.model import find
@@ -102,3 +114,160 @@ class KVCacheOptions:
                 f"kv_bits={self.kv_bits}: expected key-value caches, {family} has none that mlx-lm "
                 "quantizes. Leave it out."
             )
+
+
+# Prompt cache files
+
+
+def checksum(caches: list, metadata: dict[str, str]) -> str:
+    """Tells the caches of a damaged file from those that were saved.
+
+    Args:
+        caches (list): One for each layer.
+        metadata (dict[str, str]): What is saved with them; a ``checksum`` in it does not count.
+    """
+    known = {name: text for name, text in metadata.items() if name != "checksum"}
+    crc = zlib.crc32(json.dumps(known, sort_keys=True).encode())
+    for name, value in tree_flatten([[type(c).__name__, c.state] for c in caches]):
+        described = value
+        if isinstance(value, mx.array):
+            described = value.dtype, value.shape
+            crc = zlib.crc32(np.array(value.reshape(-1).view(mx.uint8)), crc)
+        crc = zlib.crc32(f"{name}: {described}".encode(), crc)
+    return f"crc32 {crc:08x}"
+
+
+def open_prompt_cache(
+    file: str | Path,
+    model_path: str | Path,
+    config: StreamConfig,
+    kv_cache: KVCacheOptions,
+    trust_remote_code: bool = False,
+) -> tuple[list, dict]:
+    """The caches in a file of ``cache-prompt`` or of ``mlx_lm.cache_prompt``.
+
+    The latter's has no checksum, which is said on stderr.
+
+    Args:
+        file (str or Path): The file.
+        model_path (str or Path): The model that is to go on from it.
+        config (StreamConfig): As for ``moelab.load``.
+        kv_cache (KVCacheOptions): Those of the text that goes on.
+        trust_remote_code (bool): As for ``moelab.load``.
+
+    Returns:
+        tuple[list, dict]: The caches and the ``tokenizer_config`` that they were made with.
+
+    Raises:
+        ValueError: If it is no such file, damaged, that of another model, or quantized in another
+            way.
+    """
+    again = "Make it again with cache-prompt."
+    try:
+        held = read_header(Path(file), "make it again")
+        cache, metadata = load_prompt_cache(str(file), return_metadata=True)
+        made_by, tokenizer_config = metadata["model"], json.loads(metadata["tokenizer_config"])
+        tokenizer_config.pop("trust_remote_code", None)  # that is for the user to say
+        if held.keys() != {name for name, _ in tree_flatten([c.state for c in cache])}:
+            raise ValueError("it holds other arrays than those of its caches")
+        expected, found = metadata.get("checksum"), checksum(cache, metadata)
+    except Exception as error:  # whatever a strange file makes of mlx-lm's code
+        raise ValueError(
+            f"{file}: expected a prompt cache, as cache-prompt writes it ({describe(error)}). "
+            f"{again}"
+        ) from error
+    if expected not in (None, found):
+        raise ValueError(
+            f"{file}: expected what cache-prompt wrote, with checksum {expected}, got {found}: the "
+            f"file is damaged. {again}"
+        )
+    if Path(made_by).resolve() != Path(model_path).resolve():
+        raise ValueError(
+            f"{file}: expected a prompt cache of {model_path}, it is one of {made_by}. {again}"
+        )
+    if kv_cache.max_kv_size is not None:
+        raise ValueError(
+            f"{file}: its caches are made, so max_kv_size={kv_cache.max_kv_size} would have no "
+            "effect. Give it to cache-prompt."
+        )
+    wanted = kv_cache.kv_bits, kv_cache.kv_group_size
+    for c in cache:
+        if hasattr(c, "bits") and wanted[0] is not None and wanted != (c.bits, c.group_size):
+            raise ValueError(
+                f"{file}: its caches are quantized with kv_bits={c.bits} and "
+                f"kv_group_size={c.group_size}, expected {wanted[0]} and {wanted[1]}. Leave "
+                "kv_bits out, or make it again with cache-prompt."
+            )
+    checkpoint = Checkpoint(find(model_path))
+    model = build_model(checkpoint, config, trust_remote_code=trust_remote_code)[0]
+    try:
+        _check_caches(cache, model, checkpoint)
+    except Exception as error:  # a size or a number of bits may be anything
+        raise ValueError(
+            f"{file}: its caches are not those of {model_path}: {describe(error)}. {again}"
+        ) from error
+    if expected is None:
+        print(
+            f"moelab: {file}: without a checksum, as mlx_lm.cache_prompt writes it: damage to its "
+            "numbers would not be noticed",
+            file=sys.stderr,
+        )
+    return cache, tokenizer_config
+
+
+def _check_caches(caches, model, checkpoint):
+    """Refuse caches that the model would not have after a text; kernels trust their shapes."""
+    limits = {c.max_size for c in caches if isinstance(c, RotatingKVCache)}
+    made = make_prompt_cache(model, limits.pop() if limits else None)
+    if len(caches) != len(made):
+        raise ValueError(f"expected the caches of {len(made)} layers, got {len(caches)}")
+    if checkpoint.try_out(model, made) is None:
+        return
+    lengths = set()
+    for i, (cache, like) in enumerate(zip(caches, made)):
+        if isinstance(cache, QuantizedKVCache) and hasattr(like, "to_quantized"):
+            like = like.to_quantized(cache.group_size, cache.bits)
+        _check_cache(f"layer {i}", cache, like, lengths)
+    if len(lengths) > 1:
+        raise ValueError(f"expected layers of one length, got {sorted(lengths)} tokens")
+
+
+def _check_cache(where, cache, like, lengths):
+    """Refuse a cache unless it is of a kind and size with one of two tokens."""
+
+    def expect(right, wanted, got):
+        if not right:
+            raise ValueError(f"{where}: expected {wanted}, got {got}")
+
+    expect(type(cache) is type(like), type(like).__name__, type(cache).__name__)
+    if isinstance(like, CacheList):
+        expect(len(cache.caches) == len(like.caches), len(like.caches), len(cache.caches))
+        for i, pair in enumerate(zip(cache.caches, like.caches)):
+            _check_cache(f"{where}, {i}", *pair, lengths)
+        return
+    held, usual = (dict(tree_flatten(c.state)) for c in (cache, like))
+    expect(held.keys() == usual.keys(), f"{len(usual)} values", len(held))
+    tokens = set()
+    for name, value in usual.items():
+        got = held[name]
+        expect(type(got) is type(value), type(value).__name__, type(got).__name__)
+        if not isinstance(value, mx.array):
+            continue
+        floating = [mx.issubdtype(a.dtype, mx.floating) for a in (got, value)]
+        expect(all(floating) or got.dtype == value.dtype, value.dtype, got.dtype)
+        shape = list(value.shape)
+        expect(got.ndim == len(shape), shape, list(got.shape))
+        if hasattr(like, "keys"):
+            shape[-2] = got.shape[-2]
+            tokens.add(shape[-2])
+        elif not any(floating):  # a state of token ids
+            shape[-1] = got.shape[-1]
+        expect(list(got.shape) == shape, shape, list(got.shape))
+    for name, value in vars(like).items():
+        if type(value) is int and name not in ("offset", "_idx", "start_position"):
+            expect(vars(cache)[name] == value, f"{name} {value}", vars(cache)[name])
+    if tokens:
+        expect(len(tokens) == 1, "keys for as many tokens as values", sorted(tokens))
+        end = getattr(cache, "_idx", cache.offset - getattr(cache, "start_position", 0))
+        expect(0 < end <= min(*tokens, cache.offset), f"1 to {min(tokens)} tokens", cache.offset)
+        lengths.add(cache.offset)

@@ -6,9 +6,11 @@ with ``assert_usable``: a model that was loaded before still gives the same toke
 
 import ctypes
 import errno
+import functools
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import struct
@@ -24,6 +26,8 @@ import pytest
 from families import E, K
 from faults import patch_preadv, read_in_threads
 from greedy import greedy_logits
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import moelab
 from moelab import synthesize
@@ -370,6 +374,53 @@ def test_tokenizer_is_damaged(damage, with_tokenizer, assert_usable):
     assert_usable()
 
 
+LORA = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
+BAD_ADAPTERS = {  # a file, and what it holds in place of its bytes
+    "a cut file": ("adapters.safetensors", lambda b: b[:-100]),
+    "a length that lies": ("adapters.safetensors", lambda b: b"\xff" * 8 + b[8:]),
+    "a header that is not JSON": ("adapters.safetensors", lambda b: b[:8] + b"x" + b[9:]),
+    "an empty file": ("adapters.safetensors", lambda b: b""),
+    "other names": ("adapters.safetensors", lambda b: b.replace(b"q_proj", b"x_proj")),
+    "another rank": ("adapter_config.json", lambda b: b.replace(b": 4", b": 5")),
+    "no rank": ("adapter_config.json", lambda b: b.replace(b": 4", b": null")),
+    "a rank too large": ("adapter_config.json", lambda b: b.replace(b": 4", b": 1099511627776")),
+    "a scale that is a text": ("adapter_config.json", lambda b: b.replace(b"10.0", b'"x"')),
+    "settings that are no JSON": ("adapter_config.json", lambda b: b[:-3]),
+    "settings that are no text": ("adapter_config.json", lambda b: b"\xff" + b),
+    "settings that are a list": ("adapter_config.json", lambda b: b"[]"),
+    "settings of nothing": ("adapter_config.json", lambda b: b"{}"),
+    "no settings": ("adapter_config.json", None),
+    "no weights": ("adapters.safetensors", None),
+}
+
+
+@pytest.mark.parametrize("damage", BAD_ADAPTERS)
+def test_adapters_are_damaged(damage, with_tokenizer, good, assert_usable):
+    adapters, (name, change) = with_tokenizer / "adapters", BAD_ADAPTERS[damage]
+    adapters.mkdir()
+    plain = families.load_resident(good)
+    linear_to_lora_layers(plain, 2, LORA)
+    weights = {n: p for n, p in tree_flatten(plain.parameters()) if ".lora_" in n}
+    mx.save_safetensors(str(adapters / "adapters.safetensors"), weights)
+    settings = json.dumps({"num_layers": 2, "lora_parameters": LORA})
+    (adapters / "adapter_config.json").write_text(settings)
+    load = functools.partial(moelab.load, with_tokenizer, moelab.StreamConfig(slots=SLOTS))
+    moelab.close(load(adapter_path=str(adapters))[0])
+    file = adapters / name
+    if change is None:
+        file.unlink()
+    else:
+        file.write_bytes(change(file.read_bytes()))
+    before = num_open()
+    with pytest.raises((moelab.CheckpointError, FileNotFoundError), match=str(adapters)) as caught:
+        load(adapter_path=str(adapters))
+    message = str(caught.value)
+    del caught
+    assert num_open() == before, "a failed load left files open"
+    assert re.search("again|leave", message) and len(message) < 700, message
+    assert_usable()
+
+
 def test_config_and_weights_disagree(damaged, assert_usable):
     config = json.loads((damaged / "config.json").read_text())
     (damaged / "config.json").write_text(json.dumps({**config, "num_experts": E + 1}))
@@ -535,6 +586,15 @@ BAD_FIELDS = [
     ("memory_nbytes", 1e9, "whole number"),
     ("context", 0, "at least 1"),
     ("context", None, "whole number"),
+    ("context", 2**31, f"at most {2**31 - 256}"),
+    ("context", 2**63, "at most"),
+    ("slots", 2**31, f"at most {2**31 - 1}"),
+    ("memory_nbytes", 2**63, f"at most {2**63 - 1}"),
+    ("reserved_nbytes", 2**63, "at most"),
+    ("pinned_nbytes", 2**63, "at most"),
+    ("readers", 1025, "at most 1024"),
+    ("streams", 2**70, "at most 1024"),
+    ("top_k", 2**31, "at most"),
     ("top_k", 0, "at least 1"),
     ("top_k", -1, "at least 1"),
     ("top_k", 1.0, "whole number"),
@@ -561,6 +621,18 @@ def test_bad_stream_config(field, value, expected):
         moelab.StreamConfig(**{field: value})
     message = str(caught.value)
     assert f"StreamConfig.{field}" in message and "expected" in message and repr(value) in message
+
+
+@pytest.mark.parametrize("kernels", ["auto", "mlx"])
+def test_the_longest_context(kernels):
+    """The plan for it says what it takes, where it fits and where it does not."""
+    config = moelab.StreamConfig(context=2**31 - 256, kernels=kernels)
+    began = time.monotonic()
+    taken = moelab.plan(TINY_MOE, config, memory_nbytes=2**63 - 1).caches_nbytes
+    assert taken / (4 * 2**31) == pytest.approx(768, rel=1e-3)  # two caches, and one copied
+    with pytest.raises(ValueError, match=f"caches of {2**31 - 256} tokens 6597.* GB.*got 1.00 GB"):
+        moelab.plan(TINY_MOE, config, memory_nbytes=10**9)
+    assert time.monotonic() - began < 15
 
 
 def test_pinning_needs_slots():

@@ -21,7 +21,7 @@ from moelab import DATA, chat, generate, synthesize
 from moelab import cache_prompt as cache_prompt_command
 from moelab.__main__ import main
 from moelab.generate import Template
-from moelab.kv_cache import KVCacheOptions
+from moelab.kv_cache import KVCacheOptions, open_prompt_cache
 
 MODEL = DATA / "models/tiny-moe"
 SLOTS = ("--slots", "16")
@@ -274,6 +274,84 @@ def test_prompt_cache_files_that_are_none(command, tmp_path, random_tiny_moe):
     assert "something else" in command(*make, tmp_path / "folder.safetensors", code=1)
 
 
+def replaced(name, change):
+    return lambda arrays, about: ({**arrays, name: change(arrays[name])}, about)
+
+
+def called(place, name):
+    return lambda arrays, about: (arrays, {**about, f"1.{place}": name})
+
+
+CHANGES = {  # of a file's arrays and metadata; of tiny-moe's layers, 0 has a state, 7 keys, values
+    "a class that is not there": called(7, "NoCache"),
+    "a function for a class": called(7, "make_prompt_cache"),
+    "the class of a state": called(7, "ArraysCache"),
+    "the class of keys": called(0, "KVCache"),
+    "no keys": lambda arrays, about: ({n: a for n, a in arrays.items() if n != "7.0"}, about),
+    "a layer too many": lambda arrays, about: (
+        {**arrays, **{f"8.{i}": arrays[f"7.{i}"] for i in range(3)}},
+        {**about, "1.8": "KVCache", "2.15.0": "8.2", "2.15.1": "scalar"},
+    ),
+    "a stranger's array": lambda arrays, about: ({**arrays, "99.0": mx.zeros(3)}, about),
+    "smaller heads": replaced("7.0", lambda a: a[..., :-1]),
+    "fewer keys than values": replaced("7.0", lambda a: a[:, :, :200]),
+    "two texts": replaced("7.0", lambda a: mx.concatenate([a, a])),
+    "keys that are whole numbers": replaced("7.0", lambda a: a.astype(mx.int32)),
+    "too many tokens": replaced("7.2", lambda a: a + 1000),
+    "no token": replaced("7.2", lambda a: a * 0),
+    "other tokens than the others": replaced("7.2", lambda a: a - 1),
+    "part of a token": replaced("7.2", lambda a: a + 0.5),
+    "a smaller state": replaced("0.0.1", lambda a: a[:, :-1]),  # the kernels would read beyond it
+    "other numbers": replaced("0.0.1", lambda a: -a),
+}
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory):
+    """The arrays and the metadata of a prompt cache file."""
+    file = tmp_path_factory.mktemp("cached") / "p.safetensors"
+    config = moelab.StreamConfig(slots=16)
+    cache_prompt_command.cache_prompt(MODEL, PROMPT[:-10], file, config)
+    return mx.load(str(file), return_metadata=True)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_prompt_cache_that_is_damaged(change, cached, command, tmp_path):
+    """With its checksum, or by the shapes that the model's caches have. One error names the file.
+
+    Other numbers of the right shapes in a file without a checksum are used, which stderr says.
+    """
+    arrays, about = CHANGES[change](*cached)
+    file = tmp_path / "p.safetensors"
+    use = ["generate", MODEL, *SLOTS, "--prompt", "x", "--max-tokens", 2]
+    mx.save_safetensors(str(file), arrays, about)
+    said = command(*use, "--prompt-cache-file", file, code=1)
+    assert str(file) in said and "Make it again with cache-prompt" in said
+    about = {n: t for n, t in about.items() if n != "0.checksum"}
+    mx.save_safetensors(str(file), arrays, about)
+    found = command(*use, "--prompt-cache-file", file, code=int(change != "other numbers"))
+    assert change == "other numbers" or (str(file) in found and "Make it again" in found)
+
+
+def test_bytes_of_a_prompt_cache_that_changed(cached, tmp_path, capsys):
+    arrays, about = cached
+    file, options = tmp_path / "p.safetensors", (moelab.StreamConfig(slots=16), KVCacheOptions())
+    for checked in (True, False):
+        about = about if checked else {n: t for n, t in about.items() if n != "0.checksum"}
+        mx.save_safetensors(str(file), arrays, about)
+        assert len(open_prompt_cache(file, MODEL, *options)[0]) == 8
+        assert ("damage to its numbers would not be noticed" in capsys.readouterr().err) != checked
+    mx.save_safetensors(str(file), *cached)
+    content = file.read_bytes()
+    for at in range(8 + int.from_bytes(content[:8], "little"), len(content), len(content) // 20):
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(ValueError, match=f"{file}: .*the file is damaged. Make it again"):
+            open_prompt_cache(file, MODEL, *options)
+    file.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match=f"{file}: .*truncated.*Make it again"):
+        open_prompt_cache(file, MODEL, *options)
+
+
 @pytest.mark.parametrize("how", [KeyboardInterrupt, RuntimeError("no space")])
 def test_a_prompt_cache_is_replaced_when_the_new_one_is_complete(
     how, command, tmp_path, monkeypatch
@@ -326,6 +404,7 @@ def test_a_prompt_cache_that_is_quantized(command, capsys, monkeypatch, tmp_path
         (["--draft", "no/such"], "draft 'no/such'"),
         (["--draft", str(DATA)], "config.json"),
         (["--adapter-path", "no/such"], "no/such"),
+        (["--adapter-path", str(MODEL)], "found no adapter_config.json and no adapters"),
         (["--chat-template-config", "[]"], "--chat-template-config"),
         (["--temp", "-1"], "--temp"),
         (["--top-p", "2"], "--top-p"),
@@ -447,6 +526,33 @@ def test_chat(draft, command):
 def test_chat_with_a_system_prompt(chatty, command):
     out = command("chat", chatty, *SLOTS, "--max-tokens", 4, "--system-prompt", "S", stdin="x\nq\n")
     assert "bye" in said(out)
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_chat_of_bytes_that_are_no_text(errors, capsys, monkeypatch):
+    lines = io.TextIOWrapper(io.BytesIO(b"x\nab\xff\nq\n"), "utf-8", errors)
+    monkeypatch.setattr(sys, "stdin", lines)
+    assert main(["chat", str(MODEL), *SLOTS, "--max-tokens", "2"]) == 1
+    assert "expected UTF-8 text on standard input" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_chat_with_a_long_message(capsys, monkeypatch):
+    long = "def f(x): return x + 1; " * 40
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"x\n{long}\nx".encode())))
+    options = ["--context", "128", "--prefill-step-size", "64", "--max-tokens", "2"]
+    assert main(["chat", str(MODEL), *options]) == 0
+    beyond = [s for s in capsys.readouterr().err.splitlines() if "more than the 128" in s]
+    assert len(beyond) == 2 and "--context" in beyond[0]  # a conversation stays as long as it is
+
+
+@pytest.mark.parametrize("draft", [[], ["--draft", "lookup"]], ids=str)
+def test_the_progress_of_a_long_message(draft, capsys, monkeypatch):
+    long = "def f(x): return x + 1; " * 40
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"x\n{long}".encode())))
+    options = ["--prefill-step-size", "64", "--max-tokens", "2", *draft]
+    assert main(["chat", str(MODEL), *SLOTS, *options]) == 0
+    err = capsys.readouterr().err
+    assert err.count("prompt:   0%") == 1 and "prompt: 100%" in err and "planned" not in err
 
 
 def test_what_chat_refuses(command, model_path):

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass, replace
 
 from .. import kernels
+from ..checkpoint import MAX_DIMENSION
 from .slots import POLICIES
 
 MODES = ("resident", "serial", "buffers", "stacked", "fused")
@@ -16,6 +17,18 @@ CHOICES = {  # of the fields that take one of several names
     "scales": ("streamed", "resident"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "kernels": ("auto", "mlx", "fast"),
+}
+# More bytes than any machine has; more threads help no disk, and streams no processor.
+MOST_NBYTES, MOST_THREADS = 2**63 - 1, 1024
+BOUNDS = {  # the least and the most of the fields that take a whole number
+    "slots": (1, MAX_DIMENSION - 1),
+    "memory_nbytes": (1, MOST_NBYTES),
+    "context": (1, MAX_DIMENSION - 256),  # mlx-lm's key-value caches grow by 256 tokens
+    "reserved_nbytes": (0, MOST_NBYTES),
+    "top_k": (1, MAX_DIMENSION - 1),
+    "readers": (1, MOST_THREADS),
+    "pinned_nbytes": (0, MOST_NBYTES),
+    "streams": (1, MOST_THREADS),
 }
 UNSET = (("slots", "auto"), ("memory_nbytes", None), ("top_k", None), ("streams", "auto"))
 
@@ -74,7 +87,7 @@ class StreamConfig:
             ``fused``; needs cuda-bindings, and host memory for all experts. Default: ``disk``.
 
     Raises:
-        ValueError: If a field is not one of the above.
+        ValueError: If a field is not one of the above, or a number outside ``BOUNDS``.
     """
 
     mode: str = "fused"
@@ -117,11 +130,14 @@ class StreamConfig:
                 f"StreamConfig.prefetch: {self.prefetch!r} needs slots to read into, got mode "
                 f"{self.mode!r}. Use mode 'stacked' or 'fused', or prefetch 'none'."
             )
-        for name in ("pinned_nbytes", "reserved_nbytes"):
+        for name, (least, most) in BOUNDS.items():
             value = getattr(self, name)
-            if type(value) is not int or value < 0:
+            if (name, value) in UNSET:
+                continue
+            if type(value) is not int or not least <= value <= most:
                 raise ValueError(
-                    f"StreamConfig.{name}: expected a whole number of at least 0, got {value!r}."
+                    f"StreamConfig.{name}: expected a whole number of at least {least} and at most "
+                    f"{most}, got {value!r}."
                 )
         for name in ("pinned_trace", "ranks_trace"):
             file = getattr(self, name)
@@ -144,14 +160,6 @@ class StreamConfig:
                 f"hottest, got {self.pinned_nbytes} and none. Set pinned_trace to the file of a "
                 "trace recorded with this model (moelab.record)."
             )
-        for name in ("slots", "memory_nbytes", "context", "readers", "top_k", "streams"):
-            value = getattr(self, name)
-            if (name, value) in UNSET:
-                continue
-            if type(value) is not int or value < 1:
-                raise ValueError(
-                    f"StreamConfig.{name}: expected a whole number of at least 1, got {value!r}."
-                )
 
     @classmethod
     def checked(cls, config: "StreamConfig | None") -> "StreamConfig":
@@ -218,15 +226,16 @@ class StreamConfig:
             ValueError: If a variable has a wrong value, or two contradict each other.
         """
 
-        def number(name, least, most=None):
+        def number(name, least, most):
             text = os.environ[name]
             try:
                 value = int(text)
             except ValueError:
                 value = None
-            if value is None or value < least or (most is not None and value > most):
-                of = f"of at least {least}" if most is None else f"from {least} to {most}"
-                raise ValueError(f"{name}: expected a whole number {of}, got {text!r}.")
+            if value is None or not least <= value <= most:
+                raise ValueError(
+                    f"{name}: expected a whole number from {least} to {most}, got {text!r}."
+                )
             return value
 
         def switch(name):
@@ -237,7 +246,7 @@ class StreamConfig:
             raise ValueError("MLX_MOE_FUSE_GATEUP=1 needs MLX_MOE_STACKED=1 as well.")
         found = {"mode": "fused" if fuse else "stacked" if stacked else "buffers"}
         names = ("MLX_MOE_CACHE_SLOTS", "TEND_MOE_CACHE_SLOTS")
-        slots = {name: number(name, 1) for name in names if name in os.environ}
+        slots = {name: number(name, *BOUNDS["slots"]) for name in names if name in os.environ}
         if len(set(slots.values())) > 1:
             raise ValueError(
                 f"{' and '.join(f'{k}={v}' for k, v in slots.items())}: expected the same number "
@@ -246,5 +255,5 @@ class StreamConfig:
         if slots:
             found["slots"] = next(iter(slots.values()))
         if "SWIFTLM_TOP_K" in os.environ:
-            found["top_k"] = number("SWIFTLM_TOP_K", 1)
+            found["top_k"] = number("SWIFTLM_TOP_K", *BOUNDS["top_k"])
         return cls(**found | fields)

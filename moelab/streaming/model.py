@@ -19,7 +19,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import kernels
-from ..checkpoint import Checkpoint, CheckpointError, describe, read_json
+from ..checkpoint import Checkpoint, CheckpointError, describe, read_header, read_json
 from ..experts import expert_modules, expert_parameters, locate_experts, read_experts
 from . import host
 from .build import activation_dtype, build_model, pinned_experts, place_experts, stays_resident
@@ -185,7 +185,9 @@ def load(
         also the model's configuration.
 
     Raises:
-        CheckpointError: If the files are damaged or their experts cannot be streamed.
+        CheckpointError: If the files are damaged or their experts cannot be streamed, or if the
+            adapters are another model's.
+        FileNotFoundError: If there are no adapters in ``adapter_path``.
         ValueError: If ``config`` does not fit the model, or the model does not fit in memory.
         RankError: If the ranks differ in files, settings or versions, or one of them failed.
     """
@@ -362,12 +364,26 @@ def _evaluate(model):
 
 
 def _load_adapters(model, path):
-    file = Path(path) / "adapters.safetensors"
-    if isinstance(model, StreamedModel) and file.is_file():
-        model._refuse_experts(mx.load(str(file)))
-    mlx_lm_utils.load_adapters(model, path)
-    model.eval()
-    _evaluate(model)
+    settings, weights = (Path(path) / f for f in ("adapter_config.json", "adapters.safetensors"))
+    if missing := [file.name for file in (settings, weights) if not file.is_file()]:
+        raise FileNotFoundError(
+            f"{path}: expected a folder with adapters, as mlx_lm.lora writes it, found no "
+            f"{' and no '.join(missing)} there. Give another, or leave the adapters out."
+        )
+    given, names = read_json(settings).get("lora_parameters"), read_header(weights)
+    if isinstance(model, StreamedModel):
+        model._refuse_experts(names)
+    try:
+        if given and not isinstance(given.get("scale", 1), (int, float)):
+            raise ValueError(f"a scale of {given['scale']!r}")  # mlx-lm uses it in a call only
+        mlx_lm_utils.load_adapters(model, path)
+        model.eval()
+        _evaluate(model)
+    except Exception as e:  # whatever strange settings make of mlx-lm's code
+        raise CheckpointError(
+            f"{path}: expected adapters of this model, mlx-lm cannot load them: {describe(e)}. "
+            "Train them again with mlx_lm.lora, or leave them out."
+        ) from e
 
 
 def close(model: nn.Module) -> None:

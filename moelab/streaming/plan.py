@@ -388,8 +388,13 @@ def _grown(cache, context):
     keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
         return cache.nbytes * -(-context // 2)  # a family's own
-    for first in range(2, context, PROMPT_TOKENS):
-        num = min(PROMPT_TOKENS, context - first)
+    # Only in a cache of a limited size does the length of a chunk matter; once full, it stays so.
+    limit, chunk = getattr(cache, "max_size", None), context
+    if limit is not None:
+        chunk = PROMPT_TOKENS
+        context = min(context, limit + chunk + (context - limit) % chunk)
+    for first in range(2, context, chunk):
+        num = min(chunk, context - first)
         shapes = [(*a.shape[:2], num, a.shape[-1]) for a in (keys, values)]
         cache.update_and_fetch(*(mx.zeros(shape, keys.dtype) for shape in shapes))
     return cache.nbytes

@@ -10,7 +10,8 @@ rows over K first, less would be sent. But logits would differ by some 1e-5, and
 (``data/results/cpu_ranks_joins.json``).
 
 All ranks must make the same collective calls in the same order. What decides about them is the
-same everywhere: settings and files are compared at load, the routing of every call with its rows.
+same everywhere: settings, headers and samples of the weights are compared at load (see ``facts``),
+the routing of every call with its rows.
 """
 
 import faulthandler
@@ -19,12 +20,13 @@ import json
 import os
 import platform
 import re
+import subprocess
 import sys
 import threading
 import weakref
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
@@ -39,10 +41,19 @@ from .placement import by_number
 # process ends is noticed at once; this is for one that hangs. MLX cannot stop waiting.
 PATIENCE_S = 120  # in a layer, in which the others may have much to read and compute
 LOADING_S = 600  # while they load
+SAY_S = 8  # until a rank says on stderr that it waits for the others to start or to load
 LOOK_S = 0.5  # between two looks at the clock
 OWN_MEMORY = ("memory_nbytes", "reserved_nbytes")  # fields that may differ between ranks
 SAMPLES, SAMPLE_NBYTES = 64, 64  # of a checkpoint's tensors, to tell models of one shape apart
 SETTINGS = (".json", ".jinja", ".txt", ".model", ".py")  # of files that ranks must have alike
+# Says the first line after SAY_S, the second at the end, unless its standard input is closed first.
+SAYS = """
+import select, sys
+for after, line in zip(map(float, sys.argv[1::2]), sys.argv[2::2]):
+    if select.select([0], [], [], after)[0]:
+        break
+    print(line, file=sys.stderr, flush=True)
+"""
 TRANSPORT = re.compile(r"\[(ring|nccl|jaccl|mpi)\]")  # how MLX's messages about other ranks begin
 
 
@@ -53,6 +64,10 @@ class RankError(OSError):
 def joined() -> mx.distributed.Group | None:
     """The ranks that were started with this one, by ``mlx.launch`` for example.
 
+    MLX cannot tell a rank that has ended from one that is yet to start. After ``SAY_S`` a line on
+    stderr names the ranks that this one waits for, after ``LOADING_S`` another, and the process
+    ends with status 1.
+
     Returns:
         mx.distributed.Group or None: None if this process is alone.
 
@@ -62,20 +77,43 @@ def joined() -> mx.distributed.Group | None:
     file = os.environ.get("MLX_HOSTFILE")
     if file and Path(file).is_file() and not Path(file).read_text().strip():
         del os.environ["MLX_HOSTFILE"]  # of ``mlx.launch -n 1``, which MLX does not take
-    launched = "MLX_RANK" in os.environ
-    if launched:  # MLX waits for the others without end, and no other thread of Python runs
-        faulthandler.dump_traceback_later(LOADING_S, exit=True)
     try:
-        group = mx.distributed.init()
+        with _saying() if "MLX_RANK" in os.environ else nullcontext():
+            group = mx.distributed.init()
     except RuntimeError as e:
         raise RankError(
             f"rank {os.environ.get('MLX_RANK')}: expected to reach the other ranks, MLX does not: "
             f"{e}. Look at the hostfile, and at whether its ports are free and open."
         ) from e
-    finally:
-        if launched:
-            faulthandler.cancel_dump_traceback_later()
     return group if group.size() > 1 else None
+
+
+@contextmanager
+def _saying():
+    """A time in which MLX waits for the others without end, and no other thread of Python runs."""
+    rank, others = os.environ["MLX_RANK"], "the other ranks"
+    with suppress(OSError, ValueError, TypeError):  # another backend's file, or none
+        hosts = json.loads(Path(os.environ.get("MLX_HOSTFILE", "")).read_text())
+        at = [f"rank {i} at {', '.join(host)}" for i, host in enumerate(hosts) if str(i) != rank]
+        others = " and ".join(at)
+    lines = [
+        str(SAY_S),
+        f"moelab: rank {rank} waits for {others} to join: was each of them started, and does it "
+        f"still run? In {LOADING_S - SAY_S} s this one ends",
+        str(LOADING_S - SAY_S),
+        f"moelab: rank {rank}: expected {others} to join within {LOADING_S} s, not all did. Look "
+        "at their messages and at the hostfile, and start all of them again.",
+    ]
+    with (
+        open(os.devnull, "w") as nowhere,
+        subprocess.Popen([sys.executable, "-IS", "-c", SAYS, *lines], stdin=subprocess.PIPE) as say,
+    ):
+        faulthandler.dump_traceback_later(LOADING_S + 1, exit=True, file=nowhere)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            say.kill()
 
 
 class Ranks:
@@ -97,6 +135,7 @@ class Ranks:
         self._checks = None  # of the last one: the layer's path, what each rank said, what this did
         self._until = None  # when to give the others up
         self._patience_s = 0.0
+        self._said = False  # whether stderr knows that this one waits for the others to load
         self._closed = threading.Event()
         watch = threading.Thread(target=_watch, args=(weakref.ref(self), self._closed), daemon=True)
         watch.start()
@@ -309,8 +348,17 @@ class Ranks:
         )
 
     def _look(self):
-        until = self._until
-        if until is not None and monotonic() > until:
+        until, loads = self._until, self._patience_s == LOADING_S
+        if until is None:
+            return
+        if loads and not self._said and monotonic() > until - LOADING_S + SAY_S:
+            self._said = True
+            print(
+                f"moelab: rank {self.rank} of {self.size} waits for the others to load",
+                file=sys.stderr,
+                flush=True,
+            )
+        if monotonic() > until:
             print(
                 f"moelab: rank {self.rank} of {self.size}: no answer from the other ranks for "
                 f"{self._patience_s:.0f} s: this one ends, too.",
@@ -329,7 +377,7 @@ def _watch(ranks, closed):
 
 
 def facts(checkpoint: Checkpoint, config: object, model_config: dict | None) -> dict[str, str]:
-    """What must be the same on all ranks, for ``Ranks.compare``.
+    """What must be the same on all ranks, for ``Ranks.compare``; of the weights, samples.
 
     Args:
         checkpoint (Checkpoint): The files.
@@ -362,7 +410,11 @@ def _digest_of_files(path):
 
 
 def _digest(checkpoint):
-    """Tells checkpoints apart by their headers, their config.json and bytes of some tensors."""
+    """Tells checkpoints apart by their headers, their config.json and bytes of some tensors.
+
+    So other numbers in one expert of one rank's file may not be noticed: reading all bytes would
+    take as long as copying the model. A checksum of the files on each machine compares all.
+    """
     tensors = {**checkpoint.tensors, **checkpoint.packed}
     names = sorted(tensors)
     described = [(n, tensors[n].shape, str(tensors[n].dtype), tensors[n].nbytes) for n in names]

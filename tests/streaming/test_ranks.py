@@ -155,3 +155,16 @@ def test_routing_that_differs(checkpoints, tmp_path):
     """Machines that round differently may choose other experts: an error, not another text."""
     found = endings(checkpoints, ("one", SETTINGS, "other"), tmp_path)
     assert all("the machines round differently" in rank.err for rank in found), found
+
+
+def test_a_rank_that_loads_for_long(tmp_path):
+    """The other says soon that it waits."""
+    program = (
+        "import time; from moelab.streaming import ranks; ranks.SAY_S = 1; "
+        "r = ranks.Ranks.of(ranks.joined()); time.sleep({}); r.gather(1)"
+    )
+    commands = [["-c", program.format(seconds)] for seconds in (0, 4)]
+    first, other = ranks.finish(ranks.start(commands, tmp_path), 60)
+    assert first.code == other.code == 0, (first, other)
+    assert first.err.count("rank 0 of 2 waits for the others to load") == 1
+    assert "to load" not in other.err
