@@ -1,6 +1,7 @@
 """Concurrent reads of file ranges, straight into MLX buffers.
 
-Every byte of a streamed expert passes through ``Reader.start`` or ``Reader.read_here``. ``preadv``
+On a CPU, experts are read by ``Reader.start`` or ``Reader.read_here``. On CUDA the GPU then copies
+what was read (``cuda``), and ``StreamConfig(source="host")`` reads each expert once. ``preadv``
 writes into the memory of an evaluated MLX array and releases the GIL, so a few Python threads keep
 an SSD busy. The ranges of a call with slots (``Ranges``) are read by one call of native code
 (``native``). On Linux the calling thread first takes what the page cache holds. This also starts
@@ -342,8 +343,8 @@ def read_ranges(reads: Iterable[Read], arrived: int | None = None, direct: bool 
         except OSError as e:
             raise ReadError(
                 e.errno,
-                f"{r}: {e.strerror}. Try again with a new prompt cache; the model can be "
-                "called. If it fails again, check the disk.",
+                f"{r}: {e.strerror}. Try again with a new prompt cache; load again if this "
+                "happened while loading, or with ranks. If it fails again, check the disk.",
             ) from e
         if got != r.nbytes:
             raise ReadError(

@@ -6,7 +6,9 @@ policy by how often an expert was used is a line of ``RANKS``: ``StreamConfig``,
 and so do the tests (``tests/replay/test_eviction.py`` compares engine and replay; what a policy
 means is tested in ``tests/streaming/test_properties.py``, by a test of its own). Name it in
 ``StreamConfig``'s docstring, too. A policy that needs to know more changes ``SlotTable._victim``,
-and its line of ``SCORES`` overrides the one that ``RANKS`` gives.
+and its line of ``SCORES`` overrides the one that ``RANKS`` gives. ``SlotTable.lend``
+goes by ``lru`` whatever the policy is, and a GPU chooses slots by itself (``host``) for ``lru``
+alone.
 """
 
 import copy
