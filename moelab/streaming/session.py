@@ -180,7 +180,7 @@ class Session:
         self._error = None  # that exception, with ranks
         self._prompt_tokens = 0  # since a token was decoded
         self._in_use = config.slots  # fewer while slots lend their memory to a prompt
-        self._told = config.slots  # fewer: a warning said that no more are left
+        self._told = config.slots  # as the last warning said
         self._caches = []  # of the prompt that is being computed
         self._part = 0  # tokens of the last call that began
         self._look_s = 0.0  # when to look at the memory again
@@ -347,11 +347,12 @@ class Session:
         self.config = replace(self.config, slots=kept)
         if kept > slots:
             self._told = kept
-        if fitting >= self._told:
+        told = self._told
+        if fitting >= told - told // 8:  # a line for each eighth
             return
         self._told = kept if fitting >= kept else 0  # if none is left to give back, say so once
-        missing = (slots - fitting) * sum(self.plan.expert_nbytes)
-        what = f"slots {slots} -> {kept}" if kept < slots else f"no more than {slots} slots left"
+        missing = (told - fitting) * sum(self.plan.expert_nbytes)
+        what = f"slots {told} -> {kept}" if kept < told else f"no more than {kept} slots left"
         warnings.warn(
             f"memory is short by {missing / 1e6:.0f} MB: {what} in each layer. Other programs, or "
             f"a text longer than the {self.plan.context} tokens planned for (StreamConfig.context),"

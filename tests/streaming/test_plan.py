@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -504,6 +505,55 @@ def test_a_process_that_fills_its_cgroup_gives_slots_back_and_is_not_killed():
     slots = list(map(int, done.stdout.split()))
     assert slots == sorted(slots, reverse=True) and slots[0] > 16 >= slots[-1] >= 8
     assert "memory is short" in done.stderr and len(slots) == 120
+
+
+SHRUNK = """
+import sys, moelab, mlx_lm
+from moelab.memory import memory_in_cgroups
+model, tokenizer = moelab.load(sys.argv[1])
+ids = tokenizer.encode(open(sys.argv[2]).read())
+def text(n):
+    return [r.token for r in mlx_lm.stream_generate(model, tokenizer, ids[:n], max_tokens=24)]
+text(20)
+print(memory_in_cgroups(), flush=True)
+input()
+print(*text(700))
+"""
+
+
+def test_a_cgroup_whose_limit_is_lowered_gets_slots_back(tmp_path):
+    """Between two calls, so that the next prompt may not take what was there before."""
+    file = max((TINY_MOE / "heldout").glob("*.py"))
+    argv = [sys.executable, "-c", SHRUNK, str(TINY_MOE), str(file)]
+    try:
+        with limit.limited(215 * MB) as (prepared, _):
+            if prepared.group is None:
+                pytest.skip("this process cannot make a cgroup whose limit it could lower")
+            told = tmp_path / "told"
+            with (
+                told.open("w") as out,
+                subprocess.Popen(
+                    argv,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=out,
+                    preexec_fn=prepared.before_exec,
+                    text=True,
+                ) as process,
+            ):
+                left = int(process.stdout.readline() or 0)
+                assert left > 29 * MB, told.read_text()
+                names = ("memory.max", "memory.limit_in_bytes")
+                (set_to,) = [f for name in names if (f := prepared.group / name).exists()]
+                set_to.write_text(str(int(set_to.read_text()) - left + 29 * MB))
+                got, _ = process.communicate("go\n")
+    except limit.NoLimit as e:
+        pytest.skip(str(e))
+    assert process.returncode == 0 and "memory is short" in told.read_text(), told.read_text()
+    model, tokenizer = moelab.load(TINY_MOE, moelab.StreamConfig(slots=64))
+    with model:
+        ids = tokenizer.encode(file.read_text())[:700]
+        assert greedy_logits(model, ids, 23).argmax(-1).tolist() == list(map(int, got.split()))
 
 
 HOLES = """
