@@ -343,8 +343,8 @@ def read_ranges(reads: Iterable[Read], arrived: int | None = None, direct: bool 
         except OSError as e:
             raise ReadError(
                 e.errno,
-                f"{r}: {e.strerror}. Try again with a new prompt cache; load again if this "
-                "happened while loading, or with ranks. If it fails again, check the disk.",
+                f"{r}: {e.strerror}. Try again with a new prompt cache; ranks start again. If it "
+                "fails again, check the disk.",
             ) from e
         if got != r.nbytes:
             raise ReadError(
