@@ -9,7 +9,7 @@ from .streaming.config import StreamConfig
 from .streaming.footprint import Footprint, footprint
 from .streaming.model import close, load
 from .streaming.plan import Plan, plan
-from .streaming.reader import ReadError
+from .streaming.reading.file import ReadError
 from .streaming.record import record
 from .streaming.session import Stats, stats
 from .streaming.trace import Trace, TraceError

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from .checkpoint import Checkpoint, describe, read_header
+from .checkpoint import Checkpoint, describe, read_header, try_out
 from .streaming.build import build_model
 from .streaming.config import StreamConfig
 from .streaming.model import find
@@ -98,11 +98,11 @@ class KVCacheOptions:
                 )
             return
         cache = make_prompt_cache(model)
-        checkpoint.try_out(model, cache)
+        try_out(checkpoint, model, cache)
         before = list(cache)
         try:
             maybe_quantize_kv_cache(cache, 0, self.kv_group_size, self.kv_bits)
-            checkpoint.try_out(model, cache)
+            try_out(checkpoint, model, cache)
         except Exception as error:  # whatever a family's code, or mlx-lm's, raises
             error = error.__cause__ or error
             raise ValueError(
@@ -221,7 +221,7 @@ def _check_caches(caches, model, checkpoint):
     made = make_prompt_cache(model, limits.pop() if limits else None)
     if len(caches) != len(made):
         raise ValueError(f"expected the caches of {len(made)} layers, got {len(caches)}")
-    if checkpoint.try_out(model, made) is None:
+    if try_out(checkpoint, model, made) is None:
         return
     lengths = set()
     for i, (cache, like) in enumerate(zip(caches, made)):

@@ -28,8 +28,10 @@ from .checkpoint import (
     PAGE_NBYTES,
     Checkpoint,
     CheckpointError,
+    mlx_lm_model,
     packed_header,
     packing_order,
+    try_out,
 )
 from .experts import expert_modules, expert_parameters, locate_experts
 from .partial import begin, finish
@@ -64,8 +66,8 @@ def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
         raise CheckpointError(
             f"{source.path}: its experts are packed already, there is nothing to do."
         )
-    loaded, config = source.build()
-    source.try_out(loaded)
+    loaded, config = mlx_lm_model(source)
+    try_out(source, loaded)
     experts = expert_modules(loaded)
     if not experts:
         raise CheckpointError(

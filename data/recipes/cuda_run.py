@@ -51,8 +51,9 @@ from moelab.repack import repack
 from moelab.replay.locality import lru_hit_rate, recorded_trace
 from moelab.speculation import gated_delta
 from moelab.speculation.drafts import ModelDraft
-from moelab.streaming import cuda, native
+from moelab.streaming import cuda
 from moelab.streaming.layers import Stacked
+from moelab.streaming.reading import native
 from moelab.streaming.session import Session
 from moelab.synthesize import synthesize
 

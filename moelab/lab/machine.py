@@ -29,7 +29,7 @@ from .. import DATA, kernels
 from ..arguments import not_empty
 from ..checkpoint import CheckpointError
 from ..memory import memory_available, memory_limit
-from ..streaming import native
+from ..streaming.reading import native
 from .oscache import drop_pages
 
 MIN_MEMORY_NBYTES = 3 << 30  # tiny-moe, JupyterLab and a browser

@@ -2,8 +2,8 @@
 
 The way of an expert's bytes, one module for each step:
 
-    checkpoint.py, experts.py    where the bytes of every expert lie in the files
-    streaming/reader.py          reads them, several at once, and checks what arrived
+    checkpoint/, experts.py      where the bytes of every expert lie in the files
+    streaming/reading/           reads them, several at once, and checks what arrived
     streaming/slots.py           which expert is in which slot, the memory of the slots, eviction
     streaming/layers.py          the MoE layer of each mode, which reads what it misses and computes
     streaming/prefetch.py        reads before the layer is called

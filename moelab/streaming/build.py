@@ -12,7 +12,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from .. import kernels
-from ..checkpoint import Checkpoint, CheckpointError, describe
+from ..checkpoint import Checkpoint, CheckpointError, describe, mlx_lm_model, try_out
 from ..experts import expert_modules, expert_parameters, num_experts
 from .config import SLOT_MODES, StreamConfig
 from .placement import balanced
@@ -56,7 +56,7 @@ def build_model(
 
     def build(changes):
         try:
-            return checkpoint.build(changes, trust_remote_code=trust_remote_code)
+            return mlx_lm_model(checkpoint, changes, trust_remote_code=trust_remote_code)
         finally:
             # The random weights that mlx-lm begins with are never evaluated, and the state of
             # mx.random keeps 120 kB of their graph for each load until it is.
@@ -88,7 +88,7 @@ def build_model(
             f"{checkpoint.path}: a {own.get('model_type')} model has no experts (expected "
             "SwitchGLU or SwitchMLP modules, found none). Load it with mlx_lm.load."
         )
-    checkpoint.try_out(model)
+    try_out(checkpoint, model)
     return model, model_config, top_k
 
 

@@ -25,8 +25,10 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from . import native
-from .reader import Ranges, Read, Reader, check_unchanged, files_of, read_ranges
+from .reading import native
+from .reading.file import check_unchanged
+from .reading.ranges import Ranges, Read, files_of, read_ranges
+from .reading.reader import Reader
 
 try:
     from cuda.bindings import runtime

@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from ..memory import memory_available
 from . import cuda
-from .reader import Read, Reader
+from .reading.ranges import Read
+from .reading.reader import Reader
 from .session import Session, Stats
 from .slots import SlotBank, SlotTable
 

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from .. import kernels
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, try_out
 from ..experts import expert_modules, expert_parameters, num_experts
 from ..memory import memory_in_cgroups, memory_on_gpu
 from .build import activation_dtype, build_model, stays_resident
@@ -354,7 +354,7 @@ def _arrays_nbytes(tokens, token_nbytes, logits_nbytes):
 def _caches(model, checkpoint, context):
     """Bytes of a text's caches, of the largest recurrent state, and the words of the vocabulary."""
     caches = make_prompt_cache(model)
-    logits = checkpoint.try_out(model, caches)
+    logits = try_out(checkpoint, model, caches)
     if logits is None:
         return 0, 0, 0
     states = [c.nbytes for c in _leaves(caches) if isinstance(c, ArraysCache)]

@@ -16,7 +16,8 @@ import mlx.nn as nn
 import numpy as np
 
 from ..hooks import hooked
-from .reader import Reader, ReadError
+from .reading.file import ReadError
+from .reading.reader import Reader
 from .slots import SlotBank
 from .trace import Trace
 

@@ -22,7 +22,7 @@ from . import cuda
 from .config import StreamConfig
 from .plan import BESIDE_NBYTES, FEW_TOKENS, LEAST_PROMPT_TOKENS, Plan, memory_now
 from .ranks import RankError, Ranks
-from .reader import Reader
+from .reading.reader import Reader
 from .slots import can_lend
 
 # Tokens that count as a long prompt. When decoding begins after one, free memory is

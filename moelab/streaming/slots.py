@@ -34,8 +34,9 @@ from mlx_lm.models.switch_layers import (
 from .. import kernels
 from ..checkpoint import GATE_UP, ExpertTensor, packing_order
 from ..experts import expert_parameters
-from .native import COLUMNS, COUNT, IOV, NBYTES, OFFSET
-from .reader import File, Ranges, Read
+from .reading.file import File
+from .reading.native import COLUMNS, COUNT, IOV, NBYTES, OFFSET
+from .reading.ranges import Ranges, Read
 
 
 def _count(count):

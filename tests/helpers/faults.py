@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from moelab.streaming import native, reader
+from moelab.streaming.reading import native, reader
 
 
 def patch_preadv(patch: pytest.MonkeyPatch, preadv: Callable) -> None:

@@ -20,9 +20,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.repack import repack
-from moelab.streaming import cuda, host, layers, native, reader, slots
+from moelab.streaming import cuda, host, layers, slots
 from moelab.streaming.model import load_model
-from moelab.streaming.reader import ReadError
+from moelab.streaming.reading import native, reader
+from moelab.streaming.reading.file import ReadError
 from moelab.streaming.session import session_of
 
 PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moelab
-from moelab.streaming import reader
 from moelab.streaming.model import load_model
+from moelab.streaming.reading import reader
 from moelab.streaming.session import session_of
 from moelab.streaming.slots import POLICIES, SlotTable
 

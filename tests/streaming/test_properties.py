@@ -22,7 +22,7 @@ from moelab.checkpoint import DTYPES, Checkpoint, read_header
 from moelab.streaming import layers
 from moelab.streaming.layers import Stacked, expert_layers
 from moelab.streaming.model import load_model
-from moelab.streaming.reader import Reader
+from moelab.streaming.reading.reader import Reader
 from moelab.streaming.session import session_of
 from moelab.streaming.slots import POLICIES, SlotTable
 

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from moelab.kernels import code
 from moelab.lab import oscache
-from moelab.streaming import native, reader
-from moelab.streaming.reader import AHEAD_NBYTES, Ranges, Read, Reader, ReadError, read_ranges
+from moelab.streaming.reading import native, reader
+from moelab.streaming.reading.file import File, ReadError
+from moelab.streaming.reading.ranges import Ranges, Read, read_ranges
+from moelab.streaming.reading.reader import AHEAD_NBYTES, Reader
 
 SIZE = 200_000
 
@@ -81,7 +83,7 @@ def test_native_code_reads_what_python_reads(file, places):
     """Any ranges, also past the end: the same bytes, or the same error."""
 
     def read(native_code):
-        reads, error = ask(reader.File(file), places), None
+        reads, error = ask(File(file), places), None
         try:
             read_ranges(Ranges.of(reads) if native_code else reads)
         except ReadError as e:
@@ -166,7 +168,7 @@ def test_a_read_that_fails_is_named(n, nowait, file, of_8, monkeypatch):
     )
     fd = os.open(file, os.O_WRONLY)
     opened = of_8.open(file)
-    broken = reader.File(file)
+    broken = File(file)
     if nowait and not broken.has_nowait:  # it is asked once, here with a good descriptor
         pytest.skip("this file system cannot say what is cached")
     broken.fd = fd

@@ -22,7 +22,7 @@ from moelab.streaming import layers, parallel
 from moelab.streaming.layers import Stacked
 from moelab.streaming.model import load_model
 from moelab.streaming.prefetch import Job
-from moelab.streaming.reader import Reader
+from moelab.streaming.reading.reader import Reader
 from moelab.streaming.session import session_of
 from moelab.streaming.slots import POLICIES, FusedSwitchGLU, PaddedLinear, is_short
 

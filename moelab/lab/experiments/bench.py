@@ -30,7 +30,7 @@ from ...arguments import (
     zero_or_more,
 )
 from ...memory import memory_available
-from ...streaming import native
+from ...streaming.reading import native
 from .. import machine, oscache, records, timing
 from ..decode import decode, encode
 from ..models import folder

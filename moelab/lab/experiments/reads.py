@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mlx_lm.utils import load_model
 from tqdm import tqdm
 
 from ...arguments import add_json, add_model, add_number, positive, several
-from ...checkpoint import Checkpoint
+from ...checkpoint import Checkpoint, mlx_lm_model
 from ...experts import expert_modules, locate_experts
-from ...streaming.reader import Read, Reader
+from ...streaming.reading.ranges import Read
+from ...streaming.reading.reader import Reader
 from ...streaming.slots import ranges
 from .. import machine, oscache, records, timing
 from ..models import folder
@@ -114,7 +114,7 @@ def bench_reads(
 def _experts_of_largest_file(path):
     """The largest file with experts, and the parts of each layer's experts in it."""
     checkpoint = Checkpoint(path)
-    model, _ = load_model(path, lazy=True, get_model_classes=checkpoint.model_classes)
+    model, _ = mlx_lm_model(checkpoint)
     located = locate_experts(model, checkpoint)
     if not located:
         raise ValueError(f"{path}: no experts that can be read in place")

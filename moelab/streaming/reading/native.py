@@ -14,8 +14,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..kernels import code
-from ..kernels.code import I32, I64, Code, ir
+from ...kernels import code
+from ...kernels.code import I32, I64, Code, ir
 
 # The columns of a table of reads: file descriptor and first byte, address and number of the iovecs
 # (address and bytes of the memory), bytes, and what ``preadv`` returned.

@@ -1,0 +1,43 @@
+"""A model folder: where each tensor lies in its files, and mlx-lm's model of it.
+
+A checkpoint is a folder of safetensors files. Their headers are read and checked here, the
+tensors are not. ``python -m moelab repack`` writes a second layout (``packed``), in which the
+experts of a layer have a file of their own.
+"""
+
+from .builder import mlx_lm_model, try_out
+from .checkpoint import Checkpoint
+from .config import check_config
+from .files import CheckpointError, describe, read_json, regular_file, shorten
+from .headers import (
+    DTYPES,
+    MAX_DIMENSION,
+    ExpertTensor,
+    Tensor,
+    merge_headers,
+    read_header,
+)
+from .packed import GATE_UP, JOURNAL, PAGE_NBYTES, packed_header, packing_order
+
+__all__ = [
+    "DTYPES",
+    "GATE_UP",
+    "JOURNAL",
+    "MAX_DIMENSION",
+    "PAGE_NBYTES",
+    "Checkpoint",
+    "CheckpointError",
+    "ExpertTensor",
+    "Tensor",
+    "check_config",
+    "describe",
+    "merge_headers",
+    "mlx_lm_model",
+    "packed_header",
+    "packing_order",
+    "read_header",
+    "read_json",
+    "regular_file",
+    "shorten",
+    "try_out",
+]

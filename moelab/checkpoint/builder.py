@@ -1,0 +1,117 @@
+"""mlx-lm's model of a model folder, built without reading its weights."""
+
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm import utils as mlx_lm_utils
+
+from .checkpoint import Checkpoint
+from .files import CheckpointError, describe
+
+
+def model_classes(checkpoint: Checkpoint, config: dict) -> tuple[type, type]:
+    """The classes for mlx-lm's ``load_model``, with placeholders for packed experts.
+
+    The model's ``sanitize`` also refuses scales that do not fit their layer: mlx-lm infers a
+    group size from them and divides by it, and a division by 0 would end the process.
+
+    Args:
+        checkpoint (Checkpoint): The model folder.
+        config (dict): As mlx-lm hands it over.
+
+    Returns:
+        tuple[type, type]: The class of the model and that of its arguments.
+    """
+    cls, args = mlx_lm_utils._get_classes(config)
+    for name, field in getattr(args, "__dataclass_fields__", {}).items():
+        # check_config refuses a 0. Some families have truth values under such names.
+        if "group" in name and config.get(name) is False and "int" in str(field.type):
+            raise CheckpointError(
+                f"{checkpoint.path / 'config.json'}: {name}: expected a number, got False. "
+                "Download it again."
+            )
+    placeholders = {
+        path: mx.broadcast_to(mx.zeros((), t.dtype), (len(t.offsets), *t.shape))
+        for path, t in checkpoint.packed.items()
+    }
+
+    def sanitize(model, weights):
+        inherited = getattr(super(checked, model), "sanitize", lambda weights: weights)
+        weights = {**inherited(weights), **placeholders}
+        for path, module in model.named_modules():
+            scales, packed = (weights.get(f"{path}.{name}") for name in ("scales", "weight"))
+            own = module.get("weight") if hasattr(module, "to_quantized") else None
+            if own is None or scales is None or packed is None or packed.dtype != mx.uint32:
+                continue
+            if not 0 < scales.shape[-1] <= own.shape[-1]:
+                raise CheckpointError(
+                    f"{checkpoint.path}: {path}: expected scales that fit the layer {own.shape} of "
+                    f"config.json, got {scales.shape}. Download it again."
+                )
+        return weights
+
+    methods = {"sanitize": sanitize, "__module__": cls.__module__}
+    checked = type(cls.__name__, (cls,), methods)
+    return checked, args
+
+
+def mlx_lm_model(
+    checkpoint: Checkpoint, model_config: dict | None = None, **kwargs
+) -> tuple[nn.Module, dict]:
+    """Build mlx-lm's model. Its weights are lazy, none is read.
+
+    Args:
+        checkpoint (Checkpoint): The model folder.
+        model_config (dict or None): As for ``mlx_lm.utils.load_model``.
+        kwargs: ``trust_remote_code``, as for ``mlx_lm.utils.load_model``.
+
+    Returns:
+        tuple[nn.Module, dict]: The model and its configuration.
+
+    Raises:
+        CheckpointError: If mlx-lm cannot build it from the files.
+    """
+    try:
+        return mlx_lm_utils.load_model(
+            checkpoint.path,
+            lazy=True,
+            model_config=model_config,
+            get_model_classes=partial(model_classes, checkpoint),
+            **kwargs,
+        )
+    except CheckpointError:
+        raise
+    except Exception as e:  # a family's code may raise anything
+        raise CheckpointError(
+            f"{checkpoint.path}: mlx-lm cannot build it from its config.json and tensors: "
+            f"{describe(e)}. Download it again."
+        ) from e
+
+
+def try_out(checkpoint: Checkpoint, model: nn.Module, cache: list | None = None) -> mx.array | None:
+    """Call the model on two tokens and evaluate nothing.
+
+    MLX checks types and shapes when an operation is called, before it is evaluated.
+
+    Args:
+        checkpoint (Checkpoint): The model folder.
+        model (nn.Module): From ``mlx_lm_model``.
+        cache (list or None): As ``make_prompt_cache`` makes it.
+
+    Returns:
+        mx.array or None: The logits; None if the family needs a kernel that this machine does
+        not have.
+
+    Raises:
+        CheckpointError: If the call fails.
+    """
+    try:
+        return model(mx.zeros((1, 2), mx.int32), cache=cache)
+    except Exception as e:
+        if "_kernel]" in str(e):
+            return None
+        raise CheckpointError(
+            f"{checkpoint.path}: mlx-lm cannot call the model that its config.json describes: "
+            f"{describe(e)}. Download it again."
+        ) from e

@@ -1,0 +1,88 @@
+"""A model folder: its files, their tensors and its configuration."""
+
+import os
+from pathlib import Path
+
+from mlx_lm.utils import load_config
+
+from .config import check_config
+from .files import CheckpointError, describe, read_json, regular_file, shorten
+from .headers import merge_headers, read_header
+from .packed import JOURNAL, read_packed
+
+
+class Checkpoint:
+    """The tensors of a model folder, each with its place on disk.
+
+    Args:
+        path (str or Path): A folder as ``mlx_lm.load`` takes it.
+
+    Attributes:
+        path (Path): As above.
+        config (dict): The folder's ``config.json``.
+        tensors (dict[str, Tensor]): Every tensor by its name in the files.
+        packed (dict[str, ExpertTensor]): The experts' parameters by their path in the model, if
+            ``python -m moelab repack`` wrote the folder; else empty.
+
+    Raises:
+        CheckpointError: If a file is missing or truncated, or its header does not fit it.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if (self.path / JOURNAL).exists():
+            raise CheckpointError(
+                f"{self.path}: an unfinished copy that an interrupted 'python -m moelab repack' "
+                "left. Run the same command again, it goes on from there."
+            )
+        for entry in self.path.iterdir() if self.path.is_dir() else ():
+            if entry.exists() and not entry.is_dir():
+                regular_file(entry)
+        if not (self.path / "config.json").is_file():
+            raise CheckpointError(
+                f"{self.path}: expected a model folder with a config.json, found none. "
+                "Give the folder that mlx_lm.load would take."
+            )
+        for file in ("config.json", "generation_config.json", "hf_quant_config.json"):
+            if (self.path / file).exists():  # all that mlx-lm reads
+                read_json(self.path / file)
+        self.config = load_config(self.path)
+        plain = {file: read_header(file) for file in self._files()}
+        packed = {
+            file: read_packed(file) for file in sorted(self.path.glob("experts-*.safetensors"))
+        }
+        merge_headers(plain | packed)
+        self.tensors, self.packed = merge_headers(plain), merge_headers(packed)
+        check_config(self.config, self.path / "config.json", len(self.tensors) + len(self.packed))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors together."""
+        experts = sum(t.nbytes * len(t.offsets) for t in self.packed.values())
+        return experts + sum(t.nbytes for t in self.tensors.values())
+
+    def _files(self):
+        # The files that mlx-lm reads. The index only says which of them must exist.
+        files = sorted(self.path.glob("model*.safetensors"))
+        index = self.path / "model.safetensors.index.json"
+        if index.is_file():
+            content = read_json(index)
+            try:
+                named = sorted(set(content["weight_map"].values()))
+                missing = [n for n in named if not os.path.isfile(self.path / n)]
+            except (ValueError, KeyError, AttributeError, TypeError) as e:
+                raise CheckpointError(
+                    f"{index}: expected JSON with a 'weight_map' from tensors to files, got "
+                    f"{describe(e)}. Download it again."
+                ) from e
+            if missing:
+                raise CheckpointError(
+                    f"{index} names {len(named)} files, of which {len(missing)} are not in the "
+                    f"folder: {shorten(', '.join(missing[:3]))}. Download them again."
+                )
+        if not files:
+            raise CheckpointError(
+                f"{self.path}: expected model*.safetensors, found none. Give the folder "
+                "that mlx_lm.load would take."
+            )
+        return files

@@ -1,0 +1,150 @@
+"""An open file, and whether it has changed since."""
+
+import fcntl
+import os
+import struct
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+
+from . import native
+
+F_RDADVISE = 44  # of macOS; Python does not name it
+
+_byte = bytearray(1)  # for reads that only ask whether a byte is there
+
+
+class ReadError(OSError):
+    """A read failed, came back short, or its file changed while it was in use."""
+
+
+class File:
+    """An open file and its size and times then. It is closed with the last reference to it.
+
+    Args:
+        path (Path): The file.
+
+    Attributes:
+        path (Path): As above.
+        fd (int): The file descriptor.
+        stamp (tuple[int, int, int]): What ``stat`` said when it was opened.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.fd = os.open(path, os.O_RDONLY)
+        self._close_direct = lambda: None
+        self._close = weakref.finalize(self, os.close, self.fd)
+        # Experts are read whole and in no order, so the bytes behind one are not needed next.
+        # Without readahead Linux also requests all of a long read from the disk at once.
+        self.set_readahead(False)
+        self.stamp, self._links = self.stat(), os.fstat(self.fd).st_nlink
+
+    def __str__(self):
+        return str(self.path)
+
+    def close(self) -> None:
+        """Close it. A second call does nothing."""
+        for close in (self._close, self._close_direct):
+            close()
+
+    def set_readahead(self, on: bool) -> None:
+        """Let the system read more of the file than is asked for, or not.
+
+        Args:
+            on (bool): Off when a file is opened. Without effect where the system takes no advice.
+        """
+        if hasattr(os, "posix_fadvise"):
+            advice = os.POSIX_FADV_NORMAL if on else os.POSIX_FADV_RANDOM
+            os.posix_fadvise(self.fd, 0, 0, advice)
+        elif hasattr(fcntl, "F_RDAHEAD"):  # macOS
+            fcntl.fcntl(self.fd, fcntl.F_RDAHEAD, int(on))
+
+    def read_ahead(self, offset: int, nbytes: int) -> None:
+        """Let the system read a range into the page cache. Without effect where it takes no advice.
+
+        Args:
+            offset (int): The first byte.
+            nbytes (int): The length.
+        """
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+        elif hasattr(fcntl, "F_RDAHEAD"):  # macOS
+            with suppress(OSError):
+                fcntl.fcntl(self.fd, F_RDADVISE, struct.pack("qi", offset, nbytes))
+
+    def stat(self) -> tuple[int, int, int]:
+        """The size in bytes, and the times of the last write (mtime) and change (ctime) in ns."""
+        return _stamp(os.fstat(self.fd))
+
+    @cached_property
+    def direct(self) -> int | None:
+        """A descriptor that reads past the page cache; None where that is not possible."""
+        if native.direct_loop() is None:
+            return None
+        try:  # the same file, even if its name is another's by now
+            fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_DIRECT)
+        except OSError:
+            return None
+        self._close_direct = weakref.finalize(self, os.close, fd)
+        return fd
+
+    @cached_property
+    def has_nowait(self) -> bool:
+        """Whether a read can take what the page cache holds and not wait for the rest."""
+        if not native.NOWAIT:
+            return False
+        try:
+            os.preadv(self.fd, [_byte], 0, native.NOWAIT)
+        except BlockingIOError:  # the byte is not in the page cache
+            return True
+        except OSError:  # the file system cannot say
+            return False
+        return True
+
+    def is_cached(self, offset: int) -> bool:
+        """Whether the page cache holds a byte; False where the system cannot say.
+
+        Args:
+            offset (int): The byte.
+        """
+        try:
+            return self.has_nowait and os.preadv(self.fd, [_byte], offset, native.NOWAIT) == 1
+        except OSError:
+            return False
+
+    def changed(self) -> bool:
+        """Whether the file's content may have changed since it was opened.
+
+        A write can put the mtime back, but not the ctime. The ctime also changes when a link to
+        the file is made or removed, as when the file is replaced: then its content is the same.
+        """
+        s = os.fstat(self.fd)
+        now, links = _stamp(s), s.st_nlink
+        if now[:2] == self.stamp[:2] and links != self._links:
+            self.stamp, self._links = now, links
+        return now != self.stamp
+
+
+def _stamp(s):
+    return s.st_size, s.st_mtime_ns, s.st_ctime_ns
+
+
+def check_unchanged(files: Iterable[File]) -> None:
+    """Raise if a file has changed since it was opened.
+
+    Args:
+        files (Iterable[File]): Files that have been read.
+
+    Raises:
+        ReadError: For the first that has.
+    """
+    for file in files:
+        if file.changed():
+            raise ReadError(
+                f"{file.path}: changed while it was streamed: expected size, mtime and ctime "
+                f"{file.stamp}, got {file.stat()}. Writing to it, chmod, chown and rename "
+                "count as changes. Load the model again."
+            )

@@ -1,0 +1,193 @@
+"""Ranges of files, and the memory that they are read into."""
+
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from . import native
+from .file import File, ReadError
+
+
+class Read(NamedTuple):
+    """One range of a file and the memory that it is read into.
+
+    Attributes:
+        file (File): From ``Reader.open``.
+        offset (int): The first byte.
+        nbytes (int): The length.
+        views (list[memoryview]): Writable bytes, filled one after the other.
+        tensor (str): The tensor that is read, for messages.
+        expert (int): The expert that it belongs to, for messages.
+        parts (Sequence[tuple[int, int]]): Address and bytes of the memory behind the views, if the
+            bytes may get there as a copy (``UploadingReader``).
+    """
+
+    file: File
+    offset: int
+    nbytes: int
+    views: list[memoryview]
+    tensor: str = "bytes"
+    expert: int = -1
+    parts: Sequence[tuple[int, int]] = ()
+
+    def __str__(self):
+        return f"{self.file.path}: {self.tensor}, expert {self.expert}, offset {self.offset}"
+
+
+class Ranges(Sequence):
+    """Reads as a table for native code. Each ``Read`` is made when it is asked for.
+
+    Args:
+        table (np.ndarray): ``[n, len(native.COLUMNS)]``, int64.
+        nbytes (int): The bytes of all of them.
+        files (Collection[File]): The files that they are in.
+        reads (Callable): Returns them as a list.
+        parts (Sequence): The ``parts`` of each.
+
+    Attributes:
+        table, nbytes, files, parts: As above.
+    """
+
+    def __init__(
+        self,
+        table: np.ndarray,
+        nbytes: int,
+        files: Collection[File],
+        reads: Callable[[], list[Read]],
+        parts: Sequence[Sequence[tuple[int, int]]] = (),
+    ):
+        self.table, self.nbytes, self.files, self._make = table, nbytes, files, reads
+        self.parts = parts
+
+    @classmethod
+    def of(cls, reads: Sequence[Read]) -> "Ranges":
+        """A table of reads.
+
+        Args:
+            reads (Sequence[Read]): The reads.
+        """
+        iovecs = [(native.address_of(view), len(view)) for r in reads for view in r.views]
+        iovecs = np.array(iovecs, np.int64)
+        rows, at = [], native.address_of(iovecs)
+        for r in reads:
+            rows.append((r.file.fd, r.offset, at, len(r.views), r.nbytes, 0))
+            at += len(r.views) * iovecs[0].nbytes
+        files, nbytes = {r.file for r in reads}, sum(r.nbytes for r in reads)
+        ranges = cls(np.array(rows, np.int64), nbytes, files, lambda: reads)
+        ranges.iovecs = iovecs  # the table has their addresses
+        return ranges
+
+    @cached_property
+    def _reads(self):
+        return self._make()
+
+    def __len__(self):
+        return len(self.table)
+
+    def __getitem__(self, i):
+        return self._reads[i]
+
+    def between(self, first: int, last: int) -> "Ranges":
+        """Some of them, from ``first`` to before ``last``."""
+        table = self.table[first:last]
+        nbytes = int(table[:, native.NBYTES].sum())
+        parts = self.parts[first:last]
+        return Ranges(table, nbytes, self.files, lambda: self[first:last], parts)
+
+    def read_direct(self) -> Sequence[Read]:
+        """Read them past the page cache.
+
+        Returns:
+            Sequence[Read]: Those of which not all bytes were read.
+        """
+        direct = {file.fd: file.direct for file in self.files}
+        if native.direct_loop() is None or None in direct.values():
+            return self
+        table = self.table.copy()
+        table[:, native.FD] = [direct[fd] for fd in table[:, native.FD].tolist()]
+        if native.read_direct(table):
+            return ()
+        return self._left(table)
+
+    def read(self, flags: int = 0, arrived: int | None = None) -> Sequence[Read]:
+        """Read them in native code, as ``native.read`` does.
+
+        Args:
+            flags (int): For ``native.read``; with ``NOWAIT`` several threads read.
+            arrived (int or None): For ``native.read`` without flags.
+
+        Returns:
+            Sequence[Read]: Those of which not all bytes were read; all without native code.
+        """
+        if native.loop() is None:
+            return self
+        if flags:  # what is copied from the page cache keeps a core busy
+            read = native.read_shared(self.table, flags)
+        else:
+            read = native.read(self.table, flags, arrived)
+        return () if read else self._left(self.table)
+
+    def _left(self, table):
+        """Those that a table with its ``GOT`` filled in says are not read."""
+        left = np.flatnonzero(table[:, native.GOT] != table[:, native.NBYTES])
+        table = self.table[left]
+        nbytes = int(table[:, native.NBYTES].sum())
+        return Ranges(table, nbytes, self.files, lambda: [self[i] for i in left])
+
+
+def files_of(reads: Sequence[Read]) -> Collection[File]:
+    """The files that ranges are in."""
+    return reads.files if isinstance(reads, Ranges) else {r.file for r in reads}
+
+
+def nbytes_of(reads: Sequence[Read]) -> int:
+    """The bytes of ranges."""
+    return reads.nbytes if isinstance(reads, Ranges) else sum(r.nbytes for r in reads)
+
+
+def read_ranges(reads: Iterable[Read], arrived: int | None = None, direct: bool = False) -> None:
+    """Read ranges one after the other.
+
+    What native code has not read whole is read again here, or raises.
+
+    Args:
+        reads (Iterable[Read]): The ranges, in native code if they are ``Ranges``.
+        arrived (int or None): The address of a uint32 that native code sets to 1 after the last.
+        direct (bool): Past the page cache, where that is possible and they are ``Ranges``.
+
+    Raises:
+        ReadError: If a read fails or ends before its last byte.
+    """
+    if isinstance(reads, Ranges):
+        reads = reads.read_direct() if direct else reads.read(arrived=arrived)
+    for r in reads:
+        try:
+            got = os.preadv(r.file.fd, r.views, r.offset)
+            while 0 < got < r.nbytes:  # a signal interrupted it, or the kernel limits a read
+                more = os.preadv(r.file.fd, _after(r.views, got), r.offset + got)
+                if more == 0:
+                    break
+                got += more
+        except OSError as e:
+            raise ReadError(
+                e.errno,
+                f"{r}: {e.strerror}. Try again with a new prompt cache; ranks start again. If it "
+                "fails again, check the disk.",
+            ) from e
+        if got != r.nbytes:
+            raise ReadError(
+                f"{r}: expected {r.nbytes} bytes, got {got}. The file is shorter than "
+                "when it was loaded: restore it, then load again."
+            )
+
+
+def _after(views, nbytes):
+    """The rest of some views once their first bytes are filled."""
+    for i, view in enumerate(views):
+        if nbytes < len(view):
+            return [view[nbytes:], *views[i + 1 :]]
+        nbytes -= len(view)
+    return []

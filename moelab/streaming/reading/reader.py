@@ -1,0 +1,300 @@
+"""Threads that read ranges of files."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from ...kernels.code import num_threads
+from . import native
+from .file import File, ReadError, check_unchanged
+from .ranges import Ranges, Read, files_of, nbytes_of, read_ranges
+
+# Bytes of a call. Up to this, reading cached pages in the calling thread ("inline") takes less
+# time than handing the reads to the pool.
+INLINE_NBYTES = 512 * 1024
+# Bytes of a call. Up to this, the calling thread copies what the page cache holds. With two cores
+# it takes less time than the pool for 16 MB at least; more cores copy faster than one.
+CACHED_NBYTES = 32 * 1024 * 1024 // num_threads()
+# Bytes past the page cache that are worth a thread's time.
+SHARE_NBYTES = 512 * 1024
+# Seconds. If inline reads turn slower than this (cold pages), use the pool ...
+SLOW_S = 3e-4
+# ... and retry inline every 16th small call, in case the pages are cached again.
+RETRY_EVERY = 16
+# Experts that are looked for in the page cache before the system is asked for many. Linux reads
+# the page of each that is not there, by itself.
+PROBES = 8
+# Bytes. One advice to the system: Linux takes no more than its own readahead window of each.
+AHEAD_NBYTES = 128 * 1024
+# Weight of the newest read in the running averages of seconds a byte. Inline reads adapt faster,
+# because few of them are made while the pool reads.
+PACE_WEIGHT, INLINE_PACE_WEIGHT = 0.1, 0.5
+
+
+class Reader:
+    """Reads ranges of files, several at once.
+
+    Args:
+        readers (int): Reads in flight at once.
+
+    Attributes:
+        nbytes (int): Bytes read so far.
+        reads (int): Ranges read so far.
+        read_s (float): Seconds spent reading, summed over the threads.
+        closed (bool): Whether ``close`` was called.
+        direct (bool): Whether ``start`` reads past the page cache (Linux): for memory that has
+            little room for pages beside the slots: they cost time and save few reads.
+    """
+
+    def __init__(self, readers: int = 8):
+        self.readers = readers
+        self.nbytes = self.reads = 0
+        self.read_s = 0.0
+        self.closed = self.direct = False
+        self._pace = 0.0  # seconds a byte in one thread, a running average
+        self._inline_pace = 0.0  # the same, of inline reads
+        self._small_calls = 0
+        self._files = {}
+        self._pool = self._background = self._ahead = None
+        self._lock = threading.Lock()
+        self._no_demand = threading.Event()  # set while no layer waits for reads
+        self._no_demand.set()
+
+    def open(self, path: Path) -> File:
+        """Open a file, once. A change to it from now on is an error when it is read.
+
+        Args:
+            path (Path): The file.
+
+        Returns:
+            File: For ``Read``.
+        """
+        if path not in self._files:
+            self._files[path] = File(path)
+        return self._files[path]
+
+    @property
+    def files(self) -> list[File]:
+        """The open files."""
+        return list(self._files.values())
+
+    def start(self, reads: Sequence[Read]) -> list[Future]:
+        """Begin to read. Call ``finish`` with what this returns before using the views.
+
+        Args:
+            reads (Sequence[Read]): The ranges. Those of ``Ranges`` may all be in flight.
+
+        Returns:
+            list[Future]: One for each thread that took a share; empty if all has been read.
+
+        Raises:
+            ReadError: If a read fails, ends before its last byte, or its file has changed.
+        """
+        if not reads:
+            return []
+        self._check_open()
+        if self.direct and isinstance(reads, Ranges):
+            self._no_demand.clear()
+            return [self._submit(self.read_here, part) for part in self._shares(reads)]
+        begun = isinstance(reads, Ranges) and self._cached_first(reads)
+        if begun:
+            reads = self._read_cached(reads)
+        if not reads or self._read_inline(reads, lambda: self.read_here(reads), begun):
+            return []
+        return self._read_in_pool(reads)
+
+    def _check_open(self):
+        if self.closed:
+            raise ReadError("The model is closed: load it again to go on.")
+
+    def _cached_first(self, ranges):
+        """Whether to read first what the page cache holds. One reader has one read in flight."""
+        return (
+            self.readers > 1
+            and native.loop() is not None
+            and all(file.has_nowait for file in ranges.files)
+            and ranges.nbytes <= CACHED_NBYTES
+        )
+
+    def _read_cached(self, ranges):
+        """Read what the page cache holds. Return the others, whose reads the system has begun."""
+        self._no_demand.clear()
+        try:
+            begin = time.perf_counter()
+            left = ranges.read(native.NOWAIT)
+            if len(left) < len(ranges):
+                check_unchanged(ranges.files)
+                nbytes = ranges.nbytes - nbytes_of(left)
+                self._count(len(ranges) - len(left), nbytes, begin, ranges.nbytes)
+            return left
+        finally:
+            self._no_demand.set()
+
+    def _read_in_pool(self, reads):
+        # A few tasks of equal bytes: each task costs about 20 us, however little it reads.
+        share, tasks, size = sum(r.nbytes for r in reads) / self.readers, [[]], 0
+        for read in reads:
+            if size >= share * len(tasks) and len(tasks) < self.readers:
+                tasks.append([])
+            tasks[-1].append(read)
+            size += read.nbytes
+        return [self._submit(self.read_here, task) for task in tasks if task]
+
+    def _shares(self, ranges):
+        """Ranges in parts of about equal bytes, one for each reader if they are large enough."""
+        ends = np.cumsum(ranges.table[:, native.NBYTES])
+        n = min(self.readers, -(-ranges.nbytes // SHARE_NBYTES))
+        goals = ends[-1] * np.arange(1, n) / n
+        at = [0, *(np.searchsorted(ends, goals) + 1).tolist(), len(ends)]
+        return [ranges.between(a, b) for a, b in pairwise(at) if a < b]
+
+    def _submit(self, function, *args):
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.readers, thread_name_prefix="moelab-read")
+        return self._pool.submit(function, *args)
+
+    def _read_inline(self, reads, here, begun=False):
+        """Call ``here`` to read in this thread if that takes less time. Say whether it was done.
+
+        If the system has begun all of the reads, one thread waits for them as soon as several.
+        """
+        self._check_open()
+        self._no_demand.clear()
+        total = nbytes_of(reads)
+        inline = self.readers == 1 or (
+            total <= INLINE_NBYTES and (begun or self._inline_is_fast(total))
+        )
+        if inline:
+            begin = time.perf_counter()
+            try:
+                here()
+            finally:
+                self._no_demand.set()
+            pace = (time.perf_counter() - begin) / total
+            self._inline_pace += INLINE_PACE_WEIGHT * (pace - self._inline_pace)
+        return inline
+
+    def _inline_is_fast(self, nbytes):
+        self._small_calls += 1
+        return nbytes * self._inline_pace < SLOW_S or self._small_calls % RETRY_EVERY == 0
+
+    def finish(self, futures: list[Future]) -> None:
+        """Wait for every read that ``start`` began.
+
+        Args:
+            futures (list[Future]): From ``start``.
+
+        Raises:
+            ReadError: If one of these reads failed. All of these have ended by then.
+        """
+        if futures:
+            wait(futures)
+        self._no_demand.set()
+        for future in futures:
+            future.result()
+
+    def stop(self) -> None:
+        """Wait until no thread reads and end the threads. The next read starts new ones."""
+        self._no_demand.set()  # prefetch threads wait for this
+        pools = self._pool, self._background, self._ahead
+        self._pool = self._background = self._ahead = None
+        for pool in pools:
+            if pool is not None:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def expected_s(self, nbytes: int) -> float:
+        """The seconds that a read should take, judged by the last reads.
+
+        Args:
+            nbytes (int): Its bytes, divided over all threads.
+        """
+        return nbytes * self._pace / self.readers
+
+    def read(self, reads: Sequence[Read]) -> None:
+        """Read all ranges and return when they have arrived.
+
+        Args:
+            reads (Sequence[Read]): The ranges.
+
+        Raises:
+            ReadError: As ``finish`` does.
+        """
+        self.finish(self.start(reads))
+
+    def in_background(self, work: Callable[[], None], threads: int) -> None:
+        """Run something on threads other than those of ``start``.
+
+        Args:
+            work (Callable): Called once on each thread; it calls ``give_way`` before each read.
+            threads (int): How many, at most ``readers``.
+        """
+        if self._background is None:
+            self._background = ThreadPoolExecutor(
+                self.readers, thread_name_prefix="moelab-prefetch"
+            )
+        for _ in range(min(threads, self.readers)):
+            self._background.submit(work)
+
+    def read_ahead(self, places: Iterable[list[tuple[File, int, int]]]) -> None:
+        """Let the system read experts into the page cache, one after the other; returns at once.
+
+        Args:
+            places (Iterable): For each expert, the file, the first byte and the length of its
+                ranges.
+        """
+        if self._ahead is None:
+            self._ahead = ThreadPoolExecutor(1, thread_name_prefix="moelab-ahead")
+        self._ahead.submit(self._read_ahead, places, self._ahead)
+
+    def _read_ahead(self, places, pool):
+        places = list(places)
+        some = places[:: max(1, len(places) // PROBES)]
+        if all(file.is_cached(offset) for (file, offset, _), *_ in some):
+            return  # and so are the others, nearly always
+        for ranges in places:
+            for file, offset, nbytes in ranges:
+                for at in range(offset, offset + nbytes, AHEAD_NBYTES):
+                    if self._ahead is not pool:  # stopped
+                        return
+                    file.read_ahead(at, min(AHEAD_NBYTES, offset + nbytes - at))
+
+    def give_way(self) -> None:
+        """Wait until no layer waits for reads."""
+        self._no_demand.wait()
+
+    def read_here(self, reads: Sequence[Read]) -> None:
+        """Read ranges one after the other, in the thread that calls.
+
+        Args:
+            reads (Sequence[Read]): The ranges.
+
+        Raises:
+            ReadError: As ``finish`` does.
+        """
+        begin = time.perf_counter()
+        read_ranges(reads, direct=self.direct)
+        check_unchanged(files_of(reads))
+        nbytes = nbytes_of(reads)
+        self._count(len(reads), nbytes, begin, nbytes)
+
+    def _count(self, reads, nbytes, begin, of_nbytes):
+        """Count reads that have ended, a part of a call of ``of_nbytes``."""
+        took, weight = time.perf_counter() - begin, PACE_WEIGHT * nbytes / max(of_nbytes, 1)
+        with self._lock:
+            self.nbytes += nbytes
+            self.reads += reads
+            self.read_s += took
+            self._pace += weight * (took / max(nbytes, 1) - self._pace)
+
+    def close(self) -> None:
+        """End the threads and close the files. A second call does nothing."""
+        self.closed = True
+        self.stop()
+        for file in self._files.values():
+            file.close()
+        self._files = {}
