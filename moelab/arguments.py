@@ -28,8 +28,6 @@ STREAM_OPTIONS = (
     "scales",
     "source",
     "policy",
-    "pinned_nbytes",
-    "pinned_trace",
     "ranks_trace",
     "prefetch",
     "dtype",
@@ -315,18 +313,6 @@ def add_stream_options(
         "--policy", choices=CHOICES["policy"], help="which expert is evicted first (default: lru)"
     )
     group.add_argument(
-        "--pinned-nbytes",
-        type=bounded("pinned_nbytes"),
-        metavar="BYTES",
-        help="memory for the experts that --pinned-trace uses most (default: 0)",
-    )
-    group.add_argument(
-        "--pinned-trace",
-        type=not_empty,
-        metavar="FILE",
-        help="a trace of this model, as Trace.save wrote it",
-    )
-    group.add_argument(
         "--ranks-trace",
         type=not_empty,
         metavar="FILE",
@@ -501,8 +487,7 @@ def _check_stream_options(args, configs):
         if given is None or any(getattr(c, name) == given for c in users):
             continue
         why = f"has no effect in mode {', '.join(configs)}"
-        needs = {"pinned_trace": "--pinned-nbytes", "memory_nbytes": "--slots auto"}
-        needs["context"] = needs["memory_nbytes"]
+        needs = {"memory_nbytes": "--slots auto", "context": "--slots auto"}
         if name in needs and any("slots" not in c.unused() for c in configs.values()):
             why = f"has no effect without {needs[name]}"
         args.error(f"{flag(name)} {why}: leave it out, or change that")

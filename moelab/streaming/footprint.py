@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..checkpoint import Checkpoint
 from ..experts import expert_modules, locate_experts, num_experts
-from .build import build_model, pinned_experts
+from .build import build_model
 from .config import StreamConfig
 from .plan import plan_of, sizes_of
 
@@ -16,8 +16,8 @@ class Footprint:
 
     Attributes:
         backbone_nbytes (int): Everything but the experts.
-        slots_nbytes (int): All slots, those of pinned experts too. In other modes the buffers
-            (``buffers``), one expert a layer (``serial``) or all experts (``resident``).
+        slots_nbytes (int): All slots. In other modes the buffers (``buffers``), one expert a layer
+            (``serial``) or all experts (``resident``).
         scales_nbytes (int): Parameters kept for all E experts.
         checkpoint_nbytes (int): The tensors on disk.
         expert_nbytes (int): One expert on disk.
@@ -65,10 +65,10 @@ def footprint(path: str | Path, config: StreamConfig | None = None) -> Footprint
     backbone, scales, experts = sizes_of(model, config)
     modules = expert_modules(model)
     slots = one = 0
-    for (_, m), pinned, nbytes in zip(modules, pinned_experts(modules, config), experts):
+    for (_, m), nbytes in zip(modules, experts):
         E = num_experts(m)
         rows = {"resident": E, "serial": 1, "buffers": top_k}.get(config.mode)
-        slots += nbytes * (min(config.slots, E) + len(pinned) if rows is None else rows)
+        slots += nbytes * (min(config.slots, E) if rows is None else rows)
     located = locate_experts(model, checkpoint)
     if modules:
         first = modules[0][0] + "."

@@ -208,7 +208,7 @@ def plan_of(
         ranks (Ranks or None): Those that divide the experts: the slots are for this one's.
     """
     backbone, scales, experts = sizes_of(model, config)
-    backbone += scales + config.pinned_nbytes
+    backbone += scales
     modules = [module for _, module in expert_modules(model)]
     slot, E, L = sum(experts), max(map(num_experts, modules)), len(modules)
     held = int(ranks.owned(E).sum()) if ranks else E

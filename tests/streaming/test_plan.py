@@ -166,8 +166,7 @@ def test_slots_lend_their_memory_to_a_prompt(settings):
 
     A short prompt borrows less, and a prompt's last chunk takes no slot back.
     """
-    trace = moelab.DATA / "traces" / "code.npz"
-    config = moelab.StreamConfig(**settings, pinned_trace=trace, pinned_nbytes=2 * MB)
+    config = moelab.StreamConfig(**settings)
 
     def text(model, look):
         cache, tokens = make_prompt_cache(model), []
@@ -277,21 +276,6 @@ def test_lazy_logits_leave_memory_to_longer_parts_of_a_prompt():
     lazy = moelab.plan(TINY_MOE, replace(config, lazy_logits=True))
     assert lazy.prompt_tokens > 1.5 * eager.prompt_tokens
     assert lazy.prompt_nbytes < 1.2 * eager.prompt_nbytes
-
-
-def test_pinned_experts_come_out_of_the_same_memory(tmp_path):
-    trace = tmp_path / "trace.npz"
-    with load_model(TINY_MOE, moelab.StreamConfig(slots=8))[0] as model:
-        recorded = moelab.record(model)
-        with recorded as experts:
-            greedy_logits(model, PROMPT, 4)
-    experts.save(trace)
-    one = sum(moelab.plan(TINY_MOE).expert_nbytes) // 8
-    config = moelab.StreamConfig(pinned_nbytes=20 * one, pinned_trace=trace)
-    plain, pinned = (moelab.plan(TINY_MOE, c, memory_nbytes=150 * MB) for c in (None, config))
-    assert plain.slots - 4 <= pinned.slots < plain.slots
-    with load_model(TINY_MOE, pinned.config)[0] as model:
-        assert sum(len(layer.table.pinned) for layer in session_of(model).layers) == 20
 
 
 def test_what_is_reserved_comes_out_of_the_same_memory():

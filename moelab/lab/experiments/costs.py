@@ -68,7 +68,7 @@ def measure_samples(
     def rows(misses, num):
         return rows_with_misses(misses, num, L, E, K, rng)
 
-    config = replace(config, slots=K, prefetch="none", pinned_nbytes=0)
+    config = replace(config, slots=K, prefetch="none")
     model, _ = load(path, config)
     with model:
         warm, cold = _time_reads(model, path, most, rows, tokens, rng)
