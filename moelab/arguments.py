@@ -322,7 +322,7 @@ def add_stream_options(
         "--prefetch",
         choices=[c for c in CHOICES["prefetch"] if c != "oracle"],
         metavar="WHICH",
-        help="read early: none, last (token's), lookahead (the next router's)",
+        help="read early: none, or lookahead (the next router's experts)",
     )
     group.add_argument("--dtype", choices=CHOICES["dtype"], help="of activations (default: auto)")
     group.add_argument(
@@ -522,7 +522,7 @@ def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, Stream
         if config.prefetch == "oracle":
             raise ValueError(
                 f"modes: {name!r}: an oracle needs a trace (moelab.lab.experiments.prefetch); "
-                "expected none, last or lookahead"
+                "expected none or lookahead"
             )
         configs[name] = config
     return configs

@@ -32,7 +32,7 @@ from moelab.lab.experiments import (
 STREAM = {
     "--slots": "21", "--top-k": "3", "--readers": "5", "--streams": "2", "--scales": "resident",
     "--source": "host",
-    "--policy": "lfu", "--ranks-trace": "t.npz", "--prefetch": "last",
+    "--policy": "lfu", "--ranks-trace": "t.npz", "--prefetch": "lookahead",
     "--dtype": "bfloat16", "--kernels": "fast",
 }  # fmt: skip
 AUTO = {"--memory-nbytes": "99000000", "--context": "777"}  # what slots auto goes by

@@ -11,7 +11,7 @@ MODES = ("resident", "serial", "buffers", "stacked", "fused")
 SLOT_MODES = ("stacked", "fused")  # those with S slots in every layer
 CHOICES = {  # of the fields that take one of several names
     "mode": MODES,
-    "prefetch": ("none", "last", "lookahead", "oracle"),
+    "prefetch": ("none", "lookahead", "oracle"),
     "policy": POLICIES,
     "source": ("disk", "host"),
     "scales": ("streamed", "resident"),
@@ -51,10 +51,9 @@ class StreamConfig:
             Default: the checkpoint's own.
         readers (int): Reads in flight at once. Default: ``8``. On Linux, with slots and more than
             one reader, all reads of a small call may be in flight.
-        prefetch (str): Which experts are read before their layer is called: ``none``, ``last``
-            (the last token's), ``lookahead`` (the next layer's router on this layer's hidden
-            state) or ``oracle`` (those of a recorded trace). For ``stacked`` and ``fused``.
-            Default: ``none``.
+        prefetch (str): Which experts are read before their layer is called: ``none``,
+            ``lookahead`` (the next layer's router on this layer's hidden state) or ``oracle``
+            (those of a recorded trace). For ``stacked`` and ``fused``. Default: ``none``.
         policy (str): Which expert is evicted first: ``lru`` (the least recently used) or ``lfu``
             (the least frequently used). Default: ``lru``.
         ranks_trace (str or None): With a group of ranks: the file of a trace of this model,

@@ -275,7 +275,6 @@ class Stacked(StreamedExperts):
         table (SlotTable): Which expert is in which slot.
         host (HostExperts or None): With ``StreamConfig(source="host")``: the layer's experts, of
             which the GPU brings those into its slots that it needs.
-        routed (np.ndarray or None): ``[..., K]``, the experts of the last call.
         job (Job or None): What is being prefetched for this layer.
     """
 
@@ -284,7 +283,7 @@ class Stacked(StreamedExperts):
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
         self._module = (module,)  # in a tuple, so that its parameters are not the model's
-        self.routed = self.host = None
+        self.host = None
         self.take(session.config.slots)
 
     def take(self, slots: int) -> None:
@@ -464,7 +463,6 @@ class Stacked(StreamedExperts):
     def _compute_streamed(self, x, indices, routed):
         session, flat = self.session, routed.ravel().tolist()
         needed = list(dict.fromkeys(flat))
-        self.routed = routed
         self._collect_prefetched(needed)
         if session.filling not in (None, self.index):  # the layers were not called in order
             session.layers[session.filling].end_fill()

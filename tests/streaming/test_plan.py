@@ -160,7 +160,7 @@ def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
 
 
 @pytest.mark.skipif(not can_lend(), reason="MADV_DONTNEED is Linux's")
-@pytest.mark.parametrize("settings", [{}, {"prefetch": "last"}, {"policy": "lfu"}])
+@pytest.mark.parametrize("settings", [{}, {"prefetch": "lookahead"}, {"policy": "lfu"}])
 def test_slots_lend_their_memory_to_a_prompt(settings):
     """While prompts are computed the last slots are not used; the text stays the same.
 
@@ -210,7 +210,7 @@ def test_the_page_cache_is_left_out_where_it_has_no_room(monkeypatch):
 
 
 @pytest.mark.skipif(not can_lend(), reason="O_DIRECT is Linux's")
-@pytest.mark.parametrize("prefetch", ["none", "last"])
+@pytest.mark.parametrize("prefetch", ["none", "lookahead"])
 def test_text_is_the_same_past_the_page_cache(prefetch, monkeypatch):
     """The slots that a prompt needs are filled while the layers before it are computed."""
     prompt = [(31 * i + 5) % 96 for i in range(150)]
@@ -357,7 +357,7 @@ def room(monkeypatch):
     return set_room
 
 
-@pytest.mark.parametrize("prefetch", ["none", "last"])
+@pytest.mark.parametrize("prefetch", ["none", "lookahead"])
 def test_slots_are_given_back_when_memory_gets_short(prefetch, room):
     """Down to K, with a line each time; used again with memory for them. The text is the same."""
     config = moelab.StreamConfig(prefetch=prefetch, kernels="mlx")
