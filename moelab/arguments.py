@@ -25,7 +25,6 @@ STREAM_OPTIONS = (
     "top_k",
     "readers",
     "streams",
-    "scales",
     "source",
     "policy",
     "ranks_trace",
@@ -298,11 +297,6 @@ def add_stream_options(
         type=or_auto(bounded("streams")),
         metavar="N",
         help="MLX streams for experts (default: auto: a CPU's cores; 1 on a GPU)",
-    )
-    group.add_argument(
-        "--scales",
-        choices=CHOICES["scales"],
-        help="streamed with the weights, or all in memory (default: streamed)",
     )
     group.add_argument(
         "--source",

@@ -606,7 +606,6 @@ BAD_FIELDS = [
     ("streams", "all", "whole number"),
     ("prefetch", "next", "none"),
     ("policy", "fifo", "lru, lfu"),
-    ("scales", "both", "streamed, resident"),
     ("dtype", "int4", "auto, float32"),
     ("dtype", mx.float32, "auto, float32"),
     ("ranks_trace", 3, "the file of a trace"),

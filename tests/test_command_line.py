@@ -30,7 +30,7 @@ from moelab.lab.experiments import (
 )
 
 STREAM = {
-    "--slots": "21", "--top-k": "3", "--readers": "5", "--streams": "2", "--scales": "resident",
+    "--slots": "21", "--top-k": "3", "--readers": "5", "--streams": "2",
     "--source": "host",
     "--policy": "lfu", "--ranks-trace": "t.npz", "--prefetch": "lookahead",
     "--dtype": "bfloat16", "--kernels": "fast",
@@ -348,11 +348,10 @@ def test_a_trace_leaves_nothing_to_make_up(calls, capsys):
     "mode, refused",
     [
         ("resident", {*STREAM} - {"--top-k", "--dtype", "--kernels"}),
-        ("serial", {*STREAM} - {"--top-k", "--dtype", "--kernels", "--scales", "--ranks-trace"}),
+        ("serial", {*STREAM} - {"--top-k", "--dtype", "--kernels", "--ranks-trace"}),
         (
             "buffers",
-            {*STREAM}
-            - {"--top-k", "--dtype", "--kernels", "--scales", "--readers", "--ranks-trace"},
+            {*STREAM} - {"--top-k", "--dtype", "--kernels", "--readers", "--ranks-trace"},
         ),
         ("stacked", set()),
         ("fused", set()),

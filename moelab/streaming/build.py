@@ -182,17 +182,12 @@ def activation_dtype(model: nn.Module) -> mx.Dtype:
     return embedding or next(iter(floating.values()))
 
 
-def stays_resident(name: str, p: mx.array, config: StreamConfig) -> bool:
-    """Whether a parameter is kept in memory for all E experts.
+def stays_resident(p: mx.array) -> bool:
+    """Whether a parameter ``[E, ...]`` is kept in memory for all E experts.
 
-    Args:
-        name (str): As ``expert_parameters`` names it.
-        p (mx.array): ``[E, ...]``.
-        config (StreamConfig): How to stream.
+    That is so for additive biases and tensor-wide scales: a few bytes for each expert.
     """
-    if p.ndim <= 2:  # additive biases and tensor-wide scales: a few bytes for each expert
-        return True
-    return config.scales == "resident" and not name.endswith(".weight")
+    return p.ndim <= 2
 
 
 def place_experts(modules: list[tuple[str, nn.Module]], config: StreamConfig, ranks: Ranks) -> None:

@@ -14,7 +14,6 @@ CHOICES = {  # of the fields that take one of several names
     "prefetch": ("none", "lookahead", "oracle"),
     "policy": POLICIES,
     "source": ("disk", "host"),
-    "scales": ("streamed", "resident"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "kernels": ("auto", "mlx", "fast"),
 }
@@ -59,8 +58,6 @@ class StreamConfig:
         ranks_trace (str or None): With a group of ranks: the file of a trace of this model,
             written by ``Trace.save``, by which experts that tokens use together are different
             ranks'. Default: every N-th expert is the same rank's.
-        scales (str): ``streamed`` reads an expert's scales and biases with its weight,
-            ``resident`` keeps those of all E experts in memory. Default: ``streamed``.
         dtype (str): ``auto`` (float32 on the CPU backend, the checkpoint's own on a GPU),
             ``float32``, ``bfloat16`` or ``float16``. Default: ``auto``.
         kernels (str): What multiplies matrices: ``mlx``, or on the CPU backend ``fast``
@@ -94,7 +91,6 @@ class StreamConfig:
     prefetch: str = "none"
     policy: str = "lru"
     ranks_trace: str | None = None
-    scales: str = "streamed"
     dtype: str = "auto"
     kernels: str = "auto"
     streams: int | str = "auto"
@@ -183,7 +179,7 @@ class StreamConfig:
         if self.mode != "buffers":
             unused.add("readers")
         if self.mode == "resident":
-            unused |= {"scales", "ranks_trace"}
+            unused.add("ranks_trace")
         return unused
 
     @classmethod

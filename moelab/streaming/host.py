@@ -130,8 +130,8 @@ def hold(session: Session) -> None:
     if converted is not None:
         raise ValueError(
             f"StreamConfig.source: {converted.path}: expected experts that are computed as "
-            "they are on disk, got such as are converted or divided first. Leave dtype and scales "
-            "at their defaults, or use source 'disk'."
+            "they are on disk, got such as are converted or divided first. Leave dtype at its "
+            "default, or use source 'disk'."
         )
     need = sum(layer.num_experts * layer.bank.disk_nbytes for layer in layers)
     if need > (there := memory_available()):

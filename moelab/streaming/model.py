@@ -404,7 +404,7 @@ def _sources(model, checkpoint, config):
     for path, module in expert_modules(model):
         for name, p in expert_parameters(module).items():
             full = f"{path}.{name}"
-            if stays_resident(name, p, config):
+            if stays_resident(p):
                 if full in checkpoint.packed:
                     p = read_experts(checkpoint.packed[full]).astype(p.dtype)
                 resident[full] = p

@@ -77,10 +77,10 @@ def test_save_replaces_only_with_a_whole_file(tmp_path):
 
 def test_parse_modes():
     out = parse_modes(
-        "resident, fused,fused/streams=1/slots=32,stacked/scales=resident",
+        "resident, fused,fused/streams=1/slots=32,stacked/policy=lfu",
         StreamConfig(slots=20, readers=2),
     )
-    assert list(out) == ["resident", "fused", "fused/streams=1/slots=32", "stacked/scales=resident"]
+    assert list(out) == ["resident", "fused", "fused/streams=1/slots=32", "stacked/policy=lfu"]
     assert out["fused"] == StreamConfig(mode="fused", slots=20, readers=2)
     assert out["fused/streams=1/slots=32"] == StreamConfig(
         mode="fused", slots=32, readers=2, streams=1
@@ -200,7 +200,7 @@ def test_a_mode_with_other_tokens_is_called_out(model_path):
     assert "DIFFER in 1 of 2 rounds" in bench.report(r)
 
 
-REMOVED = {"pinned_nbytes", "pinned_trace"}  # settings that the engine no longer has
+REMOVED = {"pinned_nbytes", "pinned_trace", "scales"}  # settings that the engine no longer has
 
 
 def same(new, old):

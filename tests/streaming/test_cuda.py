@@ -386,7 +386,6 @@ def test_slots_that_are_given_back_are_filled_from_the_hosts_memory(path, runtim
     "config, error",
     [
         ({"dtype": "float32", "kernels": "mlx"}, "computed as they are on disk"),
-        ({"scales": "resident"}, "computed as they are on disk"),
         ({"mode": "buffers"}, "needs slots"),
         ({"source": "ssd"}, "expected one of disk, host"),
     ],

@@ -54,7 +54,6 @@ def test_all_that_fits_is_in_slots():
 def test_what_it_counts_is_what_load_takes():
     for config in (
         moelab.StreamConfig(),
-        moelab.StreamConfig(scales="resident"),
         moelab.StreamConfig(dtype="bfloat16", kernels="mlx"),
     ):
         p = moelab.plan(TINY_MOE, config, memory_nbytes=170 * MB)

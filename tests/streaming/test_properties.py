@@ -338,12 +338,11 @@ calls = st.tuples(
     slots=st.integers(families.K, families.E),
     readers=st.sampled_from([1, 3]),
     streams=st.sampled_from([1, 2, 3]),
-    scales=st.sampled_from(["streamed", "resident"]),
     in_parts=st.booleans(),  # as with large experts: compute overlaps the reads
     direct=st.booleans(),
 )
 def test_any_history_of_calls(
-    checkpoint, history, mode, policy, slots, readers, streams, scales, in_parts, direct
+    checkpoint, history, mode, policy, slots, readers, streams, in_parts, direct
 ):
     """Any calls in any order, evaluated at any time, some of them with failing reads.
 
@@ -351,7 +350,7 @@ def test_any_history_of_calls(
     """
     path, (name, want) = checkpoint
     config = moelab.StreamConfig(
-        mode=mode, policy=policy, slots=slots, readers=readers, streams=streams, scales=scales
+        mode=mode, policy=policy, slots=slots, readers=readers, streams=streams
     )
     preadv, left = os.preadv, None
 
