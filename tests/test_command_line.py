@@ -1,6 +1,5 @@
 """python -m moelab: no option is ignored, no value is taken for another, no traceback."""
 
-import importlib.util
 import io
 import os
 import re
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import moelab
-from moelab import cache_prompt, chat, generate, moved, repack, serve, synthesize
+from moelab import cache_prompt, chat, generate, repack, serve, synthesize
 from moelab.__main__ import COMMANDS, main
 from moelab.lab import limit, machine, records
 from moelab.lab.experiments import (
@@ -260,39 +259,6 @@ def test_an_option_of_another_command_names_it(calls, capsys):
     assert got.code == 2 and "check does not take --nonsense" in got.err
     got = run(capsys, "--nonsense", "check", "M")
     assert got.code == 2 and "--nonsense" in got.err and not calls
-
-
-@pytest.mark.parametrize("name", moved.OPTIONS)
-def test_an_option_that_has_moved_says_where(name, calls, capsys):
-    got = run(capsys, "bench", "M", name, "lookup", "--tokens", "3")
-    command = "bench" + name.replace("--", "-")
-    assert got.code == 2 and not calls
-    assert f"is now a command: python -m moelab {command} MODEL" in got.err
-    assert command in TAKES and command in COMMANDS
-
-
-@pytest.mark.parametrize("name", [*moved.MODULES, "moelab.recipes.tiny_moe"])
-def test_a_module_that_has_moved_says_where(name):
-    """Each new name is one that there is."""
-    done = subprocess.run([sys.executable, "-m", name, "x"], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout
-    old, _, now = done.stderr.strip().partition(" has moved: ")
-    assert old == f"python -m {name}"
-    python, *words = now.split()
-    assert python == "python"
-    if words[0] != "-m":
-        assert (moelab.DATA.parent / words[0]).is_file()
-    elif words[1] == "moelab":
-        assert words[2] in COMMANDS
-    else:
-        assert importlib.util.find_spec(words[1])
-
-
-def test_a_module_that_never_was_is_not_said_to_have_moved():
-    done = subprocess.run(
-        [sys.executable, "-m", "moelab.lab.nonsense"], capture_output=True, text=True
-    )
-    assert done.returncode == 1 and "No module named" in done.stderr
 
 
 def test_no_import_that_loses_ctrl_c_is_left_to_the_command():
