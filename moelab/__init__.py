@@ -7,10 +7,6 @@ seconds end in ``_s``.
 
 from pathlib import Path
 
-from . import moved
-
-moved.stop_if_moved()
-
 __version__ = "0.1.0"
 
 DATA = Path(__file__).resolve().parent.parent / "data"

@@ -11,7 +11,7 @@ import os
 import sys
 import textwrap
 
-from . import interrupt, moved
+from . import interrupt
 
 DIVIDED = ("generate", "serve")  # what ``mlx.launch`` may start in several processes
 COMMANDS = {  # name: its module, what it does
@@ -94,8 +94,6 @@ def _module(name):
 def _refusal(command, unknown):
     """Why a command does not take what it was given, and which command does."""
     for option in (word.partition("=")[0] for word in unknown if word.startswith("--")):
-        if now := moved.option(command, option):
-            return now
         takers = []
         for name, (module_name, _) in COMMANDS.items():
             other = argparse.ArgumentParser(add_help=False)

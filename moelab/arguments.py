@@ -25,11 +25,8 @@ STREAM_OPTIONS = (
     "top_k",
     "readers",
     "streams",
-    "scales",
     "source",
     "policy",
-    "pinned_nbytes",
-    "pinned_trace",
     "ranks_trace",
     "prefetch",
     "dtype",
@@ -302,29 +299,12 @@ def add_stream_options(
         help="MLX streams for experts (default: auto: a CPU's cores; 1 on a GPU)",
     )
     group.add_argument(
-        "--scales",
-        choices=CHOICES["scales"],
-        help="streamed with the weights, or all in memory (default: streamed)",
-    )
-    group.add_argument(
         "--source",
         choices=CHOICES["source"],
         help="of misses; host: a CUDA GPU's host keeps all experts (default: disk)",
     )
     group.add_argument(
         "--policy", choices=CHOICES["policy"], help="which expert is evicted first (default: lru)"
-    )
-    group.add_argument(
-        "--pinned-nbytes",
-        type=bounded("pinned_nbytes"),
-        metavar="BYTES",
-        help="memory for the experts that --pinned-trace uses most (default: 0)",
-    )
-    group.add_argument(
-        "--pinned-trace",
-        type=not_empty,
-        metavar="FILE",
-        help="a trace of this model, as Trace.save wrote it",
     )
     group.add_argument(
         "--ranks-trace",
@@ -336,7 +316,7 @@ def add_stream_options(
         "--prefetch",
         choices=[c for c in CHOICES["prefetch"] if c != "oracle"],
         metavar="WHICH",
-        help="read early: none, last (token's), lookahead (the next router's)",
+        help="read early: none, or lookahead (the next router's experts)",
     )
     group.add_argument("--dtype", choices=CHOICES["dtype"], help="of activations (default: auto)")
     group.add_argument(
@@ -501,8 +481,7 @@ def _check_stream_options(args, configs):
         if given is None or any(getattr(c, name) == given for c in users):
             continue
         why = f"has no effect in mode {', '.join(configs)}"
-        needs = {"pinned_trace": "--pinned-nbytes", "memory_nbytes": "--slots auto"}
-        needs["context"] = needs["memory_nbytes"]
+        needs = {"memory_nbytes": "--slots auto", "context": "--slots auto"}
         if name in needs and any("slots" not in c.unused() for c in configs.values()):
             why = f"has no effect without {needs[name]}"
         args.error(f"{flag(name)} {why}: leave it out, or change that")
@@ -537,7 +516,7 @@ def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, Stream
         if config.prefetch == "oracle":
             raise ValueError(
                 f"modes: {name!r}: an oracle needs a trace (moelab.lab.experiments.prefetch); "
-                "expected none, last or lookahead"
+                "expected none or lookahead"
             )
         configs[name] = config
     return configs

@@ -31,7 +31,10 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import moelab
 from moelab import synthesize
+from moelab.checkpoint import Checkpoint
+from moelab.experts import expert_modules
 from moelab.streaming import layers
+from moelab.streaming.build import build_model, place_experts
 from moelab.streaming.model import load_model
 from moelab.streaming.reading import native, reader
 
@@ -567,7 +570,6 @@ BAD_FIELDS = [
     ("slots", 2**31, f"at most {2**31 - 1}"),
     ("memory_nbytes", 2**63, f"at most {2**63 - 1}"),
     ("reserved_nbytes", 2**63, "at most"),
-    ("pinned_nbytes", 2**63, "at most"),
     ("readers", 1025, "at most 1024"),
     ("streams", 2**70, "at most 1024"),
     ("top_k", 2**31, "at most"),
@@ -580,13 +582,8 @@ BAD_FIELDS = [
     ("streams", "all", "whole number"),
     ("prefetch", "next", "none"),
     ("policy", "fifo", "lru, lfu"),
-    ("scales", "both", "streamed, resident"),
     ("dtype", "int4", "auto, float32"),
     ("dtype", mx.float32, "auto, float32"),
-    ("pinned_nbytes", -1, "at least 0"),
-    ("pinned_nbytes", 1.5, "whole number"),
-    ("pinned_nbytes", 1000, "expected a pinned_trace"),
-    ("pinned_trace", 3, "the file of a trace"),
     ("ranks_trace", 3, "the file of a trace"),
 ]
 
@@ -611,39 +608,26 @@ def test_the_longest_context(kernels):
     assert time.monotonic() - began < 15
 
 
-def test_pinning_needs_slots():
-    with pytest.raises(
-        ValueError, match="StreamConfig.pinned_nbytes: 1000 needs slots, got mode 'buffers'"
-    ):
-        moelab.StreamConfig(mode="buffers", pinned_nbytes=1000, pinned_trace="t.npz")
+def test_ranks_divided_by_what_is_no_trace_of_the_model(good, tmp_path):
+    config = moelab.StreamConfig(ranks_trace=tmp_path / "trace.npz")
+    modules = expert_modules(build_model(Checkpoint(good), config)[0])
 
+    def refused(expected):
+        with pytest.raises(ValueError, match=expected) as caught:
+            place_experts(modules, config, None)
+        assert f"StreamConfig.ranks_trace: {config.ranks_trace}: " in str(caught.value)
+        return str(caught.value)
 
-def test_pinning_by_what_is_no_trace_of_the_model(good, tmp_path, assert_usable):
-    file, layers = tmp_path / "trace.npz", moelab.footprint(good).num_layers
-    config = moelab.StreamConfig(slots=SLOTS, pinned_nbytes=100_000, pinned_trace=file)
-    failing_load(
-        good,
-        ValueError,
-        f"{file}: expected a trace as Trace.save writes it.*Record it again",
-        config,
-    )
+    refused("expected a trace as Trace.save writes it.*Record it again")
+    layers = len(modules)
     for L, e in ((layers + 1, E), (layers, E + 1)):
-        moelab.Trace(
-            np.zeros((3, L, K), np.uint16), np.full(3, "decode"), np.zeros(3, np.int64), e
-        ).save(file)
-        message = failing_load(
-            good, ValueError, f"expected a trace of {layers} MoE layers and {E} experts", config
-        )
-        assert (
-            "StreamConfig.pinned_trace" in message
-            and f"got {L} and {e}" in message
-            and "moelab.record" in message
-        )
-        with pytest.raises(ValueError, match="expected a trace of"):
-            moelab.footprint(good, config)
+        experts, ids = np.zeros((3, L, K), np.uint16), np.zeros(3, np.int64)
+        moelab.Trace(experts, np.full(3, "decode"), ids, e).save(config.ranks_trace)
+        message = refused(f"expected a trace of {layers} MoE layers and {E} experts")
+        assert f"got {L} and {e}" in message and "moelab.record" in message
+    file = Path(config.ranks_trace)
     file.write_bytes(file.read_bytes()[:-30])
-    failing_load(good, ValueError, "a damaged file", config)
-    assert_usable()
+    refused("a damaged file")
 
 
 def test_unknown_field():

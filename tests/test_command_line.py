@@ -1,6 +1,5 @@
 """python -m moelab: no option is ignored, no value is taken for another, no traceback."""
 
-import importlib.util
 import io
 import os
 import re
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import moelab
-from moelab import cache_prompt, chat, generate, moved, repack, serve, synthesize
+from moelab import cache_prompt, chat, generate, repack, serve, synthesize
 from moelab.__main__ import COMMANDS, main
 from moelab.lab import limit, machine, records
 from moelab.lab.experiments import (
@@ -30,10 +29,9 @@ from moelab.lab.experiments import (
 )
 
 STREAM = {
-    "--slots": "21", "--top-k": "3", "--readers": "5", "--streams": "2", "--scales": "resident",
+    "--slots": "21", "--top-k": "3", "--readers": "5", "--streams": "2",
     "--source": "host",
-    "--policy": "lfu", "--pinned-nbytes": "77", "--pinned-trace": "t.npz", "--ranks-trace": "t.npz",
-    "--prefetch": "last",
+    "--policy": "lfu", "--ranks-trace": "t.npz", "--prefetch": "lookahead",
     "--dtype": "bfloat16", "--kernels": "fast",
 }  # fmt: skip
 AUTO = {"--memory-nbytes": "99000000", "--context": "777"}  # what slots auto goes by
@@ -107,7 +105,7 @@ TAKES = {  # every command: the least that it is called with, and all its option
     "sweep": (
         ["M", "--json", "s.json"],
         {"--limits": "900,none", "--slots": "0,21", "--policies": "lfu,lru", "--read-ahead": None,
-         "--oracle": None, "--pinned": "code,prose", "--trace": "t.npz", "--like": "prose",
+         "--oracle": None, "--trace": "t.npz", "--like": "prose",
          "--trace-seed": "31", "--runs": "7", "--cold": "41", "--warmup": "43", "--reads": "47",
          "--decode": "53", "--seconds": "59", "--json": "r.json"},
     ),
@@ -134,7 +132,7 @@ SHOWN = {  # how a value looks where it arrives, if not as it was given
     "--cold": "True", "--depth": "(2, 6)", "--megabytes": str(9 << 20), "--lengths": "(3, 'auto')",
     "--limit": "900000000", "--limits": "[900000000, None]", "--memory": "900000000",
     ("sweep", "--slots"): "[0, 21]", "--policies": "('lfu', 'lru')", "--read-ahead": "True",
-    "--oracle": "'oracle': True", "--pinned": "('code', 'prose')",
+    "--oracle": "'oracle': True",
     ("bench-top-k", "--top-k"): "(5, 3)", "--quiet": "False",
 }  # fmt: skip
 BENCHES = [name for name in TAKES if name.startswith("bench")]
@@ -216,11 +214,8 @@ def test_an_option_arrives_or_is_refused(command, name, calls, capsys):
     value = takes.get(name, OPTIONS[name])
     given = option(name, value)
     least = [w for i, w in enumerate(least) if name not in (w, least[i - 1])]
-    if name in ("--pinned-nbytes", "--pinned-trace"):
-        given = [*option("--pinned-nbytes", "77"), *option("--pinned-trace", "t.npz")]
     modes = []
-    slots = ("--pinned-nbytes", "--pinned-trace", "--ranks-trace", "--prefetch", "--source")
-    if name in slots and "--modes" in takes:
+    if name in ("--ranks-trace", "--prefetch", "--source") and "--modes" in takes:
         modes = ["--modes", "fused"]
     got = run(capsys, command, *least, *given, *modes)
     if name in takes:
@@ -235,7 +230,7 @@ def test_an_option_arrives_or_is_refused(command, name, calls, capsys):
             assert shown in with_it and with_it != said(calls)  # a default may look the same
     else:
         assert got.code == 2 and not calls
-        assert (name in got.err and command in got.err) or "--pinned-nbytes" in got.err
+        assert name in got.err and command in got.err
 
 
 def test_every_command_and_option_is_in_this_file(capsys):
@@ -264,39 +259,6 @@ def test_an_option_of_another_command_names_it(calls, capsys):
     assert got.code == 2 and "check does not take --nonsense" in got.err
     got = run(capsys, "--nonsense", "check", "M")
     assert got.code == 2 and "--nonsense" in got.err and not calls
-
-
-@pytest.mark.parametrize("name", moved.OPTIONS)
-def test_an_option_that_has_moved_says_where(name, calls, capsys):
-    got = run(capsys, "bench", "M", name, "lookup", "--tokens", "3")
-    command = "bench" + name.replace("--", "-")
-    assert got.code == 2 and not calls
-    assert f"is now a command: python -m moelab {command} MODEL" in got.err
-    assert command in TAKES and command in COMMANDS
-
-
-@pytest.mark.parametrize("name", [*moved.MODULES, "moelab.recipes.tiny_moe"])
-def test_a_module_that_has_moved_says_where(name):
-    """Each new name is one that there is."""
-    done = subprocess.run([sys.executable, "-m", name, "x"], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout
-    old, _, now = done.stderr.strip().partition(" has moved: ")
-    assert old == f"python -m {name}"
-    python, *words = now.split()
-    assert python == "python"
-    if words[0] != "-m":
-        assert (moelab.DATA.parent / words[0]).is_file()
-    elif words[1] == "moelab":
-        assert words[2] in COMMANDS
-    else:
-        assert importlib.util.find_spec(words[1])
-
-
-def test_a_module_that_never_was_is_not_said_to_have_moved():
-    done = subprocess.run(
-        [sys.executable, "-m", "moelab.lab.nonsense"], capture_output=True, text=True
-    )
-    assert done.returncode == 1 and "No module named" in done.stderr
 
 
 def test_no_import_that_loses_ctrl_c_is_left_to_the_command():
@@ -352,14 +314,13 @@ def test_a_trace_leaves_nothing_to_make_up(calls, capsys):
     "mode, refused",
     [
         ("resident", {*STREAM} - {"--top-k", "--dtype", "--kernels"}),
-        ("serial", {*STREAM} - {"--top-k", "--dtype", "--kernels", "--scales", "--ranks-trace"}),
+        ("serial", {*STREAM} - {"--top-k", "--dtype", "--kernels", "--ranks-trace"}),
         (
             "buffers",
-            {*STREAM}
-            - {"--top-k", "--dtype", "--kernels", "--scales", "--readers", "--ranks-trace"},
+            {*STREAM} - {"--top-k", "--dtype", "--kernels", "--readers", "--ranks-trace"},
         ),
-        ("stacked", {"--pinned-trace", "--pinned-nbytes"}),  # one without the other
-        ("fused", {"--pinned-trace", "--pinned-nbytes"}),
+        ("stacked", set()),
+        ("fused", set()),
     ],
 )
 def test_a_stream_option_that_a_mode_has_no_use_for(mode, refused, calls, capsys):
@@ -375,7 +336,7 @@ def test_a_stream_option_that_a_mode_has_no_use_for(mode, refused, calls, capsys
                 assert got.code in (1, 2) and not calls, (name, got)
                 word = name[2:].replace("-", "_")
                 assert name in got.err or word in got.err, got.err
-                assert mode in got.err or "pinned" in name, got.err
+                assert mode in got.err, got.err
             else:
                 assert got.code == 0 and STREAM[name] in repr(calls), (name, got)
 
@@ -421,7 +382,6 @@ def test_a_stream_option_that_every_mode_sets_otherwise(calls, capsys):
         "generate M --prompt x --streams x",
         "generate M --prompt x --policy mru",
         "generate M --prompt x --prefetch oracle",
-        "generate M --prompt x --pinned-nbytes -1",
         "generate M --prompt x --dtype int4",
         "generate M --prompt x --mode warp",
         "bench M --tokens 0",
@@ -499,7 +459,6 @@ def test_a_list_may_begin_with_a_dash_or_have_a_gap(value, capsys):
         ("fused/prefetch=oracle", "oracle"),
         ("resident/slots=8", "slots"),
         ("serial/readers=8", "readers"),
-        ("fused/pinned_trace=t.npz", "pinned_trace"),
     ],
 )
 def test_modes_that_cannot_be(modes, words, calls, capsys):

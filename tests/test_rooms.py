@@ -32,7 +32,6 @@ MUST_NOT_IMPORT = {
     "moelab.chat": ("moelab.lab",),
     "moelab.drafting": ("moelab.lab",),
     "moelab.generate": ("moelab.lab",),
-    "moelab.moved": (),
     "moelab.serve": ("moelab.lab",),
     "moelab.synthesize": ("moelab.lab",),
     "moelab": ("moelab.replay", "moelab.lab"),

@@ -188,8 +188,7 @@ class Run:
 
     def ladder_warm(self):
         return self._ladder(
-            "resident,serial,buffers/readers=1,buffers,buffers/readers=16,"
-            "stacked,fused,fused/scales=resident",
+            "resident,serial,buffers/readers=1,buffers,buffers/readers=16,stacked,fused",
             24,
             4,
         )

@@ -246,7 +246,7 @@ class BenchRecord:
         own = {f.name: record[f.name] for f in fields(cls) if f.name in record}
         own["modes"] = {
             name: BenchMode(
-                StreamConfig(**m["config"] | {"kernels": m["config"].get("kernels", "mlx")}),
+                _config(m["config"]),
                 m["predicted_nbytes"],
                 [Sample.from_json(s) for s in m["samples"]],
             )
@@ -280,6 +280,12 @@ class BenchRecord:
                 if value is not None:
                     out[what] = value
         return out
+
+
+def _config(recorded):
+    """How a recorded model streamed, without settings that the engine no longer has."""
+    own = {f.name: recorded[f.name] for f in fields(StreamConfig) if f.name in recorded}
+    return StreamConfig(**{"kernels": "mlx"} | own)  # the first records name no kernels
 
 
 @dataclass(frozen=True)

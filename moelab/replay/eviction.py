@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..streaming.slots import RANKS, hottest
-from .locality import popularity
+from ..streaming.slots import RANKS
 
 
 class Uses(NamedTuple):
@@ -53,26 +52,7 @@ SCORES = {
 POLICIES = (*SCORES, "s3-fifo", "none")
 
 
-def pin(trace, nbytes: int, slots: int, expert_nbytes: int) -> tuple[tuple[int, ...], ...]:
-    """The experts that ``StreamConfig(pinned_nbytes=nbytes)`` would pin by a trace.
-
-    Args:
-        trace (Trace): Its decoded tokens count.
-        nbytes (int): The budget.
-        slots (int): S, beside the pinned experts.
-        expert_nbytes (int): What an expert takes in memory.
-
-    Returns:
-        tuple[tuple[int]]: The pinned experts of each layer.
-    """
-    L, E = trace.experts.shape[1], trace.num_experts
-    counts, room = popularity(trace.decode), [max(0, E - slots)] * L
-    return tuple(map(tuple, hottest(counts, nbytes, [expert_nbytes] * L, room)))
-
-
-def held(
-    experts: np.ndarray, num_experts: int, slots: int, policy: str = "lru", pinned: tuple = ()
-) -> np.ndarray:
+def held(experts: np.ndarray, num_experts: int, slots: int, policy: str = "lru") -> np.ndarray:
     """Which experts are in a slot when they are needed.
 
     A layer's K experts are needed together: none of them is evicted for another.
@@ -81,9 +61,7 @@ def held(
         experts (np.ndarray): ``[T, L, K]``, distinct within a token.
         num_experts (int): E.
         slots (int): S, at least K.
-        policy (str): One of ``POLICIES``; with pinned experts one of ``SCORES``.
-        pinned (tuple[tuple[int]]): Of each layer, experts that have slots of their own from the
-            beginning and are never evicted.
+        policy (str): One of ``POLICIES``.
 
     Returns:
         np.ndarray: ``[T, L, K]`` of bool.
@@ -94,10 +72,6 @@ def held(
     K = experts.shape[-1]
     if policy not in POLICIES:
         raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}.")
-    if pinned and policy not in SCORES:
-        raise ValueError(
-            f"pinned: expected a policy of {', '.join(SCORES)} beside it, got {policy!r}."
-        )
     if policy == "none":
         return np.zeros(experts.shape, bool)
     if slots < K:
@@ -111,21 +85,17 @@ def held(
     if policy == "s3-fifo":
         layers = experts.transpose(1, 0, 2)
         return np.stack([_s3_fifo(rows, num_experts, slots) for rows in layers], axis=1)
-    return _by_score(experts, num_experts, slots, SCORES[policy], pinned)
+    return _by_score(experts, num_experts, slots, SCORES[policy])
 
 
-def _by_score(experts, E, slots, score_of, pinned):
+def _by_score(experts, E, slots, score_of):
     # All layers at once, token by token: of the experts that are held and not needed, those with
     # the lowest scores are evicted.
     T, L, K = experts.shape
     rows, places = np.arange(L)[:, None], np.arange(K)
     slot_of = np.full((L, E + 1), -1)  # expert id E marks an empty slot
-    width = slots + max(map(len, pinned), default=0)  # the last slots are of the pinned
-    holds = np.full((L, width), E)
-    score = np.full((L, width), -np.inf)
-    score[:, slots:] = np.inf
-    for layer, its in enumerate(pinned):
-        slot_of[layer, list(its)] = np.arange(slots, slots + len(its))
+    holds = np.full((L, slots), E)
+    score = np.full((L, slots), -np.inf)
     counts, next_use = np.zeros((L, E), np.int64), _next_use(experts, E)
     hit = np.empty((T, L, K), bool)
     for t in range(T):
@@ -138,7 +108,7 @@ def _by_score(experts, E, slots, score_of, pinned):
             layer, k = np.nonzero(found)
             candidates = score.copy()
             candidates[layer, slot[layer, k]] = np.inf  # needed now
-            if most < width:
+            if most < slots:
                 lowest = np.argpartition(candidates, most - 1, axis=1)[:, :most]
             else:
                 lowest = np.broadcast_to(np.arange(slots), (L, slots))
@@ -154,7 +124,6 @@ def _by_score(experts, E, slots, score_of, pinned):
         order = (2 * t + ~found) * float(K) + places
         use = Uses(order, found, score[rows, slot], counts[rows, need], next_use[t])
         score[rows, slot] = score_of(use)
-        score[:, slots:] = np.inf
     return hit
 
 

@@ -67,7 +67,6 @@ def replay(
     skip: int = 0,
     pages: str = "linux",
     read_ahead: int = 0,
-    pinned: tuple = (),
 ) -> Replay:
     """Replay a trace's decoded tokens through slots over a page cache.
 
@@ -83,7 +82,6 @@ def replay(
         skip (int): Tokens at the start that fill the caches, empty at first, and do not count.
         pages (str): As for ``cached``.
         read_ahead (int): As for ``cached``.
-        pinned (tuple[tuple[int]]): As for ``eviction.held``; their bytes are beside the S slots'.
 
     Returns:
         Replay: Hit rates, bytes and seconds.
@@ -100,7 +98,7 @@ def replay(
             f"replay: expected fewer tokens to skip than the {T} decoded ones of the trace, "
             f"got {skip}."
         )
-    num_slots = L * (K if policy == "none" else min(slots, E)) + sum(map(len, pinned))
+    num_slots = L * (K if policy == "none" else min(slots, E))
     slots_nbytes = num_slots * (slot_nbytes or expert_nbytes)
     page_nbytes = memory_nbytes - slots_nbytes - other_nbytes
     if page_nbytes < 0:
@@ -109,7 +107,7 @@ def replay(
             f"the rest {other_nbytes / 1e6:.0f} MB, of {memory_nbytes / 1e6:.0f} MB: take fewer "
             "slots or more memory."
         )
-    missed = _missed(trace, slots, policy, pinned)
+    missed = _missed(trace, slots, policy)
     units = (experts + np.arange(L, dtype=np.int64)[:, None] * E)[missed]
     found, brought = cached(units, L * E, page_nbytes, expert_nbytes, pages, read_ahead, E)
     layer = np.broadcast_to(np.arange(T * L).reshape(T, L, 1), experts.shape)[missed]
@@ -142,8 +140,8 @@ def replay(
 
 
 @lru_cache(maxsize=32)  # it depends neither on the memory nor on the costs
-def _missed(trace, slots, policy, pinned):
-    return ~held(trace.decode.experts, trace.num_experts, slots, policy, pinned)
+def _missed(trace, slots, policy):
+    return ~held(trace.decode.experts, trace.num_experts, slots, policy)
 
 
 def cached(

@@ -8,7 +8,6 @@ A new family of mlx-lm streams without a change to this package if its experts a
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from .. import kernels
@@ -17,7 +16,6 @@ from ..experts import expert_modules, expert_parameters, num_experts
 from .config import SLOT_MODES, StreamConfig
 from .placement import balanced
 from .ranks import Ranks
-from .slots import hottest
 from .trace import Trace, TraceError
 
 # What the families call K in their configuration.
@@ -184,49 +182,12 @@ def activation_dtype(model: nn.Module) -> mx.Dtype:
     return embedding or next(iter(floating.values()))
 
 
-def stays_resident(name: str, p: mx.array, config: StreamConfig) -> bool:
-    """Whether a parameter is kept in memory for all E experts.
+def stays_resident(p: mx.array) -> bool:
+    """Whether a parameter ``[E, ...]`` is kept in memory for all E experts.
 
-    Args:
-        name (str): As ``expert_parameters`` names it.
-        p (mx.array): ``[E, ...]``.
-        config (StreamConfig): How to stream.
+    That is so for additive biases and tensor-wide scales: a few bytes for each expert.
     """
-    if p.ndim <= 2:  # additive biases and tensor-wide scales: a few bytes for each expert
-        return True
-    return config.scales == "resident" and not name.endswith(".weight")
-
-
-def pinned_experts(
-    modules: list[tuple[str, nn.Module]], config: StreamConfig, ranks: Ranks | None = None
-) -> list[list[int]]:
-    """The experts of each MoE layer that are never evicted.
-
-    Args:
-        modules (list[tuple[str, nn.Module]]): From ``expert_modules``.
-        config (StreamConfig): How to stream.
-        ranks (Ranks or None): Those that divide the experts: this one pins its own.
-
-    Returns:
-        list[list[int]]: Empty lists where every expert has a slot anyway.
-
-    Raises:
-        ValueError: If ``config.pinned_trace`` is missing, damaged or another model's.
-    """
-    if not config.pinned_nbytes:
-        return [[] for _ in modules]
-    sizes = [num_experts(m) for _, m in modules]
-    rows = _routing_of("pinned_trace", config.pinned_trace, sizes)
-    counts = np.zeros((len(sizes), max(sizes)), np.int64)
-    np.add.at(counts, (np.arange(len(sizes))[:, None], rows), 1)
-    for layer, E in enumerate(sizes if ranks else ()):
-        owned = ranks.owned(E, layer)
-        counts[layer, :E] *= owned
-        sizes[layer] = int(owned.sum())
-    one = [
-        sum(p.nbytes for p in expert_parameters(m).values()) // num_experts(m) for _, m in modules
-    ]
-    return hottest(counts, config.pinned_nbytes, one, [max(0, E - config.slots) for E in sizes])
+    return p.ndim <= 2
 
 
 def place_experts(modules: list[tuple[str, nn.Module]], config: StreamConfig, ranks: Ranks) -> None:
@@ -244,24 +205,24 @@ def place_experts(modules: list[tuple[str, nn.Module]], config: StreamConfig, ra
     if config.ranks_trace is None:
         return
     sizes = [num_experts(m) for _, m in modules]
-    rows = _routing_of("ranks_trace", config.ranks_trace, sizes)
+    rows = _routing_of(config.ranks_trace, sizes)
     ranks.place([balanced(rows[:, [i]], E, ranks.size)[0] for i, E in enumerate(sizes)])
 
 
-def _routing_of(field, file, sizes):
-    """``[T, L, K]`` of a trace that a field of StreamConfig names, decoded tokens if it has any."""
+def _routing_of(file, sizes):
+    """``[T, L, K]`` of ``StreamConfig.ranks_trace``, of decoded tokens if the trace has any."""
     try:
         trace = Trace.load(file)
     except TraceError as e:
-        raise ValueError(f"StreamConfig.{field}: {e}") from e
+        raise ValueError(f"StreamConfig.ranks_trace: {e}") from e
     except OSError as e:
         raise ValueError(
-            f"StreamConfig.{field}: {file}: expected a trace as Trace.save writes it, got "
+            f"StreamConfig.ranks_trace: {file}: expected a trace as Trace.save writes it, got "
             f"none ({describe(e)}). Record it again, or restore the file."
         ) from e
     if (trace.experts.shape[1], trace.num_experts) != (len(sizes), max(sizes)):
         raise ValueError(
-            f"StreamConfig.{field}: {file}: expected a trace of {len(sizes)} MoE layers "
+            f"StreamConfig.ranks_trace: {file}: expected a trace of {len(sizes)} MoE layers "
             f"and {max(sizes)} experts, as the model has, got {trace.experts.shape[1]} and "
             f"{trace.num_experts}. Record one with this model (moelab.record)."
         )

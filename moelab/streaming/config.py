@@ -11,10 +11,9 @@ MODES = ("resident", "serial", "buffers", "stacked", "fused")
 SLOT_MODES = ("stacked", "fused")  # those with S slots in every layer
 CHOICES = {  # of the fields that take one of several names
     "mode": MODES,
-    "prefetch": ("none", "last", "lookahead", "oracle"),
+    "prefetch": ("none", "lookahead", "oracle"),
     "policy": POLICIES,
     "source": ("disk", "host"),
-    "scales": ("streamed", "resident"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "kernels": ("auto", "mlx", "fast"),
 }
@@ -27,7 +26,6 @@ BOUNDS = {  # the least and the most of the fields that take a whole number
     "reserved_nbytes": (0, MOST_NBYTES),
     "top_k": (1, MAX_DIMENSION - 1),
     "readers": (1, MOST_THREADS),
-    "pinned_nbytes": (0, MOST_NBYTES),
     "streams": (1, MOST_THREADS),
 }
 UNSET = (("slots", "auto"), ("memory_nbytes", None), ("top_k", None), ("streams", "auto"))
@@ -52,21 +50,14 @@ class StreamConfig:
             Default: the checkpoint's own.
         readers (int): Reads in flight at once. Default: ``8``. On Linux, with slots and more than
             one reader, all reads of a small call may be in flight.
-        prefetch (str): Which experts are read before their layer is called: ``none``, ``last``
-            (the last token's), ``lookahead`` (the next layer's router on this layer's hidden
-            state) or ``oracle`` (those of a recorded trace). For ``stacked`` and ``fused``.
-            Default: ``none``.
+        prefetch (str): Which experts are read before their layer is called: ``none``,
+            ``lookahead`` (the next layer's router on this layer's hidden state) or ``oracle``
+            (those of a recorded trace). For ``stacked`` and ``fused``. Default: ``none``.
         policy (str): Which expert is evicted first: ``lru`` (the least recently used) or ``lfu``
             (the least frequently used). Default: ``lru``.
-        pinned_nbytes (int): Bytes of slots, beside the S, for experts that are never evicted:
-            those that ``pinned_trace`` used most, over all layers. For ``stacked`` and ``fused``.
-            Default: ``0``.
-        pinned_trace (str or None): The file of a trace of this model, written by ``Trace.save``.
-        ranks_trace (str or None): With a group of ranks: the file of a trace of this model, by
-            which experts that tokens use together are different ranks'. Default: every N-th expert
-            is the same rank's.
-        scales (str): ``streamed`` reads an expert's scales and biases with its weight,
-            ``resident`` keeps those of all E experts in memory. Default: ``streamed``.
+        ranks_trace (str or None): With a group of ranks: the file of a trace of this model,
+            written by ``Trace.save``, by which experts that tokens use together are different
+            ranks'. Default: every N-th expert is the same rank's.
         dtype (str): ``auto`` (float32 on the CPU backend, the checkpoint's own on a GPU),
             ``float32``, ``bfloat16`` or ``float16``. Default: ``auto``.
         kernels (str): What multiplies matrices: ``mlx``, or on the CPU backend ``fast``
@@ -99,10 +90,7 @@ class StreamConfig:
     readers: int = 8
     prefetch: str = "none"
     policy: str = "lru"
-    pinned_nbytes: int = 0
-    pinned_trace: str | None = None
     ranks_trace: str | None = None
-    scales: str = "streamed"
     dtype: str = "auto"
     kernels: str = "auto"
     streams: int | str = "auto"
@@ -139,27 +127,13 @@ class StreamConfig:
                     f"StreamConfig.{name}: expected a whole number of at least {least} and at most "
                     f"{most}, got {value!r}."
                 )
-        for name in ("pinned_trace", "ranks_trace"):
-            file = getattr(self, name)
-            if file is None:
-                continue
-            if not isinstance(file, (str, os.PathLike)):
+        if self.ranks_trace is not None:
+            if not isinstance(self.ranks_trace, (str, os.PathLike)):
                 raise ValueError(
-                    f"StreamConfig.{name}: expected the file of a trace, got {file!r}. Save it "
-                    "first: trace.save('mine.npz')."
+                    f"StreamConfig.ranks_trace: expected the file of a trace, got "
+                    f"{self.ranks_trace!r}. Save it first: trace.save('mine.npz')."
                 )
-            object.__setattr__(self, name, os.fspath(file))
-        if self.pinned_nbytes and self.mode not in SLOT_MODES:
-            raise ValueError(
-                f"StreamConfig.pinned_nbytes: {self.pinned_nbytes} needs slots, got mode "
-                f"{self.mode!r}. Use mode 'stacked' or 'fused', or pinned_nbytes 0."
-            )
-        if self.pinned_nbytes and self.pinned_trace is None:
-            raise ValueError(
-                "StreamConfig.pinned_nbytes: expected a pinned_trace that says which experts are "
-                f"hottest, got {self.pinned_nbytes} and none. Set pinned_trace to the file of a "
-                "trace recorded with this model (moelab.record)."
-            )
+            object.__setattr__(self, "ranks_trace", os.fspath(self.ranks_trace))
 
     @classmethod
     def checked(cls, config: "StreamConfig | None") -> "StreamConfig":
@@ -198,15 +172,14 @@ class StreamConfig:
         """
         auto = {"memory_nbytes", "context", "reserved_nbytes"}  # what slots="auto" goes by
         if self.mode in SLOT_MODES:
-            unused = set() if self.pinned_nbytes else {"pinned_trace"}
-            unused |= set() if self.slots == "auto" else auto
+            unused = set() if self.slots == "auto" else auto
             return unused | ({"streams"} if self.kernels == "fast" else set())
-        unused = {"slots", "source", "prefetch", "policy", "pinned_nbytes", "pinned_trace"}
+        unused = {"slots", "source", "prefetch", "policy"}
         unused |= auto | {"streams"}
         if self.mode != "buffers":
             unused.add("readers")
         if self.mode == "resident":
-            unused |= {"scales", "ranks_trace"}
+            unused.add("ranks_trace")
         return unused
 
     @classmethod

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..checkpoint import Checkpoint
 from ..experts import expert_modules, locate_experts, num_experts
-from .build import build_model, pinned_experts
+from .build import build_model
 from .config import StreamConfig
 from .plan import plan_of, sizes_of
 
@@ -16,9 +16,9 @@ class Footprint:
 
     Attributes:
         backbone_nbytes (int): Everything but the experts.
-        slots_nbytes (int): All slots, those of pinned experts too. In other modes the buffers
-            (``buffers``), one expert a layer (``serial``) or all experts (``resident``).
-        scales_nbytes (int): Parameters kept for all E experts.
+        slots_nbytes (int): All slots. In other modes the buffers (``buffers``), one expert a layer
+            (``serial``) or all experts (``resident``).
+        resident_nbytes (int): Parameters kept for all E experts.
         checkpoint_nbytes (int): The tensors on disk.
         expert_nbytes (int): One expert on disk.
         num_layers (int): MoE layers.
@@ -28,7 +28,7 @@ class Footprint:
 
     backbone_nbytes: int
     slots_nbytes: int
-    scales_nbytes: int
+    resident_nbytes: int
     checkpoint_nbytes: int
     expert_nbytes: int
     num_layers: int
@@ -38,7 +38,7 @@ class Footprint:
     @property
     def total_nbytes(self) -> int:
         """Backbone, slots and resident parameters together."""
-        return self.backbone_nbytes + self.slots_nbytes + self.scales_nbytes
+        return self.backbone_nbytes + self.slots_nbytes + self.resident_nbytes
 
 
 def footprint(path: str | Path, config: StreamConfig | None = None) -> Footprint:
@@ -62,13 +62,13 @@ def footprint(path: str | Path, config: StreamConfig | None = None) -> Footprint
     model, _, top_k = build_model(checkpoint, config)
     if config.asks_for_slots:
         config = plan_of(model, checkpoint, config.resolved(), top_k).config
-    backbone, scales, experts = sizes_of(model, config)
+    backbone, resident, experts = sizes_of(model, config)
     modules = expert_modules(model)
     slots = one = 0
-    for (_, m), pinned, nbytes in zip(modules, pinned_experts(modules, config), experts):
+    for (_, m), nbytes in zip(modules, experts):
         E = num_experts(m)
         rows = {"resident": E, "serial": 1, "buffers": top_k}.get(config.mode)
-        slots += nbytes * (min(config.slots, E) + len(pinned) if rows is None else rows)
+        slots += nbytes * (min(config.slots, E) if rows is None else rows)
     located = locate_experts(model, checkpoint)
     if modules:
         first = modules[0][0] + "."
@@ -76,7 +76,7 @@ def footprint(path: str | Path, config: StreamConfig | None = None) -> Footprint
     return Footprint(
         backbone,
         slots,
-        scales,
+        resident,
         checkpoint.nbytes,
         one,
         len(modules),

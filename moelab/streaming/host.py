@@ -21,15 +21,13 @@ from .slots import SlotBank, SlotTable
 
 # Bytes of the experts that are read at once while loading.
 READ_NBYTES = 64 * 1024 * 1024
-# When a pinned expert's slot was used last: never evicted.
-NEVER = 2**32 - 1
 
 # ``state``: the slot of each expert (S if none), the expert of each slot (E if none), when each
 # slot was used last, the time, and hits and misses of prompts and of decoding. Every block of
 # threads works out the same new state, and copies its part of the missing experts.
 _FETCH = """
     typedef unsigned long long word;
-    constexpr int E = {E}, S = {S}, EVICTED = {evicted}, THREADS = {threads};
+    constexpr int E = {E}, S = {S}, THREADS = {threads};
     __shared__ unsigned int slot_of[E], expert_of[S], used[S], needed[S], missing[S], into[S];
     __shared__ unsigned int held[S], hits, count, clock, best[THREADS], best_slot[THREADS];
     int t = threadIdx.x, n = 1;
@@ -48,16 +46,18 @@ _FETCH = """
     __syncthreads();
     for (int i = t; i < n; i += THREADS) {{
         unsigned int slot = slot_of[needed[i]];
-        if (slot < S) held[slot] = 1;
-        if (slot < EVICTED) atomicMax(used + slot, clock + i);
+        if (slot < S) {{
+            held[slot] = 1;
+            atomicMax(used + slot, clock + i);
+        }}
     }}
     __syncthreads();
     for (int i = t; i < S; i += THREADS)
         if (held[i]) atomicAdd(&hits, 1);
     for (int i = 0; i < n; ++i) {{
         if (slot_of[needed[i]] < S) continue;
-        unsigned int least = {never}, at = 0;
-        for (int s = t; s < EVICTED; s += THREADS)
+        unsigned int least = 0xffffffff, at = 0;
+        for (int s = t; s < S; s += THREADS)
             if (used[s] < least) {{
                 least = used[s];
                 at = s;
@@ -131,8 +131,8 @@ def hold(session: Session) -> None:
     if converted is not None:
         raise ValueError(
             f"StreamConfig.source: {converted.path}: expected experts that are computed as "
-            "they are on disk, got such as are converted or divided first. Leave dtype and scales "
-            "at their defaults, or use source 'disk'."
+            "they are on disk, got such as are converted or divided first. Leave dtype at its "
+            "default, or use source 'disk'."
         )
     need = sum(layer.num_experts * layer.bank.disk_nbytes for layer in layers)
     if need > (there := memory_available()):
@@ -186,13 +186,12 @@ class HostExperts:
         place = [self._memory.address, self._nbytes, len(rows) // 4, *rows]
         self._place = mx.array(np.array(place, np.uint64))
         mx.eval(self._place, self.after, *self._phases)
-        shape = (self._num_experts, bank.num_slots, table.num_slots)
-        names = dict(zip(("E", "S", "evicted"), shape), never=NEVER, threads=cuda.THREADS)
+        E, S = self._num_experts, bank.num_slots
         self._kernel = cuda.kernel(
-            "fetch_" + "_".join(map(str, shape)),
+            f"fetch_{E}_{S}",
             ("indices", "state", "phase", "place", "after"),
             ("slots", "new_state"),
-            _FETCH.format(**names, copy=cuda.COPY),
+            _FETCH.format(E=E, S=S, threads=cuda.THREADS, copy=cuda.COPY),
         )
 
     def read(self, reader: Reader) -> Iterator[int]:
@@ -259,7 +258,7 @@ class HostExperts:
         state, self._state = np.array(self._state), None
         E, S, table = self._num_experts, self._bank.num_slots, self._table
         expert_of, used = state[E : E + S].tolist(), state[E + S : E + 2 * S]
-        order = np.argsort(used[: table.num_slots], kind="stable").tolist()
+        order = np.argsort(used, kind="stable").tolist()
         table.slot_of = {expert_of[slot]: slot for slot in order if expert_of[slot] < E}
         table.recover()
         for c, (hits, misses) in zip((stats.prefill, stats.decode), state[-4:].reshape(2, 2)):
@@ -278,11 +277,7 @@ class HostExperts:
         state = np.zeros(E + 2 * S + 5, np.uint32)
         slot_of, expert_of, used = state[:E], state[E : E + S], state[E + S : E + 2 * S]
         slot_of[:], expert_of[:] = S, E
-        for held in (table.slot_of, table.pinned):
-            for e, slot in held.items():
-                slot_of[e], expert_of[slot] = slot, e
-        for i, slot in enumerate(table.slot_of.values()):
-            used[slot] = 1 + i
-        used[[*table.pinned.values()]] = NEVER
+        for i, (e, slot) in enumerate(table.slot_of.items()):
+            slot_of[e], expert_of[slot], used[slot] = slot, e, 1 + i
         state[E + 2 * S] = 1 + len(table.slot_of)
         return mx.array(state)

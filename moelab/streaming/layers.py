@@ -267,15 +267,14 @@ class Buffers(StreamedExperts):
 class Stacked(StreamedExperts):
     """S slots in one array for each projection, filled in place; one gather for each projection.
 
-    SwiftLM PR 90. An expert stays in its slot until it is evicted, a pinned one for good. A call
-    that needs more experts than there are slots is computed in waves, which read each expert once.
+    SwiftLM PR 90. An expert stays in its slot until it is evicted. A call that needs more experts
+    than there are slots is computed in waves, which read each expert once.
 
     Attributes:
         bank (SlotBank): The bytes of the slots.
         table (SlotTable): Which expert is in which slot.
         host (HostExperts or None): With ``StreamConfig(source="host")``: the layer's experts, of
             which the GPU brings those into its slots that it needs.
-        routed (np.ndarray or None): ``[..., K]``, the experts of the last call.
         job (Job or None): What is being prefetched for this layer.
     """
 
@@ -284,7 +283,7 @@ class Stacked(StreamedExperts):
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
         self._module = (module,)  # in a tuple, so that its parameters are not the model's
-        self.routed = self.host = None
+        self.host = None
         self.take(session.config.slots)
 
     def take(self, slots: int) -> None:
@@ -297,13 +296,10 @@ class Stacked(StreamedExperts):
         """
         session, (module,) = self.session, self._module
         self._num_owned = self.num_experts if self.owned is None else int(self.owned.sum())
-        slots, pinned = min(slots, self._num_owned), session.pinned[self.index]
+        slots = min(slots, self._num_owned)
         self.bank = None  # its memory is free before more is taken
-        self.bank = self._bank(module, slots + len(pinned), self.gate_with_up and can_fuse(module))
-        self.table = SlotTable(slots, session.config.policy, pinned)
-        session.reader.read(self.bank.reads(self.table.pinned))
-        for e, slot in self.table.pinned.items():
-            self.bank.arrived(e, slot)
+        self.bank = self._bank(module, slots, self.gate_with_up and can_fuse(module))
+        self.table = SlotTable(slots, session.config.policy)
         self.job, self._fills = None, []
         self._slot_of_all = None  # [E], once every expert is held
         if self.host is not None:
@@ -312,7 +308,7 @@ class Stacked(StreamedExperts):
     @property
     def slots_nbytes(self) -> int:
         """Memory of the slots that a layer can give back."""
-        return (self.bank.num_filled - len(self.table.pinned)) * self.bank.expert_nbytes
+        return self.bank.num_filled * self.bank.expert_nbytes
 
     def resize(self, slots: int) -> None:
         """Set how many slots are in use, and free the memory of the others.
@@ -324,10 +320,9 @@ class Stacked(StreamedExperts):
         """
         if not can_lend():
             return self.take(slots)
-        last = self.bank.num_slots - len(self.table.pinned)
         self.job, self._slot_of_all, self._fills = None, None, []
-        self.table.resize(min(slots, last))
-        self.bank.empty(self.table.num_slots, last)
+        self.table.resize(min(slots, self.bank.num_slots))
+        self.bank.empty(self.table.num_slots, self.bank.num_slots)
 
     def recover(self) -> None:
         super().recover()
@@ -355,11 +350,11 @@ class Stacked(StreamedExperts):
         # Once every expert is held no slot changes any more. Only a single token's experts can be
         # counted without knowing them.
         alone = indices.size == indices.shape[-1]
-        if len(table.slot_of) + len(table.pinned) < self.num_experts or not alone:
+        if len(table.slot_of) < self.num_experts or not alone:
             return None
         if self._slot_of_all is None:
-            slot_of = table.slot_of | table.pinned
-            self._slot_of_all = mx.array([slot_of[e] for e in range(self.num_experts)], mx.uint32)
+            slots = [table.slot_of[e] for e in range(self.num_experts)]
+            self._slot_of_all = mx.array(slots, mx.uint32)
             mx.eval(self._slot_of_all)
         session.counters.calls += 1
         session.counters.hits += indices.size
@@ -468,7 +463,6 @@ class Stacked(StreamedExperts):
     def _compute_streamed(self, x, indices, routed):
         session, flat = self.session, routed.ravel().tolist()
         needed = list(dict.fromkeys(flat))
-        self.routed = routed
         self._collect_prefetched(needed)
         if session.filling not in (None, self.index):  # the layers were not called in order
             session.layers[session.filling].end_fill()
@@ -549,7 +543,7 @@ class Stacked(StreamedExperts):
                 kernels compute experts in other layers' slots.
         """
         session, i = self.session, self.index
-        known = self.table.slot_of.keys() | self.table.pinned.keys()
+        known = set(self.table.slot_of)
         known = known.union(*(job.experts for _, job in [*self._fills, (self, self.job)] if job))
         experts = [e for e in range(self.num_experts) if e not in known]
         if self.owned is not None:
@@ -585,7 +579,7 @@ class Stacked(StreamedExperts):
         Returns:
             int: The bytes.
         """
-        held = self.table.slot_of.keys() | self.table.pinned.keys()
+        held = self.table.slot_of
         experts = [e for e in experts if e not in held and (self.owned is None or self.owned[e])]
         experts = experts[: max(0, nbytes // self.bank.expert_nbytes)]
         self.session.reader.read_ahead(self.bank.places(experts))
@@ -597,9 +591,9 @@ class Stacked(StreamedExperts):
         Once all are held, calls need not wait for their routing (``_without_waiting``).
         """
         table, E = self.table, self.num_experts
-        if table.num_slots + len(table.pinned) < E or self.job is not None:
+        if table.num_slots < E or self.job is not None:
             return {}
-        held = table.slot_of.keys() | table.pinned.keys()
+        held = table.slot_of
         unread = [e for e in range(E) if e not in held] if len(held) < E else []
         return table.plan(unread[: self.session.top_k])[1]
 
@@ -811,7 +805,7 @@ class Stacked(StreamedExperts):
         """Read experts into their slots, as a call does, and compute nothing.
 
         Args:
-            experts (list[int]): Distinct, at most S beside the pinned ones.
+            experts (list[int]): Distinct, at most S.
         """
         self.count()
         self._fill(self._plan(experts)[1])

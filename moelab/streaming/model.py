@@ -22,7 +22,7 @@ from .. import kernels
 from ..checkpoint import Checkpoint, CheckpointError, describe, read_header, read_json
 from ..experts import expert_modules, expert_parameters, locate_experts, read_experts
 from . import host
-from .build import activation_dtype, build_model, pinned_experts, place_experts, stays_resident
+from .build import activation_dtype, build_model, place_experts, stays_resident
 from .config import SLOT_MODES, StreamConfig
 from .layers import LAYERS, moe_blocks
 from .parallel import spread
@@ -298,7 +298,6 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
     fast_experts = any(kernels.used(module) for _, module in experts)
     if ranks:
         place_experts(experts, config, ranks)
-    pinned = pinned_experts(experts, config, ranks)
     if config.mode == "resident":
         located, resident = {}, {}
         modules = dict(model.named_modules())
@@ -314,7 +313,6 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
         top_k,
         located,
         resident,
-        pinned,
         found=found,
         fast_experts=fast_experts,
         plan=chosen,
@@ -344,7 +342,7 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
     cls = type(model)
     mixin = LoadedModel if config.mode == "resident" else StreamedModel
     model.__class__ = type(cls.__name__, (mixin, cls), {})
-    stats(model, reset=True)  # reading the pinned experts is not part of decoding
+    stats(model, reset=True)  # what ``host.hold`` read is not part of decoding
     return model, model_config
 
 
@@ -406,7 +404,7 @@ def _sources(model, checkpoint, config):
     for path, module in expert_modules(model):
         for name, p in expert_parameters(module).items():
             full = f"{path}.{name}"
-            if stays_resident(name, p, config):
+            if stays_resident(p):
                 if full in checkpoint.packed:
                     p = read_experts(checkpoint.packed[full]).astype(p.dtype)
                 resident[full] = p

@@ -207,8 +207,8 @@ def plan_of(
         top_k (int): K.
         ranks (Ranks or None): Those that divide the experts: the slots are for this one's.
     """
-    backbone, scales, experts = sizes_of(model, config)
-    backbone += scales + config.pinned_nbytes
+    backbone, resident, experts = sizes_of(model, config)
+    backbone += resident
     modules = [module for _, module in expert_modules(model)]
     slot, E, L = sum(experts), max(map(num_experts, modules)), len(modules)
     held = int(ranks.owned(E).sum()) if ranks else E
@@ -311,15 +311,15 @@ def sizes_of(model: nn.Module, config: StreamConfig) -> tuple[int, int, list[int
         expert of each layer in its slot.
     """
     everything = sum(p.nbytes for _, p in tree_flatten(model.parameters()))
-    scales, total, experts = 0, 0, []
+    resident, total, experts = 0, 0, []
     for _, module in expert_modules(model):
         parameters = expert_parameters(module)
         nbytes = sum(p.nbytes for p in parameters.values())
         total += nbytes
         experts.append(nbytes // num_experts(module))
         if config.mode != "resident":
-            scales += sum(p.nbytes for n, p in parameters.items() if stays_resident(n, p, config))
-    return everything - total, scales, experts
+            resident += sum(p.nbytes for p in parameters.values() if stays_resident(p))
+    return everything - total, resident, experts
 
 
 def _memory():

@@ -162,18 +162,6 @@ class Prefetcher:
             yield seconds
 
 
-class Last(Prefetcher):
-    """The experts of the last token (SwiftLM PR 26).
-
-    With at least K slots all of these are still in their slots, so nothing is read.
-    """
-
-    def guess(self, layer: int, asked: list[mx.array]) -> tuple[int, np.ndarray] | None:
-        following = (layer + 1) % len(self._layers)
-        routed = self._layers[following].routed
-        return None if routed is None else (following, routed)
-
-
 class Lookahead(Prefetcher):
     """The next layer's router on this layer's hidden state (MoE-Infinity; ds4 issue 849).
 
@@ -238,4 +226,4 @@ class Oracle(Prefetcher):
         return following, self._rows[self._next][following]
 
 
-PREFETCHERS = {"last": Last, "lookahead": Lookahead, "oracle": Oracle}
+PREFETCHERS = {"lookahead": Lookahead, "oracle": Oracle}

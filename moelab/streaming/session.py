@@ -117,14 +117,13 @@ class Session:
         top_k (int): K.
         located (dict[str, ExpertTensor]): Where the experts' bytes lie.
         resident (dict[str, mx.array]): Parameters kept in memory for all E experts.
-        pinned (list[list[int]]): The experts of each layer that are never evicted.
         found (dict[str, int] or None): What ``kernels.use`` returned.
         fast_experts (bool): Whether the experts compute with the fast kernels, which use all cores.
         plan (Plan or None): Why there are so many slots, if ``plan`` chose them.
         ranks (Ranks or None): Those that divide the experts.
 
     Attributes:
-        config, dtype, top_k, resident, pinned, plan, fast_experts, ranks: As above.
+        config, dtype, top_k, resident, plan, fast_experts, ranks: As above.
         located (dict[str, ExpertTensor]): As above, each file a ``File`` that ``reader`` opened.
         layers (list[StreamedExperts]): The streamed layers, in the order of the model; an empty
             list in ``resident`` mode. Those with slots (``Stacked``) have a ``bank`` and a
@@ -153,7 +152,6 @@ class Session:
         top_k: int,
         located: dict[str, ExpertTensor],
         resident: dict[str, mx.array],
-        pinned: list[list[int]],
         found: dict[str, int] | None = None,
         fast_experts: bool = False,
         plan: Plan | None = None,
@@ -171,7 +169,7 @@ class Session:
             name: replace(t, files=[self.reader.open(f) for f in t.files])
             for name, t in located.items()
         }
-        self.resident, self.pinned = resident, pinned
+        self.resident = resident
         self.layers, self.pending, self.unfinished = [], [], None
         self.filling, self.left_s, self.between_s = None, 0.0, 0.0
         self.lock = threading.RLock()

@@ -16,7 +16,7 @@ import ctypes
 import mmap
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -62,24 +62,20 @@ class SlotTable:
     so a read that fails leaves their slots free and all other experts where they were.
 
     Args:
-        num_slots (int): S, without those of the pinned experts.
+        num_slots (int): S.
         policy (str): One of ``POLICIES``.
-        pinned (list[int]): Experts with slots of their own, which are never evicted. Their bytes
-            must be in their slots before the first call.
 
     Attributes:
         num_slots (int): As above.
         policy (str): As above.
-        slot_of (dict[int, int]): The slot of every other expert held, least recently used first.
-        pinned (dict[int, int]): The slot of every pinned expert, from S on.
+        slot_of (dict[int, int]): The slot of every expert held, least recently used first.
     """
 
-    def __init__(self, num_slots: int, policy: str = "lru", pinned: Sequence[int] = ()):
+    def __init__(self, num_slots: int, policy: str = "lru"):
         if policy not in POLICIES:
             raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}.")
         self.num_slots = num_slots
         self.policy = policy
-        self.pinned = {e: num_slots + i for i, e in enumerate(pinned)}
         self.slot_of = {}
         self._free = list(range(num_slots))[::-1]
         self._uses = uses = Counter()
@@ -94,8 +90,7 @@ class SlotTable:
             experts (Collection[int]): The experts.
             taken (int): Slots that are not available.
         """
-        others = sum(e not in self.pinned for e in experts) if self.pinned else len(experts)
-        return others + taken <= self.num_slots
+        return len(experts) + taken <= self.num_slots
 
     def waves(self, experts: list[int]) -> list[list[int]]:
         """Divide distinct experts into waves that fit.
@@ -108,14 +103,8 @@ class SlotTable:
         Returns:
             list[list[int]]: The experts of each wave, for one ``plan`` after another.
         """
-        pinned = [e for e in experts if e in self.pinned]
-        others = sorted(
-            (e for e in experts if e not in self.pinned), key=lambda e: e not in self.slot_of
-        )
-        first, *rest = [
-            others[i : i + self.num_slots] for i in range(0, len(others), self.num_slots)
-        ] or [[]]
-        return [pinned + first, *rest]
+        experts = sorted(experts, key=lambda e: e not in self.slot_of)
+        return [experts[i : i + self.num_slots] for i in range(0, len(experts), self.num_slots)]
 
     def plan(
         self, experts: list[int], busy: Mapping[int, int] | None = None
@@ -123,7 +112,7 @@ class SlotTable:
         """Choose slots for the experts of one call.
 
         Args:
-            experts (list[int]): The distinct experts needed, at most S beside the pinned ones.
+            experts (list[int]): The distinct experts needed, at most S.
             busy (Mapping[int, int]): Expert to slot, of earlier plans: those that are not
                 committed yet and those that must not be evicted.
 
@@ -136,19 +125,15 @@ class SlotTable:
         """
         busy = busy or {}
         if not self.fits(experts, len(busy)):
-            pinned = f", beside the {len(self.pinned)} pinned" if self.pinned else ""
             raise ValueError(
-                f"expected at most {self.num_slots - len(busy)} experts (the slots{pinned}), "
+                f"expected at most {self.num_slots - len(busy)} experts (the slots), "
                 f"got {len(experts)}"
             )
-        slot_of, pinned = self.slot_of, self.pinned
+        slot_of = self.slot_of
         if self._rank is not None:
             self._uses.update(experts)
         hits, missing = {}, []
         for e in experts:
-            if e in pinned:
-                hits[e] = pinned[e]
-                continue
             slot = slot_of.pop(e, None)
             if slot is None:
                 missing.append(e)
@@ -180,14 +165,14 @@ class SlotTable:
         The slots are neither held nor free until ``keep`` or ``release``.
 
         Args:
-            experts (list[int]): Distinct, at most S beside the pinned ones.
+            experts (list[int]): Distinct, at most S.
 
         Returns:
             dict[int, int]: Expert to slot, of those that are not held.
         """
         slots = {}
         for e in experts:
-            if e in self.slot_of or e in self.pinned:
+            if e in self.slot_of:
                 continue
             if not self._free:
                 if all(held in experts for held in self.slot_of):
@@ -252,31 +237,6 @@ class SlotTable:
         if self._rank is None:
             return next(candidates)
         return min(candidates, key=self._rank_of)
-
-
-def hottest(
-    counts: np.ndarray, nbytes: int, expert_nbytes: list[int], room: list[int]
-) -> list[list[int]]:
-    """The experts that are used most, over all layers, until a budget is spent.
-
-    Args:
-        counts (np.ndarray): ``[L, E]``, how often each was used. Those never used are left out.
-        nbytes (int): The budget.
-        expert_nbytes (list[int]): The bytes of one expert of each layer.
-        room (list[int]): The most experts of each layer.
-
-    Returns:
-        list[list[int]]: The experts of each layer, hottest first.
-    """
-    chosen = [[] for _ in room]
-    for i in np.argsort(-counts, axis=None, kind="stable")[: np.count_nonzero(counts)].tolist():
-        layer, e = divmod(i, counts.shape[1])
-        if len(chosen[layer]) < room[layer]:
-            nbytes -= expert_nbytes[layer]
-            if nbytes < 0:
-                break
-            chosen[layer].append(e)
-    return chosen
 
 
 class FusedSwitchGLU(nn.Module):
@@ -372,7 +332,7 @@ class SlotBank:
         located (dict[str, ExpertTensor]): Where the experts' bytes lie.
         resident (dict[str, mx.array]): Parameters kept in memory for all E experts, in their
             types there. A slot gets a copy of its expert's.
-        num_slots (int): S, with those of pinned experts.
+        num_slots (int): S.
         fuse (bool): Whether to keep gate and up in one buffer.
 
     Attributes:

@@ -76,26 +76,15 @@ def test_the_slow_middle_is_in_the_record(code):
 
 
 def test_pinning_recorded():
-    """Replay and engine hit alike; a trace of other code pins fewer hits than the text's own."""
+    """A trace of other code pins fewer hits than the text's own; no replay pins."""
     record = sweep.recorded(PINNED)
-    compared = {(c.row.point.slots, c.row.point.pinned_by): c for c in page_cache.compare(record)}
-    assert set(compared) == {(8, ""), (32, ""), (8, "code"), (8, "tests")}
-    for c in compared.values():
-        assert len(c.runs.seconds) == 5
-        assert c.predicted_hit_rate == pytest.approx(c.row.hit_rate, abs=1e-9)
-        assert c.predicted_disk == pytest.approx(c.row.disk_per_token, rel=0.05)
-    hits = [compared[key].row.hit_rate for key in ((8, "code"), (32, ""), (8, "tests"))]
-    assert hits == sorted(hits)
+    hits = {(r.point.slots, r.point.pinned_by): r.hit_rate for r in record.rows()}
+    assert set(hits) == {(8, ""), (32, ""), (8, "code"), (8, "tests")}
+    assert hits[8, ""] < hits[8, "code"] < hits[32, ""] < hits[8, "tests"]
+    assert [c.row.point.slots for c in page_cache.compare(record)] == [8, 32]
     seconds = page_cache.pinning(record)
     assert list(seconds)[:2] == ["8 slots", "32 slots"]
     assert all(len(s) == 5 for s in seconds.values())
-
-
-def test_pinned_by_itself_is_an_upper_bound_of_pinning():
-    a, b = (locality.synthesize(FLAT, 60, 2, 16, 4, seed) for seed in (0, 1))
-    hits = page_cache.pinned_hits({"a": a, "b": b}, 8, 30)
-    assert set(hits["a"]) == {"lru", "lfu", "itself", "beginning", "by b"}
-    assert all(h["itself"] > h[f"by {o}"] for h, o in ((hits["a"], "b"), (hits["b"], "a")))
 
 
 def test_neighbours_count_only_where_their_quartiles_are_apart(code):

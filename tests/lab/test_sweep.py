@@ -109,20 +109,6 @@ def test_an_oracle_reads_what_the_trace_asks_for_a_layer_ahead():
     assert Point.from_json(Point(16, prefetch="oracle").to_json()).prefetch == "oracle"
 
 
-def test_points_of_pinning_take_the_memory_of_the_most_slots(tmp_path):
-    one = ModelSizes.of(TINY).slot_nbytes
-    few, many, pinned = sweep.points(TINY, [None], [8, 20], pinned=("code",))
-    assert pinned == Point(8, None, "lru", False, 12 * one, "code") and "pinned by code" in str(
-        pinned
-    )
-    nbytes = [moelab.footprint(TINY, p.config).slots_nbytes for p in (few, many, pinned)]
-    assert nbytes[1] == nbytes[2] == nbytes[0] + 12 * one
-    out = sweep.measure(TINY, pinned, trace(), start=0, tokens=Tokens(2, 4, 4, 0))
-    assert out.cold.misses < 2 * L * K, "the pinned are there from the first token on"
-    early = {"slots": 8, "limit_nbytes": None, "policy": "lru", "ahead": True}  # no pinning yet
-    assert Point.from_json(early) == replace(few, read_ahead=True)
-
-
 def test_it_goes_on_where_it_was_stopped_and_refuses_another_sweep(tmp_path, monkeypatch):
     calls = []
     real = sweep._run_point

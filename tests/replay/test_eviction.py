@@ -26,10 +26,10 @@ def made(T=60, L=3, E=16, K=4, seed=0, zipf=0.7, sticky=0.3, memory=3.0):
     return locality.synthesize(locality.Locality((zipf,), (sticky,), (memory,)), T, L, E, K, seed)
 
 
-def hits_of_the_engine(trace, S, policy, pinned=((), (), ())):
+def hits_of_the_engine(trace, S, policy):
     out = np.zeros(trace.experts.shape, bool)
     for layer in range(3):
-        table = SlotTable(S, policy, pinned[layer])
+        table = SlotTable(S, policy)
         for i, need in enumerate(trace.experts[:, layer].tolist()):
             hits, misses = table.plan(need)
             table.commit(misses)
@@ -59,21 +59,6 @@ def test_fifo(S):
                 queue.remove(next(e for e in queue if e not in need))
             queue += missing
     np.testing.assert_array_equal(eviction.held(t.experts, 16, S, "fifo"), want)
-
-
-@pytest.mark.parametrize("policy", slots.POLICIES)
-@pytest.mark.parametrize("S", (4, 7, 12))
-@pytest.mark.parametrize("count", (1, 5, 14, 100))
-def test_pinned_are_the_engines(count, S, policy):
-    t = made(T=120)
-    stay = eviction.pin(made(seed=1), count * 10, S, 10)
-    assert sum(map(len, stay)) == min(count, 3 * (16 - S)) and max(map(len, stay)) <= 16 - S
-    want = hits_of_the_engine(t, S, policy, stay)
-    np.testing.assert_array_equal(eviction.held(t.experts, 16, S, policy, stay), want)
-    best = eviction.held(t.experts, 16, S, "belady", stay)
-    assert best.sum() >= want.sum() and all(
-        best[:, i][np.isin(t.experts[:, i], stay[i])].all() for i in range(3)
-    )
 
 
 def fewest_misses(rows, S):
@@ -241,20 +226,12 @@ def test_an_unknown_policy_is_refused_everywhere(policy):
 
 
 @pytest.mark.parametrize("policy", slots.POLICIES)
-@pytest.mark.parametrize("count", (0, 50))
-def test_hits_are_those_of_a_driven_model(count, policy, random_tiny_moe, tmp_path):
-    t, other = made(T=30, L=8, E=64, K=8), made(T=30, L=8, E=64, K=8, seed=1)
-    other.save(tmp_path / "trace.npz")
-    one = moelab.footprint(random_tiny_moe, moelab.StreamConfig(slots=8)).slots_nbytes // 64
-    config = moelab.StreamConfig(
-        slots=14, policy=policy, pinned_nbytes=count * one, pinned_trace=tmp_path / "trace.npz"
-    )
-    model, _ = load_model(random_tiny_moe, config)
+def test_hits_are_those_of_a_driven_model(policy, random_tiny_moe):
+    t = made(T=30, L=8, E=64, K=8)
+    model, _ = load_model(random_tiny_moe, moelab.StreamConfig(slots=14, policy=policy))
     with model, route_by(model, t):
         cache = make_prompt_cache(model)
         for i in range(len(t)):
             mx.eval(model(mx.array([[i]]), cache=cache))
         got = moelab.stats(model).decode
-    stay = eviction.pin(other, count * one, 14, one)
-    assert sum(map(len, stay)) == count
-    assert got.hits == eviction.held(t.experts, 64, 14, policy, stay).sum()
+    assert got.hits == eviction.held(t.experts, 64, 14, policy).sum()

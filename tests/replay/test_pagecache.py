@@ -188,17 +188,6 @@ def test_an_unknown_kind_of_page_cache_is_refused():
         pagecache.cached(np.arange(3), 3, 5, pages="bsd")
 
 
-def test_pinned_take_their_bytes():
-    t = made()
-    stay = eviction.pin(t, 7 * MB, 4, MB)
-    a, b = (
-        pagecache.replay(t, 40 * MB, 4, expert_nbytes=MB, costs=COSTS, pinned=p) for p in ((), stay)
-    )
-    assert b.page_nbytes == a.page_nbytes - 7 * MB and b.app_hit_rate > a.app_hit_rate
-    with pytest.raises(ValueError, match="pinned: expected a policy of lru, .* got 'none'"):
-        pagecache.replay(t, 40 * MB, 4, "none", expert_nbytes=MB, costs=COSTS, pinned=stay)
-
-
 @pytest.mark.parametrize("policy", ("lru", "none", "belady"))
 def test_replay_is_the_two_caches_and_the_costs(policy):
     t, one, S, memory, skip = made(T=80), MB, 6, 60 * MB, 20

@@ -87,7 +87,7 @@ class Runtime:
         assert chunks == 0
         return [mx.array(words(box + 4, indices.size, np.uint32).reshape(indices.shape).copy())]
 
-    def fetch(self, E, S, evicted, inputs, **_):
+    def fetch(self, E, S, inputs, **_):
         indices, state, phase, place, after = inputs
         mx.eval(after)
         state, needed = np.array(state), np.array(indices).ravel().tolist()
@@ -96,14 +96,14 @@ class Runtime:
         held = {int(slot_of[e]) for e in needed if slot_of[e] < S}
         counts += np.array([len(held), len({*needed}) - len(held)], np.uint32)
         for i, e in enumerate(needed):
-            if slot_of[e] < evicted:
+            if slot_of[e] < S:
                 used[slot_of[e]] = clock + i
         base, nbytes, chunks, *rows = np.array(place).tolist()
         assert len(rows) == 4 * chunks
         for i, e in enumerate(needed):
             if slot_of[e] < S:
                 continue
-            slot = int(used[:evicted].argmin())
+            slot = int(used.argmin())
             slot_of[slot_of == slot] = S
             slot_of[e], expert_of[slot], used[slot] = slot, e, clock + len(needed) + i
             for first, to, stride, size in np.reshape(rows, (-1, 4)).tolist():
@@ -364,21 +364,6 @@ def test_host_and_gpu_agree_on_what_the_slots_hold(policy, path, runtime):
     assert read["host"] == read["disk"]
 
 
-def test_pinned_experts_stay_beside_those_of_the_hosts_memory(path, tmp_path, runtime, want):
-    with uploading(path, slots=K) as model:
-        with moelab.record(model) as trace:
-            greedy_logits(model, PROMPT, 4)
-        trace.save(tmp_path / "trace.npz")
-        nbytes = 3 * session_of(model).layers[0].bank.expert_nbytes
-    pinned = {"pinned_nbytes": nbytes, "pinned_trace": str(tmp_path / "trace.npz")}
-    with uploading(path, slots=K, source="host", **pinned) as model:
-        before = [dict(layer.table.pinned) for layer in session_of(model).layers]
-        assert any(before)
-        for _ in range(2):
-            assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
-        assert [layer.table.pinned for layer in session_of(model).layers] == before
-
-
 def test_a_call_that_fails_forgets_what_the_gpus_slots_hold(path, runtime, want, monkeypatch):
     with uploading(path, slots=K, source="host") as model:
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
@@ -402,7 +387,6 @@ def test_slots_that_are_given_back_are_filled_from_the_hosts_memory(path, runtim
     "config, error",
     [
         ({"dtype": "float32", "kernels": "mlx"}, "computed as they are on disk"),
-        ({"scales": "resident"}, "computed as they are on disk"),
         ({"mode": "buffers"}, "needs slots"),
         ({"source": "ssd"}, "expected one of disk, host"),
     ],

@@ -200,22 +200,6 @@ def test_long_prompt(name, tmp_path):
     assert_streams(families.write_checkpoint(name, tmp_path / name, "affine4"), prompt=LONG_PROMPT)
 
 
-@pytest.mark.parametrize("scales", ["streamed", "resident"])
-@pytest.mark.parametrize("name", EVERY_VARIANT)
-def test_scales_streamed_or_resident(name, scales, tmp_path):
-    path = families.write_checkpoint(name, tmp_path / name, "affine4")
-    want = decode(families.load_resident(path), PROMPT, NUM_STEPS)
-    for mode in STREAMED:
-        model, _ = load_model(
-            path, moelab.StreamConfig(mode=mode, slots=SLOTS, scales=scales, kernels="mlx")
-        )
-        with model:
-            got = decode(model, PROMPT, NUM_STEPS)
-        assert got[2] == want[2], mode
-        if mode in ("stacked", "fused"):
-            np.testing.assert_array_equal(got[1], want[1], err_msg=mode)
-
-
 @pytest.mark.parametrize("name", sorted(families.HUGGING_FACE))
 def test_hugging_face_layout(name, tmp_path):
     """The authors' own layout streams if each expert's bytes are contiguous, else it is refused."""

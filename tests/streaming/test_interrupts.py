@@ -88,7 +88,7 @@ def assert_every_slot_is_there(model):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"prefetch": "last"}, {"policy": "lfu", "streams": 2}], ids=str
+    "fields", [{}, {"prefetch": "lookahead"}, {"policy": "lfu", "streams": 2}], ids=str
 )
 @pytest.mark.parametrize("way", ["small reads", "reader threads", "past the page cache"])
 def test_an_interrupt_at_any_line(path, fields, way, monkeypatch):

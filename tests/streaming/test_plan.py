@@ -54,7 +54,6 @@ def test_all_that_fits_is_in_slots():
 def test_what_it_counts_is_what_load_takes():
     for config in (
         moelab.StreamConfig(),
-        moelab.StreamConfig(scales="resident"),
         moelab.StreamConfig(dtype="bfloat16", kernels="mlx"),
     ):
         p = moelab.plan(TINY_MOE, config, memory_nbytes=170 * MB)
@@ -160,14 +159,13 @@ def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
 
 
 @pytest.mark.skipif(not can_lend(), reason="MADV_DONTNEED is Linux's")
-@pytest.mark.parametrize("settings", [{}, {"prefetch": "last"}, {"policy": "lfu"}])
+@pytest.mark.parametrize("settings", [{}, {"prefetch": "lookahead"}, {"policy": "lfu"}])
 def test_slots_lend_their_memory_to_a_prompt(settings):
     """While prompts are computed the last slots are not used; the text stays the same.
 
     A short prompt borrows less, and a prompt's last chunk takes no slot back.
     """
-    trace = moelab.DATA / "traces" / "code.npz"
-    config = moelab.StreamConfig(**settings, pinned_trace=trace, pinned_nbytes=2 * MB)
+    config = moelab.StreamConfig(**settings)
 
     def text(model, look):
         cache, tokens = make_prompt_cache(model), []
@@ -211,7 +209,7 @@ def test_the_page_cache_is_left_out_where_it_has_no_room(monkeypatch):
 
 
 @pytest.mark.skipif(not can_lend(), reason="O_DIRECT is Linux's")
-@pytest.mark.parametrize("prefetch", ["none", "last"])
+@pytest.mark.parametrize("prefetch", ["none", "lookahead"])
 def test_text_is_the_same_past_the_page_cache(prefetch, monkeypatch):
     """The slots that a prompt needs are filled while the layers before it are computed."""
     prompt = [(31 * i + 5) % 96 for i in range(150)]
@@ -277,21 +275,6 @@ def test_lazy_logits_leave_memory_to_longer_parts_of_a_prompt():
     lazy = moelab.plan(TINY_MOE, replace(config, lazy_logits=True))
     assert lazy.prompt_tokens > 1.5 * eager.prompt_tokens
     assert lazy.prompt_nbytes < 1.2 * eager.prompt_nbytes
-
-
-def test_pinned_experts_come_out_of_the_same_memory(tmp_path):
-    trace = tmp_path / "trace.npz"
-    with load_model(TINY_MOE, moelab.StreamConfig(slots=8))[0] as model:
-        recorded = moelab.record(model)
-        with recorded as experts:
-            greedy_logits(model, PROMPT, 4)
-    experts.save(trace)
-    one = sum(moelab.plan(TINY_MOE).expert_nbytes) // 8
-    config = moelab.StreamConfig(pinned_nbytes=20 * one, pinned_trace=trace)
-    plain, pinned = (moelab.plan(TINY_MOE, c, memory_nbytes=150 * MB) for c in (None, config))
-    assert plain.slots - 4 <= pinned.slots < plain.slots
-    with load_model(TINY_MOE, pinned.config)[0] as model:
-        assert sum(len(layer.table.pinned) for layer in session_of(model).layers) == 20
 
 
 def test_what_is_reserved_comes_out_of_the_same_memory():
@@ -373,7 +356,7 @@ def room(monkeypatch):
     return set_room
 
 
-@pytest.mark.parametrize("prefetch", ["none", "last"])
+@pytest.mark.parametrize("prefetch", ["none", "lookahead"])
 def test_slots_are_given_back_when_memory_gets_short(prefetch, room):
     """Down to K, with a line each time; used again with memory for them. The text is the same."""
     config = moelab.StreamConfig(prefetch=prefetch, kernels="mlx")

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import struct
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -34,35 +33,31 @@ FEW = settings(deadline=None, max_examples=150, derandomize=True)
 
 @st.composite
 def histories(draw):
-    """A table, its pinned experts, and calls of distinct experts.
+    """A table, and calls of distinct experts.
 
     Some calls need more experts than fit, and the reads of some fail part of the way.
     """
     S = draw(st.integers(1, 6))
     experts = st.lists(st.integers(0, 11), min_size=0, max_size=8, unique=True)
     calls = draw(st.lists(st.tuples(experts, st.booleans(), st.integers(0, 8)), max_size=25))
-    pinned = draw(st.lists(st.integers(0, 11), max_size=4, unique=True))
-    return S, draw(st.sampled_from(POLICIES)), pinned, calls
+    return S, draw(st.sampled_from(POLICIES)), calls
 
 
 @FEW
 @given(histories())
 @example(
-    (2, "lru", [], [([0, 1], False, 0), ([2], True, 1), ([0, 1], False, 0)])
+    (2, "lru", [([0, 1], False, 0), ([2], True, 1), ([0, 1], False, 0)])
 )  # a failed read after an eviction
 def test_slot_table_never_lies(history):
     """Whatever fails: every held expert has its own bytes, and no two experts share a slot."""
-    S, policy, pinned, calls = history
-    table, content = (
-        SlotTable(S, policy, pinned),
-        [None] * S + pinned,
-    )  # content: whose bytes each slot holds
+    S, policy, calls = history
+    table, content = SlotTable(S, policy), [None] * S  # content: whose bytes each slot holds
     for experts, fails, arrived in calls:
-        before = table.slot_of | table.pinned
-        if len(set(experts) - set(pinned)) > S:
+        before = dict(table.slot_of)
+        if len(experts) > S:
             with pytest.raises(ValueError, match=f"at most {S} experts .*got {len(experts)}"):
                 table.plan(experts)
-            assert table.slot_of | table.pinned == before, "a refused call changes nothing"
+            assert table.slot_of == before, "a refused call changes nothing"
             left = [e for wave in table.waves(experts) for e in wave]
             assert sorted(left) == sorted(experts) and all(
                 table.fits(wave) for wave in table.waves(experts)
@@ -71,7 +66,7 @@ def test_slot_table_never_lies(history):
                 (e in before for e in left), reverse=True
             ), "those held come first"
             continue
-        assert table.fits(experts) and len(table.waves(experts)) == 1
+        assert table.fits(experts) and len(table.waves(experts)) == bool(experts)
         hits, misses = table.plan(experts)
         assert set(hits) | set(misses) == set(experts) and not set(hits) & set(misses)
         assert hits == {e: s for e, s in before.items() if e in experts}, (
@@ -79,11 +74,9 @@ def test_slot_table_never_lies(history):
         )
         used = [*hits.values(), *misses.values()]
         assert len(set(used)) == len(used), "two experts of one call in one slot"
-        assert all(0 <= s < S for s in misses.values()) and set(pinned) & set(experts) <= set(
-            hits
-        ), "a pinned expert is read"
+        assert all(0 <= s < S for s in misses.values())
         assert not set(misses) & set(table.slot_of), "held before its bytes have arrived"
-        assert not set(misses.values()) & {*table.slot_of.values(), *table.pinned.values()}, (
+        assert not set(misses.values()) & set(table.slot_of.values()), (
             "a slot that is being written still counts as someone's"
         )
         # the reads; if some fail, their slots hold no expert's bytes
@@ -91,14 +84,11 @@ def test_slot_table_never_lies(history):
             content[s] = e if not fails or i < arrived else "nonsense"
         if not fails:
             table.commit(misses)
-            assert all(
-                (table.slot_of | table.pinned)[e] == used_slot
-                for e, used_slot in (hits | misses).items()
-            )
+            assert all(table.slot_of[e] == used_slot for e, used_slot in (hits | misses).items())
         else:
             assert not set(misses) & set(table.slot_of)
         assert len(set(table.slot_of.values())) == len(table.slot_of) <= S
-        assert all(content[s] == e for e, s in (table.slot_of | table.pinned).items()), (
+        assert all(content[s] == e for e, s in table.slot_of.items()), (
             "the table says held, the bytes are another's"
         )
 
@@ -325,9 +315,6 @@ def checkpoint(tmp_path_factory):
         "qwen3_moe", tmp_path_factory.mktemp("layer") / "qwen3_moe", "affine4"
     )
     modules = list(families.expert_modules(families.load_resident(path)).items())
-    experts = np.random.default_rng(0).integers(0, families.E, (20, len(modules), families.K))
-    trace = moelab.Trace(experts, np.full(20, "decode"), np.zeros(20, np.int64), families.E)
-    trace.save(path.parent / "trace.npz")
     return path, modules[0]
 
 
@@ -351,13 +338,11 @@ calls = st.tuples(
     slots=st.integers(families.K, families.E),
     readers=st.sampled_from([1, 3]),
     streams=st.sampled_from([1, 2, 3]),
-    scales=st.sampled_from(["streamed", "resident"]),
-    pinned=st.sampled_from([0, 0, 3, 9]),  # experts' worth of memory
     in_parts=st.booleans(),  # as with large experts: compute overlaps the reads
     direct=st.booleans(),
 )
 def test_any_history_of_calls(
-    checkpoint, history, mode, policy, slots, readers, streams, scales, pinned, in_parts, direct
+    checkpoint, history, mode, policy, slots, readers, streams, in_parts, direct
 ):
     """Any calls in any order, evaluated at any time, some of them with failing reads.
 
@@ -365,12 +350,8 @@ def test_any_history_of_calls(
     """
     path, (name, want) = checkpoint
     config = moelab.StreamConfig(
-        mode=mode, policy=policy, slots=slots, readers=readers, streams=streams, scales=scales
+        mode=mode, policy=policy, slots=slots, readers=readers, streams=streams
     )
-    if mode in ("stacked", "fused"):
-        feet = moelab.footprint(path, replace(config, slots=families.K))
-        one = feet.slots_nbytes // families.K // feet.num_layers
-        config = replace(config, pinned_nbytes=pinned * one, pinned_trace=path.parent / "trace.npz")
     preadv, left = os.preadv, None
 
     def flaky(fd, views, offset):

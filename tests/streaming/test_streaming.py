@@ -2,7 +2,6 @@
 
 import gc
 import os
-from dataclasses import replace
 
 import families
 import mlx.core as mx
@@ -24,7 +23,7 @@ from moelab.streaming.model import load_model
 from moelab.streaming.prefetch import Job
 from moelab.streaming.reading.reader import Reader
 from moelab.streaming.session import session_of
-from moelab.streaming.slots import POLICIES, FusedSwitchGLU, PaddedLinear, is_short
+from moelab.streaming.slots import FusedSwitchGLU, PaddedLinear, is_short
 
 STREAMED = ("serial", "buffers", "stacked", "fused")
 PROMPT = mx.array([[5, 36, 67, 2, 33, 64, 95, 30, 61]])
@@ -243,9 +242,8 @@ def test_a_recorded_trace_is_the_routing(path):
 
 
 @pytest.mark.parametrize("mode", ("resident", *STREAMED))
-@pytest.mark.parametrize("scales", ("streamed", "resident"))
-def test_footprint_is_what_load_takes(path, mode, scales):
-    config = moelab.StreamConfig(mode=mode, slots=K + 1, scales=scales)
+def test_footprint_is_what_load_takes(path, mode):
+    config = moelab.StreamConfig(mode=mode, slots=K + 1)
     predicted = moelab.footprint(path, config)
     model, _ = load_model(path, config)
     held = sum(p.nbytes for _, p in tree_flatten(model.parameters()))
@@ -253,82 +251,11 @@ def test_footprint_is_what_load_takes(path, mode, scales):
         assert held == predicted.total_nbytes
         return
     assert held == predicted.backbone_nbytes
-    assert sum(p.nbytes for p in session_of(model).resident.values()) == predicted.scales_nbytes
+    assert sum(p.nbytes for p in session_of(model).resident.values()) == predicted.resident_nbytes
     if mode in ("stacked", "fused"):
         banks = [m.bank for m in model.modules() if isinstance(m, Stacked)]
         assert sum(b.expert_nbytes * b.num_slots for b in banks) == predicted.slots_nbytes
     moelab.close(model)
-
-
-@pytest.fixture(scope="module")
-def trace(path):
-    """A recorded trace of the model, in its file."""
-    with load_model(path, moelab.StreamConfig(slots=K))[0] as model, moelab.record(model) as trace:
-        decode(model, 12)
-    trace.save(path.parent / "trace.npz")
-    return path.parent / "trace.npz"
-
-
-def logits(model, steps=8):
-    return greedy_logits(model, PROMPT[0].tolist(), steps)
-
-
-@pytest.mark.parametrize("prefetch", ("none", "lookahead"))
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("scales", ("streamed", "resident"))
-@pytest.mark.parametrize("mode", ("stacked", "fused"))
-def test_pinned_experts_stay_and_nothing_else_changes(path, trace, mode, scales, policy, prefetch):
-    plain = moelab.StreamConfig(mode=mode, slots=K, scales=scales, policy=policy, prefetch=prefetch)
-    one = moelab.footprint(path, plain).slots_nbytes // (K * moelab.footprint(path).num_layers)
-    config = replace(plain, pinned_nbytes=5 * one + 1, pinned_trace=trace)
-    with load_model(path, plain)[0] as model:
-        right, before = logits(model), moelab.stats(model).decode
-    with load_model(path, config)[0] as model:
-        banks = session_of(model).layers
-        pinned = [m.table.pinned for m in banks]
-        counts = np.array(
-            [
-                np.bincount(x.ravel(), minlength=E)
-                for x in moelab.Trace.load(trace).decode.experts.transpose(1, 0, 2)
-            ]
-        )
-        assert sum(map(len, pinned)) == 5 and len(set(map(len, pinned))) > 1, (
-            "layers with different numbers, or this tests less"
-        )
-        least = min(counts[i, e] for i, p in enumerate(pinned) for e in p)
-        assert all(
-            counts[i, e] <= least for i, p in enumerate(pinned) for e in set(range(E)) - set(p)
-        )
-        assert moelab.stats(model) == moelab.Stats(), "what is pinned is not read for a token"
-        np.testing.assert_array_equal(logits(model), right)
-        got = moelab.stats(model).decode
-        assert got.hits + got.misses == before.hits + before.misses
-        assert got.bytes_read < before.bytes_read or prefetch != "none"
-        assert (scales, prefetch) != (
-            "streamed",
-            "none",
-        ) or got.bytes_read == got.misses * moelab.footprint(path).expert_nbytes
-        held = sum(m.bank.expert_nbytes * m.bank.num_slots for m in banks)
-        assert (
-            held
-            == moelab.footprint(path, config).slots_nbytes
-            == moelab.footprint(path, plain).slots_nbytes + 5 * one
-        )
-        assert [m.table.pinned for m in banks] == pinned
-
-
-def test_pinning_everything_reads_nothing_more(path, trace):
-    config = moelab.StreamConfig(slots=K, pinned_nbytes=10**12, pinned_trace=trace)
-    feet = moelab.footprint(path, config)
-    assert feet.slots_nbytes <= moelab.footprint(path, moelab.StreamConfig(slots=E)).slots_nbytes
-    with load_model(path, config)[0] as model:
-        logits(model)
-        moelab.stats(model, reset=True)
-        logits(model)
-        assert moelab.stats(model).decode.misses == 0
-        assert feet.num_layers and all(
-            len(m.table.pinned) <= E - K for m in session_of(model).layers
-        )
 
 
 @pytest.mark.parametrize("top_k", (1, K))

@@ -45,7 +45,7 @@ def measure_samples(
     Args:
         path (str or Path): A model folder.
         config (StreamConfig, optional): Its ``mode`` (``stacked`` or ``fused``), ``readers``,
-            ``streams``, ``dtype``, ``scales`` and ``top_k`` count.
+            ``streams``, ``dtype`` and ``top_k`` count.
         tokens (int): Samples of each kind; fewer from the disk if there are too few experts.
         seed (int): Of the order of reading.
 
@@ -68,7 +68,7 @@ def measure_samples(
     def rows(misses, num):
         return rows_with_misses(misses, num, L, E, K, rng)
 
-    config = replace(config, slots=K, prefetch="none", pinned_nbytes=0)
+    config = replace(config, slots=K, prefetch="none")
     model, _ = load(path, config)
     with model:
         warm, cold = _time_reads(model, path, most, rows, tokens, rng)

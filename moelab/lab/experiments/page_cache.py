@@ -8,7 +8,7 @@ import numpy as np
 
 from ...replay import advice, eviction, pagecache
 from ...replay.costs import Costs
-from ...replay.locality import Locality, decode_trace, recorded_trace, synthesize
+from ...replay.locality import Locality, decode_trace, synthesize
 from ...replay.pagecache import Replay
 from ...replay.sizes import ModelSizes
 from ...streaming.trace import Trace
@@ -52,10 +52,6 @@ def replay_run(
         costs = costs.without_arithmetic()
     if point.limit_nbytes is None:  # the whole file was read before the clock started
         costs = costs.all_cached()
-    pinned = ()
-    if point.pinned_by:
-        by, one = recorded_trace(point.pinned_by), sizes.held_expert_nbytes
-        pinned = eviction.pin(by, point.pinned_nbytes, point.slots, one)
     return pagecache.replay(
         decode_trace(rows, trace.num_experts),
         float("inf") if point.limit_nbytes is None else point.limit_nbytes,
@@ -66,7 +62,6 @@ def replay_run(
         other_nbytes=sizes.other_nbytes,
         costs=costs,
         skip=skip,
-        pinned=pinned,
         **how,
     )
 
@@ -105,8 +100,9 @@ def compare(
 ) -> list[Compared]:
     """A sweep beside its replay, point by point.
 
-    Left out are points with read-ahead or an oracle, which are not replayed, and of ``decode``
-    those without slots: they compute in another mode than the one whose costs were measured.
+    Left out are points with read-ahead, an oracle or pinned experts, which are not replayed, and of
+    ``decode`` those without slots: they compute in another mode than the one whose costs were
+    measured.
 
     Args:
         record (SweepRecord): The sweep.
@@ -347,38 +343,6 @@ def advised(record: SweepRecord, part: str = "reads", costs: Costs | None = None
                 settings[picked].mean_s,
             )
         )
-    return out
-
-
-def pinned_hits(traces: dict[str, Trace], slots: int, skip: int) -> dict[str, dict[str, float]]:
-    """Hit rates of so many slots that experts take turns in, or K of them and the others pinned.
-
-    Args:
-        traces (dict[str, Trace]): Recorded ones of one model, by name.
-        slots (int): S, pinned ones included.
-        skip (int): Decoded tokens that do not count, and that ``beginning`` pins by.
-
-    Returns:
-        dict[str, dict[str, float]]: By trace: ``lru`` and ``lfu``; pinned by the trace ``itself``,
-        by its ``beginning``, and by each other trace, ``by NAME``.
-    """
-    decoded, out = {name: t.decode for name, t in traces.items()}, {}
-    for name, trace in decoded.items():
-        L, K = trace.experts.shape[1:]
-
-        def rate(policy="lru", by=None, trace=trace, L=L, K=K):
-            pinned = () if by is None else eviction.pin(by, (slots - K) * L, K, 1)
-            num = slots if by is None else K
-            hit = eviction.held(trace.experts, trace.num_experts, num, policy, pinned)
-            return float(hit[skip:].mean())
-
-        out[name] = {
-            "lru": rate(),
-            "lfu": rate("lfu"),
-            "itself": rate(by=trace),
-            "beginning": rate(by=trace[:skip]),
-            **{f"by {other}": rate(by=t) for other, t in decoded.items() if other != name},
-        }
     return out
 
 

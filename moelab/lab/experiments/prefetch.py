@@ -25,7 +25,7 @@ from .. import machine, oscache, records, timing
 from ..decode import decode
 from ..texts import PROMPTS
 
-PREFETCHERS = ("none", "last", "lookahead", "oracle")
+PREFETCHERS = ("none", "lookahead", "oracle")
 STATES = ("warm", "cold")
 COUNTERS = (
     "misses",
@@ -47,7 +47,8 @@ class Variant:
     Attributes:
         state (str): ``warm`` or ``cold``.
         layout (str): The layout's name.
-        prefetch (str): As for ``StreamConfig``.
+        prefetch (str): As for ``StreamConfig``; in older records also ``last``, which read the last
+            token's experts ahead.
         step_s (list[list[float]]): Seconds of each token of each run.
         token_s (Summary): Of the mean seconds a token of each run.
         ratio (Summary): Of the speed over that of the record's baseline, by round.

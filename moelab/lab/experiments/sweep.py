@@ -186,7 +186,6 @@ def points(
     policies: tuple[str, ...] = ("lru",),
     read_ahead: bool = False,
     count: int = 7,
-    pinned: tuple[str, ...] = (),
     oracle: bool = False,
 ) -> list[Point]:
     """The points of a sweep.
@@ -202,9 +201,6 @@ def points(
         read_ahead (bool): Whether to measure all points of the first policy under the largest
             limit with read-ahead, too.
         count (int): How many under one limit, if ``slots`` is not given.
-        pinned (tuple[str]): Traces of ``data/traces``, of the model's L and E: for each a point
-            with the memory of the most slots, but K slots only, and in the rest the experts that
-            the trace used most.
         oracle (bool): Whether to measure all points with slots under a limit with the oracle's
             prefetch, too.
 
@@ -233,9 +229,6 @@ def points(
         if oracle and limit_nbytes is not None:
             out += [replace(first, slots=n, prefetch="oracle") for n in mine if n]
         held = [n for n in mine if n > K]
-        for by in pinned:
-            rest = (max(held) - K) * sizes.slot_nbytes
-            out.append(replace(first, slots=K, pinned_nbytes=rest, pinned_by=by))
         if held and given and limit_nbytes == max(given):
             extra = sorted({held[len(held) // 2], held[-1]})
             out += [replace(first, slots=n, policy=p) for p in policies[1:] for n in extra]
@@ -420,13 +413,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="decode under each limit with the trace's experts read a layer ahead, too",
     )
     parser.add_argument(
-        "--pinned",
-        type=several(not_empty),
-        default=(),
-        metavar="TRACES",
-        help="of data/traces: by each, pin what the most slots hold more than top-k",
-    )
-    parser.add_argument(
         "--trace",
         metavar="FILE",
         type=not_empty,
@@ -484,7 +470,6 @@ def run(args: argparse.Namespace) -> None:
         None if args.slots == "auto" else list(args.slots),
         args.policies,
         args.read_ahead,
-        pinned=args.pinned,
         oracle=args.oracle,
     )
     tokens = Tokens(args.cold, args.warmup, args.reads, args.decode)

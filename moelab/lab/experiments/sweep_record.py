@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ... import DATA, StreamConfig
+from ... import StreamConfig
 from ...replay.costs import Costs
 from ...replay.sizes import ModelSizes
 from ...streaming.trace import Trace
@@ -26,8 +26,9 @@ class Point:
         limit_nbytes (int, optional): Of process and page cache; None: no limit.
         policy (str): As in ``StreamConfig``.
         read_ahead (bool): Whether the system may read ahead in the file.
-        pinned_nbytes (int): Memory beside the slots for experts that are never evicted.
-        pinned_by (str): The trace of ``data/traces`` that says which.
+        pinned_nbytes (int): Of ``cpu_sweep_pinned``, from an engine that could do it: memory beside
+            the slots for experts that were never evicted.
+        pinned_by (str): The trace of ``data/traces`` that said which.
         prefetch (str): ``none``, or ``oracle``: while decoding, a layer's experts are read while
             the layer before computes.
     """
@@ -56,7 +57,7 @@ class Point:
     @property
     def is_replayed(self) -> bool:
         """Whether the replay knows this setting."""
-        return not self.read_ahead and self.prefetch == "none"
+        return not self.read_ahead and self.prefetch == "none" and not self.pinned_by
 
     @property
     def line(self) -> "Point":
@@ -68,15 +69,7 @@ class Point:
         """The ``StreamConfig`` of this point."""
         if self.slots == 0:
             return StreamConfig(mode="buffers")
-        file = DATA / "traces" / f"{self.pinned_by}.npz" if self.pinned_by else None
-        return StreamConfig(
-            mode="fused",
-            slots=self.slots,
-            policy=self.policy,
-            prefetch=self.prefetch,
-            pinned_nbytes=self.pinned_nbytes,
-            pinned_trace=file,
-        )
+        return StreamConfig(slots=self.slots, policy=self.policy, prefetch=self.prefetch)
 
     def __str__(self):
         parts = [

@@ -137,7 +137,7 @@ def verdicts(out: Record, traces: Mapping[str, Trace], skip: int = FILLING) -> l
             f"a speculative read of the last token's experts hits about {CLAIMED:.0%}",
             "refuted",
             f"{each} of a token's experts are the last token's; with K slots or more these are "
-            "cached anyway, so prefetch='last' has nothing to read",
+            "cached anyway, so there is nothing to read ahead",
         ),
         (
             "E2",

@@ -16,6 +16,5 @@ missing; the experts that it evicted for them stay evicted. ``Session.call`` can
 have not begun and waits for the others, and the next call frees the slots that prefetches had
 reserved (``Session._recover``, ``SlotTable.recover``). The caller's prompt cache may hold the token
 in some layers and not in others: it begins again with a new one. A prefetch that fails
-is not reported: its expert is read again when a layer needs it. A failed read of a pinned expert
-is an error of ``load``.
+is not reported: its expert is read again when a layer needs it.
 """
