@@ -56,8 +56,8 @@ SLOW = (
     ),
     Slow(
         "::test_threads_in_turn_and_at_once",
-        "each mode and each prefetcher stays, with two streams",
-        keep="small reads-.*-2|reader threads-fused-2",
+        "each mode and the prefetcher stay, with MLX's kernels",
+        keep="small reads-.*-mlx|reader threads-fused-mlx",
     ),
     Slow(
         "::test_an_interrupt_at_any_line",
