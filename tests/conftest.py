@@ -142,11 +142,6 @@ SLOW = (
     Slow("::test_every_family_gives_the_same_answer_packed", FAMILIES, every=3),
     Slow("::test_every_recurrent_family", FAMILIES, every=3),
     Slow("::test_fewer_experts_per_token", FAMILIES, every=3),
-    Slow(
-        "::test_hits_are_those_of_a_driven_model",
-        "both policies stay, with one warm-up",
-        keep="50-",
-    ),
 )
 
 
