@@ -24,7 +24,6 @@ STREAM_OPTIONS = (
     "context",
     "top_k",
     "readers",
-    "streams",
     "source",
     "policy",
     "ranks_trace",
@@ -239,7 +238,7 @@ def add_modes(parser: argparse.ArgumentParser, default: str) -> None:
         "--modes",
         default=default,
         help="divided by commas; fields of StreamConfig may follow a slash, as in "
-        "resident,fused,fused/streams=1/slots=32 (default: %(default)s)",
+        "resident,fused,fused/readers=1/slots=32 (default: %(default)s)",
     )
 
 
@@ -291,12 +290,6 @@ def add_stream_options(
         type=bounded("readers"),
         metavar="N",
         help="reads in flight at once (default: 8)",
-    )
-    group.add_argument(
-        "--streams",
-        type=or_auto(bounded("streams")),
-        metavar="N",
-        help="MLX streams for experts (default: auto: a CPU's cores; 1 on a GPU)",
     )
     group.add_argument(
         "--source",
@@ -488,7 +481,7 @@ def _check_stream_options(args, configs):
 
 
 def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, StreamConfig]:
-    """Modes as text: ``"resident,fused,fused/streams=1"``; a field may follow each slash.
+    """Modes as text: ``"resident,fused,fused/readers=1"``; a field may follow each slash.
 
     Args:
         text (str): Modes, divided by commas.

@@ -1,7 +1,7 @@
 """Observe or replace an object's calls for a while: the one way in which this package does it.
 
-What a model keeps for as long as it is loaded is a class of its own, not a hook:
-``LoadedModel`` and ``SpreadLinear``, for example, which every token passes through.
+What a model keeps for as long as it is loaded is a class of its own, not a hook: ``LoadedModel``,
+for example, which every token passes through.
 """
 
 from collections.abc import Callable

@@ -56,8 +56,8 @@ SLOW = (
     ),
     Slow(
         "::test_threads_in_turn_and_at_once",
-        "each mode and each prefetcher stays, with two streams",
-        keep="small reads-.*-2|reader threads-fused-2",
+        "each mode and the prefetcher stay, with MLX's kernels",
+        keep="small reads-.*-mlx|reader threads-fused-mlx",
     ),
     Slow(
         "::test_an_interrupt_at_any_line",
@@ -142,11 +142,6 @@ SLOW = (
     Slow("::test_every_family_gives_the_same_answer_packed", FAMILIES, every=3),
     Slow("::test_every_recurrent_family", FAMILIES, every=3),
     Slow("::test_fewer_experts_per_token", FAMILIES, every=3),
-    Slow(
-        "::test_hits_are_those_of_a_driven_model",
-        "both policies stay, with one warm-up",
-        keep="50-",
-    ),
 )
 
 

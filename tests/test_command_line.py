@@ -29,7 +29,7 @@ from moelab.lab.experiments import (
 )
 
 STREAM = {
-    "--slots": "21", "--top-k": "3", "--readers": "5", "--streams": "2",
+    "--slots": "21", "--top-k": "3", "--readers": "5",
     "--source": "host",
     "--policy": "lfu", "--ranks-trace": "t.npz", "--prefetch": "lookahead",
     "--dtype": "bfloat16", "--kernels": "fast",
@@ -89,7 +89,7 @@ TAKES = {  # every command: the least that it is called with, and all its option
          "--prompt": "hello", "--json": "r.json", **STREAM},
     ),
     "bench-prefetch": (
-        ["M", "P"], {**RUNS, "--slots": "21", "--streams": "2", "--json": "r.json"}
+        ["M", "P"], {**RUNS, "--slots": "21", "--json": "r.json"}
     ),
     "bench-top-k": (
         ["M", "--json", "s.json"],
@@ -378,8 +378,7 @@ def test_a_stream_option_that_every_mode_sets_otherwise(calls, capsys):
         "generate M --prompt x --readers 1025",
         "generate M --prompt x --experts-top-k 0",
         "generate M --prompt x --readers 0",
-        "generate M --prompt x --streams 0",
-        "generate M --prompt x --streams x",
+        "generate M --prompt x --readers x",
         "generate M --prompt x --policy mru",
         "generate M --prompt x --prefetch oracle",
         "generate M --prompt x --dtype int4",
@@ -412,7 +411,6 @@ def test_a_stream_option_that_every_mode_sets_otherwise(calls, capsys):
         "synthesize O --like qwen9",
         "bench-draft M --draft lookup --mode warp",
         "bench-prefetch M P --slots 0",
-        "bench-prefetch M P --streams 0",
         "bench-top-k M --json r.json --top-k 8,0",
         "bench-top-k M --json r.json --top-k 8,8",
         "bench-faults --rounds 0",
@@ -453,7 +451,7 @@ def test_a_list_may_begin_with_a_dash_or_have_a_gap(value, capsys):
         ("fused/slots=x", "slots=x"),
         ("fused/slots=²", "slots=²"),
         ("fused/slots=0", "slots"),
-        ("fused/streams=x", "streams=x"),
+        ("fused/readers=x", "readers=x"),
         ("fused/slots=8/slots=9", "slots is there twice"),
         ("fused/mode=serial", "'mode=serial'"),
         ("fused/prefetch=oracle", "oracle"),

@@ -7,11 +7,10 @@ The way of an expert's bytes, one module for each step:
     streaming/slots.py           which expert is in which slot, the memory of the slots, eviction
     streaming/layers.py          the MoE layer of each mode, which reads what it misses and computes
     streaming/prefetch.py        reads before the layer is called
-    streaming/session.py         what all layers share: reader, lock, streams, counters
+    streaming/session.py         what all layers share: reader, lock, counters
     streaming/build.py           mlx-lm's model with the top-k and the type that were asked for
     streaming/model.py           ``load`` puts the layers into the model
 
-Beside them: config.py (``StreamConfig``), footprint.py (memory before loading), parallel.py
-(linear layers on all cores of a CPU), cuda.py (bytes by the GPU's copy engine), trace.py and
-record.py (which experts were chosen).
+Beside them: config.py (``StreamConfig``), footprint.py (memory before loading), cuda.py (bytes by
+the GPU's copy engine), trace.py and record.py (which experts were chosen).
 """

@@ -17,7 +17,7 @@ CHOICES = {  # of the fields that take one of several names
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "kernels": ("auto", "mlx", "fast"),
 }
-# More bytes than any machine has; more threads help no disk, and streams no processor.
+# More bytes than any machine has; more threads help no disk.
 MOST_NBYTES, MOST_THREADS = 2**63 - 1, 1024
 BOUNDS = {  # the least and the most of the fields that take a whole number
     "slots": (1, MAX_DIMENSION - 1),
@@ -26,9 +26,8 @@ BOUNDS = {  # the least and the most of the fields that take a whole number
     "reserved_nbytes": (0, MOST_NBYTES),
     "top_k": (1, MAX_DIMENSION - 1),
     "readers": (1, MOST_THREADS),
-    "streams": (1, MOST_THREADS),
 }
-UNSET = (("slots", "auto"), ("memory_nbytes", None), ("top_k", None), ("streams", "auto"))
+UNSET = (("slots", "auto"), ("memory_nbytes", None), ("top_k", None))
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,7 @@ class StreamConfig:
         kernels (str): What multiplies matrices: ``mlx``, or on the CPU backend ``fast``
             (``moelab/kernels``; needs llvmlite), which is many times as fast, rounds differently,
             uses all cores by itself and has no gradients: call ``model.train()`` for those.
-            Default: ``auto``, which is ``fast`` where it can be used, activations are float32 and
-            ``streams`` is not set.
-        streams (int or str): MLX streams that share the experts' work. Default: ``auto``, one for
-            each core on the CPU backend, where a stream uses one core, and 1 on a GPU and with the
-            ``fast`` kernels.
+            Default: ``auto``, which is ``fast`` where it can be used and activations are float32.
         lazy_logits (bool): Whether the logits of a prompt wait until somebody uses them, which
             generation does not: that saves their memory and time. Matters with the ``fast``
             kernels, which compute them at once; if they are used after all, MLX's slow ones do.
@@ -93,7 +88,6 @@ class StreamConfig:
     ranks_trace: str | None = None
     dtype: str = "auto"
     kernels: str = "auto"
-    streams: int | str = "auto"
     lazy_logits: bool = False
     source: str = "disk"
 
@@ -155,8 +149,7 @@ class StreamConfig:
         """This configuration with the kernels that ``auto`` stands for here."""
         if self.kernels != "auto":
             return self
-        fits = self.dtype in ("auto", "float32") and self.streams == "auto"
-        fast = fits and kernels.available()
+        fast = self.dtype in ("auto", "float32") and kernels.available()
         return replace(self, kernels="fast" if fast else "mlx")
 
     @property
@@ -172,10 +165,8 @@ class StreamConfig:
         """
         auto = {"memory_nbytes", "context", "reserved_nbytes"}  # what slots="auto" goes by
         if self.mode in SLOT_MODES:
-            unused = set() if self.slots == "auto" else auto
-            return unused | ({"streams"} if self.kernels == "fast" else set())
-        unused = {"slots", "source", "prefetch", "policy"}
-        unused |= auto | {"streams"}
+            return set() if self.slots == "auto" else auto
+        unused = {"slots", "source", "prefetch", "policy"} | auto
         if self.mode != "buffers":
             unused.add("readers")
         if self.mode == "resident":

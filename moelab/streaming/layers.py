@@ -129,8 +129,7 @@ class StreamedExperts(nn.Module):
         else:
             y, after = self._compute_owned(x, indices, routed)
             session.pending = [after]
-        if len(session.streams) == 1:  # with more streams no core would be free for it
-            mx.async_eval(session.pending)  # compute while Python builds the graph of what follows
+        mx.async_eval(session.pending)  # compute while Python builds the graph of what follows
         self._prefetch_next(asked)
         return y
 
@@ -343,7 +342,7 @@ class Stacked(StreamedExperts):
             return None
         if self.host is not None and self.host.takes(indices):
             session.counters.calls += 1
-            y = self._gather(x, self.host.slots(indices, session.decoding))
+            y = self.bank.experts(x, self.host.slots(indices, session.decoding))
             session.pending = [y]
             self.host.after = y
             return y
@@ -358,7 +357,7 @@ class Stacked(StreamedExperts):
             mx.eval(self._slot_of_all)
         session.counters.calls += 1
         session.counters.hits += indices.size
-        y = self._gather(x, self._slot_of_all[indices])
+        y = self.bank.experts(x, self._slot_of_all[indices])
         session.pending = [y]  # computed from what was pending
         return y
 
@@ -490,7 +489,7 @@ class Stacked(StreamedExperts):
             if not borrowed and (not misses or not in_parts):
                 held.update(misses)
                 slots = np.array([held[e] for e in flat], np.uint32).reshape(routed.shape)
-                return self._gather(x, self._bring_for(slots, indices, misses))
+                return self.bank.experts(x, self._bring_for(slots, indices, misses))
             later = []
         else:
             first, *later = self.table.waves(needed)
@@ -613,27 +612,6 @@ class Stacked(StreamedExperts):
         session.unfinished = partial(self._finish, misses, reads)
         return session.to_device(slots, indices, copies)
 
-    def _gather(self, x, slots):
-        """Compute experts that are in their slots, divided over the streams along K or rows."""
-        streams = self.session.streams
-        if len(streams) == 1:
-            return self.bank.experts(x, slots)
-        # Experts are independent, so dividing them gives the same result bit for bit.
-        axis = -1 if slots.ndim < 2 or slots.shape[-1] >= slots.shape[-2] else -2
-        n = min(len(streams), slots.shape[axis])
-        if n == 1:
-            return self.bank.experts(x, slots)
-        ys = []
-        # The first stream also computes the rest of the model: the last ones get larger parts.
-        for i, stream in enumerate(streams[::-1][:n]):
-            a, b = (-(-slots.shape[axis] * j // n) for j in (i, i + 1))
-            with mx.stream(stream):
-                if axis == -1:
-                    ys.append(self.bank.experts(x, slots[..., a:b]))
-                else:
-                    ys.append(self.bank.experts(x[..., a:b, :], slots[..., a:b, :]))
-        return mx.concatenate(ys, axis=axis - 1)
-
     def _in_parts(self, x, flat, shape, held, misses, later):
         """Compute the experts that are held while the others are read, part by part.
 
@@ -642,9 +620,8 @@ class Stacked(StreamedExperts):
         waves = chain([(held, misses)], map(self._plan, later))
         if self._is_copied:
             return self._as_copied(x, flat, shape, waves)
-        positions = by_expert(flat)
-        streams = self.session.streams
-        ys, order, work = [], [], [0] * len(streams)
+        positions, rows = by_expert(flat), x.reshape(-1, x.shape[-1])
+        ys, order = [], []
         for held, misses in waves:
             mx.eval(ys)  # this wave overwrites the slots of the wave before
             parts = self._parts(misses)
@@ -652,21 +629,12 @@ class Stacked(StreamedExperts):
             for part, reads in zip([held, *parts], [None, *reading]):
                 if reads is not None:
                     self._finish(part, reads)
-                shares = [[] for _ in streams]
-                for e in part:  # to the stream with the least work, of equal ones the last
-                    i = min(range(len(streams)), key=lambda i: (work[i], -i))
-                    shares[i].append(e)
-                    work[i] += len(positions[e])
-                for stream, share in zip(streams, shares):
-                    if share:
-                        pairs = [i for e in share for i in positions[e]]
-                        slots = [part[flat[i]] for i in pairs]
-                        with mx.stream(stream):  # every operation, or streams wait for each other
-                            rows = x.reshape(-1, x.shape[-1])
-                            y = self._part(self.bank, rows, pairs, slots, shape[-1])
-                        mx.async_eval(y)
-                        ys.append(y)
-                        order += pairs
+                if part:
+                    pairs = [i for e in part for i in positions[e]]
+                    slots = [part[flat[i]] for i in pairs]
+                    ys.append(self._part(self.bank, rows, pairs, slots, shape[-1]))
+                    mx.async_eval(ys[-1])
+                    order += pairs
         return unsort(ys, order, shape)
 
     def _as_they_arrive(self, call, flat, held, misses, later, borrowed, following):
@@ -769,7 +737,7 @@ class Stacked(StreamedExperts):
                 most = min(most, COPIED_NBYTES // self.bank.expert_nbytes)
             return max(1, most)
         # Large enough to be worth a wait, small enough that computing one hides the next read.
-        return max(len(self.session.streams), PART_NBYTES // self.bank.expert_nbytes)
+        return max(1, PART_NBYTES // self.bank.expert_nbytes)
 
     def _parts_of(self, n):
         """Experts of a part where ``n`` are read."""

@@ -23,9 +23,8 @@ from ..checkpoint import Checkpoint, CheckpointError, describe, read_header, rea
 from ..experts import expert_modules, expert_parameters, locate_experts, read_experts
 from . import host
 from .build import activation_dtype, build_model, place_experts, stays_resident
-from .config import SLOT_MODES, StreamConfig
+from .config import StreamConfig
 from .layers import LAYERS, moe_blocks
-from .parallel import spread
 from .plan import FEW_LOGITS, plan_of
 from .prefetch import PREFETCHERS
 from .ranks import Ranks, facts
@@ -333,8 +332,6 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
         if config.source == "host":
             host.hold(session)
         _evaluate(model)
-        if config.mode in SLOT_MODES:
-            spread(model, session)
     except BaseException:
         session.reader.close()
         raise

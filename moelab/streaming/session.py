@@ -1,4 +1,4 @@
-"""What the layers of one loaded model share: its files, its lock, its streams and its counters."""
+"""What the layers of one loaded model share: its files, its lock and its counters."""
 
 import ctypes
 import os
@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from time import perf_counter
 
@@ -17,7 +17,6 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..checkpoint import ExpertTensor, describe
-from ..kernels.code import num_threads
 from . import cuda
 from .config import StreamConfig
 from .plan import BESIDE_NBYTES, FEW_TOKENS, LEAST_PROMPT_TOKENS, Plan, memory_now
@@ -118,7 +117,7 @@ class Session:
         located (dict[str, ExpertTensor]): Where the experts' bytes lie.
         resident (dict[str, mx.array]): Parameters kept in memory for all E experts.
         found (dict[str, int] or None): What ``kernels.use`` returned.
-        fast_experts (bool): Whether the experts compute with the fast kernels, which use all cores.
+        fast_experts (bool): Whether the experts compute with the fast kernels.
         plan (Plan or None): Why there are so many slots, if ``plan`` chose them.
         ranks (Ranks or None): Those that divide the experts.
 
@@ -184,7 +183,6 @@ class Session:
         self._look_s = 0.0  # when to look at the memory again
         self._process = os.getpid()
         self.fast_experts = fast_experts
-        self._more_streams = _more_streams(config, fast_experts)
         # On a CPU computing an expert takes about as long as reading it; on a GPU far less.
         self.overlap = mx.default_device() == mx.cpu
         self.stats = Stats(kernels=found or {})
@@ -430,11 +428,6 @@ class Session:
             self.recorder.begin(inputs, "prefill" if prefill else "decode")
 
     @property
-    def streams(self) -> list[mx.Stream]:
-        """The caller's stream and those that share its work."""
-        return [mx.default_stream(mx.default_device()), *self._more_streams]
-
-    @property
     def decoding(self) -> bool:
         """Whether the call that runs now has a single token."""
         return self.counters is self.stats.decode
@@ -564,21 +557,6 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
             session.counters = session.stats.decode
             return result
         return Stats(replace(result.prefill), replace(result.decode), result.kernels)
-
-
-def _more_streams(config, fast_experts):
-    n = config.streams
-    if fast_experts:  # they use all cores by themselves
-        n = 1
-    if n == "auto":
-        n = num_threads() if mx.default_device() == mx.cpu else 1
-    return [_stream(mx.default_device().type, i) for i in range(n - 1)]
-
-
-@cache
-def _stream(device_type, i):
-    # MLX never ends a stream's thread, so all models share these. Each thread has its own.
-    return mx.new_thread_local_stream(device_type)
 
 
 def return_free_memory():

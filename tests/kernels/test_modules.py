@@ -432,5 +432,5 @@ def test_auto_kernels():
         return resolved.kernels
 
     assert chosen() == chosen(mode="resident") == chosen(dtype="float32") == "fast"
-    assert chosen(streams=1) == chosen(dtype="bfloat16") == chosen(kernels="mlx") == "mlx"
-    assert chosen(streams=2, kernels="fast") == "fast"  # as asked
+    assert chosen(dtype="bfloat16") == chosen(kernels="mlx") == "mlx"
+    assert chosen(dtype="bfloat16", kernels="fast") == "fast"  # as asked

@@ -87,21 +87,19 @@ def assert_every_slot_is_there(model):
         assert sorted(held + table._free + reserved) == list(range(table.num_slots)), layer.path
 
 
-@pytest.mark.parametrize(
-    "fields", [{}, {"prefetch": "lookahead"}, {"policy": "lfu", "streams": 2}], ids=str
-)
+@pytest.mark.parametrize("fields", [{}, {"prefetch": "lookahead"}, {"policy": "lfu"}], ids=str)
 @pytest.mark.parametrize("way", ["small reads", "reader threads", "past the page cache"])
 def test_an_interrupt_at_any_line(path, fields, way, monkeypatch):
     """Before every line that a prompt and two tokens run through, one after the other."""
-    prompt, streams = [7, 11, 13, 17], 1
+    prompt, kernels = [7, 11, 13, 17], "mlx"
     if way == "past the page cache":  # long enough to fill other layers' slots
-        prompt, streams = [*prompt, 19, 23, 29, 31, 37], "auto"
+        prompt, kernels = [*prompt, 19, 23, 29, 31, 37], "auto"
     if way == "reader threads":
         read_in_threads(monkeypatch)
         monkeypatch.setattr(layers, "OVERLAP_S", 0)
         monkeypatch.setattr(layers, "PART_NBYTES", 1)
     model, _ = load_model(
-        path, moelab.StreamConfig(**{"slots": SLOTS, "streams": streams, **fields})
+        path, moelab.StreamConfig(**{"slots": SLOTS, "kernels": kernels, **fields})
     )
     session_of(model).reader.direct = way == "past the page cache"
     with model:

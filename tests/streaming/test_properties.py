@@ -337,20 +337,17 @@ calls = st.tuples(
     policy=st.sampled_from(POLICIES),
     slots=st.integers(families.K, families.E),
     readers=st.sampled_from([1, 3]),
-    streams=st.sampled_from([1, 2, 3]),
     in_parts=st.booleans(),  # as with large experts: compute overlaps the reads
     direct=st.booleans(),
 )
-def test_any_history_of_calls(
-    checkpoint, history, mode, policy, slots, readers, streams, in_parts, direct
-):
+def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers, in_parts, direct):
     """Any calls in any order, evaluated at any time, some of them with failing reads.
 
     Every answer is the resident layer's.
     """
     path, (name, want) = checkpoint
     config = moelab.StreamConfig(
-        mode=mode, policy=policy, slots=slots, readers=readers, streams=streams
+        mode=mode, policy=policy, slots=slots, readers=readers, kernels="mlx"
     )
     preadv, left = os.preadv, None
 

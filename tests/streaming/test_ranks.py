@@ -22,7 +22,7 @@ CASES = (
     ("olmoe", {"slots": 3, "mode": "stacked", "policy": "lfu", "kernels": "mlx"}),
     ("nemotron_h", {"slots": 2, "kernels": "mlx"}),
     # From here on: 1 and 2 ranks only.
-    ("olmoe", {"slots": 3, "prefetch": "lookahead", "streams": 2}),
+    ("olmoe", {"slots": 3, "prefetch": "lookahead", "kernels": "mlx"}),
     ("qwen3_5_moe", {"mode": "buffers"}),
     ("qwen3_5_moe", {"mode": "serial", "kernels": "mlx"}),
     ("qwen3_5_moe", {"slots": 2, "prefetch": "lookahead", "top_k": 1}),

@@ -17,7 +17,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 import moelab
 from moelab import kernels
 from moelab.kernels.modules import ExpertCall
-from moelab.streaming import layers, parallel
+from moelab.streaming import layers
 from moelab.streaming.layers import Stacked
 from moelab.streaming.model import load_model
 from moelab.streaming.prefetch import Job
@@ -383,7 +383,7 @@ def test_on_cuda_every_part_of_a_call_has_rows_enough(mode, weights, least, tmp_
             lambda self, x, i, real=real: (rows.append(i.size), real(self, x, i))[1],
         )
     resident, _ = load_model(path, moelab.StreamConfig(mode="resident"))
-    with load_model(path, moelab.StreamConfig(mode=mode, slots=K, streams=1))[0] as model:
+    with load_model(path, moelab.StreamConfig(mode=mode, slots=K, kernels="mlx"))[0] as model:
         want = resident(PROMPT)
         num_layers = moelab.footprint(path).num_layers
         rows.clear()
@@ -396,7 +396,7 @@ def test_on_cuda_every_part_of_a_call_has_rows_enough(mode, weights, least, tmp_
 @pytest.mark.parametrize("mode", ("stacked", "fused"))
 def test_on_cuda_the_kernels_get_contiguous_parameters(mode, path, monkeypatch):
     """Also those that are converted, which share a buffer elsewhere."""
-    config = moelab.StreamConfig(mode=mode, dtype="float32", streams=1)
+    config = moelab.StreamConfig(mode=mode, dtype="float32", kernels="mlx")
 
     def run():
         with load_model(path, config)[0] as model:
@@ -422,14 +422,13 @@ def test_room_behind_the_rows_changes_no_result():
 
 
 @pytest.mark.parametrize("prefetch", ["none", "lookahead"])
-def test_a_model_goes_with_its_last_name(path, prefetch, monkeypatch):
+def test_a_model_goes_with_its_last_name(path, prefetch):
     """No cycle refers to it: its memory is freed at once, not by the garbage collector."""
-    monkeypatch.setattr(parallel, "PART_NBYTES", 64)  # small layers are divided too
     gc.collect()
     gc.disable()
     try:
         before = mx.get_active_memory()
-        config = moelab.StreamConfig(slots=K + 1, prefetch=prefetch, streams=2)
+        config = moelab.StreamConfig(slots=K + 1, prefetch=prefetch)
         model, _ = load_model(path, config)
         decode(model, steps=3)
         moelab.close(model)

@@ -95,10 +95,10 @@ def in_threads(work, arguments):
 
 
 CONFIGS = [
-    {"mode": mode, "streams": streams}
+    {"mode": mode, "kernels": kernels}
     for mode in ("resident", "serial", "buffers", "stacked", "fused")
-    for streams in (1, 2)
-] + [{"mode": "fused", "streams": 2, "prefetch": "lookahead"}]
+    for kernels in ("auto", "mlx")
+] + [{"mode": "fused", "kernels": "mlx", "prefetch": "lookahead"}]
 
 
 @pytest.mark.parametrize("fields", CONFIGS, ids=lambda f: "-".join(map(str, f.values())))
@@ -122,9 +122,9 @@ def test_threads_in_turn_and_at_once(path, fields, any_reads):
 
 
 def test_a_trained_model_in_eight_threads():
-    """mlx-lm's own loop on tiny-moe, with the streams that this machine gets and with one."""
-    for streams in ("auto", 1):
-        model, tokenizer = moelab.load(TINY_MOE, moelab.StreamConfig(slots=16, streams=streams))
+    """mlx-lm's own loop on tiny-moe, with the kernels that this machine gets and with MLX's."""
+    for kernels in ("auto", "mlx"):
+        model, tokenizer = moelab.load(TINY_MOE, moelab.StreamConfig(slots=16, kernels=kernels))
         generate = functools.partial(mlx_lm.generate, model, tokenizer, max_tokens=8)
         with model:
             want = [generate(p) for p in TEXTS]
@@ -138,7 +138,7 @@ def test_a_trained_model_in_eight_threads():
 
 def test_a_generation_that_wanders_from_thread_to_thread(path):
     """asyncio runs each step of a generation in any free thread."""
-    with load_model(path, moelab.StreamConfig(slots=K, streams=2))[0] as model:
+    with load_model(path, moelab.StreamConfig(slots=K, kernels="mlx"))[0] as model:
         want = [greedy(model, p) for p in PROMPTS]
 
         def steps(prompt):
@@ -160,7 +160,7 @@ def test_a_generation_that_wanders_from_thread_to_thread(path):
 
 def test_drafts_beside_other_threads(path):
     """A verify pass hooks the model's layers. Another thread's call does not see the hooks."""
-    with load_model(path, moelab.StreamConfig(slots=K, streams=2))[0] as model:
+    with load_model(path, moelab.StreamConfig(slots=K, kernels="mlx"))[0] as model:
         want = [greedy(model, p, 12) for p in PROMPTS]
 
         class Repeats(LookupDraft):
@@ -254,8 +254,8 @@ def test_mlx_lm_server(monkeypatch):
 
     want = serve(moelab.StreamConfig(mode="resident"))
     assert len(set(want)) == len(TEXTS)
-    for streams in ("auto", 1):
-        assert serve(moelab.StreamConfig(slots=16, streams=streams)) == want
+    for kernels in ("auto", "mlx"):
+        assert serve(moelab.StreamConfig(slots=16, kernels=kernels)) == want
 
 
 def in_a_process(script, *args):
@@ -277,7 +277,7 @@ def test_a_fork_says_so(path):
     import mlx.core as mx
     import moelab
     from moelab.streaming.model import load_model
-    model, _ = load_model(sys.argv[1], moelab.StreamConfig(slots=2, streams=2))
+    model, _ = load_model(sys.argv[1], moelab.StreamConfig(slots=2, kernels="mlx"))
     before = model(mx.array([[1, 2, 3]]))[0, -1].tolist()
     read, write = os.pipe()
     if os.fork() == 0:
@@ -302,7 +302,7 @@ import moelab
 from moelab.streaming.model import load_model
 
 path, way, n = sys.argv[1], sys.argv[2], int(sys.argv[3])
-config = moelab.StreamConfig(slots=2, streams=3)
+config = moelab.StreamConfig(slots=2, kernels="mlx")
 
 def once():
     if way == "failed":

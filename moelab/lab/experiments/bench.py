@@ -56,7 +56,7 @@ def _resolved(configs):
     if len(by_kernels) > 1:
         raise ValueError(
             f"bench: expected the same kernels in every mode, got fast in {by_kernels['fast']!r} "
-            f"and mlx in {by_kernels['mlx']!r}, which sets streams or another dtype. Set them: "
+            f"and mlx in {by_kernels['mlx']!r}, which sets another dtype. Set them: "
             "kernels=mlx, or /kernels=mlx behind each mode."
         )
     return resolved
@@ -191,7 +191,7 @@ def measure(
 def ceilings(record: BenchRecord, speeds: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """What a mode could reach if reads were all that is added to the resident model's work.
 
-    That work is the resident model's with the same kernels, spread evenly over the mode's streams.
+    That work is the resident model's with the same kernels.
 
     Args:
         record (BenchRecord): With a resident mode, else there are no ceilings.
@@ -199,7 +199,7 @@ def ceilings(record: BenchRecord, speeds: Mapping[str, float]) -> dict[str, dict
 
     Returns:
         dict: For every streamed mode, if a resident one with the same kernels is beside it, tokens
-        per second by the name of the speed; ``no reads`` with one stream is that resident model.
+        per second by the name of the speed; ``no reads`` is that resident model.
     """
     resident_s = {
         mode.config.kernels: 1 / record.decode_tok_s(name)["median"]
@@ -210,18 +210,10 @@ def ceilings(record: BenchRecord, speeds: Mapping[str, float]) -> dict[str, dict
     for name, mode in record.modes.items():
         nbytes, kernels = record.bytes_per_token(name), mode.config.kernels
         if nbytes is not None and kernels in resident_s:
-            token_s = resident_s[kernels] / _num_streams(mode.config, record.machine)
+            token_s = resident_s[kernels]
             with_reads = {k: 1 / (token_s + nbytes / v) for k, v in speeds.items()}
             out[name] = {"no reads": 1 / token_s} | with_reads
     return out
-
-
-def _num_streams(config, card):
-    if config.mode not in ("stacked", "fused") or config.kernels == "fast":
-        return 1
-    if config.streams != "auto":
-        return config.streams
-    return card["cores"] if card["device"] == "cpu" else 1
 
 
 def read_speeds(path: str | Path, readers: int = 8, nbytes: int = 1 << 20) -> dict[str, float]:

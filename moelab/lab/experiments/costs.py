@@ -45,7 +45,7 @@ def measure_samples(
     Args:
         path (str or Path): A model folder.
         config (StreamConfig, optional): Its ``mode`` (``stacked`` or ``fused``), ``readers``,
-            ``streams``, ``dtype`` and ``top_k`` count.
+            ``dtype`` and ``top_k`` count.
         tokens (int): Samples of each kind; fewer from the disk if there are too few experts.
         seed (int): Of the order of reading.
 

@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ... import StreamConfig, close, load, record
-from ...arguments import add_json, add_model, add_number, not_empty, or_auto, positive
+from ...arguments import add_json, add_model, add_number, not_empty
 from ...replay import locality as routing
 from ...streaming.session import session_of
 from ...streaming.trace import Trace
@@ -132,7 +132,6 @@ def measure(
     states: Sequence[str] = STATES,
     prompts: Sequence[str] = PROMPTS,
     seed: int = 0,
-    streams: int | str = "auto",
     progress: bool = True,
 ) -> Record:
     """Every prefetcher on every layout, interleaved, warm and cold.
@@ -147,7 +146,6 @@ def measure(
         states (Sequence[str]): Of ``STATES``.
         prompts (Sequence[str]): The prompts.
         seed (int): Of the orders.
-        streams (int or str): As for ``StreamConfig``.
         progress (bool): Show a bar.
 
     Raises:
@@ -159,10 +157,10 @@ def measure(
     try:
         for layout, path in layouts.items():
             for p in prefetchers:
-                config = StreamConfig(slots=slots, prefetch=p, streams=streams)
+                config = StreamConfig(slots=slots, prefetch=p)
                 models[layout, p], tokenizer = load(path, config)
         # Its routing, recorded with the clock stopped, is what the oracle is given.
-        trace_model = models["trace"] = load(path, StreamConfig(slots=slots, streams=streams))[0]
+        trace_model = models["trace"] = load(path, StreamConfig(slots=slots))[0]
         with tqdm(
             total=len(variants) * runs,
             desc="prefetch",
@@ -315,18 +313,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--slots", 16, "in each layer")
     add_number(parser, "--tokens", 48, "timed in each run")
     add_number(parser, "--runs", 5, "rounds")
-    parser.add_argument(
-        "--streams",
-        type=or_auto(positive),
-        metavar="N",
-        default="auto",
-        help="MLX streams for the experts' work (default: %(default)s)",
-    )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """The command."""
     layouts = {"as shipped": args.model, "packed": args.packed}
-    out = measure(layouts, args.slots, args.tokens, args.runs, streams=args.streams)
+    out = measure(layouts, args.slots, args.tokens, args.runs)
     records.print_and_save(report(out), out, args.json)
