@@ -33,10 +33,10 @@ import moelab
 from moelab import synthesize
 from moelab.checkpoint import Checkpoint
 from moelab.experts import expert_modules
-from moelab.streaming import layers
 from moelab.streaming.build import build_model, place_experts
 from moelab.streaming.model import load_model
 from moelab.streaming.reading import native, reader
+from moelab.streaming.residency import layer, residency
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 STREAMED = ("serial", "buffers", "stacked", "fused")
@@ -994,8 +994,8 @@ def test_outputs_evaluated_late(mode, good):
 def test_failed_call_leaves_no_read_behind(mode, good, want, monkeypatch):
     """When a read's error is raised, the other reads have ended: none writes to a slot later."""
     read_in_threads(monkeypatch)
-    monkeypatch.setattr(layers, "OVERLAP_S", 0)
-    monkeypatch.setattr(layers, "PART_NBYTES", 1)  # as with large experts
+    monkeypatch.setattr(residency, "OVERLAP_S", 0)
+    monkeypatch.setattr(layer, "PART_NBYTES", 1)  # as with large experts
     preadv, begun, ended, failing = os.preadv, 0, 0, False
 
     def slow(fd, views, offset):

@@ -41,7 +41,7 @@ from moelab.lab.records import PUBLISHED, reads_GBs, recorded
 from moelab.replay import locality
 from moelab.speculation.policy import Policy
 from moelab.speculation.rollback import STATES_NBYTES
-from moelab.streaming.layers import COPIED_NBYTES
+from moelab.streaming.residency.layer import COPIED_NBYTES
 
 ROOT = DATA.parent
 TINY_MOE = DATA / "models" / "tiny-moe"

@@ -51,9 +51,9 @@ from moelab.repack import repack
 from moelab.replay.locality import lru_hit_rate, recorded_trace
 from moelab.speculation import gated_delta
 from moelab.speculation.drafts import ModelDraft
-from moelab.streaming import cuda
-from moelab.streaming.layers import Stacked
+from moelab.streaming.gpu import cuda
 from moelab.streaming.reading import native
+from moelab.streaming.residency.layer import LayerSlots
 from moelab.streaming.session import Session
 from moelab.synthesize import synthesize
 
@@ -533,8 +533,8 @@ def host_ms(model, ids, tokens):
 
     calls = {
         "scheduling": (mx, "async_eval"),
-        "beginning reads": (Stacked, "_begin"),
-        "waiting for reads": (Stacked, "_finish"),
+        "beginning reads": (LayerSlots, "begin"),
+        "waiting for reads": (LayerSlots, "finish"),
         "waiting for the routing": (Session, "routing"),
     }
     with ExitStack() as patches:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..streaming.config import StreamConfig
-from ..streaming.slots import POLICIES
+from ..streaming.residency.table import POLICIES
 from ..streaming.trace import Trace
 from .costs import Costs
 from .pagecache import Replay, replay

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from ..streaming.layers import OVERLAP_S
+from ..streaming.residency.residency import OVERLAP_S
 
 
 @dataclass(frozen=True)

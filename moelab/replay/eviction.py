@@ -1,7 +1,7 @@
 """Which experts a cache of slots holds, by eviction policy.
 
-A policy of the engine is a line of ``RANKS`` in ``streaming/slots.py``, which is read here. A
-policy that only the replay has is a line of ``SCORES``.
+A policy of the engine is a line of ``RANKS`` in ``streaming/residency/table.py``, which is read
+here. A policy that only the replay has is a line of ``SCORES``.
 """
 
 from collections import deque
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..streaming.slots import RANKS
+from ..streaming.residency.table import RANKS
 
 
 class Uses(NamedTuple):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..streaming.slots import SlotTable
+from ..streaming.residency.table import SlotTable
 
 
 def reads(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from .. import kernels
 from ..checkpoint import MAX_DIMENSION
-from .slots import POLICIES
+from .residency.table import POLICIES
 
 MODES = ("resident", "serial", "buffers", "stacked", "fused")
 SLOT_MODES = ("stacked", "fused")  # those with S slots in every layer

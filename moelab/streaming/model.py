@@ -21,21 +21,23 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .. import kernels
 from ..checkpoint import Checkpoint, CheckpointError, describe, read_header, read_json
 from ..experts import expert_modules, expert_parameters, locate_experts, read_experts
-from . import host
 from .build import activation_dtype, build_model, place_experts, stays_resident
 from .config import StreamConfig
-from .layers import LAYERS, moe_blocks
+from .gpu import host
+from .heap import return_free_memory
+from .layers import Fused, Stacked, moe_blocks
 from .plan import FEW_LOGITS, plan_of
 from .prefetch import PREFETCHERS
 from .ranks import Ranks, facts
+from .rungs import Buffers, Serial
 from .session import (
     Session,
     recurrent_states,
-    return_free_memory,
     session_of,
     stats,
 )
 
+LAYERS = {"serial": Serial, "buffers": Buffers, "stacked": Stacked, "fused": Fused}
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 
 
@@ -59,7 +61,7 @@ class LoadedModel:
             last = False
             while not last:
                 step = self._session.make_room(inputs.size, cache or (), alone)
-                part, *more = self._session.parts(inputs, step) if alone else [inputs]
+                part, *more = self._session.room.parts(inputs, step) if alone else [inputs]
                 last, inputs = not more, inputs[..., part.shape[-1] :]
                 self._session.begin(part, cache)
                 # Nobody may want the logits of earlier parts.
@@ -329,8 +331,10 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
             if config.prefetch != "none":
                 blocks = [weakref.proxy(block) for block in moe_blocks(model)]
                 session.prefetcher = PREFETCHERS[config.prefetch](session.layers, blocks)
+                session.residency.prefetches = True
         if config.source == "host":
-            host.hold(session)
+            possible = session.handover.mailbox is not None and ranks is None
+            host.hold(session.residency.layers, session.reader, possible)
         _evaluate(model)
     except BaseException:
         session.reader.close()

@@ -23,7 +23,7 @@ from ..memory import memory_in_cgroups, memory_on_gpu
 from .build import activation_dtype, build_model, stays_resident
 from .config import SLOT_MODES, StreamConfig
 from .ranks import Ranks
-from .slots import can_lend
+from .residency.bank import can_lend
 
 # What a process takes beside its arrays once it has loaded a model and computed a prompt
 # (tokenizer, libraries' pages, freed memory that is kept, kernels). The four layers of notebook 03
@@ -40,7 +40,7 @@ SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
 # sixteenth of the memory. Every chunk reads nearly all experts, so fewer than 256 tokens are only
 # taken if these need more than half of what is free for slots.
 PROMPT_TOKENS, PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 2048, 16, 256, 32
-# A prompt needs more than its arrays: the C library keeps some of them (``session.MAPPED_NBYTES``),
+# A prompt needs more than its arrays: the C library keeps some of them (``heap.MAPPED_NBYTES``),
 # 15 to 20 MB of the four layers' 97 in notebook 03.
 MORE_SHARE, MORE_NBYTES = 8, 20_000_000
 # Of a process's memory, what a prompt takes beside its arrays and gives back: freed arrays and the

@@ -48,7 +48,7 @@ def spy(layer, read):
         bank.reads = noted
         return bank
 
-    for bank in [layer.bank] if hasattr(layer, "bank") else getattr(layer, "_banks", ()):
+    for bank in [layer.slots.bank] if hasattr(layer, "slots") else getattr(layer, "_banks", ()):
         watched(bank)
     layer._bank = lambda *args: watched(bank_of(*args))
 

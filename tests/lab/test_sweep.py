@@ -19,7 +19,7 @@ from moelab.lab.experiments.sweep_record import (
     Tokens,
 )
 from moelab.replay.sizes import ModelSizes
-from moelab.streaming.slots import POLICIES, SlotTable
+from moelab.streaming.residency.table import POLICIES, SlotTable
 from moelab.streaming.trace import Trace
 
 TINY = moelab.DATA / "models" / "tiny-moe"

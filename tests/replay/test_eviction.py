@@ -14,10 +14,11 @@ import moelab
 from moelab.replay import advice, eviction, locality, pagecache
 from moelab.replay.costs import Costs
 from moelab.replay.sizes import ModelSizes
-from moelab.streaming import config, slots
+from moelab.streaming import config
 from moelab.streaming.model import load_model
 from moelab.streaming.record import route_by
-from moelab.streaming.slots import SlotTable
+from moelab.streaming.residency import table as slots
+from moelab.streaming.residency.table import SlotTable
 
 COSTS = Costs(0.01, 1e-4, 1e-10, 1e-9, 1e-5, 1e-4)
 

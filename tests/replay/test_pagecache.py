@@ -12,7 +12,7 @@ import pytest
 from moelab.lab import limit, oscache
 from moelab.replay import eviction, locality, pagecache
 from moelab.replay.costs import Costs
-from moelab.streaming.layers import OVERLAP_S
+from moelab.streaming.residency.residency import OVERLAP_S
 from moelab.streaming.trace import Trace
 
 COSTS = Costs(0.01, 1e-4, 1e-10, 1e-9, 1e-5, 1e-4)

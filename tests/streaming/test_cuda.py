@@ -20,10 +20,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.repack import repack
-from moelab.streaming import cuda, host, layers, slots
+from moelab.streaming.gpu import cuda, host
 from moelab.streaming.model import load_model
 from moelab.streaming.reading import native, reader
 from moelab.streaming.reading.file import ReadError
+from moelab.streaming.residency import bank
+from moelab.streaming.residency import layer as layer_slots
 from moelab.streaming.session import session_of
 
 PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
@@ -238,8 +240,8 @@ def test_reads_are_a_table_if_they_fit_into_the_blocks(
     read_in_threads(monkeypatch)
     monkeypatch.setattr(cuda, "BLOCK_NBYTES", nbytes)
     monkeypatch.setattr(cuda, "NUM_BLOCKS", blocks)
-    made, real = [], slots.Read
-    monkeypatch.setattr(slots, "Read", lambda *a: made.append(a) or real(*a))
+    made, real = [], bank.Read
+    monkeypatch.setattr(bank, "Read", lambda *a: made.append(a) or real(*a))
     with uploading(path, slots=K) as model:
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
     assert (not made) == tables
@@ -359,7 +361,7 @@ def test_host_and_gpu_agree_on_what_the_slots_hold(policy, path, runtime):
             phases = stats.prefill, stats.decode
             read[source] = [(c.tokens, c.calls, c.hits, c.misses) for c in phases]
             for layer in session_of(model).layers:
-                slots = [*layer.table.slot_of.values()]
+                slots = [*layer.slots.table.slot_of.values()]
                 assert len({*slots}) == len(slots)
     assert read["host"] == read["disk"]
 
@@ -369,17 +371,19 @@ def test_a_call_that_fails_forgets_what_the_gpus_slots_hold(path, runtime, want,
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
         last = session_of(model).layers[-1]
         with monkeypatch.context() as patch:
-            patch.setattr(last.host, "slots", lambda *_: 1 / 0)
+            patch.setattr(last.slots.host, "slots", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 mx.eval(model(mx.array([[3]])))
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
 
 
-def test_slots_that_are_given_back_are_filled_from_the_hosts_memory(path, runtime, want):
+def test_slots_that_are_given_back_are_filled_from_the_hosts_memory(
+    path, runtime, want, monkeypatch
+):
+    monkeypatch.setattr(layer_slots, "can_lend", lambda: False)
     with uploading(path, slots=3 * K, source="host") as model:
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
-        for layer in session_of(model).layers:
-            layer.take(K)
+        session_of(model).residency.resize(K)
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
 
 
@@ -410,7 +414,7 @@ def test_host_memory_that_is_too_small_or_no_gpus_is_refused(path, runtime, monk
 def test_parts_of_a_prompt_are_copied_behind_what_is_computed(
     num_blocks, path, runtime, want, monkeypatch
 ):
-    monkeypatch.setattr(layers, "COPIED_NBYTES", 1)  # an expert a part
+    monkeypatch.setattr(layer_slots, "COPIED_NBYTES", 1)  # an expert a part
     monkeypatch.setattr(cuda, "NUM_BLOCKS", num_blocks)
     read_in_threads(monkeypatch)
     with uploading(path, slots=2 * K) as model:
@@ -423,7 +427,7 @@ def test_nothing_of_this_is_used_without_cuda_bindings(path, monkeypatch):
     monkeypatch.setattr(cuda, "on_cuda", lambda: True)
     assert not cuda.available()
     with load_model(path)[0] as model:
-        assert session_of(model).mailbox is None
+        assert session_of(model).handover.mailbox is None
         assert type(session_of(model).reader) is reader.Reader
 
 

@@ -17,13 +17,15 @@ from greedy import greedy_logits
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
-from moelab.streaming import layers
+from moelab import streaming
 from moelab.streaming.model import load_model
+from moelab.streaming.residency import layer as layer_slots
+from moelab.streaming.residency import residency
+from moelab.streaming.residency.table import SlotTable
 from moelab.streaming.session import session_of
-from moelab.streaming.slots import SlotTable
 
 FAST = os.environ.get("MOELAB_FAST") == "1"
-ENGINE = str(Path(layers.__file__).parent)
+ENGINE = str(Path(streaming.__file__).parent)
 SLOTS = K + 1
 
 
@@ -77,13 +79,12 @@ def _instructions(code, at):
 
 def assert_every_slot_is_there(model):
     for layer in session_of(model).layers:
-        table = layer.table
+        own = layer.slots
+        table = own.table
         held = list(table.slot_of.values())
-        jobs = [(layer, layer.job)] if layer.job else []
-        jobs += [fill for other in session_of(model).layers for fill in other._fills]
-        reserved = [
-            s for lender, job in jobs if lender.index == layer.index for s in job._slots.values()
-        ]
+        jobs = [(own, own.job)] if own.job else []
+        jobs += [fill for other in session_of(model).residency.layers for fill in other.fills]
+        reserved = [s for lender, job in jobs if lender is own for s in job._slots.values()]
         assert sorted(held + table._free + reserved) == list(range(table.num_slots)), layer.path
 
 
@@ -96,8 +97,8 @@ def test_an_interrupt_at_any_line(path, fields, way, monkeypatch):
         prompt, kernels = [*prompt, 19, 23, 29, 31, 37], "auto"
     if way == "reader threads":
         read_in_threads(monkeypatch)
-        monkeypatch.setattr(layers, "OVERLAP_S", 0)
-        monkeypatch.setattr(layers, "PART_NBYTES", 1)
+        monkeypatch.setattr(residency, "OVERLAP_S", 0)
+        monkeypatch.setattr(layer_slots, "PART_NBYTES", 1)
     model, _ = load_model(
         path, moelab.StreamConfig(**{"slots": SLOTS, "kernels": kernels, **fields})
     )

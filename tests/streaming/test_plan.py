@@ -24,8 +24,9 @@ from moelab.streaming import model as models
 from moelab.streaming import plan as plans
 from moelab.streaming.model import load_model
 from moelab.streaming.plan import FEW_LOGITS, FEW_TOKENS
-from moelab.streaming.session import RESERVE_NBYTES, session_of
-from moelab.streaming.slots import can_lend
+from moelab.streaming.residency.bank import can_lend
+from moelab.streaming.room import RESERVE_NBYTES
+from moelab.streaming.session import session_of
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
@@ -122,7 +123,7 @@ def test_load_takes_the_slots_of_the_plan_and_writes_the_same_tokens():
         with load_model(TINY_MOE, config)[0] as model:
             session = session_of(model)
             assert session.config.slots == session.plan.slots
-            assert session.layers[0].table.num_slots == session.plan.slots
+            assert session.layers[0].slots.table.num_slots == session.plan.slots
             assert (session.plan.slots == 64) == (nbytes is None)
             tokens = greedy_logits(model, PROMPT, 8).argmax(-1).tolist()
         assert tokens == (want := want or tokens)
@@ -189,8 +190,8 @@ def test_slots_lend_their_memory_to_a_prompt(settings):
 
         def look(tokens):
             for layer in session.layers:
-                assert layer.table.num_slots == {150: few, 70: some, 1: many}[tokens]
-                used.add((tokens, max(layer.table.slot_of.values())))
+                assert layer.slots.table.num_slots == {150: few, 70: some, 1: many}[tokens]
+                used.add((tokens, max(layer.slots.table.slot_of.values())))
 
         assert text(model, look) == want
         assert max(slot for tokens, slot in used if tokens == 150) < few
@@ -229,7 +230,7 @@ def test_text_is_the_same_past_the_page_cache(prefetch, monkeypatch):
 @pytest.mark.skipif(not can_lend(), reason="MADV_DONTNEED is Linux's")
 def test_an_empty_slot_has_no_memory_and_can_be_written_again():
     with load_model(TINY_MOE, moelab.StreamConfig(slots=40))[0] as model:
-        bank = session_of(model).layers[0].bank
+        bank = session_of(model).layers[0].slots.bank
         for written in (7, 9):
             for rows in bank._rows.values():
                 rows[:] = written
@@ -341,17 +342,17 @@ def test_some_memory_is_left_to_the_system(monkeypatch):
 @pytest.fixture
 def room(monkeypatch):
     """Sets the bytes that a loaded model may take beside ``model``'s slots; looks at each call."""
-    monkeypatch.setattr("moelab.streaming.session.LOOK_S", 0.0)
+    monkeypatch.setattr("moelab.streaming.room.LOOK_S", 0.0)
 
     def set_room(model, slots, more=0):
         session = session_of(model)
         nbytes = slots * sum(session.plan.expert_nbytes) + more
 
         def memory_now():
-            left = nbytes - sum(layer.slots_nbytes for layer in session.layers)
+            left = nbytes - session.residency.nbytes
             return left, left
 
-        monkeypatch.setattr("moelab.streaming.session.memory_now", memory_now)
+        monkeypatch.setattr("moelab.streaming.room.memory_now", memory_now)
 
     return set_room
 
@@ -371,7 +372,7 @@ def test_slots_are_given_back_when_memory_gets_short(prefetch, room):
             room(model, slots, more)
             assert greedy_logits(model, PROMPT, 24).argmax(-1).tolist() == want
             used.append(session.config.slots)
-            assert {layer.table.num_slots for layer in session.layers} == {used[-1]}
+            assert {layer.slots.table.num_slots for layer in session.layers} == {used[-1]}
 
         text(64)
         slots, before = sum(session.plan.expert_nbytes), mx.get_active_memory()
@@ -414,7 +415,7 @@ def test_a_prompt_gets_along_with_less_memory(room, monkeypatch):
         mx.eval(want)
         room(model, 20, need(500) + MB)
         assert mx.allclose(logits(), want, atol=1e-4) and lengths == [500]
-        assert 8 < session.layers[0].table.num_slots <= 22
+        assert 8 < session.layers[0].slots.table.num_slots <= 22
         room(model, 8, need(200) + MB)
         assert mx.allclose(logits(), want, atol=1e-4) and max(lengths) <= 200 < sum(lengths)
         room(model, 8, need(32) // 2)
@@ -422,12 +423,12 @@ def test_a_prompt_gets_along_with_less_memory(room, monkeypatch):
             logits()
         room(model, 64, 200 * MB)
         assert mx.allclose(logits(), want, atol=1e-4) and lengths == [500]
-        looks, now = [], "moelab.streaming.session.memory_now"
+        looks, now = [], "moelab.streaming.room.memory_now"
         monkeypatch.setattr(
             now, lambda: (looks.append(0), (-50 if len(looks) == 3 else 200) * MB)[1:] * 2
         )
         assert mx.allclose(logits(), want, atol=1e-4)
-        assert 8 <= session.layers[0].table.num_slots < 64
+        assert 8 <= session.layers[0].slots.table.num_slots < 64
 
 
 def test_half_of_what_is_left_to_the_system_stays_its_own(monkeypatch):
@@ -437,7 +438,7 @@ def test_half_of_what_is_left_to_the_system_stays_its_own(monkeypatch):
 
 IN_A_CGROUP = """
 import json, sys, moelab, mlx_lm
-from moelab.streaming.session import RESERVE_NBYTES, session_of
+from moelab.streaming.session import session_of
 model, tokenizer = moelab.load(sys.argv[1])
 text = mlx_lm.generate(model, tokenizer, open(sys.argv[2]).read()[:1200], max_tokens=8)
 print(json.dumps([session_of(model).plan.slots, session_of(model).plan.reason, text]))

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import moelab
 from moelab.streaming.model import load_model
 from moelab.streaming.reading import reader
+from moelab.streaming.residency.table import POLICIES, SlotTable
 from moelab.streaming.session import session_of
-from moelab.streaming.slots import POLICIES, SlotTable
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 SLOTS = 16

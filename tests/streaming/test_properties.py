@@ -18,12 +18,14 @@ from needs import needs_kernels
 
 import moelab
 from moelab.checkpoint import DTYPES, Checkpoint, read_header
-from moelab.streaming import layers
-from moelab.streaming.layers import Stacked, expert_layers
+from moelab.streaming.layers import expert_layers
 from moelab.streaming.model import load_model
 from moelab.streaming.reading.reader import Reader
+from moelab.streaming.residency import layer as layer_slots
+from moelab.streaming.residency import residency
+from moelab.streaming.residency.residency import Residency
+from moelab.streaming.residency.table import POLICIES, SlotTable
 from moelab.streaming.session import session_of
-from moelab.streaming.slots import POLICIES, SlotTable
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 FEW = settings(deadline=None, max_examples=150, derandomize=True)
@@ -365,8 +367,8 @@ def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers,
         patch_preadv(patch, flaky)
         read_in_threads(patch)
         if in_parts:
-            patch.setattr(layers, "OVERLAP_S", 0)
-            patch.setattr(layers, "PART_NBYTES", 1)
+            patch.setattr(residency, "OVERLAP_S", 0)
+            patch.setattr(layer_slots, "PART_NBYTES", 1)
         session_of(model).reader.direct = direct
         layer = dict(model.named_modules())[name]
         for B, T, seed, among, at_once, fail_at in history:
@@ -418,11 +420,11 @@ def test_any_history_of_prompts_past_the_page_cache(resident, history, slots):
 
     No slot gets lost, and none is read into while it is computed.
     """
-    borrowed, end_fill = 0, Stacked.end_fill
+    borrowed, end_fill = 0, Residency.end_fill
 
-    def ended(layer, needed=()):
+    def ended(residency, i, needed=()):
         nonlocal borrowed
-        lent = end_fill(layer, needed)
+        lent = end_fill(residency, i, needed)
         borrowed += sum(len(slots) for _, slots in lent)
         return lent
 
@@ -440,7 +442,7 @@ def test_any_history_of_prompts_past_the_page_cache(resident, history, slots):
         pytest.MonkeyPatch.context() as patch,
         load_model(TINY_MOE, moelab.StreamConfig(slots=slots))[0] as model,
     ):
-        patch.setattr(Stacked, "end_fill", ended)
+        patch.setattr(Residency, "end_fill", ended)
         patch.setattr(Reader, "read_here", flaky)
         session, i = session_of(model), 0
         session.reader.direct = True
@@ -460,8 +462,9 @@ def test_any_history_of_prompts_past_the_page_cache(resident, history, slots):
             assert mx.array_equal(y, resident[i][1](x, indices))
             i += 1
         for layer in session.layers:
-            layer.end_fill()
+            session.residency.end_fill(layer.index)
         for layer in session.layers:
-            slots_of = [*layer.table.slot_of.values(), *layer.table._free]
-            assert sorted(slots_of) == list(range(layer.table.num_slots))
+            table = layer.slots.table
+            slots_of = [*table.slot_of.values(), *table._free]
+            assert sorted(slots_of) == list(range(table.num_slots))
     event(f"borrowed: {min(borrowed, 1)}")

@@ -18,12 +18,15 @@ import moelab
 from moelab import kernels
 from moelab.kernels.modules import ExpertCall
 from moelab.streaming import layers
-from moelab.streaming.layers import Stacked
+from moelab.streaming.fused import FusedSwitchGLU, PaddedLinear, is_short
 from moelab.streaming.model import load_model
-from moelab.streaming.prefetch import Job
 from moelab.streaming.reading.reader import Reader
+from moelab.streaming.residency import layer as layer_slots
+from moelab.streaming.residency import residency
+from moelab.streaming.residency.job import Job
+from moelab.streaming.residency.layer import LayerSlots
+from moelab.streaming.residency.residency import Residency
 from moelab.streaming.session import session_of
-from moelab.streaming.slots import FusedSwitchGLU, PaddedLinear, is_short
 
 STREAMED = ("serial", "buffers", "stacked", "fused")
 PROMPT = mx.array([[5, 36, 67, 2, 33, 64, 95, 30, 61]])
@@ -60,7 +63,7 @@ def test_a_prompt_reads_each_needed_expert_once(path, mode):
 def test_a_slot_takes_the_next_expert_as_soon_as_its_own_is_computed(monkeypatch):
     """Past the page cache. No expert that is not computed yet is overwritten."""
     path, events = moelab.DATA / "models" / "tiny-moe", []
-    begin, compute = Stacked._begin, ExpertCall.compute
+    begin, compute = LayerSlots.begin, ExpertCall.compute
 
     def begun(layer, misses):
         events.append(("begun", len(misses)))
@@ -70,12 +73,10 @@ def test_a_slot_takes_the_next_expert_as_soon_as_its_own_is_computed(monkeypatch
         events.append(("computed", len(set(slots.tolist()))))
         return compute(call, pairs, slots, of)
 
-    monkeypatch.setattr(
-        Stacked, "fill", lambda layer, busy=None: None
-    )  # no slot holds an expert before
-    monkeypatch.setattr(Stacked, "_begin", begun)
+    monkeypatch.setattr(Residency, "_fill", lambda *_: None)  # no slot holds an expert before
+    monkeypatch.setattr(LayerSlots, "begin", begun)
     monkeypatch.setattr(ExpertCall, "compute", computed)
-    monkeypatch.setattr(layers, "PART_NBYTES", 1)  # as with large experts
+    monkeypatch.setattr(layer_slots, "PART_NBYTES", 1)  # as with large experts
     ids = mx.random.randint(0, 8000, (1, 100), key=mx.random.key(0))
     want = load_model(path, moelab.StreamConfig(mode="resident"))[0](ids)
     mx.eval(want)
@@ -105,10 +106,10 @@ def test_a_slot_takes_the_next_expert_as_soon_as_its_own_is_computed(monkeypatch
 def test_a_prompt_fills_the_slots_of_all_layers(expert_s, monkeypatch):
     """Past the page cache. It evicts for it only if attention takes longer than the reads."""
     path, lent = moelab.DATA / "models" / "tiny-moe", []
-    end_fill, collect = Stacked.end_fill, Job.collect
+    end_fill, collect = Residency.end_fill, Job.collect
 
-    def ended(layer, needed=()):
-        borrowed = end_fill(layer, needed)
+    def ended(residency, i, needed=()):
+        borrowed = end_fill(residency, i, needed)
         lent.append({e for _, slots in borrowed for e in slots})
         return borrowed
 
@@ -116,7 +117,7 @@ def test_a_prompt_fills_the_slots_of_all_layers(expert_s, monkeypatch):
         job.run()  # what no thread has begun to read
         return collect(job, needed, everything)
 
-    monkeypatch.setattr(Stacked, "end_fill", ended)
+    monkeypatch.setattr(Residency, "end_fill", ended)
     monkeypatch.setattr(Job, "collect", collected)
     monkeypatch.setattr(Reader, "expected_s", lambda reader, nbytes: expert_s)
     prompts = mx.random.randint(0, 8000, (3, 1, 200), key=mx.random.key(0))
@@ -134,7 +135,8 @@ def test_a_prompt_fills_the_slots_of_all_layers(expert_s, monkeypatch):
             else:
                 assert not any(lent)
             for layer in session.layers:
-                assert len(layer.table._free) + len(layer.table.slot_of) == 16, layer.path
+                table = layer.slots.table
+                assert len(table._free) + len(table.slot_of) == 16, layer.path
 
 
 @pytest.mark.parametrize("room", (1 << 40, 3))
@@ -142,17 +144,17 @@ def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
     """Of this layer and the next one what is not held, while there is room for it."""
     with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
         session, asked = session_of(model), []
-        nbytes = session.layers[0].bank.expert_nbytes
-        monkeypatch.setattr(layers, "memory_available", lambda: 2 * room * nbytes)
+        nbytes = session.layers[0].slots.bank.expert_nbytes
+        monkeypatch.setattr(residency, "memory_available", lambda: 2 * room * nbytes)
         of = {
-            layer.bank.places([e]).__next__()[0][1]: (layer.index, e)
+            layer.slots.bank.places([e]).__next__()[0][1]: (layer.index, e)
             for layer in session.layers
             for e in range(E)
         }
 
         def read_ahead(places):
             found = [of[place[0][1]] for place in places]
-            assert all(e not in session.layers[i].table.slot_of for i, e in found)
+            assert all(e not in session.layers[i].slots.table.slot_of for i, e in found)
             asked.append(found)
 
         monkeypatch.setattr(session.reader, "read_ahead", read_ahead)
@@ -182,7 +184,7 @@ def test_the_host_learns_the_routing_once_a_layer_unless_every_expert_is_held(
         for token in [*range(60), 3, 3]:
             mx.eval(model(mx.array([[token]]), cache=make_prompt_cache(model)))
         if slots == E:
-            assert all(len(layer.table.slot_of) == E for layer in session_of(model).layers)
+            assert all(len(layer.slots.table.slot_of) == E for layer in session_of(model).layers)
         moelab.stats(model, reset=True)
         evaluations, real = [], mx.eval
         monkeypatch.setattr(mx, "eval", lambda *a: (evaluations.append(a), real(*a)))
@@ -203,7 +205,7 @@ def test_where_all_have_slots_calls_without_misses_read_the_rest(path, mode, slo
     with load_model(path, moelab.StreamConfig(mode=mode, slots=slots))[0] as model:
         ys = [model(token, cache=make_prompt_cache(model)) for _ in range(1 + -(-E // K))]
         mx.eval(ys)
-        held = {len(layer.table.slot_of) for layer in session_of(model).layers}
+        held = {len(layer.slots.table.slot_of) for layer in session_of(model).layers}
         assert held == {E if slots == E else K}
         got = moelab.stats(model).decode
         assert got.misses == num_layers * K
@@ -253,7 +255,7 @@ def test_footprint_is_what_load_takes(path, mode):
     assert held == predicted.backbone_nbytes
     assert sum(p.nbytes for p in session_of(model).resident.values()) == predicted.resident_nbytes
     if mode in ("stacked", "fused"):
-        banks = [m.bank for m in model.modules() if isinstance(m, Stacked)]
+        banks = [own.bank for own in session_of(model).residency.layers]
         assert sum(b.expert_nbytes * b.num_slots for b in banks) == predicted.slots_nbytes
     moelab.close(model)
 
@@ -400,7 +402,7 @@ def test_on_cuda_the_kernels_get_contiguous_parameters(mode, path, monkeypatch):
 
     def run():
         with load_model(path, config)[0] as model:
-            experts = session_of(model).layers[0].bank.experts
+            experts = session_of(model).layers[0].slots.bank.experts
             logits = greedy_logits(model, PROMPT[0].tolist(), 3)
             return logits, [memoryview(p).c_contiguous for _, p in tree_flatten(experts)]
 

@@ -25,8 +25,8 @@ from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 import moelab
 from moelab.speculation.drafts import LookupDraft
 from moelab.speculation.generate import speculative_generate_step
-from moelab.streaming import layers
 from moelab.streaming.model import load_model
+from moelab.streaming.residency import layer, residency
 
 FAST = os.environ.get("MOELAB_FAST") == "1"
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
@@ -56,8 +56,8 @@ def any_reads(request, monkeypatch):
     """With reads in the calling thread, and in parts by the reader's threads."""
     if request.param == "reader threads":
         read_in_threads(monkeypatch)
-        monkeypatch.setattr(layers, "OVERLAP_S", 0)
-        monkeypatch.setattr(layers, "PART_NBYTES", 1)
+        monkeypatch.setattr(residency, "OVERLAP_S", 0)
+        monkeypatch.setattr(layer, "PART_NBYTES", 1)
 
 
 def greedy(model, prompt, steps=6):

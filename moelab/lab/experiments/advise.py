@@ -18,8 +18,8 @@ from ...replay.advice import Advice, Lookahead
 from ...replay.costs import Costs
 from ...replay.locality import synthesize_like
 from ...replay.sizes import ModelSizes
+from ...streaming.residency.table import POLICIES
 from ...streaming.session import session_of
-from ...streaming.slots import POLICIES
 from .. import machine
 from ..decode import decode, encode
 from ..models import folder

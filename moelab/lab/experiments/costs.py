@@ -105,7 +105,7 @@ def _time_reads(model, path, most, rows, tokens, rng):
 
     def bring(row):
         for layer, experts in zip(layers, row.tolist()):
-            layer.bring(experts)
+            layer.read(experts)
 
     counts = sorted({1, -(-most // 4), -(-most // 2), most})
     warm, cold = ({m: [] for m in counts} for _ in range(2))
@@ -136,7 +136,7 @@ def _expert_s(model, experts, tokens):
     """Seconds of one more expert in a layer that holds them all: from K against half as many."""
     session = session_of(model)
     layer, K = session.layers[0], len(experts)
-    module = layer.bank.experts
+    module = layer.slots.bank.experts
     D = module["fc2" if "fc2" in module else "down_proj"].weight.shape[1]  # rows of the output
     x = mx.random.normal((1, 1, D), key=mx.random.key(0)).astype(session.dtype)
     mx.eval(x)

@@ -143,7 +143,7 @@ def joins_here(path: str, rounds: int) -> dict:
         long = random.integers(0, vocab, (1, JOIN_PROMPT))
         feed = random.integers(0, vocab, JOIN_TOKENS).tolist()
         for layer in session_of(model).layers:
-            layer.bring(
+            layer.read(
                 np.flatnonzero(layer.owned).tolist() if group else [*range(layer.num_experts)]
             )
         found, first = {}, None
@@ -195,7 +195,7 @@ def hold_all(model: nn.Module) -> None:
     """Read every expert of this rank into its slot; there must be enough of them."""
     for layer in session_of(model).layers:
         owned = np.ones(layer.num_experts, bool) if layer.owned is None else layer.owned
-        layer.bring(np.flatnonzero(owned).tolist())
+        layer.read(np.flatnonzero(owned).tolist())
 
 
 def decode_here(path: str, rate: float | str | None) -> dict:

@@ -17,7 +17,7 @@ from ...checkpoint import Checkpoint, mlx_lm_model
 from ...experts import expert_modules, locate_experts
 from ...streaming.reading.ranges import Read
 from ...streaming.reading.reader import Reader
-from ...streaming.slots import ranges
+from ...streaming.residency.bank import ranges
 from .. import machine, oscache, records, timing
 from ..models import folder
 from ..records import ReadSample, ReadsRecord

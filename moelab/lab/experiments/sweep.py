@@ -44,8 +44,8 @@ from ...replay.locality import decode_trace, synthesize_like
 from ...replay.sizes import ModelSizes
 from ...streaming.prefetch import Oracle
 from ...streaming.record import route_by
+from ...streaming.residency.table import POLICIES
 from ...streaming.session import session_of
-from ...streaming.slots import POLICIES
 from ...streaming.trace import Trace
 from .. import limit, machine, oscache, records
 from .costs import measure_costs
@@ -73,7 +73,7 @@ def _time_reads(layers, rows):
     for row in rows.tolist():
         begin = time.perf_counter()
         for layer, experts in zip(layers, row):
-            layer.bring(list(dict.fromkeys(experts)))
+            layer.read(list(dict.fromkeys(experts)))
         seconds.append(round(time.perf_counter() - begin, 7))
         now = oscache.disk_read_nbytes()
         disk.append(None if now is None else now - before)

@@ -51,6 +51,8 @@ class Reader:
             little room for pages beside the slots: they cost time and save few reads.
     """
 
+    copies_in_graph = False  # whether the GPU copies the bytes read, in its own order
+
     def __init__(self, readers: int = 8):
         self.readers = readers
         self.nbytes = self.reads = 0

@@ -25,10 +25,10 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .reading import native
-from .reading.file import check_unchanged
-from .reading.ranges import Ranges, Read, files_of, read_ranges
-from .reading.reader import Reader
+from ..reading import native
+from ..reading.file import check_unchanged
+from ..reading.ranges import Ranges, Read, files_of, read_ranges
+from ..reading.reader import Reader
 
 try:
     from cuda.bindings import runtime
@@ -165,6 +165,8 @@ class UploadingReader(Reader):
         mailbox (Mailbox): Starts the copies.
         readers (int): As for ``Reader``.
     """
+
+    copies_in_graph = True
 
     def __init__(self, mailbox: "Mailbox", readers: int = 8):
         super().__init__(readers)

@@ -12,12 +12,14 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
-from ..memory import memory_available
+from ...memory import memory_available
+from ..counters import Stats
+from ..reading.ranges import Read
+from ..reading.reader import Reader
+from ..residency.bank import SlotBank
+from ..residency.layer import LayerSlots
+from ..residency.table import SlotTable
 from . import cuda
-from .reading.ranges import Read
-from .reading.reader import Reader
-from .session import Session, Stats
-from .slots import SlotBank, SlotTable
 
 # Bytes of the experts that are read at once while loading.
 READ_NBYTES = 64 * 1024 * 1024
@@ -111,18 +113,19 @@ _FETCH = """
 """
 
 
-def hold(session: Session) -> None:
+def hold(layers: list[LayerSlots], reader: Reader, possible: bool) -> None:
     """Read every expert of a model into pinned memory of the host, with a progress bar.
 
     Args:
-        session (Session): The model's. The ``host`` of its layers is set.
+        layers (list[LayerSlots]): The slots of the model. Their ``host`` is set.
+        reader (Reader): Reads the experts.
+        possible (bool): Whether a GPU copies the bytes read, and there are no other ranks.
 
     Raises:
         ValueError: If there is no GPU for it or not so much memory, or experts are converted when
             they are read.
     """
-    layers = session.layers
-    if session.mailbox is None or session.ranks is not None:
+    if not possible:
         raise ValueError(
             "StreamConfig.source: 'host' needs a CUDA GPU, cuda-bindings and no group of ranks. "
             "Use source 'disk': experts are read when they are needed."
@@ -130,7 +133,7 @@ def hold(session: Session) -> None:
     converted = next((layer for layer in layers if not layer.bank.as_read), None)
     if converted is not None:
         raise ValueError(
-            f"StreamConfig.source: {converted.path}: expected experts that are computed as "
+            f"StreamConfig.source: {converted.bank.path}: expected experts that are computed as "
             "they are on disk, got such as are converted or divided first. Leave dtype at its "
             "default, or use source 'disk'."
         )
@@ -143,14 +146,14 @@ def hold(session: Session) -> None:
     with tqdm(total=need, unit="B", unit_scale=True, desc="experts", disable=None) as bar:
         for layer in layers:
             layer.host = HostExperts(layer.bank, layer.table, layer.num_experts)
-            for nbytes in layer.host.read(session.reader):
+            for nbytes in layer.host.read(reader):
                 bar.update(nbytes)
 
 
 class HostExperts:
     """One layer's experts in pinned memory of the host, and which of them the GPU's slots hold.
 
-    Once ``slots`` was called only the GPU knows what they hold; ``give_back`` tells the table.
+    Once ``slots`` was called only the GPU knows what they hold; ``report`` tells the table.
 
     Args:
         bank (SlotBank): The layer's slots.
@@ -247,7 +250,7 @@ class HostExperts:
             ]
         return cuda.Begun((), copies)
 
-    def give_back(self, stats: Stats) -> None:
+    def report(self, stats: Stats) -> None:
         """Let the table say again what the slots hold, and count what was hit and missed.
 
         Args:

@@ -1,0 +1,89 @@
+"""Reads that no layer waits for yet: of a prefetch, or of a prompt's next layer."""
+
+import threading
+from collections.abc import Collection
+from time import perf_counter
+
+from ..reading.file import ReadError
+from ..reading.reader import Reader
+from .bank import SlotBank
+
+
+class Job:
+    """Experts on their way into slots of one layer, read by background threads.
+
+    Args:
+        reader (Reader): Reads them and counts the reads.
+        bank (SlotBank): The layer's slots.
+        slots (dict[int, int]): The slot of each expert. Until ``collect`` they belong to the job.
+        of (SlotBank or None): The layer that the experts belong to, if the slots are another's.
+    """
+
+    def __init__(
+        self, reader: Reader, bank: SlotBank, slots: dict[int, int], of: SlotBank | None = None
+    ):
+        self._reader, self._bank, self._slots, self._of = reader, bank, slots, of
+        self._waiting = dict(slots)
+        self._running = set()
+        self._took_s = {}  # None where the read failed
+        self._changed = threading.Condition()
+
+    @property
+    def experts(self) -> Collection[int]:
+        """The experts that have a slot of the job."""
+        return self._slots.keys()
+
+    def run(self) -> None:
+        """Read one expert after another until none is left: the work of one thread."""
+        while True:
+            self._reader.give_way()
+            with self._changed:
+                if not self._waiting or self._reader.closed:
+                    return
+                e = next(iter(self._waiting))
+                slot = self._waiting.pop(e)
+                self._running.add(e)
+            begin, took_s = perf_counter(), None
+            try:
+                self._reader.read_here(self._bank.reads({e: slot}, self._of))
+                self._bank.arrived(e, slot)
+                took_s = perf_counter() - begin
+            except ReadError:
+                pass  # the layer that needs the expert reads it again and raises
+            finally:
+                with self._changed:
+                    self._running.discard(e)
+                    self._took_s[e] = took_s
+                    self._changed.notify_all()
+
+    def collect(self, needed: set[int], everything: bool = False) -> tuple[dict, list[int], bool]:
+        """Cancel the reads that have not begun and wait for those that are needed.
+
+        Args:
+            needed (set[int]): Wait for these experts if they are being read now.
+            everything (bool): Wait for the others as well.
+
+        Returns:
+            tuple[dict, list[int], bool]: For each expert that arrived, its slot, the seconds of
+            its read and the seconds spent waiting for it here; the slots that are free again;
+            whether the job has ended.
+        """
+        arrived, waited_s = {}, {}
+        with self._changed:
+            free = list(self._waiting.values())
+            for e in self._waiting:
+                del self._slots[e]
+            self._waiting.clear()
+            for e in [e for e in self._running if everything or e in needed]:
+                begin = perf_counter()
+                while e in self._running:
+                    self._changed.wait()
+                waited_s[e] = perf_counter() - begin
+            for e, took_s in self._took_s.items():
+                slot = self._slots.pop(e)
+                if took_s is None:
+                    free.append(slot)
+                else:
+                    arrived[e] = slot, took_s, waited_s.get(e, 0.0)
+            self._took_s.clear()
+            return arrived, free, not self._running

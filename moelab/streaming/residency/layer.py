@@ -1,0 +1,207 @@
+"""The slots of one layer: which expert is in which, and what is on its way there."""
+
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future
+
+import numpy as np
+
+from ..counters import Counting
+from ..gpu.cuda import BLOCK_NBYTES, MAX_COPIES, NUM_BLOCKS, Begun
+from ..reading.reader import Reader
+from .bank import SlotBank, can_lend
+from .table import SlotTable
+
+# Bytes. With overlap, experts are computed in parts of about this size as they arrive.
+PART_NBYTES = 2 * 1024 * 1024
+# Parts of a wave at most with the fast kernels. They compute an expert so fast that what a part
+# costs beside its arithmetic shows.
+NUM_PARTS = 8
+# Bytes. Where a GPU copies, experts are read in parts of about this size: two parts fit into the
+# blocks of pinned memory.
+COPIED_NBYTES = NUM_BLOCKS * BLOCK_NBYTES // 3
+
+
+class LayerSlots:
+    """Memory for S of a layer's E experts, and what is in it.
+
+    Args:
+        take_bank (Callable): Takes memory for so many slots.
+        num_experts (int): E.
+        owned (np.ndarray or None): ``[E]``, the experts of this rank; None without ranks.
+        policy (str): One of ``POLICIES``.
+        slots (int): S; no more than E are taken, or than this rank's experts.
+        reader (Reader): Reads the experts.
+        counting (Counting): Counts hits, misses and waits.
+
+    Attributes:
+        num_experts, owned: As above.
+        num_owned (int): The experts of this rank: E without ranks.
+        bank (SlotBank): The bytes of the slots.
+        table (SlotTable): Which expert is in which slot.
+        host (HostExperts or None): With ``StreamConfig(source="host")``: the layer's experts, of
+            which the GPU brings those into its slots that it needs.
+        job (Job or None): What is being prefetched for this layer.
+        fills (list[tuple[LayerSlots, Job]]): Experts of this layer on their way into free slots,
+            and whose slots these are.
+    """
+
+    def __init__(
+        self,
+        take_bank: Callable[[int], SlotBank],
+        num_experts: int,
+        owned: np.ndarray | None,
+        policy: str,
+        slots: int,
+        reader: Reader,
+        counting: Counting,
+    ):
+        self._take_bank, self._policy = take_bank, policy
+        self._reader, self._counting = reader, counting
+        self.num_experts, self.owned = num_experts, owned
+        self.num_owned = num_experts if owned is None else int(owned.sum())
+        self.host = self.bank = None
+        self._take(slots)
+
+    def _take(self, slots):
+        """Take memory for so many slots in place of the present ones, which are forgotten."""
+        slots = min(slots, self.num_owned)
+        self.bank = None  # its memory is free before more is taken
+        self.bank = self._take_bank(slots)
+        self.table = SlotTable(slots, self._policy)
+        self.job, self.fills = None, []
+        if self.host is not None:
+            self.host.bind(self.bank, self.table)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the slots."""
+        return self.bank.num_filled * self.bank.expert_nbytes
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether every expert is in a slot."""
+        return len(self.table.slot_of) == self.num_experts
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the GPU copies the bytes read, in its own order."""
+        return self._reader.copies_in_graph and self.bank.as_read
+
+    @property
+    def computes_at_once(self) -> bool:
+        """Whether a part has been computed when the next one is asked for: the fast kernels do."""
+        return hasattr(self.bank.experts, "begin") and not self.is_copied
+
+    def resize(self, slots: int) -> None:
+        """Set how many slots are in use, and free the memory of the others.
+
+        No read and no computation with a slot may be running.
+
+        Args:
+            slots (int): At most as many as were taken.
+        """
+        if not can_lend():
+            return self._take(slots)
+        self.job, self.fills = None, []
+        self.table.resize(min(slots, self.bank.num_slots))
+        self.bank.empty(self.table.num_slots, self.bank.num_slots)
+
+    def recover(self) -> None:
+        """After a call that an exception ended: every slot is held or free. No read is running."""
+        self.job, self.fills = None, []
+        if self.host is not None:
+            self.host.forget()
+        self.table.recover()
+
+    def report(self) -> None:
+        """Learn from the GPU what its slots hold, if only the GPU knows."""
+        if self.host is not None:
+            self.host.report(self._counting.stats)
+
+    def of_rank(self, experts: Iterable[int]) -> list[int]:
+        """Those of the experts that are this rank's."""
+        return [e for e in experts if self.owned is None or self.owned[e]]
+
+    def plan(self, needed, busy=None):
+        """As ``SlotTable.plan``, counted."""
+        hits, misses = self.table.plan(needed, busy)
+        self._counting.now.hits += len(hits)
+        self._counting.now.misses += len(misses)
+        return hits, misses
+
+    def begin(self, misses: dict[int, int]) -> list[Future] | Begun:
+        """Begin to read experts into the slots that ``plan`` chose for them."""
+        if self.host is not None:
+            return self.host.start(misses)
+        with self._counting.waiting():
+            return self._reader.start(self.bank.reads(misses))
+
+    def finish(self, misses: dict[int, int], reads: list[Future] | Begun) -> None:
+        """Wait for the reads that ``begin`` began; the experts are held from then on."""
+        with self._counting.waiting():
+            self._reader.finish(reads)
+        for e, slot in misses.items():
+            self.bank.arrived(e, slot)
+        self.table.commit(misses)
+
+    def read(self, misses: dict[int, int]) -> None:
+        """Read experts into the slots that ``plan`` chose for them."""
+        if misses:
+            self.finish(misses, self.begin(misses))
+
+    @property
+    def part_size(self) -> int:
+        """Experts of a part."""
+        if self.is_copied:
+            most = MAX_COPIES // len(self.bank.into)
+            if self.host is None:
+                most = min(most, COPIED_NBYTES // self.bank.expert_nbytes)
+            return max(1, most)
+        # Large enough to be worth a wait, small enough that computing one hides the next read.
+        return max(1, PART_NBYTES // self.bank.expert_nbytes)
+
+    def parts_of(self, num: int) -> int:
+        """Experts of a part where ``num`` are read."""
+        return max(self.part_size, -(-num // NUM_PARTS) if self.computes_at_once else 0)
+
+    def parts(self, misses: dict[int, int]) -> list[dict[int, int]]:
+        """Divide experts into the parts in which they are read and computed."""
+        size, misses = self.parts_of(len(misses)), list(misses.items())
+        return [dict(misses[i : i + size]) for i in range(0, len(misses), size)]
+
+    def unread(self) -> list[int]:
+        """Where all E experts have slots, some of those that were never read, else none."""
+        if self.table.num_slots < self.num_experts or self.job is not None or self.holds_all:
+            return []
+        return [e for e in range(self.num_experts) if e not in self.table.slot_of]
+
+    def collect_prefetched(self, needed: Collection[int]) -> None:
+        """Hold the experts that were prefetched, and count how many this call needs."""
+        if self.job is None:
+            return
+        crowded = not self.table.fits(needed, len(self.job.experts))
+        arrived, free, done = self.job.collect(set(needed), crowded)
+        for e, slot in self.count_prefetched(arrived, needed).items():
+            self.table.keep(e, slot)
+        self.table.release(free)
+        if done:
+            self.job = None
+
+    def count_prefetched(self, arrived: dict, needed: Collection[int]) -> dict[int, int]:
+        """Expert to slot, of a job's that have arrived."""
+        c = self._counting.now
+        for e, (_, took_s, waited_s) in arrived.items():
+            if e in needed:
+                c.prefetch_used += 1
+                c.prefetch_late += waited_s > 0
+                c.prefetch_saved_s += max(0.0, took_s - waited_s)
+                c.wait_s += waited_s
+            else:
+                c.prefetch_wasted += 1
+        return {e: slot for e, (slot, *_) in arrived.items()}
+
+    def missing(self) -> list[int]:
+        """This rank's experts that are neither in a slot nor on their way to one."""
+        known = set(self.table.slot_of)
+        known = known.union(*(job.experts for _, job in [*self.fills, (self, self.job)] if job))
+        return [e for e in self.of_rank(range(self.num_experts)) if e not in known]

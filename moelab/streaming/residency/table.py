@@ -1,0 +1,215 @@
+"""Which expert is in which slot of a layer, and which is evicted first.
+
+A new eviction
+policy by how often an expert was used is a line of ``RANKS``: ``StreamConfig``, the commands,
+``SlotTable`` and the replay's ``SCORES`` (``moelab/replay/eviction.py``) all take it from there,
+and so do the tests (``tests/replay/test_eviction.py`` compares engine and replay; what a policy
+means is tested in ``tests/streaming/test_properties.py``, by a test of its own). Name it in
+``StreamConfig``'s docstring, too. A policy that needs to know more changes ``SlotTable._victim``,
+and its line of ``SCORES`` overrides the one that ``RANKS`` gives. ``SlotTable.lend``
+goes by ``lru`` whatever the policy is, and a GPU chooses slots by itself (``host``) for ``lru``
+alone.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+
+
+def _count(count):
+    return count
+
+
+# The eviction policies. Of the experts held and not needed now, the one with the lowest rank is
+# evicted, and of equal ranks the least recently used. A rank is a whole number, computed from how
+# often the expert was used and nothing else: a number here, an array in the replay. None: ranks
+# are equal.
+RANKS = {
+    "lru": None,  # least recently used
+    "lfu": _count,  # least frequently used
+}
+POLICIES = tuple(RANKS)
+
+
+class SlotTable:
+    """Which expert is in which slot of one layer.
+
+    Use it in three steps: ``hits, misses = table.plan(experts)``, read the missing experts into
+    the slots that it names, ``table.commit(misses)``. ``plan`` forgets the experts that it evicts,
+    so a read that fails leaves their slots free and all other experts where they were.
+
+    Args:
+        num_slots (int): S.
+        policy (str): One of ``POLICIES``.
+
+    Attributes:
+        num_slots (int): As above.
+        policy (str): As above.
+        slot_of (dict[int, int]): The slot of every expert held, least recently used first.
+    """
+
+    def __init__(self, num_slots: int, policy: str = "lru"):
+        if policy not in POLICIES:
+            raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}.")
+        self.num_slots = num_slots
+        self.policy = policy
+        self.slot_of = {}
+        self._free = list(range(num_slots))[::-1]
+        self._uses = uses = Counter()
+        self._rank = rank = RANKS[policy]
+        # For ``lfu``, without a call of Python for each expert held.
+        self._rank_of = uses.__getitem__ if rank is _count else lambda e: rank(uses[e])
+
+    def fits(self, experts: Collection[int], taken: int = 0) -> bool:
+        """Whether distinct experts can be held at once.
+
+        Args:
+            experts (Collection[int]): The experts.
+            taken (int): Slots that are not available.
+        """
+        return len(experts) + taken <= self.num_slots
+
+    def waves(self, experts: list[int]) -> list[list[int]]:
+        """Divide distinct experts into waves that fit.
+
+        Cached experts come first, so that they are used before they are evicted.
+
+        Args:
+            experts (list[int]): Distinct.
+
+        Returns:
+            list[list[int]]: The experts of each wave, for one ``plan`` after another.
+        """
+        experts = sorted(experts, key=lambda e: e not in self.slot_of)
+        return [experts[i : i + self.num_slots] for i in range(0, len(experts), self.num_slots)]
+
+    def plan(
+        self, experts: list[int], busy: Mapping[int, int] | None = None
+    ) -> tuple[dict[int, int], dict[int, int]]:
+        """Choose slots for the experts of one call.
+
+        Args:
+            experts (list[int]): The distinct experts needed, at most S.
+            busy (Mapping[int, int]): Expert to slot, of earlier plans: those that are not
+                committed yet and those that must not be evicted.
+
+        Returns:
+            tuple[dict[int, int], dict[int, int]]: Expert to slot, of those that are held and of
+            those that must be read.
+
+        Raises:
+            ValueError: If there are more experts than slots; the table is unchanged.
+        """
+        busy = busy or {}
+        if not self.fits(experts, len(busy)):
+            raise ValueError(
+                f"expected at most {self.num_slots - len(busy)} experts (the slots), "
+                f"got {len(experts)}"
+            )
+        slot_of = self.slot_of
+        if self._rank is not None:
+            self._uses.update(experts)
+        hits, missing = {}, []
+        for e in experts:
+            slot = slot_of.pop(e, None)
+            if slot is None:
+                missing.append(e)
+            else:
+                hits[e] = slot_of[e] = slot  # the last key is the most recently used
+        misses, needed, taken, free = {}, hits, [], self._free
+        if busy:
+            needed, slots = hits | busy, set(busy.values())
+            taken = [slot for slot in free if slot in slots]
+            free = [slot for slot in free if slot not in slots]
+        for e in missing:
+            misses[e] = free.pop() if free else slot_of.pop(self._victim(needed))
+        self._free = [*free, *taken, *misses.values()]  # free until ``commit``
+        return hits, misses
+
+    def commit(self, misses: dict[int, int]) -> None:
+        """Hold experts whose bytes have arrived.
+
+        Args:
+            misses (dict[int, int]): As ``plan`` returned it.
+        """
+        for e, slot in misses.items():
+            self._free.remove(slot)
+            self.slot_of[e] = slot
+
+    def reserve(self, experts: list[int]) -> dict[int, int]:
+        """Choose slots for experts that may be needed, and evict none of them for another.
+
+        The slots are neither held nor free until ``keep`` or ``release``.
+
+        Args:
+            experts (list[int]): Distinct, at most S.
+
+        Returns:
+            dict[int, int]: Expert to slot, of those that are not held.
+        """
+        slots = {}
+        for e in experts:
+            if e in self.slot_of:
+                continue
+            if not self._free:
+                if all(held in experts for held in self.slot_of):
+                    break
+                self._free.append(self.slot_of.pop(self._victim(experts)))
+            slots[e] = self._free.pop()
+        return slots
+
+    def keep(self, expert: int, slot: int) -> None:
+        """Hold the expert whose bytes have arrived in its reserved slot.
+
+        Args:
+            expert (int): The expert.
+            slot (int): As ``reserve`` returned it.
+        """
+        self.slot_of[expert] = slot
+
+    def lend(self, num: int, busy: Mapping[int, int] | None = None) -> list[int]:
+        """Take slots that hold nothing, to fill them with another layer's experts.
+
+        Args:
+            num (int): At most so many.
+            busy (Mapping[int, int] or None): Expert to slot, planned or held. If given, evict all
+                other experts for it, the least recently used first. If not, none may be planned.
+
+        Returns:
+            list[int]: The slots, until ``release``.
+        """
+        kept = set(busy.values()) if busy else ()
+        slots = [slot for slot in self._free[::-1] if slot not in kept][:num]
+        if busy is not None:
+            evicted = [e for e in self.slot_of if e not in busy][: num - len(slots)]
+            slots += [self.slot_of.pop(e) for e in evicted]
+        self._free = [slot for slot in self._free if slot not in slots]
+        return slots
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Free reserved or lent slots.
+
+        Args:
+            slots (Iterable[int]): As ``reserve`` or ``lend`` returned them.
+        """
+        self._free.extend(slots)
+
+    def recover(self) -> None:
+        """After an exception: free every slot that holds no expert, those of prefetches too."""
+        held = set(self.slot_of.values())
+        self._free = [slot for slot in range(self.num_slots)[::-1] if slot not in held]
+
+    def resize(self, num_slots: int) -> None:
+        """Set how many slots are in use, from the first on. Nothing may be planned or reserved.
+
+        Args:
+            num_slots (int): At most as many as at first. What is held in the others is forgotten.
+        """
+        self.num_slots = num_slots
+        self.slot_of = {e: slot for e, slot in self.slot_of.items() if slot < num_slots}
+        self.recover()
+
+    def _victim(self, needed):
+        candidates = (e for e in self.slot_of if e not in needed)  # least recently used first
+        if self._rank is None:
+            return next(candidates)
+        return min(candidates, key=self._rank_of)

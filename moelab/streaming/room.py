@@ -1,0 +1,187 @@
+"""How many of a model's slots are in use, by the memory that there is now."""
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from time import perf_counter
+
+import mlx.core as mx
+
+from .heap import return_free_memory
+from .plan import BESIDE_NBYTES, FEW_TOKENS, LEAST_PROMPT_TOKENS, Plan, memory_now
+from .residency.bank import can_lend
+from .residency.residency import Residency
+
+LOOK_S = 0.05  # from one look at the memory that is left to the next, which takes 0.2 ms
+# Kept free beside what a token takes: others may take it between two looks. A prompt takes it.
+RESERVE_NBYTES = BESIDE_NBYTES // 2
+# Of what a prompt takes for computing, how much one layer takes and frees again. The four layers
+# of notebook 03 took 0.1 to 0.7.
+IN_LAYER_SHARE = 0.75
+
+
+class Room:
+    """Takes slots for the experts, and gives them back where memory gets short.
+
+    Args:
+        plan (Plan or None): Why there are so many slots; None if the user chose them: then they
+            stay in use.
+        slots (int): The slots in each layer.
+        residency (Residency): Its slots.
+        together (bool): Whether other ranks compute the same calls, which cannot be divided here.
+
+    Attributes:
+        slots (int): How many slots there are from now on; fewer are in use while they lend their
+            memory to a prompt.
+    """
+
+    def __init__(self, plan: Plan | None, slots: int, residency: Residency, together: bool):
+        self._plan, self._residency, self._together = plan, residency, together
+        self.slots = self._in_use = slots
+        self._told = slots  # as the last warning said
+        self._tokens = 0  # of the last call that began
+        self._look_s = 0.0  # when to look at the memory again
+
+    def parts(self, inputs: mx.array, step: int | None = None) -> list[mx.array]:
+        """Divide a long prompt into parts of equal length that there is memory for.
+
+        Args:
+            inputs (mx.array): ``[B, T]`` token ids.
+            step (int): Of which so many may be computed at once. Default: the plan's number.
+        """
+        if step is None:
+            step = self._plan.prompt_tokens if self._plan else inputs.size
+        if inputs.ndim != 2 or inputs.size <= step:
+            return [inputs]
+        T = inputs.shape[1]
+        num = min(-(-inputs.size // step), max(1, T // 2))
+        ends = [T * i // num for i in range(num + 1)]
+        return [inputs[:, a:b] for a, b in pairwise(ends)]
+
+    def make(self, tokens: int, caches: Sequence = (), divisible: bool = True) -> int:
+        """Set how many slots are in use in a call that begins, by the memory that there is now.
+
+        Slots lend their memory to a prompt, and use it again after it. Where memory got short
+        since ``plan`` chose them, slots are given back; where ``can_lend``, they are used again
+        once there is memory for them.
+
+        Args:
+            tokens (int): Of the call.
+            caches (Sequence): The call's.
+            divisible (bool): Whether it may be computed in parts.
+
+        Returns:
+            int: How many of the tokens may be computed at once.
+
+        Raises:
+            MemoryError: If there is too little even with K slots in each layer.
+        """
+        plan, now = self._plan, perf_counter()
+        if plan is None:
+            return tokens
+        is_prompt = tokens > FEW_TOKENS
+        if not is_prompt and now < self._look_s and self._in_use == self.slots:
+            return tokens
+        self._look_s = now + LOOK_S
+        step = min(tokens, plan.prompt_tokens) if divisible else tokens
+        slots = self.slots
+        if is_prompt:  # slots stay lent in a prompt's last part
+            slots = min(slots, self._in_use, plan.slots_beside(step))
+        needs = partial(plan.call_nbytes, caches=caches, is_first=not self._tokens)
+        room, _ = memory_now()
+        taken = needs(step) + (0 if is_prompt else RESERVE_NBYTES)
+        if self._fitting(taken, room) < slots:
+            mx.clear_cache()  # what a prompt left free may be enough
+            return_free_memory()
+            room, _ = memory_now()
+        # Where slots cannot lend, what a prompt needs stays free of them.
+        self._keep(self._fitting(needs(1 if can_lend() else step) + RESERVE_NBYTES, room))
+        fitting = self._fitting(taken, room)
+        self._use(max(self._least, min(self.slots, slots, fitting)))
+        if fitting >= self._least:
+            return step
+        _, most = memory_now()
+        fewest = step if self._together or not divisible else LEAST_PROMPT_TOKENS
+        while self._fitting(needs(step), most) < self._least:
+            if step <= fewest:
+                raise self._no_room(needs(step), most)
+            step = max(fewest, step // 2)  # fewer tokens at once take less
+        return step
+
+    @property
+    def _least(self):
+        """Slots without which a token cannot be computed."""
+        return min(self._plan.top_k, self._plan.slots)
+
+    def _fitting(self, nbytes, room):
+        """How many slots fit in each layer beside ``nbytes`` if there are ``room`` bytes."""
+        return (self._residency.nbytes + room - nbytes) // sum(self._plan.expert_nbytes)
+
+    def _keep(self, fitting):
+        """Set how many slots there are from now on, by how many fit."""
+        slots, most = self.slots, self._plan.slots if can_lend() else self.slots
+        more = fitting - -(-BESIDE_NBYTES // sum(self._plan.expert_nbytes))  # so that it stays so
+        kept = max(self._least, min(most, fitting if fitting < slots else max(slots, more)))
+        self.slots = kept
+        if kept > slots:
+            self._told = kept
+        told = self._told
+        if fitting >= told - told // 8:  # a line for each eighth
+            return
+        self._told = kept if fitting >= kept else 0  # if none is left to give back, say so once
+        missing = (told - fitting) * sum(self._plan.expert_nbytes)
+        what = f"slots {told} -> {kept}" if kept < told else f"no more than {kept} slots left"
+        warnings.warn(
+            f"memory is short by {missing / 1e6:.0f} MB: {what} in each layer. Other programs, or "
+            f"a text longer than the {self._plan.context} tokens planned for "
+            "(StreamConfig.context), took it.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def _use(self, slots):
+        """Use so many slots in each layer. No call may be computing with one."""
+        if slots == self._in_use:
+            return
+        if slots > self._in_use:
+            mx.clear_cache()
+            return_free_memory()
+        self._in_use = slots
+        self._residency.resize(slots)
+
+    def _no_room(self, nbytes, most):
+        self._look_s = 0.0
+        slots = sum(self._plan.expert_nbytes) * self._in_use
+        held = self._residency.nbytes
+        return MemoryError(
+            f"memory is short: with {self._in_use} slots in each layer, the fewest, the call takes "
+            f"{(nbytes + slots - held) / 1e6:.0f} MB, and there are {max(0, most) / 1e6:.0f} MB. "
+            "Close other programs, raise the limit or take a shorter prompt."
+        )
+
+    def look_in_prompt(self) -> None:
+        """Give slots back where memory got short while a prompt is computed, between two layers.
+
+        Raises:
+            MemoryError: If there is too little even with K slots in each layer.
+        """
+        now = perf_counter()
+        if self._plan is None or self._tokens <= FEW_TOKENS or now < self._look_s or not can_lend():
+            return
+        self._look_s = now + LOOK_S
+        nbytes = int(IN_LAYER_SHARE * self._tokens * self._plan.token_nbytes)
+        fitting = self._fitting(nbytes, memory_now()[0])
+        if fitting >= self._in_use:
+            return
+        self._use(max(self._least, fitting))
+        if self._fitting(nbytes, most := memory_now()[1]) < self._least:
+            raise self._no_room(nbytes, most)
+
+    def begin(self, tokens: int) -> None:
+        """A call of the model begins.
+
+        Args:
+            tokens (int): Of the call.
+        """
+        self._tokens = tokens

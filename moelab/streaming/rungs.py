@@ -1,0 +1,71 @@
+"""The rungs below slots: ``serial`` and ``buffers``, which hold no expert for a later token."""
+
+import mlx.core as mx
+
+from .layers import StreamedExperts, by_expert, unsort
+from .residency.bank import SlotBank
+
+
+class Serial(StreamedExperts):
+    """Read and compute one expert after another, each into new arrays.
+
+    SwiftLM's first ``--stream-experts``: every read waits for the computation before it.
+    """
+
+    def _compute(self, x, indices, routed):
+        positions = by_expert(routed.ravel().tolist())
+        rows = x.reshape(-1, x.shape[-1])
+        ys, order = [], []
+        for e, pairs in positions.items():
+            bank = self._take_bank(1)
+            with self.session.counting.waiting():
+                for read in bank.reads({e: 0}):  # one read in flight at a time
+                    self.session.reader.read([read])
+            bank.arrived(e, 0)
+            self.session.counters.misses += 1
+            y = self.part(bank, rows, pairs, [0] * len(pairs), routed.shape[-1])
+            mx.eval(y)
+            ys.append(y)
+            order += pairs
+        return unsort(ys, order, routed.shape)
+
+
+class Buffers(StreamedExperts):
+    """One buffer for each top-k position, kept for good; all reads of a call in flight together.
+
+    SwiftLM PR 26. From one token to the next only the page cache keeps experts.
+    """
+
+    def __init__(self, module, path, layer, session):
+        super().__init__(module, path, layer, session)
+        self._banks = tuple(self._take_bank(1) for _ in range(session.top_k))
+
+    def _compute(self, x, indices, routed):
+        positions = by_expert(routed.ravel().tolist())
+        rows = x.reshape(-1, x.shape[-1])
+        experts = list(positions)
+        ys, order = [], []
+        for first in range(0, len(experts), len(self._banks)):
+            mx.eval(ys)  # the buffers are about to be overwritten
+            for bank, e in self.read(experts[first : first + len(self._banks)]):
+                pairs = positions[e]
+                ys.append(self.part(bank, rows, pairs, [0] * len(pairs), routed.shape[-1]))
+                order += pairs
+        return unsort(ys, order, routed.shape)
+
+    def read(self, experts: list[int]) -> list[tuple[SlotBank, int]]:
+        """Read experts into the buffers, as a call does, and compute nothing.
+
+        Args:
+            experts (list[int]): Distinct, at most K.
+
+        Returns:
+            list[tuple[SlotBank, int]]: Each buffer with its expert.
+        """
+        wave = list(zip(self._banks, experts))
+        with self.session.counting.waiting():
+            self.session.reader.read([r for bank, e in wave for r in bank.reads({e: 0})])
+        self.session.counters.misses += len(wave)
+        for bank, e in wave:
+            bank.arrived(e, 0)
+        return wave
