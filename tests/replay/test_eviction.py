@@ -187,7 +187,7 @@ def test_a_policy_or_a_size_that_is_none():
 def test_the_policies_are_listed_once():
     """The replay's list begins with the engine's; everything else uses one of these two lists."""
     assert eviction.POLICIES[: len(slots.POLICIES)] == slots.POLICIES
-    assert advice.POLICIES is slots.POLICIES and config.CHOICES["policy"] is slots.POLICIES
+    assert advice.POLICIES is slots.POLICIES and config.OPTIONS["policy"].choices is slots.POLICIES
     written = re.compile(r"""[(\[]["']lru["'],\s*["']lfu["'],?\s*[)\]]""")
     files = [*Path(moelab.__file__).parent.rglob("*.py")]
     assert not [f.name for f in files if written.search(f.read_text())]
