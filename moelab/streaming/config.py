@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import kernels
 from ..checkpoint import MAX_DIMENSION
-from .slots import POLICIES
+from .slots import EVICTION
 
 MODES = ("resident", "serial", "buffers", "stacked", "fused")
 SLOT_MODES = ("stacked", "fused")  # those with S slots in every layer
@@ -91,8 +91,9 @@ class StreamConfig:
             one reader, all reads of a small call may be in flight.
         source (str): Where an expert comes from that is in no slot: ``disk``, or with a CUDA GPU
             ``host``, pinned memory into which every expert is read while loading. From there the
-            GPU fills its slots by itself, and the host waits for no routing. For ``stacked`` and
-            ``fused``; needs cuda-bindings, and host memory for all experts. Default: ``disk``.
+            GPU fills its slots by itself if the policy is ``lru``, and the host waits for no
+            routing. For ``stacked`` and ``fused``; needs cuda-bindings, and host memory for all
+            experts. Default: ``disk``.
         policy (str): Which expert is evicted first: ``lru`` (the least recently used) or ``lfu``
             (the least frequently used). Default: ``lru``.
         ranks_trace (str or None): With a group of ranks: the file of a trace of this model,
@@ -168,7 +169,7 @@ class StreamConfig:
     policy: str = _option(
         "lru",
         "which expert is evicted first (default: {default})",
-        choices=POLICIES,
+        choices=EVICTION,
         modes=SLOT_MODES,
     )
     ranks_trace: str | None = _option(

@@ -16,7 +16,7 @@ from ..memory import memory_available
 from . import cuda
 from .reader import Read, Reader
 from .session import Session, Stats
-from .slots import SlotBank, SlotTable
+from .slots import GPU_POLICIES, SlotBank, SlotTable
 
 # Bytes of the experts that are read at once while loading.
 READ_NBYTES = 64 * 1024 * 1024
@@ -209,7 +209,7 @@ class HostExperts:
 
     def takes(self, indices: mx.array) -> bool:
         """Whether ``slots`` takes a call: its experts fit, and the policy is the kernel's."""
-        return indices.size <= self._table.num_slots and self._table.policy == "lru"
+        return indices.size <= self._table.num_slots and self._table.policy in GPU_POLICIES
 
     def slots(self, indices: mx.array, decoding: bool) -> mx.array:
         """The slots of experts, filled when the array is computed. The host does not know them.

@@ -17,7 +17,7 @@ import moelab
 from moelab.streaming import reader
 from moelab.streaming.model import load_model
 from moelab.streaming.session import session_of
-from moelab.streaming.slots import POLICIES, SlotTable
+from moelab.streaming.slots import EVICTION, SlotTable
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 SLOTS = 16
@@ -48,7 +48,7 @@ def run(name, want, steps=40, **fields):
         return moelab.stats(model).decode
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EVICTION)
 @pytest.mark.parametrize("slots", [8, 16, 40])
 @pytest.mark.parametrize("name", PREFETCHERS)
 def test_the_same_logits_and_counters_that_add_up(name, slots, policy, want):
@@ -165,7 +165,7 @@ def test_lookahead_in_every_family(name, tmp_path):
 
 
 @settings(deadline=None, max_examples=300, derandomize=True)
-@given(data=st.data(), slots=st.integers(K, E), policy=st.sampled_from(POLICIES))
+@given(data=st.data(), slots=st.integers(K, E), policy=st.sampled_from([*EVICTION]))
 def test_reserved_slots(data, slots, policy):
     """Whatever the order of calls and guesses, no slot holds two experts and none gets lost.
 

@@ -45,7 +45,7 @@ from ...replay.sizes import ModelSizes
 from ...streaming.prefetch import Oracle
 from ...streaming.record import route_by
 from ...streaming.session import session_of
-from ...streaming.slots import POLICIES
+from ...streaming.slots import EVICTION
 from ...streaming.trace import Trace
 from .. import limit, machine, oscache, records
 from .costs import measure_costs
@@ -450,8 +450,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _policy(name):
-    if name not in POLICIES:
-        raise argparse.ArgumentTypeError(f"expected one of {', '.join(POLICIES)}, got {name!r}")
+    if name not in EVICTION:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(EVICTION)}, got {name!r}")
     return name
 
 
