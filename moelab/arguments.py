@@ -13,29 +13,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .streaming.config import BOUNDS, CHOICES, UNSET, StreamConfig
+from .streaming.config import OPTIONS, StreamConfig
 
 LEAST_KV_SIZE = 5  # tokens: of a limited cache the first 4 stay
 MEASURED_SLOTS = 16  # of commands that measure, where slots="auto" would change with the machine
-
-STREAM_OPTIONS = (
-    "slots",
-    "memory_nbytes",
-    "context",
-    "top_k",
-    "readers",
-    "source",
-    "policy",
-    "ranks_trace",
-    "prefetch",
-    "dtype",
-    "kernels",
-)
-ENVIRONMENT = {  # the variables that ``StreamConfig.from_env`` reads for a field
-    "mode": ("MLX_MOE_STACKED", "MLX_MOE_FUSE_GATEUP"),
-    "slots": ("MLX_MOE_CACHE_SLOTS", "TEND_MOE_CACHE_SLOTS"),
-    "top_k": ("SWIFTLM_TOP_K",),
-}
+STREAM_OPTIONS = {name: option for name, option in OPTIONS.items() if option.help}
 
 
 # Types of arguments
@@ -58,11 +40,6 @@ def at_least(least: int, most: float = math.inf) -> Callable[[str], int]:
 
 
 positive, zero_or_more = at_least(1), at_least(0)
-
-
-def bounded(field: str) -> Callable[[str], int]:
-    """Whole numbers that a field of ``StreamConfig`` takes."""
-    return at_least(*BOUNDS[field])
 
 
 def between(least: float, most: float = math.inf) -> Callable[[str], float]:
@@ -223,12 +200,13 @@ def add_prompts(parser: argparse.ArgumentParser, default: str = "the built-in on
 
 def add_mode(parser: argparse.ArgumentParser) -> None:
     """``--mode``, one of the names of ``StreamConfig.mode``."""
+    modes = OPTIONS["mode"].choices
     parser.add_argument(
         "--mode",
-        choices=CHOICES["mode"],
-        default="fused",
+        choices=modes,
+        default=OPTIONS["mode"].default,
         metavar="MODE",
-        help=f"{', '.join(CHOICES['mode'])} (default: %(default)s)",
+        help=f"{', '.join(modes)} (default: %(default)s)",
     )
 
 
@@ -245,7 +223,7 @@ def add_modes(parser: argparse.ArgumentParser, default: str) -> None:
 def add_stream_options(
     parser: argparse.ArgumentParser, slots: int | str = "auto", sampling: bool = False
 ) -> None:
-    """The fields of ``StreamConfig`` but the mode; None where an option was not given.
+    """The fields of ``StreamConfig`` that have a help; None where an option was not given.
 
     Args:
         parser (argparse.ArgumentParser): The command's.
@@ -255,68 +233,30 @@ def add_stream_options(
             another: then both have names of their own, and ``--top-k`` says so.
     """
     parser.set_defaults(default_slots=slots)
-    top_k = "--experts-top-k" if sampling else "--top-k"
     if sampling:
         parser.add_argument("--top-k", nargs="?", action=_TwoMeanings, help=argparse.SUPPRESS)
     group = parser.add_argument_group("how experts are streamed")
-    group.add_argument(
-        "--slots",
-        type=or_auto(bounded("slots")),
-        metavar="N",
-        help=f"experts held in each layer, or auto (default: {slots})",
-    )
-    if slots == "auto":
+    for name, option in STREAM_OPTIONS.items():
+        if option.for_auto and slots != "auto":
+            continue
+        choices = [c for c in option.choices if c not in option.only_in_python]
+        default = slots if name == "slots" else option.default
         group.add_argument(
-            "--memory-nbytes",
-            type=bounded("memory_nbytes"),
-            metavar="BYTES",
-            help="for slots auto: what may be taken (default: what there is)",
+            "--experts-top-k" if sampling and name == "top_k" else flag(name),
+            dest=name,
+            type=_type(option),
+            choices=choices or None,
+            metavar=option.metavar,
+            help=option.help.format(default=default),
         )
-        group.add_argument(
-            "--context",
-            type=bounded("context"),
-            metavar="N",
-            help="for slots auto: tokens to leave room for (default: 4096)",
-        )
-    group.add_argument(
-        top_k,
-        dest="top_k",
-        type=bounded("top_k"),
-        metavar="N",
-        help="experts per token; fewer than the checkpoint's are lossy",
-    )
-    group.add_argument(
-        "--readers",
-        type=bounded("readers"),
-        metavar="N",
-        help="reads in flight at once (default: 8)",
-    )
-    group.add_argument(
-        "--source",
-        choices=CHOICES["source"],
-        help="of misses; host: a CUDA GPU's host keeps all experts (default: disk)",
-    )
-    group.add_argument(
-        "--policy", choices=CHOICES["policy"], help="which expert is evicted first (default: lru)"
-    )
-    group.add_argument(
-        "--ranks-trace",
-        type=not_empty,
-        metavar="FILE",
-        help="with several ranks: a trace of this model that divides the experts",
-    )
-    group.add_argument(
-        "--prefetch",
-        choices=[c for c in CHOICES["prefetch"] if c != "oracle"],
-        metavar="WHICH",
-        help="read early: none, or lookahead (the next router's experts)",
-    )
-    group.add_argument("--dtype", choices=CHOICES["dtype"], help="of activations (default: auto)")
-    group.add_argument(
-        "--kernels",
-        choices=CHOICES["kernels"],
-        help="what computes on a CPU: MLX's, or fast (default: auto)",
-    )
+
+
+def _type(option):
+    """What makes a value of the text that was given for a field of ``StreamConfig``."""
+    if option.bounds:
+        number = at_least(*option.bounds)
+        return or_auto(number) if option.default == "auto" else number
+    return str if option.choices else not_empty
 
 
 class _TwoMeanings(argparse.Action):
@@ -409,15 +349,17 @@ def streaming_given(args: argparse.Namespace) -> StreamConfig:
     Args:
         args (argparse.Namespace): Of a parser with ``add_mode`` and ``add_stream_options``.
     """
-    found = {name: os.environ[name] for name in sum(ENVIRONMENT.values(), ()) if name in os.environ}
+    names = [name for option in OPTIONS.values() for name in option.environment]
+    found = {name: os.environ[name] for name in names if name in os.environ}
     if not found:
         return mode_given(args)
-    chosen = not found.keys() & {*ENVIRONMENT["mode"]} or "mode" in getattr(args, "given", ())
+    chosen = found.keys().isdisjoint(OPTIONS["mode"].environment)
+    chosen = chosen or "mode" in getattr(args, "given", ())
     config = StreamConfig.from_env(**({"mode": args.mode} if chosen else {}))
     args.mode = config.mode
-    for field in ("slots", "top_k"):
-        names = [name for name in ENVIRONMENT[field] if name in found]
-        if names and getattr(args, field) is None and field not in config.unused():
+    for field, option in STREAM_OPTIONS.items():
+        is_set = not found.keys().isdisjoint(option.environment)
+        if is_set and getattr(args, field) is None and field not in config.unused():
             setattr(args, field, getattr(config, field))
     config = mode_given(args)
     now = [f"mode {config.mode}"]
@@ -466,17 +408,14 @@ def _stream_config(args, **fields):
 
 def _check_stream_options(args, configs):
     """End the command if an option that was given means nothing to any of the configs."""
-    for name in STREAM_OPTIONS:
-        given, users = (
-            getattr(args, name, None),
-            [c for c in configs.values() if name not in c.unused()],
-        )
+    for name, option in STREAM_OPTIONS.items():
+        given = getattr(args, name, None)
+        users = [c for c in configs.values() if name not in c.unused()]
         if given is None or any(getattr(c, name) == given for c in users):
             continue
         why = f"has no effect in mode {', '.join(configs)}"
-        needs = {"memory_nbytes": "--slots auto", "context": "--slots auto"}
-        if name in needs and any("slots" not in c.unused() for c in configs.values()):
-            why = f"has no effect without {needs[name]}"
+        if option.for_auto and any("slots" not in c.unused() for c in configs.values()):
+            why = "has no effect without --slots auto"
         args.error(f"{flag(name)} {why}: leave it out, or change that")
 
 
@@ -517,7 +456,7 @@ def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, Stream
 
 def _parse_fields(name, settings):
     """The fields of ``StreamConfig`` that follow a mode's slashes."""
-    known = sorted({f.name for f in dataclasses.fields(StreamConfig)} - {"mode"})
+    known = sorted(OPTIONS.keys() - {"mode"})
     changes = {}
     for setting in settings:
         key, _, value = setting.partition("=")
@@ -528,7 +467,7 @@ def _parse_fields(name, settings):
             )
         if key in changes:
             raise ValueError(f"modes: expected each field once, {key} is there twice in {name!r}")
-        if key in BOUNDS and (key, value) not in UNSET:
+        if OPTIONS[key].bounds and value != OPTIONS[key].default:
             if not value.isdecimal():
                 raise ValueError(f"{where}, expected a whole number")
             value = int(value)

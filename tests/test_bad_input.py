@@ -34,6 +34,7 @@ from moelab import synthesize
 from moelab.checkpoint import Checkpoint
 from moelab.experts import expert_modules
 from moelab.streaming.build import build_model, place_experts
+from moelab.streaming.config import OPTIONS
 from moelab.streaming.model import load_model
 from moelab.streaming.reading import native, reader
 from moelab.streaming.residency import layer, residency
@@ -552,41 +553,25 @@ def test_header_length_lies(length, damaged, assert_usable):
 # Impossible configurations
 
 
-BAD_FIELDS = [
-    ("mode", "streamed", "one of resident, serial, buffers, stacked, fused"),
-    ("mode", None, "one of resident"),
-    ("slots", 0, "at least 1"),
-    ("slots", -3, "at least 1"),
-    ("slots", 2.5, "whole number"),
-    ("slots", "16", "whole number"),
-    ("slots", True, "whole number"),
-    ("slots", None, "whole number"),
-    ("memory_nbytes", 0, "at least 1"),
-    ("memory_nbytes", 1e9, "whole number"),
-    ("context", 0, "at least 1"),
-    ("context", None, "whole number"),
-    ("context", 2**31, f"at most {2**31 - 256}"),
-    ("context", 2**63, "at most"),
-    ("slots", 2**31, f"at most {2**31 - 1}"),
-    ("memory_nbytes", 2**63, f"at most {2**63 - 1}"),
-    ("reserved_nbytes", 2**63, "at most"),
-    ("readers", 1025, "at most 1024"),
-    ("readers", 2**70, "at most 1024"),
-    ("top_k", 2**31, "at most"),
-    ("top_k", 0, "at least 1"),
-    ("top_k", -1, "at least 1"),
-    ("top_k", 1.0, "whole number"),
-    ("readers", 0, "at least 1"),
-    ("readers", "many", "whole number"),
-    ("prefetch", "next", "none"),
-    ("policy", "fifo", "lru, lfu"),
-    ("dtype", "int4", "auto, float32"),
-    ("dtype", mx.float32, "auto, float32"),
-    ("ranks_trace", 3, "the file of a trace"),
-]
+def bad_fields():
+    """Every field of ``StreamConfig``, values that it does not take, and what it expects."""
+    for name, option in OPTIONS.items():
+        if option.choices:
+            values = ("nonsense", mx.float32, None)
+            expected = f"one of {', '.join(option.choices)}"
+        elif option.bounds:
+            least, most = option.bounds
+            values = (least - 1, -3, most + 1, 2**70, 2.5, float(least), True, "16", "many")
+            values += ("auto" if option.default is None else None,)
+            expected = f"a whole number of at least {least} and at most {most}"
+        elif option.default is False:
+            values, expected = (0, "yes", None), "True or False"
+        else:
+            values, expected = (3, b"t.npz"), "the file of a trace"
+        yield from ((name, value, expected) for value in values)
 
 
-@pytest.mark.parametrize(("field", "value", "expected"), BAD_FIELDS, ids=lambda v: repr(v)[:20])
+@pytest.mark.parametrize(("field", "value", "expected"), bad_fields(), ids=lambda v: repr(v)[:20])
 def test_bad_stream_config(field, value, expected):
     with pytest.raises(ValueError, match=expected) as caught:
         moelab.StreamConfig(**{field: value})
@@ -633,15 +618,6 @@ def test_unknown_field():
         moelab.StreamConfig(slot=16)
 
 
-ENVIRONMENT = (
-    "MLX_MOE_STACKED",
-    "MLX_MOE_FUSE_GATEUP",
-    "MLX_MOE_CACHE_SLOTS",
-    "TEND_MOE_CACHE_SLOTS",
-    "SWIFTLM_TOP_K",
-)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -657,8 +633,8 @@ ENVIRONMENT = (
     ],
 )
 def test_bad_environment(name, value, monkeypatch):
-    for other in ENVIRONMENT:
-        monkeypatch.delenv(other, raising=False)
+    for variable in (v for option in OPTIONS.values() for v in option.environment):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("MLX_MOE_STACKED", "1")
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"{name}: expected .*got '{value}'"):

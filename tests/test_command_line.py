@@ -1,5 +1,6 @@
 """python -m moelab: no option is ignored, no value is taken for another, no traceback."""
 
+import inspect
 import io
 import os
 import re
@@ -13,6 +14,7 @@ import pytest
 import moelab
 from moelab import cache_prompt, chat, generate, repack, serve, synthesize
 from moelab.__main__ import COMMANDS, main
+from moelab.arguments import STREAM_OPTIONS, flag
 from moelab.lab import limit, machine, records
 from moelab.lab.experiments import (
     advise,
@@ -27,14 +29,20 @@ from moelab.lab.experiments import (
     sweep,
     top_k,
 )
+from moelab.streaming.config import MODES, OPTIONS
 
-STREAM = {
-    "--slots": "21", "--top-k": "3", "--readers": "5",
-    "--source": "host",
-    "--policy": "lfu", "--ranks-trace": "t.npz", "--prefetch": "lookahead",
-    "--dtype": "bfloat16", "--kernels": "fast",
-}  # fmt: skip
-AUTO = {"--memory-nbytes": "99000000", "--context": "777"}  # what slots auto goes by
+
+def other(name, option):
+    """A value of an option that is not the default, and no other option's."""
+    if option.choices:
+        return [c for c in option.choices if c not in (option.default, *option.only_in_python)][-1]
+    return str(1021 - [*STREAM_OPTIONS].index(name)) if option.bounds else "t.npz"
+
+
+BY_FLAG = {flag(name): option for name, option in STREAM_OPTIONS.items()}
+VALUES = {flag(name): other(name, option) for name, option in STREAM_OPTIONS.items()}
+AUTO = {name: v for name, v in VALUES.items() if BY_FLAG[name].for_auto}  # slots auto goes by it
+STREAM = {name: v for name, v in VALUES.items() if name not in AUTO}
 SAMPLED = AUTO | {"--experts-top-k" if k == "--top-k" else k: v for k, v in STREAM.items()}
 LOADING = {
     "--adapter-path": "A", "--prefill-step-size": "97", "--trust-remote-code": None, **SAMPLED
@@ -117,7 +125,7 @@ TAKES = {  # every command: the least that it is called with, and all its option
     ),
     "repack": (["M", "O"], {"--quiet": None}),
 }  # fmt: skip
-OPTIONS = {name: value for _, options in TAKES.values() for name, value in options.items()}
+EVERY = {name: value for _, options in TAKES.values() for name, value in options.items()}
 SHOWN = {  # how a value looks where it arrives, if not as it was given
     ("bench", "--modes"): "mode='stacked'", ("bench-layer", "--modes"): "mode='stacked'",
     ("bench-limit", "--modes"): "mode='stacked'", ("bench-draft", "--mode"): "mode='stacked'",
@@ -208,15 +216,14 @@ def said(calls):
 
 
 @pytest.mark.parametrize("command", TAKES)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", EVERY)
 def test_an_option_arrives_or_is_refused(command, name, calls, capsys):
     least, takes = TAKES[command]
-    value = takes.get(name, OPTIONS[name])
+    value = takes.get(name, EVERY[name])
     given = option(name, value)
     least = [w for i, w in enumerate(least) if name not in (w, least[i - 1])]
-    modes = []
-    if name in ("--ranks-trace", "--prefetch", "--source") and "--modes" in takes:
-        modes = ["--modes", "fused"]
+    needs = name in BY_FLAG and BY_FLAG[name].needs
+    modes = ["--modes", "fused"] if needs and "--modes" in takes else []
     got = run(capsys, command, *least, *given, *modes)
     if name in takes:
         assert got.code == 0 and len(calls) == 1, got.err
@@ -231,6 +238,15 @@ def test_an_option_arrives_or_is_refused(command, name, calls, capsys):
     else:
         assert got.code == 2 and not calls
         assert name in got.err and command in got.err
+
+
+def test_the_docstring_has_every_choice_and_default():
+    doc = inspect.cleandoc(moelab.StreamConfig.__doc__)
+    for name, option in OPTIONS.items():
+        text = re.search(rf"^    {name} \(.*?(?=^    \w+ \(|^Raises)", doc, re.M | re.S)[0]
+        text = " ".join(text.split())
+        assert option.default is None or f"Default: ``{option.default}``" in text, name
+        assert all(f"``{choice}``" in text for choice in option.choices), name
 
 
 def test_every_command_and_option_is_in_this_file(capsys):
@@ -310,35 +326,22 @@ def test_a_trace_leaves_nothing_to_make_up(calls, capsys):
         assert got.code == 2 and name in got.err and "--trace" in got.err and not calls
 
 
-@pytest.mark.parametrize(
-    "mode, refused",
-    [
-        ("resident", {*STREAM} - {"--top-k", "--dtype", "--kernels"}),
-        ("serial", {*STREAM} - {"--top-k", "--dtype", "--kernels", "--ranks-trace"}),
-        (
-            "buffers",
-            {*STREAM} - {"--top-k", "--dtype", "--kernels", "--readers", "--ranks-trace"},
-        ),
-        ("stacked", set()),
-        ("fused", set()),
-    ],
-)
-def test_a_stream_option_that_a_mode_has_no_use_for(mode, refused, calls, capsys):
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stream_option_that_a_mode_has_no_use_for(mode, calls, capsys):
     for command in (
         ["generate", "M", "--prompt", "x", "--mode", mode],
         ["bench", "M", "--modes", mode],
     ):
-        for name in STREAM:
+        for name, value in STREAM.items():
             calls.clear()
             given = "--experts-top-k" if (name, command[0]) == ("--top-k", "generate") else name
-            got = run(capsys, *command, given, STREAM[name])
-            if name in refused:
-                assert got.code in (1, 2) and not calls, (name, got)
-                word = name[2:].replace("-", "_")
-                assert name in got.err or word in got.err, got.err
-                assert mode in got.err, got.err
+            got = run(capsys, *command, given, value)
+            if mode in BY_FLAG[name].modes:
+                assert got.code == 0 and value in repr(calls), (name, got)
             else:
-                assert got.code == 0 and STREAM[name] in repr(calls), (name, got)
+                assert got.code in (1, 2) and not calls, (name, got)
+                assert name in got.err or name[2:].replace("-", "_") in got.err, got.err
+                assert mode in got.err, got.err
 
 
 def test_what_slots_auto_goes_by_needs_it(calls, capsys):
@@ -365,23 +368,25 @@ def test_a_stream_option_that_every_mode_sets_otherwise(calls, capsys):
 # Values
 
 
+def impossible():
+    """Values that the fields of ``StreamConfig`` do not take."""
+    for name, option in STREAM_OPTIONS.items():
+        values = ["nonsense", *option.only_in_python]
+        if option.bounds:
+            least, most = option.bounds
+            values += ["1.5", least - 1, most + 1]
+        if option.bounds or option.choices:
+            given = "--experts-top-k" if name == "top_k" else flag(name)
+            yield from (f"generate M --prompt x {given} {value}" for value in values)
+
+
 @pytest.mark.parametrize(
     "command",
     [
+        *impossible(),
         "generate M --prompt x --max-tokens -5",
         "generate M --prompt x --max-tokens 0",
         "generate M --prompt x --max-tokens many",
-        "generate M --prompt x --slots 0",
-        "generate M --prompt x --slots 2147483648",
-        "generate M --prompt x --memory-nbytes 9223372036854775808",
-        "generate M --prompt x --context 1099511627776",
-        "generate M --prompt x --readers 1025",
-        "generate M --prompt x --experts-top-k 0",
-        "generate M --prompt x --readers 0",
-        "generate M --prompt x --readers x",
-        "generate M --prompt x --policy mru",
-        "generate M --prompt x --prefetch oracle",
-        "generate M --prompt x --dtype int4",
         "generate M --prompt x --mode warp",
         "bench M --tokens 0",
         "bench M --tokens -1",

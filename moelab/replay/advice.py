@@ -1,12 +1,13 @@
 """How to stream a model: slots, policy, layout and prefetch, decided from given numbers."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from ..streaming.config import StreamConfig
-from ..streaming.residency.table import POLICIES
+from ..streaming.residency.table import EVICTION
 from ..streaming.trace import Trace
 from .costs import Costs
 from .pagecache import Replay, replay
@@ -107,7 +108,7 @@ def advise(
     trace: Trace,
     costs: Costs,
     slots: list[int] | None = None,
-    policies: tuple[str, ...] = POLICIES,
+    policies: Iterable[str] = EVICTION,
     skip: int | None = None,
     packed_gain: float | None = None,
 ) -> Advice:
@@ -119,7 +120,7 @@ def advise(
         trace (Trace): Of the model, or of one that routes alike.
         costs (Costs): Of the machine.
         slots (list[int], optional): Those to choose from. Default: a dozen from K to what fits.
-        policies (tuple[str]): Those to choose from.
+        policies (Iterable[str]): Those to choose from.
         skip (int, optional): Tokens of the trace that only fill the caches. Default: half.
         packed_gain (float, optional): How many times faster the disk reads experts that lie in one
             piece. Default: they lie in one piece already.

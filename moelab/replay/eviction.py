@@ -1,6 +1,6 @@
 """Which experts a cache of slots holds, by eviction policy.
 
-A policy of the engine is a line of ``RANKS`` in ``streaming/residency/table.py``, which is read
+A policy of the engine is a line of ``EVICTION`` in ``streaming/residency/table.py``, which is read
 here. A policy that only the replay has is a line of ``SCORES``.
 """
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..streaming.residency.table import RANKS
+from ..streaming.residency.table import EVICTION
 
 
 class Uses(NamedTuple):
@@ -35,21 +35,27 @@ ORDERS = (
 )  # more than any order: a rank counts for more than any order, and both are exact in a float
 
 
-def _engine_score(rank):
-    """As ``SlotTable`` evicts: by rank, and of equal ranks the least recently used."""
-    if rank is None:
-        return lambda use: use.order
-    return lambda use: rank(use.count) * ORDERS + use.order
-
-
-# The score of an expert from its use on. The lowest score is evicted first.
+# Policies that only the replay has: the score of an expert from its use on. The expert with the
+# lowest score is evicted first.
 SCORES = {
-    **{policy: _engine_score(rank) for policy, rank in RANKS.items()},
     "fifo": lambda use: np.where(use.hit, use.score, use.order),
     "belady": lambda use: -use.next,  # knows the future: no policy can hit more
 }
-# S3-FIFO is three queues and no score; ``none`` holds nothing, as the mode ``buffers``.
-POLICIES = (*SCORES, "s3-fifo", "none")
+
+
+def policies() -> tuple[str, ...]:
+    """The engine's policies, and those that only the replay has."""
+    # S3-FIFO is three queues and no score; ``none`` holds nothing, as the mode ``buffers``.
+    return (*(EVICTION | SCORES), "s3-fifo", "none")
+
+
+def _score_of(policy):
+    if policy in SCORES:
+        return SCORES[policy]
+    rank = EVICTION[policy]  # as ``SlotTable`` evicts: of equal ranks the least recently used
+    if rank is None:
+        return lambda use: use.order
+    return lambda use: rank(use.count) * ORDERS + use.order
 
 
 def held(experts: np.ndarray, num_experts: int, slots: int, policy: str = "lru") -> np.ndarray:
@@ -61,7 +67,7 @@ def held(experts: np.ndarray, num_experts: int, slots: int, policy: str = "lru")
         experts (np.ndarray): ``[T, L, K]``, distinct within a token.
         num_experts (int): E.
         slots (int): S, at least K.
-        policy (str): One of ``POLICIES``.
+        policy (str): One of ``policies()``.
 
     Returns:
         np.ndarray: ``[T, L, K]`` of bool.
@@ -70,8 +76,8 @@ def held(experts: np.ndarray, num_experts: int, slots: int, policy: str = "lru")
         ValueError: If there are too few slots, no such policy, or a token names an expert twice.
     """
     K = experts.shape[-1]
-    if policy not in POLICIES:
-        raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}.")
+    if policy not in policies():
+        raise ValueError(f"policy: expected one of {', '.join(policies())}, got {policy!r}.")
     if policy == "none":
         return np.zeros(experts.shape, bool)
     if slots < K:
@@ -85,7 +91,7 @@ def held(experts: np.ndarray, num_experts: int, slots: int, policy: str = "lru")
     if policy == "s3-fifo":
         layers = experts.transpose(1, 0, 2)
         return np.stack([_s3_fifo(rows, num_experts, slots) for rows in layers], axis=1)
-    return _by_score(experts, num_experts, slots, SCORES[policy])
+    return _by_score(experts, num_experts, slots, _score_of(policy))
 
 
 def _by_score(experts, E, slots, score_of):

@@ -74,7 +74,7 @@ def replay(
         trace (Trace): ``[T, L, K]``.
         memory_nbytes (float): For the process and its page cache; ``inf``: no limit.
         slots (int): S, experts held in each layer; at least K.
-        policy (str): One of ``eviction.POLICIES``; with ``none``, ``slots`` counts as K.
+        policy (str): One of ``eviction.policies()``; with ``none``, ``slots`` counts as K.
         expert_nbytes (int): What a miss reads: one expert, all projections.
         costs (Costs): Measured or made up.
         slot_nbytes (int, optional): What an expert takes in a slot. Default: as much as on disk.

@@ -1,33 +1,73 @@
 """``StreamConfig``: how to stream, checked when it is made."""
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from .. import kernels
 from ..checkpoint import MAX_DIMENSION
-from .residency.table import POLICIES
+from .residency.table import EVICTION
 
 MODES = ("resident", "serial", "buffers", "stacked", "fused")
 SLOT_MODES = ("stacked", "fused")  # those with S slots in every layer
-CHOICES = {  # of the fields that take one of several names
-    "mode": MODES,
-    "prefetch": ("none", "lookahead", "oracle"),
-    "policy": POLICIES,
-    "source": ("disk", "host"),
-    "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "kernels": ("auto", "mlx", "fast"),
-}
 # More bytes than any machine has; more threads help no disk.
 MOST_NBYTES, MOST_THREADS = 2**63 - 1, 1024
-BOUNDS = {  # the least and the most of the fields that take a whole number
-    "slots": (1, MAX_DIMENSION - 1),
-    "memory_nbytes": (1, MOST_NBYTES),
-    "context": (1, MAX_DIMENSION - 256),  # mlx-lm's key-value caches grow by 256 tokens
-    "reserved_nbytes": (0, MOST_NBYTES),
-    "top_k": (1, MAX_DIMENSION - 1),
-    "readers": (1, MOST_THREADS),
-}
-UNSET = (("slots", "auto"), ("memory_nbytes", None), ("top_k", None))
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a field of ``StreamConfig`` takes, and how the commands show it.
+
+    A field takes its default and one of ``choices``, a whole number within ``bounds``, or else True
+    and False, or the file of a trace.
+
+    Attributes:
+        default (Any): Of the field.
+        help (str): Of the commands' option, where ``{default}`` stands for the default. Empty: the
+            commands have no such option.
+        metavar (str or None): The name of the value in the help. Default: the choices.
+        choices (Collection[str]): The names that the field takes.
+        only_in_python (Collection[str]): Those of them that the commands do not take.
+        bounds (tuple[int, int] or None): The least and the most of a whole number.
+        modes (Collection[str]): In which the field has an effect.
+        needs (str): What other modes lack, if they refuse all but the default.
+        for_auto (bool): Whether the field has an effect with ``slots="auto"`` alone.
+        environment (tuple[str, ...]): The variables that ``StreamConfig.from_env`` reads for it.
+    """
+
+    default: Any
+    help: str = ""
+    metavar: str | None = None
+    choices: Collection[str] = ()
+    only_in_python: Collection[str] = ()
+    bounds: tuple[int, int] | None = None
+    modes: Collection[str] = MODES
+    needs: str = ""
+    for_auto: bool = False
+    environment: tuple[str, ...] = ()
+
+    def refusal(self, value: Any) -> str:
+        """What is wrong with a value; empty if the field takes it."""
+        advice = ""
+        if type(value) is type(self.default) and value == self.default:
+            return ""
+        if self.choices:
+            takes, expected = value in [*self.choices], f"one of {', '.join(self.choices)}"
+        elif self.bounds:
+            least, most = self.bounds
+            takes = type(value) is int and least <= value <= most
+            expected = f"a whole number of at least {least} and at most {most}"
+        elif type(self.default) is bool:
+            takes, expected = type(value) is bool, "True or False"
+        else:
+            takes, expected = isinstance(value, (str, os.PathLike)), "the file of a trace"
+            advice = " Save it first: trace.save('mine.npz')."
+        return "" if takes else f"expected {expected}, got {value!r}.{advice}"
+
+
+def _option(default, help="", **facts):
+    return field(default=default, metadata={"option": Option(default, help, **facts)})
 
 
 @dataclass(frozen=True)
@@ -49,14 +89,19 @@ class StreamConfig:
             Default: the checkpoint's own.
         readers (int): Reads in flight at once. Default: ``8``. On Linux, with slots and more than
             one reader, all reads of a small call may be in flight.
-        prefetch (str): Which experts are read before their layer is called: ``none``,
-            ``lookahead`` (the next layer's router on this layer's hidden state) or ``oracle``
-            (those of a recorded trace). For ``stacked`` and ``fused``. Default: ``none``.
+        source (str): Where an expert comes from that is in no slot: ``disk``, or with a CUDA GPU
+            ``host``, pinned memory into which every expert is read while loading. From there the
+            GPU fills its slots by itself if the policy is ``lru``, and the host waits for no
+            routing. For ``stacked`` and ``fused``; needs cuda-bindings, and host memory for all
+            experts. Default: ``disk``.
         policy (str): Which expert is evicted first: ``lru`` (the least recently used) or ``lfu``
             (the least frequently used). Default: ``lru``.
         ranks_trace (str or None): With a group of ranks: the file of a trace of this model,
             written by ``Trace.save``, by which experts that tokens use together are different
             ranks'. Default: every N-th expert is the same rank's.
+        prefetch (str): Which experts are read before their layer is called: ``none``,
+            ``lookahead`` (the next layer's router on this layer's hidden state) or ``oracle``
+            (those of a recorded trace). For ``stacked`` and ``fused``. Default: ``none``.
         dtype (str): ``auto`` (float32 on the CPU backend, the checkpoint's own on a GPU),
             ``float32``, ``bfloat16`` or ``float16``. Default: ``auto``.
         kernels (str): What multiplies matrices: ``mlx``, or on the CPU backend ``fast``
@@ -67,67 +112,106 @@ class StreamConfig:
             generation does not: that saves their memory and time. Matters with the ``fast``
             kernels, which compute them at once; if they are used after all, MLX's slow ones do.
             The commands set it. Default: ``False``.
-        source (str): Where an expert comes from that is in no slot: ``disk``, or with a CUDA GPU
-            ``host``, pinned memory into which every expert is read while loading. From there the
-            GPU fills its slots by itself, and the host waits for no routing. For ``stacked`` and
-            ``fused``; needs cuda-bindings, and host memory for all experts. Default: ``disk``.
 
     Raises:
-        ValueError: If a field is not one of the above, or a number outside ``BOUNDS``.
+        ValueError: If a field does not take its value (``OPTIONS``), or not in this mode.
     """
 
-    mode: str = "fused"
-    slots: int | str = "auto"
-    memory_nbytes: int | None = None
-    context: int = 4096
-    reserved_nbytes: int = 0
-    top_k: int | None = None
-    readers: int = 8
-    prefetch: str = "none"
-    policy: str = "lru"
-    ranks_trace: str | None = None
-    dtype: str = "auto"
-    kernels: str = "auto"
-    lazy_logits: bool = False
-    source: str = "disk"
+    mode: str = _option(
+        "fused", choices=MODES, environment=("MLX_MOE_STACKED", "MLX_MOE_FUSE_GATEUP")
+    )
+    slots: int | str = _option(
+        "auto",
+        "experts held in each layer, or auto (default: {default})",
+        metavar="N",
+        bounds=(1, MAX_DIMENSION - 1),
+        modes=SLOT_MODES,
+        environment=("MLX_MOE_CACHE_SLOTS", "TEND_MOE_CACHE_SLOTS"),
+    )
+    memory_nbytes: int | None = _option(
+        None,
+        "for slots auto: what may be taken (default: what there is)",
+        metavar="BYTES",
+        bounds=(1, MOST_NBYTES),
+        modes=SLOT_MODES,
+        for_auto=True,
+    )
+    context: int = _option(
+        4096,
+        "for slots auto: tokens to leave room for (default: {default})",
+        metavar="N",
+        bounds=(1, MAX_DIMENSION - 256),  # mlx-lm's key-value caches grow by 256 tokens
+        modes=SLOT_MODES,
+        for_auto=True,
+    )
+    reserved_nbytes: int = _option(0, bounds=(0, MOST_NBYTES), modes=SLOT_MODES, for_auto=True)
+    top_k: int | None = _option(
+        None,
+        "experts per token; fewer than the checkpoint's are lossy",
+        metavar="N",
+        bounds=(1, MAX_DIMENSION - 1),
+        environment=("SWIFTLM_TOP_K",),
+    )
+    readers: int = _option(
+        8,
+        "reads in flight at once (default: {default})",
+        metavar="N",
+        bounds=(1, MOST_THREADS),
+        modes=("buffers", *SLOT_MODES),
+    )
+    source: str = _option(
+        "disk",
+        "of misses; host: a CUDA GPU's host keeps all experts (default: {default})",
+        choices=("disk", "host"),
+        modes=SLOT_MODES,
+        needs="slots that the GPU fills",
+    )
+    policy: str = _option(
+        "lru",
+        "which expert is evicted first (default: {default})",
+        choices=EVICTION,
+        modes=SLOT_MODES,
+    )
+    ranks_trace: str | None = _option(
+        None,
+        "with several ranks: a trace of this model that divides the experts",
+        metavar="FILE",
+        modes=MODES[1:],
+    )
+    prefetch: str = _option(
+        "none",
+        "read early: none, or lookahead (the next router's experts)",
+        metavar="WHICH",
+        choices=("none", "lookahead", "oracle"),
+        only_in_python=("oracle",),  # it needs a trace of the same prompt
+        modes=SLOT_MODES,
+        needs="slots to read into",
+    )
+    dtype: str = _option(
+        "auto",
+        "of activations (default: {default})",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    kernels: str = _option(
+        "auto",
+        "what computes on a CPU: MLX's, or fast (default: {default})",
+        choices=("auto", "mlx", "fast"),
+    )
+    lazy_logits: bool = _option(False)
 
     def __post_init__(self):
-        for name, allowed in CHOICES.items():
+        for name, option in OPTIONS.items():
             value = getattr(self, name)
-            if value not in allowed:
+            if refusal := option.refusal(value):
+                raise ValueError(f"StreamConfig.{name}: {refusal}")
+            if option.needs and value != option.default and self.mode not in option.modes:
                 raise ValueError(
-                    f"StreamConfig.{name}: expected one of {', '.join(allowed)}, got {value!r}."
+                    f"StreamConfig.{name}: {value!r} needs {option.needs}, got mode "
+                    f"{self.mode!r}. Use mode {' or '.join(map(repr, option.modes))}, or {name} "
+                    f"{option.default!r}."
                 )
-        if type(self.lazy_logits) is not bool:
-            raise ValueError(
-                f"StreamConfig.lazy_logits: expected True or False, got {self.lazy_logits!r}."
-            )
-        if self.source != "disk" and self.mode not in SLOT_MODES:
-            raise ValueError(
-                f"StreamConfig.source: {self.source!r} needs slots that the GPU fills, got mode "
-                f"{self.mode!r}. Use mode 'stacked' or 'fused', or source 'disk'."
-            )
-        if self.prefetch != "none" and self.mode not in SLOT_MODES:
-            raise ValueError(
-                f"StreamConfig.prefetch: {self.prefetch!r} needs slots to read into, got mode "
-                f"{self.mode!r}. Use mode 'stacked' or 'fused', or prefetch 'none'."
-            )
-        for name, (least, most) in BOUNDS.items():
-            value = getattr(self, name)
-            if (name, value) in UNSET:
-                continue
-            if type(value) is not int or not least <= value <= most:
-                raise ValueError(
-                    f"StreamConfig.{name}: expected a whole number of at least {least} and at most "
-                    f"{most}, got {value!r}."
-                )
-        if self.ranks_trace is not None:
-            if not isinstance(self.ranks_trace, (str, os.PathLike)):
-                raise ValueError(
-                    f"StreamConfig.ranks_trace: expected the file of a trace, got "
-                    f"{self.ranks_trace!r}. Save it first: trace.save('mine.npz')."
-                )
-            object.__setattr__(self, "ranks_trace", os.fspath(self.ranks_trace))
+            if isinstance(value, os.PathLike):
+                object.__setattr__(self, name, os.fspath(value))
 
     @classmethod
     def checked(cls, config: "StreamConfig | None") -> "StreamConfig":
@@ -163,15 +247,11 @@ class StreamConfig:
         Returns:
             set[str]: Their names.
         """
-        auto = {"memory_nbytes", "context", "reserved_nbytes"}  # what slots="auto" goes by
-        if self.mode in SLOT_MODES:
-            return set() if self.slots == "auto" else auto
-        unused = {"slots", "source", "prefetch", "policy"} | auto
-        if self.mode != "buffers":
-            unused.add("readers")
-        if self.mode == "resident":
-            unused.add("ranks_trace")
-        return unused
+        return {
+            name
+            for name, option in OPTIONS.items()
+            if self.mode not in option.modes or (option.for_auto and self.slots != "auto")
+        }
 
     @classmethod
     def from_env(cls, **fields) -> "StreamConfig":
@@ -205,19 +285,21 @@ class StreamConfig:
         def switch(name):
             return name in os.environ and number(name, 0, 1)
 
-        stacked, fuse = switch("MLX_MOE_STACKED"), switch("MLX_MOE_FUSE_GATEUP")
+        stacked, fuse = map(switch, OPTIONS["mode"].environment)
         if fuse and not stacked:
             raise ValueError("MLX_MOE_FUSE_GATEUP=1 needs MLX_MOE_STACKED=1 as well.")
         found = {"mode": "fused" if fuse else "stacked" if stacked else "buffers"}
-        names = ("MLX_MOE_CACHE_SLOTS", "TEND_MOE_CACHE_SLOTS")
-        slots = {name: number(name, *BOUNDS["slots"]) for name in names if name in os.environ}
-        if len(set(slots.values())) > 1:
-            raise ValueError(
-                f"{' and '.join(f'{k}={v}' for k, v in slots.items())}: expected the same number "
-                "of slots in both. Unset one."
-            )
-        if slots:
-            found["slots"] = next(iter(slots.values()))
-        if "SWIFTLM_TOP_K" in os.environ:
-            found["top_k"] = number("SWIFTLM_TOP_K", *BOUNDS["top_k"])
+        for name, option in OPTIONS.items():
+            variables = [v for v in option.environment if v in os.environ and option.bounds]
+            numbers = [number(v, *option.bounds) for v in variables]
+            if len({*numbers}) > 1:
+                raise ValueError(
+                    f"{' and '.join(f'{v}={n}' for v, n in zip(variables, numbers))}: expected "
+                    f"the same number of {name} in both. Unset one."
+                )
+            if numbers:
+                found[name] = numbers[0]
         return cls(**found | fields)
+
+
+OPTIONS = {f.name: f.metadata["option"] for f in fields(StreamConfig)}

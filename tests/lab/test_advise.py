@@ -20,7 +20,7 @@ FLAT = locality.Locality((0.3,) * 4, (0.3,) * 4, (1.5,) * 4)
 def test_advice_for_a_model():
     costs = Costs(5e-3, 1e-4, 1e-10, 1e-9, overlap=0.5)
     a = advise(TINY, memory=300e6, costs=costs, packed_gain=3.0)
-    assert 8 <= a.config.slots <= 64 and a.config.policy in lab_advise.POLICIES
+    assert 8 <= a.config.slots <= 64 and a.config.policy in lab_advise.EVICTION
     assert a.config.prefetch == "none"
     assert a.token_s <= 1.02 * min(r.mean_s for r in a.settings.values())
     assert f"slots={a.config.slots}" in str(a)

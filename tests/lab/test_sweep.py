@@ -19,7 +19,7 @@ from moelab.lab.experiments.sweep_record import (
     Tokens,
 )
 from moelab.replay.sizes import ModelSizes
-from moelab.streaming.residency.table import POLICIES, SlotTable
+from moelab.streaming.residency.table import EVICTION, SlotTable
 from moelab.streaming.trace import Trace
 
 TINY = moelab.DATA / "models" / "tiny-moe"
@@ -84,7 +84,7 @@ def test_points_start_with_none_and_end_with_what_fits():
     assert big[:2] == [0, K] and big[-1] == E and big == sorted(set(big))
     sizes = ModelSizes.of(TINY)
     tight = sizes.least_nbytes + 12 * sizes.slot_nbytes
-    under = sweep.points(TINY, [tight, None], policies=POLICIES, read_ahead=True)
+    under = sweep.points(TINY, [tight, None], policies=tuple(EVICTION), read_ahead=True)
     assert max(p.slots for p in under) == 20 == sizes.fits(tight)
     assert {p.slots for p in under if p.policy == "lfu"} < {
         p.slots for p in under if p.policy == "lru"

@@ -11,6 +11,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
+from moelab.__main__ import parse
+from moelab.arguments import mode_given
 from moelab.replay import advice, eviction, locality, pagecache
 from moelab.replay.costs import Costs
 from moelab.replay.sizes import ModelSizes
@@ -38,7 +40,7 @@ def hits_of_the_engine(trace, S, policy):
     return out
 
 
-@pytest.mark.parametrize("policy", slots.POLICIES)
+@pytest.mark.parametrize("policy", slots.EVICTION)
 @pytest.mark.parametrize("S", (4, 5, 9, 16, 20))
 @pytest.mark.parametrize("seed", (0, 1, 2))
 def test_the_engines_policies_hit_what_its_slot_table_hits(policy, S, seed):
@@ -159,7 +161,7 @@ def test_s3_fifo(S, sticky, seed):
         np.testing.assert_array_equal(hit[:, layer].ravel(), want)
 
 
-@pytest.mark.parametrize("policy", eviction.POLICIES)
+@pytest.mark.parametrize("policy", eviction.policies())
 def test_every_policy_on_a_recorded_trace(policy):
     t = locality.recorded_trace("code").decode
     rate = [eviction.held(t.experts, 64, S, policy).mean() for S in (8, 16, 32, 64)]
@@ -187,24 +189,33 @@ def test_a_policy_or_a_size_that_is_none():
 
 def test_the_policies_are_listed_once():
     """The replay's list begins with the engine's; everything else uses one of these two lists."""
-    assert eviction.POLICIES[: len(slots.POLICIES)] == slots.POLICIES
-    assert advice.POLICIES is slots.POLICIES and config.CHOICES["policy"] is slots.POLICIES
+    assert eviction.policies()[: len(slots.EVICTION)] == (*slots.EVICTION,)
+    assert config.OPTIONS["policy"].choices is slots.EVICTION
+    assert set(slots.GPU_POLICIES) <= set(slots.EVICTION)
     written = re.compile(r"""[(\[]["']lru["'],\s*["']lfu["'],?\s*[)\]]""")
     files = [*Path(moelab.__file__).parent.rglob("*.py")]
     assert not [f.name for f in files if written.search(f.read_text())]
-    assert tuple(slots.RANKS) == slots.POLICIES
 
 
-def test_the_replay_takes_its_score_from_a_rank_of_the_engine(monkeypatch):
-    """A policy nobody wants, most frequently used first: added in one line, it hits alike."""
-    t, rank = made(T=100), lambda count: -count
-    monkeypatch.setitem(slots.RANKS, "mfu", rank)
-    monkeypatch.setattr(slots, "POLICIES", (*slots.POLICIES, "mfu"))
-    monkeypatch.setitem(eviction.SCORES, "mfu", eviction._engine_score(rank))
-    monkeypatch.setattr(eviction, "POLICIES", (*eviction.POLICIES, "mfu"))
+def test_a_policy_is_added_in_one_line(monkeypatch, random_tiny_moe):
+    """Most frequently used first, which nobody wants: all that know a policy take it."""
+    monkeypatch.setitem(slots.EVICTION, "mfu", lambda count: -count)
+    t = made(T=100)
     want = hits_of_the_engine(t, 7, "mfu")
     np.testing.assert_array_equal(eviction.held(t.experts, 16, 7, "mfu"), want)
     assert (want != hits_of_the_engine(t, 7, "lfu")).any()
+
+    table = SlotTable(3, "mfu")
+    for experts in ([0], [1], [1], [2]):
+        table.commit(table.plan(experts)[1])
+    assert table.lend(1, {}) and set(table.slot_of) == {0, 2}, "1 was used most"
+
+    args = parse(["generate", "M", "--prompt", "x", "--slots", "14", "--policy", "mfu"])
+    found = mode_given(args)
+    assert found == moelab.StreamConfig(slots=14, policy="mfu", lazy_logits=True)
+    assert parse(["sweep", "M", "--json", "F", "--policies", "lru,mfu"]).policies == ("lru", "mfu")
+    hits, want = hits_of_a_model(random_tiny_moe, "mfu")
+    assert hits == want
 
 
 @pytest.mark.parametrize("policy", ("mru", "LRU", "", None))
@@ -226,13 +237,19 @@ def test_an_unknown_policy_is_refused_everywhere(policy):
             SlotTable(4, policy)
 
 
-@pytest.mark.parametrize("policy", slots.POLICIES)
-def test_hits_are_those_of_a_driven_model(policy, random_tiny_moe):
+def hits_of_a_model(path, policy):
+    """Hits of a model that is driven by a trace, and those of its replay."""
     t = made(T=30, L=8, E=64, K=8)
-    model, _ = load_model(random_tiny_moe, moelab.StreamConfig(slots=14, policy=policy))
+    model, _ = load_model(path, moelab.StreamConfig(slots=14, policy=policy))
     with model, route_by(model, t):
         cache = make_prompt_cache(model)
         for i in range(len(t)):
             mx.eval(model(mx.array([[i]]), cache=cache))
-        got = moelab.stats(model).decode
-    assert got.hits == eviction.held(t.experts, 64, 14, policy).sum()
+        hits = moelab.stats(model).decode.hits
+    return hits, eviction.held(t.experts, 64, 14, policy).sum()
+
+
+@pytest.mark.parametrize("policy", slots.EVICTION)
+def test_hits_are_those_of_a_driven_model(policy, random_tiny_moe):
+    hits, want = hits_of_a_model(random_tiny_moe, policy)
+    assert hits == want

@@ -26,6 +26,7 @@ from moelab.streaming.reading import native, reader
 from moelab.streaming.reading.file import ReadError
 from moelab.streaming.residency import bank
 from moelab.streaming.residency import layer as layer_slots
+from moelab.streaming.residency.table import EVICTION
 from moelab.streaming.session import session_of
 
 PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
@@ -347,7 +348,7 @@ def test_experts_from_the_hosts_memory_are_the_same(
         assert runtime.fetched > 0 and moelab.stats(model).decode.bytes_read == 0
 
 
-@pytest.mark.parametrize("policy", ("lru", "lfu"))
+@pytest.mark.parametrize("policy", EVICTION)
 def test_host_and_gpu_agree_on_what_the_slots_hold(policy, path, runtime):
     """Long and recorded calls use the host's table, short ones the state on the GPU."""
     read = {}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import moelab
 from moelab.streaming.model import load_model
 from moelab.streaming.reading import reader
-from moelab.streaming.residency.table import POLICIES, SlotTable
+from moelab.streaming.residency.table import EVICTION, SlotTable
 from moelab.streaming.session import session_of
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
@@ -48,7 +48,7 @@ def run(name, want, steps=40, **fields):
         return moelab.stats(model).decode
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EVICTION)
 @pytest.mark.parametrize("slots", [8, 16, 40])
 @pytest.mark.parametrize("name", PREFETCHERS)
 def test_the_same_logits_and_counters_that_add_up(name, slots, policy, want):
@@ -165,7 +165,7 @@ def test_lookahead_in_every_family(name, tmp_path):
 
 
 @settings(deadline=None, max_examples=300, derandomize=True)
-@given(data=st.data(), slots=st.integers(K, E), policy=st.sampled_from(POLICIES))
+@given(data=st.data(), slots=st.integers(K, E), policy=st.sampled_from([*EVICTION]))
 def test_reserved_slots(data, slots, policy):
     """Whatever the order of calls and guesses, no slot holds two experts and none gets lost.
 

@@ -24,7 +24,7 @@ from moelab.streaming.reading.reader import Reader
 from moelab.streaming.residency import layer as layer_slots
 from moelab.streaming.residency import residency
 from moelab.streaming.residency.residency import Residency
-from moelab.streaming.residency.table import POLICIES, SlotTable
+from moelab.streaming.residency.table import EVICTION, SlotTable
 from moelab.streaming.session import session_of
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
@@ -42,7 +42,7 @@ def histories(draw):
     S = draw(st.integers(1, 6))
     experts = st.lists(st.integers(0, 11), min_size=0, max_size=8, unique=True)
     calls = draw(st.lists(st.tuples(experts, st.booleans(), st.integers(0, 8)), max_size=25))
-    return S, draw(st.sampled_from(POLICIES)), calls
+    return S, draw(st.sampled_from([*EVICTION])), calls
 
 
 @FEW
@@ -127,7 +127,7 @@ def test_lfu_evicts_the_least_often_used(S, calls):
 
 
 @FEW
-@given(st.sampled_from(POLICIES), st.integers(1, 3), st.permutations(range(12)))
+@given(st.sampled_from([*EVICTION]), st.integers(1, 3), st.permutations(range(12)))
 def test_what_is_busy_is_neither_evicted_nor_overwritten(policy, size, experts):
     """Plans of a few experts each, of which two are being read or are not computed yet."""
     table, busy, later = SlotTable(6, policy), [], list(experts)
@@ -152,6 +152,19 @@ def test_what_is_busy_is_neither_evicted_nor_overwritten(policy, size, experts):
             assert arrived.items() <= table.slot_of.items()
     with pytest.raises(ValueError, match="expected at most 1 experts"):
         table.plan([20, 21], dict(zip(range(30, 35), range(5))))
+
+
+@FEW
+@given(st.sampled_from([*EVICTION]), CALLS, st.integers(0, 5))
+def test_slots_are_lent_by_the_policy(policy, calls, num):
+    """The experts that lending evicts are those that a call of as many new experts evicts."""
+    tables = planned, lent = SlotTable(5, policy), SlotTable(5, policy)
+    for experts in calls:
+        for table in tables:
+            table.commit(table.plan(experts)[1])
+    planned.plan([*range(10, 10 + num)])
+    lent.lend(num, {})
+    assert planned.slot_of == lent.slot_of
 
 
 # The safetensors header
@@ -336,7 +349,7 @@ calls = st.tuples(
 @given(
     history=st.lists(calls, min_size=1, max_size=10),
     mode=st.sampled_from(["serial", "buffers", "stacked", "fused"]),
-    policy=st.sampled_from(POLICIES),
+    policy=st.sampled_from([*EVICTION]),
     slots=st.integers(families.K, families.E),
     readers=st.sampled_from([1, 3]),
     in_parts=st.booleans(),  # as with large experts: compute overlaps the reads

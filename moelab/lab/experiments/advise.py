@@ -5,6 +5,7 @@ The path: ``advise`` here collects the numbers, ``replay.advice.advise`` replays
 """
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from ...replay.advice import Advice, Lookahead
 from ...replay.costs import Costs
 from ...replay.locality import synthesize_like
 from ...replay.sizes import ModelSizes
-from ...streaming.residency.table import POLICIES
+from ...streaming.residency.table import EVICTION
 from ...streaming.session import session_of
 from .. import machine
 from ..decode import decode, encode
@@ -38,7 +39,7 @@ def advise(
     trace: Trace | None = None,
     costs: Costs | None = None,
     slots: list[int] | None = None,
-    policies: tuple[str, ...] = POLICIES,
+    policies: Iterable[str] = EVICTION,
     skip: int | None = None,
     packed_gain: float | None = None,
     lookahead: Lookahead | None = None,
@@ -53,7 +54,7 @@ def advise(
             its shape with the locality of tiny-moe's ``code``.
         costs (Costs, optional): Default: measured now, in about ten seconds.
         slots (list[int], optional): Those to choose from. Default: a dozen from K to what fits.
-        policies (tuple[str]): Those to choose from.
+        policies (Iterable[str]): Those to choose from.
         skip (int, optional): Tokens of the trace that only fill the caches. Default: half.
         packed_gain (float, optional): How many times faster the SSD reads experts that lie in one
             piece. Default: measured now.

@@ -414,7 +414,7 @@ def replay_policies(
         slots (list[int]): Numbers of slots.
         tokens (int): Of the trace; half of them fill the caches.
     """
-    policies = [p for p in eviction.POLICIES if p != "none"]
+    policies = [p for p in eviction.policies() if p != "none"]
     found = advice.replay_settings(
         record.sizes,
         limit_nbytes,

@@ -44,7 +44,7 @@ from ...replay.locality import decode_trace, synthesize_like
 from ...replay.sizes import ModelSizes
 from ...streaming.prefetch import Oracle
 from ...streaming.record import route_by
-from ...streaming.residency.table import POLICIES
+from ...streaming.residency.table import EVICTION
 from ...streaming.session import session_of
 from ...streaming.trace import Trace
 from .. import limit, machine, oscache, records
@@ -450,8 +450,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _policy(name):
-    if name not in POLICIES:
-        raise argparse.ArgumentTypeError(f"expected one of {', '.join(POLICIES)}, got {name!r}")
+    if name not in EVICTION:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(EVICTION)}, got {name!r}")
     return name
 
 

@@ -18,7 +18,7 @@ from ..reading.ranges import Read
 from ..reading.reader import Reader
 from ..residency.bank import SlotBank
 from ..residency.layer import LayerSlots
-from ..residency.table import SlotTable
+from ..residency.table import GPU_POLICIES, SlotTable
 from . import cuda
 
 # Bytes of the experts that are read at once while loading.
@@ -213,7 +213,7 @@ class HostExperts:
 
     def takes(self, indices: mx.array) -> bool:
         """Whether ``slots`` takes a call: its experts fit, and the policy is the kernel's."""
-        return indices.size <= self._table.num_slots and self._table.policy == "lru"
+        return indices.size <= self._table.num_slots and self._table.policy in GPU_POLICIES
 
     def slots(self, indices: mx.array, decoding: bool) -> mx.array:
         """The slots of experts, filled when the array is computed. The host does not know them.

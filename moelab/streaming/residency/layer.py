@@ -28,7 +28,7 @@ class LayerSlots:
         take_bank (Callable): Takes memory for so many slots.
         num_experts (int): E.
         owned (np.ndarray or None): ``[E]``, the experts of this rank; None without ranks.
-        policy (str): One of ``POLICIES``.
+        policy (str): One of ``EVICTION``.
         slots (int): S; no more than E are taken, or than this rank's experts.
         reader (Reader): Reads the experts.
         counting (Counting): Counts hits, misses and waits.

@@ -1,18 +1,16 @@
 """Which expert is in which slot of a layer, and which is evicted first.
 
-A new eviction
-policy by how often an expert was used is a line of ``RANKS``: ``StreamConfig``, the commands,
-``SlotTable`` and the replay's ``SCORES`` (``moelab/replay/eviction.py``) all take it from there,
-and so do the tests (``tests/replay/test_eviction.py`` compares engine and replay; what a policy
-means is tested in ``tests/streaming/test_properties.py``, by a test of its own). Name it in
-``StreamConfig``'s docstring, too. A policy that needs to know more changes ``SlotTable._victim``,
-and its line of ``SCORES`` overrides the one that ``RANKS`` gives. ``SlotTable.lend``
-goes by ``lru`` whatever the policy is, and a GPU chooses slots by itself (``host``) for ``lru``
-alone.
+A new eviction policy is a line of ``EVICTION`` and a word in ``StreamConfig``'s docstring:
+``StreamConfig``, the commands, ``SlotTable`` and the replay (``moelab/replay/eviction.py``) take it
+from there, and so do their tests. What a policy means is tested by a test of its own
+(``tests/streaming/test_properties.py``). A policy that needs to know more than how often an expert
+was used also changes ``SlotTable._victims``, and has a line of the replay's ``SCORES``.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from heapq import nsmallest
+from itertools import islice
 
 
 def _count(count):
@@ -23,11 +21,12 @@ def _count(count):
 # evicted, and of equal ranks the least recently used. A rank is a whole number, computed from how
 # often the expert was used and nothing else: a number here, an array in the replay. None: ranks
 # are equal.
-RANKS = {
+EVICTION = {
     "lru": None,  # least recently used
     "lfu": _count,  # least frequently used
 }
-POLICIES = tuple(RANKS)
+# Those by which a GPU chooses slots by itself (``host``). With the others the host chooses them.
+GPU_POLICIES = ("lru",)
 
 
 class SlotTable:
@@ -39,7 +38,7 @@ class SlotTable:
 
     Args:
         num_slots (int): S.
-        policy (str): One of ``POLICIES``.
+        policy (str): One of ``EVICTION``.
 
     Attributes:
         num_slots (int): As above.
@@ -48,14 +47,14 @@ class SlotTable:
     """
 
     def __init__(self, num_slots: int, policy: str = "lru"):
-        if policy not in POLICIES:
-            raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}.")
+        if policy not in EVICTION:
+            raise ValueError(f"policy: expected one of {', '.join(EVICTION)}, got {policy!r}.")
         self.num_slots = num_slots
         self.policy = policy
         self.slot_of = {}
         self._free = list(range(num_slots))[::-1]
         self._uses = uses = Counter()
-        self._rank = rank = RANKS[policy]
+        self._rank = rank = EVICTION[policy]
         # For ``lfu``, without a call of Python for each expert held.
         self._rank_of = uses.__getitem__ if rank is _count else lambda e: rank(uses[e])
 
@@ -120,8 +119,10 @@ class SlotTable:
             needed, slots = hits | busy, set(busy.values())
             taken = [slot for slot in free if slot in slots]
             free = [slot for slot in free if slot not in slots]
+        if missing:
+            victims = iter(self._victims(needed, max(0, len(missing) - len(free))))
         for e in missing:
-            misses[e] = free.pop() if free else slot_of.pop(self._victim(needed))
+            misses[e] = free.pop() if free else slot_of.pop(next(victims))
         self._free = [*free, *taken, *misses.values()]  # free until ``commit``
         return hits, misses
 
@@ -151,9 +152,10 @@ class SlotTable:
             if e in self.slot_of:
                 continue
             if not self._free:
-                if all(held in experts for held in self.slot_of):
+                victims = self._victims(experts, 1)
+                if not victims:
                     break
-                self._free.append(self.slot_of.pop(self._victim(experts)))
+                self._free.append(self.slot_of.pop(victims[0]))
             slots[e] = self._free.pop()
         return slots
 
@@ -171,8 +173,8 @@ class SlotTable:
 
         Args:
             num (int): At most so many.
-            busy (Mapping[int, int] or None): Expert to slot, planned or held. If given, evict all
-                other experts for it, the least recently used first. If not, none may be planned.
+            busy (Mapping[int, int] or None): Expert to slot, planned or held. If given, evict
+                other experts for it, by the policy. If not, none may be planned.
 
         Returns:
             list[int]: The slots, until ``release``.
@@ -180,8 +182,7 @@ class SlotTable:
         kept = set(busy.values()) if busy else ()
         slots = [slot for slot in self._free[::-1] if slot not in kept][:num]
         if busy is not None:
-            evicted = [e for e in self.slot_of if e not in busy][: num - len(slots)]
-            slots += [self.slot_of.pop(e) for e in evicted]
+            slots += [self.slot_of.pop(e) for e in self._victims(busy, num - len(slots))]
         self._free = [slot for slot in self._free if slot not in slots]
         return slots
 
@@ -208,8 +209,9 @@ class SlotTable:
         self.slot_of = {e: slot for e, slot in self.slot_of.items() if slot < num_slots}
         self.recover()
 
-    def _victim(self, needed):
+    def _victims(self, needed, num):
+        """The experts to evict first, at most so many and none that is needed."""
         candidates = (e for e in self.slot_of if e not in needed)  # least recently used first
         if self._rank is None:
-            return next(candidates)
-        return min(candidates, key=self._rank_of)
+            return list(islice(candidates, num))
+        return nsmallest(num, candidates, key=self._rank_of)
