@@ -18,7 +18,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ... import DATA, StreamConfig, load
-from ...arguments import add_json, add_number
+from ...commands.arguments import add_json, add_number
 from ...speculation.dflash import DFlashDraft
 from ...speculation.sampling import num_accepted
 from ...speculation.target import Capture

@@ -13,8 +13,9 @@ from pathlib import Path
 from mlx_lm.utils import load_model
 from tqdm import tqdm
 
-from ...arguments import add_json, add_model, add_number, positive, several
 from ...checkpoint import Checkpoint
+from ...commands.argument_types import positive, several
+from ...commands.arguments import add_json, add_model, add_number
 from ...experts import expert_modules, locate_experts
 from ...streaming.reader import Read, Reader
 from ...streaming.slots import ranges

@@ -15,7 +15,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from ... import DATA, StreamConfig, load, stats
-from ...arguments import add_json, add_number
+from ...commands.arguments import add_json, add_number
 from ...speculation.rollback import Rollback
 from ...speculation.sampling import num_accepted
 from .. import machine, records, timing

@@ -21,7 +21,7 @@ from mlx_lm.utils import load_tokenizer
 from tqdm import tqdm
 
 from ... import DATA, StreamConfig, close, load
-from ...drafting import open_draft, write
+from ...commands.drafting import open_draft, write
 from ...streaming.session import session_of
 from .. import machine, records
 from ..texts import heldout_starts

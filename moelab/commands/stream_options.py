@@ -1,21 +1,15 @@
-"""What the commands of ``python -m moelab`` share: types of arguments, options of ``StreamConfig``.
-
-A module with a command has ``add_arguments(parser)`` and ``run(args) -> int | None``, the exit
-status. ``args.error(text)`` ends it as a wrong command line does.
-"""
+"""Options of ``StreamConfig``: the mode, its fields, and modes as text."""
 
 import argparse
 import dataclasses
-import json
-import math
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
 
-from .streaming.config import BOUNDS, CHOICES, UNSET, StreamConfig
+from ..streaming.config import BOUNDS, CHOICES, UNSET, StreamConfig
+from .argument_types import at_least, not_empty, or_auto
+from .arguments import flag
 
-LEAST_KV_SIZE = 5  # tokens: of a limited cache the first 4 stay
 MEASURED_SLOTS = 16  # of commands that measure, where slots="auto" would change with the machine
 
 STREAM_OPTIONS = (
@@ -42,187 +36,9 @@ ENVIRONMENT = {  # the variables that ``StreamConfig.from_env`` reads for a fiel
 }
 
 
-# Types of arguments
-
-
-def at_least(least: int, most: float = math.inf) -> Callable[[str], int]:
-    """Whole numbers from ``least`` on, and to ``most`` if that is given."""
-
-    def number(text):
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or not least <= value <= most:
-            end = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-            raise argparse.ArgumentTypeError(f"expected a whole number {end}, got {text!r}")
-        return value
-
-    return number
-
-
-positive, zero_or_more = at_least(1), at_least(0)
-
-
 def bounded(field: str) -> Callable[[str], int]:
     """Whole numbers that a field of ``StreamConfig`` takes."""
     return at_least(*BOUNDS[field])
-
-
-def between(least: float, most: float = math.inf) -> Callable[[str], float]:
-    """Numbers from ``least`` to ``most``, neither nan nor infinite."""
-
-    def number(text):
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and least <= value <= most):
-            end = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
-            raise argparse.ArgumentTypeError(f"expected a number {end}, got {text!r}")
-        return value
-
-    return number
-
-
-def json_object(text: str) -> dict:
-    """An object in JSON."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"expected an object in JSON, got {text!r}")
-    return value
-
-
-def or_word(word: str, value: Any, item: Callable[[str], Any]) -> Callable[[str], Any]:
-    """``value`` for one word; for anything else, what ``item`` makes of it."""
-
-    def either(text):
-        try:
-            return value if text == word else item(text)
-        except argparse.ArgumentTypeError as error:
-            raise argparse.ArgumentTypeError(f"{error}, or {word}") from None
-
-    return either
-
-
-def or_auto(item: Callable[[str], Any]) -> Callable[[str], Any]:
-    """``auto``, or what ``item`` takes."""
-    return or_word("auto", "auto", item)
-
-
-def or_none(item: Callable[[str], Any]) -> Callable[[str], Any]:
-    """``none``, which gives None, or what ``item`` takes."""
-    return or_word("none", None, item)
-
-
-def several(item: Callable[[str], Any]) -> Callable[[str], tuple]:
-    """Different items, divided by commas."""
-
-    def items(text):
-        values = [item(part.strip()) for part in text.split(",")]
-        for value in values:
-            if values.count(value) > 1:
-                raise argparse.ArgumentTypeError(f"expected each item once, got {value} again")
-        return tuple(values)
-
-    return items
-
-
-def prompt_text(text: str) -> str:
-    """A text that is not empty; ``-`` reads it from standard input."""
-    where = ""
-    try:
-        if text == "-":
-            if "MLX_RANK" in os.environ:
-                raise argparse.ArgumentTypeError(
-                    "expected the text itself: mlx.launch does not pass on where standard input "
-                    "ends"
-                )
-            where = " on standard input"
-            text = sys.stdin.buffer.read().decode() if sys.stdin else ""
-        text.encode()
-    except UnicodeError as error:
-        raise argparse.ArgumentTypeError(
-            f"expected UTF-8 text{where}, got {error.reason} at position {error.start}: "
-            "convert it first, for example with iconv"
-        ) from None
-    if not text:
-        raise argparse.ArgumentTypeError(f"expected some text{where}, got none")
-    return text
-
-
-def not_empty(text: str) -> str:
-    """A name that is not empty, since an empty path is the current folder."""
-    if not text:
-        raise argparse.ArgumentTypeError("expected a name, got nothing")
-    return text
-
-
-# Options that several commands have
-
-
-def flag(name: str) -> str:
-    """The option of a name: ``top_k`` -> ``--top-k``."""
-    return "--" + name.replace("_", "-")
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """The positional argument ``model``."""
-    parser.add_argument(
-        "model",
-        type=not_empty,
-        metavar="MODEL",
-        help="folder or Hub repository, as for mlx_lm.load",
-    )
-
-
-def add_number(
-    parser: argparse.ArgumentParser,
-    name: str,
-    default: int,
-    what: str,
-    kind: Callable[[str], int] = positive,
-    short: str | None = None,
-) -> None:
-    """An option that takes a whole number.
-
-    Args:
-        parser (argparse.ArgumentParser): The command's.
-        name (str): The option, with its dashes.
-        default (int): Its value if it is not given, which its help says.
-        what (str): Its help.
-        kind (Callable): ``positive`` or ``zero_or_more``.
-        short (str or None): Its short name.
-    """
-    names = (name,) if short is None else (short, name)
-    parser.add_argument(
-        *names, type=kind, metavar="N", default=default, help=f"{what} (default: %(default)s)"
-    )
-
-
-def add_json(parser: argparse.ArgumentParser, required: bool = False) -> None:
-    """``--json``; whether the file can be written is checked before the command runs."""
-    parser.add_argument(
-        "--json",
-        type=not_empty,
-        metavar="FILE",
-        required=required,
-        help="keep raw samples, machine and settings there",
-    )
-
-
-def add_prompts(parser: argparse.ArgumentParser, default: str = "the built-in ones") -> None:
-    """``--prompt``, which may be given several times: ``prompt`` is a list, or None."""
-    parser.add_argument(
-        "--prompt",
-        type=prompt_text,
-        action="append",
-        metavar="TEXT",
-        help=f"again for more; - reads standard input (default: {default})",
-    )
 
 
 def add_mode(parser: argparse.ArgumentParser) -> None:
@@ -354,80 +170,6 @@ class _TwoMeanings(argparse.Action):
             "--top-k has two meanings here: expected --sampling-top-k (mlx-lm's --top-k: the most "
             "likely tokens that sampling keeps) or --experts-top-k (experts per token)"
         )
-
-
-NO_PIPELINE = "several machines divide the experts of each layer, not the layers"
-
-
-def add_refused(parser: argparse.ArgumentParser, why: str, *names: str) -> None:
-    """An option of mlx-lm's command that ends this one with the reason; not in the help.
-
-    Args:
-        parser (argparse.ArgumentParser): The command's.
-        why (str): What the error says.
-        names (str): The option, and its short name.
-    """
-
-    class Refuse(argparse.Action):
-        def __call__(self, parser, namespace, values, option_string=None):
-            parser.error(f"{option_string}: {why}, so leave it out")
-
-    parser.add_argument(*names, nargs="*", action=Refuse, default=False, help=argparse.SUPPRESS)
-
-
-def add_kv_cache(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Options of the key-value cache with the names and defaults of mlx-lm; not in the help.
-
-    Args:
-        parser (argparse.ArgumentParser): The command's.
-        names (str): Which of them. Default: all.
-    """
-    for name, options in {
-        "--max-kv-size": {"type": at_least(LEAST_KV_SIZE)},
-        "--kv-bits": {"type": int, "choices": (2, 3, 4, 5, 6, 8)},
-        "--kv-group-size": {"type": int, "choices": (32, 64, 128), "default": 64},
-        "--quantized-kv-start": {"type": zero_or_more, "default": 5000},
-    }.items():
-        if name in (names or (name,)):
-            parser.add_argument(name, help=argparse.SUPPRESS, **options)
-
-
-def add_draft(parser: argparse.ArgumentParser) -> None:
-    """``--draft``, which mlx-lm calls ``--draft-model``, and ``--num-draft-tokens``."""
-    parser.add_argument("--draft-model", type=not_empty, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--draft",
-        dest="draft_model",
-        type=not_empty,
-        metavar="DRAFT",
-        help="lookup, or the folder of a model or of a DFlash draft",
-    )
-    parser.add_argument(
-        "--num-draft-tokens",
-        type=or_auto(zero_or_more),
-        metavar="N",
-        default="auto",
-        help="drafted in a round; auto decides by what it gains (default: %(default)s)",
-    )
-
-
-def add_sampling(parser: argparse.ArgumentParser, names: tuple[str, ...] | None = None) -> None:
-    """Options of sampling with the names and defaults of mlx-lm, but for ``--top-k``.
-
-    Args:
-        parser (argparse.ArgumentParser): The command's.
-        names (tuple[str, ...]): Which of them. Default: all.
-    """
-    for name, kind, default, what in (
-        ("--temp", between(0), 0.0, "temperature; 0: always the most likely token"),
-        ("--top-p", between(0, 1), 1.0, "only the likeliest, of this probability together"),
-        ("--min-p", between(0, 1), 0.0, "only tokens of this share of the likeliest one's"),
-        ("--sampling-top-k", zero_or_more, 0, "only the N likeliest tokens; 0: all"),
-    ):
-        if names is None or name in names:
-            parser.add_argument(
-                name, type=kind, metavar="N", default=default, help=f"{what} (default: %(default)s)"
-            )
 
 
 def streaming_given(args: argparse.Namespace) -> StreamConfig:
