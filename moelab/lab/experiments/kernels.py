@@ -1,7 +1,7 @@
 """The fast kernels beside MLX's: what a product takes, and whether both write the same texts.
 
-    python -m moelab.lab.experiments.kernels products OUT.json        (on Linux)
-    python -m moelab.lab.experiments.kernels texts OUT.json
+    python -m moelab.lab kernels products OUT.json        (on Linux)
+    python -m moelab.lab kernels texts OUT.json
 
 Each number of threads is measured in a process of its own that may use as many cores.
 """
@@ -166,6 +166,11 @@ def products_by_threads() -> dict:
     }
 
 
-if __name__ == "__main__":
-    measured = {"products": products_by_threads, "texts": texts}[sys.argv[1]]()
-    records.save(sys.argv[2], measured)
+def main(work: str, out: str) -> None:
+    """Write a record of the kernels.
+
+    Args:
+        work (str): ``products`` or ``texts``.
+        out (str): The record.
+    """
+    records.save(out, {"products": products_by_threads, "texts": texts}[work]())

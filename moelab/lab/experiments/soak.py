@@ -1,12 +1,11 @@
 """A server at work for long: does its memory stay, its threads and its open files?
 
-    python -m moelab.lab.experiments.soak OUT.json
+    python -m moelab.lab soak OUT.json
 
 The server is a process of its own, streams and drafts. One client asks for a long text, then for
 many short ones; every ninth of these hangs up in the middle.
 """
 
-import sys
 import tempfile
 import threading
 import time
@@ -167,5 +166,6 @@ def measure(
     }
 
 
-if __name__ == "__main__":
-    records.save(sys.argv[1], measure())
+def main(out: str) -> None:
+    """Write the record of ``measure``."""
+    records.save(out, measure())

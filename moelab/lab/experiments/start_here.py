@@ -1,6 +1,5 @@
 """Notebook 00: one run of a model, its text, its tokens and the memory that it took."""
 
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -221,7 +220,3 @@ def main(out: str) -> None:
     """Writes the record of notebook 00: ``data/results/cpu_start_here.json``."""
     path = DATA / "models" / "tiny-moe"
     records.save(out, measure(path, plan(path, ALLOWED), PROMPT, TOKENS).record())
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,0 +1,54 @@
+"""python -m moelab.lab NAME: scripts that make a record or pages.
+
+Each is a module of the lab whose ``main`` takes the words that follow the name, and returns the
+exit status or None. Only the module of the script that was given is imported.
+"""
+
+import argparse
+import importlib
+import inspect
+import sys
+
+SCRIPTS = {  # name: its module, what it does
+    "call": ("limit", "call a function in this process: for ranks and limits, not by hand"),
+    "crowd": ("experiments.crowd", "many requests at once for a server with little memory"),
+    "kernels": ("experiments.kernels", "the fast kernels beside MLX's: products, texts"),
+    "pages": ("plots.pages", "run the notebooks and write an HTML page for each"),
+    "ranks": ("experiments.ranks", "experts divided over ranks of this machine"),
+    "soak": ("experiments.soak", "a server at work for long"),
+    "start-here": ("experiments.start_here", "the runs of notebook 00"),
+    "workload": ("experiments.workload", "sampled answers, with a draft and without"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one script.
+
+    Args:
+        argv (list[str]): The words after ``python -m moelab.lab``. Default: this process's.
+
+    Returns:
+        int: The exit status.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="python -m moelab.lab", description="Scripts that make a record or pages."
+    )
+    scripts = parser.add_subparsers(required=True, metavar="NAME")
+    for name, (module_name, help_text) in SCRIPTS.items():
+        script = scripts.add_parser(name, help=help_text)
+        if name in argv[:1]:
+            run = importlib.import_module(f"{__package__}.{module_name}").main
+            script.set_defaults(run=run)
+            for word in inspect.signature(run).parameters.values():
+                nargs = "*" if word.kind is word.VAR_POSITIONAL else None
+                script.add_argument(word.name, metavar=word.name.upper(), nargs=nargs)
+    given = vars(parser.parse_args(argv))
+    run, words = given.pop("run"), []
+    for value in given.values():
+        words += value if isinstance(value, list) else [value]
+    return run(*words) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
