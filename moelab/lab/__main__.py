@@ -1,13 +1,15 @@
 """python -m moelab.lab NAME: scripts that make a record or pages.
 
 Each is a module of the lab whose ``main`` takes the words that follow the name, and returns the
-exit status or None. Only the module of the script that was given is imported.
+exit status or None. Only the module of the script that was given is imported. Exit status: 1 for an
+error, 2 for a wrong command line.
 """
 
 import argparse
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 
 SCRIPTS = {  # name: its module, what it does
     "call": ("limit", "call a function in this process: for ranks and limits, not by hand"),
@@ -30,7 +32,16 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         int: The exit status.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    try:
+        run, words = parse(sys.argv[1:] if argv is None else argv)
+        return run(*words) or 0
+    except (ModuleNotFoundError, OSError, ValueError) as error:
+        print(f"moelab.lab: {error}", file=sys.stderr)
+        return 1
+
+
+def parse(argv: list[str]) -> tuple[Callable[..., int | None], list[str]]:
+    """The ``main`` of a script, and its words."""
     parser = argparse.ArgumentParser(
         prog="python -m moelab.lab", description="Scripts that make a record or pages."
     )
@@ -47,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     run, words = given.pop("run"), []
     for value in given.values():
         words += value if isinstance(value, list) else [value]
-    return run(*words) or 0
+    return run, words
 
 
 if __name__ == "__main__":

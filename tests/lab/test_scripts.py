@@ -51,3 +51,19 @@ def test_help_imports_no_script():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr == "False\n" and all(name in done.stdout for name in SCRIPTS)
+
+
+@pytest.mark.parametrize("missing", ["plotly", "ipywidgets", "anywidget", "nbconvert", "IPython"])
+def test_a_missing_extra_is_one_clear_error(missing):
+    code = (
+        f"import sys\nsys.modules[{missing!r}] = None\n"
+        "from moelab.lab.__main__ import main\n"
+        "code = main(['pages', 'notebooks', 'build'])\n"
+        "try: import moelab.lab.figures.ladder\n"
+        "except ModuleNotFoundError as error: print(error)\n"
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said = f"need {missing}, found no such package: pip install 'moelab[lab]'\n"
+    assert done.returncode == 1 and done.stdout.endswith(said) and done.stderr.endswith(said)
+    assert done.stderr.count("\n") == 1
