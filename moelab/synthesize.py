@@ -22,6 +22,7 @@ import numpy as np
 
 from .partial import begin, clear, finish
 from .replay import by_token
+from .shipped import shipped
 from .streaming.trace import Trace
 
 JOURNAL = "synthesize.json"  # in the folder while ``synthesize`` writes there
@@ -411,8 +412,6 @@ def synthesize(
     """
     from tqdm import tqdm
 
-    import moelab
-
     out = Path(out)
     if config is None:
         if like not in CONFIGS:
@@ -430,7 +429,9 @@ def synthesize(
     if os.path.lexists(out):
         raise FileExistsError(f"{out} exists already: remove it or name another folder")
 
-    tokenizer = moelab.DATA / "models" / "tiny-moe" if tokenizer is None else Path(tokenizer)
+    if tokenizer is None:
+        tokenizer = shipped("models", "tiny-moe", instead=", or name a model's with --tokenizer")
+    tokenizer = Path(tokenizer)
     if not (tokenizer / "tokenizer.json").is_file():
         raise FileNotFoundError(
             f"no tokenizer.json in {tokenizer}: name a folder that holds one with --tokenizer "

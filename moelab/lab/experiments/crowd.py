@@ -19,12 +19,12 @@ import psutil
 from mlx_lm.utils import load_tokenizer
 from tqdm import tqdm
 
-from ... import DATA
+from ...shipped import shipped
 from .. import machine, oscache, records
 from ..serving import Served
 from ..texts import heldout_starts
 
-MODEL = DATA / "models" / "tiny-moe"  # has the text of the prompts
+MODEL = shipped("models", "tiny-moe")  # has the text of the prompts
 EVERY_S = 0.05  # from one look at the server's memory to the next
 
 

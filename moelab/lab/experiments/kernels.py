@@ -19,8 +19,9 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
-from ... import DATA, StreamConfig, load
+from ... import StreamConfig, load
 from ...kernels import code, quantized
+from ...shipped import shipped
 from .. import machine, quality, records
 from ..texts import heldout_files, heldout_starts
 from ..timing import interleave
@@ -83,7 +84,7 @@ def measure(rounds: int = ROUNDS) -> dict:
 
 
 def texts(
-    path: str | Path = DATA / "models" / "tiny-moe",
+    path: str | Path | None = None,
     num: int = 20,
     tokens: int = 300,
     prompt_tokens: int = 64,
@@ -95,7 +96,7 @@ def texts(
     the same ones. The fast kernels stream through 16 slots, MLX's have every expert in memory.
 
     Args:
-        path (str or Path): A model with held-out text.
+        path (str or Path): A model with held-out text. Default: tiny-moe.
         num (int): Texts.
         tokens (int): Of each.
         prompt_tokens (int): Held-out tokens before them.
@@ -106,6 +107,7 @@ def texts(
         standard deviation, and ``parted``, for every token that is another one its ``position``
         and the ``gap`` of MLX's two best logits, over the same. ``bits_per_byte`` by kernels.
     """
+    path = shipped("models", "tiny-moe") if path is None else path
     configs = {"mlx": StreamConfig(mode="resident", kernels="mlx"), "fast": StreamConfig(slots=16)}
     models = {}
     for name, config in configs.items():

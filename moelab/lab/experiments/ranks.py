@@ -30,8 +30,9 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
-from ... import DATA, StreamConfig
+from ... import StreamConfig
 from ...hooks import hooked
+from ...shipped import shipped
 from ...speculation.target import vocabulary
 from ...streaming.layers import moe_blocks
 from ...streaming.model import load_model
@@ -55,7 +56,7 @@ RATES = (None, 300e6, 100e6)  # bytes a second of a rank's SSD; None: this machi
 HELD = "held"  # in place of a rate: every expert has a slot, nothing is read, no memory limit
 TOKENS, WARMUP, ROUNDS, RANKS = 24, 24, 3, (1, 2, 4)
 EXPERT_NBYTES, READS = 1769472, 8  # of one read of the file to time the SSD, and in flight
-MODEL = DATA / "models" / "tiny-moe"
+MODEL = shipped("models", "tiny-moe")
 KILLED_AFTER = 12  # characters of the answer
 
 

@@ -18,12 +18,12 @@ import psutil
 from mlx_lm.utils import load_tokenizer
 from tqdm import tqdm
 
-from ... import DATA
+from ...shipped import shipped
 from .. import machine, records
 from ..serving import Served
 from ..texts import heldout_starts
 
-MODEL, DRAFT = DATA / "models" / "tiny-moe", DATA / "models" / "tiny-dflash"
+MODEL, DRAFT = shipped("models", "tiny-moe"), shipped("models", "tiny-dflash")
 SLOTS = 16
 TEMPERATURE = 0.6
 EVERY_S = 1.0  # from one look at the process to the next

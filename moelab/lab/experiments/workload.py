@@ -19,13 +19,14 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.utils import load_tokenizer
 from tqdm import tqdm
 
-from ... import DATA, StreamConfig, close, load
+from ... import StreamConfig, close, load
 from ...commands.drafting import open_draft, write
+from ...shipped import shipped
 from ...streaming.session import session_of
 from .. import machine, records
 from ..texts import heldout_starts
 
-TEXTS = DATA / "models" / "tiny-moe"  # has the text of the prompts
+TEXTS = shipped("models", "tiny-moe")  # has the text of the prompts
 TEMPERATURE = 0.6
 PROMPT_TOKENS = (126, 400, 800)
 
