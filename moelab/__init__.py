@@ -11,7 +11,7 @@ from . import moved
 
 moved.stop_if_moved()
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 
