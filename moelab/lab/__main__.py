@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 
 SCRIPTS = {  # name: its module, what it does
-    "call": ("limit", "call a function in this process: for ranks and limits, not by hand"),
+    "call": ("limit", "a function in this process, for ranks and memory limits"),
     "crowd": ("experiments.crowd", "many requests at once for a server with little memory"),
     "kernels": ("experiments.kernels", "the fast kernels beside MLX's: products, texts"),
     "pages": ("plots.pages", "run the notebooks and write an HTML page for each"),
@@ -47,13 +47,16 @@ def parse(argv: list[str]) -> tuple[Callable[..., int | None], list[str]]:
     )
     scripts = parser.add_subparsers(required=True, metavar="NAME")
     for name, (module_name, help_text) in SCRIPTS.items():
-        script = scripts.add_parser(name, help=help_text)
+        script = scripts.add_parser(
+            name, help=help_text, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         if name in argv[:1]:
-            run = importlib.import_module(f"{__package__}.{module_name}").main
-            script.set_defaults(run=run)
-            for word in inspect.signature(run).parameters.values():
+            module = importlib.import_module(f"{__package__}.{module_name}")
+            script.description = module.__doc__
+            script.set_defaults(run=module.main)
+            for word in inspect.signature(module.main).parameters.values():
                 nargs = "*" if word.kind is word.VAR_POSITIONAL else None
-                script.add_argument(word.name, metavar=word.name.upper(), nargs=nargs)
+                script.add_argument(word.name, metavar=word.name.upper(), nargs=nargs, default=[])
     given = vars(parser.parse_args(argv))
     run, words = given.pop("run"), []
     for value in given.values():
