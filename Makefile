@@ -16,7 +16,7 @@ lab: $(READY)
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
 
 run: $(READY)
-	$(BIN)/python -m moelab.lab.plots.pages notebooks build
+	$(BIN)/python -m moelab.lab pages notebooks build
 
 # Two parts at a time: MLX uses one core for each on a CPU.
 PARTS := test-notebooks test-streaming test-files test-lab test-speculation

@@ -7,7 +7,7 @@ seconds end in ``_s``.
 
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 

@@ -1,7 +1,7 @@
 """python -m moelab COMMAND: a table of the commands, each of them a module.
 
 Only the module of the command that was given is imported, and brings its own arguments (see
-``arguments``); ``--help`` alone does not wait for MLX. An option that would have no effect is an
+``commands``); ``--help`` alone does not wait for MLX. An option that would have no effect is an
 error. Exit status: 1 for an error, 2 for a wrong command line, 130 for Ctrl-C.
 """
 
@@ -11,15 +11,15 @@ import os
 import sys
 import textwrap
 
-from . import interrupt
+from .commands import interrupt
 
 DIVIDED = ("generate", "serve")  # what ``mlx.launch`` may start in several processes
 COMMANDS = {  # name: its module, what it does
     "check": ("lab.machine", "does this machine have what it takes?"),
-    "generate": ("generate", "continue a prompt"),
-    "cache-prompt": ("cache_prompt", "read how prompts begin once, for generate to go on"),
-    "chat": ("chat", "talk in a terminal"),
-    "serve": ("serve", "answer over HTTP, as mlx-lm's server does"),
+    "generate": ("commands.generate", "continue a prompt"),
+    "cache-prompt": ("commands.cache_prompt", "read how prompts begin once, for generate to go on"),
+    "chat": ("commands.chat", "talk in a terminal"),
+    "serve": ("commands.serve", "answer over HTTP, as mlx-lm's server does"),
     "bench": ("lab.experiments.bench", "decode in several modes, against the resident model"),
     "bench-layer": ("lab.experiments.layer", "one MoE layer with every expert in its slot"),
     "bench-reads": ("lab.experiments.reads", "read whole experts cold, against fio"),
@@ -31,8 +31,8 @@ COMMANDS = {  # name: its module, what it does
     "bench-faults": ("lab.experiments.faults", "what faults cost a draft in acceptance"),
     "sweep": ("lab.experiments.sweep", "slots against the page cache under memory limits"),
     "advise": ("lab.experiments.advise", "slots, policy, prefetch and layout for this machine"),
-    "synthesize": ("synthesize", "a random checkpoint with a real model's layer shapes"),
-    "repack": ("repack", "put each expert's bytes together on disk"),
+    "synthesize": ("commands.synthesize", "a random checkpoint with a real model's layer shapes"),
+    "repack": ("commands.repack", "put each expert's bytes together on disk"),
 }
 
 

@@ -6,7 +6,6 @@ the packed layout each MoE layer has a file of its own, a safetensors file with 
 its parameters in the order of ``packing_order``. ``moelab.load`` reads both layouts.
 """
 
-import argparse
 import errno
 import json
 import os
@@ -21,7 +20,6 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 from tqdm import tqdm
 
-from .arguments import not_empty
 from .checkpoint import (
     DTYPES,
     JOURNAL,
@@ -227,28 +225,3 @@ def _to_disk(path):
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    parser.description = (
-        "Write a model folder in which one read brings one expert: the same bytes, compared after "
-        "writing. It is for moelab; mlx_lm.load wants the folder that it was made from. An "
-        "interrupted run goes on where it stopped."
-    )
-    parser.add_argument(
-        "model", type=not_empty, metavar="MODEL", help="a model folder, as for mlx_lm.load"
-    )
-    parser.add_argument(
-        "out", type=not_empty, metavar="OUT", help="folder to make (must not exist)"
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
-
-
-def run(args: argparse.Namespace) -> None:
-    """The command."""
-    out = repack(args.model, args.out, progress=not args.quiet)
-    print(
-        f"{out}: the same model, each expert in one piece; "
-        "use it with moelab.load or python -m moelab"
-    )

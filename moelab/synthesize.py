@@ -7,7 +7,6 @@ read and to compute as the real one. Random routers choose nearly uniformly, whe
 with ``routing`` they repeat their experts as a recorded trace does.
 """
 
-import argparse
 import contextlib
 import copy
 import errno
@@ -21,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .arguments import add_number, not_empty, positive, zero_or_more
 from .partial import begin, clear, finish
 from .replay import by_token
+from .shipped import shipped
 from .streaming.trace import Trace
 
 JOURNAL = "synthesize.json"  # in the folder while ``synthesize`` writes there
@@ -413,8 +412,6 @@ def synthesize(
     """
     from tqdm import tqdm
 
-    import moelab
-
     out = Path(out)
     if config is None:
         if like not in CONFIGS:
@@ -432,7 +429,9 @@ def synthesize(
     if os.path.lexists(out):
         raise FileExistsError(f"{out} exists already: remove it or name another folder")
 
-    tokenizer = moelab.DATA / "models" / "tiny-moe" if tokenizer is None else Path(tokenizer)
+    if tokenizer is None:
+        tokenizer = shipped("models", "tiny-moe", instead=", or name a model's with --tokenizer")
+    tokenizer = Path(tokenizer)
     if not (tokenizer / "tokenizer.json").is_file():
         raise FileNotFoundError(
             f"no tokenizer.json in {tokenizer}: name a folder that holds one with --tokenizer "
@@ -552,64 +551,3 @@ and the head are smaller than the real ones.
 Made by
 `python -m moelab synthesize OUT {command}`.
 """
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    parser.description = (
-        "Write a random 4-bit checkpoint that has the exact layer shapes of a real "
-        "Mixture-of-Experts model, without holding it in memory. Its text is noise; reading and "
-        "computing its layers costs what the real model's cost."
-    )
-    parser.add_argument(
-        "out", type=not_empty, metavar="OUT", help="folder to make (must not exist)"
-    )
-    parser.add_argument(
-        "--like",
-        default="qwen3.5-35b-a3b",
-        choices=list(CONFIGS),
-        metavar="NAME",
-        help=f"whose shapes to take: {', '.join(CONFIGS)} (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--layers",
-        type=positive,
-        metavar="N",
-        help="number of layers (default: all that the real model has: 18 to 220 GB)",
-    )
-    parser.add_argument(
-        "--vocab",
-        type=positive,
-        metavar="N",
-        help="rows of embedding and head (default: the tokenizer's vocabulary, which is smaller "
-        "than the real one: the layers are what counts)",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        type=not_empty,
-        help="folder to copy tokenizer.json from (default: data/models/tiny-moe)",
-    )
-    add_number(parser, "--seed", 0, "seed of every byte", zero_or_more)
-    parser.add_argument(
-        "--routing",
-        type=not_empty,
-        metavar="TRACE",
-        help="a trace of a text, such as data/traces/code.npz: fed this text, the routers choose "
-        "experts with its locality (default: nearly uniformly)",
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
-
-
-def run(args: argparse.Namespace) -> None:
-    """The command."""
-    out = synthesize(
-        args.out,
-        args.like,
-        args.layers,
-        args.vocab,
-        args.seed,
-        args.tokenizer,
-        progress=not args.quiet,
-        routing=args.routing,
-    )
-    print(f"{out}: load it with mlx_lm.load, or try: python -m moelab bench {out}")

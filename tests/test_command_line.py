@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 import moelab
-from moelab import cache_prompt, chat, generate, repack, serve, synthesize
 from moelab.__main__ import COMMANDS, main
-from moelab.arguments import STREAM_OPTIONS, flag
+from moelab.commands import cache_prompt, chat, generate, repack, serve, synthesize
+from moelab.commands.arguments import flag
+from moelab.commands.stream_options import STREAM_OPTIONS
 from moelab.lab import limit, machine, records
 from moelab.lab.experiments import (
     advise,
@@ -281,7 +282,7 @@ def test_no_import_that_loses_ctrl_c_is_left_to_the_command():
     """numpy.random loads itself at its first use, and its compiled modules drop exceptions."""
     code = (
         "import signal, sys, numpy\n"
-        "from moelab import interrupt\n"
+        "from moelab.commands import interrupt\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "interrupt.end_at_once()\n"
         "assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler\n"

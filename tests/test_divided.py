@@ -14,8 +14,9 @@ import pytest
 
 from moelab import DATA, StreamConfig
 from moelab.__main__ import main
-from moelab.generate import Template, generate
+from moelab.commands.generate import generate
 from moelab.lab import ranks
+from moelab.prompt import Template
 
 MODEL = str(DATA / "models/tiny-moe")
 PROMPT = "def add(a, b):"

@@ -17,11 +17,12 @@ from mlx_lm import chat as mlx_lm_chat
 from small import small
 
 import moelab
-from moelab import DATA, chat, generate, synthesize
-from moelab import cache_prompt as cache_prompt_command
+from moelab import DATA, synthesize
 from moelab.__main__ import main
-from moelab.generate import Template
-from moelab.kv_cache import KVCacheOptions, open_prompt_cache
+from moelab.commands import cache_prompt as cache_prompt_command
+from moelab.commands import chat, generate
+from moelab.commands.kv_cache import KVCacheOptions, open_prompt_cache
+from moelab.prompt import Template
 
 MODEL = DATA / "models/tiny-moe"
 SLOTS = ("--slots", "16")
@@ -447,7 +448,7 @@ def test_what_generate_refuses(options, words, command):
 def test_the_environment_of_swiftlm(variables, options, now, monkeypatch, capsys):
     """Its variables are honoured and named; the command's own options come first."""
     seen = []
-    monkeypatch.setattr("moelab.generate.generate", lambda *args, **_: seen.append(args[2]))
+    monkeypatch.setattr(generate, "generate", lambda *args, **_: seen.append(args[2]))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert main(["generate", str(MODEL), "--prompt", "x", *options]) == 0

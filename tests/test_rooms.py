@@ -1,8 +1,8 @@
 """Which room may import which.
 
-The way down is lab, then replay, speculation and streaming, then experts, then checkpoint. In the
-lab it is figures, then experiments and plots, then the instruments. The rules are read from the
-source, imports inside functions included. No module is run.
+The way down is lab, then commands, then replay, speculation and streaming, then experts, then
+checkpoint. In the lab it is figures, then experiments and plots, then the instruments. The rules
+are read from the source, imports inside functions included. No module is run.
 """
 
 import ast
@@ -14,27 +14,23 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
+PROGRAMS = ("moelab.commands", "moelab.lab")  # what runs the engine
 # What the modules of a room must not import. A module belongs to the room with the longest prefix.
 MUST_NOT_IMPORT = {
-    "moelab.checkpoint": ("moelab.experts", "moelab.streaming", "moelab.speculation"),
-    "moelab.experts": ("moelab.streaming", "moelab.speculation"),
-    "moelab.kernels": ("moelab.checkpoint", "moelab.experts", "moelab.streaming"),
-    "moelab.streaming": ("moelab.speculation", "moelab.replay", "moelab.lab"),
-    "moelab.speculation": ("moelab.streaming", "moelab.replay", "moelab.lab"),
-    "moelab.replay": ("moelab.speculation", "moelab.lab"),
+    "moelab.checkpoint": ("moelab.experts", "moelab.streaming", "moelab.speculation", *PROGRAMS),
+    "moelab.experts": ("moelab.streaming", "moelab.speculation", *PROGRAMS),
+    "moelab.kernels": ("moelab.checkpoint", "moelab.experts", "moelab.streaming", *PROGRAMS),
+    "moelab.streaming": ("moelab.speculation", "moelab.replay", *PROGRAMS),
+    "moelab.speculation": ("moelab.streaming", "moelab.replay", *PROGRAMS),
+    "moelab.replay": ("moelab.speculation", *PROGRAMS),
+    "moelab.commands": ("moelab.lab",),
     "moelab.lab": ("moelab.lab.experiments", "moelab.lab.figures", "moelab.lab.plots", "plotly"),
     "moelab.lab.plots": ("moelab.lab.experiments", "moelab.lab.figures"),
     "moelab.lab.experiments": ("moelab.lab.figures", "moelab.lab.plots", "plotly"),
     "moelab.lab.figures": (),
     "moelab.__main__": ("moelab.lab.figures", "moelab.lab.plots"),
-    "moelab.arguments": (),
-    "moelab.cache_prompt": ("moelab.lab",),
-    "moelab.chat": ("moelab.lab",),
-    "moelab.drafting": ("moelab.lab",),
-    "moelab.generate": ("moelab.lab",),
-    "moelab.serve": ("moelab.lab",),
-    "moelab.synthesize": ("moelab.lab",),
-    "moelab": ("moelab.replay", "moelab.lab"),
+    "moelab.synthesize": PROGRAMS,
+    "moelab": ("moelab.replay", *PROGRAMS),
 }
 
 
@@ -185,8 +181,13 @@ ADDED = [
     ("moelab/streaming/layers.py", "from moelab.replay.costs import x", "nothing of moelab.replay"),
     ("moelab/streaming/layers.py", "from .. import load", "a circle"),
     ("moelab/streaming/layers.py", "def f():\n    from . import model", "a circle"),
+    ("moelab/streaming/layers.py", "from ..commands import drafting", "nothing of moelab.commands"),
     ("moelab/speculation/policy.py", "from ..streaming.layers import S", "moelab.streaming"),
+    ("moelab/speculation/policy.py", "from ..commands import chat", "nothing of moelab.commands"),
     ("moelab/replay/costs.py", "from ..lab import machine", "nothing of moelab.lab"),
+    ("moelab/replay/costs.py", "from ..commands import chat", "nothing of moelab.commands"),
+    ("moelab/commands/chat.py", "from ..lab import timing", "nothing of moelab.lab"),
+    ("moelab/commands/chat.py", "import moelab.lab.figures.ladder", "nothing of moelab.lab"),
     ("moelab/lab/timing.py", "from .experiments import bench", "moelab.lab.experiments"),
     ("moelab/lab/timing.py", "from .figures import ladder", "nothing of moelab.lab.figures"),
     ("moelab/lab/plots/style.py", "from ..experiments.bench import x", "moelab.lab.experiments"),
@@ -196,12 +197,16 @@ ADDED = [
     ("moelab/lab/experiments/bench.py", "import plotly.express as px", "nothing of plotly"),
     ("moelab/__main__.py", "from .lab.figures import ladder", "nothing of moelab.lab.figures"),
     ("moelab/__init__.py", "from .lab import timing", "nothing of moelab.lab"),
+    ("moelab/prompt.py", "from .commands import chat", "nothing of moelab.commands"),
     ("moelab/lab/experiments/bench.py", "import corpus", "nothing of corpus"),
     ("moelab/lab/timing.py", "import importlib\nimportlib.import_module('corpus')", "of corpus"),
 ]
 HOUSE = {
     "moelab/__init__.py": "from .streaming.model import load",
     "moelab/__main__.py": "from .lab.experiments import bench",
+    "moelab/prompt.py": "from .checkpoint import describe",
+    "moelab/commands/__init__.py": "",
+    "moelab/commands/chat.py": "from ..streaming.model import load\nfrom ..prompt import render",
     "moelab/checkpoint/__init__.py": "from .files import read_json",
     "moelab/checkpoint/files.py": "import json",
     "moelab/experts.py": "from .checkpoint import Checkpoint",

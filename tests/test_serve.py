@@ -30,9 +30,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 import moelab
-from moelab import DATA, serve
+from moelab import DATA
 from moelab.__main__ import main
-from moelab.drafting import leave_room
+from moelab.commands import serve
+from moelab.commands.drafting import leave_room
 from moelab.lab.serving import Served
 
 MODEL = DATA / "models/tiny-moe"

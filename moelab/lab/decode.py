@@ -12,7 +12,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import stats
-from ..generate import encode as encode
+from ..prompt import encode as encode
 from ..streaming.session import Counters, is_loaded, session_of
 
 

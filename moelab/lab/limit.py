@@ -174,7 +174,7 @@ def call(
     """
     name = f"{function.__module__}:{function.__name__}"
     arguments = json.dumps(args, default=lambda v: asdict(v) if is_dataclass(v) else str(v))
-    argv = [sys.executable, "-m", "moelab.lab.limit", name, arguments]
+    argv = [sys.executable, "-m", "moelab.lab", "call", name, arguments]
     try:
         done = run(argv, nbytes, strategies, timeout_s)
     except subprocess.TimeoutExpired:
@@ -188,11 +188,16 @@ def call(
     return json.loads(done.stdout.splitlines()[-1]), done
 
 
-def _called(name, arguments):
-    """What ``call`` runs in the new process."""
-    module, _, function = name.partition(":")
+def main(function: str, arguments: str) -> None:
+    """What ``call`` runs in the new process: it prints in JSON what a function returns.
+
+    Args:
+        function (str): Its module and its name, with a colon between them.
+        arguments (str): In JSON.
+    """
+    module, _, name = function.partition(":")
     try:
-        result = getattr(importlib.import_module(module), function)(*json.loads(arguments))
+        result = getattr(importlib.import_module(module), name)(*json.loads(arguments))
         print(json.dumps(result))
     except (ValueError, OSError) as error:  # the process that called reports it
         sys.exit(str(error))
@@ -343,6 +348,3 @@ def _no_systemd():
 
 
 _STRATEGIES = {"cgroup": _cgroup, "systemd-run": _systemd_run}
-
-if __name__ == "__main__":
-    _called(*sys.argv[1:])

@@ -26,8 +26,8 @@ import mlx.core as mx
 import psutil
 
 from .. import DATA, kernels
-from ..arguments import not_empty
 from ..checkpoint import CheckpointError
+from ..commands.argument_types import not_empty
 from ..memory import memory_available, memory_limit
 from ..streaming.reading import native
 from .oscache import drop_pages

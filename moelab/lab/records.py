@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import DATA, StreamConfig
+from .. import StreamConfig
+from ..shipped import shipped
 from ..streaming.session import Counters
 from .timing import Summary, paired_ratio, summary
 
@@ -355,7 +356,7 @@ def recorded(name: str) -> dict[str, Any]:
     Raises:
         FileNotFoundError: If there is none, with the names of those that there are.
     """
-    path = DATA / "results" / f"{name}.json"
+    path = shipped("results", f"{name}.json")
     if not path.is_file():
         names = ", ".join(sorted(p.stem for p in path.parent.glob("*.json")))
         raise FileNotFoundError(f"{path}: no such record; there are {names or 'none'}")

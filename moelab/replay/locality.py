@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .. import DATA
+from ..shipped import shipped
 from ..streaming.trace import Trace, TraceError
 
 
 def recorded_trace(name: str) -> Trace:
     """A trace of tiny-moe from ``data/traces``: ``code``, ``tests``, ``prose``, ``docs``, ..."""
-    return Trace.load(DATA / "traces" / f"{name}.npz")
+    return Trace.load(shipped("traces", f"{name}.npz"))
 
 
 def decode_trace(

@@ -11,9 +11,10 @@ import pytest
 from mlx_lm.generate import generate_step
 from needs import needs_kernels
 
-from moelab import DATA, StreamConfig, generate, load, record, stats
+from moelab import DATA, StreamConfig, load, record, stats
 from moelab.__main__ import main
-from moelab.arguments import parse_modes
+from moelab.commands import generate
+from moelab.commands.stream_options import parse_modes
 from moelab.lab import records, timing
 from moelab.lab.decode import decode
 from moelab.lab.experiments import bench, layer, reads

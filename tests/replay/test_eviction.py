@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.__main__ import parse
-from moelab.arguments import mode_given
+from moelab.commands.stream_options import mode_given
 from moelab.replay import advice, eviction, locality, pagecache
 from moelab.replay.costs import Costs
 from moelab.replay.sizes import ModelSizes

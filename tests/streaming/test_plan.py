@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab import kernels
-from moelab.drafting import leave_room, open_draft
+from moelab.commands.drafting import leave_room, open_draft
 from moelab.lab import limit
 from moelab.speculation.generate import speculative_generate_step
 from moelab.streaming import model as models

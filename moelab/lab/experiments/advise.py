@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from ... import StreamConfig, Trace, load
-from ...arguments import add_model, positive
 from ...checkpoint import Checkpoint
+from ...commands.argument_types import positive
+from ...commands.arguments import add_model
 from ...memory import memory_available
 from ...replay import advice
 from ...replay.advice import Advice, Lookahead

@@ -17,17 +17,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
 from ... import StreamConfig, close, footprint, load
-from ...arguments import (
+from ...commands.argument_types import zero_or_more
+from ...commands.arguments import add_json, add_model, add_number, add_prompts
+from ...commands.stream_options import (
     MEASURED_SLOTS,
-    add_json,
-    add_model,
     add_modes,
-    add_number,
-    add_prompts,
     add_stream_options,
     modes_given,
     parse_modes,
-    zero_or_more,
 )
 from ...memory import memory_available
 from ...streaming.reading import native

@@ -1,13 +1,12 @@
 """Many requests at once for a server with little memory: is it killed, and how near is it?
 
-    python -m moelab.lab.experiments.crowd OUT.json MODEL
+    python -m moelab.lab crowd OUT.json MODEL
 
 Every server is a process of its own under a memory limit, page cache included. It chooses its slots
 and how many texts it decodes at once; the client is outside of the limit.
 """
 
 import re
-import sys
 import tempfile
 import threading
 import time
@@ -20,12 +19,12 @@ import psutil
 from mlx_lm.utils import load_tokenizer
 from tqdm import tqdm
 
-from ... import DATA
+from ...shipped import shipped
 from .. import machine, oscache, records
 from ..serving import Served
 from ..texts import heldout_starts
 
-MODEL = DATA / "models" / "tiny-moe"  # has the text of the prompts
+MODEL = shipped("models", "tiny-moe")  # has the text of the prompts
 EVERY_S = 0.05  # from one look at the server's memory to the next
 
 
@@ -136,5 +135,6 @@ def measure(
     }
 
 
-if __name__ == "__main__":
-    records.save(sys.argv[1], measure(sys.argv[2]))
+def main(out: str, model: str) -> None:
+    """Write the record of ``measure``."""
+    records.save(out, measure(model))

@@ -17,23 +17,12 @@ import numpy as np
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from ... import DATA, StreamConfig, close, load
-from ...arguments import (
-    MEASURED_SLOTS,
-    add_json,
-    add_mode,
-    add_model,
-    add_number,
-    add_prompts,
-    add_stream_options,
-    mode_given,
-    not_empty,
-    or_auto,
-    positive,
-    several,
-    zero_or_more,
-)
-from ...drafting import draft_config, open_draft
+from ... import StreamConfig, close, load
+from ...commands.argument_types import not_empty, or_auto, positive, several, zero_or_more
+from ...commands.arguments import add_json, add_model, add_number, add_prompts
+from ...commands.drafting import draft_config, open_draft
+from ...commands.stream_options import MEASURED_SLOTS, add_mode, add_stream_options, mode_given
+from ...shipped import shipped
 from ...speculation.drafts import Draft, LookupDraft, ModelDraft
 from ...speculation.generate import speculative_generate_step
 from ...speculation.policy import Always, Policy
@@ -395,7 +384,7 @@ def makers(model: Path, accept: float) -> dict[str, MakeDraft]:
     """
     trained = TRAINED if Path(model).name == "tiny-moe" else ()
     places = {"lookup": "lookup", "oracle": "oracle"}
-    places |= {name: DATA / "models" / name for name in trained}
+    places |= {name: shipped("models", name) for name in trained}
     return {name: maker(place, accept) for name, place in places.items()}
 
 

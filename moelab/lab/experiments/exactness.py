@@ -17,7 +17,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from ... import StreamConfig, load
-from ...arguments import parse_modes
+from ...commands.stream_options import parse_modes
 from ...speculation.generate import speculative_generate_step
 from .. import machine
 from ..models import folder

@@ -17,8 +17,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from ... import DATA, StreamConfig, load
-from ...arguments import add_json, add_number
+from ... import StreamConfig, load
+from ...commands.arguments import add_json, add_number
+from ...shipped import shipped
 from ...speculation.dflash import DFlashDraft
 from ...speculation.sampling import num_accepted
 from ...speculation.target import Capture
@@ -352,9 +353,9 @@ def bench_faults(
     num_prompts: int, num_rounds: int, length: int, kind: str, json_path: str | None = None
 ) -> None:
     """``trials`` of the models in ``data``, printed and saved fault by fault."""
-    path = DATA / "models" / "tiny-moe"
+    path = shipped("models", "tiny-moe")
     prompts = some(path, kind, length, num_prompts)
-    draft = DFlashDraft(DATA / "models" / "tiny-dflash")
+    draft = DFlashDraft(shipped("models", "tiny-dflash"))
 
     def on_result(record):
         name, t = list(record.results.items())[-1]

@@ -1,7 +1,7 @@
 """The fast kernels beside MLX's: what a product takes, and whether both write the same texts.
 
-    python -m moelab.lab.experiments.kernels products OUT.json        (on Linux)
-    python -m moelab.lab.experiments.kernels texts OUT.json
+    python -m moelab.lab kernels products OUT.json        (on Linux)
+    python -m moelab.lab kernels texts OUT.json
 
 Each number of threads is measured in a process of its own that may use as many cores.
 """
@@ -19,8 +19,9 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
-from ... import DATA, StreamConfig, load
+from ... import StreamConfig, load
 from ...kernels import code, quantized
+from ...shipped import shipped
 from .. import machine, quality, records
 from ..texts import heldout_files, heldout_starts
 from ..timing import interleave
@@ -83,7 +84,7 @@ def measure(rounds: int = ROUNDS) -> dict:
 
 
 def texts(
-    path: str | Path = DATA / "models" / "tiny-moe",
+    path: str | Path | None = None,
     num: int = 20,
     tokens: int = 300,
     prompt_tokens: int = 64,
@@ -95,7 +96,7 @@ def texts(
     the same ones. The fast kernels stream through 16 slots, MLX's have every expert in memory.
 
     Args:
-        path (str or Path): A model with held-out text.
+        path (str or Path): A model with held-out text. Default: tiny-moe.
         num (int): Texts.
         tokens (int): Of each.
         prompt_tokens (int): Held-out tokens before them.
@@ -106,6 +107,7 @@ def texts(
         standard deviation, and ``parted``, for every token that is another one its ``position``
         and the ``gap`` of MLX's two best logits, over the same. ``bits_per_byte`` by kernels.
     """
+    path = shipped("models", "tiny-moe") if path is None else path
     configs = {"mlx": StreamConfig(mode="resident", kernels="mlx"), "fast": StreamConfig(slots=16)}
     models = {}
     for name, config in configs.items():
@@ -166,6 +168,11 @@ def products_by_threads() -> dict:
     }
 
 
-if __name__ == "__main__":
-    measured = {"products": products_by_threads, "texts": texts}[sys.argv[1]]()
-    records.save(sys.argv[2], measured)
+def main(work: str, out: str) -> None:
+    """Write a record of the kernels.
+
+    Args:
+        work (str): ``products`` or ``texts``.
+        out (str): The record.
+    """
+    records.save(out, {"products": products_by_threads, "texts": texts}[work]())

@@ -12,12 +12,10 @@ import numpy as np
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from ... import StreamConfig, close, load, stats
-from ...arguments import (
+from ...commands.arguments import add_json, add_model, add_number
+from ...commands.stream_options import (
     MEASURED_SLOTS,
-    add_json,
-    add_model,
     add_modes,
-    add_number,
     add_stream_options,
     modes_given,
     parse_modes,

@@ -13,19 +13,10 @@ import psutil
 from tqdm import tqdm
 
 from ... import StreamConfig, footprint, load
-from ...arguments import (
-    MEASURED_SLOTS,
-    add_json,
-    add_model,
-    add_modes,
-    add_number,
-    add_prompts,
-    add_stream_options,
-    modes_given,
-    positive,
-    zero_or_more,
-)
 from ...checkpoint import Checkpoint
+from ...commands.argument_types import positive, zero_or_more
+from ...commands.arguments import add_json, add_model, add_number, add_prompts
+from ...commands.stream_options import MEASURED_SLOTS, add_modes, add_stream_options, modes_given
 from ...streaming.session import session_of
 from .. import limit, machine, oscache, records, timing
 from ..decode import decode, encode

@@ -17,7 +17,8 @@ import numpy as np
 from tqdm import tqdm
 
 from ... import StreamConfig, close, load, record
-from ...arguments import add_json, add_model, add_number, not_empty
+from ...commands.argument_types import not_empty
+from ...commands.arguments import add_json, add_model, add_number
 from ...replay import locality as routing
 from ...streaming.session import session_of
 from ...streaming.trace import Trace

@@ -1,9 +1,9 @@
 """Experts divided over ranks of this machine: the exchange, how fast they decode, how they end.
 
-    python -m moelab.lab.experiments.ranks exchange OUT.json            (on Linux)
-    python -m moelab.lab.experiments.ranks joins OUT.json MODEL ...     (on Linux)
-    python -m moelab.lab.experiments.ranks divided OUT.json MODEL       (on Linux, memory limited)
-    python -m moelab.lab.experiments.ranks ends OUT.json
+    python -m moelab.lab ranks exchange OUT.json            (on Linux)
+    python -m moelab.lab ranks joins OUT.json MODEL ...     (on Linux)
+    python -m moelab.lab ranks divided OUT.json MODEL       (on Linux, memory limited)
+    python -m moelab.lab ranks ends OUT.json
 
 The ranks share this machine's cores, memory bus and SSD. In ``divided`` each has a memory limit of
 its own, its page cache included. Its slow SSD is simulated: each rank has one of its own, of which
@@ -30,8 +30,9 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
-from ... import DATA, StreamConfig
+from ... import StreamConfig
 from ...hooks import hooked
+from ...shipped import shipped
 from ...speculation.target import vocabulary
 from ...streaming.layers import moe_blocks
 from ...streaming.model import load_model
@@ -55,7 +56,7 @@ RATES = (None, 300e6, 100e6)  # bytes a second of a rank's SSD; None: this machi
 HELD = "held"  # in place of a rate: every expert has a slot, nothing is read, no memory limit
 TOKENS, WARMUP, ROUNDS, RANKS = 24, 24, 3, (1, 2, 4)
 EXPERT_NBYTES, READS = 1769472, 8  # of one read of the file to time the SSD, and in flight
-MODEL = DATA / "models" / "tiny-moe"
+MODEL = shipped("models", "tiny-moe")
 KILLED_AFTER = 12  # characters of the answer
 
 
@@ -239,7 +240,7 @@ def everywhere(n: int, work: str, *args, nbytes: int | None = None) -> list[dict
     """
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
-        argv = [sys.executable, "-m", __spec__.name, work, json.dumps(args)]
+        argv = [sys.executable, "-m", "moelab.lab", "call", f"{__name__}:{work}", json.dumps(args)]
         commands = [
             ["taskset", "-c", str(cores[rank % len(cores)]), "env"]
             + [f"{name}={value}" for name, value in variables.items()]
@@ -439,10 +440,13 @@ def _end(commands, folder, kill):
     return time.monotonic() - begin, ended
 
 
-if __name__ == "__main__":
-    work, *words = sys.argv[1:]
-    if work in ("exchange_here", "joins_here", "decode_here"):
-        print(json.dumps(globals()[work](*json.loads(words[0]))))
-    else:
-        record = globals()[work](*words[1:])
-        records.save(words[0], record)
+def main(work: str, out: str, *words: str) -> None:
+    """Write a record of ranks.
+
+    Args:
+        work (str): ``exchange``, ``joins``, ``divided`` or ``ends``.
+        out (str): The record.
+        words (str): What the work takes.
+    """
+    works = {"exchange": exchange, "joins": joins, "divided": divided, "ends": ends}
+    records.save(out, works[work](*words))

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ...arguments import add_json, add_model, add_number, positive, several
 from ...checkpoint import Checkpoint, mlx_lm_model
+from ...commands.argument_types import positive, several
+from ...commands.arguments import add_json, add_model, add_number
 from ...experts import expert_modules, locate_experts
 from ...streaming.reading.ranges import Read
 from ...streaming.reading.reader import Reader

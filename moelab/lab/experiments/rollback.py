@@ -14,8 +14,9 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from ... import DATA, StreamConfig, load, stats
-from ...arguments import add_json, add_number
+from ... import StreamConfig, load, stats
+from ...commands.arguments import add_json, add_number
+from ...shipped import shipped
 from ...speculation.rollback import Rollback
 from ...speculation.sampling import num_accepted
 from .. import machine, records, timing
@@ -419,7 +420,7 @@ def run(args: argparse.Namespace) -> None:
 
 def bench_rollback(runs: int = RUNS) -> RollbackRecord:
     """All measurements of notebook 06, of the model in ``data``."""
-    path = DATA / "models" / "tiny-moe"
+    path = shipped("models", "tiny-moe")
     model, tokenizer = load(path, StreamConfig(mode="resident"))
     ids = text(path, tokenizer, PROMPT + ROUNDS * (DRAFTED + 1) + 1)
     return RollbackRecord(

@@ -4,7 +4,6 @@ What takes longer was recorded by ``experiments.ranks``.
 """
 
 import json
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -67,10 +66,11 @@ def live(path: str | Path, sizes: Sequence[int], slots: int, tokens: int) -> dic
     Returns:
         dict[int, list[Rank]]: For each number of ranks, what each did.
     """
-    found, argv = {}, json.dumps([str(path), slots, tokens])
+    found, arguments = {}, json.dumps([str(path), slots, tokens])
+    command = ["-m", "moelab.lab", "call", f"{__name__}:live_here", arguments]
     with tempfile.TemporaryDirectory() as folder:
         for n in sizes:
-            ended = ranks.finish(ranks.start([["-m", __name__, argv]] * n, Path(folder)))
+            ended = ranks.finish(ranks.start([command] * n, Path(folder)))
             for rank, each in enumerate(ended):
                 if each.code:
                     raise OSError(f"rank {rank} of {n}: {each.err[-2000:]}")
@@ -78,15 +78,15 @@ def live(path: str | Path, sizes: Sequence[int], slots: int, tokens: int) -> dic
     return found
 
 
-def live_here(path: str, slots: int, tokens: int) -> Rank:
-    """In one rank: what ``live`` says of it."""
+def live_here(path: str, slots: int, tokens: int) -> dict:
+    """In one rank: the fields of its ``Rank``."""
     mx.set_default_device(mx.cpu)
     model, _ = load_model(path, StreamConfig(slots=slots), group=joined())
     with model:
         made = decode(model, [1, 2, 3, 4], tokens, warmup=4)
         first = session_of(model).layers[0]
         experts = first.num_experts if first.owned is None else int(first.owned.sum())
-    return Rank(made.tokens, experts, made.counters.bytes_read, made.step_s)
+    return asdict(Rank(made.tokens, experts, made.counters.bytes_read, made.step_s))
 
 
 def placements(
@@ -196,7 +196,3 @@ def _replayed(trace, n, slots):
     of = np.take_along_axis(owners[None], experts.astype(np.intp), 2)
     pairs = np.stack([(of == rank).sum(2) for rank in range(n)]).max(0)
     return read, float(pairs.mean()) + 1  # and the row of checks
-
-
-if __name__ == "__main__":
-    print(json.dumps(asdict(live_here(*json.loads(sys.argv[1])))))

@@ -1,12 +1,11 @@
 """A server at work for long: does its memory stay, its threads and its open files?
 
-    python -m moelab.lab.experiments.soak OUT.json
+    python -m moelab.lab soak OUT.json
 
 The server is a process of its own, streams and drafts. One client asks for a long text, then for
 many short ones; every ninth of these hangs up in the middle.
 """
 
-import sys
 import tempfile
 import threading
 import time
@@ -19,12 +18,12 @@ import psutil
 from mlx_lm.utils import load_tokenizer
 from tqdm import tqdm
 
-from ... import DATA
+from ...shipped import shipped
 from .. import machine, records
 from ..serving import Served
 from ..texts import heldout_starts
 
-MODEL, DRAFT = DATA / "models" / "tiny-moe", DATA / "models" / "tiny-dflash"
+MODEL, DRAFT = shipped("models", "tiny-moe"), shipped("models", "tiny-dflash")
 SLOTS = 16
 TEMPERATURE = 0.6
 EVERY_S = 1.0  # from one look at the process to the next
@@ -167,5 +166,6 @@ def measure(
     }
 
 
-if __name__ == "__main__":
-    records.save(sys.argv[1], measure())
+def main(out: str) -> None:
+    """Write the record of ``measure``."""
+    records.save(out, measure())

@@ -1,13 +1,13 @@
 """Notebook 00: one run of a model, its text, its tokens and the memory that it took."""
 
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from ... import DATA, StreamConfig, footprint, load
+from ... import StreamConfig, footprint, load
+from ...shipped import shipped
 from .. import machine, records
 from ..decode import decode, same_tokens
 
@@ -219,9 +219,5 @@ PROMPT, TOKENS, ALLOWED = "import os\n\n\ndef read_lines(path):\n", 96, 0.5
 
 def main(out: str) -> None:
     """Writes the record of notebook 00: ``data/results/cpu_start_here.json``."""
-    path = DATA / "models" / "tiny-moe"
+    path = shipped("models", "tiny-moe")
     records.save(out, measure(path, plan(path, ALLOWED), PROMPT, TOKENS).record())
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

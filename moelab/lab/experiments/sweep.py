@@ -27,18 +27,8 @@ from mlx_lm.generate import generate_step
 from tqdm import tqdm
 
 from ... import close, load, stats
-from ...arguments import (
-    add_json,
-    add_model,
-    add_number,
-    flag,
-    not_empty,
-    or_auto,
-    or_none,
-    positive,
-    several,
-    zero_or_more,
-)
+from ...commands.argument_types import not_empty, or_auto, or_none, positive, several, zero_or_more
+from ...commands.arguments import add_json, add_model, add_number, flag
 from ...replay.costs import Costs
 from ...replay.locality import decode_trace, synthesize_like
 from ...replay.sizes import ModelSizes

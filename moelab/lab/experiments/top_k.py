@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from ... import DATA, StreamConfig, footprint, synthesize
-from ...arguments import add_json, add_model, add_number, not_empty, positive, several
+from ...commands.argument_types import not_empty, positive, several
+from ...commands.arguments import add_json, add_model, add_number
 from .. import machine, records, timing
 from ..quality import Score, at_top_k, xz_bits_per_byte
 from ..records import BenchRecord

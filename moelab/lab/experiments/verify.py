@@ -13,7 +13,7 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from ... import DATA, record, stats
+from ... import record, stats
 from ...replay import locality
 from ...speculation.rollback import Rollback
 from ...streaming.session import is_loaded
@@ -275,5 +275,4 @@ def thinned(trace: Trace, top_k: int) -> Trace:
 
 def shipped_trace(model: Path, measured: Trace) -> Trace:
     """The recorded trace in ``data`` if it is the model's, else the one that was just measured."""
-    code = DATA / "traces" / "code.npz"
-    return Trace.load(code).decode if model.name == "tiny-moe" else measured
+    return locality.recorded_trace("code").decode if model.name == "tiny-moe" else measured

@@ -1,6 +1,6 @@
 """What a user waits for: prompts of some length, sampled answers, with a draft and without.
 
-    python -m moelab.lab.experiments.workload OUT.json MODEL MB [DRAFT ...]
+    python -m moelab.lab workload OUT.json MODEL MB [DRAFT ...]
 
 The model is resident, and streamed with the slots that ``slots="auto"`` chooses for MB megabytes.
 A draft is a folder or ``lookup``, and behind ``=`` how many tokens it drafts (default: the policy
@@ -8,7 +8,6 @@ decides). With and without a draft the same seed writes the same text. OUT.json 
 each prompt, so that a run that is cut off keeps what it has.
 """
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,13 +19,14 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.utils import load_tokenizer
 from tqdm import tqdm
 
-from ... import DATA, StreamConfig, close, load
-from ...drafting import open_draft, write
+from ... import StreamConfig, close, load
+from ...commands.drafting import open_draft, write
+from ...shipped import shipped
 from ...streaming.session import session_of
 from .. import machine, records
 from ..texts import heldout_starts
 
-TEXTS = DATA / "models" / "tiny-moe"  # has the text of the prompts
+TEXTS = shipped("models", "tiny-moe")  # has the text of the prompts
 TEMPERATURE = 0.6
 PROMPT_TOKENS = (126, 400, 800)
 
@@ -139,7 +139,14 @@ def measure(
     return made
 
 
-if __name__ == "__main__":
-    out, path, megabytes, *drafts = sys.argv[1:]
-    nbytes = int(megabytes) * 1_000_000
-    measure(path, nbytes, drafts, keep=lambda record: records.save(out, record))
+def main(out: str, model: str, mb: str, *drafts: str) -> None:
+    """Write the record of ``measure``.
+
+    Args:
+        out (str): The record.
+        model (str): A model folder.
+        mb (str): Megabytes, as a number.
+        drafts (str): As for ``measure``.
+    """
+    nbytes = int(mb) * 1_000_000
+    measure(model, nbytes, drafts, keep=lambda record: records.save(out, record))

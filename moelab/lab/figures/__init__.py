@@ -10,3 +10,5 @@ Example:
     >>> here = ladder.measure("data/models/tiny-moe", slots=16, tokens=8, runs=3)
     >>> show(figures.rung_bars(here, ladder.recorded()))
 """
+
+from .. import plots as plots  # says what to install where a package of the extra is missing

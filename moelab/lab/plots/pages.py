@@ -214,7 +214,3 @@ def main(notebooks: str, out: str, *names: str) -> int:
         pages.append((target.name, said))
     (folder / "index.html").write_text(index(pages), encoding="utf-8")
     return failures
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from .checkpoint import shorten
+from ..checkpoint import shorten
 
 FLOAT32_MAX = 3.4e38
 # Bytes of a request and characters of a prompt: 16 for each of 256k tokens. A token is about 5 of

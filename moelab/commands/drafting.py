@@ -10,16 +10,16 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import GenerationResponse, stream_generate
 
-from .checkpoint import read_json
-from .speculation.dflash import DFlashDraft
-from .speculation.drafts import Draft, LookupDraft, ModelDraft, learned_policy
-from .speculation.generate import speculative_generate
-from .speculation.policy import Policy
-from .streaming.config import StreamConfig
-from .streaming.model import load
-from .streaming.plan import grown_nbytes
-from .streaming.ranks import Ranks
-from .streaming.session import session_of
+from ..checkpoint import read_json
+from ..speculation.dflash import DFlashDraft
+from ..speculation.drafts import Draft, LookupDraft, ModelDraft, learned_policy
+from ..speculation.generate import speculative_generate
+from ..speculation.policy import Policy
+from ..streaming.config import StreamConfig
+from ..streaming.model import load
+from ..streaming.plan import grown_nbytes
+from ..streaming.ranks import Ranks
+from ..streaming.session import session_of
 
 LOOKUP = "lookup"
 

@@ -20,10 +20,10 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from .checkpoint import Checkpoint, describe, read_header, try_out
-from .streaming.build import build_model
-from .streaming.config import StreamConfig
-from .streaming.model import find
+from ..checkpoint import Checkpoint, describe, read_header, try_out
+from ..streaming.build import build_model
+from ..streaming.config import StreamConfig
+from ..streaming.model import find
 
 
 @dataclass(frozen=True)

@@ -10,21 +10,15 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from . import StreamConfig, load
-from .arguments import (
-    add_kv_cache,
-    add_mode,
-    add_model,
-    add_stream_options,
-    not_empty,
-    prompt_text,
-    streaming_given,
-)
-from .checkpoint import describe
+from .. import StreamConfig, load
+from ..checkpoint import describe
+from ..prompt import encode, render
+from ..speculation.target import vocabulary
+from .argument_types import not_empty, prompt_text
+from .arguments import add_kv_cache, add_loading, add_model, loading_given
 from .drafting import prompt_step, say_plan
-from .generate import add_loading, encode, loading_given, render
 from .kv_cache import KVCacheOptions, checksum
-from .speculation.target import vocabulary
+from .stream_options import add_mode, add_stream_options, streaming_given
 
 MODEL_KEY = "0.model"  # of the metadata that mlx-lm's save_prompt_cache writes
 

@@ -3,7 +3,7 @@
 mlx-lm's classes answer. The classes here change what streaming needs and what would end the server:
 
     Provider   loads with ``moelab.load`` what the command line names, and nothing else: drafts as
-               ``moelab.drafting`` opens them
+               ``drafting`` opens them
     Generator  reads a prompt in its client's thread, drafts with ``speculative_generate``, goes on
                after an error, ends an answer at Ctrl-C. Of hybrids, whose states cannot be trimmed,
                it keeps the state where a prompt parts from an earlier one. With ranks, all do the
@@ -44,35 +44,30 @@ from mlx_lm import server
 from mlx_lm.generate import GenerationResponse, generate_step, stream_generate
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prompt_cache
 
+from ..checkpoint import describe, shorten
+from ..hooks import with_globals
+from ..speculation.drafts import Draft
+from ..speculation.generate import speculative_generate, speculative_generate_step
+from ..speculation.target import vocabulary
+from ..streaming.config import StreamConfig
+from ..streaming.model import close, find, load
+from ..streaming.plan import plan
+from ..streaming.ranks import LOADING_S, RankError, joined
+from ..streaming.session import session_of
 from . import request_checks as checks
+from .argument_types import at_least, json_object, not_empty, positive
 from .arguments import (
     NO_PIPELINE,
     add_draft,
     add_kv_cache,
-    add_mode,
     add_model,
     add_number,
     add_refused,
     add_sampling,
-    add_stream_options,
-    at_least,
-    json_object,
-    not_empty,
-    positive,
-    streaming_given,
 )
-from .checkpoint import describe, shorten
 from .drafting import leave_room, open_draft, prompt_step, say_plan, shared_policy
-from .hooks import with_globals
 from .kv_cache import KVCacheOptions
-from .speculation.drafts import Draft
-from .speculation.generate import speculative_generate, speculative_generate_step
-from .speculation.target import vocabulary
-from .streaming.config import StreamConfig
-from .streaming.model import close, find, load
-from .streaming.plan import plan
-from .streaming.ranks import LOADING_S, RankError, joined
-from .streaming.session import session_of
+from .stream_options import add_mode, add_stream_options, streaming_given
 
 GRACE_S = 2  # for threads to end when the server is stopped
 SILENT_S = 30  # until a client that sends half a request, or takes none of its answer, is left

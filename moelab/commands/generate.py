@@ -6,7 +6,6 @@ import secrets
 import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -14,131 +13,27 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from . import StreamConfig, load, stats
+from .. import StreamConfig, load, stats
+from ..prompt import Template, encode
+from ..speculation.target import vocabulary
+from ..streaming.ranks import joined
+from ..streaming.session import session_of
+from .argument_types import at_least, json_object, not_empty, positive, prompt_text
 from .arguments import (
     add_draft,
     add_kv_cache,
-    add_mode,
+    add_loading,
     add_model,
     add_number,
     add_refused,
     add_sampling,
-    add_stream_options,
-    at_least,
-    between,
-    json_object,
-    not_empty,
-    positive,
-    prompt_text,
-    streaming_given,
+    add_xtc,
+    loading_given,
 )
-from .checkpoint import describe
 from .drafting import leave_room, open_draft, prompt_step, say_plan, write
 from .kv_cache import KVCacheOptions, open_prompt_cache
-from .speculation.target import vocabulary
-from .streaming.ranks import joined
-from .streaming.session import session_of
-
-
-@dataclass(frozen=True)
-class Template:
-    """How a prompt becomes the text that a model reads, as ``mlx_lm.generate`` does it.
-
-    Attributes:
-        ignore (bool): The prompt as it is, without the tokenizer's chat template.
-        system_prompt (str or None): A message before it.
-        prefill_response (str or None): How the answer begins.
-        config (dict or None): More arguments of the template.
-    """
-
-    ignore: bool = False
-    system_prompt: str | None = None
-    prefill_response: str | None = None
-    config: dict | None = None
-
-    def applies(self, tokenizer: TokenizerWrapper) -> bool:
-        """Whether there is a template to apply."""
-        return tokenizer.has_chat_template and not self.ignore
-
-    def text(self, tokenizer: TokenizerWrapper, prompt: str) -> str:
-        """What the model reads."""
-        if not self.applies(tokenizer):
-            return prompt
-        prefill = self.prefill_response is not None
-        messages = [
-            {"role": role, "content": content}
-            for role, content in (
-                ("system", self.system_prompt),
-                ("user", prompt),
-                ("assistant", self.prefill_response),
-            )
-            if content is not None
-        ]
-        return render(
-            tokenizer,
-            messages,
-            self.config,
-            continue_final_message=prefill,
-            add_generation_prompt=not prefill,
-        )
-
-    def text_after(self, tokenizer: TokenizerWrapper, prompt: str) -> str:
-        """What the model reads of it where a cache has the message's beginning."""
-        text, mark = self.text(tokenizer, prompt), "<query>"
-        before, found, _ = self.text(tokenizer, mark).partition(mark)
-        if not found:
-            raise ValueError(
-                "chat template: expected one that writes a message as it is, this one changes it, "
-                "so the prompt cannot go on from a prompt cache file."
-            )
-        return text[len(before) :]
-
-
-def render(
-    tokenizer: TokenizerWrapper, messages: list[dict], config: dict | None = None, **options: bool
-) -> str:
-    """The text that the tokenizer's chat template makes of messages.
-
-    Args:
-        tokenizer (TokenizerWrapper): The model's.
-        messages (list[dict]): With ``role`` and ``content``.
-        config (dict or None): A user's arguments of the template.
-        options (bool): Arguments of ``apply_chat_template``.
-
-    Raises:
-        ValueError: If the template refuses them, as some do a system prompt.
-    """
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options, **config or {})
-    except Exception as error:  # whatever a template or its arguments raise
-        given = f" with {', '.join(config)}" if config else ""
-        raise ValueError(
-            f"chat template of the tokenizer: expected one for messages of "
-            f"{', '.join(m['role'] for m in messages)}{given}, it fails: {describe(error)}. Leave "
-            "out what it does not take."
-        ) from error
-
-
-def encode(tokenizer: TokenizerWrapper, text: str, special: bool = True) -> list[int]:
-    """The tokens of a prompt, of which there must be some.
-
-    Args:
-        tokenizer (TokenizerWrapper): The model's.
-        text (str): The prompt.
-        special (bool): Whether to add the tokens that the tokenizer begins a text with.
-
-    Raises:
-        ValueError: If there are none.
-    """
-    ids = tokenizer.encode(text, **({} if special else {"add_special_tokens": False}))
-    if not len(ids):
-        raise ValueError(
-            f"prompt {text!r}: expected a text of at least one token, the tokenizer made none. "
-            "Give another."
-        )
-    return ids
+from .stream_options import add_mode, add_stream_options, streaming_given
 
 
 def generate(
@@ -299,36 +194,6 @@ def _figures(r, needed):
         read = f"{nbytes / (r.generation_tokens - 1) / 1e6:.2f} MB read for each token"
         line += f"; hit rate {hits / (hits + misses):.0%}, {read}"
     return f"{line}; peak memory {mx.get_peak_memory() / 1e6:.0f} MB"
-
-
-def add_loading(parser: argparse.ArgumentParser, like: str, *others: str) -> None:
-    """Options that mlx-lm has too, and that are named only at the end of the help.
-
-    Args:
-        parser (argparse.ArgumentParser): The command's.
-        like (str): mlx-lm's command.
-        others (str): Options of this command alone, for the same list.
-    """
-    for name, options in {
-        "--adapter-path": {"type": not_empty},
-        "--prefill-step-size": {"type": positive, "default": 2048},
-        "--trust-remote-code": {"action": "store_true"},
-    }.items():
-        parser.add_argument(name, help=argparse.SUPPRESS, **options)
-        others += (name,)
-    parser.epilog = f"As {like} has them: {' '.join(sorted(others))}"
-
-
-def add_xtc(parser: argparse.ArgumentParser) -> None:
-    """XTC sampling, with the names of mlx-lm; not in the help."""
-    for name, most, default in (("--xtc-probability", 1, 0.0), ("--xtc-threshold", 0.5, 0.1)):
-        parser.add_argument(name, type=between(0, most), default=default, help=argparse.SUPPRESS)
-
-
-def loading_given(args: argparse.Namespace) -> dict:
-    """Arguments of ``moelab.load``, of a parser with ``add_loading``."""
-    trust = {"trust_remote_code": args.trust_remote_code}
-    return {"adapter_path": args.adapter_path, "tokenizer_config": dict(trust), **trust}
 
 
 def add_template(parser: argparse.ArgumentParser) -> None:

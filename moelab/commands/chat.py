@@ -9,26 +9,26 @@ import mlx_lm
 from mlx_lm import chat as mlx_lm_chat
 from tqdm import tqdm
 
+from ..hooks import with_globals
+from ..prompt import Template
+from ..streaming.config import StreamConfig
+from ..streaming.model import load
+from ..streaming.session import session_of
+from .argument_types import at_least
 from .arguments import (
     LEAST_KV_SIZE,
     NO_PIPELINE,
     add_draft,
-    add_mode,
+    add_loading,
     add_model,
     add_number,
     add_refused,
     add_sampling,
-    add_stream_options,
-    at_least,
-    streaming_given,
+    add_xtc,
 )
 from .drafting import leave_room, open_draft, prompt_step, say_plan, write
-from .generate import Template, add_loading, add_xtc
-from .hooks import with_globals
 from .kv_cache import KVCacheOptions
-from .streaming.config import StreamConfig
-from .streaming.model import load
-from .streaming.session import session_of
+from .stream_options import add_mode, add_stream_options, streaming_given
 
 QUIET_S = 10  # between two lines of progress in a file
 

@@ -1,0 +1,14 @@
+"""The commands of ``python -m moelab``, one module each, and what they share.
+
+A module with a command has ``add_arguments(parser)`` and ``run(args) -> int | None``, the exit
+status. ``args.error(text)`` ends it as a wrong command line does. The table in ``__main__`` names
+the module; commands that only measure have theirs in ``moelab.lab``.
+
+    argument_types   types of arguments, which refuse what cannot be
+    arguments        options that several commands have
+    stream_options   options of ``StreamConfig``
+    drafting         a draft by its name, and text written with it
+    kv_cache         options of the key-value cache, and prompt cache files
+    request_checks   what ``serve`` refuses in a request
+    interrupt        Ctrl-C while a command is imported
+"""

@@ -1,0 +1,216 @@
+"""Options of ``StreamConfig``: the mode, its fields, and modes as text."""
+
+import argparse
+import dataclasses
+import os
+import sys
+
+from ..streaming.config import OPTIONS, StreamConfig
+from .argument_types import at_least, not_empty, or_auto
+from .arguments import flag
+
+MEASURED_SLOTS = 16  # of commands that measure, where slots="auto" would change with the machine
+STREAM_OPTIONS = {name: option for name, option in OPTIONS.items() if option.help}
+
+
+def add_mode(parser: argparse.ArgumentParser) -> None:
+    """``--mode``, one of the names of ``StreamConfig.mode``."""
+    modes = OPTIONS["mode"].choices
+    parser.add_argument(
+        "--mode",
+        choices=modes,
+        default=OPTIONS["mode"].default,
+        metavar="MODE",
+        help=f"{', '.join(modes)} (default: %(default)s)",
+    )
+
+
+def add_modes(parser: argparse.ArgumentParser, default: str) -> None:
+    """``--modes``, as ``parse_modes`` takes it."""
+    parser.add_argument(
+        "--modes",
+        default=default,
+        help="divided by commas; fields of StreamConfig may follow a slash, as in "
+        "resident,fused,fused/readers=1/slots=32 (default: %(default)s)",
+    )
+
+
+def add_stream_options(
+    parser: argparse.ArgumentParser, slots: int | str = "auto", sampling: bool = False
+) -> None:
+    """The fields of ``StreamConfig`` that have a help; None where an option was not given.
+
+    Args:
+        parser (argparse.ArgumentParser): The command's.
+        slots (int or str): The slots if ``--slots`` is not given. With ``auto`` come the options
+            that it goes by; a command that measures names ``MEASURED_SLOTS``.
+        sampling (bool): Whether the command has mlx-lm's options of sampling, whose ``--top-k`` is
+            another: then both have names of their own, and ``--top-k`` says so.
+    """
+    parser.set_defaults(default_slots=slots)
+    if sampling:
+        parser.add_argument("--top-k", nargs="?", action=_TwoMeanings, help=argparse.SUPPRESS)
+    group = parser.add_argument_group("how experts are streamed")
+    for name, option in STREAM_OPTIONS.items():
+        if option.for_auto and slots != "auto":
+            continue
+        choices = [c for c in option.choices if c not in option.only_in_python]
+        default = slots if name == "slots" else option.default
+        group.add_argument(
+            "--experts-top-k" if sampling and name == "top_k" else flag(name),
+            dest=name,
+            type=_type(option),
+            choices=choices or None,
+            metavar=option.metavar,
+            help=option.help.format(default=default),
+        )
+
+
+def _type(option):
+    """What makes a value of the text that was given for a field of ``StreamConfig``."""
+    if option.bounds:
+        number = at_least(*option.bounds)
+        return or_auto(number) if option.default == "auto" else number
+    return str if option.choices else not_empty
+
+
+class _TwoMeanings(argparse.Action):
+    """Refuses ``--top-k`` where it could be taken for another option."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.error(
+            "--top-k has two meanings here: expected --sampling-top-k (mlx-lm's --top-k: the most "
+            "likely tokens that sampling keeps) or --experts-top-k (experts per token)"
+        )
+
+
+def streaming_given(args: argparse.Namespace) -> StreamConfig:
+    """``mode_given`` over SwiftLM's variables of the environment, which are named on stderr.
+
+    Args:
+        args (argparse.Namespace): Of a parser with ``add_mode`` and ``add_stream_options``.
+    """
+    names = [name for option in OPTIONS.values() for name in option.environment]
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    if not found:
+        return mode_given(args)
+    chosen = found.keys().isdisjoint(OPTIONS["mode"].environment)
+    chosen = chosen or "mode" in getattr(args, "given", ())
+    config = StreamConfig.from_env(**({"mode": args.mode} if chosen else {}))
+    args.mode = config.mode
+    for field, option in STREAM_OPTIONS.items():
+        is_set = not found.keys().isdisjoint(option.environment)
+        if is_set and getattr(args, field) is None and field not in config.unused():
+            setattr(args, field, getattr(config, field))
+    config = mode_given(args)
+    now = [f"mode {config.mode}"]
+    now += [] if "slots" in config.unused() else [f"slots {config.slots}"]
+    now += [f"top-k {config.top_k}"] if config.top_k else []
+    print(
+        f"moelab: the environment has {', '.join(f'{k}={v}' for k, v in found.items())}; with the "
+        f"command's own options this gives {', '.join(now)}",
+        file=sys.stderr,
+    )
+    return config
+
+
+def mode_given(args: argparse.Namespace) -> StreamConfig:
+    """How to stream by the options that were given; one of no use in the mode ends the command.
+
+    Args:
+        args (argparse.Namespace): Of a parser with ``add_mode`` and ``add_stream_options``.
+    """
+    config = _stream_config(args, mode=args.mode)
+    _check_stream_options(args, {args.mode: config})
+    return config
+
+
+def modes_given(args: argparse.Namespace) -> tuple[StreamConfig, dict[str, StreamConfig]]:
+    """How to stream in each mode that was given; an option of no use in any ends the command.
+
+    Args:
+        args (argparse.Namespace): Of a parser with ``add_modes`` and ``add_stream_options``.
+
+    Returns:
+        tuple[StreamConfig, dict[str, StreamConfig]]: What the modes have in common, and each mode.
+    """
+    base = _stream_config(args)
+    configs = parse_modes(args.modes, base)
+    _check_stream_options(args, configs)
+    return base, configs
+
+
+def _stream_config(args, **fields):
+    given = {n: getattr(args, n, None) for n in STREAM_OPTIONS}
+    given = {n: value for n, value in given.items() if value is not None}
+    defaults = {"slots": args.default_slots, "lazy_logits": True}
+    return StreamConfig(**defaults | given, **fields)
+
+
+def _check_stream_options(args, configs):
+    """End the command if an option that was given means nothing to any of the configs."""
+    for name, option in STREAM_OPTIONS.items():
+        given = getattr(args, name, None)
+        users = [c for c in configs.values() if name not in c.unused()]
+        if given is None or any(getattr(c, name) == given for c in users):
+            continue
+        why = f"has no effect in mode {', '.join(configs)}"
+        if option.for_auto and any("slots" not in c.unused() for c in configs.values()):
+            why = "has no effect without --slots auto"
+        args.error(f"{flag(name)} {why}: leave it out, or change that")
+
+
+def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, StreamConfig]:
+    """Modes as text: ``"resident,fused,fused/readers=1"``; a field may follow each slash.
+
+    Args:
+        text (str): Modes, divided by commas.
+        base (StreamConfig): Every other field. Default: ``StreamConfig(slots=16)``.
+
+    Returns:
+        dict[str, StreamConfig]: By the text of each mode.
+
+    Raises:
+        ValueError: If a mode is none, is there twice, or has a field that has no effect in it.
+    """
+    base, configs = base or StreamConfig(slots=MEASURED_SLOTS), {}
+    for name in (part.strip() for part in text.split(",")):
+        if name in configs:
+            raise ValueError(f"modes: expected each mode once, {name!r} is there twice in {text!r}")
+        mode, *settings = name.split("/")
+        if not mode:
+            raise ValueError(
+                f"modes: expected names divided by commas, such as resident,fused; got {text!r}"
+            )
+        changes = _parse_fields(name, settings)
+        config = dataclasses.replace(base, mode=mode, **changes)
+        for key in config.unused().intersection(changes):
+            raise ValueError(f"modes: {key} in {name!r} has no effect there: leave it out")
+        if config.prefetch == "oracle":
+            raise ValueError(
+                f"modes: {name!r}: an oracle needs a trace (moelab.lab.experiments.prefetch); "
+                "expected none or lookahead"
+            )
+        configs[name] = config
+    return configs
+
+
+def _parse_fields(name, settings):
+    """The fields of ``StreamConfig`` that follow a mode's slashes."""
+    known = sorted(OPTIONS.keys() - {"mode"})
+    changes = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        where = f"modes: {setting!r} in {name!r}"
+        if key not in known or not value:
+            raise ValueError(
+                f"{where}, expected FIELD=VALUE with a field of StreamConfig ({', '.join(known)})"
+            )
+        if key in changes:
+            raise ValueError(f"modes: expected each field once, {key} is there twice in {name!r}")
+        if OPTIONS[key].bounds and value != OPTIONS[key].default:
+            if not value.isdecimal():
+                raise ValueError(f"{where}, expected a whole number")
+            value = int(value)
+        changes[key] = value
+    return changes

@@ -1,0 +1,68 @@
+"""python -m moelab.lab NAME: scripts that make a record or pages.
+
+Each is a module of the lab whose ``main`` takes the words that follow the name, and returns the
+exit status or None. Only the module of the script that was given is imported. Exit status: 1 for an
+error, 2 for a wrong command line.
+"""
+
+import argparse
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+
+SCRIPTS = {  # name: its module, what it does
+    "call": ("limit", "a function in this process, for ranks and memory limits"),
+    "crowd": ("experiments.crowd", "many requests at once for a server with little memory"),
+    "kernels": ("experiments.kernels", "the fast kernels beside MLX's: products, texts"),
+    "pages": ("plots.pages", "run the notebooks and write an HTML page for each"),
+    "ranks": ("experiments.ranks", "experts divided over ranks of this machine"),
+    "soak": ("experiments.soak", "a server at work for long"),
+    "start-here": ("experiments.start_here", "the runs of notebook 00"),
+    "workload": ("experiments.workload", "sampled answers, with a draft and without"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one script.
+
+    Args:
+        argv (list[str]): The words after ``python -m moelab.lab``. Default: this process's.
+
+    Returns:
+        int: The exit status.
+    """
+    try:
+        run, words = parse(sys.argv[1:] if argv is None else argv)
+        return run(*words) or 0
+    except (ModuleNotFoundError, OSError, ValueError) as error:
+        print(f"moelab.lab: {error}", file=sys.stderr)
+        return 1
+
+
+def parse(argv: list[str]) -> tuple[Callable[..., int | None], list[str]]:
+    """The ``main`` of a script, and its words."""
+    parser = argparse.ArgumentParser(
+        prog="python -m moelab.lab", description="Scripts that make a record or pages."
+    )
+    scripts = parser.add_subparsers(required=True, metavar="NAME")
+    for name, (module_name, help_text) in SCRIPTS.items():
+        script = scripts.add_parser(
+            name, help=help_text, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if name in argv[:1]:
+            module = importlib.import_module(f"{__package__}.{module_name}")
+            script.description = module.__doc__
+            script.set_defaults(run=module.main)
+            for word in inspect.signature(module.main).parameters.values():
+                nargs = "*" if word.kind is word.VAR_POSITIONAL else None
+                script.add_argument(word.name, metavar=word.name.upper(), nargs=nargs, default=[])
+    given = vars(parser.parse_args(argv))
+    run, words = given.pop("run"), []
+    for value in given.values():
+        words += value if isinstance(value, list) else [value]
+    return run, words
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""How a prompt becomes the text and the tokens that a model reads."""
+
+from dataclasses import dataclass
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .checkpoint import describe
+
+
+@dataclass(frozen=True)
+class Template:
+    """How a prompt becomes the text that a model reads, as ``mlx_lm.generate`` does it.
+
+    Attributes:
+        ignore (bool): The prompt as it is, without the tokenizer's chat template.
+        system_prompt (str or None): A message before it.
+        prefill_response (str or None): How the answer begins.
+        config (dict or None): More arguments of the template.
+    """
+
+    ignore: bool = False
+    system_prompt: str | None = None
+    prefill_response: str | None = None
+    config: dict | None = None
+
+    def applies(self, tokenizer: TokenizerWrapper) -> bool:
+        """Whether there is a template to apply."""
+        return tokenizer.has_chat_template and not self.ignore
+
+    def text(self, tokenizer: TokenizerWrapper, prompt: str) -> str:
+        """What the model reads."""
+        if not self.applies(tokenizer):
+            return prompt
+        prefill = self.prefill_response is not None
+        messages = [
+            {"role": role, "content": content}
+            for role, content in (
+                ("system", self.system_prompt),
+                ("user", prompt),
+                ("assistant", self.prefill_response),
+            )
+            if content is not None
+        ]
+        return render(
+            tokenizer,
+            messages,
+            self.config,
+            continue_final_message=prefill,
+            add_generation_prompt=not prefill,
+        )
+
+    def text_after(self, tokenizer: TokenizerWrapper, prompt: str) -> str:
+        """What the model reads of it where a cache has the message's beginning."""
+        text, mark = self.text(tokenizer, prompt), "<query>"
+        before, found, _ = self.text(tokenizer, mark).partition(mark)
+        if not found:
+            raise ValueError(
+                "chat template: expected one that writes a message as it is, this one changes it, "
+                "so the prompt cannot go on from a prompt cache file."
+            )
+        return text[len(before) :]
+
+
+def render(
+    tokenizer: TokenizerWrapper, messages: list[dict], config: dict | None = None, **options: bool
+) -> str:
+    """The text that the tokenizer's chat template makes of messages.
+
+    Args:
+        tokenizer (TokenizerWrapper): The model's.
+        messages (list[dict]): With ``role`` and ``content``.
+        config (dict or None): A user's arguments of the template.
+        options (bool): Arguments of ``apply_chat_template``.
+
+    Raises:
+        ValueError: If the template refuses them, as some do a system prompt.
+    """
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options, **config or {})
+    except Exception as error:  # whatever a template or its arguments raise
+        given = f" with {', '.join(config)}" if config else ""
+        raise ValueError(
+            f"chat template of the tokenizer: expected one for messages of "
+            f"{', '.join(m['role'] for m in messages)}{given}, it fails: {describe(error)}. Leave "
+            "out what it does not take."
+        ) from error
+
+
+def encode(tokenizer: TokenizerWrapper, text: str, special: bool = True) -> list[int]:
+    """The tokens of a prompt, of which there must be some.
+
+    Args:
+        tokenizer (TokenizerWrapper): The model's.
+        text (str): The prompt.
+        special (bool): Whether to add the tokens that the tokenizer begins a text with.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    ids = tokenizer.encode(text, **({} if special else {"add_special_tokens": False}))
+    if not len(ids):
+        raise ValueError(
+            f"prompt {text!r}: expected a text of at least one token, the tokenizer made none. "
+            "Give another."
+        )
+    return ids

@@ -1,0 +1,69 @@
+"""python -m moelab.lab: each script is found, says its words, and gets them."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from moelab import DATA
+from moelab.lab.__main__ import SCRIPTS, main
+from moelab.lab.experiments import workload
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_says_its_words(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([name, "--help"])
+    usage = capsys.readouterr().out.partition("\n\n")[0]
+    assert stop.value.code == 0 and f"python -m moelab.lab {name}" in usage
+    assert len(re.findall(r"\b[A-Z]{2,}\b", usage)) >= 1
+
+
+def test_words_arrive(monkeypatch):
+    seen = []
+    monkeypatch.setattr(workload, "measure", lambda *args, keep: seen.append(args))
+    assert main(["workload", "o.json", "M", "175", "lookup", "D=4"]) == 0
+    assert main(["workload", "o.json", "M", "175"]) == 0
+    assert seen == [("M", 175_000_000, ("lookup", "D=4")), ("M", 175_000_000, ())]
+
+
+@pytest.mark.parametrize("words", [[], ["nonsense"], ["soak"], ["soak", "o.json", "more"]])
+def test_words_that_cannot_be(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2 and "usage: python -m moelab.lab" in capsys.readouterr().err
+
+
+def test_the_page_of_records_names_scripts_that_are_there():
+    page = (DATA / "results" / "README.md").read_text()
+    named = set(re.findall(r"python -m moelab\.lab ([\w-]+)", page))
+    assert named and named <= set(SCRIPTS)
+
+
+def test_help_imports_no_script():
+    code = (
+        "import sys\n"
+        "from moelab.lab.__main__ import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print('mlx.core' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr == "False\n" and all(name in done.stdout for name in SCRIPTS)
+
+
+@pytest.mark.parametrize("missing", ["plotly", "ipywidgets", "anywidget", "nbconvert", "IPython"])
+def test_a_missing_extra_is_one_clear_error(missing):
+    code = (
+        f"import sys\nsys.modules[{missing!r}] = None\n"
+        "from moelab.lab.__main__ import main\n"
+        "code = main(['pages', 'notebooks', 'build'])\n"
+        "try: import moelab.lab.figures.ladder\n"
+        "except ModuleNotFoundError as error: print(error)\n"
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said = f"need {missing}, found no such package: pip install 'moelab[lab]'\n"
+    assert done.returncode == 1 and done.stdout.endswith(said) and done.stderr.endswith(said)
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,56 @@
+"""moelab where only the wheel is: no ``data/``, and no package of the extra ``lab``."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moelab
+from moelab import shipped, synthesize
+from moelab.lab import records
+from moelab.lab.__main__ import main
+from moelab.replay import locality
+
+LAB = (
+    *("IPython", "anywidget", "ipywidgets", "jupyter_core", "jupyterlab"),
+    *("nbconvert", "nbformat", "plotly"),
+)
+COMMANDS = f"""
+import sys
+sys.modules |= dict.fromkeys({LAB})
+from moelab.__main__ import COMMANDS, main
+for command in COMMANDS:
+    try:
+        main([command, "--help"])
+    except SystemExit as stop:
+        assert stop.code == 0, command
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_commands_without_the_extra(model_path, tmp_path):
+    generate = ["generate", str(model_path), "--prompt", "def f(x):", "--max-tokens", "2"]
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS, *generate],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(moelab.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "tok/s, 2 tokens" in done.stdout, done.stderr
+
+
+def test_what_data_has_is_said_to_be_in_the_repository(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(shipped, "DATA", tmp_path / "data")
+    for ask in (
+        lambda: records.recorded("cpu_bench"),
+        lambda: locality.recorded_trace("code"),
+        lambda: synthesize.synthesize(tmp_path / "m", layers=4),
+    ):
+        with pytest.raises(FileNotFoundError, match="^data/.* no data/. Clone its repository"):
+            ask()
+    assert main(["start-here", str(tmp_path / "r.json")]) == 1
+    assert capsys.readouterr().err.startswith("moelab.lab: data/models/tiny-moe: not there")
+    assert not list(tmp_path.iterdir())
