@@ -44,7 +44,7 @@ def reads(
                 mine = [[e for e in needed if owners[layer, e] == r] for r in range(ranks)]
             for rank, table in enumerate(tables):
                 for wave in table.waves(mine[rank]):
-                    misses = table.plan(wave)[1]
+                    misses = table.choose(wave)[1]
                     table.commit(misses)
                     found[t, layer, rank] += len(misses)
     return found

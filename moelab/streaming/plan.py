@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,7 +24,7 @@ from ..memory import memory_in_cgroups, memory_on_gpu
 from .build import activation_dtype, build_model, stays_resident
 from .config import SLOT_MODES, StreamConfig
 from .ranks import Ranks
-from .residency.bank import can_lend
+from .residency.bank import can_empty
 
 # What a process takes beside its arrays once it has loaded a model and computed a prompt
 # (tokenizer, libraries' pages, freed memory that is kept, kernels). The four layers of notebook 03
@@ -58,6 +59,10 @@ BLOCK_VALUES, STREAM_VALUES, BLOCK_COPIES = 16, 8, 3
 LINEARS = (nn.Linear, nn.QuantizedLinear)
 # What an expert from the page cache costs, of one from the SSD: 0.22 in the sweeps of notebook 03.
 COPY_COST = 0.25
+# Why there are so many slots.
+ALL, RESIDENT_FITS = "every expert", " (mode='resident' fits, too)"
+FEW = "few (the page cache holds more experts in the rest)"
+NEARLY_ALL = "nearly all of the memory (half of it would be slowest)"
 
 
 @dataclass(frozen=True)
@@ -207,96 +212,151 @@ def plan_of(
         top_k (int): K.
         ranks (Ranks or None): Those that divide the experts: the slots are for this one's.
     """
-    backbone, resident, experts = sizes_of(model, config)
-    backbone += resident
-    modules = [module for _, module in expert_modules(model)]
-    slot, E, L = sum(experts), max(map(num_experts, modules)), len(modules)
-    held = int(ranks.owned(E).sum()) if ranks else E
-    least = min(top_k, held)
-    caches, largest_state, words = _caches(model, checkpoint, config.context)
+    needs = _needs(model, checkpoint, config, top_k, ranks)
     memory, system = _memory() if config.memory_nbytes is None else (config.memory_nbytes, 0)
     memory = max(0, memory)
-    per_token = _prompt_nbytes(model, checkpoint, config, top_k, largest_state)
-    logits = 0
-    if config.kernels == "fast":  # which compute them at once: they and a copy
-        logits = 2 * words * activation_dtype(model).size
-        per_token = max(per_token, 0 if config.lazy_logits else logits)
-        logits *= FEW_LOGITS if config.lazy_logits else 0
-    process = GPU_NBYTES if mx.cuda.is_available() else PROCESS_NBYTES
-    room = memory - backbone - caches - config.reserved_nbytes - process - least * slot
-    lends = can_lend()
-    budget = max(memory // PROMPT_SHARE, FEW_PROMPT_TOKENS * per_token)
-    budget = room * 7 // 8 if lends else min(budget, room // 2)
-    if lends:
-        budget -= min(budget // (MORE_SHARE + 1), MORE_NBYTES)
-    tokens = max(LEAST_PROMPT_TOKENS, budget // per_token)
-    tokens = min(tokens, PROMPT_TOKENS, config.context)
-    prompt = _arrays_nbytes(tokens, per_token, logits)
-    if lends:
-        prompt += min(prompt // MORE_SHARE, MORE_NBYTES)
+    tokens = _prompt_tokens(needs, memory, config.context)
+    prompt = _prompt_nbytes(needs, tokens)
     parts = {
-        "backbone": backbone,
-        f"caches of {config.context} tokens": caches,
+        "backbone": needs.backbone,
+        f"caches of {config.context} tokens": needs.caches,
         f"prompt by {tokens}": prompt,
-        "process": process,
+        "process": needs.process,
     }
-    if config.reserved_nbytes:
-        parts["reserved"] = config.reserved_nbytes
-    free = memory - sum(parts.values())
+    if needs.reserved:
+        parts["reserved"] = needs.reserved
     listed = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in parts.items())
     left = f" ({_size(system)} more left to the system)" if system else ""
-    if free < least * slot:
+    free, least, L = memory - sum(parts.values()), needs.least, len(needs.experts)
+    if free < least * needs.slot:
         raise ValueError(
             f"{checkpoint.path}: expected at least "
-            f"{_size(sum(parts.values()) + least * slot)} of memory ({listed}, {least} slots "
-            f"in each of {L} layers {_size(least * slot)}), got {_size(memory)}{left}. Close other "
-            "programs or raise the limit, set a shorter context or a lower top_k, or take a "
+            f"{_size(sum(parts.values()) + least * needs.slot)} of memory ({listed}, {least} slots "
+            f"in each of {L} layers {_size(least * needs.slot)}), got {_size(memory)}{left}. Close "
+            "other programs or raise the limit, set a shorter context or a lower top_k, or take a "
             "smaller model."
         )
-    prompt_slots = min(held, free // slot)
-    if lends:
-        free += max(0, prompt - min(tokens, FEW_TOKENS) * per_token - logits)
-    slots, why = min(held, free // slot), "nearly all of the memory (half of it would be slowest)"
-    if slots == held:
-        why = "every expert of this rank" if ranks else "every expert"
-        why += " (mode='resident' fits, too)" if slots == prompt_slots and not ranks else ""
-    elif not mx.cuda.is_available():  # there the page cache is in another memory
-        pages = (free - least * slot) / (checkpoint.nbytes * held / E)
-        if slots / held < (1 - COPY_COST) * pages:
-            slots = prompt_slots = least
-            why = "few (the page cache holds more experts in the rest)"
+    lent = max(0, prompt - min(tokens, FEW_TOKENS) * needs.token - needs.logits)
+    slots, prompt_slots, why = _slots(needs, free, lent if can_empty() else 0)
     # A limit of the caller's says nothing about the page cache.
-    direct = lends and config.memory_nbytes is None and least < slots < held
-    pages = system + process + prompt - (slots - prompt_slots) * slot  # while it decodes
-    direct = direct and pages < 2 * slots * slot
+    direct = can_empty() and config.memory_nbytes is None and least < slots < needs.held
+    lent = (slots - prompt_slots) * needs.slot
+    pages = system + needs.process + prompt - lent  # while it decodes
     reason = (
-        f"slots={slots} of {held} in each of {L} layers: {why}. {_size(memory)} available{left}: "
-        f"{listed}, slots {_size(slots * slot)}"
+        f"slots={slots} of {needs.held} in each of {L} layers: {why}. {_size(memory)} "
+        f"available{left}: {listed}, slots {_size(slots * needs.slot)}"
     )
-    if slots > prompt_slots:
-        reason += f" ({_size((slots - prompt_slots) * slot)} of it lent to a prompt)"
+    if lent:
+        reason += f" ({_size(lent)} of it lent to a prompt)"
     return Plan(
         config=replace(config, slots=slots),
         slots=slots,
         prompt_slots=prompt_slots,
         num_layers=L,
-        num_experts=E,
+        num_experts=needs.num_experts,
         top_k=top_k,
         memory_nbytes=memory,
         system_nbytes=system,
-        process_nbytes=process,
-        backbone_nbytes=backbone,
-        caches_nbytes=caches,
+        process_nbytes=needs.process,
+        backbone_nbytes=needs.backbone,
+        caches_nbytes=needs.caches,
         prompt_nbytes=prompt,
-        token_nbytes=per_token,
-        logits_nbytes=logits,
-        reserved_nbytes=config.reserved_nbytes,
-        expert_nbytes=tuple(experts),
+        token_nbytes=needs.token,
+        logits_nbytes=needs.logits,
+        reserved_nbytes=needs.reserved,
+        expert_nbytes=tuple(needs.experts),
         context=config.context,
         prompt_tokens=tokens,
-        direct=direct,
+        direct=direct and pages < 2 * slots * needs.slot,
         reason=reason,
     )
+
+
+class _Needs(NamedTuple):
+    """What a model needs in memory whatever its slots are. In bytes, but the last three."""
+
+    backbone: int  # everything but the slots that stays in memory
+    caches: int  # of the context
+    process: int
+    reserved: int
+    token: int  # for computing one token of a prompt
+    logits: int  # that are computed at once, beside that
+    experts: list[int]  # one expert of each layer in its slot
+    disk: float  # the part of the checkpoint that is read here
+    num_experts: int  # E
+    held: int  # experts of a layer that this rank holds: E without ranks
+    least: int  # slots without which a token cannot be computed
+
+    @property
+    def slot(self):
+        """One slot in each layer."""
+        return sum(self.experts)
+
+
+def _needs(model, checkpoint, config, top_k, ranks):
+    backbone, resident, experts = sizes_of(model, config)
+    E = max(num_experts(module) for _, module in expert_modules(model))
+    held = int(ranks.owned(E).sum()) if ranks else E
+    caches, largest_state, words = _caches(model, checkpoint, config.context)
+    token = _token_nbytes(model, checkpoint, config, top_k, largest_state)
+    logits = 0
+    if config.kernels == "fast":  # which compute them at once: they and a copy
+        logits = 2 * words * activation_dtype(model).size
+        token = max(token, 0 if config.lazy_logits else logits)
+        logits *= FEW_LOGITS if config.lazy_logits else 0
+    return _Needs(
+        backbone + resident,
+        caches,
+        GPU_NBYTES if mx.cuda.is_available() else PROCESS_NBYTES,
+        config.reserved_nbytes,
+        token,
+        logits,
+        experts,
+        checkpoint.nbytes * held / E,
+        E,
+        held,
+        min(top_k, held),
+    )
+
+
+def _prompt_tokens(needs, memory, context):
+    """How many tokens of a prompt are computed at once."""
+    fixed = needs.backbone + needs.caches + needs.reserved + needs.process
+    room = memory - fixed - needs.least * needs.slot
+    if can_empty():  # slots lend their memory
+        most = room * 7 // 8
+        most -= min(most // (MORE_SHARE + 1), MORE_NBYTES)
+    else:
+        most = max(memory // PROMPT_SHARE, FEW_PROMPT_TOKENS * needs.token)
+        most = min(most, room // 2)
+    return min(max(LEAST_PROMPT_TOKENS, most // needs.token), PROMPT_TOKENS, context)
+
+
+def _prompt_nbytes(needs, tokens):
+    """What so many tokens take that are computed at once."""
+    prompt = _arrays_nbytes(tokens, needs.token, needs.logits)
+    return prompt + (min(prompt // MORE_SHARE, MORE_NBYTES) if can_empty() else 0)
+
+
+def _slots(needs, free, lent):
+    """Slots, those that are left while a prompt is computed, and why.
+
+    Args:
+        needs (_Needs): Of the model.
+        free (int): Bytes that nothing else needs while a prompt is computed.
+        lent (int): Bytes that slots have back while it decodes.
+    """
+    prompt_slots = min(needs.held, free // needs.slot)
+    slots = min(needs.held, (free + lent) // needs.slot)
+    if slots == needs.held:
+        if needs.held < needs.num_experts:
+            return slots, prompt_slots, f"{ALL} of this rank"
+        return slots, prompt_slots, ALL + (RESIDENT_FITS if slots == prompt_slots else "")
+    if not mx.cuda.is_available():  # there the page cache is in another memory
+        pages = (free + lent - needs.least * needs.slot) / needs.disk
+        if slots / needs.held < (1 - COPY_COST) * pages:
+            return needs.least, needs.least, FEW
+    return slots, prompt_slots, NEARLY_ALL
 
 
 def sizes_of(model: nn.Module, config: StreamConfig) -> tuple[int, int, list[int]]:
@@ -400,7 +460,7 @@ def _grown(cache, context):
     return cache.nbytes
 
 
-def _prompt_nbytes(model, checkpoint, config, top_k, state_nbytes):
+def _token_nbytes(model, checkpoint, config, top_k, state_nbytes):
     """Bytes for each token of those that are computed at once, by the layer that takes most.
 
     Without their logits.

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from .heap import return_free_memory
 from .plan import BESIDE_NBYTES, FEW_TOKENS, LEAST_PROMPT_TOKENS, Plan, memory_now
-from .residency.bank import can_lend
+from .residency.bank import can_empty
 from .residency.residency import Residency
 
 LOOK_S = 0.05  # from one look at the memory that is left to the next, which takes 0.2 ms
@@ -63,7 +63,7 @@ class Room:
         """Set how many slots are in use in a call that begins, by the memory that there is now.
 
         Slots lend their memory to a prompt, and use it again after it. Where memory got short
-        since ``plan`` chose them, slots are given back; where ``can_lend``, they are used again
+        since ``plan`` chose them, slots are given back; where ``can_empty``, they are used again
         once there is memory for them.
 
         Args:
@@ -96,7 +96,7 @@ class Room:
             return_free_memory()
             room, _ = memory_now()
         # Where slots cannot lend, what a prompt needs stays free of them.
-        self._keep(self._fitting(needs(1 if can_lend() else step) + RESERVE_NBYTES, room))
+        self._keep(self._fitting(needs(1 if can_empty() else step) + RESERVE_NBYTES, room))
         fitting = self._fitting(taken, room)
         self._use(max(self._least, min(self.slots, slots, fitting)))
         if fitting >= self._least:
@@ -120,7 +120,7 @@ class Room:
 
     def _keep(self, fitting):
         """Set how many slots there are from now on, by how many fit."""
-        slots, most = self.slots, self._plan.slots if can_lend() else self.slots
+        slots, most = self.slots, self._plan.slots if can_empty() else self.slots
         more = fitting - -(-BESIDE_NBYTES // sum(self._plan.expert_nbytes))  # so that it stays so
         kept = max(self._least, min(most, fitting if fitting < slots else max(slots, more)))
         self.slots = kept
@@ -167,7 +167,12 @@ class Room:
             MemoryError: If there is too little even with K slots in each layer.
         """
         now = perf_counter()
-        if self._plan is None or self._tokens <= FEW_TOKENS or now < self._look_s or not can_lend():
+        if (
+            self._plan is None
+            or self._tokens <= FEW_TOKENS
+            or now < self._look_s
+            or not can_empty()
+        ):
             return
         self._look_s = now + LOOK_S
         nbytes = int(IN_LAYER_SHARE * self._tokens * self._plan.token_nbytes)

@@ -38,7 +38,7 @@ def misses(rows, slots):
     for row in rows.tolist():
         out.append(0)
         for table, experts in zip(tables, row):
-            _, missing = table.plan(experts)
+            _, missing = table.choose(experts)
             table.commit(missing)
             out[-1] += len(missing)
     return out

@@ -34,7 +34,7 @@ def hits_of_the_engine(trace, S, policy):
     for layer in range(3):
         table = SlotTable(S, policy)
         for i, need in enumerate(trace.experts[:, layer].tolist()):
-            hits, misses = table.plan(need)
+            hits, misses = table.choose(need)
             table.commit(misses)
             out[i, layer] = [e in hits for e in need]
     return out
@@ -207,8 +207,8 @@ def test_a_policy_is_added_in_one_line(monkeypatch, random_tiny_moe):
 
     table = SlotTable(3, "mfu")
     for experts in ([0], [1], [1], [2]):
-        table.commit(table.plan(experts)[1])
-    assert table.lend(1, {}) and set(table.slot_of) == {0, 2}, "1 was used most"
+        table.commit(table.choose(experts)[1])
+    assert table.set_aside(1, {}) and set(table.slot_of) == {0, 2}, "1 was used most"
 
     args = parse(["generate", "M", "--prompt", "x", "--slots", "14", "--policy", "mfu"])
     found = mode_given(args)

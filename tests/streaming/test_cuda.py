@@ -381,7 +381,7 @@ def test_a_call_that_fails_forgets_what_the_gpus_slots_hold(path, runtime, want,
 def test_slots_that_are_given_back_are_filled_from_the_hosts_memory(
     path, runtime, want, monkeypatch
 ):
-    monkeypatch.setattr(layer_slots, "can_lend", lambda: False)
+    monkeypatch.setattr(layer_slots, "can_empty", lambda: False)
     with uploading(path, slots=3 * K, source="host") as model:
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
         session_of(model).residency.resize(K)

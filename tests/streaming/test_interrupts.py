@@ -129,15 +129,15 @@ def test_a_table_is_whole_again_after_any_line():
     """SlotTable alone: an interrupt before any line of a call, then ``recover``."""
     for n in range(1, 60):
         table = SlotTable(3)
-        table.commit(table.plan([0, 1, 2])[1])
+        table.commit(table.choose([0, 1, 2])[1])
         with Interrupt(n):
             try:
-                table.commit(table.plan([1, 5])[1])
+                table.commit(table.choose([1, 5])[1])
                 table.release(table.reserve([6, 7]).values())
             except KeyboardInterrupt:
                 pass
         table.recover()
         assert sorted([*table.slot_of.values(), *table._free]) == [0, 1, 2]
-        _, misses = table.plan([8, 9, 10])
+        _, misses = table.choose([8, 9, 10])
         table.commit(misses)
         assert set(table.slot_of) == {8, 9, 10}

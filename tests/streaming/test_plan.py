@@ -24,7 +24,7 @@ from moelab.streaming import model as models
 from moelab.streaming import plan as plans
 from moelab.streaming.model import load_model
 from moelab.streaming.plan import FEW_LOGITS, FEW_TOKENS
-from moelab.streaming.residency.bank import can_lend
+from moelab.streaming.residency.bank import can_empty
 from moelab.streaming.room import RESERVE_NBYTES
 from moelab.streaming.session import session_of
 
@@ -159,7 +159,7 @@ def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
         assert lengths == [15, 15, 150]
 
 
-@pytest.mark.skipif(not can_lend(), reason="MADV_DONTNEED is Linux's")
+@pytest.mark.skipif(not can_empty(), reason="MADV_DONTNEED is Linux's")
 @pytest.mark.parametrize("settings", [{}, {"prefetch": "lookahead"}, {"policy": "lfu"}])
 def test_slots_lend_their_memory_to_a_prompt(settings):
     """While prompts are computed the last slots are not used; the text stays the same.
@@ -198,7 +198,7 @@ def test_slots_lend_their_memory_to_a_prompt(settings):
         assert few <= max(slot for _, slot in used) < many
 
 
-@pytest.mark.skipif(not can_lend(), reason="O_DIRECT is Linux's")
+@pytest.mark.skipif(not can_empty(), reason="O_DIRECT is Linux's")
 def test_the_page_cache_is_left_out_where_it_has_no_room(monkeypatch):
     """Not if the caller names the memory, if few slots leave it room, or if the system has more."""
     monkeypatch.setattr(plans, "PROCESS_NBYTES", MB)
@@ -209,7 +209,7 @@ def test_the_page_cache_is_left_out_where_it_has_no_room(monkeypatch):
     assert not moelab.plan(TINY_MOE, memory_nbytes=50 * MB).direct
 
 
-@pytest.mark.skipif(not can_lend(), reason="O_DIRECT is Linux's")
+@pytest.mark.skipif(not can_empty(), reason="O_DIRECT is Linux's")
 @pytest.mark.parametrize("prefetch", ["none", "lookahead"])
 def test_text_is_the_same_past_the_page_cache(prefetch, monkeypatch):
     """The slots that a prompt needs are filled while the layers before it are computed."""
@@ -227,7 +227,7 @@ def test_text_is_the_same_past_the_page_cache(prefetch, monkeypatch):
             assert prefill.prefetch_used > 0
 
 
-@pytest.mark.skipif(not can_lend(), reason="MADV_DONTNEED is Linux's")
+@pytest.mark.skipif(not can_empty(), reason="MADV_DONTNEED is Linux's")
 def test_an_empty_slot_has_no_memory_and_can_be_written_again():
     with load_model(TINY_MOE, moelab.StreamConfig(slots=40))[0] as model:
         bank = session_of(model).layers[0].slots.bank
@@ -386,8 +386,8 @@ def test_slots_are_given_back_when_memory_gets_short(prefetch, room):
         lines = [str(w.message) for w in said if w.category is RuntimeWarning]
         assert "slots 64 -> " in lines[0] and "-> 8 in each layer" in lines[-1]
         text(64, 200 * MB)
-        assert used[-1] == (64 if can_lend() else 8)
-        assert can_lend() or before - mx.get_active_memory() >= 50 * slots
+        assert used[-1] == (64 if can_empty() else 8)
+        assert can_empty() or before - mx.get_active_memory() >= 50 * slots
 
 
 def test_slots_are_given_back_in_a_pass_over_drafts(room):
@@ -399,7 +399,7 @@ def test_slots_are_given_back_in_a_pass_over_drafts(room):
         assert session_of(model).config.slots == 8
 
 
-@pytest.mark.skipif(not can_lend(), reason="MADV_DONTNEED is Linux's")
+@pytest.mark.skipif(not can_empty(), reason="MADV_DONTNEED is Linux's")
 def test_a_prompt_gets_along_with_less_memory(room, monkeypatch):
     """With fewer slots, then in smaller parts, then between two layers; else it is refused."""
     prompt = mx.array([[(31 * i + 5) % 96 for i in range(500)]])

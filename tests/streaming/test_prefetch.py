@@ -181,7 +181,7 @@ def test_reserved_slots(data, slots, policy):
             assert held & set(experts) <= set(table.slot_of)
             assert not set(reserved) & set(table.slot_of)
         elif len(experts) + len(reserved) <= slots:
-            _, misses = table.plan(experts)
+            _, misses = table.choose(experts)
             assert not set(misses.values()) & set(reserved.values())
             table.commit(misses)
         for e in list(reserved):

@@ -58,7 +58,7 @@ def test_slot_table_never_lies(history):
         before = dict(table.slot_of)
         if len(experts) > S:
             with pytest.raises(ValueError, match=f"at most {S} experts .*got {len(experts)}"):
-                table.plan(experts)
+                table.choose(experts)
             assert table.slot_of == before, "a refused call changes nothing"
             left = [e for wave in table.waves(experts) for e in wave]
             assert sorted(left) == sorted(experts) and all(
@@ -69,7 +69,7 @@ def test_slot_table_never_lies(history):
             ), "those held come first"
             continue
         assert table.fits(experts) and len(table.waves(experts)) == bool(experts)
-        hits, misses = table.plan(experts)
+        hits, misses = table.choose(experts)
         assert set(hits) | set(misses) == set(experts) and not set(hits) & set(misses)
         assert hits == {e: s for e, s in before.items() if e in experts}, (
             "what was held is a hit, in its own slot: never evicted, never read again"
@@ -103,7 +103,7 @@ CALLS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True
 def test_lru_evicts_the_least_recently_used(S, calls):
     table, recent = SlotTable(S, "lru"), []  # recent: a plain list, oldest first
     for experts in (c[:S] for c in calls):
-        hits, misses = table.plan(experts)
+        hits, misses = table.choose(experts)
         assert set(hits) == set(experts) & set(recent[-S:])
         table.commit(misses)
         # hits become the most recent before the misses are added
@@ -118,7 +118,7 @@ def test_lfu_evicts_the_least_often_used(S, calls):
     table, uses = SlotTable(S, "lfu"), {}
     for experts in (c[:S] for c in calls):
         held = set(table.slot_of)
-        _, misses = table.plan(experts)
+        _, misses = table.choose(experts)
         for e in experts:
             uses[e] = uses.get(e, 0) + 1
         table.commit(misses)
@@ -131,16 +131,16 @@ def test_lfu_evicts_the_least_often_used(S, calls):
 def test_what_is_busy_is_neither_evicted_nor_overwritten(policy, size, experts):
     """Plans of a few experts each, of which two are being read or are not computed yet."""
     table, busy, later = SlotTable(6, policy), [], list(experts)
-    table.commit(table.plan(later[:4])[1])
+    table.commit(table.choose(later[:4])[1])
     while later:
         of = {e: slot for part in busy for e, slot in part.items()}
-        hits, misses = table.plan(later[:size], of)
+        hits, misses = table.choose(later[:size], of)
         assert not set(misses.values()) & set(of.values())
         assert all(table.slot_of.get(e, slot) == slot for e, slot in of.items())
         busy.append(hits | misses)
         of |= busy[-1]
         held, num = list(table.slot_of), len(later) % 4
-        lent = table.lend(num, of)  # to another layer
+        lent = table.set_aside(num, of)  # to another layer
         assert len(set(lent)) == min(num, 6 - len(of)) and not set(lent) & set(of.values())
         evicted = [e for e in held if e not in table.slot_of]
         assert evicted == [e for e in held if e not in of][: len(evicted)]
@@ -151,7 +151,7 @@ def test_what_is_busy_is_neither_evicted_nor_overwritten(policy, size, experts):
             table.commit(arrived)
             assert arrived.items() <= table.slot_of.items()
     with pytest.raises(ValueError, match="expected at most 1 experts"):
-        table.plan([20, 21], dict(zip(range(30, 35), range(5))))
+        table.choose([20, 21], dict(zip(range(30, 35), range(5))))
 
 
 @FEW
@@ -161,9 +161,9 @@ def test_slots_are_lent_by_the_policy(policy, calls, num):
     tables = planned, lent = SlotTable(5, policy), SlotTable(5, policy)
     for experts in calls:
         for table in tables:
-            table.commit(table.plan(experts)[1])
-    planned.plan([*range(10, 10 + num)])
-    lent.lend(num, {})
+            table.commit(table.choose(experts)[1])
+    planned.choose([*range(10, 10 + num)])
+    lent.set_aside(num, {})
     assert planned.slot_of == lent.slot_of
 
 

@@ -280,7 +280,7 @@ class SlotBank:
         return parts
 
 
-def can_lend() -> bool:
+def can_empty() -> bool:
     """Whether slots can return their memory to the system and take it again (``empty``)."""
     return sys.platform == "linux" and mx.default_device() == mx.cpu
 

@@ -8,7 +8,7 @@ import numpy as np
 from ..counters import Counting
 from ..gpu.cuda import BLOCK_NBYTES, MAX_COPIES, NUM_BLOCKS, Begun
 from ..reading.reader import Reader
-from .bank import SlotBank, can_lend
+from .bank import SlotBank, can_empty
 from .table import SlotTable
 
 # Bytes. With overlap, experts are computed in parts of about this size as they arrive.
@@ -100,7 +100,7 @@ class LayerSlots:
         Args:
             slots (int): At most as many as were taken.
         """
-        if not can_lend():
+        if not can_empty():
             return self._take(slots)
         self.job, self.fills = None, []
         self.table.resize(min(slots, self.bank.num_slots))
@@ -122,15 +122,15 @@ class LayerSlots:
         """Those of the experts that are this rank's."""
         return [e for e in experts if self.owned is None or self.owned[e]]
 
-    def plan(self, needed, busy=None):
-        """As ``SlotTable.plan``, counted."""
-        hits, misses = self.table.plan(needed, busy)
+    def choose(self, needed, busy=None):
+        """As ``SlotTable.choose``, counted."""
+        hits, misses = self.table.choose(needed, busy)
         self._counting.now.hits += len(hits)
         self._counting.now.misses += len(misses)
         return hits, misses
 
     def begin(self, misses: dict[int, int]) -> list[Future] | Begun:
-        """Begin to read experts into the slots that ``plan`` chose for them."""
+        """Begin to read experts into the slots that ``choose`` gave for them."""
         if self.host is not None:
             return self.host.start(misses)
         with self._counting.waiting():
@@ -145,7 +145,7 @@ class LayerSlots:
         self.table.commit(misses)
 
     def read(self, misses: dict[int, int]) -> None:
-        """Read experts into the slots that ``plan`` chose for them."""
+        """Read experts into the slots that ``choose`` gave for them."""
         if misses:
             self.finish(misses, self.begin(misses))
 

@@ -32,9 +32,9 @@ GPU_POLICIES = ("lru",)
 class SlotTable:
     """Which expert is in which slot of one layer.
 
-    Use it in three steps: ``hits, misses = table.plan(experts)``, read the missing experts into
-    the slots that it names, ``table.commit(misses)``. ``plan`` forgets the experts that it evicts,
-    so a read that fails leaves their slots free and all other experts where they were.
+    Use it in three steps: ``hits, misses = table.choose(experts)``, read the missing experts into
+    the slots that it names, ``table.commit(misses)``. ``choose`` forgets the experts that it
+    evicts, so a read that fails leaves their slots free and all other experts where they were.
 
     Args:
         num_slots (int): S.
@@ -76,19 +76,19 @@ class SlotTable:
             experts (list[int]): Distinct.
 
         Returns:
-            list[list[int]]: The experts of each wave, for one ``plan`` after another.
+            list[list[int]]: The experts of each wave, for one ``choose`` after another.
         """
         experts = sorted(experts, key=lambda e: e not in self.slot_of)
         return [experts[i : i + self.num_slots] for i in range(0, len(experts), self.num_slots)]
 
-    def plan(
+    def choose(
         self, experts: list[int], busy: Mapping[int, int] | None = None
     ) -> tuple[dict[int, int], dict[int, int]]:
         """Choose slots for the experts of one call.
 
         Args:
             experts (list[int]): The distinct experts needed, at most S.
-            busy (Mapping[int, int]): Expert to slot, of earlier plans: those that are not
+            busy (Mapping[int, int]): Expert to slot, chosen earlier: those that are not
                 committed yet and those that must not be evicted.
 
         Returns:
@@ -130,7 +130,7 @@ class SlotTable:
         """Hold experts whose bytes have arrived.
 
         Args:
-            misses (dict[int, int]): As ``plan`` returned it.
+            misses (dict[int, int]): As ``choose`` returned it.
         """
         for e, slot in misses.items():
             self._free.remove(slot)
@@ -168,13 +168,13 @@ class SlotTable:
         """
         self.slot_of[expert] = slot
 
-    def lend(self, num: int, busy: Mapping[int, int] | None = None) -> list[int]:
+    def set_aside(self, num: int, busy: Mapping[int, int] | None = None) -> list[int]:
         """Take slots that hold nothing, to fill them with another layer's experts.
 
         Args:
             num (int): At most so many.
-            busy (Mapping[int, int] or None): Expert to slot, planned or held. If given, evict
-                other experts for it, by the policy. If not, none may be planned.
+            busy (Mapping[int, int] or None): Expert to slot, chosen or held. If given, evict
+                other experts, by the policy. If not, no slot may be chosen.
 
         Returns:
             list[int]: The slots, until ``release``.
@@ -187,10 +187,10 @@ class SlotTable:
         return slots
 
     def release(self, slots: Iterable[int]) -> None:
-        """Free reserved or lent slots.
+        """Free slots that were reserved or set aside.
 
         Args:
-            slots (Iterable[int]): As ``reserve`` or ``lend`` returned them.
+            slots (Iterable[int]): As ``reserve`` or ``set_aside`` returned them.
         """
         self._free.extend(slots)
 
@@ -200,7 +200,7 @@ class SlotTable:
         self._free = [slot for slot in range(self.num_slots)[::-1] if slot not in held]
 
     def resize(self, num_slots: int) -> None:
-        """Set how many slots are in use, from the first on. Nothing may be planned or reserved.
+        """Set how many slots are in use, from the first on. No slot may be chosen or reserved.
 
         Args:
             num_slots (int): At most as many as at first. What is held in the others is forgotten.
