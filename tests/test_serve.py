@@ -34,6 +34,7 @@ from moelab import DATA
 from moelab.__main__ import main
 from moelab.commands import serve
 from moelab.commands.drafting import leave_room
+from moelab.lab import limit
 from moelab.lab.serving import Served
 
 MODEL = DATA / "models/tiny-moe"
@@ -445,6 +446,42 @@ def attack(url, rng):
     return int(answer.split()[1]) if answer else None
 
 
+def test_a_text_whose_tokens_do_not_fit_in_memory(tmp_path, texts):
+    """The tokenizer takes 250 MB for a text of 1 MB. Other clients are answered."""
+    try:
+        server = Served(MODEL, tmp_path / "log", *SLOTS, limit_nbytes=300_000_000)
+    except limit.NoLimit as e:
+        pytest.skip(str(e))
+    with server, ThreadPoolExecutor(4) as threads:
+        long = {"prompt": "a " * 500_000, "max_tokens": 1}
+        chat = {"messages": [user(long["prompt"])], "max_tokens": 1}
+        asked = [threads.submit(server.post, "/completions", long) for _ in range(2)]
+        asked += [threads.submit(server.post, "/chat/completions", chat) for _ in range(2)]
+        for prompt, text in zip(PROMPTS[:3], texts):
+            short = {"prompt": prompt, "max_tokens": TOKENS}
+            assert server.post("/completions", short)[1]["choices"][0]["text"] == text
+        for answer in asked:
+            status, body = answer.result()
+            assert status == 503 and "memory is short: reading the request" in body["error"]
+        assert server.interrupt() == 0
+
+
+def test_memory_for_requests_that_are_read(monkeypatch):
+    """All of them together take what there is. Small ones are read in any case."""
+    left = [100_000_000]
+    monkeypatch.setattr(serve, "memory_now", lambda: (0, left[0]))
+    memory = serve.Memory()
+    with memory.to_read(50_000_000):
+        with pytest.raises(MemoryError, match="up to 40 MB, and there are 30 MB. Send a shorter"):
+            memory.to_read(40_000_000).__enter__()
+        with memory.to_read(20_000_000):
+            pass
+    with memory.to_read(70_000_000):
+        left[0] = 0
+        with memory.to_read(1000):
+            pass
+
+
 def test_a_hostile_crowd(tmp_path, texts):
     """Requests of all sorts from four clients at once: each is answered or refused, and nothing
     else changes."""
@@ -464,7 +501,9 @@ def listening(allowed=()):
     """A server without a model that answers in this process; its URL."""
     provider = SimpleNamespace(processor=None, name="m")
     generator = SimpleNamespace(
-        cli_args=SimpleNamespace(allowed_origins=allowed), model_provider=provider
+        cli_args=SimpleNamespace(allowed_origins=allowed),
+        model_provider=provider,
+        memory=serve.Memory(),
     )
     with serve.Server("127.0.0.1", 0) as server:
         server.RequestHandlerClass = partial(serve.Handler, generator)

@@ -28,7 +28,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from http.server import ThreadingHTTPServer
@@ -50,8 +50,9 @@ from ..speculation.drafts import Draft
 from ..speculation.generate import speculative_generate, speculative_generate_step
 from ..speculation.target import vocabulary
 from ..streaming.config import StreamConfig
+from ..streaming.heap import return_free_memory
 from ..streaming.model import close, find, load
-from ..streaming.plan import plan
+from ..streaming.plan import memory_now, plan
 from ..streaming.ranks import LOADING_S, RankError, joined
 from ..streaming.session import session_of
 from . import request_checks as checks
@@ -74,7 +75,12 @@ SILENT_S = 30  # until a client that sends half a request, or takes none of its 
 TEXTS_SHARE = 8  # of the memory, at most, for the caches of texts decoded at once
 MIN_SHARED = 16  # tokens that prompts must share for the state after them to be kept
 AUTO = "auto"  # of num_draft_tokens: the policy decides
-# Of each rank, or written in another order by each.
+# Bytes of memory for each byte of a request while its JSON is parsed, of its text while the tokens
+# are made. At most 24 and 249 were taken, by empty objects and by one-letter words (1 MB of each).
+PARSE_NBYTES, TOKENS_NBYTES = 30, 260
+# Left free beside that, and what is not worth a look.
+LEFT_NBYTES, SMALL_NBYTES = 20_000_000, 1_000_000
+# Settings that may differ between ranks.
 OWN_ARGUMENTS = ("model", "adapter_path", "host", "port", "log_level", "memory_nbytes", "given")
 SEAMS = {  # what is changed of mlx_lm.server
     "ModelProvider": ("load", "load_default", "reset"),
@@ -226,6 +232,9 @@ class Generator(server.ResponseGenerator):
     Args:
         provider (Provider): The models.
         prompts (Prompts): What is kept of earlier requests.
+
+    Attributes:
+        memory (Memory): For requests that are read.
     """
 
     def __init__(self, provider: Provider, prompts: Prompts):
@@ -233,6 +242,7 @@ class Generator(server.ResponseGenerator):
         self._prompt = None  # of the request that is served by itself: tokens, segments, types
         self._context = None  # of the same request
         self._ranks, self._stopping, self._error = provider.ranks, False, None
+        self.memory = Memory()
         super().__init__(provider, prompts)
 
     def check(self) -> None:
@@ -299,7 +309,10 @@ class Generator(server.ResponseGenerator):
         # get its tokens with the request. MLX reads images, in the thread that generates.
         if self.model_provider.processor is None:
             tokenizer = self.model_provider.tokenizer
-            request.read = self._read(tokenizer, request, generation_args)
+            chatting = request.request_type == "chat"
+            text = str((request.messages, request.tools)) if chatting else request.prompt
+            with self.memory.to_read(TOKENS_NBYTES * len(text.encode())):
+                request.read = self._read(tokenizer, request, generation_args)
         return super().generate(request, generation_args, progress_callback)
 
     def _read(self, tokenizer, request, args):
@@ -450,6 +463,36 @@ def _after(before, processor):
     )
 
 
+class Memory:
+    """The memory that requests take while they are read, of all clients together."""
+
+    def __init__(self):
+        self._lock, self._nbytes = threading.Lock(), 0
+
+    @contextmanager
+    def to_read(self, nbytes: int) -> Iterator[None]:
+        """Inside, a request is read that takes at most so many bytes for it.
+
+        Raises:
+            MemoryError: If there are not so many.
+        """
+        with self._lock:
+            left = memory_now()[1] - self._nbytes - LEFT_NBYTES
+            if nbytes > max(left, SMALL_NBYTES):
+                raise MemoryError(
+                    f"memory is short: reading the request takes up to {nbytes / 1e6:.0f} MB, and "
+                    f"there are {max(0, left) / 1e6:.0f} MB. Send a shorter one, or try again."
+                )
+            self._nbytes += nbytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._nbytes -= nbytes
+            if nbytes > SMALL_NBYTES:
+                return_free_memory()
+
+
 class _Refused(BaseException):
     """Carries an error past mlx-lm's handler, which would answer it with status 404."""
 
@@ -483,16 +526,22 @@ class Handler(server.APIHandler):
             if int(length) > most:
                 words = f"Content-Length: expected at most {most} bytes, got {length}"
                 return self._refuse(ValueError(words), 413)
-            raw = self.rfile.read(int(length))
-            self._unread = "Transfer-Encoding" in self.headers
-            checks.check_size(raw)
-            self.rfile = io.BytesIO(raw)  # for mlx-lm
-            super().do_POST()
+            with ExitStack() as self._parsing:
+                needs = PARSE_NBYTES * int(length)
+                self._parsing.enter_context(self.response_generator.memory.to_read(needs))
+                raw = self.rfile.read(int(length))
+                self._unread = "Transfer-Encoding" in self.headers
+                checks.check_size(raw)
+                self.rfile = io.BytesIO(raw)  # for mlx-lm
+                super().do_POST()
         except (ConnectionError, TimeoutError):
             raise
         except _Refused as refused:
             error = refused.__cause__
-            self._refuse(error, 400 if isinstance(error, ValueError) else 500)
+            status = 400 if isinstance(error, ValueError) else 500
+            self._refuse(error, 503 if isinstance(error, MemoryError) else status)
+        except MemoryError as error:
+            self._refuse(error, 503)
         except Exception as error:
             self._refuse(error, 500 if self._understood else 400)
 
@@ -577,6 +626,7 @@ class Handler(server.APIHandler):
 
     def handle_completion(self, request, stop_words):
         self._understood, shared = True, self.response_generator
+        self._parsing.close()
         self.response_generator = _Watched(shared, self.connection)
         try:
             super().handle_completion(request, stop_words)
