@@ -16,8 +16,8 @@ from ..experts import expert_modules, expert_parameters, num_experts
 from .fused import can_fuse
 from .gpu.cuda import on_cuda
 from .plan import FEW_TOKENS
+from .residency.arriving import Arrived
 from .residency.bank import SlotBank
-from .residency.residency import Arrived
 from .session import Session
 
 # Rows (token, expert pairs) of a call. On CUDA they decide which kernel MLX takes, and so how it
@@ -258,7 +258,7 @@ class Stacked(StreamedExperts):
         guess = session.prefetcher.guess(self.index, asked)
         if guess is not None:
             layer, routed = guess
-            session.residency.prefetch(layer, dict.fromkeys(routed.ravel().tolist()))
+            session.residency.ahead.prefetch(layer, dict.fromkeys(routed.ravel().tolist()))
 
 
 class Fused(Stacked):

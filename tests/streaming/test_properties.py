@@ -23,7 +23,7 @@ from moelab.streaming.model import load_model
 from moelab.streaming.reading.reader import Reader
 from moelab.streaming.residency import layer as layer_slots
 from moelab.streaming.residency import residency
-from moelab.streaming.residency.residency import Residency
+from moelab.streaming.residency.ahead import Ahead
 from moelab.streaming.residency.table import EVICTION, SlotTable
 from moelab.streaming.session import session_of
 
@@ -433,11 +433,11 @@ def test_any_history_of_prompts_past_the_page_cache(resident, history, slots):
 
     No slot gets lost, and none is read into while it is computed.
     """
-    borrowed, end_fill = 0, Residency.end_fill
+    borrowed, end_fill = 0, Ahead.end_fill
 
-    def ended(residency, i, needed=()):
+    def ended(ahead, i, needed=()):
         nonlocal borrowed
-        lent = end_fill(residency, i, needed)
+        lent = end_fill(ahead, i, needed)
         borrowed += sum(len(slots) for _, slots in lent)
         return lent
 
@@ -455,7 +455,7 @@ def test_any_history_of_prompts_past_the_page_cache(resident, history, slots):
         pytest.MonkeyPatch.context() as patch,
         load_model(TINY_MOE, moelab.StreamConfig(slots=slots))[0] as model,
     ):
-        patch.setattr(Residency, "end_fill", ended)
+        patch.setattr(Ahead, "end_fill", ended)
         patch.setattr(Reader, "read_here", flaky)
         session, i = session_of(model), 0
         session.reader.direct = True
@@ -475,7 +475,7 @@ def test_any_history_of_prompts_past_the_page_cache(resident, history, slots):
             assert mx.array_equal(y, resident[i][1](x, indices))
             i += 1
         for layer in session.layers:
-            session.residency.end_fill(layer.index)
+            session.residency.ahead.end_fill(layer.index)
         for layer in session.layers:
             table = layer.slots.table
             slots_of = [*table.slot_of.values(), *table._free]

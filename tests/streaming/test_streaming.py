@@ -21,11 +21,11 @@ from moelab.streaming import layers
 from moelab.streaming.fused import FusedSwitchGLU, PaddedLinear, is_short
 from moelab.streaming.model import load_model
 from moelab.streaming.reading.reader import Reader
+from moelab.streaming.residency import ahead
 from moelab.streaming.residency import layer as layer_slots
-from moelab.streaming.residency import residency
+from moelab.streaming.residency.ahead import Ahead
 from moelab.streaming.residency.job import Job
 from moelab.streaming.residency.layer import LayerSlots
-from moelab.streaming.residency.residency import Residency
 from moelab.streaming.session import session_of
 
 STREAMED = ("serial", "buffers", "stacked", "fused")
@@ -73,7 +73,7 @@ def test_a_slot_takes_the_next_expert_as_soon_as_its_own_is_computed(monkeypatch
         events.append(("computed", len(set(slots.tolist()))))
         return compute(call, pairs, slots, of)
 
-    monkeypatch.setattr(Residency, "_fill", lambda *_: None)  # no slot holds an expert before
+    monkeypatch.setattr(Ahead, "fill", lambda *_: None)  # no slot holds an expert before
     monkeypatch.setattr(LayerSlots, "begin", begun)
     monkeypatch.setattr(ExpertCall, "compute", computed)
     monkeypatch.setattr(layer_slots, "PART_NBYTES", 1)  # as with large experts
@@ -106,10 +106,10 @@ def test_a_slot_takes_the_next_expert_as_soon_as_its_own_is_computed(monkeypatch
 def test_a_prompt_fills_the_slots_of_all_layers(expert_s, monkeypatch):
     """Past the page cache. It evicts for it only if attention takes longer than the reads."""
     path, lent = moelab.DATA / "models" / "tiny-moe", []
-    end_fill, collect = Residency.end_fill, Job.collect
+    end_fill, collect = Ahead.end_fill, Job.collect
 
-    def ended(residency, i, needed=()):
-        borrowed = end_fill(residency, i, needed)
+    def ended(ahead, i, needed=()):
+        borrowed = end_fill(ahead, i, needed)
         lent.append({e for _, slots in borrowed for e in slots})
         return borrowed
 
@@ -117,7 +117,7 @@ def test_a_prompt_fills_the_slots_of_all_layers(expert_s, monkeypatch):
         job.run()  # what no thread has begun to read
         return collect(job, needed, everything)
 
-    monkeypatch.setattr(Residency, "end_fill", ended)
+    monkeypatch.setattr(Ahead, "end_fill", ended)
     monkeypatch.setattr(Job, "collect", collected)
     monkeypatch.setattr(Reader, "expected_s", lambda reader, nbytes: expert_s)
     prompts = mx.random.randint(0, 8000, (3, 1, 200), key=mx.random.key(0))
@@ -145,7 +145,7 @@ def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
     with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
         session, asked = session_of(model), []
         nbytes = session.layers[0].slots.bank.expert_nbytes
-        monkeypatch.setattr(residency, "memory_available", lambda: 2 * room * nbytes)
+        monkeypatch.setattr(ahead, "memory_available", lambda: 2 * room * nbytes)
         of = {
             layer.slots.bank.places([e]).__next__()[0][1]: (layer.index, e)
             for layer in session.layers

@@ -1,0 +1,164 @@
+"""How the experts of a call arrive, if they do not all arrive at once."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..gpu.cuda import Copy, Mailbox, UploadingReader
+from .bank import SlotBank
+from .layer import LayerSlots
+
+
+class Arrived(NamedTuple):
+    """Experts of a call that are in slots.
+
+    Attributes:
+        slots (dict[int, int]): The slot of each expert.
+        bank (SlotBank): Whose slots these are.
+        is_all (bool): Whether these are all the experts of the call.
+        copies (Sequence[Copy]): With ``is_all``: what the GPU has yet to copy into the slots.
+        after (mx.array or None): A zero: what depends on it is computed when the GPU has copied
+            the experts.
+    """
+
+    slots: dict[int, int]
+    bank: SlotBank
+    is_all: bool = False
+    copies: Sequence[Copy] = ()
+    after: mx.array | None = None
+
+
+class Reading:
+    """Parts of a layer's experts that are being read, in the order in which they were begun.
+
+    Args:
+        own (LayerSlots): The layer's slots.
+    """
+
+    def __init__(self, own: LayerSlots):
+        self._own, self._parts = own, deque()
+
+    def __len__(self):
+        return len(self._parts)
+
+    def begin(self, misses: dict[int, int]) -> None:
+        """Begin to read experts into slots."""
+        self._parts.extend((part, self._own.begin(part)) for part in self._own.parts(misses))
+
+    def finished(self, waits: bool) -> dict[int, int]:
+        """Hold the experts whose reads have ended.
+
+        Args:
+            waits (bool): Whether to wait for the first part.
+
+        Returns:
+            dict[int, int]: Their slots.
+        """
+        ready = {}
+        while self._parts and (waits or all(future.done() for future in self._parts[0][1])):
+            part, reads = self._parts.popleft()
+            self._own.finish(part, reads)
+            ready, waits = ready | part, False
+        return ready
+
+    @property
+    def slots(self) -> dict[int, int]:
+        """The slots of the experts that are being read."""
+        return {e: slot for part, _ in self._parts for e, slot in part.items()}
+
+
+def as_read(
+    own: LayerSlots,
+    held: dict[int, int],
+    misses: dict[int, int],
+    later: list[list[int]],
+    borrowed: list[tuple[LayerSlots, dict[int, int]]],
+    direct: bool,
+    computed: Sequence[mx.array],
+    then: Callable[[dict[int, int]], None],
+) -> Iterator[Arrived]:
+    """Hand over the experts that are held, and the others as their reads end.
+
+    Then those of ``later``. Where reads go past the page cache and a part is computed at once, a
+    slot takes a later expert as soon as its own is computed. Else the system reads ahead, and whole
+    waves take less time (8% of a prompt of 400 tokens, cold, 35B layers, 64 slots, n=8).
+
+    Args:
+        own (LayerSlots): The layer's slots.
+        held, misses (dict[int, int]): As ``LayerSlots.choose`` returned them.
+        later (list[list[int]]): The experts of later waves.
+        borrowed (list): As ``Ahead.take`` returned it.
+        direct (bool): Whether reads go past the page cache.
+        computed (Sequence[mx.array]): The results so far that are not evaluated yet.
+        then (Callable): Is called after each part, once no expert is left to begin with, with the
+            slots that are still needed.
+    """
+    later, reading, S = [e for wave in later for e in wave], Reading(own), own.table.num_slots
+    direct = direct and own.computes_at_once
+    size = min(S, own.parts_of(S)) if direct else S
+    borrowed = deque((other, part) for other, slots in borrowed for part in own.parts(slots))
+    ready = held
+    reading.begin(misses)
+    while ready or reading or borrowed:
+        ready = ready | reading.finished(waits=not (ready or borrowed))
+        if borrowed:
+            other, part = borrowed.popleft()
+            yield Arrived(part, other.bank)
+            other.table.release(part.values())
+        # All that has arrived. If no read is running, one part: its slots are free after it.
+        few = later and direct and not reading
+        now = dict(islice(ready.items(), size)) if few else ready
+        ready = {e: slot for e, slot in ready.items() if e not in now}
+        if now:
+            yield Arrived(now, own.bank)
+        while later and own.table.fits(later[:size], len(ready) + len(reading.slots)):
+            mx.eval(computed)  # from slots that are about to be overwritten
+            reading.begin(own.choose(later[:size], ready | reading.slots)[1])
+            del later[:size]
+        if not later:
+            then(ready | reading.slots)
+
+
+def as_copied(
+    own: LayerSlots,
+    held: dict[int, int],
+    misses: dict[int, int],
+    later: list[list[int]],
+    reader: UploadingReader,
+    mailbox: Mailbox,
+    computed: Sequence[mx.array],
+    x: mx.array,
+) -> Iterator[Arrived]:
+    """Hand over the experts that are held, and the others as soon as they have been read.
+
+    The GPU copies a part behind the arithmetic that was scheduled before, which reads the same
+    slots, so only the reads are waited for.
+
+    Args:
+        own, held, misses, later, computed: As for ``as_read``.
+        reader (UploadingReader): Reads the experts.
+        mailbox (Mailbox): Has the GPU copy them.
+        x (mx.array): The input of the call.
+    """
+    zero = None
+    for hits, missing in chain([(held, misses)], map(own.choose, later)):
+        if hits:
+            yield Arrived(hits, own.bank, after=zero)
+        parts = deque(own.parts(missing))
+        begun = own.begin(parts[0]) if parts else None
+        while parts:
+            part, reads = parts.popleft(), begun
+            begun = own.begin(parts[0]) if parts else None
+            copies = reader.copies(reads)
+            if copies is None:
+                mx.eval(computed)
+                own.finish(part, reads)
+                yield Arrived(part, own.bank, after=zero)
+            else:
+                after = computed[-1] if computed else x
+                zero = mailbox.copy_after(copies, after)
+                yield Arrived(part, own.bank, after=zero)
+                own.finish(part, reads)
