@@ -109,7 +109,7 @@ def decode(
         begin = time.perf_counter()
         if ids.shape[1] > 1:  # as mlx-lm does: the last token by itself
             before = ids[:, :-1]
-            for part in session_of(model).parts(before) if is_loaded(model) else [before]:
+            for part in session_of(model).room.parts(before) if is_loaded(model) else [before]:
                 model(part, cache=cache)
                 mx.eval([c.state for c in cache])
         y = step(ids[0, -1:])

@@ -36,7 +36,7 @@ def decode(model_path, fields, group):
 
 def spy(layer, read):
     """Note the experts that a layer reads."""
-    bank_of = layer._bank
+    bank_of = layer._take_bank
 
     def watched(bank):
         reads = bank.reads
@@ -50,7 +50,7 @@ def spy(layer, read):
 
     for bank in [layer.slots.bank] if hasattr(layer, "slots") else getattr(layer, "_banks", ()):
         watched(bank)
-    layer._bank = lambda *args: watched(bank_of(*args))
+    layer._take_bank = lambda *args: watched(bank_of(*args))
 
 
 if __name__ == "__main__":
