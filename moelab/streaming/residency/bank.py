@@ -57,51 +57,21 @@ class SlotBank:
         fuse: bool = False,
     ):
         self.path, self.num_slots = path, num_slots
-        self.experts = copy.copy(module)
         parameters = expert_parameters(module)
         order = packing_order(parameters)
         tensors = {n: located[f"{path}.{n}"] for n in order if f"{path}.{n}" not in resident}
         on_disk = {n: tensors[n].dtype if n in tensors else p.dtype for n, p in parameters.items()}
         gate, up = ([on_disk[n] for n in order if n.startswith(linear)] for linear in GATE_UP)
         fuse = fuse and gate == up
-
-        # Each parameter is a part of a flat buffer [S, n]: a buffer of its own, one shared by gate
-        # and up, or the one of all parameters that are converted when an expert has arrived. MLX's
-        # CUDA kernels refuse a part of the last one: it is not contiguous.
         converted = {n for n in tensors if tensors[n].dtype != parameters[n].dtype}
+        # MLX's CUDA kernels refuse a part of a buffer that others share: it is not contiguous.
         shared = set() if mx.cuda.is_available() else converted
-        sizes, parts, whole = {}, {}, {}
-        for n in order:
-            linear, param = n.rsplit(".", 1)
-            shape, dtype = parameters[n].shape[1:], parameters[n].dtype
-            size = prod(shape)
-            if fuse and linear in GATE_UP:
-                linear, shape = "gate_up_proj", (2 * shape[0], *shape[1:])
-            name = "converted" if n in shared else (linear, param)
-            first = sizes.get((name, dtype), 0)
-            sizes[name, dtype] = first + size
-            parts[n] = (name, dtype), first, first + size
-            whole.setdefault((linear, param), ((name, dtype), first, shape))
+        parts, whole = _parts({n: parameters[n] for n in order}, shared, fuse)
+        sizes = {}
+        for key, _, last in parts.values():
+            sizes[key] = max(last, sizes.get(key, 0))
         buffers = {key: _Buffer((num_slots, size), key[1]) for key, size in sizes.items()}
-
-        linears = {}
-        for (linear, param), (key, first, shape) in whole.items():
-            if linear not in linears:
-                linears[linear] = copy.copy(
-                    module["gate_proj" if linear == "gate_up_proj" else linear]
-                )
-                if mx.cuda.is_available() and is_short(linears[linear]):
-                    linears[linear].__class__ = PaddedLinear
-            linears[linear][param] = buffers[key].part(first, shape)
-        if fuse:
-            fast = isinstance(module, kernels.FastExperts)
-            self.experts = (FastFusedSwitchGLU if fast else FusedSwitchGLU)(
-                linears["gate_up_proj"], linears["down_proj"], module.activation
-            )
-        else:
-            for name, linear in linears.items():
-                self.experts[name] = linear
-
+        self.experts = _module(module, whole, buffers, fuse)
         self._rows = {
             n: buffers[key].rows[:, first:last] for n, (key, first, last) in parts.items()
         }
@@ -113,19 +83,7 @@ class SlotBank:
             for n in order
             if n not in tensors
         ]
-        # (rows [S, n], type in memory, type on disk, first element, parameters); neighbours joined
-        self._converted = []
-        joined = None  # the buffer and the type on disk of the last one
-        for n, t in tensors.items():
-            if n not in converted:
-                continue
-            key, first, last = parts[n]
-            if joined == (key, t.dtype):
-                *_, first, names = self._converted.pop()
-            else:
-                joined, names = (key, t.dtype), []
-            rows = buffers[key].rows[:, first:last]
-            self._converted.append((rows, key[1], t.dtype, first, [*names, n]))
+        self._converted = _joined_conversions(parts, buffers, on_disk, converted)
         self._buffers = list(buffers.values())
         self._slots, self._empty = {}, set()
         self._tables = np.zeros((num_slots, len(self._ranges), len(COLUMNS)), np.int64)
@@ -254,7 +212,7 @@ class SlotBank:
             return self._slots[slot]
         into = {n: self._rows[n][slot] for n in self._tensors}
         converted, to_convert = [], set()
-        for rows, to, dtype, _, names in self._converted:
+        for rows, to, dtype, names in self._converted:
             to_convert.update(names)
             rows = rows[slot]
             if dtype.size < to.size:  # read into the end of the memory that the result will fill
@@ -318,6 +276,74 @@ def _joined(parts):
             address, nbytes = joined[-1][0], joined.pop()[1] + nbytes
         joined.append((address, nbytes))
     return joined
+
+
+def _parts(parameters, shared, fuse):
+    """Which part of which flat buffer ``[S, n]`` each parameter is.
+
+    Args:
+        parameters (dict[str, mx.array]): ``[E, ...]`` by name, in the order of their bytes.
+        shared (set[str]): Those that have one buffer together. Else a parameter has its own, or
+            gate and up have one.
+        fuse (bool): Whether gate and up have one.
+
+    Returns:
+        tuple[dict, dict]: For each parameter the buffer, its first element and the first behind it;
+        for each parameter of the module the buffer, its first element and its shape.
+    """
+    sizes, parts, whole = {}, {}, {}
+    for n, p in parameters.items():
+        linear, param = n.rsplit(".", 1)
+        shape, size = p.shape[1:], prod(p.shape[1:])
+        if fuse and linear in GATE_UP:
+            linear, shape = "gate_up_proj", (2 * shape[0], *shape[1:])
+        key = "converted" if n in shared else (linear, param), p.dtype
+        first = sizes.get(key, 0)
+        sizes[key] = first + size
+        parts[n] = key, first, first + size
+        whole.setdefault((linear, param), (key, first, shape))
+    return parts, whole
+
+
+def _module(module, whole, buffers, fuse):
+    """The layer's own mlx-lm module with its parameters in the buffers."""
+    linears = {}
+    for (linear, param), (key, first, shape) in whole.items():
+        if linear not in linears:
+            linears[linear] = copy.copy(module["gate_proj" if linear == "gate_up_proj" else linear])
+            if mx.cuda.is_available() and is_short(linears[linear]):
+                linears[linear].__class__ = PaddedLinear
+        linears[linear][param] = buffers[key].part(first, shape)
+    if fuse:
+        fast = isinstance(module, kernels.FastExperts)
+        return (FastFusedSwitchGLU if fast else FusedSwitchGLU)(
+            linears["gate_up_proj"], linears["down_proj"], module.activation
+        )
+    experts = copy.copy(module)
+    for name, linear in linears.items():
+        experts[name] = linear
+    return experts
+
+
+def _joined_conversions(parts, buffers, on_disk, converted):
+    """What is converted when it has arrived, neighbours together.
+
+    Returns:
+        list[tuple]: Rows ``[S, n]``, their type in memory and on disk, and the parameters.
+    """
+    joined = []  # the buffer, the type on disk, the first element, the first behind, the parameters
+    for n, (key, first, last) in parts.items():
+        if n not in converted:
+            continue
+        if joined and joined[-1][:2] == [key, on_disk[n]]:
+            joined[-1][3] = last
+            joined[-1][4].append(n)
+        else:
+            joined.append([key, on_disk[n], first, last, [n]])
+    return [
+        (buffers[key].rows[:, first:last], key[1], dtype, names)
+        for key, dtype, first, last, names in joined
+    ]
 
 
 class _Slot(NamedTuple):
