@@ -296,18 +296,9 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
         # The experts' modules too, of which each slot bank has a copy.
         found = kernels.use(model, half_scales=float32)
     experts = expert_modules(model)
-    fast_experts = any(kernels.used(module) for _, module in experts)
     if ranks:
         place_experts(experts, config, ranks)
-    if config.mode == "resident":
-        located, resident = {}, {}
-        modules = dict(model.named_modules())
-        for path, tensor in checkpoint.packed.items():
-            owner, param = path.rsplit(".", 1)
-            module = modules[owner]
-            module[param] = read_experts(tensor).astype(module[param].dtype)
-    else:
-        located, resident = _sources(model, checkpoint, config)
+    located, resident = _sources(model, checkpoint, config)
     session = Session(
         config,
         activation_dtype(model),
@@ -315,26 +306,13 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
         located,
         resident,
         found=found,
-        fast_experts=fast_experts,
+        fast_experts=any(kernels.used(module) for _, module in experts),
         plan=chosen,
         ranks=ranks,
     )
     try:
         if config.mode != "resident":
-            layer = LAYERS[config.mode]
-            streamed = [
-                (path, layer(module, path, i, session)) for i, (path, module) in enumerate(experts)
-            ]
-            model.update_modules(tree_unflatten(streamed))
-            # Weak: the layers refer to the session, and a model without cycles is freed at once.
-            session.layers = [weakref.proxy(module) for _, module in streamed]
-            if config.prefetch != "none":
-                blocks = [weakref.proxy(block) for block in moe_blocks(model)]
-                session.prefetcher = PREFETCHERS[config.prefetch](session.layers, blocks)
-                session.residency.prefetches = True
-        if config.source == "host":
-            possible = session.handover.mailbox is not None and ranks is None
-            host.hold(session.residency.layers, session.reader, possible)
+            _stream(model, experts, session)
         _evaluate(model)
     except BaseException:
         session.reader.close()
@@ -345,6 +323,23 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
     model.__class__ = type(cls.__name__, (mixin, cls), {})
     stats(model, reset=True)  # what ``host.hold`` read is not part of decoding
     return model, model_config
+
+
+def _stream(model, experts, session):
+    """Put streamed layers in the place of the experts."""
+    config = session.config
+    layer = LAYERS[config.mode]
+    streamed = [(path, layer(module, path, i, session)) for i, (path, module) in enumerate(experts)]
+    model.update_modules(tree_unflatten(streamed))
+    # Weak: the layers refer to the session, and a model without cycles is freed at once.
+    session.layers = [weakref.proxy(module) for _, module in streamed]
+    if config.prefetch != "none":
+        blocks = [weakref.proxy(block) for block in moe_blocks(model)]
+        session.prefetcher = PREFETCHERS[config.prefetch](session.layers, blocks)
+        session.residency.prefetches = True
+    if config.source == "host":
+        possible = session.handover.mailbox is not None and session.ranks is None
+        host.hold(session.residency.layers, session.reader, possible)
 
 
 def _check_ranks(ranks, checkpoint, config, model_config):
@@ -400,6 +395,12 @@ def close(model: nn.Module) -> None:
 
 def _sources(model, checkpoint, config):
     """The parameters that are read from disk at each miss, and those that stay in memory."""
+    if config.mode == "resident":
+        modules = dict(model.named_modules())
+        for path, tensor in checkpoint.packed.items():
+            owner, param = path.rsplit(".", 1)
+            modules[owner][param] = read_experts(tensor).astype(modules[owner][param].dtype)
+        return {}, {}
     located = locate_experts(model, checkpoint)
     resident = {}
     for path, module in expert_modules(model):
