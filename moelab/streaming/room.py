@@ -127,7 +127,7 @@ class Room:
         if kept > slots:
             self._told = kept
         told = self._told
-        if fitting >= told - told // 8:  # a line for each eighth
+        if not told or fitting >= told - told // 8:  # a line for each eighth
             return
         self._told = kept if fitting >= kept else 0  # if none is left to give back, say so once
         missing = (told - fitting) * sum(self._plan.expert_nbytes)

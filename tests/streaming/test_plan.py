@@ -379,8 +379,9 @@ def test_slots_are_given_back_when_memory_gets_short(prefetch, room):
         with pytest.warns(RuntimeWarning, match="memory is short") as said:
             text(40)
             text(8)
-            with pytest.raises(MemoryError, match="with 8 slots in each layer, the fewest"):
-                text(8, 0)
+            for more in (0, -MB, -2 * MB):
+                with pytest.raises(MemoryError, match="with 8 slots in each layer, the fewest"):
+                    text(8, more)
         more = session.plan.call_nbytes(len(PROMPT)) / slots  # than what a single token takes
         assert all(0 <= n - want <= more + 1 for n, want in zip(used, (64, 40, 8))), used
         lines = [str(w.message) for w in said if w.category is RuntimeWarning]
