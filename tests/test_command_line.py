@@ -34,7 +34,7 @@ from moelab.streaming.config import MODES, OPTIONS
 
 
 def other(name, option):
-    """A value of an option that is not the default, and no other option's."""
+    """A value that is not the option's default. No other option is given the same value."""
     if option.choices:
         return [c for c in option.choices if c not in (option.default, *option.only_in_python)][-1]
     return str(1021 - [*STREAM_OPTIONS].index(name)) if option.bounds else "t.npz"

@@ -498,7 +498,7 @@ def test_a_hostile_crowd(tmp_path, texts):
 
 @contextmanager
 def listening(allowed=()):
-    """A server without a model that answers in this process; its URL."""
+    """The URL of a server in this process. It answers, and has no model."""
     provider = SimpleNamespace(processor=None, name="m")
     generator = SimpleNamespace(
         cli_args=SimpleNamespace(allowed_origins=allowed),

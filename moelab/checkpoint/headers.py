@@ -87,7 +87,7 @@ def read_header(file: Path, remedy: str = "download it again") -> dict[str, Tens
 
 
 def header_and_metadata(file: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """As ``read_header``, with the metadata that the header holds."""
+    """What ``read_header`` returns, and the header's metadata."""
 
     def wrong(what):
         return CheckpointError(f"{file}: {what}. The file is damaged: {remedy}.")

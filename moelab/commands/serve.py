@@ -61,6 +61,7 @@ from .arguments import (
     NO_PIPELINE,
     add_draft,
     add_kv_cache,
+    add_loading,
     add_model,
     add_number,
     add_refused,
@@ -75,8 +76,9 @@ SILENT_S = 30  # until a client that sends half a request, or takes none of its 
 TEXTS_SHARE = 8  # of the memory, at most, for the caches of texts decoded at once
 MIN_SHARED = 16  # tokens that prompts must share for the state after them to be kept
 AUTO = "auto"  # of num_draft_tokens: the policy decides
-# Bytes of memory for each byte of a request while its JSON is parsed, of its text while the tokens
-# are made. At most 24 and 249 were taken, by empty objects and by one-letter words (1 MB of each).
+# Bytes of memory that reading a request takes: for each byte of it to parse its JSON, for each byte
+# of its text to make tokens. Measured with 1 MB: parsing took at most 24 (of empty objects), making
+# tokens at most 249 (of words of one letter).
 PARSE_NBYTES, TOKENS_NBYTES = 30, 260
 # Left free beside that, and what is not worth a look.
 LEFT_NBYTES, SMALL_NBYTES = 20_000_000, 1_000_000
@@ -316,7 +318,7 @@ class Generator(server.ResponseGenerator):
         return super().generate(request, generation_args, progress_callback)
 
     def _read(self, tokenizer, request, args):
-        """mlx-lm's ``_tokenize``, and what can be refused with it: a ValueError."""
+        """mlx-lm's ``_tokenize``. A request that cannot be computed is a ValueError."""
         try:
             read = super()._tokenize(tokenizer, request, args)
         except Exception as error:  # whatever a template or its arguments raise
@@ -471,10 +473,10 @@ class Memory:
 
     @contextmanager
     def to_read(self, nbytes: int) -> Iterator[None]:
-        """Inside, a request is read that takes at most so many bytes for it.
+        """Keep so many bytes for reading a request, while the block runs.
 
         Raises:
-            MemoryError: If there are not so many.
+            MemoryError: If there are fewer.
         """
         with self._lock:
             left = memory_now()[1] - self._nbytes - LEFT_NBYTES
@@ -590,7 +592,7 @@ class Handler(server.APIHandler):
         self.wfile.write(answer.encode())
 
     def validate_model_parameters(self) -> None:
-        """mlx-lm's checks, and of the fields that it does not check or does not know."""
+        """mlx-lm's checks, and checks of the fields that mlx-lm does not check or know."""
         if auto := self.num_draft_tokens == AUTO:
             self.num_draft_tokens = 0
         try:
@@ -665,7 +667,7 @@ class _Watched:
             yield response
 
     def _check(self):
-        # A socket with a timeout would wait in ``recv``.
+        # Ask first whether there is something: ``recv`` of a socket with a timeout waits.
         if self._poll.poll(0) and not self._connection.recv(1, socket.MSG_PEEK):
             raise ConnectionAbortedError("it closed the connection")
 
@@ -796,12 +798,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "mlx-lm's HTTP server, with the experts on disk. By default only this machine may ask."
     )
-    parser.epilog = (
-        "As mlx_lm.server has them: --adapter-path --chat-template --chat-template-args "
-        "--decode-concurrency --draft-model --kv-bits --kv-group-size --log-level "
-        "--prefill-step-size --prompt-concurrency --quantized-kv-start --trust-remote-code "
-        "--use-default-chat-template"
-    )
     add_model(parser)
     parser.add_argument(
         "--host",
@@ -829,22 +825,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="their memory, as in 2GB (default: what slots auto leaves)",
     )
+    kv_cache = ("--kv-bits", "--kv-group-size", "--quantized-kv-start")
+    more = ("--draft-model", *kv_cache)
     for name, options in {
-        "--adapter-path": {"type": not_empty},
         "--chat-template": {"default": ""},
         "--chat-template-args": {"type": json_object, "default": {}},
         "--decode-concurrency": {"type": positive, "default": 32},
         "--prompt-concurrency": {"type": positive, "default": 8},
-        "--prefill-step-size": {"type": positive, "default": 2048},
         "--log-level": {
             "choices": ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
             "default": "INFO",
         },
-        "--trust-remote-code": {"action": "store_true"},
         "--use-default-chat-template": {"action": "store_true"},
     }.items():
         parser.add_argument(name, help=argparse.SUPPRESS, **options)
-    add_kv_cache(parser, "--kv-bits", "--kv-group-size", "--quantized-kv-start")
+        more += (name,)
+    add_kv_cache(parser, *kv_cache)
+    add_loading(parser, "mlx_lm.server", *more)
     add_refused(parser, NO_PIPELINE, "--pipeline")
     add_stream_options(parser, sampling=True)
 

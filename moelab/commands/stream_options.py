@@ -44,8 +44,9 @@ def add_stream_options(
         parser (argparse.ArgumentParser): The command's.
         slots (int or str): The slots if ``--slots`` is not given. With ``auto`` come the options
             that it goes by; a command that measures names ``MEASURED_SLOTS``.
-        sampling (bool): Whether the command has mlx-lm's options of sampling, whose ``--top-k`` is
-            another: then both have names of their own, and ``--top-k`` says so.
+        sampling (bool): Whether the command has mlx-lm's options of sampling, too. mlx-lm's
+            ``--top-k`` counts tokens, this one experts: then both get longer names, and ``--top-k``
+            is refused.
     """
     parser.set_defaults(default_slots=slots)
     if sampling:

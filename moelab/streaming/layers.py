@@ -161,7 +161,7 @@ class StreamedExperts(nn.Module):
         Args:
             bank (SlotBank): Whose slots the experts are in.
             rows (mx.array): ``[T, D]``, the input of all tokens.
-            pairs (list[int]): The pairs, by their position in the call.
+            pairs (list[int]): The position of each pair in the call.
             slots (list[int]): The slot of each pair's expert.
             top_k (int): K of the call.
             zero (mx.array or None): A zero: the pairs are computed after it.

@@ -17,8 +17,9 @@ import numpy as np
 from ...kernels import code
 from ...kernels.code import I32, I64, Code, ir
 
-# The columns of a table of reads: file descriptor and first byte, address and number of the iovecs
-# (address and bytes of the memory), bytes, and what ``preadv`` returned.
+# The columns of a table of reads, one row for each call of ``preadv``: the file's descriptor, the
+# first byte in the file, the address of the iovecs, how many there are, their bytes together, and
+# the number that ``preadv`` returned. An iovec is the address and the length of a piece of memory.
 COLUMNS = FD, OFFSET, IOV, COUNT, NBYTES, GOT = range(6)
 # Read what is in the page cache and do not wait for the disk. Linux begins to read the rest of the
 # range into the page cache. Other systems do not have it.
@@ -27,8 +28,8 @@ NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 SHARED_NBYTES = 2 * 1024 * 1024
 # Bytes. A read past the page cache begins and ends at a multiple of this, also in memory, so it
 # goes through a buffer of the thread. Longer ranges than fit there are read through the page cache.
-# The buffer is a huge page: 8 readers then take 4.3 to 5.2 ms for 9 MB, 7.1 to 8.0 with small pages
-# (an SSD behind virtio, which is told the place of each page).
+# The buffer is a huge page. With huge pages 8 readers take 4.3 to 5.2 ms for 9 MB, with small pages
+# 7.1 to 8.0 ms (an SSD behind virtio, which is told the place of each page).
 ALIGNED, BUFFER_NBYTES = 4096, 2 * 1024 * 1024
 _buffers = threading.local()
 
