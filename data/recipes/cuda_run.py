@@ -49,7 +49,7 @@ from moelab.lab.experiments import (
 from moelab.lab.texts import heldout_starts
 from moelab.repack import repack
 from moelab.replay.locality import lru_hit_rate, recorded_trace
-from moelab.speculation import gated_delta
+from moelab.speculation import gated_delta_cuda
 from moelab.speculation.drafts import ModelDraft
 from moelab.streaming.gpu import cuda
 from moelab.streaming.reading import native
@@ -437,18 +437,18 @@ class Run:
         """Verify passes with mlx-lm's loop over tokens and with the kernel in its place."""
         path, out = DATA / "models" / "tiny-moe", {}
         rounds, positions = (1, (1, 4)) if self.tiny else (20, (1, 2, 4, 8, 16))
-        fits = gated_delta.fits
+        fits = gated_delta_cuda.fits
         for name, config in {"resident": {"mode": "resident"}, "48 slots": {"slots": 48}}.items():
             model, tokenizer = load(path, StreamConfig(**config))
             ids = tokenizer.encode(heldout_starts(path, 1, 48 if self.tiny else 512, tokenizer)[0])
             try:
                 for recurrence, use in {"kernel": fits, "loop": lambda **_: False}.items():
-                    gated_delta.fits = use
+                    gated_delta_cuda.fits = use
                     timed = verify.passes(model, ids, positions, rounds)
                     seconds = {m: [p.pass_s for p in samples] for m, samples in timed.items()}
                     out[f"{name}, {recurrence}"] = seconds
             finally:
-                gated_delta.fits = fits
+                gated_delta_cuda.fits = fits
                 close(model)
         return out
 

@@ -4,10 +4,11 @@ mlx-lm's classes answer. The classes here change what streaming needs and what w
 
     Provider   loads with ``moelab.load`` what the command line names, and nothing else: drafts as
                ``drafting`` opens them
-    Generator  reads a prompt in its client's thread, drafts with ``speculative_generate``, goes on
-               after an error, ends an answer at Ctrl-C. Of hybrids, whose states cannot be trimmed,
-               it keeps the state where a prompt parts from an earlier one. With ranks, all do the
-               same and rank 0 tells the others which requests there are, as mlx-lm's server has it.
+    Generator  makes the tokens of a prompt in its client's thread. One thread computes: texts at
+               once in batches, with a draft one after another (``speculative_generate``). It goes
+               on after an error and ends an answer at Ctrl-C. Of hybrids, whose states cannot be
+               trimmed, it keeps the state where a prompt parts from an earlier one. With ranks,
+               rank 0 tells the others which requests there are, and all compute them.
     Prompts    always leaves a token to read: mlx-lm's server ends at a prompt that is cached whole
     Handler    refuses what mlx-lm would fail at later or ignore, and pages of other origins; sees
                that a client has gone or is silent
@@ -240,7 +241,7 @@ class Generator(server.ResponseGenerator):
     """
 
     def __init__(self, provider: Provider, prompts: Prompts):
-        self._waiting = weakref.WeakSet()  # queues of the requests that were begun
+        self._begun = weakref.WeakSet()  # queues of the requests that were begun
         self._prompt = None  # of the request that is served by itself: tokens, segments, types
         self._context = None  # of the same request
         self._ranks, self._stopping, self._error = provider.ranks, False, None
@@ -265,7 +266,7 @@ class Generator(server.ResponseGenerator):
 
     def _run_generate(self):
         while not self._stop:
-            self._waiting.clear()
+            self._begun.clear()
             try:
                 self._generate()
             except Exception as error:
@@ -273,11 +274,11 @@ class Generator(server.ResponseGenerator):
                     self._error, self._generation_failed = error, True
                     break
                 logging.error("Generation failed: %s: %s", type(error).__name__, error)
-                if not self._waiting:  # not by a request, so it would fail again
+                if not self._begun:  # not by a request, so it would fail again
                     self._generation_failed = True
                     return
-                self._end_waiting(error)
-        self._end_waiting(RuntimeError("the server was stopped"))
+                self._end_begun(error)
+        self._end_begun(RuntimeError("the server was stopped"))
 
     def stop_and_join(self) -> None:
         self._stopping = True  # rank 0 tells the others
@@ -294,8 +295,8 @@ class Generator(server.ResponseGenerator):
         while thread in {t.id for t in psutil.Process().threads()} and time.monotonic() < end:
             time.sleep(0.01)
 
-    def _end_waiting(self, error):
-        for queue in list(self._waiting):
+    def _end_begun(self, error):
+        for queue in list(self._begun):
             queue.put(error)
 
     def _next_request(self, timeout=None):
@@ -303,7 +304,7 @@ class Generator(server.ResponseGenerator):
             time.sleep(0.9 * timeout)  # as rank 0 waits for a request; MLX's ring waits with a core
         request = super()._next_request(timeout)
         if request is not None:
-            self._waiting.add(request[0])
+            self._begun.add(request[0])
         return request
 
     def generate(self, request, generation_args, progress_callback=None):

@@ -30,10 +30,8 @@ class Uses(NamedTuple):
     next: np.ndarray
 
 
-ORDERS = (
-    2.0**32
-)  # more than any order: a rank counts for more than any order, and both are exact in a float
-
+# Larger than any order, so that an engine's score counts for more. Both are exact in a float.
+ORDERS = 2.0**32
 
 # Policies that only the replay has: the score of an expert from its use on. The expert with the
 # lowest score is evicted first.
@@ -52,10 +50,10 @@ def policies() -> tuple[str, ...]:
 def _score_of(policy):
     if policy in SCORES:
         return SCORES[policy]
-    rank = EVICTION[policy]  # as ``SlotTable`` evicts: of equal ranks the least recently used
-    if rank is None:
+    score = EVICTION[policy]  # as ``SlotTable`` evicts: of equal scores the least recently used
+    if score is None:
         return lambda use: use.order
-    return lambda use: rank(use.count) * ORDERS + use.order
+    return lambda use: score(use.count) * ORDERS + use.order
 
 
 def held(experts: np.ndarray, num_experts: int, slots: int, policy: str = "lru") -> np.ndarray:

@@ -27,8 +27,8 @@ class Draft(Protocol):
 
     One sequence, B = 1. A round is: ``propose``, one pass of the target over ``[last, *proposed]``,
     ``extend`` with the accepted tokens of that pass. ``last`` is the newest token: accepted, not
-    yet in the target's cache. The ``extend`` of the round whose pass reads it contains it. Refused
-    guesses are never in ``extend``: there a draft that kept state for them takes it back.
+    yet in the target's cache. A round's ``extend`` begins with the ``last`` of its pass. Refused
+    guesses are not in it: there a draft takes back the state that it kept for them.
     """
 
     layer_ids: Sequence[int]

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from .. import kernels
 from ..hooks import hooked, methods, unhooked, with_globals
-from . import gated_delta
+from . import gated_delta_cuda
 
 
 class Form(NamedTuple):
@@ -37,7 +37,9 @@ class Form(NamedTuple):
     axis: int
 
 
-# ``ssm_step`` is a method of its layer; the others are functions that a layer's module imports.
+# By the name of the function that a layer's module imports; ``ssm_step`` is a method of its layer.
+# A family with another recurrence gets a line here and one in ``tests/helpers/recurrent.py``, whose
+# tests fail until it is there. Without it ``rollback`` restores the state and computes again.
 RECURRENCES = {
     "gated_delta_update": Form("state", dict(q=1, k=1, v=1, a=1, b=1, mask=1), 1),
     "ssm_update": Form("state", dict(hidden_states=1, B=1, C=1, dt=1, mask=1), 1),
@@ -132,8 +134,8 @@ class _Recurrence:
         self.form = RECURRENCES[name]
         self.function, self.recorder = function, recorder
         self.signature = inspect.signature(function)
-        self.on_cuda = {
-            every: gated_delta.with_kernel(function, every)
+        self._on_cuda = {
+            every: gated_delta_cuda.with_kernel(function, every)
             for every in (False, True)
             if name == "gated_delta_update"
         }
@@ -175,13 +177,13 @@ class _Recurrence:
 
     def _gives_states(self, arguments):
         """Whether one call gives the state after every token."""
-        if self.on_cuda and gated_delta.fits(**arguments):
+        if self._on_cuda and gated_delta_cuda.fits(**arguments):
             return True
         return self.with_states is not None and kernels.gated_delta.fits(**arguments)
 
     def _call(self, arguments, every=False):
-        if self.on_cuda and gated_delta.fits(**arguments):
-            function = self.on_cuda[every]
+        if self._on_cuda and gated_delta_cuda.fits(**arguments):
+            function = self._on_cuda[every]
         else:
             function = self.with_states if every else self.function
         args, kwargs = [], {}

@@ -21,7 +21,7 @@ recurrence is one kernel, which ``replay`` leaves whole. ``auto`` chooses by tha
 that stay, one by one (``play`` in ``tests/helpers/recurrent.py``; equal within 1e-5): for every
 recurrent family of mlx-lm, with each strategy that it has, rounds that accept all, some and no
 tokens; for six models any split into accepted and rejected tokens.
-``test_gated_delta.py`` beside it tests the CUDA kernel.
+``test_gated_delta_cuda.py`` beside it tests the CUDA kernel.
 """
 
 from collections.abc import Iterator

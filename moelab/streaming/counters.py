@@ -115,8 +115,8 @@ class Counting:
         self.now.read_s += total[2] - before[2]
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time inside the block as waiting for reads."""
+    def read_wait(self) -> Iterator[None]:
+        """Count the time inside the block as waiting for reads (``wait_s``)."""
         begin = perf_counter()
         try:
             yield

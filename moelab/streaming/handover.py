@@ -39,7 +39,7 @@ class Handover:
 
         Args:
             indices (mx.array): ``[..., K]``, the experts of the call.
-            beside (Sequence[mx.array]): Other arrays to evaluate, if MLX moves the numbers.
+            beside (Sequence[mx.array]): Other arrays. They are evaluated if MLX moves the numbers.
             meanwhile (Callable): Is called while the GPU computes.
             needs_beside (bool): Whether MLX must move the numbers, to evaluate ``beside``.
 

@@ -79,7 +79,7 @@ class LoadedModel:
 
     @property
     def _heads(self):
-        """The matrices of the logits that compute at once, which MLX's do not."""
+        """The matrices of the logits with the fast kernels: these compute when they are called."""
         named = self.named_modules()
         words = {len(m["weight"]) for _, m in named if isinstance(m, EMBEDDINGS)}
         # In a layer's path is its number; some of its matrices may have as many rows.

@@ -38,15 +38,15 @@ GPU_NBYTES = 160_000_000
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
 # A prompt is computed in chunks. A chunk has at most mlx-lm's own number of tokens and at least 32.
 # If slots can lend their memory, it may take 7/8 of what is free for slots. If not, it may take a
-# sixteenth of the memory. Every chunk reads nearly all experts, so fewer than 256 tokens are only
-# taken if these need more than half of what is free for slots.
+# sixteenth of the memory. A long chunk reads nearly all experts, and so would each part of it: a
+# chunk has fewer than 256 tokens only if 256 need more than half of what is free for slots.
 PROMPT_TOKENS, PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 2048, 16, 256, 32
 # A prompt needs more than its arrays: the C library keeps some of them (``heap.MAPPED_NBYTES``),
 # 15 to 20 MB of the four layers' 97 in notebook 03.
 MORE_SHARE, MORE_NBYTES = 8, 20_000_000
-# Of a process's memory, what a prompt takes beside its arrays and gives back: freed arrays and the
-# readers' buffers. The four layers of notebook 03 took 60 to 72 MB for 66 to 1,000 tokens; fewer
-# tokens take up to 1.4 times their arrays.
+# A prompt takes more of a process's memory than its arrays, and gives it back: freed arrays that
+# the C library keeps, the readers' buffers. The four layers of notebook 03 took 60 to 72 MB for 66
+# to 1,000 tokens; fewer tokens take up to 1.4 times their arrays.
 BESIDE_NBYTES = 72_000_000
 # Tokens of a call whose logits are computed at once whatever ``lazy_logits`` says: drafts.
 FEW_LOGITS = 64
@@ -398,8 +398,9 @@ def memory_now() -> tuple[int, int]:
     """Bytes that a model may take while it is used.
 
     Returns:
-        tuple[int, int]: Before it gives slots back, which leaves the system half of what ``plan``
-        left it, and before a call is refused.
+        tuple[int, int]: What it may take before it gives slots back, and what it may take before a
+        call is refused. The first leaves the system half of what ``plan`` left it, the second
+        nothing.
     """
     memory, kept = _memory()
     return memory + kept // 2, memory + kept

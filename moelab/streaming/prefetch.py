@@ -2,8 +2,8 @@
 
 While one layer runs, a prefetcher guesses which experts another layer will need, and the residency
 reads them on background threads. Reads that a layer waits for come first: a prefetch that has not
-begun by then is cancelled. A guess evicts no expert that it names itself, and never one of the
-layer that is running.
+begun by then is cancelled. A guess evicts experts of the layer that it is for, and none that it
+names itself.
 """
 
 from collections.abc import Iterator

@@ -296,7 +296,8 @@ class Ranks:
                 "StreamConfig.dtype."
             )
         # Each rank sends a block of as many rows as the one with the most pairs has, and one more.
-        # The first says which call this is and for which routing; every type holds 8 bits exactly.
+        # Its first row says which call this is and for which routing, in numbers of 8 bits: all
+        # types of activations hold these exactly.
         self._calls += 1
         routing = zlib.crc32(np.ascontiguousarray(routed, np.uint32))
         words = [self._calls % 251 + 1, self._calls // 251 % 256, *routing.to_bytes(4, "little")]

@@ -14,7 +14,8 @@ from .residency.bank import can_empty
 from .residency.residency import Residency
 
 LOOK_S = 0.05  # from one look at the memory that is left to the next, which takes 0.2 ms
-# Kept free beside what a token takes: others may take it between two looks. A prompt takes it.
+# Kept free while tokens are decoded: other programs may take it between two looks. A prompt may
+# take it for itself.
 RESERVE_NBYTES = BESIDE_NBYTES // 2
 # Of what a prompt takes for computing, how much one layer takes and frees again. The four layers
 # of notebook 03 took 0.1 to 0.7.
@@ -22,7 +23,10 @@ IN_LAYER_SHARE = 0.75
 
 
 class Room:
-    """Takes slots for the experts, and gives them back where memory gets short.
+    """Sets how many slots are in use: fewer where memory gets short, more where it is free again.
+
+    A call of the model asks ``make`` how many tokens may be computed at once, divides its input by
+    ``parts``, and tells ``begin`` of each part. ``look_in_prompt`` follows between two layers.
 
     Args:
         plan (Plan or None): Why there are so many slots; None if the user chose them: then they
@@ -95,7 +99,7 @@ class Room:
             mx.clear_cache()  # what a prompt left free may be enough
             return_free_memory()
             room, _ = memory_now()
-        # Where slots cannot lend, what a prompt needs stays free of them.
+        # Where slots cannot lend their memory, a prompt's memory is never theirs.
         self._keep(self._fitting(needs(1 if can_empty() else step) + RESERVE_NBYTES, room))
         fitting = self._fitting(taken, room)
         self._use(max(self._least, min(self.slots, slots, fitting)))

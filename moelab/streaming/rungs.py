@@ -1,4 +1,7 @@
-"""The rungs below slots: ``serial`` and ``buffers``, which hold no expert for a later token."""
+"""The rungs below slots: ``serial`` and ``buffers``, which hold no expert for a later token.
+
+They read plain ranges through the page cache, not ``Ranges``, which native code reads.
+"""
 
 import mlx.core as mx
 
@@ -18,7 +21,7 @@ class Serial(StreamedExperts):
         ys, order = [], []
         for e, pairs in positions.items():
             bank = self._take_bank(1)
-            with self.session.counting.waiting():
+            with self.session.counting.read_wait():
                 for read in bank.reads({e: 0}):  # one read in flight at a time
                     self.session.reader.read([read])
             bank.arrived(e, 0)
@@ -63,7 +66,7 @@ class Buffers(StreamedExperts):
             list[tuple[SlotBank, int]]: Each buffer with its expert.
         """
         wave = list(zip(self._banks, experts))
-        with self.session.counting.waiting():
+        with self.session.counting.read_wait():
             self.session.reader.read([r for bank, e in wave for r in bank.reads({e: 0})])
         self.session.counters.misses += len(wave)
         for bank, e in wave:

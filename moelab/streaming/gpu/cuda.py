@@ -8,8 +8,9 @@ pinned memory, by kernels in MLX's own graph. One writes a layer's routing there
 to the slots. It is started before the reads have ended and waits on the GPU for each of them, so
 that the host prepares the next operations meanwhile. What is computed is the same.
 
-It needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off. What is converted when it has
-arrived and what prefetch threads read is written to unified memory.
+It needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off. Two kinds of bytes do not take
+this way and are read into unified memory: those that are converted after they have arrived, and
+those that prefetch threads read.
 """
 
 import ctypes
@@ -141,13 +142,13 @@ class Begun:
     """What one ``start`` began.
 
     Args:
-        waiting (Iterable): Pieces for which there is no block yet.
+        queued (Iterable): Pieces for which there is no block yet.
         there (Sequence[Copy]): Bytes that need not be read.
     """
 
-    def __init__(self, waiting: Iterable[list[Read]], there: Sequence[Copy] = ()):
-        self.direct = []  # futures of the reads that need no copy
-        self.waiting, self.there = deque(waiting), there
+    def __init__(self, queued: Iterable[list[Read]], there: Sequence[Copy] = ()):
+        self.uncopied = []  # futures of the reads that need no copy
+        self.queued, self.there = deque(queued), there
         self.reading = []  # pieces that are read: (reads, block, future)
         self.in_graph = False  # whether a kernel that was built copies them
 
@@ -179,16 +180,16 @@ class UploadingReader(Reader):
         self._wait()
         if isinstance(reads, Ranges) and (begun := self._start_table(reads)) is not None:
             return begun
-        direct = [r for r in reads if not r.parts]
+        uncopied = [r for r in reads if not r.parts]
         begun = Begun(pieces([r for r in reads if r.parts], self.readers))
 
         def here():
-            if direct:
-                self.read_here(direct)
+            if uncopied:
+                self.read_here(uncopied)
             self._read_more(begun, _now)
 
         if reads and not self._read_inline(reads, here):
-            begun.direct = self._read_in_pool(direct)
+            begun.uncopied = self._read_in_pool(uncopied)
             self._read_more(begun, self._submit)
         return begun
 
@@ -245,8 +246,8 @@ class UploadingReader(Reader):
             self._copying = []
 
     def _read_more(self, begun, submit):
-        while begun.waiting and (block := self._take(must=not begun.reading)) is not None:
-            reads = begun.waiting.popleft()
+        while begun.queued and (block := self._take(must=not begun.reading)) is not None:
+            reads = begun.queued.popleft()
             block.arrived[0] = 0
             begun.reading.append((reads, block, submit(self._read_into, reads, block)))
 
@@ -272,22 +273,22 @@ class UploadingReader(Reader):
         self._count(len(reads), nbytes, begin, nbytes)
 
     def copies(self, begun: Begun) -> list[Copy] | None:
-        """What a kernel has to copy so that ``finish`` need not; None if it takes several.
+        """What one kernel has to copy in place of ``finish``; None if one kernel cannot.
 
         Args:
             begun (Begun): From ``start``. ``finish`` it before the result is used: it raises if a
                 read failed.
         """
         copies = begun.copies()
-        if begun.direct or begun.waiting or len(copies) > MAX_COPIES or not _may_wait():
+        if begun.uncopied or begun.queued or len(copies) > MAX_COPIES or not _may_wait():
             return None
         begun.in_graph = True
         return copies
 
     def finish(self, begun: Begun) -> None:
-        files = set().union(*map(files_of, begun.waiting))
+        files = set().union(*map(files_of, begun.queued))
         files.update(*(files_of(reads) for reads, *_ in begun.reading))
-        super().finish([*begun.direct, *(future for *_, future in begun.reading)])
+        super().finish([*begun.uncopied, *(future for *_, future in begun.reading)])
         if begun.in_graph:
             self._copying += [block for _, block, _ in begun.reading]
         while (begun.there or begun.reading) and not begun.in_graph:

@@ -151,7 +151,7 @@ def nbytes_of(reads: Sequence[Read]) -> int:
 def read_ranges(reads: Iterable[Read], arrived: int | None = None, direct: bool = False) -> None:
     """Read ranges one after the other.
 
-    What native code has not read whole is read again here, or raises.
+    A range that native code has not read whole is read again here. If that fails, it raises.
 
     Args:
         reads (Iterable[Read]): The ranges, in native code if they are ``Ranges``.

@@ -26,8 +26,8 @@ SHARE_NBYTES = 512 * 1024
 SLOW_S = 3e-4
 # ... and retry inline every 16th small call, in case the pages are cached again.
 RETRY_EVERY = 16
-# Experts that are looked for in the page cache before the system is asked for many. Linux reads
-# the page of each that is not there, by itself.
+# Before the system is asked to read many experts ahead, so many of them are looked for in the page
+# cache. Looking makes Linux read a page of an expert that is not there.
 PROBES = 8
 # Bytes. One advice to the system: Linux takes no more than its own readahead window of each.
 AHEAD_NBYTES = 128 * 1024
@@ -47,8 +47,8 @@ class Reader:
         reads (int): Ranges read so far.
         read_s (float): Seconds spent reading, summed over the threads.
         closed (bool): Whether ``close`` was called.
-        direct (bool): Whether ``start`` reads past the page cache (Linux): for memory that has
-            little room for pages beside the slots: they cost time and save few reads.
+        direct (bool): Whether ``Ranges`` are read past the page cache (Linux). Where memory has
+            little room for pages beside the slots, pages cost time and save few reads.
     """
 
     copies_in_graph = False  # whether the GPU copies the bytes read, in its own order

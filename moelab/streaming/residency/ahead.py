@@ -172,9 +172,9 @@ class Ahead:
             i (int): The layer of the experts.
             busy (Mapping[int, int] or None): If given, free slots of other layers are filled, too.
                 If attention takes longer than the reads, earlier layers' experts, which the
-                prompt no longer needs, are evicted to make room. Not evicted are ``busy`` (expert
-                to slot), which the layer before this one has not computed yet. Only the fast
-                kernels compute experts in other layers' slots.
+                prompt no longer needs, are evicted to make room. ``busy`` (expert to slot) stay:
+                the layer before this one has not computed them yet. Give it with the fast kernels
+                alone: MLX's do not compute experts in other layers' slots.
         """
         own, experts = self._layers[i], self._layers[i].missing()
         self._settle_one_layer()

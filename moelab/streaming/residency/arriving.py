@@ -93,8 +93,8 @@ def as_read(
         borrowed (list): As ``Ahead.take`` returned it.
         direct (bool): Whether reads go past the page cache.
         computed (Sequence[mx.array]): The results so far that are not evaluated yet.
-        then (Callable): Is called after each part, once no expert is left to begin with, with the
-            slots that are still needed.
+        then (Callable): Is called with the slots that are still needed, after each part from the
+            one on with which the last reads have begun.
     """
     later, reading, S = [e for wave in later for e in wave], Reading(own), own.table.num_slots
     direct = direct and own.computes_at_once
@@ -108,7 +108,7 @@ def as_read(
             other, part = borrowed.popleft()
             yield Arrived(part, other.bank)
             other.table.release(part.values())
-        # All that has arrived. If no read is running, one part: its slots are free after it.
+        # Hand over all that has arrived; if no read is running, one part, to free its slots soon.
         few = later and direct and not reading
         now = dict(islice(ready.items(), size)) if few else ready
         ready = {e: slot for e, slot in ready.items() if e not in now}

@@ -23,7 +23,7 @@ class Job:
         self, reader: Reader, bank: SlotBank, slots: dict[int, int], of: SlotBank | None = None
     ):
         self._reader, self._bank, self._slots, self._of = reader, bank, slots, of
-        self._waiting = dict(slots)
+        self._queued = dict(slots)
         self._running = set()
         self._took_s = {}  # None where the read failed
         self._changed = threading.Condition()
@@ -38,10 +38,10 @@ class Job:
         while True:
             self._reader.give_way()
             with self._changed:
-                if not self._waiting or self._reader.closed:
+                if not self._queued or self._reader.closed:
                     return
-                e = next(iter(self._waiting))
-                slot = self._waiting.pop(e)
+                e = next(iter(self._queued))
+                slot = self._queued.pop(e)
                 self._running.add(e)
             begin, took_s = perf_counter(), None
             try:
@@ -70,10 +70,10 @@ class Job:
         """
         arrived, waited_s = {}, {}
         with self._changed:
-            free = list(self._waiting.values())
-            for e in self._waiting:
+            free = list(self._queued.values())
+            for e in self._queued:
                 del self._slots[e]
-            self._waiting.clear()
+            self._queued.clear()
             for e in [e for e in self._running if everything or e in needed]:
                 begin = perf_counter()
                 while e in self._running:

@@ -133,12 +133,12 @@ class LayerSlots:
         """Begin to read experts into the slots that ``choose`` gave for them."""
         if self.host is not None:
             return self.host.start(misses)
-        with self._counting.waiting():
+        with self._counting.read_wait():
             return self._reader.start(self.bank.reads(misses))
 
     def finish(self, misses: dict[int, int], reads: list[Future] | Begun) -> None:
         """Wait for the reads that ``begin`` began; the experts are held from then on."""
-        with self._counting.waiting():
+        with self._counting.read_wait():
             self._reader.finish(reads)
         for e, slot in misses.items():
             self.bank.arrived(e, slot)

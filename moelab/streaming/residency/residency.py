@@ -47,7 +47,7 @@ class Residency:
         self._top_k, self._overlap = top_k, overlap
         self.layers, self.prefetches = [], False
         self.ahead = Ahead(self.layers, reader, handover, counting, top_k, overlap)
-        self._unfinished = None  # finishes the reads that the GPU waits for
+        self._finish = None  # finishes the reads that the GPU waits for
         self._slot_of_all = {}  # of layers that hold every expert: [E], their slots
 
     def add(
@@ -81,8 +81,9 @@ class Residency:
     ) -> Iterator[Arrived]:
         """Bring the experts of a call into slots, and hand them over as they arrive.
 
-        Each expert is read once and handed over once. Its slot may take another one as soon as the
-        next part is asked for: then the part has been computed, or its result is in ``computed``.
+        Each expert is read once and handed over once. Before the caller asks for the next part, it
+        has computed the last one, or has put its result into ``computed``: from then on the slots
+        may take other experts.
 
         Args:
             i (int): The layer.
@@ -184,7 +185,7 @@ class Residency:
         Raises:
             ReadError: If one failed: what was computed since is not used.
         """
-        finish, self._unfinished = self._unfinished, None
+        finish, self._finish = self._finish, None
         if finish is not None:
             finish()
 
@@ -195,7 +196,7 @@ class Residency:
 
     def recover(self) -> None:
         """After a call that an exception ended: end all reads, make every slot held or free."""
-        self._unfinished = None
+        self._finish = None
         self.ahead.forget()
         for own in self.layers:
             own.recover()
@@ -240,5 +241,5 @@ class Residency:
         if copies is None:
             own.finish(misses, reads)
             return Arrived(slots, own.bank, is_all=True)
-        self._unfinished = partial(own.finish, misses, reads)
+        self._finish = partial(own.finish, misses, reads)
         return Arrived(slots, own.bank, is_all=True, copies=copies)

@@ -3,8 +3,12 @@
 A new eviction policy is a line of ``EVICTION`` and a word in ``StreamConfig``'s docstring:
 ``StreamConfig``, the commands, ``SlotTable`` and the replay (``moelab/replay/eviction.py``) take it
 from there, and so do their tests. What a policy means is tested by a test of its own
-(``tests/streaming/test_properties.py``). A policy that needs to know more than how often an expert
-was used also changes ``SlotTable._victims``, and has a line of the replay's ``SCORES``.
+(``tests/streaming/test_properties.py``). With experts in its host's memory a GPU chooses slots by
+itself if the policy is one of ``GPU_POLICIES``. With another one the host chooses, which takes
+longer.
+
+A policy that needs to know more than how often an expert was used has None in ``EVICTION``, a
+branch in ``SlotTable._victims``, and a line of the replay's ``SCORES``.
 """
 
 from collections import Counter
@@ -17,10 +21,10 @@ def _count(count):
     return count
 
 
-# The eviction policies. Of the experts held and not needed now, the one with the lowest rank is
-# evicted, and of equal ranks the least recently used. A rank is a whole number, computed from how
-# often the expert was used and nothing else: a number here, an array in the replay. None: ranks
-# are equal.
+# The eviction policies. Of the experts held and not needed now, the one with the lowest score is
+# evicted, and of equal scores the least recently used. A score is a whole number, computed from how
+# often the expert was used and from nothing else. Here a function gets one number, in the replay an
+# array. None stands for equal scores.
 EVICTION = {
     "lru": None,  # least recently used
     "lfu": _count,  # least frequently used
@@ -54,9 +58,9 @@ class SlotTable:
         self.slot_of = {}
         self._free = list(range(num_slots))[::-1]
         self._uses = uses = Counter()
-        self._rank = rank = EVICTION[policy]
+        self._score = score = EVICTION[policy]
         # For ``lfu``, without a call of Python for each expert held.
-        self._rank_of = uses.__getitem__ if rank is _count else lambda e: rank(uses[e])
+        self._score_of = uses.__getitem__ if score is _count else lambda e: score(uses[e])
 
     def fits(self, experts: Collection[int], taken: int = 0) -> bool:
         """Whether distinct experts can be held at once.
@@ -105,7 +109,7 @@ class SlotTable:
                 f"got {len(experts)}"
             )
         slot_of = self.slot_of
-        if self._rank is not None:
+        if self._score is not None:
             self._uses.update(experts)
         hits, missing = {}, []
         for e in experts:
@@ -137,7 +141,7 @@ class SlotTable:
             self.slot_of[e] = slot
 
     def reserve(self, experts: list[int]) -> dict[int, int]:
-        """Choose slots for experts that may be needed, and evict none of them for another.
+        """Choose slots for experts that may be needed. None of these experts is evicted.
 
         The slots are neither held nor free until ``keep`` or ``release``.
 
@@ -173,8 +177,9 @@ class SlotTable:
 
         Args:
             num (int): At most so many.
-            busy (Mapping[int, int] or None): Expert to slot, chosen or held. If given, evict
-                other experts, by the policy. If not, no slot may be chosen.
+            busy (Mapping[int, int] or None): Expert to slot, chosen or held: these stay, and others
+                are evicted, by the policy. Default: no expert is evicted; ``choose`` must not have
+                chosen slots that are not committed yet.
 
         Returns:
             list[int]: The slots, until ``release``.
@@ -212,6 +217,6 @@ class SlotTable:
     def _victims(self, needed, num):
         """The experts to evict first, at most so many and none that is needed."""
         candidates = (e for e in self.slot_of if e not in needed)  # least recently used first
-        if self._rank is None:
+        if self._score is None:
             return list(islice(candidates, num))
-        return nsmallest(num, candidates, key=self._rank_of)
+        return nsmallest(num, candidates, key=self._score_of)

@@ -5,7 +5,7 @@ import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops, gated_delta_update
 from recurrent import ROUNDS, TOLERANCE, build, ids, play, start
 
-from moelab.speculation import gated_delta
+from moelab.speculation import gated_delta_cuda
 
 
 def loop(q, k, v, g, beta, state, mask=None, every=False):
@@ -30,8 +30,8 @@ def test_rollback_takes_its_states(name, strategy, monkeypatch):
     model = build(name)
     prompt = ids(3, 5)
     cache, reference = start(model, prompt), start(model, prompt)
-    monkeypatch.setattr(gated_delta, "fits", lambda mask=None, **_: mask is None)
-    monkeypatch.setattr(gated_delta, "gated_delta", kernel)
+    monkeypatch.setattr(gated_delta_cuda, "fits", lambda mask=None, **_: mask is None)
+    monkeypatch.setattr(gated_delta_cuda, "gated_delta", kernel)
     assert play(model, cache, reference, ROUNDS, strategy) <= TOLERANCE
     assert set(asked) == {"restore": set(), "replay": {False}, "states": {True}}[strategy]
 
@@ -53,11 +53,11 @@ def test_the_kernel_is_the_loop(B, T, Hk, Hv, Dk, Dv, vector, dtype):
     )
     a, b = (
         loop(q, k, v, g, beta, state, every=True),
-        gated_delta.gated_delta(q, k, v, g, beta, state, every=True),
+        gated_delta_cuda.gated_delta(q, k, v, g, beta, state, every=True),
     )
     assert mx.abs(a[1] - b[1]).max().item() <= 1e-5
     assert mx.abs(a[0] - b[0]).max().item() <= (1e-5 if dtype == mx.float32 else 0.02)
-    last = gated_delta.gated_delta(q, k, v, g, beta, state)
+    last = gated_delta_cuda.gated_delta(q, k, v, g, beta, state)
     assert mx.array_equal(last[1], b[1][-1]) and mx.array_equal(last[0], b[0])
 
 
@@ -78,8 +78,8 @@ def test_mlx_lm_calls_the_kernel():
         dt_bias=mx.zeros(8),
         state=mx.zeros((1, 8, 64, 64)),
     )
-    assert gated_delta.fits(**arguments)
-    y, states = gated_delta.with_kernel(gated_delta_update, True)(**arguments)
+    assert gated_delta_cuda.fits(**arguments)
+    y, states = gated_delta_cuda.with_kernel(gated_delta_update, True)(**arguments)
     assert states.shape == (6, 1, 8, 64, 64)
     expected = gated_delta_update(**arguments)
     assert max(mx.abs(x - z).max().item() for x, z in zip(expected, (y, states[-1]))) <= 1e-5
