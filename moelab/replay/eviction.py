@@ -1,7 +1,7 @@
 """Which experts a cache of slots holds, by eviction policy.
 
 A policy of the engine is a line of ``EVICTION`` in ``streaming/residency/table.py``, which is read
-here. A policy that only the replay has is a line of ``SCORES``.
+here. A policy that goes by more than how often an expert was used is a line of ``SCORES``.
 """
 
 from collections import deque
@@ -33,8 +33,8 @@ class Uses(NamedTuple):
 # Larger than any order, so that an engine's score counts for more. Both are exact in a float.
 ORDERS = 2.0**32
 
-# Policies that only the replay has: the score of an expert from its use on. The expert with the
-# lowest score is evicted first.
+# Policies that do not follow from ``EVICTION``: the score of an expert from its use on. The expert
+# with the lowest score is evicted first.
 SCORES = {
     "fifo": lambda use: np.where(use.hit, use.score, use.order),
     "belady": lambda use: -use.next,  # knows the future: no policy can hit more
@@ -42,7 +42,7 @@ SCORES = {
 
 
 def policies() -> tuple[str, ...]:
-    """The engine's policies, and those that only the replay has."""
+    """The engine's policies, and the replay's own."""
     # S3-FIFO is three queues and no score; ``none`` holds nothing, as the mode ``buffers``.
     return (*(EVICTION | SCORES), "s3-fifo", "none")
 

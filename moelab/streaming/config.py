@@ -3,6 +3,8 @@
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from .. import kernels
@@ -13,6 +15,10 @@ MODES = ("resident", "serial", "buffers", "stacked", "fused")
 SLOT_MODES = ("stacked", "fused")  # those with S slots in every layer
 # More bytes than any machine has; more threads help no disk.
 MOST_NBYTES, MOST_THREADS = 2**63 - 1, 1024
+# Where an expert comes from that is in no slot, and the module of this package that brings it. A
+# new place is a module with ``open_reader`` and ``hold`` (see ``residency/disk.py``), a line here
+# and a word in ``StreamConfig``'s docstring. If it takes memory from the slots, ``plan`` must know.
+SOURCES = {"disk": "residency.disk", "host": "gpu.host"}
 
 
 @dataclass(frozen=True)
@@ -92,8 +98,8 @@ class StreamConfig:
         source (str): Where an expert comes from that is in no slot: ``disk``, or with a CUDA GPU
             ``host``, pinned memory into which every expert is read while loading. From there the
             GPU fills its slots by itself if the policy is ``lru``, and the host waits for no
-            routing. For ``stacked`` and ``fused``; needs cuda-bindings, and host memory for all
-            experts. Default: ``disk``.
+            routing. For ``stacked`` and ``fused``, without ``prefetch``; needs cuda-bindings, and
+            host memory for all experts. Default: ``disk``.
         policy (str): Which expert is evicted first: ``lru`` (the least recently used) or ``lfu``
             (the least frequently used). Default: ``lru``.
         ranks_trace (str or None): With a group of ranks: the file of a trace of this model,
@@ -162,7 +168,7 @@ class StreamConfig:
     source: str = _option(
         "disk",
         "of misses; host: a CUDA GPU's host keeps all experts (default: {default})",
-        choices=("disk", "host"),
+        choices=SOURCES,
         modes=SLOT_MODES,
         needs="slots that the GPU fills",
     )
@@ -212,6 +218,11 @@ class StreamConfig:
                 )
             if isinstance(value, os.PathLike):
                 object.__setattr__(self, name, os.fspath(value))
+        if self.source == "host" and self.prefetch != "none":
+            raise ValueError(
+                f"StreamConfig.prefetch: {self.prefetch!r} reads experts from the disk, and with "
+                "source 'host' they are in memory. Use prefetch 'none', or source 'disk'."
+            )
 
     @classmethod
     def checked(cls, config: "StreamConfig | None") -> "StreamConfig":
@@ -235,6 +246,11 @@ class StreamConfig:
             return self
         fast = self.dtype in ("auto", "float32") and kernels.available()
         return replace(self, kernels="fast" if fast else "mlx")
+
+    @property
+    def source_module(self) -> ModuleType:
+        """The module of ``source``."""
+        return import_module(f".{SOURCES[self.source]}", __package__)
 
     @property
     def asks_for_slots(self) -> bool:
@@ -290,15 +306,17 @@ class StreamConfig:
             raise ValueError("MLX_MOE_FUSE_GATEUP=1 needs MLX_MOE_STACKED=1 as well.")
         found = {"mode": "fused" if fuse else "stacked" if stacked else "buffers"}
         for name, option in OPTIONS.items():
-            variables = [v for v in option.environment if v in os.environ and option.bounds]
-            numbers = [number(v, *option.bounds) for v in variables]
-            if len({*numbers}) > 1:
+            variables = [v for v in option.environment if v in os.environ and name != "mode"]
+            values = [
+                number(v, *option.bounds) if option.bounds else os.environ[v] for v in variables
+            ]
+            if len({*values}) > 1:
                 raise ValueError(
-                    f"{' and '.join(f'{v}={n}' for v, n in zip(variables, numbers))}: expected "
-                    f"the same number of {name} in both. Unset one."
+                    f"{' and '.join(f'{v}={n}' for v, n in zip(variables, values))}: expected "
+                    f"the same {name} in both. Unset one."
                 )
-            if numbers:
-                found[name] = numbers[0]
+            if values:
+                found[name] = values[0]
         return cls(**found | fields)
 
 

@@ -23,7 +23,6 @@ from ..checkpoint import Checkpoint, CheckpointError, describe, read_header, rea
 from ..experts import expert_modules, expert_parameters, locate_experts, read_experts
 from .build import activation_dtype, build_model, place_experts, stays_resident
 from .config import StreamConfig
-from .gpu import host
 from .heap import return_free_memory
 from .layers import Fused, Stacked, moe_blocks
 from .plan import FEW_LOGITS, plan_of
@@ -321,7 +320,7 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
     cls = type(model)
     mixin = LoadedModel if config.mode == "resident" else StreamedModel
     model.__class__ = type(cls.__name__, (mixin, cls), {})
-    stats(model, reset=True)  # what ``host.hold`` read is not part of decoding
+    stats(model, reset=True)  # what ``hold`` read is not part of decoding
     return model, model_config
 
 
@@ -337,9 +336,7 @@ def _stream(model, experts, session):
         blocks = [weakref.proxy(block) for block in moe_blocks(model)]
         session.prefetcher = PREFETCHERS[config.prefetch](session.layers, blocks)
         session.residency.prefetches = True
-    if config.source == "host":
-        possible = session.handover.mailbox is not None and session.ranks is None
-        host.hold(session.residency.layers, session.reader, possible)
+    config.source_module.hold(session.residency.layers, session.reader)
 
 
 def _check_ranks(ranks, checkpoint, config, model_config):

@@ -14,12 +14,10 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from ..checkpoint import ExpertTensor, describe
 from .config import StreamConfig
 from .counters import Counters, Counting, Stats
-from .gpu import cuda
 from .handover import Handover
 from .heap import keep_no_holes, return_free_memory
 from .plan import FEW_TOKENS, Plan
 from .ranks import RankError, Ranks
-from .reading.reader import Reader
 from .residency.residency import Residency
 from .room import Room
 
@@ -75,10 +73,8 @@ class Session:
         self.config, self.dtype, self.top_k, self.plan = config, dtype, top_k, plan
         self.ranks, self.fast_experts = ranks, fast_experts
         self.handover = Handover(through_pinned=bool(located))
-        mailbox = self.handover.mailbox
-        self.reader = (
-            cuda.UploadingReader(mailbox, config.readers) if mailbox else Reader(config.readers)
-        )
+        open_reader = config.source_module.open_reader
+        self.reader = open_reader(config.readers, self.handover.mailbox, ranks)
         self.reader.direct = plan is not None and plan.direct
         self.located = {
             name: replace(t, files=[self.reader.open(f) for f in t.files])

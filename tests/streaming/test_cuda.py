@@ -154,7 +154,8 @@ def want(path):
 def uploading(path, **config):
     """A model whose experts are copied, as on a GPU never computed while others are read."""
     model, _ = load_model(path, moelab.StreamConfig(**{"dtype": "bfloat16", **config}))
-    session_of(model).overlap = False
+    residency = session_of(model).residency
+    residency._overlap = residency.ahead._overlap = False
     return model
 
 
@@ -393,6 +394,7 @@ def test_slots_that_are_given_back_are_filled_from_the_hosts_memory(
     [
         ({"dtype": "float32", "kernels": "mlx"}, "computed as they are on disk"),
         ({"mode": "buffers"}, "needs slots"),
+        ({"prefetch": "lookahead"}, "reads experts from the disk"),
         ({"source": "ssd"}, "expected one of disk, host"),
     ],
 )

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from ...memory import memory_available
 from ..counters import Stats
+from ..ranks import Ranks
 from ..reading.ranges import Read
 from ..reading.reader import Reader
 from ..residency.bank import SlotBank
@@ -113,23 +114,33 @@ _FETCH = """
 """
 
 
-def hold(layers: list[LayerSlots], reader: Reader, possible: bool) -> None:
+def open_reader(readers: int, mailbox: cuda.Mailbox | None, ranks: Ranks | None) -> Reader:
+    """The reader that reads all experts once.
+
+    Args:
+        readers, mailbox, ranks: As for ``residency.disk.open_reader``.
+
+    Raises:
+        ValueError: If no GPU copies the bytes read, or there are other ranks.
+    """
+    if mailbox is None or ranks is not None:
+        raise ValueError(
+            "StreamConfig.source: 'host' needs a CUDA GPU, cuda-bindings and no group of ranks. "
+            "Use source 'disk': experts are read when they are needed."
+        )
+    return cuda.UploadingReader(mailbox, readers)
+
+
+def hold(layers: list[LayerSlots], reader: Reader) -> None:
     """Read every expert of a model into pinned memory of the host, with a progress bar.
 
     Args:
         layers (list[LayerSlots]): The slots of the model. Their ``host`` is set.
         reader (Reader): Reads the experts.
-        possible (bool): Whether a GPU copies the bytes read, and there are no other ranks.
 
     Raises:
-        ValueError: If there is no GPU for it or not so much memory, or experts are converted when
-            they are read.
+        ValueError: If there is not so much memory, or experts are converted when they are read.
     """
-    if not possible:
-        raise ValueError(
-            "StreamConfig.source: 'host' needs a CUDA GPU, cuda-bindings and no group of ranks. "
-            "Use source 'disk': experts are read when they are needed."
-        )
     converted = next((layer for layer in layers if not layer.bank.as_read), None)
     if converted is not None:
         raise ValueError(

@@ -9,6 +9,8 @@
     ahead.py      experts that are read before their layer asks: prefetch, prompts
     job.py        such reads, on background threads
 
-An expert comes from the disk (``reading``), through pinned memory that a GPU copies from
-(``gpu/cuda.py``), or from the memory of a GPU's host (``gpu/host.py``).
+Where an expert comes from that is in no slot (``SOURCES`` in ``config.py``):
+
+    disk.py         from the disk (``reading``), with CUDA through pinned memory (``gpu/cuda.py``)
+    gpu/host.py     from the memory of a GPU's host
 """

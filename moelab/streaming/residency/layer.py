@@ -5,6 +5,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
+from ..config import StreamConfig
 from ..counters import Counting
 from ..gpu.cuda import BLOCK_NBYTES, MAX_COPIES, NUM_BLOCKS, Begun
 from ..reading.reader import Reader
@@ -28,8 +29,8 @@ class LayerSlots:
         take_bank (Callable): Takes memory for so many slots.
         num_experts (int): E.
         owned (np.ndarray or None): ``[E]``, the experts of this rank; None without ranks.
-        policy (str): One of ``EVICTION``.
-        slots (int): S; no more than E are taken, or than this rank's experts.
+        config (StreamConfig): Its policy and its slots (S); no more than E are taken, or than this
+            rank's experts.
         reader (Reader): Reads the experts.
         counting (Counting): Counts hits, misses and waits.
 
@@ -50,24 +51,23 @@ class LayerSlots:
         take_bank: Callable[[int], SlotBank],
         num_experts: int,
         owned: np.ndarray | None,
-        policy: str,
-        slots: int,
+        config: StreamConfig,
         reader: Reader,
         counting: Counting,
     ):
-        self._take_bank, self._policy = take_bank, policy
+        self._take_bank, self._config = take_bank, config
         self._reader, self._counting = reader, counting
         self.num_experts, self.owned = num_experts, owned
         self.num_owned = num_experts if owned is None else int(owned.sum())
         self.host = self.bank = None
-        self._take(slots)
+        self._take(config.slots)
 
     def _take(self, slots):
         """Take memory for so many slots in place of the present ones, which are forgotten."""
         slots = min(slots, self.num_owned)
         self.bank = None  # its memory is free before more is taken
         self.bank = self._take_bank(slots)
-        self.table = SlotTable(slots, self._policy)
+        self.table = SlotTable(slots, self._config.policy)
         self.job, self.fills = None, []
         if self.host is not None:
             self.host.bind(self.bank, self.table)

@@ -60,16 +60,14 @@ class Residency:
         """Take the slots of the next layer.
 
         Args:
-            take_bank, num_experts, owned: As for ``LayerSlots``.
-            config (StreamConfig): Its slots and its policy.
+            take_bank, num_experts, owned, config: As for ``LayerSlots``.
         """
         self.layers.append(
             LayerSlots(
                 take_bank,
                 num_experts,
                 owned,
-                config.policy,
-                config.slots,
+                config,
                 self._reader,
                 self._counting,
             )

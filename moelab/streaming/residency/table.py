@@ -7,8 +7,8 @@ from there, and so do their tests. What a policy means is tested by a test of it
 itself if the policy is one of ``GPU_POLICIES``. With another one the host chooses, which takes
 longer.
 
-A policy that needs to know more than how often an expert was used has None in ``EVICTION``, a
-branch in ``SlotTable._victims``, and a line of the replay's ``SCORES``.
+A policy that needs to know more than how often an expert was used has None in ``EVICTION`` and a
+branch in ``SlotTable``. What it means to the replay is a line of ``SCORES`` there.
 """
 
 from collections import Counter
