@@ -292,6 +292,23 @@ def test_a_tensor_in_two_files(tmp_path):
 # The trained drafts
 
 
+def test_a_long_text_is_read_in_parts_that_take_little_memory():
+    target, draft = mlx_lm.load(str(MODELS / "tiny-moe"))[0], DFlashDraft(MODELS / "tiny-dflash")
+    size = len(draft.layer_ids) * draft.model.args.hidden_size
+    features = mx.zeros((1024, size))
+    draft.bind(target)
+    mx.eval(features)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    draft.extend(mx.zeros(len(features), mx.uint32), features)
+    draft.propose(5, 4, lambda logits: logits)
+    mx.eval([c.state for c in draft.cache])
+    kept = sum(c.nbytes for c in draft.cache)
+    assert draft.cache[0].offset == len(features)
+    assert mx.get_peak_memory() - before < 3 * kept  # a cache is copied when it grows
+
+
 def test_features_of_a_long_text_do_not_wait_for_the_next_draft():
     target = mlx_lm.load(str(MODELS / "tiny-moe"))[0]
     drafts = [DFlashDraft(MODELS / "tiny-dflash") for _ in range(2)]
