@@ -26,7 +26,7 @@ import openai
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import _merge_caches
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 import moelab
@@ -689,10 +689,35 @@ def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(monkeypatch):
     assert main([*argv, *SLOTS]) == main([*argv, *memory]) == 0
     assert main([*argv, *memory, "--prompt-cache-bytes", "0"]) == 0
     kept = [p.all_caches_nbytes for p in (drafted, plan)]
-    assert made == [(3, kept[0]), (3, sys.maxsize), (3, kept[1]), (3, 0)]
+    free = [p.reserved_nbytes + serve.RESERVE_NBYTES for p in (drafted, plan)]
+    assert made == [
+        (3, kept[0], free[0]),
+        (3, sys.maxsize, 0),
+        (3, kept[1], free[1]),
+        (3, 0, free[1]),
+    ]
     for p in (drafted, plan):
         left = p.all_caches_nbytes - p.caches_nbytes - p.reserved_nbytes
         assert left >= 0 and (p.slots == 64 or left < sum(p.expert_nbytes))
+
+
+def test_kept_prompts_make_way_where_memory_is_short(monkeypatch):
+    left, prompts = [1000], serve.Prompts(free_nbytes=100)
+    monkeypatch.setattr(serve, "memory_now", lambda: (0, left[0]))
+    for i in range(4):
+        cache = KVCache()
+        cache.update_and_fetch(*[mx.zeros((1, 1, 4, 8))] * 2)
+        prompts.insert_cache("model", [i, 0], [cache])
+    assert len(prompts) == 4
+    left[0] = 99
+    prompts.make_way()
+    assert len(prompts) == 3 and prompts.fetch_nearest_cache("model", [0, 0])[0] is None
+    left[0] = 100
+    prompts.make_way()
+    assert len(prompts) == 3
+    left[0] = -(10**9)
+    prompts.insert_cache("model", [9, 0], [cache])
+    assert len(prompts) == prompts.nbytes == 0
 
 
 def test_a_kept_prompt_takes_its_own_memory_only():

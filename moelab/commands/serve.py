@@ -55,6 +55,7 @@ from ..streaming.heap import return_free_memory
 from ..streaming.model import close, find, load
 from ..streaming.plan import memory_now, plan
 from ..streaming.ranks import LOADING_S, RankError, joined
+from ..streaming.room import RESERVE_NBYTES
 from ..streaming.session import session_of
 from . import request_checks as checks
 from .argument_types import at_least, json_object, not_empty, positive
@@ -210,7 +211,26 @@ class Provider(server.ModelProvider):
 
 
 class Prompts(LRUPromptCache):
-    """Caches of earlier prompts and answers. At least a prompt's last token is left to read."""
+    """Caches of earlier prompts and answers. At least a prompt's last token is left to read.
+
+    Args:
+        size (int): How many are kept.
+        nbytes (int): Their memory.
+        free_nbytes (int): Beside which so much must be free. Default: ``0``, where ranks must keep
+            the same.
+    """
+
+    def __init__(self, size: int = 10, nbytes: int = sys.maxsize, free_nbytes: int = 0):
+        super().__init__(size, nbytes)
+        self.free_nbytes = free_nbytes
+
+    def make_way(self) -> None:
+        """Forget prompts, the least recently used first, where memory is short."""
+        short = self.free_nbytes - memory_now()[1] if self.free_nbytes else 0
+        if short > 0 and self.nbytes:
+            self.trim_to(n_bytes=self.nbytes - short)
+            mx.clear_cache()
+            return_free_memory()
 
     def insert_cache(self, model, tokens: list[int], prompt_cache: list, **kwargs) -> None:
         # Those of a text in a batch are views of the batch's arrays and would keep all of these.
@@ -218,6 +238,7 @@ class Prompts(LRUPromptCache):
             c.state = tree_map(_own, c.state)
         mx.eval([c.state for c in prompt_cache])
         super().insert_cache(model, tokens, prompt_cache, **kwargs)
+        self.make_way()
 
     def fetch_nearest_cache(self, model, tokens: list[int]) -> tuple[list | None, list[int]]:
         cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
@@ -305,6 +326,7 @@ class Generator(server.ResponseGenerator):
         request = super()._next_request(timeout)
         if request is not None:
             self._begun.add(request[0])
+            self.prompt_cache.make_way()
         return request
 
     def generate(self, request, generation_args, progress_callback=None):
@@ -390,6 +412,9 @@ class Generator(server.ResponseGenerator):
         step, generate = generate_step, stream_generate
         reading["prompt_progress_callback"] = progress
         if draft_model is not None:
+            plan = session_of(self.model_provider.model).plan
+            with self.memory.to_read(plan.reserved_nbytes if plan else 0):
+                pass  # there is memory for the draft's caches
             step, generate = speculative_generate_step, speculative_generate
             number = shared_policy(self.model_provider.model, draft_model, num_draft_tokens)
             reading |= {"draft": draft_model, "num_draft_tokens": number}
@@ -776,7 +801,9 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
             )
         if provider.ranks:
             _agree(provider.ranks, args)
-        prompts = Prompts(args.prompt_cache_size, args.prompt_cache_bytes)
+        # What the texts and the draft take beyond the first text's caches, and for a token.
+        free = plan.reserved_nbytes + RESERVE_NBYTES if plan and not provider.ranks else 0
+        prompts = Prompts(args.prompt_cache_size, args.prompt_cache_bytes, free)
         if follows:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when to end
             generator = Generator(provider, prompts)
