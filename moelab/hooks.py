@@ -108,9 +108,9 @@ def call_instead(
     """Let a module's methods call ``replace(f)`` where they call a function ``f`` by this name.
 
     The module gets a class of its own, whose methods know another function by the name. Other
-    modules are not affected. A module that calls no such function keeps its class. While another
-    library has its own function under the name, or its own method in the module's former class, a
-    call of the module goes there.
+    modules are not affected. A module that calls no such function keeps its class. If another
+    library replaces the function of that name or the method of the module's former class, the
+    module calls what that library put there, for as long as it is there.
 
     Args:
         module (nn.Module): It is changed in place.

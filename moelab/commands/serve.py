@@ -413,8 +413,8 @@ class Generator(server.ResponseGenerator):
         reading["prompt_progress_callback"] = progress
         if draft_model is not None:
             plan = session_of(self.model_provider.model).plan
-            with self.memory.to_read(plan.reserved_nbytes if plan else 0):
-                pass  # there is memory for the draft's caches
+            with self.memory.to_read(plan.reserved_nbytes if plan else 0, "the draft"):
+                pass  # there is memory for its caches
             step, generate = speculative_generate_step, speculative_generate
             number = shared_policy(self.model_provider.model, draft_model, num_draft_tokens)
             reading |= {"draft": draft_model, "num_draft_tokens": number}
@@ -498,8 +498,12 @@ class Memory:
         self._lock, self._nbytes = threading.Lock(), 0
 
     @contextmanager
-    def to_read(self, nbytes: int) -> Iterator[None]:
+    def to_read(self, nbytes: int, what: str = "reading the request") -> Iterator[None]:
         """Keep so many bytes for reading a request, while the block runs.
+
+        Args:
+            nbytes (int): Bytes.
+            what (str): What takes them, for the error.
 
         Raises:
             MemoryError: If there are fewer.
@@ -508,8 +512,8 @@ class Memory:
             left = memory_now()[1] - self._nbytes - LEFT_NBYTES
             if nbytes > max(left, SMALL_NBYTES):
                 raise MemoryError(
-                    f"memory is short: reading the request takes up to {nbytes / 1e6:.0f} MB, and "
-                    f"there are {max(0, left) / 1e6:.0f} MB. Send a shorter one, or try again."
+                    f"memory is short: {what} takes up to {nbytes / 1e6:.0f} MB, and there are "
+                    f"{max(0, left) / 1e6:.0f} MB. Send a shorter one, or try again."
                 )
             self._nbytes += nbytes
         try:
