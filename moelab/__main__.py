@@ -1,8 +1,9 @@
 """python -m moelab COMMAND: a table of the commands, each of them a module.
 
-Only the module of the command that was given is imported, and brings its own arguments (see
-``commands``); ``--help`` alone does not wait for MLX. An option that would have no effect is an
-error. Exit status: 1 for an error, 2 for a wrong command line, 130 for Ctrl-C.
+The module of the command that was given brings its arguments (see ``commands``); the others are
+imported after an unknown option, to say whose it is. ``--help`` alone does not wait for MLX. An
+option of how experts are streamed that would have no effect is an error. Exit status: 1 for an
+error, 2 for a wrong command line, 130 for Ctrl-C, 141 if nobody reads the output.
 """
 
 import argparse

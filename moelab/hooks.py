@@ -1,4 +1,4 @@
-"""Observe or replace an object's calls for a while: the one way in which this package does it.
+"""Observe or replace an object's calls for a while.
 
 What a model keeps for as long as it is loaded is a class of its own, not a hook: ``LoadedModel``,
 for example, which every token passes through.
@@ -107,8 +107,8 @@ def call_instead(
 ) -> None:
     """Let a module's methods call ``replace(f)`` where they call a function ``f`` by this name.
 
-    The module gets a class of its own, whose methods know another function by the name. Other
-    modules are not affected. A module that calls no such function keeps its class. If another
+    The module gets another class, whose methods know another function by the name. Modules that
+    are not given are not affected. A module that calls no such function keeps its class. If another
     library replaces the function of that name or the method of the module's former class, the
     module calls what that library put there, for as long as it is there.
 

@@ -1,7 +1,7 @@
 """The folder ``OUT.partial``, in which a command works until all of ``OUT`` is on disk.
 
 The first file in it is a journal. It names the command, what the files are made from, and every
-file that the command writes there. Only those files are ever removed.
+file that the command writes there. Those files and the journal are removed, and no others.
 """
 
 import json

@@ -50,7 +50,7 @@ class Template:
         )
 
     def text_after(self, tokenizer: TokenizerWrapper, prompt: str) -> str:
-        """What the model reads of it where a cache has the message's beginning."""
+        """What the model reads of a prompt if its cache already holds how the message begins."""
         text, mark = self.text(tokenizer, prompt), "<query>"
         before, found, _ = self.text(tokenizer, mark).partition(mark)
         if not found:
@@ -87,7 +87,7 @@ def render(
 
 
 def encode(tokenizer: TokenizerWrapper, text: str, special: bool = True) -> list[int]:
-    """The tokens of a prompt, of which there must be some.
+    """The tokens of a prompt: at least one.
 
     Args:
         tokenizer (TokenizerWrapper): The model's.

@@ -36,6 +36,8 @@ from moelab.commands import serve
 from moelab.commands.drafting import leave_room
 from moelab.lab import limit
 from moelab.lab.serving import Served
+from moelab.streaming.room import LEFT_NBYTES, RESERVE_NBYTES, Room
+from moelab.streaming.session import session_of
 
 MODEL = DATA / "models/tiny-moe"
 SLOTS = ("--slots", "16")
@@ -467,18 +469,32 @@ def test_a_text_whose_tokens_do_not_fit_in_memory(tmp_path, texts):
 
 
 def test_memory_for_requests_that_are_read(monkeypatch):
-    """All of them together take what there is. Small ones are read in any case."""
+    """All of them together take what there is beside the call that runs. Small ones are read."""
     left = [100_000_000]
-    monkeypatch.setattr(serve, "memory_now", lambda: (0, left[0]))
-    memory = serve.Memory()
-    with memory.to_read(50_000_000):
+    monkeypatch.setattr("moelab.streaming.room.memory_now", lambda: (left[0], left[0]))
+    room = Room(None, 1, None, False)
+    with room.beside(50_000_000, "it"):
         with pytest.raises(MemoryError, match="up to 40 MB, and there are 30 MB. Send a shorter"):
-            memory.to_read(40_000_000).__enter__()
-        with memory.to_read(20_000_000):
+            room.beside(40_000_000, "it").__enter__()
+        with room.beside(20_000_000, "it"):
             pass
-    with memory.to_read(70_000_000):
+    with room.beside(70_000_000, "it"):
         left[0] = 0
-        with memory.to_read(1000):
+        with room.beside(1000, "it"):
+            pass
+    left[0] = 10**9
+    with moelab.load(MODEL, moelab.StreamConfig())[0] as model:
+        room = session_of(model).room
+        needs = session_of(model).plan.call_nbytes(64, is_first=True)
+        with room.beside(100_000_000, "it"):
+            assert room.make(64) == 64
+        free = left[0] - needs - LEFT_NBYTES
+        with pytest.raises(MemoryError, match="it takes up to"):
+            room.beside(free + 1, "it").__enter__()
+        with room.beside(free, "it"):
+            pass
+        room.end()
+        with room.beside(left[0] - LEFT_NBYTES, "it"):
             pass
 
 
@@ -503,7 +519,7 @@ def listening(allowed=()):
     generator = SimpleNamespace(
         cli_args=SimpleNamespace(allowed_origins=allowed),
         model_provider=provider,
-        memory=serve.Memory(),
+        room=Room(None, 1, None, False),
     )
     with serve.Server("127.0.0.1", 0) as server:
         server.RequestHandlerClass = partial(serve.Handler, generator)
@@ -689,7 +705,7 @@ def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(monkeypatch):
     assert main([*argv, *SLOTS]) == main([*argv, *memory]) == 0
     assert main([*argv, *memory, "--prompt-cache-bytes", "0"]) == 0
     kept = [p.all_caches_nbytes for p in (drafted, plan)]
-    free = [p.reserved_nbytes + serve.RESERVE_NBYTES for p in (drafted, plan)]
+    free = [p.reserved_nbytes + RESERVE_NBYTES for p in (drafted, plan)]
     assert made == [
         (3, kept[0], free[0]),
         (3, sys.maxsize, 0),

@@ -20,7 +20,7 @@ class Checkpoint:
     Attributes:
         path (Path): As above.
         config (dict): The folder's ``config.json``.
-        tensors (dict[str, Tensor]): Every tensor by its name in the files.
+        tensors (dict[str, Tensor]): The tensors of model*.safetensors by their names there.
         packed (dict[str, ExpertTensor]): The experts' parameters by their path in the model, if
             ``python -m moelab repack`` wrote the folder; else empty.
 

@@ -14,7 +14,8 @@ def shorten(text: object, most: int = 300) -> str:
 
     Args:
         text (object): Its ``str`` is taken.
-        most (int): Characters of each of which half are kept at either end.
+        most (int): Characters that a text may have. Of a longer one half as many are kept at
+            either end.
     """
     text = " ".join(str(text).split())
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

@@ -34,7 +34,7 @@ QUIET_S = 10  # between two lines of progress in a file
 
 
 class ChatUI(mlx_lm_chat.ChatUI):
-    """mlx-lm's, which also takes the end of a file for ``q`` and no empty message."""
+    """mlx-lm's. The end of standard input means ``q``, and an empty message is asked for again."""
 
     def prompt(self) -> str:
         text = ""
@@ -60,7 +60,8 @@ def chat(args: argparse.Namespace, config: StreamConfig) -> None:
         config (StreamConfig): How to stream.
 
     Raises:
-        ValueError: If mlx-lm's chat is not made as this one expects, or has no chat template.
+        ValueError: If mlx-lm's chat is not made as this one expects, or the tokenizer has no chat
+            template.
     """
     options = KVCacheOptions(max_kv_size=args.max_kv_size)
     options.check(args.model, config, args.draft_model is not None, args.trust_remote_code)

@@ -1,4 +1,4 @@
-"""A draft by the name that a command line or a request gives it, and text written with it."""
+"""A draft by the name that a command line gives it, and text written with it."""
 
 import sys
 from collections.abc import Iterator
@@ -101,14 +101,14 @@ def prompt_step(model: nn.Module, most: int = 2048) -> int:
 
 
 def say_plan(model: nn.Module) -> None:
-    """Say on stderr how many slots were chosen, and why, if they were chosen; rank 0 says it."""
+    """If ``plan`` chose the slots, say on stderr how many and why. Of ranks, rank 0 does."""
     session = session_of(model)
     if (plan := session.plan) and not (session.ranks and session.ranks.rank):
         print(f"moelab: {plan}", file=sys.stderr)
 
 
 class _Shared:
-    """A policy of which rank 0 chooses for all: it goes by times, which differ between ranks."""
+    """A policy whose numbers rank 0 chooses for all ranks: they follow from times, which differ."""
 
     def __init__(self, policy: Policy, ranks: Ranks):
         self._policy, self._ranks = policy, ranks

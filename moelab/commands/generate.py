@@ -57,8 +57,8 @@ def generate(
 ) -> None:
     """Print a model's continuation as it comes, then one line of figures.
 
-    The prompt is printed before, if that is what the model continues: if a chat template added
-    nothing to it. The slots that were chosen, and why, are told on stderr.
+    With ``verbose``, the prompt is printed before, if that is what the model continues (if a chat
+    template added nothing to it), and the slots that were chosen, and why, are told on stderr.
 
     With a ``group`` in ``loading``, all ranks write the same text, and rank 0 alone prints. Each
     rank samples for itself, as mlx-lm's server has it: from logits with the same bits and with the

@@ -10,8 +10,8 @@ from typing import Any
 from ..checkpoint import shorten
 
 FLOAT32_MAX = 3.4e38
-# Bytes of a request and characters of a prompt: 16 for each of 256k tokens. A token is about 5 of
-# English and, escaped in JSON, 9 of Chinese.
+# The most bytes of a request, and characters of a prompt: 16 for each of 256k tokens. A token of
+# English takes about 5 bytes, one of Chinese, escaped in JSON, 9.
 MOST_TEXT = 2**22
 MOST_IMAGES = 2**26  # bytes of a request to a model that takes images
 MOST_VALUES = 2**18  # in a request's JSON; each takes some 100 bytes
@@ -47,11 +47,11 @@ DONE = {  # fields of OpenAI's API that nothing is done for, and the values that
     "reasoning_effort": ["medium"],
     "verbosity": ["medium"],
 }
-NUMBERS = (  # which mlx-lm takes as true, nan, infinity and beyond float32 too
+NUMBERS = (  # fields for which mlx-lm also takes true, nan, infinity and more than a float32 holds
     *("temperature", "top_p", "min_p", "xtc_probability", "xtc_threshold"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
-WHOLE_NUMBERS = (  # which it takes as true
+WHOLE_NUMBERS = (  # fields for which it also takes true
     *("max_tokens", "top_k", "num_draft_tokens", "top_logprobs", "seed"),
     *("repetition_context_size", "presence_context_size", "frequency_context_size"),
 )

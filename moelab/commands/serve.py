@@ -29,7 +29,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from http.server import ThreadingHTTPServer
@@ -82,8 +82,7 @@ AUTO = "auto"  # of num_draft_tokens: the policy decides
 # of its text to make tokens. Measured with 1 MB: parsing took at most 24 (of empty objects), making
 # tokens at most 249 (of words of one letter).
 PARSE_NBYTES, TOKENS_NBYTES = 30, 260
-# Left free beside that, and what is not worth a look.
-LEFT_NBYTES, SMALL_NBYTES = 20_000_000, 1_000_000
+READING = "reading the request"  # what takes them
 # Settings that may differ between ranks.
 OWN_ARGUMENTS = ("model", "adapter_path", "host", "port", "log_level", "memory_nbytes", "given")
 SEAMS = {  # what is changed of mlx_lm.server
@@ -258,7 +257,7 @@ class Generator(server.ResponseGenerator):
         prompts (Prompts): What is kept of earlier requests.
 
     Attributes:
-        memory (Memory): For requests that are read.
+        room (Room): The memory for requests that are read, of all clients together.
     """
 
     def __init__(self, provider: Provider, prompts: Prompts):
@@ -266,11 +265,11 @@ class Generator(server.ResponseGenerator):
         self._prompt = None  # of the request that is served by itself: tokens, segments, types
         self._context = None  # of the same request
         self._ranks, self._stopping, self._error = provider.ranks, False, None
-        self.memory = Memory()
+        self.room = session_of(provider.model).room
         super().__init__(provider, prompts)
 
     def check(self) -> None:
-        """Raise what ended the ranks, if something did: none of them can go on without another."""
+        """Raise the error that ended this rank, if one did: no rank goes on without another."""
         if isinstance(self._error, RankError):
             raise self._error
         if self._error is not None:
@@ -336,7 +335,7 @@ class Generator(server.ResponseGenerator):
             tokenizer = self.model_provider.tokenizer
             chatting = request.request_type == "chat"
             text = str((request.messages, request.tools)) if chatting else request.prompt
-            with self.memory.to_read(TOKENS_NBYTES * len(text.encode())):
+            with self.room.beside(TOKENS_NBYTES * len(text.encode()), READING):
                 request.read = self._read(tokenizer, request, generation_args)
         return super().generate(request, generation_args, progress_callback)
 
@@ -399,8 +398,8 @@ class Generator(server.ResponseGenerator):
     ) -> Iterator[GenerationResponse]:
         """What mlx-lm's ``stream_generate`` does, with our drafts.
 
-        A prompt is read in mlx-lm's segments, and the state after each is kept, as its batches do:
-        from the state of a hybrid no token can be trimmed.
+        A hybrid's prompt is read in mlx-lm's segments, and the state after each is kept, as its
+        batches do: from such a state no token can be trimmed.
         """
         whole, segments, types = self._prompt
         begin = read = len(whole) - len(prompt)
@@ -413,7 +412,7 @@ class Generator(server.ResponseGenerator):
         reading["prompt_progress_callback"] = progress
         if draft_model is not None:
             plan = session_of(self.model_provider.model).plan
-            with self.memory.to_read(plan.reserved_nbytes if plan else 0, "the draft"):
+            with self.room.beside(plan.reserved_nbytes if plan else 0, "the draft"):
                 pass  # there is memory for its caches
             step, generate = speculative_generate_step, speculative_generate
             number = shared_policy(self.model_provider.model, draft_model, num_draft_tokens)
@@ -491,40 +490,6 @@ def _after(before, processor):
     )
 
 
-class Memory:
-    """The memory that requests take while they are read, of all clients together."""
-
-    def __init__(self):
-        self._lock, self._nbytes = threading.Lock(), 0
-
-    @contextmanager
-    def to_read(self, nbytes: int, what: str = "reading the request") -> Iterator[None]:
-        """Keep so many bytes for reading a request, while the block runs.
-
-        Args:
-            nbytes (int): Bytes.
-            what (str): What takes them, for the error.
-
-        Raises:
-            MemoryError: If there are fewer.
-        """
-        with self._lock:
-            left = memory_now()[1] - self._nbytes - LEFT_NBYTES
-            if nbytes > max(left, SMALL_NBYTES):
-                raise MemoryError(
-                    f"memory is short: {what} takes up to {nbytes / 1e6:.0f} MB, and there are "
-                    f"{max(0, left) / 1e6:.0f} MB. Send a shorter one, or try again."
-                )
-            self._nbytes += nbytes
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._nbytes -= nbytes
-            if nbytes > SMALL_NBYTES:
-                return_free_memory()
-
-
 class _Refused(BaseException):
     """Carries an error past mlx-lm's handler, which would answer it with status 404."""
 
@@ -559,8 +524,8 @@ class Handler(server.APIHandler):
                 words = f"Content-Length: expected at most {most} bytes, got {length}"
                 return self._refuse(ValueError(words), 413)
             with ExitStack() as self._parsing:
-                needs = PARSE_NBYTES * int(length)
-                self._parsing.enter_context(self.response_generator.memory.to_read(needs))
+                room, needs = self.response_generator.room, PARSE_NBYTES * int(length)
+                self._parsing.enter_context(room.beside(needs, READING))
                 raw = self.rfile.read(int(length))
                 self._unread = "Transfer-Encoding" in self.headers
                 checks.check_size(raw)
@@ -578,7 +543,7 @@ class Handler(server.APIHandler):
             self._refuse(error, 500 if self._understood else 400)
 
     def finish(self):
-        """Close. If a client still sends, take that first: it would lose the answer by a reset."""
+        """Close. First read what a client still sends: else a reset could lose the answer."""
         super().finish()
         with suppress(OSError):
             if self._unread:
@@ -762,10 +727,10 @@ class Server(ThreadingHTTPServer):
 
 
 def _ctrl_c(*_):
-    """End the server at the first Ctrl-C. The next ones are ignored while it ends.
+    """End the server at the first Ctrl-C. Those of the next seconds are ignored.
 
-    MLX aborts a process that ends before its threads. A server that takes long to end is ended at
-    once by one more Ctrl-C.
+    MLX aborts a process that ends before its threads. A server that takes longer to end is ended
+    at once by one more Ctrl-C.
     """
     patience = time.monotonic() + 2 * GRACE_S
     signal.signal(signal.SIGINT, lambda *_: os._exit(130) if time.monotonic() > patience else None)

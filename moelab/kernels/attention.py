@@ -2,9 +2,10 @@
 
 MLX's own is two products of its BLAS, which in its Linux packages is the reference one. Here scores
 come from the kernel of plain matrices, numpy takes their softmax, and a kernel adds up the values,
-key after key. A key that a mask hides adds exactly nothing, so a token's result does not depend on
-how a text is divided into passes while a cache holds the keys in their order. A full rotating cache
-(gpt_oss, afmoe) does not: there, passes of other lengths round differently.
+key after key. To a query that sees some key, one that a mask hides adds exactly nothing (finite
+values), so a token's result does not depend on how a text is divided into passes while a cache
+holds the keys in their order. A full rotating cache (gpt_oss, afmoe) does not: there, passes of
+other lengths round differently.
 
 Values are divided by the sum of the weights at the end: a mean of n values is inf or NaN where they
 are above float32's largest number / n, with MLX's above that number. Scores that overflow (a query

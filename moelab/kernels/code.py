@@ -21,7 +21,7 @@ else:
 
 @cache
 def widest() -> int:
-    """The most numbers that this processor handles at once; other ones take two steps for 8."""
+    """Floats in a vector: 16 with AVX-512, else 8, for which some processors take two steps."""
     return 16 if llvm.get_host_cpu_features().get("avx512f") else 8
 
 

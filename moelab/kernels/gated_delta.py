@@ -47,7 +47,7 @@ def gated_delta(
             for arguments that ``fits`` names.
 
     Returns:
-        tuple[mx.array, mx.array]: y [B, T, Hv, Dv] and the state, both evaluated.
+        tuple[mx.array, mx.array]: y [B, T, Hv, Dv] and the state, evaluated by the kernel.
     """
     (B, T, Hk, Dk), (Hv, Dv) = q.shape, v.shape[2:]
     if state is None:

@@ -1,8 +1,8 @@
 """mlx-lm's modules that hold matrices, with the kernels of ``quantized.py``.
 
-A module computes when it is called: it evaluates its input, and its result is an array that is
-already evaluated. What the kernels do not fit (half precision, other quantizations, a GPU) goes
-MLX's way, and ``use`` counts it.
+A module with matrices computes when it is called: it evaluates its input, and its product is an
+array that is already evaluated. MLX adds a bias. What the kernels do not fit (half precision, other
+quantizations, a GPU) goes MLX's way; ``use`` counts the modules whose matrices do not fit.
 """
 
 import platform

@@ -23,7 +23,8 @@ Choose = Callable[[mx.array], mx.array]
 
 
 class Draft(Protocol):
-    """Guesses the target's next tokens. The guesses decide the speed, never the text.
+    """Guesses the target's next tokens. The guesses decide the speed. They change the text only
+    where a pass over several positions rounds otherwise than one over a single position.
 
     One sequence, B = 1. A round is: ``propose``, one pass of the target over ``[last, *proposed]``,
     ``extend`` with the accepted tokens of that pass. ``last`` is the newest token: accepted, not
@@ -56,8 +57,8 @@ class Draft(Protocol):
     def extend(self, tokens: mx.array, features: mx.array | None) -> None:
         """Note tokens that the target has read: the prompt in chunks, then those of each round.
 
-        Called for every token, also while nothing is drafted, so it must cost next to nothing:
-        queue the tokens, and do the work in ``propose``.
+        Called while the draft is bound, also while nothing is drafted, so it must cost next to
+        nothing: queue the tokens, and do the work in ``propose``.
 
         Args:
             tokens (mx.array): Token ids [n].
@@ -157,9 +158,9 @@ class TokenCache:
 class LookupDraft:
     """Proposes what followed when the last tokens occurred before (prompt lookup, Saxena 2023).
 
-    Needs no model, and is good where text repeats itself. It takes the longest match, of equal
-    ones the latest, and proposes at most half as many tokens as match: the longer two texts have
-    agreed, the longer they are likely to go on agreeing.
+    Needs no model, and is good where text repeats itself. Of the latest 16 matches it takes the
+    longest, of equal ones the latest, and proposes at most half as many tokens as match: the
+    longer two texts have agreed, the longer they are likely to go on agreeing.
 
     Args:
         shortest (int): The fewest tokens that must match.

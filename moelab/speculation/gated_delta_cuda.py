@@ -1,4 +1,4 @@
-"""mlx-lm's gated delta rule as one CUDA kernel that keeps the state after every token.
+"""mlx-lm's gated delta rule as one CUDA kernel that can give the state after every token.
 
 mlx-lm has a kernel for Metal and none for CUDA. There it loops over the tokens, with several
 launches for each in every layer, which was most of the time that a verify pass took longer than a

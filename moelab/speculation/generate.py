@@ -1,8 +1,8 @@
 """Speculative decoding: draft, verify, roll back. Several tokens for one pass, and the same text.
 
 The text is the one that ``mlx_lm.stream_generate`` writes with the same ``mx.random.seed``, at any
-temperature and with any draft: the target chooses every token (see ``sampling``). A round of
-``_Rounds`` has these steps:
+temperature and with any draft, but for the rounding of longer passes: the target chooses every
+token (see ``sampling``). A round of ``_Rounds`` has these steps:
 
     ask the policy     how many tokens to draft, 0 included             (``policy``)
     propose            the draft guesses them                           (``drafts``, ``dflash``)
@@ -43,7 +43,7 @@ class Round:
     Attributes:
         number (int): From 0.
         drafted (int): Tokens that the draft proposed.
-        accepted (int): How many of them the target chose too. It adds one of its own.
+        accepted (int): How many of them the target chose too. Its next token follows them.
         draft_s (float): Seconds until the drafts were there.
         verify_s (float): Seconds from then until the target had chosen. In a round without drafts:
             until the token before could be yielded.
@@ -175,9 +175,9 @@ def speculative_generate_step(
         model (nn.Module): The target.
         draft (Draft): What guesses its tokens.
         stream (mx.Stream): Where to compute. Default: mlx-lm's.
-        num_draft_tokens (int | str | Policy): Drafts in each round, 0 for none. ``auto`` decides
-            in each round whether and how many, by what it measures, and remembers that from text
-            to text for as long as this model and this draft live. So does a ``Policy`` that is
+        num_draft_tokens (int | str | Policy): Drafts in a round, at most; 0 for none. ``auto``
+            decides in each round whether and how many, by what it measures, and remembers that
+            from text to text until this draft serves another model. So does a ``Policy`` that is
             given again. Default: ``auto``.
         max_tokens (int): The most tokens to generate; -1 for no limit. Default: ``256``.
         sampler (Callable | None): From log probabilities [1, V] to tokens [1]. Default: the most
@@ -269,7 +269,7 @@ class _Rounds:
         self._in_flight = False  # the last round had no drafts, so this one's token is on its way
 
     def tokens(self) -> Iterator[tuple[int, mx.array, bool, Round]]:
-        """Yields tokens as ``speculative_generate_step``. Caches are complete when it ends."""
+        """Yields tokens as ``speculative_generate_step``. Without an error, caches are complete."""
         try:
             while self._left:
                 n = self._ask_policy()
@@ -414,7 +414,7 @@ class _Target:
         mx.clear_cache()
 
     def room(self) -> float:
-        """Tokens that one pass may read: a cache must not be due to be quantized within it."""
+        """Tokens that one pass may read, so that no cache reaches its quantization within it."""
         start, _, bits = self._quantizing
         if bits is None:
             return float("inf")
@@ -422,7 +422,7 @@ class _Target:
         return min((n for n in left if n > 0), default=float("inf"))
 
     def read(self, tokens: mx.array) -> mx.array:
-        """Logits [T, V] after each of the tokens [T], of which ``keep`` then keeps some."""
+        """Logits [T, V] after each of the tokens [T]. ``keep`` then says how many of these stay."""
         logits, features = self._captured(self._rollback, tokens[None])
         self._read, self.accepted = (tokens, features), 1
         return logits[0]

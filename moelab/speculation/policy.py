@@ -33,16 +33,16 @@ class Policy:
 
     A round that drafts n tokens costs d(n) to draft and v(n + 1) for a pass over n + 1 positions:
     the pass's fixed part, the arithmetic of every position, and the reads of their experts, as far
-    as neither slots nor page cache hold them. None of this is predicted, all of it is measured. A
+    as neither slots nor page cache hold them. All of this is measured, and guessed until then. A
     round brings 1 + a1 + a1 a2 + ... tokens, where ai is how often the i-th draft was accepted once
     those before it were. Without drafts a token costs t1.
 
-    The loss is bounded whatever the estimates say. The loss is the time of the rounds with drafts,
-    less the time that their tokens would have taken without. The loss so far, plus that of a next
-    round in which nothing is accepted, stays below ``risk`` times the time of the text without
-    drafts. A draft that does not help is therefore tried rarely. A draft that begins badly is asked
-    for fewer tokens: numbers that risk at most half of what may still be lost come first. Time that
-    drafting won in earlier texts may be lost again, up to another ``risk``.
+    What may be lost is limited. The loss is the time of the rounds with drafts, less the time that
+    their tokens would have taken without. A round begins if the loss so far, plus what it would
+    lose by the estimates with nothing accepted, is at most ``risk`` times the time of the text
+    without drafts. A draft that does not help is therefore tried rarely. One that begins badly is
+    asked for fewer tokens: numbers that risk at most half of what may still be lost come first.
+    Time that drafting won in earlier texts may be lost again, up to another ``risk``.
 
     One object serves one pair of target and draft. Given to several generations in turn, it keeps
     what it has learned. First-use compile time is left out of the estimates and of the loss budget.
@@ -228,7 +228,7 @@ class Always:
     """The policy of a fixed number of drafts.
 
     Args:
-        num_draft_tokens (int): Tokens to draft in every round.
+        num_draft_tokens (int): Tokens to draft in a round, if so many are left.
     """
 
     plain_s = 0.0

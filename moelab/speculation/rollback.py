@@ -1,4 +1,4 @@
-"""Take the last tokens back out of any mlx-lm cache: it is as if they had not been read.
+"""Take the last tokens back out of mlx-lm's caches: it is as if they had not been read.
 
 ``speculation.generate`` does so after each verify pass, with the drafts that were rejected.
 
@@ -12,10 +12,11 @@ speculate on such models. ``Rollback`` has three strategies to get the state aft
               that stay: no weights, no experts
     states    run the recurrence token by token and keep every state
 
-The last two use the tapes of ``recurrence``. ``states`` costs only memory on a CPU and on CUDA,
-where a kernel writes every state, or mlx-lm's recurrence is a loop over the tokens. On Metal the
-recurrence is one kernel, which ``replay`` leaves whole. ``auto`` chooses by that and by
-``STATES_NBYTES``, and restores where a layer's recurrence is not known.
+The last two use the tapes of ``recurrence``. On a CPU and on CUDA ``states`` costs memory and, of
+the gated delta rule, no time: a kernel writes every state, or mlx-lm loops over the tokens anyway.
+(Mamba 2's products over several tokens become one call for each.) On Metal the recurrence is one
+kernel, which ``replay`` leaves whole. ``auto`` chooses by that and by ``STATES_NBYTES``, and
+restores where a layer's recurrence is not known.
 
 ``tests/speculation/test_rollback.py`` compares every cache with that of decoding only the tokens
 that stay, one by one (``play`` in ``tests/helpers/recurrent.py``; equal within 1e-5): for every
@@ -239,7 +240,7 @@ def _check(c) -> None:
 
 
 def _trimmable(c, more: int = 0) -> bool:
-    """Whether ``trim`` takes tokens back exactly once ``more`` have gone in."""
+    """Whether ``trim`` can take tokens back exactly when ``more`` have gone in."""
     if isinstance(c, (RotatingKVCache, BatchRotatingKVCache)):
         return _length(c) + more < c.max_size
     return getattr(c, "is_trimmable", lambda: False)()

@@ -3,8 +3,9 @@
 The target chooses every token itself, each position with its own random numbers. A draft chooses
 with the same random numbers, so where the two agree about a distribution they choose the same
 token. A drafted token is accepted if it is the target's choice. No probabilities are compared, so
-any sampler will do, and the text does not depend on the draft (Daliri, Musco, Suresh: Coupling
-without Communication and Drafter-Invariant Speculative Decoding, arXiv 2408.07978).
+any sampler will do, and the text depends on the draft only by the rounding of longer passes
+(Daliri, Musco, Suresh: Coupling without Communication and Drafter-Invariant Speculative Decoding,
+arXiv 2408.07978).
 """
 
 from collections.abc import Callable, Iterator
@@ -73,7 +74,7 @@ class Chooser:
             _seed(before)
 
     def commit(self, tokens: mx.array) -> None:
-        """The first choices of the last call are accepted: ``tokens``."""
+        """``tokens``, the first choices of the last call, are accepted."""
         if self._processors:
             self._tokens = mx.concatenate([self._tokens, tokens])
         if self._random and tokens.size < len(self._keys):

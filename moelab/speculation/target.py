@@ -97,7 +97,7 @@ class Capture:
     def features(self) -> mx.array:
         """The layers' outputs, joined in order: [B, T, n * D].
 
-        Those of one block: a streamed model may compute a long prompt in parts.
+        Of all calls since the block was entered: a streamed model may compute a prompt in parts.
         """
         outputs = {i: mx.concatenate(parts, axis=1) for i, parts in self._outputs.items()}
         return mx.concatenate([outputs[i] for i in self._layer_ids], axis=-1)

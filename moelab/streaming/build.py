@@ -185,7 +185,7 @@ def activation_dtype(model: nn.Module) -> mx.Dtype:
 def stays_resident(p: mx.array) -> bool:
     """Whether a parameter ``[E, ...]`` is kept in memory for all E experts.
 
-    That is so for additive biases and tensor-wide scales: a few bytes for each expert.
+    That is so for additive biases and tensor-wide scales: little beside an expert's matrices.
     """
     return p.ndim <= 2
 

@@ -25,8 +25,9 @@ SOURCES = {"disk": "residency.disk", "host": "gpu.host"}
 class Option:
     """What a field of ``StreamConfig`` takes, and how the commands show it.
 
-    A field takes its default and one of ``choices``, a whole number within ``bounds``, or else True
-    and False, or the file of a trace.
+    A field takes its default. It also takes one of ``choices`` if there are any, else a whole
+    number within ``bounds`` if there are, else True or False if its default is one, else the file
+    of a trace.
 
     Attributes:
         default (Any): Of the field.
@@ -37,7 +38,8 @@ class Option:
         only_in_python (Collection[str]): Those of them that the commands do not take.
         bounds (tuple[int, int] or None): The least and the most of a whole number.
         modes (Collection[str]): In which the field has an effect.
-        needs (str): What other modes lack, if they refuse all but the default.
+        needs (str): What modes that refuse another value than the default lack; empty: none
+            refuses one.
         for_auto (bool): Whether the field has an effect with ``slots="auto"`` alone.
         environment (tuple[str, ...]): The variables that ``StreamConfig.from_env`` reads for it.
     """
@@ -83,8 +85,9 @@ class StreamConfig:
     Args:
         mode (str): ``resident``, ``serial``, ``buffers``, ``stacked`` or ``fused``. Default:
             ``fused``.
-        slots (int or str): Experts held in memory in every layer (S), at least K. For ``stacked``
-            and ``fused``. Default: ``auto``, as many as ``moelab.plan`` finds right.
+        slots (int or str): Slots in each layer (S), at least K; no layer takes more than it has
+            experts here. For ``stacked`` and ``fused``. Default: ``auto``, as many as
+            ``moelab.plan`` finds right.
         memory_nbytes (int or None): With ``slots="auto"``: what the model may take. Default: what
             is available.
         context (int): With ``slots="auto"``: the tokens, prompt and answer, whose caches must fit.
@@ -93,31 +96,36 @@ class StreamConfig:
             caches or those of more texts at once. Default: ``0``.
         top_k (int or None): Experts per token (K). Fewer than the checkpoint's own is lossy.
             Default: the checkpoint's own.
-        readers (int): Reads in flight at once. Default: ``8``. On Linux, with slots and more than
-            one reader, all reads of a small call may be in flight.
+        readers (int): Threads that read for a layer that waits, and as many that read ahead.
+            Default: ``8``. On Linux, with slots and more than one reader, all reads of a small
+            call may be in flight at once.
         source (str): Where an expert comes from that is in no slot: ``disk``, or with a CUDA GPU
-            ``host``, pinned memory into which every expert is read while loading. From there the
-            GPU fills its slots by itself if the policy is ``lru``, and the host waits for no
-            routing. For ``stacked`` and ``fused``, without ``prefetch``; needs cuda-bindings, and
-            host memory for all experts. Default: ``disk``.
+            ``host``, pinned memory into which every expert is read while loading. If the policy
+            is ``lru`` and nothing is recorded, the GPU fills its slots from there by itself in a
+            call of at most S (token, expert) pairs, and the host does not wait for its routing.
+            For ``stacked`` and ``fused``, without ``prefetch``; needs cuda-bindings, and host
+            memory for all experts. Default: ``disk``.
         policy (str): Which expert is evicted first: ``lru`` (the least recently used) or ``lfu``
             (the least frequently used). Default: ``lru``.
-        ranks_trace (str or None): With a group of ranks: the file of a trace of this model,
-            written by ``Trace.save``, by which experts that tokens use together are different
-            ranks'. Default: every N-th expert is the same rank's.
-        prefetch (str): Which experts are read before their layer is called: ``none``,
-            ``lookahead`` (the next layer's router on this layer's hidden state) or ``oracle``
-            (those of a recorded trace). For ``stacked`` and ``fused``. Default: ``none``.
+        ranks_trace (str or None): With a group of ranks: the file of a trace of this model, which
+            ``Trace.save`` wrote. Experts that its tokens use together go to different ranks.
+            Default: every N-th expert goes to the same rank.
+        prefetch (str): Which experts of a decoded token are read before their layer is called:
+            ``none``, ``lookahead`` (the next layer's router on this layer's hidden state) or
+            ``oracle`` (those of a recorded trace). For ``stacked`` and ``fused``. Default:
+            ``none``.
         dtype (str): ``auto`` (float32 on the CPU backend, the checkpoint's own on a GPU),
             ``float32``, ``bfloat16`` or ``float16``. Default: ``auto``.
-        kernels (str): What multiplies matrices: ``mlx``, or on the CPU backend ``fast``
-            (``moelab/kernels``; needs llvmlite), which is many times as fast, rounds differently,
-            uses all cores by itself and has no gradients: call ``model.train()`` for those.
+        kernels (str): What computes matrices, attention and recurrences: ``mlx``, or on the CPU
+            backend ``fast`` (``moelab/kernels``; needs llvmlite), which is many times as fast,
+            rounds differently, divides large products over the cores and has no gradients: in
+            mode ``resident``, call ``model.train()`` for those.
             Default: ``auto``, which is ``fast`` where it can be used and activations are float32.
-        lazy_logits (bool): Whether the logits of a prompt wait until somebody uses them, which
-            generation does not: that saves their memory and time. Matters with the ``fast``
-            kernels, which compute them at once; if they are used after all, MLX's slow ones do.
-            The commands set it. Default: ``False``.
+        lazy_logits (bool): Whether the logits of a call of more than 64 tokens wait until
+            somebody uses them. Generation does not use a prompt's, so that saves memory and time.
+            Matters with the ``fast`` kernels, which compute them at once; logits that waited are
+            computed by MLX's slow kernels. The commands set it for their model. Default:
+            ``False``.
 
     Raises:
         ValueError: If a field does not take its value (``OPTIONS``), or not in this mode.

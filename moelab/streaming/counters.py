@@ -57,11 +57,11 @@ class Counters:
 
 @dataclass
 class Stats:
-    """Counters of prompts (calls with more than one token) and of decoding, apart.
+    """Counters of prompts and of decoding, apart.
 
     Attributes:
-        prefill (Counters): Of prompts.
-        decode (Counters): Of single tokens.
+        prefill (Counters): Of calls with several tokens of a text: prompts, verify passes.
+        decode (Counters): Of calls with one token of each of their texts.
         kernels (dict[str, int]): How many modules compute with the ``fast`` kernels and how many
             with ``mlx``'s; empty with ``StreamConfig(kernels="mlx")``.
     """
@@ -89,7 +89,7 @@ class Counting:
 
     @property
     def decoding(self) -> bool:
-        """Whether the call that runs now has a single token."""
+        """Whether the call that runs now has one token of each of its texts."""
         return self.now is self.stats.decode
 
     def begin(self, tokens: int, is_prompt: bool) -> None:

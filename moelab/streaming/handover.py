@@ -32,7 +32,7 @@ class Handover:
         meanwhile: Callable[[], None],
         needs_beside: bool,
     ) -> np.ndarray:
-        """The experts of a call: the one evaluation of a layer, because the host needs them.
+        """The experts of a call, evaluated because the host needs them.
 
         What the layer before computed is evaluated too: a later call may overwrite its slots. By
         now it nearly always is.
@@ -40,8 +40,8 @@ class Handover:
         Args:
             indices (mx.array): ``[..., K]``, the experts of the call.
             beside (Sequence[mx.array]): Other arrays. They are evaluated if MLX moves the numbers.
-            meanwhile (Callable): Is called while the GPU computes.
-            needs_beside (bool): Whether MLX must move the numbers, to evaluate ``beside``.
+            meanwhile (Callable): Is called before this thread waits.
+            needs_beside (bool): Whether ``beside`` must be evaluated: then MLX moves the numbers.
 
         Returns:
             np.ndarray: ``[..., K]``.
@@ -66,7 +66,8 @@ class Handover:
         Args:
             numbers (np.ndarray): uint32.
             indices (mx.array): Of the same shape, the experts of that call.
-            copies (Sequence[cuda.Copy]): What the GPU copies before; only with a ``mailbox``.
+            copies (Sequence[cuda.Copy]): What the GPU copies before the call computes; only with a
+                ``mailbox``.
 
         Returns:
             mx.array: uint32.

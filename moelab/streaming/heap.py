@@ -21,7 +21,7 @@ def return_free_memory():
 
 
 def keep_no_holes():
-    """Have the C library map large arrays by themselves, in this process and from now on."""
+    """From now on, have the C library give a large array of this process its own mapping."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, MAPPED_NBYTES)

@@ -27,7 +27,7 @@ QUANTIZED_ROWS, DENSE_ROWS = 8, 64
 
 
 class StreamedExperts(nn.Module):
-    """What all modes share: evaluate the routing, read, count.
+    """What the modes that stream share: evaluate the routing, read, count.
 
     Args:
         module (SwitchGLU or SwitchMLP): The experts as mlx-lm built them, weights not read.
@@ -57,8 +57,8 @@ class StreamedExperts(nn.Module):
         quantized = all(f"{linear}.scales" in parameters for linear in linears)
         self._least_rows = QUANTIZED_ROWS if quantized else DENSE_ROWS
         self.num_experts = num_experts(module)
-        # [E], with ranks: whose each expert is, and whether it is this one's. Then D and the type
-        # of a row, for a rank that has none.
+        # With ranks: [E], the rank of each expert, and whether that is this one. ``_row``: D and
+        # type of a row, for a rank that computes none.
         self._owners = self.owned = None
         if session.ranks:
             self._owners = session.ranks.owners(self.num_experts, layer)
@@ -120,7 +120,7 @@ class StreamedExperts(nn.Module):
         mine = np.flatnonzero(self.owned[flat])
         y = None
         if len(mine):
-            # Pad to as many rows as the whole call has, so that MLX picks the same CUDA kernel.
+            # Pad to the rows that decide which CUDA kernel MLX takes for the whole call.
             more = max(0, min(flat.size, self._least_rows) - len(mine)) if on_cuda() else 0
             pairs = np.append(mine, mine[-1:].repeat(more))
             rows = x.reshape(-1, x.shape[-1])[mx.array(pairs // routed.shape[-1])]
@@ -182,11 +182,12 @@ class StreamedExperts(nn.Module):
 class Stacked(StreamedExperts):
     """S slots in one array for each projection, filled in place; one gather for each projection.
 
-    SwiftLM PR 90. An expert stays in its slot until it is evicted. A call that needs more experts
-    than there are slots is computed in parts, and reads each expert once.
+    SwiftLM PR 90. An expert stays in its slot until it is evicted, or the slot is given back. A
+    call that needs more experts than there are slots is computed in parts, and reads an expert at
+    most once.
 
     Attributes:
-        slots (LayerSlots): The layer's slots. The residency alone changes them.
+        slots (LayerSlots): The layer's slots. The layer itself does not change them.
     """
 
     gate_with_up = False  # not named ``fuse``: mlx_lm.fuse takes such a module for an adapter
@@ -262,7 +263,10 @@ class Stacked(StreamedExperts):
 
 
 class Fused(Stacked):
-    """``Stacked`` with gate and up in one buffer, which saves one gather (SwiftLM PR 90)."""
+    """``Stacked`` with gate and up, if they are alike, in one buffer: one gather less.
+
+    SwiftLM PR 90.
+    """
 
     gate_with_up = True
 

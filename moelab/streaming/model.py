@@ -1,8 +1,9 @@
 """``load``: an mlx-lm model whose experts stay on disk.
 
-``build_model`` builds mlx-lm's model without reading weights. ``locate_experts`` finds where the
-experts' bytes lie. A ``StreamedExperts`` layer takes the place of each experts' module, and all of
-them share one ``Session``. Then the other weights, the backbone, are read.
+``build_model`` builds mlx-lm's model without reading weights. In the modes that stream,
+``locate_experts`` finds where the experts' bytes lie, and ``StreamedExperts`` layers, which share
+one ``Session``, take the places of the experts' modules. Then the weights that the model still has
+are read: the backbone, in mode ``resident`` all.
 """
 
 import weakref
@@ -140,8 +141,8 @@ class StreamedModel(LoadedModel):
 
     def _refusal(self, done):
         return ValueError(
-            f"{type(self).__name__}: a streamed model cannot be {done}: its experts are on "
-            "disk, only the rest is in memory. Use mlx_lm.load or StreamConfig(mode='resident')."
+            f"{type(self).__name__}: a streamed model cannot be {done}: its experts are not among "
+            "its weights in memory. Use mlx_lm.load or StreamConfig(mode='resident')."
         )
 
 
@@ -163,8 +164,9 @@ def load(
     Model and tokenizer can be used like those of ``mlx_lm.load``, in any thread. Threads that
     call the model at the same time take turns, call by call.
 
-    With a group, each rank holds and reads every N-th expert of a layer, and computes the rest of
-    the model itself. All ranks must call the model with the same tokens in the same order.
+    With a group, each rank reads its own part of a layer's experts (``StreamConfig.ranks_trace``)
+    and computes the rest of the model itself. All ranks must call the model with the same tokens
+    in the same order.
 
     Args:
         path_or_hf_repo (str or Path): A model folder or a Hub repository.
@@ -378,7 +380,7 @@ def _load_adapters(model, path):
 
 
 def close(model: nn.Module) -> None:
-    """End the model's threads and close its files. It cannot be called afterwards.
+    """End the threads that read for the model and close its files. Do not call it afterwards.
 
     Args:
         model (nn.Module): From ``load``.
@@ -391,7 +393,7 @@ def close(model: nn.Module) -> None:
 
 
 def _sources(model, checkpoint, config):
-    """The parameters that are read from disk at each miss, and those that stay in memory."""
+    """Where the streamed parameters lie on disk, and those that stay in memory."""
     if config.mode == "resident":
         modules = dict(model.named_modules())
         for path, tensor in checkpoint.packed.items():
@@ -416,7 +418,7 @@ def _sources(model, checkpoint, config):
                     "rearranges on load), so they cannot be read in place. Convert it first: "
                     f"mlx_lm.convert --hf-path {checkpoint.path} --mlx-path NEW_FOLDER"
                 )
-            # Only the shape is needed from here on, and the array would keep its file open.
+            # Shape and type are needed from here on, and the array would keep its file open.
             linear, param = name.rsplit(".", 1)
             module[linear][param] = mx.broadcast_to(mx.zeros((), p.dtype), p.shape)
     return located, resident
@@ -424,10 +426,10 @@ def _sources(model, checkpoint, config):
 
 @contextmanager
 def _lazy(heads):
-    """Inside, matrices with fast kernels leave the product to MLX, which waits for its use."""
+    """Inside, MLX computes what these matrices give, and does so only if it is used."""
 
     def takes(x):
-        mx.eval(x)  # all that is kept until then
+        mx.eval(x)  # until the logits are used, nothing before their input is kept
         return False
 
     for head in heads:

@@ -13,7 +13,7 @@ def by_number(layers: int, num_experts: int, ranks: int) -> np.ndarray:
 
 
 def balanced(experts: np.ndarray, num_experts: int, ranks: int) -> np.ndarray:
-    """Experts that tokens use together go to different ranks, as far as swaps of two lead.
+    """Experts that tokens use together go to different ranks: two are swapped while that helps.
 
     Args:
         experts (np.ndarray): ``[T, L, K]``, of a trace.

@@ -36,10 +36,10 @@ GPU_NBYTES = 160_000_000
 # Left for what other programs may yet take: a tenth of the machine's memory, at most 4 GB. Not in
 # a cgroup, where others do not share the limit.
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
-# A prompt is computed in chunks. A chunk has at most mlx-lm's own number of tokens and at least 32.
-# If slots can lend their memory, it may take 7/8 of what is free for slots. If not, it may take a
-# sixteenth of the memory. A long chunk reads nearly all experts, and so would each part of it: a
-# chunk has fewer than 256 tokens only if 256 need more than half of what is free for slots.
+# A prompt is computed in chunks, of at most mlx-lm's own number of tokens and, in a longer context,
+# of at least 32. If slots can lend their memory, a chunk may take 7/8 of what is free for slots. If
+# not, it may take a sixteenth of the memory, or what 256 tokens need, as a chunk reads nearly all
+# experts: but no more than half of what is free for slots.
 PROMPT_TOKENS, PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 2048, 16, 256, 32
 # A prompt needs more than its arrays: the C library keeps some of them (``heap.MAPPED_NBYTES``),
 # 15 to 20 MB of the four layers' 97 in notebook 03.
@@ -48,16 +48,18 @@ MORE_SHARE, MORE_NBYTES = 8, 20_000_000
 # the C library keeps, the readers' buffers. The four layers of notebook 03 took 60 to 72 MB for 66
 # to 1,000 tokens; fewer tokens take up to 1.4 times their arrays.
 BESIDE_NBYTES = 72_000_000
-# Tokens of a call whose logits are computed at once whatever ``lazy_logits`` says: drafts.
+# A call's last part of up to so many tokens has its logits computed at once although
+# ``lazy_logits`` is set: those of drafts are used.
 FEW_LOGITS = 64
 # Slots that lend their memory to a prompt leave enough free for calls of so many tokens: a batch,
 # or drafts.
 FEW_TOKENS = 64
-# What a layer keeps of a token beside its experts' work, of the hidden size: with MLX's kernels,
-# and with the fast ones beside copies of what its other matrices give.
+# Arrays of the hidden size that a layer keeps for a token beside its experts' work: with MLX's
+# kernels; with the fast ones, which also keep copies of what its other matrices give.
 BLOCK_VALUES, STREAM_VALUES, BLOCK_COPIES = 16, 8, 3
 LINEARS = (nn.Linear, nn.QuantizedLinear)
-# What an expert from the page cache costs, of one from the SSD: 0.22 in the sweeps of notebook 03.
+# The time to read an expert from the page cache, as a share of the time from the SSD: 0.22 in the
+# sweeps of notebook 03.
 COPY_COST = 0.25
 # Why there are so many slots.
 ALL, RESIDENT_FITS = "every expert", " (mode='resident' fits, too)"
@@ -89,10 +91,12 @@ class Plan:
         expert_nbytes (tuple[int]): One expert of each layer, in its slot.
         context (int): The tokens, prompt and answer, that it is for.
         prompt_tokens (int): A prompt's tokens that are computed at once: the model divides a
-            longer call. As the ``prefill_step_size`` of mlx-lm it saves the logits' memory, too.
-        direct (bool): Whether experts are read past the page cache. They are if it has room for
-            less than twice as many experts as the slots: it would hold much the same ones, and
-            each copy from it takes a core's time.
+            longer call that has a cache and no other argument. As the ``prefill_step_size`` of
+            mlx-lm it saves the logits' memory, too.
+        direct (bool): Whether experts are read past the page cache, where Linux computes on a CPU.
+            They are if what is available decided about the slots, these are more than K and fewer
+            than all, and the page cache has room for less than twice as many experts: it would
+            hold much the same ones, and a copy from it takes a core's time.
         reason (str): One line.
     """
 
@@ -385,7 +389,7 @@ def sizes_of(model: nn.Module, config: StreamConfig) -> tuple[int, int, list[int
 def _memory():
     """What arrays of this process may take, and what is left to the system beside that."""
     gpu = memory_on_gpu()
-    if gpu is not None and not mx.metal.is_available():  # its own memory, shared with nobody
+    if gpu is not None and not mx.metal.is_available():  # its own memory, not the machine's
         return gpu - gpu // SYSTEM_SHARE, gpu // SYSTEM_SHARE
     machine = psutil.virtual_memory()
     kept = min(machine.total // SYSTEM_SHARE, SYSTEM_NBYTES)
@@ -407,13 +411,13 @@ def memory_now() -> tuple[int, int]:
 
 
 def _arrays_nbytes(tokens, token_nbytes, logits_nbytes):
-    """What the arrays of a call take. Its logits come when what it took before them is free."""
+    """What the arrays of a call take. When its logits are computed, its other arrays are free."""
     few = min(tokens, FEW_LOGITS)
     return max(tokens * token_nbytes, few * token_nbytes + logits_nbytes)
 
 
 def _caches(model, checkpoint, context):
-    """Bytes of a text's caches, of the largest recurrent state, and the words of the vocabulary."""
+    """Bytes of a text's caches, bytes of the largest recurrent state, size of the vocabulary."""
     caches = make_prompt_cache(model)
     logits = try_out(checkpoint, model, caches)
     if logits is None:
@@ -491,7 +495,7 @@ def _token_nbytes(model, checkpoint, config, top_k, state_nbytes):
 
 
 def _at_once(linear):
-    """Whether the fast kernels compute an expert's matrix with the others, part by part."""
+    """Whether the fast kernels compute experts' matrices in one call, and fit this one."""
     return type(linear) in kernels.FAST and kernels.fits(linear) and "bias" not in linear
 
 

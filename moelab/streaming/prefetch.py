@@ -1,9 +1,9 @@
 """Prefetching: guesses of the experts that a layer will need, before it is called.
 
 While one layer runs, a prefetcher guesses which experts another layer will need, and the residency
-reads them on background threads. Reads that a layer waits for come first: a prefetch that has not
-begun by then is cancelled. A guess evicts experts of the layer that it is for, and none that it
-names itself.
+reads them on background threads. Reads that a layer waits for come first. What has not begun when
+the guessed layer is called is cancelled. A guess evicts experts of the layer that it is for, and
+none that it names itself.
 """
 
 from collections.abc import Iterator
@@ -81,8 +81,9 @@ class Prefetcher:
 class Lookahead(Prefetcher):
     """The next layer's router on this layer's hidden state (MoE-Infinity; ds4 issue 849).
 
-    The next block is called with this block's input, up to the call of its experts. MLX is lazy,
-    so only the router is computed.
+    The next block is called with this block's input, and its experts hand over what its router
+    chose. MLX is lazy and computes no more than that; the fast kernels also compute what else the
+    block has, a shared expert for example.
     """
 
     def ask(self, layer: int, x: mx.array) -> list[mx.array]:
@@ -107,7 +108,7 @@ class Lookahead(Prefetcher):
 
 
 class Oracle(Prefetcher):
-    """The experts that a recorded trace names: the upper bound for every prefetcher.
+    """The experts that a recorded trace names: the upper bound for guesses of the next layer.
 
     It guesses nothing before ``set_trace``, nor after the trace's last token.
     """

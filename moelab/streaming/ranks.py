@@ -1,8 +1,8 @@
-"""Experts divided over the ranks of ``mx.distributed``: each rank reads its own from its own SSD.
+"""Experts divided over the ranks of ``mx.distributed``: each rank reads its own.
 
 Every rank computes the backbone for the same tokens. In a MoE layer it computes the (token,
 expert) pairs of the experts that it owns, and one ``all_gather`` gives every rank the rows of all.
-Nothing is added up on the way, so N ranks give the bits of one.
+Nothing is added up on the way, so N ranks give the bits that one gives for the same calls.
 
 An ``all_sum`` of these rows, with zeros for those of the others, sends twice as many messages. A
 token takes as long with it; the rows of 64 tokens took ten times as long. If each rank summed its
@@ -90,7 +90,8 @@ def joined() -> mx.distributed.Group | None:
 
 @contextmanager
 def _saying():
-    """A time in which MLX waits for the others without end, and no other thread of Python runs."""
+    """Inside, MLX waits for the others, and no other thread of Python runs. A process says for
+    whom, and ``faulthandler`` ends this one after ``LOADING_S``."""
     rank, others = os.environ["MLX_RANK"], "the other ranks"
     with suppress(OSError, ValueError, TypeError):  # another backend's file, or none
         hosts = json.loads(Path(os.environ.get("MLX_HOSTFILE", "")).read_text())
@@ -239,7 +240,7 @@ class Ranks:
             facts (dict[str, str]): What must be the same on all ranks: names and values.
 
         Raises:
-            RankError: If a value differs, on every rank the same.
+            RankError: If a value differs. Every rank raises the same error.
         """
         everyone = self.gather(facts)
         for name in facts:
@@ -283,8 +284,8 @@ class Ranks:
             path (str): Of the layer, for messages.
 
         Returns:
-            tuple[mx.array, mx.array]: ``[..., K, D]``; what is computed when all rows are, which
-            must be evaluated before ``answered``.
+            tuple[mx.array, mx.array]: The rows, ``[..., K, D]``; an array to evaluate before
+            ``answered``, which needs all rows.
 
         Raises:
             TypeError: If the rows have another type, which a rank without rows cannot know.

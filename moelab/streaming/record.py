@@ -94,7 +94,7 @@ def _sizes(modules):
 def record(
     model: nn.Module, name: str | None = None, seed: int | None = None, prompt: str = ""
 ) -> Iterator[Trace]:
-    """Record the routing of everything that ``model`` runs inside the block.
+    """Record the routing of the calls of ``model`` inside the block.
 
     Args:
         model (nn.Module): From ``moelab.load``, in any mode.

@@ -1,7 +1,9 @@
 """How many of a model's slots are in use, by the memory that there is now."""
 
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from time import perf_counter
@@ -17,9 +19,11 @@ LOOK_S = 0.05  # from one look at the memory that is left to the next, which tak
 # Kept free while tokens are decoded: other programs may take it between two looks. A prompt may
 # take it for itself.
 RESERVE_NBYTES = BESIDE_NBYTES // 2
-# Of what a prompt takes for computing, how much one layer takes and frees again. The four layers
-# of notebook 03 took 0.1 to 0.7.
+# The share of a prompt's memory that one layer takes and frees again. The four layers of notebook
+# 03 took 0.1 to 0.7.
 IN_LAYER_SHARE = 0.75
+# Left free beside what other threads take, and what is not worth a look.
+LEFT_NBYTES, SMALL_NBYTES = 20_000_000, 1_000_000
 
 
 class Room:
@@ -33,7 +37,8 @@ class Room:
             stay in use.
         slots (int): The slots in each layer.
         residency (Residency): Its slots.
-        together (bool): Whether other ranks compute the same calls, which cannot be divided here.
+        together (bool): Whether other ranks compute the same calls: then these are divided by the
+            plan's number and no further, however short this rank's memory is.
 
     Attributes:
         slots (int): How many slots there are from now on; fewer are in use while they lend their
@@ -45,6 +50,9 @@ class Room:
         self.slots = self._in_use = slots
         self._told = slots  # as the last warning said
         self._tokens = 0  # of the last call that began
+        self._lock = threading.Lock()
+        self._beside = 0  # bytes that other threads may take now
+        self._left = None  # bytes that the call that is running leaves, if that is known
         self._look_s = 0.0  # when to look at the memory again
 
     def parts(self, inputs: mx.array, step: int | None = None) -> list[mx.array]:
@@ -52,7 +60,7 @@ class Room:
 
         Args:
             inputs (mx.array): ``[B, T]`` token ids.
-            step (int): Of which so many may be computed at once. Default: the plan's number.
+            step (int): How many tokens may be computed at once. Default: the plan's number.
         """
         if step is None:
             step = self._plan.prompt_tokens if self._plan else inputs.size
@@ -66,9 +74,9 @@ class Room:
     def make(self, tokens: int, caches: Sequence = (), divisible: bool = True) -> int:
         """Set how many slots are in use in a call that begins, by the memory that there is now.
 
-        Slots lend their memory to a prompt, and use it again after it. Where memory got short
-        since ``plan`` chose them, slots are given back; where ``can_empty``, they are used again
-        once there is memory for them.
+        Where ``can_empty``, slots lend their memory to a prompt and use it again after it. Where
+        memory got short since ``plan`` chose them, slots are given back; where ``can_empty``,
+        they are used again when there is memory for them.
 
         Args:
             tokens (int): Of the call.
@@ -81,37 +89,87 @@ class Room:
         Raises:
             MemoryError: If there is too little even with K slots in each layer.
         """
+        with self._lock:
+            step, nbytes = self._make(tokens, caches, divisible)
+            self._left = None if nbytes is None else self._now()[1] - nbytes
+        return step
+
+    def _make(self, tokens, caches, divisible):
+        """As ``make``. The bytes that the tokens take, too; None without a look."""
         plan, now = self._plan, perf_counter()
         if plan is None:
-            return tokens
+            return tokens, None
         is_prompt = tokens > FEW_TOKENS
         if not is_prompt and now < self._look_s and self._in_use == self.slots:
-            return tokens
+            return tokens, None
         self._look_s = now + LOOK_S
         step = min(tokens, plan.prompt_tokens) if divisible else tokens
         slots = self.slots
         if is_prompt:  # slots stay lent in a prompt's last part
             slots = min(slots, self._in_use, plan.slots_beside(step))
         needs = partial(plan.call_nbytes, caches=caches, is_first=not self._tokens)
-        room, _ = memory_now()
+        room, _ = self._now()
         taken = needs(step) + (0 if is_prompt else RESERVE_NBYTES)
         if self._fitting(taken, room) < slots:
             mx.clear_cache()  # what a prompt left free may be enough
             return_free_memory()
-            room, _ = memory_now()
+            room, _ = self._now()
         # Where slots cannot lend their memory, a prompt's memory is never theirs.
         self._keep(self._fitting(needs(1 if can_empty() else step) + RESERVE_NBYTES, room))
         fitting = self._fitting(taken, room)
         self._use(max(self._least, min(self.slots, slots, fitting)))
         if fitting >= self._least:
-            return step
-        _, most = memory_now()
+            return step, needs(step)
+        _, most = self._now()
         fewest = step if self._together or not divisible else LEAST_PROMPT_TOKENS
         while self._fitting(needs(step), most) < self._least:
             if step <= fewest:
                 raise self._no_room(needs(step), most)
             step = max(fewest, step // 2)  # fewer tokens at once take less
-        return step
+        return step, needs(step)
+
+    def end(self) -> None:
+        """A call of the model has ended: what it left is free again."""
+        self._left = None
+
+    @contextmanager
+    def beside(self, nbytes: int, what: str) -> Iterator[None]:
+        """Keep so many bytes for the thread that asks, while the block runs.
+
+        All threads together get no more than the call that is running leaves. A MB is always there.
+
+        Args:
+            nbytes (int): Bytes.
+            what (str): What takes them, for the error.
+
+        Raises:
+            MemoryError: If there are fewer.
+        """
+        with self._lock:
+            left = self._now()[1] if self._left is None else min(self._left, self._now()[1])
+            if nbytes > max(left - LEFT_NBYTES, SMALL_NBYTES):
+                raise MemoryError(
+                    f"memory is short: {what} takes up to {nbytes / 1e6:.0f} MB, and there are "
+                    f"{max(0, left - LEFT_NBYTES) / 1e6:.0f} MB. Send a shorter one, or try again."
+                )
+            self._give(nbytes)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._give(-nbytes)
+            if nbytes > SMALL_NBYTES:
+                return_free_memory()
+
+    def _give(self, nbytes):
+        self._beside += nbytes
+        if self._left is not None:
+            self._left -= nbytes
+
+    def _now(self):
+        """``memory_now``, less what other threads may take."""
+        now, most = memory_now()
+        return now - self._beside, most - self._beside
 
     @property
     def _least(self):
@@ -145,7 +203,7 @@ class Room:
         )
 
     def _use(self, slots):
-        """Use so many slots in each layer. No call may be computing with one."""
+        """Use so many slots in each layer. No layer may be computing with one."""
         if slots == self._in_use:
             return
         if slots > self._in_use:
@@ -165,7 +223,7 @@ class Room:
         )
 
     def look_in_prompt(self) -> None:
-        """Give slots back where memory got short while a prompt is computed, between two layers.
+        """Where ``can_empty``, give slots back if memory gets short between a prompt's layers.
 
         Raises:
             MemoryError: If there is too little even with K slots in each layer.
@@ -180,11 +238,11 @@ class Room:
             return
         self._look_s = now + LOOK_S
         nbytes = int(IN_LAYER_SHARE * self._tokens * self._plan.token_nbytes)
-        fitting = self._fitting(nbytes, memory_now()[0])
+        fitting = self._fitting(nbytes, self._now()[0])
         if fitting >= self._in_use:
             return
         self._use(max(self._least, fitting))
-        if self._fitting(nbytes, most := memory_now()[1]) < self._least:
+        if self._fitting(nbytes, most := self._now()[1]) < self._least:
             raise self._no_room(nbytes, most)
 
     def begin(self, tokens: int) -> None:

@@ -22,7 +22,7 @@ class Serial(StreamedExperts):
         for e, pairs in positions.items():
             bank = self._take_bank(1)
             with self.session.counting.read_wait():
-                for read in bank.reads({e: 0}):  # one read in flight at a time
+                for read in bank.reads({e: 0}):  # one range after another
                     self.session.reader.read([read])
             bank.arrived(e, 0)
             self.session.counters.misses += 1
@@ -34,9 +34,9 @@ class Serial(StreamedExperts):
 
 
 class Buffers(StreamedExperts):
-    """One buffer for each top-k position, kept for good; all reads of a call in flight together.
+    """One buffer for each top-k position, kept for good; K experts are read together.
 
-    SwiftLM PR 26. From one token to the next only the page cache keeps experts.
+    SwiftLM PR 26. An expert is read again for the next token, from the page cache if it is there.
     """
 
     def __init__(self, module, path, layer, session):

@@ -142,9 +142,10 @@ class Session:
                 raise
             finally:
                 self._caller, self._caches = None, []
+                self.room.end()
 
     def check_ranks(self) -> None:
-        """Nothing, if this is not one of several ranks or its calls went well.
+        """Raise if a call failed on this rank. Without ranks it does nothing.
 
         Raises:
             RankError: If a call failed here, so that the ranks are no longer at the same place.
@@ -177,12 +178,13 @@ class Session:
                 self.config = replace(self.config, slots=self.room.slots)
 
     def begin(self, inputs: mx.array, caches: list | None = None) -> None:
-        """Count a call of the whole model.
+        """A call of the whole model, or a part of one, begins: count it.
 
         Args:
             inputs (mx.array): ``[B, T]`` token ids.
-            caches (list or None): Of the call. A prompt's recurrent states are evaluated layer by
-                layer: until then each keeps its layer's whole input in memory.
+            caches (list or None): Of the call. Where MLX brings the routing, a prompt's recurrent
+                states are evaluated layer by layer: until then each keeps its layer's whole input
+                in memory.
         """
         self._caches = caches if caches and inputs.size > FEW_TOKENS else []
         self.room.begin(inputs.size)
@@ -261,7 +263,8 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
 
 
 def recurrent_states(caches: list) -> Iterator[list[mx.array]]:
-    """The arrays of recurrent caches. Those of attention caches are evaluated with the logits.
+    """The arrays of recurrent caches. (The logits need those of attention caches, so these are
+    evaluated with them.)
 
     Args:
         caches (list): Of a model's layers.

@@ -126,7 +126,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> "Trace":
-        """Read a file that ``save`` wrote. Sizes, types and ranges are checked, none is trusted.
+        """Read a file that ``save`` wrote. Sizes, types and the experts' range are checked.
 
         Args:
             path (str or Path): The file.
@@ -186,7 +186,7 @@ def _read(path):
 
 
 def _array(z, name, kinds, ndim):
-    """One array of a trace's file, which must have one of these kinds of dtype and this rank."""
+    """One array of a trace's file, with one of these kinds of dtype and so many dimensions."""
     data = io.BytesIO(z.read(name))
     if (version := np.lib.format.read_magic(data)) != (1, 0):
         raise ValueError(f"{name}: expected numpy's format 1.0, got {version}")

@@ -345,6 +345,20 @@ calls = st.tuples(
 )
 
 
+def test_a_layer_that_lent_slots_looks_for_its_experts_again():
+    """The map from its experts to their slots does not stay when the slots change."""
+    with load_model(TINY_MOE, moelab.StreamConfig(slots=64))[0] as model:
+        residency = session_of(model).residency
+        own, experts, indices = residency.layers[0], list(range(64)), mx.arange(8).reshape(1, 1, 8)
+        residency.read(0, experts)
+        before = residency.slots_in_graph(0, indices).tolist()
+        own.table.release(own.table.set_aside(2, busy={}))
+        assert residency.slots_in_graph(0, indices) is None
+        residency.read(0, [e for e in experts if e not in own.table.slot_of])
+        want = [[[own.table.slot_of[e] for e in range(8)]]]
+        assert residency.slots_in_graph(0, indices).tolist() == want != before
+
+
 @settings(deadline=None, max_examples=200, derandomize=True)
 @given(
     history=st.lists(calls, min_size=1, max_size=10),

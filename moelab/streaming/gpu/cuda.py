@@ -36,7 +36,7 @@ try:
 except ImportError:  # an optional package
     runtime = None
 
-# Bytes of a block of pinned memory, and blocks of a model at most.
+# Bytes of a block of pinned memory, and blocks of a model: a call that gets none makes one more.
 BLOCK_NBYTES, NUM_BLOCKS = 2 * 1024 * 1024, 96
 # Numbers of experts that fit into a mailbox: calls of 512 tokens with K = 8.
 MAILBOX_SIZE = 4096
@@ -252,7 +252,7 @@ class UploadingReader(Reader):
             begun.reading.append((reads, block, submit(self._read_into, reads, block)))
 
     def _take(self, must):
-        """A block that is not in use; None if there is none and the caller can wait for its own."""
+        """A block that is not in use. If there is none: a new one if it must be, else None."""
         if self._free:
             return self._free.pop()
         if len(self._blocks) >= NUM_BLOCKS and not must:
@@ -327,7 +327,7 @@ def pieces(reads: list[Read], readers: int) -> list[list[Read]]:
 
     Args:
         reads (list[Read]): With ``parts``.
-        readers (int): Make at least as many pieces, if there are ranges enough.
+        readers (int): Make about as many pieces, if there are ranges enough.
 
     Returns:
         list[list[Read]]: Ranges, or parts of one.
@@ -553,7 +553,7 @@ class Mailbox:
             self._sent = None
 
     def forget(self) -> None:
-        """Do not wait for what was sent last: it will never be computed."""
+        """Do not wait for what was sent last: after an error it is not computed."""
         self._sent = None
 
 

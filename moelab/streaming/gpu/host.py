@@ -1,9 +1,10 @@
 """Experts in pinned memory of the host, from which a kernel in MLX's graph fills a GPU's slots.
 
 Where the host has memory for every expert and the GPU has not, nothing need be read again, and the
-host need not know the routing: the kernel looks up which slot an expert is in, evicts the least
-recently used for one that is in none, and copies it over the bus. So a token is computed without
-waiting for the host, as a resident model's is.
+host need not know the routing of a call whose (token, expert) pairs are no more than the slots: the
+kernel looks up which slot an expert is in, evicts the least recently used for one that is in none,
+and copies it over the bus. So a token is computed without waiting for the host, as a resident
+model's is. With another policy than ``lru``, a prefetcher or a recorder the host chooses the slots.
 """
 
 from collections.abc import Iterator
@@ -144,9 +145,9 @@ def hold(layers: list[LayerSlots], reader: Reader) -> None:
     converted = next((layer for layer in layers if not layer.bank.as_read), None)
     if converted is not None:
         raise ValueError(
-            f"StreamConfig.source: {converted.bank.path}: expected experts that are computed as "
-            "they are on disk, got such as are converted or divided first. Leave dtype at its "
-            "default, or use source 'disk'."
+            f"StreamConfig.source: {converted.bank.path}: expected experts that lie in a slot as "
+            "they do on disk, got some that are converted or have biases of their own. Leave dtype "
+            "at its default, or use source 'disk'."
         )
     need = sum(layer.num_experts * layer.bank.disk_nbytes for layer in layers)
     if need > (there := memory_available()):
@@ -223,7 +224,7 @@ class HostExperts:
                 reads, size = [], 0
 
     def takes(self, indices: mx.array) -> bool:
-        """Whether ``slots`` takes a call: its experts fit, and the policy is the kernel's."""
+        """Whether ``slots`` takes a call: no more pairs than slots, and the kernel's policy."""
         return indices.size <= self._table.num_slots and self._table.policy in GPU_POLICIES
 
     def slots(self, indices: mx.array, decoding: bool) -> mx.array:

@@ -1,11 +1,12 @@
 """Concurrent reads of file ranges, straight into MLX buffers.
 
 ``preadv`` writes into the memory of an evaluated MLX array and releases the GIL, so a few Python
-threads keep an SSD busy. The ranges of a call with slots (``Ranges``) are read by one call of
-native code (``native``). On Linux the calling thread first takes what the page cache holds. This
-also starts the reads of the other ranges, all at once. Where memory has little room for pages
-beside the slots, reads go past the page cache (``Reader.direct``): a MB then takes 0.3 ms of a
-core's time and not 1, since the system need not free a page for each page that it reads.
+threads keep an SSD busy. The ranges of a call with slots are a table (``Ranges``), of which one
+call of native code can read many (``native``). On Linux the calling thread of a small call first
+takes what the page cache holds. This also starts the reads of the other ranges, all at once. Where
+memory has little room for pages beside the slots, reads go past the page cache (``Reader.direct``):
+a MB then takes 0.3 ms of a core's time and not 1, since the system need not free a page for each
+page that it reads.
 
 Who reads an expert, and what a failed read does:
 
@@ -22,11 +23,11 @@ Who reads an expert, and what a failed read does:
                                 raised, its later calls raise ``RankError``; the others notice when
                                 the process ends
 
-A read fails if it comes back short or its file has changed, too. ``ReadError`` names the file,
-tensor, expert and offset, and the model's call raises it unchanged.
+A read fails if it comes back short or its file has changed, too. ``ReadError`` names the file and,
+unless that has changed, tensor, expert and offset. The model's call raises it unchanged.
 ``SlotTable.commit`` is not reached for these reads, so the table holds no expert whose bytes are
-missing; the experts that it evicted for them stay evicted. ``Session.call`` cancels the reads that
-have not begun and waits for the others, and the next call frees the slots that prefetches had
-reserved (``Session._recover``, ``SlotTable.recover``). The caller's prompt cache may hold the token
-in some layers and not in others: it begins again with a new one.
+missing; the experts that it evicted for them stay evicted. ``Session.call`` waits for what threads
+have taken and cancels the rest, and the next call frees the slots that prefetches had reserved
+(``Session._recover``, ``SlotTable.recover``). The caller's prompt cache may hold the token in some
+layers and not in others: the caller begins again with a new one.
 """

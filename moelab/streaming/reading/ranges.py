@@ -38,7 +38,7 @@ class Read(NamedTuple):
 
 
 class Ranges(Sequence):
-    """Reads as a table for native code. Each ``Read`` is made when it is asked for.
+    """Reads as a table for native code. The ``Read``s are made when the first is asked for.
 
     Args:
         table (np.ndarray): ``[n, len(native.COLUMNS)]``, int64.
@@ -116,7 +116,7 @@ class Ranges(Sequence):
         """Read them in native code, as ``native.read`` does.
 
         Args:
-            flags (int): For ``native.read``; with ``NOWAIT`` several threads read.
+            flags (int): For ``native.read``; with ``NOWAIT`` several threads may read.
             arrived (int or None): For ``native.read`` without flags.
 
         Returns:
@@ -155,7 +155,8 @@ def read_ranges(reads: Iterable[Read], arrived: int | None = None, direct: bool 
 
     Args:
         reads (Iterable[Read]): The ranges, in native code if they are ``Ranges``.
-        arrived (int or None): The address of a uint32 that native code sets to 1 after the last.
+        arrived (int or None): The address of a uint32 that native code sets to 1 if it has read
+            all; not past the page cache.
         direct (bool): Past the page cache, where that is possible and they are ``Ranges``.
 
     Raises:

@@ -22,7 +22,8 @@ INLINE_NBYTES = 512 * 1024
 CACHED_NBYTES = 32 * 1024 * 1024 // num_threads()
 # Bytes past the page cache that are worth a thread's time.
 SHARE_NBYTES = 512 * 1024
-# Seconds. If inline reads turn slower than this (cold pages), use the pool ...
+# Seconds that the inline reads of a call should take, by the last ones. Above this (cold pages) use
+# the pool ...
 SLOW_S = 3e-4
 # ... and retry inline every 16th small call, in case the pages are cached again.
 RETRY_EVERY = 16
@@ -40,7 +41,7 @@ class Reader:
     """Reads ranges of files, several at once.
 
     Args:
-        readers (int): Reads in flight at once.
+        readers (int): Threads of ``start``, and as many of ``in_background``.
 
     Attributes:
         nbytes (int): Bytes read so far.
@@ -68,7 +69,7 @@ class Reader:
         self._no_demand.set()
 
     def open(self, path: Path) -> File:
-        """Open a file, once. A change to it from now on is an error when it is read.
+        """Open a file, once. If its content changes from now on, reading it is an error.
 
         Args:
             path (Path): The file.
@@ -163,7 +164,7 @@ class Reader:
     def _read_inline(self, reads, here, begun=False):
         """Call ``here`` to read in this thread if that takes less time. Say whether it was done.
 
-        If the system has begun all of the reads, one thread waits for them as soon as several.
+        If the system has begun all of the reads, waiting for them takes one thread as long as many.
         """
         self._check_open()
         self._no_demand.clear()
@@ -232,8 +233,8 @@ class Reader:
         """Run something on threads other than those of ``start``.
 
         Args:
-            work (Callable): Called once on each thread; it calls ``give_way`` before each read.
-            threads (int): How many, at most ``readers``.
+            work (Callable): It calls ``give_way`` before each read.
+            threads (int): How often it is called, each time on a free thread; at most ``readers``.
         """
         if self._background is None:
             self._background = ThreadPoolExecutor(

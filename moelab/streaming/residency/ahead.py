@@ -21,10 +21,10 @@ HANDOVER_S = 1e-4
 
 
 class Ahead:
-    """Reads a guess of the next layer's experts, or all that a prompt will need.
+    """Reads a guess of the next layer's experts, or what a prompt will need, as far as it fits.
 
-    A prompt's experts go into the page cache, or past it into slots that hold none: the layer's
-    own, and those that other layers do not need while the prompt is computed.
+    A prompt's experts go into the page cache, or past it into slots: the layer's free ones, and
+    those that other layers do not need while the prompt is computed.
 
     Args:
         layers (list[LayerSlots]): The slots of each layer.
@@ -106,8 +106,8 @@ class Ahead:
             needed (Collection[int]): The experts of its call.
 
         Returns:
-            list[tuple[LayerSlots, dict[int, int]]]: Other layers, and the slots of those of the
-            experts that are in theirs. Release each when its expert is computed.
+            list[tuple[LayerSlots, dict[int, int]]]: Other layers, and which of the experts are in
+            which of their slots. Release a slot when its expert is computed.
         """
         own = self._layers[i]
         own.collect_prefetched(needed)
@@ -166,7 +166,7 @@ class Ahead:
         return len(experts) * own.bank.expert_nbytes
 
     def fill(self, i: int, busy: Mapping[int, int] | None = None) -> None:
-        """Begin to read experts into slots that hold none: a prompt needs nearly all experts.
+        """Begin to read a layer's missing experts into slots: a prompt needs nearly all experts.
 
         Args:
             i (int): The layer of the experts.

@@ -134,8 +134,8 @@ def as_copied(
 ) -> Iterator[Arrived]:
     """Hand over the experts that are held, and the others as soon as they have been read.
 
-    The GPU copies a part behind the arithmetic that was scheduled before, which reads the same
-    slots, so only the reads are waited for.
+    The GPU copies a part behind the arithmetic that was scheduled before, which may read the same
+    slots. Where one kernel cannot copy the part, that arithmetic is waited for.
 
     Args:
         own, held, misses, later, computed: As for ``as_read``.

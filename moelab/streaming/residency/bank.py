@@ -1,6 +1,6 @@
 """The memory of a layer's slots: arrays that are written in place.
 
-``SlotBank`` takes an expert's bytes as they lie in the files and says where each belongs.
+``SlotBank`` says which reads bring an expert into a slot, and completes it when they have ended.
 """
 
 import copy
@@ -40,8 +40,8 @@ class SlotBank:
 
     Attributes:
         path, num_slots: As above.
-        experts (nn.Module): The layer's own mlx-lm module with S experts in place of E. Call it
-            with slots for indices.
+        experts (nn.Module): The layer's module, or one with gate and up joined, with S experts in
+            place of E. Call it with slots for indices.
         expert_nbytes (int): The bytes of one expert in its slot.
         as_read (bool): Whether a slot holds an expert as its file does, so that ``arrived`` has
             nothing to do.
@@ -150,10 +150,10 @@ class SlotBank:
 
     @cached_property
     def into(self) -> list[tuple[int, int, int, int]]:
-        """The parts of an expert whose ranges (``places``) lie one behind the other.
+        """The parts of an expert in one piece, its ranges (``places``) one behind the other.
 
-        Each is its first byte there, its address in slot 0, how far it is from there to the same
-        part in slot 1, and its length.
+        For each part: its first byte in that piece, its address in slot 0, the distance from slot
+        0's to slot 1's, and its length.
         """
         first = [part for *_, parts in self._slot(0).disk for part in parts]
         second = [
@@ -306,7 +306,7 @@ def _parts(parameters, shared, fuse):
 
 
 def _module(module, whole, buffers, fuse):
-    """The layer's own mlx-lm module with its parameters in the buffers."""
+    """The layer's module, or one with gate and up joined, with its parameters in the buffers."""
     linears = {}
     for (linear, param), (key, first, shape) in whole.items():
         if linear not in linears:

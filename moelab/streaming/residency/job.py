@@ -49,7 +49,7 @@ class Job:
                 self._bank.arrived(e, slot)
                 took_s = perf_counter() - begin
             except ReadError:
-                pass  # the layer that needs the expert reads it again and raises
+                pass  # the layer that needs the expert reads it again, and may raise
             finally:
                 with self._changed:
                     self._running.discard(e)

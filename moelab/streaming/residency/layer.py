@@ -39,8 +39,8 @@ class LayerSlots:
         num_owned (int): The experts of this rank: E without ranks.
         bank (SlotBank): The bytes of the slots.
         table (SlotTable): Which expert is in which slot.
-        host (HostExperts or None): With ``StreamConfig(source="host")``: the layer's experts, of
-            which the GPU brings those into its slots that it needs.
+        host (HostExperts or None): With ``StreamConfig(source="host")``: the layer's experts in
+            the host's memory. The GPU copies those that it needs into its slots.
         job (Job or None): What is being prefetched for this layer.
         fills (list[tuple[LayerSlots, Job]]): Experts of this layer on their way into free slots,
             and whose slots these are.
@@ -170,7 +170,7 @@ class LayerSlots:
         return [dict(misses[i : i + size]) for i in range(0, len(misses), size)]
 
     def unread(self) -> list[int]:
-        """Where all E experts have slots, some of those that were never read, else none."""
+        """The experts in no slot, if there are slots for all E and no prefetch runs; else none."""
         if self.table.num_slots < self.num_experts or self.job is not None or self.holds_all:
             return []
         return [e for e in range(self.num_experts) if e not in self.table.slot_of]

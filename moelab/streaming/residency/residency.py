@@ -17,7 +17,8 @@ from .arriving import Arrived, as_copied, as_read
 from .bank import SlotBank
 from .layer import LayerSlots
 
-# Seconds. Overlap compute with reads only when the reads should take at least this long.
+# Seconds. On a CPU, a call whose experts fit is computed while others are read if the reads should
+# take at least this long.
 OVERLAP_S = 1e-3
 
 
@@ -105,7 +106,7 @@ class Residency:
         later = []
         if own.table.fits(needed):
             held, misses = own.choose(needed)
-            if not misses:  # the call has time: a layer that holds all need not wait for routing
+            if not misses:  # read some others: a layer that holds all need not wait for routing
                 own.read(own.table.choose(own.unread()[: self._top_k])[1])
             if not borrowed and not (misses and self._in_parts(own, len(misses))):
                 yield self._all(own, held, misses, routed.size)
@@ -141,8 +142,10 @@ class Residency:
             return None
         if own.host is not None and own.host.takes(indices):
             return own.host.slots(indices, self._counting.decoding)
-        # Once every expert is held no slot changes any more. Only a single token's experts can be
-        # counted without knowing them.
+        # While every expert is held no call of the layer changes a slot. Another layer's prompt may
+        # take one. Only a single token's experts can be counted without knowing them.
+        if not own.holds_all:
+            self._slot_of_all.pop(i, None)
         if not own.holds_all or indices.size > indices.shape[-1]:
             return None
         if i not in self._slot_of_all:
@@ -193,7 +196,7 @@ class Residency:
             own.report()
 
     def recover(self) -> None:
-        """After a call that an exception ended: end all reads, make every slot held or free."""
+        """After a call that an exception ended: every slot is held or free. No read is running."""
         self._finish = None
         self.ahead.forget()
         for own in self.layers:
@@ -205,13 +208,14 @@ class Residency:
         return sum(own.nbytes for own in self.layers)
 
     def resize(self, slots: int) -> None:
-        """Set how many slots are in use in each layer. No call may be computing with one.
+        """Set how many slots are in use in each layer. No layer may be computing with one.
 
         Args:
             slots (int): At most as many as were taken.
         """
         self._reader.stop()  # prefetches
         self._handover.settle()
+        self.report()
         self.ahead.forget()
         self._slot_of_all = {}
         for own in self.layers:

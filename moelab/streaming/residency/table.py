@@ -173,7 +173,7 @@ class SlotTable:
         self.slot_of[expert] = slot
 
     def set_aside(self, num: int, busy: Mapping[int, int] | None = None) -> list[int]:
-        """Take slots that hold nothing, to fill them with another layer's experts.
+        """Take slots to fill them with experts that are read ahead, of this layer or another.
 
         Args:
             num (int): At most so many.
