@@ -392,7 +392,7 @@ def test_slots_that_are_given_back_are_filled_from_the_hosts_memory(
 @pytest.mark.parametrize(
     "config, error",
     [
-        ({"dtype": "float32", "kernels": "mlx"}, "computed as they are on disk"),
+        ({"dtype": "float32", "kernels": "mlx"}, "lie in a slot as they do on disk"),
         ({"mode": "buffers"}, "needs slots"),
         ({"prefetch": "lookahead"}, "reads experts from the disk"),
         ({"source": "ssd"}, "expected one of disk, host"),
