@@ -215,8 +215,8 @@ class Prompts(LRUPromptCache):
     Args:
         size (int): How many are kept.
         nbytes (int): Their memory.
-        free_nbytes (int): Beside which so much must be free. Default: ``0``, where ranks must keep
-            the same.
+        free_nbytes (int): If less memory than this is free, prompts are forgotten. Default: ``0``,
+            with which none is. Ranks take it, since all must keep the same prompts.
     """
 
     def __init__(self, size: int = 10, nbytes: int = sys.maxsize, free_nbytes: int = 0):
@@ -770,7 +770,7 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
             )
         if provider.ranks:
             _agree(provider.ranks, args)
-        # What the texts and the draft take beyond the first text's caches, and for a token.
+        # Memory for the other texts or the draft, and for decoding a token.
         free = plan.reserved_nbytes + RESERVE_NBYTES if plan and not provider.ranks else 0
         prompts = Prompts(args.prompt_cache_size, args.prompt_cache_bytes, free)
         if follows:

@@ -1,7 +1,7 @@
 """mlx-lm's gated delta rule as one CUDA kernel that can give the state after every token.
 
-mlx-lm has a kernel for Metal and none for CUDA. There it loops over the tokens, with several
-launches for each in every layer, which was most of the time that a verify pass took longer than a
+mlx-lm has a kernel for Metal. On CUDA mlx-lm loops over the tokens, with several launches for each
+token in every layer. This loop was most of the difference in time between a verify pass and a
 single token. This is that recurrence (``mlx_lm.models.gated_delta``; Yang et al., arXiv 2412.06464)
 with one warp for each row of the state.
 """

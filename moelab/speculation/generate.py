@@ -175,7 +175,7 @@ def speculative_generate_step(
         model (nn.Module): The target.
         draft (Draft): What guesses its tokens.
         stream (mx.Stream): Where to compute. Default: mlx-lm's.
-        num_draft_tokens (int | str | Policy): Drafts in a round, at most; 0 for none. ``auto``
+        num_draft_tokens (int | str | Policy): The most drafts in a round; 0 for none. ``auto``
             decides in each round whether and how many, by what it measures, and remembers that
             from text to text until this draft serves another model. So does a ``Policy`` that is
             given again. Default: ``auto``.

@@ -33,9 +33,10 @@ class Policy:
 
     A round that drafts n tokens costs d(n) to draft and v(n + 1) for a pass over n + 1 positions:
     the pass's fixed part, the arithmetic of every position, and the reads of their experts, as far
-    as neither slots nor page cache hold them. All of this is measured, and guessed until then. A
-    round brings 1 + a1 + a1 a2 + ... tokens, where ai is how often the i-th draft was accepted once
-    those before it were. Without drafts a token costs t1.
+    as neither slots nor page cache hold them. These times are measured. A time that has not been
+    measured yet is estimated from the others. A round brings 1 + a1 + a1 a2 + ... tokens, where ai
+    is how often the i-th draft was accepted once those before it were. Without drafts a token costs
+    t1.
 
     What may be lost is limited. The loss is the time of the rounds with drafts, less the time that
     their tokens would have taken without. A round begins if the loss so far, plus what it would

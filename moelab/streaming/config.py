@@ -38,8 +38,8 @@ class Option:
         only_in_python (Collection[str]): Those of them that the commands do not take.
         bounds (tuple[int, int] or None): The least and the most of a whole number.
         modes (Collection[str]): In which the field has an effect.
-        needs (str): What modes that refuse another value than the default lack; empty: none
-            refuses one.
+        needs (str): What the other modes lack: they refuse any value but the default. If empty,
+            they take every value and ignore it.
         for_auto (bool): Whether the field has an effect with ``slots="auto"`` alone.
         environment (tuple[str, ...]): The variables that ``StreamConfig.from_env`` reads for it.
     """
@@ -96,7 +96,7 @@ class StreamConfig:
             caches or those of more texts at once. Default: ``0``.
         top_k (int or None): Experts per token (K). Fewer than the checkpoint's own is lossy.
             Default: the checkpoint's own.
-        readers (int): Threads that read for a layer that waits, and as many that read ahead.
+        readers (int): Threads that read what a layer waits for; as many again read ahead.
             Default: ``8``. On Linux, with slots and more than one reader, all reads of a small
             call may be in flight at once.
         source (str): Where an expert comes from that is in no slot: ``disk``, or with a CUDA GPU

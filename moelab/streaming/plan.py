@@ -37,9 +37,9 @@ GPU_NBYTES = 160_000_000
 # a cgroup, where others do not share the limit.
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
 # A prompt is computed in chunks, of at most mlx-lm's own number of tokens and, in a longer context,
-# of at least 32. If slots can lend their memory, a chunk may take 7/8 of what is free for slots. If
-# not, it may take a sixteenth of the memory, or what 256 tokens need, as a chunk reads nearly all
-# experts: but no more than half of what is free for slots.
+# of at least 32. Where slots can lend their memory to a prompt, a chunk may take 7/8 of the memory
+# that is left for slots. Elsewhere it may take a sixteenth of all memory, or what 256 tokens need,
+# since a chunk reads nearly all experts, and no more than half of what is left for slots.
 PROMPT_TOKENS, PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 2048, 16, 256, 32
 # A prompt needs more than its arrays: the C library keeps some of them (``heap.MAPPED_NBYTES``),
 # 15 to 20 MB of the four layers' 97 in notebook 03.
@@ -403,8 +403,8 @@ def memory_now() -> tuple[int, int]:
 
     Returns:
         tuple[int, int]: What it may take before it gives slots back, and what it may take before a
-        call is refused. The first leaves the system half of what ``plan`` left it, the second
-        nothing.
+        call is refused. ``plan`` left the system some memory: the first number leaves it half of
+        that, the second leaves it none.
     """
     memory, kept = _memory()
     return memory + kept // 2, memory + kept

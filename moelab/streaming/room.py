@@ -136,7 +136,8 @@ class Room:
     def beside(self, nbytes: int, what: str) -> Iterator[None]:
         """Keep so many bytes for the thread that asks, while the block runs.
 
-        All threads together get no more than the call that is running leaves. A MB is always there.
+        All threads together get no more than the call that is running leaves. Up to a MB is given
+        in any case.
 
         Args:
             nbytes (int): Bytes.

@@ -107,7 +107,7 @@ class Ahead:
 
         Returns:
             list[tuple[LayerSlots, dict[int, int]]]: Other layers, and which of the experts are in
-            which of their slots. Release a slot when its expert is computed.
+            which of their slots. The caller releases a slot when it has computed the expert.
         """
         own = self._layers[i]
         own.collect_prefetched(needed)

@@ -93,8 +93,8 @@ def as_read(
         borrowed (list): As ``Ahead.take`` returned it.
         direct (bool): Whether reads go past the page cache.
         computed (Sequence[mx.array]): The results so far that are not evaluated yet.
-        then (Callable): Is called with the slots that are still needed, after each part from the
-            one on with which the last reads have begun.
+        then (Callable): Once the reads of all experts have begun, it is called after each part,
+            with the slots that are still needed.
     """
     later, reading, S = [e for wave in later for e in wave], Reading(own), own.table.num_slots
     direct = direct and own.computes_at_once

@@ -80,9 +80,9 @@ class Residency:
     ) -> Iterator[Arrived]:
         """Bring the experts of a call into slots, and hand them over as they arrive.
 
-        Each expert is read once and handed over once. Before the caller asks for the next part, it
-        has computed the last one, or has put its result into ``computed``: from then on the slots
-        may take other experts.
+        Each expert is read at most once and handed over once. The caller computes a part, or puts
+        its result into ``computed``, and then asks for the next one. When it asks, the part's slots
+        may be given to other experts.
 
         Args:
             i (int): The layer.

@@ -8,7 +8,7 @@ itself if the policy is one of ``GPU_POLICIES``. With another one the host choos
 longer.
 
 A policy that needs to know more than how often an expert was used has None in ``EVICTION`` and a
-branch in ``SlotTable``. What it means to the replay is a line of ``SCORES`` there.
+branch in ``SlotTable``. The replay computes it by a line of ``SCORES`` in ``replay/eviction.py``.
 """
 
 from collections import Counter
