@@ -4,7 +4,7 @@ Where the host has memory for every expert and the GPU has not, nothing need be 
 host need not know the routing of a call whose (token, expert) pairs are no more than the slots: the
 kernel looks up which slot an expert is in, evicts the least recently used for one that is in none,
 and copies it over the bus. So a token is computed without waiting for the host, as a resident
-model's is. With another policy than ``lru``, a prefetcher or a recorder the host chooses the slots.
+model's is. With another policy than ``lru``, or while routing is recorded, the host chooses them.
 """
 
 from collections.abc import Iterator
