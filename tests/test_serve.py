@@ -1,6 +1,7 @@
 """python -m moelab serve: mlx-lm's server on a streamed model, used as an agent would."""
 
 import argparse
+import copy
 import json
 import random
 import re
@@ -36,6 +37,7 @@ from moelab.commands import serve
 from moelab.commands.drafting import leave_room
 from moelab.lab import limit
 from moelab.lab.serving import Served
+from moelab.speculation.dflash import DFlashDraft
 from moelab.streaming.room import LEFT_NBYTES, RESERVE_NBYTES, Room
 from moelab.streaming.session import session_of
 
@@ -718,22 +720,78 @@ def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(monkeypatch):
 
 
 def test_kept_prompts_make_way_where_memory_is_short(monkeypatch):
-    left, prompts = [1000], serve.Prompts(free_nbytes=100)
-    monkeypatch.setattr(serve, "memory_now", lambda: (0, left[0]))
-    for i in range(4):
-        cache = KVCache()
-        cache.update_and_fetch(*[mx.zeros((1, 1, 4, 8))] * 2)
-        prompts.insert_cache("model", [i, 0], [cache])
-    assert len(prompts) == 4
-    left[0] = 99
-    prompts.make_way()
-    assert len(prompts) == 3 and prompts.fetch_nearest_cache("model", [0, 0])[0] is None
-    left[0] = 100
-    prompts.make_way()
-    assert len(prompts) == 3
-    left[0] = -(10**9)
+    """Before another is copied. One for which there is no memory is not kept."""
+    cache = KVCache()
+    cache.update_and_fetch(*[mx.zeros((1, 1, 4, 8))] * 2)
+    one, prompts, evaluate = cache.nbytes, serve.Prompts(free_nbytes=100), mx.eval
+    most = 5 * one + 100
+    monkeypatch.setattr(serve, "memory_now", lambda: (0, most - prompts.nbytes))
+
+    def copying(states):
+        assert prompts.nbytes <= most - 100 - one
+        evaluate(states)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mx, "eval", copying)
+        for i in range(7):
+            prompts.insert_cache("model", [i, 0], [copy.deepcopy(cache)])
+            assert len(prompts) == min(i + 1, 5)
+    assert prompts.fetch_nearest_cache("model", [1, 0])[0] is None
+    assert prompts.make_way() and len(prompts) == 5
+    most = 99 + 3 * one
+    assert prompts.make_way() and len(prompts) == 2
+    most = one + 99
     prompts.insert_cache("model", [9, 0], [cache])
-    assert len(prompts) == prompts.nbytes == 0
+    assert len(prompts) == prompts.nbytes == 0 and not prompts.make_way(one)
+
+
+def test_a_prompt_keeps_memory_for_its_draft(monkeypatch):
+    """Requests that are read do not get what the draft has yet to take."""
+    most, kept, plans = 10**9, [], []
+    monkeypatch.setattr("moelab.streaming.room.memory_now", lambda: (most, most))
+    generators, init, extend = [], serve.Generator.__init__, DFlashDraft.extend
+    serve_forever = serve.Server.serve_forever
+    monkeypatch.setattr(
+        serve.Generator, "__init__", lambda self, *a: generators.append(self) or init(self, *a)
+    )
+
+    def extending(draft, tokens, features):
+        if len(tokens) > 1:
+            room, low, high = generators[0].room, 0, most
+            while high - low > 1000:
+                nbytes = (low + high) // 2
+                try:
+                    with room.beside(nbytes, "it"):
+                        low = nbytes
+                except MemoryError:
+                    high = nbytes
+            kept.append((len(tokens), most - LEFT_NBYTES - low))
+        extend(draft, tokens, features)
+
+    def asked(server):
+        def ask():
+            url = f"http://127.0.0.1:{server.server_address[1]}/v1/completions"
+            body = json.dumps({"prompt": "x = [1]\n" * 300, "max_tokens": 2}).encode()
+            try:
+                with urllib.request.urlopen(urllib.request.Request(url, body)) as answer:
+                    plans.append(session_of(generators[0].model_provider.model).plan)
+                    tokens.append(json.load(answer)["usage"]["prompt_tokens"])
+            finally:
+                server.shutdown()
+
+        threading.Thread(target=ask).start()
+        serve_forever(server)
+
+    tokens = []
+    monkeypatch.setattr(DFlashDraft, "extend", extending)
+    monkeypatch.setattr(serve.Server, "serve_forever", asked)
+    draft, memory = str(DATA / "models/tiny-dflash"), ["--memory-nbytes", "205000000"]
+    assert main(["serve", str(MODEL), "--port", "0", "--draft", draft, *memory]) == 0
+    unread, token_nbytes = tokens[0], plans[0].reserved_nbytes / plans[0].context
+    assert len(kept) > 1 and token_nbytes > 8000
+    for read, nbytes in kept:
+        assert nbytes == pytest.approx(unread * token_nbytes, abs=10**5)
+        unread -= read
 
 
 def test_a_kept_prompt_takes_its_own_memory_only():

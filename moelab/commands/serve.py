@@ -223,21 +223,33 @@ class Prompts(LRUPromptCache):
         super().__init__(size, nbytes)
         self.free_nbytes = free_nbytes
 
-    def make_way(self) -> None:
-        """Forget prompts, the least recently used first, where memory is short."""
-        short = self.free_nbytes - memory_now()[1] if self.free_nbytes else 0
+    def make_way(self, nbytes: int = 0) -> bool:
+        """Forget prompts, the least recently used first, where memory is short.
+
+        Args:
+            nbytes (int): What is about to be taken. Default: ``0``.
+
+        Returns:
+            bool: Whether there is memory for it now.
+        """
+        short = self._short(nbytes)
         if short > 0 and self.nbytes:
             self.trim_to(n_bytes=self.nbytes - short)
             mx.clear_cache()
             return_free_memory()
+            short = self._short(nbytes)
+        return short <= 0
+
+    def _short(self, nbytes):
+        return self.free_nbytes + nbytes - memory_now()[1] if self.free_nbytes else 0
 
     def insert_cache(self, model, tokens: list[int], prompt_cache: list, **kwargs) -> None:
         # Those of a text in a batch are views of the batch's arrays and would keep all of these.
         for c in prompt_cache:
             c.state = tree_map(_own, c.state)
-        mx.eval([c.state for c in prompt_cache])
-        super().insert_cache(model, tokens, prompt_cache, **kwargs)
-        self.make_way()
+        if self.make_way(sum(c.nbytes for c in prompt_cache)):  # before they are copied
+            mx.eval([c.state for c in prompt_cache])
+            super().insert_cache(model, tokens, prompt_cache, **kwargs)
 
     def fetch_nearest_cache(self, model, tokens: list[int]) -> tuple[list | None, list[int]]:
         cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
@@ -403,45 +415,51 @@ class Generator(server.ResponseGenerator):
         """
         whole, segments, types = self._prompt
         begin = read = len(whole) - len(prompt)
+        token_nbytes = 0  # of the draft's caches
+        if draft_model is not None and (plan := session_of(self.model_provider.model).plan):
+            token_nbytes = plan.reserved_nbytes // plan.context
 
         def progress(done, _):
             self._check()
             prompt_progress_callback(read - begin + done, len(prompt))
+            keep_free(token_nbytes * (len(whole) - read - done))
 
         step, generate = generate_step, stream_generate
         reading["prompt_progress_callback"] = progress
         if draft_model is not None:
-            plan = session_of(self.model_provider.model).plan
-            with self.room.beside(plan.reserved_nbytes if plan else 0, "the draft"):
-                pass  # there is memory for its caches
             step, generate = speculative_generate_step, speculative_generate
             number = shared_policy(self.model_provider.model, draft_model, num_draft_tokens)
             reading |= {"draft": draft_model, "num_draft_tokens": number}
         cache = reading["prompt_cache"]
-        if input_embeddings is None and not can_trim_prompt_cache(cache):
-            for end, kind in zip(accumulate(map(len, segments)), types):
-                end = min(end, len(whole) - 1)
-                if end > read:
-                    for _ in step(mx.array(whole[read:end]), max_tokens=0, **reading):
-                        pass
-                    read = end
-                    key, kept = self.model_provider.model_key, copy.deepcopy(cache)
-                    self.prompt_cache.insert_cache(key, whole[:read], kept, cache_type=kind)
-        if input_embeddings is not None:
-            reading["input_embeddings"] = input_embeddings
-        answer = generate(
-            prompt=whole[read:],
-            tokenizer=tokenizer,
-            max_tokens=max_tokens,
-            sampler=sampler,
-            # mlx-lm's batches let them see the whole prompt, too.
-            logits_processors=[_after(whole[:read], p) for p in logits_processors],
-            **reading,
-        )
-        with closing(answer):
-            for response in answer:
-                self._check()
-                yield response
+        with self.room.beside(token_nbytes * len(prompt), None) as keep_free:
+            if input_embeddings is None and not can_trim_prompt_cache(cache):
+                for end, kind in zip(accumulate(map(len, segments)), types):
+                    end = min(end, len(whole) - 1)
+                    if end > read:
+                        for _ in step(mx.array(whole[read:end]), max_tokens=0, **reading):
+                            pass
+                        read = end
+                        self.prompt_cache.insert_cache(
+                            self.model_provider.model_key,
+                            whole[:read],
+                            copy.deepcopy(cache),
+                            cache_type=kind,
+                        )
+            if input_embeddings is not None:
+                reading["input_embeddings"] = input_embeddings
+            answer = generate(
+                prompt=whole[read:],
+                tokenizer=tokenizer,
+                max_tokens=max_tokens,
+                sampler=sampler,
+                # mlx-lm's batches let them see the whole prompt, too.
+                logits_processors=[_after(whole[:read], p) for p in logits_processors],
+                **reading,
+            )
+            with closing(answer):
+                for response in answer:
+                    self._check()
+                    yield response
 
     def _check(self):
         if self._ranks:

@@ -31,8 +31,8 @@ from .target import embedding_and_head, vocabulary
 
 # While nothing is drafted, features of so many tokens wait, and a draft reads so many at once. The
 # features of a text of 4,000 took 70 MB, and 150 more when the draft read them all at its end.
-# Reading 1,024 at once took 16 MB beside the draft's cache and left 20 MB of freed arrays with MLX;
-# in parts of 128 it is 11 and 6 (tiny-dflash, AMD EPYC, n=1).
+# Reading 1,024 in such parts, a layer at a time, takes 12 MB at most, 8 of them for the draft's
+# cache (tiny-dflash). All layers of a part at once took 20.
 QUEUED_TOKENS = 128
 
 
@@ -174,7 +174,7 @@ class DFlashModel(nn.Module):
         return [KVCache() for _ in self.layers]
 
     def extend(self, features: mx.array, cache: list) -> None:
-        """Put the next T tokens into the cache.
+        """Put the next T tokens into the cache. Many are computed at once, few when needed.
 
         Args:
             features (mx.array): The outputs of the target's layers for them, [B, T, n * D].
@@ -183,6 +183,8 @@ class DFlashModel(nn.Module):
         context = self.hidden_norm(self.fc(features))
         for layer, c in zip(self.layers, cache):
             layer.self_attn.extend(context, c)
+            if features.shape[1] >= QUEUED_TOKENS:
+                mx.eval(c.state)  # a cache that grows is copied: one layer's at a time
 
     def __call__(self, x: mx.array, cache: list) -> mx.array:
         """Draft a block that follows the cached context.
@@ -281,9 +283,8 @@ class DFlashDraft:
         if self._queue:
             features = mx.concatenate(self._queue)[None]
             for i in range(0, self._num_queued, QUEUED_TOKENS):
-                if i:  # evaluate the part before: only one at a time takes memory
-                    mx.eval([c.state for c in self.cache])
-                    mx.clear_cache()
+                if i:
+                    mx.clear_cache()  # what the part before left
                 self.model.extend(features[:, i : i + QUEUED_TOKENS], self.cache)
         self._queue, self._num_queued = [], 0
 

@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -133,7 +133,7 @@ class Room:
         self._left = None
 
     @contextmanager
-    def beside(self, nbytes: int, what: str) -> Iterator[None]:
+    def beside(self, nbytes: int, what: str | None) -> Iterator[Callable[[int], None]]:
         """Keep so many bytes for the thread that asks, while the block runs.
 
         All threads together get no more than the call that is running leaves. Up to a MB is given
@@ -141,24 +141,36 @@ class Room:
 
         Args:
             nbytes (int): Bytes.
-            what (str): What takes them, for the error.
+            what (str or None): What takes them, for the error. With None they are kept in any case:
+                the next call of the model leaves them free, and gives slots back for it.
+
+        Yields:
+            Callable[[int], None]: Sets how many are kept from now on: those not yet taken.
 
         Raises:
             MemoryError: If there are fewer.
         """
+        kept = 0
+
+        def keep(nbytes):
+            nonlocal kept
+            with self._lock:
+                self._give(nbytes - kept)
+                kept = nbytes
+
         with self._lock:
             left = self._now()[1] if self._left is None else min(self._left, self._now()[1])
-            if nbytes > max(left - LEFT_NBYTES, SMALL_NBYTES):
+            if what and nbytes > max(left - LEFT_NBYTES, SMALL_NBYTES):
                 raise MemoryError(
                     f"memory is short: {what} takes up to {nbytes / 1e6:.0f} MB, and there are "
                     f"{max(0, left - LEFT_NBYTES) / 1e6:.0f} MB. Send a shorter one, or try again."
                 )
             self._give(nbytes)
+            kept = nbytes
         try:
-            yield
+            yield keep
         finally:
-            with self._lock:
-                self._give(-nbytes)
+            keep(0)
             if nbytes > SMALL_NBYTES:
                 return_free_memory()
 

@@ -306,8 +306,8 @@ def test_a_long_text_is_read_in_parts_that_take_little_memory():
     mx.eval([c.state for c in draft.cache])
     kept = sum(c.nbytes for c in draft.cache)
     assert draft.cache[0].offset == len(features)
-    assert mx.get_peak_memory() - before < 2.6 * kept  # a cache is copied when it grows
-    assert mx.get_cache_memory() < kept
+    assert mx.get_peak_memory() - before < 1.7 * kept  # a layer's cache is copied when it grows
+    assert mx.get_cache_memory() < kept / 2
 
 
 def test_features_of_a_long_text_do_not_wait_for_the_next_draft():
