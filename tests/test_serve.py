@@ -3,6 +3,7 @@
 import argparse
 import copy
 import json
+import os
 import random
 import re
 import shutil
@@ -13,6 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -24,6 +26,7 @@ import mlx_lm
 import mlx_lm.server
 import numpy as np
 import openai
+import psutil
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import _merge_caches
@@ -446,7 +449,7 @@ def attack(url, rng):
             while more := connection.recv(1 << 16):
                 answer += more
     assert kind == "half" or answer or kind == "damaged", (kind, data)
-    assert b'data: {"error' not in answer, (data, answer)
+    assert b'data: {"error' not in answer or b"memory is short" in answer, (data, answer)
     return int(answer.split()[1]) if answer else None
 
 
@@ -500,17 +503,116 @@ def test_memory_for_requests_that_are_read(monkeypatch):
             pass
 
 
-def test_a_hostile_crowd(tmp_path, texts):
-    """Requests of all sorts from four clients at once: each is answered or refused, and nothing
-    else changes."""
-    with Served(MODEL, tmp_path / "log", *SLOTS) as server, ThreadPoolExecutor(4) as threads:
-        rngs = map(random.Random, range(160))
-        found = list(threads.map(lambda rng: attack(server.url, rng), rngs))
-        assert {200, 400, 403, 413} <= set(found), server.said()
-        assert {status // 100 for status in found if status} == {2, 4}, found
-        for prompt, text in zip(PROMPTS[:3], texts):
-            asked = {"prompt": prompt, "max_tokens": TOKENS}
-            assert server.post("/completions", asked)[1]["choices"][0]["text"] == text
+class Crowd:
+    """Clients of a server until a time: hostile ones, and some who know the text they must get.
+
+    Args:
+        server (Served): The server.
+        asked (list[tuple[dict, str]]): Requests for greedy text, and the text.
+        end (float): When they stop, by ``time.monotonic``.
+    """
+
+    def __init__(self, server, asked, end):
+        self.server, self.asked, self.end = server, asked, end
+        self.statuses, self.good, self.refused, self.wrong = Counter(), 0, 0, []
+        self.silence_s = 0.0  # the longest in which a client that waits for its text got nothing
+
+    def attack(self, seed):
+        rng = random.Random(seed)
+        while time.monotonic() < self.end:
+            self.statuses[attack(self.server.url, rng)] += 1
+
+    def ask(self, seed):
+        rng = random.Random(seed)
+        while time.monotonic() < self.end:
+            fields, text = rng.choice(self.asked)
+            self.ask_one(fields, text, hangs_up=rng.random() < 0.1)
+
+    def ask_one(self, fields, text, hangs_up=False):
+        path, got, last = "completions", "", time.monotonic()
+        if "messages" in fields:
+            path = f"chat/{path}"
+        body = json.dumps({**DEFAULT, "temperature": 0, "stream": True, **fields}).encode()
+        try:
+            request = urllib.request.Request(f"{self.server.url}/{path}", body)
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                for line in answer:
+                    now = time.monotonic()
+                    self.silence_s, last = max(self.silence_s, now - last), now
+                    if b'"error"' in line[:20]:
+                        assert b"memory is short" in line, line
+                        self.refused += 1
+                        return
+                    if line.startswith(b"data: {"):
+                        (choice,) = json.loads(line[6:])["choices"]
+                        got += choice.get("text") or choice.get("delta", {}).get("content") or ""
+                        if hangs_up and got:
+                            return
+        except urllib.error.HTTPError as error:
+            assert error.code == 503, error.read()
+            self.refused += 1
+            return
+        self.good += 1
+        if got != text:
+            self.wrong.append((fields, got, text))
+
+
+def test_a_hostile_crowd(tmp_path):
+    """Four hostile clients, two that compare their text, a draft, and a memory limit that moves:
+    each request is answered or refused. MOELAB_CROWD_S=3600 makes it an hour."""
+    seconds, low, high, spare = float(os.environ.get("MOELAB_CROWD_S", 20)), 190, 400, 40
+    draft, rng, rss, moves = str(DATA / "models/tiny-dflash"), random.Random(0), [], 0
+    with moelab.load(MODEL, moelab.StreamConfig(slots=16))[0] as model:
+        tokenizer = mlx_lm.utils.load_tokenizer(MODEL)
+        files = sorted(MODEL.glob("heldout/*.py"), key=lambda path: path.stat().st_size)
+        ids = [tokenizer.encode(path.read_text()) for path in files[-6:]]
+        prompts = [tokenizer.decode(i[:n]) for i in ids[:3] for n in (60, 300, 928)]
+        asked = [({"prompt": prompt}, tokenizer.encode(prompt)) for prompt in prompts]
+        for told in ([user("x = 1")], [user("def f"), {"role": "assistant", "content": "(x)"}]):
+            told = [*told, user(tokenizer.decode(ids[4][:200]))]
+            tokens = tokenizer.apply_chat_template(told, add_generation_prompt=True)
+            asked.append(({"messages": told}, tokens))
+        asked = [
+            (fields, mlx_lm.generate(model, tokenizer, tokens, max_tokens=TOKENS))
+            for fields, tokens in asked
+        ]
+    options, limit_nbytes = ("--context", "2048", "--draft", draft), high * 10**6
+    try:
+        server = Served(MODEL, tmp_path / "log", *options, limit_nbytes=limit_nbytes)
+    except limit.NoLimit:
+        server = Served(MODEL, tmp_path / "log", *options)
+    with server, ThreadPoolExecutor(6) as threads:
+        crowd = Crowd(server, asked, end := time.monotonic() + seconds)
+        work = [threads.submit(crowd.attack, seed) for seed in range(4)]
+        work += [threads.submit(crowd.ask, seed) for seed in range(2)]
+        memory = psutil.Process(server.process.pid)
+        while time.monotonic() < end and server.process.poll() is None:
+            time.sleep(rng.uniform(0.5, min(12, seconds / 5)))
+            info = memory.memory_info()
+            rss.append((info.rss - getattr(info, "shared", 0)) // 10**6)  # without files
+            if server.limit.group:
+                with suppress(OSError):  # so much less cannot be had at once
+                    server.limit.move(max(rng.randint(low, high), rss[-1] + spare) * 10**6)
+                    moves += 1
+        lived_s = time.monotonic() - end + seconds
+        said, status = server.said(), server.process.poll()
+        figures = f"{lived_s:.0f} s, {crowd.good} good, {len(crowd.wrong)} wrong, "
+        figures += f"{crowd.refused} refused, {crowd.statuses}, silence {crowd.silence_s:.2f} s, "
+        figures += f"{moves} moves, {said.count('memory is short by')} warnings, rss "
+        eighths = [rss[len(rss) * i // 8 : len(rss) * (i + 1) // 8] for i in range(8)]
+        figures += f"{[max(part, default=0) for part in eighths]} MB"
+        print(figures)
+        assert status is None, (figures, said[-2000:])
+        for done in work:
+            done.result()
+        if server.limit.group:
+            server.limit.move(limit_nbytes)
+        good = crowd.good
+        for fields, text in asked:
+            crowd.ask_one(fields, text)
+        assert crowd.good == good + len(asked) and not crowd.wrong, (figures, crowd.wrong[:1])
+        assert {200, 400, 403, 413} <= set(crowd.statuses)
+        assert {status // 100 for status in set(crowd.statuses) - {None, 503}} == {2, 4}
         assert server.interrupt() == 0 and "Traceback" not in server.said()
 
 

@@ -84,6 +84,12 @@ class Prepared:
         if self.group is not None:
             (self.group / "cgroup.procs").write_text(str(os.getpid()))
 
+    def move(self, nbytes: int) -> None:
+        """Set the limit of a cgroup in which a command runs. The kernel may kill it at once."""
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            if (file := self.group / name).exists():
+                file.write_text(str(nbytes))
+
 
 def run(
     argv: Sequence[str],

@@ -36,6 +36,7 @@ class Served:
     Attributes:
         url (str): The address with ``/v1``.
         process (subprocess.Popen): The server.
+        limit (limit.Prepared): Its memory limit.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Served:
     ):
         self.log, self._stack = Path(log), ExitStack()
         prepared, _ = self._stack.enter_context(limit.limited(limit_nbytes))
+        self.limit = prepared
 
         def before_exec():
             # What a shell starts in the background ignores Ctrl-C, and so would the server.
