@@ -14,7 +14,6 @@ import numpy as np
 from tqdm import tqdm
 
 from ...memory import memory_available
-from ..counters import Stats
 from ..ranks import Ranks
 from ..reading.ranges import Read
 from ..reading.reader import Reader
@@ -262,23 +261,21 @@ class HostExperts:
             ]
         return cuda.Begun((), copies)
 
-    def report(self, stats: Stats) -> None:
-        """Let the table say again what the slots hold, and count what was hit and missed.
+    def report(self) -> list[list[int]]:
+        """Let the table say again what the slots hold.
 
-        Args:
-            stats (Stats): The counters.
+        Returns:
+            list[list[int]]: Hits and misses since the last time, of prompts and of decoding.
         """
         if self._state is None:
-            return
+            return [[0, 0], [0, 0]]
         state, self._state = np.array(self._state), None
         E, S, table = self._num_experts, self._bank.num_slots, self._table
         expert_of, used = state[E : E + S].tolist(), state[E + S : E + 2 * S]
         order = np.argsort(used, kind="stable").tolist()
         table.slot_of = {expert_of[slot]: slot for slot in order if expert_of[slot] < E}
         table.recover()
-        for c, (hits, misses) in zip((stats.prefill, stats.decode), state[-4:].reshape(2, 2)):
-            c.hits += int(hits)
-            c.misses += int(misses)
+        return state[-4:].reshape(2, 2).tolist()
 
     def forget(self) -> None:
         """After an exception: hold nothing, unless the table says what the slots hold."""

@@ -116,7 +116,9 @@ class LayerSlots:
     def report(self) -> None:
         """Learn from the GPU what its slots hold, if only the GPU knows."""
         if self.host is not None:
-            self.host.report(self._counting.stats)
+            stats = self._counting.stats
+            for counters, (hits, misses) in zip((stats.prefill, stats.decode), self.host.report()):
+                _count(counters, hits, misses)
 
     def of_rank(self, experts: Iterable[int]) -> list[int]:
         """Those of the experts that are this rank's."""
@@ -125,8 +127,7 @@ class LayerSlots:
     def choose(self, needed, busy=None):
         """As ``SlotTable.choose``, counted."""
         hits, misses = self.table.choose(needed, busy)
-        self._counting.now.hits += len(hits)
-        self._counting.now.misses += len(misses)
+        _count(self._counting.now, len(hits), len(misses))
         return hits, misses
 
     def begin(self, misses: dict[int, int]) -> list[Future] | Begun:
@@ -205,3 +206,9 @@ class LayerSlots:
         known = set(self.table.slot_of)
         known = known.union(*(job.experts for _, job in [*self.fills, (self, self.job)] if job))
         return [e for e in self.of_rank(range(self.num_experts)) if e not in known]
+
+
+def _count(counters, hits, misses):
+    """Count experts that were looked for in the slots."""
+    counters.hits += hits
+    counters.misses += misses
