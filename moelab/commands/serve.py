@@ -217,11 +217,18 @@ class Prompts(LRUPromptCache):
         nbytes (int): Their memory.
         free_nbytes (int): If less memory than this is free, prompts are forgotten. Default: ``0``,
             with which none is. Ranks take it, since all must keep the same prompts.
+        memory (Callable): As ``Room.memory``.
     """
 
-    def __init__(self, size: int = 10, nbytes: int = sys.maxsize, free_nbytes: int = 0):
+    def __init__(
+        self,
+        size: int = 10,
+        nbytes: int = sys.maxsize,
+        free_nbytes: int = 0,
+        memory: Callable[[], tuple[int, int]] = memory_now,
+    ):
         super().__init__(size, nbytes)
-        self.free_nbytes = free_nbytes
+        self.free_nbytes, self._memory = free_nbytes, memory
 
     def make_way(self, nbytes: int = 0) -> bool:
         """Forget prompts, the least recently used first, where memory is short.
@@ -241,7 +248,7 @@ class Prompts(LRUPromptCache):
         return short <= 0
 
     def _short(self, nbytes):
-        return self.free_nbytes + nbytes - memory_now()[1] if self.free_nbytes else 0
+        return self.free_nbytes + nbytes - self._memory()[1] if self.free_nbytes else 0
 
     def insert_cache(self, model, tokens: list[int], prompt_cache: list, **kwargs) -> None:
         # Those of a text in a batch are views of the batch's arrays and would keep all of these.
@@ -778,7 +785,8 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
     with nullcontext() if follows else Server(args.host, args.port) as listening:
         provider = Provider(args, config, group)
         provider.load_default()  # an error here ends the command
-        plan = session_of(provider.model).plan
+        session = session_of(provider.model)
+        plan = session.plan
         if args.prompt_cache_bytes is None:
             # The texts beside the first may all be there at once.
             texts = args.prompt_concurrency + args.decode_concurrency - 2
@@ -790,7 +798,8 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
             _agree(provider.ranks, args)
         # Memory for the other texts or the draft, and for decoding a token.
         free = plan.reserved_nbytes + RESERVE_NBYTES if plan and not provider.ranks else 0
-        prompts = Prompts(args.prompt_cache_size, args.prompt_cache_bytes, free)
+        keep = args.prompt_cache_size, args.prompt_cache_bytes
+        prompts = Prompts(*keep, free, session.room.memory)
         if follows:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when to end
             generator = Generator(provider, prompts)

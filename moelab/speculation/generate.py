@@ -409,9 +409,9 @@ class _Target:
         _, features = self._captured(self._model, tokens[None], cache=self._cache)
         mx.eval([c.state for c in self._cache], features)
         policy.prompt(tokens.size, time.perf_counter() - begin)
-        self.draft.extend(tokens, features)
         maybe_quantize_kv_cache(self._cache, *self._quantizing)
         mx.clear_cache()
+        self.draft.extend(tokens, features)
 
     def room(self) -> float:
         """Tokens that one pass may read, so that no cache reaches its quantization within it."""

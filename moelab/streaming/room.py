@@ -91,7 +91,7 @@ class Room:
         """
         with self._lock:
             step, nbytes = self._make(tokens, caches, divisible)
-            self._left = None if nbytes is None else self._now()[1] - nbytes
+            self._left = None if nbytes is None else self.memory()[1] - nbytes
         return step
 
     def _make(self, tokens, caches, divisible):
@@ -108,19 +108,19 @@ class Room:
         if is_prompt:  # slots stay lent in a prompt's last part
             slots = min(slots, self._in_use, plan.slots_beside(step))
         needs = partial(plan.call_nbytes, caches=caches, is_first=not self._tokens)
-        room, _ = self._now()
+        room, _ = self.memory()
         taken = needs(step) + (0 if is_prompt else RESERVE_NBYTES)
         if self._fitting(taken, room) < slots:
             mx.clear_cache()  # what a prompt left free may be enough
             return_free_memory()
-            room, _ = self._now()
+            room, _ = self.memory()
         # Where slots cannot lend their memory, a prompt's memory is never theirs.
         self._keep(self._fitting(needs(1 if can_empty() else step) + RESERVE_NBYTES, room))
         fitting = self._fitting(taken, room)
         self._use(max(self._least, min(self.slots, slots, fitting)))
         if fitting >= self._least:
             return step, needs(step)
-        _, most = self._now()
+        _, most = self.memory()
         fewest = step if self._together or not divisible else LEAST_PROMPT_TOKENS
         while self._fitting(needs(step), most) < self._least:
             if step <= fewest:
@@ -159,7 +159,9 @@ class Room:
                 kept = nbytes
 
         with self._lock:
-            left = self._now()[1] if self._left is None else min(self._left, self._now()[1])
+            left = self.memory()[1]
+            if self._left is not None:  # a limit may have been lowered since the call began
+                left = min(self._left, left - self._in_layer())
             if what and nbytes > max(left - LEFT_NBYTES, SMALL_NBYTES):
                 raise MemoryError(
                     f"memory is short: {what} takes up to {nbytes / 1e6:.0f} MB, and there are "
@@ -179,10 +181,14 @@ class Room:
         if self._left is not None:
             self._left -= nbytes
 
-    def _now(self):
+    def memory(self) -> tuple[int, int]:
         """``memory_now``, less what other threads may take."""
         now, most = memory_now()
         return now - self._beside, most - self._beside
+
+    def _in_layer(self):
+        """Bytes that a prompt takes and frees again in a layer."""
+        return int(IN_LAYER_SHARE * self._tokens * self._plan.token_nbytes)
 
     @property
     def _least(self):
@@ -250,12 +256,12 @@ class Room:
         ):
             return
         self._look_s = now + LOOK_S
-        nbytes = int(IN_LAYER_SHARE * self._tokens * self._plan.token_nbytes)
-        fitting = self._fitting(nbytes, self._now()[0])
+        nbytes = self._in_layer()
+        fitting = self._fitting(nbytes, self.memory()[0])
         if fitting >= self._in_use:
             return
         self._use(max(self._least, fitting))
-        if self._fitting(nbytes, most := self._now()[1]) < self._least:
+        if self._fitting(nbytes, most := self.memory()[1]) < self._least:
             raise self._no_room(nbytes, most)
 
     def begin(self, tokens: int) -> None:
