@@ -25,12 +25,13 @@ def run(code, nbytes, strategies=REAL):
         pytest.skip(str(e))
 
 
-def groups():
+def groups(pid):
+    """The cgroups that a process made. Other tests, at the same time, make others."""
     return {
         name
         for _, names, _ in os.walk(limit.CGROUPS)
         for name in names
-        if name.startswith("moelab-")
+        if name.startswith(f"moelab-{pid}-")
     }
 
 
@@ -56,7 +57,7 @@ def test_a_process_over_its_limit_is_killed_and_one_under_it_is_not():
 
 
 def test_a_command_that_takes_too_long_is_killed_and_leaves_nothing():
-    before = groups()
+    before = groups(os.getpid())
     with pytest.raises(subprocess.TimeoutExpired):
         try:
             limit.run(
@@ -64,7 +65,7 @@ def test_a_command_that_takes_too_long_is_killed_and_leaves_nothing():
             )
         except limit.NoLimit as e:
             pytest.skip(str(e))
-    assert groups() <= before
+    assert groups(os.getpid()) <= before
 
 
 def test_killed_in_the_middle_it_leaves_no_process_and_the_next_run_removes_its_cgroup(tmp_path):
@@ -75,7 +76,6 @@ def test_killed_in_the_middle_it_leaves_no_process_and_the_next_run_removes_its_
         "-c",
         f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)",
     ]
-    before = groups()
     victim = subprocess.Popen(
         [
             sys.executable,
@@ -91,11 +91,10 @@ def test_killed_in_the_middle_it_leaves_no_process_and_the_next_run_removes_its_
         victim.send_signal(signal.SIGKILL)
         victim.wait()
     assert gone(int(note.read_text()))
-    stale = {name for name in groups() - before if f"moelab-{victim.pid}-" in name}
-    assert stale
+    assert groups(victim.pid)
     limit._remove_stale.cache_clear()
     assert not run("", 100 * MB, ["cgroup"]).killed
-    assert not stale & groups()
+    assert not groups(victim.pid)
 
 
 def test_version_2_goes_to_the_nearest_group_that_hands_the_controller_on(tmp_path, monkeypatch):
