@@ -234,10 +234,10 @@ class Prompts(LRUPromptCache):
         """Forget prompts, the least recently used first, where memory is short.
 
         Args:
-            nbytes (int): What is about to be taken. Default: ``0``.
+            nbytes (int): Bytes that the caller will take. Default: ``0``.
 
         Returns:
-            bool: Whether there is memory for it now.
+            bool: Whether so many bytes are free now, beside ``free_nbytes``.
         """
         short = self._short(nbytes)
         if short > 0 and self.nbytes:
@@ -422,7 +422,7 @@ class Generator(server.ResponseGenerator):
         """
         whole, segments, types = self._prompt
         begin = read = len(whole) - len(prompt)
-        token_nbytes = 0  # of the draft's caches
+        token_nbytes = 0  # by which the draft's caches grow for a token
         if draft_model is not None and (plan := session_of(self.model_provider.model).plan):
             token_nbytes = plan.reserved_nbytes // plan.context
 
@@ -798,8 +798,9 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
             _agree(provider.ranks, args)
         # Memory for the other texts or the draft, and for decoding a token.
         free = plan.reserved_nbytes + RESERVE_NBYTES if plan and not provider.ranks else 0
-        keep = args.prompt_cache_size, args.prompt_cache_bytes
-        prompts = Prompts(*keep, free, session.room.memory)
+        prompts = Prompts(
+            args.prompt_cache_size, args.prompt_cache_bytes, free, session.room.memory
+        )
         if follows:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when to end
             generator = Generator(provider, prompts)

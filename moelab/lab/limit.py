@@ -86,9 +86,9 @@ class Prepared:
 
     def move(self, nbytes: int) -> None:
         """Set the limit of a cgroup in which a command runs. The kernel may kill it at once."""
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            if (file := self.group / name).exists():
-                file.write_text(str(nbytes))
+        names = ("memory.max", "memory.limit_in_bytes")
+        (file,) = [f for name in names if (f := self.group / name).exists()]
+        file.write_text(str(nbytes))
 
 
 def run(

@@ -31,8 +31,8 @@ from .target import embedding_and_head, vocabulary
 
 # While nothing is drafted, features of so many tokens wait, and a draft reads so many at once. The
 # features of a text of 4,000 took 70 MB, and 150 more when the draft read them all at its end.
-# Reading 1,024 in such parts, a layer at a time, takes 12 MB at most, 8 of them for the draft's
-# cache (tiny-dflash). All layers of a part at once took 20.
+# For 1,024 tokens in such parts tiny-dflash takes 12 MB at most, 8 of them its cache. It took 20
+# while all layers of a part were evaluated together (float32, MLX's peak on an AMD EPYC, n=1).
 QUEUED_TOKENS = 128
 
 
@@ -174,7 +174,9 @@ class DFlashModel(nn.Module):
         return [KVCache() for _ in self.layers]
 
     def extend(self, features: mx.array, cache: list) -> None:
-        """Put the next T tokens into the cache. Many are computed at once, few when needed.
+        """Put the next T tokens into the cache.
+
+        ``QUEUED_TOKENS`` or more are evaluated here, layer by layer; fewer are left to the caller.
 
         Args:
             features (mx.array): The outputs of the target's layers for them, [B, T, n * D].
@@ -184,7 +186,7 @@ class DFlashModel(nn.Module):
         for layer, c in zip(self.layers, cache):
             layer.self_attn.extend(context, c)
             if features.shape[1] >= QUEUED_TOKENS:
-                mx.eval(c.state)  # a cache that grows is copied: one layer's at a time
+                mx.eval(c.state)  # MLX copies a cache that grows: only one layer's at a time
 
     def __call__(self, x: mx.array, cache: list) -> mx.array:
         """Draft a block that follows the cached context.

@@ -141,16 +141,17 @@ class Room:
 
         Args:
             nbytes (int): Bytes.
-            what (str or None): What takes them, for the error. With None they are kept in any case:
-                the next call of the model leaves them free, and gives slots back for it.
+            what (str or None): What takes them, for the error. With None there is no error:
+                the next call of the model leaves the bytes free, and gives slots back for that.
 
         Yields:
-            Callable[[int], None]: Sets how many are kept from now on: those not yet taken.
+            Callable[[int], None]: Sets how many bytes are kept from now on. A thread that has taken
+                some of them calls it with the rest.
 
         Raises:
             MemoryError: If there are fewer.
         """
-        kept = 0
+        kept = nbytes
 
         def keep(nbytes):
             nonlocal kept
@@ -168,7 +169,6 @@ class Room:
                     f"{max(0, left - LEFT_NBYTES) / 1e6:.0f} MB. Send a shorter one, or try again."
                 )
             self._give(nbytes)
-            kept = nbytes
         try:
             yield keep
         finally:

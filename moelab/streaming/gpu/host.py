@@ -262,7 +262,7 @@ class HostExperts:
         return cuda.Begun((), copies)
 
     def report(self) -> list[list[int]]:
-        """Let the table say again what the slots hold.
+        """Read from the GPU which expert each slot holds, and write it into the table.
 
         Returns:
             list[list[int]]: Hits and misses since the last time, of prompts and of decoding.

@@ -209,6 +209,6 @@ class LayerSlots:
 
 
 def _count(counters, hits, misses):
-    """Count experts that were looked for in the slots."""
+    """Add to the counters how many experts were in a slot and how many had to be read."""
     counters.hits += hits
     counters.misses += misses
