@@ -40,14 +40,21 @@ def chart(out: Record, state: str, recorded: bool = False) -> go.Figure:
     sources = {
         layout: {v.prefetch: v.run_s for v in rows if v.layout == layout} for layout in out.layouts
     }
-    speeds = [f"{v.prefetch} {v.ratio['median']:.2f} ({v.layout})" for v in rows[1:]]
+    names = {v.prefetch: "no prefetch" if v.prefetch == "none" else v.prefetch for v in rows}
+    speeds = []
+    for layout in out.layouts:
+        speed = [
+            f"{names[v.prefetch]} {v.ratio['median']:.2f}" for v in rows[1:] if v.layout == layout
+        ]
+        speeds.append(f"{layout.capitalize()}: {', '.join(speed)}.")
+    baseline = f"{names[base.prefetch]} ({base.layout})"
     pages = "dropped before every token" if state == "cold" else "in the page cache"
     fig = charts.bars(
         sources,
-        f"{state.capitalize()}: {best.prefetch} ({best.layout}) is fastest, "
-        f"{best.ratio['median']:.2f} times the speed of {base.prefetch} ({base.layout})",
+        f"{state.capitalize()}: {names[best.prefetch]} ({best.layout}) is fastest, "
+        f"{best.ratio['median']:.2f} times the speed of {baseline}",
         "time for a token (ms)",
-        f"Speed over {base.prefetch} ({base.layout}): {', '.join(speeds)}.",
+        f"Speed over {baseline}. {' '.join(speeds)}",
         note=f"{out.model}, {out.slots} slots, {out.tokens} tokens a run, n={out.runs}, "
         f"pages {pages}",
         scale=1e3,
