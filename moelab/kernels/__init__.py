@@ -2,22 +2,48 @@
 
 MLX unpacks every weight of a quantized matrix for every row, at 0.6 GB/s of packed weights on one
 core of an AMD EPYC (MLX 0.32.4), and mlx-lm loops over tokens where a layer is recurrent.
-``quantized.py``, ``attention.py`` and ``gated_delta.py`` write kernels in LLVM's language,
-``code.py`` builds them for the processor at hand, and ``modules.py`` puts them into mlx-lm's
-modules.
+``quantized.py``, ``attention.py``, ``gated_delta.py`` and ``rowwise.py`` write kernels in LLVM's
+language, ``code.py`` builds them for the processor at hand, and ``team.py`` runs them on all
+cores. ``modules.py`` puts them into the modules of mlx-lm that hold matrices, ``blocks.py`` into
+those blocks of mlx-lm that it knows.
 """
 
 from . import gated_delta
-from .modules import FAST, FastExperts, available, check, describe, fits, use, used
+from .blocks import GatedDelta, Recurred, blocks_of, use
+from .modules import (
+    FAST,
+    ExpertCall,
+    FastExperts,
+    PlacedExperts,
+    addresses_of,
+    available,
+    check,
+    describe,
+    fits,
+    gate_up_down,
+    takes,
+    used,
+)
+from .quantized import Matrices, Rows
 
 __all__ = [
     "FAST",
+    "ExpertCall",
     "FastExperts",
+    "GatedDelta",
+    "Matrices",
+    "PlacedExperts",
+    "Recurred",
+    "Rows",
+    "addresses_of",
     "available",
+    "blocks_of",
     "check",
     "describe",
     "fits",
+    "gate_up_down",
     "gated_delta",
+    "takes",
     "use",
     "used",
 ]

@@ -1,11 +1,11 @@
 """Attention on a CPU: float32, for mlx-lm's ``scaled_dot_product_attention``.
 
 MLX's own is two products of its BLAS, which in its Linux packages is the reference one. Here scores
-come from the kernel of plain matrices, numpy takes their softmax, and a kernel adds up the values,
-key after key. To a query that sees some key, one that a mask hides adds exactly nothing (finite
-values), so a token's result does not depend on how a text is divided into passes while a cache
-holds the keys in their order. A full rotating cache (gpt_oss, afmoe) does not: there, passes of
-other lengths round differently.
+come from the kernel of plain matrices, one kernel takes their softmax, and another adds up the
+values, key after key. To a query that sees some key, one that a mask hides adds exactly nothing
+(finite values), so a token's result does not depend on how a text is divided into passes while a
+cache holds the keys in their order. A full rotating cache (gpt_oss, afmoe) does not: there, passes
+of other lengths round differently.
 
 Values are divided by the sum of the weights at the end: a mean of n values is inf or NaN where they
 are above float32's largest number / n, with MLX's above that number. Scores that overflow (a query
@@ -14,19 +14,19 @@ times a key above 3e38) are inf or NaN in other places than with MLX.
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from ..hooks import call_instead
-from . import code, quantized
-from .code import F32, I64, Code, ir
+from . import code, quantized, team
+from .code import F32, I32, I64, Code, address, ir
+from .rowwise import NUMBER_WORK
 
 # Scores that are in memory at once; they stay in a core's cache.
 SCORES = 2**17
-# Queries times keys times their size. Below this a second thread takes longer to begin.
-SHARED_WORK = 2_000_000
 CHUNK = 4  # vectors of a value that are added up side by side
 
 
@@ -89,60 +89,68 @@ def attention(
         mx.array: [B, H, Tq, Dv], evaluated.
     """
     mx.eval(q, k, v)
-    q = np.ascontiguousarray(np.asarray(q) * np.float32(scale))
-    k, v = (_in_rows(np.asarray(a)) for a in (k, v))
+    mask = np.asarray(mask) if isinstance(mask, mx.array) else mask
+    sinks = None if sinks is None else np.asarray(sinks)
+    return mx.array(attend(*map(np.asarray, (q, k, v)), scale, mask, sinks))
+
+
+def attend(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scale: float,
+    mask: np.ndarray | str | None = None,
+    sinks: np.ndarray | None = None,
+) -> np.ndarray:
+    """``attention`` of arrays of numpy."""
+    q = np.ascontiguousarray(q * np.float32(scale))
+    k, v = _in_rows(k), _in_rows(v)
     (B, H, Tq, D), (Hk, Tk, Dv) = q.shape, v.shape[1:]
     G = H // Hk  # heads that share keys; a row is a query of one of them
     q, y = q.reshape(B, Hk, G * Tq, D), np.empty((B, Hk, G * Tq, Dv), np.float32)
-    if isinstance(mask, mx.array):
-        mask = np.broadcast_to(np.asarray(mask), (B, H, Tq, Tk))  # a view
+    if isinstance(mask, np.ndarray):
+        mask = np.broadcast_to(mask, (B, H, Tq, Tk))  # a view
     if sinks is not None:
-        sinks = np.repeat(np.asarray(sinks).reshape(Hk, G), Tq, axis=1)
+        sinks = np.repeat(sinks.reshape(Hk, G), Tq, axis=1)
     scores_of = quantized.kernel("float", 32, 1, D, quantized.lanes(32, D))
-    add_up = _kernel(Dv)
+    soften, add_up = _softmax(), _kernel(Dv)
 
     def block(b, h, first, end):
         """The rows ``first`` to ``end`` of one head of keys."""
-        n, hidden, keys = end - first, None, Tk
-        head, query = np.divmod(np.arange(first, end), Tq)
+        n, keys, seen = end - first, Tk, 0
         if isinstance(mask, str):
-            last = Tk - Tq + query  # the last key that each row sees
-            keys = last.max() + 1
-            hidden = np.arange(keys) > last[:, None]
+            # How many keys the first query sees. Each next one sees one more.
+            seen, last = Tk - Tq + 1, (end - 1) % Tq
+            keys = seen + last if last >= first % Tq and n <= Tq else Tk
         s = np.empty((n, keys), np.float32)
         task = np.zeros(quantized.TASK, np.int64)
-        task[[0, 3, 5]] = [a.ctypes.data for a in (k[b, h], q[b, h, first:], s)]
-        task[6:] = each, each, n, keys  # rows in their order
-        scores_of(task.ctypes.data, 1, keys)
-        if isinstance(mask, np.ndarray) and mask.dtype == bool:
-            hidden = ~mask[b, h * G + head, query]
-        elif isinstance(mask, np.ndarray):
-            s += mask[b, h * G + head, query]
-        if hidden is not None:
-            s[hidden] = np.finfo(np.float32).min
-        most, sums = s.max(1), np.zeros(n, np.float32)
-        if sinks is not None:
-            most = np.maximum(most, sinks[h, first:end])
-            sums = np.exp(sinks[h, first:end] - most)
-        s -= most[:, None]
-        np.exp(s, out=s)
-        addresses = s.ctypes.data, v[b, h].ctypes.data, sums.ctypes.data
-        add_up(*addresses, y[b, h, first:].ctypes.data, n, keys)
+        task[[0, 3, 5]] = address(k[b, h]), address(q[b, h, first:]), address(s)
+        task[6:] = each, each, n, keys, keys  # rows in their order
+        work = s.size * D
+        team.run(scores_of, address(task), 1, pieces=team.pieces(work, keys // 2))
+        if isinstance(mask, np.ndarray):
+            head, query = np.divmod(np.arange(first, end), Tq)
+            of_rows = mask[b, h * G + head, query]
+            if mask.dtype == bool:
+                s[~of_rows] = np.finfo(np.float32).min
+            else:
+                s += of_rows
+        sums = np.full(n, -np.inf, np.float32) if sinks is None else sinks[h, first:end].copy()
+        numbers = address(s), address(sums), n, keys, seen, first, Tq
+        team.run(soften, *numbers, pieces=team.pieces(NUMBER_WORK * s.size, n))
+        addresses = map(address, (s, v[b, h], sums, y[b, h, first:]))
+        team.run(
+            add_up, *addresses, n, keys, pieces=team.pieces(work, -(-n // max(quantized.ROWS)))
+        )
 
     step = min(max(1, SCORES // Tk), G * Tq)
     # Kept until the end: another thread may put its own in the cache's place.
     _kept, each = quantized.in_order(step)
     starts = range(0, G * Tq, step)
-    blocks = [(b, h, i, min(i + step, G * Tq)) for b in range(B) for h in range(Hk) for i in starts]
-    n = code.num_threads() if q.size * Tk >= SHARED_WORK else 1
-
-    def run(i):
-        with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN go on, as in MLX
-            for one in blocks[i::n]:
-                block(*one)
-
-    code.share(run, list(range(n)))
-    return mx.array(y.reshape(B, H, Tq, Dv))
+    with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN go on, as in MLX
+        for b, h, i in product(range(B), range(Hk), starts):
+            block(b, h, i, min(i + step, G * Tq))
+    return y.reshape(B, H, Tq, Dv)
 
 
 def _in_rows(a):
@@ -152,8 +160,64 @@ def _in_rows(a):
 
 
 @cache
+def _softmax():
+    return code.built(_Softmax)
+
+
+@cache
 def _kernel(Dv):
     return code.built(_AddUp, Dv, quantized.lanes(32, Dv))
+
+
+class _Softmax(Code):
+    """Writes ``run(scores, sums, rows, keys, seen, first row, Tq)``.
+
+    Scores become weights, which are not divided by their sum. In sums is a score of each row that
+    has no value, or -inf, and then its weight. If ``seen`` is not 0, query t of Tq sees the first
+    ``seen + t`` keys, and the weights of the others are 0.
+    """
+
+    def __init__(self):
+        super().__init__(7, code.widest())
+
+    def write(self):
+        b, L = self.b, self.L
+        scores, sums, rows, keys, seen, first, Tq = self.arguments
+        scores, sums = self.pointer(scores, F32), self.pointer(sums, F32)
+
+        def row(i, _):
+            begin = self.mul(i, keys)
+            more = self.add(seen, b.urem(self.add(first, i), Tq))
+            num = b.select(b.icmp_unsigned("!=", seen, I64(0)), more, keys)
+            num = b.select(b.icmp_signed("<", num, keys), num, keys)
+
+            def larger(one, other):
+                return b.select(b.fcmp_ordered(">", one, other), one, other)
+
+            def most_of(j, held):
+                return [larger(self.load(scores, self.add(begin, j), held[0].type), held[0])]
+
+            at, held = self.loop(I64(0), num, L, most_of, [self.all("-inf")])
+            most = self.load(sums, i, F32)
+            for n in range(L):
+                most = larger(b.extract_element(held[0], I32(n)), most)
+            most = self.spread(self.loop(at, num, 1, most_of, [most])[1][0])
+
+            def weigh(j, _, kind=self.floats):
+                place = self.add(begin, j)
+                v = self.load(scores, place, kind)
+                v = self.exp(b.fsub(v if kind is self.floats else self.spread(v), most))
+                v = v if kind is self.floats else b.extract_element(v, I32(0))
+                self.store(v, scores, place)
+
+            at, _ = self.loop(I64(0), num, L, weigh)
+            self.loop(at, num, 1, lambda j, _: weigh(j, _, F32))
+            zero = ir.Constant(F32, 0.0)
+            self.loop(num, keys, 1, lambda j, _: self.store(zero, scores, self.add(begin, j)))
+            none = self.exp(b.fsub(self.spread(self.load(sums, i, F32)), most))
+            self.store(b.extract_element(none, I32(0)), sums, i)
+
+        self.loop(*self.share(rows), 1, row)
 
 
 class _AddUp(Code):
@@ -168,9 +232,9 @@ class _AddUp(Code):
         self.Dv = Dv
 
     def write(self):
-        *addresses, n, self.keys = self.function.args
+        *addresses, n, self.keys = self.arguments
         pointers = [self.pointer(a, F32) for a in addresses]
-        row = I64(0)
+        row, n = self.share(n)
         for m in quantized.ROWS:
 
             def rows(row, _, m=m):

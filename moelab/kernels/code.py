@@ -2,9 +2,12 @@
 
 import ctypes
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+
+import numpy as np
 
 try:
     from llvmlite import binding as llvm
@@ -32,39 +35,43 @@ def num_threads() -> int:
     return os.cpu_count() or 1
 
 
-@cache
-def _pool():
-    return ThreadPoolExecutor(max(1, num_threads() - 1), thread_name_prefix="moelab-kernel")
+_recorder = threading.local()
 
 
-def share(run: Callable, shares: list) -> None:
-    """Call ``run(share)`` for each share, the first here and the others in threads of their own.
+def recorded() -> "list | None":
+    """What is kept for the program that this thread records; None while it records none."""
+    return getattr(_recorder, "kept", None)
 
-    A share that no thread has begun by then runs here too. An interrupt leaves none running.
-    """
-    begun = []
+
+@contextmanager
+def recording(kept: list) -> Iterator[None]:
+    """Inside, ``address`` puts into a list what it was asked for, so that it stays there."""
+    _recorder.kept = kept
     try:
-        for one in shares[1:]:
-            begun.append((_submit(run, one), one))
-        run(shares[0])
-        for future, one in begun:
-            if future is None or future.cancel():
-                run(one)
-            else:
-                future.result()
+        yield
     finally:
-        futures = [future for future, _ in begun if future is not None]
-        wait([future for future in futures if not future.cancel() and not future.cancelled()])
+        _recorder.kept = None
 
 
-def _submit(run, share):
-    try:
-        return _pool().submit(run, share)
-    except RuntimeError:  # the interpreter is shutting down
-        return None
+def keep(a: object) -> None:
+    """Keep memory for as long as a program that is being recorded."""
+    kept = getattr(_recorder, "kept", None)
+    if kept is not None:
+        kept.append(a)
 
 
-def built(kind: type["Code"], *args) -> Callable:
+def address(a: np.ndarray | None) -> int:
+    """Where an array begins; 0 for None."""
+    if a is None:
+        return 0
+    keep(a)
+    try:  # a third of the time that numpy's own way takes
+        return ctypes.addressof(ctypes.c_char.from_buffer(a))
+    except (TypeError, ValueError):  # it cannot be written to, or its parts are apart
+        return a.ctypes.data
+
+
+def built(kind: type["Code"], *args) -> "Kernel":
     """A kernel: what an earlier process stored, else built now and stored.
 
     Args:
@@ -79,14 +86,42 @@ def built(kind: type["Code"], *args) -> Callable:
     return writer.link(found)
 
 
-class Code:
-    """A function ``run`` of numbers and addresses (all int64), in LLVM's language.
-
-    A subclass writes it in ``write``.
+class Kernel:
+    """A function of native code. Call it with numbers and addresses.
 
     Args:
-        num_arguments (int): How many it takes.
+        address (int): Of the function.
+        num_arguments (int): How many numbers it takes.
+        engine: What owns the code.
+
+    Attributes:
+        address: As above.
+        arguments (type): An array of so many int64, for a caller that passes its address on.
+    """
+
+    def __init__(self, address: int, num_arguments: int, engine: object):
+        self.address, self._engine = address, engine
+        self._function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(address)
+        self.arguments = ctypes.c_int64 * num_arguments
+
+    def __call__(self, *numbers: int) -> None:
+        """Compute all of it in this thread. The GIL is released meanwhile."""
+        arguments = self.arguments(*numbers)
+        self._function(ctypes.addressof(arguments), 0, 1)
+
+
+class Code:
+    """A function ``run(arguments, piece, pieces)`` in LLVM's language.
+
+    A subclass writes it in ``write``: the part ``piece`` of the work, of so many ``pieces``.
+
+    Args:
+        num_arguments (int): How many int64 there are at the address ``arguments``.
         L (int): Floats in a vector.
+
+    Attributes:
+        arguments (list): Their values.
+        piece, pieces: As above.
     """
 
     def __init__(self, num_arguments: int, L: int):
@@ -94,10 +129,13 @@ class Code:
         self.floats, self.ints = ir.VectorType(F32, L), ir.VectorType(I32, L)
         self._module = ir.Module()
         self._module.triple = llvm.get_default_triple()
-        self._signature = [ctypes.c_int64] * num_arguments
-        self.function = self._declare("run", ir.VoidType(), [I64] * num_arguments)
+        self.num_arguments = num_arguments
+        self.function = self._declare("run", ir.VoidType(), [I64] * 3)
         self._fma = self._declare(f"llvm.fma.v{L}f32", self.floats, [self.floats] * 3)
         self.b = ir.IRBuilder(self.function.append_basic_block())
+        first, self.piece, self.pieces = self.function.args
+        first = self.pointer(first, I64)
+        self.arguments = [self.load(first, I64(i), I64, align=8) for i in range(num_arguments)]
 
     def _declare(self, name, returns, arguments):
         return ir.Function(self._module, ir.FunctionType(returns, arguments), name)
@@ -114,7 +152,7 @@ class Code:
         passes.getModulePassManager().run(parsed, passes)
         return machine.emit_object(parsed)
 
-    def link(self, code: bytes) -> Callable:
+    def link(self, code: bytes) -> Kernel:
         """The function, as something to call.
 
         Args:
@@ -123,9 +161,7 @@ class Code:
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
-        function = ctypes.CFUNCTYPE(None, *self._signature)(engine.get_function_address("run"))
-        function.engine = engine  # owns the code
-        return function
+        return Kernel(engine.get_function_address("run"), self.num_arguments, engine)
 
     def pointer(self, address, kind):
         return self.b.inttoptr(address, kind.as_pointer())
@@ -193,6 +229,65 @@ class Code:
 
     def mul(self, a, b):
         return self.b.mul(a, I64(b) if isinstance(b, int) else b)
+
+    def all(self, x):
+        """A constant in every place of a vector."""
+        return ir.Constant(self.floats, [float(x)] * self.L)
+
+    def intrinsic(self, name, *vectors):
+        """A function of LLVM that takes vectors of floats and gives one."""
+        name = f"llvm.{name}.v{self.L}f32"
+        found = self._module.globals.get(name)
+        found = found or self._declare(name, self.floats, [self.floats] * len(vectors))
+        return self.b.call(found, vectors)
+
+    def exp(self, x):
+        """e to the power of each number, within 1e-7 of it.
+
+        The power is divided into a power of two and a rest, for which a polynomial is near enough
+        (Cephes, ``expf``).
+        """
+        b, ints = self.b, self.ints
+        low, high = self.all(-104), self.all(89)  # beyond them it is 0 and inf
+        within = b.select(b.fcmp_ordered("<", x, low), low, x)
+        within = b.select(b.fcmp_ordered(">", within, high), high, within)
+        n = self.intrinsic("floor", self.fma(within, self.all(1.44269504), self.all(0.5)))
+        rest = self.fma(n, self.all(-0.693359375), within)
+        rest = self.fma(n, self.all(2.12194440e-4), rest)
+        y = self.all(1.9875691500e-4)
+        for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 0.16666665459, 0.5):
+            y = self.fma(y, rest, self.all(c))
+        y = b.fadd(self.fma(b.fmul(y, rest), rest, rest), self.all(1))
+        # In two steps: 2**128 is no float32, and below 2**-126 only the product is exact.
+        whole = b.fptosi(n, ints)
+        half = b.ashr(whole, ir.Constant(ints, [1] * self.L))
+        for power in (half, b.sub(whole, half)):
+            power = b.add(power, ir.Constant(ints, [127] * self.L))
+            power = b.shl(power, ir.Constant(ints, [23] * self.L))
+            y = b.fmul(y, b.bitcast(power, self.floats))
+        return b.select(b.fcmp_unordered("uno", x, x), x, y)
+
+    def sigmoid(self, x):
+        return self.b.fdiv(self.all(1), self.b.fadd(self.all(1), self.exp(self.b.fneg(x))))
+
+    def silu(self, x):
+        return self.b.fdiv(x, self.b.fadd(self.all(1), self.exp(self.b.fneg(x))))
+
+    def softplus(self, x):
+        """log(1 + e**x), by the series of the logarithm in u / (2 + u) for u = e**-abs(x)."""
+        b = self.b
+        u = self.exp(b.fneg(self.intrinsic("fabs", x)))
+        z = b.fdiv(u, b.fadd(u, self.all(2)))
+        square, y = b.fmul(z, z), self.all(1 / 17)
+        for n in range(15, 0, -2):
+            y = self.fma(y, square, self.all(1 / n))
+        above = b.select(b.fcmp_ordered("<", x, self.all(0)), self.all(0), x)  # NaN stays
+        return self.fma(b.fmul(self.all(2), z), y, above)
+
+    def share(self, n):
+        """The first of n things that this piece is about, and the first behind them."""
+        first, end = (self.mul(n, self.add(self.piece, i)) for i in (0, 1))
+        return self.b.udiv(first, self.pieces), self.b.udiv(end, self.pieces)
 
 
 def _machine():

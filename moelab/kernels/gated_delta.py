@@ -16,11 +16,8 @@ import numpy as np
 from mlx_lm.models import gated_delta as of_mlx_lm
 
 from ..hooks import call_instead, with_globals
-from . import code
-from .code import F32, I64, Code
-
-# Tokens times numbers of the state. Below this a second thread takes longer to begin than the work.
-SHARED_WORK = 1_000_000
+from . import code, team
+from .code import F32, I64, Code, address
 
 
 def gated_delta(
@@ -49,9 +46,8 @@ def gated_delta(
     Returns:
         tuple[mx.array, mx.array]: y [B, T, Hv, Dv] and the state, evaluated by the kernel.
     """
-    (B, T, Hk, Dk), (Hv, Dv) = q.shape, v.shape[2:]
     if state is None:
-        state = mx.zeros((B, Hv, Dv, Dk), mx.float32)
+        state = mx.zeros((len(q), *v.shape[2:], q.shape[-1]), mx.float32)
     arrays = [q, k, v, g, beta, state]
     if not fits(k, v, state) or any(a.dtype != mx.float32 for a in arrays):
         return of_mlx_lm.gated_delta_ops(q, k, v, g, beta, state, mask)
@@ -59,23 +55,32 @@ def gated_delta(
         decays = mask[..., None] if g.ndim == 3 else mask[..., None, None]
         arrays[3:5] = mx.where(decays, g, 1.0), mx.where(mask[..., None], beta, 0.0)
     mx.eval(arrays)
-    arrays = [np.ascontiguousarray(a) for a in arrays]
-    out = None
-    if T > 1:  # for one token an evaluation would take longer than a copy
-        out = mx.zeros(v.shape)
-        mx.eval(out)
-    y = np.empty(v.shape, np.float32) if out is None else np.asarray(out)
+    y, new = recur(*(np.ascontiguousarray(a) for a in arrays), every=every)
+    return mx.array(y), mx.array(new)
+
+
+def recur(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray,
+    beta: np.ndarray,
+    state: np.ndarray,
+    every: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """``gated_delta`` of arrays of numpy. The heads of a token in q, k and v are side by side."""
+    (B, T, Hk, Dk), (Hv, Dv) = q.shape, v.shape[2:]
+    y = np.empty((B, T, Hv, Dv), np.float32)
     new = np.empty((T, *state.shape) if every else state.shape, np.float32)
-    rows = B * Hv * Dv
-    n = code.num_threads() if T * state.size >= SHARED_WORK else 1
-    addresses = [a.ctypes.data for a in (*arrays, new, y)]
-    run = _kernel(Dk, g.ndim == 4, every)
-
-    def part(i, keep=(arrays, y, new)):  # for as long as a thread may use their addresses
-        run(*addresses, T, Hk, Hv, Dv, rows, rows * i // n, rows * (i + 1) // n)
-
-    code.share(part, list(range(n)))
-    return mx.array(y) if out is None else out, mx.array(new)
+    # From a token to the next one; the stride of an axis of length 1 says nothing.
+    steps = [a.strides[T > 1] // a.itemsize for a in (q, k, v)]
+    team.run(
+        _kernel(Dk, g.ndim == 4, every),
+        *(address(a) for a in (q, k, v, g, beta, state, new, y)),
+        *(*steps, T, Hk, Hv, Dv, B * Hv * Dv),
+        pieces=team.pieces(2 * T * state.size, B * Hv),
+    )
+    return y, new
 
 
 def use(module: nn.Module) -> None:
@@ -136,18 +141,20 @@ def _kernel(Dk, vector, every):
 
 
 class _GatedDelta(Code):
-    """Writes ``run(q, k, v, g, beta, state, new, y, T, Hk, Hv, Dv, all rows, first row, last)``.
+    """Writes ``run(q, k, v, g, beta, state, new, y, steps of q, k, v, T, Hk, Hv, Dv, rows)``.
 
     Rows are those of the states of all heads, [B * Hv * Dv]. The code handles two rows at a time:
     while the sum of one is not ready, the processor goes on with the other.
     """
 
     def __init__(self, Dk, vector, every, L):
-        super().__init__(15, L)
+        super().__init__(16, L)
         self.Dk, self.vector, self.every, self.parts = Dk, vector, every, Dk // L
 
     def write(self):
-        *addresses, T, Hk, Hv, Dv, self.all_rows, first, last = self.function.args
+        *addresses, q_step, k_step, v_step, T, Hk, Hv, Dv, self.all_rows = self.arguments
+        self.steps = q_step, k_step, v_step
+        first, last = self.share(self.all_rows)
         pointers = [self.pointer(a, F32) for a in addresses]
         for r in (2, 1):
 
@@ -166,7 +173,6 @@ class _GatedDelta(Code):
             places.append((batch, hv, b.udiv(hv, b.udiv(Hv, Hk)), dv))
 
         def vectors(pointer, first):
-            first = self.mul(first, self.Dk)
             at = [self.add(first, i * self.L) for i in range(n)]
             return [self.load(pointer, i, self.floats) for i in at]
 
@@ -175,14 +181,19 @@ class _GatedDelta(Code):
             out = []
             for s, (batch, hv, hk, dv) in zip(states, places):
                 at = self.add(self.mul(batch, T), t)
-                key, head = self.add(self.mul(at, Hk), hk), self.add(self.mul(at, Hv), hv)
+                head = self.add(self.mul(at, Hv), hv)
                 gates = (
-                    vectors(g, head) if self.vector else [self.spread(self.load(g, head, F32))] * n
+                    vectors(g, self.mul(head, self.Dk))
+                    if self.vector
+                    else [self.spread(self.load(g, head, F32))] * n
                 )
-                ks, qs = vectors(k, key), vectors(q, key)
+                of_q, of_k, of_v = (self.mul(at, step) for step in self.steps)
+                key = self.mul(hk, self.Dk)
+                ks, qs = vectors(k, self.add(of_k, key)), vectors(q, self.add(of_q, key))
                 s = [b.fmul(x, gate) for x, gate in zip(s, gates)]
                 value = self.add(self.mul(head, Dv), dv)
-                delta = b.fsub(self.load(v, value, F32), self._dot(s, ks))
+                of_v = self.add(of_v, self.add(self.mul(hv, Dv), dv))
+                delta = b.fsub(self.load(v, of_v, F32), self._dot(s, ks))
                 delta = self.spread(b.fmul(delta, self.load(beta, head, F32)))
                 s = [self.fma(x, delta, y_) for x, y_ in zip(ks, s)]
                 self.store(self._dot(s, qs), y, value)
@@ -197,7 +208,7 @@ class _GatedDelta(Code):
                     at = self.add(self.mul(self.add(before, row), self.Dk), j * self.L)
                     self.store(states[i * n + j], new, at)
 
-        begin = [x for row in rows for x in vectors(state, row)]
+        begin = [x for row in rows for x in vectors(state, self.mul(row, self.Dk))]
         _, end = self.loop(I64(0), T, 1, token, begin)
         if not self.every:
             store(end, I64(0))

@@ -6,7 +6,6 @@ quantizations, a GPU) goes MLX's way; ``use`` counts the modules whose matrices 
 """
 
 import platform
-from collections import Counter
 from functools import cache
 from types import FunctionType
 
@@ -16,7 +15,8 @@ import numpy as np
 from mlx_lm.models.qwen3_next import Qwen3NextMLP
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU, SwitchLinear
 
-from . import attention, code, gated_delta, quantized
+from ..hooks import unhooked
+from . import code, quantized, rowwise, team
 
 # Weights of a plain matrix. Below this a call of MLX's is as fast, even with the reference BLAS
 # that its Linux packages have. On macOS MLX has a fast BLAS and keeps every plain matrix.
@@ -53,37 +53,26 @@ def describe() -> str:
     return f"mlx and fast ({code.widest()} numbers at once)"
 
 
-def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
-    """Let a model's layers compute with these kernels: matrices, attention and recurrences.
-
-    While the model is trained (``model.train()``) they compute with MLX's: these kernels have no
-    gradients. After a parameter's array was changed in place, assign it again.
+def use(module: nn.Module, types: tuple[mx.Dtype, ...]) -> bool | None:
+    """Let one module compute with the kernels, if they fit it. It is changed in place.
 
     Args:
-        model (nn.Module): Any model of mlx-lm. It is changed in place.
-        half_scales (bool): Whether matrices with scales in bfloat16 get float32 inputs. Without
-            it they are left to MLX.
+        module (nn.Module): After those in it.
+        types (tuple[mx.Dtype]): As for ``fits``.
 
     Returns:
-        dict[str, int]: How many modules with weights compute with the kernels (``fast``) and with
-        MLX's (``mlx``).
+        bool or None: Whether they fit its matrices; None if it has none of its own.
     """
-    found = Counter(fast=0, mlx=0)
-    types = (mx.float32, mx.bfloat16) if half_scales else (mx.float32,)
-    for module in reversed(list(model.modules())):  # a module after those in it
-        fast = FAST.get(type(module))
-        if fast is not None:
-            computes = fits(module, types)
-            if computes:
-                module.__class__ = fast
-            found["fast" if computes else "mlx"] += 1
-        if type(module) is SwitchGLU and gate_up_down(module):
-            module.__class__ = FastSwitchGLU
-        if _is_mlp(type(module)):
-            module.__class__ = _fast_mlp(type(module))
-        gated_delta.use(module)
-        attention.use(module)
-    return dict(found)
+    fast, computes = FAST.get(type(module)), None
+    if fast is not None:
+        computes = fits(module, types)
+        if computes:
+            module.__class__ = fast
+    elif type(module) is SwitchGLU and gate_up_down(module):
+        module.__class__ = FastSwitchGLU
+    elif _is_mlp(type(module)):
+        module.__class__ = _fast_mlp(type(module))
+    return computes
 
 
 def used(model: nn.Module) -> bool:
@@ -146,12 +135,12 @@ class _Fast:
             of = kept.arrays
             if of[0] is weight and of[1] is scales and of[2] is biases:
                 return kept.matrices
-        matrices, owned = None, []
+        matrices, held = None, []
         if fits(self):
-            owned = [a if a is None else _owned(_bits(a)) for a in (weight, scales, biases)]
-            views = [a if a is None else _in_rows(a) for a in owned]
+            held = [a if a is None else owned(_bits(a)) for a in (weight, scales, biases)]
+            views = [a if a is None else _in_rows(a) for a in held]
             matrices = quantized.Matrices(*views, *self.form)
-        self.__dict__["_kept"] = _Kept((weight, scales, biases), matrices, owned)
+        self.__dict__["_kept"] = _Kept((weight, scales, biases), matrices, held)
         return matrices
 
     def __getattr__(self, key):
@@ -162,14 +151,18 @@ class _Fast:
 
     def takes(self, x: mx.array) -> bool:
         """Whether the kernels compute with this input."""
-        if self.training or _replaced(self) or not takes(x):
+        return takes(x) and self.computes(x.shape[-1])
+
+    def computes(self, inputs: int) -> bool:
+        """Whether the kernels compute with rows of so many numbers."""
+        if self.training or replaced(self):
             return False
         matrices = self.matrices()
-        return matrices is not None and x.shape[-1] == matrices.inputs
+        return matrices is not None and inputs == matrices.inputs
 
     def _multiply(self, x):
         """``x [..., D]`` with the one matrix: ``[..., N]``."""
-        y = self.matrices().multiply(rows(x))
+        (y,) = quantized.Rows.of(x).multiply(self.matrices())
         return mx.array(y.reshape(*x.shape[:-1], y.shape[-1]))
 
 
@@ -188,7 +181,7 @@ def _bits(a):
     return a.view(mx.uint16) if a.dtype == mx.bfloat16 else a
 
 
-def _owned(a):
+def owned(a: mx.array) -> mx.array:
     """The same memory in an array that nobody else can change in place, if there is one."""
     other = a.view(a.dtype)
     mx.eval(a, other)
@@ -212,7 +205,7 @@ class _Plain(_Fast):
     form = 1, 32, "float"
 
 
-def _replaced(module):
+def replaced(module: nn.Module) -> bool:
     """Whether another library has put a method of its own in the place of MLX's or mlx-lm's."""
     cls, call = module.of
     return cls.__call__ is not call
@@ -225,15 +218,6 @@ def takes(x: mx.array) -> bool:
         x (mx.array): Of a module.
     """
     return x.dtype == mx.float32 and mx.default_device() == mx.cpu and x.size > 0
-
-
-def rows(x: mx.array) -> np.ndarray:
-    """An input as ``[rows, D]``, evaluated, one row after the other.
-
-    Args:
-        x (mx.array): ``[..., D]``.
-    """
-    return np.ascontiguousarray(np.asarray(x).reshape(-1, x.shape[-1]))
 
 
 class _Linear(_Fast):
@@ -277,7 +261,7 @@ class _SwitchLinear(_Fast):
         matrices, each = self.matrices(), np.arange(chosen.size)
         parts = quantized.Parts.of(chosen.ravel().astype(np.int64), row.ravel(), each)
         y = np.empty((chosen.size, matrices.outputs), np.float32)
-        matrices.multiply_parts(matrices.pack(rows(x)), parts, y)
+        matrices.multiply_parts(matrices.pack(quantized.Rows.of(x).x), parts, y)
         out = mx.array(y.reshape(*chosen.shape, 1, -1))
         if "bias" in self:
             out = out + mx.expand_dims(self["bias"][indices], -2)
@@ -290,22 +274,6 @@ class FastSwitchLinear(_SwitchLinear, QuantizedSwitchLinear):
 
 class PlainSwitchLinear(_SwitchLinear, _Plain, SwitchLinear):
     """``SwitchLinear``."""
-
-
-def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """``silu(gate) * up``; an element does not depend on where it is.
-
-    Args:
-        gate (np.ndarray): float32.
-        up (np.ndarray): The same shape.
-    """
-    y = np.negative(gate, order="C")
-    with np.errstate(over="ignore", invalid="ignore"):  # then it is 0, inf or NaN, as MLX's
-        np.exp(y, out=y)
-        y += 1
-        np.divide(gate, y, out=y)
-        y *= up
-    return y
 
 
 def gate_up_down(module: nn.Module) -> list[nn.Module] | None:
@@ -336,6 +304,17 @@ class FastExperts:
         call.compute(np.arange(indices.size), np.asarray(indices).ravel())
         return call.result()
 
+    def all_matrices(self) -> tuple[list[quantized.Matrices], quantized.Matrices] | None:
+        """Those of gate and up, or of both in one, and of the last projection.
+
+        None if the kernels do not compute with one of them now.
+        """
+        found = gate_up_down(self)
+        if found is None or any(p.training or replaced(p) for p in found):
+            return None
+        *gate_up, down = [p.matrices() for p in found]
+        return None if down is None or None in gate_up else (gate_up, down)
+
     def begin(self, x: mx.array, shape: tuple[int, ...]) -> "ExpertCall | None":
         """Begin a call whose (token, expert) pairs are computed some at a time.
 
@@ -346,11 +325,25 @@ class FastExperts:
         Returns:
             ExpertCall or None: None if the kernels do not compute it.
         """
-        *gate_up, down = gate_up_down(self) or [None]
-        if down is None or not all(p.takes(x) for p in gate_up) or down.matrices() is None:
+        if not takes(x):
             return None
         mx.eval(x)
-        return ExpertCall([p.matrices() for p in gate_up], down.matrices(), x, shape)
+        return self.begin_rows(quantized.Rows.of(x), shape, in_mlx=x.size > x.shape[-1])
+
+    def begin_rows(
+        self, x: quantized.Rows, shape: tuple[int, ...], in_mlx: bool = False
+    ) -> "ExpertCall | None":
+        """As ``begin``.
+
+        Args:
+            x (quantized.Rows): ``[n, D]``, the tokens.
+            shape (tuple[int, ...]): As above.
+            in_mlx (bool): Whether to compute into memory of MLX.
+        """
+        found = self.all_matrices()
+        if found is None or found[0][0].inputs != x.x.shape[-1]:
+            return None
+        return ExpertCall(*found, x, shape, in_mlx)
 
 
 class ExpertCall:
@@ -359,51 +352,124 @@ class ExpertCall:
     Args:
         gate_up (list[quantized.Matrices]): The first projections, or the one of both.
         down (quantized.Matrices): The last one.
-        x (mx.array): ``[..., D]``.
-        shape (tuple[int, ...]): ``[..., K]``.
+        x (quantized.Rows): ``[n, D]``.
+        shape (tuple[int, ...]): ``[..., K]``, of n tokens.
+        in_mlx (bool): As for ``begin_rows``.
+
+    Attributes:
+        y (np.ndarray): ``[n * K, D]``, what is computed so far.
     """
 
-    def __init__(self, gate_up, down, x, shape):
-        self._gate_up, self._down, self._shape = gate_up, down, shape
-        x = rows(x)
-        self._packed = gate_up[0].pack(x)
-        shape, self._out = (len(x) * shape[-1], down.outputs), None
-        if len(x) > 1:  # for one token an evaluation would take longer than a copy
+    def __init__(self, gate_up, down, x, shape, in_mlx):
+        self._gate_up, self._down, self._shape, self._x = gate_up, down, shape, x
+        shape, self._out = (len(x.x) * shape[-1], down.outputs), None
+        if in_mlx:  # a copy of a prompt's would take as much memory once more
             self._out = mx.zeros(shape)
             mx.eval(self._out)
-        self._y = np.empty(shape, np.float32) if self._out is None else np.asarray(self._out)
+        self.y = np.empty(shape, np.float32) if self._out is None else np.asarray(self._out)
 
-    def compute(
-        self, pairs: np.ndarray, experts: np.ndarray, of: FastExperts | None = None
-    ) -> None:
+    def compute(self, pairs: np.ndarray, experts: np.ndarray, of: tuple | None = None) -> None:
         """Compute some of the pairs.
 
         Args:
             pairs (np.ndarray): ``[n]``, int64, their places among all ``tokens * K``.
             experts (np.ndarray): ``[n]``, the expert of each, its place in the projections.
-            of (FastExperts or None): If another layer's slots hold the experts: its module, of the
-                same form.
+            of (tuple or None): If other matrices of the same form hold the experts: these, as
+                ``FastExperts.all_matrices`` gives them.
         """
-        gate_up, down = self._gate_up, self._down
-        if of is not None:
-            *gate_up, down = [p.matrices() for p in gate_up_down(of)]
+        gate_up, down = of or (self._gate_up, self._down)
         experts, each = experts.astype(np.int64), np.arange(len(pairs))
-        if len(self._y) == self._shape[-1] == len(pairs):  # one token, its experts as they are
+        if len(self.y) == self._shape[-1] == len(pairs):  # one token, its experts as they are
             parts = quantized.Parts(experts, each, np.ones_like(each), np.zeros_like(each), pairs)
         else:
             parts = quantized.Parts.of(experts, pairs // self._shape[-1], pairs)
-        F = down.inputs
+        F, packed = down.inputs, self._x.packed_for(gate_up[0])
         y = np.empty((len(pairs), 2 * F), np.float32)
         for i, matrices in enumerate(gate_up):
             part = y[:, i * F : (i + 1) * F] if len(gate_up) > 1 else y
-            matrices.multiply_parts(self._packed, parts._replace(y=each), part)
-        packed = down.pack(swiglu(y[:, :F], y[:, F:]))
-        down.multiply_parts(packed, parts._replace(x=each), self._y)
+            matrices.multiply_parts(packed, parts._replace(y=each), part)
+        packed = down.pack(rowwise.swiglu(y[:, :F], y[:, F:]))
+        down.multiply_parts(packed, parts._replace(x=each), self.y)
 
     def result(self) -> mx.array:
         """``[..., K, D]``, once all pairs are computed."""
-        out = mx.array(self._y) if self._out is None else self._out
+        out = mx.array(self.y) if self._out is None else self._out
         return out.reshape(*self._shape, -1)
+
+
+class PlacedExperts:
+    """One token's experts, wherever they are: a program whose matrices are named before each run.
+
+    Args:
+        module (nn.Module): The experts.
+        x (quantized.Rows): ``[1, D]``, packed for them.
+        K (int): Experts.
+
+    Attributes:
+        y (np.ndarray): ``[K, D]``, what they give.
+    """
+
+    def __init__(self, module: nn.Module, x: quantized.Rows, K: int):
+        (like, *_), down = module.all_matrices()
+        F, D = down.inputs, down.outputs
+        hidden, self.y = np.empty((K, 2 * F), np.float32), np.empty((K, D), np.float32)
+        # The calls' tasks, and what they are taken from: those of all K.
+        self._tasks = [np.zeros((n, quantized.TASK), np.int64) for n in (2 * K, K)]
+        self._program, (numbers, at) = team.Program(), quantized.in_order(2 * K)
+
+        def multiply(tasks, matrices, packed, y, rows):
+            code.keep((packed, y, numbers))
+            tasks[:, 3:6] = packed.x, packed.sums, code.address(y)
+            tasks[:, 6] = at + 8 * np.array(rows)
+            tasks[:, 7], tasks[:, 8] = at + 8 * np.arange(len(tasks)), 1
+            tasks[:, 9:] = y.shape[1]
+            pieces = team.pieces(y.size * matrices.inputs, y.shape[1] // 2)
+            team.run(matrices.kernel, code.address(tasks), len(tasks), pieces=pieces)
+
+        packed = x.packed_for(like)
+        with self._program.recording():
+            multiply(self._tasks[0], like, packed, hidden.reshape(2 * K, F), [0] * 2 * K)
+            packed = down.pack(rowwise.swiglu(hidden[:, :F], hidden[:, F:]))
+            multiply(self._tasks[1], down, packed, self.y, range(K))
+        self._calls = [place for tasks in self._tasks for place in self._program.places(tasks)]
+        self._all = [tasks.reshape(K, -1, quantized.TASK).copy() for tasks in self._tasks]
+
+    def compute(self, pairs: list[int], addresses: np.ndarray) -> None:
+        """Compute with some of the experts.
+
+        Args:
+            pairs (list[int]): Their places among the K.
+            addresses (np.ndarray): ``[pairs, 9]``, as ``addresses_of`` gives them.
+        """
+        parts = addresses[:, :6].reshape(-1, 2, 3), addresses[:, None, 6:]
+        for (arguments, i), tasks, of_all, part in zip(self._calls, self._tasks, self._all, parts):
+            now = tasks[: len(pairs) * part.shape[1]].reshape(*part.shape[:2], -1)
+            now[:] = of_all[pairs]
+            now[..., :3] = part
+            arguments[i + 1] = len(pairs) * part.shape[1]
+        self._program.run()
+
+    @staticmethod
+    def takes(module: nn.Module) -> bool:
+        """Whether the experts of a module can be used in this way now."""
+        all_matrices = getattr(module, "all_matrices", None)
+        return unhooked(module) is type(module) and all_matrices and all_matrices() is not None
+
+
+def addresses_of(matrices: tuple[list[quantized.Matrices], quantized.Matrices]) -> np.ndarray:
+    """Where the parameters of each expert's gate, up and last projection begin.
+
+    Args:
+        matrices (tuple): As from ``FastExperts.all_matrices``.
+
+    Returns:
+        np.ndarray: ``[E, 9]``, int64: weights, scales and biases of each.
+    """
+    gate_up, down = matrices
+    if down.together is None or down.together[0] != gate_up:
+        gate, up = gate_up[0].addresses(), gate_up[-1].addresses(0 if gate_up[1:] else down.inputs)
+        down.together = gate_up, np.concatenate([gate, up, down.addresses()], axis=1)
+    return down.together[1]
 
 
 class FastSwitchGLU(FastExperts, SwitchGLU):
@@ -412,7 +478,7 @@ class FastSwitchGLU(FastExperts, SwitchGLU):
     of = SwitchGLU, SwitchGLU.__call__
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
-        if _replaced(self):
+        if replaced(self):
             return SwitchGLU.__call__(self, x, indices)
         return super().__call__(x, indices)
 
@@ -421,15 +487,42 @@ class FastMLP:
     """Mixed into a family's ``down(swiglu(gate(x), up(x)))``: no evaluation between."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        gate, up, down = projections = self.gate_proj, self.up_proj, self.down_proj
-        fast = all(isinstance(p, _Linear) and "bias" not in p for p in projections)
-        fast = fast and not _replaced(self)
-        if not (fast and gate.takes(x) and up.takes(x) and down.matrices() is not None):
-            return super().__call__(x)
-        in_rows = rows(x)
-        y = swiglu(*(p.matrices().multiply(in_rows) for p in (gate, up)))
-        y = down.matrices().multiply(y)
-        return mx.array(y.reshape(*x.shape[:-1], y.shape[-1]))
+        y = self.forward(quantized.Rows.of(x)) if takes(x) else None
+        return super().__call__(x) if y is None else mx.array(y.reshape(x.shape))
+
+    def fits(self) -> list[quantized.Matrices] | None:
+        """The matrices of gate, up and down; None if the kernels do not compute all of them now."""
+        return None if replaced(self) else products(self, "gate_proj", "up_proj", "down_proj")
+
+    def forward(self, x: quantized.Rows) -> np.ndarray | None:
+        """``[n, D]`` for rows ``[n, D]``; None if the kernels do not compute it now."""
+        found = self.fits()
+        if found is None or found[0].inputs != x.x.shape[-1]:
+            return None
+        *gate_up, down = found
+        return down.multiply(rowwise.swiglu(*x.multiply(*gate_up)))
+
+
+def products(module: nn.Module, *names: str) -> list[quantized.Matrices] | None:
+    """The matrices of some of a module's projections.
+
+    Args:
+        module (nn.Module): It has them as its modules.
+        *names (str): What they are called.
+
+    Returns:
+        list[quantized.Matrices] or None: None if the kernels do not compute one of them now: it has
+        a bias, is hooked, or another library has put something in its place.
+    """
+    found = []
+    for name in names:
+        linear = module[name]
+        if type(linear) not in (FastLinear, PlainLinear) or "bias" in linear:
+            return None
+        if linear.training or replaced(linear) or (matrices := linear.matrices()) is None:
+            return None
+        found.append(matrices)
+    return found
 
 
 def _is_mlp(cls):
@@ -457,7 +550,7 @@ class FastConv1d(_Fast, nn.Conv1d):
 
     def __call__(self, x: mx.array) -> mx.array:
         weight = self["weight"]  # [C, width, 1]
-        if not takes(x) or self.training or _replaced(self) or weight.dtype != mx.float32:
+        if not takes(x) or self.training or replaced(self) or weight.dtype != mx.float32:
             return super().__call__(x)
         kept = self.__dict__.get("_kept")
         if kept is None or kept[0] is not weight:

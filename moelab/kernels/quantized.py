@@ -22,30 +22,35 @@ kernel is built in a tenth of a second.
 """
 
 import ctypes
-from collections.abc import Callable
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
+import mlx.core as mx
 import numpy as np
 
-from . import code
-from .code import F32, I8, I16, I32, I64, Code, ir
+from . import code, team
+from .code import F32, I8, I16, I32, I64, Code, Kernel, address, ir
 
 WORD = 32  # bits of a word of packed weights
 # Bits of a weight, and weights that share a scale, in MLX's modes and in plain float32 matrices.
 FORMS = {"affine": ((2, 4, 8), (32, 64, 128)), "mxfp4": ((4,), (32,)), "float": ((32,), (1,))}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # mxfp4's weights, without their sign
-ROWS = (4, 2, 1)  # rows of x that share an unpacked weight
-# Weights times rows. Below this a second thread takes longer to begin than the work takes.
-SHARED_WORK = 4_000_000
+# Rows of x that share an unpacked weight, and how many rows of weights are then handled side by
+# side. These are apart, each the begin of a stretch of memory: a processor fetches ahead what is
+# read in order. For one row of x, weights that are in no cache are read at 29 GB/s with four rows
+# of weights, 26 with two, and 16 with two that are neighbours (two cores of a Xeon, which sum up
+# floats at 33 GB/s).
+ROWS = {4: (2, 1), 2: (2, 1), 1: (4, 1)}
 # Bytes. How far ahead weights are asked for: processors by themselves stop at the end of a page.
-AHEAD_NBYTES = 8 * 1024
+AHEAD_NBYTES = 4 * 1024
 # Rows of weights that all rows of x are multiplied with before the next ones: they stay in a core's
-# cache.
+# cache. Where one group of rows of x is all there is, all weights are one tile.
 TILE = 64
 # A task is the addresses of weights, scales, biases, x, sums of x and y, those of its rows' numbers
-# in x and in y, then how many rows and how many rows of weights there are.
-TASK = 10
+# in x and in y, then how many rows and how many rows of weights there are, and the distance of rows
+# of y.
+TASK = 11
 
 
 def supported(bits: int, group_size: int, inputs: int, mode: str = "affine") -> bool:
@@ -142,6 +147,8 @@ class Matrices:
     Attributes:
         outputs (int): N.
         inputs (int): D.
+        kernel (Kernel): Multiplies rows with them.
+        together (tuple or None): Whatever belongs to these matrices and others.
     """
 
     def __init__(
@@ -165,9 +172,20 @@ class Matrices:
         self._row_nbytes = np.array([a.strides[1] for a in self._arrays])
         L = lanes(bits, self.inputs)
         half = mode == "affine" and scales.itemsize == 2
-        self._kernel = kernel(mode, bits, group_size, self.inputs, L, half)
+        self.kernel = kernel(mode, bits, group_size, self.inputs, L, half)
         self._pack = packer(bits, self.inputs, L, room(mode, bits)) if mode != "float" else None
-        self._words = self.inputs * bits // WORD
+        self._words, self.together = self.inputs * bits // WORD, None
+
+    def addresses(self, first: int = 0) -> np.ndarray:
+        """``[E, 3]``, int64: where each matrix's weights, scales and biases begin; 0 for none.
+
+        Args:
+            first (int): From this row of weights on.
+        """
+        found = np.zeros((len(self._arrays[0]), 3), np.int64)
+        each = np.arange(len(found))[:, None]
+        found[:, : len(self._bases)] = self._bases + first * self._row_nbytes + each * self._strides
+        return found
 
     def pack(self, x: np.ndarray) -> Packed:
         """Bring rows into the order in which the kernel takes them.
@@ -176,11 +194,12 @@ class Matrices:
             x (np.ndarray): ``[rows, D]``, float32, rows one after the other.
         """
         if self._pack is None:
-            return Packed(x.ctypes.data, 0, x)
+            return Packed(address(x), 0, x)
         memory = np.empty(len(x) * (self.inputs + self._words), np.float32)
-        packed = memory.ctypes.data
+        packed = address(memory)
         sums = packed + len(x) * self.inputs * x.itemsize
-        self._pack(x.ctypes.data, packed, sums, len(x))
+        pieces = team.pieces(4 * x.size, len(x))
+        team.run(self._pack, address(x), packed, sums, len(x), pieces=pieces)
         return Packed(packed, sums, memory)
 
     def multiply(self, x: np.ndarray) -> np.ndarray:
@@ -192,16 +211,7 @@ class Matrices:
         Returns:
             np.ndarray: ``[rows, N]``, float32.
         """
-        packed, y = self.pack(x), np.empty((len(x), self.outputs), np.float32)
-        each, at = in_order(len(x))
-        if y.size * self.inputs >= SHARED_WORK:
-            zero = np.zeros(1, np.int64)
-            self.multiply_parts(packed, Parts(zero, zero, zero + len(x), each, each), y)
-        else:  # a token waits for what Python does between
-            addresses = packed.x, packed.sums, y.ctypes.data, at, at
-            task = _Task(*self._first, *addresses, len(x), self.outputs)
-            self._kernel(ctypes.addressof(task), 1, self.outputs)
-        return y
+        return Rows(x).multiply(self)[0]
 
     def multiply_parts(self, packed: Packed, parts: Parts, y: np.ndarray) -> None:
         """Multiply rows with several matrices.
@@ -217,28 +227,60 @@ class Matrices:
         for column, numbers in (6, parts.x), (7, parts.y):
             tasks[:, column] = numbers.ctypes.data + parts.first * numbers.itemsize
         tasks[:, 8], tasks[:, 9] = parts.rows, self.outputs
+        tasks[:, 10] = y.strides[0] // y.itemsize
         work = len(parts.x) * self.outputs * self.inputs
-        n = code.num_threads() if work >= SHARED_WORK else 1
-        step = y.strides[0] // y.itemsize
-
-        def run(tasks, keep=(packed, parts, y)):  # while a thread may use their addresses
-            self._kernel(tasks.ctypes.data, len(tasks), step)
-
-        code.share(run, [self._share(tasks, i, n) for i in range(n)])
-
-    def _share(self, tasks, i, n):
-        """The ``i``-th of n parts of every task, along the outputs."""
-        if n == 1:
-            return tasks
-        a, b = (self.outputs * j // n // 2 * 2 for j in (i, i + 1))
-        part = tasks.copy()
-        part[:, : len(self._row_nbytes)] += a * self._row_nbytes
-        part[:, 5] += a * 4
-        part[:, 9] = (b if i + 1 < n else self.outputs) - a
-        return part
+        pieces = team.pieces(work, self.outputs // 2)
+        team.run(self.kernel, tasks.ctypes.data, len(tasks), pieces=pieces)
 
 
-_Task = ctypes.c_int64 * TASK
+class Rows:
+    """Rows that are multiplied with several matrices. They are packed once for each form.
+
+    Args:
+        x (np.ndarray): ``[n, D]``, float32, rows one after the other.
+    """
+
+    def __init__(self, x: np.ndarray):
+        self.x, self._packed = x, {}
+
+    @classmethod
+    def of(cls, x: mx.array) -> "Rows":
+        """The rows of an array ``[..., D]``, evaluated, in its memory if they are in order."""
+        return cls(np.ascontiguousarray(np.asarray(x).reshape(-1, x.shape[-1])))
+
+    def packed_for(self, matrices: Matrices) -> Packed:
+        """The rows in the order in which these matrices' kernel takes them."""
+        form = matrices._pack
+        if form not in self._packed:
+            self._packed[form] = matrices.pack(self.x)
+        return self._packed[form]
+
+    def multiply(self, *matrices: Matrices, out: np.ndarray | None = None) -> list[np.ndarray]:
+        """Multiply the rows with matrix 0 of each.
+
+        Args:
+            *matrices (Matrices): Those with the same kernel are computed in one call.
+            out (np.ndarray or None): ``[n, N]``, float32, for the first product. Its rows may be
+                apart. Default: a new array.
+
+        Returns:
+            list[np.ndarray]: ``[n, N]`` of each.
+        """
+        n, ys, calls = len(self.x), [], {}
+        _kept, at = in_order(n)
+        for m in matrices:
+            y = np.empty((n, m.outputs), np.float32) if out is None or ys else out
+            ys.append(y)
+            packed = self.packed_for(m)
+            task = *m._first, packed.x, packed.sums, address(y), at, at, n, m.outputs
+            calls.setdefault(m.kernel, []).append((m, (*task, y.strides[0] // y.itemsize)))
+        for kernel, tasks in calls.items():
+            table = (ctypes.c_int64 * (TASK * len(tasks)))(*chain(*(task for _, task in tasks)))
+            code.keep(table)
+            work = n * sum(m.outputs * m.inputs for m, _ in tasks)
+            pieces = team.pieces(work, max(m.outputs for m, _ in tasks) // 2)
+            team.run(kernel, ctypes.addressof(table), len(tasks), pieces=pieces)
+        return ys
 
 
 def in_order(n: int) -> tuple[np.ndarray, int]:
@@ -258,7 +300,7 @@ def _numbers(bits):
 
 
 @cache
-def packer(bits: int, inputs: int, L: int, room: int) -> Callable[[int, int, int, int], None]:
+def packer(bits: int, inputs: int, L: int, room: int) -> Kernel:
     """Build what puts rows into the order of ``Packed``.
 
     Args:
@@ -268,7 +310,7 @@ def packer(bits: int, inputs: int, L: int, room: int) -> Callable[[int, int, int
         room (int): What the rows are divided by.
 
     Returns:
-        Callable: Takes the addresses of x, packed x and sums, and the number of rows.
+        Kernel: Takes the addresses of x, packed x and sums, and the number of rows.
     """
     return code.built(_Packer, bits, inputs, L, room)
 
@@ -276,7 +318,7 @@ def packer(bits: int, inputs: int, L: int, room: int) -> Callable[[int, int, int
 @cache
 def kernel(
     mode: str, bits: int, group_size: int, inputs: int, L: int, half: bool = False
-) -> Callable[[int, int, int], None]:
+) -> Kernel:
     """Build the kernel for matrices of one form.
 
     Args:
@@ -288,7 +330,7 @@ def kernel(
         half (bool): Whether scales and biases are in bfloat16.
 
     Returns:
-        Callable: Takes the address of the tasks, their number, and the distance of rows of y.
+        Kernel: Takes the address of the tasks and their number.
     """
     return code.built(_Product, mode, bits, group_size, inputs, L, half)
 
@@ -301,7 +343,7 @@ class _Packer(Code):
         self.n, self.inputs, self.room = WORD // bits, inputs, room
 
     def write(self):
-        *addresses, rows = self.function.args
+        *addresses, rows = self.arguments
         share = ir.Constant(self.floats, [1 / self.room] * self.L)
         x, packed, sums = (self.pointer(a, F32) for a in addresses)
         L, n = self.L, self.n
@@ -318,11 +360,11 @@ class _Packer(Code):
                 total = self.b.fadd(total, one) if total else one
             self.store(total, sums, self.mul(k, L))
 
-        self.loop(I64(0), self.mul(rows, self.inputs // size), 1, block)
+        self.loop(*self.share(self.mul(rows, self.inputs // size)), 1, block)
 
 
 class _Product(Code):
-    """Writes the function ``run(tasks, n, distance of rows of y)``.
+    """Writes the function ``run(tasks, n)``.
 
     For each tile of a task, four rows of x at a time, then two, then one; for them two rows of
     weights at a time, then one; for those each block of L words: unpack the weights that have the
@@ -331,7 +373,7 @@ class _Product(Code):
     """
 
     def __init__(self, mode, bits, group_size, inputs, L, half):
-        super().__init__(3, L)
+        super().__init__(2, L)
         self.mode = mode
         self.kind = I8 if mode == "mxfp4" else I16 if half else F32  # of scales and biases
         self.n, self.bits, self.group, self.inputs = WORD // bits, bits, group_size, inputs
@@ -344,20 +386,39 @@ class _Product(Code):
             self._look_up = self._declare(name, self.floats, [self.floats, self.ints])
 
     def write(self):
-        tasks, n, self.y_step = self.function.args
+        b, (tasks, n) = self.b, self.arguments
         tasks = self.pointer(tasks, I64)
 
-        def task(i, _):
-            fields = [self.load(tasks, self.add(self.mul(i, TASK), k), I64) for k in range(TASK)]
+        def field(i, k):
+            return self.load(tasks, self.add(self.mul(i, TASK), k), I64, align=8)
+
+        def work(i, held):
+            return [self.add(held[0], self.mul(field(i, 8), field(i, 9)))]
+
+        # The tasks one after another are divided into pieces of equal work: a thread gets long
+        # stretches of memory.
+        begin, end = self.share(self.loop(I64(0), n, 1, work, [I64(0)])[1][0])
+
+        def task(i, held):
+            fields = [field(i, k) for k in range(TASK)]
             kinds = [I32, self.kind, self.kind, F32, F32, F32, I64, I64]
             *pointers, of_x, of_y = [self.pointer(f, kind) for f, kind in zip(fields, kinds)]
-            weights = fields[9]
+            rows_of_x, weights, self.y_step = fields[8:]
+            before = held[0]  # the work of earlier tasks
 
-            def tile(i, _):
-                first = self.mul(i, TILE)
-                end = self.add(first, TILE)
-                end = self.b.select(self.b.icmp_signed("<", end, weights), end, weights)
-                odd = self.b.and_(end, I64(-2))
+            def within(bound):
+                """The row of weights at which this bound is, as far as it is in this task."""
+                at = b.sdiv(b.sub(bound, before), rows_of_x)
+                at = b.select(b.icmp_signed("<", bound, before), I64(0), at)
+                return b.select(b.icmp_signed("<", at, weights), at, weights)
+
+            start, last = within(begin), within(end)
+            alone = self.b.icmp_signed("<=", rows_of_x, I64(max(ROWS)))
+            size = self.b.select(alone, self.add(self.b.sub(last, start), 1), I64(TILE))
+
+            def tile(first, _):
+                end = self.add(first, size)
+                end = self.b.select(self.b.icmp_signed("<", end, last), end, last)
                 row = I64(0)
                 for m in ROWS:
 
@@ -366,22 +427,25 @@ class _Product(Code):
                             [self.load(of, self.add(row, j), I64, align=8) for j in range(m)]
                             for of in (of_x, of_y)
                         )
-                        self._rows(2, xs, ys, first, end, *pointers)
-                        self._rows(1, xs, ys, odd, end, *pointers)
+                        at = first
+                        for r in ROWS[m]:
+                            at = self._rows(r, xs, ys, at, end, *pointers)
 
-                    row = self.loop(row, fields[8], m, rows)[0]
+                    row = self.loop(row, rows_of_x, m, rows)[0]
 
-            self.loop(I64(0), self.b.udiv(self.add(weights, TILE - 1), I64(TILE)), 1, tile)
+            # The loop ends where not a whole step is left: one more tile is what remains.
+            self.loop(start, self.add(last, self.b.sub(size, I64(1))), size, tile)
+            return work(i, held)
 
-        self.loop(I64(0), n, 1, task)
+        self.loop(I64(0), n, 1, task, [I64(0)])
 
     def _rows(self, r, xs, ys, first, end, w, s, t, x, sums, y):
-        """r rows of weights at a time, for these rows of x and of y."""
+        """r rows of weights at a time, for these rows of x and of y. The first row left over."""
         zero, m = ir.Constant(self.floats, [0.0] * self.L), len(xs)
         whole = ir.Constant(F32, float(room(self.mode, self.bits)))
 
         def one(out, _):
-            outs = [self.add(out, i) for i in range(r)]
+            outs = [self.add(out, self.mul(stretch, i)) for i in range(r)]
 
             def block(k, acc):
                 return self._block(k, list(acc), xs, outs, w, s, t, x, sums)
@@ -393,17 +457,22 @@ class _Product(Code):
                     total = self.b.fmul(self.sum(acc[i * m + j]), whole)
                     self.store(total, y, at)
 
-        self.loop(first, end, r, one)
+        stretch = self.b.udiv(self.b.sub(end, first), I64(r))
+        self.loop(first, self.add(first, stretch), 1, one)
+        return self.add(first, self.mul(stretch, r))
 
     def _block(self, k, acc, rows, outs, w, s, t, x, sums):
         """Multiply L words of some rows of weights with rows of x, and add to the sums."""
         m = len(rows)
         at = [self.add(self.mul(o, self.words), self.mul(k, self.L)) for o in outs]
-        words = [self.load(w, i, self.ints) for i in at]
+        # A matrix may be in a mapped file, where it begins at any byte.
+        words = [self.load(w, i, self.ints, align=1) for i in at]
         for i in at:
             ahead = self.b.gep(w, [self.add(i, AHEAD_NBYTES * 8 // WORD)])
             ahead = self.b.bitcast(ahead, I8.as_pointer())
-            self.b.call(self.prefetch, [ahead, I32(0), I32(3), I32(1)])  # to read, to keep, data
+            self.b.call(
+                self.prefetch, [ahead, I32(0), I32(2), I32(1)]
+            )  # to read, into the second cache, data
         part = list(acc) if self.mode == "float" else [None] * len(acc)
         for place in range(self.n):
             unpacked = [self._unpack(word, place) for word in words]
@@ -465,8 +534,8 @@ class _Product(Code):
         else:
             groups = each // self.group
             at = self.add(first, self.mul(k, groups))
-        found, align = ir.VectorType(self.kind, groups), {I8: 1, I16: 2, F32: 4}[self.kind]
-        values = self.load(pointer, at, found, align=align)
+        found = ir.VectorType(self.kind, groups)
+        values = self.load(pointer, at, found, align=1)
         if self.kind is I16:  # the bits of a bfloat16 are the upper half of a float32's
             bits = ir.VectorType(I32, groups)
             found = ir.VectorType(F32, groups)

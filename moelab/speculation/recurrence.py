@@ -58,7 +58,7 @@ class Tape:
     def __init__(self, cache: ArraysCache):
         self.cache = cache
         self.convs = []  # inputs of the convolutions, [B, kernel - 1 + T, channels]
-        self.steps: list[_Inputs | _States] = []  # the recurrence's work, in order
+        self.steps: list[_Inputs | _States | _Block] = []  # the recurrence's work, in order
 
     def fits(self) -> bool:
         """Whether the tape accounts for every array of the cache."""
@@ -125,6 +125,27 @@ class _States:
 
     def arrays(self) -> list[mx.array]:
         return [*([self.states] if isinstance(self.states, mx.array) else self.states), self.state]
+
+
+@dataclass
+class _Block:
+    """What a block of ``kernels`` did, whose recurrence can be run again over fewer tokens."""
+
+    did: kernels.Recurred
+    state: mx.array
+
+    @property
+    def num_tokens(self) -> int:
+        return self.did.inputs[0].shape[1]
+
+    def state_after(self, n: int) -> mx.array:
+        if n == self.num_tokens:
+            return self.state
+        *inputs, state = self.did.inputs
+        return mx.array(kernels.gated_delta.recur(*(a[:, :n] for a in inputs), state)[1])
+
+    def arrays(self) -> list:
+        return [*self.did.inputs, self.state]
 
 
 class _Recurrence:
@@ -206,6 +227,7 @@ class Recorder:
     """
 
     def __init__(self, layer: nn.Module):
+        self.layer = layer
         self.tape = None  # of the call that is running
         self.tapes = None  # of the pass that is running, by the id of their cache
         self.keep_states = False
@@ -234,9 +256,27 @@ class Recorder:
         if cache is not None:
             self.tape = self.tapes[id(cache)] = Tape(cache)
         try:
+            is_block = cache is not None and isinstance(self.layer, kernels.GatedDelta)
+            if is_block and (y := self._of_block(*args, **kwargs)) is not None:
+                return y
             return (copy or original)(*args, **kwargs)
         finally:
             self.tape = None
+
+    def _of_block(self, x, mask=None, cache=None):
+        """As a call of a block of ``kernels``; None if it goes mlx-lm's way."""
+        if not kernels.takes(x):
+            return None
+        rows, every = kernels.Rows.of(x), self.keep_states
+        did = self.layer.recur(rows, len(x), mask, cache, every, own_hooks=True)
+        if did is None:
+            return None
+        states, T = mx.array(did.states), x.shape[1]
+        state = states[-1] if self.keep_states else states
+        self.tape.convs.append(mx.array(did.conv))
+        self.tape.steps.append(_States(states, state) if self.keep_states else _Block(did, state))
+        did.into(cache, T, state)
+        return mx.array(did.y.reshape(x.shape))
 
     def _on_convolution(self, original, x):
         if self.tape is not None:

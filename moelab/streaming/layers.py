@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from .. import kernels
 from ..experts import expert_modules, expert_parameters, num_experts
 from .fused import can_fuse
 from .gpu.cuda import on_cuda
@@ -91,15 +92,7 @@ class StreamedExperts(nn.Module):
             return y
         asked = self._ask(x)
         routed = session.routing(indices, asked)
-        if routed.shape[-1] > session.top_k:
-            raise ValueError(
-                f"{self.path}: expected at most {session.top_k} experts per token "
-                f"(StreamConfig.top_k), its router chose {routed.shape[-1]}: mlx-lm does not let "
-                f"this family choose fewer. Load it with top_k={routed.shape[-1]}."
-            )
-        if session.recorder is not None:
-            session.recorder.add(self.index, routed)
-        session.counters.calls += 1
+        self._count(routed)
         if session.ranks is None:
             y = self._compute(x, indices, routed)
             pending = [y]
@@ -113,6 +106,19 @@ class StreamedExperts(nn.Module):
         mx.async_eval(pending)  # compute while Python builds the graph of what follows
         self._prefetch_next(asked)
         return y
+
+    def _count(self, routed):
+        """A call whose routing is known begins."""
+        session = self.session
+        if routed.shape[-1] > session.top_k:
+            raise ValueError(
+                f"{self.path}: expected at most {session.top_k} experts per token "
+                f"(StreamConfig.top_k), its router chose {routed.shape[-1]}: mlx-lm does not let "
+                f"this family choose fewer. Load it with top_k={routed.shape[-1]}."
+            )
+        if session.recorder is not None:
+            session.recorder.add(self.index, routed)
+        session.counters.calls += 1
 
     def _compute_owned(self, x, indices, routed):
         """Compute the (token, expert) pairs of this rank's experts, and join those of all ranks."""
@@ -210,11 +216,54 @@ class Stacked(StreamedExperts):
         """
         self.session.residency.read(self.index, experts)
 
+    def all_matrices(self) -> tuple | None:
+        """As ``FastExperts.all_matrices``, of the slots; None if the layer must be called."""
+        return self.slots.bank.matrices if self._computes_rows else None
+
+    @property
+    def _computes_rows(self):
+        return not self.session.ranks and self.slots.computes_at_once and self.probe is None
+
+    def forward(
+        self, x: kernels.Rows, routed: np.ndarray, placed: kernels.PlacedExperts | None = None
+    ) -> np.ndarray | None:
+        """As a call, for a block of ``kernels``, which knows the routing already.
+
+        Args:
+            x (kernels.Rows): ``[n, D]``.
+            routed (np.ndarray): ``[n, K]``, int64.
+            placed (kernels.PlacedExperts or None): For one token: computes with experts in memory.
+
+        Returns:
+            np.ndarray or None: ``[n * K, D]``, with ``placed`` its ``y``; None if the layer must be
+            called.
+        """
+        if not self._computes_rows or self.all_matrices() is None:
+            return None
+        if self.session.is_in_call:
+            return self._forward(x, routed, placed)
+        with self.session.call():
+            return self._forward(x, routed, placed)
+
+    def _forward(self, x, routed, placed):
+        session, flat = self.session, routed.ravel().tolist()
+        session.settle()
+        self._count(routed)
+        asked, call = self._ask(x), placed
+        if call is None:
+            call = self.slots.bank.experts.begin_rows(x, routed.shape)
+        parts = PartsAtOnce(call, flat)
+        for i, arrived in enumerate(session.residency.bring(self.index, routed, (), None)):
+            if not i:  # this layer's reads have begun
+                self._prefetch_next(asked)
+            parts.add(arrived)
+        return call.y
+
     def _compute(self, x, indices, routed):
         session, flat = self.session, routed.ravel().tolist()
         call, computed = None, []
         for arrived in session.residency.bring(self.index, routed, computed, x):
-            if arrived.is_all:
+            if arrived.is_all and not self.slots.computes_at_once:
                 slots = np.array([arrived.slots[e] for e in flat], np.uint32).reshape(routed.shape)
                 slots = session.handover.to_device(slots, indices, arrived.copies)
                 y = arrived.bank.experts(x, slots)
@@ -228,7 +277,7 @@ class Stacked(StreamedExperts):
     def _begin(self, x, shape, flat, computed):
         """A call that is computed part by part, as its experts arrive."""
         if self.slots.computes_at_once:
-            return PartsAtOnce(self.slots.bank, x, shape, flat)
+            return PartsAtOnce(self.slots.bank.experts.begin(x, shape), flat)
         return PartsInGraph(self.part, x, shape, flat, computed)
 
     def _compute_nothing(self):
@@ -275,22 +324,25 @@ class PartsAtOnce:
     """A call whose parts the fast kernels compute when they arrive, into one array.
 
     Args:
-        bank (SlotBank): The layer's slots.
-        x (mx.array): ``[..., D]``.
-        shape (tuple[int, ...]): ``[..., K]``, of the call's indices.
+        call (kernels.ExpertCall or kernels.PlacedExperts): What computes.
         flat (list[int]): The expert of every (token, expert) pair.
     """
 
-    def __init__(self, bank: SlotBank, x: mx.array, shape: tuple[int, ...], flat: list[int]):
-        self._bank, self._flat, self._positions = bank, flat, by_expert(flat)
-        self._call = bank.experts.begin(x, shape)
+    def __init__(self, call: kernels.ExpertCall | kernels.PlacedExperts, flat: list[int]):
+        self._call, self._flat = call, flat
+        self._by_address = isinstance(call, kernels.PlacedExperts)
+        self._positions = by_expert(flat)
 
     def add(self, arrived: Arrived) -> None:
         """Compute the pairs of experts that have arrived."""
+        if self._by_address:
+            pairs = [i for e in arrived.experts for i in self._positions[e]]
+            return self._call.compute(pairs, arrived.addresses([self._flat[i] for i in pairs]))
+        if arrived.rest is not None:
+            self.add(arrived.rest)
         pairs = [i for e in arrived.slots for i in self._positions[e]]
         slots = np.array([arrived.slots[self._flat[i]] for i in pairs])
-        of = None if arrived.bank is self._bank else arrived.bank.experts
-        self._call.compute(np.array(pairs), slots, of)
+        self._call.compute(np.array(pairs), slots, arrived.bank.matrices)
 
     def result(self) -> mx.array:
         """``[..., K, D]``, once all have arrived."""

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from .. import kernels
 from ..hooks import hooked
 from .trace import Trace
 
@@ -29,19 +30,19 @@ class Prefetcher:
     def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
         self._layers, self._blocks = layers, blocks
 
-    def ask(self, layer: int, x: mx.array) -> list[mx.array]:
+    def ask(self, layer: int, x: mx.array | kernels.Rows) -> list:
         """What to evaluate together with the routing of a layer.
 
         Args:
             layer (int): The layer that is running.
-            x (mx.array): ``[..., D]``, its input.
+            x (mx.array or kernels.Rows): ``[..., D]``, its input.
 
         Returns:
-            list[mx.array]: Handed to ``guess`` once it is evaluated.
+            list[mx.array or np.ndarray]: Handed to ``guess`` once it is evaluated.
         """
         return []
 
-    def guess(self, layer: int, asked: list[mx.array]) -> tuple[int, np.ndarray] | None:
+    def guess(self, layer: int, asked: list) -> tuple[int, np.ndarray] | None:
         """Which experts will be needed next.
 
         Args:
@@ -81,14 +82,18 @@ class Prefetcher:
 class Lookahead(Prefetcher):
     """The next layer's router on this layer's hidden state (MoE-Infinity; ds4 issue 849).
 
-    The next block is called with this block's input, and its experts hand over what its router
-    chose. MLX is lazy and computes no more than that; the fast kernels also compute what else the
-    block has, a shared expert for example.
+    A block of ``kernels`` is asked for its router's choice alone. Another one is called with this
+    block's input, and its experts hand over what its router chose. MLX is lazy and computes no more
+    than that; the fast kernels also compute what else the block has, a shared expert for example.
     """
 
-    def ask(self, layer: int, x: mx.array) -> list[mx.array]:
+    def ask(self, layer: int, x: mx.array | kernels.Rows) -> list:
         if layer + 1 == len(self._layers):
             return []
+        if isinstance(x, kernels.Rows):
+            if (routed := self._blocks[layer + 1].route(x)) is not None:
+                return [routed[0]]
+            x = mx.array(x.x)
         asked = []
         experts = self._layers[layer + 1]
         experts.probe = asked.append
@@ -103,7 +108,7 @@ class Lookahead(Prefetcher):
             experts.probe = None
         return asked
 
-    def guess(self, layer: int, asked: list[mx.array]) -> tuple[int, np.ndarray] | None:
+    def guess(self, layer: int, asked: list) -> tuple[int, np.ndarray] | None:
         return (layer + 1, np.array(asked[0])) if asked else None
 
 
@@ -134,7 +139,7 @@ class Oracle(Prefetcher):
             )
         self._rows, self._next = rows, 0
 
-    def guess(self, layer: int, asked: list[mx.array]) -> tuple[int, np.ndarray] | None:
+    def guess(self, layer: int, asked: list) -> tuple[int, np.ndarray] | None:
         following = (layer + 1) % len(self._layers)
         if following == 0:
             self._next += 1

@@ -201,6 +201,13 @@ class Session:
         if self.recorder is not None:
             self.recorder.begin(inputs, "prefill" if is_prompt else "decode")
 
+    def settle(self) -> None:
+        """Get ready for a layer's call whose routing the host knows: nothing reads slots."""
+        self.residency.settle()
+        if self.handover.pending:
+            self.handover.settle()
+        self.room.look_in_prompt()
+
     def routing(self, indices: mx.array, asked: list[mx.array]) -> np.ndarray:
         """The routing of a layer's call.
 

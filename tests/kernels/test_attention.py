@@ -11,7 +11,7 @@ from mlx_lm.models import base
 from needs import needs_kernels
 
 from moelab import StreamConfig
-from moelab.kernels import attention, code, quantized
+from moelab.kernels import attention, code, quantized, team
 from moelab.kernels.attention import eager_attention
 from moelab.streaming.model import load_model
 
@@ -71,7 +71,7 @@ def test_passes_of_any_length_and_threads_give_the_same_bits(D, threads, monkeyp
     T = 23
     q, k, v = inputs(B=2, Tq=T, Tk=T, D=D)
     want = attention.attention(q, k, v, 0.3, "causal")
-    monkeypatch.setattr(attention, "SHARED_WORK", 0)
+    monkeypatch.setattr(team, "SHARED_WORK", 0)
     monkeypatch.setattr(code, "num_threads", lambda: threads)
     for parts in ((T,), (1,) * T, (10, 13), (7, 2, 1, 13)):
         at = 0
@@ -155,13 +155,13 @@ def test_what_does_not_fit_is_mlxs():
 def test_only_this_model_calls_it(tmp_path, monkeypatch):
     path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "affine4")
     called = []
-    real = attention.attention
+    real = attention.attend
 
     def counted(*args):
         called.append(1)
         return real(*args)
 
-    monkeypatch.setattr(attention, "attention", counted)
+    monkeypatch.setattr(attention, "attend", counted)
     fast, _ = load_model(path, StreamConfig(mode="resident", kernels="fast"))
     other, _ = load_model(path, StreamConfig(mode="resident", kernels="mlx"))
     tokens = mx.array([[5, 6, 7]])

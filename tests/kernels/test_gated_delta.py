@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from needs import needs_kernels
 
 from moelab import StreamConfig
-from moelab.kernels import code, gated_delta
+from moelab.kernels import code, gated_delta, team
 from moelab.streaming.model import load_model
 
 pytestmark = needs_kernels
@@ -48,7 +48,7 @@ def test_as_the_loop(shape, vector):
 def test_passes_of_any_length_and_threads_give_the_same_bits(threads, monkeypatch):
     *arrays, state = inputs(B=2, T=9)
     want, last = gated_delta.gated_delta(*arrays, state)
-    monkeypatch.setattr(gated_delta, "SHARED_WORK", 0)
+    monkeypatch.setattr(team, "SHARED_WORK", 0)
     monkeypatch.setattr(code, "num_threads", lambda: threads)
     for parts in ((9,), (1,) * 9, (4, 5), (2, 3, 4)):
         s, ys, at = state, [], 0

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from needs import needs_kernels
 
-from moelab.kernels import code, quantized
+from moelab.kernels import code, quantized, team
 
 pytestmark = needs_kernels
 
@@ -149,7 +149,7 @@ def test_nor_on_the_number_of_threads(form, threads, outputs, monkeypatch):
     x = rows(9, 256)
     args = x, (2, 0, 1), (0, 4, 5, 9)
     want = multiply(made, *args)
-    monkeypatch.setattr(quantized, "SHARED_WORK", 0)
+    monkeypatch.setattr(team, "SHARED_WORK", 0)
     monkeypatch.setattr(code, "num_threads", lambda: threads)
     assert np.array_equal(multiply(made, *args), want)
 

@@ -10,12 +10,11 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 
-from ...kernels import code
-from ...kernels.code import I32, I64, Code, ir
+from ...kernels import code, team
+from ...kernels.code import I8, I32, I64, Code, ir
 
 # The columns of a table of reads, one row for each call of ``preadv``: the file's descriptor, the
 # first byte in the file, the address of the iovecs, how many there are, their bytes together, and
@@ -86,9 +85,9 @@ def read_shared(table: np.ndarray, flags: int = 0) -> bool:
     n = code.num_threads() if table[:, NBYTES].sum() >= SHARED_NBYTES else 1
     if n == 1:
         return read(table, flags)
-    ends = [len(table) * i // n for i in range(n + 1)]
-    shares = [table[a:b] for a, b in pairwise(ends) if a < b]
-    code.share(lambda share: read(share, flags), shares)
+    done = ctypes.c_uint32()
+    flag = ctypes.addressof(done)
+    team.run(loop(), address_of(table), len(table), flags, flag, flag, pieces=min(n, len(table)))
     return bool((table[:, GOT] == table[:, NBYTES]).all())
 
 
@@ -124,7 +123,7 @@ class _Loop(Code):
         self.preadv = self.pointer(I64(preadv), ir.FunctionType(I64, arguments))
 
     def write(self):
-        table, n, flags, done, arrived = self.function.args
+        table, n, flags, done, arrived = self.arguments
         table, b = self.pointer(table, I64), self.b
 
         def row(i, missing):
@@ -137,10 +136,54 @@ class _Loop(Code):
             self.store(got, table, self.add(at, GOT))
             return [b.or_(missing[0], b.xor(got, nbytes))]
 
-        missing = self.loop(I64(0), n, 1, row, [I64(0)])[1][0]
+        missing = self.loop(*self.share(n), 1, row, [I64(0)])[1][0]
         with b.if_then(b.icmp_signed("==", missing, I64(0))):
             for flag in (done, arrived):  # after the bytes, also for a GPU that watches it
                 b.store_atomic(I32(1), self.pointer(flag, I32), "release", 4)
+
+
+@cache
+def resident() -> code.Kernel | None:
+    """Says whether all pages of some ranges are in memory; None where it cannot be built.
+
+    It takes the address of ``[n, 2]`` (an address at the begin of a page, and bytes), n, the
+    address of a byte for each page of the longest range, and the address of a uint32 that is set to
+    1 if all pages are in memory, else to 0.
+    """
+    libc = ctypes.CDLL(None)
+    if code.llvm is None or not hasattr(libc, "mincore"):
+        return None
+    try:
+        writer = _Resident(ctypes.cast(libc.mincore, ctypes.c_void_p).value)
+        return writer.link(writer.compile())  # not stored, as above
+    except (OSError, RuntimeError):
+        return None
+
+
+class _Resident(Code):
+    """Writes ``run(ranges, n, found, answer)``."""
+
+    def __init__(self, mincore):
+        super().__init__(4, 8)
+        self.mincore = self.pointer(I64(mincore), ir.FunctionType(I32, [I64, I64, I64]))
+
+    def write(self):
+        ranges, n, found, answer = self.arguments
+        b, ranges, bits = self.b, self.pointer(ranges, I64), self.pointer(found, I8)
+
+        def one(i, held):
+            begin, nbytes = (self.load(ranges, self.add(self.mul(i, 2), k), I64) for k in (0, 1))
+            failed = b.call(self.mincore, [begin, nbytes, found])
+            pages = b.udiv(self.add(nbytes, mmap.PAGESIZE - 1), I64(mmap.PAGESIZE))
+
+            def page(j, held):
+                return [b.and_(held[0], self.load(bits, j, I8, align=1))]
+
+            all_of = self.loop(I64(0), pages, 1, page, held)[1][0]
+            return [b.select(b.icmp_signed("==", failed, I32(0)), all_of, I8(0))]
+
+        every = self.loop(I64(0), n, 1, one, [I8(1)])[1][0]
+        self.store(b.zext(b.and_(every, I8(1)), I32), self.pointer(answer, I32), I64(0))
 
 
 @cache
@@ -166,7 +209,7 @@ class _DirectLoop(Code):
         self.memcpy = self.pointer(I64(memcpy), ir.FunctionType(I64, [I64, I64, I64]))
 
     def write(self):
-        table, n, buffer, size, done = self.function.args
+        table, n, buffer, size, done = self.arguments
         table, b = self.pointer(table, I64), self.b
 
         def row(i, missing):

@@ -23,6 +23,7 @@ from ..fused import PADDING_NBYTES, FastFusedSwitchGLU, FusedSwitchGLU, PaddedLi
 from ..reading.file import File
 from ..reading.native import COLUMNS, COUNT, IOV, NBYTES, OFFSET
 from ..reading.ranges import Ranges, Read
+from .pages import Pages, pages_of
 
 
 class SlotBank:
@@ -56,7 +57,7 @@ class SlotBank:
         num_slots: int,
         fuse: bool = False,
     ):
-        self.path, self.num_slots = path, num_slots
+        self.path, self.num_slots, self._module = path, num_slots, module
         parameters = expert_parameters(module)
         order = packing_order(parameters)
         tensors = {n: located[f"{path}.{n}"] for n in order if f"{path}.{n}" not in resident}
@@ -94,6 +95,23 @@ class SlotBank:
     def num_filled(self) -> int:
         """How many slots have memory: those that were not emptied, or were written since."""
         return self.num_slots - len(self._empty)
+
+    @property
+    def matrices(self) -> tuple | None:
+        """As ``FastExperts.all_matrices``, of the slots."""
+        return self.experts.all_matrices()
+
+    @property
+    def addresses(self) -> np.ndarray:
+        """``[S, 9]``, where the parameters of each slot begin (``kernels.addresses_of``)."""
+        return kernels.addresses_of(self.matrices)
+
+    @cached_property
+    def pages(self) -> Pages | None:
+        """The layer's experts in the page cache; None where they cannot be computed there."""
+        if not isinstance(self._module, kernels.FastExperts) or not self.as_read:
+            return None
+        return pages_of(self._module, self._tensors)
 
     def can_hold(self, other: "SlotBank") -> bool:
         """Whether a slot can hold an expert of another layer, and compute it.

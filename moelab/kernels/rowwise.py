@@ -1,0 +1,528 @@
+"""What a block computes between its products, row by row: norms, gates, convolutions, the router.
+
+Each function takes and gives float32 arrays of numpy. A row's result does not depend on the rows
+beside it, nor on how many threads there are, so a text may be divided into passes in any way.
+"""
+
+from functools import cache
+
+import numpy as np
+
+from . import code, team
+from .code import F32, I32, I64, Code, address, ir
+
+# Multiplications that take as long as one number does here, which goes through an exponential.
+NUMBER_WORK = 16
+
+
+def empty(*shape: int) -> np.ndarray:
+    """An array of float32 that is not filled."""
+    return np.empty(shape, np.float32)
+
+
+def rms_norm(
+    x: np.ndarray,
+    weight: np.ndarray | None,
+    eps: float,
+    *,
+    add: np.ndarray | None = None,
+    gate: np.ndarray | None = None,
+    scale: float = 1.0,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """Rows divided by the root of their mean square, as ``mx.fast.rms_norm``.
+
+    Args:
+        x (np.ndarray): ``[n, H, D]`` or ``[n, D]``, the numbers of a row side by side.
+        weight (np.ndarray or None): ``[D]``.
+        eps (float): Added to the mean square.
+        add (np.ndarray or None): ``[n, D]``, is added to x, in place, before.
+        gate (np.ndarray or None): Like x: the result is multiplied with its silu.
+        scale (float): So is it with this.
+        out (np.ndarray or None): Like x, for the result. Default: a new array.
+
+    Returns:
+        np.ndarray: Like x.
+    """
+    D = x.shape[-1]
+    out = empty(*x.shape) if out is None else out
+    kernel = _norm(D, float(eps), weight is not None, add is not None, gate is not None, scale)
+    n, H = x.size // D, x.shape[1] if x.ndim == 3 else 1
+    places = [place for a in (x, out, gate) for place in _places(a)]
+    numbers = *places, address(weight), address(add), H, n
+    team.run(kernel, *numbers, pieces=team.pieces(2 * x.size, n))
+    return out
+
+
+def _places(a):
+    """Where an array begins, and the distances of its groups of rows and of its rows."""
+    if a is None:
+        return 0, 0, 0
+    first, second = (a.strides[0], a.strides[1]) if a.ndim == 3 else (a.strides[0], 0)
+    return address(a), first // a.itemsize, second // a.itemsize
+
+
+def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """``silu(gate) * up``.
+
+    Args:
+        gate (np.ndarray): ``[n, F]``.
+        up (np.ndarray): ``[n, F]``.
+    """
+    n, F = gate.shape
+    y = empty(n, F)
+    numbers = address(gate), gate.strides[0] // 4, address(up), up.strides[0] // 4, address(y), n
+    team.run(_swiglu(F), *numbers, pieces=team.pieces(NUMBER_WORK * y.size, n * F // 64))
+    return y
+
+
+def multiply_by_sigmoid(y: np.ndarray, gate: np.ndarray) -> None:
+    """Multiply rows with the sigmoid of others, in place.
+
+    Args:
+        y (np.ndarray): ``[n, D]``, rows one after the other.
+        gate (np.ndarray): ``[n, D]``.
+    """
+    n, D = y.shape
+    numbers = address(y), address(gate), gate.strides[0] // 4, n
+    team.run(_sigmoid(D), *numbers, pieces=team.pieces(NUMBER_WORK * y.size, n))
+
+
+def convolve(before: np.ndarray, x: np.ndarray, taps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The silu of a convolution over time, one filter for each channel.
+
+    Args:
+        before (np.ndarray): ``[B, width - 1, C]``, what is before the tokens.
+        x (np.ndarray): ``[B * T, C]``, the tokens.
+        taps (np.ndarray): ``[width, C]``.
+
+    Returns:
+        tuple[np.ndarray, np.ndarray]: ``[B * T, C]``, and what is before the next tokens.
+    """
+    (n, C), B = x.shape, len(before)
+    y, after = empty(n, C), empty(*before.shape)
+    numbers = *map(address, (before, x, taps, y, after)), B, n // B, C
+    kernel = _convolution(len(taps), _lanes(C))
+    team.run(kernel, *numbers, pieces=team.pieces(NUMBER_WORK * y.size, C // 64))
+    return y, after
+
+
+def gates(
+    a: np.ndarray, b: np.ndarray, decay: np.ndarray, bias: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """How much a gated delta rule keeps of its state, and takes of a new value (``compute_g``).
+
+    Args:
+        a, b (np.ndarray): ``[n, Hv]``, rows one after the other.
+        decay (np.ndarray): ``[Hv]``, the exponential of ``A_log``.
+        bias (np.ndarray): ``[Hv]``.
+
+    Returns:
+        tuple[np.ndarray, np.ndarray]: g and beta, ``[n, Hv]``.
+    """
+    g, beta = empty(*a.shape), empty(*a.shape)
+    numbers = *map(address, (a, b, decay, bias, g, beta)), a.shape[-1], a.size
+    team.run(_gates(), *numbers, pieces=team.pieces(NUMBER_WORK**2 * a.size, a.size))
+    return g, beta
+
+
+def route(logits: np.ndarray, top_k: int, normalize: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The experts of each token: the K largest logits, largest first, and of equal ones the first.
+
+    Args:
+        logits (np.ndarray): ``[n, E]``, rows one after the other.
+        top_k (int): K.
+        normalize (bool): Whether a token's scores are to have the sum 1. Else they are those of a
+            softmax over all E.
+
+    Returns:
+        tuple[np.ndarray, np.ndarray]: Experts ``[n, K]``, int64, and scores ``[n, K]``.
+    """
+    n, E = logits.shape
+    experts, scores = np.empty((n, top_k), np.int64), empty(n, top_k)
+    numbers = address(logits), address(experts), address(scores), n
+    kernel = _router(E, top_k, bool(normalize))
+    team.run(kernel, *numbers, pieces=team.pieces(NUMBER_WORK * logits.size, n))
+    return experts, scores
+
+
+def combine(
+    experts: np.ndarray,
+    scores: np.ndarray,
+    add: np.ndarray | None = None,
+    shared: np.ndarray | None = None,
+    gate: np.ndarray | None = None,
+) -> np.ndarray:
+    """The sum of what a token's experts gave, times their scores, and of what else there is.
+
+    Args:
+        experts (np.ndarray): ``[n * K, D]``.
+        scores (np.ndarray): ``[n, K]``.
+        add (np.ndarray or None): ``[n, D]``.
+        shared (np.ndarray or None): ``[n, D]``, of the shared expert.
+        gate (np.ndarray or None): ``[n, 1]``: shared is multiplied with its sigmoid.
+
+    Returns:
+        np.ndarray: ``[n, D]``.
+    """
+    (n, K), D = scores.shape, experts.shape[-1]
+    y = empty(n, D)
+    kernel = _combination(D, K, add is not None, shared is not None, gate is not None)
+    numbers = *map(address, (experts, scores, add, shared, gate, y)), n
+    team.run(kernel, *numbers, pieces=team.pieces(experts.size, D // 64))
+    return y
+
+
+def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
+    """Turn the first numbers of each row by an angle, in place: rotary positions.
+
+    Args:
+        x (np.ndarray): ``[n, H, D]``.
+        cos, sin (np.ndarray): ``[n, R / 2]``: of R numbers the first half turns with the second.
+    """
+    (n, H, _), half = x.shape, cos.shape[-1]
+    kernel = _rotation(half)
+    numbers = *_places(x), address(cos), address(sin), H, n * H
+    team.run(kernel, *numbers, pieces=team.pieces(4 * n * H * half, n * H))
+
+
+def _lanes(size):
+    return next(L for L in (16, 8, 4, 2, 1) if code.widest() >= L and size % L == 0)
+
+
+@cache
+def _norm(*form):
+    return code.built(_Norm, *form)
+
+
+@cache
+def _swiglu(F):
+    return code.built(_SwiGLU, F)
+
+
+@cache
+def _sigmoid(D):
+    return code.built(_Sigmoid, D)
+
+
+@cache
+def _convolution(*form):
+    return code.built(_Convolution, *form)
+
+
+@cache
+def _gates():
+    return code.built(_Gates)
+
+
+@cache
+def _router(*form):
+    return code.built(_Router, *form)
+
+
+@cache
+def _combination(*form):
+    return code.built(_Combination, *form)
+
+
+@cache
+def _rotation(half):
+    return code.built(_Rotation, half)
+
+
+class _Norm(Code):
+    """Writes ``run(x, its two distances, y, its two, gate, its two, weight, add, H, rows)``."""
+
+    def __init__(self, D, eps, weight, add, gate, scale):
+        super().__init__(13, _lanes(D))
+        self.D, self.eps, self.scale = D, eps, scale
+        self.has_weight, self.has_add, self.has_gate = weight, add, gate
+
+    def write(self):
+        b = self.b
+        x, x1, x2, y, y1, y2, gate, g1, g2, weight, add, H, rows = self.arguments
+        x, y, gate, weight, add = (self.pointer(a, F32) for a in (x, y, gate, weight, add))
+        zero = self.all(0)
+
+        def row(i, _):
+            group, head = b.udiv(i, H), b.urem(i, H)
+            at_x, at_y, at_gate = (
+                self.add(self.mul(group, first), self.mul(head, second))
+                for first, second in ((x1, x2), (y1, y2), (g1, g2))
+            )
+
+            def square(j, held):
+                at = self.add(at_x, j)
+                v = self.load(x, at, self.floats)
+                if self.has_add:
+                    more = self.load(add, self.add(self.mul(i, self.D), j), self.floats)
+                    v = b.fadd(v, more)
+                    self.store(v, x, at)
+                return [self.fma(v, v, held[0])]
+
+            total = self.sum(self.loop(I64(0), I64(self.D), self.L, square, [zero])[1][0])
+            mean = b.fdiv(self.spread(total), self.all(self.D))
+            root = self.intrinsic("sqrt", b.fadd(mean, self.all(self.eps)))
+            share = b.fdiv(self.all(self.scale), root)
+
+            def scaled(j, _):
+                v = b.fmul(self.load(x, self.add(at_x, j), self.floats), share)
+                if self.has_weight:
+                    v = b.fmul(v, self.load(weight, j, self.floats))
+                if self.has_gate:
+                    v = b.fmul(v, self.silu(self.load(gate, self.add(at_gate, j), self.floats)))
+                self.store(v, y, self.add(at_y, j))
+
+            self.loop(I64(0), I64(self.D), self.L, scaled)
+
+        self.loop(*self.share(rows), 1, row)
+
+
+class _SwiGLU(Code):
+    """Writes ``run(gate, distance of its rows, up, distance, y, rows)``."""
+
+    def __init__(self, F):
+        super().__init__(6, _lanes(F))
+        self.F = F
+
+    def write(self):
+        b = self.b
+        gate, g_step, up, u_step, y, rows = self.arguments
+        gate, up, y = (self.pointer(a, F32) for a in (gate, up, y))
+        blocks = self.F // self.L
+
+        def block(i, _):
+            row, j = b.udiv(i, I64(blocks)), self.mul(b.urem(i, I64(blocks)), self.L)
+            at_gate, at_up = (self.add(self.mul(row, step), j) for step in (g_step, u_step))
+            v = self.silu(self.load(gate, at_gate, self.floats))
+            v = b.fmul(v, self.load(up, at_up, self.floats))
+            self.store(v, y, self.mul(i, self.L))
+
+        self.loop(*self.share(self.mul(rows, blocks)), 1, block)
+
+
+class _Sigmoid(Code):
+    """Writes ``run(y, gate, distance of its rows, rows)``."""
+
+    def __init__(self, D):
+        super().__init__(4, _lanes(D))
+        self.D = D
+
+    def write(self):
+        b = self.b
+        y, gate, step, rows = self.arguments
+        y, gate = (self.pointer(a, F32) for a in (y, gate))
+
+        def row(i, _):
+            def block(j, _):
+                v = self.sigmoid(self.load(gate, self.add(self.mul(i, step), j), self.floats))
+                at = self.add(self.mul(i, self.D), j)
+                self.store(b.fmul(self.load(y, at, self.floats), v), y, at)
+
+            self.loop(I64(0), I64(self.D), self.L, block)
+
+        self.loop(*self.share(rows), 1, row)
+
+
+class _Convolution(Code):
+    """Writes ``run(before, x, taps, y, after, B, T, C)``."""
+
+    def __init__(self, width, L):
+        super().__init__(8, L)
+        self.width = width
+
+    def write(self):
+        b, w = self.b, self.width - 1
+        *addresses, B, T, C = self.arguments
+        before, x, taps, y, after = (self.pointer(a, F32) for a in addresses)
+        first, end = (self.mul(i, self.L) for i in self.share(b.udiv(C, I64(self.L))))
+
+        def text(i, _):
+            past, now = self.mul(self.mul(i, w), C), self.mul(self.mul(i, T), C)
+
+            def row(t):
+                """The memory of row t of what is before the tokens and the tokens."""
+                back = b.icmp_signed("<", t, I64(w))
+                earlier = b.gep(before, [self.add(past, self.mul(t, C))])
+                later = b.gep(x, [self.add(now, self.mul(b.sub(t, I64(w)), C))])
+                return b.select(back, earlier, later)
+
+            def token(t, _):
+                rows = [row(self.add(t, n)) for n in range(self.width)]
+                to = b.gep(y, [self.add(now, self.mul(t, C))])
+
+                def block(c, _):
+                    total = None
+                    for n, of in enumerate(rows):
+                        v = self.load(of, c, self.floats)
+                        tap = self.load(taps, self.add(self.mul(C, n), c), self.floats)
+                        total = self.fma(v, tap, total) if total else b.fmul(v, tap)
+                    self.store(self.silu(total), to, c)
+
+                self.loop(first, end, self.L, block)
+
+            self.loop(I64(0), T, 1, token)
+            for n in range(w):
+                of = row(self.add(T, n))
+                to = b.gep(after, [self.add(past, self.mul(C, n))])
+                self.loop(
+                    first,
+                    end,
+                    self.L,
+                    lambda c, _, of=of, to=to: self.store(self.load(of, c, self.floats), to, c),
+                )
+
+        self.loop(I64(0), B, 1, text)
+
+
+class _Gates(Code):
+    """Writes ``run(a, b, decay, bias, g, beta, Hv, all of them)``, one number after another."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+
+    def write(self):
+        build = self.b
+        *addresses, H, n = self.arguments
+        a, b, decay, bias, g, beta = (self.pointer(p, F32) for p in addresses)
+
+        def one(i, _):
+            head = build.urem(i, H)
+            v = self.spread(build.fadd(self.load(a, i, F32), self.load(bias, head, F32)))
+            v = build.fmul(self.softplus(v), self.spread(self.load(decay, head, F32)))
+            v = self.exp(build.fneg(v))
+            self.store(build.extract_element(v, I32(0)), g, i)
+            v = self.sigmoid(self.spread(self.load(b, i, F32)))
+            self.store(build.extract_element(v, I32(0)), beta, i)
+
+        self.loop(*self.share(n), 1, one)
+
+
+class _Router(Code):
+    """Writes ``run(logits, experts, scores, rows)``."""
+
+    def __init__(self, E, K, normalize):
+        super().__init__(4, _lanes(E))
+        self.E, self.K, self.normalize = E, K, normalize
+
+    def write(self):
+        b, K = self.b, self.K
+        logits, experts, scores, rows = self.arguments
+        logits, scores = self.pointer(logits, F32), self.pointer(scores, F32)
+        experts = self.pointer(experts, I64)
+        least = ir.Constant(F32, float("-inf"))
+
+        def row(i, _):
+            mine = self.mul(i, K)
+            for k in range(K):
+                at = self.add(mine, k)
+                self.store(least, scores, at)
+                self.store(I64(k), experts, at)
+
+            def expert(e, _):
+                v = self.load(logits, self.add(self.mul(i, self.E), e), F32)
+                smallest = self.load(scores, self.add(mine, K - 1), F32)
+                with b.if_then(b.fcmp_ordered(">", v, smallest)):
+                    # Those below it move one place on, the last one out.
+                    for k in range(K - 1, -1, -1):
+                        at = self.add(mine, k)
+                        here = b.fcmp_ordered(">", v, self.load(scores, at, F32))
+                        with b.if_then(here):
+                            if k < K - 1:
+                                for memory, kind in ((scores, F32), (experts, I64)):
+                                    moved = self.load(memory, at, kind)
+                                    self.store(moved, memory, self.add(at, 1))
+                            self.store(v, scores, at)
+                            self.store(e, experts, at)
+
+            self.loop(I64(0), I64(self.E), 1, expert)
+            most = self.spread(self.load(scores, mine, F32))
+            parts = []
+            for k in range(K):
+                v = self.spread(self.load(scores, self.add(mine, k), F32))
+                parts.append(self.exp(b.fsub(v, most)))
+            if self.normalize:
+                total = parts[0]
+                for part in parts[1:]:
+                    total = b.fadd(total, part)
+            else:
+
+                def block(e, held):
+                    v = self.load(logits, self.add(self.mul(i, self.E), e), self.floats)
+                    return [b.fadd(held[0], self.exp(b.fsub(v, most)))]
+
+                total = self.loop(I64(0), I64(self.E), self.L, block, [self.all(0)])[1][0]
+                total = self.spread(self.sum(total))
+            for k, part in enumerate(parts):
+                score = b.extract_element(b.fdiv(part, total), I32(0))
+                self.store(score, scores, self.add(mine, k))
+
+        self.loop(*self.share(rows), 1, row)
+
+
+class _Combination(Code):
+    """Writes ``run(experts, scores, add, shared, gate, y, rows)``."""
+
+    def __init__(self, D, K, add, shared, gate):
+        super().__init__(7, _lanes(D))
+        self.D, self.K = D, K
+        self.has_add, self.has_shared, self.has_gate = add, shared, gate
+
+    def write(self):
+        b, L = self.b, self.L
+        *addresses, rows = self.arguments
+        experts, scores, add, shared, gate, y = (self.pointer(a, F32) for a in addresses)
+        first, end = (self.mul(i, L) for i in self.share(I64(self.D // L)))
+
+        def row(i, _):
+            mine = self.mul(i, self.K)
+            weights = [self.load(scores, self.add(mine, k), F32) for k in range(self.K)]
+            weights = [self.spread(w) for w in weights]
+            if self.has_gate:
+                open_ = self.sigmoid(self.spread(self.load(gate, i, F32)))
+
+            def block(j, _):
+                at, total = self.add(self.mul(i, self.D), j), None
+                for k, weight in enumerate(weights):
+                    of = self.add(self.mul(self.add(mine, k), self.D), j)
+                    v = self.load(experts, of, self.floats)
+                    total = self.fma(v, weight, total) if total else b.fmul(v, weight)
+                if self.has_shared:
+                    v = self.load(shared, at, self.floats)
+                    total = self.fma(v, open_, total) if self.has_gate else b.fadd(v, total)
+                if self.has_add:
+                    total = b.fadd(total, self.load(add, at, self.floats))
+                self.store(total, y, at)
+
+            self.loop(first, end, L, block)
+
+        self.loop(I64(0), rows, 1, row)
+
+
+class _Rotation(Code):
+    """Writes ``run(x, its two distances, cos, sin, H, rows)``."""
+
+    def __init__(self, half):
+        super().__init__(7, _lanes(half))
+        self.half = half
+
+    def write(self):
+        b = self.b
+        x, first, second, cos, sin, H, rows = self.arguments
+        x, cos, sin = (self.pointer(a, F32) for a in (x, cos, sin))
+
+        def row(i, _):
+            group, head = b.udiv(i, H), b.urem(i, H)
+            at, angle = self.add(self.mul(group, first), self.mul(head, second)), group
+
+            def block(j, _):
+                of = self.add(self.mul(angle, self.half), j)
+                c, s = (self.load(p, of, self.floats) for p in (cos, sin))
+                places = self.add(at, j), self.add(self.add(at, j), self.half)
+                one, two = (self.load(x, p, self.floats) for p in places)
+                self.store(self.fma(one, c, b.fneg(b.fmul(two, s))), x, places[0])
+                self.store(self.fma(one, s, b.fmul(two, c)), x, places[1])
+
+            self.loop(I64(0), I64(self.half), self.L, block)
+
+        self.loop(*self.share(rows), 1, row)

@@ -1,0 +1,350 @@
+"""A team of threads that wait in native code for work, so that it pays to share little of it.
+
+Handing work to a thread of Python takes 7 to 12 us, the team 1.5 us (two cores of an AMD EPYC).
+``run`` divides a kernel's work into pieces. This thread and those of the team take one after
+another, and a thread that comes late finds none left: this one never waits for a thread that has
+not begun. For ``SPIN_S`` after its last piece a thread of the team watches for the next work, then
+it sleeps. One caller has the team at a time; another one meanwhile does its work alone.
+"""
+
+import atexit
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+
+import numpy as np
+
+from . import code
+from .code import I32, I64, Code, Kernel, ir
+
+SPIN_S = 2e-4
+# Multiplications and additions of a job. One thread does less than this in the time that the team
+# takes to begin.
+SHARED_WORK = 100_000
+PIECES = 4  # for each thread: who is held up does fewer
+YIELD_SPINS = 64  # looks for work between two offers of the core to other threads
+# Fields of a team, each in a cache line of its own. JOB says in one word which work there is (its
+# number), into how many pieces it is divided, and which is the next. So a piece is taken by one
+# compare and swap, which fails if the work has changed meanwhile.
+JOB, DONE, BUSY, AWAKE, KERNEL = range(0, 40, 8)
+ARGUMENTS = KERNEL + 1
+PAUSE = {"x86_64": ["llvm.x86.sse2.pause"], "arm64": ["llvm.aarch64.hint", 1]}
+PAUSE["aarch64"] = PAUSE["arm64"]
+PIECES_BITS = NEXT_BITS = 16
+MOST_PIECES = 2**NEXT_BITS - 1
+
+
+def pieces(work: int, most: int) -> int:
+    """Into how many pieces to divide some work.
+
+    Args:
+        work (int): Multiplications and additions.
+        most (int): Pieces at most.
+    """
+    n = code.num_threads() if work >= SHARED_WORK else 1
+    return 1 if n == 1 else max(1, min(n * PIECES, most, MOST_PIECES))
+
+
+def run(kernel: Kernel, *numbers: int, pieces: int) -> None:
+    """Compute a kernel's work in pieces, on all cores.
+
+    An interrupt shows when the work is done.
+
+    Args:
+        kernel (Kernel): What computes.
+        *numbers (int): What it takes.
+        pieces (int): How many there are, at most ``MOST_PIECES``.
+    """
+    if (program := getattr(_local, "program", None)) is not None:
+        return program.add(kernel, numbers, pieces)
+    if pieces == 1 or (team := _team()) is None:
+        return kernel(*numbers)
+    arguments = kernel.arguments(*numbers)
+    team.wake()
+    team.lead(team.address, kernel.address, ctypes.addressof(arguments), pieces)
+
+
+_local = threading.local()
+
+
+class Program:
+    """Calls of ``run`` that are recorded once, with the memory they name, and made in one call.
+
+        program = Program()
+        with program.recording():
+            y = rowwise.rms_norm(x, ...)  # computes nothing yet
+        program.run()  # y is computed from what is in x now
+
+    What is recorded must be the same in each run: shapes, addresses, the order of the calls.
+    """
+
+    def __init__(self):
+        self._calls, self._kept, self._table = [], [], None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, this thread's calls of ``run`` are recorded and not made."""
+        _local.program = self
+        try:
+            with code.recording(self._kept):
+                yield
+        finally:
+            _local.program = None
+
+    def add(self, kernel: Kernel, numbers: Sequence[int], pieces: int) -> None:
+        """As ``run``, later."""
+        self._calls.append((kernel, kernel.arguments(*numbers), pieces))
+        self._table = None
+
+    def places(self, of: np.ndarray) -> list[tuple[ctypes.Array, int]]:
+        """Where the address of an array stands among the calls' arguments: array and index.
+
+        Another address can be put there, of an array of the same form.
+        """
+        at = code.address(of)
+        return [(a, i) for _, a, _ in self._calls for i, n in enumerate(a) if n == at]
+
+    def run(self) -> None:
+        """Make all calls."""
+        if self._table is None:
+            self._link()
+        self._wake()
+        self._sequence(ctypes.addressof(self._table), len(self._calls))
+
+    def _link(self):
+        """A table of functions and their arguments. A call in pieces is one of ``Team.lead``."""
+        team, rows, self._leads = _team(), [], []
+        for kernel, arguments, pieces in self._calls:
+            if pieces > 1 and team is not None:
+                numbers = team.address, kernel.address, ctypes.addressof(arguments), pieces
+                kernel, arguments = team.lead, team.lead.arguments(*numbers)
+                self._leads.append(arguments)
+            rows += [kernel.address, ctypes.addressof(arguments)]
+        self._table, self._sequence = (ctypes.c_int64 * len(rows))(*rows), _sequence()
+        self._wake = team.wake if team is not None else lambda: None
+
+
+class Team:
+    """Threads, and the memory through which they get work.
+
+    Args:
+        num_threads (int): How many.
+
+    Attributes:
+        address (int): Of that memory.
+        lead (Kernel): Takes the team's address, and a kernel's: its code, its arguments, pieces.
+    """
+
+    def __init__(self, num_threads: int):
+        self._memory = np.zeros(KERNEL + 8, np.int64)
+        self.address = self._memory.ctypes.data
+        self.lead, self._serve = code.built(_Lead), code.built(_Serve)
+        begin = time.perf_counter()
+        self._serve(self.address, 1000)  # to learn how long a look takes
+        self._spins = int(SPIN_S / (time.perf_counter() - begin) * 1000)
+        self._awake = ctypes.c_int64.from_address(self.address + 8 * AWAKE)
+        self._ended = False
+        self._beds = [threading.Lock() for _ in range(num_threads)]
+        self._threads = []
+        for bed in self._beds:
+            bed.acquire()
+            name = f"moelab-team-{len(self._threads)}"
+            self._threads.append(
+                threading.Thread(target=self._live, args=(bed,), name=name, daemon=True)
+            )
+            self._threads[-1].start()
+
+    def _live(self, bed):
+        while not self._ended:
+            self._serve(self.address, self._spins)
+            bed.acquire()
+
+    def wake(self) -> None:
+        """Wake the threads that sleep."""
+        if self._awake.value < len(self._beds):
+            for bed in self._beds:
+                with suppress(RuntimeError):  # somebody else did
+                    bed.release()
+
+    def end(self) -> None:
+        """End the threads: none is in native code when the interpreter frees it."""
+        self._ended = True
+        for thread in self._threads:
+            while thread.is_alive():
+                self._awake.value = 0
+                self.wake()
+                thread.join(1e-3)
+
+
+@cache
+def _team():
+    """The team of this process; None where one core is all there is."""
+    if code.num_threads() == 1:
+        return None
+    team = Team(code.num_threads() - 1)
+    atexit.register(team.end)
+    return team
+
+
+@cache
+def _sequence():
+    return code.built(_Sequence)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_team.cache_clear)  # a fork has none of the threads
+
+
+class _Shared(Code):
+    """What both sides of a team do."""
+
+    def begin(self):
+        self.team = self.pointer(self.arguments[0], I64)
+        # What tells the processor that a thread only looks; where it has no such instruction, none.
+        name, *hint = PAUSE.get(self._module.triple.split("-")[0], [None])
+        kinds, self._hint = [I32] * len(hint), [I32(n) for n in hint]
+        self._pause = name and self._declare(name, ir.VoidType(), kinds)
+        self._yield = self._declare("sched_yield", I32, [])
+        self._run = ir.FunctionType(ir.VoidType(), [I64] * 3)
+
+    def field(self, i):
+        return self.b.gep(self.team, [I64(i)])
+
+    def read(self, i):
+        return self.b.load_atomic(self.field(i), "acquire", 8)
+
+    def write_to(self, i, value):
+        self.b.store_atomic(value, self.field(i), "release", 8)
+
+    def count(self, i, by):
+        self.b.atomic_rmw("add", self.field(i), I64(by), "acq_rel")
+
+    def swap(self, i, old, new):
+        """Whether a field had the value, and now has the new one."""
+        return self.b.extract_value(
+            self.b.cmpxchg(self.field(i), old, new, "acq_rel", "acquire"), 1
+        )
+
+    def compute(self, kernel, arguments, piece, pieces):
+        self.b.call(self.pointer(kernel, self._run), [arguments, piece, pieces])
+
+    def take(self):
+        """Take the next piece of the job, if there is one, and compute it.
+
+        Leaves the builder in the block where there was none, and returns the block to go back to.
+        """
+        b = self.b
+        again, there, taken, none = (self.function.append_basic_block() for _ in range(4))
+        b.branch(again)
+        b.position_at_end(again)
+        job = self.read(JOB)
+        mask = I64(MOST_PIECES)
+        pieces, piece = b.and_(b.lshr(job, I64(NEXT_BITS)), mask), b.and_(job, mask)
+        b.cbranch(b.icmp_unsigned("<", piece, pieces), there, none)
+        b.position_at_end(there)
+        b.cbranch(self.swap(JOB, job, self.add(job, 1)), taken, again)
+        b.position_at_end(taken)
+        # Until this piece is done, they stay what they are.
+        kernel, arguments = (self.load(self.team, I64(i), I64, 8) for i in (KERNEL, ARGUMENTS))
+        self.compute(kernel, arguments, piece, pieces)
+        self.count(DONE, 1)
+        return again, taken, none
+
+    def rest(self, spins):
+        """Pause, and now and then let another thread have the core."""
+        b = self.b
+        if self._pause:
+            b.call(self._pause, self._hint)
+        often = b.and_(spins, I64(YIELD_SPINS - 1))
+        with b.if_then(b.icmp_signed("==", often, I64(YIELD_SPINS - 1))):
+            b.call(self._yield, [])
+
+
+class _Lead(_Shared):
+    """Writes ``run(team, kernel, its arguments, pieces)``: post the job, take part, wait."""
+
+    def __init__(self):
+        super().__init__(4, 8)
+
+    def write(self):
+        self.begin()
+        b = self.b
+        _, kernel, arguments, pieces = self.arguments
+        alone, lead, end = (self.function.append_basic_block() for _ in range(3))
+        b.cbranch(self.swap(BUSY, I64(0), I64(1)), lead, alone)
+        b.position_at_end(alone)
+        self.loop(I64(0), pieces, 1, lambda i, _: self.compute(kernel, arguments, i, pieces))
+        b.branch(end)
+        b.position_at_end(lead)
+        self.store(kernel, self.team, I64(KERNEL))
+        self.store(arguments, self.team, I64(ARGUMENTS))
+        self.write_to(DONE, I64(0))
+        number = b.lshr(self.read(JOB), I64(NEXT_BITS + PIECES_BITS))
+        number = b.shl(self.add(number, 1), I64(PIECES_BITS))
+        self.write_to(JOB, b.shl(b.or_(number, pieces), I64(NEXT_BITS)))
+        again, _, none = self.take()
+        b.branch(again)
+        b.position_at_end(none)
+        wait, done = (self.function.append_basic_block() for _ in range(2))
+        b.branch(wait)
+        b.position_at_end(wait)
+        spins = b.phi(I64)
+        spins.add_incoming(I64(0), none)
+        self.rest(spins)
+        spins.add_incoming(self.add(spins, 1), b.block)
+        b.cbranch(b.icmp_unsigned("<", self.read(DONE), pieces), wait, done)
+        b.position_at_end(done)
+        self.write_to(BUSY, I64(0))
+        b.branch(end)
+        b.position_at_end(end)
+
+
+class _Sequence(Code):
+    """Writes ``run(table of functions and the addresses of their arguments, n)``."""
+
+    def __init__(self):
+        super().__init__(2, 8)
+
+    def write(self):
+        table, n = self.arguments
+        table, kind = self.pointer(table, I64), ir.FunctionType(ir.VoidType(), [I64] * 3)
+
+        def call(i, _):
+            at = self.mul(i, 2)
+            function, arguments = (self.load(table, self.add(at, k), I64) for k in (0, 1))
+            self.b.call(self.pointer(function, kind), [arguments, I64(0), I64(1)])
+
+        self.loop(I64(0), n, 1, call)
+
+
+class _Serve(_Shared):
+    """Writes ``run(team, spins)``: take pieces until there was none for so many looks."""
+
+    def __init__(self):
+        super().__init__(2, 8)
+
+    def write(self):
+        self.begin()
+        b = self.b
+        most = self.arguments[1]
+        self.count(AWAKE, 1)
+        before, look = b.block, self.function.append_basic_block()
+        b.branch(look)
+        b.position_at_end(look)
+        spins = b.phi(I64)
+        spins.add_incoming(I64(0), before)
+        *_, none = self.take()
+        spins.add_incoming(I64(0), b.block)
+        b.branch(look)
+        b.position_at_end(none)
+        self.rest(spins)
+        after = self.function.append_basic_block()
+        more = self.add(spins, 1)
+        spins.add_incoming(more, b.block)
+        b.cbranch(b.icmp_signed("<", more, most), look, after)
+        b.position_at_end(after)
+        self.count(AWAKE, -1)

@@ -1,0 +1,213 @@
+"""Blocks that compute in one piece, and what makes them go mlx-lm's way."""
+
+import copy
+
+import families
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import gated_delta, qwen3_5, qwen3_moe, qwen3_next
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from needs import needs_kernels
+
+from moelab import StreamConfig
+from moelab.hooks import hooked
+from moelab.kernels import blocks, modules
+from moelab.speculation.rollback import Rollback
+from moelab.streaming.model import load_model
+
+pytestmark = needs_kernels
+
+FAMILIES = "qwen3_5_moe", "qwen3_next", "qwen3_moe"
+TOKENS = mx.array([[5, 6, 7, 8, 9, 10, 11, 12]])
+# Largest difference of a logit to mlx-lm's, over the standard deviation of the logits.
+BOUND = 2e-4
+
+
+@pytest.fixture(autouse=True)
+def small_matrices(monkeypatch):
+    """Plain matrices of any size, on any system."""
+    monkeypatch.setattr(modules, "FLOAT_WEIGHTS", 0)
+    monkeypatch.setattr(modules.platform, "system", lambda: "Linux")
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(family, variant="affine4", **config):
+        path = tmp_path / f"{family} {variant}"
+        if not path.exists():
+            families.write_checkpoint(family, path, variant)
+        return load_model(path, StreamConfig(**{"mode": "resident", "kernels": "fast", **config}))[
+            0
+        ]
+
+    return load
+
+
+def logits(model, tokens=TOKENS, step=1):
+    cache = make_prompt_cache(model)
+    parts = [model(tokens[:, i : i + step], cache=cache) for i in range(0, tokens.shape[1], step)]
+    return np.array(mx.concatenate(parts, axis=1))
+
+
+def close(got, want):
+    return np.abs(got - want).max() <= BOUND * want.std()
+
+
+def tokens_recorded(model):
+    return [layer.__dict__.get("_token") is not None for layer in model.layers]
+
+
+@pytest.mark.parametrize("variant", ("affine4", "affine8", "mxfp4", "plain32"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_near_mlx_and_the_same_bits_in_any_passes_and_modes(family, variant, load):
+    want = logits(load(family, variant, kernels="mlx"))
+    model = load(family, variant)
+    got = logits(model)
+    assert all(isinstance(layer, blocks.Layer) for layer in model.layers)
+    assert any(tokens_recorded(model))
+    assert close(got, want)
+    for step in (3, 8):
+        assert np.array_equal(logits(model, step=step), got)
+    for mode in ("stacked", "fused"):
+        streamed = load(family, variant, mode=mode, slots=3)
+        assert np.array_equal(logits(streamed), got), mode
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batches(family, load):
+    texts = mx.array([[5, 6, 7, 8], [50, 40, 30, 20], [9, 9, 9, 1]])
+    fast, mlx = load(family), load(family, kernels="mlx")
+    for step in (1, 4):
+        assert close(logits(fast, texts, step), logits(mlx, texts, step))
+
+
+def test_a_record_follows_new_weights_and_modules(load):
+    model, mlx = load("qwen3_5_moe"), load("qwen3_5_moe", kernels="mlx")
+    before = logits(model)
+    for m in (model, mlx):
+        for layer in m.layers:
+            layer.input_layernorm.weight = layer.input_layernorm.weight * 2
+    assert not np.array_equal(logits(model), before) and close(logits(model), logits(mlx))
+    for m in (model, mlx):
+        layer = m.layers[0]
+        layer.mlp.gate.scales = layer.mlp.gate.scales * -1
+    assert close(logits(model), logits(mlx))
+    for m in (model, mlx):  # in place
+        m.layers[0].mlp.gate.biases[0] = 3.0
+    assert close(logits(model), logits(mlx))
+    for m in (model, mlx):
+        layer = m.layers[-1].mlp
+        layer.shared_expert.up_proj = nn.Linear(64, 64, bias=False)
+        layer.shared_expert.up_proj.weight = mx.eye(64)
+    assert close(logits(model), logits(mlx))
+
+
+@pytest.mark.parametrize("part", ("linear_attn", "mlp", "mlp.gate", "mlp.shared_expert", ""))
+def test_hooks_see_every_call(part, load):
+    model, seen = load("qwen3_5_moe"), []
+    want, layer = logits(model), model.layers[0]
+    module = layer
+    for name in filter(None, part.split(".")):
+        module = module[name]
+
+    def hook(original, *args, **kwargs):
+        seen.append(1)
+        return original(*args, **kwargs)
+
+    with hooked(module, hook):
+        assert close(logits(model), want) and len(seen) == TOKENS.shape[1]
+    assert np.array_equal(logits(model), want) and len(seen) == TOKENS.shape[1]
+
+
+@pytest.mark.parametrize(
+    "family, of, name",
+    [
+        ("qwen3_5_moe", qwen3_5, "gated_delta_update"),
+        ("qwen3_next", qwen3_next, "gated_delta_update"),
+        ("qwen3_moe", qwen3_moe, "scaled_dot_product_attention"),
+    ],
+)
+def test_a_function_that_a_library_replaces_is_called(family, of, name, load, monkeypatch):
+    model, seen, real = load(family), [], getattr(of, name)
+    want = logits(model)
+    with monkeypatch.context() as library:
+        library.setattr(of, name, lambda *a, **k: seen.append(1) or real(*a, **k))
+        assert close(logits(model), want) and seen
+    assert np.array_equal(logits(model), want)
+
+
+@pytest.mark.parametrize(
+    "family, cls",
+    [
+        ("qwen3_5_moe", qwen3_5.GatedDeltaNet),
+        ("qwen3_5_moe", qwen3_5.DecoderLayer),
+        ("qwen3_next", qwen3_next.Qwen3NextSparseMoeBlock),
+        ("qwen3_moe", qwen3_moe.Attention),
+        ("qwen3_5_moe", nn.QuantizedLinear),
+    ],
+)
+def test_a_method_that_a_library_replaces_is_called(family, cls, load, monkeypatch):
+    model, seen, real = load(family), [], cls.__call__
+    want = logits(model)
+    with monkeypatch.context() as library:
+        library.setattr(cls, "__call__", lambda *a, **k: seen.append(1) or real(*a, **k))
+        assert close(logits(model), want) and seen
+    assert np.array_equal(logits(model), want)
+
+
+def test_a_loop_that_patches_the_recurrence_of_every_family(load, monkeypatch):
+    """As z-lab's loop does: another ``gated_delta_update`` in the model's module, while it runs."""
+    model = load("qwen3_5_moe")
+    want, taken = logits(model), []
+
+    def patched(q, k, v, a, b, A_log, dt_bias, state=None, mask=None, **kwargs):
+        taken.append(q.shape[1])
+        return gated_delta.gated_delta_update(q, k, v, a, b, A_log, dt_bias, state, mask, **kwargs)
+
+    monkeypatch.setattr(qwen3_5, "gated_delta_update", patched)
+    assert close(logits(model, step=4), want)
+    assert set(taken) == {4}
+
+
+@pytest.mark.parametrize("keep_states", (True, False))
+@pytest.mark.parametrize("family", ("qwen3_5_moe", "qwen3_next"))
+def test_passes_that_are_taken_back_leave_no_bit(family, keep_states, load, monkeypatch):
+    monkeypatch.setattr("moelab.speculation.rollback.STATES_NBYTES", 2**28 * keep_states)
+    model, tokens = load(family), TOKENS.tolist()[0]
+    want = logits(model)[0]
+    cache = make_prompt_cache(model)
+    rollback, got = Rollback(model, cache), []
+    for i in range(0, len(tokens), 2):  # two that are right, three that are wrong
+        part = mx.array([[*tokens[i : i + 2], 90, 91, 92]])
+        got.append(np.array(rollback(part))[0, :2])
+        rollback.undo(3)
+        rollback.commit()
+    assert np.array_equal(np.concatenate(got), want)
+
+
+def test_a_block_that_is_trained_goes_mlxs_way(load):
+    model, mlx = load("qwen3_5_moe", "plain32"), load("qwen3_5_moe", "plain32", kernels="mlx")
+    before = logits(model)
+    model.train()
+    assert np.array_equal(logits(model), logits(mlx))
+    model.eval()
+    assert np.array_equal(logits(model), before)
+
+
+def test_a_state_that_somebody_holds_stays(load, monkeypatch):
+    model = load("qwen3_5_moe")
+    want = logits(model)
+    monkeypatch.setattr(blocks, "IN_PLACE_NBYTES", 0)
+    assert np.array_equal(logits(model), want)
+    cache = make_prompt_cache(model)
+    model(TOKENS, cache=cache)
+    recurrent = next(c for c in cache if isinstance(c, ArraysCache))
+    for hold in (lambda a: a, mx.array, copy.deepcopy, lambda a: a[:, :1], np.asarray):
+        model(TOKENS[:, :1], cache=cache)
+        held = hold(recurrent[1])
+        before = np.array(held)
+        model(TOKENS[:, :1], cache=cache)
+        assert np.array_equal(np.array(held), before)
+        assert not np.array_equal(np.array(recurrent[1])[tuple(map(slice, before.shape))], before)

@@ -1,0 +1,91 @@
+"""The team: pieces are computed once each, whoever is there, whatever else runs."""
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from needs import needs_kernels
+
+from moelab.kernels import code, rowwise, team
+from moelab.kernels.code import I64, Code
+
+pytestmark = needs_kernels
+
+
+class Count(Code):
+    """Writes ``run(counts)``: adds one to the count of each piece, after some work."""
+
+    def __init__(self):
+        super().__init__(1, 8)
+
+    def write(self):
+        counts = self.pointer(self.arguments[0], I64)
+        end = self.loop(I64(0), I64(20_000), 1, lambda i, v: [self.add(v[0], i)], [I64(0)])[1][0]
+        more = self.b.add(I64(1), self.b.and_(end, I64(0)))
+        self.b.atomic_rmw("add", self.b.gep(counts, [self.piece]), more, "monotonic")
+
+
+@pytest.fixture(scope="module")
+def count():
+    writer = Count()
+    return writer.link(writer.compile())
+
+
+@pytest.mark.parametrize("pieces", (1, 2, 3, 64, 1000))
+def test_each_piece_is_computed_once(count, pieces):
+    counts = np.zeros(pieces, np.int64)
+    for n in range(1, 50):
+        team.run(count, counts.ctypes.data, pieces=pieces)
+        assert (counts == n).all()
+
+
+def test_callers_in_many_threads(count):
+    def many(_):
+        counts = np.zeros(7, np.int64)
+        for _ in range(200):
+            team.run(count, counts.ctypes.data, pieces=7)
+        return counts
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all((counts == 200).all() for counts in pool.map(many, range(6)))
+
+
+def test_threads_that_sleep_are_woken(count):
+    if code.num_threads() == 1:
+        pytest.skip("needs two cores")
+    counts = np.zeros(2, np.int64)
+    for _ in range(5):
+        time.sleep(20 * team.SPIN_S)
+        team.run(count, counts.ctypes.data, pieces=2)
+    assert (counts == 5).all()
+    names = [thread.name for thread in threading.enumerate()]
+    assert sum(name.startswith("moelab-team") for name in names) == code.num_threads() - 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_fork_computes_too(count):
+    counts = np.zeros(8, np.int64)
+    team.run(count, counts.ctypes.data, pieces=8)
+    pid = os.fork()
+    if pid == 0:
+        counts[:] = 0
+        team.run(count, counts.ctypes.data, pieces=8)
+        os._exit(0 if (counts == 1).all() else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_program_is_made_again_with_other_memory():
+    x, weight = np.arange(64, dtype=np.float32)[None], np.ones(64, np.float32)
+    program, place = team.Program(), np.zeros((1, 64), np.float32)
+    with program.recording():
+        y = rowwise.rms_norm(place, weight, 1e-6)
+    for a in (x, x[:, ::-1].copy()):
+        for arguments, i in program.places(place):
+            arguments[i] = code.address(a)
+        place = a
+        program.run()
+        assert np.array_equal(y, rowwise.rms_norm(a, weight, 1e-6))
