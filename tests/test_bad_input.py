@@ -564,7 +564,7 @@ def bad_fields():
             values = (least - 1, -3, most + 1, 2**70, 2.5, float(least), True, "16", "many")
             values += ("auto" if option.default is None else None,)
             expected = f"a whole number of at least {least} and at most {most}"
-        elif option.default is False:
+        elif isinstance(option.default, bool):
             values, expected = (0, "yes", None), "True or False"
         else:
             values, expected = (3, b"t.npz"), "the file of a trace"

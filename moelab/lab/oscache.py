@@ -5,6 +5,7 @@ import mmap
 import os
 import resource
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +30,21 @@ def drop_pages(path: str | Path) -> str:
     if not hasattr(os, "posix_fadvise"):
         return "F_NOCACHE: nothing new is cached, but what already was may still answer"
     for file in tensor_files(path):
+        _unmap_pages(file)
         with open(file, "rb") as f:
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return "POSIX_FADV_DONTNEED"
+
+
+def _unmap_pages(file):
+    """Let go of a file's pages that this process has mapped: those of a mapping stay otherwise."""
+    with suppress(OSError), open("/proc/self/maps") as maps:
+        for line in maps:
+            place, *_, path = line.rstrip("\n").split(maxsplit=5)
+            if path == str(file.resolve()):
+                begin, end = (int(n, 16) for n in place.split("-"))
+                begin, nbytes = ctypes.c_void_p(begin), ctypes.c_size_t(end - begin)
+                ctypes.CDLL(None).madvise(begin, nbytes, mmap.MADV_DONTNEED)
 
 
 def write_back(path: str | Path) -> None:

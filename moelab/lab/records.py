@@ -286,7 +286,8 @@ class BenchRecord:
 def _config(recorded):
     """How a recorded model streamed, without settings that the engine no longer has."""
     own = {f.name: recorded[f.name] for f in fields(StreamConfig) if f.name in recorded}
-    return StreamConfig(**{"kernels": "mlx"} | own)  # the first records name no kernels
+    # What the first records do not name was not there.
+    return StreamConfig(**{"kernels": "mlx", "zero_copy": False} | own)
 
 
 @dataclass(frozen=True)

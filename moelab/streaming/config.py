@@ -105,6 +105,9 @@ class StreamConfig:
             call of at most S (token, expert) pairs, and the host does not wait for its routing.
             For ``stacked`` and ``fused``, without ``prefetch``; needs cuda-bindings, and host
             memory for all experts. Default: ``disk``.
+        zero_copy (bool): Whether experts that are in no slot but in the page cache are computed
+            there: experts of 256 kB or more, on Linux with the ``fast`` kernels, while reads go
+            through the page cache. Default: ``True``.
         policy (str): Which expert is evicted first: ``lru`` (the least recently used) or ``lfu``
             (the least frequently used). Default: ``lru``.
         ranks_trace (str or None): With a group of ranks: the file of a trace of this model, which
@@ -180,6 +183,7 @@ class StreamConfig:
         modes=SLOT_MODES,
         needs="slots that the GPU fills",
     )
+    zero_copy: bool = _option(True, modes=SLOT_MODES)
     policy: str = _option(
         "lru",
         "which expert is evicted first (default: {default})",

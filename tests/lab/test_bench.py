@@ -205,7 +205,8 @@ def same(new, old):
         later = new.keys() - old.keys() - {"memory_nbytes", "context", "reserved_nbytes"}
         # Like these, of no use to what a record shows; all experts came from the disk.
         later -= {"lazy_logits", "prompt_nbytes", "disk_speeds", "source"}
-        said = {k: new[k] for k in later if not k.startswith(("prefetch", "ranks")) or new[k]}
+        nothing = ("prefetch", "ranks", "zero_copy", "in_pages")
+        said = {k: new[k] for k in later if not k.startswith(nothing) or new[k]}
         assert said in ({}, {"kernels": "mlx"}), said  # there were no others
         return all(same(new[k], v) for k, v in old.items() if k not in REMOVED)
     if isinstance(old, list):

@@ -56,6 +56,12 @@ class Job:
                     self._took_s[e] = took_s
                     self._changed.notify_all()
 
+    def wait(self) -> None:
+        """Wait until every read has ended."""
+        with self._changed:
+            while (self._queued or self._running) and not self._reader.closed:
+                self._changed.wait(0.1)
+
     def collect(self, needed: set[int], everything: bool = False) -> tuple[dict, list[int], bool]:
         """Cancel the reads that have not begun and wait for those that are needed.
 

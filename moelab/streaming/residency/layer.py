@@ -124,6 +124,16 @@ class LayerSlots:
         """Those of the experts that are this rank's."""
         return [e for e in experts if self.owned is None or self.owned[e]]
 
+    def in_pages(self, needed: Collection[int]) -> list[int]:
+        """Those of the experts that are in no slot and can be computed in the page cache."""
+        direct, config = self._reader.direct, self._config
+        if direct or not (config.zero_copy and self.computes_at_once and self.bank.pages):
+            return []
+        slot_of, hold = self.table.slot_of, self.bank.pages.hold
+        found = [e for e in needed if e not in slot_of and hold(e)]
+        self._counting.now.in_pages += len(found)
+        return found
+
     def choose(self, needed, busy=None):
         """As ``SlotTable.choose``, counted."""
         hits, misses = self.table.choose(needed, busy)
