@@ -80,7 +80,7 @@ class Run:
         self.shapes = {k: v for k, v in dispatch.SHAPES.items() if (k == "tiny-moe") == tiny}
         self.shape = next(iter(self.shapes.values()))
         self.rounds = 2 if tiny else 7
-        self.base = StreamConfig(slots=8 if tiny else 64)
+        self.base = StreamConfig(slots=8 if tiny else 64, kernels="mlx")  # as on a GPU
         self.path = self.folder / ("tiny" if tiny else f"{LIKE}-{LAYERS}")
 
     def checkpoint(self):

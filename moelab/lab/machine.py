@@ -26,9 +26,10 @@ import mlx.core as mx
 import psutil
 
 from .. import DATA, kernels
-from ..checkpoint import CheckpointError
+from ..checkpoint import Checkpoint, CheckpointError
 from ..commands.argument_types import not_empty
 from ..memory import memory_available, memory_limit
+from ..streaming.build import build_model
 from ..streaming.reading import native
 from .oscache import drop_pages
 
@@ -259,6 +260,12 @@ def _plan_of(model):
         what, _, remedy = str(error).rstrip(".").rpartition(". ")
         yield False, what, remedy
         return
+    if p.config.kernels == "fast":
+        built = build_model(Checkpoint(model), p.config)[0]
+        kernels.use(built, half_scales=True)
+        found = (f"{n} {name}" for name, n in kernels.blocks_of(built).items())
+        found = ", ".join(found) or "none that is known"
+        yield True, f"{model.name}: blocks in one piece: {found}; others module by module", ""
     f = footprint(model, p.config)
     one = sum(p.expert_nbytes)
     held, all_experts, token, disk = (  # in the units of the plan's own line

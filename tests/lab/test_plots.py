@@ -162,7 +162,8 @@ def test_check_plans_a_model(monkeypatch, capsys):
     model = DATA / "models/tiny-moe"
     want = plan(model, StreamConfig(lazy_logits=True))
     assert machine.check(model) in (True, False)
-    chosen, held = capsys.readouterr().out.splitlines()[-2:]
+    *_, blocks, chosen, held = capsys.readouterr().out.splitlines()
+    assert ("blocks in one piece: 8 DecoderLayer, 8 " in blocks) == kernels.available()
     assert chosen.startswith("[ok] tiny-moe, ")
     assert want.reason.partition(". ")[0] in chosen and "available" in chosen
     all_experts = want.num_experts * sum(want.expert_nbytes) / 1e6

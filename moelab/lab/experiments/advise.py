@@ -14,6 +14,7 @@ from ... import StreamConfig, Trace, load
 from ...checkpoint import Checkpoint
 from ...commands.argument_types import positive
 from ...commands.arguments import add_model
+from ...hooks import hooked
 from ...memory import memory_available
 from ...replay import advice
 from ...replay.advice import Advice, Lookahead
@@ -115,7 +116,16 @@ def measure_lookahead(path: str | Path, slots: int, tokens: int = 16) -> Lookahe
     model, tokenizer = load(path, StreamConfig(prefetch="lookahead", slots=slots))
     with model:
         session = session_of(model)
-        with session.prefetcher.timed_asks() as spent:
+        layers = session.residency.layers
+
+        def and_wait(prefetch, i, experts):
+            """What is not read in time would not count as predicted."""
+            prefetch(i, experts)
+            if layers[i].job is not None:
+                layers[i].job.wait()
+
+        waits = hooked(session.residency.ahead, and_wait, "prefetch")
+        with session.prefetcher.timed_asks() as spent, waits:
             ids = encode(tokenizer, PROMPTS[0])
             counters = decode(model, ids, tokens, warmup=4).counters
         L = len(session.layers)
