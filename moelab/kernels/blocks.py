@@ -260,7 +260,7 @@ class GatedDelta35(GatedDelta):
     norm_type = qwen3_5.RMSNormGated
 
     def project(self, x: Rows, projections: list) -> list[np.ndarray]:
-        """q, k and v side by side, z, b and a: ``[n, ...]`` each."""
+        """Four arrays ``[n, ...]``: q, k and v in one, then z, b and a."""
         return x.multiply(*projections)
 
 
@@ -291,7 +291,7 @@ def taps_of(conv1d: FastConv1d) -> np.ndarray:
 
 
 class Attention(Block):
-    """Attention of qwen3_moe, and of qwen3_next and qwen3_5, whose output has a gate."""
+    """The attention of qwen3_moe, qwen3_next and qwen3_5. The last two multiply with a gate."""
 
     def forward(self, x, B, mask=None, cache=None):
         found = self.fits(cache)
@@ -477,7 +477,7 @@ class ExpertsAndShared(Experts):
 
 
 class Layer(Block):
-    """A layer: a norm, attention or a recurrence, a norm, experts or an MLP."""
+    """A decoder layer: attention or a recurrence, then experts or an MLP, each after a norm."""
 
     def forward(self, x, B, mask=None, cache=None):
         if len(x.x) == 1 and mask is None and (y := self._replay(x, cache)) is not None:

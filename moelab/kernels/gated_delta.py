@@ -72,7 +72,7 @@ def recur(
     (B, T, Hk, Dk), (Hv, Dv) = q.shape, v.shape[2:]
     y = np.empty((B, T, Hv, Dv), np.float32)
     new = np.empty((T, *state.shape) if every else state.shape, np.float32)
-    # From a token to the next one; the stride of an axis of length 1 says nothing.
+    # The distance of two tokens. With T = 1 the stride of that axis may be any number.
     steps = [a.strides[T > 1] // a.itemsize for a in (q, k, v)]
     team.run(
         _kernel(Dk, g.ndim == 4, every),

@@ -245,7 +245,7 @@ class Rows:
 
     @classmethod
     def of(cls, x: mx.array) -> "Rows":
-        """The rows of an array ``[..., D]``, evaluated, in its memory if they are in order."""
+        """The rows of an array ``[..., D]``. It is evaluated, and copied if rows are apart."""
         return cls(np.ascontiguousarray(np.asarray(x).reshape(-1, x.shape[-1])))
 
     def packed_for(self, matrices: Matrices) -> Packed:

@@ -3,8 +3,8 @@
 Handing work to a thread of Python takes 7 to 12 us, the team 1.5 us (two cores of an AMD EPYC).
 ``run`` divides a kernel's work into pieces. This thread and those of the team take one after
 another, and a thread that comes late finds none left: this one never waits for a thread that has
-not begun. For ``SPIN_S`` after its last piece a thread of the team watches for the next work, then
-it sleeps. One caller has the team at a time; another one meanwhile does its work alone.
+not begun. A thread of the team that finds no work looks for some for ``SPIN_S``, then it sleeps.
+One caller has the team at a time. Another one meanwhile does its work alone.
 """
 
 import atexit

@@ -91,8 +91,9 @@ class Lookahead(Prefetcher):
         if layer + 1 == len(self._layers):
             return []
         if isinstance(x, kernels.Rows):
-            if (routed := self._blocks[layer + 1].route(x)) is not None:
-                return [routed[0]]
+            route = getattr(self._blocks[layer + 1], "route", lambda x: None)
+            if (routed := route(x)) is not None:
+                return [routed]
             x = mx.array(x.x)
         asked = []
         experts = self._layers[layer + 1]

@@ -9,11 +9,12 @@ from families import K
 from greedy import greedy_logits
 from needs import needs_kernels
 
-from moelab import StreamConfig, stats
+from moelab import StreamConfig, kernels, stats
 from moelab.kernels import modules
 from moelab.lab.oscache import cached_nbytes, drop_pages, write_back
 from moelab.repack import repack
 from moelab.streaming.model import load_model
+from moelab.streaming.reading.file import ReadError
 from moelab.streaming.residency import pages
 from moelab.streaming.session import session_of
 
@@ -109,3 +110,23 @@ def test_lookahead_and_pages(path, small_experts):
     want, _ = run(path, zero_copy=False)
     got, _ = run(path, prefetch="lookahead")
     assert np.array_equal(got, want)
+
+
+def test_a_file_that_changed_is_not_computed(path, small_experts):
+    with load_model(path, StreamConfig(slots=K, kernels="fast"))[0] as model:
+        greedy_logits(model, PROMPT, 2)
+        for file in path.glob("*.safetensors"):
+            os.utime(file)
+        with pytest.raises(ReadError, match="changed while it was streamed"):
+            greedy_logits(model, PROMPT, 2)
+
+
+def test_every_text_of_a_batch_is_asked_for_ahead(path):
+    """A look-ahead guesses for all tokens of a call, not for the first alone."""
+    model, _ = load_model(path, StreamConfig(slots=8, kernels="fast", prefetch="lookahead"))
+    with model:
+        prefetcher = session_of(model).prefetcher
+        block = next(m for m in model.modules() if hasattr(m, "route"))
+        x = kernels.Rows(np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32))
+        layer, routed = prefetcher.guess(0, prefetcher.ask(0, x))
+        assert layer == 1 and routed.shape == block.route(x).shape == (3, K)

@@ -144,7 +144,9 @@ class _Loop(Code):
 
 @cache
 def resident() -> code.Kernel | None:
-    """Says whether all pages of some ranges are in memory; None where it cannot be built.
+    """The kernel that says whether every page of some ranges of mapped memory is in memory.
+
+    None without llvmlite, and on systems without ``mincore``.
 
     It takes the address of ``[n, 2]`` (an address at the begin of a page, and bytes), n, the
     address of a byte for each page of the longest range, and the address of a uint32 that is set to

@@ -125,12 +125,18 @@ class LayerSlots:
         return [e for e in experts if self.owned is None or self.owned[e]]
 
     def in_pages(self, needed: Collection[int]) -> list[int]:
-        """Those of the experts that are in no slot and can be computed in the page cache."""
+        """Those of the experts that are in no slot and can be computed in the page cache.
+
+        Raises:
+            ReadError: If a file has changed since it was opened.
+        """
         direct, config = self._reader.direct, self._config
         if direct or not (config.zero_copy and self.computes_at_once and self.bank.pages):
             return []
         slot_of, hold = self.table.slot_of, self.bank.pages.hold
         found = [e for e in needed if e not in slot_of and hold(e)]
+        if found:
+            self.bank.pages.check_unchanged()
         self._counting.now.in_pages += len(found)
         return found
 

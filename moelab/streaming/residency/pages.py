@@ -18,7 +18,7 @@ import numpy as np
 from ... import kernels
 from ...checkpoint import GATE_UP, ExpertTensor
 from ..reading import native
-from ..reading.file import File
+from ..reading.file import File, check_unchanged
 
 # Bytes of an expert. To ask for a smaller one takes about as long as to copy it.
 LEAST_NBYTES = 256 * 1024
@@ -38,6 +38,7 @@ class Pages:
 
     def __init__(self, tensors: dict[str, ExpertTensor], linears: dict):
         views = {name: _view(t) for name, t in tensors.items()}
+        self._files = {file for t in tensors.values() for file in t.files}
 
         def matrices(name):
             parts = (views.get(f"{name}.{part}") for part in ("weight", "scales", "biases"))
@@ -55,6 +56,10 @@ class Pages:
         self._found = np.zeros(max(nbytes) // mmap.PAGESIZE + 2, np.uint8)
         self._answer = ctypes.c_uint32()
         self._memory = self._found.ctypes.data, ctypes.addressof(self._answer)
+
+    def check_unchanged(self) -> None:
+        """As ``reading.file.check_unchanged``, of the files. Computing reads what they hold now."""
+        check_unchanged(self._files)
 
     def hold(self, expert: int) -> bool:
         """Whether the page cache has an expert: all of its weights (its scales are a ninth)."""
