@@ -208,7 +208,7 @@ class BenchRecord:
     def hit_rate(self, name: str) -> float | None:
         """Share of the needed experts that were in their slots; None if none was asked for."""
         counters = self.counters(name)
-        needed = sum(c.hits + c.misses for c in counters)
+        needed = sum(c.hits + c.misses + c.in_pages for c in counters)
         return sum(c.hits for c in counters) / max(1, needed) if counters else None
 
     def bytes_per_token(self, name: str) -> float | None:
