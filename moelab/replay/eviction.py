@@ -1,7 +1,7 @@
 """Which experts a cache of slots holds, by eviction policy.
 
 A policy of the engine is a line of ``EVICTION`` in ``streaming/residency/table.py``, which is read
-here. A policy that goes by more than how often an expert was used is a line of ``SCORES``.
+here. Another one is a line of ``SCORES``.
 """
 
 from collections import deque
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..streaming.residency.table import EVICTION
+from ..streaming.residency.table import EVICTION, LARGEST
 
 
 class Uses(NamedTuple):
@@ -19,19 +19,14 @@ class Uses(NamedTuple):
         order (np.ndarray): Grows from use to use; within a token, hits come before misses.
         hit (np.ndarray): Whether the expert was in a slot.
         score (np.ndarray): The slot's score so far; meaningless for a miss.
-        count (np.ndarray): How often the expert was used, this time included.
         next (np.ndarray): The token that needs the expert next; beyond the last if none does.
     """
 
     order: np.ndarray
     hit: np.ndarray
     score: np.ndarray
-    count: np.ndarray
     next: np.ndarray
 
-
-# Larger than any order, so that an engine's score counts for more. Both are exact in a float.
-ORDERS = 2.0**32
 
 # Policies that do not follow from ``EVICTION``: the score of an expert from its use on. The expert
 # with the lowest score is evicted first.
@@ -45,15 +40,6 @@ def policies() -> tuple[str, ...]:
     """The engine's policies, and the replay's own."""
     # S3-FIFO is three queues and no score; ``none`` holds nothing, as the mode ``buffers``.
     return (*(EVICTION | SCORES), "s3-fifo", "none")
-
-
-def _score_of(policy):
-    if policy in SCORES:
-        return SCORES[policy]
-    score = EVICTION[policy]  # as ``SlotTable`` evicts: of equal scores the least recently used
-    if score is None:
-        return lambda use: use.order
-    return lambda use: score(use.count) * ORDERS + use.order
 
 
 def held(experts: np.ndarray, num_experts: int, slots: int, policy: str = "lru") -> np.ndarray:
@@ -89,21 +75,28 @@ def held(experts: np.ndarray, num_experts: int, slots: int, policy: str = "lru")
     if policy == "s3-fifo":
         layers = experts.transpose(1, 0, 2)
         return np.stack([_s3_fifo(rows, num_experts, slots) for rows in layers], axis=1)
-    return _by_score(experts, num_experts, slots, _score_of(policy))
+    return _by_score(experts, num_experts, slots, policy)
 
 
-def _by_score(experts, E, slots, score_of):
+def _by_score(experts, E, slots, policy):
     # All layers at once, token by token: of the experts that are held and not needed, those with
-    # the lowest scores are evicted.
+    # the lowest scores are evicted. With a policy that counts uses, those whose uses count least,
+    # and of equal ones those with the lowest scores.
+    score_of, decay = SCORES.get(policy, lambda use: use.order), EVICTION.get(policy, 0)
     T, L, K = experts.shape
     rows, places = np.arange(L)[:, None], np.arange(K)
     slot_of = np.full((L, E + 1), -1)  # expert id E marks an empty slot
     holds = np.full((L, slots), E)
     score = np.full((L, slots), -np.inf)
-    counts, next_use = np.zeros((L, E), np.int64), _next_use(experts, E)
+    counts, one, next_use = np.zeros((L, E + 1)), 1.0, _next_use(experts, E)
     hit = np.empty((T, L, K), bool)
     for t in range(T):
         need = experts[t].astype(np.intp)
+        if decay:  # as ``SlotTable`` counts
+            one /= decay
+            if one > LARGEST:
+                one, counts = one / LARGEST, counts / LARGEST
+            counts[rows, need] += one
         slot = slot_of[rows, need]
         found = hit[t] = slot >= 0
         missing = K - found.sum(1)
@@ -112,21 +105,24 @@ def _by_score(experts, E, slots, score_of):
             layer, k = np.nonzero(found)
             candidates = score.copy()
             candidates[layer, slot[layer, k]] = np.inf  # needed now
-            if most < slots:
+            if decay:
+                by_count = np.where(np.isinf(candidates), candidates, counts[rows, holds])
+                lowest = np.lexsort((candidates, by_count))[:, :most]
+            elif most < slots:
                 lowest = np.argpartition(candidates, most - 1, axis=1)[:, :most]
             else:
                 lowest = np.broadcast_to(np.arange(slots), (L, slots))
-            ascending = np.take_along_axis(candidates, lowest, 1).argsort(1)
-            lowest = np.take_along_axis(lowest, ascending, 1)
+            if not decay:
+                ascending = np.take_along_axis(candidates, lowest, 1).argsort(1)
+                lowest = np.take_along_axis(lowest, ascending, 1)
             layer, k = np.nonzero(~found)
             evicted = lowest[np.arange(most) < missing[:, None]]  # by layer, as ``layer`` is
             slot_of[layer, holds[layer, evicted]] = -1
             e = need[layer, k]
             slot_of[layer, e] = slot[layer, k] = evicted
             holds[layer, evicted] = e
-        counts[rows, need] += 1
         order = (2 * t + ~found) * float(K) + places
-        use = Uses(order, found, score[rows, slot], counts[rows, need], next_use[t])
+        use = Uses(order, found, score[rows, slot], next_use[t])
         score[rows, slot] = score_of(use)
     return hit
 

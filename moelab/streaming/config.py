@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import kernels
 from ..checkpoint import MAX_DIMENSION
-from .residency.table import EVICTION
+from .residency.table import POLICIES
 
 MODES = ("resident", "serial", "buffers", "stacked", "fused")
 SLOT_MODES = ("stacked", "fused")  # those with S slots in every layer
@@ -108,8 +108,9 @@ class StreamConfig:
         zero_copy (bool): Whether experts that are in no slot but in the page cache are computed
             there: experts of 256 kB or more, on Linux with the ``fast`` kernels, while reads go
             through the page cache. Default: ``True``.
-        policy (str): Which expert is evicted first: ``lru`` (the least recently used) or ``lfu``
-            (the least frequently used). Default: ``lru``.
+        policy (str): Which expert is evicted first: ``lru`` (the least recently used), ``lfu`` (the
+            least frequently used), ``lrfu`` (by both: a use counts 2% less with each later call of
+            the layer) or ``auto``: ``lrfu``, with ``source="host"`` ``lru``. Default: ``auto``.
         ranks_trace (str or None): With a group of ranks: the file of a trace of this model, which
             ``Trace.save`` wrote. Experts that its tokens use together go to different ranks.
             Default: every N-th expert goes to the same rank.
@@ -185,9 +186,9 @@ class StreamConfig:
     )
     zero_copy: bool = _option(True, modes=SLOT_MODES)
     policy: str = _option(
-        "lru",
+        "auto",
         "which expert is evicted first (default: {default})",
-        choices=EVICTION,
+        choices=POLICIES,
         modes=SLOT_MODES,
     )
     ranks_trace: str | None = _option(

@@ -190,38 +190,40 @@ def test_a_policy_or_a_size_that_is_none():
 def test_the_policies_are_listed_once():
     """The replay's list begins with the engine's; everything else uses one of these two lists."""
     assert eviction.policies()[: len(slots.EVICTION)] == (*slots.EVICTION,)
-    assert config.OPTIONS["policy"].choices is slots.EVICTION
+    assert config.OPTIONS["policy"].choices is slots.POLICIES
     assert set(slots.GPU_POLICIES) <= set(slots.EVICTION)
+    assert slots.policy_of("auto", "host") in slots.GPU_POLICIES, "a GPU chooses slots by itself"
+    assert slots.policy_of("auto", "disk") == "lrfu" and slots.policy_of("lfu", "host") == "lfu"
     written = re.compile(r"""[(\[]["']lru["'],\s*["']lfu["'],?\s*[)\]]""")
     files = [*Path(moelab.__file__).parent.rglob("*.py")]
     assert not [f.name for f in files if written.search(f.read_text())]
 
 
 def test_a_policy_is_added_in_one_line(monkeypatch, random_tiny_moe):
-    """Most frequently used first, which nobody wants: all that know a policy take it."""
-    monkeypatch.setitem(slots.EVICTION, "mfu", lambda count: -count)
+    """A use counts half with each later call: all that know a policy take it."""
+    monkeypatch.setitem(slots.EVICTION, "half", 0.5)
     t = made(T=100)
-    want = hits_of_the_engine(t, 7, "mfu")
-    np.testing.assert_array_equal(eviction.held(t.experts, 16, 7, "mfu"), want)
+    want = hits_of_the_engine(t, 7, "half")
+    np.testing.assert_array_equal(eviction.held(t.experts, 16, 7, "half"), want)
     assert (want != hits_of_the_engine(t, 7, "lfu")).any()
 
-    table = SlotTable(3, "mfu")
-    for experts in ([0], [1], [1], [2]):
+    table = SlotTable(3, "half")
+    for experts in ([0], [0], [1], [0], [1], [2]):
         table.commit(table.choose(experts)[1])
-    assert table.set_aside(1, {}) and set(table.slot_of) == {0, 2}, "1 was used most"
+    assert table.set_aside(1, {}) and set(table.slot_of) == {1, 2}, "0 was used most, but earlier"
 
-    args = parse(["generate", "M", "--prompt", "x", "--slots", "14", "--policy", "mfu"])
+    args = parse(["generate", "M", "--prompt", "x", "--slots", "14", "--policy", "half"])
     found = mode_given(args)
-    assert found == moelab.StreamConfig(slots=14, policy="mfu", lazy_logits=True)
-    assert parse(["sweep", "M", "--json", "F", "--policies", "lru,mfu"]).policies == ("lru", "mfu")
-    hits, want = hits_of_a_model(random_tiny_moe, "mfu")
+    assert found == moelab.StreamConfig(slots=14, policy="half", lazy_logits=True)
+    assert parse(["sweep", "M", "--json", "F", "--policies", "lru,half"]).policies[1] == "half"
+    hits, want = hits_of_a_model(random_tiny_moe, "half")
     assert hits == want
 
 
 @pytest.mark.parametrize("policy", ("mru", "LRU", "", None))
 def test_an_unknown_policy_is_refused_everywhere(policy):
     """The slot table took it for LFU, the loop of the replay for LRU."""
-    t, expected = made(), "policy: expected one of lru, lfu.* got "
+    t, expected = made(), "policy: expected one of (auto, )?lru, lfu, lrfu.* got "
     sizes = ModelSizes(48, 0, 1, 3, L=3, E=16, K=4)
     for call in (
         lambda: SlotTable(4, policy),

@@ -127,6 +127,28 @@ def test_lfu_evicts_the_least_often_used(S, calls):
 
 
 @FEW
+@given(st.integers(1, 5), CALLS)
+def test_lrfu_evicts_what_was_used_least_and_longest_ago(S, calls):
+    table, used = SlotTable(S, "lrfu"), {}  # used: the calls that used an expert
+    for now, experts in enumerate(c[:S] for c in calls * 40):
+        held = set(table.slot_of)
+        table.commit(table.choose(experts)[1])
+        for e in experts:
+            used.setdefault(e, []).append(now)
+        worth = {e: sum(0.98 ** (now - at) for at in ats) for e, ats in used.items()}
+        gone, stayed = held - set(table.slot_of), held & set(table.slot_of) - set(experts)
+        assert all(worth[g] <= worth[s] * (1 + 1e-9) for g in gone for s in stayed)
+
+
+def test_what_a_use_counts_does_not_overflow():
+    table = SlotTable(2, "lrfu")
+    for e in [0, 0, 1] * 20_000:
+        table.commit(table.choose([e])[1])
+    table.commit(table.choose([2])[1])
+    assert set(table.slot_of) == {0, 2} and max(table._counts.values()) < 1e200
+
+
+@FEW
 @given(st.sampled_from([*EVICTION]), st.integers(1, 3), st.permutations(range(12)))
 def test_what_is_busy_is_neither_evicted_nor_overwritten(policy, size, experts):
     """Plans of a few experts each, of which two are being read or are not computed yet."""

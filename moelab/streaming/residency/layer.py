@@ -10,7 +10,7 @@ from ..counters import Counting
 from ..gpu.cuda import BLOCK_NBYTES, MAX_COPIES, NUM_BLOCKS, Begun
 from ..reading.reader import Reader
 from .bank import SlotBank, can_empty
-from .table import SlotTable
+from .table import SlotTable, policy_of
 
 # Bytes. With overlap, experts are computed in parts of about this size as they arrive.
 PART_NBYTES = 2 * 1024 * 1024
@@ -67,7 +67,7 @@ class LayerSlots:
         slots = min(slots, self.num_owned)
         self.bank = None  # its memory is free before more is taken
         self.bank = self._take_bank(slots)
-        self.table = SlotTable(slots, self._config.policy)
+        self.table = SlotTable(slots, policy_of(self._config.policy, self._config.source))
         self.job, self.fills = None, []
         if self.host is not None:
             self.host.bind(self.bank, self.table)

@@ -6,31 +6,36 @@ from there, and so do their tests. What a policy means is tested by a test of it
 (``tests/streaming/test_properties.py``). With experts in its host's memory a GPU chooses slots by
 itself if the policy is one of ``GPU_POLICIES``. With another one the host chooses, which takes
 longer.
-
-A policy that needs to know more than how often an expert was used has None in ``EVICTION`` and a
-branch in ``SlotTable``. The replay computes it by a line of ``SCORES`` in ``replay/eviction.py``.
 """
 
-from collections import Counter
+from collections import ChainMap, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from heapq import nsmallest
 from itertools import islice
 
-
-def _count(count):
-    return count
-
-
-# The eviction policies. Of the experts held and not needed now, the one with the lowest score is
-# evicted, and of equal scores the least recently used. A score is a whole number, computed from how
-# often the expert was used and from nothing else. Here a function gets one number, in the replay an
-# array. None stands for equal scores.
+# The eviction policies. A use of an expert counts 1, and with each later call of the layer it
+# counts that many times less. Of the experts held and not needed now, the one whose uses count
+# least is evicted, and of equal ones the least recently used. (Lee et al., LRFU, 2001.) With 0.98
+# fewer experts are read than with ``lru`` or ``lfu`` in each of the traces of ``data/traces``.
 EVICTION = {
-    "lru": None,  # least recently used
-    "lfu": _count,  # least frequently used
+    "lru": 0.0,  # least recently used
+    "lfu": 1.0,  # least frequently used
+    "lrfu": 0.98,  # least recently and frequently used
 }
 # Those by which a GPU chooses slots by itself (``host``). With the others the host chooses them.
 GPU_POLICIES = ("lru",)
+POLICIES = ChainMap(EVICTION, {"auto": None})  # what ``StreamConfig`` takes
+LARGEST = 2.0**300  # what a use counts, at most
+
+
+def policy_of(policy: str, source: str) -> str:
+    """The policy that ``auto`` stands for, or the one given.
+
+    Args:
+        policy, source (str): As in ``StreamConfig``.
+    """
+    auto = GPU_POLICIES[0] if source == "host" else "lrfu"
+    return auto if policy == "auto" else policy
 
 
 class SlotTable:
@@ -57,10 +62,9 @@ class SlotTable:
         self.policy = policy
         self.slot_of = {}
         self._free = list(range(num_slots))[::-1]
-        self._uses = uses = Counter()
-        self._score = score = EVICTION[policy]
-        # For ``lfu``, without a call of Python for each expert held.
-        self._score_of = uses.__getitem__ if score is _count else lambda e: score(uses[e])
+        self._counts, self._decay = defaultdict(float), EVICTION[policy]
+        # What a use counts now: it grows, in place of the earlier ones getting smaller.
+        self._one = 1.0
 
     def fits(self, experts: Collection[int], taken: int = 0) -> bool:
         """Whether distinct experts can be held at once.
@@ -109,8 +113,8 @@ class SlotTable:
                 f"got {len(experts)}"
             )
         slot_of = self.slot_of
-        if self._score is not None:
-            self._uses.update(experts)
+        if self._decay:
+            self._count(experts)
         hits, missing = {}, []
         for e in experts:
             slot = slot_of.pop(e, None)
@@ -214,9 +218,18 @@ class SlotTable:
         self.slot_of = {e: slot for e, slot in self.slot_of.items() if slot < num_slots}
         self.recover()
 
+    def _count(self, experts):
+        counts, self._one = self._counts, self._one / self._decay
+        if self._one > LARGEST:
+            self._one /= LARGEST
+            for e in counts:
+                counts[e] /= LARGEST
+        for e in experts:
+            counts[e] += self._one
+
     def _victims(self, needed, num):
         """The experts to evict first, at most so many and none that is needed."""
         candidates = (e for e in self.slot_of if e not in needed)  # least recently used first
-        if self._score is None:
+        if not self._decay:
             return list(islice(candidates, num))
-        return nsmallest(num, candidates, key=self._score_of)
+        return nsmallest(num, candidates, key=self._counts.__getitem__)
