@@ -131,7 +131,9 @@ def read_speed(
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
         def read(mine):
-            buffer = native.huge_page()[:nbytes] if direct else bytearray(nbytes)
+            buffer = (
+                native.huge_pages(native.BUFFER_NBYTES)[:nbytes] if direct else bytearray(nbytes)
+            )
             return sum(os.preadv(fd, [buffer], place * nbytes) for place in mine)
 
         with ThreadPoolExecutor(readers) as pool:

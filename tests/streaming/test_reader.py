@@ -9,12 +9,12 @@ import time
 import numpy as np
 import pytest
 from faults import patch_preadv
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moelab.kernels import code
 from moelab.lab import oscache
-from moelab.streaming.reading import native, reader
+from moelab.streaming.reading import flight, native, reader
 from moelab.streaming.reading.file import File, ReadError
 from moelab.streaming.reading.ranges import Ranges, Read, read_ranges
 from moelab.streaming.reading.reader import AHEAD_NBYTES, Reader
@@ -295,27 +295,46 @@ def test_reading_ahead_ends_when_the_reader_stops(file, of_8, monkeypatch):
 needs_direct = pytest.mark.skipif(native.direct_loop() is None, reason="needs Linux and llvmlite")
 
 
-@pytest.fixture
-def past_the_page_cache(file, of_8):
+WAYS = ("without a thread", "threads")
+
+
+def without_flights(monkeypatch):
+    """The system makes no reads without a thread."""
+
+    def refused():
+        raise OSError(errno.EAGAIN, "io_setup")
+
+    monkeypatch.setattr(reader, "Queue", refused)
+
+
+@pytest.fixture(params=WAYS)
+def past_the_page_cache(file, of_8, request, monkeypatch):
     """``of_8``, reading past the page cache."""
     if of_8.open(file).direct is None:
         pytest.skip("this file system does not read past the page cache")
+    if request.param == "threads":
+        without_flights(monkeypatch)
     of_8.direct = True
     return of_8
 
 
 @needs_direct
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("way", WAYS)
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    st.lists(
+    places=st.lists(
         st.tuples(st.integers(0, SIZE - 1), st.lists(st.integers(1, 9000), min_size=1, max_size=4)),
         min_size=1,
         max_size=30,
     )
 )
-def test_the_same_bytes_past_the_page_cache(file, places):
+def test_the_same_bytes_past_the_page_cache(file, places, way, monkeypatch):
     """Wherever ranges begin and end, also at the end of the file."""
     data, reading = file.read_bytes(), Reader(3)
+    if way == "threads":
+        without_flights(monkeypatch)
     reading.direct = True
     places = [(at, sizes) for at, sizes in places if at + sum(sizes) <= SIZE] + [(SIZE - 5, [5])]
     reads = ask(reading.open(file), places)
@@ -334,10 +353,10 @@ def test_reads_past_the_page_cache_leave_nothing_in_it(past_the_page_cache, file
 
 
 @needs_direct
-def test_linux_is_asked_for_a_huge_page_as_the_buffer_of_such_reads():
-    buffer = native.huge_page()
+def test_linux_is_asked_for_huge_pages_as_the_buffer_of_such_reads():
+    buffer = native.huge_pages(2 * native.HUGE_NBYTES)
     begin = native.address_of(buffer)
-    assert begin % len(buffer) == 0 and len(buffer) == native.BUFFER_NBYTES
+    assert begin % native.HUGE_NBYTES == 0 and len(buffer) == 2 * native.HUGE_NBYTES
     with open("/proc/self/smaps") as f:
         for line in f:
             name, *words = line.split()
@@ -348,11 +367,14 @@ def test_linux_is_asked_for_a_huge_page_as_the_buffer_of_such_reads():
 
 
 @needs_direct
-def test_a_range_longer_than_the_buffer_goes_through_the_page_cache(tmp_path, past_the_page_cache):
+def test_a_range_longer_than_the_buffer_goes_through_the_page_cache(
+    tmp_path, past_the_page_cache, of_8
+):
     path = tmp_path / "long"
-    data = np.random.default_rng(0).bytes(native.BUFFER_NBYTES + 9000)
+    size = native.BUFFER_NBYTES + 5 if of_8._queue is False else flight.BUFFER_NBYTES + 5
+    data = np.random.default_rng(0).bytes(size + 9000)
     path.write_bytes(data)
-    reads = ask(past_the_page_cache.open(path), [(3, [native.BUFFER_NBYTES + 5]), (7, [40])])
+    reads = ask(past_the_page_cache.open(path), [(3, [size]), (7, [40])])
     past_the_page_cache.read(Ranges.of(reads))
     assert arrived(reads) == [data[r.offset : r.offset + r.nbytes] for r in reads]
 
@@ -366,9 +388,38 @@ def test_a_file_that_ends_early_or_a_failing_disk_past_the_page_cache(
         past_the_page_cache.read(Ranges.of(ask(opened, [(SIZE - 5, [10])])))
     reads = ask(opened, spread())
     monkeypatch.setattr(native, "read_direct", lambda table: False)  # GOT stays 0
+    os.close(opened.direct)  # so that what reads without a thread cannot begin
+    opened._close_direct.detach()
     past_the_page_cache.read(Ranges.of(reads))  # through the page cache
     data = file.read_bytes()
     assert arrived(reads) == [data[r.offset : r.offset + r.nbytes] for r in reads]
+
+
+@needs_direct
+def test_many_reads_in_flight(tmp_path, of_8, monkeypatch):
+    """More than fit into the buffer are read by threads; one that has ended makes room."""
+    monkeypatch.setattr(flight, "BUFFER_NBYTES", 1 << 20)
+    path, size = tmp_path / "large", 100_000
+    data = np.random.default_rng(0).bytes(40 * size)
+    path.write_bytes(data)
+    opened, of_8.direct = of_8.open(path), True
+    if opened.direct is None:
+        pytest.skip("this file system does not read past the page cache")
+    reads = ask(opened, [(i * size, [size]) for i in range(40)])
+    first = [of_8.fly(Ranges.of([r])) for r in reads]
+    flights = [f for f in first if f]
+    assert len(flights) in (9, 10), "whole pages of 1 MB"
+    assert not of_8._queue.begin(Ranges.of(reads[-1:]).direct_table())
+    for f in reversed(flights):
+        f.result()
+    assert arrived(reads)[: len(flights)] == [
+        data[r.offset : r.offset + size] for r in reads[: len(flights)]
+    ]
+    of_8.read(Ranges.of(reads))
+    assert b"".join(arrived(reads)) == data
+    assert of_8.fly(Ranges.of(reads[:1])) and of_8.fly(Ranges.of(reads[1:2]))
+    of_8.stop()
+    assert not any(flight.pending(table) for table, *_ in of_8._queue._flying)
 
 
 @needs_direct

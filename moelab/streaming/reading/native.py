@@ -29,7 +29,7 @@ SHARED_NBYTES = 2 * 1024 * 1024
 # goes through a buffer of the thread. Longer ranges than fit there are read through the page cache.
 # The buffer is a huge page. With huge pages 8 readers take 4.3 to 5.2 ms for 9 MB, with small pages
 # 7.1 to 8.0 ms (an SSD behind virtio, which is told the place of each page).
-ALIGNED, BUFFER_NBYTES = 4096, 2 * 1024 * 1024
+ALIGNED, BUFFER_NBYTES, HUGE_NBYTES = 4096, 2 * 1024 * 1024, 2 * 1024 * 1024
 _buffers = threading.local()
 
 
@@ -58,21 +58,21 @@ def read_direct(table: np.ndarray) -> bool:
     """
     buffer = getattr(_buffers, "own", None)
     if buffer is None:
-        buffer = _buffers.own = huge_page()
+        buffer = _buffers.own = huge_pages(BUFFER_NBYTES)
     done = ctypes.c_uint32()
     flag = ctypes.addressof(done)
     direct_loop()(address_of(table), len(table), address_of(buffer), BUFFER_NBYTES, flag)
     return bool(done.value)
 
 
-def huge_page() -> memoryview:
-    """``BUFFER_NBYTES`` of memory, aligned: a huge page, if Linux has one to give."""
+def huge_pages(nbytes: int) -> memoryview:
+    """So many bytes of memory, aligned: huge pages, if Linux has some to give."""
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, 2 * BUFFER_NBYTES, private)  # what is not written takes no memory
-    first = -address_of(memory) % BUFFER_NBYTES
+    memory = mmap.mmap(-1, nbytes + HUGE_NBYTES, private)  # what is not written takes no memory
+    first = -address_of(memory) % HUGE_NBYTES
     with suppress(OSError):  # a system without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE, first, BUFFER_NBYTES)
-    return memoryview(memory)[first : first + BUFFER_NBYTES]
+        memory.madvise(mmap.MADV_HUGEPAGE, first, nbytes)
+    return memoryview(memory)[first : first + nbytes]
 
 
 def read_shared(table: np.ndarray, flags: int = 0) -> bool:

@@ -103,14 +103,19 @@ class Ranges(Sequence):
         Returns:
             Sequence[Read]: Those of which not all bytes were read.
         """
+        table = self.direct_table()
+        if table is None:
+            return self
+        return () if native.read_direct(table) else self.left(table)
+
+    def direct_table(self) -> np.ndarray | None:
+        """The table with descriptors that read past the page cache; None where there are none."""
         direct = {file.fd: file.direct for file in self.files}
         if native.direct_loop() is None or None in direct.values():
-            return self
+            return None
         table = self.table.copy()
         table[:, native.FD] = [direct[fd] for fd in table[:, native.FD].tolist()]
-        if native.read_direct(table):
-            return ()
-        return self._left(table)
+        return table
 
     def read(self, flags: int = 0, arrived: int | None = None) -> Sequence[Read]:
         """Read them in native code, as ``native.read`` does.
@@ -128,9 +133,9 @@ class Ranges(Sequence):
             read = native.read_shared(self.table, flags)
         else:
             read = native.read(self.table, flags, arrived)
-        return () if read else self._left(self.table)
+        return () if read else self.left(self.table)
 
-    def _left(self, table):
+    def left(self, table):
         """Those that a table with its ``GOT`` filled in says are not read."""
         left = np.flatnonzero(table[:, native.GOT] != table[:, native.NBYTES])
         table = self.table[left]

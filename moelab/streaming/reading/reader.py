@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 from ...kernels.code import num_threads
 from . import native
 from .file import File, ReadError, check_unchanged
+from .flight import Flight, Queue
 from .ranges import Ranges, Read, files_of, nbytes_of, read_ranges
 
 # Bytes of a call. Up to this, reading cached pages in the calling thread ("inline") takes less
@@ -46,7 +48,8 @@ class Reader:
     Attributes:
         nbytes (int): Bytes read so far.
         reads (int): Ranges read so far.
-        read_s (float): Seconds spent reading, summed over the threads.
+        read_s (float): Seconds spent reading, summed over the threads; without a thread those from
+            the first read's begin to the last one's end, where somebody waited for it.
         closed (bool): Whether ``close`` was called.
         direct (bool): Whether ``Ranges`` are read past the page cache (Linux). Where memory has
             little room for pages beside the slots, pages cost time and save few reads.
@@ -64,6 +67,7 @@ class Reader:
         self._small_calls = 0
         self._files = {}
         self._pool = self._background = self._ahead = None
+        self._queue = None  # False where there is none
         self._lock = threading.Lock()
         self._no_demand = threading.Event()  # set while no layer waits for reads
         self._no_demand.set()
@@ -103,6 +107,8 @@ class Reader:
         self._check_open()
         if self.direct and isinstance(reads, Ranges):
             self._no_demand.clear()
+            if flight := self.fly(reads):
+                return [flight]
             return [self._submit(self.read_here, part) for part in self._shares(reads)]
         begun = isinstance(reads, Ranges) and self._cached_first(reads)
         if begun:
@@ -110,6 +116,19 @@ class Reader:
         if not reads or self._read_inline(reads, lambda: self.read_here(reads), begun):
             return []
         return self._read_in_pool(reads)
+
+    def fly(self, ranges: Ranges) -> Flight | None:
+        """Begin to read past the page cache without a thread; None if that is not possible now."""
+        if not self.direct:
+            return None
+        if self._queue is None:
+            with suppress(OSError):
+                self._queue = Queue()
+            self._queue = self._queue or False
+        table = ranges.direct_table() if self._queue else None
+        if table is None or not self._queue.begin(table):
+            return None
+        return Flight(self._queue, ranges, table, self._count_flight)
 
     def _check_open(self):
         if self.closed:
@@ -195,15 +214,16 @@ class Reader:
         Raises:
             ReadError: If one of these reads failed. All of these have ended by then.
         """
-        if futures:
-            wait(futures)
+        wait([future for future in futures if isinstance(future, Future)])
         self._no_demand.set()
         for future in futures:
             future.result()
 
     def stop(self) -> None:
-        """Wait until no thread reads and end the threads. The next read starts new ones."""
+        """Wait until nothing is read and end the threads. The next read starts new ones."""
         self._no_demand.set()  # prefetch threads wait for this
+        if self._queue:
+            self._queue.settle()
         pools = self._pool, self._background, self._ahead
         self._pool = self._background = self._ahead = None
         for pool in pools:
@@ -293,6 +313,14 @@ class Reader:
             self.reads += reads
             self.read_s += took
             self._pace += weight * (took / max(nbytes, 1) - self._pace)
+
+    def _count_flight(self, reads, nbytes, took_s):
+        with self._lock:
+            self.nbytes += nbytes
+            self.reads += reads
+            if took_s is not None:
+                self.read_s += took_s
+                self._pace += PACE_WEIGHT * (took_s * self.readers / nbytes - self._pace)
 
     def close(self) -> None:
         """End the threads and close the files. A second call does nothing."""

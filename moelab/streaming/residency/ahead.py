@@ -70,7 +70,7 @@ class Ahead:
         self._counting.now.prefetch_issued += len(slots)
         own.job = Job(self._reader, own.bank, slots)
         quick = self._reader.expected_s(len(slots) * own.bank.expert_nbytes) < HANDOVER_S
-        self._reader.in_background(own.job.run, 1 if quick else len(slots))
+        own.job.begin(1 if quick else len(slots))
 
     def expect(self, tokens: int) -> None:
         """Get ready for a prompt, before its first layer is computed.
@@ -195,7 +195,7 @@ class Ahead:
                 own.fills.append((other, job))
                 self._filling = i
                 self._counting.now.prefetch_issued += len(slots)
-                self._reader.in_background(job.run, len(slots))
+                job.begin(len(slots))
 
     def end_fill(
         self, i: int, needed: Collection[int] = ()

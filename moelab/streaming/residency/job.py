@@ -10,7 +10,7 @@ from .bank import SlotBank
 
 
 class Job:
-    """Experts on their way into slots of one layer, read by background threads.
+    """Experts on their way into slots of one layer, while the model computes.
 
     Args:
         reader (Reader): Reads them and counts the reads.
@@ -27,11 +27,43 @@ class Job:
         self._running = set()
         self._took_s = {}  # None where the read failed
         self._changed = threading.Condition()
+        self._flight = None  # what reads without a thread
 
     @property
     def experts(self) -> Collection[int]:
         """The experts that have a slot of the job."""
         return self._slots.keys()
+
+    def begin(self, threads: int) -> None:
+        """Begin to read: without a thread where that is possible, else with some.
+
+        Args:
+            threads (int): At most so many.
+        """
+        self._flight = self._reader.fly(self._bank.reads(self._slots, self._of))
+        if self._flight is None:
+            return self._reader.in_background(self.run, threads)
+        self._order, self._running, self._queued = [*self._slots], {*self._slots}, {}
+
+    def _land(self, needed, everything):
+        """Note the reads of a flight that have ended; seconds waited for those that are needed."""
+        waited_s, n = {}, len(self._flight) // len(self._order)
+        for i, e in enumerate(self._order):
+            rows, begin = (i * n, i * n + n), perf_counter()
+            if e not in self._running:
+                continue
+            if not self._flight.done(*rows):
+                if not (everything or e in needed):
+                    continue
+                self._flight.wait(*rows)
+                waited_s[e] = perf_counter() - begin
+            self._running.discard(e)
+            self._took_s[e] = self._flight.took_s(*rows)
+            if self._took_s[e] is not None:
+                self._bank.arrived(e, self._slots[e])
+        if not self._running:
+            self._flight.end()
+        return waited_s
 
     def run(self) -> None:
         """Read one expert after another until none is left: the work of one thread."""
@@ -58,6 +90,8 @@ class Job:
 
     def wait(self) -> None:
         """Wait until every read has ended."""
+        if self._flight is not None:
+            return self._flight.wait()
         with self._changed:
             while (self._queued or self._running) and not self._reader.closed:
                 self._changed.wait(0.1)
@@ -75,6 +109,8 @@ class Job:
             whether the job has ended.
         """
         arrived, waited_s = {}, {}
+        if self._flight is not None:
+            waited_s, needed, everything = self._land(needed, everything), (), False
         with self._changed:
             free = list(self._queued.values())
             for e in self._queued:

@@ -1,0 +1,265 @@
+"""Reads past the page cache that Linux makes while the thread that began them goes on.
+
+They need no thread (``io_submit``). The bytes come into a buffer that stays in the processor's
+cache, and are copied to their slots when somebody asks whether they have arrived.
+"""
+
+import ctypes
+import platform
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from ...kernels import code, team
+from ...kernels.code import I64, Code
+from .file import check_unchanged
+from .native import ALIGNED, COUNT, FD, GOT, IOV, NBYTES, OFFSET, address_of, huge_pages
+from .ranges import Ranges, read_ranges
+
+# Linux's numbers of io_setup, io_destroy, io_submit and io_getevents.
+CALLS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
+DEPTH = 512  # reads in flight, at most
+BUFFER_NBYTES = 24 * 1024 * 1024  # of the bytes in flight; what they do not need takes no memory
+PENDING, LANDED = -2, -3  # in ``GOT``: in flight; in the buffer, and not yet in their place
+# Seconds. Whoever waits looks for the end of a read for so long, and then sleeps: a core that slept
+# takes 0.05 ms and more to begin again.
+SPIN_S = 3e-3
+
+
+class Queue:
+    """The reads in flight. One thread at a time uses it.
+
+    Raises:
+        OSError: If the system has no such reads, or refuses them to this process.
+    """
+
+    def __init__(self):
+        numbers = CALLS.get(platform.machine())
+        if sys.platform != "linux" or numbers is None or code.llvm is None:
+            raise OSError("no reads without a thread on this system")
+        setup, self._destroy, self._submit, self._getevents = numbers
+        self._system, context = ctypes.CDLL(None, use_errno=True).syscall, ctypes.c_ulong()
+        if self._system(setup, DEPTH, ctypes.byref(context)) < 0:
+            raise OSError(ctypes.get_errno(), "io_setup")
+        self._context = context.value
+        self._send, self._land, self._copy = (code.built(k) for k in (_Send, _Land, _Copy))
+        self._buffer, self._events = huge_pages(BUFFER_NBYTES), np.zeros((DEPTH, 4), np.int64)
+        self._flying = []  # what the system writes to: tables, and what ``begin`` made of them
+
+    def begin(self, table: np.ndarray) -> bool:
+        """Begin to read, if there is room for it.
+
+        Args:
+            table (np.ndarray): As for ``native.read_direct``. ``GOT`` is -1 where a read could not
+                begin, ``PENDING`` while it is in flight, and then the bytes or -1.
+
+        Returns:
+            bool: Whether there was room.
+        """
+        self._flying = [flying for flying in self._flying if pending(flying[0])]
+        before = table[:, OFFSET] % ALIGNED
+        whole = -(-(before + table[:, NBYTES]) // ALIGNED) * ALIGNED
+        ends = np.cumsum(whole)
+        first, n = self._room(int(ends[-1])), len(table)
+        if first is None or n + sum(len(flying[0]) for flying in self._flying) > DEPTH:
+            return False
+        places = address_of(self._buffer) + first + ends - whole
+        rows, at = np.zeros((n, 3), np.int64), np.arange(n)
+        rows[:, 0] = address_of(table) + at * table.strides[0]
+        rows[:, 1], rows[:, 2] = places + before, before + table[:, NBYTES]
+        iocbs = np.zeros((n, 8), np.int64)  # as in linux/aio_abi.h
+        iocbs[:, 0] = address_of(rows) + at * rows.strides[0]
+        iocbs[:, 2], iocbs[:, 3], iocbs[:, 4] = table[:, FD] << 32, places, whole
+        iocbs[:, 5] = table[:, OFFSET] - before
+        pointers, table[:, GOT] = address_of(iocbs) + at * iocbs.strides[0], -1
+        self._flying.append((table, rows, iocbs, first, first + int(ends[-1])))
+        self._send(self._submit, self._context, n, address_of(pointers), address_of(rows))
+        return True
+
+    def _room(self, nbytes):
+        """Where in the buffer so many bytes are free, from the begin on; None if nowhere."""
+        at = 0
+        for first, end in sorted((first, end) for *_, first, end in self._flying):
+            if first - at >= nbytes:
+                break
+            at = end
+        return at if at + nbytes <= BUFFER_NBYTES else None
+
+    def reap(self, wait: bool = False) -> None:
+        """Bring the bytes of reads that have ended to their place.
+
+        Args:
+            wait (bool): Until one has ended. One must be in flight.
+        """
+        events = address_of(self._events)
+        self._land(self._getevents, self._context, int(wait), events, DEPTH)
+        for table, rows, *_ in self._flying:
+            if landed := table[:, GOT].tolist().count(LANDED):
+                pieces = team.pieces(landed * int(table[0, NBYTES]), len(rows))
+                team.run(self._copy, address_of(rows), len(rows), pieces=pieces)
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight."""
+        for table, *_ in self._flying:
+            while pending(table):
+                self.reap(wait=True)
+
+    def __del__(self):
+        if hasattr(self, "_flying"):
+            self.settle()
+            self._system(self._destroy, ctypes.c_ulong(self._context))
+
+
+def pending(table: np.ndarray) -> bool:
+    """Whether bytes of a table are on their way."""
+    return min(table[:, GOT].tolist()) < -1
+
+
+class Flight:
+    """Ranges in flight, with what a ``Future`` of reads has.
+
+    Args:
+        queue (Queue): Reads them.
+        ranges (Ranges): The ranges.
+        table (np.ndarray): Theirs, as it was handed to ``queue.begin``.
+        count (Callable): Gets ranges, bytes and seconds, once all have ended. The seconds are None
+            if nobody waited for them.
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        ranges: Ranges,
+        table: np.ndarray,
+        count: Callable[[int, int, float | None], None],
+    ):
+        self._queue, self._ranges, self._table, self._count = queue, ranges, table, count
+        self._begin, self._took_s, self._is_over = time.perf_counter(), None, False
+
+    def __len__(self):
+        return len(self._table)
+
+    def done(self, first: int = 0, last: int | None = None) -> bool:
+        """Whether the ranges ``first`` to before ``last`` have ended. Default: all."""
+        if pending(self._table[first:last]):
+            self._queue.reap()
+        return not pending(self._table[first:last])
+
+    def wait(self, first: int = 0, last: int | None = None) -> None:
+        """Wait for the ranges ``first`` to before ``last``. Default: all."""
+        begin = time.perf_counter()
+        while pending(self._table[first:last]):
+            self._queue.reap(wait=time.perf_counter() - begin > SPIN_S)
+            self._took_s = time.perf_counter() - self._begin
+
+    def took_s(self, first: int, last: int) -> float | None:
+        """Seconds, at most, that ranges took which have ended.
+
+        None if not all their bytes have arrived, or if a file has changed.
+        """
+        some = self._table[first:last]
+        if (some[:, GOT] != some[:, NBYTES]).any() or any(f.changed() for f in self._ranges.files):
+            return None
+        return self._took_s or time.perf_counter() - self._begin
+
+    def result(self) -> None:
+        """Wait for all. What was not read whole is read again.
+
+        Raises:
+            ReadError: If a read fails, ends before its last byte, or its file has changed.
+        """
+        self.wait()
+        if (self._table[:, GOT] != self._table[:, NBYTES]).any():
+            read_ranges(self._ranges.left(self._table))
+        self.end()
+        check_unchanged(self._ranges.files)
+
+    def end(self) -> None:
+        """Count the ranges, which have ended."""
+        if not self._is_over:
+            self._is_over = True
+            self._count(len(self._table), self._ranges.nbytes, self._took_s)
+
+
+class _Landing(Code):
+    """What both functions do with a row of a table in flight."""
+
+    def fields(self, pointer, at, *places):
+        return [self.load(pointer, self.add(at, k), I64, 8) for k in places]
+
+    def row(self, rows, i):
+        """A row of the table, where its bytes are in the buffer, and how many bytes it needs."""
+        row, place, needed = self.fields(rows, self.mul(i, 3), 0, 1, 2)
+        return self.pointer(row, I64), place, needed
+
+
+class _Send(_Landing):
+    """Writes ``run(number of io_submit, context, n, addresses of iocbs, rows)``.
+
+    It begins reads and notes which in one call: an interrupt cannot come between.
+    """
+
+    def __init__(self):
+        super().__init__(5, 8)
+        self._syscall = self._declare("syscall", I64, [I64] * 4)
+
+    def write(self):
+        *arguments, rows = self.arguments
+        begun, rows = self.b.call(self._syscall, arguments), self.pointer(rows, I64)
+
+        def one(i, _):
+            self.store(I64(PENDING), self.row(rows, i)[0], I64(GOT))
+
+        self.loop(I64(0), begun, 1, one)
+
+
+class _Land(_Landing):
+    """Writes ``run(number of io_getevents, context, events to wait for, memory for events, most)``.
+
+    It takes the events and notes them in one call, as ``_Send`` does.
+    """
+
+    def __init__(self):
+        super().__init__(5, 8)
+        self._syscall = self._declare("syscall", I64, [I64] * 6)
+
+    def write(self):
+        number, context, least, memory, most = self.arguments
+        b, events = self.b, self.pointer(memory, I64)
+        n = b.call(self._syscall, [number, context, least, most, memory, I64(0)])
+
+        def one(i, _):
+            data, got = self.fields(events, self.mul(i, 4), 0, 2)
+            row, _, needed = self.row(self.pointer(data, I64), I64(0))
+            arrived = b.icmp_signed(">=", got, needed)  # the end of a file may be in the last page
+            self.store(b.select(arrived, I64(LANDED), I64(-1)), row, I64(GOT))
+
+        self.loop(I64(0), n, 1, one)
+
+
+class _Copy(_Landing):
+    """Writes ``run(rows, n)``: the bytes of rows that have landed come to their place."""
+
+    def __init__(self):
+        super().__init__(2, 8)
+        self._memcpy = self._declare("memcpy", I64, [I64] * 3)
+
+    def write(self):
+        rows, b = self.pointer(self.arguments[0], I64), self.b
+
+        def one(i, _):
+            row, place, _ = self.row(rows, i)
+            got, iov, count, nbytes = self.fields(row, I64(0), GOT, IOV, COUNT, NBYTES)
+            iov, landed = self.pointer(iov, I64), b.icmp_signed("==", got, I64(LANDED))
+
+            def part(j, held):
+                to, length = self.fields(iov, self.mul(j, 2), 0, 1)
+                b.call(self._memcpy, [to, held[0], length])
+                return [self.add(held[0], length)]
+
+            self.loop(I64(0), b.select(landed, count, I64(0)), 1, part, [place])
+            self.store(b.select(landed, nbytes, got), row, I64(GOT))
+
+        self.loop(*self.share(self.arguments[1]), 1, one)
