@@ -49,6 +49,14 @@ def test_the_engines_policies_hit_what_its_slot_table_hits(policy, S, seed):
     np.testing.assert_array_equal(eviction.held(t.experts, 16, S, policy), want)
 
 
+@pytest.mark.parametrize("S", (10, 24, 56))
+def test_the_default_reads_less_than_lru_in_each_trace_that_we_have(S):
+    for path in (moelab.DATA / "traces").glob("*.npz"):
+        experts = moelab.Trace.load(path).experts.astype(int)
+        hits = {p: eviction.held(experts, 64, S, p)[64:].sum() for p in ("lru", "lrfu")}
+        assert hits["lrfu"] > hits["lru"], path
+
+
 @pytest.mark.parametrize("S", (4, 7, 16))
 def test_fifo(S):
     t = made()

@@ -15,8 +15,9 @@ from itertools import islice
 
 # The eviction policies. A use of an expert counts 1, and with each later call of the layer it
 # counts that many times less. Of the experts held and not needed now, the one whose uses count
-# least is evicted, and of equal ones the least recently used. (Lee et al., LRFU, 2001.) With 0.98
-# fewer experts are read than with ``lru`` or ``lfu`` in each of the traces of ``data/traces``.
+# least is evicted, and of equal ones the least recently used. (Lee et al., LRFU, 2001.) With 0.98,
+# 1 to 43% fewer experts are read than with ``lru``, and from 3% more to 15% fewer than with ``lfu``
+# (the five traces of ``data/traces``, 10 to 56 of 64 slots, replayed; medians 6 and 3%).
 EVICTION = {
     "lru": 0.0,  # least recently used
     "lfu": 1.0,  # least frequently used
