@@ -332,7 +332,9 @@ def traced(tmp_path_factory, tokenizer):
     return plain, followed, trace
 
 
-@pytest.mark.parametrize("config", [dict(slots=8, dtype="float32"), dict(mode="resident")])
+@pytest.mark.parametrize(
+    "config", [dict(slots=8, policy="lru", dtype="float32"), dict(mode="resident")]
+)
 def test_fed_the_traces_text_the_routers_choose_with_its_locality(traced, config):
     _, path, trace = traced
     ids = trace.tokens.tolist()

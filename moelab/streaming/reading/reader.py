@@ -119,8 +119,6 @@ class Reader:
 
     def fly(self, ranges: Ranges) -> Flight | None:
         """Begin to read past the page cache without a thread; None if that is not possible now."""
-        if not self.direct:
-            return None
         if self._queue is None:
             with suppress(OSError):
                 self._queue = Queue()

@@ -40,7 +40,8 @@ class Job:
         Args:
             threads (int): At most so many.
         """
-        self._flight = self._reader.fly(self._bank.reads(self._slots, self._of))
+        if self._reader.direct:
+            self._flight = self._reader.fly(self._bank.reads(self._slots, self._of))
         if self._flight is None:
             return self._reader.in_background(self.run, threads)
         self._order, self._running, self._queued = [*self._slots], {*self._slots}, {}
