@@ -619,9 +619,9 @@ def test_layer_compares_with_a_resident_model_of_the_same_dtype_and_top_k(model_
 def test_limit_takes_every_prompt_in_turn(model_path, monkeypatch, capsys):
     asked = []
 
-    def call_here(function, path, config, tokens, warmup, prompt, what, nbytes):
+    def call_here(function, path, config, tokens, warmup, prompt, feed, what, nbytes):
         asked.append((config.mode, config.top_k, nbytes, prompt))
-        return limited.measure(path, config, tokens, warmup, prompt), done
+        return limited.measure(path, config, tokens, warmup, prompt, feed), done
 
     done = limit.Limited(0, "", "", "none")
     monkeypatch.setattr(limit, "call", call_here)

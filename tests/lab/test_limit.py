@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from pathlib import Path
 
 import pytest
@@ -237,6 +238,37 @@ def test_bench_under_a_limit():
     fused = record.variants["fused, limit"]
     assert fused.same_tokens and fused.bytes_per_token > 0 and fused.how != "none"
     assert "tokens same" in limited.report(record)
+
+
+def test_a_traces_text_is_read_in_place_of_greedy_tokens(monkeypatch):
+    model, trace = moelab.DATA / "models" / "tiny-moe", moelab.DATA / "traces" / "code.npz"
+    done, fed = limit.Limited(0, "", "", "none"), []
+
+    def call_here(function, path, config, *rest, what, nbytes):
+        return limited.measure(path, config, *rest), done
+
+    def noted(*args, feed, **kwargs):
+        fed.append((list(args[1]), feed))
+        return decode(*args, feed=feed, **kwargs)
+
+    decode = limited.decode
+    monkeypatch.setattr(limit, "call", call_here)
+    monkeypatch.setattr(limited, "decode", noted)
+    configs = {"fused": moelab.StreamConfig(slots=16)}
+    record = limited.bench_limited(model, configs, 2e9, 3, 2, runs=1, feed=trace)
+    ids = moelab.Trace.load(trace).tokens.tolist()
+    assert fed == [(ids[:128], ids[128:133])] * 2
+    assert "3 tokens of code.npz after 2" in limited.report(record)
+    assert record.to_json()["feed"] == "code.npz"
+    with pytest.raises(ValueError, match="513 tokens behind it .* got 128 and 512"):
+        limited.bench_limited(model, configs, 2e9, 500, 13, feed=trace)
+
+
+def test_a_trace_of_another_vocabulary_is_refused(monkeypatch):
+    small = SimpleNamespace(config={"vocab_size": 90})
+    monkeypatch.setattr(limited, "Checkpoint", lambda path: small)
+    with pytest.raises(ValueError, match="expected tokens below 90, the vocabulary of M, got"):
+        limited.texts_of(moelab.DATA / "traces" / "code.npz", 5, "M")
 
 
 def test_a_record_of_runs_under_a_limit_has_the_keys_of_those_that_are_kept():

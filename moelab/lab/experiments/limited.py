@@ -18,6 +18,7 @@ from ...commands.argument_types import positive, zero_or_more
 from ...commands.arguments import add_json, add_model, add_number, add_prompts
 from ...commands.stream_options import MEASURED_SLOTS, add_modes, add_stream_options, modes_given
 from ...streaming.session import session_of
+from ...streaming.trace import Trace
 from .. import limit, machine, oscache, records, timing
 from ..decode import decode, encode
 from ..models import folder
@@ -122,6 +123,7 @@ class LimitedRecord:
         samples (list[Run]): Every run.
         disk_speeds (list[float]): Bytes per second of the disk, before each round; older records
             have none.
+        feed (str or None): The file of the trace whose text was read; None for greedy tokens.
     """
 
     model: str
@@ -133,6 +135,7 @@ class LimitedRecord:
     machine: dict[str, Any]
     samples: list[Run] = field(default_factory=list)
     disk_speeds: list[float] = field(default_factory=list)
+    feed: str | None = None
 
     @cached_property
     def killed(self) -> dict[str, str]:
@@ -166,13 +169,47 @@ class LimitedRecord:
         """The record as files have it."""
         out = {"kind": "limited"} | asdict(self)
         out["samples"] = [r.to_json() for r in self.samples]
+        if self.feed is None:
+            del out["feed"]
         variants = {name: {"killed": False} | asdict(v) for name, v in self.variants.items()}
         killed = {name: {"killed": True, "how": how} for name, how in self.killed.items()}
         return out | {"summary": variants | killed}
 
 
+def texts_of(feed: str | Path, num: int, model_path: Path) -> tuple[list[int], list[int]]:
+    """The prompt of a trace, and the tokens that follow it.
+
+    Args:
+        feed (str or Path): The trace's file.
+        num (int): How many tokens must follow.
+        model_path (Path): The model that will read them.
+
+    Raises:
+        ValueError: If there are fewer, or if the model's vocabulary lacks one of them.
+    """
+    trace, config = Trace.load(feed), Checkpoint(model_path).config
+    ids, first = trace.tokens.tolist(), int((trace.phase == "prefill").sum())
+    if not first or len(ids) - first < num:
+        raise ValueError(
+            f"--feed {feed}: expected a prompt and {num} tokens behind it (--warmup and --tokens), "
+            f"got {first} and {len(ids) - first}. Take fewer tokens or another trace."
+        )
+    size = config.get("text_config", config)["vocab_size"]
+    if max(ids) >= size:
+        raise ValueError(
+            f"--feed {feed}: expected tokens below {size}, the vocabulary of {model_path}, got "
+            f"{max(ids)}. Take a trace of a model with the same tokenizer."
+        )
+    return ids[:first], ids[first : first + num]
+
+
 def measure(
-    model_path: str | Path, config: StreamConfig, tokens: int, warmup: int, prompt: str
+    model_path: str | Path,
+    config: StreamConfig,
+    tokens: int,
+    warmup: int,
+    prompt: str,
+    feed: str | Path | None = None,
 ) -> dict[str, Any]:
     """Decode once and say what it took; meant for a process of its own.
 
@@ -182,6 +219,8 @@ def measure(
         tokens (int): Tokens timed.
         warmup (int): Tokens decoded before.
         prompt (str): What to continue.
+        feed (str or Path or None): A trace: its prompt is read in place of ``prompt``, and the
+            tokens behind it in place of the greedy ones.
 
     Returns:
         dict: The fields of ``Decoded``, and the last three attributes of ``Run``.
@@ -194,8 +233,11 @@ def measure(
     note_rss()
     model, tokenizer = load(model_path, config)
     with model:
-        ids = encode(tokenizer, prompt)
-        ran = decode(model, ids, tokens, warmup, before_clock=note_rss)
+        if feed is None:
+            ids, fed = encode(tokenizer, prompt), None
+        else:
+            ids, fed = texts_of(feed, warmup + tokens, folder(model_path))
+        ran = decode(model, ids, tokens, warmup, before_clock=note_rss, feed=fed)
         note_rss()
         taken = session_of(model)
     return {
@@ -221,6 +263,7 @@ def bench_limited(
     runs: int = 5,
     prompts: Sequence[str] | None = None,
     base: StreamConfig | None = None,
+    feed: str | Path | None = None,
 ) -> LimitedRecord:
     """Decode in every mode under a memory limit, and resident with all the memory.
 
@@ -236,6 +279,7 @@ def bench_limited(
         runs (int): Rounds.
         prompts (Sequence[str]): Round i takes prompt i, modulo their number. Default: ``PROMPTS``.
         base (StreamConfig): Its dtype and top-k are the resident model's.
+        feed (str or Path or None): As for ``measure``.
 
     Returns:
         LimitedRecord: Every run, and what follows from them.
@@ -245,6 +289,9 @@ def bench_limited(
         OSError: If a run failed, and not because it was killed.
     """
     prompts, model_path = list(prompts or PROMPTS), folder(model_path)
+    if feed is not None:
+        texts_of(feed, warmup + tokens, model_path)  # refuses what cannot be before any work
+        prompts = [""]
     for config in configs.values():
         if not config.asks_for_slots:
             footprint(model_path, config)  # refuses what cannot be before any work
@@ -259,7 +306,7 @@ def bench_limited(
             if limit_nbytes is not None:
                 # Pages that another process brought in would be served, and not counted.
                 oscache.drop_pages(model_path)
-            call = (model_path, config, tokens, warmup, prompts[i % len(prompts)])
+            call = (model_path, config, tokens, warmup, prompts[i % len(prompts)], feed)
             ran, done = limit.call(_measure, *call, what=name, nbytes=limit_nbytes)
             if not done.killed:
                 sizes = {n: ran[n] for n in (*SIZES, "plan")}
@@ -279,7 +326,12 @@ def bench_limited(
         machine=machine.card(),
         samples=samples,
         disk_speeds=disk_speeds,
+        feed=feed and Path(feed).name,
     )
+
+
+def _prompt_s(record, name):
+    return timing.summary([r.sample.prefill_s for r in record.samples if r.variant == name])
 
 
 def report(record: LimitedRecord) -> str:
@@ -287,13 +339,15 @@ def report(record: LimitedRecord) -> str:
     lines = [
         machine.card_line(record.machine),
         f"{record.model}: {record.checkpoint_nbytes / 1e6:.0f} MB of tensors, limit "
-        f"{record.limit_nbytes / 1e6:.0f} MB with the page cache; {record.tokens} greedy tokens "
-        f"after {record.warmup_tokens} of warm-up, each run a process of its own",
+        f"{record.limit_nbytes / 1e6:.0f} MB with the page cache; {record.tokens} "
+        f"{f'tokens of {record.feed}' if record.feed else 'greedy tokens'} after "
+        f"{record.warmup_tokens} of warm-up, each run a process of its own",
     ]
     for name, v in record.variants.items():
         lines.append(
             f"{name}: {timing.quartiles_text(v.decode_tok_s)} tok/s, "
             f"{timing.quartiles_text(v.ratio, form='.3f')} of resident without limit; "
+            f"prompt {timing.quartiles_text(_prompt_s(record, name))} s; "
             f"tokens {'same' if v.same_tokens else 'DIFFER'}; hit rate {v.hit_rate:.0%}, "
             f"{v.bytes_per_token / 1e6:.1f} MB/token; "
             f"MLX peak {v.peak_of_predicted:.3f} of predicted; "
@@ -325,6 +379,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--warmup", 16, "tokens before the clock starts", zero_or_more)
     add_number(parser, "--runs", 5, "rounds")
     add_prompts(parser, "def main():")
+    parser.add_argument(
+        "--feed",
+        metavar="TRACE",
+        help="read the text of this trace in place of a prompt and of greedy tokens",
+    )
     add_json(parser)
     add_stream_options(parser, MEASURED_SLOTS)
 
@@ -341,5 +400,6 @@ def run(args: argparse.Namespace) -> None:
         args.runs,
         args.prompt,
         base,
+        args.feed,
     )
     records.print_and_save(report(record), record, args.json)
