@@ -91,7 +91,9 @@ TAKES = {  # every command: the least that it is called with, and all its option
     "bench-reads": (
         ["M"], {"--depth": "2,6", "--megabytes": "9", "--runs": "7", "--json": "r.json"}
     ),
-    "bench-limit": (["M", "--limit", "500"], {**BENCH, "--limit": "900", **STREAM}),
+    "bench-limit": (
+        ["M", "--limit", "500"], {**BENCH, "--limit": "900", "--feed": "t.npz", **STREAM}
+    ),
     "bench-draft": (
         ["M", "--draft", "lookup"],
         {**RUNS, "--mode": "stacked", "--draft": "self", "--lengths": "3,auto", "--limit": "900",
@@ -311,6 +313,12 @@ def test_only_the_module_of_the_command_is_imported():
         imported = set(done.stderr.split())
         commands = {f"moelab.{module}" for module, _ in COMMANDS.values()} & imported
         assert commands == modules and ("mlx.core" in imported) == bool(modules)
+
+
+def test_a_text_is_a_prompt_or_a_trace(calls, capsys):
+    got = run(capsys, "bench-limit", "M", "--limit", "500", "--prompt", "a", "--feed", "t.npz")
+    assert got.code == 2 and not calls
+    assert "--feed: not allowed with argument --prompt" in got.err
 
 
 def test_several_prompts_arrive(calls, capsys):

@@ -118,7 +118,7 @@ class LimitedRecord:
         checkpoint_nbytes (int): Of the model's tensors on disk.
         tokens (int): Timed in each run.
         warmup_tokens (int): Decoded in each run before the clock starts.
-        prompts (list[str]): Round i took prompt i, modulo their number.
+        prompts (list[str]): Round i took prompt i, modulo their number; none with ``feed``.
         machine (dict): Of ``machine.card``.
         samples (list[Run]): Every run.
         disk_speeds (list[float]): Bytes per second of the disk, before each round; older records
@@ -291,7 +291,7 @@ def bench_limited(
     prompts, model_path = list(prompts or PROMPTS), folder(model_path)
     if feed is not None:
         texts_of(feed, warmup + tokens, model_path)  # refuses what cannot be before any work
-        prompts = [""]
+        prompts = []
     for config in configs.values():
         if not config.asks_for_slots:
             footprint(model_path, config)  # refuses what cannot be before any work
@@ -306,7 +306,8 @@ def bench_limited(
             if limit_nbytes is not None:
                 # Pages that another process brought in would be served, and not counted.
                 oscache.drop_pages(model_path)
-            call = (model_path, config, tokens, warmup, prompts[i % len(prompts)], feed)
+            prompt = prompts[i % len(prompts)] if prompts else ""
+            call = (model_path, config, tokens, warmup, prompt, feed)
             ran, done = limit.call(_measure, *call, what=name, nbytes=limit_nbytes)
             if not done.killed:
                 sizes = {n: ran[n] for n in (*SIZES, "plan")}
@@ -378,8 +379,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--tokens", 64, "timed in each run")
     add_number(parser, "--warmup", 16, "tokens before the clock starts", zero_or_more)
     add_number(parser, "--runs", 5, "rounds")
-    add_prompts(parser, "def main():")
-    parser.add_argument(
+    text = parser.add_mutually_exclusive_group()
+    add_prompts(text, "def main():")
+    text.add_argument(
         "--feed",
         metavar="TRACE",
         help="read the text of this trace in place of a prompt and of greedy tokens",
