@@ -286,8 +286,8 @@ class BenchRecord:
 def _config(recorded):
     """How a recorded model streamed, without settings that the engine no longer has."""
     own = {f.name: recorded[f.name] for f in fields(StreamConfig) if f.name in recorded}
-    # What the first records do not name was not there.
-    return StreamConfig(**{"kernels": "mlx", "zero_copy": False} | own)
+    # What the first records do not name was not there, and the only policy was LRU.
+    return StreamConfig(**{"kernels": "mlx", "zero_copy": False, "policy": "lru"} | own)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ...kernels import code, team
+from ...kernels import code
 from ...kernels.code import I64, Code
 from .file import check_unchanged
 from .native import ALIGNED, COUNT, FD, GOT, IOV, NBYTES, OFFSET, address_of, huge_pages
@@ -22,7 +22,7 @@ from .ranges import Ranges, read_ranges
 CALLS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
 DEPTH = 512  # reads in flight, at most
 BUFFER_NBYTES = 24 * 1024 * 1024  # of the bytes in flight; what they do not need takes no memory
-PENDING, LANDED = -2, -3  # in ``GOT``: in flight; in the buffer, and not yet in their place
+PENDING = -2  # in ``GOT``: in flight
 # Seconds. Whoever waits looks for the end of a read for so long, and then sleeps: a core that slept
 # takes 0.05 ms and more to begin again.
 SPIN_S = 3e-3
@@ -44,16 +44,17 @@ class Queue:
         if self._system(setup, DEPTH, ctypes.byref(context)) < 0:
             raise OSError(ctypes.get_errno(), "io_setup")
         self._context = context.value
-        self._send, self._land, self._copy = (code.built(k) for k in (_Send, _Land, _Copy))
+        self._send, self._land = code.built(_Send), code.built(_Land)
         self._buffer, self._events = huge_pages(BUFFER_NBYTES), np.zeros((DEPTH, 4), np.int64)
-        self._flying = []  # what the system writes to: tables, and what ``begin`` made of them
+        self._flying = []  # tables, what ``begin`` made of them, and what they have addresses of
 
-    def begin(self, table: np.ndarray) -> bool:
+    def begin(self, ranges: Ranges, table: np.ndarray) -> bool:
         """Begin to read, if there is room for it.
 
         Args:
-            table (np.ndarray): As for ``native.read_direct``. ``GOT`` is -1 where a read could not
-                begin, ``PENDING`` while it is in flight, and then the bytes or -1.
+            ranges (Ranges): Kept until they have ended, with the memory that they fill.
+            table (np.ndarray): Theirs, as for ``native.read_direct``. ``GOT`` is -1 where a read
+                could not begin, ``PENDING`` while it is in flight, and then the bytes or -1.
 
         Returns:
             bool: Whether there was room.
@@ -74,7 +75,7 @@ class Queue:
         iocbs[:, 2], iocbs[:, 3], iocbs[:, 4] = table[:, FD] << 32, places, whole
         iocbs[:, 5] = table[:, OFFSET] - before
         pointers, table[:, GOT] = address_of(iocbs) + at * iocbs.strides[0], -1
-        self._flying.append((table, rows, iocbs, first, first + int(ends[-1])))
+        self._flying.append((table, rows, iocbs, ranges, first, first + int(ends[-1])))
         self._send(self._submit, self._context, n, address_of(pointers), address_of(rows))
         return True
 
@@ -95,16 +96,13 @@ class Queue:
         """
         events = address_of(self._events)
         self._land(self._getevents, self._context, int(wait), events, DEPTH)
-        for table, rows, *_ in self._flying:
-            if landed := table[:, GOT].tolist().count(LANDED):
-                pieces = team.pieces(landed * int(table[0, NBYTES]), len(rows))
-                team.run(self._copy, address_of(rows), len(rows), pieces=pieces)
 
     def settle(self) -> None:
         """Wait until nothing is in flight."""
         for table, *_ in self._flying:
             while pending(table):
                 self.reap(wait=True)
+        self._flying = []
 
     def __del__(self):
         if hasattr(self, "_flying"):
@@ -113,8 +111,8 @@ class Queue:
 
 
 def pending(table: np.ndarray) -> bool:
-    """Whether bytes of a table are on their way."""
-    return min(table[:, GOT].tolist()) < -1
+    """Whether a read of a table is in flight."""
+    return PENDING in table[:, GOT].tolist()
 
 
 class Flight:
@@ -184,7 +182,7 @@ class Flight:
 
 
 class _Landing(Code):
-    """What both functions do with a row of a table in flight."""
+    """What both functions find out about a row of a table."""
 
     def fields(self, pointer, at, *places):
         return [self.load(pointer, self.add(at, k), I64, 8) for k in places]
@@ -218,12 +216,13 @@ class _Send(_Landing):
 class _Land(_Landing):
     """Writes ``run(number of io_getevents, context, events to wait for, memory for events, most)``.
 
-    It takes the events and notes them in one call, as ``_Send`` does.
+    It takes the events and copies their bytes to their place in one call, as ``_Send`` does.
     """
 
     def __init__(self):
         super().__init__(5, 8)
         self._syscall = self._declare("syscall", I64, [I64] * 6)
+        self._memcpy = self._declare("memcpy", I64, [I64] * 3)
 
     def write(self):
         number, context, least, memory, most = self.arguments
@@ -232,34 +231,17 @@ class _Land(_Landing):
 
         def one(i, _):
             data, got = self.fields(events, self.mul(i, 4), 0, 2)
-            row, _, needed = self.row(self.pointer(data, I64), I64(0))
+            row, place, needed = self.row(self.pointer(data, I64), I64(0))
+            iov, count, nbytes = self.fields(row, I64(0), IOV, COUNT, NBYTES)
+            iov = self.pointer(iov, I64)
             arrived = b.icmp_signed(">=", got, needed)  # the end of a file may be in the last page
-            self.store(b.select(arrived, I64(LANDED), I64(-1)), row, I64(GOT))
-
-        self.loop(I64(0), n, 1, one)
-
-
-class _Copy(_Landing):
-    """Writes ``run(rows, n)``: the bytes of rows that have landed come to their place."""
-
-    def __init__(self):
-        super().__init__(2, 8)
-        self._memcpy = self._declare("memcpy", I64, [I64] * 3)
-
-    def write(self):
-        rows, b = self.pointer(self.arguments[0], I64), self.b
-
-        def one(i, _):
-            row, place, _ = self.row(rows, i)
-            got, iov, count, nbytes = self.fields(row, I64(0), GOT, IOV, COUNT, NBYTES)
-            iov, landed = self.pointer(iov, I64), b.icmp_signed("==", got, I64(LANDED))
 
             def part(j, held):
                 to, length = self.fields(iov, self.mul(j, 2), 0, 1)
                 b.call(self._memcpy, [to, held[0], length])
                 return [self.add(held[0], length)]
 
-            self.loop(I64(0), b.select(landed, count, I64(0)), 1, part, [place])
-            self.store(b.select(landed, nbytes, got), row, I64(GOT))
+            self.loop(I64(0), b.select(arrived, count, I64(0)), 1, part, [place])
+            self.store(b.select(arrived, nbytes, I64(-1)), row, I64(GOT))
 
-        self.loop(*self.share(self.arguments[1]), 1, one)
+        self.loop(I64(0), n, 1, one)

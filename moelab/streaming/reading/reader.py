@@ -124,7 +124,7 @@ class Reader:
                 self._queue = Queue()
             self._queue = self._queue or False
         table = ranges.direct_table() if self._queue else None
-        if table is None or not self._queue.begin(table):
+        if table is None or not self._queue.begin(ranges, table):
             return None
         return Flight(self._queue, ranges, table, self._count_flight)
 

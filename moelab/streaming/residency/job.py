@@ -47,7 +47,11 @@ class Job:
         self._order, self._running, self._queued = [*self._slots], {*self._slots}, {}
 
     def _land(self, needed, everything):
-        """Note the reads of a flight that have ended; seconds waited for those that are needed."""
+        """Wait for those that ``collect`` needs, and note all that have ended.
+
+        Returns:
+            dict[int, float]: The seconds spent waiting, of the experts that were waited for.
+        """
         waited_s, n = {}, len(self._flight) // len(self._order)
         for i, e in enumerate(self._order):
             rows, begin = (i * n, i * n + n), perf_counter()
@@ -109,9 +113,8 @@ class Job:
             its read and the seconds spent waiting for it here; the slots that are free again;
             whether the job has ended.
         """
-        arrived, waited_s = {}, {}
-        if self._flight is not None:
-            waited_s, needed, everything = self._land(needed, everything), (), False
+        arrived = {}
+        waited_s = {} if self._flight is None else self._land(needed, everything)
         with self._changed:
             free = list(self._queued.values())
             for e in self._queued:
