@@ -10,6 +10,7 @@ those blocks of mlx-lm that it knows.
 
 from . import gated_delta
 from .blocks import GatedDelta, Recurred, blocks_of, use
+from .code import to_mlx
 from .modules import (
     FAST,
     ExpertCall,
@@ -44,6 +45,7 @@ __all__ = [
     "gate_up_down",
     "gated_delta",
     "takes",
+    "to_mlx",
     "use",
     "used",
 ]

@@ -22,7 +22,7 @@ import numpy as np
 
 from ..hooks import call_instead
 from . import code, quantized, team
-from .code import F32, I32, I64, Code, address, ir
+from .code import F32, I32, I64, Code, address, ir, to_mlx
 from .rowwise import NUMBER_WORK
 
 # Scores that are in memory at once; they stay in a core's cache.
@@ -91,7 +91,7 @@ def attention(
     mx.eval(q, k, v)
     mask = np.asarray(mask) if isinstance(mask, mx.array) else mask
     sinks = None if sinks is None else np.asarray(sinks)
-    return mx.array(attend(*map(np.asarray, (q, k, v)), scale, mask, sinks))
+    return to_mlx(attend(*map(np.asarray, (q, k, v)), scale, mask, sinks))
 
 
 def attend(

@@ -29,6 +29,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from ..hooks import unhooked
 from . import attention, code, gated_delta, modules, rowwise, team
+from .code import to_mlx
 from .modules import (
     FastConv1d,
     FastMLP,
@@ -79,7 +80,7 @@ class Recurred(NamedTuple):
             T (int): Tokens.
             state (mx.array or None): The state after them. Default: ``states``.
         """
-        cache[0], cache[1] = mx.array(self.after), mx.array(self.states) if state is None else state
+        cache[0], cache[1] = to_mlx(self.after), to_mlx(self.states) if state is None else state
         cache.advance(T)
 
 
@@ -98,7 +99,7 @@ class Block:
         if y is None:
             given = {"mask": mask, "cache": cache} if self.has_cache else {}
             return super().__call__(x, **given)
-        return mx.array(y.reshape(x.shape))
+        return to_mlx(y.reshape(x.shape))
 
     has_cache = True
 
@@ -138,7 +139,7 @@ def forward(module: nn.Module, x: Rows, B: int, *given: Any) -> np.ndarray:
         y = module.forward(x, B, *given) if isinstance(module, Block) else module.forward(x)
         if y is not None:
             return y
-    y = module(mx.array(x.x.reshape(B, -1, x.x.shape[-1])), *given)
+    y = module(to_mlx(x.x.reshape(B, -1, x.x.shape[-1])), *given)
     return np.array(y).reshape(len(x.x), -1)
 
 
@@ -348,7 +349,7 @@ class Attention(Block):
         """Attention of ``[B, heads, T, size]`` to what is in the cache and to k and v."""
         if cache is not None:
             # The cache's arrays are MLX's, and which kind it is does not matter here.
-            k, v = cache.update_and_fetch(*(mx.array(a) for a in (k, v)))
+            k, v = cache.update_and_fetch(*(to_mlx(a) for a in (k, v)))
             mx.eval(k, v)
             k, v = np.asarray(k), np.asarray(v)
         return attention.attend(q, k, v, self.scale, mask)
@@ -463,8 +464,8 @@ class Experts(Block):
                 y = module.forward(x, routed, placed)
                 if y is not None:
                     return y
-        x = mx.array(x.x.reshape(B, n // B, -1))
-        y = module(x, mx.array(routed.astype(np.uint32).reshape(B, n // B, K)))
+        x = to_mlx(x.x.reshape(B, n // B, -1))
+        y = module(x, to_mlx(routed.astype(np.uint32).reshape(B, n // B, K)))
         return np.array(y).reshape(n * K, -1)
 
 
@@ -544,7 +545,7 @@ class DeltaToken:
         if in_place:
             # If nobody else holds the state, MLX writes to its memory, and else to a copy. In
             # either case the memory is nobody else's then, and it becomes the next state.
-            state, cache[1] = mx.array(state), None
+            state, cache[1] = to_mlx(state), None
             state[0, 0, 0, 0] = float(np.asarray(state)[0, 0, 0, 0])
             mx.eval(state)
             cache[1] = state

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
+import mlx.core as mx
 import numpy as np
 
 try:
@@ -69,6 +70,15 @@ def address(a: np.ndarray | None) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(a))
     except (TypeError, ValueError):  # it cannot be written to, or its parts are apart
         return a.ctypes.data
+
+
+def to_mlx(a: np.ndarray) -> mx.array:
+    """A copy of an array. It goes through the buffer protocol.
+
+    Through DLPack, which ``mx.array(a)`` asks for, a Ctrl-C that comes meanwhile is lost: nanobind
+    drops the exception (MLX 0.32.4).
+    """
+    return mx.array(a.data)
 
 
 def built(kind: type["Code"], *args) -> "Kernel":
@@ -145,12 +155,13 @@ class Code:
         self.write()
         self.b.ret_void()
         machine = _machine()
-        parsed = llvm.parse_assembly(str(self._module))
-        parsed.verify()
         options = llvm.create_pipeline_tuning_options(speed_level=3)
         passes = llvm.create_pass_builder(machine, options)
-        passes.getModulePassManager().run(parsed, passes)
-        return machine.emit_object(parsed)
+        # Freed here: a Ctrl-C in its ``__del__`` would be lost.
+        with llvm.parse_assembly(str(self._module)) as parsed:
+            parsed.verify()
+            passes.getModulePassManager().run(parsed, passes)
+            return machine.emit_object(parsed)
 
     def link(self, code: bytes) -> Kernel:
         """The function, as something to call.

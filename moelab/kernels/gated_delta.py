@@ -17,7 +17,7 @@ from mlx_lm.models import gated_delta as of_mlx_lm
 
 from ..hooks import call_instead, with_globals
 from . import code, team
-from .code import F32, I64, Code, address
+from .code import F32, I64, Code, address, to_mlx
 
 
 def gated_delta(
@@ -56,7 +56,7 @@ def gated_delta(
         arrays[3:5] = mx.where(decays, g, 1.0), mx.where(mask[..., None], beta, 0.0)
     mx.eval(arrays)
     y, new = recur(*(np.ascontiguousarray(a) for a in arrays), every=every)
-    return mx.array(y), mx.array(new)
+    return to_mlx(y), to_mlx(new)
 
 
 def recur(

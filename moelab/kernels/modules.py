@@ -17,6 +17,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 
 from ..hooks import unhooked
 from . import code, quantized, rowwise, team
+from .code import to_mlx
 
 # Weights of a plain matrix. Below this a call of MLX's is as fast, even with the reference BLAS
 # that its Linux packages have. On macOS MLX has a fast BLAS and keeps every plain matrix.
@@ -163,7 +164,7 @@ class _Fast:
     def _multiply(self, x):
         """``x [..., D]`` with the one matrix: ``[..., N]``."""
         (y,) = quantized.Rows.of(x).multiply(self.matrices())
-        return mx.array(y.reshape(*x.shape[:-1], y.shape[-1]))
+        return to_mlx(y.reshape(*x.shape[:-1], y.shape[-1]))
 
 
 class _Kept:
@@ -262,7 +263,7 @@ class _SwitchLinear(_Fast):
         parts = quantized.Parts.of(chosen.ravel().astype(np.int64), row.ravel(), each)
         y = np.empty((chosen.size, matrices.outputs), np.float32)
         matrices.multiply_parts(matrices.pack(quantized.Rows.of(x).x), parts, y)
-        out = mx.array(y.reshape(*chosen.shape, 1, -1))
+        out = to_mlx(y.reshape(*chosen.shape, 1, -1))
         if "bias" in self:
             out = out + mx.expand_dims(self["bias"][indices], -2)
         return out
@@ -393,7 +394,7 @@ class ExpertCall:
 
     def result(self) -> mx.array:
         """``[..., K, D]``, once all pairs are computed."""
-        out = mx.array(self.y) if self._out is None else self._out
+        out = to_mlx(self.y) if self._out is None else self._out
         return out.reshape(*self._shape, -1)
 
 
@@ -488,7 +489,7 @@ class FastMLP:
 
     def __call__(self, x: mx.array) -> mx.array:
         y = self.forward(quantized.Rows.of(x)) if takes(x) else None
-        return super().__call__(x) if y is None else mx.array(y.reshape(x.shape))
+        return super().__call__(x) if y is None else to_mlx(y.reshape(x.shape))
 
     def fits(self) -> list[quantized.Matrices] | None:
         """The matrices of gate, up and down; None if the kernels do not compute all of them now."""
@@ -554,7 +555,7 @@ class FastConv1d(_Fast, nn.Conv1d):
             return super().__call__(x)
         kept = self.__dict__.get("_kept")
         if kept is None or kept[0] is not weight:
-            kept = self.__dict__["_kept"] = weight, [mx.array(w) for w in np.asarray(weight).T[0]]
+            kept = self.__dict__["_kept"] = weight, [to_mlx(w) for w in np.asarray(weight).T[0]]
         taps = kept[1]
         T = x.shape[1] - len(taps) + 1
         y = x[:, :T] * taps[0]

@@ -271,12 +271,12 @@ class Recorder:
         did = self.layer.recur(rows, len(x), mask, cache, every, own_hooks=True)
         if did is None:
             return None
-        states, T = mx.array(did.states), x.shape[1]
+        states, T = kernels.to_mlx(did.states), x.shape[1]
         state = states[-1] if self.keep_states else states
-        self.tape.convs.append(mx.array(did.conv))
+        self.tape.convs.append(kernels.to_mlx(did.conv))
         self.tape.steps.append(_States(states, state) if self.keep_states else _Block(did, state))
         did.into(cache, T, state)
-        return mx.array(did.y.reshape(x.shape))
+        return kernels.to_mlx(did.y.reshape(x.shape))
 
     def _on_convolution(self, original, x):
         if self.tape is not None:

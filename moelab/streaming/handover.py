@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
+from .. import kernels
 from .gpu import cuda
 
 
@@ -74,7 +75,7 @@ class Handover:
         """
         if self.mailbox and numbers.size <= cuda.MAILBOX_SIZE:
             return self.mailbox.send(numbers, indices, copies)
-        return mx.array(numbers)
+        return kernels.to_mlx(numbers)
 
     def settle(self) -> None:
         """Evaluate what reads slots."""

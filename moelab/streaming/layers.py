@@ -129,7 +129,7 @@ class StreamedExperts(nn.Module):
             # Pad to the rows that decide which CUDA kernel MLX takes for the whole call.
             more = max(0, min(flat.size, self._least_rows) - len(mine)) if on_cuda() else 0
             pairs = np.append(mine, mine[-1:].repeat(more))
-            rows = x.reshape(-1, x.shape[-1])[mx.array(pairs // routed.shape[-1])]
+            rows = x.reshape(-1, x.shape[-1])[kernels.to_mlx(pairs // routed.shape[-1])]
             some = indices.reshape(-1)[: len(pairs), None]  # for its shape
             y = self._compute(rows, some, flat[pairs][:, None])[: len(mine), 0]
         else:
@@ -406,7 +406,7 @@ def unsort(ys: list[mx.array], order: list[int], shape: tuple[int, ...]) -> mx.a
         mx.array: ``[..., K, D]``.
     """
     y = ys[0] if len(ys) == 1 else mx.concatenate(ys)
-    y = y.squeeze(-2)[mx.array(np.argsort(order))]
+    y = y.squeeze(-2)[kernels.to_mlx(np.argsort(order))]
     return y.reshape(*shape, y.shape[-1])
 
 

@@ -94,7 +94,7 @@ class Lookahead(Prefetcher):
             route = getattr(self._blocks[layer + 1], "route", lambda x: None)
             if (routed := route(x)) is not None:
                 return [routed]
-            x = mx.array(x.x)
+            x = kernels.to_mlx(x.x)
         asked = []
         experts = self._layers[layer + 1]
         experts.probe = asked.append

@@ -34,6 +34,7 @@ from time import monotonic
 import mlx.core as mx
 import numpy as np
 
+from .. import kernels
 from ..checkpoint import Checkpoint, describe
 from .placement import by_number
 
@@ -307,7 +308,7 @@ class Ranks:
         size = max(counts) + 1
         block = np.zeros((size - counts[self.rank], D), np.float32)
         block[0, : len(words)] = words
-        block = mx.array(block).astype(dtype)
+        block = kernels.to_mlx(block).astype(dtype)
         block = block if y is None else mx.concatenate([block, y])
         blocks = mx.distributed.all_gather(block, group=self._group)
         places = np.empty(len(owners), np.uint32)  # a rank's rows are the last ones of its block
@@ -315,7 +316,7 @@ class Ranks:
             places[owners == rank] = np.arange((rank + 1) * size - n, (rank + 1) * size)
         checks = blocks[::size, : len(words)].astype(mx.float32)
         self._checks = path, checks, words
-        return blocks[mx.array(places)].reshape(*routed.shape, D), checks
+        return blocks[kernels.to_mlx(places)].reshape(*routed.shape, D), checks
 
     def answered(self) -> None:
         """The rows of the last layer have arrived: the others still take part.

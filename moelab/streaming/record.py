@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from .. import kernels
 from ..experts import num_experts
 from ..hooks import hooked
 from .layers import StreamedExperts, expert_layers
@@ -63,7 +64,7 @@ class _Router:
             rows = self.rows[phase]
             self.now = rows[(self.next[phase] + np.arange(T)) % len(rows)]
             self.next[phase] += T
-        chosen = mx.array(self.now[:, layer].astype(np.uint32)).reshape(indices.shape)
+        chosen = kernels.to_mlx(self.now[:, layer].astype(np.uint32)).reshape(indices.shape)
         # Wait for the router all the same: without a trace the model waits for it.
         return mx.depends(chosen, indices)
 

@@ -1,7 +1,9 @@
 """Kernels that an earlier process built."""
 
+import signal
 import stat
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -35,6 +37,41 @@ def pack():
     run = code.built(quantized._Packer, 4, 64, 8)
     run(x.ctypes.data, y.ctypes.data, sums.ctypes.data, 1)
     return [*y, *sums]
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that interrupts")
+def test_no_interrupt_is_lost_on_the_way_to_mlx(monkeypatch):
+    """``mx.array(a)`` loses one in eight."""
+    came, caught, rng = 0, 0, np.random.default_rng(0)
+
+    def interrupt(*_):
+        nonlocal came
+        came += 1
+        raise KeyboardInterrupt
+
+    before, a = signal.signal(signal.SIGALRM, interrupt), np.ones((3, 4096), np.float32)
+    try:
+        for n in range(300):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-5, 3e-4))
+                while came == n:
+                    y = code.to_mlx(a)
+            except KeyboardInterrupt:
+                caught += 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert (came, caught) == (300, 300)
+    assert y.dtype == mx.float32 and np.array_equal(np.asarray(y), a)
+
+
+def test_no_interrupt_is_lost_where_llvm_frees_a_module(monkeypatch):
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    writer = quantized._Packer(4, 64, 8)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(code.llvm.ModuleRef, "_dispose", interrupt)
+        writer.compile()
 
 
 def test_a_kernel_is_compiled_once(folder, compiled):

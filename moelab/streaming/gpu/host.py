@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
+from ... import kernels
 from ...memory import memory_available
 from ..ranks import Ranks
 from ..reading.ranges import Read
@@ -292,4 +293,4 @@ class HostExperts:
         for i, (e, slot) in enumerate(table.slot_of.items()):
             slot_of[e], expert_of[slot], used[slot] = slot, e, 1 + i
         state[E + 2 * S] = 1 + len(table.slot_of)
-        return mx.array(state)
+        return kernels.to_mlx(state)

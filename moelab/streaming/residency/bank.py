@@ -410,4 +410,4 @@ def _convert(rows, bits, dtype, to):
         # numpy has no bfloat16, but its bits are the upper half of a float32's.
         np.left_shift(bits, 16, out=rows, dtype=np.uint32)
     else:
-        rows[...] = np.asarray(mx.array(bits).view(dtype).astype(to).view(_UNSIGNED[to.size]))
+        rows[...] = np.asarray(kernels.to_mlx(bits).view(dtype).astype(to).view(_UNSIGNED[to.size]))
