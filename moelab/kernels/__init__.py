@@ -4,13 +4,14 @@ MLX unpacks every weight of a quantized matrix for every row, at 0.6 GB/s of pac
 core of an AMD EPYC (MLX 0.32.4), and mlx-lm loops over tokens where a layer is recurrent.
 ``quantized.py``, ``attention.py``, ``gated_delta.py`` and ``rowwise.py`` write kernels in LLVM's
 language, ``code.py`` builds them for the processor at hand, and ``team.py`` runs them on all
-cores. ``modules.py`` puts them into the modules of mlx-lm that hold matrices, ``blocks.py`` into
-those blocks of mlx-lm that it knows.
+cores. ``modules.py`` puts them into the modules of mlx-lm that hold matrices, ``blocks.py`` and
+``layers.py`` into those blocks and layers of mlx-lm that they know.
 """
 
 from . import gated_delta
-from .blocks import GatedDelta, Recurred, blocks_of, use
+from .blocks import GatedDelta, Recurred
 from .code import to_mlx
+from .layers import blocks_of, use
 from .modules import (
     FAST,
     ExpertCall,

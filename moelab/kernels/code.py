@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from math import prod
 
 import mlx.core as mx
 import numpy as np
@@ -36,6 +37,7 @@ def num_threads() -> int:
     return os.cpu_count() or 1
 
 
+BLOCK = 2**16  # floats that ``Memory`` asks for at once
 _recorder = threading.local()
 
 
@@ -45,13 +47,47 @@ def recorded() -> "list | None":
 
 
 @contextmanager
-def recording(kept: list) -> Iterator[None]:
-    """Inside, ``address`` puts into a list what it was asked for, so that it stays there."""
-    _recorder.kept = kept
+def recording(kept: list, memory: "Memory | None" = None) -> Iterator[None]:
+    """Inside, ``address`` puts into a list what it was asked for, so that it stays there.
+
+    Args:
+        kept (list): The list.
+        memory (Memory or None): Where ``empty`` gets arrays from.
+    """
+    _recorder.kept, _recorder.memory = kept, memory
     try:
         yield
     finally:
-        _recorder.kept = None
+        _recorder.kept = _recorder.memory = None
+
+
+class Memory:
+    """Memory for arrays that are used one after another: after ``rewind`` it is given out again."""
+
+    def __init__(self):
+        self._blocks, self._now, self._at = [], 0, 0
+
+    def rewind(self) -> None:
+        """Give out all of it again. The arrays that have it keep it."""
+        self._now = self._at = 0
+
+    def empty(self, *shape: int) -> np.ndarray:
+        """An array of float32 that is not filled."""
+        n = prod(shape)
+        while self._now < len(self._blocks) and self._at + n > self._blocks[self._now].size:
+            self._now, self._at = self._now + 1, 0
+        if self._now == len(self._blocks):
+            block = np.empty(max(n, BLOCK) + 16, np.float32)
+            self._blocks.append(block[-block.ctypes.data % 64 // 4 :])
+        a = self._blocks[self._now][self._at : self._at + n]
+        self._at += -(-n // 16) * 16  # the next one begins in a cache line of its own
+        return a.reshape(shape)
+
+
+def empty(*shape: int) -> np.ndarray:
+    """An array of float32 that is not filled."""
+    memory = getattr(_recorder, "memory", None)
+    return np.empty(shape, np.float32) if memory is None else memory.empty(*shape)
 
 
 def keep(a: object) -> None:

@@ -17,7 +17,7 @@ from mlx_lm.models import gated_delta as of_mlx_lm
 
 from ..hooks import call_instead, with_globals
 from . import code, team
-from .code import F32, I64, Code, address, to_mlx
+from .code import F32, I64, Code, address, empty, to_mlx
 
 
 def gated_delta(
@@ -70,8 +70,7 @@ def recur(
 ) -> tuple[np.ndarray, np.ndarray]:
     """``gated_delta`` of arrays of numpy. The heads of a token in q, k and v are side by side."""
     (B, T, Hk, Dk), (Hv, Dv) = q.shape, v.shape[2:]
-    y = np.empty((B, T, Hv, Dv), np.float32)
-    new = np.empty((T, *state.shape) if every else state.shape, np.float32)
+    y, new = empty(B, T, Hv, Dv), empty(*((T,) if every else ()), *state.shape)
     # The distance of two tokens. With T = 1 the stride of that axis may be any number.
     steps = [a.strides[T > 1] // a.itemsize for a in (q, k, v)]
     team.run(

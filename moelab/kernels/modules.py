@@ -306,7 +306,7 @@ class FastExperts:
         return call.result()
 
     def all_matrices(self) -> tuple[list[quantized.Matrices], quantized.Matrices] | None:
-        """Those of gate and up, or of both in one, and of the last projection.
+        """The matrices of ``gate_up_down``: the list of the first ones, and the last.
 
         None if the kernels do not compute with one of them now.
         """

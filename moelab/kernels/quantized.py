@@ -47,9 +47,9 @@ AHEAD_NBYTES = 4 * 1024
 # Rows of weights that all rows of x are multiplied with before the next ones: they stay in a core's
 # cache. Where one group of rows of x is all there is, all weights are one tile.
 TILE = 64
-# A task is the addresses of weights, scales, biases, x, sums of x and y, those of its rows' numbers
-# in x and in y, then how many rows and how many rows of weights there are, and the distance of rows
-# of y.
+# The int64 of a task, which multiplies some rows of x with one matrix. Eight addresses: weights,
+# scales, biases, x, sums of x, y, the list of the rows of x, the list of the rows of y. Three
+# numbers: rows of x, rows of the matrix, floats from one row of y to the next.
 TASK = 11
 
 
@@ -195,7 +195,7 @@ class Matrices:
         """
         if self._pack is None:
             return Packed(address(x), 0, x)
-        memory = np.empty(len(x) * (self.inputs + self._words), np.float32)
+        memory = code.empty(len(x) * (self.inputs + self._words))
         packed = address(memory)
         sums = packed + len(x) * self.inputs * x.itemsize
         pieces = team.pieces(4 * x.size, len(x))
@@ -269,7 +269,7 @@ class Rows:
         n, ys, calls = len(self.x), [], {}
         _kept, at = in_order(n)
         for m in matrices:
-            y = np.empty((n, m.outputs), np.float32) if out is None or ys else out
+            y = code.empty(n, m.outputs) if out is None or ys else out
             ys.append(y)
             packed = self.packed_for(m)
             task = *m._first, packed.x, packed.sums, address(y), at, at, n, m.outputs

@@ -9,15 +9,10 @@ from functools import cache
 import numpy as np
 
 from . import code, team
-from .code import F32, I32, I64, Code, address, ir
+from .code import F32, I32, I64, Code, address, empty, ir
 
 # Multiplications that take as long as one number does here, which goes through an exponential.
 NUMBER_WORK = 16
-
-
-def empty(*shape: int) -> np.ndarray:
-    """An array of float32 that is not filled."""
-    return np.empty(shape, np.float32)
 
 
 def rms_norm(

@@ -80,17 +80,20 @@ class Program:
         program.run()  # y is computed from what is in x now
 
     What is recorded must be the same in each run: shapes, addresses, the order of the calls.
+
+    Args:
+        memory (code.Memory or None): Of the arrays that hold what is computed. Default: their own.
     """
 
-    def __init__(self):
-        self._calls, self._kept, self._table = [], [], None
+    def __init__(self, memory: code.Memory | None = None):
+        self._calls, self._kept, self._table, self._memory = [], [], None, memory
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Inside, this thread's calls of ``run`` are recorded and not made."""
         _local.program = self
         try:
-            with code.recording(self._kept):
+            with code.recording(self._kept, self._memory):
                 yield
         finally:
             _local.program = None
@@ -103,7 +106,7 @@ class Program:
     def places(self, of: np.ndarray) -> list[tuple[ctypes.Array, int]]:
         """Where the address of an array stands among the calls' arguments: array and index.
 
-        Another address can be put there, of an array of the same form.
+        ``put`` puts that of another array of the same form there.
         """
         at = code.address(of)
         return [(a, i) for _, a, _ in self._calls for i, n in enumerate(a) if n == at]
@@ -126,6 +129,17 @@ class Program:
             rows += [kernel.address, ctypes.addressof(arguments)]
         self._table, self._sequence = (ctypes.c_int64 * len(rows))(*rows), _sequence()
         self._wake = team.wake if team is not None else lambda: None
+
+
+def put(places: list[tuple[ctypes.Array, int]], a: np.ndarray) -> None:
+    """Let a program compute with another array.
+
+    Args:
+        places (list): From ``Program.places``.
+        a (np.ndarray): The other one. It stays the caller's to keep.
+    """
+    for arguments, i in places:
+        arguments[i] = code.address(a)
 
 
 class Team:
@@ -224,7 +238,7 @@ class _Shared(Code):
         self.b.atomic_rmw("add", self.field(i), I64(by), "acq_rel")
 
     def swap(self, i, old, new):
-        """Whether a field had the value, and now has the new one."""
+        """Set a field to ``new`` if it is ``old``. Whether it was."""
         return self.b.extract_value(
             self.b.cmpxchg(self.field(i), old, new, "acq_rel", "acquire"), 1
         )

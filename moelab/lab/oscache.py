@@ -37,7 +37,7 @@ def drop_pages(path: str | Path) -> str:
 
 
 def _unmap_pages(file):
-    """Let go of a file's pages that this process has mapped: those of a mapping stay otherwise."""
+    """Release what this process has mapped of a file: mapped pages cannot be dropped."""
     with suppress(OSError), open("/proc/self/maps") as maps:
         for line in maps:
             place, *_, path = line.rstrip("\n").split(maxsplit=5)

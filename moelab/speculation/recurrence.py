@@ -142,7 +142,7 @@ class _Block:
         if n == self.num_tokens:
             return self.state
         *inputs, state = self.did.inputs
-        return mx.array(kernels.gated_delta.recur(*(a[:, :n] for a in inputs), state)[1])
+        return kernels.to_mlx(kernels.gated_delta.recur(*(a[:, :n] for a in inputs), state)[1])
 
     def arrays(self) -> list:
         return [*self.did.inputs, self.state]
@@ -239,10 +239,12 @@ class Recorder:
             used = {g: _Recurrence(g, f.__globals__[g], self) for g in _recurrences_of(f)}
             if used:
                 copies[name] = MethodType(with_globals(f, used), layer)
-        call = copies.pop("__call__", None)
+        self._copy = copies.pop("__call__", None)
+        # A block of ``kernels`` tells what it did (``keep``), or asks for ``call``.
+        self._is_block = isinstance(layer, kernels.GatedDelta)
         # A copy runs in place of the original. Innermost, so that hooks of others are called too.
-        self.hooks = [
-            hooked(layer, partial(self._on_call, call), innermost=True),
+        self._hooks = [
+            *([] if self._is_block else [hooked(layer, self._on_call, innermost=True)]),
             *(
                 hooked(layer, partial(_instead, copy), name, innermost=True)
                 for name, copy in copies.items()
@@ -250,33 +252,58 @@ class Recorder:
             *(hooked(conv, self._on_convolution) for conv in _convolutions(layer)),
         ]
 
-    def _on_call(self, copy, original, *args, **kwargs):
+    def install(self) -> None:
+        """Begin to record."""
+        if self._is_block:
+            self.layer.recorder = self
+        else:
+            self._install_hooks()
+
+    def remove(self) -> None:
+        """End it. Undoes an interrupted ``install`` too."""
+        if self._is_block:
+            self.layer.recorder = None
+        self._remove_hooks()
+        self.tapes = None
+
+    def _install_hooks(self):
+        for hook in self._hooks:
+            hook.install()
+
+    def _remove_hooks(self):
+        for hook in self._hooks:
+            hook.remove()
+
+    def call(self, *args, **kwargs) -> mx.array:
+        """A call of the block, mlx-lm's way."""
+        try:
+            self._install_hooks()
+            return self._on_call(None, *args, **kwargs)
+        finally:
+            self._remove_hooks()
+
+    def keep(self, cache: ArraysCache, did: kernels.Recurred, states: mx.array) -> None:
+        """Put on tape what the block did.
+
+        Args:
+            cache (ArraysCache): Its cache, as it is now.
+            did (kernels.Recurred): In memory that nobody writes to again.
+            states (mx.array): The state, or with ``keep_states`` those after each token.
+        """
+        tape = self.tapes[id(cache)] = Tape(cache)
+        tape.convs.append(kernels.to_mlx(did.conv))
+        last = cache[1]
+        tape.steps.append(_States(states, last) if self.keep_states else _Block(did, last))
+
+    def _on_call(self, original, *args, **kwargs):
         given = (*args, *kwargs.values())
         cache = next((a for a in given if isinstance(a, ArraysCache)), None)
         if cache is not None:
             self.tape = self.tapes[id(cache)] = Tape(cache)
         try:
-            is_block = cache is not None and isinstance(self.layer, kernels.GatedDelta)
-            if is_block and (y := self._of_block(*args, **kwargs)) is not None:
-                return y
-            return (copy or original)(*args, **kwargs)
+            return (self._copy or original)(*args, **kwargs)
         finally:
             self.tape = None
-
-    def _of_block(self, x, mask=None, cache=None):
-        """As a call of a block of ``kernels``; None if it goes mlx-lm's way."""
-        if not kernels.takes(x):
-            return None
-        rows, every = kernels.Rows.of(x), self.keep_states
-        did = self.layer.recur(rows, len(x), mask, cache, every, own_hooks=True)
-        if did is None:
-            return None
-        states, T = kernels.to_mlx(did.states), x.shape[1]
-        state = states[-1] if self.keep_states else states
-        self.tape.convs.append(kernels.to_mlx(did.conv))
-        self.tape.steps.append(_States(states, state) if self.keep_states else _Block(did, state))
-        did.into(cache, T, state)
-        return kernels.to_mlx(did.y.reshape(x.shape))
 
     def _on_convolution(self, original, x):
         if self.tape is not None:
@@ -299,14 +326,11 @@ def recording(recorders: list[Recorder], keep_states: bool):
     try:
         for recorder in recorders:
             recorder.tapes, recorder.keep_states = tapes, keep_states
-            for hook in recorder.hooks:
-                hook.install()
+            recorder.install()
         yield tapes
     finally:
         for recorder in recorders:
-            for hook in recorder.hooks:
-                hook.remove()
-            recorder.tapes = None
+            recorder.remove()
 
 
 def recorders(model: nn.Module) -> list[Recorder]:

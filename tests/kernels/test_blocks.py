@@ -13,7 +13,7 @@ from needs import needs_kernels
 
 from moelab import StreamConfig
 from moelab.hooks import hooked
-from moelab.kernels import blocks, modules
+from moelab.kernels import layers, modules
 from moelab.speculation.rollback import Rollback
 from moelab.streaming.model import load_model
 
@@ -56,7 +56,7 @@ def close(got, want):
 
 
 def tokens_recorded(model):
-    return [layer.__dict__.get("_token") is not None for layer in model.layers]
+    return [any(layer._passes.values()) for layer in model.layers]
 
 
 @pytest.mark.parametrize("variant", ("affine4", "affine8", "mxfp4", "plain32"))
@@ -65,7 +65,7 @@ def test_near_mlx_and_the_same_bits_in_any_passes_and_modes(family, variant, loa
     want = logits(load(family, variant, kernels="mlx"))
     model = load(family, variant)
     got = logits(model)
-    assert all(isinstance(layer, blocks.Layer) for layer in model.layers)
+    assert all(isinstance(layer, layers.Layer) for layer in model.layers)
     assert any(tokens_recorded(model))
     assert close(got, want)
     for step in (3, 8):
@@ -86,10 +86,12 @@ def test_batches(family, load):
 def test_a_record_follows_new_weights_and_modules(load):
     model, mlx = load("qwen3_5_moe"), load("qwen3_5_moe", kernels="mlx")
     before = logits(model)
+    assert np.array_equal(logits(model, step=4), before)
     for m in (model, mlx):
         for layer in m.layers:
             layer.input_layernorm.weight = layer.input_layernorm.weight * 2
     assert not np.array_equal(logits(model), before) and close(logits(model), logits(mlx))
+    assert np.array_equal(logits(model, step=4), logits(model))
     for m in (model, mlx):
         layer = m.layers[0]
         layer.mlp.gate.scales = layer.mlp.gate.scales * -1
@@ -185,6 +187,30 @@ def test_passes_that_are_taken_back_leave_no_bit(family, keep_states, load, monk
         rollback.undo(3)
         rollback.commit()
     assert np.array_equal(np.concatenate(got), want)
+    if family == "qwen3_5_moe":
+        assert all((5, keep_states and layer.is_linear) in layer._passes for layer in model.layers)
+
+
+@pytest.mark.parametrize("strategy", ("replay", "states"))
+def test_a_pass_that_goes_mlxs_way_can_be_taken_back(strategy, load):
+    """A hook on a block's convolution is called, and the tapes are there."""
+    model, seen = load("qwen3_5_moe"), []
+    want, layer = logits(model)[0], next(layer for layer in model.layers if layer.is_linear)
+
+    def hook(original, x):
+        seen.append(x.shape[1])
+        return original(x)
+
+    cache = make_prompt_cache(model)
+    rollback, got = Rollback(model, cache, strategy), []
+    with hooked(layer.linear_attn.conv1d, hook):
+        for i in range(0, TOKENS.shape[1], 2):
+            part = mx.concatenate([TOKENS[:, i : i + 2], mx.array([[90, 91]])], axis=1)
+            got.append(np.array(rollback(part))[0, :2])
+            rollback.undo(2)
+            rollback.commit()
+    assert close(np.concatenate(got), want) and set(seen) == {4 + 3}
+    assert layer.linear_attn.recorder is None
 
 
 def test_a_block_that_is_trained_goes_mlxs_way(load):
@@ -199,7 +225,7 @@ def test_a_block_that_is_trained_goes_mlxs_way(load):
 def test_a_state_that_somebody_holds_stays(load, monkeypatch):
     model = load("qwen3_5_moe")
     want = logits(model)
-    monkeypatch.setattr(blocks, "IN_PLACE_NBYTES", 0)
+    monkeypatch.setattr(layers, "IN_PLACE_NBYTES", 0)
     assert np.array_equal(logits(model), want)
     cache = make_prompt_cache(model)
     model(TOKENS, cache=cache)

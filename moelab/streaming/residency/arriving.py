@@ -40,7 +40,7 @@ class Arrived(NamedTuple):
         return [*self.slots, *(self.rest.slots if self.rest else ())]
 
     def addresses(self, flat: list[int]) -> np.ndarray:
-        """Where the parameters of each (token, expert) pair's expert begin.
+        """The addresses of the expert of each (token, expert) pair.
 
         Args:
             flat (list[int]): The expert of every pair.

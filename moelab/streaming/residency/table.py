@@ -30,7 +30,7 @@ LARGEST = 2.0**300  # what a use counts, at most
 
 
 def policy_of(policy: str, source: str) -> str:
-    """The policy that ``auto`` stands for, or the one given.
+    """The name of the eviction policy. ``auto``: the first of ``GPU_POLICIES`` or LRFU.
 
     Args:
         policy, source (str): As in ``StreamConfig``.

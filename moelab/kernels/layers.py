@@ -1,0 +1,319 @@
+"""Decoder layers that compute without MLX's graph, and what puts all kernels into a model.
+
+For a short pass of one text a layer's calls are recorded once (``Pass``): from then on it is two or
+three calls of native code. The records of a model share memory, so it must not be called by several
+threads at once; ``moelab.load`` sees to that.
+"""
+
+import sys
+import weakref
+from collections import Counter
+from functools import cache
+from operator import is_, itemgetter
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models import qwen3_5, qwen3_moe, qwen3_next
+from mlx_lm.models.cache import ArraysCache
+
+from . import attention, code, gated_delta, modules, rowwise, team
+from .blocks import (
+    Attention,
+    Block,
+    Experts,
+    ExpertsAlone,
+    ExpertsAndShared,
+    GatedAttention,
+    GatedDelta35,
+    GatedDeltaNext,
+    PlainAttention,
+    forward,
+    is_itself,
+    is_norm,
+    weight_of,
+)
+from .code import to_mlx
+from .modules import FastMLP, PlacedExperts
+from .quantized import Rows
+
+# Bytes of a recurrent state. A smaller one is copied in less time than MLX needs to hand over its
+# memory (20 to 60 us).
+IN_PLACE_NBYTES = 512 * 1024
+MOST_TOKENS = 16  # of a pass that is recorded
+
+
+class Layer(Block):
+    """A decoder layer: attention or a recurrence, then experts or an MLP, each after a norm.
+
+    Attributes:
+        memory (code.Memory): Of what its records compute. All layers of a model have the same.
+    """
+
+    def forward(self, x, B, mask=None, cache=None):
+        if B == 1 and len(x.x) <= MOST_TOKENS and cache is not None:
+            y = self._replay(x, mask, cache)
+            if y is not None:
+                return y
+        norms = self["input_layernorm"], self["post_attention_layernorm"]
+        if not self.is_known or not all(map(is_norm, norms)):
+            return None
+        first, second = ((weight_of(norm), norm.eps) for norm in norms)
+        normed = Rows(rowwise.rms_norm(x.x, *first))
+        h = forward(self.mixer, normed, B, mask, cache)
+        normed = Rows(rowwise.rms_norm(h, *second, add=x.x))
+        mlp = self["mlp"]
+        if isinstance(mlp, Experts) and is_itself(mlp, Block):
+            y = mlp.forward(normed, B, add=h)
+            if y is not None:
+                return y
+        return h + forward(mlp, normed, B)
+
+    @property
+    def mixer(self) -> nn.Module:
+        """The attention or the recurrence."""
+        return self["linear_attn" if "linear_attn" in self else "self_attn"]
+
+    def _replay(self, x, mask, cache):
+        """A short pass of a text, from a record of the layer's calls; None if that does not fit."""
+        passes, form = self.__dict__["_passes"], (len(x.x), getattr(self.mixer, "every", False))
+        found = passes.get(form)
+        if found is not None and not found.is_valid():
+            found = passes.clear()  # the others stand on the same
+        if found is None:
+            found = passes[form] = Pass.of(self, *form)
+        return None if found is None else found.run(x, mask, cache)
+
+
+class DeltaPass:
+    """The record of a ``GatedDelta35`` for a short pass.
+
+    Args:
+        mixer (GatedDelta35): The block.
+        x (Rows): ``[n, D]``, its input.
+        every (bool): As for ``GatedDelta.compute``.
+        begin (team.Program): What computes the input. It goes on here.
+        memory (code.Memory): Of what is computed.
+
+    Attributes:
+        y (np.ndarray): ``[n, D]``, the block's output.
+        end (team.Program): What computes it, and may go on.
+    """
+
+    def __init__(self, mixer, x, every, begin, memory):
+        self._mixer, self._zeros = mixer, mixer.zeros(1)
+        with begin.recording():
+            self._did = mixer.compute(x, 1, mixer.fits(), *self._zeros, every)
+        self.y, self.end = self._did.y, begin
+        self._places = [begin.places(a) for a in (*self._zeros, self._did.states)]
+
+    def run(self, mask: None, cache: ArraysCache) -> None:
+        """Compute ``end``, and put into the cache what the next token needs."""
+        before, state = (z if a is None else a for a, z in zip(cache.cache, self._zeros))
+        told = self._mixer.recorder is not None
+        in_place = not told and state.nbytes >= IN_PLACE_NBYTES
+        if in_place:
+            # MLX writes to the state's memory if nobody else holds it, and else to a copy. Either
+            # way nobody else has that memory then: it becomes the next state.
+            state = to_mlx(state) if state is self._zeros[1] else mx.array(state)
+            cache[1] = None
+            state[0, 0, 0, 0] = float(np.asarray(state)[0, 0, 0, 0])
+            mx.eval(state)
+            cache[1] = state
+        did = self._did._replace(before=np.asarray(before))
+        now = np.asarray(state)
+        if told:  # who records keeps what the next run would write to
+            did = did._replace(states=np.empty_like(did.states))
+        new = now if in_place else did.states
+        for places, a in zip(self._places, (did.before, now, new)):
+            team.put(places, a)
+        self.end.run()
+        if told:
+            did = did._replace(inputs=(*(a.copy() for a in did.inputs[:-1]), now))
+        self._mixer.keep(cache, did, state if in_place else None)
+
+
+class AttentionPass:
+    """As ``DeltaPass``, of an ``Attention``."""
+
+    def __init__(self, mixer, x, every, begin, memory):
+        self._mixer, self._begin, found = mixer, begin, mixer.fits()
+        self.end = team.Program(memory)
+        self._angles = [a.copy() for a in mixer.turns(0, len(x.x))]
+        with begin.recording():
+            *self._qkv, gate = mixer.project(x, found, *self._angles)
+        self._attended = memory.empty(*gate.shape[:-1], self._qkv[-1].shape[-1])
+        with self.end.recording():
+            self.y = mixer.leave(self._attended, gate, found)
+
+    def run(self, mask: Any, cache: Any) -> None:
+        """As in ``DeltaPass``."""
+        n = len(self.y)
+        for a, now in zip(self._angles, self._mixer.turns(cache.offset, n)):
+            a[:] = now
+        self._begin.run()
+        q, k, v = (a.swapaxes(0, 1)[None] for a in self._qkv)
+        y = self._mixer.attend(q, k, v, mask, cache)
+        self._attended[:] = y[0].swapaxes(0, 1)
+        self.end.run()
+
+
+class Pass:
+    """A short pass's way through a layer, recorded: two calls of native code, the experts between.
+
+    Args:
+        layer (Layer): One that ``of`` takes.
+        n (int): Tokens of one text.
+        every (bool): As for ``GatedDelta.compute``.
+    """
+
+    def __init__(self, layer: Layer, n: int, every: bool):
+        mixer, mlp = layer.mixer, layer["mlp"]
+        first, second = layer["input_layernorm"], layer["post_attention_layernorm"]
+        memory = layer.memory
+        memory.rewind()
+        self._mixer, self._mlp, self._x = mixer, mlp, memory.empty(n, first["weight"].size)
+        begin, self._last = team.Program(memory), team.Program(memory)
+        with begin.recording():
+            normed = Rows(rowwise.rms_norm(self._x, weight_of(first), first.eps))
+        kind = DeltaPass if isinstance(mixer, GatedDelta35) else AttentionPass
+        self._mixed = kind(mixer, normed, every, begin, memory)
+        with self._mixed.end.recording():
+            h = self._mixed.y
+            normed = Rows(rowwise.rms_norm(h, weight_of(second), second.eps, add=self._x))
+            self._routed, scores, *shared = mlp.begin(normed, 1, mlp.fits())
+            y, self._experts = memory.empty(scores.size, normed.x.shape[-1]), None
+            if n == 1:
+                self._experts = PlacedExperts(mlp["switch_mlp"], normed, scores.size)
+        with self._last.recording():
+            self._out = rowwise.combine(y, scores, h, *shared)
+        self._normed, self._y = normed.x, self._last.places(y)
+        # What the record stands on: the modules, how they are called, and what is in them. The
+        # layer holds the record, so the record must not hold the layer.
+        (_, *self._own), *inside = _inside(layer)
+        self._layer, self._inside = weakref.ref(layer), inside
+        self._calls = {m.of for m in (layer, *(m for m, *_ in inside)) if hasattr(m, "of")}
+        self._names = [(vars(sys.modules[m.of[0].__module__]), m.called) for m in (layer, mixer)]
+
+    @classmethod
+    def of(cls, layer: Layer, n: int, every: bool) -> "Pass | None":
+        """The record of a layer; None if it cannot be recorded."""
+        mixer, mlp, shared = layer.mixer, layer["mlp"], layer["mlp"].get("shared_expert")
+        norms = layer["input_layernorm"], layer["post_attention_layernorm"]
+        known = (
+            is_itself(mixer, Block)
+            and isinstance(mixer, (GatedDelta35, Attention))
+            and is_itself(mlp, Block)
+            and isinstance(mlp, Experts)
+            and (shared is None or (is_itself(shared, FastMLP) and shared.fits() is not None))
+            and layer.is_known
+            and all(map(is_norm, norms))
+            and None not in (mixer.fits(), mlp.fits())
+            and PlacedExperts.takes(mlp["switch_mlp"])
+        )
+        return cls(layer, n, every) if known else None
+
+    def is_valid(self) -> bool:
+        """Whether nothing has changed that the record stands on."""
+        for m, cls, kept, size, parts_of, parts in (self._layer(), *self._own), *self._inside:
+            if type(m) is not cls or m._training or m.__dict__.get("_kept") is not kept:
+                return False
+            if len(m) != size or not all(map(is_, parts_of(m), parts)):
+                return False
+        return (
+            all(cls.__call__ is call for cls, call in self._calls)
+            and all(names.get(n) is f for names, called in self._names for n, f in called)
+            and PlacedExperts.takes(self._mlp["switch_mlp"])
+        )
+
+    def run(self, x: Rows, mask: Any, cache: Any) -> np.ndarray | None:
+        """The layer's output ``[n, D]``, in memory that the next run writes to.
+
+        Args:
+            x (Rows): ``[n, D]``.
+            mask, cache (Any): Of the layer.
+
+        Returns:
+            np.ndarray or None: None if the record does not fit the mask or the cache.
+        """
+        if not self._mixer.knows(mask, cache):
+            return None
+        self._x[:] = x.x
+        self._mixed.run(mask, cache)
+        y = self._mlp.experts(Rows(self._normed), 1, self._routed, self._experts)
+        team.put(self._y, y)
+        self._last.run()
+        return self._out
+
+
+def _inside(layer):
+    """A layer's modules but for its experts, with their classes and what is in them."""
+    for name, m in layer.named_modules():
+        if not name.startswith("mlp.switch_mlp"):
+            keys = [k for k, a in m.items() if isinstance(a, (mx.array, nn.Module))]
+            # With two keys or more it gives a tuple; so one is there twice.
+            parts_of = itemgetter(keys[0], *keys) if keys else tuple
+            yield m, type(m), m.__dict__.get("_kept"), len(m), parts_of, parts_of(m)
+
+
+BLOCKS = {
+    qwen3_5.GatedDeltaNet: GatedDelta35,
+    qwen3_next.Qwen3NextGatedDeltaNet: GatedDeltaNext,
+    qwen3_next.Qwen3NextAttention: GatedAttention,
+    qwen3_moe.Attention: PlainAttention,
+    qwen3_next.Qwen3NextSparseMoeBlock: ExpertsAndShared,
+    qwen3_moe.Qwen3MoeSparseMoeBlock: ExpertsAlone,
+    qwen3_5.DecoderLayer: Layer,
+    qwen3_next.Qwen3NextDecoderLayer: Layer,
+    qwen3_moe.Qwen3MoeDecoderLayer: Layer,
+}
+# Functions of mlx-lm that blocks stand for.
+CALLED = ("gated_delta_update", "scaled_dot_product_attention")
+
+
+def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
+    """Let a model's layers compute with these kernels: matrices, attention, recurrences, blocks.
+
+    While the model is trained (``model.train()``) they compute with MLX's: these kernels have no
+    gradients. After a parameter's array was changed in place, assign it again.
+
+    Args:
+        model (nn.Module): Any model of mlx-lm. It is changed in place.
+        half_scales (bool): Whether matrices with scales in bfloat16 get float32 inputs. Without
+            it they are left to MLX.
+
+    Returns:
+        dict[str, int]: How many modules with weights compute with the kernels (``fast``) and with
+        MLX's (``mlx``).
+    """
+    found, memory = Counter(fast=0, mlx=0), code.Memory()
+    types = (mx.float32, mx.bfloat16) if half_scales else (mx.float32,)
+    for module in reversed(list(model.modules())):  # a module after those in it
+        cls, computes = type(module), modules.use(module, types)
+        if computes is not None:
+            found["fast" if computes else "mlx"] += 1
+        gated_delta.use(module)
+        attention.use(module)
+        if cls in BLOCKS:
+            module.__class__ = _fast(cls, type(module))
+        if isinstance(module, Layer):
+            module.__dict__.update(memory=memory, _passes={})
+    return dict(found)
+
+
+def blocks_of(model: nn.Module) -> dict[str, int]:
+    """How many blocks of a model compute in one piece, by mlx-lm's name of their class.
+
+    Args:
+        model (nn.Module): One that ``use`` has changed.
+    """
+    return dict(Counter(type(m).__name__ for m in model.modules() if isinstance(m, Block)))
+
+
+@cache
+def _fast(cls, now):
+    names = vars(sys.modules[cls.__module__])
+    called = tuple((name, names[name]) for name in CALLED if name in names)
+    kept = {"__module__": cls.__module__, "of": (cls, cls.__call__), "called": called}
+    return type(cls.__name__, (BLOCKS[cls], now), kept)
