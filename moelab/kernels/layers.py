@@ -191,7 +191,7 @@ class Pass:
         self._normed, self._y = normed.x, self._last.places(y)
         # What the record stands on: the modules, how they are called, and what is in them. The
         # layer holds the record, so the record must not hold the layer.
-        (_, *self._own), *inside = _inside(layer)
+        (_, _, *self._own), *inside = _inside(layer)
         self._layer, self._inside = weakref.ref(layer), inside
         self._calls = {m.of for m in (layer, *(m for m, *_ in inside)) if hasattr(m, "of")}
         self._names = [(vars(sys.modules[m.of[0].__module__]), m.called) for m in (layer, mixer)]
@@ -216,7 +216,9 @@ class Pass:
 
     def is_valid(self) -> bool:
         """Whether nothing has changed that the record stands on."""
-        for m, cls, kept, size, parts_of, parts in (self._layer(), *self._own), *self._inside:
+        layer = self._layer()  # a hook on the layer itself sees what the record gives
+        own = layer, type(layer), *self._own
+        for m, cls, kept, size, parts_of, parts in own, *self._inside:
             if type(m) is not cls or m._training or m.__dict__.get("_kept") is not kept:
                 return False
             if len(m) != size or not all(map(is_, parts_of(m), parts)):

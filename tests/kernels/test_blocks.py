@@ -191,6 +191,16 @@ def test_passes_that_are_taken_back_leave_no_bit(family, keep_states, load, monk
         assert all((5, keep_states and layer.is_linear) in layer._passes for layer in model.layers)
 
 
+def test_a_hook_on_a_layer_leaves_its_records(load):
+    """As a draft that reads the layer's outputs sets for each verify pass."""
+    model = load("qwen3_5_moe")
+    want, layer = logits(model, step=4), model.layers[0]
+    record = layer._passes[4, False]
+    with hooked(layer, lambda original, *args, **kwargs: original(*args, **kwargs)):
+        assert np.array_equal(logits(model, step=4), want)
+    assert layer._passes[4, False] is record
+
+
 @pytest.mark.parametrize("strategy", ("replay", "states"))
 def test_a_pass_that_goes_mlxs_way_can_be_taken_back(strategy, load):
     """A hook on a block's convolution is called, and the tapes are there."""
