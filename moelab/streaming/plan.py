@@ -242,10 +242,12 @@ def plan_of(
         )
     lent = max(0, prompt - min(tokens, FEW_TOKENS) * needs.token - needs.logits)
     slots, prompt_slots, why = _slots(needs, free, lent if can_empty() else 0)
+    lent, taken = (slots - prompt_slots) * needs.slot, slots * needs.slot
+    # The page cache, while it decodes. Once all experts are in slots nothing is read any more.
+    pages = system + needs.process + prompt - lent + free - taken
+    is_small = pages < taken * (2 if slots < needs.held else 1)
     # A limit of the caller's says nothing about the page cache.
-    direct = can_empty() and config.memory_nbytes is None and least < slots < needs.held
-    lent = (slots - prompt_slots) * needs.slot
-    pages = system + needs.process + prompt - lent  # while it decodes
+    direct = can_empty() and config.memory_nbytes is None and least < slots and is_small
     reason = (
         f"slots={slots} of {needs.held} in each of {L} layers: {why}. {_size(memory)} "
         f"available{left}: {listed}, slots {_size(slots * needs.slot)}"
@@ -271,7 +273,7 @@ def plan_of(
         expert_nbytes=tuple(needs.experts),
         context=config.context,
         prompt_tokens=tokens,
-        direct=direct and pages < 2 * slots * needs.slot,
+        direct=direct,
         reason=reason,
     )
 

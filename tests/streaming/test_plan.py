@@ -200,10 +200,14 @@ def test_slots_lend_their_memory_to_a_prompt(settings):
 
 @pytest.mark.skipif(not can_empty(), reason="O_DIRECT is Linux's")
 def test_the_page_cache_is_left_out_where_it_has_no_room(monkeypatch):
-    """Not if the caller names the memory, if few slots leave it room, or if the system has more."""
+    """Not if the caller names the memory, if few slots leave it room, or if the system has more.
+
+    At 60 MB every expert has a slot, and the file does not fit beside them.
+    """
     monkeypatch.setattr(plans, "PROCESS_NBYTES", MB)
-    found = [(MB * n, MB * kept) for n, kept in ((50, 0), (50, 5), (50, 200), (GB // MB, 0))]
-    for (memory, kept), direct in zip(found, (True, True, False, False)):
+    sizes = (50, 0), (50, 5), (50, 200), (60, 0), (60, 200), (GB // MB, 0)
+    found = [(MB * n, MB * kept) for n, kept in sizes]
+    for (memory, kept), direct in zip(found, (True, True, False, True, False, False)):
         monkeypatch.setattr(plans, "_memory", lambda now=(memory, kept): now)
         assert moelab.plan(TINY_MOE).direct == direct
     assert not moelab.plan(TINY_MOE, memory_nbytes=50 * MB).direct
