@@ -160,7 +160,7 @@ class AttentionPass:
 
 
 class Pass:
-    """A short pass's way through a layer, recorded: two calls of native code, the experts between.
+    """A short pass through a layer, recorded: two or three calls of native code, and the experts.
 
     Args:
         layer (Layer): One that ``of`` takes.

@@ -5,8 +5,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given
 from needs import needs_kernels
 
 from moelab.kernels import code, rowwise, team
@@ -76,6 +78,20 @@ def test_a_fork_computes_too(count):
         team.run(count, counts.ctypes.data, pieces=8)
         os._exit(0 if (counts == 1).all() else 1)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+@given(st.lists(st.lists(st.integers(0, 90_000), min_size=1, max_size=2), max_size=12))
+def test_memory_is_given_to_one_array_at_a_time(shapes):
+    memory, addresses = code.Memory(), []
+    for _ in range(2):
+        memory.rewind()
+        arrays = [memory.empty(*(n % 300 if s[1:] else n for n in s)) for s in shapes]
+        for i, a in enumerate(arrays):
+            a[...] = i
+            assert a.ctypes.data % 64 == 0 or a.size == 0
+        assert all((a == i).all() for i, a in enumerate(arrays))
+        addresses.append([a.ctypes.data for a in arrays])
+    assert addresses[0] == addresses[1]
 
 
 def test_a_program_is_made_again_with_other_memory():
