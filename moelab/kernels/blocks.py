@@ -182,7 +182,7 @@ class GatedDelta(Block):
         return is_known and all(a is None or a.dtype == mx.float32 for a in cache.cache)
 
     def fits(self) -> list | None:
-        """The block's matrices; None if this way does not fit what is in it now."""
+        """The block's matrices; None if the kernels cannot compute what is in it now."""
         conv1d, norm = self["conv1d"], self["norm"]
         parameters = self["A_log"], self["dt_bias"], conv1d["weight"]
         if (

@@ -48,7 +48,7 @@ class Layer(Block):
     """A decoder layer: attention or a recurrence, then experts or an MLP, each after a norm.
 
     Attributes:
-        memory (code.Memory): Of what its records compute. All layers of a model have the same.
+        memory (code.Memory): Of what its records compute, shared by all layers of a model.
     """
 
     def forward(self, x, B, mask=None, cache=None):
@@ -80,7 +80,7 @@ class Layer(Block):
         passes, form = self.__dict__["_passes"], (len(x.x), getattr(self.mixer, "every", False))
         found = passes.get(form)
         if found is not None and not found.is_valid():
-            found = passes.clear()  # the others stand on the same
+            found = passes.clear()  # the other records are of the same modules
         if found is None:
             found = passes[form] = Pass.of(self, *form)
         return None if found is None else found.run(x, mask, cache)
@@ -123,13 +123,13 @@ class DeltaPass:
             cache[1] = state
         did = self._did._replace(before=np.asarray(before))
         now = np.asarray(state)
-        if told:  # who records keeps what the next run would write to
+        if told:  # the recorder keeps the states, and the next run would overwrite them
             did = did._replace(states=np.empty_like(did.states))
         new = now if in_place else did.states
         for places, a in zip(self._places, (did.before, now, new)):
             team.put(places, a)
         self.end.run()
-        if told:
+        if told and not self._mixer.every:  # and else the inputs
             did = did._replace(inputs=(*(a.copy() for a in did.inputs[:-1]), now))
         self._mixer.keep(cache, did, state if in_place else None)
 
@@ -189,8 +189,8 @@ class Pass:
         with self._last.recording():
             self._out = rowwise.combine(y, scores, h, *shared)
         self._normed, self._y = normed.x, self._last.places(y)
-        # What the record stands on: the modules, how they are called, and what is in them. The
-        # layer holds the record, so the record must not hold the layer.
+        # What must stay the same: the modules, how they are called, and what is in them. The layer
+        # holds the record, so the record must not hold the layer.
         (_, _, *self._own), *inside = _inside(layer)
         self._layer, self._inside = weakref.ref(layer), inside
         self._calls = {m.of for m in (layer, *(m for m, *_ in inside)) if hasattr(m, "of")}
@@ -215,7 +215,7 @@ class Pass:
         return cls(layer, n, every) if known else None
 
     def is_valid(self) -> bool:
-        """Whether nothing has changed that the record stands on."""
+        """Whether the modules, methods and arrays that were recorded are still the same."""
         layer = self._layer()  # a hook on the layer itself sees what the record gives
         own = layer, type(layer), *self._own
         for m, cls, kept, size, parts_of, parts in own, *self._inside:
@@ -254,7 +254,7 @@ def _inside(layer):
     for name, m in layer.named_modules():
         if not name.startswith("mlp.switch_mlp"):
             keys = [k for k, a in m.items() if isinstance(a, (mx.array, nn.Module))]
-            # With two keys or more it gives a tuple; so one is there twice.
+            # For one key ``itemgetter`` gives no tuple, so the first is named twice.
             parts_of = itemgetter(keys[0], *keys) if keys else tuple
             yield m, type(m), m.__dict__.get("_kept"), len(m), parts_of, parts_of(m)
 
@@ -305,7 +305,7 @@ def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
 
 
 def blocks_of(model: nn.Module) -> dict[str, int]:
-    """How many blocks of a model compute in one piece, by mlx-lm's name of their class.
+    """The number of blocks that compute in one piece, for each class name of mlx-lm.
 
     Args:
         model (nn.Module): One that ``use`` has changed.

@@ -47,9 +47,9 @@ AHEAD_NBYTES = 4 * 1024
 # Rows of weights that all rows of x are multiplied with before the next ones: they stay in a core's
 # cache. Where one group of rows of x is all there is, all weights are one tile.
 TILE = 64
-# The int64 of a task, which multiplies some rows of x with one matrix. Eight addresses: weights,
-# scales, biases, x, sums of x, y, the list of the rows of x, the list of the rows of y. Three
-# numbers: rows of x, rows of the matrix, floats from one row of y to the next.
+# The int64 of a task, which multiplies some rows of x with one matrix. Eight are addresses: of
+# weights, scales, biases, x, its sums, y, and of the numbers of its rows in x and in y. Three are
+# numbers: how many rows of x, how many of the matrix, and floats from one row of y to the next.
 TASK = 11
 
 

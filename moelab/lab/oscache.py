@@ -37,7 +37,7 @@ def drop_pages(path: str | Path) -> str:
 
 
 def _unmap_pages(file):
-    """Release what this process has mapped of a file: mapped pages cannot be dropped."""
+    """Unmap a file's pages in this process: the system does not drop mapped ones."""
     with suppress(OSError), open("/proc/self/maps") as maps:
         for line in maps:
             place, *_, path = line.rstrip("\n").split(maxsplit=5)

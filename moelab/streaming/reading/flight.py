@@ -46,7 +46,7 @@ class Queue:
         self._context = context.value
         self._send, self._land = code.built(_Send), code.built(_Land)
         self._buffer, self._events = huge_pages(BUFFER_NBYTES), np.zeros((DEPTH, 4), np.int64)
-        self._flying = []  # tables, what ``begin`` made of them, and what they have addresses of
+        self._flying = []  # for each flight what its reads need until they have ended
 
     def begin(self, ranges: Ranges, table: np.ndarray) -> bool:
         """Begin to read, if there is room for it.

@@ -30,7 +30,7 @@ LARGEST = 2.0**300  # what a use counts, at most
 
 
 def policy_of(policy: str, source: str) -> str:
-    """The name of the eviction policy. ``auto``: the first of ``GPU_POLICIES`` or LRFU.
+    """The name of the eviction policy. ``auto``: LRFU, with source ``host`` LRU.
 
     Args:
         policy, source (str): As in ``StreamConfig``.
