@@ -253,10 +253,13 @@ class Stacked(StreamedExperts):
         if call is None:
             call = self.slots.bank.experts.begin_rows(x, routed.shape)
         parts = PartsAtOnce(call, flat)
+        alone = len(session.residency.layers) == 1  # a guess would take this call's slots
         for i, arrived in enumerate(session.residency.bring(self.index, routed, (), None)):
-            if not i:  # this layer's reads have begun
+            if not (i or alone):  # this layer's reads have begun
                 self._prefetch_next(asked)
             parts.add(arrived)
+        if alone:
+            self._prefetch_next(asked)
         return call.y
 
     def _compute(self, x, indices, routed):

@@ -1,5 +1,6 @@
 """Prefetching changes when experts are read, never the model's output."""
 
+import dataclasses
 import os
 import threading
 import time
@@ -12,8 +13,10 @@ from faults import patch_preadv, read_in_threads
 from greedy import greedy_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from needs import needs_kernels
 
 import moelab
+from moelab.kernels import modules
 from moelab.streaming.model import load_model
 from moelab.streaming.reading import reader
 from moelab.streaming.residency.table import EVICTION, SlotTable
@@ -202,6 +205,20 @@ def test_asks_are_timed(want):
         assert len(seconds) == 3 * len(session.layers) and min(seconds) >= 0
         decode(model, 1)
         assert len(seconds) == 3 * len(session.layers)
+
+
+@needs_kernels
+def test_a_layer_that_is_guessed_while_it_runs_keeps_its_experts(tmp_path, monkeypatch):
+    monkeypatch.setattr(modules, "FLOAT_WEIGHTS", 0)
+    monkeypatch.setitem(families.FAMILIES, "qwen3_moe", families.Family({"num_hidden_layers": 1}))
+    path = families.write_checkpoint("qwen3_moe", tmp_path / "one", "affine4")
+    config = moelab.StreamConfig(slots=K, kernels="fast")
+    with load_model(path, config)[0] as model, moelab.record(model) as trace:
+        want = decode(model, 20)
+    with load_model(path, dataclasses.replace(config, prefetch="oracle"))[0] as model:
+        session_of(model).prefetcher.set_trace(trace)
+        np.testing.assert_array_equal(decode(model, 20), want)
+        assert moelab.stats(model).decode.prefetch_used
 
 
 def test_the_oracle_takes_a_trace_of_its_model(want):
