@@ -6,7 +6,7 @@ residency (``residency``), in slots. They compute with all of a call's experts a
 part as they arrive. The modes without slots are in ``rungs``.
 """
 
-from functools import partial
+from functools import cached_property, partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -238,7 +238,8 @@ class Stacked(StreamedExperts):
             np.ndarray or None: ``[n * K, D]``, with ``placed`` its ``y``; None if the layer must be
             called.
         """
-        if not self._computes_rows or self.all_matrices() is None:
+        # Whoever hands over ``placed`` has asked for the matrices.
+        if not self._computes_rows or (placed is None and self.all_matrices() is None):
             return None
         if self.session.is_in_call:
             return self._forward(x, routed, placed)
@@ -334,11 +335,16 @@ class PartsAtOnce:
     def __init__(self, call: kernels.ExpertCall | kernels.PlacedExperts, flat: list[int]):
         self._call, self._flat = call, flat
         self._by_address = isinstance(call, kernels.PlacedExperts)
-        self._positions = by_expert(flat)
+
+    @cached_property
+    def _positions(self):
+        return by_expert(self._flat)
 
     def add(self, arrived: Arrived) -> None:
         """Compute the pairs of experts that have arrived."""
         if self._by_address:
+            if arrived.is_all:
+                return self._call.compute(range(len(self._flat)), arrived.addresses(self._flat))
             pairs = [i for e in arrived.experts for i in self._positions[e]]
             return self._call.compute(pairs, arrived.addresses([self._flat[i] for i in pairs]))
         if arrived.rest is not None:

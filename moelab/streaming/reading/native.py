@@ -144,13 +144,13 @@ class _Loop(Code):
 
 @cache
 def resident() -> code.Kernel | None:
-    """The kernel that says whether every page of some ranges of mapped memory is in memory.
+    """The kernel that says which of some experts in mapped memory are in memory as a whole.
 
     None without llvmlite, and on systems without ``mincore``.
 
-    It takes the address of ``[n, 2]`` (an address at the begin of a page, and bytes), n, the
-    address of a byte for each page of the longest range, and the address of a uint32 that is set to
-    1 if all pages are in memory, else to 0.
+    It takes the address of ``[E, m, 2]`` (an address at the begin of a page, and bytes), m, the
+    address of n experts, n, the address of a byte for each page of the longest range, and the
+    address of n numbers that are set: 1 where all pages are in memory, else 0.
     """
     libc = ctypes.CDLL(None)
     if code.llvm is None or not hasattr(libc, "mincore"):
@@ -163,15 +163,16 @@ def resident() -> code.Kernel | None:
 
 
 class _Resident(Code):
-    """Writes ``run(ranges, n, found, answer)``."""
+    """Writes ``run(ranges, m, experts, n, found, answers)``."""
 
     def __init__(self, mincore):
-        super().__init__(4, 8)
+        super().__init__(6, 8)
         self.mincore = self.pointer(I64(mincore), ir.FunctionType(I32, [I64, I64, I64]))
 
     def write(self):
-        ranges, n, found, answer = self.arguments
-        b, ranges, bits = self.b, self.pointer(ranges, I64), self.pointer(found, I8)
+        ranges, m, experts, n, found, answers = self.arguments
+        ranges, experts, answers = (self.pointer(a, I64) for a in (ranges, experts, answers))
+        b, bits = self.b, self.pointer(found, I8)
 
         def one(i, held):
             begin, nbytes = (self.load(ranges, self.add(self.mul(i, 2), k), I64) for k in (0, 1))
@@ -184,8 +185,12 @@ class _Resident(Code):
             all_of = self.loop(I64(0), pages, 1, page, held)[1][0]
             return [b.select(b.icmp_signed("==", failed, I32(0)), all_of, I8(0))]
 
-        every = self.loop(I64(0), n, 1, one, [I8(1)])[1][0]
-        self.store(b.zext(b.and_(every, I8(1)), I32), self.pointer(answer, I32), I64(0))
+        def expert(i, _):
+            first = self.mul(self.load(experts, i, I64), m)
+            every = self.loop(first, self.add(first, m), 1, one, [I8(1)])[1][0]
+            self.store(b.zext(b.and_(every, I8(1)), I64), answers, i)
+
+        self.loop(I64(0), n, 1, expert)
 
 
 @cache

@@ -133,9 +133,8 @@ class LayerSlots:
         direct, config = self._reader.direct, self._config
         if direct or not (config.zero_copy and self.computes_at_once and self.bank.pages):
             return []
-        slot_of, hold = self.table.slot_of, self.bank.pages.hold
-        found = [e for e in needed if e not in slot_of and hold(e)]
-        if found:
+        missing = [e for e in needed if e not in self.table.slot_of]
+        if found := self.bank.pages.held(missing) if missing else []:
             self.bank.pages.check_unchanged()
         self._counting.now.in_pages += len(found)
         return found
