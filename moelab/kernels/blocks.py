@@ -278,7 +278,7 @@ def taps_of(conv1d: FastConv1d) -> np.ndarray:
 
 
 class Attention(Block):
-    """The attention of qwen3_moe, qwen3_next and qwen3_5. The last two multiply with a gate."""
+    """The attention of qwen3, qwen3_moe, qwen3_next and qwen3_5. The last two have a gate."""
 
     def forward(self, x, B, mask=None, cache=None):
         found = self.fits() if self.knows(mask, cache) else None
@@ -361,7 +361,7 @@ class GatedAttention(Attention):
 
 
 class PlainAttention(Attention):
-    """Of qwen3_moe."""
+    """Of qwen3 and qwen3_moe."""
 
     @property
     def heads(self):

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models import qwen3_5, qwen3_moe, qwen3_next
+from mlx_lm.models import qwen3, qwen3_5, qwen3_moe, qwen3_next
 from mlx_lm.models.cache import ArraysCache
 
 from . import attention, code, gated_delta, modules, rowwise, team
@@ -264,11 +264,13 @@ BLOCKS = {
     qwen3_next.Qwen3NextGatedDeltaNet: GatedDeltaNext,
     qwen3_next.Qwen3NextAttention: GatedAttention,
     qwen3_moe.Attention: PlainAttention,
+    qwen3.Attention: PlainAttention,
     qwen3_next.Qwen3NextSparseMoeBlock: ExpertsAndShared,
     qwen3_moe.Qwen3MoeSparseMoeBlock: ExpertsAlone,
     qwen3_5.DecoderLayer: Layer,
     qwen3_next.Qwen3NextDecoderLayer: Layer,
     qwen3_moe.Qwen3MoeDecoderLayer: Layer,
+    qwen3.TransformerBlock: Layer,
 }
 # Functions of mlx-lm that blocks stand for.
 CALLED = ("gated_delta_update", "scaled_dot_product_attention")

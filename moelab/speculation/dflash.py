@@ -12,10 +12,9 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.models.base import BaseModelArgs, scaled_dot_product_attention
+from mlx_lm.models import qwen3
+from mlx_lm.models.base import BaseModelArgs
 from mlx_lm.models.cache import KVCache
-from mlx_lm.models.qwen3 import MLP
-from mlx_lm.models.rope_utils import initialize_rope
 
 from .. import kernels
 from ..checkpoint import (
@@ -91,68 +90,6 @@ def default_layer_ids(num_draft_layers: int, num_target_layers: int) -> list[int
     return [round(1 + i * step) for i in range(num_draft_layers)]
 
 
-class Attention(nn.Module):
-    """Queries from the block, keys and values from context and block. Caches the context's."""
-
-    def __init__(self, args: DFlashArgs, layer_type: str):
-        super().__init__()
-        D, bias = args.hidden_size, args.attention_bias
-        self.heads, self.kv_heads, self.scale = (
-            args.num_attention_heads,
-            args.num_key_value_heads,
-            args.head_dim**-0.5,
-        )
-        self.q_proj = nn.Linear(D, self.heads * args.head_dim, bias=bias)
-        self.k_proj = nn.Linear(D, self.kv_heads * args.head_dim, bias=bias)
-        self.v_proj = nn.Linear(D, self.kv_heads * args.head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.heads * args.head_dim, D, bias=bias)
-        self.q_norm = nn.RMSNorm(args.head_dim, eps=args.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(args.head_dim, eps=args.rms_norm_eps)
-        self.rope = initialize_rope(
-            args.head_dim, args.rope_theta, False, args.rope_scaling, args.max_position_embeddings
-        )
-        self.window = args.sliding_window if layer_type == "sliding_attention" else None
-
-    def _keys_values(self, x, offset):
-        k, v = (p(x).reshape(*x.shape[:2], self.kv_heads, -1) for p in (self.k_proj, self.v_proj))
-        return self.rope(self.k_norm(k).swapaxes(1, 2), offset=offset), v.swapaxes(1, 2)
-
-    def extend(self, context, cache):
-        """Put context [B, T, D] into the cache."""
-        cache.update_and_fetch(*self._keys_values(context, cache.offset))
-
-    def __call__(self, x, cache):
-        B, b, _ = x.shape
-        offset = cache.offset
-        q = self.q_norm(self.q_proj(x).reshape(B, b, self.heads, -1)).swapaxes(1, 2)
-        k, v = self._keys_values(x, offset)
-        if offset:
-            seen = (a[..., :offset, :] for a in (cache.keys, cache.values))
-            k, v = (mx.concatenate(pair, axis=2) for pair in zip(seen, (k, v)))
-        mask = None
-        if self.window and offset + b > self.window:
-            apart = mx.arange(offset, offset + b)[:, None] - mx.arange(offset + b)
-            mask = mx.abs(apart) < self.window
-        q = self.rope(q, offset=offset)
-        y = scaled_dot_product_attention(q, k, v, cache=None, scale=self.scale, mask=mask)
-        return self.o_proj(y.swapaxes(1, 2).reshape(B, b, -1))
-
-
-class Layer(nn.Module):
-    """Attention to context and block, and an MLP, as in Qwen3."""
-
-    def __init__(self, args: DFlashArgs, layer_type: str):
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
-        self.self_attn = Attention(args, layer_type)
-        self.post_attention_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
-        self.mlp = MLP(args.hidden_size, args.intermediate_size)
-
-    def __call__(self, x, cache):
-        x = x + self.self_attn(self.input_layernorm(x), cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
 class DFlashModel(nn.Module):
     """The network, with parameters named as in z-lab's files. Embedding and head are the target's.
 
@@ -167,7 +104,10 @@ class DFlashModel(nn.Module):
             len(args.target_layer_ids) * args.hidden_size, args.hidden_size, bias=False
         )
         self.hidden_norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
-        self.layers = [Layer(args, t) for t in args.layer_types]
+        self.layers = [qwen3.TransformerBlock(args) for _ in args.layer_types]
+        for attention in (layer.self_attn for layer in self.layers if args.attention_bias):
+            for name in ("q_proj", "k_proj", "v_proj"):
+                attention[name] = nn.Linear(*attention[name].weight.shape[::-1])
         self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
 
     def make_cache(self) -> list:
@@ -184,7 +124,10 @@ class DFlashModel(nn.Module):
         """
         context = self.hidden_norm(self.fc(features))
         for layer, c in zip(self.layers, cache):
-            layer.self_attn.extend(context, c)
+            a, heads = layer.self_attn, (*context.shape[:2], self.args.num_key_value_heads, -1)
+            k, v = (p(context).reshape(heads) for p in (a.k_proj, a.v_proj))
+            k = a.rope(a.k_norm(k).swapaxes(1, 2), offset=c.offset)
+            c.update_and_fetch(k, v.swapaxes(1, 2))
             if features.shape[1] >= QUEUED_TOKENS:
                 mx.eval(c.state)  # MLX copies a cache that grows: only one layer's at a time
 
@@ -193,13 +136,19 @@ class DFlashModel(nn.Module):
 
         Args:
             x (mx.array): The embedded block [B, b, D].
-            cache (list): From ``make_cache``. A block leaves nothing in it.
+            cache (list): From ``make_cache``. The block is taken out of it again.
 
         Returns:
             mx.array: Hidden states [B, b, D] for the target's head.
         """
-        for layer, c in zip(self.layers, cache):
-            x = layer(x, c)
+        b, window, masks = x.shape[1], self.args.sliding_window, {}
+        end = cache[0].offset + b
+        if window and end > window:
+            apart = mx.arange(end - b, end)[:, None] - mx.arange(end)
+            masks["sliding_attention"] = mx.abs(apart) < window
+        for layer, kind, c in zip(self.layers, self.args.layer_types, cache):
+            x = layer(x, masks.get(kind), c)
+            c.trim(b)
         return self.norm(x)
 
 
@@ -257,7 +206,7 @@ class DFlashDraft:
             )
         self._embed, self._head = embed, head
         self.model.set_dtype(probe.dtype)
-        if kernels.used(model):
+        if kernels.used(model) and not kernels.used(self.model):
             kernels.use(self.model)  # and keeps them for its next target
         # Another thread may draft, which could not schedule what this one leaves to compute.
         mx.eval([list(module.values()) for module in self.model.modules()])
@@ -279,6 +228,9 @@ class DFlashDraft:
         # Always the whole block: it was trained so, and further masks cost next to nothing.
         block = mx.array([[last] + [self.model.args.mask_token_id] * (self.block_size - 1)])
         hidden = self.model(self._embed(block), self.cache)
+        if (self.cache[0].offset + self.block_size - 1) % KVCache.step < self.block_size:
+            mx.eval(hidden)  # the block may have made the caches grow, and MLX keeps what they had
+            mx.clear_cache()
         return choose(self._head(hidden[:, 1 : n + 1])[0])
 
     def _read_queue(self):
