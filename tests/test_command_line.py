@@ -97,7 +97,7 @@ TAKES = {  # every command: the least that it is called with, and all its option
     "bench-draft": (
         ["M", "--draft", "lookup"],
         {**RUNS, "--mode": "stacked", "--draft": "self", "--lengths": "3,auto", "--limit": "900",
-         "--prompt": "hello", "--json": "r.json", **STREAM},
+         "--temp": "0.5", "--prompt": "hello", "--json": "r.json", **STREAM},
     ),
     "bench-prefetch": (
         ["M", "P"], {**RUNS, "--slots": "21", "--json": "r.json"}

@@ -40,6 +40,15 @@ def test_compare(streamed):
     assert drafts.report(compared).count("same") == 4
 
 
+def test_texts_that_are_sampled_are_the_same_too(streamed):
+    greedy, sampled = (
+        drafts.compare(streamed, Words(), oracle(0.7), [0, 3, "auto"], PROMPTS, 24, 2, temp=temp)
+        for temp in (0.0, 1.0)
+    )
+    assert all(sampled.same(name) for name in sampled.variants)
+    assert "at temperature 1" in drafts.report(sampled) and "greedy" in drafts.report(greedy)
+
+
 def test_a_perfect_draft_is_always_accepted(streamed):
     text, _ = drafts.undrafted(streamed, [1, 2], 24)
     written, sample = drafts.drafted(streamed, [1, 2], oracle(1.0)([1, 2], text), 3, 24)

@@ -16,10 +16,11 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
 
 from ... import StreamConfig, close, load
 from ...commands.argument_types import not_empty, or_auto, positive, several, zero_or_more
-from ...commands.arguments import add_json, add_model, add_number, add_prompts
+from ...commands.arguments import add_json, add_model, add_number, add_prompts, add_sampling
 from ...commands.drafting import draft_config, open_draft
 from ...commands.stream_options import MEASURED_SLOTS, add_mode, add_stream_options, mode_given
 from ...shipped import shipped
@@ -111,6 +112,7 @@ class Comparison:
         config (dict): Of ``StreamConfig``.
         cache_state (str): Of the page cache.
         limit_nbytes (int): Memory of the process. Default: no limit.
+        temp (float): The temperature; 0 if the text is greedy.
     """
 
     tokens: int
@@ -122,6 +124,7 @@ class Comparison:
     config: dict = field(default_factory=dict)
     cache_state: str = "warm"
     limit_nbytes: int | None = None
+    temp: float = 0.0
 
     @classmethod
     def from_json(cls, record: dict) -> "Comparison":
@@ -266,8 +269,9 @@ def drafted(
     num_draft_tokens: int | str,
     tokens: int,
     policy: Policy | None = None,
+    sampler: Callable | None = None,
 ) -> tuple[list[int], Sample]:
-    """Decode greedily with a draft; the clock runs from the first round to the last token.
+    """Decode with a draft; the clock runs from the first round to the last token.
 
     Args:
         model (nn.Module): The target.
@@ -276,6 +280,7 @@ def drafted(
         num_draft_tokens (int or str): In each round, or ``auto`` for a policy.
         tokens (int): How many to decode.
         policy (Policy): One that has learned already. Default: a new one.
+        sampler (Callable): As for ``speculative_generate_step``. Default: the most likely token.
 
     Returns:
         tuple[list[int], Sample]: The text, and how it came about; ``same`` is left True.
@@ -283,7 +288,7 @@ def drafted(
     fresh = Policy() if num_draft_tokens == POLICY else Always(num_draft_tokens)
     clock, before, rounds, out = _Clocked(policy or fresh), counters(model), {}, []
     steps = speculative_generate_step(
-        mx.array(ids), model, draft, num_draft_tokens=clock, max_tokens=tokens
+        mx.array(ids), model, draft, num_draft_tokens=clock, max_tokens=tokens, sampler=sampler
     )
     for token, _, _, r in steps:
         out.append(token)
@@ -295,7 +300,9 @@ def drafted(
     return out, Sample(took, list(rounds.values()), since(model, before), True)
 
 
-def undrafted(model: nn.Module, ids: list[int], tokens: int) -> tuple[list[int], Sample]:
+def undrafted(
+    model: nn.Module, ids: list[int], tokens: int, sampler: Callable | None = None
+) -> tuple[list[int], Sample]:
     """The same by mlx-lm's own loop, the baseline: what a user without drafts would run.
 
     All of the prompt but its last token is read before the clock starts, as in ``drafted``.
@@ -306,7 +313,8 @@ def undrafted(model: nn.Module, ids: list[int], tokens: int) -> tuple[list[int],
             model(mx.array([ids[:-1]]), cache=cache)
         mx.eval([c.state for c in cache])
     before, begin, out = counters(model), time.perf_counter(), []
-    for token, _ in generate_step(mx.array(ids[-1:]), model, max_tokens=tokens, prompt_cache=cache):
+    given = {"max_tokens": tokens, "prompt_cache": cache, "sampler": sampler}
+    for token, _ in generate_step(mx.array(ids[-1:]), model, **given):
         out.append(int(token))
         end = time.perf_counter()
     mx.synchronize(generation_stream)
@@ -325,6 +333,7 @@ def compare(
     tokens: int,
     runs: int,
     seed: int = 0,
+    temp: float = 0.0,
 ) -> Comparison:
     """Speed of several numbers of drafts over that of none, in rounds of random order.
 
@@ -339,21 +348,25 @@ def compare(
         tokens (int): Decoded in each run.
         runs (int): Samples of each variant.
         seed (int): Of the orders.
+        temp (float): The temperature. All texts of a run are sampled with the same seed.
     """
+    sampler = make_sampler(temp) if temp else None
     names, prompts_ids = [PLAIN, *lengths], [encode(tokenizer, p) for p in prompts]
     rng, samples, policy = np.random.default_rng(seed), {str(n): [] for n in names}, Policy()
     for i in range(-1, runs):
         ids = prompts_ids[i % len(prompts)]
-        text, _ = undrafted(model, ids, tokens)
+        mx.random.seed(i + 1)
+        text, _ = undrafted(model, ids, tokens, sampler)
         for n in rng.permutation(np.array(names, object)):
+            mx.random.seed(i + 1)
             if n == PLAIN:
-                written, sample = undrafted(model, ids, tokens)
+                written, sample = undrafted(model, ids, tokens, sampler)
             else:
-                own = policy if n == POLICY else None
-                written, sample = drafted(model, ids, make_draft(ids, text), n, tokens, own)
+                own, draft = policy if n == POLICY else None, make_draft(ids, text)
+                written, sample = drafted(model, ids, draft, n, tokens, own, sampler)
             if i >= 0:
                 samples[str(n)].append(replace(sample, same=written == text))
-    return Comparison(tokens, runs, samples, machine.card())
+    return Comparison(tokens, runs, samples, machine.card(), temp=temp)
 
 
 def maker(
@@ -433,6 +446,7 @@ def bench_draft(
     prompts: Sequence[str] | None = None,
     accept: float = 0.8,
     limit_nbytes: int | None = None,
+    temp: float = 0.0,
 ) -> Comparison:
     """The command ``bench-draft``: load and compare.
 
@@ -447,6 +461,7 @@ def bench_draft(
         accept (float): How often the oracle is right.
         limit_nbytes (int): All runs in one process of its own with so much memory, page cache
             included. Default: in this process.
+        temp (float): As for ``compare``.
 
     Raises:
         limit.NoLimit: If memory cannot be limited here.
@@ -458,7 +473,7 @@ def bench_draft(
     if limit_nbytes is not None:
         # Pages that another process brought in would be served, and not counted.
         oscache.drop_pages(path)
-        given = (path, config, str(draft), list(lengths), tokens, runs, prompts, accept)
+        given = (path, config, str(draft), list(lengths), tokens, runs, prompts, accept, None, temp)
         what = f"{path.name} in {limit_nbytes / 1e6:.0f} MB"
         record, done = limit.call(_in_this_process, *given, what=what, nbytes=limit_nbytes)
         if done.killed:
@@ -474,7 +489,7 @@ def bench_draft(
             held_out = (path / "heldout").is_dir()
             prompts = heldout_starts(path, 8, 64, tokenizer) if held_out else PROMPTS
         make = maker(draft, accept, model, config.kernels)
-        compared = compare(model, tokenizer, make, lengths, prompts, tokens, runs)
+        compared = compare(model, tokenizer, make, lengths, prompts, tokens, runs, temp=temp)
         return replace(
             compared, model=path.name, draft=Path(draft).name, config=vars(config.resolved())
         )
@@ -489,9 +504,10 @@ def _in_this_process(path, config, *rest):
 def report(compared: Comparison) -> str:
     """The table that ``bench-draft`` prints."""
     wide = 32
+    chosen = f"at temperature {compared.temp:g}" if compared.temp else "greedy"
     lines = [
         machine.card_line(compared.machine),
-        f"{compared.model} with {compared.draft}: {compared.tokens} greedy tokens a run, page "
+        f"{compared.model} with {compared.draft}: {compared.tokens} tokens a run, {chosen}, page "
         f"cache {compared.cache_state}, runs in random order",
         f"{'drafts':8} {'tok/s median [quartiles]':{wide}} {'over mlx-lm [quartiles]':{wide}} "
         f"{'tau':>5}  tokens",
@@ -534,6 +550,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_mode(parser)
     add_number(parser, "--tokens", 64, "decoded in each run")
     add_number(parser, "--runs", 5, "rounds")
+    add_sampling(parser, ("--temp",))
     add_prompts(parser, "the model's held-out text")
     add_json(parser)
     add_stream_options(parser, MEASURED_SLOTS)
@@ -550,5 +567,6 @@ def run(args: argparse.Namespace) -> None:
         args.runs,
         args.prompt,
         limit_nbytes=None if args.limit is None else args.limit * 1_000_000,
+        temp=args.temp,
     )
     records.print_and_save(report(compared), compared, args.json)
