@@ -1,9 +1,14 @@
-"""How many tokens to draft in the next round, from what drafting has cost and brought so far."""
+"""How many tokens to draft in the next round, from what drafting has cost and brought so far.
 
+In plain numbers: a look at whether to draft took 0.13 ms with numpy, between passes of 4 ms that
+evict it from the caches, and all looks 1.3% of the time of tiny-moe on a CPU.
+"""
+
+from bisect import bisect_left
 from collections import deque
+from itertools import accumulate
+from operator import mul
 from statistics import median
-
-import numpy as np
 
 GAIN = 1.03  # times the undrafted speed: what promises no more is not drafted
 REFRESH_ROUNDS = 64  # rounds with drafts after which the time without is measured again ...
@@ -70,8 +75,8 @@ class Policy:
         self.max_draft_tokens, self.risk, self.horizon = max_draft_tokens, risk, horizon
         # Blocks of 2, 4, 8, 16: few different ones, as a device may compile its kernels for each.
         powers = (2**i - 1 for i in range(1, max_draft_tokens.bit_length()))
-        self._numbers = np.array(sorted({*powers, max_draft_tokens}))
-        self._unused = set(self._numbers.tolist())  # numbers that were not drafted yet
+        self._numbers = sorted({*powers, max_draft_tokens})
+        self._unused = set(self._numbers)  # numbers that were not drafted yet
         self.plain_s = float("nan")
         self._plain_s = deque(maxlen=NUM_TIMES)
         self._verify_s = _Seconds()  # by the positions of a pass
@@ -79,7 +84,8 @@ class Policy:
         self._missed_s = deque(maxlen=NUM_TIMES)  # (tokens, seconds) that the draft has read
         self._num_prompts = 0  # that the draft has read
         self._position_s = None  # seconds of each position of a prompt
-        self._tried, self._won = np.zeros(max_draft_tokens), np.zeros(max_draft_tokens)
+        self._tried, self._won = [0.0] * max_draft_tokens, [0.0] * max_draft_tokens
+        self._weight = 1.0  # of what was tried and won so far, not yet multiplied with it
         self.lost_s = self._banked_s = 0.0  # banked: won in earlier texts
         self.begin()
 
@@ -109,10 +115,8 @@ class Policy:
         """A token came without drafts."""
         self.num_tokens += 1
         self._plain_s.append(seconds)
-        self.plain_s = median(self._plain_s)
         self._rounds = min(self._rounds + 1, 0)
-        self._tried *= FORGET_PLAIN
-        self._won *= FORGET_PLAIN
+        self._weight *= FORGET_PLAIN
 
     def drafted(
         self,
@@ -135,14 +139,16 @@ class Policy:
         """
         self.num_tokens += accepted + 1
         self._rounds += 1
-        self._tried *= FORGET_ROUND
-        self._won *= FORGET_ROUND
-        self._tried[: min(accepted + 1, drafted)] += 1
-        self._won[:accepted] += 1
+        self._weight *= FORGET_ROUND
+        self._forget()
+        for i in range(min(accepted + 1, drafted)):
+            self._tried[i] += 1
+            self._won[i] += i < accepted
         round_s = draft_s + verify_s
         if drafted:
-            estimates = np.maximum(self.draft_s(), self.plain_s) + self.verify_s()
-            estimate_s = np.interp(drafted, self._numbers, estimates)
+            draft_estimates = (max(s, self.plain_s) for s in self.draft_s())
+            estimates = [d + v for d, v in zip(draft_estimates, self.verify_s())]
+            estimate_s = _interpolated(drafted, self._numbers, estimates)
             if drafted in self._unused and round_s > COMPILE_FACTOR * estimate_s:
                 round_s = estimate_s  # kernels were compiled: 0.2 s on CUDA
             else:
@@ -169,49 +175,61 @@ class Policy:
             return 0
         if self._rounds == 0 and self.num_tokens % ASK_EVERY:
             return 0
-        cost_s = self.draft_s() + self.verify_s()
-        tokens = 1 + np.cumsum(np.cumprod(self.acceptance()))[self._numbers - 1]
-        gain = np.where(self._numbers <= most, tokens * self.plain_s / cost_s, 0)
-        risked_s = self.missed_s(missed) + cost_s - self.plain_s
-        left_s = self._allowed_s() - self.lost_s
+        self.plain_s = median(self._plain_s)
+        self._forget()
+        # The tokens that a round of 0, 1, 2 ... drafts brings.
+        tokens = list(accumulate(accumulate([1.0, *self.acceptance()], mul)))
+        missed_s, left_s = self.missed_s(missed), self._allowed_s() - self.lost_s
+        promising = []  # (gain, -number, seconds that may be lost)
+        for n, draft_s, verify_s in zip(self._numbers, self.draft_s(), self.verify_s()):
+            cost_s = draft_s + verify_s
+            gain = tokens[n] * self.plain_s / cost_s
+            if n <= most and gain > GAIN:
+                promising.append((gain, -n, missed_s + cost_s - self.plain_s))
         for share in (0.5, 1):  # half first: a bad beginning makes drafts shorter, not rare
-            affordable = np.where(risked_s <= share * left_s, gain, 0)
-            best = int(np.argmax(affordable))
-            if affordable[best] > GAIN:
-                return int(self._numbers[best])
+            affordable = [p for p in promising if p[2] <= share * left_s]
+            if affordable:
+                return -max(affordable)[1]
         return 0
+
+    def _forget(self) -> None:
+        """Let what was tried and won count with its weight of today."""
+        self._tried = [self._weight * n for n in self._tried]
+        self._won = [self._weight * n for n in self._won]
+        self._weight = 1.0
 
     def _allowed_s(self) -> float:
         """Seconds that this text may lose by drafting."""
         allowed_s = self.risk * self.plain_s * max(self.num_tokens, self._expected)
         return allowed_s + min(allowed_s, self._banked_s)
 
-    def acceptance(self) -> np.ndarray:
+    def acceptance(self) -> list[float]:
         """Estimate [max_draft_tokens] of how often each draft is accepted once those before it are.
 
         Optimistic where little is known.
         """
-        overall = (self._won.sum() + PRIOR_ACCEPTED) / (self._tried.sum() + PRIOR_TRIED)
-        return (self._won + PRIOR_AT_POSITION * overall) / (self._tried + PRIOR_AT_POSITION)
+        prior = (sum(self._won) + PRIOR_ACCEPTED) / (sum(self._tried) + PRIOR_TRIED)
+        prior *= PRIOR_AT_POSITION
+        return [(w + prior) / (t + PRIOR_AT_POSITION) for w, t in zip(self._won, self._tried)]
 
-    def verify_s(self) -> np.ndarray:
+    def verify_s(self) -> list[float]:
         """Seconds of the pass over n + 1 positions, for each number n that it may draft."""
         if self._verify_s.medians:
-            return self._verify_s.at(self._numbers + 1, {1: self.plain_s})
+            return self._verify_s.at([n + 1 for n in self._numbers], {1: self.plain_s})
         if self._position_s is None:
             each_s = self.plain_s / TOKEN_OVER_VERIFY
         else:
             each_s = VERIFY_OVER_PROMPT * self._position_s
-        return self.plain_s + self._numbers * each_s
+        return [self.plain_s + n * each_s for n in self._numbers]
 
-    def draft_s(self) -> np.ndarray:
+    def draft_s(self) -> list[float]:
         """Seconds to draft each number of tokens that it may; 0 before the first.
 
         While only one number has been measured, its seconds are taken for all of them: a block
         draft makes any number in one pass.
         """
         if not self._draft_s.medians:
-            return np.zeros(len(self._numbers))
+            return [0.0] * len(self._numbers)
         return self._draft_s.at(self._numbers, {})
 
     def missed_s(self, num_tokens: int) -> float:
@@ -257,8 +275,17 @@ class _Seconds:
         samples.append(seconds)
         self.medians[number] = median(samples)
 
-    def at(self, numbers: np.ndarray, more: dict[int, float]) -> np.ndarray:
+    def at(self, numbers: list[int], more: dict[int, float]) -> list[float]:
         """Interpolated between neighbours; beyond the last, by the slope from the first to it."""
         xs, ys = zip(*sorted({**more, **self.medians}.items()))
         slope = max(ys[-1] - ys[0], 0) / max(xs[-1] - xs[0], 1)
-        return np.interp(numbers, xs, ys) + slope * np.maximum(numbers - xs[-1], 0)
+        return [_interpolated(n, xs, ys) + slope * max(n - xs[-1], 0) for n in numbers]
+
+
+def _interpolated(x, xs, ys):
+    """The value at x of the line through the points; that of the nearest end outside of them."""
+    i = bisect_left(xs, x)
+    if i in (0, len(xs)):
+        return ys[min(i, len(xs) - 1)]
+    share = (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+    return ys[i - 1] + share * (ys[i] - ys[i - 1])
