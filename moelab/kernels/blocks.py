@@ -46,7 +46,7 @@ class Recurred(NamedTuple):
         before (np.ndarray): ``[B, width - 1, C]``, what was in the convolution before the tokens.
         qkv (np.ndarray): ``[n, C]``, what the tokens brought.
         after (np.ndarray): ``[B, width - 1, C]``, what is in the convolution after them.
-        states (np.ndarray): ``[B, Hv, Dv, Dk]``, or after each token ``[T, B, Hv, Dv, Dk]``.
+        state (np.ndarray): ``[B, Hv, Dv, Dk]``, after the tokens.
         inputs (tuple): Of ``gated_delta.recur``.
     """
 
@@ -54,7 +54,7 @@ class Recurred(NamedTuple):
     before: np.ndarray
     qkv: np.ndarray
     after: np.ndarray
-    states: np.ndarray
+    state: np.ndarray
     inputs: tuple
 
     @property
@@ -150,29 +150,23 @@ class GatedDelta(Block):
         before, state = (None, None) if cache is None else cache.cache
         zeros = self.zeros(B)
         before, state = (z if a is None else np.asarray(a) for a, z in zip((before, state), zeros))
-        did = self.compute(x, B, found, before, state, self.every)
+        did = self.compute(x, B, found, before, state)
         if cache is not None:
             self.keep(cache, did)
         return did.y
 
-    @property
-    def every(self) -> bool:
-        """Whether the state after each token is asked for."""
-        return self.recorder is not None and self.recorder.keep_states
-
-    def keep(self, cache: ArraysCache, did: Recurred, states: mx.array | None = None) -> None:
+    def keep(self, cache: ArraysCache, did: Recurred, state: mx.array | None = None) -> None:
         """Put into a cache what the tokens after a pass need, and tell who records it.
 
         Args:
             cache (ArraysCache): The block's.
             did (Recurred): What the block did.
-            states (mx.array or None): As ``did.states``. Default: a copy of them.
+            state (mx.array or None): As ``did.state``. Default: a copy of it.
         """
-        states = to_mlx(did.states) if states is None else states
-        cache[0], cache[1] = to_mlx(did.after), states[-1] if self.every else states
+        cache[0], cache[1] = to_mlx(did.after), to_mlx(did.state) if state is None else state
         cache.advance(len(did.y) // len(did.after))
         if self.recorder is not None:
-            self.recorder.keep(cache, did, states)
+            self.recorder.keep(cache, did)
 
     def knows(self, mask: Any, cache: Any) -> bool:
         """Whether this way fits the mask and the cache of a call."""
@@ -203,13 +197,7 @@ class GatedDelta(Block):
         return before, np.zeros(shape, np.float32)
 
     def compute(
-        self,
-        x: Rows,
-        B: int,
-        found: list,
-        before: np.ndarray,
-        state: np.ndarray,
-        every: bool = False,
+        self, x: Rows, B: int, found: list, before: np.ndarray, state: np.ndarray
     ) -> Recurred:
         """What ``forward`` computes.
 
@@ -217,7 +205,6 @@ class GatedDelta(Block):
             x, B: As there.
             found (list): From ``fits``.
             before, state (np.ndarray): As ``zeros`` returns them.
-            every (bool): Compute the state after each token.
         """
         *projections, out = found
         n, T, norm = len(x.x), len(x.x) // B, self["norm"]
@@ -233,11 +220,11 @@ class GatedDelta(Block):
         decay = np.exp(np.asarray(self["A_log"]))
         g, beta = rowwise.gates(a, b, decay, weight_of(self, "dt_bias"))
         inputs = q, k, v, *(a.reshape(B, T, Hv) for a in (g, beta)), state
-        y, states = gated_delta.recur(*inputs, every)
+        y, new = gated_delta.recur(*inputs)
         gate, weight = z.reshape(n * Hv, Dv), weight_of(norm)
         y = rowwise.rms_norm(y.reshape(n * Hv, Dv), weight, norm.eps, gate=gate)
         y = out.multiply(y.reshape(n, Hv * Dv))
-        return Recurred(y, before, qkv, after, states, inputs)
+        return Recurred(y, before, qkv, after, new, inputs)
 
 
 class GatedDelta35(GatedDelta):

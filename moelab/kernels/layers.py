@@ -77,12 +77,12 @@ class Layer(Block):
 
     def _replay(self, x, mask, cache):
         """A short pass of a text, from a record of the layer's calls; None if that does not fit."""
-        passes, form = self.__dict__["_passes"], (len(x.x), getattr(self.mixer, "every", False))
-        found = passes.get(form)
+        passes, n = self.__dict__["_passes"], len(x.x)
+        found = passes.get(n)
         if found is not None and not found.is_valid():
             found = passes.clear()  # the other records are of the same modules
         if found is None:
-            found = passes[form] = Pass.of(self, *form)
+            found = passes[n] = Pass.of(self, n)
         return None if found is None else found.run(x, mask, cache)
 
 
@@ -92,7 +92,6 @@ class DeltaPass:
     Args:
         mixer (GatedDelta35): The block.
         x (Rows): ``[n, D]``, its input.
-        every (bool): As for ``GatedDelta.compute``.
         begin (team.Program): What computes the input. It goes on here.
         memory (code.Memory): Of what is computed.
 
@@ -101,12 +100,12 @@ class DeltaPass:
         end (team.Program): What computes it, and may go on.
     """
 
-    def __init__(self, mixer, x, every, begin, memory):
+    def __init__(self, mixer, x, begin, memory):
         self._mixer, self._zeros = mixer, mixer.zeros(1)
         with begin.recording():
-            self._did = mixer.compute(x, 1, mixer.fits(), *self._zeros, every)
+            self._did = mixer.compute(x, 1, mixer.fits(), *self._zeros)
         self.y, self.end = self._did.y, begin
-        self._places = [begin.places(a) for a in (*self._zeros, self._did.states)]
+        self._places = [begin.places(a) for a in (*self._zeros, self._did.state)]
 
     def run(self, mask: None, cache: ArraysCache) -> None:
         """Compute ``end``, and put into the cache what the next token needs."""
@@ -123,13 +122,11 @@ class DeltaPass:
             cache[1] = state
         did = self._did._replace(before=np.asarray(before))
         now = np.asarray(state)
-        if told:  # the recorder keeps the states, and the next run would overwrite them
-            did = did._replace(states=np.empty_like(did.states))
-        new = now if in_place else did.states
+        new = now if in_place else did.state
         for places, a in zip(self._places, (did.before, now, new)):
             team.put(places, a)
         self.end.run()
-        if told and not self._mixer.every:  # and else the inputs
+        if told:  # the recorder keeps the inputs, and the next run would overwrite them
             did = did._replace(inputs=(*(a.copy() for a in did.inputs[:-1]), now))
         self._mixer.keep(cache, did, state if in_place else None)
 
@@ -137,7 +134,7 @@ class DeltaPass:
 class AttentionPass:
     """As ``DeltaPass``, of an ``Attention``."""
 
-    def __init__(self, mixer, x, every, begin, memory):
+    def __init__(self, mixer, x, begin, memory):
         self._mixer, self._begin, found = mixer, begin, mixer.fits()
         self.end = team.Program(memory)
         self._angles = [a.copy() for a in mixer.turns(0, len(x.x))]
@@ -165,10 +162,9 @@ class Pass:
     Args:
         layer (Layer): One that ``of`` takes.
         n (int): Tokens of one text.
-        every (bool): As for ``GatedDelta.compute``.
     """
 
-    def __init__(self, layer: Layer, n: int, every: bool):
+    def __init__(self, layer: Layer, n: int):
         mixer, mlp = layer.mixer, layer["mlp"]
         first, second = layer["input_layernorm"], layer["post_attention_layernorm"]
         memory = layer.memory
@@ -178,7 +174,7 @@ class Pass:
         with begin.recording():
             normed = Rows(rowwise.rms_norm(self._x, weight_of(first), first.eps))
         kind = DeltaPass if isinstance(mixer, GatedDelta35) else AttentionPass
-        self._mixed = kind(mixer, normed, every, begin, memory)
+        self._mixed = kind(mixer, normed, begin, memory)
         with self._mixed.end.recording():
             h = self._mixed.y
             normed = Rows(rowwise.rms_norm(h, weight_of(second), second.eps, add=self._x))
@@ -197,7 +193,7 @@ class Pass:
         self._names = [(vars(sys.modules[m.of[0].__module__]), m.called) for m in (layer, mixer)]
 
     @classmethod
-    def of(cls, layer: Layer, n: int, every: bool) -> "Pass | None":
+    def of(cls, layer: Layer, n: int) -> "Pass | None":
         """The record of a layer; None if it cannot be recorded."""
         mixer, mlp, shared = layer.mixer, layer["mlp"], layer["mlp"].get("shared_expert")
         norms = layer["input_layernorm"], layer["post_attention_layernorm"]
@@ -212,7 +208,7 @@ class Pass:
             and None not in (mixer.fits(), mlp.fits())
             and PlacedExperts.takes(mlp["switch_mlp"])
         )
-        return cls(layer, n, every) if known else None
+        return cls(layer, n) if known else None
 
     def is_valid(self) -> bool:
         """Whether the modules, methods and arrays that were recorded are still the same."""

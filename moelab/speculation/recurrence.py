@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
 from .. import kernels
@@ -75,7 +76,7 @@ class Tape:
     def at(self, n: int) -> list[mx.array]:
         """The cache's arrays after ``n`` tokens, at least one."""
         arrays = [
-            mx.contiguous(x[:, n : n + c.shape[1]]) for x, c in zip(self.convs, self.cache.cache)
+            _contiguous(x[:, n : n + c.shape[1]]) for x, c in zip(self.convs, self.cache.cache)
         ]
         for step in self.steps:
             if n <= step.num_tokens:
@@ -240,7 +241,8 @@ class Recorder:
             if used:
                 copies[name] = MethodType(with_globals(f, used), layer)
         self._copy = copies.pop("__call__", None)
-        # A block of ``kernels`` tells what it did (``keep``), or asks for ``call``.
+        # A block of ``kernels`` tells what it did (``keep``), or asks for ``call``. It is always
+        # replayed: that takes less time than memory for the states of all tokens.
         self._is_block = isinstance(layer, kernels.GatedDelta)
         # A copy runs in place of the original. Innermost, so that hooks of others are called too.
         self._hooks = [
@@ -282,18 +284,16 @@ class Recorder:
         finally:
             self._remove_hooks()
 
-    def keep(self, cache: ArraysCache, did: kernels.Recurred, states: mx.array) -> None:
+    def keep(self, cache: ArraysCache, did: kernels.Recurred) -> None:
         """Put on tape what the block did.
 
         Args:
             cache (ArraysCache): Its cache, as it is now.
-            did (kernels.Recurred): In memory that nobody writes to again.
-            states (mx.array): The state, or with ``keep_states`` those after each token.
+            did (kernels.Recurred): Its inputs are in memory that nobody writes to again.
         """
         tape = self.tapes[id(cache)] = Tape(cache)
-        tape.convs.append(kernels.to_mlx(did.conv))
-        last = cache[1]
-        tape.steps.append(_States(states, last) if self.keep_states else _Block(did, last))
+        tape.convs.append(did.conv)
+        tape.steps.append(_Block(did, cache[1]))
 
     def _on_call(self, original, *args, **kwargs):
         given = (*args, *kwargs.values())
@@ -350,6 +350,11 @@ def recorders(model: nn.Module) -> list[Recorder]:
         for p, m in found.items()
         if not any(q != p and q.startswith(p + ".") for q in found) and p
     ]
+
+
+def _contiguous(x):
+    """A copy. A block's inputs are numpy's: MLX would evaluate each layer's at its next token."""
+    return mx.contiguous(x) if isinstance(x, mx.array) else kernels.to_mlx(np.ascontiguousarray(x))
 
 
 def _instead(copy, original, *args, **kwargs):

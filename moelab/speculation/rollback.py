@@ -12,12 +12,12 @@ speculate on such models. ``Rollback`` has three strategies to get the state aft
               that stay: no weights, no experts
     states    run the recurrence token by token and keep every state
 
-The last two use the tapes of ``recurrence``. ``states`` costs memory. For the gated delta rule it
-costs no time on a CPU and on CUDA: a kernel writes every state, or mlx-lm loops over the tokens
-anyway. For Mamba 2 it costs time: mlx-lm computes several tokens in one product, ``states`` one
-after another. On Metal mlx-lm computes the recurrence in one kernel, and ``replay`` goes on using
-it. ``auto`` chooses by that and by ``STATES_NBYTES``, and restores where a layer's recurrence is
-not known.
+The last two use the tapes of ``recurrence``. The blocks of ``kernels`` replay in both. ``states``
+costs memory. For the gated delta rule it costs no time with MLX on a CPU and on CUDA: a kernel
+writes every state, or mlx-lm loops over the tokens anyway. For Mamba 2 it costs time: mlx-lm
+computes several tokens in one product, ``states`` one after another. On Metal mlx-lm computes the
+recurrence in one kernel, and ``replay`` goes on using it. ``auto`` chooses by that and by
+``STATES_NBYTES``, and restores where a layer's recurrence is not known.
 
 ``tests/speculation/test_rollback.py`` compares every cache with that of decoding only the tokens
 that stay, one by one (``play`` in ``tests/helpers/recurrent.py``; equal within 1e-5): for every

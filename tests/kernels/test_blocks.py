@@ -173,32 +173,33 @@ def test_a_loop_that_patches_the_recurrence_of_every_family(load, monkeypatch):
     assert set(taken) == {4}
 
 
-@pytest.mark.parametrize("keep_states", (True, False))
+@pytest.mark.parametrize("strategy", ("auto", "states"))
 @pytest.mark.parametrize("family", ("qwen3_5_moe", "qwen3_next"))
-def test_passes_that_are_taken_back_leave_no_bit(family, keep_states, load, monkeypatch):
-    monkeypatch.setattr("moelab.speculation.rollback.STATES_NBYTES", 2**28 * keep_states)
+def test_passes_that_are_taken_back_leave_no_bit(family, strategy, load):
+    """And keep less than a state for each token."""
     model, tokens = load(family), TOKENS.tolist()[0]
     want = logits(model)[0]
     cache = make_prompt_cache(model)
-    rollback, got = Rollback(model, cache), []
+    rollback, got = Rollback(model, cache, strategy), []
     for i in range(0, len(tokens), 2):  # two that are right, three that are wrong
         part = mx.array([[*tokens[i : i + 2], 90, 91, 92]])
         got.append(np.array(rollback(part))[0, :2])
+        assert rollback.nbytes < 3 * sum(c[1].nbytes for c in cache if isinstance(c, ArraysCache))
         rollback.undo(3)
         rollback.commit()
     assert np.array_equal(np.concatenate(got), want)
     if family == "qwen3_5_moe":
-        assert all((5, keep_states and layer.is_linear) in layer._passes for layer in model.layers)
+        assert all(5 in layer._passes for layer in model.layers)
 
 
 def test_a_hook_on_a_layer_leaves_its_records(load):
     """As a draft that reads the layer's outputs sets for each verify pass."""
     model = load("qwen3_5_moe")
     want, layer = logits(model, step=4), model.layers[0]
-    record = layer._passes[4, False]
+    record = layer._passes[4]
     with hooked(layer, lambda original, *args, **kwargs: original(*args, **kwargs)):
         assert np.array_equal(logits(model, step=4), want)
-    assert layer._passes[4, False] is record
+    assert layer._passes[4] is record
 
 
 @pytest.mark.parametrize("strategy", ("replay", "states"))
