@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 
 import mlx.core as mx
@@ -84,14 +83,17 @@ class Capture:
 
     def __enter__(self) -> "Capture":
         self._outputs = {}
-        with ExitStack() as stack:
+        try:  # an ``ExitStack`` takes 10 us more, with every token
             for hook in self._hooks:
-                stack.enter_context(hook)
-            self._installed = stack.pop_all()
+                hook.install()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error) -> None:
-        self._installed.close()
+        for hook in self._hooks:
+            hook.remove()
 
     @property
     def features(self) -> mx.array:
