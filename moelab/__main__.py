@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
         raise
     except BrokenPipeError:  # of stdout, as in "... | head -1": nobody reads on
         return 141  # what a shell says of a command that SIGPIPE ended
-    except (ValueError, OSError, MemoryError) as error:  # what, where, expected and got, what to do
+    except (ValueError, OSError, MemoryError, ModuleNotFoundError) as error:  # in one line
         plain = isinstance(error, OSError) and error.strerror and not error.filename
         print(f"moelab: {error.strerror if plain else error}", file=sys.stderr)
         return 1

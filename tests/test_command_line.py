@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,6 @@ from moelab.lab.experiments import (
     drafts,
     faults,
     layer,
-    limited,
     prefetch,
     reads,
     rollback,
@@ -153,14 +153,14 @@ WORK = (  # what a command calls to do its work
     (machine, "check"), (generate, "generate"), (serve, "serve"), (chat, "chat"),
     (cache_prompt, "cache_prompt"), (bench, "measure"),
     (layer, "bench_layer"),
-    (reads, "bench_reads"), (limited, "bench_limited"), (drafts, "bench_draft"),
+    (reads, "bench_reads"), (drafts, "bench_draft"),
     (prefetch, "measure"), (top_k, "measure"), (faults, "bench_faults"),
     (rollback, "bench_rollback"),
     (sweep, "sweep"), (advise, "advise"), (synthesize, "synthesize"), (repack, "repack"),
 )  # fmt: skip
 REPORTS = (
-    (bench, "report"), (bench, "ceilings"), (layer, "report"), (reads, "report"),
-    (limited, "report"), (drafts, "report"), (prefetch, "report"), (top_k, "report"),
+    (bench, "report"), (layer, "report"), (reads, "report"), (drafts, "report"),
+    (prefetch, "report"), (top_k, "report"),
     (sweep, "report"), (rollback, "report"),
 )  # fmt: skip
 
@@ -168,10 +168,9 @@ REPORTS = (
 class Nothing(dict):
     """A record in which nothing was measured."""
 
-    machine, modes = {"device": "cpu"}, {}
-
     def __init__(self):
         super().__init__(samples=[])
+        self.attrs = {"machine": {"device": "cpu"}, "settings": {"baseline": None}}
 
 
 @pytest.fixture
@@ -547,7 +546,7 @@ def test_a_prompt_without_a_token(command, model_path, monkeypatch, capsys):
         model, its = real(*args, **kwargs)
         return model, Strips(its)
 
-    for module in (generate, bench, drafts, limited):
+    for module in (generate, bench, drafts):
         monkeypatch.setattr(module, "load", load)
     argv = [command, model_path, *TAKES[command][0][1:]]
     if command == "generate":
@@ -558,7 +557,7 @@ def test_a_prompt_without_a_token(command, model_path, monkeypatch, capsys):
     got = run(capsys, *argv, "--prompt", "   ")
     assert got.code == 1 and "prompt '   '" in got.err and "at least one token" in got.err
     with pytest.raises(ValueError, match="at least one token"):
-        limited.measure(model_path, moelab.StreamConfig(), 2, 0, "   ")
+        bench.in_own_process(model_path, {}, 2, 0, "   ", None)
 
 
 # Files
@@ -628,8 +627,8 @@ def test_limit_takes_every_prompt_in_turn(model_path, monkeypatch, capsys):
     asked = []
 
     def call_here(function, path, config, tokens, warmup, prompt, feed, what, nbytes):
-        asked.append((config.mode, config.top_k, nbytes, prompt))
-        return limited.measure(path, config, tokens, warmup, prompt, feed), done
+        asked.append((prompt, config.mode, config.top_k, nbytes))
+        return function(path, asdict(config), tokens, warmup, prompt, feed), done
 
     done = limit.Limited(0, "", "", "none")
     monkeypatch.setattr(limit, "call", call_here)
@@ -638,11 +637,15 @@ def test_limit_takes_every_prompt_in_turn(model_path, monkeypatch, capsys):
         "--tokens", "2", "--warmup", "1", "--prompt", "def a", "--prompt", "def b", "--top-k", "2",
     )  # fmt: skip
     assert got.code == 0, got.err
-    assert asked == [
-        (mode, 2, nbytes, prompt)
-        for prompt in ("def a", "def b", "def a")
-        for mode, nbytes in (("resident", None), ("fused", 900_000_000))
-    ]
+    assert [prompt for prompt, *_ in asked[::2]] == ["def a", "def b", "def a"]
+    assert sorted(asked, key=str) == sorted(
+        (
+            (prompt, mode, 2, nbytes)
+            for prompt in ("def a", "def b", "def a")
+            for mode, nbytes in (("resident", None), ("fused", 900_000_000))
+        ),
+        key=str,
+    )
 
 
 def test_an_error_in_a_process_with_a_limit_is_one_line(model_path, monkeypatch, capsys):

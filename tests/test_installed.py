@@ -15,7 +15,7 @@ from moelab.replay import locality
 
 LAB = (
     *("IPython", "anywidget", "ipywidgets", "jupyter_core", "jupyterlab"),
-    *("nbconvert", "nbformat", "plotly"),
+    *("nbconvert", "nbformat", "pandas", "plotly"),
 )
 COMMANDS = f"""
 import sys
@@ -30,16 +30,23 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_commands_without_the_extra(model_path, tmp_path):
-    generate = ["generate", str(model_path), "--prompt", "def f(x):", "--max-tokens", "2"]
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS, *generate],
-        cwd=tmp_path,
+def run(folder, *argv):
+    return subprocess.run(
+        [sys.executable, "-c", COMMANDS, *argv],
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": str(Path(moelab.__file__).parents[1])},
         capture_output=True,
         text=True,
     )
+
+
+def test_commands_without_the_extra(model_path, tmp_path):
+    done = run(tmp_path, "generate", str(model_path), "--prompt", "def f(x):", "--max-tokens", "2")
     assert done.returncode == 0 and "tok/s, 2 tokens" in done.stdout, done.stderr
+    done = run(tmp_path, "bench", str(model_path))
+    assert done.returncode == 1 and done.stderr.endswith(
+        "moelab: records need pandas, found no such package: pip install 'moelab[lab]'\n"
+    ), done.stderr
 
 
 def test_what_data_has_is_said_to_be_in_the_repository(monkeypatch, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Numbers in prose follow from records.
 
+A number with an expression behind it (``moelab.lab.cite``) is what a fresh fill gives. The others:
 ``PASSAGES`` lists the parts of documents that are held to that: the README's findings and the page
 of the records. An entry is a piece of the text with ``{}`` for every number, and a function that
 reads these numbers from the records, formatted as in the text. A test fails when text and record
@@ -11,6 +12,7 @@ what their sections say of records.
 import json
 import re
 import statistics
+from pathlib import Path
 
 import nbformat
 import numpy as np
@@ -18,6 +20,7 @@ import pytest
 
 from moelab import DATA, StreamConfig, Trace, footprint
 from moelab.kernels.quantized import FORMS
+from moelab.lab import cite
 from moelab.lab.experiments import (
     dispatch,
     faults,
@@ -37,13 +40,14 @@ from moelab.lab.experiments.ladder import (
     TOKEN_NBYTES_122B,
 )
 from moelab.lab.plots.pages import summary
-from moelab.lab.records import PUBLISHED, reads_GBs, recorded
+from moelab.lab.records import PUBLISHED, recorded
 from moelab.replay import locality
 from moelab.speculation.policy import Policy
 from moelab.speculation.rollback import STATES_NBYTES
 from moelab.streaming.residency.layer import COPIED_NBYTES
 
 ROOT = DATA.parent
+NOTEBOOKS = ROOT / "notebooks"
 TINY_MOE = DATA / "models" / "tiny-moe"
 NUMBER = re.compile(r"(?<![\w.:/-])-?\d+(?:[.,]\d+)*(?!\w)")  # not in a name: H200, 35B, top-6
 MEMORY = 1_500_000_000  # bytes: the larger limit of the sweep of notebook 03
@@ -92,79 +96,11 @@ def training(model):
     return json.loads((DATA / "models" / model / "training.json").read_text())
 
 
-def mode(record, name):
-    return recorded(record)["modes"][name]
-
-
-def bench_row(record, name, memory_unit, form=".2f"):
-    """The numbers of a row of the table of speeds."""
-    speed, memory = (".2f", ".2f") if memory_unit == 1e9 else (".1f", ".0f")
-    streamed, resident = mode(record, name), mode(record, "resident")
-    both = [
-        text
-        for made in (resident, streamed)
-        for text in (
-            median(made["decode_tok_s"], speed),
-            f"{made['peak_nbytes'] / memory_unit:{memory}}",
-        )
-    ]
-    return *both, quartiles(streamed["ratio_to_resident"], form), streamed["decode_tok_s"]["n"]
-
-
-def spread_row():
-    """The row of both cores, without memory."""
-    row = bench_row("cpu_bench_35b", "fused", 1e9)
-    return row[0], row[2], *row[4:]
-
-
-def limit_row():
-    record = recorded("cpu_limit_35b")
-    free, under = (
-        record["summary"][name] for name in ("resident, no limit", "fused/slots=128, limit")
-    )
-    assert record["summary"]["resident, limit"]["killed"]
-    return (
-        f"{record['limit_nbytes'] / 1e9:.1f}",
-        f"{record['checkpoint_nbytes'] / 1e9:.1f}",
-        128,
-        median(free["decode_tok_s"], ".2f"),
-        median(under["decode_tok_s"], ".2f"),
-        quartiles(under["ratio"]),
-        under["decode_tok_s"]["n"],
-    )
-
-
 def block_row():
     record = recorded("cpu_layer_35b")
     name, timings = "fused/streams=1", record["timings"]
     times = (median(timings[n]["samples_s"], ".1f", 1e3) for n in ("resident", name))
     return *times, quartiles(record["ratio"][name]), record["ratio"][name]["n"]
-
-
-def ladder_modes(state):
-    return recorded(ENGINE)["sections"][f"ladder_{state}"]["modes"]
-
-
-def ladder(name, state="warm"):
-    form = ".0f" if name == "resident" else ".1f"
-    return quartiles(ladder_modes(state)[name]["decode_tok_s"], form)
-
-
-def ladder_median(name):
-    return median(ladder_modes("warm")[name]["decode_tok_s"], ".0f")
-
-
-def ladder_ratio(over, under, form=".1f", state="warm"):
-    modes = ladder_modes(state)
-    over, under = (modes[m]["decode_tok_s"]["median"] for m in (over, under))
-    return f"{over / under:{form}}"
-
-
-def ladder_settings():
-    """Layers, slots, and runs with the file in the page cache and from a cold disk."""
-    warm, cold = (ladder_modes(state)["fused"] for state in ("warm", "cold"))
-    runs = (made["decode_tok_s"]["n"] for made in (warm, cold))
-    return recorded(ENGINE)["sections"]["checkpoint"]["layers"], warm["config"]["slots"], *runs
 
 
 def copies(way, layout="repacked", form=".1f"):
@@ -197,15 +133,6 @@ def copies_settings():
     hits = f"{100 * c['hits'] / (c['hits'] + c['misses']):.0f}"
     runs = len(made["copies"]["repacked"]["decode_s"]["copies"])
     return made["checkpoint"]["layers"], 64, 256, hits, runs
-
-
-def slower_copied():
-    """Layers, tok/s resident and streamed, how much slower, and tok/s before."""
-    speeds = [float(copies(way).partition(" ")[0]) for way in ("resident", "copies")]
-    before = copies("unified memory").partition(" ")[0]
-    resident, streamed = (f"{s:.0f}" for s in speeds)
-    ratio = f"{speeds[0] / speeds[1]:.0f}"
-    return copies_settings()[0], resident, streamed, ratio, f"{float(before):.0f}"
 
 
 def held(layout="repacked"):
@@ -344,80 +271,6 @@ def held_exactness():
     return *[settings] * 2, *[passes] * 2, *[texts] * 2, tokens, 20, 20, 0, 4, 8, twice
 
 
-def held_locality(routers):
-    """The modes with a trace's routers, or random ones; every token fed is resident's."""
-    modes = recorded("cuda_h200_host")["sections"]["locality"][routers]["modes"]
-    n = modes["resident"]["decode_tok_s"]["n"]
-    assert all(m.get("rounds_with_the_same_tokens", n) == n for m in modes.values())
-    return modes
-
-
-def held_locality_row(routers):
-    modes, out = held_locality(routers), []
-    for way in ("fused, 64 slots", "host, 64 slots", "host, 128 slots"):
-        hits = f"{100 * modes[way]['hit_rate']:.0f}"
-        out += [quartiles(modes[way]["ratio_to_resident"]), hits]
-    return out
-
-
-def held_locality_settings():
-    both = [held_locality(routers) for routers in ("random routers", "routers of the trace")]
-    speeds = [modes["resident"]["decode_tok_s"] for modes in both]
-    return speeds[0]["n"], *(quartiles(s, ".0f") for s in speeds)
-
-
-def by_readers():
-    """GB/s of the disk, n, the share of it with 8, 16 and 32 readers; tok/s warm with as many."""
-    made = recorded("cuda_h200_host")["sections"]["readers"]
-    disk, shares = np.array(made["cold"]["disk_speeds"]), []
-    for name in ("fused", "fused/readers=16", "fused/readers=32"):
-        samples = made["cold"]["modes"][name]["samples"]
-        rates = [s["counters"]["bytes_read"] / s["decode_s"] for s in samples]
-        shares.append(quartiles(rates / disk[[s["round"] for s in samples]]))
-    warm = [made["warm"]["modes"][m]["decode_tok_s"] for m in made["cold"]["modes"]]
-    speeds = [quartiles(w, ".1f") for w in warm]
-    used = (value for pair in zip((8, 16, 32), shares) for value in pair)
-    return quartiles(disk, ".2f", 1e-9), len(disk), *used, *speeds
-
-
-def locality_modes(routers):
-    return recorded(ENGINE)["sections"]["locality"][routers]["modes"]
-
-
-def locality_row(routers):
-    """Speed over resident and hits in %, by slots."""
-    modes = locality_modes(routers)
-    out = []
-    for slots in (64, 128, 256):
-        samples = modes[f"fused, {slots} slots"]["samples"]
-        pairs = zip(modes["resident"]["samples"], samples)
-        out.append(quartiles([r["decode_s"] / s["decode_s"] for r, s in pairs]))
-        hits = [s["counters"]["hits"] for s in samples]
-        misses = [s["counters"]["misses"] for s in samples]
-        out.append(f"{100 * sum(hits) / (sum(hits) + sum(misses)):.0f}")
-    return out
-
-
-def locality_runs():
-    return [len(locality_modes("random routers")["resident"]["samples"])]
-
-
-def locality_ms():
-    """Slots; ms a token, streamed and resident; experts read with the trace's routers, and not."""
-    tokens = recorded(ENGINE)["sections"]["locality"]["random routers"]["tokens"]
-    both = [locality_modes(name) for name in ("random routers", "routers of the trace")]
-    ms = [
-        quartiles([s["decode_s"] for s in modes[name]["samples"]], ".1f", 1e3 / tokens)
-        for name in ("fused, 64 slots", "resident")
-        for modes in both
-    ]
-    random, trace = (
-        np.mean([s["counters"]["misses"] for s in modes["fused, 64 slots"]["samples"]]) / tokens
-        for modes in both
-    )
-    return 64, *ms, f"{trace:.0f}", layers_of_the_run(), f"{random:.0f}"
-
-
 def run_ahead(call, **which):
     """``(plain, ahead)`` of the prototype: ways of a call, without the first run, a warm-up."""
     ways = [
@@ -468,30 +321,6 @@ def run_ahead_host():
     return ahead["readers"], quartiles(waits, ".1f", scale), quartiles(works, ".1f", scale)
 
 
-def cold(mode):
-    """tok/s of a mode from a cold disk, n, and GB/s read."""
-    bench = recorded(ENGINE)["sections"]["ladder_cold"]
-    samples = bench["modes"][mode]["samples"]
-    speeds = [bench["tokens"] / s["decode_s"] for s in samples]
-    rate = np.median([s["counters"]["bytes_read"] / s["decode_s"] / 1e9 for s in samples])
-    return quartiles(speeds, ".1f"), len(samples), rate
-
-
-def cold_rates():
-    speed, n, rate = cold("fused")
-    many, _, most = cold("fused/readers=16")
-    return speed, n, f"{rate:.2f}", many, f"{most:.2f}"
-
-
-def cold_share():
-    """GB/s of whole experts, reads in flight; the engine's share of it with 8 and 16 readers."""
-    depths, rates = reads_GBs(recorded(ENGINE)["sections"]["reads"]["cold"])["moelab"]
-    most = max(np.median(r) for r in rates)
-    (depth,) = (d for d, r in zip(depths, rates) if np.median(r) == most)
-    shares = (f"{cold(mode)[2] / most:.2f}" for mode in ("fused", "fused/readers=16"))
-    return f"{most:.2f}", depth, *shares
-
-
 def kernel_ms(run, bits, rows, name):
     """ms of one quantized product, of the run with one thread or of that with two."""
     samples = recorded("cpu_kernels")["runs"][run]["seconds"][bits][str(rows)][name]
@@ -513,120 +342,6 @@ def kernel_settings():
 
 def copied_GBs():
     return [quartiles(recorded("cpu_kernels")["runs"][0]["copy_bytes_per_s"], ".1f", 1e-9)]
-
-
-def kernels_row(name):
-    """A mode of the 35B layers and of tiny-moe: tok/s, of mlx-lm, and seconds of a prompt."""
-    plain, columns = "resident/kernels=mlx", []
-    for record in ("cpu_kernels_35b", "cpu_kernels_tiny_moe"):
-        if name not in recorded(record)["modes"]:
-            continue
-        made, first = mode(record, name), mode(record, plain)
-        texts = ([s["tokens"] for s in m["samples"]] for m in (made, first))
-        assert next(texts) == next(texts)
-        ratio = [] if name == plain else [quartiles(made["ratio_to_resident"])]
-        columns.append([quartiles(made["decode_tok_s"], ".1f"), *ratio])
-    if name not in recorded("cpu_kernels_prompt_35b")["modes"]:
-        return columns[0]
-    prompt = [s["prefill_s"] for s in mode("cpu_kernels_prompt_35b", name)["samples"]]
-    return *columns[0], quartiles(prompt, ".1f"), *columns[1]
-
-
-def kernels_settings():
-    big, prompt, tiny = (
-        mode(f"cpu_kernels_{name}", "fused") for name in ("35b", "prompt_35b", "tiny_moe")
-    )
-    c = [s["counters"] for s in big["samples"]]
-    hits = sum(x["hits"] for x in c) / sum(x["hits"] + x["misses"] for x in c)
-    ns = [len(made["samples"]) for made in (big, prompt, tiny)]
-    slots = big["config"]["slots"], tiny["config"]["slots"]
-    return ns[0], slots[0], f"{100 * hits:.0f}", 126, ns[1], ns[2], slots[1]
-
-
-def limited(limit_mb, slots):
-    """tok/s under a limit with the fast kernels, and over the resident model's without one."""
-    made = recorded(f"cpu_limit_35b_{limit_mb}")["summary"][f"fused/slots={slots}, limit"]
-    assert made["same_tokens"] and not made["killed"]
-    return quartiles(made["decode_tok_s"], ".1f"), quartiles(made["ratio"])
-
-
-def prompt_row(tokens):
-    """Seconds of a prompt, resident and ``fused`` with the fast kernels, in turn, and the ratio."""
-    made = recorded(f"cpu_prompt_{tokens}_35b")["modes"]
-    resident, fused = ([s["prefill_s"] for s in made[m]["samples"]] for m in ("resident", "fused"))
-    ratio = quartiles(np.divide(fused, resident))
-    return f"{tokens:,}", quartiles(resident), quartiles(fused), ratio, len(fused)
-
-
-def cold_prompt_row(tokens):
-    """A cold prompt: seconds resident and ``fused``, GB/s of the disk, share of the bound."""
-    r = recorded(f"cpu_prompt_cold_{tokens}_35b")
-    resident, fused = (r["modes"][m]["samples"] for m in ("resident", "fused"))
-    r_s, f_s = (np.array([s["prefill_s"] for s in samples]) for samples in (resident, fused))
-    read_s = np.array([s["prompt_nbytes"] for s in fused]) / r["disk_speeds"]
-    share = quartiles(np.maximum(read_s, r_s) / f_s)
-    return f"{tokens:,}", quartiles(r_s), quartiles(read_s), quartiles(f_s), share, len(f_s)
-
-
-def auto_row(name):
-    """Slots planned, n, their tok/s and of the best fixed number, the ratio, and their prompts."""
-    made = recorded(f"cpu_auto_{name}")
-    runs = {}
-    for run in made["samples"]:
-        assert not run["killed"]
-        runs.setdefault(run["variant"].removesuffix(", limit"), []).append(run)
-    speeds = {v: [len(r["step_s"]) / r["decode_s"] for r in rs] for v, rs in runs.items()}
-    prompts = {v: quartiles([r["prefill_s"] for r in rs], ".1f") for v, rs in runs.items()}
-    planned = "fused/slots=auto/context=512"
-    fixed = [v for v in runs if v.startswith("fused") and v != planned]
-    best = max(fixed, key=lambda v: statistics.median(speeds[v]))
-    slots = max(int(r["plan"].split()[0].removeprefix("slots=")) for r in runs[planned])
-    ratio = statistics.median(speeds[planned]) / statistics.median(speeds[best])
-    row = [slots, len(runs[planned]), quartiles(speeds[planned], ".1f"), best.rpartition("=")[2]]
-    row += [quartiles(speeds[best], ".1f"), f"{ratio:.2f}", prompts[planned], prompts[best]]
-    return row
-
-
-LIMITED = [(tokens, mb) for tokens in (126, 400, 800) for mb in (478, 956)] + [(400, 1530)]
-
-
-def limited_prompt_row(tokens, mb):
-    """Seconds of a prompt: resident without a limit, its reads alone, and planned slots under it.
-
-    Then the share of the bound, and n.
-    """
-    name = f"prompt_35b_{mb}" if tokens == 400 else f"prompt_{tokens}_35b_{mb}"
-    made = recorded(f"cpu_auto_{name}")
-    runs = {}
-    for run in made["samples"]:
-        runs.setdefault(run["variant"], []).append(run)
-    assert not any(run["killed"] for run in made["samples"] if "slots=auto" in run["variant"])
-    (planned,) = (rs for variant, rs in runs.items() if "slots=auto" in variant)
-    took, resident = (
-        np.array([r["prefill_s"] for r in rs]) for rs in (planned, runs["resident, no limit"])
-    )
-    read_s = np.array([r["prompt_nbytes"] for r in planned]) / made["disk_speeds"]
-    share = quartiles(np.maximum(read_s, resident) / took)
-    return quartiles(resident), quartiles(read_s), quartiles(took), share, len(took)
-
-
-def auto_first():
-    """How many tokens are timed without a warm-up; another record has as many as warm-up."""
-    first, later = (recorded(f"cpu_auto_{name}_1530") for name in ("first_35b", "35b"))
-    assert (first["warmup_tokens"], later["warmup_tokens"]) == (0, first["tokens"])
-    return first["tokens"]
-
-
-AUTO = {  # a record and how its row begins
-    "35b_478": "478 | none",
-    "prompt_35b_478": "478 | 400",
-    "35b_956": "956 | none",
-    "prompt_35b_956": "956 | 400",
-    "first_35b_1530": "1530 | none, first 48",
-    "35b_1530": "1530 | none",
-    "prompt_35b_1530": "1530 | 400",
-    "35b_3825": "3825 | none",
-}
 
 
 def crowds():
@@ -690,13 +405,6 @@ def asked_drafts():
     ]
     shares = f"{accepted / drafted:.2f}", f"{accepted / tokens:.2f}"
     return *shares, *counts, 800, 800, *long, 1
-
-
-def prompt_of_400():
-    """Seconds of mlx-lm, ``fused`` and resident with the fast kernels, and n."""
-    names = "resident/kernels=mlx", "fused", "resident"
-    made = [mode("cpu_kernels_prompt_400_35b", name)["samples"] for name in names]
-    return 400, *(quartiles([s["prefill_s"] for s in m], ".1f") for m in made), len(made[0])
 
 
 def roofs():
@@ -941,26 +649,9 @@ def ranks_end_rounds():
     return n
 
 
-def kernels_found():
-    """tok/s streamed and resident, how many times mlx-lm's, that, and with MLX's kernels."""
-    names = ("fused", "resident", "resident/kernels=mlx", "fused/kernels=mlx")
-    fast, held, plain, mlx = (
-        median(mode("cpu_kernels_35b", n)["decode_tok_s"], ".1f") for n in names
-    )
-    return fast, held, cpu_climb()[1], plain, mlx
-
-
 def copied_drafts_found():
     """The README's: drafts, speeds and equal texts with 48 slots, the policy's with 16."""
     return 7, *gpu_drafts("dflash_48_slots"), 16, *gpu_drafts("dflash_16_slots")[2:]
-
-
-def bench_speeds(section, *names):
-    """Of a bench of today's engine: tok/s of some modes, and the runs."""
-    modes = recorded(ENGINE)["sections"][section]["modes"]
-    assert len({m["decode_tok_s"]["n"] for m in modes.values()}) == 1
-    speeds = [quartiles(modes[f"fused, {n}"]["decode_tok_s"], ".1f") for n in names]
-    return *speeds, modes[f"fused, {names[0]}"]["decode_tok_s"]["n"]
 
 
 def all_in_slots():
@@ -1100,28 +791,6 @@ def cpu_draft_gains():
         cpu_drafts(draft, "7") for draft in ("tiny-dflash", "lookup")
     )
     return 48, 7, trained, lookup, 16, few, few_lookup, *cpu_draft_settings()
-
-
-def token_ms(record, name):
-    """Milliseconds of a token in each run."""
-    tokens = recorded(record)["tokens"]
-    return [1e3 * s["decode_s"] / tokens for s in mode(record, name)["samples"]]
-
-
-def cpu_climb():
-    """All steps over the first on the CPU, and over mlx-lm with every expert in memory."""
-    speeds = {
-        name: mode("cpu_kernels_35b", name)["decode_tok_s"]["median"]
-        for name in ("serial", "fused")
-    }
-    ratio = mode("cpu_kernels_35b", "fused")["ratio_to_resident"]["median"]
-    return f"{speeds['fused'] / speeds['serial']:.1f}", f"{ratio:.0f}"
-
-
-def cpu_speeds():
-    names = ("serial", "fused", "resident/kernels=mlx", "fused/kernels=mlx")
-    made = [mode("cpu_kernels_35b", name)["decode_tok_s"] for name in names]
-    return 4, made[0]["n"], *(f"{m['median']:.1f}" for m in made)
 
 
 def equal_texts(record, section, variant):
@@ -1314,19 +983,9 @@ PASSAGES = {
     ("README.md", "## Five findings", "Numbers are medians"): [
         ("With {} of {} experts of each layer in memory, `tiny-moe` takes {} MB instead of {} ",
          start_here),
-        ("memory and the page cache warm, decode {} tok/s on two cores with moelab's kernels ({} "
-         "with every expert in memory), {} times what mlx-lm does with every expert in memory "
-         "({}). With MLX's own kernels they decode {},", kernels_found),
         ("On two CPU cores, drafting {1} tokens a round with `tiny-dflash`, {0} of 64 experts in "
          "slots, decodes {2} times as fast as not drafting; looking them up in the text, {3};",
          cpu_draft_gains),
-        ("On an H200, {} such layers decode {} tok/s in memory and {} streamed from a warm page "
-         "cache, repacked, a quarter of the experts in slots: {} times slower. Before the GPU "
-         "copied the experts itself it was {}. With every expert in the host's memory (`--source "
-         "host`) the GPU takes what its slots miss from there by itself, and decodes {} times as "
-         "fast as resident, with a recorded text's routing {}:",
-         lambda: (*slower_copied(), held_ratio("host, 64 slots"),
-                  held_locality_row("routers of the trace")[2])),
         ("memory for {}% of the file, going from {} slots to {} takes the reads from {} MB a token "
          "to {}", lambda: (share_of_the_file(), 8, 97, *sweep_mb(8, 97))),
         ("drafting {} tokens a round with `tiny-dflash`, 48 of 64 experts in slots, decodes {} "
@@ -1339,21 +998,8 @@ PASSAGES = {
         ("in passes of {} to {} tokens", exact_lengths),
     ],
     ("data/results/README.md", "## Decoding on a CPU", None): [
-        ("35B layers, {} of 256 slots, one core | {} tok/s, {} GB | {} tok/s, {} GB | {} | {} |",
-         lambda: (mode("cpu_bench_35b", "fused")["config"]["slots"],
-                  *bench_row("cpu_bench_35b", "fused/streams=1", 1e9, ".3f"))),
-        ("(mlx-lm uses one) | {} tok/s | {} tok/s | {} | {} |", spread_row),
-        ("cgroup of {} GB (the file has {}), {} slots, both cores | killed ({} tok/s without a "
-         "limit) | {} tok/s | {} | {} |", limit_row),
         ("its slot, one core | {} ms | {} ms | {} of block and one evaluation | {} |",
          block_row),
-        ("| tiny-moe, {} of 64 slots, both cores | {} tok/s, {} MB | {} tok/s, {} MB | {} | {} |",
-         lambda: (mode("cpu_bench_tiny_moe", "fused")["config"]["slots"],
-                  *bench_row("cpu_bench_tiny_moe", "fused", 1e6))),
-        ("scales kept in memory | {} tok/s | {} tok/s, {} MB | {} | {} |",
-         lambda: np.delete(bench_row("cpu_bench_tiny_moe", "fused/scales=resident", 1e6), 1)),
-        ("repacked: one read for an expert | {} tok/s | {} tok/s, {} MB | {} | {} |",
-         lambda: np.delete(bench_row("cpu_bench_tiny_moe_packed", "fused", 1e6), 1)),
         ("computes affine matrices of {}, {} and {} bits", lambda: FORMS["affine"][0]),
         ("One matrix of {} x {}, groups of {}, ms, in turn, n={}", kernel_settings),
         ("| {} bit | MLX | {} bit | MLX | numpy on floats | {} bit, two", lambda: (4, 8, 4)),
@@ -1361,47 +1007,8 @@ PASSAGES = {
           for rows in (1, 2, 4, 8, 16, 64, 128)],
         ("A copy in memory reads {} GB/s", copied_GBs),
         ("so {} rows take about four times", lambda: [8]),
-        ("(`cpu_kernels_35b`, n={}, {} slots, {}% hits; its prompt of {} tokens in "
-         "`cpu_kernels_prompt_35b`, n={}; `cpu_kernels_tiny_moe`, n={}, {} slots)",
-         kernels_settings),
-        *[(f"| {text} | {form} |", lambda name=name: kernels_row(name)) for text, name, form in (
-            ("mlx-lm as installed, resident", "resident/kernels=mlx", "{} | | {} | {} |"),
-            ("`fused` with MLX's kernels", "fused/kernels=mlx", "{} | {} | {} | {} | {}"),
-            ("resident, fast kernels", "resident", "{} | {} | {} | {} | {}"),
-            ("`fused`, fast kernels", "fused", "{} | {} | {} | {} | {}"))],
-        *[(f"| {text} | {{}} | {{}} |", lambda name=name: kernels_row(name)[:2])
-          for text, name in (("`serial`", "serial"), ("`buffers`, one reader", "buffers/readers=1"),
-                             ("`buffers`", "buffers"), ("`stacked`", "stacked"))],
-        ("A prompt of {} tokens takes mlx-lm {} s, `fused` with the fast kernels {} and resident "
-         "with them {} (`cpu_kernels_prompt_400_35b`, n={})", prompt_of_400),
-        *(("| {} | {} | {} | {} | {} |", lambda n=n: prompt_row(n)) for n in (126, 400, 800, 4000)),
-        ("with {} of {} slots (`cpu_prompt_126_35b` and so on)", lambda: (64, 256)),
-        *(("| {} | {} | {} | {} | {} | {} |", lambda n=n: cold_prompt_row(n))
-          for n in (126, 400, 800, 4000)),
-        ("in memory cgroups of {}, {}, {} and {} times the file", lambda: (0.25, 0.5, 0.8, 2)),
-        ("with a prompt of {} tokens and without: the first {} or {} tokens, and {} tokens behind "
-         "{} without a prompt at {} MB", lambda: (400, 48, 96, 96, auto_first(), 1530)),
-        ("The row of {} MB was recorded at an earlier commit, with `MALLOC_MMAP_THRESHOLD_={}`",
-         lambda: (3825, 1 << 18)),
-        ("With {} tokens no bound is reached", lambda: (126,)),
         ("| {} of its drafts |", lambda: (7,)),
-        *[(f"| {begin} |" + " {} |" * 8, lambda name=name: auto_row(name))
-          for name, begin in AUTO.items()],
-        *[(f"| {begin} |", list) for begin in AUTO.values()],
-        *[(f"| {n} | {mb} |" + " {} |" * 5, lambda n=n, mb=mb: limited_prompt_row(n, mb))
-          for n, mb in LIMITED],
-        *[(f"| {n} | {mb} |", list) for n, mb in LIMITED],
-        ("With 48 and 64 slots tiny-moe decodes {} and {} tok/s",
-         lambda: [quartiles(mode("cpu_kernels_tiny_moe", f"fused/slots={n}")["decode_tok_s"], ".1f")
-                  for n in (48, 64)]),
         ("by at most {} of their standard deviation (`tests/k", lambda: ["2e-4"]),  # tests/kernels
-        ("(process and page cache; the file has {} GB), n={}",
-         lambda: (f"{recorded('cpu_limit_35b_600')['checkpoint_nbytes'] / 1e9:.1f}", 5)),
-        *[(f"| {mb} MB, {slots} slots | {{}} | {{}} |",
-           lambda mb=mb, slots=slots: limited(mb, slots))
-          for mb, slots in ((1500, 8), (1500, 64), (1500, 150), (600, 8), (600, 35))],
-        *[(f"| {mb} MB, {slots} slots |", list)
-          for mb, slots in ((1500, 8), (1500, 64), (1500, 150), (600, 8), (600, 35))],
         ("Decoding reaches {} to {} of its roofline", roofs),
         ("with {} slots (`cpu_sweep_35b_packed`, n={})", lambda: (8, len(packed_point()[0]))),
         ("a token in {} MB takes {} ms and not {}, which is {} of the roofline and not {}; in {} "
@@ -1522,14 +1129,6 @@ PASSAGES = {
          lambda: (copies_gain(over=IN_PYTHON), copies_gain("as shipped", IN_PYTHON))),
         *[(f"| {text} | {{}} | {{}} | {{}} |", lambda part=part: host_row(part))
           for text, part in HOST_PARTS.items()],
-        ("speed over resident (n={})", locality_runs),
-        ("| routers | {} of {} slots | {} | {} |", lambda: (64, 256, 128, 256)),
-        ("| random | {}, {}% hits | {}, {}% | {}, {}% |", lambda: locality_row("random routers")),
-        ("a recorded trace's locality | {}, {}% hits | {}, {}% | {}, {}% |",
-         lambda: locality_row("routers of the trace")),
-        ("With {} slots a token takes {} ms with random routers and {} with the trace's, resident "
-         "{} and {}. With the trace's locality it still reads {} experts in the {} layers, with "
-         "random routers {}.", locality_ms),
         ("(`cuda_h200_host`, n={}). Every text is",
          lambda: (len(held()["decoded"]["resident"]["decode_s"]),)),
         ("| resident | {} |  | {} |  |", lambda: held_row("resident")),
@@ -1567,14 +1166,6 @@ PASSAGES = {
         ("Where the host's time goes, ms a token, repacked, {} slots (one text", lambda: (64,)),
         *[(f"| {text} | {{}} | {{}} | {{}} |", lambda part=part: held_host_row(part))
           for text, part in HOST_PARTS.items()],
-        ("speed over resident (`cuda_h200_host`, n={}), on a host where resident decoded {} tok/s "
-         "with random routers and {} with the trace's", held_locality_settings),
-        ("| routers | disk, {} of {} slots | host, {} slots | host, {} slots |",
-         lambda: (64, 256, 64, 128)),
-        *((f"| {text} | {{}}, {{}}% hits | {{}}, {{}}% | {{}}, {{}}% |",
-           lambda routers=routers: held_locality_row(routers))
-          for text, routers in (("random", "random routers"),
-                                ("with a recorded trace's locality", "routers of the trace"))),
         ("The same layers, repacked, {} slots, random routers, {}% hits, ms a token, in turn on "
          "one host (`cuda_h200_run_ahead`, n={};", run_ahead_settings),
         *[("| {} | {} | {} | {} |", lambda readers=readers: run_ahead_row(readers))
@@ -1584,33 +1175,6 @@ PASSAGES = {
         ("in a token ({} readers, the table's run) the second thread waits {} ms for the GPU's "
          "next routing, that is for copies, the reads before them and arithmetic, and works {} ms",
          run_ahead_host),
-        ("From a cold disk `fused` decodes {} tok/s (n={}) and reads {} GB/s; with 16 readers {} "
-         "tok/s and {} GB/s.", cold_rates),
-        ("whole experts alone reach {} GB/s with {} reads in flight:\n`fused` uses {} of it, {} "
-         "with 16 readers", cold_share),
-        ("measured the disk before each round: {} GB/s (`cuda_h200_host`, n={}). With {} readers "
-         "`fused` uses {} of it, with {} {}, with {} {}. From the page cache, as shipped, more "
-         "readers are slower: {}, {} and {} tok/s. So {} is the default, and `--readers {}` is for",
-         lambda: (*by_readers(), StreamConfig().readers, 16)),
-        ("The same {} layers with {} slots, as shipped (n={} warm, n={} cold,",
-         ladder_settings),
-        ("| resident | {} | |", lambda: [ladder("resident")]),
-        *[(f"| {text} | {{}} | {{}} |", lambda mode=mode: (ladder(mode), ladder(mode, "cold")))
-          for text, mode in {
-            "`serial`": "serial", "`buffers`, one reader": "buffers/readers=1",
-            "`buffers`": "buffers", "`stacked`": "stacked", "`fused`": "fused",
-        }.items()],
-        ("| `fused`, 16 readers | | {} |", lambda: [ladder("fused/readers=16", "cold")]),
-        ("| `fused`, scales kept in memory | {} | |", lambda: [ladder("fused/scales=resident")]),
-        ("| all steps together gain | {} times | {} times |",
-         lambda: [ladder_ratio("fused", "serial", state=state) for state in ("warm", "cold")]),
-        ("| resident over `fused` | {} times | |",
-         lambda: [ladder_ratio("resident", "fused", ".0f")]),
-        ("With 16, 64 and 128 of 256 slots `fused` decodes {}, {} and {} tok/s (n={},",
-         lambda: bench_speeds("slots", "16 slots", "64 slots", "128 slots")),
-        ("experts mostly fit in {})", lambda: [128]),
-        ("With top-8, 6, 4 and 2 it is {}, {}, {} and {} (n={})",
-         lambda: bench_speeds("top_k", "top-8", "top-6", "top-4", "top-2")),
         ("{} (`stacked`) and {} (`fused`) of the resident block and one evaluation (n={})",
          all_in_slots),
         ("block {}, bfloat16 on one H200, {} prompts of code and {} of docstrings",
@@ -1695,21 +1259,6 @@ def token_of_122b():
     """Layers, experts and bytes of one: the bytes of a token in GB."""
     one, token = f"{EXPERT_NBYTES_122B / 1e6:.1f}", f"{TOKEN_NBYTES_122B / 1e9:.2f}"
     return L_122B, K_122B, one, token
-
-
-def climbs():
-    """Speeds of the ladder on a GPU: the steps, resident over the top, and both in tok/s."""
-    made = ladder_modes("warm")["fused"]["config"]
-    return (
-        ladder_ratio("buffers", "serial"),
-        ladder_ratio("fused", "serial"),
-        ladder_ratio("resident", "fused", ".0f"),
-        ladder_median("resident"),
-        ladder_median("fused"),
-        layers_of_the_run(),
-        made["slots"],
-        256,  # experts of a 35B layer
-    )
 
 
 def twice_the_reads():
@@ -1897,20 +1446,7 @@ STATED = {
          "us", calls_saved),
     ],
     "02_expert_streaming": [
-        ("A model of {} GB on a computer with {} GB", lambda: (70, 64)),  # PR 26's
-        ("gains most**: {} of {} times on an H200", lambda: climbs()[:2]),
-        ("all steps gain {} times, and the last one decodes {} times as fast as mlx-lm", cpu_climb),
-        ("a token of these layers takes {} ms of arithmetic",
-         lambda: [f"{np.median(token_ms('cpu_kernels_35b', 'resident/kernels=mlx')):.0f}"]),
-        ("decodes {} times as fast as one at a time; slots and one call fewer bring it to {} "
-         "times; with all experts in memory it is {} times faster still ({} against {} tok/s, {} "
-         "layers of 35B-A3B, {} of {} slots", climbs),
-        ("cold disk all steps gain {} times",
-         lambda: [ladder_ratio("fused", "serial", state="cold")]),
-        ("slower on the GPU ({} tok/s)", lambda: [ladder_median("fused/scales=resident")]),
-        ("({} of them, float32, n={}) decode {} tok/s one expert at a time and {} with all steps; "
-         "mlx-lm decodes {} with every expert in memory, and with its kernels all steps reach {}",
-         cpu_speeds),
+          # PR 26's
         ("{} x {} x {} MB = {} GB in Qwen3.5-122B-A10B", token_of_122b),
         ("first speed, {} tok/s, can have come from an SSD at {} GB/s alone, nor its last, {} "
          "tok/s, from one at",
@@ -2065,12 +1601,20 @@ def normal(text):
     return re.sub(r"\[([\d.]+)%? ?- ?([\d.]+)(%?)\]", r"[\1, \2\3]", text)
 
 
-def passage(document, begin, end):
+def passage(document, begin, end, view=cite.shown):
     """The text between two words of a document."""
     _, begun, text = (ROOT / document).read_text().partition(begin)
     text, ended, _ = text.partition(end) if end else (text, True, "")
     assert begun and ended, f"{document} has no {begin!r}, or no {end!r} after it"
-    return normal(re.sub(r"^\d\. ", "", text, flags=re.M))
+    return normal(re.sub(r"^\d\. ", "", view(text), flags=re.M))
+
+
+def uncovered(text, entries):
+    """Where a text without its cited numbers has numbers that no entry covers; code has names."""
+    for form, read in entries:
+        text = text.replace(normal(form.format(*read())), " ... ")
+    text = re.sub(r"`[^`]*`", "", text)
+    return [text[max(0, m.start() - 40) : m.end() + 20] for m in NUMBER.finditer(text)]
 
 
 ENTRIES = [(where, *entry) for where, entries in PASSAGES.items() for entry in entries]
@@ -2084,19 +1628,25 @@ def test_text_and_record_agree(where, form, read):
 
 @pytest.mark.parametrize("where", PASSAGES, ids=lambda where: where[0])
 def test_every_number_has_a_record(where):
-    text = passage(*where)
-    for form, read in PASSAGES[where]:
-        text = text.replace(normal(form.format(*read())), " ... ")
-    left = [text[max(0, m.start() - 40) : m.end() + 20] for m in NUMBER.finditer(text)]
-    assert not left, f"{where[0]}: numbers that no entry of PASSAGES covers: {left}"
+    left = uncovered(passage(*where, cite.uncited), PASSAGES[where])
+    assert not left, f"{where[0]}: numbers without an expression or an entry of PASSAGES: {left}"
 
 
-def read_notebook(name):
+DOCUMENTS = ["README.md", "data/results/README.md", *sorted(NOTEBOOKS.glob("*.ipynb"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: Path(path).name)
+def test_cited_numbers_are_those_of_the_records(document):
+    path = ROOT / document
+    assert cite.fill_file(path) == path.read_text(), f"python -m moelab.lab cite {document}"
+
+
+def read_notebook(name, view=cite.shown):
     """The opening without its times and the takeaway; and all of the notebook's text."""
-    notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
-    texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    texts = [view(cell.source) for cell in notebook.cells if cell.cell_type == "markdown"]
     opening = [p for p in texts[0].split("\n\n") if not re.search(r"\b(minutes?|seconds)\b", p)]
-    stated = "\n\n".join([*opening[1:], summary(notebook).answer])  # without the title
+    stated = "\n\n".join([*opening[1:], view(summary(notebook).answer)])  # without the title
     return normal(stated), normal(re.sub(r"^> ?", "", "\n\n".join(texts), flags=re.M))
 
 
@@ -2111,11 +1661,8 @@ def test_notebook_and_record_agree(name, form, read):
 
 @pytest.mark.parametrize("name", STATED)
 def test_every_number_of_an_opening_and_a_takeaway_has_a_record(name):
-    text, _ = read_notebook(name)
-    for form, read in STATED[name]:
-        text = text.replace(normal(form.format(*read())), " ... ")
-    left = [text[max(0, m.start() - 40) : m.end() + 20] for m in NUMBER.finditer(text)]
-    assert not left, f"{name}: numbers that no entry of STATED covers: {left}"
+    left = uncovered(read_notebook(name, cite.uncited)[0], STATED[name])
+    assert not left, f"{name}: numbers without an expression or an entry of STATED: {left}"
 
 
 def test_numbers_are_found_in_a_text():

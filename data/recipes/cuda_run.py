@@ -30,7 +30,6 @@ from pathlib import Path
 import mlx.core as mx
 import mlx_lm
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import load_tokenizer
 
 from moelab import DATA, StreamConfig, close, footprint, load, plan, stats
 from moelab.lab import machine, records
@@ -198,8 +197,8 @@ class Run:
 
         Both checkpoints are repacked: one read brings one expert.
         """
-        whole, tokenizer = recorded_trace("code"), load_tokenizer(self._model)
-        prompt, warmup, tokens, runs = (8, 2, 4, 1) if self.tiny else (128, 32, 96, 5)
+        whole = recorded_trace("code")
+        prompt, warmup, tokens, runs = 128, *((2, 4, 1) if self.tiny else (32, 96, 5))
         trace = whole[: prompt + warmup + tokens]
         E = footprint(self.path).num_experts
         configs = {"resident": bench.resident_like(self.base)}
@@ -223,9 +222,8 @@ class Run:
                     tokens,
                     runs,
                     warmup,
-                    [tokenizer.decode(trace.tokens.tolist())],
                     progress=False,
-                    feed=True,
+                    feed=DATA / "traces" / "code.npz",
                 )
         return out
 
@@ -663,6 +661,8 @@ def _earlier_sections(path, record):
 
 def _without_env(record):
     """A section's result as JSON has it, without the machine and the prompts that all share."""
+    if records.is_table(record):
+        record = records.as_json(record)
     if hasattr(record, "to_json"):
         record = record.to_json()
     if dataclasses.is_dataclass(record):

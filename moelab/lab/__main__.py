@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 SCRIPTS = {  # name: its module, what it does
     "call": ("limit", "a function in this process, for ranks and memory limits"),
+    "cite": ("cite", "fill in the numbers that documents cite from records"),
     "crowd": ("experiments.crowd", "many requests at once for a server with little memory"),
     "kernels": ("experiments.kernels", "the fast kernels beside MLX's: products, texts"),
     "pages": ("plots.pages", "run the notebooks and write an HTML page for each"),

@@ -1,24 +1,37 @@
-"""Records: what a measurement keeps as JSON, read back into types, and published figures.
+"""Records: what a measurement keeps as JSON, read back as a table, and published figures.
 
-A recorded run is ``data/results/NAME.json``. An experiment returns a record of a type below or of
-its own module. A notebook that shows a recorded run parses the file once, with the type's
-``from_json``.
+A recorded run is ``data/results/NAME.json``. A record is a header (kind, command, commit, machine,
+load, settings) and flat ``rows``, one a sample. ``read`` gives it as a table, ``group`` and
+``ratios`` say what follows, ``save`` writes it. Kinds that are no table yet have a type of their
+own, here or in their experiment's module, with a ``from_json``.
 """
 
+import functools
+import importlib
 import json
+import math
 import os
-import statistics
+import resource
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 
-from .. import StreamConfig
 from ..shipped import shipped
-from ..streaming.session import Counters
-from .timing import Summary, paired_ratio, summary
+from . import timing
+from .machine import card
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
 
 # What the sources say of their own runs, not checked by us; tok/s unless the name says otherwise.
 PUBLISHED = {
@@ -61,233 +74,249 @@ PUBLISHED = {
 }
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One greedy run against the clock: ``decode.Decoded`` as a record keeps it.
+COMPUTED = {  # columns that ``table`` adds where rows have what they follow from
+    "token_s": "decode_s / decode_tokens",
+    "tok_s": "decode_tokens / decode_s",
+    "hit_rate": "hits / (hits + misses + in_pages)",
+    "read_nbytes_per_token": "bytes_read / decode_tokens",
+}
+MISSING = {"killed": False, "in_pages": 0}  # what older rows do not say was not so
+DISTURBED = 0.1  # of the cores, used by other processes
+CONFIDENCE = 0.95  # of an interval, where there are rounds enough
 
-    Attributes:
-        round (int): Its round. Runs of one round had the same prompt and are compared.
-        tokens (list[int]): All that it decoded, warm-up included.
-        prefill_s (float): Seconds of the prompt.
-        decode_s (float): Seconds of the timed tokens.
-        counters (Counters, optional): Of the timed tokens; None for a model that is not ours.
-        step_s (list[float], optional): Seconds of each timed token; older records have none.
-        peak_nbytes (int): The most that MLX held during the run.
-        prompt_nbytes (int, optional): Bytes read for the prompt; older records have none.
+
+def pandas() -> ModuleType:
+    """The package pandas.
+
+    Raises:
+        ModuleNotFoundError: If it is not installed, with what to install.
     """
-
-    round: int
-    tokens: list[int]
-    prefill_s: float
-    decode_s: float
-    counters: Counters | None
-    step_s: list[float] | None = None
-    peak_nbytes: int = 0
-    prompt_nbytes: int | None = None
-
-    @classmethod
-    def from_json(cls, json_sample: dict[str, Any]) -> "Sample":
-        """A sample of a record file; keys that are not its own are left out."""
-        own = {f.name: json_sample[f.name] for f in fields(cls) if f.name in json_sample}
-        if counters := own["counters"]:
-            known = {f.name for f in fields(Counters)} & counters.keys()
-            own["counters"] = Counters(**{name: counters[name] for name in known})
-        return cls(**own)
-
-    def to_json(self) -> dict[str, Any]:
-        """The sample as record files have it."""
-        out = {f.name: getattr(self, f.name) for f in fields(self)}
-        if self.step_s is None:
-            del out["step_s"]
-        if c := self.counters:
-            rates = {"hit_rate": c.hit_rate, "bytes_per_token": c.bytes_per_token}
-            out["counters"] = asdict(c) | rates
-        return out
+    try:
+        return importlib.import_module("pandas")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"records need {error.name}, found no such package: pip install 'moelab[lab]'"
+        ) from None
 
 
-@dataclass
-class BenchMode:
-    """One mode of a bench.
+def table(record: dict[str, Any]) -> "DataFrame":
+    """A record's rows as a table, one row a sample, its header in ``attrs``.
 
-    Attributes:
-        config (StreamConfig): How it streams.
-        predicted_nbytes (int): What ``footprint`` says that it takes.
-        samples (list[Sample]): Its runs.
+    Args:
+        record (dict): A header, and its ``rows``: dicts of columns with their units in their
+            names. A column that a row lacks is nan there.
+
+    Returns:
+        DataFrame: With the columns of ``COMPUTED`` that follow from the rows.
     """
+    out = pandas().DataFrame(record["rows"])
+    for name, value in MISSING.items():
+        out[name] = out[name].fillna(value).astype(type(value)) if name in out else value
+    for name, expression in COMPUTED.items():
+        with suppress(pandas().errors.UndefinedVariableError):
+            out[name] = out.eval(expression)
+    out.attrs = {k: v for k, v in record.items() if k != "rows"}
+    return out
 
-    config: StreamConfig
-    predicted_nbytes: int
-    samples: list[Sample] = field(default_factory=list)
+
+def as_json(samples: "DataFrame") -> dict[str, Any]:
+    """The record of a table: its header and rows, without computed columns and missing cells."""
+    rows = samples.drop(columns=[c for c in COMPUTED if c in samples]).convert_dtypes()
+    rows, isna = rows.astype(object).to_dict("records"), pandas().isna
+    rows = [{k: v for k, v in r.items() if isinstance(v, list) or not isna(v)} for r in rows]
+    return samples.attrs | {"rows": rows}
 
 
-@dataclass
-class BenchRecord:
-    """What ``bench.measure`` measured: raw samples, and what follows from them mode by mode.
+def read(name: str, *section: str, disturbed: bool = False) -> "DataFrame":
+    """A recorded run as a table.
 
-    Attributes:
-        model (str): The folder's name.
-        tokens (int): Timed in each run.
-        warmup_tokens (int): Decoded in each run before the clock starts.
-        modes (dict[str, BenchMode]): By name.
-        machine (dict): Of ``machine.card``.
-        prompts (list[str]): Round i took prompt i, modulo their number.
-        seed (int): Of the orders.
-        models_loaded_together (bool): Whether all models were in memory at once.
-        cache_state (str): Of the page cache: ``cold`` or ``warm``.
-        order (str): How the modes took turns.
-        load_average (list[float]): Of the system, when it began.
-        process_peak_rss_nbytes (int, optional): The most memory that the process held.
-        read_speeds (dict[str, float]): Bytes per second of reads, by name.
-        disk_speeds (list[float]): With a cold page cache, those of the disk, before each round.
-        ceilings_tok_s (dict[str, dict[str, float]]): Of ``ceilings``.
-        partial (bool): Whether rounds are missing.
+    Args:
+        name (str): Of ``data/results/NAME.json``, or the path of another file that ends so.
+        *section (str): Where the record lies in a file with several, key by key. The machine that
+            its header lacks is the file's.
+        disturbed (bool): Whether to take what is no record: a run that other work disturbed, or
+            that was cut off.
+
+    Returns:
+        DataFrame: As ``table`` gives it.
+
+    Raises:
+        FileNotFoundError: If there is no such record.
+        ValueError: If it has no rows, or was disturbed or cut off.
     """
-
-    model: str
-    tokens: int
-    warmup_tokens: int
-    modes: dict[str, BenchMode]
-    machine: dict[str, Any] = field(default_factory=dict)
-    prompts: list[str] = field(default_factory=list)
-    seed: int = 0
-    models_loaded_together: bool = True
-    cache_state: str = "warm"
-    order: str = ""
-    load_average: list[float] = field(default_factory=list)
-    process_peak_rss_nbytes: int | None = None
-    read_speeds: dict[str, float] = field(default_factory=dict)
-    disk_speeds: list[float] = field(default_factory=list)
-    ceilings_tok_s: dict[str, dict[str, float]] = field(default_factory=dict)
-    partial: bool = False
-
-    @property
-    def resident(self) -> str | None:
-        """The name of the resident mode, if there is one with samples."""
-        modes = self.modes.items()
-        return next((n for n, m in modes if m.config.mode == "resident" and m.samples), None)
-
-    def token_s(self, name: str) -> np.ndarray:
-        """Seconds of a token, in each round."""
-        return np.array([s.decode_s for s in self.modes[name].samples]) / self.tokens
-
-    def decode_tok_s(self, name: str) -> Summary:
-        """Decoded tokens per second."""
-        return summary([self.tokens / s.decode_s for s in self.modes[name].samples])
-
-    def prefill_s(self, name: str) -> Summary:
-        """Seconds of the prompts."""
-        return summary([s.prefill_s for s in self.modes[name].samples])
-
-    def prompt_of_bound(self, name: str) -> Summary | None:
-        """How near a cold prompt comes to its bound: the bound's seconds over the measured ones.
-
-        The bound is what reading alone or computing alone would take, whichever is more: the
-        prompt's bytes at the disk's speed in that round, or the resident model's prompt. None if
-        the record lacks a resident mode or the disk's speeds.
-        """
-        if not (self.resident and self.disk_speeds):
-            return None
-        resident = {s.round: s.prefill_s for s in self.modes[self.resident].samples}
-        return summary(
-            [
-                max(s.prompt_nbytes / self.disk_speeds[s.round], resident[s.round]) / s.prefill_s
-                for s in self.modes[name].samples
-            ]
+    whole = json.loads(Path(name).read_text()) if name.endswith(".json") else recorded(name)
+    found = whole
+    for key in section:
+        found = found[key]
+    where = " ".join((name, *section))
+    if "rows" not in found or "settings" not in found:
+        raise ValueError(
+            f"{where}: expected a record with settings and rows, got kind {found.get('kind')!r}."
         )
-
-    def peak_nbytes(self, name: str) -> int:
-        """The most memory that MLX held for this mode."""
-        return max(s.peak_nbytes for s in self.modes[name].samples)
-
-    def counters(self, name: str) -> list[Counters]:
-        """Of each run; none of a resident model, which reads nothing."""
-        mode = self.modes[name]
-        counted = [s.counters for s in mode.samples if s.counters]
-        return [] if mode.config.mode == "resident" else counted
-
-    def hit_rate(self, name: str) -> float | None:
-        """Share of the needed experts that were in their slots; None if none was asked for."""
-        counters = self.counters(name)
-        needed = sum(c.hits + c.misses + c.in_pages for c in counters)
-        return sum(c.hits for c in counters) / max(1, needed) if counters else None
-
-    def bytes_per_token(self, name: str) -> float | None:
-        """Bytes read for a token, the mean of the runs; None for a resident model."""
-        counters = self.counters(name)
-        return statistics.mean(c.bytes_per_token for c in counters) if counters else None
-
-    def ratio_to_resident(self, name: str) -> Summary | None:
-        """Speed over the resident model's, round by round; None if there is none to compare."""
-        pairs = self._pairs(name)
-        return pairs and paired_ratio(
-            [theirs.decode_s for theirs, _ in pairs], [mine.decode_s for _, mine in pairs]
+    if not disturbed and (found.get("partial") or found.get("load", {}).get("disturbed")):
+        what = "was cut off" if found.get("partial") else "ran while other work used the processor"
+        raise ValueError(
+            f"{where}: expected a whole, undisturbed run, got one that {what}. Measure again, or "
+            "read it with disturbed=True."
         )
+    return table({"machine": whole.get("machine")} | found)
 
-    def rounds_with_the_same_tokens(self, name: str) -> int | None:
-        """Rounds in which the resident model decoded the same; None if there is none."""
-        pairs = self._pairs(name)
-        return pairs and sum(theirs.tokens == mine.tokens for theirs, mine in pairs)
 
-    def _pairs(self, name):
-        """The resident model's and this mode's samples of the same rounds."""
-        if self.resident in (None, name):
-            return None
-        theirs = {s.round: s for s in self.modes[self.resident].samples}
-        return [(theirs[s.round], s) for s in self.modes[name].samples if s.round in theirs]
+def values(samples: "DataFrame", variant: str, column: str) -> "Series":
+    """A column of one variant, by round. Of a variant that was killed there is nothing.
 
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> "BenchRecord":
-        """A record of kind ``bench``, or a section of a ``cuda_run`` that is one.
+    Raises:
+        KeyError: If there is no such variant or column, with those that there are.
+    """
+    rows = samples[samples.variant == variant]
+    if rows.empty or column not in samples:
+        there = list(samples) if len(rows) else list(dict.fromkeys(samples.variant))
+        raise KeyError(f"expected one of {there}, got {column if len(rows) else variant!r}")
+    return rows[~rows.killed].set_index("round")[column]
 
-        Raises:
-            ValueError: If it is of another kind.
-        """
-        if record.get("kind") != "bench":
-            raise ValueError(f"expected a record of kind 'bench', got {record.get('kind')!r}.")
-        own = {f.name: record[f.name] for f in fields(cls) if f.name in record}
-        own["modes"] = {
-            name: BenchMode(
-                _config(m["config"]),
-                m["predicted_nbytes"],
-                [Sample.from_json(s) for s in m["samples"]],
-            )
-            for name, m in record["modes"].items()
+
+def group(samples: "DataFrame", column: str, by: str | Sequence[str] = "variant") -> "DataFrame":
+    """``median``, ``p25``, ``p75`` and ``n`` of a column's samples, a row for each group."""
+    groups = samples.dropna(subset=[column]).groupby(by, sort=False)[column]
+    return pandas().DataFrame({key: timing.summary(part) for key, part in groups}).T
+
+
+def paired(samples: "DataFrame", over: str, under: str, column: str = "decode_s") -> "Series":
+    """A column of one variant over that of another, by round, so that drift cancels.
+
+    Only rounds that both have are there.
+    """
+    return (values(samples, over, column) / values(samples, under, column)).dropna()
+
+
+def ratios(samples: "DataFrame", over: str, column: str = "decode_s") -> "DataFrame":
+    """One variant's column over each variant's, by round: quartiles, n and an interval.
+
+    Args:
+        samples (DataFrame): Of ``table``.
+        over (str): The variant whose column is divided; for seconds, what others are compared
+            with.
+        column (str): The column.
+
+    Returns:
+        DataFrame: By variant, without those that were killed: ``median``, ``p25``, ``p75``, ``n``
+        and what ``interval`` gives.
+    """
+    rows = {}
+    for name in dict.fromkeys(samples.variant):
+        if len(found := paired(samples, over, name, column)):
+            rows[name] = timing.summary(found) | interval(found)
+    return pandas().DataFrame.from_dict(rows, orient="index")
+
+
+def interval(samples: Sequence[float]) -> dict[str, float]:
+    """An interval of the median: the sign test's, from one of the sorted samples to another.
+
+    It holds for any distribution, and its confidence is exact. A bootstrap of five rounds claims
+    too much.
+
+    Returns:
+        dict: ``low``, ``high`` and the ``confidence`` that the true median lies between them. It is
+        below ``CONFIDENCE`` where even the smallest and the largest sample give less.
+    """
+    ordered, n = sorted(samples), len(samples)
+    outside = 2 * np.cumsum([math.comb(n, k) for k in range(n)]) / 2**n  # of k-th and n-k-th
+    k = max(0, int((outside <= 1 - CONFIDENCE).sum()) - 1)
+    return {"low": ordered[k], "high": ordered[-1 - k], "confidence": max(0.0, 1 - outside[k])}
+
+
+def same_tokens(samples: "DataFrame", baseline: str) -> dict[str, tuple[int, int]]:
+    """In how many rounds each variant decoded the baseline's tokens, and of how many."""
+    theirs, out = values(samples, baseline, "tokens"), {}
+    for name in dict.fromkeys(samples.variant):
+        mine = values(samples, name, "tokens")
+        rounds = mine.index.intersection(theirs.index)
+        out[name] = sum(mine[i] == theirs[i] for i in rounds), len(rounds)
+    return out
+
+
+class Running:
+    """The header of a run that goes on: what made it, where, and what else the machine did.
+
+    Args:
+        kind (str): Of the record.
+        settings (dict): Of the run.
+
+    Raises:
+        ModuleNotFoundError: If pandas is not installed.
+    """
+
+    def __init__(self, kind: str, settings: dict[str, Any]):
+        pandas()  # said before the work, which would be lost
+        self.average = list(os.getloadavg())
+        self.begin, self.others_s = time.monotonic(), _others_s()
+        self.header = {
+            "kind": kind,
+            "command": _command(),
+            **_commit(),
+            "machine": card(),
+            "settings": settings,
         }
-        return cls(**own)
 
-    def to_json(self) -> dict[str, Any]:
-        """The record as files have it, with what follows from its samples."""
-        out = {"kind": "bench"} | {f.name: getattr(self, f.name) for f in fields(self)}
-        for name in ("process_peak_rss_nbytes", "read_speeds", "ceilings_tok_s", "partial"):
-            if not out[name]:  # not measured yet
-                del out[name]
-        return out | {"modes": {name: self._mode_to_json(name) for name in self.modes}}
+    def table(self, rows: list[dict[str, Any]], **more: Any) -> "DataFrame":
+        """The samples until now, with the load until now.
 
-    def _mode_to_json(self, name):
-        mode = self.modes[name]
-        out = {"config": asdict(mode.config), "predicted_nbytes": mode.predicted_nbytes}
-        out["samples"] = [s.to_json() for s in mode.samples]
-        if mode.samples:
-            for what in (
-                "decode_tok_s",
-                "prefill_s",
-                "peak_nbytes",
-                "hit_rate",
-                "bytes_per_token",
-                "ratio_to_resident",
-                "rounds_with_the_same_tokens",
-            ):
-                value = getattr(self, what)(name)
-                if value is not None:
-                    out[what] = value
-        return out
+        Args:
+            rows (list[dict]): The samples.
+            **more: Further keys of the header.
+
+        Returns:
+            DataFrame: As ``table`` gives it. ``load`` in its header has the system's load averages
+            before the run, how many cores other processes used on average during it, and whether
+            that disturbed the run.
+        """
+        took_s = max(time.monotonic() - self.begin, 1e-9)
+        others = max(0.0, (_others_s() - self.others_s) / took_s)
+        load = {
+            "average_before": self.average,
+            "cores_of_others": round(others, 3),
+            "disturbed": others > DISTURBED * self.header["machine"]["cores"],
+        }
+        return table(self.header | {"load": load} | more | {"rows": rows})
 
 
-def _config(recorded):
-    """How a recorded model streamed, without settings that the engine no longer has."""
-    own = {f.name: recorded[f.name] for f in fields(StreamConfig) if f.name in recorded}
-    # What the first records do not name was not there, and the only policy was LRU.
-    return StreamConfig(**{"kernels": "mlx", "zero_copy": False, "policy": "lru"} | own)
+def disturbance(samples: "DataFrame") -> list[str]:
+    """A line that says that other work disturbed the run, if it did."""
+    load = samples.attrs.get("load", {})
+    if not load.get("disturbed"):
+        return []
+    cores = load["cores_of_others"]
+    return [f"DISTURBED: other processes used {cores:.1f} cores; this run is not a record"]
+
+
+def _others_s():
+    """Seconds of processor time that other processes used since the machine started."""
+    total = psutil.cpu_times()
+    busy = sum(getattr(total, name, 0.0) for name in ("user", "nice", "system", "steal"))
+    own = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return busy - sum(u.ru_utime + u.ru_stime for u in own)
+
+
+def _command():
+    """The words of this process, files without their folders."""
+    return " ".join(Path(w).name if os.path.isabs(w) else w for w in sys.orig_argv)
+
+
+@functools.cache
+def _commit():
+    """The commit of the code and whether all files were as in it; nothing outside a repository."""
+    here = Path(__file__)
+    words = ["rev-parse HEAD", "status --porcelain -uno", f"ls-files --error-unmatch {here.name}"]
+    try:
+        commit, changed, _ = (
+            subprocess.run(
+                ["git", "-C", here.parent, *w.split()], capture_output=True, text=True, check=True
+            ).stdout
+            for w in words
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+    return {"commit": commit.strip(), "clean": not changed}
 
 
 @dataclass(frozen=True)
@@ -382,13 +411,26 @@ def save(path: str | Path, record: Any) -> None:
 
     Args:
         path (str or Path): The file. Its folder is made.
-        record (Any): With ``to_json``, a dataclass, or what JSON can hold.
+        record (Any): A table (a row of it is a line of the file), with ``to_json``, a dataclass,
+            or what JSON can hold.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(record, indent=1, default=_plain) + "\n")
+    if is_table(record):
+        record = as_json(record)
+        rows = ",\n  ".join(json.dumps(row, default=_plain) for row in record.pop("rows"))
+        text = json.dumps(record, indent=1, default=_plain)
+        text = text.removesuffix("\n}") + f',\n "rows": [\n  {rows}\n ]\n}}'
+    else:
+        text = json.dumps(record, indent=1, default=_plain)
+    partial.write_text(text + "\n")
     os.replace(partial, path)
+
+
+def is_table(value: Any) -> bool:
+    """Whether something is a table of samples."""
+    return "pandas" in sys.modules and isinstance(value, pandas().DataFrame)
 
 
 def print_and_save(text: str, record: Any, path: str | Path | None = None) -> None:
@@ -420,6 +462,8 @@ def check_writable(path: str | Path) -> None:
 
 def _plain(value):
     """What ``json`` cannot write by itself."""
+    if is_table(value):
+        return as_json(value)
     if hasattr(value, "to_json"):
         return value.to_json()
     if is_dataclass(value):

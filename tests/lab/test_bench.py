@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import shutil
 import statistics
 
@@ -11,14 +12,13 @@ import pytest
 from mlx_lm.generate import generate_step
 from needs import needs_kernels
 
-from moelab import DATA, StreamConfig, load, record, stats
+from moelab import StreamConfig, load, record, stats
 from moelab.__main__ import main
 from moelab.commands import generate
 from moelab.commands.stream_options import parse_modes
 from moelab.lab import records, timing
 from moelab.lab.decode import decode
 from moelab.lab.experiments import bench, layer, reads
-from moelab.lab.machine import card
 from moelab.lab.texts import PROMPTS
 
 # timing
@@ -105,7 +105,7 @@ def test_decode_writes_what_mlx_lm_writes(model_path):
 
 
 @pytest.mark.parametrize("warmup", [0, 3])
-def test_a_text_is_fed_in_place_of_greedy_tokens(model_path, warmup):
+def test_a_text_is_fed_in_place_of_greedy_tokens(model_path, warmup, tmp_path):
     model, tok = load(model_path, StreamConfig(slots=8))
     ids = tok.encode(PROMPTS[1])
     prompt, fed = ids[: -warmup - 6], ids[-warmup - 6 :]
@@ -113,17 +113,22 @@ def test_a_text_is_fed_in_place_of_greedy_tokens(model_path, warmup):
         decode(model, prompt, 6, warmup, feed=fed)
         assert stats(model).decode.tokens == 6
         best = mx.argmax(model(mx.array([ids]))[0], axis=-1).tolist()
+    n = len(prompt) - 1  # the prompt's last token goes in by itself
     assert trace.tokens.tolist()[: len(ids)] == ids
-    assert trace.phase.tolist()[: len(ids)] == ["prefill"] * (len(prompt) - 1) + ["decode"] * (
-        1 + len(fed)
+    assert trace.phase.tolist()[: len(ids)] == ["prefill"] * n + ["decode"] * (1 + len(fed))
+    trace[: len(ids)].save(tmp_path / "t.npz")
+    r = bench.measure(
+        model_path,
+        "resident,fused",
+        StreamConfig(slots=8),
+        tokens=6,
+        runs=2,
+        warmup=warmup,
+        progress=False,
+        feed=tmp_path / "t.npz",
     )
-    modes, amount = "resident,fused", dict(tokens=6, runs=2, warmup=warmup, prompts=PROMPTS[1:2])
-    r = bench.measure(model_path, modes, StreamConfig(slots=8), **amount, progress=False, feed=True)
-    for mode in r.modes.values():
-        assert [s.tokens for s in mode.samples] == [best[len(prompt) - 1 :]] * 2
+    assert list(r.tokens) == [best[n - 1 : -1]] * 4 and r.attrs["settings"]["feed"] == "t.npz"
     assert best != ids[1:] + best[-1:], "the text is not the greedy one"
-    with pytest.raises(ValueError, match=f"expected prompts of more than {warmup + 99} tokens"):
-        bench.measure(model_path, modes, **amount | {"tokens": 99}, progress=False, feed=True)
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -138,27 +143,25 @@ def test_bench(model_path, together):
         warmup=2,
         together=together,
         progress=False,
-        on_round=lambda r: seen.append(len(r.modes["serial"].samples)),
+        on_round=lambda r: seen.append((len(r), r.attrs["partial"])),
     )
-    assert seen == [1, 2, 3] and r.models_loaded_together is together
-    for name, m in r.modes.items():
-        assert [s.round for s in m.samples] == [0, 1, 2]
-        assert all(len(s.tokens) == 9 for s in m.samples)
-        speeds = [6 / s.decode_s for s in m.samples]
-        assert r.decode_tok_s(name)["median"] == pytest.approx(statistics.median(speeds))
-        assert r.peak_nbytes(name) > 0
-        if name != "resident":
-            assert r.rounds_with_the_same_tokens(name) == 3
-            assert all(s.counters.tokens == 6 for s in m.samples)  # the timed tokens alone
-            assert r.ratio_to_resident(name)["n"] == 3
-    assert r.hit_rate("serial") == 0 and 0 <= r.hit_rate("fused") < 1
-    assert r.hit_rate("resident") is r.ratio_to_resident("resident") is None
+    names, settings = ["resident", "serial", "fused"], r.attrs["settings"]
+    assert seen == [(3, True), (6, True), (9, True)] and "partial" not in r.attrs
+    assert settings["together"] is together and settings["baseline"] == "resident"
+    assert sorted(zip(r["round"], r.variant)) == [(i, n) for i in range(3) for n in sorted(names)]
+    assert all(len(tokens) == 9 for tokens in r.tokens) and all(r.decode_tokens == 6)
+    assert r.tok_s.tolist() == pytest.approx((6 / r.decode_s).tolist())
+    assert min(r.peak_nbytes) > 0 and all(r.rss_end_nbytes > 0)
+    assert set(records.same_tokens(r, "resident").values()) == {(3, 3)}
+    assert list(records.ratios(r, "resident").n) == [3, 3, 3]
+    hits, nbytes = (r.groupby("variant")[c].mean() for c in ("hit_rate", "read_nbytes_per_token"))
+    assert hits["serial"] == 0 and 0 <= hits["fused"] < 1 and math.isnan(hits["resident"])
     experts = 4 * 4  # layers x top-k: every one is read by serial
-    assert r.bytes_per_token("serial") == pytest.approx(experts * 3 * 128 * 64 * 36 / 64)
-    c = bench.ceilings(r, {"warm": 1e9})
-    token_s = 1 / r.decode_tok_s("resident")["median"]
-    assert c["fused"]["warm"] == pytest.approx(1 / (token_s + r.bytes_per_token("fused") / 1e9))
-    r.ceilings_tok_s = c
+    assert nbytes["serial"] == pytest.approx(experts * 3 * 128 * 64 * 36 / 64)
+    r.attrs["read_bytes_per_s"] = {"warm": 1e9}
+    token_s = r[r.variant == "resident"].token_s.median()
+    ceiling = bench.ceilings(r)["fused"]["warm"]
+    assert ceiling == pytest.approx(1 / (token_s + nbytes["fused"] / 1e9))
     text = bench.report(r)
     assert "same" in text and "DIFFER" not in text and "ceilings, serial" in text
 
@@ -172,13 +175,14 @@ def test_a_ceiling_is_of_the_same_kernels(model_path):
         runs=1,
         progress=False,
     )
-    c = bench.ceilings(r, {})
-    fast, mlx = (r.decode_tok_s(f"resident{k}")["median"] for k in ("", "/kernels=mlx"))
+    r.attrs["read_bytes_per_s"] = {}
+    c = bench.ceilings(r)
+    fast, mlx = (records.values(r, f"resident{k}", "tok_s").median() for k in ("", "/kernels=mlx"))
     assert c["fused"].keys() == {"no reads"} and c["fused"] == c["fused/kernels=fast"]
     assert c["fused"]["no reads"] == pytest.approx(fast)
     assert c["fused/kernels=mlx"]["no reads"] == pytest.approx(mlx)
-    del r.modes["resident"]
-    assert "fused" not in bench.ceilings(r, {})
+    del r.attrs["settings"]["variants"]["resident"]
+    assert "fused" not in bench.ceilings(r)
 
 
 @needs_kernels
@@ -190,53 +194,9 @@ def test_auto_kernels_are_the_same_in_every_mode(model_path):
 
 def test_a_mode_with_other_tokens_is_called_out(model_path):
     r = bench.measure(model_path, "resident,serial", tokens=4, runs=2, warmup=0, progress=False)
-    r.modes["serial"].samples[1].tokens[2] += 1
-    assert r.rounds_with_the_same_tokens("serial") == 1
+    records.values(r, "serial", "tokens")[1][2] += 1
+    assert records.same_tokens(r, "resident")["serial"] == (1, 2)
     assert "DIFFER in 1 of 2 rounds" in bench.report(r)
-
-
-# Settings that the engine no longer has.
-REMOVED = {"pinned_nbytes", "pinned_trace", "scales", "streams"}
-
-
-def same(new, old):
-    """Equal, where nan is nan; fields that came after an old record are there and say nothing."""
-    if isinstance(old, dict):
-        later = new.keys() - old.keys() - {"memory_nbytes", "context", "reserved_nbytes"}
-        # Like these, of no use to what a record shows; all experts came from the disk.
-        later -= {"lazy_logits", "prompt_nbytes", "disk_speeds", "source"}
-        nothing = ("prefetch", "ranks", "zero_copy", "in_pages")
-        said = {k: new[k] for k in later if not k.startswith(nothing) or new[k]}
-        assert said in ({}, {"kernels": "mlx"}), said  # there were no others
-        return all(same(new[k], v) for k, v in old.items() if k not in REMOVED)
-    if isinstance(old, list):
-        return len(new) == len(old) and all(map(same, new, old))
-    if isinstance(old, float):
-        return new == pytest.approx(old, rel=1e-12, nan_ok=True)
-    return new == old
-
-
-def recorded_benches():
-    for path in sorted((DATA / "results").glob("*.json")):
-        record = json.loads(path.read_text())
-        sections = record.get("sections", {})
-        for name, r in {"": record, **(sections if isinstance(sections, dict) else {})}.items():
-            if isinstance(r, dict) and r.get("kind") == "bench":
-                yield pytest.param(r, id=f"{path.stem} {name}".strip())
-
-
-@pytest.mark.parametrize("recorded", recorded_benches())
-def test_what_a_recorded_bench_says_follows_from_its_samples(recorded):
-    """Read into types and written again, a record file is what it was."""
-    again = records.BenchRecord.from_json(recorded).to_json()
-    for key in recorded.keys() - {"section_s"}:
-        assert same(again[key], recorded[key]), key
-    assert "tok/s" in bench.report(records.BenchRecord.from_json(recorded | {"machine": card()}))
-
-
-def test_a_bench_is_read_and_no_other_kind_is():
-    with pytest.raises(ValueError, match="expected a record of kind 'bench', got 'layer'"):
-        records.BenchRecord.from_json(records.recorded("cpu_layer_tiny_moe"))
 
 
 def test_layer(model_path):
@@ -338,9 +298,10 @@ def test_bench_command_saves_samples_and_machine(model_path, tmp_path, capsys):
         "2",
     ]
     assert main([*args, "--json", str(path)]) == 0
-    r = json.loads(path.read_text())
-    assert "partial" not in r and len(r["modes"]["fused"]["samples"]) == 2 and r["machine"]["mlx"]
-    assert set(r["ceilings_tok_s"]["fused"]) == {"no reads", "cold reads", "warm reads"}
+    r = records.read(str(path), disturbed=True)
+    assert list(records.group(r, "tok_s").n) == [2, 2] and "partial" not in r.attrs
+    assert {"command", "load", "machine"} <= r.attrs.keys()
+    assert bench.ceilings(r)["fused"].keys() == {"no reads", "cold reads", "warm reads"}
     assert "tok/s" in capsys.readouterr().out
 
 
@@ -361,22 +322,18 @@ def test_errors_are_one_line(model_path, arguments, message, capsys):
 
 def test_a_cold_prompt_beside_its_bound():
     """Of reads alone 2 s, of arithmetic alone 1 s: the larger is half of the 4 s that it took."""
-
-    def mode(name, prefill_s, nbytes):
-        sample = records.Sample(0, [1], prefill_s, 1.0, None, prompt_nbytes=nbytes)
-        return records.BenchMode(StreamConfig(mode=name), 0, [sample])
-
-    modes = {"resident": mode("resident", 1.0, 0), "fused": mode("fused", 4.0, 200)}
-    made = records.BenchRecord("m", 1, 0, modes, disk_speeds=[100.0], cache_state="cold")
-    assert made.prompt_of_bound("fused")["median"] == 0.5
-    made.disk_speeds = []
-    assert made.prompt_of_bound("fused") is None
+    rows = [
+        {"variant": "resident", "round": 0, "prefill_s": 1.0, "prompt_nbytes": 0},
+        {"variant": "fused", "round": 0, "prefill_s": 4.0, "prompt_nbytes": 200},
+    ]
+    rows = [row | {"disk_bytes_per_s": 100.0} for row in rows]
+    made = records.table({"settings": {"baseline": "resident"}, "rows": rows})
+    assert list(bench.prompt_of_bound(made, "fused")) == [0.5]
 
 
 def test_a_cold_bench_counts_what_a_prompt_reads(model_path):
     configs = {"resident": StreamConfig(mode="resident"), "fused": StreamConfig(slots=8)}
     made = bench.measure(model_path, configs, tokens=2, runs=2, warmup=1, cold=True)
-    assert len(made.disk_speeds) == 2 and min(made.disk_speeds) > 0
-    assert all(s.prompt_nbytes > 0 for s in made.modes["fused"].samples)
-    assert all(s.prompt_nbytes == 0 for s in made.modes["resident"].samples)
+    assert min(made.disk_bytes_per_s) > 0
+    assert all((made.prompt_nbytes > 0) == (made.variant == "fused"))
     assert "prompt, fused: " in bench.report(made) and "prompt, resident" not in bench.report(made)

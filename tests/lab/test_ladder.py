@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from moelab import DATA, StreamConfig
@@ -43,11 +42,14 @@ def test_a_ladder_has_its_rungs(here, gpu):
     assert all(list(ladder.rungs(r)) == steps for r in (here, gpu.warm, gpu.cold))
     pieces = ladder.parts(here)
     for mode, rung in ladder.RUNGS.items():
-        assert sum(pieces[rung].values()) == pytest.approx(np.median(here.token_s(mode)))
+        assert sum(pieces[rung].values()) == pytest.approx(
+            results.values(here, mode, "token_s").median()
+        )
     assert pieces["resident"][ladder.WAITING] == 0
     climb = ladder.multiples(here)
     assert climb["serial"] == 1 and climb["slots"] == pytest.approx(
-        np.median(here.token_s("serial")) / np.median(here.token_s("stacked"))
+        results.values(here, "serial", "token_s").median()
+        / results.values(here, "stacked", "token_s").median()
     )
     assert 0 <= ladder.waiting_share(here) <= 1
 
@@ -66,7 +68,8 @@ def test_between_prompts():
 def test_what_notebook_02_shows(model_path, here, gpu, capsys):
     """Every chart, table and verdict, from measurements of a small model."""
     swept = ladder.sweep(model_path, (4, 16), tokens=2, runs=1, warmup=1)
-    assert swept.hit_rate("16 slots") >= swept.hit_rate("4 slots")
+    hits = swept.groupby("variant").hit_rate.mean()
+    assert hits["16 slots"] >= hits["4 slots"]
     prompt = ladder.prompt_reads(model_path, slots=4, tokens=16)
     assert prompt.read == prompt.distinct and prompt.uses == 16 * 4 * 4
     varied = ladder.measure_prompts(model_path, tokens=2, runs=8, slots=8)

@@ -1,11 +1,12 @@
 """A memory limit that is real, the strategies to get one, and the bench under it."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import pytest
 
 import moelab
 from moelab.lab import limit, records
-from moelab.lab.experiments import limited
+from moelab.lab.experiments import bench
 
 REAL = ("cgroup", "systemd-run")
 MB = 1 << 20
@@ -220,90 +221,76 @@ def test_call_is_killed_beyond_its_limit(called):
     assert result == MB and not done.killed
 
 
+TINY_MOE = moelab.DATA / "models" / "tiny-moe"
+FUSED = {"fused": moelab.StreamConfig(slots=16)}
+AMOUNT = {"tokens": 4, "warmup": 2, "runs": 1, "prompts": ["def main():"], "progress": False}
+
+
 def test_bench_under_a_limit():
-    path = moelab.DATA / "models" / "tiny-moe"
     try:
-        record = limited.bench_limited(
-            path,
-            {"fused": moelab.StreamConfig(slots=16)},
-            2_000_000_000,
-            tokens=4,
-            warmup=2,
-            runs=1,
-        )
+        made = bench.measure(TINY_MOE, FUSED, **AMOUNT, limit_nbytes=2_000_000_000)
     except limit.NoLimit as e:
         pytest.skip(str(e))
-    assert [r.variant for r in record.samples] == ["resident, no limit", "fused, limit"]
-    assert list(record.variants) == ["resident, no limit", "fused, limit"] and not record.killed
-    fused = record.variants["fused, limit"]
-    assert fused.same_tokens and fused.bytes_per_token > 0 and fused.how != "none"
-    assert "tokens same" in limited.report(record)
+    assert {*made.variant} == {bench.RESIDENT, "fused, limit"} and not made.killed.any()
+    assert records.same_tokens(made, bench.RESIDENT)["fused, limit"] == (1, 1)
+    (fused,) = made[made.variant == "fused, limit"].to_dict("records")
+    assert fused["bytes_read"] > 0 and fused["limited_by"] != "none"
+    assert fused["rss_begin_nbytes"] < fused["rss_end_nbytes"]
+    assert "fused, limit: process" in bench.report(made)
+
+
+def test_what_was_killed_is_not_run_again(monkeypatch):
+    def call(function, path, config, *rest, what, nbytes):
+        killed = limit.Limited(-signal.SIGKILL, "", "", "cgroup")
+        done = limit.Limited(0, "", "", "none")
+        return (None, killed) if nbytes else (function(path, asdict(config), *rest), done)
+
+    monkeypatch.setattr(limit, "call", call)
+    made = bench.measure(TINY_MOE, FUSED, **AMOUNT | {"runs": 2}, limit_nbytes=1)
+    assert records.group(made, "tok_s").n.to_dict() == {bench.RESIDENT: 2}
+    assert list(made.killed) == [name != bench.RESIDENT for name in made.variant]
+    assert made.killed.sum() == 1 and "killed for its memory" in bench.report(made)
+    again = records.table(json.loads(json.dumps(made, default=records._plain)))
+    assert list(again.killed) == list(made.killed) and again.attrs == made.attrs
 
 
 def test_a_traces_text_is_read_in_place_of_greedy_tokens(monkeypatch):
-    model, trace = moelab.DATA / "models" / "tiny-moe", moelab.DATA / "traces" / "code.npz"
-    done, fed = limit.Limited(0, "", "", "none"), []
+    trace, done, fed = moelab.DATA / "traces" / "code.npz", limit.Limited(0, "", "", "none"), []
 
     def call_here(function, path, config, *rest, what, nbytes):
-        return limited.measure(path, config, *rest), done
+        return function(path, asdict(config), *rest), done
 
-    def noted(*args, feed, **kwargs):
-        fed.append((list(args[1]), feed))
-        return decode(*args, feed=feed, **kwargs)
+    def noted(model, ids, tokens, warmup, before_clock, feed, **kwargs):
+        fed.append((list(ids), feed))
+        return decode(model, ids, tokens, warmup, before_clock, feed, **kwargs)
 
-    decode = limited.decode
+    decode = bench.decode
     monkeypatch.setattr(limit, "call", call_here)
-    monkeypatch.setattr(limited, "decode", noted)
-    configs = {"fused": moelab.StreamConfig(slots=16)}
-    record = limited.bench_limited(model, configs, 2e9, 3, 2, runs=1, feed=trace)
+    monkeypatch.setattr(bench, "decode", noted)
+    made = bench.measure(TINY_MOE, FUSED, None, 3, 1, 2, feed=trace, limit_nbytes=2e9)
     ids = moelab.Trace.load(trace).tokens.tolist()
     assert fed == [(ids[:128], ids[128:133])] * 2
-    assert "3 tokens of code.npz after 2" in limited.report(record)
-    assert record.to_json()["feed"] == "code.npz"
+    assert "3 tokens of code.npz a run after 2" in bench.report(made)
+    assert made.attrs["settings"]["feed"] == "code.npz"
     with pytest.raises(ValueError, match="513 tokens behind it .* got 128 and 512"):
-        limited.bench_limited(model, configs, 2e9, 500, 13, feed=trace)
+        bench.measure(TINY_MOE, FUSED, None, 500, 1, 13, feed=trace, limit_nbytes=2e9)
 
 
 def test_a_trace_of_another_vocabulary_is_refused(monkeypatch):
     small = SimpleNamespace(config={"vocab_size": 90})
-    monkeypatch.setattr(limited, "Checkpoint", lambda path: small)
+    monkeypatch.setattr(bench, "Checkpoint", lambda path: small)
     with pytest.raises(ValueError, match="expected tokens below 90, the vocabulary of M, got"):
-        limited.texts_of(moelab.DATA / "traces" / "code.npz", 5, "M")
-
-
-def test_a_record_of_runs_under_a_limit_has_the_keys_of_those_that_are_kept():
-    """Made again from the samples that are kept, and one of them killed."""
-    kept = records.recorded("cpu_limit_35b")
-    runs = []
-    for s in kept["samples"]:
-        sizes = ("mlx_peak_nbytes", "predicted_nbytes", "rss_nbytes") if "tokens" in s else ()
-        sample = records.Sample.from_json(s) if sizes else None
-        run = limited.Run(s["variant"], s["round"], s["killed"], s["how"], sample)
-        runs.append(replace(run, **{n: s[n] for n in sizes}))
-    own = ("model", "limit_nbytes", "checkpoint_nbytes", "tokens", "warmup_tokens", "machine")
-    record = limited.LimitedRecord(**{n: kept[n] for n in own}, prompts=["x"], samples=runs)
-    again = record.to_json()
-    assert again.keys() - {"prompts", "disk_speeds"} == kept.keys() - {"prompt"}
-    for mine, theirs in zip(again["samples"], kept["samples"]):
-        assert mine.pop("prompt_nbytes", None) is None  # it came later
-        assert not mine.get("counters", {}).pop("in_pages", 0)
-        assert repr(dict(sorted(mine.items()))) == repr(dict(sorted(theirs.items())))
-    for name, s in kept["summary"].items():
-        mine = again["summary"][name]
-        assert mine.keys() == s.keys()
-        assert all(mine[k] == pytest.approx(s[k], nan_ok=True) for k in s if k != "how"), name
-    assert "resident, limit: killed (cgroup v1)" in limited.report(record)
+        bench.texts_of(moelab.DATA / "traces" / "code.npz", 5, "M")
 
 
 @pytest.mark.parametrize("limit_mb, least", [(478, 0.95), (956, 0.95), (1530, 0.95), (3825, 0.95)])
 def test_recorded_slots_auto_against_the_best_fixed_number(limit_mb, least):
     """Never killed, its reason said, and the least share of the best fixed number's speed."""
-    record = records.recorded(f"cpu_auto_35b_{limit_mb}")
-    summary = record["summary"]
-    assert not any(v["killed"] for v in summary.values())
-    tok_s = {name: v["decode_tok_s"]["median"] for name, v in summary.items() if "slots=" in name}
+    made = records.read(f"cpu_auto_35b_{limit_mb}")
+    tok_s = records.group(made, "tok_s")["median"].filter(like="slots=").to_dict()
     (auto,) = (name for name in tok_s if "slots=auto" in name)
-    assert len(tok_s) >= 2 and summary[auto]["same_tokens"]
+    same, n = records.same_tokens(made, bench.RESIDENT)[auto]
+    assert not made.killed.any() and len(tok_s) >= 2 and same == n
     assert tok_s.pop(auto) >= least * max(tok_s.values())
-    plans = {run["plan"] for run in record["samples"] if run["variant"] == auto}
-    assert all(plan.startswith("slots=") and "available" in plan for plan in plans)
+    for plan in records.values(made, auto, "plan"):
+        assert plan.startswith("slots=") and "available" in plan

@@ -7,6 +7,7 @@ import pytest
 import moelab
 from moelab import StreamConfig
 from moelab.__main__ import main
+from moelab.lab import records
 from moelab.lab.experiments import top_k
 from moelab.lab.figures import top_k as figures
 from moelab.lab.plots import charts
@@ -47,7 +48,7 @@ def test_a_record_is_what_the_command_wrote(record_path, ks):
     assert fields["kind"] == "top_k"
     record = top_k.Record.from_json(fields)
     assert list(record.scores) == ks == list(record.speeds.ks)
-    assert json.loads(json.dumps(record.to_json())) == fields
+    assert json.loads(json.dumps(record.to_json(), default=records._plain)) == fields
     assert record.speeds.speedup("fused", ks[0])["median"] == 1
     assert [record.speeds.rounds_like_resident(k) for k in ks] == [2, 2]
 

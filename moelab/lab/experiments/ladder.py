@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,11 +19,13 @@ import numpy as np
 from ... import DATA, StreamConfig, load, record, stats, synthesize
 from .. import records
 from ..decode import Decoded, decode
-from ..records import BenchRecord
 from ..texts import PROMPTS
 from ..timing import Summary
 from . import bench
 from .dispatch import BITS, GROUP, Timed, default_dtype
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 # Each rung adds one thing to the one before. The speculative reads of PR 26 belong to notebook 04.
 RUNGS = {
@@ -81,9 +83,9 @@ class Recorded:
 
     Attributes:
         machine (dict): Its card.
-        warm (BenchRecord): The ladder with the file in the page cache.
-        cold (BenchRecord): The same with its pages dropped.
-        slots (BenchRecord): The speed with several numbers of slots.
+        warm (DataFrame): The ladder with the file in the page cache.
+        cold (DataFrame): The same with its pages dropped.
+        slots (DataFrame): The speed with several numbers of slots.
         all_in_slots (dict): A block with every expert in its slot, over the resident block and one
             evaluation: ``Summary`` by mode.
         together (Timed): ``tokens_at_once`` with the shape of 35B-A3B.
@@ -94,9 +96,9 @@ class Recorded:
     """
 
     machine: dict[str, Any]
-    warm: BenchRecord
-    cold: BenchRecord
-    slots: BenchRecord
+    warm: "DataFrame"
+    cold: "DataFrame"
+    slots: "DataFrame"
     all_in_slots: dict[str, Summary]
     together: Timed
     reads: tuple[list[int], list[list[float]]]
@@ -116,9 +118,9 @@ def recorded(name: str = "cuda_h200_engine") -> Recorded:
     sections = file["sections"]
     return Recorded(
         machine=file["machine"],
-        warm=BenchRecord.from_json(sections["ladder_warm"]),
-        cold=BenchRecord.from_json(sections["ladder_cold"]),
-        slots=BenchRecord.from_json(sections["slots"]),
+        warm=records.read(name, "sections", "ladder_warm"),
+        cold=records.read(name, "sections", "ladder_cold"),
+        slots=records.read(name, "sections", "slots"),
         all_in_slots=sections["all_in_slots"]["ratio"],
         together=Timed.parse(sections["tokens_at_once"]),
         reads=records.reads_GBs(sections["reads"]["cold"])["moelab"],
@@ -199,7 +201,7 @@ def recorded_host(name: str = "cuda_h200_host") -> tuple[dict, dict[str, Held]]:
     return file["machine"], found
 
 
-def measure(path: str | Path, slots: int, tokens: int, runs: int) -> BenchRecord:
+def measure(path: str | Path, slots: int, tokens: int, runs: int) -> "DataFrame":
     """Decodes the same tokens on every rung, and resident.
 
     Args:
@@ -216,7 +218,7 @@ def measure(path: str | Path, slots: int, tokens: int, runs: int) -> BenchRecord
 
 def sweep(
     path: str | Path, slots: Sequence[int], tokens: int, runs: int, warmup: int = 16
-) -> BenchRecord:
+) -> "DataFrame":
     """Decodes with several numbers of slots, and resident.
 
     Args:
@@ -291,16 +293,11 @@ class Variation:
         return float(np.median([max(v) / min(v) - 1 for v in self.tok_s.values()]))
 
 
-def variation(measured: BenchRecord, mode: str = "fused") -> Variation:
+def variation(measured: "DataFrame", mode: str = "fused") -> Variation:
     """Sorts a bench's runs by prompt."""
-    tok_s, hits = {}, {}
-    for s in measured.modes[mode].samples:
-        prompt = s.round % len(measured.prompts)
-        tok_s.setdefault(prompt, []).append(measured.tokens / s.decode_s)
-        hits.setdefault(prompt, []).append(s.counters.hit_rate)
-    return Variation(
-        dict(sorted(tok_s.items())), {p: float(np.mean(v)) for p, v in sorted(hits.items())}
-    )
+    rows = measured[measured.variant == mode]
+    by_prompt = rows.groupby(rows["round"] % len(measured.attrs["settings"]["prompts"]))
+    return Variation(by_prompt.tok_s.apply(list).to_dict(), by_prompt.hit_rate.mean().to_dict())
 
 
 def measure_prompts(path: str | Path, tokens: int, runs: int, slots: int = 16) -> Variation:
@@ -484,13 +481,17 @@ def slot_writes(
 # What follows from a ladder
 
 
-def rungs(measured: BenchRecord) -> dict[str, np.ndarray]:
+def rungs(measured: "DataFrame") -> dict[str, np.ndarray]:
     """``{rung: seconds of a token in each round}``, in the ladder's order."""
-    modes = measured.modes
-    return {rung: measured.token_s(mode) for mode, rung in RUNGS.items() if mode in modes}
+    there = set(measured.variant)
+    return {
+        rung: records.values(measured, mode, "token_s").to_numpy()
+        for mode, rung in RUNGS.items()
+        if mode in there
+    }
 
 
-def multiples(measured: BenchRecord) -> dict[str, float]:
+def multiples(measured: "DataFrame") -> dict[str, float]:
     """``{rung: how many times faster than the first}``."""
     times = {rung: np.median(s) for rung, s in rungs(measured).items()}
     first = next(iter(times.values()))
@@ -505,20 +506,19 @@ def published_multiples() -> dict[str, float]:
     return {"serial": 1.0, "parallel": rewrite} | {n: rewrite * s for n, s in steps.items()}
 
 
-def parts(measured: BenchRecord) -> dict[str, dict[str, float]]:
+def parts(measured: "DataFrame") -> dict[str, dict[str, float]]:
     """``{rung: {"waiting for reads": s, "the rest": s}}`` of an average token, resident first."""
     out, names = {}, {"resident": "resident", **RUNGS}
+    spent = measured.assign(wait_s=measured.wait_s / measured.decode_tokens)
+    spent = spent.groupby("variant")[["wait_s", "token_s"]].median()
     for mode, rung in names.items():
-        if mode not in measured.modes:
-            continue
-        waits = [c.wait_s for c in measured.counters(mode)]
-        wait = float(np.median(waits)) / measured.tokens if waits else 0.0
-        total = float(np.median(measured.token_s(mode)))
-        out[rung] = {WAITING: wait, REST: total - wait}
+        if mode in spent.index:
+            wait, total = spent.loc[mode]
+            out[rung] = {WAITING: wait, REST: total - wait}
     return out
 
 
-def waiting_share(measured: BenchRecord) -> float:
+def waiting_share(measured: "DataFrame") -> float:
     """Share of a token on the top rung that is spent waiting for reads."""
     top = parts(measured)[TOP]
     return top[WAITING] / sum(top.values())

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,9 +19,11 @@ from ...commands.argument_types import not_empty, positive, several
 from ...commands.arguments import add_json, add_model, add_number
 from .. import machine, records, timing
 from ..quality import Score, at_top_k, xz_bits_per_byte
-from ..records import BenchRecord
 from ..texts import heldout_files
 from . import bench
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
 
 # Tokens per second by top-k, not run here.
 PUBLISHED = {k: records.PUBLISHED["PR 26"][f"buffers, top-{k}"] for k in (8, 6, 4, 2)}
@@ -66,16 +69,16 @@ class Speeds:
     """Decoding at several top-k in several modes, interleaved.
 
     Attributes:
-        record (BenchRecord): Of ``bench.measure``, its modes named as ``name`` does.
+        samples (DataFrame): Of ``bench.measure``, its modes named as ``name`` does.
         ks (tuple[int]): Values of K; the first is what the others are compared with.
     """
 
-    record: BenchRecord
+    samples: "DataFrame"
     ks: tuple[int, ...]
 
     @staticmethod
     def name(mode: str, k: int) -> str:
-        """What a mode at one K is called in the record."""
+        """What a mode at one K is called in the table."""
         return f"{mode}, K={k}"
 
     @classmethod
@@ -107,14 +110,18 @@ class Speeds:
             for mode in modes
             for k in ks
         }
-        record = bench.measure(
+        samples = bench.measure(
             path, configs, tokens=tokens, runs=runs, warmup=warmup, progress=progress
         )
-        return cls(record, tuple(ks))
+        return cls(samples, tuple(ks))
+
+    def values(self, mode: str, k: int, column: str) -> "Series":
+        """A column of one mode at one K, by round."""
+        return records.values(self.samples, self.name(mode, k), column)
 
     def token_s(self, mode: str, k: int) -> np.ndarray:
         """Seconds for a token in each run."""
-        return self.record.token_s(self.name(mode, k))
+        return self.values(mode, k, "token_s").to_numpy()
 
     def speedup(self, mode: str, k: int) -> timing.Summary:
         """Speed over the first K, by round, so that drift cancels."""
@@ -122,17 +129,16 @@ class Speeds:
 
     def waiting_s(self, mode: str, k: int) -> float:
         """Seconds of a token spent waiting for reads: the median run."""
-        counters = self.record.counters(self.name(mode, k))
-        return float(np.median([c.wait_s / c.tokens for c in counters]))
+        return (self.values(mode, k, "wait_s") / self.values(mode, k, "decode_tokens")).median()
 
     def reads(self, mode: str, k: int) -> tuple[float, float]:
         """Bytes read for a token, and the share of experts that were in a slot."""
-        name = self.name(mode, k)
-        return self.record.bytes_per_token(name), self.record.hit_rate(name)
+        columns = ("read_nbytes_per_token", "hit_rate")
+        return tuple(self.values(mode, k, column).mean() for column in columns)
 
     def tokens(self, mode: str, k: int) -> list[list[int]]:
         """What was decoded in each run."""
-        return [s.tokens for s in self.record.modes[self.name(mode, k)].samples]
+        return list(self.values(mode, k, "tokens"))
 
     def rounds_like_resident(self, k: int) -> int:
         """Rounds in which the streamed model decoded the resident model's tokens."""
@@ -141,18 +147,17 @@ class Speeds:
     def table(self) -> str:
         """Tokens per second of every mode and K."""
         lines = [f"{'':14} tok/s: median [quartiles]"]
-        for name in self.record.modes:
-            speed = timing.quartiles_text(self.record.decode_tok_s(name), form=".1f")
-            lines.append(f"{name:14} {speed}")
+        for name, rows in self.samples.groupby("variant", sort=False):
+            lines.append(f"{name:14} {timing.quartiles_text(rows.tok_s, form='.1f')}")
         return "\n".join(lines)
 
     def note(self) -> str:
         """What qualifies the numbers."""
-        streamed = self.record.modes[self.name("fused", self.ks[0])]
+        s, streamed = self.samples.attrs["settings"], self.name("fused", self.ks[0])
         return (
-            f"{self.record.model}, {streamed.config.slots} slots, "
-            f"page cache {self.record.cache_state}, {self.record.tokens} tokens a run, "
-            f"n={len(streamed.samples)}"
+            f"{s['model']}, {s['variants'][streamed]['slots']} slots, page cache "
+            f"{s['cache_state']}, {s['tokens']} tokens a run, "
+            f"n={(self.samples.variant == streamed).sum()}"
         )
 
 
@@ -186,7 +191,7 @@ class Record:
             for k, s in fields["scores"].items()
         }
         names = cls.__dataclass_fields__
-        speeds = Speeds(BenchRecord.from_json(fields["speeds"]), tuple(scores))
+        speeds = Speeds(records.table(fields["speeds"]), tuple(scores))
         return cls(**{n: fields[n] for n in names} | {"speeds": speeds, "scores": scores})
 
     def to_json(self) -> dict:
@@ -196,7 +201,7 @@ class Record:
             for k, s in self.scores.items()
         }
         own = {n: getattr(self, n) for n in self.__dataclass_fields__}
-        return {"kind": "top_k", **own, "speeds": self.speeds.record.to_json(), "scores": scores}
+        return {"kind": "top_k", **own, "speeds": self.speeds.samples, "scores": scores}
 
 
 def recorded(model: str | Path) -> Record | None:

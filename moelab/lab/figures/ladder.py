@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -33,8 +33,11 @@ from ..experiments.ladder import (
     waiting_share,
 )
 from ..plots import charts, style
-from ..records import BenchRecord, ReadsRecord
+from ..records import ReadsRecord, values
 from ..texts import PROMPTS
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 WRITTEN, IN_PYTHON = "unified memory", "copies, reads in Python"
 WAYS = {  # how a chart names the ways of an expert's bytes to a GPU
@@ -124,11 +127,11 @@ def read_lines(cold: ReadsRecord, gpu: Recorded, expert_nbytes: int) -> go.Figur
     )
 
 
-def rung_bars(here: BenchRecord, gpu: Recorded) -> go.Figure:
+def rung_bars(here: "DataFrame", gpu: Recorded) -> go.Figure:
     """Milliseconds of a token on every rung."""
     sources = _sources(here, gpu)
     mine, warm, cold = (multiples(r)[TOP] for r in sources.values())
-    mine_ms, gpu_ms = (np.median(r.token_s("resident")) * 1e3 for r in (here, gpu.warm))
+    mine_ms, gpu_ms = (values(r, "resident", "token_s").median() * 1e3 for r in (here, gpu.warm))
     return charts.bars(
         {label: rungs(r) for label, r in sources.items()},
         f"All steps to {TOP} together: {mine:.1f}x here, {warm:.1f}x on the GPU, {cold:.1f}x there "
@@ -142,13 +145,14 @@ def rung_bars(here: BenchRecord, gpu: Recorded) -> go.Figure:
     )
 
 
-def rung_table(here: BenchRecord) -> None:
+def rung_table(here: "DataFrame") -> None:
     """Shows every rung's speed, ratio to resident, hits and bytes."""
     rows = []
     for mode, rung in RUNGS.items():
-        ratio, hits = here.ratio_to_resident(mode), here.hit_rate(mode)
-        speed, nbytes = here.decode_tok_s(mode), here.bytes_per_token(mode)
-        numbers = (speed["median"], ratio["median"], hits, nbytes / 1e6)
+        mine = here[here.variant == mode]
+        ratio = records.paired(here, "resident", mode).median()
+        nbytes = mine.read_nbytes_per_token.mean()
+        numbers = (mine.tok_s.median(), ratio, mine.hit_rate.mean(), nbytes / 1e6)
         rows.append(
             (
                 rung,
@@ -158,7 +162,7 @@ def rung_table(here: BenchRecord) -> None:
     charts.table(("rung", "tok/s", "of resident", "hits", "MB read a token"), rows)
 
 
-def multiple_lines(here: BenchRecord, gpu: Recorded) -> go.Figure:
+def multiple_lines(here: "DataFrame", gpu: Recorded) -> go.Figure:
     """How many times faster than the first each rung is, beside the published ladder."""
     climbs = {label: multiples(r) for label, r in _sources(here, gpu).items()}
     climbs["M1 Ultra, published (PR 26, then PR 90)"] = told = published_multiples()
@@ -178,7 +182,7 @@ def multiple_lines(here: BenchRecord, gpu: Recorded) -> go.Figure:
     )
 
 
-def part_bars(here: BenchRecord, gpu: Recorded) -> go.Figure:
+def part_bars(here: "DataFrame", gpu: Recorded) -> go.Figure:
     """What a token's time is made of on every rung."""
     sources = _sources(here, gpu)
     mine, warm, cold = (f"{waiting_share(r):.0%}" for r in sources.values())
@@ -283,35 +287,37 @@ def write_lines(gpu: Recorded) -> go.Figure:
     )
 
 
-def slot_lines(swept: BenchRecord, gpu: Recorded, slots: int, experts: int) -> go.Figure:
+def slot_lines(swept: "DataFrame", gpu: Recorded, slots: int, experts: int) -> go.Figure:
     """Speed and hits against the number of slots.
 
     Args:
-        swept (BenchRecord): Of ``sweep``.
+        swept (DataFrame): Of ``sweep``.
         gpu (Recorded): The recorded run.
         slots (int): The number to speak of.
         experts (int): E.
     """
-    modes = [m for m in swept.modes if m != "resident"]
-    sizes = [int(m.split()[0]) for m in modes]
-    resident = swept.decode_tok_s("resident")["median"]
-    mode = f"{slots} slots"
-    ratio = swept.decode_tok_s(mode)["median"] / resident
-    told = ", ".join(f"{m} {swept.hit_rate(m):.0%}" for m in modes)
-    there = ", ".join(
-        f"{m.removeprefix('fused, ')} {gpu.slots.decode_tok_s(m)['median']:.0f} tok/s and "
-        f"{gpu.slots.hit_rate(m):.0%}"
-        for m in gpu.slots.modes
+    mine, theirs = (
+        t.groupby("variant", sort=False).agg({"tok_s": "median", "hit_rate": "mean"})
+        for t in (swept, gpu.slots)
     )
+    resident, mode = mine.tok_s["resident"], f"{slots} slots"
+    modes = [f"{n} slots" for n in sorted(int(m.split()[0]) for m in mine.index if m != "resident")]
+    told = ", ".join(f"{m} {mine.hit_rate[m]:.0%}" for m in modes)
+    there = ", ".join(
+        f"{m.removeprefix('fused, ')} {made.tok_s:.0f} tok/s and {made.hit_rate:.0%}"
+        for m, made in theirs.iterrows()
+    )
+    settings = swept.attrs["settings"]
     return charts.lines(
-        {"fused": (sizes, [1 / swept.token_s(m) for m in modes])},
-        f"{mode} of {experts}: {swept.hit_rate(mode):.0%} hits, {ratio:.2f} of the resident speed",
+        {"fused": ([int(m.split()[0]) for m in modes], [values(swept, m, "tok_s") for m in modes])},
+        f"{mode} of {experts}: {mine.hit_rate[mode]:.0%} hits, "
+        f"{mine.tok_s[mode] / resident:.2f} of the resident speed",
         "slots in each layer",
         "tok/s",
         f"By chance {slots} slots would hit {slots / experts:.0%}. {gpu.name}, random weights, one "
         f"short prompt: {there}.",
-        note=f"{swept.model}, {swept.tokens} tokens a run, page cache warm; hits here: {told}; "
-        + charts.recorded_note(gpu.machine),
+        note=f"{settings['model']}, {settings['tokens']} tokens a run, page cache warm; hits here: "
+        f"{told}; " + charts.recorded_note(gpu.machine),
         ceilings=[(resident, "resident")],
     )
 
@@ -390,17 +396,17 @@ class Results:
     """What notebook 02 measured, for its verdicts.
 
     Attributes:
-        ladder (BenchRecord): Of ``measure``.
+        ladder (DataFrame): Of ``measure``.
         reads (ReadsRecord): Of ``reads.bench_reads``, cold.
-        swept (BenchRecord): Of ``sweep``.
+        swept (DataFrame): Of ``sweep``.
         prompt (PromptReads): Of ``prompt_reads``.
         varied (Variation): Of ``measure_prompts``.
         memory (dict): Of ``memory.measure``.
     """
 
-    ladder: BenchRecord
+    ladder: "DataFrame"
     reads: ReadsRecord
-    swept: BenchRecord
+    swept: "DataFrame"
     prompt: PromptReads
     varied: Variation
     memory: dict[str, Any]
@@ -470,8 +476,9 @@ def verdicts(gpu: Recorded, here: Results, slots: int, experts: int) -> list[cha
             "16 slots are a good default; at least top-k are needed",
             "depends on",
             f"the experts: {slots} of {experts} slots hit "
-            f"{here.swept.hit_rate(f'{slots} slots'):.0%} in {here.swept.model}; 64 of 256 hit "
-            f"{gpu.warm.hit_rate('fused'):.0%} with uniform routing",
+            f"{values(here.swept, f'{slots} slots', 'hit_rate').mean():.0%} in "
+            f"{here.swept.attrs['settings']['model']}; 64 of 256 hit "
+            f"{values(gpu.warm, 'fused', 'hit_rate').mean():.0%} with uniform routing",
         ),
         (
             "B5",

@@ -20,7 +20,6 @@ from ..experiments.top_k import (
 )
 from ..plots import charts, style
 from ..quality import Score, at_top_k, xz_bits_per_byte
-from ..records import BenchRecord
 
 HOLDS = 0.01  # "quality holds": at most so many more bits per byte, as a share
 GPU_RECORD = "cuda_h200_engine"  # in data/results
@@ -109,18 +108,17 @@ def large_chart(predicted: dict[int, float], name: str = LARGE_RECORD) -> go.Fig
         predicted (dict[int, float]): By the bytes of that model.
         name (str): A record of ``bench`` in ``data/results``, with modes at several K.
     """
-    record = BenchRecord.from_json(records.recorded(name))
-    full = {m.config.mode: mode for mode, m in record.modes.items() if m.config.top_k is None}
+    samples = records.read(name)
+    settings = samples.attrs["settings"]
+    full = {c["mode"]: n for n, c in settings["variants"].items() if c["top_k"] is None}
     ratios = {mode: {} for mode in full}
-    for name, made in record.modes.items():
-        if (k := made.config.top_k) is not None:
-            base = record.token_s(full[made.config.mode])
-            ratios[made.config.mode][k] = base / record.token_s(name)
+    for variant, c in settings["variants"].items():
+        if c["top_k"] is not None:
+            ratios[c["mode"]][c["top_k"]] = records.paired(samples, full[c["mode"]], variant)
     ks = sorted(ratios["fused"], reverse=True)
-    medians = {m: {k: float(np.median(r[k])) for k in ks} for m, r in ratios.items()}
-    speeds = {m: record.decode_tok_s(name)["median"] for m, name in full.items()}
-    streamed = record.modes[full["fused"]]
-    bars = {m: {f"K={k}": r[k] for k in ks} for m, r in ratios.items()}
+    medians = {m: {k: r[k].median() for k in ks} for m, r in ratios.items()}
+    speeds = {m: records.values(samples, name, "tok_s") for m, name in full.items()}
+    bars = {m: {f"K={k}": r[k].to_numpy() for k in ks} for m, r in ratios.items()}
     bars["predicted from bytes"] = {f"K={k}": [predicted[k]] for k in ks}
     told = ", ".join(
         f"K={k} {medians['resident'][k]:.2f} resident, {medians['fused'][k]:.2f} streamed, "
@@ -132,10 +130,11 @@ def large_chart(predicted: dict[int, float], name: str = LARGE_RECORD) -> go.Fig
         f"Layers of 35B-A3B on a CPU: K={ks[-1]} is {medians['fused'][ks[-1]]:.2f} times as fast "
         f"streamed, {predicted[ks[-1]]:.2f} predicted from bytes",
         "speed over the full K",
-        f"{told}. All K: {speeds['resident']:.0f} tok/s resident, {speeds['fused']:.0f} streamed.",
-        note=f"4 layers of 35B-A3B, random weights, {streamed.config.slots} of 256 slots, warm, "
-        f"{record.tokens} tokens a run, n={len(streamed.samples)}; "
-        + charts.recorded_note(record.machine),
+        f"{told}. All K: {speeds['resident'].median():.0f} tok/s resident, "
+        f"{speeds['fused'].median():.0f} streamed.",
+        note=f"4 layers of 35B-A3B, random weights, {settings['variants'][full['fused']]['slots']} "
+        f"of 256 slots, warm, {settings['tokens']} tokens a run, n={len(speeds['fused'])}; "
+        + charts.recorded_note(samples.attrs["machine"]),
         card="",
     )
 
@@ -147,28 +146,31 @@ def gpu_chart(speeds: Speeds, name: str = GPU_RECORD) -> go.Figure:
         speeds (Speeds): Of this machine.
         name (str): A record of ``cuda_run.py`` in ``data/results``.
     """
-    file = records.recorded(name)
-    gpu = BenchRecord.from_json(file["sections"]["top_k"])
-    by_k = {int(mode.partition("top-")[2]): mode for mode in gpu.modes}
+    gpu = records.read(name, "sections", "top_k")
+    machine, tokens = gpu.attrs["machine"], gpu.attrs["settings"]["tokens"]
+    by_k = {int(mode.partition("top-")[2]): mode for mode in gpu.variant}
     full, least = max(by_k), min(by_k)
-    ratios = {k: gpu.token_s(by_k[full]) / gpu.token_s(mode) for k, mode in by_k.items()}
+    ratios = {
+        k: records.paired(gpu, by_k[full], mode).to_numpy()
+        for k, mode in sorted(by_k.items())[::-1]
+    }
+    rates = {k: records.values(gpu, by_k[k], "hit_rate").mean() for k in ratios}
     base = speeds.token_s("fused", speeds.ks[0])
     here = {k: base / speeds.token_s("fused", k) for k in speeds.ks[1:]}
-    hits = ", ".join(f"K={k} {gpu.hit_rate(mode):.0%}" for k, mode in by_k.items())
-    told = ", ".join(f"K={k} {gpu.decode_tok_s(mode)['median']:.0f}" for k, mode in by_k.items())
-    device = file["machine"]["gpu"]
+    hits = ", ".join(f"K={k} {rate:.0%}" for k, rate in rates.items())
+    told = ", ".join(f"K={k} {records.values(gpu, by_k[k], 'tok_s').median():.0f}" for k in ratios)
+    device = machine["gpu"]
     return charts.bars(
         {
             style.HERE: {f"K={k}": r for k, r in here.items()},
-            f"{device}, recorded": {f"K={k}": ratios[k] for k in by_k if k != full},
+            f"{device}, recorded": {f"K={k}": ratios[k] for k in ratios if k != full},
         },
         f"On the {device} K={least} is {np.median(ratios[least]):.2f} times as fast as K={full}, "
-        f"with {gpu.hit_rate(by_k[least]):.0%} hits",
+        f"with {rates[least]:.0%} hits",
         "speed over the full K",
         f"On the GPU, in tok/s: {told}; hits: {hits}.",
         note=f"{device}: 8 layers of 35B-A3B, random weights, 64 of 256 slots, bfloat16, warm, "
-        f"{gpu.tokens} tokens a run, n={len(gpu.modes[by_k[full]].samples)}; "
-        + charts.recorded_note(file["machine"]),
+        f"{tokens} tokens a run, n={len(ratios[full])}; " + charts.recorded_note(machine),
     )
 
 
@@ -247,7 +249,7 @@ def quality_chart(
 def written(speeds: Speeds, path: str | Path, mode: str = "fused") -> str:
     """What each K decoded after the first prompt."""
     tokenizer = load_tokenizer(Path(path))
-    parts = [f"prompt: {speeds.record.prompts[0]}"]
+    parts = [f"prompt: {speeds.samples.attrs['settings']['prompts'][0]}"]
     for k in speeds.ks:
         parts.append(f"--- K={k} {'-' * 60}\n{tokenizer.decode(speeds.tokens(mode, k)[0])}")
     return "\n\n".join(parts)

@@ -1,0 +1,130 @@
+"""Records as tables: read, grouped, paired, and what is not taken for a record."""
+
+import json
+import math
+import sys
+
+import pytest
+
+from moelab.lab import cite, records
+
+ROWS = [
+    {"variant": name, "round": i, "decode_s": s, "decode_tokens": 4, "tokens": [1, i]}
+    for name, seconds in {"a": (2.0, 4.0, 8.0), "b": (1.0, 2.0, 4.0)}.items()
+    for i, s in enumerate(seconds)
+]
+
+
+@pytest.fixture
+def table():
+    return records.table({"kind": "bench", "settings": {}, "rows": [dict(row) for row in ROWS]})
+
+
+def test_a_table_is_written_and_read_again(table, tmp_path):
+    table.attrs["load"] = {"disturbed": False}
+    records.save(tmp_path / "r.json", table)
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert [{k: row[k] for k in ROWS[0]} for row in written["rows"]] == ROWS
+    assert "tok_s" not in written["rows"][0] and (tmp_path / "r.json").read_text().count("\n") > 6
+    again = records.read(str(tmp_path / "r.json"))
+    assert again.attrs == table.attrs | {"machine": None} and list(again) == list(table)
+    assert list(again.tok_s) == [4 / row["decode_s"] for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ({"load": {"disturbed": True}}, "ran while other work used the processor.*disturbed=True"),
+        ({"partial": True}, "was cut off"),
+        ({"kind": "layer", "rows": None}, "expected a record with settings and rows, got .*layer"),
+    ],
+)
+def test_what_is_no_record_is_refused(more, message, tmp_path):
+    record = {"kind": "bench", "settings": {}, "rows": ROWS} | more
+    record = {k: v for k, v in record.items() if v is not None}
+    (tmp_path / "r.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=message):
+        records.read(str(tmp_path / "r.json"))
+    if "rows" in record:
+        assert len(records.read(str(tmp_path / "r.json"), disturbed=True)) == 6
+
+
+def test_variants_are_grouped_and_paired_by_round(table):
+    assert records.group(table, "decode_s").loc["a"].to_dict() == {
+        "median": 4, "p25": 3, "p75": 6, "n": 3
+    }  # fmt: skip
+    ratios = records.ratios(table[1:], "a")
+    assert ratios.loc["b"].to_dict() == {
+        "median": 2, "p25": 2, "p75": 2, "n": 2, "low": 2, "high": 2, "confidence": 0.5
+    }  # fmt: skip
+    assert records.same_tokens(table, "a") == {"a": (3, 3), "b": (3, 3)}
+    with pytest.raises(KeyError, match=r"\['a', 'b'\], got 'c'"):
+        records.values(table, "c", "decode_s")
+
+
+@pytest.mark.parametrize("n, low", [(1, 0), (5, 0), (6, 0), (9, 1), (10, 1), (20, 5)])
+def test_an_interval_has_the_confidence_of_the_sign_test(n, low):
+    """The ranks are those of its tables; below six samples none reaches 95%."""
+    found = records.interval(range(n))
+    assert (found["low"], found["high"]) == (low, n - 1 - low)
+    within = sum(math.comb(n, k) for k in range(low + 1, n - low))
+    assert found["confidence"] == pytest.approx(within / 2**n)
+    assert (found["confidence"] >= 0.95) == (n > 5)
+
+
+def test_a_header_says_what_made_it_and_what_else_ran(monkeypatch):
+    seconds = iter([100.0, 103.0])
+    clock = iter([0.0, 1.0])
+    monkeypatch.setattr(records, "_others_s", lambda: next(seconds))
+    monkeypatch.setattr(records.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "-m", "moelab", "bench", "/a/b"])
+    made = records.Running("bench", {"tokens": 4}).table(ROWS, partial=True)
+    header = made.attrs
+    assert header["command"] == "python3 -m moelab bench b" and header["partial"]
+    assert header["load"]["cores_of_others"] == 3 and header["settings"] == {"tokens": 4}
+    cores = header["machine"]["cores"]
+    assert header["load"]["disturbed"] == (cores < 30)
+    assert ("other processes used 3.0 cores" in str(records.disturbance(made))) == (cores < 30)
+
+
+# Numbers that a text cites
+
+
+def test_numbers_are_filled_in():
+    text = """<!--:
+x = [1, 2, 4]
+def half(y): return y / 2
+-->
+| 3 [1, 9]<!--=q(x, ".1f")--> | 7<!--=half(x[2])-->% of 256<!--given--> `16` |"""
+    fresh = cite.fill(text)
+    assert cite.shown(fresh) == "\n| 2.0 [1.5, 3.0] | 2.0% of 256 `16` |"
+    assert cite.fill(fresh) == fresh and "<!--=half(x[2])-->" in fresh
+    assert cite.uncited(fresh) == "\n| ... | ...% of ... `16` |"
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("1<!--=nothing-->", "<!--=nothing-->: NameError"),
+        ("one<!--=1-->", "no number stands before it"),
+        ("1<!--=float('nan')-->", "gives 'nan', which is no number"),
+    ],
+)
+def test_an_expression_that_gives_no_number_is_an_error(text, message, tmp_path):
+    (tmp_path / "a.md").write_text(text)
+    with pytest.raises(ValueError, match=f"a.md: .*{message}"):
+        cite.fill_file(tmp_path / "a.md")
+
+
+def test_a_notebook_and_a_page_are_filled_in_place(tmp_path, capsys):
+    cells = [
+        {"cell_type": "markdown", "source": ["<!--:a = 3-->\n", "1<!--=a-->"]},
+        {"cell_type": "code", "source": ["1<!--=a-->"]},
+    ]
+    note, page = tmp_path / "n.ipynb", tmp_path / "p.md"
+    note.write_text(json.dumps({"cells": cells}, indent=1) + "\n")
+    page.write_text("no number")
+    assert cite.main(str(note), str(page)) == 0
+    first, second = json.loads(note.read_text())["cells"]
+    assert first["source"] == ["<!--:a = 3-->\n", "3<!--=a-->"] and second == cells[1]
+    assert capsys.readouterr().out == f"{note}: numbers of 1 lines filled in\n"
