@@ -9,6 +9,7 @@ import nbformat
 import numpy as np
 import pytest
 
+from moelab.lab import cite
 from moelab.lab.plots.pages import summary
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +40,7 @@ def test_every_picture_has_words(path):
 
 
 def test_the_readme_is_short_and_lists_every_notebook():
-    text = (ROOT / "README.md").read_text()
+    text = cite.shown((ROOT / "README.md").read_text())
     assert len(text.splitlines()) < LINES
     for path in NOTEBOOKS:
         question = summary(nbformat.read(path, as_version=4)).title.partition(" · ")[2]

@@ -25,7 +25,9 @@ import numpy as np
 from . import records
 
 VALUE = r"-?\d+(?:[.,]\d+)*(?:e-?\d+)?(?: ?\[-?[\d.,]*\d, -?[\d.,]*\d\])?"  # 1,024 or 1.5 [1, 2]
-COMMENT = re.compile(rf"(?P<value>{VALUE})?<!--(?::(?P<code>.+?)|=(?P<cited>.+?)|given)-->", re.S)
+COMMENT = re.compile(
+    rf"(?P<value>{VALUE})?<!--(?::(?P<code>.+?)-->\n?|(?:=(?P<cited>.+?)|given)-->)", re.S
+)
 
 
 def m(samples: Sequence[float], form: str = ".2f", scale: float = 1) -> str:

@@ -97,9 +97,9 @@ def half(y): return y / 2
 -->
 | 3 [1, 9]<!--=q(x, ".1f")--> | 7<!--=half(x[2])-->% of 256<!--given--> `16` |"""
     fresh = cite.fill(text)
-    assert cite.shown(fresh) == "\n| 2.0 [1.5, 3.0] | 2.0% of 256 `16` |"
+    assert cite.shown(fresh) == "| 2.0 [1.5, 3.0] | 2.0% of 256 `16` |"
     assert cite.fill(fresh) == fresh and "<!--=half(x[2])-->" in fresh
-    assert cite.uncited(fresh) == "\n| ... | ...% of ... `16` |"
+    assert cite.uncited(fresh) == "| ... | ...% of ... `16` |"
 
 
 @pytest.mark.parametrize(

@@ -367,7 +367,7 @@ def _largest(path, nbytes):
 def report(samples: "DataFrame") -> str:
     """A bench's table, what was killed, prompts against their bound, and ceilings, as text."""
     s, machine_card = samples.attrs["settings"], samples.attrs["machine"]
-    baseline, names = s["baseline"], list(dict.fromkeys(samples.variant))
+    baseline, names = s["baseline"], [n for n in s["variants"] if n in set(samples.variant)]
     if limited := s.get("limit_nbytes"):
         how = f"{limited / 1e6:.0f} MB with the page cache, each run a process of its own"
     else:
@@ -403,7 +403,10 @@ def report(samples: "DataFrame") -> str:
             f"{rows.peak_nbytes.max() / 1e6:8.0f} {rows.predicted_nbytes.max() / 1e6:9.0f}  "
             f"{rows.prefill_s.median():8.3g}  {said}"
         )
-    for name, rows in samples[~samples.killed].groupby("variant", sort=False):
+    for name in names:
+        rows = samples[(samples.variant == name) & ~samples.killed]
+        if rows.empty:
+            continue
         if limited:
             grown = (rows.rss_end_nbytes - rows.rss_warm_nbytes).max() / 1e6
             lines.append(
