@@ -11,7 +11,6 @@ what their sections say of records.
 
 import json
 import re
-import statistics
 from pathlib import Path
 
 import nbformat
@@ -30,7 +29,6 @@ from moelab.lab.experiments import (
     several_machines,
     top_k,
 )
-from moelab.lab.experiments import soak as soak_experiment
 from moelab.lab.experiments import sweep as sweeps
 from moelab.lab.experiments.ladder import (
     EXPERT_NBYTES_35B,
@@ -344,69 +342,6 @@ def copied_GBs():
     return [quartiles(recorded("cpu_kernels")["runs"][0]["copy_bytes_per_s"], ".1f", 1e-9)]
 
 
-def crowds():
-    """What ``cpu_crowd_35b`` holds: all was answered, nothing was killed."""
-    made = recorded("cpu_crowd_35b")
-    assert all(r["answered"] == made["requests"] and not r["killed"] for r in made["rows"])
-    limits = [[r for r in made["rows"] if r["limit_nbytes"] == mb * 1e6] for mb in (900, 1300)]
-    (few,), (more,) = ({r["texts_at_once"] for r in rows} for rows in limits)
-    most = (f"{max(r['most_nbytes'] for r in rows) / 1e6:.0f}" for rows in limits)
-    sizes = (made[name] for name in ("requests", "prompt_tokens", "tokens"))
-    return *sizes, len(limits[0]), 900, len(limits[1]), 1300, few, more, *most
-
-
-def asked(model=None, draft=None, prompt=None, tokens=200, record="cpu_workload_tiny_moe"):
-    """Rows of a record of sampled answers; every text is that of the resident model."""
-    rows = recorded(record)["rows"]
-    assert all(row["same"] for row in rows)
-    return [
-        row
-        for row in rows
-        if (draft is None or (row["draft"] or "none").endswith(draft))
-        and model in (None, row["model"])
-        and prompt in (None, row["prompt_tokens"])
-        and tokens in (None, row["tokens"])
-    ]
-
-
-TINY_DRAFTS, DRAFTS_35B = ("none", "lookup", "tiny-dflash", "tiny-dflash=7"), ("none", "lookup")
-
-
-def asked_row(prompt, model, drafts=TINY_DRAFTS, record="cpu_workload_tiny_moe"):
-    """First token without a draft; tok/s without one and with each."""
-    runs = [asked(model, draft, prompt, record=record) for draft in drafts]
-    first = quartiles([row["first_s"] for row in runs[0]])
-    return first, *(quartiles([row["tok_s"] for row in rows], ".0f") for rows in runs)
-
-
-def asked_35b():
-    """The plan's memory and slots, what lookup drafted, the long answers, and n of both."""
-    made = recorded("cpu_workload_35b")
-    slots, E, mb = re.match(r"slots=(\d+) of (\d+).*?(\d+) MB available", made["plan"]).groups()
-    lookup = asked(draft="lookup", tokens=None, record="cpu_workload_35b")
-    runs = [asked(m, "none", 800, 800, "cpu_workload_35b") for m in ("resident", "streamed")]
-    long = [f"{statistics.median(row['tok_s'] for row in rows):.0f}" for rows in runs]
-    n = len(runs[0]), len(asked("resident", "none", 800, record="cpu_workload_35b"))
-    counts = sum(r["drafted"] for r in lookup), sum(r["tokens"] for r in lookup)
-    return mb, slots, E, *counts, 800, 800, *long, *n
-
-
-def asked_drafts():
-    """How many drafts were accepted, and speeds of the long answers."""
-    lookup, block = (asked(draft=name, tokens=None) for name in ("lookup", "tiny-dflash"))
-    drafted, accepted, tokens = (
-        sum(row[name] for row in lookup) for name in ("drafted", "accepted", "tokens")
-    )
-    counts = sum(r["drafted"] for r in block), len(block), sum(r["accepted"] for r in block)
-    long = [
-        f"{asked(model, draft, 800, 800)[0]['tok_s']:.0f}"
-        for model in ("resident", "streamed")
-        for draft in ("none", "lookup")
-    ]
-    shares = f"{accepted / drafted:.2f}", f"{accepted / tokens:.2f}"
-    return *shares, *counts, 800, 800, *long, 1
-
-
 def roofs():
     """The least and the largest share of the roofline with the fast kernels."""
     sweep = sweeps.recorded("cpu_sweep_35b_fast")
@@ -468,45 +403,6 @@ def both_texts():
     bits = (f"{made['bits_per_byte'][name]:.4f}" for name in ("fast", "mlx"))
     n = len(made["texts"])
     return n, made["tokens"], n, f"{worst:.1e}", *bits, made["windows"], 256
-
-
-def served():
-    """What ``cpu_serve_soak`` holds: a long answer, and many short ones."""
-    made = recorded("cpu_serve_soak")
-    long, short, settled = made["long"], made["short"], 15
-    assert made["exit_status"] == 0 and not made["traceback"]
-    assert short["answered"] + short["hung_up"] == len(short["rows"])
-
-    def mb(rows):
-        return f"{max(row['rss_nbytes'] for row in rows) / 1e6:.0f}"
-
-    def throughout(rows):
-        counts = {(row["threads"], row["fds"]) for row in rows}
-        assert len(counts) == 1
-        return counts.pop()
-
-    writing = [row for row in long["rows"] if long["first_s"] < row["s"] < long["last_s"]]
-    tokens = (long["usage"][name] for name in ("prompt_tokens", "completion_tokens"))
-    return (
-        *(made["slots"], 64, *tokens, soak_experiment.TEMPERATURE),
-        *(mb(writing[: len(writing) // 2]), mb(writing), *throughout(writing)),
-        *(len(short["rows"]), short["hung_up"], mb(short["rows"][settled - 1 : settled]), settled),
-        *(mb(short["rows"][-1:]), *throughout(short["rows"][-1:])),
-        *(short["same"], short["hung_up"]),
-    )
-
-
-def served_again():
-    """The most memory of ``cpu_serve_soak_again``, in MB, and the right texts."""
-    made = recorded("cpu_serve_soak_again")
-    long, short = made["long"], made["short"]
-    assert made["exit_status"] == 0 and not made["traceback"]
-    writing = [row for row in long["rows"] if long["first_s"] < row["s"] < long["last_s"]]
-    before = recorded("cpu_serve_soak")["short"]["rows"][:1]
-    groups = before, writing[: len(writing) // 2], writing, short["rows"][:1]
-    groups = *groups, short["rows"][14:15], short["rows"][-1:]
-    most = (f"{max(row['rss_nbytes'] for row in rows) / 1e6:.0f}" for rows in groups)
-    return *most, short["same"], short["hung_up"]
 
 
 def ranks_runs(n, rate=None):
@@ -1007,7 +903,6 @@ PASSAGES = {
           for rows in (1, 2, 4, 8, 16, 64, 128)],
         ("A copy in memory reads {} GB/s", copied_GBs),
         ("so {} rows take about four times", lambda: [8]),
-        ("| {} of its drafts |", lambda: (7,)),
         ("by at most {} of their standard deviation (`tests/k", lambda: ["2e-4"]),  # tests/kernels
         ("Decoding reaches {} to {} of its roofline", roofs),
         ("with {} slots (`cpu_sweep_35b_packed`, n={})", lambda: (8, len(packed_point()[0]))),
@@ -1022,47 +917,6 @@ PASSAGES = {
          "texts; its logits differ by at most {} of their standard deviation. Held-out text takes "
          "{} bits per byte with the fast kernels and {} with MLX's ({} windows of {} tokens",
          both_texts),
-        (
-            "One server: tiny-moe, {} of {} slots, drafts of tiny-dflash under the policy. "
-            "After a prompt of {} tokens it wrote {} in one streamed answer (temperature {}): "
-            "{} MB in its first half, {} at its end, {} threads and {} open files throughout. "
-            "Then came {} short requests, of which {} hung up in the middle: {} MB after the "
-            "{}th, {} after the last, {} threads and {} open files. The greedy text "
-            "that was asked for after each hang-up was the right one in {} of {}, and Ctrl-C "
-            "ended the server without an error (`cpu_serve_soak`).",
-            served,
-        ),
-        ("After the first short request it was {} MB: the draft did not read the text while "
-         "nothing was drafted, and read all of it at the end of the answer. Now it reads the "
-         "text as it comes. A later run: {} MB in its first "
-         "half, {} in all, {} after the first short request, {} after the 15th and {} after the "
-         "last, the right text in {} of {}", served_again),
-        ("Many requests at once: {} prompts of {} tokens with answers of {} for a server of the "
-         "35B layers in a memory cgroup, page cache included, {} servers with {} MB and {} with "
-         "{}. They decode {} and {} texts at once, and the other requests wait. Every request was "
-         "answered, no server was killed; what a server had to itself, page cache left out, was {} "
-         "and {} MB at most", crowds),
-        ("tiny-moe, sampled with temperature {}, {} tokens behind a prompt, resident and streamed "
-         "with {} MB: {} of {} slots, of which a prompt borrows some; drafts under the policy, and "
-         "{} of tiny-dflash's a round; each is first in turn "
-         "(`cpu_workload_tiny_moe`, n={} prompts)", lambda: (0.6, 200, 175, 64, 64, 7, 3)),
-        *[(f"| {n} | {model} | {{}} | {{}} | {{}} | {{}} | {{}} |",
-           lambda n=n, model=model: asked_row(n, model))
-          for n in (126, 400, 800) for model in ("resident", "streamed")],
-        *[(f"| {n} | {model} |", list)
-          for n in (126, 400, 800) for model in ("resident", "streamed")],
-        ("The 35B layers with {} MB: {} of {} slots. Text of random weights does not repeat "
-         "itself: lookup drafts {} tokens beside {}. One answer of {} tokens behind {}: resident "
-         "{} tok/s, streamed {} (n={}; the table n={}", asked_35b),
-        *[(f"| {n} | {model}, 35B | {{}} | {{}} | {{}} |",
-           lambda n=n, model=model: asked_row(n, model, DRAFTS_35B, "cpu_workload_35b"))
-          for n in (126, 400, 800) for model in ("resident", "streamed")],
-        *[(f"| {n} | {model}, 35B |", list)
-          for n in (126, 400, 800) for model in ("resident", "streamed")],
-        ("Of lookup's drafts {} are accepted; they are {} of all tokens. Under the policy "
-         "tiny-dflash drafts {} tokens in all {} answers, {} of them accepted. One answer of {} "
-         "tokens behind {}, resident {} tok/s and with lookup {}, streamed {} and {} (n={})",
-         asked_drafts),
         ("repacked, {} slots in each layer of each rank. Each rank has one core (four share two) "
          "and {} MB of memory, its page cache included; of two ranks each holds and reads {} of "
          "the {} experts of a layer, of four {}.", ranks_settings),

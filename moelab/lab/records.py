@@ -80,7 +80,7 @@ COMPUTED = {  # columns that ``table`` adds where rows have what they follow fro
     "hit_rate": "hits / (hits + misses + in_pages)",
     "read_nbytes_per_token": "bytes_read / decode_tokens",
 }
-MISSING = {"killed": False, "in_pages": 0}  # what older rows do not say was not so
+MISSING = {"killed": False, "in_pages": 0}  # of rows that do not say it
 DISTURBED = 0.1  # of the cores, used by other processes
 CONFIDENCE = 0.95  # of an interval, where there are rounds enough
 
@@ -120,11 +120,15 @@ def table(record: dict[str, Any]) -> "DataFrame":
 
 
 def as_json(samples: "DataFrame") -> dict[str, Any]:
-    """The record of a table: its header and rows, without computed columns and missing cells."""
+    """The record of a table: its header and rows, without what ``table`` adds and missing cells."""
     rows = samples.drop(columns=[c for c in COMPUTED if c in samples]).convert_dtypes()
-    rows, isna = rows.astype(object).to_dict("records"), pandas().isna
-    rows = [{k: v for k, v in r.items() if isinstance(v, list) or not isna(v)} for r in rows]
-    return samples.attrs | {"rows": rows}
+
+    def own(row):
+        isna = pandas().isna
+        row = {k: v for k, v in row.items() if isinstance(v, list) or not isna(v)}
+        return {k: v for k, v in row.items() if k not in MISSING or v != MISSING[k]}
+
+    return samples.attrs | {"rows": list(map(own, rows.astype(object).to_dict("records")))}
 
 
 def read(name: str, *section: str, disturbed: bool = False) -> "DataFrame":

@@ -13,7 +13,7 @@ REQUESTS = 12
 
 def measured(path, limit_nbytes, **sizes):
     try:
-        return crowd.measure(path, [limit_nbytes], requests=REQUESTS, **sizes)["rows"]
+        return crowd.measure(path, [limit_nbytes], requests=REQUESTS, **sizes).to_dict("records")
     except limit.NoLimit as e:
         pytest.skip(str(e))
 

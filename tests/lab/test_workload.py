@@ -15,18 +15,16 @@ def test_every_answer_is_the_resident_models():
         20,
         rounds=1,
         prompt_tokens=(10, 40),
-        keep=lambda record: kept.append(len(record["rows"])),
+        keep=lambda samples: kept.append(len(samples)),
     )
-    rows = made["rows"]
-    assert kept == [0, 0, 6, 12, 18]
-    begins = [(row["model"], row["draft"]) for row in rows[:: 2 * 3]]
-    assert len(set(begins)) == 3  # each prompt begins with another
-    assert len(rows) == 3 * 2 * 3 and all(row["same"] for row in rows)
-    sizes = [(row["prompt_tokens"], row["tokens"]) for row in rows[:: 2 * 3]]
-    assert sizes == [(10, 12), (40, 12), (40, 20)]
-    for row in rows:
-        assert row["first_s"] > 0 and row["tok_s"] > 0
-        assert 0 <= row["accepted"] <= row["drafted"] and (row["draft"] or not row["drafted"])
-    assert all(row["drafted"] > 7 for row in rows if row["draft"] == f"{draft}=7")
-    assert any(row["accepted"] for row in rows)
-    assert made["plan"].startswith("slots=") and "of 64" in made["plan"]
+    assert kept == [6, 12, 18] and len(made) == 3 * 2 * 3 and made.same.all()
+    first = made.groupby("round").first()
+    assert first.variant.nunique() == 3  # each prompt begins with another
+    sizes = zip(first.prompt_tokens, first.decode_tokens)
+    assert list(sizes) == [(10, 11), (40, 11), (40, 19)]
+    assert (made.first_s > 0).all() and (made.tok_s > 0).all()
+    drafts = made.variant.str.contains(", ")
+    assert (made.accepted <= made.drafted).all() and not made.drafted[~drafts].any()
+    assert (made.drafted[made.variant.str.endswith("=7")] > 7).all() and made.accepted.any()
+    plan = made.attrs["settings"]["plan"]
+    assert plan.startswith("slots=") and "of 64" in plan

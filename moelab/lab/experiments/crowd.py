@@ -14,15 +14,19 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 from mlx_lm.utils import load_tokenizer
 from tqdm import tqdm
 
 from ...shipped import shipped
-from .. import machine, oscache, records
+from .. import oscache, records
 from ..serving import Served
 from ..texts import heldout_starts
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 MODEL = shipped("models", "tiny-moe")  # has the text of the prompts
 EVERY_S = 0.05  # from one look at the server's memory to the next
@@ -103,7 +107,7 @@ def measure(
     requests: int = 12,
     prompt_tokens: int = 300,
     tokens: int = 16,
-) -> dict:
+) -> "DataFrame":
     """One server after another, the limits in turn.
 
     Args:
@@ -115,26 +119,21 @@ def measure(
         tokens (int): Of each answer.
 
     Returns:
-        dict: A row of ``crowd`` for each server, and how it was measured.
+        DataFrame: A row of ``crowd`` for each server, the limit as its ``variant``.
     """
     path = Path(path)
+    sizes = {"requests": requests, "prompt_tokens": prompt_tokens, "tokens": tokens}
+    running = records.Running("crowd", {"model": path.name, **sizes})
     starts = heldout_starts(MODEL, requests, prompt_tokens, load_tokenizer(path))
     rows = [
-        {"round": i, **crowd(path, nbytes, starts, tokens)}
+        {"variant": f"{nbytes / 1e6:.0f} MB", "round": i, **crowd(path, nbytes, starts, tokens)}
         for i in tqdm(range(rounds), unit="round")
         for nbytes in limits_nbytes
     ]
-    return {
-        "kind": "crowd",
-        "machine": machine.card(),
-        "model": path.name,
-        "requests": requests,
-        "prompt_tokens": prompt_tokens,
-        "tokens": tokens,
-        "rows": rows,
-    }
+    return running.table(rows)
 
 
 def main(out: str, model: str) -> None:
     """Write the record of ``measure``."""
-    records.save(out, measure(model))
+    made = measure(model)
+    records.print_and_save("\n".join(records.disturbance(made)), made, out)

@@ -13,15 +13,19 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 from mlx_lm.utils import load_tokenizer
 from tqdm import tqdm
 
 from ...shipped import shipped
-from .. import machine, records
+from .. import records
 from ..serving import Served
 from ..texts import heldout_starts
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 MODEL, DRAFT = shipped("models", "tiny-moe"), shipped("models", "tiny-dflash")
 SLOTS = 16
@@ -63,12 +67,14 @@ def watched(process: psutil.Process, every_s: float = EVERY_S) -> Iterator[list[
         look()
 
 
-def long_text(server: Served, prompt: str, tokens: int, eos: int, every_s: float) -> dict:
+def long_text(
+    server: Served, prompt: str, tokens: int, eos: int, every_s: float
+) -> tuple[list[dict], dict]:
     """One streamed text that does not end before ``tokens``.
 
     Returns:
-        dict: The ``usage`` that the server counted, the seconds to the first part and to the last,
-        and the ``rows`` of ``watched``.
+        tuple: The rows of ``watched``; and the ``usage`` that the server counted with the seconds
+        to the first part and to the last.
     """
     body = {
         "prompt": prompt,
@@ -83,16 +89,16 @@ def long_text(server: Served, prompt: str, tokens: int, eos: int, every_s: float
         for part in tqdm(server.stream("/completions", body), unit="part"):
             times.append(time.monotonic() - begin)
             usage = part.get("usage", {})
-    return {"usage": usage, "first_s": times[0], "last_s": times[-1], "rows": rows}
+    return rows, {"usage": usage, "first_s": times[0], "last_s": times[-1]}
 
 
-def short_texts(server: Served, prompts: list[str], requests: int) -> dict:
+def short_texts(server: Served, prompts: list[str], requests: int) -> tuple[list[dict], dict]:
     """Requests in a row: completions and chats, streamed and not, some broken off.
 
     Returns:
-        dict: ``answered``, ``hung_up``, ``same``: how often the first prompt's greedy text, asked
-        for after every request that hangs up, was the one that it was at first; and a row after
-        every request.
+        tuple: A row after every request; and ``answered``, ``hung_up``, ``same``: how often the
+        first prompt's greedy text, asked for after every request that hangs up, was the one that it
+        was at first.
     """
     process = psutil.Process(server.process.pid)
     greedy = {"prompt": prompts[0], **SHORT, "temperature": 0}
@@ -114,8 +120,8 @@ def short_texts(server: Served, prompts: list[str], requests: int) -> dict:
             answered += server.post("/completions", {"prompt": prompt, **SHORT})[0] == 200
         with watched(process, 1e9) as row:
             pass
-        rows.append({**row[-1], "request": i})
-    return {"answered": answered, "hung_up": hung_up, "same": same, "rows": rows}
+        rows.append(row[-1])
+    return rows, {"answered": answered, "hung_up": hung_up, "same": same}
 
 
 def measure(
@@ -126,7 +132,7 @@ def measure(
     tokens: int = 4000,
     requests: int = 200,
     every_s: float = EVERY_S,
-) -> dict:
+) -> "DataFrame":
     """A long text, then many short ones, from one server.
 
     Args:
@@ -139,9 +145,12 @@ def measure(
         every_s (float): Seconds between two looks at the server during the long text.
 
     Returns:
-        dict: ``long`` as of ``long_text``, ``short`` as of ``short_texts``, the exit status at
-        Ctrl-C, and how it was measured.
+        DataFrame: The server's ``rss_nbytes``, ``threads`` and ``fds`` by ``variant``: ``long``,
+        each ``every_s`` seconds, and ``short``, by request. The header has what else ``long_text``
+        and ``short_texts`` return, and the exit status at Ctrl-C.
     """
+    settings = {"model": Path(path).name, "draft": Path(draft).name, "slots": slots}
+    running = records.Running("soak", settings)
     tokenizer = load_tokenizer(Path(path))
     (prompt,) = heldout_starts(path, 1, prompt_tokens, tokenizer)
     prompts = heldout_starts(path, 8, 40, tokenizer)
@@ -149,21 +158,16 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         options = ("--slots", str(slots), "--draft", str(draft))
         with Served(path, Path(folder) / "log", *options) as server:
-            long = long_text(server, prompt, tokens, eos, every_s)
-            short = short_texts(server, prompts, requests)
+            during, long = long_text(server, prompt, tokens, eos, every_s)
+            after, short = short_texts(server, prompts, requests)
             code = server.interrupt()
             traceback = "Traceback" in server.said()
-    return {
-        "kind": "soak",
-        "machine": machine.card(),
-        "model": Path(path).name,
-        "draft": Path(draft).name,
-        "slots": slots,
-        "long": long,
-        "short": short,
-        "exit_status": code,
-        "traceback": traceback,
-    }
+    rows = [
+        {"variant": name, "round": i, **row}
+        for name, looks in {"long": during, "short": after}.items()
+        for i, row in enumerate(looks)
+    ]
+    return running.table(rows, long=long, short=short, exit_status=code, traceback=traceback)
 
 
 def main(out: str) -> None:

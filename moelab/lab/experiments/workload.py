@@ -11,8 +11,10 @@ each prompt, so that a run that is cut off keeps what it has.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
@@ -23,8 +25,11 @@ from ... import StreamConfig, close, load
 from ...commands.drafting import open_draft, write
 from ...shipped import shipped
 from ...streaming.session import session_of
-from .. import machine, records
+from .. import records
 from ..texts import heldout_starts
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 TEXTS = shipped("models", "tiny-moe")  # has the text of the prompts
 TEMPERATURE = 0.6
@@ -44,8 +49,8 @@ def answer(model, tokenizer, prompt: list[int], tokens: int, seed: int, draft, n
         number (int or str): How many tokens, or ``auto``.
 
     Returns:
-        dict: Seconds to the first token, tokens a second after it, how many tokens were drafted and
-        accepted, and the ``text``.
+        dict: Seconds to the first token, tokens and seconds after it, how many tokens were drafted
+        and accepted, and the ``text``.
     """
     mx.random.seed(seed)
     never = {token: -1e4 for token in tokenizer.eos_token_ids}
@@ -63,10 +68,10 @@ def answer(model, tokenizer, prompt: list[int], tokens: int, seed: int, draft, n
     for response in responses:
         first_s = first_s or time.perf_counter() - begin
         text += response.text
-    took_s = time.perf_counter() - begin - first_s
     return {
         "first_s": first_s,
-        "tok_s": (tokens - 1) / took_s,
+        "decode_tokens": tokens - 1,
+        "decode_s": time.perf_counter() - begin - first_s,
         "drafted": getattr(response, "drafted", 0),
         "accepted": getattr(response, "accepted", 0),
         "text": text,
@@ -81,8 +86,8 @@ def measure(
     long_tokens: int = 800,
     rounds: int = 3,
     prompt_tokens: Sequence[int] = PROMPT_TOKENS,
-    keep: Callable[[dict], None] = lambda record: None,
-) -> dict:
+    keep: Callable[["DataFrame"], None] = lambda samples: None,
+) -> "DataFrame":
     """Every prompt with every draft, resident and streamed; each prompt begins with another one.
 
     Args:
@@ -94,11 +99,12 @@ def measure(
         rounds (int): Each with other prompts and another seed. One more, of few tokens, comes
             first and is not kept.
         prompt_tokens (Sequence[int]): Lengths of the prompts.
-        keep (Callable): Called with the record so far after each prompt.
+        keep (Callable): Called with the table so far after each prompt.
 
     Returns:
-        dict: A row of ``answer`` for each, and how it was measured. In place of the text it has
-        ``same``: whether it is that of the resident model without a draft.
+        DataFrame: A row an answer: ``variant`` (``resident`` or ``streamed``, and the draft),
+        ``round`` (each has one prompt), ``prompt_tokens``, the columns of ``answer`` and, in place
+        of the text, ``same``: whether it is that of the resident model without a draft.
     """
     tokenizer, rows = load_tokenizer(Path(path)), []
     configs = {
@@ -106,37 +112,47 @@ def measure(
         "streamed": StreamConfig(memory_nbytes=memory_nbytes, context=max(prompt_tokens) + tokens),
     }
     models = {name: load(path, config)[0] for name, config in configs.items()}
-    opened = {(name, None): (None, 0) for name in models}
-    for name, draft in product(models, drafts):
+    opened = {name: (model, None, 0) for name, model in models.items()}
+    for (name, model), draft in product(models.items(), drafts):
         path_or_lookup, _, number = draft.partition("=")
-        opened[name, draft] = open_draft(path_or_lookup), int(number or 0) or "auto"
-    made = {
-        "kind": "workload",
-        "machine": machine.card(),
-        "model": Path(path).name,
-        "temperature": TEMPERATURE,
-        "plan": session_of(models["streamed"]).plan.reason,
-        "rows": rows,
-    }
+        guesses = open_draft(path_or_lookup), int(number or 0) or "auto"
+        opened[f"{name}, {Path(draft).name}"] = model, *guesses
+    running = records.Running(
+        "workload",
+        {
+            "model": Path(path).name,
+            "temperature": TEMPERATURE,
+            "memory_nbytes": memory_nbytes,
+            "plan": session_of(models["streamed"]).plan.reason,
+            "baseline": "resident",
+            "drafts": [Path(draft).name for draft in drafts],
+        },
+    )
     sizes, order = [16, *[tokens] * rounds, long_tokens], deque(opened.items())
     for i, size in enumerate(tqdm(sizes, unit="round"), -1):
         for length in prompt_tokens[-1:] if i == rounds else prompt_tokens:
             text = heldout_starts(TEXTS, i + 2, length, tokenizer)[-1]
             prompt = tokenizer.encode(text)[:length]
             answers = {
-                key: answer(models[key[0]], tokenizer, prompt, size, i + 1, *guesses)
-                for key, guesses in order
+                name: answer(model, tokenizer, prompt, size, i + 1, *guesses)
+                for name, (model, *guesses) in order
             }
             order.rotate(-1)
-            texts = {key: row.pop("text") for key, row in answers.items()}
-            for (name, draft), row in answers.items() if i >= 0 else ():
-                same = texts[name, draft] == texts["resident", None]
-                row = row | {"round": i, "model": name, "draft": draft, "tokens": size}
-                rows.append(row | {"prompt_tokens": len(prompt), "same": same})
-            keep(made)
+            texts = {name: row.pop("text") for name, row in answers.items()}
+            if i >= 0:
+                rows += [
+                    {"variant": name, "round": len(rows) // len(order)}
+                    | {
+                        "prompt_tokens": len(prompt),
+                        **row,
+                        "same": texts[name] == texts["resident"],
+                    }
+                    for name, row in answers.items()
+                ]
+                keep(running.table(rows, partial=True))
     for model in models.values():
         close(model)
-    return made
+    return running.table(rows)
 
 
 def main(out: str, model: str, mb: str, *drafts: str) -> None:
@@ -149,4 +165,5 @@ def main(out: str, model: str, mb: str, *drafts: str) -> None:
         drafts (str): As for ``measure``.
     """
     nbytes = int(mb) * 1_000_000
-    measure(model, nbytes, drafts, keep=lambda record: records.save(out, record))
+    made = measure(model, nbytes, drafts, keep=partial(records.save, out))
+    records.print_and_save("\n".join(records.disturbance(made)), made, out)
