@@ -30,19 +30,11 @@ from moelab.lab.experiments import (
     top_k,
 )
 from moelab.lab.experiments import sweep as sweeps
-from moelab.lab.experiments.ladder import (
-    EXPERT_NBYTES_35B,
-    EXPERT_NBYTES_122B,
-    K_122B,
-    L_122B,
-    TOKEN_NBYTES_122B,
-)
 from moelab.lab.plots.pages import summary
 from moelab.lab.records import PUBLISHED, recorded
 from moelab.replay import locality
 from moelab.speculation.policy import Policy
 from moelab.speculation.rollback import STATES_NBYTES
-from moelab.streaming.residency.layer import COPIED_NBYTES
 
 ROOT = DATA.parent
 NOTEBOOKS = ROOT / "notebooks"
@@ -59,14 +51,6 @@ RANKS_SSDS = (
 )
 LAYOUTS = ("as shipped", "packed")  # in both
 ENGINE = "cuda_h200_engine"  # the run of today's engine on a GPU
-IN_PYTHON = "copies, reads in Python"  # there
-HOST_PARTS = {  # as the page of records calls them, and as records do
-    "waiting for the routing": "waiting for the routing",
-    "waiting for reads": "waiting for reads",
-    "beginning reads": "beginning reads",
-    "scheduling operations": "scheduling",
-    "the rest, Python": "the rest",
-}
 ROUTING_READ = "every layer's routing read"  # in cuda_h200
 
 
@@ -101,154 +85,6 @@ def block_row():
     return *times, quartiles(record["ratio"][name]), record["ratio"][name]["n"]
 
 
-def copies(way, layout="repacked", form=".1f"):
-    """tok/s of a way of the experts' bytes to the GPU."""
-    made = recorded(ENGINE)["sections"]["copies"][layout]
-    return quartiles(made["tokens"] / np.array(made["decode_s"][way]), form)
-
-
-def copies_gain(layout="repacked", over="unified memory"):
-    made = recorded(ENGINE)["sections"]["copies"][layout]
-    return quartiles(np.divide(made["decode_s"][over], made["decode_s"]["copies"]))
-
-
-def copies_row(way, form=".1f"):
-    return copies(way, "repacked", form), copies(way, "as shipped", form)
-
-
-def host_row(part):
-    """ms a token of what the host does, both ways."""
-    made = recorded(ENGINE)["sections"]["copies"]["repacked"]["host_ms_of_a_token"]
-    return [f"{made[way][part]:.1f}" for way in ("unified memory", IN_PYTHON, "copies")]
-
-
-def copies_settings():
-    """Layers, slots of experts, hits in %, runs; every text is the resident model's."""
-    made = recorded(ENGINE)["sections"]
-    for layout in ("repacked", "as shipped"):
-        assert all(all(same) for same in made["copies"][layout]["same"].values())
-    c = made["copies"]["repacked"]["counters"]
-    hits = f"{100 * c['hits'] / (c['hits'] + c['misses']):.0f}"
-    runs = len(made["copies"]["repacked"]["decode_s"]["copies"])
-    return made["checkpoint"]["layers"], 64, 256, hits, runs
-
-
-def held(layout="repacked"):
-    """The section of experts from the host's memory; everything there is the resident model's."""
-    made = recorded("cuda_h200_host")["sections"]["host"][layout]
-    ways = [made["decoded"], *made["prompts_of"].values()]
-    assert all(all(samples["same"]) for way in ways for samples in way.values())
-    return made
-
-
-def held_ratio(way, layout="repacked"):
-    """How many times as fast as resident."""
-    decoded = held(layout)["decoded"]
-    return quartiles(np.divide(decoded["resident"]["decode_s"], decoded[way]["decode_s"]))
-
-
-def held_row(way):
-    row = []
-    for layout in ("repacked", "as shipped"):
-        made = held(layout)
-        speed = made["tokens"] / np.array(made["decoded"][way]["decode_s"])
-        row += [quartiles(speed, ".0f"), *([] if way == "resident" else [held_ratio(way, layout)])]
-    return row
-
-
-def held_prompts_row(way):
-    return [quartiles(made[way]["prompt_s"]) for made in held()["prompts_of"].values()]
-
-
-def held_prompts():
-    made = held()["prompts_of"]["400"]
-    took = (
-        np.divide(made[f"{way}, 64 slots"]["prompt_s"], made["resident"]["prompt_s"])
-        for way in ("disk", "host")
-    )
-    return 64, 400, *(f"{np.median(ratios):.1f}" for ratios in took)
-
-
-def held_counts(slots):
-    """Misses a token, MB copied for it, and hits in %."""
-    made = held()
-    c = made["decoded"][f"host, {slots} slots"]
-    misses, hits = c["misses"] / made["tokens"], 100 * c["hits"] / (c["hits"] + c["misses"])
-    return f"{misses:.0f}", f"{misses * EXPERT_NBYTES_35B / 1e6:.0f}", f"{hits:.0f}"
-
-
-def held_host_row(part):
-    """ms a token of what the host does."""
-    made = held()["host_ms_of_a_token"]
-    spent = (made[way].get(part, 0) for way in ("resident", "disk, 64 slots", "host, 64 slots"))
-    return [f"{ms:.1f}" if ms else "0" for ms in spent]
-
-
-PLANNED = {
-    "resident": "resident",
-    "disk, 32 slots, no plan": "32 slots",
-    "disk, 65 planned slots": "auto",
-    "host, 65 planned slots": "auto, host",
-}
-
-
-PLANNED_PARTS = {
-    "0.25 of the file, disk": ("quarter", "auto"),
-    "0.25, host": ("quarter", "auto, host"),
-    "0.8, disk": ("most", "auto"),
-    "0.8, host": ("most", "auto, host"),
-}
-
-
-def planned_on_gpu(share="half"):
-    """The section of slots that the plan chose for a part of the file's size."""
-    made = recorded("cuda_h200_planned")["sections"][f"planned_{share}"]
-    planned = {"auto", "auto, host"}
-    # A prompt in short parts rounds differently in bfloat16.
-    unlike = {"quarter": {"126", "800", "4000"}}.get(share, {"4000"})
-    for way, samples in made["decoded"].items():
-        assert all(samples["same"]) == (share != "quarter" or way not in planned)
-    for tokens, ways in made["prompts_of"].items():
-        differs = {way for way, samples in ways.items() if not all(samples["same"])}
-        assert differs == (planned if tokens in unlike else set())
-    assert max(made["peak_nbytes"][way] for way in planned) <= made["memory_nbytes"]
-    return made
-
-
-def planned_on_gpu_settings(share):
-    """GB given, slots, tokens of a part, and GB taken from the disk and from the host."""
-    made = planned_on_gpu(share)
-    slots = re.match(r"slots=(\d+) of 256 in each of 8 layers", made["reason"])[1]
-    taken = [f"{made['peak_nbytes'][way] / 1e9:.2f}" for way in ("auto", "auto, host")]
-    return f"{made['memory_nbytes'] / 1e9:.2f}", slots, made["prompt_tokens"], *taken
-
-
-def planned_on_gpu_memory():
-    """GB given, runs, slots, experts, layers, tokens of a part, and GB taken by each model."""
-    made = planned_on_gpu()
-    given, slots, tokens, *taken = planned_on_gpu_settings("half")
-    more = (f"{made['peak_nbytes'][way] / 1e9:.1f}" for way in ("resident", "32 slots"))
-    return given, len(made["decoded"]["auto"]["decode_s"]), slots, 256, 8, tokens, *taken, *more
-
-
-def planned_on_gpu_parts():
-    less, more = map(planned_on_gpu_settings, ("quarter", "most"))
-    n = {len(planned_on_gpu(s)["decoded"]["auto"]["decode_s"]) for s in ("quarter", "most")}
-    return *n, *less[:3], *more[:3], *less[3:], *more[3:]
-
-
-def planned_on_gpu_row(way, share="half"):
-    made = planned_on_gpu(share)
-    prompts = [quartiles(ways[way]["prompt_s"]) for ways in made["prompts_of"].values()]
-    c = made["decoded"]["auto"]
-    tokens = (c["hits"] + c["misses"]) / (8 * 8)  # layers, and experts of a token in each
-    return [*prompts, quartiles(tokens / np.array(made["decoded"][way]["decode_s"]), ".0f")]
-
-
-def held_loading():
-    return [f"{held()['load_s'][way]:.1f}" for way in ("host, 64 slots", "resident")]
-
-
 def held_exact(source):
     """Settings with every logit equal, passes and texts that are, tokens, texts twice, settings."""
     made = recorded("cuda_h200_host")["sections"]["exactness_host"]
@@ -267,56 +103,6 @@ def held_exactness():
     settings, passes, texts, tokens, twice = held_exact("host")
     assert held_exact("disk") == (settings, passes, texts, tokens, twice)
     return *[settings] * 2, *[passes] * 2, *[texts] * 2, tokens, 20, 20, 0, 4, 8, twice
-
-
-def run_ahead(call, **which):
-    """``(plain, ahead)`` of the prototype: ways of a call, without the first run, a warm-up."""
-    ways = [
-        {k: v[1:] if isinstance(v, list) else v for k, v in way.items()}
-        for way in recorded("cuda_h200_run_ahead")["calls"][call]["ways"]
-        if which.items() <= way.items()
-    ]
-    assert all(all(way["same"]) for way in ways)
-    (plain,) = (way for way in ways if not way["run_ahead"])
-    return plain, [way for way in ways if way["run_ahead"]]
-
-
-def token_ms_of(way, form=".1f"):
-    return quartiles(way["decode_s"], form, 1e3 / recorded("cuda_h200_run_ahead")["tokens"])
-
-
-def run_ahead_row(readers):
-    """Readers, ms a token as it is and with run-ahead, and the gain."""
-    plain, (ahead,) = run_ahead(1, readers=readers)
-    gain = quartiles(np.divide(plain["decode_s"], ahead["decode_s"]))
-    return readers, token_ms_of(plain), token_ms_of(ahead), gain
-
-
-def run_ahead_settings():
-    """Slots, hits in % and runs, the same in every way of both calls."""
-    record = recorded("cuda_h200_run_ahead")
-    ways = [run_ahead(0), *(run_ahead(1, readers=n) for n in (4, 8, 12, 16))]
-    ways = [way for plain, ahead in ways for way in (plain, *ahead)]
-    hits = {h / (h + m) for w in ways for h, m in zip(w["hits"], w["misses"])}
-    (share,) = hits
-    (n,) = {len(way["decode_s"]) for way in ways}
-    return record["slots"], f"{100 * share:.0f}", n
-
-
-def run_ahead_tried():
-    """Of the call with several settings: readers, the fastest, the slowest, and as it is."""
-    plain, ahead = run_ahead(0)
-    ahead = sorted(ahead, key=lambda way: np.median(way["decode_s"]))
-    return plain["readers"], token_ms_of(ahead[0]), token_ms_of(ahead[-1]), token_ms_of(plain)
-
-
-def run_ahead_host():
-    """Readers, ms a token for which its second thread waits for the routing, and works."""
-    record, (_, (ahead,)) = recorded("cuda_h200_run_ahead"), run_ahead(1, readers=8)
-    spent, scale = ahead["host_s"], 1e3 / (record["tokens"] + record["warmup_tokens"])
-    waits = spent["waiting for the next routing"][1:]
-    works = sum(np.array(spent[k][1:]) for k in ("planning", "beginning reads", "answering"))
-    return ahead["readers"], quartiles(waits, ".1f", scale), quartiles(works, ".1f", scale)
 
 
 def kernel_ms(run, bits, rows, name):
@@ -548,11 +334,6 @@ def ranks_end_rounds():
 def copied_drafts_found():
     """The README's: drafts, speeds and equal texts with 48 slots, the policy's with 16."""
     return 7, *gpu_drafts("dflash_48_slots"), 16, *gpu_drafts("dflash_16_slots")[2:]
-
-
-def all_in_slots():
-    ratio = recorded(ENGINE)["sections"]["all_in_slots"]["ratio"]
-    return quartiles(ratio["stacked"]), quartiles(ratio["fused"]), ratio["fused"]["n"]
 
 
 def exact_settings():
@@ -970,67 +751,9 @@ PASSAGES = {
          "from the disk and one from the host's memory ({}, {} and {} tokens, {} slots).",
          memcheck),
         ("a pass in waves takes {} to {} times as long", waves),
-        ("One H200, {} layers of the 35B in bfloat16, {} of {} slots, warm page cache, routing of "
-         "random weights, {}% hits, in turn (`cuda_h200_engine`, n={}).", copies_settings),
-        *[(f"| {way} | {{}} | {{}} |", lambda way=way, form=form, name=name: copies_row(name, form))
-          for way, name, form in (("resident", "resident", ".0f"),
-                                  ("unified memory", "unified memory", ".1f"),
-                                  ("copied by the GPU, reads in Python", IN_PYTHON, ".1f"),
-                                  ("copied by the GPU", "copies", ".1f"))],
-        ("| copied over unified memory | {} | {} |",
-         lambda: (copies_gain(), copies_gain("as shipped"))),
-        ("| native reads over loops in Python | {} | {} |",
-         lambda: (copies_gain(over=IN_PYTHON), copies_gain("as shipped", IN_PYTHON))),
-        *[(f"| {text} | {{}} | {{}} | {{}} |", lambda part=part: host_row(part))
-          for text, part in HOST_PARTS.items()],
-        ("(`cuda_h200_host`, n={}). Every text is",
-         lambda: (len(held()["decoded"]["resident"]["decode_s"]),)),
-        ("| resident | {} |  | {} |  |", lambda: held_row("resident")),
-        *((f"| {way} | {{}} | {{}} | {{}} | {{}} |", lambda way=way: held_row(way))
-          for way in list(held()["decoded"])[1:]),
-        ("| seconds of a prompt, repacked | {} tokens | {} | {} |",
-         lambda: [*held()["prompts_of"]]),
-        *((f"| {way} | {{}} | {{}} | {{}} |", lambda way=way: held_prompts_row(way))
-          for way in held()["decoded"]),
-        ("With {} slots a token misses {} experts, and {} MB are copied for it.",
-         lambda: (64, *held_counts(64)[:2])),
-        ("reading them took {} s, loading resident {}.", held_loading),
-        ("in parts of up to {} experts. Before, a part was one expert, and a prompt of {} tokens "
-         "took {} s with {} slots (`cuda_h200x2_ranks`).",
-         lambda: (COPIED_NBYTES // EXPERT_NBYTES_35B, gpu_ranks_settings()[2],
-                  gpu_ranks_row(64)[3], 64)),
         ("(`cuda_h200_host`) the resident model's are all logits in {} of {} settings and in {} of "
          "{} passes of random length, {} of {} texts ({} tokens), and {} of {} texts written twice "
          "with {}, {} and {} drafts in {} settings.", held_exactness),
-        ("({} GB, `cuda_h200_planned`, n={}) there are {} of {} in each of {} layers, and a prompt "
-         "is computed by {} tokens. It took {} GB at most, with all experts in the host's memory "
-         "{}. Resident, and with half of the slots and no plan, a prompt is computed in one call: "
-         "{} and {} GB.", planned_on_gpu_memory),
-        ("| seconds of a prompt, as shipped | {} tokens | {} | {} | {} | tok/s behind {} |",
-         lambda: [*planned_on_gpu()["prompts_of"], 400]),
-        *((f"| {name} |" + " {} |" * 5, lambda way=way: planned_on_gpu_row(way))
-          for name, way in PLANNED.items()),
-        ("With less memory and with more (n={}): {} GB, {} slots, a prompt by {} tokens; {} GB, {} "
-         "slots, by {} tokens. With less memory the model took {} GB at most, and {} with all "
-         "experts in the host's memory; with more memory {} and {}.", planned_on_gpu_parts),
-        ("| seconds of a prompt, in parts | {} tokens | {} | {} | {} | tok/s behind {} |",
-         lambda: [*planned_on_gpu("most")["prompts_of"], 400]),
-        *((f"| {name} |" + " {} |" * 5, lambda given=given: planned_on_gpu_row(*given[::-1]))
-          for name, given in PLANNED_PARTS.items()),
-        ("Where the host's time goes, ms a token, repacked, {} slots (one text", lambda: (64,)),
-        *[(f"| {text} | {{}} | {{}} | {{}} |", lambda part=part: held_host_row(part))
-          for text, part in HOST_PARTS.items()],
-        ("The same layers, repacked, {} slots, random routers, {}% hits, ms a token, in turn on "
-         "one host (`cuda_h200_run_ahead`, n={};", run_ahead_settings),
-        *[("| {} | {} | {} | {} |", lambda readers=readers: run_ahead_row(readers))
-          for readers in (4, 8, 12, 16)],
-        ("In another call with {} readers, run-ahead took {} to {} ms in four settings of threads "
-         "and blocks, the engine as it is {}.", run_ahead_tried),
-        ("in a token ({} readers, the table's run) the second thread waits {} ms for the GPU's "
-         "next routing, that is for copies, the reads before them and arithmetic, and works {} ms",
-         run_ahead_host),
-        ("{} (`stacked`) and {} (`fused`) of the resident block and one evaluation (n={})",
-         all_in_slots),
         ("block {}, bfloat16 on one H200, {} prompts of code and {} of docstrings",
          lambda: (16, prompts("code_256"), prompts("prose_256"))),
         ("`tiny-dflash` {} and {}, the small model `tiny-draft` {} and {}",
@@ -1107,12 +830,6 @@ def calls_saved():
 
 def layers_of_the_run():
     return recorded(ENGINE)["sections"]["checkpoint"]["layers"]
-
-
-def token_of_122b():
-    """Layers, experts and bytes of one: the bytes of a token in GB."""
-    one, token = f"{EXPERT_NBYTES_122B / 1e6:.1f}", f"{TOKEN_NBYTES_122B / 1e9:.2f}"
-    return L_122B, K_122B, one, token
 
 
 def twice_the_reads():
@@ -1299,19 +1016,7 @@ STATED = {
         ("{} tok/s are {}% more than {}, not {}%. Read either way, a call saved is worth {} to {} "
          "us", calls_saved),
     ],
-    "02_expert_streaming": [
-          # PR 26's
-        ("{} x {} x {} MB = {} GB in Qwen3.5-122B-A10B", token_of_122b),
-        ("first speed, {} tok/s, can have come from an SSD at {} GB/s alone, nor its last, {} "
-         "tok/s, from one at",
-         lambda: published("PR 26", "serial, top-8", "SSD rate of the original (GB/s)",
-                           "buffers, top-8")),
-        ("({} of {} settings", exact_settings),
-        ("a token is {} times as fast as where threads write",
-         lambda: [copies_gain().partition(" ")[0]]),
-        ("with {} slots one of {} tokens takes {} times as long as resident where its experts are "
-         "read, and {} times where they are in the host's memory", held_prompts),
-    ],
+    "02_expert_streaming": [],  # all are cited in place
     "03_page_cache": [
         ("made decoding {}% faster by *deleting* its cache", lambda: [38]),  # SwiftLM PR 26
         ("the SSD brings {} times the bytes that it brings with few slots (memory for {}% of the "

@@ -10,8 +10,8 @@ A number carries its expression in an HTML comment behind it, which does not sho
 ``<!--: ... -->`` is Python that is executed where it stands; names hold until the document ends.
 ``<!--given-->`` behind a number says that no record decides it. An expression has no ``|``, which
 would end a table's cell. It may use ``read``, ``group``, ``ratios``, ``ratio`` (``paired``),
-``of`` (``values``), ``same_tokens`` and ``recorded`` of ``records``, ``np``, and ``q`` and ``m`` of
-this module.
+``of`` (``values``), ``same_tokens``, ``recorded`` and ``PUBLISHED`` of ``records``, ``np``, and
+``q`` and ``m`` of this module.
 """
 
 import json
@@ -117,6 +117,11 @@ def main(*files: str) -> int:
 
 NAMES = {
     **{name: getattr(records, name) for name in ("read", "group", "ratios", "same_tokens")},
-    **{"recorded": records.recorded, "of": records.values, "ratio": records.paired},
+    **{
+        "PUBLISHED": records.PUBLISHED,
+        "recorded": records.recorded,
+        "of": records.values,
+        "ratio": records.paired,
+    },
     **{"np": np, "m": m, "q": q},
 }
