@@ -18,13 +18,11 @@ import numpy as np
 import pytest
 
 from moelab import DATA, StreamConfig, Trace, footprint
-from moelab.kernels.quantized import FORMS
 from moelab.lab import cite
 from moelab.lab.experiments import (
     dispatch,
     faults,
     page_cache,
-    ranks,
     rollback,
     several_machines,
     top_k,
@@ -41,14 +39,8 @@ NOTEBOOKS = ROOT / "notebooks"
 TINY_MOE = DATA / "models" / "tiny-moe"
 NUMBER = re.compile(r"(?<![\w.:/-])-?\d+(?:[.,]\d+)*(?!\w)")  # not in a name: H200, 35B, top-6
 MEMORY = 1_500_000_000  # bytes: the larger limit of the sweep of notebook 03
-LOOKUP = "lookup, 64 slots"  # in cpu_drafts_mlx
 FINE, LEFT = "nothing wrong", "rejected tokens left in the state"  # in cpu_suspects
 MOE, BIG = "cpu_prefetch_tiny_moe", "cpu_prefetch_35b"
-RANKS_SSDS = (
-    ("this machine's", None),
-    ("300 MB/s, simulated", 300e6),
-    ("100 MB/s, simulated", 100e6),
-)
 LAYOUTS = ("as shipped", "packed")  # in both
 ENGINE = "cuda_h200_engine"  # the run of today's engine on a GPU
 ROUTING_READ = "every layer's routing read"  # in cuda_h200
@@ -78,119 +70,6 @@ def training(model):
     return json.loads((DATA / "models" / model / "training.json").read_text())
 
 
-def block_row():
-    record = recorded("cpu_layer_35b")
-    name, timings = "fused/streams=1", record["timings"]
-    times = (median(timings[n]["samples_s"], ".1f", 1e3) for n in ("resident", name))
-    return *times, quartiles(record["ratio"][name]), record["ratio"][name]["n"]
-
-
-def held_exact(source):
-    """Settings with every logit equal, passes and texts that are, tokens, texts twice, settings."""
-    made = recorded("cuda_h200_host")["sections"]["exactness_host"]
-    chosen = {k: [v for s, v in made[k].items() if s.endswith(source)] for k in made}
-    settings = [s for way in chosen["exactness"] for s in way]
-    assert all(not max(s["off"]) and s["runs_equal"] for s in settings)
-    soaks = {k: sum(s[k] for s in chosen["soak"]) for k in chosen["soak"][0] if k != "by_size"}
-    assert (soaks["equal"], soaks["texts_equal"]) == (soaks["passes"], soaks["texts"])
-    twice = [one for texts in chosen["texts_twice"] for one in texts]
-    assert all(one["n"] == one["twice"] == one["as_resident"] == 20 for one in twice)
-    out = len(settings), f"{soaks['passes']:,}", soaks["texts"], f"{soaks['tokens']:,}"
-    return *out, len(chosen["texts_twice"])
-
-
-def held_exactness():
-    settings, passes, texts, tokens, twice = held_exact("host")
-    assert held_exact("disk") == (settings, passes, texts, tokens, twice)
-    return *[settings] * 2, *[passes] * 2, *[texts] * 2, tokens, 20, 20, 0, 4, 8, twice
-
-
-def kernel_ms(run, bits, rows, name):
-    """ms of one quantized product, of the run with one thread or of that with two."""
-    samples = recorded("cpu_kernels")["runs"][run]["seconds"][bits][str(rows)][name]
-    return quartiles(samples, ".2f" if np.median(samples) < 0.01 else ".1f", 1e3)
-
-
-def kernel_row(rows):
-    columns = (0, "4", "fast"), (0, "4", "mlx"), (0, "8", "fast"), (0, "8", "mlx")
-    columns += (0, "4", "numpy"), (1, "4", "fast")
-    return rows, *(kernel_ms(run, bits, rows, name) for run, bits, name in columns)
-
-
-def kernel_settings():
-    """Shape, group and samples of the products."""
-    record = recorded("cpu_kernels")
-    n = len(record["runs"][0]["seconds"]["4"]["1"]["fast"])
-    return record["outputs"], record["inputs"], record["group_size"], n
-
-
-def copied_GBs():
-    return [quartiles(recorded("cpu_kernels")["runs"][0]["copy_bytes_per_s"], ".1f", 1e-9)]
-
-
-def roofs():
-    """The least and the largest share of the roofline with the fast kernels."""
-    sweep = sweeps.recorded("cpu_sweep_35b_fast")
-    shares = [s for n in sweep.limits[:2] for s in page_cache.roofline(sweep, n).values()]
-    return f"{min(shares):.2f}", f"{max(shares):.2f}"
-
-
-def packed_point(limit_mb=600, prefetch="none"):
-    """The runs of a point of the sweep of the repacked file, with 8 slots, and its tokens."""
-    sweep = sweeps.recorded("cpu_sweep_35b_packed")
-    limit_nbytes = limit_mb and limit_mb * 1_000_000
-    (row,) = (
-        r
-        for r in page_cache.curve(sweep, limit_nbytes, "decode", prefetch=prefetch)
-        if r.point.slots == 8
-    )
-    return [s.measured for s in sweep.runs_of(row.point)], row.decode.seconds, sweep.tokens
-
-
-def oracle_ahead(limit_mb):
-    """A token's ms with the oracle and without, and its share of the roofline in both."""
-    sweep = sweeps.recorded("cpu_sweep_35b_packed")
-    ms, shares = [], []
-    for prefetch in ("oracle", "none"):
-        ms.append(quartiles(packed_point(limit_mb, prefetch)[1], ".1f", 1e3))
-        share = page_cache.roofline(sweep, limit_mb * 1_000_000, prefetch)[8]
-        shares.append(f"{share:.2f}")
-    return *ms, *shares
-
-
-def cpu_of_reads():
-    """CPU ms of a MB read under the limit and without one, of a token, and half of that."""
-    reads = []
-    for limit_mb in (600, None):
-        runs, *_ = packed_point(limit_mb)
-        reads.append(quartiles([m.reads.cpu_s / m.reads.asked_nbytes * 1e9 for m in runs]))
-    runs, _, tokens = packed_point()
-    token_ms = [m.decode.cpu_s / tokens.decode * 1e3 for m in runs]
-    return reads[0], 600, reads[1], quartiles(token_ms, ".1f"), f"{np.median(token_ms) / 2:.1f}"
-
-
-def limited_drafts():
-    """Runs, drafts and gains of the drafts that were measured under a limit; texts are equal."""
-    runs = recorded("cpu_drafts_limited")["runs"]
-    samples = [s for run in runs.values() for v in run["variants"].values() for s in v]
-    assert all(s["same"] for s in samples)
-    (n,) = {run["runs"] for run in runs.values()}
-    fixed, policy = (
-        [drafted("cpu_drafts_limited", name, length) for name in runs] for length in ("7", "auto")
-    )
-    return 16, n, 7, fixed[0], 162, fixed[1], 206, *policy
-
-
-def both_texts():
-    """What ``cpu_kernels_texts`` holds; no token differs."""
-    made = recorded("cpu_kernels_texts")
-    assert not any(text["parted"] for text in made["texts"])
-    worst = max(text["difference"] for text in made["texts"])
-    bits = (f"{made['bits_per_byte'][name]:.4f}" for name in ("fast", "mlx"))
-    n = len(made["texts"])
-    return n, made["tokens"], n, f"{worst:.1e}", *bits, made["windows"], 256
-
-
 def ranks_runs(n, rate=None):
     runs = recorded("cpu_ranks_35b")["runs"]
     assert len({tuple(each["tokens"]) for run in runs for each in run["each"]}) == 1
@@ -204,12 +83,6 @@ def ranks_row(rate):
     return *ms, *(quartiles(each[0].sum(1) / more.sum(1)) for more in each[1:])
 
 
-def ranks_bound(n, rate):
-    """Ranks, ms of reads and of a token without, the larger and the sum over the measured."""
-    b = ranks.bound(recorded("cpu_ranks_35b"), n, rate)
-    return n, f"{b.read_s * 1e3:.1f}", f"{b.compute_s * 1e3:.1f}", f"{b.larger:.2f}", f"{b.sum:.2f}"
-
-
 def ranks_settings():
     made, each = recorded("cpu_ranks_35b"), ranks_runs(2)[0]
     assert each[0]["experts"] == each[1]["experts"] and made["limit_nbytes"] == 1e9
@@ -217,34 +90,9 @@ def ranks_settings():
     return made["slots"], 1000, *counts
 
 
-def ranks_disk():
-    return [f"{np.median(recorded('cpu_ranks_35b')['disk_bytes_per_s']) / 1e6:.0f}"]
-
-
 def ranks_timed():
     runs = ranks_runs(1)
     return len(runs), len(runs[0][0]["step_s"])
-
-
-def ranks_read():
-    """MB a token and hit rate of one rank, and of each of two; the same in every run."""
-    found = []
-    for n in (1, 2):
-        for rank in range(n):
-            counters = [run[rank]["counters"] for run in ranks_runs(n)]
-            assert len({c["bytes_read"] for c in counters}) == 1
-            c = counters[0]
-            mb = c["bytes_read"] / ranks_timed()[1] / 1e6
-            found.append((f"{mb:.1f}", f"{c['hits'] / (c['hits'] + c['misses']):.0%}"[:-1]))
-    (one, hits), (first, second), (third, fourth) = found
-    return one, hits, first, third, second, fourth
-
-
-def ranks_exchange_row(n, rows):
-    """Ranks, rows, us of a sum and of a gather; with more ranks than cores, ms."""
-    made, form = recorded("cpu_ranks_exchange")["s"][str(n)], ".0f" if n == 2 else ".1f"
-    kinds = ("sum", "gather")
-    return rows, *(quartiles(made[f"{k} of {rows}"], form, 1e6 if n == 2 else 1e3) for k in kinds)
 
 
 def ranks_exchange():
@@ -267,14 +115,6 @@ def ranks_joins_row(model, how):
     return *ms, *(f"{way['logits']:.1e}" if way["logits"] else 0 for way in ways)
 
 
-def ranks_joins():
-    made = recorded("cpu_ranks_joins")
-    ways = made["models"]["tiny-moe"]["2"]["ways"].values()
-    (n,) = {len(way["prompt_s"]) for way in ways}
-    std = (f"{m['1']['std']:.1f}" for m in made["models"].values())
-    return n, made["prompt_tokens"], *std, len(next(iter(ways))["text"])
-
-
 def placed(n, slots):
     """Reads waited for that a trace of other texts saves, least and most of five texts, in %."""
     names = ("code", "tests", "prose", "docs", "sampled")
@@ -291,60 +131,9 @@ def several_gains():
     return two, four, ranks_row(None)[3].partition(" ")[0]
 
 
-def gpu_ranks():
-    """Of each process of ``cuda_h200x2_ranks``, its measurements by slots: one rank, then two."""
-    one, two, _ = recorded("cuda_h200x2_ranks")["ranks"]
-    assert (one["ranks"], two["ranks"], two["rank"]) == (1, 2, 0)
-    assert len({s["digest"] for each in (one, two) for s in each["slots"].values()}) == 1
-    return one["slots"], two["slots"], two
-
-
-def gpu_ranks_row(slots):
-    """tok/s of one rank and of two, and seconds of a prompt; the first of each run compiles."""
-    tokens, (one, two, _) = recorded("cuda_h200x2_ranks")["tokens"], gpu_ranks()
-    made = one[str(slots)], two[str(slots)]
-    speeds = (quartiles(tokens / np.array(m["decode_s"]), ".1f") for m in made)
-    return slots, *speeds, *(f"{np.median(m['prompt_s'][1:]):.2f}" for m in made)
-
-
-def gpu_ranks_settings():
-    made, (one, _, two) = recorded("cuda_h200x2_ranks"), gpu_ranks()
-    low, middle, high = two["all_gather_s_quartiles"]["9"]
-    sums = f"{1e6 * middle:.0f} [{1e6 * low:.0f}, {1e6 * high:.0f}]"
-    runs, prompts = len(one["16"]["decode_s"]), len(one["16"]["prompt_s"]) - 1
-    return made["layers"], runs, made["prompt_tokens"], prompts, 9, 2048, sums
-
-
-def ranks_end():
-    """Seconds of each case; the statuses and messages are those of the table."""
-    cases = recorded("cpu_ranks_ends")["cases"]
-    for case, rounds in cases.items():
-        for one in rounds:
-            statuses = [rank["status"] for rank in one["ranks"]]
-            assert statuses == ([1, -9] if case == "killed" else [1, 1])
-            assert all(len(rank["says"]) == (rank["status"] == 1) for rank in one["ranks"])
-    return tuple(quartiles([one["s"] for one in rounds], ".1f") for rounds in cases.values())
-
-
-def ranks_end_rounds():
-    (n,) = {len(rounds) for rounds in recorded("cpu_ranks_ends")["cases"].values()}
-    return n
-
-
 def copied_drafts_found():
     """The README's: drafts, speeds and equal texts with 48 slots, the policy's with 16."""
     return 7, *gpu_drafts("dflash_48_slots"), 16, *gpu_drafts("dflash_16_slots")[2:]
-
-
-def exact_settings():
-    """``(settings with every logit equal, settings)`` of the H200, the same in both records."""
-    counts = set()
-    for name in ("cuda_h200_exactness", "cuda_h200_copies_exactness"):
-        sections = recorded(name)["sections"]["exactness"].values()
-        rows = [row for rows in sections for row in rows]
-        counts.add((sum(r["runs_equal"] and not any(r["off"]) for r in rows), len(rows)))
-    (count,) = counts
-    return count
 
 
 def exact_lengths():
@@ -352,28 +141,6 @@ def exact_lengths():
     sections = recorded("cuda_h200_exactness")["sections"]["exactness"].values()
     lengths = [row["T"] for rows in sections for row in rows]
     return min(lengths), max(lengths)
-
-
-def exactness(section):
-    """A section of both long comparisons, which are equal in what both have."""
-    made, copied = (
-        recorded(name)["sections"].get(section)
-        for name in ("cuda_h200_exactness", "cuda_h200_copies_exactness")
-    )
-    if section == "soak":
-        for name, row in copied.items():
-            assert row.items() <= made[name].items()
-    if section == "texts_twice":
-        for name, rows in copied.items():
-            assert all(row.items() <= old.items() for row, old in zip(rows, made[name]))
-    return made
-
-
-def exact_in_float32():
-    """As ``exact_settings``."""
-    sections = recorded("cuda_h200_copies_exactness")["sections"]["exactness_float32"].values()
-    rows = [row for rows in sections for row in rows]
-    return sum(r["runs_equal"] and not any(r["off"]) for r in rows), len(rows)
 
 
 def agreement():
@@ -386,53 +153,8 @@ def agreement():
     return sections["checkpoint"]["layers"], tokens, equal, len(modes)
 
 
-def memcheck():
-    """Errors, runs without and with copies and of today's engine; its lengths and slots."""
-    made = [
-        recorded(name)["sections"]["memcheck"]
-        for name in ("cuda_h200_exactness", "cuda_h200_copies_exactness", "cuda_h200_host")
-    ]
-    (lengths,) = {tuple(T for T, _ in run["T_and_passes"]) for run in made[-1]["runs"]}
-    runs = (len(m["runs"]) for m in made)
-    return sum(m["errors"] for m in made), *runs, *lengths, made[-1]["runs"][0]["slots"]
-
-
 def cpu_cores():
     return [recorded("cpu_bench_35b")["machine"]["cores"]]
-
-
-def soak(*names):
-    """Sums over the settings of the long run."""
-    return [f"{sum(made[name] for made in exactness('soak').values()):,}" for name in names]
-
-
-def texts_twice():
-    """Settings, and equal texts: twice and as resident, as undrafted with 4 and with 8 drafts."""
-    made = exactness("texts_twice")
-    rows = [row for rows in made.values() for row in rows]
-    (n,) = {row["n"] for row in rows}
-    assert all(row["twice"] == row["as_resident"] == n for row in rows)
-    undrafted = []
-    for drafts in (4, 8):
-        some = [row for row in rows if row["drafts"] == drafts]
-        (same,) = {row["as_resident_undrafted"] for row in some}
-        assert all(row["resident_as_undrafted"] == same for row in some)
-        undrafted.append(same)
-    (tokens,) = {row["tokens"] for row in rows}
-    return tokens, len(made), n, *undrafted
-
-
-def waves():
-    """How much longer a pass in waves takes since it is exact: least and most."""
-    made = recorded("cuda_h200_exactness")["sections"]["passes_in_waves"]
-    pairs = [
-        pair
-        for before, after in zip(made["before"], made["after"])
-        for pair in zip(before, after)
-        if pair[0]["T"] > 1
-    ]
-    ratios = [after["median_ms"] / before["median_ms"] for before, after in pairs]
-    return f"{min(ratios):.1f}", f"{max(ratios):.1f}"
 
 
 def drafted(record, section, variant):
@@ -506,36 +228,8 @@ def mostly_undrafted():
     return found
 
 
-def tokens_a_round(draft, text, spread=True):
-    """``mean [quartiles]`` of the tokens a round adds to held-out text, on the GPU."""
-    made = training("tiny-dflash")["runs"][-1]["acceptance"][draft][text]
-    rounds = np.repeat(np.arange(len(made["histogram"])) + 1, made["histogram"])
-    quartile = f" {span(*np.percentile(rounds, (25, 75)), '.0f')}" if spread else ""
-    return f"{made['tau']:.1f}{quartile}"
-
-
-def first_tokens(draft):
-    """The same in the first 100 tokens behind a prompt of code."""
-    made = training("tiny-dflash")["runs"][-1]["acceptance"][draft]["code_256"]
-    return f"{made['tau_first_100']:.1f}"
-
-
 def prompts(text):
     return training("tiny-dflash")["sets"][text]["texts"]
-
-
-def attention_planned_ms():
-    """What cuDNN's planning adds to a resident pass over 3 positions on the H200, in ms."""
-    seconds = {}
-    for name, made in recorded("cuda_h200_drafts")["environments"].items():
-        runs = made["sections"]["dflash_resident"]["variants"]["2"]
-        seconds[name] = np.median([r[3] for run in runs for r in run["rounds"] if r[0] == 2])
-    return f"{1e3 * (seconds['as it is'] - seconds['MLX_CUDA_USE_CUDNN_SDPA=0']):.0f}"
-
-
-def pass_ms(name, form):
-    samples = recorded(ENGINE)["sections"]["passes"][name]["16"]
-    return quartiles(samples, form, 1e3)
 
 
 def sweep(slots, value="disk_nbytes", ahead=False, limit_nbytes=MEMORY):
@@ -674,124 +368,7 @@ PASSAGES = {
         ("The recorded runs come from {} cores", cpu_cores),
         ("in passes of {} to {} tokens", exact_lengths),
     ],
-    ("data/results/README.md", "## Decoding on a CPU", None): [
-        ("its slot, one core | {} ms | {} ms | {} of block and one evaluation | {} |",
-         block_row),
-        ("computes affine matrices of {}, {} and {} bits", lambda: FORMS["affine"][0]),
-        ("One matrix of {} x {}, groups of {}, ms, in turn, n={}", kernel_settings),
-        ("| {} bit | MLX | {} bit | MLX | numpy on floats | {} bit, two", lambda: (4, 8, 4)),
-        *[("| {} | {} | {} | {} | {} | {} | {} |", lambda rows=rows: kernel_row(rows))
-          for rows in (1, 2, 4, 8, 16, 64, 128)],
-        ("A copy in memory reads {} GB/s", copied_GBs),
-        ("so {} rows take about four times", lambda: [8]),
-        ("by at most {} of their standard deviation (`tests/k", lambda: ["2e-4"]),  # tests/kernels
-        ("Decoding reaches {} to {} of its roofline", roofs),
-        ("with {} slots (`cpu_sweep_35b_packed`, n={})", lambda: (8, len(packed_point()[0]))),
-        ("a token in {} MB takes {} ms and not {}, which is {} of the roofline and not {}; in {} "
-         "MB it takes {} ms and not {}, {} and not {}",
-         lambda: (1500, *oracle_ahead(1500), 600, *oracle_ahead(600))),
-        ("{} ms a MB in {} MB, where the system must free a page for every page that it "
-         "reads, and {} without a limit. In 600 MB a token takes {} ms of CPU time, "
-         "which is at least {} ms on two cores", cpu_of_reads),
-        ("Fed with {} held-out beginnings and the {} tokens that MLX's kernels write greedily "
-         "behind each, tiny-moe streamed with the fast kernels names the same token in all of {} "
-         "texts; its logits differ by at most {} of their standard deviation. Held-out text takes "
-         "{} bits per byte with the fast kernels and {} with MLX's ({} windows of {} tokens",
-         both_texts),
-        ("repacked, {} slots in each layer of each rank. Each rank has one core (four share two) "
-         "and {} MB of memory, its page cache included; of two ranks each holds and reads {} of "
-         "the {} experts of a layer, of four {}.", ranks_settings),
-        ("n={} rounds of {} tokens", ranks_timed),
-        *((f"| {name} | {{}} | {{}} | {{}} | {{}} | {{}} |", lambda rate=rate: ranks_row(rate))
-          for name, rate in RANKS_SSDS),
-        ("One rank reads {} MB a token and finds {}% of the experts in its slots; two read {} and "
-         "{} MB and find {}% and {}%.", ranks_read),
-        *((f"| {name} | {{}} | {{}} | {{}} | {{}} | {{}} |",
-           lambda n=n, rate=rate: ranks_bound(n, rate))
-          for name, rate in RANKS_SSDS for n in (1, 2, 4)),
-        ("both also share its {} MB/s", ranks_disk),
-        ("a core for each rank, n={}; a prompt of {} tokens; the standard deviation of a logit is "
-         "{} and {}). Each text of {} tokens is the same", ranks_joins),
-        *((f"| {name}, {how} | {{}} | {{}} | {{}} | {{}} |",
-           lambda model=model, how=how: ranks_joins_row(model, how))
-          for name, model in (("tiny-moe", "tiny-moe"), ("35B", "q35_packed"))
-          for how in ranks.JOINS),
-        *(("| {} | {} | {} | {} | {} |",
-           lambda rows=rows: ranks_exchange_row(2, rows) + ranks_exchange_row(4, rows)[1:])
-          for rows in ranks.ROWS),
-        ("(`cpu_ranks_exchange`, n={} and {})", lambda: ranks_exchange()[:2]),
-        ("The gathers of {} layers are {}% of a token", lambda: ranks_exchange()[2:]),
-        ("(`cpu_ranks_ends`, n={}). Seconds", lambda: (ranks_end_rounds(),)),
-        ("| is killed in mid-answer | {} | 1, killed | another rank has ended | "
-         "| has other slots | {} | 1, 1 | StreamConfig.slots: expected the same on all ranks | "
-         "| has another checkpoint | {} | 1, 1 | checkpoint: expected the same on all ranks | "
-         "| lacks a file | {} | 1, 1 | rank 1 of 2 ended: CheckpointError |", ranks_end),
-        ("with {} random layers of the 35B in bfloat16, warm page cache (`cuda_h200x2_ranks`, "
-         "n={}; a prompt of {} tokens, n={})", lambda: gpu_ranks_settings()[:4]),
-        ("A gather of the {} rows of {} takes {} us", lambda: gpu_ranks_settings()[4:]),
-        *(("| {} | {} | {} | {} | {} |", lambda slots=slots: gpu_ranks_row(slots))
-          for slots in (16, 64, 128, 256)),
-        ("{} tokens from each of {} held-out prompts", lambda: (256, 8)),  # tests/streaming
-        ("of passes of {} to {} tokens, {} and {} slots, whatever was computed before | {} of {} "
-         "settings", lambda: (*exact_lengths(), 16, 48, *exact_settings())),
-        ("random length over held-out text, {}, {} and {} slots | {} of {} passes",
-         lambda: (16, 48, 64, *soak("equal", "passes"))),
-        ("greedy texts in the same process, {} tokens | {} of {}",
-         lambda: soak("tokens", "texts_equal", "texts")),
-        ("greedy texts of {} tokens written twice, with 0, 4 and 8 drafts in {} settings: the two, "
-         "and resident with as many drafts | {} of 20 each |", lambda: texts_twice()[:3]),
-        ("with 4 and with 8 drafts against the undrafted text | {} and {} of 20, resident too",
-         lambda: texts_twice()[3:]),
-        ("in float32, every logit of passes of {} to {} tokens, {} slots, whatever was computed "
-         "before | {} of {} settings", lambda: (*exact_lengths(), 16, *exact_in_float32())),
-        ("{} layers of the 35B with random weights, all four modes, in float32 and in bfloat16: "
-         "every logit of {} tokens behind a prompt | {} of {} settings", agreement),
-        ("compute-sanitizer reported {} errors in {} runs with unified memory and in {} with "
-         "copies (two of them with native reads, in bfloat16), and in {} of today's engine, one "
-         "from the disk and one from the host's memory ({}, {} and {} tokens, {} slots).",
-         memcheck),
-        ("a pass in waves takes {} to {} times as long", waves),
-        ("(`cuda_h200_host`) the resident model's are all logits in {} of {} settings and in {} of "
-         "{} passes of random length, {} of {} texts ({} tokens), and {} of {} texts written twice "
-         "with {}, {} and {} drafts in {} settings.", held_exactness),
-        ("block {}, bfloat16 on one H200, {} prompts of code and {} of docstrings",
-         lambda: (16, prompts("code_256"), prompts("prose_256"))),
-        ("`tiny-dflash` {} and {}, the small model `tiny-draft` {} and {}",
-         lambda: [tokens_a_round(d, t) for d in ("dflash4", "draft3")
-                  for t in ("code_256", "prose_256")]),
-        ("the first {} tokens it is {} and {} on code",
-         lambda: (100, first_tokens("dflash4"), first_tokens("draft3"))),
-        ("(`cpu_drafts`, {} greedy tokens, n={},", cpu_draft_settings),
-        ("| draft | {} slots, {} drafts | {} drafts | the policy | {} slots, {} drafts | {} drafts",
-         lambda: (48, 3, 7, 16, 3, 7)),
-        *[(f"| {text} | {{}} | {{}} | {{}} | {{}} | {{}} | {{}} |",
-           lambda draft=draft: cpu_drafts(draft))
-          for text, draft in (("prompt lookup", "lookup"), ("`tiny-dflash`", "tiny-dflash"),
-                              ("`tiny-draft`", "tiny-draft"))],
-        ("With {} slots and memory for only a part of the file (`cpu_drafts_limited`, n={}), {} "
-         "drafts gain {} with lookup in {} MB and {} with `tiny-dflash` in {} MB; the policy gains "
-         "{} and {}", limited_drafts),
-        ("lookup gained at most {} with {} drafts and all {} slots",
-         lambda: (drafted("cpu_drafts_mlx", LOOKUP, "7"), 7, 64)),
-        ("page cache, {} greedy tokens in bfloat16, n={} (speed over not drafting; behind it how "
-         "many of the 5 texts", gpu_settings),
-        ("equal | the policy, which risks {}% of a text, {}% after texts that won",
-         lambda: (100 * Policy().risk, f"{200 * Policy().risk:.0f}")),
-        *[(f"| {text} | {{}} | {{}} | {{}} | {{}} |", lambda section=section: gpu_drafts(section))
-          for text, section in {
-              "`tiny-dflash`, 48 slots": "dflash_48_slots",
-              "`tiny-dflash`, 16 slots": "dflash_16_slots",
-              "`tiny-draft`, 48 slots": "draft_48_slots",
-              "`tiny-draft`, resident": "draft_resident",
-              "`tiny-dflash`, resident": "dflash_resident",
-          }.items()],
-        ("With 48 slots the policy stops early in {} of {} texts with either", mostly_undrafted),
-        ("draft, experts | {} drafts a round |", lambda: [7]),
-        ("({} ms a pass on an H200)", lambda: [attention_planned_ms()]),
-        ("over {} positions takes {} ms with the kernel and {} without; resident {} and {} (n={})",
-         lambda: (16, pass_ms("48 slots, kernel", ".0f"), pass_ms("48 slots, loop", ".0f"),
-                  pass_ms("resident, kernel", ".1f"), pass_ms("resident, loop", ".1f"), 20)),
-    ],
+    ("data/results/README.md", "## Decoding on a CPU", None): [],  # all are cited in place
 }  # fmt: skip
 
 
