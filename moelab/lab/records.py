@@ -3,7 +3,7 @@
 A recorded run is ``data/results/NAME.json``. A record is a header (kind, command, commit, machine,
 load, settings) and flat ``rows``, one a sample. ``read`` gives it as a table, ``group`` and
 ``ratios`` say what follows, ``save`` writes it. Kinds that are no table yet have a type of their
-own, here or in their experiment's module, with a ``from_json``.
+own in their experiment's module, with a ``from_json``.
 """
 
 import functools
@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -323,67 +323,6 @@ def _commit():
     return {"commit": commit.strip(), "clean": not changed}
 
 
-@dataclass(frozen=True)
-class ReadSample:
-    """Bytes per second of one run of reads.
-
-    Attributes:
-        round (int): Its round.
-        kind (str): What was read: ``experts``, ``experts, 32 a call`` or ``weights``.
-        depth (int): Reads in flight.
-        by (str): ``moelab``, ``fio buffered`` or ``fio direct``.
-        bytes_per_s (float): The rate.
-    """
-
-    round: int
-    kind: str
-    depth: int
-    by: str
-    bytes_per_s: float
-
-
-@dataclass
-class ReadsRecord:
-    """What ``reads.bench_reads`` measured.
-
-    Attributes:
-        model (str): The folder's name.
-        file (str): The file that was read.
-        cache_state (str): ``cold`` or ``warm``.
-        fio (bool): Whether fio was there to compare with.
-        nbytes_a_run (int): Bytes read in each run.
-        block_sizes (dict[str, list[int]]): Bytes of the reads, by kind.
-        samples (list[ReadSample]): Every run.
-        machine (dict): Of ``machine.card``.
-    """
-
-    model: str
-    file: str
-    cache_state: str
-    fio: bool
-    nbytes_a_run: int
-    block_sizes: dict[str, list[int]] = field(default_factory=dict)
-    samples: list[ReadSample] = field(default_factory=list)
-    machine: dict[str, Any] = field(default_factory=dict)
-
-    def rates(self) -> dict[tuple[str, int], dict[str, list[float]]]:
-        """``{(kind, depth): {by: bytes per second of each round}}``."""
-        out = {}
-        for s in self.samples:
-            out.setdefault((s.kind, s.depth), {}).setdefault(s.by, []).append(s.bytes_per_s)
-        return out
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> "ReadsRecord":
-        """A record of kind ``reads``, or a section of a ``cuda_run`` that is one."""
-        own = {f.name: record[f.name] for f in fields(cls) if f.name in record}
-        return cls(**own | {"samples": [ReadSample(**s) for s in record["samples"]]})
-
-    def to_json(self) -> dict[str, Any]:
-        """The record as files have it."""
-        return {"kind": "reads"} | asdict(self)
-
-
 def recorded(name: str) -> dict[str, Any]:
     """The record ``data/results/NAME.json``, as it is in the file.
 
@@ -398,16 +337,12 @@ def recorded(name: str) -> dict[str, Any]:
 
 
 def reads_GBs(
-    record: ReadsRecord | dict, kind: str = "experts"
+    samples: "DataFrame", kind: str = "experts"
 ) -> dict[str, tuple[list[int], list[list[float]]]]:
-    """``{by: (depths, samples in GB/s for each depth)}`` of a reads record."""
-    if isinstance(record, dict):
-        record = ReadsRecord.from_json(record)
-    out = {}
-    for (its_kind, depth), rates in record.rates().items():
-        for by, values in rates.items() if its_kind == kind else ():
-            out.setdefault(by, {})[depth] = [v / 1e9 for v in values]
-    return {by: (sorted(d), [d[k] for k in sorted(d)]) for by, d in out.items()}
+    """``{by: (depths, GB/s of each round for each depth)}`` of one kind of reads."""
+    rates = samples[samples.kind == kind].groupby(["variant", "depth"]).bytes_per_s
+    rates = rates.apply(lambda part: (part / 1e9).tolist())
+    return {by: (list(its[by].index), list(its[by])) for by, its in rates.groupby(level=0)}
 
 
 def save(path: str | Path, record: Any) -> None:

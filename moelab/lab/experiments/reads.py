@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -21,7 +22,9 @@ from ...streaming.reading.reader import Reader
 from ...streaming.residency.bank import ranges
 from .. import machine, oscache, records, timing
 from ..models import folder
-from ..records import ReadSample, ReadsRecord
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 EXPERTS, MANY_EXPERTS, WEIGHTS = "experts", "experts, 32 a call", "weights"
 A_CALL = {EXPERTS: 8, MANY_EXPERTS: 32, WEIGHTS: 8}  # experts read in each call, by kind
@@ -39,7 +42,7 @@ def bench_reads(
     kinds: Sequence[str] = (EXPERTS, MANY_EXPERTS, WEIGHTS),
     seed: int = 0,
     progress: bool = True,
-) -> ReadsRecord:
+) -> "DataFrame":
     """Read whole experts through the engine's ``Reader``, against fio on the same file.
 
     The kinds of reads:
@@ -67,7 +70,8 @@ def bench_reads(
         progress (bool): Show a bar.
 
     Returns:
-        ReadsRecord: Bytes per second of every run.
+        DataFrame: ``bytes_per_s`` of every run, with its ``kind``, ``depth`` and ``round``; the
+        ``variant`` is who read.
 
     Raises:
         ValueError: If the model has no experts that can be read in place.
@@ -85,18 +89,17 @@ def bench_reads(
         ]
         for kind in kinds
     }
-    record = ReadsRecord(
-        model=path.name,
-        file=file.name,
-        machine=machine.card(),
-        cache_state="cold" if cold else "warm",
-        fio=bool(fio),
-        nbytes_a_run=nbytes,
-        block_sizes={
+    settings = {
+        "model": path.name,
+        "file": file.name,
+        "cache_state": "cold" if cold else "warm",
+        "fio": bool(fio),
+        "nbytes_a_run": nbytes,
+        "block_sizes": {
             kind: sorted({t.nbytes for parts in its for t in parts}) for kind, its in pieces.items()
         },
-    )
-    order = random.Random(seed)
+    }
+    running, rows, order = records.Running("reads", settings), [], random.Random(seed)
     with tqdm(total=rounds * len(plan), desc="reads", leave=False, disable=not progress) as bar:
         for i in range(rounds):
             for kind, depth, by in order.sample(plan, len(plan)):
@@ -107,9 +110,10 @@ def bench_reads(
                 else:
                     direct, fio_seed = by == FIO_DIRECT, order.randrange(1 << 30)
                     speed = _fio(fio, file, pieces[kind][0], depth, nbytes, direct, fio_seed)
-                record.samples.append(ReadSample(i, kind, depth, by, speed))
+                row = {"variant": by, "round": i, "kind": kind, "depth": depth}
+                rows.append(row | {"bytes_per_s": speed})
                 bar.update()
-    return record
+    return running.table(rows)
 
 
 def _experts_of_largest_file(path):
@@ -203,23 +207,25 @@ def _fio(fio, file, parts, depth, nbytes, direct, seed):
     return float(json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["read"]["bw_bytes"])
 
 
-def report(record: ReadsRecord) -> str:
+def report(samples: "DataFrame") -> str:
     """A line for each kind and depth."""
+    s = samples.attrs["settings"]
     lines = [
-        machine.card_line(record.machine),
-        f"{record.model}/{record.file}, {record.cache_state}, {record.nbytes_a_run / 1e6:.0f} MB a "
-        "run; GB/s, median [quartiles]",
+        machine.card_line(samples.attrs["machine"]),
+        f"{s['model']}/{s['file']}, {s['cache_state']}, {s['nbytes_a_run'] / 1e6:.0f} MB a run; "
+        "GB/s, median [quartiles]",
     ]
-    if not record.fio and record.cache_state == "cold":
+    if not s["fio"] and s["cache_state"] == "cold":
         lines.append("no comparison: fio is not installed (Debian: apt-get install fio)")
-    for (kind, depth), rates in sorted(record.rates().items()):
+    for (kind, depth), rows in samples.groupby(["kind", "depth"]):
+        rates = {by: records.values(rows, by, "bytes_per_s") for by in sorted(set(rows.variant))}
         parts = [f"{by} {timing.quartiles_text(v, 1e-9, '.2f')}" for by, v in rates.items()]
         for by in [by for by in rates if by != MOELAB]:
-            ratio = timing.paired_ratio(rates[MOELAB], rates[by])["median"]
+            ratio = records.paired(rows, MOELAB, by, "bytes_per_s").median()
             parts.append(f"moelab is x {ratio:.2f} {by}")
-        sizes = "+".join(str(nbytes // 1024) for nbytes in record.block_sizes[kind])
+        sizes = "+".join(str(nbytes // 1024) for nbytes in s["block_sizes"][kind])
         lines.append(f"{kind} of {sizes} KiB, depth {depth}: {'; '.join(parts)}")
-    return "\n".join(lines)
+    return "\n".join(lines + records.disturbance(samples))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -242,5 +248,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The command."""
-    record = bench_reads(args.model, args.depth, args.megabytes << 20, args.runs)
-    records.print_and_save(report(record), record, args.json)
+    samples = bench_reads(args.model, args.depth, args.megabytes << 20, args.runs)
+    records.print_and_save(report(samples), samples, args.json)

@@ -33,7 +33,7 @@ from ..experiments.ladder import (
     waiting_share,
 )
 from ..plots import charts, style
-from ..records import ReadsRecord, values
+from ..records import values
 from ..texts import PROMPTS
 
 if TYPE_CHECKING:
@@ -100,11 +100,11 @@ def agreement_table(here: dict[str, Any], gpu: Recorded) -> None:
     charts.table(("", "mode", "same token", "largest error of a logit, over their spread"), rows)
 
 
-def read_lines(cold: ReadsRecord, gpu: Recorded, expert_nbytes: int) -> go.Figure:
+def read_lines(cold: "DataFrame", gpu: Recorded, expert_nbytes: int) -> go.Figure:
     """Read rates against the number of reads in flight.
 
     Args:
-        cold (ReadsRecord): Of ``reads.bench_reads``.
+        cold (DataFrame): Of ``reads.bench_reads``.
         gpu (Recorded): The recorded run.
         expert_nbytes (int): One expert.
     """
@@ -397,7 +397,7 @@ class Results:
 
     Attributes:
         ladder (DataFrame): Of ``measure``.
-        reads (ReadsRecord): Of ``reads.bench_reads``, cold.
+        reads (DataFrame): Of ``reads.bench_reads``, cold.
         swept (DataFrame): Of ``sweep``.
         prompt (PromptReads): Of ``prompt_reads``.
         varied (Variation): Of ``measure_prompts``.
@@ -405,7 +405,7 @@ class Results:
     """
 
     ladder: "DataFrame"
-    reads: ReadsRecord
+    reads: "DataFrame"
     swept: "DataFrame"
     prompt: PromptReads
     varied: Variation
