@@ -20,7 +20,6 @@ from ... import DATA, StreamConfig, load, record, stats, synthesize
 from .. import records
 from ..decode import Decoded, decode
 from ..texts import PROMPTS
-from ..timing import Summary
 from . import bench
 from .dispatch import BITS, GROUP, Timed, default_dtype
 
@@ -86,8 +85,7 @@ class Recorded:
         warm (DataFrame): The ladder with the file in the page cache.
         cold (DataFrame): The same with its pages dropped.
         slots (DataFrame): The speed with several numbers of slots.
-        all_in_slots (dict): A block with every expert in its slot, over the resident block and one
-            evaluation: ``Summary`` by mode.
+        all_in_slots (DataFrame): Of ``layer.bench_layer``.
         together (Timed): ``tokens_at_once`` with the shape of 35B-A3B.
         reads (tuple): Reads in flight, and rows of GB/s: experts, cold.
         agreement (dict[str, dict]): ``exactness.agreement`` in float32 and the checkpoint's dtype.
@@ -99,7 +97,7 @@ class Recorded:
     warm: "DataFrame"
     cold: "DataFrame"
     slots: "DataFrame"
-    all_in_slots: dict[str, Summary]
+    all_in_slots: "DataFrame"
     together: Timed
     reads: tuple[list[int], list[list[float]]]
     agreement: dict
@@ -121,7 +119,7 @@ def recorded(name: str = "cuda_h200_engine") -> Recorded:
         warm=records.read(name, "sections", "ladder_warm"),
         cold=records.read(name, "sections", "ladder_cold"),
         slots=records.read(name, "sections", "slots"),
-        all_in_slots=sections["all_in_slots"]["ratio"],
+        all_in_slots=records.read(name, "sections", "all_in_slots"),
         together=Timed.parse(sections["tokens_at_once"]),
         reads=records.reads_GBs(records.read(name, "sections", "reads", "cold"))["moelab"],
         agreement={d: sections["agreement"][d]["modes"] for d in ("float32", "auto")},

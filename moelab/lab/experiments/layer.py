@@ -2,13 +2,11 @@
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from ... import StreamConfig, close, load, stats
@@ -26,27 +24,10 @@ from .. import machine, records, timing
 from ..models import folder
 from .bench import resident_like
 
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
+
 EVALUATION = "one evaluation"  # of one small operation
-
-
-@dataclass(frozen=True)
-class LayerRecord:
-    """What ``bench_layer`` measured.
-
-    Attributes:
-        model (str): The folder's name.
-        timings (dict[str, Timing]): Of the layer in each mode, and of one evaluation.
-        misses_while_timed (dict[str, int]): By mode; 0 if every expert stayed in its slot.
-        ratio (dict[str, Summary]): A mode's time over resident plus one evaluation, round by round.
-        machine (dict): Of ``machine.card``.
-    """
-
-    model: str
-    timings: dict[str, timing.Timing]
-    misses_while_timed: dict[str, int]
-    ratio: dict[str, timing.Summary]
-    machine: dict[str, Any]
-    kind: str = field(default="layer", init=False)
 
 
 def bench_layer(
@@ -55,7 +36,7 @@ def bench_layer(
     base: StreamConfig | None = None,
     rounds: int = 200,
     seed: int = 0,
-) -> LayerRecord:
+) -> "DataFrame":
     """Time the first MoE block with every expert in its slot, against the same block resident.
 
     A streamed layer must tell the host which experts it needs, so it cannot cost less than the
@@ -70,11 +51,15 @@ def bench_layer(
         seed (int): Of the input and of the orders.
 
     Returns:
-        LayerRecord: Timings, and ratios to resident.
+        DataFrame: ``call_s`` of every round, of the block in each mode and of ``EVALUATION``. The
+        header has ``misses_while_timed`` by mode: 0 if every expert stayed in its slot.
     """
     path = folder(path)
     configs = parse_modes(modes, base) if isinstance(modes, str) else modes
     configs = {"resident": resident_like(base), **configs}
+    warmup = max(3, rounds // 10)
+    settings = {"model": path.name, "warmup_rounds": warmup, "baseline": "resident"}
+    running = records.Running("layer", settings)
     variants, models, x = {}, {}, None
     try:
         for name, config in configs.items():
@@ -89,24 +74,30 @@ def bench_layer(
         small = mx.zeros((8,))
         mx.eval(small)
         variants[EVALUATION] = lambda: mx.eval(small + 1)
-        timings = timing.interleave(variants, rounds, n_warmup=max(3, rounds // 10), seed=seed)
-        streamed = {name: model for name, model in models.items() if name != "resident"}
+        timings = timing.interleave(variants, rounds, n_warmup=warmup, seed=seed)
         # The call before the clock missed the K experts of x.
         misses = {
             name: max(0, stats(model).decode.misses - session_of(model).top_k)
-            for name, model in streamed.items()
+            for name, model in models.items()
+            if name != "resident"
         }
     finally:
         for model in models.values():
             close(model)
-    baseline = np.add(timings["resident"].samples_s, timings[EVALUATION].samples_s)
-    return LayerRecord(
-        model=path.name,
-        timings=timings,
-        misses_while_timed=misses,
-        ratio={name: timing.paired_ratio(timings[name], baseline) for name in streamed},
-        machine=machine.card(),
+    rows = [
+        {"variant": name, "round": i, "call_s": timings[name].samples_s[i]}
+        for i in range(rounds)
+        for name in variants
+    ]
+    return running.table(rows, misses_while_timed=misses)
+
+
+def block_ratio(samples: "DataFrame", mode: str) -> "Series":
+    """A mode's block over the resident block and one evaluation, by round."""
+    mine, *baseline = (
+        records.values(samples, name, "call_s") for name in (mode, "resident", EVALUATION)
     )
+    return mine / sum(baseline)
 
 
 def _evaluation(block, x):
@@ -130,18 +121,20 @@ def _width(model) -> int:
     raise ValueError("the model has no embed_tokens")
 
 
-def report(record: LayerRecord) -> str:
+def report(samples: "DataFrame") -> str:
     """Timings and ratios as text."""
     lines = [
-        machine.card_line(record.machine),
-        f"{record.model}: one MoE block, every expert in its slot",
-        *map(str, record.timings.values()),
+        machine.card_line(samples.attrs["machine"]),
+        f"{samples.attrs['settings']['model']}: one MoE block, every expert in its slot",
     ]
-    for name, ratio in record.ratio.items():
-        misses = record.misses_while_timed[name]
-        text = f"{name} / (resident + one evaluation) = {timing.quartiles_text(ratio)}"
-        lines.append(f"{text}; misses while timed: {misses}")
-    return "\n".join(lines)
+    for name, rows in samples.groupby("variant", sort=False):
+        lines.append(str(timing.Timing(name, tuple(rows.call_s))))
+    for name, misses in samples.attrs["misses_while_timed"].items():
+        ratio = timing.quartiles_text(block_ratio(samples, name))
+        lines.append(
+            f"{name} / (resident + one evaluation) = {ratio}; misses while timed: {misses}"
+        )
+    return "\n".join(lines + records.disturbance(samples))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -160,5 +153,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """The command."""
     base, configs = modes_given(args)
-    record = bench_layer(args.model, configs, base, args.runs)
-    records.print_and_save(report(record), record, args.json)
+    samples = bench_layer(args.model, configs, base, args.runs)
+    records.print_and_save(report(samples), samples, args.json)

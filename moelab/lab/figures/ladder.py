@@ -32,6 +32,7 @@ from ..experiments.ladder import (
     rungs,
     waiting_share,
 )
+from ..experiments.layer import block_ratio
 from ..plots import charts, style
 from ..records import values
 from ..texts import PROMPTS
@@ -186,13 +187,13 @@ def part_bars(here: "DataFrame", gpu: Recorded) -> go.Figure:
     """What a token's time is made of on every rung."""
     sources = _sources(here, gpu)
     mine, warm, cold = (f"{waiting_share(r):.0%}" for r in sources.values())
-    block = gpu.all_in_slots["fused"]
+    block = block_ratio(gpu.all_in_slots, "fused").median()
     return charts.parts(
         {label: parts(r) for label, r in sources.items()},
         f"Waiting for reads takes {mine} of a token here, {warm} on the GPU, {cold} there cold",
         "Slow arithmetic hides the reads. Where arithmetic is fast, reads and the wait for the "
         "routing are what is left. With every expert in its slot a fused block takes "
-        f"{block['median']:.2f} times the resident block and one evaluation on the GPU.",
+        f"{block:.2f} times the resident block and one evaluation on the GPU.",
         note="the share of the rung gate+up in the title; " + charts.recorded_note(gpu.machine),
     )
 
