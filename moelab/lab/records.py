@@ -284,15 +284,6 @@ class Running:
         return table(self.header | {"load": load} | more | {"rows": rows})
 
 
-def disturbance(samples: "DataFrame") -> list[str]:
-    """A line that says that other work disturbed the run, if it did."""
-    load = samples.attrs.get("load", {})
-    if not load.get("disturbed"):
-        return []
-    cores = load["cores_of_others"]
-    return [f"DISTURBED: other processes used {cores:.1f} cores; this run is not a record"]
-
-
 def _others_s():
     """Seconds of processor time that other processes used since the machine started."""
     total = psutil.cpu_times()
@@ -373,8 +364,19 @@ def is_table(value: Any) -> bool:
 
 
 def print_and_save(text: str, record: Any, path: str | Path | None = None) -> None:
-    """Print a record's report, and save the record if there is a path."""
-    print(text)
+    """Print a record's report and whether other work disturbed the run, and save the record.
+
+    Args:
+        text (str): The report; nothing if it is empty.
+        record (Any): As for ``save``.
+        path (str or Path, optional): The file. Default: none is written.
+    """
+    load = record.attrs.get("load", {}) if is_table(record) else {}
+    if load.get("disturbed"):
+        cores = f"other processes used {load['cores_of_others']:.1f} cores"
+        text += "\n" * bool(text) + f"DISTURBED: {cores}; this run is not a record"
+    if text:
+        print(text)
     if path is not None:
         save(path, record)
 

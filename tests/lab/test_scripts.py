@@ -20,7 +20,8 @@ def test_a_script_says_its_words(name, capsys):
     assert len(re.findall(r"\b[A-Z]{2,}\b", usage)) >= 1
 
 
-def test_words_arrive(monkeypatch):
+def test_words_arrive(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     seen = []
     monkeypatch.setattr(workload, "measure", lambda *args, keep: seen.append(args))
     assert main(["workload", "o.json", "M", "175", "lookup", "D=4"]) == 0

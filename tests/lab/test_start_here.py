@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moelab.lab import records
+from moelab.lab import cite, records
 from moelab.lab.experiments import start_here
 from moelab.lab.figures import start_here as figures
 from moelab.lab.plots import style
@@ -54,7 +54,8 @@ def test_dial(model_path, plan):
 def test_the_notebook_says_what_the_record_says():
     record = records.recorded("cpu_start_here")
     cells = json.loads(NOTEBOOK.read_text())["cells"]
-    said = " ".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    texts = ("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    said = cite.shown(" ".join(texts))
     said = " ".join(said.replace("\n> ", " ").split())
     plan, held = record["plan"], record["slots"]["16"]
     assert f"16 of {plan['num_experts']} experts a layer" in said

@@ -425,7 +425,7 @@ def report(samples: "DataFrame") -> str:
     for name, ceiling in ceilings(samples).items() if "read_bytes_per_s" in samples.attrs else ():
         speeds = ", ".join(f"{v:.1f} tok/s with {k}" for k, v in ceiling.items())
         lines.append(f"ceilings, {name}: {speeds}")
-    return "\n".join(lines + records.disturbance(samples))
+    return "\n".join(lines)
 
 
 def _interval(ratio):

@@ -135,5 +135,4 @@ def measure(
 
 def main(out: str, model: str) -> None:
     """Write the record of ``measure``."""
-    made = measure(model)
-    records.print_and_save("\n".join(records.disturbance(made)), made, out)
+    records.print_and_save("", measure(model), out)

@@ -134,7 +134,7 @@ def report(samples: "DataFrame") -> str:
         lines.append(
             f"{name} / (resident + one evaluation) = {ratio}; misses while timed: {misses}"
         )
-    return "\n".join(lines + records.disturbance(samples))
+    return "\n".join(lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -225,7 +225,7 @@ def report(samples: "DataFrame") -> str:
             parts.append(f"moelab is x {ratio:.2f} {by}")
         sizes = "+".join(str(nbytes // 1024) for nbytes in s["block_sizes"][kind])
         lines.append(f"{kind} of {sizes} KiB, depth {depth}: {'; '.join(parts)}")
-    return "\n".join(lines + records.disturbance(samples))
+    return "\n".join(lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

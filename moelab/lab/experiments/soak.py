@@ -172,4 +172,4 @@ def measure(
 
 def main(out: str) -> None:
     """Write the record of ``measure``."""
-    records.save(out, measure())
+    records.print_and_save("", measure(), out)
