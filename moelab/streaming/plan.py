@@ -24,6 +24,7 @@ from ..memory import memory_in_cgroups, memory_on_gpu
 from .build import activation_dtype, build_model, stays_resident
 from .config import SLOT_MODES, StreamConfig
 from .ranks import Ranks
+from .reading.flight import BUFFER_NBYTES
 from .residency.bank import can_empty
 
 # What a process takes beside its arrays once it has loaded a model and computed a prompt
@@ -313,7 +314,7 @@ def _needs(model, checkpoint, config, top_k, ranks):
     return _Needs(
         backbone + resident,
         caches,
-        GPU_NBYTES if mx.cuda.is_available() else PROCESS_NBYTES,
+        GPU_NBYTES if mx.cuda.is_available() else PROCESS_NBYTES + _in_flight_nbytes(E, experts),
         config.reserved_nbytes,
         token,
         logits,
@@ -323,6 +324,11 @@ def _needs(model, checkpoint, config, top_k, ranks):
         held,
         min(top_k, held),
     )
+
+
+def _in_flight_nbytes(E, experts):
+    """What reads past the page cache take on their way into slots."""
+    return min(BUFFER_NBYTES, E * max(experts)) if can_empty() else 0
 
 
 def _prompt_tokens(needs, memory, context):

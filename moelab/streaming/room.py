@@ -16,8 +16,8 @@ from .residency.bank import can_empty
 from .residency.residency import Residency
 
 LOOK_S = 0.05  # from one look at the memory that is left to the next, which takes 0.2 ms
-# Kept free while tokens are decoded: other programs may take it between two looks. A prompt may
-# take it for itself.
+# Kept free: other programs may take it between two looks, and a prompt may take a little more than
+# is planned for it (a server of 900 MB was killed without).
 RESERVE_NBYTES = BESIDE_NBYTES // 2
 # The share of a prompt's memory that one layer takes and frees again. The four layers of notebook
 # 03 took 0.1 to 0.7.
@@ -109,7 +109,7 @@ class Room:
             slots = min(slots, self._in_use, plan.slots_beside(step))
         needs = partial(plan.call_nbytes, caches=caches, is_first=not self._tokens)
         room, _ = self.memory()
-        taken = needs(step) + (0 if is_prompt else RESERVE_NBYTES)
+        taken = needs(step) + RESERVE_NBYTES
         if self._fitting(taken, room) < slots:
             mx.clear_cache()  # what a prompt left free may be enough
             return_free_memory()
