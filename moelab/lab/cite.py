@@ -11,18 +11,21 @@ A number carries its expression in an HTML comment behind it, which does not sho
 ``<!--given-->`` behind a number says that no record decides it. An expression has no ``|``, which
 would end a table's cell. It may use ``read``, ``group``, ``ratios``, ``ratio`` (``paired``),
 ``of`` (``values``), ``same_tokens``, ``recorded`` and ``PUBLISHED`` of ``records``, ``np``, and
-``q`` and ``m`` of this module.
+``q``, ``m`` and ``times`` of this module.
 """
 
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import records
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 VALUE = r"-?\d+(?:[.,]\d+)*(?:e-?\d+)?(?: ?\[-?[\d.,]*\d, -?[\d.,]*\d\])?"  # 1,024 or 1.5 [1, 2]
 COMMENT = re.compile(
@@ -39,6 +42,12 @@ def q(samples: Sequence[float], form: str = ".2f", scale: float = 1) -> str:
     """The median of some numbers and their quartiles: ``"1.5 [1.0, 2.0]"``."""
     low, mid, high = (format(v * scale, form) for v in np.percentile(samples, (25, 50, 75)))
     return f"{mid} [{low}, {high}]"
+
+
+def times(table: "DataFrame", over: str, under: str, form: str = ".1f") -> str:
+    """One variant's median tokens a second over another's."""
+    over, under = (records.values(table, name, "tok_s").median() for name in (over, under))
+    return f"{over / under:{form}}"
 
 
 def fill(text: str, names: dict[str, Any] | None = None) -> str:
@@ -123,5 +132,5 @@ NAMES = {
         "of": records.values,
         "ratio": records.paired,
     },
-    **{"np": np, "m": m, "q": q},
+    **{"np": np, "m": m, "q": q, "times": times},
 }

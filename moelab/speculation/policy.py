@@ -85,7 +85,6 @@ class Policy:
         self._num_prompts = 0  # that the draft has read
         self._position_s = None  # seconds of each position of a prompt
         self._tried, self._won = [0.0] * max_draft_tokens, [0.0] * max_draft_tokens
-        self._weight = 1.0  # of what was tried and won so far, not yet multiplied with it
         self.lost_s = self._banked_s = 0.0  # banked: won in earlier texts
         self.begin()
 
@@ -116,7 +115,7 @@ class Policy:
         self.num_tokens += 1
         self._plain_s.append(seconds)
         self._rounds = min(self._rounds + 1, 0)
-        self._weight *= FORGET_PLAIN
+        self._forget(FORGET_PLAIN)
 
     def drafted(
         self,
@@ -139,8 +138,7 @@ class Policy:
         """
         self.num_tokens += accepted + 1
         self._rounds += 1
-        self._weight *= FORGET_ROUND
-        self._forget()
+        self._forget(FORGET_ROUND)
         for i in range(min(accepted + 1, drafted)):
             self._tried[i] += 1
             self._won[i] += i < accepted
@@ -176,7 +174,6 @@ class Policy:
         if self._rounds == 0 and self.num_tokens % ASK_EVERY:
             return 0
         self.plain_s = median(self._plain_s)
-        self._forget()
         # The tokens that a round of 0, 1, 2 ... drafts brings.
         tokens = list(accumulate(accumulate([1.0, *self.acceptance()], mul)))
         missed_s, left_s = self.missed_s(missed), self._allowed_s() - self.lost_s
@@ -192,11 +189,10 @@ class Policy:
                 return -max(affordable)[1]
         return 0
 
-    def _forget(self) -> None:
-        """Let what was tried and won count with its weight of today."""
-        self._tried = [self._weight * n for n in self._tried]
-        self._won = [self._weight * n for n in self._won]
-        self._weight = 1.0
+    def _forget(self, weight):
+        """Let earlier drafts count less, by this weight."""
+        self._tried = [weight * n for n in self._tried]
+        self._won = [weight * n for n in self._won]
 
     def _allowed_s(self) -> float:
         """Seconds that this text may lose by drafting."""

@@ -176,7 +176,7 @@ def test_a_loop_that_patches_the_recurrence_of_every_family(load, monkeypatch):
 @pytest.mark.parametrize("strategy", ("auto", "states"))
 @pytest.mark.parametrize("family", ("qwen3_5_moe", "qwen3_next"))
 def test_passes_that_are_taken_back_leave_no_bit(family, strategy, load):
-    """And keep less than a state for each token."""
+    """Meanwhile they keep less memory than a state for each token would take."""
     model, tokens = load(family), TOKENS.tolist()[0]
     want = logits(model)[0]
     cache = make_prompt_cache(model)

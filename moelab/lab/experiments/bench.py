@@ -189,7 +189,7 @@ def measure(
             return _sample(model, tokenizer, path, num, warmup, prompt, feed, nbytes, dropped)
         limited = None if name == RESIDENT else limit_nbytes
         if limited:
-            drop()  # pages that another process brought in would be served, and not counted
+            drop()  # pages of another process do not count towards this one's limit
         call = (path, configs[name], num, warmup, prompt, feed)
         made, done = limit.call(in_own_process, *call, what=name, nbytes=limited)
         if done.killed and not limited:
