@@ -1,9 +1,9 @@
 """Records: what a measurement keeps as JSON, read back as a table, and published figures.
 
 A recorded run is ``data/results/NAME.json``. A record is a header (kind, command, commit, machine,
-load, settings) and flat ``rows``, one a sample. ``read`` gives it as a table, ``group`` and
-``ratios`` say what follows, ``save`` writes it. Kinds that are no table yet have a type of their
-own in their experiment's module, with a ``from_json``.
+load, settings) and flat ``rows``, one a sample. ``interleave`` measures one, ``read`` gives it as a
+table, ``group`` and ``ratios`` say what follows, ``together`` puts several into one table, ``save``
+writes it. Kinds that are no table yet have a type of their own in their experiment's module.
 """
 
 import functools
@@ -11,12 +11,13 @@ import importlib
 import json
 import math
 import os
+import random
 import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
+from tqdm import tqdm
 
 from ..shipped import shipped
 from . import timing
@@ -163,7 +165,23 @@ def read(name: str, *section: str, disturbed: bool = False) -> "DataFrame":
             f"{where}: expected a whole, undisturbed run, got one that {what}. Measure again, or "
             "read it with disturbed=True."
         )
-    return table({"machine": whole.get("machine")} | found)
+    return table({"machine": whole.get("machine")} | found | {"record": where})
+
+
+def together(tables: "Mapping[str, DataFrame]", column: str = "source") -> "DataFrame":
+    """Several tables as one, with a column that says which a row comes from.
+
+    Args:
+        tables (Mapping): Tables by name.
+        column (str): Of the names.
+
+    Returns:
+        DataFrame: ``attrs`` are the first one's, and ``headers`` has those of all.
+    """
+    out = pandas().concat([t.assign(**{column: name}) for name, t in tables.items()])
+    headers = [t.attrs for t in tables.values()]
+    out.attrs = headers[0] | {"headers": headers}
+    return out.reset_index(drop=True)
 
 
 def values(samples: "DataFrame", variant: str, column: str) -> "Series":
@@ -237,6 +255,73 @@ def same_tokens(samples: "DataFrame", baseline: str) -> dict[str, tuple[int, int
         rounds = mine.index.intersection(theirs.index)
         out[name] = sum(mine[i] == theirs[i] for i in rounds), len(rounds)
     return out
+
+
+def interleave(
+    kind: str,
+    variants: Mapping[str, Callable[[int], Any]],
+    runs: int,
+    settings: dict[str, Any] | None = None,
+    warmup: int = 1,
+    seed: int = 0,
+    each_round: Callable[[int], dict[str, Any]] | None = None,
+    keep: Callable[["DataFrame"], None] | None = None,
+    progress: bool = True,
+) -> "DataFrame":
+    """Run every variant once a round, in a new random order every round.
+
+    A machine that becomes slower or faster then does so for all variants alike.
+
+    Args:
+        kind (str): Of the record.
+        variants (Mapping): A function by name. It takes the round's number, below 0 in a round
+            that is not kept, and returns the columns of its row; a float for ``seconds``; or None
+            to be timed. What it computes it must evaluate.
+        runs (int): Rounds that are kept.
+        settings (dict): Of the run, for the header.
+        warmup (int): Rounds before them.
+        seed (int): Of the orders.
+        each_round (Callable): Called before each round, with its number; gives columns for all of
+            its rows.
+        keep (Callable): Called with the table after each round, so that a run that is cut off
+            keeps what it has.
+        progress (bool): Show a bar.
+
+    Returns:
+        DataFrame: As ``table`` gives it, with ``variant`` and ``round``. A variant whose row says
+        ``killed`` is not run again.
+    """
+    given = {"runs": runs, "warmup_rounds": warmup, "seed": seed}
+    running, order = Running(kind, (settings or {}) | given), random.Random(seed)
+    rows, killed, total = [], set(), (warmup + runs) * len(variants)
+    with tqdm(total=total, desc=kind, unit="run", leave=False, disable=not progress) as bar:
+        for i in range(-warmup, runs):
+            same = each_round(i) if each_round else {}
+            made = {}
+            for name in order.sample(list(variants), len(variants)):
+                if name not in killed:
+                    made[name] = _row(variants[name], i)
+                    killed |= {name} if made[name].get("killed") else set()
+                bar.update()
+            if i >= 0:
+                done = (name for name in variants if name in made)
+                rows += [{"variant": n, "round": i} | made[n] | same for n in done]
+            if i >= 0 and keep:
+                keep(running.table(rows, partial=True))
+    return running.table(rows)
+
+
+def _row(run, i):
+    begin = time.perf_counter()
+    made = run(i)
+    if isinstance(made, dict):
+        return made
+    return {"seconds": made if isinstance(made, float) else time.perf_counter() - begin}
+
+
+def timed(call: Callable[[], Any], **columns: Any) -> Callable[[int], dict[str, Any]]:
+    """A variant for ``interleave``: a call to time, and columns that say what it is."""
+    return lambda i: _row(lambda _: call(), i) | columns
 
 
 class Running:

@@ -1,0 +1,383 @@
+"""Charts of a table: ``bars``, ``lines``, ``parts``, ``timeline``, ``table``.
+
+Each takes a table of samples (``records.read``, or what an experiment returned) and columns by
+name, or an expression of them: ``bars(samples, "decode_s * 1e3 / decode_tokens")``. Title and
+finding are the caller's words. The note under the title (model, n, page cache), the machine and
+the figure in words follow from the table.
+"""
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import plotly.graph_objects as go
+from IPython.display import display
+from plotly.subplots import make_subplots
+
+from .plots import style
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+# Pixels: of a bar with its gap, of a panel's title and axis.
+BAR, PANEL_TITLE, PANEL_AXIS = 34, 20, 64
+WIDTH = 880  # of all panels together, about
+LABEL_CHARACTERS = 26
+MOST_COLUMNS = 3
+COLORS = 6  # of ``style.COLORS``: whiskers are not seen on black, numbers not on yellow
+
+
+def bars(
+    samples: "DataFrame",
+    x: str,
+    y: str = "variant",
+    panel: str | None = None,
+    *,
+    title: str,
+    axis: str,
+    finding: str,
+    note: str = "",
+    log: bool = False,
+    ceilings: Mapping[str, float] | Mapping[Any, Mapping[str, float]] = {},
+    digits: int = 3,
+) -> go.Figure:
+    """A horizontal bar for each group of samples: its median, with quartiles as whiskers.
+
+    Args:
+        samples (DataFrame): A row a sample.
+        x (str): What the bars measure: a column, or an expression of columns.
+        y (str): The column with a bar for each value.
+        panel (str): The column with a panel for each value; each has its own scale.
+        title (str): What was found, short.
+        axis (str): What the bars measure, with its unit.
+        finding (str): What is to be seen, in one or two sentences.
+        note (str): What else qualifies the numbers.
+        log (bool): Logarithmic axis.
+        ceilings (Mapping): Lines to draw across all panels, ``{label: value}``, or
+            ``{panel: {label: value}}``.
+        digits (int): Significant digits of the numbers at the bars.
+    """
+    grouped = _grouped(samples, x, y, panel)
+    names, per_panel = _names(grouped), any(isinstance(v, Mapping) for v in ceilings.values())
+    fig = _figure(samples, grouped, title, "", "", note, showlegend=False)
+    places = _panels(fig, list(grouped), names, axis, headroom=bool(ceilings))
+    words = []
+    for (label, variants), place in zip(grouped.items(), places):
+        low, mid, high = np.array([np.percentile(s, (25, 50, 75)) for s in variants.values()]).T
+        numbers, labels = [_number(m, digits) for m in mid], [_label(n) for n in variants]
+        fig.add_bar(
+            x=mid,
+            y=labels,
+            orientation="h",
+            marker_color=[style.COLORS[names.index(n) % COLORS] for n in variants],
+            error_x=style.whiskers(low, mid, high) if (high > low).any() else None,
+            **place,
+        )
+        _numbers(fig, high, labels, numbers, place)  # right of the whisker, not on it
+        here = ceilings.get(label, {}) if per_panel else ceilings
+        top = max([high.max(), *here.values()])
+        if log:
+            low_end = np.log10(min(mid.min(), top)) - 0.3
+            fig.update_xaxes(type="log", dtick=1, range=[low_end, np.log10(top) + 0.5], **place)
+        else:
+            fig.update_xaxes(range=[0, top * 1.3], **place)
+        for text, value in here.items():
+            side = "left" if value > 0.6 * top else "right"
+            style.ceiling(fig, value, text, axis="x", side=side, log=log, **place)
+        words.append(_told(label, (f"{n} {m}" for n, m in zip(variants, numbers))))
+    return style.describe(fig, f"Bars of {axis}. " + " ".join(words), finding)
+
+
+def parts(
+    samples: "DataFrame",
+    columns: Mapping[str, str],
+    y: str = "variant",
+    panel: str | None = None,
+    *,
+    title: str,
+    axis: str,
+    finding: str,
+    note: str = "",
+) -> go.Figure:
+    """A stacked bar for each group of samples: what something is made of, by the means.
+
+    Args:
+        samples (DataFrame): A row a sample.
+        columns (Mapping): Each part's column, or an expression of columns, by the part's name.
+        y, panel, title, axis, finding, note: As for ``bars``.
+    """
+    grouped = {part: _grouped(samples, x, y, panel) for part, x in columns.items()}
+    first = next(iter(grouped.values()))
+    names = _names(first)
+    fig = _figure(samples, first, title, "", "", note, barmode="stack", showlegend=True)
+    words = []
+    for i, (label, place) in enumerate(zip(first, _panels(fig, list(first), names, axis))):
+        labels = [_label(n) for n in first[label]]
+        means = {p: [np.mean(s) for s in of[label].values()] for p, of in grouped.items()}
+        for k, (part, values) in enumerate(means.items()):
+            fig.add_bar(
+                x=values,
+                y=labels,
+                orientation="h",
+                name=part,
+                legendgroup=part,
+                showlegend=i == 0,
+                marker=style.fill(k),
+                **place,
+            )
+        totals = np.sum(list(means.values()), axis=0)
+        _numbers(fig, totals, labels, [_number(t) for t in totals], place)
+        fig.update_xaxes(range=[0, totals.max() * 1.25], **place)
+        told = (
+            f"{n} " + ", ".join(f"{p} {v[j]:.3g}" for p, v in means.items())
+            for j, n in enumerate(first[label])
+        )
+        words.append(_told(label, told, "; "))
+    return style.describe(fig, f"Stacked bars of {axis}. " + " ".join(words), finding)
+
+
+def lines(
+    samples: "DataFrame",
+    x: str,
+    y: str,
+    by: str | None = "variant",
+    *,
+    title: str,
+    axes: tuple[str, str],
+    finding: str,
+    note: str = "",
+    log_x: bool = False,
+    ceilings: Mapping[str, float] = {},
+    marks: bool = True,
+    percent: bool = False,
+) -> go.Figure:
+    """A line for each group of samples: medians over x, with quartiles as whiskers.
+
+    Args:
+        samples (DataFrame): A row a sample.
+        x (str): The column of the horizontal axis: a number, or a name of a step.
+        y (str): What the lines measure: a column, or an expression of columns.
+        by (str): The column with a line for each value; None for one line.
+        title (str): What was found, short.
+        axes (tuple[str, str]): What x and y measure, with their units.
+        finding (str): What is to be seen, in one or two sentences.
+        note (str): What else qualifies the numbers.
+        log_x (bool): Logarithmic horizontal axis, with a tick at every x.
+        ceilings (Mapping): Horizontal lines, ``{label: value}``.
+        marks (bool): Whether the points are marked.
+        percent (bool): Whether y is a share, shown in percent.
+    """
+    series = _grouped(samples, y, x, by)
+    fig = _figure(samples, series, title, *axes, note, height=360)
+    words, top = [], list(ceilings.values())
+    for i, (name, points) in enumerate(series.items()):
+        style.band(fig, list(points), list(points.values()), str(name), i)
+        if not marks:
+            fig.data[-1].mode = "lines"
+        words.append(_told(name, [_series(points)]))
+        top += [np.percentile(p, 75) for p in points.values()]
+    starts = [np.median(next(iter(points.values()))) for points in series.values()]
+    for label, value in ceilings.items():
+        room = 0.1 * max(top)  # of a label above the line, where the series begin
+        style.ceiling(fig, value, label, below=any(0 <= y0 - value < room for y0 in starts))
+        words.append(f"Line, {label}: {value:.3g}.")
+    if log_x:
+        values = sorted({v for points in series.values() for v in points})
+        fig.update_xaxes(type="log", tickvals=values, ticktext=[str(v) for v in values])
+    fig.update_yaxes(range=[0, 1.12 * max(top)], tickformat=".0%" if percent else None)
+    return style.describe(fig, f"{axes[1]} over {axes[0]}. " + " ".join(words), finding)
+
+
+def timeline(
+    spans: "DataFrame",
+    panel: str | None = None,
+    *,
+    title: str,
+    axis: str,
+    finding: str,
+    note: str = "",
+    scale: float = 1e3,
+) -> go.Figure:
+    """What ran when: a bar from begin to end for each span, on the lane that ran it.
+
+    Args:
+        spans (DataFrame): ``lane``, ``what``, ``begin_s``, ``end_s``; a row a span.
+        panel, title, axis, finding, note: As for ``bars``.
+        scale (float): Multiplies the seconds.
+    """
+    panels = {None: spans} if panel is None else dict(list(spans.groupby(panel, sort=False)))
+    kinds = list(dict.fromkeys(spans.what))
+    lanes = list(dict.fromkeys(spans.lane))
+    fig = _figure(spans, {}, title, "", "", note, barmode="overlay", showlegend=True)
+    words = []
+    for i, ((label, rows), place) in enumerate(
+        zip(panels.items(), _panels(fig, list(panels), lanes, axis))
+    ):
+        for k, what in enumerate(kinds):
+            mine = rows[rows.what == what]
+            fig.add_bar(
+                x=(mine.end_s - mine.begin_s) * scale,
+                base=mine.begin_s * scale,
+                y=[_label(n) for n in mine.lane],
+                orientation="h",
+                name=what,
+                legendgroup=what,
+                showlegend=i == 0,
+                marker=style.fill(k),
+                **place,
+            )
+        took = (rows.end_s - rows.begin_s).groupby(rows.what, sort=False).sum() * scale
+        words.append(_told(label, (f"{what} {ms:.3g}" for what, ms in took.items())))
+    return style.describe(fig, f"Timeline, {axis}. " + " ".join(words), finding)
+
+
+def table(frame: "DataFrame", form: str | Mapping[str, str] = "{:.3g}") -> None:
+    """Shows a table, its index as the first column.
+
+    Args:
+        frame (DataFrame): Its columns' names are the head.
+        form (str or Mapping): Of its numbers, as for ``str.format``; or by column.
+    """
+
+    def text(column, cell):
+        given = form.get(column, "{:.3g}") if isinstance(form, Mapping) else form
+        return given.format(cell) if isinstance(cell, (float, np.floating)) else str(cell)
+
+    head = [" ".join(str(n) for n in frame.index.names if n), *map(str, frame.columns)]
+    cells = [
+        [", ".join(map(str, i)) if isinstance(i, tuple) else str(i)]
+        + [text(c, row[c]) for c in frame.columns]
+        for i, row in frame.iterrows()
+    ]
+    show_table(head, [[html.escape(cell) for cell in row] for row in cells])
+
+
+def show_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Shows a table whose cells are HTML."""
+    left = "style='text-align:left'"
+    top = "".join(f"<th {left}>{h}</th>" for h in head)
+    body = "".join(
+        "<tr>" + "".join(f"<td {left}>{cell}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    plain = "\n".join("  ".join(map(html.unescape, row)) for row in (head, *rows))
+    display({"text/html": f"<table><tr>{top}</tr>{body}</table>", "text/plain": plain}, raw=True)
+
+
+# What follows from a table
+
+
+def _grouped(samples, value, by, panel):
+    """``{panel: {group: samples}}`` of a column or an expression, without missing values."""
+    alive = samples[~samples.killed] if "killed" in samples else samples
+    kept = alive.assign(**{"": alive.eval(value)}).dropna(subset=[""])
+    if kept.empty:
+        raise ValueError(f"expected samples of {value!r}, got none")
+    panels = [("", kept)] if panel is None else kept.groupby(panel, sort=False)
+    return {
+        label: {name: part[""].to_numpy(float) for name, part in rows.groupby(by, sort=False)}
+        for label, rows in panels
+    }
+
+
+def _figure(samples, grouped, title, x, y, note, **layout):
+    """An empty figure with the note and the machines that the table's headers tell."""
+    headers = samples.attrs.get("headers", [samples.attrs])
+    settings = headers[0].get("settings") or {}
+    told = [settings.get("model", "")]
+    if "tokens" in settings:
+        told.append(f"{settings['tokens']} tokens a run")
+    if "cache_state" in settings:
+        told.append(f"page cache {settings['cache_state']}")
+    counts = sorted({len(s) for groups in grouped.values() for s in groups.values()})
+    if counts and counts[-1] > 1:
+        told.append("n=" + " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))))
+    cards = [h["machine"] if "record" in h else None for h in headers]
+    card = None if None in cards else cards[0] or ""
+    others = {id(c): c for c in cards if c and c is not card}
+    notes = [", ".join(filter(None, told)), note, *map(_short, others.values())]
+    note = "; ".join(filter(None, notes))
+    return style.figure(title, x, y, note=note, card=card, **layout)
+
+
+def _short(card):
+    """The machine of recorded numbers that stand beside others, short."""
+    device, versions = card["gpu"] or card["cpu"], f"mlx {card['mlx']}, moelab {card['moelab']}"
+    return f"recorded: {device}, {card['backend']}, {versions}, {card['date']}"
+
+
+def _series(points):
+    """The medians over x in words; one number where all read the same."""
+    medians, xs = [f"{np.median(p):.3g}" for p in points.values()], list(points)
+    if len(xs) > 1 and len(set(medians)) == 1:
+        return f"{medians[0]} from {xs[0]} to {xs[-1]}"
+    return ", ".join(f"{m} at {x}" for m, x in zip(medians, xs))
+
+
+def _told(label, words, between=", "):
+    told = between.join(words)
+    return f"{label}: {told}." if label not in (None, "") else f"{told}."
+
+
+# Panels of horizontal bars
+
+
+def _names(grouped):
+    """The groups of all panels, in order."""
+    return list(dict.fromkeys(name for groups in grouped.values() for name in groups))
+
+
+def _label(name):
+    return "<br>".join(style.wrap(str(name), LABEL_CHARACTERS)) + " "
+
+
+def _number(value, digits=3):
+    """A number with so many significant digits, never as a power of ten."""
+    return f"{value:.0f}" if value >= 10**digits else f"{value:#.{digits}g}".rstrip(".")
+
+
+def _numbers(fig, ends, labels, texts, place):
+    """Writes a number right of where each bar or its whisker ends."""
+    fig.add_scatter(
+        x=ends,
+        y=labels,
+        mode="text",
+        text=[f" {t}" for t in texts],
+        textposition="middle right",
+        cliponaxis=False,
+        hoverinfo="skip",
+        showlegend=False,
+        **place,
+    )
+
+
+def _panels(fig, titles, names, axis, headroom=False):
+    """Lays out panels that share their labels, as high as their bars need; returns their places."""
+    titles = ["" if t is None else str(t) for t in titles]
+    columns = len(titles) if len(titles) <= MOST_COLUMNS else 2
+    rows = math.ceil(len(titles) / columns)
+    labels = [_label(n) for n in names]
+    width = style.CHARACTER * max(len(part) for text in labels for part in text.split("<br>"))
+    characters = int((WIDTH - width) / columns / style.CHARACTER)
+    heads = [style.wrap(t, max(characters, 8)) for t in titles]
+    head = PANEL_TITLE * max(map(len, heads)) if any(titles) else 0
+    plot = sum(BAR + 12 * text.count("<br>") for text in labels) + 20 * headroom
+    height = rows * plot + (rows - 1) * (head + PANEL_AXIS)
+    make_subplots(
+        rows,
+        columns,
+        figure=fig,
+        subplot_titles=["<br>".join(h) for h in heads],
+        shared_yaxes=True,
+        horizontal_spacing=0.04,
+        vertical_spacing=(head + PANEL_AXIS) / height if rows > 1 else 0,
+    )
+    top = fig.layout.margin.t + head
+    fig.update_annotations(font_size=13, yshift=2)
+    fig.update_layout(margin={"t": top, "l": 20}, height=top + height + fig.layout.margin.b)
+    ends = [len(labels) - 0.5, -0.5 - 0.6 * headroom]  # the first variant on top
+    fig.update_yaxes(categoryorder="array", categoryarray=labels, range=ends, showgrid=False)
+    fig.update_yaxes(ticks="", tickfont_size=13)
+    fig.update_xaxes(nticks=5, title=axis)
+    return [{"row": 1 + i // columns, "col": 1 + i % columns} for i in range(len(titles))]

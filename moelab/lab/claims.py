@@ -1,0 +1,159 @@
+"""The claims that the lab settles: ``data/claims.json``, and the verdicts that follow from records.
+
+A claim has an ``id``, the ``claim``, its ``source``, the ``notebook`` that shows it, and either
+``cannot``, why it cannot be tested here, or ``figures``: for each regime, by name, an expression
+of records as in ``cite`` and its gate, ``least`` or ``most``, which was fixed before the run. An
+expression gives samples, whose median gets the interval of ``records.interval``, or one number,
+which was counted. A regime confirms its claim if the whole interval keeps to the gate, refutes it
+if none of it does, and is open else. The verdict is what all regimes say.
+"""
+
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import DATA
+from . import charts, cite, records
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+CONFIRMED, REFUTED, DEPENDS, OPEN, CANNOT = VERDICTS = (
+    "confirmed",
+    "refuted",
+    "depends on",
+    "open",
+    "cannot be tested here",
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One regime of a claim.
+
+    Attributes:
+        regime (str): Where and how it was measured.
+        median (float): Of the samples, or the number that was counted.
+        low, high (float): The interval of the median.
+        n (int): Samples; 0 for a count.
+        gate (str): What the claim asks for.
+        says (str): ``confirmed``, ``refuted`` or ``open``.
+    """
+
+    regime: str
+    median: float
+    low: float
+    high: float
+    n: int
+    gate: str
+    says: str
+
+    def __str__(self):
+        form = ".3g" if abs(self.median) < 1000 else ",.0f"
+        told = f"{self.median:{form}}"
+        if self.n:
+            told += f" [{self.low:{form}}, {self.high:{form}}], n={self.n}"
+        return f"{self.regime}: {told} ({self.gate})"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim with its verdict.
+
+    Attributes:
+        claim (dict): As in the file.
+        figures (list[Figure]): Its regimes, measured.
+    """
+
+    claim: dict[str, Any]
+    figures: list[Figure]
+
+    @property
+    def verdict(self) -> str:
+        """One of ``VERDICTS``."""
+        said = {figure.says for figure in self.figures}
+        if not said:
+            return CANNOT
+        if {CONFIRMED, REFUTED} <= said:
+            return DEPENDS
+        return said.pop() if len(said) == 1 else OPEN
+
+    @property
+    def because(self) -> str:
+        """The figures, or why there are none; what it depends on."""
+        if not self.figures:
+            return self.claim["cannot"]
+        where = [f.regime for f in self.figures if f.says == CONFIRMED]
+        depends = f"holds for {'; '.join(where)}. " if self.verdict == DEPENDS else ""
+        return depends + ". ".join(map(str, self.figures))
+
+
+def read(path: str | Path | None = None) -> list[dict[str, Any]]:
+    """The claims, in order. Default: those of ``data/claims.json``."""
+    return json.loads(Path(path or DATA / "claims.json").read_text(encoding="utf-8"))
+
+
+def judge(claim: dict[str, Any]) -> Judged:
+    """A claim with its figures, measured again from the records.
+
+    Raises:
+        ValueError: If an expression fails, or a figure has no gate.
+    """
+    return Judged(claim, [_figure(claim, *item) for item in claim.get("figures", {}).items()])
+
+
+def _figure(claim, regime, figure):
+    where = f"claim {claim['id']}, {regime}"
+    try:
+        found = eval(figure["is"], cite.NAMES.copy())
+        counted = np.ndim(found) == 0
+        samples = [float(found)] if counted else [float(v) for v in found]
+        ends = records.interval(samples)
+        sign, gate = ("least", figure["least"]) if "least" in figure else ("most", figure["most"])
+    except Exception as error:
+        raise ValueError(f"{where}: {error!r}. Correct it in data/claims.json.") from error
+    keeps = [gate <= v if sign == "least" else v <= gate for v in (ends["low"], ends["high"])]
+    says = OPEN if keeps[0] != keeps[1] else CONFIRMED if keeps[0] else REFUTED
+    n = 0 if counted else len(samples)
+    told = f"at {sign} {gate:g}"
+    return Figure(regime, float(np.median(samples)), ends["low"], ends["high"], n, told, says)
+
+
+def show(*ids: str) -> None:
+    """Shows some claims with their verdicts and the figures that they rest on.
+
+    Raises:
+        ValueError: If there is no such claim.
+    """
+    there = {claim["id"]: claim for claim in read()}
+    if wrong := [i for i in ids if i not in there]:
+        raise ValueError(f"expected claims of {', '.join(there)}, got {', '.join(wrong)}")
+    _show([judge(there[i]) for i in ids])
+
+
+def _show(judged: Sequence[Judged]):
+    cells = [
+        [
+            j.claim["id"],
+            html.escape(j.claim["claim"]),
+            f"<b>{j.verdict.replace(' ', '&nbsp;')}</b>",
+            html.escape(j.because),
+        ]
+        for j in judged
+    ]
+    charts.show_table(("", "claim", "verdict", "because"), cells)
+
+
+def scorecard() -> "DataFrame":
+    """Every claim: ``id``, ``claim``, ``source``, ``verdict``, ``because``, ``notebook``."""
+    keys = ("id", "claim", "source", "notebook")
+    rows = [
+        {key: j.claim[key] for key in keys} | {"verdict": j.verdict, "because": j.because}
+        for j in map(judge, read())
+    ]
+    return records.pandas().DataFrame(rows).set_index("id")
