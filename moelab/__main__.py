@@ -24,7 +24,6 @@ COMMANDS = {  # name: its module, what it does
     "bench": ("lab.experiments.bench", "decode in several modes, against the resident model"),
     "bench-layer": ("lab.experiments.layer", "one MoE layer with every expert in its slot"),
     "bench-reads": ("lab.experiments.reads", "read whole experts cold, against fio"),
-    "bench-limit": ("lab.experiments.limited", "decode under a memory limit"),
     "bench-draft": ("lab.experiments.drafts", "decode with drafts of several lengths"),
     "bench-prefetch": ("lab.experiments.prefetch", "every prefetcher, plain and packed"),
     "bench-top-k": ("lab.experiments.top_k", "speed and bits per byte with fewer experts"),

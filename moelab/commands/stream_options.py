@@ -187,11 +187,6 @@ def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, Stream
         config = dataclasses.replace(base, mode=mode, **changes)
         for key in config.unused().intersection(changes):
             raise ValueError(f"modes: {key} in {name!r} has no effect there: leave it out")
-        if config.prefetch == "oracle":
-            raise ValueError(
-                f"modes: {name!r}: an oracle needs a trace (moelab.lab.experiments.prefetch); "
-                "expected none or lookahead"
-            )
         configs[name] = config
     return configs
 

@@ -20,7 +20,6 @@ SCRIPTS = {  # name: its module, what it does
     "ranks": ("experiments.ranks", "experts divided over ranks of this machine"),
     "soak": ("experiments.soak", "a server at work for long"),
     "start-here": ("experiments.start_here", "the runs of notebook 00"),
-    "workload": ("experiments.workload", "sampled answers, with a draft and without"),
 }
 
 

@@ -1,8 +1,10 @@
-"""Greedy decoding against the clock: the one loop that every experiment times."""
+"""Decoding against the clock, with a draft and without: the loops that every experiment times."""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,23 +14,33 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import stats
+from ..commands.drafting import open_draft
 from ..prompt import encode as encode
+from ..speculation.drafts import Draft, ModelDraft
+from ..speculation.generate import speculative_generate_step
+from ..speculation.policy import Policy
 from ..streaming.session import Counters, is_loaded, session_of
+
+BUILT_IN = ("lookup", "self", "oracle")  # drafts that are no folder
+ACCEPT = 0.8  # how often the oracle is right
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """One greedy run against the clock; ``records.Sample`` has the same fields and its round.
+    """One run against the clock.
 
     Attributes:
         tokens (list[int]): All that it decoded: the prompt's next token, the warm-up and the timed
             ones.
         prefill_s (float): Seconds of the prompt, its next token included.
         decode_s (float): Seconds of the timed tokens together.
-        step_s (list[float]): Seconds of each timed token.
+        step_s (list[float]): Seconds of each timed token; with a draft, of each timed round.
         counters (Counters or None): Of the timed tokens; None for a model that ``moelab.load`` did
             not return.
         prompt_nbytes (int or None): Bytes read for the prompt.
+        decode_tokens (int): How many tokens were timed.
+        rounds (list): With a draft, of each timed round: tokens drafted, tokens accepted, seconds
+            of the draft, seconds of the verify pass.
     """
 
     tokens: list[int]
@@ -37,6 +49,8 @@ class Decoded:
     step_s: list[float]
     counters: Counters | None
     prompt_nbytes: int | None = None
+    decode_tokens: int = 0
+    rounds: list[tuple[int, int, float, float]] = field(default_factory=list)
 
 
 def same_tokens(tokens: Sequence[int], others: Sequence[int]) -> int:
@@ -54,8 +68,9 @@ def decode(
     feed: Sequence[int] | None = None,
     before_token: Callable[[], Any] | None = None,
     before_prompt: Callable[[], Any] | None = None,
+    sampler: Callable[[mx.array], mx.array] | None = None,
 ) -> Decoded:
-    """Greedy tokens and the seconds they took, prompt and decoding apart.
+    """Tokens and the seconds they took, prompt and decoding apart.
 
     The prompt but for its last token is read first, and its logits are not used. The next token
     is scheduled before this one is read, as in mlx-lm's ``generate_step``. But the
@@ -67,17 +82,21 @@ def decode(
         tokens (int): How many tokens to time.
         warmup (int): Tokens decoded before the clock starts.
         before_clock (Callable): Called just before it starts, to drop the page cache.
-        feed (Sequence[int]): ``warmup + tokens`` ids to feed in place of the greedy tokens, which
+        feed (Sequence[int]): ``warmup + tokens`` ids to feed in place of the decoded tokens, which
             are returned all the same.
         before_token (Callable): Called before every token with the clock stopped; then each token
             is read before the next is scheduled.
         before_prompt (Callable): Called before the prompt, to drop the page cache.
+        sampler (Callable): From log probabilities [1, V] to tokens [1]. Default: the most likely.
     """
     cache, ids = make_prompt_cache(model), mx.array(prompt_ids)[None]
     with mx.stream(generation_stream):
 
         def step(ids):
-            return mx.argmax(model(ids[None], cache=cache)[:, -1, :], axis=-1)
+            logits = model(ids[None], cache=cache)[:, -1, :]
+            if sampler is None:
+                return mx.argmax(logits, axis=-1)
+            return sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
 
         fed = None if feed is None else iter(feed)
 
@@ -129,4 +148,119 @@ def decode(
         step_s=step_s.round(7).tolist(),
         counters=stats(model).decode if ours else None,
         prompt_nbytes=prompt_nbytes,
+        decode_tokens=tokens,
     )
+
+
+def decode_drafted(
+    model: nn.Module,
+    prompt_ids: Sequence[int],
+    draft: Draft,
+    num_drafts: int | str | Policy,
+    tokens: int,
+    warmup: int = 0,
+    before_clock: Callable[[], Any] | None = None,
+    before_prompt: Callable[[], Any] | None = None,
+    sampler: Callable[[mx.array], mx.array] | None = None,
+) -> Decoded:
+    """The text of ``decode`` with a draft, and the seconds it took.
+
+    The clock starts at the end of the round that completes the prompt's next token and the warm-up,
+    and stops at the end of the last round.
+
+    Args:
+        model (nn.Module): From ``moelab.load``.
+        prompt_ids (Sequence[int]): The prompt.
+        draft (Draft): What guesses.
+        num_drafts (int, str or Policy): As ``num_draft_tokens`` of ``speculative_generate_step``.
+        tokens, warmup, before_clock, before_prompt, sampler: As for ``decode``.
+    """
+    most = 1 + warmup + tokens
+    stats(model, reset=True)
+    if before_prompt:
+        before_prompt()
+    out, rounds, step_s, timed, begin = [], [], [], None, time.perf_counter()
+    steps = speculative_generate_step(
+        mx.array(prompt_ids),
+        model,
+        draft,
+        num_draft_tokens=num_drafts,
+        max_tokens=most,
+        sampler=sampler,
+    )
+    with closing(steps):
+        for token, _, _, r in steps:
+            now = time.perf_counter()
+            if not out:
+                prefill_s, prompt_nbytes = now - begin, stats(model).prefill.bytes_read
+            if not rounds or r is not rounds[-1]:
+                rounds.append(r)
+                of_round = 0
+            out.append(token)
+            of_round += 1
+            if of_round > r.accepted or len(out) == most:  # the round is complete
+                if timed is not None:
+                    step_s.append(now - begin)
+                elif len(out) > warmup:
+                    timed = len(out), len(rounds)
+                    stats(model, reset=True)
+                    if before_clock:
+                        before_clock()
+                    now = time.perf_counter()
+                begin = now
+    both = stats(model)  # a verify pass of many tokens counts as a prompt's
+    counters = {k: v + getattr(both.prefill, k) for k, v in asdict(both.decode).items()}
+    return Decoded(
+        tokens=out,
+        prefill_s=prefill_s,
+        decode_s=sum(step_s),
+        step_s=np.round(step_s, 7).tolist(),
+        counters=Counters(**counters),
+        prompt_nbytes=prompt_nbytes,
+        decode_tokens=most - timed[0],
+        rounds=[(r.drafted, r.accepted, r.draft_s, r.verify_s) for r in rounds[timed[1] :]],
+    )
+
+
+class OracleDraft:
+    """Guesses what will be written, and is right so often: what no real draft is.
+
+    Args:
+        tokens (list[int]): Prompt and continuation.
+        accept (float): How often a draft is right.
+        seed (int): Of the errors.
+    """
+
+    layer_ids = ()
+
+    def __init__(self, tokens: list[int], accept: float = ACCEPT, seed: int = 0):
+        self.tokens, self.accept, self.cache = list(tokens), accept, []
+        self._rng = np.random.default_rng(seed)
+
+    def make_cache(self) -> list:
+        return []
+
+    def bind(self, model: nn.Module, cache: list | None = None) -> None:
+        self._read = 0
+
+    def extend(self, tokens: mx.array, features: mx.array | None = None) -> None:
+        self._read += tokens.size
+
+    def propose(self, last: int, n: int, choose: Callable) -> mx.array:
+        guesses = self.tokens[self._read + 1 :][:n]
+        wrong = self._rng.random(len(guesses)) >= self.accept
+        return mx.array([(t + 1) % 2 if w else t for t, w in zip(guesses, wrong)], mx.uint32)
+
+
+def open_any(draft: str | Path, model: nn.Module, kernels: str = "auto") -> Callable[..., Draft]:
+    """What makes the draft of a run from its prompt and the text that follows it.
+
+    Args:
+        draft (str or Path): One of ``BUILT_IN``, or the folder of a model or of a DFlash draft.
+        model (nn.Module): The target, which drafts for itself if ``draft`` is ``self``.
+        kernels (str): As in ``StreamConfig``, of a draft that is a model.
+    """
+    if draft == "oracle":
+        return lambda ids, text: OracleDraft([*ids, *text])
+    opened = ModelDraft(model) if draft == "self" else open_draft(draft, kernels)
+    return lambda ids, text: opened

@@ -203,22 +203,23 @@ def group(samples: "DataFrame", column: str, by: str | Sequence[str] = "variant"
     return pandas().DataFrame({key: timing.summary(part) for key, part in groups}).T
 
 
-def paired(samples: "DataFrame", over: str, under: str, column: str = "decode_s") -> "Series":
+def paired(samples: "DataFrame", over: str, under: str, column: str | None = None) -> "Series":
     """A column of one variant over that of another, by round, so that drift cancels.
 
-    Only rounds that both have are there.
+    Only rounds that both have are there. Default: seconds of a token, or else ``seconds``.
     """
+    column = column or ("token_s" if "token_s" in samples else "seconds")
     return (values(samples, over, column) / values(samples, under, column)).dropna()
 
 
-def ratios(samples: "DataFrame", over: str, column: str = "decode_s") -> "DataFrame":
+def ratios(samples: "DataFrame", over: str, column: str | None = None) -> "DataFrame":
     """One variant's column over each variant's, by round: quartiles, n and an interval.
 
     Args:
         samples (DataFrame): Of ``table``.
         over (str): The variant whose column is divided; for seconds, what others are compared
             with.
-        column (str): The column.
+        column (str): The column. Default: as for ``paired``.
 
     Returns:
         DataFrame: By variant, without those that were killed: ``median``, ``p25``, ``p75``, ``n``

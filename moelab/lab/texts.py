@@ -3,8 +3,11 @@
 import bisect
 import io
 import tokenize
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ..shipped import shipped
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -71,6 +74,28 @@ def heldout_starts(
         text = files[i % len(files)][skip * (1 + i // len(files)) :]
         prompts.append(tokenizer.decode(tokenizer.encode(text[: 8 * tokens])[:tokens]))
     return prompts
+
+
+def heldout_ids(model: str | Path, lengths: Sequence[int], rounds: int) -> list[list[int]]:
+    """Prompts of several lengths in turn, from tiny-moe's held-out code, for so many rounds.
+
+    Args:
+        model (str or Path): The model that will read them.
+        lengths (Sequence[int]): Tokens.
+        rounds (int): How many prompts are needed, each from another place.
+
+    Returns:
+        list[list[int]]: Token ids by the model's tokenizer.
+    """
+    from mlx_lm.utils import load_tokenizer
+
+    tokenizer = load_tokenizer(Path(model))
+    return [
+        tokenizer.encode(text)[:length]
+        for i in range(-(-rounds // len(lengths)))
+        for length in lengths
+        for text in heldout_starts(shipped("models", "tiny-moe"), i + 1, length, tokenizer)[-1:]
+    ]
 
 
 def prose_spans(text: str) -> list[tuple[int, int]]:

@@ -1,30 +1,37 @@
-"""Decode the same prompts in several modes, and what of it is the reads.
+"""Decode the same prompts in several ways, in rounds of random order: the command ``bench``.
 
-The commands ``bench`` and ``bench-limit``: in this process, or each run in one of its own with a
-memory limit.
+A way is a ``Variant``: a mode, and with it a memory limit, a draft, a cold page cache, another
+layout of the model, or reads past the page cache.
 """
 
 import argparse
 import gc
-import random
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import mlx.nn as nn
+import numpy as np
 import psutil
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tqdm import tqdm
+from mlx_lm.sample_utils import make_sampler
 
-from ... import StreamConfig, close, footprint, load
+from ... import StreamConfig, close, footprint, load, record
 from ...checkpoint import Checkpoint
-from ...commands.argument_types import zero_or_more
-from ...commands.arguments import add_json, add_model, add_number, add_prompts
+from ...commands.argument_types import (
+    not_empty,
+    or_auto,
+    or_none,
+    positive,
+    several,
+    zero_or_more,
+)
+from ...commands.arguments import add_json, add_model, add_number, add_prompts, add_sampling
+from ...commands.drafting import draft_config
 from ...commands.stream_options import (
     MEASURED_SLOTS,
     add_modes,
@@ -36,10 +43,10 @@ from ...memory import memory_available
 from ...streaming.reading import native
 from ...streaming.session import session_of
 from ...streaming.trace import Trace
-from .. import limit, machine, oscache, records, timing
-from ..decode import decode, encode
+from .. import limit, machine, oscache, records
+from ..decode import BUILT_IN, decode, decode_drafted, encode, open_any
 from ..models import folder
-from ..texts import PROMPTS
+from ..texts import PROMPTS, heldout_ids
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -49,6 +56,51 @@ DISK_READERS, DISK_READS = 16, 1024  # a prompt reads much, many at once
 UNKEPT_TOKENS = 16  # at most so many are timed in the round before the first
 RSS_UNIT_NBYTES = 1 if sys.platform == "darwin" else 1024  # of getrusage
 RESIDENT = "resident, no limit"  # what runs under a limit are compared with
+COLD = ("no", "prompt", "token")  # before what the checkpoint's pages are dropped
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to decode.
+
+    Attributes:
+        config (StreamConfig): How to load the model.
+        path (Path): Another layout of it. Default: the bench's.
+        limit_nbytes (int): Memory of the process, page cache included. Default: no limit.
+        draft (str): One of ``decode.BUILT_IN``, or the folder of a model or of a DFlash draft.
+        num_drafts (int or str): Tokens drafted in a round; ``auto``: the policy decides.
+        cold (str): Before what the checkpoint's pages are dropped from the page cache: ``no``;
+            ``prompt``, and once more before the clock starts; ``token``.
+        direct (bool): Whether experts are read past the page cache (Linux). Default: as planned.
+    """
+
+    config: StreamConfig
+    path: Path | None = None
+    limit_nbytes: int | None = None
+    draft: str | None = None
+    num_drafts: int | str = "auto"
+    cold: str = "no"
+    direct: bool | None = None
+
+    def __post_init__(self):
+        if self.cold not in COLD:
+            raise ValueError(f"cold: expected one of {', '.join(COLD)}, got {self.cold!r}")
+        if self.draft and self.cold == "token":
+            raise ValueError("cold: expected no or prompt with a draft, got token")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The columns that tell its rows apart, without those of no meaning."""
+        drafts = {"draft": Path(self.draft or "").name, "num_drafts": str(self.num_drafts)}
+        slots = {} if "slots" in self.config.unused() else {"slots": self.config.slots}
+        return {
+            "mode": self.config.mode,
+            **slots,
+            **({"limit_nbytes": self.limit_nbytes} if self.limit_nbytes else {}),
+            **(drafts if self.draft else {}),
+            **({"cold": self.cold} if self.cold != "no" else {}),
+            **({} if self.direct is None else {"direct": self.direct}),
+        }
 
 
 def resident_like(base: StreamConfig | None = None) -> StreamConfig:
@@ -57,47 +109,153 @@ def resident_like(base: StreamConfig | None = None) -> StreamConfig:
     return StreamConfig(mode="resident", dtype=base.dtype, top_k=base.top_k, kernels=base.kernels)
 
 
-def _resolved(configs):
-    """The configs with the kernels that ``auto`` stands for, the same in all of them."""
-    resolved = {name: c.resolved() for name, c in configs.items()}
-    by_kernels = {r.kernels: n for n, r in resolved.items() if configs[n].kernels == "auto"}
+def crossed(
+    configs: Mapping[str, StreamConfig],
+    limits: Sequence[int | None] = (None,),
+    draft: str | None = None,
+    lengths: Sequence[int | str] = (),
+    direct: Sequence[bool | None] = (None,),
+    layouts: Mapping[str, Path | None] = {"": None},
+    cold: str = "no",
+) -> dict[str, Variant]:
+    """Every mode under every limit, with every number of drafts and with none, and so on.
+
+    Args:
+        configs (Mapping): Modes by name.
+        limits (Sequence): Bytes; None for no limit. With a limit ``RESIDENT`` comes first.
+        draft (str): As of ``Variant``.
+        lengths (Sequence): Numbers of drafts, and ``auto``.
+        direct (Sequence): As of ``Variant``, of the modes that stream.
+        layouts (Mapping): Folders of the same model by name; None for the bench's.
+        cold (str): As of ``Variant``.
+
+    Returns:
+        dict[str, Variant]: By mode, layout, limit, reads and drafts, without what is not varied.
+    """
+    out, drafts = {}, [None, *lengths] if draft else [None]
+    every = product(configs.items(), layouts.items(), limits, direct, drafts)
+    for (name, config), (layout, path), limit_nbytes, past, n in every:
+        if past is not None and config.mode == "resident":
+            continue
+        words = [name, layout]
+        words += [f"{limit_nbytes / 1e6:.0f} MB"] if limit_nbytes else []
+        words += [] if past is None else ["past the page cache" if past else "page cache"]
+        words += [] if n is None else ["policy" if n == "auto" else f"{n} drafts"]
+        drafted = {} if n is None else {"draft": draft, "num_drafts": n}
+        made = Variant(config, path, limit_nbytes, cold=cold, direct=past, **drafted)
+        out[", ".join(filter(None, words))] = made
+    if any(limits) and configs:
+        first = next(iter(configs.values()))
+        out = {RESIDENT: Variant(resident_like(first))} | out
+    return out
+
+
+def _resolved(variants):
+    """The variants with the kernels that ``auto`` stands for, the same in all of them."""
+    given = {name: v.config for name, v in variants.items()}
+    made = {name: replace(v, config=v.config.resolved()) for name, v in variants.items()}
+    by_kernels = {v.config.kernels: n for n, v in made.items() if given[n].kernels == "auto"}
     if len(by_kernels) > 1:
         raise ValueError(
             f"bench: expected the same kernels in every mode, got fast in {by_kernels['fast']!r} "
             f"and mlx in {by_kernels['mlx']!r}, which sets another dtype. Set them: "
             "kernels=mlx, or /kernels=mlx behind each mode."
         )
-    return resolved
+    return made
 
 
-class _Loaded:
-    """The models of a bench: all in memory, or one at a time."""
+class _Opened:
+    """A variant's model and draft, loaded."""
 
-    def __init__(self, path: Path, configs: Mapping[str, StreamConfig], together: bool):
-        self.path, self.configs, self.together = path, configs, together
-        self.models, self.nbytes = {}, {}
+    def __init__(self, path: Path, variant: Variant):
+        self.variant, self.path = variant, variant.path or path
+        before = mx.get_active_memory()
+        self.model, self.tokenizer = load(self.path, variant.config)
+        if variant.direct is not None:
+            session_of(self.model).reader.direct = variant.direct
+        self.make_draft = None
+        if variant.draft:
+            self.make_draft = open_any(variant.draft, self.model, variant.config.kernels)
+        self.nbytes = mx.get_active_memory() - before
 
-    def get(self, name: str) -> tuple[nn.Module, TokenizerWrapper, int]:
-        """The model, its tokenizer, and the bytes that it holds in MLX."""
-        if name not in self.models:
-            if not self.together:
-                self.drop()
-            before = mx.get_active_memory()
-            self.models[name] = load(self.path, self.configs[name])
-            self.nbytes[name] = mx.get_active_memory() - before
-        return *self.models[name], self.nbytes[name]
+    def sample(self, prompt, tokens, warmup, feed, temp, seed) -> dict[str, Any]:
+        """The columns of a run."""
+        model, variant, rss_nbytes = self.model, self.variant, []
+        drop = partial(oscache.drop_pages, self.path) if variant.cold != "no" else None
+        if feed:
+            ids, fed = texts_of(feed, warmup + tokens, self.path)
+        else:
+            is_text = isinstance(prompt, str)
+            ids, fed = encode(self.tokenizer, prompt) if is_text else list(prompt), None
+        amount = {"tokens": tokens, "warmup": warmup}
+        if variant.config.prefetch == "oracle":
+            with record(model) as trace:
+                decode(model, ids, **amount, feed=fed)
+            session_of(model).prefetcher.set_trace(trace)
+            if drop or variant.limit_nbytes:  # the pages that it read
+                oscache.drop_pages(self.path)
 
-    def drop(self) -> None:
-        for model, _ in self.models.values():
-            close(model)
-        self.models.clear()
-        gc.collect()
-        mx.clear_cache()
+        def before_clock():
+            rss_nbytes.append(psutil.Process().memory_info().rss)
+            if drop:
+                drop()
+
+        given = {**amount, "before_clock": before_clock, "before_prompt": drop}
+        given["sampler"] = make_sampler(temp) if temp else None
+        if self.make_draft:
+            is_oracle = variant.draft == "oracle"  # alone needs the text before it is written
+            mx.random.seed(seed)
+            text = (
+                decode(model, ids, **amount, sampler=given["sampler"]).tokens if is_oracle else []
+            )
+            draft, number = self.make_draft(ids, text), variant.num_drafts
+        mx.random.seed(seed)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        if self.make_draft:
+            ran = decode_drafted(model, ids, draft, number, **given)
+        else:
+            ran = decode(
+                model,
+                ids,
+                **given,
+                feed=fed,
+                before_token=drop if variant.cold == "token" else None,
+            )
+        peak, taken, counters = mx.get_peak_memory(), session_of(model), asdict(ran.counters)
+        del counters["tokens"]
+        row = {
+            "prompt_tokens": len(ids),
+            "tokens": ran.tokens,
+            "prefill_s": ran.prefill_s,
+            "prompt_nbytes": ran.prompt_nbytes,
+            "decode_tokens": ran.decode_tokens,
+            "decode_s": ran.decode_s,
+            "step_s": ran.step_s,
+            **counters,
+            "peak_nbytes": self.nbytes + peak - before,
+            "predicted_nbytes": footprint(self.path, taken.config).total_nbytes,
+            "rss_warm_nbytes": rss_nbytes[0],
+            "rss_end_nbytes": psutil.Process().memory_info().rss,
+            **({"plan": taken.plan.reason} if taken.plan else {}),
+            **variant.facts,
+        }
+        if ran.rounds:
+            drafted, accepted, draft_s, verify_s = zip(*ran.rounds)
+            with_drafts = [a + 1 for d, a in zip(drafted, accepted) if d]
+            row |= {
+                "drafted": sum(drafted),
+                "accepted": sum(accepted),
+                "committed": with_drafts,
+                "draft_s": sum(draft_s),
+                "verify_s": sum(verify_s),
+            }
+        return row
 
 
 def measure(
     path: str | Path,
-    modes: str | Mapping[str, StreamConfig] = "resident,serial,buffers,stacked,fused",
+    modes: str | Mapping[str, StreamConfig | Variant] = "resident,serial,buffers,stacked,fused",
     base: StreamConfig | None = None,
     tokens: int = 64,
     runs: int = 5,
@@ -105,164 +263,157 @@ def measure(
     prompts: Sequence[str] = PROMPTS,
     seed: int = 0,
     together: bool | None = None,
-    cold: bool = False,
     progress: bool = True,
     on_round: Callable[["DataFrame"], None] | None = None,
     feed: str | Path | None = None,
-    limit_nbytes: int | None = None,
+    temp: float = 0.0,
 ) -> "DataFrame":
     """Decode the same prompts in every mode, in rounds of random order.
 
+    Where a variant has a memory limit, each run of each variant has a process of its own, whose
+    page cache is empty, and a variant that was killed is not run again. Else a round comes first
+    that is not kept.
+
     Args:
         path (str or Path): The model.
-        modes (str or Mapping): As for ``parse_modes``; or configs by name.
-        base (StreamConfig): What the modes have in common.
+        modes (str or Mapping): As for ``parse_modes``; or configs or variants by name.
+        base (StreamConfig): What the modes of a text have in common.
         tokens (int): Decoded and timed in each run.
-        runs (int): Rounds; round i takes prompt i, modulo their number. Without a limit one more
-            comes first, with the last prompt, and is not kept.
+        runs (int): Rounds; round i takes prompt i, modulo their number.
         warmup (int): Tokens decoded in each run before the clock starts.
-        prompts (Sequence[str]): The prompts.
+        prompts (Sequence): Texts, or lists of token ids.
         seed (int): Of the orders.
         together (bool): Whether to keep all models loaded. Default: if they take less than half of
             the memory available.
-        cold (bool): Drop the checkpoint's pages from the page cache before the prompt and the clock
-            starts; slots stay as they are.
         progress (bool): Show a bar.
         on_round (Callable): Called with the table after each round, so that an interrupted bench
             is not lost.
         feed (str or Path): A trace's file: its prompt in place of ``prompts``, and the tokens
-            behind it in place of greedy ones. The tokens of a sample are the greedy ones.
-        limit_nbytes (int): Decode with so much memory, page cache included, each run in a new
-            process whose page cache is empty. The modes are then called ``NAME, limit``, and
-            ``RESIDENT`` runs beside them without a limit. A mode that was killed is not run again.
+            behind it in place of decoded ones. The tokens of a sample are the decoded ones.
+        temp (float): The temperature; 0: greedy. All variants of a round sample with one seed.
 
     Returns:
-        DataFrame: A row a run: ``variant``, ``round``, ``tokens`` (list: the prompt's next token,
-        the warm-up and the timed ones), ``prefill_s``, ``prompt_nbytes`` (read for the prompt),
-        ``decode_tokens``, ``decode_s``, ``step_s`` (list), the ``Counters`` of the timed tokens,
-        ``peak_nbytes`` (the most that MLX held), ``predicted_nbytes`` (of ``footprint``),
-        ``rss_warm_nbytes`` and ``rss_end_nbytes`` (of the process, before and after the timed
-        tokens), ``plan`` (why so many slots, if ``moelab.plan`` chose them) and, cold or with a
-        limit, ``disk_bytes_per_s`` before the round. With a limit also ``rss_begin_nbytes``,
+        DataFrame: A row a run: ``variant``, ``round``, the variant's ``facts``, ``prompt_tokens``,
+        ``tokens`` (list: the prompt's next token, the warm-up and the timed ones), ``prefill_s``
+        (until the first of them), ``prompt_nbytes`` (read for the prompt), ``decode_tokens``,
+        ``decode_s``, ``step_s`` (list), the ``Counters`` of the timed tokens, ``peak_nbytes`` (the
+        most that MLX held), ``predicted_nbytes`` (of ``footprint``), ``rss_warm_nbytes`` and
+        ``rss_end_nbytes`` (of the process, before and after the timed tokens), ``plan`` (why so
+        many slots, if ``moelab.plan`` chose them). With a draft ``drafted``, ``accepted``,
+        ``committed`` (list: tokens of each round with drafts), ``draft_s``, ``verify_s``. Cold or
+        with limits ``disk_bytes_per_s`` before the round; with limits ``rss_begin_nbytes``,
         ``limited_by`` and ``killed``.
 
     Raises:
-        ValueError: If a trace is too short to feed or of another vocabulary, or ``auto`` kernels
-            are not the same in all modes.
+        ValueError: If a trace is too short to feed or of another vocabulary, ``auto`` kernels
+            are not the same in all modes, or a draft is none.
         limit.NoLimit: If memory cannot be limited here.
         OSError: If a run with a limit failed, and not because it was killed.
     """
     path = folder(path)
-    configs = _resolved(parse_modes(modes, base) if isinstance(modes, str) else modes)
+    given = parse_modes(modes, base) if isinstance(modes, str) else modes
+    variants = {n: v if isinstance(v, Variant) else Variant(v) for n, v in given.items()}
+    variants = _resolved(variants)
+    alone = any(v.limit_nbytes for v in variants.values())
     if feed is not None:
         texts_of(feed, warmup + tokens, path)  # refuses what cannot be before any work
-    known = [c for c in configs.values() if limit_nbytes is None or not c.asks_for_slots]
+    for v in variants.values():
+        if v.draft and v.draft not in BUILT_IN:
+            draft_config(v.draft, BUILT_IN)  # refuses, too
+    known = [v.config for v in variants.values() if not (alone and v.config.asks_for_slots)]
     predicted = [footprint(path, c).total_nbytes for c in known]  # refuses, too
-    if limit_nbytes is not None:
-        configs = {f"{name}, limit": c for name, c in configs.items()}
-        configs = {RESIDENT: resident_like(base).resolved()} | configs
-    elif together is None:
-        together = sum(predicted) < memory_available() / 2
-    running = records.Running(
-        "bench",
-        {
-            "model": path.name,
-            "checkpoint_nbytes": Checkpoint(path).nbytes,
-            "tokens": tokens,
-            "warmup_tokens": warmup,
-            **({"prompts": list(prompts)} if feed is None else {"feed": Path(feed).name}),
-            "seed": seed,
-            "cache_state": "cold" if cold or limit_nbytes else "warm",
-            **({"limit_nbytes": limit_nbytes} if limit_nbytes else {"together": together}),
-            "baseline": next((n for n, c in configs.items() if c.mode == "resident"), None),
-            "variants": {name: asdict(c) for name, c in configs.items()},
-        },
-    )
-    rows, order, loaded = [], random.Random(seed), _Loaded(path, configs, together)
-    drop, alone = partial(oscache.drop_pages, path), limit_nbytes is not None
-
-    def run(name, num, prompt):
-        """A row of the table."""
-        if not alone:
-            model, tokenizer, nbytes = loaded.get(name)
-            dropped = drop if cold else None
-            return _sample(model, tokenizer, path, num, warmup, prompt, feed, nbytes, dropped)
-        limited = None if name == RESIDENT else limit_nbytes
-        if limited:
-            drop()  # pages of another process do not count towards this one's limit
-        call = (path, configs[name], num, warmup, prompt, feed)
-        made, done = limit.call(in_own_process, *call, what=name, nbytes=limited)
-        if done.killed and not limited:
-            raise OSError(f"{name}: killed: this machine has too little memory for it")
-        return (made or {}) | {"limited_by": done.how, "killed": done.killed}
-
-    killed, first = set(), 0 if alone else -1
-    total = (runs - first) * len(configs)
-    bar = tqdm(total=total, desc="bench", unit="run", leave=False, disable=not progress)
-    try:
-        for i in range(first, runs):
-            measured = i >= 0 and (cold or alone)
-            disk = {"disk_bytes_per_s": disk_speed(path)} if measured else {}
-            for name in order.sample(list(configs), len(configs)):
-                if name not in killed:
-                    num = tokens if i >= 0 else min(tokens, UNKEPT_TOKENS)
-                    row = run(name, num, prompts[i % len(prompts)])
-                    killed |= {name} if row.get("killed") else set()
-                    rows += [{"variant": name, "round": i} | row | disk] if i >= 0 else []
-                bar.update()
-            if i >= 0 and on_round:
-                on_round(running.table(rows, partial=True))
-    finally:
-        bar.close()
-        loaded.drop()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return running.table(rows, process_peak_rss_nbytes=peak * RSS_UNIT_NBYTES)
-
-
-def _sample(model, tokenizer, path, tokens, warmup, prompt, feed, nbytes, drop=None):
-    """The columns of a run. ``nbytes`` of MLX's memory are the model's before it."""
-    rss_nbytes = []
-
-    def before_clock():
-        rss_nbytes.append(psutil.Process().memory_info().rss)
-        if drop:
-            drop()
-
-    ids, fed = texts_of(feed, warmup + tokens, path) if feed else (encode(tokenizer, prompt), None)
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    ran = decode(model, ids, tokens, warmup, before_clock, fed, before_prompt=drop)
-    peak, taken, counters = mx.get_peak_memory(), session_of(model), asdict(ran.counters)
-    del counters["tokens"]
-    return {
-        "tokens": ran.tokens,
-        "prefill_s": ran.prefill_s,
-        "prompt_nbytes": ran.prompt_nbytes,
-        "decode_tokens": tokens,
-        "decode_s": ran.decode_s,
-        "step_s": ran.step_s,
-        **counters,
-        "peak_nbytes": nbytes + peak - before,
-        "predicted_nbytes": footprint(path, taken.config).total_nbytes,
-        "rss_warm_nbytes": rss_nbytes[0],
-        "rss_end_nbytes": psutil.Process().memory_info().rss,
-        **({"plan": taken.plan.reason} if taken.plan else {}),
+    if together is None:
+        together = not alone and sum(predicted) < memory_available() / 2
+    cold = {v.cold for v in variants.values()} | ({"prompt"} if alone else set())
+    settings = {
+        "model": path.name,
+        "checkpoint_nbytes": Checkpoint(path).nbytes,
+        "tokens": tokens,
+        "warmup_tokens": warmup,
+        **({"feed": Path(feed).name} if feed else {"prompts": list(map(_words, prompts))}),
+        **({"temp": temp} if temp else {}),
+        "cache_state": "warm" if cold == {"no"} else "cold",
+        **({} if alone else {"together": together}),
+        "baseline": next((n for n, v in variants.items() if v.config.mode == "resident"), None),
+        "variants": {name: _as_dict(v) for name, v in variants.items()},
     }
+    opened = {}
+
+    def run(name, i):
+        prompt, num = prompts[i % len(prompts)], tokens if i >= 0 else min(tokens, UNKEPT_TOKENS)
+        text = prompt, num, warmup, feed, temp, seed + i + 1
+        if alone:
+            return _sample_alone(path, name, variants[name], *text)
+        if name not in opened:
+            if not together:
+                drop()
+            opened[name] = _Opened(path, variants[name])
+        return opened[name].sample(*text)
+
+    def drop():
+        for one in opened.values():
+            close(one.model)
+        opened.clear()
+        gc.collect()
+        mx.clear_cache()
+
+    def disk(i):
+        return {"disk_bytes_per_s": disk_speed(path)} if i >= 0 and cold != {"no"} else {}
+
+    try:
+        samples = records.interleave(
+            "bench",
+            {name: partial(run, name) for name in variants},
+            runs,
+            settings,
+            warmup=0 if alone else 1,
+            seed=seed,
+            each_round=disk,
+            keep=on_round,
+            progress=progress,
+        )
+    finally:
+        drop()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    samples.attrs["process_peak_rss_nbytes"] = peak * RSS_UNIT_NBYTES
+    return samples
 
 
-def in_own_process(
-    path: str, config: dict, tokens: int, warmup: int, prompt: str, feed: str | None
-) -> dict[str, Any]:
+def _words(prompt):
+    return prompt if isinstance(prompt, str) else f"{len(prompt)} tokens of held-out text"
+
+
+def _as_dict(variant):
+    """A variant for a header: its config's fields, and its own that are set."""
+    own = {f.name: getattr(variant, f.name) for f in fields(variant)}
+    default = Variant(own.pop("config"))
+    set_here = {k: str(v) for k, v in own.items() if v != getattr(default, k)}
+    return asdict(variant.config) | set_here
+
+
+def _sample_alone(path, name, variant, *text):
+    """The columns of a run in a process of its own."""
+    if variant.limit_nbytes or variant.cold != "no":
+        oscache.drop_pages(variant.path or path)  # pages of another process count for none
+    made, done = limit.call(
+        in_own_process, path, variant, *text, what=name, nbytes=variant.limit_nbytes
+    )
+    if done.killed and not variant.limit_nbytes:
+        raise OSError(f"{name}: killed: this machine has too little memory for it")
+    return (made or variant.facts) | {"limited_by": done.how, "killed": done.killed}
+
+
+def in_own_process(path: str, variant: dict, *text: Any) -> dict[str, Any]:
     """One run of ``measure``, for ``limit.call``: the columns of its row.
 
     ``peak_nbytes`` includes what loading held at most.
     """
     begin = psutil.Process().memory_info().rss
-    model, tokenizer = load(path, StreamConfig(**config))
+    config, own = StreamConfig(**variant.pop("config")), variant.pop("path")
+    opened = _Opened(folder(path), Variant(config, own and Path(own), **variant))
     loading = mx.get_peak_memory()
-    with model:
-        held = mx.get_active_memory()
-        row = _sample(model, tokenizer, folder(path), tokens, warmup, prompt, feed, held)
+    with opened.model:
+        row = opened.sample(*text)
     row["peak_nbytes"] = max(row["peak_nbytes"], loading)
     return row | {"rss_begin_nbytes": begin}
 
@@ -366,23 +517,24 @@ def _largest(path, nbytes):
 
 def report(samples: "DataFrame") -> str:
     """A bench's table, what was killed, prompts against their bound, and ceilings, as text."""
-    s, machine_card = samples.attrs["settings"], samples.attrs["machine"]
+    s = samples.attrs["settings"]
     baseline, names = s["baseline"], [n for n in s["variants"] if n in set(samples.variant)]
-    if limited := s.get("limit_nbytes"):
-        how = f"{limited / 1e6:.0f} MB with the page cache, each run a process of its own"
-    else:
+    how = "each run a process of its own"
+    if "together" in s:
         how = "models loaded " + ("all at once" if s["together"] else "one at a time")
     text = f"tokens of {s['feed']}" if "feed" in s else "greedy tokens"
+    text = f"tokens sampled at {s['temp']}" if "temp" in s else text
     ratio = records.ratios(samples, baseline) if baseline else {}
     same = records.same_tokens(samples, baseline) if baseline else {}
     wide = max(map(len, names))
     lines = [
-        machine.card_line(machine_card),
+        machine.card_line(samples.attrs["machine"]),
         f"{s['model']} ({s['checkpoint_nbytes'] / 1e6:.0f} MB of tensors): {s['tokens']} {text} a "
         f"run after {s['warmup_tokens']} of warm-up, {how}, rounds in random order, page cache "
         f"{s['cache_state']}",
         f"{'mode':{wide}}  {'tok/s median [quartiles]':26} {'of resident [interval]':26} "
-        f"{'hits':>5} {'MB/token':>9} {'peak MB':>8} {'predicted':>9}  {'prompt s':>8}  tokens",
+        f"{'hits':>5} {'MB/token':>9} {'peak MB':>8} {'predicted':>9}  {'prompt s':>8}  "
+        f"{'tau':>4}  tokens",
     ]
     for name in names:
         rows = samples[(samples.variant == name) & ~samples.killed]
@@ -398,16 +550,16 @@ def report(samples: "DataFrame") -> str:
         said = "-" if name == baseline or not n else "same"
         said = f"DIFFER in {n - equal} of {n} rounds" if n != equal else said
         lines.append(
-            f"{name:{wide}}  {timing.quartiles_text(rows.tok_s):26} "
+            f"{name:{wide}}  {_quartiles(rows.tok_s):26} "
             f"{_interval(ratio.loc[name]) if name != baseline and n else '-':26} {reads} "
             f"{rows.peak_nbytes.max() / 1e6:8.0f} {rows.predicted_nbytes.max() / 1e6:9.0f}  "
-            f"{rows.prefill_s.median():8.3g}  {said}"
+            f"{rows.prefill_s.median():8.3g}  {_tau(rows)}  {said}"
         )
     for name in names:
         rows = samples[(samples.variant == name) & ~samples.killed]
         if rows.empty:
             continue
-        if limited:
+        if "limited_by" in rows:
             grown = (rows.rss_end_nbytes - rows.rss_warm_nbytes).max() / 1e6
             lines.append(
                 f"{name}: process {rows.rss_end_nbytes.max() / 1e6:.0f} MB, {grown:+.1f} MB over "
@@ -416,9 +568,9 @@ def report(samples: "DataFrame") -> str:
         if "plan" in rows and not rows.plan.isna().all():
             lines.append(f"{name}: {rows.plan.dropna().iloc[0]}")
         if baseline and "disk_bytes_per_s" in rows and s["variants"][name]["mode"] != "resident":
-            share = timing.quartiles_text(prompt_of_bound(samples, name).dropna(), form=".2f")
+            share = _quartiles(prompt_of_bound(samples, name).dropna(), ".2f")
             lines.append(
-                f"prompt, {name}: {timing.quartiles_text(rows.prefill_s, form='.2f')} s, "
+                f"prompt, {name}: {_quartiles(rows.prefill_s, '.2f')} s, "
                 f"{rows.prompt_nbytes.median() / 1e6:.0f} MB read; the larger of its reads at the "
                 f"disk's speed and resident's prompt is {share} of that"
             )
@@ -428,6 +580,11 @@ def report(samples: "DataFrame") -> str:
     return "\n".join(lines)
 
 
+def _quartiles(values, form=".4g"):
+    low, mid, high = (format(v, form) for v in np.percentile(values, (25, 50, 75)))
+    return f"{mid} [{low} - {high}] n={len(values)}"
+
+
 def _interval(ratio):
     return (
         f"{ratio['median']:.3g} [{ratio['low']:.3g} - {ratio['high']:.3g}] "
@@ -435,19 +592,73 @@ def _interval(ratio):
     )
 
 
+def _tau(rows):
+    """Tokens that a round with drafts commits, on average."""
+    if "committed" not in rows or rows.committed.isna().all():
+        return "   -"
+    committed = [n for row in rows.committed for n in row]
+    return f"{np.mean(committed):4.2f}" if committed else "none"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.description = (
         "Decode the same prompts in every mode, in rounds of random order after one round of "
         "warm-up. Tokens per second are of decoding alone; tokens are checked against the "
-        "resident model's. Exit status 3: a mode decoded other tokens."
+        "resident model's. With --limits each run has a process of its own, and the resident model "
+        "one without a limit. Exit status 3: a mode decoded other tokens."
     )
     add_model(parser)
     add_modes(parser, "resident,serial,buffers,stacked,fused")
     add_number(parser, "--tokens", 64, "timed in each run")
     add_number(parser, "--warmup", 16, "tokens before the clock starts", zero_or_more)
     add_number(parser, "--runs", 5, "rounds that are kept")
-    add_prompts(parser)
+    text = parser.add_mutually_exclusive_group()
+    add_prompts(text)
+    text.add_argument(
+        "--prompt-tokens",
+        type=several(positive),
+        metavar="N",
+        help="held-out text of tiny-moe, so many tokens; several lengths in turn, "
+        "divided by commas",
+    )
+    text.add_argument(
+        "--feed",
+        metavar="TRACE",
+        help="read the text of this trace in place of a prompt and of decoded tokens",
+    )
+    add_sampling(parser, ("--temp",))
+    parser.add_argument(
+        "--limits",
+        type=several(or_none(positive)),
+        metavar="MB",
+        default=(None,),
+        help="memory of each run, its page cache included; several, or none, divided by commas",
+    )
+    parser.add_argument(
+        "--draft",
+        type=not_empty,
+        metavar="DRAFT",
+        help="lookup, self, oracle, or the folder of a model or of a DFlash draft",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=several(or_auto(zero_or_more)),
+        metavar="N",
+        default=(4, "auto"),
+        help="tokens drafted in a round, divided by commas; auto: the policy (default: 4,auto)",
+    )
+    parser.add_argument(
+        "--packed",
+        type=not_empty,
+        metavar="FOLDER",
+        help="measure the same model from python -m moelab repack, too",
+    )
+    parser.add_argument(
+        "--direct",
+        action="store_true",
+        help="measure modes that stream twice: through the page cache and past it (Linux)",
+    )
     parser.add_argument(
         "--together",
         choices=["auto", "yes", "no"],
@@ -456,8 +667,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--cold",
-        action="store_true",
-        help="drop the checkpoint from the page cache before a prompt and before decoding",
+        choices=COLD,
+        default="no",
+        help="drop the checkpoint from the page cache before a prompt and before decoding, or "
+        "before each token, with the clock stopped (default: %(default)s)",
     )
     add_json(parser)
     add_stream_options(parser, MEASURED_SLOTS)
@@ -466,19 +679,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The command."""
     base, configs = modes_given(args)
+    variants = crossed(
+        configs,
+        [limit if limit is None else limit * 1_000_000 for limit in args.limits],
+        args.draft,
+        args.lengths,
+        (False, True) if args.direct else (None,),
+        {"": None, "packed": folder(args.packed)} if args.packed else {"": None},
+        args.cold,
+    )
+    prompts = args.prompt or PROMPTS
+    if args.prompt_tokens:
+        prompts = heldout_ids(args.model, args.prompt_tokens, args.runs)
     samples = measure(
         args.model,
-        configs,
-        base,
-        args.tokens,
-        args.runs,
-        args.warmup,
-        args.prompt or PROMPTS,
+        variants,
+        tokens=args.tokens,
+        runs=args.runs,
+        warmup=args.warmup,
+        prompts=prompts,
         together={"auto": None, "yes": True, "no": False}[args.together],
-        cold=args.cold,
         on_round=partial(records.save, args.json) if args.json else None,
+        feed=args.feed,
+        temp=args.temp,
     )
-    samples.attrs["read_bytes_per_s"] = read_speeds(args.model, base.readers)
+    if not any(args.limits):
+        samples.attrs["read_bytes_per_s"] = read_speeds(args.model, base.readers)
     records.print_and_save(report(samples), samples, args.json)
     return 0 if _as_resident(samples) else OTHER_TOKENS
 
