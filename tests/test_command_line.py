@@ -86,13 +86,15 @@ TAKES = {  # every command: the least that it is called with, and all its option
          "--log-level": "ERROR", "--prefill-step-size": "97", "--prompt-concurrency": "12",
          "--trust-remote-code": None, "--use-default-chat-template": None, **KV, **SAMPLED},
     ),
-    "bench": (["M"], {**BENCH, "--together": "no", "--cold": None, **STREAM}),
+    "bench": (
+        ["M", "--draft", "lookup"],
+        {**BENCH, "--together": "no", "--cold": "prompt", "--limits": "900,none", "--draft": "self",
+         "--lengths": "3,auto", "--temp": "0.5", "--direct": None, "--packed": "P",
+         "--prompt-tokens": "12,34", "--feed": "t.npz", **STREAM},
+    ),
     "bench-layer": (["M"], {"--modes": "stacked", "--runs": "7", "--json": "r.json", **STREAM}),
     "bench-reads": (
         ["M"], {"--depth": "2,6", "--megabytes": "9", "--runs": "7", "--json": "r.json"}
-    ),
-    "bench-limit": (
-        ["M", "--limit", "500"], {**BENCH, "--limit": "900", "--feed": "t.npz", **STREAM}
     ),
     "bench-draft": (
         ["M", "--draft", "lookup"],
@@ -131,7 +133,7 @@ TAKES = {  # every command: the least that it is called with, and all its option
 EVERY = {name: value for _, options in TAKES.values() for name, value in options.items()}
 SHOWN = {  # how a value looks where it arrives, if not as it was given
     ("bench", "--modes"): "mode='stacked'", ("bench-layer", "--modes"): "mode='stacked'",
-    ("bench-limit", "--modes"): "mode='stacked'", ("bench-draft", "--mode"): "mode='stacked'",
+    ("bench-draft", "--mode"): "mode='stacked'",
     ("generate", "--mode"): "mode='stacked'", ("serve", "--mode"): "mode='stacked'",
     ("chat", "--mode"): "mode='stacked'", ("cache-prompt", "--mode"): "mode='stacked'",
     "--chat-template-config": "{'thinking': 1}", "--ignore-chat-template": "ignore=True",
@@ -139,8 +141,11 @@ SHOWN = {  # how a value looks where it arrives, if not as it was given
     "--prompt-cache-bytes": "3000000", "--trust-remote-code": "trust_remote_code",
     "--use-default-chat-template": "use_default_chat_template=True",
     "--verbose": "'verbose': False",
-    "--together": "'together': False",
-    "--cold": "True", "--depth": "(2, 6)", "--megabytes": str(9 << 20), "--lengths": "(3, 'auto')",
+    "--together": "'together': False", ("bench", "--lengths"): "num_drafts='auto'",
+    ("bench", "--cold"): "cold='prompt'", ("bench", "--limits"): "limit_nbytes=900000000",
+    "--direct": "direct=True", "--packed": "path='P'", "--prompt-tokens": "[12, 34]",
+    ("sweep", "--cold"): "41", "--depth": "(2, 6)", "--megabytes": str(9 << 20),
+    "--lengths": "(3, 'auto')",
     "--limit": "900000000", "--limits": "[900000000, None]", "--memory": "900000000",
     ("sweep", "--slots"): "[0, 21]", "--policies": "('lfu', 'lru')", "--read-ahead": "True",
     "--oracle": "'oracle': True",
@@ -187,6 +192,7 @@ def calls(monkeypatch, tmp_path):
     for module, name in REPORTS:
         monkeypatch.setattr(module, name, lambda *_: "")
     monkeypatch.setattr(bench, "read_speeds", lambda *_: {})
+    monkeypatch.setattr(bench, "heldout_ids", lambda model, lengths, runs: list(lengths))
     for name in ("synthetic_trace", "points"):  # the traces and points of a sweep
         monkeypatch.setattr(sweep, name, lambda *args, **kwargs: (args, kwargs))
     monkeypatch.setattr(sweep.Trace, "load", lambda path: path)
@@ -267,7 +273,7 @@ def test_help_fits_a_screen(command, capsys, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         main([*dict.fromkeys([command, "--help"])])
     lines = capsys.readouterr().out.splitlines()
-    assert stop.value.code == 0 and len(lines) <= 45 and max(map(len, lines)) <= 100
+    assert stop.value.code == 0 and len(lines) <= 50 and max(map(len, lines)) <= 100
 
 
 def test_an_option_of_another_command_names_it(calls, capsys):
@@ -315,13 +321,13 @@ def test_only_the_module_of_the_command_is_imported():
 
 
 def test_a_text_is_a_prompt_or_a_trace(calls, capsys):
-    got = run(capsys, "bench-limit", "M", "--limit", "500", "--prompt", "a", "--feed", "t.npz")
+    got = run(capsys, "bench", "M", "--prompt", "a", "--feed", "t.npz")
     assert got.code == 2 and not calls
     assert "--feed: not allowed with argument --prompt" in got.err
 
 
 def test_several_prompts_arrive(calls, capsys):
-    for command in ("bench", "bench-limit", "bench-draft"):
+    for command in ("bench", "bench-draft"):
         calls.clear()
         least = TAKES[command][0]
         assert run(capsys, command, *least, "--prompt", "a", "--prompt", "b").code == 0
@@ -404,8 +410,11 @@ def impossible():
         "bench M --runs 1.5",
         "bench-layer M --runs 0",
         "bench-reads M --runs 0",
-        "bench-limit M --limit 0",
-        "bench-limit M --limit -100",
+        "bench M --limits 0",
+        "bench M --limits none,none",
+        "bench M --lengths 2,4,2",
+        "bench M --cold maybe",
+        "bench M --prompt-tokens 12,0",
         "bench-draft M --draft lookup --limit 0",
         "bench-draft M --draft lookup --lengths -1",
         "bench-draft M --draft lookup --lengths 2,,4",
@@ -467,13 +476,12 @@ def test_a_list_may_begin_with_a_dash_or_have_a_gap(value, capsys):
         ("fused/readers=x", "readers=x"),
         ("fused/slots=8/slots=9", "slots is there twice"),
         ("fused/mode=serial", "'mode=serial'"),
-        ("fused/prefetch=oracle", "oracle"),
         ("resident/slots=8", "slots"),
         ("serial/readers=8", "readers"),
     ],
 )
 def test_modes_that_cannot_be(modes, words, calls, capsys):
-    for command in ("bench", "bench-layer", "bench-limit"):
+    for command in ("bench", "bench-layer"):
         got = run(capsys, command, *TAKES[command][0], "--modes", modes)
         assert got.code == 1 and not calls
         assert words in got.err
@@ -485,9 +493,10 @@ def test_a_draft_that_is_none(model_path, tmp_path, capsys, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "config.json").write_text("{")
+    monkeypatch.setattr(bench, "load", lambda *_: pytest.fail("the model was loaded first"))
     for name in ("nonsense", tmp_path / "empty", tmp_path / "damaged"):
-        for more in ([], ["--limit", "900"]):
-            got = run(capsys, "bench-draft", model_path, "--draft", name, *more)
+        for more in ([], ["--limits", "900"]):
+            got = run(capsys, "bench", model_path, "--draft", name, *more)
             assert got.code == 1 and str(name) in got.err
             assert "lookup, self, oracle" in got.err or "not JSON" in got.err
 
@@ -505,7 +514,7 @@ def test_a_dash_reads_standard_input(calls, monkeypatch, capsys):
     assert run(capsys, "generate", "M", "--prompt", "-").code == 0
     stdin(monkeypatch, text.encode())
     assert run(capsys, "bench", "M", "--prompt", "-", "--prompt", "x").code == 0
-    assert calls[0][0][1] == text and [text, "x"] in calls[1][0]
+    assert calls[0][0][1] == text and calls[1][1]["prompts"] == [text, "x"]
 
 
 @pytest.mark.parametrize(
@@ -557,7 +566,8 @@ def test_a_prompt_without_a_token(command, model_path, monkeypatch, capsys):
     got = run(capsys, *argv, "--prompt", "   ")
     assert got.code == 1 and "prompt '   '" in got.err and "at least one token" in got.err
     with pytest.raises(ValueError, match="at least one token"):
-        bench.in_own_process(model_path, {}, 2, 0, "   ", None)
+        variant = {"config": {}, "path": None}
+        bench.in_own_process(model_path, variant, "   ", 2, 0, None, 0.0, 0)
 
 
 # Files
@@ -626,14 +636,14 @@ def test_layer_compares_with_a_resident_model_of_the_same_dtype_and_top_k(model_
 def test_limit_takes_every_prompt_in_turn(model_path, monkeypatch, capsys):
     asked = []
 
-    def call_here(function, path, config, tokens, warmup, prompt, feed, what, nbytes):
-        asked.append((prompt, config.mode, config.top_k, nbytes))
-        return function(path, asdict(config), tokens, warmup, prompt, feed), done
+    def call_here(function, path, variant, prompt, *rest, what, nbytes):
+        asked.append((prompt, variant.config.mode, variant.config.top_k, nbytes))
+        return function(path, asdict(variant), prompt, *rest), done
 
     done = limit.Limited(0, "", "", "none")
     monkeypatch.setattr(limit, "call", call_here)
     got = run(
-        capsys, "bench-limit", model_path, "--limit", "900", "--modes", "fused", "--runs", "3",
+        capsys, "bench", model_path, "--limits", "900", "--modes", "fused", "--runs", "3",
         "--tokens", "2", "--warmup", "1", "--prompt", "def a", "--prompt", "def b", "--top-k", "2",
     )  # fmt: skip
     assert got.code == 0, got.err
@@ -654,9 +664,8 @@ def test_an_error_in_a_process_with_a_limit_is_one_line(model_path, monkeypatch,
         return limit.Limited(done.returncode, done.stdout, done.stderr, "none")
 
     monkeypatch.setattr(limit, "run", run_here)
-    for command in (["bench-limit"], ["bench-draft", "--draft", "lookup"]):
-        got = run(capsys, *command, model_path, "--limit", "900", "--slots", "1")
-        assert got.code == 1 and "slots" in got.err and "at least" in got.err
+    got = run(capsys, "bench", model_path, "--limits", "900", "--modes", "fused", "--slots", "1")
+    assert got.code == 1 and "slots" in got.err and "at least" in got.err
 
 
 # Signals and pipes

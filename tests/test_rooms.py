@@ -25,6 +25,8 @@ MUST_NOT_IMPORT = {
     "moelab.replay": ("moelab.speculation", *PROGRAMS),
     "moelab.commands": ("moelab.lab",),
     "moelab.lab": ("moelab.lab.experiments", "moelab.lab.figures", "moelab.lab.plots", "plotly"),
+    "moelab.lab.charts": ("moelab.lab.experiments", "moelab.lab.figures"),
+    "moelab.lab.claims": ("moelab.lab.experiments", "moelab.lab.figures"),
     "moelab.lab.plots": ("moelab.lab.experiments", "moelab.lab.figures"),
     "moelab.lab.experiments": ("moelab.lab.figures", "moelab.lab.plots", "plotly"),
     "moelab.lab.figures": (),

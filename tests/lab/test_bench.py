@@ -103,6 +103,25 @@ def test_decode_writes_what_mlx_lm_writes(model_path):
     assert got.tokens == theirs and got.counters is None
 
 
+@pytest.mark.parametrize("temp", [0.0, 0.7])
+def test_a_drafted_text_is_the_undrafted_one_and_its_rounds_add_up(model_path, temp):
+    configs = {"fused": StreamConfig(slots=8)}
+    variants = bench.crossed(configs, draft="oracle", lengths=(0, 3, "auto"))
+    amount = {"tokens": 12, "runs": 2, "warmup": 3, "temp": temp, "progress": False}
+    made = bench.measure(model_path, variants, **amount)
+    assert list(variants) == ["fused", "fused, 0 drafts", "fused, 3 drafts", "fused, policy"]
+    assert set(records.same_tokens(made, "fused").values()) == {(2, 2)}
+    assert made.tokens.map(len).eq(1 + 3 + 12).all() and (made.decode_s > 0).all()
+    three = made[made.variant == "fused, 3 drafts"]
+    assert (three.accepted <= three.drafted).all() and (three.num_drafts == "3").all()
+    plain = made[made.variant == "fused, 0 drafts"]
+    assert not plain.drafted.any() and plain.committed.map(len).eq(0).all()
+    if not temp:  # the oracle knows the greedy text
+        assert three.accepted.sum() > 0
+        assert three.committed.map(sum).between(1, 12).all()
+    assert "tau" in bench.report(made)
+
+
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_a_text_is_fed_in_place_of_greedy_tokens(model_path, warmup, tmp_path):
     model, tok = load(model_path, StreamConfig(slots=8))
@@ -314,7 +333,8 @@ def test_a_cold_prompt_beside_its_bound():
 
 def test_a_cold_bench_counts_what_a_prompt_reads(model_path):
     configs = {"resident": StreamConfig(mode="resident"), "fused": StreamConfig(slots=8)}
-    made = bench.measure(model_path, configs, tokens=2, runs=2, warmup=1, cold=True)
+    made = bench.crossed(configs, cold="prompt")
+    made = bench.measure(model_path, made, tokens=2, runs=2, warmup=1)
     assert min(made.disk_bytes_per_s) > 0
     assert all((made.prompt_nbytes > 0) == (made.variant == "fused"))
     assert "prompt, fused: " in bench.report(made) and "prompt, resident" not in bench.report(made)

@@ -222,31 +222,39 @@ def test_call_is_killed_beyond_its_limit(called):
 
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
-FUSED = {"fused": moelab.StreamConfig(slots=16)}
 AMOUNT = {"tokens": 4, "warmup": 2, "runs": 1, "prompts": ["def main():"], "progress": False}
+
+
+def under(nbytes):
+    """``fused`` with 16 slots and so much memory, beside the resident model."""
+    return bench.crossed({"fused": moelab.StreamConfig(slots=16)}, [nbytes])
+
+
+def call_here(function, path, variant, *rest, what, nbytes):
+    return function(path, asdict(variant), *rest), limit.Limited(0, "", "", "none")
 
 
 def test_bench_under_a_limit():
     try:
-        made = bench.measure(TINY_MOE, FUSED, **AMOUNT, limit_nbytes=2_000_000_000)
+        made = bench.measure(TINY_MOE, under(2_000_000_000), **AMOUNT)
     except limit.NoLimit as e:
         pytest.skip(str(e))
-    assert {*made.variant} == {bench.RESIDENT, "fused, limit"} and not made.killed.any()
-    assert records.same_tokens(made, bench.RESIDENT)["fused, limit"] == (1, 1)
-    (fused,) = made[made.variant == "fused, limit"].to_dict("records")
-    assert fused["bytes_read"] > 0 and fused["limited_by"] != "none"
+    name = "fused, 2000 MB"
+    assert {*made.variant} == {bench.RESIDENT, name} and not made.killed.any()
+    assert records.same_tokens(made, bench.RESIDENT)[name] == (1, 1)
+    (fused,) = made[made.variant == name].to_dict("records")
+    assert fused["bytes_read"] > 0 and fused["limited_by"] != "none" and fused["slots"] == 16
     assert fused["rss_begin_nbytes"] < fused["rss_end_nbytes"]
-    assert "fused, limit: process" in bench.report(made)
+    assert f"{name}: process" in bench.report(made)
 
 
 def test_what_was_killed_is_not_run_again(monkeypatch):
-    def call(function, path, config, *rest, what, nbytes):
+    def call(function, *rest, what, nbytes):
         killed = limit.Limited(-signal.SIGKILL, "", "", "cgroup")
-        done = limit.Limited(0, "", "", "none")
-        return (None, killed) if nbytes else (function(path, asdict(config), *rest), done)
+        return (None, killed) if nbytes else call_here(function, *rest, what=what, nbytes=nbytes)
 
     monkeypatch.setattr(limit, "call", call)
-    made = bench.measure(TINY_MOE, FUSED, **AMOUNT | {"runs": 2}, limit_nbytes=1)
+    made = bench.measure(TINY_MOE, under(1), **AMOUNT | {"runs": 2})
     assert records.group(made, "tok_s").n.to_dict() == {bench.RESIDENT: 2}
     assert list(made.killed) == [name != bench.RESIDENT for name in made.variant]
     assert made.killed.sum() == 1 and "killed for its memory" in bench.report(made)
@@ -255,25 +263,22 @@ def test_what_was_killed_is_not_run_again(monkeypatch):
 
 
 def test_a_traces_text_is_read_in_place_of_greedy_tokens(monkeypatch):
-    trace, done, fed = moelab.DATA / "traces" / "code.npz", limit.Limited(0, "", "", "none"), []
+    trace, fed = moelab.DATA / "traces" / "code.npz", []
 
-    def call_here(function, path, config, *rest, what, nbytes):
-        return function(path, asdict(config), *rest), done
-
-    def noted(model, ids, tokens, warmup, before_clock, feed, **kwargs):
+    def noted(model, ids, tokens, warmup, feed, **kwargs):
         fed.append((list(ids), feed))
-        return decode(model, ids, tokens, warmup, before_clock, feed, **kwargs)
+        return decode(model, ids, tokens, warmup, feed=feed, **kwargs)
 
     decode = bench.decode
     monkeypatch.setattr(limit, "call", call_here)
     monkeypatch.setattr(bench, "decode", noted)
-    made = bench.measure(TINY_MOE, FUSED, None, 3, 1, 2, feed=trace, limit_nbytes=2e9)
+    made = bench.measure(TINY_MOE, under(2e9), tokens=3, runs=1, warmup=2, feed=trace)
     ids = moelab.Trace.load(trace).tokens.tolist()
     assert fed == [(ids[:128], ids[128:133])] * 2
     assert "3 tokens of code.npz a run after 2" in bench.report(made)
     assert made.attrs["settings"]["feed"] == "code.npz"
     with pytest.raises(ValueError, match="513 tokens behind it .* got 128 and 512"):
-        bench.measure(TINY_MOE, FUSED, None, 500, 1, 13, feed=trace, limit_nbytes=2e9)
+        bench.measure(TINY_MOE, under(2e9), tokens=500, runs=1, warmup=13, feed=trace)
 
 
 def test_a_trace_of_another_vocabulary_is_refused(monkeypatch):

@@ -27,6 +27,7 @@ def test_a_table_is_written_and_read_again(table, tmp_path):
     assert [{k: row[k] for k in ROWS[0]} for row in written["rows"]] == ROWS
     assert "tok_s" not in written["rows"][0] and (tmp_path / "r.json").read_text().count("\n") > 6
     again = records.read(str(tmp_path / "r.json"))
+    assert again.attrs.pop("record").endswith("r.json")
     assert again.attrs == table.attrs | {"machine": None} and list(again) == list(table)
     assert list(again.tok_s) == [4 / row["decode_s"] for row in ROWS]
 
@@ -130,3 +131,44 @@ def test_a_notebook_and_a_page_are_filled_in_place(tmp_path, capsys):
     first, second = json.loads(note.read_text())["cells"]
     assert first["source"] == ["<!--:a = 3-->\n", "3<!--=a-->"] and second == cells[1]
     assert capsys.readouterr().out == f"{note}: numbers of 1 lines filled in\n"
+
+
+def test_variants_run_in_random_rounds_and_rows_stand_in_order():
+    calls, kept = [], []
+
+    def variant(name):
+        return lambda i: (calls.append((name, i)), {"seconds": i + 1.0, "size": len(name)})[1]
+
+    made = records.interleave(
+        "x",
+        {"a": variant("a"), "bb": variant("bb"), "own": lambda i: 2.0},
+        runs=6,
+        settings={"model": "m"},
+        warmup=2,
+        each_round=lambda i: {"disk": i},
+        keep=lambda samples: kept.append((len(samples), samples.attrs["partial"])),
+        progress=False,
+    )
+    assert list(zip(made.variant, made["round"])) == [
+        (n, i) for i in range(6) for n in ("a", "bb", "own")
+    ]
+    assert list(made[made.variant == "bb"].seconds) == [1, 2, 3, 4, 5, 6]
+    assert (made.disk == made["round"]).all() and set(made[made.variant == "own"].seconds) == {2.0}
+    assert made.attrs["settings"]["model"] == "m" and "partial" not in made.attrs
+    assert kept == [(3 * i, True) for i in range(1, 7)]
+    first = [n for n, i in calls if i >= 0][::2]
+    assert sorted({i for _, i in calls}) == list(range(-2, 6)) and set(first) == {"a", "bb"}
+
+
+def test_a_variant_that_was_killed_is_not_run_again():
+    runs = []
+    variants = {"dies": lambda i: runs.append(i) or {"killed": True}, "lives": lambda i: 1.0}
+    made = records.interleave("x", variants, 3, warmup=0, progress=False)
+    assert runs == [0] and made.killed.sum() == 1 and len(made) == 4
+    assert records.interleave("x", {"t": records.timed(lambda: None, k=8)}, 2).k.tolist() == [8, 8]
+
+
+def test_tables_stand_together(table):
+    both = records.together({"here": table, "there": table})
+    assert list(both.source.unique()) == ["here", "there"] and len(both) == 12
+    assert len(both.attrs["headers"]) == 2 and both.attrs["kind"] == "bench"

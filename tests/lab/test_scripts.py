@@ -6,9 +6,8 @@ import sys
 
 import pytest
 
-from moelab import DATA
-from moelab.lab.__main__ import SCRIPTS, main
-from moelab.lab.experiments import workload
+from moelab.lab import cite
+from moelab.lab.__main__ import SCRIPTS, main, parse
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -20,13 +19,9 @@ def test_a_script_says_its_words(name, capsys):
     assert len(re.findall(r"\b[A-Z]{2,}\b", usage)) >= 1
 
 
-def test_words_arrive(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    seen = []
-    monkeypatch.setattr(workload, "measure", lambda *args, keep: seen.append(args))
-    assert main(["workload", "o.json", "M", "175", "lookup", "D=4"]) == 0
-    assert main(["workload", "o.json", "M", "175"]) == 0
-    assert seen == [("M", 175_000_000, ("lookup", "D=4")), ("M", 175_000_000, ())]
+def test_words_arrive():
+    assert parse(["cite", "a", "b"]) == (cite.main, ["a", "b"])
+    assert parse(["cite"])[1] == [] and parse(["call", "m:f", "[]"])[1] == ["m:f", "[]"]
 
 
 @pytest.mark.parametrize("words", [[], ["nonsense"], ["soak"], ["soak", "o.json", "more"]])
@@ -34,12 +29,6 @@ def test_words_that_cannot_be(words, capsys):
     with pytest.raises(SystemExit) as stop:
         main(words)
     assert stop.value.code == 2 and "usage: python -m moelab.lab" in capsys.readouterr().err
-
-
-def test_the_page_of_records_names_scripts_that_are_there():
-    page = (DATA / "results" / "README.md").read_text()
-    named = set(re.findall(r"python -m moelab\.lab ([\w-]+)", page))
-    assert named and named <= set(SCRIPTS)
 
 
 def test_help_imports_no_script():

@@ -65,7 +65,7 @@ class Variant:
 
     Attributes:
         config (StreamConfig): How to load the model.
-        path (Path): Another layout of it. Default: the bench's.
+        path (str or Path): Another layout of it. Default: the bench's.
         limit_nbytes (int): Memory of the process, page cache included. Default: no limit.
         draft (str): One of ``decode.BUILT_IN``, or the folder of a model or of a DFlash draft.
         num_drafts (int or str): Tokens drafted in a round; ``auto``: the policy decides.
@@ -75,7 +75,7 @@ class Variant:
     """
 
     config: StreamConfig
-    path: Path | None = None
+    path: str | Path | None = None
     limit_nbytes: int | None = None
     draft: str | None = None
     num_drafts: int | str = "auto"
@@ -115,7 +115,7 @@ def crossed(
     draft: str | None = None,
     lengths: Sequence[int | str] = (),
     direct: Sequence[bool | None] = (None,),
-    layouts: Mapping[str, Path | None] = {"": None},
+    layouts: Mapping[str, str | Path | None] = {"": None},
     cold: str = "no",
 ) -> dict[str, Variant]:
     """Every mode under every limit, with every number of drafts and with none, and so on.
@@ -168,7 +168,7 @@ class _Opened:
     """A variant's model and draft, loaded."""
 
     def __init__(self, path: Path, variant: Variant):
-        self.variant, self.path = variant, variant.path or path
+        self.variant, self.path = variant, folder(variant.path) if variant.path else path
         before = mx.get_active_memory()
         self.model, self.tokenizer = load(self.path, variant.config)
         if variant.direct is not None:
@@ -394,7 +394,7 @@ def _as_dict(variant):
 def _sample_alone(path, name, variant, *text):
     """The columns of a run in a process of its own."""
     if variant.limit_nbytes or variant.cold != "no":
-        oscache.drop_pages(variant.path or path)  # pages of another process count for none
+        oscache.drop_pages(folder(variant.path or path))  # pages of another process count for none
     made, done = limit.call(
         in_own_process, path, variant, *text, what=name, nbytes=variant.limit_nbytes
     )
@@ -409,8 +409,8 @@ def in_own_process(path: str, variant: dict, *text: Any) -> dict[str, Any]:
     ``peak_nbytes`` includes what loading held at most.
     """
     begin = psutil.Process().memory_info().rss
-    config, own = StreamConfig(**variant.pop("config")), variant.pop("path")
-    opened = _Opened(folder(path), Variant(config, own and Path(own), **variant))
+    config = StreamConfig(**variant.pop("config"))
+    opened = _Opened(folder(path), Variant(config, **variant))
     loading = mx.get_peak_memory()
     with opened.model:
         row = opened.sample(*text)
@@ -603,10 +603,9 @@ def _tau(rows):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.description = (
-        "Decode the same prompts in every mode, in rounds of random order after one round of "
-        "warm-up. Tokens per second are of decoding alone; tokens are checked against the "
-        "resident model's. With --limits each run has a process of its own, and the resident model "
-        "one without a limit. Exit status 3: a mode decoded other tokens."
+        "Decode the same prompts in every mode, in rounds of random order after one of warm-up. "
+        "Tokens are checked against the resident model's. With --limits each run has a process "
+        "of its own, and the resident model one without a limit. Exit status 3: other tokens."
     )
     add_model(parser)
     add_modes(parser, "resident,serial,buffers,stacked,fused")
@@ -619,13 +618,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt-tokens",
         type=several(positive),
         metavar="N",
-        help="held-out text of tiny-moe, so many tokens; several lengths in turn, "
-        "divided by commas",
+        help="so many of tiny-moe's held-out text; several lengths take turns",
     )
     text.add_argument(
         "--feed",
         metavar="TRACE",
-        help="read the text of this trace in place of a prompt and of decoded tokens",
+        help="read this trace's text in place of a prompt and of decoded tokens",
     )
     add_sampling(parser, ("--temp",))
     parser.add_argument(
@@ -633,44 +631,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=several(or_none(positive)),
         metavar="MB",
         default=(None,),
-        help="memory of each run, its page cache included; several, or none, divided by commas",
+        help="memory of each run, page cache included; or several, and none",
     )
     parser.add_argument(
         "--draft",
         type=not_empty,
         metavar="DRAFT",
-        help="lookup, self, oracle, or the folder of a model or of a DFlash draft",
+        help="lookup, self, oracle, or the folder of a model or a DFlash draft",
     )
     parser.add_argument(
         "--lengths",
         type=several(or_auto(zero_or_more)),
         metavar="N",
         default=(4, "auto"),
-        help="tokens drafted in a round, divided by commas; auto: the policy (default: 4,auto)",
+        help="drafts in a round; auto: the policy (default: 4,auto)",
     )
     parser.add_argument(
         "--packed",
         type=not_empty,
         metavar="FOLDER",
-        help="measure the same model from python -m moelab repack, too",
+        help="measure this copy from python -m moelab repack, too",
     )
     parser.add_argument(
         "--direct",
         action="store_true",
-        help="measure modes that stream twice: through the page cache and past it (Linux)",
+        help="measure reads through the page cache and past it (Linux)",
     )
     parser.add_argument(
         "--together",
         choices=["auto", "yes", "no"],
         default="auto",
-        help="all models loaded at once (auto: if half of the memory holds them)",
+        help="all models at once (auto: if half of the memory holds them)",
     )
     parser.add_argument(
         "--cold",
         choices=COLD,
         default="no",
-        help="drop the checkpoint from the page cache before a prompt and before decoding, or "
-        "before each token, with the clock stopped (default: %(default)s)",
+        metavar="WHEN",
+        help="no, or drop the file from the page cache before a prompt or token",
     )
     add_json(parser)
     add_stream_options(parser, MEASURED_SLOTS)
@@ -685,7 +683,7 @@ def run(args: argparse.Namespace) -> int:
         args.draft,
         args.lengths,
         (False, True) if args.direct else (None,),
-        {"": None, "packed": folder(args.packed)} if args.packed else {"": None},
+        {"": None, "packed": args.packed} if args.packed else {"": None},
         args.cold,
     )
     prompts = args.prompt or PROMPTS
