@@ -1,7 +1,8 @@
 # Nothing is assumed but Python 3.11 or newer and make: every target sets up .venv by itself, once.
 #   make lab    opens JupyterLab at the first notebook
 #   make run    runs every notebook and writes one HTML page for each under build/, in 8 minutes
-#   make numbers   fills the numbers that documents cite in from data/results
+#   make records   lists the parts that records are measured in; PART="engine drafts" measures two
+#   make numbers   fills the numbers that documents cite in from data/results, and writes its page
 #   make test   tests every module, every mode and every notebook, in ten minutes
 #   make test-all   the same with the slow tests, at full size
 # With EXTRA=cuda the set-up installs MLX for a CUDA 13 GPU in place of the CPU build.
@@ -11,7 +12,7 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 pytho
 BIN := .venv/bin
 READY := .venv/ready$(addprefix -,$(EXTRA))
 
-.PHONY: lab run numbers test test-all test-streaming test-speculation test-lab test-files test-notebooks check lint figures browser clean
+.PHONY: lab run records numbers test test-all test-streaming test-speculation test-lab test-files test-notebooks check lint figures browser clean
 
 lab: $(READY)
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
@@ -19,9 +20,14 @@ lab: $(READY)
 run: $(READY)
 	$(BIN)/python -m moelab.lab pages notebooks build
 
-# The numbers of README, notebooks and the page of records, filled in from the records.
+# On a quiet machine and a commit of its own: a record that other work disturbed is not kept.
+records: $(READY)
+	$(BIN)/python -m moelab.lab records $(PART)
+
+# The numbers of README and notebooks, filled in from the records, and the page of records.
 numbers: $(READY)
-	$(BIN)/python -m moelab.lab cite README.md data/results/README.md notebooks/*.ipynb
+	$(BIN)/python -m moelab.lab cite README.md notebooks/*.ipynb
+	$(BIN)/python -m moelab.lab records page
 
 # Two parts at a time: MLX uses one core for each on a CPU.
 PARTS := test-notebooks test-streaming test-files test-lab test-speculation

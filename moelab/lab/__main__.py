@@ -16,6 +16,7 @@ SCRIPTS = {  # name: its module, what it does
     "cite": ("cite", "fill in the numbers that documents cite from records"),
     "crowd": ("experiments.crowd", "many requests at once for a server with little memory"),
     "kernels": ("experiments.kernels", "the fast kernels beside MLX's: products, texts"),
+    "records": ("recording", "measure records of data/records.toml again, by part or name"),
     "pages": ("plots.pages", "run the notebooks and write an HTML page for each"),
     "ranks": ("experiments.ranks", "experts divided over ranks of this machine"),
     "soak": ("experiments.soak", "a server at work for long"),

@@ -385,9 +385,10 @@ def _command():
 
 @functools.cache
 def _commit():
-    """The commit of the code and whether all files were as in it; nothing outside a repository."""
+    """The commit, and whether all files but records were as in it; nothing outside a repository."""
     here = Path(__file__)
-    words = ["rev-parse HEAD", "status --porcelain -uno", f"ls-files --error-unmatch {here.name}"]
+    others = "status --porcelain -uno -- :/ :!/data/results"
+    words = ["rev-parse HEAD", others, f"ls-files --error-unmatch {here.name}"]
     try:
         commit, changed, _ = (
             subprocess.run(

@@ -1,0 +1,189 @@
+"""Make the records again, and the page that shows them, from one list: ``data/records.toml``.
+
+    python -m moelab.lab records                     lists the parts
+    python -m moelab.lab records engine drafts       measures two of them
+    python -m moelab.lab records cpu_bench_35b       measures one record
+    python -m moelab.lab records page                writes data/results/README.md
+
+A record of the list has its ``part`` (which takes half an hour at most), its ``command`` and
+``what`` it holds; on the page it shows the columns in ``shows``, grouped ``by`` columns. The
+checkpoints that commands name are made once, under ``build/records``.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from typing import Any
+
+import numpy as np
+
+from .. import DATA
+from . import records
+from .machine import card_line
+
+LIST, RESULTS = DATA / "records.toml", DATA / "results"
+PAGE = RESULTS / "README.md"
+WORK = DATA.parent / "build" / "records"
+DOCUMENTS = ("README.md", "data/claims.json", "notebooks/*.ipynb")
+SHOWN = {  # columns that a record shows on its page, if it has them and names no others
+    "tok_s": "tok/s",
+    "hit_rate": "hits",
+    "prefill_s": "prompt (s)",
+    "seconds": "seconds",
+}
+
+
+def listed() -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    """The commands that make checkpoints, and the records, both by name."""
+    entries = tomllib.loads(LIST.read_text(encoding="utf-8"))
+    return entries.pop("checkpoints"), entries
+
+
+class _Places(dict):
+    """Where each checkpoint is. One that is not there is made."""
+
+    def __init__(self, commands: dict[str, str]):
+        super().__init__()
+        self.commands = commands
+
+    def __missing__(self, name):
+        command = self.commands[name]
+        if not command.startswith(("synthesize", "repack")):
+            return str(DATA / command)
+        path = WORK / name
+        if not path.is_dir():
+            words = command.format_map(self)  # makes those that it is made of first
+            _run(["moelab", *words.split(), str(path), "--quiet"])
+        return str(path)
+
+
+def _run(words):
+    """A command of ours. Raises ``OSError`` if it fails, unless other tokens are its finding."""
+    done = subprocess.run([sys.executable, "-m", *words], cwd=DATA.parent)
+    if done.returncode not in (0, 3):
+        raise OSError(f"{' '.join(words)}: exit status {done.returncode}")
+
+
+def main(*names: str) -> int:
+    """Measure parts or records, and replace the files of those that nothing disturbed.
+
+    Args:
+        names (str): Of parts or records, or ``page``. Default: list them.
+
+    Returns:
+        int: 1 if a run was disturbed, so that its record is the old one.
+
+    Raises:
+        ValueError: If a name is neither.
+    """
+    checkpoints, entries = listed()
+    parts = {entry["part"] for entry in entries.values()}
+    if names == ("page",):
+        PAGE.write_text(page(), encoding="utf-8")
+        return 0
+    if wrong := [name for name in names if name not in parts | entries.keys()]:
+        known = ", ".join([*sorted(parts), *entries])
+        raise ValueError(f"records: expected some of {known}; got {', '.join(wrong)}")
+    if not names:
+        for part in sorted(parts):
+            mine = [name for name, entry in entries.items() if entry["part"] == part]
+            print(f"{part}: {', '.join(mine)}")
+        return 0
+    places, disturbed = _Places(checkpoints), []
+    for name, entry in entries.items():
+        if not {name, entry["part"]}.intersection(names):
+            continue
+        new, begin = WORK / f"{name}.json", time.monotonic()
+        places["out"] = new
+        command = entry["command"].format_map(places)
+        program = "moelab.lab" if command.startswith("lab ") else "moelab"
+        _run([program, *command.removeprefix("lab ").split()])
+        took = f"{(time.monotonic() - begin) / 60:.1f} min"
+        try:
+            records.read(str(new))
+        except ValueError as error:
+            disturbed.append(name)
+            print(f"{name}: {took}; NOT kept: {error}", file=sys.stderr)
+            continue
+        os.replace(new, RESULTS / new.name)
+        print(f"{name}: {took}")
+    return 1 if disturbed else 0
+
+
+def page() -> str:
+    """The page of records: every one with its provenance, its samples' medians, who quotes it."""
+    checkpoints, entries = listed()
+    texts = {p.name: p.read_text() for d in DOCUMENTS for p in sorted(DATA.parent.glob(d))}
+    parts = [
+        INTRODUCTION,
+        *(f"- `{name}`: `{command}`" for name, command in checkpoints.items()),
+        "",
+    ]
+    for name, entry in entries.items():
+        file = RESULTS / f"{name}.json"
+        if not file.is_file():
+            continue
+        samples = records.read(str(file))
+        quoted = [doc for doc, text in texts.items() if re.search(rf"\b{name}\b", text)]
+        parts += [
+            f"## {name}",
+            "",
+            f"{entry['what']} {_provenance(samples)} Quoted in: {', '.join(quoted) or 'nothing'}.",
+            "",
+            f"`python -m moelab{'.lab' * entry['command'].startswith('lab ')} "
+            f"{entry['command'].removeprefix('lab ')}`",
+            "",
+            *_table(samples, entry),
+            "",
+        ]
+    return "\n".join(parts)
+
+
+INTRODUCTION = """# The records
+
+`make numbers` writes this page from `data/records.toml` and the records. `make records PART=...`
+measures a part again. A record is a header (command, commit, machine, load,
+settings) and `rows`, one a sample: `moelab.lab.records.read(NAME)` gives it as a pandas table.
+Below: medians [quartiles] of n samples.
+
+Checkpoints that commands name:
+"""
+
+
+def _provenance(samples):
+    header = samples.attrs
+    load = header.get("load", {}).get("cores_of_others")
+    told = [card_line(header["machine"])]
+    told += [f"commit {header['commit'][:12]}"] if "commit" in header else ["commit not kept"]
+    told += [] if load is None else [f"other processes used {load:.2f} cores"]
+    return f"{'; '.join(told)}."
+
+
+def _table(samples, entry):
+    """Lines of Markdown: a row for each group, a column for each measure."""
+    by = entry.get("by", ["variant"])
+    shows = entry.get("shows") or {c: label for c, label in SHOWN.items() if c in samples}
+    alive = samples[~samples.killed]
+    columns = {
+        label: alive.assign(_=alive.eval(column)).groupby(by, sort=False, dropna=False)._
+        for column, label in shows.items()
+    }
+    lines = [
+        "| " + " | ".join([*by, "n", *columns]) + " |",
+        "|---" * (len(by) + 1 + len(columns)) + "|",
+    ]
+    for key, rows in alive.groupby(by, sort=False, dropna=False):
+        cells = [_cell(groups.get_group(key).dropna()) for groups in columns.values()]
+        lines.append("| " + " | ".join([*map(str, key), str(len(rows)), *cells]) + " |")
+    dead = dict.fromkeys(samples[samples.killed].variant)
+    return lines + [f"Killed for its memory: {', '.join(dead)}."] * bool(dead)
+
+
+def _cell(values):
+    if values.empty:
+        return "-"
+    low, mid, high = (f"{v:.3g}" for v in np.percentile(values.astype(float), (25, 50, 75)))
+    return mid if low == mid == high else f"{mid} [{low}, {high}]"
