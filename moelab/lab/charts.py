@@ -8,7 +8,7 @@ the figure in words follow from the table.
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -240,29 +240,31 @@ def table(frame: "DataFrame", form: str | Mapping[str, str] = "{:.3g}") -> None:
         frame (DataFrame): Its columns' names are the head.
         form (str or Mapping): Of its numbers, as for ``str.format``; or by column.
     """
+    plain = frame.to_string() if len(frame) else "nothing"
+    display({"text/html": as_html(frame, form), "text/plain": plain}, raw=True)
+
+
+def as_html(frame: "DataFrame", form: str | Mapping[str, str] = "{:.3g}") -> str:
+    """A table as HTML, escaped; arguments as for ``table``."""
 
     def text(column, cell):
         given = form.get(column, "{:.3g}") if isinstance(form, Mapping) else form
         return given.format(cell) if isinstance(cell, (float, np.floating)) else str(cell)
 
+    def row(kind, cells):
+        made = (f"<{kind} style='text-align:left'>{html.escape(cell)}</{kind}>" for cell in cells)
+        return f"<tr>{''.join(made)}</tr>"
+
     head = [" ".join(str(n) for n in frame.index.names if n), *map(str, frame.columns)]
-    cells = [
-        [", ".join(map(str, i)) if isinstance(i, tuple) else str(i)]
-        + [text(c, row[c]) for c in frame.columns]
-        for i, row in frame.iterrows()
+    rows = [
+        row(
+            "td",
+            [", ".join(map(str, i)) if isinstance(i, tuple) else str(i)]
+            + [text(c, cells[c]) for c in frame.columns],
+        )
+        for i, cells in frame.iterrows()
     ]
-    show_table(head, [[html.escape(cell) for cell in row] for row in cells])
-
-
-def show_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Shows a table whose cells are HTML."""
-    left = "style='text-align:left'"
-    top = "".join(f"<th {left}>{h}</th>" for h in head)
-    body = "".join(
-        "<tr>" + "".join(f"<td {left}>{cell}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    plain = "\n".join("  ".join(map(html.unescape, row)) for row in (head, *rows))
-    display({"text/html": f"<table><tr>{top}</tr>{body}</table>", "text/plain": plain}, raw=True)
+    return f"<table>{row('th', head)}{''.join(rows)}</table>"
 
 
 # What follows from a table

@@ -8,14 +8,14 @@ which was counted. A regime confirms its claim if the whole interval keeps to th
 if none of it does, and is open else. The verdict is what all regimes say.
 """
 
-import html
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ipywidgets
 import numpy as np
+from IPython.display import display
 
 from .. import DATA
 from . import charts, cite, records
@@ -124,8 +124,11 @@ def _figure(claim, regime, figure):
     return Figure(regime, float(np.median(samples)), ends["low"], ends["high"], n, told, says)
 
 
-def show(*ids: str) -> None:
-    """Shows some claims with their verdicts and the figures that they rest on.
+def scorecard(*ids: str) -> "DataFrame":
+    """Claims with their verdicts. Default: all.
+
+    Returns:
+        DataFrame: By id ``claim``, ``verdict``, ``because``, ``source``, ``notebook``.
 
     Raises:
         ValueError: If there is no such claim.
@@ -133,27 +136,45 @@ def show(*ids: str) -> None:
     there = {claim["id"]: claim for claim in read()}
     if wrong := [i for i in ids if i not in there]:
         raise ValueError(f"expected claims of {', '.join(there)}, got {', '.join(wrong)}")
-    _show([judge(there[i]) for i in ids])
-
-
-def _show(judged: Sequence[Judged]):
-    cells = [
-        [
-            j.claim["id"],
-            html.escape(j.claim["claim"]),
-            f"<b>{j.verdict.replace(' ', '&nbsp;')}</b>",
-            html.escape(j.because),
-        ]
-        for j in judged
-    ]
-    charts.show_table(("", "claim", "verdict", "because"), cells)
-
-
-def scorecard() -> "DataFrame":
-    """Every claim: ``id``, ``claim``, ``source``, ``verdict``, ``because``, ``notebook``."""
-    keys = ("id", "claim", "source", "notebook")
     rows = [
-        {key: j.claim[key] for key in keys} | {"verdict": j.verdict, "because": j.because}
-        for j in map(judge, read())
+        {"id": i, "claim": j.claim["claim"], "verdict": j.verdict, "because": j.because}
+        | {key: j.claim[key] for key in ("source", "notebook")}
+        for i in ids or there
+        for j in [judge(there[i])]
     ]
     return records.pandas().DataFrame(rows).set_index("id")
+
+
+def show(*ids: str) -> None:
+    """Shows some claims with their verdicts and the figures that they rest on."""
+    charts.table(scorecard(*ids)[["claim", "verdict", "because"]])
+
+
+def browse(card: "DataFrame", *columns: str) -> ipywidgets.VBox:
+    """Shows a scorecard under a choice for each of some columns. A page without a kernel shows all.
+
+    Args:
+        card (DataFrame): Of ``scorecard``.
+        columns (str): Each gets a choice of its values.
+
+    Returns:
+        ipywidgets.VBox: The choices, then the table in HTML.
+    """
+    choices = {
+        c: ipywidgets.Dropdown(options=["all", *dict.fromkeys(card[c])], description=c)
+        for c in columns
+    }
+    shown = ipywidgets.HTML(charts.as_html(card))
+
+    def draw(_):
+        rows = card
+        for column, control in choices.items():
+            rows = rows[(rows[column] == control.value) | (control.value == "all")]
+        shown.value = charts.as_html(rows)
+
+    for control in choices.values():
+        control.observe(draw, names="value")
+    view = ipywidgets.VBox([*choices.values(), shown])
+    still = {"text/html": charts.as_html(card), "text/plain": card.to_string()}
+    display({**view._repr_mimebundle_(), **still}, raw=True)
+    return view

@@ -16,13 +16,16 @@ import subprocess
 import sys
 import time
 import tomllib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import DATA
 from . import records
 from .machine import card_line
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 LIST, RESULTS = DATA / "records.toml", DATA / "results"
 PAGE = RESULTS / "README.md"
@@ -111,6 +114,19 @@ def main(*names: str) -> int:
         os.replace(new, RESULTS / new.name)
         print(f"{name}: {took}")
     return 1 if disturbed else 0
+
+
+def provenance() -> "DataFrame":
+    """Of every record its ``date``, ``commit``, whether the tree was ``clean``, and the load."""
+    rows = []
+    for file in sorted(RESULTS.glob("*.json")):
+        header = records.read(str(file)).attrs
+        load = header.get("load", {}).get("cores_of_others", float("nan"))
+        commit = header.get("commit", "not kept")[:12]
+        clean = header.get("clean", "not kept")
+        rows.append((file.stem, header["machine"]["date"], commit, clean, load))
+    columns = ["record", "date", "commit", "clean", "cores of others"]
+    return records.pandas().DataFrame(rows, columns=columns).set_index("record")
 
 
 def page() -> str:

@@ -80,7 +80,7 @@ def test_a_table_is_shown_in_html_and_text(monkeypatch):
     monkeypatch.setattr(charts, "display", lambda out, raw: shown.append(out))
     charts.table(records.group(samples(), "seconds"), {"median": "{:.1f} s"})
     assert "<td style='text-align:left'>5.0 s</td>" in shown[0]["text/html"]
-    assert shown[0]["text/plain"].splitlines()[1].split()[:3] == ["a", "2.0", "s"]
+    assert shown[0]["text/plain"].splitlines()[1].split()[:2] == ["a", "2.0"]
 
 
 def test_no_samples_are_an_error():
@@ -138,3 +138,20 @@ def test_a_figure_that_fails_names_its_claim():
 def test_the_file_is_read_in_order(tmp_path):
     (tmp_path / "c.json").write_text(json.dumps([claim(), claim() | {"id": "X2"}]))
     assert [c["id"] for c in claims.read(tmp_path / "c.json")] == ["X1", "X2"]
+
+
+def test_a_scorecard_is_filtered(tmp_path, monkeypatch, capsys):
+    both = [claim() | {"notebook": "02"}, claim(here=at([2.0], least=1)) | {"id": "X2"}]
+    (tmp_path / "claims.json").write_text(json.dumps(both))
+    monkeypatch.setattr(claims, "DATA", tmp_path)
+    card = claims.scorecard()
+    assert dict(card.verdict) == {"X1": "cannot be tested here", "X2": "confirmed"}
+    view = claims.browse(card, "verdict", "notebook")
+    verdict, notebook, shown = view.children
+    assert "X1" in shown.value and "X2" in shown.value
+    verdict.value = "confirmed"
+    assert "X1" not in shown.value and "X2" in shown.value
+    notebook.value = "02"
+    assert "X2" not in shown.value
+    with pytest.raises(ValueError, match="expected claims of X1, X2, got X3"):
+        claims.show("X3")
