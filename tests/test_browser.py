@@ -18,7 +18,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from figures import chromium
+from selenium import webdriver
 from selenium.common.exceptions import TimeoutException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -26,6 +26,18 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from moelab.lab.plots.widgets import STATE_CLASS
 
+FLAGS = (
+    "headless",
+    "no-sandbox",
+    "disable-gpu",
+    "disable-quic",
+    "no-first-run",
+    "disable-background-networking",
+    "disable-component-update",
+    "disable-sync",
+    "disable-dev-shm-usage",
+    "window-size=1400,1100",
+)
 ROOT = Path(__file__).parent.parent
 SECONDS = 120  # for the cells of a notebook, or for one move; a busy machine needs them
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -82,6 +94,19 @@ def of_the_sliders(notebook):
             kept.insert(0, cell)
             needed |= names(cell, ast.Load)
     return nbformat.v4.new_notebook(cells=kept, metadata=notebook.metadata)
+
+
+def chromium(profile):
+    """A headless Chromium (or Chrome) under selenium, or None where there is no driver for one."""
+    driver = shutil.which("chromedriver")
+    if not driver:
+        return None
+    options = webdriver.ChromeOptions()
+    for flag in (*FLAGS, f"user-data-dir={profile}"):
+        options.add_argument(f"--{flag}")
+    if binary := shutil.which("chromium"):
+        options.binary_location = binary
+    return webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
 
 
 @pytest.fixture(scope="module")

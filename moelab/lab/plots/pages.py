@@ -1,11 +1,13 @@
 """``make run``: every notebook executed top to bottom, and one HTML page for each.
 
 A page needs neither kernel nor network. All share one file, ``plotly.min.js``. The index says each
-notebook's question and answer.
+notebook's question and answer. ``NAME.json`` beside a page has its figures, for
+``data/recipes/figures.py``.
 """
 
 import base64
 import html
+import json
 import mimetypes
 import os
 import re
@@ -139,6 +141,12 @@ def page(source: Path, target: Path) -> tuple[Summary, str | None]:
         except CellExecutionError as error:
             failed = str(error)
     drop_progress(notebook)
+    figures = [
+        {key: output["data"][PLOTLY][key] for key in ("data", "layout")}
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if PLOTLY in output.get("data", {})
+    ]
     for c, cell in enumerate(notebook.cells):
         if cell.cell_type == "markdown":
             text = embed_drawings(cell.source, source.parent)
@@ -149,13 +157,10 @@ def page(source: Path, target: Path) -> tuple[Summary, str | None]:
         notebook, resources={"metadata": {"name": source.stem}}
     )
     body = re.sub(r'<script[^>]* src="https?:.*?</script>', "", body, flags=re.S)
-    # data/recipes/figures.py reads both.
-    head = (
-        f'<meta name="moelab-machine" content="{html.escape(card_line(), quote=True)}">'
-        f'<meta name="moelab-fast" content="{int(_fast())}">'
-        f'<script src="{PLOTLY_FILE}"></script></head>'
-    )
+    head = f'<script src="{PLOTLY_FILE}"></script></head>'
     target.write_text(body.replace("</head>", head, 1), encoding="utf-8")
+    drawn = {"title": said.title, "machine": card_line(), "fast": _fast(), "figures": figures}
+    target.with_suffix(".json").write_text(json.dumps(drawn), encoding="utf-8")
     return said, failed
 
 
