@@ -77,7 +77,7 @@ def by_bytes(model: str | Path, ks: Sequence[int], layers: int | None = None) ->
         K=0, a token without any routed expert.
     """
     rest, one = token_nbytes(model, layers)
-    mode = f"by the bytes of {Path(model).name}"
+    mode = f"by the bytes of {Path(model).name}" + (f", {layers} layers" if layers else "")
     return _speedups(mode, {k: (rest + ks[0] * one) / (rest + k * one) for k in (*ks, 0)})
 
 
