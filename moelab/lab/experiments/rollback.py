@@ -359,6 +359,8 @@ def heldout_text(model: str, tokenizer, tokens: int) -> list[int]:
 def bench_rollback(prompts: int = 10) -> "DataFrame":
     """What each way to take tokens back does to the text and the state of the model in ``data``.
 
+    With MLX's kernels: moelab's blocks replay where ``states`` is asked for, too.
+
     Args:
         prompts (int): Of 200 tokens of held-out code.
 
@@ -366,10 +368,10 @@ def bench_rollback(prompts: int = 10) -> "DataFrame":
         DataFrame: Of ``texts``.
     """
     path = shipped("models", "tiny-moe")
-    model, tokenizer = load(path, StreamConfig(mode="resident"))
+    model, tokenizer = load(path, StreamConfig(mode="resident", kernels="mlx"))
     starts = heldout_starts(path, prompts, 200, tokenizer)
     samples = texts(model, [tokenizer.encode(text) for text in starts])
-    samples.attrs["settings"] |= {"model": path.name}
+    samples.attrs["settings"] |= {"model": path.name, "kernels": "mlx"}
     return samples
 
 
