@@ -8,7 +8,7 @@ import functools
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,7 +26,6 @@ from ..decode import same_tokens
 from ..texts import heldout_starts
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
     from pandas import DataFrame
 
 STRATEGIES = ("restore", "replay", "states")  # those of ``Rollback``, all exact
@@ -328,7 +327,7 @@ def held_nbytes(model: str, positions: int) -> dict[str, int]:
     }
 
 
-def memory_dial(model: str, positions: int) -> "go.Figure":
+def memory_dial(model: str, positions: int) -> Any:
     """The function behind the sliders of notebook 06; arguments as for ``held_nbytes``."""
     from ..charts import bars
 

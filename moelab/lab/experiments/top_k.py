@@ -26,7 +26,6 @@ from ..texts import heldout_files
 from . import bench
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
     from pandas import DataFrame
 
 HOLDS = 0.01  # quality "holds" up to so many more bits, as a share; fixed before the measurement
@@ -172,7 +171,7 @@ def more_bits(scores: "DataFrame") -> "DataFrame":
 
 def dial(
     path: str | Path, slots: int = 16, tokens: int = 24, length: int = 128, count: int = 4
-) -> Callable[[int], "go.Figure"]:
+) -> Callable[[int], Any]:
     """The function behind the top-k slider: speed and bits per byte at K and at the model's own.
 
     Args:
