@@ -105,9 +105,9 @@ TAKES = {  # every command: the least that it is called with, and all its option
         ["M", "P"], {**RUNS, "--slots": "21", "--json": "r.json"}
     ),
     "bench-top-k": (
-        ["M", "--json", "s.json"],
-        {**RUNS, "--heldout": "H", "--top-k": "5,3", "--slots": "21", "--length": "65",
-         "--count": "43", "--json": "r.json"},
+        ["M"],
+        {"--heldout": "H", "--top-k": "5,3", "--slots": "21", "--length": "65", "--count": "43",
+         "--json": "r.json"},
     ),
     "bench-rollback": ([], {"--runs": "3", "--json": "r.json"}),
     "bench-faults": (

@@ -287,6 +287,7 @@ def _figure(samples, grouped, title, x, y, note, **layout):
     """An empty figure with the note and the machines that the table's headers tell."""
     headers = samples.attrs.get("headers", [samples.attrs])
     settings = headers[0].get("settings") or {}
+    headers = [h for h in headers if "machine" in h] or headers  # arithmetic ran nowhere
     told = [settings.get("model", "")]
     if "tokens" in settings:
         told.append(f"{settings['tokens']} tokens a run")

@@ -4,18 +4,13 @@ Bits per byte do not depend on the tokenizer: a model that needs b of them would
 to b/8 of its size.
 """
 
-import dataclasses
 import lzma
 from dataclasses import dataclass
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.utils import load_tokenizer
 from tqdm import tqdm
-
-from .. import StreamConfig, load
 
 
 @dataclass(frozen=True)
@@ -89,36 +84,6 @@ class Score:
         """Of all windows together."""
         return float(self.bits.sum() / self.nbytes.sum())
 
-    def interval(
-        self, level: float = 0.95, resamples: int = 2000, seed: int = 0
-    ) -> tuple[float, float]:
-        """Confidence interval of the bits per byte: a bootstrap over windows."""
-        drawn = self._resampled(resamples, seed)
-        return _quantiles(self.bits[drawn].sum(1) / self.nbytes[drawn].sum(1), level)
-
-    def increase(
-        self, base: "Score", level: float = 0.95, resamples: int = 2000, seed: int = 0
-    ) -> tuple[float, float, float]:
-        """How many more bits than ``base`` on the same windows, as a share: (value, low, high).
-
-        Both scores are resampled with the same windows, so that text that is hard for both does
-        not widen the interval.
-        """
-        if not np.array_equal(self.nbytes, base.nbytes):
-            raise ValueError("expected two scores of the same windows")
-        drawn = self._resampled(resamples, seed)
-        low, high = _quantiles(self.bits[drawn].sum(1) / base.bits[drawn].sum(1) - 1, level)
-        return float(self.bits.sum() / base.bits.sum() - 1), low, high
-
-    def _resampled(self, resamples, seed):
-        """Row numbers ``[resamples, N]``, drawn with replacement."""
-        size = (resamples, len(self.bits))
-        return np.random.default_rng(seed).integers(0, len(self.bits), size)
-
-
-def _quantiles(values, level):
-    return tuple(float(q) for q in np.quantile(values, ((1 - level) / 2, (1 + level) / 2)))
-
 
 def score(model, some: Windows, batch: int = 4, progress: tqdm | None = None) -> Score:
     """The bits that ``model`` needs for every window.
@@ -146,43 +111,3 @@ def xz_bits_per_byte(texts) -> float:
     """What ``xz -9e`` needs for the same text in one stream: a baseline without any training."""
     whole = "".join(texts).encode()
     return 8 * len(lzma.compress(whole, preset=9 | lzma.PRESET_EXTREME)) / len(whole)
-
-
-def at_top_k(
-    path,
-    texts,
-    ks,
-    config: StreamConfig | None = None,
-    length: int = 256,
-    count: int | None = 16,
-    batch: int = 4,
-    progress: bool = True,
-) -> dict[int, Score]:
-    """Score a streamed model on the same windows for several top-k.
-
-    Args:
-        path (str or Path): A model folder.
-        texts (list[str]): Held-out text.
-        ks (list[int]): Values of K.
-        config (StreamConfig, optional): Everything else. Default: ``StreamConfig()``.
-        length (int): T, tokens predicted in a window.
-        count (int, optional): Windows. Default: 16; None keeps all.
-        batch (int): B, windows in one call.
-        progress (bool): Show a bar.
-
-    Returns:
-        dict[int, Score]: By K.
-    """
-    some, scores = windows(load_tokenizer(Path(path)), texts, length, count), {}
-    with tqdm(
-        total=int(some.counts.sum()) * len(ks),
-        desc="bits per byte",
-        unit="token",
-        leave=False,
-        disable=not progress,
-    ) as bar:
-        for k in ks:
-            model, _ = load(path, dataclasses.replace(config or StreamConfig(), top_k=k))
-            with model:
-                scores[k] = score(model, some, batch, bar)
-    return scores

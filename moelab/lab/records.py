@@ -243,7 +243,7 @@ def interval(samples: Sequence[float]) -> dict[str, float]:
         below ``CONFIDENCE`` where even the smallest and the largest sample give less.
     """
     ordered, n = sorted(samples), len(samples)
-    outside = 2 * np.cumsum([math.comb(n, k) for k in range(n)]) / 2**n  # of k-th and n-k-th
+    outside = 2 * np.cumsum([math.comb(n, k) / 2**n for k in range(n)])  # of k-th and n-k-th
     k = max(0, int((outside <= 1 - CONFIDENCE).sum()) - 1)
     return {"low": ordered[k], "high": ordered[-1 - k], "confidence": max(0.0, 1 - outside[k])}
 

@@ -7,7 +7,6 @@ import pytest
 import moelab
 from moelab import StreamConfig
 from moelab.lab import quality
-from moelab.lab.texts import heldout_files
 from moelab.streaming.model import load_model
 
 TEXTS = ["def f(x):\n    return x + 1\n" * 9, "# ünïcödé ≠ ≥ 3\nprint('日本')\n" * 4, "", "x"]
@@ -50,26 +49,6 @@ def test_bits_are_those_of_the_definition(model):
         bits.append(-log_p[np.arange(n), row[1 : n + 1]].sum() / np.log(2))
     for batch in (1, 3, 5):
         np.testing.assert_allclose(quality.score(net, some, batch).bits, bits, rtol=1e-4)
-
-
-def test_intervals():
-    rng = np.random.default_rng(0)
-    nbytes = rng.integers(500, 900, 64)
-    hard = rng.uniform(1, 3, 64)  # some text is three times as hard as other text
-    base = quality.Score(hard * nbytes, nbytes)
-    worse = quality.Score(base.bits * rng.normal(1.02, 0.002, 64), nbytes)
-    low, high = base.interval()
-    assert low < base.bits_per_byte < high and high - low > 0.1
-    rise, a, b = worse.increase(base)
-    assert 0.018 < a < rise < b < 0.022, "paired: known far better than the level"
-    assert base.increase(base) == (0, 0, 0)
-    with pytest.raises(ValueError, match="same windows"):
-        base.increase(quality.Score(base.bits, nbytes + 1))
-
-
-def test_no_text(tmp_path):
-    with pytest.raises(FileNotFoundError, match="expected files of text"):
-        heldout_files(tmp_path)
 
 
 def test_streamed_scores_are_the_resident_models(model_path):

@@ -63,7 +63,9 @@ def test_variants_are_grouped_and_paired_by_round(table):
         records.values(table, "c", "decode_s")
 
 
-@pytest.mark.parametrize("n, low", [(1, 0), (5, 0), (6, 0), (9, 1), (10, 1), (20, 5)])
+@pytest.mark.parametrize(
+    "n, low", [(1, 0), (5, 0), (6, 0), (9, 1), (10, 1), (20, 5), (64, 23), (100, 39)]
+)
 def test_an_interval_has_the_confidence_of_the_sign_test(n, low):
     """The ranks are those of its tables; below six samples none reaches 95%."""
     found = records.interval(range(n))

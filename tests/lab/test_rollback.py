@@ -1,7 +1,5 @@
 """What notebook 06 measures: only the exact remedy keeps state and text, and its costs add up."""
 
-import json
-
 import families
 import pytest
 from recurrent import build, ids
@@ -9,77 +7,62 @@ from recurrent import build, ids
 import moelab
 from moelab.lab import records
 from moelab.lab.experiments import rollback
-from moelab.lab.figures import rollback as figures
 
 TEXT = ids(6, 80)[0].tolist()
 
 
 @pytest.fixture(scope="module")
-def record():
-    model = build("qwen3_5_moe")
-    return rollback.RollbackRecord(
-        "m",
-        rollback.drift(model, TEXT, 4, [0, 1, 2, 3, 4]),
-        rollback.first_wrong(model, TEXT[:20], 4, 2, 12),
-        [rollback.cost(model, TEXT, m, m // 2, 2) for m in (4, 6)],
-        {"cpu": "none"},
-    )
+def model():
+    return build("qwen3_5_moe")
 
 
-def test_drift(record):
-    distance = record.drift.distance
-    assert max(distance["exact"]) < 1e-5 < min(distance["restore only"][1:4])
-    assert min(distance["stale state"][:3]) > 1e-3 and record.drift.backwards > 1e-3
-    assert max(record.drift.probability["exact"]) < 1e-4
+def test_faulty_states_drift_and_the_exact_one_does_not(model):
+    drifted = rollback.drift(model, TEXT, 4, 5)
+    rejected = drifted[drifted.accepted < 4]
+    largest, least = (rejected.groupby("variant").state_distance.agg(f) for f in ("max", "min"))
+    assert largest["exact"] < 1e-5 and least["stale state"] > 1e-3 < least["restore only"]
+    assert drifted[drifted.variant == "exact"].probability_change.max() < 1e-4
+    assert drifted[drifted.variant == "prompt read backwards"].state_distance.min() > 1e-3
 
 
-def test_only_exact_rollback_writes_the_greedy_text(record):
-    assert record.first_wrong.right["exact"] == 12
-    assert all(0 <= n <= 12 for n in record.first_wrong.right.values())
+def test_only_exact_ways_write_the_greedy_text(model):
+    made = rollback.texts(model, [TEXT[:20], TEXT[20:50]], 4, 2, 12, progress=False)
+    for name in rollback.WAYS:
+        of = made[made.variant == name]
+        assert len(of) == 2 and of.right_tokens.between(3, 12).all()  # the first round is right
+        if name in rollback.STRATEGIES:
+            assert (of.right_share == 1).all() and (of.state_distance < 1e-5).all()
+        else:
+            assert (of.state_distance > 1e-3).all()
+    assert rollback.report(made).count("of 12 tokens right") == 5
 
 
-def test_cost(record):
-    cost = record.costs[-1]
-    assert (cost.positions, cost.keep, len(cost.pass_s)) == (6, 3, 2)
-    assert set(cost.strategy_s) == set(cost.nbytes) == set(rollback.STRATEGIES)
-    assert 0 < cost.nbytes["restore"] < cost.nbytes["states"]
-    assert len(cost.overhead("replay")) == 2
+def test_cost(model):
+    samples = rollback.cost(model, TEXT, [4, 6], 2)
+    assert len(samples) == 2 * 2 * 4
+    assert (samples[samples.strategy == rollback.ALONE].passes == 1).all()
+    held = samples[samples.positions == 6].groupby("strategy").held_nbytes.max()
+    assert 0 < held["restore"] < held["states"]
+    mine = records.paired(samples, "replay, 6 positions", f"{rollback.ALONE}, 6 positions")
+    assert list(mine) == list(records.values(samples, "replay, 6 positions", "passes"))
 
 
-def test_the_strategies_are_exact():
-    worst = rollback.exactness(build("qwen3_5_moe"), TEXT, 6, read=5)
-    assert set(worst) == set(rollback.STRATEGIES) and max(worst.values()) <= 1e-5
+def test_the_strategies_are_exact_at_every_cut(model):
+    made = rollback.exactness(model, TEXT, 6, read=5)
+    assert set(made.variant) == set(rollback.STRATEGIES) and set(made.keep) == {0, 3, 6}
+    assert made.difference.max() <= 1e-5
 
 
 def test_only_restoring_reads_experts_again(tmp_path):
     path = families.write_checkpoint("qwen3_5_moe", tmp_path / "m", "affine4")
     model, _ = moelab.streaming.model.load_model(path, moelab.StreamConfig(slots=4))
     with model:
-        read = rollback.bytes_read(model, TEXT, 8, 4)
+        read = rollback.bytes_read(model, TEXT, 8, 4).set_index("variant").bytes_read
     assert read["replay"] == read["states"] == 0 < read["restore"]
 
 
-def test_a_record_is_read_as_it_was_written(record, tmp_path):
-    records.save(tmp_path / "r.json", record)
-    kept = rollback.RollbackRecord.from_json(json.loads((tmp_path / "r.json").read_text()))
-    assert kept == record
-    assert [row[0] for row in kept.verdicts()] == ["A8", "A9", "D4"]
-
-
-def test_charts(record):
-    for fig in (
-        figures.drift_chart(record.drift, "m"),
-        figures.first_wrong_chart(record.first_wrong, "m"),
-        figures.time_chart(record.costs, "m"),
-        figures.memory_chart(record.costs, "m"),
-        figures.bytes_read_chart({"restore": 10, "replay": 0, "states": 0}, 8, 4, "m"),
-    ):
-        assert fig.layout.meta["alt"] and fig.layout.meta["finding"]
-
-
 def test_the_memory_dial():
-    shape = rollback.SHAPES["Qwen3.5-122B-A10B"]
-    assert shape.nbytes(16)["states"] == 17 * 36 * 64 * 128 * 128 * 4
+    assert rollback.held_nbytes("Qwen3.5-122B-A10B", 16)["states"] == 17 * 36 * 64 * 128 * 128 * 4
     for model in rollback.SHAPES:
-        held = figures.memory_dial(model=model, positions=8).data[0].x
+        held = rollback.memory_dial(model=model, positions=8).data[0].x
         assert held[0] < held[1] < held[2]

@@ -96,6 +96,7 @@ class Variant:
         return {
             "mode": self.config.mode,
             **slots,
+            **({"top_k": self.config.top_k} if self.config.top_k else {}),
             **({"limit_nbytes": self.limit_nbytes} if self.limit_nbytes else {}),
             **(drafts if self.draft else {}),
             **({"cold": self.cold} if self.cold != "no" else {}),

@@ -1,12 +1,14 @@
 """Notebook 06: what goes wrong without rollback, and what three exact strategies cost.
 
-python -m moelab bench-rollback --json data/results/cpu_rollback.json
+python -m moelab bench-rollback --json FILE
 """
 
 import argparse
+import functools
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,11 +21,15 @@ from ...commands.arguments import add_json, add_number
 from ...shipped import shipped
 from ...speculation.rollback import Rollback
 from ...speculation.sampling import num_accepted
-from .. import machine, records, timing
+from .. import machine, records
 from ..decode import same_tokens
 from ..texts import heldout_starts
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
 STRATEGIES = ("restore", "replay", "states")  # those of ``Rollback``, all exact
+ALONE = "the pass alone"
 WRONG = 100  # a wrong draft is (the right token + 1) % WRONG, in any vocabulary
 
 
@@ -56,7 +62,10 @@ class RestoreOnly:
 
 
 class StaleState(RestoreOnly):
-    """A fault: rejected tokens stay in the recurrent state, as in SwiftLM's DFlash path."""
+    """A fault: rejected tokens stay in the recurrent state, as in SwiftLM's DFlash path.
+
+    Only what can be trimmed is trimmed.
+    """
 
     def undo(self, n: int) -> None:
         for c in self.cache:
@@ -65,113 +74,121 @@ class StaleState(RestoreOnly):
 
 
 REMEDIES = {"stale state": StaleState, "restore only": RestoreOnly, "exact": Rollback}
+WAYS = {
+    "stale state": StaleState,
+    "restore only": RestoreOnly,
+    **{name: partial(Rollback, strategy=name) for name in STRATEGIES},
+}
 
 
 # Without rollback
 
 
-@dataclass(frozen=True)
-class Drift:
-    """How far each remedy is from sequential decoding, after each round.
-
-    Attributes:
-        drafted (int): Tokens drafted in each round.
-        accepted (list[int]): How many of them are right, for each round.
-        distance (dict): ``{remedy: [distance]}``: the norm of the difference of all recurrent
-            states over the norm of the states.
-        probability (dict): ``{remedy: [change]}``: the largest change of a next token's
-            probability.
-        backwards (float): The distance of the states after the prompt read backwards.
-    """
-
-    drafted: int
-    accepted: list[int]
-    distance: dict[str, list[float]]
-    probability: dict[str, list[float]]
-    backwards: float
-
-
-def drift(model: nn.Module, ids: list[int], drafted: int, accepted: Sequence[int]) -> Drift:
-    """Speculate on a given text with drafts that are right up to a given one.
+def drift(
+    model: nn.Module, ids: list[int], drafted: int, rounds: int, seed: int = 0
+) -> "DataFrame":
+    """Speculate on a given text with drafts that are right up to a random one.
 
     Args:
         model (nn.Module): The target.
-        ids (list[int]): A prompt, and after it the tokens that the drafts are taken from.
+        ids (list[int]): A prompt, and after it ``rounds * (drafted + 1) + 1`` tokens that the
+            drafts are taken from.
         drafted (int): Tokens drafted in each round.
-        accepted (Sequence[int]): How many of them are right, for each round.
+        rounds (int): How many.
+        seed (int): Of how many drafts are right.
+
+    Returns:
+        DataFrame: For each of ``REMEDIES`` after each round (from 1) ``accepted``,
+        ``state_distance`` (the norm of the difference of all recurrent states from sequential
+        decoding, over the norm of the states) and ``probability_change`` (the largest of a next
+        token's probability). ``prompt read backwards`` has the distance of such a state.
     """
-    at = len(ids) - len(accepted) * (drafted + 1) - 1
+    at = len(ids) - rounds * (drafted + 1) - 1
     caches = {name: _read(model, ids[:at]) for name in (*REMEDIES, "sequential")}
     backwards = _distance(_read(model, ids[at - 1 :: -1]), caches["sequential"])
     remedies = {name: make(model, caches[name]) for name, make in REMEDIES.items()}
-    distance, probability = ({name: [] for name in REMEDIES} for _ in range(2))
-    for right in map(int, accepted):
+    settings = {"drafted": drafted, "prompt_tokens": at, "seed": seed}
+    running, rows = records.Running("rollback_drift", settings), []
+    for i, right in enumerate(np.random.default_rng(seed).integers(0, drafted + 1, rounds), 1):
         block = ids[at : at + 1 + drafted]
         tried = mx.array([[t if k <= right else (t + 1) % WRONG for k, t in enumerate(block)]])
         for r in remedies.values():
             mx.eval(r(tried))
-            r.undo(drafted - right)
+            r.undo(int(drafted - right))
             r.commit()
         for t in block[: right + 1]:
             mx.eval(model(mx.array([[t]]), cache=caches["sequential"]))
-        at += right + 1
+        at += int(right) + 1
         truth = _next(model, caches["sequential"], ids[at])
         for name in REMEDIES:
-            distance[name].append(_distance(caches[name], caches["sequential"]))
             change = np.abs(_next(model, caches[name], ids[at]) - truth).max()
-            probability[name].append(float(change))
-    return Drift(drafted, [int(n) for n in accepted], distance, probability, backwards)
+            row = {"state_distance": _distance(caches[name], caches["sequential"])}
+            row |= {"probability_change": float(change), "accepted": int(right)}
+            rows.append({"variant": name, "round": i} | row)
+        rows.append({"variant": "prompt read backwards", "round": i, "state_distance": backwards})
+    return running.table(rows)
 
 
-@dataclass(frozen=True)
-class FirstWrong:
-    """Greedy text written by speculation, compared with plain decoding.
-
-    Attributes:
-        drafted (int): Tokens drafted in each round.
-        accepted (int): How many of them are right.
-        tokens (int): Tokens written with each remedy.
-        right (dict): ``{remedy: tokens before the first wrong one}``, ``tokens`` if none is.
-    """
-
-    drafted: int
-    accepted: int
-    tokens: int
-    right: dict[str, int]
-
-
-def first_wrong(
-    model: nn.Module, ids: list[int], drafted: int, accepted: int, tokens: int
-) -> FirstWrong:
-    """Write greedy text behind a prompt, with drafts that are right ``accepted`` times a round.
+def texts(
+    model: nn.Module,
+    prompts: Sequence[list[int]],
+    drafted: int = 6,
+    accepted: int = 3,
+    tokens: int = 40,
+    progress: bool = True,
+) -> "DataFrame":
+    """Write greedy text behind prompts in each of ``WAYS``, with some right drafts in each round.
 
     Args:
         model (nn.Module): The target.
-        ids (list[int]): The prompt.
+        prompts (Sequence[list[int]]): Token ids.
         drafted (int): Tokens drafted in each round.
         accepted (int): How many of them are the model's own choice.
         tokens (int): How many to write.
+        progress (bool): Show a bar.
+
+    Returns:
+        DataFrame: For each way and prompt (``round``) ``right_tokens``, those before the first
+        that plain decoding does not write; ``right_share`` of all; and ``state_distance`` after
+        the first round, as of ``drift``.
     """
-    cache = _read(model, ids[:-1])
-    y, plain = ids[-1], []
-    for _ in range(tokens + drafted + 1):
-        y = int(mx.argmax(model(mx.array([[y]]), cache=cache)[0, -1]))
-        plain.append(y)
-    out = {}
-    for name, make in REMEDIES.items():
-        cache = _read(model, ids[:-1])
-        r, last, written = make(model, cache), ids[-1], []
-        while len(written) < tokens and written == plain[: len(written)]:
-            true = plain[len(written) :][:drafted]
-            drafts = [t if k < accepted else (t + 1) % WRONG for k, t in enumerate(true)]
+
+    @functools.cache
+    def plain(i):
+        """The text, and a cache that has read the prompt and what the first round accepts."""
+        cache, y, out = _read(model, prompts[i][:-1]), prompts[i][-1], []
+        for n in range(tokens + drafted + 1):
+            if n == accepted + 1:
+                states = _states(cache)
+            y = int(mx.argmax(model(mx.array([[y]]), cache=cache)[0, -1]))
+            out.append(y)
+        return out, states
+
+    def write(make, i):
+        (true, states), last, written, distance = plain(i), prompts[i][-1], [], None
+        cache = _read(model, prompts[i][:-1])
+        r = make(model, cache)
+        while len(written) < tokens and written == true[: len(written)]:
+            following = true[len(written) :][:drafted]
+            drafts = [t if k < accepted else (t + 1) % WRONG for k, t in enumerate(following)]
             own = mx.argmax(r(mx.array([[last, *drafts]]))[0], axis=-1).tolist()
             n = num_accepted(drafts, own)
             r.undo(len(drafts) - n)
             r.commit()
+            distance = _off(_states(cache), states) if distance is None else distance
             written += own[: n + 1]
             last = own[n]
-        out[name] = same_tokens(written[:tokens], plain)
-    return FirstWrong(drafted, accepted, tokens, out)
+        right = same_tokens(written[:tokens], true)
+        return {
+            "right_tokens": right,
+            "right_share": right / tokens,
+            "state_distance": distance,
+        }
+
+    settings = {"drafted": drafted, "accepted": accepted, "tokens": tokens}
+    ways = {name: partial(write, make) for name, make in WAYS.items()}
+    runs = len(prompts)
+    return records.interleave("rollback", ways, runs, settings, warmup=0, progress=progress)
 
 
 # The exact strategies
@@ -179,8 +196,8 @@ def first_wrong(
 
 def exactness(
     model: nn.Module, ids: list[int], positions: int, read: int = 20, step: int = 3
-) -> dict[str, float]:
-    """The largest difference of a recurrent state from sequential decoding, for each strategy.
+) -> "DataFrame":
+    """How exact each strategy is at cuts all along a pass.
 
     Args:
         model (nn.Module): The target.
@@ -188,8 +205,13 @@ def exactness(
         positions (int): Tokens of the pass.
         read (int): Tokens read before it.
         step (int): Every so many tokens of the pass, one cut is tried.
+
+    Returns:
+        DataFrame: By ``variant`` and ``keep``, how many tokens stay, the largest ``difference`` of
+        a recurrent state from sequential decoding.
     """
-    block, worst = ids[read : read + positions], dict.fromkeys(STRATEGIES, 0.0)
+    block, rows = ids[read : read + positions], []
+    running = records.Running("rollback_exactness", {"positions": positions})
     for keep in range(0, positions + 1, step):
         sequential = _read(model, ids[:read])
         for t in block[:keep]:
@@ -201,78 +223,69 @@ def exactness(
             rollback.undo(positions - keep)
             pairs = zip(_states(cache), _states(sequential))
             difference = max(float(np.abs(a - b).max()) for a, b in pairs)
-            worst[strategy] = max(worst[strategy], difference)
-    return worst
+            rows.append({"variant": strategy, "keep": keep, "difference": difference})
+    return running.table(rows)
 
 
-@dataclass(frozen=True)
-class Cost:
-    """A pass, and the same pass with its last tokens taken back by each strategy.
-
-    Attributes:
-        positions (int): Tokens in the pass.
-        keep (int): How many of them stay.
-        pass_s (list[float]): Seconds of the pass alone.
-        strategy_s (dict): ``{strategy: [seconds]}`` of pass and rollback.
-        nbytes (dict): ``{strategy: bytes held between pass and rollback}``.
-    """
-
-    positions: int
-    keep: int
-    pass_s: list[float]
-    strategy_s: dict[str, list[float]]
-    nbytes: dict[str, int]
-
-    def overhead(self, strategy: str) -> np.ndarray:
-        """Time beyond the median pass alone, in % of it, for each sample."""
-        return 100 * (np.array(self.strategy_s[strategy]) / np.median(self.pass_s) - 1)
-
-
-def cost(model: nn.Module, ids: list[int], positions: int, keep: int, rounds: int) -> Cost:
-    """Time passes and rollbacks at successive places of a text, strategies in random order.
+def cost(model: nn.Module, ids: list[int], positions: Sequence[int], runs: int) -> "DataFrame":
+    """Time passes and rollbacks of half their tokens, at successive places of a text.
 
     Args:
         model (nn.Module): The target.
-        ids (list[int]): At least ``(rounds + 1) * keep + positions`` tokens.
-        positions (int): Tokens in each pass.
-        keep (int): How many of them stay.
-        rounds (int): Samples of each; one more comes first and is not kept.
+        ids (list[int]): At least ``(runs + 1) * n // 2 + n`` tokens for every number of positions.
+        positions (Sequence[int]): Tokens in a pass.
+        runs (int): Rounds.
+
+    Returns:
+        DataFrame: By ``strategy``, one of them ``ALONE``, and ``positions``: ``seconds`` of the
+        pass and its rollback, ``passes`` (the same over the round's pass alone) and
+        ``held_nbytes`` between both.
     """
-    alone = "the pass alone"
-    at = len(ids) - (rounds + 1) * keep - positions
-    rng, seconds, held = np.random.default_rng(0), {}, {}
+
+    def variant(strategy, m):
+        keep = m // 2
+        begin = len(ids) - (runs + 1) * keep - m
+        how = "restore" if strategy == ALONE else strategy
+        r = Rollback(model, _read(model, ids[:begin]), how)
+
+        def run(i):
+            at, started = begin + (i + 1) * keep, time.perf_counter()
+            mx.eval(r(mx.array([ids[at : at + m]])))
+            pass_s = time.perf_counter() - started
+            held_nbytes = r.nbytes + sum(c.nbytes for c in r.cache if isinstance(c, ArraysCache))
+            r.undo(m - keep)
+            r.commit()
+            mx.eval([c.state for c in r.cache])
+            both_s = time.perf_counter() - started
+            took = {"seconds": pass_s} if strategy == ALONE else {"seconds": both_s}
+            return took | {"strategy": strategy, "positions": m, "held_nbytes": held_nbytes}
+
+        return run
+
     with mx.stream(generation_stream):
-        rollbacks = {
-            name: Rollback(model, _read(model, ids[:at]), "restore" if name == alone else name)
-            for name in (alone, *STRATEGIES)
+        variants = {
+            f"{strategy}, {m} positions": variant(strategy, m)
+            for m in positions
+            for strategy in (ALONE, *STRATEGIES)
         }
-        for i in range(-1, rounds):
-            for name in rng.permutation(list(rollbacks)).tolist():
-                r, begin = rollbacks[name], time.perf_counter()
-                mx.eval(r(mx.array([ids[at : at + positions]])))
-                pass_s = time.perf_counter() - begin
-                held[name] = r.nbytes + _state_nbytes(r.cache)
-                r.undo(positions - keep)
-                r.commit()
-                mx.eval([c.state for c in r.cache])
-                whole_s = time.perf_counter() - begin
-                if i >= 0:
-                    seconds.setdefault(name, []).append(pass_s if name == alone else whole_s)
-            at += keep
-    pass_s = seconds.pop(alone)
-    return Cost(positions, keep, pass_s, seconds, {name: held[name] for name in STRATEGIES})
+        samples = records.interleave("rollback_cost", variants, runs)
+    alone = samples.groupby(["positions", "round"]).seconds.transform("first")
+    return samples.assign(passes=samples.seconds / alone)
 
 
-def bytes_read(model: nn.Module, ids: list[int], positions: int, keep: int) -> dict[str, int]:
-    """Bytes of experts that a streamed model reads to take tokens back, for each strategy.
+def bytes_read(model: nn.Module, ids: list[int], positions: int, keep: int) -> "DataFrame":
+    """Bytes of experts that a streamed model reads to take tokens back.
 
     Args:
         model (nn.Module): From ``moelab.load``.
         ids (list[int]): At least ``20 + positions`` tokens.
         positions (int): Tokens in the pass.
         keep (int): How many of them stay.
+
+    Returns:
+        DataFrame: ``bytes_read`` by ``variant``, the strategy.
     """
-    out = {}
+    running, rows = records.Running("rollback_reads", {"positions": positions, "keep": keep}), []
     for strategy in STRATEGIES:
         cache = _read(model, ids[:20])
         rollback = Rollback(model, cache, strategy)
@@ -280,175 +293,117 @@ def bytes_read(model: nn.Module, ids: list[int], positions: int, keep: int) -> d
         before = stats(model).prefill.bytes_read
         rollback.undo(positions - keep)
         mx.eval([c.state for c in cache])
-        out[strategy] = stats(model).prefill.bytes_read - before
-    return out
+        rows.append({"variant": strategy, "bytes_read": stats(model).prefill.bytes_read - before})
+    return running.table(rows)
 
 
 # Real models, by arithmetic
 
-
-@dataclass(frozen=True)
-class Shape:
-    """The GatedDeltaNet layers of a model."""
-
-    layers: int
-    value_heads: int
-    key_heads: int
-    head_dim: int  # of keys and of values
-
-    def nbytes(self, positions: int) -> dict[str, int]:
-        """Bytes that each strategy holds between a pass over some positions and its rollback."""
-        keys, values = self.key_heads * self.head_dim, self.value_heads * self.head_dim
-        state = 4 * self.layers * values * self.head_dim  # float32
-        recurrence = 2 * keys + values + 2 * self.value_heads  # q, k; v; a, b
-        convolution = 2 * keys + values
-        inputs = 2 * self.layers * (recurrence + convolution)  # 16 bits, for each position
-        return {
-            "restore": state,
-            "replay": state + positions * inputs,
-            "states": state + positions * state,
-        }
-
-
+# The GatedDeltaNet layers of a model, their value heads and key heads, and numbers in a head.
 SHAPES = {
-    "Qwen3.5-35B-A3B": Shape(30, 32, 16, 128),
-    "Qwen3.5-122B-A10B": Shape(36, 64, 16, 128),
-    "Qwen3.5-397B-A17B": Shape(45, 64, 16, 128),
+    "Qwen3.5-35B-A3B": (30, 32, 16, 128),
+    "Qwen3.5-122B-A10B": (36, 64, 16, 128),
+    "Qwen3.5-397B-A17B": (45, 64, 16, 128),
 }
 
 
-# The record
+def held_nbytes(model: str, positions: int) -> dict[str, int]:
+    """Bytes that each strategy holds between a pass over some positions and its rollback.
 
-
-@dataclass(frozen=True)
-class RollbackRecord:
-    """All that notebook 06 measures of one model.
-
-    Attributes:
-        model (str): Its folder's name.
-        drift (Drift): Distance of the states, round by round.
-        first_wrong (FirstWrong): How long the text stays right.
-        costs (list[Cost]): Of passes of several lengths.
-        machine (dict): As ``machine.card`` gives it.
+    Args:
+        model (str): Of ``SHAPES``.
+        positions (int): In the pass.
     """
-
-    model: str
-    drift: Drift
-    first_wrong: FirstWrong
-    costs: list[Cost]
-    machine: dict
-
-    @classmethod
-    def from_json(cls, record: dict) -> "RollbackRecord":
-        """Of what ``to_json`` returned."""
-        return cls(
-            record["model"],
-            Drift(**record["drift"]),
-            FirstWrong(**record["first_wrong"]),
-            [Cost(**c) for c in record["costs"]],
-            record["machine"],
-        )
-
-    def to_json(self) -> dict:
-        """What ``bench-rollback`` keeps."""
-        return {"kind": "rollback", **asdict(self)}
-
-    def verdicts(self) -> list[tuple[str, str, str, str]]:
-        """The rows of notebook 06's table; here, since the command prints them too."""
-        most = max(self.costs, key=lambda c: c.positions)
-        extra = {s: f"{np.median(most.overhead(s)):+.0f}%" for s in STRATEGIES}
-        off = {name: f"{d[0]:.0%}" for name, d in self.drift.distance.items()}
-        right, of = self.first_wrong.right, self.first_wrong.tokens
-        return [
-            (
-                "A8",
-                "recurrent state cannot be trimmed; it needs checkpoint and restore",
-                "depends on",
-                "the second half: it cannot be trimmed, but replaying "
-                f"({extra['replay']} of a pass over {most.positions}) and keeping states "
-                f"({extra['states']}) are exact too; restoring and running again costs "
-                f"{extra['restore']}",
-            ),
-            (
-                "A9",
-                "restoring the checkpoint is enough for a correct rollback",
-                "refuted",
-                f"the states are {off['restore only']} off after one round, and the first "
-                f"{right['restore only']} of {of} greedy tokens are right",
-            ),
-            (
-                "D4",
-                "rejected tokens left in the recurrent state spoil what follows",
-                "confirmed",
-                f"the states are {off['stale state']} off after one round, and the first "
-                f"{right['stale state']} of {of} greedy tokens are right; what that does to "
-                "acceptance is notebook 08",
-            ),
-        ]
+    layers, value_heads, key_heads, head_dim = SHAPES[model]
+    keys, values = key_heads * head_dim, value_heads * head_dim
+    state = 4 * layers * values * head_dim  # float32
+    recurrence = 2 * keys + values + 2 * value_heads  # q, k; v; a, b
+    convolution = 2 * keys + values
+    inputs = 2 * layers * (recurrence + convolution)  # 16 bits, for each position
+    return {
+        "restore": state,
+        "replay": state + positions * inputs,
+        "states": state + positions * state,
+    }
 
 
-# Sizes of the notebook's full run: prompt, rounds, drafts, tokens, positions, samples.
-PROMPT, ROUNDS, DRAFTED, TEXT, POSITIONS, RUNS = 200, 12, 6, 40, (2, 4, 8, 16), 7
+def memory_dial(model: str, positions: int) -> Any:
+    """The function behind the sliders of notebook 06; arguments as for ``held_nbytes``."""
+    from ..charts import bars
+
+    held = held_nbytes(model, positions)
+    rows = [{"variant": name, "held_nbytes": n} for name, n in held.items()]
+    return bars(
+        records.table({"rows": rows, "machine": "arithmetic, not a measurement", "record": ""}),
+        "held_nbytes / 1e6",
+        title=f"{positions} positions: states hold {held['states'] / 1e6:.0f} MB, "
+        f"replay {held['replay'] / 1e6:.0f} MB",
+        axis="MB held to take tokens back",
+        finding=f"Keeping every state takes {held['states'] / held['replay']:.1f} times the "
+        "memory of replaying.",
+        note=f"{model}: {SHAPES[model][0]} GatedDeltaNet layers",
+        digits=4,
+    )
 
 
-def text(model: str, tokenizer, tokens: int) -> list[int]:
+# The command
+
+
+def heldout_text(model: str, tokenizer, tokens: int) -> list[int]:
     """So many tokens of a model's held-out code."""
     starts = heldout_starts(model, 4, tokens, tokenizer)
     return tokenizer.encode(" ".join(starts))[:tokens]
 
 
-def accepted(rounds: int, drafted: int, seed: int = 0) -> list[int]:
-    """How many drafts are right, for each round, at random from 0 to all."""
-    return np.random.default_rng(seed).integers(0, drafted + 1, rounds).tolist()
+def bench_rollback(prompts: int = 10) -> "DataFrame":
+    """What each way to take tokens back does to the text and the state of the model in ``data``.
+
+    With MLX's kernels: moelab's blocks replay where ``states`` is asked for, too.
+
+    Args:
+        prompts (int): Of 200 tokens of held-out code.
+
+    Returns:
+        DataFrame: Of ``texts``.
+    """
+    path = shipped("models", "tiny-moe")
+    model, tokenizer = load(path, StreamConfig(mode="resident", kernels="mlx"))
+    starts = heldout_starts(path, prompts, 200, tokenizer)
+    samples = texts(model, [tokenizer.encode(text) for text in starts])
+    samples.attrs["settings"] |= {"model": path.name, "kernels": "mlx"}
+    return samples
+
+
+def report(samples: "DataFrame") -> str:
+    """How long each way keeps text and states right, as text."""
+    lines = [machine.card_line(samples.attrs["machine"])]
+    right, off = (records.group(samples, c) for c in ("right_tokens", "state_distance"))
+    for name in right.index:
+        lines.append(
+            f"{name:13} {right['median'][name]:4.0f} of {samples.attrs['settings']['tokens']} "
+            f"tokens right, states {off['median'][name]:8.1e} off after a round, "
+            f"n={right.n[name]:.0f}"
+        )
+    return "\n".join(lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.description = (
-        "What rejected tokens do to the state and the text of tiny-moe, and what taking them back "
-        "costs. Notebook 06's measurements."
+        "What rejected tokens do to the state and the text of tiny-moe, by how they are taken "
+        "back. Counted, not timed."
     )
-    add_number(parser, "--runs", RUNS, "samples")
+    add_number(parser, "--runs", 10, "prompts")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """The command."""
-    record = bench_rollback(args.runs)
-    records.print_and_save(report(record), record, args.json)
-
-
-def bench_rollback(runs: int = RUNS) -> RollbackRecord:
-    """All measurements of notebook 06, of the model in ``data``."""
-    path = shipped("models", "tiny-moe")
-    model, tokenizer = load(path, StreamConfig(mode="resident"))
-    ids = text(path, tokenizer, PROMPT + ROUNDS * (DRAFTED + 1) + 1)
-    return RollbackRecord(
-        path.name,
-        drift(model, ids, DRAFTED, accepted(ROUNDS, DRAFTED)),
-        first_wrong(model, ids[:PROMPT], DRAFTED, DRAFTED // 2, TEXT),
-        [cost(model, ids, m, m // 2, runs) for m in POSITIONS],
-        machine.card(),
-    )
-
-
-def report(record: RollbackRecord) -> str:
-    """The table that ``bench-rollback`` prints."""
-    lines = [machine.card_line(record.machine)]
-    lines += [f"{claim} {verdict}: {why}" for claim, _, verdict, why in record.verdicts()]
-    for c in record.costs:
-        told = ", ".join(
-            f"{s} {timing.quartiles_text(c.overhead(s), form='.0f')}" for s in STRATEGIES
-        )
-        lines.append(f"{c.positions} positions, % beyond the pass: {told}")
-    return "\n".join(lines)
+    samples = bench_rollback(args.runs)
+    records.print_and_save(report(samples), samples, args.json)
 
 
 # Of caches
-
-
-def _state_nbytes(cache):
-    return sum(c.nbytes for c in cache if isinstance(c, ArraysCache))
 
 
 def _read(model, ids):
@@ -465,9 +420,13 @@ def _states(cache):
 
 
 def _distance(cache, other):
-    pairs = list(zip(_states(cache), _states(other)))
-    difference = sum(((a - b) ** 2).sum() for a, b in pairs)
-    return float(np.sqrt(difference / sum((b**2).sum() for _, b in pairs)))
+    return _off(_states(cache), _states(other))
+
+
+def _off(states, truth):
+    """The norm of the difference of states over the norm of the true ones."""
+    difference = sum(((a - b) ** 2).sum() for a, b in zip(states, truth))
+    return float(np.sqrt(difference / sum((b**2).sum() for b in truth)))
 
 
 def _next(model, cache, token):
