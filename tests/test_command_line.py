@@ -159,14 +159,14 @@ WORK = (  # what a command calls to do its work
     (cache_prompt, "cache_prompt"), (bench, "measure"),
     (layer, "bench_layer"),
     (reads, "bench_reads"), (drafts, "bench_draft"),
-    (prefetch, "measure"), (top_k, "measure"), (faults, "bench_faults"),
+    (prefetch, "measure"), (top_k, "measure"), (faults, "measure"),
     (rollback, "bench_rollback"),
     (sweep, "sweep"), (advise, "advise"), (synthesize, "synthesize"), (repack, "repack"),
 )  # fmt: skip
 REPORTS = (
     (bench, "report"), (layer, "report"), (reads, "report"), (drafts, "report"),
     (prefetch, "report"), (top_k, "report"),
-    (sweep, "report"), (rollback, "report"),
+    (sweep, "report"), (rollback, "report"), (faults, "report"),
 )  # fmt: skip
 
 

@@ -9,8 +9,8 @@ import pytest
 
 import moelab
 from moelab import shipped, synthesize
+from moelab.__main__ import main
 from moelab.lab import records
-from moelab.lab.__main__ import main
 from moelab.replay import locality
 
 LAB = (
@@ -58,6 +58,6 @@ def test_what_data_has_is_said_to_be_in_the_repository(monkeypatch, tmp_path, ca
     ):
         with pytest.raises(FileNotFoundError, match="^data/.* no data/. Clone its repository"):
             ask()
-    assert main(["start-here", str(tmp_path / "r.json")]) == 1
-    assert capsys.readouterr().err.startswith("moelab.lab: data/models/tiny-moe: not there")
+    assert main(["bench-faults", "--json", str(tmp_path / "r.json")]) == 1
+    assert capsys.readouterr().err.startswith("moelab: data/models/tiny-moe: not there")
     assert not list(tmp_path.iterdir())

@@ -20,7 +20,6 @@ SCRIPTS = {  # name: its module, what it does
     "pages": ("plots.pages", "run the notebooks and write an HTML page for each"),
     "ranks": ("experiments.ranks", "experts divided over ranks of this machine"),
     "soak": ("experiments.soak", "a server at work for long"),
-    "start-here": ("experiments.start_here", "the runs of notebook 00"),
 }
 
 

@@ -81,6 +81,7 @@ COMPUTED = {  # columns that ``table`` adds where rows have what they follow fro
     "tok_s": "decode_tokens / decode_s",
     "hit_rate": "hits / (hits + misses + in_pages)",
     "read_nbytes_per_token": "bytes_read / decode_tokens",
+    "tau": "1 + accepted / rounds",
 }
 MISSING = {"killed": False, "in_pages": 0}  # of rows that do not say it
 DISTURBED = 0.1  # of the cores, used by other processes
@@ -208,8 +209,12 @@ def paired(samples: "DataFrame", over: str, under: str, column: str | None = Non
 
     Only rounds that both have are there. Default: seconds of a token, or else ``seconds``.
     """
-    column = column or ("token_s" if "token_s" in samples else "seconds")
+    column = column or _seconds(samples)
     return (values(samples, over, column) / values(samples, under, column)).dropna()
+
+
+def _seconds(samples):
+    return "token_s" if "token_s" in samples else "seconds"
 
 
 def ratios(samples: "DataFrame", over: str, column: str | None = None) -> "DataFrame":
@@ -230,6 +235,21 @@ def ratios(samples: "DataFrame", over: str, column: str | None = None) -> "DataF
         if len(found := paired(samples, over, name, column)):
             rows[name] = timing.summary(found) | interval(found)
     return pandas().DataFrame.from_dict(rows, orient="index")
+
+
+def with_ratio(samples: "DataFrame", over: str, column: str | None = None) -> "DataFrame":
+    """The samples with a column ``ratio``: one variant's column over the row's own, by round.
+
+    For seconds that is the speed over that variant's, to be drawn or grouped as any column.
+
+    Args:
+        samples (DataFrame): Of ``table``.
+        over (str): The variant whose column is divided.
+        column (str): The column. Default: as for ``paired``.
+    """
+    column = column or _seconds(samples)
+    ratio = samples["round"].map(values(samples, over, column)) / samples[column]
+    return samples.assign(ratio=ratio)
 
 
 def interval(samples: Sequence[float]) -> dict[str, float]:
@@ -358,14 +378,15 @@ class Running:
         Returns:
             DataFrame: As ``table`` gives it. ``load`` in its header has the system's load averages
             before the run, how many cores other processes used on average during it, and whether
-            that disturbed the run.
+            that disturbed the run. Counts are not disturbed, only what has seconds.
         """
         took_s = max(time.monotonic() - self.begin, 1e-9)
         others = max(0.0, (_others_s() - self.others_s) / took_s)
+        is_timed = any(name.endswith(("seconds", "_s")) for row in rows for name in row)
         load = {
             "average_before": self.average,
             "cores_of_others": round(others, 3),
-            "disturbed": others > DISTURBED * self.header["machine"]["cores"],
+            "disturbed": is_timed and others > DISTURBED * self.header["machine"]["cores"],
         }
         return table(self.header | {"load": load} | more | {"rows": rows})
 

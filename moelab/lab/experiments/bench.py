@@ -234,6 +234,7 @@ class _Opened:
             "decode_s": ran.decode_s,
             "step_s": ran.step_s,
             **counters,
+            "held_nbytes": self.nbytes,
             "peak_nbytes": self.nbytes + peak - before,
             "predicted_nbytes": footprint(self.path, taken.config).total_nbytes,
             "rss_warm_nbytes": rss_nbytes[0],
@@ -245,6 +246,7 @@ class _Opened:
             drafted, accepted, draft_s, verify_s = zip(*ran.rounds)
             with_drafts = [a + 1 for d, a in zip(drafted, accepted) if d]
             row |= {
+                "rounds": len(ran.rounds),
                 "drafted": sum(drafted),
                 "accepted": sum(accepted),
                 "committed": with_drafts,
@@ -297,13 +299,13 @@ def measure(
         DataFrame: A row a run: ``variant``, ``round``, the variant's ``facts``, ``prompt_tokens``,
         ``tokens`` (list: the prompt's next token, the warm-up and the timed ones), ``prefill_s``
         (until the first of them), ``prompt_nbytes`` (read for the prompt), ``decode_tokens``,
-        ``decode_s``, ``step_s`` (list), the ``Counters`` of the timed tokens, ``peak_nbytes`` (the
-        most that MLX held), ``predicted_nbytes`` (of ``footprint``), ``rss_warm_nbytes`` and
-        ``rss_end_nbytes`` (of the process, before and after the timed tokens), ``plan`` (why so
-        many slots, if ``moelab.plan`` chose them). With a draft ``drafted``, ``accepted``,
-        ``committed`` (list: tokens of each round with drafts), ``draft_s``, ``verify_s``. Cold or
-        with limits ``disk_bytes_per_s`` before the round; with limits ``rss_begin_nbytes``,
-        ``limited_by`` and ``killed``.
+        ``decode_s``, ``step_s`` (list), the ``Counters`` of the timed tokens, ``held_nbytes`` (by
+        MLX once loaded), ``peak_nbytes`` (the most that it held), ``predicted_nbytes`` (of
+        ``footprint``), ``rss_warm_nbytes`` and ``rss_end_nbytes`` (of the process, before and after
+        the timed tokens), ``plan`` (why so many slots, if ``moelab.plan`` chose them). With a draft
+        ``rounds``, ``drafted``, ``accepted``, ``committed`` (list: tokens of each round with
+        drafts), ``draft_s``, ``verify_s``. Cold or with limits ``disk_bytes_per_s`` before the
+        round; with limits ``rss_begin_nbytes``, ``limited_by`` and ``killed``.
 
     Raises:
         ValueError: If a trace is too short to feed or of another vocabulary, ``auto`` kernels

@@ -1,16 +1,19 @@
 """Notebook 08: why a draft gets nothing accepted, each fault switched on alone and together.
 
-    python -m moelab bench-faults --json data/results/cpu_suspects.json
+    python -m moelab bench-faults --json data/results/cpu_faults.json
 
-SwiftLM's issue 91 reports 0 or 1 accepted drafts of 16. The faults are the causes it suspects.
+SwiftLM's issue 91 reports 0 or 1 accepted drafts of 16. The faults are the causes it suspects. What
+is counted does not depend on the machine's speed.
 """
 
 import argparse
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,14 +22,17 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ... import StreamConfig, load
 from ...commands.arguments import add_json, add_number
+from ...commands.drafting import open_draft
 from ...shipped import shipped
 from ...speculation.dflash import DFlashDraft
 from ...speculation.sampling import num_accepted
 from ...speculation.target import Capture
 from .. import machine, records
-from ..decode import decode
 from ..texts import heldout_prompts
 from .rollback import REMEDIES
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 BLOCK = 16  # tokens of a DFlash block: the last accepted one and 15 drafts
 
@@ -40,19 +46,27 @@ class Fault:
         shift (int): The draft's features come from so many layers too far on.
         top_k (int): Experts per token. Default: the target's own.
         bits (int): The target's 4-bit weights are rounded again, to so many.
-        dtype (str): Of activations. Default: the engine's choice.
+        slots (int): The target is streamed, with so many slots. Default: resident.
+        block (int): Tokens of a block, the last accepted one included.
     """
 
     rollback: str = "exact"
     shift: int = 0
     top_k: int | None = None
     bits: int | None = None
-    dtype: str | None = None
+    slots: int | None = None
+    block: int = BLOCK
+
+    @property
+    def of_target(self) -> tuple[int | None, ...]:
+        """What is wrong with the target itself."""
+        return self.top_k, self.bits, self.slots
 
 
 RIGHT, SWIFTLM = "nothing wrong", "left + off by one + top-k 6"
-FAULTS = {  # by the names in data/results/cpu_suspects.json
+FAULTS = {
     RIGHT: Fault(),
+    "streamed, 8 slots": Fault(slots=8),
     "rejected tokens left in the state": Fault(rollback="stale state"),
     "state restored, accepted not replayed": Fault(rollback="restore only"),
     "features off by one layer": Fault(shift=1),
@@ -64,105 +78,35 @@ FAULTS = {  # by the names in data/results/cpu_suspects.json
     SWIFTLM: Fault("stale state", 1, 6),
     "restored + off by one + top-k 6": Fault("restore only", 1, 6),
 }
-# float16 is several times slower still on a CPU.
-HALF = {"float32": Fault(), "bfloat16": Fault(dtype="bfloat16")}
 
 
-@dataclass(frozen=True)
-class Trial:
-    """Rounds of draft and verify behind several prompts.
-
-    Attributes:
-        tau (float): Tokens committed in a round, mean over the prompts.
-        low (float): Of tau's 95% interval over the prompts.
-        high (float): Of the same.
-        histogram (list[int]): Rounds with 0, 1, ... accepted drafts.
-        tok_s (list[float]): Tokens per second of the loop, for each prompt.
-        draft_s (list[float]): Seconds to draft, for each round.
-        verify_s (list[float]): Seconds of the target's pass and rollback, for each round.
-    """
-
-    tau: float
-    low: float
-    high: float
-    histogram: list[int]
-    tok_s: list[float]
-    draft_s: list[float]
-    verify_s: list[float]
-
-    def share(self, *accepted: int) -> float:
-        """The share of the rounds that accept one of these numbers of drafts."""
-        return sum(self.histogram[n] for n in accepted) / max(sum(self.histogram), 1)
-
-
-@dataclass(frozen=True)
-class FaultsRecord:
-    """A trial of each fault.
-
-    Attributes:
-        prompts (int): Prompts behind each.
-        rounds (int): Rounds behind each prompt.
-        results (dict): ``{fault: Trial}``.
-        machine (dict): As ``machine.card`` gives it; empty: this machine, now.
-        text (str): Of the prompts: ``code`` or ``prose``.
-        prompt (int): Tokens of each.
-    """
-
-    prompts: int
-    rounds: int
-    results: dict[str, Trial]
-    machine: dict
-    text: str = "code"
-    prompt: int = 64
-
-    @classmethod
-    def from_json(cls, record: dict) -> "FaultsRecord":
-        """Of what ``bench-faults`` kept."""
-        results = {name: Trial(**trial) for name, trial in record["results"].items()}
-        fields = (record[k] for k in ("prompts", "rounds"))
-        return cls(*fields, results, record["machine"], record["text"], record["prompt"])
-
-    def to_json(self) -> dict:
-        """What ``bench-faults`` keeps."""
-        # Version 0.1.0 called faults suspects; records keep that name.
-        return {"kind": "suspects", **asdict(self)}
-
-
-def target(path: Path, fault: Fault = Fault()) -> nn.Module:
-    """The target, resident, with the faults that it has itself: top-k, bits, dtype."""
-    model, _ = load(path, StreamConfig(mode="resident", top_k=fault.top_k))
+def target(path: str | Path, fault: Fault = Fault()) -> nn.Module:
+    """The target with the faults that it has itself: top-k, bits, slots."""
+    streaming = {"slots": fault.slots} if fault.slots else {"mode": "resident"}
+    model, _ = load(path, StreamConfig(**streaming, top_k=fault.top_k))
     if fault.bits:
         for _, m in model.named_modules():
             if getattr(m, "bits", None) == 4:
                 w = mx.dequantize(m.weight, m.scales, m.biases, m.group_size, 4)
                 m.weight, m.scales, m.biases = mx.quantize(w, m.group_size, fault.bits)
                 m.bits = fault.bits
-    if fault.dtype:
-        model.set_dtype(getattr(mx, fault.dtype))
     return model
 
 
-def rounds(
-    model: nn.Module,
-    draft: DFlashDraft,
-    ids: list[int],
-    num_rounds: int,
-    drafted: int,
-    fault: Fault = Fault(),
-) -> list[tuple[int, float, float]]:
-    """Speculate greedily behind one prompt, with the fault's rollback and features.
+def speculate(
+    model: nn.Module, draft: DFlashDraft, ids: list[int], rounds: int, fault: Fault = Fault()
+) -> list[int]:
+    """Speculate greedily behind one prompt, with the fault's block, rollback and features.
 
     Args:
         model (nn.Module): The target, from ``target``.
         draft (DFlashDraft): Its draft.
         ids (list[int]): The prompt.
-        num_rounds (int): Rounds.
-        drafted (int): Tokens drafted in each.
+        rounds (int): Rounds of draft and verify.
         fault (Fault): Default: none.
 
     Returns:
-        list[tuple[int, float, float]]: Accepted drafts, the draft's and the target's seconds of
-        each round.
+        list[int]: Tokens that each round committed: the accepted drafts and the target's own.
     """
     cache, layers, out = make_prompt_cache(model), [i + fault.shift for i in draft.layer_ids], []
     draft.bind(model)
@@ -171,161 +115,95 @@ def rounds(
     draft.extend(mx.array(ids[:-1]), seen.features[0])
     draft.propose(0, 0, None)
     rollback, last = REMEDIES[fault.rollback](model, cache), ids[-1]
-    for _ in range(num_rounds):
-        begin = time.perf_counter()
-        guesses = draft.propose(last, drafted, lambda logits: mx.argmax(logits, axis=-1)).tolist()
-        middle = time.perf_counter()
+    for _ in range(rounds):
+        choose = partial(mx.argmax, axis=-1)
+        guesses = draft.propose(last, fault.block - 1, choose).tolist()
         with Capture(model, layers) as seen:
             own = mx.argmax(rollback(mx.array([[last, *guesses]]))[0], axis=-1).tolist()
         features = seen.features[0]
         accepted = num_accepted(guesses, own)
         rollback.undo(len(guesses) - accepted)
         rollback.commit()
-        out.append((accepted, middle - begin, time.perf_counter() - middle))
+        out.append(accepted + 1)
         draft.extend(mx.array([last, *guesses[:accepted]]), features[: accepted + 1])
         last = own[accepted]
     return out
 
 
-def trial(
-    model: nn.Module,
-    draft: DFlashDraft,
-    prompts: Sequence[list[int]],
-    num_rounds: int,
-    drafted: int = BLOCK - 1,
-    fault: Fault = Fault(),
-) -> Trial:
-    """``rounds`` behind each prompt."""
-    runs = [rounds(model, draft, ids, num_rounds, drafted, fault) for ids in prompts]
-    taus = np.array([1 + np.mean([a for a, *_ in run]) for run in runs])
-    # Rounds behind one prompt depend on each other, so prompts are resampled, not rounds.
-    again = np.random.default_rng(0).choice(taus, (2000, len(taus))).mean(1)
-    low, high = np.percentile(again, (2.5, 97.5))
-    accepted = [a for run in runs for a, *_ in run]
-    return Trial(
-        tau=float(taus.mean()),
-        low=float(low),
-        high=float(high),
-        histogram=[accepted.count(k) for k in range(drafted + 1)],
-        tok_s=[sum(a + 1 for a, *_ in run) / sum(d + v for _, d, v in run) for run in runs],
-        draft_s=[d for run in runs for _, d, _ in run],
-        verify_s=[v for run in runs for *_, v in run],
-    )
-
-
-def trials(
-    path: Path,
-    draft: DFlashDraft,
-    prompts: Sequence[list[int]],
-    num_rounds: int,
+def measure(
+    path: str | Path,
+    draft: str | Path,
+    prompts: int = 48,
+    rounds: int = 16,
+    length: int = 64,
+    kind: str = "code",
     faults: Mapping[str, Fault] = FAULTS,
-    on_result: Callable[[FaultsRecord], None] | None = None,
-) -> FaultsRecord:
-    """A ``trial`` of each fault.
+    keep: Callable[["DataFrame"], None] | None = None,
+    progress: bool = True,
+) -> "DataFrame":
+    """``speculate`` with each fault behind several prompts.
 
     Args:
-        path (Path): The target's folder.
-        draft (DFlashDraft): Its draft.
-        prompts (Sequence[list[int]]): Token ids.
-        num_rounds (int): Rounds behind each.
-        faults (Mapping[str, Fault]): By name.
-        on_result (Callable): Called with the record so far, after each fault.
+        path (str or Path): The target's folder.
+        draft (str or Path): Its draft's folder.
+        prompts (int): How many, held out; round i takes prompt i.
+        rounds (int): Rounds of draft and verify behind each.
+        length (int): Tokens of each prompt.
+        kind (str): Of text: ``code`` or ``prose``.
+        faults (Mapping): By name, the variants.
+        keep, progress: As for ``records.interleave``.
+
+    Returns:
+        DataFrame: A row for a fault and a prompt: ``variant``, ``round``, the fault's fields,
+        ``prompt_tokens``, ``rounds``, ``drafted``, ``accepted``, ``committed`` (list: tokens of
+        each round) and ``tau``, its mean.
     """
-    results, made, model = {}, None, None
-    record = FaultsRecord(len(prompts), num_rounds, results, machine.card(), prompt=len(prompts[0]))
-    for name, fault in faults.items():
-        own = fault.top_k, fault.bits, fault.dtype
-        if model is None or own != made:
-            model, made = None, own  # one at a time in memory
-            model = target(path, fault)
-        results[name] = trial(model, draft, prompts, num_rounds, fault=fault)
-        if on_result:
-            on_result(record)
-    return record
+    texts, opened = some(path, kind, length, prompts), open_draft(draft)
+    targets: dict[tuple, nn.Module] = {}
 
-
-def plain_tok_s(model: nn.Module, prompts: Sequence[list[int]], tokens: int) -> list[float]:
-    """Tokens per second without a draft, behind each prompt."""
-    return [tokens / decode(model, ids, tokens).decode_s for ids in prompts]
-
-
-def speedup(trial: Trial, plain: Sequence[float]) -> np.ndarray:
-    """Speed over not drafting, for each prompt.
-
-    Args:
-        trial (Trial): With a draft.
-        plain (Sequence[float]): Tokens per second without.
-    """
-    return np.array(trial.tok_s) / np.median(plain)
-
-
-# The draft's training
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """What a trained draft gets accepted on one set of texts.
-
-    Attributes:
-        tau (float): Tokens committed in a round.
-        tau_first_100 (float): The same in the first 100 tokens of each text.
-        histogram (list[int]): Rounds with 0, 1, ... accepted drafts.
-        cycles (int): Rounds.
-    """
-
-    tau: float
-    tau_first_100: float
-    histogram: list[int]
-    cycles: int
-
-    share = Trial.share
-
-
-@dataclass(frozen=True)
-class Training:
-    """``training.json`` of a draft: acceptance after several lengths of training.
-
-    Attributes:
-        card (str): The machine.
-        texts (dict): ``{set: number of texts}``.
-        steps (dict): ``{training steps: {draft: {set: Acceptance}}}``.
-    """
-
-    card: str
-    texts: dict[str, int]
-    steps: dict[int, dict[str, dict[str, Acceptance]]]
-
-    @classmethod
-    def load(cls, path: Path) -> "Training":
-        """From a draft's folder."""
-        record = json.loads((Path(path) / "training.json").read_text())
-        steps = {  # of two runs of the same length the later has the better learning rate
-            run["steps"]: {
-                draft: {name: Acceptance(**a) for name, a in sets.items()}
-                for draft, sets in run["acceptance"].items()
-            }
-            for run in record["runs"]
+    def run(fault: Fault, i: int) -> dict[str, Any]:
+        if fault.of_target not in targets:
+            targets[fault.of_target] = stack.enter_context(target(path, fault))
+        committed = speculate(targets[fault.of_target], opened, texts[i], rounds, fault)
+        return {
+            "prompt_tokens": length,
+            **asdict(fault),
+            "rounds": rounds,
+            "drafted": rounds * (fault.block - 1),
+            "accepted": sum(committed) - rounds,
+            "committed": committed,
         }
-        return cls(
-            f"{record['device']}, PyTorch {record['torch']}, {record['date']}",
-            {name: s["texts"] for name, s in record["sets"].items()},
-            steps,
+
+    settings = {"model": Path(path).name, "draft": Path(draft).name, "kind": kind}
+    with ExitStack() as stack:
+        variants = {name: partial(run, fault) for name, fault in faults.items()}
+        return records.interleave(
+            "faults", variants, len(texts), settings, warmup=0, keep=keep, progress=progress
         )
 
-    @property
-    def final(self) -> dict[str, dict[str, Acceptance]]:
-        """After the longest training, by draft and set."""
-        return self.steps[max(self.steps)]
+
+def shares(samples: "DataFrame", by: str = "variant") -> "DataFrame":
+    """How the rounds of each group divide: ``committed`` (1, 2, ... tokens) and its ``share``.
+
+    Args:
+        samples (DataFrame): With a list ``committed``.
+        by (str): The column that tells the groups apart.
+    """
+    rounds = samples.explode("committed")
+    most = max(BLOCK, *rounds.committed)
+    counts = records.pandas().crosstab(rounds[by], rounds.committed, normalize="index")
+    counts = counts.loc[list(dict.fromkeys(rounds[by]))]
+    out = counts.reindex(columns=range(1, most + 1), fill_value=0.0).stack()
+    out = out.rename("share").reset_index()
+    out.attrs = samples.attrs
+    return out
 
 
-# The command
-
-
-def some(path: Path, kind: str, length: int, num: int) -> list[list[int]]:
+def some(path: str | Path, kind: str, length: int, num: int) -> list[list[int]]:
     """Held-out prompts, evenly spaced over all.
 
     Args:
-        path (Path): The target's folder.
+        path (str or Path): The target's folder.
         kind (str): ``code`` or ``prose``.
         length (int): Tokens of each.
         num (int): How many.
@@ -334,13 +212,98 @@ def some(path: Path, kind: str, length: int, num: int) -> list[list[int]]:
     return every[:: max(1, len(every) // num)][:num]
 
 
+DRAFTS = {  # candidates that were trained, as notebook 08 calls them
+    "dflash2": "2 layers",
+    "dflash3": "3 layers",
+    "dflash4": "4 layers",
+    "dflash4late": "4 layers, later features",
+    "draft3": "autoregressive",
+}
+
+
+def training(draft: str | Path) -> "DataFrame":
+    """Acceptance after several lengths of training, from ``training.json`` of a draft's folder.
+
+    Returns:
+        DataFrame: A row for a length, a draft and a set of texts: ``steps``, ``draft``, ``texts``,
+        ``tau``, ``tau_first_100`` (in the first 100 tokens of a text) and ``committed`` (list:
+        tokens of each round).
+    """
+    record = json.loads((Path(draft) / "training.json").read_text())
+    rows = {  # of two runs of the same length the later has the better learning rate
+        (run["steps"], name, texts): {
+            "tau": found["tau"],
+            "tau_first_100": found["tau_first_100"],
+            "committed": np.repeat(np.arange(len(h)) + 1, h).tolist(),
+        }
+        for run in record["runs"]
+        for name, sets in run["acceptance"].items()
+        for texts, found in sets.items()
+        for h in [found["histogram"]]
+    }
+    keys = ({"steps": steps, "draft": DRAFTS[name], "texts": texts} for steps, name, texts in rows)
+    out = records.pandas().DataFrame([k | row for k, row in zip(keys, rows.values())])
+    card = f"{record['device']}, PyTorch {record['torch']}, {record['date']}"
+    out.attrs = {"record": "training.json", "machine": f"recorded: {card}"}
+    return out
+
+
+def dial(path: str | Path, draft: str | Path, prompts: int, rounds: int) -> Callable[..., Any]:
+    """The function behind the sliders of notebook 08, which measures at each call.
+
+    Args:
+        path, draft, prompts, rounds: As for ``measure``.
+
+    Returns:
+        Callable: From block size, top-k and the two faults to a figure.
+    """
+    from ..charts import lines
+
+    def look(block: int, top_k: int, rollback: str, features: str):
+        fault = Fault(rollback, int(features == "off by one"), top_k, block=block)
+        name = f"block {block}, top-k {top_k}, rollback {rollback}, features {features}"
+        found = measure(path, draft, prompts, rounds, faults={name: fault}, progress=False)
+        spread = shares(found)
+        return lines(
+            spread,
+            "committed",
+            "share",
+            title=f"Tau {found.tau.mean():.2f} of at most {block}",
+            axes=("tokens committed in a round", "share of the rounds"),
+            finding=f"{spread.share[0]:.0%} of the rounds accept no draft.",
+            note=f"{name}; {prompts} prompts, {rounds} rounds each",
+            percent=True,
+        )
+
+    return look
+
+
+# The command
+
+
+def report(samples: "DataFrame") -> str:
+    """Tau of each fault, as text."""
+    settings = samples.attrs["settings"]
+    lines = [
+        machine.card_line(samples.attrs["machine"]),
+        f"{settings['model']}, {settings['draft']}: tokens committed in a round, median over "
+        f"{samples['round'].nunique()} prompts [its interval], rounds that accept 0 or 1 draft",
+    ]
+    spread = shares(samples).query("committed <= 2").groupby("variant").share.sum()
+    for name, rows in samples.groupby("variant", sort=False):
+        ends = records.interval(rows.tau)
+        told = f"{rows.tau.median():5.2f} [{ends['low']:.2f}, {ends['high']:.2f}]"
+        lines.append(f"{name:40} {told}  {spread[name]:4.0%}")
+    return "\n".join(lines)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.description = (
         "Each fault switched on alone, and together, for the drafts of data/models: how many "
         "tokens are accepted. Notebook 08's table, with more rounds."
     )
-    add_number(parser, "--prompts", 8, "how many")
+    add_number(parser, "--prompts", 48, "how many")
     add_number(parser, "--rounds", 16, "after each prompt")
     add_number(parser, "--length", 64, "prompt tokens")
     parser.add_argument(
@@ -349,23 +312,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def bench_faults(
-    num_prompts: int, num_rounds: int, length: int, kind: str, json_path: str | None = None
-) -> None:
-    """``trials`` of the models in ``data``, printed and saved fault by fault."""
-    path = shipped("models", "tiny-moe")
-    prompts = some(path, kind, length, num_prompts)
-    draft = DFlashDraft(shipped("models", "tiny-dflash"))
-
-    def on_result(record):
-        name, t = list(record.results.items())[-1]
-        print(f"{name:40} tau {t.tau:.2f} [{t.low:.2f}, {t.high:.2f}]  {t.histogram}", flush=True)
-        if json_path:
-            records.save(json_path, replace(record, text=kind))
-
-    trials(path, draft, prompts, num_rounds, on_result=on_result)
-
-
 def run(args: argparse.Namespace) -> None:
     """The command."""
-    bench_faults(args.prompts, args.rounds, args.length, args.kind, args.json)
+    samples = measure(
+        shipped("models", "tiny-moe"),
+        shipped("models", "tiny-dflash"),
+        args.prompts,
+        args.rounds,
+        args.length,
+        args.kind,
+        keep=partial(records.save, args.json) if args.json else None,
+    )
+    records.print_and_save(report(samples), samples, args.json)
