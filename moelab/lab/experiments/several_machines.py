@@ -10,7 +10,6 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-import plotly.graph_objects as go
 
 from ... import DATA
 from ...replay import ranks as replay
@@ -153,7 +152,7 @@ def _replayed(trace, n, slots):
     return read, float(pairs.mean()) + 1  # and the row of checks
 
 
-def dial(trace: Trace) -> Callable[..., go.Figure]:
+def dial(trace: Trace) -> Callable[..., charts.go.Figure]:
     """The function behind the sliders: a token on one machine and on several, by the model."""
 
     def look(ranks: int, slots: int, ssd_GBs: float, link_Gbits: float, latency_us: int, ms: int):
