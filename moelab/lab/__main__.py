@@ -14,12 +14,12 @@ from collections.abc import Callable
 SCRIPTS = {  # name: its module, what it does
     "call": ("limit", "a function in this process, for ranks and memory limits"),
     "cite": ("cite", "fill in the numbers that documents cite from records"),
-    "crowd": ("experiments.crowd", "many requests at once for a server with little memory"),
     "kernels": ("experiments.kernels", "the fast kernels beside MLX's: products, texts"),
     "records": ("recording", "measure records of data/records.toml again, by part or name"),
     "pages": ("plots.pages", "run the notebooks and write an HTML page for each"),
+    "placements": ("experiments.several_machines", "where experts lie on machines, replayed"),
     "ranks": ("experiments.ranks", "experts divided over ranks of this machine"),
-    "soak": ("experiments.soak", "a server at work for long"),
+    "servers": ("experiments.servers", "a server at work for long, or with little memory"),
 }
 
 

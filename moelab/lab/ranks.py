@@ -1,16 +1,31 @@
-"""Programs of several ranks on this machine, over MLX's ring.
+"""Programs of several ranks on this machine: over MLX's ring, or over NCCL with a GPU for each.
 
-start(commands, folder)   starts one process for each
-finish(processes)         waits for their ends
+everywhere(n, function, ...)   calls a function in each rank, pinned to a core, memory limited
+start(commands, folder)        starts one process for each command
+finish(processes)              waits for their ends
 """
 
+import importlib
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..streaming.ranks import joined
+from . import limit
+
+BACKENDS = ("ring", "nccl")
+TIMEOUT_S = 300  # of each rank
 
 
 @dataclass
@@ -34,17 +49,26 @@ def hosts(n: int) -> list[list[str]]:
             s.close()
 
 
-def environments(n: int, folder: Path) -> list[dict[str, str]]:
-    """What the environment of each rank of a ring says.
+def environments(n: int, folder: Path, backend: str = "ring") -> list[dict[str, str]]:
+    """The environment of each of n ranks, as ``mlx.launch`` sets it.
 
     Args:
         n (int): Ranks.
-        folder (Path): For the hostfile.
+        folder (Path): For the ring's hostfile.
+        backend (str): One of ``BACKENDS``.
     """
-    file = folder / f"hosts-{n}.json"
-    file.write_text(json.dumps(hosts(n)))
-    ring = {"MLX_HOSTFILE": str(file)} if n > 1 else {}  # MLX takes no ring of one
-    return [{**ring, "MLX_RANK": str(rank)} for rank in range(n)]
+    addresses = hosts(n)
+    if backend == "nccl":
+        host, port = addresses[0][0].split(":")
+        shared = {"NCCL_HOST_IP": host, "NCCL_PORT": port, "MLX_WORLD_SIZE": str(n)}
+        own = [{"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(n)]
+    else:
+        file = folder / f"hosts-{n}.json"
+        file.write_text(json.dumps(addresses))
+        shared, own = {"MLX_HOSTFILE": str(file)}, [{} for _ in range(n)]
+    if n == 1:  # MLX takes no ring of one
+        return own
+    return [{**shared, "MLX_RANK": str(rank), **mine} for rank, mine in enumerate(own)]
 
 
 def start(commands: list[list[str]], folder: Path) -> list[subprocess.Popen]:
@@ -80,3 +104,48 @@ def stop(processes: list[subprocess.Popen]) -> None:
     for p in processes:
         p.kill()
         p.wait()
+
+
+def everywhere(
+    n: int, function: Callable, *args: Any, backend: str = "ring", nbytes: int | None = None
+) -> list[Any]:
+    """What a function returns in each of n ranks.
+
+    On the ring they compute on the CPU, each pinned to a core where the system can do that; more
+    ranks than there are cores share them. With NCCL each has a GPU.
+
+    Args:
+        n (int): Ranks.
+        function (Callable): At the top of a module. It takes the group of ranks (None in one rank)
+            and ``args``, and returns what JSON can hold.
+        *args: What JSON can hold.
+        backend (str): One of ``BACKENDS``.
+        nbytes (int): The memory limit of each rank, page cache included. Default: none.
+
+    Raises:
+        OSError: If one fails, with what it said.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    named = f"{function.__module__}:{function.__name__}", backend, *args
+    call = [f"{__name__}:in_rank", json.dumps(named)]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(n) as threads:
+        commands = []
+        for rank, variables in enumerate(environments(n, Path(folder), backend)):
+            pinned = ["taskset", "-c", str(cores[rank % len(cores)])] if cores else []
+            names = [f"{name}={value}" for name, value in variables.items()]
+            words = [*(pinned if backend == "ring" else []), "env", *names, sys.executable, "-m"]
+            commands.append([*words, "moelab.lab", "call", *call])
+        run = partial(limit.run, nbytes=nbytes, timeout_s=TIMEOUT_S)
+        done = list(threads.map(run, commands))
+    for rank, each in enumerate(done):
+        if each.returncode:
+            raise OSError(f"rank {rank} of {n}: {each.returncode}: {each.stderr[-2000:]}")
+    return [json.loads(each.stdout.splitlines()[-1]) for each in done]
+
+
+def in_rank(function: str, backend: str, *args: Any) -> Any:
+    """What ``everywhere`` calls in each rank."""
+    if backend == "ring":
+        mx.set_default_device(mx.cpu)
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)(joined(), *args)

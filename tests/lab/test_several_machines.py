@@ -1,26 +1,100 @@
-"""Notebook 11: ranks of tiny-moe write one text; the model against the record."""
+"""Notebook 11: ranks of tiny-moe write one text; a simulated SSD delays and changes nothing else;
+the model is near the record."""
 
-import numpy as np
+import pytest
 
-from moelab import DATA, Trace
+from moelab import DATA, StreamConfig, Trace
+from moelab.lab import ranks as processes
+from moelab.lab.__main__ import main
+from moelab.lab.decode import decode
+from moelab.lab.experiments import ranks
 from moelab.lab.experiments import several_machines as several
-from moelab.lab.figures import several_machines as figures
-from moelab.lab.records import recorded
+from moelab.lab.records import read
+from moelab.streaming.model import load_model
+
+TINY_MOE = DATA / "models" / "tiny-moe"
 
 
 def test_ranks_of_this_machine():
-    found = several.live(DATA / "models" / "tiny-moe", (1, 2), 8, 3)
-    assert [len(each) for each in found.values()] == [1, 2]
-    assert len({tuple(rank.tokens) for each in found.values() for rank in each}) == 1
-    assert [rank.experts for each in found.values() for rank in each] == [64, 32, 32]
-    assert max(rank.nbytes for rank in found[2]) < found[1][0].nbytes
-    assert figures.live_chart(found, "tiny-moe", 8).layout.meta["alt"]
+    made = ranks.divided(TINY_MOE, (1, 2), (8,), (40e6,), tokens=3, warmup=2, prompt_tokens=9)
+    cell = made.set_index("variant")
+    assert made.tokens.map(str).nunique() == made.digest.nunique() == 1
+    assert set(made.experts[made.ranks == 1]) == {64} and set(made.experts[made.ranks == 2]) == {32}
+    assert not made.most_nbytes[made["where"] == ranks.HELD].any()
+    slow = cell[cell.rate_bytes_per_s == 40e6]
+    one, two = slow.most_nbytes
+    assert 0 < two < one
+    assert (slow.decode_s > slow.bytes_read / 40e6 * 0.95).all() and (slow.wait_s > 0).all()
+
+
+def test_texts_that_differ_are_no_record(monkeypatch):
+    """A rank that decodes other tokens, or with other bits, is an error."""
+    row = {"tokens": [1], "digest": "a", "bytes_read": 0, "disk_nbytes": 0, "decode_s": 1.0}
+    for wrong in ({"tokens": [2]}, {"digest": "b"}):
+        monkeypatch.setattr(ranks, "everywhere", lambda n, *_, w=wrong, **__: [row, row | w][:n])
+        with pytest.raises(ValueError, match="the same text of 2 ranks"):
+            ranks.divided(TINY_MOE)
+
+
+def test_a_slow_ssd():
+    """A token takes its bytes' time at least, and is the same."""
+    texts = []
+    for rate in (None, 10e6):
+        with load_model(TINY_MOE, StreamConfig(slots=8))[0] as model:
+            if rate:
+                ranks.slow(model, rate)
+            found = decode(model, [1, 2, 3], 6)
+            texts.append(found.tokens)
+    assert found.decode_s > found.counters.bytes_read / 10e6 * 0.95
+    assert texts[0] == texts[1]
+
+
+def test_a_rank_that_fails():
+    with pytest.raises(OSError, match="rank 0 of 1: .*no-model"):
+        processes.everywhere(1, ranks.joins_here, 1, "no-model")
+
+
+def test_the_environment_of_two_gpus(tmp_path):
+    first, second = processes.environments(2, tmp_path, "nccl")
+    assert [first["MLX_RANK"], second["MLX_RANK"]] == ["0", "1"]
+    assert [first["CUDA_VISIBLE_DEVICES"], second["CUDA_VISIBLE_DEVICES"]] == ["0", "1"]
+    assert first["NCCL_PORT"] == second["NCCL_PORT"] and first["MLX_WORLD_SIZE"] == "2"
+    assert processes.environments(1, tmp_path, "nccl") == [{"CUDA_VISIBLE_DEVICES": "0"}]
+
+
+def test_exchange():
+    made = ranks.exchange({2: 2})
+    counts = made.groupby(["what", "rows"]).seconds.count()
+    assert dict(counts) == {(what, rows): 2 for what in ("sum", "gather") for rows in ranks.ROWS}
+    assert (made.seconds > 0).all()
+
+
+def test_ways_to_join():
+    """Rows that are gathered or summed have one bit pattern; scores first differs by rounding."""
+    made = ranks.joins(TINY_MOE, {1: 1, 2: 1}).set_index("variant")
+    assert made.tokens.map(str).nunique() == 1
+    alone, gathered, summed, first = made.digest[
+        ["rows gathered, 1 rank", *(f"{how}, 2 ranks" for how in ranks.JOINS)]
+    ]
+    assert alone == gathered == summed != first
+    assert 0 < made.off["scores first, 2 ranks"] < 1e-4 and made.off["rows summed, 2 ranks"] == 0
+
+
+@pytest.mark.parametrize(
+    "words", ["ends o", "divided o", "divided o m few", "joins o", "exchange o m"]
+)
+def test_wrong_words(words, capsys):
+    assert main(["ranks", *words.split()]) == 1
+    assert "expected divided OUT MODEL" in capsys.readouterr().err
 
 
 def test_the_model_is_near_the_record():
-    points = several.checked(recorded("cpu_ranks_35b"), tokens=60)
-    assert {(p.ranks, p.rate) for p in points} == {(n, r) for n in (1, 2, 4) for r in (1e8, 3e8)}
-    assert max(abs(p.error) for p in points) < 0.2
+    points = several.checked(read("cpu_ranks_35b"), tokens=60)
+    assert set(points.variant) == {
+        f"{ranks.size(n)}, 32 slots, {rate} MB/s" for n in (1, 2, 4) for rate in (100, 300)
+    }
+    off = (points.model_s / points.token_s - 1).groupby(points.variant).median()
+    assert abs(off).max() < 0.2
 
 
 def test_more_machines_read_less_and_exchange_more():
@@ -28,14 +102,14 @@ def test_more_machines_read_less_and_exchange_more():
     one, two, four = (several.parts_122b(trace, n, 32, 3e9, 1e9, 5e-5, 0.05) for n in (1, 2, 4))
     assert one["reads"] > two["reads"] > four["reads"] and one["exchange"] == 0
     assert four["exchange"] > two["exchange"] > 0
-    figure = figures.dial(trace)(4, 32, 3.0, 8, 50, 50)
+    figure = several.dial(trace)(4, 32, 3.0, 8, 50, 50)
     speed = sum(one.values()) / sum(four.values())
     assert f"{speed:.2f} times" in figure.layout.title.text
 
 
 def test_placements():
-    names = ("code", "prose")
-    traces = {name: Trace.load(DATA / "traces" / f"{name}.npz") for name in names}
-    found = several.placements(traces, 16, 2)
-    number, trace, hot, least = (np.array(found[name])[:, 0] for name in several.PLACEMENTS)
-    assert (trace < number).all() and (hot > number).all() and (least < trace).all()
+    made = several.placements(("code", "prose"), ((2, 16),))
+    over = made.pivot(index="text", columns="placement", values="over_number")
+    number, trace, hot, least = (over[name] for name in several.PLACEMENTS)
+    assert (number == 1).all() and (trace < 1).all() and (hot > 1).all()
+    assert (over[several.BALANCE] < least).all() and (least < trace).all()

@@ -1,30 +1,26 @@
-"""Notebook 11: tiny-moe in ranks of this machine, where experts lie, and machines we do not have.
+"""Where experts should lie, and machines that we do not have: replayed and modelled, not measured.
 
-What takes longer was recorded by ``experiments.ranks``.
+python -m moelab.lab placements OUT.json
+
+What ranks of this machine do is in ``experiments.ranks``.
 """
 
-import json
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-import mlx.core as mx
 import numpy as np
 
-from ... import StreamConfig
+from ... import DATA
 from ...replay import ranks as replay
 from ...replay.locality import popularity
-from ...streaming.model import load_model
 from ...streaming.placement import balanced, by_number
-from ...streaming.ranks import joined
-from ...streaming.session import session_of
 from ...streaming.trace import Trace
-from .. import ranks
-from ..decode import decode
-from .ladder import EXPERT_NBYTES_122B, L_122B
-from .ranks import EXPERT_NBYTES, HELD, bound
+from .. import charts, records
+from .ranks import EXPERT_NBYTES, HELD, size
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 FILLING = 64  # tokens at the start of a trace that only fill the slots
 HOT = 2  # experts of a layer that all ranks hold, in one of the placements
@@ -34,133 +30,91 @@ PLACEMENTS = (
     f"{HOT} hot experts on all",
     "whoever reads least",
 )
-D_122B, E_122B, VALUE_NBYTES = 3072, 256, 2  # of Qwen3.5-122B-A10B; a row is sent in bfloat16
-
-
-@dataclass(frozen=True)
-class Rank:
-    """What one rank of ``live`` did.
-
-    Attributes:
-        tokens (list[int]): What it wrote.
-        experts (int): Of each layer, that it may read.
-        nbytes (int): Read for the timed tokens.
-        step_s (list[float]): Seconds of each of these.
-    """
-
-    tokens: list[int]
-    experts: int
-    nbytes: int
-    step_s: list[float]
-
-
-def live(path: str | Path, sizes: Sequence[int], slots: int, tokens: int) -> dict[int, list[Rank]]:
-    """Greedy text of a model in one rank, and in several that divide its experts.
-
-    Args:
-        path (str or Path): A model.
-        sizes (Sequence[int]): How many ranks.
-        slots (int): Of each rank.
-        tokens (int): To time.
-
-    Returns:
-        dict[int, list[Rank]]: For each number of ranks, what each did.
-    """
-    found, arguments = {}, json.dumps([str(path), slots, tokens])
-    command = ["-m", "moelab.lab", "call", f"{__name__}:live_here", arguments]
-    with tempfile.TemporaryDirectory() as folder:
-        for n in sizes:
-            ended = ranks.finish(ranks.start([command] * n, Path(folder)))
-            for rank, each in enumerate(ended):
-                if each.code:
-                    raise OSError(f"rank {rank} of {n}: {each.err[-2000:]}")
-            found[n] = [Rank(**json.loads(each.out.splitlines()[-1])) for each in ended]
-    return found
-
-
-def live_here(path: str, slots: int, tokens: int) -> dict:
-    """In one rank: the fields of its ``Rank``."""
-    mx.set_default_device(mx.cpu)
-    model, _ = load_model(path, StreamConfig(slots=slots), group=joined())
-    with model:
-        made = decode(model, [1, 2, 3, 4], tokens, warmup=4)
-        first = session_of(model).layers[0]
-        experts = first.num_experts if first.owned is None else int(first.owned.sum())
-    return asdict(Rank(made.tokens, experts, made.counters.bytes_read, made.step_s))
+BALANCE = "perfect balance"
+TEXTS = ("code", "tests", "prose", "docs", "sampled")
+# Qwen3.5-122B-A10B: layers, width, experts of a layer, and bytes of one: three matrices of 4 bits
+# with a scale and a bias for 64 weights. A row is sent in bfloat16.
+L_122B, D_122B, E_122B, VALUE_NBYTES = 48, 3072, 256, 2
+EXPERT_NBYTES_122B = 3 * D_122B * 1024 * 36 // 64
+GBIT = 1e9 / 8  # bytes a second
 
 
 def placements(
-    traces: Mapping[str, Trace], slots: int, n: int
-) -> dict[str, list[tuple[float, float]]]:
-    """Reads that n ranks wait for, by where the experts lie.
+    texts: Sequence[str] = TEXTS, cases: Sequence[tuple[int, int]] = ((2, 16), (4, 8))
+) -> "DataFrame":
+    """Reads that ranks wait for, by where tiny-moe's experts lie.
 
     Args:
-        traces (Mapping[str, Trace]): Each is replayed with what the others say.
-        slots (int): Of each rank and layer.
-        n (int): Ranks.
+        texts (Sequence[str]): Shipped traces. Each is replayed with what the others say.
+        cases (Sequence): Numbers of ranks, and the slots of each rank and layer.
 
     Returns:
-        dict[str, list[tuple[float, float]]]: For each of ``PLACEMENTS`` and each trace
-        ``replay.ranks.waited`` of its decoded tokens but for the first ``FILLING``.
+        DataFrame: ``text``, ``ranks``, ``size``, ``slots``, ``placement``, ``waited`` (reads of a
+        token that the ranks wait for) and ``over_number`` (``waited`` over that by number).
     """
-    found = {name: [] for name in PLACEMENTS}
-    for name, trace in traces.items():
-        experts, E = trace.decode.experts, trace.num_experts
-        others = [t.decode for other, t in traces.items() if other != name]
-        seen = np.concatenate([t.experts for t in others])
-        counts = sum(popularity(t) for t in others)
-        number = by_number(experts.shape[1], E, n)
-        hot = np.argsort(-counts, axis=1)[:, :HOT].tolist()
-        for placement, owners, shared in zip(
-            PLACEMENTS, (number, balanced(seen, E, n), number, None), ((), (), hot, ())
-        ):
-            read = replay.reads(experts, owners, slots, n, shared)[FILLING:]
-            found[placement].append(replay.waited(read))
-    return found
+    running = records.Running("placements", {"model": "tiny-moe", "filling_tokens": FILLING})
+    traces = [Trace.load(DATA / "traces" / f"{text}.npz") for text in texts]
+    rows = []
+    for i, (text, trace) in enumerate(zip(texts, traces)):
+        others = [t.decode for other, t in zip(texts, traces) if other != text]
+        for n, slots in cases:
+            waited = _waited(trace, others, n, slots)
+            rows += [
+                {
+                    "variant": f"{name}, {size(n)}",
+                    "round": i,
+                    "text": text,
+                    "ranks": n,
+                    "size": size(n),
+                    "slots": slots,
+                    "placement": name,
+                    "waited": reads,
+                    "over_number": reads / waited[PLACEMENTS[0]],
+                }
+                for name, reads in waited.items()
+            ]
+    return running.table(rows)
 
 
-@dataclass(frozen=True)
-class Point:
-    """A measured token and what the model says of it.
-
-    Attributes:
-        ranks (int): N.
-        rate (float): Bytes a second of each SSD.
-        token_s (list[float]): Measured.
-        model_s (float): By the model.
-    """
-
-    ranks: int
-    rate: float
-    token_s: list[float]
-    model_s: float
-
-    @property
-    def error(self) -> float:
-        """The model's time over the measured median, less 1."""
-        return self.model_s / float(np.median(self.token_s)) - 1
+def _waited(trace, others, n, slots):
+    """Reads of a token that n ranks wait for, by placement."""
+    experts, E = trace.decode.experts, trace.num_experts
+    number = by_number(experts.shape[1], E, n)
+    by_trace = balanced(np.concatenate([t.experts for t in others]), E, n)
+    hot = np.argsort(-sum(map(popularity, others)), axis=1)[:, :HOT].tolist()
+    found = {}
+    for name, *where in zip(PLACEMENTS, (number, by_trace, number, None), ((), (), hot, ())):
+        owners, shared = where
+        read = replay.reads(experts, owners, slots, n, shared)[FILLING:]
+        found[name], mean = replay.waited(read)
+        found.setdefault(BALANCE, mean)  # of the first, by number
+    return {name: found[name] for name in (*PLACEMENTS, BALANCE)}
 
 
-def checked(record: dict, tokens: int = 200) -> list[Point]:
-    """The model against every measured point with a simulated SSD.
+def checked(divided: "DataFrame", tokens: int = 200) -> "DataFrame":
+    """The model's time of each run with a simulated SSD.
 
     Random weights route nearly at random, so a random routing is replayed. Arithmetic and exchange
     are those of as many ranks that hold every expert: it is the reads that are predicted.
 
     Args:
-        record (dict): Of ``experiments.ranks.divided``.
+        divided (DataFrame): Of ``ranks.divided``, of 4 layers of Qwen3.5-35B-A3B shapes.
         tokens (int): Replayed.
+
+    Returns:
+        DataFrame: Its rows with a simulated SSD, with ``model_s`` of a token beside ``token_s``.
     """
-    random, points = np.random.default_rng(0), []
-    layers, top_k, num_experts = 4, 8, E_122B  # of both models
-    experts = random.random((tokens + FILLING, layers, num_experts)).argsort(2)[:, :, :top_k]
-    pairs = {(run["ranks"], run["rate"]) for run in record["runs"]}
-    for n, rate in sorted((n, r) for n, r in pairs if r not in (None, HELD)):
-        owners = by_number(layers, num_experts, n)
-        read = replay.waited(replay.reads(experts, owners, record["slots"], n)[FILLING:])[0]
-        b = bound(record, n, rate)
-        points.append(Point(n, rate, b.token_s, read * EXPERT_NBYTES / rate + b.compute_s))
-    return points
+    random, layers, top_k, E = np.random.default_rng(0), 4, 8, 256
+    experts = random.random((tokens + FILLING, layers, E)).argsort(2)[:, :, :top_k]
+    runs = divided.dropna(subset=["rate_bytes_per_s"])
+    (slots,) = set(runs.slots.astype(int))
+    read = {
+        n: replay.waited(replay.reads(experts, by_number(layers, E, n), slots, n)[FILLING:])[0]
+        for n in set(runs.ranks)
+    }
+    held_s = divided[divided["where"] == HELD].groupby("ranks").token_s.median()
+    reads_s = runs.ranks.map(read) * EXPERT_NBYTES / runs.rate_bytes_per_s
+    return runs.assign(model_s=reads_s + runs.ranks.map(held_s))
 
 
 def parts_122b(
@@ -196,3 +150,36 @@ def _replayed(trace, n, slots):
     of = np.take_along_axis(owners[None], experts.astype(np.intp), 2)
     pairs = np.stack([(of == rank).sum(2) for rank in range(n)]).max(0)
     return read, float(pairs.mean()) + 1  # and the row of checks
+
+
+def dial(trace: Trace) -> Callable[..., charts.go.Figure]:
+    """The function behind the sliders: a token on one machine and on several, by the model."""
+
+    def look(ranks: int, slots: int, ssd_GBs: float, link_Gbits: float, latency_us: int, ms: int):
+        given = slots, ssd_GBs * 1e9, link_Gbits * GBIT, latency_us / 1e6, ms / 1e3
+        sizes = sorted({1, 2, ranks})
+        token = {n: parts_122b(trace, n, *given) for n in sizes}
+        rows = [{"machines": f"{n} machine" + "s" * (n > 1), **token[n]} for n in sizes]
+        one, more = (1e3 * sum(token[n].values()) for n in (1, ranks))
+        samples = records.pandas().DataFrame(rows)
+        samples.attrs = {"record": "none: a model", "machine": ""}
+        told = ", ".join(f"{part} {s * 1e3:.1f} ms" for part, s in token[ranks].items())
+        return charts.parts(
+            samples,
+            {part: f"{part} * 1e3" for part in token[1]},
+            "machines",
+            title=f"{ranks} machines: {one / more:.2f} times the speed of one",
+            axis="ms a token",
+            finding=f"{one:.0f} ms a token on one machine, {more:.0f} on {ranks}: {told}.",
+            note="a model, not a measurement: Qwen3.5-122B-A10B, "
+            f"{slots} of {E_122B} experts of a layer in slots, SSDs of {ssd_GBs:g} GB/s, "
+            f"{link_Gbits:g} Gbit/s, {latency_us} us a message",
+        )
+
+    return look
+
+
+def main(out: str) -> None:
+    """Write the record of ``placements``."""
+    made = placements()
+    records.print_and_save(records.group(made, "over_number").to_string(), made, out)
