@@ -121,6 +121,17 @@ def table(record: dict[str, Any]) -> "DataFrame":
     return out
 
 
+def published(source: str, rows: list[dict[str, Any]]) -> "DataFrame":
+    """Figures of a source, or what follows from them, as a table; charts name the source alone.
+
+    Args:
+        source (str): A key of ``PUBLISHED``.
+        rows (list[dict]): As for ``table``.
+    """
+    settings = {"model": PUBLISHED[source]["source"]}
+    return table({"record": source, "machine": "", "settings": settings, "rows": rows})
+
+
 def as_json(samples: "DataFrame") -> dict[str, Any]:
     """The record of a table: its header and rows, without what ``table`` adds and missing cells."""
     rows = samples.drop(columns=[c for c in COMPUTED if c in samples]).convert_dtypes()
