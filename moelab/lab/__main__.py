@@ -15,11 +15,15 @@ SCRIPTS = {  # name: its module, what it does
     "call": ("limit", "a function in this process, for ranks and memory limits"),
     "cite": ("cite", "fill in the numbers that documents cite from records"),
     "crowd": ("experiments.crowd", "many requests at once for a server with little memory"),
+    "exactness": ("experiments.exactness", "streamed passes and texts beside the resident model's"),
     "kernels": ("experiments.kernels", "the fast kernels beside MLX's: products, texts"),
+    "ladder": ("experiments.ladder", "prompts in turn, or experts in a call, for notebook 02"),
+    "memory": ("experiments.memory", "memory of long texts"),
     "pages": ("plots.pages", "run the notebooks and write an HTML page for each"),
     "ranks": ("experiments.ranks", "experts divided over ranks of this machine"),
     "soak": ("experiments.soak", "a server at work for long"),
     "start-here": ("experiments.start_here", "the runs of notebook 00"),
+    "timeline": ("experiments.timeline", "what runs when in a token"),
 }
 
 

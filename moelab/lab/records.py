@@ -424,15 +424,6 @@ def recorded(name: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def reads_GBs(
-    samples: "DataFrame", kind: str = "experts"
-) -> dict[str, tuple[list[int], list[list[float]]]]:
-    """``{by: (depths, GB/s of each round for each depth)}`` of one kind of reads."""
-    rates = samples[samples.kind == kind].groupby(["variant", "depth"]).bytes_per_s
-    rates = rates.apply(lambda part: (part / 1e9).tolist())
-    return {by: (list(its[by].index), list(its[by])) for by, its in rates.groupby(level=0)}
-
-
 def save(path: str | Path, record: Any) -> None:
     """Write a record as JSON; the old file stays until the new one is whole.
 
