@@ -64,6 +64,9 @@ def test_the_host_does_one_thing_after_another(model_path, cold):
         model_path, modes, StreamConfig(slots=8), tokens=2, runs=1, cold=cold, progress=False
     )
     assert Reader.read_here is read_here
+    assert set(records.same_tokens(made, "resident").values()) == {(1, 1)}
+    text = bench.measure(model_path, "resident", None, 2, 1, 4, progress=False).tokens[0]
+    assert made.tokens[0] == text[4:]  # after the warm-up
     parts = made[[*timeline.HOST.values()]]
     assert (parts >= 0).all(axis=None)
     assert parts.sum(axis=1).to_numpy() == pytest.approx(made.decode_s.to_numpy())

@@ -143,9 +143,9 @@ def measure(
         progress (bool): Show a bar.
 
     Returns:
-        DataFrame: A row a run: ``decode_s`` and ``decode_tokens``; the columns of ``HOST``, which
-        add up to ``decode_s``; ``readers_s`` of all reading threads together; and ``spans`` of the
-        last token: lane, what, begin and end in seconds.
+        DataFrame: A row a run: ``tokens``, ``decode_s`` and ``decode_tokens``; the columns of
+        ``HOST``, which add up to ``decode_s``; ``readers_s`` of all reading threads together; and
+        ``spans`` of the last token: lane, what, begin and end in seconds.
     """
     path, models = folder(path), {}
     configs = {name: (config, "1") for name, config in parse_modes(modes, base).items()}
@@ -178,22 +178,24 @@ def _sample(model, ids, tokens, drop):
         mx.async_eval(y)
         return y
 
-    def scheduled(y, n):
+    def decode(y, n):
+        """``n`` tokens before and the one that follows, each read when the next is scheduled."""
         nonlocal begin
+        out = []
         for _ in range(n):
             begin = perf_counter()
             y, before = clock.during(PYTHON, step, y), y
-            clock.during(MLX, before.item)
+            out.append(clock.during(MLX, before.item))
+        return [*out, clock.during(MLX, y.item)]
 
     with mx.stream(generation_stream):
-        y = mx.array(ids)
-        scheduled(mx.argmax(model(y[None], cache=cache)[:, -1], axis=-1), WARMUP)
+        *_, last = decode(step(mx.array(ids)), WARMUP)
         if drop:
             drop()
         clock.spans.clear()
         with clock.watching():
             first = perf_counter()
-            scheduled(y[-1:], tokens)
+            text = decode(mx.array([last]), tokens)
             decode_s = perf_counter() - first
     spent = defaultdict(float)
     for lane, what, a, b in clock.spans:
@@ -205,6 +207,7 @@ def _sample(model, ids, tokens, drop):
         if a >= begin
     ]
     return {
+        "tokens": text,
         "decode_tokens": tokens,
         "decode_s": decode_s,
         **{column: spent[column] for column in HOST.values()},
