@@ -163,13 +163,6 @@ class Run:
             out[name] = {**vars(timed), "operations_of_a_layer": operations}
         return out
 
-    def slot_writes(self):
-        shapes = dict(list(self.shapes.items())[:2])
-        return {
-            k: ladder.slot_writes(s["D"], s["F"], s["K"], rounds=self.rounds)
-            for k, s in shapes.items()
-        }
-
     def reads(self):
         depths, nbytes = ((1, 2), 1 << 20) if self.tiny else ((1, 2, 4, 8, 16, 32), 512 << 20)
         return {
@@ -413,7 +406,7 @@ class Run:
         return layer.bench_layer(self.path, "stacked,fused", self.base, 5 if self.tiny else 100)
 
     def tokens_at_once(self):
-        return ladder.tokens_at_once(**self.shape, rounds=self.rounds)
+        return ladder.tokens_at_once(**self.shape, runs=self.rounds)
 
     def agreement(self):
         """Logits in single precision, and in the checkpoint's.
@@ -429,7 +422,7 @@ class Run:
 
     def memory(self):
         n = 8 if self.tiny else 128
-        return memory.measure(self.path, self.base, n, n // 8, SHORT[0])
+        return memory.measure(self.path, self.base, n, n // 8, prompt=SHORT[0])
 
     def passes(self):
         """Verify passes with mlx-lm's loop over tokens and with the kernel in its place."""
@@ -468,11 +461,6 @@ class Run:
     draft_16_slots = partialmethod(_drafts, "tiny-draft", slots=16)
     draft_48_slots = partialmethod(_drafts, "tiny-draft", slots=48)
 
-    def exactness(self):
-        """Passes of many lengths against the resident model's, whatever was computed before."""
-        sizes = (1, 4) if self.tiny else (1, 2, 4, 8, 16, 40, 160)
-        return self._trained(lambda config: exactness.chunks(self._model, config, sizes))
-
     def texts_twice(self):
         """Greedy texts without and with drafts, each written twice."""
         amount = {"drafts": (0, 4), "n": 2, "tokens": 8} if self.tiny else {}
@@ -495,10 +483,10 @@ class Run:
     _source = "disk"
 
     def exactness_host(self):
-        """``exactness``, ``texts_twice`` and ``soak`` with experts from the host's memory."""
+        """``texts_twice`` and ``soak`` with experts from the host's memory."""
         self._source = "host"
         try:
-            return {f.__name__: f() for f in (self.exactness, self.texts_twice, self.soak)}
+            return {f.__name__: f() for f in (self.texts_twice, self.soak)}
         finally:
             self._source = "disk"
 
@@ -563,7 +551,6 @@ SECTIONS = (
     "planned_most",
     "ladder_cold",
     "readers",
-    "slot_writes",
     "reads",
     "agreement",
     "promotion",
@@ -579,7 +566,6 @@ SECTIONS = (
     "draft_resident",
     "draft_16_slots",
     "draft_48_slots",
-    "exactness",
     "texts_twice",
     "soak",
     "exactness_host",

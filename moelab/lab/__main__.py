@@ -14,12 +14,16 @@ from collections.abc import Callable
 SCRIPTS = {  # name: its module, what it does
     "call": ("limit", "a function in this process, for ranks and memory limits"),
     "cite": ("cite", "fill in the numbers that documents cite from records"),
+    "exactness": ("experiments.exactness", "streamed passes and texts beside the resident model's"),
     "kernels": ("experiments.kernels", "the fast kernels beside MLX's: products, texts"),
-    "records": ("recording", "measure records of data/records.toml again, by part or name"),
+    "ladder": ("experiments.ladder", "prompts in turn, or experts in a call, for notebook 02"),
+    "memory": ("experiments.memory", "memory of long texts"),
     "pages": ("plots.pages", "run the notebooks and write an HTML page for each"),
     "placements": ("experiments.several_machines", "where experts lie on machines, replayed"),
     "ranks": ("experiments.ranks", "experts divided over ranks of this machine"),
+    "records": ("recording", "measure records of data/records.toml again, by part or name"),
     "servers": ("experiments.servers", "a server at work for long, or with little memory"),
+    "timeline": ("experiments.timeline", "what runs when in a token"),
 }
 
 

@@ -4,7 +4,7 @@
 
 A number carries its expression in an HTML comment behind it, which does not show:
 
-    <!--: fast = read("cpu_kernels_35b") -->
+    <!--: fast = read("cpu_ladder_35b") -->
     `fused` decodes 52.1 [49.6, 54.4]<!--=q(of(fast, "fused", "tok_s"), ".1f")--> tok/s
 
 ``<!--: ... -->`` is Python that is executed where it stands; names hold until the document ends.

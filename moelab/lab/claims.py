@@ -113,6 +113,8 @@ def _figure(claim, regime, figure):
         found = eval(figure["is"], cite.NAMES.copy())
         counted = np.ndim(found) == 0
         samples = [float(found)] if counted else [float(v) for v in found]
+        if not np.isfinite(samples).all():
+            raise ValueError("some samples are missing")
         ends = records.interval(samples)
         sign, gate = ("least", figure["least"]) if "least" in figure else ("most", figure["most"])
     except Exception as error:

@@ -122,6 +122,17 @@ def table(record: dict[str, Any]) -> "DataFrame":
     return out
 
 
+def published(source: str, rows: list[dict[str, Any]]) -> "DataFrame":
+    """Figures of a source, or what follows from them, as a table; charts name the source alone.
+
+    Args:
+        source (str): A key of ``PUBLISHED``.
+        rows (list[dict]): As for ``table``.
+    """
+    settings = {"model": PUBLISHED[source]["source"]}
+    return table({"record": source, "machine": "", "settings": settings, "rows": rows})
+
+
 def as_json(samples: "DataFrame") -> dict[str, Any]:
     """The record of a table: its header and rows, without what ``table`` adds and missing cells."""
     rows = samples.drop(columns=[c for c in COMPUTED if c in samples]).convert_dtypes()
@@ -433,15 +444,6 @@ def recorded(name: str) -> dict[str, Any]:
         names = ", ".join(sorted(p.stem for p in path.parent.glob("*.json")))
         raise FileNotFoundError(f"{path}: no such record; there are {names or 'none'}")
     return json.loads(path.read_text())
-
-
-def reads_GBs(
-    samples: "DataFrame", kind: str = "experts"
-) -> dict[str, tuple[list[int], list[list[float]]]]:
-    """``{by: (depths, GB/s of each round for each depth)}`` of one kind of reads."""
-    rates = samples[samples.kind == kind].groupby(["variant", "depth"]).bytes_per_s
-    rates = rates.apply(lambda part: (part / 1e9).tolist())
-    return {by: (list(its[by].index), list(its[by])) for by, its in rates.groupby(level=0)}
 
 
 def save(path: str | Path, record: Any) -> None:

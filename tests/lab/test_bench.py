@@ -230,7 +230,7 @@ def test_layer(model_path):
 
 def test_reads(model_path, monkeypatch):
     r = reads.bench_reads(model_path, depths=(1, 2), nbytes=1 << 18, rounds=2, progress=False)
-    assert set(r.variant) == (
+    assert set(r.reader) == (
         {"moelab", "fio buffered", "fio direct"} if shutil.which("fio") else {"moelab"}
     )
     assert (r.bytes_per_s > 0).all()
@@ -239,9 +239,16 @@ def test_reads(model_path, monkeypatch):
         "experts, 32 a call": [256, 4096],
         "weights": [4096],
     }
-    assert len(r.groupby(["kind", "depth"])) == 6 and "depth 2" in reads.report(r)
-    depths, rates = records.reads_GBs(r)["moelab"]
-    assert depths == [1, 2] and [len(x) for x in rates] == [2, 2]
+    assert (r.groupby(["reader", "kind", "depth"]).size() == 2).all()
+    assert (
+        len(
+            records.paired(
+                r, "moelab, weights, 1 in flight", "moelab, weights, 2 in flight", "bytes_per_s"
+            )
+        )
+        == 2
+    )
+    assert "depth 2" in reads.report(r)
     monkeypatch.setattr(shutil, "which", lambda _: None)
     r = reads.bench_reads(model_path, depths=(1,), nbytes=1 << 16, rounds=1, progress=False)
     assert "fio is not installed" in reads.report(r)

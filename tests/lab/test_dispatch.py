@@ -120,7 +120,10 @@ def test_cuda_run_goes_on_when_a_section_fails(tmp_path, monkeypatch, capsys):
     )
     r = json.loads(out.read_text())["sections"]
     assert r["expert_calls"]["error"] == "RuntimeError: no such kernel"
-    assert r["memory"]["tokens"][-1] == 8 and r["one_operation"]["timings"]["built"]["samples_s"]
+    assert (
+        r["memory"]["rows"][-1]["tokens"] == 8
+        and r["one_operation"]["timings"]["built"]["samples_s"]
+    )
     assert "no such kernel" in capsys.readouterr().out
     for layout in ("repacked", "as shipped"):
         made = r["copies"][layout]

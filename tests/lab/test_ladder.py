@@ -1,113 +1,52 @@
-"""Recorded results, published figures and the views and ladder of notebooks 01 and 02."""
+"""What notebook 02 measures beside the command ``bench``."""
 
 import json
 
+import numpy as np
 import pytest
 
-from moelab import DATA, StreamConfig
-from moelab.lab import records as results
-from moelab.lab.experiments import exactness, ladder, memory, reads
-from moelab.lab.figures import ladder as figures
-from moelab.lab.plots import charts, style
+from moelab import StreamConfig
+from moelab.lab import records
+from moelab.lab.__main__ import main
+from moelab.lab.experiments import bench, ladder, timeline
+from moelab.streaming.reading.reader import Reader
 
 
-def test_recorded_results_say_where_they_come_from():
-    paths = sorted((DATA / "results").glob("*.json"))
-    assert paths
-    for path in paths:
-        r = results.recorded(path.stem)
-        assert path.stat().st_size < 1 << 20, path.name
-        assert {"mlx", "date", "backend"} <= r["machine"].keys(), path.name
-        assert "/tmp/" not in path.read_text() and "/root/" not in path.read_text(), path.name
-    with pytest.raises(FileNotFoundError, match="no such record; there are"):
-        results.recorded("nothing")
+def test_a_climb_is_the_ratio_of_the_same_round(model_path):
+    base = StreamConfig(slots=8)
+    here = bench.measure(model_path, ladder.MODES, base, 2, 2, warmup=1, progress=False)
+    rungs = ladder.climbs({"here": here}).set_index(["source", "rung"]).times
+    assert list(rungs["here", "slots"]) == list(records.paired(here, "serial", "stacked"))
+    assert (rungs["here", "serial"] == 1).all() and len(rungs["here"]) == 2 * len(ladder.RUNGS)
+    (told,) = rungs.drop("here").xs("parallel", level="rung")
+    assert told == pytest.approx(4.95 / 0.58)
 
 
-def test_published_figures_name_their_source():
-    assert all(p["source"] for p in results.PUBLISHED.values())
-
-
-@pytest.fixture(scope="module")
-def gpu():
-    return ladder.recorded()
-
-
-@pytest.fixture(scope="module")
-def here(model_path):
-    return ladder.measure(model_path, slots=8, tokens=3, runs=2)
-
-
-def test_a_ladder_has_its_rungs(here, gpu):
-    steps = ["serial", "batched", "parallel", "slots", "gate+up"]
-    assert all(list(ladder.rungs(r)) == steps for r in (here, gpu.warm, gpu.cold))
-    pieces = ladder.parts(here)
-    for mode, rung in ladder.RUNGS.items():
-        assert sum(pieces[rung].values()) == pytest.approx(
-            results.values(here, mode, "token_s").median()
-        )
-    assert pieces["resident"][ladder.WAITING] == 0
-    climb = ladder.multiples(here)
-    assert climb["serial"] == 1 and climb["slots"] == pytest.approx(
-        results.values(here, "serial", "token_s").median()
-        / results.values(here, "stacked", "token_s").median()
-    )
-    assert 0 <= ladder.waiting_share(here) <= 1
-
-
-@pytest.mark.parametrize("way", ["in place", "set by slice", "one scatter", "upload"])
-def test_slot_writes_have_every_way(way):
-    r = ladder.slot_writes(64, 64, K=4, S=8, misses=(0, 2), rounds=1)
-    assert {f"{way}, 0 new", f"{way}, 2 new"} <= set(r.timings)
-
-
-def test_between_prompts():
-    varied = ladder.Variation({0: [1.0, 1.0], 1: [0.5, 0.5]}, {0: 0.5, 1: 0.5})
-    assert varied.between == pytest.approx(1.0) and varied.within == 0
-
-
-def test_what_notebook_02_shows(model_path, here, gpu, capsys):
-    """Every chart, table and verdict, from measurements of a small model."""
-    swept = ladder.sweep(model_path, (4, 16), tokens=2, runs=1, warmup=1)
-    hits = swept.groupby("variant").hit_rate.mean()
-    assert hits["16 slots"] >= hits["4 slots"]
-    prompt = ladder.prompt_reads(model_path, slots=4, tokens=16)
+def test_a_prompt_reads_each_expert_once(model_path):
+    (prompt,) = ladder.prompt_reads(model_path, slots=4, tokens=16).itertuples()
     assert prompt.read == prompt.distinct and prompt.uses == 16 * 4 * 4
-    varied = ladder.measure_prompts(model_path, tokens=2, runs=8, slots=8)
-    assert len(varied.tok_s) == 8
-    long_run = memory.measure(model_path, StreamConfig(slots=8), tokens=4, every=2)
-    cold = reads.bench_reads(
-        model_path, (1, 2), 1 << 16, 1, kinds=("experts",), with_fio=False, progress=False
+
+
+def test_prompts_take_turns(model_path):
+    few, many = (
+        ladder.prompt_speeds(model_path, StreamConfig(slots=n), 3, 2, 4, 6, 1, progress=False)
+        for n in (4, 16)
     )
-    together = ladder.tokens_at_once(64, 64, 2, E=4, tokens=(1, 2), rounds=1)
-    shown = [
-        figures.published_bars(),
-        figures.read_lines(cold, gpu, 1000),
-        figures.rung_bars(here, gpu),
-        figures.multiple_lines(here, gpu),
-        figures.part_bars(here, gpu),
-        figures.write_lines(gpu),
-        figures.slot_lines(swept, gpu, 16, 16),
-        figures.together_lines(together, gpu, (1, 2)),
-        figures.prompt_bars(varied, "m"),
-        figures.memory_lines(long_run, gpu, "m"),
-    ]
-    assert all(style.words(fig) for fig in shown)
-    notes = [fig.layout.title.subtitle.text for fig in shown]
-    assert ["recorded:" in note for note in notes] == [False, *[True] * 7, False, True]
-    figures.rung_table(here)
-    agree = exactness.agreement(model_path, "serial,fused", StreamConfig(slots=8), tokens=2)
-    figures.agreement_table(agree, gpu)
-    assert "gate+up" in (out := capsys.readouterr().out) and "bit for bit" in out
-    results = figures.Results(here, cold, swept, prompt, varied, long_run)
-    rows = figures.verdicts(gpu, results, 16, 16)
-    assert [r[0] for r in rows] == ["A1", "A2", "A3", "A5", "A10", "B4", "B5", "B6"]
-    assert {r[2] for r in rows} <= set(charts.VERDICTS)
+    assert few.groupby("round").variant.nunique().to_list() == [3, 3]
+    assert (few.calls == 4 * 4).all() and (many.hits == 4 * 4 * 4).all()
+    assert few.hit_rate.mean() < many.hit_rate.mean() == 1
+
+
+def test_tokens_at_once():
+    made = ladder.tokens_at_once(64, 64, 2, E=4, tokens=(1, 2), runs=2)
+    assert (made.seconds > 0).all()
+    assert made.groupby(["order", "positions"]).size().to_list() == [2] * 4
 
 
 @pytest.mark.parametrize("at", [(1, 4, 1, "cold"), (4, 16, 16, "warm")])
 def test_dial(model_path, at):
-    look = figures.dial(model_path, tokens=2, warmup=1)
-    assert "tokens are the resident model's" in look(*at).layout.meta["finding"]
+    finding = ladder.dial(model_path, tokens=2)(*at).layout.meta["finding"]
+    assert "the text is" in finding and ("lossy" in finding) == (at[0] == 1)
 
 
 def test_checkpoint_of_real_layers_is_gone_afterwards(tokenizer, monkeypatch, tmp_path):
@@ -116,3 +55,60 @@ def test_checkpoint_of_real_layers_is_gone_afterwards(tokenizer, monkeypatch, tm
     assert json.loads((big.path / "config.json").read_text())["text_config"]["hidden_size"] == 2048
     big.cleanup()
     assert not big.path.exists() and (tmp_path / "build").is_dir()
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_the_host_does_one_thing_after_another(model_path, cold):
+    read_here, modes = Reader.read_here, "resident,buffers,fused,fused/kernels=mlx/dtype=float32"
+    made = timeline.measure(
+        model_path, modes, StreamConfig(slots=8), tokens=2, runs=1, cold=cold, progress=False
+    )
+    assert Reader.read_here is read_here
+    assert set(records.same_tokens(made, "resident").values()) == {(1, 1)}
+    text = bench.measure(model_path, "resident", None, 2, 1, 4, progress=False).tokens[0]
+    assert made.tokens[0] == text[4:]  # after the warm-up
+    parts = made[[*timeline.HOST.values()]]
+    assert (parts >= 0).all(axis=None)
+    assert parts.sum(axis=1).to_numpy() == pytest.approx(made.decode_s.to_numpy())
+    reads = made.set_index("variant")[["read_here_s", "wait_s", "begin_s", "readers_s"]].sum(axis=1)
+    assert reads["resident"] == 0 and (reads.drop("resident") > 0).all()
+    spans = timeline.spans(made)
+    for _, host in spans[spans.lane == "host"].sort_values("begin_s").groupby("variant"):
+        assert (np.diff(host.begin_s) >= 0).all()
+        assert (host.end_s.to_numpy()[:-1] <= host.begin_s.to_numpy()[1:] + 1e-6).all()
+    layers = spans[(spans.lane == "experts") & (spans.variant == "fused")]
+    assert len(layers) == 4  # the model's
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "ladder OUT prompts MODEL",
+        "ladder OUT tokens-at-once tiny-moe",
+        "timeline OUT MODEL resident,fused 8 warm",
+        "memory OUT MODEL 8 4 2",
+        "exactness OUT agreement MODEL stacked 8",
+    ],
+)
+def test_a_command_writes_what_read_reads(model_path, tmp_path, monkeypatch, words):
+    monkeypatch.setattr(ladder.prompt_speeds, "__defaults__", (None, 2, 1, 2, 6, 1, False))
+    out = tmp_path / "made.json"
+    names = {"OUT": str(out), "MODEL": str(model_path)}
+    assert main([names.get(w, w) for w in words.split()]) == 0
+    assert len(records.read(str(out), disturbed=True))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "ladder OUT.json everything tiny-moe",
+        "ladder OUT.json tokens-at-once no-such-shape",
+        "timeline OUT.json MODEL resident 8 lukewarm",
+        "timeline OUT.json MODEL no-such-mode 8 warm",
+        "exactness OUT.json proofs MODEL fused 8",
+        "memory OUT.json MODEL 8 many 1",
+    ],
+)
+def test_a_wrong_command_is_refused(words, capsys):
+    assert main(words.split()) == 1
+    assert capsys.readouterr().err.startswith("moelab.lab: ")

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from moelab import DATA
 from moelab.lab import cite, records
 
 ROWS = [
@@ -174,3 +175,21 @@ def test_tables_stand_together(table):
     both = records.together({"here": table, "there": table})
     assert list(both.source.unique()) == ["here", "there"] and len(both) == 12
     assert len(both.attrs["headers"]) == 2 and both.attrs["kind"] == "bench"
+
+
+def test_recorded_runs_say_where_they_come_from():
+    paths = sorted((DATA / "results").glob("*.json"))
+    assert paths
+    for path in paths:
+        made = records.recorded(path.stem)
+        assert path.stat().st_size < 1 << 20, path.name
+        assert {"mlx", "date", "backend"} <= made["machine"].keys(), path.name
+        assert "/tmp/" not in path.read_text() and "/root/" not in path.read_text(), path.name
+    with pytest.raises(FileNotFoundError, match="no such record; there are"):
+        records.recorded("nothing")
+
+
+def test_published_figures_name_their_source():
+    for name, told in records.PUBLISHED.items():
+        made = records.published(name, [{"variant": "x", "tok_s": 1.0}])
+        assert made.attrs["settings"]["model"] == told["source"] and made.attrs["machine"] == ""

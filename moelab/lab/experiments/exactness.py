@@ -1,15 +1,18 @@
 """Is a streamed pass a function of its inputs, and is it the resident model's, bit for bit?
 
 On the CPU backend the tests show that it is. On a GPU the number of rows decides which kernel MLX
-takes and so how it rounds; ``python data/recipes/cuda_run.py`` measures what is true there.
+takes and so how it rounds.
+
+    python -m moelab.lab exactness OUT.json agreement MODEL serial,buffers,stacked,fused SLOTS
+    python -m moelab.lab exactness OUT.json passes MODEL stacked,fused SLOTS
 """
 
 import random
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -18,11 +21,15 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ... import StreamConfig, load
 from ...commands.stream_options import parse_modes
+from ...speculation.drafts import LookupDraft
 from ...speculation.generate import speculative_generate_step
-from .. import machine
+from .. import records
 from ..models import folder
 from ..texts import PROMPTS, heldout_code
 from .bench import resident_like
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 def agreement(
@@ -31,7 +38,7 @@ def agreement(
     base: StreamConfig | None = None,
     tokens: int = 32,
     prompt: str = PROMPTS[0],
-) -> dict[str, Any]:
+) -> "DataFrame":
     """How near every mode's logits are to the resident model's.
 
     All are fed the resident model's greedy tokens.
@@ -44,13 +51,14 @@ def agreement(
         prompt (str): Before them.
 
     Returns:
-        dict: By mode: ``prefill_error`` and ``decode_error``, the largest difference of a logit
-        over the standard deviation of the logits; ``same_tokens``, the share of steps with the
-        same best token; ``bit_for_bit`` of the decoded steps.
+        DataFrame: A row a mode: ``prefill_error`` and ``decode_error``, the largest difference of a
+        logit over the standard deviation of the logits; ``same_tokens``, the share of steps with
+        the same best token; ``bit_for_bit`` of the decoded steps; the ``dtype``.
     """
     path = folder(path)
     configs = {"resident": resident_like(base), **parse_modes(modes, base)}
-    out, baseline, ids = {}, None, None
+    dtype, rows, baseline, ids = (base or StreamConfig()).dtype, [], None, None
+    running = records.Running("agreement", {"model": path.name, "tokens": tokens})
     for name, config in configs.items():
         model, tokenizer = load(path, config)
         with model:
@@ -69,63 +77,17 @@ def agreement(
             baseline, ids = logits, logits.argmax(1).tolist()
             continue
         error = np.abs(logits - baseline).max(1) / baseline.std(1)
-        out[name] = {
-            "prefill_error": float(error[0]),
-            "decode_error": float(error[1:].max()),
-            "bit_for_bit": bool((logits == baseline)[1:].all()),
-            "same_tokens": float((logits.argmax(1) == baseline.argmax(1)).mean()),
-        }
-    return {
-        "kind": "agreement",
-        "machine": machine.card(),
-        "dtype": (base or StreamConfig()).dtype,
-        "tokens": tokens,
-        "modes": out,
-    }
-
-
-def chunks(
-    path: str | Path,
-    config: StreamConfig,
-    sizes: Sequence[int] = (1, 2, 4, 8, 16, 40, 160),
-    histories: Sequence[int] = (1, 200, 40),
-) -> list[dict[str, Any]]:
-    """Logits of a text fed in chunks, after other text in other chunks, against the resident model.
-
-    Args:
-        path (str or Path): A model folder.
-        config (StreamConfig): How to stream.
-        sizes (Sequence[int]): T of the passes that are compared.
-        histories (Sequence[int]): T of the passes over another text after each run.
-
-    Returns:
-        list[dict]: For each T the largest difference to resident in each run, and whether the
-        runs are equal among themselves.
-    """
-    resident, tokenizer = load(path, resident_like(config))
-    files = [tokenizer.encode(t) for t in heldout_code(path).values()]
-    text, other = files[0][:160], files[1][:200]
-    want = {T: _logits(resident, text, T) for T in sizes}
-    model, _ = load(path, config)
-    out = []
-    with resident, model:
-        for T in sizes:
-            runs = []
-            for history in histories:
-                runs.append(_logits(model, text, T))
-                _logits(model, other, history)
-            off = [float(np.abs(run - want[T]).max()) for run in runs]
-            same = all(np.array_equal(run, runs[0]) for run in runs)
-            out.append({"T": T, "off": off, "runs_equal": same})
-    return out
-
-
-def _logits(model, ids, T):
-    cache, out = make_prompt_cache(model), []
-    for i in range(0, len(ids), T):
-        y = model(mx.array([ids[i : i + T]]), cache=cache)[0].astype(mx.float32)
-        out.append(np.array(y))
-    return np.concatenate(out)
+        rows.append(
+            {
+                "variant": name,
+                "dtype": dtype,
+                "prefill_error": float(error[0]),
+                "decode_error": float(error[1:].max()),
+                "bit_for_bit": bool((logits == baseline)[1:].all()),
+                "same_tokens": float((logits.argmax(1) == baseline.argmax(1)).mean()),
+            }
+        )
+    return running.table(rows)
 
 
 def texts(
@@ -147,8 +109,9 @@ def texts(
         tokens (int): Tokens of each.
 
     Returns:
-        list[dict]: For each number of drafts, how many of the n texts are the same twice, the
-        same as resident with as many drafts, and the same as resident with none.
+        list[dict]: For each number of ``drafts``, how many of the n texts are ``equal`` to the
+        resident model's with as many drafts, ``repeated`` word by word, ``equal_undrafted`` to the
+        resident model's with none; and how many of resident's own are (``resident_undrafted``).
     """
     resident, tokenizer = load(path, resident_like(config))
     model, _ = load(path, config)
@@ -158,23 +121,19 @@ def texts(
     with resident, model:
         undrafted = [_write(resident, p, 0, None, tokens) for p in prompts]
         for k in drafts:
-            begin = time.perf_counter()
             write = partial(_write, drafts=k, draft=make_draft() if k else None, tokens=tokens)
             first = [write(model, p) for p in prompts]
             again = [write(model, p) for p in prompts[::-1]][::-1]
             as_resident = [write(resident, p) for p in prompts]
-            out.append(
-                {
-                    "drafts": k,
-                    "n": len(prompts),
-                    "tokens": tokens,
-                    "twice": _same(first, again),
-                    "as_resident": _same(first, as_resident),
-                    "as_resident_undrafted": _same(first, undrafted),
-                    "resident_as_undrafted": _same(as_resident, undrafted),
-                    "seconds": time.perf_counter() - begin,
-                }
-            )
+            pairs = {
+                "equal": (first, as_resident),
+                "repeated": (first, again),
+                "equal_undrafted": (first, undrafted),
+                "resident_undrafted": (as_resident, undrafted),
+            }
+            row = {"what": "greedy texts", "drafts": k, "n": len(prompts), "tokens": tokens}
+            same = {key: sum(x == y for x, y in zip(*pair)) for key, pair in pairs.items()}
+            out.append(row | same)
     return out
 
 
@@ -186,7 +145,7 @@ def soak(
     sizes: Sequence[int] = (1, 2, 4, 8, 16, 40, 160),
     passes_a_cache: int = 25,
     tokens_a_text: int = 250,
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     """Many passes of random length over held-out text, then many greedy texts, against resident.
 
     Args:
@@ -199,8 +158,8 @@ def soak(
         tokens_a_text (int): The most that a text has.
 
     Returns:
-        dict: ``passes`` and how many are ``equal``, ``by_size`` the same for each T, ``tokens``,
-        ``texts`` and ``texts_equal``.
+        list[dict]: For each T (``positions``), and for the texts, how many there are and how many
+        are ``equal``.
     """
     resident, tokenizer = load(path, resident_like(config))
     model, _ = load(path, config)
@@ -216,24 +175,40 @@ def soak(
             y, want = (m(inputs, cache=c) for m, c in zip((model, resident), caches))
             by_size[T][0] += 1
             by_size[T][1] += mx.array_equal(y, want).item()
-        wrote = texts_equal = texts = 0
+        texts, wrote = [], 0
         while wrote < tokens:
             begin = rng.randrange(len(ids) - 50)
-            prompt, n = ids[begin : begin + 40 + texts % 7], min(tokens_a_text, tokens - wrote)
+            prompt, n = ids[begin : begin + 40 + len(texts) % 7], min(tokens_a_text, tokens - wrote)
             got, want = (_write(m, prompt, 0, None, n) for m in (model, resident))
-            texts, texts_equal, wrote = texts + 1, texts_equal + (got == want), wrote + len(got)
-    return {
-        "passes": passes,
-        "equal": sum(equal for _, equal in by_size.values()),
-        "by_size": by_size,
-        "tokens": wrote,
-        "texts": texts,
-        "texts_equal": texts_equal,
-    }
+            texts, wrote = [*texts, got == want], wrote + len(got)
+    rows = [
+        {"what": "random passes", "positions": T, "n": n, "equal": equal}
+        for T, (n, equal) in by_size.items()
+    ]
+    text = {"what": "long texts", "n": len(texts), "equal": sum(texts), "tokens": wrote}
+    return [*rows, text]
 
 
-def _same(a, b):
-    return sum(x == y for x, y in zip(a, b))
+def passes(
+    path: str | Path, modes: str = "stacked,fused", base: StreamConfig | None = None
+) -> "DataFrame":
+    """``texts``, with drafts looked up in the text, and ``soak``, of every mode.
+
+    Args:
+        path (str or Path): A model folder.
+        modes (str): As for ``parse_modes``.
+        base (StreamConfig): What the modes have in common.
+
+    Returns:
+        DataFrame: Their rows.
+    """
+    path, rows = folder(path), []
+    running = records.Running("exactness", {"model": path.name})
+    for name, config in parse_modes(modes, base).items():
+        facts = {"variant": name, "slots": config.slots, "source": config.source}
+        made = texts(path, config, LookupDraft) + soak(path, config)
+        rows += [facts | row for row in made]
+    return running.table(rows)
 
 
 def _write(model, prompt, drafts, draft, tokens):
@@ -244,3 +219,25 @@ def _write(model, prompt, drafts, draft, tokens):
         prompt, model, draft, num_draft_tokens=drafts, max_tokens=tokens
     )
     return [t for t, *_ in steps]
+
+
+def main(out: str, what: str, path: str, modes: str, slots: str) -> None:
+    """Measure and save.
+
+    Args:
+        out (str): The record.
+        what (str): ``agreement`` or ``passes``.
+        path (str): A model folder.
+        modes (str): As for ``parse_modes``.
+        slots (str): Of the modes that stream.
+    """
+    if what not in ("agreement", "passes"):
+        raise ValueError(f"expected agreement or passes, got {what!r}")
+    base = StreamConfig(slots=int(slots))
+    if what == "passes":
+        made = passes(path, modes, base)
+    else:
+        dtypes = "float32", "auto"
+        made = [agreement(path, modes, replace(base, dtype=dtype)) for dtype in dtypes]
+        made = records.together(dict(zip(dtypes, made)), "dtype")
+    records.print_and_save(made.to_string(), made, out)

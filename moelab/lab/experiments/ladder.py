@@ -1,27 +1,32 @@
 """Notebook 02: from one read at a time to slots, one rung at a time.
 
-The ladder and what follows from it, the number of slots, prompts, and two kernels. Agreement with
-the resident model, memory and cold reads are measured by modules of their own.
+The command ``bench`` measures the ladder (``MODES``). Here stand the names of its rungs and what
+else the notebook asks: what a prompt reads, how the speed differs from prompt to prompt, and
+whether the order of experts in a call matters. A record of the last two:
+
+    python -m moelab.lab ladder OUT.json prompts MODEL
+    python -m moelab.lab ladder OUT.json tokens-at-once qwen3.5-35b-a3b
 """
 
 import copy
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ... import DATA, StreamConfig, load, record, stats, synthesize
-from .. import records
-from ..decode import Decoded, decode
-from ..texts import PROMPTS
+from ... import DATA, StreamConfig, footprint, load, record, stats, synthesize
+from .. import charts, records
+from ..decode import decode
+from ..models import folder
+from ..texts import PROMPTS, heldout_ids
 from . import bench
-from .dispatch import BITS, GROUP, Timed, default_dtype
+from .dispatch import BITS, GROUP, SHAPES, default_dtype
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -35,10 +40,13 @@ RUNGS = {
     "fused": "gate+up",  # gate and up in one array, one gather fewer
 }
 LADDER = ",".join(RUNGS)
-TOP = RUNGS["fused"]
+MODES = f"resident,{LADDER}"
 SHORT_PROMPTS = ("def", "class", "import os", "for x in")  # another one each round: other experts
-WAITING, REST = "waiting for reads", "the rest"
-WARMUP = 2  # tokens before the clock, in layers whose slots fill at once
+# What a token is made of, in milliseconds, of ``bench``'s columns.
+PARTS = {
+    "waiting for reads": "wait_s * 1e3 / decode_tokens",
+    "the rest": "(decode_s - wait_s) * 1e3 / decode_tokens",
+}
 # Qwen3.5-122B-A10B: layers, experts per token, and bytes of an expert: three matrices of 4 bits
 # with two 16-bit numbers for each 64 weights.
 L_122B, K_122B, EXPERT_NBYTES_122B = 48, 8, 3 * 3072 * 1024 * 36 // 64
@@ -64,197 +72,51 @@ def checkpoint_of_real_layers(
     """
     build = DATA.parent / "build"
     build.mkdir(exist_ok=True)
-    folder = tempfile.TemporaryDirectory(prefix="layers-", dir=build)
+    made = tempfile.TemporaryDirectory(prefix="layers-", dir=build)
     config = copy.deepcopy(synthesize.CONFIGS[like])
     config.get("text_config", config)["num_experts"] = experts
-    folder.path = synthesize.synthesize(
-        Path(folder.name) / like, like, layers, tokenizer=tokenizer, config=config, progress=False
+    made.path = synthesize.synthesize(
+        Path(made.name) / like, like, layers, tokenizer=tokenizer, config=config, progress=False
     )
-    return folder
+    return made
 
 
-# Measurements
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """The sections of a recorded CUDA run that notebook 02 shows.
-
-    Attributes:
-        machine (dict): Its card.
-        warm (DataFrame): The ladder with the file in the page cache.
-        cold (DataFrame): The same with its pages dropped.
-        slots (DataFrame): The speed with several numbers of slots.
-        all_in_slots (DataFrame): Of ``layer.bench_layer``.
-        together (Timed): ``tokens_at_once`` with the shape of 35B-A3B.
-        reads (tuple): Reads in flight, and rows of GB/s: experts, cold.
-        agreement (dict[str, dict]): ``exactness.agreement`` in float32 and the checkpoint's dtype.
-        writes (Timed): ``slot_writes`` of 35B-A3B.
-        memory (dict): Of ``memory.measure``: one long run.
-    """
-
-    machine: dict[str, Any]
-    warm: "DataFrame"
-    cold: "DataFrame"
-    slots: "DataFrame"
-    all_in_slots: "DataFrame"
-    together: Timed
-    reads: tuple[list[int], list[list[float]]]
-    agreement: dict
-    writes: Timed
-    memory: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        """What charts call it."""
-        return f"{self.machine['gpu']}, recorded"
-
-
-def recorded(name: str = "cuda_h200_engine") -> Recorded:
-    """Parses a record of ``data/recipes/cuda_run.py``."""
-    file = records.recorded(name)
-    sections = file["sections"]
-    return Recorded(
-        machine=file["machine"],
-        warm=records.read(name, "sections", "ladder_warm"),
-        cold=records.read(name, "sections", "ladder_cold"),
-        slots=records.read(name, "sections", "slots"),
-        all_in_slots=records.read(name, "sections", "all_in_slots"),
-        together=Timed.parse(sections["tokens_at_once"]),
-        reads=records.reads_GBs(records.read(name, "sections", "reads", "cold"))["moelab"],
-        agreement={d: sections["agreement"][d]["modes"] for d in ("float32", "auto")},
-        writes=Timed.parse(sections["slot_writes"]["qwen3.5-35b-a3b"]),
-        memory=sections["memory"],
-    )
-
-
-HOST_PARTS = (  # of a token, in cuda_run's section ``copies``
-    "waiting for the routing",
-    "waiting for reads",
-    "beginning reads",
-    "scheduling",
-    "the rest",
-)
-
-
-@dataclass(frozen=True)
-class Copies:
-    """How experts' bytes get to a recorded GPU, for one layout of the file.
-
-    Attributes:
-        tokens (int): Timed in each run.
-        decode_s (dict[str, list[float]]): Seconds of these tokens, by way.
-        host_s (dict[str, dict[str, float]]): What the host does in a token, in seconds, by way.
-    """
-
-    tokens: int
-    decode_s: dict[str, list[float]]
-    host_s: dict[str, dict[str, float]]
-
-    @property
-    def gain(self) -> np.ndarray:
-        """Of each run: copied by the GPU over written into unified memory."""
-        return np.divide(self.decode_s["unified memory"], self.decode_s["copies"])
-
-
-@dataclass(frozen=True)
-class Held:
-    """Decoding with every expert in the memory of a recorded GPU's host, for one layout.
-
-    Attributes:
-        tokens (int): Timed in each run.
-        decode_s (dict[str, list[float]]): Seconds of these tokens, by way.
-        copied_nbytes (dict[str, float]): Bytes copied to the GPU for a token, by way.
-    """
-
-    tokens: int
-    decode_s: dict[str, list[float]]
-    copied_nbytes: dict[str, float]
-
-
-def recorded_copies(name: str = "cuda_h200_engine") -> tuple[dict, dict[str, Copies]]:
-    """The machine and, by layout, the section ``copies`` of ``data/recipes/cuda_run.py``."""
-    file = records.recorded(name)
-    found = {}
-    for layout in ("repacked", "as shipped"):
-        made = file["sections"]["copies"][layout]
-        host_s = {
-            way: {part: parts[part] / 1e3 for part in HOST_PARTS if part in parts}
-            for way, parts in made["host_ms_of_a_token"].items()
-        }
-        found[layout] = Copies(made["tokens"], made["decode_s"], host_s)
-    return file["machine"], found
-
-
-def recorded_host(name: str = "cuda_h200_host") -> tuple[dict, dict[str, Held]]:
-    """The section ``host`` of the GPU's recipe: the machine, and the runs of each layout."""
-    file, expert_nbytes = records.recorded(name), EXPERT_NBYTES_35B
-    found = {}
-    for layout in ("repacked", "as shipped"):
-        made = file["sections"]["host"][layout]
-        ways = made["decoded"]
-        copied = {w: v["misses"] * expert_nbytes / made["tokens"] for w, v in ways.items()}
-        seconds = {w: v["decode_s"] for w, v in ways.items()}
-        found[layout] = Held(made["tokens"], seconds, copied)
-    return file["machine"], found
-
-
-def measure(path: str | Path, slots: int, tokens: int, runs: int) -> "DataFrame":
-    """Decodes the same tokens on every rung, and resident.
+def climbs(ladders: "Mapping[str, DataFrame]") -> "DataFrame":
+    """How many times faster than ``serial`` each rung is, beside what PR 26 and PR 90 report.
 
     Args:
-        path (str or Path): A model folder.
-        slots (int): S.
-        tokens (int): Timed in each run.
-        runs (int): Rounds, each with another prompt.
+        ladders (Mapping): By name, of ``bench`` with ``MODES``.
+
+    Returns:
+        DataFrame: ``source``, ``rung``, ``times``; a row a round.
     """
-    base, modes = StreamConfig(slots=slots), f"resident,{LADDER}"
-    return bench.measure(
-        path, modes, base, tokens, runs, warmup=WARMUP, prompts=SHORT_PROMPTS, progress=False
+    pr26, pr90 = records.PUBLISHED["PR 26"], records.PUBLISHED["PR 90"]
+    rewrite = pr26["buffers, top-8"] / pr26["serial, top-8"]
+    steps = {"slots": pr90["stacked"] / pr90["buffers"], "gate+up": pr90["fused"] / pr90["buffers"]}
+    told = {"serial": 1.0, "parallel": rewrite} | {n: rewrite * s for n, s in steps.items()}
+
+    def rows(samples):
+        every = {rung: records.paired(samples, "serial", mode) for mode, rung in RUNGS.items()}
+        return [{"rung": rung, "times": t} for rung, times in every.items() for t in times]
+
+    made = {n: records.table(s.attrs | {"rows": rows(s)}) for n, s in ladders.items()}
+    made["M1 Ultra, published (PR 26, then PR 90)"] = records.published(
+        "PR 26", [{"rung": rung, "times": t} for rung, t in told.items()]
     )
+    return records.together(made)
 
 
-def sweep(
-    path: str | Path, slots: Sequence[int], tokens: int, runs: int, warmup: int = 16
-) -> "DataFrame":
-    """Decodes with several numbers of slots, and resident.
-
-    Args:
-        path (str or Path): A model folder.
-        slots (Sequence[int]): The numbers of slots.
-        tokens (int): Timed in each run.
-        runs (int): Rounds.
-        warmup (int): Tokens before the clock starts.
-    """
-    configs = {"resident": StreamConfig(mode="resident")}
-    configs |= {f"{n} slots": StreamConfig(slots=n) for n in slots}
-    return bench.measure(path, configs, tokens=tokens, runs=runs, warmup=warmup, progress=False)
-
-
-@dataclass(frozen=True)
-class PromptReads:
-    """What one prompt's pass read.
-
-    Attributes:
-        tokens (int): T.
-        uses (int): Times that an expert was needed.
-        distinct (int): Different experts needed, over all layers.
-        read (int): Experts read.
-    """
-
-    tokens: int
-    uses: int
-    distinct: int
-    read: int
-
-
-def prompt_reads(path: str | Path, slots: int = 16, tokens: int = 64) -> PromptReads:
-    """Passes a prompt that needs more experts than there are slots, and counts its reads.
+def prompt_reads(path: str | Path, slots: int = 16, tokens: int = 64) -> "DataFrame":
+    """Pass a prompt that needs more experts than there are slots, and count its reads.
 
     Args:
         path (str or Path): A model folder.
         slots (int): S.
         tokens (int): The most tokens of the prompt.
+
+    Returns:
+        DataFrame: One row: ``prompt_tokens``; ``uses``, how often an expert was needed;
+        ``distinct``, how many different ones, over all layers; ``read``, how many were read.
     """
     model, tokenizer = load(path, StreamConfig(slots=slots))
     prompt = tokenizer.encode(" ".join(PROMPTS))[:tokens]
@@ -262,79 +124,59 @@ def prompt_reads(path: str | Path, slots: int = 16, tokens: int = 64) -> PromptR
         with record(model) as trace:
             mx.eval(model(mx.array([prompt])))
         read = stats(model).prefill.misses
-    layers = np.moveaxis(trace.experts, 1, 0)
-    distinct = sum(len(np.unique(layer)) for layer in layers)
-    return PromptReads(len(prompt), trace.experts.size, distinct, read)
+    row = {
+        "prompt_tokens": len(prompt),
+        "uses": trace.experts.size,
+        "distinct": sum(len(np.unique(layer)) for layer in np.moveaxis(trace.experts, 1, 0)),
+        "read": read,
+    }
+    return records.Running("prompt reads", {"model": folder(path).name, "slots": slots}).table(
+        [row]
+    )
 
 
-@dataclass(frozen=True)
-class Variation:
-    """Speeds of one mode, prompt by prompt.
-
-    Attributes:
-        tok_s (dict[int, list[float]]): Tokens per second of each run, by prompt.
-        hit_rate (dict[int, float]): The mean of the runs, by prompt.
-    """
-
-    tok_s: dict[int, list[float]]
-    hit_rate: dict[int, float]
-
-    @property
-    def between(self) -> float:
-        """The fastest prompt's median over the slowest one's, less one."""
-        medians = [np.median(v) for v in self.tok_s.values()]
-        return float(max(medians) / min(medians) - 1)
-
-    @property
-    def within(self) -> float:
-        """The fastest run over the slowest of the same prompt, less one: median over prompts."""
-        return float(np.median([max(v) / min(v) - 1 for v in self.tok_s.values()]))
-
-
-def variation(measured: "DataFrame", mode: str = "fused") -> Variation:
-    """Sorts a bench's runs by prompt."""
-    rows = measured[measured.variant == mode]
-    by_prompt = rows.groupby(rows["round"] % len(measured.attrs["settings"]["prompts"]))
-    return Variation(by_prompt.tok_s.apply(list).to_dict(), by_prompt.hit_rate.mean().to_dict())
-
-
-def measure_prompts(path: str | Path, tokens: int, runs: int, slots: int = 16) -> Variation:
-    """Decodes the built-in prompts one after the other, streamed.
-
-    Args:
-        path (str or Path): A model folder.
-        tokens (int): Timed in each run.
-        runs (int): Rounds; each takes the next prompt.
-        slots (int): S.
-    """
-    base = StreamConfig(slots=slots)
-    return variation(bench.measure(path, "fused", base, tokens, runs, warmup=8, progress=False))
-
-
-def decode_once(
+def prompt_speeds(
     path: str | Path,
-    config: StreamConfig,
-    prompt: str,
-    tokens: int,
-    warmup: int,
-    before_clock: Callable[[], Any] | None = None,
-) -> Decoded:
-    """Loads a model, decodes behind a prompt and closes it again.
+    config: StreamConfig | None = None,
+    prompts: int = 16,
+    runs: int = 10,
+    tokens: int = 32,
+    length: int = 64,
+    warmup: int = 8,
+    progress: bool = True,
+) -> "DataFrame":
+    """Decode behind several prompts of one length, from tiny-moe's held-out code, in turn.
 
     Args:
         path (str or Path): A model folder.
-        config (StreamConfig): How to stream.
-        prompt (str): The text to continue.
-        tokens (int): How many tokens to time.
-        warmup (int): Tokens decoded before the clock starts.
-        before_clock (Callable): Called just before it starts, to drop the page cache.
+        config (StreamConfig): How to stream. Default: a quarter of the experts in slots.
+        prompts (int): How many.
+        runs (int): Rounds; each has every prompt once.
+        tokens (int): Timed in each run.
+        length (int): Tokens of a prompt.
+        warmup (int): Tokens before the clock starts.
+        progress (bool): Show a bar.
+
+    Returns:
+        DataFrame: A row a run: the ``variant`` is the prompt; ``decode_tokens``, ``decode_s`` and
+        the counters of these tokens.
     """
-    model, tokenizer = load(path, config)
+    config = config or StreamConfig(slots=footprint(path).num_experts // 4)
+    settings = {"model": folder(path).name, "tokens": tokens, "slots": config.slots}
+    texts = heldout_ids(path, (length,), prompts)
+    model, _ = load(path, config)
+
+    def run(ids, i):
+        ran = decode(model, ids, tokens, warmup)
+        counters = asdict(ran.counters)
+        del counters["tokens"]
+        return {"decode_tokens": ran.decode_tokens, "decode_s": ran.decode_s, **counters}
+
+    variants = {f"prompt {p + 1}": partial(run, ids) for p, ids in enumerate(texts)}
     with model:
-        return decode(model, tokenizer.encode(prompt), tokens, warmup, before_clock)
-
-
-# Kernels: several tokens in a call, new experts into slots
+        return records.interleave(
+            "prompts", variants, runs, settings | {"cache_state": "warm"}, progress=progress
+        )
 
 
 def tokens_at_once(
@@ -343,20 +185,23 @@ def tokens_at_once(
     K: int,
     E: int = 64,
     tokens: Sequence[int] = (1, 2, 4, 8, 32),
-    rounds: int = 10,
+    runs: int = 10,
     dtype: mx.Dtype | None = None,
     seed: int = 0,
-) -> Timed:
-    """Seconds of one layer's experts for T tokens: indices as they come, and sorted by expert.
+) -> "DataFrame":
+    """Time one layer's experts for T tokens: indices as they come, and sorted by expert.
 
     mlx-lm sorts from 64 indices on.
 
     Args:
         D, F, K, E (int): Hidden size, expert hidden size, experts per token, experts.
         tokens (Sequence[int]): The numbers of tokens T.
-        rounds (int): Samples of each variant.
+        runs (int): Rounds.
         dtype (mx.Dtype): Of activations. Default: ``default_dtype()``.
         seed (int): Of weights and routing.
+
+    Returns:
+        DataFrame: ``seconds`` of each call, its ``positions`` (T) and ``order``.
     """
     from mlx_lm.models.switch_layers import SwitchGLU, _gather_sort, _scatter_unsort
 
@@ -366,168 +211,90 @@ def tokens_at_once(
     nn.quantize(experts, GROUP, BITS)
     experts.set_dtype(dtype)
     mx.eval(experts.parameters())
-    rng = np.random.default_rng(seed)
-    variants = {}
+    rng, variants = np.random.default_rng(seed), {}
+
+    def as_they_come(x, i):
+        x = mx.expand_dims(x, (-2, -3))
+        h = experts.activation(experts.up_proj(x, i), experts.gate_proj(x, i))
+        mx.eval(experts.down_proj(h, i))
+
+    def by_expert(x, i):
+        x, s, inverse = _gather_sort(mx.expand_dims(x, (-2, -3)), i)
+        up, gate = (p(x, s, sorted_indices=True) for p in (experts.up_proj, experts.gate_proj))
+        y = experts.down_proj(experts.activation(up, gate), s, sorted_indices=True)
+        mx.eval(_scatter_unsort(y, inverse, i.shape))
+
     for T in tokens:
         x = mx.random.normal((1, T, D)).astype(dtype)
-        i = mx.array(
-            np.stack([rng.choice(E, K, replace=False) for _ in range(T)])[None].astype(np.uint32)
-        )
+        chosen = [rng.choice(E, K, replace=False) for _ in range(T)]
+        i = mx.array(np.stack(chosen)[None].astype(np.uint32))
         mx.eval(x, i)
-
-        def as_they_come(x=x, i=i):
-            x = mx.expand_dims(x, (-2, -3))
-            y = experts.down_proj(
-                experts.activation(experts.up_proj(x, i), experts.gate_proj(x, i)), i
-            )
-            mx.eval(y)
-
-        def by_expert(x=x, i=i):
-            x, s, inverse = _gather_sort(mx.expand_dims(x, (-2, -3)), i)
-            h = experts.activation(
-                experts.up_proj(x, s, sorted_indices=True),
-                experts.gate_proj(x, s, sorted_indices=True),
-            )
-            mx.eval(_scatter_unsort(experts.down_proj(h, s, sorted_indices=True), inverse, i.shape))
-
-        variants[f"{T} as they come"], variants[f"{T} sorted"] = as_they_come, by_expert
-    config = {"D": D, "F": F, "K": K, "E": E, "dtype": str(dtype)}
-    return Timed.measure(variants, rounds, 2, config)
+        for order, call in {"as they come": as_they_come, "sorted": by_expert}.items():
+            timed = records.timed(partial(call, x, i), positions=T, order=order)
+            variants[f"{order}, {T}"] = timed
+    settings = {"D": D, "F": F, "K": K, "E": E, "dtype": str(dtype)}
+    return records.interleave("tokens at once", variants, runs, settings, 2, progress=False)
 
 
-def slot_writes(
-    D: int,
-    F: int,
-    K: int = 8,
-    S: int = 64,
-    misses: Sequence[int] = (0, 1, 4, 8),
-    rounds: int = 10,
-    seed: int = 0,
-    dtype: mx.Dtype | None = None,
-) -> Timed:
-    """Seconds to bring new experts' gate and up from host memory into S slots, and one gather.
-
-    ``in place`` writes through the bank's own memory, as the engine does. ``set by slice`` lets MLX
-    do it, one expert at a time. ``one scatter`` uploads the new experts together. ``upload`` brings
-    them to the device but not into the bank.
+def dial(
+    path: str | Path, tokens: int, prompt: str = PROMPTS[0]
+) -> Callable[[int, int, int, str], charts.go.Figure]:
+    """The function behind notebook 02's controls: it decodes, resident and streamed.
 
     Args:
-        D, F, K, S (int): Hidden size, expert hidden size, experts per token, slots.
-        misses (Sequence[int]): The numbers of new experts in a call.
-        rounds (int): Samples of each variant.
-        seed (int): Of the experts and of the slots.
-        dtype (mx.Dtype): Of activations. Default: ``default_dtype()``.
+        path (str or Path): A model folder.
+        tokens (int): Timed in each run.
+        prompt (str): The text to continue.
+
+    Returns:
+        Callable: From top-k, slots, readers and the state of the page cache to a figure of what a
+        token is made of.
     """
-    mx.random.seed(seed)
-    dtype = dtype or default_dtype()
-    shape = (S, 2 * F, D // 8)
-    host = np.random.default_rng(seed).integers(0, 2**32, (max(misses), *shape[1:]), np.uint32)
-    scales = mx.full((S, 2 * F, D // GROUP), 1e-3, dtype)
-    biases = mx.full((S, 2 * F, D // GROUP), -8e-3, dtype)
-    x = mx.random.normal((1, 1, 1, 1, D)).astype(dtype)
-    bank = [mx.random.randint(0, 2**31 - 1, shape).astype(mx.uint32)]
-    aside = mx.zeros(shape, mx.uint32)  # its own: on CUDA a host write makes memory managed
-    mx.eval(scales, biases, x, bank, aside)
-    rows = np.asarray(aside)
-    rng = np.random.default_rng(seed)
-    quantized = {"transpose": True, "group_size": GROUP, "bits": BITS}
+    full = footprint(path, StreamConfig()).top_k
 
-    def use(weights, slots):
-        i = mx.array(slots.astype(np.uint32)[None, None])
-        mx.eval(mx.gather_qmm(x, weights, scales, biases, rhs_indices=i, **quantized))
+    def look(top_k: int, slots: int, readers: int, cache: str):
+        config = StreamConfig(slots=slots, readers=readers)
+        config = config if top_k == full else replace(config, top_k=top_k)
+        cold = {"cold": "prompt"} if cache == "cold" else {}
+        ways = {
+            "resident": StreamConfig(mode="resident"),
+            "streamed": bench.Variant(config, **cold),
+        }
+        made = bench.measure(path, ways, None, tokens, 1, 8, (prompt,), progress=False)
+        (streamed,) = made[made.variant == "streamed"].itertuples()
+        is_same = records.same_tokens(made, "resident")["streamed"][0]
+        same = f"the text is {'' if is_same else 'not '}the resident model's"
+        lossy = "" if top_k == full else f" (top-{top_k} in place of {full} is lossy)"
+        ratio = records.paired(made, "resident", "streamed").median()
+        return charts.parts(
+            made,
+            PARTS,
+            title=f"Top-{top_k}, {slots} slots, {readers} readers, {cache}: "
+            f"{streamed.tok_s:.1f} tok/s, {ratio:.2f} of resident",
+            axis="ms a token",
+            finding=f"{streamed.hit_rate:.0%} of the experts were in a slot, "
+            f"{streamed.read_nbytes_per_token / 1e6:.2f} MB read for a token; {same}{lossy}.",
+        )
 
-    def pick():
-        return rng.choice(S, K, replace=False)
-
-    def in_place(m):
-        slots = pick()
-        for j in range(m):
-            np.copyto(rows[slots[j]], host[j])
-        use(aside, slots)
-
-    def by_slice(m):
-        slots = pick()
-        for j in range(m):
-            bank[0][int(slots[j])] = mx.array(host[j])
-        use(bank[0], slots)
-
-    def scatter(m):
-        slots = pick()
-        if m:
-            bank[0][mx.array(slots[:m].astype(np.uint32))] = mx.array(host[:m])
-        use(bank[0], slots)
-
-    def upload(m):
-        new = mx.array(host[:m]) if m else None
-        if m:
-            mx.eval(new)
-        use(bank[0], pick())
-
-    writers = {
-        "in place": in_place,
-        "set by slice": by_slice,
-        "one scatter": scatter,
-        "upload": upload,
-    }
-    variants = {
-        f"{name}, {m} new": partial(write, m) for name, write in writers.items() for m in misses
-    }
-    config = {"D": D, "F": F, "K": K, "S": S, "dtype": str(dtype)}
-    return Timed.measure(variants, rounds, 3, {**config, "expert_nbytes": host[0].nbytes})
+    return look
 
 
-# What follows from a ladder
+def main(out: str, what: str, where: str) -> None:
+    """Measure and save.
 
-
-def rungs(measured: "DataFrame") -> dict[str, np.ndarray]:
-    """``{rung: seconds of a token in each round}``, in the ladder's order."""
-    there = set(measured.variant)
-    return {
-        rung: records.values(measured, mode, "token_s").to_numpy()
-        for mode, rung in RUNGS.items()
-        if mode in there
-    }
-
-
-def multiples(measured: "DataFrame") -> dict[str, float]:
-    """``{rung: how many times faster than the first}``."""
-    times = {rung: np.median(s) for rung, s in rungs(measured).items()}
-    first = next(iter(times.values()))
-    return {rung: float(first / t) for rung, t in times.items()}
-
-
-def published_multiples() -> dict[str, float]:
-    """``multiples`` by the speeds that PR 26 reports, then PR 90."""
-    pr26, pr90 = records.PUBLISHED["PR 26"], records.PUBLISHED["PR 90"]
-    rewrite = pr26["buffers, top-8"] / pr26["serial, top-8"]
-    steps = {"slots": pr90["stacked"] / pr90["buffers"], TOP: pr90["fused"] / pr90["buffers"]}
-    return {"serial": 1.0, "parallel": rewrite} | {n: rewrite * s for n, s in steps.items()}
-
-
-def parts(measured: "DataFrame") -> dict[str, dict[str, float]]:
-    """``{rung: {"waiting for reads": s, "the rest": s}}`` of an average token, resident first."""
-    out, names = {}, {"resident": "resident", **RUNGS}
-    spent = measured.assign(wait_s=measured.wait_s / measured.decode_tokens)
-    spent = spent.groupby("variant")[["wait_s", "token_s"]].median()
-    for mode, rung in names.items():
-        if mode in spent.index:
-            wait, total = spent.loc[mode]
-            out[rung] = {WAITING: wait, REST: total - wait}
-    return out
-
-
-def waiting_share(measured: "DataFrame") -> float:
-    """Share of a token on the top rung that is spent waiting for reads."""
-    top = parts(measured)[TOP]
-    return top[WAITING] / sum(top.values())
-
-
-def one_reader_share(series: tuple[list[int], list[list[float]]]) -> float:
-    """The rate with one read in flight over the best rate, of ``(depths, rows)``."""
-    medians = [np.median(row) for row in series[1]]
-    return float(medians[0] / max(medians))
-
-
-def growth_nbytes(memory: dict[str, Any]) -> int:
-    """How much MLX's memory grew after the first count of ``memory.measure``."""
-    return memory["active_nbytes"][-1] - memory["active_nbytes"][1]
+    Args:
+        out (str): The record.
+        what (str): ``prompts`` or ``tokens-at-once``.
+        where (str): A model folder, or a shape, one of ``dispatch.SHAPES``.
+    """
+    if what == "prompts":
+        samples = prompt_speeds(where)
+    elif what == "tokens-at-once" and where in SHAPES:
+        samples = tokens_at_once(**SHAPES[where])
+    else:
+        raise ValueError(
+            f"expected prompts MODEL, or tokens-at-once and one of {', '.join(SHAPES)}, got {what} "
+            f"{where}"
+        )
+    column = "tok_s" if what == "prompts" else "seconds"
+    records.print_and_save(records.group(samples, column).to_string(), samples, out)

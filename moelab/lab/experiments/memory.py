@@ -1,18 +1,25 @@
-"""Does a model's memory stay what ``footprint`` predicts while it writes a long text?"""
+"""Does a model's memory stay what ``footprint`` predicts while it writes a long text?
 
-import dataclasses
+python -m moelab.lab memory OUT.json MODEL SLOTS TOKENS RUNS
+"""
+
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import psutil
 from mlx_lm.models.cache import make_prompt_cache
 
 from ... import StreamConfig, footprint, load
-from ...streaming.session import session_of
-from .. import machine
+from .. import limit, records
 from ..models import folder
 from ..texts import PROMPTS
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+COUNTS = 16  # of a run, after the first
 
 
 def measure(
@@ -20,45 +27,71 @@ def measure(
     config: StreamConfig,
     tokens: int = 256,
     every: int = 32,
+    runs: int = 1,
     prompt: str = PROMPTS[0],
-) -> dict[str, Any]:
-    """Memory of one long greedy run, counted every few tokens.
+) -> "DataFrame":
+    """Memory of long greedy texts, each in a process of its own, counted every few tokens.
 
     Args:
         path (str or Path): The model.
         config (StreamConfig): How to stream.
         tokens (int): Decoded.
         every (int): Tokens from one count to the next.
+        runs (int): Rounds.
         prompt (str): Before them.
 
     Returns:
-        dict: ``tokens``, ``active_nbytes``, ``peak_nbytes`` (MLX's own count) and ``rss_nbytes`` at
-        every count, and ``predicted_nbytes``.
+        DataFrame: A row a count: ``tokens`` decoded by then; ``active_nbytes`` and ``peak_nbytes``
+        since the last count, as MLX counts; ``rss_nbytes`` of the process; ``swapped_nbytes`` that
+        the system wrote to swap since the first count. The settings have ``predicted_nbytes``.
     """
-    path = folder(path)
-    before = mx.get_active_memory()
-    model, tokenizer = load(path, config)
-    out = {
-        "kind": "memory",
-        "machine": machine.card(),
-        "config": dataclasses.asdict(session_of(model).config),
-        "tokens": [],
-        "active_nbytes": [],
-        "peak_nbytes": [],
-        "rss_nbytes": [],
+    path, rows = folder(path), []
+    settings = {
+        "model": path.name,
+        "tokens": tokens,
+        "config": asdict(config),
+        "predicted_nbytes": footprint(path, config).total_nbytes,
     }
-    out["predicted_nbytes"] = footprint(path, session_of(model).config).total_nbytes
+    running = records.Running("memory", settings)
+    for i in range(runs):
+        made, _ = limit.call(counts, path, config, tokens, every, prompt, what="memory")
+        rows += [{"variant": config.mode, "round": i} | row for row in made]
+    return running.table(rows)
+
+
+def counts(path: str, config: dict, tokens: int, every: int, prompt: str) -> list[dict[str, Any]]:
+    """One run of ``measure``, for ``limit.call``: the rows of its counts."""
+    model, tokenizer = load(path, StreamConfig(**config))
+    out, swapped = [], psutil.swap_memory().sout
     with model:
-        cache = make_prompt_cache(model)
-        y = mx.argmax(model(mx.array([tokenizer.encode(prompt)]), cache=cache)[:, -1], axis=-1)
-        mx.eval(y)
+        cache, y = make_prompt_cache(model), mx.array(tokenizer.encode(prompt))
         for i in range(tokens + 1):
-            if i % every == 0:
-                out["tokens"].append(i)
-                out["active_nbytes"].append(mx.get_active_memory() - before)
-                out["peak_nbytes"].append(mx.get_peak_memory() - before)
-                out["rss_nbytes"].append(psutil.Process().memory_info().rss)
-                mx.reset_peak_memory()
             y = mx.argmax(model(y[None], cache=cache)[:, -1], axis=-1)
             mx.eval(y)
+            if i % every == 0:
+                out.append(
+                    {
+                        "tokens": i,
+                        "active_nbytes": mx.get_active_memory(),
+                        "peak_nbytes": mx.get_peak_memory(),
+                        "rss_nbytes": psutil.Process().memory_info().rss,
+                        "swapped_nbytes": psutil.swap_memory().sout - swapped,
+                    }
+                )
+                mx.reset_peak_memory()
     return out
+
+
+def main(out: str, path: str, slots: str, tokens: str, runs: str) -> None:
+    """Measure and save.
+
+    Args:
+        out (str): The record.
+        path (str): A model folder.
+        slots (str): S.
+        tokens (str): Of each run.
+        runs (str): How many.
+    """
+    config, tokens = StreamConfig(slots=int(slots)), int(tokens)
+    made = measure(path, config, tokens, max(1, tokens // COUNTS), int(runs))
+    records.print_and_save(made.groupby("tokens").median(numeric_only=True).to_string(), made, out)

@@ -8,10 +8,10 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from tqdm import tqdm
 
 from ...checkpoint import Checkpoint, mlx_lm_model
 from ...commands.argument_types import positive, several
@@ -20,7 +20,8 @@ from ...experts import expert_modules, locate_experts
 from ...streaming.reading.ranges import Read
 from ...streaming.reading.reader import Reader
 from ...streaming.residency.bank import ranges
-from .. import machine, oscache, records, timing
+from .. import machine, oscache, records
+from ..cite import q
 from ..models import folder
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def bench_reads(
         path (str or Path): The model.
         depths (Sequence[int]): Reads in flight.
         nbytes (int): Read in each run.
-        rounds (int): Of every kind, depth and reader, in random order.
+        rounds (int): In each all kinds, depths and readers, in random order. Without ``cold`` one
+            more comes first.
         cold (bool): Whether the file's pages are dropped before each run.
         with_fio (bool): Whether to compare with fio, if it is installed.
         kinds (Sequence[str]): What to read.
@@ -70,8 +72,8 @@ def bench_reads(
         progress (bool): Show a bar.
 
     Returns:
-        DataFrame: ``bytes_per_s`` of every run, with its ``kind``, ``depth`` and ``round``; the
-        ``variant`` is who read.
+        DataFrame: ``bytes_per_s`` of every run, the ``reader``, what ``kind`` it read and the
+        ``depth``.
 
     Raises:
         ValueError: If the model has no experts that can be read in place.
@@ -80,8 +82,6 @@ def bench_reads(
     path = folder(path)
     file, layers = _experts_of_largest_file(path)
     fio = shutil.which("fio") if cold and with_fio else None
-    readers = (MOELAB, FIO_BUFFERED, FIO_DIRECT) if fio else (MOELAB,)
-    plan = [(kind, depth, by) for kind in kinds for depth in depths for by in readers]
     pieces = {
         kind: [
             _pieces([t for t in parts if kind != WEIGHTS or t.name.endswith("weight")])
@@ -99,21 +99,24 @@ def bench_reads(
             kind: sorted({t.nbytes for parts in its for t in parts}) for kind, its in pieces.items()
         },
     }
-    running, rows, order = records.Running("reads", settings), [], random.Random(seed)
-    with tqdm(total=rounds * len(plan), desc="reads", leave=False, disable=not progress) as bar:
-        for i in range(rounds):
-            for kind, depth, by in order.sample(plan, len(plan)):
-                if by == MOELAB:
-                    speed = _read_experts(
-                        file, pieces[kind], depth, nbytes, order, cold, A_CALL[kind]
-                    )
-                else:
-                    direct, fio_seed = by == FIO_DIRECT, order.randrange(1 << 30)
-                    speed = _fio(fio, file, pieces[kind][0], depth, nbytes, direct, fio_seed)
-                row = {"variant": by, "round": i, "kind": kind, "depth": depth}
-                rows.append(row | {"bytes_per_s": speed})
-                bar.update()
-    return running.table(rows)
+
+    def run(by, kind, depth, i):
+        order = random.Random(f"{seed}, {i}")
+        if by == MOELAB:
+            speed = _read_experts(file, pieces[kind], depth, nbytes, order, cold, A_CALL[kind])
+        else:
+            direct, fio_seed = by == FIO_DIRECT, order.randrange(1 << 30)
+            speed = _fio(fio, file, pieces[kind][0], depth, nbytes, direct, fio_seed)
+        return {"reader": by, "kind": kind, "depth": depth, "bytes_per_s": speed}
+
+    readers = (MOELAB, FIO_BUFFERED, FIO_DIRECT) if fio else (MOELAB,)
+    variants = {
+        f"{by}, {kind}, {depth} in flight": partial(run, by, kind, depth)
+        for by, kind, depth in product(readers, kinds, depths)
+    }
+    return records.interleave(
+        "reads", variants, rounds, settings, 0 if cold else 1, seed, progress=progress
+    )
 
 
 def _experts_of_largest_file(path):
@@ -213,16 +216,16 @@ def report(samples: "DataFrame") -> str:
     lines = [
         machine.card_line(samples.attrs["machine"]),
         f"{s['model']}/{s['file']}, {s['cache_state']}, {s['nbytes_a_run'] / 1e6:.0f} MB a run; "
-        "GB/s, median [quartiles]",
+        "GB/s, median [quartiles] of "
+        f"{samples['round'].nunique()} rounds",
     ]
     if not s["fio"] and s["cache_state"] == "cold":
         lines.append("no comparison: fio is not installed (Debian: apt-get install fio)")
     for (kind, depth), rows in samples.groupby(["kind", "depth"]):
-        rates = {by: records.values(rows, by, "bytes_per_s") for by in sorted(set(rows.variant))}
-        parts = [f"{by} {timing.quartiles_text(v, 1e-9, '.2f')}" for by, v in rates.items()]
-        for by in [by for by in rates if by != MOELAB]:
-            ratio = records.paired(rows, MOELAB, by, "bytes_per_s").median()
-            parts.append(f"moelab is x {ratio:.2f} {by}")
+        rates = rows.pivot(index="round", columns="reader", values="bytes_per_s")
+        parts = [f"{by} {q(rates[by], '.2f', 1e-9)}" for by in rates]
+        for by in rates.columns.drop(MOELAB):
+            parts.append(f"moelab is x {(rates[MOELAB] / rates[by]).median():.2f} {by}")
         sizes = "+".join(str(nbytes // 1024) for nbytes in s["block_sizes"][kind])
         lines.append(f"{kind} of {sizes} KiB, depth {depth}: {'; '.join(parts)}")
     return "\n".join(lines)

@@ -3,12 +3,6 @@
 Charts that write their own titles and findings, tables, the verdicts on the claims, and the
 functions behind the sliders. A module is named like the notebook's experiment. Whoever measures
 needs none of this: figures import experiments, never the other way, and a command draws nothing.
-
-Example:
-    >>> from moelab.lab.experiments import ladder
-    >>> from moelab.lab.figures import ladder as figures
-    >>> here = ladder.measure("data/models/tiny-moe", slots=16, tokens=8, runs=3)
-    >>> show(figures.rung_bars(here, ladder.recorded()))
 """
 
 from .. import plots as plots  # says what to install where a package of the extra is missing

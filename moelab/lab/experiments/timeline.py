@@ -1,0 +1,252 @@
+"""What runs when in a streamed token: the host, the threads that read, and each layer's experts.
+
+    python -m moelab.lab timeline OUT.json MODEL resident,fused SLOTS warm
+
+On CUDA each streamed mode is also measured with experts read into unified memory, not copied by the
+GPU. Of the GPU's own work the host sees only how long it waits for it.
+"""
+
+import os
+import threading
+import unittest.mock
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+
+from ... import StreamConfig, load
+from ...commands.stream_options import parse_modes
+from ...kernels.code import Kernel
+from ...streaming.gpu import cuda
+from ...streaming.handover import Handover
+from ...streaming.reading.ranges import Ranges
+from ...streaming.reading.reader import Reader
+from ...streaming.residency.residency import Residency
+from .. import oscache, records
+from ..models import folder
+from ..texts import PROMPTS
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+# What a thread does, and the column with the seconds that the host spends on it.
+HOST = {
+    "arithmetic": "arithmetic_s",  # moelab's kernels, which compute in the host's thread
+    "waiting for MLX": "mlx_s",  # routing and tokens that MLX computes, on a CPU or a GPU
+    "reading": "read_here_s",  # by the host itself
+    "waiting for reads": "wait_s",
+    "beginning reads": "begin_s",
+    "scheduling": "schedule_s",  # handing operations to MLX
+    "Python": "python_s",
+}
+ARITHMETIC, MLX, READING, WAITING, BEGINNING, SCHEDULING, PYTHON = HOST
+# Only inside these is it noted: native code that reads is reading, not arithmetic.
+OUTER = {ARITHMETIC: (PYTHON,), MLX: (PYTHON,), READING: (None, PYTHON, BEGINNING)}
+MS = {what: f"{column} * 1e3 / decode_tokens" for what, column in HOST.items()}  # of a token
+UNIFIED = "unified memory"
+WARMUP = 4  # tokens
+
+
+class Clock:
+    """What threads do, one thing after another: an inner call interrupts the outer one's span.
+
+    Attributes:
+        spans (list[tuple]): Lane, what, begin and end in seconds.
+    """
+
+    def __init__(self):
+        self.spans, self._local, self._host = [], threading.local(), threading.get_ident()
+
+    def during(self, what: str, call: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Call something and note when this thread did it."""
+        stack, begin = self._local.__dict__.setdefault("stack", []), perf_counter()
+        outer = stack[-1][0] if stack else None
+        if outer not in OUTER.get(what, (outer,)):
+            return call(*args, **kwargs)  # a part of what this thread does already
+        if stack:
+            self._note(*stack[-1], begin)
+        stack.append([what, begin])
+        try:
+            return call(*args, **kwargs)
+        finally:
+            end = perf_counter()
+            self._note(*stack.pop(), end)
+            if stack:
+                stack[-1][1] = end
+
+    def bring(self, call: Callable, *args: Any):
+        """``Residency.bring``, with a span from a layer's first expert to its last."""
+        begin = perf_counter()
+        yield from call(*args)
+        self.spans.append(("experts", "a layer's experts", begin, perf_counter()))
+
+    def _note(self, what, begin, end):
+        is_host = threading.get_ident() == self._host
+        lane = "host" if is_host else threading.current_thread().name
+        self.spans.append((lane, what, begin, end))
+
+    def watching(self) -> ExitStack:
+        """Inside, the engine's calls are noted, of all models."""
+        calls = [
+            (Kernel, "__call__", ARITHMETIC),
+            (mx, "eval", MLX),
+            (mx, "async_eval", SCHEDULING),
+            (Handover, "routing", MLX),
+            (Ranges, "read", READING),
+            (Reader, "read_here", READING),
+            (cuda.UploadingReader, "_read_table", READING),
+            (Reader, "start", BEGINNING),
+            (cuda.UploadingReader, "start", BEGINNING),
+            (Reader, "finish", WAITING),
+            (cuda.UploadingReader, "finish", WAITING),
+        ]
+        stack = ExitStack()
+        for owner, name, what in calls:
+            noted = _calling(partial(self.during, what), getattr(owner, name))
+            stack.enter_context(unittest.mock.patch.object(owner, name, noted))
+        bring = _calling(self.bring, Residency.bring)
+        stack.enter_context(unittest.mock.patch.object(Residency, "bring", bring))
+        return stack
+
+
+def _calling(through, call):
+    return lambda *args, **kwargs: through(call, *args, **kwargs)
+
+
+def measure(
+    path: str | Path,
+    modes: str = "resident,fused",
+    base: StreamConfig | None = None,
+    tokens: int = 8,
+    runs: int = 5,
+    cold: bool = False,
+    prompt: str = PROMPTS[0],
+    progress: bool = True,
+) -> "DataFrame":
+    """Decode in every mode with a clock in the engine; as mlx-lm does, one token ahead.
+
+    Args:
+        path (str or Path): A model folder.
+        modes (str): As for ``parse_modes``.
+        base (StreamConfig): What the modes have in common.
+        tokens (int): Timed in each run.
+        runs (int): Rounds.
+        cold (bool): Whether the file's pages are dropped before the clock starts.
+        prompt (str): The text to continue.
+        progress (bool): Show a bar.
+
+    Returns:
+        DataFrame: A row a run: ``tokens``, ``decode_s`` and ``decode_tokens``; the columns of
+        ``HOST``, which add up to ``decode_s``; ``readers_s`` of all reading threads together; and
+        ``spans`` of the last token: lane, what, begin and end in seconds.
+    """
+    path, models = folder(path), {}
+    configs = {name: (config, "1") for name, config in parse_modes(modes, base).items()}
+    if cuda.available():
+        streamed = {n: c for n, (c, _) in configs.items() if c.mode != "resident"}
+        from_disk = {n: c for n, c in streamed.items() if c.source == "disk"}
+        configs |= {f"{name}, {UNIFIED}": (c, "0") for name, c in from_disk.items()}
+    settings = {"model": path.name, "tokens": tokens, "cache_state": "cold" if cold else "warm"}
+    drop = partial(oscache.drop_pages, path) if cold else None
+    with ExitStack() as stack:
+        for name, (config, copies) in configs.items():
+            with unittest.mock.patch.dict(os.environ, MOELAB_CUDA_COPIES=copies):
+                model, tokenizer = load(path, config)
+            models[name] = stack.enter_context(model)
+        ids = tokenizer.encode(prompt)
+        return records.interleave(
+            "timeline",
+            {n: lambda i, m=m: _sample(m, ids, tokens, drop) for n, m in models.items()},
+            runs,
+            settings,
+            progress=progress,
+        )
+
+
+def _sample(model, ids, tokens, drop):
+    clock, cache, begin = Clock(), make_prompt_cache(model), 0.0
+
+    def step(y):
+        y = mx.argmax(model(y[None], cache=cache)[:, -1], axis=-1)
+        mx.async_eval(y)
+        return y
+
+    def decode(y, n):
+        """``n`` tokens before and the one that follows, each read when the next is scheduled."""
+        nonlocal begin
+        out = []
+        for _ in range(n):
+            begin = perf_counter()
+            y, before = clock.during(PYTHON, step, y), y
+            out.append(clock.during(MLX, before.item))
+        return [*out, clock.during(MLX, y.item)]
+
+    with mx.stream(generation_stream):
+        *_, last = decode(step(mx.array(ids)), WARMUP)
+        if drop:
+            drop()
+        clock.spans.clear()
+        with clock.watching():
+            first = perf_counter()
+            text = decode(mx.array([last]), tokens)
+            decode_s = perf_counter() - first
+    spent = defaultdict(float)
+    for lane, what, a, b in clock.spans:
+        spent[HOST[what] if lane == "host" else lane] += b - a
+    spent[HOST[PYTHON]] += decode_s - sum(spent[column] for column in HOST.values())
+    last = [
+        (lane, what, round(a - begin, 7), round(b - begin, 7))
+        for lane, what, a, b in clock.spans
+        if a >= begin
+    ]
+    return {
+        "tokens": text,
+        "decode_tokens": tokens,
+        "decode_s": decode_s,
+        **{column: spent[column] for column in HOST.values()},
+        "readers_s": sum(s for lane, s in spent.items() if lane.startswith("moelab-")),
+        "spans": last,
+    }
+
+
+def spans(samples: "DataFrame", round_: int = 0) -> "DataFrame":
+    """The last token of one round as a table for ``charts.timeline``, a row a span.
+
+    Args:
+        samples (DataFrame): Of ``measure``.
+        round_ (int): The round.
+    """
+    rows = [
+        {"variant": row.variant, "lane": lane, "what": what, "begin_s": begin, "end_s": end}
+        for row in samples[samples["round"] == round_].itertuples()
+        for lane, what, begin, end in row.spans
+    ]
+    threads = sorted({row["lane"] for row in rows} - {"host", "experts"})
+    names = {thread: f"reader {i + 1}" for i, thread in enumerate(threads)}
+    out = records.table(samples.attrs | {"rows": rows}).sort_values("lane")
+    return out.assign(lane=out.lane.replace(names))
+
+
+def main(out: str, path: str, modes: str, slots: str, cache: str) -> None:
+    """Measure and save.
+
+    Args:
+        out (str): The record.
+        path (str): A model folder.
+        modes (str): As for ``measure``.
+        slots (str): Of the modes that stream.
+        cache (str): ``warm``, or ``cold`` to drop the file's pages.
+    """
+    if cache not in ("warm", "cold"):
+        raise ValueError(f"expected warm or cold, got {cache!r}")
+    base = StreamConfig(slots=int(slots))
+    samples = measure(path, modes, base, tokens=16, runs=10, cold=cache == "cold")
+    shares = samples[[*HOST.values()]].div(samples.decode_s, axis=0).groupby(samples.variant)
+    records.print_and_save(f"Shares of a token:\n{shares.median().round(2)}", samples, out)
