@@ -15,6 +15,7 @@ SCRIPTS = {  # name: its module, what it does
     "call": ("limit", "a function in this process, for ranks and memory limits"),
     "cite": ("cite", "fill in the numbers that documents cite from records"),
     "crowd": ("experiments.crowd", "many requests at once for a server with little memory"),
+    "dispatch": ("experiments.dispatch", "operations sent and waited for, for notebook 01"),
     "exactness": ("experiments.exactness", "streamed passes and texts beside the resident model's"),
     "kernels": ("experiments.kernels", "the fast kernels beside MLX's: products, texts"),
     "ladder": ("experiments.ladder", "prompts in turn, or experts in a call, for notebook 02"),
