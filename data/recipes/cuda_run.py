@@ -1,6 +1,6 @@
 """The run on a CUDA GPU that made ``data/results/cuda_*.json``.
 
-Real layer shapes, every section of notebooks 01 and 02, and the drafts of 07.
+Real layer shapes, streamed, and the drafts of notebook 07.
 
     python data/recipes/cuda_run.py OUT.json [--folder FOLDER] [--only SECTION,...] [--tiny]
 
@@ -40,7 +40,6 @@ from moelab.lab.experiments import (
     drafts,
     exactness,
     ladder,
-    layer,
     memory,
     reads,
     verify,
@@ -58,17 +57,6 @@ from moelab.synthesize import synthesize
 
 SHORT = ("def",)  # a longer prompt makes MLX compile another kernel for over a minute
 LIKE, LAYERS = "qwen3.5-35b-a3b", 8
-# Each starts a process of its own: MLX reads these once.
-ENVIRONMENTS = {
-    "as it is": {},
-    "one operation a command buffer": {"MLX_MAX_OPS_PER_BUFFER": "1"},
-    "no CUDA graphs": {"MLX_USE_CUDA_GRAPHS": "0"},
-    "5 operations a command buffer": {"MLX_MAX_OPS_PER_BUFFER": "5"},
-    "1000 operations a command buffer": {
-        "MLX_MAX_OPS_PER_BUFFER": "1000",
-        "MLX_MAX_MB_PER_BUFFER": "100000",
-    },
-}
 
 
 class Run:
@@ -99,69 +87,6 @@ class Run:
             from tiny_moe import CONFIG as config
         layers = None if self.tiny else LAYERS
         synthesize(path, LIKE, layers, config=config, progress=False, **kwargs)
-
-    def one_operation(self):
-        return dispatch.one_operation(rounds=self.rounds * 3)
-
-    def expert_calls(self):
-        return {
-            k: dispatch.expert_calls(**s, rounds=self.rounds * 2) for k, s in self.shapes.items()
-        }
-
-    def loops_of_the_checkpoint(self):
-        model, _ = load(self.path, StreamConfig(mode="resident"))
-        timed = dispatch.loops(model, 8 if self.tiny else 48, self.rounds)
-        return {**vars(timed), "operations_of_a_layer": dispatch.operations_of_a_layer(model)}
-
-    def promotion(self):
-        model, _ = load(self.path, StreamConfig(mode="resident", dtype="bfloat16"))
-        return dispatch.promotion(model, 4 if self.tiny else 32, self.rounds)
-
-    def dense_and_moe(self):
-        """Loops of a dense and of an MoE model, in processes with MLX's settings changed."""
-        out = {}
-        for name, variables in list(ENVIRONMENTS.items())[: 2 if self.tiny else None]:
-            with tempfile.TemporaryDirectory() as folder:
-                target = Path(folder) / "loops.json"
-                command = [
-                    sys.executable,
-                    __file__,
-                    str(target),
-                    "--loops",
-                    *(["--tiny"] if self.tiny else []),
-                ]
-                done = subprocess.run(
-                    command,
-                    env={**os.environ, **variables},
-                    capture_output=True,
-                    text=True,
-                    timeout=150,
-                )
-                out[name] = (
-                    {"environment": variables, "error": done.stderr[-800:]}
-                    if done.returncode
-                    else json.loads(target.read_text())
-                )
-        return out
-
-    def loops_of_both(self):
-        sizes = (
-            dict(D=256, F=64, K=4, E=16, layers=2)
-            if self.tiny
-            else dict(**self.shape, E=32, layers=8)
-        )
-        out = {}
-        for name, model in dispatch.dense_and_moe(**sizes).items():
-            timed = dispatch.loops(
-                model,
-                4 if self.tiny else 48,
-                2 if self.tiny else 5,
-                routing=name == "moe",
-                config=sizes,
-            )
-            operations = dispatch.operations_of_a_layer(model)[1]
-            out[name] = {**vars(timed), "operations_of_a_layer": operations}
-        return out
 
     def reads(self):
         depths, nbytes = ((1, 2), 1 << 20) if self.tiny else ((1, 2, 4, 8, 16, 32), 512 << 20)
@@ -401,10 +326,6 @@ class Run:
         configs = {f"fused, top-{n}": replace(self.base, top_k=n) for n in sizes}
         return self._ladder(configs, 16, 3, prompts=SHORT)
 
-    def all_in_slots(self):
-        """The same token again and again, so that every expert is in its slot and none is read."""
-        return layer.bench_layer(self.path, "stacked,fused", self.base, 5 if self.tiny else 100)
-
     def tokens_at_once(self):
         return ladder.tokens_at_once(**self.shape, runs=self.rounds)
 
@@ -538,10 +459,6 @@ def host_ms(model, ids, tokens):
 
 SECTIONS = (
     "checkpoint",
-    "one_operation",
-    "expert_calls",
-    "loops_of_the_checkpoint",
-    "dense_and_moe",
     "ladder_warm",
     "copies",
     "locality",
@@ -553,8 +470,6 @@ SECTIONS = (
     "readers",
     "reads",
     "agreement",
-    "promotion",
-    "all_in_slots",
     "slots",
     "top_k",
     "tokens_at_once",
@@ -585,11 +500,7 @@ def main(argv=None):
     p.add_argument("--only", help=f"sections, divided by commas: {', '.join(SECTIONS)}")
     p.add_argument("--seconds", type=float, default=1e9, help="start no section after that many")
     p.add_argument("--tiny", action="store_true", help="small shapes, to try the command out")
-    p.add_argument("--loops", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args(argv)
-    if args.loops:
-        records.save(args.out, Run(".", None, args.tiny).loops_of_both())
-        return 0
     begin = time.perf_counter()
     folder = args.folder or tempfile.mkdtemp(prefix="moelab-")
     run = Run(folder, args.tokenizer, args.tiny)

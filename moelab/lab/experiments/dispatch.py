@@ -1,29 +1,43 @@
-"""Notebook 01: what a decoded token costs besides arithmetic.
+"""What a decoded token costs besides arithmetic: sending, waiting, one stray type.
 
-Operations sent, results that the host waits for, and one stray type. Every measurement runs on the
-device that MLX uses; notebook 01 and the recorded CUDA run call the same ones.
+    python -m moelab.lab dispatch operation OUT.json          one small operation
+    python -m moelab.lab dispatch experts OUT.json            a layer's experts in fewer calls
+    python -m moelab.lab dispatch buffers OUT.json            MLX's settings of command buffers
+    python -m moelab.lab dispatch count OUT.json MODEL        operations of each layer, counted
+    python -m moelab.lab dispatch loops OUT.json MODEL        what a decode loop waits for
+    python -m moelab.lab dispatch scalar OUT.json MODEL       one float32 scalar in half precision
+
+Each runs on the device that MLX uses. Notebook 01 shows them.
 """
 
+import os
 import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import unittest.mock
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generation_stream
+from mlx_lm.models import qwen3, qwen3_moe
 from mlx_lm.models.cache import make_prompt_cache
 
+from ... import StreamConfig, load
 from ...experts import expert_modules
 from ...hooks import hooked
-from .. import records
-from ..timing import Timing, interleave, paired_ratio
+from .. import charts, limit, records
+from ..models import folder
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 # D hidden, F expert hidden, K experts per token.
 SHAPES = {
@@ -34,67 +48,22 @@ SHAPES = {
 }
 BITS, GROUP = 4, 64  # of the quantized weights: each group has a scale and a bias of 16 bits
 # Operations that only change how memory is seen; they run no kernel.
-VIEWS = {
-    "Broadcast",
-    "Reshape",
-    "Transpose",
-    "Slice",
-    "Squeeze",
-    "ExpandDims",
-    "Flatten",
-    "Unflatten",
-    "Split",
-    "AsStrided",
-    "View",
-    "Depends",
-    "StopGradient",
-}
-# The variants that charts and verdicts name; recorded runs have the same names.
+VIEWS = re.compile(
+    "Broadcast|Reshape|Transpose|Slice|Squeeze|ExpandDims|Flatten|Unflatten|Split|AsStrided|View|"
+    "Depends|StopGradient"
+)
+# The variants, as charts and claims name them.
 K_CALLS, ONE_GATHER, FUSED = "K calls a projection", "one gather a projection", "gate and up fused"
 AHEAD, NOT_AHEAD = "next token scheduled ahead", "every token read, then the next"
-LOCK, NO_STREAM = "ahead, a lock around evaluation", "ahead, no stream context"
 ROUTING_READ = "every layer's routing read"
-CLEAN, STRAY = "as it is", "one float32 scalar"
-ALONE, LONG = "one operation a command buffer", "1000 operations a command buffer"
-
-
-@dataclass(frozen=True)
-class Timed:
-    """What one experiment timed.
-
-    Attributes:
-        config (dict): Sizes and settings.
-        timings (dict[str, Timing]): By the name of the variant.
-    """
-
-    config: dict[str, Any]
-    timings: dict[str, Timing]
-
-    @classmethod
-    def measure(
-        cls, variants: dict[str, Callable], rounds: int, n_warmup: int, config: dict
-    ) -> "Timed":
-        """Times the variants as ``interleave`` does, in rounds of random order."""
-        return cls(config, interleave(variants, rounds, n_warmup=n_warmup, config=config))
-
-    @classmethod
-    def parse(cls, section: dict) -> "Timed":
-        """From a section of a record."""
-        timings = {name: Timing(**t) for name, t in section["timings"].items()}
-        return cls(section["config"], timings)
-
-    @property
-    def samples(self) -> dict[str, np.ndarray]:
-        """``{variant: seconds of each round}``."""
-        return {name: np.asarray(t.samples_s) for name, t in self.timings.items()}
-
-    def median_s(self, name: str) -> float:
-        """Median seconds of one variant."""
-        return self.timings[name].median_s
-
-    def ratio(self, over: str, under: str) -> float:
-        """Quotient of two variants, the median over rounds."""
-        return paired_ratio(self.timings[over], self.timings[under])["median"]
+PLAIN, STRAY = "as it is", "one float32 scalar"
+SETTINGS = {  # of command buffers. MLX reads them once, so each has a process of its own.
+    PLAIN: {},
+    "1 a buffer": {"MLX_MAX_OPS_PER_BUFFER": "1"},
+    "5 a buffer": {"MLX_MAX_OPS_PER_BUFFER": "5"},
+    "1000 a buffer": {"MLX_MAX_OPS_PER_BUFFER": "1000", "MLX_MAX_MB_PER_BUFFER": "100000"},
+    "no CUDA graphs": {"MLX_USE_CUDA_GRAPHS": "0"},
+}
 
 
 def default_dtype() -> mx.Dtype:
@@ -105,7 +74,7 @@ def default_dtype() -> mx.Dtype:
 # One operation
 
 
-def one_operation(count: int = 400, rounds: int = 20) -> Timed:
+def one_operation(count: int = 400, rounds: int = 20) -> "DataFrame":
     """Seconds of one small operation, 8 floats plus one.
 
     ``built`` is Python alone: the graph is made and dropped. ``chained`` divides the evaluation of
@@ -114,31 +83,33 @@ def one_operation(count: int = 400, rounds: int = 20) -> Timed:
     Args:
         count (int): Operations in the chain.
         rounds (int): Samples of each variant.
+
+    Returns:
+        DataFrame: ``operation_s`` by ``variant`` and ``round``.
     """
     x = mx.zeros((8,))
     one = mx.ones((8,))
     mx.eval(x, one)
 
-    def run(each, at_end):
-        def timed():
-            y = x
-            begin = time.perf_counter()
-            for _ in range(count):
-                y = y + one
-                each(y)
-            at_end(y)
-            return (time.perf_counter() - begin) / count
-
-        return timed
+    def run(each, at_end, _):
+        y = x
+        begin = time.perf_counter()
+        for _ in range(count):
+            y = y + one
+            each(y)
+        at_end(y)
+        return {"operation_s": (time.perf_counter() - begin) / count}
 
     nothing = lambda y: None  # noqa: E731
     variants = {
-        "built": run(nothing, nothing),
-        "chained": run(nothing, mx.eval),
-        "scheduled": run(mx.async_eval, mx.eval),
-        "evaluated": run(mx.eval, nothing),
+        "built": partial(run, nothing, nothing),
+        "chained": partial(run, nothing, mx.eval),
+        "scheduled": partial(run, mx.async_eval, mx.eval),
+        "evaluated": partial(run, mx.eval, nothing),
     }
-    return Timed.measure(variants, rounds, 3, {"count": count})
+    return records.interleave(
+        "operation", variants, rounds, {"count": count}, warmup=3, progress=False
+    )
 
 
 # The experts of one layer
@@ -152,30 +123,45 @@ def _quantized(shape, dtype):
 
 
 def expert_calls(
-    D: int,
-    F: int,
-    K: int,
+    shapes: Iterable[str] = tuple(SHAPES),
     E: int | None = None,
     layers: int = 8,
     rounds: int = 20,
     dtype: mx.Dtype | None = None,
     seed: int = 0,
-) -> Timed:
+) -> "DataFrame":
     """Seconds of one layer's experts at decode, computed in four ways.
 
     K calls for each projection, one gather for each, gate and up in one array; and ``dense``, an
     MLP of hidden size K*F: the same arithmetic and the same bytes without routing, the floor.
 
     Args:
-        D, F, K (int): Hidden size, expert hidden size, experts per token.
+        shapes (Iterable[str]): Names of ``SHAPES``.
         E (int): Experts in memory. Default: 4 K.
         layers (int): Layers in one evaluation, each on the output of the one before.
-        rounds (int): Samples of each variant.
+        rounds (int): Samples of each way.
         dtype (mx.Dtype): Of activations, scales and biases. Default: ``default_dtype()``.
         seed (int): Of weights and routing.
+
+    Returns:
+        DataFrame: ``layer_s`` by ``shape``, ``variant`` and ``round``, with ``calls`` of a layer
+        and ``nbytes`` that it reads.
     """
+    dtype, variants = dtype or default_dtype(), {}
+    for shape in shapes:
+        D, F, K = SHAPES[shape].values()
+        ways = _expert_calls(D, F, K, E or 4 * K, layers, dtype, seed)
+        nbytes = K * 3 * D * F * 9 // 16
+        for name, (calls, layer_s) in ways.items():
+            told = {"variant": name, "shape": shape, "calls": calls, "nbytes": nbytes}
+            variants[shape, name] = lambda _, s=layer_s, told=told: {"layer_s": s()} | told
+    settings = {"E": E or "4 K", "layers": layers, "dtype": _name(dtype)}
+    return records.interleave("experts", variants, rounds, settings, warmup=3, progress=False)
+
+
+def _expert_calls(D, F, K, E, layers, dtype, seed):
+    """``{way: (calls of a layer, function that gives seconds of a layer)}``."""
     mx.random.seed(seed)
-    dtype, E = dtype or default_dtype(), E or 4 * K
     gate, up, down = (_quantized(s, dtype) for s in ((E, F, D), (E, F, D), (E, D, F)))
     both = tuple(mx.concatenate([g, u], axis=1) for g, u in zip(gate, up))
     rng = np.random.default_rng(seed)
@@ -217,24 +203,16 @@ def expert_calls(
         return qmm(nn.silu(qmm(x, wide[0])) * qmm(x, wide[1]), wide[2])
 
     def run(layer):
-        def timed():
-            x = x0
-            begin = time.perf_counter()
-            for i, c in zip(indices, chosen):
-                x = x + layer(x, i, c)
-            mx.eval(x)
-            return (time.perf_counter() - begin) / layers
+        x = x0
+        begin = time.perf_counter()
+        for i, c in zip(indices, chosen):
+            x = x + layer(x, i, c)
+        mx.eval(x)
+        return (time.perf_counter() - begin) / layers
 
-        return timed
-
-    variants = {
-        K_CALLS: run(separate),
-        ONE_GATHER: run(stacked),
-        FUSED: run(fused),
-        "dense": run(dense),
-    }
-    config = {"D": D, "F": F, "K": K, "E": E, "layers": layers, "dtype": str(dtype)}
-    return Timed.measure(variants, rounds, 3, {**config, "nbytes": K * 3 * D * F * 9 // 16})
+    ways = {K_CALLS: (3 * K, separate), ONE_GATHER: (3, stacked), FUSED: (2, fused)}
+    ways["dense"] = 3, dense
+    return {name: (calls, partial(run, layer)) for name, (calls, layer) in ways.items()}
 
 
 # Operations counted
@@ -249,38 +227,48 @@ def operations(*arrays: mx.array) -> dict[str, int]:
         dot = Path(folder) / "graph.dot"
         mx.export_to_dot(str(dot), *arrays)
         labels = re.findall(r'\[label ="([^"]*)", shape=rectangle\]', dot.read_text())
-    names = {}
-    for name in labels:
-        if name not in VIEWS:
-            names[name] = names.get(name, 0) + 1
-    return names
+    return dict(Counter(name for name in labels if not VIEWS.fullmatch(name)))
 
 
-def operations_of_a_layer(model: nn.Module) -> list[dict[str, int]]:
-    """The operations of each layer in one decoded token, ``{name: count}`` for each layer."""
+def count(path: str | Path) -> "DataFrame":
+    """The operations of each layer in one decoded token, of MLX's kernels.
+
+    Args:
+        path (str or Path): The model beside ``dense`` and ``moe``, one layer of ``dense_and_moe``.
+
+    Returns:
+        DataFrame: ``operations`` by ``variant`` (the model) and ``layer``, and how many of each
+        kind by MLX's name of it.
+    """
+    running, path = records.Running("count", {}), folder(path)
+    models = dense_and_moe(D=256, F=64, E=16, layers=1, vocab=64) | {path.name: _resident(path)}
+    rows = [
+        {"variant": name, "layer": i, "operations": sum(kinds.values())} | kinds
+        for name, model in models.items()
+        for i, kinds in enumerate(_operations_of_layers(model))
+    ]
+    return running.table(rows)
+
+
+def _resident(path, **config):
+    return load(path, StreamConfig(mode="resident", kernels="mlx", **config))[0]
+
+
+def _operations_of_layers(model):
     inner = next(
         m for _, m in model.named_modules() if hasattr(m, "layers") and hasattr(m, "embed_tokens")
     )
     cache = make_prompt_cache(model)
     mx.eval(model(mx.array([[1, 2, 3]]), cache=cache), [c.state for c in cache])
-    out = []
     D = inner.norm.weight.shape[0]
     for layer, c in zip(inner.layers, cache):
         x = mx.zeros((1, 1, D), inner.norm.weight.dtype)
         mx.eval(x)
-        out.append(operations(layer(x, None, c)))
-    return out
+        yield operations(layer(x, None, c))
 
 
 def dense_and_moe(
-    D: int = 2048,
-    F: int = 512,
-    K: int = 8,
-    E: int = 32,
-    layers: int = 8,
-    vocab: int = 8192,
-    dtype: mx.Dtype | None = None,
-    seed: int = 0,
+    D: int = 2048, F: int = 512, K: int = 8, E: int = 32, layers: int = 8, vocab: int = 8192
 ) -> dict[str, nn.Module]:
     """Two random 4-bit models that differ in their MLPs alone: Qwen3 with one of K*F, Qwen3-MoE.
 
@@ -290,41 +278,25 @@ def dense_and_moe(
         D, F, K, E (int): Hidden size, expert hidden size, experts per token, experts.
         layers (int): Layers of each.
         vocab (int): Entries of the vocabulary.
-        dtype (mx.Dtype): Of activations. Default: ``default_dtype()``.
-        seed (int): Of the weights.
 
     Returns:
         dict[str, nn.Module]: ``dense`` and ``moe``.
     """
-    from mlx_lm.models import qwen3, qwen3_moe
-
-    mx.random.seed(seed)
-    common = {
-        "hidden_size": D,
-        "num_hidden_layers": layers,
-        "num_attention_heads": max(1, D // 128),
-        "num_key_value_heads": max(1, D // 512),
-        "head_dim": 128,
-        "rms_norm_eps": 1e-6,
-        "vocab_size": vocab,
-        "max_position_embeddings": 4096,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-        "intermediate_size": K * F,
+    mx.random.seed(0)
+    size = {"hidden_size": D, "intermediate_size": K * F, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": max(1, D // 128), "num_key_value_heads": max(1, D // 512)}
+    rest = {"rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "rope_theta": 1e6}
+    common = size | heads | rest | {"head_dim": 128, "vocab_size": vocab}
+    experts = {"num_experts": E, "num_experts_per_tok": K, "moe_intermediate_size": F}
+    every_layer = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    dense = {"model_type": "qwen3", "tie_word_embeddings": True, **common}
+    moe = dense | {"model_type": "qwen3_moe", **experts, **every_layer}
+    models = {
+        "dense": qwen3.Model(qwen3.ModelArgs(**dense)),
+        "moe": qwen3_moe.Model(qwen3_moe.ModelArgs(**moe)),
     }
-    experts = {
-        "num_experts": E,
-        "num_experts_per_tok": K,
-        "moe_intermediate_size": F,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "norm_topk_prob": True,
-    }
-    dense = qwen3.ModelArgs(model_type="qwen3", **common)
-    moe = qwen3_moe.ModelArgs(model_type="qwen3_moe", **experts, **common)
-    models = {"dense": qwen3.Model(dense), "moe": qwen3_moe.Model(moe)}
     for model in models.values():
-        model.set_dtype(dtype or default_dtype())
+        model.set_dtype(default_dtype())
         nn.quantize(model, GROUP, BITS)
         for layer in model.layers:  # one at a time: unquantized it takes eight times the memory
             mx.eval(layer.parameters())
@@ -362,8 +334,9 @@ def loop(
     ahead: bool = True,
     lock: AbstractContextManager | None = None,
     stream: mx.Stream | None = generation_stream,
-) -> float:
-    """Seconds of a decoded token: greedy, the clock running with nothing in flight at either end.
+    listen: Callable[[mx.array, mx.array], Any] | None = None,
+) -> dict[str, Any]:
+    """Decode greedily, the clock running with nothing in flight at either end.
 
     Not ``lab.decode``, because the loop itself is what is measured.
 
@@ -375,10 +348,17 @@ def loop(
             first.
         lock (Lock): Taken around every evaluation. Default: none.
         stream (Stream): Of the generation. ``None``: the default stream, no context.
+        listen (Callable): Called with ``(x, indices)`` before each layer's experts.
+
+    Returns:
+        dict: ``decode_tokens`` and ``decode_s``.
     """
     lock = lock or nullcontext()
     cache = make_prompt_cache(model)
-    with mx.stream(stream) if stream is not None else nullcontext():
+    with (
+        mx.stream(stream) if stream is not None else nullcontext(),
+        hooked_experts(model, before(listen)) if listen else nullcontext(),
+    ):
 
         def step(y):
             return mx.argmax(model(y[None], cache=cache)[:, -1, :], axis=-1)
@@ -404,200 +384,189 @@ def loop(
                 y = step(y)
                 with lock:
                     y.item()
-        return (time.perf_counter() - begin) / tokens
+        return {"decode_tokens": tokens, "decode_s": time.perf_counter() - begin}
 
 
-def loops(
-    model: nn.Module,
-    tokens: int = 64,
-    rounds: int = 7,
-    routing: bool = True,
-    config: dict | None = None,
-) -> Timed:
-    """Seconds of a token in variants of one decode loop: what it waits for, locks, or names.
+LOOPS = {  # the arguments of ``loop``
+    AHEAD: {},
+    NOT_AHEAD: {"ahead": False},
+    "ahead, a lock around evaluation": {"lock": threading.RLock()},
+    "ahead, no stream context": {"stream": None},
+    ROUTING_READ: {"listen": lambda x, i: np.array(i)},
+    "every layer's routing scheduled": {"listen": lambda x, i: mx.async_eval(i)},
+    "every layer's input evaluated": {"listen": lambda x, i: mx.eval(x)},
+}
+
+
+def loops(path: str | Path, tokens: int = 48, rounds: int = 20) -> "DataFrame":
+    """Decode in variants of one loop: what it waits for, locks, or names.
 
     Args:
-        model (nn.Module): Resident.
+        path (str or Path): The model, resident, with MLX's kernels, which do not evaluate early.
         tokens (int): Decoded in each run.
         rounds (int): Runs of each variant.
-        routing (bool): Also the variants that touch every layer's routing; False for a dense model.
-        config (dict): Kept with the samples.
+
+    Returns:
+        DataFrame: What ``loop`` gives, by ``variant`` and ``round``.
     """
-    lock = threading.RLock()
-    fresh = mx.new_stream(mx.default_device())
+    path, model = folder(path), _resident(path)
+    variants = {name: lambda _, how=how: loop(model, tokens, **how) for name, how in LOOPS.items()}
+    settings = {"model": path.name, "tokens": tokens}
+    return records.interleave("loops", variants, rounds, settings, warmup=2, progress=False)
+
+
+def buffers(
+    tokens: int = 48,
+    rounds: int = 10,
+    settings: Iterable[str] = tuple(SETTINGS),
+    sizes: Mapping[str, int] = {},
+) -> "DataFrame":
+    """``dense_and_moe`` under MLX's settings of command buffers, of the MoE also ``ROUTING_READ``.
+
+    Args:
+        tokens (int): Decoded in each run.
+        rounds (int): Runs of each model under each setting, in one process a setting.
+        settings (Iterable[str]): Names of ``SETTINGS``. They matter on a GPU alone.
+        sizes (Mapping): Arguments of ``dense_and_moe``.
+
+    Returns:
+        DataFrame: What ``loop`` gives, by ``variant``, which is ``model`` and ``setting`` with a
+        comma between, by ``loop`` and by ``round``.
+    """
+    running = records.Running("buffers", {"tokens": tokens, "runs": rounds, **sizes})
+    rows = []
+    for setting in settings:
+        with unittest.mock.patch.dict(os.environ, SETTINGS[setting]):
+            made, _ = limit.call(_loops_of_both, tokens, rounds, dict(sizes), what=setting)
+        rows += [
+            {"variant": f"{row['model']}, {setting}", "setting": setting} | row for row in made
+        ]
+    return running.table(rows)
+
+
+def _loops_of_both(tokens, rounds, sizes):
+    models = dense_and_moe(**sizes)
+    runs = [("dense", AHEAD), ("moe", AHEAD), ("moe", ROUTING_READ)]
     variants = {
-        AHEAD: lambda: loop(model, tokens),
-        NOT_AHEAD: lambda: loop(model, tokens, ahead=False),
-        LOCK: lambda: loop(model, tokens, lock=lock),
-        NO_STREAM: lambda: loop(model, tokens, stream=None),
-        "ahead, a stream of its own": lambda: loop(model, tokens, stream=fresh),
+        (name, how): lambda _, name=name, how=how: (
+            loop(models[name], tokens, **LOOPS[how]) | {"model": name, "loop": how}
+        )
+        for name, how in runs
     }
-
-    def listening(listen):
-        def timed():
-            with hooked_experts(model, before(listen)):
-                return loop(model, tokens)
-
-        return timed
-
-    if routing:
-        variants |= {
-            ROUTING_READ: listening(lambda x, i: np.array(i)),
-            "every layer's routing scheduled": listening(lambda x, i: mx.async_eval(i)),
-            "every layer's input evaluated": listening(lambda x, i: mx.eval(x)),
-        }
-    return Timed.measure(variants, rounds, 2, {"tokens": tokens, **(config or {})})
+    made = records.interleave("loops", variants, rounds, warmup=2, progress=False)
+    return records.as_json(made.drop(columns="variant"))["rows"]
 
 
-def promotion(
-    model: nn.Module, tokens: int = 32, rounds: int = 5, config: dict | None = None
-) -> Timed:
-    """Seconds of a token of a half-precision model, with and without a float32 scalar in it.
+def stray_scalar(path: str | Path, tokens: int = 32, rounds: int = 20) -> "DataFrame":
+    """Decode in bfloat16 with and without a float32 scalar in the model.
 
     The scalar multiplies the first MoE layer's output: it and all that follows become float32.
 
     Args:
-        model (nn.Module): Resident, with at least two MoE layers.
+        path (str or Path): A model with at least two MoE layers. It is resident: a streamed one
+            refuses activations of another type than its own.
         tokens (int): Decoded in each run.
         rounds (int): Runs of each variant.
-        config (dict): Kept with the samples, beside ``dtype_in_the_last_layer``.
+
+    Returns:
+        DataFrame: What ``loop`` gives, by ``variant`` and ``round``, and ``last_dtype``, of the
+        activations that reach the last layer's experts.
 
     Raises:
         ValueError: If there are fewer MoE layers.
     """
-    if (count := len(expert_modules(model))) < 2:
-        raise ValueError(f"expected at least 2 MoE layers, got {count}")
-    scalar, seen = mx.array(1.0, mx.float32), set()
+    path, scalar = folder(path), mx.array(1.0, mx.float32)
+    model = _resident(path, dtype="bfloat16")
+    if (found := len(expert_modules(model))) < 2:
+        raise ValueError(f"expected at least 2 MoE layers, got {found}")
 
-    def multiply(call, x, indices):
-        return call(x, indices) * scalar
-
-    def timed():
-        listen = before(lambda x, i: seen.add(str(x.dtype)))
+    def run(first, _):
+        seen = set()
         with (
-            hooked_experts(model, multiply, slice(1)),
-            hooked_experts(model, listen, slice(count - 1, count)),
+            hooked_experts(model, first, slice(1)),
+            hooked_experts(model, before(lambda x, i: seen.add(x.dtype)), slice(found - 1, found)),
         ):
-            return loop(model, tokens)
+            made = loop(model, tokens)
+        return made | {"last_dtype": " ".join(_name(dtype) for dtype in seen)}
 
-    config = {"tokens": tokens, **(config or {})}
-    timed = interleave(
-        {CLEAN: lambda: loop(model, tokens), STRAY: timed}, rounds, n_warmup=1, config=config
-    )
-    return Timed({**config, "dtype_in_the_last_layer": sorted(seen)}, timed)
-
-
-# The recorded run
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """The sections of a recorded CUDA run that notebook 01 shows.
-
-    Attributes:
-        machine (dict): Its card.
-        operation (Timed): ``one_operation``.
-        experts (dict[str, Timed]): ``expert_calls`` by the name of the shape.
-        loops (Timed): Of the checkpoint of 35B-A3B layers.
-        layer_operations (list[int]): Operations of each of its layers.
-        settings (dict[str, dict[str, Timed]]): ``loops`` of ``dense`` and ``moe`` by MLX's setting.
-        operations (dict[str, int]): Operations in a layer of ``dense`` and of ``moe``.
-        promotion (Timed): Of a later run on another host with the same GPU.
-        promotion_machine (dict): The card of that run.
-    """
-
-    machine: dict[str, Any]
-    operation: Timed
-    experts: dict[str, Timed]
-    loops: Timed
-    layer_operations: list[int]
-    settings: dict[str, dict[str, Timed]]
-    operations: dict[str, int]
-    promotion: Timed
-    promotion_machine: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        """What charts call it."""
-        return f"{self.machine['gpu']}, recorded"
-
-
-def recorded(name: str = "cuda_h200", later: str = "cuda_h200_engine") -> Recorded:
-    """Parses two records of ``data/recipes/cuda_run.py``; the later one has ``promotion``."""
-    record, promoted = records.recorded(name), records.recorded(later)
-    sections = record["sections"]
-    both = sections["dense_and_moe"]
-    both = {k: v for k, v in both.items() if isinstance(v, dict) and "moe" in v}
-    looped = sections["loops_of_the_checkpoint"]
-    count = {n: m["operations_of_a_layer"] for n, m in both[CLEAN].items()}
-    return Recorded(
-        machine=record["machine"],
-        operation=Timed.parse(sections["one_operation"]),
-        experts={k: Timed.parse(v) for k, v in sections["expert_calls"].items() if k in SHAPES},
-        loops=Timed.parse(looped),
-        layer_operations=[sum(o.values()) for o in looped["operations_of_a_layer"]],
-        settings={k: {n: Timed.parse(m) for n, m in v.items()} for k, v in both.items()},
-        operations={n: sum(o.values()) for n, o in count.items()},
-        promotion=Timed.parse(promoted["sections"]["promotion"]),
-        promotion_machine=promoted["machine"],
-    )
-
-
-def alone_slowdown(gpu: Recorded) -> dict[str, float]:
-    """How many times slower ``dense`` and ``moe`` are when every operation is submitted alone."""
-    return {
-        n: gpu.settings[ALONE][n].median_s(AHEAD) / gpu.settings[CLEAN][n].median_s(AHEAD)
-        for n in ("dense", "moe")
+    variants = {
+        PLAIN: partial(run, lambda call, x, i: call(x, i)),
+        STRAY: partial(run, lambda call, x, i: call(x, i) * scalar),
     }
+    settings = {"model": path.name, "tokens": tokens}
+    return records.interleave("scalar", variants, rounds, settings, progress=False)
 
 
-# What the sources' own figures say
-
-PR90_LAYERS, PR90_TOP_K = 48, 6
-
-
-def implied_call_us() -> dict[str, float]:
-    """Microseconds saved for each call saved, by the speeds that PR 90 reports."""
-    speeds = records.PUBLISHED["PR 90"]
-    saved = {"stacked": 3 * PR90_TOP_K - 3, "fused": 3 * PR90_TOP_K - 2}
-    saved["stacked, by its own percentage"] = saved["stacked"]
-    return {
-        step: (1 / speeds["buffers"] - 1 / speeds[step]) * 1e6 / (PR90_LAYERS * calls)
-        for step, calls in saved.items()
-    }
-
-
-def implied_operation_us(gpu: Recorded) -> dict[str, float]:
-    """Microseconds lost for each operation in the two models of issue 124, by its own speeds."""
-    told, mean = records.PUBLISHED["issue 124"], np.mean(gpu.layer_operations)
-    sent = {
-        "dense": told["dense layers"] * gpu.operations["dense"],
-        "moe": told["moe layers"] * mean,
-    }
-    return {n: (1 / told[f"{n}, Swift"] - 1 / told[f"{n}, Python"]) / sent[n] * 1e6 for n in sent}
+def _name(dtype):
+    return str(dtype).removeprefix("mlx.core.")
 
 
 # A model to explore
 
 
-def token_model(
-    calls: int,
-    layers: int,
-    dispatch_us: float,
-    other_operations: int,
-    bytes_per_layer: float,
-    GBs: float,
-) -> float:
-    """Seconds of a token that is bound by dispatch or by bandwidth, whichever is slower.
+def dial(D: int, F: int, other_operations: int = 40) -> Callable[[int, int, int], charts.go.Figure]:
+    """The function behind the sliders of notebook 01.
 
     Args:
-        calls (int): Calls of a layer's experts.
-        layers (int): L.
-        dispatch_us (float): Microseconds of one operation in a chain.
+        D, F (int): Hidden size and expert hidden size.
         other_operations (int): Operations of a layer besides its experts'.
-        bytes_per_layer (float): Of the experts that a token uses.
-        GBs (float): Memory bandwidth in GB/s.
+
+    Returns:
+        Callable: From top-k, layers and memory bandwidth in GB/s to milliseconds of a token over
+        the cost of a dispatch.
     """
-    send_s = layers * (calls + other_operations) * dispatch_us * 1e-6
-    move_s = layers * bytes_per_layer / (GBs * 1e9)
-    return max(send_s, move_s)
+
+    def look(top_k: int, layers: int, bandwidth: int):
+        move_ms = layers * top_k * 3 * D * F * 9 / 16 / bandwidth / 1e6
+        calls = {K_CALLS: 3 * top_k, ONE_GATHER: 3, FUSED: 2}
+        rows = [
+            {
+                "variant": name,
+                "us": us,
+                "ms": max(move_ms, layers * (n + other_operations) * us / 1e3),
+            }
+            for name, n in calls.items()
+            for us in range(0, 61, 5)
+        ]
+        made = records.table({"record": "", "machine": "", "rows": rows})
+        claimed = records.PUBLISHED["PR 90"]["one dispatch (us)"]
+        at = made[made.us == claimed].set_index("variant").ms
+        return charts.lines(
+            made,
+            "us",
+            "ms",
+            title="A model, not a measurement: the cost of a dispatch that sets the pace",
+            axes=("cost of one dispatch (us)", "ms a token"),
+            finding=f"At {claimed:.0f} us a dispatch, one gather for each projection would give "
+            f"{at[K_CALLS] / at[ONE_GATHER]:.2f} times the speed of K calls.",
+            note=f"D={D}, F={F}, {layers} layers, top-{top_k}, {other_operations} other "
+            f"operations a layer; experts at {bandwidth} GB/s, all in memory",
+            ceilings={"memory bandwidth": move_ms},
+            marks=False,
+        )
+
+    return look
+
+
+ALONE = {"operation": one_operation, "experts": expert_calls, "buffers": buffers}
+OF_A_MODEL = {"count": count, "loops": loops, "scalar": stray_scalar}
+
+
+def main(work: str, out: str, *model: str) -> None:
+    """Write a record.
+
+    Args:
+        work (str): What to measure.
+        out (str): The record.
+        model (str): The folder of a model, for count, loops and scalar.
+
+    Raises:
+        ValueError: If there is no such work, or a model is missing or too many.
+    """
+    works = OF_A_MODEL if model else ALONE
+    if work not in works or len(model) > 1:
+        raise ValueError(
+            f"dispatch: expected {', '.join(ALONE)}, or {', '.join(OF_A_MODEL)} and a model; got "
+            f"{' '.join((work, *model))!r}"
+        )
+    records.print_and_save("", works[work](*model), out)

@@ -1,7 +1,9 @@
 """One MoE layer with every expert in its slot: what streaming costs when nothing is read."""
 
 import argparse
+import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +22,7 @@ from ...commands.stream_options import (
 )
 from ...streaming.layers import StreamedExperts
 from ...streaming.session import session_of
-from .. import machine, records, timing
+from .. import cite, machine, records
 from ..models import folder
 from .bench import resident_like
 
@@ -51,45 +53,35 @@ def bench_layer(
         seed (int): Of the input and of the orders.
 
     Returns:
-        DataFrame: ``call_s`` of every round, of the block in each mode and of ``EVALUATION``. The
-        header has ``misses_while_timed`` by mode: 0 if every expert stayed in its slot.
+        DataFrame: ``call_s`` by ``variant`` and ``round``, of the block in each mode and of
+        ``EVALUATION``; ``misses`` of the call: none if every expert stayed in its slot.
     """
     path = folder(path)
     configs = parse_modes(modes, base) if isinstance(modes, str) else modes
     configs = {"resident": resident_like(base), **configs}
-    warmup = max(3, rounds // 10)
-    settings = {"model": path.name, "warmup_rounds": warmup, "baseline": "resident"}
-    running = records.Running("layer", settings)
-    variants, models, x = {}, {}, None
+    settings = {"model": path.name, "baseline": "resident"}
+    small, variants, models, x = mx.zeros((8,)), {}, [], None
     try:
         for name, config in configs.items():
-            model = models[name] = load(path, config)[0]
+            models.append(model := load(path, config)[0])
             if x is None:
-                shape = (1, 1, _width(model))
-                x = mx.random.normal(shape, key=mx.random.key(seed))
+                x = mx.random.normal((1, 1, _width(model)), key=mx.random.key(seed))
                 x = x.astype(session_of(model).dtype)
-                mx.eval(x)
-            variants[name] = _evaluation(_first_block(model), x)
-            variants[name]()  # brings the experts of x into their slots
-        small = mx.zeros((8,))
-        mx.eval(small)
-        variants[EVALUATION] = lambda: mx.eval(small + 1)
-        timings = timing.interleave(variants, rounds, n_warmup=warmup, seed=seed)
-        # The call before the clock missed the K experts of x.
-        misses = {
-            name: max(0, stats(model).decode.misses - session_of(model).top_k)
-            for name, model in models.items()
-            if name != "resident"
-        }
+                mx.eval(x, small)
+            variants[name] = partial(_call, model, _first_block(model), x)
+        variants[EVALUATION] = partial(_call, None, lambda x: x + 1, small)
+        warmup = max(3, rounds // 10)  # brings the experts of x into their slots
+        return records.interleave("layer", variants, rounds, settings, warmup, seed, progress=False)
     finally:
-        for model in models.values():
+        for model in models:
             close(model)
-    rows = [
-        {"variant": name, "round": i, "call_s": timings[name].samples_s[i]}
-        for i in range(rounds)
-        for name in variants
-    ]
-    return running.table(rows, misses_while_timed=misses)
+
+
+def _call(model, block, x, _):
+    begin = time.perf_counter()
+    mx.eval(block(x))
+    row = {"call_s": time.perf_counter() - begin}
+    return row if model is None else row | {"misses": stats(model, reset=True).decode.misses}
 
 
 def block_ratio(samples: "DataFrame", mode: str) -> "Series":
@@ -98,10 +90,6 @@ def block_ratio(samples: "DataFrame", mode: str) -> "Series":
         records.values(samples, name, "call_s") for name in (mode, "resident", EVALUATION)
     )
     return mine / sum(baseline)
-
-
-def _evaluation(block, x):
-    return lambda: mx.eval(block(x))
 
 
 def _first_block(model) -> nn.Module:
@@ -127,13 +115,14 @@ def report(samples: "DataFrame") -> str:
         machine.card_line(samples.attrs["machine"]),
         f"{samples.attrs['settings']['model']}: one MoE block, every expert in its slot",
     ]
-    for name, rows in samples.groupby("variant", sort=False):
-        lines.append(str(timing.Timing(name, tuple(rows.call_s))))
-    for name, misses in samples.attrs["misses_while_timed"].items():
-        ratio = timing.quartiles_text(block_ratio(samples, name))
-        lines.append(
-            f"{name} / (resident + one evaluation) = {ratio}; misses while timed: {misses}"
-        )
+    for name in dict.fromkeys(samples.variant):
+        call_s = records.values(samples, name, "call_s")
+        line = f"{name}: {cite.q(call_s, '.3g', 1e3)} ms, n={len(call_s)}"
+        if name not in ("resident", EVALUATION):
+            misses = records.values(samples, name, "misses").sum()
+            line += f"; {cite.q(block_ratio(samples, name))} of resident + one evaluation"
+            line += f"; misses while timed: {misses:.0f}"
+        lines.append(line)
     return "\n".join(lines)
 
 
