@@ -29,7 +29,6 @@ COMMANDS = {  # name: its module, what it does
     "bench-top-k": ("lab.experiments.top_k", "bits per byte with fewer experts per token"),
     "bench-rollback": ("lab.experiments.rollback", "what taking tokens back from a state costs"),
     "bench-faults": ("lab.experiments.faults", "what faults cost a draft in acceptance"),
-    "sweep": ("lab.experiments.sweep", "slots against the page cache under memory limits"),
     "advise": ("lab.experiments.advise", "slots, policy, prefetch and layout for this machine"),
     "synthesize": ("commands.synthesize", "a random checkpoint with a real model's layer shapes"),
     "repack": ("commands.repack", "put each expert's bytes together on disk"),

@@ -27,7 +27,6 @@ from moelab.lab.experiments import (
     prefetch,
     reads,
     rollback,
-    sweep,
     top_k,
 )
 from moelab.streaming.config import MODES, OPTIONS
@@ -115,13 +114,6 @@ TAKES = {  # every command: the least that it is called with, and all its option
         {"--prompts": "3", "--rounds": "43", "--length": "65", "--kind": "prose",
          "--json": "r.json"},
     ),
-    "sweep": (
-        ["M", "--json", "s.json"],
-        {"--limits": "900,none", "--slots": "0,21", "--policies": "lfu,lru", "--read-ahead": None,
-         "--oracle": None, "--trace": "t.npz", "--like": "prose",
-         "--trace-seed": "31", "--runs": "7", "--cold": "41", "--warmup": "43", "--reads": "47",
-         "--decode": "53", "--seconds": "59", "--json": "r.json"},
-    ),
     "advise": (["M"], {"--memory": "900"}),
     "synthesize": (
         ["O"],
@@ -144,11 +136,9 @@ SHOWN = {  # how a value looks where it arrives, if not as it was given
     "--together": "'together': False", ("bench", "--lengths"): "num_drafts='auto'",
     ("bench", "--cold"): "cold='prompt'", ("bench", "--limits"): "limit_nbytes=900000000",
     "--direct": "direct=True", "--packed": "path='P'", "--prompt-tokens": "[12, 34]",
-    ("sweep", "--cold"): "41", "--depth": "(2, 6)", "--megabytes": str(9 << 20),
+    "--depth": "(2, 6)", "--megabytes": str(9 << 20),
     "--lengths": "(3, 'auto')",
-    "--limit": "900000000", "--limits": "[900000000, None]", "--memory": "900000000",
-    ("sweep", "--slots"): "[0, 21]", "--policies": "('lfu', 'lru')", "--read-ahead": "True",
-    "--oracle": "'oracle': True",
+    "--limit": "900000000", "--memory": "900000000",
     ("bench-top-k", "--top-k"): "(5, 3)", "--quiet": "False",
 }  # fmt: skip
 BENCHES = [name for name in TAKES if name.startswith("bench")]
@@ -161,12 +151,12 @@ WORK = (  # what a command calls to do its work
     (reads, "bench_reads"), (drafts, "bench_draft"),
     (prefetch, "measure"), (top_k, "measure"), (faults, "measure"),
     (rollback, "bench_rollback"),
-    (sweep, "sweep"), (advise, "advise"), (synthesize, "synthesize"), (repack, "repack"),
+    (advise, "advise"), (synthesize, "synthesize"), (repack, "repack"),
 )  # fmt: skip
 REPORTS = (
     (bench, "report"), (layer, "report"), (reads, "report"), (drafts, "report"),
     (prefetch, "report"), (top_k, "report"),
-    (sweep, "report"), (rollback, "report"), (faults, "report"),
+    (rollback, "report"), (faults, "report"),
 )  # fmt: skip
 
 
@@ -193,9 +183,6 @@ def calls(monkeypatch, tmp_path):
         monkeypatch.setattr(module, name, lambda *_: "")
     monkeypatch.setattr(bench, "read_speeds", lambda *_: {})
     monkeypatch.setattr(bench, "heldout_ids", lambda model, lengths, runs: list(lengths))
-    for name in ("synthetic_trace", "points"):  # the traces and points of a sweep
-        monkeypatch.setattr(sweep, name, lambda *args, **kwargs: (args, kwargs))
-    monkeypatch.setattr(sweep.Trace, "load", lambda path: path)
     monkeypatch.chdir(tmp_path)
     return seen
 
@@ -334,12 +321,6 @@ def test_several_prompts_arrive(calls, capsys):
         assert "'a', 'b'" in repr(calls)
 
 
-def test_a_trace_leaves_nothing_to_make_up(calls, capsys):
-    for name in ("--like", "--trace-seed"):
-        got = run(capsys, "sweep", "M", "--json", "r.json", "--trace", "t.npz", name, "1")
-        assert got.code == 2 and name in got.err and "--trace" in got.err and not calls
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stream_option_that_a_mode_has_no_use_for(mode, calls, capsys):
     for command in (
@@ -437,12 +418,8 @@ def impossible():
         "bench-top-k M --json r.json --top-k 8,8",
         "bench-faults --rounds 0",
         "bench-faults --kind poetry",
-        "sweep M --json r.json --limits 900,0",
-        "sweep M --json r.json --limits none,none",
-        "sweep M --json r.json --slots auto,2",
-        "sweep M --json r.json --policies mru",
-        "sweep M --json r.json --runs 0",
-        "sweep M --json r.json --reads -1",
+        "bench M --limits 900,0",
+        "bench M --limits none,none",
     ],
 )
 def test_a_value_that_cannot_be(command, calls, capsys):
@@ -600,7 +577,7 @@ def test_a_writable_json_is_not_made_before_the_work(calls, tmp_path, monkeypatc
         ["repack", "", "O"], ["repack", "M", ""], ["synthesize", ""],
         ["synthesize", "O", "--tokenizer", ""], ["synthesize", "O", "--routing", ""],
         ["bench-draft", "M", "--draft", ""],
-        ["bench-prefetch", "M", ""], ["sweep", "", "--json", "r.json"],
+        ["bench-prefetch", "M", ""],
     ],
 )  # fmt: skip
 def test_an_empty_name_is_not_the_current_folder(command, calls, capsys):

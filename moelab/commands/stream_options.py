@@ -208,5 +208,7 @@ def _parse_fields(name, settings):
             if not value.isdecimal():
                 raise ValueError(f"{where}, expected a whole number")
             value = int(value)
+        elif isinstance(OPTIONS[key].default, bool):
+            value = {"True": True, "False": False}.get(value, value)
         changes[key] = value
     return changes

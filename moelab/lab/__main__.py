@@ -14,6 +14,7 @@ from collections.abc import Callable
 SCRIPTS = {  # name: its module, what it does
     "call": ("limit", "a function in this process, for ranks and memory limits"),
     "cite": ("cite", "fill in the numbers that documents cite from records"),
+    "costs": ("experiments.costs", "what reads, tokens and arithmetic cost, for a replay"),
     "dispatch": ("experiments.dispatch", "operations sent and waited for, for notebook 01"),
     "exactness": ("experiments.exactness", "streamed passes and texts beside the resident model's"),
     "kernels": ("experiments.kernels", "the fast kernels beside MLX's: products, texts"),

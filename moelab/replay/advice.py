@@ -22,6 +22,20 @@ WORTH = 0.03
 NUM_SLOTS = 12  # numbers of slots to choose from, if none are given
 
 
+class Setting(NamedTuple):
+    """What is chosen by replaying it.
+
+    Attributes:
+        slots (int): S.
+        policy (str): Of eviction.
+        direct (bool): Whether experts are read past the page cache.
+    """
+
+    slots: int
+    policy: str
+    direct: bool = False
+
+
 class Lookahead(NamedTuple):
     """What the prefetcher ``lookahead`` does for a model.
 
@@ -42,22 +56,24 @@ class Advice:
 
     Attributes:
         config (StreamConfig): Mode, slots, policy and prefetch.
+        direct (bool): Whether experts should be read past the page cache.
         layout (str): ``as it is``, or ``packed``: each expert in one piece, as ``python -m moelab
             repack`` writes it.
         token_s (float): Predicted seconds of a decoded token with this config and layout.
         memory_nbytes (float): The memory that it is for, page cache included.
         chosen (Replay): The replay of this config and layout, without prefetch.
-        settings (dict[tuple, Replay]): By ``(slots, policy)``, every setting that was compared, in
-            the present layout and without prefetch.
+        settings (dict[Setting, Replay]): Every setting that was compared, in the present layout and
+            without prefetch.
         why (tuple[str]): The reasons, one a sentence.
     """
 
     config: StreamConfig
+    direct: bool
     layout: str
     token_s: float
     memory_nbytes: float
     chosen: Replay
-    settings: dict[tuple[int, str], Replay]
+    settings: dict[Setting, Replay]
     why: tuple[str, ...]
 
     @property
@@ -84,17 +100,19 @@ class Advice:
         )
         lines = [
             memory,
-            f"  mode={c.mode} slots={c.slots} policy={c.policy} prefetch={c.prefetch}, "
-            f"layout {self.layout}: {self.token_s * 1e3:.1f} ms a token, "
+            f"  mode={c.mode} slots={c.slots} policy={c.policy} prefetch={c.prefetch}, reads "
+            f"{_way(self.direct)}, layout {self.layout}: {self.token_s * 1e3:.1f} ms a token, "
             f"{1 / self.token_s:.1f} tok/s predicted",
             *(f"  - {line}" for line in self.why),
             "without prefetch, in the present layout:",
             f"{'slots':>6} {'policy':6} {'ms/token':>9} {'in a slot':>9} {'page cache':>10} "
             f"{'SSD, MB/token':>13}",
         ]
-        for (slots, policy), r in self.settings.items():
+        for setting, r in self.settings.items():
+            slots, policy, direct = setting
             pages = "all" if r.page_nbytes == float("inf") else f"{r.page_nbytes / 1e6:.0f} MB"
-            mark = " <" if (slots, policy) == (c.slots, c.policy) else ""
+            pages = "past it" if direct else pages
+            mark = " <" if setting == (c.slots, c.policy, self.direct) else ""
             lines.append(
                 f"{slots:6d} {policy:6} {r.mean_s * 1e3:9.1f} {r.app_hit_rate:9.0%} {pages:>10} "
                 f"{r.read_per_token / 1e6:13.1f}{mark}"
@@ -134,7 +152,7 @@ def advise(
     check_memory(sizes, memory_nbytes)
     most = sizes.E if memory_nbytes == float("inf") else sizes.fits(memory_nbytes)
     if slots is None:
-        slots = np.unique(np.linspace(sizes.K, most, NUM_SLOTS).astype(int)).tolist()
+        slots = candidates(sizes, most)
     slots = [n for n in slots if sizes.K <= n <= most]
     if not slots:
         raise ValueError(
@@ -142,27 +160,33 @@ def advise(
             "got none."
         )
     skip = len(trace.decode) // 2 if skip is None else skip
-    every = [(n, policy) for policy in policies for n in slots]
+    ways = (False, True) if costs.reads_direct and memory_nbytes < float("inf") else (False,)
+    every = [Setting(n, policy, direct) for direct in ways for policy in policies for n in slots]
     settings = replay_settings(sizes, memory_nbytes, trace, costs, every, skip)
-    n, policy = pick(settings)
-    chosen = settings[n, policy]
+    n, policy, direct = picked = pick(settings)
+    chosen = settings[picked]
+    of_pages = (
+        "past the page cache"
+        if direct
+        else f"the page cache serves {np.nan_to_num(chosen.page_hit_rate):.0%} of the rest"
+    )
     why = [
-        f"{n} of {sizes.E} slots serve {chosen.app_hit_rate:.0%} of the experts; the page cache "
-        f"serves {np.nan_to_num(chosen.page_hit_rate):.0%} of the rest, and "
+        f"{n} of {sizes.E} slots serve {chosen.app_hit_rate:.0%} of the experts; {of_pages}, and "
         f"{chosen.read_per_token / 1e6:.1f} MB a token come from the SSD.",
-        _shape({m: r.mean_s * 1e3 for (m, p), r in settings.items() if p == policy}),
+        _shape(
+            {s.slots: r.mean_s * 1e3 for s, r in settings.items() if s[1:] == picked[1:]}, direct
+        ),
     ]
-    for (m, p), r in settings.items():
-        if m == n and p != policy:
-            why.append(f"With {n} slots {p} takes {r.mean_s / chosen.mean_s - 1:+.1%}.")
+    for other, r in settings.items():
+        if other.slots == n and sum(a != b for a, b in zip(other, picked)) == 1:
+            what = other.policy if other.policy != policy else f"reading {_way(other.direct)}"
+            why.append(f"With {n} slots {what} takes {r.mean_s / chosen.mean_s - 1:+.1%}.")
     layout = "packed"
     if packed_gain is None:
         why.append("The experts are packed already.")
     else:
         faster = costs.faster_disk(packed_gain)
-        packed = replay_settings(sizes, memory_nbytes, trace, faster, [(n, policy)], skip)[
-            n, policy
-        ]
+        packed = replay_settings(sizes, memory_nbytes, trace, faster, [picked], skip)[picked]
         saved = 1 - packed.mean_s / chosen.mean_s
         worth = "worth a repack" if saved >= WORTH else "not worth a repack"
         why.append(
@@ -180,6 +204,7 @@ def advise(
         )
     advice = Advice(
         StreamConfig(slots=n, policy=policy),
+        direct,
         layout,
         chosen.mean_s,
         memory_nbytes,
@@ -188,6 +213,11 @@ def advise(
         tuple(why),
     )
     return advice if advice.prefetch_may_pay else advice.because(_no_prefetch(advice))
+
+
+def candidates(sizes: ModelSizes, most: int) -> list[int]:
+    """Numbers of slots to choose from: a dozen from K to ``most``."""
+    return np.unique(np.linspace(sizes.K, most, NUM_SLOTS).astype(int)).tolist()
 
 
 def check_memory(sizes: ModelSizes, memory_nbytes: float):
@@ -209,53 +239,55 @@ def replay_settings(
     memory_nbytes: float,
     trace: Trace,
     costs: Costs,
-    settings: list[tuple[int, str]],
+    settings: Iterable[tuple],
     skip: int,
-) -> dict[tuple[int, str], Replay]:
-    """Replay a trace with every setting ``(slots, policy)``.
+) -> dict[Setting, Replay]:
+    """Replay a trace with every setting.
 
     Args:
         sizes (ModelSizes): Of the model.
         memory_nbytes (float): For the process and its page cache.
         trace (Trace): ``[T, L, K]``.
         costs (Costs): Of reads and arithmetic.
-        settings (list[tuple]): ``(slots, policy)``.
+        settings (Iterable[tuple]): What ``Setting`` takes.
         skip (int): Tokens that do not count.
 
     Returns:
-        dict[tuple, Replay]: By setting.
+        dict[Setting, Replay]: By setting.
     """
     return {
-        (n, policy): replay(
+        setting: replay(
             trace,
             memory_nbytes,
-            n,
-            policy,
+            setting.slots,
+            setting.policy,
             expert_nbytes=sizes.expert_nbytes,
             costs=costs,
             slot_nbytes=sizes.held_expert_nbytes,
             other_nbytes=sizes.other_nbytes,
             skip=skip,
+            direct=setting.direct,
         )
-        for n, policy in settings
+        for setting in (Setting(*given) for given in settings)
     }
 
 
-def pick(settings: dict[tuple[int, str], Replay]) -> tuple[int, str]:
+def pick(settings: dict[Setting, Replay]) -> Setting:
     """The fastest setting; among equals the one that copies and reads the fewest bytes.
 
     Args:
-        settings (dict[tuple, Replay]): Of ``replay_settings``.
-
-    Returns:
-        tuple: ``(slots, policy)``.
+        settings (dict[Setting, Replay]): Of ``replay_settings``.
     """
     best_s = min(r.mean_s for r in settings.values())
     equal = {key: r for key, r in settings.items() if r.mean_s <= best_s * (1 + EQUAL)}
     return min(equal, key=lambda key: equal[key].copied_per_token + equal[key].read_per_token)
 
 
-def _shape(ms):
+def _way(direct):
+    return "past the page cache" if direct else "through the page cache"
+
+
+def _shape(ms, direct):
     """How milliseconds change with the slots, in a sentence."""
     slots = list(ms)
     first, last, worst = slots[0], slots[-1], max(ms, key=ms.get)
@@ -264,7 +296,7 @@ def _shape(ms):
             f"Slots hardly matter here: {min(ms.values()):.1f} to {max(ms.values()):.1f} ms a "
             f"token with {first} to {last}."
         )
-    if first < worst < last:
+    if first < worst < last and not direct:
         return (
             f"A middling number of slots is the slowest: {ms[first]:.1f} ms a token with {first}, "
             f"{ms[worst]:.1f} with {worst}, {ms[last]:.1f} with {last}, because the page cache "

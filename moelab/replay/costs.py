@@ -1,6 +1,7 @@
 """What tokens, reads and arithmetic cost on one machine."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from math import isnan, nan
 
 import numpy as np
 
@@ -19,7 +20,11 @@ class Costs:
         warm_call_s (float): The fixed part of a layer's reads if all come from the page cache.
         cold_call_s (float): The fixed part if at least one comes from the disk.
         overlap (float): Where the engine overlaps a layer's reads and arithmetic, the share of the
-            shorter of the two that is hidden, 0 to 1.
+            shorter of the two that is hidden, 0 to 1. It is small where reads take time of the
+            cores that compute.
+        direct_s_per_byte (float): A byte read past the page cache; nan where that is impossible.
+        direct_call_s (float): The fixed part of a layer's reads past the page cache.
+        direct_overlap (float): As ``overlap``, of reads past the page cache.
     """
 
     fixed_s: float
@@ -29,19 +34,36 @@ class Costs:
     warm_call_s: float = 0.0
     cold_call_s: float = 0.0
     overlap: float = 0.0
+    direct_s_per_byte: float = nan
+    direct_call_s: float = 0.0
+    direct_overlap: float = 0.0
 
-    @classmethod
-    def median(cls, costs: list["Costs"]) -> "Costs":
-        """The median of several measurements, field by field."""
-        return cls(*(float(np.median([getattr(c, f.name) for c in costs])) for f in fields(cls)))
+    @property
+    def reads_direct(self) -> bool:
+        """Whether reads past the page cache are known."""
+        return not isnan(self.direct_s_per_byte)
+
+    def past_the_page_cache(self) -> "Costs":
+        """Every read goes past the page cache.
+
+        Raises:
+            ValueError: If that is impossible, or was not measured.
+        """
+        if not self.reads_direct:
+            raise ValueError(
+                "direct: expected costs of reads past the page cache, got none. Measure them on "
+                "Linux, or leave direct out."
+            )
+        return replace(
+            self,
+            cold_s_per_byte=self.direct_s_per_byte,
+            cold_call_s=self.direct_call_s,
+            overlap=self.direct_overlap,
+        )
 
     def without_arithmetic(self) -> "Costs":
         """The same reads on a device that computes in no time."""
-        return replace(self, fixed_s=0.0, expert_s=0.0, overlap=0.0)
-
-    def all_cached(self) -> "Costs":
-        """As if the page cache held the whole file: a read from the disk costs what a copy does."""
-        return replace(self, cold_s_per_byte=self.warm_s_per_byte, cold_call_s=self.warm_call_s)
+        return replace(self, fixed_s=0.0, expert_s=0.0, overlap=0.0, direct_overlap=0.0)
 
     def faster_copies(self, factor: float) -> "Costs":
         """With a page cache that is so many times as fast."""
@@ -53,7 +75,11 @@ class Costs:
 
     def faster_disk(self, factor: float) -> "Costs":
         """With a disk of so many times the bandwidth."""
-        return replace(self, cold_s_per_byte=self.cold_s_per_byte / factor)
+        return replace(
+            self,
+            cold_s_per_byte=self.cold_s_per_byte / factor,
+            direct_s_per_byte=self.direct_s_per_byte / factor,
+        )
 
     def copies_s(self, warm: np.ndarray, cold: np.ndarray, nbytes: int) -> np.ndarray:
         """Seconds that layers spend on the page cache.
@@ -73,58 +99,3 @@ class Costs:
     def hidden_s(self, reads_s: np.ndarray, experts_s: float) -> np.ndarray:
         """Seconds of each layer's reads that overlap hides; short reads are not overlapped."""
         return np.where(reads_s >= OVERLAP_S, self.overlap * np.minimum(reads_s, experts_s), 0.0)
-
-
-@dataclass(frozen=True)
-class CostSamples:
-    """The samples that ``Costs`` are computed from, in seconds.
-
-    Attributes:
-        L (int): MoE layers.
-        K (int): Experts per token.
-        expert_nbytes (int): One expert on disk.
-        warm (dict[int, list[float]]): A layer's reads with so many misses, from the page cache.
-        cold (dict[int, list[float]]): The same from the disk.
-        hit (list[float]): A token whose experts are all in slots.
-        miss (list[float]): A token with the most misses in every layer, all from the disk.
-        expert_s (float): One expert's arithmetic, a median.
-    """
-
-    L: int
-    K: int
-    expert_nbytes: int
-    warm: dict[int, list[float]]
-    cold: dict[int, list[float]]
-    hit: list[float]
-    miss: list[float]
-    expert_s: float
-
-    def costs(self) -> Costs:
-        """Medians, and a straight line through the reads from each source."""
-        (warm_s_per_byte, warm_call_s), (cold_s_per_byte, cold_call_s) = (
-            _line(np.array(list(s)) * self.expert_nbytes, [np.median(v) for v in s.values()])
-            for s in (self.warm, self.cold)
-        )
-        hit_s, miss_s = np.median(self.hit), np.median(self.miss)
-        reads_s, experts_s = np.median(self.cold[max(self.cold)]), self.K * self.expert_s
-        hidden = 1 - (miss_s - hit_s) / (self.L * reads_s)  # share of the reads
-        overlap = hidden * reads_s / min(reads_s, experts_s) if experts_s else 0.0
-        return Costs(
-            fixed_s=float(max(0.0, hit_s - self.L * experts_s)),
-            expert_s=self.expert_s,
-            warm_s_per_byte=warm_s_per_byte,
-            cold_s_per_byte=cold_s_per_byte,
-            warm_call_s=warm_call_s,
-            cold_call_s=cold_call_s,
-            overlap=float(np.clip(overlap, 0, 1)),
-        )
-
-
-def _line(nbytes, seconds):
-    """Seconds per byte and per call, by least squares of relative errors; neither is negative."""
-    x, y = np.asarray(nbytes, float), np.asarray(seconds)
-    if len(x) > 1:
-        slope, call_s = np.polyfit(x, y, 1, w=1 / y)
-        if slope >= 0 and call_s >= 0:
-            return float(slope), float(call_s)
-    return float((x * y).sum() / (x * x).sum()), 0.0

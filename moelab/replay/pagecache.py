@@ -32,7 +32,7 @@ class Replay:
         parts_s (dict[str, float]): Seconds of an average token by ``fixed``, ``experts``,
             ``copies`` (from the page cache) and ``disk``; ``hidden`` (not positive) is what
             overlap saved.
-        page_nbytes (float): The memory that was left for the page cache.
+        page_nbytes (float): The memory that was left for experts in the page cache.
     """
 
     token_s: np.ndarray
@@ -67,6 +67,7 @@ def replay(
     skip: int = 0,
     pages: str = "linux",
     read_ahead: int = 0,
+    direct: bool = False,
 ) -> Replay:
     """Replay a trace's decoded tokens through slots over a page cache.
 
@@ -82,13 +83,14 @@ def replay(
         skip (int): Tokens at the start that fill the caches, empty at first, and do not count.
         pages (str): As for ``cached``.
         read_ahead (int): As for ``cached``.
+        direct (bool): Whether experts are read past the page cache, which then holds none.
 
     Returns:
         Replay: Hit rates, bytes and seconds.
 
     Raises:
-        ValueError: If the slots and the rest do not fit in the memory, or an argument is not one
-            of the above.
+        ValueError: If the slots and the rest do not fit in the memory, an argument is not one of
+            the above, or the costs have none of direct reads.
     """
     experts = trace.decode.experts
     T, L, K = experts.shape
@@ -109,6 +111,8 @@ def replay(
         )
     missed = _missed(trace, slots, policy)
     units = (experts + np.arange(L, dtype=np.int64)[:, None] * E)[missed]
+    if direct:
+        costs, page_nbytes, read_ahead = costs.past_the_page_cache(), 0.0, 0
     found, brought = cached(units, L * E, page_nbytes, expert_nbytes, pages, read_ahead, E)
     layer = np.broadcast_to(np.arange(T * L).reshape(T, L, 1), experts.shape)[missed]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ..streaming.config import StreamConfig
 from ..streaming.footprint import footprint
 
-# Python and MLX without any weights: 73 to 77 MB in the recorded sweeps (Linux, CPU), rounded up.
+# Python and MLX without any weights: 73 to 77 MB (Linux, CPU), rounded up.
 PROCESS_NBYTES = 80_000_000
 # Room for activations, the caches of a short text and the pages that are being read: estimated.
 SPARE_NBYTES = 70_000_000

@@ -1,7 +1,8 @@
 """``plan``: how many slots fit, decided by a model's headers and the memory that there is.
 
-Notebook 03 decides: with nearly all of the memory in slots reads are fastest, with few slots nearly
-as fast, because the page cache has the rest; with half of it in slots both hold the same experts.
+Notebook 03 decides: with nearly all of the memory in slots and reads past the page cache a token is
+fastest. Through the page cache few slots are nearly as fast, because it has the rest; with half of
+the memory in slots both hold the same experts.
 """
 
 from collections import Counter
@@ -59,8 +60,8 @@ FEW_TOKENS = 64
 # kernels; with the fast ones, which also keep copies of what its other matrices give.
 BLOCK_VALUES, STREAM_VALUES, BLOCK_COPIES = 16, 8, 3
 LINEARS = (nn.Linear, nn.QuantizedLinear)
-# The time to read an expert from the page cache, as a share of the time from the SSD: 0.22 in the
-# sweeps of notebook 03.
+# The time to read an expert from the page cache, as a share of the time from the SSD: 0.22 for the
+# four layers of notebook 03.
 COPY_COST = 0.25
 # Why there are so many slots.
 ALL, RESIDENT_FITS = "every expert", " (mode='resident' fits, too)"

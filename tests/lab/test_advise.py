@@ -1,5 +1,7 @@
 """``advise`` for a model on this machine: what it measures, and the decision on top of it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -33,8 +35,12 @@ def test_prefetch_and_layout_are_advised_together(tmp_path, monkeypatch):
     packed = repack(TINY, tmp_path / "packed", progress=False)
     trace = locality.synthesize(FLAT, 120, 8, 64, 8)
     costs = Costs(1e-2, 5e-5, 1e-9, 4e-9)
-    memory = ModelSizes.of(TINY).least_nbytes + 4e6
+    size = ModelSizes.of(TINY)
+    memory = size.least_nbytes + 4e6
     given = {"trace": trace, "costs": costs}
+    free = advise(packed, float("inf"), lookahead=Lookahead(0.7, 0.1, 1e-3), **given)
+    assert free.config.prefetch == "none", "nothing is left to hide"
+    given["slots"] = advice.candidates(size, size.fits(memory))  # more than ``plan`` allows
     good = Lookahead(0.7, 0.1, 1e-3)
     plain = advise(TINY, memory, packed_gain=1.0, lookahead=good, **given)
     assert (plain.layout, plain.config.prefetch) == ("as it is", "none")
@@ -43,10 +49,8 @@ def test_prefetch_and_layout_are_advised_together(tmp_path, monkeypatch):
     there = advise(packed, memory, lookahead=good, **given)
     assert (there.layout, there.config.prefetch) == ("packed", "lookahead")
     assert plain.token_s > there.token_s > both.token_s
-    free = advise(packed, float("inf"), lookahead=good, **given)
-    assert free.config.prefetch == "none", "nothing is left to hide"
     for a in (plain, both, there):
-        assert (a.config.slots, a.config.policy) == advice.pick(a.settings)
+        assert (a.config.slots, a.config.policy, a.direct) == advice.pick(a.settings)
     counted = advise(packed, memory, **given)
     assert "a lookahead predicts" in str(counted)
 
@@ -71,4 +75,14 @@ def test_what_cannot_run_is_refused_before_anything_is_measured(monkeypatch):
 
 def test_what_is_not_given_is_measured():
     a = advise(TINY, memory=400e6, slots=[16, 64], policies=("lru",))
-    assert a.token_s > 0 and np.isfinite(a.token_s) and len(a.settings) == 2
+    assert a.token_s > 0 and np.isfinite(a.token_s)
+    assert {(s.slots, s.policy) for s in a.settings} == {(16, "lru"), (64, "lru")}
+
+
+@pytest.mark.parametrize(("planned", "most"), [(20, 20), (8, 31)])
+def test_no_more_slots_are_advised_than_plan_finds_room_for(planned, most, monkeypatch):
+    """With 8, the fewest, ``plan`` leaves the memory to the page cache: no bound."""
+    costs = Costs(5e-3, 1e-4, 1e-10, 1e-9, overlap=0.5)
+    monkeypatch.setattr(lab_advise, "plan", lambda *_, **given: SimpleNamespace(slots=planned))
+    found = advise(TINY, 170e6, costs=costs, packed_gain=1.0).settings
+    assert max(s.slots for s in found) == most

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 import moelab
+from moelab.lab import records
 from moelab.lab.experiments import costs as cost
 from moelab.replay import eviction, locality, pagecache
-from moelab.replay.costs import Costs, CostSamples
+from moelab.replay.costs import Costs
 
 
 @pytest.mark.parametrize("m", (1, 3, 4))
@@ -24,12 +25,15 @@ def test_tokens_made_to_miss(m):
 
 def test_costs_are_measured(random_tiny_moe):
     samples = cost.measure_samples(random_tiny_moe, tokens=6)
-    got = samples.costs()
-    assert all(np.isfinite(v) and v >= 0 for v in vars(got).values()) and got.overlap <= 1
+    got = cost.costs_of(samples)
+    known = {n: v for n, v in vars(got).items() if got.reads_direct or n != "direct_s_per_byte"}
+    assert all(np.isfinite(v) and v >= 0 for v in known.values()) and got.overlap <= 1
     assert got.warm_s_per_byte > 0 and got.cold_s_per_byte > 0
-    assert set(samples.warm) == set(samples.cold) == {1, 2, 4, 8}
-    every = (*samples.warm.values(), *samples.cold.values(), samples.hit, samples.miss)
-    assert all(len(s) == 6 for s in every)
+    counts = samples[samples.what != "expert"].groupby(["what", "variant", "misses"]).size()
+    assert set(counts) == {6}
+    for way in (cost.PAGES, cost.DISK, *([cost.DIRECT] if got.reads_direct else [])):
+        assert set(counts["reads", way].index) == {1, 2, 4, 8}
+    assert samples.attrs["settings"]["E"] == 64
     nbytes = moelab.footprint(random_tiny_moe).expert_nbytes
     t = locality.synthesize(locality.Locality((0.7,), (0.3,), (3.0,)), 60, 8, 64, 8)
     assert pagecache.replay(t, 1e9, 8, expert_nbytes=nbytes, costs=got).token_s.min() >= got.fixed_s
@@ -45,22 +49,45 @@ def test_costs_of_few_experts(top_k, tmp_path):
         with pytest.raises(ValueError, match=f"more experts than a token needs.*got {E} and {E}"):
             cost.measure_costs(path, moelab.StreamConfig(top_k=E, slots=E))
         return
-    got = cost.measure_costs(path, moelab.StreamConfig(top_k=top_k), tokens=4)
-    assert all(np.isfinite(v) and v >= 0 for v in vars(got).values())
+    got = vars(cost.measure_costs(path, moelab.StreamConfig(top_k=top_k), tokens=4))
+    got.pop("direct_s_per_byte")  # nan where reads cannot go past the page cache
+    assert all(np.isfinite(v) and v >= 0 for v in got.values())
 
 
 def test_costs_follow_from_the_samples():
-    """Made-up samples on two exact lines, with half of the shorter side hidden."""
-    warm = {m: [1e-5 + m * 10 * 1e-6] * 3 for m in (1, 4)}
-    cold = {m: [1e-4 + m * 10 * 1e-5] * 3 for m in (1, 4)}
-    reads_s, experts_s = 1e-4 + 4 * 10 * 1e-5, 4 * 1e-4
-    hit_s = 0.01
-    miss_s = hit_s + 2 * (reads_s - 0.5 * min(reads_s, experts_s))
-    samples = CostSamples(2, 4, 10, warm, cold, [hit_s], [miss_s], 1e-4)
-    want = Costs(hit_s - 2 * experts_s, 1e-4, 1e-6, 1e-5, 1e-5, 1e-4, 0.5)
-    assert vars(samples.costs()) == pytest.approx(vars(want))
-    free = want.without_arithmetic()
-    assert (free.fixed_s, free.expert_s, free.overlap) == (0, 0, 0)
-    assert free.cold_s_per_byte == want.cold_s_per_byte
-    assert want.all_cached().cold_call_s == want.warm_call_s
-    assert Costs.median([want, want.faster_disk(2), want.faster_disk(4)]) == want.faster_disk(2)
+    """Made-up samples on exact lines, with half of the shorter side hidden, or a quarter."""
+
+    def line(call_s, byte_s):
+        return {m: call_s + m * 10 * byte_s for m in (1, 4)}
+
+    lines = {cost.PAGES: line(1e-5, 1e-6), cost.DISK: line(1e-4, 1e-5)}
+    lines[cost.DIRECT] = line(2e-5, 9e-6)
+    rows = [("reads", v, m, s) for v, reads in lines.items() for m, s in reads.items()] * 3
+    hit_s, experts_s = 0.01, 4 * 1e-4
+    for variant, hidden in ((cost.DISK, 0.5), (cost.DIRECT, 0.25)):
+        reads_s = lines[variant][4]
+        miss_s = hit_s + 2 * (reads_s - hidden * min(reads_s, experts_s))
+        rows.append(("token", variant, 4, miss_s))
+    rows += [("token", "slots", 0, hit_s), ("expert", "slots", 0, 1e-4)]
+    names = "what", "variant", "misses", "seconds"
+    settings = {"L": 2, "K": 4, "expert_nbytes": 10}
+
+    def costs_of(rows):
+        record = {"settings": settings, "rows": [dict(zip(names, r)) for r in rows]}
+        return cost.costs_of(records.table(record))
+
+    want = Costs(hit_s - 2 * experts_s, 1e-4, 1e-6, 1e-5, 1e-5, 1e-4, 0.5, 9e-6, 2e-5, 0.25)
+    got = costs_of(rows)
+    assert vars(got) == pytest.approx(vars(want))
+    free = got.without_arithmetic()
+    assert (free.fixed_s, free.expert_s, free.overlap, free.direct_overlap) == (0, 0, 0, 0)
+    assert free.cold_s_per_byte == got.cold_s_per_byte
+    assert got.faster_disk(2).direct_s_per_byte == got.direct_s_per_byte / 2
+    past = got.past_the_page_cache()
+    assert (past.cold_s_per_byte, past.cold_call_s, past.overlap) == pytest.approx(
+        (9e-6, 2e-5, 0.25)
+    )
+    without = costs_of([r for r in rows if r[1] != cost.DIRECT])
+    assert not without.reads_direct
+    with pytest.raises(ValueError, match="costs of reads past the page cache, got none"):
+        without.past_the_page_cache()

@@ -1,114 +1,101 @@
-"""The recorded sweeps beside their replay, and what notebook 03 shows of them."""
+"""Notebook 03: what it asks of a bench's rows, and the replay of the same settings."""
 
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
-from moelab.lab import limit
-from moelab.lab.experiments import page_cache, sweep
-from moelab.lab.experiments.sweep_record import Point, Runs, Tokens
-from moelab.lab.figures import page_cache as figures
+from moelab.commands.stream_options import parse_modes
+from moelab.lab import limit, records
+from moelab.lab.experiments import bench, page_cache
 from moelab.lab.plots import style
 from moelab.replay import locality
 from moelab.replay.costs import Costs
+from moelab.replay.sizes import ModelSizes
 
-CODE, PROSE, PINNED = "cpu_sweep_35b", "cpu_sweep_35b_prose", "cpu_sweep_pinned"
-FLAT = locality.Locality((0.9,), (0.2,), (2.0,))
-
-
-@pytest.fixture(scope="module", params=[CODE, PROSE])
-def record(request):
-    return sweep.recorded(request.param)
+SIZES = ModelSizes(1_900_000_000, 110_000_000, 1_770_000, 7_080_000, L=4, E=256, K=8)
+COSTS = Costs(0.0, 0.0, 1e-10, 1e-9, direct_s_per_byte=0.9e-9)
+FEW = locality.Locality((0.4,), (0.3,), (1.5,))
 
 
-@pytest.fixture(scope="module")
-def code():
-    return sweep.recorded(CODE)
+def row(variant, i=0, **columns):
+    same = {"decode_tokens": 2, "decode_s": 0.1, "wait_s": 0.02, "in_pages": 0, "bytes_read": 40}
+    return {"variant": variant, "round": i, "mode": "fused", **same, **columns}
 
 
-@pytest.fixture(scope="module")
-def found(code):
-    return {
-        "like code": page_cache.slowdown(FLAT, code.median_costs, code.sizes, [0.4, 0.8], 80, 4)
+def test_how_experts_were_read_follows_from_the_rows():
+    counts = {"hits": 4, "misses": 4}
+    rows = [
+        row("resident", mode="resident", hits=0, misses=0),
+        row("buffers", mode="buffers", hits=0, misses=8, disk_nbytes=20),
+        row("copied", **counts, slots=8, direct=False, zero_copy=False, disk_nbytes=20),
+        row("in place", **counts, slots=8, direct=False, disk_nbytes=90),
+        row("past", **counts, slots=90, direct=True, disk_nbytes=40),
+        row("past", 1, **counts, slots=80, direct=True, disk_nbytes=40),
+        row("killed", direct=True, slots=99, killed=True),
+    ]
+    found = page_cache.told(records.table({"rows": rows})).set_index("variant")
+    ways = page_cache.NO_SLOTS, page_cache.COPIED, page_cache.IN_PLACE, *[page_cache.DIRECT] * 3
+    assert tuple(found["reads"]) == ways
+    assert list(found.slots) == [0, 8, 8, 85, 85, 99]
+    copied = found.loc["copied"]
+    assert (copied.ms, copied.wait_ms) == (50, 10)
+    assert (copied.slot_percent, copied.disk_percent, copied.page_percent) == (50, 25, 25)
+    assert found.loc["in place"].page_percent == 0, "the disk brought more than was needed"
+    assert page_cache.fastest(found.reset_index()).startswith("20.0 tok/s with 0 slots")
+
+
+def test_only_what_differs_is_measured():
+    modes = "resident,buffers,fused/slots=8,fused/slots=8/zero_copy=False,fused/policy=lfu"
+    found = bench.crossed(parse_modes(modes), [100, None], direct=(False, True))
+    facts = {name: v.facts for name, v in found.items() if "no limit" not in name}
+    assert [n for n in facts if "past" in n and "MB" in n] == [
+        "fused/slots=8, 0 MB, past the page cache",
+        "fused/policy=lfu, 0 MB, past the page cache",
+    ]
+    assert facts["fused/slots=8/zero_copy=False, page cache"] == {
+        **{"mode": "fused", "slots": 8, "zero_copy": False, "direct": False}
     }
+    assert facts["fused/policy=lfu, page cache"]["policy"] == "lfu"
+    assert facts["buffers"] == {"mode": "buffers"}
+    with pytest.raises(ValueError, match="expected True or False, got 'no'"):
+        parse_modes("fused/zero_copy=no")
 
 
-def test_a_record_is_whole(record):
-    assert sum(n is not None for n in record.limits) >= 2
-    for n in record.limits:
-        slots = [r.point.slots for r in page_cache.curve(record, n)]
-        assert len(slots) >= 3 and slots == sorted(slots)
-    assert min(n for n in record.limits if n) * 3 < record.sizes.checkpoint_nbytes
-    assert all(len(r.reads.seconds) >= 5 for r in record.rows())
-    assert len(record.costs) >= 2
+@pytest.mark.parametrize("mb", (478, 956, 1530))
+def test_the_replay_hits_what_the_engine_hit(mb):
+    sizes, costs = page_cache.machine_and_model(records.read("cpu_costs_35b"))
+    samples = page_cache.recorded(mb)
+    found = page_cache.replayed(samples, sizes, costs)
+    assert set(found["reads"]) == {page_cache.COPIED, page_cache.DIRECT}
+    assert (found.hit_rate - found.replayed_hit_rate).abs().max() < 0.05
+    past = found[found["reads"] == page_cache.DIRECT]
+    assert (past.replayed_disk_MB / past.disk_MB - 1).abs().max() < 0.15
+    experts = np.random.default_rng(0).random((len(page_cache.routing()), 4, 256)).argsort(-1)
+    other = locality.decode_trace(experts[..., :8].astype(np.uint16), 256)  # repeats nothing
+    wrong = page_cache.replayed(samples, sizes, costs, other)
+    assert (wrong.hit_rate - wrong.replayed_hit_rate).abs().max() > 0.1
 
 
-def test_the_replay_hits_what_the_engine_hit_and_reads_what_the_disk_brought(record):
-    compared = page_cache.compare(record)
-    for c in compared:
-        assert c.predicted_hit_rate == pytest.approx(c.row.hit_rate, abs=1e-9)
-    off = [abs(c.disk_error) for c in compared if c.row.point.limit_nbytes]
-    assert np.median(off) < 0.05 and max(off) < 0.25
+def test_past_the_page_cache_more_slots_only_help():
+    found = page_cache.by_memory({"code": (FEW, COSTS)}, SIZES, [40, 80], tokens=120)
+    past = found[found["reads"] == page_cache.DIRECT]
+    for _, rows in past.groupby("percent"):
+        assert rows.slots.is_monotonic_increasing and len(rows) > 3
+        assert rows.disk_MB.is_monotonic_decreasing and rows.ms.is_monotonic_decreasing
+    no_direct = page_cache.by_memory({"code": (FEW, Costs(0, 0, 0, 1e-9))}, SIZES, [80], 120)
+    assert set(no_direct["reads"]) == {page_cache.COPIED}
 
 
-def test_the_replay_is_near_the_measured_time(record):
-    a = page_cache.agreement(page_cache.compare(record))
-    assert a.median_error <= page_cache.ERROR_BOUND, a
+def test_cheaper_copies_make_the_middle_slower():
+    by = partial(page_cache.by_memory, sizes=SIZES, percents=[80], tokens=160)
+    dear, free = (by({"x": (FEW, Costs(0, 0, copy, 1e-9))}) for copy in (1e-9, 0))
+    assert free.of_fewest.max() > max(1, dear.of_fewest.max())
+    assert list(free.disk_MB) == list(dear.disk_MB)
 
 
-@pytest.mark.parametrize("name", [CODE, PINNED])
-def test_with_its_arithmetic_every_setting_wrote_the_same(name):
-    record = sweep.recorded(name)
-    assert record.same_tokens()
-    first = record.samples[0].measured
-    other = replace(first, decode=replace(first.decode, tokens=[-1]))
-    record.samples.append(replace(record.samples[0], measured=other))
-    assert not record.same_tokens()
-
-
-def test_the_slow_middle_is_in_the_record(code):
-    e = page_cache.extremes(code, code.limits[1])
-    # Half-way the SSD is read more than with the fewest slots, and the most slots are the fastest.
-    assert e.bytes_ratio > 1.5 and e.most_over_fewest < 0 and e.most_over_best < 0.05
-    free = page_cache.extremes(code, None)
-    assert free.most == free.best and np.isnan(free.bytes_ratio)
-
-
-def test_pinning_recorded():
-    """A trace of other code pins fewer hits than the text's own; no replay pins."""
-    record = sweep.recorded(PINNED)
-    hits = {(r.point.slots, r.point.pinned_by): r.hit_rate for r in record.rows()}
-    assert set(hits) == {(8, ""), (32, ""), (8, "code"), (8, "tests")}
-    assert hits[8, ""] < hits[8, "code"] < hits[32, ""] < hits[8, "tests"]
-    assert [c.row.point.slots for c in page_cache.compare(record)] == [8, 32]
-    seconds = page_cache.pinning(record)
-    assert list(seconds)[:2] == ["8 slots", "32 slots"]
-    assert all(len(s) == 5 for s in seconds.values())
-
-
-def test_neighbours_count_only_where_their_quartiles_are_apart(code):
-    row = code.rows()[0]
-
-    def compared(slots, low, high, predicted):
-        runs = Runs({0: low, 1: (low + high) / 2, 2: high})
-        return page_cache.Compared(
-            replace(row, point=Point(slots, 10)), runs, predicted, row.hit_rate, 0.0
-        )
-
-    a = page_cache.agreement([
-        compared(8, 1.0, 1.2, 1.1),
-        compared(16, 1.0, 1.3, 1.0),
-        compared(32, 2.0, 2.2, 2.5),
-        compared(64, 1.0, 1.1, 3.0),
-    ])  # fmt: skip
-    assert (a.neighbours, a.same_order) == (2, 1)
-    assert a.worst_error == pytest.approx(3.0 / 1.05 - 1)
-
-
-def test_the_sliders_go_to_their_ends(code):
-    few = locality.Locality((0.5,), (0.3,), (1.5,))
-    look = figures.dial(code.sizes, few, code.median_costs, 60)
+def test_the_sliders_go_to_their_ends():
+    look = page_cache.dial(SIZES, locality.Locality((0.5,), (0.3,), (1.5,)), COSTS, 60)
     for memory, slots, policy, skew, ssd, work in (
         (25, 8, "lru", 0.0, 0.5, 0),
         (95, 256, "belady", 1.5, 8.0, 200),
@@ -119,57 +106,15 @@ def test_the_sliders_go_to_their_ends(code):
         assert np.isfinite(fig.data[0].y).all()
     slow, fast = (look(60, 60, "lru", 0.5, ssd, 0).data[0].y for ssd in (0.5, 4.0))
     assert (np.array(slow) > np.array(fast)).all()
+    with pytest.raises(ValueError, match="Take more memory"):
+        look(5, 8, "lru", 0.0, 1.0, 0)
 
 
-def test_cheaper_copies_make_the_middle_slower(code):
-    few = locality.Locality((0.4,), (0.3,), (1.5,))
-    dear, free = (
-        page_cache.slowdown(few, Costs(0, 0, copy, 1e-9), code.sizes, [0.8], 160)
-        for copy in (1e-9, 0)
-    )
-    assert free.slowest[0] > dear.slowest[0]
-    assert free.bytes == dear.bytes and free.bytes[0] > 1
-
-
-def test_without_a_way_to_limit_memory_the_live_sweep_says_so(monkeypatch, capsys):
+def test_without_a_way_to_limit_memory_the_live_part_says_so(monkeypatch, capsys):
     def refuse(*args, **kwargs):
         raise limit.NoLimit("Cannot limit memory here: because.")
 
-    monkeypatch.setattr(page_cache, "sweep", refuse)
-    monkeypatch.setattr(page_cache, "points", lambda *a: [])
-    assert page_cache.live("model", [1], [8], None, 1, Tokens()) is None
-    assert "No live sweep" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("part", ["reads", "decode"])
-def test_advice_is_within_5_percent_of_the_best_point_of_the_sweep(record, part):
-    if part == "decode" and not record.tokens.decode:
-        pytest.skip("this sweep did not decode")
-    found = page_cache.advised(record, part)
-    assert len(found) == 2
-    for f in found:
-        assert f.slower <= 0.05, f
-
-
-def test_every_chart_says_what_it_shows(code, found):
-    roomy = code.limits[1]
-    compared = page_cache.compare(code)
-    policies = page_cache.replay_policies(code, roomy, [8, 97, 157], 40)
-    charts = [
-        figures.reads_chart(code, compared),
-        figures.decode_chart(code, "MLX's kernels"),
-        figures.decode_chart(sweep.recorded("cpu_sweep_35b_fast"), "moelab's kernels"),
-        figures.read_ahead_chart(code),
-        figures.live_chart(code),
-        figures.sources_chart(code, roomy),
-        figures.agreement_chart({"like code": compared}, compared, code),
-        figures.slowdown_chart(found, code),
-        figures.policies_chart(policies, code),
-        figures.pinning_chart(sweep.recorded(PINNED)),
-    ]
-    assert all(style.words(fig) and fig.layout.title.text for fig in charts)
-    assert policies.middle == 97 and set(policies.at_middle) == set(policies.replays)
-    fast = sweep.recorded("cpu_sweep_35b_fast")
-    rows = figures.verdicts(code, fast, sweep.recorded(PINNED), found, policies)
-    assert [id for id, *_ in rows] == ["A5", "A6", "E1", "E4"]
-    assert all(verdict == "depends on" for _, _, verdict, _ in rows)
+    monkeypatch.setattr(page_cache.synthesize, "synthesize", lambda path, *args, **kwargs: path)
+    monkeypatch.setattr(bench, "measure", refuse)
+    assert page_cache.live([1], [8], 32, 1, 2) is None
+    assert "Nothing is measured here" in capsys.readouterr().out

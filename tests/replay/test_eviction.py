@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.__main__ import parse
-from moelab.commands.stream_options import mode_given
+from moelab.commands.stream_options import mode_given, parse_modes
 from moelab.replay import advice, eviction, locality, pagecache
 from moelab.replay.costs import Costs
 from moelab.replay.sizes import ModelSizes
@@ -223,7 +223,7 @@ def test_a_policy_is_added_in_one_line(monkeypatch, random_tiny_moe):
     args = parse(["generate", "M", "--prompt", "x", "--slots", "14", "--policy", "half"])
     found = mode_given(args)
     assert found == moelab.StreamConfig(slots=14, policy="half", lazy_logits=True)
-    assert parse(["sweep", "M", "--json", "F", "--policies", "lru,half"]).policies[1] == "half"
+    assert parse_modes("fused/policy=half")["fused/policy=half"].policy == "half"
     hits, want = hits_of_a_model(random_tiny_moe, "half")
     assert hits == want
 

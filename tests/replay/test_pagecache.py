@@ -288,3 +288,18 @@ def test_bad_input(wrong, match):
     call = dict(trace=made(), memory_nbytes=40 * MB, slots=6, expert_nbytes=MB, costs=COSTS) | wrong
     with pytest.raises(ValueError, match=match):
         pagecache.replay(**call)
+
+
+def test_past_the_page_cache_every_miss_is_read():
+    t = locality.synthesize(locality.Locality((0.5,), (0.3,), (2.0,)), 80, 2, 32, 4)
+    costs = Costs(0.0, 0.0, 1e-10, 1e-9, direct_s_per_byte=5e-10)
+    through, past = (
+        pagecache.replay(t, 1e9, 8, expert_nbytes=1000, costs=costs, skip=40, direct=d)
+        for d in (False, True)
+    )
+    assert past.app_hit_rate == through.app_hit_rate and past.page_hit_rate == 0
+    assert past.copied_per_token == 0 and through.read_per_token < past.read_per_token
+    assert past.read_per_token == pytest.approx((1 - past.app_hit_rate) * 2 * 4 * 1000)
+    assert past.mean_s == pytest.approx(past.read_per_token * 5e-10)
+    with pytest.raises(ValueError, match="costs of reads past the page cache"):
+        pagecache.replay(t, 1e9, 8, expert_nbytes=1000, costs=Costs(0, 0, 0, 1e-9), direct=True)

@@ -40,6 +40,7 @@ from ...commands.stream_options import (
     parse_modes,
 )
 from ...memory import memory_available
+from ...streaming.config import SLOT_MODES
 from ...streaming.reading import native
 from ...streaming.session import session_of
 from ...streaming.trace import Trace
@@ -92,16 +93,24 @@ class Variant:
     def facts(self) -> dict[str, Any]:
         """The columns that tell its rows apart, without those of no meaning."""
         drafts = {"draft": Path(self.draft or "").name, "num_drafts": str(self.num_drafts)}
-        slots = {} if "slots" in self.config.unused() else {"slots": self.config.slots}
+        config, cache = self.config, {}
+        if _has_slots(config):
+            cache |= {} if config.asks_for_slots else {"slots": config.slots}
+            cache |= {} if config.zero_copy else {"zero_copy": False}
+            cache |= {} if config.policy == "auto" else {"policy": config.policy}
         return {
-            "mode": self.config.mode,
-            **slots,
-            **({"top_k": self.config.top_k} if self.config.top_k else {}),
+            "mode": config.mode,
+            **cache,
+            **({"top_k": config.top_k} if config.top_k else {}),
             **({"limit_nbytes": self.limit_nbytes} if self.limit_nbytes else {}),
             **(drafts if self.draft else {}),
             **({"cold": self.cold} if self.cold != "no" else {}),
             **({} if self.direct is None else {"direct": self.direct}),
         }
+
+
+def _has_slots(config):
+    return config.mode in SLOT_MODES
 
 
 def resident_like(base: StreamConfig | None = None) -> StreamConfig:
@@ -126,7 +135,8 @@ def crossed(
         limits (Sequence): Bytes; None for no limit. With a limit ``RESIDENT`` comes first.
         draft (str): As of ``Variant``.
         lengths (Sequence): Numbers of drafts, and ``auto``.
-        direct (Sequence): As of ``Variant``, of the modes that stream.
+        direct (Sequence): As of ``Variant``. Modes without slots read through the page cache, and
+            past it nothing is copied from it: these are not measured twice.
         layouts (Mapping): Folders of the same model by name; None for the bench's.
         cold (str): As of ``Variant``.
 
@@ -136,8 +146,9 @@ def crossed(
     out, drafts = {}, [None, *lengths] if draft else [None]
     every = product(configs.items(), layouts.items(), limits, direct, drafts)
     for (name, config), (layout, path), limit_nbytes, past, n in every:
-        if past is not None and config.mode == "resident":
+        if past and not (_has_slots(config) and config.zero_copy):
             continue
+        past = past if _has_slots(config) else None
         words = [name, layout]
         words += [f"{limit_nbytes / 1e6:.0f} MB"] if limit_nbytes else []
         words += [] if past is None else ["past the page cache" if past else "page cache"]
@@ -181,7 +192,7 @@ class _Opened:
 
     def sample(self, prompt, tokens, warmup, feed, temp, seed) -> dict[str, Any]:
         """The columns of a run."""
-        model, variant, rss_nbytes = self.model, self.variant, []
+        model, variant, rss_nbytes, disk = self.model, self.variant, [], []
         drop = partial(oscache.drop_pages, self.path) if variant.cold != "no" else None
         if feed:
             ids, fed = texts_of(feed, warmup + tokens, self.path)
@@ -200,6 +211,7 @@ class _Opened:
             rss_nbytes.append(psutil.Process().memory_info().rss)
             if drop:
                 drop()
+            disk.append(oscache.disk_read_nbytes())
 
         given = {**amount, "before_clock": before_clock, "before_prompt": drop}
         given["sampler"] = make_sampler(temp) if temp else None
@@ -223,6 +235,7 @@ class _Opened:
                 feed=fed,
                 before_token=drop if variant.cold == "token" else None,
             )
+        disk.append(oscache.disk_read_nbytes())
         peak, taken, counters = mx.get_peak_memory(), session_of(model), asdict(ran.counters)
         del counters["tokens"]
         row = {
@@ -235,11 +248,12 @@ class _Opened:
             "step_s": ran.step_s,
             **counters,
             "held_nbytes": self.nbytes,
+            **({} if None in disk else {"disk_nbytes": disk[1] - disk[0]}),
             "peak_nbytes": self.nbytes + peak - before,
             "predicted_nbytes": footprint(self.path, taken.config).total_nbytes,
             "rss_warm_nbytes": rss_nbytes[0],
             "rss_end_nbytes": psutil.Process().memory_info().rss,
-            **({"plan": taken.plan.reason} if taken.plan else {}),
+            **({"plan": taken.plan.reason, "slots": taken.plan.slots} if taken.plan else {}),
             **variant.facts,
         }
         if ran.rounds:
@@ -299,10 +313,11 @@ def measure(
         DataFrame: A row a run: ``variant``, ``round``, the variant's ``facts``, ``prompt_tokens``,
         ``tokens`` (list: the prompt's next token, the warm-up and the timed ones), ``prefill_s``
         (until the first of them), ``prompt_nbytes`` (read for the prompt), ``decode_tokens``,
-        ``decode_s``, ``step_s`` (list), the ``Counters`` of the timed tokens, ``held_nbytes`` (by
-        MLX once loaded), ``peak_nbytes`` (the most that it held), ``predicted_nbytes`` (of
-        ``footprint``), ``rss_warm_nbytes`` and ``rss_end_nbytes`` (of the process, before and after
-        the timed tokens), ``plan`` (why so many slots, if ``moelab.plan`` chose them). With a draft
+        ``decode_s``, ``step_s`` (list), the ``Counters`` of the timed tokens, ``disk_nbytes`` (that
+        the disk brought for them, where the system says it), ``held_nbytes`` (by MLX once loaded),
+        ``peak_nbytes`` (the most that it held), ``predicted_nbytes`` (of ``footprint``),
+        ``rss_warm_nbytes`` and ``rss_end_nbytes`` (of the process, before and after the timed
+        tokens), ``plan`` (why so many slots, if ``moelab.plan`` chose them). With a draft
         ``rounds``, ``drafted``, ``accepted``, ``committed`` (list: tokens of each round with
         drafts), ``draft_s``, ``verify_s``. Cold or with limits ``disk_bytes_per_s`` before the
         round; with limits ``rss_begin_nbytes``, ``limited_by`` and ``killed``.

@@ -1,53 +1,65 @@
-"""Measure what tokens, reads and arithmetic cost on this machine, with the engine's own calls."""
+"""Measure what tokens, reads and arithmetic cost on this machine, with the engine's own calls.
+
+python -m moelab.lab costs OUT.json MODEL
+"""
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ... import StreamConfig, footprint, load
-from ...replay.costs import Costs, CostSamples
+from ...replay.costs import Costs
 from ...replay.locality import decode_trace
+from ...replay.sizes import ModelSizes
+from ...streaming.reading import native
 from ...streaming.record import route_by
+from ...streaming.residency.bank import can_empty
 from ...streaming.session import session_of
-from .. import oscache
+from .. import oscache, records
+from ..models import folder
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 DISCARDED = 2  # tokens or calls at the start of a series, slower than the rest
 ROUNDS = 2  # of every kind of sample
+SAMPLES = 24  # of each kind in a record
+# Where a layer's misses come from; the variants of a record.
+PAGES, DISK, DIRECT = "page cache", "disk", "past the page cache"
 
 
 def measure_costs(
     path: str | Path, config: StreamConfig | None = None, tokens: int = 12, seed: int = 0
 ) -> Costs:
-    """The costs that a replay needs: medians of ``measure_samples``.
-
-    Args:
-        path (str or Path): A model folder.
-        config (StreamConfig, optional): As for ``measure_samples``.
-        tokens (int): Samples of each kind.
-        seed (int): Of the order of reading.
-    """
-    return measure_samples(path, config, tokens, seed).costs()
+    """The costs that a replay needs: ``costs_of`` what ``measure_samples`` measures."""
+    return costs_of(measure_samples(path, config, tokens, seed))
 
 
 def measure_samples(
     path: str | Path, config: StreamConfig | None = None, tokens: int = 12, seed: int = 0
-) -> CostSamples:
+) -> "DataFrame":
     """Time reads, tokens and one expert's arithmetic.
 
-    First reads without arithmetic, from the disk and from the page cache, with 1 to K misses in a
-    layer. Then whole tokens without a miss, and with as many misses from the disk as there can be,
-    which shows how much of the reads the arithmetic hides.
+    First reads without arithmetic with 1 to K misses in a layer, from the disk, from the page cache
+    and past it. Then whole tokens without a miss, and with as many misses from the disk as there
+    can be, which shows how much of the reads the arithmetic hides.
 
     Args:
         path (str or Path): A model folder.
-        config (StreamConfig, optional): Its ``mode`` (``stacked`` or ``fused``), ``readers``,
-            ``dtype`` and ``top_k`` count.
+        config (StreamConfig): Its ``mode`` (``stacked`` or ``fused``), ``readers``, ``dtype`` and
+            ``top_k`` count.
         tokens (int): Samples of each kind; fewer from the disk if there are too few experts.
         seed (int): Of the order of reading.
+
+    Returns:
+        DataFrame: ``what`` (``reads`` of a layer, a ``token``, an ``expert``), ``variant`` (where
+        the misses came from), ``misses`` in each layer, ``seconds``. ``settings`` has the
+        ``ModelSizes``.
 
     Raises:
         ValueError: If the mode has no slots, or every token needs every expert.
@@ -62,25 +74,79 @@ def measure_samples(
             "measure_costs: expected more experts than a token needs, or none is ever read twice; "
             f"got {E} and {K}."
         )
+    settings = {"model": Path(path).name, **asdict(ModelSizes.of(path)), "K": K}
+    running = records.Running("costs", settings | {"samples": tokens, "seed": seed})
     most = min(K, E - K)  # misses in a layer, token after token
     rng = np.random.default_rng(seed)
 
-    def rows(misses, num):
+    def made(misses, num):
         return rows_with_misses(misses, num, L, E, K, rng)
 
-    config = replace(config, slots=K, prefetch="none")
+    def row(what, variant, misses, seconds):
+        return {"what": what, "variant": variant, "misses": misses, "seconds": seconds}
+
+    config = replace(config, slots=K, prefetch="none", zero_copy=False)
     model, _ = load(path, config)
     with model:
-        warm, cold = _time_reads(model, path, most, rows, tokens, rng)
-        hit, miss = [], []
+        reader, rows = session_of(model).reader, []
+        ways = {DISK: False} | ({DIRECT: True} if _reads_direct() else {})
+        for variant, misses, seconds in _time_reads(model, path, most, made, tokens, rng):
+            rows.append(row("reads", variant, misses, seconds))
         for _ in range(ROUNDS):
-            same = np.repeat(rows(1, 2)[:1], tokens // 2 + DISCARDED, axis=0)
-            hit += _time_tokens(model, same, E)
-            need = rows(most, tokens // 2 + DISCARDED)
-            oscache.drop_pages(path)
-            miss += _time_tokens(model, need, E)
-        expert_s = _expert_s(model, rows(1, 2)[0, 0], tokens)
-    return CostSamples(L, K, size.expert_nbytes, warm, cold, hit, miss, expert_s)
+            same = np.repeat(made(1, 2)[:1], tokens // 2 + DISCARDED, axis=0)
+            rows += [row("token", "slots", 0, s) for s in _time_tokens(model, same, E)]
+            for variant, reader.direct in ways.items():
+                need = made(most, tokens // 2 + DISCARDED)
+                oscache.drop_pages(path)
+                rows += [row("token", variant, most, s) for s in _time_tokens(model, need, E)]
+            reader.direct = False
+        more_s = _expert_s(model, made(1, 2)[0, 0], tokens)
+        rows += [row("expert", "slots", 0, s) for s in more_s]
+    return running.table(rows)
+
+
+def costs_of(samples: "DataFrame") -> Costs:
+    """Medians of ``measure_samples``, and a straight line through the reads from each source."""
+    given = samples.attrs["settings"]
+    L, K, nbytes = given["L"], given["K"], given["expert_nbytes"]
+    medians = samples.groupby(["what", "variant", "misses"]).seconds.median()
+    expert_s = max(0.0, float(medians["expert", "slots", 0]))
+    hit_s, experts_s = medians["token", "slots", 0], K * expert_s
+
+    def line(variant):
+        reads = medians["reads", variant]
+        return _line(reads.index.to_numpy(float) * nbytes, reads.to_numpy())
+
+    def overlap(variant):
+        """The share of the shorter of reads and arithmetic that is hidden."""
+        reads_s, miss_s = medians["reads", variant].iloc[-1], medians["token", variant].iloc[0]
+        hidden_s = reads_s - (miss_s - hit_s) / L
+        return float(np.clip(hidden_s / min(reads_s, experts_s), 0, 1)) if experts_s else 0.0
+
+    direct = {}
+    if ("reads", DIRECT) in medians:
+        direct = dict(zip(("direct_s_per_byte", "direct_call_s"), line(DIRECT)))
+        direct["direct_overlap"] = overlap(DIRECT)
+    (warm_s_per_byte, warm_call_s), (cold_s_per_byte, cold_call_s) = line(PAGES), line(DISK)
+    return Costs(
+        fixed_s=float(max(0.0, hit_s - L * experts_s)),
+        expert_s=expert_s,
+        warm_s_per_byte=warm_s_per_byte,
+        cold_s_per_byte=cold_s_per_byte,
+        warm_call_s=warm_call_s,
+        cold_call_s=cold_call_s,
+        overlap=overlap(DISK),
+        **direct,
+    )
+
+
+def _line(nbytes, seconds):
+    """Seconds per byte and per call, by least squares of relative errors; neither is negative."""
+    if len(nbytes) > 1:
+        slope, call_s = np.polyfit(nbytes, seconds, 1, w=1 / seconds)
+        if slope >= 0 and call_s >= 0:
+            return float(slope), float(call_s)
+    return float((nbytes * seconds).sum() / (nbytes * nbytes).sum()), 0.0
 
 
 def rows_with_misses(
@@ -99,26 +165,33 @@ def rows_with_misses(
     return order[:, places].transpose(1, 0, 2)
 
 
-def _time_reads(model, path, most, rows, tokens, rng):
-    """Seconds of a layer's reads by number of misses, from the page cache and from the disk."""
-    layers = session_of(model).layers
+def _reads_direct():
+    """Whether the engine can read past the page cache: where Linux computes on a CPU."""
+    return can_empty() and native.direct_loop() is not None
+
+
+def _time_reads(model, path, most, made, tokens, rng):
+    """Yields where a layer's reads came from, the misses in it and the seconds they took."""
+    session = session_of(model)
+    layers, reader = session.layers, session.reader
 
     def bring(row):
         for layer, experts in zip(layers, row.tolist()):
             layer.read(experts)
 
     counts = sorted({1, -(-most // 4), -(-most // 2), most})
-    warm, cold = ({m: [] for m in counts} for _ in range(2))
+    ways = (DISK, PAGES, *([DIRECT] if _reads_direct() else []))
     for m in rng.permutation(np.repeat(counts, ROUNDS)).tolist():
-        need = rows(m, tokens // 2 + 1)
+        need = made(m, tokens // 2 + 1)
         oscache.drop_pages(path)
-        for samples in (cold, warm):  # the second time they are in the page cache
+        for variant in ways:  # the second time they are in the page cache
+            reader.direct = variant == DIRECT
             bring(need[0])
             for row in need[1:]:
                 begin = time.perf_counter()
                 bring(row)
-                samples[m].append((time.perf_counter() - begin) / len(layers))
-    return warm, cold
+                yield variant, m, (time.perf_counter() - begin) / len(layers)
+    reader.direct = False
 
 
 def _time_tokens(model, rows, E):
@@ -150,6 +223,18 @@ def _expert_s(model, experts, tokens):
             if i >= DISCARDED:
                 seconds[k].append(time.perf_counter() - begin)
     if half == K:
-        return float(np.median(seconds[K]))
-    more_s = np.median(np.subtract(seconds[K], seconds[half]))
-    return float(max(0.0, more_s) / (K - half))
+        return seconds[K]
+    return np.subtract(seconds[K], seconds[half]) / (K - half)
+
+
+def main(out: str, model: str) -> None:
+    """Measure a model's costs and save them.
+
+    Args:
+        out (str): The record's file.
+        model (str): The model.
+    """
+    samples = measure_samples(folder(model), tokens=SAMPLES)
+    costs = costs_of(samples)
+    text = "\n".join(f"{name} {value:.4g}" for name, value in vars(costs).items())
+    records.print_and_save(text, samples, out)
