@@ -1,6 +1,6 @@
 """The run on a CUDA GPU that made ``data/results/cuda_*.json``.
 
-Real layer shapes, every section of notebooks 01 and 02, and the drafts of 07.
+Real layer shapes, and every section of notebooks 01 and 02.
 
     python data/recipes/cuda_run.py OUT.json [--folder FOLDER] [--only SECTION,...] [--tiny]
 
@@ -37,18 +37,15 @@ from moelab.lab.decode import decode
 from moelab.lab.experiments import (
     bench,
     dispatch,
-    drafts,
     exactness,
     ladder,
     layer,
     memory,
     reads,
-    verify,
 )
 from moelab.lab.texts import heldout_starts
 from moelab.repack import repack
 from moelab.replay.locality import lru_hit_rate, recorded_trace
-from moelab.speculation import gated_delta_cuda
 from moelab.speculation.drafts import ModelDraft
 from moelab.streaming.gpu import cuda
 from moelab.streaming.reading import native
@@ -424,43 +421,6 @@ class Run:
         n = 8 if self.tiny else 128
         return memory.measure(self.path, self.base, n, n // 8, prompt=SHORT[0])
 
-    def passes(self):
-        """Verify passes with mlx-lm's loop over tokens and with the kernel in its place."""
-        path, out = DATA / "models" / "tiny-moe", {}
-        rounds, positions = (1, (1, 4)) if self.tiny else (20, (1, 2, 4, 8, 16))
-        fits = gated_delta_cuda.fits
-        for name, config in {"resident": {"mode": "resident"}, "48 slots": {"slots": 48}}.items():
-            model, tokenizer = load(path, StreamConfig(**config))
-            ids = tokenizer.encode(heldout_starts(path, 1, 48 if self.tiny else 512, tokenizer)[0])
-            try:
-                for recurrence, use in {"kernel": fits, "loop": lambda **_: False}.items():
-                    gated_delta_cuda.fits = use
-                    timed = verify.passes(model, ids, positions, rounds)
-                    seconds = {m: [p.pass_s for p in samples] for m, samples in timed.items()}
-                    out[f"{name}, {recurrence}"] = seconds
-            finally:
-                gated_delta_cuda.fits = fits
-                close(model)
-        return out
-
-    def _drafts(self, name, **config):
-        """The trained pair of data/models, each number of drafts in turn with none."""
-        tokens, runs, lengths = (
-            (8, 1, (1, "auto")) if self.tiny else (256, 5, (1, 3, 7, 15, "auto"))
-        )
-        config = StreamConfig(**config)
-        models = DATA / "models"
-        return drafts.bench_draft(
-            models / "tiny-moe", config, str(models / name), lengths, tokens, runs
-        ).to_json()
-
-    dflash_resident = partialmethod(_drafts, "tiny-dflash", mode="resident")
-    dflash_16_slots = partialmethod(_drafts, "tiny-dflash", slots=16)
-    dflash_48_slots = partialmethod(_drafts, "tiny-dflash", slots=48)
-    draft_resident = partialmethod(_drafts, "tiny-draft", mode="resident")
-    draft_16_slots = partialmethod(_drafts, "tiny-draft", slots=16)
-    draft_48_slots = partialmethod(_drafts, "tiny-draft", slots=48)
-
     def texts_twice(self):
         """Greedy texts without and with drafts, each written twice."""
         amount = {"drafts": (0, 4), "n": 2, "tokens": 8} if self.tiny else {}
@@ -559,13 +519,6 @@ SECTIONS = (
     "top_k",
     "tokens_at_once",
     "memory",
-    "passes",
-    "dflash_resident",
-    "dflash_16_slots",
-    "dflash_48_slots",
-    "draft_resident",
-    "draft_16_slots",
-    "draft_48_slots",
     "texts_twice",
     "soak",
     "exactness_host",
