@@ -24,8 +24,6 @@ COMMANDS = {  # name: its module, what it does
     "bench": ("lab.experiments.bench", "decode in several modes, against the resident model"),
     "bench-layer": ("lab.experiments.layer", "one MoE layer with every expert in its slot"),
     "bench-reads": ("lab.experiments.reads", "read whole experts cold, against fio"),
-    "bench-draft": ("lab.experiments.drafts", "decode with drafts of several lengths"),
-    "bench-prefetch": ("lab.experiments.prefetch", "every prefetcher, plain and packed"),
     "bench-top-k": ("lab.experiments.top_k", "bits per byte with fewer experts per token"),
     "bench-rollback": ("lab.experiments.rollback", "what taking tokens back from a state costs"),
     "bench-faults": ("lab.experiments.faults", "what faults cost a draft in acceptance"),

@@ -21,10 +21,8 @@ from moelab.lab import limit, machine, records
 from moelab.lab.experiments import (
     advise,
     bench,
-    drafts,
     faults,
     layer,
-    prefetch,
     reads,
     rollback,
     top_k,
@@ -95,14 +93,6 @@ TAKES = {  # every command: the least that it is called with, and all its option
     "bench-reads": (
         ["M"], {"--depth": "2,6", "--megabytes": "9", "--runs": "7", "--json": "r.json"}
     ),
-    "bench-draft": (
-        ["M", "--draft", "lookup"],
-        {**RUNS, "--mode": "stacked", "--draft": "self", "--lengths": "3,auto", "--limit": "900",
-         "--temp": "0.5", "--prompt": "hello", "--json": "r.json", **STREAM},
-    ),
-    "bench-prefetch": (
-        ["M", "P"], {**RUNS, "--slots": "21", "--json": "r.json"}
-    ),
     "bench-top-k": (
         ["M"],
         {"--heldout": "H", "--top-k": "5,3", "--slots": "21", "--length": "65", "--count": "43",
@@ -125,7 +115,6 @@ TAKES = {  # every command: the least that it is called with, and all its option
 EVERY = {name: value for _, options in TAKES.values() for name, value in options.items()}
 SHOWN = {  # how a value looks where it arrives, if not as it was given
     ("bench", "--modes"): "mode='stacked'", ("bench-layer", "--modes"): "mode='stacked'",
-    ("bench-draft", "--mode"): "mode='stacked'",
     ("generate", "--mode"): "mode='stacked'", ("serve", "--mode"): "mode='stacked'",
     ("chat", "--mode"): "mode='stacked'", ("cache-prompt", "--mode"): "mode='stacked'",
     "--chat-template-config": "{'thinking': 1}", "--ignore-chat-template": "ignore=True",
@@ -136,9 +125,7 @@ SHOWN = {  # how a value looks where it arrives, if not as it was given
     "--together": "'together': False", ("bench", "--lengths"): "num_drafts='auto'",
     ("bench", "--cold"): "cold='prompt'", ("bench", "--limits"): "limit_nbytes=900000000",
     "--direct": "direct=True", "--packed": "path='P'", "--prompt-tokens": "[12, 34]",
-    "--depth": "(2, 6)", "--megabytes": str(9 << 20),
-    "--lengths": "(3, 'auto')",
-    "--limit": "900000000", "--memory": "900000000",
+    "--depth": "(2, 6)", "--megabytes": str(9 << 20), "--memory": "900000000",
     ("bench-top-k", "--top-k"): "(5, 3)", "--quiet": "False",
 }  # fmt: skip
 BENCHES = [name for name in TAKES if name.startswith("bench")]
@@ -148,14 +135,12 @@ WORK = (  # what a command calls to do its work
     (machine, "check"), (generate, "generate"), (serve, "serve"), (chat, "chat"),
     (cache_prompt, "cache_prompt"), (bench, "measure"),
     (layer, "bench_layer"),
-    (reads, "bench_reads"), (drafts, "bench_draft"),
-    (prefetch, "measure"), (top_k, "measure"), (faults, "measure"),
+    (reads, "bench_reads"), (top_k, "measure"), (faults, "measure"),
     (rollback, "bench_rollback"),
     (advise, "advise"), (synthesize, "synthesize"), (repack, "repack"),
 )  # fmt: skip
 REPORTS = (
-    (bench, "report"), (layer, "report"), (reads, "report"), (drafts, "report"),
-    (prefetch, "report"), (top_k, "report"),
+    (bench, "report"), (layer, "report"), (reads, "report"), (top_k, "report"),
     (rollback, "report"), (faults, "report"),
 )  # fmt: skip
 
@@ -314,11 +299,8 @@ def test_a_text_is_a_prompt_or_a_trace(calls, capsys):
 
 
 def test_several_prompts_arrive(calls, capsys):
-    for command in ("bench", "bench-draft"):
-        calls.clear()
-        least = TAKES[command][0]
-        assert run(capsys, command, *least, "--prompt", "a", "--prompt", "b").code == 0
-        assert "'a', 'b'" in repr(calls)
+    assert run(capsys, "bench", "M", "--prompt", "a", "--prompt", "b").code == 0
+    assert "'a', 'b'" in repr(calls)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -396,11 +378,9 @@ def impossible():
         "bench M --lengths 2,4,2",
         "bench M --cold maybe",
         "bench M --prompt-tokens 12,0",
-        "bench-draft M --draft lookup --limit 0",
-        "bench-draft M --draft lookup --lengths -1",
-        "bench-draft M --draft lookup --lengths 2,,4",
-        "bench-draft M --draft lookup --lengths 2,x",
-        "bench-draft M --draft lookup --lengths 2,4,2",
+        "bench M --draft lookup --lengths -1",
+        "bench M --draft lookup --lengths 2,,4",
+        "bench M --draft lookup --lengths 2,x",
         "bench-reads M --megabytes -5",
         "bench-reads M --megabytes 0",
         "bench-reads M --depth 0",
@@ -412,8 +392,6 @@ def impossible():
         "synthesize O --seed -1",
         "synthesize O --vocab 0",
         "synthesize O --like qwen9",
-        "bench-draft M --draft lookup --mode warp",
-        "bench-prefetch M P --slots 0",
         "bench-top-k M --json r.json --top-k 8,0",
         "bench-top-k M --json r.json --top-k 8,8",
         "bench-faults --rounds 0",
@@ -432,7 +410,7 @@ def test_a_value_that_cannot_be(command, calls, capsys):
 
 @pytest.mark.parametrize("value", ["-1", "2,,4"])
 def test_a_list_may_begin_with_a_dash_or_have_a_gap(value, capsys):
-    got = run(capsys, "bench-draft", "M", "--draft", "lookup", f"--lengths={value}")
+    got = run(capsys, "bench", "M", "--draft", "lookup", f"--lengths={value}")
     assert got.code == 2 and "--lengths" in got.err
 
 
@@ -465,7 +443,6 @@ def test_modes_that_cannot_be(modes, words, calls, capsys):
 
 
 def test_a_draft_that_is_none(model_path, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(drafts, "load", lambda *_: pytest.fail("the model was loaded first"))
     monkeypatch.setattr(limit, "run", lambda *_, **__: pytest.fail("a process was started first"))
     (tmp_path / "empty").mkdir()
     (tmp_path / "damaged").mkdir()
@@ -524,7 +501,7 @@ class Strips:
         return getattr(self._inner, name)
 
 
-@pytest.mark.parametrize("command", ["generate", "bench", "bench-draft"])
+@pytest.mark.parametrize("command", ["generate", "bench"])
 def test_a_prompt_without_a_token(command, model_path, monkeypatch, capsys):
     real = moelab.load
 
@@ -532,14 +509,13 @@ def test_a_prompt_without_a_token(command, model_path, monkeypatch, capsys):
         model, its = real(*args, **kwargs)
         return model, Strips(its)
 
-    for module in (generate, bench, drafts):
+    for module in (generate, bench):
         monkeypatch.setattr(module, "load", load)
     argv = [command, model_path, *TAKES[command][0][1:]]
     if command == "generate":
         argv = argv[:2]
     else:
-        argv += ["--tokens", "2", "--mode" if command == "bench-draft" else "--modes", "fused"]
-        argv += ["--prompt", "x"]
+        argv += ["--tokens", "2", "--modes", "fused", "--prompt", "x"]
     got = run(capsys, *argv, "--prompt", "   ")
     assert got.code == 1 and "prompt '   '" in got.err and "at least one token" in got.err
     with pytest.raises(ValueError, match="at least one token"):
@@ -576,8 +552,7 @@ def test_a_writable_json_is_not_made_before_the_work(calls, tmp_path, monkeypatc
         ["check", ""], ["generate", "", "--prompt", "x"], ["bench", ""], ["advise", ""],
         ["repack", "", "O"], ["repack", "M", ""], ["synthesize", ""],
         ["synthesize", "O", "--tokenizer", ""], ["synthesize", "O", "--routing", ""],
-        ["bench-draft", "M", "--draft", ""],
-        ["bench-prefetch", "M", ""],
+        ["bench", "M", "--draft", ""], ["bench", "M", "--packed", ""],
     ],
 )  # fmt: skip
 def test_an_empty_name_is_not_the_current_folder(command, calls, capsys):

@@ -9,7 +9,6 @@ import pytest
 from moelab import DATA
 from moelab.lab import cite
 from moelab.lab.plots.pages import summary
-from moelab.lab.records import recorded
 
 ROOT = DATA.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -61,23 +60,3 @@ def test_every_number_of_an_opening_and_a_takeaway_has_its_expression(path):
 def test_numbers_are_found_in_a_text():
     text = "H200, v0.1, 35B, [02](a/02_x.ipynb) 1.5 `2` [3 - 4%] K=5, A_B=0, 3x, 13<!--given-->%, 7"
     assert len(uncited(text)) == 5 and "13" not in str(uncited(text))
-
-
-def rounds(section, drafts):
-    """Of a GPU's texts: whether each is the undrafted one, and its rounds: drafted, accepted."""
-    runs = recorded("cuda_h200_engine")["sections"][section]["variants"][drafts]
-    return [(run["same"], [r[:2] for r in run["rounds"]]) for run in runs]
-
-
-@pytest.mark.parametrize("drafts", ["1", "3", "7", "15"])
-def test_resident_rounds_accept_as_many_drafts_as_streamed_ones(drafts):
-    for streamed in ("dflash_16_slots", "dflash_48_slots"):
-        assert rounds(streamed, drafts) == rounds("dflash_resident", drafts), streamed
-    assert rounds("draft_48_slots", drafts) == rounds("draft_resident", drafts)
-
-
-def test_texts_that_the_policy_hardly_drafts_begin_with_nothing_accepted():
-    tokens = recorded("cuda_h200_engine")["sections"]["dflash_48_slots"]["tokens"]
-    for _, of_a_text in rounds("dflash_48_slots", "auto"):
-        drafted = [accepted for drafts, accepted in of_a_text if drafts]
-        assert sum(n + 1 for n in drafted) / tokens > 0.5 or drafted[0] == 0

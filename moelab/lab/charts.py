@@ -296,10 +296,11 @@ def _figure(samples, grouped, title, x, y, note, **layout):
     counts = sorted({len(s) for groups in grouped.values() for s in groups.values()})
     if counts and counts[-1] > 1:
         told.append("n=" + " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))))
+    told += ["a trial beside other work"] if any("trial" in h for h in headers) else []
     cards = [h["machine"] if "record" in h else None for h in headers]
     card = None if None in cards else cards[0] or ""
-    others = {id(c): c for c in cards if c and c is not card}
-    notes = [", ".join(filter(None, told)), note, *map(_short, others.values())]
+    others = dict.fromkeys(_short(c) for c in cards if c and c != card)
+    notes = [", ".join(filter(None, told)), note, *others]
     note = "; ".join(filter(None, notes))
     return style.figure(title, x, y, note=note, card=card, **layout)
 
@@ -380,7 +381,9 @@ def _panels(fig, titles, names, axis, headroom=False):
     fig.update_annotations(font_size=13, yshift=2)
     fig.update_layout(margin={"t": top, "l": 20}, height=top + height + fig.layout.margin.b)
     ends = [len(labels) - 0.5, -0.5 - 0.6 * headroom]  # the first variant on top
-    fig.update_yaxes(categoryorder="array", categoryarray=labels, range=ends, showgrid=False)
+    fig.update_yaxes(
+        type="category", categoryorder="array", categoryarray=labels, range=ends, showgrid=False
+    )
     fig.update_yaxes(ticks="", tickfont_size=13)
     fig.update_xaxes(nticks=5, title=axis)
     return [{"row": 1 + i // columns, "col": 1 + i % columns} for i in range(len(titles))]

@@ -5,7 +5,8 @@ A claim has an ``id``, the ``claim``, its ``source``, the ``notebook`` that show
 of records as in ``cite`` and its gate, ``least`` or ``most``, which was fixed before the run. An
 expression gives samples, whose median gets the interval of ``records.interval``, or one number,
 which was counted. A regime confirms its claim if the whole interval keeps to the gate, refutes it
-if none of it does, and is open else. The verdict is what all regimes say.
+if none of it does, and is open else. A regime whose record is missing, or only a trial, is open,
+too. The verdict is what all regimes say.
 """
 
 import json
@@ -54,6 +55,8 @@ class Figure:
     says: str
 
     def __str__(self):
+        if np.isnan(self.median):
+            return f"{self.regime}: not measured yet ({self.gate})"
         form = ".3g" if abs(self.median) < 1000 else ",.0f"
         told = f"{self.median:{form}}"
         if self.n:
@@ -110,19 +113,21 @@ def judge(claim: dict[str, Any]) -> Judged:
 def _figure(claim, regime, figure):
     where = f"claim {claim['id']}, {regime}"
     try:
-        found = eval(figure["is"], cite.NAMES.copy())
+        sign, gate = ("least", figure["least"]) if "least" in figure else ("most", figure["most"])
+        told = f"at {sign} {gate:g}"
+        found = eval(figure["is"], cite.NAMES | {"read": _read})
         counted = np.ndim(found) == 0
         samples = [float(found)] if counted else [float(v) for v in found]
         if not np.isfinite(samples).all():
             raise ValueError("some samples are missing")
         ends = records.interval(samples)
-        sign, gate = ("least", figure["least"]) if "least" in figure else ("most", figure["most"])
+    except FileNotFoundError:
+        return Figure(regime, *[float("nan")] * 3, 0, told, OPEN)
     except Exception as error:
         raise ValueError(f"{where}: {error!r}. Correct it in data/claims.json.") from error
     keeps = [gate <= v if sign == "least" else v <= gate for v in (ends["low"], ends["high"])]
     says = OPEN if keeps[0] != keeps[1] else CONFIRMED if keeps[0] else REFUTED
     n = 0 if counted else len(samples)
-    told = f"at {sign} {gate:g}"
     return Figure(regime, float(np.median(samples)), ends["low"], ends["high"], n, told, says)
 
 
@@ -145,6 +150,14 @@ def scorecard(*ids: str) -> "DataFrame":
         for j in [judge(there[i])]
     ]
     return records.pandas().DataFrame(rows).set_index("id")
+
+
+def _read(name, *section):
+    """A record that may decide a claim."""
+    samples = records.read(name, *section)
+    if "trial" in samples.attrs:
+        raise FileNotFoundError(f"{name}: only a trial")
+    return samples
 
 
 def show(*ids: str) -> None:

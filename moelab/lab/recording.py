@@ -174,6 +174,7 @@ def _provenance(samples):
     load = header.get("load", {}).get("cores_of_others")
     told = [card_line(header["machine"])]
     told += [f"commit {header['commit'][:12]}"] if "commit" in header else ["commit not kept"]
+    told += [f"a trial: {header['trial']}"] if "trial" in header else []
     told += [] if load is None else [f"other processes used {load:.2f} cores"]
     return f"{'; '.join(told)}."
 

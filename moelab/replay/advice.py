@@ -331,7 +331,7 @@ def lookahead_gain_s(chosen: Replay, lookahead: Lookahead) -> float:
 
     A used prefetch hides a read that was exposed, as far as there is compute to hide it behind. A
     wasted one delays other reads by as much, and asking takes its time. This holds for experts in
-    one piece, and was checked against the eight recorded variants of one machine
+    one piece, and was checked against the recorded runs of one machine
     (data/results/cpu_prefetch_*.json).
 
     Args:

@@ -34,6 +34,10 @@ def test_bars_follow_from_the_columns():
     note = fig.layout.title.subtitle.text
     assert "tiny, page cache warm, n=3 to 6" in note and "here: " in note
     assert list(fig.data[0].x) == [2000, 5000] and fig.layout.xaxis.range[1] > 9000
+    numbers = samples().assign(drafts=["0", "7", "auto"] * 3)  # names, no places on an axis
+    assert charts.bars(numbers, "seconds", "drafts", axis="s", **WORDS).layout.yaxis.type == (
+        "category"
+    )
     by_slots = charts.bars(samples(), "seconds", "variant", "slots", axis="s", **WORDS)
     assert by_slots.layout.meta["alt"] == "Bars of s. 4: a 2.00, b 4.00. 8: b 8.00."
     per_panel = charts.bars(

@@ -1,86 +1,63 @@
-"""The measurements of notebook 04: records, charts and verdicts."""
+"""Notebook 04: which experts the slots hold, by replay, and prefetchers in the bench."""
 
-import json
-from dataclasses import replace
-
+import numpy as np
 import pytest
 
-from moelab import DATA
-from moelab.__main__ import main
-from moelab.lab import decode
-from moelab.lab.experiments import prefetch
-from moelab.lab.figures import prefetch as figures
-from moelab.lab.plots import charts
+from moelab import StreamConfig
+from moelab.lab import records
+from moelab.lab.experiments import bench, prefetch
 from moelab.repack import repack
+from moelab.replay import locality
 from moelab.streaming.trace import Trace
 
-RECORDS = ["cpu_prefetch_tiny_moe", "cpu_prefetch_35b"]
+CODE = locality.recorded_trace("code")
 
 
-@pytest.fixture(scope="module")
-def packed(model_path, tmp_path_factory):
-    return repack(model_path, tmp_path_factory.mktemp("packed") / "m", progress=False)
+def test_k_slots_hold_the_last_tokens_experts_and_no_policy_beats_belady():
+    found = prefetch.reuse({"code": CODE}, slots=(8, 16), skip=64)
+    held = found.set_index(["policy", "slots"])
+    last = locality.overlap(CODE.decode[63:])
+    assert held.hit_rate["lru", 8] == pytest.approx(last["each"].mean())
+    assert held.all_held["lru", 8] == pytest.approx(last["all"].mean())
+    chance = 8 / CODE.num_experts
+    assert held.all_held["lru", 8] < chance < held.hit_rate["lru", 8] < held.hit_rate["lru", 16]
+    best = found[found.slots == 16].set_index("policy").hit_rate
+    assert best.idxmax() == "belady" and len(best) == len(prefetch.POLICIES)
 
 
-def test_the_command_writes_a_record(model_path, packed, tmp_path):
-    out = tmp_path / "prefetch.json"
-    sizes = ["--slots", "6", "--tokens", "3", "--runs", "2", "--json", str(out)]
-    assert not main(["bench-prefetch", str(model_path), str(packed), *sizes])
-    fields = json.loads(out.read_text())
-    recorded = json.loads((DATA / "results" / f"{RECORDS[0]}.json").read_text())
-    assert fields.keys() == recorded.keys()
-    for mine, theirs in zip(fields["variants"], recorded["variants"]):
-        assert mine.keys() == theirs.keys()
-        assert mine["per_token"].keys() == theirs["per_token"].keys()
-        assert [len(steps) for steps in mine["step_s"]] == [3, 3]
-    oracle = next(v for v in fields["variants"] if v["prefetch"] == "oracle")["per_token"]
-    assert oracle["prefetch_issued"] > 0 and oracle["prefetch_wasted"] == 0
+def test_a_text_that_repeats_itself_and_one_that_never_does():
+    experts = {"again": np.tile(np.arange(2), (9, 1, 1)), "new": np.arange(18).reshape(9, 1, 2)}
+    traces = {n: Trace(e, np.array(["decode"] * 9), np.arange(9), 20) for n, e in experts.items()}
+    found = prefetch.reuse(traces, slots=(2, 4), policies=("lru",), skip=1)
+    assert found.groupby("text").hit_rate.mean().to_dict() == {"again": 1, "new": 0}
+    assert found.groupby("text")["round"].first().to_dict() == {"again": 0, "new": 1}
 
 
-def test_other_tokens_are_an_error(model_path, monkeypatch):
-    """A prefetcher that changes what comes out is a bug of the engine, not a result."""
-    real, count = decode.decode, [0]
-
-    def wrong(*args, **kwargs):
-        sample, count[0] = real(*args, **kwargs), count[0] + 1
-        return replace(sample, tokens=[*sample.tokens, count[0]])
-
-    monkeypatch.setattr(prefetch, "decode", wrong)
-    with pytest.raises(RuntimeError, match="other tokens than without prefetching"):
-        prefetch.measure({"as shipped": model_path}, 6, 2, 1, states=("warm",), progress=False)
+def test_the_script_writes_a_record(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prefetch, "recorded_trace", lambda _: CODE[-100:])
+    monkeypatch.setattr(prefetch, "SLOTS", (8,))
+    prefetch.main(str(tmp_path / "r.json"))
+    made = records.read(str(tmp_path / "r.json"), disturbed=True)
+    assert list(dict.fromkeys(made.text)) == list(prefetch.TEXTS)
+    assert set(made.policy) == set(prefetch.POLICIES) and "belady" in capsys.readouterr().out
 
 
-def test_pages_are_dropped_before_every_cold_token(model_path, monkeypatch):
-    dropped = []
-    monkeypatch.setattr(prefetch.oscache, "drop_pages", dropped.append)
-    prefetch.measure({"as shipped": model_path}, 6, 3, 1, 2, prefetchers=("none",), progress=False)
-    assert dropped == [model_path] * (2 + 3)
-
-
-@pytest.mark.parametrize("name", RECORDS)
-@pytest.mark.parametrize("state", prefetch.STATES)
-def test_a_chart_of_a_record(name, state):
-    record = prefetch.Record.recorded(name)
-    fig = figures.chart(record, state)
-    assert fig.layout.meta["alt"] and fig.layout.meta["finding"]
-    assert f"\n{state} " in prefetch.report(record)
-    assert "at most" in figures.bounds(record, state)
-
-
-def test_verdicts_of_the_record():
-    record = prefetch.Record.recorded(RECORDS[0])
-    traces = {n: Trace.load(DATA / "traces" / f"{n}.npz") for n in ("code", "prose")}
-    rows = figures.verdicts(record, traces)
-    assert [r[0] for r in rows] == ["A4", "E2", "E3", "E4"]
-    assert {r[2] for r in rows} <= set(charts.VERDICTS)
-
-
-def test_reuse_is_told_apart():
-    traces = {n: Trace.load(DATA / "traces" / f"{n}.npz") for n in ("code", "prose")}
-    found = prefetch.reuse(traces)
-    for r in found.values():
-        assert r.every < r.chance < r.each < r.held[16] < 1
-        at = r.slots_for(figures.CLAIMED)
-        assert r.held[at - 1] < figures.CLAIMED <= r.held[at]
-    assert "code" in figures.reuse_table(found, 16)
-    assert figures.reuse_chart(found, 16).layout.meta["alt"]
+def test_prefetchers_of_both_layouts_in_the_bench(model_path, tmp_path, monkeypatch):
+    """The same tokens; the oracle reads ahead, and nothing in vain; cold is cold for each token."""
+    packed, dropped = repack(model_path, tmp_path / "packed", progress=False), []
+    monkeypatch.setattr(bench.oscache, "drop_pages", dropped.append)
+    monkeypatch.setattr(bench, "disk_speed", lambda _: 1.0)
+    variants = {
+        f"{p}, {path.name}": bench.Variant(StreamConfig(slots=6, prefetch=p), path, cold="token")
+        for path in (model_path, packed)
+        for p in ("none", "lookahead", "oracle")
+    }
+    made = bench.measure(model_path, variants, tokens=3, runs=2, warmup=1, progress=False)
+    assert made.attrs["settings"]["variants"][f"none, {packed.name}"]["path"] == packed.name
+    first = next(iter(variants))
+    assert set(records.same_tokens(made, first).values()) == {(2, 2)}
+    oracle = made[made.variant.str.startswith("oracle")]
+    assert (oracle.prefetch_issued > 0).all() and (oracle.prefetch_wasted == 0).all()
+    assert not made[made.variant.str.startswith("none")].prefetch_issued.any()
+    each = 1 + 1 + (1 + 3)  # before the prompt and the clock, and before each token
+    assert dropped.count(packed) == 3 * 3 * each + 3  # 3 rounds; the oracle drops once more

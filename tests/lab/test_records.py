@@ -59,6 +59,8 @@ def test_variants_are_grouped_and_paired_by_round(table):
     assert ratios.loc["b"].to_dict() == {
         "median": 2, "p25": 2, "p75": 2, "n": 2, "low": 2, "high": 2, "confidence": 0.5
     }  # fmt: skip
+    assert records.with_ratio(table, "a").ratio.tolist() == [1, 1, 1, 2, 2, 2]
+    assert math.isnan(records.with_ratio(table[1:], "a", "decode_s").ratio[3])
     assert records.same_tokens(table, "a") == {"a": (3, 3), "b": (3, 3)}
     with pytest.raises(KeyError, match=r"\['a', 'b'\], got 'c'"):
         records.values(table, "c", "decode_s")

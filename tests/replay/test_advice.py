@@ -23,12 +23,12 @@ def settings(memory, costs, slots):
 
 def test_among_equals_it_takes_the_setting_that_moves_least():
     slow = replace(READS, fixed_s=10.0)
-    assert advice.pick(settings(1.5e9, slow, [8, 60, 150])) == (150, "lru", False)
+    assert advice.pick(settings(1.5e9, slow, [8, 60, 150])) == (150, "lru")
 
 
 def test_it_does_not_take_the_slow_middle():
     s = settings(1.6e9, READS, [8, 80, 160])
-    ms = {n: r.mean_s for (n, *_), r in s.items()}
+    ms = {n: r.mean_s for (n, _), r in s.items()}
     assert ms[80] > max(ms[8], ms[160])  # the page cache holds what the slots hold
     assert advice.pick(s)[0] == min(ms, key=ms.get) != 80
 
@@ -45,8 +45,8 @@ def test_the_cost_of_a_copy_moves_the_choice():
 def test_advice_says_what_and_why():
     a = advice.advise(SIZES, 1.6e9, TRACE, READS, packed_gain=1.0)
     c = a.config
-    assert (c.slots, c.policy, a.direct) == advice.pick(a.settings) and c.prefetch == "none"
-    assert a.token_s == a.settings[c.slots, c.policy, False].mean_s
+    assert (c.slots, c.policy) == advice.pick(a.settings) and c.prefetch == "none"
+    assert a.token_s == a.settings[c.slots, c.policy].mean_s
     text = str(a)
     assert " <" in text and f"slots={c.slots}" in text and "1.60 GB" in text
     assert "in one piece" in text and "No prefetch" in text and "resident" not in text
@@ -63,42 +63,36 @@ def test_a_repack_is_advised_only_where_it_pays():
 
 
 @pytest.mark.parametrize(
-    ("name", "L"),
-    [("cpu_prefetch_tiny_moe_mlx", 8), ("cpu_prefetch_tiny_moe", 8), ("cpu_prefetch_35b", 4)],
+    ("name", "L", "layout"),
+    [
+        ("cpu_prefetch_tiny_mlx", 8, ", packed"),
+        ("cpu_prefetch_tiny_cold", 8, ", packed"),
+        ("cpu_prefetch_35b_600", 4, ", 600 MB"),
+    ],
 )
-def test_a_lookahead_is_advised_where_the_recorded_runs_gained_by_it(name, L):
-    """From each run without prefetch: what it waited for, and what a lookahead predicted.
+def test_a_lookahead_is_advised_where_the_recorded_runs_gained_by_it(name, L, layout):
+    """From the run without prefetch: what it waited for, and what a lookahead predicted.
 
     Asking takes what it took on that machine, 0.16 ms a layer.
     """
-    by = {(v["state"], v["layout"], v["prefetch"]): v for v in records.recorded(name)["variants"]}
-    gains = {}
-    for (state, layout, prefetch), v in by.items():
-        if prefetch != "none" or layout != "packed":
-            continue
-        token_s, wait_s = v["token_s"]["median"], v["per_token"]["wait_s"]
-        c = by[state, layout, "lookahead"]["per_token"]
-        missed = c["prefetch_used"] + c["misses"]
-        lookahead = Lookahead(
-            c["prefetch_used"] / missed, c["prefetch_wasted"] / missed, L * 0.16e-3
-        )
-        parts = {"copies": 0.0, "disk": wait_s, "hidden": 0.0}
-        parts |= {"fixed": token_s - wait_s, "experts": 0.0}
-        chosen = pagecache.Replay(np.array([token_s]), 0, 0, 0, 0, parts, 0)
-        before = advice.Advice(advice.StreamConfig(), False, layout, token_s, 1e9, chosen, {}, ())
-        if not before.prefetch_may_pay:
-            continue
-        after = advice.with_lookahead(before, lookahead)
-        if after.config.prefetch == "lookahead":
-            gains[state] = token_s / after.token_s
-        else:
-            assert after.token_s == token_s
-    ratio = {p: by["cold", "packed", p]["ratio"]["median"] for p in ("lookahead", "none")}
-    measured = ratio["lookahead"] / ratio["none"]
-    if not name.endswith("_mlx"):  # reads are short, or routing is random
-        assert not gains and measured < 1
-        return
-    assert list(gains) == ["cold"] and 1.03 < gains["cold"] <= measured < 1.1
+    samples = records.read(name)
+    plain, guessing = (f"fused{words}{layout}" for words in ("", "/prefetch=lookahead"))
+    mean = samples.groupby("variant").mean(numeric_only=True)
+    token_s = records.values(samples, plain, "token_s").median()
+    wait_s, c = mean.wait_s[plain] / mean.decode_tokens[plain], mean.loc[guessing]
+    missed = c.prefetch_used + c.misses
+    lookahead = Lookahead(c.prefetch_used / missed, c.prefetch_wasted / missed, L * 0.16e-3)
+    parts = {"copies": 0.0, "disk": wait_s, "hidden": 0.0}
+    parts |= {"fixed": token_s - wait_s, "experts": 0.0}
+    chosen = pagecache.Replay(np.array([token_s]), 0, 0, 0, 0, parts, 0)
+    before = advice.Advice(advice.StreamConfig(), False, "packed", token_s, 1e9, chosen, {}, ())
+    after = advice.with_lookahead(before, lookahead) if before.prefetch_may_pay else before
+    advised, gained = after.config.prefetch != "none", records.ratios(samples, plain).loc[guessing]
+    if gained.confidence < 0.9:
+        pytest.skip("too few rounds to say what the runs gained")
+    assert advised or after.token_s == token_s
+    assert advised or gained.low < 1.03, "a gain that is not advised"
+    assert not advised or gained.high > 1, "a loss that is advised"
 
 
 def test_only_packed_experts_with_reads_to_hide_are_worth_a_lookahead():
@@ -122,15 +116,3 @@ def test_what_cannot_run_is_refused():
         advice.advise(SIZES, 50e6, TRACE, READS)
     with pytest.raises(ValueError, match="expected slots from 8"):
         advice.advise(SIZES, 1.6e9, TRACE, READS, slots=[4])
-
-
-def test_it_reads_past_the_page_cache_where_that_is_faster():
-    for direct_s, memory, direct in ((0.9e-9, 1e9, True), (5e-9, 1e9, False)):
-        costs = replace(READS, direct_s_per_byte=direct_s)
-        a = advice.advise(SIZES, memory, TRACE, costs, policies=("lru",))
-        assert a.direct is direct and ("reads past the page cache" in str(a)) is direct
-        assert {s.direct for s in a.settings} == {False, True}
-        assert not direct or a.config.slots == SIZES.fits(memory), "as many as fit, as plan says"
-    assert not advice.advise(SIZES, float("inf"), TRACE, costs, policies=("lru",)).direct
-    never = advice.advise(SIZES, 1e9, TRACE, READS, policies=("lru",))
-    assert not any(s.direct for s in never.settings)

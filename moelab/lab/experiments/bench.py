@@ -402,10 +402,10 @@ def _words(prompt):
 
 
 def _as_dict(variant):
-    """A variant for a header: its config's fields, and its own that are set."""
+    """A variant for a header: its config's fields, and its own that are set, folders by name."""
     own = {f.name: getattr(variant, f.name) for f in fields(variant)}
     default = Variant(own.pop("config"))
-    set_here = {k: str(v) for k, v in own.items() if v != getattr(default, k)}
+    set_here = {k: Path(str(v)).name for k, v in own.items() if v != getattr(default, k)}
     return asdict(variant.config) | set_here
 
 

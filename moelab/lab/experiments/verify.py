@@ -1,11 +1,12 @@
-"""Notebook 07, first half: what a verify pass over m positions costs, and a model of it."""
+"""Notebook 07: the experts of a pass over several positions, what it costs, and a model of it.
+
+python -m moelab.lab passes OUT.json MODEL SLOTS...
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,32 +14,28 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from ... import record, stats
+from ... import StreamConfig, close, load, record, stats
 from ...replay import locality
+from ...speculation import gated_delta_cuda
 from ...speculation.rollback import Rollback
-from ...streaming.session import is_loaded
 from ...streaming.trace import Trace
+from .. import records
+from ..models import folder
+from ..texts import heldout_ids
 
-COUNTED = ("tokens", "hits", "misses", "bytes_read", "wait_s")
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
 
-
-def counters(model: nn.Module) -> dict[str, float]:
-    """``COUNTED`` of prefill and decode together; empty for a model that ``load`` did not make."""
-    if not is_loaded(model):
-        return {}
-    both = stats(model)
-    return {k: getattr(both.prefill, k) + getattr(both.decode, k) for k in COUNTED}
-
-
-def since(model: nn.Module, before: Mapping[str, float]) -> dict[str, float]:
-    """What ``counters`` has gained."""
-    return {k: v - before[k] for k, v in counters(model).items()}
+POSITIONS = (1, 2, 4, 8, 16, 17)  # 17: one token and 16 drafts
+ROUNDS, TEXT_TOKENS = 20, 512  # of a record
+AS_HERE, FREE = "as here", "free"  # arithmetic of the model of a pass
+LONGEST = 16  # drafts in that model
 
 
 # The experts of several tokens
 
 
-def routing(model: nn.Module, ids: list[int]) -> Trace:
+def routing(model: nn.Module, ids: Sequence[int]) -> Trace:
     """The routing of a text read one token at a time, as decoding would."""
     cache = make_prompt_cache(model)
     with record(model) as trace:
@@ -47,203 +44,157 @@ def routing(model: nn.Module, ids: list[int]) -> Trace:
     return trace
 
 
-@dataclass(frozen=True)
-class Union:
-    """Distinct experts of a layer over m tokens in a row.
-
-    Attributes:
-        top_k (int): K of the trace.
-        num_experts (int): E of the trace.
-        layers (dict): ``{m: [mean of each layer]}``.
-        uniform (dict): ``{m: number}`` if tokens chose independently and uniformly.
-    """
-
-    top_k: int
-    num_experts: int
-    layers: dict[int, list[float]]
-    uniform: dict[int, float]
-
-    @property
-    def most(self) -> int:
-        """The largest m."""
-        return max(self.layers)
-
-    def mean(self, m: int) -> float:
-        """Distinct experts over m tokens, mean of the layers."""
-        return float(np.mean(self.layers[m]))
-
-
 def uniform_union(E: int, K: int, m: int) -> float:
     """Distinct experts of E over m tokens that choose K each, independently and uniformly."""
     return E * (1 - (1 - K / E) ** m)
 
 
-def union(trace: Trace, positions: Sequence[int]) -> Union:
-    """Distinct experts of a layer for each m in ``positions``.
+def union(trace: Trace, positions: Sequence[int]) -> "DataFrame":
+    """Distinct experts of a layer over m tokens in a row, for each m in ``positions``.
 
     Args:
         trace (Trace): Of decoded text.
         positions (Sequence[int]): Tokens in a row.
+
+    Returns:
+        DataFrame: A row for each ``variant`` (this text, or uniform routing), ``positions`` and
+        ``layer``: ``experts``, the mean over the text.
     """
-    K, E = trace.experts.shape[2], trace.num_experts
-    return Union(
-        K,
-        E,
-        {m: locality.union(trace, m).tolist() for m in positions},
-        {m: uniform_union(E, K, m) for m in positions},
-    )
+    rows = []
+    for m in positions:
+        uniform = uniform_union(trace.num_experts, trace.experts.shape[2], m)
+        for layer, experts in enumerate(locality.union(trace, m).tolist()):
+            own = {"positions": m, "layer": layer}
+            rows.append({"variant": "this text", **own, "experts": experts})
+            rows.append({"variant": "independent and uniform", **own, "experts": uniform})
+    return records.Running("union", {}).table(rows)
 
 
 # Passes
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One pass over several positions.
-
-    Attributes:
-        pass_s (float): Seconds.
-        wait_s (float): Of these, waiting for experts.
-        misses (int): Experts read, in all layers.
-        hits (int): Experts found in slots, in all layers.
-    """
-
-    pass_s: float
-    wait_s: float = 0.0
-    misses: int = 0
-    hits: int = 0
-
-
-Passes = dict[int, list[Pass]]  # by positions
-
-
-def passes(model: nn.Module, ids: list[int], positions: Sequence[int], rounds: int) -> Passes:
-    """Time passes at successive places of a text; each time all tokens but one are taken back.
+class _Reading:
+    """A model in the middle of a text, which it reads on.
 
     Args:
-        model (nn.Module): Resident or streamed.
-        ids (list[int]): A text, long enough for all rounds.
-        positions (Sequence[int]): The m's, in random order in each round.
-        rounds (int): Samples of each; one more comes first and is not kept.
+        model (nn.Module): From ``moelab.load``.
+        ids (Sequence[int]): The text.
+        at (int): How many tokens it has read.
     """
-    cache, out, rng = make_prompt_cache(model), {m: [] for m in positions}, np.random.default_rng(0)
-    at = max(8, len(ids) - (rounds + 1) * len(positions) - max(positions))
-    with mx.stream(generation_stream):
-        model(mx.array([ids[:at]]), cache=cache)
-        mx.eval([c.state for c in cache])
-        rollback = Rollback(model, cache)
-        for i in range(-1, rounds):
-            for m in rng.permutation(positions).tolist():
-                before, begin = counters(model), time.perf_counter()
-                mx.eval(mx.argmax(rollback(mx.array([ids[at : at + m]])), axis=-1))
-                pass_s, counted = time.perf_counter() - begin, since(model, before)
-                rollback.undo(m - 1)
-                rollback.commit()
-                at += 1
-                if i >= 0:
-                    kept = {k: counted[k] for k in ("wait_s", "misses", "hits") if counted}
-                    out[m].append(Pass(pass_s, **kept))
-    return out
+
+    def __init__(self, model: nn.Module, ids: Sequence[int], at: int):
+        cache = make_prompt_cache(model)
+        with mx.stream(generation_stream):
+            model(mx.array([ids[:at]]), cache=cache)
+            mx.eval([c.state for c in cache])
+        self.model, self.ids, self.at = model, ids, at
+        self.rollback = Rollback(model, cache)
+
+    def verify(self, m: int) -> dict[str, float]:
+        """Time a pass over the next m tokens, and take all but the first of them back."""
+        stats(self.model, reset=True)
+        with mx.stream(generation_stream):
+            begin = time.perf_counter()
+            logits = self.rollback(mx.array([self.ids[self.at : self.at + m]]))
+            mx.eval(mx.argmax(logits, axis=-1))
+            pass_s = time.perf_counter() - begin
+            self.rollback.undo(m - 1)
+            self.rollback.commit()
+        self.at += 1
+        parts = stats(self.model)  # a pass over many positions counts as a prompt's
+        counted = {
+            name: getattr(parts.decode, name) + getattr(parts.prefill, name)
+            for name in ("hits", "misses", "in_pages", "bytes_read", "wait_s")
+        }
+        experts = counted["hits"] + counted["misses"] + counted["in_pages"]
+        return {"pass_s": pass_s, "experts": experts, **counted}
 
 
-def passes_in_turn(
-    models: Mapping, ids: list[int], positions: Sequence[int], rounds: int, turns: int = 3
-) -> dict[Any, Passes]:
-    """``passes`` of several models, a few rounds of each in turn, so that drift hits all alike.
+def passes(
+    models: Mapping[str, nn.Module], ids: Sequence[int], positions: Sequence[int], rounds: int
+) -> "DataFrame":
+    """Time passes at successive places of a text, in rounds of random order.
 
     Args:
-        models (Mapping): The models, by whatever tells them apart.
-        ids (list[int]): A text.
+        models (Mapping[str, nn.Module]): From ``moelab.load``, by name.
+        ids (Sequence[int]): A text, long enough for all rounds.
         positions (Sequence[int]): The m's.
-        rounds (int): Samples of each, rounded up to a multiple of ``turns``.
-        turns (int): How often each model has its turn.
+        rounds (int): Samples of each; one round more comes first and is not kept.
 
     Returns:
-        dict: ``{name: Passes}``.
+        DataFrame: A row a pass: ``variant``, ``model`` (its name), ``positions``, ``pass_s``, of
+        that ``wait_s`` for experts, and of all layers the distinct ``experts`` of a streamed pass:
+        ``hits`` in slots, ``misses`` that were read and those computed ``in_pages``; and
+        ``bytes_read``.
     """
-    out = {name: {m: [] for m in positions} for name in models}
-    for _ in range(turns):
-        for name, model in models.items():
-            for m, samples in passes(model, ids, positions, -(-rounds // turns)).items():
-                out[name][m] += samples
-    return out
+    at = len(ids) - (rounds + 1) * len(positions) - max(positions)
+    if at < 1:
+        raise ValueError(f"passes: expected a text of {len(ids) + 1 - at} tokens, got {len(ids)}")
+    reading = {name: _Reading(model, ids, at) for name, model in models.items()}
+
+    def run(name, m, _):
+        return {"model": name, "positions": m, **reading[name].verify(m)}
+
+    variants = {f"{n}, {m} positions": partial(run, n, m) for n in models for m in positions}
+    return records.interleave("passes", variants, rounds, {"context_tokens": at}, progress=False)
 
 
-def pass_ms(passes: Passes) -> dict[int, np.ndarray]:
-    """Milliseconds of each pass, by positions."""
-    return {m: 1e3 * np.array([p.pass_s for p in samples]) for m, samples in passes.items()}
+def main(out: str, model: str, *slots: str) -> None:
+    """Time passes of a model, resident and with several numbers of slots, and save the record.
 
+    On CUDA with moelab's kernel of the recurrence and with mlx-lm's loop over tokens.
 
-def growth(passes: Passes) -> float:
-    """How many times as long the largest pass takes as a pass over one position (medians)."""
-    ms = pass_ms(passes)
-    return float(np.median(ms[max(ms)]) / np.median(ms[1]))
-
-
-def break_even(passes: Passes) -> dict[int, float]:
-    """Tokens that a round of m positions must commit to pay, drafts not counted."""
-    ms = pass_ms(passes)
-    return {m: float(np.median(t) / np.median(ms[1])) for m, t in ms.items() if m > 1}
+    Args:
+        out (str): The record's file.
+        model (str): The checkpoint's folder.
+        *slots (str): In each layer.
+    """
+    configs = {"resident": StreamConfig(mode="resident")}
+    configs |= {f"{n} slots": StreamConfig(slots=int(n)) for n in slots}
+    models = {name: load(model, config)[0] for name, config in configs.items()}
+    ids, fits, made = heldout_ids(folder(model), [TEXT_TOKENS], 1)[0], gated_delta_cuda.fits, {}
+    on_cuda = {", kernel": fits, ", loop": lambda **_: False}
+    try:
+        for recurrence, use in on_cuda.items() if mx.cuda.is_available() else [("", fits)]:
+            gated_delta_cuda.fits = use
+            named = {name + recurrence: loaded for name, loaded in models.items()}
+            made[recurrence] = passes(named, ids, POSITIONS, ROUNDS)
+    finally:
+        gated_delta_cuda.fits = fits
+        for loaded in models.values():
+            close(loaded)
+    samples = records.together(made).drop(columns="source")
+    samples.attrs = samples.attrs.pop("headers")[0]
+    samples.attrs["settings"] |= {"model": folder(model).name, "cache_state": "warm"}
+    found = records.group(samples, "pass_s", ["model", "positions"])
+    records.print_and_save((found * 1e3).round(2).to_string(), samples, out)
 
 
 # A model of a pass
 
 
-@dataclass(frozen=True)
-class PassParts:
-    """What a pass is made of.
-
-    Attributes:
-        fixed_s (float): Seconds of any pass.
-        position_s (float): Seconds of a position, but for its experts.
-        expert_s (float): Seconds of arithmetic for one expert, of all layers, for one position.
-        expert_nbytes (int): Bytes of one expert.
-    """
-
-    fixed_s: float
-    position_s: float
-    expert_s: float
-    expert_nbytes: int
-
-    def __str__(self):
-        seconds = (self.fixed_s, self.position_s, self.expert_s)
-        pass_ms, position_ms, expert_ms = (1e3 * s for s in seconds)
-        return (
-            f"{pass_ms:.2g} ms of any pass, {position_ms:.2g} ms of a position, {expert_ms:.2g} ms "
-            f"of each of its experts in all layers; {self.expert_nbytes / 1e3:.0f} kB an expert"
-        )
-
-
-def pass_parts(timed: Mapping[int, Passes], expert_nbytes: int) -> PassParts:
-    """Fit the parts of a pass to resident passes with two or more top-k.
+def pass_parts(samples: "DataFrame") -> "Series":
+    """What a resident pass is made of: ``fixed_s``, and ``position_s`` of each position.
 
     Args:
-        timed (Mapping[int, Passes]): By top-k.
-        expert_nbytes (int): Bytes of one expert.
+        samples (DataFrame): Of ``passes``, one model's.
     """
-    rows, seconds = [], []
-    for k, by_m in timed.items():
-        for m, samples in by_m.items():
-            rows.append((1, m, m * k))
-            seconds.append(np.median([p.pass_s for p in samples]))
-    fitted = np.linalg.lstsq(np.array(rows, float), np.array(seconds), rcond=None)[0]
+    median = samples.groupby("positions").pass_s.median()
+    position_s, fixed_s = np.polyfit(median.index, median, 1)
     least_s = 1e-6  # noise can make a part negative
-    return PassParts(*np.maximum(fitted, least_s).tolist(), expert_nbytes)
+    return records.pandas().Series(
+        {"fixed_s": max(fixed_s, least_s), "position_s": max(position_s, least_s)}
+    )
 
 
-def reads(trace: Trace, slots: int, top_k: int | None = None) -> Callable[[int], float]:
-    """The experts that a pass over m positions reads in all layers, by a recorded trace.
+def reads(trace: Trace, slots: int) -> Callable[[int], float]:
+    """From m to the experts that a pass over m positions reads in all layers, by a trace.
 
     Args:
         trace (Trace): Of decoded text; its first quarter only fills the slots.
         slots (int): S, evicted least recent first.
-        top_k (int): Fewer than the trace's: an estimate, from ``thinned``. Default: the trace's.
-
-    Returns:
-        Callable: From m to a number of experts.
     """
-    kept = thinned(trace, top_k or trace.experts.shape[2])
-    return lambda m: _reads(kept, slots, m)
+    return lambda m: _reads(trace, slots, m)
 
 
 @lru_cache(maxsize=512)
@@ -251,28 +202,40 @@ def _reads(trace, slots, m):
     return float(locality.missing(trace, m, slots, skip=len(trace) // 4).sum())
 
 
-@lru_cache(maxsize=16)
-def thinned(trace: Trace, top_k: int) -> Trace:
-    """An estimate of a trace at a lower top-k: of each token's experts, some at random.
+def modelled(
+    parts: "Series",
+    trace: Trace,
+    slots: int,
+    expert_s: float,
+    accept: float,
+    arithmetic: str = AS_HERE,
+) -> "DataFrame":
+    """The speed with drafts by a model of a pass, not a measurement.
 
-    Chances are in proportion to how often an expert is used, since the router tends to give the
-    popular ones the larger weights. Compared with ``tiny-moe`` itself at top-6, 4, 2 and 1 (400
-    tokens, 8 to 48 slots, 1 to 16 positions), reads came out between 7% too low and 26% too high.
+    A pass takes a fixed time, a time for each position, and the reads of the experts that are not
+    in slots. Drafts cost nothing.
 
     Args:
-        trace (Trace): ``[T, L, K]``.
-        top_k (int): 1 to K.
+        parts (Series): Of ``pass_parts``.
+        trace (Trace): Of decoded text, for ``reads``.
+        slots (int): S.
+        expert_s (float): Seconds to read an expert.
+        accept (float): The chance that a draft is right.
+        arithmetic (str): ``AS_HERE``, or ``FREE``: positions cost nothing.
+
+    Returns:
+        DataFrame: By ``variant`` (``as set``, ``every draft right``) and ``drafts`` in a round:
+        ``tokens`` that a round commits, the ``passes`` over one position that it takes as long
+        as, and the ``speed`` over not drafting.
     """
-    _, L, K = trace.experts.shape
-    if top_k == K:
-        return trace
-    used = locality.popularity(trace)[np.arange(L)[:, None], trace.experts]
-    arrival = np.random.default_rng(0).standard_exponential(used.shape) / used
-    first = np.argsort(arrival, axis=-1)[..., :top_k]  # draws without replacement
-    experts = np.take_along_axis(trace.experts, first, axis=-1)
-    return Trace(experts, trace.phase, trace.tokens, trace.num_experts, trace.model)
-
-
-def shipped_trace(model: Path, measured: Trace) -> Trace:
-    """The recorded trace in ``data`` if it is the model's, else the one that was just measured."""
-    return locality.recorded_trace("code").decode if model.name == "tiny-moe" else measured
+    position_s = parts.position_s if arithmetic == AS_HERE else 0.0
+    drafts, missing = np.arange(LONGEST + 1), reads(trace, slots)
+    read_s = np.array([missing(n + 1) for n in drafts]) * expert_s
+    pass_s = parts.fixed_s + (drafts + 1) * position_s + read_s
+    rows = []
+    for name, chance in {"as set": accept, "every draft right": 1.0}.items():
+        for n, tokens in enumerate(np.cumsum(chance**drafts)):
+            cost = pass_s[n] / pass_s[0]
+            own = {"tokens": tokens, "passes": cost, "speed": tokens / cost}
+            rows.append({"variant": name, "drafts": n, **own})
+    return records.Running("model of a pass", {}).table(rows)

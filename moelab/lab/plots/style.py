@@ -105,8 +105,9 @@ def wrap(text: str, characters: int) -> list[str]:
     text = SPAN.sub(lambda span: span[0].replace(" ", NO_BREAK), text)
     lines = textwrap.wrap(text, characters)
     while len(lines) > 1:
-        shorter = textwrap.wrap(text, max(map(len, lines)) - 1)
-        if len(shorter) > len(lines):
+        width = max(map(len, lines)) - 1
+        shorter = textwrap.wrap(text, width, break_long_words=False)
+        if len(shorter) > len(lines) or max(map(len, shorter)) > width:
             break
         lines = shorter
     return [html.escape(line.replace(NO_BREAK, " "), quote=False) for line in lines] or [""]
