@@ -7,7 +7,6 @@ Cleans, splits and tokenizes them, and writes ``tokenizer/``, ``train.npy``, ``v
 ids), ``heldout/`` and ``manifest.json``.
 """
 
-import argparse
 import hashlib
 import importlib.metadata
 import json
@@ -47,12 +46,8 @@ SKIPPED_PARTS = re.compile(
 # hyperparameters by, HELDOUT to report on.
 VALID = {"celery": 400_000, "holoviews": 400_000, "cvxpy": 400_000, "pluggy": 100_000}
 HELDOUT = {
-    "tornado": 70_000,
-    "scrapy": 80_000,
-    "networkx": 80_000,
-    "jinja2": 60_000,
-    "optuna": 60_000,
-}
+    "tornado": 70_000, "scrapy": 80_000, "networkx": 80_000, "jinja2": 60_000, "optuna": 60_000,
+}  # fmt: skip
 WINDOW = 5  # lines in a shingle
 
 
@@ -63,12 +58,10 @@ def licence(metadata):
     """The licence that a distribution declares, or None if it is not an allowed one."""
     classifiers = [c for c in metadata.get_all("Classifier", []) if c.startswith("License ::")]
     names = [c.split(" :: ")[-1] for c in classifiers if not c.endswith("OSI Approved")]
-    declared = (
-        metadata["License-Expression"]
-        or ", ".join(names)
-        or (metadata["License"] or "").strip()[:80]
-    )
-    return declared if ALLOWED.search(declared) and not DENIED.search(declared) else None
+    written = (metadata["License"] or "").strip()[:80]
+    declared = metadata["License-Expression"] or ", ".join(names) or written
+    allowed = ALLOWED.search(declared) and not DENIED.search(declared)
+    return " ".join(declared.split()) if allowed else None
 
 
 def usable(text):
@@ -78,14 +71,10 @@ def usable(text):
     lines = text.splitlines()
     if max(map(len, lines)) > 400 or len(text) / len(lines) > 90:
         return False  # minified, or data
-    letters = sum(map(str.isalpha, text))
-    digits = sum(map(str.isdigit, text))
-    spaces = sum(map(str.isspace, text))
-    ascii_only = sum(c < "\x80" for c in text)
     return (
-        letters > 0.4 * (len(text) - spaces)
-        and digits < 0.12 * len(text)
-        and ascii_only > 0.97 * len(text)
+        sum(map(str.isalpha, text)) > 0.4 * (len(text) - sum(map(str.isspace, text)))
+        and sum(map(str.isdigit, text)) < 0.12 * len(text)
+        and sum(map(str.isascii, text)) > 0.97 * len(text)
         and unicodedata.is_normalized("NFC", text)  # the tokenizer would change anything else
     )
 
@@ -102,38 +91,42 @@ def read(path):
     return text if usable(text) else None
 
 
-def sources(sites):
-    """Files of the standard library and of every allowed distribution under ``sites``.
+def distributions(site):
+    """Distributions in ``site`` by lower-case name, sorted."""
+    found = {d.name.lower(): d for d in importlib.metadata.distributions(path=[str(site)])}
+    return dict(sorted(found.items()))
+
+
+def documents(site):
+    """Usable files of the standard library and of the allowed distributions in ``site``.
 
     Args:
-        sites (list[Path]): Folders that ``pip install --target`` filled.
+        site (Path): Folder that ``pip install --target`` filled.
 
     Returns:
-        tuple[list[dict], list[tuple[str, str, Path]]]: The packages (name, version, licence), and
-        for each file its package, its name within the package's site, and where it is.
+        tuple[list[dict], list[tuple[str, str, str]]]: The packages (name, version, licence), and
+        each file's package, name within the package's site, and text.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    stdlib = [p for p in sorted(root.rglob("*.py")) if "site-packages" not in p.parts]
     packages = [{"name": "python", "version": platform.python_version(), "licence": "PSF-2.0"}]
-    files = [("python", str(p.relative_to(root)), p) for p in stdlib]
-    seen = set()
-    for dist in sorted(
-        importlib.metadata.distributions(path=[str(s) for s in sites]), key=lambda d: d.name.lower()
-    ):
-        name = dist.name.lower()
-        declared = licence(dist.metadata)
-        if name in seen or declared is None:
+    files = [
+        ("python", str(p.relative_to(root)), p)
+        for p in sorted(root.rglob("*.py"))
+        if "site-packages" not in p.parts
+    ]
+    for name, dist in distributions(site).items():
+        if not (declared := licence(dist.metadata)):
             continue
-        seen.add(name)
-        packages.append(
-            {"name": name, "version": dist.version, "licence": " ".join(declared.split())}
-        )
-        for entry in dist.files or []:
-            if any(SKIPPED_PARTS.search(part) for part in entry.parts[:-1]):
-                continue
-            if entry.suffix in (".py", ".md", ".rst") or entry.name == "METADATA":
-                files.append((name, str(entry), Path(dist.locate_file(entry))))
-    return packages, files
+        packages.append({"name": name, "version": dist.version, "licence": declared})
+        files += [
+            (name, str(entry), Path(dist.locate_file(entry)))
+            for entry in dist.files or []
+            if (entry.suffix in (".py", ".md", ".rst") or entry.name == "METADATA")
+            and not any(map(SKIPPED_PARTS.search, entry.parts[:-1]))
+        ]
+    with Pool() as pool:
+        texts = pool.map(read, [path for _, _, path in files], chunksize=200)
+    return packages, [(*file[:2], text) for file, text in zip(files, texts) if text is not None]
 
 
 # Select
@@ -180,11 +173,8 @@ def split(documents):
     splits = {"train": []}
     reserved = set()
     for name, quotas in (("heldout", HELDOUT), ("valid", VALID)):
-        splits[name] = [
-            d for package, quota in quotas.items() for d in take(by_package[package], quota)
-        ]
-        for _, _, text in splits[name]:
-            reserved |= shingles(text)
+        splits[name] = [d for p, quota in quotas.items() for d in take(by_package[p], quota)]
+        reserved = reserved.union(*(shingles(text) for _, _, text in splits[name]))
     seen = set()
     for package, name, text in documents:
         if package in HELDOUT or package in VALID:
@@ -210,15 +200,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts, vocab_size=VOCAB_SIZE):
-    """Train a byte-level BPE with Qwen3.5's normalizer and word split, as transformers requires.
+def train_tokenizer(texts):
+    """A byte-level BPE of ``texts`` with Qwen3.5's normalizer and word split.
 
-    Args:
-        texts (Iterable[str]): What to learn the merges from.
-        vocab_size (int): Number of ids, the 16 special tokens included.
-
-    Returns:
-        transformers.PreTrainedTokenizerFast: The tokenizer; any NFC text decodes to itself.
+    transformers insists on both for this model type. A text in NFC decodes to itself.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -231,7 +216,7 @@ def train_tokenizer(texts, vocab_size=VOCAB_SIZE):
     bpe.pre_tokenizer = pre_tokenizers.Sequence([words, level])
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=VOCAB_SIZE,
         special_tokens=SPECIAL_TOKENS,
         initial_alphabet=level.alphabet(),
         show_progress=False,
@@ -249,14 +234,6 @@ def train_tokenizer(texts, vocab_size=VOCAB_SIZE):
     )
 
 
-def stdlib_texts():
-    """The standard library's own modules, without its tests."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py")):
-        if "site-packages" not in path.parts and "test" not in path.parts:
-            yield path.read_text(encoding="utf-8", errors="ignore")
-
-
 def encode(tokenizer, texts, chunk=2000):
     """Ids of all texts, each followed by the end-of-text id, as one uint16 array [T]."""
     import numpy as np
@@ -270,86 +247,52 @@ def encode(tokenizer, texts, chunk=2000):
     return np.concatenate(parts)
 
 
-def write_heldout(out, documents, packages, seen, sites):
+def write_heldout(out, documents, packages, seen, site):
     """Write the held-out files with their packages' licences; returns where each comes from."""
     (out / "licences").mkdir(parents=True, exist_ok=True)
     by_name = {p["name"]: p for p in packages}
     listing = []
-    for package, name, text in documents:
-        target = (
-            f"{package}__README.md" if name.endswith("METADATA") else "__".join(name.split("/"))
-        )
-        (out / target).write_bytes(text.encode())
-        listing.append(
-            {
-                "file": target,
-                "source": name,
-                **by_name[package],
-                "shared_with_train": overlap(text, seen),
-            }
-        )
-    for dist in importlib.metadata.distributions(path=[str(s) for s in sites]):
-        if dist.name.lower() in HELDOUT:
-            for entry in dist.files:
-                if entry.name.upper().startswith(("LICENSE", "LICENCE", "COPYING")):
-                    (out / "licences" / f"{dist.name.lower()}.txt").write_bytes(
-                        dist.locate_file(entry).read_bytes()
-                    )
+    for package, source, text in documents:
+        readme = source.endswith("METADATA")
+        file = f"{package}__README.md" if readme else source.replace("/", "__")
+        (out / file).write_bytes(text.encode())
+        shared = {"shared_with_train": overlap(text, seen)}
+        listing.append({"file": file, "source": source, **by_name[package], **shared})
+    for package in HELDOUT:
+        for entry in distributions(site)[package].files:
+            if entry.name.upper().startswith(("LICENSE", "LICENCE", "COPYING")):
+                (out / "licences" / f"{package}.txt").write_bytes(entry.locate().read_bytes())
     return listing
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "sites",
-        type=Path,
-        nargs="+",
-        help="folders that pip install --target filled; the last: output",
-    )
-    *sites, out = parser.parse_args().sites
-
+def main(site, out):
     import numpy as np
 
-    packages, files = sources(sites)
-    with Pool() as pool:
-        texts = pool.map(read, [path for _, _, path in files], chunksize=200)
-    splits = split(
-        [
-            (package, name, text)
-            for (package, name, _), text in zip(files, texts)
-            if text is not None
-        ]
-    )
-
-    train_texts = [text for _, _, text in splits["train"]]
-    tokenizer = train_tokenizer(train_texts[::8])
+    packages, found = documents(site)
+    splits = split(found)
+    train = [text for _, _, text in splits["train"]]
+    tokenizer = train_tokenizer(train[::8])
     tokenizer.save_pretrained(out / "tokenizer")
 
-    seen = set().union(*(shingles(text) for text in train_texts))
+    seen = set().union(*map(shingles, train))
     kept = Counter()
     for package, _, text in splits["train"]:
         kept[package] += len(text.encode())
-    manifest = {"python": sys.version.split()[0], "splits": {}, "packages": []}
+    manifest = {"python": platform.python_version(), "splits": {}}
     for name, members in splits.items():
-        members = [text for _, _, text in members]
-        ids = encode(tokenizer, members)
+        texts = [text for _, _, text in members]
+        ids = encode(tokenizer, texts)
         np.save(out / f"{name}.npy", ids)
-        manifest["splits"][name] = {
-            "files": len(members),
-            "bytes": sum(len(t.encode()) for t in members),
-            "tokens": len(ids),
-        }
-    for name in ("valid", "heldout"):
-        shared = [overlap(text, seen) for _, _, text in splits[name]]
-        manifest["splits"][name]["shared_with_train"] = sum(shared) / len(shared)
+        nbytes = sum(len(text.encode()) for text in texts)
+        manifest["splits"][name] = {"files": len(texts), "bytes": nbytes, "tokens": len(ids)}
+        if name != "train":
+            shared = sum(overlap(text, seen) for text in texts) / len(texts)
+            manifest["splits"][name]["shared_with_train"] = shared
     manifest["packages"] = [p | {"train_bytes": kept[p["name"]]} for p in packages]
-
-    manifest["heldout"] = write_heldout(out / "heldout", splits["heldout"], packages, seen, sites)
+    manifest["heldout"] = write_heldout(out / "heldout", splits["heldout"], packages, seen, site)
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1))
     print(json.dumps(manifest["splits"], indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(Path, sys.argv[1:]))

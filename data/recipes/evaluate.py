@@ -53,16 +53,9 @@ class Tally:
 
 
 def evaluate(model, tokenizer, texts, batch: int = 8) -> tuple[float, np.ndarray]:
-    """Bits per byte of ``texts`` and each expert's share of the tokens.
+    """Bits per byte of ``texts``, and each expert's share of the tokens, [L, E].
 
-    Args:
-        model (nn.Module): An mlx-lm model.
-        tokenizer (TokenizerWrapper): Its tokenizer.
-        texts (list[str]): Each is read from its own start.
-        batch (int): B, windows at a time.
-
-    Returns:
-        tuple[float, np.ndarray]: Bits per byte, and shares ``[L, E]``.
+    Each text is read from its own start, ``batch`` windows at a time.
     """
     rows = quality.windows(tokenizer, texts, WINDOW)
     rows = rows[np.argsort(-rows.counts, kind="stable")]  # similar lengths together: less padding
@@ -94,7 +87,7 @@ def main():
     texts = list(heldout_files(args.model / "heldout").values())[: args.files]
     bpb, shares = evaluate(model, tokenizer, texts)
     xz = quality.xz_bits_per_byte(texts)
-    most, least = shares.max(1), shares.min(1)
+    most, least = shares.max(1).tolist(), shares.min(1).tolist()
     even = shares.sum(1).mean() / shares.shape[1]
     print(f"{len(texts)} files, {sum(len(t.encode()) for t in texts)} bytes")
     print(f"bits per byte: {bpb:.4f}   xz -9e: {xz:.4f}")
@@ -102,7 +95,7 @@ def main():
     for layer, (a, b) in enumerate(zip(most, least)):
         print(f"  layer {layer}: most used {a:.4f}   least used {b:.4f}")
     if args.json:
-        numbers = {"bpb": bpb, "xz_bpb": xz, "most": most.tolist(), "least": least.tolist()}
+        numbers = {"bpb": bpb, "xz_bpb": xz, "most": most, "least": least}
         args.json.write_text(json.dumps(numbers, indent=1))
 
 

@@ -12,17 +12,10 @@ def chunk_bwd_dqkwg(
     q, k, v, do, h, dh, w=None, g=None, g_gamma=None, dv=None, scale=None, state_v_first=False,
     cu_seqlens=None, chunk_size=64, chunk_indices=None,
 ):  # fmt: skip
-    """Gradients of q, k, w and of the cumulated log2 decay g within chunks of C tokens.
+    """Gradients of q, k [B, T, Hk, Dk], of w [B, T, Hv, Dk] and of the cumulated log2 decay g.
 
-    Args:
-        q, k (Tensor): [B, T, Hk, Dk].
-        v, do, dv (Tensor): [B, T, Hv, Dv].
-        h, dh (Tensor): State before each chunk and its gradient, [B, T / C, Hv, Dk, Dv].
-        g (Tensor): [B, T, Hv], float32.
-
-    Returns:
-        tuple[Tensor, Tensor, Tensor, Tensor]: dq, dk [B, T, Hk, Dk], dw [B, T, Hv, Dk],
-        dg [B, T, Hv].
+    v, do and dv are [B, T, Hv, Dv]; h and dh, the state before each chunk of C tokens and its
+    gradient, [B, T / C, Hv, Dk, Dv]; g is [B, T, Hv], float32.
     """
     Hk = k.shape[2]
     Hv, C = v.shape[2], chunk_size

@@ -1,53 +1,58 @@
-"""Two drafts in PyTorch for training: DFlash's block draft and a Qwen3 decoder.
+"""The drafts in PyTorch: DFlash's block draft, a Qwen3 decoder, and how they are trained.
 
 Parameters are named as in z-lab's files and in mlx-lm's.
 
-B batch, T tokens, D hidden, A anchors, b block size, n target layers that are read.
+B batch, T tokens, P prompt tokens, D hidden, A anchors, b block size, V vocabulary, n target
+layers that are read.
 """
 
+import json
+import time
+
+import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
+from tiny_drafts import BLOCK, CANDIDATES, MASK_TOKEN, config_of
+from tiny_moe import TEXT_CONFIG
 from torch import nn
-from torch_qwen import MLP, RMSNorm
+from torch_qwen import MLP, Model, Writer, rotary_angles, rotate
+from torch_train import Optimizer, read
 
-
-def rotate(x, angles):
-    """Rotary embedding of x [B, H, T, Dh] by angles [B or 1, 1, T, Dh / 2]."""
-    a, b = x.float().chunk(2, dim=-1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+GAMMA = 7.0  # of the loss weights exp(-(k - 1) / GAMMA)
+WARMUP = 50  # steps until the rate is at its highest
+# Prompt and whole length of a text, texts, texts in a step, anchors in each, share of the steps.
+BUCKETS = [
+    {"prompt": 64, "length": 384, "texts": 49152, "batch": 128, "anchors": 16, "share": 0.5},
+    {"prompt": 448, "length": 768, "texts": 16384, "batch": 64, "anchors": 32, "share": 0.35},
+    {"prompt": 1216, "length": 1536, "texts": 4096, "batch": 32, "anchors": 32, "share": 0.15},
+]
+SAMPLED = 8  # every eighth text is sampled, at TEMPERATURE, the others are greedy
+TEMPERATURE = 0.8
+WRITTEN = 320  # tokens of the target behind a prompt
 
 
 class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.heads, self.kv_heads, self.dims = (
-            c["num_attention_heads"],
-            c["num_key_value_heads"],
-            c["head_dim"],
-        )
+        self.heads, self.kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
+        self.dims = c["head_dim"]
         D = c["hidden_size"]
         self.q_proj = nn.Linear(D, self.heads * self.dims, bias=False)
         self.k_proj = nn.Linear(D, self.kv_heads * self.dims, bias=False)
         self.v_proj = nn.Linear(D, self.kv_heads * self.dims, bias=False)
         self.o_proj = nn.Linear(self.heads * self.dims, D, bias=False)
-        self.q_norm = RMSNorm(self.dims, c["rms_norm_eps"])
-        self.k_norm = RMSNorm(self.dims, c["rms_norm_eps"])
+        self.q_norm = nn.RMSNorm(self.dims, c["rms_norm_eps"])
+        self.k_norm = nn.RMSNorm(self.dims, c["rms_norm_eps"])
 
-    def forward(self, x, context, angles, context_angles, mask):
+    def forward(self, x, seen, angles, mask):
         def heads(y, n):
-            return y.view(B, -1, n, self.dims).transpose(1, 2)
+            return y.view(len(y), -1, n, self.dims).transpose(1, 2)
 
-        B = x.shape[0]
-        seen = x if context is None else torch.cat([context, x], dim=1)
-        seen_angles = (
-            angles
-            if context is None
-            else torch.cat([context_angles.expand(B, -1, -1, -1), angles], dim=2)
-        )
-        q = rotate(self.q_norm(heads(self.q_proj(x), self.heads)), angles)
-        k = rotate(self.k_norm(heads(self.k_proj(seen), self.kv_heads)), seen_angles)
+        q = self.q_norm(heads(self.q_proj(x), self.heads))
+        k = self.k_norm(heads(self.k_proj(seen), self.kv_heads))
         v = heads(self.v_proj(seen), self.kv_heads)
+        q, k = rotate(q, angles[:, :, -x.shape[1] :]), rotate(k, angles)
         k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.o_proj(y.transpose(1, 2).flatten(2))
@@ -58,13 +63,15 @@ class Layer(nn.Module):
 
     def __init__(self, c):
         super().__init__()
-        self.input_layernorm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
+        self.input_layernorm = nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"])
         self.self_attn = Attention(c)
-        self.post_attention_layernorm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
+        self.post_attention_layernorm = nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"])
         self.mlp = MLP(c["hidden_size"], c["intermediate_size"])
 
-    def forward(self, x, context, angles, context_angles, mask):
-        x = x + self.self_attn(self.input_layernorm(x), context, angles, context_angles, mask)
+    def forward(self, x, angles, context=None, mask=None):
+        y = self.input_layernorm(x)
+        seen = y if context is None else torch.cat([context, y], dim=1)
+        x = x + self.self_attn(y, seen, angles, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -72,33 +79,38 @@ class Draft(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.layers = nn.ModuleList(Layer(c) for _ in range(c["num_hidden_layers"]))
-        self.norm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
+        self.norm = nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"])
         self.theta, self.dims = c["rope_theta"], c["head_dim"]
 
     def compile(self):
         for layer in self.layers:
             layer.compile(dynamic=False)
 
-    def angles(self, positions):
-        """Rotary angles [B, 1, T, Dh / 2] of positions [B, T]."""
-        half = self.dims // 2
-        freqs = self.theta ** (-torch.arange(half, device=positions.device) / half)
-        return (positions[..., None] * freqs)[:, None]
+    def run(self, x, positions, *inputs):
+        """Hidden states of embedded tokens x [B, T, D], at the last of positions [B or 1, ...]."""
+        angles = rotary_angles(positions, self.dims // 2, self.theta)[:, None]
+        for layer in self.layers:
+            x = layer(x, angles, *inputs)
+        return self.norm(x)
+
+
+class Decoder(Draft):
+    """An autoregressive draft."""
+
+    def forward(self, x):
+        """Hidden states [B, T, D] of embedded tokens [B, T, D]."""
+        return self.run(x, torch.arange(x.shape[1], device=x.device)[None])
 
 
 class DFlash(Draft):
-    """A DFlash draft: all tokens of a block in one pass.
-
-    Args:
-        config (dict): As in the draft's config.json.
-    """
+    """A DFlash draft: all tokens of a block in one pass."""
 
     def __init__(self, config):
         super().__init__(config)
         D = config["hidden_size"]
         self.ids, self.block = config["dflash_config"]["target_layer_ids"], config["block_size"]
         self.fc = nn.Linear(len(self.ids) * D, D, bias=False)
-        self.hidden_norm = RMSNorm(D, config["rms_norm_eps"])
+        self.hidden_norm = nn.RMSNorm(D, config["rms_norm_eps"])
 
     def forward(self, blocks, features, anchors):
         """Hidden states [B, A, b, D] of blocks that start at ``anchors`` [B, A].
@@ -109,35 +121,306 @@ class DFlash(Draft):
                 anchor.
             anchors (Tensor): Position of the first token of each block.
         """
-        B, A, b, D = blocks.shape
-        T = features.shape[1]
-        context = self.hidden_norm(self.fc(features))
+        B, A, b, _ = blocks.shape
+        ahead = torch.arange(b, device=blocks.device)
+        before = torch.arange(features.shape[1], device=blocks.device)
         inside = torch.arange(A, device=blocks.device).repeat_interleave(b)
-        before = torch.arange(T, device=blocks.device) < anchors[..., None]
-        mask = torch.cat(
-            [before.repeat_interleave(b, dim=1), (inside[:, None] == inside).expand(B, -1, -1)],
-            dim=-1,
-        )[:, None]
-        angles = self.angles(
-            (anchors[..., None] + torch.arange(b, device=blocks.device)).flatten(1)
-        )
-        context_angles = self.angles(torch.arange(T, device=blocks.device)[None])
-        x = blocks.flatten(1, 2)
-        for layer in self.layers:
-            x = layer(x, context, angles, context_angles, mask)
-        return self.norm(x).view(B, A, b, D)
+        own = (inside[:, None] == inside).expand(B, -1, -1)
+        past = (before < anchors[..., None]).repeat_interleave(b, dim=1)
+        mask = torch.cat([past, own], dim=-1)[:, None]
+        positions = (anchors[..., None] + ahead).flatten(1)
+        positions = torch.cat([before.expand(B, -1), positions], dim=1)
+        context = self.hidden_norm(self.fc(features))
+        return self.run(blocks.flatten(1, 2), positions, context, mask).view(blocks.shape)
 
 
-class Decoder(Draft):
-    """An autoregressive draft.
+# The target
+
+
+def load_target(model_dir, device):
+    """The 4-bit target, dequantized, and its tied embedding [V, D] in float32."""
+    model = Model(TEXT_CONFIG)
+    model.load_state_dict(read(model_dir))
+    model = model.to(device)
+    head = model.language_model.model.embed_tokens.weight.detach().clone()
+    return model.requires_grad_(False), head
+
+
+def features_of(draft, layers):
+    """What a DFlash draft reads of the target's layers, [B, T, n * D]."""
+    return torch.cat([layers[i][0] for i in draft.ids], dim=-1)
+
+
+def write_sets(model, head, model_dir, data, texts=256):
+    """Texts to measure on, written by the target: {name: (ids [B, T], P, ends [B])}.
+
+    Decisions may rest on ``valid`` only; the others are held out.
+    """
+    from moelab.lab.texts import heldout_prompts
+
+    valid = np.load(data / "valid.npy").astype(np.int64)
+    starts = np.linspace(0, len(valid) - 257, texts).astype(int)
+    prompts = {"valid": [valid[i : i + 256].tolist() for i in starts]}
+    for kind, length in (("code", 256), ("prose", 256), ("code", 64), ("code", 1024)):
+        prompts[f"{kind}_{length}"] = heldout_prompts(model_dir, kind, length)[:texts]
+    sets = {}
+    for name, rows in prompts.items():
+        rows = torch.tensor(rows, device=head.device)
+        texts, P = rows.shape
+        ids = Writer(model, head, texts, P, P + WRITTEN)(rows)
+        after = ids == TEXT_CONFIG["eos_token_id"]
+        after[:, :P] = False
+        sets[name] = ids, P, torch.where(after.any(1), after.int().argmax(1), P + WRITTEN)
+    return sets
+
+
+def write_texts(model, head, train, buckets, at_once, generator):
+    """Texts [N, T] for each bucket, int16: prompts from random places of the corpus, continued."""
+    written = []
+    for bucket in buckets:
+        P, T, texts = bucket["prompt"], bucket["length"], min(at_once, bucket["texts"])
+        writer = Writer(model, head, texts, P, T, texts // SAMPLED, TEMPERATURE)
+        span, parts = torch.arange(P, device=train.device), []
+        for _ in range(bucket["texts"] // texts):
+            starts = torch.randint(len(train) - P, (texts, 1), generator=generator).to(train.device)
+            parts.append(writer(train[starts + span].long()).short())
+        written.append(torch.cat(parts))
+        del writer  # its states, before the next one's
+        print("written", list(written[-1].shape), time.strftime("%H:%M:%S"), flush=True)
+    return written
+
+
+# Acceptance, at temperature 0: how many of the draft's tokens are those the target wrote
+
+
+def runs_dflash(draft, embedding, ids, features, prompt, ends):
+    """Accepted tokens of every cycle over texts that the target wrote greedily.
 
     Args:
-        config (dict): As in the draft's config.json.
-    """
+        draft (DFlash): The draft.
+        embedding (Tensor): The target's embedding [V, D].
+        ids (Tensor): Texts [B, T].
+        features (Tensor): The target's features of them [B, T, n * D].
+        prompt (int): P; the first cycle starts there.
+        ends (Tensor): Where each text ends, [B].
 
-    def forward(self, x):
-        """Hidden states [B, T, D] of embedded tokens [B, T, D]."""
-        angles = self.angles(torch.arange(x.shape[1], device=x.device)[None])
-        for layer in self.layers:
-            x = layer(x, None, angles, None, None)
-        return self.norm(x)
+    Returns:
+        list[tuple[int, int, int]]: Text, position and accepted tokens (0 to b - 1) of each cycle.
+    """
+    at, cycles = torch.full_like(ends, prompt), []
+    span = torch.arange(1, draft.block, device=ids.device)
+    while True:
+        live = (at + draft.block <= ends).nonzero()[:, 0]
+        if not len(live):
+            return cycles
+        anchors = at[live, None]
+        block = torch.full((len(live), draft.block), MASK_TOKEN, device=ids.device)
+        block[:, 0] = ids[live].gather(1, anchors)[:, 0]
+        hidden = draft(embedding[block][:, None], features[live], anchors)[:, 0, 1:]
+        guesses = (hidden.float() @ embedding.float().T).argmax(-1)
+        right = guesses == ids[live].gather(1, anchors + span)
+        accepted = right.long().cumprod(1).sum(1)
+        cycles += zip(live.tolist(), at[live].tolist(), accepted.tolist())
+        at[live] += accepted + 1
+
+
+def runs_decoder(draft, embedding, ids, prompt, ends):
+    """``runs_dflash`` of an autoregressive draft, in one pass: accepted tokens are the target's."""
+    guesses = (draft(embedding[ids]).float() @ embedding.float().T).argmax(-1)
+    right = (guesses[:, :-1] == ids[:, 1:]).tolist()
+    cycles = []
+    for i, (row, end) in enumerate(zip(right, ends.tolist())):
+        at = prompt
+        while at + BLOCK <= end:
+            wrong = [j for j in range(BLOCK - 1) if not row[at + j]]
+            accepted = wrong[0] if wrong else BLOCK - 1
+            cycles.append((i, at, accepted))
+            at += accepted + 1
+    return cycles
+
+
+def summary(cycles, prompt):
+    """tau, its histogram [b], cycles, and tau of the cycles that start in the first 100 tokens."""
+    accepted = [a for _, _, a in cycles]
+    early = [a for _, at, a in cycles if at < prompt + 100]
+    return {
+        "tau": 1 + sum(accepted) / max(len(accepted), 1),
+        "tau_first_100": 1 + sum(early) / max(len(early), 1),
+        "cycles": len(accepted),
+        "histogram": [accepted.count(k) for k in range(BLOCK)],
+    }
+
+
+def measure(drafts, model, embedding, sets):
+    """Acceptance of every draft on every set: {draft: {set: summary}}."""
+    report = {name: {} for name in drafts}
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for which, (ids, P, ends) in sets.items():
+            _, layers = model.language_model.model(ids)
+            for name, draft in drafts.items():
+                if isinstance(draft, Decoder):
+                    cycles = runs_decoder(draft, embedding, ids, P, ends)
+                else:
+                    features = features_of(draft, layers)
+                    cycles = runs_dflash(draft, embedding, ids, features, P, ends)
+                report[name][which] = summary(cycles, P)
+    return report
+
+
+# Training
+
+
+def block_loss(hidden, embedding, targets, weights):
+    """Weighted cross-entropy of blocks: hidden [N, b - 1, D], targets the same, weights [b - 1]."""
+    loss = F.cross_entropy(
+        (hidden.flatten(0, 1) @ embedding.T).float(), targets.flatten(), reduction="none"
+    )
+    return (loss.view(targets.shape) * weights).sum() / (weights.sum() * len(targets))
+
+
+def distil_loss(hidden, target, embedding):
+    """Mean of the cross-entropies with the target's distribution and with its first choice.
+
+    From the hidden states of the draft and of the target, [N, D], and the embedding [V, D].
+    """
+    logits = (target @ embedding.T).float()
+    log_q = F.log_softmax((hidden @ embedding.T).float(), dim=-1)
+    soft = -(F.softmax(logits, dim=-1) * log_q).sum(-1)
+    return (soft + F.nll_loss(log_q, logits.argmax(-1), reduction="none")).mean() / 2
+
+
+def train_all(steps, lr, model, embedding, texts, buckets, seed=0):
+    """Train the candidates side by side on the same batches.
+
+    Args:
+        steps (int): Steps; after the warm-up the rate is constant, then falls to zero over the last
+            60%.
+        lr (dict[str, float]): The highest learning rate of each candidate.
+        model, embedding: The target and its embedding in its own precision.
+        texts (list[Tensor]): Of each bucket.
+        buckets (list[dict]): As ``BUCKETS``.
+        seed (int): Seed of the weights and the batches.
+
+    Returns:
+        tuple[dict, list[dict]]: The trained drafts by name, and the log.
+    """
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    device, on_gpu = embedding.device, embedding.is_cuda
+    blocks, distil = block_loss, distil_loss
+    if on_gpu:
+        blocks, distil = (torch.compile(f, dynamic=False) for f in (blocks, distil))
+    drafts, optimizers = {}, {}
+    for name, rate in lr.items():
+        kind = Decoder if CANDIDATES[name][1] is None else DFlash
+        drafts[name] = draft = kind(config_of(name)).to(device, embedding.dtype)
+        # The head is the target's own, and so is its scale.
+        draft.norm.weight.data.copy_(model.language_model.model.norm.weight)
+        if on_gpu:
+            draft.compile()
+        # The drafts have too many shapes to compile.
+        optimizers[name] = Optimizer(draft, rate, compiled=False)
+    ahead = torch.arange(BLOCK, device=device)
+    weights = torch.exp(-ahead[:-1] / GAMMA)
+    shares = torch.tensor([b["share"] for b in buckets])
+    left = [torch.empty(0, dtype=torch.long) for _ in buckets]
+    log, clock = [], time.perf_counter()
+    for step in range(steps):
+        i = torch.multinomial(shares, 1, generator=generator).item()
+        P, T, B, A = (buckets[i][key] for key in ("prompt", "length", "batch", "anchors"))
+        if len(left[i]) < B:
+            left[i] = torch.randperm(len(texts[i]), generator=generator)
+        rows, left[i] = left[i][:B], left[i][B:]
+        ids = texts[i][rows.to(device)].long()
+        anchors = torch.randint(P, T - BLOCK + 1, (B, A), generator=generator).to(device)
+        every = ids.gather(1, (anchors[..., None] + ahead).flatten(1)).view(B, A, BLOCK)
+        masked = torch.where(ahead == 0, every, MASK_TOKEN)
+        some = torch.randint(P - 1, T - 1, (B, 8192 // B if on_gpu else 8), generator=generator)
+        some = torch.arange(B, device=device)[:, None], some.to(device)
+        with torch.no_grad():
+            last, layers = model.language_model.model(ids)
+            embedded, read = embedding[masked], embedding[ids]
+            goal = last[some].flatten(0, 1)
+        losses = {}
+        for name, draft in drafts.items():
+            if isinstance(draft, Decoder):
+                loss = distil(draft(read)[some].flatten(0, 1), goal, embedding)
+            else:
+                hidden = draft(embedded, features_of(draft, layers), anchors)[:, :, 1:]
+                targets = every[:, :, 1:].flatten(0, 1)
+                loss = blocks(hidden.flatten(0, 1), embedding, targets, weights)
+            loss.backward()
+            optimizers[name].step(min(1, (step + 1) / WARMUP, (1 - step / steps) / 0.6))
+            draft.zero_grad(set_to_none=True)
+            losses[name] = loss.detach()
+        if step % max(steps // 20, 1) == 0 or step == steps - 1:
+            line = {"step": step, "seconds": round(time.perf_counter() - clock, 1)}
+            log.append(line | {name: round(loss.item(), 4) for name, loss in losses.items()})
+            print(json.dumps(log[-1]), flush=True)
+    return drafts, log
+
+
+def train(data, model_dir, out, steps, lr, names, at_once, seed=0):
+    """Write the text, train the candidates for each number of steps, measure and save them.
+
+    Args:
+        data (Path): What ``tiny_drafts.py text`` wrote.
+        model_dir (Path): The target.
+        out (Path): Folder for ``<name>.safetensors`` and ``training.json``.
+        steps (list[int]): Lengths to train for; the longest last.
+        lr (list[float]): Learning rates, tried at the first length; the others take the one that
+            was best on the validation text.
+        names (list[str]): Of ``CANDIDATES``.
+        at_once (int): B of the writer.
+        seed (int): Seed.
+    """
+    torch.manual_seed(seed)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.cache_size_limit = 64
+    buckets = BUCKETS
+    if not on_gpu:  # to try the code
+        buckets = [{"prompt": 8, "length": 40, "texts": 4, "batch": 2, "anchors": 2, "share": 1.0}]
+    model, head = load_target(model_dir, device)
+    if on_gpu:
+        model.compile()
+        model = model.bfloat16()
+    embedding = model.language_model.model.embed_tokens.weight
+    ids = torch.from_numpy(np.load(data / "train.npy").astype(np.int16)).to(device)
+    out.mkdir(parents=True, exist_ok=True)
+    clock = time.perf_counter()
+    sets = write_sets(model, head, model_dir, data, texts=256 if on_gpu else 2)
+    cache = data / "texts.pt"  # a second call on the same host need not write them again
+    if cache.exists():
+        texts = [t.to(device) for t in torch.load(cache)]
+    else:
+        texts = write_texts(model, head, ids, buckets, at_once, torch.Generator().manual_seed(seed))
+        torch.save([t.cpu() for t in texts], cache)
+    report = {
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "buckets": buckets,
+        "runs": [],
+        "sets": {
+            k: {"texts": len(i), "prompt": P, "mean_length": (e - P).float().mean().item()}
+            for k, (i, P, e) in sets.items()
+        },
+        "writing_seconds": time.perf_counter() - clock,
+    }
+    best = {}  # tau on the validation text and the rate that gave it
+    for n, rate in [(steps[0], rate) for rate in lr] + [(n, None) for n in steps[1:]]:
+        rates = {name: rate or best[name][1] for name in names}
+        clock = time.perf_counter()
+        drafts, log = train_all(n, rates, model, embedding, texts, buckets, seed)
+        run = {"steps": n, "lr": rates, "seconds": time.perf_counter() - clock, "log": log}
+        run["acceptance"] = measure(drafts, model, embedding, sets)
+        report["runs"].append(run)
+        (out / "training.json").write_text(json.dumps(report, indent=1))
+        for name, draft in drafts.items():
+            figures = run["acceptance"][name]
+            best[name] = max(best.get(name, (0, 0)), (figures["valid"]["tau"], rates[name]))
+            taus = {k: (v["tau"], v["tau_first_100"]) for k, v in figures.items()}
+            print(n, rates[name], name, json.dumps(taus), flush=True)
+            weights = {k: v.bfloat16().contiguous().cpu() for k, v in draft.state_dict().items()}
+            save_file(weights, out / f"{name}.safetensors", metadata={"format": "pt"})

@@ -9,19 +9,24 @@ import torch.nn.functional as F
 from torch import nn
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, dims, eps):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dims))
-        self.eps = eps
+def rotary_angles(positions, half, theta):
+    """Angles [..., half] of the rotary embedding at positions [...]."""
+    return positions[..., None] * theta ** (-torch.arange(half, device=positions.device) / half)
 
-    def forward(self, x):
-        y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
-        return (y * self.weight.float()).to(x.dtype)
+
+def rotate(x, angles):
+    """Rotary embedding of the first 2 * half numbers of x [..., Dh], by angles [..., half]."""
+    half = angles.shape[-1]
+    a, b, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
 
 
 class Conv1d(nn.Module):
-    """Causal depthwise convolution over T; weight [C, taps, 1] as mlx has it."""
+    """Causal depthwise convolution over T; weight [C, taps, 1] as mlx has it.
+
+    With ``before`` [B, taps - 1, C] it takes one position, and updates ``before`` in place.
+    """
 
     def __init__(self, channels, taps):
         super().__init__()
@@ -29,9 +34,13 @@ class Conv1d(nn.Module):
             torch.empty(channels, taps, 1).uniform_(-(taps**-0.5), taps**-0.5)
         )
 
-    def forward(self, x):
+    def forward(self, x, before=None):
         taps = self.weight.shape[1]
-        x = F.pad(x, (0, 0, taps - 1, 0))
+        if before is None:
+            x = F.pad(x, (0, 0, taps - 1, 0))
+        else:
+            x = torch.cat([before, x], dim=1)
+            before.copy_(x[:, 1:])
         length = x.shape[1] - taps + 1
         # Four shifted products fuse into one kernel; a depthwise cuDNN convolution does not.
         return sum(x[:, i : i + length] * self.weight[:, i, 0] for i in range(taps))
@@ -40,14 +49,8 @@ class Conv1d(nn.Module):
 def delta_rule(q, k, v, g, beta):
     """Gated delta rule over T: flash-linear-attention on a GPU, else transformers' reference.
 
-    Args:
-        q, k (Tensor): [B, T, Hk, Dk], not yet normalized.
-        v (Tensor): [B, T, Hv, Dv].
-        g (Tensor): Log decay [B, T, Hv], float32.
-        beta (Tensor): Write strength [B, T, Hv].
-
-    Returns:
-        Tensor: [B, T, Hv, Dv].
+    Shapes: q, k [B, T, Hk, Dk], not yet normalized; v and the result [B, T, Hv, Dv]; log decay g
+    (float32) and write strength beta [B, T, Hv].
     """
     if q.is_cuda:
         from fla_hopper import chunk_gated_delta_rule
@@ -55,9 +58,28 @@ def delta_rule(q, k, v, g, beta):
         return chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
     from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import torch_chunk_gated_delta_rule
 
-    repeats = v.shape[2] // q.shape[2]
-    q, k = (x.repeat_interleave(repeats, dim=2) for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[2] // q.shape[2], dim=2) for x in (q, k))
     return torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
+
+
+def delta_step(state, q, k, v, g, beta):
+    """One position of the rule for q, k, v [B, H, D]; updates state [B, H, Dk, Dv] in place."""
+    state.mul_(g.exp()[..., None, None])
+    error = (v - (state * k[..., None]).sum(-2)) * beta[..., None]
+    state.add_(k[..., None] * error[..., None, :])
+    return (state * q[..., None]).sum(-2)
+
+
+compiled_delta_step = torch.compile(delta_step, dynamic=False)
+
+
+def delta_rule_at(state, q, k, v, g, beta):
+    """``delta_rule`` of one position, T = 1, after those that ``state`` stands for."""
+    q, k, v, g, beta = (x[:, 0].float() for x in (q, k, v, g, beta))
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    repeats = v.shape[1] // q.shape[1]
+    q, k = (x.repeat_interleave(repeats, dim=1) for x in (q * q.shape[-1] ** -0.5, k))
+    return (compiled_delta_step if v.is_cuda else delta_step)(state, q, k, v, g, beta)[:, None]
 
 
 class GatedDeltaNet(nn.Module):
@@ -65,11 +87,8 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.k_heads, self.v_heads = c["linear_num_key_heads"], c["linear_num_value_heads"]
         self.k_dim, self.v_dim = c["linear_key_head_dim"], c["linear_value_head_dim"]
-        self.sizes = [
-            self.k_heads * self.k_dim,
-            self.k_heads * self.k_dim,
-            self.v_heads * self.v_dim,
-        ]
+        keys, values = self.k_heads * self.k_dim, self.v_heads * self.v_dim
+        self.sizes = [keys, keys, values]
         D = c["hidden_size"]
         self.conv1d = Conv1d(sum(self.sizes), c["linear_conv_kernel_dim"])
         self.in_proj_qkv = nn.Linear(D, sum(self.sizes), bias=False)
@@ -80,55 +99,56 @@ class GatedDeltaNet(nn.Module):
         dt = torch.exp(torch.empty(self.v_heads).uniform_(-6.9, -2.3))
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
         self.A_log = nn.Parameter(torch.empty(self.v_heads).uniform_(1, 16).log())
-        self.norm = RMSNorm(self.v_dim, c["rms_norm_eps"])
+        self.norm = nn.RMSNorm(self.v_dim, c["rms_norm_eps"])
         self.out_proj = nn.Linear(self.sizes[2], D, bias=False)
 
-    def forward(self, x):
+    def forward(self, x, before=None, state=None):
         B, T, _ = x.shape
-        q, k, v = F.silu(self.conv1d(self.in_proj_qkv(x))).split(self.sizes, dim=-1)
+        q, k, v = F.silu(self.conv1d(self.in_proj_qkv(x), before)).split(self.sizes, dim=-1)
         q, k = (t.reshape(B, T, self.k_heads, self.k_dim) for t in (q, k))
         v, z = (t.reshape(B, T, self.v_heads, self.v_dim) for t in (v, self.in_proj_z(x)))
         beta = self.in_proj_b(x).sigmoid()
         g = -self.A_log.float().exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
-        y = self.norm(delta_rule(q, k, v, g, beta))
-        y = (y.float() * F.silu(z.float())).to(x.dtype)
+        inputs = q, k, v, g, beta
+        y = delta_rule(*inputs) if state is None else delta_rule_at(state, *inputs).to(x.dtype)
+        y = (self.norm(y).float() * F.silu(z.float())).to(x.dtype)
         return self.out_proj(y.reshape(B, T, -1))
 
 
 class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.heads, self.kv_heads, self.dims = (
-            c["num_attention_heads"],
-            c["num_key_value_heads"],
-            c["head_dim"],
-        )
+        self.heads, self.kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
+        self.dims = c["head_dim"]
         D = c["hidden_size"]
         self.q_proj = nn.Linear(D, self.heads * self.dims * 2, bias=False)
         self.k_proj = nn.Linear(D, self.kv_heads * self.dims, bias=False)
         self.v_proj = nn.Linear(D, self.kv_heads * self.dims, bias=False)
         self.o_proj = nn.Linear(self.heads * self.dims, D, bias=False)
-        self.q_norm = RMSNorm(self.dims, c["rms_norm_eps"])
-        self.k_norm = RMSNorm(self.dims, c["rms_norm_eps"])
+        self.q_norm = nn.RMSNorm(self.dims, c["rms_norm_eps"])
+        self.k_norm = nn.RMSNorm(self.dims, c["rms_norm_eps"])
         rope = c["rope_parameters"]
-        self.rotary = int(self.dims * rope["partial_rotary_factor"])
+        self.half = int(self.dims * rope["partial_rotary_factor"]) // 2
         self.theta = rope["rope_theta"]
 
-    def rope(self, x):
-        half = self.rotary // 2
-        freqs = self.theta ** (-torch.arange(half, device=x.device) / half)
-        angles = torch.arange(x.shape[2], device=x.device)[:, None] * freqs
-        a, b, rest = x.float().split([half, half, self.dims - self.rotary], dim=-1)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
-
-    def forward(self, x):
+    def forward(self, x, keys=None, values=None, position=None):
         B, T, _ = x.shape
         q, gate = self.q_proj(x).view(B, T, self.heads, 2 * self.dims).chunk(2, dim=-1)
         k = self.k_proj(x).view(B, T, self.kv_heads, self.dims)
         v = self.v_proj(x).view(B, T, self.kv_heads, self.dims).transpose(1, 2)
-        q, k = self.rope(self.q_norm(q).transpose(1, 2)), self.rope(self.k_norm(k).transpose(1, 2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        positions = torch.arange(T, device=x.device) if position is None else position
+        angles = rotary_angles(positions, self.half, self.theta)
+        q, k = (rotate(y.transpose(1, 2), angles) for y in (self.q_norm(q), self.k_norm(k)))
+        if keys is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            keys.index_copy_(2, position, k)
+            values.index_copy_(2, position, v)
+            seen = (torch.arange(keys.shape[2], device=x.device) <= position)[None, None, None]
+            # The heads of one key/value head are its queries.
+            q = q.reshape(B, self.kv_heads, -1, self.dims)
+            y = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
+            y = y.reshape(B, self.heads, 1, self.dims)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1) * gate.reshape(B, T, -1).sigmoid())
 
 
@@ -237,13 +257,13 @@ class DecoderLayer(nn.Module):
             self.linear_attn = GatedDeltaNet(c)
         else:
             self.self_attn = Attention(c)
-        self.input_layernorm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
-        self.post_attention_layernorm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
+        self.input_layernorm = nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"])
+        self.post_attention_layernorm = nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"])
         self.mlp = SparseMoeBlock(c)
 
-    def forward(self, x):
+    def forward(self, x, *state):
         mixer = self.linear_attn if self.is_linear else self.self_attn
-        x = x + mixer(self.input_layernorm(x))
+        x = x + mixer(self.input_layernorm(x), *state)
         y, balance, load = self.mlp(self.post_attention_layernorm(x))
         return x + y, balance, load
 
@@ -254,7 +274,18 @@ class TextModel(nn.Module):
         self.embed_tokens = nn.Embedding(c["vocab_size"], c["hidden_size"])
         nn.init.normal_(self.embed_tokens.weight, std=0.02)
         self.layers = nn.ModuleList(DecoderLayer(c, i) for i in range(c["num_hidden_layers"]))
-        self.norm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
+        self.norm = nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"])
+
+    def forward(self, ids):
+        """Last hidden states [B, T, D], and of each layer: output, balance loss, and load [E].
+
+        A load is the share of a layer's choices that each expert gets.
+        """
+        x, layers = self.embed_tokens(ids), []
+        for layer in self.layers:
+            layers.append(layer(x))
+            x = layers[-1][0]
+        return self.norm(x), layers
 
 
 def token_loss(hidden, weight, targets):
@@ -263,11 +294,7 @@ def token_loss(hidden, weight, targets):
 
 
 class Model(nn.Module):
-    """The language model; its head is tied to the embedding.
-
-    Args:
-        text_config (dict): As in the checkpoint's config.json.
-    """
+    """The language model of a config's ``text_config``; its head is tied to the embedding."""
 
     def __init__(self, text_config):
         super().__init__()
@@ -281,27 +308,85 @@ class Model(nn.Module):
             layer.compile(dynamic=False)
         self.token_loss = torch.compile(token_loss, dynamic=False)
 
-    def hidden(self, ids):
-        """Last hidden states [B, T, D], the mean balance loss, and the loads.
-
-        A load is the share of a layer's choices that each expert gets, [L, E].
-        """
-        model = self.language_model.model
-        x = model.embed_tokens(ids)
-        balances, loads = [], []
-        for layer in model.layers:
-            x, balance, load = layer(x)
-            balances.append(balance)
-            loads.append(load)
-        return model.norm(x), torch.stack(balances).mean(), torch.stack(loads)
-
-    def logits(self, ids):
-        """Logits [B, T, V]."""
-        return self.hidden(ids)[0] @ self.language_model.model.embed_tokens.weight.T
-
     def forward(self, ids):
-        """Loss in nats of each token but the first, [B, T - 1], the balance loss, and the loads."""
-        x, balance, load = self.hidden(ids[:, :-1])
+        """Nats of each token but the first, [B, T - 1], the balance loss, and the loads [L, E]."""
+        x, layers = self.language_model.model(ids[:, :-1])
+        _, balances, loads = zip(*layers)
         weight = self.language_model.model.embed_tokens.weight
         loss = self.token_loss(x.flatten(0, 1), weight, ids[:, 1:].flatten())
-        return loss.view(ids.shape[0], -1), balance, load
+        return loss.view(len(ids), -1), torch.stack(balances).mean(), torch.stack(loads)
+
+
+class Writer:
+    """The target continuing many texts of one length at once, with one CUDA graph for a position.
+
+    Args:
+        model (Model): The target.
+        head (Tensor): Its embedding [V, D] in float32.
+        texts, prompt, length (int): B, P and T.
+        sampled (int): So many of the texts, the first ones, are sampled, the others greedy.
+        temperature (float): Of the sampled ones.
+    """
+
+    def __init__(self, model, head, texts, prompt, length, sampled=0, temperature=1.0):
+        self.model, self.head = model.language_model.model, head
+        self.prompt, self.length = prompt, length
+        self.sampled, self.temperature = sampled, temperature
+        device, dtype = head.device, self.model.norm.weight.dtype
+        self.ids = torch.zeros(texts, length, dtype=torch.long, device=device)
+        self.position = torch.zeros(1, dtype=torch.long, device=device)
+        self.states, self.graph = [], None
+
+        def zeros(*shape, dtype=dtype):
+            return torch.zeros(texts, *shape, dtype=dtype, device=device)
+
+        for layer in self.model.layers:
+            if layer.is_linear:
+                m = layer.linear_attn
+                before = zeros(m.conv1d.weight.shape[1] - 1, sum(m.sizes))
+                state = zeros(m.v_heads, m.k_dim, m.v_dim, dtype=torch.float32)
+                self.states.append((before, state))
+            else:
+                m = layer.self_attn
+                keys, values = (zeros(m.kv_heads, length, m.dims) for _ in range(2))
+                self.states.append((keys, values, self.position))
+
+    def _step(self):
+        x = self.model.embed_tokens(self.ids.index_select(1, self.position))
+        for layer, state in zip(self.model.layers, self.states):
+            x = layer.forward(x, *state)[0]  # not compiled: the graph needs no compilation
+        logits = self.model.norm(x)[:, 0].float() @ self.head.T
+        if self.sampled:
+            some = logits[: self.sampled]
+            some += self.temperature * -torch.empty_like(some).exponential_().log()  # Gumbel
+        self.position += 1
+        token = logits.argmax(-1, keepdim=True)
+        known = self.ids.index_select(1, self.position)
+        token = torch.where(self.position < self.prompt, known, token)
+        self.ids.index_copy_(1, self.position, token)
+
+    def _capture(self):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._step()
+
+    @torch.no_grad()
+    def __call__(self, prompts):
+        """Texts [B, T] that go on from prompts [B, P]."""
+        if self.graph is None and prompts.is_cuda:
+            self._capture()
+        for state in self.states:
+            for t in state:
+                t.zero_()
+        self.position.zero_()
+        self.ids[:, : self.prompt] = prompts
+        for _ in range(self.length - 1):
+            self.graph.replay() if self.graph else self._step()
+        return self.ids.clone()

@@ -29,33 +29,17 @@ PROMPT, DECODE = 128, 512  # tokens
 SEED, TEMPERATURE = 0, 0.8  # of the sampled trace
 
 
-def texts(model_path: str | Path) -> dict[str, str]:
+def texts(model_path) -> dict[str, str]:
     """The held-out text of each kind, from the character where it begins."""
     files = heldout_files(Path(model_path) / "heldout")
     return {kind: files[name][start:] for kind, (name, start) in TEXTS.items()}
 
 
-def record(
-    model,
-    tokenizer,
-    text: str,
-    name: str,
-    tokens: int = DECODE,
-    sampled: bool = False,
-) -> moelab.Trace:
-    """The routing of a prompt, and of the tokens after it, one at a time.
+def record(model, tokenizer, text, name, tokens=DECODE, sampled=False) -> moelab.Trace:
+    """The routing of a text's first ``PROMPT`` tokens, and of ``tokens`` after it, one at a time.
 
-    Args:
-        model (nn.Module): As ``moelab.load`` returned it.
-        tokenizer (TokenizerWrapper): The model's.
-        text (str): Its first ``PROMPT`` tokens are the prompt.
-        name (str): Kept with the trace.
-        tokens (int): Decoded, at most. If not ``sampled`` they are the text's own, which is what a
-            model that wrote this text would route to.
-        sampled (bool): Let the model write.
-
-    Returns:
-        Trace: Prompt and decoded tokens.
+    Those are the text's own, which is what a model that wrote this text would route to, or, if
+    ``sampled``, what the model writes.
     """
     ids = tokenizer.encode(text, add_special_tokens=False)
     prompt, seed = mx.array(ids[:PROMPT]), SEED if sampled else None
@@ -74,19 +58,15 @@ def record(
     return trace
 
 
-def main(
-    out: str | Path = DATA / "traces", model_path: str | Path = DATA / "models" / "tiny-moe"
-) -> None:
-    """Record every trace of ``data/traces``."""
-    out = Path(out)
+def main(out=DATA / "traces", model_path=DATA / "models" / "tiny-moe"):
     model, tokenizer = moelab.load(model_path, moelab.StreamConfig(mode="resident"))
     with model:
         every = texts(model_path)
         for kind, text in tqdm(every.items(), desc="traces"):
             name = f"tiny-moe, {kind}, {TEXTS[kind][0]}"
-            record(model, tokenizer, text, name).save(out / f"{kind}.npz")
+            record(model, tokenizer, text, name).save(Path(out) / f"{kind}.npz")
         name = f"tiny-moe, code, sampled after {TEXTS['code'][0]}"
-        record(model, tokenizer, every["code"], name, sampled=True).save(out / "sampled.npz")
+        record(model, tokenizer, every["code"], name, sampled=True).save(Path(out) / "sampled.npz")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,306 @@
+"""tiny-moe's training in PyTorch: the 4-bit grid, Muon on it, and the loop.
+
+B batch, T tokens, E experts, L layers.
+"""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_moe import BITS, CONFIG, GROUP_SIZE, TEXT_CONFIG, bits_of
+from torch_qwen import Model
+
+DECAY = 0.1  # of the matrices
+BALANCE = 0.01  # weight of the balance loss
+WARMUP = 300  # steps until the rate is at its highest
+# Shares of the time: when the rate begins to fall to zero, and the weights to be rounded.
+FALL_FROM, QUANTIZE_FROM = 0.4, 0.6
+
+
+# Quantization: the affine grid of mx.quantize, with scales and biases in bfloat16
+
+
+def quantize(w, bits):
+    """Nearest points of the affine grid, a scale and a bias for ``GROUP_SIZE`` weights in a row.
+
+    Unlike ``mx.quantize`` it rounds scale and bias to bfloat16 before the weights, so that the
+    integers fit the scale and bias that are stored.
+
+    Args:
+        w (Tensor): Weights [..., out, in], float32.
+        bits (int): Bits per weight.
+
+    Returns:
+        tuple[Tensor, Tensor, Tensor]: Integers [..., out, in / group, group], scales and biases
+        [..., out, in / group].
+    """
+    w = w.unflatten(-1, (-1, GROUP_SIZE))
+    low, high = w.amin(-1), w.amax(-1)
+    steps = 2**bits - 1
+    scale = ((high - low) / steps).clamp(min=1e-7)
+    edge = torch.where(low.abs() > high.abs(), low, high)
+    scale = torch.where(low.abs() > high.abs(), scale, -scale)
+    # The larger end is a point of the grid, and so is zero.
+    zero = (edge / scale).round()
+    bias = torch.where(zero == 0, 0, edge).bfloat16().float()
+    scale = torch.where(zero == 0, scale, edge / zero).bfloat16().float()
+    return ((w - bias[..., None]) / scale[..., None]).round().clamp(0, steps), scale, bias
+
+
+def rounded(w, bits):
+    """The weights that the 4- or 8-bit checkpoint stands for, float32."""
+    q, scale, bias = quantize(w, bits)
+    return (q * scale[..., None] + bias[..., None]).flatten(-2)
+
+
+def packed(w, bits):
+    """``w`` as MLX stores it: uint32 [..., out, in * bits / 32], scales and biases in bfloat16."""
+    q, scale, bias = quantize(w, bits)
+    q = q.flatten(-2).to(torch.int64).unflatten(-1, (-1, 32 // bits))
+    weight = (q << (torch.arange(32 // bits, device=w.device) * bits)).sum(-1)
+    return weight.to(torch.uint32), scale.bfloat16(), bias.bfloat16()
+
+
+def export(masters, out):
+    """Write float32 weights, by mlx-lm's names, as a 4-bit checkpoint for ``mlx_lm.load``."""
+    quantization = {"group_size": GROUP_SIZE, "bits": BITS, "mode": "affine"}
+    tensors = {}
+    for name, w in masters.items():
+        path = name.removesuffix(".weight")
+        if (bits := bits_of(path)) is None:
+            # mlx-lm keeps A_log in float32.
+            tensors[name] = w.bfloat16().float() if path.endswith("A_log") else w.bfloat16()
+            continue
+        if bits != BITS:
+            quantization[path] = {"group_size": GROUP_SIZE, "bits": bits}
+        keys = name, f"{path}.scales", f"{path}.biases"
+        tensors |= zip(keys, packed(w, bits))
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = {name: t.contiguous().cpu() for name, t in tensors.items()}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "mlx"})
+    config = CONFIG | {"quantization": quantization, "quantization_config": quantization}
+    (out / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=4))
+
+
+def read(checkpoint):
+    """Weights of an exported checkpoint by name, dequantized, float32."""
+    stored = {}
+    for file in sorted(Path(checkpoint).glob("model*.safetensors")):
+        stored |= load_file(file)
+    weights = {}
+    for name, w in stored.items():
+        path, _, leaf = name.rpartition(".")
+        if leaf in ("scales", "biases"):
+            continue
+        if f"{path}.scales" in stored:
+            scale, bias = (stored[f"{path}.{k}"].float()[..., None] for k in ("scales", "biases"))
+            bits = bits_of(path)
+            q = w.view(torch.int32)[..., None] >> (torch.arange(32 // bits) * bits) & (2**bits - 1)
+            w = (q.flatten(-2).unflatten(-1, (-1, GROUP_SIZE)) * scale + bias).flatten(-2)
+        weights[name] = w.float()
+    return weights
+
+
+# Training
+
+
+def orthogonal(m):
+    """Approximately the nearest matrix with orthonormal rows or columns (Muon).
+
+    Args:
+        m (Tensor): Matrices [..., out, in].
+    """
+    x = m.bfloat16()
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):  # Newton-Schulz
+        a = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.mT if tall else x
+
+
+class Optimizer:
+    """Muon for matrices, Adam for the rest, on float32 masters of bfloat16 parameters.
+
+    ``torch.optim.Muon`` takes no stacks of experts. After each step a parameter is its master
+    rounded to what the checkpoint will hold, or to bfloat16 while ``quantized`` is off. The
+    gradient at the rounded weights moves the master (straight-through).
+
+    Args:
+        model (nn.Module): Its parameters must be bfloat16.
+        lr (float): The highest learning rate, of Adam too; the root mean square of Muon's update
+            is 0.2 * lr.
+        compiled (bool): Compile Muon's orthogonalization for each shape.
+    """
+
+    def __init__(self, model, lr, compiled=True):
+        self.lr, self.steps, self.quantized = lr, 0, False
+        self.params = dict(model.named_parameters())
+        self.masters = {n: p.detach().float().clone() for n, p in self.params.items()}
+        self.m = {n: torch.zeros_like(w) for n, w in self.masters.items()}
+        shapes = {}
+        for n, p in self.params.items():
+            if bits_of(n.removesuffix(".weight")) == BITS:
+                shapes.setdefault(p.shape, []).append(n)
+        self.groups = list(shapes.values())
+        matrices = {n for names in self.groups for n in names}
+        self.v = {n: torch.zeros_like(w) for n, w in self.masters.items() if n not in matrices}
+        self.orthogonal, self.rounded = orthogonal, rounded
+        if torch.cuda.is_available():
+            self.rounded = torch.compile(rounded, dynamic=False)
+            if compiled:
+                self.orthogonal = torch.compile(orthogonal, dynamic=False)
+
+    @torch.no_grad()
+    def step(self, scale):
+        """One update from the parameters' gradients, with the learning rate times ``scale``."""
+        lr = self.lr * scale
+        self.steps += 1
+        grads = {n: p.grad.float() for n, p in self.params.items()}
+        for names in self.groups:
+            g, m, w = ([d[n] for n in names] for d in (grads, self.m, self.masters))
+            torch._foreach_lerp_(m, g, 0.05)
+            nesterov = torch._foreach_lerp(g, m, 0.95)
+            update = self.orthogonal(torch.stack(nesterov))
+            size = 0.2 * max(update.shape[-2:]) ** 0.5
+            torch._foreach_mul_(w, 1 - lr * DECAY)
+            torch._foreach_add_(w, list(update.float().unbind()), alpha=-lr * size)
+        g, m, v, w = ([d[n] for n in self.v] for d in (grads, self.m, self.v, self.masters))
+        torch._foreach_lerp_(m, g, 0.1)
+        torch._foreach_lerp_(v, torch._foreach_mul(g, g), 0.05)
+        root = torch._foreach_sqrt(torch._foreach_div(v, 1 - 0.95**self.steps))
+        torch._foreach_add_(root, 1e-10)
+        torch._foreach_addcdiv_(w, m, root, value=-lr / (1 - 0.9**self.steps))
+        self.write(self.quantized)
+
+    @torch.no_grad()
+    def write(self, quantized):
+        """Set the model's parameters from the masters, on the checkpoint's grid or not."""
+        for n, p in self.params.items():
+            bits, w = bits_of(n.removesuffix(".weight")), self.masters[n]
+            p.copy_(self.rounded(w, bits) if quantized and bits else w)
+
+
+def batches(ids, batch, length, device, generator):
+    """Endless batches of windows [B, length + 1]; each pass cuts the text at another offset."""
+    while True:
+        offset = int(torch.randint(length, (1,), generator=generator))
+        starts = torch.arange(offset, len(ids) - length - 1, length)
+        starts = starts[torch.randperm(len(starts), generator=generator)].to(device)
+        span = torch.arange(length + 1, device=device)
+        for i in range(0, len(starts) - batch + 1, batch):
+            yield ids[starts[i : i + batch, None] + span].long()
+
+
+def windows(ids, length, eos):
+    """Windows [N, length + 1] over concatenated texts, each from its start, padded with ``eos``.
+
+    Also returns how many targets of each window count.
+    """
+    rows, counts = [], []
+    ends = (ids == eos).nonzero().flatten().tolist()
+    for start, end in zip([-1, *ends[:-1]], ends):
+        text = torch.cat([ids.new_tensor([eos]), ids[start + 1 : end]])
+        for i in range(0, len(text) - 1, length):
+            row = text[i : i + length + 1]
+            counts.append(len(row) - 1)
+            rows.append(torch.cat([row, row.new_full((length + 1 - len(row),), eos)]))
+    return torch.stack(rows).long(), torch.tensor(counts)
+
+
+@torch.no_grad()
+def evaluate(model, rows, counts, nbytes, batch=32):
+    """Bits per byte over ``windows``, and the load of every expert [L, E]."""
+    nats, loads = 0.0, []
+    for some, kept in zip(rows.split(batch), counts.split(batch)):
+        blank = batch - len(some)  # rows that count nothing: one shape, one compilation
+        loss, _, load = model(torch.cat([some, some[:1].expand(blank, -1)]))
+        kept = torch.nn.functional.pad(kept, (0, blank))
+        mask = torch.arange(loss.shape[1], device=rows.device) < kept[:, None]
+        nats += (loss * mask).double().sum().item()
+        loads.append(load)
+    return nats / math.log(2) / nbytes, torch.stack(loads).mean(0)
+
+
+def train(data, out, minutes, batch, length, lr, resume, seed=0):
+    """Train, then export at 4 bits. The schedule follows the clock: a run fits a rented machine.
+
+    The arguments are those of ``tiny_moe.py``.
+    """
+    torch.manual_seed(seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.cache_size_limit = 64
+    manifest = json.loads((data / "manifest.json").read_text())["splits"]
+
+    def load(name):
+        return torch.from_numpy(np.load(data / f"{name}.npy").astype(np.int32)).to(device)
+
+    held = {}
+    for name in ("valid", "heldout"):
+        rows, counts = windows(load(name), length, TEXT_CONFIG["eos_token_id"])
+        held[name] = rows.to(device), counts.to(device), manifest[name]["bytes"]
+    stream = batches(load("train"), batch, length, device, torch.Generator().manual_seed(seed))
+
+    model = Model(TEXT_CONFIG)
+    if resume:
+        model.load_state_dict(read(resume))
+    model = model.to(device)
+    if device == "cuda":
+        model.compile()
+        model = model.bfloat16()
+    optimizer = Optimizer(model, lr)
+    log, step, spent = [], 0, 0.0
+    for quantized in (True, False):  # compiles before the clock starts, as the first step does
+        optimizer.write(quantized)
+    evaluate(model, *held["valid"])
+    clock = None
+    while spent < minutes * 60:
+        loss, balance, _ = model(next(stream))
+        loss = loss.mean()
+        (loss + BALANCE * balance).backward()
+        done = spent / (minutes * 60)
+        optimizer.quantized = done >= QUANTIZE_FROM
+        optimizer.step(min(1, (step + 1) / WARMUP, (1 - done) / (1 - FALL_FROM)))
+        model.zero_grad(set_to_none=True)
+        step += 1
+        if clock is None:
+            loss.item()  # waits for the device
+            clock = time.perf_counter()
+        if step % 20:
+            continue
+        nats, before, spent = loss.item(), spent, time.perf_counter() - clock
+        if step % 100:
+            continue
+        line = {
+            "step": step,
+            "tokens": step * batch * length,
+            "seconds": round(spent, 1),
+            "loss": round(nats, 4),
+            "balance": round(balance.item(), 4),
+            "tokens_per_s": round(20 * batch * length / (spent - before)),
+        }
+        if step % 500 == 0:
+            line["valid_bpb"] = round(evaluate(model, *held["valid"])[0], 4)
+            if step % 2000 == 0:
+                export(optimizer.masters, out)  # to resume from, if the machine is lost
+            spent = time.perf_counter() - clock
+        log.append(line)
+        print(json.dumps(line), flush=True)
+    report = {"log": log, "steps": step, "batch": batch, "length": length, "lr": lr}
+    report |= {"start": FALL_FROM, "decay": DECAY, "seconds": spent, "torch": torch.__version__}
+    report["device"] = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    for quantized in (False, True):
+        optimizer.write(quantized)
+        for name in held:
+            bpb, load = evaluate(model, *held[name])
+            report[f"{name}_bpb_{'4bit' if quantized else 'float'}"] = bpb
+    report["heldout_load_most_least"] = [[row.max().item(), row.min().item()] for row in load]
+    export(optimizer.masters, out)
+    (out / "training.json").write_text(json.dumps(report, indent=1))
+    print(json.dumps(report | {"log": len(log)}, indent=1), flush=True)
