@@ -1,8 +1,8 @@
 """Which room may import which.
 
 The way down is lab, then commands, then replay, speculation and streaming, then experts, then
-checkpoint. In the lab it is figures, then experiments and plots, then the instruments. The rules
-are read from the source, imports inside functions included. No module is run.
+checkpoint. In the lab it is experiments, then charts, then plots and the instruments. The rules are
+read from the source, imports inside functions included. No module is run.
 """
 
 import ast
@@ -24,13 +24,12 @@ MUST_NOT_IMPORT = {
     "moelab.speculation": ("moelab.streaming", "moelab.replay", *PROGRAMS),
     "moelab.replay": ("moelab.speculation", *PROGRAMS),
     "moelab.commands": ("moelab.lab",),
-    "moelab.lab": ("moelab.lab.experiments", "moelab.lab.figures", "moelab.lab.plots", "plotly"),
-    "moelab.lab.charts": ("moelab.lab.experiments", "moelab.lab.figures"),
-    "moelab.lab.claims": ("moelab.lab.experiments", "moelab.lab.figures"),
-    "moelab.lab.plots": ("moelab.lab.experiments", "moelab.lab.figures"),
-    "moelab.lab.experiments": ("moelab.lab.figures", "moelab.lab.plots", "plotly"),
-    "moelab.lab.figures": (),
-    "moelab.__main__": ("moelab.lab.figures", "moelab.lab.plots"),
+    "moelab.lab": ("moelab.lab.experiments", "moelab.lab.plots", "plotly"),
+    "moelab.lab.charts": ("moelab.lab.experiments",),
+    "moelab.lab.claims": ("moelab.lab.experiments",),
+    "moelab.lab.plots": ("moelab.lab.experiments",),
+    "moelab.lab.experiments": ("moelab.lab.plots", "plotly"),
+    "moelab.__main__": ("moelab.lab.plots",),
     "moelab.synthesize": PROGRAMS,
     "moelab": ("moelab.replay", *PROGRAMS),
 }
@@ -176,7 +175,7 @@ ADDED = [
     ("moelab/streaming/layers.py", "from ..speculation import policy", "moelab.speculation"),
     (
         "moelab/streaming/layers.py",
-        "def f():\n    from ..lab import timing",
+        "def f():\n    from ..lab import decode",
         "nothing of moelab.lab",
     ),
     ("moelab/streaming/layers.py", "from .. import lab", "nothing of moelab.lab"),
@@ -188,20 +187,15 @@ ADDED = [
     ("moelab/speculation/policy.py", "from ..commands import chat", "nothing of moelab.commands"),
     ("moelab/replay/costs.py", "from ..lab import machine", "nothing of moelab.lab"),
     ("moelab/replay/costs.py", "from ..commands import chat", "nothing of moelab.commands"),
-    ("moelab/commands/chat.py", "from ..lab import timing", "nothing of moelab.lab"),
-    ("moelab/commands/chat.py", "import moelab.lab.figures.ladder", "nothing of moelab.lab"),
-    ("moelab/lab/timing.py", "from .experiments import bench", "moelab.lab.experiments"),
-    ("moelab/lab/timing.py", "from .figures import ladder", "nothing of moelab.lab.figures"),
+    ("moelab/commands/chat.py", "from ..lab import decode", "nothing of moelab.lab"),
+    ("moelab/lab/decode.py", "from .experiments import bench", "moelab.lab.experiments"),
     ("moelab/lab/plots/style.py", "from ..experiments.bench import x", "moelab.lab.experiments"),
-    ("moelab/lab/plots/style.py", "from ..figures import ladder", "nothing of moelab.lab.figures"),
-    ("moelab/lab/experiments/bench.py", "from ..figures import ladder", "moelab.lab.figures"),
     ("moelab/lab/experiments/bench.py", "from ..plots import style", "moelab.lab.plots"),
     ("moelab/lab/experiments/bench.py", "import plotly.express as px", "nothing of plotly"),
-    ("moelab/__main__.py", "from .lab.figures import ladder", "nothing of moelab.lab.figures"),
-    ("moelab/__init__.py", "from .lab import timing", "nothing of moelab.lab"),
+    ("moelab/__init__.py", "from .lab import decode", "nothing of moelab.lab"),
     ("moelab/prompt.py", "from .commands import chat", "nothing of moelab.commands"),
     ("moelab/lab/experiments/bench.py", "import corpus", "nothing of corpus"),
-    ("moelab/lab/timing.py", "import importlib\nimportlib.import_module('corpus')", "of corpus"),
+    ("moelab/lab/decode.py", "import importlib\nimportlib.import_module('corpus')", "of corpus"),
 ]
 HOUSE = {
     "moelab/__init__.py": "from .streaming.model import load",
@@ -221,12 +215,10 @@ HOUSE = {
     "moelab/replay/costs.py": "from ..streaming.model import load",
     "moelab/lab/__init__.py": "",
     "moelab/lab/machine.py": "from .. import DATA",
-    "moelab/lab/timing.py": "from .machine import card",
+    "moelab/lab/decode.py": "from .machine import card",
     "moelab/lab/plots/style.py": "from ..machine import card",
     "moelab/lab/experiments/__init__.py": "",
-    "moelab/lab/experiments/bench.py": "from ...replay import costs\nfrom .. import timing",
-    "moelab/lab/figures/__init__.py": "",
-    "moelab/lab/figures/ladder.py": "from ..experiments import bench\nfrom ..plots import style",
+    "moelab/lab/experiments/bench.py": "from ...replay import costs\nfrom .. import decode",
 }
 
 

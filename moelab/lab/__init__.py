@@ -1,11 +1,12 @@
 """Measure the engine from outside and show what was measured. The engine does not import it.
 
-    lab/experiments/   what is measured: records with types, and the commands
-    lab/figures/       what the notebooks show of the records
-    lab/plots/         how it is drawn: kinds of charts, their look, sliders, pages
-    lab/*.py           instruments: clock, machine, page cache, memory limit, texts, record files
+    lab/experiments/   what is measured: functions that return a table, and the commands
+    lab/records.py     the one loop, the one form of a record, what follows from it
+    lab/charts.py      charts of a table; lab/claims.py: verdicts; lab/cite.py: numbers in prose
+    lab/recording.py   all records again; lab/plots/: the look, sliders, pages
+    lab/*.py           instruments: decoding, page cache, memory limit, texts
 
-Figures import experiments and plots, experiments import instruments, never the other way.
+Experiments import instruments and charts, never the other way.
 """
 
 import os

@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from .plots import style  # first: it says what to install where a package is missing
+
+# isort: split
 import plotly.graph_objects as go
 from IPython.display import display
 from plotly.subplots import make_subplots
-
-from .plots import style
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -22,14 +22,13 @@ from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import psutil
 from tqdm import tqdm
 
 from ..shipped import shipped
-from . import timing
 from .machine import card
 
 if TYPE_CHECKING:
@@ -209,10 +208,25 @@ def values(samples: "DataFrame", variant: str, column: str) -> "Series":
     return rows[~rows.killed].set_index("round")[column]
 
 
+class Summary(TypedDict):
+    """Median, quartiles and number of some samples, as records have it."""
+
+    median: float
+    p25: float
+    p75: float
+    n: int
+
+
+def summary(samples: Sequence[float]) -> Summary:
+    """Median, quartiles and number of some samples."""
+    p25, median, p75 = (float(q) for q in np.percentile(samples, (25, 50, 75)))
+    return {"median": median, "p25": p25, "p75": p75, "n": len(samples)}
+
+
 def group(samples: "DataFrame", column: str, by: str | Sequence[str] = "variant") -> "DataFrame":
     """``median``, ``p25``, ``p75`` and ``n`` of a column's samples, a row for each group."""
     groups = samples.dropna(subset=[column]).groupby(by, sort=False)[column]
-    return pandas().DataFrame({key: timing.summary(part) for key, part in groups}).T
+    return pandas().DataFrame({key: summary(part) for key, part in groups}).T
 
 
 def paired(samples: "DataFrame", over: str, under: str, column: str | None = None) -> "Series":
@@ -244,7 +258,7 @@ def ratios(samples: "DataFrame", over: str, column: str | None = None) -> "DataF
     rows = {}
     for name in dict.fromkeys(samples.variant):
         if len(found := paired(samples, over, name, column)):
-            rows[name] = timing.summary(found) | interval(found)
+            rows[name] = summary(found) | interval(found)
     return pandas().DataFrame.from_dict(rows, orient="index")
 
 

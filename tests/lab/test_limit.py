@@ -286,16 +286,3 @@ def test_a_trace_of_another_vocabulary_is_refused(monkeypatch):
     monkeypatch.setattr(bench, "Checkpoint", lambda path: small)
     with pytest.raises(ValueError, match="expected tokens below 90, the vocabulary of M, got"):
         bench.texts_of(moelab.DATA / "traces" / "code.npz", 5, "M")
-
-
-@pytest.mark.parametrize("limit_mb, least", [(478, 0.95), (956, 0.95), (1530, 0.95), (3825, 0.95)])
-def test_recorded_slots_auto_against_the_best_fixed_number(limit_mb, least):
-    """Never killed, its reason said, and the least share of the best fixed number's speed."""
-    made = records.read(f"cpu_auto_35b_{limit_mb}")
-    tok_s = records.group(made, "tok_s")["median"].filter(like="slots=").to_dict()
-    (auto,) = (name for name in tok_s if "slots=auto" in name)
-    same, n = records.same_tokens(made, bench.RESIDENT)[auto]
-    assert not made.killed.any() and len(tok_s) >= 2 and same == n
-    assert tok_s.pop(auto) >= least * max(tok_s.values())
-    for plan in records.values(made, auto, "plan"):
-        assert plan.startswith("slots=") and "available" in plan

@@ -6,8 +6,8 @@ import pytest
 
 from moelab import DATA, StreamConfig, kernels, plan
 from moelab.kernels import code
-from moelab.lab import machine, preset
-from moelab.lab.plots import charts, choice, explore, show, slider, style
+from moelab.lab import charts, machine, preset, records
+from moelab.lab.plots import choice, explore, show, slider, style
 
 
 def drawn(top_k=8, slots=16):
@@ -84,47 +84,16 @@ def test_every_figure_says_where_it_was_measured():
     assert fig.layout.shapes[-1].y0 == 2.5
 
 
-def test_bars_say_every_number_in_words():
-    fig = charts.bars(
-        {"here": {"a": [1.0, 2.0, 3.0], "b": [4.0]}, "there": {"a": [5.0]}},
-        "t",
-        "ms",
-        "found",
-        marks=[(1, 9.0, "limit")],
-    )
-    assert fig.layout.meta["alt"] == "Bars of ms. here: a 2.00, b 4.00. there: a 5.00."
-    assert fig.layout.xaxis2.range[1] > 9 and "found" in style.words(fig)
-    fig = charts.bars({"ms": {"a": [1.0]}}, title="t", axis="", finding="f")
-    assert fig.layout.meta["alt"] == "Bars. ms: a 1.00."
-
-
-def test_lines_and_parts_carry_their_words():
-    fig = charts.lines(
-        {"s": ([1, 2], [[1.0], [3.0]])}, "t", "x", "y", "found", ceilings=[(5.0, "top")]
-    )
-    assert (
-        "s: 1 at 1, 3 at 2" in fig.layout.meta["alt"]
-        and "top: 5" in fig.layout.meta["alt"]
-        and fig.layout.yaxis.range[1] > 5
-    )
-    fig = charts.parts({"here": {"m": {"wait": 0.001, "rest": 0.002}}}, "t", "found")
-    assert "m wait 1, rest 2" in fig.layout.meta["alt"]
-
-
-def test_the_words_of_a_line_list_its_points_unless_all_read_the_same():
-    series = {
-        "flat": ([1, 2, 12], [[0.0]] * 3),
-        "rising": ([1, 2, 12], [[0.0], [0.0], [1.0]]),
-        "one": ([4], [[5.0]]),
-    }
-    alt = charts.lines(series, "t", "x", "y", "found").layout.meta["alt"]
-    assert "flat: 0 from 1 to 12. rising: 0 at 1, 0 at 2, 1 at 12. one: 5 at 4." in alt
-
-
 def test_a_figure_is_as_high_as_its_bars_and_titles_need():
     def height(n, panels=1, title="t"):
-        names = {f"a variant with a long name, {i}": [1.0] for i in range(n)}
-        return charts.bars({f"p{i}": names for i in range(panels)}, title, "s", "f").layout.height
+        rows = [
+            {"variant": f"a variant with a long name, {i}", "panel": p, "seconds": 1.0}
+            for i in range(n)
+            for p in range(panels)
+        ]
+        made = records.table({"settings": {}, "rows": rows})
+        words = {"title": title, "axis": "s", "finding": "f"}
+        return charts.bars(made, "seconds", panel="panel", **words).layout.height
 
     each = height(3) - height(2)
     assert height(9) - height(8) == each > 0
@@ -138,11 +107,6 @@ def test_a_figure_is_as_high_as_its_bars_and_titles_need():
     for fig in (two, nine):
         style.describe(fig, "alt", "finding")
     assert nine.layout.height > two.layout.height  # the legend has lines of its own
-
-
-def test_verdicts_are_one_of_four(capsys):
-    with pytest.raises(ValueError, match="expected one of confirmed, refuted"):
-        charts.verdicts([("A1", "claim", "maybe", "why")])
 
 
 def test_check_says_what_to_do(monkeypatch, capsys):
@@ -197,6 +161,8 @@ def test_lines_of_a_title_are_about_equally_long_and_no_span_is_cut():
 
 def test_the_label_of_a_limit_keeps_off_a_line_that_begins_above_it():
     for start, anchor in ((1.05, "top"), (0.2, "bottom")):  # under the limit, or over it
-        series = {"s": ([1, 2], [[start], [2.0]])}
-        fig = charts.lines(series, "t", "x", "y", "f", ceilings=[(1.0, "limit")])
+        rows = [{"x": 1, "y": start}, {"x": 2, "y": 2.0}]
+        made = records.table({"settings": {}, "rows": rows})
+        words = {"title": "t", "axes": ("x", "y"), "finding": "f"}
+        fig = charts.lines(made, "x", "y", None, ceilings={"limit": 1.0}, **words)
         assert fig.layout.annotations[0].yanchor == anchor

@@ -49,7 +49,7 @@ def test_a_missing_extra_is_one_clear_error(missing):
         f"import sys\nsys.modules[{missing!r}] = None\n"
         "from moelab.lab.__main__ import main\n"
         "code = main(['pages', 'notebooks', 'build'])\n"
-        "try: import moelab.lab.figures.ladder\n"
+        "try: import moelab.lab.charts\n"
         "except ModuleNotFoundError as error: print(error)\n"
         "sys.exit(code)"
     )

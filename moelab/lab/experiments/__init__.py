@@ -1,4 +1,4 @@
-"""Measurements, one module for each question: records with types, ``measure``, the command.
+"""Measurements, one module for each question: functions that return a table, and the command.
 
-Nothing is drawn here: what a notebook shows of a record is in ``lab.figures``.
+The charts of a notebook stand in its cells; here are only the functions behind its sliders.
 """

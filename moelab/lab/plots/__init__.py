@@ -1,7 +1,7 @@
 """How anything is drawn: ``show`` a chart, ``explore`` a function with sliders.
 
-The kinds of charts, their look, the widgets and the pages. What is drawn of which record is in
-``lab.figures``. Both need the packages of the extra ``lab``.
+The look of charts, the widgets and the pages; ``lab.charts`` has the kinds of charts. All need the
+packages of the extra ``lab``.
 """
 
 from importlib.util import find_spec
