@@ -11,7 +11,7 @@ A number carries its expression in an HTML comment behind it, which does not sho
 ``<!--given-->`` behind a number says that no record decides it. An expression has no ``|``, which
 would end a table's cell. It may use ``read``, ``group``, ``ratios``, ``ratio`` (``paired``),
 ``of`` (``values``), ``same_tokens``, ``recorded`` and ``PUBLISHED`` of ``records``, ``np``, and
-``q``, ``m`` and ``times`` of this module.
+``q``, ``m``, ``times`` and ``claimed`` of this module.
 """
 
 import json
@@ -48,6 +48,15 @@ def times(table: "DataFrame", over: str, under: str, form: str = ".1f") -> str:
     """One variant's median tokens a second over another's."""
     over, under = (records.values(table, name, "tok_s").median() for name in (over, under))
     return f"{over / under:{form}}"
+
+
+def claimed(*verdicts: str) -> int:
+    """How many claims of others have one of these verdicts. Default: any."""
+    from . import claims  # which uses this module's names
+
+    card = claims.scorecard()
+    card = card[card.source != "moelab"]
+    return len(card) if not verdicts else int(card.verdict.isin(verdicts).sum())
 
 
 def fill(text: str, names: dict[str, Any] | None = None) -> str:
@@ -132,5 +141,5 @@ NAMES = {
         "of": records.values,
         "ratio": records.paired,
     },
-    **{"np": np, "m": m, "q": q, "times": times},
+    **{"np": np, "m": m, "q": q, "times": times, "claimed": claimed},
 }
