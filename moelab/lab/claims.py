@@ -5,8 +5,8 @@ A claim has an ``id``, the ``claim``, its ``source``, the ``notebook`` that show
 of records as in ``cite`` and its gate, ``least`` or ``most``, which was fixed before the run. An
 expression gives samples, whose median gets the interval of ``records.interval``, or one number,
 which was counted. A regime confirms its claim if the whole interval keeps to the gate, refutes it
-if none of it does, and is open else. A regime whose record is missing, or only a trial, is open,
-too. The verdict is what all regimes say.
+if none of it does, and is open else. A regime whose record is missing, older than its command, or
+only a trial, is open, too. The verdict is what all regimes say.
 """
 
 import json
@@ -44,6 +44,7 @@ class Figure:
         n (int): Samples; 0 for a count.
         gate (str): What the claim asks for.
         says (str): ``confirmed``, ``refuted`` or ``open``.
+        missing (str): What the records lack, where nothing was measured.
     """
 
     regime: str
@@ -53,10 +54,11 @@ class Figure:
     n: int
     gate: str
     says: str
+    missing: str = ""
 
     def __str__(self):
-        if np.isnan(self.median):
-            return f"{self.regime}: not measured yet ({self.gate})"
+        if self.missing:
+            return f"{self.regime}: not measured yet, {self.missing} ({self.gate})"
         form = ".3g" if abs(self.median) < 1000 else ",.0f"
         told = f"{self.median:{form}}"
         if self.n:
@@ -121,8 +123,9 @@ def _figure(claim, regime, figure):
         if not np.isfinite(samples).all():
             raise ValueError("some samples are missing")
         ends = records.interval(samples)
-    except FileNotFoundError:
-        return Figure(regime, *[float("nan")] * 3, 0, told, OPEN)
+    except (FileNotFoundError, KeyError) as error:  # no record, or one without this variant
+        missing = _missing(error)
+        return Figure(regime, *[float("nan")] * 3, 0, told, OPEN, missing)
     except Exception as error:
         raise ValueError(f"{where}: {error!r}. Correct it in data/claims.json.") from error
     keeps = [gate <= v if sign == "least" else v <= gate for v in (ends["low"], ends["high"])]
@@ -152,11 +155,18 @@ def scorecard(*ids: str) -> "DataFrame":
     return records.pandas().DataFrame(rows).set_index("id")
 
 
+def _missing(error):
+    """What the records lack, short."""
+    if isinstance(error, KeyError):
+        return f"no {str(error).rpartition(', got ')[2].strip(chr(34))} in the record"
+    return str(error).partition(":")[0].rpartition("/")[2]
+
+
 def _read(name, *section):
     """A record that may decide a claim."""
     samples = records.read(name, *section)
     if "trial" in samples.attrs:
-        raise FileNotFoundError(f"{name}: only a trial")
+        raise FileNotFoundError(f"{name} is a trial: {samples.attrs['trial']}")
     return samples
 
 
