@@ -270,8 +270,14 @@ def test_prefetched_experts_are_right(path, runtime, want):
         assert moelab.stats(model).decode.prefetch_used > 0
 
 
-def test_what_is_converted_is_not_copied(path, runtime, want):
-    with uploading(path, dtype="float32", kernels="mlx", slots=K) as model:
+@pytest.mark.parametrize("slots", [K, 2 * K])
+@pytest.mark.parametrize("inline", (True, False))
+def test_what_is_converted_is_not_copied(inline, slots, path, runtime, want, monkeypatch):
+    """In several parts, whose reads are looked at while they run."""
+    monkeypatch.setattr(layer_slots, "PART_NBYTES", 1)
+    if not inline:
+        read_in_threads(monkeypatch)
+    with uploading(path, dtype="float32", kernels="mlx", slots=slots) as model:
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["float32"])
         stats = moelab.stats(model)
         assert 0 < runtime.copied < stats.prefill.bytes_read + stats.decode.bytes_read

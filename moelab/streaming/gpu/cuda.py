@@ -152,6 +152,15 @@ class Begun:
         self.reading = []  # pieces that are read: (reads, block, future)
         self.in_graph = False  # whether a kernel that was built copies them
 
+    @property
+    def futures(self) -> list[Future]:
+        """The reads that are running or have ended."""
+        return [*self.uncopied, *(future for *_, future in self.reading)]
+
+    def done(self) -> bool:
+        """Whether all reads have ended."""
+        return not self.queued and all(future.done() for future in self.futures)
+
     def copies(self) -> list[Copy]:
         """What has to be copied, of what has a block."""
         return [*self.there, *(c for reads, block, _ in self.reading for c in block.copies(reads))]
@@ -288,7 +297,7 @@ class UploadingReader(Reader):
     def finish(self, begun: Begun) -> None:
         files = set().union(*map(files_of, begun.queued))
         files.update(*(files_of(reads) for reads, *_ in begun.reading))
-        super().finish([*begun.uncopied, *(future for *_, future in begun.reading)])
+        super().finish(begun.futures)
         if begun.in_graph:
             self._copying += [block for _, block, _ in begun.reading]
         while (begun.there or begun.reading) and not begun.in_graph:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..gpu.cuda import Copy, Mailbox, UploadingReader
+from ..gpu.cuda import Begun, Copy, Mailbox, UploadingReader
 from .bank import SlotBank
 from .layer import LayerSlots
 from .pages import Pages
@@ -81,7 +81,7 @@ class Reading:
             dict[int, int]: Their slots.
         """
         ready = {}
-        while self._parts and (waits or all(future.done() for future in self._parts[0][1])):
+        while self._parts and (waits or _ended(self._parts[0][1])):
             part, reads = self._parts.popleft()
             self._own.finish(part, reads)
             ready, waits = ready | part, False
@@ -91,6 +91,11 @@ class Reading:
     def slots(self) -> dict[int, int]:
         """The slots of the experts that are being read."""
         return {e: slot for part, _ in self._parts for e, slot in part.items()}
+
+
+def _ended(reads):
+    """Whether what ``LayerSlots.begin`` began has been read."""
+    return reads.done() if isinstance(reads, Begun) else all(future.done() for future in reads)
 
 
 def as_read(
