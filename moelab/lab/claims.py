@@ -114,9 +114,12 @@ def judge(claim: dict[str, Any]) -> Judged:
 
 def _figure(claim, regime, figure):
     where = f"claim {claim['id']}, {regime}"
+    gates = [(sign, figure[sign]) for sign in ("least", "most") if sign in figure]
+    if len(gates) != 1:
+        raise ValueError(f"{where}: expected least or most, got {', '.join(figure)}")
+    ((sign, gate),) = gates
+    told = f"at {sign} {gate:g}"
     try:
-        sign, gate = ("least", figure["least"]) if "least" in figure else ("most", figure["most"])
-        told = f"at {sign} {gate:g}"
         found = eval(figure["is"], cite.NAMES | {"read": _read})
         counted = np.ndim(found) == 0
         samples = [float(found)] if counted else [float(v) for v in found]

@@ -135,8 +135,22 @@ def test_another_record_changes_the_verdict(tmp_path):
 def test_a_figure_that_fails_names_its_claim():
     with pytest.raises(ValueError, match="claim X1, here: .*NameError.*Correct it in"):
         claims.judge(claim(here={"is": "nothing", "least": 1}))
-    with pytest.raises(ValueError, match="claim X1, here: KeyError"):
+    with pytest.raises(ValueError, match="claim X1, here: expected least or most, got is"):
         claims.judge(claim(here={"is": "[1.0]"}))
+
+
+def test_what_is_not_measured_yet_is_open(tmp_path):
+    records.save(tmp_path / "r.json", samples())
+    read = f"read({str(tmp_path / 'r.json')!r})"
+    figures = {"none": "read('cpu_nothing')", "other": f"of({read}, 'c', 'seconds')"}
+    judged = claims.judge(claim(**{k: {"is": v, "most": 3} for k, v in figures.items()}))
+    assert judged.verdict == "open" and "not measured yet, cpu_nothing.json" in judged.because
+    assert "no 'c' in the record" in judged.because
+    trial = samples()
+    trial.attrs["trial"] = "few rounds"
+    records.save(tmp_path / "r.json", trial)
+    judged = claims.judge(claim(here={"is": f"of({read}, 'a', 'seconds')", "most": 3}))
+    assert judged.verdict == "open" and "is a trial" in judged.because
 
 
 def test_the_file_is_read_in_order(tmp_path):

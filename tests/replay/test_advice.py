@@ -23,12 +23,12 @@ def settings(memory, costs, slots):
 
 def test_among_equals_it_takes_the_setting_that_moves_least():
     slow = replace(READS, fixed_s=10.0)
-    assert advice.pick(settings(1.5e9, slow, [8, 60, 150])) == (150, "lru")
+    assert advice.pick(settings(1.5e9, slow, [8, 60, 150])) == (150, "lru", False)
 
 
 def test_it_does_not_take_the_slow_middle():
     s = settings(1.6e9, READS, [8, 80, 160])
-    ms = {n: r.mean_s for (n, _), r in s.items()}
+    ms = {n: r.mean_s for (n, *_), r in s.items()}
     assert ms[80] > max(ms[8], ms[160])  # the page cache holds what the slots hold
     assert advice.pick(s)[0] == min(ms, key=ms.get) != 80
 
@@ -45,8 +45,8 @@ def test_the_cost_of_a_copy_moves_the_choice():
 def test_advice_says_what_and_why():
     a = advice.advise(SIZES, 1.6e9, TRACE, READS, packed_gain=1.0)
     c = a.config
-    assert (c.slots, c.policy) == advice.pick(a.settings) and c.prefetch == "none"
-    assert a.token_s == a.settings[c.slots, c.policy].mean_s
+    assert (c.slots, c.policy, a.direct) == advice.pick(a.settings) and c.prefetch == "none"
+    assert a.token_s == a.settings[c.slots, c.policy, False].mean_s
     text = str(a)
     assert " <" in text and f"slots={c.slots}" in text and "1.60 GB" in text
     assert "in one piece" in text and "No prefetch" in text and "resident" not in text
@@ -116,3 +116,15 @@ def test_what_cannot_run_is_refused():
         advice.advise(SIZES, 50e6, TRACE, READS)
     with pytest.raises(ValueError, match="expected slots from 8"):
         advice.advise(SIZES, 1.6e9, TRACE, READS, slots=[4])
+
+
+def test_it_reads_past_the_page_cache_where_that_is_faster():
+    for direct_s, memory, direct in ((0.9e-9, 1e9, True), (5e-9, 1e9, False)):
+        costs = replace(READS, direct_s_per_byte=direct_s)
+        a = advice.advise(SIZES, memory, TRACE, costs, policies=("lru",))
+        assert a.direct is direct and ("reads past the page cache" in str(a)) is direct
+        assert {s.direct for s in a.settings} == {False, True}
+        assert not direct or a.config.slots == SIZES.fits(memory), "as many as fit, as plan says"
+    assert not advice.advise(SIZES, float("inf"), TRACE, costs, policies=("lru",)).direct
+    never = advice.advise(SIZES, 1e9, TRACE, READS, policies=("lru",))
+    assert not any(s.direct for s in never.settings)
