@@ -52,7 +52,7 @@ def times(table: "DataFrame", over: str, under: str, form: str = ".1f") -> str:
 
 def claimed(*verdicts: str) -> int:
     """How many claims of others have one of these verdicts. Default: any."""
-    from . import claims  # which uses this module's names
+    from . import claims  # for the documents that count them
 
     card = claims.scorecard()
     card = card[card.source != "moelab"]
@@ -133,13 +133,4 @@ def main(*files: str) -> int:
     return 0
 
 
-NAMES = {
-    **{name: getattr(records, name) for name in ("read", "group", "ratios", "same_tokens")},
-    **{
-        "PUBLISHED": records.PUBLISHED,
-        "recorded": records.recorded,
-        "of": records.values,
-        "ratio": records.paired,
-    },
-    **{"np": np, "m": m, "q": q, "times": times, "claimed": claimed},
-}
+NAMES = records.NAMES | {"m": m, "q": q, "times": times, "claimed": claimed}

@@ -2,11 +2,11 @@
 
 A claim has an ``id``, the ``claim``, its ``source``, the ``notebook`` that shows it, and either
 ``cannot``, why it cannot be tested here, or ``figures``: for each regime, by name, an expression
-of records as in ``cite`` and its gate, ``least`` or ``most``, which was fixed before the run. An
-expression gives samples, whose median gets the interval of ``records.interval``, or one number,
-which was counted. A regime confirms its claim if the whole interval keeps to the gate, refutes it
-if none of it does, and is open else. A regime whose record is missing, older than its command, or
-only a trial, is open, too. The verdict is what all regimes say.
+over ``records.NAMES`` and its gate, ``least`` or ``most``, which was fixed before the run. It gives
+samples, whose median gets the interval of ``records.interval``, or one number, which was counted. A
+regime confirms its claim if the whole interval keeps to the gate, refutes it if none of it does,
+and is open else. A regime whose record is missing, older than its command, or only a trial, is
+open, too. The verdict is what all regimes say.
 """
 
 import json
@@ -19,7 +19,7 @@ import numpy as np
 from IPython.display import display
 
 from .. import DATA
-from . import charts, cite, records
+from . import charts, records
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -120,7 +120,7 @@ def _figure(claim, regime, figure):
     ((sign, gate),) = gates
     told = f"at {sign} {gate:g}"
     try:
-        found = eval(figure["is"], cite.NAMES | {"read": _read})
+        found = eval(figure["is"], records.NAMES | {"read": _read})
         counted = np.ndim(found) == 0
         samples = [float(found)] if counted else [float(v) for v in found]
         if not np.isfinite(samples).all():

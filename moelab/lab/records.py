@@ -536,3 +536,9 @@ def _plain(value):
     if isinstance(value, (np.integer, np.floating)):
         return value.item()
     return str(value)
+
+
+NAMES = {  # what expressions in documents and claims may use
+    **{name: globals()[name] for name in ("read", "group", "ratios", "same_tokens", "recorded")},
+    **{"of": values, "ratio": paired, "PUBLISHED": PUBLISHED, "np": np},
+}
