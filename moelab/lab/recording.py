@@ -117,15 +117,16 @@ def main(*names: str) -> int:
 
 
 def provenance() -> "DataFrame":
-    """Of every record its ``date``, ``commit``, whether the tree was ``clean``, and the load."""
+    """Of every record: date, commit, whether the tree was clean, load, whether it is a trial."""
     rows = []
     for file in sorted(RESULTS.glob("*.json")):
         header = records.read(str(file)).attrs
-        load = header.get("load", {}).get("cores_of_others", float("nan"))
+        load = header.get("load", {}).get("cores_of_others", "not kept")
         commit = header.get("commit", "not kept")[:12]
         clean = header.get("clean", "not kept")
-        rows.append((file.stem, header["machine"]["date"], commit, clean, load))
-    columns = ["record", "date", "commit", "clean", "cores of others"]
+        trial = "trial" if "trial" in header else ""
+        rows.append((file.stem, header["machine"]["date"], commit, clean, load, trial))
+    columns = ["record", "date", "commit", "clean", "cores of others", ""]
     return records.pandas().DataFrame(rows, columns=columns).set_index("record")
 
 

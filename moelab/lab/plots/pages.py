@@ -107,7 +107,7 @@ def _still(output, name: str):
             body += "".join(data["text/html"]) + NO_SLIDERS
         output["data"] = {"text/html": body}
     elif WIDGET in data:
-        output["data"] = {"text/html": NO_SLIDERS}
+        output["data"] = {"text/html": "".join(data.get("text/html", "")) + NO_SLIDERS}
 
 
 def _fast() -> bool:
