@@ -10,8 +10,8 @@ A number carries its expression in an HTML comment behind it, which does not sho
 ``<!--: ... -->`` is Python that is executed where it stands; names hold until the document ends.
 ``<!--given-->`` behind a number says that no record decides it. An expression has no ``|``, which
 would end a table's cell. It may use ``read``, ``group``, ``ratios``, ``ratio`` (``paired``),
-``of`` (``values``), ``same_tokens``, ``recorded`` and ``PUBLISHED`` of ``records``, ``np``, and
-``q``, ``m``, ``times`` and ``claimed`` of this module.
+``of`` (``values``), ``same_tokens`` and ``PUBLISHED`` of ``records``, ``np``, and ``q``, ``m``,
+``times`` and ``claimed`` of this module.
 """
 
 import json

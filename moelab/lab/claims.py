@@ -165,9 +165,9 @@ def _missing(error):
     return str(error).partition(":")[0].rpartition("/")[2]
 
 
-def _read(name, *section):
+def _read(name):
     """A record that may decide a claim."""
-    samples = records.read(name, *section)
+    samples = records.read(name)
     if "trial" in samples.attrs:
         raise FileNotFoundError(f"{name} is a trial: {samples.attrs['trial']}")
     return samples

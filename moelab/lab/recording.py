@@ -18,11 +18,9 @@ import time
 import tomllib
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from .. import DATA
-from . import records
-from .machine import card_line
+from . import cite, records
+from .machine import card, card_line
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -80,7 +78,7 @@ def main(*names: str) -> int:
         int: 1 if a run was disturbed, so that its record is the old one.
 
     Raises:
-        ValueError: If a name is neither.
+        ValueError: If a name is neither, or a record is of another device than MLX has here.
     """
     checkpoints, entries = listed()
     parts = {entry["part"] for entry in entries.values()}
@@ -95,10 +93,15 @@ def main(*names: str) -> int:
             mine = [name for name, entry in entries.items() if entry["part"] == part]
             print(f"{part}: {', '.join(mine)}")
         return 0
+    asked = {n: e for n, e in entries.items() if {n, e["part"]}.intersection(names)}
+    own = "cuda" if card()["backend"] == "CUDA" else "cpu"
+    if others := [name for name in asked if not name.startswith(f"{own}_")]:
+        raise ValueError(
+            f"records: expected records of this machine, whose names begin with {own}_, got "
+            f"{', '.join(others)}. Run them where MLX has that device."
+        )
     places, disturbed = _Places(checkpoints), []
-    for name, entry in entries.items():
-        if not {name, entry["part"]}.intersection(names):
-            continue
+    for name, entry in asked.items():
         new, begin = WORK / f"{name}.json", time.monotonic()
         places["out"] = new
         command = entry["command"].format_map(places)
@@ -176,6 +179,7 @@ def _provenance(samples):
     told = [card_line(header["machine"])]
     told += [f"commit {header['commit'][:12]}"] if "commit" in header else ["commit not kept"]
     told += [f"a trial: {header['trial']}"] if "trial" in header else []
+    told += [header["note"].rstrip(".")] if "note" in header else []
     told += [] if load is None else [f"other processes used {load:.2f} cores"]
     return f"{'; '.join(told)}."
 
@@ -203,5 +207,5 @@ def _table(samples, entry):
 def _cell(values):
     if values.empty:
         return "-"
-    low, mid, high = (f"{v:.3g}" for v in np.percentile(values.astype(float), (25, 50, 75)))
-    return mid if low == mid == high else f"{mid} [{low}, {high}]"
+    one, *more = values.astype(float).unique()
+    return cite.q(values, ".3g") if more else f"{one:.3g}"

@@ -3,7 +3,7 @@
 A recorded run is ``data/results/NAME.json``. A record is a header (kind, command, commit, machine,
 load, settings) and flat ``rows``, one a sample. ``interleave`` measures one, ``read`` gives it as a
 table, ``group`` and ``ratios`` say what follows, ``together`` puts several into one table, ``save``
-writes it. Kinds that are no table yet have a type of their own in their experiment's module.
+writes it. A record with ``trial`` in its header is read but decides no claim.
 """
 
 import functools
@@ -19,10 +19,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -141,42 +140,42 @@ def as_json(samples: "DataFrame") -> dict[str, Any]:
         row = {k: v for k, v in row.items() if isinstance(v, list) or not isna(v)}
         return {k: v for k, v in row.items() if k not in MISSING or v != MISSING[k]}
 
-    return samples.attrs | {"rows": list(map(own, rows.astype(object).to_dict("records")))}
+    header = {k: v for k, v in samples.attrs.items() if k not in ("record", "headers")}
+    return header | {"rows": list(map(own, rows.astype(object).to_dict("records")))}
 
 
-def read(name: str, *section: str, disturbed: bool = False) -> "DataFrame":
+def read(name: str, disturbed: bool = False) -> "DataFrame":
     """A recorded run as a table.
 
     Args:
         name (str): Of ``data/results/NAME.json``, or the path of another file that ends so.
-        *section (str): Where the record lies in a file with several, key by key. The machine that
-            its header lacks is the file's.
         disturbed (bool): Whether to take what is no record: a run that other work disturbed, or
-            that was cut off.
+            that was cut off. One whose header says ``trial``, and why, is taken.
 
     Returns:
-        DataFrame: As ``table`` gives it.
+        DataFrame: As ``table`` gives it, with the name as ``record`` in its header.
 
     Raises:
-        FileNotFoundError: If there is no such record.
+        FileNotFoundError: If there is no such record, with the names of those that there are.
         ValueError: If it has no rows, or was disturbed or cut off.
     """
-    whole = json.loads(Path(name).read_text()) if name.endswith(".json") else recorded(name)
-    found = whole
-    for key in section:
-        found = found[key]
-    where = " ".join((name, *section))
+    path = Path(name) if name.endswith(".json") else shipped("results", f"{name}.json")
+    if not path.is_file():
+        names = ", ".join(sorted(p.stem for p in path.parent.glob("*.json")))
+        raise FileNotFoundError(f"{path}: no such record; there are {names or 'none'}")
+    found = json.loads(path.read_text())
     if "rows" not in found or "settings" not in found:
         raise ValueError(
-            f"{where}: expected a record with settings and rows, got kind {found.get('kind')!r}."
+            f"{name}: expected a record with settings and rows, got kind {found.get('kind')!r}."
         )
-    if not disturbed and (found.get("partial") or found.get("load", {}).get("disturbed")):
+    spoilt = found.get("partial") or found.get("load", {}).get("disturbed")
+    if spoilt and not (disturbed or "trial" in found):
         what = "was cut off" if found.get("partial") else "ran while other work used the processor"
         raise ValueError(
-            f"{where}: expected a whole, undisturbed run, got one that {what}. Measure again, or "
+            f"{name}: expected a whole, undisturbed run, got one that {what}. Measure again, or "
             "read it with disturbed=True."
         )
-    return table({"machine": whole.get("machine")} | found | {"record": where})
+    return table({"machine": None} | found | {"record": name})
 
 
 def together(tables: "Mapping[str, DataFrame]", column: str = "source") -> "DataFrame":
@@ -208,16 +207,7 @@ def values(samples: "DataFrame", variant: str, column: str) -> "Series":
     return rows[~rows.killed].set_index("round")[column]
 
 
-class Summary(TypedDict):
-    """Median, quartiles and number of some samples, as records have it."""
-
-    median: float
-    p25: float
-    p75: float
-    n: int
-
-
-def summary(samples: Sequence[float]) -> Summary:
+def summary(samples: Sequence[float]) -> dict[str, float]:
     """Median, quartiles and number of some samples."""
     p25, median, p75 = (float(q) for q in np.percentile(samples, (25, 50, 75)))
     return {"median": median, "p25": p25, "p75": p75, "n": len(samples)}
@@ -447,62 +437,38 @@ def _commit():
     return {"commit": commit.strip(), "clean": not changed}
 
 
-def recorded(name: str) -> dict[str, Any]:
-    """The record ``data/results/NAME.json``, as it is in the file.
-
-    Raises:
-        FileNotFoundError: If there is none, with the names of those that there are.
-    """
-    path = shipped("results", f"{name}.json")
-    if not path.is_file():
-        names = ", ".join(sorted(p.stem for p in path.parent.glob("*.json")))
-        raise FileNotFoundError(f"{path}: no such record; there are {names or 'none'}")
-    return json.loads(path.read_text())
-
-
-def save(path: str | Path, record: Any) -> None:
-    """Write a record as JSON; the old file stays until the new one is whole.
+def save(path: str | Path, samples: "DataFrame") -> None:
+    """Write a record as JSON, a row a line; the old file stays until the new one is whole.
 
     Args:
         path (str or Path): The file. Its folder is made.
-        record (Any): A table (a row of it is a line of the file), with ``to_json``, a dataclass,
-            or what JSON can hold.
+        samples (DataFrame): As ``table`` gives it.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    if is_table(record):
-        record = as_json(record)
-        rows = ",\n  ".join(json.dumps(row, default=_plain) for row in record.pop("rows"))
-        text = json.dumps(record, indent=1, default=_plain)
-        text = text.removesuffix("\n}") + f',\n "rows": [\n  {rows}\n ]\n}}'
-    else:
-        text = json.dumps(record, indent=1, default=_plain)
-    partial.write_text(text + "\n")
+    partial, record = path.with_name(path.name + ".partial"), as_json(samples)
+    rows = ",\n  ".join(json.dumps(row, default=_plain) for row in record.pop("rows"))
+    text = json.dumps(record, indent=1, default=_plain)
+    partial.write_text(text.removesuffix("\n}") + f',\n "rows": [\n  {rows}\n ]\n}}\n')
     os.replace(partial, path)
 
 
-def is_table(value: Any) -> bool:
-    """Whether something is a table of samples."""
-    return "pandas" in sys.modules and isinstance(value, pandas().DataFrame)
-
-
-def print_and_save(text: str, record: Any, path: str | Path | None = None) -> None:
+def print_and_save(text: str, samples: "DataFrame", path: str | Path | None = None) -> None:
     """Print a record's report and whether other work disturbed the run, and save the record.
 
     Args:
         text (str): The report; nothing if it is empty.
-        record (Any): As for ``save``.
+        samples (DataFrame): As for ``save``.
         path (str or Path, optional): The file. Default: none is written.
     """
-    load = record.attrs.get("load", {}) if is_table(record) else {}
+    load = samples.attrs.get("load", {})
     if load.get("disturbed"):
         cores = f"other processes used {load['cores_of_others']:.1f} cores"
         text += "\n" * bool(text) + f"DISTURBED: {cores}; this run is not a record"
     if text:
         print(text)
     if path is not None:
-        save(path, record)
+        save(path, samples)
 
 
 def check_writable(path: str | Path) -> None:
@@ -527,18 +493,10 @@ def check_writable(path: str | Path) -> None:
 
 def _plain(value):
     """What ``json`` cannot write by itself."""
-    if is_table(value):
-        return as_json(value)
-    if hasattr(value, "to_json"):
-        return value.to_json()
-    if is_dataclass(value):
-        return asdict(value)
-    if isinstance(value, (np.integer, np.floating)):
-        return value.item()
-    return str(value)
+    return value.item() if isinstance(value, (np.integer, np.floating)) else str(value)
 
 
 NAMES = {  # what expressions in documents and claims may use
-    **{name: globals()[name] for name in ("read", "group", "ratios", "same_tokens", "recorded")},
+    **{name: globals()[name] for name in ("read", "group", "ratios", "same_tokens")},
     **{"of": values, "ratio": paired, "PUBLISHED": PUBLISHED, "np": np},
 }

@@ -23,12 +23,13 @@ from moelab.lab.texts import PROMPTS
 
 def test_save_replaces_only_with_a_whole_file(tmp_path):
     path = tmp_path / "sub" / "r.json"
-    records.save(path, {"t": 1.0})
-    circular = {}
-    circular["self"] = circular
+    made = records.table({"settings": {}, "rows": [{"variant": "a", "round": 0, "seconds": 1.0}]})
+    records.save(path, made)
+    before = path.read_text()
+    made.attrs["self"] = made.attrs
     with pytest.raises(ValueError):
-        records.save(path, circular)
-    assert json.loads(path.read_text()) == {"t": 1.0}
+        records.save(path, made)
+    assert path.read_text() == before and json.loads(before)["rows"][0]["seconds"] == 1.0
 
 
 # bench

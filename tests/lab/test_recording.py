@@ -40,6 +40,7 @@ def commands(tmp_path, monkeypatch):
     monkeypatch.setattr(recording, "PAGE", results / "README.md")
     monkeypatch.setattr(recording, "WORK", tmp_path / "work")
     monkeypatch.setattr(recording, "DOCUMENTS", ())
+    monkeypatch.setattr(recording, "card", lambda: MACHINE)
 
     def run(words):
         ran.append(" ".join(words).replace(str(tmp_path), "T"))
@@ -83,6 +84,12 @@ def test_a_disturbed_run_leaves_the_old_record(commands, tmp_path, capsys):
     assert main(["records", "one"]) == 1
     assert (results / "cpu_a.json").read_text() == "old"
     assert "NOT kept" in capsys.readouterr().err
+
+
+def test_a_record_of_another_device_is_refused(commands, monkeypatch, capsys):
+    monkeypatch.setattr(recording, "card", lambda: MACHINE | {"backend": "CUDA"})
+    assert main(["records", "one"]) == 1 and not commands[0]
+    assert "whose names begin with cuda_, got cpu_a" in capsys.readouterr().err
 
 
 def test_names_are_listed_and_checked(commands, capsys):

@@ -620,6 +620,7 @@ def _tau(rows):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
+    parser.usage = "python -m moelab bench [options] MODEL"
     parser.description = (
         "Decode the same prompts in every mode, in rounds of random order after one of warm-up. "
         "Tokens are checked against the resident model's. With --limits each run has a process "
