@@ -20,7 +20,8 @@ from PIL import Image
 from tqdm import tqdm
 
 SIZE = {"width": 960, "scale": 1.5}  # CSS pixels; pixels of the file to each
-warnings.filterwarnings("ignore", "The kopts argument")  # plotly's, of a server it did not start
+# plotly warns that options are ignored, since this script started kaleido's server, not plotly.
+warnings.filterwarnings("ignore", "The kopts argument")
 PALETTE = 256  # colours of a file, which is then a third as large
 
 

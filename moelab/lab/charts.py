@@ -314,7 +314,7 @@ def _short(card):
 
 
 def _series(points):
-    """The medians over x in words; one number where all read the same."""
+    """The median at each x, in words; a single number if all medians are the same."""
     medians, xs = [f"{np.median(p):.3g}" for p in points.values()], list(points)
     if len(xs) > 1 and len(set(medians)) == 1:
         return f"{medians[0]} from {xs[0]} to {xs[-1]}"

@@ -2,7 +2,7 @@
 
 A claim has an ``id``, the ``claim``, its ``source``, the ``notebook`` that shows it, and either
 ``cannot``, why it cannot be tested here, or ``figures``: for each regime, by name, an expression
-over ``records.NAMES`` and its gate, ``least`` or ``most``, which was fixed before the run. It gives
+over ``records.NAMES`` and its gate, ``least`` or ``most``, to be fixed before the run. It gives
 samples, whose median gets the interval of ``records.interval``, or one number, which was counted. A
 regime confirms its claim if the whole interval keeps to the gate, refutes it if none of it does,
 and is open else. A regime whose record is missing, older than its command, or only a trial, is

@@ -153,7 +153,7 @@ def page() -> str:
             "",
             f"{entry['what']} {_provenance(samples)} Quoted in: {', '.join(quoted) or 'nothing'}.",
             "",
-            f"`python -m moelab{'.lab' * entry['command'].startswith('lab ')} "
+            f"Measured again by `python -m moelab{'.lab' * entry['command'].startswith('lab ')} "
             f"{entry['command'].removeprefix('lab ')}`",
             "",
             *_table(samples, entry),
@@ -165,9 +165,9 @@ def page() -> str:
 INTRODUCTION = """# The records
 
 `make numbers` writes this page from `data/records.toml` and the records. `make records PART=...`
-measures a part again. A record is a header (command, commit, machine, load,
-settings) and `rows`, one a sample: `moelab.lab.records.read(NAME)` gives it as a pandas table.
-Below: medians [quartiles] of n samples.
+measures a part again. A record is a header (command, commit, machine, load, settings) and `rows`,
+one for each sample: `moelab.lab.records.read(NAME)` gives it as a pandas table. The tables below
+have medians [quartiles] of n samples.
 
 Checkpoints that commands name:
 """
@@ -178,6 +178,7 @@ def _provenance(samples):
     load = header.get("load", {}).get("cores_of_others")
     told = [card_line(header["machine"])]
     told += [f"commit {header['commit'][:12]}"] if "commit" in header else ["commit not kept"]
+    told += [] if "command" in header else ["made by an earlier command"]
     told += [f"a trial: {header['trial']}"] if "trial" in header else []
     told += [header["note"].rstrip(".")] if "note" in header else []
     told += [] if load is None else [f"other processes used {load:.2f} cores"]

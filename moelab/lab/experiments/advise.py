@@ -93,7 +93,7 @@ def advise(
 
 
 def planned_slots(path: Path, sizes: ModelSizes, memory: float) -> int:
-    """The most slots that ``moelab.plan`` says fit, where it does not leave the memory to pages.
+    """The most slots to consider: those of ``moelab.plan``, or all that fit if it takes only K.
 
     Raises:
         ValueError: If the model does not fit with K slots.
