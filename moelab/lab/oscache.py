@@ -38,10 +38,11 @@ def drop_pages(path: str | Path) -> str:
 
 def _unmap_pages(file):
     """Unmap a file's pages in this process: the system does not drop mapped ones."""
+    name = f" {file.resolve()}\n"
     with suppress(OSError), open("/proc/self/maps") as maps:
         for line in maps:
-            place, *_, path = line.rstrip("\n").split(maxsplit=5)
-            if path == str(file.resolve()):
+            if line.endswith(name):
+                place = line.split(maxsplit=1)[0]
                 begin, end = (int(n, 16) for n in place.split("-"))
                 begin, nbytes = ctypes.c_void_p(begin), ctypes.c_size_t(end - begin)
                 ctypes.CDLL(None).madvise(begin, nbytes, mmap.MADV_DONTNEED)
