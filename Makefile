@@ -1,6 +1,6 @@
 # Nothing is assumed but Python 3.11 or newer and make: every target sets up .venv by itself, once.
 #   make lab    opens JupyterLab at the first notebook
-#   make run    runs every notebook and writes one HTML page for each under build/, in 8 minutes
+#   make run    runs every notebook and writes one HTML page for each under build/, in 12 minutes
 #   make records   lists the parts that records are measured in; PART="engine drafts" measures two
 #   make numbers   fills the numbers that documents cite in from data/results, and writes its page
 #   make test   tests every module, every mode and every notebook, in ten minutes

@@ -33,8 +33,10 @@ def plain(text):
 
 
 def draw(page, out):
-    """Draws the figures of one page and writes its gallery."""
+    """Draws the figures of one page and writes its gallery; nothing for a page without figures."""
     read = json.loads(page.read_text())
+    if not read["figures"]:
+        return
     for old in out.glob(f"{page.stem}-*.png"):
         old.unlink()
     figures = [f for f in read["figures"] if not (read["fast"] and f["layout"]["meta"]["here"])]
