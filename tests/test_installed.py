@@ -52,7 +52,7 @@ def test_commands_without_the_extra(model_path, tmp_path):
 def test_what_data_has_is_said_to_be_in_the_repository(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(shipped, "DATA", tmp_path / "data")
     for ask in (
-        lambda: records.recorded("cpu_bench"),
+        lambda: records.read("cpu_bench"),
         lambda: locality.recorded_trace("code"),
         lambda: synthesize.synthesize(tmp_path / "m", layers=4),
     ):

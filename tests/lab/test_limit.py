@@ -258,7 +258,7 @@ def test_what_was_killed_is_not_run_again(monkeypatch):
     assert records.group(made, "tok_s").n.to_dict() == {bench.RESIDENT: 2}
     assert list(made.killed) == [name != bench.RESIDENT for name in made.variant]
     assert made.killed.sum() == 1 and "killed for its memory" in bench.report(made)
-    again = records.table(json.loads(json.dumps(made, default=records._plain)))
+    again = records.table(json.loads(json.dumps(records.as_json(made), default=records._plain)))
     assert list(again.killed) == list(made.killed) and again.attrs == made.attrs
 
 
