@@ -147,12 +147,11 @@ def advise(
         Advice: With prefetch ``none``.
 
     Raises:
-        ValueError: If the model does not fit in the memory with K slots.
+        ValueError: If no number of slots to choose from fits in the memory.
     """
-    check_memory(sizes, memory_nbytes)
-    most = sizes.E if memory_nbytes == float("inf") else sizes.fits(memory_nbytes)
+    most = sizes.fits(memory_nbytes)
     if slots is None:
-        slots = candidates(sizes, most)
+        slots = np.unique(np.linspace(sizes.K, most, NUM_SLOTS).astype(int)).tolist()
     slots = [n for n in slots if sizes.K <= n <= most]
     if not slots:
         raise ValueError(
@@ -197,7 +196,7 @@ def advise(
             chosen = packed
         else:
             layout = "as it is"
-    if sizes.resident_nbytes <= memory_nbytes:
+    if most == sizes.E:
         why.append(
             "All of the model fits: compare mode='resident', which reads nothing and never waits "
             "for the routing (python -m moelab bench)."
@@ -213,25 +212,6 @@ def advise(
         tuple(why),
     )
     return advice if advice.prefetch_may_pay else advice.because(_no_prefetch(advice))
-
-
-def candidates(sizes: ModelSizes, most: int) -> list[int]:
-    """Numbers of slots to choose from: a dozen from K to ``most``."""
-    return np.unique(np.linspace(sizes.K, most, NUM_SLOTS).astype(int)).tolist()
-
-
-def check_memory(sizes: ModelSizes, memory_nbytes: float):
-    """Refuse a memory in which the model does not fit with K slots.
-
-    Raises:
-        ValueError: With what it takes.
-    """
-    if memory_nbytes < sizes.least_nbytes:
-        raise ValueError(
-            f"advise: expected at least {sizes.least_nbytes / 1e9:.2f} GB of memory (the model "
-            f"without its experts, the process, {sizes.K} slots in each of {sizes.L} layers), got "
-            f"{memory_nbytes / 1e9:.2f}. Take more memory, or a smaller model."
-        )
 
 
 def replay_settings(

@@ -124,6 +124,14 @@ class Plan:
     reason: str
 
     @property
+    def other_nbytes(self) -> int:
+        """What is taken beside the slots while it decodes."""
+        fixed = self.process_nbytes + self.backbone_nbytes + self.caches_nbytes
+        prompt, few = self.prompt_nbytes, (self.token_nbytes, self.logits_nbytes)
+        lent = _lendable(prompt, self.prompt_tokens, *few)
+        return fixed + self.reserved_nbytes + prompt - lent
+
+    @property
     def all_caches_nbytes(self) -> int:
         """What everything else leaves for caches, of several texts together."""
         taken = self.process_nbytes + self.backbone_nbytes + self.prompt_nbytes
@@ -242,8 +250,8 @@ def plan_of(
             "other programs or raise the limit, set a shorter context or a lower top_k, or take a "
             "smaller model."
         )
-    lent = max(0, prompt - min(tokens, FEW_TOKENS) * needs.token - needs.logits)
-    slots, prompt_slots, why = _slots(needs, free, lent if can_empty() else 0)
+    lent = _lendable(prompt, tokens, needs.token, needs.logits)
+    slots, prompt_slots, why = _slots(needs, free, lent)
     lent, taken = (slots - prompt_slots) * needs.slot, slots * needs.slot
     # The page cache, while it decodes. Once all experts are in slots nothing is read any more.
     pages = system + needs.process + prompt - lent + free - taken
@@ -349,6 +357,12 @@ def _prompt_nbytes(needs, tokens):
     """What so many tokens take that are computed at once."""
     prompt = _arrays_nbytes(tokens, needs.token, needs.logits)
     return prompt + (min(prompt // MORE_SHARE, MORE_NBYTES) if can_empty() else 0)
+
+
+def _lendable(prompt_nbytes, tokens, token_nbytes, logits_nbytes):
+    """What of a prompt's memory slots may have while few tokens are computed."""
+    few = min(tokens, FEW_TOKENS) * token_nbytes + logits_nbytes
+    return max(0, prompt_nbytes - few) if can_empty() else 0
 
 
 def _slots(needs, free, lent):

@@ -1,7 +1,5 @@
 """``advise`` for a model on this machine: what it measures, and the decision on top of it."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,7 @@ import moelab
 import moelab.lab
 from moelab.lab.experiments import advise as lab_advise
 from moelab.repack import repack
-from moelab.replay import advice, locality, sizes
+from moelab.replay import advice, locality
 from moelab.replay.advice import Lookahead
 from moelab.replay.costs import Costs
 from moelab.replay.sizes import ModelSizes
@@ -30,17 +28,14 @@ def test_advice_for_a_model():
 
 
 def test_prefetch_and_layout_are_advised_together(tmp_path, monkeypatch):
-    # Else the page cache always has room for all of so small a file.
-    monkeypatch.setattr(sizes, "SPARE_NBYTES", 0)
     packed = repack(TINY, tmp_path / "packed", progress=False)
     trace = locality.synthesize(FLAT, 120, 8, 64, 8)
     costs = Costs(1e-2, 5e-5, 1e-9, 4e-9)
     size = ModelSizes.of(TINY)
-    memory = size.least_nbytes + 4e6
+    memory = size.other_nbytes + size.K * size.slot_nbytes + 4e6  # hardly any page cache
     given = {"trace": trace, "costs": costs}
     free = advise(packed, float("inf"), lookahead=Lookahead(0.7, 0.1, 1e-3), **given)
     assert free.config.prefetch == "none", "nothing is left to hide"
-    given["slots"] = advice.candidates(size, size.fits(memory))  # more than ``plan`` allows
     good = Lookahead(0.7, 0.1, 1e-3)
     plain = advise(TINY, memory, packed_gain=1.0, lookahead=good, **given)
     assert (plain.layout, plain.config.prefetch) == ("as it is", "none")
@@ -69,7 +64,7 @@ def test_what_a_lookahead_predicts_is_counted():
 
 def test_what_cannot_run_is_refused_before_anything_is_measured(monkeypatch):
     monkeypatch.setattr(lab_advise, "measure_costs", None)
-    with pytest.raises(ValueError, match="expected at least .* GB of memory"):
+    with pytest.raises(ValueError, match="expected at least .* of memory"):
         advise(TINY, memory=50e6)
 
 
@@ -79,10 +74,10 @@ def test_what_is_not_given_is_measured():
     assert {(s.slots, s.policy) for s in a.settings} == {(16, "lru"), (64, "lru")}
 
 
-@pytest.mark.parametrize(("planned", "most"), [(20, 20), (8, 31)])
-def test_no_more_slots_are_advised_than_plan_finds_room_for(planned, most, monkeypatch):
-    """With 8, the fewest, ``plan`` leaves the memory to the page cache: no bound."""
-    costs = Costs(5e-3, 1e-4, 1e-10, 1e-9, overlap=0.5)
-    monkeypatch.setattr(lab_advise, "plan", lambda *_, **given: SimpleNamespace(slots=planned))
-    found = advise(TINY, 170e6, costs=costs, packed_gain=1.0).settings
-    assert max(s.slots for s in found) == most
+@pytest.mark.parametrize("memory", (145e6, 150e6, 200e6))
+def test_as_many_slots_fit_as_plan_takes(memory):
+    planned = moelab.plan(TINY, memory_nbytes=int(memory))
+    size = ModelSizes.of(TINY, memory)
+    assert size.fits(memory) == planned.slots or planned.slots == size.K
+    found = advise(TINY, memory, costs=Costs(5e-3, 1e-4, 1e-10, 1e-9), packed_gain=1.0).settings
+    assert max(s.slots for s in found) == size.fits(memory)

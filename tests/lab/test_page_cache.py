@@ -13,7 +13,7 @@ from moelab.replay import locality
 from moelab.replay.costs import Costs
 from moelab.replay.sizes import ModelSizes
 
-SIZES = ModelSizes(1_900_000_000, 110_000_000, 1_770_000, 7_080_000, L=4, E=256, K=8)
+SIZES = ModelSizes(1_900_000_000, 190_000_000, 1_770_000, 7_080_000, L=4, E=256, K=8)
 COSTS = Costs(0.0, 0.0, 1e-10, 1e-9, direct_s_per_byte=0.9e-9)
 FEW = locality.Locality((0.4,), (0.3,), (1.5,))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ... import StreamConfig, Trace, load, plan
+from ... import StreamConfig, Trace, load
 from ...checkpoint import Checkpoint
 from ...commands.argument_types import positive
 from ...commands.arguments import add_model
@@ -56,7 +56,7 @@ def advise(
             its shape with the locality of tiny-moe's ``code``.
         costs (Costs, optional): Default: measured now, in about ten seconds.
         slots (list[int], optional): Those to choose from. Default: a dozen from K to what
-            ``moelab.plan`` says that fits.
+            fits by ``moelab.plan``.
         policies (Iterable[str]): Those to choose from.
         skip (int, optional): Tokens of the trace that only fill the caches. Default: half.
         packed_gain (float, optional): How many times faster the SSD reads experts that lie in one
@@ -71,11 +71,8 @@ def advise(
         ValueError: If the model does not fit in the memory with K slots.
     """
     path = folder(model)
-    sizes = ModelSizes.of(path)
     memory = memory_available() if memory is None else memory
-    advice.check_memory(sizes, memory)  # before anything is measured
-    if slots is None and memory < float("inf"):
-        slots = advice.candidates(sizes, planned_slots(path, sizes, memory))
+    sizes = ModelSizes.of(path, memory)  # refuses too little before anything is measured
     trace = trace or synthesize_like("code", sizes.L, sizes.E, sizes.K, TOKENS)
     costs = costs or measure_costs(path)
     if Checkpoint(path).packed:
@@ -90,16 +87,6 @@ def advise(
     except ValueError as error:  # this family's router cannot be asked
         return found.because(f"No prefetch: {error}")
     return advice.with_lookahead(found, lookahead)
-
-
-def planned_slots(path: Path, sizes: ModelSizes, memory: float) -> int:
-    """The most slots to consider: those of ``moelab.plan``, or all that fit if it takes only K.
-
-    Raises:
-        ValueError: If the model does not fit with K slots.
-    """
-    slots = plan(path, StreamConfig(), memory_nbytes=int(memory)).slots
-    return slots if slots > sizes.K else sizes.fits(memory)
 
 
 def measure_packed_gain(path: Path, costs: Costs) -> float:
