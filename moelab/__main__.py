@@ -22,7 +22,6 @@ COMMANDS = {  # name: its module, what it does
     "chat": ("commands.chat", "talk in a terminal"),
     "serve": ("commands.serve", "answer over HTTP, as mlx-lm's server does"),
     "bench": ("lab.experiments.bench", "decode in several modes, against the resident model"),
-    "bench-layer": ("lab.experiments.layer", "one MoE layer with every expert in its slot"),
     "bench-reads": ("lab.experiments.reads", "read whole experts cold, against fio"),
     "bench-top-k": ("lab.experiments.top_k", "bits per byte with fewer experts per token"),
     "bench-rollback": ("lab.experiments.rollback", "what taking tokens back from a state costs"),

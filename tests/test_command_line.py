@@ -22,7 +22,6 @@ from moelab.lab.experiments import (
     advise,
     bench,
     faults,
-    layer,
     reads,
     rollback,
     top_k,
@@ -89,7 +88,6 @@ TAKES = {  # every command: the least that it is called with, and all its option
          "--lengths": "3,auto", "--temp": "0.5", "--direct": None, "--packed": "P",
          "--prompt-tokens": "12,34", "--feed": "t.npz", **STREAM},
     ),
-    "bench-layer": (["M"], {"--modes": "stacked", "--runs": "7", "--json": "r.json", **STREAM}),
     "bench-reads": (
         ["M"], {"--depth": "2,6", "--megabytes": "9", "--runs": "7", "--json": "r.json"}
     ),
@@ -114,7 +112,7 @@ TAKES = {  # every command: the least that it is called with, and all its option
 }  # fmt: skip
 EVERY = {name: value for _, options in TAKES.values() for name, value in options.items()}
 SHOWN = {  # how a value looks where it arrives, if not as it was given
-    ("bench", "--modes"): "mode='stacked'", ("bench-layer", "--modes"): "mode='stacked'",
+    ("bench", "--modes"): "mode='stacked'",
     ("generate", "--mode"): "mode='stacked'", ("serve", "--mode"): "mode='stacked'",
     ("chat", "--mode"): "mode='stacked'", ("cache-prompt", "--mode"): "mode='stacked'",
     "--chat-template-config": "{'thinking': 1}", "--ignore-chat-template": "ignore=True",
@@ -134,13 +132,12 @@ BENCHES = [name for name in TAKES if name.startswith("bench")]
 WORK = (  # what a command calls to do its work
     (machine, "check"), (generate, "generate"), (serve, "serve"), (chat, "chat"),
     (cache_prompt, "cache_prompt"), (bench, "measure"),
-    (layer, "bench_layer"),
     (reads, "bench_reads"), (top_k, "measure"), (faults, "measure"),
     (rollback, "bench_rollback"),
     (advise, "advise"), (synthesize, "synthesize"), (repack, "repack"),
 )  # fmt: skip
 REPORTS = (
-    (bench, "report"), (layer, "report"), (reads, "report"), (top_k, "report"),
+    (bench, "report"), (reads, "report"), (top_k, "report"),
     (rollback, "report"), (faults, "report"),
 )  # fmt: skip
 
@@ -370,7 +367,6 @@ def impossible():
         "bench M --runs 0",
         "bench M --runs -1",
         "bench M --runs 1.5",
-        "bench-layer M --runs 0",
         "bench-reads M --runs 0",
         "bench M --limits 0",
         "bench M --limits none,none",
@@ -435,10 +431,9 @@ def test_a_list_may_begin_with_a_dash_or_have_a_gap(value, capsys):
     ],
 )
 def test_modes_that_cannot_be(modes, words, calls, capsys):
-    for command in ("bench", "bench-layer"):
-        got = run(capsys, command, *TAKES[command][0], "--modes", modes)
-        assert got.code == 1 and not calls
-        assert words in got.err
+    got = run(capsys, "bench", *TAKES["bench"][0], "--modes", modes)
+    assert got.code == 1 and not calls
+    assert words in got.err
 
 
 def test_a_draft_that_is_none(model_path, tmp_path, capsys, monkeypatch):
@@ -567,21 +562,6 @@ def test_check_names_a_model_that_is_not_there(capsys, monkeypatch):
 
 
 # What the commands pass on
-
-
-def test_layer_compares_with_a_resident_model_of_the_same_dtype_and_top_k(model_path, monkeypatch):
-    loaded, real = [], layer.load
-
-    def load(path, config):
-        loaded.append(config)
-        return real(path, config)
-
-    monkeypatch.setattr(layer, "load", load)
-    base = moelab.StreamConfig(top_k=2, dtype="bfloat16", slots=8)
-    layer.bench_layer(model_path, "fused", base, rounds=2)
-    assert [(c.mode, c.top_k, c.dtype) for c in loaded] == [
-        ("resident", 2, "bfloat16"), ("fused", 2, "bfloat16")
-    ]  # fmt: skip
 
 
 def test_limit_takes_every_prompt_in_turn(model_path, monkeypatch, capsys):

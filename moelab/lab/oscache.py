@@ -3,8 +3,6 @@
 import ctypes
 import mmap
 import os
-import resource
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -63,13 +61,6 @@ def fill(path: str | Path) -> None:
                 pass
 
 
-def set_read_ahead(fds: Iterable[int], on: bool) -> None:
-    """Let the system read ahead in open files, or not; nothing changes where it takes no advice."""
-    if hasattr(os, "posix_fadvise"):  # not on macOS
-        for fd in fds:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL if on else os.POSIX_FADV_RANDOM)
-
-
 def cached_nbytes(path: str | Path) -> int | None:
     """Bytes of a file, or of a model folder's tensors, that are cached; None if it cannot be known.
 
@@ -101,8 +92,3 @@ def disk_read_nbytes() -> int | None:
     except OSError:
         return None
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
-
-
-def major_faults() -> int:
-    """Pages of this process that had to be read from the disk so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt

@@ -166,23 +166,6 @@ def missing(trace: Trace, m: int, slots: int, skip: int = 0) -> np.ndarray:
     return out
 
 
-def layer_overlap(trace: Trace) -> np.ndarray:
-    """The share of a token's experts in one layer whose numbers are also chosen in another layer.
-
-    Experts of different layers are different weights, so this is no locality: it says whether
-    numbers repeat from layer to layer. By chance it is K / E. Whether one layer's choice predicts
-    the next one's is ``layer_prediction``.
-
-    Returns:
-        np.ndarray: ``[L, L]``, means over tokens; 1 on the diagonal.
-    """
-    T, L, K = trace.experts.shape
-    chosen = np.zeros((T, L, trace.num_experts), np.float32)
-    np.put_along_axis(chosen, trace.experts.astype(np.intp), 1, -1)
-    by_layer = chosen.transpose(1, 0, 2).reshape(L, -1)
-    return by_layer @ by_layer.T / (T * K)
-
-
 def layer_prediction(trace: Trace, distance: int = 1) -> dict[str, np.ndarray]:
     """Which experts of a layer can be predicted from an earlier layer's, by counting.
 

@@ -17,7 +17,7 @@ from moelab.commands import generate
 from moelab.commands.stream_options import parse_modes
 from moelab.lab import records
 from moelab.lab.decode import decode
-from moelab.lab.experiments import bench, layer, reads
+from moelab.lab.experiments import bench, reads
 from moelab.lab.texts import PROMPTS
 
 
@@ -175,17 +175,6 @@ def test_a_mode_with_other_tokens_is_called_out(model_path):
     records.values(r, "serial", "tokens")[1][2] += 1
     assert records.same_tokens(r, "resident")["serial"] == (1, 2)
     assert "DIFFER in 1 of 2 rounds" in bench.report(r)
-
-
-def test_layer(model_path):
-    r = layer.bench_layer(model_path, "stacked,fused", StreamConfig(slots=8), rounds=5)
-    names = ["resident", "stacked", "fused", layer.EVALUATION]
-    assert records.group(r, "call_s").n.to_dict() == dict.fromkeys(names, 5)
-    assert not records.values(r, "stacked", "misses").any()
-    assert not records.values(r, "fused", "misses").any()
-    a, b, c = (records.values(r, n, "call_s") for n in ("fused", "resident", layer.EVALUATION))
-    assert list(layer.block_ratio(r, "fused")) == [x / (y + z) for x, y, z in zip(a, b, c)]
-    assert layer.report(r).count("of resident + one evaluation; misses while timed: 0") == 2
 
 
 def test_reads(model_path, monkeypatch):

@@ -1,6 +1,5 @@
 """The page cache as the lab sees it: dropped, filled, counted."""
 
-import mmap
 import os
 
 import pytest
@@ -43,25 +42,3 @@ def test_dropped_pages_are_read_again(folder):
 def test_an_empty_file_says_nothing(tmp_path):
     (tmp_path / "empty.safetensors").touch()
     assert oscache.cached_nbytes(tmp_path) is None
-
-
-def test_read_ahead_brings_more_than_one_page(folder):
-    """One byte is asked for in each state."""
-    file = folder / "a.safetensors"
-    oscache.write_back(file)
-    cached = {}
-    for on in (False, True):
-        how = oscache.drop_pages(file)
-        if not how.startswith("POSIX") or oscache.cached_nbytes(file) not in (0, None):
-            pytest.skip("pages cannot be dropped here")
-        with open(file, "rb", buffering=0) as f:
-            oscache.set_read_ahead([f.fileno()], on)
-            f.read(1)
-        cached[on] = oscache.cached_nbytes(file)
-    if None in cached.values():
-        pytest.skip("this system does not say what is cached")
-    assert cached[False] == mmap.PAGESIZE <= cached[True]
-
-
-def test_faults_are_counted():
-    assert oscache.major_faults() >= 0

@@ -111,15 +111,6 @@ def test_missing(small, m, slots):
         locality.missing(small, T - 1, slots, skip=2)
 
 
-def test_overlap_between_layers(small):
-    want = np.zeros((3, 3))
-    for row in small.experts:
-        for i in range(3):
-            for j in range(3):
-                want[i, j] += len(set(row[i].tolist()) & set(row[j].tolist())) / 4 / 40
-    np.testing.assert_allclose(locality.layer_overlap(small), want, rtol=1e-6)
-
-
 def test_what_a_layer_tells_of_the_next():
     """A layer that copies the one before is predicted wholly, an independent one by popularity."""
     t = locality.synthesize(locality.Locality((0.0,), (0.0,), (1.0,)), 400, 2, 8, 2, seed=1)

@@ -22,7 +22,6 @@ DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid",
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "pentagon")
 PATTERNS = ("", "/", "x")
 GREY = "#595959"
-HERE = "this machine, now"  # what figures call the source of what was just measured
 
 # Pixels, but for the two counts of characters. A title of that many fits a narrow JupyterLab.
 TITLE_CHARACTERS, NOTE_CHARACTERS = 76, 112
