@@ -91,11 +91,7 @@ def test_a_lookahead_is_advised_where_the_recorded_runs_gained_by_it(name, L, la
     advised, gained = after.config.prefetch != "none", records.ratios(samples, plain).loc[guessing]
     if gained.confidence < 0.9:
         pytest.skip("too few rounds to say what the runs gained")
-    if not name.endswith("_mlx"):  # reads are short, or routing is random
-        assert not advised and after.token_s == token_s and gained["median"] < 1
-        return
-    ratio = records.ratios(samples, "fused")["median"]
-    assert advised and 1.03 < token_s / after.token_s <= ratio[guessing] / ratio[plain] < 1.1
+    assert advised == (gained["low"] > 1) and (advised or after.token_s == token_s)
 
 
 def test_only_packed_experts_with_reads_to_hide_are_worth_a_lookahead():
