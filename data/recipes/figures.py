@@ -33,7 +33,7 @@ def plain(text):
 
 
 def draw(page, out):
-    """Draws the figures of one page and writes its gallery; nothing for a page without figures."""
+    """Draws the figures of one page and writes its gallery. A page without any gets no gallery."""
     read = json.loads(page.read_text())
     if not read["figures"]:
         return

@@ -41,15 +41,16 @@ class ModelSizes:
             ValueError: If the model does not fit in the memory with K slots.
         """
         found = footprint(path, StreamConfig(mode="resident"))
-        planned = plan(path, memory_nbytes=int(min(memory_nbytes, 1 << 60)))
+        memory = int(min(memory_nbytes, 1 << 60))  # infinity is no int
+        planned = plan(path, memory_nbytes=memory)
         return cls(
             checkpoint_nbytes=found.checkpoint_nbytes,
             other_nbytes=planned.other_nbytes,
             expert_nbytes=found.expert_nbytes,
             slot_nbytes=sum(planned.expert_nbytes),
-            L=found.num_layers,
-            E=found.num_experts,
-            K=found.top_k,
+            L=planned.num_layers,
+            E=planned.num_experts,
+            K=planned.top_k,
         )
 
     @property

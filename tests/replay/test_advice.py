@@ -71,7 +71,7 @@ def test_a_repack_is_advised_only_where_it_pays():
         ("cpu_prefetch_35b_600", 4, ", 600 MB"),
     ],
 )
-def test_a_lookahead_is_advised_where_the_recorded_runs_gained_by_it(name, L, layout):
+def test_a_lookahead_is_advised_only_where_the_recorded_runs_gained_by_it(name, L, layout):
     """From the run without prefetch: what it waited for, and what a lookahead predicted.
 
     Asking takes what it took on that machine, 0.16 ms a layer.
@@ -91,7 +91,7 @@ def test_a_lookahead_is_advised_where_the_recorded_runs_gained_by_it(name, L, la
     advised, gained = after.config.prefetch != "none", records.ratios(samples, plain).loc[guessing]
     if gained.confidence < 0.9:
         pytest.skip("too few rounds to say what the runs gained")
-    assert advised == (gained["low"] > 1) and (advised or after.token_s == token_s)
+    assert gained["low"] > 1 if advised else gained["median"] < 1 and after.token_s == token_s
 
 
 def test_only_packed_experts_with_reads_to_hide_are_worth_a_lookahead():

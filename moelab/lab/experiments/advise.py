@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ... import StreamConfig, Trace, load
+from ... import StreamConfig, Trace, footprint, load
 from ...checkpoint import Checkpoint
 from ...commands.argument_types import positive
 from ...commands.arguments import add_model
@@ -92,7 +92,7 @@ def advise(
 def measure_packed_gain(path: Path, costs: Costs) -> float:
     """How many times faster the SSD reads experts in one piece than as they lie, cold."""
     file = max(path.glob("*.safetensors"), key=lambda f: f.stat().st_size)
-    nbytes = ModelSizes.of(path).expert_nbytes
+    nbytes = footprint(path, StreamConfig()).expert_nbytes
     count = max(GAIN_READS, GAIN_NBYTES // nbytes)
     speeds = [
         machine.read_speed(file, True, StreamConfig().readers, nbytes, count)
@@ -112,7 +112,7 @@ def measure_lookahead(path: str | Path, slots: int, tokens: int = 16) -> Lookahe
     Raises:
         ValueError: If this family's router cannot be asked.
     """
-    slots = min(slots, 2 * ModelSizes.of(path).K)
+    slots = min(slots, 2 * footprint(path, StreamConfig()).top_k)
     model, tokenizer = load(path, StreamConfig(prefetch="lookahead", slots=slots))
     with model:
         session = session_of(model)
