@@ -42,12 +42,13 @@ class Lookahead(NamedTuple):
     Attributes:
         used (float): Prefetched experts that were used, as a share of the misses without prefetch.
         wasted (float): Prefetched experts that were not used, as a share of the same.
-        ask_s (float): Seconds of a token that asking the routers takes.
+        cost_s (float): Seconds by which it makes a token longer whose reads come from the page
+            cache, where there is hardly a wait to hide: asking routers, handing over reads.
     """
 
     used: float
     wasted: float
-    ask_s: float
+    cost_s: float
 
 
 @dataclass(frozen=True)
@@ -310,7 +311,7 @@ def lookahead_gain_s(chosen: Replay, lookahead: Lookahead) -> float:
     """Seconds of a token that ``prefetch="lookahead"`` should save; negative: it costs so much.
 
     A used prefetch hides a read that was exposed, as far as there is compute to hide it behind. A
-    wasted one delays other reads by as much, and asking takes its time. This holds for experts in
+    wasted one delays other reads by as much, and each takes its time. This holds for experts in
     one piece, and was checked against the recorded runs of one machine
     (data/results/cpu_prefetch_*.json).
 
@@ -320,7 +321,7 @@ def lookahead_gain_s(chosen: Replay, lookahead: Lookahead) -> float:
     """
     exposed_s, idle_s = _exposed(chosen)
     hidden_s = min(lookahead.used * exposed_s, idle_s)
-    return hidden_s - lookahead.wasted * exposed_s - lookahead.ask_s
+    return hidden_s - lookahead.wasted * exposed_s - lookahead.cost_s
 
 
 def with_lookahead(advice: Advice, lookahead: Lookahead) -> Advice:
@@ -339,7 +340,7 @@ def with_lookahead(advice: Advice, lookahead: Lookahead) -> Advice:
     advice = advice.because(
         f"{'Prefetch' if worth else 'No prefetch'}: of {exposed_s * 1e3:.1f} ms of exposed reads a "
         f"lookahead predicts {lookahead.used:.0%}, reads {lookahead.wasted:.0%} as much in vain "
-        f"and takes {lookahead.ask_s * 1e3:.1f} ms to ask: {gain_s * 1e3:+.1f} ms a token to gain."
+        f"and costs {lookahead.cost_s * 1e3:.1f} ms: {gain_s * 1e3:+.1f} ms a token to gain."
     )
     if not worth:
         return advice

@@ -6,16 +6,11 @@ the guessed layer is called is cancelled. A guess evicts experts of the layer th
 none that it names itself.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from time import perf_counter
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from .. import kernels
-from ..hooks import hooked
 from .trace import Trace
 
 
@@ -54,29 +49,6 @@ class Prefetcher:
             the prefetcher has no guess.
         """
         raise NotImplementedError
-
-    @contextmanager
-    def timed_asks(self) -> Iterator[list[float]]:
-        """Inside the block, measure what each ``ask`` takes.
-
-        The layer's input is evaluated before the clock starts and the answer before it stops, so
-        the model itself is slower inside.
-
-        Yields:
-            list[float]: Seconds, one entry for each call of ``ask`` so far.
-        """
-        seconds = []
-
-        def timed(ask, layer, x):
-            mx.eval(x)
-            begin = perf_counter()
-            asked = ask(layer, x)
-            mx.eval(asked)
-            seconds.append(perf_counter() - begin)
-            return asked
-
-        with hooked(self, timed, "ask"):
-            yield seconds
 
 
 class Lookahead(Prefetcher):

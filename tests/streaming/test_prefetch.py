@@ -197,16 +197,6 @@ def test_reserved_slots(data, slots, policy):
         assert sorted(taken) == list(range(slots))
 
 
-def test_asks_are_timed(want):
-    with load_model(TINY_MOE, moelab.StreamConfig(prefetch="lookahead", slots=SLOTS))[0] as model:
-        session = session_of(model)
-        with session.prefetcher.timed_asks() as seconds:
-            np.testing.assert_array_equal(decode(model, 3), want[0][:3])
-        assert len(seconds) == 3 * len(session.layers) and min(seconds) >= 0
-        decode(model, 1)
-        assert len(seconds) == 3 * len(session.layers)
-
-
 @needs_kernels
 def test_a_layer_that_is_guessed_while_it_runs_keeps_its_experts(tmp_path, monkeypatch):
     monkeypatch.setattr(modules, "FLOAT_WEIGHTS", 0)

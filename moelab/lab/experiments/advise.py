@@ -102,7 +102,7 @@ def measure_packed_gain(path: Path, costs: Costs) -> float:
 
 
 def measure_lookahead(path: str | Path, slots: int, tokens: int = 16) -> Lookahead:
-    """Count what the next layer's router predicts while a model decodes a prompt.
+    """What a lookahead predicts and costs while a model decodes a prompt from the page cache.
 
     Args:
         path (str or Path): A model folder.
@@ -112,26 +112,32 @@ def measure_lookahead(path: str | Path, slots: int, tokens: int = 16) -> Lookahe
     Raises:
         ValueError: If this family's router cannot be asked.
     """
-    slots = min(slots, 2 * footprint(path, StreamConfig()).top_k)
-    model, tokenizer = load(path, StreamConfig(prefetch="lookahead", slots=slots))
-    with model:
-        session = session_of(model)
-        layers = session.residency.layers
-
-        def and_wait(prefetch, i, experts):
-            """What is not read in time would not count as predicted."""
-            prefetch(i, experts)
-            if layers[i].job is not None:
-                layers[i].job.wait()
-
-        waits = hooked(session.residency.ahead, and_wait, "prefetch")
-        with session.prefetcher.timed_asks() as spent, waits:
+    slots, token_s = min(slots, 2 * footprint(path, StreamConfig()).top_k), {}
+    for prefetch in ("none", "lookahead"):
+        model, tokenizer = load(path, StreamConfig(prefetch=prefetch, slots=slots))
+        with model:
             ids = encode(tokenizer, PROMPTS[0])
-            counters = decode(model, ids, tokens, warmup=4).counters
-        L = len(session.layers)
+            token_s[prefetch] = np.median(decode(model, ids, tokens, warmup=4).step_s)
+            if prefetch == "lookahead":
+                counters = _counted(model, ids, tokens)
     used, wasted = counters.prefetch_used, counters.prefetch_wasted
     needed = max(1, used + counters.misses)
-    return Lookahead(used / needed, wasted / needed, float(np.median(spent)) * L)
+    cost_s = token_s["lookahead"] - token_s["none"]
+    return Lookahead(used / needed, wasted / needed, float(cost_s))
+
+
+def _counted(model, ids, tokens):
+    """Counters of a text for which every prefetched read ends before its layer runs."""
+    ahead = session_of(model).residency.ahead
+    layers = session_of(model).residency.layers
+
+    def and_wait(prefetch, i, experts):
+        prefetch(i, experts)
+        if layers[i].job is not None:
+            layers[i].job.wait()
+
+    with hooked(ahead, and_wait, "prefetch"):
+        return decode(model, ids, tokens, warmup=4).counters
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
