@@ -40,7 +40,8 @@ FLAGS = (
 )
 ROOT = Path(__file__).parent.parent
 SECONDS = 120  # for the cells of a notebook, or for one move; a busy machine needs them
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+EVERY = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = [path for path in EVERY if "explore(" in path.read_text()]  # those with sliders
 NOTEBOOK = "window.jupyterapp?.shell.currentWidget"
 STATUS = f"{NOTEBOOK}?.sessionContext?.session?.kernel?.status"
 CELLS = f"{NOTEBOOK}.content.widgets.filter(c => c.model.type === 'code').map(c => c.model"
@@ -79,6 +80,7 @@ def names(cell, context):
     nodes = list(ast.walk(ast.parse(cell.source)))
     found = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, context)}
     if context is ast.Store:
+        found |= {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
         imports = (n for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)))
         found |= {(a.asname or a.name).split(".")[0] for n in imports for a in n.names}
     return found
@@ -115,10 +117,9 @@ def lab(tmp_path_factory):
     if shutil.which("chromedriver") is None:
         pytest.skip("no chromedriver: `make browser` installs Chromium and its driver on Debian")
     folder = tmp_path_factory.mktemp("lab")
-    for path in (ROOT / "notebooks").glob("*.ipynb"):
+    for path in NOTEBOOKS:
         notebook = nbformat.read(path, as_version=4)
-        if any("explore(" in c.source for c in notebook.cells):
-            nbformat.write(of_the_sliders(notebook), folder / path.name)
+        nbformat.write(of_the_sliders(notebook), folder / path.name)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
