@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import DATA
@@ -114,9 +115,36 @@ def main(*names: str) -> int:
             disturbed.append(name)
             print(f"{name}: {took}; NOT kept: {error}", file=sys.stderr)
             continue
-        os.replace(new, RESULTS / new.name)
-        print(f"{name}: {took}")
+        kept = RESULTS / new.name
+        print(f"{name}: {took}", *(changes(kept, new, entry) if kept.is_file() else []), sep="\n  ")
+        os.replace(new, kept)
     return 1 if disturbed else 0
+
+
+def changes(before: Path, after: Path, entry: dict[str, Any]) -> list[str]:
+    """What a new record says otherwise than the one before it, by more than its interval.
+
+    Args:
+        before (Path): The record that there was; also one that is disturbed, or a trial.
+        after (Path): The new one.
+        entry (dict): Of the list.
+
+    Returns:
+        list[str]: A line for each group and measure whose intervals of the median lie apart, then
+        how many of those that both records have did so.
+    """
+    found, both = [], 0
+    old, new = (_groups(records.read(str(f), disturbed=True), entry) for f in (before, after))
+    for key in [k for k in new if k in old]:
+        for label in [c for c in new[key] if c in old[key]]:
+            samples = [shown[key][label].dropna() for shown in (old, new)]
+            if all(map(len, samples)):
+                was, now = map(records.interval, samples)
+                both += 1
+                if now["low"] > was["high"] or now["high"] < was["low"]:
+                    cells = " -> ".join(map(_cell, samples))
+                    found.append(f"{', '.join(map(str, key))}: {label} {cells}")
+    return [*found, f"changed by more than its interval: {len(found)} of {both}"]
 
 
 def provenance() -> "DataFrame":
@@ -185,22 +213,24 @@ def _provenance(samples):
     return f"{'; '.join(told)}."
 
 
+def _groups(samples, entry):
+    """What a record shows: a table for each group, by its key, with a column for each measure."""
+    alive = samples[~samples.killed]
+    shows = entry.get("shows") or {c: label for c, label in SHOWN.items() if c in samples}
+    columns = {label: alive.eval(c) for c, label in shows.items()}
+    shown = records.pandas().DataFrame(columns, index=alive.index)
+    by = entry.get("by", ["variant"])
+    return {k: shown.loc[g.index] for k, g in alive.groupby(by, sort=False, dropna=False)}
+
+
 def _table(samples, entry):
     """Lines of Markdown: a row for each group, a column for each measure."""
-    by = entry.get("by", ["variant"])
-    shows = entry.get("shows") or {c: label for c, label in SHOWN.items() if c in samples}
-    alive = samples[~samples.killed]
-    columns = {
-        label: alive.assign(_=alive.eval(column)).groupby(by, sort=False, dropna=False)._
-        for column, label in shows.items()
-    }
-    lines = [
-        "| " + " | ".join([*by, "n", *columns]) + " |",
-        "|---" * (len(by) + 1 + len(columns)) + "|",
-    ]
-    for key, rows in alive.groupby(by, sort=False, dropna=False):
-        cells = [_cell(groups.get_group(key).dropna()) for groups in columns.values()]
-        lines.append("| " + " | ".join([*map(str, key), str(len(rows)), *cells]) + " |")
+    groups, by = _groups(samples, entry), entry.get("by", ["variant"])
+    names = [*by, "n", *(next(iter(groups.values())) if groups else [])]
+    lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    for key, shown in groups.items():
+        cells = [_cell(shown[label].dropna()) for label in shown]
+        lines.append("| " + " | ".join([*map(str, key), str(len(shown)), *cells]) + " |")
     dead = dict.fromkeys(samples[samples.killed].variant)
     return lines + [f"Killed for its memory: {', '.join(dead)}."] * bool(dead)
 

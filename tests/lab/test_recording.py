@@ -86,6 +86,22 @@ def test_a_disturbed_run_leaves_the_old_record(commands, tmp_path, capsys):
     assert "NOT kept" in capsys.readouterr().err
 
 
+def test_what_changed_by_more_than_its_interval_is_said(commands, capsys):
+    _, _, results = commands
+    main(["records", "two"])
+    assert "interval" not in capsys.readouterr().out  # there was no record before it
+    main(["records", "two"])
+    assert "\n  changed by more than its interval: 0 of 1" in capsys.readouterr().out
+    record = json.loads((results / "cpu_b.json").read_text())
+    for row in record["rows"]:
+        row["seconds"] *= 9
+    (results / "cpu_b.json").write_text(json.dumps(record | {"trial": "one round"}))
+    main(["records", "two"])
+    found = capsys.readouterr().out
+    assert "\n  8: ms 1.35e+04 [1.12e+04, 1.58e+04] -> 1.5e+03 [1.25e+03, 1.75e+03]" in found
+    assert "changed by more than its interval: 1 of 1" in found
+
+
 def test_a_record_of_another_device_is_refused(commands, monkeypatch, capsys):
     monkeypatch.setattr(recording, "card", lambda: MACHINE | {"backend": "CUDA"})
     assert main(["records", "one"]) == 1 and not commands[0]
