@@ -69,6 +69,7 @@ def test_costs_follow_from_the_samples():
         miss_s = hit_s + 2 * (reads_s - hidden * min(reads_s, experts_s))
         rows.append(("token", variant, 4, miss_s))
     rows += [("token", "slots", 0, hit_s), ("expert", "slots", 0, 1e-4)]
+    rows += [("token", cost.OWN, 0, 0.8 * hit_s)]  # in one piece: the rest of a token takes less
     names = "what", "variant", "misses", "seconds"
     settings = {"L": 2, "K": 4, "expert_nbytes": 10}
 
@@ -76,7 +77,7 @@ def test_costs_follow_from_the_samples():
         record = {"settings": settings, "rows": [dict(zip(names, r)) for r in rows]}
         return cost.costs_of(records.table(record))
 
-    want = Costs(hit_s - 2 * experts_s, 1e-4, 1e-6, 1e-5, 1e-5, 1e-4, 0.5, 9e-6, 2e-5, 0.25)
+    want = Costs(0.8 * hit_s - 2 * experts_s, 1e-4, 1e-6, 1e-5, 1e-5, 1e-4, 0.5, 9e-6, 2e-5, 0.25)
     got = costs_of(rows)
     assert vars(got) == pytest.approx(vars(want))
     free = got.without_arithmetic()

@@ -31,6 +31,7 @@ ROUNDS = 2  # of every kind of sample
 SAMPLES = 24  # of each kind in a record
 # Where a layer's misses come from; the variants of a record.
 PAGES, DISK, DIRECT = "page cache", "disk", "past the page cache"
+OWN = "own routing"  # and of a token that is not driven
 
 
 def measure_costs(
@@ -46,8 +47,10 @@ def measure_samples(
     """Time reads, tokens and one expert's arithmetic.
 
     First reads without arithmetic with 1 to K misses in a layer, from the disk, from the page cache
-    and past it. Then whole tokens without a miss, and with as many misses from the disk as there
-    can be, which shows how much of the reads the arithmetic hides.
+    and past it. Then whole tokens without a miss: one as the model routes it, which the engine may
+    compute in one piece, and one driven to given experts. Then tokens driven to as many misses from
+    the disk as there can be: their time over the driven one's shows how much of the reads the
+    arithmetic hides.
 
     Args:
         path (str or Path): A model folder.
@@ -95,6 +98,7 @@ def measure_samples(
         for _ in range(ROUNDS):
             same = np.repeat(made(1, 2)[:1], tokens // 2 + DISCARDED, axis=0)
             rows += [row("token", "slots", 0, s) for s in _time_tokens(model, same, E)]
+            rows += [row("token", OWN, 0, s) for s in _repeat_token(model, len(same))]
             for variant, reader.direct in ways.items():
                 need = made(most, tokens // 2 + DISCARDED)
                 oscache.drop_pages(path)
@@ -129,7 +133,7 @@ def costs_of(samples: "DataFrame") -> Costs:
         direct["direct_overlap"] = overlap(DIRECT)
     (warm_s_per_byte, warm_call_s), (cold_s_per_byte, cold_call_s) = line(PAGES), line(DISK)
     return Costs(
-        fixed_s=float(max(0.0, hit_s - L * experts_s)),
+        fixed_s=float(max(0.0, medians["token", OWN, 0] - L * experts_s)),
         expert_s=expert_s,
         warm_s_per_byte=warm_s_per_byte,
         cold_s_per_byte=cold_s_per_byte,
@@ -203,6 +207,17 @@ def _time_tokens(model, rows, E):
             mx.eval(model(mx.array([[i % 64]]), cache=cache))
             seconds.append(time.perf_counter() - begin)
     return seconds[min(DISCARDED, len(rows) - 1) :]
+
+
+def _repeat_token(model, num):
+    """Seconds of one token behind nothing, again and again: the slots hold the experts it needs."""
+    seconds = []
+    for _ in range(num):
+        cache = make_prompt_cache(model)
+        begin = time.perf_counter()
+        mx.eval(model(mx.array([[0]]), cache=cache))
+        seconds.append(time.perf_counter() - begin)
+    return seconds[min(DISCARDED, num - 1) :]
 
 
 def _expert_s(model, experts, tokens):
