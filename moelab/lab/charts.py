@@ -133,7 +133,7 @@ def parts(
         _numbers(fig, totals, labels, [_number(t) for t in totals], place)
         fig.update_xaxes(range=[0, totals.max() * 1.25], **place)
         told = (
-            f"{n} " + ", ".join(f"{p} {v[j]:.3g}" for p, v in means.items())
+            f"{n}: " + ", ".join(f"{p} {v[j]:.3g}" for p, v in means.items())
             for j, n in enumerate(first[label])
         )
         words.append(_told(label, told, "; "))
@@ -315,7 +315,8 @@ def _short(card):
 
 def _series(points):
     """The median at each x, in words; a single number if all medians are the same."""
-    medians, xs = [f"{np.median(p):.3g}" for p in points.values()], list(points)
+    medians = [f"{np.median(p):.3g}" for p in points.values()]
+    xs = [f"{x:g}" if isinstance(x, float) else x for x in points]
     if len(xs) > 1 and len(set(medians)) == 1:
         return f"{medians[0]} from {xs[0]} to {xs[-1]}"
     return ", ".join(f"{m} at {x}" for m, x in zip(medians, xs))

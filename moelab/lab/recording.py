@@ -115,9 +115,12 @@ def main(*names: str) -> int:
             disturbed.append(name)
             print(f"{name}: {took}; NOT kept: {error}", file=sys.stderr)
             continue
-        kept = RESULTS / new.name
-        print(f"{name}: {took}", *(changes(kept, new, entry) if kept.is_file() else []), sep="\n  ")
-        os.replace(new, kept)
+        kept, before = RESULTS / new.name, WORK / f"{name}.before.json"
+        had = kept.is_file()
+        if had:
+            os.replace(kept, before)
+        os.replace(new, kept)  # kept whatever the one before it holds
+        print(f"{name}: {took}", *(changes(before, kept, entry) if had else []), sep="\n  ")
     return 1 if disturbed else 0
 
 
@@ -134,7 +137,10 @@ def changes(before: Path, after: Path, entry: dict[str, Any]) -> list[str]:
         how many of those that both records have did so.
     """
     found, both = [], 0
-    old, new = (_groups(records.read(str(f), disturbed=True), entry) for f in (before, after))
+    try:
+        old, new = (_groups(records.read(str(f), disturbed=True), entry) for f in (before, after))
+    except (ValueError, LookupError, NameError):  # pandas' error of a column is a NameError
+        return ["the record before it has another form: not compared"]
     for key in [k for k in new if k in old]:
         for label in [c for c in new[key] if c in old[key]]:
             samples = [shown[key][label].dropna() for shown in (old, new)]

@@ -100,6 +100,10 @@ def test_what_changed_by_more_than_its_interval_is_said(commands, capsys):
     found = capsys.readouterr().out
     assert "\n  8: ms 1.35e+04 [1.12e+04, 1.58e+04] -> 1.5e+03 [1.25e+03, 1.75e+03]" in found
     assert "changed by more than its interval: 1 of 1" in found
+    (results / "cpu_b.json").write_text("{}")
+    assert main(["records", "two"]) == 0  # the new one is kept whatever the old one is
+    assert "another form: not compared" in capsys.readouterr().out
+    assert records.read(str(results / "cpu_b.json")).seconds.tolist() == [1.0, 2.0]
 
 
 def test_a_record_of_another_device_is_refused(commands, monkeypatch, capsys):

@@ -203,21 +203,20 @@ def _time_tokens(model, rows, E):
     cache, seconds = make_prompt_cache(model), []
     with route_by(model, decode_trace(rows.astype(np.uint16), E)):
         for i in range(len(rows)):
-            begin = time.perf_counter()
-            mx.eval(model(mx.array([[i % 64]]), cache=cache))
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(_token_s(model, i % 64, cache))
     return seconds[min(DISCARDED, len(rows) - 1) :]
 
 
 def _repeat_token(model, num):
     """Seconds of one token behind nothing, again and again: the slots hold the experts it needs."""
-    seconds = []
-    for _ in range(num):
-        cache = make_prompt_cache(model)
-        begin = time.perf_counter()
-        mx.eval(model(mx.array([[0]]), cache=cache))
-        seconds.append(time.perf_counter() - begin)
+    seconds = [_token_s(model, 0, make_prompt_cache(model)) for _ in range(num)]
     return seconds[min(DISCARDED, num - 1) :]
+
+
+def _token_s(model, token, cache):
+    begin = time.perf_counter()
+    mx.eval(model(mx.array([[token]]), cache=cache))
+    return time.perf_counter() - begin
 
 
 def _expert_s(model, experts, tokens):
