@@ -46,23 +46,35 @@ class FastFusedSwitchGLU(kernels.FastExperts, FusedSwitchGLU):
 
 
 # MLX's tiled quantized matmul on CUDA (qmm_sm80) loads three tiles of 64 inputs or more, even of a
-# shorter row, so it reads past the last row. ``PaddedLinear`` pads the inputs; the weights are
-# followed by PADDING_NBYTES.
+# shorter row, so it reads past the last row of inputs and of weights.
 TILES, TILE = 3, 64
-PADDING_NBYTES = 256
+PADDING_NBYTES = 256  # behind the weights
 
 
 class PaddedLinear(QuantizedSwitchLinear):
     """A projection that pads its input behind the last row, in the same buffer.
 
     MLX's qmm_sm80 reads there if a row has fewer than three tiles of inputs. If the mapped memory
-    ends with the row, that is an illegal memory access.
+    ends with the row, that is an illegal memory access, in a resident model as in a streamed one.
     """
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         rows = x.reshape(-1, x.shape[-1])
         x = mx.pad(rows, ((0, TILES - 1), (0, 0)))[: len(rows)].reshape(x.shape)
         return super().__call__(x, indices, sorted_indices)
+
+
+def give_room(module: nn.Module) -> None:
+    """Make projections ``PaddedLinear`` where MLX's CUDA kernel would read past their inputs.
+
+    Args:
+        module (nn.Module): A projection, or experts whose weights are in memory or not yet loaded.
+    """
+    for linear in module.modules() if mx.cuda.is_available() else ():
+        if is_short(linear):
+            linear.__class__, w = PaddedLinear, linear.weight
+            room = mx.zeros(PADDING_NBYTES // w.dtype.size, w.dtype)
+            linear.weight = mx.concatenate([w.flatten(), room])[: w.size].reshape(w.shape)
 
 
 def is_short(linear: nn.Module) -> bool:

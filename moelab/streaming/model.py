@@ -24,6 +24,7 @@ from ..checkpoint import Checkpoint, CheckpointError, describe, read_header, rea
 from ..experts import expert_modules, expert_parameters, locate_experts, read_experts
 from .build import activation_dtype, build_model, place_experts, stays_resident
 from .config import StreamConfig
+from .fused import give_room
 from .heap import return_free_memory
 from .layers import Fused, Stacked, moe_blocks
 from .plan import FEW_LOGITS, plan_of
@@ -312,7 +313,10 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
         ranks=ranks,
     )
     try:
-        if config.mode != "resident":
+        if config.mode == "resident":
+            for _, module in experts:
+                give_room(module)
+        else:
             _stream(model, experts, session)
         _evaluate(model)
     except BaseException:

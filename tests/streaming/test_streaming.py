@@ -18,7 +18,7 @@ import moelab
 from moelab import kernels
 from moelab.kernels.modules import ExpertCall
 from moelab.streaming import layers
-from moelab.streaming.fused import FusedSwitchGLU, PaddedLinear, is_short
+from moelab.streaming.fused import FusedSwitchGLU, PaddedLinear, give_room, is_short
 from moelab.streaming.model import load_model
 from moelab.streaming.reading.reader import Reader
 from moelab.streaming.residency import ahead
@@ -413,14 +413,30 @@ def test_on_cuda_the_kernels_get_contiguous_parameters(mode, path, monkeypatch):
     assert all(contiguous) and np.array_equal(got, want)
 
 
-def test_room_behind_the_rows_changes_no_result():
+def test_room_behind_the_rows_changes_no_result(monkeypatch):
     mx.random.seed(0)
     linear, wide = (QuantizedSwitchLinear(D, 128, 4, bias=False) for D in (128, 192))
     assert is_short(linear) and not is_short(wide)
     x, indices = mx.random.normal((2, 3, 1, 128)), mx.array([[0, 3, 1], [2, 2, 0]])
     want = linear(x, indices)
-    linear.__class__ = PaddedLinear
-    assert mx.array_equal(linear(x, indices), want)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    give_room(linear)
+    assert isinstance(linear, PaddedLinear) and mx.array_equal(linear(x, indices), want)
+
+
+@pytest.mark.parametrize("mode", ["resident", "fused"])
+def test_on_cuda_short_rows_have_room_in_every_mode(path, monkeypatch, mode):
+    config = moelab.StreamConfig(mode=mode, kernels="mlx", slots=E)
+    with load_model(path, config)[0] as model:
+        want = greedy_logits(model, PROMPT[0].tolist(), 3)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    with load_model(path, config)[0] as model:
+        layers = session_of(model).layers
+        experts = [layer.slots.bank.experts for layer in layers] if layers else [model]
+        modules = [m for module in experts for m in module.modules()]
+        linears = [m for m in modules if isinstance(m, QuantizedSwitchLinear)]
+        assert linears and all(isinstance(m, PaddedLinear) for m in linears)
+        assert np.array_equal(greedy_logits(model, PROMPT[0].tolist(), 3), want)
 
 
 @pytest.mark.parametrize("prefetch", ["none", "lookahead"])

@@ -97,6 +97,7 @@ def texts(
     drafts: Sequence[int] = (0, 4, 8),
     n: int = 20,
     tokens: int = 64,
+    written: dict[int, list[list[int]]] | None = None,
 ) -> list[dict[str, Any]]:
     """Greedy texts, each written twice with others between, and by the resident model.
 
@@ -107,6 +108,8 @@ def texts(
         drafts (Sequence[int]): Numbers of tokens drafted in a round; 0: mlx-lm's own loop.
         n (int): Prompts, from held-out files.
         tokens (int): Tokens of each.
+        written (dict or None): The resident model's texts by the number of drafts, where another
+            call wrote them; what is missing is added.
 
     Returns:
         list[dict]: For each number of ``drafts``, how many of the n texts are ``equal`` to the
@@ -117,14 +120,17 @@ def texts(
     model, _ = load(path, config)
     files = [tokenizer.encode(t) for t in heldout_code(path).values()]
     prompts = [ids[: 40 + 7 * (i % 10)] for i, ids in enumerate(files * n)][:n]
-    out = []
+    out, written = [], {} if written is None else written
     with resident, model:
-        undrafted = [_write(resident, p, 0, None, tokens) for p in prompts]
-        for k in drafts:
+        for k in sorted({0, *drafts}):
             write = partial(_write, drafts=k, draft=make_draft() if k else None, tokens=tokens)
+            if k not in written:
+                written[k] = [write(resident, p) for p in prompts]
+            if k not in drafts:
+                continue
             first = [write(model, p) for p in prompts]
             again = [write(model, p) for p in prompts[::-1]][::-1]
-            as_resident = [write(resident, p) for p in prompts]
+            as_resident, undrafted = written[k], written[0]
             pairs = {
                 "equal": (first, as_resident),
                 "repeated": (first, again),
@@ -202,11 +208,11 @@ def passes(
     Returns:
         DataFrame: Their rows.
     """
-    path, rows = folder(path), []
+    path, rows, written = folder(path), [], {}
     running = records.Running("exactness", {"model": path.name})
     for name, config in parse_modes(modes, base).items():
         facts = {"variant": name, "slots": config.slots, "source": config.source}
-        made = texts(path, config, LookupDraft) + soak(path, config)
+        made = texts(path, config, LookupDraft, written=written) + soak(path, config)
         rows += [facts | row for row in made]
     return running.table(rows)
 

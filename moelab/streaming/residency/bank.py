@@ -19,7 +19,7 @@ import numpy as np
 from ... import kernels
 from ...checkpoint import GATE_UP, ExpertTensor, packing_order
 from ...experts import expert_parameters
-from ..fused import PADDING_NBYTES, FastFusedSwitchGLU, FusedSwitchGLU, PaddedLinear, is_short
+from ..fused import PADDING_NBYTES, FastFusedSwitchGLU, FusedSwitchGLU, give_room
 from ..reading.file import File
 from ..reading.native import COLUMNS, COUNT, IOV, NBYTES, OFFSET
 from ..reading.ranges import Ranges, Read
@@ -329,8 +329,7 @@ def _module(module, whole, buffers, fuse):
     for (linear, param), (key, first, shape) in whole.items():
         if linear not in linears:
             linears[linear] = copy.copy(module["gate_proj" if linear == "gate_up_proj" else linear])
-            if mx.cuda.is_available() and is_short(linears[linear]):
-                linears[linear].__class__ = PaddedLinear
+            give_room(linears[linear])
         linears[linear][param] = buffers[key].part(first, shape)
     if fuse:
         fast = isinstance(module, kernels.FastExperts)
