@@ -131,6 +131,7 @@ def decode_here(
     warmup: int,
     prompt_tokens: int,
     text: str | None,
+    direct: bool,
 ) -> dict[str, Any]:
     """In one rank, or alone: what ``divided`` says of it."""
     model, _ = load_model(path, StreamConfig(slots=slots or ALL), group=group)
@@ -139,6 +140,7 @@ def decode_here(
             hold_all(model)
         if rate:
             slow(model, rate)
+        session_of(model).reader.direct = direct
         n = prompt_tokens + warmup + tokens
         if text in (None, RANDOM):
             ids = np.random.default_rng(0).integers(0, vocabulary(model), n)
@@ -189,7 +191,8 @@ def divided(
         slots (Sequence[int]): In each layer of each rank.
         rates (Sequence): Bytes a second of each rank's simulated SSD; None: this machine's SSD.
         held (bool): Whether ranks that hold all their experts decode, too, without a limit.
-        limit_nbytes (int): Memory of each rank, page cache included, which is dropped before.
+        limit_nbytes (int): Memory of each rank that has slots. It reads past the page cache, which
+            is dropped before: what is in no slot is read from the SSD.
         tokens, warmup, prompt_tokens (int): Timed, decoded before them, read before these.
         text (str or Path): What to feed in place of the decoded tokens: a trace's file, or
             ``RANDOM``. None: the decoded ones, after a random prompt.
@@ -216,9 +219,8 @@ def divided(
         nbytes = limit_nbytes if S else None
         if nbytes:
             oscache.drop_pages(path)
-        each = everywhere(
-            n, decode_here, str(path), S, rate, *amount, backend=backend, nbytes=nbytes
-        )
+        args = str(path), S, rate, *amount, bool(nbytes)
+        each = everywhere(n, decode_here, *args, backend=backend, nbytes=nbytes)
         if len({(*rank["tokens"], rank["digest"]) for rank in each}) > 1:
             raise ValueError(f"{path}: expected the same text of {n} ranks, got several")
         return {
