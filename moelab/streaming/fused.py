@@ -65,7 +65,7 @@ class PaddedLinear(QuantizedSwitchLinear):
 
 
 def give_room(module: nn.Module) -> None:
-    """Make projections ``PaddedLinear`` where MLX's CUDA kernel would read past their inputs.
+    """Give the short rows of projections room that MLX's CUDA kernel can read: ``PaddedLinear``.
 
     Args:
         module (nn.Module): A projection, or experts whose weights are in memory or not yet loaded.

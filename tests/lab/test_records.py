@@ -185,7 +185,7 @@ def test_recorded_runs_say_where_they_come_from():
     assert paths
     for path in paths:
         made = records.read(path.stem).attrs
-        assert path.stat().st_size < 2 << 20, path.name  # 378 texts of 192 tokens take 1.2 MB
+        assert path.stat().st_size < 2 << 20, path.name  # the largest has 378 texts
         assert {"mlx", "date", "backend"} <= made["machine"].keys(), path.name
         assert "/tmp/" not in path.read_text() and "/root/" not in path.read_text(), path.name
     with pytest.raises(FileNotFoundError, match="no such record; there are"):

@@ -108,8 +108,8 @@ def texts(
         drafts (Sequence[int]): Numbers of tokens drafted in a round; 0: mlx-lm's own loop.
         n (int): Prompts, from held-out files.
         tokens (int): Tokens of each.
-        written (dict or None): The resident model's texts by the number of drafts, where another
-            call wrote them; what is missing is added.
+        written (dict or None): Texts that the resident model wrote in an earlier call, by number
+            of drafts. Missing ones are written and added.
 
     Returns:
         list[dict]: For each number of ``drafts``, how many of the n texts are ``equal`` to the
@@ -122,20 +122,18 @@ def texts(
     prompts = [ids[: 40 + 7 * (i % 10)] for i, ids in enumerate(files * n)][:n]
     out, written = [], {} if written is None else written
     with resident, model:
-        for k in sorted({0, *drafts}):
+        for k in {0, *drafts} - written.keys():
+            draft = make_draft() if k else None
+            written[k] = [_write(resident, p, k, draft, tokens) for p in prompts]
+        for k in drafts:
             write = partial(_write, drafts=k, draft=make_draft() if k else None, tokens=tokens)
-            if k not in written:
-                written[k] = [write(resident, p) for p in prompts]
-            if k not in drafts:
-                continue
             first = [write(model, p) for p in prompts]
             again = [write(model, p) for p in prompts[::-1]][::-1]
-            as_resident, undrafted = written[k], written[0]
             pairs = {
-                "equal": (first, as_resident),
+                "equal": (first, written[k]),
                 "repeated": (first, again),
-                "equal_undrafted": (first, undrafted),
-                "resident_undrafted": (as_resident, undrafted),
+                "equal_undrafted": (first, written[0]),
+                "resident_undrafted": (written[k], written[0]),
             }
             row = {"what": "greedy texts", "drafts": k, "n": len(prompts), "tokens": tokens}
             same = {key: sum(x == y for x, y in zip(*pair)) for key, pair in pairs.items()}
