@@ -12,7 +12,7 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 pytho
 BIN := .venv/bin
 READY := .venv/ready$(addprefix -,$(EXTRA))
 
-.PHONY: lab run records numbers test test-all test-streaming test-speculation test-lab test-files test-notebooks check lint figures browser clean
+.PHONY: lab run records numbers peers test test-all test-streaming test-speculation test-lab test-files test-notebooks check lint figures browser clean
 
 lab: $(READY)
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
@@ -28,6 +28,10 @@ records: $(READY)
 numbers: $(READY)
 	$(BIN)/python -m moelab.lab cite README.md notebooks/*.ipynb
 	$(BIN)/python -m moelab.lab records page
+
+# What people use instead, from PyPI into build/peers: llama.cpp is compiled, in five minutes.
+peers: $(READY)
+	$(BIN)/python -m moelab.lab peers install
 
 # Two parts at a time: MLX uses one core for each on a CPU.
 PARTS := test-notebooks test-streaming test-files test-lab test-speculation

@@ -1,0 +1,216 @@
+"""A checkpoint of mlx-lm's ``qwen3_5_moe`` as GGUF, the same weights, for llama.cpp.
+
+MLX's 4-bit groups of 64 weights become two ``Q4_1`` blocks of 32 with the same codes; their scale
+and bias are rounded to float16. Other weights become float32; those of 8 bits are dequantized.
+
+    python -m moelab.lab gguf MODEL OUT.gguf
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from tqdm import tqdm
+
+from .models import folder
+
+ARCHITECTURE, MODEL_TYPE = "qwen35moe", "qwen3_5_moe"
+PREFIX = "language_model.model."
+CODE_BYTES, BLOCKS = 16, 2  # of 32 codes; of a group
+# llama.cpp's name of a layer's tensor: mlx-lm's.
+EVERY_LAYER = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{p}_exps": f"mlp.switch_mlp.{p}_proj" for p in ("gate", "up", "down")},
+    **{f"ffn_{p}_shexp": f"mlp.shared_expert.{p}_proj" for p in ("gate", "up", "down")},
+}
+ATTENTION = {
+    **{f"attn_{p}": f"self_attn.{p}_proj" for p in ("q", "k", "v")},
+    "attn_output": "self_attn.o_proj",
+    **{f"attn_{p}_norm": f"self_attn.{p}_norm" for p in ("q", "k")},
+}
+RECURRENCE = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+FLOAT = ("ffn_gate_inp",)  # llama.cpp has no quantized router
+
+
+def write(path: str | Path, out: str | Path, progress: bool = True) -> None:
+    """Write a checkpoint as GGUF.
+
+    Args:
+        path (str or Path): A folder for ``mlx_lm.load``.
+        out (str or Path): The file. It is there once it is whole.
+        progress (bool): Show a bar.
+
+    Raises:
+        ModuleNotFoundError: If the package gguf is not installed.
+        ValueError: If the model is of another type or not quantized in groups of 64 (4 bits).
+    """
+    try:
+        import gguf
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"GGUF needs {error.name}, found no such package: pip install 'moelab[lab]'"
+        ) from None
+
+    path, out = folder(path), Path(out)
+    config = json.loads((path / "config.json").read_text())
+    if (found := config.get("model_type")) != MODEL_TYPE:
+        raise ValueError(f"{path}: expected model_type {MODEL_TYPE}, got {found}. Take another.")
+    tensors, partial = _tensors(path, config), out.with_name(out.name + ".partial")
+    writer = gguf.GGUFWriter(partial, ARCHITECTURE)
+    try:
+        for key, values in _fields(config, path.name).items():
+            getattr(writer, f"add_{key}")(*values)
+        for name, array in tensors.items():
+            is_blocks = array.dtype == mx.uint8
+            kind = gguf.GGMLQuantizationType.Q4_1 if is_blocks else None
+            dtype = np.dtype(np.uint8 if is_blocks else np.float32)
+            writer.add_tensor_info(name, array.shape, dtype, array.nbytes, kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name in tqdm(list(tensors), desc=out.name, leave=False, disable=not progress):
+            writer.write_tensor_data(np.array(tensors.pop(name)))  # evaluated one at a time
+        writer.close()
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _fields(config, name):
+    """Methods of ``GGUFWriter`` behind ``add_``, and their arguments."""
+    t = config["text_config"]
+    rope = t["rope_parameters"]
+    values = t["linear_num_value_heads"]
+    return {
+        "name": (name,),
+        "vocab_size": (t["vocab_size"],),
+        "tokenizer_model": ("no_vocab",),
+        "context_length": (t["max_position_embeddings"],),
+        "block_count": (t["num_hidden_layers"],),
+        "embedding_length": (t["hidden_size"],),
+        "layer_norm_rms_eps": (t["rms_norm_eps"],),
+        "head_count": (t["num_attention_heads"],),
+        "head_count_kv": (t["num_key_value_heads"],),
+        "key_length": (t["head_dim"],),
+        "value_length": (t["head_dim"],),
+        "rope_freq_base": (rope["rope_theta"],),
+        "rope_dimension_count": (int(t["head_dim"] * rope["partial_rotary_factor"]),),
+        "rope_dimension_sections": ([*rope["mrope_section"], 0],),
+        "expert_count": (t["num_experts"],),
+        "expert_used_count": (t["num_experts_per_tok"],),
+        "feed_forward_length": (t["moe_intermediate_size"],),
+        "expert_feed_forward_length": (t["moe_intermediate_size"],),
+        "expert_shared_feed_forward_length": (t["shared_expert_intermediate_size"],),
+        "ssm_conv_kernel": (t["linear_conv_kernel_dim"],),
+        "ssm_state_size": (t["linear_key_head_dim"],),
+        "ssm_group_count": (t["linear_num_key_heads"],),
+        "ssm_time_step_rank": (values,),
+        "ssm_inner_size": (t["linear_value_head_dim"] * values,),
+        "uint32": (f"{ARCHITECTURE}.full_attention_interval", t["full_attention_interval"]),
+    }
+
+
+def _tensors(path, config) -> dict[str, mx.array]:
+    """All tensors by llama.cpp's names, not evaluated: uint8 blocks of ``Q4_1``, or float32."""
+    stored: dict[str, mx.array] = {}
+    for file in sorted(path.glob("model*.safetensors")):
+        stored |= mx.load(str(file))
+    t, quantization = config["text_config"], config.get("quantization", {})
+    keys, key_dim = t["linear_num_key_heads"], t["linear_key_head_dim"]
+    values, value_dim = t["linear_num_value_heads"], t["linear_value_head_dim"]
+
+    def get(path, as_floats=False):
+        w = stored.pop(f"{path}.weight")
+        if f"{path}.scales" not in stored:
+            return w.astype(mx.float32)
+        scales, biases = (stored.pop(f"{path}.{part}") for part in ("scales", "biases"))
+        given = quantization | quantization.get(path, {})
+        bits, size = given["bits"], given["group_size"]
+        if bits == 4 and not as_floats:
+            if size != 64:
+                raise ValueError(f"{path}: expected groups of 64 weights, got {size}")
+            return _blocks(w, scales, biases)
+        floats = (a.astype(mx.float32) for a in (scales, biases))
+        return mx.dequantize(w, *floats, size, bits)
+
+    # Value head i reads key head i % keys in llama.cpp, and i // (values / keys) in mlx-lm.
+    order = np.arange(values).reshape(keys, -1).T.ravel()
+
+    def reordered(array: mx.array, width: int, first: int = 0, axis: int = 0) -> mx.array:
+        """The value heads in llama.cpp's order, ``width`` entries each, from ``first`` on."""
+        heads = first + (order[:, None] * width + np.arange(width)).ravel()
+        return mx.take(array, mx.array(np.concatenate([np.arange(first), heads])), axis)
+
+    def columns(array):  # in bytes of blocks, or in weights
+        return reordered(array, value_dim * (20 if array.dtype == mx.uint8 else 32) // 32, axis=-1)
+
+    all_keys = 2 * keys * key_dim
+    ordered: dict[str, Callable[[mx.array], Any]] = {
+        "attn_qkv": lambda a: reordered(a, value_dim, all_keys),
+        "attn_gate": lambda a: reordered(a, value_dim),
+        "ssm_beta": lambda a: reordered(a, 1),
+        "ssm_alpha": lambda a: reordered(a, 1),
+        "ssm_out": columns,
+        "ffn_gate_inp_shexp": lambda a: a.reshape(-1),
+    }
+    out = {"token_embd.weight": get(f"{PREFIX}embed_tokens")}
+    out["output_norm.weight"] = get(f"{PREFIX}norm")
+    if "language_model.lm_head.weight" in stored:
+        out["output.weight"] = get("language_model.lm_head")
+    for i in range(t["num_hidden_layers"]):
+        layer, block = f"{PREFIX}layers.{i}.", f"blk.{i}."
+        is_attention = (i + 1) % t["full_attention_interval"] == 0
+        for name, path in (EVERY_LAYER | (ATTENTION if is_attention else RECURRENCE)).items():
+            made = get(layer + path, name in FLOAT)
+            out[f"{block}{name}.weight"] = ordered.get(name, lambda a: a)(made)
+        if not is_attention:
+            own = f"{layer}linear_attn."
+            taps, a_log = get(f"{own}conv1d").squeeze(-1), stored.pop(f"{own}A_log")
+            out[f"{block}ssm_conv1d.weight"] = reordered(taps, value_dim, all_keys)
+            dt = stored.pop(f"{own}dt_bias").astype(mx.float32)
+            out[f"{block}ssm_dt.bias"] = reordered(dt, 1)
+            out[f"{block}ssm_a"] = reordered(-mx.exp(a_log.astype(mx.float32)), 1)
+    return out
+
+
+def _blocks(w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+    """4-bit groups as blocks: float16 scale and bias, then byte j holds codes j and j + 16.
+
+    Args:
+        w (mx.array): Codes, uint32 ``[..., groups * 8]``.
+        scales, biases (mx.array): ``[..., groups]``.
+
+    Returns:
+        mx.array: uint8 ``[..., groups * 40]``.
+    """
+    groups = scales.shape
+    packed = w.view(mx.uint8).reshape(*groups, BLOCKS, CODE_BYTES)
+    codes = mx.stack([packed & 15, packed >> 4], -1).reshape(*groups, BLOCKS, 2 * CODE_BYTES)
+    codes = codes[..., :CODE_BYTES] | (codes[..., CODE_BYTES:] << 4)
+    header = mx.stack([scales, biases], -1).astype(mx.float16).view(mx.uint8)[..., None, :]
+    header = mx.broadcast_to(header, (*codes.shape[:-1], 4))
+    return mx.concatenate([header, codes], -1).reshape(*groups[:-1], -1)
+
+
+def main(model: str, out: str) -> None:
+    """Write a checkpoint as GGUF.
+
+    Args:
+        model (str): Its folder or Hub name.
+        out (str): The file.
+    """
+    write(model, out)
+    print(f"{out}: {Path(out).stat().st_size / 1e6:,.0f} MB")

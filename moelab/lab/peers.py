@@ -1,0 +1,281 @@
+"""What people use instead of moelab: fetched from PyPI into a folder of its own, and run.
+
+    python -m moelab.lab peers install            fetches and builds them, under build/peers
+    python -m moelab.lab peers same OUT.json      tiny-moe's greedy texts, written by each
+
+Each peer runs in a process of its own, which alone imports it. llama.cpp reads the same weights
+from a GGUF file (``lab.gguf``) by mmap. mlx-vlm reads experts from a folder that it writes itself
+(``mlx_vlm.moe_offload``), and keeps those that it used last.
+"""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from .. import DATA, StreamConfig, load
+from ..shipped import shipped
+from . import gguf, limit, records
+from .decode import same_tokens
+from .machine import card
+from .texts import heldout_prompts
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+WORK = DATA.parent / "build" / "peers"
+LLAMA_CPP, MLX_VLM, MLX_LM, MOELAB = "llama.cpp", "mlx-vlm", "mlx-lm", "moelab"
+# What pip installs of each, without what it depends on, which moelab's own environment has.
+PACKAGES = {
+    LLAMA_CPP: ("llama-cpp-python==0.3.36", "diskcache==5.6.3"),
+    MLX_VLM: ("mlx-vlm==0.7.10",),
+}
+LEFT_OUT = ("TESTS", "EXAMPLES", "TOOLS", "SERVER", "APP")  # of llama.cpp's build
+BUILD = ["-DGGML_NATIVE=ON", "-DLLAVA_BUILD=OFF", "-DLLAMA_OPENSSL=OFF"]
+BUILD += [f"-DLLAMA_BUILD_{part}=OFF" for part in LEFT_OUT]
+SLOTS = 16  # of moelab's texts
+
+
+def install(progress: bool = True) -> None:
+    """Fetch and build the peers. Nothing is done for those that are there.
+
+    Args:
+        progress (bool): Show what pip does.
+
+    Raises:
+        OSError: If pip fails, with what to look at.
+    """
+    cuda = ["-DGGML_CUDA=ON"] if card()["backend"] == "CUDA" else []
+    environment = os.environ | {"CMAKE_ARGS": " ".join(BUILD + cuda)}
+    for name, packages in PACKAGES.items():
+        if all(map(installed, packages)):
+            print(f"{name}: there, {', '.join(packages)}")
+            continue
+        begin = time.monotonic()
+        words = ["pip", "install", "--no-deps", "--upgrade", "--disable-pip-version-check"]
+        words += [] if progress else ["--quiet"]
+        words += ["--target", str(WORK), "--no-binary", "llama-cpp-python", *packages]
+        if subprocess.run([sys.executable, "-m", *words], env=environment).returncode:
+            raise OSError(
+                f"{name}: pip could not install {' '.join(packages)}; see its lines above. It "
+                "needs PyPI, and a C++ compiler for llama.cpp."
+            )
+        print(f"{name}: {', '.join(packages)}, {(time.monotonic() - begin) / 60:.1f} min")
+
+
+def installed(package: str) -> bool:
+    """Whether ``build/peers`` has a package, given as ``NAME==VERSION``."""
+    name, _, version = package.partition("==")
+    found = importlib.metadata.distributions(name=name, path=[str(WORK)])
+    return version in [each.version for each in found]
+
+
+# In a process of its own
+
+
+Read = Callable[[Sequence[int]], np.ndarray]  # tokens of a text, read on: logits [V] of the next
+
+
+def opened(peer: str, path: str, context: int) -> Callable[[], Read]:
+    """A peer with a model loaded: a function that begins a text and returns its ``Read``.
+
+    Args:
+        peer (str): ``LLAMA_CPP``, ``MLX_VLM``, ``MLX_LM`` or ``MOELAB``.
+        path (str): What it reads: a GGUF file, the folder of mlx-vlm, or the checkpoint.
+        context (int): The most tokens of a text.
+    """
+    sys.path.append(str(WORK))  # behind moelab's environment, whose packages come first
+    if peer == LLAMA_CPP:
+        return _llama(path, context)
+    if peer == MLX_VLM:
+        import mlx_vlm
+
+        model = mlx_vlm.load(path)[0].language_model
+        if mx.default_device() == mx.cpu:
+            model.set_dtype(mx.float32)  # as in all others; half precision is far slower there
+    else:
+        resident = {"mode": "resident", "kernels": "mlx"}  # mlx-lm's model and MLX's kernels
+        config = StreamConfig(**resident) if peer == MLX_LM else StreamConfig(slots=SLOTS)
+        model = load(path, config)[0]
+
+    def begin():
+        cache = make_prompt_cache(model)
+
+        def read(ids):
+            logits = model(mx.array([ids]), cache=cache)
+            logits = getattr(logits, "logits", logits)[0, -1]
+            return np.array(logits.astype(mx.float32))
+
+        return read
+
+    return begin
+
+
+def _llama(path, context):
+    """``opened`` of llama.cpp."""
+    from llama_cpp import llama_cpp as c
+
+    # Without the copies of weights that it makes for some instructions: with those for AMX it
+    # crashed here, and a copy is no longer the file's pages, which the system may take back.
+    model_params = c.llama_model_default_params()
+    model_params.use_extra_bufts = False
+    model = c.llama_model_load_from_file(path.encode(), model_params)
+    if model is None:
+        raise OSError(f"{path}: llama.cpp could not load it")
+    params = c.llama_context_default_params()
+    params.n_ctx, params.n_threads, params.n_threads_batch = context, *[card()["cores"]] * 2
+    llama = c.llama_init_from_model(model, params)
+    V = c.llama_vocab_n_tokens(c.llama_model_get_vocab(model))
+
+    def read(ids):
+        for at in range(0, len(ids), params.n_batch):
+            some = ids[at : at + params.n_batch]
+            some = (c.llama_token * len(some))(*some)
+            if status := c.llama_decode(llama, c.llama_batch_get_one(some, len(some))):
+                raise OSError(f"{path}: llama_decode returned {status}")
+        return np.ctypeslib.as_array(c.llama_get_logits_ith(llama, -1), (V,))
+
+    def begin():
+        c.llama_memory_clear(c.llama_get_memory(llama), True)
+        return read
+
+    return begin
+
+
+def texts_here(peer: str, path: str, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """In a process of its own: the greedy text that a peer writes behind each prompt."""
+    begin = opened(peer, path, max(map(len, prompts)) + tokens)
+    out = []
+    for ids in prompts:
+        read, text = begin(), []
+        for _ in range(tokens):
+            text.append(int(read(text[-1:] or ids).argmax()))
+        out.append(text)
+    return out
+
+
+# The same model?
+
+
+def same(prompts: int = 20, tokens: int = 100, length: int = 64) -> "DataFrame":
+    """Greedy texts of tiny-moe by each peer, beside mlx-lm's.
+
+    llama.cpp rounds activations to 8 bits, so its text parts from mlx-lm's where two tokens are
+    nearly as likely: ``gap`` says how nearly.
+
+    Args:
+        prompts (int): Of held-out code.
+        tokens (int): Of each text.
+        length (int): Of each prompt.
+
+    Returns:
+        DataFrame: By ``variant`` (the peer) and ``round`` (the prompt) ``tokens`` (list),
+        ``same_tokens`` before the first that is not mlx-lm's, and, where there is one, ``gap``:
+        how much higher mlx-lm's logit of its own token is than of the peer's, in standard
+        deviations of the logits.
+    """
+    path = shipped("models", "tiny-moe")
+    every = heldout_prompts(path, "code", length)
+    texts = every[:: max(1, len(every) // prompts)][:prompts]
+    settings = {"model": path.name, "prompt_tokens": length, "tokens": tokens}
+    running = records.Running("peers same", settings | {"versions": versions()})
+    made = {
+        peer: limit.call(texts_here, peer, str(files(path)[peer]), texts, tokens, what=peer)[0]
+        for peer in (MLX_LM, MOELAB, LLAMA_CPP, MLX_VLM)
+    }
+    begin, rows = opened(MLX_LM, str(path), length + tokens), []
+    for peer, written in made.items():
+        for i, (ids, text, theirs) in enumerate(zip(texts, made[MLX_LM], written)):
+            n = same_tokens(text, theirs)
+            row = {"variant": peer, "round": i, "tokens": theirs, "same_tokens": n}
+            if n < tokens:
+                logits = begin()([*ids, *text[:n]])
+                row["gap"] = float((logits[text[n]] - logits[theirs[n]]) / logits.std())
+            rows.append(row)
+    return running.table(rows)
+
+
+def versions() -> dict[str, str]:
+    """The versions of all peers."""
+    pinned = [package.split("==") for names in PACKAGES.values() for package in names[:1]]
+    return dict(pinned) | {MLX_LM: card()[MLX_LM]}
+
+
+def files(path: Path) -> dict[str, Path]:
+    """What each peer reads of a checkpoint. What is not there is written, under ``build/peers``.
+
+    Args:
+        path (Path): The checkpoint's folder.
+    """
+    out = WORK / "files" / path.name
+    out.mkdir(parents=True, exist_ok=True)
+    made = {LLAMA_CPP: out / "model.gguf", MLX_VLM: out / "mlx-vlm"}
+    if not made[LLAMA_CPP].exists():
+        gguf.write(path, made[LLAMA_CPP])
+    if not made[MLX_VLM].exists():
+        _write_mlx_vlm(path, made[MLX_VLM])
+    return made | {MLX_LM: path, MOELAB: path}
+
+
+def _write_mlx_vlm(path, out):
+    """mlx-vlm's own folder: it finds the model without a vision tower by another model_type."""
+    config = json.loads((path / "config.json").read_text())
+    own = {"model_type": f"{config['model_type']}_text", "quantization": config["quantization"]}
+    with tempfile.TemporaryDirectory(dir=out.parent) as temporary:
+        source, partial = Path(temporary, "source"), Path(temporary, "out")
+        source.mkdir()
+        for file in path.glob("*.*"):
+            (source / file.name).symlink_to(file.resolve())
+        (source / "config.json").unlink()
+        (source / "config.json").write_text(json.dumps(config["text_config"] | own))
+        words = ["mlx_vlm.moe_offload", "--build", str(source), "--out", str(partial)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(WORK)])}
+        done = subprocess.run(
+            [sys.executable, "-m", *words], env=environment, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise OSError(f"{path}: mlx-vlm could not write its folder: {done.stderr[-2000:]}")
+        partial.rename(out)
+
+
+def report(samples: "DataFrame") -> str:
+    """How many texts are mlx-lm's, as text."""
+    total = samples.attrs["settings"]["tokens"]
+    lines = []
+    for peer, rows in samples.groupby("variant", sort=False):
+        apart = rows[rows.same_tokens < total]
+        told = f"{peer:10} {len(rows) - len(apart)} of {len(rows)} texts of {total} tokens the same"
+        if len(apart):
+            told += f"; first differences where the gap is {apart.gap.median():.3f} deviations"
+            told += f" (at most {apart.gap.max():.3f})"
+        lines.append(told)
+    return "\n".join(lines)
+
+
+def main(work: str, *out: str) -> None:
+    """Install the peers, or write the record of ``same``.
+
+    Args:
+        work (str): ``install`` or ``same``.
+        out (str): Of ``same``, the record.
+
+    Raises:
+        ValueError: If there is no such work.
+    """
+    if work == "install" and not out:
+        install()
+    elif work == "same" and len(out) == 1:
+        made = same()
+        records.print_and_save(report(made), made, out[0])
+    else:
+        raise ValueError(f"expected install, or same OUT, got {' '.join((work, *out))}")
