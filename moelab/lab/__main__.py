@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 
 SCRIPTS = {  # name: its module, what it does
+    "against": ("experiments.against", "moelab beside what people use instead, by memory limit"),
     "call": ("limit", "a function in this process, for ranks and memory limits"),
     "cite": ("cite", "fill in the numbers that documents cite from records"),
     "costs": ("experiments.costs", "what reads, tokens and arithmetic cost, for a replay"),

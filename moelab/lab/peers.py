@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -86,13 +86,14 @@ def installed(package: str) -> bool:
 Read = Callable[[Sequence[int]], np.ndarray]  # tokens of a text, read on: logits [V] of the next
 
 
-def opened(peer: str, path: str, context: int) -> Callable[[], Read]:
+def opened(peer: str, path: str, context: int, **options: Any) -> Callable[[], Read]:
     """A peer with a model loaded: a function that begins a text and returns its ``Read``.
 
     Args:
         peer (str): ``LLAMA_CPP``, ``MLX_VLM``, ``MLX_LM`` or ``MOELAB``.
         path (str): What it reads: a GGUF file, the folder of mlx-vlm, or the checkpoint.
         context (int): The most tokens of a text.
+        options: Of ``mlx_vlm.load``.
     """
     sys.path.append(str(WORK))  # behind moelab's environment, whose packages come first
     if peer == LLAMA_CPP:
@@ -100,7 +101,7 @@ def opened(peer: str, path: str, context: int) -> Callable[[], Read]:
     if peer == MLX_VLM:
         import mlx_vlm
 
-        model = mlx_vlm.load(path)[0].language_model
+        model = mlx_vlm.load(path, **options)[0].language_model
         if mx.default_device() == mx.cpu:
             model.set_dtype(mx.float32)  # as in all others; half precision is far slower there
     else:
@@ -211,18 +212,19 @@ def versions() -> dict[str, str]:
     return dict(pinned) | {MLX_LM: card()[MLX_LM]}
 
 
-def files(path: Path) -> dict[str, Path]:
+def files(path: Path, names: Sequence[str] = tuple(PACKAGES)) -> dict[str, Path]:
     """What each peer reads of a checkpoint. What is not there is written, under ``build/peers``.
 
     Args:
         path (Path): The checkpoint's folder.
+        names (Sequence[str]): The peers.
     """
     out = WORK / "files" / path.name
     out.mkdir(parents=True, exist_ok=True)
     made = {LLAMA_CPP: out / "model.gguf", MLX_VLM: out / "mlx-vlm"}
-    if not made[LLAMA_CPP].exists():
+    if LLAMA_CPP in names and not made[LLAMA_CPP].exists():
         gguf.write(path, made[LLAMA_CPP])
-    if not made[MLX_VLM].exists():
+    if MLX_VLM in names and not made[MLX_VLM].exists():
         _write_mlx_vlm(path, made[MLX_VLM])
     return made | {MLX_LM: path, MOELAB: path}
 
