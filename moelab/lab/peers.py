@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 WORK = DATA.parent / "build" / "peers"
 LLAMA_CPP, MLX_VLM, MLX_LM, MOELAB = "llama.cpp", "mlx-vlm", "mlx-lm", "moelab"
-# What pip installs of each, without what it depends on, which moelab's own environment has.
+# What pip installs for each. Its other dependencies are in moelab's own environment.
 PACKAGES = {
     LLAMA_CPP: ("llama-cpp-python==0.3.36", "diskcache==5.6.3"),
     MLX_VLM: ("mlx-vlm==0.7.10",),
@@ -83,7 +83,8 @@ def installed(package: str) -> bool:
 # In a process of its own
 
 
-Read = Callable[[Sequence[int]], np.ndarray]  # tokens of a text, read on: logits [V] of the next
+# Reads further tokens of a text and returns the logits [V] of the token that follows them.
+Read = Callable[[Sequence[int]], np.ndarray]
 
 
 def opened(peer: str, path: str, context: int, **options: Any) -> Callable[[], Read]:
@@ -218,7 +219,15 @@ def files(path: Path, names: Sequence[str] = tuple(PACKAGES)) -> dict[str, Path]
     Args:
         path (Path): The checkpoint's folder.
         names (Sequence[str]): The peers.
+
+    Raises:
+        OSError: If a peer is not installed, or cannot write its own folder.
     """
+    for name in names:
+        if not all(map(installed, PACKAGES.get(name, ()))):
+            raise OSError(
+                f"{name}: expected it under build/peers, found none. Run make peers first."
+            )
     out = WORK / "files" / path.name
     out.mkdir(parents=True, exist_ok=True)
     made = {LLAMA_CPP: out / "model.gguf", MLX_VLM: out / "mlx-vlm"}

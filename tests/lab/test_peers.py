@@ -26,6 +26,13 @@ def test_a_failed_installation_says_which(tmp_path, monkeypatch):
         peers.install(progress=False)
 
 
+def test_a_peer_that_is_not_there_is_one_clear_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "WORK", tmp_path)
+    with pytest.raises(OSError, match="llama.cpp: expected it under build/peers.* make peers"):
+        peers.files(TINY)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("peer", [peers.MLX_LM, peers.MOELAB, peers.LLAMA_CPP, peers.MLX_VLM])
 def test_a_text_is_read_on_and_begun_anew(peer):
     if peer in peers.PACKAGES and not all(map(peers.installed, peers.PACKAGES[peer])):
