@@ -42,6 +42,26 @@ RECURRENCE = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+FIELDS = {  # of a GGUF file: of mlx-lm's config
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "layer_norm_rms_eps": "rms_norm_eps",
+    "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads",
+    "key_length": "head_dim",
+    "value_length": "head_dim",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "feed_forward_length": "moe_intermediate_size",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "ssm_conv_kernel": "linear_conv_kernel_dim",
+    "ssm_state_size": "linear_key_head_dim",
+    "ssm_group_count": "linear_num_key_heads",
+    "ssm_time_step_rank": "linear_num_value_heads",
+}
 FLOAT = ("ffn_gate_inp",)  # llama.cpp has no quantized router
 
 
@@ -92,32 +112,14 @@ def write(path: str | Path, out: str | Path, progress: bool = True) -> None:
 def _fields(config, name):
     """Methods of ``GGUFWriter`` behind ``add_``, and their arguments."""
     t = config["text_config"]
-    rope = t["rope_parameters"]
-    values = t["linear_num_value_heads"]
-    return {
+    rope, values = t["rope_parameters"], t["linear_num_value_heads"]
+    rotated = int(t["head_dim"] * rope["partial_rotary_factor"])
+    return {field: (t[key],) for field, key in FIELDS.items()} | {
         "name": (name,),
-        "vocab_size": (t["vocab_size"],),
         "tokenizer_model": ("no_vocab",),
-        "context_length": (t["max_position_embeddings"],),
-        "block_count": (t["num_hidden_layers"],),
-        "embedding_length": (t["hidden_size"],),
-        "layer_norm_rms_eps": (t["rms_norm_eps"],),
-        "head_count": (t["num_attention_heads"],),
-        "head_count_kv": (t["num_key_value_heads"],),
-        "key_length": (t["head_dim"],),
-        "value_length": (t["head_dim"],),
         "rope_freq_base": (rope["rope_theta"],),
-        "rope_dimension_count": (int(t["head_dim"] * rope["partial_rotary_factor"]),),
+        "rope_dimension_count": (rotated,),
         "rope_dimension_sections": ([*rope["mrope_section"], 0],),
-        "expert_count": (t["num_experts"],),
-        "expert_used_count": (t["num_experts_per_tok"],),
-        "feed_forward_length": (t["moe_intermediate_size"],),
-        "expert_feed_forward_length": (t["moe_intermediate_size"],),
-        "expert_shared_feed_forward_length": (t["shared_expert_intermediate_size"],),
-        "ssm_conv_kernel": (t["linear_conv_kernel_dim"],),
-        "ssm_state_size": (t["linear_key_head_dim"],),
-        "ssm_group_count": (t["linear_num_key_heads"],),
-        "ssm_time_step_rank": (values,),
         "ssm_inner_size": (t["linear_value_head_dim"] * values,),
         "uint32": (f"{ARCHITECTURE}.full_attention_interval", t["full_attention_interval"]),
     }
@@ -146,7 +148,8 @@ def _tensors(path, config) -> dict[str, mx.array]:
         floats = (a.astype(mx.float32) for a in (scales, biases))
         return mx.dequantize(w, *floats, size, bits)
 
-    # Value head i reads key head i % keys in llama.cpp, and i // (values / keys) in mlx-lm.
+    # Several value heads share a key head. llama.cpp gives value head i the key head i % keys;
+    # mlx-lm gives it i // (values / keys): the values of one key head lie together.
     order = np.arange(values).reshape(keys, -1).T.ravel()
 
     def reordered(array: mx.array, width: int, first: int = 0, axis: int = 0) -> mx.array:

@@ -28,7 +28,7 @@ from ..shipped import shipped
 from . import gguf, limit, records
 from .decode import same_tokens
 from .machine import card
-from .texts import heldout_prompts
+from .texts import spaced_prompts
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -187,12 +187,12 @@ def same(prompts: int = 20, tokens: int = 100, length: int = 64) -> "DataFrame":
         deviations of the logits.
     """
     path = shipped("models", "tiny-moe")
-    every = heldout_prompts(path, "code", length)
-    texts = every[:: max(1, len(every) // prompts)][:prompts]
+    texts = spaced_prompts(path, "code", length, prompts)
     settings = {"model": path.name, "prompt_tokens": length, "tokens": tokens}
     running = records.Running("peers same", settings | {"versions": versions()})
+    read = files(path)
     made = {
-        peer: limit.call(texts_here, peer, str(files(path)[peer]), texts, tokens, what=peer)[0]
+        peer: limit.call(texts_here, peer, str(read[peer]), texts, tokens, what=peer)[0]
         for peer in (MLX_LM, MOELAB, LLAMA_CPP, MLX_VLM)
     }
     begin, rows = opened(MLX_LM, str(path), length + tokens), []

@@ -139,6 +139,19 @@ def heldout_prompts(model: str | Path, kind: str, length: int, each: int = 4) ->
     return prompts
 
 
+def spaced_prompts(path: str | Path, kind: str, length: int, num: int) -> list[list[int]]:
+    """Held-out prompts, evenly spaced over all.
+
+    Args:
+        path (str or Path): The target's folder.
+        kind (str): ``code`` or ``prose``.
+        length (int): Tokens of each.
+        num (int): How many.
+    """
+    every = heldout_prompts(path, kind, length)
+    return every[:: max(1, len(every) // num)][:num]
+
+
 def _may_end(text, at, kind, spans):
     """Whether a prompt of a kind may end at a character: after some of its line, not at a blank."""
     line = text[text.rfind("\n", 0, at) + 1 : at]

@@ -105,24 +105,20 @@ def against(
     files = peers.files(path, names)
 
     def run(peer, nbytes, i):
+        for file in _parts(files[peer]):
+            oscache.drop_pages(file)
         if peer in OURS:
-            variant = bench.Variant(OURS[peer].resolved(), limit_nbytes=nbytes, cold="no")
-            text = None, tokens, warmup, str(feed), 0.0, i
-            oscache.drop_pages(path)
-            made, done = limit.call(
-                bench.in_own_process, path, variant, *text, what=peer, nbytes=nbytes
-            )
+            variant = bench.Variant(OURS[peer].resolved(), limit_nbytes=nbytes)
+            made = bench.sample_alone(path, peer, variant, None, tokens, warmup, str(feed), 0.0, i)
         else:
             file, options = files[peer], {}
             if peer == peers.MLX_VLM and nbytes:
                 options = {"expert_cache_gb": _cache_nbytes(file, nbytes) / 1e9}
-            for each in sorted(p for p in (file, *file.rglob("*")) if p.is_file()):
-                oscache.drop_pages(each)
             text = str(file), ids, fed, warmup, options
             made, done = limit.call(sample_here, peer, *text, what=peer, nbytes=nbytes)
+            made = (made or {}) | {"limited_by": done.how, "killed": done.killed}
         told = {"limit_nbytes": nbytes} if nbytes else {}
-        own = {"peer": peer, "file_nbytes": _nbytes(files[peer]), **told}
-        return (made or {}) | own | {"limited_by": done.how, "killed": done.killed}
+        return made | {"peer": peer, "file_nbytes": _nbytes(files[peer])} | told
 
     variants = {
         f"{peer}, {f'{nbytes / 1e6:.0f} MB' if nbytes else 'no limit'}": partial(run, peer, nbytes)
@@ -134,8 +130,13 @@ def against(
     return records.interleave("against", variants, runs, settings, 0, progress=progress)
 
 
-def _nbytes(file):
-    return sum(p.stat().st_size for p in (file, *file.rglob("*")) if p.is_file())
+def _parts(path):
+    """A file, or the tensors' files below a folder."""
+    return [path] if path.is_file() else sorted(path.rglob("*.safetensors"))
+
+
+def _nbytes(path):
+    return sum(file.stat().st_size for file in _parts(path))
 
 
 def _cache_nbytes(file, nbytes):

@@ -28,7 +28,7 @@ from ...speculation.dflash import DFlashDraft
 from ...speculation.sampling import num_accepted
 from ...speculation.target import Capture
 from .. import machine, records
-from ..texts import heldout_prompts
+from ..texts import spaced_prompts
 from .rollback import REMEDIES
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def measure(
         ``prompt_tokens``, ``rounds``, ``drafted``, ``accepted``, ``committed`` (list: tokens of
         each round) and ``tau``, its mean.
     """
-    texts, opened = some(path, kind, length, prompts), open_draft(draft)
+    texts, opened = spaced_prompts(path, kind, length, prompts), open_draft(draft)
     targets: dict[tuple, nn.Module] = {}
 
     def run(fault: Fault, i: int) -> dict[str, Any]:
@@ -197,19 +197,6 @@ def shares(samples: "DataFrame", by: str = "variant") -> "DataFrame":
     out = out.rename("share").reset_index()
     out.attrs = samples.attrs
     return out
-
-
-def some(path: str | Path, kind: str, length: int, num: int) -> list[list[int]]:
-    """Held-out prompts, evenly spaced over all.
-
-    Args:
-        path (str or Path): The target's folder.
-        kind (str): ``code`` or ``prose``.
-        length (int): Tokens of each.
-        num (int): How many.
-    """
-    every = heldout_prompts(path, kind, length)
-    return every[:: max(1, len(every) // num)][:num]
 
 
 DRAFTS = {  # candidates that were trained, as notebook 08 calls them
