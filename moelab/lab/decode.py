@@ -59,6 +59,18 @@ def same_tokens(tokens: Sequence[int], others: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(others)))
 
 
+def read_all_but_last(model: nn.Module, ids: mx.array, cache: list[Any]) -> None:
+    """Read a prompt [1, n] into a cache but for its last token, as mlx-lm does.
+
+    A model of ``moelab.load`` reads it in parts, as its memory asks for.
+    """
+    before = ids[:, :-1]
+    if before.shape[1]:
+        for part in session_of(model).room.parts(before) if is_loaded(model) else [before]:
+            model(part, cache=cache)
+            mx.eval([c.state for c in cache])
+
+
 def decode(
     model: nn.Module,
     prompt_ids: Sequence[int],
@@ -126,11 +138,7 @@ def decode(
         if before_prompt:
             before_prompt()
         begin = time.perf_counter()
-        if ids.shape[1] > 1:  # as mlx-lm does: the last token by itself
-            before = ids[:, :-1]
-            for part in session_of(model).room.parts(before) if is_loaded(model) else [before]:
-                model(part, cache=cache)
-                mx.eval([c.state for c in cache])
+        read_all_but_last(model, ids, cache)
         y = step(ids[0, -1:])
         first = y.item()
         prefill_s = time.perf_counter() - begin

@@ -85,7 +85,11 @@ class Prepared:
             (self.group / "cgroup.procs").write_text(str(os.getpid()))
 
     def move(self, nbytes: int) -> None:
-        """Set the limit of a cgroup in which a command runs. The kernel may kill it at once."""
+        """Set the limit of a cgroup in which a command runs. The kernel may kill it at once.
+
+        Raises:
+            OSError: If it may not be set. With cgroups of version 1 also if so much is in use.
+        """
         names = ("memory.max", "memory.limit_in_bytes")
         (file,) = [f for name in names if (f := self.group / name).exists()]
         file.write_text(str(nbytes))
@@ -194,6 +198,16 @@ def call(
     return json.loads(done.stdout.splitlines()[-1]), done
 
 
+def lower(nbytes: int) -> None:
+    """In a process that ``call`` started with a limit: set it anew.
+
+    Raises:
+        OSError: As ``Prepared.move`` does.
+    """
+    _, own, how = _own_cgroup()
+    Prepared((), own, how).move(nbytes)
+
+
 def main(function: str, arguments: str) -> None:
     """What ``call`` runs in the new process: it prints in JSON what a function returns.
 
@@ -227,16 +241,13 @@ def _run(argv, prepared, timeout_s):
 def _cgroup(nbytes):
     """A cgroup with a limit, removed at the end."""
     try:
-        groups = dict(line.split(":", 2)[1:] for line in OWN_CGROUPS.read_text().splitlines())
+        top, own, how = _own_cgroup()
     except OSError:
         raise _Refused("this system has no cgroups") from None
-    if "memory" in groups:
-        top, how = CGROUPS / "memory", "cgroup v1"
-        parents = [top / groups["memory"].lstrip("/")]
+    if how == "cgroup v1":
+        parents = [own]
         settings = {"memory.limit_in_bytes": nbytes, "memory.swappiness": 0}
     else:
-        top, how = CGROUPS, "cgroup v2"
-        own = top / groups.get("", "/").lstrip("/")
         # A group that has processes cannot limit its children: take the nearest above that does.
         parents = [g for g in (own, *own.parents) if g.is_relative_to(top) and _limits_children(g)]
         settings = {"memory.max": nbytes, "memory.swap.max": 0}
@@ -248,6 +259,15 @@ def _cgroup(nbytes):
         yield Prepared((), group, how)
     finally:
         _remove(group)
+
+
+def _own_cgroup():
+    """Where cgroups that limit memory are, the one of this process, and their version."""
+    groups = dict(line.split(":", 2)[1:] for line in OWN_CGROUPS.read_text().splitlines())
+    first = "memory" in groups
+    top = CGROUPS / "memory" if first else CGROUPS
+    own = top / groups.get("memory" if first else "", "/").lstrip("/")
+    return top, own, "cgroup v1" if first else "cgroup v2"
 
 
 def _make_group(parents, settings, how):

@@ -26,7 +26,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from .. import DATA, StreamConfig, load
 from ..shipped import shipped
 from . import gguf, limit, records
-from .decode import same_tokens
+from .decode import read_all_but_last, same_tokens
 from .machine import card
 from .texts import spaced_prompts
 
@@ -94,7 +94,7 @@ def opened(peer: str, path: str, context: int, **options: Any) -> Callable[[], R
         peer (str): ``LLAMA_CPP``, ``MLX_VLM``, ``MLX_LM`` or ``MOELAB``.
         path (str): What it reads: a GGUF file, the folder of mlx-vlm, or the checkpoint.
         context (int): The most tokens of a text.
-        options: Of ``mlx_vlm.load``.
+        options: Of ``mlx_vlm.load``, or of moelab's ``StreamConfig``.
     """
     sys.path.append(str(WORK))  # behind moelab's environment, whose packages come first
     if peer == LLAMA_CPP:
@@ -107,14 +107,16 @@ def opened(peer: str, path: str, context: int, **options: Any) -> Callable[[], R
             model.set_dtype(mx.float32)  # as in all others; half precision is far slower there
     else:
         resident = {"mode": "resident", "kernels": "mlx"}  # mlx-lm's model and MLX's kernels
-        config = StreamConfig(**resident) if peer == MLX_LM else StreamConfig(slots=SLOTS)
-        model = load(path, config)[0]
+        streamed = {"slots": SLOTS, "context": context} | options
+        model = load(path, StreamConfig(**(resident if peer == MLX_LM else streamed)))[0]
 
     def begin():
         cache = make_prompt_cache(model)
 
         def read(ids):
-            logits = model(mx.array([ids]), cache=cache)
+            ids = mx.array([ids])
+            read_all_but_last(model, ids, cache)
+            logits = model(ids[:, -1:], cache=cache)
             logits = getattr(logits, "logits", logits)[0, -1]
             return np.array(logits.astype(mx.float32))
 

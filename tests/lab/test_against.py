@@ -3,7 +3,7 @@
 import pytest
 
 from moelab import DATA
-from moelab.lab import peers, records
+from moelab.lab import limit, peers, records
 from moelab.lab.experiments import against, bench
 
 TINY, CODE = DATA / "models" / "tiny-moe", DATA / "traces" / "code.npz"
@@ -12,7 +12,7 @@ BUILT = [p for p, names in peers.PACKAGES.items() if all(map(peers.installed, na
 
 
 def test_all_read_one_text_and_say_one_continuation():
-    names = (*against.OURS, *BUILT)
+    names = (peers.MOELAB, peers.MLX_LM, *BUILT)
     made = against.against(TINY, CODE, runs=1, **AMOUNT, names=names, progress=False)
     assert made.peer.tolist() == list(names) and not made.killed.any()
     assert (made.tok_s > 0).all() and (made.prefill_s > 0).all() and (made.file_nbytes > 0).all()
@@ -24,11 +24,28 @@ def test_all_read_one_text_and_say_one_continuation():
 
 def test_a_peers_run_has_the_tokens_and_the_clock_of_ours():
     ids, fed = bench.texts_of(CODE, 5, TINY)
-    row = against.sample_here(peers.MLX_LM, str(TINY), ids, fed, 2, {})
+    row = against.sample_here(peers.MLX_LM, str(TINY), ids, fed, 2, None, {})
     ours = bench.measure(TINY, "resident", None, 3, 1, 2, feed=CODE, progress=False)
     assert row["tokens"] == ours.tokens[0] and row["prompt_tokens"] == len(ids)
     assert row["decode_tokens"] == len(row["step_s"]) == 3
     assert row["decode_s"] == sum(row["step_s"])
+
+
+def test_prompts_are_read_with_one_token_behind_each():
+    names = [peers.MOELAB]
+    made = against.against(TINY, [5, 9], runs=1, names=names, progress=False)
+    assert made.variant.tolist() == [f"moelab, no limit, prompt of {n}" for n in (5, 9)]
+    assert made.prompt_tokens.tolist() == [5, 9] and set(made.decode_tokens) == {1}
+
+
+def test_a_limit_is_lowered_on_the_way():
+    try:
+        limits, names = [(900_000_000, 800_000_000)], [peers.MOELAB]
+        made = against.against(TINY, CODE, limits, 1, **AMOUNT, names=names, progress=False)
+    except limit.NoLimit as e:
+        pytest.skip(str(e))
+    assert made.variant.tolist() == ["moelab, 900 MB to 800 MB"] and not made.killed.any()
+    assert made.limit_nbytes.tolist() == [9e8] and made.lowered_nbytes.tolist() == [8e8]
 
 
 def test_mlx_vlm_gets_a_share_of_what_the_limit_leaves(tmp_path):
@@ -42,16 +59,17 @@ def test_mlx_vlm_gets_a_share_of_what_the_limit_leaves(tmp_path):
 def test_the_command_writes_a_record(tmp_path, monkeypatch, capsys):
     asked = []
 
-    def made(model, trace, limits, runs):
-        asked.append((model, trace, limits, runs))
-        rows = [{"variant": "a", "round": 0, "decode_s": 2.0, "decode_tokens": 4}]
+    def made(*given):
+        asked.append(given)
+        rows = [{"variant": "a", "round": 0, "decode_s": 2.0, "decode_tokens": 4, "prefill_s": 1.0}]
         return records.Running("against", {}).table(rows)
 
     monkeypatch.setattr(against, "against", made)
     out = str(tmp_path / "r.json")
-    against.main(out, "model", "trace", "3", "0", "956")
-    against.main(out, "model", "trace", "3")
-    assert asked == [("model", "trace", [None, 956_000_000], 3), ("model", "trace", [None], 3)]
+    against.main(out, "model", "trace", "3", "0", "956", "1530-956")
+    against.main(out, "model", "126,400", "3")
+    limits = [[], [956_000_000], [1_530_000_000, 956_000_000]]
+    assert asked == [("model", "trace", limits, 3), ("model", [126, 400], [[]], 3)]
     assert records.read(out, disturbed=True).tok_s.tolist() == [2.0]
     with pytest.raises(ValueError, match="RUNS and MB as numbers, got 3 many"):
         against.main(out, "model", "trace", "3", "many")

@@ -181,6 +181,11 @@ def hold(nbytes):
     return len(b"1" * nbytes)
 
 
+def hold_lowered(nbytes, to):
+    limit.lower(to)
+    return hold(nbytes)
+
+
 def rest(seconds):
     time.sleep(seconds)
 
@@ -219,6 +224,15 @@ def test_call_is_killed_beyond_its_limit(called):
     assert done.killed and result is None
     result, done = called(hold, 1 * MB, nbytes=600 * MB)
     assert result == MB and not done.killed
+
+
+def test_a_limit_lowered_from_inside_kills(called):
+    try:
+        result, done = called(hold_lowered, 400 * MB, 200 * MB, nbytes=900 * MB)
+    except limit.NoLimit as e:
+        pytest.skip(str(e))
+    assert done.killed and result is None
+    assert called(hold_lowered, 1 * MB, 600 * MB, nbytes=900 * MB)[0] == MB
 
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
