@@ -9,6 +9,7 @@ free: drop the files' pages (``oscache.drop_pages``) before a run under a limit.
 """
 
 import ctypes
+import errno
 import functools
 import importlib
 import json
@@ -201,11 +202,19 @@ def call(
 def lower(nbytes: int) -> None:
     """In a process that ``call`` started with a limit: set it anew.
 
+    The kernel kills the process if it cannot take back what is over the limit. Version 1 of cgroups
+    refuses such a limit instead, so the process then kills itself.
+
     Raises:
-        OSError: As ``Prepared.move`` does.
+        OSError: If a limit may not be set.
     """
     _, own, how = _own_cgroup()
-    Prepared((), own, how).move(nbytes)
+    try:
+        Prepared((), own, how).move(nbytes)
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(function: str, arguments: str) -> None:

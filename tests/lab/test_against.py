@@ -24,7 +24,7 @@ def test_all_read_one_text_and_say_one_continuation():
 
 def test_a_peers_run_has_the_tokens_and_the_clock_of_ours():
     ids, fed = bench.texts_of(CODE, 5, TINY)
-    row = against.sample_here(peers.MLX_LM, str(TINY), ids, fed, 2, None, {})
+    row = against.sample_here(peers.MLX_LM, str(TINY), ids, fed, 2, 3, [], {})
     ours = bench.measure(TINY, "resident", None, 3, 1, 2, feed=CODE, progress=False)
     assert row["tokens"] == ours.tokens[0] and row["prompt_tokens"] == len(ids)
     assert row["decode_tokens"] == len(row["step_s"]) == 3
@@ -46,6 +46,8 @@ def test_a_limit_is_lowered_on_the_way():
         pytest.skip(str(e))
     assert made.variant.tolist() == ["moelab, 900 MB to 800 MB"] and not made.killed.any()
     assert made.limit_nbytes.tolist() == [9e8] and made.lowered_nbytes.tolist() == [8e8]
+    assert len(made.fallen_s[0]) == 3 == made.fallen_tok_s[0] * sum(made.fallen_s[0])
+    assert len(made.tokens[0]) == 1 + 2 + 3 + len(made.falling_s[0]) + 3
 
 
 def test_mlx_vlm_gets_a_share_of_what_the_limit_leaves(tmp_path):

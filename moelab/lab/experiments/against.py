@@ -5,13 +5,14 @@
 All take turns in rounds of random order, each run in a process of its own whose file is dropped
 from the page cache before. TEXT is a trace's file, whose tokens all read one by one, or lengths of
 prompts (``126,400,800``). MB are memory limits of the process, page cache included (Linux); 0, the
-default, is none; ``1530-956`` is lowered when half of the timed tokens are read.
+default, is none; ``1530-956`` falls by 200 MB a second while tokens are read.
 """
 
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 NAMES = (peers.MOELAB, peers.MLX_LM, *peers.PACKAGES)
 # Of the memory that mlx-vlm has for experts: the rest is for its buffers and the page cache.
 CACHE_SHARE = 0.5
+STEP_NBYTES, STEP_S = 10_000_000, 0.05  # of a limit that falls
+FALLING = 256  # tokens that are read at most while it falls
 
 
 def sample_here(
@@ -36,7 +39,8 @@ def sample_here(
     ids: list[int],
     feed: list[int],
     warmup: int,
-    lowered_nbytes: int | None,
+    tokens: int,
+    limits: list[int],
     options: dict[str, Any],
 ) -> dict[str, Any]:
     """In a process of its own: the columns of one run.
@@ -45,34 +49,55 @@ def sample_here(
         peer (str): Its name.
         path (str): What it reads.
         ids (list[int]): The prompt.
-        feed (list[int]): Tokens to read behind it; those behind the first ``warmup`` are timed.
-        warmup (int): How many are read before the clock starts.
-        lowered_nbytes (int): The memory limit from half of the timed tokens on. Default: as before.
+        feed (list[int]): Tokens to read behind it.
+        warmup, tokens (int): How many of them are read before the clock starts, and how many are
+            timed.
+        limits (list[int]): With two, the memory limit then falls from the first to the second.
+            Tokens are read until it has fallen, and the last ``tokens`` are timed, too.
         options (dict): As of ``peers.opened``.
     """
     read = peers.opened(peer, path, len(ids) + len(feed) + 1, **options)()
-    begin = time.perf_counter()
-    tokens, step_s, disk = [int(read(ids).argmax())], [], []
-    prefill_s = time.perf_counter() - begin
-    for i, token in enumerate(feed):
-        if i == warmup:
-            disk.append(oscache.disk_read_nbytes())
-        if lowered_nbytes and i == (warmup + len(feed)) // 2:
-            limit.lower(lowered_nbytes)
-        begin = time.perf_counter()
-        tokens.append(int(read([token]).argmax()))
-        step_s.append(time.perf_counter() - begin)
+    said = []
+
+    def timed(ids):
+        took = []
+        for given in ids:
+            begin = time.perf_counter()
+            said.append(int(read(given).argmax()))
+            took.append(time.perf_counter() - begin)
+        return took
+
+    (prefill_s,) = timed([ids])
+    one_by_one = [[token] for token in feed]
+    timed(one_by_one[:warmup])
+    disk = [oscache.disk_read_nbytes()]
+    step_s = timed(one_by_one[warmup : warmup + tokens])
     disk.append(oscache.disk_read_nbytes())
-    return {
+    row = {
         "prompt_tokens": len(ids),
-        "tokens": tokens,
         "prefill_s": prefill_s,
-        "decode_tokens": len(feed) - warmup,
-        "decode_s": sum(step_s[warmup:]),
-        "step_s": step_s[warmup:],
+        "decode_tokens": tokens,
+        "decode_s": sum(step_s),
+        "step_s": step_s,
         **({} if None in disk else {"disk_nbytes": disk[1] - disk[0]}),
-        "rss_end_nbytes": psutil.Process().memory_info().rss,
     }
+    if len(limits) == 2:
+        thread = threading.Thread(target=_fall, args=limits, daemon=True)
+        thread.start()
+        between = one_by_one[warmup + tokens : -tokens]
+        falling_s = timed(takewhile(lambda _: thread.is_alive(), between))
+        thread.join()
+        row |= {"falling_s": falling_s, "fallen_s": timed(one_by_one[-tokens:])}
+        row |= {"fallen_tok_s": tokens / sum(row["fallen_s"])}
+    return row | {"tokens": said, "rss_end_nbytes": psutil.Process().memory_info().rss}
+
+
+def _fall(first, last):
+    """Lower the limit of this process in steps."""
+    for nbytes in range(first, last, -STEP_NBYTES):
+        limit.lower(nbytes)
+        time.sleep(STEP_S)
+    limit.lower(last)
 
 
 def against(
@@ -92,7 +117,7 @@ def against(
         text (str, Path or Sequence): A trace's file: its prompt, and the tokens behind it. Or
             lengths of prompts of held-out code, with one token behind each.
         limits (Sequence): Each with the bytes of a run's process, page cache included, and the
-            bytes that these are lowered to, where they are; empty for no limit.
+            bytes that these fall to, where they do; empty for no limit.
         runs (int): Rounds.
         tokens, warmup (int): Tokens of a trace that are timed, and read before them.
         names (Sequence[str]): Of the peers.
@@ -101,8 +126,10 @@ def against(
     Returns:
         DataFrame: A row a run: ``variant``, ``peer``, ``limit_nbytes``, ``lowered_nbytes``,
         ``file_nbytes`` (of what it reads), ``prompt_tokens``, ``tokens``, ``prefill_s``,
-        ``decode_tokens``, ``decode_s``, ``step_s``, ``disk_nbytes`` (that the disk brought for the
-        timed tokens), ``rss_end_nbytes``, ``limited_by``, ``killed``.
+        ``decode_tokens``, ``decode_s``, ``step_s`` (list), ``disk_nbytes`` (that the disk brought
+        for the timed tokens), ``rss_end_nbytes``, ``limited_by``, ``killed``. Where the limit fell,
+        also ``falling_s`` and ``fallen_s`` (lists: seconds of tokens on the way and behind it), and
+        ``fallen_tok_s``.
 
     Raises:
         ValueError: If a trace is too short to feed or of another vocabulary.
@@ -111,26 +138,26 @@ def against(
     """
     path = folder(path)
     if isinstance(text, str | Path):
-        texts = {"": (*texts_of(text, warmup + tokens, path), warmup)}
+        more = FALLING + tokens if any(len(given) == 2 for given in limits) else 0
+        texts = {"": (*texts_of(text, warmup + tokens + more, path), warmup, tokens)}
     else:
         prompts = heldout_ids(path, text, len(text))
-        texts = {f", prompt of {len(ids)}": (ids, ids[-1:], 0) for ids in prompts}
+        texts = {f", prompt of {len(ids)}": (ids, ids[-1:], 0, 1) for ids in prompts}
     files = peers.files(path, names)
 
     def run(peer, text, limits, _):
-        (nbytes, lowered_nbytes), file = [*limits, None, None][:2], files[peer]
-        options = {}
+        file, options = files[peer], {}
+        told = dict(zip(("limit_nbytes", "lowered_nbytes"), limits))
+        nbytes = told.get("limit_nbytes")
         for part in _parts(file):
             oscache.drop_pages(part)
         if peer == peers.MOELAB:
             options = {"slots": "auto"}
         elif peer == peers.MLX_VLM and nbytes:
             options = {"expert_cache_gb": _cache_nbytes(file, nbytes) / 1e9}
-        given = peer, str(file), *text, lowered_nbytes, options
+        given = peer, str(file), *text, limits, options
         made, done = limit.call(sample_here, *given, what=peer, nbytes=nbytes)
-        told = {"peer": peer, "file_nbytes": _nbytes(file), "limited_by": done.how}
-        told |= {"limit_nbytes": nbytes} if nbytes else {}
-        told |= {"lowered_nbytes": lowered_nbytes} if lowered_nbytes else {}
+        told |= {"peer": peer, "file_nbytes": _nbytes(file), "limited_by": done.how}
         return (made or {}) | told | {"killed": done.killed}
 
     def words(nbytes):
@@ -169,7 +196,7 @@ def main(out: str, model: str, text: str, runs: str, *limits: str) -> None:
         model (str): The checkpoint's folder.
         text (str): A trace's file, or lengths of prompts with commas between them.
         runs (str): How many rounds.
-        limits (str): In MB; 0 for none; two with a hyphen between them: lowered on the way.
+        limits (str): In MB; 0 for none; two with a hyphen between them: falling.
 
     Raises:
         ValueError: If a number is none, or as ``against`` raises it.
@@ -181,5 +208,7 @@ def main(out: str, model: str, text: str, runs: str, *limits: str) -> None:
     lengths = text.split(",")
     read = [*map(int, lengths)] if all(word.isdigit() for word in lengths) else text
     made = against(model, read, given, int(runs))
-    column = "tok_s" if read is text else "prefill_s"
-    records.print_and_save(records.group(made, column).round(2).to_string(), made, out)
+    told = ["tok_s" if read is text else "prefill_s"]
+    told += ["fallen_tok_s"] if "fallen_tok_s" in made else []
+    table = "\n".join(f"{one}\n{records.group(made, one).round(2).to_string()}" for one in told)
+    records.print_and_save(table, made, out)
