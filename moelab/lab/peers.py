@@ -80,6 +80,11 @@ def installed(package: str) -> bool:
     return version in [each.version for each in found]
 
 
+def built() -> list[str]:
+    """The peers that can be run here: what ``install`` installed, and what comes with moelab."""
+    return [MOELAB, MLX_LM, *(p for p, each in PACKAGES.items() if all(map(installed, each)))]
+
+
 # In a process of its own
 
 

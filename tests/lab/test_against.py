@@ -8,13 +8,12 @@ from moelab.lab.experiments import against, bench
 
 TINY, CODE = DATA / "models" / "tiny-moe", DATA / "traces" / "code.npz"
 AMOUNT = {"tokens": 3, "warmup": 2}
-BUILT = [p for p, names in peers.PACKAGES.items() if all(map(peers.installed, names))]
 
 
 def test_all_read_one_text_and_say_one_continuation():
-    names = (peers.MOELAB, peers.MLX_LM, *BUILT)
+    names = peers.built()
     made = against.against(TINY, CODE, runs=1, **AMOUNT, names=names, progress=False)
-    assert made.peer.tolist() == list(names) and not made.killed.any()
+    assert made.peer.tolist() == names and not made.killed.any()
     assert (made.tok_s > 0).all() and (made.prefill_s > 0).all() and (made.file_nbytes > 0).all()
     assert set(made.decode_tokens) == {3} and made.prompt_tokens.nunique() == 1
     exact = made[made.peer != peers.LLAMA_CPP]  # which rounds activations to 8 bits
@@ -56,6 +55,24 @@ def test_mlx_vlm_gets_a_share_of_what_the_limit_leaves(tmp_path):
     (tmp_path / "experts" / "layer_0.safetensors").write_bytes(bytes(900))
     assert against._cache_nbytes(tmp_path, 300) == 200 * against.CACHE_SHARE
     assert against._cache_nbytes(tmp_path, 50) == 0 and against._nbytes(tmp_path) == 1000
+
+
+def test_a_faster_disk_shortens_what_less_memory_added():
+    rows = [
+        {"peer": peer, "memory": memory, "variant": "", "round": 0, "token_s": token_s}
+        for peer, memory, token_s in (
+            ("a", "all", 0.01),
+            ("b", "all", 0.02),
+            ("c", "all", 0.03),
+            ("a", "half", 0.05),
+            ("b", "half", 0.22),
+            ("c", "half", None),
+        )
+    ]
+    look = against.dial(records.pandas().DataFrame(rows), "all", 1e9)
+    assert list(look("half", 2.0).data[0].x) == pytest.approx([1 / 0.03, 1 / 0.12])
+    assert "a decodes 4.0 times as fast as b" in look("half", 2.0).layout.title.text
+    assert list(look("all", 2.0).data[0].x) == pytest.approx([100, 50, 100 / 3])
 
 
 def test_the_command_writes_a_record(tmp_path, monkeypatch, capsys):

@@ -10,7 +10,7 @@ default, is none; ``1530-956`` falls by 200 MB a second while tokens are read.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product, takewhile
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from .. import limit, oscache, peers, records
+from .. import charts, limit, oscache, peers, records
 from ..models import folder
 from ..texts import heldout_ids
 from .bench import texts_of
@@ -186,6 +186,45 @@ def _cache_nbytes(file, nbytes):
     """The bytes of experts that mlx-vlm may keep under a limit."""
     others = sum(p.stat().st_size for p in file.glob("*.safetensors"))
     return max(0, int((nbytes - others) * CACHE_SHARE))
+
+
+def dial(
+    samples: "DataFrame", none: str, disk_bytes_per_s: float
+) -> Callable[[str, float], charts.go.Figure]:
+    """The function behind the sliders: each peer's speed by memory, and by the SSD in a model.
+
+    What a token takes longer in less memory are waits for the disk. On another SSD they are taken
+    to be shorter or longer by its rate.
+
+    Args:
+        samples (DataFrame): Of ``against``, with a column ``memory``.
+        none (str): The ``memory`` without a limit.
+        disk_bytes_per_s (float): Of the disk that was measured.
+    """
+    token_s = samples.groupby(["memory", "peer"], sort=False).token_s.median()
+
+    def look(memory: str, ssd_GBs: float):
+        alone, here = token_s[none], token_s[memory].dropna()
+        waits = (here - alone).clip(lower=0) * disk_bytes_per_s / (ssd_GBs * 1e9)
+        tok_s = (1 / (alone.reindex(here.index) + waits)).sort_values(ascending=False)
+        killed = [f"{peer} was killed." for peer in alone.index.difference(here.index)]
+        first, second = tok_s.index[:2]
+        table = tok_s.rename("tok_s").reset_index()
+        table.attrs = {"record": "none: a model", "machine": ""}
+        told = ", ".join(f"{peer} {speed:.3g} tok/s" for peer, speed in tok_s.items())
+        return charts.bars(
+            table,
+            "tok_s",
+            "peer",
+            title=f"{memory}: {first} decodes {tok_s[first] / tok_s[second]:.1f} times as fast as "
+            f"{second}",
+            axis="tok/s",
+            finding=" ".join([f"{told}.", *killed]),
+            note=f"measured on an SSD of {disk_bytes_per_s / 1e9:.1f} GB/s, waits scaled to "
+            f"{ssd_GBs:g} GB/s",
+        )
+
+    return look
 
 
 def main(out: str, model: str, text: str, runs: str, *limits: str) -> None:
