@@ -11,8 +11,9 @@ from moelab.lab.plots.pages import summary
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-DOCUMENTS = [ROOT / "README.md", ROOT / "data" / "results" / "README.md", *NOTEBOOKS]
-LINES = 127  # of the README, at most
+PROSE = ("README.md", "docs/guide.md", "data/results/README.md")
+DOCUMENTS = [*(ROOT / path for path in PROSE), *NOTEBOOKS]
+LINES = 90  # of the README, at most
 
 
 def markdown(path):

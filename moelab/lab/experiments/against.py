@@ -204,10 +204,11 @@ def dial(
     token_s = samples.groupby(["memory", "peer"], sort=False).token_s.median()
 
     def look(memory: str, ssd_GBs: float):
-        alone, here = token_s[none], token_s[memory].dropna()
+        here = token_s[memory].dropna()
+        alone = token_s[none][here.index]
         waits = (here - alone).clip(lower=0) * disk_bytes_per_s / (ssd_GBs * 1e9)
-        tok_s = (1 / (alone.reindex(here.index) + waits)).sort_values(ascending=False)
-        killed = [f"{peer} was killed." for peer in alone.index.difference(here.index)]
+        tok_s = (1 / (alone + waits)).sort_values(ascending=False)
+        killed = [f"{p} was killed." for p in token_s[none].index.difference(here.index)]
         first, second = tok_s.index[:2]
         table = tok_s.rename("tok_s").reset_index()
         table.attrs = {"record": "none: a model", "machine": ""}
