@@ -3,9 +3,9 @@
     python -m moelab.lab peers install            fetches and builds them, under build/peers
     python -m moelab.lab peers same OUT.json      tiny-moe's greedy texts, written by each
 
-Each peer runs in a process of its own, which alone imports it. llama.cpp reads the same weights
-from a GGUF file (``lab.gguf``) by mmap. mlx-vlm reads experts from a folder that it writes itself
-(``mlx_vlm.moe_offload``), and keeps those that it used last.
+Each peer runs in a process of its own, which alone imports it. llama.cpp maps a GGUF file of the
+same weights into memory; ``lab.gguf`` writes it. mlx-vlm reads experts from a folder that it writes
+itself (``mlx_vlm.moe_offload``), and keeps those that it used last.
 """
 
 import importlib.metadata
@@ -40,6 +40,7 @@ PACKAGES = {
     LLAMA_CPP: ("llama-cpp-python==0.3.36", "diskcache==5.6.3"),
     MLX_VLM: ("mlx-vlm==0.7.10",),
 }
+NAMES = (MOELAB, MLX_LM, *PACKAGES)
 LEFT_OUT = ("TESTS", "EXAMPLES", "TOOLS", "SERVER", "APP")  # of llama.cpp's build
 BUILD = ["-DGGML_NATIVE=ON", "-DLLAVA_BUILD=OFF", "-DLLAMA_OPENSSL=OFF"]
 BUILD += [f"-DLLAMA_BUILD_{part}=OFF" for part in LEFT_OUT]
@@ -82,7 +83,11 @@ def installed(package: str) -> bool:
 
 def built() -> list[str]:
     """The peers that can be run here: what ``install`` installed, and what comes with moelab."""
-    return [MOELAB, MLX_LM, *(p for p, each in PACKAGES.items() if all(map(installed, each)))]
+    return [name for name in NAMES if _is_built(name)]
+
+
+def _is_built(name):
+    return all(map(installed, PACKAGES.get(name, ())))
 
 
 # In a process of its own
@@ -134,8 +139,9 @@ def _llama(path, context):
     """``opened`` of llama.cpp."""
     from llama_cpp import llama_cpp as c
 
-    # Without the copies of weights that it makes for some instructions: with those for AMX it
-    # crashed here, and a copy is no longer the file's pages, which the system may take back.
+    # For some instructions llama.cpp copies weights into another layout. Not here: with the copies
+    # for AMX it crashed, and where memory is short the system can drop pages of the file, but no
+    # copy of them.
     model_params = c.llama_model_default_params()
     model_params.use_extra_bufts = False
     model = c.llama_model_load_from_file(path.encode(), model_params)
@@ -231,7 +237,7 @@ def files(path: Path, names: Sequence[str] = tuple(PACKAGES)) -> dict[str, Path]
         OSError: If a peer is not installed, or cannot write its own folder.
     """
     for name in names:
-        if not all(map(installed, PACKAGES.get(name, ()))):
+        if not _is_built(name):
             raise OSError(
                 f"{name}: expected it under build/peers, found none. Run make peers first."
             )

@@ -49,6 +49,16 @@ def test_a_limit_is_lowered_on_the_way():
     assert len(made.tokens[0]) == 1 + 2 + 3 + len(made.falling_s[0]) + 3
 
 
+def test_a_limit_that_does_not_fall_is_an_error(monkeypatch):
+    def refuse(nbytes):
+        raise OSError("no limit may be set")
+
+    monkeypatch.setattr(limit, "lower", refuse)
+    ids, fed = bench.texts_of(CODE, 12, TINY)
+    with pytest.raises(OSError, match="no limit may be set"):
+        against.sample_here(peers.MOELAB, str(TINY), ids, fed, 2, 3, [9 * 10**8, 8 * 10**8], {})
+
+
 def test_mlx_vlm_gets_a_share_of_what_the_limit_leaves(tmp_path):
     (tmp_path / "experts").mkdir()
     (tmp_path / "model.safetensors").write_bytes(bytes(100))

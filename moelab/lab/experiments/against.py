@@ -8,9 +8,9 @@ prompts (``126,400,800``). MB are memory limits of the process, page cache inclu
 default, is none; ``1530-956`` falls by 200 MB a second while tokens are read.
 """
 
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product, takewhile
 from pathlib import Path
@@ -26,7 +26,6 @@ from .bench import texts_of
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-NAMES = (peers.MOELAB, peers.MLX_LM, *peers.PACKAGES)
 # Of the memory that mlx-vlm has for experts: the rest is for its buffers and the page cache.
 CACHE_SHARE = 0.5
 STEP_NBYTES, STEP_S = 10_000_000, 0.05  # of a limit that falls
@@ -82,11 +81,11 @@ def sample_here(
         **({} if None in disk else {"disk_nbytes": disk[1] - disk[0]}),
     }
     if len(limits) == 2:
-        thread = threading.Thread(target=_fall, args=limits, daemon=True)
-        thread.start()
-        between = one_by_one[warmup + tokens : -tokens]
-        falling_s = timed(takewhile(lambda _: thread.is_alive(), between))
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            falling = pool.submit(_fall, *limits)
+            between = one_by_one[warmup + tokens : -tokens]
+            falling_s = timed(takewhile(lambda _: not falling.done(), between))
+            falling.result()  # raises what kept the limit from falling
         row |= {"falling_s": falling_s, "fallen_s": timed(one_by_one[-tokens:])}
         row |= {"fallen_tok_s": tokens / sum(row["fallen_s"])}
     return row | {"tokens": said, "rss_end_nbytes": psutil.Process().memory_info().rss}
@@ -107,7 +106,7 @@ def against(
     runs: int = 5,
     tokens: int = 32,
     warmup: int = 32,
-    names: Sequence[str] = NAMES,
+    names: Sequence[str] = peers.NAMES,
     progress: bool = True,
 ) -> "DataFrame":
     """Read the same text with each of them under each limit.
@@ -174,7 +173,7 @@ def against(
 
 
 def _parts(path):
-    """A file, or the tensors' files below a folder."""
+    """The files that a peer reads: the one given, or all of tensors in a folder."""
     return [path] if path.is_file() else sorted(path.rglob("*.safetensors"))
 
 
