@@ -361,7 +361,7 @@ def measure(
         prompt, num = prompts[i % len(prompts)], tokens if i >= 0 else min(tokens, UNKEPT_TOKENS)
         text = prompt, num, warmup, feed, temp, seed + i + 1
         if alone:
-            return sample_alone(path, name, variants[name], *text)
+            return _sample_alone(path, name, variants[name], *text)
         if name not in opened:
             if not together:
                 drop()
@@ -409,18 +409,8 @@ def _as_dict(variant):
     return asdict(variant.config) | set_here
 
 
-def sample_alone(path: Path, name: str, variant: Variant, *text: Any) -> dict[str, Any]:
-    """A run of ``measure`` in a process of its own: the columns of its row.
-
-    Args:
-        path (Path): The model's folder.
-        name (str): The variant's, for errors.
-        variant (Variant): How to decode.
-        *text: As of ``_Opened.sample``.
-
-    Raises:
-        OSError: If the run failed, or was killed without a limit.
-    """
+def _sample_alone(path, name, variant, *text):
+    """The columns of a run in a process of its own."""
     if variant.limit_nbytes or variant.cold != "no":
         oscache.drop_pages(folder(variant.path or path))  # pages of another process count for none
     made, done = limit.call(
