@@ -8,6 +8,7 @@ same weights into memory; ``lab.gguf`` writes it. mlx-vlm reads experts from a f
 itself (``mlx_vlm.moe_offload``), and keeps those that it used last.
 """
 
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -24,6 +25,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import DATA, StreamConfig, load
+from ..commands.stream_options import parse_modes
 from ..shipped import shipped
 from . import gguf, limit, records
 from .decode import read_all_but_last, same_tokens
@@ -45,6 +47,7 @@ LEFT_OUT = ("TESTS", "EXAMPLES", "TOOLS", "SERVER", "APP")  # of llama.cpp's bui
 BUILD = ["-DGGML_NATIVE=ON", "-DLLAVA_BUILD=OFF", "-DLLAMA_OPENSSL=OFF"]
 BUILD += [f"-DLLAMA_BUILD_{part}=OFF" for part in LEFT_OUT]
 SLOTS = 16  # of moelab's texts
+EXPERTS = rb"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # the names of tensors in a GGUF file
 
 
 def install(progress: bool = True) -> None:
@@ -90,6 +93,30 @@ def _is_built(name):
     return all(map(installed, PACKAGES.get(name, ())))
 
 
+def way(text: str) -> tuple[str, dict[str, Any]]:
+    """A peer and the options of ``opened`` that follow its name, a slash before each.
+
+    ``moelab/source=host/slots=16``: fields of ``StreamConfig``. ``llama.cpp/experts=cpu``: on a GPU
+    llama.cpp keeps experts in the host's memory and computes them on the CPU, as its
+    ``--n-cpu-moe`` does.
+
+    Raises:
+        ValueError: If there is no such peer or option.
+    """
+    peer, *settings = text.split("/")
+    if peer not in NAMES:
+        raise ValueError(f"expected a peer ({', '.join(NAMES)}), got {text!r}")
+    if peer == LLAMA_CPP and settings == ["experts=cpu"]:
+        return peer, {"experts_on_cpu": True}
+    if peer == MOELAB and settings:
+        (config,) = parse_modes("/".join(("fused", *settings))).values()
+        names = [each.partition("=")[0] for each in settings]
+        return peer, {name: getattr(config, name) for name in names}
+    if settings:
+        raise ValueError(f"{text!r}: {peer} has no such option")
+    return peer, {}
+
+
 # In a process of its own
 
 
@@ -104,11 +131,12 @@ def opened(peer: str, path: str, context: int, **options: Any) -> Callable[[], R
         peer (str): ``LLAMA_CPP``, ``MLX_VLM``, ``MLX_LM`` or ``MOELAB``.
         path (str): What it reads: a GGUF file, the folder of mlx-vlm, or the checkpoint.
         context (int): The most tokens of a text.
-        options: Of ``mlx_vlm.load``, or of moelab's ``StreamConfig``.
+        options: Of ``mlx_vlm.load``, of moelab's ``StreamConfig``, or for llama.cpp
+            ``experts_on_cpu`` (bool).
     """
     sys.path.append(str(WORK))  # behind moelab's environment, whose packages come first
     if peer == LLAMA_CPP:
-        return _llama(path, context)
+        return _llama(path, context, **options)
     if peer == MLX_VLM:
         import mlx_vlm
 
@@ -135,15 +163,20 @@ def opened(peer: str, path: str, context: int, **options: Any) -> Callable[[], R
     return begin
 
 
-def _llama(path, context):
+def _llama(path, context, experts_on_cpu=False):
     """``opened`` of llama.cpp."""
     from llama_cpp import llama_cpp as c
+    from llama_cpp._ggml import libggml
 
     # For some instructions llama.cpp copies weights into another layout. Not here: with the copies
     # for AMX it crashed, and where memory is short the system can drop pages of the file, but no
     # copy of them.
     model_params = c.llama_model_default_params()
     model_params.use_extra_bufts = False
+    if experts_on_cpu:
+        libggml.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
+        overrides = (_Override * 2)((EXPERTS, libggml.ggml_backend_cpu_buffer_type()))  # and an end
+        model_params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
     model = c.llama_model_load_from_file(path.encode(), model_params)
     if model is None:
         raise OSError(f"{path}: llama.cpp could not load it")
@@ -165,6 +198,12 @@ def _llama(path, context):
         return read
 
     return begin
+
+
+class _Override(ctypes.Structure):
+    """llama.cpp's ``llama_model_tensor_buft_override``, which its Python binding lacks."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
 def texts_here(peer: str, path: str, prompts: list[list[int]], tokens: int) -> list[list[int]]:

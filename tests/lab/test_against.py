@@ -12,7 +12,7 @@ AMOUNT = {"tokens": 3, "warmup": 2}
 
 def test_all_read_one_text_and_say_one_continuation():
     names = peers.built()
-    made = against.against(TINY, CODE, runs=1, **AMOUNT, names=names, progress=False)
+    made = against.against(TINY, CODE, runs=1, **AMOUNT, ways=names, progress=False)
     assert made.peer.tolist() == names and not made.killed.any()
     assert (made.tok_s > 0).all() and (made.prefill_s > 0).all() and (made.file_nbytes > 0).all()
     assert set(made.decode_tokens) == {3} and made.prompt_tokens.nunique() == 1
@@ -32,7 +32,7 @@ def test_a_peers_run_has_the_tokens_and_the_clock_of_ours():
 
 def test_prompts_are_read_with_one_token_behind_each():
     names = [peers.MOELAB]
-    made = against.against(TINY, [5, 9], runs=1, names=names, progress=False)
+    made = against.against(TINY, [5, 9], runs=1, ways=names, progress=False)
     assert made.variant.tolist() == [f"moelab, no limit, prompt of {n}" for n in (5, 9)]
     assert made.prompt_tokens.tolist() == [5, 9] and set(made.decode_tokens) == {1}
 
@@ -40,7 +40,7 @@ def test_prompts_are_read_with_one_token_behind_each():
 def test_a_limit_is_lowered_on_the_way():
     try:
         limits, names = [(900_000_000, 800_000_000)], [peers.MOELAB]
-        made = against.against(TINY, CODE, limits, 1, **AMOUNT, names=names, progress=False)
+        made = against.against(TINY, CODE, limits, 1, **AMOUNT, ways=names, progress=False)
     except limit.NoLimit as e:
         pytest.skip(str(e))
     assert made.variant.tolist() == ["moelab, 900 MB to 800 MB"] and not made.killed.any()
@@ -88,8 +88,8 @@ def test_a_faster_disk_shortens_what_less_memory_added():
 def test_the_command_writes_a_record(tmp_path, monkeypatch, capsys):
     asked = []
 
-    def made(*given):
-        asked.append(given)
+    def made(*given, **more):
+        asked.append((*given, more))
         rows = [{"variant": "a", "round": 0, "decode_s": 2.0, "decode_tokens": 4, "prefill_s": 1.0}]
         return records.Running("against", {}).table(rows)
 
@@ -97,8 +97,22 @@ def test_the_command_writes_a_record(tmp_path, monkeypatch, capsys):
     out = str(tmp_path / "r.json")
     against.main(out, "model", "trace", "3", "0", "956", "1530-956")
     against.main(out, "model", "126,400", "3")
+    ways = ["mlx-lm", "moelab/slots=9"]
+    against.main(out, "model", "trace", "3", "tokens=9", *ways, "warmup=0")
     limits = [[], [956_000_000], [1_530_000_000, 956_000_000]]
-    assert asked == [("model", "trace", limits, 3), ("model", [126, 400], [[]], 3)]
+    assert asked == [
+        ("model", "trace", limits, 3, {"ways": peers.NAMES}),
+        ("model", [126, 400], [[]], 3, {"ways": peers.NAMES}),
+        (
+            "model",
+            "trace",
+            [[]],
+            3,
+            {"ways": ["mlx-lm", "moelab/slots=9"], "tokens": 9, "warmup": 0},
+        ),
+    ]
     assert records.read(out, disturbed=True).tok_s.tolist() == [2.0]
-    with pytest.raises(ValueError, match="RUNS and MB as numbers, got 3 many"):
+    with pytest.raises(ValueError, match="expected MB, warmup=N, .* mlx-vlm\\), got many"):
         against.main(out, "model", "trace", "3", "many")
+    with pytest.raises(ValueError, match="RUNS as a number, got few"):
+        against.main(out, "model", "trace", "few")

@@ -33,12 +33,13 @@ def test_a_peer_that_is_not_there_is_one_clear_error(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("peer", [peers.MLX_LM, peers.MOELAB, peers.LLAMA_CPP, peers.MLX_VLM])
-def test_a_text_is_read_on_and_begun_anew(peer):
+@pytest.mark.parametrize("way", [*peers.NAMES, "llama.cpp/experts=cpu"])
+def test_a_text_is_read_on_and_begun_anew(way):
+    peer, options = peers.way(way)
     if peer in peers.PACKAGES and not all(map(peers.installed, peers.PACKAGES[peer])):
         pytest.skip("make peers")
     path = str(peers.files(TINY)[peer] if peer in peers.PACKAGES else TINY)
-    begin = peers.opened(peer, path, 2 * len(IDS))
+    begin = peers.opened(peer, path, 2 * len(IDS), **options)
     read = begin()
     read(IDS[:-1])
     in_parts = read(IDS[-1:]).copy()
@@ -47,6 +48,26 @@ def test_a_text_is_read_on_and_begun_anew(peer):
     np.testing.assert_allclose(in_parts, at_once, atol=loose * at_once.std())
     ours = peers.opened(peers.MLX_LM, str(TINY), 0)()(IDS)
     np.testing.assert_allclose(at_once, ours, atol=loose * ours.std())
+
+
+def test_options_follow_a_peers_name():
+    assert peers.way("mlx-lm") == ("mlx-lm", {})
+    assert peers.way("moelab/slots=16/source=host")[1] == {"slots": 16, "source": "host"}
+    assert peers.way("llama.cpp/experts=cpu")[1] == {"experts_on_cpu": True}
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("ollama", "expected a peer .moelab"),
+        ("llama.cpp/experts=gpu", "llama.cpp has no such option"),
+        ("mlx-lm/slots=16", "mlx-lm has no such option"),
+        ("moelab/slot=16", "expected FIELD=VALUE with a field of StreamConfig"),
+    ],
+)
+def test_another_peer_or_option_is_refused(text, said):
+    with pytest.raises(ValueError, match=said):
+        peers.way(text)
 
 
 def test_the_report_says_how_likely_the_other_token_was():

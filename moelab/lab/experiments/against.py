@@ -1,11 +1,16 @@
 """moelab beside what people use instead: the same weights, text and memory limit.
 
-    python -m moelab.lab against OUT.json MODEL TEXT RUNS [MB ...]    (``make peers`` comes first)
+    python -m moelab.lab against OUT.json MODEL TEXT RUNS [WORD ...]    (``make peers`` comes first)
 
 All take turns in rounds of random order, each run in a process of its own whose file is dropped
 from the page cache before. TEXT is a trace's file, whose tokens all read one by one, or lengths of
-prompts (``126,400,800``). MB are memory limits of the process, page cache included (Linux); 0, the
-default, is none; ``1530-956`` falls by 200 MB a second while tokens are read.
+prompts (``126,400,800``). A WORD is
+
+- a memory limit of the process in MB, page cache included (Linux). 0, the default, is none;
+  ``1530-956`` falls by 200 MB a second while tokens are read;
+- a peer, with options behind slashes: ``mlx-lm``, ``moelab/source=host/slots=16``. Default: all
+  that ``make peers`` installs;
+- ``warmup=32`` or ``tokens=32``: tokens of a trace, read before the clock starts or timed.
 """
 
 import time
@@ -106,7 +111,7 @@ def against(
     runs: int = 5,
     tokens: int = 32,
     warmup: int = 32,
-    names: Sequence[str] = peers.NAMES,
+    ways: Sequence[str] = peers.NAMES,
     progress: bool = True,
 ) -> "DataFrame":
     """Read the same text with each of them under each limit.
@@ -119,19 +124,19 @@ def against(
             bytes that these fall to, where they do; empty for no limit.
         runs (int): Rounds.
         tokens, warmup (int): Tokens of a trace that are timed, and read before them.
-        names (Sequence[str]): Of the peers.
+        ways (Sequence[str]): Peers, as of ``peers.way``.
         progress (bool): Show a bar.
 
     Returns:
-        DataFrame: A row a run: ``variant``, ``peer``, ``limit_nbytes``, ``lowered_nbytes``,
-        ``file_nbytes`` (of what it reads), ``prompt_tokens``, ``tokens``, ``prefill_s``,
-        ``decode_tokens``, ``decode_s``, ``step_s`` (list), ``disk_nbytes`` (that the disk brought
+        DataFrame: A row a run: ``variant``, ``peer`` (the way), ``limit_nbytes``,
+        ``lowered_nbytes``, ``file_nbytes`` (of what it reads), ``prompt_tokens``, ``tokens``,
+        ``prefill_s``, ``decode_tokens``, ``decode_s``, ``step_s`` (list), ``disk_nbytes`` (that the disk brought
         for the timed tokens), ``rss_end_nbytes``, ``limited_by``, ``killed``. Where the limit fell,
         also ``falling_s`` and ``fallen_s`` (lists: seconds of tokens on the way and behind it), and
         ``fallen_tok_s``.
 
     Raises:
-        ValueError: If a trace is too short to feed or of another vocabulary.
+        ValueError: If a trace is too short to feed or of another vocabulary, or a way is none.
         limit.NoLimit: If memory cannot be limited here.
         OSError: If a run failed, and not because it was killed.
     """
@@ -142,29 +147,31 @@ def against(
     else:
         prompts = heldout_ids(path, text, len(text))
         texts = {f", prompt of {len(ids)}": (ids, ids[-1:], 0, 1) for ids in prompts}
-    files = peers.files(path, names)
+    opened = {given: peers.way(given) for given in ways}
+    files = peers.files(path, [peer for peer, _ in opened.values()])
 
-    def run(peer, text, limits, _):
-        file, options = files[peer], {}
+    def run(given, text, limits, _):
+        peer, options = opened[given]
+        file = files[peer]
         told = dict(zip(("limit_nbytes", "lowered_nbytes"), limits))
         nbytes = told.get("limit_nbytes")
         for part in _parts(file):
             oscache.drop_pages(part)
         if peer == peers.MOELAB:
-            options = {"slots": "auto"}
+            options = {"slots": "auto"} | options
         elif peer == peers.MLX_VLM and nbytes:
             options = {"expert_cache_gb": _cache_nbytes(file, nbytes) / 1e9}
-        given = peer, str(file), *text, limits, options
-        made, done = limit.call(sample_here, *given, what=peer, nbytes=nbytes)
-        told |= {"peer": peer, "file_nbytes": _nbytes(file), "limited_by": done.how}
+        arguments = peer, str(file), *text, limits, options
+        made, done = limit.call(sample_here, *arguments, what=given, nbytes=nbytes)
+        told |= {"peer": given, "file_nbytes": _nbytes(file), "limited_by": done.how}
         return (made or {}) | told | {"killed": done.killed}
 
     def words(nbytes):
         return " to ".join(f"{n / 1e6:.0f} MB" for n in nbytes) or "no limit"
 
     variants = {
-        f"{peer}, {words(nbytes)}{name}": partial(run, peer, text, nbytes)
-        for nbytes, (name, text), peer in product(limits, texts.items(), names)
+        f"{given}, {words(nbytes)}{name}": partial(run, given, text, nbytes)
+        for nbytes, (name, text), given in product(limits, texts.items(), ways)
     }
     settings = {"model": path.name, "tokens": tokens, "warmup_tokens": warmup}
     feed = Path(text).name if isinstance(text, str | Path) else None
@@ -227,7 +234,7 @@ def dial(
     return look
 
 
-def main(out: str, model: str, text: str, runs: str, *limits: str) -> None:
+def main(out: str, model: str, text: str, runs: str, *words: str) -> None:
     """Write the record.
 
     Args:
@@ -235,18 +242,31 @@ def main(out: str, model: str, text: str, runs: str, *limits: str) -> None:
         model (str): The checkpoint's folder.
         text (str): A trace's file, or lengths of prompts with commas between them.
         runs (str): How many rounds.
-        limits (str): In MB; 0 for none; two with a hyphen between them: falling.
+        words (str): Limits, peers and numbers of tokens, as above.
 
     Raises:
-        ValueError: If a number is none, or as ``against`` raises it.
+        ValueError: If a word is none of these, or as ``against`` raises it.
     """
-    words = [word.split("-") for word in limits]
-    if not all(word.isdigit() for word in (runs, *(n for word in words for n in word))):
-        raise ValueError(f"expected RUNS and MB as numbers, got {' '.join((runs, *limits))}")
-    given = [[int(n) * 1_000_000 for n in word if int(n)] for word in words] or [[]]
+    counts, limits, ways = {}, [], []
+    for word in words:
+        name, _, n = word.partition("=")
+        parts = word.split("-")
+        if word.split("/")[0] in peers.NAMES:
+            ways.append(word)
+        elif name in ("warmup", "tokens") and n.isdigit():
+            counts[name] = int(n)
+        elif all(map(str.isdigit, parts)):
+            limits.append([int(n) * 1_000_000 for n in parts if int(n)])
+        else:
+            raise ValueError(
+                f"against: expected MB, warmup=N, tokens=N or a peer ({', '.join(peers.NAMES)}), "
+                f"got {word}"
+            )
+    if not runs.isdigit():
+        raise ValueError(f"against: expected RUNS as a number, got {runs}")
     lengths = text.split(",")
     read = [*map(int, lengths)] if all(word.isdigit() for word in lengths) else text
-    made = against(model, read, given, int(runs))
+    made = against(model, read, limits or [[]], int(runs), ways=ways or peers.NAMES, **counts)
     told = ["tok_s" if read is text else "prefill_s"]
     told += ["fallen_tok_s"] if "fallen_tok_s" in made else []
     table = "\n".join(f"{one}\n{records.group(made, one).round(2).to_string()}" for one in told)
