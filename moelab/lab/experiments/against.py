@@ -130,10 +130,10 @@ def against(
     Returns:
         DataFrame: A row a run: ``variant``, ``peer`` (the way), ``limit_nbytes``,
         ``lowered_nbytes``, ``file_nbytes`` (of what it reads), ``prompt_tokens``, ``tokens``,
-        ``prefill_s``, ``decode_tokens``, ``decode_s``, ``step_s`` (list), ``disk_nbytes`` (that the disk brought
-        for the timed tokens), ``rss_end_nbytes``, ``limited_by``, ``killed``. Where the limit fell,
-        also ``falling_s`` and ``fallen_s`` (lists: seconds of tokens on the way and behind it), and
-        ``fallen_tok_s``.
+        ``prefill_s``, ``decode_tokens``, ``decode_s``, ``step_s`` (list), ``disk_nbytes`` (that the
+        disk brought for the timed tokens), ``rss_end_nbytes``, ``limited_by``, ``killed``. Where
+        the limit fell, also ``falling_s`` and ``fallen_s`` (lists: seconds of tokens on the way and
+        behind it), and ``fallen_tok_s``.
 
     Raises:
         ValueError: If a trace is too short to feed or of another vocabulary, or a way is none.

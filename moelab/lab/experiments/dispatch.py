@@ -245,7 +245,7 @@ def count(path: str | Path) -> "DataFrame":
     rows = [
         {"variant": name, "layer": i, "operations": sum(kinds.values())} | kinds
         for name, model in models.items()
-        for i, kinds in enumerate(_operations_of_layers(model))
+        for i, kinds in enumerate(operations_of_layers(model))
     ]
     return running.table(rows)
 
@@ -254,7 +254,8 @@ def _resident(path, **config):
     return load(path, StreamConfig(mode="resident", kernels="mlx", **config))[0]
 
 
-def _operations_of_layers(model):
+def operations_of_layers(model: nn.Module) -> Iterator[dict[str, int]]:
+    """What ``operations`` gives for each layer in one decoded token."""
     inner = next(
         m for _, m in model.named_modules() if hasattr(m, "layers") and hasattr(m, "embed_tokens")
     )

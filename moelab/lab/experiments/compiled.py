@@ -1,0 +1,206 @@
+"""Why a resident model's token takes longer on a GPU than its arithmetic: what can be fused.
+
+    python -m moelab.lab compiled OUT.json MODEL             parts of the layers compiled by MLX
+    python -m moelab.lab compiled OUT.json MODEL kernels     the GPU's seconds by kernel
+
+MLX builds the graph of a token anew for each token: Python calls every operation, and each of its
+kernels becomes a node of a CUDA graph. ``mx.compile`` keeps the operations of a part and fuses
+neighbours; a kernel of moelab's own computes a recurrence in one operation. Both round differently.
+The seconds by kernel are of CUPTI, through ``torch.profiler``.
+"""
+
+import re
+import unittest.mock
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step
+from mlx_lm.models import qwen3_5
+from mlx_lm.models.cache import ArraysCache
+
+from ... import StreamConfig, load
+from ...hooks import hooked
+from ...speculation import gated_delta_cuda
+from .. import records
+from ..decode import same_tokens
+from ..models import folder
+from .dispatch import PLAIN, loop, operations_of_layers
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+MOE, LAYERS = "MoE compiled", "recurrent layers and MoE compiled"
+KERNEL, ALL = "recurrence in one kernel", "all of these"
+PROMPT = (1, 2, 3, 4)
+KINDS = {  # of kernels, by what their names hold
+    "products of experts": "qmm_|gather_qmm",
+    "other products": "qmv|gemv|gemm",
+    "norms, softmax, sums": "rms_norm|softmax|reduce",
+    "sorts": "sort",
+    "copies": "copy|gather|scatter|arange|concat",
+    "recurrence, convolution": "gated_delta|conv",
+}
+OTHER_KIND = "other elementwise"
+
+
+def _compiled(module: nn.Module) -> hooked:
+    """A module that is called with x [B, T, D] alone, compiled where T is 1."""
+    made = mx.compile(module.__call__)  # the module's own, not the hooked one
+    return hooked(module, lambda call, x: made(x) if x.shape[1] == 1 else call(x))
+
+
+def _compiled_layer(layer: nn.Module) -> hooked:
+    """A layer whose cache is an ``ArraysCache`` of two arrays, compiled where T is 1."""
+    own = layer.__call__
+
+    @mx.compile
+    def made(x, *state):
+        cache = ArraysCache(size=2)
+        cache[0], cache[1] = state
+        return own(x, None, cache), cache[0], cache[1]
+
+    def hook(call, x, mask=None, cache=None):
+        if x.shape[1] > 1 or mask is not None or cache is None or cache[0] is None:
+            return call(x, mask, cache)
+        x, cache[0], cache[1] = made(x, cache[0], cache[1])
+        cache.advance(1)
+        return x
+
+    return hooked(layer, hook)
+
+
+def _hooks(model: nn.Module, recurrent: bool) -> list[hooked]:
+    """The MoE of each layer compiled, or with it the whole of each recurrent layer."""
+    return [
+        _compiled_layer(layer) if recurrent and layer.is_linear else _compiled(layer.mlp)
+        for layer in model.layers
+    ]
+
+
+def _one_kernel():
+    update = gated_delta_cuda.with_kernel(qwen3_5.gated_delta_update, every=False)
+    return unittest.mock.patch.object(qwen3_5, "gated_delta_update", update)
+
+
+def variants(model: nn.Module) -> dict[str, list[Any]]:
+    """The context managers of each variant. A model of Qwen3.5's or Qwen3.6's layers."""
+    ways = {PLAIN: [], MOE: _hooks(model, False), LAYERS: _hooks(model, True)}
+    if mx.cuda.is_available():
+        ways |= {KERNEL: [_one_kernel()], ALL: [_one_kernel(), *_hooks(model, True)]}
+    return ways
+
+
+def compiled(path: str | Path, tokens: int = 64, rounds: int = 15) -> "DataFrame":
+    """Decode with parts of the layers compiled.
+
+    Args:
+        path (str or Path): The model, resident, with MLX's kernels.
+        tokens (int): Decoded in each run.
+        rounds (int): Runs of each variant.
+
+    Returns:
+        DataFrame: What ``dispatch.loop`` gives, by ``variant`` and ``round``; ``operations`` of a
+        token in all layers; and ``same_tokens`` of ``tokens`` before the first that is not the
+        plain model's.
+    """
+    path, model = folder(path), _resident(path)
+
+    def inside(ways, function, *args):
+        with ExitStack() as stack:
+            for way in ways:
+                stack.enter_context(way)
+            return function(model, *args)
+
+    named, facts, plain = variants(model), {}, None
+    for name, ways in named.items():
+        text = inside(ways, _text, tokens)
+        plain = plain or text
+        counts = inside(ways, lambda model: [*operations_of_layers(model)])
+        facts[name] = {
+            "operations": sum(sum(kinds.values()) for kinds in counts),
+            "same_tokens": same_tokens(plain, text),
+        }
+    runs = {
+        name: lambda _, name=name, ways=ways: inside(ways, loop, tokens) | facts[name]
+        for name, ways in named.items()
+    }
+    settings = {"model": path.name, "tokens": tokens}
+    return records.interleave("compiled", runs, rounds, settings, warmup=2, progress=False)
+
+
+def _resident(path):
+    return load(path, StreamConfig(mode="resident", kernels="mlx"))[0]
+
+
+def _text(model, tokens):
+    return [int(y) for y, _ in generate_step(mx.array(PROMPT), model, max_tokens=tokens)]
+
+
+def kernels(path: str | Path, tokens: int = 64, rounds: int = 5) -> "DataFrame":
+    """The GPU's seconds in a decoded token, by kind of kernel.
+
+    Args:
+        path (str or Path): The model, resident.
+        tokens (int): Decoded in each round.
+        rounds (int): How many.
+
+    Returns:
+        DataFrame: By ``variant`` (one of ``KINDS``, or ``OTHER_KIND``) and ``round`` the
+        ``kernels`` of a token and their ``device_s``. A short prompt's are counted in.
+
+    Raises:
+        OSError: If there is no NVIDIA GPU or no torch, whose profiler counts.
+    """
+    try:
+        from torch.profiler import ProfilerActivity, profile
+    except ImportError:
+        raise OSError(
+            "kernels: torch.profiler is needed, found no torch: pip install torch"
+        ) from None
+    if not mx.cuda.is_available():
+        raise OSError("kernels: expected an NVIDIA GPU, found none")
+    path, model = folder(path), _resident(path)
+    loop(model, tokens)
+    running, rows = records.Running("kernels", {"model": path.name, "tokens": tokens}), []
+    for i in range(rounds):
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            loop(model, tokens)
+            mx.synchronize()
+        count, seconds = Counter(), Counter()
+        for event in profiled.key_averages():
+            if event.self_device_time_total:
+                count[kind(event.key)] += event.count / tokens
+                seconds[kind(event.key)] += event.self_device_time_total / 1e6 / tokens
+        rows += [
+            {"variant": name, "round": i, "kernels": count[name], "device_s": seconds[name]}
+            for name in (*KINDS, OTHER_KIND)
+        ]
+    return running.table(rows)
+
+
+def kind(kernel: str) -> str:
+    """Of a kernel's name: one of ``KINDS``, or ``OTHER_KIND``."""
+    name = kernel.partition("(")[0].partition("<")[0]
+    return next((kind for kind, found in KINDS.items() if re.search(found, name)), OTHER_KIND)
+
+
+def main(out: str, model: str, *work: str) -> None:
+    """Write a record.
+
+    Args:
+        out (str): The record.
+        model (str): The checkpoint's folder.
+        work (str): ``kernels``, or nothing for the variants.
+
+    Raises:
+        ValueError: If there is no such work.
+    """
+    if work not in ((), ("kernels",)):
+        raise ValueError(f"compiled: expected kernels or nothing, got {' '.join(work)}")
+    made = kernels(model) if work else compiled(model)
+    told = records.group(made, "device_s" if work else "token_s") * 1e3
+    records.print_and_save(told.round(3).to_string(), made, out)
