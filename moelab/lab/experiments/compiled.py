@@ -202,5 +202,5 @@ def main(out: str, model: str, *work: str) -> None:
     if work not in ((), ("kernels",)):
         raise ValueError(f"compiled: expected kernels or nothing, got {' '.join(work)}")
     made = kernels(model) if work else compiled(model)
-    told = records.group(made, "device_s" if work else "token_s") * 1e3
+    told = records.group(made, "device_s" if work else "token_s").drop(columns="n") * 1e3
     records.print_and_save(told.round(3).to_string(), made, out)
