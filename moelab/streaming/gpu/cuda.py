@@ -32,9 +32,9 @@ from ..reading.ranges import Ranges, Read, files_of, read_ranges
 from ..reading.reader import Reader
 
 try:
-    from cuda.bindings import runtime
+    from cuda.bindings import nvrtc, runtime
 except ImportError:  # an optional package
-    runtime = None
+    nvrtc = runtime = None
 
 # Bytes of a block of pinned memory, and blocks of a model: a call that gets none makes one more.
 BLOCK_NBYTES, NUM_BLOCKS = 2 * 1024 * 1024, 96
@@ -385,9 +385,7 @@ def _into(reads, block):
 # ``box``: a word that says that the numbers are there, then the numbers.
 _POST = """
     unsigned int* box = (unsigned int*)(*address);
-    int n = 1;
-    for (int d = 0; d < indices_ndim; ++d) n *= indices_shape[d];
-    for (int i = threadIdx.x; i < n; i += blockDim.x) box[1 + i] = (unsigned int)indices[i];
+    for (int i = threadIdx.x; i < n; i += blockDim.x) box[1 + i] = indices[i];
     __threadfence_system();
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -419,14 +417,11 @@ COPY = """
 # source, destination, bytes and flag. Every block of threads takes it from the host once, and
 # copies every gridDim.x-th chunk.
 _SEND = f"""
-    typedef unsigned long long word;
     __shared__ word list[2 + 5 * {MAX_COPIES}];
     const volatile unsigned int* box = (const volatile unsigned int*)(address[0]);
     const volatile word* list_of_host = (const volatile word*)(address[1]);
     if (threadIdx.x < 2) list[threadIdx.x] = list_of_host[threadIdx.x];
     if (blockIdx.x == 0) {{
-        int n = 1;
-        for (int d = 0; d < indices_ndim; ++d) n *= indices_shape[d];
         for (int i = threadIdx.x; i < n; i += blockDim.x) slots[i] = box[1 + i];
     }}
     __syncthreads();
@@ -477,9 +472,9 @@ class Mailbox:
             after (mx.array): Is computed before they are there, too.
         """
         self._words[0] = 0
-        self._posted = kernel("post", ("indices", "after", "address"), ("posted",), _POST)(
-            inputs=[indices, after, self._address], output_shapes=[(1,)], **launch(1)
-        )
+        self._posted = kernel("post", "const void* after, const word* address", "posted", _POST)(
+            indices, after, self._address, output_shapes=[(1,)], **launch(1)
+        )[0]
         mx.async_eval(self._posted)
 
     def collect(self, indices: mx.array) -> np.ndarray:
@@ -527,8 +522,10 @@ class Mailbox:
         self._list[: 2 + len(words)] = (len(copies), chunk, *words)
         self._words[1 : 1 + numbers.size] = numbers.ravel()
         after = indices if after is None else after
-        self._sent = kernel("send", ("indices", "after", "address"), ("slots",), _SEND)(
-            inputs=[indices, after, self._address],
+        self._sent = kernel("send", "const void* after, const word* address", "slots", _SEND)(
+            indices,
+            after,
+            self._address,
             output_shapes=[indices.shape],
             **launch(min(NUM_COPYING, max(1, chunk))),
         )[0]
@@ -567,9 +564,66 @@ class Mailbox:
 
 
 @cache
-def kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str) -> Callable:
-    """A kernel of ``mx.fast.cuda_kernel``, built when it is first computed."""
-    return mx.fast.cuda_kernel(f"moelab_{name}", inputs, outputs, source)
+def kernel(name: str, more: str, outputs: str, source: str) -> Callable:
+    """A kernel that takes ``indices``, compiled once in a process.
+
+    ``mx.fast.cuda_kernel`` compiles with MLX's headers, which takes two seconds for each kernel in
+    every process.
+
+    Args:
+        name (str): Its name.
+        more (str): Its parameters behind ``indices``, in C; ``word`` is a number of 64 bits.
+        outputs (str): Names of what it writes, arrays of uint32.
+        source (str): Its body, in CUDA C. ``n`` is how many indices there are.
+
+    Returns:
+        Callable: It takes the arrays, and keywords of ``mx.fast.precompiled_cuda_kernel``.
+    """
+    name = f"moelab_{name}"
+    written = ", ".join(f"unsigned int* {output}" for output in outputs.split())
+    parameters = f"const unsigned int* indices, {more}, {written}, int n"
+    compiled = _compiled(
+        f"typedef unsigned long long word;\n"
+        f'extern "C" __global__ void {name}({parameters}) {{{source}}}'
+    )
+
+    def call(indices, *arrays, **how):
+        if indices.itemsize != 4:
+            indices = indices.astype(mx.uint32)
+        return mx.fast.precompiled_cuda_kernel(
+            name=name,
+            compiled_source=compiled,
+            inputs=[indices, *arrays],
+            scalars=[indices.size],
+            ensure_row_contiguous=True,
+            **how,
+        )
+
+    return call
+
+
+def _compiled(source):
+    """The machine code of CUDA C for the first GPU."""
+    names = runtime.cudaDeviceAttr
+    kinds = (names.cudaDevAttrComputeCapabilityMajor, names.cudaDevAttrComputeCapabilityMinor)
+    major, minor = (_checked(runtime.cudaDeviceGetAttribute(kind, 0)) for kind in kinds)
+    program = _checked_nvrtc(nvrtc.nvrtcCreateProgram(source.encode(), b"moelab.cu", 0, [], []))
+    try:
+        options = [f"--gpu-architecture=sm_{major}{minor}".encode()]
+        _checked_nvrtc(nvrtc.nvrtcCompileProgram(program, len(options), options))
+        made = bytearray(_checked_nvrtc(nvrtc.nvrtcGetCUBINSize(program)))
+        _checked_nvrtc(nvrtc.nvrtcGetCUBIN(program, made))
+        return bytes(made)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _checked_nvrtc(result):
+    """What a function of NVRTC returned, without its error code."""
+    error, *values = result
+    if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise RuntimeError(f"NVRTC: {nvrtc.nvrtcGetErrorString(error)[1].decode()}")
+    return values[0] if values else None
 
 
 def launch(blocks: int, outputs: int = 1) -> dict:

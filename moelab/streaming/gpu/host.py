@@ -30,19 +30,17 @@ READ_NBYTES = 64 * 1024 * 1024
 # slot was used last, the time, and hits and misses of prompts and of decoding. Every block of
 # threads works out the same new state, and copies its part of the missing experts.
 _FETCH = """
-    typedef unsigned long long word;
     constexpr int E = {E}, S = {S}, THREADS = {threads};
     __shared__ unsigned int slot_of[E], expert_of[S], used[S], needed[S], missing[S], into[S];
     __shared__ unsigned int held[S], hits, count, clock, best[THREADS], best_slot[THREADS];
-    int t = threadIdx.x, n = 1;
-    for (int d = 0; d < indices_ndim; ++d) n *= indices_shape[d];
+    int t = threadIdx.x;
     for (int i = t; i < E; i += THREADS) slot_of[i] = state[i];
     for (int i = t; i < S; i += THREADS) {{
         expert_of[i] = state[E + i];
         held[i] = 0;
         used[i] = state[E + S + i];
     }}
-    for (int i = t; i < n; i += THREADS) needed[i] = (unsigned int)indices[i];
+    for (int i = t; i < n; i += THREADS) needed[i] = indices[i];
     if (t == 0) {{
         count = hits = 0;
         clock = state[E + 2 * S];
@@ -204,8 +202,9 @@ class HostExperts:
         E, S = self._num_experts, bank.num_slots
         self._kernel = cuda.kernel(
             f"fetch_{E}_{S}",
-            ("indices", "state", "phase", "place", "after"),
-            ("slots", "new_state"),
+            "const unsigned int* state, const unsigned int* phase, const word* place, "
+            "const void* after",
+            "slots new_state",
             _FETCH.format(E=E, S=S, threads=cuda.THREADS, copy=cuda.COPY),
         )
 
@@ -240,7 +239,11 @@ class HostExperts:
         if self._state is None:
             self._state = self._from_table()
         slots, self._state = self._kernel(
-            inputs=[indices, self._state, self._phases[int(decoding)], self._place, self.after],
+            indices,
+            self._state,
+            self._phases[int(decoding)],
+            self._place,
+            self.after,
             output_shapes=[indices.shape, self._state.shape],
             **cuda.launch(cuda.NUM_COPYING, 2),
         )
