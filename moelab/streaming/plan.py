@@ -88,7 +88,8 @@ class Plan:
         caches_nbytes (int): Key-value caches and recurrent states of ``context`` tokens.
         prompt_nbytes (int): For computing ``prompt_tokens`` tokens at once.
         token_nbytes (int): For computing one of them.
-        logits_nbytes (int): For logits that are computed at once.
+        token_logits_nbytes (int): Of that, for its logits, where a prompt's are computed at once.
+        logits_nbytes (int): Where they are not: for those of few tokens, which are.
         reserved_nbytes (int): The config's.
         expert_nbytes (tuple[int]): One expert of each layer, in its slot.
         context (int): The tokens, prompt and answer, that it is for.
@@ -115,6 +116,7 @@ class Plan:
     caches_nbytes: int
     prompt_nbytes: int
     token_nbytes: int
+    token_logits_nbytes: int
     logits_nbytes: int
     reserved_nbytes: int
     expert_nbytes: tuple[int, ...]
@@ -278,6 +280,7 @@ def plan_of(
         caches_nbytes=needs.caches,
         prompt_nbytes=prompt,
         token_nbytes=needs.token,
+        token_logits_nbytes=needs.token_logits,
         logits_nbytes=needs.logits,
         reserved_nbytes=needs.reserved,
         expert_nbytes=tuple(needs.experts),
@@ -296,7 +299,8 @@ class _Needs(NamedTuple):
     process: int
     reserved: int
     token: int  # for computing one token of a prompt
-    logits: int  # that are computed at once, beside that
+    token_logits: int  # of that, for its logits, if a prompt's are computed at once
+    logits: int  # if not: for those of few tokens, beside that
     experts: list[int]  # one expert of each layer in its slot
     disk: float  # the part of the checkpoint that is read here
     num_experts: int  # E
@@ -315,18 +319,18 @@ def _needs(model, checkpoint, config, top_k, ranks):
     held = int(ranks.owned(E).sum()) if ranks else E
     caches, largest_state, words = _caches(model, checkpoint, config.context)
     token = _token_nbytes(model, checkpoint, config, top_k, largest_state)
-    logits = 0
+    every, few = 0, 0
     if config.kernels == "fast":  # which compute them at once: they and a copy
         logits = 2 * words * activation_dtype(model).size
-        token = max(token, 0 if config.lazy_logits else logits)
-        logits *= FEW_LOGITS if config.lazy_logits else 0
+        every, few = (0, FEW_LOGITS * logits) if config.lazy_logits else (logits, 0)
     return _Needs(
         backbone + resident,
         caches,
         GPU_NBYTES if mx.cuda.is_available() else PROCESS_NBYTES + _in_flight_nbytes(E, experts),
         config.reserved_nbytes,
-        token,
-        logits,
+        max(token, every),
+        every,
+        few,
         experts,
         checkpoint.nbytes * held / E,
         E,

@@ -187,8 +187,9 @@ class Room:
         return now - self._beside, most - self._beside
 
     def _in_layer(self):
-        """Bytes that a prompt takes and frees again in a layer."""
-        return int(IN_LAYER_SHARE * self._tokens * self._plan.token_nbytes)
+        """Bytes that a prompt takes and frees again in a layer, or behind the last for logits."""
+        in_layer = IN_LAYER_SHARE * self._plan.token_nbytes
+        return int(self._tokens * max(in_layer, self._plan.token_logits_nbytes))
 
     @property
     def _least(self):

@@ -58,21 +58,19 @@ class Runtime:
     def cudaGetErrorString(self, error):
         return 0, b"out of memory"
 
-    def kernel(self, name, inputs, output, source):
+    def kernel(self, name, more, outputs, source):
         if name.startswith("fetch"):
             return functools.partial(self.fetch, *map(int, name.split("_")[1:]))
         return {"post": self.post, "send": self.send}[name]
 
-    def post(self, inputs, **_):
-        indices, after, address = inputs
+    def post(self, indices, after, address, **_):
         mx.eval(after)
         box = words(address[0].item(), 1 + indices.size, np.uint32)
         box[1:] = np.array(indices).ravel()
         box[0] = 1
         return [mx.zeros(1)]
 
-    def send(self, inputs, **_):
-        indices, after, addresses = inputs
+    def send(self, indices, after, addresses, **_):
         mx.eval(after)
         box, first = addresses.tolist()
         copies, total = words(first, 2, np.uint64).tolist()
@@ -90,8 +88,7 @@ class Runtime:
         assert chunks == 0
         return [mx.array(words(box + 4, indices.size, np.uint32).reshape(indices.shape).copy())]
 
-    def fetch(self, E, S, inputs, **_):
-        indices, state, phase, place, after = inputs
+    def fetch(self, E, S, indices, state, phase, place, after, **_):
         mx.eval(after)
         state, needed = np.array(state), np.array(indices).ravel().tolist()
         slot_of, expert_of, used = state[:E], state[E : E + S], state[E + S : E + 2 * S]
@@ -438,6 +435,25 @@ def test_nothing_of_this_is_used_without_cuda_bindings(path, monkeypatch):
     with load_model(path)[0] as model:
         assert session_of(model).handover.mailbox is None
         assert type(session_of(model).reader) is reader.Reader
+
+
+def test_a_kernel_is_compiled_once_and_told_how_many_indices_there_are(monkeypatch):
+    sources, calls = [], []
+    monkeypatch.setattr(cuda, "_compiled", lambda source: sources.append(source) or b"code")
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", lambda **how: calls.append(how))
+    cuda.kernel.cache_clear()
+    try:
+        for indices in (mx.array([[1, 2, 3]], mx.int64), mx.array([4], mx.int32)):
+            cuda.kernel("twice", "const void* after", "a b", "a[0] = n;")(indices, mx.zeros(2), x=5)
+    finally:
+        cuda.kernel.cache_clear()
+    (source,) = sources
+    assert (
+        "moelab_twice(const unsigned int* indices, const void* after, unsigned int* a, " in source
+    )
+    assert "unsigned int* b, int n) {a[0] = n;}" in source
+    assert [(how["scalars"], how["x"]) for how in calls] == [([3], 5), ([1], 5)]
+    assert [how["inputs"][0].itemsize for how in calls] == [4, 4]
 
 
 def test_it_can_be_turned_off(monkeypatch):

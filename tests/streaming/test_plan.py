@@ -25,7 +25,7 @@ from moelab.streaming import plan as plans
 from moelab.streaming.model import load_model
 from moelab.streaming.plan import FEW_LOGITS, FEW_TOKENS
 from moelab.streaming.residency.bank import can_empty
-from moelab.streaming.room import RESERVE_NBYTES
+from moelab.streaming.room import RESERVE_NBYTES, Room
 from moelab.streaming.session import session_of
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
@@ -280,6 +280,23 @@ def test_lazy_logits_leave_memory_to_longer_parts_of_a_prompt():
     lazy = moelab.plan(TINY_MOE, replace(config, lazy_logits=True))
     assert lazy.prompt_tokens > 1.5 * eager.prompt_tokens
     assert lazy.prompt_nbytes < 1.2 * eager.prompt_nbytes
+
+
+def test_a_prompt_keeps_memory_for_the_logits_behind_its_last_layer(tmp_path, monkeypatch):
+    """With a large vocabulary they take more than a layer does."""
+    V, tokens = 50_000, 100
+    monkeypatch.setitem(families.COMMON, "vocab_size", V)
+    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", "affine4")
+    eager, lazy = (
+        Room(
+            moelab.plan(path, moelab.StreamConfig(kernels="fast", lazy_logits=lazy)), K, None, False
+        )
+        for lazy in (False, True)
+    )
+    for room in (eager, lazy):
+        room.begin(tokens)
+    assert eager._in_layer() == tokens * 2 * 4 * V  # they and a copy, in float32
+    assert lazy._in_layer() < eager._in_layer() / 10
 
 
 def test_what_is_reserved_comes_out_of_the_same_memory():
