@@ -6,6 +6,9 @@
 Each peer runs in a process of its own, which alone imports it. llama.cpp maps a GGUF file of the
 same weights into memory; ``lab.gguf`` writes it. mlx-vlm reads experts from a folder that it writes
 itself (``mlx_vlm.moe_offload``), and keeps those that it used last.
+
+Built with CUDA, llama.cpp crashed in a process that had loaded MLX: each brings parts of the C++
+library. With ``LD_PRELOAD=libstdc++.so.6`` in the environment both take the system's.
 """
 
 import ctypes

@@ -69,20 +69,21 @@ def test_mlx_vlm_gets_a_share_of_what_the_limit_leaves(tmp_path):
 
 def test_a_faster_disk_shortens_what_less_memory_added():
     rows = [
-        {"peer": peer, "memory": memory, "variant": "", "round": 0, "token_s": token_s}
-        for peer, memory, token_s in (
-            ("a", "all", 0.01),
-            ("b", "all", 0.02),
-            ("c", "all", 0.03),
-            ("a", "half", 0.05),
-            ("b", "half", 0.22),
-            ("c", "half", None),
+        {"peer": peer, "share": share, "variant": "", "round": 0, "token_s": token_s}
+        for peer, share, token_s in (
+            ("a", 1.0, 0.01),
+            ("b", 1.0, 0.02),
+            ("c", 1.0, 0.03),
+            ("a", 0.5, 0.04),
+            ("b", 0.5, 0.22),
+            ("c", 0.5, None),
         )
     ]
-    look = against.dial(records.pandas().DataFrame(rows), "all", 1e9)
-    assert list(look("half", 2.0).data[0].x) == pytest.approx([1 / 0.03, 1 / 0.12])
-    assert "a decodes 4.0 times as fast as b" in look("half", 2.0).layout.title.text
-    assert list(look("all", 2.0).data[0].x) == pytest.approx([100, 50, 100 / 3])
+    look = against.dial(records.pandas().DataFrame(rows), 1e9)
+    assert list(look(50, 2.0).data[0].x) == pytest.approx([1 / 0.025, 1 / 0.12])
+    assert "a decodes 4.8 times as fast as b" in look(50, 2.0).layout.title.text
+    assert list(look(75, 1.0).data[0].x) == pytest.approx([1 / 0.02, 1 / (0.02 * 0.22) ** 0.5])
+    assert list(look(100, 2.0).data[0].x) == pytest.approx([100, 50, 100 / 3])
 
 
 def test_the_command_writes_a_record(tmp_path, monkeypatch, capsys):

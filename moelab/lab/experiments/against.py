@@ -21,6 +21,7 @@ from itertools import product, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psutil
 
 from .. import charts, limit, oscache, peers, records
@@ -194,41 +195,45 @@ def _cache_nbytes(file, nbytes):
     return max(0, int((nbytes - others) * CACHE_SHARE))
 
 
-def dial(
-    samples: "DataFrame", none: str, disk_bytes_per_s: float
-) -> Callable[[str, float], charts.go.Figure]:
+def dial(samples: "DataFrame", disk_bytes_per_s: float) -> Callable[[int, float], charts.go.Figure]:
     """The function behind the sliders: each peer's speed by memory, and by the SSD in a model.
 
-    What a token takes longer in less memory are waits for the disk. On another SSD they are taken
-    to be shorter or longer by its rate.
+    Between two memories that were measured a token's time is interpolated, on a logarithmic scale.
+    What it takes longer than with all of the file in memory are waits for the disk. On another SSD
+    they are taken to be shorter or longer by its rate.
 
     Args:
-        samples (DataFrame): Of ``against``, with a column ``memory``.
-        none (str): The ``memory`` without a limit.
+        samples (DataFrame): Of ``against``, with a column ``share``: memory over the file, 1 for
+            no limit.
         disk_bytes_per_s (float): Of the disk that was measured.
     """
-    token_s = samples.groupby(["memory", "peer"], sort=False).token_s.median()
+    by_share = samples.pivot_table("token_s", "share", "peer", "median", sort=True)
+    measured = {peer: by_share[peer].dropna() for peer in samples.peer.unique()}
 
-    def look(memory: str, ssd_GBs: float):
-        here = token_s[memory].dropna()
-        alone = token_s[none][here.index]
-        waits = (here - alone).clip(lower=0) * disk_bytes_per_s / (ssd_GBs * 1e9)
-        tok_s = (1 / (alone + waits)).sort_values(ascending=False)
-        killed = [f"{p} was killed." for p in token_s[none].index.difference(here.index)]
-        first, second = tok_s.index[:2]
-        table = tok_s.rename("tok_s").reset_index()
+    def look(percent: int, ssd_GBs: float):
+        share, tok_s, killed = percent / 100, {}, []
+        for peer, token_s in measured.items():
+            if share < token_s.index[0]:
+                killed.append(f"{peer} was killed below {token_s.index[0]:.0%}.")
+                continue
+            here = np.exp(np.interp(share, token_s.index, np.log(token_s)))
+            waits = max(0.0, here - token_s[1.0]) * disk_bytes_per_s / (ssd_GBs * 1e9)
+            tok_s[peer] = 1 / (token_s[1.0] + waits)
+        rows = sorted(tok_s.items(), key=lambda row: -row[1])
+        (first, most), (second, next_most) = rows[:2]
+        table = records.pandas().DataFrame(rows, columns=["peer", "tok_s"])
         table.attrs = {"record": "none: a model", "machine": ""}
-        told = ", ".join(f"{peer} {speed:.3g} tok/s" for peer, speed in tok_s.items())
+        told = ", ".join(f"{peer} {speed:.3g} tok/s" for peer, speed in rows)
         return charts.bars(
             table,
             "tok_s",
             "peer",
-            title=f"{memory}: {first} decodes {tok_s[first] / tok_s[second]:.1f} times as fast as "
-            f"{second}",
+            title=f"Memory for {percent}% of the file: {first} decodes "
+            f"{most / next_most:.1f} times as fast as {second}",
             axis="tok/s",
             finding=" ".join([f"{told}.", *killed]),
-            note=f"measured on an SSD of {disk_bytes_per_s / 1e9:.1f} GB/s, waits scaled to "
-            f"{ssd_GBs:g} GB/s",
+            note=f"between measured memories, on an SSD of {disk_bytes_per_s / 1e9:.1f} GB/s; "
+            f"waits scaled to {ssd_GBs:g} GB/s",
         )
 
     return look
