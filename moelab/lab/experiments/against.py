@@ -214,7 +214,7 @@ def dial(samples: "DataFrame", disk_bytes_per_s: float) -> Callable[[int, float]
         share, tok_s, killed = percent / 100, {}, []
         for peer, token_s in measured.items():
             if share < token_s.index[0]:
-                killed.append(f"{peer} was killed below {token_s.index[0]:.0%}.")
+                killed.append(f"{peer} was killed with less than {token_s.index[0]:.0%}.")
                 continue
             here = np.exp(np.interp(share, token_s.index, np.log(token_s)))
             waits = max(0.0, here - token_s[1.0]) * disk_bytes_per_s / (ssd_GBs * 1e9)
