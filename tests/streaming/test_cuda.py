@@ -36,7 +36,6 @@ class Runtime:
     """The calls that the module makes, and its kernels, which run when they are built."""
 
     cudaHostAllocDefault = 0
-    cudaError_t = SimpleNamespace(cudaSuccess=0)
     cudaDeviceAttr = SimpleNamespace(cudaDevAttrKernelExecTimeout=17)
 
     def __init__(self):

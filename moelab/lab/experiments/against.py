@@ -198,9 +198,9 @@ def _cache_nbytes(file, nbytes):
 def dial(samples: "DataFrame", disk_bytes_per_s: float) -> Callable[[int, float], charts.go.Figure]:
     """The function behind the sliders: each peer's speed by memory, and by the SSD in a model.
 
-    Between two memories that were measured a token's time is interpolated, on a logarithmic scale.
-    What it takes longer than with all of the file in memory are waits for the disk. On another SSD
-    they are taken to be shorter or longer by its rate.
+    Between two memories that were measured, a token's time is interpolated on a logarithmic scale.
+    A token takes longer than with the whole file in memory because it waits for the disk. The model
+    scales these waits by the rate of the other SSD.
 
     Args:
         samples (DataFrame): Of ``against``, with a column ``share``: memory over the file, 1 for

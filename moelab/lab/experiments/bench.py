@@ -410,7 +410,7 @@ def _as_dict(variant):
 
 
 def _sample_alone(path, name, variant, *text):
-    """The columns of a run in a process of its own."""
+    """Run a variant in a new process, and return the columns of its row."""
     if variant.limit_nbytes or variant.cold != "no":
         oscache.drop_pages(folder(variant.path or path))  # pages of another process count for none
     made, done = limit.call(

@@ -3,10 +3,10 @@
     python -m moelab.lab compiled OUT.json MODEL             parts of the layers compiled by MLX
     python -m moelab.lab compiled OUT.json MODEL kernels     the GPU's seconds by kernel
 
-MLX builds the graph of a token anew for each token: Python calls every operation, and each of its
-kernels becomes a node of a CUDA graph. ``mx.compile`` keeps the operations of a part and fuses
-neighbours; a kernel of moelab's own computes a recurrence in one operation. Both round differently.
-The seconds by kernel are of CUPTI, through ``torch.profiler``.
+For each token MLX builds a new graph: Python calls every operation, and each kernel becomes a node
+of a CUDA graph. ``mx.compile`` traces a part of the model once and fuses neighbouring operations. A
+kernel of moelab's own computes a recurrence in one operation. Both round differently. CUPTI counts
+the seconds by kernel, through ``torch.profiler``.
 """
 
 import re
@@ -22,13 +22,12 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import qwen3_5
 from mlx_lm.models.cache import ArraysCache
 
-from ... import StreamConfig, load
 from ...hooks import hooked
 from ...speculation import gated_delta_cuda
 from .. import records
 from ..decode import same_tokens
 from ..models import folder
-from .dispatch import PLAIN, loop, operations_of_layers
+from .dispatch import PLAIN, loop, operations_of_layers, resident
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -37,7 +36,7 @@ MOE, LAYERS = "MoE compiled", "recurrent layers and MoE compiled"
 KERNEL, ALL = "recurrence in one kernel", "all of these"
 PROMPT = (1, 2, 3, 4)
 KINDS = {  # of kernels, by what their names hold
-    "products of experts": "qmm_|gather_qmm",
+    "products of experts": "qmm_",
     "other products": "qmv|gemv|gemm",
     "norms, softmax, sums": "rms_norm|softmax|reduce",
     "sorts": "sort",
@@ -107,7 +106,7 @@ def compiled(path: str | Path, tokens: int = 64, rounds: int = 15) -> "DataFrame
         token in all layers; and ``same_tokens`` of ``tokens`` before the first that is not the
         plain model's.
     """
-    path, model = folder(path), _resident(path)
+    path, model = folder(path), resident(path)
 
     def inside(ways, function, *args):
         with ExitStack() as stack:
@@ -130,10 +129,6 @@ def compiled(path: str | Path, tokens: int = 64, rounds: int = 15) -> "DataFrame
     }
     settings = {"model": path.name, "tokens": tokens}
     return records.interleave("compiled", runs, rounds, settings, warmup=2, progress=False)
-
-
-def _resident(path):
-    return load(path, StreamConfig(mode="resident", kernels="mlx"))[0]
 
 
 def _text(model, tokens):
@@ -163,7 +158,7 @@ def kernels(path: str | Path, tokens: int = 64, rounds: int = 5) -> "DataFrame":
         ) from None
     if not mx.cuda.is_available():
         raise OSError("kernels: expected an NVIDIA GPU, found none")
-    path, model = folder(path), _resident(path)
+    path, model = folder(path), resident(path)
     loop(model, tokens)
     running, rows = records.Running("kernels", {"model": path.name, "tokens": tokens}), []
     for i in range(rounds):

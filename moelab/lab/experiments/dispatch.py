@@ -241,7 +241,7 @@ def count(path: str | Path) -> "DataFrame":
         kind by MLX's name of it.
     """
     running, path = records.Running("count", {}), folder(path)
-    models = dense_and_moe(D=256, F=64, E=16, layers=1, vocab=64) | {path.name: _resident(path)}
+    models = dense_and_moe(D=256, F=64, E=16, layers=1, vocab=64) | {path.name: resident(path)}
     rows = [
         {"variant": name, "layer": i, "operations": sum(kinds.values())} | kinds
         for name, model in models.items()
@@ -250,7 +250,8 @@ def count(path: str | Path) -> "DataFrame":
     return running.table(rows)
 
 
-def _resident(path, **config):
+def resident(path: str | Path, **config: Any) -> nn.Module:
+    """A model with every expert in memory and MLX's kernels, which do not evaluate early."""
     return load(path, StreamConfig(mode="resident", kernels="mlx", **config))[0]
 
 
@@ -410,7 +411,7 @@ def loops(path: str | Path, tokens: int = 48, rounds: int = 20) -> "DataFrame":
     Returns:
         DataFrame: What ``loop`` gives, by ``variant`` and ``round``.
     """
-    path, model = folder(path), _resident(path)
+    path, model = folder(path), resident(path)
     variants = {name: lambda _, how=how: loop(model, tokens, **how) for name, how in LOOPS.items()}
     settings = {"model": path.name, "tokens": tokens}
     return records.interleave("loops", variants, rounds, settings, warmup=2, progress=False)
@@ -477,7 +478,7 @@ def stray_scalar(path: str | Path, tokens: int = 32, rounds: int = 20) -> "DataF
         ValueError: If there are fewer MoE layers.
     """
     path, scalar = folder(path), mx.array(1.0, mx.float32)
-    model = _resident(path, dtype="bfloat16")
+    model = resident(path, dtype="bfloat16")
     if (found := len(expert_modules(model))) < 2:
         raise ValueError(f"expected at least 2 MoE layers, got {found}")
 

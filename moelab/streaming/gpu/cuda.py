@@ -20,7 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -65,11 +65,12 @@ def _may_wait():
     return not _checked(runtime.cudaDeviceGetAttribute(limit, 0))
 
 
-def _checked(result):
-    """What a function of the CUDA runtime returned, without its error code."""
+def _checked(result, message=None):
+    """What a function of CUDA returned, without its error code, of which 0 is none."""
     error, *values = result
-    if error != runtime.cudaError_t.cudaSuccess:
-        raise RuntimeError(f"CUDA: {runtime.cudaGetErrorString(error)[1].decode()}")
+    if error:
+        message = message or runtime.cudaGetErrorString
+        raise RuntimeError(f"CUDA: {message(error)[1].decode()}")
     return values[0] if values else None
 
 
@@ -607,23 +608,16 @@ def _compiled(source):
     names = runtime.cudaDeviceAttr
     kinds = (names.cudaDevAttrComputeCapabilityMajor, names.cudaDevAttrComputeCapabilityMinor)
     major, minor = (_checked(runtime.cudaDeviceGetAttribute(kind, 0)) for kind in kinds)
-    program = _checked_nvrtc(nvrtc.nvrtcCreateProgram(source.encode(), b"moelab.cu", 0, [], []))
+    checked = partial(_checked, message=nvrtc.nvrtcGetErrorString)
+    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"moelab.cu", 0, [], []))
     try:
         options = [f"--gpu-architecture=sm_{major}{minor}".encode()]
-        _checked_nvrtc(nvrtc.nvrtcCompileProgram(program, len(options), options))
-        made = bytearray(_checked_nvrtc(nvrtc.nvrtcGetCUBINSize(program)))
-        _checked_nvrtc(nvrtc.nvrtcGetCUBIN(program, made))
+        checked(nvrtc.nvrtcCompileProgram(program, len(options), options))
+        made = bytearray(checked(nvrtc.nvrtcGetCUBINSize(program)))
+        checked(nvrtc.nvrtcGetCUBIN(program, made))
         return bytes(made)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-
-
-def _checked_nvrtc(result):
-    """What a function of NVRTC returned, without its error code."""
-    error, *values = result
-    if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise RuntimeError(f"NVRTC: {nvrtc.nvrtcGetErrorString(error)[1].decode()}")
-    return values[0] if values else None
 
 
 def launch(blocks: int, outputs: int = 1) -> dict:
