@@ -10,7 +10,8 @@ prompts (``126,400,800``). A WORD is
   ``1530-956`` falls by 200 MB a second while tokens are read;
 - a peer, with options behind slashes: ``mlx-lm``, ``moelab/source=host/slots=16``. Default: all
   that ``make peers`` installs;
-- ``warmup=32`` or ``tokens=32``: tokens of a trace, read before the clock starts or timed.
+- ``prompt=16``: how many tokens of a trace's prompt are read, the last ones. Default: all;
+- ``warmup=32`` or ``tokens=32``: tokens behind it, read before the clock starts or timed.
 """
 
 import time
@@ -112,6 +113,7 @@ def against(
     runs: int = 5,
     tokens: int = 32,
     warmup: int = 32,
+    prompt: int = 0,
     ways: Sequence[str] = peers.NAMES,
     progress: bool = True,
 ) -> "DataFrame":
@@ -125,6 +127,7 @@ def against(
             bytes that these fall to, where they do; empty for no limit.
         runs (int): Rounds.
         tokens, warmup (int): Tokens of a trace that are timed, and read before them.
+        prompt (int): How many tokens of a trace's prompt are read, the last ones. 0 for all.
         ways (Sequence[str]): Peers, as of ``peers.way``.
         progress (bool): Show a bar.
 
@@ -144,7 +147,8 @@ def against(
     path = folder(path)
     if isinstance(text, str | Path):
         more = FALLING + tokens if any(len(given) == 2 for given in limits) else 0
-        texts = {"": (*texts_of(text, warmup + tokens + more, path), warmup, tokens)}
+        ids, behind = texts_of(text, warmup + tokens + more, path)
+        texts = {"": (ids[-prompt:], behind, warmup, tokens)}
     else:
         prompts = heldout_ids(path, text, len(text))
         texts = {f", prompt of {len(ids)}": (ids, ids[-1:], 0, 1) for ids in prompts}
@@ -258,14 +262,14 @@ def main(out: str, model: str, text: str, runs: str, *words: str) -> None:
         parts = word.split("-")
         if word.split("/")[0] in peers.NAMES:
             ways.append(word)
-        elif name in ("warmup", "tokens") and n.isdigit():
+        elif name in ("prompt", "warmup", "tokens") and n.isdigit():
             counts[name] = int(n)
         elif all(map(str.isdigit, parts)):
             limits.append([int(n) * 1_000_000 for n in parts if int(n)])
         else:
             raise ValueError(
-                f"against: expected MB, warmup=N, tokens=N or a peer ({', '.join(peers.NAMES)}), "
-                f"got {word}"
+                "against: expected MB, prompt=N, warmup=N, tokens=N or a peer "
+                f"({', '.join(peers.NAMES)}), got {word}"
             )
     if not runs.isdigit():
         raise ValueError(f"against: expected RUNS as a number, got {runs}")
