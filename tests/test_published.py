@@ -1,0 +1,38 @@
+"""data/published.csv: decoding speeds that others publish, and where a stranger finds each.
+
+``verified``: ``record read`` (the authors' dated records or benchmark pages), ``claim`` (a thread or
+a README), ``not read again`` (copied from an earlier list of ours). ``ssd_from``: whether the SSD's
+rate is the source's own, another source's for such a machine, or unknown. ``contradicts``: a row
+that says otherwise. Figures are their authors'; an empty field is not in the source.
+"""
+
+import csv
+from collections import Counter
+
+from moelab import DATA
+
+with open(DATA / "published.csv", newline="") as file:
+    ROWS = list(csv.DictReader(file))
+NUMBERS = {"ram_gb", "ssd_gb_s", "top_k", "held_gb", "hit_rate", "tok_s", "first_token_s"}
+
+
+def test_each_row_has_a_speed_and_says_where_it_stands():
+    assert all(None not in row and None not in row.values() for row in ROWS)  # fields as the header
+    assert all(row["source"] and row["where"] and float(row["tok_s"]) > 0 for row in ROWS)
+    assert {row["verified"] for row in ROWS} == {"record read", "claim", "not read again"}
+    numbers = [float(row[name]) for row in ROWS for name in NUMBERS if row[name]]
+    assert min(numbers) >= 0
+    assert all(float(row["hit_rate"]) <= 1 for row in ROWS if row["hit_rate"])
+
+
+def test_an_ssds_rate_says_whose_it_is():
+    for row in ROWS:
+        whose, _, name = row["ssd_from"].partition(": ")
+        assert whose in ("source", "other source", "unknown") and bool(row["ssd_gb_s"]) == (
+            whose != "unknown"
+        )
+        assert (whose == "other source") == bool(name)
+
+
+def test_no_row_stands_twice():
+    assert max(Counter(tuple(row.values()) for row in ROWS).values()) == 1
