@@ -1,9 +1,9 @@
 """data/published.csv: decoding speeds that others publish, and where a stranger finds each.
 
-``verified``: ``record read`` (the authors' dated records or benchmark pages), ``claim`` (a thread or
-a README), ``not read again`` (copied from an earlier list of ours). ``ssd_from``: whether the SSD's
-rate is the source's own, another source's for such a machine, or unknown. ``contradicts``: a row
-that says otherwise. Figures are their authors'; an empty field is not in the source.
+``verified``: ``record read`` (the authors' dated records or benchmark pages), ``claim`` (a thread
+or a README), ``not read again`` (copied from an earlier list of ours). ``ssd_from``: whether the
+SSD's rate is the source's own, another source's for such a machine, or unknown. ``contradicts``: a
+row that says otherwise. Figures are their authors'; an empty field is not in the source.
 """
 
 import csv
