@@ -203,8 +203,8 @@ def dial(samples: "DataFrame", disk_bytes_per_s: float) -> Callable[[int, float]
     """The function behind the sliders: each peer's speed by memory, and by the SSD in a model.
 
     Between two memories that were measured, a token's time is interpolated on a logarithmic scale.
-    A token takes longer than with the whole file in memory because it waits for the disk. The model
-    scales these waits by the rate of the other SSD.
+    A token takes longer than with the whole file in memory because it waits for the disk. In the
+    model an SSD of twice the rate halves these waits.
 
     Args:
         samples (DataFrame): Of ``against``, with a column ``share``: memory over the file, 1 for
