@@ -15,7 +15,7 @@ def shipped(*names: str, instead: str = "") -> Path:
     Raises:
         FileNotFoundError: If moelab was installed without ``data/``.
     """
-    if not (DATA / names[0]).is_dir():
+    if not (DATA / names[0]).exists():
         raise FileNotFoundError(
             f"{'/'.join(('data', *names))}: not there, since an installed moelab has no data/. "
             f"Clone its repository and run `pip install -e .` there{instead}."

@@ -9,7 +9,10 @@ row that says otherwise. Figures are their authors'; an empty field is not in th
 import csv
 from collections import Counter
 
+import pytest
+
 from moelab import DATA
+from moelab.lab import published
 
 with open(DATA / "published.csv", newline="") as file:
     ROWS = list(csv.DictReader(file))
@@ -36,3 +39,20 @@ def test_an_ssds_rate_says_whose_it_is():
 
 def test_no_row_stands_twice():
     assert max(Counter(tuple(row.values()) for row in ROWS).values()) == 1
+
+
+def test_sources_are_divided_by_name_and_each_half_has_machines_and_models():
+    rows = published.rows()
+    count = rows[rows.why_not == ""]
+    assert (count.groupby("group").side.nunique() == 1).all()
+    for _, half in count.groupby("side"):
+        assert min(half.group.nunique(), half.machine.nunique(), half.model.nunique()) >= 4
+
+
+def test_a_sources_factor_is_the_median_of_its_rows():
+    rows = published.rows().head(4)
+    rows = rows.assign(group="one", side="left out", model="a", predicted_tok_s=3.0)
+    rows["tok_s"] = [1.0, 4.0, 3.0, 3.0]
+    found = published.by_source(rows)
+    assert found.loc["one", ["worst", "factor"]].tolist() == pytest.approx([3, (1 + 4 / 3) / 2])
+    assert published.reached(found)["median"] == found.loc["one", "factor"]
