@@ -26,7 +26,7 @@ COMMANDS = {  # name: its module, what it does
     "bench-top-k": ("lab.experiments.top_k", "bits per byte with fewer experts per token"),
     "bench-rollback": ("lab.experiments.rollback", "what taking tokens back from a state costs"),
     "bench-faults": ("lab.experiments.faults", "what faults cost a draft in acceptance"),
-    "advise": ("lab.experiments.advise", "slots, policy, prefetch and layout for this machine"),
+    "plan": ("lab.experiments.plan", "how fast would a model decode here, or on another machine?"),
     "synthesize": ("commands.synthesize", "a random checkpoint with a real model's layer shapes"),
     "repack": ("commands.repack", "put each expert's bytes together on disk"),
 }

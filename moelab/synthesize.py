@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .configs import CONFIGS
 from .partial import begin, clear, finish
 from .replay import by_token
 from .shipped import shipped
@@ -38,68 +39,8 @@ TOKENIZER_FILES = (
 )
 
 
-def _qwen3_5(**sizes):
-    text = {
-        "model_type": "qwen3_5_moe_text",
-        "full_attention_interval": 4,  # three GatedDeltaNet layers, then one of full attention
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "attention_bias": False,
-        "linear_num_key_heads": 16,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "norm_topk_prob": True,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 262144,
-        "vocab_size": 248320,
-        "rope_parameters": {
-            "rope_type": "default",
-            "type": "default",
-            "rope_theta": 10000000,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [11, 11, 10],
-        },
-        **sizes,
-    }
-    return {
-        "model_type": "qwen3_5_moe",
-        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-        "text_config": text,
-        "tie_word_embeddings": False,
-    }
-
-
-# The published configurations.
-CONFIGS = {
-    "qwen3.5-35b-a3b": _qwen3_5(
-        hidden_size=2048, num_hidden_layers=40, num_attention_heads=16, linear_num_value_heads=32,
-        num_experts=256, num_experts_per_tok=8,
-        moe_intermediate_size=512, shared_expert_intermediate_size=512,
-    ),
-    "qwen3.5-122b-a10b": _qwen3_5(
-        hidden_size=3072, num_hidden_layers=48, num_attention_heads=32, linear_num_value_heads=64,
-        num_experts=256, num_experts_per_tok=8,
-        moe_intermediate_size=1024, shared_expert_intermediate_size=1024,
-    ),
-    "qwen3.5-397b-a17b": _qwen3_5(
-        hidden_size=4096, num_hidden_layers=60, num_attention_heads=32, linear_num_value_heads=64,
-        num_experts=512, num_experts_per_tok=10,
-        moe_intermediate_size=1024, shared_expert_intermediate_size=1024,
-    ),
-    "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "hidden_size": 2048, "num_hidden_layers": 48, "intermediate_size": 6144,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-        "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
-        "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "rope_scaling": None,
-        "max_position_embeddings": 40960, "tie_word_embeddings": False, "vocab_size": 151936,
-    },
-}  # fmt: skip
+# The families of which a part of the layers can be written. Others say what each layer is.
+LIKE = tuple(name for name, config in CONFIGS.items() if config["model_type"].startswith("qwen3"))
 
 
 @dataclass(frozen=True)
@@ -116,15 +57,16 @@ class Tensor:
         return int(np.prod(self.shape)) * {"U32": 4, "F32": 4, "BF16": 2}[self.dtype]
 
 
-def plan(config: dict) -> tuple[list[Tensor], dict]:
-    """The tensors of mlx-lm's 4-bit checkpoint of a model.
+def plan(config: dict, bits: int = BITS) -> tuple[list[Tensor], dict]:
+    """The tensors of mlx-lm's quantized checkpoint of a model.
 
     Args:
         config (dict): The model's configuration.
+        bits (int): Of a weight.
 
     Returns:
         tuple[list[Tensor], dict]: The tensors in the model's order, and the configuration of the
-        4-bit checkpoint.
+        quantized checkpoint.
     """
     import mlx.core as mx
     from mlx.utils import tree_flatten
@@ -134,7 +76,7 @@ def plan(config: dict) -> tuple[list[Tensor], dict]:
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(copy.deepcopy(config)))
     with contextlib.redirect_stdout(io.StringIO()):  # mlx-lm prints the bits per weight
-        model, config = quantize_model(model, config, GROUP_SIZE, BITS)
+        model, config = quantize_model(model, config, GROUP_SIZE, bits)
     tensors = []
     for name, a in tree_flatten(model.parameters()):
         dtype = "U32" if a.dtype == mx.uint32 else "F32" if name.endswith("A_log") else "BF16"
@@ -335,7 +277,8 @@ def _chunks(tensor, shapes, seed, silent_rows, routers=None):
         yield _bf16(np.ones(count))
 
 
-def _write_shard(path, tensors, shapes, seed, silent_rows, routers, progress):
+def _header(tensors):
+    """The first bytes of a safetensors file."""
     header, offset = {"__metadata__": {"format": "mlx"}}, 0
     for t in tensors:
         header[t.name] = {
@@ -346,8 +289,28 @@ def _write_shard(path, tensors, shapes, seed, silent_rows, routers, progress):
         offset += t.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_headers(folder: Path, config: dict, bits: int = BITS) -> None:
+    """Write a checkpoint whose weights are a hole: its sizes are a real one's, its bytes zero.
+
+    Args:
+        folder (Path): It must exist, on a file system that has sparse files.
+        config (dict): The model's configuration.
+        bits (int): Of a weight.
+    """
+    tensors, config = plan(config, bits)
+    header = _header(tensors)
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(header)
+        file.truncate(len(header) + sum(t.nbytes for t in tensors))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _write_shard(path, tensors, shapes, seed, silent_rows, routers, progress):
     with open(path, "wb") as f:
-        f.write(len(text).to_bytes(8, "little") + text)
+        f.write(_header(tensors))
         for t in tensors:
             for chunk in _chunks(t, shapes, seed, silent_rows, routers):
                 f.write(chunk)
@@ -390,7 +353,7 @@ def synthesize(
     Args:
         out (str or Path): The folder to make. It must not exist. Until the last byte is on disk
             its name is ``OUT.partial``.
-        like (str): A key of ``CONFIGS``.
+        like (str): One of ``LIKE``.
         layers (int or None): How many layers. Default: as many as the real model.
         vocab (int or None): Rows of the embedding and of the head. Default: the tokenizer's.
         seed (int): Seed of every byte.
@@ -414,8 +377,8 @@ def synthesize(
 
     out = Path(out)
     if config is None:
-        if like not in CONFIGS:
-            raise ValueError(f"like={like!r}: expected one of {', '.join(CONFIGS)}")
+        if like not in LIKE:
+            raise ValueError(f"like={like!r}: expected one of {', '.join(LIKE)}")
         config = CONFIGS[like]
     config = copy.deepcopy(config)
     text = config.get("text_config", config)

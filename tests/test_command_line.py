@@ -19,9 +19,9 @@ from moelab.commands.arguments import flag
 from moelab.commands.stream_options import STREAM_OPTIONS
 from moelab.lab import limit, machine, records
 from moelab.lab.experiments import (
-    advise,
     bench,
     faults,
+    plan,
     reads,
     rollback,
     top_k,
@@ -102,7 +102,11 @@ TAKES = {  # every command: the least that it is called with, and all its option
         {"--prompts": "3", "--rounds": "43", "--length": "65", "--kind": "prose",
          "--json": "r.json"},
     ),
-    "advise": (["M"], {"--memory": "900"}),
+    "plan": (
+        ["gpt-oss-20b"],
+        {"--ram": "19", "--ssd": "23.5", "--chip": "M3 Ultra", "--cores": "31", "--bits": "6",
+         "--prompt": "919"},
+    ),
     "synthesize": (
         ["O"],
         {"--like": "qwen3.5-122b-a10b", "--layers": "3", "--vocab": "777", "--tokenizer": "T",
@@ -123,7 +127,8 @@ SHOWN = {  # how a value looks where it arrives, if not as it was given
     "--together": "'together': False", ("bench", "--lengths"): "num_drafts='auto'",
     ("bench", "--cold"): "cold='prompt'", ("bench", "--limits"): "limit_nbytes=900000000",
     "--direct": "direct=True", "--packed": "path='P'", "--prompt-tokens": "[12, 34]",
-    "--depth": "(2, 6)", "--megabytes": str(9 << 20), "--memory": "900000000",
+    "--depth": "(2, 6)", "--megabytes": str(9 << 20), "--cores": "'cores': 31",
+    ("plan", "--prompt"): "'prompt': 919", ("plan", "--bits"): "'bits': 6",
     ("bench-top-k", "--top-k"): "(5, 3)", "--quiet": "False",
 }  # fmt: skip
 BENCHES = [name for name in TAKES if name.startswith("bench")]
@@ -134,7 +139,7 @@ WORK = (  # what a command calls to do its work
     (cache_prompt, "cache_prompt"), (bench, "measure"),
     (reads, "bench_reads"), (top_k, "measure"), (faults, "measure"),
     (rollback, "bench_rollback"),
-    (advise, "advise"), (synthesize, "synthesize"), (repack, "repack"),
+    (plan, "advise"), (plan, "describe"), (synthesize, "synthesize"), (repack, "repack"),
 )  # fmt: skip
 REPORTS = (
     (bench, "report"), (reads, "report"), (top_k, "report"),
@@ -381,8 +386,9 @@ def impossible():
         "bench-reads M --depth 0",
         "bench-reads M --depth 1,-1",
         "bench-reads M --depth 4,4",
-        "advise M --memory 0",
-        "advise M --memory -1",
+        "plan M --ram 0",
+        "plan M --ssd nan",
+        "plan M --bits 5",
         "synthesize O --layers 0",
         "synthesize O --seed -1",
         "synthesize O --vocab 0",
@@ -543,7 +549,7 @@ def test_a_writable_json_is_not_made_before_the_work(calls, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     "command",
     [
-        ["check", ""], ["generate", "", "--prompt", "x"], ["bench", ""], ["advise", ""],
+        ["check", ""], ["generate", "", "--prompt", "x"], ["bench", ""], ["plan", ""],
         ["repack", "", "O"], ["repack", "M", ""], ["synthesize", ""],
         ["synthesize", "O", "--tokenizer", ""], ["synthesize", "O", "--routing", ""],
         ["bench", "M", "--draft", ""], ["bench", "M", "--packed", ""],

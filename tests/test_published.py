@@ -12,7 +12,8 @@ from collections import Counter
 import pytest
 
 from moelab import DATA
-from moelab.lab import published
+from moelab.lab import records
+from moelab.lab.experiments import published
 
 with open(DATA / "published.csv", newline="") as file:
     ROWS = list(csv.DictReader(file))
@@ -56,3 +57,13 @@ def test_a_sources_factor_is_the_median_of_its_rows():
     found = published.by_source(rows)
     assert found.loc["one", ["worst", "factor"]].tolist() == pytest.approx([3, (1 + 4 / 3) / 2])
     assert published.reached(found)["median"] == found.loc["one", "factor"]
+
+
+def test_the_record_is_what_is_predicted_now():
+    record = records.read("planned_published")
+    table = published.rows()
+    table = table[table.why_not == ""]
+    assert len(record) == len(table) and (record.published_tok_s == table.tok_s.to_numpy()).all()
+    sample = table.assign(record=record.predicted_tok_s.to_numpy()).groupby("group").head(1)
+    for _, row in sample[sample.model != "Kimi-K3 2.78T"].iterrows():
+        assert published.predict(row).tok_s == pytest.approx(row.record, rel=1e-3)

@@ -2,7 +2,7 @@
 
 import argparse
 
-from ..synthesize import CONFIGS, synthesize
+from ..synthesize import LIKE, synthesize
 from .argument_types import not_empty, positive, zero_or_more
 from .arguments import add_number
 
@@ -20,9 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--like",
         default="qwen3.5-35b-a3b",
-        choices=list(CONFIGS),
+        choices=LIKE,
         metavar="NAME",
-        help=f"whose shapes to take: {', '.join(CONFIGS)} (default: %(default)s)",
+        help=f"whose shapes to take: {', '.join(LIKE)} (default: %(default)s)",
     )
     parser.add_argument(
         "--layers",

@@ -28,6 +28,7 @@ SCRIPTS = {  # name: its module, what it does
     "passes": ("experiments.verify", "what a pass over several positions costs"),
     "peers": ("peers", "what people use instead: fetch and build it, compare its texts"),
     "placements": ("experiments.several_machines", "where experts lie on machines, replayed"),
+    "published": ("experiments.published", "speeds that others publish, beside the planner's"),
     "ranks": ("experiments.ranks", "experts divided over ranks of this machine"),
     "records": ("recording", "measure records of data/records.toml again, by part or name"),
     "servers": ("experiments.servers", "a server at work for long, or with little memory"),

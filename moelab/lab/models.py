@@ -1,6 +1,13 @@
-"""Model folders."""
+"""Model folders, and the sizes of models that are not there."""
 
+import functools
+import tempfile
+from dataclasses import replace
 from pathlib import Path
+
+from ..configs import CONFIGS
+from ..replay.sizes import ModelSizes
+from ..synthesize import BITS, write_headers
 
 
 def folder(path: str | Path) -> Path:
@@ -20,3 +27,24 @@ def folder(path: str | Path) -> Path:
         raise ValueError(
             f"{path}: no such folder, and the Hub did not give it ({why}). Check the name."
         ) from error
+
+
+@functools.lru_cache
+def named_sizes(
+    name: str, memory_nbytes: float = float("inf"), bits: int = BITS, top_k: int | None = None
+) -> ModelSizes:
+    """The sizes of a published model, from its configuration.
+
+    Args:
+        name (str): A key of ``configs.CONFIGS``.
+        memory_nbytes (float): For the process and its page cache.
+        bits (int): Of a weight.
+        top_k (int, optional): Experts per token. Default: the model's.
+
+    Raises:
+        ValueError: If the model does not fit in the memory with K slots.
+    """
+    with tempfile.TemporaryDirectory() as path:
+        write_headers(Path(path), CONFIGS[name], bits)
+        sizes = ModelSizes.of(path, memory_nbytes)
+    return replace(sizes, K=top_k or sizes.K)

@@ -1,7 +1,9 @@
 """What a model takes of memory, as ``plan`` says, and its shape."""
 
+import re
 from dataclasses import dataclass
 
+from ..checkpoint import Checkpoint
 from ..streaming.config import StreamConfig
 from ..streaming.footprint import footprint
 from ..streaming.plan import plan
@@ -19,6 +21,9 @@ class ModelSizes:
         L (int): MoE layers.
         E (int): Experts in each.
         K (int): Experts per token.
+        token_nbytes (int): What a token needs of the checkpoint beside experts: all but the table
+            of embeddings, which is the head's, too, in some models.
+        layers (int): All layers, those without experts as well.
     """
 
     checkpoint_nbytes: int
@@ -28,6 +33,8 @@ class ModelSizes:
     L: int
     E: int
     K: int
+    token_nbytes: int = 0
+    layers: int = 0
 
     @classmethod
     def of(cls, path, memory_nbytes: float = float("inf")) -> "ModelSizes":
@@ -43,6 +50,11 @@ class ModelSizes:
         found = footprint(path, StreamConfig(mode="resident"))
         memory = int(min(memory_nbytes, 1 << 60))  # infinity is no int
         planned = plan(path, memory_nbytes=memory)
+        tensors = Checkpoint(path).tensors
+        experts = found.num_layers * found.num_experts * found.expert_nbytes
+        is_tied = not any("head" in name for name in tensors)
+        table = 0 if is_tied else sum(t.nbytes for n, t in tensors.items() if "embed" in n)
+        layers = {n[0] for name in tensors if (n := re.findall(r"layers\.(\d+)\.", name))}
         return cls(
             checkpoint_nbytes=found.checkpoint_nbytes,
             other_nbytes=planned.other_nbytes,
@@ -51,6 +63,8 @@ class ModelSizes:
             L=planned.num_layers,
             E=planned.num_experts,
             K=planned.top_k,
+            token_nbytes=found.checkpoint_nbytes - experts - table,
+            layers=len(layers),
         )
 
     @property

@@ -1,10 +1,9 @@
-"""``python -m moelab advise``: measure this machine and a model; ``replay.advice`` decides.
+"""How to stream a model on this machine: measure both; ``replay.advice`` decides.
 
 The path: ``advise`` here collects the numbers, ``replay.advice.advise`` replays every setting with
 ``replay.pagecache.replay`` and picks one, ``replay.advice.with_lookahead`` adds prefetch.
 """
 
-import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,8 +11,6 @@ import numpy as np
 
 from ... import StreamConfig, Trace, footprint, load
 from ...checkpoint import Checkpoint
-from ...commands.argument_types import positive
-from ...commands.arguments import add_model
 from ...hooks import hooked
 from ...memory import memory_available
 from ...replay import advice
@@ -138,23 +135,3 @@ def _counted(model, ids, tokens):
 
     with hooked(ahead, and_wait, "prefetch"):
         return decode(model, ids, tokens, warmup=4).counters
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    parser.description = (
-        "Measure this machine for some ten seconds (longer for a large model), replay a trace "
-        "with what was found, and say how to stream the model."
-    )
-    add_model(parser)
-    parser.add_argument(
-        "--memory",
-        type=positive,
-        metavar="MB",
-        help="for the process and its page cache (default: what is available now)",
-    )
-
-
-def run(args: argparse.Namespace) -> None:
-    """The command."""
-    print(advise(args.model, None if args.memory is None else args.memory * 1_000_000))

@@ -146,7 +146,9 @@ def live(
 def machine_and_model(samples: "DataFrame") -> tuple[ModelSizes, Costs]:
     """The sizes of a record of ``lab costs``, and the costs that follow from it."""
     given = samples.attrs["settings"]
-    return ModelSizes(**{f.name: given[f.name] for f in fields(ModelSizes)}), costs_of(samples)
+    return ModelSizes(
+        **{f.name: given[f.name] for f in fields(ModelSizes) if f.name in given}
+    ), costs_of(samples)
 
 
 def replayed(

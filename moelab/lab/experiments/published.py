@@ -1,18 +1,33 @@
 """Speeds that others publish, against what the planner predicts for their machines.
 
+python -m moelab.lab published OUT.json
+
 The rows are ``data/published.csv``'s. This was fixed before anything was fitted: which rows count
 (``why_not``), on which sources the planner's constants are fitted and on which it is judged
 (``side``), and how (``by_source``, ``GOALS``).
 """
 
 import csv
+import functools
 import hashlib
 import re
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tqdm import tqdm
 
-from ..shipped import shipped
+from ...replay.machine import (
+    CHIPS,
+    COPY_BYTES_PER_S,
+    LAYER_S,
+    WAIT_S,
+    Machine,
+    typical_trace,
+)
+from ...replay.pagecache import Replay, replay
+from ...shipped import shipped
+from .. import records
+from ..models import named_sizes
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -38,13 +53,17 @@ MODELS = {
     "GLM-5.2": "glm-5",
     "GLM-5.2 744B": "glm-5",
     "Kimi-K3 2.78T": "kimi-k3",
-    "Laguna-S2.1 117B": "laguna-s2.1",
-    "OLMoE 7B": "olmoe",
+    "Laguna-S2.1 117B": "laguna-s-2.1",
+    "OLMoE 7B": "olmoe-1b-7b",
 }
 MOST_CONTEXT = 8192  # tokens: with more, caches take much of a token's time
 # Other arithmetic than a streaming engine's, or answers that are not the model's.
 OTHER_METHODS = ("serial", "TurboQuant", "skipped", "top-p", "mmap")
 OTHER_DEVICES = ("RTX", "Vulkan", "phone")
+# Cores of the computers that are no Macs; GB/s of chips that have two rates, by their memory.
+CORES = {"4 vCPU Xeon 2.8 GHz VM": 4, "Ryzen AI Max+ 395 (Strix Halo)": 16}
+SLOWER = {("M4 Max", 36): 410, ("M5 Max", 36): 460, ("M3 Max", 36): 300}
+TOKENS = 400  # of the trace, half of them to fill the caches
 
 
 def rows() -> "DataFrame":
@@ -145,3 +164,121 @@ def reached(sources: "DataFrame") -> dict[str, float]:
         "four of five": float(factor.quantile(0.8)),
         "worst": float(factor.max()),
     }
+
+
+def machine_of(row: "Series") -> Machine:
+    """The machine that a row was measured on."""
+    ram, disk = row.ram_gb * 1e9, (row.ssd_gb_s if row.ssd_gb_s == row.ssd_gb_s else 1.0) * 1e9
+    if row.machine in CORES:
+        return Machine.cpu(ram, disk, CORES[row.machine])
+    chip = row.machine.split(" (")[0]
+    return Machine.mac(ram, disk, SLOWER.get((chip, row.ram_gb), CHIPS[chip]) * 1e9)
+
+
+def predict(row: "Series") -> Replay:
+    """What a token takes with a row's model, machine and slots."""
+    top_k = None if row.top_k != row.top_k else int(row.top_k)
+    sizes = named_sizes(MODELS[row.model], bits=int(row.bits[0]), top_k=top_k)
+    one = sizes.L * sizes.expert_nbytes
+    if row.slots_or_cache == "all" or row.hit_rate == 1:
+        held = sizes.E
+    elif row.held_gb == row.held_gb:
+        held = int(row.held_gb * 1e9 / one)
+    else:
+        held = 0 if row.slots != row.slots else int(row.slots)
+    machine = machine_of(row)
+    other = sizes.checkpoint_nbytes - one * sizes.E
+    held = min(held, sizes.E)
+    slots, policy = (held, "lru") if held >= sizes.K else (sizes.K, "none")
+    arrays = 0 if row.slots_or_cache == "page cache" else other + slots * one
+    # What a source says that it holds, it holds: the page cache has the rest, or nothing.
+    memory = max(machine.memory_nbytes, other + slots * one)
+    return replay(
+        _trace(sizes),
+        memory,
+        slots,
+        policy,
+        expert_nbytes=sizes.expert_nbytes,
+        costs=machine.costs(sizes, arrays),
+        other_nbytes=other,
+        skip=TOKENS // 2,
+    )
+
+
+@functools.lru_cache
+def _trace(sizes):
+    return typical_trace(sizes, TOKENS)
+
+
+def predicted() -> "DataFrame":
+    """The rows that count, with what is predicted for them."""
+    table = rows()
+    table = table[table.why_not == ""]
+    found = [predict(row) for _, row in tqdm(table.iterrows(), total=len(table), leave=False)]
+    return table.assign(
+        predicted_tok_s=[r.tok_s for r in found],
+        predicted_hit_rate=[r.app_hit_rate for r in found],
+        replay=found,
+    )
+
+
+def fit(table: "DataFrame", rounds: int = 4000) -> dict[str, float]:
+    """The constants of a Mac with which the rows of ``fit`` are least far off.
+
+    A token's time is a sum over the constants, so each row is a few numbers. What is least is the
+    mean square of the logarithm of predicted over published, of each source alike.
+
+    Args:
+        table (DataFrame): Of ``predicted``.
+        rounds (int): Of the search, which changes the constants at random.
+
+    Returns:
+        dict[str, float]: ``LAYER_S``, ``WAIT_S`` and ``COPY_BYTES_PER_S`` of ``replay.machine``.
+    """
+    table = table[(table.side == "fit") & ~table.machine.isin(CORES)]
+    parts = np.array([_parts(row) for _, row in table.iterrows()])
+    published_s = 1 / table.tok_s.to_numpy()
+    weight = 1 / table.groupby("group").tok_s.transform("size").to_numpy()
+    rng, best, least = np.random.default_rng(0), np.ones(3), float("inf")
+    for i in range(rounds):
+        step = rng.normal(0, 0.3 * (1 - i / rounds), 3) * (rng.random(3) < 0.5)
+        tried = best * np.exp(step)
+        error = weight @ np.log((parts[:, 0] + parts[:, 1:] @ tried) / published_s) ** 2
+        if error < least:
+            best, least = tried, error
+    return {
+        "LAYER_S": LAYER_S * float(best[0]),
+        "WAIT_S": WAIT_S * float(best[1]),
+        "COPY_BYTES_PER_S": COPY_BYTES_PER_S / float(best[2]),
+    }
+
+
+def _parts(row):
+    """Seconds of a row's token: what the constants do not change, and by each of them."""
+    found, machine = row.replay, machine_of(row)
+    layers_s = named_sizes(MODELS[row.model]).layers * machine.layer_s
+    copies_s = found.copied_per_token / machine.copy_bytes_per_s
+    disk_s = found.read_per_token / machine.disk_bytes_per_s
+    waits_s = found.parts_s["copies"] + found.parts_s["disk"] - copies_s - disk_s
+    return found.mean_s - layers_s - waits_s - copies_s, layers_s, waits_s, copies_s
+
+
+def main(out: str) -> None:
+    """Predict every row that counts, and say how far off the predictions are by source.
+
+    Args:
+        out (str): The record's file.
+    """
+    running = records.Running("published", {"goals": GOALS, "tokens": TOKENS})
+    table = predicted()
+    sources = by_source(table)
+    text = f"{sources.round(2).to_string()}\n\nleft out, goal and reached:"
+    for name, value in reached(sources).items():
+        text += f"\n{name:14} {GOALS[name]:.2f} {value:.2f}"
+    text += f"\n\nfitted: {fit(table)}"
+    table = table.rename(columns={"tok_s": "published_tok_s", "group": "variant"})
+    kept = ["source", "variant", "side", "model", "bits", "machine", "ram_gb", "ssd_gb_s", "method"]
+    kept += ["top_k", "slots_or_cache", "held_gb", "hit_rate", "published_tok_s"]
+    kept += ["predicted_tok_s", "predicted_hit_rate"]
+    samples = running.table(table[kept].to_dict("records"))
+    records.print_and_save(text, samples, out)

@@ -1,0 +1,163 @@
+"""What a token costs on a machine that is known by a few numbers, for a plan without a measurement.
+
+A decoded token goes once through the weights that it needs, so its arithmetic takes as long as the
+memory, or a CPU's cores, take to go through them. Each layer takes a time of its own beside that,
+and another one if some of its experts have to be read.
+"""
+
+from dataclasses import dataclass
+
+from ..streaming.trace import Trace
+from .costs import Costs
+from .locality import Locality, synthesize
+from .sizes import ModelSizes
+
+# Of a Mac: a layer, a layer that reads, and bytes copied from the page cache. These are a typical
+# published engine's: ``lab.experiments.published`` fits them on the sources that it calls ``fit``.
+LAYER_S, WAIT_S, COPY_BYTES_PER_S = 0.128e-3, 1.09e-3, 20.5e9
+# Of the rate that an SSD is said to have, what the engine's reads of experts reach: 1.2 of 1.55
+# GB/s by fio (data/results/cpu_reads_35b.json).
+DISK_SHARE = 0.8
+# Of a CPU, from data/results/cpu_costs_35b.json (two cores, AVX-512): bytes of weights by one core,
+# a layer, a layer that reads from the disk or the page cache, and bytes copied.
+CORE_BYTES_PER_S, CPU_LAYER_S, CPU_WAITS_S, CPU_COPY_BYTES_PER_S = (
+    9.6e9,
+    1.5e-3,
+    (0.76e-3, 0.43e-3),
+    6.1e9,
+)
+# How often experts are chosen: the k-th most popular of a layer as ``k ** -ZIPF``, without
+# regard to the tokens before. Fitted on hit rates that the same sources publish, which it meets
+# within 0.07 (root of the mean square).
+ZIPF = 1.12
+# What the system and other programs keep, at most a quarter of the memory. A Mac lets its GPU have
+# two thirds of its memory, or three quarters of more than 36 GB.
+SYSTEM_NBYTES, SYSTEM_SHARE = 4e9, 0.25
+GPU_SHARES = ((36e9, 2 / 3), (float("inf"), 3 / 4))
+# GB/s of a Mac's memory, as Apple states them; the larger of two where a chip has two.
+CHIPS = {
+    "M1": 68, "M1 Pro": 200, "M1 Max": 400, "M1 Ultra": 800,
+    "M2": 100, "M2 Pro": 200, "M2 Max": 400, "M2 Ultra": 800,
+    "M3": 100, "M3 Pro": 150, "M3 Max": 400, "M3 Ultra": 819,
+    "M4": 120, "M4 Pro": 273, "M4 Max": 546,
+    "M5": 153, "M5 Pro": 307, "M5 Max": 614,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine.
+
+    Attributes:
+        ram_nbytes (float): Its memory.
+        disk_bytes_per_s (float): At which the engine reads experts from the SSD.
+        weights_bytes_per_s (float): At which a token goes through the weights that it needs.
+        layer_s (float): What a layer takes beside that.
+        wait_s (tuple[float, float]): What it takes longer if experts are read, from the SSD and
+            from the page cache.
+        copy_bytes_per_s (float): At which experts are read from the page cache.
+        is_mac (bool): Whether a GPU computes, in the same memory.
+    """
+
+    ram_nbytes: float
+    disk_bytes_per_s: float
+    weights_bytes_per_s: float
+    layer_s: float
+    wait_s: tuple[float, float]
+    copy_bytes_per_s: float
+    is_mac: bool = False
+
+    @classmethod
+    def mac(cls, ram_nbytes: float, disk_bytes_per_s: float, memory_bytes_per_s: float):
+        """A Mac, by its SSD's and its memory's rates."""
+        disk_bytes_per_s *= DISK_SHARE
+        rates = memory_bytes_per_s, LAYER_S, (WAIT_S, WAIT_S), COPY_BYTES_PER_S
+        return cls(ram_nbytes, disk_bytes_per_s, *rates, is_mac=True)
+
+    @classmethod
+    def cpu(cls, ram_nbytes: float, disk_bytes_per_s: float, cores: int):
+        """A computer whose CPU computes, by its SSD's rate and its cores."""
+        disk_bytes_per_s *= DISK_SHARE
+        rates = cores * CORE_BYTES_PER_S, CPU_LAYER_S, CPU_WAITS_S, CPU_COPY_BYTES_PER_S
+        return cls(ram_nbytes, disk_bytes_per_s, *rates)
+
+    @classmethod
+    def measured(cls, costs: Costs, sizes: ModelSizes, memory_nbytes: float):
+        """A machine by the costs that were measured on it with one model.
+
+        Args:
+            costs (Costs): Measured.
+            sizes (ModelSizes): Of that model.
+            memory_nbytes (float): What a model and its page cache may take.
+        """
+        rate = sizes.expert_nbytes / costs.expert_s
+        return cls(
+            _with_the_systems(memory_nbytes),
+            1 / (costs.direct_s_per_byte if costs.reads_direct else costs.cold_s_per_byte),
+            rate,
+            max(0.0, costs.fixed_s - sizes.token_nbytes / rate) / sizes.layers,
+            (costs.cold_call_s, costs.warm_call_s),
+            1 / costs.warm_s_per_byte,
+            is_mac=not costs.reads_direct,
+        )
+
+    @property
+    def memory_nbytes(self) -> float:
+        """What a model and its page cache may take."""
+        return left_of(self.ram_nbytes)
+
+    @property
+    def model_nbytes(self) -> float:
+        """What the model alone may take."""
+        if not self.is_mac:
+            return self.memory_nbytes
+        share = next(share for most, share in GPU_SHARES if self.ram_nbytes <= most)
+        return min(self.memory_nbytes, share * self.ram_nbytes)
+
+    def costs(self, sizes: ModelSizes, held_nbytes: float = 0.0) -> Costs:
+        """What a replay needs, for a model.
+
+        Where its arrays take more than ``model_nbytes``, a Mac swaps. A token goes through all of
+        the backbone, and the system drops what was used longest ago, which comes next: so the
+        backbone is read again for each token.
+
+        Args:
+            sizes (ModelSizes): Of the model.
+            held_nbytes (float): Its arrays: slots and all else.
+        """
+        swapped = sizes.token_nbytes if self.is_mac and held_nbytes > self.model_nbytes else 0
+        past = (1 / self.disk_bytes_per_s, self.wait_s[0]) if not self.is_mac else (float("nan"), 0)
+        return Costs(
+            fixed_s=sizes.token_nbytes / self.weights_bytes_per_s
+            + sizes.layers * self.layer_s
+            + swapped / self.disk_bytes_per_s,
+            expert_s=sizes.expert_nbytes / self.weights_bytes_per_s,
+            warm_s_per_byte=1 / self.copy_bytes_per_s,
+            cold_s_per_byte=1 / self.disk_bytes_per_s,
+            warm_call_s=self.wait_s[1],
+            cold_call_s=self.wait_s[0],
+            direct_s_per_byte=past[0],
+            direct_call_s=past[1],
+        )
+
+
+def typical_trace(sizes: ModelSizes, tokens: int, seed: int = 0) -> Trace:
+    """A trace of a model's shape that hits slots as often as published models do.
+
+    Args:
+        sizes (ModelSizes): Of the model.
+        tokens (int): T.
+        seed (int): Of the draw.
+    """
+    locality = Locality((ZIPF,), (0.0,), (1.0,))
+    return synthesize(locality, tokens, sizes.L, sizes.E, sizes.K, seed)
+
+
+def left_of(ram_nbytes: float) -> float:
+    """What the system and other programs leave of a machine's memory."""
+    return ram_nbytes - min(SYSTEM_NBYTES, SYSTEM_SHARE * ram_nbytes)
+
+
+def _with_the_systems(memory_nbytes):
+    """A machine's memory, of which so much is left."""
+    return memory_nbytes + min(SYSTEM_NBYTES, memory_nbytes * SYSTEM_SHARE / (1 - SYSTEM_SHARE))

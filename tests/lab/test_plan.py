@@ -1,0 +1,102 @@
+"""``python -m moelab plan`` by name: before a model is downloaded, on this or another machine."""
+
+from itertools import pairwise
+
+import pytest
+
+import moelab
+from moelab.__main__ import main
+from moelab.configs import CONFIGS
+from moelab.lab.experiments import plan
+from moelab.lab.models import named_sizes
+from moelab.replay.machine import CHIPS, Machine
+from moelab.synthesize import LIKE, synthesize
+
+# Parameters as published, in billions.
+PUBLISHED_B = {
+    "qwen3.5-35b-a3b": 34.7, "qwen3.5-122b-a10b": 122, "qwen3.5-397b-a17b": 397,
+    "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235, "gpt-oss-20b": 20.9, "gpt-oss-120b": 117,
+    "glm-4.5-air": 106, "glm-5": 744, "deepseek-v3": 671, "kimi-k2": 1030,
+    "deepseek-v4-flash": 284, "deepseek-v4.1-flash": 552, "minimax-m3": 428,
+    "gemma-4-26b-a4b": 25.2, "nemotron-3-nano-30b-a3b": 31.6, "nemotron-3-super-120b-a12b": 120.7,
+    "qwen3.8-flash-next": 125, "laguna-s-2.1": 117.6, "kimi-k3": 2780, "glm-5.3-flash": 313.4,
+    "olmoe-1b-7b": 6.9,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_models_sizes_follow_from_its_configuration(name):
+    sizes = named_sizes(name)
+    assert sizes.checkpoint_nbytes / 0.5625 / 1e9 == pytest.approx(PUBLISHED_B[name], rel=0.03)
+    assert 0 < sizes.L <= sizes.layers and 0 < sizes.K < sizes.E
+    assert (
+        0
+        < sizes.token_nbytes
+        < sizes.checkpoint_nbytes - sizes.L * sizes.E * sizes.expert_nbytes * 0.99
+    )
+
+
+def test_a_name_has_the_sizes_of_the_checkpoint_that_is_written_like_it(tmp_path):
+    like = LIKE[0]
+    config = {**CONFIGS[like], "text_config": {**CONFIGS[like]["text_config"], "num_experts": 16}}
+    path = synthesize(tmp_path / "m", like, 4, config=config, progress=False)
+    from moelab.replay.sizes import ModelSizes
+
+    written, named = ModelSizes.of(path), named_sizes(like)
+    assert (written.expert_nbytes, written.K) == (named.expert_nbytes, named.K)
+    assert written.slot_nbytes * 10 == named.slot_nbytes
+    assert (written.layers, named.layers) == (4, 40)
+
+
+def test_more_memory_and_a_faster_ssd_are_never_slower():
+    for name in ("qwen3.5-35b-a3b", "gpt-oss-120b"):
+        speeds = [
+            1 / plan.forecast(name, Machine.mac(ram * 1e9, ssd * 1e9, 150e9)).advice.token_s
+            for ram, ssd in ((16, 3), (32, 3), (32, 6), (128, 6))
+        ]
+        assert all(b >= 0.98 * a for a, b in pairwise(speeds)), speeds
+
+
+def test_a_forecasts_parts_are_its_token():
+    found = plan.forecast("gpt-oss-20b", Machine.cpu(16e9, 2e9, 4))
+    assert sum(found.parts_s.values()) == pytest.approx(found.advice.token_s, rel=0.01)
+    least, most = found.prompt_s(1000)
+    assert 0 < least < most and found.prompt_s(1)[0] < least
+    better = dict(plan.changes(found))
+    assert max(f.advice.token_s for f in better.values()) <= 1.02 * found.advice.token_s
+
+
+def test_another_machine_on_the_command_line(capsys):
+    assert main(["plan", "gpt-oss-20b", "--ram", "16", "--ssd", "3", "--chip", "M4"]) == 0
+    said = capsys.readouterr().out
+    machine = Machine.mac(16e9, 3e9, CHIPS["M4"] * 1e9)
+    assert str(plan.forecast("gpt-oss-20b", machine)) in said
+    assert "what would help most" in said and "by a formula" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    (
+        ("gpt-oss-20b --ram 16 --chip M4", 1, "give its ram and ssd"),
+        ("gpt-oss-20b --ram 16 --ssd 3 --chip M4 --cores 4", 1, "expected a chip or cores"),
+        (f"{moelab.DATA / 'models' / 'tiny-moe'} --ssd 16", 2, "expected a model by name"),
+        ("gpt-oss-20b --chip M9 --ram 1 --ssd 1", 2, "invalid choice"),
+    ),
+)
+def test_half_a_machine_is_refused(words, code, expected, capsys):
+    try:
+        got = main(["plan", *words.split()])
+    except SystemExit as ended:
+        got = ended.code
+    assert got == code and expected in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_fit_says_what_it_needs(capsys):
+    assert main(["plan", "kimi-k3", "--ram", "8", "--ssd", "1", "--cores", "4"]) == 1
+    assert "kimi-k3 does not fit: expected at least" in capsys.readouterr().err
+
+
+def test_this_machine_is_measured():
+    machine = plan.this_machine()
+    assert machine.disk_bytes_per_s > 0 and machine.weights_bytes_per_s > 0
+    assert plan.forecast("qwen3.5-35b-a3b", machine).advice.token_s > 0

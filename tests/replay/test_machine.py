@@ -1,0 +1,92 @@
+"""``Machine``: what a model's tokens cost by a machine's numbers."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moelab.lab.experiments.costs import costs_of
+from moelab.lab.records import read
+from moelab.replay.machine import (
+    CORE_BYTES_PER_S,
+    CPU_COPY_BYTES_PER_S,
+    CPU_LAYER_S,
+    CPU_WAITS_S,
+    DISK_SHARE,
+    Machine,
+    typical_trace,
+)
+from moelab.replay.pagecache import replay
+from moelab.replay.sizes import ModelSizes
+
+SIZES = ModelSizes(19.5e9, 2e9, 1_769_472, 70_778_880, 40, 256, 8, token_nbytes=1.1e9, layers=40)
+MAC = Machine.mac(32e9, 6e9, 150e9)
+
+
+def speed(machine, slots=64):
+    found = replay(
+        typical_trace(SIZES, 80),
+        machine.memory_nbytes,
+        slots,
+        expert_nbytes=SIZES.expert_nbytes,
+        costs=machine.costs(SIZES, SIZES.other_nbytes + slots * SIZES.slot_nbytes),
+        other_nbytes=int(SIZES.other_nbytes),
+        skip=40,
+    )
+    return found.tok_s
+
+
+def test_a_faster_part_makes_a_faster_machine():
+    for faster in (
+        Machine.mac(32e9, 12e9, 150e9),
+        Machine.mac(32e9, 6e9, 300e9),
+        replace(MAC, layer_s=0.0),
+        replace(MAC, wait_s=(0.0, 0.0)),
+    ):
+        assert speed(faster) > speed(MAC)
+
+
+def test_arithmetic_alone_takes_as_long_as_the_memory_brings_the_weights():
+    bare = replace(MAC, layer_s=0.0)
+    costs = bare.costs(SIZES)
+    needed = SIZES.token_nbytes + SIZES.L * SIZES.K * SIZES.expert_nbytes
+    assert costs.fixed_s + SIZES.L * SIZES.K * costs.expert_s == pytest.approx(needed / 150e9)
+
+
+def test_slots_beyond_the_gpus_share_of_the_memory_are_a_cliff():
+    small = Machine.mac(24e9, 6e9, 150e9)
+    most = SIZES.fits(small.model_nbytes)
+    assert SIZES.K < most < SIZES.E
+    assert speed(small, most) > 1.5 * speed(small, most + 1)
+    assert MAC.model_nbytes == pytest.approx(2 / 3 * 32e9)
+    assert Machine.mac(64e9, 6e9, 150e9).model_nbytes == pytest.approx(48e9)
+
+
+def test_a_measured_machine_gives_back_what_was_measured():
+    samples = read("cpu_costs_35b")
+    costs, given = costs_of(samples), samples.attrs["settings"]
+    sizes = replace(SIZES, L=given["L"], layers=4, token_nbytes=9e7)
+    machine = Machine.measured(costs, sizes, 20e9)
+    again = machine.costs(sizes)
+    assert machine.memory_nbytes == pytest.approx(20e9)
+    assert again.fixed_s == pytest.approx(costs.fixed_s)
+    assert again.expert_s == pytest.approx(costs.expert_s)
+    assert again.direct_s_per_byte == pytest.approx(costs.direct_s_per_byte)
+
+
+def test_a_cpus_constants_are_the_records():
+    samples = read("cpu_costs_35b")
+    costs, given = costs_of(samples), samples.attrs["settings"]
+    cores = samples.attrs["machine"]["cores"]
+    rate = given["expert_nbytes"] / costs.expert_s
+    # Beside experts a token goes through the backbone; the table of embeddings is as large as the
+    # head, 8,192 rows at 4.5 bits.
+    head = 8192 * 2048 * 4.5 / 8
+    token = given["checkpoint_nbytes"] - given["L"] * given["E"] * given["expert_nbytes"] - head
+    layer_s = (costs.fixed_s - token / rate) / given["L"]
+    found = [rate / cores, layer_s, costs.cold_call_s, costs.warm_call_s, 1 / costs.warm_s_per_byte]
+    typed = [CORE_BYTES_PER_S, CPU_LAYER_S, *CPU_WAITS_S, CPU_COPY_BYTES_PER_S]
+    assert np.array(typed) == pytest.approx(found, rel=0.05)
+    reads = read("cpu_reads_35b").groupby("variant").bytes_per_s.median()
+    share = reads["moelab, experts, 24 in flight"] / reads["fio direct, experts, 8 in flight"]
+    assert share == pytest.approx(DISK_SHARE, abs=0.05)
