@@ -121,17 +121,23 @@ def costs_of(samples: "DataFrame") -> Costs:
         reads = medians["reads", variant]
         return _line(reads.index.to_numpy(float) * nbytes, reads.to_numpy())
 
-    def overlap(variant):
-        """The share of the shorter of reads and arithmetic that is hidden."""
-        reads_s, miss_s = medians["reads", variant].iloc[-1], medians["token", variant].iloc[0]
-        hidden_s = reads_s - (miss_s - hit_s) / L
-        return float(np.clip(hidden_s / min(reads_s, experts_s), 0, 1)) if experts_s else 0.0
+    def beside(variant):
+        """Seconds of a byte, of a call, and the share of the shorter of reads and arithmetic that
+        is hidden. Where a token takes longer than its reads and its arithmetic apart, because they
+        share cores and memory, its bytes take so much longer."""
+        byte_s, call_s = line(variant)
+        reads, miss_s = medians["reads", variant], medians["token", variant].iloc[0]
+        hidden_s = reads.iloc[-1] - (miss_s - hit_s) / L
+        byte_s += max(0.0, -hidden_s) / (reads.index[-1] * nbytes)
+        shorter_s = min(reads.iloc[-1], experts_s)
+        return byte_s, call_s, float(np.clip(hidden_s / shorter_s, 0, 1)) if experts_s else 0.0
 
     direct = {}
     if ("reads", DIRECT) in medians:
-        direct = dict(zip(("direct_s_per_byte", "direct_call_s"), line(DIRECT)))
-        direct["direct_overlap"] = overlap(DIRECT)
-    (warm_s_per_byte, warm_call_s), (cold_s_per_byte, cold_call_s) = line(PAGES), line(DISK)
+        names = ("direct_s_per_byte", "direct_call_s", "direct_overlap")
+        direct = dict(zip(names, beside(DIRECT)))
+    warm_s_per_byte, warm_call_s = line(PAGES)
+    cold_s_per_byte, cold_call_s, overlap = beside(DISK)
     return Costs(
         fixed_s=float(max(0.0, medians["token", OWN, 0] - L * experts_s)),
         expert_s=expert_s,
@@ -139,7 +145,7 @@ def costs_of(samples: "DataFrame") -> Costs:
         cold_s_per_byte=cold_s_per_byte,
         warm_call_s=warm_call_s,
         cold_call_s=cold_call_s,
-        overlap=overlap(DISK),
+        overlap=overlap,
         **direct,
     )
 

@@ -146,9 +146,8 @@ def live(
 def machine_and_model(samples: "DataFrame") -> tuple[ModelSizes, Costs]:
     """The sizes of a record of ``lab costs``, and the costs that follow from it."""
     given = samples.attrs["settings"]
-    return ModelSizes(
-        **{f.name: given[f.name] for f in fields(ModelSizes) if f.name in given}
-    ), costs_of(samples)
+    known = {f.name: given[f.name] for f in fields(ModelSizes) if f.name in given}
+    return ModelSizes(**known), costs_of(samples)
 
 
 def replayed(

@@ -92,15 +92,16 @@ class Forecast:
             f"{_gb(needed)} of it",
             f"  fits with {slots} of the {sizes.E} experts of each layer in memory "
             f"({_gb(slots * sizes.slot_nbytes)}), {_gb(sizes.other_nbytes)} for everything else",
-            f"  {_speed(speed)} tok/s, probably {_speed(speed / self.spread)} to "
-            f"{_speed(speed * self.spread)}",
+            f"  {speed_text(speed)} tok/s, probably {speed_text(speed / self.spread)} to "
+            f"{speed_text(speed * self.spread)}",
             f"  a token takes {token_s * 1e3:.0f} ms: {parts}",
             f"  what binds: {max(self.parts_s, key=self.parts_s.get)}",
         ]
         if machine.is_mac and slots == sizes.fits(machine.model_nbytes) < sizes.E:
             swapped_s = token_s + sizes.token_nbytes / machine.disk_bytes_per_s
             lines.append(
-                f"  more slots would make the system swap: {_speed(1 / swapped_s)} tok/s or less"
+                "  more slots would make the system swap: "
+                f"{speed_text(1 / swapped_s)} tok/s or less"
             )
         return "\n".join(lines)
 
@@ -290,5 +291,6 @@ def _gb(nbytes):
     return f"{nbytes / 1e9:.1f} GB"
 
 
-def _speed(tok_s):
+def speed_text(tok_s: float) -> str:
+    """Tokens a second, as exactly as a forecast is."""
     return f"{tok_s:.0f}" if tok_s >= 10 else f"{tok_s:.1f}" if tok_s >= 1 else f"{tok_s:.2f}"
