@@ -128,7 +128,7 @@ def costs_of(samples: "DataFrame") -> Costs:
         byte_s, call_s = line(variant)
         reads, miss_s = medians["reads", variant], medians["token", variant].iloc[0]
         hidden_s = reads.iloc[-1] - (miss_s - hit_s) / L
-        byte_s += max(0.0, -hidden_s) / (reads.index[-1] * nbytes)
+        byte_s += max(0.0, -float(hidden_s)) / float(reads.index[-1] * nbytes)
         shorter_s = min(reads.iloc[-1], experts_s)
         return byte_s, call_s, float(np.clip(hidden_s / shorter_s, 0, 1)) if experts_s else 0.0
 
