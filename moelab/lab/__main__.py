@@ -24,6 +24,7 @@ SCRIPTS = {  # name: its module, what it does
     "ladder": ("experiments.ladder", "prompts in turn, or experts in a call, for notebook 02"),
     "locality": ("experiments.prefetch", "how many needed experts the slots hold, by replay"),
     "memory": ("experiments.memory", "memory of long texts"),
+    "own": ("experiments.your_machine", "our own speeds, beside those that costs predict"),
     "pages": ("plots.pages", "run the notebooks and write an HTML page for each"),
     "passes": ("experiments.verify", "what a pass over several positions costs"),
     "peers": ("peers", "what people use instead: fetch and build it, compare its texts"),

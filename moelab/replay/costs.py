@@ -62,6 +62,11 @@ class Costs:
             overlap=self.direct_overlap,
         )
 
+    def all_warm(self) -> "Costs":
+        """Every read comes from the page cache."""
+        warm = self.warm_s_per_byte, self.warm_call_s
+        return replace(self, cold_s_per_byte=warm[0], cold_call_s=warm[1])
+
     def without_arithmetic(self) -> "Costs":
         """The same reads on a device that computes in no time."""
         return replace(self, fixed_s=0.0, expert_s=0.0, overlap=0.0, direct_overlap=0.0)

@@ -48,14 +48,19 @@ def trace_of(text: str = TEXT) -> Trace:
 
 
 @cache
-def routing() -> Trace:
-    """What the records' model routes its text to: ``[T, 4, 8]``, prompt first, all as decoded.
+def routing(layers: int = LAYERS, vocab: int | None = None) -> Trace:
+    """What the records' model routes its text to: ``[T, L, 8]``, prompt first, all as decoded.
 
     It is what ``synthesize`` wrote into its routers, so that no checkpoint is needed.
+
+    Args:
+        layers (int): L.
+        vocab (int, optional): Rows of the embedding. Default: tiny-moe's.
     """
     config, trace = copy.deepcopy(synthesize.CONFIGS[LIKE]), trace_of()
     tiny = json.loads(shipped("models", "tiny-moe", "config.json").read_text())
-    same = {"vocab_size": tiny["text_config"]["vocab_size"], "num_hidden_layers": LAYERS}
+    vocab = vocab or tiny["text_config"]["vocab_size"]
+    same = {"vocab_size": vocab, "num_hidden_layers": layers}
     config["text_config"] |= same
     tensors, config = synthesize.plan(config)
     return synthesize.Routers(config, tensors, trace, seed=0).routing.route(trace.tokens)

@@ -215,8 +215,10 @@ def predicted() -> "DataFrame":
     table = rows()
     table = table[table.why_not == ""]
     found = [predict(row) for _, row in tqdm(table.iterrows(), total=len(table), leave=False)]
+    speeds = np.array([r.tok_s for r in found])
     return table.assign(
-        predicted_tok_s=[r.tok_s for r in found],
+        predicted_tok_s=speeds,
+        factor=np.exp(abs(np.log(speeds / table.tok_s))),
         predicted_hit_rate=[r.app_hit_rate for r in found],
         replay=found,
     )
@@ -279,6 +281,6 @@ def main(out: str) -> None:
     table = table.rename(columns={"tok_s": "published_tok_s", "group": "variant"})
     kept = ["source", "variant", "side", "model", "bits", "machine", "ram_gb", "ssd_gb_s", "method"]
     kept += ["top_k", "slots_or_cache", "held_gb", "hit_rate", "published_tok_s"]
-    kept += ["predicted_tok_s", "predicted_hit_rate"]
+    kept += ["predicted_tok_s", "predicted_hit_rate", "factor"]
     samples = running.table(table[kept].to_dict("records"))
     records.print_and_save(text, samples, out)

@@ -1,4 +1,7 @@
-"""Notebook 12: published models on this machine and on others, by ``plan``'s forecasts."""
+"""Notebook 12: published models on this machine and on others, by ``plan``'s forecasts.
+
+python -m moelab.lab own OUT.json
+"""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -9,14 +12,27 @@ from tqdm import tqdm
 from ...configs import CONFIGS
 from ...replay.machine import Machine, typical_trace
 from ...replay.pagecache import replay
-from .. import charts
+from ...streaming.residency.table import policy_of
+from .. import charts, records
 from ..models import named_sizes
 from ..records import pandas
+from . import page_cache
 from .advise import TOKENS
 from .plan import forecast, speed_text
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+
+# Settings of our own: records of a machine's costs, of speeds by slots, and layers.
+OWN = (
+    ("2 cores, 4 layers", "cpu_costs_35b", "cpu_slots_478", 4),
+    ("2 cores, 4 layers", "cpu_costs_35b", "cpu_slots_956", 4),
+    ("2 cores, 4 layers", "cpu_costs_35b", "cpu_slots_1530", 4),
+    ("2 cores, 40 layers", "cpu_costs_35b_full", "cpu_slots_35b_full", 40),
+    ("H100, 4 layers", "cuda_costs_35b", "cuda_host_routed_35b", 4),
+)
+FULL_VOCABULARY = 248_320
 
 
 def table(machine: Machine, names: Iterable[str] = CONFIGS) -> "DataFrame":
@@ -38,13 +54,12 @@ def table(machine: Machine, names: Iterable[str] = CONFIGS) -> "DataFrame":
             continue
         speed, sizes = 1 / found.advice.token_s, found.sizes
         first_s, first_most_s = found.prompt_s(1000)
-        in_memory = machine.costs(sizes)
         rows.append(
             {
                 **{"model": name, "gb": sizes.checkpoint_nbytes / 1e9},
                 **{"slots": found.advice.config.slots, "experts": sizes.E, "tok_s": speed},
                 **{"low_tok_s": speed / found.spread, "high_tok_s": speed * found.spread},
-                "in_memory_tok_s": 1 / (in_memory.fixed_s + sizes.L * sizes.K * in_memory.expert_s),
+                "in_memory_tok_s": in_memory(name, machine),
                 **{"first_s": first_s, "first_most_s": first_most_s},
                 "binds": max(found.parts_s, key=found.parts_s.get),
                 **{part: s * 1e3 for part, s in found.parts_s.items()},
@@ -53,6 +68,13 @@ def table(machine: Machine, names: Iterable[str] = CONFIGS) -> "DataFrame":
     out = pandas().DataFrame(rows)
     out.attrs = {"too_large": too_large}
     return out
+
+
+def in_memory(name: str, machine: Machine) -> float:
+    """Tokens a second if every expert were in memory, the ceiling."""
+    sizes = named_sizes(name)
+    costs = machine.costs(sizes)
+    return 1 / (costs.fixed_s + sizes.L * sizes.K * costs.expert_s)
 
 
 def by_slots(name: str, machine: Machine, count: int = 12, tokens: int = TOKENS) -> "DataFrame":
@@ -71,7 +93,7 @@ def by_slots(name: str, machine: Machine, count: int = 12, tokens: int = TOKENS)
             other_nbytes=sizes.other_nbytes,
             skip=tokens // 2,
         )
-        rows.append({"slots": slots, "held_gb": held / 1e9, "tok_s": found.tok_s})
+        rows.append({"slots": slots, "held_gb": round(held / 1e9, 1), "tok_s": found.tok_s})
     return pandas().DataFrame(rows)
 
 
@@ -100,3 +122,73 @@ def dial(name: str) -> Callable[..., Any]:
         )
 
     return look
+
+
+def own() -> "DataFrame":
+    """Speeds of our own, beside those that follow from costs measured on the same machine.
+
+    Experts are read through the page cache or past it, and fewer than all are in slots. With all of
+    them there an engine waits for no routing, which the costs do not know, and from the host's
+    memory a GPU copies them itself.
+
+    Returns:
+        DataFrame: ``where``, ``variant`` (the setting), ``measured_tok_s`` (the median),
+        ``planned_tok_s`` and ``factor`` between them, a row for each setting.
+    """
+    rows = []
+    for where, costs, speeds, layers in OWN:
+        sizes, found = page_cache.machine_and_model(records.read(costs))
+        samples = records.read(speeds)
+        is_streamed = (samples["mode"] == "fused") & (samples.slots < sizes.E)
+        samples = samples[is_streamed & ~samples.variant.str.contains("source=host")]
+        if "direct" in samples:  # every way to read was asked for
+            samples = page_cache.told(samples)
+            samples = samples[samples.reads != page_cache.IN_PLACE]
+            reads = samples.reads == page_cache.DIRECT
+        else:
+            reads = found.reads_direct
+        samples = samples.assign(direct=reads)
+        trace = page_cache.routing(layers, FULL_VOCABULARY if layers == 40 else None)
+        for (_, direct), part in samples.groupby(["variant", "direct"], sort=False):
+            one = part.iloc[0]
+            limit = float(one.limit_nbytes) if "limit_nbytes" in part else float("nan")
+            slots, tokens = int(part.slots.median()), int(one.decode_tokens)
+            skip = int(one.prompt_tokens) + len(one.tokens) - 1 - tokens
+            planned = replay(
+                trace[: skip + tokens],
+                max(limit, slots * sizes.slot_nbytes + sizes.other_nbytes)
+                if limit == limit
+                else float("inf"),
+                slots,
+                policy_of("auto", "disk"),
+                expert_nbytes=sizes.expert_nbytes,
+                slot_nbytes=sizes.held_expert_nbytes,
+                other_nbytes=sizes.other_nbytes,
+                costs=found if limit == limit else found.all_warm(),
+                skip=skip,
+                direct=bool(direct) and limit == limit,
+            )
+            memory = "page cache warm" if limit != limit else f"{limit / 1e9:.2g} GB"
+            how = "past the page cache" if direct else "through the page cache"
+            rows.append(
+                {
+                    "where": where,
+                    "variant": f"{memory}, {slots} slots, {how}",
+                    "measured_tok_s": part.tok_s.median(),
+                    "planned_tok_s": planned.tok_s,
+                }
+            )
+    out = pandas().DataFrame(rows)
+    return out.assign(factor=np.exp(abs(np.log(out.planned_tok_s / out.measured_tok_s))))
+
+
+def main(out: str) -> None:
+    """Save ``own``.
+
+    Args:
+        out (str): The record's file.
+    """
+    running = records.Running("own", {"records": [speeds for _, _, speeds, _ in OWN]})
+    samples = running.table(own().to_dict("records"))
+    text = samples.groupby("where", sort=False).factor.describe().round(2).to_string()
+    records.print_and_save(text, samples, out)
