@@ -36,7 +36,7 @@ FULL_VOCABULARY = 248_320
 
 
 def table(machine: Machine, names: Iterable[str] = CONFIGS) -> "DataFrame":
-    """What to expect of several models on a machine, one row for each that fits.
+    """What to expect of several models on a machine, a row for each that fits, the fastest first.
 
     Returns:
         DataFrame: ``model``, ``gb`` of its file, ``slots`` of ``experts``, ``tok_s``, ``low_tok_s``
@@ -65,7 +65,7 @@ def table(machine: Machine, names: Iterable[str] = CONFIGS) -> "DataFrame":
                 **{part: s * 1e3 for part, s in found.parts_s.items()},
             }
         )
-    out = pandas().DataFrame(rows)
+    out = pandas().DataFrame(rows).sort_values("tok_s", ascending=False)
     out.attrs = {"too_large": too_large}
     return out
 
