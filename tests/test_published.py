@@ -60,7 +60,7 @@ def test_a_sources_factor_is_the_median_of_its_rows():
 
 
 def test_the_record_is_what_is_predicted_now():
-    record = records.read("planned_published")
+    record = records.read("cpu_planned_published")
     table = published.rows()
     table = table[table.why_not == ""]
     assert len(record) == len(table) and (record.published_tok_s == table.tok_s.to_numpy()).all()

@@ -34,7 +34,7 @@ def test_the_dial_shows_what_a_token_takes():
 
 
 def test_our_own_record_is_what_is_replayed_now():
-    record, now = records.read("planned_own"), your_machine.own()
+    record, now = records.read("cpu_planned_own"), your_machine.own()
     assert record.variant.tolist() == now.variant.tolist()
     assert record.planned_tok_s.to_numpy() == pytest.approx(now.planned_tok_s.to_numpy(), rel=1e-3)
     assert np.median(now.factor) < 1.15

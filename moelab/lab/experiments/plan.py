@@ -26,7 +26,7 @@ from .advise import TOKENS, advise
 from .costs import measure_costs
 
 # Four of five sources that the formula was not fitted to lie within this factor of it
-# (data/results/planned_published.json).
+# (data/results/cpu_planned_published.json).
 FORMULA_SPREAD = 1.5
 NUM_SLOTS = 8  # numbers of slots to choose from
 WORTH = 1.05  # a change that makes a token less than this times as fast is not told
