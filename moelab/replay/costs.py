@@ -67,6 +67,14 @@ class Costs:
         warm = self.warm_s_per_byte, self.warm_call_s
         return replace(self, cold_s_per_byte=warm[0], cold_call_s=warm[1])
 
+    def without_reads(self) -> "Costs":
+        """Every expert is in memory: nothing is read, and nothing waited for."""
+        return replace(
+            self,
+            **{"warm_s_per_byte": 0.0, "cold_s_per_byte": 0.0, "direct_s_per_byte": nan},
+            **{"warm_call_s": 0.0, "cold_call_s": 0.0},
+        )
+
     def without_arithmetic(self) -> "Costs":
         """The same reads on a device that computes in no time."""
         return replace(self, fixed_s=0.0, expert_s=0.0, overlap=0.0, direct_overlap=0.0)

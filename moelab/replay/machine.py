@@ -14,7 +14,7 @@ from .sizes import ModelSizes
 
 # Of a Mac: a layer, a layer that reads, and bytes copied from the page cache. These are a typical
 # published engine's: ``lab.experiments.published`` fits them on the sources that it calls ``fit``.
-LAYER_S, WAIT_S, COPY_BYTES_PER_S = 0.128e-3, 1.09e-3, 20.5e9
+LAYER_S, WAIT_S, COPY_BYTES_PER_S = 0.328e-3, 0.962e-3, 22.1e9
 # Of the rate that an SSD is said to have, what the engine's reads of experts reach: 1.2 of 1.55
 # GB/s by fio (data/results/cpu_reads_35b.json).
 DISK_SHARE = 0.8

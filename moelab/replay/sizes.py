@@ -24,6 +24,7 @@ class ModelSizes:
         token_nbytes (int): What a token needs of the checkpoint beside experts: all but the table
             of embeddings, which is the head's, too, in some models.
         layers (int): All layers, those without experts as well.
+        prompt_tokens (int): Of a prompt, computed at once.
     """
 
     checkpoint_nbytes: int
@@ -35,6 +36,7 @@ class ModelSizes:
     K: int
     token_nbytes: int = 0
     layers: int = 0
+    prompt_tokens: int = 2048
 
     @classmethod
     def of(cls, path, memory_nbytes: float = float("inf")) -> "ModelSizes":
@@ -65,6 +67,7 @@ class ModelSizes:
             K=planned.top_k,
             token_nbytes=found.checkpoint_nbytes - experts - table,
             layers=len(layers),
+            prompt_tokens=planned.prompt_tokens,
         )
 
     @property

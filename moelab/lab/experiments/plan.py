@@ -6,6 +6,7 @@ tokens cost, and the same replay decides.
 """
 
 import argparse
+import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from .costs import measure_costs
 # (data/results/cpu_planned_published.json).
 FORMULA_SPREAD = 1.5
 NUM_SLOTS = 8  # numbers of slots to choose from
-WORTH = 1.05  # a change that makes a token less than this times as fast is not told
+WORTH = 1.2  # a change that makes a token less than this times as fast is not told
 STAND_IN = "qwen3.5-35b-a3b", 4, 32  # of whose layers, how many, and experts in each
 
 
@@ -56,52 +57,84 @@ class Forecast:
     @property
     def parts_s(self) -> dict[str, float]:
         """Seconds of a token by what they go to."""
-        found, machine, sizes = self.advice.chosen, self.machine, self.sizes
-        layers_s = sizes.layers * machine.layer_s
-        ssd_s = found.read_per_token / machine.disk_bytes_per_s
-        copies_s = found.copied_per_token / machine.copy_bytes_per_s
+        found, machine, layers_s = self.advice.chosen, self.machine, self._layers_s
         reads_s = found.parts_s["copies"] + found.parts_s["disk"]
+        ssd_s = found.read_per_token / machine.disk_bytes_per_s if reads_s else 0.0
+        copies_s = found.copied_per_token / machine.copy_bytes_per_s if reads_s else 0.0
         return {
             "SSD": ssd_s,
             "page cache": copies_s,
-            "arithmetic": found.parts_s["fixed"] - layers_s + found.parts_s["experts"],
-            "layers and waits": layers_s + reads_s - ssd_s - copies_s,
+            "waiting for both": reads_s - ssd_s - copies_s,
+            "weights": found.parts_s["fixed"] - layers_s + found.parts_s["experts"],
+            "layers": layers_s,
         }
 
-    def prompt_s(self, tokens: int) -> tuple[float, float]:
-        """Seconds until a prompt's first token, cold: at least, and at most.
+    @property
+    def binds(self) -> str:
+        """What most of a token's time goes to."""
+        parts = self.parts_s
+        missing_s = parts["SSD"] + parts["page cache"] + parts["waiting for both"]
+        rate = "the memory's rate" if self.machine.is_mac else "the cores"
+        causes = {
+            "experts that are not in memory": missing_s,
+            rate: parts["weights"],
+            "what each layer takes anyway": parts["layers"],
+        }
+        return max(causes, key=causes.get)
 
-        At least the SSD has to bring the experts that the prompt needs. At most its tokens take as
-        long as decoded ones beside that: computed together they take less.
+    @property
+    def _layers_s(self):
+        return self.sizes.layers * self.machine.layer_s
+
+    def prompt_s(self, tokens: int) -> tuple[float, float]:
+        """Seconds until a prompt's first token, with no expert in memory: at least, and at most.
+
+        At least the SSD has to bring the experts that the prompt needs, those that slots do not
+        keep again for each part that is computed at once. At most its tokens take as long as
+        decoded ones beside that: computed together they take less.
 
         Args:
             tokens (int): Of the prompt.
         """
-        sizes = self.sizes
-        needed = sizes.E * (1 - (1 - sizes.K / sizes.E) ** tokens)
-        reads_s = sizes.L * needed * sizes.expert_nbytes / self.machine.disk_bytes_per_s
-        return reads_s, reads_s + tokens * self.parts_s["arithmetic"]
+        sizes, slots = self.sizes, self.advice.config.slots
+        parts = [min(sizes.prompt_tokens, tokens - first)
+                 for first in range(0, tokens, sizes.prompt_tokens)]  # fmt: skip
+        needed = [sizes.E * (1 - (1 - sizes.K / sizes.E) ** part) for part in parts]
+        read = needed[0] + sum(max(0.0, experts - slots) for experts in needed[1:])
+        reads_s = sizes.L * read * sizes.expert_nbytes / self.machine.disk_bytes_per_s
+        return reads_s, reads_s + tokens * self.parts_s["weights"]
 
     def __str__(self):
         sizes, slots, machine = self.sizes, self.advice.config.slots, self.machine
         speed, token_s = 1 / self.advice.token_s, self.advice.token_s
         needed = sizes.token_nbytes + sizes.L * sizes.K * sizes.expert_nbytes
         parts = ", ".join(f"{name} {s * 1e3:.0f}" for name, s in self.parts_s.items())
+        held = f"({_gb(slots * sizes.slot_nbytes)})"
+        most = sizes.fits(machine.model_nbytes)
         lines = [
             f"{self.name}, {self.bits} bits: {_gb(sizes.checkpoint_nbytes)}. A token needs "
             f"{_gb(needed)} of it",
-            f"  fits with {slots} of the {sizes.E} experts of each layer in memory "
-            f"({_gb(slots * sizes.slot_nbytes)}), {_gb(sizes.other_nbytes)} for everything else",
-            f"  {speed_text(speed)} tok/s, probably {speed_text(speed / self.spread)} to "
-            f"{speed_text(speed * self.spread)}",
+            f"  memory holds all {sizes.E} experts of each layer {held}"
+            if slots == sizes.E
+            else f"  runs: memory holds {slots} of the {sizes.E} experts of each layer {held}, the "
+            "SSD has all of them",
+            f"  {_gb(sizes.other_nbytes)} more for the rest of the model, a context of 4,096 "
+            "tokens and the program",
+            f"  {speed_text(speed)} tok/s; four of five are between "
+            f"{speed_text(speed / self.spread)} and {speed_text(speed * self.spread)}",
             f"  a token takes {token_s * 1e3:.0f} ms: {parts}",
-            f"  what binds: {max(self.parts_s, key=self.parts_s.get)}",
+            f"  most of it: {self.binds}",
         ]
-        if machine.is_mac and slots == sizes.fits(machine.model_nbytes) < sizes.E:
+        if slots < most:
+            lines.append(
+                f"  {most} experts of each layer would fit; the system's page cache makes as good "
+                "use of the memory"
+            )
+        elif machine.is_mac and slots < sizes.E:
             swapped_s = token_s + sizes.token_nbytes / machine.disk_bytes_per_s
             lines.append(
-                "  more slots would make the system swap: "
-                f"{speed_text(1 / swapped_s)} tok/s or less"
+                f"  with more than {slots} the system would swap: {speed_text(1 / swapped_s)} "
+                "tok/s or less"
             )
         return "\n".join(lines)
 
@@ -128,15 +161,22 @@ def forecast(
     try:
         sizes = named_sizes(name, machine.model_nbytes, bits, top_k)
     except ValueError as error:
-        raise ValueError(f"{name} does not fit: {str(error).partition(': ')[2]}") from error
-    most = sizes.fits(machine.model_nbytes)
+        needs = re.search(r"expected at least ([\d.]+ [GM]B)", str(error))
+        if not needs:
+            raise
+        whose = "lets its GPU have" if machine.is_mac else "leaves a model"
+        raise ValueError(
+            f"{name} does not fit: it needs {needs[1]} beside the SSD, and this machine of "
+            f"{_gb(machine.ram_nbytes)} {whose} {_gb(machine.model_nbytes)}. Take more memory or a "
+            "smaller model."
+        ) from error
+    most, costs = sizes.fits(machine.model_nbytes), machine.costs(sizes)
+    slots = np.unique(np.linspace(sizes.K, most, NUM_SLOTS).astype(int)).tolist()
+    if most == sizes.E:
+        slots, costs = [most], costs.without_reads()
+    trace = typical_trace(sizes, TOKENS)
     found = advice.advise(
-        sizes,
-        machine.memory_nbytes,
-        typical_trace(sizes, TOKENS),
-        machine.costs(sizes),
-        slots=np.unique(np.linspace(sizes.K, most, NUM_SLOTS).astype(int)).tolist(),
-        policies=("lru",),
+        sizes, machine.memory_nbytes, trace, costs, slots=slots, policies=("lru",)
     )
     return Forecast(name, bits, sizes, machine, found, spread)
 
@@ -214,17 +254,20 @@ def describe(
     least, most = found.prompt_s(prompt)
     better = {what: found.advice.token_s / other.advice.token_s for what, other in changes(found)}
     what = max(better, key=better.get)
-    helps = f"{what}, {better[what]:.1f} times as fast" if better[what] >= WORTH else "nothing much"
+    helps = (
+        f"{what}, {better[what]:.1f} times as fast" if better[what] >= WORTH else "nothing by much"
+    )
     return "\n".join(
         (
             str(found),
-            f"  first token of a prompt of {prompt} tokens: {least:.0f} to {most:.0f} s, cold",
+            f"  first token of a prompt of {prompt} tokens: {least:.0f} to {most:.0f} s, the file "
+            "not in memory before",
             f"  what would help most: {helps}",
-            f"by {'a formula' if chip or cores else 'rates measured now'}: SSD "
-            f"{_gb(machine.disk_bytes_per_s)}/s, page cache {_gb(machine.copy_bytes_per_s)}/s, "
-            f"weights {_gb(machine.weights_bytes_per_s)}/s; "
-            f"a layer {machine.layer_s * 1e3:.2f} ms, one that reads "
-            f"{machine.wait_s[0] * 1e3:.2f} ms more",
+            f"{'estimated' if chip or cores else 'with rates measured here'}: SSD "
+            f"{_gb(machine.disk_bytes_per_s)}/s{f' ({DISK_SHARE:.0%} of {ssd:g})' if ssd else ''}, "
+            f"page cache {_gb(machine.copy_bytes_per_s)}/s, weights "
+            f"{_gb(machine.weights_bytes_per_s)}/s, a layer {machine.layer_s * 1e3:.2f} ms, one "
+            f"that reads {machine.wait_s[0] * 1e3:.2f} ms more",
         )
     )
 

@@ -191,6 +191,7 @@ def predict(row: "Series") -> Replay:
     held = min(held, sizes.E)
     slots, policy = (held, "lru") if held >= sizes.K else (sizes.K, "none")
     arrays = 0 if row.slots_or_cache == "page cache" else other + slots * one
+    costs = machine.costs(sizes, arrays)
     # What a source says that it holds, it holds: the page cache has the rest, or nothing.
     memory = max(machine.memory_nbytes, other + slots * one)
     return replay(
@@ -199,7 +200,7 @@ def predict(row: "Series") -> Replay:
         slots,
         policy,
         expert_nbytes=sizes.expert_nbytes,
-        costs=machine.costs(sizes, arrays),
+        costs=costs.without_reads() if slots == sizes.E else costs,
         other_nbytes=other,
         skip=TOKENS // 2,
     )
@@ -259,9 +260,10 @@ def _parts(row):
     """Seconds of a row's token: what the constants do not change, and by each of them."""
     found, machine = row.replay, machine_of(row)
     layers_s = named_sizes(MODELS[row.model]).layers * machine.layer_s
-    copies_s = found.copied_per_token / machine.copy_bytes_per_s
-    disk_s = found.read_per_token / machine.disk_bytes_per_s
-    waits_s = found.parts_s["copies"] + found.parts_s["disk"] - copies_s - disk_s
+    reads_s = found.parts_s["copies"] + found.parts_s["disk"]
+    copies_s = found.copied_per_token / machine.copy_bytes_per_s if reads_s else 0.0
+    disk_s = found.read_per_token / machine.disk_bytes_per_s if reads_s else 0.0
+    waits_s = reads_s - copies_s - disk_s
     return found.mean_s - layers_s - waits_s - copies_s, layers_s, waits_s, copies_s
 
 

@@ -41,9 +41,8 @@ def table(machine: Machine, names: Iterable[str] = CONFIGS) -> "DataFrame":
     Returns:
         DataFrame: ``model``, ``gb`` of its file, ``slots`` of ``experts``, ``tok_s``, ``low_tok_s``
         and ``high_tok_s``, ``in_memory_tok_s`` (if memory held every expert), ``first_s`` and
-        ``first_most_s`` of a prompt of 1,000 tokens, ``binds``, and ``SSD``, ``page cache``,
-        ``arithmetic`` and ``layers and waits`` of a token, in ms. The header's ``too_large`` names
-        the others.
+        ``first_most_s`` of a prompt of 1,000 tokens, ``binds``, and the parts of a token in ms. The
+        header's ``too_large`` names the others.
     """
     rows, too_large = [], []
     for name in tqdm(names, desc="models", leave=False):
@@ -61,7 +60,7 @@ def table(machine: Machine, names: Iterable[str] = CONFIGS) -> "DataFrame":
                 **{"low_tok_s": speed / found.spread, "high_tok_s": speed * found.spread},
                 "in_memory_tok_s": in_memory(name, machine),
                 **{"first_s": first_s, "first_most_s": first_most_s},
-                "binds": max(found.parts_s, key=found.parts_s.get),
+                "binds": found.binds,
                 **{part: s * 1e3 for part, s in found.parts_s.items()},
             }
         )
@@ -117,7 +116,7 @@ def dial(name: str) -> Callable[..., Any]:
             f"{speed_text(speed / found.spread)} to {speed_text(speed * found.spread)}",
             axis="ms a token",
             finding=f"{found.advice.config.slots} of {found.sizes.E} experts of each layer are in "
-            f"memory. Most of a token: {max(found.parts_s, key=found.parts_s.get)}.",
+            f"memory. Most of a token: {found.binds}.",
             note=f"a Mac of {ram} GB, SSD {ssd:g} GB/s, memory {memory} GB/s, top-k {top_k}",
         )
 
