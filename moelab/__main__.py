@@ -22,6 +22,7 @@ COMMANDS = {  # name: its module, what it does
     "chat": ("commands.chat", "talk in a terminal"),
     "serve": ("commands.serve", "answer over HTTP, as mlx-lm's server does"),
     "bench": ("lab.experiments.bench", "decode in several modes, against the resident model"),
+    "share": ("lab.experiments.share", "one small file of how fast this machine is, to send in"),
     "bench-reads": ("lab.experiments.reads", "read whole experts cold, against fio"),
     "bench-top-k": ("lab.experiments.top_k", "bits per byte with fewer experts per token"),
     "bench-rollback": ("lab.experiments.rollback", "what taking tokens back from a state costs"),

@@ -24,6 +24,7 @@ from moelab.lab.experiments import (
     plan,
     reads,
     rollback,
+    share,
     top_k,
 )
 from moelab.streaming.config import MODES, OPTIONS
@@ -88,6 +89,7 @@ TAKES = {  # every command: the least that it is called with, and all its option
          "--lengths": "3,auto", "--temp": "0.5", "--direct": None, "--packed": "P",
          "--prompt-tokens": "12,34", "--feed": "t.npz", **STREAM},
     ),
+    "share": (["M"], {"--out": "mine.json"}),
     "bench-reads": (
         ["M"], {"--depth": "2,6", "--megabytes": "9", "--runs": "7", "--json": "r.json"}
     ),
@@ -139,7 +141,8 @@ WORK = (  # what a command calls to do its work
     (cache_prompt, "cache_prompt"), (bench, "measure"),
     (reads, "bench_reads"), (top_k, "measure"), (faults, "measure"),
     (rollback, "bench_rollback"),
-    (plan, "advise"), (plan, "describe"), (synthesize, "synthesize"), (repack, "repack"),
+    (plan, "advise"), (plan, "describe"), (share, "share"), (synthesize, "synthesize"),
+    (repack, "repack"),
 )  # fmt: skip
 REPORTS = (
     (bench, "report"), (reads, "report"), (top_k, "report"),

@@ -15,6 +15,7 @@ SCRIPTS = {  # name: its module, what it does
     "against": ("experiments.against", "moelab beside what people use instead, by memory limit"),
     "call": ("limit", "a function in this process, for ranks and memory limits"),
     "cite": ("cite", "fill in the numbers that documents cite from records"),
+    "community": ("experiments.share", "the page of the speeds that people sent"),
     "compiled": ("experiments.compiled", "what mx.compile gains of a resident model's token"),
     "costs": ("experiments.costs", "what reads, tokens and arithmetic cost, for a replay"),
     "dispatch": ("experiments.dispatch", "operations sent and waited for, for notebook 01"),

@@ -22,9 +22,11 @@ from ...replay import advice
 from ...replay.advice import Advice
 from ...replay.machine import CHIPS, DISK_SHARE, Machine, left_of, typical_trace
 from ...replay.sizes import ModelSizes
+from ..machine import card
 from ..models import named_sizes
 from .advise import TOKENS, advise
 from .costs import measure_costs
+from .share import of_such_a_machine
 
 # Four of five sources that the formula was not fitted to lie within this factor of it
 # (data/results/cpu_planned_published.json).
@@ -257,9 +259,16 @@ def describe(
     helps = (
         f"{what}, {better[what]:.1f} times as fast" if better[what] >= WORTH else "nothing by much"
     )
+    sent = []
+    if chip:
+        mac = {"cpu": f"Apple {chip}", "gpu": f"Apple {chip}", "memory_nbytes": ram * 1e9}
+        sent = of_such_a_machine(found.sizes, mac)
+    elif not (ram or ssd or cores):
+        sent = of_such_a_machine(found.sizes, card())
     return "\n".join(
         (
             str(found),
+            *(f"  measured on such a machine, which counts more: {line}" for line in sent),
             f"  first token of a prompt of {prompt} tokens: {least:.0f} to {most:.0f} s, the file "
             "not in memory before",
             f"  what would help most: {helps}",

@@ -1,0 +1,214 @@
+"""``python -m moelab share``: one small file of how fast this machine decodes a model.
+
+Settings are fixed, so that files of different machines compare. ``data/community`` has those that
+people sent, ``problems`` says what is wrong with one, and ``page`` ranks them.
+
+python -m moelab.lab community OUT.md FILE.json ...
+"""
+
+import argparse
+import base64
+import hashlib
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ... import DATA, StreamConfig, load, record
+from ...commands.argument_types import not_empty
+from ...commands.arguments import add_model
+from ...replay.sizes import ModelSizes
+from ...streaming.trace import Trace
+from .. import records
+from ..decode import decode, encode
+from ..models import folder
+from ..texts import PROMPTS
+from . import bench
+
+RUNS, TOKENS, WARMUP = 7, 32, 32  # rounds, and tokens of each: timed, and before
+MAX_SPREAD = 0.2  # of the quartiles, as a share of the median
+MAX_OFF = 2.0  # of one sample, as a factor
+SAME_MEMORY = 0.15  # so near are the memories of machines that count as alike
+NEEDED = ("kind", "machine", "load", "settings", "sizes", "rows", "trace", "digest")
+
+
+def share(model: str | Path, out: str | Path | None = None) -> Path:
+    """Measure a model as everyone does, and write the file.
+
+    Args:
+        model (str or Path): A model folder or a Hub repository.
+        out (str or Path, optional): The file. Default: named by model, machine and date, in this
+            folder.
+
+    Returns:
+        Path: The file.
+
+    Raises:
+        ValueError: If the machine was loaded or the samples are unstable. Nothing is written.
+    """
+    made = measured(folder(model))
+    if wrong := problems(made):
+        raise ValueError(f"share: nothing was written. {' '.join(wrong)}")
+    machine, name = made["machine"], made["settings"]["model"]
+    out = Path(out or f"{name}_{machine['cores']}_cores_{machine['date']}.json")
+    out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    return out
+
+
+def measured(path: Path) -> dict[str, Any]:
+    """A file's content, whatever is wrong with it."""
+    given = {"tokens": TOKENS, "runs": RUNS, "warmup": WARMUP, "prompts": PROMPTS}
+    samples = bench.measure(path, {"fused": StreamConfig()}, **given)
+    made = records.as_json(samples) | {"kind": "share", "sizes": asdict(ModelSizes.of(path))}
+    model, tokenizer = load(path)
+    with model, record(model) as trace:
+        decode(model, encode(tokenizer, PROMPTS[0]), TOKENS, warmup=WARMUP)
+    with tempfile.TemporaryDirectory() as work:
+        trace.save(file := Path(work) / "trace.npz")
+        made["trace"] = base64.b64encode(file.read_bytes()).decode()
+    made = json.loads(json.dumps(made))  # as it will be read
+    return made | {"digest": digest(made)}
+
+
+def digest(made: dict[str, Any]) -> str:
+    """What a file's content gives, but for its own ``digest``: an edit by hand changes it."""
+    content = {name: value for name, value in made.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def problems(made: dict[str, Any]) -> list[str]:
+    """What is wrong with a file's content, a sentence each; nothing if it can be taken."""
+    if missing := [name for name in NEEDED if name not in made]:
+        return [f"Expected {', '.join(missing)}, found none: write it with python -m moelab share."]
+    out = []
+    if made["digest"] != digest(made):
+        out.append("It was edited after it was written: its digest is another. Send it as it was.")
+    if made["load"]["disturbed"]:
+        cores = made["load"]["cores_of_others"]
+        out.append(f"Other programs used {cores:.1f} cores: close them and measure again.")
+    sizes, rows = made["sizes"], made["rows"]
+    if len(rows) != RUNS:
+        out.append(f"Expected {RUNS} samples, got {len(rows)}.")
+    speeds = _speeds(rows)
+    low, mid, high = np.percentile(speeds, (25, 50, 75))
+    if high - low > MAX_SPREAD * mid:
+        out.append(
+            f"The samples are unstable: half of them are between {low:.3g} and {high:.3g} tok/s. "
+            "Let the machine cool down and rest, and measure again."
+        )
+    for i, (row, speed) in enumerate(zip(rows, speeds)):
+        if not 1 / MAX_OFF <= speed / mid <= MAX_OFF:
+            out.append(f"Sample {i} is {speed:.3g} tok/s where the median is {mid:.3g}.")
+        needed = row["decode_tokens"] * sizes["L"] * sizes["K"]
+        used = sum(row.get(name, 0) for name in ("hits", "misses", "in_pages", "prefetch_used"))
+        if not 0.9 * needed <= used <= 1.1 * needed:
+            out.append(f"Sample {i} used {used} experts where its tokens need {needed}.")
+    try:
+        trace = unpacked(made["trace"])
+        shape = (trace.experts.shape[1:], trace.num_experts)
+        if shape != ((sizes["L"], sizes["K"]), sizes["E"]):
+            out.append("The trace is of another model.")
+    except (ValueError, KeyError, OSError) as error:
+        out.append(f"The trace cannot be read ({error}).")
+    return out
+
+
+def unpacked(text: str) -> Trace:
+    """The trace of a file's content, to replay in notebooks 03 and 04."""
+    with tempfile.TemporaryDirectory() as work:
+        file = Path(work) / "trace.npz"
+        file.write_bytes(base64.b64decode(text, validate=True))
+        return Trace.load(file)
+
+
+def of_such_a_machine(sizes: ModelSizes, card: dict[str, Any]) -> list[str]:
+    """What files of ``data/community`` say of a model's shapes on such a machine, a line each.
+
+    Args:
+        sizes (ModelSizes): Of the model.
+        card (dict): The machine: ``cpu``, ``gpu``, ``memory_nbytes`` and, if known, ``cores``.
+    """
+    if not (DATA / "community").is_dir():  # an installed moelab
+        return []
+    out, shape = [], ("L", "E", "K", "expert_nbytes")
+    for file in sorted((DATA / "community").glob("*.json")):
+        made = json.loads(file.read_text(encoding="utf-8"))
+        machine = made["machine"]
+        alike = all(machine[name] == card[name] for name in ("cpu", "gpu"))
+        alike &= abs(machine["memory_nbytes"] / card["memory_nbytes"] - 1) < SAME_MEMORY
+        alike &= card.get("cores") in (None, machine["cores"])
+        if alike and all(made["sizes"][name] == getattr(sizes, name) for name in shape):
+            low, mid, high = np.percentile(_speeds(made["rows"]), (25, 50, 75))
+            held = np.median([row["held_nbytes"] for row in made["rows"]]) / 1e9
+            out.append(
+                f"{mid:.3g} tok/s [{low:.3g}, {high:.3g}] with {held:.2g} GB held "
+                f"(data/community/{file.name}, {machine['date']})"
+            )
+    return out
+
+
+def _speeds(rows):
+    return np.array([row["decode_tokens"] / row["decode_s"] for row in rows])
+
+
+def page(files: list[Path]) -> str:
+    """The files in a table, the fastest first, as Markdown.
+
+    Raises:
+        ValueError: If a file has problems.
+    """
+    rows = []
+    for file in files:
+        made = json.loads(Path(file).read_text(encoding="utf-8"))
+        if wrong := problems(made):
+            raise ValueError(f"{file}: {' '.join(wrong)}")
+        samples = records.table(made)
+        low, mid, high = np.percentile(samples.tok_s, (25, 50, 75))
+        machine, held = made["machine"], samples.held_nbytes.median() / 1e9
+        memory = f"{machine['memory_nbytes'] / 2**30:.0f} GiB"
+        where = f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores, {memory}"
+        line = (
+            f"| {mid:.3g} [{low:.3g}, {high:.3g}] | {made['settings']['model']} | {held:.2g} | "
+            f"{samples.hit_rate.median():.0%} | {samples.read_nbytes_per_token.median() / 1e6:.0f} "
+            f"| {where} | {machine['moelab']}, {machine['date']} | [file]({Path(file).name}) |"
+        )
+        rows.append((mid, line))
+    head = (
+        "# Measured by others, and by us\n\n"
+        "Decoding speeds that `python -m moelab share MODEL` wrote, exact text, n=7, after 32 "
+        "tokens of warm-up. To add yours, send its file as a pull request: a test checks it.\n\n"
+        "| tok/s [quartiles] | model | GB held | hits | MB read a token | machine | moelab | |\n"
+        "|---|---|---|---|---|---|---|---|\n"
+    )
+    return head + "\n".join(line for _, line in sorted(rows, reverse=True)) + "\n"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.description = (
+        "Decode with fixed settings for some minutes and write one small file: machine, versions, "
+        "samples, bytes and a trace of the routing. Send it to data/community as a pull request. "
+        "Nothing is written if other programs were busy or the samples are unstable."
+    )
+    add_model(parser)
+    parser.add_argument(
+        "--out", type=not_empty, metavar="FILE", help="(default: by model and date, in this folder)"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """The command."""
+    print(share(args.model, args.out))
+
+
+def main(out: str, *files: str) -> None:
+    """Write the page of files.
+
+    Args:
+        out (str): The page.
+        files (str): The files.
+    """
+    Path(out).write_text(page([Path(file) for file in files]), encoding="utf-8")

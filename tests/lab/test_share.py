@@ -1,0 +1,117 @@
+"""``share``: one file of a machine's speed, and what is refused."""
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+
+from moelab import DATA
+from moelab.lab.experiments import share
+from moelab.replay.sizes import ModelSizes
+
+FILES = sorted((DATA / "community").glob("*.json"))
+
+
+@pytest.fixture(scope="module")
+def good():
+    """A file's content, as from a quiet machine."""
+    made = share.measured(DATA / "models" / "tiny-moe")
+    made["load"] |= {"disturbed": False, "cores_of_others": 0.0}
+    for i, row in enumerate(made["rows"]):
+        row["decode_s"] = 0.3 + 0.001 * i
+    return made | {"digest": share.digest(made)}
+
+
+def changed(good, change):
+    made = copy.deepcopy(good)
+    change(made)
+    return made
+
+
+def signed(good, change):
+    made = changed(good, change)
+    return made | {"digest": share.digest(made)}
+
+
+def slow(i, seconds):
+    return lambda made: made["rows"][i].update(decode_s=seconds)
+
+
+def busy(made):
+    made["load"] |= {"disturbed": True, "cores_of_others": 1.3}
+
+
+def unstable(made):
+    for row, seconds in zip(made["rows"], (0.2, 0.2, 0.25, 0.3, 0.35, 0.38, 0.39)):
+        row["decode_s"] = seconds
+
+
+def test_a_good_file_has_the_machine_the_samples_and_the_routing(good):
+    assert share.problems(good) == []
+    trace = share.unpacked(good["trace"])
+    assert trace.experts.shape[1:] == (good["sizes"]["L"], good["sizes"]["K"])
+    assert (trace.phase == "decode").sum() >= share.TOKENS
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    (
+        (slow(2, 1.5), "Sample 2 is 21.3 tok/s where the median is 105"),
+        (unstable, "The samples are unstable"),
+        (busy, "Other programs used 1.3 cores"),
+        (lambda made: made["rows"].pop(), "Expected 7 samples, got 6"),
+        (lambda made: made["rows"][0].update(hits=1, misses=2), "Sample 0 used"),
+        (lambda made: made["sizes"].update(E=32), "another model"),
+        (lambda made: made.update(trace="bm90aGluZw=="), "The trace cannot be read"),
+        (lambda made: made.pop("load"), "Expected load, found none"),
+    ),
+)
+def test_what_is_wrong_is_said(good, change, said):
+    assert said in " ".join(share.problems(signed(good, change)))
+
+
+def test_an_edit_by_hand_is_found(good):
+    edited = changed(good, slow(0, 0.29))
+    assert "edited after it was written" in share.problems(edited)[0]
+
+
+def test_nothing_is_written_from_a_busy_machine(good, monkeypatch, tmp_path):
+    monkeypatch.setattr(share, "measured", lambda path: signed(good, busy))
+    with pytest.raises(ValueError, match="nothing was written. Other programs"):
+        share.share(DATA / "models" / "tiny-moe", tmp_path / "mine.json")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(share, "measured", lambda path: good)
+    file = share.share(DATA / "models" / "tiny-moe", tmp_path / "mine.json")
+    assert json.loads(file.read_text()) == good
+    assert "| tiny-moe |" in share.page([file])
+    file.write_text(json.dumps(changed(good, slow(0, 0.29))))
+    with pytest.raises(ValueError, match="mine.json: It was edited"):
+        share.page([file])
+
+
+def test_a_plan_finds_what_was_measured_on_such_a_machine(good, monkeypatch, tmp_path):
+    (tmp_path / "community").mkdir()
+    (tmp_path / "community" / "a.json").write_text(json.dumps(good))
+    monkeypatch.setattr(share, "DATA", tmp_path)
+    sizes, machine = ModelSizes(**good["sizes"]), good["machine"]
+    (line,) = share.of_such_a_machine(sizes, machine)
+    assert "106 tok/s" in line and "data/community/a.json" in line
+    assert share.of_such_a_machine(sizes, machine | {"cores": None})
+    for name, other in {
+        "cpu": "Apple M5",
+        "gpu": "H100",
+        "memory_nbytes": 1e9,
+        "cores": 999,
+    }.items():
+        assert not share.of_such_a_machine(sizes, machine | {name: other})
+    assert not share.of_such_a_machine(replace(sizes, E=32), machine)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_what_people_sent_is_whole(file):
+    assert share.problems(json.loads(file.read_text())) == []
+
+
+def test_the_page_is_of_these_files():
+    assert FILES and (DATA / "community" / "README.md").read_text() == share.page(FILES)
