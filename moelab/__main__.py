@@ -14,6 +14,7 @@ import textwrap
 
 from .commands import interrupt
 
+INTERRUPTED = 130  # the exit status after Ctrl-C
 DIVIDED = ("generate", "serve")  # what ``mlx.launch`` may start in several processes
 COMMANDS = {  # name: its module, what it does
     "check": ("lab.machine", "does this machine have what it takes?"),
@@ -141,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _interrupted():
     print("interrupted", file=sys.stderr)
-    return 130
+    return INTERRUPTED
 
 
 def _flush_or_drop(out):
@@ -154,4 +155,7 @@ def _flush_or_drop(out):
 
 if __name__ == "__main__":
     interrupt.end_at_once()
-    sys.exit(main())
+    code = main()
+    if code == INTERRUPTED:  # a kernel that was being compiled cannot be closed: say nothing of it
+        sys.unraisablehook = lambda unraisable: None
+    sys.exit(code)
