@@ -36,6 +36,18 @@ def _mla(**sizes):  # what DeepSeek V3, Kimi K2 and GLM-5 have in common
     }  # fmt: skip
 
 
+def _qwen3(**sizes):
+    return {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+        "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "rope_scaling": None,
+        "max_position_embeddings": 40960, "tie_word_embeddings": False, "vocab_size": 151936,
+        **sizes,
+    }  # fmt: skip
+
+
 def _qwen3_5(**sizes):
     text = {
         "model_type": "qwen3_5_moe_text",
@@ -89,16 +101,10 @@ CONFIGS = {
         num_experts=512, num_experts_per_tok=10,
         moe_intermediate_size=1024, shared_expert_intermediate_size=1024,
     ),
-    "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "hidden_size": 2048, "num_hidden_layers": 48, "intermediate_size": 6144,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-        "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
-        "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "rope_scaling": None,
-        "max_position_embeddings": 40960, "tie_word_embeddings": False, "vocab_size": 151936,
-    },
+    "qwen3-30b-a3b": _qwen3(
+        hidden_size=2048, num_hidden_layers=48, intermediate_size=6144, num_attention_heads=32,
+        moe_intermediate_size=768,
+    ),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
     "glm-4.5-air": {
@@ -258,25 +264,11 @@ CONFIGS = {
     },
     # mlx-lm has no qwen4_exp. Qwen3.5's class has its layers. For sizes only: without
     # hyper-connections, indexers and what reads the n-gram table (0.7 B), and the table (51 B).
-    "qwen3.8-flash-next": {
-        "model_type": "qwen3_5_moe",
-        "text_config": {
-            "model_type": "qwen3_5_moe_text",
-            "hidden_size": 2560, "num_hidden_layers": 48, "full_attention_interval": 4,
-            "num_attention_heads": 24, "num_key_value_heads": 2, "head_dim": 256,
-            "attention_bias": False, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
-            "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
-            "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True,
-            "moe_intermediate_size": 640, "shared_expert_intermediate_size": 640,
-            "hidden_act": "silu", "rms_norm_eps": 1e-6,
-            "rope_parameters": {
-                "rope_type": "default", "type": "default", "rope_theta": 10000000,
-                "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
-            },
-            "max_position_embeddings": 262144, "tie_word_embeddings": False, "vocab_size": 248320,
-        },
-        "tie_word_embeddings": False,
-    },
+    "qwen3.8-flash-next": _qwen3_5(
+        hidden_size=2560, num_hidden_layers=48, num_attention_heads=24, linear_num_value_heads=48,
+        num_experts=512, num_experts_per_tok=10,
+        moe_intermediate_size=640, shared_expert_intermediate_size=640,
+    ),
     "laguna-s-2.1": {
         "model_type": "laguna",
         "architectures": ["LagunaForCausalLM"],
@@ -347,16 +339,10 @@ CONFIGS = {
             "tie_word_embeddings": False, "vocab_size": 154880,
         },
     },
-    "qwen3-235b-a22b": {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "hidden_size": 4096, "num_hidden_layers": 94, "intermediate_size": 12288,
-        "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
-        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536,
-        "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
-        "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "rope_scaling": None,
-        "max_position_embeddings": 40960, "tie_word_embeddings": False, "vocab_size": 151936,
-    },
+    "qwen3-235b-a22b": _qwen3(
+        hidden_size=4096, num_hidden_layers=94, intermediate_size=12288, num_attention_heads=64,
+        moe_intermediate_size=1536,
+    ),
     # Vocabulary and untied head are transformers' defaults for this family.
     "olmoe-1b-7b": {
         "model_type": "olmoe",

@@ -40,7 +40,7 @@ TOKENIZER_FILES = (
 
 
 # The families of which a part of the layers can be written. Others say what each layer is.
-LIKE = tuple(name for name, config in CONFIGS.items() if config["model_type"].startswith("qwen3"))
+LIKE = tuple(name for name in CONFIGS if name.startswith(("qwen3-", "qwen3.5-")))
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ class Costs:
         fixed_s (float): A token's work except the routed experts: attention, router, head, Python.
         expert_s (float): One expert's arithmetic for one token.
         warm_s_per_byte (float): A byte read from the page cache, with the engine's reads in flight.
-        cold_s_per_byte (float): A byte read from the disk, with as many, while others are computed
-            with: cores and memory are shared.
+        cold_s_per_byte (float): A byte read from the disk, with as many, while the engine computes
+            with other experts: both share cores and memory.
         warm_call_s (float): The fixed part of a layer's reads if all come from the page cache.
         cold_call_s (float): The fixed part if at least one comes from the disk.
         overlap (float): Where the engine overlaps a layer's reads and arithmetic, the share of the

@@ -1,4 +1,4 @@
-"""``Machine``: what a model's tokens cost by a machine's numbers."""
+"""``Machine``: how long a model's token takes, from a machine's rates."""
 
 from dataclasses import replace
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 
 from ... import synthesize
@@ -46,7 +47,6 @@ class Forecast:
         sizes (ModelSizes): The model's.
         machine (Machine): The machine.
         advice (Advice): How to stream it, and a token's time.
-        spread (float): The factor within which four of five predictions were.
     """
 
     name: str
@@ -54,7 +54,6 @@ class Forecast:
     sizes: ModelSizes
     machine: Machine
     advice: Advice
-    spread: float
 
     @property
     def parts_s(self) -> dict[str, float]:
@@ -122,8 +121,8 @@ class Forecast:
             "SSD has all of them",
             f"  {_gb(sizes.other_nbytes)} more for the rest of the model, a context of 4,096 "
             "tokens and the program",
-            f"  {speed_text(speed)} tok/s; four of five are between "
-            f"{speed_text(speed / self.spread)} and {speed_text(speed * self.spread)}",
+            f"  {speed_text(speed)} tok/s; {range_text(speed)} is within a factor of "
+            f"{FORMULA_SPREAD:g}, as four of five published sources are",
             f"  a token takes {token_s * 1e3:.0f} ms: {parts}",
             f"  most of it: {self.binds}",
         ]
@@ -146,7 +145,6 @@ def forecast(
     machine: Machine,
     bits: int = synthesize.BITS,
     top_k: int | None = None,
-    spread: float = FORMULA_SPREAD,
 ) -> Forecast:
     """What to expect of a published model on a machine.
 
@@ -155,7 +153,6 @@ def forecast(
         machine (Machine): Measured, or by its numbers.
         bits (int): Of a weight.
         top_k (int, optional): Experts per token. Default: the model's.
-        spread (float): As for ``Forecast``.
 
     Raises:
         ValueError: If the model does not fit with K slots.
@@ -180,13 +177,13 @@ def forecast(
     found = advice.advise(
         sizes, machine.memory_nbytes, trace, costs, slots=slots, policies=("lru",)
     )
-    return Forecast(name, bits, sizes, machine, found, spread)
+    return Forecast(name, bits, sizes, machine, found)
 
 
 def changes(of: Forecast) -> Iterator[tuple[str, Forecast]]:
     """Changes of the machine or the model, and what to expect with each."""
     m, top_k = of.machine, of.sizes.K
-    given = {"bits": of.bits, "top_k": top_k, "spread": of.spread}
+    given = {"bits": of.bits, "top_k": top_k}
     yield "twice the memory", forecast(of.name, replace(m, ram_nbytes=2 * m.ram_nbytes), **given)
     faster = replace(m, disk_bytes_per_s=2 * m.disk_bytes_per_s)
     yield "an SSD of twice the rate", forecast(of.name, faster, **given)
@@ -205,7 +202,13 @@ def this_machine() -> Machine:
 
     Raises:
         OSError: If there is no room for it.
+        ValueError: On a CUDA GPU, whose own memory a plan by name does not know.
     """
+    if mx.cuda.is_available():
+        raise ValueError(
+            "plan: expected a CPU or a Mac, got a CUDA GPU, whose own memory a plan by name does "
+            "not know. Give a model folder, or another machine with --ram, --ssd and --cores."
+        )
     like, layers, experts = STAND_IN
     config = synthesize.CONFIGS[like]
     config = {**config, "text_config": {**config["text_config"], "num_experts": experts}}
@@ -341,6 +344,11 @@ def run(args: argparse.Namespace) -> None:
 
 def _gb(nbytes):
     return f"{nbytes / 1e9:.1f} GB"
+
+
+def range_text(tok_s: float) -> str:
+    """Where a speed probably lies."""
+    return f"{speed_text(tok_s / FORMULA_SPREAD)} to {speed_text(tok_s * FORMULA_SPREAD)}"
 
 
 def speed_text(tok_s: float) -> str:

@@ -89,7 +89,7 @@ def group(source: str) -> str:
 
 
 def side(group: str) -> str:
-    """``fit`` or ``left out``, by the source's name alone: half of all names each."""
+    """``fit`` or ``left out``, by a hash of the source's name alone."""
     return "left out" if hashlib.sha256(group.encode()).digest()[0] % 2 else "fit"
 
 

@@ -179,7 +179,8 @@ def page(files: list[Path]) -> str:
     head = (
         "# Measured by others, and by us\n\n"
         "Decoding speeds that `python -m moelab share MODEL` wrote, exact text, n=7, after 32 "
-        "tokens of warm-up. To add yours, send its file as a pull request: a test checks it.\n\n"
+        "tokens of warm-up. To add your machine, run it and "
+        "send the file in a pull request. A test checks it.\n\n"
         "| tok/s [quartiles] | model | GB held | hits | MB read a token | machine | moelab | |\n"
         "|---|---|---|---|---|---|---|---|\n"
     )

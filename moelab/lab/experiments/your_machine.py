@@ -18,7 +18,7 @@ from ..models import named_sizes
 from ..records import pandas
 from . import page_cache
 from .advise import TOKENS
-from .plan import forecast, speed_text
+from .plan import FORMULA_SPREAD, forecast, range_text, speed_text
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -57,7 +57,7 @@ def table(machine: Machine, names: Iterable[str] = CONFIGS) -> "DataFrame":
             {
                 **{"model": name, "gb": sizes.checkpoint_nbytes / 1e9},
                 **{"slots": found.advice.config.slots, "experts": sizes.E, "tok_s": speed},
-                **{"low_tok_s": speed / found.spread, "high_tok_s": speed * found.spread},
+                **{"low_tok_s": speed / FORMULA_SPREAD, "high_tok_s": speed * FORMULA_SPREAD},
                 "in_memory_tok_s": in_memory(name, machine),
                 **{"first_s": first_s, "first_most_s": first_most_s},
                 "binds": found.binds,
@@ -70,7 +70,7 @@ def table(machine: Machine, names: Iterable[str] = CONFIGS) -> "DataFrame":
 
 
 def in_memory(name: str, machine: Machine) -> float:
-    """Tokens a second if every expert were in memory, the ceiling."""
+    """The ceiling: tokens a second if memory held every expert."""
     sizes = named_sizes(name)
     costs = machine.costs(sizes)
     return 1 / (costs.fixed_s + sizes.L * sizes.K * costs.expert_s)
@@ -112,8 +112,7 @@ def dial(name: str) -> Callable[..., Any]:
         return charts.parts(
             samples,
             {part: f"`{part}`" for part in parts},
-            title=f"{name}: {speed_text(speed)} tok/s, probably "
-            f"{speed_text(speed / found.spread)} to {speed_text(speed * found.spread)}",
+            title=f"{name}: {speed_text(speed)} tok/s, probably {range_text(speed)}",
             axis="ms a token",
             finding=f"{found.advice.config.slots} of {found.sizes.E} experts of each layer are in "
             f"memory. Most of a token: {found.binds}.",
