@@ -26,6 +26,12 @@ class Costs:
         direct_s_per_byte (float): A byte read past the page cache; nan where that is impossible.
         direct_call_s (float): The fixed part of a layer's reads past the page cache.
         direct_overlap (float): As ``overlap``, of reads past the page cache.
+        held_fixed_s (float): As ``fixed_s``, where every expert is in a slot, so that no routing is
+            waited for; nan where that was not measured.
+        host_s_per_byte (float): A byte that a GPU copies from the host's memory by itself, without
+            waiting for the routing; nan where there is no such GPU.
+        prompt_token_s (float): One token's work in a prompt of ``lab.experiments.costs.PROMPT``
+            tokens that are computed at once, no read counted; nan where that was not measured.
     """
 
     fixed_s: float
@@ -38,6 +44,9 @@ class Costs:
     direct_s_per_byte: float = nan
     direct_call_s: float = 0.0
     direct_overlap: float = 0.0
+    held_fixed_s: float = nan
+    host_s_per_byte: float = nan
+    prompt_token_s: float = nan
 
     @property
     def reads_direct(self) -> bool:
@@ -68,11 +77,28 @@ class Costs:
         return replace(self, cold_s_per_byte=warm[0], cold_call_s=warm[1])
 
     def without_reads(self) -> "Costs":
-        """Every expert is in memory: nothing is read, and nothing waited for."""
+        """Every expert is in a slot: nothing is read, and nothing waited for."""
+        return self._not_waiting(0.0)
+
+    def from_host(self) -> "Costs":
+        """A GPU copies every expert that it misses from the host's memory.
+
+        Raises:
+            ValueError: If no GPU does so, or that was not measured.
+        """
+        if isnan(self.host_s_per_byte):
+            raise ValueError(
+                "source=host: expected costs of copies from the host's memory, got none. Measure "
+                "them on a CUDA GPU with memory for every expert."
+            )
+        return self._not_waiting(self.host_s_per_byte)
+
+    def _not_waiting(self, byte_s):
+        fixed_s = self.fixed_s if isnan(self.held_fixed_s) else self.held_fixed_s
         return replace(
             self,
-            **{"warm_s_per_byte": 0.0, "cold_s_per_byte": 0.0, "direct_s_per_byte": nan},
-            **{"warm_call_s": 0.0, "cold_call_s": 0.0},
+            **{"fixed_s": fixed_s, "warm_s_per_byte": byte_s, "cold_s_per_byte": byte_s},
+            **{"direct_s_per_byte": nan, "warm_call_s": 0.0, "cold_call_s": 0.0, "overlap": 0.0},
         )
 
     def without_arithmetic(self) -> "Costs":

@@ -6,6 +6,9 @@ and another one if some of its experts have to be read.
 """
 
 from dataclasses import dataclass
+from math import isnan, nan
+
+import numpy as np
 
 from ..streaming.trace import Trace
 from .costs import Costs
@@ -26,6 +29,9 @@ CORE_BYTES_PER_S, CPU_LAYER_S, CPU_WAITS_S, CPU_COPY_BYTES_PER_S = (
     (0.76e-3, 0.43e-3),
     6.1e9,
 )
+# A token's arithmetic in a prompt that is computed at once, over what it takes by itself, on a CPU
+# (data/results/cpu_prompt_35b.json).
+CPU_PROMPT_SHARE = 0.5
 # How often experts are chosen: the k-th most popular of a layer as ``k ** -ZIPF``, without
 # regard to the tokens before. Fitted on hit rates that the same sources publish, which it meets
 # within 0.07 (root of the mean square).
@@ -56,6 +62,9 @@ class Machine:
         wait_s (tuple[float, float]): What it takes longer if experts are read, from the SSD and
             from the page cache.
         copy_bytes_per_s (float): At which experts are read from the page cache.
+        prompt_share (float): Of a token's time for its weights, what one takes in a prompt; nan:
+            unknown, between 0 and 1.
+        held_layer_s (float): As ``layer_s``, where every expert is in a slot; nan: the same.
         is_mac (bool): Whether a GPU computes, in the same memory.
     """
 
@@ -65,6 +74,8 @@ class Machine:
     layer_s: float
     wait_s: tuple[float, float]
     copy_bytes_per_s: float
+    prompt_share: float = nan
+    held_layer_s: float = nan
     is_mac: bool = False
 
     @classmethod
@@ -79,7 +90,7 @@ class Machine:
         """A computer whose CPU computes, by its SSD's rate and its cores."""
         disk_bytes_per_s *= DISK_SHARE
         rates = cores * CORE_BYTES_PER_S, CPU_LAYER_S, CPU_WAITS_S, CPU_COPY_BYTES_PER_S
-        return cls(ram_nbytes, disk_bytes_per_s, *rates)
+        return cls(ram_nbytes, disk_bytes_per_s, *rates, CPU_PROMPT_SHARE)
 
     @classmethod
     def measured(cls, costs: Costs, sizes: ModelSizes, memory_nbytes: float):
@@ -91,13 +102,19 @@ class Machine:
             memory_nbytes (float): What a model and its page cache may take.
         """
         rate = sizes.expert_nbytes / costs.expert_s
+
+        def layer_s(fixed_s):
+            return float(np.maximum(0.0, fixed_s - sizes.token_nbytes / rate)) / sizes.layers
+
         return cls(
             _with_the_systems(memory_nbytes),
             1 / (costs.direct_s_per_byte if costs.reads_direct else costs.cold_s_per_byte),
             rate,
-            max(0.0, costs.fixed_s - sizes.token_nbytes / rate) / sizes.layers,
+            layer_s(costs.fixed_s),
             (costs.cold_call_s, costs.warm_call_s),
             1 / costs.warm_s_per_byte,
+            costs.prompt_token_s * rate / sizes.active_nbytes,
+            layer_s(costs.held_fixed_s),
             is_mac=not costs.reads_direct,
         )
 
@@ -114,6 +131,26 @@ class Machine:
         share = next(share for most, share in GPU_SHARES if self.ram_nbytes <= most)
         return min(self.memory_nbytes, share * self.ram_nbytes)
 
+    def prompt_s(self, sizes: ModelSizes, tokens: int, slots: int) -> tuple[float, float]:
+        """Seconds until a prompt's first token, with no expert in memory: at least, and at most.
+
+        At least the longer of the two, reading its experts and computing; at most one after the
+        other. A part of the prompt, ``prompt_tokens`` tokens, reads what slots did not keep.
+
+        Args:
+            sizes (ModelSizes): Of the model.
+            tokens (int): Of the prompt.
+            slots (int): In each layer.
+        """
+        parts = [min(sizes.prompt_tokens, tokens - first)
+                 for first in range(0, tokens, sizes.prompt_tokens)]  # fmt: skip
+        needed = [distinct(sizes, part) for part in parts]
+        experts = needed[0] + sum(max(0.0, n - slots) for n in needed[1:])
+        reads_s = sizes.L * experts * sizes.expert_nbytes / self.disk_bytes_per_s
+        shares = (0.0, 1.0) if isnan(self.prompt_share) else (self.prompt_share, self.prompt_share)
+        all_s = tokens * sizes.active_nbytes / self.weights_bytes_per_s
+        return max(reads_s, shares[0] * all_s), reads_s + shares[1] * all_s
+
     def costs(self, sizes: ModelSizes, held_nbytes: float = 0.0) -> Costs:
         """What a replay needs, for a model.
 
@@ -127,10 +164,11 @@ class Machine:
         """
         swapped = sizes.token_nbytes if self.is_mac and held_nbytes > self.model_nbytes else 0
         past = (1 / self.disk_bytes_per_s, self.wait_s[0]) if not self.is_mac else (float("nan"), 0)
+        backbone_s = sizes.token_nbytes / self.weights_bytes_per_s
+        backbone_s += swapped / self.disk_bytes_per_s
         return Costs(
-            fixed_s=sizes.token_nbytes / self.weights_bytes_per_s
-            + sizes.layers * self.layer_s
-            + swapped / self.disk_bytes_per_s,
+            fixed_s=backbone_s + sizes.layers * self.layer_s,
+            held_fixed_s=backbone_s + sizes.layers * self.held_layer_s,
             expert_s=sizes.expert_nbytes / self.weights_bytes_per_s,
             warm_s_per_byte=1 / self.copy_bytes_per_s,
             cold_s_per_byte=1 / self.disk_bytes_per_s,
@@ -141,16 +179,28 @@ class Machine:
         )
 
 
-def typical_trace(sizes: ModelSizes, tokens: int, seed: int = 0) -> Trace:
+def typical_trace(sizes: ModelSizes, tokens: int, seed: int = 0, zipf: float = ZIPF) -> Trace:
     """A trace of a model's shape that hits slots as often as published models do.
 
     Args:
         sizes (ModelSizes): Of the model.
         tokens (int): T.
         seed (int): Of the draw.
+        zipf (float): How unequal the experts are.
     """
-    locality = Locality((ZIPF,), (0.0,), (1.0,))
+    locality = Locality((zipf,), (0.0,), (1.0,))
     return synthesize(locality, tokens, sizes.L, sizes.E, sizes.K, seed)
+
+
+def distinct(sizes: ModelSizes, tokens: int) -> float:
+    """Different experts that so many tokens need in a layer, as ``typical_trace`` chooses them."""
+    popular = np.arange(1, sizes.E + 1) ** -ZIPF
+    low, high = 0.0, 1e9  # of what makes one token need K
+    for _ in range(100):
+        middle = (low + high) / 2
+        few = -np.expm1(-middle * popular).sum() < sizes.K
+        low, high = (middle, high) if few else (low, middle)
+    return float(-np.expm1(-low * popular * tokens).sum())
 
 
 def left_of(ram_nbytes: float) -> float:

@@ -71,6 +71,11 @@ class ModelSizes:
         )
 
     @property
+    def active_nbytes(self) -> int:
+        """What a decoded token needs of the checkpoint."""
+        return self.token_nbytes + self.L * self.K * self.expert_nbytes
+
+    @property
     def held_expert_nbytes(self) -> int:
         """One expert in a slot of one layer."""
         return self.slot_nbytes // self.L

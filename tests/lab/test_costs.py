@@ -1,5 +1,7 @@
 """Costs: what is measured, and what follows from the samples."""
 
+from dataclasses import replace
+
 import families
 import numpy as np
 import pytest
@@ -26,10 +28,15 @@ def test_tokens_made_to_miss(m):
 def test_costs_are_measured(random_tiny_moe):
     samples = cost.measure_samples(random_tiny_moe, tokens=6)
     got = cost.costs_of(samples)
-    known = {n: v for n, v in vars(got).items() if got.reads_direct or n != "direct_s_per_byte"}
+    unknown = {"host_s_per_byte"} | (set() if got.reads_direct else {"direct_s_per_byte"})
+    known = {name: v for name, v in vars(got).items() if name not in unknown}
     assert all(np.isfinite(v) and v >= 0 for v in known.values()) and got.overlap <= 1
     assert got.warm_s_per_byte > 0 and got.cold_s_per_byte > 0
-    counts = samples[samples.what != "expert"].groupby(["what", "variant", "misses"]).size()
+    assert got.without_reads().fixed_s == got.held_fixed_s
+    with pytest.raises(ValueError, match="copies from the host's memory, got none"):
+        got.from_host()
+    apart = samples[(samples.what != "expert") & (samples.variant != cost.HELD)]
+    counts = apart.groupby(["what", "variant", "misses"]).size()
     assert set(counts) == {6}
     for way in (cost.PAGES, cost.DISK, *([cost.DIRECT] if got.reads_direct else [])):
         assert set(counts["reads", way].index) == {1, 2, 4, 8}
@@ -50,7 +57,8 @@ def test_costs_of_few_experts(top_k, tmp_path):
             cost.measure_costs(path, moelab.StreamConfig(top_k=E, slots=E))
         return
     got = vars(cost.measure_costs(path, moelab.StreamConfig(top_k=top_k), tokens=4))
-    got.pop("direct_s_per_byte")  # nan where reads cannot go past the page cache
+    for name in ("direct_s_per_byte", "host_s_per_byte"):  # nan where the machine has no such way
+        got.pop(name)
     assert all(np.isfinite(v) and v >= 0 for v in got.values())
 
 
@@ -70,6 +78,8 @@ def test_costs_follow_from_the_samples():
         rows.append(("token", variant, 4, miss_s))
     rows += [("token", "slots", 0, hit_s), ("expert", "slots", 0, 1e-4)]
     rows += [("token", cost.OWN, 0, 0.8 * hit_s)]  # in one piece: the rest of a token takes less
+    rows += [("token", cost.HELD, 0, 0.7 * hit_s), ("prompt", cost.HELD, 0, 0.256)]
+    rows += [("token", cost.HOST, m, 0.7 * hit_s + m * 2e-5) for m in (0.5, 1.5)]  # L experts each
     names = "what", "variant", "misses", "seconds"
     settings = {"L": 2, "K": 4, "expert_nbytes": 10}
 
@@ -78,8 +88,13 @@ def test_costs_follow_from_the_samples():
         return cost.costs_of(records.table(record))
 
     want = Costs(0.8 * hit_s - 2 * experts_s, 1e-4, 1e-6, 1e-5, 1e-5, 1e-4, 0.5, 9e-6, 2e-5, 0.25)
+    want = replace(want, held_fixed_s=0.7 * hit_s - 2 * experts_s, host_s_per_byte=1e-6)
+    want = replace(want, prompt_token_s=0.256 / cost.PROMPT)
     got = costs_of(rows)
     assert vars(got) == pytest.approx(vars(want))
+    from_host = got.from_host()
+    assert (from_host.fixed_s, from_host.warm_call_s) == (got.held_fixed_s, 0)
+    assert from_host.cold_s_per_byte == from_host.warm_s_per_byte == got.host_s_per_byte
     free = got.without_arithmetic()
     assert (free.fixed_s, free.expert_s, free.overlap, free.direct_overlap) == (0, 0, 0, 0)
     assert free.cold_s_per_byte == got.cold_s_per_byte

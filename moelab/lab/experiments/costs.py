@@ -13,6 +13,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ... import StreamConfig, footprint, load
+from ...memory import memory_available
 from ...replay.costs import Costs
 from ...replay.locality import decode_trace
 from ...replay.sizes import ModelSizes
@@ -21,6 +22,7 @@ from ...streaming.record import route_by
 from ...streaming.residency.bank import can_empty
 from ...streaming.session import session_of
 from .. import oscache, records
+from ..decode import decode
 from ..models import folder
 
 if TYPE_CHECKING:
@@ -32,6 +34,11 @@ SAMPLES = 24  # of each kind in a record
 # Where a layer's misses come from; the variants of a record.
 PAGES, DISK, DIRECT = "page cache", "disk", "past the page cache"
 OWN = "own routing"  # and of a token that is not driven
+# And of tokens that follow one another without a wait: every expert in a slot, or in the host's
+# memory. They are measured where all experts are small enough to be held for it.
+HELD, HOST = "all in slots", "host's memory"
+HELD_NBYTES = 4e9
+PROMPT = 128  # tokens of a prompt that is computed at once
 
 
 def measure_costs(
@@ -50,7 +57,8 @@ def measure_samples(
     and past it. Then whole tokens without a miss: one as the model routes it, which the engine may
     compute in one piece, and one driven to given experts. Then tokens driven to as many misses from
     the disk as there can be: their time over the driven one's shows how much of the reads the
-    arithmetic hides.
+    arithmetic hides. Last, with every expert in a slot or in the host's memory, tokens that wait
+    for no routing and prompts.
 
     Args:
         path (str or Path): A model folder.
@@ -60,9 +68,9 @@ def measure_samples(
         seed (int): Of the order of reading.
 
     Returns:
-        DataFrame: ``what`` (``reads`` of a layer, a ``token``, an ``expert``), ``variant`` (where
-        the misses came from), ``misses`` in each layer, ``seconds``. ``settings`` has the
-        ``ModelSizes``.
+        DataFrame: ``what`` (``reads`` of a layer, a ``token``, an ``expert``, a ``prompt`` of
+        ``PROMPT`` tokens), ``variant`` (where the misses came from), ``misses`` in each layer,
+        ``seconds``. ``settings`` has the ``ModelSizes``.
 
     Raises:
         ValueError: If the mode has no slots, or every token needs every expert.
@@ -106,6 +114,8 @@ def measure_samples(
             reader.direct = False
         more_s = _expert_s(model, made(1, 2)[0, 0], tokens)
         rows += [row("expert", "slots", 0, s) for s in more_s]
+    if L * E * size.expert_nbytes < min(HELD_NBYTES, memory_available() / 2):
+        rows += [row(*given) for given in _time_without_waits(path, config, tokens, E)]
     return running.table(rows)
 
 
@@ -132,10 +142,18 @@ def costs_of(samples: "DataFrame") -> Costs:
         shorter_s = min(reads.iloc[-1], experts_s)
         return byte_s, call_s, float(np.clip(hidden_s / shorter_s, 0, 1)) if experts_s else 0.0
 
-    direct = {}
+    known = {}
     if ("reads", DIRECT) in medians:
         names = ("direct_s_per_byte", "direct_call_s", "direct_overlap")
-        direct = dict(zip(names, beside(DIRECT)))
+        known = dict(zip(names, beside(DIRECT)))
+    if ("token", HELD) in medians:
+        held_s = medians["token", HELD, 0]
+        known["held_fixed_s"] = float(max(0.0, held_s - L * experts_s))
+        known["prompt_token_s"] = float(medians["prompt", HELD, 0]) / PROMPT
+    if ("token", HOST) in medians:
+        host = medians["token", HOST]
+        missed = host.index.to_numpy().mean() * L * nbytes
+        known["host_s_per_byte"] = max(0.0, float(host.median() - held_s)) / missed
     warm_s_per_byte, warm_call_s = line(PAGES)
     cold_s_per_byte, cold_call_s, overlap = beside(DISK)
     return Costs(
@@ -146,7 +164,7 @@ def costs_of(samples: "DataFrame") -> Costs:
         warm_call_s=warm_call_s,
         cold_call_s=cold_call_s,
         overlap=overlap,
-        **direct,
+        **known,
     )
 
 
@@ -223,6 +241,26 @@ def _token_s(model, token, cache):
     begin = time.perf_counter()
     mx.eval(model(mx.array([[token]]), cache=cache))
     return time.perf_counter() - begin
+
+
+def _time_without_waits(path, config, tokens, E):
+    """Yields ``what``, ``variant``, ``misses`` and ``seconds`` where no routing is waited for."""
+    ways = {HELD: {"slots": E}}
+    if mx.cuda.is_available():
+        ways[HOST] = {"source": "host"}
+    ids = np.arange(PROMPT + 1 + tokens + DISCARDED) % 64
+    prompt, fed = ids[: PROMPT + 1].tolist(), ids[PROMPT + 1 :].tolist()
+    for variant, given in ways.items():
+        model, _ = load(path, replace(config, **given))
+        with model:
+            for i in range(1 + ROUNDS):
+                found = decode(model, prompt, tokens, DISCARDED, feed=fed)
+                if i == 0:  # slower than the rest
+                    continue
+                missed = found.counters.misses / tokens / len(session_of(model).layers)
+                yield "token", variant, missed, found.decode_s / tokens
+                if variant == HELD:
+                    yield "prompt", variant, 0, found.prefill_s
 
 
 def _expert_s(model, experts, tokens):

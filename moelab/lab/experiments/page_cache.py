@@ -38,6 +38,7 @@ LIKE, LAYERS, TEXT = "qwen3.5-35b-a3b", 4, "code"  # of the records' model, and 
 # How experts are read that no slot holds. What is copied or used in place was read from the disk
 # before, through the page cache.
 COPIED, IN_PLACE, DIRECT = "copied from page cache", "used in page cache", "past the page cache"
+HOST = "copied from the host's memory"  # by a GPU
 NO_SLOTS = "no slots"
 DIAL_POINTS = 9  # numbers of slots replayed for one setting of the sliders
 
@@ -91,8 +92,9 @@ def told(samples: "DataFrame") -> "DataFrame":
     out = samples[samples["mode"] != "resident"].copy()
     without = out["mode"] == "buffers"
     copied = out.zero_copy.eq(False) if "zero_copy" in out else without
-    kinds = [without, out.direct.eq(True), copied]
-    out["reads"] = np.select(kinds, [NO_SLOTS, DIRECT, COPIED], IN_PLACE)
+    host = out.variant.str.contains("source=host")
+    kinds = [without, host, out.direct.eq(True), copied]
+    out["reads"] = np.select(kinds, [NO_SLOTS, HOST, DIRECT, COPIED], IN_PLACE)
     out["slots"] = out.slots.mask(without, 0).astype(float)
     out["slots"] = out.groupby("variant").slots.transform("median")  # of a plan, by what was free
     out["cache"] = out.slots.map("{:.0f} slots".format).mask(without, NO_SLOTS)
@@ -160,7 +162,8 @@ def replayed(
 ) -> "DataFrame":
     """What the replay says of the settings that were measured, one row for each.
 
-    It knows reads that are copied from the page cache, and reads past it.
+    It knows reads that are copied from the page cache, reads past it, and copies from the host's
+    memory. Without a limit of memory the whole file is in the page cache.
 
     Args:
         samples (DataFrame): Of ``told``.
@@ -174,27 +177,33 @@ def replayed(
         replayed over measured milliseconds, less 1.
     """
     trace, rows = trace or routing(), []
-    kept = samples[~samples.killed & samples["reads"].isin((COPIED, DIRECT))]
-    for (mb, name), part in kept.groupby([kept.limit_nbytes / 1e6, "variant"], sort=False):
-        one = part.iloc[0]
-        tokens = int(one.decode_tokens)
+    kept = samples[~samples.killed & samples["reads"].isin((COPIED, DIRECT, HOST))]
+    for (mb, name), part in kept.groupby(
+        [kept.limit_nbytes.fillna(float("inf")) / 1e6, "variant"], sort=False
+    ):
+        one, tokens = part.iloc[0], int(part.decode_tokens.iloc[0])
         skip = int(one.prompt_tokens) + len(one.tokens) - 1 - tokens
+        slots, given = int(one.slots), costs if mb < float("inf") else costs.all_warm()
+        if one.reads == HOST:
+            given = costs.from_host()
+        elif slots == sizes.E:
+            given = costs.without_reads()
         r = replay(
             trace[: skip + tokens],
-            float(one.limit_nbytes),
-            int(one.slots),
-            policy_of("auto", "disk"),
+            max(mb * 1e6, sizes.other_nbytes + slots * sizes.slot_nbytes),
+            slots,
+            policy_of("auto", "host" if one.reads == HOST else "disk"),
             expert_nbytes=sizes.expert_nbytes,
             slot_nbytes=sizes.held_expert_nbytes,
             other_nbytes=sizes.other_nbytes,
-            costs=costs,
+            costs=given,
             skip=skip,
             direct=one.reads == DIRECT,
         )
-        ms, disk = part.ms.median(), part.disk_nbytes.median() / tokens / 1e6
+        ms, disk = part.ms.median(), part.get("disk_nbytes", part.ms * 0).median() / tokens / 1e6
         rows.append(
             {
-                **{"variant": name, "limit_mb": mb, "slots": int(one.slots), "reads": one.reads},
+                **{"variant": name, "limit_mb": mb, "slots": slots, "reads": one.reads},
                 **{"ms": ms, "replayed_ms": r.mean_s * 1e3, "off": r.mean_s * 1e3 / ms - 1},
                 **{"hit_rate": part.hit_rate.median(), "replayed_hit_rate": r.app_hit_rate},
                 **{"disk_MB": disk, "replayed_disk_MB": r.read_per_token / 1e6},

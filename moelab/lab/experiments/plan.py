@@ -6,6 +6,7 @@ tokens cost, and the same replay decides.
 """
 
 import argparse
+import math
 import re
 import tempfile
 from collections.abc import Iterator
@@ -85,36 +86,23 @@ class Forecast:
 
     @property
     def _layers_s(self):
-        return self.sizes.layers * self.machine.layer_s
+        machine, all_held = self.machine, self.advice.config.slots == self.sizes.E
+        held_s = machine.held_layer_s if all_held else math.nan
+        return self.sizes.layers * (machine.layer_s if math.isnan(held_s) else held_s)
 
     def prompt_s(self, tokens: int) -> tuple[float, float]:
-        """Seconds until a prompt's first token, with no expert in memory: at least, and at most.
-
-        At least the SSD has to bring the experts that the prompt needs, those that slots do not
-        keep again for each part that is computed at once. At most its tokens take as long as
-        decoded ones beside that: computed together they take less.
-
-        Args:
-            tokens (int): Of the prompt.
-        """
-        sizes, slots = self.sizes, self.advice.config.slots
-        parts = [min(sizes.prompt_tokens, tokens - first)
-                 for first in range(0, tokens, sizes.prompt_tokens)]  # fmt: skip
-        needed = [sizes.E * (1 - (1 - sizes.K / sizes.E) ** part) for part in parts]
-        read = needed[0] + sum(max(0.0, experts - slots) for experts in needed[1:])
-        reads_s = sizes.L * read * sizes.expert_nbytes / self.machine.disk_bytes_per_s
-        return reads_s, reads_s + tokens * self.parts_s["weights"]
+        """As ``Machine.prompt_s``, of a prompt of so many tokens."""
+        return self.machine.prompt_s(self.sizes, tokens, self.advice.config.slots)
 
     def __str__(self):
         sizes, slots, machine = self.sizes, self.advice.config.slots, self.machine
         speed, token_s = 1 / self.advice.token_s, self.advice.token_s
-        needed = sizes.token_nbytes + sizes.L * sizes.K * sizes.expert_nbytes
         parts = ", ".join(f"{name} {s * 1e3:.0f}" for name, s in self.parts_s.items())
         held = f"({_gb(slots * sizes.slot_nbytes)})"
         most = sizes.fits(machine.model_nbytes)
         lines = [
             f"{self.name}, {self.bits} bits: {_gb(sizes.checkpoint_nbytes)}. A token needs "
-            f"{_gb(needed)} of it",
+            f"{_gb(sizes.active_nbytes)} of it",
             f"  memory holds all {sizes.E} experts of each layer {held}"
             if slots == sizes.E
             else f"  runs: memory holds {slots} of the {sizes.E} experts of each layer {held}, the "

@@ -11,11 +11,13 @@ import csv
 import functools
 import hashlib
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from tqdm import tqdm
 
+from ...replay import eviction
 from ...replay.machine import (
     CHIPS,
     COPY_BYTES_PER_S,
@@ -25,6 +27,7 @@ from ...replay.machine import (
     typical_trace,
 )
 from ...replay.pagecache import Replay, replay
+from ...replay.sizes import ModelSizes
 from ...shipped import shipped
 from .. import records
 from ..models import named_sizes
@@ -72,7 +75,8 @@ def rows() -> "DataFrame":
 
     with open(shipped("published.csv"), newline="") as file:
         table = pd.DataFrame(list(csv.DictReader(file)))
-    for name in ("ram_gb", "ssd_gb_s", "top_k", "held_gb", "hit_rate", "tok_s", "context"):
+    numbers = ["ram_gb", "ssd_gb_s", "top_k", "held_gb", "hit_rate", "tok_s", "context"]
+    for name in (*numbers, "prompt_tokens", "first_token_s"):
         table[name] = pd.to_numeric(table[name])
     table["group"] = table.source.map(group)
     table["side"] = table.group.map(side)
@@ -175,20 +179,26 @@ def machine_of(row: "Series") -> Machine:
     return Machine.mac(ram, disk, SLOWER.get((chip, row.ram_gb), CHIPS[chip]) * 1e9)
 
 
+def sizes_of(row: "Series") -> ModelSizes:
+    """The sizes of a row's model."""
+    top_k = None if row.top_k != row.top_k else int(row.top_k)
+    return named_sizes(MODELS[row.model], bits=int(row.bits[0]), top_k=top_k)
+
+
+def _held(row, sizes):
+    """Experts of each layer that a row says it holds."""
+    if row.slots_or_cache == "all" or row.hit_rate == 1:
+        return sizes.E
+    if row.held_gb == row.held_gb:
+        return min(sizes.E, int(row.held_gb * 1e9 / (sizes.L * sizes.expert_nbytes)))
+    return 0 if row.slots != row.slots else min(sizes.E, int(row.slots))
+
+
 def predict(row: "Series") -> Replay:
     """What a token takes with a row's model, machine and slots."""
-    top_k = None if row.top_k != row.top_k else int(row.top_k)
-    sizes = named_sizes(MODELS[row.model], bits=int(row.bits[0]), top_k=top_k)
-    one = sizes.L * sizes.expert_nbytes
-    if row.slots_or_cache == "all" or row.hit_rate == 1:
-        held = sizes.E
-    elif row.held_gb == row.held_gb:
-        held = int(row.held_gb * 1e9 / one)
-    else:
-        held = 0 if row.slots != row.slots else int(row.slots)
-    machine = machine_of(row)
+    sizes, machine = sizes_of(row), machine_of(row)
+    one, held = sizes.L * sizes.expert_nbytes, _held(row, sizes)
     other = sizes.checkpoint_nbytes - one * sizes.E
-    held = min(held, sizes.E)
     slots, policy = (held, "lru") if held >= sizes.K else (sizes.K, "none")
     arrays = 0 if row.slots_or_cache == "page cache" else other + slots * one
     costs = machine.costs(sizes, arrays)
@@ -204,6 +214,24 @@ def predict(row: "Series") -> Replay:
         other_nbytes=other,
         skip=TOKENS // 2,
     )
+
+
+def first_tokens() -> "DataFrame":
+    """Rows that say how long a prompt took, with the planned seconds, ``least_s`` and ``most_s``.
+
+    ``factor`` is how far outside of that range a row lies, 1 inside. Drafts and long contexts do
+    not matter here.
+    """
+    table = rows()
+    known = table[["first_token_s", "prompt_tokens", "ram_gb", "ssd_gb_s"]].notna().all(axis=1)
+    table = table[known & table.model.isin(MODELS) & ~table.machine.str.contains("RTX")].copy()
+    ends = [
+        machine_of(row).prompt_s(sizes := sizes_of(row), int(row.prompt_tokens), _held(row, sizes))
+        for _, row in table.iterrows()
+    ]
+    table["least_s"], table["most_s"] = zip(*ends)
+    outside = table.least_s / table.first_token_s, table.first_token_s / table.most_s
+    return table.assign(factor=np.maximum(1, np.maximum(*outside)))
 
 
 @functools.lru_cache
@@ -256,10 +284,44 @@ def fit(table: "DataFrame", rounds: int = 4000) -> dict[str, float]:
     }
 
 
+def fit_zipf(tried: np.ndarray) -> tuple[float, float]:
+    """``ZIPF`` of ``replay.machine``, and how far it is off in hit rates (the mean square's root).
+
+    It is fitted on the rows of ``fit`` that count and say a hit rate and what they held.
+
+    Args:
+        tried (np.ndarray): The values to choose from.
+    """
+    table = rows()
+    said = table.hit_rate.gt(0) & table.hit_rate.lt(1)
+    table = table[said & (table.side == "fit") & (table.why_not == "")]
+    kept = [(row, replace(sizes := sizes_of(row), L=3), _held(row, sizes))
+            for _, row in table.iterrows() if row.slots_or_cache != "page cache"]  # fmt: skip
+
+    @functools.cache
+    def trace(sizes, zipf):
+        return typical_trace(sizes, TOKENS, zipf=zipf).experts
+
+    def off(zipf):
+        got = [
+            eviction.held(trace(sizes, zipf), sizes.E, slots, _policy(row))[TOKENS // 2 :].mean()
+            for row, sizes, slots in kept
+        ]
+        return float(np.sqrt(np.mean((got - table.hit_rate[[r.name for r, _, _ in kept]]) ** 2)))
+
+    errors = {float(zipf): off(zipf) for zipf in tried}
+    best = min(errors, key=errors.get)
+    return best, errors[best]
+
+
+def _policy(row):
+    return "lfu" if " pin" in row.slots_or_cache else "lru"  # the most popular are pinned
+
+
 def _parts(row):
     """Seconds of a row's token: what the constants do not change, and by each of them."""
     found, machine = row.replay, machine_of(row)
-    layers_s = named_sizes(MODELS[row.model]).layers * machine.layer_s
+    layers_s = sizes_of(row).layers * machine.layer_s
     reads_s = found.parts_s["copies"] + found.parts_s["disk"]
     copies_s = found.copied_per_token / machine.copy_bytes_per_s if reads_s else 0.0
     disk_s = found.read_per_token / machine.disk_bytes_per_s if reads_s else 0.0
@@ -279,7 +341,11 @@ def main(out: str) -> None:
     text = f"{sources.round(2).to_string()}\n\nleft out, goal and reached:"
     for name, value in reached(sources).items():
         text += f"\n{name:14} {GOALS[name]:.2f} {value:.2f}"
-    text += f"\n\nfitted: {fit(table)}"
+    first = first_tokens().groupby(["side", "group"]).factor.agg(["size", "median", "max"])
+    text += f"\n\nfirst tokens:\n{first.round(2).to_string()}"
+    zipf, off = fit_zipf(np.arange(0.9, 1.31, 0.02))
+    text += f"\n\nfitted: {fit(table)}, ZIPF {zipf:.2f}"
+    text += f" (hit rates off by {off:.2f})"
     table = table.rename(columns={"tok_s": "published_tok_s", "group": "variant"})
     kept = ["source", "variant", "side", "model", "bits", "machine", "ram_gb", "ssd_gb_s", "method"]
     kept += ["top_k", "slots_or_cache", "held_gb", "hit_rate", "published_tok_s"]

@@ -12,7 +12,6 @@ from tqdm import tqdm
 from ...configs import CONFIGS
 from ...replay.machine import Machine, typical_trace
 from ...replay.pagecache import replay
-from ...streaming.residency.table import policy_of
 from .. import charts, records
 from ..models import named_sizes
 from ..records import pandas
@@ -125,10 +124,6 @@ def dial(name: str) -> Callable[..., Any]:
 def own() -> "DataFrame":
     """Speeds of our own, beside those that follow from costs measured on the same machine.
 
-    Experts are read through the page cache or past it, and fewer than all are in slots. With all of
-    them there an engine waits for no routing, which the costs do not know, and from the host's
-    memory a GPU copies them itself.
-
     Returns:
         DataFrame: ``where``, ``variant`` (the setting), ``measured_tok_s`` (the median),
         ``planned_tok_s`` and ``factor`` between them, a row for each setting.
@@ -137,43 +132,18 @@ def own() -> "DataFrame":
     for where, costs, speeds, layers in OWN:
         sizes, found = page_cache.machine_and_model(records.read(costs))
         samples = records.read(speeds)
-        is_streamed = (samples["mode"] == "fused") & (samples.slots < sizes.E)
-        samples = samples[is_streamed & ~samples.variant.str.contains("source=host")]
-        if "direct" in samples:  # every way to read was asked for
-            samples = page_cache.told(samples)
-            samples = samples[samples.reads != page_cache.IN_PLACE]
-            reads = samples.reads == page_cache.DIRECT
-        else:
-            reads = found.reads_direct
-        samples = samples.assign(direct=reads)
+        # What a record does not say was not asked for: then the engine chose how to read.
+        usual = {"direct": found.reads_direct, "zero_copy": False, "limit_nbytes": float("inf")}
+        samples = samples.assign(**{n: v for n, v in usual.items() if n not in samples})
         trace = page_cache.routing(layers, FULL_VOCABULARY if layers == 40 else None)
-        for (_, direct), part in samples.groupby(["variant", "direct"], sort=False):
-            one = part.iloc[0]
-            limit = float(one.limit_nbytes) if "limit_nbytes" in part else float("nan")
-            slots, tokens = int(part.slots.median()), int(one.decode_tokens)
-            skip = int(one.prompt_tokens) + len(one.tokens) - 1 - tokens
-            planned = replay(
-                trace[: skip + tokens],
-                max(limit, slots * sizes.slot_nbytes + sizes.other_nbytes)
-                if limit == limit
-                else float("inf"),
-                slots,
-                policy_of("auto", "disk"),
-                expert_nbytes=sizes.expert_nbytes,
-                slot_nbytes=sizes.held_expert_nbytes,
-                other_nbytes=sizes.other_nbytes,
-                costs=found if limit == limit else found.all_warm(),
-                skip=skip,
-                direct=bool(direct) and limit == limit,
-            )
-            memory = "page cache warm" if limit != limit else f"{limit / 1e9:.2g} GB"
-            how = "past the page cache" if direct else "through the page cache"
+        for one in page_cache.replayed(page_cache.told(samples), sizes, found, trace).itertuples():
+            memory = f"{one.limit_mb / 1e3:.2g} GB" if one.limit_mb < float("inf") else "no limit"
             rows.append(
                 {
                     "where": where,
-                    "variant": f"{memory}, {slots} slots, {how}",
-                    "measured_tok_s": part.tok_s.median(),
-                    "planned_tok_s": planned.tok_s,
+                    "variant": f"{memory}, {one.slots} slots, {one.reads}",
+                    "measured_tok_s": 1e3 / one.ms,
+                    "planned_tok_s": 1e3 / one.replayed_ms,
                 }
             )
     out = pandas().DataFrame(rows)
