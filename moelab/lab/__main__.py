@@ -21,6 +21,7 @@ SCRIPTS = {  # name: its module, what it does
     "dispatch": ("experiments.dispatch", "operations sent and waited for, for notebook 01"),
     "exactness": ("experiments.exactness", "streamed passes and texts beside the resident model's"),
     "gguf": ("gguf", "write a checkpoint as GGUF, for llama.cpp"),
+    "index": ("plots.index", "write the index of a folder of pages again"),
     "kernels": ("experiments.kernels", "the fast kernels beside MLX's: products, texts"),
     "ladder": ("experiments.ladder", "prompts in turn, or experts in a call, for notebook 02"),
     "locality": ("experiments.prefetch", "how many needed experts the slots hold, by replay"),

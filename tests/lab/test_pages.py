@@ -1,12 +1,15 @@
 """The pages and the index that `make run` writes."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import nbformat
 import pytest
 
-from moelab.lab.plots import pages
+from moelab.lab.__main__ import main
+from moelab.lab.plots import index, pages
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 FIGURE = """
@@ -37,9 +40,9 @@ def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     (folder / "drawing.svg").write_text(DRAWING)
     source = notebook(
-        ("markdown", "# Why a < b?\n\n![boxes](drawing.svg)\n\nSee [01](01_next.ipynb)."),
+        ("markdown", "# Why a < b?\n\n![boxes](drawing.svg)\n\n1<!--=x--> in [01](01_next.ipynb)."),
         ("code", FIGURE),
-        ("markdown", "> **Takeaway.** It rises by **1**,\n> always.\n\n**Limits.** None."),
+        ("markdown", "> **Takeaway.** By **1**<!--given-->,\n> always.\n\n**Limits.** None."),
         ("code", "1 / 0"),
     )
     nbformat.write(source, folder / "00_first.ipynb")
@@ -62,6 +65,7 @@ def test_a_page_shows_all_there_was(built):
     assert 'aria-label="a line from 2"' in page and "it rises to 2" in page  # above the slider
     assert "ZeroDivisionError" in page and page.count("to get the sliders") == 2
     assert "data:image/svg+xml;base64," in page and 'href="01_next.html"' in page
+    assert 'href="index.html"' in page and 'name="viewport"' in page and "<!--=" not in page
 
 
 BARS = (
@@ -93,10 +97,43 @@ def test_a_page_keeps_warnings_and_drops_what_a_progress_bar_left():
     assert [o for o in left if o in shown] == shown
 
 
-def test_the_index_says_question_and_answer(built):
-    index = (built / "index.html").read_text()
-    assert '<a href="00_first.html">Why a &lt; b?</a>' in index
-    assert "It rises by <strong>1</strong>,\nalways." in index and "Limits" not in index
+def test_the_index_says_question_and_answer_and_what_failed(built):
+    text = (built / "index.html").read_text()
+    assert '<a href="00_first.html">Why a &lt; b?</a>' in text and 'name="viewport"' in text
+    assert "By <strong>1</strong>,\nalways." in text and "Limits" not in text
+    assert index.FAILED in text and text.count("Run on ") == 1 and "github" not in text
+
+
+def test_an_index_is_written_again_and_links_other_machines(built, tmp_path):
+    """Of pages that were made elsewhere; what else a folder holds is not listed."""
+    for folder, machine in ((tmp_path, "A & B"), (tmp_path / "macos-15", "M1")):
+        folder.mkdir(exist_ok=True)
+        shutil.copy(built / "00_first.html", folder)
+        said = json.loads((built / "00_first.json").read_text())
+        said |= {"machine": machine, "fast": False, "failed": False}
+        (folder / "00_first.json").write_text(json.dumps(said))
+    (tmp_path / "peers").mkdir()
+    (tmp_path / "01_no_page.json").write_text("{}")
+    assert main(["index", str(tmp_path), "someone/moelab"]) == 0
+    here, there = ((tmp_path / part / "index.html").read_text() for part in ("", "macos-15"))
+    assert 'href="macos-15/index.html">The same notebooks, run on M1<' in here
+    assert 'href="../index.html">The same notebooks, run on A &amp; B<' in there
+    assert "<p>Run on A &amp; B.</p>" in here and "<p>Run on M1.</p>" in there
+    for text in (here, there):
+        assert "mybinder.org/v2/gh/someone/moelab/HEAD" in text and index.FAILED not in text
+        assert "peers" not in text and "01_no_page" not in text and index.SMALL not in text
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_page_links_only_what_is_beside_it(path):
+    cells = nbformat.read(path, as_version=4).cells
+    text = pages.for_page("[a](../data/b.md)", path.parent) + "".join(
+        pages.for_page(c.source, path.parent) for c in cells if c.cell_type == "markdown"
+    )
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
+    beside = {other.with_suffix(".html").name for other in NOTEBOOKS}
+    assert all(link in beside or re.match("data:|https?:|#", link) for link in links)
+    assert "<!--" not in text and "Figures as pictures" not in text
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

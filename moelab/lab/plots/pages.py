@@ -1,8 +1,7 @@
 """``make run``: every notebook executed top to bottom, and one HTML page for each.
 
-A page needs neither kernel nor network. All share one file, ``plotly.min.js``. The index says each
-notebook's question and answer. ``NAME.json`` beside a page has its figures, for
-``data/recipes/figures.py``.
+A page needs neither kernel nor network. All share one file, ``plotly.min.js``. ``NAME.json`` beside
+a page has its question and answer, for the index, and its figures, for ``data/recipes/figures.py``.
 """
 
 import base64
@@ -21,11 +20,12 @@ import plotly.io as pio
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbconvert import HTMLExporter
-from nbconvert.filters import markdown2html
 from plotly.offline import get_plotlyjs
 from tqdm import tqdm
 
+from ..cite import shown
 from ..machine import card_line
+from . import index
 
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -34,7 +34,15 @@ PLOTLY_FILE = "plotly.min.js"
 NO_SLIDERS = "<p><i>Run the notebook in JupyterLab to get the sliders.</i></p>"
 # A bar as tqdm draws it, up to its clock: "runs: 50%|███     | 1/2 [00:01<00:01, 1.0 s/run]".
 BAR = re.compile(r"[^\r\n]*\[[\d:]+[<,][^\]\r\n]*\]")
-STYLE = "body{max-width:48em;margin:2em auto;padding:0 1em;font:16px/1.5 system-ui,sans-serif}"
+# A figure narrower than its title cannot be read: on a phone it scrolls, as tables and code do.
+STYLE = (
+    "<style>main{max-width:1024px;margin:auto}main>nav{padding:8px}main>nav a{color:#04a;"
+    "text-decoration:underline}"
+    "[role=img],.jp-InputArea-editor,.jp-RenderedMarkdown{overflow-x:auto!important}"
+    "@media(max-width:760px){.js-plotly-plot{min-width:900px}.modebar{display:none!important}"
+    ".jp-RenderedHTMLCommon table{width:max-content;max-width:60em}}</style>"
+)
+BACK = '<nav><a href="index.html">All notebooks</a></nav>'  # on top of a page
 
 
 @dataclass(frozen=True)
@@ -66,15 +74,25 @@ def summary(notebook) -> Summary:
     return Summary(title[1].strip(), re.sub(r"\n>", "\n", takeaway[1]).strip())
 
 
-def embed_drawings(source: str, folder: Path) -> str:
-    """Puts each picture that a Markdown cell shows from ``folder`` or beside it into the text."""
+def for_page(source: str, folder: Path) -> str:
+    """A Markdown cell for a page.
+
+    Args:
+        source (str): Its text. What cites a number is dropped, and the link to the figures as
+            pictures, which a page has itself. A link to a notebook leads to its page; of a link to
+            another file of the repository the words stay.
+        folder (Path): The notebook's. Pictures from there come into the text.
+    """
 
     def embedded(match):
         kind, _ = mimetypes.guess_type(match[2])
         data = base64.b64encode((folder / match[2]).read_bytes()).decode()
         return f"{match[1]}data:{kind};base64,{data}"
 
-    return re.sub(r'(!\[[^\]]*\]\(|<img[^>]* src=")(?!\w+:)([^)"\s]+)', embedded, source)
+    text = re.sub(r"\[Figures as pictures\]\([^)]*\)\.", "", shown(source))
+    text = re.sub(r"(\]\(\d\d_\w+)\.ipynb", r"\1.html", text)
+    text = re.sub(r"(?<!!)\[([^\]]*)\]\((?!\w+:|#|\d\d_\w+\.html)[^)\s]+\)", r"\1", text)
+    return re.sub(r'(!\[[^\]]*\]\(|<img[^>]* src=")(?!\w+:)([^)"\s]+)', embedded, text)
 
 
 def drop_progress(notebook) -> None:
@@ -94,8 +112,9 @@ def _still(output, name: str):
     data = output.get("data", {})
     if PLOTLY in data:
         alt = html.escape("".join(data.get("text/plain", "")), quote=True)
+        layout = {**data[PLOTLY]["layout"], "dragmode": False}  # a finger scrolls the page
         body = pio.to_html(
-            {key: data[PLOTLY][key] for key in ("data", "layout")},
+            {"data": data[PLOTLY]["data"], "layout": layout},
             include_plotlyjs=False,
             full_html=False,
             div_id=name,
@@ -110,15 +129,11 @@ def _still(output, name: str):
         output["data"] = {"text/html": "".join(data.get("text/html", "")) + NO_SLIDERS}
 
 
-def _fast() -> bool:
-    return bool(os.environ.get("MOELAB_FAST"))
-
-
-def page(source: Path, target: Path) -> tuple[Summary, str | None]:
+def page(source: Path, target: Path) -> str | None:
     """Runs one notebook and writes its page, up to the cell that failed if one did.
 
     Returns:
-        tuple: The notebook's ``Summary``, and the error of the cell that failed or None.
+        str: The error of the cell that failed, or None.
     """
     notebook = nbformat.read(source, as_version=4)
     said = summary(notebook)
@@ -149,38 +164,22 @@ def page(source: Path, target: Path) -> tuple[Summary, str | None]:
     ]
     for c, cell in enumerate(notebook.cells):
         if cell.cell_type == "markdown":
-            text = embed_drawings(cell.source, source.parent)
-            cell.source = re.sub(r"(\]\(\d\d_\w+)\.ipynb", r"\1.html", text)
+            cell.source = for_page(cell.source, source.parent)
         for o, output in enumerate(cell.get("outputs", [])):
             _still(output, f"figure-{c}-{o}")
     body, _ = HTMLExporter().from_notebook_node(
         notebook, resources={"metadata": {"name": source.stem}}
     )
     body = re.sub(r'<script[^>]* src="https?:.*?</script>', "", body, flags=re.S)
-    head = f'<script src="{PLOTLY_FILE}"></script></head>'
-    target.write_text(body.replace("</head>", head, 1), encoding="utf-8")
-    drawn = {"title": said.title, "machine": card_line(), "fast": _fast(), "figures": figures}
-    target.with_suffix(".json").write_text(json.dumps(drawn), encoding="utf-8")
-    return said, failed
-
-
-def index(pages: list[tuple[str, Summary]]) -> str:
-    """The index as HTML: each page's question, linked, and its answer.
-
-    Args:
-        pages (list): ``(file name, summary)`` of each page.
-    """
-    entries = [
-        f'<h2><a href="{name}">{html.escape(said.title)}</a></h2>{markdown2html(said.answer)}'
-        for name, said in pages
-    ]
-    where = f"<p>Run on {html.escape(card_line())}.</p>"
-    if _fast():
-        where += "<p><b>Small sizes (MOELAB_FAST=1): a check that all runs, no measurement.</b></p>"
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>moelab</title>'
-        f"<style>{STYLE}</style><h1>moelab</h1>{where}{''.join(entries)}</html>"
-    )
+    head = f'{STYLE}<script src="{PLOTLY_FILE}"></script></head>'
+    body = body.replace("</head>", head, 1).replace("<main>", f"<main>{BACK}", 1)
+    target.write_text(body, encoding="utf-8")
+    described = {
+        **{"title": said.title, "answer": shown(said.answer), "machine": card_line()},
+        **{"fast": bool(os.environ.get("MOELAB_FAST")), "failed": bool(failed), "figures": figures},
+    }
+    target.with_suffix(".json").write_text(json.dumps(described), encoding="utf-8")
+    return failed
 
 
 def main(notebooks: str, out: str, *names: str) -> int:
@@ -198,24 +197,19 @@ def main(notebooks: str, out: str, *names: str) -> int:
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PLOTLY_FILE).write_text(get_plotlyjs(), encoding="utf-8")
-    failures, pages = 0, []
+    failures = 0
     for source in sorted(Path(notebooks).glob("*.ipynb")):
-        target = folder / f"{source.stem}.html"
-        if not names or source.stem in names:
-            started = time.perf_counter()
-            said, error = page(source, target)
-            failures += error is not None
-            print(
-                f"[{'fail' if error else 'ok'}] {target}, "
-                f"{time.perf_counter() - started:.0f} s, {target.stat().st_size / 1e6:.2f} MB",
-                flush=True,
-            )
-            if error:
-                print(error, file=sys.stderr)
-        elif target.exists():
-            said = summary(nbformat.read(source, as_version=4))
-        else:
+        if names and source.stem not in names:
             continue
-        pages.append((target.name, said))
-    (folder / "index.html").write_text(index(pages), encoding="utf-8")
+        target, started = folder / f"{source.stem}.html", time.perf_counter()
+        error = page(source, target)
+        failures += error is not None
+        print(
+            f"[{'fail' if error else 'ok'}] {target}, "
+            f"{time.perf_counter() - started:.0f} s, {target.stat().st_size / 1e6:.2f} MB",
+            flush=True,
+        )
+        if error:
+            print(error, file=sys.stderr)
+    index.main(out)
     return failures

@@ -1,0 +1,86 @@
+"""The index of a folder of pages, made of the ``NAME.json`` beside each.
+
+    python -m moelab.lab index build
+
+Pages of another machine may lie in a folder in it, such as ``macos-15``: both indexes are written
+and link each other.
+"""
+
+import html
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from nbconvert.filters import markdown2html
+
+PAGE = (
+    '<!doctype html><html lang="en"><meta charset="utf-8"><title>moelab</title>'
+    '<meta name="viewport" content="width=device-width, initial-scale=1"><style>'
+    "body{{max-width:48em;margin:2em auto;padding:0 1em;font:16px/1.5 system-ui,sans-serif;"
+    "overflow-wrap:break-word}}h2{{font-size:1.2em;line-height:1.3;margin-top:2em}}</style>"
+    "<h1>moelab</h1><p>moelab runs Mixture-of-Experts language models that are larger than memory, "
+    "with their experts on the SSD; these notebooks measure what decides how fast.</p>"
+    "<p>Begin with 00, which explains the words. Then take any question: 01 to 05 are about "
+    "streaming experts, 06 to 08 about drafts, 09 and 10 about other programs and claims, 11 about "
+    "several machines, 12 about yours.</p>{}<p>A figure names its machine under its title: "
+    "<i>here</i> is where the notebooks ran, <i>recorded</i> where a record was made. On a phone, "
+    "figures, tables and code scroll sideways.</p>{}{}</html>"
+)
+ON_THE_WEB = (
+    '<p><a href="https://mybinder.org/v2/gh/{0}/HEAD?labpath=notebooks%2F00_start_here.ipynb">Open '
+    "in Binder</a> gives you the notebooks with their sliders, in at most 2 GB of memory and on "
+    "shared cores: speeds mean little there. Which notebooks fit, and what to type in Colab: "
+    '<a href="https://github.com/{0}/blob/HEAD/docs/guide.md#on-the-web">the guide</a>. The '
+    'source: <a href="https://github.com/{0}">{0}</a>.</p>'
+)
+SMALL = "<p><b>Small sizes (MOELAB_FAST=1): a check that it runs, no measurement.</b></p>"
+FAILED = "<p><b>A cell failed: the page ends there.</b></p>"
+
+
+def described(folder: Path) -> dict[str, dict[str, Any]]:
+    """What ``NAME.json`` says of each page of a folder, by the page's file name."""
+    files = sorted(folder.glob("[0-9]*.json"))
+    found = {path.with_suffix(".html"): json.loads(path.read_text()) for path in files}
+    return {page.name: said for page, said in found.items() if page.exists()}
+
+
+def index(folder: Path, repository: str = "") -> str:
+    """The index of one folder as HTML: each page's question, linked, and its answer.
+
+    Args:
+        folder (Path): Holds the pages and their ``NAME.json``.
+        repository (str): ``owner/name`` on GitHub, to link it and Binder. Default: neither.
+    """
+    pages, links = described(folder), []
+    where = "".join(f"<p>Run on {html.escape(line)}.</p>" for line in machines(pages))
+    for other in (folder.parent, *sorted(path for path in folder.iterdir() if path.is_dir())):
+        for line in machines(described(other))[-1:]:
+            link = Path(os.path.relpath(other, folder), "index.html").as_posix()
+            line = html.escape(line)
+            links.append(f'<p><a href="{link}">The same notebooks, run on {line}</a>.</p>')
+    if repository:
+        links.append(ON_THE_WEB.format(html.escape(repository)))
+    entries = [
+        f'<h2><a href="{name}">{html.escape(page["title"])}</a></h2>'
+        f"{FAILED * page['failed']}{SMALL * page['fast']}{markdown2html(page['answer'])}"
+        for name, page in pages.items()
+    ]
+    return PAGE.format(where, "".join(links), "".join(entries))
+
+
+def machines(pages: dict[str, dict[str, Any]]) -> list[str]:
+    """The machines that some pages were run on, a line each."""
+    return sorted({page["machine"] for page in pages.values()})
+
+
+def main(folder: str, *repository: str) -> None:
+    """Writes ``index.html`` into a folder of pages, and into each folder of pages in it.
+
+    Args:
+        folder (str): Its path.
+        *repository (str): ``owner/name`` on GitHub, if it is there.
+    """
+    top = Path(folder).resolve()
+    for place in (top, *(path for path in top.iterdir() if path.is_dir() and described(path))):
+        (place / "index.html").write_text(index(place, *repository), encoding="utf-8")
