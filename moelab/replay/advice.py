@@ -105,17 +105,19 @@ class Advice:
             f"{_way(self.direct)}, layout {self.layout}: {self.token_s * 1e3:.1f} ms a token, "
             f"{1 / self.token_s:.1f} tok/s predicted",
             *(f"  - {line}" for line in self.why),
-            "without prefetch, in the present layout:",
-            f"{'slots':>6} {'policy':6} {'ms/token':>9} {'in a slot':>9} {'page cache':>10} "
+            f"without prefetch, in the present layout, by policy {c.policy}:",
+            f"{'slots':>6} {'ms/token':>9} {'in a slot':>9} {'page cache':>10} "
             f"{'SSD, MB/token':>13}",
         ]
         for setting, r in self.settings.items():
             slots, policy, direct = setting
+            if policy != c.policy:
+                continue
             pages = "all" if r.page_nbytes == float("inf") else f"{r.page_nbytes / 1e6:.0f} MB"
             pages = "past it" if direct else pages
             mark = " <" if setting == (c.slots, c.policy, self.direct) else ""
             lines.append(
-                f"{slots:6d} {policy:6} {r.mean_s * 1e3:9.1f} {r.app_hit_rate:9.0%} {pages:>10} "
+                f"{slots:6d} {r.mean_s * 1e3:9.1f} {r.app_hit_rate:9.0%} {pages:>10} "
                 f"{r.read_per_token / 1e6:13.1f}{mark}"
             )
         return "\n".join(lines)
@@ -234,8 +236,12 @@ def replay_settings(
         skip (int): Tokens that do not count.
 
     Returns:
-        dict[Setting, Replay]: By setting.
+        dict[Setting, Replay]: By setting. With every expert in a slot, nothing is read any more.
     """
+
+    def is_held(setting):
+        return setting.slots >= sizes.E and setting.policy != "none"
+
     return {
         setting: replay(
             trace,
@@ -243,11 +249,11 @@ def replay_settings(
             setting.slots,
             setting.policy,
             expert_nbytes=sizes.expert_nbytes,
-            costs=costs,
+            costs=costs.without_reads() if is_held(setting) else costs,
             slot_nbytes=sizes.held_expert_nbytes,
             other_nbytes=sizes.other_nbytes,
             skip=skip,
-            direct=setting.direct,
+            direct=setting.direct and not is_held(setting),
         )
         for setting in (Setting(*given) for given in settings)
     }

@@ -3,7 +3,7 @@
 Every statistic takes the trace as it is: pass ``trace.decode`` where prompts should not count.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -289,24 +289,6 @@ def synthesize(
         f"memory {np.mean(memory):.1f}"
     )
     return decode_trace(experts, E, name, seed)
-
-
-def synthesize_like(name: str, L: int, E: int, K: int, T: int = 640, seed: int = 0) -> Trace:
-    """A synthetic trace with the locality of a recorded one.
-
-    Args:
-        name (str): As for ``recorded_trace``.
-        L (int): Layers.
-        E (int): Experts.
-        K (int): Experts per token.
-        T (int): Tokens.
-        seed (int): Of the draw.
-
-    Returns:
-        Trace: ``[T, L, K]``; its ``prompt`` says whose locality it has.
-    """
-    trace = synthesize(fit(recorded_trace(name)), T, L, E, K, seed)
-    return replace(trace, prompt=f"like {name}")
 
 
 LAGS = (1, 2, 4, 8, 16)  # tokens; where ``fit`` compares overlaps

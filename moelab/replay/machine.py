@@ -32,6 +32,7 @@ CORE_BYTES_PER_S, CPU_LAYER_S, CPU_WAITS_S, CPU_COPY_BYTES_PER_S = (
 # A token's arithmetic in a prompt that is computed at once, over what it takes by itself, on a CPU
 # (data/results/cpu_prompt_35b.json).
 CPU_PROMPT_SHARE = 0.5
+MAX_BYTES_PER_S = 1e13  # of weights; an expert that is too small to be timed would give more
 # How often experts are chosen: the k-th most popular of a layer as ``k ** -ZIPF``, without
 # regard to the tokens before. Fitted on hit rates that the same sources publish, which it meets
 # within 0.07 (root of the mean square).
@@ -56,6 +57,7 @@ class Machine:
 
     Attributes:
         ram_nbytes (float): Its memory.
+        taken_nbytes (float): What the system and other programs take of it.
         disk_bytes_per_s (float): At which the engine reads experts from the SSD.
         weights_bytes_per_s (float): At which a token goes through the weights that it needs.
         layer_s (float): What a layer takes beside that.
@@ -69,6 +71,7 @@ class Machine:
     """
 
     ram_nbytes: float
+    taken_nbytes: float
     disk_bytes_per_s: float
     weights_bytes_per_s: float
     layer_s: float
@@ -83,31 +86,40 @@ class Machine:
         """A Mac, by its SSD's and its memory's rates."""
         disk_bytes_per_s *= DISK_SHARE
         rates = memory_bytes_per_s, LAYER_S, (WAIT_S, WAIT_S), COPY_BYTES_PER_S
-        return cls(ram_nbytes, disk_bytes_per_s, *rates, is_mac=True)
+        return cls(ram_nbytes, taken_of(ram_nbytes), disk_bytes_per_s, *rates, is_mac=True)
 
     @classmethod
     def cpu(cls, ram_nbytes: float, disk_bytes_per_s: float, cores: int):
         """A computer whose CPU computes, by its SSD's rate and its cores."""
         disk_bytes_per_s *= DISK_SHARE
         rates = cores * CORE_BYTES_PER_S, CPU_LAYER_S, CPU_WAITS_S, CPU_COPY_BYTES_PER_S
-        return cls(ram_nbytes, disk_bytes_per_s, *rates, CPU_PROMPT_SHARE)
+        taken = taken_of(ram_nbytes)
+        return cls(ram_nbytes, taken, disk_bytes_per_s, *rates, CPU_PROMPT_SHARE)
 
     @classmethod
-    def measured(cls, costs: Costs, sizes: ModelSizes, memory_nbytes: float):
+    def measured(
+        cls,
+        costs: Costs,
+        sizes: ModelSizes,
+        ram_nbytes: float,
+        taken_nbytes: float,
+        is_mac: bool = False,
+    ):
         """A machine by the costs that were measured on it with one model.
 
         Args:
             costs (Costs): Measured.
             sizes (ModelSizes): Of that model.
-            memory_nbytes (float): What a model and its page cache may take.
+            ram_nbytes, taken_nbytes, is_mac: As of ``Machine``.
         """
-        rate = sizes.expert_nbytes / costs.expert_s
+        rate = min(MAX_BYTES_PER_S, sizes.expert_nbytes / max(costs.expert_s, 1e-12))
 
         def layer_s(fixed_s):
             return float(np.maximum(0.0, fixed_s - sizes.token_nbytes / rate)) / sizes.layers
 
         return cls(
-            _with_the_systems(memory_nbytes),
+            ram_nbytes,
+            taken_nbytes,
             1 / (costs.direct_s_per_byte if costs.reads_direct else costs.cold_s_per_byte),
             rate,
             layer_s(costs.fixed_s),
@@ -115,13 +127,13 @@ class Machine:
             1 / costs.warm_s_per_byte,
             costs.prompt_token_s * rate / sizes.active_nbytes,
             layer_s(costs.held_fixed_s),
-            is_mac=not costs.reads_direct,
+            is_mac=is_mac,
         )
 
     @property
     def memory_nbytes(self) -> float:
         """What a model and its page cache may take."""
-        return left_of(self.ram_nbytes)
+        return self.ram_nbytes - self.taken_nbytes
 
     @property
     def model_nbytes(self) -> float:
@@ -203,11 +215,6 @@ def distinct(sizes: ModelSizes, tokens: int) -> float:
     return float(-np.expm1(-low * popular * tokens).sum())
 
 
-def left_of(ram_nbytes: float) -> float:
-    """What the system and other programs leave of a machine's memory."""
-    return ram_nbytes - min(SYSTEM_NBYTES, SYSTEM_SHARE * ram_nbytes)
-
-
-def _with_the_systems(memory_nbytes):
-    """A machine's memory, of which so much is left."""
-    return memory_nbytes + min(SYSTEM_NBYTES, memory_nbytes * SYSTEM_SHARE / (1 - SYSTEM_SHARE))
+def taken_of(ram_nbytes: float) -> float:
+    """What the system and other programs usually take of a machine's memory."""
+    return min(SYSTEM_NBYTES, SYSTEM_SHARE * ram_nbytes)

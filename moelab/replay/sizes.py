@@ -25,6 +25,7 @@ class ModelSizes:
             of embeddings, which is the head's, too, in some models.
         layers (int): All layers, those without experts as well.
         prompt_tokens (int): Of a prompt, computed at once.
+        slots (int): In each layer, as ``plan`` chooses them for the memory given.
     """
 
     checkpoint_nbytes: int
@@ -37,6 +38,7 @@ class ModelSizes:
     token_nbytes: int = 0
     layers: int = 0
     prompt_tokens: int = 2048
+    slots: int = 0
 
     @classmethod
     def of(cls, path, memory_nbytes: float = float("inf")) -> "ModelSizes":
@@ -68,6 +70,7 @@ class ModelSizes:
             token_nbytes=found.checkpoint_nbytes - experts - table,
             layers=len(layers),
             prompt_tokens=planned.prompt_tokens,
+            slots=planned.slots,
         )
 
     @property

@@ -425,6 +425,11 @@ def _memory():
     return memory, kept if memory == machine.available - kept else 0
 
 
+def memory_for_a_model() -> int:
+    """Bytes that ``plan`` gives a model where none are said: the system keeps some beside them."""
+    return max(0, _memory()[0])
+
+
 def memory_now() -> tuple[int, int]:
     """Bytes that a model may take while it is used.
 

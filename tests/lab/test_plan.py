@@ -7,6 +7,7 @@ import pytest
 import moelab
 from moelab.__main__ import main
 from moelab.configs import CONFIGS
+from moelab.lab import records
 from moelab.lab.experiments import plan
 from moelab.lab.models import named_sizes
 from moelab.replay.machine import CHIPS, Machine
@@ -62,8 +63,42 @@ def test_a_forecasts_parts_are_its_token():
     assert sum(found.parts_s.values()) == pytest.approx(found.advice.token_s, rel=0.01)
     least, most = found.prompt_s(1000)
     assert 0 < least < most and found.prompt_s(1)[0] < least
-    better = dict(plan.changes(found))
-    assert max(f.advice.token_s for f in better.values()) <= 1.02 * found.advice.token_s
+    better = dict(plan.changes("gpt-oss-20b", found, 4))
+    assert max(better.values()) <= 1.02 * found.advice.token_s
+
+
+def test_slots_are_those_of_the_engines_own_plan():
+    machine = Machine.cpu(16e9, 2e9, 4)
+    sizes = named_sizes("gpt-oss-20b", machine.model_nbytes)
+    assert plan.forecast("gpt-oss-20b", machine).advice.config.slots == sizes.slots
+    assert sizes.slots in (sizes.K, sizes.fits(machine.model_nbytes))
+
+
+def test_a_draft_saves_waits_and_weights_and_reads_more():
+    found = plan.forecast("gpt-oss-120b", Machine.mac(32e9, 6e9, 150e9))
+    alone, right = found.parts_s, found.with_drafts(3, 1.0)
+    assert found.with_drafts(0, 0.5) == alone
+    # All right: each token reads as much as before, and goes through the layers a fourth as often.
+    assert right["SSD"] == pytest.approx(alone["SSD"])
+    assert right["layers"] == pytest.approx(alone["layers"] / 4)
+    assert alone["weights"] / 4 < right["weights"] < alone["weights"]
+    # All wrong: a pass gives one token and reads a draft's experts for nothing.
+    wrong = found.with_drafts(3, 0.0)
+    assert wrong["SSD"] == pytest.approx(alone["SSD"] * (1 + 3 * plan.REJECTED_READS))
+    assert sum(right.values()) < sum(alone.values()) < sum(wrong.values())
+
+
+def test_what_a_wrong_draft_reads_is_the_records():
+    samples = records.read("cpu_drafts_dflash")
+    samples = samples[samples.draft.notna()].assign(passes=samples.calls / 8)  # layers
+    medians = samples.groupby("variant")[["misses", "passes", "tau", "drafted", "tok_s"]].median()
+    for slots in (16, 48):
+        alone = medians.loc[f"fused/slots={slots}, 0 drafts"]
+        seven = medians.loc[f"fused/slots={slots}, 7 drafts"]
+        token, each = alone.misses / alone.passes, seven.misses / seven.passes
+        wrong = seven.drafted / seven.passes + 1 - seven.tau
+        predicted = token * (seven.tau + plan.REJECTED_READS * wrong)
+        assert predicted == pytest.approx(each, rel=0.25), slots
 
 
 def test_another_machine_on_the_command_line(capsys):

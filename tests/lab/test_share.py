@@ -115,3 +115,9 @@ def test_what_people_sent_is_whole(file):
 
 def test_the_page_is_of_these_files():
     assert FILES and (DATA / "community" / "README.md").read_text() == share.page(FILES)
+
+
+def test_traces_that_were_sent_are_read():
+    sent = share.traces()
+    assert {trace.experts.shape[1:] for trace in sent.values()} >= {(8, 8), (40, 8)}
+    assert all(len(trace.decode) >= 32 for trace in sent.values())

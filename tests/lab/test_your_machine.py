@@ -21,7 +21,7 @@ def test_models_that_fit_are_told_and_the_others_named():
 
 
 def test_more_slots_are_faster_until_the_system_swaps():
-    cliff = your_machine.by_slots("qwen3.5-35b-a3b", MAC, 8, 120)
+    cliff = your_machine.by_slots("qwen3.5-35b-a3b", MAC, 8)
     best = cliff.tok_s.to_numpy().argmax()
     assert cliff.held_gb[best] <= 16 < cliff.held_gb[best + 1]
     assert cliff.tok_s[best] > 3 * cliff.tok_s[best + 1]
@@ -29,8 +29,10 @@ def test_more_slots_are_faster_until_the_system_swaps():
 
 
 def test_the_dial_shows_what_a_token_takes():
-    figure = your_machine.dial("gpt-oss-20b")(16, 4.0, 150, 4)
+    figure = your_machine.dial("gpt-oss-20b")(16, 4.0, 150, 0, 4, 0, 70)
     assert "gpt-oss-20b" in figure.layout.title.text
+    half = your_machine.dial("gpt-oss-20b")(16, 4.0, 150, 50, 4, 3, 70)
+    assert "16 of 32 experts" in half.layout.meta["finding"]
 
 
 def test_our_own_record_is_what_is_replayed_now():

@@ -51,7 +51,7 @@ def test_advice_says_what_and_why():
     text = str(a)
     assert " <" in text and f"slots={c.slots}" in text and "1.60 GB" in text
     assert "in one piece" in text and "No prefetch" in text and "resident" not in text
-    roomy = advice.advise(SIZES, float("inf"), TRACE, READS)
+    roomy = advice.advise(SIZES, float("inf"), TRACE, replace(READS, fixed_s=1e-3))
     assert "mode='resident'" in str(roomy) and "without a memory limit" in str(roomy)
     assert roomy.layout == "packed" and roomy.config.slots <= 256
 

@@ -11,9 +11,11 @@ from moelab.replay.machine import (
     CORE_BYTES_PER_S,
     CPU_COPY_BYTES_PER_S,
     CPU_LAYER_S,
+    CPU_PROMPT_SHARE,
     CPU_WAITS_S,
     DISK_SHARE,
     Machine,
+    distinct,
     typical_trace,
 )
 from moelab.replay.pagecache import replay
@@ -62,11 +64,29 @@ def test_slots_beyond_the_gpus_share_of_the_memory_are_a_cliff():
     assert Machine.mac(64e9, 6e9, 150e9).model_nbytes == pytest.approx(48e9)
 
 
+@pytest.mark.parametrize("tokens", (1, 4, 100))
+def test_so_many_different_experts_as_the_trace_has(tokens):
+    trace = typical_trace(replace(SIZES, L=100), tokens)
+    drawn = np.mean([len(np.unique(layer)) for layer in trace.experts.swapaxes(0, 1)])
+    assert distinct(SIZES, tokens) == pytest.approx(drawn, rel=0.03)
+
+
+def test_a_prompt_takes_at_least_its_reads_and_at_most_a_decoded_tokens_work_as_well():
+    least, most = MAC.prompt_s(SIZES, 5000, 32)
+    again = [distinct(SIZES, n) - 32 for n in (2048, 5000 - 2 * 2048)]  # of parts after the first
+    nbytes = SIZES.L * (distinct(SIZES, 2048) + sum(again)) * SIZES.expert_nbytes
+    work = 5000 * SIZES.active_nbytes / MAC.weights_bytes_per_s
+    assert (least, most) == pytest.approx((nbytes / MAC.disk_bytes_per_s, least + work))
+    known = replace(MAC, prompt_share=0.5)
+    assert known.prompt_s(SIZES, 50_000, 256)[0] == pytest.approx(0.5 * 10 * work)
+    assert MAC.prompt_s(SIZES, 1, 32)[0] < least
+
+
 def test_a_measured_machine_gives_back_what_was_measured():
     samples = read("cpu_costs_35b")
     costs, given = costs_of(samples), samples.attrs["settings"]
     sizes = replace(SIZES, L=given["L"], layers=4, token_nbytes=9e7)
-    machine = Machine.measured(costs, sizes, 20e9)
+    machine = Machine.measured(costs, sizes, 25e9, 5e9)
     again = machine.costs(sizes)
     assert machine.memory_nbytes == pytest.approx(20e9)
     assert again.fixed_s == pytest.approx(costs.fixed_s)
@@ -87,6 +107,10 @@ def test_a_cpus_constants_are_the_records():
     found = [rate / cores, layer_s, costs.cold_call_s, costs.warm_call_s, 1 / costs.warm_s_per_byte]
     typed = [CORE_BYTES_PER_S, CPU_LAYER_S, *CPU_WAITS_S, CPU_COPY_BYTES_PER_S]
     assert np.array(typed) == pytest.approx(found, rel=0.05)
+    prompt = read("cpu_prompt_35b")
+    prompt = prompt[(prompt.variant == "resident") & (prompt.prompt_tokens == 400)]
+    active = token + given["L"] * given["K"] * given["expert_nbytes"]
+    assert 400 * CPU_PROMPT_SHARE * active / rate == pytest.approx(prompt.prefill_s.median(), 0.05)
     reads = read("cpu_reads_35b").groupby("variant").bytes_per_s.median()
     share = reads["moelab, experts, 24 in flight"] / reads["fio direct, experts, 8 in flight"]
     assert share == pytest.approx(DISK_SHARE, abs=0.05)

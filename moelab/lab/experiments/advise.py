@@ -12,12 +12,12 @@ import numpy as np
 from ... import StreamConfig, Trace, footprint, load
 from ...checkpoint import Checkpoint
 from ...hooks import hooked
-from ...memory import memory_available
 from ...replay import advice
 from ...replay.advice import Advice, Lookahead
 from ...replay.costs import Costs
-from ...replay.locality import synthesize_like
+from ...replay.machine import typical_trace
 from ...replay.sizes import ModelSizes
+from ...streaming.plan import memory_for_a_model
 from ...streaming.residency.table import EVICTION
 from ...streaming.session import session_of
 from .. import machine
@@ -47,10 +47,9 @@ def advise(
 
     Args:
         model (str or Path): A model folder or a Hub repository.
-        memory (float, optional): Bytes for the process and its page cache. Default: what is
-            available now.
-        trace (Trace, optional): Of the model, by ``moelab.record``. Default: a synthetic one of
-            its shape with the locality of tiny-moe's ``code``.
+        memory (float, optional): Bytes for the process and its page cache. Default: what
+            ``moelab.plan`` gives a model now.
+        trace (Trace, optional): Of the model, by ``moelab.record``. Default: ``typical_trace``.
         costs (Costs, optional): Default: measured now, in about ten seconds.
         slots (list[int], optional): Those to choose from. Default: a dozen from K to what
             fits by ``moelab.plan``.
@@ -68,9 +67,9 @@ def advise(
         ValueError: If the model does not fit in the memory with K slots.
     """
     path = folder(model)
-    memory = memory_available() if memory is None else memory
+    memory = memory_for_a_model() if memory is None else memory
     sizes = ModelSizes.of(path, memory)  # refuses too little before anything is measured
-    trace = trace or synthesize_like("code", sizes.L, sizes.E, sizes.K, TOKENS)
+    trace = trace or typical_trace(sizes, TOKENS)
     costs = costs or measure_costs(path)
     if Checkpoint(path).packed:
         packed_gain = None

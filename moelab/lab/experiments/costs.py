@@ -142,13 +142,13 @@ def costs_of(samples: "DataFrame") -> Costs:
         shorter_s = min(reads.iloc[-1], experts_s)
         return byte_s, call_s, float(np.clip(hidden_s / shorter_s, 0, 1)) if experts_s else 0.0
 
-    known = {}
+    fixed_s, known = float(max(0.0, medians["token", OWN, 0] - L * experts_s)), {}
     if ("reads", DIRECT) in medians:
         names = ("direct_s_per_byte", "direct_call_s", "direct_overlap")
         known = dict(zip(names, beside(DIRECT)))
     if ("token", HELD) in medians:
         held_s = medians["token", HELD, 0]
-        known["held_fixed_s"] = float(max(0.0, held_s - L * experts_s))
+        known["held_fixed_s"] = min(fixed_s, float(max(0.0, held_s - L * experts_s)))
         known["prompt_token_s"] = float(medians["prompt", HELD, 0]) / PROMPT
     if ("token", HOST) in medians:
         host = medians["token", HOST]
@@ -157,7 +157,7 @@ def costs_of(samples: "DataFrame") -> Costs:
     warm_s_per_byte, warm_call_s = line(PAGES)
     cold_s_per_byte, cold_call_s, overlap = beside(DISK)
     return Costs(
-        fixed_s=float(max(0.0, medians["token", OWN, 0] - L * experts_s)),
+        fixed_s=fixed_s,
         expert_s=expert_s,
         warm_s_per_byte=warm_s_per_byte,
         cold_s_per_byte=cold_s_per_byte,

@@ -14,18 +14,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
+import psutil
 
 from ... import synthesize
 from ...commands.argument_types import between, not_empty, positive
 from ...configs import CONFIGS
-from ...memory import memory_available
 from ...replay import advice
 from ...replay.advice import Advice
-from ...replay.machine import CHIPS, DISK_SHARE, Machine, left_of, typical_trace
+from ...replay.machine import CHIPS, DISK_SHARE, Machine, distinct, taken_of, typical_trace
 from ...replay.sizes import ModelSizes
+from ...streaming.plan import memory_for_a_model
 from ..machine import card
-from ..models import named_sizes
+from ..models import folder, named_sizes
 from .advise import TOKENS, advise
 from .costs import measure_costs
 from .share import of_such_a_machine
@@ -33,7 +33,13 @@ from .share import of_such_a_machine
 # Four of five sources that the formula was not fitted to lie within this factor of it
 # (data/results/cpu_planned_published.json).
 FORMULA_SPREAD = 1.5
-NUM_SLOTS = 8  # numbers of slots to choose from
+# Where costs are measured with the model itself, our own settings lie within this factor, but for
+# one in twenty (data/results/cpu_planned_own.json).
+OWN_SPREAD = 1.2
+# What a draft's wrong token makes a pass read, of what a token reads by itself. It is this little
+# because the right one is often like it (data/results/cpu_drafts_dflash.json: 0.15 to 0.7).
+REJECTED_READS = 1 / 3
+DRAFTS, ACCEPTED = 3, 0.7  # of a draft that would help
 WORTH = 1.2  # a change that makes a token less than this times as fast is not told
 STAND_IN = "qwen3.5-35b-a3b", 4, 32  # of whose layers, how many, and experts in each
 
@@ -43,33 +49,62 @@ class Forecast:
     """What to expect of a model on a machine.
 
     Attributes:
-        name (str): The model.
-        bits (int): Of a weight.
+        name (str): The model, and its bits if there is a choice.
         sizes (ModelSizes): The model's.
         machine (Machine): The machine.
         advice (Advice): How to stream it, and a token's time.
+        spread (float): Within this factor of it the speed probably lies.
+        like (str): Why.
     """
 
     name: str
-    bits: int
     sizes: ModelSizes
     machine: Machine
     advice: Advice
+    spread: float = FORMULA_SPREAD
+    like: str = "as four of five published sources are"
 
     @property
     def parts_s(self) -> dict[str, float]:
         """Seconds of a token by what they go to."""
         found, machine, layers_s = self.advice.chosen, self.machine, self._layers_s
-        reads_s = found.parts_s["copies"] + found.parts_s["disk"]
-        ssd_s = found.read_per_token / machine.disk_bytes_per_s if reads_s else 0.0
-        copies_s = found.copied_per_token / machine.copy_bytes_per_s if reads_s else 0.0
+        parts = found.parts_s  # ``hidden`` is not positive
+        reads_s = parts["copies"] + parts["disk"] + parts["hidden"]
+        ssd_s = min(reads_s, found.read_per_token / machine.disk_bytes_per_s)
+        copies_s = min(reads_s - ssd_s, found.copied_per_token / machine.copy_bytes_per_s)
         return {
             "SSD": ssd_s,
             "page cache": copies_s,
             "waiting for both": reads_s - ssd_s - copies_s,
-            "weights": found.parts_s["fixed"] - layers_s + found.parts_s["experts"],
+            "weights": parts["fixed"] - layers_s + parts["experts"],
             "layers": layers_s,
         }
+
+    def with_drafts(self, drafts: int, accepted: float) -> dict[str, float]:
+        """``parts_s`` with a draft that costs nothing: each pass verifies its tokens together.
+
+        Args:
+            drafts (int): Tokens that a pass verifies beside its own.
+            accepted (float): Share of them that is right, if those before were.
+        """
+        if not drafts:
+            return self.parts_s
+        parts, sizes, machine = self.parts_s, self.sizes, self.machine
+        positions = drafts + 1
+        tau = float(sum(accepted**i for i in range(positions)))  # tokens that a pass gives
+        read = tau + REJECTED_READS * (positions - tau)  # times what a token reads
+        experts_nbytes = sizes.L * distinct(sizes, positions) * sizes.expert_nbytes
+        share = 0.0 if math.isnan(machine.prompt_share) else machine.prompt_share
+        nbytes = max(sizes.token_nbytes + experts_nbytes, share * positions * sizes.active_nbytes)
+        most_s = sizes.L * max(machine.wait_s)
+        per_pass = {
+            "SSD": read * parts["SSD"],
+            "page cache": read * parts["page cache"],
+            "waiting for both": min(read * parts["waiting for both"], most_s),
+            "weights": max(parts["weights"], nbytes / machine.weights_bytes_per_s),
+            "layers": parts["layers"],
+        }
+        return {name: seconds / tau for name, seconds in per_pass.items()}
 
     @property
     def binds(self) -> str:
@@ -101,7 +136,7 @@ class Forecast:
         held = f"({_gb(slots * sizes.slot_nbytes)})"
         most = sizes.fits(machine.model_nbytes)
         lines = [
-            f"{self.name}, {self.bits} bits: {_gb(sizes.checkpoint_nbytes)}. A token needs "
+            f"{self.name}: {_gb(sizes.checkpoint_nbytes)}. A token needs "
             f"{_gb(sizes.active_nbytes)} of it",
             f"  memory holds all {sizes.E} experts of each layer {held}"
             if slots == sizes.E
@@ -109,21 +144,17 @@ class Forecast:
             "SSD has all of them",
             f"  {_gb(sizes.other_nbytes)} more for the rest of the model, a context of 4,096 "
             "tokens and the program",
-            f"  {speed_text(speed)} tok/s; {range_text(speed)} is within a factor of "
-            f"{FORMULA_SPREAD:g}, as four of five published sources are",
+            f"  {speed_text(speed)} tok/s; {range_text(speed, self.spread)} is within a factor of "
+            f"{self.spread:g}, {self.like}",
             f"  a token takes {token_s * 1e3:.0f} ms: {parts}",
             f"  most of it: {self.binds}",
         ]
         if slots < most:
-            lines.append(
-                f"  {most} experts of each layer would fit; the system's page cache makes as good "
-                "use of the memory"
-            )
+            lines.append(f"  {most} would fit; the page cache makes as good use of the memory")
         elif machine.is_mac and slots < sizes.E:
-            swapped_s = token_s + sizes.token_nbytes / machine.disk_bytes_per_s
+            more = _at(sizes, machine, slots + 1).token_s
             lines.append(
-                f"  with more than {slots} the system would swap: {speed_text(1 / swapped_s)} "
-                "tok/s or less"
+                f"  with more than {slots} the system would swap: {speed_text(1 / more)} tok/s"
             )
         return "\n".join(lines)
 
@@ -133,6 +164,7 @@ def forecast(
     machine: Machine,
     bits: int = synthesize.BITS,
     top_k: int | None = None,
+    slots: int | None = None,
 ) -> Forecast:
     """What to expect of a published model on a machine.
 
@@ -141,6 +173,8 @@ def forecast(
         machine (Machine): Measured, or by its numbers.
         bits (int): Of a weight.
         top_k (int, optional): Experts per token. Default: the model's.
+        slots (int, optional): In each layer, also more than fit. Default: those that
+            ``moelab.plan`` chooses.
 
     Raises:
         ValueError: If the model does not fit with K slots.
@@ -157,32 +191,43 @@ def forecast(
             f"{_gb(machine.ram_nbytes)} {whose} {_gb(machine.model_nbytes)}. Take more memory or a "
             "smaller model."
         ) from error
-    most, costs = sizes.fits(machine.model_nbytes), machine.costs(sizes)
-    slots = np.unique(np.linspace(sizes.K, most, NUM_SLOTS).astype(int)).tolist()
-    if most == sizes.E:
-        slots, costs = [most], costs.without_reads()
-    trace = typical_trace(sizes, TOKENS)
-    found = advice.advise(
-        sizes, machine.memory_nbytes, trace, costs, slots=slots, policies=("lru",)
+    return Forecast(
+        f"{name}, {bits} bits", sizes, machine, _at(sizes, machine, slots or sizes.slots)
     )
-    return Forecast(name, bits, sizes, machine, found)
 
 
-def changes(of: Forecast) -> Iterator[tuple[str, Forecast]]:
-    """Changes of the machine or the model, and what to expect with each."""
+def _at(sizes, machine, slots):
+    """A token of a model with so many slots, also more than fit."""
+    held = sizes.other_nbytes + slots * sizes.slot_nbytes
+    memory, trace = max(machine.memory_nbytes, held), typical_trace(sizes, TOKENS)
+    costs = machine.costs(sizes, held)
+    return advice.advise(sizes, memory, trace, costs, slots=[slots], policies=("lru",))
+
+
+def changes(name: str, of: Forecast, bits: int) -> Iterator[tuple[str, float]]:
+    """Changes of the machine or the model, and the seconds of a token with each.
+
+    Args:
+        name (str): Of the model.
+        of (Forecast): Without any.
+        bits (int): Of a weight.
+    """
     m, top_k = of.machine, of.sizes.K
-    given = {"bits": of.bits, "top_k": top_k}
-    yield "twice the memory", forecast(of.name, replace(m, ram_nbytes=2 * m.ram_nbytes), **given)
+
+    def token_s(machine=m, **given):
+        return forecast(name, machine, **{"bits": bits, "top_k": top_k} | given).advice.token_s
+
+    yield "twice the memory", token_s(replace(m, ram_nbytes=2 * m.ram_nbytes))
     faster = replace(m, disk_bytes_per_s=2 * m.disk_bytes_per_s)
-    yield "an SSD of twice the rate", forecast(of.name, faster, **given)
+    yield "an SSD of twice the rate", token_s(faster)
     what = "memory of twice the rate" if m.is_mac else "twice the cores"
-    faster = replace(m, weights_bytes_per_s=2 * m.weights_bytes_per_s)
-    yield what, forecast(of.name, faster, **given)
-    if of.bits > 3:
-        yield "3 bits a weight (another text)", forecast(of.name, m, **given | {"bits": 3})
+    yield what, token_s(replace(m, weights_bytes_per_s=2 * m.weights_bytes_per_s))
+    if bits > 3:
+        yield "3 bits a weight (another text)", token_s(bits=3)
     if top_k > 4:
-        fewer = f"top-k {top_k - 2} for {top_k} (another text)"
-        yield fewer, forecast(of.name, m, **given | {"top_k": top_k - 2})
+        yield f"top-k {top_k - 2} for {top_k} (another text)", token_s(top_k=top_k - 2)
+    drafts = f"a draft of {DRAFTS} tokens, {ACCEPTED:.0%} of them right, that costs nothing"
+    yield drafts, sum(of.with_drafts(DRAFTS, ACCEPTED).values())
 
 
 def this_machine() -> Machine:
@@ -204,8 +249,14 @@ def this_machine() -> Machine:
         path = synthesize.synthesize(
             Path(work) / "model", like, layers, config=config, progress=False
         )
-        costs, sizes = measure_costs(path), ModelSizes.of(path)
-    return Machine.measured(costs, sizes, memory_available())
+        return _measured(measure_costs(path), ModelSizes.of(path))
+
+
+def _measured(costs, sizes, ram=None):
+    """This machine, with so many bytes of memory or what it has."""
+    total = ram or psutil.virtual_memory().total
+    taken = taken_of(ram) if ram else total - memory_for_a_model()
+    return Machine.measured(costs, sizes, total, taken, mx.metal.is_available())
 
 
 def describe(
@@ -241,11 +292,11 @@ def describe(
         machine = Machine.cpu(ram * 1e9, ssd * 1e9, cores)
     else:
         machine = this_machine()
-        machine = replace(machine, ram_nbytes=ram * 1e9) if ram else machine
+        if ram:
+            machine = replace(machine, ram_nbytes=ram * 1e9, taken_nbytes=taken_of(ram * 1e9))
         machine = replace(machine, disk_bytes_per_s=ssd * 1e9 * DISK_SHARE) if ssd else machine
     found = forecast(name, machine, bits)
-    least, most = found.prompt_s(prompt)
-    better = {what: found.advice.token_s / other.advice.token_s for what, other in changes(found)}
+    better = {what: found.advice.token_s / token_s for what, token_s in changes(name, found, bits)}
     what = max(better, key=better.get)
     helps = (
         f"{what}, {better[what]:.1f} times as fast" if better[what] >= WORTH else "nothing by much"
@@ -260,8 +311,7 @@ def describe(
         (
             str(found),
             *(f"  measured on such a machine, which counts more: {line}" for line in sent),
-            f"  first token of a prompt of {prompt} tokens: {least:.0f} to {most:.0f} s, the file "
-            "not in memory before",
+            _first(prompt, *found.prompt_s(prompt)),
             f"  what would help most: {helps}",
             f"{'estimated' if chip or cores else 'with rates measured here'}: SSD "
             f"{_gb(machine.disk_bytes_per_s)}/s{f' ({DISK_SHARE:.0%} of {ssd:g})' if ssd else ''}, "
@@ -270,6 +320,30 @@ def describe(
             f"that reads {machine.wait_s[0] * 1e3:.2f} ms more",
         )
     )
+
+
+def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
+    """What to expect of a model that is on disk, measured here, and which settings were compared.
+
+    Args:
+        path (Path): A model folder.
+        ram (float, optional): GB of memory. Default: this machine's.
+        prompt (int): Tokens of the prompt whose first token is timed.
+
+    Raises:
+        ValueError: If it does not fit.
+    """
+    ram = ram and ram * 1e9
+    memory = ram - taken_of(ram) if ram else memory_for_a_model()
+    sizes = ModelSizes.of(path, memory)  # refuses too little before anything is measured
+    costs = measure_costs(path)
+    machine = _measured(costs, sizes, ram)
+    best = advise(path, memory, costs=costs)
+    planned = advice.advise(
+        sizes, memory, typical_trace(sizes, TOKENS), costs, slots=[sizes.slots], policies=("lrfu",)
+    )
+    found = Forecast(path.name, sizes, machine, planned, OWN_SPREAD, "as our own settings are")
+    return "\n".join((str(found), _first(prompt, *found.prompt_s(prompt)), str(best)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -327,16 +401,23 @@ def run(args: argparse.Namespace) -> None:
             f"{' and '.join(only)}: expected a model by name (see --help), got {args.model}: a "
             "folder is measured on this machine"
         )
-    print(advise(args.model, args.ram and left_of(args.ram * 1e9)))
+    print(of_folder(folder(args.model), args.ram, args.prompt))
+
+
+def _first(prompt, least, most):
+    return (
+        f"  first token of a prompt of {prompt} tokens: {least:.2g} to {most:.2g} s, the file not "
+        "in memory before"
+    )
 
 
 def _gb(nbytes):
-    return f"{nbytes / 1e9:.1f} GB"
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"
 
 
-def range_text(tok_s: float) -> str:
+def range_text(tok_s: float, spread: float = FORMULA_SPREAD) -> str:
     """Where a speed probably lies."""
-    return f"{speed_text(tok_s / FORMULA_SPREAD)} to {speed_text(tok_s * FORMULA_SPREAD)}"
+    return f"{speed_text(tok_s / spread)} to {speed_text(tok_s * spread)}"
 
 
 def speed_text(tok_s: float) -> str:

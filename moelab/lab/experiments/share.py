@@ -117,11 +117,22 @@ def problems(made: dict[str, Any]) -> list[str]:
 
 
 def unpacked(text: str) -> Trace:
-    """The trace of a file's content, to replay in notebooks 03 and 04."""
+    """The trace of a file's content."""
     with tempfile.TemporaryDirectory() as work:
         file = Path(work) / "trace.npz"
         file.write_bytes(base64.b64decode(text, validate=True))
         return Trace.load(file)
+
+
+def traces() -> dict[str, Trace]:
+    """The traces of ``data/community``, by the names of their files."""
+    return {file.stem: unpacked(made["trace"]) for file, made in _sent()}
+
+
+def _sent():
+    """Yields each file of ``data/community`` and its content; none in an installed moelab."""
+    for file in sorted((DATA / "community").glob("*.json")):
+        yield file, json.loads(file.read_text(encoding="utf-8"))
 
 
 def of_such_a_machine(sizes: ModelSizes, card: dict[str, Any]) -> list[str]:
@@ -131,11 +142,8 @@ def of_such_a_machine(sizes: ModelSizes, card: dict[str, Any]) -> list[str]:
         sizes (ModelSizes): Of the model.
         card (dict): The machine: ``cpu``, ``gpu``, ``memory_nbytes`` and, if known, ``cores``.
     """
-    if not (DATA / "community").is_dir():  # an installed moelab
-        return []
     out, shape = [], ("L", "E", "K", "expert_nbytes")
-    for file in sorted((DATA / "community").glob("*.json")):
-        made = json.loads(file.read_text(encoding="utf-8"))
+    for file, made in _sent():
         machine = made["machine"]
         alike = all(machine[name] == card[name] for name in ("cpu", "gpu"))
         alike &= abs(machine["memory_nbytes"] / card["memory_nbytes"] - 1) < SAME_MEMORY

@@ -10,13 +10,11 @@ import numpy as np
 from tqdm import tqdm
 
 from ...configs import CONFIGS
-from ...replay.machine import Machine, typical_trace
-from ...replay.pagecache import replay
+from ...replay.machine import Machine
 from .. import charts, records
 from ..models import named_sizes
 from ..records import pandas
 from . import page_cache
-from .advise import TOKENS
 from .plan import FORMULA_SPREAD, forecast, range_text, speed_text
 
 if TYPE_CHECKING:
@@ -71,27 +69,19 @@ def table(machine: Machine, names: Iterable[str] = CONFIGS) -> "DataFrame":
 def in_memory(name: str, machine: Machine) -> float:
     """The ceiling: tokens a second if memory held every expert."""
     sizes = named_sizes(name)
-    costs = machine.costs(sizes)
+    costs = machine.costs(sizes).without_reads()
     return 1 / (costs.fixed_s + sizes.L * sizes.K * costs.expert_s)
 
 
-def by_slots(name: str, machine: Machine, count: int = 12, tokens: int = TOKENS) -> "DataFrame":
+def by_slots(name: str, machine: Machine, count: int = 12) -> "DataFrame":
     """A model's speed by its slots, beyond those that fit: ``slots``, ``held_gb``, ``tok_s``."""
     sizes, rows = named_sizes(name), []
     for slots in np.unique(np.linspace(sizes.K, sizes.E, count).astype(int)).tolist():
         held = sizes.other_nbytes + slots * sizes.slot_nbytes
         if held > machine.ram_nbytes:
             break
-        found = replay(
-            typical_trace(sizes, tokens),
-            max(machine.memory_nbytes, held),
-            slots,
-            expert_nbytes=sizes.expert_nbytes,
-            costs=machine.costs(sizes, held),
-            other_nbytes=sizes.other_nbytes,
-            skip=tokens // 2,
-        )
-        rows.append({"slots": slots, "held_gb": round(held / 1e9, 1), "tok_s": found.tok_s})
+        speed = 1 / forecast(name, machine, slots=slots).advice.token_s
+        rows.append({"slots": slots, "held_gb": round(held / 1e9, 1), "tok_s": speed})
     return pandas().DataFrame(rows)
 
 
@@ -102,20 +92,27 @@ def dial(name: str) -> Callable[..., Any]:
         name (str): A key of ``configs.CONFIGS``.
     """
 
-    def look(ram, ssd, memory, top_k):
-        found = forecast(name, Machine.mac(ram * 1e9, ssd * 1e9, memory * 1e9), top_k=top_k)
-        rows = [{"variant": name, **{part: s * 1e3 for part, s in found.parts_s.items()}}]
-        samples = pandas().DataFrame(rows)
+    def look(ram, ssd, memory, slots, top_k, drafts, accepted):
+        machine = Machine.mac(ram * 1e9, ssd * 1e9, memory * 1e9)
+        found = forecast(name, machine, top_k=top_k)
+        held = max(top_k, round(found.sizes.E * slots / 100))
+        if slots:  # else as many as plan chooses
+            found = forecast(name, machine, top_k=top_k, slots=held)
+        token = found.with_drafts(drafts, accepted / 100)
+        samples = pandas().DataFrame(
+            [{"variant": name, **{part: s * 1e3 for part, s in token.items()}}]
+        )
         samples.attrs = {"record": "none: a model", "machine": ""}
-        speed, parts = 1 / found.advice.token_s, list(found.parts_s)
+        speed = 1 / sum(token.values())
         return charts.parts(
             samples,
-            {part: f"`{part}`" for part in parts},
+            {part: f"`{part}`" for part in token},
             title=f"{name}: {speed_text(speed)} tok/s, probably {range_text(speed)}",
             axis="ms a token",
             finding=f"{found.advice.config.slots} of {found.sizes.E} experts of each layer are in "
-            f"memory. Most of a token: {found.binds}.",
-            note=f"a Mac of {ram} GB, SSD {ssd:g} GB/s, memory {memory} GB/s, top-k {top_k}",
+            f"slots; {found.sizes.fits(machine.model_nbytes)} fit. Most of a token: {found.binds}.",
+            note=f"a Mac of {ram} GB, SSD {ssd:g} GB/s, memory {memory} GB/s, top-k {top_k}, "
+            f"{drafts} drafts of which {accepted}% are right",
         )
 
     return look
