@@ -40,9 +40,8 @@ FAILED = "<p><b>A cell failed: the page ends there.</b></p>"
 
 def described(folder: Path) -> dict[str, dict[str, Any]]:
     """What ``NAME.json`` says of each page of a folder, by the page's file name."""
-    files = sorted(folder.glob("[0-9]*.json"))
-    found = {path.with_suffix(".html"): json.loads(path.read_text()) for path in files}
-    return {page.name: said for page, said in found.items() if page.exists()}
+    found = {path.with_suffix(".html"): path for path in sorted(folder.glob("[0-9]*.json"))}
+    return {page.name: json.loads(j.read_text()) for page, j in found.items() if page.exists()}
 
 
 def index(folder: Path, repository: str = "") -> str:
@@ -53,12 +52,13 @@ def index(folder: Path, repository: str = "") -> str:
         repository (str): ``owner/name`` on GitHub, to link it and Binder. Default: neither.
     """
     pages, links = described(folder), []
-    where = "".join(f"<p>Run on {html.escape(line)}.</p>" for line in machines(pages))
+    lines = sorted({page["machine"] for page in pages.values()})
+    where = "".join(f"<p>Run on {html.escape(line)}.</p>" for line in lines)
     for other in (folder.parent, *sorted(path for path in folder.iterdir() if path.is_dir())):
-        for line in machines(described(other))[-1:]:
+        if there := list(described(other).values()):
+            line = f"The same notebooks, run on {html.escape(there[-1]['machine'])}"
             link = Path(os.path.relpath(other, folder), "index.html").as_posix()
-            line = html.escape(line)
-            links.append(f'<p><a href="{link}">The same notebooks, run on {line}</a>.</p>')
+            links.append(f'<p><a href="{link}">{line}</a>.</p>')
     if repository:
         links.append(ON_THE_WEB.format(html.escape(repository)))
     entries = [
@@ -67,11 +67,6 @@ def index(folder: Path, repository: str = "") -> str:
         for name, page in pages.items()
     ]
     return PAGE.format(where, "".join(links), "".join(entries))
-
-
-def machines(pages: dict[str, dict[str, Any]]) -> list[str]:
-    """The machines that some pages were run on, a line each."""
-    return sorted({page["machine"] for page in pages.values()})
 
 
 def main(folder: str, *repository: str) -> None:
