@@ -40,3 +40,8 @@ def test_our_own_record_is_what_is_replayed_now():
     assert record.variant.tolist() == now.variant.tolist()
     assert record.planned_tok_s.to_numpy() == pytest.approx(now.planned_tok_s.to_numpy(), rel=1e-3)
     assert np.median(now.factor) < 1.15
+
+
+def test_where_no_model_fits_the_table_is_empty():
+    found = your_machine.table(Machine.cpu(1e9, 1e9, 1), ["gpt-oss-20b"])
+    assert found.empty and found.attrs["too_large"] == ["gpt-oss-20b"]

@@ -61,7 +61,8 @@ def table(machine: Machine, names: Iterable[str] = CONFIGS) -> "DataFrame":
                 **{part: s * 1e3 for part, s in found.parts_s.items()},
             }
         )
-    out = pandas().DataFrame(rows).sort_values("tok_s", ascending=False)
+    out = pandas().DataFrame(rows)
+    out = out.sort_values("tok_s", ascending=False) if rows else out
     out.attrs = {"too_large": too_large}
     return out
 
