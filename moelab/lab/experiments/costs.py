@@ -232,8 +232,20 @@ def _time_tokens(model, rows, E):
 
 
 def _repeat_token(model, num):
-    """Seconds of one token behind nothing, again and again: the slots hold the experts it needs."""
-    seconds = [_token_s(model, 0, make_prompt_cache(model)) for _ in range(num)]
+    """Seconds of one token behind nothing, again and again: the slots hold the experts it needs.
+
+    Each is scheduled before the last one is waited for, as in decoding.
+    """
+    last, seconds = None, []
+    for _ in range(num + 1):
+        begin = time.perf_counter()
+        scheduled = model(mx.array([[0]]), cache=make_prompt_cache(model))
+        mx.async_eval(scheduled)
+        if last is not None:
+            mx.eval(last)
+            seconds.append(time.perf_counter() - begin)
+        last = scheduled
+    mx.eval(last)
     return seconds[min(DISCARDED, num - 1) :]
 
 
