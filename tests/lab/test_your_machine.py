@@ -45,3 +45,8 @@ def test_our_own_record_is_what_is_replayed_now():
 def test_where_no_model_fits_the_table_is_empty():
     found = your_machine.table(Machine.cpu(1e9, 1e9, 1), ["gpt-oss-20b"])
     assert found.empty and found.attrs["too_large"] == ["gpt-oss-20b"]
+
+
+def test_our_own_first_tokens_lie_in_the_planned_range():
+    prompts = your_machine.own_prompts()
+    assert len(prompts) == 6 and (prompts.factor <= 1.1).all()

@@ -153,7 +153,7 @@ def costs_of(samples: "DataFrame") -> Costs:
     if ("token", HOST) in medians:
         host = medians["token", HOST]
         missed = host.index.to_numpy().mean() * L * nbytes
-        known["host_s_per_byte"] = max(0.0, float(host.median() - held_s)) / missed
+        known["host_s_per_byte"] = float(max(0.0, host.median() - held_s) / missed)
     warm_s_per_byte, warm_call_s = line(PAGES)
     cold_s_per_byte, cold_call_s, overlap = beside(DISK)
     return Costs(

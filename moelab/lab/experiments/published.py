@@ -230,8 +230,13 @@ def first_tokens() -> "DataFrame":
         for _, row in table.iterrows()
     ]
     table["least_s"], table["most_s"] = zip(*ends)
-    outside = table.least_s / table.first_token_s, table.first_token_s / table.most_s
-    return table.assign(factor=np.maximum(1, np.maximum(*outside)))
+    return outside(table)
+
+
+def outside(table: "DataFrame") -> "DataFrame":
+    """First tokens with ``factor``: how far outside of the planned range, 1 inside."""
+    early, late = table.least_s / table.first_token_s, table.first_token_s / table.most_s
+    return table.assign(factor=np.maximum(1, np.maximum(early, late)))
 
 
 @functools.lru_cache

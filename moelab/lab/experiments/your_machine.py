@@ -14,7 +14,7 @@ from ...replay.machine import Machine
 from .. import charts, records
 from ..models import named_sizes
 from ..records import pandas
-from . import page_cache
+from . import page_cache, published
 from .plan import FORMULA_SPREAD, forecast, range_text, speed_text
 
 if TYPE_CHECKING:
@@ -146,6 +146,23 @@ def own() -> "DataFrame":
             )
     out = pandas().DataFrame(rows)
     return out.assign(factor=np.exp(abs(np.log(out.planned_tok_s / out.measured_tok_s))))
+
+
+def own_prompts() -> "DataFrame":
+    """As ``published.first_tokens``, of our own cold prompts, by our cores and our SSD's rate."""
+    reads = records.read("cpu_reads_35b").groupby("variant").bytes_per_s.median()
+    machine = Machine.cpu(24 * 2**30, reads["fio direct, experts, 8 in flight"], cores=2)
+    sizes, _ = page_cache.machine_and_model(records.read("cuda_costs_35b"))  # of the same model
+    rows = []
+    for record in ("cpu_prompt_cold_35b", "cpu_prompt_956"):
+        samples = records.read(record)
+        samples = samples[samples["mode"] == "fused"]
+        for tokens, part in samples.groupby("prompt_tokens"):
+            least, most = machine.prompt_s(sizes, int(tokens), int(part.slots.median()))
+            measured = {"prompt_tokens": tokens, "first_token_s": part.prefill_s.median()}
+            planned = {"least_s": least, "most_s": most}
+            rows.append({"side": "our own", "group": record, **measured, **planned})
+    return published.outside(pandas().DataFrame(rows))
 
 
 def main(out: str) -> None:
