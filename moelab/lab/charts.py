@@ -56,7 +56,7 @@ def bars(
         axis (str): What the bars measure, with its unit.
         finding (str): What is to be seen, in one or two sentences.
         note (str): What else qualifies the numbers.
-        log (bool): Logarithmic axis.
+        log (bool): Logarithmic axis, the same in all panels.
         ceilings (Mapping): Lines to draw across all panels, ``{label: value}``, or
             ``{panel: {label: value}}``.
         digits (int): Significant digits of the numbers at the bars.
@@ -80,15 +80,15 @@ def bars(
         _numbers(fig, high, labels, numbers, place)  # right of the whisker, not on it
         here = ceilings.get(label, {}) if per_panel else ceilings
         top = max([high.max(), *here.values()])
-        if log:
-            low_end = np.log10(min(mid.min(), top)) - 0.3
-            fig.update_xaxes(type="log", dtick=1, range=[low_end, np.log10(top) + 0.5], **place)
-        else:
+        if not log:
             fig.update_xaxes(range=[0, top * 1.3], **place)
         for text, value in here.items():
             side = "left" if value > 0.6 * top else "right"
             style.ceiling(fig, value, text, axis="x", side=side, log=log, **place)
         words.append(_told(label, (f"{n} {m}" for n, m in zip(variants, numbers))))
+    if log:
+        drawn = np.log10(np.concatenate([bar.x for bar in fig.select_traces({"type": "bar"})]))
+        fig.update_xaxes(type="log", dtick=1, range=[drawn.min() - 0.3, drawn.max() + 0.5])
     return style.describe(fig, f"Bars of {axis}. " + " ".join(words), finding)
 
 
