@@ -144,7 +144,7 @@ class Forecast:
             "SSD has all of them",
             f"  {_gb(sizes.other_nbytes)} more for the rest of the model, a context of 4,096 "
             "tokens and the program",
-            f"  {speed_text(speed)} tok/s; {range_text(speed, self.spread)} is within a factor of "
+            f"  {rough(speed)} tok/s; {range_text(speed, self.spread)} is within a factor of "
             f"{self.spread:g}, {self.like}",
             f"  a token takes {token_s * 1e3:.0f} ms: {parts}",
             f"  most of it: {self.binds}",
@@ -153,9 +153,7 @@ class Forecast:
             lines.append(f"  {most} would fit; the page cache makes as good use of the memory")
         elif machine.is_mac and slots < sizes.E:
             more = _at(sizes, machine, slots + 1).token_s
-            lines.append(
-                f"  with more than {slots} the system would swap: {speed_text(1 / more)} tok/s"
-            )
+            lines.append(f"  with more than {slots} the system would swap: {rough(1 / more)} tok/s")
         return "\n".join(lines)
 
 
@@ -406,8 +404,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _first(prompt, least, most):
     return (
-        f"  first token of a prompt of {prompt} tokens: {least:.2g} to {most:.2g} s, the file not "
-        "in memory before"
+        f"  first token of a prompt of {prompt} tokens: {rough(least)} to {rough(most)} s, the "
+        "file not in memory before"
     )
 
 
@@ -417,9 +415,9 @@ def _gb(nbytes):
 
 def range_text(tok_s: float, spread: float = FORMULA_SPREAD) -> str:
     """Where a speed probably lies."""
-    return f"{speed_text(tok_s / spread)} to {speed_text(tok_s * spread)}"
+    return f"{rough(tok_s / spread)} to {rough(tok_s * spread)}"
 
 
-def speed_text(tok_s: float) -> str:
-    """Tokens a second, as exactly as a forecast is."""
-    return f"{tok_s:.0f}" if tok_s >= 10 else f"{tok_s:.1f}" if tok_s >= 1 else f"{tok_s:.2f}"
+def rough(number: float) -> str:
+    """A number of a forecast, with about two digits."""
+    return f"{number:.0f}" if number >= 10 else f"{number:.1f}" if number >= 1 else f"{number:.2f}"

@@ -15,7 +15,7 @@ from .. import charts, records
 from ..models import named_sizes
 from ..records import pandas
 from . import page_cache, published
-from .plan import FORMULA_SPREAD, forecast, range_text, speed_text
+from .plan import FORMULA_SPREAD, forecast, range_text, rough
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -108,7 +108,7 @@ def dial(name: str) -> Callable[..., Any]:
         return charts.parts(
             samples,
             {part: f"`{part}`" for part in token},
-            title=f"{name}: {speed_text(speed)} tok/s, probably {range_text(speed)}",
+            title=f"{name}: {rough(speed)} tok/s, probably {range_text(speed)}",
             axis="ms a token",
             finding=f"{found.advice.config.slots} of {found.sizes.E} experts of each layer are in "
             f"slots; {found.sizes.fits(machine.model_nbytes)} fit. Most of a token: {found.binds}.",
