@@ -105,7 +105,8 @@ class Advice:
             f"{_way(self.direct)}, layout {self.layout}: {self.token_s * 1e3:.1f} ms a token, "
             f"{1 / self.token_s:.1f} tok/s predicted",
             *(f"  - {line}" for line in self.why),
-            f"without prefetch, in the present layout, by policy {c.policy}:",
+            f"other slots, without prefetch, in the present layout, by policy {c.policy} "
+            "(<: chosen; page cache: the memory left for it):",
             f"{'slots':>6} {'ms/token':>9} {'in a slot':>9} {'page cache':>10} "
             f"{'SSD, MB/token':>13}",
         ]

@@ -48,6 +48,15 @@ def test_costs_are_measured(random_tiny_moe):
         cost.measure_costs(random_tiny_moe, moelab.StreamConfig(mode="buffers"))
 
 
+@pytest.mark.parametrize("disturbed", (True, False))
+def test_a_busy_machine_is_said(disturbed, random_tiny_moe, monkeypatch, capsys):
+    samples = cost.measure_samples(random_tiny_moe, tokens=4)
+    samples.attrs["load"] = {"disturbed": disturbed, "cores_of_others": 1.5}
+    monkeypatch.setattr(cost, "measure_samples", lambda *_: samples)
+    cost.measure_costs(random_tiny_moe)
+    assert ("other programs used 1.5 cores" in capsys.readouterr().err) == disturbed
+
+
 @pytest.mark.parametrize("top_k", (1, 3, 7, 8))
 def test_costs_of_few_experts(top_k, tmp_path):
     path = families.write_checkpoint("qwen3_moe", tmp_path / "m", "affine4")

@@ -106,7 +106,10 @@ def test_another_machine_on_the_command_line(capsys):
     said = capsys.readouterr().out
     machine = Machine.mac(16e9, 3e9, CHIPS["M4"] * 1e9)
     assert str(plan.forecast("gpt-oss-20b", machine)) in said
-    assert "what would help most" in said and "estimated: SSD 2.4 GB/s (80% of 3)" in said
+    assert (
+        "what would help most" in said
+        and "estimated: SSD 2.4 GB/s (80% of the 3 GB/s given)" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,3 +138,11 @@ def test_this_machine_is_measured():
     machine = plan.this_machine()
     assert machine.disk_bytes_per_s > 0 and machine.weights_bytes_per_s > 0
     assert plan.forecast("qwen3.5-35b-a3b", machine).advice.token_s > 0
+
+
+def test_how_near_a_plan_is_follows_from_the_records():
+    published = records.read("cpu_planned_published")
+    sources = published.groupby(["side", "variant"]).factor.median()["left out"]
+    assert (sources <= plan.FORMULA_SPREAD).mean() >= 0.8
+    assert f"the worst {sources.max():.1f} times off" in plan.FORMULA_NEAR
+    assert (records.read("cpu_planned_own").factor <= plan.OWN_SPREAD).mean() > 0.8

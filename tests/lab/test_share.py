@@ -3,6 +3,7 @@
 import copy
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -96,8 +97,16 @@ def test_a_plan_finds_what_was_measured_on_such_a_machine(good, monkeypatch, tmp
     monkeypatch.setattr(share, "DATA", tmp_path)
     sizes, machine = ModelSizes(**good["sizes"]), good["machine"]
     (line,) = share.of_such_a_machine(sizes, machine)
-    assert "106 tok/s" in line and "data/community/a.json" in line
+    assert "106 tok/s" in line and "community/a.json" in line
     assert share.of_such_a_machine(sizes, machine | {"cores": None})
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path("m_2_cores_now.json").write_text(json.dumps(good))
+    Path("n_2_cores_now.json").write_text(json.dumps(good | {"digest": "edited"}))
+    Path("o_2_cores_now.json").write_text("[]")
+    own, sent = share.of_such_a_machine(sizes, machine)
+    assert "(m_2_cores_now.json" in own and "community" in sent
+    monkeypatch.chdir(tmp_path)
     for name, other in {
         "cpu": "Apple M5",
         "gpu": "H100",

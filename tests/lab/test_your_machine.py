@@ -16,7 +16,7 @@ def test_models_that_fit_are_told_and_the_others_named():
     assert found.attrs["too_large"] == ["kimi-k3"]
     assert (found.low_tok_s < found.tok_s).all() and (found.tok_s < found.high_tok_s).all()
     assert (found.tok_s <= 1.001 * found.in_memory_tok_s).all()
-    parts = found[["SSD", "page cache", "waiting for both", "weights", "layers"]].sum(axis=1)
+    parts = found[["SSD", "page cache", "waits for reads", "weights", "layers"]].sum(axis=1)
     assert parts.to_numpy() == pytest.approx(1e3 / found.tok_s.to_numpy(), rel=0.01)
 
 

@@ -3,6 +3,7 @@
 python -m moelab.lab costs OUT.json MODEL
 """
 
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -44,8 +45,19 @@ PROMPT = 128  # tokens of a prompt that is computed at once
 def measure_costs(
     path: str | Path, config: StreamConfig | None = None, tokens: int = 12, seed: int = 0
 ) -> Costs:
-    """The costs that a replay needs: ``costs_of`` what ``measure_samples`` measures."""
-    return costs_of(measure_samples(path, config, tokens, seed))
+    """The costs that a replay needs: ``costs_of`` what ``measure_samples`` measures.
+
+    Where other programs were busy meanwhile, a line on stderr says so.
+    """
+    samples = measure_samples(path, config, tokens, seed)
+    load = samples.attrs["load"]
+    if load["disturbed"]:
+        print(
+            f"moelab: other programs used {load['cores_of_others']:.1f} cores while this machine "
+            "was measured, so it looks slower than it is. Close them and try again.",
+            file=sys.stderr,
+        )
+    return costs_of(samples)
 
 
 def measure_samples(

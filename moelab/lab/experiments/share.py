@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -135,15 +136,25 @@ def _sent():
         yield file, json.loads(file.read_text(encoding="utf-8"))
 
 
+def _own():
+    """Yields each file that ``share`` wrote into this folder and its content, if it is whole."""
+    for file in sorted(Path().glob("*_cores_*.json")):
+        with suppress(ValueError, TypeError, KeyError):
+            if not problems(made := json.loads(file.read_text(encoding="utf-8"))):
+                yield file, made
+
+
 def of_such_a_machine(sizes: ModelSizes, card: dict[str, Any]) -> list[str]:
-    """What files of ``data/community`` say of a model's shapes on such a machine, a line each.
+    """What is known of a model's shapes on such a machine, a line each.
+
+    First what ``share`` wrote into this folder, then the files of ``data/community``.
 
     Args:
         sizes (ModelSizes): Of the model.
         card (dict): The machine: ``cpu``, ``gpu``, ``memory_nbytes`` and, if known, ``cores``.
     """
     out, shape = [], ("L", "E", "K", "expert_nbytes")
-    for file, made in _sent():
+    for file, made in (*_own(), *_sent()):
         machine = made["machine"]
         alike = all(machine[name] == card[name] for name in ("cpu", "gpu"))
         alike &= abs(machine["memory_nbytes"] / card["memory_nbytes"] - 1) < SAME_MEMORY
@@ -153,7 +164,7 @@ def of_such_a_machine(sizes: ModelSizes, card: dict[str, Any]) -> list[str]:
             held = np.median([row["held_nbytes"] for row in made["rows"]]) / 1e9
             out.append(
                 f"{mid:.3g} tok/s [{low:.3g}, {high:.3g}] with {held:.2g} GB held "
-                f"(data/community/{file.name}, {machine['date']})"
+                f"({Path(*file.parts[-3:])}, {machine['date']})"
             )
     return out
 

@@ -23,9 +23,10 @@ PAGE = (
     "with their experts on the SSD; these notebooks measure what decides how fast.</p>"
     "<p>Begin with 00, which explains the words. Then take any question: 01 to 05 are about "
     "streaming experts, 06 to 08 about drafts, 09 and 10 about other programs and claims, 11 about "
-    "several machines, 12 about yours.</p>{}<p>A figure names its machine under its title: "
-    "<i>here</i> is where the notebooks ran, <i>recorded</i> where a record was made. On a phone, "
-    "figures, tables and code scroll sideways.</p>{}{}</html>"
+    "several machines, 12 about yours: what runs there, and how fast.</p>{}<p>A figure names its "
+    "machine under its title: <i>here</i> is the computer that ran the notebooks, <i>recorded</i> "
+    "the one of an earlier run, some with an H100 GPU. On a phone, figures, tables and code scroll "
+    "sideways.</p>{}{}</html>"
 )
 ON_THE_WEB = (
     '<p><a href="https://mybinder.org/v2/gh/{0}/HEAD?labpath=notebooks%2F00_start_here.ipynb">Open '
