@@ -1,8 +1,8 @@
 """``python -m moelab plan``: how fast would a model decode on this machine, or on another one?
 
-A model that is on disk is measured here, and ``advise`` decides. A model that is not there is known
-by its published configuration, another machine by a few numbers: ``replay.machine`` says what its
-tokens cost, and the same replay decides.
+A model that is on disk is measured here, and ``advise`` compares settings. A model that is not
+there is known by its published configuration, another machine by a few numbers: ``replay.machine``
+says what its tokens cost. Both are replayed with the slots that ``moelab.plan`` chooses.
 """
 
 import argparse
