@@ -168,27 +168,26 @@ class Machine:
 
         Where its arrays take more than ``model_nbytes``, a Mac swaps. A token goes through all of
         the backbone, and the system drops what was used longest ago, which comes next: so the
-        backbone is read again for each token. Where a CPU computes, its cores copy what comes
-        through the page cache, and Linux can read past it.
+        backbone is read again for each token.
 
         Args:
             sizes (ModelSizes): Of the model.
             held_nbytes (float): Its arrays: slots and all else.
         """
         swapped = sizes.token_nbytes if self.is_mac and held_nbytes > self.model_nbytes else 0
-        byte_s, copy_s = 1 / self.disk_bytes_per_s, 1 / self.copy_bytes_per_s
+        past = (1 / self.disk_bytes_per_s, self.wait_s[0]) if not self.is_mac else (float("nan"), 0)
         backbone_s = sizes.token_nbytes / self.weights_bytes_per_s
         backbone_s += swapped / self.disk_bytes_per_s
         return Costs(
             fixed_s=backbone_s + sizes.layers * self.layer_s,
             held_fixed_s=backbone_s + sizes.layers * self.held_layer_s,
             expert_s=sizes.expert_nbytes / self.weights_bytes_per_s,
-            warm_s_per_byte=copy_s,
-            cold_s_per_byte=byte_s if self.is_mac else byte_s + copy_s,
+            warm_s_per_byte=1 / self.copy_bytes_per_s,
+            cold_s_per_byte=1 / self.disk_bytes_per_s,
             warm_call_s=self.wait_s[1],
             cold_call_s=self.wait_s[0],
-            direct_s_per_byte=nan if self.is_mac else byte_s,
-            direct_call_s=0.0 if self.is_mac else self.wait_s[0],
+            direct_s_per_byte=past[0],
+            direct_call_s=past[1],
         )
 
 
