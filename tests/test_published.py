@@ -9,6 +9,8 @@ row that says otherwise. Figures are their authors'; an empty field is not in th
 import csv
 from collections import Counter
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from moelab import DATA
@@ -67,3 +69,14 @@ def test_the_record_is_what_is_predicted_now():
     sample = table.assign(record=record.predicted_tok_s.to_numpy()).groupby("group").head(1)
     for _, row in sample[sample.model != "Kimi-K3 2.78T"].iterrows():
         assert published.predict(row).tok_s == pytest.approx(row.record, rel=1e-3)
+
+
+def test_a_source_whose_rows_are_all_as_far_off_is_right_once_one_is_known():
+    rows = {"group": ["a"] * 3 + ["b"], "side": "left out", "tok_s": [1.0, 2.0, 3.0, 4.0]}
+    setting = dict.fromkeys(("model", "bits", "machine", "ram_gb", "ssd_gb_s", "top_k"), 1)
+    table = pd.DataFrame(rows | setting | {"slots_or_cache": ""})
+    found = published.by_source(table.assign(predicted_tok_s=2 * table.tok_s))
+    assert found.factor.to_numpy() == pytest.approx(2) and found.engine_known["a"] == pytest.approx(
+        1
+    )
+    assert np.isnan(found.engine_known["b"])  # there is no other row

@@ -137,8 +137,9 @@ def by_source(table: "DataFrame") -> "DataFrame":
 
     Returns:
         DataFrame: A row for each source: its ``side``, ``n``, the median ``factor`` of its rows,
-        the worst, ``bias`` (median of predicted / published), and ``floor``: the median factor of
-        the best single number for each setting that its rows give several speeds for.
+        the worst, ``bias`` (median of predicted / published), ``floor``: the median factor of
+        the best single number for each setting that its rows give several speeds for, and
+        ``engine_known``: the median factor if the source's other rows correct each prediction.
     """
     import pandas as pd
 
@@ -156,13 +157,28 @@ def by_source(table: "DataFrame") -> "DataFrame":
             "worst": found.factor.max(),
             "bias": found.ratio.median(),
             "floor": found.floor.median(),
+            "engine_known": found.ratio.apply(_corrected),
         }
     ).sort_values(["side", "factor"])
 
 
-def reached(sources: "DataFrame") -> dict[str, float]:
-    """What ``GOALS`` ask for, of the sources that are left out."""
-    factor = sources[sources.side == "left out"].factor
+def _corrected(ratio):
+    """The median factor of rows, each divided by the median ratio of the others."""
+    logs = np.log(ratio.to_numpy())
+    if len(logs) < 2:
+        return float("nan")
+    others = [np.median(np.delete(logs, i)) for i in range(len(logs))]
+    return float(np.exp(np.median(abs(logs - others))))
+
+
+def reached(sources: "DataFrame", column: str = "factor") -> dict[str, float]:
+    """What ``GOALS`` ask for, of the sources that are left out.
+
+    Args:
+        sources (DataFrame): Of ``by_source``.
+        column (str): ``factor`` or ``engine_known``.
+    """
+    factor = sources[sources.side == "left out"][column]
     return {
         "median": float(factor.median()),
         "four of five": float(factor.quantile(0.8)),
@@ -343,9 +359,10 @@ def main(out: str) -> None:
     running = records.Running("published", {"goals": GOALS, "tokens": TOKENS})
     table = predicted()
     sources = by_source(table)
-    text = f"{sources.round(2).to_string()}\n\nleft out, goal and reached:"
+    text = f"{sources.round(2).to_string()}\n\nleft out: goal, reached, with the engine known"
+    known = reached(sources, "engine_known")
     for name, value in reached(sources).items():
-        text += f"\n{name:14} {GOALS[name]:.2f} {value:.2f}"
+        text += f"\n{name:14} {GOALS[name]:.2f} {value:.2f} {known[name]:.2f}"
     first = first_tokens().groupby(["side", "group"]).factor.agg(["size", "median", "max"])
     text += f"\n\nfirst tokens:\n{first.round(2).to_string()}"
     zipf, off = fit_zipf(np.arange(0.9, 1.31, 0.02))
