@@ -13,6 +13,7 @@ import numpy as np
 from ..streaming.trace import Trace
 from .costs import Costs
 from .locality import Locality, synthesize
+from .pagecache import Replay
 from .sizes import ModelSizes
 
 # Of a Mac: a layer, a layer that reads, and bytes copied from the page cache. These are a typical
@@ -162,6 +163,13 @@ class Machine:
         shares = (0.0, 1.0) if isnan(self.prompt_share) else (self.prompt_share, self.prompt_share)
         all_s = tokens * sizes.active_nbytes / self.weights_bytes_per_s
         return max(reads_s, shares[0] * all_s), reads_s + shares[1] * all_s
+
+    def reads_s(self, found: Replay) -> tuple[float, float, float]:
+        """Seconds of a replayed token's reads: of the SSD, of the page cache, waiting for both."""
+        reads_s = sum(found.parts_s[part] for part in ("copies", "disk", "hidden"))
+        ssd_s = min(reads_s, found.read_per_token / self.disk_bytes_per_s)
+        copies_s = min(reads_s - ssd_s, found.copied_per_token / self.copy_bytes_per_s)
+        return ssd_s, copies_s, reads_s - ssd_s - copies_s
 
     def costs(self, sizes: ModelSizes, held_nbytes: float = 0.0) -> Costs:
         """What a replay needs, for a model.

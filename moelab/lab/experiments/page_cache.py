@@ -22,7 +22,6 @@ from ...replay import advice
 from ...replay.costs import Costs
 from ...replay.locality import Locality
 from ...replay.locality import synthesize as synthetic_trace
-from ...replay.pagecache import replay
 from ...replay.sizes import ModelSizes
 from ...shipped import shipped
 from ...streaming.residency.table import policy_of
@@ -184,22 +183,12 @@ def replayed(
         one, tokens = part.iloc[0], int(part.decode_tokens.iloc[0])
         skip = int(one.prompt_tokens) + len(one.tokens) - 1 - tokens
         slots, given = int(one.slots), costs if mb < float("inf") else costs.all_warm()
-        if one.reads == HOST:
-            given = costs.from_host()
-        elif slots == sizes.E:
-            given = costs.without_reads()
-        r = replay(
-            trace[: skip + tokens],
-            max(mb * 1e6, sizes.other_nbytes + slots * sizes.slot_nbytes),
-            slots,
-            policy_of("auto", "host" if one.reads == HOST else "disk"),
-            expert_nbytes=sizes.expert_nbytes,
-            slot_nbytes=sizes.held_expert_nbytes,
-            other_nbytes=sizes.other_nbytes,
-            costs=given,
-            skip=skip,
-            direct=one.reads == DIRECT,
-        )
+        source = "host" if one.reads == HOST else "disk"
+        given = costs.from_host() if source == "host" else given
+        memory = max(mb * 1e6, sizes.other_nbytes + slots * sizes.slot_nbytes)
+        setting = slots, policy_of("auto", source), one.reads == DIRECT
+        part_of_trace = trace[: skip + tokens]
+        (r,) = advice.replay_settings(sizes, memory, part_of_trace, given, [setting], skip).values()
         ms, disk = part.ms.median(), part.get("disk_nbytes", part.ms * 0).median() / tokens / 1e6
         rows.append(
             {

@@ -69,15 +69,12 @@ class Forecast:
     @property
     def parts_s(self) -> dict[str, float]:
         """Seconds of a token by what they go to."""
-        found, machine, layers_s = self.advice.chosen, self.machine, self._layers_s
-        parts = found.parts_s  # ``hidden`` is not positive
-        reads_s = parts["copies"] + parts["disk"] + parts["hidden"]
-        ssd_s = min(reads_s, found.read_per_token / machine.disk_bytes_per_s)
-        copies_s = min(reads_s - ssd_s, found.copied_per_token / machine.copy_bytes_per_s)
+        parts, layers_s = self.advice.chosen.parts_s, self._layers_s
+        ssd_s, copies_s, waits_s = self.machine.reads_s(self.advice.chosen)
         return {
             "SSD": ssd_s,
             "page cache": copies_s,
-            "waits for reads": reads_s - ssd_s - copies_s,
+            "waits for reads": waits_s,
             "weights": parts["fixed"] - layers_s + parts["experts"],
             "layers": layers_s,
         }
@@ -234,7 +231,7 @@ def this_machine() -> Machine:
 
     Raises:
         OSError: If there is no room for it.
-        ValueError: On a CUDA GPU, whose own memory a plan by name does not know.
+        ValueError: On a CUDA GPU: a plan by name does not know its memory.
     """
     if mx.cuda.is_available():
         raise ValueError(
@@ -347,12 +344,10 @@ def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
     ram = ram and ram * 1e9
     memory = ram - taken_of(ram) if ram else memory_for_a_model()
     sizes = ModelSizes.of(path, memory)  # refuses too little before anything is measured
-    costs = measure_costs(path)
+    costs, trace = measure_costs(path), typical_trace(sizes, TOKENS)
     machine = _measured(costs, sizes, ram)
-    best = advise(path, memory, costs=costs)
-    planned = advice.advise(
-        sizes, memory, typical_trace(sizes, TOKENS), costs, slots=[sizes.slots], policies=("lrfu",)
-    )
+    best = advise(path, memory, trace, costs)
+    planned = advice.advise(sizes, memory, trace, costs, slots=[sizes.slots], policies=("lrfu",))
     found = Forecast(path.name, sizes, machine, planned, OWN_SPREAD, OWN_NEAR)
     return "\n".join((str(found), _first(prompt, *found.prompt_s(prompt)), str(best)))
 

@@ -343,10 +343,7 @@ def _parts(row):
     """Seconds of a row's token: what the constants do not change, and by each of them."""
     found, machine = row.replay, machine_of(row)
     layers_s = sizes_of(row).layers * machine.layer_s
-    reads_s = found.parts_s["copies"] + found.parts_s["disk"]
-    copies_s = found.copied_per_token / machine.copy_bytes_per_s if reads_s else 0.0
-    disk_s = found.read_per_token / machine.disk_bytes_per_s if reads_s else 0.0
-    waits_s = reads_s - copies_s - disk_s
+    _, copies_s, waits_s = machine.reads_s(found)
     return found.mean_s - layers_s - waits_s - copies_s, layers_s, waits_s, copies_s
 
 

@@ -137,7 +137,10 @@ def _sent():
 
 
 def _own():
-    """Yields each file that ``share`` wrote into this folder and its content, if it is whole."""
+    """Yields the files that ``share`` wrote into this folder, with their content.
+
+    Damaged and edited ones are left out.
+    """
     for file in sorted(Path().glob("*_cores_*.json")):
         with suppress(ValueError, TypeError, KeyError):
             if not problems(made := json.loads(file.read_text(encoding="utf-8"))):

@@ -95,10 +95,8 @@ def dial(name: str) -> Callable[..., Any]:
 
     def look(ram, ssd, memory, slots, top_k, drafts, accepted):
         machine = Machine.mac(ram * 1e9, ssd * 1e9, memory * 1e9)
-        found = forecast(name, machine, top_k=top_k)
-        held = max(top_k, round(found.sizes.E * slots / 100))
-        if slots:  # else as many as plan chooses
-            found = forecast(name, machine, top_k=top_k, slots=held)
+        held = max(top_k, round(named_sizes(name).E * slots / 100)) if slots else None
+        found = forecast(name, machine, top_k=top_k, slots=held)
         token = found.with_drafts(drafts, accepted / 100)
         samples = pandas().DataFrame(
             [{"variant": name, **{part: s * 1e3 for part, s in token.items()}}]
