@@ -55,8 +55,8 @@ def eager_attention(of_mlx_lm: Callable[..., mx.array]) -> Callable[..., mx.arra
             or mx.default_device() != mx.cpu
             or queries.shape[-1] % 4
             or values.shape[-1] % 4
-            or queries.shape[1] % keys.shape[1]
             or not (queries.size and keys.size)
+            or not agree(queries, keys, values, mask, sinks)
         ):
             return of_mlx_lm(
                 queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
@@ -64,6 +64,18 @@ def eager_attention(of_mlx_lm: Callable[..., mx.array]) -> Callable[..., mx.arra
         return attention(queries, keys, values, scale, mask, sinks)
 
     return call
+
+
+def agree(q, k, v, mask=None, sinks=None) -> bool:
+    """Whether the shapes of queries, keys, values and sinks are those of one attention."""
+    (B, H, Tq, D), Tk = q.shape, k.shape[2]
+    return (
+        k.shape == (B, k.shape[1], Tk, D)
+        and v.shape == (*k.shape[:3], v.shape[3])
+        and H % k.shape[1] == 0
+        and (Tk >= Tq or not isinstance(mask, str))
+        and (sinks is None or sinks.size == H)
+    )
 
 
 def attention(

@@ -30,10 +30,12 @@ from .modules import (
     FastMLP,
     FastSwitchGLU,
     PlacedExperts,
+    Watched,
     owned,
     products,
     replaced,
     takes,
+    watched,
 )
 from .quantized import Rows
 
@@ -64,7 +66,7 @@ class Recurred(NamedTuple):
         return np.concatenate([self.before, self.qkv.reshape(B, -1, C)], axis=1)
 
 
-class Block:
+class Block(Watched):
     """Mixed into a block of mlx-lm.
 
     Attributes:
@@ -130,14 +132,27 @@ def is_itself(module: nn.Module, kind: type) -> bool:
     return isinstance(module, kind) and type(module).__call__ is kind.__call__
 
 
-def weight_of(module: nn.Module, name: str = "weight") -> np.ndarray:
-    """A parameter in the memory of its array, also when that changes."""
-    return np.asarray(module[name] if code.recorded() is None else owned(module[name]))
+def weight_of(module: nn.Module, size: int, name: str = "weight") -> np.ndarray:
+    """A parameter ``[size]``. While a program is recorded, nobody else can change its memory."""
+    a = module[name] if code.recorded() is None else owned(module[name])
+    return code.of_mlx(a, (size,), f"{type(module).__name__}.{name}")
 
 
 def is_norm(module: nn.Module, kind: type = nn.RMSNorm) -> bool:
     """Whether a module is a norm that ``rowwise.rms_norm`` computes."""
-    return type(module) is kind and module["weight"].dtype == mx.float32
+    known = type(module) is watched(kind) and not replaced(module)
+    return known and module["weight"].dtype == mx.float32
+
+
+def check_cache(a: mx.array | None, shape: tuple[int, ...]) -> np.ndarray | None:
+    """An array ``[B, ...]`` of a cache, as numpy's. ValueError if it does not fit the pass."""
+    try:
+        return None if a is None else code.of_mlx(a, shape, "cache")
+    except ValueError as e:
+        raise ValueError(
+            f"{e}: it is of other texts or of another model. Give a cache of this model with one "
+            f"entry for each of the {shape[0]} texts of the input."
+        ) from None
 
 
 class GatedDelta(Block):
@@ -147,9 +162,9 @@ class GatedDelta(Block):
         found = self.fits() if self.knows(mask, cache) else None
         if found is None:
             return None
-        before, state = (None, None) if cache is None else cache.cache
-        zeros = self.zeros(B)
-        before, state = (z if a is None else np.asarray(a) for a, z in zip((before, state), zeros))
+        given, zeros = (None, None) if cache is None else cache.cache, self.zeros(B)
+        given = (check_cache(a, z.shape) for a, z in zip(given, zeros))
+        before, state = (z if a is None else a for a, z in zip(given, zeros))
         did = self.compute(x, B, found, before, state)
         if cache is not None:
             self.keep(cache, did)
@@ -172,7 +187,7 @@ class GatedDelta(Block):
         """Whether this way fits the mask and the cache of a call."""
         if cache is None or mask is not None:
             return mask is None
-        is_known = type(cache) is ArraysCache and cache.lengths is None
+        is_known = type(cache) is ArraysCache and cache.lengths is None and len(cache.cache) == 2
         return is_known and all(a is None or a.dtype == mx.float32 for a in cache.cache)
 
     def fits(self) -> list | None:
@@ -210,18 +225,18 @@ class GatedDelta(Block):
         n, T, norm = len(x.x), len(x.x) // B, self["norm"]
         Hk, Dk, Hv, Dv = self.num_k_heads, self.head_k_dim, self.num_v_heads, self.head_v_dim
         qkv, z, b, a = self.project(x, projections)
-        mixed, after = rowwise.convolve(before, qkv, taps_of(self["conv1d"]))
+        mixed, after = rowwise.convolve(before, qkv, taps_of(self["conv1d"], before))
         qk = [mixed[:, i * Hk * Dk : (i + 1) * Hk * Dk].reshape(n, Hk, Dk) for i in range(2)]
         scale = Dk**-0.5
         for heads, by in zip(qk, (scale**2, scale)):
             rowwise.rms_norm(heads, None, 1e-6 * scale**2, scale=by, out=heads)
         q, k = (heads.reshape(B, T, Hk, Dk) for heads in qk)
         v = mixed[:, 2 * Hk * Dk :].reshape(B, T, Hv, Dv)
-        decay = np.exp(np.asarray(self["A_log"]))
-        g, beta = rowwise.gates(a, b, decay, weight_of(self, "dt_bias"))
+        decay = np.exp(weight_of(self, Hv, "A_log"))
+        g, beta = rowwise.gates(a, b, decay, weight_of(self, Hv, "dt_bias"))
         inputs = q, k, v, *(a.reshape(B, T, Hv) for a in (g, beta)), state
         y, new = gated_delta.recur(*inputs)
-        gate, weight = z.reshape(n * Hv, Dv), weight_of(norm)
+        gate, weight = z.reshape(n * Hv, Dv), weight_of(norm, Dv)
         y = rowwise.rms_norm(y.reshape(n * Hv, Dv), weight, norm.eps, gate=gate)
         y = out.multiply(y.reshape(n, Hv * Dv))
         return Recurred(y, before, qkv, after, new, inputs)
@@ -254,14 +269,12 @@ class GatedDeltaNext(GatedDelta):
         return [np.concatenate(qkv, axis=-1), *map(np.ascontiguousarray, (z, b, a))]
 
 
-def taps_of(conv1d: FastConv1d) -> np.ndarray:
-    """``[width, C]``: a convolution's weights, channels side by side; kept until they change."""
-    weight = conv1d["weight"]
-    kept = conv1d.__dict__.get("_taps")
-    if kept is None or kept[0] is not weight:
-        kept = weight, np.ascontiguousarray(np.asarray(weight)[..., 0].T)
-        conv1d.__dict__["_taps"] = kept
-    return kept[1]
+def taps_of(conv1d: FastConv1d, before: np.ndarray) -> np.ndarray:
+    """``[width, C]``: weights for a convolution over ``before [B, width - 1, C]`` and tokens."""
+    (_, past, C), weight = before.shape, conv1d["weight"]
+    if weight.shape != (C, past + 1, 1):
+        raise ValueError(f"conv1d.weight: expected {(C, past + 1, 1)}, got {weight.shape}")
+    return conv1d.taps.made
 
 
 class Attention(Block):
@@ -281,7 +294,8 @@ class Attention(Block):
     def knows(self, mask: Any, cache: Any) -> bool:
         """As in ``GatedDelta``."""
         has_offset = cache is None or isinstance(getattr(cache, "offset", None), int)
-        return has_offset and not hasattr(cache, "bits")
+        keys = getattr(cache, "keys", None)
+        return has_offset and not hasattr(cache, "bits") and (keys is None or takes(keys))
 
     def fits(self) -> list | None:
         """As in ``GatedDelta``."""
@@ -316,7 +330,7 @@ class Attention(Block):
         q, k, v = (y.reshape(len(x.x), num, -1) for y, num in heads)
         D, turned = k.shape[-1], []
         for name, a in ("q_norm", q[..., :D]), ("k_norm", k):
-            turned.append(rowwise.rms_norm(a, weight_of(self[name]), self[name].eps))
+            turned.append(rowwise.rms_norm(a, weight_of(self[name], D), self[name].eps))
             rowwise.rotate(turned[-1], cos, sin)
         return [*turned, v, q[..., D:]]
 
@@ -324,8 +338,13 @@ class Attention(Block):
         """Attention of ``[B, heads, T, size]`` to what is in the cache and to k and v."""
         if cache is not None:
             # The cache's arrays are MLX's, and which kind it is does not matter here.
+            for held, a in zip((getattr(cache, n, None) for n in ("keys", "values")), (k, v)):
+                if held is not None:  # before anything is written to it
+                    check_cache(held[..., :0, :], (*a.shape[:2], 0, a.shape[3]))
             k, v = cache.update_and_fetch(*(to_mlx(a) for a in (k, v)))
             mx.eval(k, v)
+            if not (attention.agree(q, k, v, mask) and takes(k) and takes(v)):
+                raise ValueError(f"cache: expected float32 for {q.shape}, got {k.dtype} {k.shape}")
             k, v = np.asarray(k), np.asarray(v)
         mask = np.asarray(mask) if isinstance(mask, mx.array) else mask
         return attention.attend(q, k, v, self.scale, mask)

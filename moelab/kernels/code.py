@@ -108,6 +108,17 @@ def address(a: np.ndarray | None) -> int:
         return a.ctypes.data
 
 
+def of_mlx(a: mx.array, shape: tuple[int, ...], name: str) -> np.ndarray:
+    """An array of MLX as a kernel takes it: float32, of this shape, rows one after the other.
+
+    Native code knows no bounds, so what the caller of a model can change comes in through here.
+    """
+    if a.shape != shape or a.dtype != mx.float32:
+        kind = str(a.dtype).removeprefix("mlx.core.")
+        raise ValueError(f"{name}: expected float32 {shape}, got {kind} {a.shape}")
+    return np.ascontiguousarray(np.asarray(a))
+
+
 def to_mlx(a: np.ndarray) -> mx.array:
     """A copy of an array. It goes through the buffer protocol.
 

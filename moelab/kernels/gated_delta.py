@@ -48,8 +48,15 @@ def gated_delta(
     """
     if state is None:
         state = mx.zeros((len(q), *v.shape[2:], q.shape[-1]), mx.float32)
-    arrays = [q, k, v, g, beta, state]
-    if not fits(k, v, state) or any(a.dtype != mx.float32 for a in arrays):
+    arrays, (B, T, Hk, Dk), (Hv, Dv) = [q, k, v, g, beta, state], k.shape, v.shape[2:]
+    agree = (
+        q.shape == k.shape
+        and v.shape[:2] == (B, T)
+        and g.shape in ((B, T, Hv), (B, T, Hv, Dk))
+        and beta.shape == (B, T, Hv)
+        and state.shape == (B, Hv, Dv, Dk)
+    )
+    if not fits(k, v, state) or not agree or any(a.dtype != mx.float32 for a in arrays):
         return of_mlx_lm.gated_delta_ops(q, k, v, g, beta, state, mask)
     if mask is not None:  # of a batch: without decay and new value the state stays as it is
         decays = mask[..., None] if g.ndim == 3 else mask[..., None, None]

@@ -29,6 +29,7 @@ from .blocks import (
     GatedDelta35,
     GatedDeltaNext,
     PlainAttention,
+    check_cache,
     forward,
     is_itself,
     is_norm,
@@ -59,7 +60,8 @@ class Layer(Block):
         norms = self["input_layernorm"], self["post_attention_layernorm"]
         if not self.is_known or not all(map(is_norm, norms)):
             return None
-        first, second = ((weight_of(norm), norm.eps) for norm in norms)
+        D = x.x.shape[-1]
+        first, second = ((weight_of(norm, D), norm.eps) for norm in norms)
         normed = Rows(rowwise.rms_norm(x.x, *first))
         h = forward(self.mixer, normed, B, mask, cache)
         normed = Rows(rowwise.rms_norm(h, *second, add=x.x))
@@ -109,19 +111,21 @@ class DeltaPass:
 
     def run(self, mask: None, cache: ArraysCache) -> None:
         """Compute ``end``, and put into the cache what the next token needs."""
-        before, state = (z if a is None else a for a, z in zip(cache.cache, self._zeros))
+        given = [check_cache(a, z.shape) for a, z in zip(cache.cache, self._zeros)]
+        before, now = (z if a is None else a for a, z in zip(given, self._zeros))
         told = self._mixer.recorder is not None
-        in_place = not told and state.nbytes >= IN_PLACE_NBYTES
+        in_place = not told and now.nbytes >= IN_PLACE_NBYTES
         if in_place:
             # MLX writes to the state's memory if nobody else holds it, and else to a copy. Either
             # way nobody else has that memory then: it becomes the next state.
-            state = to_mlx(state) if state is self._zeros[1] else mx.array(state)
+            state = to_mlx(now) if now.flags.owndata else mx.array(cache[1])
+            del given, now
             cache[1] = None
             state[0, 0, 0, 0] = float(np.asarray(state)[0, 0, 0, 0])
             mx.eval(state)
             cache[1] = state
-        did = self._did._replace(before=np.asarray(before))
-        now = np.asarray(state)
+            now = np.asarray(state)
+        did = self._did._replace(before=before)
         new = now if in_place else did.state
         for places, a in zip(self._places, (did.before, now, new)):
             team.put(places, a)
@@ -172,12 +176,13 @@ class Pass:
         self._mixer, self._mlp, self._x = mixer, mlp, memory.empty(n, first["weight"].size)
         begin, self._last = team.Program(memory), team.Program(memory)
         with begin.recording():
-            normed = Rows(rowwise.rms_norm(self._x, weight_of(first), first.eps))
+            D = first["weight"].size
+            normed = Rows(rowwise.rms_norm(self._x, weight_of(first, D), first.eps))
         kind = DeltaPass if isinstance(mixer, GatedDelta35) else AttentionPass
         self._mixed = kind(mixer, normed, begin, memory)
         with self._mixed.end.recording():
             h = self._mixed.y
-            normed = Rows(rowwise.rms_norm(h, weight_of(second), second.eps, add=self._x))
+            normed = Rows(rowwise.rms_norm(h, weight_of(second, D), second.eps, add=self._x))
             self._routed, scores, *shared = mlp.begin(normed, 1, mlp.fits())
             y, self._experts = memory.empty(scores.size, normed.x.shape[-1]), None
             if n == 1:
@@ -233,9 +238,9 @@ class Pass:
             mask, cache (Any): Of the layer.
 
         Returns:
-            np.ndarray or None: None if the record does not fit the mask or the cache.
+            np.ndarray or None: None if the record does not fit the input, the mask or the cache.
         """
-        if not self._mixer.knows(mask, cache):
+        if x.x.shape != self._x.shape or not self._mixer.knows(mask, cache):
             return None
         self._x[:] = x.x
         self._mixed.run(mask, cache)
@@ -250,6 +255,7 @@ def _inside(layer):
     for name, m in layer.named_modules():
         if not name.startswith("mlp.switch_mlp"):
             keys = [k for k, a in m.items() if isinstance(a, (mx.array, nn.Module))]
+            m.__dict__.setdefault("_kept", modules.Kept())  # until somebody changes the module
             # For one key ``itemgetter`` gives no tuple, so the first is named twice.
             parts_of = itemgetter(keys[0], *keys) if keys else tuple
             yield m, type(m), m.__dict__.get("_kept"), len(m), parts_of, parts_of(m)
@@ -268,6 +274,7 @@ BLOCKS = {
     qwen3_moe.Qwen3MoeDecoderLayer: Layer,
     qwen3.TransformerBlock: Layer,
 }
+NORMS = nn.RMSNorm, qwen3_5.RMSNormGated, qwen3_next.Qwen3NextRMSNormGated
 # Functions of mlx-lm that blocks stand for.
 CALLED = ("gated_delta_update", "scaled_dot_product_attention")
 
@@ -276,7 +283,8 @@ def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
     """Let a model's layers compute with these kernels: matrices, attention, recurrences, blocks.
 
     While the model is trained (``model.train()``) they compute with MLX's: these kernels have no
-    gradients. After a parameter's array was changed in place, assign it again.
+    gradients. A parameter's array that was got as ``module["name"]`` and then changed in place is
+    to be assigned again.
 
     Args:
         model (nn.Module): Any model of mlx-lm. It is changed in place.
@@ -297,6 +305,9 @@ def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
         attention.use(module)
         if cls in BLOCKS:
             module.__class__ = _fast(cls, type(module))
+            for norm in module.children().values():
+                if type(norm) in NORMS:
+                    norm.__class__ = modules.watched(type(norm))
         if isinstance(module, Layer):
             module.__dict__.update(memory=memory, _passes={})
     return dict(found)

@@ -8,6 +8,7 @@ quantizations, a GPU) goes MLX's way; ``use`` counts the modules whose matrices 
 import platform
 from functools import cache
 from types import FunctionType
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -105,9 +106,13 @@ def fits(module: nn.Module, types: tuple[mx.Dtype, ...] = (mx.float32, mx.bfloat
             and weight.shape[-2] * weight.shape[-1] >= FLOAT_WEIGHTS
             and quantized.supported(32, 1, weight.shape[-1], "float")
         )
-    scales, biases = module["scales"], module.get("biases")
+    weight, scales, biases = module["weight"], module["scales"], module.get("biases")
     return (
-        scales.dtype in (types if module.mode == "affine" else (mx.uint8,))
+        weight.shape[:-1] == scales.shape[:-1]
+        and weight.shape[-1] * 32 == scales.shape[-1] * module.group_size * module.bits
+        and (biases is None or biases.shape == scales.shape)
+        and weight.dtype == mx.uint32
+        and scales.dtype in (types if module.mode == "affine" else (mx.uint8,))
         and (biases is None or biases.dtype == scales.dtype)
         and module.get("global_scale") is None
         and quantized.supported(
@@ -116,7 +121,44 @@ def fits(module: nn.Module, types: tuple[mx.Dtype, ...] = (mx.float32, mx.bfloat
     )
 
 
-class _Fast:
+class Kept:
+    """What was made of a module's arrays, and the arrays that it was made of."""
+
+    def __init__(self, arrays: tuple = (None,), made: Any = None, owned: list = ()):
+        self.arrays, self.made, self.owned = arrays, made, owned
+
+    def __deepcopy__(self, memo):
+        return None  # a copy of the module has arrays of its own
+
+
+class Watched:
+    """Mixed into a module: what was made of its arrays goes when one is got or anything is set."""
+
+    def __getattr__(self, key):
+        value = super().__getattr__(key)
+        if isinstance(value, mx.array):  # the caller may change the array in place
+            self.__dict__.pop("_kept", None)
+        return value
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        self.__dict__.pop("_kept", None)
+
+    def __setattr__(self, key, value):
+        super().__setattr__(key, value)
+        if key != "__class__":  # a hook
+            self.__dict__.pop("_kept", None)
+
+
+@cache
+def watched(cls: type) -> type:
+    """A class of modules whose changes are seen (``Watched``)."""
+    return type(
+        cls.__name__, (Watched, cls), {"__module__": cls.__module__, "of": (cls, cls.__call__)}
+    )
+
+
+class _Fast(Watched):
     """Mixed into a module that holds matrices.
 
     Attributes:
@@ -135,20 +177,14 @@ class _Fast:
         if kept is not None:
             of = kept.arrays
             if of[0] is weight and of[1] is scales and of[2] is biases:
-                return kept.matrices
+                return kept.made
         matrices, held = None, []
         if fits(self):
             held = [a if a is None else owned(_bits(a)) for a in (weight, scales, biases)]
             views = [a if a is None else _in_rows(a) for a in held]
             matrices = quantized.Matrices(*views, *self.form)
-        self.__dict__["_kept"] = _Kept((weight, scales, biases), matrices, held)
+        self.__dict__["_kept"] = Kept((weight, scales, biases), matrices, held)
         return matrices
-
-    def __getattr__(self, key):
-        value = super().__getattr__(key)
-        if isinstance(value, mx.array):  # the caller may change the array in place
-            self.__dict__.pop("_kept", None)
-        return value
 
     def takes(self, x: mx.array) -> bool:
         """Whether the kernels compute with this input."""
@@ -165,16 +201,6 @@ class _Fast:
         """``x [..., D]`` with the one matrix: ``[..., N]``."""
         (y,) = quantized.Rows.of(x).multiply(self.matrices())
         return to_mlx(y.reshape(*x.shape[:-1], y.shape[-1]))
-
-
-class _Kept:
-    """A module's matrices, the arrays that they were made of, and what owns the memory."""
-
-    def __init__(self, arrays, matrices, owned):
-        self.arrays, self.matrices, self.owned = arrays, matrices, owned
-
-    def __deepcopy__(self, memo):
-        return None  # a copy of the module has arrays of its own
 
 
 def _bits(a):
@@ -314,7 +340,9 @@ class FastExperts:
         if found is None or any(p.training or replaced(p) for p in found):
             return None
         *gate_up, down = [p.matrices() for p in found]
-        return None if down is None or None in gate_up else (gate_up, down)
+        if down is None or None in gate_up:
+            return None
+        return (gate_up, down) if sum(m.outputs for m in gate_up) == 2 * down.inputs else None
 
     def begin(self, x: mx.array, shape: tuple[int, ...]) -> "ExpertCall | None":
         """Begin a call whose (token, expert) pairs are computed some at a time.
@@ -549,14 +577,21 @@ class FastConv1d(_Fast, nn.Conv1d):
     MLX's own convolution takes ten times as long. It is not evaluated, unlike the other modules.
     """
 
+    @property
+    def taps(self) -> Kept:
+        """The filters, ``[width, C]`` of numpy (``made``) and ``[C]`` each of MLX (``owned``)."""
+        weight, kept = self["weight"], self.__dict__.get("_kept")
+        if kept is None or kept.arrays[0] is not weight:
+            taps = np.ascontiguousarray(np.asarray(weight)[..., 0].T)
+            kept = Kept((weight,), taps, [to_mlx(w) for w in taps])
+            self.__dict__["_kept"] = kept
+        return kept
+
     def __call__(self, x: mx.array) -> mx.array:
         weight = self["weight"]  # [C, width, 1]
         if not takes(x) or self.training or replaced(self) or weight.dtype != mx.float32:
             return super().__call__(x)
-        kept = self.__dict__.get("_kept")
-        if kept is None or kept[0] is not weight:
-            kept = self.__dict__["_kept"] = weight, [to_mlx(w) for w in np.asarray(weight).T[0]]
-        taps = kept[1]
+        taps = self.taps.owned
         T = x.shape[1] - len(taps) + 1
         y = x[:, :T] * taps[0]
         for i, tap in enumerate(taps[1:], 1):

@@ -250,6 +250,8 @@ class Rows:
 
     def packed_for(self, matrices: Matrices) -> Packed:
         """The rows in the order in which these matrices' kernel takes them."""
+        if self.x.shape[-1] != matrices.inputs:
+            raise ValueError(f"expected rows of {matrices.inputs} numbers, got {self.x.shape[-1]}")
         form = matrices._pack
         if form not in self._packed:
             self._packed[form] = matrices.pack(self.x)

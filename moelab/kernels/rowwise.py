@@ -41,12 +41,20 @@ def rms_norm(
     """
     D = x.shape[-1]
     out = empty(*x.shape) if out is None else out
+    _like(x, add=add, gate=gate, out=out)
     kernel = _norm(D, float(eps), weight is not None, add is not None, gate is not None, scale)
     n, H = x.size // D, x.shape[1] if x.ndim == 3 else 1
     places = [place for a in (x, out, gate) for place in _places(a)]
     numbers = *places, address(weight), address(add), H, n
     team.run(kernel, *numbers, pieces=team.pieces(2 * x.size, n))
     return out
+
+
+def _like(x, **others):
+    """Raise ValueError if an array that is read beside x has another shape, as damaged weights give."""
+    for name, a in others.items():
+        if a is not None and a.shape != x.shape:
+            raise ValueError(f"{name}: expected {x.shape}, got {a.shape}")
 
 
 def _places(a):
@@ -65,6 +73,7 @@ def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
         up (np.ndarray): ``[n, F]``.
     """
     n, F = gate.shape
+    _like(gate, up=up)
     y = empty(n, F)
     numbers = address(gate), gate.strides[0] // 4, address(up), up.strides[0] // 4, address(y), n
     team.run(_swiglu(F), *numbers, pieces=team.pieces(NUMBER_WORK * y.size, n * F // 64))
@@ -79,6 +88,7 @@ def multiply_by_sigmoid(y: np.ndarray, gate: np.ndarray) -> None:
         gate (np.ndarray): ``[n, D]``.
     """
     n, D = y.shape
+    _like(y, gate=gate)
     numbers = address(y), address(gate), gate.strides[0] // 4, n
     team.run(_sigmoid(D), *numbers, pieces=team.pieces(NUMBER_WORK * y.size, n))
 
@@ -115,6 +125,7 @@ def gates(
     Returns:
         tuple[np.ndarray, np.ndarray]: g and beta, ``[n, Hv]``.
     """
+    _like(a, b=b)
     g, beta = empty(*a.shape), empty(*a.shape)
     numbers = *map(address, (a, b, decay, bias, g, beta)), a.shape[-1], a.size
     team.run(_gates(), *numbers, pieces=team.pieces(NUMBER_WORK**2 * a.size, a.size))
@@ -134,6 +145,8 @@ def route(logits: np.ndarray, top_k: int, normalize: bool) -> tuple[np.ndarray, 
         tuple[np.ndarray, np.ndarray]: Experts ``[n, K]``, int64, and scores ``[n, K]``.
     """
     n, E = logits.shape
+    if top_k > E:
+        raise ValueError(f"top_k: expected at most the router's {E} experts, got {top_k}")
     experts, scores = np.empty((n, top_k), np.int64), empty(n, top_k)
     numbers = address(logits), address(experts), address(scores), n
     kernel = _router(E, top_k, bool(normalize))
@@ -162,6 +175,7 @@ def combine(
     """
     (n, K), D = scores.shape, experts.shape[-1]
     y = empty(n, D)
+    _like(y, add=add, shared=shared)
     kernel = _combination(D, K, add is not None, shared is not None, gate is not None)
     numbers = *map(address, (experts, scores, add, shared, gate, y)), n
     team.run(kernel, *numbers, pieces=team.pieces(experts.size, D // 64))
@@ -175,7 +189,11 @@ def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
         x (np.ndarray): ``[n, H, D]``.
         cos, sin (np.ndarray): ``[n, R / 2]``: of R numbers the first half turns with the second.
     """
-    (n, H, _), half = x.shape, cos.shape[-1]
+    (n, H, D), half = x.shape, cos.shape[-1]
+    if 2 * half > D:
+        raise ValueError(
+            f"rotary positions: expected at most {D} numbers of a head, got {2 * half}"
+        )
     kernel = _rotation(half)
     numbers = *_places(x), address(cos), address(sin), H, n * H
     team.run(kernel, *numbers, pieces=team.pieces(4 * n * H * half, n * H))

@@ -257,14 +257,14 @@ class Recorder:
     def install(self) -> None:
         """Begin to record."""
         if self._is_block:
-            self.layer.recorder = self
+            object.__setattr__(self.layer, "recorder", self)  # no change of the layer
         else:
             self._install_hooks()
 
     def remove(self) -> None:
         """End it. Undoes an interrupted ``install`` too."""
         if self._is_block:
-            self.layer.recorder = None
+            object.__setattr__(self.layer, "recorder", None)
         self._remove_hooks()
         self.tapes = None
 

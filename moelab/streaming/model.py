@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from threading import RLock
 
@@ -17,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import kernels
@@ -58,6 +60,13 @@ class LoadedModel:
     def __call__(self, inputs: mx.array, *args, **kwargs) -> mx.array:
         with self._session.call():
             cache, outs = kwargs.get("cache"), []
+            if (
+                cache is not None and len(cache) != self._num_caches
+            ):  # mlx-lm would leave out layers
+                raise ValueError(
+                    f"cache: expected {self._num_caches} entries, as make_prompt_cache(model) "
+                    f"gives, got {len(cache)}: it is another model's."
+                )
             alone = cache is not None and not args and kwargs.keys() == {"cache"}
             last = False
             while not last:
@@ -77,6 +86,10 @@ class LoadedModel:
             # The next token's call may come from another thread, which could not schedule these.
             mx.async_eval(list(recurrent_states(cache or [])))
             return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
+
+    @cached_property
+    def _num_caches(self):
+        return len(make_prompt_cache(self))
 
     @property
     def _heads(self):

@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_map
 from mlx_lm.models import gated_delta, qwen3_5, qwen3_moe, qwen3_next
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from needs import needs_kernels
@@ -104,6 +105,62 @@ def test_a_record_follows_new_weights_and_modules(load):
         layer.shared_expert.up_proj = nn.Linear(64, 64, bias=False)
         layer.shared_expert.up_proj.weight = mx.eye(64)
     assert close(logits(model), logits(mlx))
+
+
+CHANGED = (
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "linear_attn.dt_bias",
+    "linear_attn.A_log",
+    "linear_attn.norm.weight",
+    "linear_attn.conv1d.weight",
+    "linear_attn.in_proj_qkv.scales",
+    "mlp.gate.biases",
+    "self_attn.q_norm.weight",
+)
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_an_array_changed_in_place_and_assigned_again(name, load):
+    fast, mlx = load("qwen3_5_moe"), load("qwen3_5_moe", kernels="mlx")
+    path, _, key = name.rpartition(".")
+    before = logits(fast)
+    for m in (fast, mlx):
+        layer = next(layer for layer in m.layers if path.split(".")[0] in layer)
+        module = dict(layer.named_modules())[path]
+        a = module[key]
+        a[1:] = 3 * a[1:] + 0.5
+        module[key] = a
+    assert close(logits(fast), logits(mlx)) and not close(logits(fast), before)
+
+
+def test_another_top_k_after_a_record(load):
+    fast, mlx = load("qwen3_5_moe"), load("qwen3_5_moe", kernels="mlx")
+    before = logits(fast)
+    for m in (fast, mlx):
+        m.layers[0].mlp.top_k = 1
+    assert close(logits(fast), logits(mlx)) and not close(logits(fast), before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_prefix_continued_three_times(family, load):
+    """By views of the prefix's cache. A cache of other texts, layers or models is refused."""
+    fast, mlx = load(family), load(family, kernels="mlx")
+    again, texts = mx.array([[9], [8], [7]]), []
+
+    def of_three(a):
+        return mx.broadcast_to(a, (3, *a.shape[1:])) if isinstance(a, mx.array) else a
+
+    for model in (fast, mlx):
+        cache = make_prompt_cache(model)
+        mx.eval(model(TOKENS, cache=cache))
+        for wrong in (make_prompt_cache(model)[:1], copy.deepcopy(cache)):
+            with pytest.raises(ValueError):
+                model(again, cache=wrong)
+        for c in cache:
+            c.state = tree_map(of_three, c.state)
+        texts.append([np.array(model(again, cache=cache)) for _ in range(2)])
+    assert all(close(a, b) for a, b in zip(*texts))
 
 
 @pytest.mark.parametrize("part", ("linear_attn", "mlp", "mlp.gate", "mlp.shared_expert", ""))
