@@ -48,7 +48,7 @@ def gated_delta(
     """
     if state is None:
         state = mx.zeros((len(q), *v.shape[2:], q.shape[-1]), mx.float32)
-    arrays, (B, T, Hk, Dk), (Hv, Dv) = [q, k, v, g, beta, state], k.shape, v.shape[2:]
+    arrays, (B, T, _, Dk), (Hv, Dv) = [q, k, v, g, beta, state], k.shape, v.shape[2:]
     agree = (
         q.shape == k.shape
         and v.shape[:2] == (B, T)

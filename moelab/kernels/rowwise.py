@@ -51,7 +51,7 @@ def rms_norm(
 
 
 def _like(x, **others):
-    """Raise ValueError if an array that is read beside x has another shape, as damaged weights give."""
+    """Raise ValueError if an array that is read beside x has another shape."""
     for name, a in others.items():
         if a is not None and a.shape != x.shape:
             raise ValueError(f"{name}: expected {x.shape}, got {a.shape}")

@@ -7,7 +7,6 @@ Each case is drawn from its number. The fast kernels give what MLX's give, or on
 
 import os
 import random
-from contextlib import suppress
 
 import families
 import mlx.core as mx
@@ -110,7 +109,7 @@ def outcome(model, passes, cache):
     try:
         got = [model(tokens, cache=cache) for tokens in passes]
         return [np.array(logits) for logits in got]
-    except Exception as e:  # noqa: BLE001
+    except Exception as e:
         return e
 
 
