@@ -31,20 +31,12 @@ CHUNK = 4  # vectors of a value that are added up side by side
 
 
 def use(module: nn.Module) -> None:
-    """Let a layer that calls mlx-lm's attention compute with this one while it is not trained.
-
-    Args:
-        module (nn.Module): Any. It is changed in place.
-    """
+    """Let a layer that calls mlx-lm's attention compute with this one while it is not trained."""
     call_instead(module, "scaled_dot_product_attention", eager_attention, unless_trained=True)
 
 
 def eager_attention(of_mlx_lm: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """mlx-lm's ``scaled_dot_product_attention``, computed when it is called.
-
-    Args:
-        of_mlx_lm (Callable): What is called with other types, or a quantized cache.
-    """
+    """mlx-lm's ``scaled_dot_product_attention``, computed when it is called."""
 
     def call(queries, keys, values, cache, scale, mask, sinks=None):
         arrays = [a for a in (queries, keys, values, sinks) if a is not None]
@@ -88,17 +80,9 @@ def attention(
 ) -> mx.array:
     """As ``mx.fast.scaled_dot_product_attention``, for float32.
 
-    Args:
-        q (mx.array): [B, H, Tq, D].
-        k (mx.array): [B, Hk, Tk, D].
-        v (mx.array): [B, Hk, Tk, Dv].
-        scale (float): Of the scores.
-        mask (mx.array, str or None): ``causal``, or what broadcasts to [B, H, Tq, Tk]: bool, or
-            float32 that is added.
-        sinks (mx.array or None): [H], a score of each head without a value.
-
-    Returns:
-        mx.array: [B, H, Tq, Dv], evaluated.
+    Shapes: q ``[B, H, Tq, D]``; k ``[B, Hk, Tk, D]``; v ``[B, Hk, Tk, Dv]``; gives
+    ``[B, H, Tq, Dv]``. The mask is ``causal``, or broadcasts to ``[B, H, Tq, Tk]``: bool, or
+    float32 that is added. Sinks ``[H]`` are scores without a value.
     """
     mx.eval(q, k, v)
     mask = np.asarray(mask) if isinstance(mask, mx.array) else mask

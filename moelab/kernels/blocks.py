@@ -41,23 +41,14 @@ from .quantized import Rows
 
 
 class Recurred(NamedTuple):
-    """What a gated-delta block did in a pass.
+    """What a gated-delta block did in a pass."""
 
-    Attributes:
-        y (np.ndarray): ``[n, D]``, its output.
-        before (np.ndarray): ``[B, width - 1, C]``, what was in the convolution before the tokens.
-        qkv (np.ndarray): ``[n, C]``, what the tokens brought.
-        after (np.ndarray): ``[B, width - 1, C]``, what is in the convolution after them.
-        state (np.ndarray): ``[B, Hv, Dv, Dk]``, after the tokens.
-        inputs (tuple): Of ``gated_delta.recur``.
-    """
-
-    y: np.ndarray
-    before: np.ndarray
-    qkv: np.ndarray
-    after: np.ndarray
-    state: np.ndarray
-    inputs: tuple
+    y: np.ndarray  # ``[n, D]``, the output
+    before: np.ndarray  # ``[B, width - 1, C]``, inputs of the convolution before the tokens
+    qkv: np.ndarray  # ``[n, C]``, those of the tokens
+    after: np.ndarray  # ``[B, width - 1, C]``, those before the next token
+    state: np.ndarray  # ``[B, Hv, Dv, Dk]``, the recurrent state after the tokens
+    inputs: tuple  # arguments of ``gated_delta.recur``
 
     @property
     def conv(self) -> np.ndarray:
@@ -69,9 +60,8 @@ class Recurred(NamedTuple):
 class Block(Watched):
     """Mixed into a block of mlx-lm.
 
-    Attributes:
-        of (tuple[type, Callable]): Its class of mlx-lm, and how that was called at first.
-        called (tuple): Functions that the class's module calls, by name, as they were at first.
+    ``of`` is its class of mlx-lm and how that was called at first; ``called`` are the functions
+    that the class's module called at first, by name.
     """
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
@@ -88,10 +78,9 @@ class Block(Watched):
     recorder = None  # of ``speculation.recurrence``, while it records this block
 
     def forward(self, x: Rows, B: int, mask: Any = None, cache: Any = None) -> np.ndarray | None:
-        """Compute ``[n, D]`` for B texts of as many tokens, ``[n, D]`` in all.
+        """Compute the block for B texts of equal length; x ``[n, D]`` has their tokens as rows.
 
-        Returns:
-            np.ndarray or None: None, and nothing has changed, if this way does not fit the call.
+        None, and nothing has changed, if this way does not fit the call.
         """
         raise NotImplementedError
 
@@ -110,14 +99,7 @@ class Block(Watched):
 def forward(module: nn.Module, x: Rows, B: int, *given: Any) -> np.ndarray:
     """Call a module of a layer, as a block if it is one, and else through MLX.
 
-    Args:
-        module (nn.Module): It is called with x ``[B, T, D]``.
-        x (Rows): ``[n, D]``.
-        B (int): Texts.
-        *given: Mask and cache, if the module takes them.
-
-    Returns:
-        np.ndarray: ``[n, D]``, nobody else's.
+    ``given`` are mask and cache, if the module takes them. The result ``[n, D]`` is a new array.
     """
     if is_itself(module, Block) or is_itself(module, FastMLP):
         y = module.forward(x, B, *given) if isinstance(module, Block) else module.forward(x)
@@ -171,13 +153,7 @@ class GatedDelta(Block):
         return did.y
 
     def keep(self, cache: ArraysCache, did: Recurred, state: mx.array | None = None) -> None:
-        """Put into a cache what the tokens after a pass need, and tell who records it.
-
-        Args:
-            cache (ArraysCache): The block's.
-            did (Recurred): What the block did.
-            state (mx.array or None): As ``did.state``. Default: a copy of it.
-        """
+        """Put into a cache what the next tokens need (``state``: else a copy of ``did.state``)."""
         cache[0], cache[1] = to_mlx(did.after), to_mlx(did.state) if state is None else state
         cache.advance(len(did.y) // len(did.after))
         if self.recorder is not None:
@@ -214,13 +190,7 @@ class GatedDelta(Block):
     def compute(
         self, x: Rows, B: int, found: list, before: np.ndarray, state: np.ndarray
     ) -> Recurred:
-        """What ``forward`` computes.
-
-        Args:
-            x, B: As there.
-            found (list): From ``fits``.
-            before, state (np.ndarray): As ``zeros`` returns them.
-        """
+        """Compute the block from its matrices and from what ``zeros`` gives for a new text."""
         *projections, out = found
         n, T, norm = len(x.x), len(x.x) // B, self["norm"]
         Hk, Dk, Hv, Dv = self.num_k_heads, self.head_k_dim, self.num_v_heads, self.head_v_dim
@@ -318,13 +288,7 @@ class Attention(Block):
     def project(self, x: Rows, found: list, cos: np.ndarray, sin: np.ndarray) -> list[np.ndarray]:
         """Queries, keys, values, the first two turned, and the gate, which may have no numbers.
 
-        Args:
-            x (Rows): ``[n, D]``.
-            found (list): From ``fits``.
-            cos, sin (np.ndarray): ``[n, R / 2]``, as ``turns`` returns them.
-
-        Returns:
-            list[np.ndarray]: ``[n, heads, size of a head]`` each.
+        Shapes: x ``[n, D]``; cos, sin ``[n, R / 2]``; gives ``[n, heads, size of a head]``.
         """
         heads = zip(x.multiply(*found[:3]), (self.heads[0], *self.heads[1:] * 2))
         q, k, v = (y.reshape(len(x.x), num, -1) for y, num in heads)
@@ -392,13 +356,7 @@ class Experts(Block):
     has_cache = False
 
     def forward(self, x, B, mask=None, cache=None, add=None):
-        """As ``Block.forward``.
-
-        Args:
-            x, B: As there.
-            mask, cache: Not used.
-            add (np.ndarray or None): ``[n, D]``, is added to the result.
-        """
+        """As ``Block.forward``; add ``[n, D]`` is added to the result."""
         found = self.fits()
         if found is None:
             return None
@@ -420,12 +378,7 @@ class Experts(Block):
         return rowwise.route(logits, self.top_k, self.norm_topk_prob)
 
     def begin(self, x: Rows, B: int, found: list) -> tuple:
-        """All but the experts.
-
-        Returns:
-            tuple: The experts of each token ``[n, K]``, their scores, and with a shared expert what
-            that gave ``[n, D]`` and its gate ``[n, 1]``.
-        """
+        """Experts ``[n, K]`` and scores of each token; the shared expert's output and its gate."""
         routed = self._route(x, found)
         if not self.has_shared:
             return routed

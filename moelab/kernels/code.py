@@ -48,12 +48,7 @@ def recorded() -> "list | None":
 
 @contextmanager
 def recording(kept: list, memory: "Memory | None" = None) -> Iterator[None]:
-    """Inside, ``address`` puts into a list what it was asked for, so that it stays there.
-
-    Args:
-        kept (list): The list.
-        memory (Memory or None): Where ``empty`` gets arrays from.
-    """
+    """Inside, ``address`` keeps in a list what it was asked for, and ``empty`` takes ``memory``."""
     _recorder.kept, _recorder.memory = kept, memory
     try:
         yield
@@ -129,12 +124,7 @@ def to_mlx(a: np.ndarray) -> mx.array:
 
 
 def built(kind: type["Code"], *args) -> "Kernel":
-    """A kernel: what an earlier process stored, else built now and stored.
-
-    Args:
-        kind (type[Code]): What writes it.
-        *args: Its arguments, of which the code follows; no addresses.
-    """
+    """A kernel: stored by an earlier process, else built now. ``args`` have no address."""
     writer, name = kind(*args), f"{kind.__name__}{args}"
     found = stored.load(name)
     if found is None:
@@ -144,17 +134,7 @@ def built(kind: type["Code"], *args) -> "Kernel":
 
 
 class Kernel:
-    """A function of native code. Call it with numbers and addresses.
-
-    Args:
-        address (int): Of the function.
-        num_arguments (int): How many numbers it takes.
-        engine: What owns the code.
-
-    Attributes:
-        address: As above.
-        arguments (type): An array of so many int64, for a caller that passes its address on.
-    """
+    """A function of native code. Call it with numbers and addresses."""
 
     def __init__(self, address: int, num_arguments: int, engine: object):
         self.address, self._engine = address, engine
@@ -171,14 +151,6 @@ class Code:
     """A function ``run(arguments, piece, pieces)`` in LLVM's language.
 
     A subclass writes it in ``write``: the part ``piece`` of the work, of so many ``pieces``.
-
-    Args:
-        num_arguments (int): How many int64 there are at the address ``arguments``.
-        L (int): Floats in a vector.
-
-    Attributes:
-        arguments (list): Their values.
-        piece, pieces: As above.
     """
 
     def __init__(self, num_arguments: int, L: int):
@@ -211,11 +183,7 @@ class Code:
             return machine.emit_object(parsed)
 
     def link(self, code: bytes) -> Kernel:
-        """The function, as something to call.
-
-        Args:
-            code (bytes): From ``compile``.
-        """
+        """The kernel of object code."""
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
@@ -225,11 +193,7 @@ class Code:
         return self.b.inttoptr(address, kind.as_pointer())
 
     def loop(self, first, end, step, body, values=()):
-        """While ``step`` fit before ``end``: ``body(i, values)`` gives the next values.
-
-        Returns:
-            tuple: Where it ended, and the values.
-        """
+        """``body(i, values)`` gives the next values while a step fits. The last i and values."""
         before = self.b.block
         head, inside, after = (self.function.append_basic_block() for _ in range(3))
         self.b.branch(head)

@@ -32,19 +32,9 @@ def gated_delta(
 ) -> tuple[mx.array, mx.array]:
     """As mlx-lm's ``gated_delta_ops``; what the kernel does not fit goes there.
 
-    Args:
-        q (mx.array): [B, T, Hk, Dk].
-        k (mx.array): [B, T, Hk, Dk].
-        v (mx.array): [B, T, Hv, Dv].
-        g (mx.array): [B, T, Hv], or [B, T, Hv, Dk] with a gate for each channel.
-        beta (mx.array): [B, T, Hv].
-        state (mx.array or None): [B, Hv, Dv, Dk]; None: zeros.
-        mask (mx.array or None): [B, T], tokens that change the state.
-        every (bool): Return the states after each token, [T, B, Hv, Dv, Dk], not only the last;
-            for arguments that ``fits`` names.
-
-    Returns:
-        tuple[mx.array, mx.array]: y [B, T, Hv, Dv] and the state, evaluated by the kernel.
+    Shapes: q, k ``[B, T, Hk, Dk]``; v ``[B, T, Hv, Dv]``; g, beta ``[B, T, Hv]`` (g also
+    ``[B, T, Hv, Dk]``: a gate for each channel); state ``[B, Hv, Dv, Dk]``; mask ``[B, T]``: tokens
+    that change the state. With ``every`` it gives the states after each token, ``[T, ...]``.
     """
     if state is None:
         state = mx.zeros((len(q), *v.shape[2:], q.shape[-1]), mx.float32)
@@ -90,11 +80,7 @@ def recur(
 
 
 def use(module: nn.Module) -> None:
-    """Let a layer that calls mlx-lm's ``gated_delta_update`` compute with ``gated_delta``.
-
-    Args:
-        module (nn.Module): Any. It is changed in place.
-    """
+    """Let a layer that calls mlx-lm's ``gated_delta_update`` compute with ``gated_delta``."""
     call_instead(module, "gated_delta_update", _fast_update)
 
 
@@ -131,11 +117,7 @@ def fits(
 def with_states(update: Callable) -> Callable | None:
     """``gated_delta_update`` that returns the states after each token, as ``gated_delta`` can.
 
-    Args:
-        update (Callable): What a layer calls.
-
-    Returns:
-        Callable or None: For arguments that ``fits`` names; None if the layer calls mlx-lm's loop.
+    None if the layer calls mlx-lm's loop.
     """
     return getattr(update, "with_states", None)
 

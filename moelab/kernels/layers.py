@@ -48,8 +48,7 @@ MOST_TOKENS = 16  # of a pass that is recorded
 class Layer(Block):
     """A decoder layer: attention or a recurrence, then experts or an MLP, each after a norm.
 
-    Attributes:
-        memory (code.Memory): Of what its records compute, shared by all layers of a model.
+    All layers of a model have one ``memory``, of what their records compute.
     """
 
     def forward(self, x, B, mask=None, cache=None):
@@ -91,15 +90,7 @@ class Layer(Block):
 class DeltaPass:
     """The record of a ``GatedDelta35`` for a short pass.
 
-    Args:
-        mixer (GatedDelta35): The block.
-        x (Rows): ``[n, D]``, its input.
-        begin (team.Program): What computes the input. It goes on here.
-        memory (code.Memory): Of what is computed.
-
-    Attributes:
-        y (np.ndarray): ``[n, D]``, the block's output.
-        end (team.Program): What computes it, and may go on.
+    ``begin`` computes its input x ``[n, D]`` and goes on here; ``end`` computes its output ``y``.
     """
 
     def __init__(self, mixer, x, begin, memory):
@@ -161,12 +152,7 @@ class AttentionPass:
 
 
 class Pass:
-    """A short pass through a layer, recorded: two or three calls of native code, and the experts.
-
-    Args:
-        layer (Layer): One that ``of`` takes.
-        n (int): Tokens of one text.
-    """
+    """A short pass of n tokens through a layer, recorded: two or three native calls and experts."""
 
     def __init__(self, layer: Layer, n: int):
         mixer, mlp = layer.mixer, layer["mlp"]
@@ -233,12 +219,7 @@ class Pass:
     def run(self, x: Rows, mask: Any, cache: Any) -> np.ndarray | None:
         """The layer's output ``[n, D]``, in memory that the next run writes to.
 
-        Args:
-            x (Rows): ``[n, D]``.
-            mask, cache (Any): Of the layer.
-
-        Returns:
-            np.ndarray or None: None if the record does not fit the input, the mask or the cache.
+        None if the record does not fit the input, the mask or the cache.
         """
         if x.x.shape != self._x.shape or not self._mixer.knows(mask, cache):
             return None
@@ -285,15 +266,6 @@ def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
     While the model is trained (``model.train()``) they compute with MLX's: these kernels have no
     gradients. A parameter's array that was got as ``module["name"]`` and then changed in place is
     to be assigned again.
-
-    Args:
-        model (nn.Module): Any model of mlx-lm. It is changed in place.
-        half_scales (bool): Whether matrices with scales in bfloat16 get float32 inputs. Without
-            it they are left to MLX.
-
-    Returns:
-        dict[str, int]: How many modules with weights compute with the kernels (``fast``) and with
-        MLX's (``mlx``).
     """
     found, memory = Counter(fast=0, mlx=0), code.Memory()
     types = (mx.float32, mx.bfloat16) if half_scales else (mx.float32,)
@@ -314,11 +286,7 @@ def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
 
 
 def blocks_of(model: nn.Module) -> dict[str, int]:
-    """The number of blocks that compute in one piece, for each class name of mlx-lm.
-
-    Args:
-        model (nn.Module): One that ``use`` has changed.
-    """
+    """The number of blocks that compute in one piece, for each class name of mlx-lm."""
     return dict(Counter(type(m).__name__ for m in model.modules() if isinstance(m, Block)))
 
 

@@ -54,14 +54,7 @@ TASK = 11
 
 
 def supported(bits: int, group_size: int, inputs: int, mode: str = "affine") -> bool:
-    """Whether there is a kernel for matrices of this form.
-
-    Args:
-        bits (int): Of a weight.
-        group_size (int): Weights that share a scale.
-        inputs (int): D.
-        mode (str): As in ``mx.quantize``, or ``float``: not quantized, 32 bits, groups of 1.
-    """
+    """Whether there is a kernel for such matrices, in a mode of ``mx.quantize`` or ``float``."""
     widths, groups = FORMS.get(mode, ((), ()))
     return (
         code.llvm is not None
@@ -88,35 +81,21 @@ def room(mode: str, bits: int) -> int:
 
 
 class Packed(NamedTuple):
-    """Rows in the order in which a kernel takes them, divided by ``room``.
+    """Rows in the order in which a kernel takes them, divided by ``room``."""
 
-    Attributes:
-        x (int): The address of ``[rows, D / (L * n), n, L]``, for L lanes and n weights in a word.
-        sums (int): The address of the sums of the inputs of each word, ``[rows, D / (L * n), L]``.
-        memory (np.ndarray): What is at these addresses.
-    """
-
-    x: int
-    sums: int
-    memory: np.ndarray
+    x: int  # address of ``[rows, D / (L * n), n, L]``, for L lanes and n weights in a word
+    sums: int  # address of the sums of each word's inputs, ``[rows, D / (L * n), L]``
+    memory: np.ndarray  # keeps both
 
 
 class Parts(NamedTuple):
-    """Which rows are multiplied with which matrices; arrays of int64.
+    """Which rows are multiplied with which matrices; arrays of int64."""
 
-    Attributes:
-        matrix (np.ndarray): ``[parts]``, the matrix of each part.
-        first (np.ndarray): ``[parts]``, its first number in ``x`` and in ``y``.
-        rows (np.ndarray): ``[parts]``, how many they are.
-        x (np.ndarray): The rows of x of one part after the other.
-        y (np.ndarray): Where their products belong, rows of y.
-    """
-
-    matrix: np.ndarray
-    first: np.ndarray
-    rows: np.ndarray
-    x: np.ndarray
-    y: np.ndarray
+    matrix: np.ndarray  # ``[parts]``, the matrix of each part
+    first: np.ndarray  # ``[parts]``, the part's first number in ``x`` and in ``y``
+    rows: np.ndarray  # ``[parts]``, how many rows
+    x: np.ndarray  # rows of x, part after part
+    y: np.ndarray  # rows of y for their products
 
     @classmethod
     def of(cls, matrix: np.ndarray, x: np.ndarray, y: np.ndarray) -> "Parts":
@@ -135,20 +114,8 @@ class Parts(NamedTuple):
 class Matrices:
     """Quantized matrices of one shape, in memory that somebody else owns and may write to.
 
-    Args:
-        weight (np.ndarray): ``[E, N, D * bits / 32]``, as ``mx.quantize`` packs it, or float32.
-        scales (np.ndarray or None): ``[E, N, D / group_size]``, float32, or bfloat16 as uint16;
-            mxfp4: uint8.
-        biases (np.ndarray or None): As the scales. What the mode does not have is None.
-        group_size (int): Weights that share a scale.
-        bits (int): Of a weight.
-        mode (str): As in ``supported``.
-
-    Attributes:
-        outputs (int): N.
-        inputs (int): D.
-        kernel (Kernel): Multiplies rows with them.
-        together (tuple or None): Whatever belongs to these matrices and others.
+    Shapes: weight ``[E, N, D * bits / 32]`` as ``mx.quantize`` packs it, or float32; scales and
+    biases ``[E, N, D / group_size]``, float32, or bfloat16 as uint16 (mxfp4: scales alone, uint8).
     """
 
     def __init__(
@@ -177,22 +144,14 @@ class Matrices:
         self._words, self.together = self.inputs * bits // WORD, None
 
     def addresses(self, first: int = 0) -> np.ndarray:
-        """``[E, 3]``, int64: where each matrix's weights, scales and biases begin; 0 for none.
-
-        Args:
-            first (int): From this row of weights on.
-        """
+        """``[E, 3]``: where weights, scales and biases from row ``first`` on begin; 0 for none."""
         found = np.zeros((len(self._arrays[0]), 3), np.int64)
         each = np.arange(len(found))[:, None]
         found[:, : len(self._bases)] = self._bases + first * self._row_nbytes + each * self._strides
         return found
 
     def pack(self, x: np.ndarray) -> Packed:
-        """Bring rows into the order in which the kernel takes them.
-
-        Args:
-            x (np.ndarray): ``[rows, D]``, float32, rows one after the other.
-        """
+        """Bring rows x ``[n, D]`` into the order in which the kernel takes them."""
         if self._pack is None:
             return Packed(address(x), 0, x)
         memory = code.empty(len(x) * (self.inputs + self._words))
@@ -203,24 +162,11 @@ class Matrices:
         return Packed(packed, sums, memory)
 
     def multiply(self, x: np.ndarray) -> np.ndarray:
-        """Multiply rows with matrix 0.
-
-        Args:
-            x (np.ndarray): ``[rows, D]``, float32, rows one after the other.
-
-        Returns:
-            np.ndarray: ``[rows, N]``, float32.
-        """
+        """Multiply rows x ``[n, D]`` with matrix 0: ``[n, N]``."""
         return Rows(x).multiply(self)[0]
 
     def multiply_parts(self, packed: Packed, parts: Parts, y: np.ndarray) -> None:
-        """Multiply rows with several matrices.
-
-        Args:
-            packed (Packed): The rows, from ``pack`` of matrices with the same D, bits and mode.
-            parts (Parts): Which rows with which matrices.
-            y (np.ndarray): ``[rows, N]``, float32, for the products. Its rows may be apart.
-        """
+        """Multiply packed rows with several matrices into ``y [n, N]``. Its rows may be apart."""
         tasks = np.empty((len(parts.matrix), TASK), np.int64)
         tasks[:, : len(self._bases)] = self._bases + parts.matrix[:, None] * self._strides
         tasks[:, 3:6] = packed.x, packed.sums, y.ctypes.data
@@ -234,11 +180,7 @@ class Matrices:
 
 
 class Rows:
-    """Rows that are multiplied with several matrices. They are packed once for each form.
-
-    Args:
-        x (np.ndarray): ``[n, D]``, float32, rows one after the other.
-    """
+    """Rows x ``[n, D]`` that are multiplied with several matrices, packed once for each form."""
 
     def __init__(self, x: np.ndarray):
         self.x, self._packed = x, {}
@@ -258,16 +200,7 @@ class Rows:
         return self._packed[form]
 
     def multiply(self, *matrices: Matrices, out: np.ndarray | None = None) -> list[np.ndarray]:
-        """Multiply the rows with matrix 0 of each.
-
-        Args:
-            *matrices (Matrices): Those with the same kernel are computed in one call.
-            out (np.ndarray or None): ``[n, N]``, float32, for the first product. Its rows may be
-                apart. Default: a new array.
-
-        Returns:
-            list[np.ndarray]: ``[n, N]`` of each.
-        """
+        """Multiply the rows with matrix 0 of each: ``[n, N]``, the first into ``out`` if given."""
         n, ys, calls = len(self.x), [], {}
         _kept, at = in_order(n)
         for m in matrices:
@@ -286,11 +219,7 @@ class Rows:
 
 
 def in_order(n: int) -> tuple[np.ndarray, int]:
-    """The rows 0 to n - 1 for a task, and the address of the numbers, which are kept.
-
-    Args:
-        n (int): 1 or more.
-    """
+    """The rows 0 to n - 1 for a task, and the address of the numbers, which are kept."""
     numbers, address = _numbers((n - 1).bit_length())
     return numbers[:n], address
 
@@ -303,17 +232,7 @@ def _numbers(bits):
 
 @cache
 def packer(bits: int, inputs: int, L: int, room: int) -> Kernel:
-    """Build what puts rows into the order of ``Packed``.
-
-    Args:
-        bits (int): Of a weight.
-        inputs (int): D.
-        L (int): Words side by side.
-        room (int): What the rows are divided by.
-
-    Returns:
-        Kernel: Takes the addresses of x, packed x and sums, and the number of rows.
-    """
+    """The kernel that packs rows. It takes the addresses of x, packed x, sums; how many rows."""
     return code.built(_Packer, bits, inputs, L, room)
 
 
@@ -321,19 +240,7 @@ def packer(bits: int, inputs: int, L: int, room: int) -> Kernel:
 def kernel(
     mode: str, bits: int, group_size: int, inputs: int, L: int, half: bool = False
 ) -> Kernel:
-    """Build the kernel for matrices of one form.
-
-    Args:
-        mode (str): As in ``supported``.
-        bits (int): Of a weight.
-        group_size (int): Weights that share a scale.
-        inputs (int): D.
-        L (int): Words side by side.
-        half (bool): Whether scales and biases are in bfloat16.
-
-    Returns:
-        Kernel: Takes the address of the tasks and their number.
-    """
+    """The kernel for matrices of one form: it takes the address of the tasks and their number."""
     return code.built(_Product, mode, bits, group_size, inputs, L, half)
 
 

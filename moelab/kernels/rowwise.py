@@ -27,17 +27,8 @@ def rms_norm(
 ) -> np.ndarray:
     """Rows divided by the root of their mean square, as ``mx.fast.rms_norm``.
 
-    Args:
-        x (np.ndarray): ``[n, H, D]`` or ``[n, D]``, the numbers of a row side by side.
-        weight (np.ndarray or None): ``[D]``.
-        eps (float): Added to the mean square.
-        add (np.ndarray or None): ``[n, D]``, is added to x, in place, before.
-        gate (np.ndarray or None): Like x: the result is multiplied with its silu.
-        scale (float): So is it with this.
-        out (np.ndarray or None): Like x, for the result. Default: a new array.
-
-    Returns:
-        np.ndarray: Like x.
+    x is ``[n, H, D]`` or ``[n, D]``. ``add`` is added to it before, in place; the result is
+    multiplied with the silu of ``gate`` and with ``scale``, and goes into ``out`` if given.
     """
     D = x.shape[-1]
     out = empty(*x.shape) if out is None else out
@@ -66,12 +57,7 @@ def _places(a):
 
 
 def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """``silu(gate) * up``.
-
-    Args:
-        gate (np.ndarray): ``[n, F]``.
-        up (np.ndarray): ``[n, F]``.
-    """
+    """``silu(gate) * up``, ``[n, F]`` each."""
     n, F = gate.shape
     _like(gate, up=up)
     y = empty(n, F)
@@ -81,12 +67,7 @@ def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 
 
 def multiply_by_sigmoid(y: np.ndarray, gate: np.ndarray) -> None:
-    """Multiply rows with the sigmoid of others, in place.
-
-    Args:
-        y (np.ndarray): ``[n, D]``, rows one after the other.
-        gate (np.ndarray): ``[n, D]``.
-    """
+    """Multiply rows y ``[n, D]`` with the sigmoid of gate ``[n, D]``, in place."""
     n, D = y.shape
     _like(y, gate=gate)
     numbers = address(y), address(gate), gate.strides[0] // 4, n
@@ -96,13 +77,8 @@ def multiply_by_sigmoid(y: np.ndarray, gate: np.ndarray) -> None:
 def convolve(before: np.ndarray, x: np.ndarray, taps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The silu of a convolution over time, one filter for each channel.
 
-    Args:
-        before (np.ndarray): ``[B, width - 1, C]``, what is before the tokens.
-        x (np.ndarray): ``[B * T, C]``, the tokens.
-        taps (np.ndarray): ``[width, C]``.
-
-    Returns:
-        tuple[np.ndarray, np.ndarray]: ``[B * T, C]``, and what is before the next tokens.
+    From ``before [B, width - 1, C]``, the tokens x ``[B * T, C]`` and taps ``[width, C]`` it gives
+    ``[B * T, C]`` and what is before the next tokens.
     """
     (n, C), B = x.shape, len(before)
     y, after = empty(n, C), empty(*before.shape)
@@ -117,13 +93,7 @@ def gates(
 ) -> tuple[np.ndarray, np.ndarray]:
     """How much a gated delta rule keeps of its state, and takes of a new value (``compute_g``).
 
-    Args:
-        a, b (np.ndarray): ``[n, Hv]``, rows one after the other.
-        decay (np.ndarray): ``[Hv]``, the exponential of ``A_log``.
-        bias (np.ndarray): ``[Hv]``.
-
-    Returns:
-        tuple[np.ndarray, np.ndarray]: g and beta, ``[n, Hv]``.
+    From a and b ``[n, Hv]``, decay (the exponential of ``A_log``) and bias ``[Hv]``: g and beta.
     """
     _like(a, b=b)
     g, beta = empty(*a.shape), empty(*a.shape)
@@ -135,14 +105,8 @@ def gates(
 def route(logits: np.ndarray, top_k: int, normalize: bool) -> tuple[np.ndarray, np.ndarray]:
     """The experts of each token: the K largest logits, largest first, and of equal ones the first.
 
-    Args:
-        logits (np.ndarray): ``[n, E]``, rows one after the other.
-        top_k (int): K.
-        normalize (bool): Whether a token's scores are to have the sum 1. Else they are those of a
-            softmax over all E.
-
-    Returns:
-        tuple[np.ndarray, np.ndarray]: Experts ``[n, K]``, int64, and scores ``[n, K]``.
+    From logits ``[n, E]`` it gives experts ``[n, K]``, int64, and scores ``[n, K]``, with the sum 1
+    if ``normalize``, else those of a softmax over all E.
     """
     n, E = logits.shape
     if top_k > E:
@@ -163,15 +127,8 @@ def combine(
 ) -> np.ndarray:
     """The sum of what a token's experts gave, times their scores, and of what else there is.
 
-    Args:
-        experts (np.ndarray): ``[n * K, D]``.
-        scores (np.ndarray): ``[n, K]``.
-        add (np.ndarray or None): ``[n, D]``.
-        shared (np.ndarray or None): ``[n, D]``, of the shared expert.
-        gate (np.ndarray or None): ``[n, 1]``: shared is multiplied with its sigmoid.
-
-    Returns:
-        np.ndarray: ``[n, D]``.
+    Shapes: experts ``[n * K, D]``; scores ``[n, K]``; add, shared (the shared expert, times the
+    sigmoid of its gate ``[n, 1]``) and the result ``[n, D]``.
     """
     (n, K), D = scores.shape, experts.shape[-1]
     y = empty(n, D)
@@ -185,9 +142,7 @@ def combine(
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
     """Turn the first numbers of each row by an angle, in place: rotary positions.
 
-    Args:
-        x (np.ndarray): ``[n, H, D]``.
-        cos, sin (np.ndarray): ``[n, R / 2]``: of R numbers the first half turns with the second.
+    Of R numbers of x ``[n, H, D]`` the first half turns with the second; cos, sin ``[n, R / 2]``.
     """
     (n, H, D), half = x.shape, cos.shape[-1]
     if 2 * half > D:

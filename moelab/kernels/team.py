@@ -39,12 +39,7 @@ MOST_PIECES = 2**NEXT_BITS - 1
 
 
 def pieces(work: int, most: int) -> int:
-    """Into how many pieces to divide some work.
-
-    Args:
-        work (int): Multiplications and additions.
-        most (int): Pieces at most.
-    """
+    """Into how many pieces, at most ``most``, to divide so many multiplications and additions."""
     n = code.num_threads() if work >= SHARED_WORK else 1
     return 1 if n == 1 else max(1, min(n * PIECES, most, MOST_PIECES))
 
@@ -53,11 +48,6 @@ def run(kernel: Kernel, *numbers: int, pieces: int) -> None:
     """Compute a kernel's work in pieces, on all cores.
 
     An interrupt shows when the work is done.
-
-    Args:
-        kernel (Kernel): What computes.
-        *numbers (int): What it takes.
-        pieces (int): How many there are, at most ``MOST_PIECES``.
     """
     if (program := getattr(_local, "program", None)) is not None:
         return program.add(kernel, numbers, pieces)
@@ -80,9 +70,6 @@ class Program:
         program.run()  # y is computed from what is in x now
 
     What is recorded must be the same in each run: shapes, addresses, the order of the calls.
-
-    Args:
-        memory (code.Memory or None): Of the arrays that hold what is computed. Default: their own.
     """
 
     def __init__(self, memory: code.Memory | None = None):
@@ -132,26 +119,13 @@ class Program:
 
 
 def put(places: list[tuple[ctypes.Array, int]], a: np.ndarray) -> None:
-    """Let a program compute with another array.
-
-    Args:
-        places (list): From ``Program.places``.
-        a (np.ndarray): The other one. It stays the caller's to keep.
-    """
+    """Let a program compute with another array at ``Program.places``. The caller keeps it."""
     for arguments, i in places:
         arguments[i] = code.address(a)
 
 
 class Team:
-    """Threads, and the memory through which they get work.
-
-    Args:
-        num_threads (int): How many.
-
-    Attributes:
-        address (int): Of that memory.
-        lead (Kernel): Takes the team's address, and a kernel's: its code, its arguments, pieces.
-    """
+    """Threads, and the memory at ``address`` through which they get work by the kernel ``lead``."""
 
     def __init__(self, num_threads: int):
         self._memory = np.zeros(KERNEL + 8, np.int64)
