@@ -905,6 +905,44 @@ def test_file_truncated_while_streamed(mode, damaged, assert_usable, reading):
     assert_usable()
 
 
+CHANGING = """
+import os, sys
+import mlx.core as mx
+import moelab
+from moelab.streaming import layers, model
+
+folder, change = sys.argv[1:]
+streamed, _ = model.load_model(folder, moelab.StreamConfig(slots=8))
+ask = lambda: streamed(mx.array([[5]])).tolist()
+want, add = ask(), layers.PartsAtOnce.add
+
+def changing(self, arrived):  # when the layer has its experts and is about to compute
+    for file in (e.path for e in os.scandir(folder) if e.name.endswith(".safetensors")):
+        size = os.path.getsize(file)
+        if change == "truncated":
+            os.truncate(file, 0)
+        else:
+            with open(file, "r+b") as f:
+                f.write(bytes(size))
+    add(self, arrived)
+
+layers.PartsAtOnce.add = changing
+try:
+    print("right" if ask() == want else "wrong")
+except moelab.ReadError:
+    print("right")
+"""
+
+
+@pytest.mark.parametrize("change", ("written in place", "truncated"))
+def test_file_that_changes_during_a_pass(change, tmp_path):
+    config = synthesize.CONFIGS["qwen3-30b-a3b"] | {"num_experts": 16}
+    folder = synthesize.synthesize(tmp_path / "model", layers=1, config=config, progress=False)
+    command = [sys.executable, "-c", CHANGING, str(folder), change]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
+
+
 @pytest.mark.parametrize("mode", STREAMED)
 def test_file_replaced_while_streamed(mode, damaged, want, assert_usable):
     """A replaced file stays open: the model goes on with the old bytes until it is loaded again."""

@@ -178,9 +178,7 @@ def _check_tokens(size, tokenizer, extra_eos_tokens, sampling):
 def _needed(model):
     """Experts in slots, experts in none, and bytes read so far."""
     phases = stats(model)
-    return np.sum(
-        [(c.hits, c.misses + c.in_pages, c.bytes_read) for c in (phases.prefill, phases.decode)], 0
-    )
+    return np.sum([(c.hits, c.misses, c.bytes_read) for c in (phases.prefill, phases.decode)], 0)
 
 
 def _figures(r, needed):

@@ -22,18 +22,16 @@ from .modules import (
     check,
     describe,
     fits,
-    gate_up_down,
     takes,
     used,
 )
-from .quantized import Matrices, Rows
+from .quantized import Rows
 
 __all__ = [
     "FAST",
     "ExpertCall",
     "FastExperts",
     "GatedDelta",
-    "Matrices",
     "PlacedExperts",
     "Recurred",
     "Rows",
@@ -43,7 +41,6 @@ __all__ = [
     "check",
     "describe",
     "fits",
-    "gate_up_down",
     "gated_delta",
     "takes",
     "to_mlx",

@@ -374,7 +374,7 @@ class _Product(Code):
         """Multiply L words of some rows of weights with rows of x, and add to the sums."""
         m = len(rows)
         at = [self.add(self.mul(o, self.words), self.mul(k, self.L)) for o in outs]
-        # A matrix may be in a mapped file, where it begins at any byte.
+        # A slot begins at any byte of its buffer.
         words = [self.load(w, i, self.ints, align=1) for i in at]
         for i in at:
             ahead = self.b.gep(w, [self.add(i, AHEAD_NBYTES * 8 // WORD)])

@@ -3,7 +3,6 @@
 import ctypes
 import mmap
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -28,22 +27,9 @@ def drop_pages(path: str | Path) -> str:
     if not hasattr(os, "posix_fadvise"):
         return "F_NOCACHE: nothing new is cached, but what already was may still answer"
     for file in tensor_files(path):
-        _unmap_pages(file)
         with open(file, "rb") as f:
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return "POSIX_FADV_DONTNEED"
-
-
-def _unmap_pages(file):
-    """Unmap a file's pages in this process: the system does not drop mapped ones."""
-    name = f" {file.resolve()}\n"
-    with suppress(OSError), open("/proc/self/maps") as maps:
-        for line in maps:
-            if line.endswith(name):
-                place = line.split(maxsplit=1)[0]
-                begin, end = (int(n, 16) for n in place.split("-"))
-                begin, nbytes = ctypes.c_void_p(begin), ctypes.c_size_t(end - begin)
-                ctypes.CDLL(None).madvise(begin, nbytes, mmap.MADV_DONTNEED)
 
 
 def write_back(path: str | Path) -> None:

@@ -207,6 +207,9 @@ Checkpoints that commands name:
 """
 
 
+IN_PAGES = "of an engine that computed with what the page cache held, which moelab no longer does"
+
+
 def _provenance(samples):
     header = samples.attrs
     load = header.get("load", {}).get("cores_of_others")
@@ -215,6 +218,7 @@ def _provenance(samples):
     told += [] if "command" in header else ["made by an earlier command"]
     told += [f"a trial: {header['trial']}"] if "trial" in header else []
     told += [header["note"].rstrip(".")] if "note" in header else []
+    told += [IN_PAGES] if samples.in_pages.any() else []
     told += [] if load is None else [f"other processes used {load:.2f} cores"]
     return f"{'; '.join(told)}."
 

@@ -105,9 +105,6 @@ class StreamConfig:
             call of at most S (token, expert) pairs, and the host does not wait for its routing.
             For ``stacked`` and ``fused``, without ``prefetch``; needs cuda-bindings, and host
             memory for all experts. Default: ``disk``.
-        zero_copy (bool): Whether experts that are in no slot but in the page cache are computed
-            there: experts of 256 kB or more, on Linux with the ``fast`` kernels, while reads go
-            through the page cache. Default: ``True``.
         policy (str): Which expert is evicted first: ``lru`` (the least recently used), ``lfu`` (the
             least frequently used), ``lrfu`` (by both: a use counts 2% less with each later call of
             the layer) or ``auto``: ``lrfu``, with ``source="host"`` ``lru``. Default: ``auto``.
@@ -184,7 +181,6 @@ class StreamConfig:
         modes=SLOT_MODES,
         needs="slots that the GPU fills",
     )
-    zero_copy: bool = _option(True, modes=SLOT_MODES)
     policy: str = _option(
         "auto",
         "which expert is evicted first (default: {default})",

@@ -17,7 +17,6 @@ class Counters:
         calls (int): Calls of MoE layers.
         hits (int): Experts that were in their slot when needed.
         misses (int): Experts that had to be read.
-        in_pages (int): Experts that were in no slot and were computed in the page cache.
         reads (int): Ranges of files read.
         bytes_read (int): Their bytes.
         read_s (float): Seconds in reads, summed over the threads.
@@ -34,7 +33,6 @@ class Counters:
     calls: int = 0
     hits: int = 0
     misses: int = 0
-    in_pages: int = 0
     reads: int = 0
     bytes_read: int = 0
     read_s: float = 0.0
@@ -48,7 +46,7 @@ class Counters:
     @property
     def hit_rate(self) -> float:
         """Hits among the experts needed, 0 to 1; nan if none was needed."""
-        needed = self.hits + self.misses + self.in_pages
+        needed = self.hits + self.misses
         return self.hits / needed if needed else float("nan")
 
     @property

@@ -342,15 +342,12 @@ class PartsAtOnce:
 
     def add(self, arrived: Arrived) -> None:
         """Compute the pairs of experts that have arrived."""
-        if self._by_address:
-            if arrived.is_all:
-                return self._call.compute(range(len(self._flat)), arrived.addresses(self._flat))
-            pairs = [i for e in arrived.experts for i in self._positions[e]]
-            return self._call.compute(pairs, arrived.addresses([self._flat[i] for i in pairs]))
-        if arrived.rest is not None:
-            self.add(arrived.rest)
-        pairs = [i for e in arrived.slots for i in self._positions[e]]
+        pairs = range(len(self._flat))
+        if not (self._by_address and arrived.is_all):
+            pairs = [i for e in arrived.slots for i in self._positions[e]]
         slots = np.array([arrived.slots[self._flat[i]] for i in pairs])
+        if self._by_address:
+            return self._call.compute(pairs, arrived.bank.addresses[slots])
         self._call.compute(np.array(pairs), slots, arrived.bank.matrices)
 
     def result(self) -> mx.array:

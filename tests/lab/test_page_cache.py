@@ -19,7 +19,7 @@ FEW = locality.Locality((0.4,), (0.3,), (1.5,))
 
 
 def row(variant, i=0, **columns):
-    same = {"decode_tokens": 2, "decode_s": 0.1, "wait_s": 0.02, "in_pages": 0, "bytes_read": 40}
+    same = {"decode_tokens": 2, "decode_s": 0.1, "wait_s": 0.02, "bytes_read": 40}
     return {"variant": variant, "round": i, "mode": "fused", **same, **columns}
 
 
@@ -28,38 +28,36 @@ def test_how_experts_were_read_follows_from_the_rows():
     rows = [
         row("resident", mode="resident", hits=0, misses=0),
         row("buffers", mode="buffers", hits=0, misses=8, disk_nbytes=20),
-        row("copied", **counts, slots=8, direct=False, zero_copy=False, disk_nbytes=20),
-        row("in place", **counts, slots=8, direct=False, disk_nbytes=90),
+        row("copied", **counts, slots=8, direct=False, disk_nbytes=20),
+        row("again", **counts, slots=8, direct=False, disk_nbytes=90),
         row("past", **counts, slots=90, direct=True, disk_nbytes=40),
         row("past", 1, **counts, slots=80, direct=True, disk_nbytes=40),
         row("killed", direct=True, slots=99, killed=True),
     ]
     found = page_cache.told(records.table({"rows": rows})).set_index("variant")
-    ways = page_cache.NO_SLOTS, page_cache.COPIED, page_cache.IN_PLACE, *[page_cache.DIRECT] * 3
+    ways = page_cache.NO_SLOTS, *[page_cache.COPIED] * 2, *[page_cache.DIRECT] * 3
     assert tuple(found["reads"]) == ways
     assert list(found.slots) == [0, 8, 8, 85, 85, 99]
     copied = found.loc["copied"]
     assert (copied.ms, copied.wait_ms) == (50, 10)
     assert (copied.slot_percent, copied.disk_percent, copied.page_percent) == (50, 25, 25)
-    assert found.loc["in place"].page_percent == 0, "the disk brought more than was needed"
+    assert found.loc["again"].page_percent == 0, "the disk brought more than was needed"
     assert page_cache.fastest(found.reset_index()).startswith("20.0 tok/s with 0 slots")
 
 
 def test_only_what_differs_is_measured():
-    modes = "resident,buffers,fused/slots=8,fused/slots=8/zero_copy=False,fused/policy=lfu"
+    modes = "resident,buffers,fused/slots=8,fused/policy=lfu"
     found = bench.crossed(parse_modes(modes), [100, None], direct=(False, True))
     facts = {name: v.facts for name, v in found.items() if "no limit" not in name}
     assert [n for n in facts if "past" in n and "MB" in n] == [
         "fused/slots=8, 0 MB, past the page cache",
         "fused/policy=lfu, 0 MB, past the page cache",
     ]
-    assert facts["fused/slots=8/zero_copy=False, page cache"] == {
-        **{"mode": "fused", "slots": 8, "zero_copy": False, "direct": False}
-    }
+    assert facts["fused/slots=8, page cache"] == {"mode": "fused", "slots": 8, "direct": False}
     assert facts["fused/policy=lfu, page cache"]["policy"] == "lfu"
     assert facts["buffers"] == {"mode": "buffers"}
     with pytest.raises(ValueError, match="expected True or False, got 'no'"):
-        parse_modes("fused/zero_copy=no")
+        parse_modes("fused/lazy_logits=no")
 
 
 @pytest.mark.parametrize("mb", (478, 956, 1530))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from needs import needs_kernels
 
 import moelab
+from moelab import kernels
 from moelab.kernels import modules
 from moelab.streaming.model import load_model
 from moelab.streaming.reading import reader
@@ -209,6 +210,20 @@ def test_a_layer_that_is_guessed_while_it_runs_keeps_its_experts(tmp_path, monke
         session_of(model).prefetcher.set_trace(trace)
         np.testing.assert_array_equal(decode(model, 20), want)
         assert moelab.stats(model).decode.prefetch_used
+
+
+@needs_kernels
+def test_every_text_of_a_batch_is_asked_for_ahead(tmp_path, monkeypatch):
+    """A look-ahead guesses for all tokens of a call, not for the first alone."""
+    monkeypatch.setattr(modules, "FLOAT_WEIGHTS", 0)
+    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", "affine4")
+    config = moelab.StreamConfig(slots=8, kernels="fast", prefetch="lookahead")
+    with load_model(path, config)[0] as model:
+        prefetcher = session_of(model).prefetcher
+        block = next(m for m in model.modules() if hasattr(m, "route"))
+        x = kernels.Rows(np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32))
+        layer, routed = prefetcher.guess(0, prefetcher.ask(0, x))
+        assert layer == 1 and routed.shape == block.route(x).shape == (3, K)
 
 
 def test_the_oracle_takes_a_trace_of_its_model(want):

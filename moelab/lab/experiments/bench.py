@@ -96,7 +96,6 @@ class Variant:
         config, cache = self.config, {}
         if _has_slots(config):
             cache |= {} if config.asks_for_slots else {"slots": config.slots}
-            cache |= {} if config.zero_copy else {"zero_copy": False}
             cache |= {} if config.policy == "auto" else {"policy": config.policy}
         return {
             "mode": config.mode,
@@ -135,8 +134,7 @@ def crossed(
         limits (Sequence): Bytes; None for no limit. With a limit ``RESIDENT`` comes first.
         draft (str): As of ``Variant``.
         lengths (Sequence): Numbers of drafts, and ``auto``.
-        direct (Sequence): As of ``Variant``. Modes without slots read through the page cache, and
-            past it nothing is copied from it: these are not measured twice.
+        direct (Sequence): As of ``Variant``. Modes without slots read through the page cache alone.
         layouts (Mapping): Folders of the same model by name; None for the bench's.
         cold (str): As of ``Variant``.
 
@@ -146,7 +144,7 @@ def crossed(
     out, drafts = {}, [None, *lengths] if draft else [None]
     every = product(configs.items(), layouts.items(), limits, direct, drafts)
     for (name, config), (layout, path), limit_nbytes, past, n in every:
-        if past and not (_has_slots(config) and config.zero_copy):
+        if past and not _has_slots(config):
             continue
         past = past if _has_slots(config) else None
         words = [name, layout]

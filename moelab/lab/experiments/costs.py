@@ -108,7 +108,7 @@ def measure_samples(
     def row(what, variant, misses, seconds):
         return {"what": what, "variant": variant, "misses": misses, "seconds": seconds}
 
-    config = replace(config, slots=K, prefetch="none", zero_copy=False)
+    config = replace(config, slots=K, prefetch="none")
     model, _ = load(path, config)
     with model:
         reader, rows = session_of(model).reader, []

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 LIKE, LAYERS, TEXT = "qwen3.5-35b-a3b", 4, "code"  # of the records' model, and what it reads
-# How experts are read that no slot holds. What is copied or used in place was read from the disk
-# before, through the page cache.
-COPIED, IN_PLACE, DIRECT = "copied from page cache", "used in page cache", "past the page cache"
+# How experts are read that no slot holds. What is copied was read from the disk before, through the
+# page cache.
+COPIED, DIRECT = "copied from page cache", "past the page cache"
 HOST = "copied from the host's memory"  # by a GPU
 NO_SLOTS = "no slots"
 DIAL_POINTS = 9  # numbers of slots replayed for one setting of the sliders
@@ -90,15 +90,14 @@ def told(samples: "DataFrame") -> "DataFrame":
     """
     out = samples[samples["mode"] != "resident"].copy()
     without = out["mode"] == "buffers"
-    copied = out.zero_copy.eq(False) if "zero_copy" in out else without
     host = out.variant.str.contains("source=host")
-    kinds = [without, host, out.direct.eq(True), copied]
-    out["reads"] = np.select(kinds, [NO_SLOTS, HOST, DIRECT, COPIED], IN_PLACE)
+    kinds = [without, host, out.direct.eq(True)]
+    out["reads"] = np.select(kinds, [NO_SLOTS, HOST, DIRECT], COPIED)
     out["slots"] = out.slots.mask(without, 0).astype(float)
     out["slots"] = out.groupby("variant").slots.transform("median")  # of a plan, by what was free
     out["cache"] = out.slots.map("{:.0f} slots".format).mask(without, NO_SLOTS)
     out["ms"], out["wait_ms"] = out.token_s * 1e3, 1e3 * out.wait_s / out.decode_tokens
-    needed = out.hits + out.misses + out.in_pages
+    needed = out.hits + out.misses
     out["slot_percent"] = 100 * out.hits / needed
     if "disk_nbytes" in out:
         brought = out.disk_nbytes / (out.bytes_read / out.misses) / needed  # experts

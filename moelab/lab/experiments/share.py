@@ -104,7 +104,7 @@ def problems(made: dict[str, Any]) -> list[str]:
         if not 1 / MAX_OFF <= speed / mid <= MAX_OFF:
             out.append(f"Sample {i} is {speed:.3g} tok/s where the median is {mid:.3g}.")
         needed = row["decode_tokens"] * sizes["L"] * sizes["K"]
-        used = sum(row.get(name, 0) for name in ("hits", "misses", "in_pages", "prefetch_used"))
+        used = sum(row.get(name, 0) for name in ("hits", "misses", "prefetch_used"))
         if not 0.9 * needed <= used <= 1.1 * needed:
             out.append(f"Sample {i} used {used} experts where its tokens need {needed}.")
     try:

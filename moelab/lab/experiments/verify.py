@@ -104,9 +104,9 @@ class _Reading:
         parts = stats(self.model)  # a pass over many positions counts as a prompt's
         counted = {
             name: getattr(parts.decode, name) + getattr(parts.prefill, name)
-            for name in ("hits", "misses", "in_pages", "bytes_read", "wait_s")
+            for name in ("hits", "misses", "bytes_read", "wait_s")
         }
-        experts = counted["hits"] + counted["misses"] + counted["in_pages"]
+        experts = counted["hits"] + counted["misses"]
         return {"pass_s": pass_s, "experts": experts, **counted}
 
 
@@ -124,8 +124,7 @@ def passes(
     Returns:
         DataFrame: A row a pass: ``variant``, ``model`` (its name), ``positions``, ``pass_s``, of
         that ``wait_s`` for experts, and of all layers the distinct ``experts`` of a streamed pass:
-        ``hits`` in slots, ``misses`` that were read and those computed ``in_pages``; and
-        ``bytes_read``.
+        ``hits`` in slots and ``misses`` that were read; and ``bytes_read``.
     """
     at = len(ids) - (rounds + 1) * len(positions) - max(positions)
     if at < 1:

@@ -129,7 +129,7 @@ def own() -> "DataFrame":
         sizes, found = page_cache.machine_and_model(records.read(costs))
         samples = records.read(speeds)
         # What a record does not say was not asked for: then the engine chose how to read.
-        usual = {"direct": found.reads_direct, "zero_copy": False, "limit_nbytes": float("inf")}
+        usual = {"direct": found.reads_direct, "limit_nbytes": float("inf")}
         samples = samples.assign(**{n: v for n, v in usual.items() if n not in samples})
         trace = page_cache.routing(layers, FULL_VOCABULARY if layers == 40 else None)
         for one in page_cache.replayed(page_cache.told(samples), sizes, found, trace).itertuples():

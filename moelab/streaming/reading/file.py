@@ -1,7 +1,6 @@
 """An open file, and whether it has changed since."""
 
 import fcntl
-import mmap
 import os
 import struct
 import weakref
@@ -91,14 +90,6 @@ class File:
             return None
         self._close_direct = weakref.finalize(self, os.close, fd)
         return fd
-
-    @cached_property
-    def mapped(self) -> mmap.mmap:
-        """The whole file as memory: its pages in the page cache. It stays so when it is closed."""
-        memory = mmap.mmap(self.fd, 0, prot=mmap.PROT_READ)
-        if hasattr(mmap, "MADV_RANDOM"):
-            memory.madvise(mmap.MADV_RANDOM)
-        return memory
 
     @cached_property
     def has_nowait(self) -> bool:

@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 
 from ...kernels import code, team
-from ...kernels.code import I8, I32, I64, Code, ir
+from ...kernels.code import I32, I64, Code, ir
 
 # The columns of a table of reads, one row for each call of ``preadv``: the file's descriptor, the
 # first byte in the file, the address of the iovecs, how many there are, their bytes together, and
@@ -140,57 +140,6 @@ class _Loop(Code):
         with b.if_then(b.icmp_signed("==", missing, I64(0))):
             for flag in (done, arrived):  # after the bytes, also for a GPU that watches it
                 b.store_atomic(I32(1), self.pointer(flag, I32), "release", 4)
-
-
-@cache
-def resident() -> code.Kernel | None:
-    """The kernel that says which of some experts in mapped memory are in memory as a whole.
-
-    None without llvmlite, and on systems without ``mincore``.
-
-    It takes the address of ``[E, m, 2]`` (an address at the begin of a page, and bytes), m, the
-    address of n experts, n, the address of a byte for each page of the longest range, and the
-    address of n numbers that are set: 1 where all pages are in memory, else 0.
-    """
-    libc = ctypes.CDLL(None)
-    if code.llvm is None or not hasattr(libc, "mincore"):
-        return None
-    try:
-        writer = _Resident(ctypes.cast(libc.mincore, ctypes.c_void_p).value)
-        return writer.link(writer.compile())  # not stored, as above
-    except (OSError, RuntimeError):
-        return None
-
-
-class _Resident(Code):
-    """Writes ``run(ranges, m, experts, n, found, answers)``."""
-
-    def __init__(self, mincore):
-        super().__init__(6, 8)
-        self.mincore = self.pointer(I64(mincore), ir.FunctionType(I32, [I64, I64, I64]))
-
-    def write(self):
-        ranges, m, experts, n, found, answers = self.arguments
-        ranges, experts, answers = (self.pointer(a, I64) for a in (ranges, experts, answers))
-        b, bits = self.b, self.pointer(found, I8)
-
-        def one(i, held):
-            begin, nbytes = (self.load(ranges, self.add(self.mul(i, 2), k), I64) for k in (0, 1))
-            failed = b.call(self.mincore, [begin, nbytes, found])
-            pages = b.udiv(self.add(nbytes, mmap.PAGESIZE - 1), I64(mmap.PAGESIZE))
-
-            def page(j, held):
-                return [b.and_(held[0], self.load(bits, j, I8, align=1))]
-
-            all_of = self.loop(I64(0), pages, 1, page, held)[1][0]
-            return [b.select(b.icmp_signed("==", failed, I32(0)), all_of, I8(0))]
-
-        def expert(i, _):
-            first = self.mul(self.load(experts, i, I64), m)
-            every = self.loop(first, self.add(first, m), 1, one, [I8(1)])[1][0]
-            self.store(b.zext(b.and_(every, I8(1)), I64), answers, i)
-
-        self.loop(I64(0), n, 1, expert)
 
 
 @cache

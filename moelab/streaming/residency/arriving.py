@@ -6,12 +6,10 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
 from ..gpu.cuda import Begun, Copy, Mailbox, UploadingReader
 from .bank import SlotBank
 from .layer import LayerSlots
-from .pages import Pages
 
 
 class Arrived(NamedTuple):
@@ -19,39 +17,18 @@ class Arrived(NamedTuple):
 
     Attributes:
         slots (dict[int, int]): The slot of each expert.
-        bank (SlotBank or Pages): Whose slots these are.
+        bank (SlotBank): Whose slots these are.
         is_all (bool): Whether these are all the experts of the call.
         copies (Sequence[Copy]): With ``is_all``: what the GPU has yet to copy into the slots.
-        rest (Arrived or None): With ``is_all``: those of the experts that are elsewhere.
         after (mx.array or None): A zero: what depends on it is computed when the GPU has copied
             the experts.
     """
 
     slots: dict[int, int]
-    bank: SlotBank | Pages
+    bank: SlotBank
     is_all: bool = False
     copies: Sequence[Copy] = ()
     after: mx.array | None = None
-    rest: "Arrived | None" = None
-
-    @property
-    def experts(self) -> list[int]:
-        """All of them."""
-        return [*self.slots, *(self.rest.slots if self.rest else ())]
-
-    def addresses(self, flat: list[int]) -> np.ndarray:
-        """The addresses of the expert of each (token, expert) pair.
-
-        Args:
-            flat (list[int]): The expert of every pair.
-
-        Returns:
-            np.ndarray: ``[pairs, 9]``, as ``kernels.addresses_of``.
-        """
-        if self.rest is None:
-            return self.bank.addresses[[self.slots[e] for e in flat]]
-        parts = [(part.slots, part.bank.addresses) for part in (self, self.rest)]
-        return np.stack([table[s[e]] for e in flat for s, table in parts if e in s])
 
 
 class Reading:

@@ -23,7 +23,6 @@ from ..fused import PADDING_NBYTES, FastFusedSwitchGLU, FusedSwitchGLU, give_roo
 from ..reading.file import File
 from ..reading.native import COLUMNS, COUNT, IOV, NBYTES, OFFSET
 from ..reading.ranges import Ranges, Read
-from .pages import Pages, pages_of
 
 
 class SlotBank:
@@ -57,7 +56,7 @@ class SlotBank:
         num_slots: int,
         fuse: bool = False,
     ):
-        self.path, self.num_slots, self._module = path, num_slots, module
+        self.path, self.num_slots = path, num_slots
         parameters = expert_parameters(module)
         order = packing_order(parameters)
         tensors = {n: located[f"{path}.{n}"] for n in order if f"{path}.{n}" not in resident}
@@ -105,13 +104,6 @@ class SlotBank:
     def addresses(self) -> np.ndarray:
         """``[S, 9]``, where the parameters of each slot begin (``kernels.addresses_of``)."""
         return kernels.addresses_of(self.matrices)
-
-    @cached_property
-    def pages(self) -> Pages | None:
-        """The layer's experts in the page cache; None where they cannot be computed there."""
-        if not isinstance(self._module, kernels.FastExperts) or not self.as_read:
-            return None
-        return pages_of(self._module, self._tensors)
 
     def can_hold(self, other: "SlotBank") -> bool:
         """Whether a slot can hold an expert of another layer, and compute it.

@@ -124,21 +124,6 @@ class LayerSlots:
         """Those of the experts that are this rank's."""
         return [e for e in experts if self.owned is None or self.owned[e]]
 
-    def in_pages(self, needed: Collection[int]) -> list[int]:
-        """Those of the experts that are in no slot and can be computed in the page cache.
-
-        Raises:
-            ReadError: If a file has changed since it was opened.
-        """
-        direct, config = self._reader.direct, self._config
-        if direct or not (config.zero_copy and self.computes_at_once and self.bank.pages):
-            return []
-        missing = [e for e in needed if e not in self.table.slot_of]
-        if found := self.bank.pages.held(missing) if missing else []:
-            self.bank.pages.check_unchanged()
-        self._counting.now.in_pages += len(found)
-        return found
-
     def choose(self, needed, busy=None):
         """As ``SlotTable.choose``, counted."""
         hits, misses = self.table.choose(needed, busy)

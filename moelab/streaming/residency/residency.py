@@ -103,27 +103,17 @@ class Residency:
         for _, slots in borrowed:
             self._counting.now.hits += len(slots)
             needed = [e for e in needed if e not in slots]
-        pages = None
-        if found := own.in_pages(needed):
-            needed = [e for e in needed if e not in {*found}]
-            pages = Arrived({e: e for e in found}, own.bank.pages, is_all=not needed)
-            if not needed:
-                yield pages
-                return
         later = []
         if own.table.fits(needed):
             held, misses = own.choose(needed)
             if not misses:  # read some others: a layer that holds all need not wait for routing
                 own.read(own.table.choose(own.unread()[: self._top_k])[1])
-            in_parts = misses and (pages or self._in_parts(own, len(misses)))
-            if not borrowed and not in_parts:
-                yield self._all(own, held, misses, routed.size)._replace(rest=pages)
+            if not borrowed and not (misses and self._in_parts(own, len(misses))):
+                yield self._all(own, held, misses, routed.size)
                 return
         else:
             first, *later = own.table.waves(needed)
             held, misses = own.choose(first)
-        if pages:
-            yield pages
         if own.is_copied:
             mailbox = self._handover.mailbox
             yield from as_copied(own, held, misses, later, self._reader, mailbox, computed, x)
