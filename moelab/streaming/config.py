@@ -125,8 +125,10 @@ class StreamConfig:
         lazy_logits (bool): Whether the logits of a call of more than 64 tokens wait until
             somebody uses them. Generation does not use a prompt's, so that saves memory and time.
             Matters with the ``fast`` kernels, which compute them at once; logits that waited are
-            computed by MLX's slow kernels. The commands set it for their model. Default:
-            ``False``.
+            computed by MLX's slow kernels and differ by rounding (``tiny-moe``: up to 3e-5). A call
+            of more than ``Plan.prompt_tokens`` tokens is divided, and the logits of all parts but
+            the last always wait: for the resident model's bits at every position, call it with at
+            most so many tokens at once. The commands set it for their model. Default: ``False``.
 
     Raises:
         ValueError: If a field does not take its value (``OPTIONS``), or not in this mode.

@@ -153,6 +153,9 @@ def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
         assert mx.allclose(got[0], want[0], atol=1e-4)
         assert mx.array_equal(got[1], want[1]) and mx.array_equal(got[0][:, 112:], want[0][:, 112:])
         assert moelab.stats(model).prefill.tokens == tokens == 159
+        cache = make_prompt_cache(model)  # calls that are not divided give every bit, as documented
+        calls = [model(prompt[:, i : i + 40], cache=cache) for i in range(0, 150, 40)]
+        assert mx.array_equal(mx.concatenate(calls, axis=1), want[0])
         lengths.clear()
         mx.eval(model(mx.concatenate([prompt[:, :30]] * 2), cache=make_prompt_cache(model)))
         mx.eval(model(prompt))  # without caches there is no way to go on
