@@ -7,6 +7,8 @@ seconds end in ``_s``.
 
 from pathlib import Path
 
+from . import open_files  # noqa: F401 (before mlx-lm is imported anywhere)
+
 __version__ = "0.2.0"
 
 DATA = Path(__file__).resolve().parent.parent / "data"

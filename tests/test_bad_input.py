@@ -101,7 +101,33 @@ def shard(path, i=1):
     return sorted(path.glob("*.safetensors"))[i]
 
 
-# Files that are missing, truncated or of the wrong kind
+# Files that are missing, truncated or of the wrong kind, or too many
+
+LOADS = """
+import resource, sys
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+import moelab
+try:
+    moelab.plan(sys.argv[1])
+except OSError as error:
+    print(error)
+assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] == hard
+"""
+
+
+@pytest.mark.parametrize(
+    "soft, hard, said",
+    [(256, 256, ""), (64, 1024, ""), (256, "$(ulimit -Hn)", ""), (64, 64, "least 7. open")],
+)
+def test_limits_of_open_files(soft, hard, said, good):
+    limited = f'ulimit -Sn {soft}; ulimit -Hn {hard}; exec "$@"'
+    done = subprocess.run(
+        ["sh", "-c", limited, "sh", sys.executable, "-c", LOADS, good],
+        capture_output=True,
+        text=True,
+    )
+    assert not done.returncode, done.stderr
+    assert re.search(said, done.stdout) and bool(done.stdout) == bool(said), done.stdout
 
 
 def test_missing_shard(damaged, assert_usable):
@@ -286,7 +312,7 @@ def test_config_that_would_end_the_process(family, change, tmp_path):
     """mlx-lm divides by a group size that it takes, or infers, from config.json."""
     path = families.write_checkpoint(family, tmp_path / family, "affine4")
     set_config(path, **change)
-    command = [sys.executable, "-c", "import sys, moelab; moelab.footprint(sys.argv[1])", str(path)]
+    command = [sys.executable, "-c", "import sys, moelab; moelab.plan(sys.argv[1])", str(path)]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 1, process.returncode  # not a signal
     assert f"CheckpointError: {path}" in process.stderr

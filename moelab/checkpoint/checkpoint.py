@@ -5,6 +5,7 @@ from pathlib import Path
 
 from mlx_lm.utils import load_config
 
+from ..open_files import allow_open
 from .config import check_config
 from .files import CheckpointError, describe, read_json, regular_file, shorten
 from .headers import merge_headers, read_header
@@ -20,6 +21,7 @@ class Checkpoint:
     Attributes:
         path (Path): As above.
         config (dict): The folder's ``config.json``.
+        files (list[Path]): The files that mlx-lm reads, model*.safetensors.
         tensors (dict[str, Tensor]): The tensors of model*.safetensors by their names there.
         packed (dict[str, ExpertTensor]): The experts' parameters by their path in the model, if
             ``python -m moelab repack`` wrote the folder; else empty.
@@ -47,10 +49,11 @@ class Checkpoint:
             if (self.path / file).exists():  # all that mlx-lm reads
                 read_json(self.path / file)
         self.config = load_config(self.path)
-        plain = {file: read_header(file) for file in self._files()}
-        packed = {
-            file: read_packed(file) for file in sorted(self.path.glob("experts-*.safetensors"))
-        }
+        self.files, layers = self._files(), sorted(self.path.glob("experts-*.safetensors"))
+        # Streaming opens each file, and again past the page cache; MLX opens model*.safetensors.
+        allow_open(3 * len(self.files) + 2 * len(layers), self.path)
+        plain = {file: read_header(file) for file in self.files}
+        packed = {file: read_packed(file) for file in layers}
         merge_headers(plain | packed)
         self.tensors, self.packed = merge_headers(plain), merge_headers(packed)
         check_config(self.config, self.path / "config.json", len(self.tensors) + len(self.packed))

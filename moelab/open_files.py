@@ -1,0 +1,66 @@
+"""The limit of open files: the soft one is raised for a model's files, the hard one stays.
+
+mlx-lm sets both to numbers of its own when it is imported. That fails below a hard limit of 4096,
+and lowers a higher one for the rest of the process. Here it is imported without.
+"""
+
+import errno
+import os
+import resource
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+SPARE = 64  # for sockets, pipes, libraries, a trace and what else a process opens
+
+
+def allow_open(n: int, path: Path) -> None:
+    """Let the process open ``n`` more files of a model folder, or raise what it lacks."""
+    needed = len(os.listdir("/dev/fd")) + n + SPARE
+    _raise_soft_limit(needed)
+    allowed, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed < needed and allowed != resource.RLIM_INFINITY:
+        raise OSError(
+            errno.EMFILE,
+            f"{path}: expected a limit of at least {needed} open files, got {allowed} "
+            f"(hard limit: {hard}). Raise it: ulimit -n {needed}, a container's --ulimit "
+            f"nofile={needed}.",
+        )
+
+
+def _raise_soft_limit(n, setrlimit=resource.setrlimit):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    goal = n if hard == resource.RLIM_INFINITY else min(n, hard)
+    if soft < goal and soft != resource.RLIM_INFINITY:
+        setrlimit(resource.RLIMIT_NOFILE, (goal, hard))
+
+
+class _Finder(PathFinder):
+    """Finds ``mlx_lm.utils`` before others do, and nothing else."""
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        """The module's spec, whose loader runs it with another ``resource.setrlimit``."""
+        spec = super().find_spec(name, path, target) if name == "mlx_lm.utils" else None
+        if spec:
+            spec.loader.exec_module = partial(_run, spec.loader.exec_module)
+        return spec
+
+
+def _run(exec_module: Callable, module) -> None:
+    def keeping(which, limits):
+        if which == resource.RLIMIT_NOFILE:
+            _raise_soft_limit(limits[0], setrlimit)
+        else:
+            setrlimit(which, limits)
+
+    setrlimit, resource.setrlimit = resource.setrlimit, keeping
+    try:
+        exec_module(module)
+    finally:
+        resource.setrlimit = setrlimit
+
+
+sys.meta_path.insert(0, _Finder)
