@@ -11,8 +11,10 @@ from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
+from small import small
 
 import moelab
+from moelab import synthesize as synthesize_
 from moelab.__main__ import COMMANDS, main
 from moelab.commands import cache_prompt, chat, generate, repack, serve, synthesize
 from moelab.commands.arguments import flag
@@ -698,3 +700,26 @@ def test_writable_leaves_nothing(tmp_path):
     records.check_writable(tmp_path / "r.json")
     assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
     assert (tmp_path / "r.json").read_text() == "old"
+
+
+def test_a_folder_with_brackets(tokenizer, tmp_path, capsys):
+    here = tmp_path / "a [x]"
+    model, cache, packed = (str(here / name) for name in ("m [1]", "c [2].safetensors", "p [3]"))
+    make = dict(config=small(), tokenizer=tokenizer, progress=False)
+    synthesize_.synthesize(model, **make)
+    synthesize_.synthesize(tmp_path / "a x" / "m 1", seed=1, **make)  # what the pattern matches
+    say = ("--prompt", "def", "--max-tokens", "4")
+    for argv in (
+        ("plan", model),
+        ("cache-prompt", model, "--prompt", "x", "--prompt-cache-file", cache),
+        ("generate", model, "--prompt-cache-file", cache, *say),
+        ("repack", model, packed, "--quiet"),
+        ("generate", model, "--draft", model, *say),
+        ("generate", packed, *say),
+        ("generate", model, "--mode", "resident", *say),
+    ):
+        assert main(argv) == 0, capsys.readouterr()
+    texts = [out.partition("[")[0] for out in capsys.readouterr().out.rsplit("def", 3)[1:]]
+    assert len({*texts}) == 1, texts
+    main(("check", model))  # its status tells of the machine, too
+    assert "m [1]: the slots hold" in capsys.readouterr().out

@@ -1,11 +1,13 @@
 """mlx-lm's model of a model folder, built without reading its weights."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
+from ..hooks import with_globals
 from .checkpoint import Checkpoint
 from .files import CheckpointError, describe
 
@@ -72,8 +74,10 @@ def mlx_lm_model(
     Raises:
         CheckpointError: If mlx-lm cannot build it from the files.
     """
+    # mlx-lm globs the folder, and [brackets] in its name would be a pattern.
+    files = SimpleNamespace(glob=lambda pattern: list(map(str, checkpoint.files)))
     try:
-        return mlx_lm_utils.load_model(
+        return with_globals(mlx_lm_utils.load_model, {"glob": files})(
             checkpoint.path,
             lazy=True,
             model_config=model_config,
