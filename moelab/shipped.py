@@ -5,12 +5,11 @@ from pathlib import Path
 from . import DATA
 
 
-def shipped(*names: str, instead: str = "") -> Path:
+def shipped(*names: str) -> Path:
     """A file or folder of ``data/``.
 
     Args:
         names (str): The names below ``data/``, such as ``models`` and ``tiny-moe``.
-        instead (str): What to do without it, for the error.
 
     Raises:
         FileNotFoundError: If moelab was installed without ``data/``.
@@ -18,6 +17,6 @@ def shipped(*names: str, instead: str = "") -> Path:
     if not (DATA / names[0]).exists():
         raise FileNotFoundError(
             f"{'/'.join(('data', *names))}: not there, since an installed moelab has no data/. "
-            f"Clone its repository and run `pip install -e .` there{instead}."
+            "Clone its repository and run `pip install -e .` there."
         )
     return DATA.joinpath(*names)

@@ -23,7 +23,6 @@ import numpy as np
 from .configs import CONFIGS
 from .partial import begin, clear, finish
 from .replay import by_token
-from .shipped import shipped
 from .streaming.trace import Trace
 
 JOURNAL = "synthesize.json"  # in the folder while ``synthesize`` writes there
@@ -31,6 +30,7 @@ GROUP_SIZE, BITS = 64, 4  # of the quantization; mlx-lm's own defaults
 SHARD_NBYTES = 5 << 30  # the largest file, as in mlx-lm
 CHUNK_NBYTES = 16 << 20  # written at once, and all of a tensor that is in memory
 SPARE_NBYTES = 64 << 20  # of the disk that stay free: headers, the configuration, the tokenizer
+TOKENIZER = Path(__file__).parent / "tokenizer"  # tiny-moe's, here for those who have no data/
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -357,8 +357,7 @@ def synthesize(
         layers (int or None): How many layers. Default: as many as the real model.
         vocab (int or None): Rows of the embedding and of the head. Default: the tokenizer's.
         seed (int): Seed of every byte.
-        tokenizer (str or Path or None): The folder to copy a tokenizer from. Default:
-            ``data/models/tiny-moe``.
+        tokenizer (str or Path or None): The folder to copy a tokenizer from. Default: tiny-moe's.
         config (dict or None): A Hugging Face configuration in place of ``like``'s.
         progress (bool): Show a progress bar.
         routing (str, Path, Trace or None): A trace, or the file of one, recorded with the same
@@ -392,9 +391,7 @@ def synthesize(
     if os.path.lexists(out):
         raise FileExistsError(f"{out} exists already: remove it or name another folder")
 
-    if tokenizer is None:
-        tokenizer = shipped("models", "tiny-moe", instead=", or name a model's with --tokenizer")
-    tokenizer = Path(tokenizer)
+    tokenizer = TOKENIZER if tokenizer is None else Path(tokenizer)
     if not (tokenizer / "tokenizer.json").is_file():
         raise FileNotFoundError(
             f"no tokenizer.json in {tokenizer}: name a folder that holds one with --tokenizer "

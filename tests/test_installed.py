@@ -1,14 +1,16 @@
 """moelab where only the wheel is: no ``data/``, and no package of the extra ``lab``."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 import moelab
-from moelab import shipped, synthesize
+from moelab import shipped
 from moelab.__main__ import main
 from moelab.lab import records
 from moelab.replay import locality
@@ -31,10 +33,12 @@ sys.exit(main(sys.argv[1:]))
 
 
 def run(folder, *argv):
+    package = Path(moelab.__file__).parent
+    shutil.copytree(package, folder / "moelab", dirs_exist_ok=True)  # links are files in a wheel
     return subprocess.run(
         [sys.executable, "-c", COMMANDS, *argv],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(Path(moelab.__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
     )
@@ -43,6 +47,9 @@ def run(folder, *argv):
 def test_commands_without_the_extra(model_path, tmp_path):
     done = run(tmp_path, "generate", str(model_path), "--prompt", "def f(x):", "--max-tokens", "2")
     assert done.returncode == 0 and "tok/s, 2 tokens" in done.stdout, done.stderr
+    for model in (str(model_path), *(["gpt-oss-120b"] if not mx.cuda.is_available() else [])):
+        done = run(tmp_path, "plan", model)  # a name is planned with what synthesize writes
+        assert done.returncode == 0 and "tok/s; expect" in done.stdout, done.stderr
     done = run(tmp_path, "bench", str(model_path))
     assert done.returncode == 1 and done.stderr.endswith(
         "moelab: records need pandas, found no such package: pip install 'moelab[lab]'\n"
@@ -54,7 +61,6 @@ def test_what_data_has_is_said_to_be_in_the_repository(monkeypatch, tmp_path, ca
     for ask in (
         lambda: records.read("cpu_bench"),
         lambda: locality.recorded_trace("code"),
-        lambda: synthesize.synthesize(tmp_path / "m", layers=4),
     ):
         with pytest.raises(FileNotFoundError, match="^data/.* no data/. Clone its repository"):
             ask()

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer",
         type=not_empty,
-        help="folder to copy tokenizer.json from (default: data/models/tiny-moe)",
+        help="folder to copy tokenizer.json from (default: tiny-moe's)",
     )
     add_number(parser, "--seed", 0, "seed of every byte", zero_or_more)
     parser.add_argument(

@@ -370,13 +370,15 @@ class Running:
     Args:
         kind (str): Of the record.
         settings (dict): Of the run.
+        tabled (bool): Whether ``table`` will be called.
 
     Raises:
-        ModuleNotFoundError: If pandas is not installed.
+        ModuleNotFoundError: If it will, and pandas is not installed.
     """
 
-    def __init__(self, kind: str, settings: dict[str, Any]):
-        pandas()  # said before the work, which would be lost
+    def __init__(self, kind: str, settings: dict[str, Any], tabled: bool = True):
+        if tabled:
+            pandas()  # said before the work, which would be lost
         self.average = list(os.getloadavg())
         self.begin, self.others_s = time.monotonic(), _others_s()
         self.header = {
@@ -388,6 +390,10 @@ class Running:
         }
 
     def table(self, rows: list[dict[str, Any]], **more: Any) -> "DataFrame":
+        """``record`` as ``table`` gives it."""
+        return table(self.record(rows, **more))
+
+    def record(self, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """The samples until now, with the load until now.
 
         Args:
@@ -395,7 +401,7 @@ class Running:
             **more: Further keys of the header.
 
         Returns:
-            DataFrame: As ``table`` gives it. ``load`` in its header has the system's load averages
+            dict: Header and rows. ``load`` in the header has the system's load averages
             before the run, how many cores other processes used on average during it, and whether
             that disturbed the run. Counts are not disturbed, only what has seconds.
         """
@@ -407,7 +413,7 @@ class Running:
             "cores_of_others": round(others, 3),
             "disturbed": is_timed and others > DISTURBED * self.header["machine"]["cores"],
         }
-        return table(self.header | {"load": load} | more | {"rows": rows})
+        return self.header | {"load": load} | more | {"rows": rows}
 
 
 def _others_s():

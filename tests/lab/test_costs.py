@@ -50,9 +50,9 @@ def test_costs_are_measured(random_tiny_moe):
 
 @pytest.mark.parametrize("disturbed", (True, False))
 def test_a_busy_machine_is_said(disturbed, random_tiny_moe, monkeypatch, capsys):
-    samples = cost.measure_samples(random_tiny_moe, tokens=4)
-    samples.attrs["load"] = {"disturbed": disturbed, "cores_of_others": 1.5}
-    monkeypatch.setattr(cost, "measure_samples", lambda *_: samples)
+    record = cost._measured(random_tiny_moe, None, tokens=4, seed=0)
+    record["load"] = {"disturbed": disturbed, "cores_of_others": 1.5}
+    monkeypatch.setattr(cost, "_measured", lambda *_: record)
     cost.measure_costs(random_tiny_moe)
     assert ("other programs used 1.5 cores" in capsys.readouterr().err) == disturbed
 

@@ -45,19 +45,19 @@ PROMPT = 128  # tokens of a prompt that is computed at once
 def measure_costs(
     path: str | Path, config: StreamConfig | None = None, tokens: int = 12, seed: int = 0
 ) -> Costs:
-    """The costs that a replay needs: ``costs_of`` what ``measure_samples`` measures.
+    """The costs that a replay needs: ``costs_of`` what ``measure_samples`` measures. No pandas.
 
     Where other programs were busy meanwhile, a line on stderr says so.
     """
-    samples = measure_samples(path, config, tokens, seed)
-    load = samples.attrs["load"]
+    record = _measured(path, config, tokens, seed)
+    load = record["load"]
     if load["disturbed"]:
         print(
             f"moelab: other programs used {load['cores_of_others']:.1f} cores while this machine "
             "was measured, so it looks slower than it is. Close them and try again.",
             file=sys.stderr,
         )
-    return costs_of(samples)
+    return costs_of(record)
 
 
 def measure_samples(
@@ -87,6 +87,12 @@ def measure_samples(
     Raises:
         ValueError: If the mode has no slots, or every token needs every expert.
     """
+    records.pandas()  # said before the work, which would be lost
+    return records.table(_measured(path, config, tokens, seed))
+
+
+def _measured(path, config, tokens, seed):
+    """The record of ``measure_samples``, as a dict."""
     config = config or StreamConfig()
     size = footprint(path, StreamConfig(mode="resident", top_k=config.top_k))
     L, E, K = size.num_layers, size.num_experts, size.top_k
@@ -98,7 +104,7 @@ def measure_samples(
             f"got {E} and {K}."
         )
     settings = {"model": Path(path).name, **asdict(ModelSizes.of(path)), "K": K}
-    running = records.Running("costs", settings | {"samples": tokens, "seed": seed})
+    running = records.Running("costs", settings | {"samples": tokens, "seed": seed}, tabled=False)
     most = min(K, E - K)  # misses in a layer, token after token
     rng = np.random.default_rng(seed)
 
@@ -128,44 +134,54 @@ def measure_samples(
         rows += [row("expert", "slots", 0, s) for s in more_s]
     if L * E * size.expert_nbytes < min(HELD_NBYTES, memory_available() / 2):
         rows += [row(*given) for given in _time_without_waits(path, config, tokens, E)]
-    return running.table(rows)
+    return running.record(rows)
 
 
-def costs_of(samples: "DataFrame") -> Costs:
+def costs_of(samples: "DataFrame | dict") -> Costs:
     """Medians of ``measure_samples``, and a straight line through the reads from each source."""
-    given = samples.attrs["settings"]
+    record = samples if isinstance(samples, dict) else records.as_json(samples)
+    given, seconds = record["settings"], {}
     L, K, nbytes = given["L"], given["K"], given["expert_nbytes"]
-    medians = samples.groupby(["what", "variant", "misses"]).seconds.median()
+    for row in record["rows"]:
+        key = row["what"], row["variant"], row["misses"]
+        seconds.setdefault(key, []).append(row["seconds"])
+    medians = {key: np.median(found) for key, found in seconds.items()}
+
+    def by_misses(what, variant):
+        """Numbers of misses, in order, and the seconds of each."""
+        found = sorted((key[2], s) for key, s in medians.items() if key[:2] == (what, variant))
+        return np.array(found, float).reshape(-1, 2).T
+
     expert_s = max(0.0, float(medians["expert", "slots", 0]))
     hit_s, experts_s = medians["token", "slots", 0], K * expert_s
 
     def line(variant):
-        reads = medians["reads", variant]
-        return _line(reads.index.to_numpy(float) * nbytes, reads.to_numpy())
+        misses, reads = by_misses("reads", variant)
+        return _line(misses * nbytes, reads)
 
     def beside(variant):
         """Seconds of a byte, of a call, and the share of the shorter of reads and arithmetic that
         is hidden. Where a token takes longer than its reads and its arithmetic apart, because they
         share cores and memory, its bytes take so much longer."""
         byte_s, call_s = line(variant)
-        reads, miss_s = medians["reads", variant], medians["token", variant].iloc[0]
-        hidden_s = reads.iloc[-1] - (miss_s - hit_s) / L
-        byte_s += max(0.0, -float(hidden_s)) / float(reads.index[-1] * nbytes)
-        shorter_s = min(reads.iloc[-1], experts_s)
+        (misses, reads), miss_s = by_misses("reads", variant), by_misses("token", variant)[1, 0]
+        hidden_s = reads[-1] - (miss_s - hit_s) / L
+        byte_s += max(0.0, -float(hidden_s)) / float(misses[-1] * nbytes)
+        shorter_s = min(reads[-1], experts_s)
         return byte_s, call_s, float(np.clip(hidden_s / shorter_s, 0, 1)) if experts_s else 0.0
 
     fixed_s, known = float(max(0.0, medians["token", OWN, 0] - L * experts_s)), {}
-    if ("reads", DIRECT) in medians:
+    if by_misses("reads", DIRECT).size:
         names = ("direct_s_per_byte", "direct_call_s", "direct_overlap")
         known = dict(zip(names, beside(DIRECT)))
-    if ("token", HELD) in medians:
+    if ("token", HELD, 0) in medians:
         held_s = medians["token", HELD, 0]
         known["held_fixed_s"] = min(fixed_s, float(max(0.0, held_s - L * experts_s)))
         known["prompt_token_s"] = float(medians["prompt", HELD, 0]) / PROMPT
-    if ("token", HOST) in medians:
-        host = medians["token", HOST]
-        missed = host.index.to_numpy().mean() * L * nbytes
-        known["host_s_per_byte"] = float(max(0.0, host.median() - held_s) / missed)
+    misses, host = by_misses("token", HOST)
+    if host.size:
+        missed = misses.mean() * L * nbytes
+        known["host_s_per_byte"] = float(max(0.0, np.median(host) - held_s) / missed)
     warm_s_per_byte, warm_call_s = line(PAGES)
     cold_s_per_byte, cold_call_s, overlap = beside(DISK)
     return Costs(

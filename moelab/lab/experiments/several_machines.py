@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ... import DATA
 from ...replay import ranks as replay
-from ...replay.locality import popularity
+from ...replay.locality import popularity, recorded_trace
 from ...streaming.placement import balanced, by_number
 from ...streaming.trace import Trace
 from .. import charts, records
@@ -53,7 +52,7 @@ def placements(
         token that the ranks wait for) and ``over_number`` (``waited`` over that by number).
     """
     running = records.Running("placements", {"model": "tiny-moe", "filling_tokens": FILLING})
-    traces = [Trace.load(DATA / "traces" / f"{text}.npz") for text in texts]
+    traces = [recorded_trace(text) for text in texts]
     rows = []
     for i, (text, trace) in enumerate(zip(texts, traces)):
         others = [t.decode for other, t in zip(texts, traces) if other != text]
