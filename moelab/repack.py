@@ -96,8 +96,11 @@ def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
         for i, layer in enumerate(layers):
             file, half = partial / _file_name(i), partial / _file_name(i, "writing")
             if not file.exists():  # it gets this name only when it is complete
-                layer.write(half)
-                layer.compare(half)
+                try:
+                    layer.write(half)
+                    layer.compare(half)
+                finally:
+                    source.check_unchanged()
                 os.replace(half, file)
             bar.update(layer.nbytes)
         mx.save_safetensors(
@@ -110,6 +113,7 @@ def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
     _compare_backbone(partial, backbone)
     for file in partial.iterdir():
         _to_disk(file)
+    source.check_unchanged(*copied)
     finish(partial, out, JOURNAL)
     _to_disk(out.absolute().parent)
     return out
@@ -126,10 +130,9 @@ def _is_copied(file):
 
 
 def _identity(source):
-    """The source's files with their sizes and times. A run goes on only if they are the same."""
-    files = sorted({t.file for t in source.tensors.values()})
-    stats = [(str(f.resolve()), f.stat()) for f in files]
-    return json.dumps([[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats])
+    """The source's files and their stamps. A run goes on only if they are the same."""
+    files = (*source.files, source.path / "config.json")
+    return json.dumps([[str(file.resolve()), *source.stamps[file]] for file in files])
 
 
 class _Layer:

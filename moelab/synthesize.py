@@ -319,9 +319,9 @@ def _write_shard(path, tensors, shapes, seed, silent_rows, routers, progress):
         os.fsync(f.fileno())
 
 
-def _tokenizer_facts(folder):
+def _tokenizer_facts(text):
     """The size of a ``tokenizer.json``'s vocabulary, and the ids that must never be decoded."""
-    spec = json.loads((folder / "tokenizer.json").read_text())
+    spec = json.loads(text)
     vocab = spec["model"]["vocab"]
     ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
     added = [t["id"] for t in spec.get("added_tokens", [])]
@@ -397,7 +397,9 @@ def synthesize(
             f"no tokenizer.json in {tokenizer}: name a folder that holds one with --tokenizer "
             "(that of any mlx-lm model)"
         )
-    vocab_of_tokenizer, special = _tokenizer_facts(tokenizer)
+    # Read once: it may be replaced while the weights are written.
+    copied = {n: (tokenizer / n).read_bytes() for n in TOKENIZER_FILES if (tokenizer / n).is_file()}
+    vocab_of_tokenizer, special = _tokenizer_facts(copied["tokenizer.json"])
     vocab = vocab_of_tokenizer if vocab is None else vocab
     if vocab < vocab_of_tokenizer:
         raise ValueError(
@@ -442,7 +444,6 @@ def synthesize(
     names = ["model.safetensors"]
     if len(parts) > 1:
         names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
-    copied = [name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
     written = [*names, "model.safetensors.index.json", "config.json", "README.md", *copied]
     partial = begin(out, JOURNAL, written)
     try:
@@ -465,8 +466,8 @@ def synthesize(
             )
         )
         (partial / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=4))
-        for name in copied:
-            shutil.copyfile(tokenizer / name, partial / name)
+        for name, content in copied.items():
+            (partial / name).write_bytes(content)
         (partial / "README.md").write_text(_readme(like, config["moelab_synthetic"], nbytes))
         finish(partial, out, JOURNAL)
     except BaseException as error:  # Ctrl-C too

@@ -33,6 +33,7 @@ import moelab
 from moelab import synthesize
 from moelab.checkpoint import Checkpoint
 from moelab.experts import expert_modules
+from moelab.streaming import model as model_module
 from moelab.streaming.build import build_model, place_experts
 from moelab.streaming.config import OPTIONS
 from moelab.streaming.model import load_model
@@ -981,6 +982,21 @@ def test_file_replaced_while_streamed(mode, damaged, want, assert_usable):
             new.replace(file)
         np.testing.assert_allclose(generate(model), want, atol=1e-4)
     failing_load(damaged, moelab.CheckpointError, "header")
+    assert_usable()
+
+
+@pytest.mark.parametrize("mode", ("resident", "fused"))
+def test_file_replaced_while_loaded(mode, damaged, assert_usable, monkeypatch):
+    """After the headers were read, by one whose tensors may lie elsewhere."""
+
+    def replacing(*args):
+        os.replace(shutil.copy2(shard(damaged), damaged / "new"), shard(damaged))
+        return build_model(*args)
+
+    monkeypatch.setattr(model_module, "build_model", replacing)
+    config = moelab.StreamConfig(mode=mode)
+    failing_load(damaged, moelab.CheckpointError, "was written or replaced", config)
+    monkeypatch.undo()
     assert_usable()
 
 

@@ -331,6 +331,28 @@ def test_interrupted_at_the_very_end_it_can_be_run_again(call, tmp_path, monkeyp
     assert sorted(p.name for p in tmp_path.iterdir()) == ["packed", "plain"]
 
 
+@pytest.mark.parametrize("name", ("model.safetensors", "config.json", "tokenizer.json"))
+def test_a_source_that_is_replaced_meanwhile(name, model_path, tmp_path, monkeypatch):
+    source, out = tmp_path / "m", tmp_path / "out"
+    shutil.copytree(model_path, source)
+    write, layers = repack_module._Layer.write, []
+
+    def replacing(layer, file):
+        write(layer, file)
+        layers.append(layer)
+        if len(layers) == 2:  # by a file of the same size and time
+            os.replace(shutil.copy2(source / name, tmp_path / name), source / name)
+
+    monkeypatch.setattr(repack_module._Layer, "write", replacing)
+    with pytest.raises(moelab.CheckpointError, match=f"{name}: was written or replaced"):
+        repack(source, out, progress=False)
+    assert not out.exists()
+    repack(source, out, progress=False)
+    assert not out.with_name("out.partial").exists()
+    kept = name == "tokenizer.json"  # what the layers are not made from
+    assert len(layers) == (4 if kept else 2 + 4)
+
+
 def test_an_empty_partial_folder_is_taken(tmp_path):
     """A run that was killed before it wrote its journal leaves one."""
     path = families.write_checkpoint("qwen3_moe", tmp_path / "plain", "affine4")

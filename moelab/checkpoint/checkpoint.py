@@ -25,6 +25,7 @@ class Checkpoint:
         tensors (dict[str, Tensor]): The tensors of model*.safetensors by their names there.
         packed (dict[str, ExpertTensor]): The experts' parameters by their path in the model, if
             ``python -m moelab repack`` wrote the folder; else empty.
+        stamps (dict[Path, tuple]): Of each file in the folder what tells it from another one.
 
     Raises:
         CheckpointError: If a file is missing or truncated, or its header does not fit it.
@@ -37,9 +38,11 @@ class Checkpoint:
                 f"{self.path}: an unfinished copy that an interrupted 'python -m moelab repack' "
                 "left. Run the same command again, it goes on from there."
             )
+        self.stamps = {}
         for entry in self.path.iterdir() if self.path.is_dir() else ():
             if entry.exists() and not entry.is_dir():
                 regular_file(entry)
+                self.stamps[entry] = _stamp(entry)
         if not (self.path / "config.json").is_file():
             raise CheckpointError(
                 f"{self.path}: expected a model folder with a config.json, found none. "
@@ -63,6 +66,16 @@ class Checkpoint:
         """The bytes of all tensors together."""
         experts = sum(t.nbytes * len(t.offsets) for t in self.packed.values())
         return experts + sum(t.nbytes for t in self.tensors.values())
+
+    def check_unchanged(self, *others: Path) -> None:
+        """Raise if the weights, the configuration or others of the files have been replaced."""
+        packed = (file for tensor in self.packed.values() for file in tensor.files)
+        for file in {*self.files, *packed, self.path / "config.json", *others}:
+            if not file.exists() or self.stamps.get(file) != _stamp(file):
+                raise CheckpointError(
+                    f"{file}: was written or replaced while it was read: expected the same file to "
+                    "the end, got another. Try again when nothing writes to the folder any more."
+                )
 
     def _files(self):
         # The files that mlx-lm reads. The index only says which of them must exist.
@@ -89,3 +102,8 @@ class Checkpoint:
                 "that mlx_lm.load would take."
             )
         return files
+
+
+def _stamp(file):
+    s = file.stat()
+    return s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns

@@ -332,6 +332,7 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
         else:
             _stream(model, experts, session)
         _evaluate(model)
+        checkpoint.check_unchanged()
     except BaseException:
         session.reader.close()
         raise
