@@ -115,6 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     try:
+        _check_current_folder()
         args = parse(sys.argv[1:] if argv is None else argv)
         if getattr(args, "json", None) is not None:
             from .lab import records
@@ -138,6 +139,17 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     finally:
         _flush_or_drop(sys.stdout)
+
+
+def _check_current_folder():
+    """Name the current folder if it was removed: every path would fail without saying which."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"the current folder {os.environ.get('PWD', '')} was removed: change to another one "
+            "and run the command there"
+        ) from error
 
 
 def _interrupted():

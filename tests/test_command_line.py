@@ -2,8 +2,10 @@
 
 import inspect
 import io
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -179,14 +181,14 @@ def calls(monkeypatch, tmp_path):
 
 
 def run(capsys, *argv):
-    """The exit status and the last line of stderr."""
+    """The exit status, the last line of stderr, and all that was said."""
     try:
         code = main([str(a) for a in argv])
     except SystemExit as stop:
         code = stop.code
-    err = capsys.readouterr().err.strip()
+    out, err = capsys.readouterr()
     assert "Traceback" not in err
-    return SimpleNamespace(code=code, err=err.splitlines()[-1] if err else "")
+    return SimpleNamespace(code=code, err=["", *err.strip().splitlines()][-1], said=out + err)
 
 
 def option(name, value):
@@ -608,6 +610,68 @@ def test_an_error_in_a_process_with_a_limit_is_one_line(model_path, monkeypatch,
     monkeypatch.setattr(limit, "run", run_here)
     got = run(capsys, "bench", model_path, "--limits", "900", "--modes", "fused", "--slots", "1")
     assert got.code == 1 and "slots" in got.err and "at least" in got.err
+
+
+def without_tokenizer(path):
+    (path / "tokenizer.json").unlink()
+
+
+def with_an_old_index(path):
+    index = {"weight_map": {"norm.weight": "model-00001-of-00009.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def as_adapters(path):
+    (path / "config.json").rename(path / "adapter_config.json")
+
+
+# What is done to a copy of a folder of data/models, a command, its exit status, and what it says.
+WORDS = {
+    "no tokenizer": ("tiny-moe", without_tokenizer, "generate {} -p hi", 1, "tokenizer.json may"),
+    "no tokenizer, check": ("tiny-moe", without_tokenizer, "check {}", 1, "tokenizer.json may"),
+    "an old index": ("tiny-moe", with_an_old_index, "check {}", 1, "or remove the index if the 1 "),
+    "a DFlash draft": ("tiny-dflash", None, "generate {} -p hi", 1, "DFlash draft, .* as its --dr"),
+    "a DFlash draft, plan": ("tiny-dflash", None, "plan {}", 1, "DFlash draft, .* as its --draft"),
+    "a draft": ("tiny-draft", None, "generate {} -p hi", 1, "no experts .* as the --draft of a "),
+    "a draft, check": ("tiny-draft", None, "check {}", 1, r"\[ok\] SSD: not measured, model/ has"),
+    "adapters": ("tiny-draft", as_adapters, "generate {} -p hi", 1, "adapters as adapter_path"),
+    "200MB": ("tiny-moe", None, "generate {} -p hi -m 1 --memory-nbytes 200MB", 0, "slots=64"),
+    "x in a mode": ("tiny-moe", None, "bench {} --modes fused/memory_nbytes=x", 1, "500MB or 2GB"),
+    "no size": ("tiny-moe", None, "generate {} -p hi --memory-nbytes 9PB", 2, "as in 500MB or 2GB"),
+    "Ctrl-C": (
+        "tiny-moe",
+        None,
+        "repack {} {}2",
+        130,
+        "model2.partial stays: the same command goes",
+    ),
+    "here": (
+        "tiny-moe",
+        lambda path: (path.parent / "gone").mkdir(),
+        "check",
+        1,
+        "current folder .*/gone was removed: change to another",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WORDS)
+def test_the_words_say_what_to_do(case, tmp_path, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    name, change, command, code, said = WORDS[case]
+    path = shutil.copytree(moelab.DATA / "models" / name, tmp_path / "model")
+    if change:
+        change(path)
+    if case == "here":
+        monkeypatch.chdir(gone := tmp_path / "gone")
+        monkeypatch.setenv("PWD", str(gone))
+        gone.rmdir()
+    monkeypatch.setattr("moelab.repack._Layer.write", interrupt)
+    got = run(capsys, *command.replace("{}", str(path)).split())
+    assert got.code == code and re.search(said, got.said), got.said
+    assert "Give another" not in got.said and "name a model" not in got.said
 
 
 # Signals and pipes

@@ -43,15 +43,22 @@ class Checkpoint:
             if entry.exists() and not entry.is_dir():
                 regular_file(entry)
                 self.stamps[entry] = _stamp(entry)
+        adapters = self.path / "adapter_config.json"
         if not (self.path / "config.json").is_file():
             raise CheckpointError(
                 f"{self.path}: expected a model folder with a config.json, found none. "
-                "Give the folder that mlx_lm.load would take."
+                "Give the folder that mlx_lm.load would take"
+                + (", and these adapters as adapter_path." if adapters.exists() else ".")
             )
         for file in ("config.json", "generation_config.json", "hf_quant_config.json"):
             if (self.path / file).exists():  # all that mlx-lm reads
                 read_json(self.path / file)
         self.config = load_config(self.path)
+        if "dflash_config" in self.config:
+            raise CheckpointError(
+                f"{self.path}: expected a model, got a DFlash draft, which writes no text alone. "
+                "Give the model that it was trained for, and this folder as its --draft."
+            )
         self.files, layers = self._files(), sorted(self.path.glob("experts-*.safetensors"))
         # Streaming opens each file, and again past the page cache; MLX opens model*.safetensors.
         allow_open(3 * len(self.files) + 2 * len(layers), self.path)
@@ -94,7 +101,8 @@ class Checkpoint:
             if missing:
                 raise CheckpointError(
                     f"{index} names {len(named)} files, of which {len(missing)} are not in the "
-                    f"folder: {shorten(', '.join(missing[:3]))}. Download them again."
+                    f"folder: {shorten(', '.join(missing[:3]))}. Download them again, or remove "
+                    f"the index if the {len(files)} model*.safetensors there are the whole model."
                 )
         if not files:
             raise CheckpointError(

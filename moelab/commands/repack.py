@@ -1,7 +1,10 @@
 """The command ``repack``: each expert's bytes in one piece on disk."""
 
 import argparse
+import sys
+from pathlib import Path
 
+from ..checkpoint import JOURNAL
 from ..repack import repack
 from .argument_types import not_empty
 
@@ -24,7 +27,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The command."""
-    out = repack(args.model, args.out, progress=not args.quiet)
+    try:
+        out = repack(args.model, args.out, progress=not args.quiet)
+    except KeyboardInterrupt:
+        partial = Path(args.out).with_name(f"{Path(args.out).name}.partial")
+        if (partial / JOURNAL).exists():
+            print(
+                f"moelab: {partial} stays: the same command goes on from there; remove it if you "
+                "do not want the copy",
+                file=sys.stderr,
+            )
+        raise
     print(
         f"{out}: the same model, each expert in one piece; "
         "use it with moelab.load or python -m moelab"

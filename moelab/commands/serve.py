@@ -58,7 +58,7 @@ from ..streaming.ranks import LOADING_S, RankError, joined
 from ..streaming.room import RESERVE_NBYTES
 from ..streaming.session import session_of
 from . import request_checks as checks
-from .argument_types import at_least, json_object, not_empty, positive
+from .argument_types import at_least, json_object, nbytes, not_empty, positive
 from .arguments import (
     NO_PIPELINE,
     add_draft,
@@ -846,7 +846,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--prompt-cache-size", 10, "prompts and answers to keep")
     parser.add_argument(
         "--prompt-cache-bytes",
-        type=_size,
+        type=nbytes(),
         metavar="SIZE",
         help="their memory, as in 2GB (default: what slots auto leaves)",
     )
@@ -869,16 +869,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_loading(parser, "mlx_lm.server", *more)
     add_refused(parser, NO_PIPELINE, "--pipeline")
     add_stream_options(parser, sampling=True)
-
-
-def _size(text):
-    """Bytes, as mlx-lm's server takes them."""
-    try:
-        return server._parse_size(text)
-    except (ArithmeticError, KeyError):
-        raise argparse.ArgumentTypeError(
-            f"expected a size such as 500MB or 2GB, got {text!r}"
-        ) from None
 
 
 def run(args: argparse.Namespace) -> None:

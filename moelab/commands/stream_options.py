@@ -6,7 +6,7 @@ import os
 import sys
 
 from ..streaming.config import OPTIONS, StreamConfig
-from .argument_types import at_least, not_empty, or_auto
+from .argument_types import at_least, nbytes, not_empty, or_auto
 from .arguments import flag
 
 MEASURED_SLOTS = 16  # of commands that measure, where slots="auto" would change with the machine
@@ -70,7 +70,7 @@ def add_stream_options(
 def _type(option):
     """What makes a value of the text that was given for a field of ``StreamConfig``."""
     if option.bounds:
-        number = at_least(*option.bounds)
+        number = (nbytes if option.metavar == "BYTES" else at_least)(*option.bounds)
         return or_auto(number) if option.default == "auto" else number
     return str if option.choices else not_empty
 
@@ -204,10 +204,11 @@ def _parse_fields(name, settings):
             )
         if key in changes:
             raise ValueError(f"modes: expected each field once, {key} is there twice in {name!r}")
-        if OPTIONS[key].bounds and value != OPTIONS[key].default:
-            if not value.isdecimal():
-                raise ValueError(f"{where}, expected a whole number")
-            value = int(value)
+        if OPTIONS[key].bounds:
+            try:
+                value = _type(OPTIONS[key])(value)
+            except argparse.ArgumentTypeError as error:
+                raise ValueError(f"{where}: {error}") from None
         elif isinstance(OPTIONS[key].default, bool):
             value = {"True": True, "False": False}.get(value, value)
         changes[key] = value

@@ -30,6 +30,7 @@ from ..checkpoint import Checkpoint, CheckpointError
 from ..commands.argument_types import not_empty
 from ..memory import memory_available, memory_limit
 from ..streaming.build import build_model
+from ..streaming.model import tokenizer_of
 from ..streaming.reading import native
 from .oscache import drop_pages
 
@@ -166,11 +167,11 @@ def dispatch_cost(count: int = 200) -> tuple[float, float]:
     return tuple(statistics.median(timed(each) for _ in range(5)) for each in (False, True))
 
 
-def _file_to_read(model):
-    files = [
-        f for f in Path(model or DATA).rglob("*.safetensors") if f.stat().st_size >= 8 * READ_NBYTES
-    ]
-    return max(files, key=lambda f: f.stat().st_size, default=None)
+def _file_to_read(folder):
+    """The largest model file of a folder; None if none is large enough."""
+    files = [f for f in folder.glob("*.safetensors") if f.is_file()]  # no dangling link, no FIFO
+    largest = max(files, key=lambda f: f.stat().st_size, default=None)
+    return largest if largest and largest.stat().st_size >= 8 * READ_NBYTES else None
 
 
 def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]:
@@ -207,9 +208,8 @@ def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]
         f"{_size(MIN_MEMORY_NBYTES)} are needed: close other programs or raise the limit",
     )
 
-    folder = (
-        Path(model) if model and Path(model).is_dir() else DATA if DATA.is_dir() else Path.cwd()
-    )
+    folder = Path(model or DATA / "models" / "tiny-moe")
+    folder = folder if folder.is_dir() else Path.cwd()  # an installed moelab has no data
     disk = shutil.disk_usage(folder).free
     yield (
         disk >= MIN_DISK_NBYTES,
@@ -220,8 +220,8 @@ def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]
     path = _file_to_read(folder)
     if path is None:
         yield (
-            False,
-            "SSD: no model file of 8 MB or more to read",
+            model is not None,
+            f"SSD: not measured, {folder.name}/ has no model file of 8 MB or more",
             "name a model: python -m moelab check MODEL",
         )
     else:
@@ -254,6 +254,7 @@ def _plan_of(model):
     """The slots that the commands would choose for a model, and what they hold of its experts."""
     from .. import StreamConfig, footprint, plan
 
+    tokenizer_of(model)
     try:
         p = plan(model, StreamConfig(lazy_logits=True))
     except CheckpointError:

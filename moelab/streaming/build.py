@@ -84,7 +84,8 @@ def build_model(
     else:
         raise CheckpointError(
             f"{checkpoint.path}: a {own.get('model_type')} model has no experts (expected "
-            "SwitchGLU or SwitchMLP modules, found none). Load it with mlx_lm.load."
+            "SwitchGLU or SwitchMLP modules, found none). Load it with mlx_lm.load, or give it as "
+            "the --draft of a model with the same tokenizer."
         )
     try_out(checkpoint, model)
     return model, model_config, top_k

@@ -147,7 +147,7 @@ class StreamConfig:
     )
     memory_nbytes: int | None = _option(
         None,
-        "for slots auto: what may be taken (default: what there is)",
+        "for slots auto: what may be taken, as in 2GB (default: what there is)",
         metavar="BYTES",
         bounds=(1, MOST_NBYTES),
         modes=SLOT_MODES,

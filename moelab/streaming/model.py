@@ -220,7 +220,7 @@ def load(
         try:
             if adapter_path is not None:
                 _load_adapters(model, adapter_path)
-            tokenizer = _tokenizer(path, tokenizer_config, model_config.get("eos_token_id"))
+            tokenizer = tokenizer_of(path, tokenizer_config, model_config.get("eos_token_id"))
         except BaseException:
             close(model)
             raise
@@ -246,13 +246,18 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
         ) from e
 
 
-def _tokenizer(path, tokenizer_config, eos_token_ids):
+def tokenizer_of(
+    path: Path, tokenizer_config: dict | None = None, eos_token_ids: int | list[int] | None = None
+) -> TokenizerWrapper:
+    """The tokenizer of a model folder, which must make tokens of a text."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (path / name).exists():
             read_json(path / name)
     try:
         tokenizer = mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos_token_ids)
-        tokenizer.decode(tokenizer.encode("a"))
+        tokenizer.decode(ids := tokenizer.encode("a"))
+        if not set(ids).difference(tokenizer.all_special_ids):  # its vocabulary is empty
+            raise ValueError("expected tokens of 'a', got none: tokenizer.json may be missing")
         return tokenizer
     except (KeyboardInterrupt, SystemExit):
         raise
