@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 
@@ -35,20 +35,20 @@ positive, zero_or_more = at_least(1), at_least(0)
 UNITS = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}  # as mlx-lm's server has them
 
 
-def nbytes(least: int = 0, most: float = math.inf) -> Callable[[str], int]:
+def nbytes(least: int = 0, most: int = 2**63 - 1) -> Callable[[str], int]:
     """Bytes, as a number or as in ``2GB``."""
 
     def number(text):
         digits, unit = re.fullmatch(r"([\d.]*)(.*)", text, re.DOTALL).groups()
         try:
-            value = int(Decimal(digits) * UNITS[unit.strip().upper()])
-        except (ArithmeticError, KeyError):
+            value = Fraction(digits) * UNITS[unit.strip().upper()]
+        except (ValueError, KeyError):
             value = None
-        if value is None or not least <= value <= most:
+        if value is None or value % 1 or not least <= value <= most:
             raise argparse.ArgumentTypeError(
-                f"expected at least {least} bytes, as a number or as in 500MB or 2GB, got {text!r}"
+                f"expected bytes from {least} to {most}, also as in 500MB or 2GB, got {text!r}"
             )
-        return value
+        return int(value)
 
     return number
 
