@@ -135,7 +135,9 @@ def main(argv: list[str] | None = None) -> int:
         return 141  # what a shell says of a command that SIGPIPE ended
     except (ValueError, OSError, MemoryError, ModuleNotFoundError) as error:  # in one line
         plain = isinstance(error, OSError) and error.strerror and not error.filename
-        print(f"moelab: {error.strerror if plain else error}", file=sys.stderr)
+        said = f"moelab: {error.strerror if plain else error}"
+        said = "".join(c if c.isprintable() or c == "\n" else "?" for c in said)  # names of files
+        print(said, file=sys.stderr)
         return 1
     finally:
         _flush_or_drop(sys.stdout)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .checkpoint import read_json
 from .configs import CONFIGS
 from .partial import begin, clear, finish
 from .replay import by_token
@@ -319,9 +320,9 @@ def _write_shard(path, tensors, shapes, seed, silent_rows, routers, progress):
         os.fsync(f.fileno())
 
 
-def _tokenizer_facts(text):
+def _tokenizer_facts(file, text):
     """The size of a ``tokenizer.json``'s vocabulary, and the ids that must never be decoded."""
-    spec = json.loads(text)
+    spec = read_json(file, {"model": {"vocab": (dict, list)}}, text)
     vocab = spec["model"]["vocab"]
     ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
     added = [t["id"] for t in spec.get("added_tokens", [])]
@@ -399,7 +400,9 @@ def synthesize(
         )
     # Read once: it may be replaced while the weights are written.
     copied = {n: (tokenizer / n).read_bytes() for n in TOKENIZER_FILES if (tokenizer / n).is_file()}
-    vocab_of_tokenizer, special = _tokenizer_facts(copied["tokenizer.json"])
+    vocab_of_tokenizer, special = _tokenizer_facts(
+        tokenizer / "tokenizer.json", copied["tokenizer.json"]
+    )
     vocab = vocab_of_tokenizer if vocab is None else vocab
     if vocab < vocab_of_tokenizer:
         raise ValueError(

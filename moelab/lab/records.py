@@ -27,6 +27,7 @@ import numpy as np
 import psutil
 from tqdm import tqdm
 
+from ..checkpoint import read_json
 from ..shipped import shipped
 from .machine import card
 
@@ -163,7 +164,7 @@ def read(name: str, disturbed: bool = False) -> "DataFrame":
     if not path.is_file():
         names = ", ".join(sorted(p.stem for p in path.parent.glob("*.json")))
         raise FileNotFoundError(f"{path}: no such record; there are {names or 'none'}")
-    found = json.loads(path.read_text())
+    found = read_json(path)
     if "rows" not in found or "settings" not in found:
         raise ValueError(
             f"{name}: expected a record with settings and rows, got kind {found.get('kind')!r}."

@@ -124,6 +124,21 @@ def test_an_index_is_written_again_and_links_other_machines(built, tmp_path):
         assert "peers" not in text and "01_no_page" not in text and index.SMALL not in text
 
 
+def test_an_index_takes_no_html_of_titles_and_answers(built, tmp_path, capsys):
+    said = json.loads((built / "00_first.json").read_text())
+    text = "z <script>a</script> [b](javascript:c) **d**"
+    name = '0"><script>'
+    (tmp_path / f"{name}.html").touch()
+    made = said | dict.fromkeys(("title", "answer", "machine"), text)
+    (tmp_path / f"{name}.json").write_text(json.dumps(made))
+    page = index.index(tmp_path)
+    assert "<script" not in page and 'href="javascript' not in page
+    assert "<strong>d</strong>" in page
+    for wrong in ("[]", "{}", json.dumps(said | {"answer": 7})):
+        (tmp_path / f"{name}.json").write_text(wrong)
+        assert main(["index", str(tmp_path)]) == 1 and "expected" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_page_links_only_what_is_beside_it(path):
     cells = nbformat.read(path, as_version=4).cells

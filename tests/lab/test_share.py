@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,6 +116,67 @@ def test_a_plan_finds_what_was_measured_on_such_a_machine(good, monkeypatch, tmp
     }.items():
         assert not share.of_such_a_machine(sizes, machine | {name: other})
     assert not share.of_such_a_machine(replace(sizes, E=32), machine)
+
+
+def without(*parts):
+    def remove(made):
+        for part in parts[:-1]:
+            made = made[part]
+        del made[parts[-1]]
+
+    return remove
+
+
+STRANGE = {  # a change of a file's content that has a right digest, or the file's text
+    "no rows": lambda made: made.update(rows=[]),
+    "rows of numbers": lambda made: made.update(rows=[1] * share.RUNS),
+    "no card": lambda made: made.update(machine=None),
+    "no processor": without("machine", "cpu"),
+    "no memory held": without("rows", 0, "held_nbytes"),
+    "no size of an expert": without("sizes", "expert_nbytes"),
+    "memory as text": lambda made: made["machine"].update(memory_nbytes="24 GiB"),
+    "too large": lambda made: made["rows"][0].update(held_nbytes=10**400),
+    "NaN": lambda made: made["rows"][0].update(decode_s=float("nan")),
+    "load is a list": lambda made: made.update(load=[]),
+    "trace is a number": lambda made: made.update(trace=7),
+    "deep": "[" * 100_000,
+    "cut off": '{"machine": {',
+    "a fifo": os.mkfifo,
+    "a folder": os.mkdir,
+    "a dangling link": lambda path: os.symlink("nowhere", path),
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_files_of_strangers_are_passed_over(case, good, monkeypatch, tmp_path):
+    """In the folder of ``plan``; the page of those that were sent says which is wrong, and why."""
+    made, file = STRANGE[case], tmp_path / "a_2_cores_b.json"
+    if case.startswith("a "):
+        made(file)
+    else:
+        file.write_text(made if isinstance(made, str) else json.dumps(signed(good, made)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(share, "DATA", tmp_path)
+    assert share.of_such_a_machine(ModelSizes(**good["sizes"]), good["machine"]) == []
+    with pytest.raises((ValueError, FileNotFoundError), match=file.name):
+        share.page([file])
+
+
+def test_texts_of_strangers_stay_texts(good, monkeypatch, tmp_path):
+    """No escape of a terminal; no Markdown, HTML or second column of a table."""
+    text = "\x1b[31m<script>|[a](javascript:b)\u202e\n| 9 |"
+
+    def rename(made):
+        made["machine"] |= {"date": text, "moelab": text}
+        made["settings"]["model"] = text
+
+    file = tmp_path / "a_2_cores_\x1b[2J.json"
+    file.write_text(json.dumps(signed(good, rename)))
+    monkeypatch.chdir(tmp_path)
+    (line,) = share.of_such_a_machine(ModelSizes(**good["sizes"]), good["machine"])
+    row = share.page([file]).splitlines()[-1]
+    assert line.isprintable() and row.isprintable() and row.count(" | ") == 7
+    assert "<" not in row and row.count("](") == 1 + row.count("\\](")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -7,7 +7,6 @@ is counted does not depend on the machine's speed.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ... import StreamConfig, load
+from ...checkpoint import read_json
 from ...commands.arguments import add_json, add_number
 from ...commands.drafting import open_draft
 from ...shipped import shipped
@@ -216,7 +216,7 @@ def training(draft: str | Path) -> "DataFrame":
         ``tau``, ``tau_first_100`` (in the first 100 tokens of a text) and ``committed`` (list:
         tokens of each round).
     """
-    record = json.loads((Path(draft) / "training.json").read_text())
+    record = read_json(Path(draft) / "training.json")
     rows = {  # of two runs of the same length the later has the better learning rate
         (run["steps"], name, texts): {
             "tau": found["tau"],

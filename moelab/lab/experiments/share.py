@@ -9,16 +9,20 @@ python -m moelab.lab community OUT.md FILE.json ...
 import argparse
 import base64
 import hashlib
+import html
 import json
+import re
 import tempfile
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
 from ... import DATA, StreamConfig, load, record
+from ...checkpoint import describe, read_json, shorten
 from ...commands.argument_types import not_empty
 from ...commands.arguments import add_model
 from ...replay.sizes import ModelSizes
@@ -33,7 +37,20 @@ RUNS, TOKENS, WARMUP = 7, 32, 32  # rounds, and tokens of each: timed, and befor
 MAX_SPREAD = 0.2  # of the quartiles, as a share of the median
 MAX_OFF = 2.0  # of one sample, as a factor
 SAME_MEMORY = 0.15  # so near are the memories of machines that count as alike
-NEEDED = ("kind", "machine", "load", "settings", "sizes", "rows", "trace", "digest")
+NUMBER = (int, float)
+COUNTED = ("decode_tokens", "hits", "misses", "bytes_read", "held_nbytes")
+LIKE = {  # what a file must have of that which is read
+    "machine": {
+        **{"cpu": str, "gpu": (str, type(None)), "cores": int, "memory_nbytes": NUMBER},
+        **{"moelab": str, "date": str},
+    },
+    "load": {"disturbed": bool, "cores_of_others": NUMBER},
+    "settings": {"model": str},
+    "sizes": dict.fromkeys(("L", "E", "K", "expert_nbytes"), NUMBER),
+    "rows": [{"decode_s": NUMBER, **dict.fromkeys(COUNTED, NUMBER)}],
+    "trace": str,
+    "digest": str,
+}
 
 
 def share(model: str | Path, out: str | Path | None = None) -> Path:
@@ -82,7 +99,7 @@ def digest(made: dict[str, Any]) -> str:
 
 def problems(made: dict[str, Any]) -> list[str]:
     """What is wrong with a file's content, a sentence each; nothing if it can be taken."""
-    if missing := [name for name in NEEDED if name not in made]:
+    if missing := [name for name in ("kind", *LIKE) if name not in made]:
         return [f"Expected {', '.join(missing)}, found none: write it with python -m moelab share."]
     out = []
     if made["digest"] != digest(made):
@@ -92,7 +109,7 @@ def problems(made: dict[str, Any]) -> list[str]:
         out.append(f"Other programs used {cores:.1f} cores: close them and measure again.")
     sizes, rows = made["sizes"], made["rows"]
     if len(rows) != RUNS:
-        out.append(f"Expected {RUNS} samples, got {len(rows)}.")
+        return [*out, f"Expected {RUNS} samples, got {len(rows)}."]
     speeds = _speeds(rows)
     low, mid, high = np.percentile(speeds, (25, 50, 75))
     if high - low > MAX_SPREAD * mid:
@@ -104,7 +121,8 @@ def problems(made: dict[str, Any]) -> list[str]:
         if not 1 / MAX_OFF <= speed / mid <= MAX_OFF:
             out.append(f"Sample {i} is {speed:.3g} tok/s where the median is {mid:.3g}.")
         needed = row["decode_tokens"] * sizes["L"] * sizes["K"]
-        used = sum(row.get(name, 0) for name in ("hits", "misses", "prefetch_used"))
+        used = row["hits"] + row["misses"]
+        used += n if isinstance(n := row.get("prefetch_used"), NUMBER) else 0
         if not 0.9 * needed <= used <= 1.1 * needed:
             out.append(f"Sample {i} used {used} experts where its tokens need {needed}.")
     try:
@@ -125,26 +143,32 @@ def unpacked(text: str) -> Trace:
         return Trace.load(file)
 
 
+def received(file: Path) -> dict[str, Any]:
+    """The content of a file that somebody sent.
+
+    Raises:
+        ValueError: If it has problems.
+    """
+    made = read_json(file, LIKE)
+    try:
+        wrong = problems(made)
+    except (ArithmeticError, RecursionError) as error:  # of other values than ``share`` writes
+        wrong = [describe(error)]
+    if wrong:
+        raise ValueError(f"{file}: {' '.join(wrong)}")
+    return made
+
+
 def traces() -> dict[str, Trace]:
     """The traces of ``data/community``, by the names of their files."""
-    return {file.stem: unpacked(made["trace"]) for file, made in _sent()}
+    return {file.stem: unpacked(made["trace"]) for file, made in _received(DATA / "community")}
 
 
-def _sent():
-    """Yields each file of ``data/community`` and its content; none in an installed moelab."""
-    for file in sorted((DATA / "community").glob("*.json")):
-        yield file, json.loads(file.read_text(encoding="utf-8"))
-
-
-def _own():
-    """Yields the files that ``share`` wrote into this folder, with their content.
-
-    Damaged and edited ones are left out.
-    """
-    for file in sorted(Path().glob("*_cores_*.json")):
-        with suppress(ValueError, TypeError, KeyError):
-            if not problems(made := json.loads(file.read_text(encoding="utf-8"))):
-                yield file, made
+def _received(folder, pattern="*.json"):
+    """Yields each file of a folder and its content, if ``share`` wrote it."""
+    for file in sorted(folder.glob(pattern)):
+        with suppress(ValueError, OSError):
+            yield file, received(file)
 
 
 def of_such_a_machine(sizes: ModelSizes, card: dict[str, Any]) -> list[str]:
@@ -157,7 +181,7 @@ def of_such_a_machine(sizes: ModelSizes, card: dict[str, Any]) -> list[str]:
         card (dict): The machine: ``cpu``, ``gpu``, ``memory_nbytes`` and, if known, ``cores``.
     """
     out, shape = [], ("L", "E", "K", "expert_nbytes")
-    for file, made in (*_own(), *_sent()):
+    for file, made in (*_received(Path(), "*_cores_*.json"), *_received(DATA / "community")):
         machine = made["machine"]
         alike = all(machine[name] == card[name] for name in ("cpu", "gpu"))
         alike &= abs(machine["memory_nbytes"] / card["memory_nbytes"] - 1) < SAME_MEMORY
@@ -167,13 +191,18 @@ def of_such_a_machine(sizes: ModelSizes, card: dict[str, Any]) -> list[str]:
             held = np.median([row["held_nbytes"] for row in made["rows"]]) / 1e9
             out.append(
                 f"{mid:.3g} tok/s [{low:.3g}, {high:.3g}] with {held:.2g} GB held "
-                f"({Path(*file.parts[-3:])}, {machine['date']})"
+                f"({shorten(Path(*file.parts[-3:]))}, {shorten(machine['date'])})"
             )
     return out
 
 
 def _speeds(rows):
     return np.array([row["decode_tokens"] / row["decode_s"] for row in rows])
+
+
+def _cell(text):
+    """A text in a table's cell, where nothing of it is Markdown or HTML."""
+    return re.sub(r"([\\`|\[\]])", r"\\\1", html.escape(shorten(text), quote=False))
 
 
 def page(files: list[Path]) -> str:
@@ -184,18 +213,18 @@ def page(files: list[Path]) -> str:
     """
     rows = []
     for file in files:
-        made = json.loads(Path(file).read_text(encoding="utf-8"))
-        if wrong := problems(made):
-            raise ValueError(f"{file}: {' '.join(wrong)}")
+        made = received(Path(file))
         samples = records.table(made)
         low, mid, high = np.percentile(samples.tok_s, (25, 50, 75))
         machine, held = made["machine"], samples.held_nbytes.median() / 1e9
         memory = f"{machine['memory_nbytes'] / 2**30:.0f} GiB"
         where = f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores, {memory}"
+        model, moelab = _cell(made["settings"]["model"]), _cell(machine["moelab"])
         line = (
-            f"| {mid:.3g} [{low:.3g}, {high:.3g}] | {made['settings']['model']} | {held:.2g} | "
+            f"| {mid:.3g} [{low:.3g}, {high:.3g}] | {model} | {held:.2g} | "
             f"{samples.hit_rate.median():.0%} | {samples.read_nbytes_per_token.median() / 1e6:.0f} "
-            f"| {where} | {machine['moelab']}, {machine['date']} | [file]({Path(file).name}) |"
+            f"| {_cell(where)} | {moelab}, {_cell(machine['date'])} "
+            f"| [file]({quote(Path(file).name)}) |"
         )
         rows.append((mid, line))
     head = (

@@ -7,12 +7,14 @@ and link each other.
 """
 
 import html
-import json
 import os
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from nbconvert.filters import markdown2html
+import mistune
+
+from ...checkpoint import read_json
 
 PAGE = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><title>moelab</title>'
@@ -35,6 +37,8 @@ ON_THE_WEB = (
     '<a href="https://github.com/{0}/blob/HEAD/docs/guide.md#on-the-web">the guide</a>. The '
     'source: <a href="https://github.com/{0}">{0}</a>.</p>'
 )
+LIKE = {"title": str, "answer": str, "machine": str, "fast": bool, "failed": bool}
+markdown2html = mistune.create_markdown(escape=True)  # raw HTML is shown, not followed
 SMALL = "<p><b>Small sizes (MOELAB_FAST=1): a check that it runs, no measurement.</b></p>"
 FAILED = "<p><b>A cell failed: the page ends there.</b></p>"
 
@@ -42,7 +46,7 @@ FAILED = "<p><b>A cell failed: the page ends there.</b></p>"
 def described(folder: Path) -> dict[str, dict[str, Any]]:
     """What ``NAME.json`` says of each page of a folder, by the page's file name."""
     found = {path.with_suffix(".html"): path for path in sorted(folder.glob("[0-9]*.json"))}
-    return {page.name: json.loads(j.read_text()) for page, j in found.items() if page.exists()}
+    return {page.name: read_json(j, LIKE) for page, j in found.items() if page.exists()}
 
 
 def index(folder: Path, repository: str = "") -> str:
@@ -59,11 +63,11 @@ def index(folder: Path, repository: str = "") -> str:
         if there := list(described(other).values()):
             line = f"The same notebooks, run on {html.escape(there[-1]['machine'])}"
             link = Path(os.path.relpath(other, folder), "index.html").as_posix()
-            links.append(f'<p><a href="{link}">{line}</a>.</p>')
+            links.append(f'<p><a href="{quote(link)}">{line}</a>.</p>')
     if repository:
         links.append(ON_THE_WEB.format(html.escape(repository)))
     entries = [
-        f'<h2><a href="{name}">{html.escape(page["title"])}</a></h2>'
+        f'<h2><a href="{quote(name)}">{html.escape(page["title"])}</a></h2>'
         f"{FAILED * page['failed']}{SMALL * page['fast']}{markdown2html(page['answer'])}"
         for name, page in pages.items()
     ]
