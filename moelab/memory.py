@@ -1,5 +1,6 @@
 """How much memory this process may still take: by the system, its cgroups and the GPU."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,14 @@ import psutil
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
 NO_LIMIT_NBYTES = 1 << 60  # cgroup v1 has such a number in place of "max"
+
+HALF = "at most half of a Mac's memory is filled, since one of 16 GB swapped with two thirds"
+
+
+def most_for_a_model(ram_nbytes: float, is_mac: bool | None = None) -> float:
+    """Bytes of a machine's memory that a plan may fill. Whether it is a Mac: default, this one."""
+    is_mac = sys.platform == "darwin" if is_mac is None else is_mac
+    return ram_nbytes / 2 if is_mac else float("inf")
 
 
 def _cgroups() -> Iterator[tuple[Path, int]]:

@@ -10,6 +10,7 @@ from math import isnan, nan
 
 import numpy as np
 
+from ..memory import most_for_a_model
 from ..streaming.trace import Trace
 from .costs import Costs
 from .locality import Locality, synthesize
@@ -39,7 +40,7 @@ MAX_BYTES_PER_S = 1e13  # of weights; an expert that is too small to be timed wo
 # within 0.07 (root of the mean square).
 ZIPF = 1.12
 # What the system and other programs keep, at most a quarter of the memory. A Mac lets its GPU have
-# two thirds of its memory, or three quarters of more than 36 GB.
+# two thirds of its memory, or three quarters of more than 36 GB, and swaps beyond at the latest.
 SYSTEM_NBYTES, SYSTEM_SHARE = 4e9, 0.25
 GPU_SHARES = ((36e9, 2 / 3), (float("inf"), 3 / 4))
 # GB/s of a Mac's memory, as Apple states them; the larger of two where a chip has two.
@@ -139,10 +140,7 @@ class Machine:
     @property
     def model_nbytes(self) -> float:
         """What the model alone may take."""
-        if not self.is_mac:
-            return self.memory_nbytes
-        share = next(share for most, share in GPU_SHARES if self.ram_nbytes <= most)
-        return min(self.memory_nbytes, share * self.ram_nbytes)
+        return min(self.memory_nbytes, most_for_a_model(self.ram_nbytes, self.is_mac))
 
     def prompt_s(self, sizes: ModelSizes, tokens: int, slots: int) -> tuple[float, float]:
         """Seconds until a prompt's first token, with no expert in memory: at least, and at most.
@@ -174,7 +172,7 @@ class Machine:
     def costs(self, sizes: ModelSizes, held_nbytes: float = 0.0) -> Costs:
         """What a replay needs, for a model.
 
-        Where its arrays take more than ``model_nbytes``, a Mac swaps. A token goes through all of
+        Where its arrays take more than ``GPU_SHARES``, a Mac swaps. A token goes through all of
         the backbone, and the system drops what was used longest ago, which comes next: so the
         backbone is read again for each token.
 
@@ -182,10 +180,11 @@ class Machine:
             sizes (ModelSizes): Of the model.
             held_nbytes (float): Its arrays: slots and all else.
         """
-        swapped = sizes.token_nbytes if self.is_mac and held_nbytes > self.model_nbytes else 0
+        share = next(share for most, share in GPU_SHARES if self.ram_nbytes <= most)
+        swaps = self.is_mac and held_nbytes > min(self.memory_nbytes, share * self.ram_nbytes)
         past = (1 / self.disk_bytes_per_s, self.wait_s[0]) if not self.is_mac else (float("nan"), 0)
         backbone_s = sizes.token_nbytes / self.weights_bytes_per_s
-        backbone_s += swapped / self.disk_bytes_per_s
+        backbone_s += swaps * sizes.token_nbytes / self.disk_bytes_per_s
         return Costs(
             fixed_s=backbone_s + sizes.layers * self.layer_s,
             held_fixed_s=backbone_s + sizes.layers * self.held_layer_s,

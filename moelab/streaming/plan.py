@@ -21,7 +21,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 from .. import kernels
 from ..checkpoint import Checkpoint, try_out
 from ..experts import expert_modules, expert_parameters, num_experts
-from ..memory import memory_in_cgroups, memory_on_gpu
+from ..memory import HALF, memory_in_cgroups, memory_on_gpu, most_for_a_model
 from .build import activation_dtype, build_model, stays_resident
 from .config import SLOT_MODES, StreamConfig
 from .ranks import Ranks
@@ -229,8 +229,8 @@ def plan_of(
         ranks (Ranks or None): Those that divide the experts: the slots are for this one's.
     """
     needs = _needs(model, checkpoint, config, top_k, ranks)
-    memory, system = _memory() if config.memory_nbytes is None else (config.memory_nbytes, 0)
-    memory = max(0, memory)
+    given = config.memory_nbytes
+    memory, system, why = _for_a_model() if given is None else (max(0, given), 0, "")
     tokens = _prompt_tokens(needs, memory, config.context)
     prompt = _prompt_nbytes(needs, tokens)
     parts = {
@@ -242,7 +242,7 @@ def plan_of(
     if needs.reserved:
         parts["reserved"] = needs.reserved
     listed = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in parts.items())
-    left = f" ({_size(system)} more left to the system)" if system else ""
+    left = f" ({_size(system)} more left to the system{why})" if system else ""
     free, least, L = memory - sum(parts.values()), needs.least, len(needs.experts)
     if free < least * needs.slot:
         raise ValueError(
@@ -427,7 +427,17 @@ def _memory():
 
 def memory_for_a_model() -> int:
     """Bytes that ``plan`` gives a model where none are said: the system keeps some beside them."""
-    return max(0, _memory()[0])
+    return _for_a_model()[0]
+
+
+def _for_a_model():
+    """What a plan fills, what it leaves to the system, and why if that is a Mac's half."""
+    memory, kept = _memory()
+    most = most_for_a_model(psutil.virtual_memory().total) - mx.get_active_memory()
+    if memory <= most:
+        return max(0, memory), kept, ""
+    most = max(0, int(most))
+    return most, kept + memory - most, f": {HALF}"
 
 
 def memory_now() -> tuple[int, int]:

@@ -1,16 +1,22 @@
 """``python -m moelab plan`` by name: before a model is downloaded, on this or another machine."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
 
 import moelab
+from moelab import memory
 from moelab.__main__ import main
 from moelab.configs import CONFIGS
 from moelab.lab import records
 from moelab.lab.experiments import plan
 from moelab.lab.models import named_sizes
 from moelab.replay.machine import CHIPS, Machine
+from moelab.streaming import plan as plans
+from moelab.streaming.model import load_model
+from moelab.streaming.session import session_of
 from moelab.synthesize import LIKE, synthesize
 
 # Parameters as published, in billions.
@@ -132,6 +138,29 @@ def test_half_a_machine_is_refused(words, code, expected, capsys):
 def test_a_model_that_does_not_fit_says_what_it_needs(capsys):
     assert main(["plan", "kimi-k3", "--ram", "8", "--ssd", "1", "--cores", "4"]) == 1
     assert "kimi-k3 does not fit: it needs" in capsys.readouterr().err
+
+
+def test_of_a_macs_memory_at_most_half_is_filled(monkeypatch):
+    """By name, by ``plan``, by ``load`` and by folder, which here ends before it measures."""
+    tiny, total = moelab.DATA / "models" / "tiny-moe", plans.psutil.virtual_memory().total
+    for gb in (8, 16, 64):
+        assert Machine.mac(gb * 1e9, 3e9, 68e9).model_nbytes == gb * 1e9 / 2
+    assert memory.HALF in str(plan.forecast("gpt-oss-20b", Machine.mac(16e9, 3e9, 68e9)))
+    monkeypatch.setattr(memory, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(plans, "_memory", lambda: (total - 10**9, 10**9))
+    half = total // 2 - mx.get_active_memory()
+    with load_model(tiny)[0] as model:
+        for planned in (moelab.plan(tiny), session_of(model).plan):
+            assert planned.memory_nbytes == pytest.approx(half, abs=10**8)  # less what is held
+            assert planned.memory_nbytes + planned.system_nbytes == total
+            assert memory.HALF in planned.reason
+    assert memory.HALF not in moelab.plan(tiny, memory_nbytes=10**9).reason
+    given = []
+    monkeypatch.setattr(plan.ModelSizes, "of", lambda path, nbytes: given.append(nbytes) or 1 / 0)
+    for ram in (None, 16):
+        with pytest.raises(ZeroDivisionError):
+            plan.of_folder(tiny, ram)
+    assert given == [pytest.approx(half, abs=10**8), 8e9]
 
 
 def test_this_machine_is_measured():

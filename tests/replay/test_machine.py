@@ -57,11 +57,9 @@ def test_arithmetic_alone_takes_as_long_as_the_memory_brings_the_weights():
 
 def test_slots_beyond_the_gpus_share_of_the_memory_are_a_cliff():
     small = Machine.mac(24e9, 6e9, 150e9)
-    most = SIZES.fits(small.model_nbytes)
+    most = SIZES.fits(2 / 3 * 24e9)
     assert SIZES.K < most < SIZES.E
     assert speed(small, most) > 1.5 * speed(small, most + 1)
-    assert MAC.model_nbytes == pytest.approx(2 / 3 * 32e9)
-    assert Machine.mac(64e9, 6e9, 150e9).model_nbytes == pytest.approx(48e9)
 
 
 @pytest.mark.parametrize("tokens", (1, 4, 100))

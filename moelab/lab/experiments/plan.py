@@ -19,6 +19,7 @@ import psutil
 from ... import synthesize
 from ...commands.argument_types import between, not_empty, positive
 from ...configs import CONFIGS
+from ...memory import HALF, most_for_a_model
 from ...replay import advice
 from ...replay.advice import Advice
 from ...replay.machine import CHIPS, DISK_SHARE, Machine, distinct, taken_of, typical_trace
@@ -152,8 +153,7 @@ class Forecast:
         if slots < most:
             lines.append(f"  {most} would fit; the page cache makes as good use of the memory")
         elif machine.is_mac and slots < sizes.E:
-            more = _at(sizes, machine, slots + 1).token_s
-            lines.append(f"  with more in memory the system would swap: {rough(1 / more)} tok/s")
+            lines.append(f"  {HALF}")
         return "\n".join(lines)
 
 
@@ -183,11 +183,10 @@ def forecast(
         needs = re.search(r"expected at least ([\d.]+ [GM]B)", str(error))
         if not needs:
             raise
-        whose = "lets its GPU have" if machine.is_mac else "leaves a model"
         raise ValueError(
-            f"{name} does not fit: it needs {needs[1]} of memory, and a machine of "
-            f"{_gb(machine.ram_nbytes)} {whose} {_gb(machine.model_nbytes)}. Take more memory or a "
-            "smaller model."
+            f"{name} does not fit: it needs {needs[1]} of memory, and of a machine's "
+            f"{_gb(machine.ram_nbytes)} a plan gives it {_gb(machine.model_nbytes)}. Take more "
+            "memory or a smaller model."
         ) from error
     return Forecast(
         f"{name}, {bits} bits", sizes, machine, _at(sizes, machine, slots or sizes.slots)
@@ -342,7 +341,7 @@ def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
         ValueError: If it does not fit.
     """
     ram = ram and ram * 1e9
-    memory = ram - taken_of(ram) if ram else memory_for_a_model()
+    memory = min(ram - taken_of(ram), most_for_a_model(ram)) if ram else memory_for_a_model()
     sizes = ModelSizes.of(path, memory)  # refuses too little before anything is measured
     costs, trace = measure_costs(path), typical_trace(sizes, TOKENS)
     machine = _measured(costs, sizes, ram)
@@ -370,8 +369,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ram",
         type=between(1),
         metavar="GB",
-        help="the machine's memory, of which the system keeps a quarter, at most 4 GB (default: "
-        "what is available)",
+        help="the machine's memory, of which the system keeps a quarter, at most 4 GB; of a "
+        "Mac's a model gets at most half (default: what is available)",
     )
     parser.add_argument(
         "--ssd", type=between(0.01), metavar="GB/s", help="the SSD's rate (default: measured)"
