@@ -71,7 +71,7 @@ def read_json(file: Path, like: dict | None = None, text: bytes | None = None) -
     """
     regular_file(file)
     try:
-        content = json.loads(file.read_bytes() if text is None else text)
+        content = json.loads((file.read_bytes() if text is None else text).decode())
     except (ValueError, RecursionError, MemoryError) as e:
         raise CheckpointError(f"{file}: not JSON ({describe(e)}). Download it again.") from e
     if not isinstance(content, dict):
