@@ -187,6 +187,20 @@ def pytest_collection_modifyitems(config, items):
             )
 
 
+@pytest.fixture
+def in_time():
+    """End a test that waits for ever."""
+
+    def late(*_):
+        pytest.fail("it waits")  # no OSError, which a cache would pass over
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
     """A byte-level tokenizer of some 270 entries, so that these tests need nothing of data/."""

@@ -23,6 +23,7 @@ from moelab.commands import cache_prompt as cache_prompt_command
 from moelab.commands import chat, generate
 from moelab.commands.kv_cache import KVCacheOptions, open_prompt_cache
 from moelab.prompt import Template
+from moelab.speculation.drafts import LookupDraft
 
 MODEL = DATA / "models/tiny-moe"
 SLOTS = ("--slots", "16")
@@ -572,3 +573,24 @@ def test_the_template_of_tiny_moe():
 
     assert (MODEL / "chat_template.jinja").read_text() == corpus.CHAT_TEMPLATE
     assert "chat_template" not in json.loads((MODEL / "tokenizer_config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("max_tokens", -2),
+        ("max_tokens", 2.5),
+        ("max_tokens", None),
+        ("prefill_step_size", 0),
+        ("prefill_step_size", -1),
+        ("prefill_step_size", "8"),
+    ],
+)
+def test_numbers_with_which_a_text_would_not_end(name, value, in_time):
+    """mlx-lm takes a number below 0 for no limit, and documents -1."""
+    path, given = DATA / "models" / "tiny-moe", {name: value}
+    with pytest.raises(ValueError, match=f"{name}: expected .* got {value!r}"):
+        generate.generate(path, "x", out=io.StringIO(), **given)
+    model, tokenizer = moelab.load(path)
+    with model, pytest.raises(ValueError, match=f"{name}: expected .* got {value!r}"):
+        list(moelab.speculative_generate(model, tokenizer, "def f", LookupDraft(), **given))

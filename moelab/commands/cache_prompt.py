@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .. import StreamConfig, load
 from ..checkpoint import describe
 from ..prompt import encode, render
+from ..speculation.generate import check_tokens
 from ..speculation.target import vocabulary
 from .argument_types import not_empty, prompt_text
 from .arguments import add_kv_cache, add_loading, add_model, loading_given
@@ -54,6 +55,7 @@ def cache_prompt(
     Raises:
         ValueError: If there is another file of this name, or the options do not fit the model.
     """
+    check_tokens(0, prefill_step_size)
     file, kv_cache, loading = Path(file).resolve(), kv_cache or KVCacheOptions(), loading or {}
     _check_file(file)
     config, known = config or StreamConfig(), {}

@@ -16,6 +16,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from .. import StreamConfig, load, stats
 from ..prompt import Template, encode
+from ..speculation.generate import check_tokens
 from ..speculation.target import vocabulary
 from ..streaming.ranks import joined
 from ..streaming.session import session_of
@@ -86,6 +87,7 @@ def generate(
     Raises:
         ValueError: If the prompt has no token, or draft, file or options do not fit the model.
     """
+    check_tokens(max_tokens, prefill_step_size)
     out, template, config = out or sys.stdout, template or Template(), config or StreamConfig()
     kv_cache, loading, cache = kv_cache or KVCacheOptions(), dict(loading or {}), None
     trust = loading.get("trust_remote_code", False)

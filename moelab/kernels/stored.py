@@ -8,6 +8,7 @@ somebody else's, or full) nothing is stored.
 
 import hashlib
 import os
+import stat
 import tempfile
 from contextlib import suppress
 from functools import cache
@@ -26,9 +27,10 @@ def load(name: str) -> bytes | None:
         name (str): The kernel and its arguments.
     """
     try:
-        with open(_checked(folder()) / _file(name), "rb") as file:
-            _check(file.name, os.fstat(file.fileno()))
-            stored = file.read()
+        with open(_checked(folder()) / _file(name), "rb", opener=_at_once) as file:
+            found = os.fstat(file.fileno())
+            _check(file.name, found)
+            stored = file.read() if stat.S_ISREG(found.st_mode) else b""
     except (OSError, RuntimeError):  # no home, no folder, no file
         return None
     digest, code = stored[:DIGEST_NBYTES], stored[DIGEST_NBYTES:]
@@ -60,6 +62,11 @@ def folder() -> Path:
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
     caches = caches if caches.is_absolute() else Path.home() / ".cache"
     return caches / "moelab" / "kernels"
+
+
+def _at_once(path, flags):
+    """An open file; opening a FIFO would wait for somebody to write."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _checked(path):

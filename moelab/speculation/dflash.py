@@ -172,7 +172,7 @@ class DFlashDraft:
         self.model = load_model(path_or_hf_repo)
         args = self.model.args
         self.block_size = args.block_size if block_size is None else block_size
-        if self.block_size < 2:
+        if not isinstance(self.block_size, int) or self.block_size < 2:
             raise ValueError(
                 "block_size: expected 2 or more (the last accepted token and a draft), "
                 f"got {self.block_size}. This draft was trained with {args.block_size}."

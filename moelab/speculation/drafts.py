@@ -173,8 +173,8 @@ class LookupDraft:
     _OCCURRENCES = 16  # the latest ones of the same tokens that are compared
 
     def __init__(self, shortest: int = 4):
-        if shortest < 1:
-            raise ValueError(f"shortest: expected at least 1 token to match, got {shortest}.")
+        if not isinstance(shortest, int) or shortest < 1:
+            raise ValueError(f"shortest: expected at least 1 token to match, got {shortest!r}.")
         self.shortest, self.cache = shortest, []
 
     def make_cache(self) -> list:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
+from numbers import Integral
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -69,6 +70,18 @@ class SpeculativeResponse(GenerationResponse):
     drafted: int = 0
     accepted: int = 0
     round: Round = Round(0)
+
+
+def check_tokens(max_tokens: int, prefill_step_size: int = PREFILL_STEP) -> None:
+    """Refuse numbers with which a text would never end, or its prompt would not be read."""
+    if not isinstance(max_tokens, Integral) or max_tokens < -1:
+        raise ValueError(
+            f"max_tokens: expected a number above 0, or -1 for no limit; got {max_tokens!r}."
+        )
+    if not isinstance(prefill_step_size, Integral) or prefill_step_size < 1:
+        raise ValueError(
+            f"prefill_step_size: expected at least 1 token, got {prefill_step_size!r}."
+        )
 
 
 def speculative_generate(
@@ -202,6 +215,7 @@ def speculative_generate_step(
         ValueError: The prompt is empty, an argument is none of those above, the draft does not fit
             the model or is used by another generation, or the cache cannot be rolled back.
     """
+    check_tokens(max_tokens, prefill_step_size)
     if prompt.size == 0:
         raise ValueError("prompt: expected at least one token, got none.")
     policy = learned_policy(model, draft) if num_draft_tokens == "auto" else num_draft_tokens

@@ -126,6 +126,8 @@ class Session:
                 self._caller = threading.get_ident()
                 if self._unfinished:
                     self._recover()
+                if self.layers:  # without them, nothing is read
+                    self.reader.check_open()
                 self._unfinished = True
                 with self.ranks.waiting() if self.ranks else nullcontext():
                     yield

@@ -1,5 +1,6 @@
 """Kernels that an earlier process built."""
 
+import os
 import signal
 import stat
 
@@ -97,6 +98,25 @@ def test_a_damaged_file_is_replaced(folder, compiled, damage):
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]) if damage is None else damage)
     assert pack() == want and len(compiled) == 2
     assert pack() == want and len(compiled) == 2 and file.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        os.mkfifo,
+        os.mkdir,
+        lambda path: os.symlink("nowhere", path),
+        lambda path: os.symlink("/dev/zero", path),
+    ],
+)
+def test_what_is_no_file_is_not_waited_for(folder, compiled, make, in_time):
+    """Nor is a device read without end. What can be replaced is."""
+    want = pack()
+    (file,) = folder.iterdir()
+    file.unlink()
+    make(file)
+    assert pack() == want and len(compiled) == 2
+    assert pack() == want and file.is_file() == (len(compiled) == 2)
 
 
 def test_a_folder_that_others_may_write_to_is_not_used(folder, compiled):

@@ -104,7 +104,7 @@ class Reader:
         """
         if not reads:
             return []
-        self._check_open()
+        self.check_open()
         if self.direct and isinstance(reads, Ranges):
             self._no_demand.clear()
             if flight := self.fly(reads):
@@ -128,7 +128,8 @@ class Reader:
             return None
         return Flight(self._queue, ranges, table, self._count_flight)
 
-    def _check_open(self):
+    def check_open(self) -> None:
+        """Refuse a closed model, whose files' descriptors may be those of others by now."""
         if self.closed:
             raise ReadError("The model is closed: load it again to go on.")
 
@@ -183,7 +184,7 @@ class Reader:
 
         If the system has begun all of the reads, waiting for them takes one thread as long as many.
         """
-        self._check_open()
+        self.check_open()
         self._no_demand.clear()
         total = nbytes_of(reads)
         inline = self.readers == 1 or (
