@@ -5,7 +5,7 @@ tensors are not. ``python -m moelab repack`` writes a second layout (``packed``)
 experts of a layer have a file of their own.
 """
 
-from .builder import mlx_lm_model, try_out
+from .builder import FORKED, check_fork, mlx_lm_model, try_out
 from .checkpoint import Checkpoint
 from .config import check_config
 from .files import CheckpointError, describe, read_json, regular_file, shorten
@@ -21,6 +21,7 @@ from .packed import GATE_UP, JOURNAL, PAGE_NBYTES, packed_header, packing_order
 
 __all__ = [
     "DTYPES",
+    "FORKED",
     "GATE_UP",
     "JOURNAL",
     "MAX_DIMENSION",
@@ -30,6 +31,7 @@ __all__ = [
     "ExpertTensor",
     "Tensor",
     "check_config",
+    "check_fork",
     "describe",
     "merge_headers",
     "mlx_lm_model",

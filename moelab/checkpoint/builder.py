@@ -1,5 +1,7 @@
 """mlx-lm's model of a model folder, built without reading its weights."""
 
+import os
+import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -7,9 +9,34 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
+from .. import PROCESS
 from ..hooks import with_globals
 from .checkpoint import Checkpoint
 from .files import CheckpointError, describe
+
+FORKED = (
+    "This process is a fork of one in which MLX had computed, and has none of MLX's threads. Start "
+    "it with multiprocessing's 'spawn', and load the model in it."
+)
+FORK_S = 2  # until a stream that has nothing to do counts as one without its thread
+_computes = PROCESS  # the latest process that is known to have MLX's threads
+
+
+def check_fork() -> None:
+    """Refuse a process without MLX's threads, where evaluating an array would wait for ever.
+
+    Raises:
+        RuntimeError: In a fork of a process in which this thread had computed.
+    """
+    global _computes
+    if os.getpid() != _computes:
+        stream = mx.default_stream(mx.default_device())
+        waits = threading.Thread(target=mx.synchronize, args=[stream], daemon=True)
+        waits.start()
+        waits.join(FORK_S)
+        if waits.is_alive():
+            raise RuntimeError(FORKED)
+        _computes = os.getpid()
 
 
 def model_classes(checkpoint: Checkpoint, config: dict) -> tuple[type, type]:
@@ -73,7 +100,9 @@ def mlx_lm_model(
 
     Raises:
         CheckpointError: If mlx-lm cannot build it from the files.
+        RuntimeError: In a fork, as ``check_fork``.
     """
+    check_fork()
     # mlx-lm globs the folder, and [brackets] in its name would be a pattern.
     files = SimpleNamespace(glob=lambda pattern: list(map(str, checkpoint.files)))
     try:

@@ -20,6 +20,7 @@ from .. import kernels
 from ..checkpoint import (
     CheckpointError,
     check_config,
+    check_fork,
     describe,
     merge_headers,
     read_header,
@@ -252,6 +253,7 @@ def load_model(path_or_hf_repo: str | Path) -> DFlashModel:
     Raises:
         CheckpointError: As ``DFlashDraft``.
     """
+    check_fork()
     try:
         path = Path(mlx_lm_utils._download(str(path_or_hf_repo)))
         config = read_json(path / "config.json")

@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList
 
-from ..checkpoint import ExpertTensor, describe
+from ..checkpoint import FORKED, ExpertTensor, describe
 from .config import StreamConfig
 from .counters import Counters, Counting, Stats
 from .handover import Handover
@@ -116,11 +116,7 @@ class Session:
             RankError: If another rank has ended, or a call of this one failed before.
         """
         if os.getpid() != self._process:
-            raise RuntimeError(
-                f"This model was loaded in process {self._process}, this is process "
-                f"{os.getpid()}, a fork of it, which has no threads of MLX and of the reader. "
-                "Load the model in this process, or start it with multiprocessing's 'spawn'."
-            )
+            raise RuntimeError(FORKED)
         with self.lock:
             try:
                 self._caller = threading.get_ident()
