@@ -116,7 +116,7 @@ def published(source: str, rows: list[dict[str, Any]]) -> "DataFrame":
 
 
 def as_json(samples: "DataFrame") -> dict[str, Any]:
-    """Turn a table back into a record, without missing cells and columns of ``table``."""
+    """Turn a table back into a record, without missing cells and computed columns."""
     rows = samples.drop(columns=[c for c in COMPUTED if c in samples]).convert_dtypes()
 
     def own(row):
@@ -150,7 +150,7 @@ def read(name: str, disturbed: bool = False) -> "DataFrame":
             "read it with disturbed=True."
         )
     out = table({"machine": None} | found | {"record": name})
-    if "zero_copy" in out:  # an old setting; without it, experts were computed in the page cache
+    if "zero_copy" in out:  # an old setting; if false, experts were computed in the page cache
         out = out[out.zero_copy.eq(False) | out.direct.ne(False)]
         out = out.assign(variant=out.variant.str.replace("/zero_copy=False", ""))
     return out
@@ -224,7 +224,7 @@ def interval(samples: Sequence[float]) -> dict[str, float]:
     the smallest and the largest sample give less. A bootstrap of five rounds claims too much.
     """
     ordered, n = sorted(samples), len(samples)
-    outside = 2 * np.cumsum([math.comb(n, k) / 2**n for k in range(n)])  # outside the k-th and n-k-th
+    outside = 2 * np.cumsum([math.comb(n, k) / 2**n for k in range(n)])  # outside k-th to n-k-th
     k = max(0, int((outside <= 1 - CONFIDENCE).sum()) - 1)
     return {"low": ordered[k], "high": ordered[-1 - k], "confidence": max(0.0, 1 - outside[k])}
 
