@@ -150,7 +150,7 @@ def read(name: str, disturbed: bool = False) -> "DataFrame":
             "read it with disturbed=True."
         )
     out = table({"machine": None} | found | {"record": name})
-    if "zero_copy" in out:  # an old setting; if false, experts were computed in the page cache
+    if "zero_copy" in out:  # an old setting: unless False, the page cache held the experts
         out = out[out.zero_copy.eq(False) | out.direct.ne(False)]
         out = out.assign(variant=out.variant.str.replace("/zero_copy=False", ""))
     return out
