@@ -1,7 +1,6 @@
-"""Types of arguments, which refuse a value that cannot be.
+"""Types of arguments: each turns an argument's text into its value.
 
-Each takes the text of an argument and returns its value, or raises ``ArgumentTypeError`` with what
-was expected.
+A text that is no such value raises ``ArgumentTypeError``, which says what was expected.
 """
 
 import argparse
@@ -16,7 +15,7 @@ from typing import Any
 
 
 def at_least(least: int, most: float = math.inf) -> Callable[[str], int]:
-    """Whole numbers from ``least`` on, and to ``most`` if that is given."""
+    """A type of whole numbers from ``least`` to ``most``, both included."""
 
     def number(text):
         try:
@@ -32,11 +31,11 @@ def at_least(least: int, most: float = math.inf) -> Callable[[str], int]:
 
 
 positive, zero_or_more = at_least(1), at_least(0)
-UNITS = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}  # as mlx-lm's server has them
+UNITS = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}  # those of mlx-lm's server
 
 
 def nbytes(least: int = 0, most: int = 2**63 - 1) -> Callable[[str], int]:
-    """Bytes, as a number or as in ``2GB``."""
+    """A type of whole bytes, written as a number or with a unit (``2GB``)."""
 
     def number(text):
         digits, unit = re.fullmatch(r"([\d.]*)(.*)", text, re.DOTALL).groups()
@@ -54,7 +53,7 @@ def nbytes(least: int = 0, most: int = 2**63 - 1) -> Callable[[str], int]:
 
 
 def between(least: float, most: float = math.inf) -> Callable[[str], float]:
-    """Numbers from ``least`` to ``most``, neither nan nor infinite."""
+    """A type of numbers from ``least`` to ``most``, neither nan nor infinite."""
 
     def number(text):
         try:
@@ -70,7 +69,7 @@ def between(least: float, most: float = math.inf) -> Callable[[str], float]:
 
 
 def json_object(text: str) -> dict:
-    """An object in JSON."""
+    """Parse a JSON object."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -81,7 +80,7 @@ def json_object(text: str) -> dict:
 
 
 def or_word(word: str, value: Any, item: Callable[[str], Any]) -> Callable[[str], Any]:
-    """``value`` for one word; for anything else, what ``item`` makes of it."""
+    """A type that gives ``value`` for ``word`` and what ``item`` returns for any other text."""
 
     def either(text):
         try:
@@ -93,17 +92,17 @@ def or_word(word: str, value: Any, item: Callable[[str], Any]) -> Callable[[str]
 
 
 def or_auto(item: Callable[[str], Any]) -> Callable[[str], Any]:
-    """``auto``, or what ``item`` takes."""
+    """A type that takes ``auto``, or what ``item`` takes."""
     return or_word("auto", "auto", item)
 
 
 def or_none(item: Callable[[str], Any]) -> Callable[[str], Any]:
-    """``none``, which gives None, or what ``item`` takes."""
+    """A type that gives None for ``none``, or else takes what ``item`` takes."""
     return or_word("none", None, item)
 
 
 def several(item: Callable[[str], Any]) -> Callable[[str], tuple]:
-    """Different items, divided by commas."""
+    """A type of different items, divided by commas."""
 
     def items(text):
         values = [item(part.strip()) for part in text.split(",")]
@@ -116,7 +115,7 @@ def several(item: Callable[[str], Any]) -> Callable[[str], tuple]:
 
 
 def prompt_text(text: str) -> str:
-    """A text that is not empty; ``-`` reads it from standard input."""
+    """Take a text that is not empty; ``-`` reads it from standard input."""
     where = ""
     try:
         if text == "-":
@@ -139,7 +138,7 @@ def prompt_text(text: str) -> str:
 
 
 def not_empty(text: str) -> str:
-    """A name that is not empty, since an empty path is the current folder."""
+    """Take a name that is not empty: an empty path would mean the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("expected a name, got nothing")
     return text

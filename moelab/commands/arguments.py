@@ -13,16 +13,16 @@ from .argument_types import (
     zero_or_more,
 )
 
-LEAST_KV_SIZE = 5  # tokens: of a limited cache the first 4 stay
+LEAST_KV_SIZE = 5  # tokens: a limited cache never drops its first 4
 
 
 def flag(name: str) -> str:
-    """The option of a name: ``top_k`` -> ``--top-k``."""
+    """Spell a field's name as an option: ``top_k`` becomes ``--top-k``."""
     return "--" + name.replace("_", "-")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """The positional argument ``model``."""
+    """Add the positional argument ``model``."""
     parser.add_argument(
         "model",
         type=not_empty,
@@ -39,16 +39,7 @@ def add_number(
     kind: Callable[[str], int] = positive,
     short: str | None = None,
 ) -> None:
-    """An option that takes a whole number.
-
-    Args:
-        parser (argparse.ArgumentParser): The command's.
-        name (str): The option, with its dashes.
-        default (int): Its value if it is not given, which its help says.
-        what (str): Its help.
-        kind (Callable): ``positive`` or ``zero_or_more``.
-        short (str or None): Its short name.
-    """
+    """Add an option that takes a whole number; its help is ``what`` and the default."""
     names = (name,) if short is None else (short, name)
     parser.add_argument(
         *names, type=kind, metavar="N", default=default, help=f"{what} (default: %(default)s)"
@@ -56,7 +47,7 @@ def add_number(
 
 
 def add_json(parser: argparse.ArgumentParser, required: bool = False) -> None:
-    """``--json``; whether the file can be written is checked before the command runs."""
+    """Add ``--json``; ``__main__`` checks that the file can be written before the command runs."""
     parser.add_argument(
         "--json",
         type=not_empty,
@@ -67,7 +58,7 @@ def add_json(parser: argparse.ArgumentParser, required: bool = False) -> None:
 
 
 def add_prompts(parser: argparse.ArgumentParser, default: str = "the built-in ones") -> None:
-    """``--prompt``, which may be given several times: ``prompt`` is a list, or None."""
+    """Add ``--prompt``, which may be given several times: ``args.prompt`` is a list, or None."""
     parser.add_argument(
         "--prompt",
         type=prompt_text,
@@ -81,13 +72,7 @@ NO_PIPELINE = "several machines divide the experts of each layer, not the layers
 
 
 def add_refused(parser: argparse.ArgumentParser, why: str, *names: str) -> None:
-    """An option of mlx-lm's command that ends this one with the reason; not in the help.
-
-    Args:
-        parser (argparse.ArgumentParser): The command's.
-        why (str): What the error says.
-        names (str): The option, and its short name.
-    """
+    """Add an option of mlx-lm's command that the help hides and that ends this one, saying why."""
 
     class Refuse(argparse.Action):
         def __call__(self, parser, namespace, values, option_string=None):
@@ -97,12 +82,7 @@ def add_refused(parser: argparse.ArgumentParser, why: str, *names: str) -> None:
 
 
 def add_kv_cache(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Options of the key-value cache with the names and defaults of mlx-lm; not in the help.
-
-    Args:
-        parser (argparse.ArgumentParser): The command's.
-        names (str): Which of them. Default: all.
-    """
+    """Add mlx-lm's options of the key-value cache (``names``, or all), hidden in the help."""
     for name, options in {
         "--max-kv-size": {"type": at_least(LEAST_KV_SIZE)},
         "--kv-bits": {"type": int, "choices": (2, 3, 4, 5, 6, 8)},
@@ -114,7 +94,7 @@ def add_kv_cache(parser: argparse.ArgumentParser, *names: str) -> None:
 
 
 def add_draft(parser: argparse.ArgumentParser) -> None:
-    """``--draft``, which mlx-lm calls ``--draft-model``, and ``--num-draft-tokens``."""
+    """Add ``--draft``, also under mlx-lm's name ``--draft-model``, and ``--num-draft-tokens``."""
     parser.add_argument("--draft-model", type=not_empty, help=argparse.SUPPRESS)
     parser.add_argument(
         "--draft",
@@ -133,12 +113,7 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser, names: tuple[str, ...] | None = None) -> None:
-    """Options of sampling with the names and defaults of mlx-lm, but for ``--top-k``.
-
-    Args:
-        parser (argparse.ArgumentParser): The command's.
-        names (tuple[str, ...]): Which of them. Default: all.
-    """
+    """Add mlx-lm's options of sampling (None: all); its ``--top-k`` is ``--sampling-top-k``."""
     for name, kind, default, what in (
         ("--temp", between(0), 0.0, "temperature; 0: always the most likely token"),
         ("--top-p", between(0, 1), 1.0, "only the likeliest, of this probability together"),
@@ -152,13 +127,7 @@ def add_sampling(parser: argparse.ArgumentParser, names: tuple[str, ...] | None 
 
 
 def add_loading(parser: argparse.ArgumentParser, like: str, *others: str) -> None:
-    """Options that mlx-lm has too, and that are named only at the end of the help.
-
-    Args:
-        parser (argparse.ArgumentParser): The command's.
-        like (str): mlx-lm's command.
-        others (str): Options of this command alone, for the same list.
-    """
+    """Add mlx-lm's options of loading, and name them with ``others`` at the end of the help."""
     for name, options in {
         "--adapter-path": {"type": not_empty},
         "--prefill-step-size": {"type": positive, "default": 2048},
@@ -170,12 +139,12 @@ def add_loading(parser: argparse.ArgumentParser, like: str, *others: str) -> Non
 
 
 def add_xtc(parser: argparse.ArgumentParser) -> None:
-    """XTC sampling, with the names of mlx-lm; not in the help."""
+    """Add mlx-lm's options of XTC sampling, hidden in the help."""
     for name, most, default in (("--xtc-probability", 1, 0.0), ("--xtc-threshold", 0.5, 0.1)):
         parser.add_argument(name, type=between(0, most), default=default, help=argparse.SUPPRESS)
 
 
 def loading_given(args: argparse.Namespace) -> dict:
-    """Arguments of ``moelab.load``, of a parser with ``add_loading``."""
+    """Turn the options of ``add_loading`` into arguments of ``moelab.load``."""
     trust = {"trust_remote_code": args.trust_remote_code}
     return {"adapter_path": args.adapter_path, "tokenizer_config": dict(trust), **trust}

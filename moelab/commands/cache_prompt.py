@@ -1,4 +1,4 @@
-"""The command ``cache-prompt``: keep the state after a prompt's beginning in a file."""
+"""The command ``cache-prompt``: read a prompt's beginning, save the model's state in a file."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ from .drafting import prompt_step, say_plan
 from .kv_cache import KVCacheOptions, checksum
 from .stream_options import add_mode, add_stream_options, streaming_given
 
-MODEL_KEY = "0.model"  # of the metadata that mlx-lm's save_prompt_cache writes
+MODEL_KEY = "0.model"  # where mlx-lm's save_prompt_cache puts the model's name in the metadata
 
 
 def cache_prompt(
@@ -34,26 +34,9 @@ def cache_prompt(
     eos_token: str | None = None,
     loading: dict | None = None,
 ) -> int:
-    """Read a text and save the model's state after it, as ``mlx_lm.cache_prompt`` does.
+    """Read a prompt, save the model's state after it, and return the number of tokens.
 
-    ``mlx_lm.generate`` can go on from it, too. The file has a checksum, which ``generate`` checks.
-
-    Args:
-        model_path (str or Path): As for ``moelab.load``.
-        prompt (str): How a message begins.
-        file (str or Path): Is written, a ``.safetensors`` file. An earlier prompt cache of this
-            name is replaced when the new one is complete.
-        config (StreamConfig): How to stream. Default: ``StreamConfig()``.
-        prefill_step_size (int): Tokens in one pass, at most.
-        kv_cache (KVCacheOptions): A limit or a quantization of the key-value cache.
-        eos_token (str): The tokenizer's, in place of its own; ``generate`` takes it from the file.
-        loading (dict): More arguments of ``moelab.load``.
-
-    Returns:
-        int: The tokens in the file.
-
-    Raises:
-        ValueError: If there is another file of this name, or the options do not fit the model.
+    ``mlx_lm.generate`` can go on from the file, too, but does not check its checksum.
     """
     check_tokens(0, prefill_step_size)
     file, kv_cache, loading = Path(file).resolve(), kv_cache or KVCacheOptions(), loading or {}
@@ -95,7 +78,7 @@ def cache_prompt(
 
 
 def _check_file(file):
-    """Refuse, before the prompt is read, a file that could not be written or is something else."""
+    """Refuse a file that could not be written or is no prompt cache, before the prompt is read."""
     if file.suffix != ".safetensors" or not file.parent.is_dir():
         raise ValueError(
             f"{file}: expected a file that ends in .safetensors, in a folder that there is"
@@ -114,13 +97,13 @@ def _check_file(file):
 
 
 def _check_eos_token(token: str | None, tokenizer: TokenizerWrapper, size: int):
-    """A tokenizer takes any text as its token, and adds it to those that the model has."""
+    """Refuse a token the model lacks: a tokenizer adds any text it is given to its vocabulary."""
     if token is not None and not 0 <= tokenizer.convert_tokens_to_ids(token) < size:
         raise ValueError(f"eos_token: expected a token of the model's {size}, got {token!r}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.usage = (
         "python -m moelab cache-prompt [options] MODEL --prompt TEXT --prompt-cache-file FILE"
     )
@@ -145,11 +128,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_kv_cache(parser)
     more = ("--eos-token", "--kv-bits", "--kv-group-size", "--max-kv-size", "--quantized-kv-start")
     add_loading(parser, "mlx_lm.cache_prompt", *more)
-    add_stream_options(parser, sampling=True)  # names as generate has them
+    add_stream_options(parser, sampling=True)  # so that options have the names of generate
 
 
 def run(args: argparse.Namespace) -> None:
-    """The command."""
+    """Run the command."""
     tokens = cache_prompt(
         args.model,
         args.prompt,

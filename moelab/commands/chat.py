@@ -30,11 +30,11 @@ from .drafting import leave_room, open_draft, prompt_step, say_plan, write
 from .kv_cache import KVCacheOptions
 from .stream_options import add_mode, add_stream_options, streaming_given
 
-QUIET_S = 10  # between two lines of progress in a file
+QUIET_S = 10  # seconds between two lines of progress when stderr is no terminal
 
 
 class ChatUI(mlx_lm_chat.ChatUI):
-    """mlx-lm's. The end of standard input means ``q``, and an empty message is asked for again."""
+    """mlx-lm's terminal, which also ends at the end of standard input and skips empty messages."""
 
     def prompt(self) -> str:
         text = ""
@@ -53,16 +53,7 @@ class ChatUI(mlx_lm_chat.ChatUI):
 
 
 def chat(args: argparse.Namespace, config: StreamConfig) -> None:
-    """Chat until ``q``, Ctrl-C or the end of standard input.
-
-    Args:
-        args (argparse.Namespace): With every name that mlx-lm's chat reads, and the draft's.
-        config (StreamConfig): How to stream.
-
-    Raises:
-        ValueError: If mlx-lm's chat is not made as this one expects, or the tokenizer has no chat
-            template.
-    """
+    """Chat until ``q``, Ctrl-C or the end of standard input."""
     options = KVCacheOptions(max_kv_size=args.max_kv_size)
     options.check(args.model, config, args.draft_model is not None, args.trust_remote_code)
     with ExitStack() as stack:
@@ -108,7 +99,7 @@ def chat(args: argparse.Namespace, config: StreamConfig) -> None:
 
 
 def _say_beyond(model, prompt, cache):
-    """Say on stderr that a conversation is longer than the memory was planned for."""
+    """Warn on stderr if a conversation is longer than the memory was planned for."""
     plan = session_of(model).plan
     tokens = len(prompt) + max((getattr(c, "offset", 0) for c in cache), default=0)
     if plan and tokens > plan.context:
@@ -120,20 +111,20 @@ def _say_beyond(model, prompt, cache):
 
 
 def _progress(tokens, step):
-    """Shows on stderr how much of a prompt of several steps is read; quiet, if in a file."""
+    """Make a callback that shows on stderr how much of a prompt of several steps was read."""
     every, off = 0.1 if sys.stderr.isatty() else QUIET_S, tokens <= step
     bar = tqdm(total=tokens, unit=" tokens", desc="prompt", mininterval=every, disable=off)
 
     def show(done, _):
         bar.update(done - bar.n)
-        if done >= tokens - 1:  # the last one is read with the answer
+        if done >= tokens - 1:  # the last token is read with the answer
             bar.close()
 
     return show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.usage = "python -m moelab chat [options] MODEL"
     parser.description = "Chat in the terminal: q ends it, r forgets what was said, h helps."
     add_model(parser)
@@ -157,5 +148,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """The command."""
+    """Run the command."""
     chat(args, streaming_given(args))

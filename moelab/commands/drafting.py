@@ -25,20 +25,12 @@ LOOKUP = "lookup"
 
 
 def open_draft(draft: str | Path, kernels: str = "auto") -> Draft:
-    """A draft by its name.
-
-    Args:
-        draft (str or Path): ``lookup``, or the folder of a language model or of a DFlash draft.
-        kernels (str): As in ``StreamConfig``, of a model. A DFlash draft takes its target's.
-
-    Raises:
-        ValueError: If it is none of these.
-    """
+    """Open a draft: ``lookup``, or the folder of a language model or of a DFlash draft."""
     if draft == LOOKUP:
         return LookupDraft()
     if "dflash_config" in draft_config(draft):
         found = DFlashDraft(draft)
-        if mx.default_device() == mx.cpu:  # its target computes in float32 there
+        if mx.default_device() == mx.cpu:  # where its target computes in float32
             found.model.set_dtype(mx.float32)
         mx.eval(found.model.parameters())  # so that a plan made after this counts its memory
         return found
@@ -47,13 +39,8 @@ def open_draft(draft: str | Path, kernels: str = "auto") -> Draft:
 
 
 def leave_room(config: StreamConfig, draft: Draft | None) -> StreamConfig:
-    """The configuration of a draft's target, whose slots must leave the draft its memory.
-
-    Args:
-        config (StreamConfig): The target's.
-        draft (Draft or None): From ``open_draft``.
-    """
-    model = getattr(draft, "model", None)  # a lookup has none, and keeps a text's tokens only
+    """Reserve the draft's memory in its target's configuration, so that slots leave it free."""
+    model = getattr(draft, "model", None)  # a lookup has no model and keeps only a text's tokens
     if model is None or not config.asks_for_slots:
         return config
     caches = draft.make_cache()
@@ -65,21 +52,13 @@ def leave_room(config: StreamConfig, draft: Draft | None) -> StreamConfig:
         model(mx.zeros((1, 2), mx.int32), cache=caches)
     reserved = config.reserved_nbytes + grown_nbytes(caches, config.context)
     memory = config.memory_nbytes
-    if memory is not None:  # what is available has become less already
+    if memory is not None:  # includes the draft's weights; memory that is measured no longer does
         memory = max(1, memory - sum(p.nbytes for _, p in tree_flatten(model.parameters())))
     return replace(config, reserved_nbytes=reserved, memory_nbytes=memory)
 
 
 def draft_config(path: str | Path, words: tuple[str, ...] = (LOOKUP,)) -> dict:
-    """The configuration of a draft's folder.
-
-    Args:
-        path (str or Path): The folder.
-        words (tuple[str, ...]): What may be given in place of a folder, for the error.
-
-    Raises:
-        ValueError: If there is no such folder, or its configuration is not an object in JSON.
-    """
+    """Read the configuration in a draft's folder; ``words`` are named in the error beside it."""
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(
@@ -90,25 +69,20 @@ def draft_config(path: str | Path, words: tuple[str, ...] = (LOOKUP,)) -> dict:
 
 
 def prompt_step(model: nn.Module, most: int = 2048) -> int:
-    """Prompt tokens in one pass: as many as mlx-lm takes, and as there is memory for.
-
-    Args:
-        model (nn.Module): From ``moelab.load``.
-        most (int): As many as the caller wants. Default: mlx-lm's.
-    """
+    """The prompt tokens of one pass: ``most``, or fewer if the plan has memory for fewer."""
     plan = session_of(model).plan
     return min(most, plan.prompt_tokens) if plan else most
 
 
 def say_plan(model: nn.Module) -> None:
-    """If ``plan`` chose the slots, say on stderr how many and why. Of ranks, rank 0 does."""
+    """Say on stderr how many slots were chosen and why, if they were; of ranks, only 0 does."""
     session = session_of(model)
     if (plan := session.plan) and not (session.ranks and session.ranks.rank):
         print(f"moelab: {plan}", file=sys.stderr)
 
 
 class _Shared:
-    """A policy whose numbers rank 0 chooses for all ranks: they follow from times, which differ."""
+    """A policy of draft lengths that rank 0 decides for all ranks, since their times differ."""
 
     def __init__(self, policy: Policy, ranks: Ranks):
         self._policy, self._ranks = policy, ranks
@@ -123,13 +97,7 @@ class _Shared:
 def shared_policy(
     model: nn.Module, draft: Draft, num_draft_tokens: int | str
 ) -> int | str | _Shared:
-    """What ``speculative_generate`` takes for ``num_draft_tokens``, the same on all ranks.
-
-    Args:
-        model (nn.Module): The target.
-        draft (Draft): What guesses its tokens.
-        num_draft_tokens (int or str): A number or ``auto``.
-    """
+    """``num_draft_tokens`` for ``speculative_generate``; with ``auto``, all ranks choose alike."""
     ranks = session_of(model).ranks
     if ranks is None or num_draft_tokens != "auto":
         return num_draft_tokens
@@ -144,16 +112,7 @@ def write(
     num_draft_tokens: int | str = "auto",
     **kwargs,
 ) -> Iterator[GenerationResponse]:
-    """The text that ``mlx_lm.stream_generate`` writes, with a draft or without.
-
-    Args:
-        model (nn.Module): The target.
-        tokenizer (TokenizerWrapper): Its tokenizer.
-        prompt (list[int]): Token ids.
-        draft (Draft or None): What guesses the target's tokens.
-        num_draft_tokens (int or str): As for ``speculative_generate``.
-        kwargs: As for ``mlx_lm.stream_generate``.
-    """
+    """Write a text as ``mlx_lm.stream_generate`` does, with a draft if one is given."""
     if draft is None:
         return stream_generate(model, tokenizer, prompt, **kwargs)
     num_draft_tokens = shared_policy(model, draft, num_draft_tokens)

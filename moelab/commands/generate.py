@@ -56,36 +56,11 @@ def generate(
     verbose: bool = True,
     loading: dict | None = None,
 ) -> None:
-    """Print a model's continuation as it comes, then one line of figures.
+    """Print a model's continuation as it comes and, with ``verbose``, one line of figures.
 
-    With ``verbose``, the prompt is printed before, if that is what the model continues (if a chat
-    template added nothing to it), and the slots that were chosen, and why, are told on stderr.
-
-    With a ``group`` in ``loading``, all ranks write the same text, and rank 0 alone prints. Each
-    rank samples for itself, as mlx-lm's server has it: from logits with the same bits and with the
-    same seed, so no token has to be sent.
-
-    Args:
-        model_path (str or Path): As for ``moelab.load``.
-        prompt (str): The text to continue, or the message to answer.
-        config (StreamConfig): How to stream. Default: ``StreamConfig()``.
-        max_tokens (int): Where to stop.
-        out (TextIO): Where to print. Default: standard output.
-        template (Template): What becomes of the prompt. Default: the tokenizer's chat template.
-        draft (str or Path): What drafts, as for ``drafting.open_draft``. Default: nothing.
-        num_draft_tokens (int or str): As for ``speculative_generate``.
-        sampling (dict): Arguments of ``mlx_lm.sample_utils.make_sampler``. Default: greedy.
-        seed (int): Of sampling.
-        prompt_cache_file (str or Path): The state after the prompt's beginning, from
-            ``cache-prompt`` or ``mlx_lm.cache_prompt``.
-        kv_cache (KVCacheOptions): A limit or a quantization of the key-value cache.
-        extra_eos_tokens (Sequence[str]): More tokens that end the text, by their text or number.
-        prefill_step_size (int): Prompt tokens in one pass, at most.
-        verbose (bool): Whether to print more than the continuation.
-        loading (dict): More arguments of ``moelab.load``.
-
-    Raises:
-        ValueError: If the prompt has no token, or draft, file or options do not fit the model.
+    ``sampling`` has arguments of mlx-lm's ``make_sampler``, ``loading`` more of ``moelab.load``.
+    With a ``group`` in ``loading``, only rank 0 prints. Each rank samples for itself: its logits
+    have the same bits and its seed is the same, so no token has to be sent.
     """
     check_tokens(max_tokens, prefill_step_size)
     out, template, config = out or sys.stdout, template or Template(), config or StreamConfig()
@@ -105,7 +80,8 @@ def generate(
         draft = open_draft(draft, config.kernels)
         config = leave_room(config, draft)
     if seed is not None:
-        # Loading draws random numbers: after the draft, and before the model as in mlx-lm.
+        # Loading draws random numbers, so seed where mlx-lm does: after the draft is loaded and
+        # before the model is.
         mx.random.seed(seed)
     model, tokenizer = load(model_path, config, **loading)
     with model:
@@ -160,7 +136,7 @@ def generate(
 
 
 def _check_tokens(size, tokenizer, extra_eos_tokens, sampling):
-    """Add tokens that end the text; refuse what the vocabulary does not have."""
+    """Add tokens that end the text; refuse tokens and numbers beyond the vocabulary."""
     for token in extra_eos_tokens:
         number = int(token) if token.isdecimal() else tokenizer.get_vocab().get(token, -1)
         if not 0 <= number < size:
@@ -170,7 +146,7 @@ def _check_tokens(size, tokenizer, extra_eos_tokens, sampling):
             )
         tokenizer.add_eos_token(token)
     for name in ("top_k", "min_tokens_to_keep"):
-        # mlx-lm finds that out in a compiled function, which leaves its state.
+        # mlx-lm would fail inside a compiled function, and the random state would stay broken.
         if sampling.get(name, 0) >= size:
             raise ValueError(
                 f"{name} of sampling: expected less than {size} tokens, got {sampling[name]}"
@@ -178,13 +154,13 @@ def _check_tokens(size, tokenizer, extra_eos_tokens, sampling):
 
 
 def _needed(model):
-    """Experts in slots, experts in none, and bytes read so far."""
+    """Count so far: experts found in slots, experts missing there, bytes read."""
     phases = stats(model)
     return np.sum([(c.hits, c.misses, c.bytes_read) for c in (phases.prefill, phases.decode)], 0)
 
 
 def _figures(r, needed):
-    """One line about a text: its last response, and what was needed after its first."""
+    """One line of figures from a text's last response and ``_needed`` since its first token."""
     line = (
         f"{r.generation_tps:.1f} tok/s, {r.generation_tokens} tokens; "
         f"prompt {r.prompt_tps:.1f} tok/s, {r.prompt_tokens} tokens"
@@ -199,7 +175,7 @@ def _figures(r, needed):
 
 
 def add_template(parser: argparse.ArgumentParser) -> None:
-    """What becomes of a prompt, with the names of ``mlx_lm.generate``."""
+    """Add the options of ``mlx_lm.generate`` that put a prompt into a chat template."""
     parser.add_argument("--system-prompt", metavar="TEXT", help="a message before the prompt's")
     parser.add_argument(
         "--ignore-chat-template",
@@ -212,19 +188,19 @@ def add_template(parser: argparse.ArgumentParser) -> None:
 
 
 def _escaped(text):
-    """``prompt_text``, with a line break for a backslash and n, and a tab for one and t."""
+    r"""``prompt_text`` after ``\n`` became a line break and ``\t`` a tab."""
     return prompt_text(text.replace("\\n", "\n").replace("\\t", "\t"))
 
 
 def _yes_or_no(text):
-    """What mlx-lm's ``--verbose`` takes."""
+    """Parse the values of mlx-lm's ``--verbose``."""
     if text.lower() not in ("t", "true", "f", "false"):
         raise argparse.ArgumentTypeError(f"expected T or F, got {text!r}")
     return text.lower().startswith("t")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.usage = "python -m moelab generate [options] MODEL --prompt TEXT"
     parser.description = "Print a model's continuation as it comes, then one line of figures."
     add_model(parser)
@@ -269,7 +245,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """The command."""
+    """Run the command."""
     generate(
         args.model,
         args.prompt,

@@ -1,6 +1,6 @@
 """Ctrl-C while ``python -m moelab`` imports what its command needs.
 
-That takes most of the first second, and an exception in an import can be lost or print a traceback.
+Imports take most of the first second. An exception in one can be lost or print a traceback.
 """
 
 import os
@@ -20,7 +20,7 @@ def end_at_once() -> None:
 
 def restore() -> None:
     """Make Ctrl-C an exception again, if ``end_at_once`` changed that."""
-    # numpy imports this at its first use, and loses one Ctrl-C in eight that come meanwhile.
+    # numpy imports this module at its first use, and can lose a Ctrl-C that comes meanwhile.
     import numpy.random  # noqa: F401
 
     if signal.getsignal(signal.SIGINT) is _end:

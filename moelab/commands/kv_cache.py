@@ -1,4 +1,4 @@
-"""Key-value caches as mlx-lm's options ask for them, or as a prompt cache file holds them."""
+"""Key-value caches, made by mlx-lm's options or read from a prompt cache file."""
 
 import argparse
 import json
@@ -28,29 +28,22 @@ from ..streaming.model import find
 
 @dataclass(frozen=True)
 class KVCacheOptions:
-    """What ``mlx_lm.generate`` takes by these names.
+    """Options of the key-value cache, with the names that ``mlx_lm.generate`` gives them."""
 
-    Attributes:
-        max_kv_size (int or None): Tokens that attention keeps, the first 4 among them.
-        kv_bits (int or None): Bits of keys and values. Default: they are not quantized.
-        kv_group_size (int): Values that share a scale.
-        quantized_kv_start (int): Tokens in a cache from which on it is quantized.
-    """
-
-    max_kv_size: int | None = None
-    kv_bits: int | None = None
-    kv_group_size: int = 64
-    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START
+    max_kv_size: int | None = None  # tokens that attention keeps, the first 4 among them
+    kv_bits: int | None = None  # bits of keys and values; None: not quantized
+    kv_group_size: int = 64  # values that share a scale
+    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START  # a cache of more tokens is quantized
 
     @classmethod
     def given(cls, args: argparse.Namespace) -> "KVCacheOptions":
-        """Those of a parser with ``add_kv_cache``."""
+        """Take the options from a command line whose parser has ``add_kv_cache``."""
         names = cls.__dataclass_fields__
         return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
     @property
     def quantized(self) -> dict[str, Any]:
-        """Arguments of ``generate_step``."""
+        """The options of quantization, as arguments of mlx-lm's ``generate_step``."""
         names = ("kv_bits", "kv_group_size", "quantized_kv_start")
         return {name: getattr(self, name) for name in names}
 
@@ -61,18 +54,9 @@ class KVCacheOptions:
         drafted: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
-        """Refuse what a model cannot do, before a weight is read.
+        """Refuse options that the model's caches cannot follow, before a weight is read.
 
-        mlx-lm would find that out when the cache is long enough, or ignore the option.
-
-        Args:
-            model_path (str or Path): As for ``moelab.load``.
-            config (StreamConfig): As for ``moelab.load``.
-            drafted (bool): Whether there is a draft.
-            trust_remote_code (bool): As for ``moelab.load``.
-
-        Raises:
-            ValueError: If the options have no effect on the model, or cannot go together.
+        mlx-lm would fail only when the cache is long enough, or ignore the option.
         """
         if self.max_kv_size is None and self.kv_bits is None:
             return
@@ -103,7 +87,7 @@ class KVCacheOptions:
         try:
             maybe_quantize_kv_cache(cache, 0, self.kv_group_size, self.kv_bits)
             try_out(checkpoint, model, cache)
-        except Exception as error:  # whatever a family's code, or mlx-lm's, raises
+        except Exception as error:  # the code of a family, or mlx-lm's, may raise anything
             error = error.__cause__ or error
             raise ValueError(
                 f"kv_bits={self.kv_bits}, kv_group_size={self.kv_group_size}: mlx-lm cannot "
@@ -120,12 +104,7 @@ class KVCacheOptions:
 
 
 def checksum(caches: list, metadata: dict[str, str]) -> str:
-    """Tells the caches of a damaged file from those that were saved.
-
-    Args:
-        caches (list): One for each layer.
-        metadata (dict[str, str]): What is saved with them; a ``checksum`` in it does not count.
-    """
+    """A checksum of caches and metadata (without its own ``checksum``), to notice damage."""
     known = {name: text for name, text in metadata.items() if name != "checksum"}
     crc = zlib.crc32(json.dumps(known, sort_keys=True).encode())
     for name, value in tree_flatten([[type(c).__name__, c.state] for c in caches]):
@@ -144,34 +123,21 @@ def open_prompt_cache(
     kv_cache: KVCacheOptions,
     trust_remote_code: bool = False,
 ) -> tuple[list, dict]:
-    """The caches in a file of ``cache-prompt`` or of ``mlx_lm.cache_prompt``.
+    """Read a file of ``cache-prompt`` or ``mlx_lm.cache_prompt``: the caches, ``tokenizer_config``.
 
-    The latter's has no checksum, which is said on stderr.
-
-    Args:
-        file (str or Path): The file.
-        model_path (str or Path): The model that is to go on from it.
-        config (StreamConfig): As for ``moelab.load``.
-        kv_cache (KVCacheOptions): Those of the text that goes on.
-        trust_remote_code (bool): As for ``moelab.load``.
-
-    Returns:
-        tuple[list, dict]: The caches and the ``tokenizer_config`` that they were made with.
-
-    Raises:
-        ValueError: If it is no such file, damaged, that of another model, or quantized in another
-            way.
+    A file that is damaged or does not fit model and options is refused. Files of mlx-lm have no
+    checksum; a line on stderr says so.
     """
     again = "Make it again with cache-prompt."
     try:
         held = read_header(Path(file), "make it again")
         cache, metadata = load_prompt_cache(str(file), return_metadata=True)
         made_by, tokenizer_config = metadata["model"], json.loads(metadata["tokenizer_config"])
-        tokenizer_config.pop("trust_remote_code", None)  # that is for the user to say
+        tokenizer_config.pop("trust_remote_code", None)  # only the user may say so, not a file
         if held.keys() != {name for name, _ in tree_flatten([c.state for c in cache])}:
             raise ValueError("it holds other arrays than those of its caches")
         expected, found = metadata.get("checksum"), checksum(cache, metadata)
-    except Exception as error:  # whatever a strange file makes of mlx-lm's code
+    except Exception as error:  # mlx-lm's code may raise anything for a strange file
         raise ValueError(
             f"{file}: expected a prompt cache, as cache-prompt writes it ({describe(error)}). "
             f"{again}"
@@ -202,7 +168,7 @@ def open_prompt_cache(
     model = build_model(checkpoint, config, trust_remote_code=trust_remote_code)[0]
     try:
         _check_caches(cache, model, checkpoint)
-    except Exception as error:  # a size or a number of bits may be anything
+    except Exception as error:  # the file's sizes and bits may be any numbers
         raise ValueError(
             f"{file}: its caches are not those of {model_path}: {describe(error)}. {again}"
         ) from error
@@ -216,7 +182,7 @@ def open_prompt_cache(
 
 
 def _check_caches(caches, model, checkpoint):
-    """Refuse caches that the model would not have after a text; kernels trust their shapes."""
+    """Refuse caches that the model would not have after a text: kernels trust their shapes."""
     limits = {c.max_size for c in caches if isinstance(c, RotatingKVCache)}
     made = make_prompt_cache(model, limits.pop() if limits else None)
     if len(caches) != len(made):
@@ -233,7 +199,7 @@ def _check_caches(caches, model, checkpoint):
 
 
 def _check_cache(where, cache, like, lengths):
-    """Refuse a cache unless it is of a kind and size with one of two tokens."""
+    """Refuse a cache unless its type and shapes match ``like``; its tokens go into ``lengths``."""
 
     def expect(right, wanted, got):
         if not right:
@@ -260,7 +226,7 @@ def _check_cache(where, cache, like, lengths):
         if hasattr(like, "keys"):
             shape[-2] = got.shape[-2]
             tokens.add(shape[-2])
-        elif not any(floating):  # a state of token ids
+        elif not any(floating):  # whole numbers are token ids: as many as there are
             shape[-1] = got.shape[-1]
         expect(list(got.shape) == shape, shape, list(got.shape))
     for name, value in vars(like).items():

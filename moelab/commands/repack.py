@@ -10,7 +10,7 @@ from .argument_types import not_empty
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.description = (
         "Write a model folder in which one read brings one expert: the same bytes, compared after "
         "writing. It is for moelab; mlx_lm.load wants the folder that it was made from. An "
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """The command."""
+    """Run the command."""
     try:
         out = repack(args.model, args.out, progress=not args.quiet)
     except KeyboardInterrupt:

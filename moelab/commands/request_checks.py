@@ -1,6 +1,6 @@
-"""What ``serve`` refuses in a request, where mlx-lm's server would fail later or not at all.
+"""Checks of a request to ``serve``, where mlx-lm's server would fail later or not at all.
 
-Each function raises ValueError, which the server answers with status 400.
+Each check raises ValueError, which the server answers with status 400.
 """
 
 import json
@@ -10,14 +10,14 @@ from typing import Any
 from ..checkpoint import shorten
 
 FLOAT32_MAX = 3.4e38
-# The most bytes of a request, and characters of a prompt: 16 for each of 256k tokens. A token of
-# English takes about 5 bytes, one of Chinese, escaped in JSON, 9.
+# A request has at most so many bytes, and a prompt so many characters: 16 for each of 256k tokens.
+# A token of English takes about 5 bytes, one of Chinese, escaped in JSON, 9.
 MOST_TEXT = 2**22
 MOST_IMAGES = 2**26  # bytes of a request to a model that takes images
-MOST_VALUES = 2**18  # in a request's JSON; each takes some 100 bytes
-MOST_DEPTH = 64  # of its lists and objects
-MOST_LONG = {  # of these fields
-    "messages": 4096,  # each of which a template may look at for each of them
+MOST_VALUES = 2**18  # values in a request's JSON; each takes some 100 bytes of memory
+MOST_DEPTH = 64  # lists and objects inside each other
+MOST_LONG = {  # items in each of these fields
+    "messages": 4096,  # a template's time may grow with their square
     "tools": 1024,
     "logit_bias": 4096,
     "stop": 64,
@@ -30,7 +30,7 @@ MOST = {  # the largest value of each field
     "presence_context_size": 2**31 - 1,
     "frequency_context_size": 2**31 - 1,
 }
-DONE = {  # fields of OpenAI's API that nothing is done for, and the values that ask for nothing
+DONE = {  # fields of OpenAI's API that have no effect here: only null and these are accepted
     "n": [1],
     "best_of": [1],
     "echo": [False],
@@ -51,11 +51,11 @@ NUMBERS = (  # fields for which mlx-lm also takes true, nan, infinity and more t
     *("temperature", "top_p", "min_p", "xtc_probability", "xtc_threshold"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
-WHOLE_NUMBERS = (  # fields for which it also takes true
+WHOLE_NUMBERS = (  # fields for which mlx-lm also takes true
     *("max_tokens", "top_k", "num_draft_tokens", "top_logprobs", "seed"),
     *("repetition_context_size", "presence_context_size", "frequency_context_size"),
 )
-OF_THE_SERVER = {  # arguments of the chat template that a request cannot change
+OF_THE_SERVER = {  # arguments of the chat template that a request must not set
     *("tokenize", "tools", "add_generation_prompt", "continue_final_message", "conversation"),
     *("max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors"),
     *("tokenizer_kwargs", "truncation", "chat_template", "sanitize_control_tokens"),
@@ -63,38 +63,22 @@ OF_THE_SERVER = {  # arguments of the chat template that a request cannot change
 
 
 def finite(name: str, value: float) -> float:
-    """A number as float32 can hold it.
-
-    Args:
-        name (str): What the error calls it.
-        value (float): The number.
-    """
+    """Make a float of a number; refuse true, false and what float32 cannot hold."""
     if isinstance(value, bool):
         raise ValueError(f"{name} must be a number, not true or false")
-    if not abs(value) <= FLOAT32_MAX:  # nan neither
+    if not abs(value) <= FLOAT32_MAX:  # true for nan as well
         raise ValueError(f"{name} must be finite, as a float32")
     return float(value)
 
 
 def whole(name: str, value: Any) -> None:
-    """Refuse true and false for a whole number.
-
-    Args:
-        name (str): What the error calls it.
-        value (Any): Of a type that mlx-lm takes.
-    """
+    """Refuse true and false as a whole number; mlx-lm checks the rest."""
     if isinstance(value, bool):
         raise ValueError(f"{name} must be a whole number, not true or false")
 
 
 def served(field: str, name: str, *known: str | None) -> None:
-    """Refuse to load what the command line does not name.
-
-    Args:
-        field (str): Of the request.
-        name (str): In that field.
-        known (str or None): What is served.
-    """
+    """Refuse a request whose ``field`` names a model that the command line does not (``known``)."""
     if name not in ("default_model", *known):
         raise ValueError(
             f"{field}: expected the one of the command line, which default_model names too, got "
@@ -103,21 +87,13 @@ def served(field: str, name: str, *known: str | None) -> None:
 
 
 def check_size(raw: bytes) -> None:
-    """Refuse JSON that would take much more memory than its text.
-
-    Args:
-        raw (bytes): A request.
-    """
+    """Refuse a request whose JSON would take much more memory than its text."""
     if sum(map(raw.count, (b",", b"[", b"{"))) > MOST_VALUES:
         raise ValueError(f"expected at most {MOST_VALUES} commas and brackets in a request")
 
 
 def bounded_text(parts: Iterable[str]) -> str:
-    """What a chat template wrote. It may write each message again for each message.
-
-    Args:
-        parts (Iterable[str]): As the template writes them.
-    """
+    """Join the text of a chat template, up to a limit: a template can write without end."""
     kept, size = [], 0
     for part in parts:
         size += len(part) + 1
@@ -128,12 +104,7 @@ def bounded_text(parts: Iterable[str]) -> str:
 
 
 def check_body(body: dict[str, Any], takes_images: bool) -> None:
-    """Look at the fields that mlx-lm takes from a request's body as they are.
-
-    Args:
-        body (dict): The request.
-        takes_images (bool): Whether the model does.
-    """
+    """Check the fields of a request's body that mlx-lm takes unchecked."""
     _check_depth(body)
     for name, most in MOST_LONG.items():
         if isinstance(value := body.get(name), (list, dict)) and len(value) > most:
@@ -177,12 +148,7 @@ def check_body(body: dict[str, Any], takes_images: bool) -> None:
 
 
 def check_options(options: dict[str, Any] | None, template: dict[str, Any] | None) -> None:
-    """Look into the fields ``stream_options`` and ``chat_template_kwargs``.
-
-    Args:
-        options (dict or None): The first, which gets what mlx-lm expects in it.
-        template (dict or None): The second.
-    """
+    """Check the two fields; ``options`` gets the ``include_usage`` that mlx-lm expects in it."""
     if options is not None and not isinstance(options.setdefault("include_usage", False), bool):
         raise ValueError("stream_options: include_usage must be true or false")
     if wrong := OF_THE_SERVER.intersection(template or ()):
@@ -225,7 +191,7 @@ def _check_part(part, takes_images):
         if not isinstance(part.get("text"), str):
             raise ValueError("messages: content of type text must have a text")
         return
-    if not takes_images:  # said before mlx-lm's server fetches an image from where it says
+    if not takes_images:  # refused before mlx-lm's server fetches an image from its URL
         raise ValueError(f"messages: content must be of type text for this model, got {kind!r:.50}")
     url = part.get("image_url", part.get("image"))
     if not isinstance(url.get("url") if isinstance(url, dict) else url, str):

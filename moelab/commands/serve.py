@@ -2,16 +2,15 @@
 
 mlx-lm's classes answer. The classes here change what streaming needs and what would end the server:
 
-    Provider   loads with ``moelab.load`` what the command line names, and nothing else: drafts as
-               ``drafting`` opens them
-    Generator  makes the tokens of a prompt in its client's thread. One thread computes: texts at
-               once in batches, with a draft one after another (``speculative_generate``). It goes
-               on after an error and ends an answer at Ctrl-C. Of hybrids, whose states cannot be
-               trimmed, it keeps the state where a prompt parts from an earlier one. With ranks,
-               rank 0 tells the others which requests there are, and all compute them.
+    Provider   loads the model and the draft that the command line names, and nothing else
+    Generator  tokenizes a prompt in its client's thread. One other thread computes: several texts
+               as a batch, with a draft one after another (``speculative_generate``). It goes on
+               after an error and ends answers at Ctrl-C. A hybrid's state cannot be trimmed, so the
+               state is kept where a prompt parts from an earlier one. With ranks, rank 0 tells the
+               others which requests there are, and all compute them.
     Prompts    always leaves a token to read: mlx-lm's server ends at a prompt that is cached whole
-    Handler    refuses what mlx-lm would fail at later or ignore, and pages of other origins; sees
-               that a client has gone or is silent
+    Handler    refuses requests that mlx-lm would fail at later or misread, and pages of other
+               origins; notices a client that has gone or is silent
 """
 
 import argparse
@@ -73,19 +72,18 @@ from .drafting import leave_room, open_draft, prompt_step, say_plan, shared_poli
 from .kv_cache import KVCacheOptions
 from .stream_options import add_mode, add_stream_options, streaming_given
 
-GRACE_S = 2  # for threads to end when the server is stopped
-SILENT_S = 30  # until a client that sends half a request, or takes none of its answer, is left
-TEXTS_SHARE = 8  # of the memory, at most, for the caches of texts decoded at once
-MIN_SHARED = 16  # tokens that prompts must share for the state after them to be kept
-AUTO = "auto"  # of num_draft_tokens: the policy decides
-# Bytes of memory that reading a request takes: for each byte of it to parse its JSON, for each byte
-# of its text to make tokens. Measured with 1 MB: parsing took at most 24 (of empty objects), making
-# tokens at most 249 (of words of one letter).
+GRACE_S = 2  # threads have so long to end when the server is stopped
+SILENT_S = 30  # a client that sends or takes nothing for so long is dropped
+TEXTS_SHARE = 8  # caches of texts decoded at once get at most this part (an eighth) of the memory
+MIN_SHARED = 16  # the state after shared tokens is kept if prompts share at least so many
+AUTO = "auto"  # as num_draft_tokens: the policy decides
+# Reading a request takes memory: so many bytes for each byte of its JSON that is parsed, and for
+# each byte of its text that becomes tokens.
 PARSE_NBYTES, TOKENS_NBYTES = 30, 260
-READING = "reading the request"  # what takes them
-# Settings that may differ between ranks.
+READING = "reading the request"  # how an error names this use of memory
+# Arguments that may differ between ranks.
 OWN_ARGUMENTS = ("model", "adapter_path", "host", "port", "log_level", "memory_nbytes", "given")
-SEAMS = {  # what is changed of mlx_lm.server
+SEAMS = {  # methods of mlx_lm.server that the classes below call or replace
     "ModelProvider": ("load", "load_default", "reset"),
     "ResponseGenerator": (
         *("_generate", "_next_request", "_run_generate", "_serve_single", "_share_object"),
@@ -99,16 +97,9 @@ SEAMS = {  # what is changed of mlx_lm.server
 
 
 class Provider(server.ModelProvider):
-    """Loads models with their experts on disk.
+    """Loads the one model, with its experts on disk, and its draft.
 
-    Args:
-        cli_args (argparse.Namespace): The command's, with every name that mlx-lm's server reads.
-        config (StreamConfig): How to stream.
-        group (mx.distributed.Group or None): The ranks that divide the experts.
-
-    Attributes:
-        ranks (Ranks or None): Those ranks, once a model is loaded.
-        name (str): Of the model, in requests and answers: its folder's, or that of the Hub.
+    ``name`` is how requests and answers call it: its folder's name, or that on the Hub.
     """
 
     def __init__(
@@ -131,10 +122,10 @@ class Provider(server.ModelProvider):
         super().reset()
 
     def load(self, *_):
-        """What the command line names. Requests name nothing else, so it is loaded once."""
+        """Load, once, what the command line names; requests can name nothing else."""
         if self.model is None:
             args, draft = self.cli_args, None
-            if args.draft_model is not None:  # first, since slots take all the memory it leaves
+            if args.draft_model is not None:  # before the model, whose slots take the memory left
                 draft = open_draft(args.draft_model, self.config.kernels)
             self._load_model(draft)
             if draft is not None:
@@ -174,18 +165,19 @@ class Provider(server.ModelProvider):
         self.processor = server.load_processor(model, config)
 
     def _with_room(self, path, draft):
-        """The configuration, with memory reserved for the draft or, without one, for several texts.
+        """Reserve memory in the configuration for the draft or, without one, for several texts.
 
-        These are as many as the command line says, or as the eighth part of the memory takes.
+        These are as many as the command line says, or as fit into an eighth of the memory.
         """
         config = leave_room(self.config, draft)
         if draft is not None or not config.asks_for_slots or self.cli_args.kv_bits is not None:
             return config
         alone = plan(path, config, trust_remote_code=self.cli_args.trust_remote_code)
         prompts, texts = self._concurrency
-        more = texts + min(prompts, texts) - 2  # the first is in the plan
+        # mlx-lm decodes all but one while it reads prompts, and the plan has memory for one text.
+        more = texts + min(prompts, texts) - 2
         if not self._concurrency_given and alone.caches_nbytes:
-            # One text less than fits, since the memory that is available changes.
+            # Leave out one text that would fit, since the available memory changes.
             slots = (alone.prompt_slots - alone.top_k) * sum(alone.expert_nbytes)
             free = alone.all_caches_nbytes - 2 * alone.caches_nbytes + slots
             free = max(0, min(alone.memory_nbytes // TEXTS_SHARE, free))
@@ -193,7 +185,7 @@ class Provider(server.ModelProvider):
         return replace(config, reserved_nbytes=more * alone.caches_nbytes)
 
     def _limit_batches(self, plan):
-        """Have mlx-lm hold as many texts at once as there is memory for, at most.
+        """Lower mlx-lm's limits of concurrent texts to what there is memory for.
 
         While it decodes all texts but one, it may read the prompts of several others.
         """
@@ -210,14 +202,10 @@ class Provider(server.ModelProvider):
 
 
 class Prompts(LRUPromptCache):
-    """Caches of earlier prompts and answers. At least a prompt's last token is left to read.
+    """Caches of earlier prompts and answers, which leave at least a prompt's last token to read.
 
-    Args:
-        size (int): How many are kept.
-        nbytes (int): Their memory.
-        free_nbytes (int): If less memory than this is free, prompts are forgotten. Default: ``0``,
-            with which none is. Ranks take it, since all must keep the same prompts.
-        memory (Callable): As ``Room.memory``.
+    Where less than ``free_nbytes`` of memory are free, prompts are forgotten; with 0, as on ranks
+    (which must all keep the same prompts), none is.
     """
 
     def __init__(
@@ -231,13 +219,9 @@ class Prompts(LRUPromptCache):
         self.free_nbytes, self._memory = free_nbytes, memory
 
     def make_way(self, nbytes: int = 0) -> bool:
-        """Forget prompts, the least recently used first, where memory is short.
+        """Forget the least recently used prompts until ``nbytes`` are free, beside ``free_nbytes``.
 
-        Args:
-            nbytes (int): Bytes that the caller will take. Default: ``0``.
-
-        Returns:
-            bool: Whether so many bytes are free now, beside ``free_nbytes``.
+        False if they are not free even so.
         """
         short = self._short(nbytes)
         if short > 0 and self.nbytes:
@@ -251,7 +235,7 @@ class Prompts(LRUPromptCache):
         return self.free_nbytes + nbytes - self._memory()[1] if self.free_nbytes else 0
 
     def insert_cache(self, model, tokens: list[int], prompt_cache: list, **kwargs) -> None:
-        # Those of a text in a batch are views of the batch's arrays and would keep all of these.
+        # The caches of a text in a batch are views of the batch's arrays and would keep them all.
         for c in prompt_cache:
             c.state = tree_map(_own, c.state)
         if self.make_way(sum(c.nbytes for c in prompt_cache)):  # before they are copied
@@ -263,26 +247,22 @@ class Prompts(LRUPromptCache):
         return cache, rest + tokens[-1:]
 
     def parts_at(self, model, tokens: list[int]) -> int:
-        """How many tokens a prompt shares with an earlier one beyond what can be fetched of it."""
+        """Where a prompt parts from an earlier one, in tokens; 0 if a kept cache reaches so far."""
         found = self._trie.search(model, tokens[:-1])
         return found.common_prefix if len(found.shorter or ()) < found.common_prefix else 0
 
 
 class Generator(server.ResponseGenerator):
-    """Answers requests in a thread of its own, as mlx-lm does: in batches, or one by one.
+    """Computes the answers in one thread, in batches or one by one.
 
-    Args:
-        provider (Provider): The models.
-        prompts (Prompts): What is kept of earlier requests.
-
-    Attributes:
-        room (Room): The memory for requests that are read, of all clients together.
+    ``room`` is the memory for reading requests, which all clients share.
     """
 
     def __init__(self, provider: Provider, prompts: Prompts):
         self._begun = weakref.WeakSet()  # queues of the requests that were begun
-        self._prompt = None  # of the request that is served by itself: tokens, segments, types
-        self._context = None  # of the same request
+        # Of a request that is served alone, not in a batch: (tokens, segments, types), context.
+        self._prompt = None
+        self._context = None
         self._ranks, self._stopping, self._error = provider.ranks, False, None
         self.room = session_of(provider.model).room
         super().__init__(provider, prompts)
@@ -296,7 +276,7 @@ class Generator(server.ResponseGenerator):
             raise RankError(f"{rank}: {describe(self._error)}") from self._error
 
     def _share_object(self, obj):
-        """What rank 0 gives, on all ranks. With it rank 0 says whether all are to end."""
+        """Give all ranks the object of rank 0, which also tells them whether to end."""
         if self._ranks is None:
             return obj
         with self._ranks.waiting(LOADING_S):
@@ -313,7 +293,7 @@ class Generator(server.ResponseGenerator):
                     self._error, self._generation_failed = error, True
                     break
                 logging.error("Generation failed: %s: %s", type(error).__name__, error)
-                if not self._begun:  # not by a request, so it would fail again
+                if not self._begun:  # no request caused the error, so it would come again
                     self._generation_failed = True
                     return
                 self._end_begun(error)
@@ -327,8 +307,8 @@ class Generator(server.ResponseGenerator):
 
     def join(self) -> None:
         super().join()
-        # Behind Python's back the thread still frees what MLX compiled in it. If the interpreter
-        # ended meanwhile, it would abort.
+        # After its Python code the thread still frees functions that MLX compiled in it. If the
+        # interpreter ended meanwhile, the process would abort.
         end = time.monotonic() + GRACE_S
         thread = self._generation_thread.native_id
         while thread in {t.id for t in psutil.Process().threads()} and time.monotonic() < end:
@@ -340,7 +320,8 @@ class Generator(server.ResponseGenerator):
 
     def _next_request(self, timeout=None):
         if timeout is not None and self._ranks and self._ranks.rank:
-            time.sleep(0.9 * timeout)  # as rank 0 waits for a request; MLX's ring waits with a core
+            # Sleep while rank 0 waits for a request: in MLX's ring, waiting keeps a core busy.
+            time.sleep(0.9 * timeout)
         request = super()._next_request(timeout)
         if request is not None:
             self._begun.add(request[0])
@@ -348,8 +329,8 @@ class Generator(server.ResponseGenerator):
         return request
 
     def generate(self, request, generation_args, progress_callback=None):
-        # The prompt is read in the client's thread, so that others are answered meanwhile. Ranks
-        # get its tokens with the request. MLX reads images, in the thread that generates.
+        # Tokens are made in the client's thread, so that others are answered meanwhile; ranks get
+        # them with the request. Prompts with images need MLX, so the generating thread reads them.
         if self.model_provider.processor is None:
             tokenizer = self.model_provider.tokenizer
             chatting = request.request_type == "chat"
@@ -359,10 +340,10 @@ class Generator(server.ResponseGenerator):
         return super().generate(request, generation_args, progress_callback)
 
     def _read(self, tokenizer, request, args):
-        """mlx-lm's ``_tokenize``. A request that cannot be computed is a ValueError."""
+        """Call mlx-lm's ``_tokenize``; refuse a request that cannot be computed (ValueError)."""
         try:
             read = super()._tokenize(tokenizer, request, args)
-        except Exception as error:  # whatever a template or its arguments raise
+        except Exception as error:  # a template and its arguments may raise anything
             if request.request_type != "chat":
                 raise
             raise ValueError(
@@ -389,7 +370,7 @@ class Generator(server.ResponseGenerator):
         return prompt, list(segments), list(types), state, vision
 
     def _serve_single(self, request, stream):
-        # mlx-lm's method, which finds another ``stream_generate`` by that name.
+        # Call mlx-lm's method with our own functions in place of two that it uses.
         serve = with_globals(
             server.ResponseGenerator._serve_single,
             {"stream_generate": self._answer, "GenerationContext": self._begin},
@@ -415,14 +396,14 @@ class Generator(server.ResponseGenerator):
         sampler: Callable,
         **reading,
     ) -> Iterator[GenerationResponse]:
-        """What mlx-lm's ``stream_generate`` does, with our drafts.
+        """Stream an answer as mlx-lm's ``stream_generate`` does, with a draft if there is one.
 
-        A hybrid's prompt is read in mlx-lm's segments, and the state after each is kept, as its
-        batches do: from such a state no token can be trimmed.
+        The state after each segment of a hybrid's prompt is kept, as in mlx-lm's batches, since no
+        token can be trimmed from a later state.
         """
         whole, segments, types = self._prompt
         begin = read = len(whole) - len(prompt)
-        token_nbytes = 0  # by which the draft's caches grow for a token
+        token_nbytes = 0  # for each token, the draft's caches grow by so many bytes
         if draft_model is not None and (plan := session_of(self.model_provider.model).plan):
             token_nbytes = plan.reserved_nbytes // plan.context
 
@@ -459,7 +440,7 @@ class Generator(server.ResponseGenerator):
                 tokenizer=tokenizer,
                 max_tokens=max_tokens,
                 sampler=sampler,
-                # mlx-lm's batches let them see the whole prompt, too.
+                # They see the whole prompt, as in mlx-lm's batches.
                 logits_processors=[_after(whole[:read], p) for p in logits_processors],
                 **reading,
             )
@@ -478,7 +459,7 @@ class Generator(server.ResponseGenerator):
 
 
 class _SharedContext(server.GenerationContext):
-    """mlx-lm's, of an answer that all ranks must end at the same token. ``_check`` ends it."""
+    """The context of an answer that all ranks must end at the same token: ``_check`` ends it."""
 
     gone = False
 
@@ -487,14 +468,14 @@ class _SharedContext(server.GenerationContext):
 
 
 def _own(value):
-    """An array with memory of its own."""
+    """Copy an array, if needed, so that it is no view; return any other value as it is."""
     return mx.contiguous(value) if isinstance(value, mx.array) else value
 
 
 def _cut(segments, types, at):
     """Cut the segment that token ``at`` is in, so that the state there is kept for later prompts.
 
-    It is kept as a system prompt's is, since it begins several prompts.
+    The part before gets the type of a system prompt, since it begins several prompts.
     """
     begins = accumulate(map(len, segments), initial=0)
     for i, (begin, segment) in enumerate(zip(begins, segments)):
@@ -508,7 +489,7 @@ def _cut(segments, types, at):
 
 
 def _after(before, processor):
-    """A logits processor that is told of earlier tokens, too."""
+    """Make a logits processor that also sees the tokens ``before``."""
     before = mx.array(before, mx.uint32)
     return lambda tokens, logits: processor(
         mx.concatenate([before, tokens.astype(mx.uint32)]), logits
@@ -516,7 +497,7 @@ def _after(before, processor):
 
 
 class _Refused(BaseException):
-    """Carries an error past mlx-lm's handler, which would answer it with status 404."""
+    """Carries an error past mlx-lm's handler, which would answer any with status 404."""
 
 
 class Handler(server.APIHandler):
@@ -526,7 +507,7 @@ class Handler(server.APIHandler):
     _begun = _understood = _unread = False
 
     def parse_request(self):
-        """Refuse pages of other origins: with CORS alone a browser sends what they ask for."""
+        """Refuse pages of other origins: CORS hides answers from them, but sends their requests."""
         if not super().parse_request():
             return False
         self._unread = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
@@ -554,7 +535,7 @@ class Handler(server.APIHandler):
                 raw = self.rfile.read(int(length))
                 self._unread = "Transfer-Encoding" in self.headers
                 checks.check_size(raw)
-                self.rfile = io.BytesIO(raw)  # for mlx-lm
+                self.rfile = io.BytesIO(raw)  # mlx-lm reads the request from there
                 super().do_POST()
         except (ConnectionError, TimeoutError):
             raise
@@ -568,7 +549,7 @@ class Handler(server.APIHandler):
             self._refuse(error, 500 if self._understood else 400)
 
     def finish(self):
-        """Close. First read what a client still sends: else a reset could lose the answer."""
+        """Close, after reading what a client still sends: else a reset could lose the answer."""
         super().finish()
         with suppress(OSError):
             if self._unread:
@@ -581,7 +562,7 @@ class Handler(server.APIHandler):
         super().log_message("%s", shorten(format % args))
 
     def handle_models_request(self):
-        """The model that is served, by the name that answers have. A list of it, or itself."""
+        """Answer with a list of the one served model or, if its name is asked for, with itself."""
         name = self.response_generator.model_provider.name
         model = {"id": name, "object": "model", "created": self.created, "owned_by": "moelab"}
         asked = unquote(urlsplit(self.path).path.removeprefix("/v1/models").strip("/"))
@@ -612,7 +593,7 @@ class Handler(server.APIHandler):
         self.wfile.write(answer.encode())
 
     def validate_model_parameters(self) -> None:
-        """mlx-lm's checks, and checks of the fields that mlx-lm does not check or know."""
+        """Run mlx-lm's checks, then check the fields that mlx-lm does not check or know."""
         if auto := self.num_draft_tokens == AUTO:
             self.num_draft_tokens = 0
         try:
@@ -657,9 +638,9 @@ class Handler(server.APIHandler):
 
 
 class _Watched:
-    """A response generator for one client. It ends the request when the client has hung up.
+    """A response generator for one client, which ends the request when the client has hung up.
 
-    mlx-lm notices that only when it writes, which without ``stream`` is after the last token.
+    mlx-lm notices only when it writes, which without ``stream`` is after the last token.
     """
 
     def __init__(self, generator, connection):
@@ -687,17 +668,15 @@ class _Watched:
             yield response
 
     def _check(self):
-        # Ask first whether there is something: ``recv`` of a socket with a timeout waits.
+        # Poll first: on a socket with a timeout, ``recv`` waits if nothing has come.
         if self._poll.poll(0) and not self._connection.recv(1, socket.MSG_PEEK):
             raise ConnectionAbortedError("it closed the connection")
 
 
 class Server(ThreadingHTTPServer):
-    """Listens from the start, so that a port that is taken is told before a model is loaded.
+    """Listens once it is made, so that a busy port is reported before a model is loaded.
 
-    Args:
-        host (str): Name or address.
-        port (int): 0 for a free one.
+    Port 0 takes a free one.
     """
 
     request_queue_size = 1024  # clients that wait to be accepted; with 5 some are reset
@@ -752,10 +731,10 @@ class Server(ThreadingHTTPServer):
 
 
 def _ctrl_c(*_):
-    """End the server at the first Ctrl-C. Those of the next seconds are ignored.
+    """End the server at the first Ctrl-C and ignore more for some seconds.
 
-    MLX aborts a process that ends before its threads. A server that takes longer to end is ended
-    at once by one more Ctrl-C.
+    MLX aborts a process that ends before its threads do. If the server takes longer, one more
+    Ctrl-C ends it at once.
     """
     patience = time.monotonic() + 2 * GRACE_S
     signal.signal(signal.SIGINT, lambda *_: os._exit(130) if time.monotonic() > patience else None)
@@ -763,12 +742,7 @@ def _ctrl_c(*_):
 
 
 def serve(args: argparse.Namespace, config: StreamConfig) -> None:
-    """Answer requests until Ctrl-C. Of several ranks, rank 0 listens and the others follow.
-
-    Args:
-        args (argparse.Namespace): With every name that mlx-lm's server reads.
-        config (StreamConfig): How to stream.
-    """
+    """Answer requests until Ctrl-C; of several ranks, rank 0 listens and the others follow."""
     for cls, names in SEAMS.items():
         for name in names:
             if not hasattr(getattr(server, cls), name):
@@ -788,7 +762,7 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
         session = session_of(provider.model)
         plan = session.plan
         if args.prompt_cache_bytes is None:
-            # The texts beside the first may all be there at once.
+            # The other texts may need their caches all at once.
             texts = args.prompt_concurrency + args.decode_concurrency - 2
             texts *= provider.is_batchable and args.kv_bits is None
             args.prompt_cache_bytes = (
@@ -796,7 +770,7 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
             )
         if provider.ranks:
             _agree(provider.ranks, args)
-        # Memory for the other texts or the draft, and for decoding a token.
+        # Keep memory free for the other texts or the draft, and for decoding a token.
         free = plan.reserved_nbytes + RESERVE_NBYTES if plan and not provider.ranks else 0
         prompts = Prompts(
             args.prompt_cache_size, args.prompt_cache_bytes, free, session.room.memory
@@ -811,14 +785,14 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
 
 
 def _agree(ranks, args):
-    """What decides about a call of the model must be the same on all ranks."""
+    """Give ranks one ``prompt_cache_bytes`` (the least); refuse other arguments that differ."""
     args.prompt_cache_bytes = min(ranks.gather(args.prompt_cache_bytes))
     own = {*OWN_ARGUMENTS, *(name for name in vars(args) if callable(getattr(args, name)))}
     ranks.compare({name: str(value) for name, value in vars(args).items() if name not in own})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.usage = "python -m moelab serve [options] MODEL"
     parser.description = (
         "mlx-lm's HTTP server, with the experts on disk. By default only this machine may ask."
@@ -872,7 +846,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """The command."""
+    """Run the command."""
     config = streaming_given(args)
-    args.top_k = args.sampling_top_k  # what mlx-lm's server means by it
+    args.top_k = args.sampling_top_k  # the name in mlx-lm's server
     serve(args, config)

@@ -1,4 +1,4 @@
-"""Options of ``StreamConfig``: the mode, its fields, and modes as text."""
+"""Options for the fields of ``StreamConfig``, and several modes written as one text."""
 
 import argparse
 import dataclasses
@@ -9,12 +9,12 @@ from ..streaming.config import OPTIONS, StreamConfig
 from .argument_types import at_least, nbytes, not_empty, or_auto
 from .arguments import flag
 
-MEASURED_SLOTS = 16  # of commands that measure, where slots="auto" would change with the machine
+MEASURED_SLOTS = 16  # for commands that measure: slots="auto" would depend on the machine
 STREAM_OPTIONS = {name: option for name, option in OPTIONS.items() if option.help}
 
 
 def add_mode(parser: argparse.ArgumentParser) -> None:
-    """``--mode``, one of the names of ``StreamConfig.mode``."""
+    """Add ``--mode``."""
     modes = OPTIONS["mode"].choices
     parser.add_argument(
         "--mode",
@@ -26,7 +26,7 @@ def add_mode(parser: argparse.ArgumentParser) -> None:
 
 
 def add_modes(parser: argparse.ArgumentParser, default: str) -> None:
-    """``--modes``, as ``parse_modes`` takes it."""
+    """Add ``--modes``, a text for ``parse_modes``."""
     parser.add_argument(
         "--modes",
         default=default,
@@ -38,15 +38,10 @@ def add_modes(parser: argparse.ArgumentParser, default: str) -> None:
 def add_stream_options(
     parser: argparse.ArgumentParser, slots: int | str = "auto", sampling: bool = False
 ) -> None:
-    """The fields of ``StreamConfig`` that have a help; None where an option was not given.
+    """Add an option for each field of ``StreamConfig`` with a help; None if it is not given.
 
-    Args:
-        parser (argparse.ArgumentParser): The command's.
-        slots (int or str): The slots if ``--slots`` is not given. With ``auto`` come the options
-            that it goes by; a command that measures names ``MEASURED_SLOTS``.
-        sampling (bool): Whether the command has mlx-lm's options of sampling, too. mlx-lm's
-            ``--top-k`` counts tokens, this one experts: then both get longer names, and ``--top-k``
-            is refused.
+    Where mlx-lm's options of ``sampling`` are there too, ``--top-k`` is refused: mlx-lm's counts
+    tokens, this one experts, so both get longer names.
     """
     parser.set_defaults(default_slots=slots)
     if sampling:
@@ -68,7 +63,7 @@ def add_stream_options(
 
 
 def _type(option):
-    """What makes a value of the text that was given for a field of ``StreamConfig``."""
+    """The argument type of a field of ``StreamConfig``."""
     if option.bounds:
         number = (nbytes if option.metavar == "BYTES" else at_least)(*option.bounds)
         return or_auto(number) if option.default == "auto" else number
@@ -76,7 +71,7 @@ def _type(option):
 
 
 class _TwoMeanings(argparse.Action):
-    """Refuses ``--top-k`` where it could be taken for another option."""
+    """An action that refuses ``--top-k``, since it could mean tokens or experts."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         parser.error(
@@ -86,11 +81,7 @@ class _TwoMeanings(argparse.Action):
 
 
 def streaming_given(args: argparse.Namespace) -> StreamConfig:
-    """``mode_given`` over SwiftLM's variables of the environment, which are named on stderr.
-
-    Args:
-        args (argparse.Namespace): Of a parser with ``add_mode`` and ``add_stream_options``.
-    """
+    """``mode_given``, where SwiftLM's environment variables are defaults; stderr names them."""
     names = [name for option in OPTIONS.values() for name in option.environment]
     found = {name: os.environ[name] for name in names if name in os.environ}
     if not found:
@@ -116,24 +107,16 @@ def streaming_given(args: argparse.Namespace) -> StreamConfig:
 
 
 def mode_given(args: argparse.Namespace) -> StreamConfig:
-    """How to stream by the options that were given; one of no use in the mode ends the command.
-
-    Args:
-        args (argparse.Namespace): Of a parser with ``add_mode`` and ``add_stream_options``.
-    """
+    """The configuration that the options give; one without effect in the mode ends the command."""
     config = _stream_config(args, mode=args.mode)
     _check_stream_options(args, {args.mode: config})
     return config
 
 
 def modes_given(args: argparse.Namespace) -> tuple[StreamConfig, dict[str, StreamConfig]]:
-    """How to stream in each mode that was given; an option of no use in any ends the command.
+    """The options' configuration without a mode, and the one of each mode by its text.
 
-    Args:
-        args (argparse.Namespace): Of a parser with ``add_modes`` and ``add_stream_options``.
-
-    Returns:
-        tuple[StreamConfig, dict[str, StreamConfig]]: What the modes have in common, and each mode.
+    An option that has no effect in any of the modes ends the command.
     """
     base = _stream_config(args)
     configs = parse_modes(args.modes, base)
@@ -149,7 +132,7 @@ def _stream_config(args, **fields):
 
 
 def _check_stream_options(args, configs):
-    """End the command if an option that was given means nothing to any of the configs."""
+    """End the command if an option that was given has no effect in any of the configurations."""
     for name, option in STREAM_OPTIONS.items():
         given = getattr(args, name, None)
         users = [c for c in configs.values() if name not in c.unused()]
@@ -162,17 +145,9 @@ def _check_stream_options(args, configs):
 
 
 def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, StreamConfig]:
-    """Modes as text: ``"resident,fused,fused/readers=1"``; a field may follow each slash.
+    """Parse ``"resident,fused,fused/readers=1"``: each mode's text to ``base`` with its fields.
 
-    Args:
-        text (str): Modes, divided by commas.
-        base (StreamConfig): Every other field. Default: ``StreamConfig(slots=16)``.
-
-    Returns:
-        dict[str, StreamConfig]: By the text of each mode.
-
-    Raises:
-        ValueError: If a mode is none, is there twice, or has a field that has no effect in it.
+    Without ``base``, each has ``MEASURED_SLOTS``.
     """
     base, configs = base or StreamConfig(slots=MEASURED_SLOTS), {}
     for name in (part.strip() for part in text.split(",")):
@@ -192,7 +167,7 @@ def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, Stream
 
 
 def _parse_fields(name, settings):
-    """The fields of ``StreamConfig`` that follow a mode's slashes."""
+    """Parse the fields of ``StreamConfig`` that follow a mode's slashes."""
     known = sorted(OPTIONS.keys() - {"mode"})
     changes = {}
     for setting in settings:

@@ -8,7 +8,7 @@ from .arguments import add_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.description = (
         "Write a random 4-bit checkpoint that has the exact layer shapes of a real "
         "Mixture-of-Experts model, without holding it in memory. Its text is noise; reading and "
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """The command."""
+    """Run the command."""
     out = synthesize(
         args.out,
         args.like,

@@ -16,14 +16,9 @@ FAST = os.environ.get("MOELAB_FAST") == "1"
 
 
 def preset(**sizes) -> SimpleNamespace:
-    """The sizes of a notebook, in its one ``parameters`` cell, printed so that each page says them.
+    """Print and return a notebook's sizes, each ``(full, fast)`` or one value for both.
 
-    Args:
-        **sizes: For each name ``(full, fast)``; the second holds when ``MOELAB_FAST=1``. A value
-            that is no pair holds in both.
-
-    Example:
-        >>> P = preset(tokens=(128, 16), slots=16)  # P.tokens == 128, P.slots == 16
+    The second of a pair holds when ``MOELAB_FAST=1``.
     """
     chosen = {
         name: v[FAST] if isinstance(v, tuple) and len(v) == 2 else v for name, v in sizes.items()
@@ -36,7 +31,7 @@ def preset(**sizes) -> SimpleNamespace:
 
 
 def advise(model, memory=None, **options):
-    """How to stream a model on this machine: ``lab.experiments.advise``, imported when called."""
+    """Call ``lab.experiments.advise.advise``, which is imported only then."""
     from .experiments.advise import advise
 
     return advise(model, memory, **options)

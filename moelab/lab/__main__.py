@@ -40,14 +40,7 @@ SCRIPTS = {  # name: its module, what it does
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one script.
-
-    Args:
-        argv (list[str]): The words after ``python -m moelab.lab``. Default: this process's.
-
-    Returns:
-        int: The exit status.
-    """
+    """Run one script and return the exit status."""
     try:
         run, words = parse(sys.argv[1:] if argv is None else argv)
         return run(*words) or 0
@@ -57,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str]) -> tuple[Callable[..., int | None], list[str]]:
-    """The ``main`` of a script, and its words."""
+    """The ``main`` of a script, and the words to call it with."""
     parser = argparse.ArgumentParser(
         prog="python -m moelab.lab", description="Scripts that make a record or pages."
     )

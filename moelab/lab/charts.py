@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .plots import style  # first: it says what to install where a package is missing
+from .plots import style  # imported first: its error says which package to install
 
 # isort: split
 import plotly.graph_objects as go
@@ -23,9 +23,9 @@ from plotly.subplots import make_subplots
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# Pixels: of a bar with its gap, of a panel's title and axis.
+# Pixels of a bar with its gap, and of a panel's title and axis.
 BAR, PANEL_TITLE, PANEL_AXIS = 34, 20, 64
-WIDTH = 880  # of all panels together, about
+WIDTH = 880  # pixels of all panels together, about
 LABEL_CHARACTERS = 26
 MOST_COLUMNS = 3
 COLORS = 6  # of ``style.COLORS``: whiskers are not seen on black, numbers not on yellow
@@ -45,21 +45,11 @@ def bars(
     ceilings: Mapping[str, float] | Mapping[Any, Mapping[str, float]] = {},
     digits: int = 3,
 ) -> go.Figure:
-    """A horizontal bar for each group of samples: its median, with quartiles as whiskers.
+    """Draw a horizontal bar for each group of samples: its median, with quartiles as whiskers.
 
-    Args:
-        samples (DataFrame): A row a sample.
-        x (str): What the bars measure: a column, or an expression of columns.
-        y (str): The column with a bar for each value.
-        panel (str): The column with a panel for each value; each has its own scale.
-        title (str): What was found, short.
-        axis (str): What the bars measure, with its unit.
-        finding (str): What is to be seen, in one or two sentences.
-        note (str): What else qualifies the numbers.
-        log (bool): Logarithmic axis, the same in all panels.
-        ceilings (Mapping): Lines to draw across all panels, ``{label: value}``, or
-            ``{panel: {label: value}}``.
-        digits (int): Significant digits of the numbers at the bars.
+    ``x`` is a column or an expression of columns. ``y`` and ``panel`` are columns with a bar and a
+    panel for each value; panels have scales of their own unless ``log``. ``ceilings`` are lines:
+    ``{label: value}``, or that by panel.
     """
     grouped = _grouped(samples, x, y, panel)
     names, per_panel = _names(grouped), any(isinstance(v, Mapping) for v in ceilings.values())
@@ -77,7 +67,7 @@ def bars(
             error_x=style.whiskers(low, mid, high) if (high > low).any() else None,
             **place,
         )
-        _numbers(fig, high, labels, numbers, place)  # right of the whisker, not on it
+        _numbers(fig, high, labels, numbers, place)  # numbers stand right of the whisker, not on it
         here = ceilings.get(label, {}) if per_panel else ceilings
         top = max([high.max(), *here.values()])
         if not log:
@@ -103,13 +93,7 @@ def parts(
     finding: str,
     note: str = "",
 ) -> go.Figure:
-    """A stacked bar for each group of samples: what something is made of, by the means.
-
-    Args:
-        samples (DataFrame): A row a sample.
-        columns (Mapping): Each part's column, or an expression of columns, by the part's name.
-        y, panel, title, axis, finding, note: As for ``bars``.
-    """
+    """Draw a stacked bar for each group of samples: the means of the expressions in ``columns``."""
     grouped = {part: _grouped(samples, x, y, panel) for part, x in columns.items()}
     first = next(iter(grouped.values()))
     names = _names(first)
@@ -155,22 +139,7 @@ def lines(
     marks: bool = True,
     percent: bool = False,
 ) -> go.Figure:
-    """A line for each group of samples: medians over x, with quartiles as whiskers.
-
-    Args:
-        samples (DataFrame): A row a sample.
-        x (str): The column of the horizontal axis: a number, or a name of a step.
-        y (str): What the lines measure: a column, or an expression of columns.
-        by (str): The column with a line for each value; None for one line.
-        title (str): What was found, short.
-        axes (tuple[str, str]): What x and y measure, with their units.
-        finding (str): What is to be seen, in one or two sentences.
-        note (str): What else qualifies the numbers.
-        log_x (bool): Logarithmic horizontal axis, with a tick at every x.
-        ceilings (Mapping): Horizontal lines, ``{label: value}``.
-        marks (bool): Whether the points are marked.
-        percent (bool): Whether y is a share, shown in percent.
-    """
+    """Draw a line for each value of ``by``: medians over x, with quartiles as whiskers."""
     series = _grouped(samples, y, x, by)
     fig = _figure(samples, series, title, *axes, note, height=360)
     words, top = [], list(ceilings.values())
@@ -182,7 +151,7 @@ def lines(
         top += [np.percentile(p, 75) for p in points.values()]
     starts = [np.median(next(iter(points.values()))) for points in series.values()]
     for label, value in ceilings.items():
-        room = 0.1 * max(top)  # of a label above the line, where the series begin
+        room = 0.1 * max(top)  # room for a label above the line
         style.ceiling(fig, value, label, below=any(0 <= y0 - value < room for y0 in starts))
         words.append(f"Line, {label}: {value:.3g}.")
     if log_x:
@@ -202,12 +171,9 @@ def timeline(
     note: str = "",
     scale: float = 1e3,
 ) -> go.Figure:
-    """What ran when: a bar from begin to end for each span, on the lane that ran it.
+    """Draw each span (a row: ``lane``, ``what``, ``begin_s``, ``end_s``) as a bar on its lane.
 
-    Args:
-        spans (DataFrame): ``lane``, ``what``, ``begin_s``, ``end_s``; a row a span.
-        panel, title, axis, finding, note: As for ``bars``.
-        scale (float): Multiplies the seconds.
+    ``scale`` multiplies the seconds.
     """
     panels = {None: spans} if panel is None else dict(list(spans.groupby(panel, sort=False)))
     kinds = list(dict.fromkeys(spans.what))
@@ -236,18 +202,13 @@ def timeline(
 
 
 def table(frame: "DataFrame", form: str | Mapping[str, str] = "{:.3g}") -> None:
-    """Shows a table, its index as the first column.
-
-    Args:
-        frame (DataFrame): Its columns' names are the head.
-        form (str or Mapping): Of its numbers, as for ``str.format``; or by column.
-    """
+    """Show a table, its index as the first column; ``form`` is a format, or one by column."""
     plain = frame.to_string() if len(frame) else "nothing"
     display({"text/html": as_html(frame, form), "text/plain": plain}, raw=True)
 
 
 def as_html(frame: "DataFrame", form: str | Mapping[str, str] = "{:.3g}") -> str:
-    """A table as HTML, escaped; arguments as for ``table``."""
+    """Write a table as escaped HTML, with the arguments of ``table``."""
 
     def text(column, cell):
         given = form.get(column, "{:.3g}") if isinstance(form, Mapping) else form
@@ -286,10 +247,10 @@ def _grouped(samples, value, by, panel):
 
 
 def _figure(samples, grouped, title, x, y, note, **layout):
-    """An empty figure with the note and the machines that the table's headers tell."""
+    """Make an empty figure with the note and the machines that the table's headers name."""
     headers = samples.attrs.get("headers", [samples.attrs])
     settings = headers[0].get("settings") or {}
-    headers = [h for h in headers if "machine" in h] or headers  # arithmetic ran nowhere
+    headers = [h for h in headers if "machine" in h] or headers  # arithmetic has no machine
     told = [settings.get("model", "")]
     if "tokens" in settings:
         told.append(f"{settings['tokens']} tokens a run")
@@ -308,7 +269,7 @@ def _figure(samples, grouped, title, x, y, note, **layout):
 
 
 def _short(card):
-    """The machine of recorded numbers that stand beside others, short."""
+    """A short name of the machine of recorded numbers that stand beside others."""
     device, versions = card["gpu"] or card["cpu"], f"mlx {card['mlx']}, moelab {card['moelab']}"
     return f"recorded: {device}, {card['backend']}, {versions}, {card['date']}"
 
@@ -340,7 +301,7 @@ def _label(name):
 
 
 def _number(value, digits=3):
-    """A number with so many significant digits, never as a power of ten."""
+    """Write a number with so many significant digits, never as a power of ten."""
     return f"{value:.0f}" if value >= 10**digits else f"{value:#.{digits}g}".rstrip(".")
 
 
@@ -383,7 +344,7 @@ def _panels(fig, titles, names, axis, headroom=False):
     top = fig.layout.margin.t + head
     fig.update_annotations(font_size=13, yshift=2)
     fig.update_layout(margin={"t": top, "l": 20}, height=top + height + fig.layout.margin.b)
-    ends = [len(labels) - 0.5, -0.5 - 0.6 * headroom]  # the first variant on top
+    ends = [len(labels) - 0.5, -0.5 - 0.6 * headroom]  # so that the first variant is on top
     fig.update_yaxes(
         type="category", categoryorder="array", categoryarray=labels, range=ends, showgrid=False
     )

@@ -51,8 +51,8 @@ def times(table: "DataFrame", over: str, under: str, form: str = ".1f") -> str:
 
 
 def claimed(*verdicts: str) -> int:
-    """How many claims of others have one of these verdicts. Default: any."""
-    from . import claims  # for the documents that count them
+    """How many claims of others have one of these verdicts, or any verdict."""
+    from . import claims  # documents count claims
 
     card = claims.scorecard()
     card = card[card.source != "moelab"]
@@ -60,15 +60,7 @@ def claimed(*verdicts: str) -> int:
 
 
 def fill(text: str, names: dict[str, Any] | None = None) -> str:
-    """A text with its cited numbers as the records say them today.
-
-    Args:
-        text (str): The text, with expressions behind its numbers.
-        names (dict): What expressions may use. What the text defines is added.
-
-    Raises:
-        ValueError: If an expression fails, follows no number, or gives none.
-    """
+    """Replace a text's cited numbers by the records'; what the text defines joins ``names``."""
     names = NAMES.copy() if names is None else names
 
     def filled(match):
@@ -92,7 +84,7 @@ def fill(text: str, names: dict[str, Any] | None = None) -> str:
 
 
 def uncited(text: str) -> str:
-    """A text without its cited numbers, each ``...`` in its place, and without the comments."""
+    """A text without comments and with ``...`` in place of each cited number."""
     return COMMENT.sub(lambda match: "..." if match["value"] else "", text)
 
 
@@ -102,11 +94,7 @@ def shown(text: str) -> str:
 
 
 def fill_file(path: str | Path) -> str:
-    """The contents of a Markdown file or a notebook with fresh numbers; nothing is written.
-
-    Raises:
-        ValueError: As ``fill`` does, with the file's name.
-    """
+    """The contents of a Markdown file or a notebook with fresh numbers; nothing is written."""
     path, names = Path(path), NAMES.copy()
     text = path.read_text(encoding="utf-8")
     try:

@@ -35,26 +35,16 @@ CONFIRMED, REFUTED, DEPENDS, OPEN, CANNOT = VERDICTS = (
 
 @dataclass(frozen=True)
 class Figure:
-    """One regime of a claim.
+    """What was measured of a claim in one regime."""
 
-    Attributes:
-        regime (str): Where and how it was measured.
-        median (float): Of the samples, or the number that was counted.
-        low, high (float): The interval of the median.
-        n (int): Samples; 0 for a count.
-        gate (str): What the claim asks for.
-        says (str): ``confirmed``, ``refuted`` or ``open``.
-        missing (str): What the records lack, where nothing was measured.
-    """
-
-    regime: str
-    median: float
-    low: float
+    regime: str  # where and how it was measured
+    median: float  # of the samples, or a count
+    low: float  # low to high: the interval of the median
     high: float
-    n: int
-    gate: str
-    says: str
-    missing: str = ""
+    n: int  # samples; 0 for a count
+    gate: str  # what the claim asks of the numbers
+    says: str  # ``confirmed``, ``refuted`` or ``open``
+    missing: str = ""  # what the records lack, if nothing was measured
 
     def __str__(self):
         if self.missing:
@@ -68,15 +58,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim with its verdict.
+    """A claim with its verdict."""
 
-    Attributes:
-        claim (dict): As in the file.
-        figures (list[Figure]): Its regimes, measured.
-    """
-
-    claim: dict[str, Any]
-    figures: list[Figure]
+    claim: dict[str, Any]  # its entry in the file
+    figures: list[Figure]  # one for each regime
 
     @property
     def verdict(self) -> str:
@@ -90,7 +75,7 @@ class Judged:
 
     @property
     def because(self) -> str:
-        """The figures, or why there are none; what it depends on."""
+        """The figures in words, or why there are none, and what the verdict depends on."""
         if not self.figures:
             return self.claim["cannot"]
         where = [f.regime for f in self.figures if f.says == CONFIRMED]
@@ -99,16 +84,12 @@ class Judged:
 
 
 def read(path: str | Path | None = None) -> list[dict[str, Any]]:
-    """The claims, in order. Default: those of ``data/claims.json``."""
+    """Read the claims of a file (None: ``data/claims.json``), in order."""
     return json.loads(Path(path or DATA / "claims.json").read_text(encoding="utf-8"))
 
 
 def judge(claim: dict[str, Any]) -> Judged:
-    """A claim with its figures, measured again from the records.
-
-    Raises:
-        ValueError: If an expression fails, or a figure has no gate.
-    """
+    """Judge a claim by figures that are computed from the records."""
     return Judged(claim, [_figure(claim, *item) for item in claim.get("figures", {}).items()])
 
 
@@ -138,14 +119,7 @@ def _figure(claim, regime, figure):
 
 
 def scorecard(*ids: str) -> "DataFrame":
-    """Claims with their verdicts. Default: all.
-
-    Returns:
-        DataFrame: By id ``claim``, ``verdict``, ``because``, ``source``, ``notebook``.
-
-    Raises:
-        ValueError: If there is no such claim.
-    """
+    """A table of claims (all without ``ids``) with their verdicts."""
     there = {claim["id"]: claim for claim in read()}
     if wrong := [i for i in ids if i not in there]:
         raise ValueError(f"expected claims of {', '.join(there)}, got {', '.join(wrong)}")
@@ -159,14 +133,14 @@ def scorecard(*ids: str) -> "DataFrame":
 
 
 def _missing(error):
-    """What the records lack, short."""
+    """Say in a few words what the records lack."""
     if isinstance(error, KeyError):
         return f"no {str(error).rpartition(', got ')[2].strip(chr(34))} in the record"
     return str(error).partition(":")[0].rpartition("/")[2]
 
 
 def _read(name):
-    """A record that may decide a claim."""
+    """Read a record that may decide a claim."""
     samples = records.read(name)
     if "trial" in samples.attrs:
         raise FileNotFoundError(f"{name} is a trial: {samples.attrs['trial']}")
@@ -174,20 +148,12 @@ def _read(name):
 
 
 def show(*ids: str) -> None:
-    """Shows some claims with their verdicts and the figures that they rest on."""
+    """Show some claims with their verdicts and the figures that they rest on."""
     charts.table(scorecard(*ids)[["claim", "verdict", "because"]])
 
 
 def browse(card: "DataFrame", *columns: str) -> ipywidgets.VBox:
-    """Shows a scorecard under a choice for each of some columns. A page without a kernel shows all.
-
-    Args:
-        card (DataFrame): Of ``scorecard``.
-        columns (str): Each gets a choice of its values.
-
-    Returns:
-        ipywidgets.VBox: The choices, then the table in HTML.
-    """
+    """Show a scorecard under choices for some columns; a page without a kernel shows all rows."""
     choices = {
         c: ipywidgets.Dropdown(options=["all", *dict.fromkeys(card[c])], description=c)
         for c in columns

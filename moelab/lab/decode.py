@@ -21,48 +21,35 @@ from ..speculation.generate import speculative_generate_step
 from ..speculation.policy import Policy
 from ..streaming.session import Counters, is_loaded, session_of
 
-BUILT_IN = ("lookup", "self", "oracle")  # drafts that are no folder
-ACCEPT = 0.8  # how often the oracle is right
+BUILT_IN = ("lookup", "self", "oracle")  # names of drafts that are no folder
+ACCEPT = 0.8  # the share of the oracle's drafts that are right
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """One run against the clock.
+    """The result of one timed run."""
 
-    Attributes:
-        tokens (list[int]): All that it decoded: the prompt's next token, the warm-up and the timed
-            ones.
-        prefill_s (float): Seconds of the prompt, its next token included.
-        decode_s (float): Seconds of the timed tokens together.
-        step_s (list[float]): Seconds of each timed token; with a draft, of each timed round.
-        counters (Counters or None): Of the timed tokens; None for a model that ``moelab.load`` did
-            not return.
-        prompt_nbytes (int or None): Bytes read for the prompt.
-        decode_tokens (int): How many tokens were timed.
-        rounds (list): With a draft, of each timed round: tokens drafted, tokens accepted, seconds
-            of the draft, seconds of the verify pass.
-    """
-
-    tokens: list[int]
-    prefill_s: float
-    decode_s: float
-    step_s: list[float]
-    counters: Counters | None
-    prompt_nbytes: int | None = None
-    decode_tokens: int = 0
+    tokens: list[int]  # all decoded tokens: the prompt's next one, the warm-up, the timed ones
+    prefill_s: float  # seconds of the prompt, its next token included
+    decode_s: float  # seconds of the timed tokens together
+    step_s: list[float]  # seconds of each timed token; with a draft, of each timed round
+    counters: Counters | None  # of the timed tokens; None without ``moelab.load``
+    prompt_nbytes: int | None = None  # bytes read for the prompt
+    decode_tokens: int = 0  # how many tokens were timed
+    # Of each timed round with a draft: tokens drafted and accepted, seconds of draft and pass.
     rounds: list[tuple[int, int, float, float]] = field(default_factory=list)
 
 
 def same_tokens(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """How many tokens from the first on are the same in two texts."""
+    """How many tokens two texts have in common from the first on."""
     pairs = enumerate(zip(tokens, others))
     return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(others)))
 
 
 def read_all_but_last(model: nn.Module, ids: mx.array, cache: list[Any]) -> None:
-    """Read a prompt [1, n] into a cache but for its last token, as mlx-lm does.
+    """Read a prompt ``[1, n]`` but for its last token into a cache, as mlx-lm does.
 
-    A model of ``moelab.load`` reads it in parts, as its memory asks for.
+    A model of ``moelab.load`` reads it in parts that its memory has room for.
     """
     before = ids[:, :-1]
     if before.shape[1]:
@@ -82,24 +69,12 @@ def decode(
     before_prompt: Callable[[], Any] | None = None,
     sampler: Callable[[mx.array], mx.array] | None = None,
 ) -> Decoded:
-    """Tokens and the seconds they took, prompt and decoding apart.
+    """Decode ``warmup + tokens`` tokens and time the prompt and the last ``tokens``.
 
-    The prompt but for its last token is read first, and its logits are not used. The next token
-    is scheduled before this one is read, as in mlx-lm's ``generate_step``. But the
+    The next token is scheduled before this one is read, as in mlx-lm's ``generate_step``, but the
     clock starts and stops with nothing scheduled, so that it times exactly ``tokens`` passes.
-
-    Args:
-        model (nn.Module): From ``moelab.load`` or ``mlx_lm.load``.
-        prompt_ids (Sequence[int]): The prompt.
-        tokens (int): How many tokens to time.
-        warmup (int): Tokens decoded before the clock starts.
-        before_clock (Callable): Called just before it starts, to drop the page cache.
-        feed (Sequence[int]): ``warmup + tokens`` ids to feed in place of the decoded tokens, which
-            are returned all the same.
-        before_token (Callable): Called before every token with the clock stopped; then each token
-            is read before the next is scheduled.
-        before_prompt (Callable): Called before the prompt, to drop the page cache.
-        sampler (Callable): From log probabilities [1, V] to tokens [1]. Default: the most likely.
+    ``feed`` has ``warmup + tokens`` ids to feed in place of the decoded ones. ``before_token`` is
+    called with the clock stopped; each token is then read before the next is scheduled.
     """
     cache, ids = make_prompt_cache(model), mx.array(prompt_ids)[None]
     with mx.stream(generation_stream):
@@ -171,17 +146,10 @@ def decode_drafted(
     before_prompt: Callable[[], Any] | None = None,
     sampler: Callable[[mx.array], mx.array] | None = None,
 ) -> Decoded:
-    """The text of ``decode`` with a draft, and the seconds it took.
+    """Decode as ``decode`` does, with a draft.
 
     The clock starts at the end of the round that completes the prompt's next token and the warm-up,
     and stops at the end of the last round.
-
-    Args:
-        model (nn.Module): From ``moelab.load``.
-        prompt_ids (Sequence[int]): The prompt.
-        draft (Draft): What guesses.
-        num_drafts (int, str or Policy): As ``num_draft_tokens`` of ``speculative_generate_step``.
-        tokens, warmup, before_clock, before_prompt, sampler: As for ``decode``.
     """
     most = 1 + warmup + tokens
     stats(model, reset=True)
@@ -231,13 +199,7 @@ def decode_drafted(
 
 
 class OracleDraft:
-    """Guesses what will be written, and is right so often: what no real draft is.
-
-    Args:
-        tokens (list[int]): Prompt and continuation.
-        accept (float): How often a draft is right.
-        seed (int): Of the errors.
-    """
+    """A draft that knows the text and guesses right with probability ``accept``, as no real one."""
 
     layer_ids = ()
 
@@ -261,13 +223,7 @@ class OracleDraft:
 
 
 def open_any(draft: str | Path, model: nn.Module, kernels: str = "auto") -> Callable[..., Draft]:
-    """What makes the draft of a run from its prompt and the text that follows it.
-
-    Args:
-        draft (str or Path): One of ``BUILT_IN``, or the folder of a model or of a DFlash draft.
-        model (nn.Module): The target, which drafts for itself if ``draft`` is ``self``.
-        kernels (str): As in ``StreamConfig``, of a draft that is a model.
-    """
+    """Return a function that makes a run's draft from its prompt and the text that follows."""
     if draft == "oracle":
         return lambda ids, text: OracleDraft([*ids, *text])
     opened = ModelDraft(model) if draft == "self" else open_draft(draft, kernels)

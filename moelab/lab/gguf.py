@@ -19,8 +19,8 @@ from .models import folder
 
 ARCHITECTURE, MODEL_TYPE = "qwen35moe", "qwen3_5_moe"
 PREFIX = "language_model.model."
-CODE_BYTES, BLOCKS = 16, 2  # of 32 codes; of a group
-# llama.cpp's name of a layer's tensor: mlx-lm's.
+CODE_BYTES, BLOCKS = 16, 2  # bytes of 32 codes; blocks of a group
+# llama.cpp's names of a layer's tensors: mlx-lm's names.
 EVERY_LAYER = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -42,7 +42,7 @@ RECURRENCE = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-FIELDS = {  # of a GGUF file: of mlx-lm's config
+FIELDS = {  # a GGUF file's fields: names in mlx-lm's config
     "vocab_size": "vocab_size",
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
@@ -66,17 +66,7 @@ FLOAT = ("ffn_gate_inp",)  # llama.cpp has no quantized router
 
 
 def write(path: str | Path, out: str | Path, progress: bool = True) -> None:
-    """Write a checkpoint as GGUF.
-
-    Args:
-        path (str or Path): A folder for ``mlx_lm.load``.
-        out (str or Path): The file. It is there once it is whole.
-        progress (bool): Show a bar.
-
-    Raises:
-        ModuleNotFoundError: If the package gguf is not installed.
-        ValueError: If the model is of another type or not quantized in groups of 64 (4 bits).
-    """
+    """Write a checkpoint (4 bits, groups of 64) as a GGUF file, which appears once it is whole."""
     try:
         import gguf
     except ModuleNotFoundError as error:
@@ -110,7 +100,7 @@ def write(path: str | Path, out: str | Path, progress: bool = True) -> None:
 
 
 def _fields(config, name):
-    """Methods of ``GGUFWriter`` behind ``add_``, and their arguments."""
+    """Names of ``GGUFWriter``'s ``add_`` methods, and their arguments."""
     t = config["text_config"]
     rope, values = t["rope_parameters"], t["linear_num_value_heads"]
     rotated = int(t["head_dim"] * rope["partial_rotary_factor"])
@@ -153,11 +143,11 @@ def _tensors(path, config) -> dict[str, mx.array]:
     order = np.arange(values).reshape(keys, -1).T.ravel()
 
     def reordered(array: mx.array, width: int, first: int = 0, axis: int = 0) -> mx.array:
-        """The value heads in llama.cpp's order, ``width`` entries each, from ``first`` on."""
+        """Put value heads, ``width`` entries each from ``first`` on, into llama.cpp's order."""
         heads = first + (order[:, None] * width + np.arange(width)).ravel()
         return mx.take(array, mx.array(np.concatenate([np.arange(first), heads])), axis)
 
-    def columns(array):  # in bytes of blocks, or in weights
+    def columns(array):  # columns are bytes of blocks, or weights
         return reordered(array, value_dim * (20 if array.dtype == mx.uint8 else 32) // 32, axis=-1)
 
     all_keys = 2 * keys * key_dim
@@ -190,14 +180,10 @@ def _tensors(path, config) -> dict[str, mx.array]:
 
 
 def _blocks(w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
-    """4-bit groups as blocks: float16 scale and bias, then byte j holds codes j and j + 16.
+    """Turn codes ``[..., groups * 8]`` (uint32), scales and biases ``[..., groups]`` into blocks.
 
-    Args:
-        w (mx.array): Codes, uint32 ``[..., groups * 8]``.
-        scales, biases (mx.array): ``[..., groups]``.
-
-    Returns:
-        mx.array: uint8 ``[..., groups * 40]``.
+    The result is ``[..., groups * 40]`` (uint8). A block has a float16 scale and bias, then byte j
+    holds codes j and j + 16.
     """
     groups = scales.shape
     packed = w.view(mx.uint8).reshape(*groups, BLOCKS, CODE_BYTES)
@@ -209,11 +195,6 @@ def _blocks(w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
 
 
 def main(model: str, out: str) -> None:
-    """Write a checkpoint as GGUF.
-
-    Args:
-        model (str): Its folder or Hub name.
-        out (str): The file.
-    """
+    """Write a checkpoint as GGUF."""
     write(model, out)
     print(f"{out}: {Path(out).stat().st_size / 1e6:,.0f} MB")

@@ -28,69 +28,51 @@ CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # not on macOS
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
-KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the second is what a shell makes of it
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the second is a shell's exit status for it
 SYSTEMD_RUN = ("systemd-run", "--user", "--scope", "--quiet")
 
 
 class NoLimit(OSError):
-    """This process may not limit its children's memory."""
+    """Raised where a process may not limit its children's memory."""
 
 
 class _Refused(OSError):
-    """One strategy does not work here."""
+    """Raised if one strategy does not work here."""
 
 
 @dataclass(frozen=True)
 class Limited:
-    """How a command ended.
+    """How a command ended."""
 
-    Attributes:
-        returncode (int): Negative: the signal that ended it.
-        stdout (str): What it printed.
-        stderr (str): What it printed there.
-        how (str): What limited it; ``none`` if nothing did.
-        refused (dict[str, str]): Why each strategy that comes first could not be used.
-    """
-
-    returncode: int
+    returncode: int  # negative: the signal that ended it
     stdout: str
     stderr: str
-    how: str
-    refused: dict = field(default_factory=dict)
+    how: str  # the strategy that limited it, or ``none``
+    refused: dict = field(default_factory=dict)  # strategies that could not be used, and why
 
     @property
     def killed(self) -> bool:
-        """Whether it was killed, as the kernel does with what goes over its limit."""
+        """Whether it was killed, as the kernel kills a process that goes over its limit."""
         return self.returncode in KILLED
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """How to start a command under a limit.
+    """How to start a command under a limit."""
 
-    Attributes:
-        prefix (Sequence[str]): The words before it.
-        group (Path, optional): Its cgroup.
-        how (str): The strategy; ``none`` without a limit.
-    """
-
-    prefix: Sequence[str]
-    group: Path | None
-    how: str
+    prefix: Sequence[str]  # words before the command's own
+    group: Path | None  # the command's cgroup, if that limits it
+    how: str  # the strategy; ``none`` without a limit
 
     def before_exec(self) -> None:
-        """What the child does first: ask to be killed when this process ends, join its cgroup."""
+        """Let the child ask to be killed when this process ends, and join its cgroup."""
         if PRCTL is not None:
             PRCTL(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if self.group is not None:
             (self.group / "cgroup.procs").write_text(str(os.getpid()))
 
     def move(self, nbytes: int) -> None:
-        """Set the limit of a cgroup in which a command runs. The kernel may kill it at once.
-
-        Raises:
-            OSError: If it may not be set. With cgroups of version 1 also if so much is in use.
-        """
+        """Set the limit of a cgroup in which a command runs, which the kernel may kill at once."""
         names = ("memory.max", "memory.limit_in_bytes")
         (file,) = [f for name in names if (f := self.group / name).exists()]
         file.write_text(str(nbytes))
@@ -104,20 +86,8 @@ def run(
 ) -> Limited:
     """Run a command, its memory limited to ``nbytes``, page cache included.
 
-    On Linux it is killed when this process ends.
-
-    Args:
-        argv (list[str]): The command.
-        nbytes (int): The limit. Default: none.
-        strategies (tuple[str]): What may limit it, the first that works.
-        timeout_s (float): Kill it after so long. Default: never.
-
-    Returns:
-        Limited: How it ended.
-
-    Raises:
-        NoLimit: If it cannot be limited here, with the reason for each strategy.
-        subprocess.TimeoutExpired: If it was killed for taking too long.
+    On Linux it is killed when this process ends. The first of ``strategies`` that works is used;
+    if none does, ``NoLimit`` says why.
     """
     with limited(nbytes, strategies) as (prepared, refused):
         return replace(_run(argv, prepared, timeout_s), refused=refused)
@@ -127,18 +97,9 @@ def run(
 def limited(
     nbytes: int | None = None, strategies: Sequence[str] = ("cgroup", "systemd-run")
 ) -> Iterator[tuple[Prepared, dict[str, str]]]:
-    """Prepare a limit for the commands that are started inside the block.
+    """Prepare a limit for commands that are started inside the block.
 
-    Args:
-        nbytes (int): As for ``run``.
-        strategies (tuple[str]): As for ``run``.
-
-    Yields:
-        tuple[Prepared, dict[str, str]]: How to start them, and why each strategy that comes first
-        could not be used.
-
-    Raises:
-        NoLimit: As ``run`` does.
+    Yields how to start them, and why earlier strategies could not be used.
     """
     refused = {}
     with ExitStack() as stack:
@@ -166,22 +127,10 @@ def call(
     strategies: Sequence[str] = ("cgroup", "systemd-run"),
     timeout_s: float | None = None,
 ) -> tuple[Any, Limited]:
-    """Call a function in a new process with a memory limit.
+    """Call a function in a new process with a memory limit: its result, and how the process ended.
 
-    Args:
-        function (Callable): At the top of a module. It takes and returns what JSON can hold.
-        *args: Its arguments; a dataclass arrives as a dict.
-        what (str): What is run, for errors.
-        nbytes (int): The limit, page cache included. Default: none.
-        strategies (tuple[str]): As for ``run``.
-        timeout_s (float): Kill it after so long. Default: never.
-
-    Returns:
-        tuple[Any, Limited]: What it returned (None if it was killed), and how it ended.
-
-    Raises:
-        NoLimit: If memory cannot be limited here.
-        OSError: If it failed, and not because it was killed for its memory.
+    The result is None if it was killed for its memory. The function, at the top of a module, takes
+    and returns what JSON can hold; a dataclass arrives as a dict.
     """
     name = f"{function.__module__}:{function.__name__}"
     arguments = json.dumps(args, default=lambda v: asdict(v) if is_dataclass(v) else str(v))
@@ -200,13 +149,10 @@ def call(
 
 
 def lower(nbytes: int) -> None:
-    """In a process that ``call`` started with a limit: set it anew.
+    """Set the limit of this process, which ``call`` started with one, anew.
 
     The kernel kills the process if it cannot take back what is over the limit. Version 1 of cgroups
     refuses such a limit instead, so the process then kills itself.
-
-    Raises:
-        OSError: If a limit may not be set.
     """
     _, own, how = _own_cgroup()
     try:
@@ -218,17 +164,12 @@ def lower(nbytes: int) -> None:
 
 
 def main(function: str, arguments: str) -> None:
-    """What ``call`` runs in the new process: it prints in JSON what a function returns.
-
-    Args:
-        function (str): Its module and its name, with a colon between them.
-        arguments (str): In JSON.
-    """
+    """Run, for ``call``, a function ``module:name`` and print in JSON what it returns."""
     module, _, name = function.partition(":")
     try:
         result = getattr(importlib.import_module(module), name)(*json.loads(arguments))
         print(json.dumps(result))
-    except (ValueError, OSError) as error:  # the process that called reports it
+    except (ValueError, OSError) as error:  # the calling process reports it
         sys.exit(str(error))
 
 
@@ -248,7 +189,7 @@ def _run(argv, prepared, timeout_s):
 
 @contextmanager
 def _cgroup(nbytes):
-    """A cgroup with a limit, removed at the end."""
+    """Make a cgroup with a limit, which is removed at the end."""
     try:
         top, own, how = _own_cgroup()
     except OSError:
@@ -271,7 +212,7 @@ def _cgroup(nbytes):
 
 
 def _own_cgroup():
-    """Where cgroups that limit memory are, the one of this process, and their version."""
+    """The folder of cgroups that limit memory, this process's own cgroup, and their version."""
     groups = dict(line.split(":", 2)[1:] for line in OWN_CGROUPS.read_text().splitlines())
     first = "memory" in groups
     top = CGROUPS / "memory" if first else CGROUPS
@@ -280,7 +221,7 @@ def _own_cgroup():
 
 
 def _make_group(parents, settings, how):
-    """A new group that a process can join, in the first parent that allows it."""
+    """Make a group that a process can join, in the first parent that allows it."""
     whys = []
     for parent in parents:
         group = parent / f"moelab-{os.getpid()}-{_started(os.getpid())}-{time.monotonic_ns()}"
@@ -291,7 +232,7 @@ def _make_group(parents, settings, how):
             continue
         try:
             for name, value in settings.items():
-                if value or (group / name).exists():  # no swap, no file, nothing to forbid
+                if value or (group / name).exists():  # no swap: no file, nothing to forbid
                     (group / name).write_text(str(value))
             subprocess.run(["true"], check=True, preexec_fn=Prepared((), group, how).before_exec)
             return group
@@ -349,7 +290,7 @@ def _remove_stale(top):
 
 @contextmanager
 def _systemd_run(nbytes):
-    """A scope in the user's systemd session."""
+    """The words that start a command in a scope of the user's systemd session."""
     if why := _no_systemd():
         raise _Refused(why)
     limits = ("-p", f"MemoryMax={nbytes}", "-p", "MemorySwapMax=0")

@@ -34,10 +34,10 @@ from ..streaming.model import tokenizer_of
 from ..streaming.reading import native
 from .oscache import drop_pages
 
-MIN_MEMORY_NBYTES = 3 << 30  # tiny-moe, JupyterLab and a browser
-MIN_DISK_NBYTES = 2 << 30  # a synthesized checkpoint of notebook 02
-MIN_COLD_BYTES_PER_S = 0.2e9  # less is a network or a spinning disk
-MAX_EVALUATION_S = 1e-3  # longer is a busy machine
+MIN_MEMORY_NBYTES = 3 << 30  # enough for tiny-moe, JupyterLab and a browser
+MIN_DISK_NBYTES = 2 << 30  # enough for notebook 02's synthesized checkpoint
+MIN_COLD_BYTES_PER_S = 0.2e9  # slower: a network or a spinning disk
+MAX_EVALUATION_S = 1e-3  # longer: a busy machine
 READ_NBYTES = 1 << 20  # about one expert of a large model
 
 
@@ -63,7 +63,7 @@ def _cpu_name() -> str:
 
 @functools.lru_cache
 def card() -> dict[str, Any]:
-    """The machine and the versions, for a figure's subtitle and for a record."""
+    """This machine and its versions, for a figure's subtitle and for a record."""
     info = mx.device_info()
     gpu = info.get("device_name", "GPU") if mx.default_device() == mx.gpu else None
     limit = memory_limit()
@@ -85,7 +85,7 @@ def card() -> dict[str, Any]:
 
 
 def card_line(card: dict[str, Any] | None = None) -> str:
-    """A ``card`` in one line. Default: this machine's."""
+    """Write a ``card`` (None: this machine's) in one line."""
     c = card or globals()["card"]()
     where = f"{c['backend']} backend" + (f", {c['gpu']}" if c["gpu"] else "")
     versions = ", ".join(f"{name} {c[name]}" for name in ("mlx", "mlx-lm", "moelab"))
@@ -101,17 +101,10 @@ def read_speed(
     count: int = 128,
     direct: bool = False,
 ) -> float:
-    """Bytes per second of random reads of a file.
+    """Bytes per second of random reads of a file, each of another place; ``cold`` drops its pages.
 
-    Args:
-        path (str or Path): The file.
-        cold (bool): Whether its pages are dropped before.
-        readers (int): Reads in flight.
-        nbytes (int): Of one read.
-        count (int): The most reads; each place is read once.
-        direct (bool): Read past the page cache (Linux), whose own work can take longer than the
-            disk. ``nbytes`` must be a multiple of ``native.ALIGNED``, at most
-            ``native.BUFFER_NBYTES``.
+    ``direct`` reads past the page cache (Linux), whose own work can take longer than the disk;
+    ``nbytes`` must then be a multiple of ``native.ALIGNED``, at most ``native.BUFFER_NBYTES``.
     """
     size = os.path.getsize(path)
     places = random.Random(0).sample(range(size // nbytes), min(count, size // nbytes))
@@ -146,11 +139,7 @@ def read_speed(
 
 
 def dispatch_cost(count: int = 200) -> tuple[float, float]:
-    """Seconds of one small operation, the median of five times ``count`` of them.
-
-    Returns:
-        tuple[float, float]: In a chain that is evaluated at its end, and evaluated by itself.
-    """
+    """Seconds of one small operation, in a chain that is evaluated at its end and by itself."""
 
     def timed(each):
         x = mx.zeros((1, 8))
@@ -169,20 +158,13 @@ def dispatch_cost(count: int = 200) -> tuple[float, float]:
 
 def _file_to_read(folder):
     """The largest model file of a folder; None if none is large enough."""
-    files = [f for f in folder.glob("*.safetensors") if f.is_file()]  # no dangling link, no FIFO
+    files = [f for f in folder.glob("*.safetensors") if f.is_file()]  # no dead link, no FIFO
     largest = max(files, key=lambda f: f.stat().st_size, default=None)
     return largest if largest and largest.stat().st_size >= 8 * READ_NBYTES else None
 
 
 def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]:
-    """Look at each thing that is needed.
-
-    Args:
-        model (str or Path): A model folder to read from and to plan the memory of.
-
-    Yields:
-        tuple[bool, str, str]: Whether all is well, what was found, and the remedy if it is not.
-    """
+    """Yield for each thing needed whether all is well, what was found, and else the remedy."""
     yield (
         sys.version_info >= (3, 11),
         f"Python {platform.python_version()}",
@@ -251,7 +233,7 @@ def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]
 
 
 def _plan_of(model):
-    """The slots that the commands would choose for a model, and what they hold of its experts."""
+    """Say which slots the commands would choose for a model, and the share of experts they hold."""
     from .. import StreamConfig, footprint, plan
 
     tokenizer_of(model)
@@ -259,7 +241,7 @@ def _plan_of(model):
         p = plan(model, StreamConfig(lazy_logits=True))
     except CheckpointError:
         raise
-    except ValueError as error:  # it does not fit; its last sentence says what to do
+    except ValueError as error:  # the model does not fit; the error's last sentence says what to do
         what, _, remedy = str(error).rstrip(".").rpartition(". ")
         yield False, what, remedy
         return
@@ -289,14 +271,7 @@ def _size(nbytes: int) -> str:
 
 
 def check(model: str | Path | None = None) -> bool:
-    """Print one line for each finding.
-
-    Returns:
-        bool: Whether all is well.
-
-    Raises:
-        ValueError: If there is no such model folder.
-    """
+    """Print one line for each finding; returns whether all is well."""
     if model is not None and not Path(model).is_dir():
         raise ValueError(f"{model}: expected a model folder, found none. Check the name.")
     good = True
@@ -307,7 +282,7 @@ def check(model: str | Path | None = None) -> bool:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.description = (
         "One line for each thing that is needed, [ok] or [fail] with the remedy. Exit status 1: "
         "something failed."
@@ -322,5 +297,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command."""
+    """Run the command."""
     return 0 if check(args.model) else 1

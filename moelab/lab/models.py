@@ -11,11 +11,7 @@ from ..synthesize import BITS, write_headers
 
 
 def folder(path: str | Path) -> Path:
-    """The local folder of a model, downloaded first if it is a Hub repository.
-
-    Raises:
-        ValueError: If it is neither.
-    """
+    """The local folder of a model, downloaded first if it is a Hub repository."""
     from mlx_lm.utils import _download
 
     if Path(path).is_dir():
@@ -33,17 +29,7 @@ def folder(path: str | Path) -> Path:
 def named_sizes(
     name: str, memory_nbytes: float = float("inf"), bits: int = BITS, top_k: int | None = None
 ) -> ModelSizes:
-    """The sizes of a published model, from its configuration.
-
-    Args:
-        name (str): A key of ``configs.CONFIGS``.
-        memory_nbytes (float): For the process and its page cache.
-        bits (int): Of a weight.
-        top_k (int, optional): Experts per token. Default: the model's.
-
-    Raises:
-        ValueError: If the model does not fit in the memory with K slots.
-    """
+    """The sizes of a published model, from its configuration; it must fit with K slots."""
     with tempfile.TemporaryDirectory() as path:
         write_headers(Path(path), CONFIGS[name], bits)
         sizes = ModelSizes.of(path, memory_nbytes)

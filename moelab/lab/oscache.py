@@ -12,17 +12,15 @@ FILL_NBYTES = 16 << 20
 
 
 def tensor_files(path: str | Path) -> list[Path]:
-    """A file, or the ``.safetensors`` files of a model folder."""
+    """The file itself, or the ``.safetensors`` files of a model folder."""
     return sorted(Path(path).glob("*.safetensors")) if os.path.isdir(path) else [Path(path)]
 
 
 def drop_pages(path: str | Path) -> str:
     """Drop a file, or a model folder's tensors, as far as this system allows without root.
 
-    Pages that have not been written to the disk yet stay: see ``write_back``.
-
-    Returns:
-        str: How, for the record of a measurement that calls itself cold.
+    Returns how, for the record of a measurement that calls itself cold. Pages that have not been
+    written to the disk yet stay: see ``write_back``.
     """
     if not hasattr(os, "posix_fadvise"):
         return "F_NOCACHE: nothing new is cached, but what already was may still answer"
@@ -33,7 +31,7 @@ def drop_pages(path: str | Path) -> str:
 
 
 def write_back(path: str | Path) -> None:
-    """Write to the disk what is still in memory alone of a file, or of a model folder's tensors."""
+    """Write pages of a file, or of a model folder's tensors, that only memory has to the disk."""
     for file in tensor_files(path):
         with open(file, "rb") as f:
             os.fsync(f.fileno())
@@ -50,7 +48,7 @@ def fill(path: str | Path) -> None:
 def cached_nbytes(path: str | Path) -> int | None:
     """Bytes of a file, or of a model folder's tensors, that are cached; None if it cannot be known.
 
-    By ``mincore``: Linux answers truly only to a file's owner and to who may write it.
+    ``mincore`` says so: Linux answers truly only to a file's owner and to who may write it.
     """
     sizes = [_cached_nbytes(file) for file in tensor_files(path)]
     return None if None in sizes else sum(sizes)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 WORK = DATA.parent / "build" / "peers"
 LLAMA_CPP, MLX_VLM, MLX_LM, MOELAB = "llama.cpp", "mlx-vlm", "mlx-lm", "moelab"
-# What pip installs for each. Its other dependencies are in moelab's own environment.
+# What pip installs for each peer. Other dependencies are in moelab's own environment.
 PACKAGES = {
     LLAMA_CPP: ("llama-cpp-python==0.3.36", "diskcache==5.6.3"),
     MLX_VLM: ("mlx-vlm==0.7.10",),
@@ -49,19 +49,12 @@ NAMES = (MOELAB, MLX_LM, *PACKAGES)
 LEFT_OUT = ("TESTS", "EXAMPLES", "TOOLS", "SERVER", "APP")  # of llama.cpp's build
 BUILD = ["-DGGML_NATIVE=ON", "-DLLAVA_BUILD=OFF", "-DLLAMA_OPENSSL=OFF"]
 BUILD += [f"-DLLAMA_BUILD_{part}=OFF" for part in LEFT_OUT]
-SLOTS = 16  # of moelab's texts
+SLOTS = 16  # slots of moelab's texts
 EXPERTS = rb"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # the names of tensors in a GGUF file
 
 
 def install(progress: bool = True) -> None:
-    """Fetch and build the peers. Nothing is done for those that are there.
-
-    Args:
-        progress (bool): Show what pip does.
-
-    Raises:
-        OSError: If pip fails, with what to look at.
-    """
+    """Fetch and build the peers that are not there yet."""
     cuda = ["-DGGML_CUDA=ON"] if card()["backend"] == "CUDA" else []
     environment = os.environ | {"CMAKE_ARGS": " ".join(BUILD + cuda)}
     for name, packages in PACKAGES.items():
@@ -97,14 +90,11 @@ def _is_built(name):
 
 
 def way(text: str) -> tuple[str, dict[str, Any]]:
-    """A peer and the options of ``opened`` that follow its name, a slash before each.
+    """Parse a peer's name and the options of ``opened`` after it, a slash before each.
 
-    ``moelab/source=host/slots=16``: fields of ``StreamConfig``. ``llama.cpp/experts=cpu``: on a GPU
-    llama.cpp keeps experts in the host's memory and computes them on the CPU, as its
+    ``moelab/source=host/slots=16`` sets fields of ``StreamConfig``. ``llama.cpp/experts=cpu``: on a
+    GPU llama.cpp keeps experts in the host's memory and computes them on the CPU, as its
     ``--n-cpu-moe`` does.
-
-    Raises:
-        ValueError: If there is no such peer or option.
     """
     peer, *settings = text.split("/")
     if peer not in NAMES:
@@ -128,14 +118,10 @@ Read = Callable[[Sequence[int]], np.ndarray]
 
 
 def opened(peer: str, path: str, context: int, **options: Any) -> Callable[[], Read]:
-    """A peer with a model loaded: a function that begins a text and returns its ``Read``.
+    """Load a peer's model and return a function that begins a text and returns its ``Read``.
 
-    Args:
-        peer (str): ``LLAMA_CPP``, ``MLX_VLM``, ``MLX_LM`` or ``MOELAB``.
-        path (str): What it reads: a GGUF file, the folder of mlx-vlm, or the checkpoint.
-        context (int): The most tokens of a text.
-        options: Of ``mlx_vlm.load``, of moelab's ``StreamConfig``, or for llama.cpp
-            ``experts_on_cpu`` (bool).
+    ``path`` is a GGUF file, mlx-vlm's folder or the checkpoint. ``options`` are those of
+    ``mlx_vlm.load``, of ``StreamConfig``, or llama.cpp's ``experts_on_cpu``.
     """
     sys.path.append(str(WORK))  # behind moelab's environment, whose packages come first
     if peer == LLAMA_CPP:
@@ -145,7 +131,7 @@ def opened(peer: str, path: str, context: int, **options: Any) -> Callable[[], R
 
         model = mlx_vlm.load(path, **options)[0].language_model
         if mx.default_device() == mx.cpu:
-            model.set_dtype(mx.float32)  # as in all others; half precision is far slower there
+            model.set_dtype(mx.float32)  # like other peers; half precision is far slower there
     else:
         resident = {"mode": "resident", "kernels": "mlx"}  # mlx-lm's model and MLX's kernels
         streamed = {"slots": SLOTS, "context": context} | options
@@ -167,13 +153,12 @@ def opened(peer: str, path: str, context: int, **options: Any) -> Callable[[], R
 
 
 def _llama(path, context, experts_on_cpu=False):
-    """``opened`` of llama.cpp."""
+    """Open llama.cpp, for ``opened``."""
     from llama_cpp import llama_cpp as c
     from llama_cpp._ggml import libggml
 
-    # For some instructions llama.cpp copies weights into another layout. Not here: with the copies
-    # for AMX it crashed, and where memory is short the system can drop pages of the file, but no
-    # copy of them.
+    # llama.cpp may not copy weights into layouts for some instructions: with those for AMX it
+    # crashed, and where memory is short the system can drop pages of the file, but no copies.
     model_params = c.llama_model_default_params()
     model_params.use_extra_bufts = False
     if experts_on_cpu:
@@ -210,7 +195,7 @@ class _Override(ctypes.Structure):
 
 
 def texts_here(peer: str, path: str, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    """In a process of its own: the greedy text that a peer writes behind each prompt."""
+    """Write a peer's greedy text behind each prompt, in this (new) process."""
     begin = opened(peer, path, max(map(len, prompts)) + tokens)
     out = []
     for ids in prompts:
@@ -225,21 +210,10 @@ def texts_here(peer: str, path: str, prompts: list[list[int]], tokens: int) -> l
 
 
 def same(prompts: int = 20, tokens: int = 100, length: int = 64) -> "DataFrame":
-    """Greedy texts of tiny-moe by each peer, beside mlx-lm's.
+    """Compare greedy texts of tiny-moe by each peer with mlx-lm's.
 
     llama.cpp rounds activations to 8 bits, so its text parts from mlx-lm's where two tokens are
-    nearly as likely: ``gap`` says how nearly.
-
-    Args:
-        prompts (int): Of held-out code.
-        tokens (int): Of each text.
-        length (int): Of each prompt.
-
-    Returns:
-        DataFrame: By ``variant`` (the peer) and ``round`` (the prompt) ``tokens`` (list),
-        ``same_tokens`` before the first that is not mlx-lm's, and, where there is one, ``gap``:
-        how much higher mlx-lm's logit of its own token is than of the peer's, in standard
-        deviations of the logits.
+    nearly as likely: ``gap`` is their distance in standard deviations of the logits.
     """
     path = shipped("models", "tiny-moe")
     texts = spaced_prompts(path, "code", length, prompts)
@@ -269,15 +243,7 @@ def versions() -> dict[str, str]:
 
 
 def files(path: Path, names: Sequence[str] = tuple(PACKAGES)) -> dict[str, Path]:
-    """What each peer reads of a checkpoint. What is not there is written, under ``build/peers``.
-
-    Args:
-        path (Path): The checkpoint's folder.
-        names (Sequence[str]): The peers.
-
-    Raises:
-        OSError: If a peer is not installed, or cannot write its own folder.
-    """
+    """The files that each peer reads for a checkpoint, written under ``build/peers`` if missing."""
     for name in names:
         if not _is_built(name):
             raise OSError(
@@ -294,7 +260,7 @@ def files(path: Path, names: Sequence[str] = tuple(PACKAGES)) -> dict[str, Path]
 
 
 def _write_mlx_vlm(path, out):
-    """mlx-vlm's own folder: it finds the model without a vision tower by another model_type."""
+    """Write mlx-vlm's folder, whose other model_type stands for the model without vision tower."""
     config = json.loads((path / "config.json").read_text())
     own = {"model_type": f"{config['model_type']}_text", "quantization": config["quantization"]}
     with tempfile.TemporaryDirectory(dir=out.parent) as temporary:
@@ -315,7 +281,7 @@ def _write_mlx_vlm(path, out):
 
 
 def report(samples: "DataFrame") -> str:
-    """How many texts are mlx-lm's, as text."""
+    """Write how many texts are the same as mlx-lm's."""
     total = samples.attrs["settings"]["tokens"]
     lines = []
     for peer, rows in samples.groupby("variant", sort=False):
@@ -329,15 +295,7 @@ def report(samples: "DataFrame") -> str:
 
 
 def main(work: str, *out: str) -> None:
-    """Install the peers, or write the record of ``same``.
-
-    Args:
-        work (str): ``install`` or ``same``.
-        out (str): Of ``same``, the record.
-
-    Raises:
-        ValueError: If there is no such work.
-    """
+    """Install the peers, or write the record of ``same``."""
     if work == "install" and not out:
         install()
     elif work == "same" and len(out) == 1:

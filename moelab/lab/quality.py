@@ -15,17 +15,11 @@ from tqdm import tqdm
 
 @dataclass(frozen=True)
 class Windows:
-    """Pieces of text to predict: each starts where the one before it in its file ended.
+    """Pieces of text to predict: each starts where the one before it in its file ended."""
 
-    Attributes:
-        ids (np.ndarray): ``[N, T + 1]``; the first id of a row is only read, the others predicted.
-        counts (np.ndarray): ``[N]`` how many ids of each row are predicted; the rest is padding.
-        nbytes (np.ndarray): ``[N]`` bytes of the text that they stand for.
-    """
-
-    ids: np.ndarray
-    counts: np.ndarray
-    nbytes: np.ndarray
+    ids: np.ndarray  # ``[N, T + 1]``; the first id of a row is only read, the others predicted
+    counts: np.ndarray  # ``[N]`` ids of each row that are predicted; the rest is padding
+    nbytes: np.ndarray  # ``[N]`` bytes of the text that they stand for
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -38,16 +32,9 @@ class Windows:
 
 
 def windows(tokenizer, texts, length: int = 256, count: int | None = None) -> Windows:
-    """Cut texts into windows. As in training, a text starts after the end-of-text id.
+    """Cut texts into windows of ``length`` ids, and keep ``count`` of them, spread evenly.
 
-    Args:
-        tokenizer (TokenizerWrapper): As ``mlx_lm.load`` returns it.
-        texts (list[str]): What to predict.
-        length (int): T, ids predicted in a row; those before it in the file are forgotten.
-        count (int, optional): Windows to keep, spread evenly. Default: all.
-
-    Returns:
-        Windows: In the order of the texts.
+    As in training, a text starts after the end-of-text id.
     """
     start = tokenizer.eos_token_id
     rows, counts, nbytes = [], [], []
@@ -69,31 +56,19 @@ def windows(tokenizer, texts, length: int = 256, count: int | None = None) -> Wi
 
 @dataclass(frozen=True)
 class Score:
-    """The bits that a model needs for each window.
+    """The bits that a model needs for each window."""
 
-    Attributes:
-        bits (np.ndarray): ``[N]``.
-        nbytes (np.ndarray): ``[N]``.
-    """
-
-    bits: np.ndarray
-    nbytes: np.ndarray
+    bits: np.ndarray  # ``[N]``
+    nbytes: np.ndarray  # ``[N]`` bytes of each window's text
 
     @property
     def bits_per_byte(self) -> float:
-        """Of all windows together."""
+        """Bits per byte of all windows together."""
         return float(self.bits.sum() / self.nbytes.sum())
 
 
 def score(model, some: Windows, batch: int = 4, progress: tqdm | None = None) -> Score:
-    """The bits that ``model`` needs for every window.
-
-    Args:
-        model (nn.Module): From ``moelab.load`` or ``mlx_lm.load``.
-        some (Windows): The text.
-        batch (int): B, windows in one call.
-        progress (tqdm, optional): Advanced by every predicted token.
-    """
+    """The bits that a model needs for every window, ``batch`` windows in one call."""
     bits = []
     for i in range(0, len(some), batch):
         part = some[i : i + batch]
@@ -108,6 +83,6 @@ def score(model, some: Windows, batch: int = 4, progress: tqdm | None = None) ->
 
 
 def xz_bits_per_byte(texts) -> float:
-    """What ``xz -9e`` needs for the same text in one stream: a baseline without any training."""
+    """Bits per byte of ``xz -9e`` for the same text in one stream: a baseline without training."""
     whole = "".join(texts).encode()
     return 8 * len(lzma.compress(whole, preset=9 | lzma.PRESET_EXTREME)) / len(whole)

@@ -25,12 +25,12 @@ from ..streaming.ranks import joined
 from . import limit
 
 BACKENDS = ("ring", "nccl")
-TIMEOUT_S = 300  # of each rank
+TIMEOUT_S = 300  # seconds that ranks may take
 
 
 @dataclass
 class Rank:
-    """How one rank ended."""
+    """How the process of one rank ended."""
 
     code: int
     out: str
@@ -50,13 +50,7 @@ def hosts(n: int) -> list[list[str]]:
 
 
 def environments(n: int, folder: Path, backend: str = "ring") -> list[dict[str, str]]:
-    """The environment of each of n ranks, as ``mlx.launch`` sets it.
-
-    Args:
-        n (int): Ranks.
-        folder (Path): For the ring's hostfile.
-        backend (str): One of ``BACKENDS``.
-    """
+    """The environment of each of n ranks, as in ``mlx.launch``; ``folder`` gets the hostfile."""
     addresses = hosts(n)
     if backend == "nccl":
         host, port = addresses[0][0].split(":")
@@ -72,12 +66,7 @@ def environments(n: int, folder: Path, backend: str = "ring") -> list[dict[str, 
 
 
 def start(commands: list[list[str]], folder: Path) -> list[subprocess.Popen]:
-    """Start one process for each command, as the ranks of one ring.
-
-    Args:
-        commands (list[list[str]]): What follows ``python``, for each rank.
-        folder (Path): For the hostfile.
-    """
+    """Start ``python`` with each list of words, as the ranks of one ring."""
     return [
         subprocess.Popen(
             [sys.executable, *words],
@@ -91,7 +80,7 @@ def start(commands: list[list[str]], folder: Path) -> list[subprocess.Popen]:
 
 
 def finish(processes: list[subprocess.Popen], timeout_s: float = 240) -> list[Rank]:
-    """Wait for ranks; none of them is left running."""
+    """Wait for ranks; in the end none is left running."""
     try:
         outs = [p.communicate(timeout=timeout_s) for p in processes]
         return [Rank(p.returncode, *out) for p, out in zip(processes, outs)]
@@ -100,7 +89,7 @@ def finish(processes: list[subprocess.Popen], timeout_s: float = 240) -> list[Ra
 
 
 def stop(processes: list[subprocess.Popen]) -> None:
-    """End what still runs."""
+    """End the processes that still run."""
     for p in processes:
         p.kill()
         p.wait()
@@ -109,21 +98,10 @@ def stop(processes: list[subprocess.Popen]) -> None:
 def everywhere(
     n: int, function: Callable, *args: Any, backend: str = "ring", nbytes: int | None = None
 ) -> list[Any]:
-    """What a function returns in each of n ranks.
+    """Call a function in each of n ranks, in processes of their own, and return their results.
 
-    On the ring they compute on the CPU, each pinned to a core where the system can do that; more
-    ranks than there are cores share them. With NCCL each has a GPU.
-
-    Args:
-        n (int): Ranks.
-        function (Callable): At the top of a module. It takes the group of ranks (None in one rank)
-            and ``args``, and returns what JSON can hold.
-        *args: What JSON can hold.
-        backend (str): One of ``BACKENDS``.
-        nbytes (int): The memory limit of each rank, page cache included. Default: none.
-
-    Raises:
-        OSError: If one fails, with what it said.
+    It takes the group (None in one rank) and ``args``; these and results must fit into JSON. On the
+    ring a rank is pinned to a CPU core where the system can do that; with NCCL it has a GPU.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     named = f"{function.__module__}:{function.__name__}", backend, *args
@@ -144,7 +122,7 @@ def everywhere(
 
 
 def in_rank(function: str, backend: str, *args: Any) -> Any:
-    """What ``everywhere`` calls in each rank."""
+    """Run, for ``everywhere``, its function in this rank."""
     if backend == "ring":
         mx.set_default_device(mx.cpu)
     module, _, name = function.partition(":")

@@ -39,13 +39,13 @@ SHOWN = {  # columns that a record shows on its page, if it has them and names n
 
 
 def listed() -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    """The commands that make checkpoints, and the records, both by name."""
+    """The commands that make checkpoints, and the entries of records, both by name."""
     entries = tomllib.loads(LIST.read_text(encoding="utf-8"))
     return entries.pop("checkpoints"), entries
 
 
 class _Places(dict):
-    """Where each checkpoint is. One that is not there is made."""
+    """The folder of each checkpoint, which is made if it is missing."""
 
     def __init__(self, commands: dict[str, str]):
         super().__init__()
@@ -57,13 +57,13 @@ class _Places(dict):
             return str(DATA / command)
         path = WORK / name
         if not path.is_dir():
-            words = command.format_map(self)  # makes those that it is made of first
+            words = command.format_map(self)  # first makes the checkpoints that this one is made of
             _run(["moelab", *words.split(), str(path), "--quiet"])
         return str(path)
 
 
 def _run(words):
-    """A command of ours. Raises ``OSError`` if it fails, unless other tokens are its finding."""
+    """Run one of our commands; a failure is an ``OSError``, unless it found other tokens."""
     done = subprocess.run([sys.executable, "-m", *words], cwd=DATA.parent)
     if done.returncode not in (0, 3):
         raise OSError(f"{' '.join(words)}: exit status {done.returncode}")
@@ -72,14 +72,7 @@ def _run(words):
 def main(*names: str) -> int:
     """Measure parts or records, and replace the files of those that nothing disturbed.
 
-    Args:
-        names (str): Of parts or records, or ``page``. Default: list them.
-
-    Returns:
-        int: 1 if a run was disturbed, so that its record is the old one.
-
-    Raises:
-        ValueError: If a name is neither, or a record is of another device than MLX has here.
+    Without names it lists them; ``page`` writes the page. The status is 1 if a run was disturbed.
     """
     checkpoints, entries = listed()
     parts = {entry["part"] for entry in entries.values()}
@@ -119,27 +112,20 @@ def main(*names: str) -> int:
         had = kept.is_file()
         if had:
             os.replace(kept, before)
-        os.replace(new, kept)  # kept whatever the one before it holds
+        os.replace(new, kept)  # kept, whatever the old record says
         print(f"{name}: {took}", *(changes(before, kept, entry) if had else []), sep="\n  ")
     return 1 if disturbed else 0
 
 
 def changes(before: Path, after: Path, entry: dict[str, Any]) -> list[str]:
-    """What a new record says otherwise than the one before it, by more than its interval.
+    """Lines on medians whose intervals lie apart in two records, then how many of all do.
 
-    Args:
-        before (Path): The record that there was; also one that is disturbed, or a trial.
-        after (Path): The new one.
-        entry (dict): Of the list.
-
-    Returns:
-        list[str]: A line for each group and measure whose intervals of the median lie apart, then
-        how many of those that both records have did so.
+    The record ``before`` may be disturbed or a trial.
     """
     found, both = [], 0
     try:
         old, new = (_groups(records.read(str(f), disturbed=True), entry) for f in (before, after))
-    except (ValueError, LookupError, NameError):  # pandas' error of a column is a NameError
+    except (ValueError, LookupError, NameError):  # pandas raises NameError for a missing column
         return ["the record before it has another form: not compared"]
     for key in [k for k in new if k in old]:
         for label in [c for c in new[key] if c in old[key]]:
@@ -154,7 +140,7 @@ def changes(before: Path, after: Path, entry: dict[str, Any]) -> list[str]:
 
 
 def provenance() -> "DataFrame":
-    """Of every record: date, commit, whether the tree was clean, load, whether it is a trial."""
+    """A table of all records: date, commit, whether the tree was clean, load, trial or not."""
     rows = []
     for file in sorted(RESULTS.glob("*.json")):
         header = records.read(str(file)).attrs
@@ -168,7 +154,7 @@ def provenance() -> "DataFrame":
 
 
 def page() -> str:
-    """The page of records: every one with its provenance, its samples' medians, who quotes it."""
+    """The page of records, each with its provenance, its samples' medians and who quotes it."""
     checkpoints, entries = listed()
     texts = {p.name: p.read_text() for d in DOCUMENTS for p in sorted(DATA.parent.glob(d))}
     parts = [
@@ -224,7 +210,7 @@ def _provenance(samples):
 
 
 def _groups(samples, entry):
-    """What a record shows: a table for each group, by its key, with a column for each measure."""
+    """The tables that a record shows, one for each group, with a column for each measure."""
     alive = samples[~samples.killed]
     shows = entry.get("shows") or {c: label for c, label in SHOWN.items() if c in samples}
     columns = {label: alive.eval(c) for c, label in shows.items()}
@@ -234,7 +220,7 @@ def _groups(samples, entry):
 
 
 def _table(samples, entry):
-    """Lines of Markdown: a row for each group, a column for each measure."""
+    """A table as lines of Markdown: a row for each group, a column for each measure."""
     groups, by = _groups(samples, entry), entry.get("by", ["variant"])
     names = [*by, "n", *(next(iter(groups.values())) if groups else [])]
     lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]

@@ -75,24 +75,20 @@ PUBLISHED = {
 }
 
 
-COMPUTED = {  # columns that ``table`` adds where rows have what they follow from
+COMPUTED = {  # columns that ``table`` computes where rows have the others
     "token_s": "decode_s / decode_tokens",
     "tok_s": "decode_tokens / decode_s",
     "hit_rate": "hits / (hits + misses + in_pages)",
     "read_nbytes_per_token": "bytes_read / decode_tokens",
     "tau": "1 + accepted / rounds",
 }
-MISSING = {"killed": False, "in_pages": 0}  # of rows that do not say it
-DISTURBED = 0.1  # of the cores, used by other processes
-CONFIDENCE = 0.95  # of an interval, where there are rounds enough
+MISSING = {"killed": False, "in_pages": 0}  # values of columns that a row lacks
+DISTURBED = 0.1  # a run is disturbed if others use more than this share of the cores
+CONFIDENCE = 0.95  # confidence of an interval, if there are rounds enough
 
 
 def pandas() -> ModuleType:
-    """The package pandas.
-
-    Raises:
-        ModuleNotFoundError: If it is not installed, with what to install.
-    """
+    """Import pandas; the error where it is missing says what to install."""
     try:
         return importlib.import_module("pandas")
     except ModuleNotFoundError as error:
@@ -102,15 +98,7 @@ def pandas() -> ModuleType:
 
 
 def table(record: dict[str, Any]) -> "DataFrame":
-    """A record's rows as a table, one row a sample, its header in ``attrs``.
-
-    Args:
-        record (dict): A header, and its ``rows``: dicts of columns with their units in their
-            names. A column that a row lacks is nan there.
-
-    Returns:
-        DataFrame: With the columns of ``COMPUTED`` that follow from the rows.
-    """
+    """A record as a table: a row a sample, the header in ``attrs``, ``COMPUTED`` columns added."""
     out = pandas().DataFrame(record["rows"])
     for name, value in MISSING.items():
         out[name] = out[name].fillna(value).astype(type(value)) if name in out else value
@@ -122,18 +110,13 @@ def table(record: dict[str, Any]) -> "DataFrame":
 
 
 def published(source: str, rows: list[dict[str, Any]]) -> "DataFrame":
-    """Figures of a source, or what follows from them, as a table; charts name the source alone.
-
-    Args:
-        source (str): A key of ``PUBLISHED``.
-        rows (list[dict]): As for ``table``.
-    """
+    """Figures of a source, or what follows from them, as a table; charts name the source alone."""
     settings = {"model": PUBLISHED[source]["source"]}
     return table({"record": source, "machine": "", "settings": settings, "rows": rows})
 
 
 def as_json(samples: "DataFrame") -> dict[str, Any]:
-    """The record of a table: its header and rows, without what ``table`` adds and missing cells."""
+    """Turn a table back into a record, without missing cells and computed columns."""
     rows = samples.drop(columns=[c for c in COMPUTED if c in samples]).convert_dtypes()
 
     def own(row):
@@ -146,19 +129,9 @@ def as_json(samples: "DataFrame") -> dict[str, Any]:
 
 
 def read(name: str, disturbed: bool = False) -> "DataFrame":
-    """A recorded run as a table.
+    """Read a record, of ``data/results/NAME.json`` or a path, as a table.
 
-    Args:
-        name (str): Of ``data/results/NAME.json``, or the path of another file that ends so.
-        disturbed (bool): Whether to take what is no record: a run that other work disturbed, or
-            that was cut off. One whose header says ``trial``, and why, is taken.
-
-    Returns:
-        DataFrame: As ``table`` gives it, with the name as ``record`` in its header.
-
-    Raises:
-        FileNotFoundError: If there is no such record, with the names of those that there are.
-        ValueError: If it has no rows, or was disturbed or cut off.
+    A run that was disturbed or cut off is refused unless ``disturbed``, but a ``trial`` is taken.
     """
     path = Path(name) if name.endswith(".json") else shipped("results", f"{name}.json")
     if not path.is_file():
@@ -177,22 +150,14 @@ def read(name: str, disturbed: bool = False) -> "DataFrame":
             "read it with disturbed=True."
         )
     out = table({"machine": None} | found | {"record": name})
-    if "zero_copy" in out:  # a setting that is gone: else computed in the page cache
+    if "zero_copy" in out:  # an old setting: unless False, the page cache held the experts
         out = out[out.zero_copy.eq(False) | out.direct.ne(False)]
         out = out.assign(variant=out.variant.str.replace("/zero_copy=False", ""))
     return out
 
 
 def together(tables: "Mapping[str, DataFrame]", column: str = "source") -> "DataFrame":
-    """Several tables as one, with a column that says which a row comes from.
-
-    Args:
-        tables (Mapping): Tables by name.
-        column (str): Of the names.
-
-    Returns:
-        DataFrame: ``attrs`` are the first one's, and ``headers`` has those of all.
-    """
+    """Join tables into one, with their names in ``column`` and all headers in ``headers``."""
     out = pandas().concat([t.assign(**{column: name}) for name, t in tables.items()])
     headers = [t.attrs for t in tables.values()]
     out.attrs = headers[0] | {"headers": headers}
@@ -200,11 +165,7 @@ def together(tables: "Mapping[str, DataFrame]", column: str = "source") -> "Data
 
 
 def values(samples: "DataFrame", variant: str, column: str) -> "Series":
-    """A column of one variant, by round. Of a variant that was killed there is nothing.
-
-    Raises:
-        KeyError: If there is no such variant or column, with those that there are.
-    """
+    """A column of one variant, by round; empty if the variant was killed."""
     rows = samples[samples.variant == variant]
     if rows.empty or column not in samples:
         there = list(samples) if len(rows) else list(dict.fromkeys(samples.variant))
@@ -213,7 +174,7 @@ def values(samples: "DataFrame", variant: str, column: str) -> "Series":
 
 
 def summary(samples: Sequence[float]) -> dict[str, float]:
-    """Median, quartiles and number of some samples."""
+    """The median, the quartiles and the number of some samples."""
     p25, median, p75 = (float(q) for q in np.percentile(samples, (25, 50, 75)))
     return {"median": median, "p25": p25, "p75": p75, "n": len(samples)}
 
@@ -227,7 +188,7 @@ def group(samples: "DataFrame", column: str, by: str | Sequence[str] = "variant"
 def paired(samples: "DataFrame", over: str, under: str, column: str | None = None) -> "Series":
     """A column of one variant over that of another, by round, so that drift cancels.
 
-    Only rounds that both have are there. Default: seconds of a token, or else ``seconds``.
+    Rounds are those that both have; without ``column``, seconds of a token or ``seconds``.
     """
     column = column or _seconds(samples)
     return (values(samples, over, column) / values(samples, under, column)).dropna()
@@ -238,18 +199,7 @@ def _seconds(samples):
 
 
 def ratios(samples: "DataFrame", over: str, column: str | None = None) -> "DataFrame":
-    """One variant's column over each variant's, by round: quartiles, n and an interval.
-
-    Args:
-        samples (DataFrame): Of ``table``.
-        over (str): The variant whose column is divided; for seconds, what others are compared
-            with.
-        column (str): The column. Default: as for ``paired``.
-
-    Returns:
-        DataFrame: By variant, without those that were killed: ``median``, ``p25``, ``p75``, ``n``
-        and what ``interval`` gives.
-    """
+    """Compare one variant with each other one: quartiles and interval of their ratios by round."""
     rows = {}
     for name in dict.fromkeys(samples.variant):
         if len(found := paired(samples, over, name, column)):
@@ -261,11 +211,6 @@ def with_ratio(samples: "DataFrame", over: str, column: str | None = None) -> "D
     """The samples with a column ``ratio``: one variant's column over the row's own, by round.
 
     For seconds that is the speed over that variant's, to be drawn or grouped as any column.
-
-    Args:
-        samples (DataFrame): Of ``table``.
-        over (str): The variant whose column is divided.
-        column (str): The column. Default: as for ``paired``.
     """
     column = column or _seconds(samples)
     ratio = samples["round"].map(values(samples, over, column)) / samples[column]
@@ -275,21 +220,17 @@ def with_ratio(samples: "DataFrame", over: str, column: str | None = None) -> "D
 def interval(samples: Sequence[float]) -> dict[str, float]:
     """An interval of the median: the sign test's, from one of the sorted samples to another.
 
-    It holds for any distribution, and its confidence is exact. A bootstrap of five rounds claims
-    too much.
-
-    Returns:
-        dict: ``low``, ``high`` and the ``confidence`` that the true median lies between them. It is
-        below ``CONFIDENCE`` where even the smallest and the largest sample give less.
+    It holds for any distribution, and its ``confidence`` is exact: below ``CONFIDENCE`` where even
+    the smallest and the largest sample give less. A bootstrap of five rounds claims too much.
     """
     ordered, n = sorted(samples), len(samples)
-    outside = 2 * np.cumsum([math.comb(n, k) / 2**n for k in range(n)])  # of k-th and n-k-th
+    outside = 2 * np.cumsum([math.comb(n, k) / 2**n for k in range(n)])  # outside k-th to n-k-th
     k = max(0, int((outside <= 1 - CONFIDENCE).sum()) - 1)
     return {"low": ordered[k], "high": ordered[-1 - k], "confidence": max(0.0, 1 - outside[k])}
 
 
 def same_tokens(samples: "DataFrame", baseline: str) -> dict[str, tuple[int, int]]:
-    """In how many rounds each variant decoded the baseline's tokens, and of how many."""
+    """Count the rounds in which each variant decoded the baseline's tokens, and all rounds."""
     theirs, out = values(samples, baseline, "tokens"), {}
     for name in dict.fromkeys(samples.variant):
         mine = values(samples, name, "tokens")
@@ -311,26 +252,11 @@ def interleave(
 ) -> "DataFrame":
     """Run every variant once a round, in a new random order every round.
 
-    A machine that becomes slower or faster then does so for all variants alike.
-
-    Args:
-        kind (str): Of the record.
-        variants (Mapping): A function by name. It takes the round's number, below 0 in a round
-            that is not kept, and returns the columns of its row; a float for ``seconds``; or None
-            to be timed. What it computes it must evaluate.
-        runs (int): Rounds that are kept.
-        settings (dict): Of the run, for the header.
-        warmup (int): Rounds before them.
-        seed (int): Of the orders.
-        each_round (Callable): Called before each round, with its number; gives columns for all of
-            its rows.
-        keep (Callable): Called with the table after each round, so that a run that is cut off
-            keeps what it has.
-        progress (bool): Show a bar.
-
-    Returns:
-        DataFrame: As ``table`` gives it, with ``variant`` and ``round``. A variant whose row says
-        ``killed`` is not run again.
+    A machine that becomes slower or faster then does so for all variants alike. A variant gets the
+    round's number (below 0 if it is not kept) and returns the columns of its row, a float for
+    ``seconds``, or None to be timed; it must evaluate what it computes. ``each_round`` gives
+    columns for all rows of a round, ``keep`` gets the table after each. A variant whose row says
+    ``killed`` is not run again.
     """
     given = {"runs": runs, "warmup_rounds": warmup, "seed": seed}
     running, order = Running(kind, (settings or {}) | given), random.Random(seed)
@@ -361,25 +287,16 @@ def _row(run, i):
 
 
 def timed(call: Callable[[], Any], **columns: Any) -> Callable[[int], dict[str, Any]]:
-    """A variant for ``interleave``: a call to time, and columns that say what it is."""
+    """Make a variant for ``interleave`` from a call to time and columns that say what it is."""
     return lambda i: _row(lambda _: call(), i) | columns
 
 
 class Running:
-    """The header of a run that goes on: what made it, where, and what else the machine did.
-
-    Args:
-        kind (str): Of the record.
-        settings (dict): Of the run.
-        tabled (bool): Whether ``table`` will be called.
-
-    Raises:
-        ModuleNotFoundError: If it will, and pandas is not installed.
-    """
+    """The header of a run in progress: what made it, where, and what else the machine did."""
 
     def __init__(self, kind: str, settings: dict[str, Any], tabled: bool = True):
         if tabled:
-            pandas()  # said before the work, which would be lost
+            pandas()  # fails before the work, which would be lost
         self.average = list(os.getloadavg())
         self.begin, self.others_s = time.monotonic(), _others_s()
         self.header = {
@@ -391,20 +308,14 @@ class Running:
         }
 
     def table(self, rows: list[dict[str, Any]], **more: Any) -> "DataFrame":
-        """``record`` as ``table`` gives it."""
+        """The ``record`` as a table."""
         return table(self.record(rows, **more))
 
     def record(self, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """The samples until now, with the load until now.
+        """The record of the samples until now, with the load until now.
 
-        Args:
-            rows (list[dict]): The samples.
-            **more: Further keys of the header.
-
-        Returns:
-            dict: Header and rows. ``load`` in the header has the system's load averages
-            before the run, how many cores other processes used on average during it, and whether
-            that disturbed the run. Counts are not disturbed, only what has seconds.
+        ``load`` has the averages before the run, the cores that other processes used during it, and
+        whether that disturbed the run: columns of seconds can be disturbed, counts cannot.
         """
         took_s = max(time.monotonic() - self.begin, 1e-9)
         others = max(0.0, (_others_s() - self.others_s) / took_s)
@@ -426,13 +337,13 @@ def _others_s():
 
 
 def _command():
-    """The words of this process, files without their folders."""
+    """The command line of this process, with files' names without their folders."""
     return " ".join(Path(w).name if os.path.isabs(w) else w for w in sys.orig_argv)
 
 
 @functools.cache
 def _commit():
-    """The commit, and whether all files but records were as in it; nothing outside a repository."""
+    """The commit and whether all files but records are unchanged; empty outside a repository."""
     here = Path(__file__)
     others = "status --porcelain -uno -- :/ :!/data/results"
     words = ["rev-parse HEAD", others, f"ls-files --error-unmatch {here.name}"]
@@ -449,12 +360,7 @@ def _commit():
 
 
 def save(path: str | Path, samples: "DataFrame") -> None:
-    """Write a record as JSON, a row a line; the old file stays until the new one is whole.
-
-    Args:
-        path (str or Path): The file. Its folder is made.
-        samples (DataFrame): As ``table`` gives it.
-    """
+    """Write a record as JSON, a row a line; the old file stays until the new one is whole."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial, record = path.with_name(path.name + ".partial"), as_json(samples)
@@ -465,13 +371,7 @@ def save(path: str | Path, samples: "DataFrame") -> None:
 
 
 def print_and_save(text: str, samples: "DataFrame", path: str | Path | None = None) -> None:
-    """Print a record's report and whether other work disturbed the run, and save the record.
-
-    Args:
-        text (str): The report; nothing if it is empty.
-        samples (DataFrame): As for ``save``.
-        path (str or Path, optional): The file. Default: none is written.
-    """
+    """Print a record's report and whether other work disturbed the run, and save the record."""
     load = samples.attrs.get("load", {})
     if load.get("disturbed"):
         cores = f"other processes used {load['cores_of_others']:.1f} cores"
@@ -483,11 +383,7 @@ def print_and_save(text: str, samples: "DataFrame", path: str | Path | None = No
 
 
 def check_writable(path: str | Path) -> None:
-    """Whether ``save`` could write a file; none is made.
-
-    Raises:
-        ValueError: If not.
-    """
+    """Refuse a path that ``save`` could not write; no file is made."""
     path = Path(path)
     parent = next((p for p in path.absolute().parents if os.path.lexists(p)), Path("/"))
     try:
@@ -503,11 +399,11 @@ def check_writable(path: str | Path) -> None:
 
 
 def _plain(value):
-    """What ``json`` cannot write by itself."""
+    """Convert a value that ``json`` cannot write by itself."""
     return value.item() if isinstance(value, (np.integer, np.floating)) else str(value)
 
 
-NAMES = {  # what expressions in documents and claims may use
+NAMES = {  # names that expressions in documents and claims may use
     **{name: globals()[name] for name in ("read", "group", "ratios", "same_tokens")},
     **{"of": values, "ratio": paired, "PUBLISHED": PUBLISHED, "np": np},
 }

@@ -17,26 +17,17 @@ from typing import Any
 from .. import DATA
 from . import limit
 
-START_S = 120  # imports and a model, on a machine that does much else
-ANSWER_S = 600  # until an answer begins, or goes on
+START_S = 120  # seconds to import and load a model on a busy machine
+ANSWER_S = 600  # seconds until an answer begins, or goes on
 
 
 class Served:
-    """``python -m moelab serve MODEL`` at a free port, until the block ends.
+    """Runs ``python -m moelab serve MODEL`` at a free port until the block ends.
+
+    ``log`` gets what the server writes::
 
         with Served(model, log, "--slots", "16") as server:
             server.post("/completions", {"prompt": "def f(x):"})
-
-    Args:
-        model (str or Path): The model.
-        log (Path): Gets what the server writes.
-        options (str): More of the command line.
-        limit_nbytes (int): A memory limit for the server, page cache included. Default: none.
-
-    Attributes:
-        url (str): The address with ``/v1``.
-        process (subprocess.Popen): The server.
-        limit (limit.Prepared): Its memory limit.
     """
 
     def __init__(
@@ -68,7 +59,7 @@ class Served:
                 self.__exit__()
                 raise OSError(f"{model}: the server did not start: {self.said()}")
             time.sleep(0.05)
-        self.url = found[0]
+        self.url = found[0]  # the address with ``/v1``
 
     def said(self) -> str:
         """What the server has written so far."""
@@ -83,12 +74,12 @@ class Served:
         self._stack.close()
 
     def interrupt(self, within_s: float = 30) -> int:
-        """Ctrl-C; the exit status."""
+        """Send Ctrl-C and return the exit status."""
         self.process.send_signal(signal.SIGINT)
         return self.process.wait(within_s)
 
     def post(self, path: str, body: dict[str, Any] | bytes) -> tuple[int, dict[str, Any]]:
-        """Status and answer of a request, which may be nonsense."""
+        """The status and answer of a request, which may be nonsense."""
         try:
             with self._open(path, body) as answer:
                 return answer.status, json.load(answer)

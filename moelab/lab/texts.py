@@ -12,7 +12,7 @@ from ..shipped import shipped
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-# Characters: how far inside a docstring a prompt of prose ends, so that prose follows it.
+# A prose prompt ends so many characters inside a docstring, so that the model must go on in prose.
 AFTER_QUOTES, BEFORE_QUOTES = 40, 80
 
 PROMPTS = (
@@ -28,17 +28,7 @@ PROMPTS = (
 
 
 def heldout_files(folder: str | Path) -> dict[str, str]:
-    """The texts in a model's ``heldout`` folder.
-
-    Args:
-        folder (str or Path): The folder, as a rule ``MODEL/heldout``.
-
-    Returns:
-        dict[str, str]: Each file's text by its name, in the order of the names.
-
-    Raises:
-        FileNotFoundError: If there is none.
-    """
+    """The texts of a folder (as a rule ``MODEL/heldout``) by file name, in the order of names."""
     files = sorted(p for p in Path(folder).glob("*") if p.suffix in (".py", ".md", ".txt"))
     if not files:
         raise FileNotFoundError(
@@ -57,18 +47,7 @@ def heldout_code(model: str | Path) -> dict[str, str]:
 def heldout_starts(
     model: str | Path, num: int, tokens: int, tokenizer: "TokenizerWrapper", skip: int = 400
 ) -> list[str]:
-    """Prompts cut near the beginning of the held-out Python files.
-
-    Args:
-        model (str or Path): The model's folder.
-        num (int): How many prompts; a file gives another one when all have given one.
-        tokens (int): Tokens of each.
-        tokenizer (TokenizerWrapper): The model's.
-        skip (int): Characters before the first prompt of a file, and between two.
-
-    Returns:
-        list[str]: The prompts.
-    """
+    """Prompts of so many tokens from the held-out Python files, ``skip`` characters apart."""
     files, prompts = list(heldout_code(model).values()), []
     for i in range(num):
         text = files[i % len(files)][skip * (1 + i // len(files)) :]
@@ -77,16 +56,7 @@ def heldout_starts(
 
 
 def heldout_ids(model: str | Path, lengths: Sequence[int], rounds: int) -> list[list[int]]:
-    """Prompts of several lengths in turn, from tiny-moe's held-out code, for so many rounds.
-
-    Args:
-        model (str or Path): The model that will read them.
-        lengths (Sequence[int]): Tokens.
-        rounds (int): How many prompts are needed, each from another place.
-
-    Returns:
-        list[list[int]]: Token ids by the model's tokenizer.
-    """
+    """Token ids of prompts from tiny-moe's held-out code, one a round, of the lengths in turn."""
     from mlx_lm.utils import load_tokenizer
 
     tokenizer = load_tokenizer(Path(model))
@@ -99,7 +69,7 @@ def heldout_ids(model: str | Path, lengths: Sequence[int], rounds: int) -> list[
 
 
 def prose_spans(text: str) -> list[tuple[int, int]]:
-    """Character ranges of a Python source's triple-quoted strings, nearly all of them prose."""
+    """The character ranges of a Python source's triple-quoted strings, nearly all of them prose."""
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -112,18 +82,9 @@ def prose_spans(text: str) -> list[tuple[int, int]]:
 
 
 def heldout_prompts(model: str | Path, kind: str, length: int, each: int = 4) -> list[list[int]]:
-    """Prompts cut from the held-out Python files, evenly spaced.
+    """Token ids of ``code`` or ``prose`` prompts, cut evenly spaced from held-out Python files.
 
     A prompt ends within a line, as the model's card asks, in code or in the middle of a docstring.
-
-    Args:
-        model (str or Path): The model's folder.
-        kind (str): ``code`` or ``prose``.
-        length (int): Tokens of each.
-        each (int): The most prompts from one file.
-
-    Returns:
-        list[list[int]]: Token ids.
     """
     from tokenizers import Tokenizer
 
@@ -140,20 +101,13 @@ def heldout_prompts(model: str | Path, kind: str, length: int, each: int = 4) ->
 
 
 def spaced_prompts(path: str | Path, kind: str, length: int, num: int) -> list[list[int]]:
-    """Held-out prompts, evenly spaced over all.
-
-    Args:
-        path (str or Path): The target's folder.
-        kind (str): ``code`` or ``prose``.
-        length (int): Tokens of each.
-        num (int): How many.
-    """
+    """The token ids of ``num`` held-out prompts, evenly spaced over all files."""
     every = heldout_prompts(path, kind, length)
     return every[:: max(1, len(every) // num)][:num]
 
 
 def _may_end(text, at, kind, spans):
-    """Whether a prompt of a kind may end at a character: after some of its line, not at a blank."""
+    """Whether a prompt may end at a character: within a line, not at a blank."""
     line = text[text.rfind("\n", 0, at) + 1 : at]
     if not line.strip() or text[at - 1].isspace():
         return False

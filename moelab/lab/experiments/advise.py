@@ -26,9 +26,9 @@ from ..models import folder
 from ..texts import PROMPTS
 from .costs import measure_costs
 
-TOKENS = 400  # of the synthetic trace, half of them to fill the caches
-GAIN_NBYTES = 64 << 20  # read to compare layouts: more than a disk's own cache of small requests
-GAIN_READS = 8  # at least, however large an expert is
+TOKENS = 400  # tokens of the synthetic trace; half of them fill the caches
+GAIN_NBYTES = 64 << 20  # bytes read to compare layouts: more than the cache inside a disk
+GAIN_READS = 8  # the fewest reads, also of large experts
 GAIN_RUNS = 3
 
 
@@ -45,30 +45,12 @@ def advise(
 ) -> Advice:
     """Choose how to stream a model in given memory, by replaying a trace with this machine's costs.
 
-    Args:
-        model (str or Path): A model folder or a Hub repository.
-        memory (float, optional): Bytes for the process and its page cache. Default: what
-            ``moelab.plan`` gives a model now.
-        trace (Trace, optional): Of the model, by ``moelab.record``. Default: ``typical_trace``.
-        costs (Costs, optional): Default: measured now, in about ten seconds.
-        slots (list[int], optional): Those to choose from. Default: a dozen from K to what
-            fits by ``moelab.plan``.
-        policies (Iterable[str]): Those to choose from.
-        skip (int, optional): Tokens of the trace that only fill the caches. Default: half.
-        packed_gain (float, optional): How many times faster the SSD reads experts that lie in one
-            piece. Default: measured now.
-        lookahead (Lookahead, optional): What a prefetch would do. Default: measured now, if it may
-            pay.
-
-    Returns:
-        Advice: The setting, its predicted time and why.
-
-    Raises:
-        ValueError: If the model does not fit in the memory with K slots.
+    What is None is measured now (memory: what ``moelab.plan`` gives a model). ``skip`` tokens of
+    the trace only fill the caches (None: half).
     """
     path = folder(model)
     memory = memory_for_a_model() if memory is None else memory
-    sizes = ModelSizes.of(path, memory)  # refuses too little before anything is measured
+    sizes = ModelSizes.of(path, memory)  # refuses too little memory before anything is measured
     trace = trace or typical_trace(sizes, TOKENS)
     costs = costs or measure_costs(path)
     if Checkpoint(path).packed:
@@ -86,7 +68,7 @@ def advise(
 
 
 def measure_packed_gain(path: Path, costs: Costs) -> float:
-    """How many times faster the SSD reads experts in one piece than as they lie, cold."""
+    """How many times faster the SSD reads experts in one piece than in their parts, cold."""
     file = max(path.glob("*.safetensors"), key=lambda f: f.stat().st_size)
     nbytes = footprint(path, StreamConfig()).expert_nbytes
     count = max(GAIN_READS, GAIN_NBYTES // nbytes)
@@ -98,16 +80,7 @@ def measure_packed_gain(path: Path, costs: Costs) -> float:
 
 
 def measure_lookahead(path: str | Path, slots: int, tokens: int = 16) -> Lookahead:
-    """What a lookahead predicts and costs while a model decodes a prompt from the page cache.
-
-    Args:
-        path (str or Path): A model folder.
-        slots (int): S; no more than 2 K are used here, so that there is something to predict.
-        tokens (int): Tokens decoded.
-
-    Raises:
-        ValueError: If this family's router cannot be asked.
-    """
+    """Measure what a lookahead predicts and costs, decoding with at most 2 K slots per layer."""
     slots, token_s = min(slots, 2 * footprint(path, StreamConfig()).top_k), {}
     for prefetch in ("none", "lookahead"):
         model, tokenizer = load(path, StreamConfig(prefetch=prefetch, slots=slots))
@@ -123,7 +96,7 @@ def measure_lookahead(path: str | Path, slots: int, tokens: int = 16) -> Lookahe
 
 
 def _counted(model, ids, tokens):
-    """Counters of a text for which every prefetched read ends before its layer runs."""
+    """Count a text's reads when every prefetched read ends before its layer runs."""
     ahead = session_of(model).residency.ahead
     layers = session_of(model).residency.layers
 

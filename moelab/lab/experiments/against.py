@@ -33,10 +33,10 @@ from .bench import texts_of
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# Of the memory that mlx-vlm has for experts: the rest is for its buffers and the page cache.
+# mlx-vlm uses this share of memory for experts; the rest is for its buffers and the page cache.
 CACHE_SHARE = 0.5
-STEP_NBYTES, STEP_S = 10_000_000, 0.05  # of a limit that falls
-FALLING = 256  # tokens that are read at most while it falls
+STEP_NBYTES, STEP_S = 10_000_000, 0.05  # a falling limit loses 10 MB every 0.05 s
+FALLING = 256  # at most so many tokens are read while the limit falls
 
 
 def sample_here(
@@ -49,18 +49,10 @@ def sample_here(
     limits: list[int],
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """In a process of its own: the columns of one run.
+    """Make one run in this (new) process and return its columns.
 
-    Args:
-        peer (str): Its name.
-        path (str): What it reads.
-        ids (list[int]): The prompt.
-        feed (list[int]): Tokens to read behind it.
-        warmup, tokens (int): How many of them are read before the clock starts, and how many are
-            timed.
-        limits (list[int]): With two, the memory limit then falls from the first to the second.
-            Tokens are read until it has fallen, and the last ``tokens`` are timed, too.
-        options (dict): As of ``peers.opened``.
+    With two ``limits`` the memory limit falls from the first to the second, and the last
+    ``tokens`` after that are timed, too.
     """
     read = peers.opened(peer, path, len(ids) + len(feed) + 1, **options)()
     said = []
@@ -92,7 +84,7 @@ def sample_here(
             falling = pool.submit(_fall, *limits)
             between = one_by_one[warmup + tokens : -tokens]
             falling_s = timed(takewhile(lambda _: not falling.done(), between))
-            falling.result()  # raises what kept the limit from falling
+            falling.result()  # raises the error if the limit could not fall
         row |= {"falling_s": falling_s, "fallen_s": timed(one_by_one[-tokens:])}
         row |= {"fallen_tok_s": tokens / sum(row["fallen_s"])}
     return row | {"tokens": said, "rss_end_nbytes": psutil.Process().memory_info().rss}
@@ -117,32 +109,10 @@ def against(
     ways: Sequence[str] = peers.NAMES,
     progress: bool = True,
 ) -> "DataFrame":
-    """Read the same text with each of them under each limit.
+    """Read the same text with each peer under each limit.
 
-    Args:
-        path (str or Path): The checkpoint.
-        text (str, Path or Sequence): A trace's file: its prompt, and the tokens behind it. Or
-            lengths of prompts of held-out code, with one token behind each.
-        limits (Sequence): Each with the bytes of a run's process, page cache included, and the
-            bytes that these fall to, where they do; empty for no limit.
-        runs (int): Rounds.
-        tokens, warmup (int): Tokens of a trace that are timed, and read before them.
-        prompt (int): How many tokens of a trace's prompt are read, the last ones. 0 for all.
-        ways (Sequence[str]): Peers, as of ``peers.way``.
-        progress (bool): Show a bar.
-
-    Returns:
-        DataFrame: A row a run: ``variant``, ``peer`` (the way), ``limit_nbytes``,
-        ``lowered_nbytes``, ``file_nbytes`` (of what it reads), ``prompt_tokens``, ``tokens``,
-        ``prefill_s``, ``decode_tokens``, ``decode_s``, ``step_s`` (list), ``disk_nbytes`` (that the
-        disk brought for the timed tokens), ``rss_end_nbytes``, ``limited_by``, ``killed``. Where
-        the limit fell, also ``falling_s`` and ``fallen_s`` (lists: seconds of tokens on the way and
-        behind it), and ``fallen_tok_s``.
-
-    Raises:
-        ValueError: If a trace is too short to feed or of another vocabulary, or a way is none.
-        limit.NoLimit: If memory cannot be limited here.
-        OSError: If a run failed, and not because it was killed.
+    ``text`` is a trace's file, or lengths of prompts. A limit has the bytes of a run's process,
+    page cache included, and then those that they fall to; none if empty. A row is a run.
     """
     path = folder(path)
     if isinstance(text, str | Path):
@@ -185,7 +155,7 @@ def against(
 
 
 def _parts(path):
-    """The files that a peer reads: the one given, or all of tensors in a folder."""
+    """The files that a peer reads: the given file, or a folder's files of tensors."""
     return [path] if path.is_file() else sorted(path.rglob("*.safetensors"))
 
 
@@ -204,12 +174,7 @@ def dial(samples: "DataFrame", disk_bytes_per_s: float) -> Callable[[int, float]
 
     Between two memories that were measured, a token's time is interpolated on a logarithmic scale.
     A token takes longer than with the whole file in memory because it waits for the disk. In the
-    model an SSD of twice the rate halves these waits.
-
-    Args:
-        samples (DataFrame): Of ``against``, with a column ``share``: memory over the file, 1 for
-            no limit.
-        disk_bytes_per_s (float): Of the disk that was measured.
+    model, an SSD of twice the rate halves these waits.
     """
     by_share = samples.pivot_table("token_s", "share", "peer", "median", sort=True)
     measured = {peer: by_share[peer].dropna() for peer in samples.peer.unique()}
@@ -244,18 +209,7 @@ def dial(samples: "DataFrame", disk_bytes_per_s: float) -> Callable[[int, float]
 
 
 def main(out: str, model: str, text: str, runs: str, *words: str) -> None:
-    """Write the record.
-
-    Args:
-        out (str): The record.
-        model (str): The checkpoint's folder.
-        text (str): A trace's file, or lengths of prompts with commas between them.
-        runs (str): How many rounds.
-        words (str): Limits, peers and numbers of tokens, as above.
-
-    Raises:
-        ValueError: If a word is none of these, or as ``against`` raises it.
-    """
+    """Write the record; the words are limits, peers and numbers of tokens."""
     counts, limits, ways = {}, [], []
     for word in words:
         name, _, n = word.partition("=")

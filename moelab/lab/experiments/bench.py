@@ -52,36 +52,27 @@ from ..texts import PROMPTS, heldout_ids
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
-OTHER_TOKENS = 3  # the exit status
-DISK_READERS, DISK_READS = 16, 1024  # a prompt reads much, many at once
+OTHER_TOKENS = 3  # the exit status if other tokens were decoded
+DISK_READERS, DISK_READS = 16, 1024  # as many as a prompt reads, and as many at once
 UNKEPT_TOKENS = 16  # at most so many are timed in the round before the first
-RSS_UNIT_NBYTES = 1 if sys.platform == "darwin" else 1024  # of getrusage
-RESIDENT = "resident, no limit"  # what runs under a limit are compared with
-COLD = ("no", "prompt", "token")  # before what the checkpoint's pages are dropped
+RSS_UNIT_NBYTES = 1 if sys.platform == "darwin" else 1024  # unit of getrusage
+RESIDENT = "resident, no limit"  # runs under a limit are compared with it
+COLD = ("no", "prompt", "token")  # when the checkpoint's pages are dropped: see ``Variant``
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to decode.
+    """One way to load a model and decode, which a bench measures."""
 
-    Attributes:
-        config (StreamConfig): How to load the model.
-        path (str or Path): Another layout of it. Default: the bench's.
-        limit_nbytes (int): Memory of the process, page cache included. Default: no limit.
-        draft (str): One of ``decode.BUILT_IN``, or the folder of a model or of a DFlash draft.
-        num_drafts (int or str): Tokens drafted in a round; ``auto``: the policy decides.
-        cold (str): Before what the checkpoint's pages are dropped from the page cache: ``no``;
-            ``prompt``, and once more before the clock starts; ``token``.
-        direct (bool): Whether experts are read past the page cache (Linux). Default: as planned.
-    """
-
-    config: StreamConfig
-    path: str | Path | None = None
-    limit_nbytes: int | None = None
-    draft: str | None = None
-    num_drafts: int | str = "auto"
+    config: StreamConfig  # how to load the model
+    path: str | Path | None = None  # a folder with another layout; None: the bench's
+    limit_nbytes: int | None = None  # of the process, page cache included; None: no limit
+    draft: str | None = None  # one of ``decode.BUILT_IN``, or a draft's folder
+    num_drafts: int | str = "auto"  # tokens drafted in a round; ``auto``: the policy decides
+    # When the checkpoint's pages are dropped from the page cache: ``no``, never; ``prompt``, before
+    # the prompt and before the clock starts; ``token``, before each token.
     cold: str = "no"
-    direct: bool | None = None
+    direct: bool | None = None  # experts are read past the page cache (Linux); None: as planned
 
     def __post_init__(self):
         if self.cold not in COLD:
@@ -91,7 +82,7 @@ class Variant:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The columns that tell its rows apart, without those of no meaning."""
+        """The columns that tell this variant's rows apart, without those it has no use for."""
         drafts = {"draft": Path(self.draft or "").name, "num_drafts": str(self.num_drafts)}
         config, cache = self.config, {}
         if _has_slots(config):
@@ -113,7 +104,7 @@ def _has_slots(config):
 
 
 def resident_like(base: StreamConfig | None = None) -> StreamConfig:
-    """The resident baseline of a config: the same dtype, top-k and kernels."""
+    """Make the resident baseline of a config, with its dtype, top-k and kernels."""
     base = base or StreamConfig()
     return StreamConfig(mode="resident", dtype=base.dtype, top_k=base.top_k, kernels=base.kernels)
 
@@ -127,19 +118,9 @@ def crossed(
     layouts: Mapping[str, str | Path | None] = {"": None},
     cold: str = "no",
 ) -> dict[str, Variant]:
-    """Every mode under every limit, with every number of drafts and with none, and so on.
+    """Combine every mode, layout, limit, way to read and number of drafts (and none), by name.
 
-    Args:
-        configs (Mapping): Modes by name.
-        limits (Sequence): Bytes; None for no limit. With a limit ``RESIDENT`` comes first.
-        draft (str): As of ``Variant``.
-        lengths (Sequence): Numbers of drafts, and ``auto``.
-        direct (Sequence): As of ``Variant``. Modes without slots read through the page cache alone.
-        layouts (Mapping): Folders of the same model by name; None for the bench's.
-        cold (str): As of ``Variant``.
-
-    Returns:
-        dict[str, Variant]: By mode, layout, limit, reads and drafts, without what is not varied.
+    With a limit, ``RESIDENT`` comes first. Modes without slots read only through the page cache.
     """
     out, drafts = {}, [None, *lengths] if draft else [None]
     every = product(configs.items(), layouts.items(), limits, direct, drafts)
@@ -214,7 +195,7 @@ class _Opened:
         given = {**amount, "before_clock": before_clock, "before_prompt": drop}
         given["sampler"] = make_sampler(temp) if temp else None
         if self.make_draft:
-            is_oracle = variant.draft == "oracle"  # alone needs the text before it is written
+            is_oracle = variant.draft == "oracle"  # an oracle needs the text beforehand
             mx.random.seed(seed)
             text = (
                 decode(model, ids, **amount, sampler=given["sampler"]).tokens if is_oracle else []
@@ -286,45 +267,10 @@ def measure(
     """Decode the same prompts in every mode, in rounds of random order.
 
     Where a variant has a memory limit, each run of each variant has a process of its own, whose
-    page cache is empty, and a variant that was killed is not run again. Else a round comes first
-    that is not kept.
-
-    Args:
-        path (str or Path): The model.
-        modes (str or Mapping): As for ``parse_modes``; or configs or variants by name.
-        base (StreamConfig): What the modes of a text have in common.
-        tokens (int): Decoded and timed in each run.
-        runs (int): Rounds; round i takes prompt i, modulo their number.
-        warmup (int): Tokens decoded in each run before the clock starts.
-        prompts (Sequence): Texts, or lists of token ids.
-        seed (int): Of the orders.
-        together (bool): Whether to keep all models loaded. Default: if they take less than half of
-            the memory available.
-        progress (bool): Show a bar.
-        on_round (Callable): Called with the table after each round, so that an interrupted bench
-            is not lost.
-        feed (str or Path): A trace's file: its prompt in place of ``prompts``, and the tokens
-            behind it in place of decoded ones. The tokens of a sample are the decoded ones.
-        temp (float): The temperature; 0: greedy. All variants of a round sample with one seed.
-
-    Returns:
-        DataFrame: A row a run: ``variant``, ``round``, the variant's ``facts``, ``prompt_tokens``,
-        ``tokens`` (list: the prompt's next token, the warm-up and the timed ones), ``prefill_s``
-        (until the first of them), ``prompt_nbytes`` (read for the prompt), ``decode_tokens``,
-        ``decode_s``, ``step_s`` (list), the ``Counters`` of the timed tokens, ``disk_nbytes`` (that
-        the disk brought for them, where the system says it), ``held_nbytes`` (by MLX once loaded),
-        ``peak_nbytes`` (the most that it held), ``predicted_nbytes`` (of ``footprint``),
-        ``rss_warm_nbytes`` and ``rss_end_nbytes`` (of the process, before and after the timed
-        tokens), ``plan`` (why so many slots, if ``moelab.plan`` chose them). With a draft
-        ``rounds``, ``drafted``, ``accepted``, ``committed`` (list: tokens of each round with
-        drafts), ``draft_s``, ``verify_s``. Cold or with limits ``disk_bytes_per_s`` before the
-        round; with limits ``rss_begin_nbytes``, ``limited_by`` and ``killed``.
-
-    Raises:
-        ValueError: If a trace is too short to feed or of another vocabulary, ``auto`` kernels
-            are not the same in all modes, or a draft is none.
-        limit.NoLimit: If memory cannot be limited here.
-        OSError: If a run with a limit failed, and not because it was killed.
+    page cache is empty, and a variant that was killed is not run again. Else a first round is not
+    kept. Round i takes prompt i, modulo their number; with ``feed``, a trace's file, its prompt and
+    tokens are read instead. With ``together`` all models stay loaded (None: if they take less than
+    half of the memory). ``on_round`` gets the table after each round. A row is a run.
     """
     path = folder(path)
     given = parse_modes(modes, base) if isinstance(modes, str) else modes
@@ -332,12 +278,12 @@ def measure(
     variants = _resolved(variants)
     alone = any(v.limit_nbytes for v in variants.values())
     if feed is not None:
-        texts_of(feed, warmup + tokens, path)  # refuses what cannot be before any work
+        texts_of(feed, warmup + tokens, path)  # refuses an unfit trace before any work
     for v in variants.values():
         if v.draft and v.draft not in BUILT_IN:
-            draft_config(v.draft, BUILT_IN)  # refuses, too
+            draft_config(v.draft, BUILT_IN)  # refuses an unfit draft
     known = [v.config for v in variants.values() if not (alone and v.config.asks_for_slots)]
-    predicted = [footprint(path, c).total_nbytes for c in known]  # refuses, too
+    predicted = [footprint(path, c).total_nbytes for c in known]  # refuses unfit fields
     if together is None:
         together = not alone and sum(predicted) < memory_available() / 2
     cold = {v.cold for v in variants.values()} | ({"prompt"} if alone else set())
@@ -400,7 +346,7 @@ def _words(prompt):
 
 
 def _as_dict(variant):
-    """A variant for a header: its config's fields, and its own that are set, folders by name."""
+    """A variant as a dict for a header: its config's fields and its own that are set."""
     own = {f.name: getattr(variant, f.name) for f in fields(variant)}
     default = Variant(own.pop("config"))
     set_here = {k: Path(str(v)).name for k, v in own.items() if v != getattr(default, k)}
@@ -410,7 +356,7 @@ def _as_dict(variant):
 def _sample_alone(path, name, variant, *text):
     """Run a variant in a new process, and return the columns of its row."""
     if variant.limit_nbytes or variant.cold != "no":
-        oscache.drop_pages(folder(variant.path or path))  # pages of another process count for none
+        oscache.drop_pages(folder(variant.path or path))  # pages that others read would be free
     made, done = limit.call(
         in_own_process, path, variant, *text, what=name, nbytes=variant.limit_nbytes
     )
@@ -435,16 +381,7 @@ def in_own_process(path: str, variant: dict, *text: Any) -> dict[str, Any]:
 
 
 def texts_of(feed: str | Path, num: int, model_path: str | Path) -> tuple[list[int], list[int]]:
-    """The prompt of a trace, and the tokens that follow it.
-
-    Args:
-        feed (str or Path): The trace's file.
-        num (int): How many tokens must follow.
-        model_path (str or Path): The model that will read them.
-
-    Raises:
-        ValueError: If there are fewer, or if the model's vocabulary lacks one of them.
-    """
+    """The prompt of a trace's file, and the ``num`` tokens or more that follow it."""
     trace, config = Trace.load(feed), Checkpoint(model_path).config
     ids, first = trace.tokens.tolist(), int((trace.phase == "prefill").sum())
     if not first or len(ids) - first < num:
@@ -465,13 +402,6 @@ def ceilings(samples: "DataFrame") -> dict[str, dict[str, float]]:
     """What a mode could reach if reads were all that is added to the resident model's work.
 
     That work is the resident model's with the same kernels.
-
-    Args:
-        samples (DataFrame): Of ``measure``, with ``read_bytes_per_s`` by name in its header.
-
-    Returns:
-        dict: For every streamed mode, if a resident one with the same kernels is beside it, tokens
-        per second by the name of the speed; ``no reads`` is that resident model.
     """
     configs, speeds = samples.attrs["settings"]["variants"], samples.attrs["read_bytes_per_s"]
     token_s = {
@@ -494,10 +424,6 @@ def prompt_of_bound(samples: "DataFrame", variant: str) -> "Series":
 
     The bound is what reading alone or computing alone would take, whichever is more: the prompt's
     bytes at the disk's speed before the round, or the resident model's prompt.
-
-    Args:
-        samples (DataFrame): Of ``measure``, cold or with a limit, with a resident mode.
-        variant (str): A streamed mode.
     """
     baseline = samples.attrs["settings"]["baseline"]
     rows = samples[samples.variant == variant].set_index("round")
@@ -518,7 +444,7 @@ def read_speeds(path: str | Path, readers: int = 8, nbytes: int = 1 << 20) -> di
 def disk_speed(path: str | Path) -> float:
     """Bytes per second of the disk: a thousand reads of the checkpoint's largest file, cold.
 
-    On Linux past the page cache: through it the system is slower than the disk.
+    On Linux they go past the page cache, with which the system is slower than the disk.
     """
     file, nbytes = _largest(path, 1 << 20)
     nbytes -= nbytes % native.ALIGNED
@@ -526,13 +452,13 @@ def disk_speed(path: str | Path) -> float:
 
 
 def _largest(path, nbytes):
-    """The largest file, and how much one read of it takes."""
+    """The checkpoint's largest file, and the bytes of one read."""
     file = max(folder(path).glob("*.safetensors"), key=lambda f: f.stat().st_size)
     return file, max(4096, min(nbytes, file.stat().st_size // 32))
 
 
 def report(samples: "DataFrame") -> str:
-    """A bench's table, what was killed, prompts against their bound, and ceilings, as text."""
+    """Write a bench's table, killed variants, prompts against their bound, and ceilings as text."""
     s = samples.attrs["settings"]
     baseline, names = s["baseline"], [n for n in s["variants"] if n in set(samples.variant)]
     how = "each run a process of its own"
@@ -617,7 +543,7 @@ def _tau(rows):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.usage = "python -m moelab bench [options] MODEL"
     parser.description = (
         "Decode the same prompts in every mode, in rounds of random order after one of warm-up. "
@@ -692,7 +618,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command."""
+    """Run the command."""
     base, configs = modes_given(args)
     variants = crossed(
         configs,

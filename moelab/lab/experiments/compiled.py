@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 MOE, LAYERS = "MoE compiled", "recurrent layers and MoE compiled"
 KERNEL, ALL = "recurrence in one kernel", "all of these"
 PROMPT = (1, 2, 3, 4)
-KINDS = {  # of kernels, by what their names hold
+KINDS = {  # kinds of kernels, by words in their names
     "products of experts": "qmm_",
     "other products": "qmv|gemv|gemm",
     "norms, softmax, sums": "rms_norm|softmax|reduce",
@@ -86,7 +86,7 @@ def _one_kernel():
 
 
 def variants(model: nn.Module) -> dict[str, list[Any]]:
-    """The context managers of each variant. A model of Qwen3.5's or Qwen3.6's layers."""
+    """The context managers of each variant, for a model with the layers of Qwen3.5 or Qwen3.6."""
     ways = {PLAIN: [], MOE: _hooks(model, False), LAYERS: _hooks(model, True)}
     if mx.cuda.is_available():
         ways |= {KERNEL: [_one_kernel()], ALL: [_one_kernel(), *_hooks(model, True)]}
@@ -94,18 +94,7 @@ def variants(model: nn.Module) -> dict[str, list[Any]]:
 
 
 def compiled(path: str | Path, tokens: int = 64, rounds: int = 15) -> "DataFrame":
-    """Decode with parts of the layers compiled.
-
-    Args:
-        path (str or Path): The model, resident, with MLX's kernels.
-        tokens (int): Decoded in each run.
-        rounds (int): Runs of each variant.
-
-    Returns:
-        DataFrame: What ``dispatch.loop`` gives, by ``variant`` and ``round``; ``operations`` of a
-        token in all layers; and ``same_tokens`` of ``tokens`` before the first that is not the
-        plain model's.
-    """
+    """Decode with parts of the layers compiled; ``same_tokens`` compares with the plain model."""
     path, model = folder(path), resident(path)
 
     def inside(ways, function, *args):
@@ -136,20 +125,7 @@ def _text(model, tokens):
 
 
 def kernels(path: str | Path, tokens: int = 64, rounds: int = 5) -> "DataFrame":
-    """The GPU's seconds in a decoded token, by kind of kernel.
-
-    Args:
-        path (str or Path): The model, resident.
-        tokens (int): Decoded in each round.
-        rounds (int): How many.
-
-    Returns:
-        DataFrame: By ``variant`` (one of ``KINDS``, or ``OTHER_KIND``) and ``round`` the
-        ``kernels`` of a token and their ``device_s``. A short prompt's are counted in.
-
-    Raises:
-        OSError: If there is no NVIDIA GPU or no torch, whose profiler counts.
-    """
+    """The GPU's seconds in a decoded token by kind of kernel, those of a short prompt included."""
     try:
         from torch.profiler import ProfilerActivity, profile
     except ImportError:
@@ -178,22 +154,13 @@ def kernels(path: str | Path, tokens: int = 64, rounds: int = 5) -> "DataFrame":
 
 
 def kind(kernel: str) -> str:
-    """Of a kernel's name: one of ``KINDS``, or ``OTHER_KIND``."""
+    """The kind of a kernel by its name: one of ``KINDS``, or ``OTHER_KIND``."""
     name = kernel.partition("(")[0].partition("<")[0]
     return next((kind for kind, found in KINDS.items() if re.search(found, name)), OTHER_KIND)
 
 
 def main(out: str, model: str, *work: str) -> None:
-    """Write a record.
-
-    Args:
-        out (str): The record.
-        model (str): The checkpoint's folder.
-        work (str): ``kernels``, or nothing for the variants.
-
-    Raises:
-        ValueError: If there is no such work.
-    """
+    """Write a record of ``kernels``, or of ``compiled`` if no work is named."""
     if work not in ((), ("kernels",)):
         raise ValueError(f"compiled: expected kernels or nothing, got {' '.join(work)}")
     made = kernels(model) if work else compiled(model)

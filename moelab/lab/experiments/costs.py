@@ -29,14 +29,14 @@ from ..models import folder
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-DISCARDED = 2  # tokens or calls at the start of a series, slower than the rest
-ROUNDS = 2  # of every kind of sample
-SAMPLES = 24  # of each kind in a record
+DISCARDED = 2  # the first tokens or calls of a series, which are slower, are not counted
+ROUNDS = 2  # rounds of every kind of sample
+SAMPLES = 24  # samples of each kind in a record
 # Where a layer's misses come from; the variants of a record.
 PAGES, DISK, DIRECT = "page cache", "disk", "past the page cache"
-OWN = "own routing"  # and of a token that is not driven
-# And of tokens that follow one another without a wait: every expert in a slot, or in the host's
-# memory. They are measured where all experts are small enough to be held for it.
+OWN = "own routing"  # variant of a token that the model routes itself
+# Variants of tokens that follow one another without a wait: every expert is in a slot, or in the
+# host's memory. They are measured if all experts are small enough to be held.
 HELD, HOST = "all in slots", "host's memory"
 HELD_NBYTES = 4e9
 PROMPT = 128  # tokens of a prompt that is computed at once
@@ -45,9 +45,9 @@ PROMPT = 128  # tokens of a prompt that is computed at once
 def measure_costs(
     path: str | Path, config: StreamConfig | None = None, tokens: int = 12, seed: int = 0
 ) -> Costs:
-    """The costs that a replay needs: ``costs_of`` what ``measure_samples`` measures. No pandas.
+    """Measure the costs that a replay needs, without pandas.
 
-    Where other programs were busy meanwhile, a line on stderr says so.
+    A line on stderr says so if other programs were busy meanwhile.
     """
     record = _measured(path, config, tokens, seed)
     load = record["load"]
@@ -71,23 +71,8 @@ def measure_samples(
     the disk as there can be: their time over the driven one's shows how much of the reads the
     arithmetic hides. Last, with every expert in a slot or in the host's memory, tokens that wait
     for no routing and prompts.
-
-    Args:
-        path (str or Path): A model folder.
-        config (StreamConfig): Its ``mode`` (``stacked`` or ``fused``), ``readers``, ``dtype`` and
-            ``top_k`` count.
-        tokens (int): Samples of each kind; fewer from the disk if there are too few experts.
-        seed (int): Of the order of reading.
-
-    Returns:
-        DataFrame: ``what`` (``reads`` of a layer, a ``token``, an ``expert``, a ``prompt`` of
-        ``PROMPT`` tokens), ``variant`` (where the misses came from), ``misses`` in each layer,
-        ``seconds``. ``settings`` has the ``ModelSizes``.
-
-    Raises:
-        ValueError: If the mode has no slots, or every token needs every expert.
     """
-    records.pandas()  # said before the work, which would be lost
+    records.pandas()  # fails before the work, which would be lost
     return records.table(_measured(path, config, tokens, seed))
 
 
@@ -138,7 +123,7 @@ def _measured(path, config, tokens, seed):
 
 
 def costs_of(samples: "DataFrame | dict") -> Costs:
-    """Medians of ``measure_samples``, and a straight line through the reads from each source."""
+    """Costs from ``measure_samples``: medians, and a straight line through each source's reads."""
     record = samples if isinstance(samples, dict) else records.as_json(samples)
     given, seconds = record["settings"], {}
     L, K, nbytes = given["L"], given["K"], given["expert_nbytes"]
@@ -210,8 +195,7 @@ def rows_with_misses(
 ) -> np.ndarray:
     """Tokens that each miss so many experts in K slots; none twice while there are others.
 
-    Returns:
-        np.ndarray: ``[T, L, K]``; T is ``num``, or less, at least 2, if E is too small for it.
+    The result is ``[T, L, K]``: T is ``num``, or less (at least 2) if E is too small for it.
     """
     num = min(num, max(2, (E - K) // misses + 1))
     order = rng.permuted(np.tile(np.arange(E), (L, 1)), axis=1)
@@ -240,7 +224,7 @@ def _time_reads(model, path, most, made, tokens, rng):
     for m in rng.permutation(np.repeat(counts, ROUNDS)).tolist():
         need = made(m, tokens // 2 + 1)
         oscache.drop_pages(path)
-        for variant in ways:  # the second time they are in the page cache
+        for variant in ways:  # the second time, the experts are in the page cache
             reader.direct = variant == DIRECT
             bring(need[0])
             for row in need[1:]:
@@ -260,9 +244,9 @@ def _time_tokens(model, rows, E):
 
 
 def _repeat_token(model, num):
-    """Seconds of one token behind nothing, again and again: the slots hold the experts it needs.
+    """Seconds of one token without a prompt, decoded again and again from experts in slots.
 
-    Each is scheduled before the last one is waited for, as in decoding.
+    Each pass is scheduled before the last one is waited for, as in decoding.
     """
     last, seconds = None, []
     for _ in range(num + 1):
@@ -295,7 +279,7 @@ def _time_without_waits(path, config, tokens, E):
         with model:
             for i in range(1 + ROUNDS):
                 found = decode(model, prompt, tokens, DISCARDED, feed=fed)
-                if i == 0:  # slower than the rest
+                if i == 0:  # the first is slower than the rest
                     continue
                 missed = found.counters.misses / tokens / len(session_of(model).layers)
                 yield "token", variant, missed, found.decode_s / tokens
@@ -304,7 +288,7 @@ def _time_without_waits(path, config, tokens, E):
 
 
 def _expert_s(model, experts, tokens):
-    """Seconds of one more expert in a layer that holds them all: from K against half as many."""
+    """Seconds of one more expert in a layer that holds them all, from K and from K / 2 experts."""
     session = session_of(model)
     layer, K = session.layers[0], len(experts)
     module = layer.slots.bank.experts
@@ -326,12 +310,7 @@ def _expert_s(model, experts, tokens):
 
 
 def main(out: str, model: str) -> None:
-    """Measure a model's costs and save them.
-
-    Args:
-        out (str): The record's file.
-        model (str): The model.
-    """
+    """Measure a model's costs and save their record."""
     samples = measure_samples(folder(model), tokens=SAMPLES)
     costs = costs_of(samples)
     text = "\n".join(f"{name} {value:.4g}" for name, value in vars(costs).items())

@@ -46,7 +46,7 @@ SHAPES = {
     "qwen3.5-122b-a10b": {"D": 3072, "F": 1024, "K": 8},
     "qwen3.5-397b-a17b": {"D": 4096, "F": 1024, "K": 10},
 }
-BITS, GROUP = 4, 64  # of the quantized weights: each group has a scale and a bias of 16 bits
+BITS, GROUP = 4, 64  # quantized weights: each group has a scale and a bias of 16 bits
 # Operations that only change how memory is seen; they run no kernel.
 VIEWS = re.compile(
     "Broadcast|Reshape|Transpose|Slice|Squeeze|ExpandDims|Flatten|Unflatten|Split|AsStrided|View|"
@@ -57,7 +57,7 @@ K_CALLS, ONE_GATHER, FUSED = "K calls a projection", "one gather a projection", 
 AHEAD, NOT_AHEAD = "next token scheduled ahead", "every token read, then the next"
 ROUTING_READ = "every layer's routing read"
 PLAIN, STRAY = "as it is", "one float32 scalar"
-SETTINGS = {  # of command buffers. MLX reads them once, so each has a process of its own.
+SETTINGS = {  # MLX reads settings of command buffers once, so each has a process of its own
     PLAIN: {},
     "1 a buffer": {"MLX_MAX_OPS_PER_BUFFER": "1"},
     "5 a buffer": {"MLX_MAX_OPS_PER_BUFFER": "5"},
@@ -79,13 +79,6 @@ def one_operation(count: int = 400, rounds: int = 20) -> "DataFrame":
 
     ``built`` is Python alone: the graph is made and dropped. ``chained`` divides the evaluation of
     a chain by its length. ``scheduled`` sends each without waiting; ``evaluated`` waits for each.
-
-    Args:
-        count (int): Operations in the chain.
-        rounds (int): Samples of each variant.
-
-    Returns:
-        DataFrame: ``operation_s`` by ``variant`` and ``round``.
     """
     x = mx.zeros((8,))
     one = mx.ones((8,))
@@ -132,20 +125,8 @@ def expert_calls(
 ) -> "DataFrame":
     """Seconds of one layer's experts at decode, computed in four ways.
 
-    K calls for each projection, one gather for each, gate and up in one array; and ``dense``, an
-    MLP of hidden size K*F: the same arithmetic and the same bytes without routing, the floor.
-
-    Args:
-        shapes (Iterable[str]): Names of ``SHAPES``.
-        E (int): Experts in memory. Default: 4 K.
-        layers (int): Layers in one evaluation, each on the output of the one before.
-        rounds (int): Samples of each way.
-        dtype (mx.Dtype): Of activations, scales and biases. Default: ``default_dtype()``.
-        seed (int): Of weights and routing.
-
-    Returns:
-        DataFrame: ``layer_s`` by ``shape``, ``variant`` and ``round``, with ``calls`` of a layer
-        and ``nbytes`` that it reads.
+    The ways are: K calls for each projection; one gather for each; gate and up in one array; and,
+    as the floor, ``dense``, an MLP of hidden size K*F, with the same arithmetic and bytes.
     """
     dtype, variants = dtype or default_dtype(), {}
     for shape in shapes:
@@ -221,7 +202,7 @@ def _expert_calls(D, F, K, E, layers, dtype, seed):
 def operations(*arrays: mx.array) -> dict[str, int]:
     """How many operations of each kind the evaluation of ``arrays`` runs, ``{name: count}``.
 
-    Views are left out.
+    Operations that only change a view are left out.
     """
     with tempfile.TemporaryDirectory() as folder:
         dot = Path(folder) / "graph.dot"
@@ -231,15 +212,7 @@ def operations(*arrays: mx.array) -> dict[str, int]:
 
 
 def count(path: str | Path) -> "DataFrame":
-    """The operations of each layer in one decoded token, of MLX's kernels.
-
-    Args:
-        path (str or Path): The model beside ``dense`` and ``moe``, one layer of ``dense_and_moe``.
-
-    Returns:
-        DataFrame: ``operations`` by ``variant`` (the model) and ``layer``, and how many of each
-        kind by MLX's name of it.
-    """
+    """Count the operations of each layer in one decoded token, with MLX's kernels."""
     running, path = records.Running("count", {}), folder(path)
     models = dense_and_moe(D=256, F=64, E=16, layers=1, vocab=64) | {path.name: resident(path)}
     rows = [
@@ -251,12 +224,12 @@ def count(path: str | Path) -> "DataFrame":
 
 
 def resident(path: str | Path, **config: Any) -> nn.Module:
-    """A model with every expert in memory and MLX's kernels, which do not evaluate early."""
+    """Load a model with every expert in memory and MLX's kernels, which do not evaluate early."""
     return load(path, StreamConfig(mode="resident", kernels="mlx", **config))[0]
 
 
 def operations_of_layers(model: nn.Module) -> Iterator[dict[str, int]]:
-    """What ``operations`` gives for each layer in one decoded token."""
+    """The ``operations`` of each layer in one decoded token."""
     inner = next(
         m for _, m in model.named_modules() if hasattr(m, "layers") and hasattr(m, "embed_tokens")
     )
@@ -272,17 +245,9 @@ def operations_of_layers(model: nn.Module) -> Iterator[dict[str, int]]:
 def dense_and_moe(
     D: int = 2048, F: int = 512, K: int = 8, E: int = 32, layers: int = 8, vocab: int = 8192
 ) -> dict[str, nn.Module]:
-    """Two random 4-bit models that differ in their MLPs alone: Qwen3 with one of K*F, Qwen3-MoE.
+    """Two random 4-bit models, Qwen3 with an MLP of size K*F and Qwen3-MoE with K experts of F.
 
     For each token both compute as much and touch as many bytes.
-
-    Args:
-        D, F, K, E (int): Hidden size, expert hidden size, experts per token, experts.
-        layers (int): Layers of each.
-        vocab (int): Entries of the vocabulary.
-
-    Returns:
-        dict[str, nn.Module]: ``dense`` and ``moe``.
     """
     mx.random.seed(0)
     size = {"hidden_size": D, "intermediate_size": K * F, "num_hidden_layers": layers}
@@ -300,7 +265,7 @@ def dense_and_moe(
     for model in models.values():
         model.set_dtype(default_dtype())
         nn.quantize(model, GROUP, BITS)
-        for layer in model.layers:  # one at a time: unquantized it takes eight times the memory
+        for layer in model.layers:  # one at a time: unquantized, a layer takes 8 times the memory
             mx.eval(layer.parameters())
         mx.eval(model.parameters())
         model.eval()
@@ -312,7 +277,7 @@ def dense_and_moe(
 
 @contextmanager
 def hooked_experts(model: nn.Module, hook: Callable, only: slice = slice(None)) -> Iterator[None]:
-    """Within, ``hook(call, x, indices)`` stands for the call of the chosen layers' experts."""
+    """Inside the block, ``hook(call, x, indices)`` replaces calls of the chosen layers' experts."""
     with ExitStack() as stack:
         for _, experts in expert_modules(model)[only]:
             stack.enter_context(hooked(experts, hook))
@@ -320,7 +285,7 @@ def hooked_experts(model: nn.Module, hook: Callable, only: slice = slice(None)) 
 
 
 def before(listen: Callable[[mx.array, mx.array], Any]) -> Callable:
-    """A hook that calls ``listen(x, indices)`` before a layer's experts."""
+    """Make a hook that calls ``listen(x, indices)`` before a layer's experts."""
 
     def hook(call, x, indices):
         listen(x, indices)
@@ -338,22 +303,10 @@ def loop(
     stream: mx.Stream | None = generation_stream,
     listen: Callable[[mx.array, mx.array], Any] | None = None,
 ) -> dict[str, Any]:
-    """Decode greedily, the clock running with nothing in flight at either end.
+    """Decode greedily and time it, with nothing in flight when the clock starts and stops.
 
-    Not ``lab.decode``, because the loop itself is what is measured.
-
-    Args:
-        model (nn.Module): What decodes.
-        tokens (int): How many tokens to time.
-        ids (Sequence[int]): The prompt.
-        ahead (bool): Schedule the next token before reading this one, as mlx-lm does; else read
-            first.
-        lock (Lock): Taken around every evaluation. Default: none.
-        stream (Stream): Of the generation. ``None``: the default stream, no context.
-        listen (Callable): Called with ``(x, indices)`` before each layer's experts.
-
-    Returns:
-        dict: ``decode_tokens`` and ``decode_s``.
+    With ``ahead`` the next token is scheduled before this one is read. ``lock`` is taken around
+    every evaluation. ``listen(x, indices)`` is called before each layer's experts.
     """
     lock = lock or nullcontext()
     cache = make_prompt_cache(model)
@@ -401,16 +354,7 @@ LOOPS = {  # the arguments of ``loop``
 
 
 def loops(path: str | Path, tokens: int = 48, rounds: int = 20) -> "DataFrame":
-    """Decode in variants of one loop: what it waits for, locks, or names.
-
-    Args:
-        path (str or Path): The model, resident, with MLX's kernels, which do not evaluate early.
-        tokens (int): Decoded in each run.
-        rounds (int): Runs of each variant.
-
-    Returns:
-        DataFrame: What ``loop`` gives, by ``variant`` and ``round``.
-    """
+    """Decode a resident model in each variant of ``LOOPS``: what it waits for, locks, or names."""
     path, model = folder(path), resident(path)
     variants = {name: lambda _, how=how: loop(model, tokens, **how) for name, how in LOOPS.items()}
     settings = {"model": path.name, "tokens": tokens}
@@ -423,17 +367,9 @@ def buffers(
     settings: Iterable[str] = tuple(SETTINGS),
     sizes: Mapping[str, int] = {},
 ) -> "DataFrame":
-    """``dense_and_moe`` under MLX's settings of command buffers, of the MoE also ``ROUTING_READ``.
+    """Decode ``dense_and_moe`` under settings of command buffers, the MoE also ``ROUTING_READ``.
 
-    Args:
-        tokens (int): Decoded in each run.
-        rounds (int): Runs of each model under each setting, in one process a setting.
-        settings (Iterable[str]): Names of ``SETTINGS``. They matter on a GPU alone.
-        sizes (Mapping): Arguments of ``dense_and_moe``.
-
-    Returns:
-        DataFrame: What ``loop`` gives, by ``variant``, which is ``model`` and ``setting`` with a
-        comma between, by ``loop`` and by ``round``.
+    Settings matter only on a GPU; each has a process of its own.
     """
     running = records.Running("buffers", {"tokens": tokens, "runs": rounds, **sizes})
     rows = []
@@ -463,19 +399,6 @@ def stray_scalar(path: str | Path, tokens: int = 32, rounds: int = 20) -> "DataF
     """Decode in bfloat16 with and without a float32 scalar in the model.
 
     The scalar multiplies the first MoE layer's output: it and all that follows become float32.
-
-    Args:
-        path (str or Path): A model with at least two MoE layers. It is resident: a streamed one
-            refuses activations of another type than its own.
-        tokens (int): Decoded in each run.
-        rounds (int): Runs of each variant.
-
-    Returns:
-        DataFrame: What ``loop`` gives, by ``variant`` and ``round``, and ``last_dtype``, of the
-        activations that reach the last layer's experts.
-
-    Raises:
-        ValueError: If there are fewer MoE layers.
     """
     path, scalar = folder(path), mx.array(1.0, mx.float32)
     model = resident(path, dtype="bfloat16")
@@ -507,16 +430,7 @@ def _name(dtype):
 
 
 def dial(D: int, F: int, other_operations: int = 40) -> Callable[[int, int, int], charts.go.Figure]:
-    """The function behind the sliders of notebook 01.
-
-    Args:
-        D, F (int): Hidden size and expert hidden size.
-        other_operations (int): Operations of a layer besides its experts'.
-
-    Returns:
-        Callable: From top-k, layers and memory bandwidth in GB/s to milliseconds of a token over
-        the cost of a dispatch.
-    """
+    """The function behind the sliders of notebook 01: from top-k, layers and GB/s to a figure."""
 
     def look(top_k: int, layers: int, bandwidth: int):
         move_ms = layers * top_k * 3 * D * F * 9 / 16 / bandwidth / 1e6
@@ -555,16 +469,7 @@ OF_A_MODEL = {"count": count, "loops": loops, "scalar": stray_scalar}
 
 
 def main(work: str, out: str, *model: str) -> None:
-    """Write a record.
-
-    Args:
-        work (str): What to measure.
-        out (str): The record.
-        model (str): The folder of a model, for count, loops and scalar.
-
-    Raises:
-        ValueError: If there is no such work, or a model is missing or too many.
-    """
+    """Write a record of one kind of work; count, loops and scalar take a model's folder."""
     works = OF_A_MODEL if model else ALONE
     if work not in works or len(model) > 1:
         raise ValueError(

@@ -39,21 +39,9 @@ def agreement(
     tokens: int = 32,
     prompt: str = PROMPTS[0],
 ) -> "DataFrame":
-    """How near every mode's logits are to the resident model's.
+    """Compare every mode's logits with the resident model's, behind its greedy tokens.
 
-    All are fed the resident model's greedy tokens.
-
-    Args:
-        path (str or Path): The model.
-        modes (str): As for ``parse_modes``.
-        base (StreamConfig): What the modes have in common.
-        tokens (int): Decoded.
-        prompt (str): Before them.
-
-    Returns:
-        DataFrame: A row a mode: ``prefill_error`` and ``decode_error``, the largest difference of a
-        logit over the standard deviation of the logits; ``same_tokens``, the share of steps with
-        the same best token; ``bit_for_bit`` of the decoded steps; the ``dtype``.
+    Errors are the largest difference of a logit over the logits' standard deviation.
     """
     path = folder(path)
     configs = {"resident": resident_like(base), **parse_modes(modes, base)}
@@ -99,22 +87,12 @@ def texts(
     tokens: int = 64,
     written: dict[int, list[list[int]]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Greedy texts, each written twice with others between, and by the resident model.
+    """Write greedy texts twice, with others between, and compare them with the resident model's.
 
-    Args:
-        path (str or Path): A model folder.
-        config (StreamConfig): How to stream.
-        make_draft (Callable): Gives a draft.
-        drafts (Sequence[int]): Numbers of tokens drafted in a round; 0: mlx-lm's own loop.
-        n (int): Prompts, from held-out files.
-        tokens (int): Tokens of each.
-        written (dict or None): Texts that the resident model wrote in an earlier call, by number
-            of drafts. Missing ones are written and added.
-
-    Returns:
-        list[dict]: For each number of ``drafts``, how many of the n texts are ``equal`` to the
-        resident model's with as many drafts, ``repeated`` word by word, ``equal_undrafted`` to the
-        resident model's with none; and how many of resident's own are (``resident_undrafted``).
+    For each number of ``drafts`` (0: mlx-lm's own loop): how many of n texts are ``equal`` to the
+    resident model's with as many drafts, ``repeated`` word by word, ``equal_undrafted`` to the
+    resident model's without; ``resident_undrafted``: how many it writes alike with and without.
+    ``written`` keeps the resident model's texts between calls.
     """
     resident, tokenizer = load(path, resident_like(config))
     model, _ = load(path, config)
@@ -150,21 +128,7 @@ def soak(
     passes_a_cache: int = 25,
     tokens_a_text: int = 250,
 ) -> list[dict[str, Any]]:
-    """Many passes of random length over held-out text, then many greedy texts, against resident.
-
-    Args:
-        path (str or Path): A model folder.
-        config (StreamConfig): How to stream.
-        passes (int): Passes whose logits are compared.
-        tokens (int): Tokens decoded in all texts together, at least.
-        sizes (Sequence[int]): T of the passes, drawn at random.
-        passes_a_cache (int): Passes before the caches are new.
-        tokens_a_text (int): The most that a text has.
-
-    Returns:
-        list[dict]: For each T (``positions``), and for the texts, how many there are and how many
-        are ``equal``.
-    """
+    """Compare many passes of random length, then many greedy texts, with the resident model's."""
     resident, tokenizer = load(path, resident_like(config))
     model, _ = load(path, config)
     ids = [t for text in heldout_code(path).values() for t in tokenizer.encode(text)]
@@ -196,16 +160,7 @@ def soak(
 def passes(
     path: str | Path, modes: str = "stacked,fused", base: StreamConfig | None = None
 ) -> "DataFrame":
-    """``texts``, with drafts looked up in the text, and ``soak``, of every mode.
-
-    Args:
-        path (str or Path): A model folder.
-        modes (str): As for ``parse_modes``.
-        base (StreamConfig): What the modes have in common.
-
-    Returns:
-        DataFrame: Their rows.
-    """
+    """The rows of ``texts``, with drafts looked up in the text, and of ``soak``, for every mode."""
     path, rows, written = folder(path), [], {}
     running = records.Running("exactness", {"model": path.name})
     for name, config in parse_modes(modes, base).items():
@@ -226,15 +181,7 @@ def _write(model, prompt, drafts, draft, tokens):
 
 
 def main(out: str, what: str, path: str, modes: str, slots: str) -> None:
-    """Measure and save.
-
-    Args:
-        out (str): The record.
-        what (str): ``agreement`` or ``passes``.
-        path (str): A model folder.
-        modes (str): As for ``parse_modes``.
-        slots (str): Of the modes that stream.
-    """
+    """Measure ``agreement`` or ``passes`` and save the record."""
     if what not in ("agreement", "passes"):
         raise ValueError(f"expected agreement or passes, got {what!r}")
     base = StreamConfig(slots=int(slots))

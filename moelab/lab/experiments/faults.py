@@ -39,27 +39,18 @@ BLOCK = 16  # tokens of a DFlash block: the last accepted one and 15 drafts
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with target or loop; the defaults are right.
+    """What is wrong with the target or the loop; with the defaults nothing is."""
 
-    Attributes:
-        rollback (str): Of ``rollback.REMEDIES``: what happens to rejected tokens.
-        shift (int): The draft's features come from so many layers too far on.
-        top_k (int): Experts per token. Default: the target's own.
-        bits (int): The target's 4-bit weights are rounded again, to so many.
-        slots (int): The target is streamed, with so many slots. Default: resident.
-        block (int): Tokens of a block, the last accepted one included.
-    """
-
-    rollback: str = "exact"
-    shift: int = 0
-    top_k: int | None = None
-    bits: int | None = None
-    slots: int | None = None
-    block: int = BLOCK
+    rollback: str = "exact"  # what happens to rejected tokens: one of ``rollback.REMEDIES``
+    shift: int = 0  # the draft's features come from so many layers too far on
+    top_k: int | None = None  # experts per token; None: the target's own
+    bits: int | None = None  # the target's 4-bit weights are rounded again, to so many bits
+    slots: int | None = None  # the target is streamed with so many slots; None: resident
+    block: int = BLOCK  # tokens of a block, the last accepted one included
 
     @property
     def of_target(self) -> tuple[int | None, ...]:
-        """What is wrong with the target itself."""
+        """The faults of the target itself."""
         return self.top_k, self.bits, self.slots
 
 
@@ -81,7 +72,7 @@ FAULTS = {
 
 
 def target(path: str | Path, fault: Fault = Fault()) -> nn.Module:
-    """The target with the faults that it has itself: top-k, bits, slots."""
+    """Load the target with its own faults: top-k, bits, slots."""
     streaming = {"slots": fault.slots} if fault.slots else {"mode": "resident"}
     model, _ = load(path, StreamConfig(**streaming, top_k=fault.top_k))
     if fault.bits:
@@ -96,18 +87,7 @@ def target(path: str | Path, fault: Fault = Fault()) -> nn.Module:
 def speculate(
     model: nn.Module, draft: DFlashDraft, ids: list[int], rounds: int, fault: Fault = Fault()
 ) -> list[int]:
-    """Speculate greedily behind one prompt, with the fault's block, rollback and features.
-
-    Args:
-        model (nn.Module): The target, from ``target``.
-        draft (DFlashDraft): Its draft.
-        ids (list[int]): The prompt.
-        rounds (int): Rounds of draft and verify.
-        fault (Fault): Default: none.
-
-    Returns:
-        list[int]: Tokens that each round committed: the accepted drafts and the target's own.
-    """
+    """Speculate greedily behind a prompt with a fault; returns tokens committed by each round."""
     cache, layers, out = make_prompt_cache(model), [i + fault.shift for i in draft.layer_ids], []
     draft.bind(model)
     with Capture(model, layers) as seen:
@@ -141,23 +121,7 @@ def measure(
     keep: Callable[["DataFrame"], None] | None = None,
     progress: bool = True,
 ) -> "DataFrame":
-    """``speculate`` with each fault behind several prompts.
-
-    Args:
-        path (str or Path): The target's folder.
-        draft (str or Path): Its draft's folder.
-        prompts (int): How many, held out; round i takes prompt i.
-        rounds (int): Rounds of draft and verify behind each.
-        length (int): Tokens of each prompt.
-        kind (str): Of text: ``code`` or ``prose``.
-        faults (Mapping): By name, the variants.
-        keep, progress: As for ``records.interleave``.
-
-    Returns:
-        DataFrame: A row for a fault and a prompt: ``variant``, ``round``, the fault's fields,
-        ``prompt_tokens``, ``rounds``, ``drafted``, ``accepted``, ``committed`` (list: tokens of
-        each round) and ``tau``, its mean.
-    """
+    """Call ``speculate`` with each fault behind each of several held-out prompts."""
     texts, opened = spaced_prompts(path, kind, length, prompts), open_draft(draft)
     targets: dict[tuple, nn.Module] = {}
 
@@ -183,12 +147,7 @@ def measure(
 
 
 def shares(samples: "DataFrame", by: str = "variant") -> "DataFrame":
-    """How the rounds of each group divide: ``committed`` (1, 2, ... tokens) and its ``share``.
-
-    Args:
-        samples (DataFrame): With a list ``committed``.
-        by (str): The column that tells the groups apart.
-    """
+    """The share of each group's rounds that committed 1, 2, ... tokens."""
     rounds = samples.explode("committed")
     most = max(BLOCK, *rounds.committed)
     counts = records.pandas().crosstab(rounds[by], rounds.committed, normalize="index")
@@ -199,7 +158,7 @@ def shares(samples: "DataFrame", by: str = "variant") -> "DataFrame":
     return out
 
 
-DRAFTS = {  # candidates that were trained, as notebook 08 calls them
+DRAFTS = {  # names of notebook 08 for the candidates that were trained
     "dflash2": "2 layers",
     "dflash3": "3 layers",
     "dflash4": "4 layers",
@@ -209,15 +168,9 @@ DRAFTS = {  # candidates that were trained, as notebook 08 calls them
 
 
 def training(draft: str | Path) -> "DataFrame":
-    """Acceptance after several lengths of training, from ``training.json`` of a draft's folder.
-
-    Returns:
-        DataFrame: A row for a length, a draft and a set of texts: ``steps``, ``draft``, ``texts``,
-        ``tau``, ``tau_first_100`` (in the first 100 tokens of a text) and ``committed`` (list:
-        tokens of each round).
-    """
+    """A table of acceptance after several lengths of training, from a draft's ``training.json``."""
     record = read_json(Path(draft) / "training.json")
-    rows = {  # of two runs of the same length the later has the better learning rate
+    rows = {  # the later of two runs of the same length has the better learning rate
         (run["steps"], name, texts): {
             "tau": found["tau"],
             "tau_first_100": found["tau_first_100"],
@@ -236,14 +189,7 @@ def training(draft: str | Path) -> "DataFrame":
 
 
 def dial(path: str | Path, draft: str | Path, prompts: int, rounds: int) -> Callable[..., Any]:
-    """The function behind the sliders of notebook 08, which measures at each call.
-
-    Args:
-        path, draft, prompts, rounds: As for ``measure``.
-
-    Returns:
-        Callable: From block size, top-k and the two faults to a figure.
-    """
+    """Make the function behind the sliders of notebook 08, which measures at each call."""
     from ..charts import lines
 
     def look(block: int, top_k: int, rollback: str, features: str):
@@ -269,7 +215,7 @@ def dial(path: str | Path, draft: str | Path, prompts: int, rounds: int) -> Call
 
 
 def report(samples: "DataFrame") -> str:
-    """Tau of each fault, as text."""
+    """Write the tau of each fault (tokens committed in a round) as text."""
     settings = samples.attrs["settings"]
     lines = [
         machine.card_line(samples.attrs["machine"]),
@@ -285,7 +231,7 @@ def report(samples: "DataFrame") -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.description = (
         "Each fault switched on alone, and together, for the drafts of data/models: how many "
         "tokens are accepted. Notebook 08's table, with more rounds."
@@ -300,7 +246,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """The command."""
+    """Run the command."""
     samples = measure(
         shipped("models", "tiny-moe"),
         shipped("models", "tiny-dflash"),

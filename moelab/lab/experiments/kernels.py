@@ -31,24 +31,14 @@ COPIED_NBYTES = 256 * 1024 * 1024  # larger than every cache
 
 
 def products(rounds: int = 9, rows=ROWS, bits=BITS) -> "DataFrame":
-    """Seconds of ``x [rows, D]`` with a matrix ``[N, D]``, and of a copy in memory.
+    """Time the product of ``x [rows, D]`` with a matrix ``[N, D]``, and a copy in memory.
 
     One thread and all cores are measured in processes of their own that may use as many cores.
-
-    Args:
-        rounds (int): Samples of each.
-        rows (Sequence[int]): Of x.
-        bits (Sequence[int]): Of a weight.
-
-    Returns:
-        DataFrame: ``seconds`` by ``threads``, ``bits``, ``rows``, ``round`` and ``variant``:
-        ``fast``, ``mlx``, ``numpy`` on the dequantized matrix; ``copy``, with the ``nbytes`` that
-        it reads, and writes once more.
     """
     settings = {"outputs": OUTPUTS, "inputs": INPUTS, "group_size": GROUP, "runs": rounds}
     running, cores, made = records.Running("kernels", settings), os.sched_getaffinity(0), []
     for n in sorted({1, len(cores)}):
-        # numpy's BLAS otherwise keeps its threads spinning, on the cores of what comes next.
+        # Otherwise the threads of numpy's BLAS spin on, on cores that the next measurement needs.
         blas = {"OPENBLAS_NUM_THREADS": str(n), "OPENBLAS_THREAD_TIMEOUT": "4"}
         os.sched_setaffinity(0, sorted(cores)[:n])  # the new process inherits it
         try:
@@ -96,23 +86,10 @@ def texts(
     prompt_tokens: int = 64,
     windows: int = 64,
 ) -> "DataFrame":
-    """Whether a model writes the same with both kernels, and predicts held-out text as well.
+    """Compare the texts that a model writes with both kernels, and how well it predicts others.
 
     Both are fed the text that MLX's kernels write greedily, so that each token is compared after
     the same ones. The fast kernels stream through 16 slots, MLX's have every expert in memory.
-
-    Args:
-        path (str or Path): A model with held-out text. Default: tiny-moe.
-        num (int): Texts.
-        tokens (int): Of each.
-        prompt_tokens (int): Held-out tokens before them.
-        windows (int): Of 256 tokens, for the bits per byte.
-
-    Returns:
-        DataFrame: ``bits_per_byte`` of both kernels. For each ``text`` of the fast ones the
-        ``difference``, the largest of a logit over the logits' standard deviation, and for every
-        token that is another one its position in ``parted`` (list), and in ``gaps`` (list) that of
-        MLX's two best logits, over the same.
     """
     path = shipped("models", "tiny-moe") if path is None else Path(path)
     settings = {"model": path.name, "tokens": tokens, "windows": windows}
@@ -143,15 +120,7 @@ def texts(
 
 
 def main(work: str, out: str) -> None:
-    """Write a record of the kernels.
-
-    Args:
-        work (str): ``products`` or ``texts``.
-        out (str): The record.
-
-    Raises:
-        ValueError: If it is neither.
-    """
+    """Write a record of ``products`` or ``texts``."""
     works = {"products": products, "texts": texts}
     if work not in works:
         raise ValueError(f"kernels: expected {' or '.join(works)}, got {work!r}")

@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 # Each rung adds one thing to the one before. The speculative reads of PR 26 belong to notebook 04.
 RUNGS = {
-    "serial": "serial",  # read an expert, compute it, then the next
+    "serial": "serial",  # read an expert, compute it, go on to the next
     "buffers/readers=1": "batched",  # persistent buffers; all of a layer's reads come first
     "buffers": "parallel",  # several reads in flight at once
-    "stacked": "slots",  # S experts stay, in one array a projection; one gather for each
-    "fused": "gate+up",  # gate and up in one array, one gather fewer
+    "stacked": "slots",  # S experts stay in one array per projection, each with one gather
+    "fused": "gate+up",  # gate and up are in one array: one gather fewer
 }
 LADDER = ",".join(RUNGS)
 MODES = f"resident,{LADDER}"
-SHORT_PROMPTS = ("def", "class", "import os", "for x in")  # another one each round: other experts
-# What a token is made of, in milliseconds, of ``bench``'s columns.
+SHORT_PROMPTS = ("def", "class", "import os", "for x in")  # each needs other experts
+# The parts of a token's milliseconds, as expressions of ``bench``'s columns.
 PARTS = {
     "waiting for reads": "wait_s * 1e3 / decode_tokens",
     "the rest": "(decode_s - wait_s) * 1e3 / decode_tokens",
@@ -60,15 +60,6 @@ def checkpoint_of_real_layers(
     """A random checkpoint of a real model's layers, for as long as the object lives.
 
     It lies beside ``data/``, since the system's temporary folder may be in memory.
-
-    Args:
-        tokenizer (str or Path): Folder to take a tokenizer from.
-        layers (int): Layers.
-        experts (int): Experts in each; the real number takes 1.8 MB for each one.
-        like (str): The real model.
-
-    Returns:
-        TemporaryDirectory: With the checkpoint's ``path``; ``cleanup()`` removes it.
     """
     build = DATA.parent / "build"
     build.mkdir(exist_ok=True)
@@ -82,14 +73,7 @@ def checkpoint_of_real_layers(
 
 
 def climbs(ladders: "Mapping[str, DataFrame]") -> "DataFrame":
-    """How many times faster than ``serial`` each rung is, beside what PR 26 and PR 90 report.
-
-    Args:
-        ladders (Mapping): By name, of ``bench`` with ``MODES``.
-
-    Returns:
-        DataFrame: ``source``, ``rung``, ``times``; a row a round.
-    """
+    """How many times faster than ``serial`` each rung is, here and as PR 26 and PR 90 report."""
     pr26, pr90 = records.PUBLISHED["PR 26"], records.PUBLISHED["PR 90"]
     rewrite = pr26["buffers, top-8"] / pr26["serial, top-8"]
     steps = {"slots": pr90["stacked"] / pr90["buffers"], "gate+up": pr90["fused"] / pr90["buffers"]}
@@ -107,17 +91,7 @@ def climbs(ladders: "Mapping[str, DataFrame]") -> "DataFrame":
 
 
 def prompt_reads(path: str | Path, slots: int = 16, tokens: int = 64) -> "DataFrame":
-    """Pass a prompt that needs more experts than there are slots, and count its reads.
-
-    Args:
-        path (str or Path): A model folder.
-        slots (int): S.
-        tokens (int): The most tokens of the prompt.
-
-    Returns:
-        DataFrame: One row: ``prompt_tokens``; ``uses``, how often an expert was needed;
-        ``distinct``, how many different ones, over all layers; ``read``, how many were read.
-    """
+    """Read a prompt that needs more experts than there are slots, and count uses and reads."""
     model, tokenizer = load(path, StreamConfig(slots=slots))
     prompt = tokenizer.encode(" ".join(PROMPTS))[:tokens]
     with model:
@@ -145,22 +119,7 @@ def prompt_speeds(
     warmup: int = 8,
     progress: bool = True,
 ) -> "DataFrame":
-    """Decode behind several prompts of one length, from tiny-moe's held-out code, in turn.
-
-    Args:
-        path (str or Path): A model folder.
-        config (StreamConfig): How to stream. Default: a quarter of the experts in slots.
-        prompts (int): How many.
-        runs (int): Rounds; each has every prompt once.
-        tokens (int): Timed in each run.
-        length (int): Tokens of a prompt.
-        warmup (int): Tokens before the clock starts.
-        progress (bool): Show a bar.
-
-    Returns:
-        DataFrame: A row a run: the ``variant`` is the prompt; ``decode_tokens``, ``decode_s`` and
-        the counters of these tokens.
-    """
+    """Decode in turn behind several prompts of one length, from tiny-moe's held-out code."""
     config = config or StreamConfig(slots=footprint(path).num_experts // 4)
     settings = {"model": folder(path).name, "tokens": tokens, "slots": config.slots}
     texts = heldout_ids(path, (length,), prompts)
@@ -189,19 +148,9 @@ def tokens_at_once(
     dtype: mx.Dtype | None = None,
     seed: int = 0,
 ) -> "DataFrame":
-    """Time one layer's experts for T tokens: indices as they come, and sorted by expert.
+    """Time one layer's experts for T tokens, with indices in routing order and sorted by expert.
 
     mlx-lm sorts from 64 indices on.
-
-    Args:
-        D, F, K, E (int): Hidden size, expert hidden size, experts per token, experts.
-        tokens (Sequence[int]): The numbers of tokens T.
-        runs (int): Rounds.
-        dtype (mx.Dtype): Of activations. Default: ``default_dtype()``.
-        seed (int): Of weights and routing.
-
-    Returns:
-        DataFrame: ``seconds`` of each call, its ``positions`` (T) and ``order``.
     """
     from mlx_lm.models.switch_layers import SwitchGLU, _gather_sort, _scatter_unsort
 
@@ -239,17 +188,7 @@ def tokens_at_once(
 def dial(
     path: str | Path, tokens: int, prompt: str = PROMPTS[0]
 ) -> Callable[[int, int, int, str], charts.go.Figure]:
-    """The function behind notebook 02's controls: it decodes, resident and streamed.
-
-    Args:
-        path (str or Path): A model folder.
-        tokens (int): Timed in each run.
-        prompt (str): The text to continue.
-
-    Returns:
-        Callable: From top-k, slots, readers and the state of the page cache to a figure of what a
-        token is made of.
-    """
+    """Make the function behind notebook 02's controls, which decodes, resident and streamed."""
     full = footprint(path, StreamConfig()).top_k
 
     def look(top_k: int, slots: int, readers: int, cache: str):
@@ -280,13 +219,7 @@ def dial(
 
 
 def main(out: str, what: str, where: str) -> None:
-    """Measure and save.
-
-    Args:
-        out (str): The record.
-        what (str): ``prompts`` or ``tokens-at-once``.
-        where (str): A model folder, or a shape, one of ``dispatch.SHAPES``.
-    """
+    """Measure ``prompts`` of a model, or ``tokens-at-once`` of a shape, and save the record."""
     if what == "prompts":
         samples = prompt_speeds(where)
     elif what == "tokens-at-once" and where in SHAPES:

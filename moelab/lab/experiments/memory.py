@@ -19,7 +19,7 @@ from ..texts import PROMPTS
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-COUNTS = 16  # of a run, after the first
+COUNTS = 16  # counts of a run after the first one
 
 
 def measure(
@@ -30,21 +30,7 @@ def measure(
     runs: int = 1,
     prompt: str = PROMPTS[0],
 ) -> "DataFrame":
-    """Memory of long greedy texts, each in a process of its own, counted every few tokens.
-
-    Args:
-        path (str or Path): The model.
-        config (StreamConfig): How to stream.
-        tokens (int): Decoded.
-        every (int): Tokens from one count to the next.
-        runs (int): Rounds.
-        prompt (str): Before them.
-
-    Returns:
-        DataFrame: A row a count: ``tokens`` decoded by then; ``active_nbytes`` and ``peak_nbytes``
-        since the last count, as MLX counts; ``rss_nbytes`` of the process; ``swapped_nbytes`` that
-        the system wrote to swap since the first count. The settings have ``predicted_nbytes``.
-    """
+    """Measure memory every few tokens of long greedy texts, each in a process of its own."""
     path, rows = folder(path), []
     settings = {
         "model": path.name,
@@ -60,7 +46,7 @@ def measure(
 
 
 def counts(path: str, config: dict, tokens: int, every: int, prompt: str) -> list[dict[str, Any]]:
-    """One run of ``measure``, for ``limit.call``: the rows of its counts."""
+    """Make one run of ``measure``, for ``limit.call``, and return the rows of its counts."""
     model, tokenizer = load(path, StreamConfig(**config))
     out, swapped = [], psutil.swap_memory().sout
     with model:
@@ -83,15 +69,7 @@ def counts(path: str, config: dict, tokens: int, every: int, prompt: str) -> lis
 
 
 def main(out: str, path: str, slots: str, tokens: str, runs: str) -> None:
-    """Measure and save.
-
-    Args:
-        out (str): The record.
-        path (str): A model folder.
-        slots (str): S.
-        tokens (str): Of each run.
-        runs (str): How many.
-    """
+    """Measure a model with ``slots`` and save the record."""
     config, tokens = StreamConfig(slots=int(slots)), int(tokens)
     made = measure(path, config, tokens, max(1, tokens // COUNTS), int(runs))
     records.print_and_save(made.groupby("tokens").median(numeric_only=True).to_string(), made, out)

@@ -33,29 +33,25 @@ from .costs import costs_of
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-LIKE, LAYERS, TEXT = "qwen3.5-35b-a3b", 4, "code"  # of the records' model, and what it reads
-# How experts are read that no slot holds. What is copied was read from the disk before, through the
-# page cache.
+LIKE, LAYERS, TEXT = "qwen3.5-35b-a3b", 4, "code"  # of the records' model; its text
+# How experts outside slots are read. Those that are copied were read from the disk before, through
+# the page cache.
 COPIED, DIRECT = "copied from page cache", "past the page cache"
-HOST = "copied from the host's memory"  # by a GPU
+HOST = "copied from the host's memory"  # GPUs alone
 NO_SLOTS = "no slots"
 DIAL_POINTS = 9  # numbers of slots replayed for one setting of the sliders
 
 
 def trace_of(text: str = TEXT) -> Trace:
-    """A trace of ``data/traces``."""
+    """Load a trace of ``data/traces``."""
     return Trace.load(shipped("traces", f"{text}.npz"))
 
 
 @cache
 def routing(layers: int = LAYERS, vocab: int | None = None) -> Trace:
-    """What the records' model routes its text to: ``[T, L, 8]``, prompt first, all as decoded.
+    """The experts that the records' model routes its text to: ``[T, L, 8]``, all as decoded.
 
-    It is what ``synthesize`` wrote into its routers, so that no checkpoint is needed.
-
-    Args:
-        layers (int): L.
-        vocab (int, optional): Rows of the embedding. Default: tiny-moe's.
+    ``synthesize`` wrote this routing into its routers, so no checkpoint is needed.
     """
     config, trace = copy.deepcopy(synthesize.CONFIGS[LIKE]), trace_of()
     tiny = json.loads(shipped("models", "tiny-moe", "config.json").read_text())
@@ -77,16 +73,11 @@ def recorded(*limits_mb: int) -> "DataFrame":
 
 
 def told(samples: "DataFrame") -> "DataFrame":
-    """A bench's samples with what this notebook asks of them.
+    """Add this notebook's columns to a bench's samples, without the resident model's rows.
 
-    Args:
-        samples (DataFrame): Of ``bench``, with ``direct``.
-
-    Returns:
-        DataFrame: With ``reads`` (how experts are read that no slot holds), ``slots`` also where
-        there are none, and one number for all rounds, ``cache`` (them in words), ``ms`` (of a
-        token), ``wait_ms`` (of it, for reads), and in percent of the needed experts
-        ``slot_percent``, ``page_percent`` and ``disk_percent``. Without the resident model's rows.
+    They are ``reads`` (how experts outside slots are read), ``slots``, ``cache`` (in words), ``ms``
+    of a token, ``wait_ms`` for reads, and the percentages of experts found in slots, in the page
+    cache and on disk.
     """
     out = samples[samples["mode"] != "resident"].copy()
     without = out["mode"] == "buffers"
@@ -94,7 +85,7 @@ def told(samples: "DataFrame") -> "DataFrame":
     kinds = [without, host, out.direct.eq(True)]
     out["reads"] = np.select(kinds, [NO_SLOTS, HOST, DIRECT], COPIED)
     out["slots"] = out.slots.mask(without, 0).astype(float)
-    out["slots"] = out.groupby("variant").slots.transform("median")  # of a plan, by what was free
+    out["slots"] = out.groupby("variant").slots.transform("median")  # a plan's vary
     out["cache"] = out.slots.map("{:.0f} slots".format).mask(without, NO_SLOTS)
     out["ms"], out["wait_ms"] = out.token_s * 1e3, 1e3 * out.wait_s / out.decode_tokens
     needed = out.hits + out.misses
@@ -107,7 +98,7 @@ def told(samples: "DataFrame") -> "DataFrame":
 
 
 def fastest(samples: "DataFrame") -> str:
-    """The fastest of the settings, in words."""
+    """Say in words which setting is the fastest."""
     medians = records.group(samples, "tok_s", ["reads", "slots"])["median"].astype(float)
     reads, slots = medians.idxmax()
     return f"{medians.max():.1f} tok/s with {slots:.0f} slots, {reads}"
@@ -116,18 +107,9 @@ def fastest(samples: "DataFrame") -> str:
 def live(
     limits_mb: Sequence[int], slots: Sequence[int], experts: int, runs: int, tokens: int
 ) -> "DataFrame | None":
-    """The experiment of the records on this machine, small.
+    """Repeat the records' experiment on this machine, with a small model of so many experts.
 
-    Args:
-        limits_mb (Sequence[int]): Memory of each run, its page cache included.
-        slots (Sequence[int]): Numbers of slots.
-        experts (int): In each of the model's layers; each takes 7 MB of disk.
-        runs (int): Rounds.
-        tokens (int): Timed in each run, and decoded before.
-
-    Returns:
-        DataFrame or None: As ``told`` gives it; None where memory cannot be limited, after
-        printing why.
+    None where memory cannot be limited, after printing why.
     """
     build, config = DATA.parent / "build", copy.deepcopy(synthesize.CONFIGS[LIKE])
     config["text_config"]["num_experts"] = experts
@@ -149,7 +131,7 @@ def live(
 
 
 def machine_and_model(samples: "DataFrame") -> tuple[ModelSizes, Costs]:
-    """The sizes of a record of ``lab costs``, and the costs that follow from it."""
+    """The model's sizes and the machine's costs, from a record of ``lab costs``."""
     given = samples.attrs["settings"]
     known = {f.name: given[f.name] for f in fields(ModelSizes) if f.name in given}
     return ModelSizes(**known), costs_of(samples)
@@ -158,21 +140,10 @@ def machine_and_model(samples: "DataFrame") -> tuple[ModelSizes, Costs]:
 def replayed(
     samples: "DataFrame", sizes: ModelSizes, costs: Costs, trace: Trace | None = None
 ) -> "DataFrame":
-    """What the replay says of the settings that were measured, one row for each.
+    """Replay each setting that was measured; a row has measured and ``replayed_`` columns.
 
     It knows reads that are copied from the page cache, reads past it, and copies from the host's
     memory. Without a limit of memory the whole file is in the page cache.
-
-    Args:
-        samples (DataFrame): Of ``told``.
-        sizes (ModelSizes): Of the model.
-        costs (Costs): Of the machine.
-        trace (Trace): What the model routed to, prompt first. Default: ``routing``.
-
-    Returns:
-        DataFrame: ``variant``, ``limit_mb``, ``slots``, ``reads``; medians of the samples
-        ``ms``, ``hit_rate`` and ``disk_MB`` of a token; the same with ``replayed_``; ``off``,
-        replayed over measured milliseconds, less 1.
     """
     trace, rows = trace or routing(), []
     kept = samples[~samples.killed & samples["reads"].isin((COPIED, DIRECT, HOST))]
@@ -210,20 +181,7 @@ def by_memory(
     count: int = 7,
     seed: int = 0,
 ) -> "DataFrame":
-    """Replay numbers of slots in several sizes of memory, without arithmetic.
-
-    Args:
-        routings (Mapping): The locality of a trace and the costs of reads, by name.
-        sizes (ModelSizes): Of the model.
-        percents (Sequence[int]): Memory, of the checkpoint's size.
-        tokens (int): Of each trace; half of them fill the caches.
-        count (int): Numbers of slots, from K to what fits.
-        seed (int): Of the traces.
-
-    Returns:
-        DataFrame: ``routing``, ``percent``, ``slots``, ``reads``, ``ms``, ``disk_MB`` of a token,
-        and ``of_fewest``: ``ms`` over those of K slots with copies from the page cache.
-    """
+    """Replay several numbers of slots in several sizes of memory (percent of the checkpoint's)."""
     rows = []
     for name, (locality, costs) in routings.items():
         trace = synthetic_trace(locality, tokens, sizes.L, sizes.E, sizes.K, seed)
@@ -250,16 +208,9 @@ def by_memory(
 def dial(
     sizes: ModelSizes, locality: Locality, costs: Costs, tokens: int = 320, seed: int = 0
 ) -> Callable[..., Any]:
-    """The function behind the sliders: a trace replayed through slots and page cache.
+    """Make the function behind the sliders, which replays a trace through slots and page cache.
 
-    A byte from the disk takes its time on the disk, and through the page cache a copy's as well.
-
-    Args:
-        sizes (ModelSizes): Of the model.
-        locality (Locality): Of the traces; their skew is a slider.
-        costs (Costs): Of copies; the disk's speed and the arithmetic are sliders.
-        tokens (int): Of a trace; half of them fill the caches.
-        seed (int): Of the traces.
+    A byte takes its time on the disk; through the page cache, also that of a copy.
     """
 
     @cache

@@ -31,45 +31,36 @@ from .advise import TOKENS, advise
 from .costs import measure_costs
 from .share import of_such_a_machine
 
-# How near a plan is, as a factor, and how often: of sources that the formula was not fitted to, and
-# of our own settings, with costs measured with the model itself (data/results/cpu_planned_*.json).
+# How near a plan is, as a factor, and how often: for sources that the formula was not fitted to,
+# and for our own settings with measured costs (data/results/cpu_planned_*.json).
 FORMULA_SPREAD = 1.5
 FORMULA_NEAR = (
     "four of five published sources were that near to their plan, the worst 3.2 times off"
 )
 OWN_SPREAD = 1.2
 OWN_NEAR = "four of five of our own settings were that near"
-# What a draft's wrong token makes a pass read, of what a token reads by itself. It is this little
-# because the right one is often like it (data/results/cpu_drafts_dflash.json: 0.15 to 0.7).
+# A wrong token of a draft adds this share of a token's reads to a pass: few, since the right token
+# often needs the same experts (data/results/cpu_drafts_dflash.json).
 REJECTED_READS = 1 / 3
-DRAFTS, ACCEPTED = 3, 0.7  # of a draft that would help
-WORTH = 1.2  # a change that makes a token less than this times as fast is not told
-STAND_IN = "qwen3.5-35b-a3b", 4, 32  # of whose layers, how many, and experts in each
+DRAFTS, ACCEPTED = 3, 0.7  # numbers of a draft that would help
+WORTH = 1.2  # smaller speedups by a change are not worth a line
+STAND_IN = "qwen3.5-35b-a3b", 4, 32  # model whose layers are taken, how many, experts in each
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What to expect of a model on a machine.
+    """The expected speed of a model on a machine."""
 
-    Attributes:
-        name (str): The model, and its bits if there is a choice.
-        sizes (ModelSizes): The model's.
-        machine (Machine): The machine.
-        advice (Advice): How to stream it, and a token's time.
-        spread (float): Within this factor of it the speed probably lies.
-        near (str): How often that was so.
-    """
-
-    name: str
+    name: str  # the model, and its bits if there is a choice
     sizes: ModelSizes
     machine: Machine
-    advice: Advice
-    spread: float = FORMULA_SPREAD
-    near: str = FORMULA_NEAR
+    advice: Advice  # how to stream the model, and a token's time
+    spread: float = FORMULA_SPREAD  # the speed probably lies within this factor of the expected one
+    near: str = FORMULA_NEAR  # how often it did, in words
 
     @property
     def parts_s(self) -> dict[str, float]:
-        """Seconds of a token by what they go to."""
+        """The seconds of a token, by what takes them."""
         parts, layers_s = self.advice.chosen.parts_s, self._layers_s
         ssd_s, copies_s, waits_s = self.machine.reads_s(self.advice.chosen)
         return {
@@ -81,18 +72,13 @@ class Forecast:
         }
 
     def with_drafts(self, drafts: int, accepted: float) -> dict[str, float]:
-        """``parts_s`` with a draft that costs nothing: each pass verifies its tokens together.
-
-        Args:
-            drafts (int): Tokens that a pass verifies beside its own.
-            accepted (float): Share of them that is right, if those before were.
-        """
+        """``parts_s`` with a draft that costs nothing, whose tokens each pass verifies together."""
         if not drafts:
             return self.parts_s
         parts, sizes, machine = self.parts_s, self.sizes, self.machine
         positions = drafts + 1
-        tau = float(sum(accepted**i for i in range(positions)))  # tokens that a pass gives
-        read = tau + REJECTED_READS * (positions - tau)  # times what a token reads
+        tau = float(sum(accepted**i for i in range(positions)))  # tokens that a pass commits
+        read = tau + REJECTED_READS * (positions - tau)  # in units of a token's reads
         experts_nbytes = sizes.L * distinct(sizes, positions) * sizes.expert_nbytes
         share = 0.0 if math.isnan(machine.prompt_share) else machine.prompt_share
         nbytes = max(sizes.token_nbytes + experts_nbytes, share * positions * sizes.active_nbytes)
@@ -108,7 +94,7 @@ class Forecast:
 
     @property
     def binds(self) -> str:
-        """What most of a token's time goes to."""
+        """The part that takes most of a token's time."""
         parts = self.parts_s
         missing_s = parts["SSD"] + parts["page cache"] + parts["waits for reads"]
         rate = "the memory's rate" if self.machine.is_mac else "the cores"
@@ -126,7 +112,7 @@ class Forecast:
         return self.sizes.layers * (machine.layer_s if math.isnan(held_s) else held_s)
 
     def prompt_s(self, tokens: int) -> tuple[float, float]:
-        """As ``Machine.prompt_s``, of a prompt of so many tokens."""
+        """``Machine.prompt_s`` of a prompt of so many tokens."""
         return self.machine.prompt_s(self.sizes, tokens, self.advice.config.slots)
 
     def __str__(self):
@@ -164,19 +150,7 @@ def forecast(
     top_k: int | None = None,
     slots: int | None = None,
 ) -> Forecast:
-    """What to expect of a published model on a machine.
-
-    Args:
-        name (str): A key of ``configs.CONFIGS``.
-        machine (Machine): Measured, or by its numbers.
-        bits (int): Of a weight.
-        top_k (int, optional): Experts per token. Default: the model's.
-        slots (int, optional): In each layer, also more than fit. Default: those that
-            ``moelab.plan`` chooses.
-
-    Raises:
-        ValueError: If the model does not fit with K slots.
-    """
+    """Forecast a published model on a machine (None: its own top-k, ``moelab.plan``'s slots)."""
     try:
         sizes = named_sizes(name, machine.model_nbytes, bits, top_k)
     except ValueError as error:
@@ -194,7 +168,7 @@ def forecast(
 
 
 def _at(sizes, machine, slots):
-    """A token of a model with so many slots, also more than fit."""
+    """Forecast a token of a model with so many slots, also with more than fit."""
     held = sizes.other_nbytes + slots * sizes.slot_nbytes
     memory, trace = max(machine.memory_nbytes, held), typical_trace(sizes, TOKENS)
     costs = machine.costs(sizes, held)
@@ -202,13 +176,7 @@ def _at(sizes, machine, slots):
 
 
 def changes(name: str, of: Forecast, bits: int) -> Iterator[tuple[str, float]]:
-    """Changes of the machine or the model, and the seconds of a token with each.
-
-    Args:
-        name (str): Of the model.
-        of (Forecast): Without any.
-        bits (int): Of a weight.
-    """
+    """Yield changes of the machine or the model, and the seconds of a token with each."""
     m, top_k = of.machine, of.sizes.K
 
     def token_s(machine=m, **given):
@@ -226,12 +194,7 @@ def changes(name: str, of: Forecast, bits: int) -> Iterator[tuple[str, float]]:
 
 
 def this_machine() -> Machine:
-    """This machine's rates, measured in about ten seconds with a small random model.
-
-    Raises:
-        OSError: If there is no room for it.
-        ValueError: On a CUDA GPU: a plan by name does not know its memory.
-    """
+    """Measure this machine's rates in about ten seconds, with a small random model."""
     if mx.cuda.is_available():
         raise ValueError(
             "plan: expected a CPU or a Mac, got a CUDA GPU, whose own memory a plan by name does "
@@ -248,7 +211,7 @@ def this_machine() -> Machine:
 
 
 def _measured(costs, sizes, ram=None):
-    """This machine, with so many bytes of memory or what it has."""
+    """Measure this machine, taken to have so many bytes of memory (None: those that it has)."""
     total = ram or psutil.virtual_memory().total
     taken = taken_of(ram) if ram else total - memory_for_a_model()
     return Machine.measured(costs, sizes, total, taken, mx.metal.is_available())
@@ -263,19 +226,10 @@ def describe(
     bits: int = synthesize.BITS,
     prompt: int = 1000,
 ) -> str:
-    """What to expect of a published model on this machine, or on another one.
+    """Say what to expect of a published model here or elsewhere (``ram`` GB, ``ssd`` GB/s).
 
-    Args:
-        name (str): A key of ``configs.CONFIGS``.
-        ram (float, optional): GB of memory. Default: this machine's.
-        ssd (float, optional): GB/s of the SSD. Default: this machine's, measured.
-        chip (str, optional): A Mac's, of ``CHIPS``. Default: this machine's rates, measured.
-        cores (int, optional): Of a computer whose CPU computes, in place of a chip.
-        bits (int): Of a weight.
-        prompt (int): Tokens of the prompt whose first token is timed.
-
-    Raises:
-        ValueError: If it does not fit, or there are a chip and cores, or one without ram and ssd.
+    ``chip`` is a Mac of ``CHIPS``; ``cores`` are those of a computer whose CPU computes. What is
+    None is this machine's, measured.
     """
     if chip and cores:
         raise ValueError("plan: expected a chip or cores, got both: a GPU computes, or a CPU.")
@@ -330,19 +284,10 @@ def describe(
 
 
 def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
-    """What to expect of a model that is on disk, measured here, and which settings were compared.
-
-    Args:
-        path (Path): A model folder.
-        ram (float, optional): GB of memory. Default: this machine's.
-        prompt (int): Tokens of the prompt whose first token is timed.
-
-    Raises:
-        ValueError: If it does not fit.
-    """
+    """Say what to expect of a model on disk, measured here, and which settings were compared."""
     ram = ram and ram * 1e9
     memory = min(ram - taken_of(ram), most_for_a_model(ram)) if ram else memory_for_a_model()
-    sizes = ModelSizes.of(path, memory)  # refuses too little before anything is measured
+    sizes = ModelSizes.of(path, memory)  # refuses too little memory before anything is measured
     costs, trace = measure_costs(path), typical_trace(sizes, TOKENS)
     machine = _measured(costs, sizes, ram)
     best = advise(path, memory, trace, costs)
@@ -352,7 +297,7 @@ def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.description = (
         "Say how fast a model decodes, and why. A model folder is measured on this machine for "
         "some ten seconds, and a trace is replayed with what was found. A model by name is planned "
@@ -395,7 +340,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """The command."""
+    """Run the command."""
     if args.model in CONFIGS:
         given = {name: getattr(args, name) for name in ("ram", "ssd", "chip", "cores")}
         print(describe(args.model, **given, bits=args.bits, prompt=args.prompt))
@@ -421,10 +366,10 @@ def _gb(nbytes):
 
 
 def range_text(tok_s: float, spread: float = FORMULA_SPREAD) -> str:
-    """Where a speed probably lies."""
+    """The range that a speed probably lies in, in words."""
     return f"{rough(tok_s / spread)} to {rough(tok_s * spread)}"
 
 
 def rough(number: float) -> str:
-    """A number of a forecast, with about two digits."""
+    """Write a number of a forecast with about two digits."""
     return f"{number:.0f}" if number >= 10 else f"{number:.1f}" if number >= 1 else f"{number:.2f}"

@@ -18,7 +18,7 @@ from .. import records
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-TEXTS = ("code", "tests", "prose", "docs", "sampled")  # of data/traces
+TEXTS = ("code", "tests", "prose", "docs", "sampled")  # in data/traces
 POLICIES = ("lru", "lfu", "lrfu", "s3-fifo", "belady")
 SLOTS = (8, 12, 16, 20, 24, 28, 32, 36, 40, 48, 56, 64)
 FILLING = 64  # tokens at the start of a trace that only fill the slots
@@ -30,18 +30,9 @@ def reuse(
     policies: Iterable[str] = POLICIES,
     skip: int = FILLING,
 ) -> "DataFrame":
-    """How many of the experts that tokens need are in slots, by text, policy and slots.
+    """Count how many of the experts that tokens need are in slots, by text, policy and slots.
 
-    Args:
-        traces (Mapping[str, Trace]): By the name of the text; their decoded tokens count.
-        slots (Iterable[int]): S, from K on.
-        policies (Iterable[str]): Of ``replay.eviction.policies``.
-        skip (int): Decoded tokens at the start of each text that only fill the slots.
-
-    Returns:
-        DataFrame: A row for each text (its number is the ``round``), policy and S: ``hits`` and
-        ``misses`` of all layers and tokens, ``hit_rate``, and ``all_held``, the share of the
-        layers' tokens that find all of their K experts.
+    ``all_held`` is the share of layers' tokens that find all of their K experts.
     """
     rows, running = [], records.Running("locality", {"filling_tokens": skip})
     for i, (name, trace) in enumerate(traces.items()):
@@ -64,11 +55,7 @@ def reuse(
 
 
 def main(out: str) -> None:
-    """Measure the recorded traces of tiny-moe and save the record.
-
-    Args:
-        out (str): The record's file.
-    """
+    """Measure the recorded traces of tiny-moe and save the record."""
     samples = reuse({name: recorded_trace(name) for name in TEXTS})
     found = records.group(samples, "hit_rate", ["policy", "slots"])
     records.print_and_save(

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 GOALS = {"median": 1.25, "four of five": 1.6, "worst": 2.0}
 # Sources by one author, or of one thread, count as one.
 ONE_SOURCE = {"z-lab issue 91": "SwiftLM", "mlx-swift-lm issue 124": "SwiftLM"}
-# What the rows call a model, and what ``moelab.plan`` does.
+# The rows' names of models: ``moelab.plan``'s.
 MODELS = {
     "Qwen3.5-35B-A3B": "qwen3.5-35b-a3b",
     "Qwen3.6-35B-A3B": "qwen3.5-35b-a3b",
@@ -66,11 +66,11 @@ OTHER_DEVICES = ("RTX", "Vulkan", "phone")
 # Cores of the computers that are no Macs; GB/s of chips that have two rates, by their memory.
 CORES = {"4 vCPU Xeon 2.8 GHz VM": 4, "Ryzen AI Max+ 395 (Strix Halo)": 16}
 SLOWER = {("M4 Max", 36): 410, ("M5 Max", 36): 460, ("M3 Max", 36): 300}
-TOKENS = 400  # of the trace, half of them to fill the caches
+TOKENS = 400  # tokens of the trace; half of them fill the caches
 
 
 def rows() -> "DataFrame":
-    """The table, with ``group``, ``side`` and ``why_not`` beside its own columns."""
+    """The table of published speeds, with the columns ``group``, ``side`` and ``why_not`` added."""
     import pandas as pd
 
     with open(shipped("published.csv"), newline="") as file:
@@ -86,8 +86,8 @@ def rows() -> "DataFrame":
 
 
 def group(source: str) -> str:
-    """The source, or what it is one with."""
-    if source.startswith("mlx-lm"):  # issues and requests of many authors
+    """The group of sources that count as one with this source."""
+    if source.startswith("mlx-lm"):  # issues and pull requests of many authors
         return source
     return ONE_SOURCE.get(source) or re.split(r" (?:README|docs|PR|issue)", source)[0]
 
@@ -98,13 +98,13 @@ def side(group: str) -> str:
 
 
 def slots(said: str) -> float:
-    """Slots in each layer, where a row says them; else nan."""
+    """The slots in each layer that a row says, or nan."""
     found = re.match(r"(\d+) (?:slots|experts a layer|a layer)", said)
     return float(found[1]) if found else float("nan")
 
 
 def why_not(row: "Series") -> str:
-    """Why a row does not count; empty if it does."""
+    """Say why a row does not count; empty if it does."""
     held = row.held_gb == row.held_gb or row.slots == row.slots
     in_memory = row.slots_or_cache == "all" or row.hit_rate == 1
     device = f"{row.machine} {row.method}"
@@ -130,17 +130,7 @@ def why_not(row: "Series") -> str:
 
 
 def by_source(table: "DataFrame") -> "DataFrame":
-    """How far the predictions are off, source by source.
-
-    Args:
-        table (DataFrame): Rows that count, with ``predicted_tok_s``.
-
-    Returns:
-        DataFrame: A row for each source: its ``side``, ``n``, the median ``factor`` of its rows,
-        the worst, ``bias`` (median of predicted / published), ``floor``: the median factor of
-        the best single number for each setting that its rows give several speeds for, and
-        ``engine_known``: the median factor if the source's other rows correct each prediction.
-    """
+    """How far off the predictions are for each source, and what corrections would reach."""
     import pandas as pd
 
     ratio = table.predicted_tok_s / table.tok_s
@@ -172,12 +162,7 @@ def _corrected(ratio):
 
 
 def reached(sources: "DataFrame", column: str = "factor") -> dict[str, float]:
-    """What ``GOALS`` ask for, of the sources that are left out.
-
-    Args:
-        sources (DataFrame): Of ``by_source``.
-        column (str): ``factor`` or ``engine_known``.
-    """
+    """What ``GOALS`` ask for, computed from the sources that the fit left out."""
     factor = sources[sources.side == "left out"][column]
     return {
         "median": float(factor.median()),
@@ -211,14 +196,14 @@ def _held(row, sizes):
 
 
 def predict(row: "Series") -> Replay:
-    """What a token takes with a row's model, machine and slots."""
+    """Predict what a token takes with a row's model, machine and slots."""
     sizes, machine = sizes_of(row), machine_of(row)
     one, held = sizes.L * sizes.expert_nbytes, _held(row, sizes)
     other = sizes.checkpoint_nbytes - one * sizes.E
     slots, policy = (held, "lru") if held >= sizes.K else (sizes.K, "none")
     arrays = 0 if row.slots_or_cache == "page cache" else other + slots * one
     costs = machine.costs(sizes, arrays)
-    # What a source says that it holds, it holds: the page cache has the rest, or nothing.
+    # Take a source's word for the experts it holds: the page cache has the rest, or nothing.
     memory = max(machine.memory_nbytes, other + slots * one)
     return replay(
         _trace(sizes),
@@ -261,7 +246,7 @@ def _trace(sizes):
 
 
 def predicted() -> "DataFrame":
-    """The rows that count, with what is predicted for them."""
+    """The rows that count, with their predictions."""
     table = rows()
     table = table[table.why_not == ""]
     found = [predict(row) for _, row in tqdm(table.iterrows(), total=len(table), leave=False)]
@@ -275,17 +260,10 @@ def predicted() -> "DataFrame":
 
 
 def fit(table: "DataFrame", rounds: int = 4000) -> dict[str, float]:
-    """The constants of a Mac with which the rows of ``fit`` are least far off.
+    """Fit the constants of a Mac to the rows of ``fit``, by random changes.
 
-    A token's time is a sum over the constants, so each row is a few numbers. What is least is the
-    mean square of the logarithm of predicted over published, of each source alike.
-
-    Args:
-        table (DataFrame): Of ``predicted``.
-        rounds (int): Of the search, which changes the constants at random.
-
-    Returns:
-        dict[str, float]: ``LAYER_S``, ``WAIT_S`` and ``COPY_BYTES_PER_S`` of ``replay.machine``.
+    A token's time is a sum over the constants, so each row is a few numbers. Minimized is the mean
+    square of log(predicted / published), in which each source weighs the same.
     """
     table = table[(table.side == "fit") & ~table.machine.isin(CORES)]
     parts = np.array([_parts(row) for _, row in table.iterrows()])
@@ -306,12 +284,9 @@ def fit(table: "DataFrame", rounds: int = 4000) -> dict[str, float]:
 
 
 def fit_zipf(tried: np.ndarray) -> tuple[float, float]:
-    """``ZIPF`` of ``replay.machine``, and how far it is off in hit rates (the mean square's root).
+    """Choose ``ZIPF`` of ``replay.machine`` from ``tried``; also its error in hit rates (RMS).
 
-    It is fitted on the rows of ``fit`` that count and say a hit rate and what they held.
-
-    Args:
-        tried (np.ndarray): The values to choose from.
+    It is fitted to the rows of ``fit`` that count and name a hit rate and the experts held.
     """
     table = rows()
     said = table.hit_rate.gt(0) & table.hit_rate.lt(1)
@@ -340,7 +315,7 @@ def _policy(row):
 
 
 def _parts(row):
-    """Seconds of a row's token: what the constants do not change, and by each of them."""
+    """Seconds of a row's token: those without the constants, and those that each constant adds."""
     found, machine = row.replay, machine_of(row)
     layers_s = sizes_of(row).layers * machine.layer_s
     _, copies_s, waits_s = machine.reads_s(found)
@@ -348,11 +323,7 @@ def _parts(row):
 
 
 def main(out: str) -> None:
-    """Predict every row that counts, and say how far off the predictions are by source.
-
-    Args:
-        out (str): The record's file.
-    """
+    """Predict every row that counts, print how far off each source is, and save the record."""
     running = records.Running("published", {"goals": GOALS, "tokens": TOKENS})
     table = predicted()
     sources = by_source(table)

@@ -43,8 +43,8 @@ Group = mx.distributed.Group
 ALL = 1 << 16  # slots, more than there are experts
 RANDOM = "random"
 HELD = "all held"  # every expert has a slot and nothing is read
-EXPERT_NBYTES, READS = 1769472, 8  # of one read of the file to time the SSD, and in flight
-SETTINGS = {  # of the command ``divided``, by the backend of the ranks
+EXPERT_NBYTES, READS = 1769472, 8  # to time the SSD: bytes of a read, and reads in flight
+SETTINGS = {  # arguments of ``divided``, by the backend of the ranks
     "ring": {
         "sizes": (1, 2, 4),
         "slots": (32,),
@@ -54,19 +54,19 @@ SETTINGS = {  # of the command ``divided``, by the backend of the ranks
     },
     "nccl": {"sizes": (1, 2), "slots": (16, 128), "tokens": 64, "prompt_tokens": 512, "runs": 5},
 }
-D = 2048  # of Qwen3.5-35B-A3B
-# Rows of one exchange: a token's whose K = 8 rows are summed first, all of a token's and the row of
-# checks, those of 8 tokens and of 64.
+D = 2048  # hidden size of Qwen3.5-35B-A3B
+# Rows of one exchange: 1 for a token whose K = 8 rows are summed before, 9 for all of them and
+# a row of checks, and those of 8 tokens and of 64.
 ROWS = (1, 9, 64, 512)
 BLOCK = 20  # exchanges in one sample
-SAMPLES = {"ring": {2: 60, 4: 10}, "nccl": {2: 60}}  # by ranks; four take turns on two cores
+SAMPLES = {"ring": {2: 60, 4: 10}, "nccl": {2: 60}}  # by ranks: four share two cores
 # How rows are joined: as the engine does, and two ways that were tried.
 JOINS = ("rows gathered", "rows summed", "scores first")
 JOIN_RUNS, JOIN_PROMPT, JOIN_TEXT = {1: 7, 2: 7, 3: 1}, 128, 48
 
 
 def size(n: int) -> str:
-    """``1 rank``, ``2 ranks``."""
+    """Write ``1 rank`` or ``2 ranks``."""
     return f"{n} rank" + "s" * (n > 1)
 
 
@@ -81,17 +81,12 @@ def _digest(logits):
 
 
 def _logits(model, ids):
-    """``[T, V]`` of a prompt, on the host."""
+    """The logits ``[T, V]`` of a prompt, on the host."""
     return np.array(model(mx.array([ids]), cache=make_prompt_cache(model))[0].astype(mx.float32))
 
 
 def slow(model: nn.Module, rate: float) -> None:
-    """Let a model's layers wait as if their reads came at a rate, one after the other.
-
-    Args:
-        model (nn.Module): From ``load_model``.
-        rate (float): Bytes a second.
-    """
+    """Make layers wait as if reads came one after the other, at ``rate`` bytes a second."""
     reader, free = session_of(model).reader, [0.0]
     start, finish = reader.start, reader.finish
 
@@ -133,7 +128,7 @@ def decode_here(
     text: str | None,
     direct: bool,
 ) -> dict[str, Any]:
-    """In one rank, or alone: what ``divided`` says of it."""
+    """Decode in this process, one rank or alone, and return a row for ``divided``."""
     model, _ = load_model(path, StreamConfig(slots=slots or ALL), group=group)
     with model:
         if slots is None:
@@ -185,32 +180,9 @@ def divided(
 ) -> "DataFrame":
     """Decode with one rank and with several; each run has processes of its own.
 
-    Args:
-        path (str or Path): The model.
-        sizes (Sequence[int]): How many ranks.
-        slots (Sequence[int]): In each layer of each rank.
-        rates (Sequence): Bytes a second of each rank's simulated SSD; None: this machine's SSD.
-        held (bool): Whether ranks that hold all their experts decode, too, without a limit.
-        limit_nbytes (int): Memory of each rank that has slots. It reads past the page cache, which
-            is dropped before: what is in no slot is read from the SSD.
-        tokens, warmup, prompt_tokens (int): Timed, decoded before them, read before these.
-        text (str or Path): What to feed in place of the decoded tokens: a trace's file, or
-            ``RANDOM``. None: the decoded ones, after a random prompt.
-        runs (int): Rounds.
-        backend (str): As for ``everywhere``.
-
-    Returns:
-        DataFrame: A row a run: ``ranks``, ``size``, ``where`` (slots and SSD), ``slots`` and
-        ``rate_bytes_per_s`` if there are any; of the first rank ``experts`` (of a layer),
-        ``layers``, ``prefill_s``, ``decode_tokens``, ``decode_s``, ``layer_s`` (a token's time by
-        layers), ``hits``, ``misses``, ``bytes_read``, ``wait_s`` (for
-        reads), ``tokens`` (list) and ``digest`` (of the prompt's logits), which are those of all
-        ranks; ``most_nbytes``, read by the rank that reads most; ``disk_nbytes``, of all ranks from
-        the SSD. With limits ``disk_bytes_per_s``, the SSD's rate before the round.
-
-    Raises:
-        ValueError: If ranks disagree on the tokens or the logits.
-        OSError: If a rank fails, or memory cannot be limited here.
+    ``rates`` are bytes a second of each rank's simulated SSD (None: this machine's SSD). With
+    ``limit_nbytes`` ranks read past the page cache, which is dropped before. ``text`` is a trace's
+    file or ``RANDOM``, fed in place of decoded tokens. Disagreeing ranks are an error.
     """
     path = folder(path)
     amount = tokens, warmup, prompt_tokens, str(text) if text else None
@@ -262,7 +234,7 @@ def _where(slots, rate):
 
 
 def exchange_here(group: Group, samples: int, dtype: str) -> list[dict[str, Any]]:
-    """In one rank: the rows of ``exchange``."""
+    """Time exchanges in this rank and return the rows of ``exchange``."""
     n, variants = group.size(), {}
 
     def sample(call, what, rows, i):
@@ -279,24 +251,14 @@ def exchange_here(group: Group, samples: int, dtype: str) -> list[dict[str, Any]
             mx.eval(x)
             call = partial(getattr(mx.distributed, f"all_{what}"), x, group=group)
             variants[f"{what} of {rows}, {size(n)}"] = partial(sample, call, what, rows)
-    made = records.interleave("", variants, samples, warmup=2, progress=False)  # in all ranks alike
+    made = records.interleave("", variants, samples, warmup=2, progress=False)  # alike in all ranks
     return records.as_json(made)["rows"]
 
 
 def exchange(
     samples: Mapping[int, int] = SAMPLES["ring"], backend: str = "ring", dtype: str = "float32"
 ) -> "DataFrame":
-    """One sum or gather over the ranks, by itself.
-
-    Args:
-        samples (Mapping[int, int]): How many, by the number of ranks.
-        backend (str): As for ``everywhere``.
-        dtype (str): Of the rows.
-
-    Returns:
-        DataFrame: ``what`` (sum, gather), ``rows`` of D values that each rank has in the end,
-        ``ranks``, and ``seconds`` of one exchange, the mean of ``BLOCK``; the first rank's.
-    """
+    """Time one sum or gather over the ranks by itself; ``samples`` are by the number of ranks."""
     running = records.Running("ranks exchange", {"D": D, "dtype": dtype, "backend": backend})
     return running.table(_of_first(exchange_here, samples, backend, dtype))
 
@@ -309,15 +271,11 @@ def _of_first(function, counts, backend, *args):
 
 @contextmanager
 def joining(model: nn.Module, how: str, group: Group) -> Iterator[None]:
-    """Inside, the ranks join the rows of a layer in another way.
+    """Inside the block, the ranks join the rows of a layer in another way, one of ``JOINS``.
 
-    Args:
-        model (nn.Module): From ``load_model`` with this group.
-        how (str): One of ``JOINS``. ``rows summed`` sums the rows of all pairs, with zeros where
-            a rank has none. ``scores first`` does what mlx-lm's block does with the rows of the
-            others as zeros, the router's scores and the sum over K, and sums one row a token; the
-            shared expert is rank 0's.
-        group (mx.distributed.Group): The ranks.
+    ``rows summed`` sums the rows of all pairs, with zeros where a rank has none. ``scores first``
+    applies the scores and sums over K on each rank, then sums one row a token over the ranks; rank
+    0 computes the shared expert.
     """
 
     def placed(_, y, owners, routed, like, path):
@@ -347,7 +305,7 @@ def joining(model: nn.Module, how: str, group: Group) -> Iterator[None]:
 
 
 def joins_here(group: Group | None, runs: int, path: str) -> list[dict[str, Any]]:
-    """In one rank, or alone: the rows of ``joins``."""
+    """Run in this process, one rank or alone, and return the rows of ``joins``."""
     model, _ = load_model(path, StreamConfig(slots=ALL), group=group)
     n = group.size() if group else 1
     with model:
@@ -382,18 +340,7 @@ def joins_here(group: Group | None, runs: int, path: str) -> list[dict[str, Any]
 def joins(
     path: str | Path, runs: Mapping[int, int] = JOIN_RUNS, backend: str = "ring"
 ) -> "DataFrame":
-    """The ways to join rows; every expert is held.
-
-    Args:
-        path (str or Path): A model with shared experts.
-        runs (Mapping[int, int]): Rounds, by the number of ranks.
-        backend (str): As for ``everywhere``.
-
-    Returns:
-        DataFrame: ``how`` (of ``JOINS``), ``ranks``, ``prompt_s``, ``decode_s``, ``tokens`` (list:
-        a greedy text), ``off`` (the largest difference of a logit from the engine's, in standard
-        deviations of the logits) and ``digest`` (of the prompt's logits); the first rank's.
-    """
+    """Compare the ways to join rows, with every expert held; rounds are by the number of ranks."""
     path = folder(path)
     settings = {"model": path.name, "prompt_tokens": JOIN_PROMPT, "backend": backend}
     running = records.Running("ranks joins", settings)
@@ -401,16 +348,7 @@ def joins(
 
 
 def main(work: str, out: str, *words: str) -> None:
-    """Write a record of ranks.
-
-    Args:
-        work (str): ``divided``, ``exchange`` or ``joins``.
-        out (str): The record.
-        words (str): The model; of ``divided`` how many runs and a trace's file, too.
-
-    Raises:
-        ValueError: If there is no such work, or its words are others.
-    """
+    """Write a record of ``divided``, ``exchange`` or ``joins``."""
     backend = "nccl" if mx.cuda.is_available() else "ring"
     column = "seconds" if work == "exchange" else "token_s"
     if work == "divided" and len(words) in (1, 2, 3) and all(n.isdigit() for n in words[1:2]):

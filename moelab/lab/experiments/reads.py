@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 EXPERTS, MANY_EXPERTS, WEIGHTS = "experts", "experts, 32 a call", "weights"
 A_CALL = {EXPERTS: 8, MANY_EXPERTS: 32, WEIGHTS: 8}  # experts read in each call, by kind
-PAGE_NBYTES = 4096  # to which fio's direct reads are rounded
+PAGE_NBYTES = 4096  # fio's direct reads are rounded to pages of so many bytes
 MOELAB, FIO_BUFFERED, FIO_DIRECT = "moelab", "fio buffered", "fio direct"
 
 
@@ -58,26 +58,6 @@ def bench_reads(
     through the page cache as we do (``buffered``) or past it (``direct``, blocks rounded to pages).
     Both start with the file's pages dropped, unless ``cold`` is false: then all are cached, and fio
     is left out.
-
-    Args:
-        path (str or Path): The model.
-        depths (Sequence[int]): Reads in flight.
-        nbytes (int): Read in each run.
-        rounds (int): In each all kinds, depths and readers, in random order. Without ``cold`` one
-            more comes first.
-        cold (bool): Whether the file's pages are dropped before each run.
-        with_fio (bool): Whether to compare with fio, if it is installed.
-        kinds (Sequence[str]): What to read.
-        seed (int): Of the orders.
-        progress (bool): Show a bar.
-
-    Returns:
-        DataFrame: ``bytes_per_s`` of every run, the ``reader``, what ``kind`` it read and the
-        ``depth``.
-
-    Raises:
-        ValueError: If the model has no experts that can be read in place.
-        OSError: If fio failed.
     """
     path = folder(path)
     file, layers = _experts_of_largest_file(path)
@@ -136,7 +116,7 @@ def _experts_of_largest_file(path):
 
 
 def _pieces(parts):
-    """What lies together on disk as one tensor."""
+    """Join parts that lie together on disk into one tensor."""
     by_name = {t.name: t for t in parts}
     return [
         replace(by_name[names[0]], nbytes=sum(by_name[n].nbytes for n in names))
@@ -151,7 +131,7 @@ def _read_experts(file, layers, depth, nbytes, order, cold, a_call):
     one = max(sum(t.nbytes for t in parts) for parts in layers)
     places = places[: max(a_call, nbytes // one)]
     buffers = [memoryview(bytearray(one)) for _ in range(a_call)]
-    for view in buffers:  # touched, so that the memory is there before the clock starts
+    for view in buffers:  # touch the memory, so that it is there before the clock starts
         view[::PAGE_NBYTES] = b"\0" * len(view[::PAGE_NBYTES])
     reader = Reader(depth)
     try:
@@ -201,8 +181,8 @@ def _fio(fio, file, parts, depth, nbytes, direct, seed):
         "--fadvise_hint=1",
     ]
     if len(split) > 1:
-        # Of one size fio can read every block once, as we do. Of several it may read a block again,
-        # from the page cache.
+        # With one size fio can read every block once, as we do. With several it may read a block
+        # again, from the page cache.
         command += [f"--blockalign={PAGE_NBYTES}", "--norandommap"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -211,7 +191,7 @@ def _fio(fio, file, parts, depth, nbytes, direct, seed):
 
 
 def report(samples: "DataFrame") -> str:
-    """A line for each kind and depth."""
+    """Write a line for each kind and depth."""
     s = samples.attrs["settings"]
     lines = [
         machine.card_line(samples.attrs["machine"]),
@@ -232,7 +212,7 @@ def report(samples: "DataFrame") -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.description = (
         "Read whole experts cold through the engine's reader, against fio with the same sizes and "
         "depth if it is installed."
@@ -250,6 +230,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """The command."""
+    """Run the command."""
     samples = bench_reads(args.model, args.depth, args.megabytes << 20, args.runs)
     records.print_and_save(report(samples), samples, args.json)

@@ -34,13 +34,9 @@ WRONG = 100  # a wrong draft is (the right token + 1) % WRONG, in any vocabulary
 
 
 class RestoreOnly:
-    """A fault: the recurrent state of before the pass, without the accepted tokens.
+    """A faulty rollback: the recurrent state from before the pass, without the accepted tokens.
 
-    This is SwiftLM's ``MambaCache.trim``. Attention caches are trimmed as they should be.
-
-    Args:
-        model (nn.Module): The target.
-        cache (list): Its prompt cache.
+    It is SwiftLM's ``MambaCache.trim``. Attention caches are trimmed as they should be.
     """
 
     def __init__(self, model: nn.Module, cache: list):
@@ -62,9 +58,9 @@ class RestoreOnly:
 
 
 class StaleState(RestoreOnly):
-    """A fault: rejected tokens stay in the recurrent state, as in SwiftLM's DFlash path.
+    """A faulty rollback: rejected tokens stay in the recurrent state, as in SwiftLM's DFlash path.
 
-    Only what can be trimmed is trimmed.
+    Only caches that can be trimmed are trimmed.
     """
 
     def undo(self, n: int) -> None:
@@ -87,21 +83,10 @@ WAYS = {
 def drift(
     model: nn.Module, ids: list[int], drafted: int, rounds: int, seed: int = 0
 ) -> "DataFrame":
-    """Speculate on a given text with drafts that are right up to a random one.
+    """Speculate on a given text, each draft right up to a random token; track how states drift.
 
-    Args:
-        model (nn.Module): The target.
-        ids (list[int]): A prompt, and after it ``rounds * (drafted + 1) + 1`` tokens that the
-            drafts are taken from.
-        drafted (int): Tokens drafted in each round.
-        rounds (int): How many.
-        seed (int): Of how many drafts are right.
-
-    Returns:
-        DataFrame: For each of ``REMEDIES`` after each round (from 1) ``accepted``,
-        ``state_distance`` (the norm of the difference of all recurrent states from sequential
-        decoding, over the norm of the states) and ``probability_change`` (the largest of a next
-        token's probability). ``prompt read backwards`` has the distance of such a state.
+    ``ids`` has a prompt and ``rounds * (drafted + 1) + 1`` more tokens, which the drafts are taken
+    from. Distances are from the state of sequential decoding, over its norm.
     """
     at = len(ids) - rounds * (drafted + 1) - 1
     caches = {name: _read(model, ids[:at]) for name in (*REMEDIES, "sequential")}
@@ -137,25 +122,11 @@ def texts(
     tokens: int = 40,
     progress: bool = True,
 ) -> "DataFrame":
-    """Write greedy text behind prompts in each of ``WAYS``, with some right drafts in each round.
-
-    Args:
-        model (nn.Module): The target.
-        prompts (Sequence[list[int]]): Token ids.
-        drafted (int): Tokens drafted in each round.
-        accepted (int): How many of them are the model's own choice.
-        tokens (int): How many to write.
-        progress (bool): Show a bar.
-
-    Returns:
-        DataFrame: For each way and prompt (``round``) ``right_tokens``, those before the first
-        that plain decoding does not write; ``right_share`` of all; and ``state_distance`` after
-        the first round, as of ``drift``.
-    """
+    """Write greedy text behind prompts in each of ``WAYS``, ``accepted`` drafts a round right."""
 
     @functools.cache
     def plain(i):
-        """The text, and a cache that has read the prompt and what the first round accepts."""
+        """The plain text, and a cache with the prompt and the first round's accepted tokens."""
         cache, y, out = _read(model, prompts[i][:-1]), prompts[i][-1], []
         for n in range(tokens + drafted + 1):
             if n == accepted + 1:
@@ -197,19 +168,7 @@ def texts(
 def exactness(
     model: nn.Module, ids: list[int], positions: int, read: int = 20, step: int = 3
 ) -> "DataFrame":
-    """How exact each strategy is at cuts all along a pass.
-
-    Args:
-        model (nn.Module): The target.
-        ids (list[int]): At least ``read + positions`` tokens.
-        positions (int): Tokens of the pass.
-        read (int): Tokens read before it.
-        step (int): Every so many tokens of the pass, one cut is tried.
-
-    Returns:
-        DataFrame: By ``variant`` and ``keep``, how many tokens stay, the largest ``difference`` of
-        a recurrent state from sequential decoding.
-    """
+    """Compare each strategy's state with sequential decoding at every ``step``-th cut."""
     block, rows = ids[read : read + positions], []
     running = records.Running("rollback_exactness", {"positions": positions})
     for keep in range(0, positions + 1, step):
@@ -228,19 +187,7 @@ def exactness(
 
 
 def cost(model: nn.Module, ids: list[int], positions: Sequence[int], runs: int) -> "DataFrame":
-    """Time passes and rollbacks of half their tokens, at successive places of a text.
-
-    Args:
-        model (nn.Module): The target.
-        ids (list[int]): At least ``(runs + 1) * n // 2 + n`` tokens for every number of positions.
-        positions (Sequence[int]): Tokens in a pass.
-        runs (int): Rounds.
-
-    Returns:
-        DataFrame: By ``strategy``, one of them ``ALONE``, and ``positions``: ``seconds`` of the
-        pass and its rollback, ``passes`` (the same over the round's pass alone) and
-        ``held_nbytes`` between both.
-    """
+    """Time passes and rollbacks of half their tokens, at successive places of a text."""
 
     def variant(strategy, m):
         keep = m // 2
@@ -274,17 +221,7 @@ def cost(model: nn.Module, ids: list[int], positions: Sequence[int], runs: int) 
 
 
 def bytes_read(model: nn.Module, ids: list[int], positions: int, keep: int) -> "DataFrame":
-    """Bytes of experts that a streamed model reads to take tokens back.
-
-    Args:
-        model (nn.Module): From ``moelab.load``.
-        ids (list[int]): At least ``20 + positions`` tokens.
-        positions (int): Tokens in the pass.
-        keep (int): How many of them stay.
-
-    Returns:
-        DataFrame: ``bytes_read`` by ``variant``, the strategy.
-    """
+    """Count the bytes of experts that a streamed model reads to take tokens back."""
     running, rows = records.Running("rollback_reads", {"positions": positions, "keep": keep}), []
     for strategy in STRATEGIES:
         cache = _read(model, ids[:20])
@@ -299,7 +236,7 @@ def bytes_read(model: nn.Module, ids: list[int], positions: int, keep: int) -> "
 
 # Real models, by arithmetic
 
-# The GatedDeltaNet layers of a model, their value heads and key heads, and numbers in a head.
+# By model: GatedDeltaNet layers, their value heads and key heads, and numbers in a head.
 SHAPES = {
     "Qwen3.5-35B-A3B": (30, 32, 16, 128),
     "Qwen3.5-122B-A10B": (36, 64, 16, 128),
@@ -308,12 +245,7 @@ SHAPES = {
 
 
 def held_nbytes(model: str, positions: int) -> dict[str, int]:
-    """Bytes that each strategy holds between a pass over some positions and its rollback.
-
-    Args:
-        model (str): Of ``SHAPES``.
-        positions (int): In the pass.
-    """
+    """Bytes that each strategy holds between a pass over some positions and its rollback."""
     layers, value_heads, key_heads, head_dim = SHAPES[model]
     keys, values = key_heads * head_dim, value_heads * head_dim
     state = 4 * layers * values * head_dim  # float32
@@ -328,7 +260,7 @@ def held_nbytes(model: str, positions: int) -> dict[str, int]:
 
 
 def memory_dial(model: str, positions: int) -> Any:
-    """The function behind the sliders of notebook 06; arguments as for ``held_nbytes``."""
+    """Make the function behind the sliders of notebook 06, with ``held_nbytes``'s arguments."""
     from ..charts import bars
 
     held = held_nbytes(model, positions)
@@ -356,15 +288,9 @@ def heldout_text(model: str, tokenizer, tokens: int) -> list[int]:
 
 
 def bench_rollback(prompts: int = 10) -> "DataFrame":
-    """What each way to take tokens back does to the text and the state of the model in ``data``.
+    """Measure what each way to take tokens back does to the text and state of tiny-moe.
 
     With MLX's kernels: moelab's blocks replay where ``states`` is asked for, too.
-
-    Args:
-        prompts (int): Of 200 tokens of held-out code.
-
-    Returns:
-        DataFrame: Of ``texts``.
     """
     path = shipped("models", "tiny-moe")
     model, tokenizer = load(path, StreamConfig(mode="resident", kernels="mlx"))
@@ -375,7 +301,7 @@ def bench_rollback(prompts: int = 10) -> "DataFrame":
 
 
 def report(samples: "DataFrame") -> str:
-    """How long each way keeps text and states right, as text."""
+    """Write how long each way keeps text and states right."""
     lines = [machine.card_line(samples.attrs["machine"])]
     right, off = (records.group(samples, c) for c in ("right_tokens", "state_distance"))
     for name in right.index:
@@ -388,7 +314,7 @@ def report(samples: "DataFrame") -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.description = (
         "What rejected tokens do to the state and the text of tiny-moe, by how they are taken "
         "back. Counted, not timed."
@@ -398,7 +324,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """The command."""
+    """Run the command."""
     samples = bench_rollback(args.runs)
     records.print_and_save(report(samples), samples, args.json)
 
@@ -407,7 +333,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _read(model, ids):
-    """A cache that has read some tokens."""
+    """Make a cache that has read some tokens."""
     cache = make_prompt_cache(model)
     mx.eval(model(mx.array([ids]), cache=cache), [c.state for c in cache])
     return cache
@@ -430,7 +356,7 @@ def _off(states, truth):
 
 
 def _next(model, cache, token):
-    """Probabilities of what follows a token; the cache is left as it was."""
+    """The probabilities of the token after one more; the cache is left as it was."""
     r = Rollback(model, cache)
     p = np.array(mx.softmax(r(mx.array([[token]]))[0, -1].astype(mx.float32)))
     r.undo(1)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MODEL, DRAFT = shipped("models", "tiny-moe"), shipped("models", "tiny-dflash")  # with texts
 TEMPERATURE = 0.6
-HANGS_UP = 9  # every ninth of the short requests, after
+HANGS_UP = 9  # every ninth short request hangs up
 HANGS_UP_AFTER = 5  # parts of its answer
 SHORT = {"max_tokens": 24, "temperature": TEMPERATURE, "model": "default_model"}
 RUNS = 5
@@ -41,7 +41,7 @@ LOOKED_AT = ("rss_nbytes", "own_nbytes", "threads", "fds")
 
 
 def look(process: psutil.Process) -> dict[str, int]:
-    """A process's memory, how much of it is no shared library, its threads and its open files."""
+    """A process's memory with and without shared libraries, its threads and its open files."""
     with process.oneshot():
         memory = process.memory_info()
         own_nbytes = memory.rss - getattr(memory, "shared", 0)
@@ -80,12 +80,7 @@ def _halves(looks):
 def long_text(
     server: Served, prompt: str, tokens: int, eos: int, every_s: float = 1.0
 ) -> dict[str, Any]:
-    """One streamed text that does not end before ``tokens``.
-
-    Returns:
-        dict: ``answered``, tokens; seconds to the first part of the answer and from there to the
-        last; for each thing of ``LOOKED_AT`` the most in the first half of these and in the second.
-    """
+    """Ask for one streamed text of ``tokens``; returns its times and the most memory."""
     body = {
         "prompt": prompt,
         "max_tokens": tokens,
@@ -109,12 +104,9 @@ def long_text(
 
 
 def short_texts(server: Served, prompts: Sequence[str], requests: int) -> dict[str, Any]:
-    """Requests in a row: completions and chats, streamed and not, some broken off.
+    """Send requests in a row: completions and chats, streamed and not, some broken off.
 
-    Returns:
-        dict: ``answered``, ``hung_up``, ``same``: how often the first prompt's greedy text, asked
-        for after every request that hangs up, was the one that it was at first; for each thing of
-        ``LOOKED_AT`` the most after the first half of the requests and in the second.
+    ``same``: how often the first prompt's greedy text, asked for after each hang-up, was the same.
     """
     process = psutil.Process(server.process.pid)
     greedy = {"prompt": prompts[0], **SHORT, "temperature": 0}
@@ -148,22 +140,7 @@ def soak(
     every_s: float = 1.0,
     runs: int = RUNS,
 ) -> "DataFrame":
-    """Servers that write a long text, and servers that write many short ones.
-
-    Args:
-        path (str or Path): A model with held-out text.
-        draft (str or Path): As for ``serve --draft``.
-        slots (int): Of each layer.
-        prompt_tokens (int): Before the long text.
-        tokens (int): Of the long text.
-        requests (int): Short ones.
-        every_s (float): Seconds between two looks at the server during the long text.
-        runs (int): Servers of each kind.
-
-    Returns:
-        DataFrame: Variants ``long`` and ``short``, with what ``long_text`` and ``short_texts``
-        return; ``exit_status`` at Ctrl-C and whether the server wrote a ``traceback``.
-    """
+    """Servers that write a long text, and servers that write many short ones."""
     path, tokenizer = Path(path), load_tokenizer(Path(path))
     (prompt,) = heldout_starts(path, 1, prompt_tokens, tokenizer)
     prompts = heldout_starts(path, 8, 40, tokenizer)
@@ -192,16 +169,16 @@ def soak(
 def asked_at_once(
     model: Path, limit_nbytes: int, prompts: Sequence[str], tokens: int
 ) -> dict[str, Any]:
-    """One server, asked everything at once: the row of ``crowd``."""
+    """Ask one server all requests at once and return its row of ``crowd``."""
 
     def ask(prompt):
         try:
             status, answer = server.post("/completions", {"prompt": prompt, "max_tokens": tokens})
-        except OSError:  # the server is gone
+        except OSError:  # the server has ended
             return False
         return status == 200 and answer["usage"]["completion_tokens"] == tokens
 
-    oscache.drop_pages(model)  # pages that another process brought in would be served for free
+    oscache.drop_pages(model)  # the limit does not count pages that another process brought in
     with (
         tempfile.TemporaryDirectory() as folder,
         Served(model, Path(folder) / "log", limit_nbytes=limit_nbytes) as server,
@@ -233,22 +210,7 @@ def crowd(
     prompt_tokens: int = 300,
     tokens: int = 16,
 ) -> "DataFrame":
-    """One server after another, each asked everything at once.
-
-    Args:
-        path (str or Path): The model.
-        limits_nbytes (Sequence[int]): Of each server's memory, page cache included.
-        runs (int): Servers with each limit.
-        requests (int): At once.
-        prompt_tokens (int): Of each prompt, all of them different.
-        tokens (int): Of each answer.
-
-    Returns:
-        DataFrame: A row a server, the limit as its ``variant``: ``answered`` (requests, with all
-        their tokens), whether it ``died``, ``took_s``, ``most_nbytes`` (the most memory that it had
-        to itself, without shared libraries and page cache), ``texts_at_once`` (decoded) and its
-        ``plan``.
-    """
+    """Start one server after another under each limit, and ask each all requests at once."""
     path = Path(path)
     prompts = heldout_starts(MODEL, requests, prompt_tokens, load_tokenizer(path))
     variants = {
@@ -262,16 +224,7 @@ def crowd(
 
 
 def main(work: str, out: str, *words: str) -> None:
-    """Write the record of ``soak`` or of ``crowd``.
-
-    Args:
-        work (str): Which of them.
-        out (str): The record.
-        words (str): Of ``crowd`` the model; how many runs.
-
-    Raises:
-        ValueError: If there is no such work, or its words are others.
-    """
+    """Write the record of ``soak``, or of ``crowd`` with a model; the last word is the runs."""
     given = work, len(words), all(n.isdigit() for n in words[work == "crowd" :])
     if given in (("soak", 0, True), ("soak", 1, True)):
         made = soak(runs=int(words[0]) if words else RUNS)

@@ -41,16 +41,7 @@ GBIT = 1e9 / 8  # bytes a second
 def placements(
     texts: Sequence[str] = TEXTS, cases: Sequence[tuple[int, int]] = ((2, 16), (4, 8))
 ) -> "DataFrame":
-    """Reads that ranks wait for, by where tiny-moe's experts lie.
-
-    Args:
-        texts (Sequence[str]): Shipped traces. Each is replayed with what the others say.
-        cases (Sequence): Numbers of ranks, and the slots of each rank and layer.
-
-    Returns:
-        DataFrame: ``text``, ``ranks``, ``size``, ``slots``, ``placement``, ``waited`` (reads of a
-        token that the ranks wait for) and ``over_number`` (``waited`` over that by number).
-    """
+    """Replay the reads that ranks wait for, by placement of tiny-moe's experts."""
     running = records.Running("placements", {"model": "tiny-moe", "filling_tokens": FILLING})
     traces = [recorded_trace(text) for text in texts]
     rows = []
@@ -86,22 +77,15 @@ def _waited(trace, others, n, slots):
         owners, shared = where
         read = replay.reads(experts, owners, slots, n, shared)[FILLING:]
         found[name], mean = replay.waited(read)
-        found.setdefault(BALANCE, mean)  # of the first, by number
+        found.setdefault(BALANCE, mean)  # the mean of the first text, with placement by number
     return {name: found[name] for name in (*PLACEMENTS, BALANCE)}
 
 
 def checked(divided: "DataFrame", tokens: int = 200) -> "DataFrame":
-    """The model's time of each run with a simulated SSD.
+    """Add the model's time ``model_s`` to each run with a simulated SSD.
 
     Random weights route nearly at random, so a random routing is replayed. Arithmetic and exchange
-    are those of as many ranks that hold every expert: it is the reads that are predicted.
-
-    Args:
-        divided (DataFrame): Of ``ranks.divided``, of 4 layers of Qwen3.5-35B-A3B shapes.
-        tokens (int): Replayed.
-
-    Returns:
-        DataFrame: Its rows with a simulated SSD, with ``model_s`` of a token beside ``token_s``.
+    are those of as many ranks that hold every expert: only the reads are predicted.
     """
     random, layers, top_k, E = np.random.default_rng(0), 4, 8, 256
     experts = random.random((tokens + FILLING, layers, E)).argsort(2)[:, :, :top_k]
@@ -119,18 +103,10 @@ def checked(divided: "DataFrame", tokens: int = 200) -> "DataFrame":
 def parts_122b(
     trace: Trace, n: int, slots: int, disk: float, link: float, latency_s: float, compute_s: float
 ) -> dict[str, float]:
-    """Seconds of a token of Qwen3.5-122B-A10B on n machines, by the model.
+    """The model's seconds of a token of Qwen3.5-122B-A10B on n machines, by part.
 
-    Its experts are taken to repeat as those of the trace do, with the same share of them in slots.
-    All machines compute all the arithmetic, which is too much: experts are divided.
-
-    Args:
-        trace (Trace): The routing.
-        n (int): Machines.
-        slots (int): Of each machine and layer; no more than its experts are taken.
-        disk, link (float): Bytes a second.
-        latency_s (float): Of a message.
-        compute_s (float): A token's arithmetic.
+    Its experts repeat as those of the trace do, with the same share of them in slots. Each machine
+    is charged all the arithmetic, which is too much, since experts are divided.
     """
     held = max(1, min(slots * trace.num_experts // E_122B, -(-trace.num_experts // n)))
     read, rows = _replayed(trace, n, held)
@@ -142,17 +118,17 @@ def parts_122b(
 
 @cache
 def _replayed(trace, n, slots):
-    """Reads that are waited for, and the rows of the largest block of a layer."""
+    """Replay the reads that are waited for, and the rows of a layer's largest block."""
     experts = trace.decode.experts
     owners = by_number(experts.shape[1], trace.num_experts, n)
     read = replay.waited(replay.reads(experts, owners, slots, n)[FILLING:])[0]
     of = np.take_along_axis(owners[None], experts.astype(np.intp), 2)
     pairs = np.stack([(of == rank).sum(2) for rank in range(n)]).max(0)
-    return read, float(pairs.mean()) + 1  # and the row of checks
+    return read, float(pairs.mean()) + 1  # plus the row of checks
 
 
 def dial(trace: Trace) -> Callable[..., charts.go.Figure]:
-    """The function behind the sliders: a token on one machine and on several, by the model."""
+    """Make the function behind the sliders: the model's token on one machine and on several."""
 
     def look(ranks: int, slots: int, ssd_GBs: float, link_Gbits: float, latency_us: int, ms: int):
         given = slots, ssd_GBs * 1e9, link_Gbits * GBIT, latency_us / 1e6, ms / 1e3

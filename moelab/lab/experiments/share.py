@@ -33,13 +33,13 @@ from ..models import folder
 from ..texts import PROMPTS
 from . import bench
 
-RUNS, TOKENS, WARMUP = 7, 32, 32  # rounds, and tokens of each: timed, and before
-MAX_SPREAD = 0.2  # of the quartiles, as a share of the median
-MAX_OFF = 2.0  # of one sample, as a factor
-SAME_MEMORY = 0.15  # so near are the memories of machines that count as alike
+RUNS, TOKENS, WARMUP = 7, 32, 32  # rounds, and in each the tokens that are timed and those before
+MAX_SPREAD = 0.2  # the most that quartiles may lie apart, over the median
+MAX_OFF = 2.0  # the most that one sample may be off, as a factor
+SAME_MEMORY = 0.15  # machines are alike if their memories differ by less than this share
 NUMBER = (int, float)
 COUNTED = ("decode_tokens", "hits", "misses", "bytes_read", "held_nbytes")
-LIKE = {  # what a file must have of that which is read
+LIKE = {  # the fields that a file must have, with an example of each
     "machine": {
         **{"cpu": str, "gpu": (str, type(None)), "cores": int, "memory_nbytes": NUMBER},
         **{"moelab": str, "date": str},
@@ -54,19 +54,7 @@ LIKE = {  # what a file must have of that which is read
 
 
 def share(model: str | Path, out: str | Path | None = None) -> Path:
-    """Measure a model as everyone does, and write the file.
-
-    Args:
-        model (str or Path): A model folder or a Hub repository.
-        out (str or Path, optional): The file. Default: named by model, machine and date, in this
-            folder.
-
-    Returns:
-        Path: The file.
-
-    Raises:
-        ValueError: If the machine was loaded or the samples are unstable. Nothing is written.
-    """
+    """Measure a model with fixed settings and write the file (None: named by model and machine)."""
     made = measured(folder(model))
     if wrong := problems(made):
         raise ValueError(f"share: nothing was written. {' '.join(wrong)}")
@@ -77,7 +65,7 @@ def share(model: str | Path, out: str | Path | None = None) -> Path:
 
 
 def measured(path: Path) -> dict[str, Any]:
-    """A file's content, whatever is wrong with it."""
+    """Measure a file's content, without checking it."""
     given = {"tokens": TOKENS, "runs": RUNS, "warmup": WARMUP, "prompts": PROMPTS}
     samples = bench.measure(path, {"fused": StreamConfig()}, **given)
     made = records.as_json(samples) | {"kind": "share", "sizes": asdict(ModelSizes.of(path))}
@@ -87,18 +75,18 @@ def measured(path: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as work:
         trace.save(file := Path(work) / "trace.npz")
         made["trace"] = base64.b64encode(file.read_bytes()).decode()
-    made = json.loads(json.dumps(made))  # as it will be read
+    made = json.loads(json.dumps(made))  # as JSON will give it back
     return made | {"digest": digest(made)}
 
 
 def digest(made: dict[str, Any]) -> str:
-    """What a file's content gives, but for its own ``digest``: an edit by hand changes it."""
+    """The digest of a file's content (without its own ``digest``), to notice an edit by hand."""
     content = {name: value for name, value in made.items() if name != "digest"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def problems(made: dict[str, Any]) -> list[str]:
-    """What is wrong with a file's content, a sentence each; nothing if it can be taken."""
+    """Sentences that say what is wrong with a file's content; none if it can be taken."""
     if missing := [name for name in ("kind", *LIKE) if name not in made]:
         return [f"Expected {', '.join(missing)}, found none: write it with python -m moelab share."]
     out = []
@@ -144,15 +132,11 @@ def unpacked(text: str) -> Trace:
 
 
 def received(file: Path) -> dict[str, Any]:
-    """The content of a file that somebody sent.
-
-    Raises:
-        ValueError: If it has problems.
-    """
+    """Read and check a file that somebody sent."""
     made = read_json(file, LIKE)
     try:
         wrong = problems(made)
-    except (ArithmeticError, RecursionError) as error:  # of other values than ``share`` writes
+    except (ArithmeticError, RecursionError) as error:  # values that ``share`` never writes
         wrong = [describe(error)]
     if wrong:
         raise ValueError(f"{file}: {' '.join(wrong)}")
@@ -172,13 +156,9 @@ def _received(folder, pattern="*.json"):
 
 
 def of_such_a_machine(sizes: ModelSizes, card: dict[str, Any]) -> list[str]:
-    """What is known of a model's shapes on such a machine, a line each.
+    """Lines on speeds that are known for a model's shapes on a machine like ``card``.
 
-    First what ``share`` wrote into this folder, then the files of ``data/community``.
-
-    Args:
-        sizes (ModelSizes): Of the model.
-        card (dict): The machine: ``cpu``, ``gpu``, ``memory_nbytes`` and, if known, ``cores``.
+    Files that ``share`` wrote into this folder come before those of ``data/community``.
     """
     out, shape = [], ("L", "E", "K", "expert_nbytes")
     for file, made in (*_received(Path(), "*_cores_*.json"), *_received(DATA / "community")):
@@ -201,16 +181,12 @@ def _speeds(rows):
 
 
 def _cell(text):
-    """A text in a table's cell, where nothing of it is Markdown or HTML."""
+    """Escape a text for a table's cell, so that none of it is Markdown or HTML."""
     return re.sub(r"([\\`|\[\]])", r"\\\1", html.escape(shorten(text), quote=False))
 
 
 def page(files: list[Path]) -> str:
-    """The files in a table, the fastest first, as Markdown.
-
-    Raises:
-        ValueError: If a file has problems.
-    """
+    """Write the files as a Markdown table, the fastest first."""
     rows = []
     for file in files:
         made = received(Path(file))
@@ -239,7 +215,7 @@ def page(files: list[Path]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.description = (
         "Decode with fixed settings for some minutes and write one small file: machine, versions, "
         "samples, bytes and a trace of the routing. Send it to data/community as a pull request. "
@@ -252,15 +228,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """The command."""
+    """Run the command."""
     print(share(args.model, args.out))
 
 
 def main(out: str, *files: str) -> None:
-    """Write the page of files.
-
-    Args:
-        out (str): The page.
-        files (str): The files.
-    """
+    """Write the page of files."""
     Path(out).write_text(page([Path(file) for file in files]), encoding="utf-8")

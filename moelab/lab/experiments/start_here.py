@@ -17,15 +17,10 @@ SLOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 def plan(path: str | Path, allowed: float) -> "DataFrame":
-    """Predicts a model's memory from its file's header; no weights are read.
+    """Predict a model's memory by slots from its file's header; no weights are read.
 
-    Args:
-        path (str or Path): A model folder.
-        allowed (float): Share of the resident model's memory that may be used.
-
-    Returns:
-        DataFrame: By ``slots``: ``predicted_nbytes``, ``fits``; if every expert were equally
-        likely, ``hit_rate`` and ``read_nbytes_per_token``.
+    ``allowed`` is the share of the resident model's memory that may be used. Hit rate and reads are
+    those of experts that are equally likely.
     """
     whole = footprint(path, StreamConfig(mode="resident"))
     sizes = [s for s in SLOTS if whole.top_k <= s <= whole.num_experts]
@@ -39,16 +34,7 @@ def plan(path: str | Path, allowed: float) -> "DataFrame":
 
 
 def dial(path: str | Path, prompt: str, tokens: int) -> Callable[[int, int], Any]:
-    """The function behind two sliders: the model resident and streamed, drawn beside each other.
-
-    Args:
-        path (str or Path): A model folder.
-        prompt (str): The text to continue.
-        tokens (int): How many tokens to time at each move.
-
-    Returns:
-        Callable: From top-k and slots to a figure of memory, time and reads.
-    """
+    """Make the function behind two sliders, which draws the model resident and streamed."""
     from ..charts import bars
 
     def look(top_k: int, slots: int):

@@ -36,29 +36,28 @@ from ..texts import PROMPTS
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# What a thread does, and the column with the seconds that the host spends on it.
+# What threads do: the column with the host's seconds.
 HOST = {
     "arithmetic": "arithmetic_s",  # moelab's kernels, which compute in the host's thread
     "waiting for MLX": "mlx_s",  # routing and tokens that MLX computes, on a CPU or a GPU
-    "reading": "read_here_s",  # by the host itself
+    "reading": "read_here_s",  # reads in the host's own thread
     "waiting for reads": "wait_s",
     "beginning reads": "begin_s",
     "scheduling": "schedule_s",  # handing operations to MLX
     "Python": "python_s",
 }
 ARITHMETIC, MLX, READING, WAITING, BEGINNING, SCHEDULING, PYTHON = HOST
-# Only inside these is it noted: native code that reads is reading, not arithmetic.
+# Arithmetic is noted only inside these: native code that reads counts as reading.
 OUTER = {ARITHMETIC: (PYTHON,), MLX: (PYTHON,), READING: (None, PYTHON, BEGINNING)}
-MS = {what: f"{column} * 1e3 / decode_tokens" for what, column in HOST.items()}  # of a token
+MS = {what: f"{column} * 1e3 / decode_tokens" for what, column in HOST.items()}  # ms of a token
 UNIFIED = "unified memory"
 WARMUP = 4  # tokens
 
 
 class Clock:
-    """What threads do, one thing after another: an inner call interrupts the outer one's span.
+    """Notes what threads do, one thing at a time: an inner call interrupts the outer one's span.
 
-    Attributes:
-        spans (list[tuple]): Lane, what, begin and end in seconds.
+    ``spans`` has tuples of lane, what, begin and end in seconds.
     """
 
     def __init__(self):
@@ -69,7 +68,7 @@ class Clock:
         stack, begin = self._local.__dict__.setdefault("stack", []), perf_counter()
         outer = stack[-1][0] if stack else None
         if outer not in OUTER.get(what, (outer,)):
-            return call(*args, **kwargs)  # a part of what this thread does already
+            return call(*args, **kwargs)  # it is part of what this thread already does
         if stack:
             self._note(*stack[-1], begin)
         stack.append([what, begin])
@@ -82,7 +81,7 @@ class Clock:
                 stack[-1][1] = end
 
     def bring(self, call: Callable, *args: Any):
-        """``Residency.bring``, with a span from a layer's first expert to its last."""
+        """Call ``Residency.bring`` and note a span from a layer's first expert to its last."""
         begin = perf_counter()
         yield from call(*args)
         self.spans.append(("experts", "a layer's experts", begin, perf_counter()))
@@ -93,7 +92,7 @@ class Clock:
         self.spans.append((lane, what, begin, end))
 
     def watching(self) -> ExitStack:
-        """Inside, the engine's calls are noted, of all models."""
+        """Inside the block, note the engine's calls for all models."""
         calls = [
             (Kernel, "__call__", ARITHMETIC),
             (mx, "eval", MLX),
@@ -130,22 +129,10 @@ def measure(
     prompt: str = PROMPTS[0],
     progress: bool = True,
 ) -> "DataFrame":
-    """Decode in every mode with a clock in the engine; as mlx-lm does, one token ahead.
+    """Decode in every mode with a clock in the engine, one token ahead as mlx-lm does.
 
-    Args:
-        path (str or Path): A model folder.
-        modes (str): As for ``parse_modes``.
-        base (StreamConfig): What the modes have in common.
-        tokens (int): Timed in each run.
-        runs (int): Rounds.
-        cold (bool): Whether the file's pages are dropped before the clock starts.
-        prompt (str): The text to continue.
-        progress (bool): Show a bar.
-
-    Returns:
-        DataFrame: A row a run: ``tokens``, ``decode_s`` and ``decode_tokens``; the columns of
-        ``HOST``, which add up to ``decode_s``; ``readers_s`` of all reading threads together; and
-        ``spans`` of the last token: lane, what, begin and end in seconds.
+    A row is a run: the columns of ``HOST`` add up to ``decode_s``, and ``spans`` are those of the
+    last token. ``cold`` drops the file's pages before the clock starts.
     """
     path, models = folder(path), {}
     configs = {name: (config, "1") for name, config in parse_modes(modes, base).items()}
@@ -179,7 +166,7 @@ def _sample(model, ids, tokens, drop):
         return y
 
     def decode(y, n):
-        """``n`` tokens before and the one that follows, each read when the next is scheduled."""
+        """Decode n + 1 tokens; read each one only after the next was scheduled."""
         nonlocal begin
         out = []
         for _ in range(n):
@@ -217,12 +204,7 @@ def _sample(model, ids, tokens, drop):
 
 
 def spans(samples: "DataFrame", round_: int = 0) -> "DataFrame":
-    """The last token of one round as a table for ``charts.timeline``, a row a span.
-
-    Args:
-        samples (DataFrame): Of ``measure``.
-        round_ (int): The round.
-    """
+    """The last token of one round as a table for ``charts.timeline``."""
     rows = [
         {"variant": row.variant, "lane": lane, "what": what, "begin_s": begin, "end_s": end}
         for row in samples[samples["round"] == round_].itertuples()
@@ -235,15 +217,7 @@ def spans(samples: "DataFrame", round_: int = 0) -> "DataFrame":
 
 
 def main(out: str, path: str, modes: str, slots: str, cache: str) -> None:
-    """Measure and save.
-
-    Args:
-        out (str): The record.
-        path (str): A model folder.
-        modes (str): As for ``measure``.
-        slots (str): Of the modes that stream.
-        cache (str): ``warm``, or ``cold`` to drop the file's pages.
-    """
+    """Measure with a ``warm`` or ``cold`` page cache and save the record."""
     if cache not in ("warm", "cold"):
         raise ValueError(f"expected warm or cold, got {cache!r}")
     base = StreamConfig(slots=int(slots))

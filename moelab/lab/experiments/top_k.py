@@ -28,8 +28,8 @@ from . import bench
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-HOLDS = 0.01  # quality "holds" up to so many more bits, as a share; fixed before the measurement
-# Tokens per second by top-k, not run here.
+HOLDS = 0.01  # quality "holds" up to this share of more bits; fixed before the measurement
+# Published tokens per second by top-k, not run here.
 PUBLISHED = {k: records.PUBLISHED["PR 26"][f"buffers, top-{k}"] for k in (8, 6, 4, 2)}
 PUBLISHED_SHAPE = "qwen3.5-122b-a10b"
 TINY_VOCAB = 8192  # rows of tiny-moe's head
@@ -39,17 +39,9 @@ TINY_VOCAB = 8192  # rows of tiny-moe's head
 
 
 def token_nbytes(model: str | Path, layers: int | None = None) -> tuple[int, int]:
-    """Bytes of weights that a decoded token uses.
+    """Bytes that a token uses without routed experts, and of one more expert in each layer.
 
-    Args:
-        model (str or Path): A model folder, or a key of ``synthesize.CONFIGS`` for the shapes of a
-            real model.
-        layers (int): Of a real model, only so many, with tiny-moe's vocabulary, as in the
-            checkpoints that are measured.
-
-    Returns:
-        tuple[int, int]: Without any routed expert, and what one of its K experts adds in all
-        layers together.
+    ``model`` may be a key of ``synthesize.CONFIGS``, of which ``layers`` takes only so many.
     """
     if str(model) not in synthesize.CONFIGS:
         f = footprint(model, StreamConfig())
@@ -67,13 +59,7 @@ def token_nbytes(model: str | Path, layers: int | None = None) -> tuple[int, int
 def by_bytes(model: str | Path, ks: Sequence[int], layers: int | None = None) -> "DataFrame":
     """Speed over the first K if a token's time were in proportion to the bytes that it uses.
 
-    Args:
-        model (str or Path), layers (int): As for ``token_nbytes``.
-        ks (Sequence[int]): Values of K.
-
-    Returns:
-        DataFrame: ``mode``, which says whose bytes, ``top_k`` and ``speedup``; a last row is for
-        K=0, a token without any routed expert.
+    The last row is K=0, a token without routed experts.
     """
     rest, one = token_nbytes(model, layers)
     mode = f"by the bytes of {Path(model).name}" + (f", {layers} layers" if layers else "")
@@ -81,7 +67,7 @@ def by_bytes(model: str | Path, ks: Sequence[int], layers: int | None = None) ->
 
 
 def published(ks: Sequence[int]) -> "DataFrame":
-    """The published speed over that of the first K, as ``by_bytes``, where it is known."""
+    """The published speeds over that of the first K, as a table like that of ``by_bytes``."""
     known = {k: PUBLISHED[k] / PUBLISHED[ks[0]] for k in ks if {k, ks[0]} <= PUBLISHED.keys()}
     return _speedups("published, 122B (PR 26)", known)
 
@@ -92,7 +78,7 @@ def _speedups(mode, speedups):
 
 
 def with_speedup(samples: "DataFrame") -> "DataFrame":
-    """Samples of ``bench`` and ``speedup``: over the most experts of the same mode, by round."""
+    """Add ``speedup`` to samples of ``bench``: over the same mode's largest K, by round."""
     most = samples[samples.top_k == samples.top_k.max()].set_index(["mode", "round"]).token_s
     keys = records.pandas().MultiIndex.from_frame(samples[["mode", "round"]])
     return samples.assign(speedup=most.reindex(keys).to_numpy() / samples.token_s)
@@ -111,25 +97,7 @@ def measure(
     batch: int = 4,
     progress: bool = True,
 ) -> "DataFrame":
-    """Bits that a streamed model needs for windows of held-out text, by top-k.
-
-    Args:
-        path (str or Path): The model.
-        ks (Sequence[int]): Values of K; the first is what the others are compared with.
-        heldout (str or Path): A folder of text. Default: ``heldout`` in the model's.
-        slots (int): S.
-        length (int): T, tokens predicted in a window.
-        count (int): Windows, spread evenly over the text.
-        batch (int): B, windows in one call.
-        progress (bool): Show a bar.
-
-    Returns:
-        DataFrame: ``variant`` (``K=4``), ``round`` (the window), ``top_k``, ``bits``, ``nbytes``
-        (of the window's text). ``xz_bits_per_byte`` in the settings is of the whole text.
-
-    Raises:
-        FileNotFoundError: If there is no text.
-    """
+    """Measure the bits that a streamed model needs for windows of held-out text, for each K."""
     path = folder(path)
     texts = list(heldout_files(heldout or path / "heldout").values())
     some, rows = quality.windows(load_tokenizer(path), texts, length, count), []
@@ -147,21 +115,13 @@ def measure(
 
 
 def with_increase(scores: "DataFrame") -> "DataFrame":
-    """Samples of ``measure`` and ``increase``: bits beyond those of the first K, as a share."""
+    """Add ``increase`` to samples of ``measure``: the share of bits beyond those of the first K."""
     first = records.values(scores, scores.variant.iloc[0], "bits")
     return scores.assign(increase=scores.bits / scores["round"].map(first) - 1)
 
 
 def more_bits(scores: "DataFrame") -> "DataFrame":
-    """What each K costs.
-
-    Args:
-        scores (DataFrame): Of ``measure``.
-
-    Returns:
-        DataFrame: By variant ``bits_per_byte`` of all windows together, ``increase`` of the median
-        window over the first K as a share, and its interval: ``low``, ``high``, ``confidence``.
-    """
+    """Bits per byte of each K, and the median window's increase over the first K, with interval."""
     whole = scores.groupby("variant", sort=False)[["bits", "nbytes"]].sum()
     windows = with_increase(scores).groupby("variant", sort=False).increase
     ends = windows.apply(records.interval).unstack()
@@ -172,15 +132,7 @@ def more_bits(scores: "DataFrame") -> "DataFrame":
 def dial(
     path: str | Path, slots: int = 16, tokens: int = 24, length: int = 128, count: int = 4
 ) -> Callable[[int], Any]:
-    """The function behind the top-k slider: speed and bits per byte at K and at the model's own.
-
-    Args:
-        path (str or Path): A model folder.
-        slots (int): S.
-        tokens (int): Decoded in each of three runs.
-        length (int): T, tokens predicted in a window.
-        count (int): Windows.
-    """
+    """Make the function behind the top-k slider: speed and bits per byte at K and at the own K."""
     from ..charts import bars
 
     own = footprint(path, StreamConfig()).top_k
@@ -216,7 +168,7 @@ def dial(
 
 
 def report(scores: "DataFrame") -> str:
-    """What each K costs, as text."""
+    """Write what each K costs."""
     s = scores.attrs["settings"]
     lines = [
         machine.card_line(scores.attrs["machine"]),
@@ -233,7 +185,7 @@ def report(scores: "DataFrame") -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.description = (
         "Bits per byte of held-out text by top-k, with more windows than notebook 05 has time for."
     )
@@ -254,6 +206,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """The command."""
+    """Run the command."""
     scores = measure(args.model, args.top_k, args.heldout, args.slots, args.length, args.count)
     records.print_and_save(report(scores), scores, args.json)

@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 POSITIONS = (1, 2, 4, 8, 16, 17)  # 17: one token and 16 drafts
-ROUNDS, TEXT_TOKENS = 20, 512  # of a record
-AS_HERE, FREE = "as here", "free"  # arithmetic of the model of a pass
-LONGEST = 16  # drafts in that model
+ROUNDS, TEXT_TOKENS = 20, 512  # rounds and tokens of a record
+AS_HERE, FREE = "as here", "free"  # what arithmetic costs in the model of a pass
+LONGEST = 16  # the most drafts in that model
 
 
 # The experts of several tokens
 
 
 def routing(model: nn.Module, ids: Sequence[int]) -> Trace:
-    """The routing of a text read one token at a time, as decoding would."""
+    """Record the routing of a text that is read one token at a time, as in decoding."""
     cache = make_prompt_cache(model)
     with record(model) as trace:
         for i in ids:
@@ -50,16 +50,7 @@ def uniform_union(E: int, K: int, m: int) -> float:
 
 
 def union(trace: Trace, positions: Sequence[int]) -> "DataFrame":
-    """Distinct experts of a layer over m tokens in a row, for each m in ``positions``.
-
-    Args:
-        trace (Trace): Of decoded text.
-        positions (Sequence[int]): Tokens in a row.
-
-    Returns:
-        DataFrame: A row for each ``variant`` (this text, or uniform routing), ``positions`` and
-        ``layer``: ``experts``, the mean over the text.
-    """
+    """Distinct experts of a layer over m tokens in a row, in this text and with uniform routing."""
     rows = []
     for m in positions:
         uniform = uniform_union(trace.num_experts, trace.experts.shape[2], m)
@@ -74,13 +65,7 @@ def union(trace: Trace, positions: Sequence[int]) -> "DataFrame":
 
 
 class _Reading:
-    """A model in the middle of a text, which it reads on.
-
-    Args:
-        model (nn.Module): From ``moelab.load``.
-        ids (Sequence[int]): The text.
-        at (int): How many tokens it has read.
-    """
+    """A model that has read ``at`` tokens of a text and reads on."""
 
     def __init__(self, model: nn.Module, ids: Sequence[int], at: int):
         cache = make_prompt_cache(model)
@@ -91,7 +76,7 @@ class _Reading:
         self.rollback = Rollback(model, cache)
 
     def verify(self, m: int) -> dict[str, float]:
-        """Time a pass over the next m tokens, and take all but the first of them back."""
+        """Time a pass over the next m tokens, then roll back all but the first of them."""
         stats(self.model, reset=True)
         with mx.stream(generation_stream):
             begin = time.perf_counter()
@@ -113,19 +98,7 @@ class _Reading:
 def passes(
     models: Mapping[str, nn.Module], ids: Sequence[int], positions: Sequence[int], rounds: int
 ) -> "DataFrame":
-    """Time passes at successive places of a text, in rounds of random order.
-
-    Args:
-        models (Mapping[str, nn.Module]): From ``moelab.load``, by name.
-        ids (Sequence[int]): A text, long enough for all rounds.
-        positions (Sequence[int]): The m's.
-        rounds (int): Samples of each; one round more comes first and is not kept.
-
-    Returns:
-        DataFrame: A row a pass: ``variant``, ``model`` (its name), ``positions``, ``pass_s``, of
-        that ``wait_s`` for experts, and of all layers the distinct ``experts`` of a streamed pass:
-        ``hits`` in slots and ``misses`` that were read; and ``bytes_read``.
-    """
+    """Time passes over m tokens at successive places of a text; the first round is not kept."""
     at = len(ids) - (rounds + 1) * len(positions) - max(positions)
     if at < 1:
         raise ValueError(f"passes: expected a text of {len(ids) + 1 - at} tokens, got {len(ids)}")
@@ -142,11 +115,6 @@ def main(out: str, model: str, *slots: str) -> None:
     """Time passes of a model, resident and with several numbers of slots, and save the record.
 
     On CUDA with moelab's kernel of the recurrence and with mlx-lm's loop over tokens.
-
-    Args:
-        out (str): The record's file.
-        model (str): The checkpoint's folder.
-        *slots (str): In each layer.
     """
     configs = {"resident": StreamConfig(mode="resident")}
     configs |= {f"{n} slots": StreamConfig(slots=int(n)) for n in slots}
@@ -173,11 +141,7 @@ def main(out: str, model: str, *slots: str) -> None:
 
 
 def pass_parts(samples: "DataFrame") -> "Series":
-    """What a resident pass is made of: ``fixed_s``, and ``position_s`` of each position.
-
-    Args:
-        samples (DataFrame): Of ``passes``, one model's.
-    """
+    """Fit a resident pass as ``fixed_s`` plus ``position_s`` for each position."""
     median = samples.groupby("positions").pass_s.median()
     position_s, fixed_s = np.polyfit(median.index, median, 1)
     least_s = 1e-6  # noise can make a part negative
@@ -187,11 +151,9 @@ def pass_parts(samples: "DataFrame") -> "Series":
 
 
 def reads(trace: Trace, slots: int) -> Callable[[int], float]:
-    """From m to the experts that a pass over m positions reads in all layers, by a trace.
+    """A function from m to the experts that a pass over m positions of a trace reads in all layers.
 
-    Args:
-        trace (Trace): Of decoded text; its first quarter only fills the slots.
-        slots (int): S, evicted least recent first.
+    The trace's first quarter only fills the slots; the least recent expert is evicted.
     """
     return lambda m: _reads(trace, slots, m)
 
@@ -209,23 +171,10 @@ def modelled(
     accept: float,
     arithmetic: str = AS_HERE,
 ) -> "DataFrame":
-    """The speed with drafts by a model of a pass, not a measurement.
+    """Model, not measure, the speed with drafts that cost nothing.
 
-    A pass takes a fixed time, a time for each position, and the reads of the experts that are not
-    in slots. Drafts cost nothing.
-
-    Args:
-        parts (Series): Of ``pass_parts``.
-        trace (Trace): Of decoded text, for ``reads``.
-        slots (int): S.
-        expert_s (float): Seconds to read an expert.
-        accept (float): The chance that a draft is right.
-        arithmetic (str): ``AS_HERE``, or ``FREE``: positions cost nothing.
-
-    Returns:
-        DataFrame: By ``variant`` (``as set``, ``every draft right``) and ``drafts`` in a round:
-        ``tokens`` that a round commits, the ``passes`` over one position that it takes as long
-        as, and the ``speed`` over not drafting.
+    A pass takes a fixed time, a time for each position (none if ``arithmetic`` is ``FREE``), and
+    the reads of experts outside slots. ``accept`` is the chance that a draft is right.
     """
     position_s = parts.position_s if arithmetic == AS_HERE else 0.0
     drafts, missing = np.arange(LONGEST + 1), reads(trace, slots)

@@ -33,14 +33,7 @@ FULL_VOCABULARY = 248_320
 
 
 def table(machine: Machine, names: Iterable[str] = CONFIGS) -> "DataFrame":
-    """What to expect of several models on a machine, a row for each that fits, the fastest first.
-
-    Returns:
-        DataFrame: ``model``, ``gb`` of its file, ``slots`` of ``experts``, ``tok_s``, ``low_tok_s``
-        and ``high_tok_s``, ``in_memory_tok_s`` (if memory held every expert), ``first_s`` and
-        ``first_most_s`` of a prompt of 1,000 tokens, ``binds``, and the parts of a token in ms. The
-        header's ``too_large`` names the others.
-    """
+    """A table of forecasts for models that fit, fastest first; ``too_large`` names the others."""
     rows, too_large = [], []
     for name in tqdm(names, desc="models", leave=False):
         try:
@@ -68,14 +61,14 @@ def table(machine: Machine, names: Iterable[str] = CONFIGS) -> "DataFrame":
 
 
 def in_memory(name: str, machine: Machine) -> float:
-    """The ceiling: tokens a second if memory held every expert."""
+    """Tokens a second if memory held every expert, as a ceiling."""
     sizes = named_sizes(name)
     costs = machine.costs(sizes).without_reads()
     return 1 / (costs.fixed_s + sizes.L * sizes.K * costs.expert_s)
 
 
 def by_slots(name: str, machine: Machine, count: int = 12) -> "DataFrame":
-    """A model's speed by its slots, beyond those that fit: ``slots``, ``held_gb``, ``tok_s``."""
+    """A table of a model's speed by slots, also by more than fit."""
     sizes, rows = named_sizes(name), []
     for slots in np.unique(np.linspace(sizes.K, sizes.E, count).astype(int)).tolist():
         held = sizes.other_nbytes + slots * sizes.slot_nbytes
@@ -87,11 +80,7 @@ def by_slots(name: str, machine: Machine, count: int = 12) -> "DataFrame":
 
 
 def dial(name: str) -> Callable[..., Any]:
-    """The function behind the sliders: what a model's token takes on a Mac of given rates.
-
-    Args:
-        name (str): A key of ``configs.CONFIGS``.
-    """
+    """Make the function behind the sliders: what a model's token takes on a Mac of given rates."""
 
     def look(ram, ssd, memory, slots, top_k, drafts, accepted):
         machine = Machine.mac(ram * 1e9, ssd * 1e9, memory * 1e9)
@@ -118,17 +107,12 @@ def dial(name: str) -> Callable[..., Any]:
 
 
 def own() -> "DataFrame":
-    """Speeds of our own, beside those that follow from costs measured on the same machine.
-
-    Returns:
-        DataFrame: ``where``, ``variant`` (the setting), ``measured_tok_s`` (the median),
-        ``planned_tok_s`` and ``factor`` between them, a row for each setting.
-    """
+    """Speeds of our own, beside those that follow from costs measured on the same machine."""
     rows = []
     for where, costs, speeds, layers in OWN:
         sizes, found = page_cache.machine_and_model(records.read(costs))
         samples = records.read(speeds)
-        # What a record does not say was not asked for: then the engine chose how to read.
+        # If a record does not say how to read, the engine chose.
         usual = {"direct": found.reads_direct, "limit_nbytes": float("inf")}
         samples = samples.assign(**{n: v for n, v in usual.items() if n not in samples})
         trace = page_cache.routing(layers, FULL_VOCABULARY if layers == 40 else None)
@@ -147,10 +131,10 @@ def own() -> "DataFrame":
 
 
 def own_prompts() -> "DataFrame":
-    """As ``published.first_tokens``, of our own cold prompts, by our cores and our SSD's rate."""
+    """The table of ``published.first_tokens`` for our own cold prompts, cores and SSD."""
     reads = records.read("cpu_reads_35b").groupby("variant").bytes_per_s.median()
     machine = Machine.cpu(24 * 2**30, reads["fio direct, experts, 8 in flight"], cores=2)
-    sizes, _ = page_cache.machine_and_model(records.read("cuda_costs_35b"))  # of the same model
+    sizes, _ = page_cache.machine_and_model(records.read("cuda_costs_35b"))  # the same model
     rows = []
     for record in ("cpu_prompt_cold_35b", "cpu_prompt_956"):
         samples = records.read(record)
@@ -164,11 +148,7 @@ def own_prompts() -> "DataFrame":
 
 
 def main(out: str) -> None:
-    """Save ``own``.
-
-    Args:
-        out (str): The record's file.
-    """
+    """Save the record of ``own``."""
     running = records.Running("own", {"records": [speeds for _, _, speeds, _ in OWN]})
     samples = running.table(own().to_dict("records"))
     text = samples.groupby("where", sort=False).factor.describe().round(2).to_string()

@@ -44,18 +44,13 @@ FAILED = "<p><b>A cell failed: the page ends there.</b></p>"
 
 
 def described(folder: Path) -> dict[str, dict[str, Any]]:
-    """What ``NAME.json`` says of each page of a folder, by the page's file name."""
+    """The contents of each page's ``NAME.json`` in a folder, by the page's file name."""
     found = {path.with_suffix(".html"): path for path in sorted(folder.glob("[0-9]*.json"))}
     return {page.name: read_json(j, LIKE) for page, j in found.items() if page.exists()}
 
 
 def index(folder: Path, repository: str = "") -> str:
-    """The index of one folder as HTML: each page's question, linked, and its answer.
-
-    Args:
-        folder (Path): Holds the pages and their ``NAME.json``.
-        repository (str): ``owner/name`` on GitHub, to link it and Binder. Default: neither.
-    """
+    """The index of one folder as HTML, with links to ``repository`` (``owner/name`` on GitHub)."""
     pages, links = described(folder), []
     lines = sorted({page["machine"] for page in pages.values()})
     where = "".join(f"<p>Run on {html.escape(line)}.</p>" for line in lines)
@@ -75,12 +70,7 @@ def index(folder: Path, repository: str = "") -> str:
 
 
 def main(folder: str, *repository: str) -> None:
-    """Writes ``index.html`` into a folder of pages, and into each folder of pages in it.
-
-    Args:
-        folder (str): Its path.
-        *repository (str): ``owner/name`` on GitHub, if it is there.
-    """
+    """Write ``index.html`` into a folder of pages, and into each folder of pages in it."""
     top = Path(folder).resolve()
     for place in (top, *(path for path in top.iterdir() if path.is_dir() and described(path))):
         (place / "index.html").write_text(index(place, *repository), encoding="utf-8")

@@ -47,23 +47,14 @@ BACK = '<nav><a href="index.html">All notebooks</a></nav>'  # on top of a page
 
 @dataclass(frozen=True)
 class Summary:
-    """A notebook's question and answer, as Markdown.
+    """A notebook's question and answer, as Markdown."""
 
-    Attributes:
-        title (str): The text of its first heading.
-        answer (str): Its takeaway, without the word.
-    """
-
-    title: str
-    answer: str
+    title: str  # the text of its first heading
+    answer: str  # its takeaway, without the word "Takeaway"
 
 
 def summary(notebook) -> Summary:
-    """Reads the question and the answer of a notebook: its title and its takeaway.
-
-    Raises:
-        ValueError: If it has no title, or no block quote that begins with ``**Takeaway.**``.
-    """
+    """Read a notebook's question and answer: its title, and its quote after ``**Takeaway.**``."""
     text = "\n\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
     title = re.search(r"^# (.+)$", text, re.M)
     takeaway = re.search(r"^> \*\*Takeaway\.\*\*(.+(?:\n>.*)*)", text, re.M)
@@ -75,13 +66,10 @@ def summary(notebook) -> Summary:
 
 
 def for_page(source: str, folder: Path) -> str:
-    """A Markdown cell for a page.
+    """Turn a Markdown cell's text into a page's, with the pictures of its folder inside.
 
-    Args:
-        source (str): Its text. What cites a number is dropped, and the link to the figures as
-            pictures, which a page has itself. A link to a notebook leads to its page; of a link to
-            another file of the repository the words stay.
-        folder (Path): The notebook's. Pictures from there come into the text.
+    Citations of numbers and the link to the figures are dropped. A link to a notebook leads to its
+    page; of other links into the repository only the words stay.
     """
 
     def embedded(match):
@@ -96,7 +84,7 @@ def for_page(source: str, folder: Path) -> str:
 
 
 def drop_progress(notebook) -> None:
-    """Removes what progress bars left on stderr; a page shows even blanks as a coloured band."""
+    """Remove the traces of progress bars on stderr: a page shows even blanks as a coloured band."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [output for output in cell.outputs if not _is_progress(output)]
@@ -108,7 +96,7 @@ def _is_progress(output):
 
 
 def _still(output, name: str):
-    """Turns a plotly or widget output into HTML that stands by itself, in place."""
+    """Turn a plotly or widget output in place into HTML that stands by itself."""
     data = output.get("data", {})
     if PLOTLY in data:
         alt = html.escape("".join(data.get("text/plain", "")), quote=True)
@@ -130,11 +118,7 @@ def _still(output, name: str):
 
 
 def page(source: Path, target: Path) -> str | None:
-    """Runs one notebook and writes its page, up to the cell that failed if one did.
-
-    Returns:
-        str: The error of the cell that failed, or None.
-    """
+    """Run one notebook and write its page, up to a cell that failed; returns its error or None."""
     notebook = nbformat.read(source, as_version=4)
     said = summary(notebook)
     client = NotebookClient(
@@ -183,16 +167,9 @@ def page(source: Path, target: Path) -> str | None:
 
 
 def main(notebooks: str, out: str, *names: str) -> int:
-    """Runs the notebooks of a folder and writes ``out/NAME.html`` for each, and an index.
+    """Run a folder's notebooks (or those named), write a page for each and an index.
 
-    Args:
-        notebooks (str): Their folder.
-        out (str): The folder of the pages.
-        *names (str): Which to run, ``02_expert_streaming`` and so on. Default: all. The index lists
-            the others too if their pages are there.
-
-    Returns:
-        int: How many failed.
+    Returns how many failed.
     """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "
 PATTERNS = ("", "/", "x")
 GREY = "#595959"
 
-# Pixels, but for the two counts of characters. A title of that many fits a narrow JupyterLab.
+# Pixels, and two counts of characters: a title of so many fits a narrow JupyterLab.
 TITLE_CHARACTERS, NOTE_CHARACTERS = 76, 112
 TITLE_LINE, NOTE_LINE = 22, 16
 PLOT_HEIGHT = 300
@@ -99,7 +99,7 @@ def whiskers(low, mid, high) -> dict:
 def wrap(text: str, characters: int) -> list[str]:
     """The lines of a text for a figure, escaped; HTML entities count as what they show.
 
-    No more lines than needed, of about the same length; a span as ``[1.2 - 1.4]`` stays in one.
+    There are as few lines as needed, of about the same length; ``[1.2 - 1.4]`` stays in one.
     """
     text = SPAN.sub(lambda span: span[0].replace(" ", NO_BREAK), text)
     lines = textwrap.wrap(text, characters)
@@ -121,16 +121,10 @@ def figure(
     height: int = PLOT_HEIGHT,
     **layout,
 ) -> go.Figure:
-    """An empty figure whose title says what was found and whose subtitle says where.
+    """Make an empty figure whose title says what was found and whose subtitle says where.
 
-    Args:
-        title (str): The finding, short. Long titles are wrapped.
-        x (str): The horizontal axis, with its unit.
-        y (str): The vertical axis, with its unit.
-        note (str): What qualifies the numbers: n, warm-up, cache state, model. Default: none.
-        card (dict or str): The machine of recorded numbers. Default: this machine, now.
-        height (int): Pixels of the plot; title, note and legend come on top.
-        **layout: More of ``go.Layout``.
+    ``card`` is the machine of recorded numbers (None: this machine, now). Title, note and legend
+    come on top of ``height``.
     """
     source = "recorded" if card else "here"
     where = card if isinstance(card, str) else f"{source}: {card_line(card)}"
@@ -153,16 +147,7 @@ def figure(
 
 
 def band(fig: go.Figure, x, samples, name: str, i: int = 0, **where) -> None:
-    """Adds a line through the medians of ``samples``, with whiskers from quartile to quartile.
-
-    Args:
-        fig (go.Figure): Where to add it.
-        x (Sequence): One value for each row of ``samples``.
-        samples (Sequence): Rows of numbers.
-        name (str): For the legend.
-        i (int): Which ``look``.
-        **where: ``row`` and ``col`` of a subplot.
-    """
+    """Draw the medians of ``samples``, a row per x, with whiskers from quartile to quartile."""
     low, mid, high = np.array([np.percentile(s, (25, 50, 75)) for s in samples]).T
     trace = go.Scatter(x=list(x), y=mid, name=name, mode="lines+markers", **look(i))
     fig.add_trace(trace.update(error_y=whiskers(low, mid, high)), **where)
@@ -178,18 +163,7 @@ def ceiling(
     below: bool = False,
     **where,
 ) -> None:
-    """Draws a limit (the SSD's rate, the memory there is) as a labelled line.
-
-    Args:
-        fig (go.Figure): Where to draw.
-        value (float): Where the line stands on ``axis``.
-        label (str): Its words.
-        axis (str): ``y`` for a horizontal line, ``x`` for a vertical one.
-        side (str): Of a vertical line that its label stands on.
-        log (bool): Whether ``axis`` is logarithmic.
-        below (bool): Whether the label of a horizontal line stands under it.
-        **where: ``row`` and ``col`` of a subplot.
-    """
+    """Draw a limit (of the SSD's rate, of memory) on axis ``x`` or ``y`` as a labelled line."""
     line = {
         "line": {"color": GREY, "dash": "dash", "width": 1.5},
         "annotation_text": label,
@@ -206,13 +180,7 @@ def ceiling(
 
 
 def describe(fig: go.Figure, alt: str, finding: str) -> go.Figure:
-    """Gives ``fig`` its alternative text and finding, and its legend room; returns it.
-
-    Args:
-        fig (go.Figure): Complete, since the legend's lines are counted here.
-        alt (str): The figure in words, with its numbers.
-        finding (str): What is to be seen, in one or two sentences.
-    """
+    """Give a complete figure its alternative text, its finding and room for its legend."""
     bottom = FOOTER + LEGEND_LINE * _legend_lines(fig)
     fig.update_layout(
         meta={**fig.layout.meta, "alt": alt, "finding": finding},
@@ -235,11 +203,7 @@ def _legend_lines(fig):
 
 
 def words(fig: go.Figure) -> str:
-    """The finding and, folded, the figure in words: HTML to stand under it.
-
-    Raises:
-        ValueError: If ``describe`` gave the figure neither.
-    """
+    """HTML to stand under a figure: its finding and, folded, the figure in words."""
     meta = fig.layout.meta or {}
     if not meta.get("alt") or not meta.get("finding"):
         raise ValueError("a figure needs alt text and a finding: describe(fig, alt, finding)")
@@ -250,7 +214,7 @@ def words(fig: go.Figure) -> str:
 
 
 def show(fig: go.Figure) -> None:
-    """Displays a described figure, its finding and its alternative text."""
+    """Display a described figure, its finding and its alternative text."""
     text = words(fig)
     display({**fig._repr_mimebundle_(), "text/plain": fig.layout.meta["alt"]}, raw=True)
     display(HTML(text))

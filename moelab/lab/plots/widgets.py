@@ -14,22 +14,13 @@ from IPython.display import display
 from . import style
 
 WIDTH = 880  # pixels: a live figure does not follow the page's width by itself
-STATE_CLASS = "moelab-state"  # of the line under the controls, for tests in a browser
+STATE_CLASS = "moelab-state"  # class of the line under the controls, for tests in a browser
 NOTE = "<br><span "  # begins the note in a live figure's title
 _WIDE = {"style": {"description_width": "150px"}, "layout": {"width": "500px"}}
 
 
 def slider(label: str, low, high, value, step=1, unit: str = ""):
-    """An integer or float slider that reports when it is released.
-
-    Args:
-        label (str): Stands before the slider.
-        low (int or float): Its lowest value.
-        high (int or float): Its highest value.
-        value (int or float): Where it stands at first.
-        step (int or float): Between two values.
-        unit (str): Stands behind the label.
-    """
+    """Make a slider that reports when it is released, of whole numbers if all arguments are."""
     whole = all(isinstance(v, int) for v in (low, high, value, step))
     return (ipywidgets.IntSlider if whole else ipywidgets.FloatSlider)(
         value=value,
@@ -43,20 +34,14 @@ def slider(label: str, low, high, value, step=1, unit: str = ""):
 
 
 def choice(label: str, options: Iterable, value):
-    """A slider over a list of values, for powers of two and names."""
+    """Make a slider over a list of values, such as powers of two or names."""
     return ipywidgets.SelectionSlider(
         options=list(options), value=value, description=label, continuous_update=False, **_WIDE
     )
 
 
 class Explorer:
-    """Controls, a live figure, and what went wrong.
-
-    Attributes:
-        figure (go.FigureWidget): Updated in place.
-        error (Exception | None): What the last call raised.
-        view (ipywidgets.VBox): All of it, to display.
-    """
+    """Controls, a live ``figure`` and the last call's ``error`` or None, in one ``view``."""
 
     def __init__(self, fn: Callable, controls: dict, first: go.Figure, run_button: bool):
         self.fn, self.controls, self.error = fn, controls, None
@@ -83,7 +68,7 @@ class Explorer:
 
     @property
     def title(self) -> str:
-        """What the figure found, as text: its title without the note below it."""
+        """The figure's title as text, without the note below it."""
         return self.figure.layout.title.text.partition(NOTE)[0].replace("<br>", " ")
 
     def _changed(self, _):
@@ -95,7 +80,7 @@ class Explorer:
             self.run()
 
     def run(self) -> None:
-        """Calls the function with the controls' values and shows what it gives."""
+        """Call the function with the controls' values and show its figure."""
         self.error, self._state.value = None, "running ..."
         if self._button:
             self._button.disabled = True
@@ -127,14 +112,7 @@ class Explorer:
         self._words.value = words
 
     def set(self, **values) -> "Explorer":
-        """Moves the controls and runs once, as a reader would; returns itself.
-
-        Args:
-            **values: A value for each control that is to move.
-
-        Raises:
-            ValueError: If a control does not go that far.
-        """
+        """Move controls and run once, as a reader would; returns itself."""
         self._quiet = True
         try:
             for name, value in values.items():
@@ -149,7 +127,7 @@ class Explorer:
         return self
 
     def assert_ok(self) -> None:
-        """Raises what the last run raised."""
+        """Raise what the last run raised, if it did."""
         if self.error is not None:
             raise self.error
 
@@ -160,7 +138,7 @@ def _labels(fig):
 
 
 def _live(fig):
-    """A figure's layout for the live view, where a subtitle would be drawn over the title.
+    """A figure's layout for the live view, without a subtitle that would cover the title.
 
     JupyterLab draws a widget before it is visible, and plotly then measures the title as nothing.
     """
@@ -173,7 +151,7 @@ def _live(fig):
 
 
 def _replace(old, new: dict):
-    """Updates part of a live figure in place; what the new one lacks is removed."""
+    """Update part of a live figure in place; what the new one lacks is removed."""
     gone = {
         key: None for key in old.to_plotly_json() if key not in new and key not in ("type", "uid")
     }
@@ -181,17 +159,10 @@ def _replace(old, new: dict):
 
 
 def explore(fn: Callable, *, run_button: bool = False, **controls) -> Explorer:
-    """Shows ``fn``'s figure live under its controls; a page without a kernel keeps the first one.
+    """Show ``fn``'s figure live under its controls; a page without a kernel keeps the first one.
 
-    Args:
-        fn (Callable): Takes the controls' values by name and returns a figure that
-            ``style.describe`` has described. It holds no widget, so a test can call it.
-        run_button (bool): Run when a button is pressed, not when a control is released.
-            Default: ``False``.
-        **controls: ``slider`` and ``choice``, or any widget with a ``value``.
-
-    Returns:
-        Explorer: To ``set`` the controls from code, and to ``assert_ok``.
+    ``fn`` takes the controls' values by name and returns a figure from ``style.describe``; it holds
+    no widget, so that a test can call it. With ``run_button`` it runs when that is pressed.
     """
     first = fn(**{name: control.value for name, control in controls.items()})
     explorer = Explorer(fn, controls, first, run_button)
