@@ -13,17 +13,10 @@ from .files import CheckpointError, describe
 
 
 def model_classes(checkpoint: Checkpoint, config: dict) -> tuple[type, type]:
-    """The classes for mlx-lm's ``load_model``, with placeholders for packed experts.
+    """The model's class and its arguments' for mlx-lm, with placeholders for packed experts.
 
     The model's ``sanitize`` also refuses scales that do not fit their layer: mlx-lm infers a
     group size from them and divides by it, and a division by 0 would end the process.
-
-    Args:
-        checkpoint (Checkpoint): The model folder.
-        config (dict): As mlx-lm hands it over.
-
-    Returns:
-        tuple[type, type]: The class of the model and that of its arguments.
     """
     cls, args = mlx_lm_utils._get_classes(config)
     for name, field in getattr(args, "__dataclass_fields__", {}).items():
@@ -61,19 +54,7 @@ def model_classes(checkpoint: Checkpoint, config: dict) -> tuple[type, type]:
 def mlx_lm_model(
     checkpoint: Checkpoint, model_config: dict | None = None, **kwargs
 ) -> tuple[nn.Module, dict]:
-    """Build mlx-lm's model. Its weights are lazy, none is read.
-
-    Args:
-        checkpoint (Checkpoint): The model folder.
-        model_config (dict or None): As for ``mlx_lm.utils.load_model``.
-        kwargs: ``trust_remote_code``, as for ``mlx_lm.utils.load_model``.
-
-    Returns:
-        tuple[nn.Module, dict]: The model and its configuration.
-
-    Raises:
-        CheckpointError: If mlx-lm cannot build it from the files.
-    """
+    """Build mlx-lm's model and its configuration. The weights are lazy: none is read."""
     # mlx-lm globs the folder, and [brackets] in its name would be a pattern.
     files = SimpleNamespace(glob=lambda pattern: list(map(str, checkpoint.files)))
     try:
@@ -94,21 +75,9 @@ def mlx_lm_model(
 
 
 def try_out(checkpoint: Checkpoint, model: nn.Module, cache: list | None = None) -> mx.array | None:
-    """Call the model on two tokens and evaluate nothing.
+    """Call the model on two tokens, so that MLX checks types and shapes, and evaluate nothing.
 
-    MLX checks types and shapes when an operation is called, before it is evaluated.
-
-    Args:
-        checkpoint (Checkpoint): The model folder.
-        model (nn.Module): From ``mlx_lm_model``.
-        cache (list or None): As ``make_prompt_cache`` makes it.
-
-    Returns:
-        mx.array or None: The logits; None if the family needs a kernel that this machine does
-        not have.
-
-    Raises:
-        CheckpointError: If the call fails.
+    The logits are None if the family needs a kernel that this machine does not have.
     """
     try:
         return model(mx.zeros((1, 2), mx.int32), cache=cache)
