@@ -20,11 +20,7 @@ DIGEST_NBYTES = hashlib.sha256().digest_size
 
 
 def load(name: str) -> bytes | None:
-    """The object code of a kernel; None if there is none, a damaged one, or another user's.
-
-    Args:
-        name (str): The kernel and its arguments.
-    """
+    """The object code of a kernel; None if there is none, a damaged one, or another user's."""
     try:
         with open(_checked(folder()) / _file(name), "rb") as file:
             _check(file.name, os.fstat(file.fileno()))
@@ -36,12 +32,7 @@ def load(name: str) -> bytes | None:
 
 
 def save(name: str, code: bytes) -> None:
-    """Keep object code for later processes, if that is possible.
-
-    Args:
-        name (str): As for ``load``.
-        code (bytes): Its object code.
-    """
+    """Keep object code for later processes, if that is possible."""
     with suppress(OSError, RuntimeError):
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         into = _checked(folder())
@@ -79,7 +70,7 @@ def _file(name):
 
 @cache
 def _origin():
-    """What all kernels follow from."""
+    """Versions of everything that the code of a kernel follows from."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     if not sources:
         raise OSError("no sources: nothing says whether a stored kernel is still right")
