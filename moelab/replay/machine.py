@@ -63,7 +63,8 @@ class Machine:
     layer_s: float  # seconds of a layer beside its weights
     wait_s: tuple[float, float]  # seconds more if a layer reads: from the SSD, from the page cache
     copy_bytes_per_s: float  # experts are read from the page cache at this rate
-    prompt_share: float = nan  # a prompt's token over one by itself; nan: unknown, 0 to 1
+    # A token in a prompt takes this share of a token's time for its weights; nan: unknown, 0 to 1.
+    prompt_share: float = nan
     held_layer_s: float = nan  # ``layer_s`` with every expert in a slot; nan: the same
     is_mac: bool = False  # whether a GPU computes, in the same memory
 

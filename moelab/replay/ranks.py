@@ -56,7 +56,7 @@ def _divided(needed, tables):
 
 
 def waited(found: np.ndarray) -> tuple[float, float]:
-    """Reads of a token that the ranks wait for, and those of a perfect balance, over all layers.
+    """How many reads of a token the ranks wait for, and how many if all read equally much.
 
     ``found`` ``[T, L, N]`` comes from ``reads``. A layer waits for the rank that reads most in it.
     """

@@ -141,7 +141,7 @@ class TokenCache:
 class LookupDraft:
     """Proposes what followed when the last tokens occurred before (prompt lookup, Saxena 2023).
 
-    Needs no model, and is good where text repeats itself. Of the latest 16 matches it takes the
+    It needs no model, and is good where text repeats itself. Of the latest 16 matches it takes the
     longest, of equal ones the latest, and proposes at most half as many tokens as match: the
     longer two texts have agreed, the longer they are likely to go on agreeing. ``shortest`` is the
     fewest tokens that must match.

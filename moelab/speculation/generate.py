@@ -92,7 +92,8 @@ def speculative_generate(
         SpeculativeResponse: mlx-lm's response with ``drafted``, ``accepted`` and the ``round``.
 
     Raises:
-        ValueError: The draft does not fit the model, or the cache cannot be rolled back.
+        ValueError: The prompt is empty, an argument is none of those above, the draft does not fit
+            the model or is used by another generation, or the cache cannot be rolled back.
     """
     if max_tokens == 0:
         raise ValueError("max_tokens: expected a number above 0, or -1 for no limit; got 0.")

@@ -32,7 +32,7 @@ class Form(NamedTuple):
     axis: int  # the output's time axis
 
 
-# By the name of the function that a layer's module imports; ``ssm_step`` is a method of its layer.
+# The keys are names of functions that a layer's module imports; ``ssm_step`` is a layer's method.
 # A family with another recurrence gets a line here and one in ``tests/helpers/recurrent.py``, whose
 # tests fail until it is there. Without it ``rollback`` restores the state and computes again.
 RECURRENCES = {
