@@ -35,7 +35,7 @@ COMMANDS = {  # name: its module, what it does
 
 
 class _Help(argparse.HelpFormatter):
-    """Longer options on the line of their help, and none broken in a text."""
+    """Puts longer options on the line of their help, and breaks none in a text."""
 
     def __init__(self, prog):
         super().__init__(prog, max_help_position=32)
@@ -56,7 +56,7 @@ class _Once(argparse.Action):
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The arguments of a command, with its ``run``."""
+    """Parse a command's arguments, with its ``run`` among them."""
     parser = argparse.ArgumentParser(
         prog="python -m moelab",
         description="Mixture-of-Experts decoding with the experts on disk.",
@@ -103,14 +103,7 @@ def _refusal(command, unknown):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv (list[str]): The command line after ``python -m moelab``. Default: this process's.
-
-    Returns:
-        int: The exit status.
-    """
+    """Run one command, of ``argv`` or else this process's arguments, and give its exit status."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
@@ -160,7 +153,7 @@ def _interrupted():
 
 
 def _flush_or_drop(out):
-    """What cannot be written is dropped here; at its end Python would report it once more."""
+    """Flush, or drop what cannot be written: Python would report it once more at its end."""
     try:
         out.flush()
     except OSError:
@@ -170,6 +163,6 @@ def _flush_or_drop(out):
 if __name__ == "__main__":
     interrupt.end_at_once()
     code = main()
-    if code == INTERRUPTED:  # a kernel that was being compiled cannot be closed: say nothing of it
+    if code == INTERRUPTED:  # a kernel that was being compiled cannot be closed: report nothing
         sys.unraisablehook = lambda unraisable: None
     sys.exit(code)

@@ -26,7 +26,7 @@ def _gpt_oss(layers, experts):
     }  # fmt: skip
 
 
-def _mla(**sizes):  # what DeepSeek V3, Kimi K2 and GLM-5 have in common
+def _mla(**sizes):  # DeepSeek V3, Kimi K2 and GLM-5 have this in common
     return {
         "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
         "moe_layer_freq": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
@@ -152,8 +152,9 @@ CONFIGS = {
         routed_scaling_factor=2.827, rms_norm_eps=1e-5, rope_theta=50000.0, rope_scaling=None,
         max_position_embeddings=262144, vocab_size=163840,
     ),
-    # mlx-lm has no deepseek_v4 (its pull request 1201). deepseek_v41 has the same matrices but for
-    # the compressors: 0.04 B more. For sizes only: V4's first three layers route by a table.
+    # This is for sizes only. mlx-lm has no deepseek_v4 (its pull request 1201); deepseek_v41 has
+    # the same matrices but for the compressors: 0.04 B more. V4's first three layers route by a
+    # table.
     "deepseek-v4-flash": {
         "model_type": "deepseek_v41",
         "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64, "head_dim": 512,
@@ -169,7 +170,7 @@ CONFIGS = {
         "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
         "max_position_embeddings": 1048576, "vocab_size": 129280,
     },
-    # Without engram, which mlx-lm refuses, the vision part and the three draft layers.
+    # This leaves out engram, which mlx-lm refuses, the vision part and the three draft layers.
     "deepseek-v4.1-flash": {
         "model_type": "deepseek_v41",
         "architectures": ["DeepseekV41ForCausalLM"],
@@ -262,8 +263,8 @@ CONFIGS = {
         "time_step_min": 0.001, "time_step_max": 0.1,
         "max_position_embeddings": 262144, "tie_word_embeddings": False, "vocab_size": 131072,
     },
-    # mlx-lm has no qwen4_exp. Qwen3.5's class has its layers. For sizes only: without
-    # hyper-connections, indexers and what reads the n-gram table (0.7 B), and the table (51 B).
+    # This is for sizes only. mlx-lm has no qwen4_exp; Qwen3.5's class has its layers, but for
+    # hyper-connections, indexers, the n-gram table (51 B) and what reads it (0.7 B).
     "qwen3.8-flash-next": _qwen3_5(
         hidden_size=2560, num_hidden_layers=48, num_attention_heads=24, linear_num_value_heads=48,
         num_experts=512, num_experts_per_tok=10,
@@ -290,7 +291,7 @@ CONFIGS = {
         },
         "max_position_embeddings": 1048576, "tie_word_embeddings": False, "vocab_size": 100352,
     },
-    # Without the vision part.
+    # This leaves out the vision part.
     "kimi-k3": {
         "model_type": "kimi_k3",
         "architectures": ["KimiK3ForConditionalGeneration"],
@@ -317,8 +318,8 @@ CONFIGS = {
             "tie_word_embeddings": False, "vocab_size": 163840,
         },
     },
-    # mlx-lm has no glm5_next. Kimi K3's class has its layers, with another activation. For sizes
-    # only: without indexers and hyper-connections (0.12 B).
+    # This is for sizes only. mlx-lm has no glm5_next; Kimi K3's class has its layers, with another
+    # activation and without indexers and hyper-connections (0.12 B).
     "glm-5.3-flash": {
         "model_type": "kimi_k3",
         "text_config": {

@@ -21,14 +21,7 @@ PROJECTIONS = (*GATE_UP, "down_proj")
 
 
 def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that hold experts in memory: ``SwitchGLU`` and ``SwitchMLP``.
-
-    Args:
-        model (nn.Module): The model.
-
-    Returns:
-        list[tuple[str, nn.Module]]: Path and module, in layer order.
-    """
+    """Path and module of each ``SwitchGLU`` and ``SwitchMLP`` of a model, in layer order."""
     return [
         (path, m)
         for path, m in reversed(list(model.named_modules()))
@@ -37,41 +30,21 @@ def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def expert_parameters(module: nn.Module) -> dict[str, mx.array]:
-    """The parameters that a ``SwitchGLU`` or ``SwitchMLP`` has for each expert.
+    """The parameters ``[E, ...]`` of a module's experts, by names such as ``up_proj.weight``.
 
     A family may put more on the module, which does not belong to the experts.
-
-    Args:
-        module (SwitchGLU or SwitchMLP): The module.
-
-    Returns:
-        dict[str, mx.array]: ``[E, ...]`` by name, such as ``up_proj.weight``.
     """
     names = ("fc1", "fc2") if isinstance(module, SwitchMLP) else PROJECTIONS
     return {f"{name}.{k}": p for name in names for k, p in tree_flatten(module[name].parameters())}
 
 
 def num_experts(module: nn.Module) -> int:
-    """E of a ``SwitchGLU`` or ``SwitchMLP``.
-
-    Args:
-        module (SwitchGLU or SwitchMLP): The module.
-    """
+    """The number of experts in a ``SwitchGLU`` or ``SwitchMLP``."""
     return (module.fc1 if "fc1" in module else module.gate_proj).num_experts
 
 
 def read_experts(tensor: ExpertTensor) -> mx.array:
-    """Read one parameter of all experts.
-
-    Args:
-        tensor (ExpertTensor): Where it lies.
-
-    Returns:
-        mx.array: ``[E, ...]`` in the type on disk.
-
-    Raises:
-        CheckpointError: If a file is shorter than it was.
-    """
+    """Read one parameter of all experts: ``[E, ...]`` in the type on disk."""
     rows = np.empty((len(tensor.offsets), tensor.nbytes), np.uint8)
     for row, file, offset in zip(rows, tensor.files, tensor.offsets):
         with open(file, "rb", buffering=0) as f:
@@ -84,18 +57,11 @@ def read_experts(tensor: ExpertTensor) -> mx.array:
 
 
 def locate_experts(model: nn.Module, checkpoint: Checkpoint) -> dict[str, ExpertTensor]:
-    """Find where the experts' parameters lie in the files.
+    """Find where the experts' parameters lie in the files, by their paths in the model.
 
-    Runs the model's own ``sanitize`` on placeholders. One that comes out unchanged is a whole
-    tensor of a file. What was split or stacked is followed row by row.
-
-    Args:
-        model (nn.Module): The model as mlx-lm built it, with its experts.
-        checkpoint (Checkpoint): Its files.
-
-    Returns:
-        dict[str, ExpertTensor]: By the parameter's path in the model. A parameter whose rows are
-        not contiguous in the files is left out.
+    This runs the model's own ``sanitize`` on placeholders. One that comes out unchanged is a whole
+    tensor of a file. One that was split or stacked is followed row by row, and left out if an
+    expert's rows are not contiguous in a file.
     """
     wanted = {
         f"{path}.{name}": p

@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 
 class _Hooked:
-    """Mixed into the class of a module for as long as it has hooks."""
+    """Mixed into a module's class for as long as the module has hooks."""
 
 
 class hooked:
@@ -24,14 +24,7 @@ class hooked:
 
     A module may have several hooks, and they may end in any order. After the last one the module
     has its own class again. The object can be entered again and costs about 2 us, so that a pass
-    may hook every layer.
-
-    Args:
-        module (object): The ``nn.Module`` or other object whose calls are hooked.
-        hook (Callable): Gets the method it replaces, bound to the module, and the arguments.
-        method (str): The method to hook. Default: the module's call.
-        innermost (bool): Call this hook after those that the method has already. Default: the
-            hook that began last is called first.
+    may hook every layer. The hook that began last is called first, an ``innermost`` one last.
     """
 
     def __init__(
@@ -44,7 +37,7 @@ class hooked:
         self._module, self._hook, self._method, self._innermost = module, hook, method, innermost
 
     def install(self) -> None:
-        """What entering the block does."""
+        """Begin to call the hook, as entering the block does."""
         module, method = self._module, self._method
         if not isinstance(module, _Hooked):
             # nn.Module would take a dictionary that is set as usual for parameters.
@@ -57,7 +50,7 @@ class hooked:
         hooks.insert(0 if self._innermost else len(hooks), self._hook)
 
     def remove(self) -> None:
-        """What leaving the block does. Undoes an interrupted ``install`` too."""
+        """End it, as leaving the block does. Undoes an interrupted ``install`` too."""
         module = self._module
         if not isinstance(module, _Hooked):
             return
@@ -79,7 +72,7 @@ class hooked:
 def methods(cls: type) -> dict[str, Callable]:
     """The methods that a class of modules and its bases define in Python, by name.
 
-    Of a class that ``call_instead`` made these are the copies that call the other function.
+    A class that ``call_instead`` made gives the copies that call the other function.
     """
     mro = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
     return {
@@ -110,16 +103,11 @@ def call_instead(
     The module gets another class, whose methods know another function by the name. Modules that
     are not given are not affected. A module that calls no such function keeps its class. If another
     library replaces the function of that name or the method of the module's former class, the
-    module calls what that library put there, for as long as it is there.
-
-    Args:
-        module (nn.Module): It is changed in place.
-        name (str): What the module's methods call, a global name of theirs.
-        replace (Callable): From the function to what is called in its place.
-        unless_trained (bool): Not while the module is trained (``module.train()``).
+    module calls what that library put there, for as long as it is there. ``unless_trained``: it
+    calls the original in training.
     """
     cls = type(module)
-    own = ((key, getattr(cls, key)) for key in methods(cls))  # those that are in force
+    own = ((key, getattr(cls, key)) for key in methods(cls))  # the methods that are in force
     found = tuple(
         (key, f, f.__globals__[name])
         for key, f in own
@@ -139,7 +127,7 @@ def _calling(cls, name, replace, unless_trained, found):
 
 
 def _unless_replaced(cls, key, own, name, instead, unless_trained):
-    """The method with ``instead`` for what it calls, while both are still those that were found."""
+    """The method that calls ``instead``, as long as nobody replaces the method or its callee."""
     names, called = own.__globals__, own.__globals__[name]
     copy = with_globals(own, {name: instead})
 

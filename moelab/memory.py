@@ -15,7 +15,7 @@ HALF = "at most half of a Mac's memory is filled, since one of 16 GB swapped wit
 
 
 def most_for_a_model(ram_nbytes: float, is_mac: bool | None = None) -> float:
-    """Bytes of a machine's memory that a plan may fill. Whether it is a Mac: default, this one."""
+    """Bytes of a machine's memory that a plan may fill (``is_mac``: None for this machine)."""
     is_mac = sys.platform == "darwin" if is_mac is None else is_mac
     return ram_nbytes / 2 if is_mac else float("inf")
 

@@ -1,7 +1,7 @@
 """The limit of open files: the soft one is raised for a model's files, the hard one stays.
 
 mlx-lm sets both to numbers of its own when it is imported. That fails below a hard limit of 4096,
-and lowers a higher one for the rest of the process. Here it is imported without.
+and lowers a higher one for the rest of the process. Here it is imported without that.
 """
 
 import errno
@@ -13,11 +13,11 @@ from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-SPARE = 64  # for sockets, pipes, libraries, a trace and what else a process opens
+SPARE = 64  # files for sockets, pipes, libraries, a trace and all else that a process opens
 
 
 def allow_open(n: int, path: Path) -> None:
-    """Let the process open ``n`` more files of a model folder, or raise what it lacks."""
+    """Let the process open ``n`` more files of a model folder, or say which limit it lacks."""
     needed = len(os.listdir("/dev/fd")) + n + SPARE
     _raise_soft_limit(needed)
     allowed, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

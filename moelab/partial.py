@@ -12,19 +12,8 @@ from pathlib import Path
 def begin(out: Path, journal: str, files: list[str], made_from: str | None = None) -> Path:
     """Make ``OUT.partial``, or take over the one that a killed run of the same command left.
 
-    Args:
-        out (Path): The folder to make.
-        journal (str): Name of the journal. Each command has its own.
-        files (list[str]): Names of all other files that the command writes.
-        made_from (str or None): What the files are made from. Files of a killed run are kept if
-            they were made from the same. Default: they are removed.
-
-    Returns:
-        Path: ``OUT.partial``.
-
-    Raises:
-        FileExistsError: If there is an ``OUT.partial`` that the command did not make, or one with
-            other files in it. Nothing is changed then.
+    Its ``files`` are kept if they were made from the same ``made_from`` (None: removed). A folder
+    that holds anything of others is an error, and nothing is changed.
     """
     partial = out.with_name(out.name + ".partial")
     earlier = _earlier(partial, journal)
@@ -43,11 +32,6 @@ def finish(partial: Path, out: Path, journal: str) -> None:
     """Give the folder its final name and remove the journal, in this order.
 
     A run that is killed in between leaves a folder that the command knows as its own.
-
-    Args:
-        partial (Path): From ``begin``.
-        out (Path): The folder's final name.
-        journal (str): As for ``begin``.
     """
     os.replace(partial / journal, partial / f"{journal}.done")
     os.rename(partial, out)
@@ -55,13 +39,7 @@ def finish(partial: Path, out: Path, journal: str) -> None:
 
 
 def clear(partial: Path, journal: str, files: list[str]) -> None:
-    """Remove a command's files and, if nothing else is in it, the folder.
-
-    Args:
-        partial (Path): From ``begin``.
-        journal (str): As for ``begin``.
-        files (list[str]): As for ``begin``.
-    """
+    """Remove a command's files and, if nothing else is in it, the folder."""
     for name in (*files, f"{journal}.writing", f"{journal}.done", journal):
         (partial / name).unlink(missing_ok=True)
     if partial.is_dir() and not any(partial.iterdir()):
@@ -69,7 +47,7 @@ def clear(partial: Path, journal: str, files: list[str]) -> None:
 
 
 def _earlier(partial, journal):
-    """The journal of a killed run; raises if the folder holds anything that is not the run's."""
+    """Read the journal of a killed run, and refuse a folder that holds anything of others."""
     command = f"moelab {journal.removesuffix('.json')}"
     remedy = "Remove it, or move it elsewhere, or name another folder to make."
     if partial.is_symlink() or (partial.exists() and not partial.is_dir()):

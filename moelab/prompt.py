@@ -9,26 +9,19 @@ from .checkpoint import describe
 
 @dataclass(frozen=True)
 class Template:
-    """How a prompt becomes the text that a model reads, as ``mlx_lm.generate`` does it.
+    """Makes the text that a model reads of a prompt, as ``mlx_lm.generate`` does."""
 
-    Attributes:
-        ignore (bool): The prompt as it is, without the tokenizer's chat template.
-        system_prompt (str or None): A message before it.
-        prefill_response (str or None): How the answer begins.
-        config (dict or None): More arguments of the template.
-    """
-
-    ignore: bool = False
+    ignore: bool = False  # keep the prompt as it is, without the tokenizer's chat template
     system_prompt: str | None = None
-    prefill_response: str | None = None
-    config: dict | None = None
+    prefill_response: str | None = None  # the answer begins with it
+    config: dict | None = None  # more arguments of the template
 
     def applies(self, tokenizer: TokenizerWrapper) -> bool:
         """Whether there is a template to apply."""
         return tokenizer.has_chat_template and not self.ignore
 
     def text(self, tokenizer: TokenizerWrapper, prompt: str) -> str:
-        """What the model reads."""
+        """The text that the model reads."""
         if not self.applies(tokenizer):
             return prompt
         prefill = self.prefill_response is not None
@@ -50,7 +43,7 @@ class Template:
         )
 
     def text_after(self, tokenizer: TokenizerWrapper, prompt: str) -> str:
-        """What the model reads of a prompt if its cache already holds how the message begins."""
+        """The text that the model reads if its cache already holds how the message begins."""
         text, mark = self.text(tokenizer, prompt), "<query>"
         before, found, _ = self.text(tokenizer, mark).partition(mark)
         if not found:
@@ -66,14 +59,7 @@ def render(
 ) -> str:
     """The text that the tokenizer's chat template makes of messages.
 
-    Args:
-        tokenizer (TokenizerWrapper): The model's.
-        messages (list[dict]): With ``role`` and ``content``.
-        config (dict or None): A user's arguments of the template.
-        options (bool): Arguments of ``apply_chat_template``.
-
-    Raises:
-        ValueError: If the template refuses them, as some do a system prompt.
+    ``config`` are a user's arguments of the template, ``options`` those of mlx-lm's.
     """
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options, **config or {})
@@ -87,16 +73,7 @@ def render(
 
 
 def encode(tokenizer: TokenizerWrapper, text: str, special: bool = True) -> list[int]:
-    """The tokens of a prompt: at least one.
-
-    Args:
-        tokenizer (TokenizerWrapper): The model's.
-        text (str): The prompt.
-        special (bool): Whether to add the tokens that the tokenizer begins a text with.
-
-    Raises:
-        ValueError: If there are none.
-    """
+    """The tokens of a prompt, at least one; ``special`` adds those that begin a text."""
     ids = tokenizer.encode(text, **({} if special else {"add_special_tokens": False}))
     if not len(ids):
         raise ValueError(

@@ -35,7 +35,7 @@ from .experts import expert_modules, expert_parameters, locate_experts
 from .partial import begin, finish
 
 DTYPE_NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
-SPARE_NBYTES = 64 << 20  # of the disk that stay free: headers, the configuration, the tokenizer
+SPARE_NBYTES = 64 << 20  # kept free on the disk for headers, the configuration, the tokenizer
 
 
 def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
@@ -43,18 +43,6 @@ def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
 
     Until its last byte is on disk and has been compared, the folder is called ``OUT.partial``. A
     run that was interrupted goes on where it stopped.
-
-    Args:
-        model (str or Path): A model folder, as for ``moelab.load``.
-        out (str or Path): The folder to make; it must not exist.
-        progress (bool): Show a progress bar.
-
-    Returns:
-        Path: ``out``.
-
-    Raises:
-        CheckpointError: If the model is damaged, has no experts or is packed already.
-        OSError: If ``out`` exists or the disk is too small.
     """
     out = Path(out)
     if os.path.lexists(out):
@@ -140,7 +128,7 @@ class _Layer:
 
     def __init__(self, path, module, located):
         self.path = path
-        # The others are a few bytes for each expert and stay with the backbone.
+        # The other parameters are a few bytes for each expert and stay with the backbone.
         parameters = {n: p for n, p in expert_parameters(module).items() if p.ndim > 2}
         self.E = next(iter(parameters.values())).shape[0]
         self._sources, named = [], []
@@ -156,7 +144,7 @@ class _Layer:
         self.nbytes = self.E * self.stride
 
     def experts(self):
-        """The bytes of one expert after another, padded to whole pages."""
+        """Yield the bytes of one expert after another, padded to whole pages."""
         files, arrays = {}, {}
         with ExitStack() as opened:
             for e in range(self.E):

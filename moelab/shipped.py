@@ -6,14 +6,7 @@ from . import DATA
 
 
 def shipped(*names: str) -> Path:
-    """A file or folder of ``data/``.
-
-    Args:
-        names (str): The names below ``data/``, such as ``models`` and ``tiny-moe``.
-
-    Raises:
-        FileNotFoundError: If moelab was installed without ``data/``.
-    """
+    """A file or folder below ``data/``; an installed moelab has none."""
     if not (DATA / names[0]).exists():
         raise FileNotFoundError(
             f"{'/'.join(('data', *names))}: not there, since an installed moelab has no data/. "

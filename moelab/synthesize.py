@@ -29,8 +29,8 @@ from .streaming.trace import Trace
 JOURNAL = "synthesize.json"  # in the folder while ``synthesize`` writes there
 GROUP_SIZE, BITS = 64, 4  # of the quantization; mlx-lm's own defaults
 SHARD_NBYTES = 5 << 30  # the largest file, as in mlx-lm
-CHUNK_NBYTES = 16 << 20  # written at once, and all of a tensor that is in memory
-SPARE_NBYTES = 64 << 20  # of the disk that stay free: headers, the configuration, the tokenizer
+CHUNK_NBYTES = 16 << 20  # written at once; no more of a tensor is in memory
+SPARE_NBYTES = 64 << 20  # kept free on the disk for headers, the configuration, the tokenizer
 TOKENIZER = Path(__file__).parent / "tokenizer"  # tiny-moe's, here for those who have no data/
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -54,21 +54,12 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The tensor's size in bytes."""
         return int(np.prod(self.shape)) * {"U32": 4, "F32": 4, "BF16": 2}[self.dtype]
 
 
 def plan(config: dict, bits: int = BITS) -> tuple[list[Tensor], dict]:
-    """The tensors of mlx-lm's quantized checkpoint of a model.
-
-    Args:
-        config (dict): The model's configuration.
-        bits (int): Of a weight.
-
-    Returns:
-        tuple[list[Tensor], dict]: The tensors in the model's order, and the configuration of the
-        quantized checkpoint.
-    """
+    """The tensors of mlx-lm's quantized checkpoint, in the model's order, and its configuration."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_lm.utils import _get_classes, quantize_model
@@ -86,15 +77,7 @@ def plan(config: dict, bits: int = BITS) -> tuple[list[Tensor], dict]:
 
 
 def shards(tensors: list[Tensor], limit: int = SHARD_NBYTES) -> list[list[Tensor]]:
-    """Divide tensors into files.
-
-    Args:
-        tensors (list[Tensor]): The tensors. None of them is divided.
-        limit (int): The most bytes of a file that has several tensors.
-
-    Returns:
-        list[list[Tensor]]: The tensors of each file.
-    """
+    """Divide tensors into files of at most ``limit`` bytes; a larger tensor has its own file."""
     out, size = [[]], 0
     for t in tensors:
         if out[-1] and size + t.nbytes > limit:
@@ -105,9 +88,9 @@ def shards(tensors: list[Tensor], limit: int = SHARD_NBYTES) -> list[list[Tensor
     return out
 
 
-# Standard deviation of a layer's output for inputs with 1. Routed experts get more, because eight
-# near-equal scores scale them down and each of them should change the next token. Other branches
-# get less, so that the residual stream stays larger than each of them.
+# A layer's output has this standard deviation if its input has 1. Routed experts get more, because
+# eight near-equal scores scale them down and each of them should change the next token. Other
+# branches get less, so that the residual stream stays larger than each of them.
 GAINS = {
     "switch_mlp.down_proj": 3.0,
     "down_proj": 0.5, "o_proj": 0.5, "out_proj": 0.5,
@@ -136,9 +119,9 @@ def _scale_table(path, fan_in, bits):
     return scales, _bf16(-(levels - 1) / 2 * _float32(scales))
 
 
-# What writes to the residual stream, beside the embedding.
+# These projections write to the residual stream, beside the embedding.
 WRITERS = ("o_proj", "out_proj", "down_proj")
-# What a router says for a token's experts, the most frequent first; for all others nearly 0.
+# A router's logits of a token's experts, the most frequent first; those of all others are near 0.
 LOGITS = (4.0, 3.0)
 
 
@@ -150,16 +133,7 @@ class Routers:
     changes them, since the rows of the projections that would write there are zero. Each router
     reads these dimensions only, and its weights are the sum over all kinds of wanted logits times
     code. The other dimensions are as random as without it, so that the text depends on every layer
-    as before.
-
-    Args:
-        config (dict): The model's.
-        tensors (list[Tensor]): The checkpoint's.
-        trace (Trace): Of a text in the checkpoint's tokenizer.
-        seed (int): Of what the trace leaves open.
-
-    Raises:
-        ValueError: If the trace does not fit, or the model has other routers.
+    as before. The trace is that of a text in the checkpoint's tokenizer.
     """
 
     def __init__(self, config: dict, tensors: list[Tensor], trace: Trace, seed: int):
@@ -191,13 +165,10 @@ class Routers:
         self._last = None, None
 
     def write(self, path: str, leaf: str, row: int, out: np.ndarray) -> None:
-        """Change the rows of one tensor from ``row`` on, in place.
+        """Change rows of one tensor in place; the first is number ``row``.
 
-        Args:
-            path (str): The module's name.
-            leaf (str): ``weight``, ``scales`` or ``biases``.
-            row (int): The first row's number, all dimensions but the last taken as one.
-            out (np.ndarray): The rows; those of a weight as bytes.
+        ``leaf`` is weight, scales or biases. All dimensions but the last count as rows, and a
+        weight's rows ``out`` are bytes.
         """
         rows = slice(row, row + len(out))
         if path.endswith("embed_tokens"):
@@ -221,7 +192,7 @@ class Routers:
         return logits.T @ self.codes / len(self.codes)
 
     def _quantized(self, path, weights):
-        """The three tensors of quantized weights, symmetric around zero; those of ``path`` stay."""
+        """Quantize weights symmetrically around zero; the last path's three tensors are kept."""
         if self._last[0] != path:
             bits = self.bits[f"{path}.weight"]
             half = 1 << bits - 1
@@ -238,7 +209,7 @@ class Routers:
 
 
 def _chunks(tensor, shapes, seed, silent_rows, routers=None):
-    """The bytes of one tensor as numpy arrays, about ``CHUNK_NBYTES`` at a time."""
+    """Yield the bytes of one tensor as numpy arrays of about ``CHUNK_NBYTES``."""
     path, _, leaf = tensor.name.rpartition(".")
     # A bias is -(2^bits - 1) / 2 times its scale, so both draw the same random numbers.
     quantized = f"{path}.scales" in shapes
@@ -294,13 +265,7 @@ def _header(tensors):
 
 
 def write_headers(folder: Path, config: dict, bits: int = BITS) -> None:
-    """Write a checkpoint whose weights are a hole: its sizes are a real one's, its bytes zero.
-
-    Args:
-        folder (Path): It must exist, on a file system that has sparse files.
-        config (dict): The model's configuration.
-        bits (int): Of a weight.
-    """
+    """Write a checkpoint of real sizes whose weights are a hole in a sparse file, all zero."""
     tensors, config = plan(config, bits)
     header = _header(tensors)
     with open(folder / "model.safetensors", "wb") as file:
@@ -349,29 +314,12 @@ def synthesize(
     progress: bool = True,
     routing: str | Path | Trace | None = None,
 ) -> Path:
-    """Write a random 4-bit checkpoint that ``mlx_lm.load`` loads.
+    """Write a random 4-bit checkpoint that ``mlx_lm.load`` loads into a new folder.
 
-    Args:
-        out (str or Path): The folder to make. It must not exist. Until the last byte is on disk
-            its name is ``OUT.partial``.
-        like (str): One of ``LIKE``.
-        layers (int or None): How many layers. Default: as many as the real model.
-        vocab (int or None): Rows of the embedding and of the head. Default: the tokenizer's.
-        seed (int): Seed of every byte.
-        tokenizer (str or Path or None): The folder to copy a tokenizer from. Default: tiny-moe's.
-        config (dict or None): A Hugging Face configuration in place of ``like``'s.
-        progress (bool): Show a progress bar.
-        routing (str, Path, Trace or None): A trace, or the file of one, recorded with the same
-            tokenizer: fed its text, the routers choose experts with its locality. Default: random
-            routers, which choose nearly uniformly.
-
-    Returns:
-        Path: ``out``.
-
-    Raises:
-        OSError: If ``out`` exists, a file is missing or the disk is too small.
-        ValueError: If ``like``, ``layers`` or ``vocab`` is out of range, or ``routing`` does not
-            fit.
+    It has the shapes of ``config``, else of the model ``like``, one of ``LIKE``. None means as many
+    ``layers`` as the real model, the tokenizer's ``vocab``, tiny-moe's ``tokenizer``. ``routing``
+    is a trace, or the file of one, recorded with the same tokenizer: fed its text, the routers
+    choose experts with its locality; with None they choose nearly uniformly.
     """
     from tqdm import tqdm
 

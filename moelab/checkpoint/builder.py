@@ -23,11 +23,7 @@ _computes = PROCESS  # the latest process that is known to have MLX's threads
 
 
 def check_fork() -> None:
-    """Refuse a process without MLX's threads, where evaluating an array would wait for ever.
-
-    Raises:
-        RuntimeError: In a fork of a process in which this thread had computed.
-    """
+    """Raise in a fork without MLX's threads, where evaluating an array would wait for ever."""
     global _computes
     if os.getpid() != _computes:
         stream = mx.default_stream(mx.default_device())
@@ -40,17 +36,10 @@ def check_fork() -> None:
 
 
 def model_classes(checkpoint: Checkpoint, config: dict) -> tuple[type, type]:
-    """The classes for mlx-lm's ``load_model``, with placeholders for packed experts.
+    """The model's class and its arguments' for mlx-lm, with placeholders for packed experts.
 
     The model's ``sanitize`` also refuses scales that do not fit their layer: mlx-lm infers a
     group size from them and divides by it, and a division by 0 would end the process.
-
-    Args:
-        checkpoint (Checkpoint): The model folder.
-        config (dict): As mlx-lm hands it over.
-
-    Returns:
-        tuple[type, type]: The class of the model and that of its arguments.
     """
     cls, args = mlx_lm_utils._get_classes(config)
     for name, field in getattr(args, "__dataclass_fields__", {}).items():
@@ -88,20 +77,7 @@ def model_classes(checkpoint: Checkpoint, config: dict) -> tuple[type, type]:
 def mlx_lm_model(
     checkpoint: Checkpoint, model_config: dict | None = None, **kwargs
 ) -> tuple[nn.Module, dict]:
-    """Build mlx-lm's model. Its weights are lazy, none is read.
-
-    Args:
-        checkpoint (Checkpoint): The model folder.
-        model_config (dict or None): As for ``mlx_lm.utils.load_model``.
-        kwargs: ``trust_remote_code``, as for ``mlx_lm.utils.load_model``.
-
-    Returns:
-        tuple[nn.Module, dict]: The model and its configuration.
-
-    Raises:
-        CheckpointError: If mlx-lm cannot build it from the files.
-        RuntimeError: In a fork, as ``check_fork``.
-    """
+    """Build mlx-lm's model and its configuration. The weights are lazy: none is read."""
     check_fork()
     # mlx-lm globs the folder, and [brackets] in its name would be a pattern.
     files = SimpleNamespace(glob=lambda pattern: list(map(str, checkpoint.files)))
@@ -123,21 +99,9 @@ def mlx_lm_model(
 
 
 def try_out(checkpoint: Checkpoint, model: nn.Module, cache: list | None = None) -> mx.array | None:
-    """Call the model on two tokens and evaluate nothing.
+    """Call the model on two tokens, so that MLX checks types and shapes, and evaluate nothing.
 
-    MLX checks types and shapes when an operation is called, before it is evaluated.
-
-    Args:
-        checkpoint (Checkpoint): The model folder.
-        model (nn.Module): From ``mlx_lm_model``.
-        cache (list or None): As ``make_prompt_cache`` makes it.
-
-    Returns:
-        mx.array or None: The logits; None if the family needs a kernel that this machine does
-        not have.
-
-    Raises:
-        CheckpointError: If the call fails.
+    The logits are None if the family needs a kernel that this machine does not have.
     """
     try:
         return model(mx.zeros((1, 2), mx.int32), cache=cache)

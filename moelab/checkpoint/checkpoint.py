@@ -15,20 +15,8 @@ from .packed import JOURNAL, read_packed
 class Checkpoint:
     """The tensors of a model folder, each with its place on disk.
 
-    Args:
-        path (str or Path): A folder as ``mlx_lm.load`` takes it.
-
-    Attributes:
-        path (Path): As above.
-        config (dict): The folder's ``config.json``.
-        files (list[Path]): The files that mlx-lm reads, model*.safetensors.
-        tensors (dict[str, Tensor]): The tensors of model*.safetensors by their names there.
-        packed (dict[str, ExpertTensor]): The experts' parameters by their path in the model, if
-            ``python -m moelab repack`` wrote the folder; else empty.
-        stamps (dict[Path, tuple]): Of each file in the folder what tells it from another one.
-
-    Raises:
-        CheckpointError: If a file is missing or truncated, or its header does not fit it.
+    ``tensors`` are those of model*.safetensors by name. ``packed`` are the experts' parameters by
+    path in the model if ``python -m moelab repack`` wrote the folder, else it is empty.
     """
 
     def __init__(self, path: str | Path):
@@ -38,7 +26,7 @@ class Checkpoint:
                 f"{self.path}: an unfinished copy that an interrupted 'python -m moelab repack' "
                 "left. Run the same command again, it goes on from there."
             )
-        self.stamps = {}
+        self.stamps = {}  # by file: what tells it from a file that replaces it
         for entry in self.path.iterdir() if self.path.is_dir() else ():
             if entry.exists() and not entry.is_dir():
                 regular_file(entry)
@@ -75,7 +63,7 @@ class Checkpoint:
         return experts + sum(t.nbytes for t in self.tensors.values())
 
     def check_unchanged(self, *others: Path) -> None:
-        """Raise if the weights, the configuration or others of the files have been replaced."""
+        """Raise if the weights, config.json or one of ``others`` were replaced since the start."""
         packed = (file for tensor in self.packed.values() for file in tensor.files)
         for file in {*self.files, *packed, self.path / "config.json", *others}:
             if not file.exists() or self.stamps.get(file) != _stamp(file):

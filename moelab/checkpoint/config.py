@@ -4,7 +4,7 @@ from pathlib import Path
 
 from .files import CheckpointError, shorten
 
-# What families call the number of layers. mlx-lm builds as many as config.json says.
+# Families' names for the number of layers. mlx-lm builds as many as config.json says.
 LAYERS_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
 # What mlx.core.quantize accepts. A group size of 0 would end the process in mlx-lm's loader.
@@ -16,13 +16,7 @@ MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 def check_config(config: dict, file: Path, num_tensors: int) -> None:
     """Refuse impossible values of a config.json, before mlx-lm builds a model of that size.
 
-    Args:
-        config (dict): Its content.
-        file (Path): For messages.
-        num_tensors (int): The tensors of the model, which cannot have more layers.
-
-    Raises:
-        CheckpointError: If a value is impossible.
+    A model has at most as many layers as tensors.
     """
 
     def check(key, value, expected, good):

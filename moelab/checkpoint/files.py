@@ -5,7 +5,7 @@ import re
 import stat
 from pathlib import Path
 
-# What a terminal acts on or cannot show: control characters, directions of writing, surrogates.
+# Characters that a terminal obeys or cannot show: controls, directions of writing, surrogates.
 CONTROL = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff]+"
 )
@@ -16,39 +16,18 @@ class CheckpointError(ValueError):
 
 
 def shorten(text: object, most: int = 300) -> str:
-    """Put a text on one line, without control characters and the middle of a long one.
-
-    Args:
-        text (object): Its ``str`` is taken.
-        most (int): Characters that a text may have. Of a longer one half as many are kept at
-            either end.
-    """
+    """Put a text on one line without control characters, and cut the middle out of a long one."""
     text = " ".join(CONTROL.sub(" ", str(text)).split())
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 def describe(error: BaseException) -> str:
-    """Describe an exception of another library in one short line.
-
-    Args:
-        error (BaseException): The exception.
-    """
+    """Describe an exception of another library in one short line."""
     return f"{type(error).__name__}: {shorten(error)}"
 
 
 def regular_file(file: Path) -> int:
-    """The size of a regular file. Opening a FIFO in its place would wait for ever.
-
-    Args:
-        file (Path): The file.
-
-    Returns:
-        int: Bytes.
-
-    Raises:
-        CheckpointError: If it is a folder, a FIFO, a socket or a device.
-        OSError: If it does not exist.
-    """
+    """Size of a file; refuses what is not a regular one, as opening a FIFO would wait for ever."""
     status = file.stat()
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{file}: expected a file, got {stat.filemode(status.st_mode)}.")
@@ -56,18 +35,9 @@ def regular_file(file: Path) -> int:
 
 
 def read_json(file: Path, like: dict | None = None, text: bytes | None = None) -> dict:
-    """Read the object in a JSON file.
+    """Read the JSON object in a file; it must have the parts of ``like``, each of its type.
 
-    Args:
-        file (Path): The file.
-        like (dict or None): Parts that it must have, each with its type. Default: none.
-        text (bytes or None): What was read of it already.
-
-    Returns:
-        dict: The object.
-
-    Raises:
-        CheckpointError: If the file is not JSON, is not an object, or lacks a part.
+    ``text`` is the file's content if that was read already.
     """
     regular_file(file)
     try:

@@ -50,44 +50,23 @@ class Tensor:
 
 @dataclass(frozen=True)
 class ExpertTensor:
-    """Where one parameter of all E experts of a layer lies. Each expert's part is contiguous.
+    """Where one parameter of all E experts of a layer lies. Each expert's part is contiguous."""
 
-    Attributes:
-        name (str): The parameter's path in the model.
-        files (list[Path]): The file of each expert, E entries. In a ``Session``, opened.
-        offsets (list[int]): The first byte of each expert there, E entries.
-        nbytes (int): The bytes of one expert's part.
-        shape (tuple[int, ...]): The shape of one expert's part.
-        dtype (mx.Dtype): The type on disk.
-    """
-
-    name: str
-    files: list[Path]
-    offsets: list[int]
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
+    name: str  # path in the model
+    files: list[Path]  # of each expert, ``[E]``; a ``Session`` has them opened
+    offsets: list[int]  # ``[E]``, each expert's first byte in its file
+    nbytes: int  # of one expert
+    shape: tuple[int, ...]  # of one expert
+    dtype: mx.Dtype  # on disk
 
 
 def read_header(file: Path, remedy: str = "download it again") -> dict[str, Tensor]:
-    """Read where the tensors of one safetensors file lie.
-
-    Args:
-        file (Path): The file.
-        remedy (str): What to do if it is damaged, for the error.
-
-    Returns:
-        dict[str, Tensor]: Every tensor by name.
-
-    Raises:
-        CheckpointError: If the header is damaged or does not fit the file, or MLX has no such
-            tensors.
-    """
+    """Read where the tensors of one safetensors file lie."""
     return header_and_metadata(file, remedy)[0]
 
 
 def header_and_metadata(file: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What ``read_header`` returns, and the header's metadata."""
+    """Read where the tensors of one safetensors file lie, and its metadata."""
 
     def wrong(what):
         return CheckpointError(f"{file}: {what}. The file is damaged: {remedy}.")
@@ -115,17 +94,7 @@ def header_and_metadata(file: Path, remedy: str) -> tuple[dict[str, Tensor], dic
 
 
 def merge_headers(headers: dict[Path, dict]) -> dict:
-    """Join the tensors of several files.
-
-    Args:
-        headers (dict[Path, dict]): For each file, its tensors by name.
-
-    Returns:
-        dict: All tensors by name.
-
-    Raises:
-        CheckpointError: If a name occurs in two files.
-    """
+    """Join the tensors of several files by name, and refuse a name that two files have."""
     merged, holder = {}, {}
     for file, tensors in headers.items():
         for name, tensor in tensors.items():

@@ -17,11 +17,7 @@ GATE_UP = ("gate_proj", "up_proj")  # the projections that ``fused`` mode joins
 
 
 def packing_order(names: Iterable[str]) -> list[str]:
-    """Sort an expert's parameters as ``repack`` packs them: weights first, gate beside up.
-
-    Args:
-        names (Iterable[str]): As ``expert_parameters`` names them.
-    """
+    """Sort an expert's parameters as ``repack`` packs them: weights first, gate beside up."""
 
     def place(name):
         linear, param = name.rsplit(".", 1)
@@ -31,16 +27,9 @@ def packing_order(names: Iterable[str]) -> list[str]:
 
 
 def packed_header(path: str, parameters: list[tuple], E: int) -> dict:
-    """The header of the file in which ``repack`` puts the experts of a layer.
+    """The JSON header of a layer's packed file, in which each expert begins on a page.
 
-    Args:
-        path (str): The layer's path in the model.
-        parameters (list[tuple]): Name, dtype (as safetensors names it) and shape of each
-            parameter of an expert, in the order of ``packing_order``.
-        E (int): The number of experts.
-
-    Returns:
-        dict: For JSON. An expert's parameters follow each other, and each expert begins on a page.
+    ``parameters`` are name, safetensors' dtype and shape of one expert's, in ``packing_order``.
     """
     described, offset = [], 0
     for name, dtype, shape in parameters:
@@ -60,15 +49,6 @@ def read_packed(file: Path) -> dict[str, ExpertTensor]:
 
     The header must be the one that ``repack`` writes for the same parameters. Files of earlier
     versions have no checksum.
-
-    Args:
-        file (Path): The file.
-
-    Returns:
-        dict[str, ExpertTensor]: By the parameter's path in the model.
-
-    Raises:
-        CheckpointError: If the file is damaged.
     """
     tensors, metadata = header_and_metadata(file, "repack the model again")
     try:

@@ -20,8 +20,8 @@ from ..hooks import unhooked
 from . import code, quantized, rowwise, team
 from .code import to_mlx
 
-# Weights of a plain matrix. Below this a call of MLX's is as fast, even with the reference BLAS
-# that its Linux packages have. On macOS MLX has a fast BLAS and keeps every plain matrix.
+# MLX keeps a plain matrix with fewer weights: its call is as fast, even with the reference BLAS of
+# its Linux packages. On macOS it has a fast BLAS and keeps every plain matrix.
 FLOAT_WEIGHTS = 2**14
 
 
@@ -31,11 +31,7 @@ def available() -> bool:
 
 
 def check() -> None:
-    """Raise if the kernels cannot be used here.
-
-    Raises:
-        ValueError: With what to do.
-    """
+    """Raise if the kernels cannot be used here."""
     if mx.default_device() != mx.cpu:
         raise ValueError(
             "StreamConfig.kernels: 'fast' is for the CPU backend, the default device is "
@@ -56,14 +52,9 @@ def describe() -> str:
 
 
 def use(module: nn.Module, types: tuple[mx.Dtype, ...]) -> bool | None:
-    """Let one module compute with the kernels, if they fit it. It is changed in place.
+    """Let a module compute with the kernels, if they fit it. Those inside it must come first.
 
-    Args:
-        module (nn.Module): After those in it.
-        types (tuple[mx.Dtype]): As for ``fits``.
-
-    Returns:
-        bool or None: Whether they fit its matrices; None if it has none of its own.
+    It gives whether they fit the module's matrices, None if it has none of its own.
     """
     fast, computes = FAST.get(type(module)), None
     if fast is not None:
@@ -78,20 +69,14 @@ def use(module: nn.Module, types: tuple[mx.Dtype, ...]) -> bool | None:
 
 
 def used(model: nn.Module) -> bool:
-    """Whether a model computes with these kernels.
-
-    Args:
-        model (nn.Module): Any model of mlx-lm.
-    """
+    """Whether a model computes with these kernels."""
     return any(isinstance(module, _Fast) for module in model.modules())
 
 
 def fits(module: nn.Module, types: tuple[mx.Dtype, ...] = (mx.float32, mx.bfloat16)) -> bool:
-    """Whether the kernels compute with the matrices that a module holds now.
+    """Whether the kernels compute with the matrices that a module of ``FAST`` holds now.
 
-    Args:
-        module (nn.Module): One of those in ``FAST``.
-        types (tuple[mx.Dtype]): Of scales, with float32 inputs.
+    ``types`` are those that affine scales may have.
     """
     if isinstance(module, nn.Conv1d):
         channels, _, inputs = module["weight"].shape
@@ -132,7 +117,7 @@ class Kept:
 
 
 class Watched:
-    """Mixed into a module: what was made of its arrays goes when one is got or anything is set."""
+    """Mixed into a module: drops what was made of its arrays when one is got or anything is set."""
 
     def __getattr__(self, key):
         value = super().__getattr__(key)
@@ -161,8 +146,7 @@ def watched(cls: type) -> type:
 class _Fast(Watched):
     """Mixed into a module that holds matrices.
 
-    Attributes:
-        of (tuple[type, Callable]): Its class of MLX or mlx-lm, and how that was called at first.
+    ``of`` is its class of MLX or mlx-lm and how that was called at first.
     """
 
     @property
@@ -191,14 +175,14 @@ class _Fast(Watched):
         return takes(x) and self.computes(x.shape[-1])
 
     def computes(self, inputs: int) -> bool:
-        """Whether the kernels compute with rows of so many numbers."""
+        """Whether the kernels compute with rows of ``inputs`` numbers."""
         if self.training or replaced(self):
             return False
         matrices = self.matrices()
         return matrices is not None and inputs == matrices.inputs
 
     def _multiply(self, x):
-        """``x [..., D]`` with the one matrix: ``[..., N]``."""
+        """Multiply x ``[..., D]`` with the module's one matrix: ``[..., N]``."""
         (y,) = quantized.Rows.of(x).multiply(self.matrices())
         return to_mlx(y.reshape(*x.shape[:-1], y.shape[-1]))
 
@@ -209,7 +193,7 @@ def _bits(a):
 
 
 def owned(a: mx.array) -> mx.array:
-    """The same memory in an array that nobody else can change in place, if there is one."""
+    """An array in the same memory that nobody else can change in place; else the array itself."""
     other = a.view(a.dtype)
     mx.eval(a, other)
     same = np.asarray(other).ctypes.data == np.asarray(a).ctypes.data
@@ -227,7 +211,7 @@ def _in_rows(a):
 
 
 class _Plain(_Fast):
-    """Of a matrix that is not quantized."""
+    """Mixed into a module whose matrix is not quantized."""
 
     form = 1, 32, "float"
 
@@ -239,11 +223,7 @@ def replaced(module: nn.Module) -> bool:
 
 
 def takes(x: mx.array) -> bool:
-    """Whether the kernels compute with this input.
-
-    Args:
-        x (mx.array): Of a module.
-    """
+    """Whether the kernels compute with this input."""
     return x.dtype == mx.float32 and mx.default_device() == mx.cpu and x.size > 0
 
 
@@ -256,11 +236,11 @@ class _Linear(_Fast):
 
 
 class FastLinear(_Linear, nn.QuantizedLinear):
-    """``nn.QuantizedLinear``."""
+    """An ``nn.QuantizedLinear`` that computes with the kernels."""
 
 
 class PlainLinear(_Linear, _Plain, nn.Linear):
-    """``nn.Linear``."""
+    """An ``nn.Linear`` that computes with the kernels."""
 
 
 class _Embedding(_Fast):
@@ -269,11 +249,11 @@ class _Embedding(_Fast):
 
 
 class FastEmbedding(_Embedding, nn.QuantizedEmbedding):
-    """``nn.QuantizedEmbedding``, as the matrix of the logits."""
+    """An ``nn.QuantizedEmbedding`` that computes logits with the kernels."""
 
 
 class PlainEmbedding(_Embedding, _Plain, nn.Embedding):
-    """``nn.Embedding``, as the matrix of the logits."""
+    """An ``nn.Embedding`` that computes logits with the kernels."""
 
 
 class _SwitchLinear(_Fast):
@@ -296,22 +276,17 @@ class _SwitchLinear(_Fast):
 
 
 class FastSwitchLinear(_SwitchLinear, QuantizedSwitchLinear):
-    """``QuantizedSwitchLinear``: a matrix for each expert."""
+    """A ``QuantizedSwitchLinear`` (a matrix for each expert) that computes with the kernels."""
 
 
 class PlainSwitchLinear(_SwitchLinear, _Plain, SwitchLinear):
-    """``SwitchLinear``."""
+    """A ``SwitchLinear`` that computes with the kernels."""
 
 
 def gate_up_down(module: nn.Module) -> list[nn.Module] | None:
-    """The projections of a ``SwitchGLU``, if the kernels compute all of it.
+    """The projections of a ``SwitchGLU``, down last; None unless the kernels compute them all.
 
-    Args:
-        module (nn.Module): Gate and up may be one projection.
-
-    Returns:
-        list[nn.Module] or None: ``gate_proj`` and ``up_proj``, or ``gate_up_proj``, and last
-        ``down_proj``.
+    Gate and up may be one projection.
     """
     names = ("gate_up_proj",) if "gate_up_proj" in module else ("gate_proj", "up_proj")
     found = [module[name] for name in (*names, "down_proj")]
@@ -321,7 +296,7 @@ def gate_up_down(module: nn.Module) -> list[nn.Module] | None:
 
 
 class FastExperts:
-    """Mixed into ``SwitchGLU``, or one with gate and up in one projection: all in one call."""
+    """Mixed into ``SwitchGLU``, whose gate and up may be one: computes it in one call."""
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         call = self.begin(x, indices.shape)
@@ -332,10 +307,7 @@ class FastExperts:
         return call.result()
 
     def all_matrices(self) -> tuple[list[quantized.Matrices], quantized.Matrices] | None:
-        """The matrices of ``gate_up_down``: the list of the first ones, and the last.
-
-        None if the kernels do not compute with one of them now.
-        """
+        """The matrices of gate and up, and that of down; None if the kernels do not fit all now."""
         found = gate_up_down(self)
         if found is None or any(p.training or replaced(p) for p in found):
             return None
@@ -345,14 +317,9 @@ class FastExperts:
         return (gate_up, down) if sum(m.outputs for m in gate_up) == 2 * down.inputs else None
 
     def begin(self, x: mx.array, shape: tuple[int, ...]) -> "ExpertCall | None":
-        """Begin a call whose (token, expert) pairs are computed some at a time.
+        """Begin a call for x ``[..., D]``; its (token, expert) pairs are computed some at a time.
 
-        Args:
-            x (mx.array): ``[..., D]``.
-            shape (tuple[int, ...]): ``[..., K]``, of the call's indices.
-
-        Returns:
-            ExpertCall or None: None if the kernels do not compute it.
+        The call's indices have this shape, ``[..., K]``. None if the kernels do not fit it.
         """
         if not takes(x):
             return None
@@ -362,13 +329,7 @@ class FastExperts:
     def begin_rows(
         self, x: quantized.Rows, shape: tuple[int, ...], in_mlx: bool = False
     ) -> "ExpertCall | None":
-        """As ``begin``.
-
-        Args:
-            x (quantized.Rows): ``[n, D]``, the tokens.
-            shape (tuple[int, ...]): As above.
-            in_mlx (bool): Whether to compute into memory of MLX.
-        """
+        """As ``begin``, for tokens x ``[n, D]``. ``in_mlx``: compute into memory of MLX."""
         found = self.all_matrices()
         if found is None or found[0][0].inputs != x.x.shape[-1]:
             return None
@@ -376,17 +337,9 @@ class FastExperts:
 
 
 class ExpertCall:
-    """A call of ``FastExperts`` that is computed in parts.
+    """A call of ``FastExperts`` for x ``[n, D]`` that is computed in parts.
 
-    Args:
-        gate_up (list[quantized.Matrices]): The first projections, or the one of both.
-        down (quantized.Matrices): The last one.
-        x (quantized.Rows): ``[n, D]``.
-        shape (tuple[int, ...]): ``[..., K]``, of n tokens.
-        in_mlx (bool): As for ``begin_rows``.
-
-    Attributes:
-        y (np.ndarray): ``[n * K, D]``, what is computed so far.
+    Its indices have this shape, ``[..., K]``. ``y`` ``[n * K, D]`` holds what is computed so far.
     """
 
     def __init__(self, gate_up, down, x, shape, in_mlx):
@@ -398,13 +351,9 @@ class ExpertCall:
         self.y = np.empty(shape, np.float32) if self._out is None else np.asarray(self._out)
 
     def compute(self, pairs: np.ndarray, experts: np.ndarray, of: tuple | None = None) -> None:
-        """Compute some of the pairs.
+        """Compute some pairs: their places among all n * K, and the expert of each.
 
-        Args:
-            pairs (np.ndarray): ``[n]``, int64, their places among all ``tokens * K``.
-            experts (np.ndarray): ``[n]``, the expert of each, its place in the projections.
-            of (tuple or None): If other matrices of the same form hold the experts: these, as
-                ``FastExperts.all_matrices`` gives them.
+        ``of``: matrices of the same form, from ``all_matrices``, if others hold the experts.
         """
         gate_up, down = of or (self._gate_up, self._down)
         experts, each = experts.astype(np.int64), np.arange(len(pairs))
@@ -429,20 +378,14 @@ class ExpertCall:
 class PlacedExperts:
     """One token's experts, wherever they are: a program whose matrices are named before each run.
 
-    Args:
-        module (nn.Module): The experts.
-        x (quantized.Rows): ``[1, D]``, packed for them.
-        K (int): Experts.
-
-    Attributes:
-        y (np.ndarray): ``[K, D]``, what they give.
+    The token x ``[1, D]`` is packed for the experts; ``y`` ``[K, D]`` is what they give.
     """
 
     def __init__(self, module: nn.Module, x: quantized.Rows, K: int):
         (like, *_), down = module.all_matrices()
         F, D = down.inputs, down.outputs
         hidden, self.y = np.empty((K, 2 * F), np.float32), np.empty((K, D), np.float32)
-        # The calls' tasks, and what they are taken from: those of all K.
+        # The tasks of a run's two calls. They are copied from ``_all``, which has those of all K.
         self._tasks = [np.zeros((n, quantized.TASK), np.int64) for n in (2 * K, K)]
         self._program, (numbers, at) = team.Program(), quantized.in_order(2 * K)
 
@@ -464,12 +407,7 @@ class PlacedExperts:
         self._all = [tasks.reshape(K, -1, quantized.TASK).copy() for tasks in self._tasks]
 
     def compute(self, pairs: list[int], addresses: np.ndarray) -> None:
-        """Compute with some of the experts.
-
-        Args:
-            pairs (list[int]): Their places among the K.
-            addresses (np.ndarray): ``[pairs, 9]``, as ``addresses_of`` gives them.
-        """
+        """Compute the experts at some places of the K, from their addresses ``[pairs, 9]``."""
         parts = addresses[:, :6].reshape(-1, 2, 3), addresses[:, None, 6:]
         for (arguments, i), tasks, of_all, part in zip(self._calls, self._tasks, self._all, parts):
             now = tasks[: len(pairs) * part.shape[1]].reshape(*part.shape[:2], -1)
@@ -486,14 +424,7 @@ class PlacedExperts:
 
 
 def addresses_of(matrices: tuple[list[quantized.Matrices], quantized.Matrices]) -> np.ndarray:
-    """Where the parameters of each expert's gate, up and last projection begin.
-
-    Args:
-        matrices (tuple): As from ``FastExperts.all_matrices``.
-
-    Returns:
-        np.ndarray: ``[E, 9]``, int64: weights, scales and biases of each.
-    """
+    """Where weights, scales and biases of each expert's gate, up and down begin: ``[E, 9]``."""
     gate_up, down = matrices
     if down.together is None or down.together[0] != gate_up:
         gate, up = gate_up[0].addresses(), gate_up[-1].addresses(0 if gate_up[1:] else down.inputs)
@@ -502,7 +433,7 @@ def addresses_of(matrices: tuple[list[quantized.Matrices], quantized.Matrices]) 
 
 
 class FastSwitchGLU(FastExperts, SwitchGLU):
-    """``SwitchGLU``."""
+    """A ``SwitchGLU`` that computes with the kernels."""
 
     of = SwitchGLU, SwitchGLU.__call__
 
@@ -513,7 +444,7 @@ class FastSwitchGLU(FastExperts, SwitchGLU):
 
 
 class FastMLP:
-    """Mixed into a family's ``down(swiglu(gate(x), up(x)))``: no evaluation between."""
+    """Mixed into a family's MLP, ``down(swiglu(gate(x), up(x)))``: evaluates nothing between."""
 
     def __call__(self, x: mx.array) -> mx.array:
         y = self.forward(quantized.Rows.of(x)) if takes(x) else None
@@ -524,7 +455,7 @@ class FastMLP:
         return None if replaced(self) else products(self, "gate_proj", "up_proj", "down_proj")
 
     def forward(self, x: quantized.Rows) -> np.ndarray | None:
-        """``[n, D]`` for rows ``[n, D]``; None if the kernels do not compute it now."""
+        """Compute rows ``[n, D]``: ``[n, D]``, None if the kernels do not fit now."""
         found = self.fits()
         if found is None or found[0].inputs != x.x.shape[-1]:
             return None
@@ -535,13 +466,7 @@ class FastMLP:
 def products(module: nn.Module, *names: str) -> list[quantized.Matrices] | None:
     """The matrices of some of a module's projections.
 
-    Args:
-        module (nn.Module): It has them as its modules.
-        *names (str): What they are called.
-
-    Returns:
-        list[quantized.Matrices] or None: None if the kernels do not compute one of them now: it has
-        a bias, is hooked, or another library has put something in its place.
+    None if the kernels do not compute one now: it has a bias, is hooked or was replaced.
     """
     found = []
     for name in names:
@@ -572,7 +497,7 @@ def _fast_mlp(cls):
 
 
 class FastConv1d(_Fast, nn.Conv1d):
-    """``nn.Conv1d`` of a recurrent layer, one filter a channel, as a few products of MLX's.
+    """An ``nn.Conv1d`` of a recurrent layer, one filter a channel, as a few products of MLX's.
 
     MLX's own convolution takes ten times as long. It is not evaluated, unlike the other modules.
     """

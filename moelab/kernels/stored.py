@@ -21,11 +21,7 @@ DIGEST_NBYTES = hashlib.sha256().digest_size
 
 
 def load(name: str) -> bytes | None:
-    """The object code of a kernel; None if there is none, a damaged one, or another user's.
-
-    Args:
-        name (str): The kernel and its arguments.
-    """
+    """The object code of a kernel; None if there is none, a damaged one, or another user's."""
     try:
         with open(_checked(folder()) / _file(name), "rb", opener=_at_once) as file:
             found = os.fstat(file.fileno())
@@ -38,12 +34,7 @@ def load(name: str) -> bytes | None:
 
 
 def save(name: str, code: bytes) -> None:
-    """Keep object code for later processes, if that is possible.
-
-    Args:
-        name (str): As for ``load``.
-        code (bytes): Its object code.
-    """
+    """Keep object code for later processes, if that is possible."""
     with suppress(OSError, RuntimeError):
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         into = _checked(folder())
@@ -86,7 +77,7 @@ def _file(name):
 
 @cache
 def _origin():
-    """What all kernels follow from."""
+    """Versions of everything that the code of a kernel follows from."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     if not sources:
         raise OSError("no sources: nothing says whether a stored kernel is still right")

@@ -23,59 +23,33 @@ NUM_SLOTS = 12  # numbers of slots to choose from, if none are given
 
 
 class Setting(NamedTuple):
-    """What is chosen by replaying it.
-
-    Attributes:
-        slots (int): S.
-        policy (str): Of eviction.
-        direct (bool): Whether experts are read past the page cache.
-    """
+    """A choice that a replay compares with others."""
 
     slots: int
-    policy: str
-    direct: bool = False
+    policy: str  # the eviction policy
+    direct: bool = False  # whether experts are read past the page cache
 
 
 class Lookahead(NamedTuple):
-    """What the prefetcher ``lookahead`` does for a model.
+    """What the prefetcher ``lookahead`` does for a model."""
 
-    Attributes:
-        used (float): Prefetched experts that were used, as a share of the misses without prefetch.
-        wasted (float): Prefetched experts that were not used, as a share of the same.
-        cost_s (float): Seconds by which it makes a token longer whose reads come from the page
-            cache, where there is hardly a wait to hide: asking routers, handing over reads.
-    """
-
-    used: float
-    wasted: float
-    cost_s: float
+    used: float  # prefetched experts that were used, as a share of the misses without prefetch
+    wasted: float  # those that were not used, as a share of the same misses
+    cost_s: float  # it makes a token so much longer whose reads come from the page cache
 
 
 @dataclass(frozen=True)
 class Advice:
-    """How to stream a model, and what to expect.
-
-    Attributes:
-        config (StreamConfig): Mode, slots, policy and prefetch.
-        direct (bool): Whether experts should be read past the page cache.
-        layout (str): ``as it is``, or ``packed``: each expert in one piece, as ``python -m moelab
-            repack`` writes it.
-        token_s (float): Predicted seconds of a decoded token with this config and layout.
-        memory_nbytes (float): The memory that it is for, page cache included.
-        chosen (Replay): The replay of this config and layout, without prefetch.
-        settings (dict[Setting, Replay]): Every setting that was compared, in the present layout and
-            without prefetch.
-        why (tuple[str]): The reasons, one a sentence.
-    """
+    """How to stream a model, and what to expect."""
 
     config: StreamConfig
-    direct: bool
-    layout: str
-    token_s: float
-    memory_nbytes: float
-    chosen: Replay
-    settings: dict[Setting, Replay]
-    why: tuple[str, ...]
+    direct: bool  # whether experts should be read past the page cache
+    layout: str  # ``as it is``, or ``packed`` as ``python -m moelab repack`` writes it
+    token_s: float  # predicted seconds of a decoded token with this config and layout
+    memory_nbytes: float  # the advice is for this memory, page cache included
+    chosen: Replay  # the replay of this config and layout, without prefetch
+    settings: dict[Setting, Replay]  # all compared, in the present layout, without prefetch
+    why: tuple[str, ...]  # the reasons, one a sentence
 
     @property
     def best_prefetch_s(self) -> float:
@@ -85,7 +59,7 @@ class Advice:
 
     @property
     def prefetch_may_pay(self) -> bool:
-        """Whether it is worth the time to measure what a ``lookahead`` does for this model."""
+        """Whether it pays to measure what a ``lookahead`` does for this model."""
         return self.layout == "packed" and self.best_prefetch_s >= WORTH * self.token_s
 
     def because(self, reason: str) -> "Advice":
@@ -134,24 +108,11 @@ def advise(
     skip: int | None = None,
     packed_gain: float | None = None,
 ) -> Advice:
-    """Choose slots, policy and layout by replaying a trace. Prefetch is ``with_lookahead``'s.
+    """Choose slots, policy and layout by replaying a trace; ``with_lookahead`` adds prefetch.
 
-    Args:
-        sizes (ModelSizes): Of the model.
-        memory_nbytes (float): For the process and its page cache; ``inf``: no limit.
-        trace (Trace): Of the model, or of one that routes alike.
-        costs (Costs): Of the machine.
-        slots (list[int], optional): Those to choose from. Default: a dozen from K to what fits.
-        policies (Iterable[str]): Those to choose from.
-        skip (int, optional): Tokens of the trace that only fill the caches. Default: half.
-        packed_gain (float, optional): How many times faster the disk reads experts that lie in one
-            piece. Default: they lie in one piece already.
-
-    Returns:
-        Advice: With prefetch ``none``.
-
-    Raises:
-        ValueError: If no number of slots to choose from fits in the memory.
+    ``memory_nbytes`` is for the process and its page cache (inf: no limit). Of the trace ``skip``
+    tokens only fill the caches (default: half). ``packed_gain`` is how many times faster the disk
+    reads an expert in one piece; None: the experts lie in one piece already.
     """
     most = sizes.fits(memory_nbytes)
     if slots is None:
@@ -226,18 +187,9 @@ def replay_settings(
     settings: Iterable[tuple],
     skip: int,
 ) -> dict[Setting, Replay]:
-    """Replay a trace with every setting.
+    """Replay a trace with every setting; the first ``skip`` tokens do not count.
 
-    Args:
-        sizes (ModelSizes): Of the model.
-        memory_nbytes (float): For the process and its page cache.
-        trace (Trace): ``[T, L, K]``.
-        costs (Costs): Of reads and arithmetic.
-        settings (Iterable[tuple]): What ``Setting`` takes.
-        skip (int): Tokens that do not count.
-
-    Returns:
-        dict[Setting, Replay]: By setting. With every expert in a slot, nothing is read any more.
+    With every expert in a slot nothing is read any more.
     """
 
     def is_held(setting):
@@ -261,11 +213,7 @@ def replay_settings(
 
 
 def pick(settings: dict[Setting, Replay]) -> Setting:
-    """The fastest setting; among equals the one that copies and reads the fewest bytes.
-
-    Args:
-        settings (dict[Setting, Replay]): Of ``replay_settings``.
-    """
+    """The fastest setting; among equals the one that copies and reads the fewest bytes."""
     best_s = min(r.mean_s for r in settings.values())
     equal = {key: r for key, r in settings.items() if r.mean_s <= best_s * (1 + EQUAL)}
     return min(equal, key=lambda key: equal[key].copied_per_token + equal[key].read_per_token)
@@ -319,12 +267,7 @@ def lookahead_gain_s(chosen: Replay, lookahead: Lookahead) -> float:
 
     A used prefetch hides a read that was exposed, as far as there is compute to hide it behind. A
     wasted one delays other reads by as much, and each takes its time. This holds for experts in
-    one piece, and was checked against the recorded runs of one machine
-    (data/results/cpu_prefetch_*.json).
-
-    Args:
-        chosen (Replay): Without prefetch.
-        lookahead (Lookahead): Measured.
+    one piece, and was checked against recorded runs (data/results/cpu_prefetch_*.json).
     """
     exposed_s, idle_s = _exposed(chosen)
     hidden_s = min(lookahead.used * exposed_s, idle_s)
@@ -332,15 +275,7 @@ def lookahead_gain_s(chosen: Replay, lookahead: Lookahead) -> float:
 
 
 def with_lookahead(advice: Advice, lookahead: Lookahead) -> Advice:
-    """Decide on prefetch, where it may pay.
-
-    Args:
-        advice (Advice): Of ``advise``, with ``prefetch_may_pay``.
-        lookahead (Lookahead): Measured with the model.
-
-    Returns:
-        Advice: With prefetch ``lookahead`` where that saves enough, and the reason.
-    """
+    """Decide on prefetch for an advice with ``prefetch_may_pay``, and say why."""
     exposed_s, _ = _exposed(advice.chosen)
     gain_s = lookahead_gain_s(advice.chosen, lookahead)
     worth = gain_s >= WORTH * advice.token_s

@@ -12,30 +12,21 @@ import numpy as np
 from ..streaming.trace import Trace
 from .locality import decode_trace, lru_hit_rate
 
-SHARE = 0.25  # of a layer's experts are in slots where the hit rates are made equal
+SHARE = 0.25  # hit rates are made equal with this share of a layer's experts in slots
 SPREADS = np.linspace(0, 1, 33)
-KINDS_OF_THE_TRACE = 0.75  # the most of all kinds; the rest are for tokens that it lacks
+KINDS_OF_THE_TRACE = 0.75  # the most of all kinds; the rest are for tokens that the trace lacks
 
 
 @dataclass(frozen=True, eq=False)
 class TokenRouting:
-    """Which experts each token takes.
+    """Which experts each token takes."""
 
-    Attributes:
-        kinds (np.ndarray): ``[V]``, the kind of each token. Tokens of one kind route alike.
-        experts (np.ndarray): ``[kinds, L, K]``, the most frequent first.
-        num_experts (int): E.
-        spread (np.ndarray): ``[L]``, how often a token takes another variant of an expert.
-        wanted (np.ndarray): ``[L]``, the hit rate of the trace's layer that this one follows.
-        hit_rate (np.ndarray): ``[L]``, of the trace's text, routed by this.
-    """
-
-    kinds: np.ndarray
-    experts: np.ndarray
-    num_experts: int
-    spread: np.ndarray
-    wanted: np.ndarray
-    hit_rate: np.ndarray
+    kinds: np.ndarray  # ``[V]``, the kind of each token; tokens of one kind route alike
+    experts: np.ndarray  # ``[kinds, L, K]``, the most frequent first
+    num_experts: int  # E
+    spread: np.ndarray  # ``[L]``, how often a token takes another variant of an expert
+    wanted: np.ndarray  # ``[L]``, the hit rate of the trace's layer that this one follows
+    hit_rate: np.ndarray  # ``[L]``, the hit rate of the trace's text with this routing
 
     def route(self, tokens: np.ndarray) -> Trace:
         """The routing of a text, as if all of it were decoded."""
@@ -43,14 +34,9 @@ class TokenRouting:
 
 
 def hit_rate(trace: Trace, prompt: int = 0) -> np.ndarray:
-    """The LRU hit rates with a quarter of the experts in slots.
+    """The LRU hit rates ``[L]`` with a quarter of the experts in slots.
 
-    Args:
-        trace (Trace): ``[T, L, K]``.
-        prompt (int): Tokens at the start that do not count.
-
-    Returns:
-        np.ndarray: ``[L]``.
+    ``prompt`` tokens at the start do not count.
     """
     slots = max(trace.experts.shape[2], round(SHARE * trace.num_experts))
     return lru_hit_rate(trace, prompt)[:, slots]
@@ -62,28 +48,15 @@ def prompt_of(trace: Trace) -> int:
 
 
 def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0) -> TokenRouting:
-    """Routes each token to the experts that a trace gave it most often, in another model's shape.
+    """Route each token to the experts that a trace gave it most often, in another model's shape.
 
     With n times as many experts as in the trace, each of the trace's has n variants, e, e + E',
     e + 2 E', ... A token takes the first, or, with the probability ``spread``, one drawn for this
     token. Each layer's spread is the one with which the trace's text has the trace's hit rate at a
     quarter of the experts. With fewer experts than in the trace, its numbers are taken modulo E.
 
-    Args:
-        trace (Trace): Of a text's tokens. Layer l follows its layer ``l * L' // L``.
-        L (int): Layers.
-        E (int): Experts.
-        K (int): Experts per token.
-        V (int): The vocabulary, which has the trace's tokens.
-        kinds (int): How many routes there are at most. A token that the trace lacks, or has too
-            rarely to get a kind of its own, shares one whose experts are as popular.
-        seed (int): Of the variants, and of the kinds of the tokens that share one.
-
-    Returns:
-        TokenRouting: For a model of this shape.
-
-    Raises:
-        ValueError: If the trace does not fit: a token beyond V, too few experts, or no text.
+    Layer l of L follows the trace's layer ``l * L' // L``. There are at most ``kinds`` routes: a
+    token that the trace lacks, or has too rarely, shares one.
     """
     base = min(E, trace.num_experts)
     tokens, row_of, counts = np.unique(trace.tokens, return_inverse=True, return_counts=True)

@@ -10,43 +10,23 @@ from ..streaming.residency.residency import OVERLAP_S
 
 @dataclass(frozen=True)
 class Costs:
-    """What things take on one machine.
+    """Seconds of a token's work, arithmetic and reads on one machine."""
 
-    Attributes:
-        fixed_s (float): A token's work except the routed experts: attention, router, head, Python.
-        expert_s (float): One expert's arithmetic for one token.
-        warm_s_per_byte (float): A byte read from the page cache, with the engine's reads in flight.
-        cold_s_per_byte (float): A byte read from the disk, with as many, while the engine computes
-            with other experts: both share cores and memory.
-        warm_call_s (float): The fixed part of a layer's reads if all come from the page cache.
-        cold_call_s (float): The fixed part if at least one comes from the disk.
-        overlap (float): Where the engine overlaps a layer's reads and arithmetic, the share of the
-            shorter of the two that is hidden, 0 to 1. It is small where reads take time of the
-            cores that compute.
-        direct_s_per_byte (float): A byte read past the page cache; nan where that is impossible.
-        direct_call_s (float): The fixed part of a layer's reads past the page cache.
-        direct_overlap (float): As ``overlap``, of reads past the page cache.
-        held_fixed_s (float): As ``fixed_s``, where every expert is in a slot, so that no routing is
-            waited for; nan where that was not measured.
-        host_s_per_byte (float): A byte that a GPU copies from the host's memory by itself, without
-            waiting for the routing; nan where there is no such GPU.
-        prompt_token_s (float): One token's work in a prompt of ``lab.experiments.costs.PROMPT``
-            tokens that are computed at once, no read counted; nan where that was not measured.
-    """
-
-    fixed_s: float
-    expert_s: float
-    warm_s_per_byte: float
-    cold_s_per_byte: float
-    warm_call_s: float = 0.0
-    cold_call_s: float = 0.0
+    fixed_s: float  # a token's work except the routed experts: attention, router, head, Python
+    expert_s: float  # one expert's arithmetic for one token
+    warm_s_per_byte: float  # a byte read from the page cache, with the engine's reads in flight
+    cold_s_per_byte: float  # a byte read from the disk, while the engine computes
+    warm_call_s: float = 0.0  # the fixed part of a layer's reads if all come from the page cache
+    cold_call_s: float = 0.0  # the fixed part if at least one comes from the disk
+    # Of a layer's reads and arithmetic, where the engine overlaps them, the hidden share of the
+    # shorter one, 0 to 1. It is small where reads take time of the cores that compute.
     overlap: float = 0.0
-    direct_s_per_byte: float = nan
-    direct_call_s: float = 0.0
-    direct_overlap: float = 0.0
-    held_fixed_s: float = nan
-    host_s_per_byte: float = nan
-    prompt_token_s: float = nan
+    direct_s_per_byte: float = nan  # a byte read past the page cache; nan where that is impossible
+    direct_call_s: float = 0.0  # the fixed part of a layer's reads past the page cache
+    direct_overlap: float = 0.0  # ``overlap`` for reads past the page cache
+    held_fixed_s: float = nan  # ``fixed_s`` with every expert in a slot; nan: not measured
+    host_s_per_byte: float = nan  # a byte that a GPU copies from the host's memory; nan: no GPU
+    prompt_token_s: float = nan  # a token in a prompt computed at once, without reads; nan: unknown
 
     @property
     def reads_direct(self) -> bool:
@@ -54,11 +34,7 @@ class Costs:
         return not isnan(self.direct_s_per_byte)
 
     def past_the_page_cache(self) -> "Costs":
-        """Every read goes past the page cache.
-
-        Raises:
-            ValueError: If that is impossible, or was not measured.
-        """
+        """The costs if every read goes past the page cache."""
         if not self.reads_direct:
             raise ValueError(
                 "direct: expected costs of reads past the page cache, got none. Measure them on "
@@ -72,20 +48,16 @@ class Costs:
         )
 
     def all_warm(self) -> "Costs":
-        """Every read comes from the page cache."""
+        """The costs if every read comes from the page cache."""
         warm = self.warm_s_per_byte, self.warm_call_s
         return replace(self, cold_s_per_byte=warm[0], cold_call_s=warm[1])
 
     def without_reads(self) -> "Costs":
-        """Every expert is in a slot: nothing is read, and nothing waited for."""
+        """The costs if every expert is in a slot: nothing is read, and nothing waited for."""
         return self._not_waiting(0.0)
 
     def from_host(self) -> "Costs":
-        """A GPU copies every expert that it misses from the host's memory.
-
-        Raises:
-            ValueError: If no GPU does so, or that was not measured.
-        """
+        """The costs if a GPU copies every expert that it misses from the host's memory."""
         if isnan(self.host_s_per_byte):
             raise ValueError(
                 "source=host: expected costs of copies from the host's memory, got none. Measure "
@@ -102,11 +74,11 @@ class Costs:
         )
 
     def without_arithmetic(self) -> "Costs":
-        """The same reads on a device that computes in no time."""
+        """The costs of the same reads on a device that computes in no time."""
         return replace(self, fixed_s=0.0, expert_s=0.0, overlap=0.0, direct_overlap=0.0)
 
     def faster_copies(self, factor: float) -> "Costs":
-        """With a page cache that is so many times as fast."""
+        """The costs with a page cache that is ``factor`` times as fast."""
         return replace(
             self,
             warm_s_per_byte=self.warm_s_per_byte / factor,
@@ -114,7 +86,7 @@ class Costs:
         )
 
     def faster_disk(self, factor: float) -> "Costs":
-        """With a disk of so many times the bandwidth."""
+        """The costs with a disk of ``factor`` times the bandwidth."""
         return replace(
             self,
             cold_s_per_byte=self.cold_s_per_byte / factor,
@@ -122,12 +94,9 @@ class Costs:
         )
 
     def copies_s(self, warm: np.ndarray, cold: np.ndarray, nbytes: int) -> np.ndarray:
-        """Seconds that layers spend on the page cache.
+        """Seconds that layers spend on the page cache, for each layer.
 
-        Args:
-            warm (np.ndarray): Experts of ``nbytes`` that come from the page cache, by layer.
-            cold (np.ndarray): Experts that come from the disk in the same calls.
-            nbytes (int): One expert.
+        ``warm`` are experts that come from it, ``cold`` those from the disk in the same call.
         """
         call_s = self.warm_call_s * ((warm > 0) & (cold == 0))
         return warm * (nbytes * self.warm_s_per_byte) + call_s

@@ -13,19 +13,12 @@ from ..streaming.residency.table import EVICTION, LARGEST
 
 
 class Uses(NamedTuple):
-    """The uses of one token's experts, which a score may depend on; each is ``[L, K]``.
+    """The uses of one token's experts, on which a score may depend; each is ``[L, K]``."""
 
-    Attributes:
-        order (np.ndarray): Grows from use to use; within a token, hits come before misses.
-        hit (np.ndarray): Whether the expert was in a slot.
-        score (np.ndarray): The slot's score so far; meaningless for a miss.
-        next (np.ndarray): The token that needs the expert next; beyond the last if none does.
-    """
-
-    order: np.ndarray
-    hit: np.ndarray
-    score: np.ndarray
-    next: np.ndarray
+    order: np.ndarray  # grows from use to use; within a token, hits come before misses
+    hit: np.ndarray  # whether the expert was in a slot
+    score: np.ndarray  # the slot's score so far; meaningless for a miss
+    next: np.ndarray  # the token that needs the expert next; beyond the last if none does
 
 
 # Policies that do not follow from ``EVICTION``: the score of an expert from its use on. The expert
@@ -37,27 +30,15 @@ SCORES = {
 
 
 def policies() -> tuple[str, ...]:
-    """The engine's policies, and the replay's own."""
+    """The engine's eviction policies, and the replay's own."""
     # S3-FIFO is three queues and no score; ``none`` holds nothing, as the mode ``buffers``.
     return (*(EVICTION | SCORES), "s3-fifo", "none")
 
 
 def held(experts: np.ndarray, num_experts: int, slots: int, policy: str = "lru") -> np.ndarray:
-    """Which experts are in a slot when they are needed.
+    """Whether each of the experts ``[T, L, K]`` is in a slot when it is needed: ``[T, L, K]``.
 
-    A layer's K experts are needed together: none of them is evicted for another.
-
-    Args:
-        experts (np.ndarray): ``[T, L, K]``, distinct within a token.
-        num_experts (int): E.
-        slots (int): S, at least K.
-        policy (str): One of ``policies()``.
-
-    Returns:
-        np.ndarray: ``[T, L, K]`` of bool.
-
-    Raises:
-        ValueError: If there are too few slots, no such policy, or a token names an expert twice.
+    A token's experts are distinct and needed together: none of them is evicted for another.
     """
     K = experts.shape[-1]
     if policy not in policies():
@@ -79,9 +60,9 @@ def held(experts: np.ndarray, num_experts: int, slots: int, policy: str = "lru")
 
 
 def _by_score(experts, E, slots, policy):
-    # All layers at once, token by token: of the experts that are held and not needed, those with
-    # the lowest scores are evicted. With a policy that counts uses, those whose uses count least,
-    # and of equal ones those with the lowest scores.
+    # This computes all layers at once, token by token. Of the experts that are held and not needed,
+    # those with the lowest scores are evicted. A policy that counts uses evicts those whose uses
+    # count least, and of equal ones those with the lowest scores.
     score_of, decay = SCORES.get(policy, lambda use: use.order), EVICTION.get(policy, 0)
     T, L, K = experts.shape
     rows, places = np.arange(L)[:, None], np.arange(K)
@@ -141,10 +122,9 @@ def _next_use(experts, E):
 
 
 def _s3_fifo(rows, E, slots):
-    # One layer (Yang et al., SOSP 2023). A tenth of the slots is a queue of new experts. Those used
-    # again move to the main queue; the others are evicted and remembered as ghosts, which go to
-    # the main queue when they come back. In plain lists and without calls: a replay of 1,000
-    # tokens and 48 layers (K = 8, E = 128) takes 80 ms with 96 slots, 190 with 16, 205 with K.
+    # This is one layer (Yang et al., SOSP 2023). A tenth of the slots is a queue of new experts.
+    # Those used again move to the main queue; the others are evicted and remembered as ghosts,
+    # which go to the main queue when they come back. Plain lists without calls are for speed.
     room, held = max(1, slots // 10), 0
     remembered = slots - room
     small, main = deque(), deque()

@@ -25,11 +25,7 @@ def decode_trace(
 
 
 def popularity(trace: Trace) -> np.ndarray:
-    """How often each expert was chosen.
-
-    Returns:
-        np.ndarray: ``[L, E]``, shares of the tokens; each row sums to K.
-    """
+    """How often each expert was chosen: ``[L, E]``, shares of the tokens (a row sums to K)."""
     T, L = trace.experts.shape[:2]
     flat = trace.experts + np.arange(L)[:, None] * trace.num_experts
     return np.bincount(flat.ravel(), minlength=L * trace.num_experts).reshape(L, -1) / T
@@ -39,16 +35,8 @@ def overlap(trace: Trace, lag: int = 1) -> dict[str, np.ndarray]:
     """How many of a token's experts were also those of the token ``lag`` before it.
 
     Two figures that are often confused: if each of K experts is kept with probability p, all of
-    them are kept with about ``p ** K``.
-
-    Args:
-        trace (Trace): ``[T, L, K]``.
-        lag (int): 1: the token before.
-
-    Returns:
-        dict[str, np.ndarray]: ``[L]`` each, means over the T - lag tokens that have one before
-        them. ``each``: the share of a token's experts that were kept; ``all``: the share of
-        tokens all of whose K experts were.
+    them are kept with about ``p ** K``. ``each`` is the share of a token's experts that were kept,
+    ``all`` the share of tokens all of whose experts were; ``[L]``, means over T - lag tokens.
     """
     if not 1 <= lag < len(trace):
         raise TraceError(
@@ -76,8 +64,7 @@ def reuse_distance(trace: Trace) -> np.ndarray:
     counts as used later. A least-recently-used cache of S experts holds the expert if and only if
     the distance is below S.
 
-    Returns:
-        np.ndarray: ``[T, L, K]``, 0 to E - 1; E for a first use, which misses in every cache.
+    It gives ``[T, L, K]``, 0 to E - 1; E for a first use, which misses in every cache.
     """
     T, L, K = trace.experts.shape
     E, out = trace.num_experts, np.empty(trace.experts.shape, np.int32)
@@ -91,18 +78,10 @@ def reuse_distance(trace: Trace) -> np.ndarray:
 
 
 def lru_hit_rate(trace: Trace, skip: int = 0) -> np.ndarray:
-    """Hit rates of least-recently-used caches of every size at once, by ``reuse_distance``.
+    """Hit rates ``[L, E + 1]`` of least-recently-used caches of 0 to E slots, all at once.
 
-    ``eviction.held`` follows ``SlotTable`` to the order within one token and may differ by a few
-    uses.
-
-    Args:
-        trace (Trace): ``[T, L, K]``.
-        skip (int): Tokens at the start that do not count.
-
-    Returns:
-        np.ndarray: ``[L, E + 1]``, the share of uses that are hits with S slots, S from 0 to E.
-        Below K slots an engine that needs all K at once could not run.
+    The first ``skip`` tokens do not count. ``eviction.held`` follows ``SlotTable`` to the order
+    within one token and may differ by a few uses.
     """
     distance = reuse_distance(trace)[skip:]
     T, L, K = distance.shape
@@ -113,16 +92,7 @@ def lru_hit_rate(trace: Trace, skip: int = 0) -> np.ndarray:
 
 
 def union(trace: Trace, m: int) -> np.ndarray:
-    """The number of distinct experts that m consecutive tokens need.
-
-    Args:
-        trace (Trace): ``[T, L, K]``.
-        m (int): Tokens in a row, 1 to T.
-
-    Returns:
-        np.ndarray: ``[L]``, the mean number of distinct experts over all T - m + 1 windows; K for
-        m = 1.
-    """
+    """The number of distinct experts that m consecutive tokens need: ``[L]``, means of windows."""
     T, L, K = trace.experts.shape
     if not 1 <= m <= T:
         raise TraceError(f"union: expected 1 to {T} tokens, got {m}.")
@@ -138,16 +108,9 @@ def missing(trace: Trace, m: int, slots: int, skip: int = 0) -> np.ndarray:
     """How many experts a pass over m consecutive tokens reads with S slots in each layer.
 
     Before the pass the slots hold the S experts used most recently (LRU). The pass reads every
-    other expert that it needs, once.
+    other expert that it needs, once. With 0 slots that is every one, as ``union`` counts.
 
-    Args:
-        trace (Trace): ``[T, L, K]``.
-        m (int): Tokens in a row.
-        slots (int): S; 0: every expert is read, so it is ``union``.
-        skip (int): Tokens at the start that only fill the slots.
-
-    Returns:
-        np.ndarray: ``[L]``, means over all windows of m tokens after the first ``skip``.
+    It gives ``[L]``, means over all windows of m tokens after the first ``skip``.
     """
     T, L, K = trace.experts.shape
     if not (m >= 1 and 0 <= skip <= T - m):
@@ -173,15 +136,9 @@ def layer_prediction(trace: Trace, distance: int = 1) -> dict[str, np.ndarray]:
     together with expert e of layer l. In the second half, the prediction is the K experts with
     the largest sum of counts over the token's experts in layer l.
 
-    Args:
-        trace (Trace): ``[T, L, K]``.
-        distance (int): Layers between the two, at least 1.
-
-    Returns:
-        dict[str, np.ndarray]: ``[T - T // 2, L - distance, K]`` of bool each: which of the experts
-        needed in layers ``distance`` to L, in the second half, were predicted. ``pairs`` as above;
-        ``popular`` predicts the K most popular of the first half for every token, a baseline that
-        pairs must beat.
+    ``pairs`` says which needed experts of layers ``distance`` to L were predicted, in the second
+    half: bool ``[T - T // 2, L - distance, K]``. ``popular`` says the same of a prediction of the
+    K most popular experts for every token, a baseline to beat.
     """
     T, L, K = trace.experts.shape
     if not 1 <= distance < L:
@@ -212,17 +169,11 @@ class Locality:
     ``(1 - stickiness) * popularity + stickiness * recency``. Popularity is ``rank ** -zipf``.
     Recency is the share of earlier tokens that used the expert; one m tokens ago has the weight
     ``exp(-m / memory)``.
-
-    Attributes:
-        zipf (tuple[float]): The skew of popularity; 0: all experts alike.
-        stickiness (tuple[float]): The weight of recently used experts, 0 to below 1.
-        memory (tuple[float]): How long a use counts as recent, in tokens; near 0: only the last
-            token counts.
     """
 
-    zipf: tuple[float, ...]
-    stickiness: tuple[float, ...]
-    memory: tuple[float, ...]
+    zipf: tuple[float, ...]  # the skew of popularity; 0: all experts alike
+    stickiness: tuple[float, ...]  # the weight of recently used experts, 0 to below 1
+    memory: tuple[float, ...]  # tokens that a use counts as recent; near 0: only the last one
 
     def __post_init__(self):
         n = len(self.zipf)
@@ -240,23 +191,10 @@ class Locality:
 def synthesize(
     locality: Locality, T: int, L: int, E: int, K: int, seed: int = 0, warmup: int = 64
 ) -> Trace:
-    """A random trace with given locality, for any number of layers and experts.
+    """A random trace ``[T, L, K]`` with given locality, for any number of layers and experts.
 
-    Args:
-        locality (Locality): From ``fit`` or made by hand. With n layers of parameters, layer l of
-            L takes those of ``l * n // L``.
-        T (int): Tokens, all decoded.
-        L (int): Layers.
-        E (int): Experts.
-        K (int): Experts per token, distinct, in random order.
-        seed (int): The same seed gives the same trace.
-        warmup (int): Tokens drawn before the first, so that recency has a history.
-
-    Returns:
-        Trace: ``[T, L, K]``.
-
-    Raises:
-        ValueError: If a size is out of range.
+    With n layers of parameters, layer l of L takes those of ``l * n // L``. ``warmup`` tokens are
+    drawn before the first, so that recency has a history.
     """
     if min(T, L, K) < 1 or not K <= E <= 1 << 16:
         raise ValueError(
@@ -291,8 +229,8 @@ def synthesize(
     return decode_trace(experts, E, name, seed)
 
 
-LAGS = (1, 2, 4, 8, 16)  # tokens; where ``fit`` compares overlaps
-SIZES = (1.5, 2, 3, 4, 6)  # slots, in units of K; where it compares hit rates
+LAGS = (1, 2, 4, 8, 16)  # tokens; ``fit`` compares overlaps at these lags
+SIZES = (1.5, 2, 3, 4, 6)  # slots, in units of K; ``fit`` compares hit rates at these sizes
 FIT_TOKENS = 32  # fewer say nothing about the longest lag
 
 
@@ -313,13 +251,7 @@ def fit(trace: Trace, rounds: int = 3, seed: int = 0) -> Locality:
     For each layer of the given trace it keeps the candidate that is nearest in overlap at lags 1
     to 16, LRU hit rates at 1.5 K to 6 K slots, and skew. The next round searches around it.
 
-    Args:
-        trace (Trace): Its decoded tokens count, at least 32; all of them if none is decoded.
-        rounds (int): Rounds.
-        seed (int): Of the candidates.
-
-    Returns:
-        Locality: For each of the trace's layers.
+    Only decoded tokens of the trace count, at least 32; all of them if none is decoded.
     """
     trace = trace.decode if (trace.phase == "decode").any() else trace
     T, L, K = trace.experts.shape

@@ -17,27 +17,26 @@ from .locality import Locality, synthesize
 from .pagecache import Replay
 from .sizes import ModelSizes
 
-# Of a Mac: a layer, a layer that reads, and bytes copied from the page cache. These are a typical
-# published engine's: ``lab.experiments.published`` fits them on the sources that it calls ``fit``.
+# On a Mac: seconds of a layer, seconds more if it reads, and bytes copied from the page cache.
+# These are a typical published engine's: ``lab.experiments.published`` fits them.
 LAYER_S, WAIT_S, COPY_BYTES_PER_S = 0.328e-3, 0.962e-3, 22.1e9
-# Of the rate that an SSD is said to have, what the engine's reads of experts reach: 1.2 of 1.55
-# GB/s by fio (data/results/cpu_reads_35b.json).
+# The engine's reads of experts reach this share of the rate that an SSD is said to have
+# (data/results/cpu_reads_35b.json).
 DISK_SHARE = 0.8
-# Of a CPU, from data/results/cpu_costs_35b.json (two cores, AVX-512): bytes of weights by one core,
-# a layer, a layer that reads from the disk or the page cache, and bytes copied.
+# On a CPU (data/results/cpu_costs_35b.json): bytes of weights by one core, seconds of a layer,
+# seconds more if it reads from the disk or the page cache, and bytes copied.
 CORE_BYTES_PER_S, CPU_LAYER_S, CPU_WAITS_S, CPU_COPY_BYTES_PER_S = (
     9.6e9,
     1.5e-3,
     (0.76e-3, 0.43e-3),
     6.1e9,
 )
-# A token's arithmetic in a prompt that is computed at once, over what it takes by itself, on a CPU
-# (data/results/cpu_prompt_35b.json).
+# On a CPU a token of a prompt that is computed at once takes this share of the arithmetic of a
+# token by itself (data/results/cpu_prompt_35b.json).
 CPU_PROMPT_SHARE = 0.5
 MAX_BYTES_PER_S = 1e13  # of weights; an expert that is too small to be timed would give more
-# How often experts are chosen: the k-th most popular of a layer as ``k ** -ZIPF``, without
-# regard to the tokens before. Fitted on hit rates that the same sources publish, which it meets
-# within 0.07 (root of the mean square).
+# The k-th most popular expert of a layer is chosen as often as ``k ** -ZIPF``, without regard to
+# the tokens before. This is fitted on hit rates that the same sources publish.
 ZIPF = 1.12
 # What the system and other programs keep, at most a quarter of the memory. A Mac lets its GPU have
 # two thirds of its memory, or three quarters of more than 36 GB, and swaps beyond at the latest.
@@ -55,44 +54,30 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine.
-
-    Attributes:
-        ram_nbytes (float): Its memory.
-        taken_nbytes (float): What the system and other programs take of it.
-        disk_bytes_per_s (float): At which the engine reads experts from the SSD.
-        weights_bytes_per_s (float): At which a token goes through the weights that it needs.
-        layer_s (float): What a layer takes beside that.
-        wait_s (tuple[float, float]): What it takes longer if experts are read, from the SSD and
-            from the page cache.
-        copy_bytes_per_s (float): At which experts are read from the page cache.
-        prompt_share (float): Of a token's time for its weights, what one takes in a prompt; nan:
-            unknown, between 0 and 1.
-        held_layer_s (float): As ``layer_s``, where every expert is in a slot; nan: the same.
-        is_mac (bool): Whether a GPU computes, in the same memory.
-    """
+    """A machine's memory, and the rates and times of a token on it."""
 
     ram_nbytes: float
-    taken_nbytes: float
-    disk_bytes_per_s: float
-    weights_bytes_per_s: float
-    layer_s: float
-    wait_s: tuple[float, float]
-    copy_bytes_per_s: float
+    taken_nbytes: float  # the system and other programs take so much of it
+    disk_bytes_per_s: float  # the engine reads experts from the SSD at this rate
+    weights_bytes_per_s: float  # a token goes through the weights that it needs at this rate
+    layer_s: float  # seconds of a layer beside its weights
+    wait_s: tuple[float, float]  # seconds more if a layer reads: from the SSD, from the page cache
+    copy_bytes_per_s: float  # experts are read from the page cache at this rate
+    # A token in a prompt takes this share of a token's time for its weights; nan: unknown, 0 to 1.
     prompt_share: float = nan
-    held_layer_s: float = nan
-    is_mac: bool = False
+    held_layer_s: float = nan  # ``layer_s`` with every expert in a slot; nan: the same
+    is_mac: bool = False  # whether a GPU computes, in the same memory
 
     @classmethod
     def mac(cls, ram_nbytes: float, disk_bytes_per_s: float, memory_bytes_per_s: float):
-        """A Mac, by its SSD's and its memory's rates."""
+        """A Mac with the rates of its SSD and its memory."""
         disk_bytes_per_s *= DISK_SHARE
         rates = memory_bytes_per_s, LAYER_S, (WAIT_S, WAIT_S), COPY_BYTES_PER_S
         return cls(ram_nbytes, taken_of(ram_nbytes), disk_bytes_per_s, *rates, is_mac=True)
 
     @classmethod
     def cpu(cls, ram_nbytes: float, disk_bytes_per_s: float, cores: int):
-        """A computer whose CPU computes, by its SSD's rate and its cores."""
+        """A computer whose CPU computes, with its SSD's rate and its cores."""
         disk_bytes_per_s *= DISK_SHARE
         rates = cores * CORE_BYTES_PER_S, CPU_LAYER_S, CPU_WAITS_S, CPU_COPY_BYTES_PER_S
         taken = taken_of(ram_nbytes)
@@ -107,13 +92,7 @@ class Machine:
         taken_nbytes: float,
         is_mac: bool = False,
     ):
-        """A machine by the costs that were measured on it with one model.
-
-        Args:
-            costs (Costs): Measured.
-            sizes (ModelSizes): Of that model.
-            ram_nbytes, taken_nbytes, is_mac: As of ``Machine``.
-        """
+        """A machine from costs that were measured on it with the model of these sizes."""
         rate = min(MAX_BYTES_PER_S, sizes.expert_nbytes / max(costs.expert_s, 1e-12))
 
         def layer_s(fixed_s):
@@ -134,24 +113,19 @@ class Machine:
 
     @property
     def memory_nbytes(self) -> float:
-        """What a model and its page cache may take."""
+        """Bytes that a model and its page cache may take."""
         return self.ram_nbytes - self.taken_nbytes
 
     @property
     def model_nbytes(self) -> float:
-        """What the model alone may take."""
+        """Bytes that the model alone may take."""
         return min(self.memory_nbytes, most_for_a_model(self.ram_nbytes, self.is_mac))
 
     def prompt_s(self, sizes: ModelSizes, tokens: int, slots: int) -> tuple[float, float]:
         """Seconds until a prompt's first token, with no expert in memory: at least, and at most.
 
-        At least the longer of the two, reading its experts and computing; at most one after the
-        other. A part of the prompt, ``prompt_tokens`` tokens, reads what slots did not keep.
-
-        Args:
-            sizes (ModelSizes): Of the model.
-            tokens (int): Of the prompt.
-            slots (int): In each layer.
+        It is at least the longer of reading its experts and computing, at most both one after the
+        other. Each part of ``prompt_tokens`` tokens reads what the slots of a layer did not keep.
         """
         parts = [min(sizes.prompt_tokens, tokens - first)
                  for first in range(0, tokens, sizes.prompt_tokens)]  # fmt: skip
@@ -170,15 +144,11 @@ class Machine:
         return ssd_s, copies_s, reads_s - ssd_s - copies_s
 
     def costs(self, sizes: ModelSizes, held_nbytes: float = 0.0) -> Costs:
-        """What a replay needs, for a model.
+        """The costs that a replay needs, for a model whose arrays take ``held_nbytes``.
 
-        Where its arrays take more than ``GPU_SHARES``, a Mac swaps. A token goes through all of
-        the backbone, and the system drops what was used longest ago, which comes next: so the
-        backbone is read again for each token.
-
-        Args:
-            sizes (ModelSizes): Of the model.
-            held_nbytes (float): Its arrays: slots and all else.
+        A Mac swaps if they take more than ``GPU_SHARES``. A token goes through all of the backbone,
+        and the system drops what was used longest ago, which comes next: so the backbone is read
+        again for each token.
         """
         share = next(share for most, share in GPU_SHARES if self.ram_nbytes <= most)
         swaps = self.is_mac and held_nbytes > min(self.memory_nbytes, share * self.ram_nbytes)
@@ -199,14 +169,7 @@ class Machine:
 
 
 def typical_trace(sizes: ModelSizes, tokens: int, seed: int = 0, zipf: float = ZIPF) -> Trace:
-    """A trace of a model's shape that hits slots as often as published models do.
-
-    Args:
-        sizes (ModelSizes): Of the model.
-        tokens (int): T.
-        seed (int): Of the draw.
-        zipf (float): How unequal the experts are.
-    """
+    """A trace of a model's shape that hits slots as often as published models do."""
     locality = Locality((zipf,), (0.0,), (1.0,))
     return synthesize(locality, tokens, sizes.L, sizes.E, sizes.K, seed)
 
@@ -214,7 +177,7 @@ def typical_trace(sizes: ModelSizes, tokens: int, seed: int = 0, zipf: float = Z
 def distinct(sizes: ModelSizes, tokens: int) -> float:
     """Different experts that so many tokens need in a layer, as ``typical_trace`` chooses them."""
     popular = np.arange(1, sizes.E + 1) ** -ZIPF
-    low, high = 0.0, 1e9  # of what makes one token need K
+    low, high = 0.0, 1e9  # bounds of the factor with which one token needs K experts
     for _ in range(100):
         middle = (low + high) / 2
         few = -np.expm1(-middle * popular).sum() < sizes.K
@@ -223,5 +186,5 @@ def distinct(sizes: ModelSizes, tokens: int) -> float:
 
 
 def taken_of(ram_nbytes: float) -> float:
-    """What the system and other programs usually take of a machine's memory."""
+    """Bytes that the system and other programs usually take of a machine's memory."""
     return min(SYSTEM_NBYTES, SYSTEM_SHARE * ram_nbytes)

@@ -20,28 +20,17 @@ PAGES = ("linux", "lru")
 
 @dataclass(frozen=True)
 class Replay:
-    """What a trace takes with given memory, slots and costs.
+    """Hit rates, bytes and seconds of a trace with given memory, slots and costs."""
 
-    Attributes:
-        token_s (np.ndarray): ``[T]``, seconds of each token that counts.
-        app_hit_rate (float): Share of the needed experts that were in a slot.
-        page_hit_rate (float): Share of the experts read that were in the page cache; nan if none
-            was read.
-        copied_per_token (float): Bytes that came out of the page cache.
-        read_per_token (float): Bytes that came from the disk, read-ahead included.
-        parts_s (dict[str, float]): Seconds of an average token by ``fixed``, ``experts``,
-            ``copies`` (from the page cache) and ``disk``; ``hidden`` (not positive) is what
-            overlap saved.
-        page_nbytes (float): The memory that was left for experts in the page cache.
-    """
-
-    token_s: np.ndarray
-    app_hit_rate: float
-    page_hit_rate: float
-    copied_per_token: float
-    read_per_token: float
+    token_s: np.ndarray  # ``[T]``, each token that counts
+    app_hit_rate: float  # share of the needed experts that were in a slot
+    page_hit_rate: float  # share of the experts read that were in the page cache; nan: none read
+    copied_per_token: float  # bytes from the page cache
+    read_per_token: float  # bytes from the disk, read-ahead included
+    # Seconds of an average token by ``fixed``, ``experts``, ``copies`` (from the page cache) and
+    # ``disk``; ``hidden`` (not positive) is what overlap saved.
     parts_s: dict
-    page_nbytes: float
+    page_nbytes: float  # the memory that was left for experts in the page cache
 
     @property
     def mean_s(self) -> float:
@@ -69,28 +58,13 @@ def replay(
     read_ahead: int = 0,
     direct: bool = False,
 ) -> Replay:
-    """Replay a trace's decoded tokens through slots over a page cache.
+    """Replay a trace's decoded tokens through ``slots`` in each layer over a page cache.
 
-    Args:
-        trace (Trace): ``[T, L, K]``.
-        memory_nbytes (float): For the process and its page cache; ``inf``: no limit.
-        slots (int): S, experts held in each layer; at least K.
-        policy (str): One of ``eviction.policies()``; with ``none``, ``slots`` counts as K.
-        expert_nbytes (int): What a miss reads: one expert, all projections.
-        costs (Costs): Measured or made up.
-        slot_nbytes (int, optional): What an expert takes in a slot. Default: as much as on disk.
-        other_nbytes (int): What else the process holds: backbone, caches, the interpreter.
-        skip (int): Tokens at the start that fill the caches, empty at first, and do not count.
-        pages (str): As for ``cached``.
-        read_ahead (int): As for ``cached``.
-        direct (bool): Whether experts are read past the page cache, which then holds none.
-
-    Returns:
-        Replay: Hit rates, bytes and seconds.
-
-    Raises:
-        ValueError: If the slots and the rest do not fit in the memory, an argument is not one of
-            the above, or the costs have none of direct reads.
+    ``memory_nbytes`` is for the process and its page cache (inf: no limit); ``other_nbytes`` of it
+    are the process's beside slots. A slot takes ``slot_nbytes`` (None: ``expert_nbytes``, as on
+    disk). The first ``skip`` tokens fill the empty caches and do not count. With policy ``none``
+    slots count as K. ``direct`` reads go past the page cache, which then holds nothing. ``pages``
+    and ``read_ahead`` are those of ``cached``.
     """
     experts = trace.decode.experts
     T, L, K = experts.shape
@@ -143,7 +117,7 @@ def replay(
     )
 
 
-@lru_cache(maxsize=32)  # it depends neither on the memory nor on the costs
+@lru_cache(maxsize=32)  # misses depend neither on the memory nor on the costs
 def _missed(trace, slots, policy):
     return ~held(trace.decode.experts, trace.num_experts, slots, policy)
 
@@ -157,7 +131,7 @@ def cached(
     read_ahead: int = 0,
     row: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which reads the page cache serves. It is empty at first; a unit is one expert of one layer.
+    """Which reads an empty page cache of ``nbytes`` serves; a unit is one expert of one layer.
 
     ``linux`` follows the kernel (6.x, without multi-generational LRU) for pages that are only
     read. A new page goes to the head of the inactive list. Read again there, it moves to the
@@ -170,23 +144,14 @@ def cached(
     With ``read_ahead``, a missing unit behind r cached ones in the file looks like the next one of
     a sequential stream, and the r units behind it are read too. The first of these that is used
     makes the kernel read twice as many, behind the last cached one. This is for units that do not
-    begin on a page, as in safetensors files. On Linux 6.18 with 8 MiB of read-ahead it was 2 to 12%
-    off the kernel's bytes with half of the file cached or less, 20 to 29% low at 73%.
+    begin on a page, as in safetensors files. ``read_ahead`` is the most units that Linux reads
+    ahead: ``read_ahead_kb`` over the largest contiguous part of an expert. It is 0 if the reader
+    turned it off or less than one unit fits. ``row`` units lie one after another in the file: E
+    (None: all).
 
-    Args:
-        units (np.ndarray): ``[N]``, in the order of reading.
-        num_units (int): How many there are; units are below it.
-        nbytes (float): What the page cache holds.
-        unit_nbytes (int): The bytes of one.
-        pages (str): ``linux``, or ``lru``: one list, the least recently read is reclaimed.
-        read_ahead (int): The most units that Linux reads ahead: ``read_ahead_kb`` over the largest
-            contiguous part of an expert. 0 if the reader turned it off (``POSIX_FADV_RANDOM``), or
-            if less than one unit fits.
-        row (int, optional): Units that lie one after another in the file: E. Default: all.
-
-    Returns:
-        tuple[np.ndarray, np.ndarray]: ``[N]`` of bool, whether the unit was cached, and of int,
-        how many more units were read with it.
+    For units ``[N]`` below ``num_units``, in the order of reading, it gives whether each was cached
+    and how many more were read with it, ``[N]`` both. ``pages="lru"``: one list, of which the
+    least recently read unit is reclaimed.
     """
     if pages not in PAGES:
         raise ValueError(f"pages: expected one of {', '.join(PAGES)}, got {pages!r}.")
@@ -231,7 +196,7 @@ def _one_list(units, capacity, found):
 def _two_lists(units, num_units, capacity, ratio, read_ahead, row, found, brought):
     # A unit's state is 0 absent, 1 inactive, 2 inactive and referenced, 3 active, 4 active and
     # referenced. The inactive list is a log from ``oldest`` on, in which an entry counts if it is
-    # its unit's last. Every line runs 100,000 times: hence no calls.
+    # its unit's last. Every line runs 100,000 times, so there are no calls.
     state, place, left = [0] * num_units, [-1] * num_units, [-num_units] * num_units
     log, active, missed = [], deque(), []
     marked = bytearray(num_units)
@@ -296,8 +261,8 @@ def _two_lists(units, num_units, capacity, ratio, read_ahead, row, found, brough
 
 
 def _read_with(u, state, marked, most, row):
-    # The units that read-ahead brings with u. A mark lies where a read-ahead ends, on the page
-    # that two units share.
+    # This gives the units that read-ahead brings with u. A mark lies where a read-ahead ends, on
+    # the page that two units share.
     first = u - u % row
     end = first + row
     if marked[u]:

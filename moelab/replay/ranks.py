@@ -18,18 +18,11 @@ def reads(
     ranks: int,
     shared: Sequence[Sequence[int]] = (),
 ) -> np.ndarray:
-    """How many experts each rank reads for each token, with the engine's tables (LRU).
+    """How many experts each of N ranks reads for each token, ``[T, L, N]``, with the engine's LRU.
 
-    Args:
-        experts (np.ndarray): ``[T, L, K]``.
-        owners (np.ndarray or None): ``[L, E]``, the rank of each expert. None: any rank may read
-            any expert; what none holds is read by the one that reads least in this layer.
-        slots (int): S, of each rank and layer, those of shared experts included.
-        ranks (int): N.
-        shared (Sequence[Sequence[int]]): Of each layer, experts that all ranks hold all the time.
-
-    Returns:
-        np.ndarray: ``[T, L, N]``.
+    ``owners`` ``[L, E]`` is the rank of each expert; None: any rank may read any expert, and the
+    one that reads least in a layer reads what none holds. ``shared`` are each layer's experts that
+    all ranks hold all the time; ``slots`` of each rank and layer include them.
     """
     T, L, _ = experts.shape
     found = np.zeros((T, L, ranks), np.int64)
@@ -51,7 +44,7 @@ def reads(
 
 
 def _divided(needed, tables):
-    """By rank: the experts that it holds, and of those that none holds its fair share."""
+    """Divide needed experts: each rank gets those that it holds, and its share of the others."""
     mine = [[e for e in needed if e in table.slot_of] for table in tables]
     held, misses = {e for own in mine for e in own}, [0] * len(tables)
     for e in needed:
@@ -63,57 +56,34 @@ def _divided(needed, tables):
 
 
 def waited(found: np.ndarray) -> tuple[float, float]:
-    """Reads of a token that the ranks wait for, and those of a perfect balance.
+    """How many reads of a token the ranks wait for, and how many if all read equally much.
 
-    Args:
-        found (np.ndarray): ``[T, L, N]``, of ``reads``.
-
-    Returns:
-        tuple[float, float]: Of the rank that reads most in each layer, and of the mean, summed
-        over the layers.
+    ``found`` ``[T, L, N]`` comes from ``reads``. A layer waits for the rank that reads most in it.
     """
     return float(found.max(2).sum(1).mean()), float(found.mean(2).sum(1).mean())
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Machines of one kind, one rank on each, and what a token takes on them.
+    """Machines of one kind, one rank on each, and what a token takes on them."""
 
-    Attributes:
-        ranks (int): N.
-        disk_bytes_per_s (float): Of each one's SSD.
-        link_bytes_per_s (float): From one to the next.
-        latency_s (float): Of a message.
-        compute_s (float): A token's arithmetic, with every expert held and nothing exchanged.
-    """
-
-    ranks: int
-    disk_bytes_per_s: float
-    link_bytes_per_s: float
-    latency_s: float
-    compute_s: float
+    ranks: int  # N
+    disk_bytes_per_s: float  # of each one's SSD
+    link_bytes_per_s: float  # from one machine to the next
+    latency_s: float  # of a message
+    compute_s: float  # a token's arithmetic, with every expert held and nothing exchanged
 
     def exchange_s(self, rows: float, row_nbytes: int) -> float:
-        """One ``all_gather`` on a ring: each block passes N - 1 links.
-
-        Args:
-            rows (float): Of each rank's block.
-            row_nbytes (int): Bytes of a row.
-        """
+        """Seconds of an ``all_gather`` on a ring: each block of ``rows`` passes N - 1 links."""
         one = self.latency_s + rows * row_nbytes / self.link_bytes_per_s
         return (self.ranks - 1) * one
 
     def parts(
         self, waited_reads: float, expert_nbytes: int, layers: int, rows: float, row_nbytes: int
     ) -> dict[str, float]:
-        """Seconds of a token. Nothing overlaps: a layer reads, computes, exchanges.
+        """Seconds of a token, whose layers read, compute and exchange without overlap.
 
-        Args:
-            waited_reads (float): Of ``waited``, in all layers.
-            expert_nbytes (int): Bytes of an expert.
-            layers (int): L.
-            rows (float): Of a rank's block in a layer.
-            row_nbytes (int): Bytes of a row.
+        ``waited_reads`` are those of all layers, from ``waited``; ``rows`` those of a rank's block.
         """
         return {
             "reads": waited_reads * expert_nbytes / self.disk_bytes_per_s,

@@ -1,4 +1,4 @@
-"""What a model takes of memory, as ``plan`` says, and its shape."""
+"""A model's shape, and the memory that it takes, as ``plan`` says."""
 
 import re
 from dataclasses import dataclass
@@ -11,45 +11,27 @@ from ..streaming.plan import plan
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a model is made of, in bytes, and its shape.
+    """What a model is made of, in bytes, and its shape."""
 
-    Attributes:
-        checkpoint_nbytes (int): The tensors on disk.
-        other_nbytes (int): What the process takes beside its slots while it decodes.
-        expert_nbytes (int): One expert on disk.
-        slot_nbytes (int): One more slot in every layer, in memory.
-        L (int): MoE layers.
-        E (int): Experts in each.
-        K (int): Experts per token.
-        token_nbytes (int): What a token needs of the checkpoint beside experts: all but the table
-            of embeddings, which is the head's, too, in some models.
-        layers (int): All layers, those without experts as well.
-        prompt_tokens (int): Of a prompt, computed at once.
-        slots (int): In each layer, as ``plan`` chooses them for the memory given.
-    """
-
-    checkpoint_nbytes: int
-    other_nbytes: int
-    expert_nbytes: int
-    slot_nbytes: int
-    L: int
-    E: int
-    K: int
+    checkpoint_nbytes: int  # all tensors on disk
+    other_nbytes: int  # the process's memory beside its slots while it decodes
+    expert_nbytes: int  # one expert on disk
+    slot_nbytes: int  # one more slot in every layer, in memory
+    L: int  # layers with experts
+    E: int  # experts in each
+    K: int  # experts per token
+    # A token needs so much of the checkpoint beside experts: all but the table of embeddings, which
+    # in some models is the head too.
     token_nbytes: int = 0
-    layers: int = 0
-    prompt_tokens: int = 2048
-    slots: int = 0
+    layers: int = 0  # all layers, those without experts as well
+    prompt_tokens: int = 2048  # tokens of a prompt that are computed at once
+    slots: int = 0  # in each layer, as ``plan`` chooses them for the memory given
 
     @classmethod
     def of(cls, path, memory_nbytes: float = float("inf")) -> "ModelSizes":
         """The sizes of a model folder, without reading its weights.
 
-        Args:
-            path (str or Path): A model folder.
-            memory_nbytes (float): For the process and its page cache.
-
-        Raises:
-            ValueError: If the model does not fit in the memory with K slots.
+        ``memory_nbytes`` is for the process and its page cache.
         """
         found = footprint(path, StreamConfig(mode="resident"))
         memory = int(min(memory_nbytes, 1 << 60))  # infinity is no int
@@ -75,12 +57,12 @@ class ModelSizes:
 
     @property
     def active_nbytes(self) -> int:
-        """What a decoded token needs of the checkpoint."""
+        """Bytes of the checkpoint that a decoded token needs."""
         return self.token_nbytes + self.L * self.K * self.expert_nbytes
 
     @property
     def held_expert_nbytes(self) -> int:
-        """One expert in a slot of one layer."""
+        """Bytes of one expert in a slot of one layer."""
         return self.slot_nbytes // self.L
 
     def fits(self, memory_nbytes: float) -> int:

@@ -29,10 +29,8 @@ from ..checkpoint import (
 )
 from .target import embedding_and_head, vocabulary
 
-# While nothing is drafted, features of so many tokens wait, and a draft reads so many at once. The
-# features of a text of 4,000 took 70 MB, and 150 more when the draft read them all at its end.
-# For 1,024 tokens in such parts tiny-dflash takes 12 MB at most, 8 of them its cache. It took 20
-# while all layers of a part were evaluated together (float32, MLX's peak on an AMD EPYC, n=1).
+# While nothing is drafted, the features of so many tokens wait, and a draft reads so many at once.
+# All of a text of 4,000 would take 70 MB, and 150 more while the draft reads them.
 QUEUED_TOKENS = 128
 
 
@@ -76,15 +74,7 @@ class DFlashArgs(BaseModelArgs):
 
 
 def default_layer_ids(num_draft_layers: int, num_target_layers: int) -> list[int]:
-    """The target's layers that a draft reads if its config names none.
-
-    Args:
-        num_draft_layers (int): The draft's own layers.
-        num_target_layers (int): The target's layers, L.
-
-    Returns:
-        list[int]: One for each of the draft's layers, evenly from 1 to L - 3.
-    """
+    """The target's layers that a draft reads if its config names none: evenly from 1 to L - 3."""
     if num_draft_layers == 1:
         return [num_target_layers // 2]
     step = (num_target_layers - 4) / (num_draft_layers - 1)
@@ -92,11 +82,7 @@ def default_layer_ids(num_draft_layers: int, num_target_layers: int) -> list[int
 
 
 class DFlashModel(nn.Module):
-    """The network, with parameters named as in z-lab's files. Embedding and head are the target's.
-
-    Args:
-        args (DFlashArgs): Its configuration.
-    """
+    """The network, with z-lab's names of parameters. Embedding and head are the target's."""
 
     def __init__(self, args: DFlashArgs):
         super().__init__()
@@ -115,13 +101,9 @@ class DFlashModel(nn.Module):
         return [KVCache() for _ in self.layers]
 
     def extend(self, features: mx.array, cache: list) -> None:
-        """Put the next T tokens into the cache.
+        """Put the next T tokens into the cache; features ``[B, T, n * D]``.
 
         ``QUEUED_TOKENS`` or more are evaluated here, layer by layer; fewer are left to the caller.
-
-        Args:
-            features (mx.array): The outputs of the target's layers for them, [B, T, n * D].
-            cache (list): From ``make_cache``.
         """
         context = self.hidden_norm(self.fc(features))
         for layer, c in zip(self.layers, cache):
@@ -133,14 +115,9 @@ class DFlashModel(nn.Module):
                 mx.eval(c.state)  # MLX copies a cache that grows: only one layer's at a time
 
     def __call__(self, x: mx.array, cache: list) -> mx.array:
-        """Draft a block that follows the cached context.
+        """Hidden states ``[B, b, D]`` of a block x ``[B, b, D]`` that follows the cached context.
 
-        Args:
-            x (mx.array): The embedded block [B, b, D].
-            cache (list): From ``make_cache``. The block is taken out of it again.
-
-        Returns:
-            mx.array: Hidden states [B, b, D] for the target's head.
+        The cache is as before afterwards.
         """
         b, window, masks = x.shape[1], self.args.sliding_window, {}
         end = cache[0].offset + b
@@ -157,16 +134,7 @@ class DFlashDraft:
     """A DFlash draft for ``moelab.speculative_generate``; see ``drafts.Draft``.
 
     It computes with its target's number type and, if the target does, with the fast kernels.
-
-    Args:
-        path_or_hf_repo (str | Path): Folder or Hub repository with the draft's ``config.json`` and
-            weights, as z-lab publishes them.
-        block_size (int | None): b to draft with, the last accepted token included. Default: what
-            the draft was trained with.
-
-    Raises:
-        CheckpointError: The files are missing, or are not those of a DFlash draft.
-        ValueError: The block size is below 2.
+    ``block_size`` counts the last accepted token too. Default: what the draft was trained with.
     """
 
     def __init__(self, path_or_hf_repo: str | Path, block_size: int | None = None):
@@ -239,20 +207,13 @@ class DFlashDraft:
             features = mx.concatenate(self._queue)[None]
             for i in range(0, self._num_queued, QUEUED_TOKENS):
                 if i:
-                    mx.clear_cache()  # what the part before left
+                    mx.clear_cache()  # frees what the part before left
                 self.model.extend(features[:, i : i + QUEUED_TOKENS], self.cache)
         self._queue, self._num_queued = [], 0
 
 
 def load_model(path_or_hf_repo: str | Path) -> DFlashModel:
-    """Load the network of a draft, with its weights.
-
-    Args:
-        path_or_hf_repo (str | Path): Its folder or Hub repository.
-
-    Raises:
-        CheckpointError: As ``DFlashDraft``.
-    """
+    """Load a draft's network and weights; a CheckpointError if the files are no DFlash draft's."""
     check_fork()
     try:
         path = Path(mlx_lm_utils._download(str(path_or_hf_repo)))

@@ -43,43 +43,26 @@ class Draft(Protocol):
         """Caches for a new sequence, in the order of ``cache``; [] for none."""
 
     def bind(self, model: nn.Module, cache: list | None = None) -> None:
-        """Start a sequence for a target.
+        """Start a sequence for a target, or go on from the state in ``cache``.
 
-        Args:
-            model (nn.Module): The target.
-            cache (list | None): State to continue from. Default: that of a new sequence.
-
-        Raises:
-            ValueError: The draft does not fit the target (vocabulary, hidden size, layer ids). The
-                message says what was expected and what it got.
+        A ValueError says what does not fit the target: vocabulary, hidden size or layer ids.
         """
 
     def extend(self, tokens: mx.array, features: mx.array | None) -> None:
-        """Note tokens that the target has read: the prompt in chunks, then those of each round.
+        """Note tokens ``[n]`` that the target has read: the prompt in chunks, then each round's.
 
-        Called while the draft is bound, also while nothing is drafted, so it must cost next to
-        nothing: queue the tokens, and do the work in ``propose``.
-
-        Args:
-            tokens (mx.array): Token ids [n].
-            features (mx.array | None): The outputs of ``layer_ids`` for them,
-                [n, len(layer_ids) * D]; None without ``layer_ids``.
+        ``features`` ``[n, len(layer_ids) * D]`` are the outputs of ``layer_ids`` for them; None
+        without ``layer_ids``. This is called also while nothing is drafted, so it must cost next
+        to nothing: queue the tokens, and do the work in ``propose``.
         """
 
     def propose(self, last: int, n: int, choose: Choose) -> mx.array:
-        """Guess what follows ``last``.
+        """Guess at most ``n`` tokens that follow ``last``: uint32 ``[<= n]``.
 
-        Args:
-            last (int): The newest token.
-            n (int): The most tokens to guess. With 0 the draft only brings ``cache`` up to date
-                with the extended tokens, without ``last``.
-            choose (Callable): From logits [k, V] to tokens [k], lazily, by the caller's processors
-                and sampler. Call it for the positions in order, one row or several at a time. It
-                draws the random numbers that the target will draw at the same positions, so no
-                probabilities need to be returned.
-
-        Returns:
-            mx.array: Token ids, uint32 [<= n].
+        With n = 0 the draft only brings ``cache`` up to date with the extended tokens, without
+        ``last``. ``choose`` makes tokens ``[k]`` of logits ``[k, V]``, lazily, with the caller's
+        sampler and the random numbers that the target will draw at the same positions. Call it for
+        the positions in order, one row or several at a time.
         """
 
 
@@ -158,19 +141,14 @@ class TokenCache:
 class LookupDraft:
     """Proposes what followed when the last tokens occurred before (prompt lookup, Saxena 2023).
 
-    Needs no model, and is good where text repeats itself. Of the latest 16 matches it takes the
+    It needs no model, and is good where text repeats itself. Of the latest 16 matches it takes the
     longest, of equal ones the latest, and proposes at most half as many tokens as match: the
-    longer two texts have agreed, the longer they are likely to go on agreeing.
-
-    Args:
-        shortest (int): The fewest tokens that must match.
-
-    Raises:
-        ValueError: ``shortest`` is below 1.
+    longer two texts have agreed, the longer they are likely to go on agreeing. ``shortest`` is the
+    fewest tokens that must match.
     """
 
     layer_ids = ()
-    _OCCURRENCES = 16  # the latest ones of the same tokens that are compared
+    _OCCURRENCES = 16  # the latest matches that are compared
 
     def __init__(self, shortest: int = 4):
         if not isinstance(shortest, int) or shortest < 1:
@@ -216,14 +194,14 @@ class LookupDraft:
 
 @dataclass
 class _Record:
-    """What is kept of a draft between generations, for as long as it lives."""
+    """What the generations of a draft share, for as long as the draft lives."""
 
-    bound: weakref.ref | None = None  # the ``BoundDraft`` of the generation that has it
-    target: weakref.ref | None = None  # of the policy
+    bound: weakref.ref | None = None  # the ``BoundDraft`` of the generation that uses the draft
+    target: weakref.ref | None = None  # the model that ``policy`` has learned about
     policy: Policy | None = None
 
 
-_RECORDS: dict[int, _Record] = {}  # by id: a draft may be without a hash, as an nn.Module is
+_RECORDS: dict[int, _Record] = {}  # by id(draft), as a draft may have no hash (an nn.Module)
 
 
 def _record(draft: Draft) -> _Record:
@@ -242,16 +220,7 @@ def learned_policy(model: nn.Module, draft: Draft) -> Policy:
 
 
 class BoundDraft:
-    """A draft that one generation has bound to its target, until another generation binds it.
-
-    Args:
-        draft (Draft): The draft.
-        model (nn.Module): The target.
-        cache (list | None): State of the draft to continue from.
-
-    Raises:
-        ValueError: The draft does not fit the target.
-    """
+    """A draft that one generation has bound to its target, until another generation binds it."""
 
     def __init__(self, draft: Draft, model: nn.Module, cache: list | None = None):
         draft.bind(model, cache)
@@ -288,11 +257,11 @@ class BoundDraft:
             self._draft.extend(tokens, features)
 
     def catch_up(self) -> None:
-        """Let the draft read all that it was told."""
+        """Let the draft read all tokens that it was told."""
         self._draft.propose(0, 0, None)
 
     def propose(self, last: int, n: int, choose: Choose) -> list[int]:
-        """At most ``n`` guesses, up to the first that is outside the target's vocabulary."""
+        """Guess at most ``n`` tokens, up to the first one outside the target's vocabulary."""
         guesses = self._draft.propose(last, n, choose)[:n].tolist()
         wrong = (i for i, guess in enumerate(guesses) if not 0 <= guess < self._vocabulary)
         return guesses[: next(wrong, None)]

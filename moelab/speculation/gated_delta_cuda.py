@@ -1,9 +1,8 @@
 """mlx-lm's gated delta rule as one CUDA kernel that can give the state after every token.
 
-mlx-lm has a kernel for Metal. On CUDA mlx-lm loops over the tokens, with several launches for each
-token in every layer. This loop was most of the difference in time between a verify pass and a
-single token. This is that recurrence (``mlx_lm.models.gated_delta``; Yang et al., arXiv 2412.06464)
-with one warp for each row of the state.
+mlx-lm has a kernel for Metal. On CUDA it loops over the tokens, with several launches for each
+token in every layer. Here one warp computes each row of the state of that recurrence
+(``mlx_lm.models.gated_delta``; Yang et al., arXiv 2412.06464).
 """
 
 from collections.abc import Callable
@@ -64,20 +63,11 @@ def gated_delta(
     mask: mx.array | None = None,
     every: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """As mlx-lm's ``gated_delta_ops``, on CUDA.
+    """As mlx-lm's ``gated_delta_ops``, on CUDA, for arguments that ``fits`` names.
 
-    Args:
-        q (mx.array): [B, T, Hk, Dk], Dk a multiple of 32.
-        k (mx.array): [B, T, Hk, Dk].
-        v (mx.array): [B, T, Hv, Dv].
-        g (mx.array): [B, T, Hv], or [B, T, Hv, Dk] with a gate for each channel.
-        beta (mx.array): [B, T, Hv].
-        state (mx.array): [B, Hv, Dv, Dk], float32.
-        mask: Not supported; in the signature because mlx-lm passes it.
-        every (bool): Return the states after each token, [T, B, Hv, Dv, Dk], not only the last.
-
-    Returns:
-        tuple[mx.array, mx.array]: y [B, T, Hv, Dv] and the state.
+    Shapes: q, k ``[B, T, Hk, Dk]``; v ``[B, T, Hv, Dv]``; g, beta ``[B, T, Hv]`` (g also
+    ``[B, T, Hv, Dk]``: a gate for each channel); state ``[B, Hv, Dv, Dk]``, float32. With ``every``
+    it gives the states after each token, ``[T, ...]``. ``mask`` is there because mlx-lm passes it.
     """
     B, T, Hv, Dv = v.shape
     y, states = _kernel()(
@@ -103,12 +93,7 @@ def fits(k: mx.array, state: mx.array | None = None, mask: mx.array | None = Non
 
 
 def with_kernel(update: Callable, every: bool) -> Callable:
-    """mlx-lm's ``gated_delta_update`` with the kernel in place of its loop.
-
-    Args:
-        update (Callable): mlx-lm's function.
-        every (bool): As for ``gated_delta``.
-    """
+    """mlx-lm's ``gated_delta_update`` that calls the kernel in place of its loop."""
 
     def gated_delta_ops(*args):
         return gated_delta(*args, every=every)

@@ -39,37 +39,23 @@ from .target import PREFILL_STEP, Capture, lock
 
 @dataclass(frozen=True)
 class Round:
-    """One pass of the target after the prompt.
+    """One pass of the target after the prompt."""
 
-    Attributes:
-        number (int): From 0.
-        drafted (int): Tokens that the draft proposed.
-        accepted (int): How many of them the target chose too. Its next token follows them.
-        draft_s (float): Seconds until the drafts were there.
-        verify_s (float): Seconds from then until the target had chosen. In a round without drafts:
-            until the token before could be yielded.
-    """
-
-    number: int
-    drafted: int = 0
-    accepted: int = 0
-    draft_s: float = 0.0
+    number: int  # from 0
+    drafted: int = 0  # tokens that the draft proposed
+    accepted: int = 0  # how many of them the target chose too; its next token follows them
+    draft_s: float = 0.0  # until the drafts were there
+    # From then until the target had chosen; without drafts until the token before could be yielded.
     verify_s: float = 0.0
 
 
 @dataclass
 class SpeculativeResponse(GenerationResponse):
-    """mlx-lm's response, with where the token came from.
+    """mlx-lm's response, with where the token came from."""
 
-    Attributes:
-        drafted (int): Tokens drafted so far.
-        accepted (int): How many of them were accepted so far.
-        round (Round): The round that gave this token.
-    """
-
-    drafted: int = 0
-    accepted: int = 0
-    round: Round = Round(0)
+    drafted: int = 0  # tokens so far in the text
+    accepted: int = 0  # of them, so far in the text
+    round: Round = Round(0)  # it gave this token
 
 
 def check_tokens(max_tokens: int, prefill_step_size: int = PREFILL_STEP) -> None:
@@ -102,13 +88,25 @@ def speculative_generate(
         draft (Draft): A ``ModelDraft``, a ``DFlashDraft``, or anything with their methods.
         max_tokens (int): The most tokens to generate; -1 for no limit. Default: ``256``.
         stream (mx.Stream): Where to compute. Default: mlx-lm's.
-        kwargs: As for ``speculative_generate_step``.
+        num_draft_tokens (int | str | Policy): The most drafts in a round; 0 for none. ``auto``
+            decides in each round whether and how many, by what it measures, and remembers that
+            from text to text until this draft serves another model. So does a ``Policy`` that is
+            given again. Default: ``auto``.
+        sampler (Callable | None): From log probabilities [1, V] to tokens [1]. Default: the most
+            likely one.
+        prompt_cache (list | None): The target's cache and, if wanted, the draft's (its
+            ``make_cache``) after it. Afterwards they hold the prompt and every token that was
+            yielded.
+        rollback (str): A strategy of ``Rollback``. Default: ``auto``.
+        kwargs: ``logits_processors``, ``prefill_step_size``, ``kv_bits``, ``kv_group_size``,
+            ``quantized_kv_start`` and ``prompt_progress_callback``, as for mlx-lm.
 
     Yields:
         SpeculativeResponse: mlx-lm's response with ``drafted``, ``accepted`` and the ``round``.
 
     Raises:
-        ValueError: The draft does not fit the model, or the cache cannot be rolled back.
+        ValueError: The prompt is empty, an argument is none of those above, the draft does not fit
+            the model or is used by another generation, or the cache cannot be rolled back.
     """
     if max_tokens == 0:
         raise ValueError("max_tokens: expected a number above 0, or -1 for no limit; got 0.")
@@ -181,39 +179,9 @@ def speculative_generate_step(
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     rollback: str = "auto",
 ) -> Iterator[tuple[int, mx.array, bool, Round]]:
-    """Token by token, as mlx-lm's function of this name, on any cache that can be rolled back.
+    """Yield token, log probabilities ``[V]``, whether it was drafted, and its round, one by one.
 
-    Args:
-        prompt (mx.array): Token ids [T].
-        model (nn.Module): The target.
-        draft (Draft): What guesses its tokens.
-        stream (mx.Stream): Where to compute. Default: mlx-lm's.
-        num_draft_tokens (int | str | Policy): The most drafts in a round; 0 for none. ``auto``
-            decides in each round whether and how many, by what it measures, and remembers that
-            from text to text until this draft serves another model. So does a ``Policy`` that is
-            given again. Default: ``auto``.
-        max_tokens (int): The most tokens to generate; -1 for no limit. Default: ``256``.
-        sampler (Callable | None): From log probabilities [1, V] to tokens [1]. Default: the most
-            likely one.
-        logits_processors (list | None): As for mlx-lm.
-        prompt_cache (list | None): The target's cache and, if wanted, the draft's (its
-            ``make_cache``) after it. They are left as ``mlx_lm.stream_generate`` leaves a cache:
-            with the prompt and every token that was yielded.
-        prefill_step_size (int): Prompt tokens in one pass. Default: ``512``.
-        kv_bits (int | None): As for mlx-lm.
-        kv_group_size (int): As for mlx-lm.
-        quantized_kv_start (int): As for mlx-lm.
-        prompt_progress_callback (Callable | None): As for mlx-lm: gets the prompt's tokens that
-            have been read, and all.
-        rollback (str): A strategy of ``Rollback``. Default: ``auto``.
-
-    Yields:
-        tuple[int, mx.array, bool, Round]: Token, log probabilities [V], whether it was drafted, and
-        its round.
-
-    Raises:
-        ValueError: The prompt is empty, an argument is none of those above, the draft does not fit
-            the model or is used by another generation, or the cache cannot be rolled back.
+    The arguments are those of ``speculative_generate`` and mlx-lm's function of this name.
     """
     check_tokens(max_tokens, prefill_step_size)
     if prompt.size == 0:
@@ -233,11 +201,11 @@ def speculative_generate_step(
         target = _Target(model, draft, prompt_cache, rollback, quantizing)
         progress = prompt_progress_callback or (lambda *_: None)
         progress(0, prompt.size)
-        draft_s = 0.0  # the draft's part of the prompt's time
+        draft_s = 0.0  # seconds in which the draft read the prompt
         for i in range(0, prompt.size - 1, prefill_step_size):
             end = min(i + prefill_step_size, prompt.size - 1)
             target.prefill(prompt[i:end], policy)
-            if num_draft_tokens != 0:  # now, since it keeps what it has not read
+            if num_draft_tokens != 0:  # now, since unread features take memory
                 begin = time.perf_counter()
                 target.draft.catch_up()
                 draft_s += time.perf_counter() - begin
@@ -262,15 +230,9 @@ class _Proposal:
 class _Rounds:
     """The rounds of one text, from the prompt's last token on.
 
-    ``_last`` [1] is the newest token: accepted, not yet in the target's cache. ``_pending`` is the
-    rest of what is yielded with it (log probabilities, from_draft, round) until it is yielded.
-
-    Args:
-        target (_Target): The target, which has read the prompt but for its last token.
-        chooser (Chooser): Chooses tokens from logits.
-        policy (Policy): Decides how many to draft.
-        last (mx.array): The prompt's last token [1].
-        max_tokens (int): The most tokens to yield; -1 for no limit.
+    ``_last`` [1] is the newest token: accepted, not yet in the target's cache (at first the
+    prompt's last one). ``_pending`` is what is yielded with it (log probabilities, from_draft,
+    round), until it is yielded.
     """
 
     def __init__(self, target, chooser, policy, last, max_tokens):
@@ -283,7 +245,7 @@ class _Rounds:
         self._in_flight = False  # the last round had no drafts, so this one's token is on its way
 
     def tokens(self) -> Iterator[tuple[int, mx.array, bool, Round]]:
-        """Yields tokens as ``speculative_generate_step``. Without an error, caches are complete."""
+        """Yield what ``speculative_generate_step`` does; without an error, caches end complete."""
         try:
             while self._left:
                 n = self._ask_policy()
@@ -308,7 +270,7 @@ class _Rounds:
         return min(self._policy.choose(self._missed, most), most)
 
     def _release(self):
-        """What is yielded with ``_last``."""
+        """The next token to yield, with what belongs to it."""
         pending, self._pending = self._pending, None
         self._left -= 1
         return self._last.item(), *pending
@@ -325,7 +287,7 @@ class _Rounds:
         return _Proposal(begin, n, guesses, missed_s, time.perf_counter() - begin)
 
     def _round_without_drafts(self, proposal):
-        """One token. It is computed while the one before is yielded."""
+        """Compute one token while the one before is yielded."""
         following, logprobs = self._chooser(self._target.read(self._last))
         mx.async_eval(following)  # before ``_last`` is waited for, as mlx-lm does
         self._target.keep(1)
@@ -340,7 +302,7 @@ class _Rounds:
             yield token, *pending
 
     def _round_with_drafts(self, proposal):
-        """Yields the drafts that the target accepts. Its own token is then pending."""
+        """Yield the drafts that the target accepts. Its own token is then pending."""
         tokens, logprobs = self._verify(proposal)
         chosen = tokens.tolist()
         accepted = num_accepted(proposal.guesses, chosen)
@@ -353,7 +315,7 @@ class _Rounds:
         self._last = tokens[accepted : accepted + 1]
         self._pending = logprobs[accepted], False, round
         for i in range(accepted):
-            self._target.accepted = i + 2  # the token before the drafts, and those up to this one
+            self._target.accepted = i + 2  # counts the token before the drafts and those so far
             self._left -= 1
             yield chosen[i], logprobs[i], True, round
         self._target.keep(accepted + 1)
@@ -392,13 +354,8 @@ class _Rounds:
 class _Target:
     """The target and its cache, and the draft that is told what it has read.
 
-    Args:
-        model (nn.Module): The target.
-        draft (Draft): Is bound to the target.
-        prompt_cache (list | None): The caller's caches, as for ``speculative_generate_step``.
-        strategy (str): A strategy of ``Rollback``.
-        quantizing (tuple): For mlx-lm's ``maybe_quantize_kv_cache``, which is called with the
-            target's cache after every pass: start, group size and bits.
+    ``quantizing`` are start, group size and bits for mlx-lm's ``maybe_quantize_kv_cache``, which is
+    called after every pass.
     """
 
     def __init__(self, model, draft, prompt_cache, strategy, quantizing):
@@ -415,7 +372,7 @@ class _Target:
         self._rollback = Rollback(model, self._cache, strategy)
         self._capture = Capture(model, draft.layer_ids) if draft.layer_ids else None
         self._read = None  # the tokens of the last pass and their features, until ``keep``
-        self.accepted = 0  # how many of these to keep if the caller asks for no more
+        self.accepted = 0  # how many tokens of that pass to keep if the caller asks for no more
 
     def prefill(self, tokens: mx.array, policy: Policy) -> None:
         """Read tokens [T] of the prompt in one pass."""
@@ -428,7 +385,7 @@ class _Target:
         self.draft.extend(tokens, features)
 
     def room(self) -> float:
-        """Tokens that one pass may read, so that no cache reaches its quantization within it."""
+        """The most tokens of one pass, so that no cache reaches its quantization within it."""
         start, _, bits = self._quantizing
         if bits is None:
             return float("inf")
@@ -466,7 +423,7 @@ class _Target:
         mx.eval([c.state for c in self._given])
 
     def _captured(self, call, *args, **kwargs):
-        """What a call of the model returns, and its features [T, n * D] for the draft."""
+        """Call the model; gives its result and features ``[T, n * D]`` for the draft."""
         if self._capture is None:
             return call(*args, **kwargs), None
         with lock(self._model), self._capture as seen:

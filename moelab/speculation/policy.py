@@ -1,7 +1,6 @@
 """How many tokens to draft in the next round, from what drafting has cost and brought so far.
 
-In plain numbers: a look at whether to draft took 0.13 ms with numpy, between passes of 4 ms that
-evict it from the caches, and all looks 1.3% of the time of tiny-moe on a CPU.
+It computes with plain numbers: with numpy all looks took 1.3% of tiny-moe's time on a CPU.
 """
 
 from bisect import bisect_left
@@ -10,27 +9,27 @@ from itertools import accumulate
 from operator import mul
 from statistics import median
 
-GAIN = 1.03  # times the undrafted speed: what promises no more is not drafted
-REFRESH_ROUNDS = 64  # rounds with drafts after which the time without is measured again ...
+GAIN = 1.03  # times the undrafted speed that a number of drafts must promise
+REFRESH_ROUNDS = 64  # after so many rounds with drafts the time without is measured again ...
 REFRESH_TOKENS = 2  # ... over so many tokens
 MIN_PLAIN_TOKENS = 4  # undrafted tokens to time before anything is compared with them
 ASK_EVERY = 4  # tokens between two looks at whether to draft, as a look costs time too
-COMPILE_FACTOR = 4  # times the estimate: a first round that takes longer was compiling kernels
+COMPILE_FACTOR = 4  # a first round that takes so many times its estimate was compiling kernels
 FORGET_PLAIN = 0.995  # weight of earlier acceptance after an undrafted token: the text may change
-FORGET_ROUND = 0.97  # the same after a round with drafts, which brings news of its own
+FORGET_ROUND = 0.97  # its weight after a round with drafts, which brings news of its own
 
 # Before anything is known, 4 of 5 drafts count as accepted. Each position starts as if it had been
 # tried twice, with the overall rate of acceptance.
 PRIOR_ACCEPTED, PRIOR_TRIED, PRIOR_AT_POSITION = 4, 5, 2
 
-# A guess at the seconds of a position in a verify pass, until one is measured: this share of a
-# position of the prompt (whose reads of experts a verify pass does not repeat), or else a token's
-# seconds over this number.
+# Until a verify pass is measured, a position in it is taken to cost this share of a prompt's
+# position (whose reads of experts a verify pass does not repeat), or else a token's seconds over
+# this number.
 VERIFY_OVER_PROMPT, TOKEN_OVER_VERIFY = 0.65, 3
 MIN_PROMPT_TOKENS = 32  # in a shorter pass the fixed part would be most of the time
 
 NUM_TIMES = 16  # latest times that a median or minimum is taken of
-NUM_TIMES_EACH = 8  # the same for each number of drafts or positions
+NUM_TIMES_EACH = 8  # latest times that are kept for each number of drafts or positions
 
 
 class Policy:
@@ -53,20 +52,8 @@ class Policy:
     One object serves one pair of target and draft. Given to several generations in turn, it keeps
     what it has learned. First-use compile time is left out of the estimates and of the loss budget.
 
-    Args:
-        max_draft_tokens (int): The most tokens to draft. Default: ``15``.
-        risk (float): The share of the undrafted time that may be lost; up to twice that after texts
-            in which drafting won. Default: ``0.015``.
-        horizon (int): Tokens that a text is expected to have at least, if ``max_tokens`` allows.
-            ``risk`` counts them before they are written. Default: ``128``.
-
-    Attributes:
-        plain_s (float): Seconds of a token without drafts.
-        lost_s (float): The loss of this text so far; negative if drafting has won time.
-        num_tokens (int): Tokens of this text so far.
-
-    Raises:
-        ValueError: ``max_draft_tokens`` is below 1.
+    ``risk`` is a share of the undrafted time. A text is expected to have at least ``horizon``
+    tokens, if ``max_tokens`` allows: ``risk`` counts them before they are written.
     """
 
     def __init__(self, max_draft_tokens: int = 15, risk: float = 0.015, horizon: int = 128):
@@ -77,7 +64,7 @@ class Policy:
         powers = (2**i - 1 for i in range(1, max_draft_tokens.bit_length()))
         self._numbers = sorted({*powers, max_draft_tokens})
         self._unused = set(self._numbers)  # numbers that were not drafted yet
-        self.plain_s = float("nan")
+        self.plain_s = float("nan")  # seconds of a token without drafts
         self._plain_s = deque(maxlen=NUM_TIMES)
         self._verify_s = _Seconds()  # by the positions of a pass
         self._draft_s = _Seconds()  # by the tokens drafted
@@ -85,15 +72,11 @@ class Policy:
         self._num_prompts = 0  # that the draft has read
         self._position_s = None  # seconds of each position of a prompt
         self._tried, self._won = [0.0] * max_draft_tokens, [0.0] * max_draft_tokens
-        self.lost_s = self._banked_s = 0.0  # banked: won in earlier texts
+        self.lost_s = self._banked_s = 0.0  # lost in this text (below 0: won); won in earlier ones
         self.begin()
 
     def begin(self, max_tokens: int = -1) -> None:
-        """A text begins. Losses count from zero.
-
-        Args:
-            max_tokens (int): The most tokens it will have; -1 for no limit.
-        """
+        """A text of at most ``max_tokens`` begins (-1: no limit). Losses count from zero."""
         self._banked_s = max(self._banked_s - self.lost_s, 0.0)
         self.num_tokens, self.lost_s = 0, 0.0
         self._rounds = 0  # with drafts, in a row; below 0: undrafted tokens still to be timed
@@ -128,13 +111,7 @@ class Policy:
     ) -> None:
         """A round with drafts is over.
 
-        Args:
-            drafted (int): Tokens that were drafted.
-            accepted (int): How many of them were accepted.
-            draft_s (float): Seconds to draft them.
-            verify_s (float): Seconds of the target's pass.
-            missed (int): Tokens written without the draft, which it read before.
-            missed_s (float): Seconds that this took.
+        Before it the draft read ``missed`` tokens that were written without it, in ``missed_s``.
         """
         self.num_tokens += accepted + 1
         self._rounds += 1
@@ -148,7 +125,7 @@ class Policy:
             estimates = [d + v for d, v in zip(draft_estimates, self.verify_s())]
             estimate_s = _interpolated(drafted, self._numbers, estimates)
             if drafted in self._unused and round_s > COMPILE_FACTOR * estimate_s:
-                round_s = estimate_s  # kernels were compiled: 0.2 s on CUDA
+                round_s = estimate_s  # kernels were compiled
             else:
                 self._verify_s.add(drafted + 1, verify_s)
                 self._draft_s.add(drafted, draft_s)
@@ -158,14 +135,9 @@ class Policy:
         self.lost_s += missed_s + round_s - (accepted + 1) * self.plain_s
 
     def choose(self, missed: int = 0, most: float = float("inf")) -> int:
-        """How many tokens to draft in the next round.
+        """How many tokens to draft in the next round: 0 to ``most``.
 
-        Args:
-            missed (int): Tokens that the draft would have to read first.
-            most (float): Do not choose more.
-
-        Returns:
-            int: The number, 0 for none.
+        The draft would have to read ``missed`` tokens first.
         """
         if self._rounds >= REFRESH_ROUNDS:
             self._rounds = -REFRESH_TOKENS
@@ -190,7 +162,7 @@ class Policy:
         return 0
 
     def _forget(self, weight):
-        """Let earlier drafts count less, by this weight."""
+        """Let earlier drafts count less: each times ``weight``."""
         self._tried = [weight * n for n in self._tried]
         self._won = [weight * n for n in self._won]
 
@@ -200,16 +172,16 @@ class Policy:
         return allowed_s + min(allowed_s, self._banked_s)
 
     def acceptance(self) -> list[float]:
-        """Estimate [max_draft_tokens] of how often each draft is accepted once those before it are.
+        """Estimate ``[max_draft_tokens]`` how often each draft is accepted once those before are.
 
-        Optimistic where little is known.
+        It is optimistic where little is known.
         """
         prior = (sum(self._won) + PRIOR_ACCEPTED) / (sum(self._tried) + PRIOR_TRIED)
         prior *= PRIOR_AT_POSITION
         return [(w + prior) / (t + PRIOR_AT_POSITION) for w, t in zip(self._won, self._tried)]
 
     def verify_s(self) -> list[float]:
-        """Seconds of the pass over n + 1 positions, for each number n that it may draft."""
+        """Seconds of the pass over n + 1 positions, for each number n that may be drafted."""
         if self._verify_s.medians:
             return self._verify_s.at([n + 1 for n in self._numbers], {1: self.plain_s})
         if self._position_s is None:
@@ -219,7 +191,7 @@ class Policy:
         return [self.plain_s + n * each_s for n in self._numbers]
 
     def draft_s(self) -> list[float]:
-        """Seconds to draft each number of tokens that it may; 0 before the first.
+        """Seconds to draft each number of tokens that may be drafted; 0 before the first draft.
 
         While only one number has been measured, its seconds are taken for all of them: a block
         draft makes any number in one pass.
@@ -231,8 +203,8 @@ class Policy:
     def missed_s(self, num_tokens: int) -> float:
         """Seconds for the draft to read so many tokens, 0 before any read was measured.
 
-        The least that a measured read allows: the seconds of a longer one, or those of a shorter
-        one times how often it fits into this one.
+        It is the least that the measured reads promise: the seconds of a longer one, or those of a
+        shorter one times how often it fits into this one.
         """
         if not num_tokens:
             return 0.0
@@ -240,11 +212,7 @@ class Policy:
 
 
 class Always:
-    """The policy of a fixed number of drafts.
-
-    Args:
-        num_draft_tokens (int): Tokens to draft in a round, if so many are left.
-    """
+    """The policy that always drafts the same number of tokens, if so many are left."""
 
     plain_s = 0.0
 
@@ -261,7 +229,7 @@ class Always:
 
 
 class _Seconds:
-    """Recent times by some number, and estimates for other numbers."""
+    """Recent times for some numbers (of drafts, of positions), and estimates for others."""
 
     def __init__(self):
         self._samples, self.medians = {}, {}
@@ -272,14 +240,17 @@ class _Seconds:
         self.medians[number] = median(samples)
 
     def at(self, numbers: list[int], more: dict[int, float]) -> list[float]:
-        """Interpolated between neighbours; beyond the last, by the slope from the first to it."""
+        """Seconds interpolated between neighbours; past the last by the slope from first to last.
+
+        ``more`` are further points, which the measured medians override.
+        """
         xs, ys = zip(*sorted({**more, **self.medians}.items()))
         slope = max(ys[-1] - ys[0], 0) / max(xs[-1] - xs[0], 1)
         return [_interpolated(n, xs, ys) + slope * max(n - xs[-1], 0) for n in numbers]
 
 
 def _interpolated(x, xs, ys):
-    """The value at x of the line through the points; that of the nearest end outside of them."""
+    """The value at x of the line through the points, or of the nearest end if x lies outside."""
     i = bisect_left(xs, x)
     if i in (0, len(xs)):
         return ys[min(i, len(xs) - 1)]

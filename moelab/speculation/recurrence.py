@@ -25,20 +25,14 @@ from . import gated_delta_cuda
 
 
 class Form(NamedTuple):
-    """How one of mlx-lm's recurrences is called. It returns its output and the new state.
+    """How one of mlx-lm's recurrences is called. It returns its output and the new state."""
 
-    Attributes:
-        state (str): The argument that is the state.
-        inputs (dict[str, int]): The arguments with one entry for each token, and their time axis.
-        axis (int): The output's time axis.
-    """
-
-    state: str
-    inputs: dict[str, int]
-    axis: int
+    state: str  # the argument that is the state
+    inputs: dict[str, int]  # arguments with one entry for each token, and their time axis
+    axis: int  # the output's time axis
 
 
-# By the name of the function that a layer's module imports; ``ssm_step`` is a method of its layer.
+# The keys are names of functions that a layer's module imports; ``ssm_step`` is a layer's method.
 # A family with another recurrence gets a line here and one in ``tests/helpers/recurrent.py``, whose
 # tests fail until it is there. Without it ``rollback`` restores the state and computes again.
 RECURRENCES = {
@@ -50,11 +44,7 @@ RECURRENCES = {
 
 
 class Tape:
-    """What a recurrent layer did in one pass: its cache after any number of the tokens.
-
-    Args:
-        cache (ArraysCache): The layer's cache.
-    """
+    """What a recurrent layer did in one pass: its cache after any number of the tokens."""
 
     def __init__(self, cache: ArraysCache):
         self.cache = cache
@@ -190,7 +180,7 @@ class _Recurrence:
         return mx.concatenate(ys, axis=self.form.axis), state
 
     def over(self, arguments: dict[str, Any], a: int, b: int):
-        """(output, state) over the tokens from ``a`` to ``b``."""
+        """Run over the tokens from ``a`` to ``b``: output and state."""
         cut = {}
         for name, axis in self.form.inputs.items():
             if (x := arguments.get(name)) is not None:
@@ -222,15 +212,12 @@ class Recorder:
 
     Copies of the layer's methods run in their place. They have globals of their own, in which the
     name of a recurrence means a ``_Recurrence``, so no other model is affected.
-
-    Args:
-        layer (nn.Module): A module that is called with an ``ArraysCache``.
     """
 
     def __init__(self, layer: nn.Module):
         self.layer = layer
-        self.tape = None  # of the call that is running
-        self.tapes = None  # of the pass that is running, by the id of their cache
+        self.tape = None  # the tape of the call that is running
+        self.tapes = None  # the tapes of the pass that is running, by the id of their cache
         self.keep_states = False
         cls = unhooked(layer)
         copies = {}
@@ -262,7 +249,7 @@ class Recorder:
             self._install_hooks()
 
     def remove(self) -> None:
-        """End it. Undoes an interrupted ``install`` too."""
+        """End recording. Undoes an interrupted ``install`` too."""
         if self._is_block:
             object.__setattr__(self.layer, "recorder", None)
         self._remove_hooks()
@@ -277,7 +264,7 @@ class Recorder:
             hook.remove()
 
     def call(self, *args, **kwargs) -> mx.array:
-        """A call of the block, mlx-lm's way."""
+        """Call the block mlx-lm's way."""
         try:
             self._install_hooks()
             return self._on_call(None, *args, **kwargs)
@@ -285,12 +272,7 @@ class Recorder:
             self._remove_hooks()
 
     def keep(self, cache: ArraysCache, did: kernels.Recurred) -> None:
-        """Put on tape what the block did.
-
-        Args:
-            cache (ArraysCache): Its cache, as it is now.
-            did (kernels.Recurred): Its inputs are in memory that nobody writes to again.
-        """
+        """Put on tape what the block did; nobody may write to the memory of its inputs again."""
         tape = self.tapes[id(cache)] = Tape(cache)
         tape.convs.append(did.conv)
         tape.steps.append(_Block(did, cache[1]))
@@ -313,14 +295,9 @@ class Recorder:
 
 @contextmanager
 def recording(recorders: list[Recorder], keep_states: bool):
-    """Record what the layers do in a pass.
+    """Record what the layers do in a pass, which fills the dict of tapes by the id of their cache.
 
-    Args:
-        recorders (list[Recorder]): One for each layer.
-        keep_states (bool): Keep the state after every token, in place of the inputs.
-
-    Yields:
-        dict[int, Tape]: Filled by the pass, under the id of the cache.
+    ``keep_states`` keeps the state after every token in place of the inputs.
     """
     tapes = {}
     try:
@@ -334,7 +311,7 @@ def recording(recorders: list[Recorder], keep_states: bool):
 
 
 def recorders(model: nn.Module) -> list[Recorder]:
-    """One for each recurrent layer of an mlx-lm model.
+    """A recorder for each recurrent layer of an mlx-lm model.
 
     These are the innermost modules that take a cache and have a recurrence or a convolution.
     """
@@ -353,7 +330,7 @@ def recorders(model: nn.Module) -> list[Recorder]:
 
 
 def _contiguous(x):
-    """A copy. A block's inputs are numpy's: MLX would evaluate each layer's at its next token."""
+    """Copy an array, a numpy one at once: MLX would copy each layer's apart, at the next token."""
     return mx.contiguous(x) if isinstance(x, mx.array) else kernels.to_mlx(np.ascontiguousarray(x))
 
 

@@ -53,17 +53,8 @@ class Rollback:
         rollback.commit()           # drops what undoing would need
 
     Passes add up until ``commit``: ``undo`` may reach over several. Nothing in the model is changed
-    between passes, and during one only the layers of this model object are.
-
-    Args:
-        model (nn.Module): Any mlx-lm model, resident or streamed.
-        cache (list): Its prompt cache. Entries may be replaced between a commit and the next pass,
-            as mlx-lm does to quantize them.
-        strategy (str): ``auto``, ``restore``, ``replay`` or ``states``; see the module. Default:
-            ``auto``.
-
-    Raises:
-        ValueError: The cache cannot be rolled back, or not with this strategy.
+    between passes, and during one only the layers of this model object are. Entries of ``cache``
+    may be replaced between a commit and the next pass, as mlx-lm does to quantize them.
     """
 
     def __init__(self, model: nn.Module, cache: list, strategy: str = "auto"):
@@ -82,15 +73,7 @@ class Rollback:
         self._tapes_checked = False
 
     def __call__(self, tokens: mx.array, **kwargs) -> mx.array:
-        """One pass over tokens [B, T].
-
-        Args:
-            tokens (mx.array): Token ids [B, T].
-            kwargs: Passed to the model.
-
-        Returns:
-            mx.array: What the model returns. If it raises, the caches are as before the pass.
-        """
+        """Call the model on tokens ``[B, T]``. If it raises, the caches are as before the pass."""
         current = _Pass(tokens, [(c, _snapshot(c, tokens.shape[1])) for c in leaves(self.cache)])
         try:
             with lock(self.model), self._recording(current):
@@ -113,14 +96,7 @@ class Rollback:
         return sum({id(a): a.nbytes for a in held}.values())
 
     def undo(self, n: int) -> None:
-        """Take back the last ``n`` tokens of every row of the batch.
-
-        Args:
-            n (int): From 0 to ``undoable``.
-
-        Raises:
-            ValueError: There are not so many tokens since the last commit.
-        """
+        """Take back the last ``n`` tokens, at most ``undoable``, of every row of the batch."""
         if not isinstance(n, int) or not 0 <= n <= self.undoable:
             raise ValueError(
                 f"rollback: undo({n!r}), expected a number from 0 to {self.undoable}, the tokens "
@@ -187,7 +163,7 @@ class _Pass:
     """A pass that may be undone."""
 
     tokens: mx.array  # [B, T]
-    snapshots: list[tuple[Any, Any]]  # (cache, what it takes to put it back)
+    snapshots: list[tuple[Any, Any]]  # each cache and its ``_snapshot``
     tapes: dict[int, Tape] = field(default_factory=dict)  # by the id of an ArraysCache
 
     @property
@@ -203,7 +179,7 @@ class _Pass:
             _take_back(c, snapshot)
 
     def shorten(self, n: int) -> bool:
-        """Take back the last ``n`` tokens, not all. False: a recurrent cache has no tape for it."""
+        """Take back the last ``n`` tokens, not all. False: a recurrent cache has no tape."""
         complete = True
         for c, snapshot in self.snapshots:
             if not isinstance(c, ArraysCache):
@@ -241,7 +217,7 @@ def _check(c) -> None:
 
 
 def _trimmable(c, more: int = 0) -> bool:
-    """Whether ``trim`` can take tokens back exactly when ``more`` have gone in."""
+    """Whether ``trim`` can take tokens back exactly once ``more`` have gone in."""
     if isinstance(c, (RotatingKVCache, BatchRotatingKVCache)):
         return _length(c) + more < c.max_size
     return getattr(c, "is_trimmable", lambda: False)()
@@ -255,7 +231,7 @@ def _length(c) -> int:
 
 
 def _copies(arrays) -> tuple:
-    # A handle. MLX copies the data only if one of the two is written to.
+    # mx.array shares the data. MLX copies it only if one of the two is written to.
     return tuple(None if x is None else mx.array(x) for x in arrays)
 
 
@@ -276,7 +252,7 @@ def _snapshot(c, more: int):
 
 
 def _take_back(c, snapshot) -> None:
-    """Put a cache back to where the snapshot was made."""
+    """Put a cache back to its state when the snapshot was made."""
     if isinstance(c, ArraysCache):
         arrays, *paddings = snapshot
         c.state = list(arrays), *_copies(paddings)

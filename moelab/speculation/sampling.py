@@ -16,23 +16,14 @@ from mlx_lm.sample_utils import greedy_sampler
 
 
 def num_accepted(drafts: list[int], chosen: list[int]) -> int:
-    """How many drafts precede the first that the target did not choose.
-
-    Args:
-        drafts (list[int]): Token ids [n].
-        chosen (list[int]): The target's own [n + 1], for the same positions and one more.
-    """
+    """How many drafts ``[n]`` precede the first that the target, ``[n + 1]``, did not choose."""
     return next((i for i, draft in enumerate(drafts) if draft != chosen[i]), len(drafts))
 
 
 class Chooser:
     """Applies processors and sampler to rows of logits, one row for each position.
 
-    Args:
-        sampler (Callable | None): From log probabilities [1, V] to tokens [1]. Default: the most
-            likely one.
-        processors (list | None): As for mlx-lm.
-        tokens (mx.array): All accepted tokens so far, which processors look at.
+    ``tokens`` are all accepted so far, which processors look at.
     """
 
     def __init__(self, sampler: Callable | None, processors: list | None, tokens: mx.array):
@@ -44,14 +35,9 @@ class Chooser:
     def __call__(
         self, logits: mx.array, drafts: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
-        """The target's choice.
+        """The target's tokens ``[k]`` and log probabilities ``[k, V]`` for logits ``[k, V]``.
 
-        Args:
-            logits (mx.array): [k, V], a row for each position.
-            drafts (mx.array | None): The tokens [k - 1] that the rows after the first follow.
-
-        Returns:
-            tuple[mx.array, mx.array]: Tokens [k] and log probabilities [k, V].
+        ``drafts`` ``[k - 1]`` are the tokens that the rows after the first follow.
         """
         self._keys = []
         return self._rows(logits, lambda i: drafts[:i] if i else None)
@@ -74,7 +60,7 @@ class Chooser:
             _seed(before)
 
     def commit(self, tokens: mx.array) -> None:
-        """``tokens``, the first choices of the last call, are accepted."""
+        """Accept ``tokens``, the first choices of the last call."""
         if self._processors:
             self._tokens = mx.concatenate([self._tokens, tokens])
         if self._random and tokens.size < len(self._keys):
@@ -99,6 +85,6 @@ class Chooser:
 
 
 def _seed(key: mx.array) -> None:
-    # The state of mx.random cannot be set, but a seed can: it is a key's two halves.
+    # mx.random.state cannot be set. Seeding with the key's two 32-bit halves gives the same state.
     high, low = key.tolist()
     mx.random.seed(high << 32 | low)

@@ -15,19 +15,12 @@ _SHARED_LOCK = threading.RLock()
 
 
 def lock(model: nn.Module) -> threading.RLock:
-    """The lock to hold while a pass has hooks in the model's layers.
-
-    Args:
-        model (nn.Module): An mlx-lm model. A streamed one has a lock of its own.
-
-    Returns:
-        threading.RLock: The model's own lock, or one shared by all models without.
-    """
+    """The lock to hold while a pass has hooks in the model's layers: its own, or a shared one."""
     return getattr(model, "lock", _SHARED_LOCK)
 
 
 def vocabulary(model: nn.Module) -> int:
-    """V of an mlx-lm model, from its configuration or else its embedding."""
+    """The vocabulary V of an mlx-lm model, from its configuration or else its embedding."""
     args = getattr(model, "args", None)
     text = getattr(args, "text_config", None) or {}
     found = getattr(args, "vocab_size", None) or (
@@ -41,11 +34,7 @@ def vocabulary(model: nn.Module) -> int:
 
 
 def embedding_and_head(model: nn.Module) -> tuple[Callable, Callable]:
-    """The target's embedding and its head, tied or not.
-
-    Raises:
-        ValueError: No embedding or head can be found by its name.
-    """
+    """The target's embedding and its head, tied or not."""
     modules = dict(model.named_modules())
     tables = (nn.Embedding, nn.QuantizedEmbedding)
     embeddings = [
@@ -71,10 +60,6 @@ class Capture:
 
     Hold the model's ``lock`` meanwhile where other threads may call it. The same object can be
     entered again.
-
-    Args:
-        model (nn.Module): An mlx-lm model.
-        layer_ids (Sequence[int]): Layers whose outputs to keep, 0 for the first.
     """
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]):
@@ -97,9 +82,9 @@ class Capture:
 
     @property
     def features(self) -> mx.array:
-        """The layers' outputs, joined in order: [B, T, n * D].
+        """The layers' outputs, joined in the order of ``layer_ids``: ``[B, T, n * D]``.
 
-        Of all calls since the block was entered: a streamed model may compute a prompt in parts.
+        T counts all calls since the block was entered: a streamed model may divide a prompt.
         """
         outputs = {i: mx.concatenate(parts, axis=1) for i, parts in self._outputs.items()}
         return mx.concatenate([outputs[i] for i in self._layer_ids], axis=-1)
