@@ -129,7 +129,7 @@ class Residency:
         self.ahead.take(i, ())
 
     def read(self, i: int, experts: list[int]) -> None:
-        """Read distinct experts, at most S, into a layer's slots as a call does, without computing."""
+        """Read at most S distinct experts into a layer's slots as a call does; compute nothing."""
         own = self.layers[i]
         own.report()
         own.read(own.choose(experts)[1])
