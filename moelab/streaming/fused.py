@@ -47,7 +47,7 @@ PADDING_NBYTES = 256  # bytes of room behind the weights
 
 
 class PaddedLinear(QuantizedSwitchLinear):
-    """A projection that pads its input behind the last row, in the same buffer.
+    """A projection that pads its input after the last row, in the same buffer.
 
     MLX's qmm_sm80 reads there if a row has fewer than three tiles of inputs. If the mapped memory
     ends with the row, that is an illegal memory access, in a resident model as in a streamed one.

@@ -5,7 +5,7 @@ import ctypes
 # Where memory is short, glibc gives each array of so many bytes or more a mapping of its own, which
 # goes back to the system when the array is freed. glibc's own limit rises to 32 MB, and below it
 # freed arrays stay in the heap: 100 to 200 MB after a prompt. A mapping costs a page fault for each
-# new page: a prompt of 400 tokens took 19% longer from 256 KB on, and 4% from 8 MB on.
+# new page: a prompt of 400 tokens took 19% longer with mappings of 256 KB or more, 4% of 8 MB.
 MAPPED_NBYTES, M_MMAP_THRESHOLD = 8 << 20, -3
 
 

@@ -39,7 +39,7 @@ class StreamedExperts(nn.Module):
         parameters = expert_parameters(module)
         linears = {name.split(".")[0] for name in parameters}
         for name, child in module.items():
-            if name not in linears:  # a family's code may use other modules that it put there
+            if name not in linears:  # a family's code may use its other attributes of the module
                 self[name] = child
         quantized = all(f"{linear}.scales" in parameters for linear in linears)
         self._least_rows = QUANTIZED_ROWS if quantized else DENSE_ROWS

@@ -97,8 +97,8 @@ class Plan:
             ``prefill_step_size``, it saves the logits' memory, too.
         direct (bool): Whether experts are read past the page cache (Linux, on a CPU). They are if
             the available memory decided the number of slots, there are more than K, and the page
-            cache has room for less than twice as many experts: it would hold much the same ones,
-            and a copy from it takes a core's time.
+            cache has room for less than twice as many experts (with slots for all: for fewer than
+            all). It would hold much the same ones, and a copy from it takes a core's time.
         reason (str): One line.
     """
 
@@ -499,7 +499,7 @@ def _token_nbytes(model, checkpoint, config, top_k, state_nbytes):
 
 
 def _at_once(linear):
-    """Whether the fast kernels compute experts' matrices in one call, and fit this one."""
+    """Whether the fast kernels take this matrix, and compute several experts' in one call."""
     return type(linear) in kernels.FAST and kernels.fits(linear) and "bias" not in linear
 
 

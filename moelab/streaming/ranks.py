@@ -5,9 +5,8 @@ expert) pairs of the experts that it owns, and one ``all_gather`` gives every ra
 Nothing is added up on the way, so N ranks give the bits that one gives for the same calls. Other
 ways to join the rows were no faster (``data/results/cpu_ranks_joins.json``).
 
-All ranks must make the same collective calls in the same order. So they compare what decides about
-these: settings, headers and samples of the weights at load (see ``facts``), and the routing of
-every call together with its rows.
+All ranks must make the same collective calls in the same order. So they compare settings, headers
+and samples of the weights at load (see ``facts``), and the routing of every call with its rows.
 """
 
 import faulthandler
@@ -34,8 +33,8 @@ from .. import kernels
 from ..checkpoint import Checkpoint, describe
 from .placement import by_number
 
-# Seconds. A rank ends its process if the other ranks do not answer for so long. A rank whose
-# process ends is noticed at once; this is for one that hangs. MLX cannot stop waiting.
+# Seconds. A rank ends its process if the others do not answer for so long, as MLX cannot stop
+# waiting. A rank whose process ends is noticed at once; this is for one that hangs.
 PATIENCE_S = 120  # in a layer, in which the others may have much to read and compute
 LOADING_S = 600  # while the others load
 SAY_S = 8  # then a rank says on stderr that it waits for the others to start or to load
@@ -255,7 +254,7 @@ class Ranks:
         return blocks[kernels.to_mlx(places)].reshape(*routed.shape, D), checks
 
     def answered(self) -> None:
-        """Check the last layer's rows, which have arrived, so that the others still take part."""
+        """Check the last layer's rows, whose arrival shows that the others still take part."""
         if self._until is not None:
             self._until = monotonic() + self._patience_s
         if self._checks is None:
@@ -314,7 +313,7 @@ def _watch(ranks, closed):
 def facts(checkpoint: Checkpoint, config: object, model_config: dict | None) -> dict[str, str]:
     """The facts (for ``Ranks.compare``) that must be the same on all ranks.
 
-    ``config`` is resolved. Of the weights there are samples.
+    ``config`` must be ``resolved``. Only samples of the weights are compared.
     """
     return {
         "moelab": sys.modules["moelab"].__version__,

@@ -40,7 +40,7 @@ class Room:
         # ``slots`` there are from now on; fewer are in use while they lend memory to a prompt.
         self.slots = self._in_use = slots
         self._told = slots  # the slots that the last warning named
-        self._tokens = 0  # those of the last call that began
+        self._tokens = 0  # the tokens of the last call that began
         self._lock = threading.Lock()
         self._beside = 0  # bytes that other threads may take now
         self._left = None  # bytes that the running call leaves, if that is known
@@ -169,9 +169,9 @@ class Room:
         return (self._residency.nbytes + room - nbytes) // sum(self._plan.expert_nbytes)
 
     def _keep(self, fitting):
-        """Set how many slots there are from now on, if so many fit, and warn of a loss."""
+        """Set how many slots there are from now on, if so many fit, and warn if they are fewer."""
         slots, most = self.slots, self._plan.slots if can_empty() else self.slots
-        more = fitting - -(-BESIDE_NBYTES // sum(self._plan.expert_nbytes))  # a margin for a prompt
+        more = fitting - -(-BESIDE_NBYTES // sum(self._plan.expert_nbytes))  # so that they can stay
         kept = max(self._least, min(most, fitting if fitting < slots else max(slots, more)))
         self.slots = kept
         if kept > slots:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from . import native
 
-F_RDADVISE = 44  # of macOS; Python does not name it
+F_RDADVISE = 44  # macOS has it; Python does not name it
 
 _byte = bytearray(1)  # for reads that only ask whether a byte is there
 

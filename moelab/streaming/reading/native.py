@@ -62,7 +62,7 @@ def read_direct(table: np.ndarray) -> bool:
 def huge_pages(nbytes: int) -> memoryview:
     """Allocate so many bytes of memory, in huge pages if Linux has some to give."""
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, nbytes + HUGE_NBYTES, private)  # what is not written takes no memory
+    memory = mmap.mmap(-1, nbytes + HUGE_NBYTES, private)  # unwritten pages take no memory
     first = -address_of(memory) % HUGE_NBYTES
     with suppress(OSError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE, first, nbytes)

@@ -18,7 +18,7 @@ class Arrived(NamedTuple):
     slots: dict[int, int]  # expert to slot
     bank: SlotBank  # the bank that has these slots
     is_all: bool = False  # whether these are all the experts of the call
-    copies: Sequence[Copy] = ()  # with ``is_all``: what the GPU has yet to copy into the slots
+    copies: Sequence[Copy] = ()  # with ``is_all``: the GPU must make these before it computes
     # A zero. A result that depends on it is computed after the GPU has copied the experts.
     after: mx.array | None = None
 

@@ -52,7 +52,7 @@ class LayerSlots:
         self.bank = None  # its memory is free before more is taken
         self.bank = self._take_bank(slots)
         self.table = SlotTable(slots, policy_of(self._config.policy, self._config.source))
-        # ``job``: what is being prefetched. ``fills``: the jobs that read experts of this layer
+        # ``job`` prefetches for this layer. ``fills`` are the jobs that read experts of this layer
         # into free slots, each with the layer whose slots these are.
         self.job, self.fills = None, []
         if self.host is not None:

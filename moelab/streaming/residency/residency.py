@@ -78,7 +78,7 @@ class Residency:
         later = []
         if own.table.fits(needed):
             held, misses = own.choose(needed)
-            if not misses:  # read some others: a layer that holds all experts need not wait
+            if not misses:  # read some others: a layer with all experts need not wait for routing
                 own.read(own.table.choose(own.unread()[: self._top_k])[1])
             if not borrowed and not (misses and self._in_parts(own, len(misses))):
                 yield self._all(own, held, misses, routed.size)

@@ -22,7 +22,7 @@ EVICTION = {
 # Policies by which a GPU chooses slots by itself if its experts are in the host's memory. With the
 # other policies the host chooses, which takes longer.
 GPU_POLICIES = ("lru",)
-POLICIES = ChainMap(EVICTION, {"auto": None})  # what ``StreamConfig`` takes
+POLICIES = ChainMap(EVICTION, {"auto": None})  # the names that ``StreamConfig`` takes
 LARGEST = 2.0**300  # a use counts at most so much
 
 
@@ -48,7 +48,7 @@ class SlotTable:
         self.slot_of = {}  # the slot of every expert held, least recently used first
         self._free = list(range(num_slots))[::-1]
         self._counts, self._decay = defaultdict(float), EVICTION[policy]
-        # What a use counts now. It grows from call to call; so the earlier uses need not shrink.
+        # A use counts this much now. It grows from call to call, so earlier uses need not shrink.
         self._one = 1.0
 
     def fits(self, experts: Collection[int], taken: int = 0) -> bool:
@@ -127,7 +127,7 @@ class SlotTable:
         """Take up to ``num`` slots, until ``release``, for experts read ahead, of any layer.
 
         ``busy``: experts that must stay (expert to slot); others are evicted to free slots. Without
-        it nothing is evicted, and no slot may be chosen and not yet committed.
+        it nothing is evicted, and all chosen slots must be committed.
         """
         kept = set(busy.values()) if busy else ()
         slots = [slot for slot in self._free[::-1] if slot not in kept][:num]
