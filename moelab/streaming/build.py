@@ -18,7 +18,7 @@ from .placement import balanced
 from .ranks import Ranks
 from .trace import Trace, TraceError
 
-# What the families call K in their configuration.
+# The families' names for K in their configurations.
 TOP_K_KEYS = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -38,18 +38,7 @@ def build_model(
 ) -> tuple[nn.Module, dict, int]:
     """Build mlx-lm's model with the top-k and the type that ``config`` asks for.
 
-    Args:
-        checkpoint (Checkpoint): Its files.
-        config (StreamConfig): How to stream.
-        model_config (dict or None): As for ``mlx_lm.load``.
-        trust_remote_code (bool): As for ``mlx_lm.load``.
-
-    Returns:
-        tuple[nn.Module, dict, int]: The model, its configuration and K (0 without experts).
-
-    Raises:
-        CheckpointError: If mlx-lm cannot build the model, or it has no experts to stream.
-        ValueError: If ``config`` does not fit the model.
+    Returns the model, its configuration, and K, which is 0 without experts.
     """
 
     def build(changes):
@@ -92,7 +81,7 @@ def build_model(
 
 
 def _find_top_k(config):
-    """Where a configuration says K: the dictionary, its key and K; None if it does not say."""
+    """Find K in a configuration: the dictionary, its key and K; None if it does not say."""
     for holder in (config.get("text_config") or {}, config):
         for key in TOP_K_KEYS:
             values = holder.get(key)
@@ -103,7 +92,7 @@ def _find_top_k(config):
 
 
 def _default_top_k(model, config):
-    """Like ``_find_top_k``, with the K that the family's class assumes."""
+    """Find K as the family's class assumes it, and where a configuration would say it."""
     for module in model.modules():
         for name in ("args", "config"):
             args = getattr(module, name, None)
@@ -115,7 +104,7 @@ def _default_top_k(model, config):
 
 
 def _checked_top_k(checkpoint, config, found, E):
-    """K, which must fit the experts and the slots."""
+    """Return K, after a check that it fits the experts and the slots."""
     file = checkpoint.path / "config.json"
     own = found[2] if found else None
     K = config.top_k if config.top_k is not None else own
@@ -147,14 +136,14 @@ def _cast(model, config, dtype):
     def cast(name, p):
         if name in taken or not mx.issubdtype(p.dtype, mx.floating):
             return p
-        # What a family keeps in float32 stays so when the rest is in half precision.
+        # Parameters that a family keeps in float32 stay so when the others are in half precision.
         return p.astype(dtype) if dtype == mx.float32 or keep(name) else p
 
     model.update(tree_map_with_path(cast, model.parameters()))
 
 
 def _half_scales(model, config):
-    """Streamed experts' scales and biases in bfloat16, which the fast kernels take as they are."""
+    """Names of streamed scales and biases in bfloat16, which the fast kernels take as they are."""
     if config.mode == "resident" or config.resolved().kernels != "fast":
         return set()
     return {
@@ -169,11 +158,7 @@ def _half_scales(model, config):
 
 
 def activation_dtype(model: nn.Module) -> mx.Dtype:
-    """The type of the activations, which is that of the embedding.
-
-    Args:
-        model (nn.Module): From ``build_model``.
-    """
+    """The type of the activations, which is that of the embedding."""
     floating = {
         name: p.dtype
         for name, p in tree_flatten(model.parameters())
@@ -184,25 +169,15 @@ def activation_dtype(model: nn.Module) -> mx.Dtype:
 
 
 def stays_resident(p: mx.array) -> bool:
-    """Whether a parameter ``[E, ...]`` is kept in memory for all E experts.
+    """Whether a parameter ``[E, ...]`` stays in memory for all E experts.
 
-    That is so for additive biases and tensor-wide scales: little beside an expert's matrices.
+    Additive biases and tensor-wide scales do, as they are small beside an expert's matrices.
     """
     return p.ndim <= 2
 
 
 def place_experts(modules: list[tuple[str, nn.Module]], config: StreamConfig, ranks: Ranks) -> None:
-    """Divide the experts over the ranks by a trace, if there is one.
-
-    Args:
-        modules (list[tuple[str, nn.Module]]): From ``expert_modules``.
-        config (StreamConfig): How to stream.
-        ranks (Ranks): Those that divide the experts.
-
-    Raises:
-        ValueError: If ``config.ranks_trace`` is missing, damaged or another model's.
-        RankError: If the ranks' traces differ.
-    """
+    """Divide the experts over the ranks by a trace, if there is one."""
     if config.ranks_trace is None:
         return
     sizes = [num_experts(m) for _, m in modules]
@@ -211,7 +186,7 @@ def place_experts(modules: list[tuple[str, nn.Module]], config: StreamConfig, ra
 
 
 def _routing_of(file, sizes):
-    """``[T, L, K]`` of ``StreamConfig.ranks_trace``, of decoded tokens if the trace has any."""
+    """Read ``StreamConfig.ranks_trace``: ``[T, L, K]`` of its decoded tokens, or all if none."""
     try:
         trace = Trace.load(file)
     except TraceError as e:

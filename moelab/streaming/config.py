@@ -1,4 +1,4 @@
-"""``StreamConfig``: how to stream, checked when it is made."""
+"""``StreamConfig`` says how to stream, and is checked when it is made."""
 
 import os
 from collections.abc import Collection
@@ -15,9 +15,9 @@ MODES = ("resident", "serial", "buffers", "stacked", "fused")
 SLOT_MODES = ("stacked", "fused")  # those with S slots in every layer
 # More bytes than any machine has; more threads help no disk.
 MOST_NBYTES, MOST_THREADS = 2**63 - 1, 1024
-# Where an expert comes from that is in no slot, and the module of this package that brings it. A
-# new place is a module with ``open_reader`` and ``hold`` (see ``residency/disk.py``), a line here
-# and a word in ``StreamConfig``'s docstring. If it takes memory from the slots, ``plan`` must know.
+# The places that an expert in no slot comes from, each with the module that brings it. A new place
+# is a module with ``open_reader`` and ``hold`` (see ``residency/disk.py``), a line here and a word
+# in ``StreamConfig``'s docstring. If it takes memory from the slots, ``plan`` must know.
 SOURCES = {"disk": "residency.disk", "host": "gpu.host"}
 
 
@@ -28,35 +28,22 @@ class Option:
     A field takes its default. It also takes one of ``choices`` if there are any, else a whole
     number within ``bounds`` if there are, else True or False if its default is one, else the file
     of a trace.
-
-    Attributes:
-        default (Any): Of the field.
-        help (str): Of the commands' option, where ``{default}`` stands for the default. Empty: the
-            commands have no such option.
-        metavar (str or None): The name of the value in the help. Default: the choices.
-        choices (Collection[str]): The names that the field takes.
-        only_in_python (Collection[str]): Those of them that the commands do not take.
-        bounds (tuple[int, int] or None): The least and the most of a whole number.
-        modes (Collection[str]): In which the field has an effect.
-        needs (str): What the other modes lack: they refuse any value but the default. If empty,
-            they take every value and ignore it.
-        for_auto (bool): Whether the field has an effect with ``slots="auto"`` alone.
-        environment (tuple[str, ...]): The variables that ``StreamConfig.from_env`` reads for it.
     """
 
     default: Any
-    help: str = ""
-    metavar: str | None = None
-    choices: Collection[str] = ()
-    only_in_python: Collection[str] = ()
-    bounds: tuple[int, int] | None = None
-    modes: Collection[str] = MODES
+    help: str = ""  # ``{default}`` stands for the default; empty: the commands have no such option
+    metavar: str | None = None  # the name of the value in the help; None: the choices
+    choices: Collection[str] = ()  # the names that the field takes
+    only_in_python: Collection[str] = ()  # the choices that the commands do not take
+    bounds: tuple[int, int] | None = None  # the least and the most of a whole number
+    modes: Collection[str] = MODES  # the modes in which the field has an effect
+    # What the other modes lack: they refuse any value but the default. If empty, they ignore it.
     needs: str = ""
-    for_auto: bool = False
-    environment: tuple[str, ...] = ()
+    for_auto: bool = False  # whether the field has an effect with ``slots="auto"`` alone
+    environment: tuple[str, ...] = ()  # the variables that ``StreamConfig.from_env`` reads
 
     def refusal(self, value: Any) -> str:
-        """What is wrong with a value; empty if the field takes it."""
+        """Say what is wrong with a value; empty if the field takes it."""
         advice = ""
         if type(value) is type(self.default) and value == self.default:
             return ""
@@ -237,11 +224,7 @@ class StreamConfig:
 
     @classmethod
     def checked(cls, config: "StreamConfig | None") -> "StreamConfig":
-        """The configuration that a caller gave, or the default one for None.
-
-        Raises:
-            ValueError: If it is something else.
-        """
+        """The configuration that a caller gave, or the default one for None."""
         if config is None:
             return cls()
         if not isinstance(config, cls):
@@ -260,7 +243,7 @@ class StreamConfig:
 
     @property
     def source_module(self) -> ModuleType:
-        """The module of ``source``."""
+        """The module that brings experts from ``source``."""
         return import_module(f".{SOURCES[self.source]}", __package__)
 
     @property
@@ -269,11 +252,7 @@ class StreamConfig:
         return self.mode in SLOT_MODES and self.slots == "auto"
 
     def unused(self) -> set[str]:
-        """The fields that have no effect in this mode.
-
-        Returns:
-            set[str]: Their names.
-        """
+        """The fields that have no effect in this mode."""
         return {
             name
             for name, option in OPTIONS.items()
@@ -286,15 +265,7 @@ class StreamConfig:
 
         ``MLX_MOE_STACKED`` and ``MLX_MOE_FUSE_GATEUP`` choose the mode (neither: ``buffers``),
         ``MLX_MOE_CACHE_SLOTS`` or ``TEND_MOE_CACHE_SLOTS`` the slots, ``SWIFTLM_TOP_K`` the top-k.
-
-        Args:
-            fields: Fields that override the environment.
-
-        Returns:
-            StreamConfig: The configuration.
-
-        Raises:
-            ValueError: If a variable has a wrong value, or two contradict each other.
+        ``fields`` override them.
         """
 
         def number(name, least, most):

@@ -1,4 +1,4 @@
-"""What a model's calls have cost: ``Stats``."""
+"""``Stats`` says what a model's calls have cost."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,48 +10,31 @@ from .reading.reader import Reader
 
 @dataclass
 class Counters:
-    """What one phase has cost since load or reset.
+    """What one phase has cost since load or reset."""
 
-    Attributes:
-        tokens (int): Tokens that went in.
-        calls (int): Calls of MoE layers.
-        hits (int): Experts that were in their slot when needed.
-        misses (int): Experts that had to be read.
-        reads (int): Ranges of files read.
-        bytes_read (int): Their bytes.
-        read_s (float): Seconds in reads, summed over the threads.
-        wait_s (float): Seconds in which the model waited for reads.
-        prefetch_issued (int): Experts handed to prefetch threads. Those not begun in time are
-            cancelled.
-        prefetch_used (int): Prefetched and needed by the call they were meant for; also hits.
-        prefetch_late (int): Of these, the ones whose read had not ended by then.
-        prefetch_wasted (int): Prefetched and not needed by that call.
-        prefetch_saved_s (float): Seconds of the used experts' reads, less the wait for them.
-    """
-
-    tokens: int = 0
-    calls: int = 0
-    hits: int = 0
-    misses: int = 0
-    reads: int = 0
+    tokens: int = 0  # tokens that went in
+    calls: int = 0  # calls of MoE layers
+    hits: int = 0  # experts that were in a slot when needed
+    misses: int = 0  # experts that had to be read
+    reads: int = 0  # ranges of files read
     bytes_read: int = 0
-    read_s: float = 0.0
-    wait_s: float = 0.0
-    prefetch_issued: int = 0
-    prefetch_used: int = 0
-    prefetch_late: int = 0
-    prefetch_wasted: int = 0
-    prefetch_saved_s: float = 0.0
+    read_s: float = 0.0  # seconds in reads, summed over the threads
+    wait_s: float = 0.0  # seconds in which the model waited for reads
+    prefetch_issued: int = 0  # experts to prefetch; those not begun in time are cancelled
+    prefetch_used: int = 0  # prefetched experts that their call needed; also hits
+    prefetch_late: int = 0  # used ones whose read had not ended when their call began
+    prefetch_wasted: int = 0  # prefetched experts that their call did not need
+    prefetch_saved_s: float = 0.0  # seconds of the used experts' reads, less the wait for them
 
     @property
     def hit_rate(self) -> float:
-        """Hits among the experts needed, 0 to 1; nan if none was needed."""
+        """The share of needed experts that were hits, 0 to 1; nan if none was needed."""
         needed = self.hits + self.misses
         return self.hits / needed if needed else float("nan")
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes read for each token; nan before the first."""
+        """The bytes read for each token; nan before the first token."""
         return self.bytes_read / self.tokens if self.tokens else float("nan")
 
 
@@ -72,42 +55,25 @@ class Stats:
 
 
 class Counting:
-    """Counts into the counters of the phase that runs: a prompt, or decoding.
-
-    Args:
-        kernels (dict[str, int]): For ``Stats``.
-
-    Attributes:
-        stats (Stats): The counters of both phases.
-        now (Counters): Those of the last call's phase.
-    """
+    """Counts into the counters of the phase that runs: a prompt, or decoding."""
 
     def __init__(self, kernels: dict[str, int]):
         self.stats = Stats(kernels=kernels)
-        self.now = self.stats.decode
+        self.now = self.stats.decode  # the counters of the last call's phase
         self._read = (0, 0, 0.0)  # the reader's totals when they were last counted
 
     @property
     def decoding(self) -> bool:
-        """Whether the call that runs now has one token of each of its texts."""
+        """Whether the running call has one token of each of its texts."""
         return self.now is self.stats.decode
 
     def begin(self, tokens: int, is_prompt: bool) -> None:
-        """Count a call of the whole model.
-
-        Args:
-            tokens (int): Of the call.
-            is_prompt (bool): Whether it has more than one token of a text.
-        """
+        """Count a call of the whole model; a prompt has more than one token of a text."""
         self.now = self.stats.prefill if is_prompt else self.stats.decode
         self.now.tokens += tokens
 
     def reads_of(self, reader: Reader) -> None:
-        """Add the bytes read since the last time to the counters of the last call's phase.
-
-        Args:
-            reader (Reader): The one that read them.
-        """
+        """Add the reads since the last time to the counters of the last call's phase."""
         total = (reader.reads, reader.nbytes, reader.read_s)
         before, self._read = self._read, total
         self.now.reads += total[0] - before[0]
@@ -124,11 +90,7 @@ class Counting:
             self.now.wait_s += perf_counter() - begin
 
     def result(self, reset: bool) -> Stats:
-        """The counters of both phases.
-
-        Args:
-            reset (bool): Begin again at zero. Else a copy is returned.
-        """
+        """The counters of both phases, as a copy unless ``reset`` begins new ones at zero."""
         stats = self.stats
         if not reset:
             return Stats(replace(stats.prefill), replace(stats.decode), stats.kernels)

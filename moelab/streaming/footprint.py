@@ -1,4 +1,4 @@
-"""``footprint``: the memory that ``load`` will take, without reading any weights."""
+"""``footprint`` predicts the memory that ``load`` will take, without reading any weights."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -13,14 +13,9 @@ from .. import kernels
 
 
 class FusedSwitchGLU(nn.Module):
-    """``SwitchGLU`` with gate and up in one projection of 2F rows, gate first.
+    """``SwitchGLU`` with gate and up in one projection ``[S, 2F, D]``, gate first.
 
     It gives the same result with one ``gather_qmm`` less (SwiftLM PR 90).
-
-    Args:
-        gate_up_proj (nn.Module): Like ``SwitchGLU.gate_proj``, ``[S, 2F, D]``.
-        down_proj (nn.Module): ``[S, D, F]``.
-        activation (nn.Module): Called as ``activation(up, gate)``.
     """
 
     def __init__(self, gate_up_proj: nn.Module, down_proj: nn.Module, activation: nn.Module):
@@ -48,11 +43,11 @@ class FastFusedSwitchGLU(kernels.FastExperts, FusedSwitchGLU):
 # MLX's tiled quantized matmul on CUDA (qmm_sm80) loads three tiles of 64 inputs or more, even of a
 # shorter row, so it reads past the last row of inputs and of weights.
 TILES, TILE = 3, 64
-PADDING_NBYTES = 256  # behind the weights
+PADDING_NBYTES = 256  # bytes of room behind the weights
 
 
 class PaddedLinear(QuantizedSwitchLinear):
-    """A projection that pads its input behind the last row, in the same buffer.
+    """A projection that pads its input after the last row, in the same buffer.
 
     MLX's qmm_sm80 reads there if a row has fewer than three tiles of inputs. If the mapped memory
     ends with the row, that is an illegal memory access, in a resident model as in a streamed one.
@@ -65,11 +60,7 @@ class PaddedLinear(QuantizedSwitchLinear):
 
 
 def give_room(module: nn.Module) -> None:
-    """Give the short rows of projections room that MLX's CUDA kernel can read: ``PaddedLinear``.
-
-    Args:
-        module (nn.Module): A projection, or experts whose weights are in memory or not yet loaded.
-    """
+    """Make short projections ``PaddedLinear``, with room behind them for MLX's CUDA kernel."""
     for linear in module.modules() if mx.cuda.is_available() else ():
         if is_short(linear):
             linear.__class__, w = PaddedLinear, linear.weight
@@ -78,21 +69,13 @@ def give_room(module: nn.Module) -> None:
 
 
 def is_short(linear: nn.Module) -> bool:
-    """Whether the CUDA kernel reads past the last row of this projection's input.
-
-    Args:
-        linear (nn.Module): A projection of a ``SwitchGLU`` or ``SwitchMLP``.
-    """
+    """Whether the CUDA kernel reads past the last row of this projection's input."""
     quantized = type(linear) is QuantizedSwitchLinear
     return quantized and linear.input_dims < TILES * max(TILE, linear.group_size)
 
 
 def can_fuse(experts: nn.Module) -> bool:
-    """Whether gate and up of this module can share a buffer.
-
-    Args:
-        experts (SwitchGLU or SwitchMLP): The module.
-    """
+    """Whether gate and up of this module can share a buffer."""
     fast = isinstance(experts, kernels.FastExperts)
     if not fast and type(experts).__call__ is not SwitchGLU.__call__:
         return False

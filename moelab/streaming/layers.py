@@ -21,30 +21,16 @@ from .residency.arriving import Arrived
 from .residency.bank import SlotBank
 from .session import Session
 
-# Rows (token, expert pairs) of a call. On CUDA they decide which kernel MLX takes, and so how it
-# rounds: gather_qmm takes gather_qmv for fewer than 8 rows, and gather_mm takes another kernel for
-# sorted rows, which SwitchGLU makes of 64 rows or more.
+# On CUDA a call's rows (token, expert pairs) decide which kernel MLX takes, and so how it rounds:
+# gather_qmm takes gather_qmv for fewer than 8 rows, and gather_mm takes another kernel for sorted
+# rows, which SwitchGLU makes of 64 rows or more.
 QUANTIZED_ROWS, DENSE_ROWS = 8, 64
 
 
 class StreamedExperts(nn.Module):
-    """What the modes that stream share: evaluate the routing, read, count.
+    """The base of the layers that stream: it evaluates the routing, counts, and has experts read.
 
-    Args:
-        module (SwitchGLU or SwitchMLP): The experts as mlx-lm built them, weights not read.
-        path (str): Their path in the model.
-        layer (int): The number of this MoE layer, from 0.
-        session (Session): What all layers of a model share.
-
-    Attributes:
-        path (str): As above.
-        index (int): ``layer``, as above.
-        session (Session): As above.
-        num_experts (int): E.
-        owned (np.ndarray or None): ``[E]``, the experts of this rank; None without ranks.
-        probe (Callable or None): If set, a call hands the indices to it and computes nothing: a
-            prefetcher asks the router. Not a hook, because ``recover`` has to remove it after an
-            interrupt at any line.
+    It takes the place of ``module``, whose weights are not read.
     """
 
     def __init__(self, module: nn.Module, path: str, layer: int, session: Session):
@@ -53,12 +39,12 @@ class StreamedExperts(nn.Module):
         parameters = expert_parameters(module)
         linears = {name.split(".")[0] for name in parameters}
         for name, child in module.items():
-            if name not in linears:  # a family's code may use what else it put on the module
+            if name not in linears:  # a family's code may use its other attributes of the module
                 self[name] = child
         quantized = all(f"{linear}.scales" in parameters for linear in linears)
         self._least_rows = QUANTIZED_ROWS if quantized else DENSE_ROWS
         self.num_experts = num_experts(module)
-        # With ranks: [E], the rank of each expert, and whether that is this one. ``_row``: D and
+        # With ranks: the rank of each expert, ``[E]``, and whether it is this one. ``_row``: D and
         # type of a row, for a rank that computes none.
         self._owners = self.owned = None
         if session.ranks:
@@ -66,6 +52,8 @@ class StreamedExperts(nn.Module):
             self.owned = session.ranks.owned(self.num_experts, layer)
         last = module["fc2" if "fc2" in linears else "down_proj"]
         self._row = last.output_dims, session.dtype
+        # If set, a call hands the indices to it and computes nothing: a prefetcher asks the router.
+        # It is not a hook, because ``recover`` must remove it after an interrupt at any line.
         self.probe = None
         # Takes memory for a number of experts. It does not refer to this layer: a cycle would keep
         # the memory of a model that is gone.
@@ -97,18 +85,18 @@ class StreamedExperts(nn.Module):
             y = self._compute(x, indices, routed)
             pending = [y]
             if session.fast_experts and routed.size > FEW_TOKENS * session.top_k:
-                mx.eval(y)  # the fast kernels did it already
-                pending = []  # or the prompt's output, which is large, stays in memory
+                mx.eval(y)  # the fast kernels computed it already
+                pending = []  # else the prompt's output, which is large, would stay in memory
         else:
             y, after = self._compute_owned(x, indices, routed)
             pending = [after]
         session.handover.pending = pending
-        mx.async_eval(pending)  # compute while Python builds the graph of what follows
+        mx.async_eval(pending)  # compute while Python builds the graph of the next layers
         self._prefetch_next(asked)
         return y
 
     def _count(self, routed):
-        """A call whose routing is known begins."""
+        """Count a call whose routing is known."""
         session = self.session
         if routed.shape[-1] > session.top_k:
             raise ValueError(
@@ -121,7 +109,7 @@ class StreamedExperts(nn.Module):
         session.counters.calls += 1
 
     def _compute_owned(self, x, indices, routed):
-        """Compute the (token, expert) pairs of this rank's experts, and join those of all ranks."""
+        """Compute the (token, expert) pairs of this rank's experts, and join all ranks' results."""
         flat = routed.ravel()
         mine = np.flatnonzero(self.owned[flat])
         y = None
@@ -162,18 +150,10 @@ class StreamedExperts(nn.Module):
         top_k: int,
         zero: mx.array | None = None,
     ) -> mx.array:
-        """Compute some of a call's (token, expert) pairs with the kernels of the whole call.
+        """Compute some (token, expert) pairs of a call as ``[pairs, 1, D]``, from rows ``[T, D]``.
 
-        Args:
-            bank (SlotBank): Whose slots the experts are in.
-            rows (mx.array): ``[T, D]``, the input of all tokens.
-            pairs (list[int]): The position of each pair in the call.
-            slots (list[int]): The slot of each pair's expert.
-            top_k (int): K of the call.
-            zero (mx.array or None): A zero: the pairs are computed after it.
-
-        Returns:
-            mx.array: ``[pairs, 1, D]``.
+        ``pairs`` are positions in the call; the kernel is that of the whole call. The pairs are
+        computed after ``zero``, if there is one.
         """
         n = len(pairs)
         if on_cuda():  # repeat the last pair until there are enough rows for the same kernel
@@ -186,14 +166,11 @@ class StreamedExperts(nn.Module):
 
 
 class Stacked(StreamedExperts):
-    """S slots in one array for each projection, filled in place; one gather for each projection.
+    """Keeps S slots in one array for each projection, so that one gather computes a projection.
 
-    SwiftLM PR 90. An expert stays in its slot until it is evicted, or the slot is given back. A
-    call that needs more experts than there are slots is computed in parts, and reads an expert at
-    most once.
-
-    Attributes:
-        slots (LayerSlots): The layer's slots. The layer itself does not change them.
+    An expert stays in its slot until it is evicted, or the slot is given back. A call that needs
+    more experts than there are slots is computed in parts, and reads an expert at most once. This
+    is SwiftLM PR 90.
     """
 
     gate_with_up = False  # not named ``fuse``: mlx_lm.fuse takes such a module for an adapter
@@ -209,15 +186,11 @@ class Stacked(StreamedExperts):
         )
 
     def read(self, experts: list[int]) -> None:
-        """Read experts into their slots, as a call does, and compute nothing.
-
-        Args:
-            experts (list[int]): Distinct, at most S.
-        """
+        """Read at most S distinct experts into slots as a call does; compute nothing."""
         self.session.residency.read(self.index, experts)
 
     def all_matrices(self) -> tuple | None:
-        """As ``FastExperts.all_matrices``, of the slots; None if the layer must be called."""
+        """The slots' matrices as ``FastExperts.all_matrices``; None if the layer must be called."""
         return self.slots.bank.matrices if self._computes_rows else None
 
     @property
@@ -227,18 +200,11 @@ class Stacked(StreamedExperts):
     def forward(
         self, x: kernels.Rows, routed: np.ndarray, placed: kernels.PlacedExperts | None = None
     ) -> np.ndarray | None:
-        """As a call, for a block of ``kernels``, which knows the routing already.
+        """Compute ``[n * K, D]`` from ``[n, D]`` for a block of ``kernels`` that knows the routing.
 
-        Args:
-            x (kernels.Rows): ``[n, D]``.
-            routed (np.ndarray): ``[n, K]``, int64.
-            placed (kernels.PlacedExperts or None): For one token: computes with experts in memory.
-
-        Returns:
-            np.ndarray or None: ``[n * K, D]``, with ``placed`` its ``y``; None if the layer must be
-            called.
+        With ``placed``, for one token, the result is its ``y``. None if the layer must be called.
         """
-        # Whoever hands over ``placed`` has asked for the matrices.
+        # A caller that hands over ``placed`` has asked for the matrices.
         if not self._computes_rows or (placed is None and self.all_matrices() is None):
             return None
         if self.session.is_in_call:
@@ -279,7 +245,7 @@ class Stacked(StreamedExperts):
         return y
 
     def _begin(self, x, shape, flat, computed):
-        """A call that is computed part by part, as its experts arrive."""
+        """Begin a call that is computed part by part, as its experts arrive."""
         if self.slots.computes_at_once:
             return PartsAtOnce(self.slots.bank.experts.begin(x, shape), flat)
         return PartsInGraph(self.part, x, shape, flat, computed)
@@ -296,7 +262,7 @@ class Stacked(StreamedExperts):
             return None
         session.counters.calls += 1
         y = self.slots.bank.experts(x, slots)
-        session.handover.pending = [y]  # computed from what was pending
+        session.handover.pending = [y]  # y depends on the arrays that were pending
         session.residency.left(self.index, y)
         return y
 
@@ -316,20 +282,15 @@ class Stacked(StreamedExperts):
 
 
 class Fused(Stacked):
-    """``Stacked`` with gate and up, if they are alike, in one buffer: one gather less.
-
-    SwiftLM PR 90.
-    """
+    """``Stacked`` with gate and up, if they are alike, in one buffer, which saves a gather."""
 
     gate_with_up = True
 
 
 class PartsAtOnce:
-    """A call whose parts the fast kernels compute when they arrive, into one array.
+    """A call whose parts the fast kernels compute, into one array, when their experts arrive.
 
-    Args:
-        call (kernels.ExpertCall or kernels.PlacedExperts): What computes.
-        flat (list[int]): The expert of every (token, expert) pair.
+    ``flat`` has the expert of every (token, expert) pair.
     """
 
     def __init__(self, call: kernels.ExpertCall | kernels.PlacedExperts, flat: list[int]):
@@ -356,14 +317,9 @@ class PartsAtOnce:
 
 
 class PartsInGraph:
-    """A call whose parts MLX begins to compute when they arrive.
+    """A call whose parts MLX begins to compute when their experts arrive.
 
-    Args:
-        part (Callable): ``StreamedExperts.part`` of the layer.
-        x (mx.array): ``[..., D]``.
-        shape (tuple[int, ...]): ``[..., K]``, of the call's indices.
-        flat (list[int]): The expert of every (token, expert) pair.
-        computed (list[mx.array]): Gets the result of each part.
+    ``shape``, ``[..., K]``, is that of the call's indices. ``computed`` gets each part's result.
     """
 
     def __init__(self, part, x, shape, flat, computed):
@@ -386,14 +342,7 @@ class PartsInGraph:
 
 
 def by_expert(flat: list[int]) -> dict[int, list[int]]:
-    """Group the (token, expert) pairs of a call by expert.
-
-    Args:
-        flat (list[int]): The expert of every pair.
-
-    Returns:
-        dict[int, list[int]]: For each expert, in order of first use, its positions in ``flat``.
-    """
+    """The positions of each expert's (token, expert) pairs in a call, in order of first use."""
     positions = {}
     for i, e in enumerate(flat):
         positions.setdefault(e, []).append(i)
@@ -401,15 +350,9 @@ def by_expert(flat: list[int]) -> dict[int, list[int]]:
 
 
 def unsort(ys: list[mx.array], order: list[int], shape: tuple[int, ...]) -> mx.array:
-    """Put rows that were computed expert by expert back in the order of the call.
+    """Put rows ``[pairs, 1, D]`` of expert after expert in the call's order, ``[..., K, D]``.
 
-    Args:
-        ys (list[mx.array]): ``[pairs, 1, D]`` of some experts each.
-        order (list[int]): The position of each of these pairs in the call.
-        shape (tuple[int, ...]): ``[..., K]``, of the call's indices.
-
-    Returns:
-        mx.array: ``[..., K, D]``.
+    ``order`` has the positions of the pairs in the call.
     """
     y = ys[0] if len(ys) == 1 else mx.concatenate(ys)
     y = y.squeeze(-2)[kernels.to_mlx(np.argsort(order))]
@@ -417,26 +360,12 @@ def unsort(ys: list[mx.array], order: list[int], shape: tuple[int, ...]) -> mx.a
 
 
 def expert_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that are called with ``x, indices``: experts in memory or streamed.
-
-    Args:
-        model (nn.Module): From ``moelab.load`` or from mlx-lm.
-
-    Returns:
-        list[tuple[str, nn.Module]]: Path and module, in layer order.
-    """
+    """Path and module of all experts in layer order, in memory or streamed."""
     streamed = [(m.path, m) for m in model.modules() if isinstance(m, StreamedExperts)]
     return sorted(streamed, key=lambda item: item[1].index) or expert_modules(model)
 
 
 def moe_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks that call the experts: router, experts and shared expert together.
-
-    Args:
-        model (nn.Module): As for ``expert_layers``.
-
-    Returns:
-        list[nn.Module]: In layer order.
-    """
+    """The blocks (router, experts, shared expert) that call the experts, in layer order."""
     modules = dict(model.named_modules())
     return [modules[path.rpartition(".")[0]] for path, _ in expert_layers(model)]

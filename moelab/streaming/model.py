@@ -1,9 +1,9 @@
-"""``load``: an mlx-lm model whose experts stay on disk.
+"""``load`` makes an mlx-lm model whose experts stay on disk.
 
 ``build_model`` builds mlx-lm's model without reading weights. In the modes that stream,
 ``locate_experts`` finds where the experts' bytes lie, and ``StreamedExperts`` layers, which share
 one ``Session``, take the places of the experts' modules. Then the weights that the model still has
-are read: the backbone, in mode ``resident`` all.
+are read: the backbone, or in mode ``resident`` all.
 """
 
 import weakref
@@ -45,12 +45,10 @@ EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 
 
 class LoadedModel:
-    """Mixed into the class of a model that ``load`` returns. Counts calls, and threads take turns.
+    """Mixed into the class of a model that ``load`` returns: it counts calls, one thread at a time.
 
-    A class and not a hook (``moelab/hooks.py``), because it stays for as long as the model does.
-
-    Attributes:
-        lock (threading.RLock): Held during a call. Hold it to keep other threads out for longer.
+    Hold ``lock`` to keep other threads out for longer than a call. This is a class and no hook
+    (``moelab/hooks.py``), because it stays for as long as the model does.
     """
 
     @property
@@ -82,7 +80,7 @@ class LoadedModel:
                     outs.append(super().__call__(part, *args, **kwargs))
                 if not last:
                     mx.eval([c.state for c in cache])
-                    return_free_memory()  # or each part leaves a little more in the heap
+                    return_free_memory()  # else each part would leave a little more in the heap
             # The next token's call may come from another thread, which could not schedule these.
             mx.async_eval(list(recurrent_states(cache or [])))
             return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
@@ -93,7 +91,7 @@ class LoadedModel:
 
     @property
     def _heads(self):
-        """The matrices of the logits with the fast kernels: these compute when they are called."""
+        """The matrices of the logits that the fast kernels compute, which are not lazy."""
         named = self.named_modules()
         words = {len(m["weight"]) for _, m in named if isinstance(m, EMBEDDINGS)}
         # In a layer's path is its number; some of its matrices may have as many rows.
@@ -109,7 +107,7 @@ class LoadedModel:
 
 
 class StreamedModel(LoadedModel):
-    """A loaded model with its experts on disk. What needs them all in memory is refused."""
+    """A loaded model with its experts on disk; it refuses calls that need all of them in memory."""
 
     def load_weights(
         self, file_or_weights: str | list[tuple[str, mx.array]], strict: bool = True
@@ -133,14 +131,14 @@ class StreamedModel(LoadedModel):
         return super().train(mode)
 
     def trainable_parameters(self) -> dict:
-        # For gradients and optimizers. ``parameters`` says what there is.
+        # Gradients and optimizers ask for these. ``parameters`` names those that are in memory.
         raise self._refusal("trained")
 
     def shard(self, *args, **kwargs) -> None:
         raise self._refusal("divided over machines")
 
     def leaf_modules(self) -> dict:
-        # mlx-lm calls this to save, quantize or count, and nowhere else.
+        # mlx-lm calls this only to save, quantize or count.
         raise self._refusal("saved, quantized or counted")
 
     def _refuse_experts(self, names: Iterable[str]) -> None:
@@ -228,15 +226,7 @@ def load(
 
 
 def find(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
-    """The folder of a model, downloaded if it is a Hub repository that is not here yet.
-
-    Args:
-        path_or_hf_repo (str or Path): As for ``load``.
-        revision (str or None): As for ``load``.
-
-    Raises:
-        CheckpointError: If there is none.
-    """
+    """Find the folder of a model, which a Hub repository is downloaded to if it is not here yet."""
     try:
         return Path(mlx_lm_utils._download(path_or_hf_repo, revision=revision))
     except (OSError, ValueError) as e:
@@ -249,7 +239,7 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
 def tokenizer_of(
     path: Path, tokenizer_config: dict | None = None, eos_token_ids: int | list[int] | None = None
 ) -> TokenizerWrapper:
-    """The tokenizer of a model folder, which must make tokens of a text."""
+    """Load the tokenizer of a model folder, and check that it makes tokens of a text."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (path / name).exists():
             read_json(path / name)
@@ -276,21 +266,7 @@ def load_model(
     trust_remote_code: bool = False,
     group: mx.distributed.Group | None = None,
 ) -> tuple[nn.Module, dict]:
-    """``load`` without the tokenizer.
-
-    Args:
-        path (str or Path): A model folder.
-        config (StreamConfig or None): As for ``load``.
-        model_config (dict or None): As for ``load``.
-        trust_remote_code (bool): As for ``load``.
-        group (mx.distributed.Group or None): As for ``load``.
-
-    Returns:
-        tuple[nn.Module, dict]: The model and its configuration.
-
-    Raises:
-        CheckpointError, RankError, ValueError: As ``load`` does.
-    """
+    """``load`` a folder's model and its configuration, without the tokenizer."""
     ranks = Ranks.of(group)
     with ranks.together() if ranks else nullcontext():
         return _load_model(path, config, model_config, trust_remote_code, ranks)
@@ -307,7 +283,7 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
     chosen = None
     if config.asks_for_slots:
         chosen = plan_of(model, checkpoint, config, top_k, ranks)
-        if ranks:  # each has its own slots, but a prompt's parts must be the same
+        if ranks:  # each rank has its own slots, but a prompt's parts must be the same
             chosen = replace(chosen, prompt_tokens=min(ranks.gather(chosen.prompt_tokens)))
         config = chosen.config
     found = None
@@ -345,7 +321,7 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
     cls = type(model)
     mixin = LoadedModel if config.mode == "resident" else StreamedModel
     model.__class__ = type(cls.__name__, (mixin, cls), {})
-    stats(model, reset=True)  # what ``hold`` read is not part of decoding
+    stats(model, reset=True)  # the reads of ``hold`` are not part of decoding
     return model, model_config
 
 
@@ -355,7 +331,7 @@ def _stream(model, experts, session):
     layer = LAYERS[config.mode]
     streamed = [(path, layer(module, path, i, session)) for i, (path, module) in enumerate(experts)]
     model.update_modules(tree_unflatten(streamed))
-    # Weak: the layers refer to the session, and a model without cycles is freed at once.
+    # These are weak: the layers refer to the session, and a model without cycles is freed at once.
     session.layers = [weakref.proxy(module) for _, module in streamed]
     if config.prefetch != "none":
         blocks = [weakref.proxy(block) for block in moe_blocks(model)]
@@ -375,7 +351,7 @@ def _check_ranks(ranks, checkpoint, config, model_config):
 
 
 def _evaluate(model):
-    """Read every weight and evaluate a module's other arrays: another thread could not."""
+    """Read every weight, and evaluate a module's other arrays, which no other thread could."""
     mx.eval([list(module.values()) for module in model.modules()])
 
 
@@ -395,7 +371,7 @@ def _load_adapters(model, path):
         mlx_lm_utils.load_adapters(model, path)
         model.eval()
         _evaluate(model)
-    except Exception as e:  # whatever strange settings make of mlx-lm's code
+    except Exception as e:  # strange settings raise many types of errors in mlx-lm's code
         raise CheckpointError(
             f"{path}: expected adapters of this model, mlx-lm cannot load them: {describe(e)}. "
             "Train them again with mlx_lm.lora, or leave them out."
@@ -416,7 +392,7 @@ def close(model: nn.Module) -> None:
 
 
 def _sources(model, checkpoint, config):
-    """Where the streamed parameters lie on disk, and those that stay in memory."""
+    """Locate the streamed parameters on disk, and read those that stay in memory."""
     if config.mode == "resident":
         modules = dict(model.named_modules())
         for path, tensor in checkpoint.packed.items():
@@ -449,14 +425,14 @@ def _sources(model, checkpoint, config):
 
 @contextmanager
 def _lazy(heads):
-    """Inside, MLX computes what these matrices give, and does so only if it is used."""
+    """Have MLX compute these matrices inside the block, lazily: only if the result is used."""
 
     def takes(x):
-        mx.eval(x)  # until the logits are used, nothing before their input is kept
+        mx.eval(x)  # else all arrays before the logits would be kept until these are used
         return False
 
     for head in heads:
-        head.takes = takes  # in place of the class's
+        head.takes = takes  # it hides the class's method
     try:
         yield
     finally:

@@ -1,27 +1,17 @@
-"""Which rank holds and reads which expert."""
+"""Decides which rank holds and reads which expert."""
 
 import numpy as np
 
 
 def by_number(layers: int, num_experts: int, ranks: int) -> np.ndarray:
-    """Every N-th expert is the same rank's.
-
-    Returns:
-        np.ndarray: ``[L, E]``, the rank of each expert.
-    """
+    """The rank of each expert, ``[L, E]``, if every N-th expert is the same rank's."""
     return np.tile(np.arange(num_experts) % ranks, (layers, 1))
 
 
 def balanced(experts: np.ndarray, num_experts: int, ranks: int) -> np.ndarray:
-    """Experts that tokens use together go to different ranks: two are swapped while that helps.
+    """The rank of each expert, ``[L, E]``, by a trace's ``[T, L, K]``; ranks hold equally many.
 
-    Args:
-        experts (np.ndarray): ``[T, L, K]``, of a trace.
-        num_experts (int): E.
-        ranks (int): N.
-
-    Returns:
-        np.ndarray: ``[L, E]``, the rank of each expert; each rank has as many as by number.
+    Experts that tokens use together go to different ranks: two are swapped while that helps.
     """
     owners = by_number(experts.shape[1], num_experts, ranks)
     for layer, of in enumerate(owners):
@@ -32,7 +22,7 @@ def balanced(experts: np.ndarray, num_experts: int, ranks: int) -> np.ndarray:
         while True:
             beside = together @ np.eye(ranks, dtype=np.float32)[of]  # [E, N]
             own = beside[np.arange(num_experts), of]
-            other = beside[:, of]  # [i, j]: of i with the experts of j's rank
+            other = beside[:, of]  # [i, j]: how often i is used with the experts of j's rank
             gain = own[:, None] + own - other - other.T + 2 * together
             gain[of[:, None] == of] = 0
             i, j = np.unravel_index(gain.argmax(), gain.shape)

@@ -1,9 +1,9 @@
 """Prefetching: guesses of the experts that a layer will need, before it is called.
 
 While one layer runs, a prefetcher guesses which experts another layer will need, and the residency
-reads them on background threads. Reads that a layer waits for come first. What has not begun when
-the guessed layer is called is cancelled. A guess evicts experts of the layer that it is for, and
-none that it names itself.
+reads them on background threads. Reads that a layer waits for come first. Reads that have not begun
+when the guessed layer is called are cancelled. A guess evicts experts of the layer that it is for,
+but none that it names.
 """
 
 import mlx.core as mx
@@ -15,48 +15,29 @@ from .trace import Trace
 
 
 class Prefetcher:
-    """Guesses which experts the next layer will need.
-
-    Args:
-        layers (list[StreamedExperts]): The streamed layers, in order.
-        blocks (list[nn.Module]): The MoE block that calls each of them.
-    """
+    """Guesses which experts the next layer will need; ``blocks`` are those that call ``layers``."""
 
     def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
         self._layers, self._blocks = layers, blocks
 
     def ask(self, layer: int, x: mx.array | kernels.Rows) -> list:
-        """What to evaluate together with the routing of a layer.
-
-        Args:
-            layer (int): The layer that is running.
-            x (mx.array or kernels.Rows): ``[..., D]``, its input.
-
-        Returns:
-            list[mx.array or np.ndarray]: Handed to ``guess`` once it is evaluated.
-        """
+        """Arrays to evaluate with the routing of a layer, whose input is ``[..., D]``."""
         return []
 
     def guess(self, layer: int, asked: list) -> tuple[int, np.ndarray] | None:
-        """Which experts will be needed next.
+        """Guess the next layer and its experts, ``[..., K]``, from the evaluated arrays of ``ask``.
 
-        Args:
-            layer (int): The layer that is running.
-            asked (list[mx.array]): From ``ask``.
-
-        Returns:
-            tuple[int, np.ndarray] or None: The next layer and its experts ``[..., K]``; None if
-            the prefetcher has no guess.
+        None if the prefetcher has no guess.
         """
         raise NotImplementedError
 
 
 class Lookahead(Prefetcher):
-    """The next layer's router on this layer's hidden state (MoE-Infinity; ds4 issue 849).
+    """Asks the next layer's router with this layer's hidden state (MoE-Infinity; ds4 issue 849).
 
-    A block of ``kernels`` is asked for its router's choice alone. Another one is called with this
-    block's input, and its experts hand over what its router chose. MLX is lazy and computes no more
-    than that; the fast kernels also compute what else the block has, a shared expert for example.
+    A block of ``kernels`` gives its router's choice alone. Any other block is called with this
+    block's input, and its experts hand over the router's choice. MLX is lazy and computes no more
+    than that; the fast kernels also compute the block's other modules, as a shared expert.
     """
 
     def ask(self, layer: int, x: mx.array | kernels.Rows) -> list:
@@ -86,7 +67,7 @@ class Lookahead(Prefetcher):
 
 
 class Oracle(Prefetcher):
-    """The experts that a recorded trace names: the upper bound for guesses of the next layer.
+    """Guesses the experts that a recorded trace names: the upper bound for such guesses.
 
     It guesses nothing before ``set_trace``, nor after the trace's last token.
     """
@@ -96,14 +77,7 @@ class Oracle(Prefetcher):
         self._rows, self._next = (), 0
 
     def set_trace(self, trace: Trace) -> None:
-        """Guess by the decoded tokens of a trace, of which the first is the next token.
-
-        Args:
-            trace (Trace): Recorded with the same model and prompt.
-
-        Raises:
-            ValueError: If the trace is of another model.
-        """
+        """Guess by the decoded tokens of a trace of this model and prompt, from the first on."""
         rows, L = trace.experts[trace.phase == "decode"], len(self._layers)
         if rows.shape[1] != L:
             raise ValueError(

@@ -1,17 +1,12 @@
-"""Experts divided over the ranks of ``mx.distributed``: each rank reads its own.
+"""Divides experts over the ranks of ``mx.distributed``, each of which reads its own.
 
 Every rank computes the backbone for the same tokens. In a MoE layer it computes the (token,
 expert) pairs of the experts that it owns, and one ``all_gather`` gives every rank the rows of all.
-Nothing is added up on the way, so N ranks give the bits that one gives for the same calls.
+Nothing is added up on the way, so N ranks give the bits that one gives for the same calls. Other
+ways to join the rows were no faster (``data/results/cpu_ranks_joins.json``).
 
-An ``all_sum`` of these rows, with zeros for those of the others, sends twice as many messages. A
-token takes as long with it; the rows of 64 tokens took ten times as long. If each rank summed its
-rows over K first, less would be sent. But logits would differ by some 1e-5, and no token was faster
-(``data/results/cpu_ranks_joins.json``).
-
-All ranks must make the same collective calls in the same order. What decides about them is the
-same everywhere: settings, headers and samples of the weights are compared at load (see ``facts``),
-the routing of every call with its rows.
+All ranks must make the same collective calls in the same order. So they compare settings, headers
+and samples of the weights at load (see ``facts``), and the routing of every call with its rows.
 """
 
 import faulthandler
@@ -38,16 +33,16 @@ from .. import kernels
 from ..checkpoint import Checkpoint, describe
 from .placement import by_number
 
-# Seconds without an answer of the other ranks after which a rank ends its process. A rank whose
-# process ends is noticed at once; this is for one that hangs. MLX cannot stop waiting.
+# Seconds. A rank ends its process if the others do not answer for so long, as MLX cannot stop
+# waiting. A rank whose process ends is noticed at once; this is for one that hangs.
 PATIENCE_S = 120  # in a layer, in which the others may have much to read and compute
-LOADING_S = 600  # while they load
-SAY_S = 8  # until a rank says on stderr that it waits for the others to start or to load
+LOADING_S = 600  # while the others load
+SAY_S = 8  # then a rank says on stderr that it waits for the others to start or to load
 LOOK_S = 0.5  # between two looks at the clock
 OWN_MEMORY = ("memory_nbytes", "reserved_nbytes")  # fields that may differ between ranks
-SAMPLES, SAMPLE_NBYTES = 64, 64  # of a checkpoint's tensors, to tell models of one shape apart
-SETTINGS = (".json", ".jinja", ".txt", ".model", ".py")  # of files that ranks must have alike
-# Says the first line after SAY_S, the second at the end, unless its standard input is closed first.
+SAMPLES, SAMPLE_NBYTES = 64, 64  # samples of weights, which tell models of one shape apart
+SETTINGS = (".json", ".jinja", ".txt", ".model", ".py")  # suffixes of files that must be alike
+# This prints each line after its seconds, unless its standard input is closed first.
 SAYS = """
 import select, sys
 for after, line in zip(map(float, sys.argv[1::2]), sys.argv[2::2]):
@@ -63,21 +58,15 @@ class RankError(OSError):
 
 
 def joined() -> mx.distributed.Group | None:
-    """The ranks that were started with this one, by ``mlx.launch`` for example.
+    """Join the ranks that were started with this one, as by ``mlx.launch``; None if alone.
 
     MLX cannot tell a rank that has ended from one that is yet to start. After ``SAY_S`` a line on
-    stderr names the ranks that this one waits for, after ``LOADING_S`` another, and the process
-    ends with status 1.
-
-    Returns:
-        mx.distributed.Group or None: None if this process is alone.
-
-    Raises:
-        RankError: If they cannot be reached.
+    stderr names the ranks that this one waits for. After ``LOADING_S`` another one follows, and the
+    process ends with status 1.
     """
     file = os.environ.get("MLX_HOSTFILE")
     if file and Path(file).is_file() and not Path(file).read_text().strip():
-        del os.environ["MLX_HOSTFILE"]  # of ``mlx.launch -n 1``, which MLX does not take
+        del os.environ["MLX_HOSTFILE"]  # ``mlx.launch -n 1`` writes it empty; MLX refuses that
     try:
         with _saying() if "MLX_RANK" in os.environ else nullcontext():
             group = mx.distributed.init()
@@ -91,10 +80,12 @@ def joined() -> mx.distributed.Group | None:
 
 @contextmanager
 def _saying():
-    """Inside, MLX waits for the others, and no other thread of Python runs. A process says for
-    whom, and ``faulthandler`` ends this one after ``LOADING_S``."""
+    """Say for whom MLX waits inside the block, where no other thread of Python runs.
+
+    So a child process says it, and ``faulthandler`` ends this one after ``LOADING_S``.
+    """
     rank, others = os.environ["MLX_RANK"], "the other ranks"
-    with suppress(OSError, ValueError, TypeError):  # another backend's file, or none
+    with suppress(OSError, ValueError, TypeError):  # the file may be another backend's, or missing
         hosts = json.loads(Path(os.environ.get("MLX_HOSTFILE", "")).read_text())
         at = [f"rank {i} at {', '.join(host)}" for i, host in enumerate(hosts) if str(i) != rank]
         others = " and ".join(at)
@@ -119,62 +110,38 @@ def _saying():
 
 
 class Ranks:
-    """This process among those that divide a model's experts.
-
-    Args:
-        group (mx.distributed.Group): Of two ranks or more.
-
-    Attributes:
-        rank (int): The number of this one.
-        size (int): How many there are (N).
-    """
+    """This process (``rank``) among the N (``size``) that divide a model's experts."""
 
     def __init__(self, group: mx.distributed.Group):
         self._group, self.rank, self.size = group, group.rank(), group.size()
         self._told = False  # whether the others know that something failed here
-        self._owners = None  # of each layer's experts; None: by number
-        self._calls = 0  # of ``join``, so far
-        self._checks = None  # of the last one: the layer's path, what each rank said, what this did
-        self._until = None  # when to give the others up
+        self._owners = None  # the rank of each layer's experts; None: by number
+        self._calls = 0  # calls of ``join`` so far
+        # The last call's layer, what each rank said of its routing, and what this one said.
+        self._checks = None
+        self._until = None  # the time to give the others up
         self._patience_s = 0.0
-        self._said = False  # whether stderr knows that this one waits for the others to load
+        self._said = False  # whether stderr says that this one waits for the others to load
         self._closed = threading.Event()
         watch = threading.Thread(target=_watch, args=(weakref.ref(self), self._closed), daemon=True)
         watch.start()
 
     @classmethod
     def of(cls, group: mx.distributed.Group | None) -> "Ranks | None":
-        """None for no group, and for a group of one."""
+        """The ranks of a group; None for no group, or a group of one."""
         return cls(group) if group is not None and group.size() > 1 else None
 
     def place(self, owners: list[np.ndarray]) -> None:
-        """Divide the experts otherwise than by number.
+        """Divide the experts by a list of each layer's owners, ``[E]``, in place of by number.
 
-        Args:
-            owners (list[np.ndarray]): For each MoE layer ``[E]``, the rank of each expert; each
-                rank has as many as by number.
-
-        Raises:
-            RankError: If the other ranks divide them otherwise.
+        Each rank must own as many as by number, and all ranks must be given the same list.
         """
         digest = zlib.crc32(np.concatenate(owners).astype(np.uint32))
         self.compare({"StreamConfig.ranks_trace": f"a placement with digest {digest:08x}"})
         self._owners = owners
 
     def owners(self, num_experts: int, layer: int | None = None) -> np.ndarray:
-        """Which rank holds and reads each expert of a layer.
-
-        Args:
-            num_experts (int): E.
-            layer (int or None): The number of the MoE layer. Default: by number, which gives each
-                rank as many.
-
-        Returns:
-            np.ndarray: ``[E]``, whole numbers.
-
-        Raises:
-            ValueError: If there are fewer experts than ranks.
-        """
+        """The rank that holds and reads each expert of a layer, ``[E]``; by number without one."""
         if num_experts < self.size:
             raise ValueError(
                 f"group: expected at most {num_experts} ranks, one for each expert of a layer, got "
@@ -185,28 +152,17 @@ class Ranks:
         return self._owners[layer]
 
     def owned(self, num_experts: int, layer: int | None = None) -> np.ndarray:
-        """Which experts of a layer this rank holds and reads: ``[E]``, bool."""
+        """Whether this rank holds and reads each expert of a layer, ``[E]``."""
         return self.owners(num_experts, layer) == self.rank
 
     def any(self, *flags: bool) -> list[bool]:
-        """For each flag whether some rank has set it.
-
-        Raises:
-            RankError: If a rank has ended.
-        """
+        """Whether some rank has set each flag."""
         with self.waiting(LOADING_S):
             mine = mx.array(flags, mx.int32)
             return [n > 0 for n in mx.distributed.all_sum(mine, group=self._group).tolist()]
 
     def gather(self, value: object) -> list:
-        """What every rank gave, in their order.
-
-        Args:
-            value (object): For JSON.
-
-        Raises:
-            RankError: If a rank has ended, or told of an error in place of its value.
-        """
+        """Collect a value for JSON from every rank, in their order; raise the error of any rank."""
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         with self.waiting(LOADING_S):
             sizes = np.array(mx.distributed.all_gather(mx.array([len(text)]), group=self._group))
@@ -223,7 +179,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """All ranks leave the block, or none: an error of one is raised by all of them."""
+        """Have all ranks leave the block together; an error of one is raised by all of them."""
         try:
             yield
             self.gather(None)
@@ -235,14 +191,7 @@ class Ranks:
             raise
 
     def compare(self, facts: dict[str, str]) -> None:
-        """Refuse ranks that were started differently.
-
-        Args:
-            facts (dict[str, str]): What must be the same on all ranks: names and values.
-
-        Raises:
-            RankError: If a value differs. Every rank raises the same error.
-        """
+        """Raise the same error on every rank if a fact (name and value) differs between them."""
         everyone = self.gather(facts)
         for name in facts:
             values = [each.get(name) for each in everyone]
@@ -253,13 +202,9 @@ class Ranks:
 
     @contextmanager
     def waiting(self, patience_s: float | None = None) -> Iterator[None]:
-        """A time in which this rank may wait for the others. If it waits too long, it ends.
+        """Let this rank wait for the others in the block, and end its process if it waits too long.
 
-        Args:
-            patience_s (float or None): Seconds. Default: ``PATIENCE_S`` from each ``answered`` on.
-
-        Raises:
-            RankError: If another rank has ended.
+        By default it may wait for ``PATIENCE_S`` after each ``answered``.
         """
         self._patience_s = PATIENCE_S if patience_s is None else patience_s
         self._until = monotonic() + self._patience_s
@@ -275,21 +220,11 @@ class Ranks:
     def join(
         self, y: mx.array | None, owners: np.ndarray, routed: np.ndarray, like: tuple, path: str
     ) -> tuple[mx.array, mx.array]:
-        """The rows of all (token, expert) pairs, from the rows that each rank computed.
+        """Join all pairs' rows, ``[..., K, D]``, from the rows ``[n, D]`` that each rank computed.
 
-        Args:
-            y (mx.array or None): ``[n, D]``, those of this rank; None if there are none.
-            owners (np.ndarray): ``[..., K]``, the rank that computes each pair.
-            routed (np.ndarray): ``[..., K]``, the routing, which must be the same on all ranks.
-            like (tuple): D and the type of the rows.
-            path (str): Of the layer, for messages.
-
-        Returns:
-            tuple[mx.array, mx.array]: The rows, ``[..., K, D]``; an array to evaluate before
-            ``answered``, which needs all rows.
-
-        Raises:
-            TypeError: If the rows have another type, which a rank without rows cannot know.
+        ``owners`` and ``routed``, ``[..., K]``, are the rank and the expert of each pair; ``like``
+        is D and type of a row, which a rank without rows (None) cannot know. The second result
+        needs all rows; evaluate it before ``answered``.
         """
         D, dtype = like
         if y is not None and y.dtype != dtype:
@@ -297,9 +232,9 @@ class Ranks:
                 f"{path}: expected experts that compute in {dtype}, got {y.dtype}. Set "
                 "StreamConfig.dtype."
             )
-        # Each rank sends a block of as many rows as the one with the most pairs has, and one more.
-        # Its first row says which call this is and for which routing, in numbers of 8 bits: all
-        # types of activations hold these exactly.
+        # Each rank sends a block of as many rows as the rank with the most pairs has, and one more.
+        # The first row says which call this is and for which routing, in numbers of 8 bits, which
+        # all types of activations hold exactly.
         self._calls += 1
         routing = zlib.crc32(np.ascontiguousarray(routed, np.uint32))
         words = [self._calls % 251 + 1, self._calls // 251 % 256, *routing.to_bytes(4, "little")]
@@ -319,18 +254,14 @@ class Ranks:
         return blocks[kernels.to_mlx(places)].reshape(*routed.shape, D), checks
 
     def answered(self) -> None:
-        """The rows of the last layer have arrived: the others still take part.
-
-        Raises:
-            RankError: If a rank chose other experts. It computes with other bits.
-        """
+        """Check the last layer's rows, whose arrival shows that the others still take part."""
         if self._until is not None:
             self._until = monotonic() + self._patience_s
         if self._checks is None:
             return
         (path, checks, words), self._checks = self._checks, None
         differ = (np.array(checks) != words).any(0)
-        # MLX drops the error of a call that it had begun before somebody waited for it.
+        # MLX drops the error of a call that it began before somebody waited for the result.
         if differ[:2].any():
             raise self._lost("its rows did not arrive")
         if differ.any():
@@ -340,7 +271,7 @@ class Ranks:
             )
 
     def close(self) -> None:
-        """No longer watch the others."""
+        """Stop watching the other ranks."""
         self._closed.set()
 
     def _lost(self, why):
@@ -380,12 +311,9 @@ def _watch(ranks, closed):
 
 
 def facts(checkpoint: Checkpoint, config: object, model_config: dict | None) -> dict[str, str]:
-    """What must be the same on all ranks, for ``Ranks.compare``; of the weights, samples.
+    """The facts (for ``Ranks.compare``) that must be the same on all ranks.
 
-    Args:
-        checkpoint (Checkpoint): The files.
-        config (StreamConfig): How to stream, ``resolved``.
-        model_config (dict or None): What ``load`` was given.
+    ``config`` must be ``resolved``. Only samples of the weights are compared.
     """
     return {
         "moelab": sys.modules["moelab"].__version__,
@@ -404,7 +332,7 @@ def facts(checkpoint: Checkpoint, config: object, model_config: dict | None) -> 
 
 
 def _digest_of_files(path):
-    """Tells tokenizers, templates and the tokens that end a text apart."""
+    """A digest that tells tokenizers, templates and the tokens that end a text apart."""
     digest = hashlib.sha256()
     for file in sorted(Path(path).iterdir()):
         if file.suffix in SETTINGS and not file.name.endswith(".index.json") and file.is_file():
@@ -413,10 +341,10 @@ def _digest_of_files(path):
 
 
 def _digest(checkpoint):
-    """Tells checkpoints apart by their headers, their config.json and bytes of some tensors.
+    """A digest of a checkpoint's headers, its config.json and bytes of some tensors.
 
-    So other numbers in one expert of one rank's file may not be noticed: reading all bytes would
-    take as long as copying the model. A checksum of the files on each machine compares all.
+    It may not notice other numbers in one expert of one rank's file: reading all bytes would take
+    as long as copying the model.
     """
     tensors = {**checkpoint.tensors, **checkpoint.packed}
     names = sorted(tensors)

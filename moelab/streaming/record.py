@@ -16,11 +16,7 @@ from .trace import PHASES, Trace, TraceError
 
 
 class _Recorder:
-    """The routing of each call while a model is recorded.
-
-    Args:
-        num_layers (int): MoE layers; a call in which fewer have run has failed.
-    """
+    """Keeps the routing of each call; a call in which fewer layers have run has failed."""
 
     def __init__(self, num_layers):
         self.num_layers = num_layers
@@ -46,7 +42,7 @@ class _Recorder:
 
 
 class _Router:
-    """Chooses experts by the rows of a trace: the first layer moves on, the others follow it."""
+    """Chooses experts by the rows of a trace; the first layer moves on to the next row."""
 
     def __init__(self, trace):
         phases = {p: trace.experts[trace.phase == p] for p in PHASES}
@@ -65,13 +61,13 @@ class _Router:
             self.now = rows[(self.next[phase] + np.arange(T)) % len(rows)]
             self.next[phase] += T
         chosen = kernels.to_mlx(self.now[:, layer].astype(np.uint32)).reshape(indices.shape)
-        # Wait for the router all the same: without a trace the model waits for it.
+        # The router is waited for all the same, as it is without a trace.
         return mx.depends(chosen, indices)
 
 
 @contextmanager
 def _replacing_indices(modules, replace: Callable, innermost=False):
-    """Inside, module i is called with ``replace(i, indices)``, except when its router is asked."""
+    """Call module i with ``replace(i, indices)`` inside, except when its router is asked."""
 
     def hook(i, module):
         def call(original, x, indices):
@@ -144,24 +140,11 @@ def record(
 def route_by(model: nn.Module, trace: Trace) -> Iterator[nn.Module]:
     """Let a trace choose the experts, so that a random checkpoint routes like a trained one.
 
-    The router still runs and is waited for, and its scores weigh the experts. So the model's
-    output means nothing, while its reads and its speed are those of the trace's routing. A call
-    with one token takes the next decoded row of the trace, a call with more takes the next prompt
-    rows. A trace with only one of the two serves both kinds of calls with it. After its last row
-    comes its first. ``record`` records the trace's choices. A prefetcher that asks the next
-    layer's router gets the router's answer.
-
-    Args:
-        model (nn.Module): From ``moelab.load``, in any mode.
-        trace (Trace): With the model's L, K and E.
-
-    Yields:
-        nn.Module: ``model``. After the block its own routers choose again.
-
-    Raises:
-        TraceError: If the trace is empty, or its L, K or E are not the model's.
-        ValueError: If the model is not from ``moelab.load``, or is called with a batch of more
-            than 1.
+    The router still runs and its scores weigh the experts, so the model's output means nothing,
+    while its reads and its speed are those of the trace's routing. A call with one token takes the
+    next decoded row, a call with more takes the next prompt rows, and after the last row comes the
+    first. A trace that has only decoded or only prompt rows serves both kinds of calls. ``record``
+    records the trace's choices. A prefetcher that asks the next layer's router gets its answer.
     """
     session = session_of(model)
     modules = [module for _, module in expert_layers(model)]

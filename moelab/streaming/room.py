@@ -1,4 +1,4 @@
-"""How many of a model's slots are in use, by the memory that there is now."""
+"""Sets how many of a model's slots are in use, by the memory that is free now."""
 
 import threading
 import warnings
@@ -15,14 +15,14 @@ from .plan import BESIDE_NBYTES, FEW_TOKENS, LEAST_PROMPT_TOKENS, Plan, memory_n
 from .residency.bank import can_empty
 from .residency.residency import Residency
 
-LOOK_S = 0.05  # from one look at the memory that is left to the next, which takes 0.2 ms
-# Kept free: other programs may take it between two looks, and a prompt may take a little more than
-# is planned for it (a server of 900 MB was killed without).
+LOOK_S = 0.05  # seconds between two looks at the free memory; one takes 0.2 ms
+# This much stays free: other programs may take it between two looks, and a prompt may take a little
+# more than is planned for it (without it a server of 900 MB was killed).
 RESERVE_NBYTES = BESIDE_NBYTES // 2
 # The share of a prompt's memory that one layer takes and frees again. The four layers of notebook
 # 03 took 0.1 to 0.7.
 IN_LAYER_SHARE = 0.75
-# Left free beside what other threads take, and what is not worth a look.
+# Bytes that stay free beside those that other threads take, and bytes too few to look for.
 LEFT_NBYTES, SMALL_NBYTES = 20_000_000, 1_000_000
 
 
@@ -31,36 +31,25 @@ class Room:
 
     A call of the model asks ``make`` how many tokens may be computed at once, divides its input by
     ``parts``, and tells ``begin`` of each part. ``look_in_prompt`` follows between two layers.
-
-    Args:
-        plan (Plan or None): Why there are so many slots; None if the user chose them: then they
-            stay in use.
-        slots (int): The slots in each layer.
-        residency (Residency): Its slots.
-        together (bool): Whether other ranks compute the same calls: then these are divided by the
-            plan's number and no further, however short this rank's memory is.
-
-    Attributes:
-        slots (int): How many slots there are from now on; fewer are in use while they lend their
-            memory to a prompt.
+    Without a plan the slots stay as the user chose them. ``together``: other ranks compute the same
+    calls, so these are divided by the plan's number and no further.
     """
 
     def __init__(self, plan: Plan | None, slots: int, residency: Residency, together: bool):
         self._plan, self._residency, self._together = plan, residency, together
+        # ``slots`` there are from now on; fewer are in use while they lend memory to a prompt.
         self.slots = self._in_use = slots
-        self._told = slots  # as the last warning said
-        self._tokens = 0  # of the last call that began
+        self._told = slots  # the slots that the last warning named
+        self._tokens = 0  # the tokens of the last call that began
         self._lock = threading.Lock()
         self._beside = 0  # bytes that other threads may take now
-        self._left = None  # bytes that the call that is running leaves, if that is known
+        self._left = None  # bytes that the running call leaves, if that is known
         self._look_s = 0.0  # when to look at the memory again
 
     def parts(self, inputs: mx.array, step: int | None = None) -> list[mx.array]:
-        """Divide a long prompt into parts of equal length that there is memory for.
+        """Divide a prompt ``[B, T]`` into equal parts of at most ``step`` tokens.
 
-        Args:
-            inputs (mx.array): ``[B, T]`` token ids.
-            step (int): How many tokens may be computed at once. Default: the plan's number.
+        Without ``step`` it takes the plan's number.
         """
         if step is None:
             step = self._plan.prompt_tokens if self._plan else inputs.size
@@ -72,22 +61,12 @@ class Room:
         return [inputs[:, a:b] for a, b in pairwise(ends)]
 
     def make(self, tokens: int, caches: Sequence = (), divisible: bool = True) -> int:
-        """Set how many slots are in use in a call that begins, by the memory that there is now.
+        """Set the slots for a call that begins; return how many tokens may be computed at once.
 
         Where ``can_empty``, slots lend their memory to a prompt and use it again after it. Where
         memory got short since ``plan`` chose them, slots are given back; where ``can_empty``,
-        they are used again when there is memory for them.
-
-        Args:
-            tokens (int): Of the call.
-            caches (Sequence): The call's.
-            divisible (bool): Whether it may be computed in parts.
-
-        Returns:
-            int: How many of the tokens may be computed at once.
-
-        Raises:
-            MemoryError: If there is too little even with K slots in each layer.
+        they are used again when there is memory for them. If there is too little even with K slots
+        in each layer, it raises ``MemoryError``.
         """
         with self._lock:
             step, nbytes = self._make(tokens, caches, divisible)
@@ -95,7 +74,7 @@ class Room:
         return step
 
     def _make(self, tokens, caches, divisible):
-        """As ``make``. The bytes that the tokens take, too; None without a look."""
+        """The result of ``make``, and the bytes that the tokens take; None without a look."""
         plan, now = self._plan, perf_counter()
         if plan is None:
             return tokens, None
@@ -111,7 +90,7 @@ class Room:
         room, _ = self.memory()
         taken = needs(step) + RESERVE_NBYTES
         if self._fitting(taken, room) < slots:
-            mx.clear_cache()  # what a prompt left free may be enough
+            mx.clear_cache()  # memory that a prompt left free may be enough
             return_free_memory()
             room, _ = self.memory()
         # Where slots cannot lend their memory, a prompt's memory is never theirs.
@@ -125,31 +104,20 @@ class Room:
         while self._fitting(needs(step), most) < self._least:
             if step <= fewest:
                 raise self._no_room(needs(step), most)
-            step = max(fewest, step // 2)  # fewer tokens at once take less
+            step = max(fewest, step // 2)  # fewer tokens at once take less memory
         return step, needs(step)
 
     def end(self) -> None:
-        """A call of the model has ended: what it left is free again."""
+        """Note that a call of the model has ended."""
         self._left = None
 
     @contextmanager
     def beside(self, nbytes: int, what: str | None) -> Iterator[Callable[[int], None]]:
-        """Keep so many bytes for the thread that asks, while the block runs.
+        """Keep so many bytes for the calling thread while the block runs.
 
-        All threads together get no more than the call that is running leaves. Up to a MB is given
-        in any case.
-
-        Args:
-            nbytes (int): Bytes.
-            what (str or None): What takes them, for the error. With None there is no error:
-                the next call of the model leaves the bytes free, and gives slots back for that.
-
-        Yields:
-            Callable[[int], None]: Sets how many bytes are kept from now on. A thread that has taken
-                some of them calls it with the rest.
-
-        Raises:
-            MemoryError: If there are fewer.
+        The yielded function sets how many are kept from then on. All threads together get no more
+        than the running call leaves, or ``MemoryError``, which names ``what``; up to a MB is given
+        in any case. Without ``what`` there is no error: the next call gives slots back for them.
         """
         kept = nbytes
 
@@ -182,36 +150,36 @@ class Room:
             self._left -= nbytes
 
     def memory(self) -> tuple[int, int]:
-        """``memory_now``, less what other threads may take."""
+        """``memory_now`` less the bytes that other threads may take."""
         now, most = memory_now()
         return now - self._beside, most - self._beside
 
     def _in_layer(self):
-        """Bytes that a prompt takes and frees again in a layer, or behind the last for logits."""
+        """Bytes that a prompt takes and frees in a layer, or for the logits after the last one."""
         in_layer = IN_LAYER_SHARE * self._plan.token_nbytes
         return int(self._tokens * max(in_layer, self._plan.token_logits_nbytes))
 
     @property
     def _least(self):
-        """Slots without which a token cannot be computed."""
+        """The fewest slots with which a token can be computed."""
         return min(self._plan.top_k, self._plan.slots)
 
     def _fitting(self, nbytes, room):
-        """How many slots fit in each layer beside ``nbytes`` if there are ``room`` bytes."""
+        """How many slots fit in each layer beside ``nbytes``, if ``room`` bytes are free."""
         return (self._residency.nbytes + room - nbytes) // sum(self._plan.expert_nbytes)
 
     def _keep(self, fitting):
-        """Set how many slots there are from now on, by how many fit."""
+        """Set how many slots there are from now on, if so many fit, and warn if they are fewer."""
         slots, most = self.slots, self._plan.slots if can_empty() else self.slots
-        more = fitting - -(-BESIDE_NBYTES // sum(self._plan.expert_nbytes))  # so that it stays so
+        more = fitting - -(-BESIDE_NBYTES // sum(self._plan.expert_nbytes))  # so that they can stay
         kept = max(self._least, min(most, fitting if fitting < slots else max(slots, more)))
         self.slots = kept
         if kept > slots:
             self._told = kept
         told = self._told
-        if not told or fitting >= told - told // 8:  # a line for each eighth
+        if not told or fitting >= told - told // 8:  # warn once for each eighth
             return
-        self._told = kept if fitting >= kept else 0  # if none is left to give back, say so once
+        self._told = kept if fitting >= kept else 0  # warn once if no slot can be given back
         missing = (told - fitting) * sum(self._plan.expert_nbytes)
         what = f"slots {told} -> {kept}" if kept < told else f"no more than {kept} slots left"
         warnings.warn(
@@ -245,8 +213,7 @@ class Room:
     def look_in_prompt(self) -> None:
         """Where ``can_empty``, give slots back if memory gets short between a prompt's layers.
 
-        Raises:
-            MemoryError: If there is too little even with K slots in each layer.
+        If there is too little even with K slots in each layer, it raises ``MemoryError``.
         """
         now = perf_counter()
         if (
@@ -266,9 +233,5 @@ class Room:
             raise self._no_room(nbytes, most)
 
     def begin(self, tokens: int) -> None:
-        """A call of the model begins.
-
-        Args:
-            tokens (int): Of the call.
-        """
+        """Note that a call of the model with so many tokens begins."""
         self._tokens = tokens

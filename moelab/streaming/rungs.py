@@ -34,9 +34,10 @@ class Serial(StreamedExperts):
 
 
 class Buffers(StreamedExperts):
-    """One buffer for each top-k position, kept for good; K experts are read together.
+    """Keep one buffer for each top-k position, and read K experts together.
 
-    SwiftLM PR 26. An expert is read again for the next token, from the page cache if it is there.
+    An expert is read again for the next token, from the page cache if it is there. This is SwiftLM
+    PR 26.
     """
 
     def __init__(self, module, path, layer, session):
@@ -57,14 +58,7 @@ class Buffers(StreamedExperts):
         return unsort(ys, order, routed.shape)
 
     def read(self, experts: list[int]) -> list[tuple[SlotBank, int]]:
-        """Read experts into the buffers, as a call does, and compute nothing.
-
-        Args:
-            experts (list[int]): Distinct, at most K.
-
-        Returns:
-            list[tuple[SlotBank, int]]: Each buffer with its expert.
-        """
+        """Read at most K distinct experts as a call does; return each buffer with its expert."""
         wave = list(zip(self._banks, experts))
         with self.session.counting.read_wait():
             self.session.reader.read([r for bank, e in wave for r in bank.reads({e: 0})])

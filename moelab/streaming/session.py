@@ -21,41 +21,15 @@ from .ranks import RankError, Ranks
 from .residency.residency import Residency
 from .room import Room
 
-# Tokens that count as a long prompt. When decoding begins after one, free memory is
-# returned to the system, which takes 90 ms after a prompt of 2,000 tokens that took 20 s (2 cores).
+# Tokens. A prompt of so many is long: when decoding begins after it, free memory is returned to the
+# system, which takes 90 ms after a prompt of 2,000 tokens that took 20 s (2 cores).
 LONG_PROMPT = 256
 
 
 class Session:
-    """What the layers of one loaded model share.
+    """The state that the layers of one loaded model share, which ``session_of(model)`` returns.
 
-    ``session_of(model)`` returns it. In ``resident`` mode it has no layers, nothing to read and
-    no prefetcher.
-
-    Args:
-        config (StreamConfig): How the model was loaded.
-        dtype (mx.Dtype): The type of the activations.
-        top_k (int): K.
-        located (dict[str, ExpertTensor]): Where the experts' bytes lie.
-        resident (dict[str, mx.array]): Parameters kept in memory for all E experts.
-        found (dict[str, int] or None): What ``kernels.use`` returned.
-        fast_experts (bool): Whether the experts compute with the fast kernels.
-        plan (Plan or None): Why there are so many slots, if ``plan`` chose them.
-        ranks (Ranks or None): Those that divide the experts.
-
-    Attributes:
-        config, dtype, top_k, resident, plan, fast_experts, ranks: As above.
-        located (dict[str, ExpertTensor]): As above, each file a ``File`` that ``reader`` opened.
-        layers (list[StreamedExperts]): The streamed layers, in the order of the model; an empty
-            list in ``resident`` mode.
-        reader (Reader): Reads the experts of all layers.
-        handover (Handover): Brings routing to the host and slots to the device.
-        residency (Residency): Which experts are in the slots, of the modes with slots.
-        room (Room): How many slots are in use.
-        counting (Counting): The counters; ``stats(model)`` returns a copy that is up to date.
-        prefetcher (Prefetcher or None): None without ``StreamConfig.prefetch``.
-        lock (threading.RLock): Held during every call of the model, so that threads take turns.
-        recorder: Gets the routing of every call while ``record`` runs; else None.
+    In ``resident`` mode it has no layers, nothing to read and no prefetcher.
     """
 
     def __init__(
@@ -86,13 +60,14 @@ class Session:
         overlap = mx.default_device() == mx.cpu
         self.residency = Residency(self.reader, self.handover, self.counting, top_k, overlap)
         self.room = Room(plan, config.slots, self.residency, together=ranks is not None)
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # held during every call of the model
         self._caller = None  # the thread whose call is running
         self._unfinished = False  # set while a call runs, and left set by an exception
         self._error = None  # that exception, with ranks
         self._prompt_tokens = 0  # since a token was decoded
-        self._caches = []  # of the prompt that is being computed
+        self._caches = []  # those of the prompt that is being computed
         self._process = os.getpid()
+        # The recorder gets the routing of every call while ``record`` runs.
         self.recorder = self.prefetcher = None
         if plan is not None and plan.slots < plan.num_experts:
             keep_no_holes()
@@ -104,17 +79,12 @@ class Session:
 
     @property
     def is_in_call(self) -> bool:
-        """Whether the thread that asks is in a call of this model."""
+        """Whether the calling thread is in a call of this model."""
         return self._caller == threading.get_ident()
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call of the model, or of a layer by itself: one thread after another.
-
-        Raises:
-            RuntimeError: In a process that was forked after loading.
-            RankError: If another rank has ended, or a call of this one failed before.
-        """
+        """Run the block as a call of the model, or of a layer by itself, one thread at a time."""
         if os.getpid() != self._process:
             raise RuntimeError(FORKED)
         with self.lock:
@@ -143,11 +113,7 @@ class Session:
                 self.room.end()
 
     def check_ranks(self) -> None:
-        """Raise if a call failed on this rank. Without ranks it does nothing.
-
-        Raises:
-            RankError: If a call failed here, so that the ranks are no longer at the same place.
-        """
+        """Raise if a call failed on this rank. Without ranks it does nothing."""
         if isinstance(self._error, RankError):
             raise self._error
         if self._error is not None:
@@ -157,7 +123,7 @@ class Session:
             )
 
     def _recover(self):
-        """After a call that an exception ended: end all reads, make every slot held or free."""
+        """End all reads and make every slot held or free, after a call that an exception ended."""
         self.check_ranks()
         self.reader.stop()
         with suppress(RuntimeError):  # arrays that another thread built and never scheduled
@@ -168,7 +134,7 @@ class Session:
             layer.recover()
 
     def make_room(self, tokens: int, caches: list, divisible: bool) -> int:
-        """As ``Room.make``; the configuration says how many slots there are from then on."""
+        """Call ``Room.make``, and let ``config`` say how many slots there are from then on."""
         try:
             return self.room.make(tokens, caches, divisible)
         finally:
@@ -176,13 +142,10 @@ class Session:
                 self.config = replace(self.config, slots=self.room.slots)
 
     def begin(self, inputs: mx.array, caches: list | None = None) -> None:
-        """A call of the whole model, or a part of one, begins: count it.
+        """Count a call of the whole model, or a part of one, for token ids ``[B, T]``.
 
-        Args:
-            inputs (mx.array): ``[B, T]`` token ids.
-            caches (list or None): Of the call. Where MLX brings the routing, a prompt's recurrent
-                states are evaluated layer by layer: until then each keeps its layer's whole input
-                in memory.
+        With ``caches`` a prompt's recurrent states are evaluated layer by layer where MLX brings
+        the routing: until then each keeps its layer's whole input in memory.
         """
         self._caches = caches if caches and inputs.size > FEW_TOKENS else []
         self.room.begin(inputs.size)
@@ -200,22 +163,14 @@ class Session:
             self.recorder.begin(inputs, "prefill" if is_prompt else "decode")
 
     def settle(self) -> None:
-        """Get ready for a layer's call whose routing the host knows: nothing reads slots."""
+        """Wait until nothing reads slots, before a layer's call whose routing the host knows."""
         self.residency.settle()
         if self.handover.pending:
             self.handover.settle()
         self.room.look_in_prompt()
 
     def routing(self, indices: mx.array, asked: list[mx.array]) -> np.ndarray:
-        """The routing of a layer's call.
-
-        Args:
-            indices (mx.array): ``[..., K]``, the experts of the call.
-            asked (list[mx.array]): What else to evaluate.
-
-        Returns:
-            np.ndarray: ``[..., K]``.
-        """
+        """Evaluate the routing ``[..., K]`` of a layer's call, and the arrays in ``asked``."""
         beside = [*asked, *recurrent_states(self._caches)]
         routed = self.handover.routing(indices, beside, self.residency.settle, bool(asked))
         self.room.look_in_prompt()
@@ -225,26 +180,12 @@ class Session:
 
 
 def is_loaded(model: nn.Module) -> bool:
-    """Whether a model is from ``moelab.load`` (in any mode, ``resident`` too).
-
-    Args:
-        model (nn.Module): Any model.
-    """
+    """Whether ``moelab.load`` made this model, in any mode."""
     return hasattr(model, "_session")
 
 
 def session_of(model: nn.Module) -> Session:
-    """The session of a loaded model.
-
-    Args:
-        model (nn.Module): From ``moelab.load``.
-
-    Returns:
-        Session: Its layers, reader, counters and prefetcher.
-
-    Raises:
-        ValueError: If the model is not from ``moelab.load``.
-    """
+    """The session of a loaded model; ``ValueError`` for any other model."""
     if not is_loaded(model):
         raise ValueError(f"{type(model).__name__}: expected a model from moelab.load.")
     return model._session
@@ -268,12 +209,7 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
 
 
 def recurrent_states(caches: list) -> Iterator[list[mx.array]]:
-    """The arrays of recurrent caches. (The logits need those of attention caches, so these are
-    evaluated with them.)
-
-    Args:
-        caches (list): Of a model's layers.
-    """
+    """The arrays of recurrent caches. (Those of attention caches are evaluated with the logits.)"""
     for c in caches:
         if isinstance(c, CacheList):
             yield from recurrent_states(c.caches)

@@ -1,4 +1,4 @@
-"""Traces: which experts a model chose for every token, and the file that keeps them."""
+"""A trace says which experts a model chose for every token, and can be kept in a file."""
 
 import dataclasses
 import io
@@ -15,8 +15,8 @@ from ..checkpoint import describe, regular_file
 
 PHASES = ("prefill", "decode")
 FORMAT = 1  # version of the file's format
-MAX_EXPERTS = 1 << 16  # of a layer: the ids are uint16
-MEMBERS = {  # of the file, each with the most bytes that it may unpack to
+MAX_EXPERTS = 1 << 16  # the most experts of a layer, whose ids are uint16
+MEMBERS = {  # the file's members, each with the most bytes that it may unpack to
     "experts.npy": 1 << 29,
     "decode.npy": 1 << 23,
     "tokens.npy": 1 << 26,
@@ -83,11 +83,7 @@ class Trace:
         return f"{self.model or 'trace'}: {T} tokens ({n} decoded), {shape}"
 
     def __getitem__(self, rows: slice | np.ndarray) -> "Trace":
-        """The trace of some tokens.
-
-        Args:
-            rows (slice or np.ndarray): Which tokens; as an array, ``[T]`` of bool.
-        """
+        """The trace of some tokens: a slice, or ``[T]`` of bool."""
         return dataclasses.replace(
             self, experts=self.experts[rows], phase=self.phase[rows], tokens=self.tokens[rows]
         )
@@ -103,11 +99,7 @@ class Trace:
         return self[self.phase == "decode"]
 
     def save(self, path: str | Path) -> None:
-        """Write a compressed ``.npz``. An older file stays until the new one is complete.
-
-        Args:
-            path (str or Path): The file.
-        """
+        """Write a compressed ``.npz``. An older file stays until the new one is complete."""
         path = Path(path)
         about = {f: getattr(self, f) for f in ("num_experts", "model", "seed", "prompt")}
         partial = path.with_name(path.name + ".partial")
@@ -151,7 +143,7 @@ class Trace:
 
 
 def _read(path):
-    """The fields of a trace from its file. Nothing is unpacked before its size is checked."""
+    """Read a trace's fields from its file. Nothing is unpacked before its size is checked."""
     with zipfile.ZipFile(path) as z:
         sizes = {info.filename: info.file_size for info in z.infolist()}
         if len(z.infolist()) != len(MEMBERS) or sizes.keys() != MEMBERS.keys():
@@ -186,7 +178,7 @@ def _read(path):
 
 
 def _array(z, name, kinds, ndim):
-    """One array of a trace's file, with one of these kinds of dtype and so many dimensions."""
+    """Read an array of a trace's file, with one of these kinds of dtype and so many dimensions."""
     data = io.BytesIO(z.read(name))
     if (version := np.lib.format.read_magic(data)) != (1, 0):
         raise ValueError(f"{name}: expected numpy's format 1.0, got {version}")

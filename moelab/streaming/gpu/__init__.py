@@ -1,1 +1,1 @@
-"""What only a CUDA GPU has: copies in its own order, experts in pinned memory of its host."""
+"""Code for CUDA GPUs alone, which copy in their own order and can use their host's memory."""

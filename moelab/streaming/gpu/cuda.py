@@ -1,16 +1,16 @@
-"""CUDA: bytes to the GPU and routing from it without MLX's unified memory.
+"""Moves bytes to a CUDA GPU and routing from it without MLX's unified memory.
 
 An MLX array that the host touches moves to CUDA's managed memory. From then on its pages move
 between host and GPU by page faults: bytes written in place take 0.5 ms a MB where the bus needs
-0.03, and reading the routing of a layer costs 0.15 ms (H200, MLX 0.32.4). Here both go through
-pinned memory, by kernels in MLX's own graph. One writes a layer's routing there
-(``Mailbox.post``). Another (``Mailbox.send``) copies what reads bring there (``UploadingReader``)
-to the slots. It is started before the reads have ended and waits on the GPU for each of them, so
-that the host prepares the next operations meanwhile. What is computed is the same.
+0.03, and reading the routing of a layer costs 0.15 ms. Here both go through pinned memory, by
+kernels in MLX's own graph. One kernel writes a layer's routing there (``Mailbox.post``). Another
+(``Mailbox.send``) copies the bytes that reads bring there (``UploadingReader``) to the slots. It is
+started before the reads have ended and waits on the GPU for each of them, so that the host prepares
+the next operations meanwhile. The results are the same.
 
-It needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off. Two kinds of bytes do not take
-this way and are read into unified memory: those that are converted after they have arrived, and
-those that prefetch threads read.
+This needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off. Two kinds of bytes do not take
+this way but are read into unified memory: bytes that are converted after they have arrived, and
+bytes that prefetch threads read.
 """
 
 import ctypes
@@ -36,15 +36,15 @@ try:
 except ImportError:  # an optional package
     nvrtc = runtime = None
 
-# Bytes of a block of pinned memory, and blocks of a model: a call that gets none makes one more.
+# Bytes of a block of pinned memory, and blocks of a model; a call that gets none makes one more.
 BLOCK_NBYTES, NUM_BLOCKS = 2 * 1024 * 1024, 96
-# Numbers of experts that fit into a mailbox: calls of 512 tokens with K = 8.
+# So many expert numbers fit into a mailbox: a call of 512 tokens with K = 8.
 MAILBOX_SIZE = 4096
-# Copies of one kernel at most, and the bytes that one of its blocks copies at once.
+# The most copies of one kernel, and the bytes that one of its blocks copies at once.
 MAX_COPIES, CHUNK_NBYTES = 512, 16 * 1024
-# Threads of a block of a kernel, and blocks of one that copies: an H200 has 132 multiprocessors.
+# Threads of a kernel's block, and blocks of a kernel that copies: an H200 has 132 multiprocessors.
 THREADS, NUM_COPYING = 256, 132
-# Seconds. After that a call that waits for its routing asks MLX, which raises if a kernel failed.
+# Seconds. A call that waits longer for its routing asks MLX, which raises if a kernel failed.
 PATIENCE_S = 0.02
 
 
@@ -66,7 +66,7 @@ def _may_wait():
 
 
 def _checked(result, message=None):
-    """What a function of CUDA returned, without its error code, of which 0 is none."""
+    """The result of a CUDA function without its error code; raise if that is not 0."""
     error, *values = result
     if error:
         message = message or runtime.cudaGetErrorString
@@ -75,15 +75,7 @@ def _checked(result, message=None):
 
 
 class Pinned:
-    """Memory of the host that the GPU can read and write, and that never moves.
-
-    Args:
-        nbytes (int): Its size.
-
-    Attributes:
-        address (int): The same for host and GPU.
-        bytes (np.ndarray): ``[nbytes]``, uint8.
-    """
+    """Memory of the host that never moves and that the GPU reads and writes at one address."""
 
     def __init__(self, nbytes: int):
         self.address = _checked(runtime.cudaHostAlloc(nbytes, runtime.cudaHostAllocDefault))
@@ -92,45 +84,25 @@ class Pinned:
 
 
 class Copy(NamedTuple):
-    """Bytes for the GPU to copy once they are there.
+    """Bytes that the GPU copies once they have arrived."""
 
-    Attributes:
-        source (int): The address of the first byte, in pinned memory.
-        to (int): Where it belongs.
-        nbytes (int): How many.
-        flag (int): The address of a uint32 in pinned memory that is 0 until they are there.
-    """
-
-    source: int
-    to: int
+    source: int  # the address of the first byte, in pinned memory
+    to: int  # the address that it is copied to
     nbytes: int
-    flag: int
+    flag: int  # the address of a uint32 in pinned memory that is 0 until the bytes have arrived
 
 
 class Block(Pinned):
-    """Pinned memory that ranges of files are read into, and a flag that says that they are there.
-
-    Args:
-        nbytes (int): Its size.
-
-    Attributes:
-        view (memoryview): Its bytes, writable.
-        arrived (np.ndarray): ``[1]``, uint32, the flag: 0 until the reads have ended.
-        flag (int): Its address.
-    """
+    """Pinned memory that ranges of files are read into, and a flag that says when they arrived."""
 
     def __init__(self, nbytes: int):
         super().__init__(nbytes + 4)
         self.view = memoryview(self.bytes)[:nbytes]
-        self.arrived = self.bytes[nbytes:].view(np.uint32)
-        self.flag = self.address + nbytes
+        self.arrived = self.bytes[nbytes:].view(np.uint32)  # the flag: 0 until the reads have ended
+        self.flag = self.address + nbytes  # the flag's address
 
     def copies(self, reads: Iterable[Read]) -> list[Copy]:
-        """What brings the block's bytes to where its ranges belong.
-
-        Args:
-            reads (Iterable[Read]): The ranges, in the order in which they lie here.
-        """
+        """The copies that bring the block's bytes to the places of its ranges, in this order."""
         out, source = [], self.address
         all_parts = reads.parts if isinstance(reads, Ranges) else [r.parts for r in reads]
         for to, nbytes in (part for parts in all_parts for part in parts):
@@ -140,16 +112,11 @@ class Block(Pinned):
 
 
 class Begun:
-    """What one ``start`` began.
-
-    Args:
-        queued (Iterable): Pieces for which there is no block yet.
-        there (Sequence[Copy]): Bytes that need not be read.
-    """
+    """The reads that one ``start`` began; ``queued`` pieces wait for a block."""
 
     def __init__(self, queued: Iterable[list[Read]], there: Sequence[Copy] = ()):
         self.uncopied = []  # futures of the reads that need no copy
-        self.queued, self.there = deque(queued), there
+        self.queued, self.there = deque(queued), there  # ``there``: bytes that need not be read
         self.reading = []  # pieces that are read: (reads, block, future)
         self.in_graph = False  # whether a kernel that was built copies them
 
@@ -163,7 +130,7 @@ class Begun:
         return not self.queued and all(future.done() for future in self.futures)
 
     def copies(self) -> list[Copy]:
-        """What has to be copied, of what has a block."""
+        """The copies of all bytes that have a block or need not be read."""
         return [*self.there, *(c for reads, block, _ in self.reading for c in block.copies(reads))]
 
 
@@ -171,10 +138,6 @@ class UploadingReader(Reader):
     """A ``Reader`` whose threads read into pinned memory, from which the GPU copies.
 
     Ranges without ``parts`` are read as ``Reader`` reads them.
-
-    Args:
-        mailbox (Mailbox): Starts the copies.
-        readers (int): As for ``Reader``.
     """
 
     copies_in_graph = True
@@ -204,9 +167,9 @@ class UploadingReader(Reader):
         return begun
 
     def _start_table(self, ranges):
-        """Begin to read ranges as they are, if there are blocks for all. Else None.
+        """Begin to read ranges by their table, if there are blocks for all; else return None.
 
-        It takes little time of Python, which all threads share.
+        This takes little time of Python, which all threads share.
         """
         if not ranges or native.loop() is None or not all(ranges.parts):
             return None
@@ -241,9 +204,9 @@ class UploadingReader(Reader):
         """Read ranges into a block, by a table with these ``iovecs``."""
         begin = time.perf_counter()
         try:
-            # Native code says that the bytes are there without waiting for the GIL.
+            # Native code sets the flag without waiting for the GIL.
             if not native.read(table, arrived=block.flag):
-                read_ranges(_into(ranges, block))  # again, or raise
+                read_ranges(_into(ranges, block))  # this reads again, or raises
         finally:
             block.arrived[0] = 1  # also after an error: the GPU waits for it
         self._count(len(ranges), ranges.nbytes, begin, ranges.nbytes)
@@ -262,7 +225,7 @@ class UploadingReader(Reader):
             begun.reading.append((reads, block, submit(self._read_into, reads, block)))
 
     def _take(self, must):
-        """A block that is not in use. If there is none: a new one if it must be, else None."""
+        """A free block, or a new one; None if there are ``NUM_BLOCKS``, unless it ``must`` be."""
         if self._free:
             return self._free.pop()
         if len(self._blocks) >= NUM_BLOCKS and not must:
@@ -274,7 +237,7 @@ class UploadingReader(Reader):
         begin = time.perf_counter()
         try:
             reads = _into(reads, block)
-            if native.loop() is not None:  # which sets the flag without waiting for the GIL
+            if native.loop() is not None:  # native code sets the flag without waiting for the GIL
                 reads = Ranges.of(reads)
             read_ranges(reads, block.flag)
         finally:
@@ -283,11 +246,9 @@ class UploadingReader(Reader):
         self._count(len(reads), nbytes, begin, nbytes)
 
     def copies(self, begun: Begun) -> list[Copy] | None:
-        """What one kernel has to copy in place of ``finish``; None if one kernel cannot.
+        """The copies that one kernel makes in place of ``finish``; None if one kernel cannot.
 
-        Args:
-            begun (Begun): From ``start``. ``finish`` it before the result is used: it raises if a
-                read failed.
+        Call ``finish`` before the result is used: it raises if a read failed.
         """
         copies = begun.copies()
         if begun.uncopied or begun.queued or len(copies) > MAX_COPIES or not _may_wait():
@@ -333,15 +294,7 @@ def _now(function, *args):
 
 
 def pieces(reads: list[Read], readers: int) -> list[list[Read]]:
-    """Divide ranges into pieces that fit into a block.
-
-    Args:
-        reads (list[Read]): With ``parts``.
-        readers (int): Make about as many pieces, if there are ranges enough.
-
-    Returns:
-        list[list[Read]]: Ranges, or parts of one.
-    """
+    """Divide ranges with ``parts`` into about as many pieces as readers, each fitting a block."""
     parts = []
     for r in reads:
         for first in range(0, r.nbytes, BLOCK_NBYTES):
@@ -364,7 +317,7 @@ def _divide(sizes, readers):
 
 
 def _cut(r, first, nbytes):
-    """A part of a range."""
+    """The part of a range with ``nbytes`` bytes from ``first`` on."""
     parts, begin = [], 0
     for address, size in r.parts:
         low, high = max(first, begin), min(first + nbytes, begin + size)
@@ -375,7 +328,7 @@ def _cut(r, first, nbytes):
 
 
 def _into(reads, block):
-    """The same ranges, read into a block one behind the other."""
+    """The same ranges, to be read into a block one behind the other."""
     out, first = [], 0
     for r in reads:
         out.append(r._replace(views=[block.view[first : first + r.nbytes]]))
@@ -383,7 +336,7 @@ def _into(reads, block):
     return out
 
 
-# ``box``: a word that says that the numbers are there, then the numbers.
+# ``box`` has a word that says that the numbers have arrived, and then the numbers.
 _POST = """
     unsigned int* box = (unsigned int*)(*address);
     for (int i = threadIdx.x; i < n; i += blockDim.x) box[1 + i] = indices[i];
@@ -414,8 +367,8 @@ COPY = """
             for (; i < nbytes; i += blockDim.x) to[i] = __ldcv(source + i);
         }
 """
-# ``list``: how many copies and how many chunks there are, then for each copy its first chunk,
-# source, destination, bytes and flag. Every block of threads takes it from the host once, and
+# ``list`` has the numbers of copies and of chunks, and then for each copy its first chunk, source,
+# destination, bytes and flag. Every block of threads takes the list from the host once, and
 # copies every gridDim.x-th chunk.
 _SEND = f"""
     __shared__ word list[2 + 5 * {MAX_COPIES}];
@@ -449,8 +402,8 @@ _SEND = f"""
 class Mailbox:
     """Pinned memory through which the host and kernels in MLX's graph exchange small numbers.
 
-    A kernel writes them there after what it waits for, and the host watches one word of it. That
-    takes a few microseconds where MLX's ``eval`` puts the thread to sleep and a read of the array
+    A kernel writes its numbers there when they are computed, and the host watches one word. That
+    takes a few microseconds, where MLX's ``eval`` puts the thread to sleep and a read of the array
     moves its page to the host.
     """
 
@@ -466,12 +419,7 @@ class Mailbox:
         self._posted = self._sent = None
 
     def post(self, indices: mx.array, after: mx.array) -> None:
-        """Begin to compute an array. ``collect`` returns its numbers.
-
-        Args:
-            indices (mx.array): At most ``MAILBOX_SIZE`` integers.
-            after (mx.array): Is computed before they are there, too.
-        """
+        """Begin to compute at most ``MAILBOX_SIZE`` integers, and ``after``, for ``collect``."""
         self._words[0] = 0
         self._posted = kernel("post", "const void* after, const word* address", "posted", _POST)(
             indices, after, self._address, output_shapes=[(1,)], **launch(1)
@@ -479,21 +427,14 @@ class Mailbox:
         mx.async_eval(self._posted)
 
     def collect(self, indices: mx.array) -> np.ndarray:
-        """The numbers in an array as soon as they are computed.
-
-        Args:
-            indices (mx.array): The one that was posted last.
-
-        Returns:
-            np.ndarray: A copy, uint32, of the same shape.
-        """
+        """Wait for the numbers of the array that was posted last; return a copy, uint32."""
         words = self._words
         end = time.perf_counter() + PATIENCE_S
         while not words[0]:
             if time.perf_counter() > end:
                 mx.eval(self._posted)
             time.sleep(0)  # lets other threads run
-        self._posted = self._sent = None  # what was sent before has been received
+        self._posted = self._sent = None  # the numbers sent before have been received
         return words[1 : 1 + indices.size].reshape(indices.shape).copy()
 
     def send(
@@ -503,17 +444,10 @@ class Mailbox:
         copies: list[Copy] = (),
         after: mx.array | None = None,
     ) -> mx.array:
-        """An array that a kernel fills with numbers of the host, when it is computed.
+        """An array like ``indices`` that a kernel fills with at most ``MAILBOX_SIZE`` host numbers.
 
-        Args:
-            numbers (np.ndarray): At most ``MAILBOX_SIZE`` integers.
-            indices (mx.array): Of the same shape; computed first.
-            copies (list[Copy]): What the kernel copies first, each as soon as it has been read: at
-                most ``MAX_COPIES``.
-            after (mx.array or None): What else is computed first.
-
-        Returns:
-            mx.array: uint32, of the same shape.
+        When it is computed, ``indices`` and ``after`` are computed first, and the kernel makes the
+        copies (at most ``MAX_COPIES``), each as soon as its bytes have been read.
         """
         self.wait()
         words, chunk = [], 0
@@ -533,52 +467,35 @@ class Mailbox:
         return self._sent
 
     def copy_after(self, copies: list[Copy], after: mx.array) -> mx.array:
-        """Have the GPU copy bytes as soon as they are there, and do not wait.
+        """Have the GPU make at most ``MAX_COPIES`` copies after ``after``, and do not wait.
 
-        Args:
-            copies (list[Copy]): At most ``MAX_COPIES``.
-            after (mx.array): Is computed before.
-
-        Returns:
-            mx.array: ``[1]``, uint32, a zero: what depends on it is computed afterwards.
+        Returns a zero, ``[1]``: arrays that depend on it are computed after the copies.
         """
         return self.send(np.zeros(1, np.uint32), self._one, copies, after)
 
     def copy(self, copies: list[Copy]) -> None:
-        """Copy bytes that are there, and wait.
-
-        Args:
-            copies (list[Copy]): At most ``MAX_COPIES``.
-        """
+        """Copy bytes that have arrived, in at most ``MAX_COPIES`` copies, and wait."""
         self.send(np.zeros(1, np.uint32), self._one, copies)
         self.wait()
 
     def wait(self) -> None:
-        """Wait until what was sent last has been received."""
+        """Wait until the numbers sent last have been received."""
         if self._sent is not None:
             mx.eval(self._sent)
             self._sent = None
 
     def forget(self) -> None:
-        """Do not wait for what was sent last: after an error it is not computed."""
+        """Do not wait for the array sent last, which is not computed after an error."""
         self._sent = None
 
 
 @cache
 def kernel(name: str, more: str, outputs: str, source: str) -> Callable:
-    """A kernel that takes ``indices``, compiled once in a process.
+    """Compile a kernel once in a process; call it with ``n`` ``indices`` and more arrays.
 
-    ``mx.fast.cuda_kernel`` compiles with MLX's headers, which takes two seconds for each kernel in
-    every process.
-
-    Args:
-        name (str): Its name.
-        more (str): Its parameters behind ``indices``, in C; ``word`` is a number of 64 bits.
-        outputs (str): Names of what it writes, arrays of uint32.
-        source (str): Its body, in CUDA C. ``n`` is how many indices there are.
-
-    Returns:
-        Callable: It takes the arrays, and keywords of ``mx.fast.precompiled_cuda_kernel``.
+    ``more`` declares these in C, where ``word`` is a number of 64 bits. ``outputs`` names the
+    uint32 arrays that it writes. ``mx.fast.cuda_kernel`` would take two seconds for each kernel,
+    because it compiles MLX's headers.
     """
     name = f"moelab_{name}"
     written = ", ".join(f"unsigned int* {output}" for output in outputs.split())
@@ -604,7 +521,7 @@ def kernel(name: str, more: str, outputs: str, source: str) -> Callable:
 
 
 def _compiled(source):
-    """The machine code of CUDA C for the first GPU."""
+    """Compile CUDA C to machine code for the first GPU."""
     names = runtime.cudaDeviceAttr
     kinds = (names.cudaDevAttrComputeCapabilityMajor, names.cudaDevAttrComputeCapabilityMinor)
     major, minor = (_checked(runtime.cudaDeviceGetAttribute(kind, 0)) for kind in kinds)
@@ -621,7 +538,7 @@ def _compiled(source):
 
 
 def launch(blocks: int, outputs: int = 1) -> dict:
-    """How a kernel is called that has so many blocks of threads and gives uint32."""
+    """The keywords to call a kernel with so many blocks of threads and uint32 outputs."""
     return {
         "output_dtypes": [mx.uint32] * outputs,
         "grid": (blocks * THREADS, 1, 1),

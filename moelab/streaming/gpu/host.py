@@ -1,10 +1,11 @@
-"""Experts in pinned memory of the host, from which a kernel in MLX's graph fills a GPU's slots.
+"""Keeps experts in pinned memory of the host, from which a kernel in MLX's graph fills GPU slots.
 
-Where the host has memory for every expert and the GPU has not, nothing need be read again, and the
-host need not know the routing of a call whose (token, expert) pairs are no more than the slots: the
-kernel looks up which slot an expert is in, evicts the least recently used for one that is in none,
-and copies it over the bus. So a token is computed without waiting for the host, as a resident
-model's is. With another policy than ``lru``, or while routing is recorded, the host chooses them.
+This is for a host that has memory for every expert and a GPU that has not. Nothing need be read
+again, and the host need not know the routing of a call that has no more (token, expert) pairs than
+there are slots: the kernel looks up which slot an expert is in, evicts the least recently used
+expert for one that is in no slot, and copies it over the bus. So a token is computed without
+waiting for the host, as a resident model's is. With another policy than ``lru``, or while routing
+is recorded, the host chooses the slots.
 """
 
 from collections.abc import Iterator
@@ -23,12 +24,12 @@ from ..residency.layer import LayerSlots
 from ..residency.table import GPU_POLICIES, SlotTable
 from . import cuda
 
-# Bytes of the experts that are read at once while loading.
+# Bytes of experts that are read at once while loading.
 READ_NBYTES = 64 * 1024 * 1024
 
-# ``state``: the slot of each expert (S if none), the expert of each slot (E if none), when each
-# slot was used last, the time, and hits and misses of prompts and of decoding. Every block of
-# threads works out the same new state, and copies its part of the missing experts.
+# ``state`` has the slot of each expert (S if none), the expert of each slot (E if none), the time
+# when each slot was used last, the time now, and hits and misses of prompts and of decoding. Every
+# block of threads works out the same new state, and copies its part of the missing experts.
 _FETCH = """
     constexpr int E = {E}, S = {S}, THREADS = {threads};
     __shared__ unsigned int slot_of[E], expert_of[S], used[S], needed[S], missing[S], into[S];
@@ -114,14 +115,7 @@ _FETCH = """
 
 
 def open_reader(readers: int, mailbox: cuda.Mailbox | None, ranks: Ranks | None) -> Reader:
-    """The reader that reads all experts once.
-
-    Args:
-        readers, mailbox, ranks: As for ``residency.disk.open_reader``.
-
-    Raises:
-        ValueError: If no GPU copies the bytes read, or there are other ranks.
-    """
+    """Make the reader that reads all experts once; it needs a GPU that copies, and no ranks."""
     if mailbox is None or ranks is not None:
         raise ValueError(
             "StreamConfig.source: 'host' needs a CUDA GPU, cuda-bindings and no group of ranks. "
@@ -131,14 +125,9 @@ def open_reader(readers: int, mailbox: cuda.Mailbox | None, ranks: Ranks | None)
 
 
 def hold(layers: list[LayerSlots], reader: Reader) -> None:
-    """Read every expert of a model into pinned memory of the host, with a progress bar.
+    """Read every expert of a model into pinned memory, and set the ``host`` of each layer.
 
-    Args:
-        layers (list[LayerSlots]): The slots of the model. Their ``host`` is set.
-        reader (Reader): Reads the experts.
-
-    Raises:
-        ValueError: If there is not so much memory, or experts are converted when they are read.
+    It refuses a model for which the host has too little memory, or whose experts are converted.
     """
     converted = next((layer for layer in layers if not layer.bank.as_read), None)
     if converted is not None:
@@ -163,32 +152,19 @@ def hold(layers: list[LayerSlots], reader: Reader) -> None:
 class HostExperts:
     """One layer's experts in pinned memory of the host, and which of them the GPU's slots hold.
 
-    Once ``slots`` was called only the GPU knows what they hold; ``report`` tells the table.
-
-    Args:
-        bank (SlotBank): The layer's slots.
-        table (SlotTable): What they hold.
-        num_experts (int): E.
-
-    Attributes:
-        after (mx.array): The output of the layer's last call: it is computed from slots that the
-            next call may fill.
+    Once ``slots`` was called only the GPU knows that; ``report`` tells the table. ``after`` is the
+    output of the layer's last call, computed from slots that the next call may fill.
     """
 
     def __init__(self, bank: SlotBank, table: SlotTable, num_experts: int):
         self._num_experts, self._nbytes = num_experts, bank.disk_nbytes
         self._memory = cuda.Pinned(num_experts * self._nbytes + 4)
-        self._memory.bytes[-4:].view(np.uint32)[0] = 1  # for ``Copy.flag``: the bytes are there
+        self._memory.bytes[-4:].view(np.uint32)[0] = 1  # ``Copy.flag`` says that the bytes arrived
         self._phases = [mx.array([i], mx.uint32) for i in range(2)]
         self.bind(bank, table)
 
     def bind(self, bank: SlotBank, table: SlotTable) -> None:
-        """Fill other slots from now on; of the old ones nothing is kept.
-
-        Args:
-            bank (SlotBank): The slots.
-            table (SlotTable): What they hold.
-        """
+        """Fill the slots of another bank from now on, and forget the old ones."""
         self._bank, self._table = bank, table
         self._state, self.after = None, mx.zeros(1)
         self._into, rows = bank.into, []
@@ -209,7 +185,7 @@ class HostExperts:
         )
 
     def read(self, reader: Reader) -> Iterator[int]:
-        """Read the experts; yields the bytes of each step when they are there."""
+        """Read all experts, and yield the bytes of each step when they have arrived."""
         reads, size, view = [], 0, memoryview(self._memory.bytes)
         for e, ranges in enumerate(self._bank.places(range(self._num_experts))):
             at = e * self._nbytes
@@ -227,14 +203,9 @@ class HostExperts:
         return indices.size <= self._table.num_slots and self._table.policy in GPU_POLICIES
 
     def slots(self, indices: mx.array, decoding: bool) -> mx.array:
-        """The slots of experts, filled when the array is computed. The host does not know them.
+        """The slots (uint32) of at most S experts, which are filled when the array is computed.
 
-        Args:
-            indices (mx.array): The experts, at most S.
-            decoding (bool): For the counters.
-
-        Returns:
-            mx.array: uint32, of the same shape.
+        The host does not know them.
         """
         if self._state is None:
             self._state = self._from_table()
@@ -250,11 +221,7 @@ class HostExperts:
         return slots
 
     def start(self, slots: dict[int, int]) -> cuda.Begun:
-        """As the reader's ``start``, for slots that the table has chosen: nothing is read.
-
-        Args:
-            slots (dict[int, int]): The slot of each expert.
-        """
+        """Begin to copy experts into slots that the table chose; nothing is read."""
         address = self._memory.address
         flag, copies = address + self._num_experts * self._nbytes, []
         for e, slot in slots.items():
@@ -268,8 +235,7 @@ class HostExperts:
     def report(self) -> list[list[int]]:
         """Read from the GPU which expert each slot holds, and write it into the table.
 
-        Returns:
-            list[list[int]]: Hits and misses since the last time, of prompts and of decoding.
+        Returns hits and misses since the last time, of prompts and of decoding.
         """
         if self._state is None:
             return [[0, 0], [0, 0]]
@@ -282,7 +248,7 @@ class HostExperts:
         return state[-4:].reshape(2, 2).tolist()
 
     def forget(self) -> None:
-        """After an exception: hold nothing, unless the table says what the slots hold."""
+        """Mark all slots empty after an exception, unless the host's table is up to date."""
         if self._state is not None:
             self._state = None
             self._table.slot_of.clear()

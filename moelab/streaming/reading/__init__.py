@@ -5,13 +5,13 @@ threads keep an SSD busy. The ranges of a call with slots are a table (``Ranges`
 call of native code can read many (``native``). On Linux the calling thread of a small call first
 takes what the page cache holds. This also starts the reads of the other ranges, all at once. Where
 memory has little room for pages beside the slots, reads go past the page cache (``Reader.direct``):
-a MB then takes 0.3 ms of a core's time and not 1, since the system need not free a page for each
-page that it reads.
+a read then takes a third of a core's time, since the system need not free a page for each page
+that it reads.
 
 Who reads an expert, and what a failed read does:
 
-    mode ``resident``           MLX, in ``load``; a packed layer ``experts.read_experts``: ``load``
-                                raises
+    mode ``resident``           MLX reads, in ``load``, and a packed layer is read by
+                                ``experts.read_experts``: ``load`` raises
     ``serial``, ``buffers``     ``Reader.read``, of plain ranges: the model's call raises
     ``stacked``, ``fused``      ``Reader.start`` and ``finish``: the model's call raises
     the same on CUDA            ``UploadingReader`` (``gpu/cuda.py``) reads into pinned memory, from
@@ -19,15 +19,15 @@ Who reads an expert, and what a failed read does:
     ``source="host"``           ``gpu/host.py``, each expert once, in ``load``, which raises
     prefetch, fills of prompts  ``Job.run``, with ``Reader.read_here``: nothing is raised, the layer
                                 that needs the expert reads it again
-    with ranks                  each rank reads its own experts in one of these ways. Where a call
-                                raised, its later calls raise ``RankError``; the others notice when
-                                the process ends
+    with ranks                  each rank reads its own experts in one of these ways. A rank whose
+                                call raised raises ``RankError`` in later calls; the other ranks
+                                notice when the process ends
 
-A read fails if it comes back short or its file has changed, too. ``ReadError`` names the file and,
+A read also fails if it comes back short or its file has changed. ``ReadError`` names the file and,
 unless that has changed, tensor, expert and offset. The model's call raises it unchanged.
 ``SlotTable.commit`` is not reached for these reads, so the table holds no expert whose bytes are
-missing; the experts that it evicted for them stay evicted. ``Session.call`` waits for what threads
-have taken and cancels the rest, and the next call frees the slots that prefetches had reserved
-(``Session._recover``, ``SlotTable.recover``). The caller's prompt cache may hold the token in some
-layers and not in others: the caller begins again with a new one.
+missing; the experts that it evicted for them stay evicted. ``Session.call`` waits for the reads
+that threads have begun and cancels the others, and the next call frees the slots that prefetches
+had reserved (``Session._recover``, ``SlotTable.recover``). The caller's prompt cache may hold the
+token in some layers and not in others: the caller begins again with a new one.
 """

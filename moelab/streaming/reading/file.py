@@ -1,4 +1,4 @@
-"""An open file, and whether it has changed since."""
+"""Open files that notice when their content changes."""
 
 import fcntl
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from . import native
 
-F_RDADVISE = 44  # of macOS; Python does not name it
+F_RDADVISE = 44  # macOS has it; Python does not name it
 
 _byte = bytearray(1)  # for reads that only ask whether a byte is there
 
@@ -21,16 +21,7 @@ class ReadError(OSError):
 
 
 class File:
-    """An open file and its size and times then. It is closed with the last reference to it.
-
-    Args:
-        path (Path): The file.
-
-    Attributes:
-        path (Path): As above.
-        fd (int): The file descriptor.
-        stamp (tuple[int, int, int]): What ``stat`` said when it was opened.
-    """
+    """An open file that knows its size and times then. The last reference to it closes it."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -46,16 +37,12 @@ class File:
         return str(self.path)
 
     def close(self) -> None:
-        """Close it. A second call does nothing."""
+        """Close the file. A second call does nothing."""
         for close in (self._close, self._close_direct):
             close()
 
     def set_readahead(self, on: bool) -> None:
-        """Let the system read more of the file than is asked for, or not.
-
-        Args:
-            on (bool): Off when a file is opened. Without effect where the system takes no advice.
-        """
+        """Allow or forbid the system to read more of the file than is asked for (off at first)."""
         if hasattr(os, "posix_fadvise"):
             advice = os.POSIX_FADV_NORMAL if on else os.POSIX_FADV_RANDOM
             os.posix_fadvise(self.fd, 0, 0, advice)
@@ -63,12 +50,7 @@ class File:
             fcntl.fcntl(self.fd, fcntl.F_RDAHEAD, int(on))
 
     def read_ahead(self, offset: int, nbytes: int) -> None:
-        """Let the system read a range into the page cache. Without effect where it takes no advice.
-
-        Args:
-            offset (int): The first byte.
-            nbytes (int): The length.
-        """
+        """Ask the system to read a range into the page cache; some systems ignore it."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
         elif hasattr(fcntl, "F_RDAHEAD"):  # macOS
@@ -84,7 +66,7 @@ class File:
         """A descriptor that reads past the page cache; None where that is not possible."""
         if native.direct_loop() is None:
             return None
-        try:  # the same file, even if its name is another's by now
+        try:  # this opens the same file, even if another one has its name by now
             fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_DIRECT)
         except OSError:
             return None
@@ -105,11 +87,7 @@ class File:
         return True
 
     def is_cached(self, offset: int) -> bool:
-        """Whether the page cache holds a byte; False where the system cannot say.
-
-        Args:
-            offset (int): The byte.
-        """
+        """Whether the page cache holds a byte; False where the system cannot say."""
         try:
             return self.has_nowait and os.preadv(self.fd, [_byte], offset, native.NOWAIT) == 1
         except OSError:
@@ -133,14 +111,7 @@ def _stamp(s):
 
 
 def check_unchanged(files: Iterable[File]) -> None:
-    """Raise if a file has changed since it was opened.
-
-    Args:
-        files (Iterable[File]): Files that have been read.
-
-    Raises:
-        ReadError: For the first that has.
-    """
+    """Raise if a file has changed since it was opened."""
     for file in files:
         if file.changed():
             raise ReadError(

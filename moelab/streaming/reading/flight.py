@@ -1,7 +1,7 @@
 """Reads past the page cache that Linux makes while the thread that began them goes on.
 
 They need no thread (``io_submit``). The bytes come into a buffer that stays in the processor's
-cache, and are copied to their slots when somebody asks whether they have arrived.
+cache, and they are copied to their slots when somebody asks whether they have arrived.
 """
 
 import ctypes
@@ -21,18 +21,17 @@ from .ranges import Ranges, read_ranges
 # Linux's numbers of io_setup, io_destroy, io_submit and io_getevents.
 CALLS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
 DEPTH = 512  # reads in flight, at most
-BUFFER_NBYTES = 24 * 1024 * 1024  # of the bytes in flight; what they do not need takes no memory
-PENDING = -2  # in ``GOT``: in flight
-# Seconds. Whoever waits looks for the end of a read for so long, and then sleeps: a core that slept
+BUFFER_NBYTES = 24 * 1024 * 1024  # the buffer's address space; only used pages take memory
+PENDING = -2  # what ``GOT`` says of a read in flight
+# Seconds. A thread that waits for a read polls for so long before it sleeps: a core that slept
 # takes 0.05 ms and more to begin again.
 SPIN_S = 3e-3
 
 
 class Queue:
-    """The reads in flight. One thread at a time uses it.
+    """The system's queue of reads in flight, for one thread at a time.
 
-    Raises:
-        OSError: If the system has no such reads, or refuses them to this process.
+    The constructor raises ``OSError`` where the system has none or refuses it to this process.
     """
 
     def __init__(self):
@@ -46,18 +45,12 @@ class Queue:
         self._context = context.value
         self._send, self._land = code.built(_Send), code.built(_Land)
         self._buffer, self._events = huge_pages(BUFFER_NBYTES), np.zeros((DEPTH, 4), np.int64)
-        self._flying = []  # for each flight what its reads need until they have ended
+        self._flying = []  # keeps for each flight what its reads need until they have ended
 
     def begin(self, ranges: Ranges, table: np.ndarray) -> bool:
-        """Begin to read, if there is room for it.
+        """Begin to read a table of ``Ranges.direct_table``; False if the queue has no room.
 
-        Args:
-            ranges (Ranges): Kept until they have ended, with the memory that they fill.
-            table (np.ndarray): Theirs, as for ``native.read_direct``. ``GOT`` is -1 where a read
-                could not begin, ``PENDING`` while it is in flight, and then the bytes or -1.
-
-        Returns:
-            bool: Whether there was room.
+        ``GOT`` is ``PENDING`` while a read is in flight, and then its bytes, or -1 if it failed.
         """
         self._flying = [flying for flying in self._flying if pending(flying[0])]
         before = table[:, OFFSET] % ALIGNED
@@ -80,7 +73,7 @@ class Queue:
         return True
 
     def _room(self, nbytes):
-        """Where in the buffer so many bytes are free, from the begin on; None if nowhere."""
+        """The first place in the buffer where so many bytes are free; None if there is none."""
         at = 0
         for first, end in sorted((first, end) for *_, first, end in self._flying):
             if first - at >= nbytes:
@@ -89,11 +82,7 @@ class Queue:
         return at if at + nbytes <= BUFFER_NBYTES else None
 
     def reap(self, wait: bool = False) -> None:
-        """Bring the bytes of reads that have ended to their place.
-
-        Args:
-            wait (bool): Until one has ended. One must be in flight.
-        """
+        """Copy the bytes of ended reads to their slots; ``wait``: until at least one has ended."""
         events = address_of(self._events)
         self._land(self._getevents, self._context, int(wait), events, DEPTH)
 
@@ -111,19 +100,15 @@ class Queue:
 
 
 def pending(table: np.ndarray) -> bool:
-    """Whether a read of a table is in flight."""
+    """Whether any read of a table is in flight."""
     return PENDING in table[:, GOT].tolist()
 
 
 class Flight:
-    """Ranges in flight, with what a ``Future`` of reads has.
+    """Ranges in flight, which can be waited for as a ``Future`` can.
 
-    Args:
-        queue (Queue): Reads them.
-        ranges (Ranges): The ranges.
-        table (np.ndarray): Theirs, as it was handed to ``queue.begin``.
-        count (Callable): Gets ranges, bytes and seconds, once all have ended. The seconds are None
-            if nobody waited for them.
+    ``count`` gets their number, bytes and seconds when all have ended; seconds are None if nobody
+    waited for them.
     """
 
     def __init__(
@@ -140,20 +125,20 @@ class Flight:
         return len(self._table)
 
     def done(self, first: int = 0, last: int | None = None) -> bool:
-        """Whether the ranges ``first`` to before ``last`` have ended. Default: all."""
+        """Whether the reads of the ranges ``[first:last]`` have ended."""
         if pending(self._table[first:last]):
             self._queue.reap()
         return not pending(self._table[first:last])
 
     def wait(self, first: int = 0, last: int | None = None) -> None:
-        """Wait for the ranges ``first`` to before ``last``. Default: all."""
+        """Wait until the reads of the ranges ``[first:last]`` have ended."""
         begin = time.perf_counter()
         while pending(self._table[first:last]):
             self._queue.reap(wait=time.perf_counter() - begin > SPIN_S)
             self._took_s = time.perf_counter() - self._begin
 
     def took_s(self, first: int, last: int) -> float | None:
-        """Seconds, at most, that ranges took which have ended.
+        """The most seconds that the ended ranges ``[first:last]`` can have taken.
 
         None if not all their bytes have arrived, or if a file has changed.
         """
@@ -163,11 +148,7 @@ class Flight:
         return self._took_s or time.perf_counter() - self._begin
 
     def result(self) -> None:
-        """Wait for all. What was not read whole is read again.
-
-        Raises:
-            ReadError: If a read fails, ends before its last byte, or its file has changed.
-        """
+        """Wait for all ranges, and read again those that did not come whole."""
         self.wait()
         if (self._table[:, GOT] != self._table[:, NBYTES]).any():
             read_ranges(self._ranges.left(self._table))
@@ -175,20 +156,20 @@ class Flight:
         check_unchanged(self._ranges.files)
 
     def end(self) -> None:
-        """Count the ranges, which have ended."""
+        """Count the ranges, once, after all have ended."""
         if not self._is_over:
             self._is_over = True
             self._count(len(self._table), self._ranges.nbytes, self._took_s)
 
 
 class _Landing(Code):
-    """What both functions find out about a row of a table."""
+    """Code that ``_Send`` and ``_Land`` share: how they read a row of a table."""
 
     def fields(self, pointer, at, *places):
         return [self.load(pointer, self.add(at, k), I64, 8) for k in places]
 
     def row(self, rows, i):
-        """A row of the table, where its bytes are in the buffer, and how many bytes it needs."""
+        """The row of the table, the place of its bytes in the buffer, and the bytes it needs."""
         row, place, needed = self.fields(rows, self.mul(i, 3), 0, 1, 2)
         return self.pointer(row, I64), place, needed
 
@@ -196,7 +177,7 @@ class _Landing(Code):
 class _Send(_Landing):
     """Writes ``run(number of io_submit, context, n, addresses of iocbs, rows)``.
 
-    It begins reads and notes which in one call: an interrupt cannot come between.
+    It begins reads and marks them as pending in one call, so that no interrupt comes between.
     """
 
     def __init__(self):
@@ -216,7 +197,8 @@ class _Send(_Landing):
 class _Land(_Landing):
     """Writes ``run(number of io_getevents, context, events to wait for, memory for events, most)``.
 
-    It takes the events and copies their bytes to their place in one call, as ``_Send`` does.
+    It takes the events and copies their bytes to their place in one call, so that no interrupt
+    comes between.
     """
 
     def __init__(self):

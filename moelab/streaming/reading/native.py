@@ -1,4 +1,4 @@
-"""A loop over reads in native code: one call of Python, and the GIL is released once.
+"""Native code that reads many ranges in one call of Python, so the GIL is released once.
 
 It needs llvmlite; without it ``read_ranges`` loops in Python.
 """
@@ -20,29 +20,24 @@ from ...kernels.code import I32, I64, Code, ir
 # first byte in the file, the address of the iovecs, how many there are, their bytes together, and
 # the number that ``preadv`` returned. An iovec is the address and the length of a piece of memory.
 COLUMNS = FD, OFFSET, IOV, COUNT, NBYTES, GOT = range(6)
-# Read what is in the page cache and do not wait for the disk. Linux begins to read the rest of the
-# range into the page cache. Other systems do not have it.
+# This flag (Linux) reads what is in the page cache and does not wait for the disk. Linux begins to
+# read the rest of the range into the page cache.
 NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 # Bytes. Below this another thread takes longer to begin than a copy from the page cache takes.
 SHARED_NBYTES = 2 * 1024 * 1024
 # Bytes. A read past the page cache begins and ends at a multiple of this, also in memory, so it
 # goes through a buffer of the thread. Longer ranges than fit there are read through the page cache.
-# The buffer is a huge page. With huge pages 8 readers take 4.3 to 5.2 ms for 9 MB, with small pages
-# 7.1 to 8.0 ms (an SSD behind virtio, which is told the place of each page).
+# The buffer is a huge page: with small ones an SSD behind virtio, which is told the place of each
+# page, takes nearly twice as long.
 ALIGNED, BUFFER_NBYTES, HUGE_NBYTES = 4096, 2 * 1024 * 1024, 2 * 1024 * 1024
 _buffers = threading.local()
 
 
 def read(table: np.ndarray, flags: int = 0, arrived: int | None = None) -> bool:
-    """Read all ranges of a table, one after the other, and go on after one that fails.
+    """Read all ranges of a table, ``[n, len(COLUMNS)]`` int64, and say whether all bytes came.
 
-    Args:
-        table (np.ndarray): ``[n, len(COLUMNS)]``, int64; ``GOT`` is filled in.
-        flags (int): ``NOWAIT`` or 0.
-        arrived (int or None): The address of a uint32 that is set to 1 if all bytes were read.
-
-    Returns:
-        bool: Whether all bytes were read.
+    It goes on after a read that fails. ``GOT`` is filled in. ``arrived``, the address of a uint32,
+    is set to 1 if all bytes came.
     """
     done = ctypes.c_uint32()
     flag = ctypes.addressof(done)
@@ -51,10 +46,9 @@ def read(table: np.ndarray, flags: int = 0, arrived: int | None = None) -> bool:
 
 
 def read_direct(table: np.ndarray) -> bool:
-    """``read`` past the page cache, from file descriptors that are opened for that.
+    """``read`` past the page cache; the table has descriptors that are opened for that.
 
-    Args:
-        table (np.ndarray): As for ``read``. What could not be read has -1 in ``GOT``.
+    A read that failed has -1 in ``GOT``.
     """
     buffer = getattr(_buffers, "own", None)
     if buffer is None:
@@ -66,9 +60,9 @@ def read_direct(table: np.ndarray) -> bool:
 
 
 def huge_pages(nbytes: int) -> memoryview:
-    """So many bytes of memory, aligned: huge pages, if Linux has some to give."""
+    """Allocate so many bytes of memory, in huge pages if Linux has some to give."""
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, nbytes + HUGE_NBYTES, private)  # what is not written takes no memory
+    memory = mmap.mmap(-1, nbytes + HUGE_NBYTES, private)  # unwritten pages take no memory
     first = -address_of(memory) % HUGE_NBYTES
     with suppress(OSError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE, first, nbytes)
@@ -76,12 +70,7 @@ def huge_pages(nbytes: int) -> memoryview:
 
 
 def read_shared(table: np.ndarray, flags: int = 0) -> bool:
-    """``read`` by as many threads as there are cores, if that takes less time.
-
-    Args:
-        table (np.ndarray): As for ``read``.
-        flags (int): As for ``read``.
-    """
+    """``read`` a table with as many threads as there are cores, if that takes less time."""
     n = code.num_threads() if table[:, NBYTES].sum() >= SHARED_NBYTES else 1
     if n == 1:
         return read(table, flags)
@@ -92,11 +81,7 @@ def read_shared(table: np.ndarray, flags: int = 0) -> bool:
 
 
 def address_of(memory: np.ndarray | memoryview | mmap.mmap) -> int:
-    """Where memory begins, in less time than numpy's ``ctypes.data`` takes.
-
-    Args:
-        memory (np.ndarray, memoryview or mmap.mmap): Contiguous, writable, not empty.
-    """
+    """The address where writable memory begins, found faster than by numpy's ``ctypes.data``."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
@@ -151,7 +136,7 @@ def direct_loop() -> Callable[[int, int, int, int, int], None] | None:
     try:
         functions = [ctypes.cast(f, ctypes.c_void_p).value for f in (libc.pread, libc.memcpy)]
         writer = _DirectLoop(*functions)
-        return writer.link(writer.compile())  # not stored, as above
+        return writer.link(writer.compile())  # not stored: it has addresses of this process
     except (OSError, RuntimeError):
         return None
 
@@ -176,7 +161,7 @@ class _DirectLoop(Code):
             before = b.and_(offset, I64(ALIGNED - 1))
             needed = b.add(before, nbytes)
             whole = b.and_(self.add(needed, ALIGNED - 1), I64(-ALIGNED))
-            # With 0 bytes to read, what does not fit is missing.
+            # A range that does not fit into the buffer reads 0 bytes, so it counts as missing.
             whole = b.select(b.icmp_signed("<=", whole, size), whole, I64(0))
             got = b.call(self.pread, [b.trunc(fd, I32), buffer, whole, b.sub(offset, before)])
             arrived = b.icmp_signed(">=", got, needed)  # the end of a file may be in the last page

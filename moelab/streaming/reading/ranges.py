@@ -12,25 +12,16 @@ from .file import File, ReadError
 
 
 class Read(NamedTuple):
-    """One range of a file and the memory that it is read into.
+    """One range of a file and the memory that it is read into."""
 
-    Attributes:
-        file (File): From ``Reader.open``.
-        offset (int): The first byte.
-        nbytes (int): The length.
-        views (list[memoryview]): Writable bytes, filled one after the other.
-        tensor (str): The tensor that is read, for messages.
-        expert (int): The expert that it belongs to, for messages.
-        parts (Sequence[tuple[int, int]]): Address and bytes of the memory behind the views, if the
-            bytes may get there as a copy (``UploadingReader``).
-    """
-
-    file: File
-    offset: int
+    file: File  # from ``Reader.open``
+    offset: int  # the first byte in the file
     nbytes: int
-    views: list[memoryview]
-    tensor: str = "bytes"
-    expert: int = -1
+    views: list[memoryview]  # writable bytes, filled one after the other
+    tensor: str = "bytes"  # the tensor's name, for messages
+    expert: int = -1  # for messages
+    # Address and length of the memory behind each view, if a GPU may copy the bytes there
+    # (``UploadingReader``).
     parts: Sequence[tuple[int, int]] = ()
 
     def __str__(self):
@@ -38,17 +29,9 @@ class Read(NamedTuple):
 
 
 class Ranges(Sequence):
-    """Reads as a table for native code. The ``Read``s are made when the first is asked for.
+    """Reads as a table, ``[n, len(native.COLUMNS)]`` int64, for native code.
 
-    Args:
-        table (np.ndarray): ``[n, len(native.COLUMNS)]``, int64.
-        nbytes (int): The bytes of all of them.
-        files (Collection[File]): The files that they are in.
-        reads (Callable): Returns them as a list.
-        parts (Sequence): The ``parts`` of each.
-
-    Attributes:
-        table, nbytes, files, parts: As above.
+    ``reads`` makes the ``Read``s; it is called when the first one is asked for.
     """
 
     def __init__(
@@ -64,11 +47,7 @@ class Ranges(Sequence):
 
     @classmethod
     def of(cls, reads: Sequence[Read]) -> "Ranges":
-        """A table of reads.
-
-        Args:
-            reads (Sequence[Read]): The reads.
-        """
+        """Make a table of reads."""
         iovecs = [(native.address_of(view), len(view)) for r in reads for view in r.views]
         iovecs = np.array(iovecs, np.int64)
         rows, at = [], native.address_of(iovecs)
@@ -91,18 +70,14 @@ class Ranges(Sequence):
         return self._reads[i]
 
     def between(self, first: int, last: int) -> "Ranges":
-        """Some of them, from ``first`` to before ``last``."""
+        """The ranges ``[first:last]`` as a table."""
         table = self.table[first:last]
         nbytes = int(table[:, native.NBYTES].sum())
         parts = self.parts[first:last]
         return Ranges(table, nbytes, self.files, lambda: self[first:last], parts)
 
     def read_direct(self) -> Sequence[Read]:
-        """Read them past the page cache.
-
-        Returns:
-            Sequence[Read]: Those of which not all bytes were read.
-        """
+        """Read all ranges past the page cache; return those of which not all bytes were read."""
         table = self.direct_table()
         if table is None:
             return self
@@ -118,25 +93,20 @@ class Ranges(Sequence):
         return table
 
     def read(self, flags: int = 0, arrived: int | None = None) -> Sequence[Read]:
-        """Read them in native code, as ``native.read`` does.
+        """Read all ranges by ``native.read``; return those of which not all bytes were read.
 
-        Args:
-            flags (int): For ``native.read``; with ``NOWAIT`` several threads may read.
-            arrived (int or None): For ``native.read`` without flags.
-
-        Returns:
-            Sequence[Read]: Those of which not all bytes were read; all without native code.
+        ``arrived`` is used without flags alone: with flags several threads may read.
         """
         if native.loop() is None:
             return self
-        if flags:  # what is copied from the page cache keeps a core busy
+        if flags:  # a copy from the page cache keeps a core busy, so several cores are faster
             read = native.read_shared(self.table, flags)
         else:
             read = native.read(self.table, flags, arrived)
         return () if read else self.left(self.table)
 
     def left(self, table):
-        """Those that a table with its ``GOT`` filled in says are not read."""
+        """The ranges that were not read whole, by a table whose ``GOT`` is filled in."""
         left = np.flatnonzero(table[:, native.GOT] != table[:, native.NBYTES])
         table = self.table[left]
         nbytes = int(table[:, native.NBYTES].sum())
@@ -154,18 +124,10 @@ def nbytes_of(reads: Sequence[Read]) -> int:
 
 
 def read_ranges(reads: Iterable[Read], arrived: int | None = None, direct: bool = False) -> None:
-    """Read ranges one after the other.
+    """Read ranges one after the other, in native code if they are ``Ranges``.
 
-    A range that native code has not read whole is read again here. If that fails, it raises.
-
-    Args:
-        reads (Iterable[Read]): The ranges, in native code if they are ``Ranges``.
-        arrived (int or None): The address of a uint32 that native code sets to 1 if it has read
-            all; not past the page cache.
-        direct (bool): Past the page cache, where that is possible and they are ``Ranges``.
-
-    Raises:
-        ReadError: If a read fails or ends before its last byte.
+    A range that native code has not read whole is read again here, and raises if that fails.
+    ``arrived`` (see ``native.read``) is not set by reads past the page cache (``direct``).
     """
     if isinstance(reads, Ranges):
         reads = reads.read_direct() if direct else reads.read(arrived=arrived)
@@ -191,7 +153,7 @@ def read_ranges(reads: Iterable[Read], arrived: int | None = None, direct: bool 
 
 
 def _after(views, nbytes):
-    """The rest of some views once their first bytes are filled."""
+    """The parts of some views that are still empty when their first bytes are filled."""
     for i, view in enumerate(views):
         if nbytes < len(view):
             return [view[nbytes:], *views[i + 1 :]]

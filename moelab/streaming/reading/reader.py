@@ -16,23 +16,23 @@ from .file import File, ReadError, check_unchanged
 from .flight import Flight, Queue
 from .ranges import Ranges, Read, files_of, nbytes_of, read_ranges
 
-# Bytes of a call. Up to this, reading cached pages in the calling thread ("inline") takes less
-# time than handing the reads to the pool.
+# Bytes of a call. For up to so many, reading cached pages in the calling thread ("inline") takes
+# less time than handing the reads to the pool.
 INLINE_NBYTES = 512 * 1024
-# Bytes of a call. Up to this, the calling thread copies what the page cache holds. With two cores
-# it takes less time than the pool for 16 MB at least; more cores copy faster than one.
+# Bytes of a call. For up to so many, the calling thread copies what the page cache holds. With two
+# cores this beats the pool for 16 MB at least; more cores copy faster than one.
 CACHED_NBYTES = 32 * 1024 * 1024 // num_threads()
-# Bytes past the page cache that are worth a thread's time.
+# Bytes. A read past the page cache of fewer is not worth another thread.
 SHARE_NBYTES = 512 * 1024
-# Seconds that the inline reads of a call should take, by the last ones. Above this (cold pages) use
-# the pool ...
+# Seconds. If the inline reads of a call should take longer than this, judged by the last ones (cold
+# pages), use the pool ...
 SLOW_S = 3e-4
 # ... and retry inline every 16th small call, in case the pages are cached again.
 RETRY_EVERY = 16
-# Before the system is asked to read many experts ahead, so many of them are looked for in the page
+# Before the system is asked to read many experts ahead, so many of them are looked up in the page
 # cache. Looking makes Linux read a page of an expert that is not there.
 PROBES = 8
-# Bytes. One advice to the system: Linux takes no more than its own readahead window of each.
+# Bytes of one advice to the system: Linux reads no more than its readahead window for each.
 AHEAD_NBYTES = 128 * 1024
 # Weight of the newest read in the running averages of seconds a byte. Inline reads adapt faster,
 # because few of them are made while the pool reads.
@@ -40,47 +40,31 @@ PACE_WEIGHT, INLINE_PACE_WEIGHT = 0.1, 0.5
 
 
 class Reader:
-    """Reads ranges of files, several at once.
-
-    Args:
-        readers (int): Threads of ``start``, and as many of ``in_background``.
-
-    Attributes:
-        nbytes (int): Bytes read so far.
-        reads (int): Ranges read so far.
-        read_s (float): Seconds spent reading, summed over the threads; without a thread those from
-            the first read's begin to the last one's end, where somebody waited for it.
-        closed (bool): Whether ``close`` was called.
-        direct (bool): Whether ``Ranges`` are read past the page cache (Linux). Where memory has
-            little room for pages beside the slots, pages cost time and save few reads.
-    """
+    """Reads ranges of files with ``readers`` threads, and as many for background work."""
 
     copies_in_graph = False  # whether the GPU copies the bytes read, in its own order
 
     def __init__(self, readers: int = 8):
         self.readers = readers
-        self.nbytes = self.reads = 0
+        self.nbytes = self.reads = 0  # bytes and ranges read so far
+        # Seconds in reads, summed over the threads. For reads without a thread, the time from the
+        # first one's begin to the last one's end, where somebody waited for it.
         self.read_s = 0.0
+        # ``direct``: whether ``Ranges`` are read past the page cache (Linux). Where memory has
+        # little room for pages beside the slots, pages cost time and save few reads.
         self.closed = self.direct = False
         self._pace = 0.0  # seconds a byte in one thread, a running average
         self._inline_pace = 0.0  # the same, of inline reads
         self._small_calls = 0
         self._files = {}
         self._pool = self._background = self._ahead = None
-        self._queue = None  # False where there is none
+        self._queue = None  # False where the system has no reads without a thread
         self._lock = threading.Lock()
         self._no_demand = threading.Event()  # set while no layer waits for reads
         self._no_demand.set()
 
     def open(self, path: Path) -> File:
-        """Open a file, once. If its content changes from now on, reading it is an error.
-
-        Args:
-            path (Path): The file.
-
-        Returns:
-            File: For ``Read``.
-        """
+        """Open a file once. If its content changes from now on, reading it is an error."""
         if path not in self._files:
             self._files[path] = File(path)
         return self._files[path]
@@ -91,17 +75,7 @@ class Reader:
         return list(self._files.values())
 
     def start(self, reads: Sequence[Read]) -> list[Future]:
-        """Begin to read. Call ``finish`` with what this returns before using the views.
-
-        Args:
-            reads (Sequence[Read]): The ranges. Those of ``Ranges`` may all be in flight.
-
-        Returns:
-            list[Future]: One for each thread that took a share; empty if all has been read.
-
-        Raises:
-            ReadError: If a read fails, ends before its last byte, or its file has changed.
-        """
+        """Begin to read. Call ``finish`` with the result before using the views."""
         if not reads:
             return []
         self.check_open()
@@ -134,7 +108,7 @@ class Reader:
             raise ReadError("The model is closed: load it again to go on.")
 
     def _cached_first(self, ranges):
-        """Whether to read first what the page cache holds. One reader has one read in flight."""
+        """Whether to read first what the page cache holds. (One reader has one read in flight.)"""
         return (
             self.readers > 1
             and native.loop() is not None
@@ -143,7 +117,7 @@ class Reader:
         )
 
     def _read_cached(self, ranges):
-        """Read what the page cache holds. Return the others, whose reads the system has begun."""
+        """Read what the page cache holds; return the other ranges, which the system has begun."""
         self._no_demand.clear()
         try:
             begin = time.perf_counter()
@@ -157,7 +131,7 @@ class Reader:
             self._no_demand.set()
 
     def _read_in_pool(self, reads):
-        # A few tasks of equal bytes: each task costs about 20 us, however little it reads.
+        # Make few tasks, of equal bytes: each costs about 20 us, however little it reads.
         share, tasks, size = sum(r.nbytes for r in reads) / self.readers, [[]], 0
         for read in reads:
             if size >= share * len(tasks) and len(tasks) < self.readers:
@@ -167,7 +141,7 @@ class Reader:
         return [self._submit(self.read_here, task) for task in tasks if task]
 
     def _shares(self, ranges):
-        """Ranges in parts of about equal bytes, one for each reader if they are large enough."""
+        """Divide ranges into parts of about equal bytes, one for each reader if large enough."""
         ends = np.cumsum(ranges.table[:, native.NBYTES])
         n = min(self.readers, -(-ranges.nbytes // SHARE_NBYTES))
         goals = ends[-1] * np.arange(1, n) / n
@@ -180,9 +154,9 @@ class Reader:
         return self._pool.submit(function, *args)
 
     def _read_inline(self, reads, here, begun=False):
-        """Call ``here`` to read in this thread if that takes less time. Say whether it was done.
+        """Call ``here``, which reads in this thread, if that takes less time; say whether it did.
 
-        If the system has begun all of the reads, waiting for them takes one thread as long as many.
+        If the system has begun all reads, one thread waits for them no longer than many.
         """
         self.check_open()
         self._no_demand.clear()
@@ -205,14 +179,7 @@ class Reader:
         return nbytes * self._inline_pace < SLOW_S or self._small_calls % RETRY_EVERY == 0
 
     def finish(self, futures: list[Future]) -> None:
-        """Wait for every read that ``start`` began.
-
-        Args:
-            futures (list[Future]): From ``start``.
-
-        Raises:
-            ReadError: If one of these reads failed. All of these have ended by then.
-        """
+        """Wait until every read that ``start`` began has ended; raise if one of them failed."""
         wait([future for future in futures if isinstance(future, Future)])
         self._no_demand.set()
         for future in futures:
@@ -230,31 +197,15 @@ class Reader:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def expected_s(self, nbytes: int) -> float:
-        """The seconds that a read should take, judged by the last reads.
-
-        Args:
-            nbytes (int): Its bytes, divided over all threads.
-        """
+        """The seconds that all threads together should take to read, judged by the last reads."""
         return nbytes * self._pace / self.readers
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Read all ranges and return when they have arrived.
-
-        Args:
-            reads (Sequence[Read]): The ranges.
-
-        Raises:
-            ReadError: As ``finish`` does.
-        """
+        """Read all ranges and return when they have arrived."""
         self.finish(self.start(reads))
 
     def in_background(self, work: Callable[[], None], threads: int) -> None:
-        """Run something on threads other than those of ``start``.
-
-        Args:
-            work (Callable): It calls ``give_way`` before each read.
-            threads (int): How often it is called, each time on a free thread; at most ``readers``.
-        """
+        """Run ``work``, which calls ``give_way`` before each read, on so many other threads."""
         if self._background is None:
             self._background = ThreadPoolExecutor(
                 self.readers, thread_name_prefix="moelab-prefetch"
@@ -263,11 +214,9 @@ class Reader:
             self._background.submit(work)
 
     def read_ahead(self, places: Iterable[list[tuple[File, int, int]]]) -> None:
-        """Let the system read experts into the page cache, one after the other; returns at once.
+        """Ask the system to read experts, each a list of (file, offset, bytes), into its cache.
 
-        Args:
-            places (Iterable): For each expert, the file, the first byte and the length of its
-                ranges.
+        It returns at once; a thread gives the advice.
         """
         if self._ahead is None:
             self._ahead = ThreadPoolExecutor(1, thread_name_prefix="moelab-ahead")
@@ -277,7 +226,7 @@ class Reader:
         places = list(places)
         some = places[:: max(1, len(places) // PROBES)]
         if all(file.is_cached(offset) for (file, offset, _), *_ in some):
-            return  # and so are the others, nearly always
+            return  # the others nearly always are, too
         for ranges in places:
             for file, offset, nbytes in ranges:
                 for at in range(offset, offset + nbytes, AHEAD_NBYTES):
@@ -290,14 +239,7 @@ class Reader:
         self._no_demand.wait()
 
     def read_here(self, reads: Sequence[Read]) -> None:
-        """Read ranges one after the other, in the thread that calls.
-
-        Args:
-            reads (Sequence[Read]): The ranges.
-
-        Raises:
-            ReadError: As ``finish`` does.
-        """
+        """Read ranges one after the other in the calling thread."""
         begin = time.perf_counter()
         read_ranges(reads, direct=self.direct)
         check_unchanged(files_of(reads))
@@ -305,7 +247,7 @@ class Reader:
         self._count(len(reads), nbytes, begin, nbytes)
 
     def _count(self, reads, nbytes, begin, of_nbytes):
-        """Count reads that have ended, a part of a call of ``of_nbytes``."""
+        """Count reads that have ended; the call that they are a part of reads ``of_nbytes``."""
         took, weight = time.perf_counter() - begin, PACE_WEIGHT * nbytes / max(of_nbytes, 1)
         with self._lock:
             self.nbytes += nbytes

@@ -12,8 +12,8 @@ from ..reading.reader import Reader
 from .job import Job
 from .layer import LayerSlots
 
-# A prompt lets the system read ahead if it has so many (token, expert) pairs for each expert, and
-# if the layer before needed at least this share of its experts.
+# The experts of a prompt are read ahead if it has so many (token, expert) pairs for each expert,
+# and if the layer before needed at least this share of its experts.
 AHEAD_PAIRS, AHEAD_SHARE = 2, 0.5
 # Seconds. Below this predicted read time one prefetch thread is enough: handing the work to more
 # threads would take as long as the reads.
@@ -21,18 +21,10 @@ HANDOVER_S = 1e-4
 
 
 class Ahead:
-    """Reads a guess of the next layer's experts, or what a prompt will need, as far as it fits.
+    """Reads experts that the next layer may need, or that a prompt will need, if they fit.
 
     A prompt's experts go into the page cache, or past it into slots: the layer's free ones, and
-    those that other layers do not need while the prompt is computed.
-
-    Args:
-        layers (list[LayerSlots]): The slots of each layer.
-        reader (Reader): Reads the experts.
-        handover (Handover): Knows which arrays still read slots.
-        counting (Counting): Counts what is read ahead as prefetched.
-        top_k (int): K.
-        overlap (bool): Whether experts are computed while others are read.
+    slots that other layers do not need while the prompt is computed.
     """
 
     def __init__(
@@ -47,17 +39,13 @@ class Ahead:
         self._layers, self._reader, self._handover = layers, reader, handover
         self._counting, self._top_k, self._overlap = counting, top_k, overlap
         self._filling = None  # the layer for which slots are being filled
-        self._left_s = 0.0  # when a prompt left a layer's experts, or began; as perf_counter
-        self._between_s = 0.0  # from there to the next layer's experts: of attention
+        self._left_s = 0.0  # the time when a prompt left a layer's experts, or began
+        self._between_s = 0.0  # seconds from there to the next layer's experts: its attention
 
     def prefetch(self, i: int, experts: Iterable[int]) -> None:
-        """Begin to read experts that may be needed and are not held.
+        """Begin to read distinct experts that may be needed and are not held.
 
-        Does nothing while an earlier prefetch is running, or if the experts do not all fit.
-
-        Args:
-            i (int): The layer.
-            experts (Iterable[int]): Distinct.
+        It does nothing while an earlier prefetch is running, or if the experts do not all fit.
         """
         own = self._layers[i]
         experts = own.of_rank(experts)
@@ -73,16 +61,12 @@ class Ahead:
         own.job.begin(1 if quick else len(slots))
 
     def expect(self, tokens: int) -> None:
-        """Get ready for a prompt, before its first layer is computed.
-
-        Args:
-            tokens (int): Its length.
-        """
+        """Begin to read for a prompt of so many tokens, before its first layer is computed."""
         self._left_s = perf_counter()
         if not self._layers:
             return
         own = self._layers[0]
-        share = own.num_owned / own.num_experts  # with ranks: of the pairs, too
+        share = own.num_owned / own.num_experts  # this rank's share of experts, and of pairs
         if not self._is_long(own, tokens * self._top_k * share):
             return
         if self._reader.direct:
@@ -91,23 +75,18 @@ class Ahead:
             self._read_ahead(own, range(own.num_experts), memory_available() // 2)
 
     def left(self) -> None:
-        """A layer has computed its experts."""
+        """Note that a layer has computed its experts."""
         self._left_s = perf_counter()
 
     def forget(self) -> None:
-        """Nothing is being filled any more."""
+        """Forget the layer that is being filled."""
         self._filling = None
 
     def take(self, i: int, needed: Collection[int]) -> list[tuple[LayerSlots, dict[int, int]]]:
-        """Hold what was read ahead for a layer's call.
+        """Hold the experts that were read ahead for a layer's call.
 
-        Args:
-            i (int): The layer.
-            needed (Collection[int]): The experts of its call.
-
-        Returns:
-            list[tuple[LayerSlots, dict[int, int]]]: Other layers, and which of the experts are in
-            which of their slots. The caller releases a slot when it has computed the expert.
+        Returns other layers, with the needed experts that are in their slots (expert to slot). The
+        caller releases such a slot when it has computed the expert.
         """
         own = self._layers[i]
         own.collect_prefetched(needed)
@@ -118,23 +97,17 @@ class Ahead:
         return self.end_fill(i, {*needed} if own.computes_at_once else ())
 
     def _is_long(self, own, pairs):
-        """Whether a call of so many (token, expert) pairs reads ahead: it needs most experts.
+        """Whether a call of so many (token, expert) pairs needs most experts and so reads ahead.
 
-        Not on a GPU: an H200's prompts wait for Python more than for the disk, and a thread that
-        asks for ranges takes its time (400 tokens, cold: 3.3 s with it, 2.9 without, n=6).
+        On a GPU it does not: prompts wait for Python there more than for the disk, and a thread
+        that asks for ranges holds Python up.
         """
         return self._overlap and pairs >= AHEAD_PAIRS * own.num_owned
 
     def look(self, i: int, needed: Collection[int], pairs: int) -> list[int]:
-        """Let the system read what this call and the next layer's will need, if it is long.
+        """Ask the system to read the experts of a long call, and of the next layer's call.
 
-        Args:
-            i (int): The layer.
-            needed (Collection[int]): The experts of its call.
-            pairs (int): The call's (token, expert) pairs.
-
-        Returns:
-            list[int]: The next layer, if its experts are read past the page cache: ``fill`` it.
+        If reads go past the page cache, it returns that layer instead; the caller calls ``fill``.
         """
         own = self._layers[i]
         if not self._is_long(own, pairs) or len(needed) < AHEAD_SHARE * own.num_owned:
@@ -150,15 +123,9 @@ class Ahead:
         return []
 
     def _read_ahead(self, own, experts, nbytes):
-        """Let the system read experts that are not held into the page cache.
+        """Ask the system to read experts that are not held into its cache; return their bytes.
 
-        Args:
-            own (LayerSlots): Of their layer.
-            experts (Iterable[int]): Those that will be needed, in this order.
-            nbytes (int): At most so many of their bytes.
-
-        Returns:
-            int: The bytes.
+        The first ones are taken, of at most ``nbytes``.
         """
         experts = [e for e in own.of_rank(experts) if e not in own.table.slot_of]
         experts = experts[: max(0, nbytes // own.bank.expert_nbytes)]
@@ -166,15 +133,12 @@ class Ahead:
         return len(experts) * own.bank.expert_nbytes
 
     def fill(self, i: int, busy: Mapping[int, int] | None = None) -> None:
-        """Begin to read a layer's missing experts into slots: a prompt needs nearly all experts.
+        """Begin to read a layer's missing experts into slots, as a prompt needs nearly all.
 
-        Args:
-            i (int): The layer of the experts.
-            busy (Mapping[int, int] or None): If given, free slots of other layers are filled, too.
-                If attention takes longer than the reads, earlier layers' experts, which the
-                prompt no longer needs, are evicted to make room. ``busy`` (expert to slot) stay:
-                the layer before this one has not computed them yet. Give it with the fast kernels
-                alone: MLX's do not compute experts in other layers' slots.
+        With ``busy`` other layers lend their free slots. If attention takes longer than the reads,
+        earlier layers' experts are evicted, too, except ``busy`` (expert to slot), which the layer
+        before this one has yet to compute. Give it with the fast kernels alone: MLX's do not
+        compute experts in other layers' slots.
         """
         own, experts = self._layers[i], self._layers[i].missing()
         self._settle_one_layer()
@@ -185,7 +149,7 @@ class Ahead:
             num = len(experts) + sum(len(job.experts) for _, job in own.fills)
             if self._reader.expected_s(num * own.bank.expert_nbytes) < self._between_s:
                 lenders += [(other, busy if other is front[-1] else {}) for other in front]
-            lenders += [(other, None) for other in behind[:1]]  # it needs them next
+            lenders += [(other, None) for other in behind[:1]]  # last, as it needs its slots next
         for other, needed in lenders:
             if not experts or not other.bank.can_hold(own.bank):
                 continue
@@ -200,15 +164,10 @@ class Ahead:
     def end_fill(
         self, i: int, needed: Collection[int] = ()
     ) -> list[tuple[LayerSlots, dict[int, int]]]:
-        """End what ``fill`` began. Experts in the layer's own slots are held from then on.
+        """End what ``fill`` began, and hold the experts that are in the layer's own slots.
 
-        Args:
-            i (int): The layer of the experts.
-            needed (Collection[int]): Experts that stay in other layers' slots until the caller has
-                computed them and releases these slots. All other slots are released here.
-
-        Returns:
-            list[tuple[LayerSlots, dict[int, int]]]: Other layers, and the slots of such experts.
+        Returns other layers, with the ``needed`` experts in their slots (expert to slot), which the
+        caller releases when it has computed these. All other slots are released here.
         """
         own, borrowed = self._layers[i], []
         self._filling = None
@@ -226,5 +185,5 @@ class Ahead:
         return borrowed
 
     def _settle_one_layer(self):
-        if len(self._layers) == 1:  # with several, the calls of the others have evaluated it
+        if len(self._layers) == 1:  # with several layers, the calls of the others have evaluated it
             mx.eval(self._handover.pending)

@@ -28,23 +28,8 @@ from ..reading.ranges import Ranges, Read
 class SlotBank:
     """The bytes of S experts of one layer, in arrays that are written in place.
 
-    Args:
-        module (SwitchGLU or SwitchMLP): The layer's experts, not read. Their parameters give the
-            shapes and the types in memory.
-        path (str): Its path in the model.
-        located (dict[str, ExpertTensor]): Where the experts' bytes lie.
-        resident (dict[str, mx.array]): Parameters kept in memory for all E experts, in their
-            types there. A slot gets a copy of its expert's.
-        num_slots (int): S.
-        fuse (bool): Whether to keep gate and up in one buffer.
-
-    Attributes:
-        path, num_slots: As above.
-        experts (nn.Module): The layer's module, or one with gate and up joined, with S experts in
-            place of E. Call it with slots for indices.
-        expert_nbytes (int): The bytes of one expert in its slot.
-        as_read (bool): Whether a slot holds an expert as its file does, so that ``arrived`` has
-            nothing to do.
+    ``resident`` has parameters of all E experts that stay in memory; a slot gets a copy of its
+    expert's.
     """
 
     def __init__(
@@ -71,11 +56,11 @@ class SlotBank:
         for key, _, last in parts.values():
             sizes[key] = max(last, sizes.get(key, 0))
         buffers = {key: _Buffer((num_slots, size), key[1]) for key, size in sizes.items()}
-        self.experts = _module(module, whole, buffers, fuse)
+        self.experts = _module(module, whole, buffers, fuse)  # S experts; call it with slots
         self._rows = {
             n: buffers[key].rows[:, first:last] for n, (key, first, last) in parts.items()
         }
-        self._tensors, self._ranges = tensors, sorted(ranges(tensors))  # the order of any layer
+        self._tensors, self._ranges = tensors, sorted(ranges(tensors))  # the same in all layers
         types = {n: (p.shape[1:], p.dtype, on_disk[n]) for n, p in parameters.items()}
         self._form = type(self.experts), types, self._ranges
         self._memory = [
@@ -87,41 +72,32 @@ class SlotBank:
         self._buffers = list(buffers.values())
         self._slots, self._empty = {}, set()
         self._tables = np.zeros((num_slots, len(self._ranges), len(COLUMNS)), np.int64)
-        self.as_read = not (self._memory or self._converted)
+        self.as_read = not (self._memory or self._converted)  # then ``arrived`` has nothing to do
         self.expert_nbytes = sum(rows[0].nbytes for rows in self._rows.values())
 
     @property
     def num_filled(self) -> int:
-        """How many slots have memory: those that were not emptied, or were written since."""
+        """The number of slots that have memory: not emptied, or written since."""
         return self.num_slots - len(self._empty)
 
     @property
     def matrices(self) -> tuple | None:
-        """As ``FastExperts.all_matrices``, of the slots."""
+        """The matrices of the slots, as ``FastExperts.all_matrices`` gives them."""
         return self.experts.all_matrices()
 
     @property
     def addresses(self) -> np.ndarray:
-        """``[S, 9]``, where the parameters of each slot begin (``kernels.addresses_of``)."""
+        """The addresses ``[S, 9]`` of each slot's parameters (``kernels.addresses_of``)."""
         return kernels.addresses_of(self.matrices)
 
     def can_hold(self, other: "SlotBank") -> bool:
-        """Whether a slot can hold an expert of another layer, and compute it.
-
-        Args:
-            other (SlotBank): That layer's.
-        """
+        """Whether a slot can hold and compute an expert of another layer's bank."""
         return self._form == other._form and not (self._memory or other._memory)
 
     def reads(self, slots: dict[int, int], of: "SlotBank | None" = None) -> Ranges:
-        """The reads that bring experts into slots, one for each range on disk.
+        """The reads that bring experts (of the layer ``of``; None: this one) into slots.
 
-        Args:
-            slots (dict[int, int]): The slot of each expert.
-            of (SlotBank or None): The layer that the experts belong to. Default: this one.
-
-        Returns:
-            Ranges: Call ``arrived`` for each expert when they have ended.
+        Call ``arrived`` for each expert when they have ended.
         """
         for slot in slots.values():
             self._slot(slot)
@@ -143,11 +119,7 @@ class SlotBank:
         return Ranges(table, nbytes * len(slots), files, reads, parts)
 
     def places(self, experts: Iterable[int]) -> Iterator[list[tuple[File, int, int]]]:
-        """Where the bytes of experts lie: file, first byte and length of each range.
-
-        Args:
-            experts (Iterable[int]): The experts.
-        """
+        """Where the bytes of experts lie: file, first byte and length of each range."""
         tensors = [[self._tensors[name] for name in names] for names in self._ranges]
         ranges = [(first, sum(t.nbytes for t in (first, *others))) for first, *others in tensors]
         for e in experts:
@@ -160,10 +132,10 @@ class SlotBank:
 
     @cached_property
     def into(self) -> list[tuple[int, int, int, int]]:
-        """The parts of an expert in one piece, its ranges (``places``) one behind the other.
+        """Where each part of an expert goes, if its ranges (``places``) lie one behind the other.
 
-        For each part: its first byte in that piece, its address in slot 0, the distance from slot
-        0's to slot 1's, and its length.
+        For each part: its first byte among these, its address in slot 0, the distance from there
+        to its address in slot 1, and its length.
         """
         first = [part for *_, parts in self._slot(0).disk for part in parts]
         second = [
@@ -182,19 +154,14 @@ class SlotBank:
 
     @cached_property
     def _places(self):
-        """``[E, ranges, 2]``, file descriptors and offsets; the files; an expert's bytes."""
+        """File descriptors and offsets ``[E, ranges, 2]``, the files, and an expert's bytes."""
         places = [[(f.fd, at) for f, at in zip(t.files, t.offsets)] for t in self._firsts]
         files = {file for t in self._firsts for file in t.files}
         nbytes = sum(t.nbytes for t in self._tensors.values())
         return np.array(places, np.int64).swapaxes(0, 1), files, nbytes
 
     def arrived(self, expert: int, slot: int) -> None:
-        """Complete an expert whose reads have ended: copy resident parameters, convert types.
-
-        Args:
-            expert (int): The expert.
-            slot (int): Its slot.
-        """
+        """Complete an expert whose reads have ended: copy resident parameters, convert types."""
         parts = self._slot(slot)
         for rows, source in parts.memory:
             rows[...] = source[expert]
@@ -202,11 +169,9 @@ class SlotBank:
             _convert(rows, bits, dtype, to)
 
     def empty(self, first: int, last: int) -> None:
-        """Return the memory of some slots to the system until they are written again.
+        """Return the memory of slots ``[first:last]`` to the system until they are written again.
 
-        Args:
-            first (int): The first of them. Nothing may be reading or computing with one.
-            last (int): The first behind them.
+        Nothing may be reading or computing with one.
         """
         self._empty.update(range(first, last))
         for buffer in self._buffers:
@@ -217,7 +182,7 @@ class SlotBank:
                 _advise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
 
     def _slot(self, slot):
-        # Kept: slicing nine buffers takes longer than a small read.
+        # The views are kept: slicing nine buffers takes longer than a small read.
         if slot in self._slots:
             return self._slots[slot]
         into = {n: self._rows[n][slot] for n in self._tensors}
@@ -239,7 +204,7 @@ class SlotBank:
             iovecs.append(np.array(parts, np.int64))
             row[[IOV, COUNT]] = iovecs[-1].ctypes.data, len(parts)
             row[NBYTES] = iovecs[-1][:, 1].sum()
-            # What is converted is read into memory of the host.
+            # Parameters that are converted are read into the host's memory, so no GPU copies them.
             parts = () if to_convert.intersection(names) else _joined(parts)
             disk.append((sum(map(len, views)), views, parts))
         parts = self._slots[slot] = _Slot(
@@ -254,18 +219,11 @@ def can_empty() -> bool:
 
 
 def _advise(*arguments):
-    ctypes.CDLL(None).madvise(*arguments)  # it is advice: what fails changes nothing
+    ctypes.CDLL(None).madvise(*arguments)  # it is advice: a failure changes nothing
 
 
 def ranges(tensors: dict[str, ExpertTensor]) -> list[list[str]]:
-    """Group the parameters that follow each other on disk for every expert.
-
-    Args:
-        tensors (dict[str, ExpertTensor]): By name.
-
-    Returns:
-        list[list[str]]: The names in each range, which one read brings, in the order on disk.
-    """
+    """Group the names of parameters that follow each other on disk for every expert."""
     found, last = [], None
     for name, t in sorted(
         tensors.items(), key=lambda item: (str(item[1].files[0]), item[1].offsets[0])
@@ -279,7 +237,7 @@ def ranges(tensors: dict[str, ExpertTensor]) -> list[list[str]]:
 
 
 def _joined(parts):
-    """Address and bytes of ranges of memory, neighbours joined."""
+    """Join neighbours among ranges of memory, each an address and its bytes."""
     joined = []
     for address, nbytes in parts:
         if joined and sum(joined[-1]) == address:
@@ -289,17 +247,11 @@ def _joined(parts):
 
 
 def _parts(parameters, shared, fuse):
-    """Which part of which flat buffer ``[S, n]`` each parameter is.
+    """Which part of which flat buffer ``[S, n]`` each parameter ``[E, ...]`` is.
 
-    Args:
-        parameters (dict[str, mx.array]): ``[E, ...]`` by name, in the order of their bytes.
-        shared (set[str]): Those that have one buffer together. Else a parameter has its own, or
-            gate and up have one.
-        fuse (bool): Whether gate and up have one.
-
-    Returns:
-        tuple[dict, dict]: For each parameter the buffer, its first element and the first behind it;
-        for each parameter of the module the buffer, its first element and its shape.
+    Those in ``shared`` have one buffer together, with ``fuse`` gate and up have one, and each other
+    parameter has its own. Returns for each parameter the buffer, the first element and the first
+    behind it; and for each parameter of the module the buffer, the first element and the shape.
     """
     sizes, parts, whole = {}, {}, {}
     for n, p in parameters.items():
@@ -316,7 +268,7 @@ def _parts(parameters, shared, fuse):
 
 
 def _module(module, whole, buffers, fuse):
-    """The layer's module, or one with gate and up joined, with its parameters in the buffers."""
+    """Copy the layer's module, or join its gate and up, with its parameters in the buffers."""
     linears = {}
     for (linear, param), (key, first, shape) in whole.items():
         if linear not in linears:
@@ -335,10 +287,9 @@ def _module(module, whole, buffers, fuse):
 
 
 def _joined_conversions(parts, buffers, on_disk, converted):
-    """What is converted when it has arrived, neighbours together.
+    """The parameters to convert when they arrive: rows ``[S, n]``, type there, on disk, names.
 
-    Returns:
-        list[tuple]: Rows ``[S, n]``, their type in memory and on disk, and the parameters.
+    Neighbours are joined.
     """
     joined = []  # the buffer, the type on disk, the first element, the first behind, the parameters
     for n, (key, first, last) in parts.items():
@@ -363,7 +314,7 @@ class _Slot(NamedTuple):
 
 
 class _Buffer:
-    """An MLX array and a numpy view of the same memory, its bits as unsigned integers."""
+    """An MLX array, and its bits as a numpy view of unsigned integers."""
 
     def __init__(self, shape, dtype):
         size = prod(shape)

@@ -7,15 +7,9 @@ from .layer import LayerSlots
 
 
 def open_reader(readers: int, mailbox: Mailbox | None, ranks: Ranks | None) -> Reader:
-    """The reader of all experts.
-
-    Args:
-        readers (int): Reads in flight at once.
-        mailbox (Mailbox or None): Starts a GPU's copies.
-        ranks (Ranks or None): Those that divide the experts.
-    """
+    """Make the reader of all experts, which uploads if a GPU copies (``mailbox``)."""
     return UploadingReader(mailbox, readers) if mailbox else Reader(readers)
 
 
 def hold(layers: list[LayerSlots], reader: Reader) -> None:
-    """While the model is loaded nothing is read."""
+    """Read nothing while the model is loaded."""

@@ -1,4 +1,4 @@
-"""Reads that no layer waits for yet: of a prefetch, or of a prompt's next layer."""
+"""Reads that no layer waits for yet: for a prefetch, or for a prompt's next layer."""
 
 import threading
 from collections.abc import Collection
@@ -12,11 +12,8 @@ from .bank import SlotBank
 class Job:
     """Experts on their way into slots of one layer, while the model computes.
 
-    Args:
-        reader (Reader): Reads them and counts the reads.
-        bank (SlotBank): The layer's slots.
-        slots (dict[int, int]): The slot of each expert. Until ``collect`` they belong to the job.
-        of (SlotBank or None): The layer that the experts belong to, if the slots are another's.
+    The slots belong to the job until ``collect``. ``of``: the layer of the experts, if the slots
+    are another layer's.
     """
 
     def __init__(
@@ -25,9 +22,9 @@ class Job:
         self._reader, self._bank, self._slots, self._of = reader, bank, slots, of
         self._queued = dict(slots)
         self._running = set()
-        self._took_s = {}  # None where the read failed
+        self._took_s = {}  # seconds of each expert's read; None if it failed
         self._changed = threading.Condition()
-        self._flight = None  # what reads without a thread
+        self._flight = None  # the reads, if they need no thread
 
     @property
     def experts(self) -> Collection[int]:
@@ -35,11 +32,7 @@ class Job:
         return self._slots.keys()
 
     def begin(self, threads: int) -> None:
-        """Begin to read: without a thread where that is possible, else with some.
-
-        Args:
-            threads (int): At most so many.
-        """
+        """Begin to read, without a thread where that is possible, else with at most ``threads``."""
         if self._reader.direct:
             self._flight = self._reader.fly(self._bank.reads(self._slots, self._of))
         if self._flight is None:
@@ -47,10 +40,9 @@ class Job:
         self._order, self._running, self._queued = [*self._slots], {*self._slots}, {}
 
     def _land(self, needed, everything):
-        """Wait for those that ``collect`` needs, and note all that have ended.
+        """Wait for the experts that ``collect`` needs, and note all that have ended.
 
-        Returns:
-            dict[int, float]: The seconds spent waiting, of the experts that were waited for.
+        Returns the seconds waited for each expert that was waited for.
         """
         waited_s, n = {}, len(self._flight) // len(self._order)
         for i, e in enumerate(self._order):
@@ -71,7 +63,7 @@ class Job:
         return waited_s
 
     def run(self) -> None:
-        """Read one expert after another until none is left: the work of one thread."""
+        """Read one expert after another until none is left, as the work of one thread."""
         while True:
             self._reader.give_way()
             with self._changed:
@@ -102,16 +94,10 @@ class Job:
                 self._changed.wait(0.1)
 
     def collect(self, needed: set[int], everything: bool = False) -> tuple[dict, list[int], bool]:
-        """Cancel the reads that have not begun and wait for those that are needed.
+        """Cancel the reads that have not begun, and wait for running ones: ``needed``, or all.
 
-        Args:
-            needed (set[int]): Wait for these experts if they are being read now.
-            everything (bool): Wait for the others as well.
-
-        Returns:
-            tuple[dict, list[int], bool]: For each expert that arrived, its slot, the seconds of
-            its read and the seconds spent waiting for it here; the slots that are free again;
-            whether the job has ended.
+        Returns for each expert that arrived its slot, the seconds of its read and the seconds
+        waited for it here; the slots that are free again; and whether the job has ended.
         """
         arrived = {}
         waited_s = {} if self._flight is None else self._land(needed, everything)

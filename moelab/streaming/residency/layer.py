@@ -1,4 +1,4 @@
-"""The slots of one layer: which expert is in which, and what is on its way there."""
+"""The slots of one layer: which expert is in which, and which experts are on their way."""
 
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
@@ -12,38 +12,21 @@ from ..reading.reader import Reader
 from .bank import SlotBank, can_empty
 from .table import SlotTable, policy_of
 
-# Bytes. With overlap, experts are computed in parts of about this size as they arrive.
+# Bytes. With overlap, experts are computed in parts of about so many bytes as they arrive.
 PART_NBYTES = 2 * 1024 * 1024
-# Parts of a wave at most with the fast kernels. They compute an expert so fast that what a part
-# costs beside its arithmetic shows.
+# The most parts of a wave with the fast kernels. They compute an expert so fast that a part's
+# other costs show.
 NUM_PARTS = 8
-# Bytes. Where a GPU copies, experts are read in parts of about this size: two parts fit into the
-# blocks of pinned memory.
+# Bytes. Where a GPU copies, experts are read in parts of about so many bytes: two parts fit into
+# the blocks of pinned memory.
 COPIED_NBYTES = NUM_BLOCKS * BLOCK_NBYTES // 3
 
 
 class LayerSlots:
-    """Memory for S of a layer's E experts, and what is in it.
+    """Memory for S of a layer's E experts, and which of them are in it.
 
-    Args:
-        take_bank (Callable): Takes memory for so many slots.
-        num_experts (int): E.
-        owned (np.ndarray or None): ``[E]``, the experts of this rank; None without ranks.
-        config (StreamConfig): Its policy and its slots (S); no more than E are taken, or than this
-            rank's experts.
-        reader (Reader): Reads the experts.
-        counting (Counting): Counts hits, misses and waits.
-
-    Attributes:
-        num_experts, owned: As above.
-        num_owned (int): The experts of this rank: E without ranks.
-        bank (SlotBank): The bytes of the slots.
-        table (SlotTable): Which expert is in which slot.
-        host (HostExperts or None): With ``StreamConfig(source="host")``: the layer's experts in
-            the host's memory. The GPU copies those that it needs into its slots.
-        job (Job or None): What is being prefetched for this layer.
-        fills (list[tuple[LayerSlots, Job]]): Experts of this layer on their way into free slots,
-            and whose slots these are.
+    ``owned``, ``[E]``, says which experts are this rank's; None: all. S is ``config.slots``, but no
+    more than these.
     """
 
     def __init__(
@@ -59,22 +42,25 @@ class LayerSlots:
         self._reader, self._counting = reader, counting
         self.num_experts, self.owned = num_experts, owned
         self.num_owned = num_experts if owned is None else int(owned.sum())
+        # ``host``: ``HostExperts`` if ``source="host"``; a GPU copies experts from there.
         self.host = self.bank = None
         self._take(config.slots)
 
     def _take(self, slots):
-        """Take memory for so many slots in place of the present ones, which are forgotten."""
+        """Take memory for so many slots, and forget the present ones."""
         slots = min(slots, self.num_owned)
         self.bank = None  # its memory is free before more is taken
         self.bank = self._take_bank(slots)
         self.table = SlotTable(slots, policy_of(self._config.policy, self._config.source))
+        # ``job`` prefetches for this layer. ``fills`` are the jobs that read experts of this layer
+        # into free slots, each with the layer whose slots these are.
         self.job, self.fills = None, []
         if self.host is not None:
             self.host.bind(self.bank, self.table)
 
     @property
     def nbytes(self) -> int:
-        """Memory of the slots."""
+        """The bytes of memory of the slots."""
         return self.bank.num_filled * self.bank.expert_nbytes
 
     @property
@@ -89,16 +75,13 @@ class LayerSlots:
 
     @property
     def computes_at_once(self) -> bool:
-        """Whether a part has been computed when the next one is asked for: the fast kernels do."""
+        """Whether a part is computed before the next one is asked for, as by the fast kernels."""
         return hasattr(self.bank.experts, "begin") and not self.is_copied
 
     def resize(self, slots: int) -> None:
-        """Set how many slots are in use, and free the memory of the others.
+        """Use so many slots, at most as many as were taken, and free the memory of the others.
 
         No read and no computation with a slot may be running.
-
-        Args:
-            slots (int): At most as many as were taken.
         """
         if not can_empty():
             return self._take(slots)
@@ -107,7 +90,7 @@ class LayerSlots:
         self.bank.empty(self.table.num_slots, self.bank.num_slots)
 
     def recover(self) -> None:
-        """After a call that an exception ended: every slot is held or free. No read is running."""
+        """Make every slot held or free after an exception. No read may be running."""
         self.job, self.fills = None, []
         if self.host is not None:
             self.host.forget()
@@ -121,11 +104,11 @@ class LayerSlots:
                 _count(counters, hits, misses)
 
     def of_rank(self, experts: Iterable[int]) -> list[int]:
-        """Those of the experts that are this rank's."""
+        """The experts among these that are this rank's."""
         return [e for e in experts if self.owned is None or self.owned[e]]
 
     def choose(self, needed, busy=None):
-        """As ``SlotTable.choose``, counted."""
+        """Choose slots as ``SlotTable.choose`` does, and count hits and misses."""
         hits, misses = self.table.choose(needed, busy)
         _count(self._counting.now, len(hits), len(misses))
         return hits, misses
@@ -138,7 +121,7 @@ class LayerSlots:
             return self._reader.start(self.bank.reads(misses))
 
     def finish(self, misses: dict[int, int], reads: list[Future] | Begun) -> None:
-        """Wait for the reads that ``begin`` began; the experts are held from then on."""
+        """Wait for the reads that ``begin`` began, and hold the experts from then on."""
         with self._counting.read_wait():
             self._reader.finish(reads)
         for e, slot in misses.items():
@@ -152,7 +135,7 @@ class LayerSlots:
 
     @property
     def part_size(self) -> int:
-        """Experts of a part."""
+        """The number of experts in a part."""
         if self.is_copied:
             most = MAX_COPIES // len(self.bank.into)
             if self.host is None:
@@ -162,7 +145,7 @@ class LayerSlots:
         return max(1, PART_NBYTES // self.bank.expert_nbytes)
 
     def parts_of(self, num: int) -> int:
-        """Experts of a part where ``num`` are read."""
+        """The number of experts in a part, if ``num`` experts are read."""
         return max(self.part_size, -(-num // NUM_PARTS) if self.computes_at_once else 0)
 
     def parts(self, misses: dict[int, int]) -> list[dict[int, int]]:
@@ -171,7 +154,7 @@ class LayerSlots:
         return [dict(misses[i : i + size]) for i in range(0, len(misses), size)]
 
     def unread(self) -> list[int]:
-        """The experts in no slot, if there are slots for all E and no prefetch runs; else none."""
+        """The experts in no slot; none if there are fewer than E slots, or a prefetch runs."""
         if self.table.num_slots < self.num_experts or self.job is not None or self.holds_all:
             return []
         return [e for e in range(self.num_experts) if e not in self.table.slot_of]
@@ -189,7 +172,7 @@ class LayerSlots:
             self.job = None
 
     def count_prefetched(self, arrived: dict, needed: Collection[int]) -> dict[int, int]:
-        """Expert to slot, of a job's that have arrived."""
+        """Count a job's experts that have arrived, and return the slot of each."""
         c = self._counting.now
         for e, (_, took_s, waited_s) in arrived.items():
             if e in needed:
@@ -202,7 +185,7 @@ class LayerSlots:
         return {e: slot for e, (slot, *_) in arrived.items()}
 
     def missing(self) -> list[int]:
-        """This rank's experts that are neither in a slot nor on their way to one."""
+        """The rank's experts that are neither in a slot nor on their way to one."""
         known = set(self.table.slot_of)
         known = known.union(*(job.experts for _, job in [*self.fills, (self, self.job)] if job))
         return [e for e in self.of_rank(range(self.num_experts)) if e not in known]

@@ -1,4 +1,4 @@
-"""``Residency``: which experts are in memory, of all layers of a model."""
+"""``Residency`` knows which experts of each layer are in memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -26,19 +26,7 @@ class Residency:
     """Brings experts into slots, and knows for each layer which are there.
 
     A layer asks for the experts of a call and gets them as they arrive (``bring``). It touches no
-    slot that it was not handed. Who evicts, lends, prefetches and reads ahead is decided here.
-
-    Args:
-        reader (Reader): Reads the experts of all layers.
-        handover (Handover): Knows which arrays still read slots.
-        counting (Counting): Counts hits, misses, waits and prefetches.
-        top_k (int): K.
-        overlap (bool): Whether experts are computed while others are read.
-
-    Attributes:
-        layers (list[LayerSlots]): The slots of each layer; an empty list in a mode without slots.
-        ahead (Ahead): Reads experts before their layer asks for them.
-        prefetches (bool): Whether the experts of a layer are prefetched while another is computed.
+    slot that it was not handed. This class decides who evicts, lends, prefetches and reads ahead.
     """
 
     def __init__(
@@ -46,10 +34,10 @@ class Residency:
     ):
         self._reader, self._handover, self._counting = reader, handover, counting
         self._top_k, self._overlap = top_k, overlap
-        self.layers, self.prefetches = [], False
+        self.layers, self.prefetches = [], False  # in a mode without slots there are no layers
         self.ahead = Ahead(self.layers, reader, handover, counting, top_k, overlap)
         self._finish = None  # finishes the reads that the GPU waits for
-        self._slot_of_all = {}  # of layers that hold every expert: [E], their slots
+        self._slot_of_all = {}  # for a layer that holds every expert: their slots, [E]
 
     def add(
         self,
@@ -58,11 +46,7 @@ class Residency:
         owned: np.ndarray | None,
         config: StreamConfig,
     ) -> LayerSlots:
-        """Take the slots of the next layer.
-
-        Args:
-            take_bank, num_experts, owned, config: As for ``LayerSlots``.
-        """
+        """Take the slots of the next layer (see ``LayerSlots``)."""
         self.layers.append(
             LayerSlots(
                 take_bank,
@@ -78,23 +62,11 @@ class Residency:
     def bring(
         self, i: int, routed: np.ndarray, computed: Sequence[mx.array], x: mx.array
     ) -> Iterator[Arrived]:
-        """Bring the experts of a call into slots, and hand them over as they arrive.
+        """Bring the experts of a call, ``[..., K]``, into slots; hand them over as they arrive.
 
         Each expert is read at most once and handed over once. The caller computes a part, or puts
-        its result into ``computed``, and then asks for the next one. When it asks, the part's slots
-        may be given to other experts.
-
-        Args:
-            i (int): The layer.
-            routed (np.ndarray): ``[..., K]``, the experts of the call.
-            computed (Sequence[mx.array]): The results so far that are not evaluated yet.
-            x (mx.array): The input of the call.
-
-        Yields:
-            Arrived: Some of the experts.
-
-        Raises:
-            ReadError: If a read fails.
+        its result into ``computed`` (results not evaluated yet), and then asks for the next one.
+        When it asks, the part's slots may be given to other experts.
         """
         own, needed = self.layers[i], list(dict.fromkeys(routed.ravel().tolist()))
         own.report()
@@ -106,7 +78,7 @@ class Residency:
         later = []
         if own.table.fits(needed):
             held, misses = own.choose(needed)
-            if not misses:  # read some others: a layer that holds all need not wait for routing
+            if not misses:  # read some others: a layer with all experts need not wait for routing
                 own.read(own.table.choose(own.unread()[: self._top_k])[1])
             if not borrowed and not (misses and self._in_parts(own, len(misses))):
                 yield self._all(own, held, misses, routed.size)
@@ -128,22 +100,14 @@ class Residency:
         self.ahead.left()
 
     def slots_in_graph(self, i: int, indices: mx.array) -> mx.array | None:
-        """The slots of a call whose routing the host need not know.
-
-        Args:
-            i (int): The layer.
-            indices (mx.array): ``[..., K]``, the experts of the call.
-
-        Returns:
-            mx.array or None: uint32, of the same shape; None if the host must know the routing.
-        """
+        """The slots of a call, ``[..., K]`` as its experts; None if the host must know these."""
         own = self.layers[i]
         if self.prefetches or indices.shape[-1] > self._top_k:
             return None
         if own.host is not None and own.host.takes(indices):
             return own.host.slots(indices, self._counting.decoding)
-        # While every expert is held no call of the layer changes a slot. Another layer's prompt may
-        # take one. Only a single token's experts can be counted without knowing them.
+        # While every expert is held no call of the layer changes a slot, but another layer's prompt
+        # may take one. Only a single token's experts can be counted without knowing them.
         if not own.holds_all:
             self._slot_of_all.pop(i, None)
         if not own.holds_all or indices.size > indices.shape[-1]:
@@ -156,26 +120,16 @@ class Residency:
         return self._slot_of_all[i][indices]
 
     def left(self, i: int, y: mx.array) -> None:
-        """A layer's call has been built.
-
-        Args:
-            i (int): The layer.
-            y (mx.array): Its output. Until it is evaluated it reads slots.
-        """
+        """Note that a layer's call is built; its output ``y`` reads slots until it is evaluated."""
         if self.layers[i].host is not None:
             self.layers[i].host.after = y
 
     def skip(self, i: int) -> None:
-        """A layer's call needs no expert of this rank."""
+        """Note that a layer's call needs no expert of this rank."""
         self.ahead.take(i, ())
 
     def read(self, i: int, experts: list[int]) -> None:
-        """Read experts into a layer's slots, as a call does, and compute nothing.
-
-        Args:
-            i (int): The layer.
-            experts (list[int]): Distinct, at most S.
-        """
+        """Read at most S distinct experts into a layer's slots as a call does; compute nothing."""
         own = self.layers[i]
         own.report()
         own.read(own.choose(experts)[1])
@@ -183,20 +137,19 @@ class Residency:
     def settle(self) -> None:
         """Wait for the reads of the layer before, if the GPU waits for them.
 
-        Raises:
-            ReadError: If one failed: what was computed since is not used.
+        If one failed, it raises ``ReadError``, and the results computed since must not be used.
         """
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
 
     def report(self) -> None:
-        """Count what only the GPU knows so far."""
+        """Count the hits and misses that only the GPU knows so far."""
         for own in self.layers:
             own.report()
 
     def recover(self) -> None:
-        """After a call that an exception ended: every slot is held or free. No read is running."""
+        """Make every slot held or free after an exception. No read may be running."""
         self._finish = None
         self.ahead.forget()
         for own in self.layers:
@@ -204,16 +157,15 @@ class Residency:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the slots of all layers."""
+        """The bytes of memory of all layers' slots."""
         return sum(own.nbytes for own in self.layers)
 
     def resize(self, slots: int) -> None:
-        """Set how many slots are in use in each layer. No layer may be computing with one.
+        """Use so many slots in each layer, at most as many as were taken.
 
-        Args:
-            slots (int): At most as many as were taken.
+        No layer may be computing with one.
         """
-        self._reader.stop()  # prefetches
+        self._reader.stop()  # this ends prefetches
         self._handover.settle()
         self.report()
         self.ahead.forget()
@@ -231,7 +183,7 @@ class Residency:
         return self._overlap and expected_s >= OVERLAP_S
 
     def _all(self, own, held, misses, size):
-        """Bring the misses of a call, whose other experts are held, and hand over all."""
+        """Bring the missing experts of a call, and hand over all its experts at once."""
         slots = held | misses
         if not (misses and own.is_copied):
             own.read(misses)

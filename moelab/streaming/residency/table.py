@@ -2,10 +2,8 @@
 
 A new eviction policy is a line of ``EVICTION`` and a word in ``StreamConfig``'s docstring:
 ``StreamConfig``, the commands, ``SlotTable`` and the replay (``moelab/replay/eviction.py``) take it
-from there, and so do their tests. What a policy means is tested by a test of its own
-(``tests/streaming/test_properties.py``). With experts in its host's memory a GPU chooses slots by
-itself if the policy is one of ``GPU_POLICIES``. With another one the host chooses, which takes
-longer.
+from there, and so do their tests. A test of its own says what it means
+(``tests/streaming/test_properties.py``).
 """
 
 from collections import ChainMap, defaultdict
@@ -13,28 +11,23 @@ from collections.abc import Collection, Iterable, Mapping
 from heapq import nsmallest
 from itertools import islice
 
-# The eviction policies. A use of an expert counts 1, and with each later call of the layer it
-# counts that many times less. Of the experts held and not needed now, the one whose uses count
-# least is evicted, and of equal ones the least recently used. (Lee et al., LRFU, 2001.) With 0.98,
-# 1 to 43% fewer experts are read than with ``lru``, and from 3% more to 15% fewer than with ``lfu``
-# (the five traces of ``data/traces``, 10 to 56 of 64 slots, replayed; medians 6 and 3%).
+# The eviction policies. A use of an expert counts 1 at first; each later call of the layer
+# multiplies that by the number here. Of the experts held and not needed now, the one whose uses
+# count least is evicted, and of equal ones the least recently used. (Lee et al., LRFU, 2001.)
 EVICTION = {
     "lru": 0.0,  # least recently used
     "lfu": 1.0,  # least frequently used
     "lrfu": 0.98,  # least recently and frequently used
 }
-# Those by which a GPU chooses slots by itself (``host``). With the others the host chooses them.
+# Policies by which a GPU chooses slots by itself if its experts are in the host's memory. With the
+# other policies the host chooses, which takes longer.
 GPU_POLICIES = ("lru",)
-POLICIES = ChainMap(EVICTION, {"auto": None})  # what ``StreamConfig`` takes
-LARGEST = 2.0**300  # what a use counts, at most
+POLICIES = ChainMap(EVICTION, {"auto": None})  # the names that ``StreamConfig`` takes
+LARGEST = 2.0**300  # a use counts at most so much
 
 
 def policy_of(policy: str, source: str) -> str:
-    """The name of the eviction policy. ``auto``: LRFU, with source ``host`` LRU.
-
-    Args:
-        policy, source (str): As in ``StreamConfig``.
-    """
+    """The name of the eviction policy: ``auto`` is LRFU, or LRU if the source is ``host``."""
     auto = GPU_POLICIES[0] if source == "host" else "lrfu"
     return auto if policy == "auto" else policy
 
@@ -45,15 +38,6 @@ class SlotTable:
     Use it in three steps: ``hits, misses = table.choose(experts)``, read the missing experts into
     the slots that it names, ``table.commit(misses)``. ``choose`` forgets the experts that it
     evicts, so a read that fails leaves their slots free and all other experts where they were.
-
-    Args:
-        num_slots (int): S.
-        policy (str): One of ``EVICTION``.
-
-    Attributes:
-        num_slots (int): As above.
-        policy (str): As above.
-        slot_of (dict[int, int]): The slot of every expert held, least recently used first.
     """
 
     def __init__(self, num_slots: int, policy: str = "lru"):
@@ -61,51 +45,28 @@ class SlotTable:
             raise ValueError(f"policy: expected one of {', '.join(EVICTION)}, got {policy!r}.")
         self.num_slots = num_slots
         self.policy = policy
-        self.slot_of = {}
+        self.slot_of = {}  # the slot of every expert held, least recently used first
         self._free = list(range(num_slots))[::-1]
         self._counts, self._decay = defaultdict(float), EVICTION[policy]
-        # What a use counts now: it grows, in place of the earlier ones getting smaller.
+        # A use counts this much now. It grows from call to call, so earlier uses need not shrink.
         self._one = 1.0
 
     def fits(self, experts: Collection[int], taken: int = 0) -> bool:
-        """Whether distinct experts can be held at once.
-
-        Args:
-            experts (Collection[int]): The experts.
-            taken (int): Slots that are not available.
-        """
+        """Whether distinct experts fit into the slots, of which ``taken`` are not available."""
         return len(experts) + taken <= self.num_slots
 
     def waves(self, experts: list[int]) -> list[list[int]]:
-        """Divide distinct experts into waves that fit.
-
-        Cached experts come first, so that they are used before they are evicted.
-
-        Args:
-            experts (list[int]): Distinct.
-
-        Returns:
-            list[list[int]]: The experts of each wave, for one ``choose`` after another.
-        """
+        """Divide distinct experts into waves that fit; held experts come first, before eviction."""
         experts = sorted(experts, key=lambda e: e not in self.slot_of)
         return [experts[i : i + self.num_slots] for i in range(0, len(experts), self.num_slots)]
 
     def choose(
         self, experts: list[int], busy: Mapping[int, int] | None = None
     ) -> tuple[dict[int, int], dict[int, int]]:
-        """Choose slots for the experts of one call.
+        """Choose slots for the distinct experts of a call; return the held and the missing ones.
 
-        Args:
-            experts (list[int]): The distinct experts needed, at most S.
-            busy (Mapping[int, int]): Expert to slot, chosen earlier: those that are not
-                committed yet and those that must not be evicted.
-
-        Returns:
-            tuple[dict[int, int], dict[int, int]]: Expert to slot, of those that are held and of
-            those that must be read.
-
-        Raises:
-            ValueError: If there are more experts than slots; the table is unchanged.
+        Both are expert to slot. ``busy`` experts, of an earlier choice, are not evicted and their
+        slots not taken. More experts than slots raise ``ValueError`` and leave the table as it was.
         """
         busy = busy or {}
         if not self.fits(experts, len(busy)):
@@ -136,25 +97,15 @@ class SlotTable:
         return hits, misses
 
     def commit(self, misses: dict[int, int]) -> None:
-        """Hold experts whose bytes have arrived.
-
-        Args:
-            misses (dict[int, int]): As ``choose`` returned it.
-        """
+        """Hold experts whose bytes have arrived."""
         for e, slot in misses.items():
             self._free.remove(slot)
             self.slot_of[e] = slot
 
     def reserve(self, experts: list[int]) -> dict[int, int]:
-        """Choose slots for experts that may be needed. None of these experts is evicted.
+        """Choose slots for those of the distinct experts that are not held; evict none of them.
 
         The slots are neither held nor free until ``keep`` or ``release``.
-
-        Args:
-            experts (list[int]): Distinct, at most S.
-
-        Returns:
-            dict[int, int]: Expert to slot, of those that are not held.
         """
         slots = {}
         for e in experts:
@@ -169,25 +120,14 @@ class SlotTable:
         return slots
 
     def keep(self, expert: int, slot: int) -> None:
-        """Hold the expert whose bytes have arrived in its reserved slot.
-
-        Args:
-            expert (int): The expert.
-            slot (int): As ``reserve`` returned it.
-        """
+        """Hold the expert whose bytes have arrived in its reserved slot."""
         self.slot_of[expert] = slot
 
     def set_aside(self, num: int, busy: Mapping[int, int] | None = None) -> list[int]:
-        """Take slots to fill them with experts that are read ahead, of this layer or another.
+        """Take up to ``num`` slots, until ``release``, for experts read ahead, of any layer.
 
-        Args:
-            num (int): At most so many.
-            busy (Mapping[int, int] or None): Expert to slot, chosen or held: these stay, and others
-                are evicted, by the policy. Default: no expert is evicted; ``choose`` must not have
-                chosen slots that are not committed yet.
-
-        Returns:
-            list[int]: The slots, until ``release``.
+        ``busy``: experts that must stay (expert to slot); others are evicted to free slots. Without
+        it nothing is evicted, and all chosen slots must be committed.
         """
         kept = set(busy.values()) if busy else ()
         slots = [slot for slot in self._free[::-1] if slot not in kept][:num]
@@ -197,23 +137,18 @@ class SlotTable:
         return slots
 
     def release(self, slots: Iterable[int]) -> None:
-        """Free slots that were reserved or set aside.
-
-        Args:
-            slots (Iterable[int]): As ``reserve`` or ``set_aside`` returned them.
-        """
+        """Free slots that were reserved or set aside."""
         self._free.extend(slots)
 
     def recover(self) -> None:
-        """After an exception: free every slot that holds no expert, those of prefetches too."""
+        """Free every slot that holds no expert, also those of prefetches, after an exception."""
         held = set(self.slot_of.values())
         self._free = [slot for slot in range(self.num_slots)[::-1] if slot not in held]
 
     def resize(self, num_slots: int) -> None:
-        """Set how many slots are in use, from the first on. No slot may be chosen or reserved.
+        """Use the first ``num_slots`` slots, at most as many as at first, and forget the others.
 
-        Args:
-            num_slots (int): At most as many as at first. What is held in the others is forgotten.
+        No slot may be chosen or reserved.
         """
         self.num_slots = num_slots
         self.slot_of = {e: slot for e, slot in self.slot_of.items() if slot < num_slots}
@@ -229,7 +164,7 @@ class SlotTable:
             counts[e] += self._one
 
     def _victims(self, needed, num):
-        """The experts to evict first, at most so many and none that is needed."""
+        """The experts to evict first: at most ``num``, and none that is needed."""
         candidates = (e for e in self.slot_of if e not in needed)  # least recently used first
         if not self._decay:
             return list(islice(candidates, num))
