@@ -118,11 +118,11 @@ def main(argv: list[str] | None = None) -> int:
         code = args.run(args) or 0
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        return _interrupted()
+    except KeyboardInterrupt as error:
+        return _interrupted(error)
     except RuntimeError as error:
         if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11, in an import
-            return _interrupted()
+            return _interrupted(error.__cause__)
         raise
     except BrokenPipeError:  # of stdout, as in "... | head -1": nobody reads on
         return 141  # what a shell says of a command that SIGPIPE ended
@@ -147,8 +147,8 @@ def _check_current_folder():
         ) from error
 
 
-def _interrupted():
-    print("interrupted", file=sys.stderr)
+def _interrupted(error):
+    print("interrupted" + f": {error}" * bool(error.args), file=sys.stderr)
     return INTERRUPTED
 
 

@@ -18,31 +18,27 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
-from tqdm import tqdm
 
 from .checkpoint import (
     DTYPES,
-    JOURNAL,
     PAGE_NBYTES,
     Checkpoint,
     CheckpointError,
     mlx_lm_model,
+    new_folder,
     packed_header,
     packing_order,
     try_out,
 )
 from .experts import expert_modules, expert_parameters, locate_experts
-from .partial import begin, finish
 
 DTYPE_NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
-SPARE_NBYTES = 64 << 20  # kept free on the disk for headers, the configuration, the tokenizer
 
 
 def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
     """Write a model folder for ``moelab.load`` with each expert's bytes in one piece.
 
-    Until its last byte is on disk and has been compared, the folder is called ``OUT.partial``. A
-    run that was interrupted goes on where it stopped.
+    There is no ``out`` until its last byte is on disk and has been compared.
     """
     out = Path(out)
     if os.path.lexists(out):
@@ -66,61 +62,29 @@ def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
 
     total = sum(layer.nbytes for layer in layers) + sum(p.nbytes for p in backbone.values())
     copied = [file for file in source.path.iterdir() if _is_copied(file)]
-    written = ["model.safetensors", "config.json", *(file.name for file in copied)]
-    for i in range(len(layers)):
-        written += [_file_name(i), _file_name(i, "writing")]
-    partial = begin(out, JOURNAL, written, _identity(source))
-    (partial / "config.json").unlink(missing_ok=True)
-    free = shutil.disk_usage(partial).free + sum(f.stat().st_size for f in partial.iterdir())
-    if free < total + SPARE_NBYTES:
-        raise OSError(
-            errno.ENOSPC,
-            f"not enough disk in {out.absolute().parent}: the packed model takes "
-            f"{total / 1e9:.2f} GB, {free / 1e9:.2f} GB is free",
-        )
-    with tqdm(
-        total=total, unit="B", unit_scale=True, desc=out.name, disable=not progress, leave=False
-    ) as bar:
+    writing = new_folder(out, total, "the packed model", "choose another disk", progress)
+    with writing as (folder, bar):
         for i, layer in enumerate(layers):
-            file, half = partial / _file_name(i), partial / _file_name(i, "writing")
-            if not file.exists():  # it gets this name only when it is complete
-                try:
-                    layer.write(half)
-                    layer.compare(half)
-                finally:
-                    source.check_unchanged()
-                os.replace(half, file)
+            file = folder / f"experts-{i:05d}.safetensors"
+            try:
+                layer.write(file)
+                layer.compare(file)
+            finally:
+                source.check_unchanged()
             bar.update(layer.nbytes)
-        mx.save_safetensors(
-            str(partial / "model.safetensors"), backbone, metadata={"format": "mlx"}
-        )
-        bar.update(bar.total - bar.n)
-    for file in copied:
-        shutil.copyfile(file, partial / file.name)
-    mlx_lm_utils.save_config(config, partial / "config.json")
-    _compare_backbone(partial, backbone)
-    for file in partial.iterdir():
-        _to_disk(file)
-    source.check_unchanged(*copied)
-    finish(partial, out, JOURNAL)
-    _to_disk(out.absolute().parent)
+        mx.save_safetensors(str(folder / "model.safetensors"), backbone, metadata={"format": "mlx"})
+        _compare_backbone(folder / "model.safetensors", backbone)
+        for file in copied:
+            shutil.copyfile(file, folder / file.name)
+        mlx_lm_utils.save_config(config, folder / "config.json")
+        source.check_unchanged(*copied)
     return out
-
-
-def _file_name(layer, suffix="safetensors"):
-    return f"experts-{layer:05d}.{suffix}"
 
 
 def _is_copied(file):
     """Whether a file of the source is copied unchanged."""
-    made = ("config.json", "model.safetensors.index.json", JOURNAL)
+    made = ("config.json", "model.safetensors.index.json")
     return file.is_file() and file.suffix != ".safetensors" and file.name not in made
-
-
-def _identity(source):
-    """The source's files and their stamps. A run goes on only if they are the same."""
-    files = (*source.files, source.path / "config.json")
-    return json.dumps([[str(file.resolve()), *source.stamps[file]] for file in files])
 
 
 class _Layer:
@@ -176,13 +140,10 @@ class _Layer:
         return len(text).to_bytes(8, "little") + text
 
     def write(self, file):
-        """Write the packed file, and return when it is on disk."""
+        """Write the packed file."""
         with open(file, "wb") as f:
             f.write(self.header())
-            for row in self.experts():
-                f.write(row)
-            f.flush()
-            os.fsync(f.fileno())
+            f.writelines(self.experts())
 
     def compare(self, file):
         """Read the packed file back and raise if it differs from the source."""
@@ -196,23 +157,12 @@ class _Layer:
                     )
 
 
-def _compare_backbone(partial, backbone):
-    written = mx.load(str(partial / "model.safetensors"))
+def _compare_backbone(file, backbone):
+    written = mx.load(str(file))
     for name, p in backbone.items():
         if name not in written or not mx.array_equal(_bits(written[name]), _bits(p)):
-            raise OSError(
-                errno.EIO,
-                f"{partial / 'model.safetensors'}: {name} is not what was written: check the disk",
-            )
+            raise OSError(errno.EIO, f"{file}: {name} is not what was written: check the disk")
 
 
 def _bits(array):
     return mx.contiguous(array).reshape(-1).view(mx.uint8)
-
-
-def _to_disk(path):
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -42,10 +42,6 @@ SLOW = (
     Slow("test_bad_input.py::test_tokenizer_is_damaged", MORE, every=3),
     Slow("test_bad_input.py::test_index_is_not_an_index", MORE, every=3),
     Slow(
-        "::test_killed_at_ten_moments",
-        "an interruption at a chosen moment stays: test_an_interrupted_run_goes_on",
-    ),
-    Slow(
         "::test_beats_xz_and_routing_has_not_collapsed",
         "the quality of a file in data/, which no change of code alters",
     ),

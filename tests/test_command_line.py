@@ -655,7 +655,7 @@ WORDS = {
         None,
         "repack {} {}2",
         130,
-        "model2.partial stays: the same command goes",
+        "interrupted: nothing was written, there is no .*model2",
     ),
     "here": (
         "tiny-moe",

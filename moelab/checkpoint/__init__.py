@@ -8,7 +8,7 @@ experts of a layer have a file of their own.
 from .builder import FORKED, check_fork, mlx_lm_model, try_out
 from .checkpoint import Checkpoint
 from .config import check_config
-from .files import CheckpointError, describe, read_json, regular_file, shorten
+from .files import CheckpointError, describe, new_folder, read_json, regular_file, shorten
 from .headers import (
     DTYPES,
     MAX_DIMENSION,
@@ -17,13 +17,12 @@ from .headers import (
     merge_headers,
     read_header,
 )
-from .packed import GATE_UP, JOURNAL, PAGE_NBYTES, packed_header, packing_order
+from .packed import GATE_UP, PAGE_NBYTES, packed_header, packing_order
 
 __all__ = [
     "DTYPES",
     "FORKED",
     "GATE_UP",
-    "JOURNAL",
     "MAX_DIMENSION",
     "PAGE_NBYTES",
     "Checkpoint",
@@ -35,6 +34,7 @@ __all__ = [
     "describe",
     "merge_headers",
     "mlx_lm_model",
+    "new_folder",
     "packed_header",
     "packing_order",
     "read_header",

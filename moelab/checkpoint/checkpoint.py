@@ -9,7 +9,7 @@ from ..open_files import allow_open
 from .config import check_config
 from .files import CheckpointError, describe, read_json, regular_file, shorten
 from .headers import merge_headers, read_header
-from .packed import JOURNAL, read_packed
+from .packed import read_packed
 
 
 class Checkpoint:
@@ -21,11 +21,6 @@ class Checkpoint:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        if (self.path / JOURNAL).exists():
-            raise CheckpointError(
-                f"{self.path}: an unfinished copy that an interrupted 'python -m moelab repack' "
-                "left. Run the same command again, it goes on from there."
-            )
         self.stamps = {}  # by file: what tells it from a file that replaces it
         for entry in self.path.iterdir() if self.path.is_dir() else ():
             if entry.exists() and not entry.is_dir():

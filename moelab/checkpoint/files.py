@@ -1,9 +1,19 @@
-"""A model folder's plain files, and the errors of damaged ones."""
+"""A model folder's plain files, the errors of damaged ones, and how a new folder is written."""
 
+import errno
 import json
+import os
 import re
+import shutil
 import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from tqdm import tqdm
+
+SPARE_NBYTES = 64 << 20  # kept free on the disk for headers, the configuration, the tokenizer
 
 # Characters that a terminal obeys or cannot show: controls, directions of writing, surrogates.
 CONTROL = re.compile(
@@ -65,3 +75,60 @@ def _check_parts(value, like, where):
     elif isinstance(like, list):
         for item in value:
             _check_parts(item, like[0], where)
+
+
+@contextmanager
+def new_folder(
+    out: Path, nbytes: int, what: str, remedy: str, progress: bool
+) -> Iterator[tuple[Path, tqdm]]:
+    """Yield a temporary folder beside ``out``, which gets this name when all of it is on disk.
+
+    An exception in between removes it, Ctrl-C too; a killed process leaves it. The progress bar
+    counts its ``nbytes``.
+    """
+    parent, size = out.absolute().parent, f"{nbytes / 1e9:.2f} GB"
+    parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(parent).free
+    if free < nbytes + SPARE_NBYTES:
+        raise OSError(
+            errno.ENOSPC,
+            f"not enough disk in {parent}: {what} takes {size}, {free / 1e9:.2f} GB is free; "
+            f"{remedy}",
+        )
+    try:
+        with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=parent) as beside:
+            folder = Path(beside) / out.name
+            folder.mkdir()
+            with tqdm(
+                desc=out.name,
+                total=nbytes,
+                unit="B",
+                unit_scale=True,
+                leave=False,
+                disable=not progress,
+            ) as bar:
+                yield folder, bar
+            for path in (*folder.iterdir(), folder):
+                _to_disk(path)
+            os.rename(folder, out)
+        _to_disk(parent)
+    except KeyboardInterrupt:
+        if os.path.lexists(out):
+            raise
+        raise KeyboardInterrupt(f"nothing was written, there is no {out}") from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise OSError(
+            errno.ENOSPC,
+            f"the disk of {parent} filled up while {size} were written; the files are removed "
+            f"again; {remedy}",
+        ) from error
+
+
+def _to_disk(path):
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -11,7 +11,6 @@ import mlx.core as mx
 from .files import CheckpointError, describe
 from .headers import DTYPES, ExpertTensor, header_and_metadata
 
-JOURNAL = "repack.json"  # in the folder while ``repack`` writes there
 PAGE_NBYTES = 4096  # every expert of a packed file begins on a page of the disk
 GATE_UP = ("gate_proj", "up_proj")  # the projections that ``fused`` mode joins
 

@@ -2,7 +2,8 @@
 
 Much of a trained router's choice is the token's: if every token of a trace takes the experts that
 the trace gave it most often, the caches' hit rates stay within 0.04. ``moelab.synthesize`` writes
-such a routing into a checkpoint, so that random weights repeat their experts as trained ones do.
+such a routing into a checkpoint with ``Routers``, so that random weights repeat their experts as
+trained ones do.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,12 @@ from .locality import decode_trace, lru_hit_rate
 SHARE = 0.25  # hit rates are made equal with this share of a layer's experts in slots
 SPREADS = np.linspace(0, 1, 33)
 KINDS_OF_THE_TRACE = 0.75  # the most of all kinds; the rest are for tokens that the trace lacks
+GROUP_SIZE = 64  # of the quantization; mlx-lm's own default
+# These projections write to the residual stream, beside the embedding.
+WRITERS = ("o_proj", "out_proj", "down_proj")
+# A router's logits of a token's experts, the most frequent first; those of all others are near 0.
+LOGITS = (4.0, 3.0)
+SIZES = ("hidden_size", "num_hidden_layers", "num_experts", "num_experts_per_tok", "vocab_size")
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,3 +98,88 @@ def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0)
         better = abs(rate - wanted) < abs(got - wanted)
         spread[better], got[better], experts[:, better] = s, rate[better], tried[:, better]
     return TokenRouting(kind_of, experts, E, spread, wanted, got)
+
+
+def bf16(x: np.ndarray) -> np.ndarray:
+    """The 16 bits of the nearest bfloat16 of each float32."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def float32(bits: np.ndarray) -> np.ndarray:
+    """The float32 of bfloat16 bits."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+class Routers:
+    """Routers that choose by the token alone, written into a checkpoint's random weights.
+
+    The first R dimensions of the residual stream hold a code for the token's kind: a row of a
+    Hadamard matrix, so that all R codes are orthogonal. They come from the embedding, and no layer
+    changes them, since the rows of the projections that would write there are zero. Each router
+    reads these dimensions only, and its weights are the sum over all kinds of wanted logits times
+    code. The other dimensions are as random as without it, so that the text depends on every layer
+    as before. The trace is that of a text in the checkpoint's tokenizer.
+    """
+
+    def __init__(self, config: dict, tensors: list, trace: Trace, seed: int):
+        text = config.get("text_config", config)
+        D, L, E, K, V = (text.get(key, 0) for key in SIZES)
+        gates = [t.name for t in tensors if t.name.endswith(".mlp.gate.scales")]
+        if len(gates) != L or D < 2 * GROUP_SIZE:
+            raise ValueError(
+                "routing: expected a model with a quantized router mlp.gate in each of its "
+                f"layers, and a hidden size of at least {2 * GROUP_SIZE}; got {len(gates)} such "
+                f"routers in {L} layers, and {D}."
+            )
+        self.layer_of = {name.removesuffix(".scales"): i for i, name in enumerate(gates)}
+        self.bits = {t.name: 32 * t.shape[-1] // D for t in tensors if t.dtype == "U32"}
+        self.hidden, self.reserved = D, 1 << (D // 2).bit_length() - 1
+        self.routing = fit(trace, L, E, K, V, self.reserved, seed)
+        self.codes = np.ones((1, 1), np.float32)
+        while len(self.codes) < self.reserved:
+            self.codes = np.block([[self.codes, self.codes], [self.codes, -self.codes]])
+        self._last = None, None
+
+    def write(self, path: str, leaf: str, row: int, out: np.ndarray) -> None:
+        """Change rows of one tensor in place; the first is number ``row``.
+
+        ``leaf`` is weight, scales or biases. All dimensions but the last count as rows, and a
+        weight's rows ``out`` are bytes.
+        """
+        rows = slice(row, row + len(out))
+        if path.endswith("embed_tokens"):
+            new = self._quantized(path, lambda: self.codes)[leaf][self.routing.kinds[rows]]
+        elif path in self.layer_of:
+            new = self._quantized(path, lambda: self._router(self.layer_of[path]))[leaf][rows]
+            if leaf != "weight":
+                out[:] = 0
+        elif path.endswith(WRITERS) and leaf != "weight":
+            out[np.arange(row, row + len(out)) % self.hidden < self.reserved] = 0
+            return
+        else:
+            return
+        out[:, : new.shape[1]] = new
+
+    def _router(self, layer):
+        """A router's weights for the code's dimensions, ``[E, R]``."""
+        experts = self.routing.experts[:, layer]
+        logits = np.zeros((len(experts), self.routing.num_experts), np.float32)
+        np.put_along_axis(logits, experts, np.linspace(*LOGITS, experts.shape[1]), 1)
+        return logits.T @ self.codes / len(self.codes)
+
+    def _quantized(self, path, weights):
+        """Quantize weights symmetrically around zero; the last path's three tensors are kept."""
+        if self._last[0] != path:
+            bits = self.bits[f"{path}.weight"]
+            half = 1 << bits - 1
+            groups = weights().reshape(-1, self.reserved // GROUP_SIZE, GROUP_SIZE)
+            scales = bf16(np.maximum(abs(groups).max(-1), 1e-6) / (half - 1))
+            exact = float32(scales)
+            levels = np.rint(groups / exact[..., None]).clip(1 - half, half - 1) + half
+            levels = levels.astype(np.uint8).reshape(-1, self.reserved)
+            if bits == 4:
+                levels = levels[:, ::2] | levels[:, 1::2] << 4
+            pieces = {"weight": levels, "scales": scales, "biases": bf16(-half * exact)}
+            self._last = path, pieces
+        return self._last[1]

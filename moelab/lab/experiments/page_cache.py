@@ -18,7 +18,7 @@ import numpy as np
 
 from ... import DATA, synthesize
 from ...commands.stream_options import parse_modes
-from ...replay import advice
+from ...replay import advice, by_token
 from ...replay.costs import Costs
 from ...replay.locality import Locality
 from ...replay.locality import synthesize as synthetic_trace
@@ -59,7 +59,7 @@ def routing(layers: int = LAYERS, vocab: int | None = None) -> Trace:
     same = {"vocab_size": vocab, "num_hidden_layers": layers}
     config["text_config"] |= same
     tensors, config = synthesize.plan(config)
-    return synthesize.Routers(config, tensors, trace, seed=0).routing.route(trace.tokens)
+    return by_token.Routers(config, tensors, trace, seed=0).routing.route(trace.tokens)
 
 
 # What was measured
