@@ -6,18 +6,20 @@ experts of a layer have a file of their own.
 """
 
 from .builder import FORKED, check_fork, mlx_lm_model, try_out
-from .checkpoint import Checkpoint
-from .config import check_config
+from .checkpoint import Checkpoint, check_config
 from .files import CheckpointError, describe, new_folder, read_json, regular_file, shorten
 from .headers import (
     DTYPES,
+    GATE_UP,
     MAX_DIMENSION,
+    PAGE_NBYTES,
     ExpertTensor,
     Tensor,
     merge_headers,
+    packed_header,
+    packing_order,
     read_header,
 )
-from .packed import GATE_UP, PAGE_NBYTES, packed_header, packing_order
 
 __all__ = [
     "DTYPES",
