@@ -5,14 +5,12 @@ E experts, K experts per token (top-k), S slots per layer, L layers. Bytes are `
 seconds end in ``_s``.
 """
 
-import os
 from pathlib import Path
 
 from . import open_files  # noqa: F401 (before mlx-lm is imported anywhere)
 
 __version__ = "0.2.0"
 
-PROCESS = os.getpid()  # a fork of it may lack what MLX needs
 DATA = Path(__file__).resolve().parent.parent / "data"
 
 __all__ = [

@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
-from .. import PROCESS
 from ..hooks import with_globals
+from ..open_files import PROCESS
 from .checkpoint import Checkpoint
 from .files import CheckpointError, describe
 

@@ -92,7 +92,7 @@ class StreamConfig:
     )
     memory_nbytes: int | None = _option(
         None,
-        "for slots auto: bytes to take, 2GB in a command (default: what there is)",
+        "for slots auto: bytes to take, 2GB in a command (default: all free)",
         metavar="BYTES",
         bounds=(1, MOST_NBYTES),
         modes=SLOT_MODES,
