@@ -33,14 +33,8 @@ class Slow:
     every: int = 0
 
 
-MORE = "one of three kinds of damage is enough to see that damage is refused"
 FAMILIES = "every family streams in test_family_streams; here one of three is enough"
 SLOW = (
-    Slow("test_bad_input.py::test_config_with_a_bad_value", MORE, every=3),
-    Slow("test_bad_input.py::test_config_is_not_an_object", MORE, every=3),
-    Slow("test_bad_input.py::test_header_lies", MORE, every=3),
-    Slow("test_bad_input.py::test_tokenizer_is_damaged", MORE, every=3),
-    Slow("test_bad_input.py::test_index_is_not_an_index", MORE, every=3),
     Slow(
         "::test_killed_at_ten_moments",
         "an interruption at a chosen moment stays: test_an_interrupted_run_goes_on",
