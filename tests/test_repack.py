@@ -215,23 +215,6 @@ def test_bad_input(tmp_path, packed, monkeypatch):
         )
         assert not (tmp_path / "wrong").exists()
 
-    good = repack(path, tmp_path / "good", progress=False)
-    file = good / "experts-00000.safetensors"
-    content = file.read_bytes()
-    file.write_bytes(content[:-1])
-    refused(moelab.CheckpointError, str(file), "damaged", call=lambda: load_model(good))
-    n = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + n])
-    parameters = header["__metadata__"]["parameters"]
-    header["__metadata__"]["parameters"] = parameters.replace('"offset": 0', '"offset": 99999')
-    text = json.dumps(header).encode().ljust(n)
-    file.write_bytes(content[:8] + text + content[8 + n :])
-    refused(
-        moelab.CheckpointError, str(file), "Repack the model again", call=lambda: load_model(good)
-    )
-    file.unlink()
-    refused(moelab.CheckpointError, str(good), call=lambda: load_model(good))
-
 
 def _own_files(folder):
     folder.mkdir()
@@ -415,27 +398,6 @@ def without_checksum(file):
     write_header(file, json.dumps(header).encode())
 
 
-def test_a_packed_header_with_a_flipped_bit(small, tmp_path):
-    """It is refused or has no effect, whichever bit it is."""
-    path, rng = tmp_path / "damaged", random.Random(1)
-    shutil.copytree(small, path)
-    file, want = path / "experts-00001.safetensors", extents(small)
-    header, sound = header_of(file)
-    same = 0
-    for bit in rng.sample(range(8 * len(header)), 600):
-        flipped = bytearray(sound)
-        flipped[8 + bit // 8] ^= 1 << bit % 8
-        file.write_bytes(flipped)
-        try:
-            got = extents(path)
-        except moelab.CheckpointError as e:
-            assert str(file) in str(e)
-            continue
-        assert got == want, f"bit {bit}: {bytes(flipped[8 : 8 + len(header)])}"
-        same += 1
-    assert same < 60  # in the name of the tensor, and where spaces become other white space
-
-
 def swap(key, i, j):
     def edit(header, parameters):
         parameters[i][key], parameters[j][key] = parameters[j][key], parameters[i][key]
@@ -473,41 +435,28 @@ def another_shape(header, parameters):
     parameters[0].update(shape=[1, 512])
 
 
-def another_tensor(header, parameters):
-    header["more"] = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
-
-
 STRUCTURE = {
-    "two names swapped": swap("name", 0, 1),
     "two offsets swapped": swap("offset", 0, 1),
-    "order": lambda header, parameters: parameters.reverse(),
     "all offsets moved": shift,
     "a weight as another type": set_dtype("F32", "gate_proj.weight"),
-    "a weight as signed": set_dtype("I32", "gate_proj.weight"),
     "scales as another type": set_dtype("F16", "gate_proj.scales"),
-    "scales as whole numbers": set_dtype("I16", "gate_proj.scales"),
-    "a parameter dropped": lambda header, parameters: parameters.pop(),
     "a parameter twice": lambda header, parameters: parameters.append(dict(parameters[-1])),
     "a shape transposed": lambda header, parameters: parameters[0]["shape"].reverse(),
     "another shape of as many bytes": another_shape,
     "more experts": set_shape(2 * E, STRIDE // 2),
-    "fewer experts": set_shape(E // 2, STRIDE * 2),
     "another layer's path": set_path("model.layers.0.mlp.switch_mlp"),
     "no layer's path": set_path("model.layers.9.mlp.switch_mlp"),
-    "text in the tensor's type": lambda header, parameters: header["experts"].update(dtype="I8"),
-    "another tensor": another_tensor,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("checksum", [True, False], ids=["with checksum", "of version 0.1"])
 @pytest.mark.parametrize("edit", STRUCTURE)
-def test_a_packed_header_that_lies(small, tmp_path, edit, checksum):
+def test_a_packed_header_that_lies(small, tmp_path, edit):
+    """Also one of version 0.1, which has no checksum. Those with one are damaged by the fuzzer."""
     path = tmp_path / "damaged"
     shutil.copytree(small, path)
-    if not checksum:
-        for file in path.glob("experts-*"):
-            without_checksum(file)
-        assert extents(path) == extents(small)
+    for file in path.glob("experts-*"):
+        without_checksum(file)
+    assert extents(path) == extents(small)
     file = path / "experts-00001.safetensors"
     header = json.loads(header_of(file)[0])
     assert header["experts"]["shape"] == [E, STRIDE]
