@@ -593,34 +593,6 @@ def test_not_a_model_from_moelab(good):
             function(families.load_resident(good))
 
 
-def test_no_free_disk(tmp_path, tokenizer, monkeypatch):
-    """Nothing is written if it cannot fit."""
-    full = shutil.disk_usage(tmp_path)._replace(free=10_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
-    with pytest.raises(
-        OSError,
-        match="not enough disk in .*: the checkpoint takes .*, .* is free; ask for fewer layers",
-    ) as caught:
-        synthesize.synthesize(tmp_path / "out", like="qwen3-30b-a3b", layers=1, tokenizer=tokenizer)
-    assert caught.value.errno == errno.ENOSPC and str(tmp_path) in str(caught.value)
-    assert not list(tmp_path.glob("out*"))
-
-
-def test_disk_fills_up(tmp_path, tokenizer, monkeypatch):
-    """The files written by then are removed."""
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(synthesize, "_write_shard", full)
-    with pytest.raises(
-        OSError, match="the disk of .* filled up while .* were written; the files are removed"
-    ) as caught:
-        synthesize.synthesize(tmp_path / "out", like="qwen3-30b-a3b", layers=1, tokenizer=tokenizer)
-    assert caught.value.errno == errno.ENOSPC
-    assert not list(tmp_path.glob("out*"))
-
-
 # Failures while a model streams
 
 

@@ -570,7 +570,7 @@ def test_a_hostile_crowd(draft, tmp_path):
 
     The limit stays 80 MB above the memory in use: a layer of the longest prompt takes up to 45 MB
     and a request that is read up to 33, and the server cannot look at the memory meanwhile."""
-    seconds, low, high, spare = float(os.environ.get("MOELAB_CROWD_S", 20)), 190, 400, 80
+    seconds, low, high, spare = float(os.environ.get("MOELAB_CROWD_S", 10)), 190, 400, 80
     rng, rss, moves = random.Random(0), [], 0
     with moelab.load(MODEL, moelab.StreamConfig(slots=16))[0] as model:
         tokenizer = mlx_lm.utils.load_tokenizer(MODEL)
