@@ -13,7 +13,6 @@ from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-PROCESS = os.getpid()  # which imported moelab; a fork of it may lack what MLX needs
 SPARE = 64  # files for sockets, pipes, libraries, a trace and all else that a process opens
 
 

@@ -3,6 +3,7 @@
 import os
 import threading
 from functools import partial
+from multiprocessing import parent_process
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -10,7 +11,6 @@ import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
 from ..hooks import with_globals
-from ..open_files import PROCESS
 from .checkpoint import Checkpoint
 from .files import CheckpointError, describe
 
@@ -19,7 +19,8 @@ FORKED = (
     "it with multiprocessing's 'spawn', and load the model in it."
 )
 FORK_S = 2  # until a stream that has nothing to do counts as one without its thread
-_computes = PROCESS  # the latest process that is known to have MLX's threads
+# The latest process that is no fork, or has MLX's threads; None in a child that may be a fork.
+_computes = os.getpid() if parent_process() is None else None
 
 
 def check_fork() -> None:

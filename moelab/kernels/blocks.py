@@ -265,7 +265,9 @@ class Attention(Block):
         """As in ``GatedDelta``."""
         has_offset = cache is None or isinstance(getattr(cache, "offset", None), int)
         keys = getattr(cache, "keys", None)
-        return has_offset and not hasattr(cache, "bits") and (keys is None or takes(keys))
+        return (
+            has_offset and not hasattr(cache, "bits") and (keys is None or keys.dtype == mx.float32)
+        )
 
     def fits(self) -> list | None:
         """As in ``GatedDelta``."""
@@ -302,12 +304,16 @@ class Attention(Block):
         """Attention of ``[B, heads, T, size]`` to what is in the cache and to k and v."""
         if cache is not None:
             # The cache's arrays are MLX's, and which kind it is does not matter here.
-            for held, a in zip((getattr(cache, n, None) for n in ("keys", "values")), (k, v)):
-                if held is not None:  # before anything is written to it
-                    check_cache(held[..., :0, :], (*a.shape[:2], 0, a.shape[3]))
+            for name, a in ("keys", k), ("values", v):  # before anything is written to them
+                held = getattr(cache, name, None)
+                if held is not None and (held.shape[:2], held.shape[3]) != (
+                    a.shape[:2],
+                    a.shape[3],
+                ):
+                    check_cache(held, (*a.shape[:2], held.shape[2], a.shape[3]))
             k, v = cache.update_and_fetch(*(to_mlx(a) for a in (k, v)))
             mx.eval(k, v)
-            if not (attention.agree(q, k, v, mask) and takes(k) and takes(v)):
+            if not attention.agree(q, k, v, mask) or {k.dtype, v.dtype} != {mx.float32}:
                 raise ValueError(f"cache: expected float32 for {q.shape}, got {k.dtype} {k.shape}")
             k, v = np.asarray(k), np.asarray(v)
         mask = np.asarray(mask) if isinstance(mask, mx.array) else mask

@@ -111,7 +111,7 @@ def of_mlx(a: mx.array, shape: tuple[int, ...], name: str) -> np.ndarray:
     if a.shape != shape or a.dtype != mx.float32:
         kind = str(a.dtype).removeprefix("mlx.core.")
         raise ValueError(f"{name}: expected float32 {shape}, got {kind} {a.shape}")
-    return np.ascontiguousarray(np.asarray(a))
+    return np.ascontiguousarray(a)
 
 
 def to_mlx(a: np.ndarray) -> mx.array:

@@ -102,15 +102,16 @@ class DeltaPass:
 
     def run(self, mask: None, cache: ArraysCache) -> None:
         """Compute ``end``, and put into the cache what the next token needs."""
-        given = [check_cache(a, z.shape) for a, z in zip(cache.cache, self._zeros)]
-        before, now = (z if a is None else a for a, z in zip(given, self._zeros))
+        (before, now), (no_past, zero) = cache.cache, self._zeros
+        before = no_past if before is None else check_cache(before, no_past.shape)
+        now = zero if now is None else check_cache(now, zero.shape)
         told = self._mixer.recorder is not None
         in_place = not told and now.nbytes >= IN_PLACE_NBYTES
         if in_place:
             # MLX writes to the state's memory if nobody else holds it, and else to a copy. Either
             # way nobody else has that memory then: it becomes the next state.
             state = to_mlx(now) if now.flags.owndata else mx.array(cache[1])
-            del given, now
+            del now
             cache[1] = None
             state[0, 0, 0, 0] = float(np.asarray(state)[0, 0, 0, 0])
             mx.eval(state)

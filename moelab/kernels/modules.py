@@ -312,9 +312,7 @@ class FastExperts:
         if found is None or any(p.training or replaced(p) for p in found):
             return None
         *gate_up, down = [p.matrices() for p in found]
-        if down is None or None in gate_up:
-            return None
-        return (gate_up, down) if sum(m.outputs for m in gate_up) == 2 * down.inputs else None
+        return None if down is None or None in gate_up else (gate_up, down)
 
     def begin(self, x: mx.array, shape: tuple[int, ...]) -> "ExpertCall | None":
         """Begin a call for x ``[..., D]``; its (token, expert) pairs are computed some at a time.
@@ -427,6 +425,8 @@ def addresses_of(matrices: tuple[list[quantized.Matrices], quantized.Matrices]) 
     """Where weights, scales and biases of each expert's gate, up and down begin: ``[E, 9]``."""
     gate_up, down = matrices
     if down.together is None or down.together[0] != gate_up:
+        if sum(m.outputs for m in gate_up) != 2 * down.inputs:
+            raise ValueError(f"experts: expected gates for {down.inputs} inputs of the last matrix")
         gate, up = gate_up[0].addresses(), gate_up[-1].addresses(0 if gate_up[1:] else down.inputs)
         down.together = gate_up, np.concatenate([gate, up, down.addresses()], axis=1)
     return down.together[1]

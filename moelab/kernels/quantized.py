@@ -167,6 +167,8 @@ class Matrices:
 
     def multiply_parts(self, packed: Packed, parts: Parts, y: np.ndarray) -> None:
         """Multiply packed rows with several matrices into ``y [n, N]``. Its rows may be apart."""
+        if y.shape[1] != self.outputs:
+            raise ValueError(f"expected room for rows of {self.outputs}, got {y.shape[1]}")
         tasks = np.empty((len(parts.matrix), TASK), np.int64)
         tasks[:, : len(self._bases)] = self._bases + parts.matrix[:, None] * self._strides
         tasks[:, 3:6] = packed.x, packed.sums, y.ctypes.data

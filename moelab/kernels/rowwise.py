@@ -59,7 +59,8 @@ def _places(a):
 def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     """``silu(gate) * up``, ``[n, F]`` each."""
     n, F = gate.shape
-    _like(gate, up=up)
+    if up.shape != gate.shape:
+        raise ValueError(f"up: expected {gate.shape}, got {up.shape}")
     y = empty(n, F)
     numbers = address(gate), gate.strides[0] // 4, address(up), up.strides[0] // 4, address(y), n
     team.run(_swiglu(F), *numbers, pieces=team.pieces(NUMBER_WORK * y.size, n * F // 64))

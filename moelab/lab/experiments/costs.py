@@ -13,11 +13,12 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from ... import StreamConfig, footprint, load
+from ... import StreamConfig, footprint
 from ...memory import memory_available
 from ...replay.costs import Costs
 from ...replay.locality import decode_trace
 from ...replay.sizes import ModelSizes
+from ...streaming.model import load_model
 from ...streaming.reading import native
 from ...streaming.record import route_by
 from ...streaming.residency.bank import can_empty
@@ -100,7 +101,7 @@ def _measured(path, config, tokens, seed):
         return {"what": what, "variant": variant, "misses": misses, "seconds": seconds}
 
     config = replace(config, slots=K, prefetch="none")
-    model, _ = load(path, config)
+    model, _ = load_model(path, config)
     with model:
         reader, rows = session_of(model).reader, []
         ways = {DISK: False} | ({DIRECT: True} if _reads_direct() else {})
@@ -275,7 +276,7 @@ def _time_without_waits(path, config, tokens, E):
     ids = np.arange(PROMPT + 1 + tokens + DISCARDED) % 64
     prompt, fed = ids[: PROMPT + 1].tolist(), ids[PROMPT + 1 :].tolist()
     for variant, given in ways.items():
-        model, _ = load(path, replace(config, **given))
+        model, _ = load_model(path, replace(config, **given))
         with model:
             for i in range(1 + ROUNDS):
                 found = decode(model, prompt, tokens, DISCARDED, feed=fed)
