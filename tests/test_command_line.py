@@ -165,11 +165,6 @@ def test_a_text_is_a_prompt_or_a_trace(calls, capsys):
     assert "--feed: not allowed with argument --prompt" in got.err
 
 
-def test_several_prompts_arrive(calls, capsys):
-    assert run(capsys, "bench", "M", "--prompt", "a", "--prompt", "b").code == 0
-    assert "'a', 'b'" in repr(calls)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stream_option_that_a_mode_has_no_use_for(mode, calls, capsys):
     for command in (
@@ -254,12 +249,6 @@ def test_a_value_that_cannot_be(command, calls, capsys):
     assert (got.code, calls) == (2, [])
     assert name in got.err and (value in got.err or "," in value)
     assert "expected" in got.err or "choose from" in got.err
-
-
-@pytest.mark.parametrize("value", ["-1", "2,,4"])
-def test_a_list_may_begin_with_a_dash_or_have_a_gap(value, capsys):
-    got = run(capsys, "bench", "M", "--draft", "lookup", f"--lengths={value}")
-    assert got.code == 2 and "--lengths" in got.err
 
 
 @pytest.mark.parametrize(
