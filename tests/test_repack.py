@@ -1,5 +1,6 @@
 """repack: the same model with one read for each expert, after any interruption."""
 
+import functools
 import json
 import os
 import random
@@ -181,21 +182,14 @@ def test_bad_input(tmp_path, packed, monkeypatch):
             assert word in str(error.value), error.value
 
     (tmp_path / "there").mkdir()
-    refused(
-        FileExistsError,
-        "there exists already",
-        "name another",
-        call=lambda: repack(path, tmp_path / "there"),
-    )
-    refused(
-        moelab.CheckpointError,
-        str(packed),
-        "packed already",
-        call=lambda: repack(packed, tmp_path / "again"),
-    )
+    again = functools.partial(repack, packed, tmp_path / "again")
+    wrong = functools.partial(repack, path, tmp_path / "wrong")
+    there = functools.partial(repack, path, tmp_path / "there")
+    refused(FileExistsError, "there exists already", "name another", call=there)
+    refused(moelab.CheckpointError, str(packed), "packed already", call=again)
     with monkeypatch.context() as m:
         m.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))
-        refused(OSError, "not enough disk", "is free", call=lambda: repack(path, tmp_path / "full"))
+        refused(OSError, "not enough disk", "is free", call=wrong)
     with monkeypatch.context() as m:
         rows = repack_module._Layer.experts
         calls = []
@@ -207,12 +201,7 @@ def test_bad_input(tmp_path, packed, monkeypatch):
                 yield row
 
         m.setattr(repack_module._Layer, "experts", other)
-        refused(
-            OSError,
-            "not what was written",
-            "check the disk",
-            call=lambda: repack(path, tmp_path / "wrong"),
-        )
+        refused(OSError, "not what was written", "check the disk", call=wrong)
         assert not (tmp_path / "wrong").exists()
 
 

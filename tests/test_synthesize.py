@@ -145,22 +145,10 @@ def test_too_little_disk(tmp_path, tokenizer, monkeypatch, capsys):
     monkeypatch.setattr(
         shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(10**9, 10**9, 10**6)
     )
-    code = main(
-        [
-            "synthesize",
-            str(tmp_path / "m"),
-            "--layers",
-            "4",
-            "--tokenizer",
-            str(tokenizer),
-            "--quiet",
-        ]
-    )
-    assert code == 1
-    assert (
-        "the checkpoint takes 1.89 GB, 0.00 GB is free; ask for fewer layers"
-        in capsys.readouterr().err
-    )
+    argv = f"synthesize {tmp_path / 'm'} --layers 4 --tokenizer {tokenizer} --quiet"
+    assert main(argv.split()) == 1
+    said = "the checkpoint takes 1.89 GB, 0.00 GB is free; ask for fewer layers"
+    assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -200,21 +188,8 @@ def test_an_existing_folder_is_left_alone(tmp_path, tokenizer):
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_ctrl_c_leaves_nothing(tmp_path, tokenizer):
     out = tmp_path / "m"
-    p = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "moelab",
-            "synthesize",
-            str(out),
-            "--layers",
-            "4",
-            "--tokenizer",
-            str(tokenizer),
-            "--quiet",
-        ],
-        stderr=subprocess.PIPE,
-    )
+    argv = f"-m moelab synthesize {out} --layers 4 --tokenizer {tokenizer} --quiet".split()
+    p = subprocess.Popen([sys.executable, *argv], stderr=subprocess.PIPE)
     deadline = time.time() + 60
     while time.time() < deadline and not list(tmp_path.glob("m.partial/*.safetensors")):
         time.sleep(0.05)
