@@ -70,11 +70,9 @@ figures: $(READY)
 	$(BIN)/python -m pytest -q tests/test_browser.py -k 00_start_here
 	cp build/browser_00.png docs/figures/notebook.png
 
-# The last line looks at the list of slow tests, which only a collection of all tests can check.
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest --collect-only -qq tests > /dev/null
 
 # The browser test needs Chromium and its driver, and is skipped without them; only root on Debian gets them here.
 browser:

@@ -8,7 +8,6 @@ import json
 import re
 import signal
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from small import small
@@ -18,33 +17,16 @@ from moelab import synthesize
 
 @dataclass(frozen=True)
 class Slow:
-    """A test whose cases run in ``make test-all`` only, but for some.
+    """A test whose cases run in ``make test-all`` only, but for some."""
 
-    Attributes:
-        test (str): The end of its node id, without the case.
-        why (str): Why the rest is enough for ``make test``.
-        keep (str): What ``re.search`` finds in the cases that stay in ``make test``.
-        every (int): Instead: one case of so many stays, beginning with the first.
-    """
-
-    test: str
-    why: str
-    keep: str = ""
-    every: int = 0
+    test: str  # the end of its node id, without the case
+    why: str  # why the rest is enough for ``make test``
+    keep: str = ""  # what ``re.search`` finds in the cases that stay in ``make test``
+    every: int = 0  # instead: one case of so many stays, beginning with the first
 
 
-MORE = "one of three kinds of damage is enough to see that damage is refused"
 FAMILIES = "every family streams in test_family_streams; here one of three is enough"
 SLOW = (
-    Slow("test_bad_input.py::test_config_with_a_bad_value", MORE, every=3),
-    Slow("test_bad_input.py::test_config_is_not_an_object", MORE, every=3),
-    Slow("test_bad_input.py::test_header_lies", MORE, every=3),
-    Slow("test_bad_input.py::test_tokenizer_is_damaged", MORE, every=3),
-    Slow("test_bad_input.py::test_index_is_not_an_index", MORE, every=3),
-    Slow(
-        "::test_beats_xz_and_routing_has_not_collapsed",
-        "the quality of a file in data/, which no change of code alters",
-    ),
     Slow(
         "::test_the_same_logits_and_counters_that_add_up",
         "each prefetcher and each policy stays, with one number of slots",
@@ -100,10 +82,6 @@ SLOW = (
         "other files of strangers stay: test_a_strangers_trace_is_refused",
     ),
     Slow(
-        "::test_tiny_moe_writes_the_resident_tokens_in_every_mode",
-        "notebook 00 compares its tokens in every mode, test_family_streams the logits",
-    ),
-    Slow(
         "::test_every_slider_changes_the_figure",
         "notebook 00 stays; nbmake sets the sliders of all notebooks from code",
         keep="00_start_here",
@@ -147,40 +125,15 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def mark_slow(items, table=SLOW):
-    """Adds the marker ``slow`` to what the table names; returns the entries that match nothing."""
-    unused = []
-    for slow in table:
-        cases = [item for item in items if item.nodeid.partition("[")[0].endswith(slow.test)]
-        rest = [
-            case
-            for i, case in enumerate(cases)
-            if not (slow.keep and re.search(slow.keep, case.nodeid.partition("[")[2]))
-            and not (slow.every and i % slow.every == 0)
-        ]
-        for case in rest:
-            case.add_marker(pytest.mark.slow(reason=slow.why))
-        kept = len(cases) - len(rest)
-        if not rest or bool(kept) != bool(slow.keep or slow.every):
-            unused.append(slow.test)
-    return unused
-
-
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" deselects
-def pytest_collection_modifyitems(config, items):
-    """Marks the slow tier. With the whole suite at hand, refuses a table that has gone stale."""
-    unused = mark_slow(items)
-    folder = Path(__file__).parent
-    files = {path for path in folder.rglob("test_*.py")}
-    chosen = any("::" in argument for argument in config.args) or config.option.keyword
-    if files <= {item.path for item in items} and not chosen:
-        fast = {item.path for item in items if not item.get_closest_marker("slow")}
-        unused += [f"{path.relative_to(folder)}: nothing left" for path in sorted(files - fast)]
-        if unused:
-            raise pytest.UsageError(
-                "SLOW in tests/conftest.py: expected each entry to make some cases slow, to keep "
-                f"those it says, and a test of every file to stay, but: {', '.join(unused)}"
-            )
+def pytest_collection_modifyitems(items):
+    """Adds the marker ``slow`` to what ``SLOW`` names."""
+    for slow in SLOW:
+        cases = [item for item in items if item.nodeid.partition("[")[0].endswith(slow.test)]
+        for i, case in enumerate(cases):
+            kept = slow.keep and re.search(slow.keep, case.nodeid.partition("[")[2])
+            if not kept and not (slow.every and i % slow.every == 0):
+                case.add_marker(pytest.mark.slow(reason=slow.why))
 
 
 @pytest.fixture

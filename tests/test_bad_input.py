@@ -138,26 +138,7 @@ def test_missing_shard(damaged, assert_usable):
     assert_usable()
 
 
-def test_index_names_a_file_that_is_not_there(damaged, assert_usable):
-    index = damaged / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    content["weight_map"]["model.norm.weight"] = "model-00009-of-00009.safetensors"
-    index.write_text(json.dumps(content))
-    message = failing_load(damaged, moelab.CheckpointError, "model-00009-of-00009.safetensors")
-    assert str(index) in message and "Download" in message
-    assert_usable()
-
-
-NO_INDEX = [
-    "",
-    "{",
-    "[]",
-    '{"metadata": {}}',
-    '{"weight_map": [1]}',
-    '{"weight_map": {"a": 1}}',
-    '{"weight_map": {"a": [1], "b": "c"}}',
-    "[" * 100_000,
-]
+NO_INDEX = ("{", '{"metadata": {}}', '{"weight_map": {"a": [1], "b": "c"}}', "[" * 100_000)
 
 
 @pytest.mark.parametrize("content", NO_INDEX, ids=lambda text: text[:20])
@@ -169,11 +150,10 @@ def test_index_is_not_an_index(content, damaged, assert_usable):
     assert_usable()
 
 
-@pytest.mark.parametrize("keep", [0, 3, 8, 100, 0.5, -1])
+@pytest.mark.parametrize("keep", [0, 100, -1])
 def test_truncated_shard(keep, damaged, assert_usable):
     file = shard(damaged)
-    size = file.stat().st_size
-    keep = size + keep if keep < 0 else int(size * keep) if isinstance(keep, float) else keep
+    keep %= file.stat().st_size
     os.truncate(file, keep)
     message = failing_load(damaged, moelab.CheckpointError, f"the header of its {keep} bytes")
     assert str(file) in message and "download it again" in message
@@ -196,25 +176,13 @@ def test_not_a_model_folder(tmp_path, assert_usable):
     assert_usable()
 
 
-NOT_OBJECTS = {
-    "empty": b"",
-    "cut off": b"{",
-    "not JSON": b"nonsense",
-    "not text": b'{"a": "\xff"}',
-    "nested": b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}",
-    "nested without end": b"[" * 100_000,
-    "a number of many digits": b'{"a": ' + b"1" * 5000 + b"}",
-    "a list": b"[1, 2]",
-    "null": b"null",
-    "a number": b"7",
-    "text": b'"' + b"y" * 100_000 + b'"',
-}
+NOT_OBJECTS = (b"{", b'{"a": "\xff"}', b'{"a": ' + b"1" * 5000 + b"}", b"[1, 2]")
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json", "hf_quant_config.json"])
 @pytest.mark.parametrize("content", NOT_OBJECTS)
 def test_config_is_not_an_object(file, content, damaged, assert_usable):
-    (damaged / file).write_bytes(NOT_OBJECTS[content])
+    (damaged / file).write_bytes(content)
     message = failing_load(damaged, moelab.CheckpointError, "not JSON|expected a JSON object")
     assert str(damaged / file) in message and "Download" in message
     with pytest.raises(moelab.CheckpointError):
@@ -237,53 +205,20 @@ def set_config(path, **changes):
 
 
 BAD_VALUES = [
-    ("text_config", [1]),
     ("text_config", "x"),
     ("quantization", 4),
-    ("quantization", [4, 32]),
-    ("quantization__group_size", True),
     ("quantization__group_size", 33),
-    ("quantization__group_size", "32"),
-    ("quantization__bits", 0),
     ("quantization__bits", 7),
-    ("quantization__bits", 4.0),
-    ("quantization__bits", None),
     ("quantization__mode", "int4"),
     ("rope_theta", "x"),
-    ("rope_theta", [1]),
-    ("rms_norm_eps", "x"),
-    ("rms_norm_eps", None),
-    ("num_hidden_layers", 0),
-    ("num_hidden_layers", -1),
     ("num_hidden_layers", 4),
-    ("num_hidden_layers", 2.5),
     ("num_hidden_layers", 10**9),
-    ("num_hidden_layers", 10**18),
-    ("num_attention_heads", 0),
     ("num_attention_heads", 3),
-    ("num_attention_heads", 10**9),
-    ("num_attention_heads", [4]),
-    ("hidden_size", 0),
-    ("hidden_size", -64),
     ("hidden_size", 2**31),
-    ("hidden_size", 10**18),
-    ("hidden_size", 10**30),
-    ("vocab_size", 2**31 - 1),
-    ("num_experts", 0),
     ("num_experts", 10**9),
-    ("num_experts", True),
-    ("num_experts_per_tok", 0),
-    ("num_experts_per_tok", -1),
-    ("num_experts_per_tok", 10**18),
     ("num_experts_per_tok", True),
-    ("num_experts_per_tok", 2.0),
-    ("num_experts_per_tok", "2"),
-    ("num_experts_per_tok", []),
-    ("num_experts_per_tok", [2, 2]),
     ("num_experts_per_tok", [2, "x"]),
-    ("num_experts_per_tok", {"a": 2}),
     ("decoder_sparse_step", 0),
-    ("model_type", 3),
     ("model_type", ["qwen3_moe"]),
 ]
 
@@ -362,14 +297,9 @@ def with_strange_merge(text):
 
 BAD_TOKENIZERS = {
     "cut off": ("tokenizer.json", lambda text: text[: len(text) // 2]),
-    "a list": ("tokenizer.json", lambda text: "[1, 2]"),
-    "no model": ("tokenizer.json", changed(model=None)),
     "merges of nothing": ("tokenizer.json", with_strange_merge),
-    "nested": ("tokenizer.json", lambda text: "[" * 100_000),
     "config cut off": ("tokenizer_config.json", lambda text: text[:-5]),
-    "config is a number": ("tokenizer_config.json", lambda text: "7"),
     "class is a list": ("tokenizer_config.json", changed(tokenizer_class=[1])),
-    "token is a number": ("tokenizer_config.json", changed(extra_special_tokens=[7])),
     "length is text": ("tokenizer_config.json", changed(model_max_length="long")),
 }
 
@@ -438,13 +368,6 @@ def test_adapters_are_damaged(damage, with_tokenizer, good, assert_usable):
     assert_usable()
 
 
-def test_config_and_weights_disagree(damaged, assert_usable):
-    config = json.loads((damaged / "config.json").read_text())
-    (damaged / "config.json").write_text(json.dumps({**config, "num_experts": E + 1}))
-    failing_load(damaged, moelab.CheckpointError, "mlx-lm cannot build it")
-    assert_usable()
-
-
 def test_weights_are_missing(damaged, assert_usable):
     """The files are valid, but a part of the model is not in them."""
     file = shard(damaged)
@@ -498,36 +421,13 @@ def overlap(header, name):
 LIES = {
     "beyond the end": set_entry(data_offsets=lambda t: [o + 10**12 for o in t["data_offsets"]]),
     "over another tensor": overlap,
-    "too long for its shape": set_entry(
-        data_offsets=lambda t: [t["data_offsets"][0], t["data_offsets"][1] + 4]
-    ),
     "too short for its shape": set_entry(shape=lambda t: [t["shape"][0] + 1, *t["shape"][1:]]),
-    "another type than it has": set_entry(dtype="F64"),
-    "backwards": set_entry(data_offsets=lambda t: t["data_offsets"][::-1]),
-    "negative offsets": set_entry(
-        data_offsets=lambda t: [-8, t["data_offsets"][1] - t["data_offsets"][0] - 8]
-    ),
-    "negative shape": set_entry(shape=lambda t: [-t["shape"][0], *t["shape"][1:]]),
     "shape beyond 64 bits": set_entry(shape=[2**40, 2**40]),
-    "fractional offsets": set_entry(data_offsets=lambda t: [o + 0.5 for o in t["data_offsets"]]),
     "offsets as text": set_entry(data_offsets=["0", "64"]),
-    "one offset": set_entry(data_offsets=[0]),
-    "no offsets": lambda header, name: header[name].pop("data_offsets") and None,
     "unknown type": set_entry(dtype="Q4_K"),
-    "type as a number": set_entry(dtype=7),
-    "entry is not a mapping": lambda header, name: header.update({name: [1, 2]}),
     "not JSON": lambda header, name: b'{"a": ',
-    "not text": lambda header, name: b"\xff\xfe\x00garbage",
-    "a list": lambda header, name: b"[1, 2, 3]",
-    "deeply nested": lambda header, name: b"[" * 100_000,
-    "metadata is not text": lambda header, name: header.update(__metadata__={"format": 1}),
     "metadata is a list": lambda header, name: header.update(__metadata__=["mlx"]),
-    "no shape": set_entry(shape=None),
-    "shape is not a list": set_entry(shape=True),
     "a name twice": lambda header, name: json.dumps(header)[:-1].encode() + b', "a": 1, "a": 2}',
-    "a hole": lambda header, name: (
-        header.pop(min(header, key=lambda n: header[n].get("data_offsets", [9**9])[0])) and None
-    ),
     "bytes that are no tensor's": lambda header, name: (
         header.pop(max(header, key=lambda n: header[n].get("data_offsets", [-1])[0])) and None
     ),
@@ -552,7 +452,7 @@ def test_header_lies(lie, damaged, assert_usable):
     assert_usable()
 
 
-@pytest.mark.parametrize("length", [0, 1, 2**31, 2**63 - 1, 2**64 - 1])
+@pytest.mark.parametrize("length", [0, 2**64 - 1])
 def test_header_length_lies(length, damaged, assert_usable):
     file = shard(damaged)
     with open(file, "r+b") as f:
@@ -623,11 +523,6 @@ def test_ranks_divided_by_what_is_no_trace_of_the_model(good, tmp_path):
     file = Path(config.ranks_trace)
     file.write_bytes(file.read_bytes()[:-30])
     refused("a damaged file")
-
-
-def test_unknown_field():
-    with pytest.raises(TypeError, match="slot"):
-        moelab.StreamConfig(slot=16)
 
 
 @pytest.mark.parametrize(

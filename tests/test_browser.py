@@ -181,20 +181,6 @@ def save(browser, picture):
     return path
 
 
-def test_a_wait_that_fails_says_what_it_saw(lab, browser):
-    browser.get(f"{lab}/workspaces/wait/tree/{NOTEBOOKS[0].name}")
-    wait_until(browser, "the notebook is there", f"return {STATUS}", "browser_wait_failed.png")
-    picture = ROOT / "build" / "browser_wait_failed.png"
-    picture.unlink(missing_ok=True)
-    with pytest.raises(pytest.fail.Exception) as failed:
-        wait_until(browser, "never", "return false", picture.name, seconds=0.5)
-    said = str(failed.value)
-    assert "not after 0.5 s: never" in said and str(picture) in said and picture.stat().st_size
-    seen = json.loads(said.partition("The page: ")[2])
-    assert seen["focus"] and seen["widget"] == NOTEBOOKS[0].name and "/wait/" in seen["address"]
-    assert seen["run"].startswith("0 of ")
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_every_slider_changes_the_figure(path, lab, browser):
     picture = f"browser_{path.stem[:2]}"

@@ -40,7 +40,6 @@ from moelab.commands import serve
 from moelab.commands.drafting import leave_room
 from moelab.lab import limit
 from moelab.lab.serving import Served
-from moelab.speculation.dflash import DFlashDraft
 from moelab.streaming.room import LEFT_NBYTES, RESERVE_NBYTES, Room
 from moelab.streaming.session import session_of
 
@@ -259,72 +258,46 @@ def called(tool_calls):
 
 HUGE = 10**400  # beyond float64
 BAD = {  # fields of a request, and what the error names
-    "prompt": [5, None, True, ["a"], [1, 2], {}, "", "\ud800"],
-    "max_tokens": [0, -1, 1.5, "many", None, True, 2**31, HUGE],
-    "max_completion_tokens": [0, "many", True, [], 2**31],
-    "temperature": [-1, "hot", float("nan"), float("inf"), None, True, 10**39, HUGE, 1e39],
-    "top_p": [-0.1, 1.1, "x", None, True],
-    "top_k": [-1, 1.5, 8192, 10**9, None, True, HUGE],
-    "min_p": [-1, 2, None, True],
-    "num_draft_tokens": [-1, "many", 2.5, None, True, 65, HUGE],
-    "repetition_penalty": [-1, "x", float("nan"), None, True, 1e39, HUGE],
-    "repetition_context_size": [-1, "x", None, True, 2**31, HUGE],
-    "presence_penalty": ["x", float("inf"), None, True, -HUGE],
-    "presence_context_size": [-1, None, True, 2**40],
-    "frequency_penalty": ["x", None, True, HUGE],
-    "frequency_context_size": [1.5, None, True, 2**63],
-    "logprobs": ["yes", 3, None],
-    "top_logprobs": [12, "x", None, True, HUGE],
-    "xtc_probability": ["x", 2.0, -1.0, None, True],
-    "xtc_threshold": ["x", 0.7, -0.1, None, True],
-    "model": [5, "no/such/folder", "/", "", None, [], str(DATA / "models/tiny-draft"),
-              str(DATA / "models"), "x" * 100_000],
-    "draft_model": [5, "no/such/folder", ["lookup"], None, True, "lookup", str(MODEL)],
-    "adapters": [5, "no/such/folder", True, {}, "", str(DATA)],
-    "seed": ["x", -1, 2**64, 1.5, True],
-    "logit_bias": [5, {"x": 1}, {"0": "x"}, {"8192": 1}, {"-1": 1}, {"3": float("nan")}, [],
-                   {"3": None}, {"3": 1e39}, {"3": HUGE}, {"1.5": 1}, "x",
+    "prompt": [5, None, ["a"], [1, 2], "", "\ud800"],
+    "max_tokens": [0, 1.5, "many", True, 2**31, HUGE],
+    "temperature": [-1, "hot", float("nan"), None, 10**39, HUGE],
+    "top_p": [1.1, "x"],
+    "top_k": [-1, 8192, HUGE],
+    "num_draft_tokens": [-1, 2.5, 65],
+    "repetition_penalty": [-1, float("nan"), 1e39],
+    "repetition_context_size": [-1, "x", 2**31],
+    "presence_penalty": ["x", float("inf"), -HUGE],
+    "logprobs": ["yes", 3],
+    "top_logprobs": [12, "x"],
+    "xtc_threshold": ["x", 0.7],
+    "model": [5, "no/such/folder", "", str(DATA / "models/tiny-draft"), "x" * 100_000],
+    "draft_model": [5, "no/such/folder", ["lookup"], str(MODEL)],
+    "adapters": [5, "no/such/folder", "", str(DATA)],
+    "seed": ["x", -1, 2**64],
+    "logit_bias": [5, {"x": 1}, {"8192": 1}, {"3": float("nan")}, {"3": HUGE}, {"1.5": 1},
                    {str(i): 1 for i in range(100_000)}],
-    "stop": [5, 0, [5], [""], {"a": 1}, {}, [["a"]], [None], True, ["a"] * 65, "ab" * 500_000],
-    "stream": ["yes", 1, None],
-    "stream_options": [5, "x", [], {"include_usage": 1}, {"include_usage": None}],
-    "chat_template_kwargs": [5, [], {"tokenize": False}, {"truncation": True}, {"tools": []},
-                             {"tokenizer_kwargs": 5}, {"return_dict": True},
-                             {"chat_template": "{{ 'x' * 20000000000 }}"},
-                             {"chat_template": None}, {"sanitize_control_tokens": True}],
-    "messages": [5, [], [5], ["hi"], [{}], [{"role": 5}], [{"role": "user", "content": 5}],
-                 [{"role": "user", "content": [5]}], {"role": "user"}, None, True, "x",
-                 [user([])], [user([{}])], [user([{"type": "text"}])], [user("\ud800")],
-                 [user([{"type": "text", "text": 5}])], [user([{"type": "input_audio"}])],
-                 [user("")], [user(None)], [{"role": "user"}],
-                 image("x"), image("file:///x"), image(5), image({"url": [5]}), image({}),
-                 image({"url": "http://127.0.0.1:1/x.png"}), image("data:image/png;base64,AAAA"),
-                 called(5), called("x"), called({"a": 1}), called([5]), called([{}]),
-                 called([{"function": 5}]), called([{"function": {"arguments": "{"}}]),
-                 [user("")] * 4097],
-    "tools": [5, 0, "x", "", {}, [5], True, [{}] * 1025],
-    "role_mapping": [5, "x", [], {"user": 5}, {"user": None}],
-    "n": [2, 0, True, "x"],
-    "best_of": [2, "x"],
-    "echo": [True, 1],
-    "suffix": ["x", 5],
-    "response_format": ["text", {"type": "json_object"}, {"type": "json_schema"}],
-    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}, 5],
-    "parallel_tool_calls": [False],
-    "functions": [[{"name": "f"}]],
-    "function_call": [{"name": "f"}],
+    "stop": [5, [5], [""], {"a": 1}, ["a"] * 65, "ab" * 500_000],
+    "stream": ["yes", None],
+    "stream_options": [5, {"include_usage": 1}],
+    "chat_template_kwargs": [5, {"tokenize": False}, {"return_dict": True},
+                             {"chat_template": "{{ 'x' * 20000000000 }}"}],
+    "messages": [5, [], ["hi"], [{}], [{"role": "user", "content": [5]}], {"role": "user"}, None,
+                 [user([{}])], [user("\ud800")], [user([{"type": "input_audio"}])], [user("")],
+                 [user(None)], image("file:///x"), image({"url": [5]}),
+                 image({"url": "http://127.0.0.1:1/x.png"}), called("x"), called([{}]),
+                 called([{"function": {"arguments": "{"}}]), [user("")] * 4097],
+    "tools": [5, "", {}, [5], [{}] * 1025],
+    "role_mapping": [5, {"user": 5}],
+    "n": [2, "x"],
+    "response_format": ["text", {"type": "json_object"}],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
     "modalities": [["text", "audio"]],
-    "audio": [{"voice": "alloy", "format": "wav"}],
-    "prediction": [{"type": "content", "content": "x"}],
-    "web_search_options": [{}],
-    "reasoning_effort": ["low", "high"],
-    "verbosity": ["low"],
+    "reasoning_effort": ["low"],
 }  # fmt: skip
 NAMED = {
     "draft_model": "draft",
     "adapters": "adapter",
     "messages": "message|prompt: expected",
-    "max_completion_tokens": "max_tokens",
 }  # else the field
 
 
@@ -570,7 +543,7 @@ def test_a_hostile_crowd(draft, tmp_path):
 
     The limit stays 80 MB above the memory in use: a layer of the longest prompt takes up to 45 MB
     and a request that is read up to 33, and the server cannot look at the memory meanwhile."""
-    seconds, low, high, spare = float(os.environ.get("MOELAB_CROWD_S", 20)), 190, 400, 80
+    seconds, low, high, spare = float(os.environ.get("MOELAB_CROWD_S", 10)), 190, 400, 80
     rng, rss, moves = random.Random(0), [], 0
     with moelab.load(MODEL, moelab.StreamConfig(slots=16))[0] as model:
         tokenizer = mlx_lm.utils.load_tokenizer(MODEL)
@@ -861,55 +834,6 @@ def test_kept_prompts_make_way_where_memory_is_short(monkeypatch):
     assert len(prompts) == prompts.nbytes == 0 and not prompts.make_way(one)
 
 
-def test_a_prompt_keeps_memory_for_its_draft(monkeypatch):
-    """The draft's cache grows while a prompt is read. No other request gets that memory."""
-    most, kept, plans = 10**9, [], []
-    monkeypatch.setattr("moelab.streaming.room.memory_now", lambda: (most, most))
-    generators, init, extend = [], serve.Generator.__init__, DFlashDraft.extend
-    serve_forever = serve.Server.serve_forever
-    monkeypatch.setattr(
-        serve.Generator, "__init__", lambda self, *a: generators.append(self) or init(self, *a)
-    )
-
-    def extending(draft, tokens, features):
-        if len(tokens) > 1:
-            room, low, high = generators[0].room, 0, most
-            while high - low > 1000:
-                nbytes = (low + high) // 2
-                try:
-                    with room.beside(nbytes, "it"):
-                        low = nbytes
-                except MemoryError:
-                    high = nbytes
-            kept.append((len(tokens), most - LEFT_NBYTES - low))
-        extend(draft, tokens, features)
-
-    def asked(server):
-        def ask():
-            url = f"http://127.0.0.1:{server.server_address[1]}/v1/completions"
-            body = json.dumps({"prompt": "x = [1]\n" * 300, "max_tokens": 2}).encode()
-            try:
-                with urllib.request.urlopen(urllib.request.Request(url, body)) as answer:
-                    plans.append(session_of(generators[0].model_provider.model).plan)
-                    tokens.append(json.load(answer)["usage"]["prompt_tokens"])
-            finally:
-                server.shutdown()
-
-        threading.Thread(target=ask).start()
-        serve_forever(server)
-
-    tokens = []
-    monkeypatch.setattr(DFlashDraft, "extend", extending)
-    monkeypatch.setattr(serve.Server, "serve_forever", asked)
-    draft, memory = str(DATA / "models/tiny-dflash"), ["--memory-nbytes", "205000000"]
-    assert main(["serve", str(MODEL), "--port", "0", "--draft", draft, *memory]) == 0
-    unread, token_nbytes = tokens[0], plans[0].reserved_nbytes / plans[0].context
-    assert len(kept) > 1 and token_nbytes > 8000
-    for read, nbytes in kept:
-        assert nbytes == pytest.approx(unread * token_nbytes, abs=10**5)
-        unread -= read
-
-
 def test_a_kept_prompt_takes_its_own_memory_only():
     """And not that of the batch that its text was in, nor of what is computed to take it out."""
     model, _ = moelab.load(MODEL, moelab.StreamConfig(slots=16))
@@ -980,15 +904,10 @@ def test_a_port_that_is_taken(capsys):
     [
         (["--pipeline"], "--pipeline: several machines divide the experts"),
         (["--top-k", "5"], "--sampling-top-k"),
-        (["--top-k"], "--experts-top-k"),
         (["--port", "70000"], "--port"),
-        (["--temp", "nan"], "--temp"),
-        (["--temp", "-1"], "--temp"),
-        (["--top-p", "1.5"], "--top-p"),
         (["--num-draft-tokens", "-1"], "--num-draft-tokens"),
         (["--prompt-cache-bytes", "much"], "--prompt-cache-bytes"),
         (["--chat-template-args", "[1]"], "--chat-template-args"),
-        (["--kv-bits", "7"], "--kv-bits"),
         (["--draft", "lookup", "--draft-model", "D"], "is there twice"),
     ],
 )
@@ -996,15 +915,6 @@ def test_a_wrong_command_line(options, words, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["serve", "M", *options])
     assert stop.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_the_environment_of_swiftlm(tmp_path, monkeypatch):
-    """TEND_MOE_CACHE_SLOTS and its kin are honoured, and named."""
-    monkeypatch.setenv("MLX_MOE_STACKED", "1")
-    monkeypatch.setenv("TEND_MOE_CACHE_SLOTS", "24")
-    with Served(MODEL, tmp_path / "log") as server:
-        said = server.said()
-    assert "MLX_MOE_STACKED=1, TEND_MOE_CACHE_SLOTS=24" in said and "stacked, slots 24" in said
 
 
 # Ends

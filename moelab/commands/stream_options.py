@@ -10,7 +10,7 @@ from .argument_types import at_least, nbytes, not_empty, or_auto
 from .arguments import flag
 
 MEASURED_SLOTS = 16  # for commands that measure: slots="auto" would depend on the machine
-STREAM_OPTIONS = {name: option for name, option in OPTIONS.items() if option.help}
+STREAM_OPTIONS = {name: option for name, option in OPTIONS.items() if option.command}
 
 
 def add_mode(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_modes(parser: argparse.ArgumentParser, default: str) -> None:
 def add_stream_options(
     parser: argparse.ArgumentParser, slots: int | str = "auto", sampling: bool = False
 ) -> None:
-    """Add an option for each field of ``StreamConfig`` with a help; None if it is not given.
+    """Add an option for each field of ``StreamConfig`` that has one; None if it is not given.
 
     Where mlx-lm's options of ``sampling`` are there too, ``--top-k`` is refused: mlx-lm's counts
     tokens, this one experts, so both get longer names.

@@ -101,9 +101,9 @@ class Costs:
         call_s = self.warm_call_s * ((warm > 0) & (cold == 0))
         return warm * (nbytes * self.warm_s_per_byte) + call_s
 
-    def disk_s(self, cold: np.ndarray, extra: np.ndarray, nbytes: int) -> np.ndarray:
-        """Seconds that layers spend on the disk; ``extra`` experts come by read-ahead."""
-        return (cold + extra) * (nbytes * self.cold_s_per_byte) + self.cold_call_s * (cold > 0)
+    def disk_s(self, cold: np.ndarray, nbytes: int) -> np.ndarray:
+        """Seconds that layers spend on the disk, for each layer."""
+        return cold * (nbytes * self.cold_s_per_byte) + self.cold_call_s * (cold > 0)
 
     def hidden_s(self, reads_s: np.ndarray, experts_s: float) -> np.ndarray:
         """Seconds of each layer's reads that overlap hides; short reads are not overlapped."""

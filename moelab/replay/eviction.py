@@ -55,7 +55,7 @@ def held(experts: np.ndarray, num_experts: int, slots: int, policy: str = "lru")
     slots = min(slots, num_experts)
     if policy == "s3-fifo":
         layers = experts.transpose(1, 0, 2)
-        return np.stack([_s3_fifo(rows, num_experts, slots) for rows in layers], axis=1)
+        return np.stack([_s3_fifo(rows, slots) for rows in layers], axis=1)
     return _by_score(experts, num_experts, slots, policy)
 
 
@@ -121,70 +121,47 @@ def _next_use(experts, E):
     return following.reshape(T, L, K)
 
 
-def _s3_fifo(rows, E, slots):
-    # This is one layer (Yang et al., SOSP 2023). A tenth of the slots is a queue of new experts.
-    # Those used again move to the main queue; the others are evicted and remembered as ghosts,
-    # which go to the main queue when they come back. Plain lists without calls are for speed.
-    room, held = max(1, slots // 10), 0
-    remembered = slots - room
-    small, main = deque(), deque()
-    ghost, place = [], [-1] * E  # a ghost counts from ``oldest`` on, if this is its place
-    ghosts = oldest = 0
-    uses, needed = [-1] * E, [-1] * E  # -1: not held; the last token that needed it
-    absent, counts = [], []
-    for t, need in enumerate(rows.tolist()):
-        missing = []
-        for e in need:
-            needed[e] = t
-            u = uses[e]
-            if u < 0:
-                missing.append(e)
-            elif u < 3:
-                uses[e] = u + 1
-        absent += missing
-        counts.append(len(missing))
-        for e in missing:
-            if held < slots:
-                held += 1
-            else:
-                queue, passed = small if len(small) >= room else main, 0
-                while True:
-                    v = queue.popleft()
-                    u = uses[v]
-                    if needed[v] == t:
-                        queue.append(v)
-                        passed += 1
-                    elif queue is small:
-                        if u < 2:
-                            uses[v] = -1
-                            place[v] = len(ghost)
-                            ghost.append(v)
-                            if ghosts < remembered:
-                                ghosts += 1
-                            else:
-                                while place[v := ghost[oldest]] != oldest:
-                                    oldest += 1
-                                place[v] = -1
-                            break
-                        uses[v] = 0
-                        main.append(v)
-                    elif u:
-                        uses[v] = u - 1
-                        main.append(v)
-                        passed = 0
-                    else:
-                        uses[v] = -1
-                        break
-                    if passed == len(queue):  # all of it is needed now
-                        queue, passed = main if queue is small else small, 0
-            if place[e] >= 0:
-                place[e] = -1
-                ghosts -= 1
+def _s3_fifo(rows, slots):
+    """Replay one layer's tokens by S3-FIFO (Yang et al., SOSP 2023).
+
+    A tenth of the slots is a queue of new experts. Those used again move to the main queue; the
+    others are evicted and remembered as ghosts, which go to the main queue when they come back.
+    """
+    room = max(1, slots // 10)
+    small, main, ghosts, uses = deque(), deque(), {}, {}  # ``uses`` has the experts that are held
+
+    def evict(queue, need):
+        passed = 0  # experts that are needed now, one after the other
+        while passed < len(queue):
+            e = queue.popleft()
+            if e in need:
+                queue.append(e)
+                passed += 1
+            elif queue is main and uses[e]:
+                uses[e] -= 1
+                main.append(e)
+                passed = 0
+            elif queue is small and uses[e] > 1:
+                uses[e] = 0
                 main.append(e)
             else:
-                small.append(e)
+                del uses[e]
+                if queue is small:
+                    ghosts[e] = True
+                    if len(ghosts) > slots - room:
+                        del ghosts[next(iter(ghosts))]
+                return True
+        return False
+
+    hit = np.empty(rows.shape, bool)
+    for t, need in enumerate(rows.tolist()):
+        hit[t] = [e in uses for e in need]
+        missing = [e for e in need if e not in uses]
+        uses |= {e: min(3, uses[e] + 1) for e in need if e in uses}
+        for e in missing:
+            if len(uses) == slots:
+                first, second = (small, main) if len(small) >= room else (main, small)
+                evict(first, need) or evict(second, need)
+            (main if ghosts.pop(e, False) else small).append(e)
             uses[e] = 0
-    at = np.arange(len(rows))
-    hit = np.ones((len(rows), E), bool)
-    hit[np.repeat(at, counts), absent] = False
-    return hit[at[:, None], rows]
+    return hit

@@ -4,6 +4,8 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
+from inspect import formatannotation
+from textwrap import fill
 from types import ModuleType
 from typing import Any
 
@@ -16,14 +18,14 @@ SLOT_MODES = ("stacked", "fused")  # those with S slots in every layer
 # More bytes than any machine has; more threads help no disk.
 MOST_NBYTES, MOST_THREADS = 2**63 - 1, 1024
 # The places that an expert in no slot comes from, each with the module that brings it. A new place
-# is a module with ``open_reader`` and ``hold`` (see ``residency/disk.py``), a line here and a word
-# in ``StreamConfig``'s docstring. If it takes memory from the slots, ``plan`` must know.
+# is a module with ``open_reader`` and ``hold`` (see ``residency/disk.py``), and a line here. If it
+# takes memory from the slots, ``plan`` must know.
 SOURCES = {"disk": "residency.disk", "host": "gpu.host"}
 
 
 @dataclass(frozen=True)
 class Option:
-    """What a field of ``StreamConfig`` takes, and how the commands show it.
+    """What a field of ``StreamConfig`` is for and takes. The class and the commands show it.
 
     A field takes its default. It also takes one of ``choices`` if there are any, else a whole
     number within ``bounds`` if there are, else True or False if its default is one, else the file
@@ -31,7 +33,9 @@ class Option:
     """
 
     default: Any
-    help: str = ""  # ``{default}`` stands for the default; empty: the commands have no such option
+    help: str  # in a line; ``{default}`` stands for the default
+    more: str = ""  # what else a user of the class must know; the commands do not show it
+    command: bool = True  # whether the commands have an option of its name
     metavar: str | None = None  # the name of the value in the help; None: the choices
     choices: Collection[str] = ()  # the names that the field takes
     only_in_python: Collection[str] = ()  # the choices that the commands do not take
@@ -61,72 +65,26 @@ class Option:
         return "" if takes else f"expected {expected}, got {value!r}.{advice}"
 
 
-def _option(default, help="", **facts):
-    return field(default=default, metadata={"option": Option(default, help, **facts)})
+def _option(default, help, more="", **facts):
+    return field(default=default, metadata={"option": Option(default, help, more, **facts)})
 
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """How a model's experts are kept in memory and read.
-
-    Args:
-        mode (str): ``resident``, ``serial``, ``buffers``, ``stacked`` or ``fused``. Default:
-            ``fused``.
-        slots (int or str): Slots in each layer (S), at least K; no layer takes more than it has
-            experts here. For ``stacked`` and ``fused``. Default: ``auto``, as many as
-            ``moelab.plan`` finds right.
-        memory_nbytes (int or None): With ``slots="auto"``: what the model may take. Default: what
-            is available.
-        context (int): With ``slots="auto"``: the tokens, prompt and answer, whose caches must fit.
-            Default: ``4096``.
-        reserved_nbytes (int): With ``slots="auto"``: what is left free beside that, for a draft's
-            caches or those of more texts at once. Default: ``0``.
-        top_k (int or None): Experts per token (K). Fewer than the checkpoint's own is lossy.
-            Default: the checkpoint's own.
-        readers (int): Threads that read what a layer waits for; as many again read ahead.
-            Default: ``8``. On Linux, with slots and more than one reader, all reads of a small
-            call may be in flight at once.
-        source (str): Where an expert comes from that is in no slot: ``disk``, or with a CUDA GPU
-            ``host``, pinned memory into which every expert is read while loading. If the policy
-            is ``lru`` and nothing is recorded, the GPU fills its slots from there by itself in a
-            call of at most S (token, expert) pairs, and the host does not wait for its routing.
-            For ``stacked`` and ``fused``, without ``prefetch``; needs cuda-bindings, and host
-            memory for all experts. Default: ``disk``.
-        policy (str): Which expert is evicted first: ``lru`` (the least recently used), ``lfu`` (the
-            least frequently used), ``lrfu`` (by both: a use counts 2% less with each later call of
-            the layer) or ``auto``: ``lrfu``, with ``source="host"`` ``lru``. Default: ``auto``.
-        ranks_trace (str or None): With a group of ranks: the file of a trace of this model, which
-            ``Trace.save`` wrote. Experts that its tokens use together go to different ranks.
-            Default: every N-th expert goes to the same rank.
-        prefetch (str): Which experts of a decoded token are read before their layer is called:
-            ``none``, ``lookahead`` (the next layer's router on this layer's hidden state) or
-            ``oracle`` (those of a recorded trace). For ``stacked`` and ``fused``. Default:
-            ``none``.
-        dtype (str): ``auto`` (float32 on the CPU backend, the checkpoint's own on a GPU),
-            ``float32``, ``bfloat16`` or ``float16``. Default: ``auto``.
-        kernels (str): What computes matrices, attention and recurrences: ``mlx``, or on the CPU
-            backend ``fast`` (``moelab/kernels``; needs llvmlite), which is many times as fast,
-            rounds differently, divides large products over the cores and has no gradients: in
-            mode ``resident``, call ``model.train()`` for those.
-            Default: ``auto``, which is ``fast`` where it can be used and activations are float32.
-        lazy_logits (bool): Whether the logits of a call of more than 64 tokens wait until
-            somebody uses them. Generation does not use a prompt's, so that saves memory and time.
-            Matters with the ``fast`` kernels, which compute them at once; logits that waited are
-            computed by MLX's slow kernels and differ by rounding (``tiny-moe``: up to 3e-5). A call
-            of more than ``Plan.prompt_tokens`` tokens is divided, and the logits of all parts but
-            the last always wait: for the resident model's bits at every position, call it with at
-            most so many tokens at once. The commands set it for their model. Default: ``False``.
-
-    Raises:
-        ValueError: If a field does not take its value (``OPTIONS``), or not in this mode.
-    """
+    """How a model's experts are kept in memory and read."""
 
     mode: str = _option(
-        "fused", choices=MODES, environment=("MLX_MOE_STACKED", "MLX_MOE_FUSE_GATEUP")
+        "fused",
+        "where experts are and how a layer computes them (default: {default})",
+        command=False,  # ``--mode``, or ``--modes`` for several
+        choices=MODES,
+        environment=("MLX_MOE_STACKED", "MLX_MOE_FUSE_GATEUP"),
     )
     slots: int | str = _option(
         "auto",
         "experts held in each layer, or auto (default: {default})",
+        "A layer takes at least K, and no more than it has experts here. auto: as many as "
+        "moelab.plan finds right.",
         metavar="N",
         bounds=(1, MAX_DIMENSION - 1),
         modes=SLOT_MODES,
@@ -134,7 +92,7 @@ class StreamConfig:
     )
     memory_nbytes: int | None = _option(
         None,
-        "for slots auto: what may be taken, as in 2GB (default: what there is)",
+        "for slots auto: bytes to take, 2GB in a command (default: all free)",
         metavar="BYTES",
         bounds=(1, MOST_NBYTES),
         modes=SLOT_MODES,
@@ -143,12 +101,21 @@ class StreamConfig:
     context: int = _option(
         4096,
         "for slots auto: tokens to leave room for (default: {default})",
+        "They are the prompt's and the answer's, whose caches must fit.",
         metavar="N",
         bounds=(1, MAX_DIMENSION - 256),  # mlx-lm's key-value caches grow by 256 tokens
         modes=SLOT_MODES,
         for_auto=True,
     )
-    reserved_nbytes: int = _option(0, bounds=(0, MOST_NBYTES), modes=SLOT_MODES, for_auto=True)
+    reserved_nbytes: int = _option(
+        0,
+        "for slots auto: bytes left free beside that (default: {default})",
+        "A draft's caches take them, or those of more texts at once.",
+        command=False,
+        bounds=(0, MOST_NBYTES),
+        modes=SLOT_MODES,
+        for_auto=True,
+    )
     top_k: int | None = _option(
         None,
         "experts per token; fewer than the checkpoint's are lossy",
@@ -159,6 +126,8 @@ class StreamConfig:
     readers: int = _option(
         8,
         "reads in flight at once (default: {default})",
+        "They are threads that read what a layer waits for; as many again read ahead. On Linux, "
+        "with slots and more than one reader, all reads of a small call may be in flight at once.",
         metavar="N",
         bounds=(1, MOST_THREADS),
         modes=("buffers", *SLOT_MODES),
@@ -166,6 +135,10 @@ class StreamConfig:
     source: str = _option(
         "disk",
         "of misses; host: a CUDA GPU's host keeps all experts (default: {default})",
+        "host is pinned memory for every expert, filled while loading; it needs cuda-bindings and "
+        "goes without prefetch. If the policy is lru and nothing is recorded, the GPU fills its "
+        "slots from there by itself in a call of at most S (token, expert) pairs, and the host "
+        "does not wait for its routing.",
         choices=SOURCES,
         modes=SLOT_MODES,
         needs="slots that the GPU fills",
@@ -173,18 +146,24 @@ class StreamConfig:
     policy: str = _option(
         "auto",
         "which expert is evicted first (default: {default})",
+        "lru: the least recently used; lfu: the least frequently used; lrfu: by both, a use counts "
+        "2% less with each later call of the layer; auto: lrfu, and lru with source host.",
         choices=POLICIES,
         modes=SLOT_MODES,
     )
     ranks_trace: str | None = _option(
         None,
         "with several ranks: a trace of this model that divides the experts",
+        "Trace.save wrote the file. Experts that its tokens use together go to different ranks. "
+        "None: every N-th expert goes to the same rank.",
         metavar="FILE",
         modes=MODES[1:],
     )
     prefetch: str = _option(
         "none",
         "read early: none, or lookahead (the next router's experts)",
+        "lookahead gives this layer's hidden state to the next layer's router; oracle takes the "
+        "experts of a recorded trace.",
         metavar="WHICH",
         choices=("none", "lookahead", "oracle"),
         only_in_python=("oracle",),  # it needs a trace of the same prompt
@@ -194,14 +173,29 @@ class StreamConfig:
     dtype: str = _option(
         "auto",
         "of activations (default: {default})",
+        "auto: float32 on the CPU backend, the checkpoint's own on a GPU.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     kernels: str = _option(
         "auto",
         "what computes on a CPU: MLX's, or fast (default: {default})",
+        "fast (moelab/kernels; needs llvmlite) computes matrices, attention and recurrences. It is "
+        "many times as fast, rounds differently, divides large products over the cores and has no "
+        "gradients: in mode resident, call model.train() for those. auto: fast where it can be "
+        "used and activations are float32.",
         choices=("auto", "mlx", "fast"),
     )
-    lazy_logits: bool = _option(False)
+    lazy_logits: bool = _option(
+        False,
+        "logits of a call of more than 64 tokens wait until somebody uses them",
+        "Generation does not use a prompt's, so that saves memory and time; the commands set it. "
+        "It matters with the fast kernels, which compute logits at once: those that waited are "
+        "computed by MLX's slow kernels and differ by rounding (tiny-moe: up to 3e-5). A call of "
+        "more than Plan.prompt_tokens tokens is divided, and the logits of all parts but the last "
+        "always wait: for the resident model's bits at every position, call it with at most so "
+        "many tokens at once.",
+        command=False,
+    )
 
     def __post_init__(self):
         for name, option in OPTIONS.items():
@@ -303,3 +297,21 @@ class StreamConfig:
 
 
 OPTIONS = {f.name: f.metadata["option"] for f in fields(StreamConfig)}
+
+
+def _documented(f):
+    """A field's lines of the class's docstring."""
+    option = f.metadata["option"]
+    text = f"{f.name} ({formatannotation(f.type)}): {option.help.format(default=option.default)}. "
+    text += f"One of {', '.join(option.choices)}. " if option.choices else ""
+    text += f"In modes {', '.join(option.modes)}. " if len(option.modes) < len(MODES) else ""
+    return fill(text + option.more, 100, initial_indent="    ", subsequent_indent="        ")
+
+
+StreamConfig.__doc__ = "\n".join(
+    (
+        f"{StreamConfig.__doc__}\n\nArgs:",
+        *map(_documented, fields(StreamConfig)),
+        "\nRaises:\n    ValueError: If a field does not take its value, or not in this mode.",
+    )
+)

@@ -111,13 +111,9 @@ def edit(text, rng):
     if len(spots) > 2000:  # else a tokenizer's vocabulary is nearly always chosen
         spots = [s for s in spots if len(s[0]) < 40]
     container, i = rng.choice(spots)
-    old, how = (
-        get(container, i),
-        rng.choice(("delete", "value", "value", "number", "swap", "duplicate", "rename", "root")),
-    )
-    if (
-        isinstance(old, str) and old.startswith("[") and rng.random() < 0.8
-    ):  # a packed file's parameters
+    old = get(container, i)
+    how = rng.choice(["delete", "value", "value", "number", "swap", "duplicate", "rename", "root"])
+    if isinstance(old, str) and old.startswith("[") and rng.random() < 0.8:  # packed parameters
         inner, what = edit(old, rng)
         put(container, i, inner)
         return dump(tree), what
@@ -150,14 +146,8 @@ def edit(text, rng):
             (container[i][0], other[1]) if isinstance(container, Pairs) else other,
         )
     elif how == "rename" and isinstance(container, Pairs):
-        key = rng.choice(
-            (
-                container[rng.randrange(len(container))][0],
-                container[i][0] + "x",
-                container[i][0][:-1],
-                "",
-            )
-        )
+        other = container[rng.randrange(len(container))][0]
+        key = rng.choice((other, container[i][0] + "x", container[i][0][:-1], ""))
         container[i] = (key, container[i][1])
         what += f" to {key!r}"
     elif how == "root" and rng.random() < 0.2:
@@ -238,7 +228,7 @@ def damage_trace(data, rng):
         arrays = {name: z[name] for name in z.files}
     name = rng.choice(list(arrays))
     how = rng.choice(
-        ("drop", "twice", "shape", "dtype", "value", "about", "about", "raw", "header")
+        ["drop", "twice", "shape", "dtype", "value", "about", "about", "raw", "header"]
     )
     members = {f"{k}.npy": v for k, v in arrays.items()}
     key, a = f"{name}.npy", arrays[name]
@@ -247,19 +237,11 @@ def damage_trace(data, rng):
     elif how == "twice":
         return npz([*members.items(), (f"{rng.choice(list(arrays))}.npy", a)]), f"twice {name}"
     elif how == "shape":
-        members[key] = rng.choice(
-            (
-                a[None],
-                a[:-1],
-                a.reshape(-1),
-                a[:0],
-                np.broadcast_to(a[:1], (5000, *a.shape[1:])),
-                a[0],
-            )
-        )
+        longer = np.broadcast_to(a[:1], (5000, *a.shape[1:]))
+        members[key] = rng.choice((a[None], a[:-1], a.reshape(-1), a[:0], longer, a[0]))
     elif how == "dtype":
         members[key] = a.astype(
-            rng.choice(("f4", "i8", "u1", "U4", "?", "c8", "O", "i2", "M8[s]", ">i4"))
+            rng.choice(["f4", "i8", "u1", "U4", "?", "c8", "O", "i2", "M8[s]", ">i4"])
         )
     elif how == "value":
         b = a.copy().astype(np.int64)
@@ -276,24 +258,11 @@ def damage_trace(data, rng):
         np.lib.format.write_array(buffer, a)
         raw = buffer.getvalue()
         if how == "header":
-            new = rng.choice(
-                (
-                    "(10000000000, 1, 1)",
-                    "(-1, 1, 1)",
-                    "(2, 2)",
-                    "()",
-                    "(True,)",
-                    "(1e9,)",
-                    "(" * 200 + ")" * 200,
-                )
-            )
+            shapes = ("(10000000000, 1, 1)", "(-1, 1, 1)", "(2, 2)", "()", "(True,)", "(1e9,)")
+            new = rng.choice((*shapes, "(" * 200 + ")" * 200))
             text = f"{{'descr': '{a.dtype.str}', 'fortran_order': False, 'shape': {new}, }}"
-            raw = (
-                raw[:8]
-                + len(text.ljust(118)).to_bytes(2, "little")
-                + text.ljust(118).encode()
-                + raw[128:]
-            )
+            text = text.ljust(118).encode()
+            raw = raw[:8] + len(text).to_bytes(2, "little") + text + raw[128:]
         else:
             raw, _ = spoil(raw, rng)
         members[key] = raw

@@ -1,17 +1,12 @@
 """The recurrence's kernel against mlx-lm's loop, and against itself."""
 
-import families
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import gated_delta as of_mlx_lm
-from mlx_lm.models import qwen3_5, qwen3_next
-from mlx_lm.models.cache import make_prompt_cache
 from needs import needs_kernels
 
-from moelab import StreamConfig
 from moelab.kernels import code, gated_delta, team
-from moelab.streaming.model import load_model
 
 pytestmark = needs_kernels
 
@@ -94,78 +89,3 @@ def test_what_does_not_fit_is_the_loops():
     half = [a.astype(mx.bfloat16) for a in arrays[:5]] + arrays[5:]
     want = of_mlx_lm.gated_delta_ops(*half)
     assert all(map(mx.array_equal, gated_delta.gated_delta(*half), want))
-
-
-def test_only_this_model_calls_it(tmp_path, monkeypatch):
-    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", "affine4")
-    called = []
-
-    def counted(*args, **kwargs):
-        called.append(1)
-        return real(*args, **kwargs)
-
-    fast, _ = load_model(path, StreamConfig(mode="resident", kernels="fast"))
-    other, _ = load_model(path, StreamConfig(mode="resident", kernels="mlx"))
-    real = gated_delta._kernel
-    monkeypatch.setattr(gated_delta, "_kernel", counted)
-    tokens = mx.array([[5, 6, 7]])
-    mx.eval(other(tokens))
-    assert not called
-    mx.eval(fast(tokens))
-    assert called
-
-
-def capture_function(monkeypatch, of, seen):
-    """A library puts a function of its own in the place of mlx-lm's."""
-    real = of.gated_delta_update
-
-    def capturing(q, k, v, a, b, A_log, dt_bias, state=None, mask=None, **kwargs):
-        seen.append((q, k, v, a, b))
-        return real(q, k, v, a, b, A_log, dt_bias, state, mask, **kwargs)
-
-    monkeypatch.setattr(of, "gated_delta_update", capturing)
-
-
-def capture_method(monkeypatch, of, seen):
-    """As z-lab's DFlash loop does: a method in the block's class, which calls mlx-lm's function."""
-    name = "GatedDeltaNet" if of is qwen3_5 else "Qwen3NextGatedDeltaNet"
-    block = getattr(of, name)
-    real = block.__call__
-
-    def capturing(self, inputs, mask=None, cache=None):
-        seen.append((inputs,))
-        return real(self, inputs, mask=mask, cache=cache)
-
-    monkeypatch.setattr(block, "__call__", capturing)
-
-
-@pytest.mark.parametrize("mode", ("resident", "fused"))
-@pytest.mark.parametrize("capture", (capture_function, capture_method))
-@pytest.mark.parametrize("name", ("qwen3_5_moe", "qwen3_next"))
-def test_a_library_that_captures_the_recurrence_sees_it(name, capture, mode, tmp_path, monkeypatch):
-    path = families.write_checkpoint(name, tmp_path / "model", "affine4")
-    model, _ = load_model(path, StreamConfig(mode=mode, kernels="fast", slots=16))
-    passes = mx.array([[5, 6, 7, 8]]), mx.array([[9]])
-    called, real = [], gated_delta._kernel
-
-    def counted(*args):
-        called.append(args)
-        return real(*args)
-
-    def logits():
-        called.clear()
-        cache = make_prompt_cache(model)
-        return np.concatenate([np.array(model(tokens, cache=cache))[0] for tokens in passes])
-
-    monkeypatch.setattr(gated_delta, "_kernel", counted)
-    with model:
-        want, layers = logits(), sum(layer.is_linear for layer in model.layers)
-        assert len(called) == len(passes) * layers > 0
-        with monkeypatch.context() as library:
-            capture(library, qwen3_5 if name == "qwen3_5_moe" else qwen3_next, seen := [])
-            got = logits()
-            assert not called
-        assert [a[0].shape[1] for a in seen] == [4] * layers + [1] * layers
-        assert all(isinstance(a, mx.array) for given in seen for a in given)
-        assert np.abs(got - want).max() <= 2e-4 * want.std()
-        assert np.array_equal(logits(), want) and len(called) == len(passes) * layers

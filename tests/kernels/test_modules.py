@@ -1,21 +1,18 @@
 """Models with the kernels of ``moelab/kernels``: near mlx-lm's, and equal among themselves."""
 
-import asyncio
 import dataclasses
 import platform
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 
 import families
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from drafting import Guess, plain, repeat, steps, told
 from families import VOCAB, K
 from greedy import greedy_logits
 from mlx.utils import tree_flatten
-from mlx_lm.models import gemma3_text, qwen3_moe, qwen3_next
+from mlx_lm.models import gemma3_text, qwen3_next
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 from needs import needs_kernels
@@ -192,19 +189,6 @@ def test_a_method_that_a_library_replaced_is_called(cls, make, monkeypatch):
     assert mx.array_equal(module(*args), want)
 
 
-def test_attention_that_a_library_replaced_is_called(tmp_path, monkeypatch):
-    path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "affine4")
-    model, _ = load_model(path, StreamConfig(mode="resident", kernels="fast"))
-    of, tokens, seen = qwen3_moe, mx.array([[5, 6, 7]]), []
-    real, want = of.scaled_dot_product_attention, model(tokens)
-    with monkeypatch.context() as library:
-        library.setattr(
-            of, "scaled_dot_product_attention", lambda *a, **k: seen.append(1) or real(*a, **k)
-        )
-        assert near(model(tokens), want) and len(seen) == len(model.layers)
-    assert mx.array_equal(model(tokens), want)
-
-
 @pytest.mark.parametrize("bias", (True, False))
 def test_convolutions_of_recurrent_layers(bias):
     layer = nn.Sequential(nn.Conv1d(24, 24, 4, groups=24, bias=bias)).eval()
@@ -366,20 +350,6 @@ def test_every_family(name, variant, tmp_path):
         assert all(map(np.array_equal, streamed, fast)), mode
 
 
-def test_tiny_moe_writes_the_same_text():
-    path = DATA / "models" / "tiny-moe"
-    texts = {}
-    for kernels_ in ("mlx", "fast"):
-        for mode in ("resident", "fused"):
-            model, tokenizer = moelab.load(
-                path, StreamConfig(mode=mode, kernels=kernels_, slots=16)
-            )
-            ids = tokenizer.encode("def fibonacci(n):\n    ")
-            with model:
-                texts[kernels_, mode] = greedy_logits(model, ids, 40).argmax(-1).tolist()
-    assert len({tuple(text) for text in texts.values()}) == 1
-
-
 @pytest.mark.parametrize("mode", ("resident", "fused"))
 def test_tiny_moe_in_passes_of_any_length_gives_the_same_bits(mode):
     path = DATA / "models" / "tiny-moe"
@@ -395,32 +365,6 @@ def test_tiny_moe_in_passes_of_any_length_gives_the_same_bits(mode):
     with model:
         want = logits(1)
         assert all(np.array_equal(logits(n), want) for n in (2, 7, 16, 51, 100))
-
-
-@pytest.mark.parametrize("name", ("qwen3_5_moe", "qwen3_next"))
-def test_drafts_on_a_hybrid(name, tmp_path):
-    path = families.write_checkpoint(name, tmp_path / "model", "affine4")
-    model, _ = load_model(path, StreamConfig(slots=K, kernels="fast"))
-    with model:
-        want = plain(model, PROMPT)
-        for guess in (told(PROMPT + want), repeat):
-            for n in (1, 4, 15):
-                assert [t for t, *_ in steps(model, PROMPT, Guess(guess), n)] == want, (guess, n)
-
-
-def test_threads_and_tasks(tmp_path):
-    path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "affine4")
-    model, _ = load_model(path, StreamConfig(slots=K, kernels="fast"))
-    with model:
-        want = greedy_logits(model, PROMPT, 4)
-        with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda _: greedy_logits(model, PROMPT, 4), range(12)))
-
-        async def tasks():
-            calls = (asyncio.to_thread(greedy_logits, model, PROMPT, 4) for _ in range(4))
-            return await asyncio.gather(*calls)
-
-        assert all(np.array_equal(got, want) for got in [*found, *asyncio.run(tasks())])
 
 
 def test_auto_kernels():

@@ -2,11 +2,9 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from moelab.lab import records
-from moelab.replay import advice, locality, pagecache
+from moelab.replay import advice, locality
 from moelab.replay.advice import Lookahead
 from moelab.replay.costs import Costs
 from moelab.replay.sizes import ModelSizes
@@ -61,42 +59,6 @@ def test_a_repack_is_advised_only_where_it_pays():
     slow = replace(READS, cold_s_per_byte=1e-8)
     for gain, layout in ((2.0, "packed"), (1.0, "as it is")):
         assert advice.advise(SIZES, tight, TRACE, slow, packed_gain=gain).layout == layout
-
-
-@pytest.mark.parametrize(
-    ("name", "L", "layout"),
-    [
-        ("cpu_prefetch_tiny_mlx", 8, ", packed"),
-        ("cpu_prefetch_tiny_cold", 8, ", packed"),
-        ("cpu_prefetch_35b_600", 4, ", 600 MB"),
-    ],
-)
-def test_a_lookahead_is_advised_only_where_the_recorded_runs_gained_by_it(name, L, layout):
-    """From the run without prefetch: what it waited for, and what a lookahead predicted.
-
-    It costs what it did in the page cache, layer for layer.
-    """
-    samples, warm = records.read(name), records.read("cpu_prefetch_tiny")
-    plain, guessing = (f"fused{words}{layout}" for words in ("", "/prefetch=lookahead"))
-    warm_s = [
-        records.values(warm, f"fused{words}, packed", "token_s").median()
-        for words in ("/prefetch=lookahead", "")
-    ]
-    cost_s = (warm_s[0] - warm_s[1]) * L / 8
-    mean = samples.groupby("variant").mean(numeric_only=True)
-    token_s = records.values(samples, plain, "token_s").median()
-    wait_s, c = mean.wait_s[plain] / mean.decode_tokens[plain], mean.loc[guessing]
-    missed = c.prefetch_used + c.misses
-    lookahead = Lookahead(c.prefetch_used / missed, c.prefetch_wasted / missed, cost_s)
-    parts = {"copies": 0.0, "disk": wait_s, "hidden": 0.0}
-    parts |= {"fixed": token_s - wait_s, "experts": 0.0}
-    chosen = pagecache.Replay(np.array([token_s]), 0, 0, 0, 0, parts, 0)
-    before = advice.Advice(advice.StreamConfig(), False, "packed", token_s, 1e9, chosen, {}, ())
-    after = advice.with_lookahead(before, lookahead) if before.prefetch_may_pay else before
-    advised, gained = after.config.prefetch != "none", records.ratios(samples, plain).loc[guessing]
-    if gained.confidence < 0.9:
-        pytest.skip("too few rounds to say what the runs gained")
-    assert gained["low"] > 1 if advised else gained["median"] < 1 and after.token_s == token_s
 
 
 def test_only_packed_experts_with_reads_to_hide_are_worth_a_lookahead():

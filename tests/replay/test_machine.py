@@ -8,12 +8,6 @@ import pytest
 from moelab.lab.experiments.costs import costs_of
 from moelab.lab.records import read
 from moelab.replay.machine import (
-    CORE_BYTES_PER_S,
-    CPU_COPY_BYTES_PER_S,
-    CPU_LAYER_S,
-    CPU_PROMPT_SHARE,
-    CPU_WAITS_S,
-    DISK_SHARE,
     Machine,
     distinct,
     typical_trace,
@@ -90,25 +84,3 @@ def test_a_measured_machine_gives_back_what_was_measured():
     assert again.fixed_s == pytest.approx(costs.fixed_s)
     assert again.expert_s == pytest.approx(costs.expert_s)
     assert again.direct_s_per_byte == pytest.approx(costs.direct_s_per_byte)
-
-
-def test_a_cpus_constants_are_the_records():
-    samples = read("cpu_costs_35b")
-    costs, given = costs_of(samples), samples.attrs["settings"]
-    cores = samples.attrs["machine"]["cores"]
-    rate = given["expert_nbytes"] / costs.expert_s
-    # Beside experts a token goes through the backbone; the table of embeddings is as large as the
-    # head, 8,192 rows at 4.5 bits.
-    head = 8192 * 2048 * 4.5 / 8
-    token = given["checkpoint_nbytes"] - given["L"] * given["E"] * given["expert_nbytes"] - head
-    layer_s = (costs.fixed_s - token / rate) / given["L"]
-    found = [rate / cores, layer_s, costs.cold_call_s, costs.warm_call_s, 1 / costs.warm_s_per_byte]
-    typed = [CORE_BYTES_PER_S, CPU_LAYER_S, *CPU_WAITS_S, CPU_COPY_BYTES_PER_S]
-    assert np.array(typed) == pytest.approx(found, rel=0.05)
-    prompt = read("cpu_prompt_35b")
-    prompt = prompt[(prompt.variant == "resident") & (prompt.prompt_tokens == 400)]
-    active = token + given["L"] * given["K"] * given["expert_nbytes"]
-    assert 400 * CPU_PROMPT_SHARE * active / rate == pytest.approx(prompt.prefill_s.median(), 0.05)
-    reads = read("cpu_reads_35b").groupby("variant").bytes_per_s.median()
-    share = reads["moelab, experts, 24 in flight"] / reads["fio direct, experts, 8 in flight"]
-    assert share == pytest.approx(DISK_SHARE, abs=0.05)

@@ -23,72 +23,30 @@ def made(T=60, L=3, E=16, K=4, seed=0, zipf=0.7, sticky=0.3, memory=3.0):
     return locality.synthesize(locality.Locality((zipf,), (sticky,), (memory,)), T, L, E, K, seed)
 
 
-def reference(units, capacity, ratio, ahead=0, row=10**9):
+def reference(units, capacity, ratio):
     """Linux's two lists, spelled out: newest first, one set of flags."""
-    inactive, active, referenced, shadow, marks = [], [], set(), {}, set()
-    age, found, brought = 0, [], []
-
-    def cached(v):
-        return v in inactive or v in active
-
-    def add(v):
-        nonlocal age
-        if v in shadow and age - shadow.pop(v) <= len(active):
-            active.insert(0, v)
-            age += 1
-        else:
-            inactive.insert(0, v)
-
-    def mark_accessed(v):
-        nonlocal age
-        if v in inactive and v in referenced:
-            inactive.remove(v)
-            active.insert(0, v)
-            referenced.discard(v)
-            age += 1
-        else:
-            referenced.add(v)
-
+    inactive, active, referenced, shadow, age, found = [], [], set(), {}, 0, []
     for u in units:
-        there, wanted, end = cached(u), [], u - u % row + row
-        found.append(there)
-        if ahead and u in marks:
-            marks.remove(u)
-            streak = 0
-            while u + streak < end and streak < ahead and cached(u + streak):
-                streak += 1
-            if u + streak < end and streak < ahead:
-                size = min(ahead, 2 * (streak + 1))
-                wanted = list(range(u + streak, u + streak + size))
-                mark = u + streak
-                if streak == 0:
-                    mark = u + size
-                    wanted += range(mark, mark + min(ahead, 2 * size))
-                if mark < end and not cached(mark):
-                    marks.add(mark)
-        elif ahead and not there:
-            streak = 0
-            while (u - streak) % row and streak < ahead and cached(u - streak - 1):
-                streak += 1
-            if streak:
-                wanted = list(range(u + 1, min(u + 1 + streak, u + ahead)))
-                mark = wanted[-1] + 1 if wanted else u + 1
-                if mark < end and not cached(mark):
-                    marks.add(mark)
-        wanted = [v for v in wanted if v < end and v != u and not cached(v)]
-        for v in ([] if there else [u]) + wanted:
-            add(v)
-        brought.append(len(wanted))
-        mark_accessed(u)
+        found.append(u in inactive or u in active)
+        if not found[-1]:
+            again = u in shadow and age - shadow.pop(u) <= len(active)
+            (active if again else inactive).insert(0, u)
+            age += again
+        if u in inactive and u in referenced:
+            inactive.remove(u)
+            active.insert(0, u)
+            referenced.discard(u)
+            age += 1
+        else:
+            referenced.add(u)
         while len(inactive) + len(active) > capacity:
             while len(inactive) * ratio < len(active):
                 inactive.insert(0, active.pop())
             v = inactive.pop()
             referenced.discard(v)
-            marks.discard(v)
             shadow[v] = age
             age += 1
-    return np.array(found), np.array(brought)
+    return np.array(found)
 
 
 def reads(n=3000, units=60, seed=0):
@@ -99,33 +57,17 @@ def reads(n=3000, units=60, seed=0):
 
 @pytest.mark.parametrize("seed", (0, 1))
 @pytest.mark.parametrize("capacity", (1, 2, 5.5, 20, 45, 59, 60, 100))
-@pytest.mark.parametrize("ahead", (0, 1, 4))
-def test_linux_lists(capacity, ahead, seed):
+def test_linux_lists(capacity, seed):
     units = reads(seed=seed)
-    found, brought = pagecache.cached(units, 60, capacity * 10, 10, "linux", ahead, 30)
-    want = reference(units.tolist(), int(capacity), 1, ahead, 30)
-    np.testing.assert_array_equal(found, want[0])
-    np.testing.assert_array_equal(brought, want[1])
-    assert ahead or not brought.any()
+    found = pagecache.cached(units, 60, capacity * 10, 10)
+    np.testing.assert_array_equal(found, reference(units.tolist(), int(capacity), 1))
 
 
 def test_from_1_gib_on_the_active_list_may_be_longer():
     units, one = reads(), 1 << 26
     for capacity, ratio in ((15, 1), (16, 3), (33, 4), (50, 5)):
-        found, _ = pagecache.cached(units, 60, capacity * one, one)
-        np.testing.assert_array_equal(found, reference(units.tolist(), capacity, ratio)[0])
-
-
-@pytest.mark.parametrize("capacity", (0, 1, 7, 60, float("inf")))
-def test_one_list(capacity):
-    units, order, want = reads(), [], []
-    for u in units.tolist():
-        want.append(u in order)
-        if u in order:
-            order.remove(u)
-        order.append(u)
-        order = order[-int(min(capacity, 99)) :] if capacity else []
-    np.testing.assert_array_equal(pagecache.cached(units, 60, capacity, pages="lru")[0], want)
+        found = pagecache.cached(units, 60, capacity * one, one)
+        np.testing.assert_array_equal(found, reference(units.tolist(), capacity, ratio))
 
 
 CHILD = """
@@ -175,17 +117,12 @@ def test_the_kernel_reads_what_the_model_says(tmp_path):
     disk, cache = json.loads(done.stdout)
     if disk < 10 * size:
         pytest.skip("the folder is not on a disk")
-    found, _ = pagecache.cached(units, n, cache, size)
+    found = pagecache.cached(units, n, cache, size)
     assert disk == pytest.approx((~found).sum() * size, rel=0.1), (
         disk / size,
         (~found).sum(),
         cache / size,
     )
-
-
-def test_an_unknown_kind_of_page_cache_is_refused():
-    with pytest.raises(ValueError, match="pages: expected one of linux, lru"):
-        pagecache.cached(np.arange(3), 3, 5, pages="bsd")
 
 
 @pytest.mark.parametrize("policy", ("lru", "none", "belady"))
@@ -212,7 +149,7 @@ def test_replay_is_the_two_caches_and_the_costs(policy):
         for j in range(3)
         for e in t.experts[i, j][~hit[i, j]]
     ]
-    found, _ = reference([u for *_, u in order], got.page_nbytes // one, 1)
+    found = reference([u for *_, u in order], got.page_nbytes // one, 1)
     seconds, warm_all, cold_all, hidden = [], 0, 0, 0
     for i in range(skip, 80):
         total = costs.fixed_s + 3 * 4 * costs.expert_s

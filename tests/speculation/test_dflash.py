@@ -15,7 +15,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
 from needs import needs_kernels
-from tiny_drafts import CANDIDATES, config_of
+from tiny_drafts import CANDIDATES
 
 import moelab
 from moelab import kernels
@@ -228,23 +228,10 @@ def test_bad_files(tmp_path):
 
 
 BAD_VALUES = [
-    ("block_size", "5"), ("block_size", True), ("block_size", 10**9), ("block_size", None),
-    ("hidden_size", 0), ("hidden_size", -32), ("hidden_size", 10**18), ("hidden_size", "32"),
-    ("hidden_size", 33), ("num_hidden_layers", 10**9), ("num_hidden_layers", -1),
-    ("num_hidden_layers", 2), ("num_hidden_layers", "3"),
-    ("num_attention_heads", 0), ("num_attention_heads", 3), ("num_attention_heads", [4]),
-    ("num_key_value_heads", 0), ("num_key_value_heads", 3), ("num_key_value_heads", 2.5),
-    ("head_dim", -16), ("head_dim", 10**9), ("vocab_size", None), ("vocab_size", "64"),
-    ("num_target_layers", "6"), ("num_target_layers", [6]),
-    ("dflash_config", None), ("dflash_config", [7]), ("dflash_config", {}),
-    ("dflash_config", {"mask_token_id": "7"}),
-    ("dflash_config", {"mask_token_id": 7, "target_layer_ids": 3}),
-    ("dflash_config", {"mask_token_id": 7, "target_layer_ids": [1, 2, "3"]}),
-    ("dflash_config", {"mask_token_id": 7, "target_layer_ids": [1, 2]}),
-    ("rms_norm_eps", "x"), ("rms_norm_eps", -1.0), ("rope_theta", "x"), ("rope_scaling", 1.5),
-    ("rope_parameters", [1]), ("layer_types", 10**9), ("layer_types", ["full_attention"]),
-    ("sliding_window", "8"), ("max_position_embeddings", []), ("quantization", 8),
-    ("quantization", {"group_size": 0, "bits": 4}), ("quantization", {"bits": "4"}),
+    ("block_size", "5"), ("hidden_size", 33), ("num_hidden_layers", 10**9),
+    ("num_attention_heads", 3), ("vocab_size", None), ("dflash_config", {"mask_token_id": "7"}),
+    ("dflash_config", {"mask_token_id": 7, "target_layer_ids": [1, 2]}), ("rope_theta", "x"),
+    ("layer_types", ["full_attention"]), ("quantization", {"group_size": 0, "bits": 4}),
 ]  # fmt: skip
 
 
@@ -257,7 +244,7 @@ def test_config_with_a_bad_value(key, value, tmp_path):
     assert str(tmp_path) in str(caught.value) and len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "null", "[" * 100_000, '{"a": ' + "1" * 5000 + "}"])
+@pytest.mark.parametrize("content", ["", "[1]"])
 def test_config_is_not_an_object(content, tmp_path):
     write_draft(tmp_path)
     (tmp_path / "config.json").write_text(content)
@@ -269,19 +256,9 @@ def test_config_is_not_an_object(content, tmp_path):
 def test_weights_that_are_damaged(tmp_path):
     write_draft(tmp_path)
     file = tmp_path / "model.safetensors"
-    sound = file.read_bytes()
-    for content in (
-        b"",
-        sound[:-1],
-        sound[:100],
-        sound[:20] + b"\xff" + sound[21:],
-        sound + b"more",
-        b"\xff" * 100,
-    ):
-        file.write_bytes(content)
-        with pytest.raises(CheckpointError) as caught:
-            DFlashDraft(tmp_path)
-        assert str(file) in str(caught.value) and "download it again" in str(caught.value)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=f"{file}.*download it again"):
+        DFlashDraft(tmp_path)
     file.unlink()
     with pytest.raises(CheckpointError):
         DFlashDraft(tmp_path)
@@ -331,16 +308,6 @@ def test_features_of_a_long_text_do_not_wait_for_the_next_draft():
     whole, one_by_one = (d.propose(5, 4, lambda logits: logits) for d in drafts)
     assert [draft.cache[0].offset for draft in drafts] == [len(features)] * 2
     assert mx.allclose(whole, one_by_one, atol=1e-3)
-
-
-def test_shipped_files():
-    folders = [MODELS / "tiny-dflash", MODELS / "tiny-draft"]
-    assert sum(p.stat().st_size for f in folders for p in f.rglob("*")) <= 15_000_000
-    config = json.loads((folders[0] / "config.json").read_text())
-    assert config == json.loads(json.dumps(config_of("dflash4"))) and config["block_size"] == 16
-    assert all(
-        w.dtype == mx.bfloat16 for w in mx.load(str(folders[0] / "model.safetensors")).values()
-    )
 
 
 @pytest.mark.parametrize("name, least", [("dflash", 2.5), ("draft", 3.0)])

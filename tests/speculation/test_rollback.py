@@ -23,7 +23,6 @@ from mlx_lm.models.cache import (
     QuantizedKVCache,
     RotatingKVCache,
     make_prompt_cache,
-    trim_prompt_cache,
 )
 from recurrent import (
     DENSE,
@@ -362,10 +361,3 @@ def test_auto_keeps_states_while_they_are_small(monkeypatch):
     assert held() == ["_States"]
     monkeypatch.setattr(rollback, "STATES_NBYTES", 1000)
     assert held() == ["_Inputs"]
-
-
-def test_mlx_lm_itself_refuses():
-    """mlx-lm trims nothing from a cache with a recurrent state."""
-    model = build("qwen3_5_moe")
-    cache = start(model, ids(1, 4))
-    assert trim_prompt_cache(cache, 1) == 0

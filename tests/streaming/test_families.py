@@ -120,19 +120,6 @@ def test_every_family_of_this_mlx_lm_is_listed():
     )
 
 
-def test_a_new_family_is_found(tmp_path, monkeypatch):
-    """Also a family that only uses another's blocks."""
-    (tmp_path / "new.py").write_text(
-        "from .switch_layers import SwitchGLU\nclass ModelArgs: ...\nclass Model: ...\n"
-    )
-    (tmp_path / "newer.py").write_text("from .new import Model, ModelArgs\n")
-    (tmp_path / "dense.py").write_text("class ModelArgs: ...\nclass Model: ...\n")
-    (tmp_path / "other.py").write_text("class ModelArgs: ...\nclass Model:\n    num_experts = 8\n")
-    monkeypatch.setattr(families.mlx_lm.models, "__path__", [str(tmp_path)])
-    assert families.discover() == {"new", "newer"}
-    assert families.mentions_experts() == {"other"}
-
-
 @pytest.mark.parametrize("name", sorted(families.NOT_STREAMED))
 def test_family_that_is_not_streamed(name, tmp_path):
     """Refused by name, with the reason and what to do instead."""
@@ -144,12 +131,6 @@ def test_family_that_is_not_streamed(name, tmp_path):
         load_model(tmp_path / name, moelab.StreamConfig(slots=SLOTS))
     for part in (name, str(tmp_path), "SwitchGLU or SwitchMLP", "mlx_lm.load"):
         assert part in str(error.value), error.value
-
-
-@pytest.mark.parametrize("name", sorted(families.FAMILIES))
-def test_family_has_experts(name):
-    model, _ = families.build(name)
-    assert families.expert_modules(model)
 
 
 @pytest.mark.parametrize(

@@ -457,11 +457,6 @@ def test_a_prompt_gets_along_with_less_memory(room, monkeypatch):
         assert 8 <= session.layers[0].slots.table.num_slots < 64
 
 
-def test_half_of_what_is_left_to_the_system_stays_its_own(monkeypatch):
-    monkeypatch.setattr(plans, "_memory", lambda: (300 * MB, 100 * MB))
-    assert plans.memory_now() == (350 * MB, 400 * MB)
-
-
 IN_A_CGROUP = """
 import json, sys, moelab, mlx_lm
 from moelab.streaming.session import session_of

@@ -9,9 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from http.server import ThreadingHTTPServer
 
 import families
 import mlx.core as mx
@@ -20,7 +18,7 @@ import mlx_lm.server
 import pytest
 from families import K
 from faults import read_in_threads
-from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.speculation.drafts import LookupDraft
@@ -178,84 +176,6 @@ def test_drafts_beside_other_threads(path):
 
         for _ in range(2 if FAST else 20):
             assert in_threads(work, range(len(PROMPTS))) == want
-
-
-def test_a_draft_serves_one_generation_at_a_time(path):
-    with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
-        draft = LookupDraft()
-        make = functools.partial(
-            speculative_generate_step, model=model, draft=draft, num_draft_tokens=2
-        )
-        first, second = make(mx.array(PROMPTS[0])), make(mx.array(PROMPTS[1]))
-        want = greedy(model, PROMPTS[1])
-        next(first)
-        got = [next(second)[0]]
-        with pytest.raises(ValueError, match="a draft of its own"):
-            for _ in first:
-                pass
-        got += [next(second)[0] for _ in range(len(want) - 1)]
-        assert got == want
-
-
-def test_mlx_lm_server(monkeypatch):
-    """mlx-lm's server on a streamed model gives the text of a resident one."""
-    providers = []
-
-    def serve(config):
-        monkeypatch.setattr(mlx_lm.server, "load", functools.partial(moelab.load, config=config))
-        monkeypatch.setattr(
-            sys, "argv", ["mlx_lm.server", "--model", str(TINY_MOE), "--log-level", "ERROR"]
-        )
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                mlx_lm.server, "run", lambda host, port, provider: providers.append(provider)
-            )
-            mlx_lm.server.main()
-        made = []
-
-        class Server(ThreadingHTTPServer):
-            def serve_forever(self):
-                made.append(self)
-                super().serve_forever()
-
-        generator = mlx_lm.server.ResponseGenerator(providers.pop(), LRUPromptCache(4))
-        run = threading.Thread(
-            target=mlx_lm.server._run_http_server,
-            args=("127.0.0.1", 0, generator, Server),
-            daemon=True,
-        )
-        run.start()
-        while not made:
-            run.join(0.05)
-            assert run.is_alive()
-        url = f"http://127.0.0.1:{made[0].server_address[1]}/v1/completions"
-
-        def ask(prompt):
-            body = {
-                "model": "default_model",
-                "prompt": prompt,
-                "max_tokens": 12,
-                "temperature": 0.0,
-            }
-            request = urllib.request.Request(
-                url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(request, timeout=300) as answer:
-                return json.load(answer)["choices"][0]["text"]
-
-        try:
-            alone = [ask(p) for p in TEXTS]
-            for _ in range(1 if FAST else 12):
-                assert in_threads(ask, TEXTS) == alone
-            return alone
-        finally:
-            made[0].shutdown()
-            generator.stop_and_join()
-
-    want = serve(moelab.StreamConfig(mode="resident"))
-    assert len(set(want)) == len(TEXTS)
-    for kernels in ("auto", "mlx"):
-        assert serve(moelab.StreamConfig(slots=16, kernels=kernels)) == want
 
 
 def in_a_process(script, *args):

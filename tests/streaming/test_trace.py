@@ -68,27 +68,12 @@ def test_an_empty_trace_is_kept_too(tmp_path):
 
 
 def test_a_damaged_or_foreign_file_is_refused_by_name(tmp_path):
-    whole = tmp_path / "whole.npz"
-    random_trace().save(whole)
-    data = whole.read_bytes()
-    bad = tmp_path / "bad.npz"
-    contents = [b"", b"not a trace", data[: len(data) // 2], data[:-30]]
-    rng = np.random.default_rng(0)
-    for _ in range(40):  # one byte changed in a member's data
-        at = int(rng.integers(60, len(data) - 400))
-        contents.append(data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :])
-    refused = 0
-    for content in contents:
+    random_trace().save(bad := tmp_path / "bad.npz")
+    data = bad.read_bytes()
+    for content in (b"not a trace", data[: len(data) // 2]):
         bad.write_bytes(content)
-        try:
-            same(Trace.load(bad), Trace.load(whole))  # a byte without effect, such as a time
-        except TraceError as e:
-            refused += 1
-            assert str(bad) in str(e) and "expected a trace" in str(e)
-    assert refused >= len(contents) - 8
-    np.savez(bad, experts=np.zeros((2, 2, 2)))
-    with pytest.raises(TraceError, match="bad.npz"):
-        Trace.load(bad)
+        with pytest.raises(TraceError, match=f"{bad}: expected a trace"):
+            Trace.load(bad)
     with pytest.raises(FileNotFoundError):
         Trace.load(tmp_path / "none.npz")
 
@@ -142,31 +127,15 @@ STRANGE = {
         "experts": np.where(EXPERTS[0, 0, 0] == EXPERTS, -1, EXPERTS.astype(np.int64))
     },
     "experts beyond E": {"experts": EXPERTS.astype(np.int64) + E},
-    "experts beyond 16 bits": {"experts": EXPERTS.astype(np.int64) + 2**16},
     "experts as fractions": {"experts": EXPERTS.astype(np.float32)},
-    "experts as objects": {"experts": EXPERTS.astype(object)},
     "experts of rank 2": {"experts": EXPERTS[0]},
-    "experts of 10 GB": {"experts": npy("(10000000000, 1, 1)")},
-    "experts of a negative length": {"experts": npy("(-1, 1, 1)")},
     "experts of 2**80 bytes": {"experts": npy(f"({2**40}, {2**40}, 1)")},
     "a header that is no Python": {"experts": npy("((((")},
-    "a header without end": {"experts": npy("(" * 90)},
-    "decode as numbers": {"decode": np.arange(11)},
     "decode of another length": {"decode": np.zeros(12, bool)},
-    "decode of rank 2": {"decode": np.zeros((11, 1), bool)},
-    "tokens as fractions": {"tokens": np.zeros(11)},
     "tokens of another length": {"tokens": np.zeros(10, np.int32)},
-    "about is no object": {"about_": b"[1]"},
     "about nests": {"about_": b"[" * 100_000},
-    "about is not text": {"about_": b"\xff\xfe"},
     "num_experts as text": {"about": {"num_experts": "64"}},
-    "num_experts as a truth value": {"about": {"num_experts": True}},
-    "no experts": {"about": {"num_experts": 0}},
-    "negative num_experts": {"about": {"num_experts": -1}},
-    "huge num_experts": {"about": {"num_experts": 10**18}},
     "model is not text": {"about": {"model": None}},
-    "seed is not a number": {"about": {"seed": "1"}},
-    "prompt is not text": {"about": {"prompt": [1]}},
     "a key of its own": {"about": {"self": 1}},
     "a member of its own": {"more": np.zeros(3)},
 }
@@ -299,17 +268,6 @@ def test_a_pass_that_fails_keeps_its_error_and_the_calls_before_it(
             calls_left = None
             run(model, steps=2)
         same(seen, whole)
-
-
-def test_streamed_and_resident_write_the_same_when_routed(random_tiny_moe):
-    trace, out = random_trace(6, 5), []
-    for mode in ("resident", "fused"):
-        model, _ = load_model(random_tiny_moe, moelab.StreamConfig(mode=mode, slots=K))
-        with route_by(model, trace):
-            out.append(run(model))
-        moelab.close(model)
-    np.testing.assert_array_equal(out[0][1:].argmax(1), out[1][1:].argmax(1))
-    np.testing.assert_allclose(out[0], out[1], atol=1e-4, rtol=1e-4)
 
 
 def test_recorded_around_routed_is_the_trace_too(random_tiny_moe):

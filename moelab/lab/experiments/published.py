@@ -5,6 +5,11 @@ python -m moelab.lab published OUT.json
 The rows are ``data/published.csv``'s. This was fixed before anything was fitted: which rows count
 (``why_not``), on which sources the planner's constants are fitted and on which it is judged
 (``side``), and how (``by_source``, ``GOALS``).
+
+In the file ``verified`` is ``record read`` (the authors' dated records or benchmark pages),
+``claim`` (a thread or a README) or ``not read again`` (from an earlier list of ours); ``ssd_from``
+says whose the SSD's rate is, and ``contradicts`` names a row that says otherwise. Figures are their
+authors'; an empty field is not in the source.
 """
 
 import csv

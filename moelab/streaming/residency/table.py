@@ -1,6 +1,6 @@
 """Which expert is in which slot of a layer, and which is evicted first.
 
-A new eviction policy is a line of ``EVICTION`` and a word in ``StreamConfig``'s docstring:
+A new eviction policy is a line of ``EVICTION`` and a word in ``StreamConfig.policy``:
 ``StreamConfig``, the commands, ``SlotTable`` and the replay (``moelab/replay/eviction.py``) take it
 from there, and so do their tests. A test of its own says what it means
 (``tests/streaming/test_properties.py``).
