@@ -16,6 +16,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import committed
 import nbformat
 import pytest
 from selenium import webdriver
@@ -40,8 +41,8 @@ FLAGS = (
 )
 ROOT = Path(__file__).parent.parent
 SECONDS = 120  # for the cells of a notebook, or for one move; a busy machine needs them
-EVERY = sorted((ROOT / "notebooks").glob("*.ipynb"))
-NOTEBOOKS = [path for path in EVERY if "explore(" in path.read_text()]  # those with sliders
+# Those with sliders.
+NOTEBOOKS = [path for path in committed.NOTEBOOKS if "explore(" in path.read_text()]
 NOTEBOOK = "window.jupyterapp?.shell.currentWidget"
 STATUS = f"{NOTEBOOK}?.sessionContext?.session?.kernel?.status"
 CELLS = f"{NOTEBOOK}.content.widgets.filter(c => c.model.type === 'code').map(c => c.model"

@@ -3,15 +3,14 @@
 import json
 import re
 import shutil
-from pathlib import Path
 
 import nbformat
 import pytest
+from committed import NOTEBOOKS
 
 from moelab.lab.__main__ import main
 from moelab.lab.plots import index, pages
 
-NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 FIGURE = """
 import ipywidgets
 from moelab.lab.plots import explore, show, slider, style

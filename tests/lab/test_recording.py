@@ -4,7 +4,9 @@ import json
 from string import Formatter
 
 import pytest
+from committed import ROOT
 
+from moelab import shipped
 from moelab.lab import recording, records
 from moelab.lab.__main__ import main
 
@@ -135,7 +137,7 @@ def test_the_page_follows_from_the_records(commands):
 
 def test_every_record_is_listed_and_every_command_is_one():
     checkpoints, entries = recording.listed()
-    assert {p.stem for p in recording.RESULTS.glob("*.json")} <= entries.keys()
+    assert {p.stem for p in (ROOT / "data" / "results").glob("*.json")} <= entries.keys()
     for name, entry in entries.items():
         names = set(Formatter().parse(entry["command"]))
         fields = {field for _, field, _, _ in names if field}
@@ -143,5 +145,10 @@ def test_every_record_is_listed_and_every_command_is_one():
         assert entry["what"].endswith(".") and entry["part"], name
 
 
-def test_the_page_is_fresh():
+def test_the_page_is_fresh(monkeypatch):
+    results = ROOT / "data" / "results"
+    now = {"DATA": ROOT / "data", "RESULTS": results, "PAGE": results / "README.md"}
+    for name, path in now.items():
+        monkeypatch.setattr(recording, name, path)
+    monkeypatch.setattr(shipped, "DATA", ROOT / "data")
     assert recording.page() == recording.PAGE.read_text(), "make numbers"

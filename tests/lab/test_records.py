@@ -5,8 +5,8 @@ import math
 import sys
 
 import pytest
+from committed import ROOT
 
-from moelab import DATA
 from moelab.lab import cite, records
 
 ROWS = [
@@ -181,7 +181,7 @@ def test_tables_stand_together(table):
 
 
 def test_recorded_runs_say_where_they_come_from():
-    paths = sorted((DATA / "results").glob("*.json"))
+    paths = sorted((ROOT / "data" / "results").glob("*.json"))
     assert paths
     for path in paths:
         made = records.read(path.stem).attrs

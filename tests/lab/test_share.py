@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from committed import ROOT
 
 from moelab import DATA
 from moelab.lab.experiments import share
 from moelab.replay.sizes import ModelSizes
 
-FILES = sorted((DATA / "community").glob("*.json"))
+FILES = sorted((ROOT / "data" / "community").glob("*.json"))
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +186,7 @@ def test_what_people_sent_is_whole(file):
 
 
 def test_the_page_is_of_these_files():
-    assert FILES and (DATA / "community" / "README.md").read_text() == share.page(FILES)
+    assert FILES and (ROOT / "data" / "community" / "README.md").read_text() == share.page(FILES)
 
 
 def test_traces_that_were_sent_are_read():

@@ -6,6 +6,7 @@ from itertools import combinations
 import mlx.core as mx
 import numpy as np
 import pytest
+from committed import ROOT
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
@@ -49,7 +50,7 @@ def test_the_engines_policies_hit_what_its_slot_table_hits(policy, S, seed):
 
 @pytest.mark.parametrize("S", (10, 24, 56))
 def test_the_default_reads_less_than_lru_in_each_trace_that_we_have(S):
-    for path in (moelab.DATA / "traces").glob("*.npz"):
+    for path in (ROOT / "data" / "traces").glob("*.npz"):
         experts = moelab.Trace.load(path).experts.astype(int)
         hits = {p: eviction.held(experts, 64, S, p)[64:].sum() for p in ("lru", "lrfu")}
         assert hits["lrfu"] > hits["lru"], path
