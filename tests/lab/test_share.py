@@ -189,7 +189,8 @@ def test_the_page_is_of_these_files():
     assert FILES and (ROOT / "data" / "community" / "README.md").read_text() == share.page(FILES)
 
 
-def test_traces_that_were_sent_are_read():
+def test_traces_that_were_sent_are_read(monkeypatch):
+    monkeypatch.setattr(share, "DATA", ROOT / "data")
     sent = share.traces()
     assert {trace.experts.shape[1:] for trace in sent.values()} >= {(8, 8), (40, 8)}
     assert all(len(trace.decode) >= 32 for trace in sent.values())
