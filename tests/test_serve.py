@@ -549,7 +549,7 @@ def test_a_hostile_crowd(draft, tmp_path):
         tokenizer = mlx_lm.utils.load_tokenizer(MODEL)
         files = sorted(MODEL.glob("heldout/*.py"), key=lambda path: path.stat().st_size)
         ids = [tokenizer.encode(path.read_text()) for path in files[-6:]]
-        prompts = [tokenizer.decode(i[:n]) for i in ids[:3] for n in (60, 300, 928)]
+        prompts = [tokenizer.decode(i[:n]) for i in ids[:2] for n in (60, 300, 928)]
         asked = [({"prompt": prompt}, tokenizer.encode(prompt)) for prompt in prompts]
         for told in ([user("x = 1")], [user("def f"), {"role": "assistant", "content": "(x)"}]):
             told = [*told, user(tokenizer.decode(ids[4][:200]))]
