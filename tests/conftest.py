@@ -48,11 +48,6 @@ SLOW = (
         keep="1-tiny-dflash-fused|0-tiny-draft-resident",
     ),
     Slow(
-        "::test_greedy_text_of_the_trained_model",
-        "the streamed model stays",
-        keep="fused",
-    ),
-    Slow(
         "::test_acceptance_and_the_targets_own_text",
         "the other draft differs in its weights only",
         keep="dflash",

@@ -484,13 +484,6 @@ def test_a_sliding_window_is_not_quantized(tmp_path):
         KVCacheOptions(kv_bits=8).check(path, moelab.StreamConfig(slots=8))
 
 
-def test_a_draft_whose_configuration_is_no_object(command, tmp_path):
-    for text in ("5", "[]", "{", "\xff"):
-        (tmp_path / "config.json").write_text(text, encoding="latin-1")
-        said = command("generate", MODEL, *SLOTS, "--prompt", "x", "--draft", tmp_path, code=1)
-        assert "config.json" in said and "JSON" in said
-
-
 # Chat
 
 

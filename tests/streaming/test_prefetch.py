@@ -232,8 +232,3 @@ def test_the_oracle_takes_a_trace_of_its_model(want):
         other = moelab.Trace(trace.experts[:, :-1], trace.phase, trace.tokens)
         with pytest.raises(ValueError, match="expected a trace of 8 layers, got 7"):
             session_of(model).prefetcher.set_trace(other)
-
-
-def test_only_modes_with_slots():
-    with pytest.raises(ValueError, match="needs slots to read into, got mode 'buffers'"):
-        moelab.StreamConfig(mode="buffers", prefetch="lookahead")
