@@ -79,10 +79,10 @@ class Room:
         if plan is None:
             return tokens, None
         is_prompt = tokens > FEW_TOKENS
-        if not is_prompt and now < self._look_s and self._in_use == self.slots:
-            return tokens, None
-        self._look_s = now + LOOK_S
         step = min(tokens, plan.prompt_tokens) if divisible else tokens
+        if not is_prompt and now < self._look_s and self._in_use == self.slots:
+            return step, None
+        self._look_s = now + LOOK_S
         slots = self.slots
         if is_prompt:  # slots stay lent in a prompt's last part
             slots = min(slots, self._in_use, plan.slots_beside(step))
