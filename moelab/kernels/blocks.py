@@ -127,7 +127,7 @@ def is_norm(module: nn.Module, kind: type = nn.RMSNorm) -> bool:
 
 
 def check_cache(a: mx.array | None, shape: tuple[int, ...]) -> np.ndarray | None:
-    """An array ``[B, ...]`` of a cache, as numpy's. ValueError if it does not fit the pass."""
+    """An array ``[B, ...]`` of a cache as numpy's; it raises ValueError for one of other texts."""
     try:
         return None if a is None else code.of_mlx(a, shape, "cache")
     except ValueError as e:
