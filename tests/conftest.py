@@ -22,7 +22,7 @@ class Slow:
     test: str  # the end of its node id, without the case
     why: str  # why the rest is enough for ``make test``
     keep: str = ""  # what ``re.search`` finds in the cases that stay in ``make test``
-    every: int = 0  # instead: one case of so many stays, beginning with the first
+    every: int = 0  # instead of keep: every n-th case stays, from the first on
 
 
 FAMILIES = "every family streams in test_family_streams; here one of three is enough"

@@ -168,7 +168,7 @@ def open_prompt_cache(
     model = build_model(checkpoint, config, trust_remote_code=trust_remote_code)[0]
     try:
         _check_caches(cache, model, checkpoint)
-    except Exception as error:  # the file's sizes and bits may be any numbers
+    except Exception as error:  # a damaged file may say any sizes and bits
         raise ValueError(
             f"{file}: its caches are not those of {model_path}: {describe(error)}. {again}"
         ) from error

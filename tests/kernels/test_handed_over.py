@@ -63,7 +63,7 @@ OTHER = {
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """(fast model, MLX's, caches of a prompt by the number of texts) of each family."""
+    """Of each family a model with fast kernels, one with MLX's, and caches of 1, 2 and 3 texts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(modules, "FLOAT_WEIGHTS", 0)
         patch.setattr(layers, "IN_PLACE_NBYTES", 0)

@@ -170,7 +170,7 @@ DRAFTS = {  # names of notebook 08 for the candidates that were trained
 def training(draft: str | Path) -> "DataFrame":
     """A table of acceptance after several lengths of training, from a draft's ``training.json``."""
     record = read_json(Path(draft) / "training.json")
-    rows = {  # the later of two runs of the same length has the better learning rate
+    rows = {  # of two runs of one length the later counts: its learning rate is better
         (run["steps"], name, texts): {
             "tau": found["tau"],
             "tau_first_100": found["tau_first_100"],
