@@ -45,7 +45,7 @@ class Round:
     drafted: int = 0  # tokens that the draft proposed
     accepted: int = 0  # how many of them the target chose too; its next token follows them
     draft_s: float = 0.0  # until the drafts were there
-    # From the drafts until the target chose its tokens; without drafts, the time of a token's call.
+    # From the drafts until the target chose. Without drafts: until the token before was ready.
     verify_s: float = 0.0
 
 
