@@ -6,9 +6,8 @@ from .checkpoint import CheckpointError
 from .speculation.drafts import ModelDraft
 from .speculation.generate import speculative_generate
 from .streaming.config import StreamConfig
-from .streaming.footprint import Footprint, footprint
 from .streaming.model import close, load
-from .streaming.plan import Plan, plan
+from .streaming.plan import Footprint, Plan, footprint, plan
 from .streaming.reading.file import ReadError
 from .streaming.record import record
 from .streaming.session import Stats, stats

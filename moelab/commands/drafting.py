@@ -16,8 +16,8 @@ from ..speculation.drafts import Draft, LookupDraft, ModelDraft, learned_policy
 from ..speculation.generate import speculative_generate
 from ..speculation.policy import Policy
 from ..streaming.config import StreamConfig
+from ..streaming.facts import grown_nbytes
 from ..streaming.model import load
-from ..streaming.plan import grown_nbytes
 from ..streaming.ranks import Ranks
 from ..streaming.session import session_of
 

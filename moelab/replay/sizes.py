@@ -1,12 +1,9 @@
 """A model's shape, and the memory that it takes, as ``plan`` says."""
 
-import re
 from dataclasses import dataclass
 
-from ..checkpoint import Checkpoint
-from ..streaming.config import StreamConfig
-from ..streaming.footprint import footprint
-from ..streaming.plan import plan
+from ..streaming.config import MOST_NBYTES
+from ..streaming.plan import Plan, plan
 
 
 @dataclass(frozen=True)
@@ -33,26 +30,25 @@ class ModelSizes:
 
         ``memory_nbytes`` is for the process and its page cache.
         """
-        found = footprint(path, StreamConfig(mode="resident"))
-        memory = int(min(memory_nbytes, 1 << 60))  # infinity is no int
-        planned = plan(path, memory_nbytes=memory)
-        tensors = Checkpoint(path).tensors
-        experts = found.num_layers * found.num_experts * found.expert_nbytes
-        is_tied = not any("head" in name for name in tensors)
-        table = 0 if is_tied else sum(t.nbytes for n, t in tensors.items() if "embed" in n)
-        layers = {n[0] for name in tensors if (n := re.findall(r"layers\.(\d+)\.", name))}
+        return cls.planned(plan(path, memory_nbytes=int(min(memory_nbytes, MOST_NBYTES))))
+
+    @classmethod
+    def planned(cls, plan: Plan) -> "ModelSizes":
+        """The sizes of the model that slots were planned for."""
+        facts = plan.facts
+        experts = facts.num_layers * facts.num_experts * facts.disk_nbytes
         return cls(
-            checkpoint_nbytes=found.checkpoint_nbytes,
-            other_nbytes=planned.other_nbytes,
-            expert_nbytes=found.expert_nbytes,
-            slot_nbytes=sum(planned.expert_nbytes),
-            L=planned.num_layers,
-            E=planned.num_experts,
-            K=planned.top_k,
-            token_nbytes=found.checkpoint_nbytes - experts - table,
-            layers=len(layers),
-            prompt_tokens=planned.prompt_tokens,
-            slots=planned.slots,
+            checkpoint_nbytes=facts.checkpoint_nbytes,
+            other_nbytes=plan.other_nbytes,
+            expert_nbytes=facts.disk_nbytes,
+            slot_nbytes=facts.slot_nbytes,
+            L=facts.num_layers,
+            E=facts.num_experts,
+            K=facts.top_k,
+            token_nbytes=facts.checkpoint_nbytes - experts - facts.table_nbytes,
+            layers=facts.num_blocks,
+            prompt_tokens=plan.prompt_tokens,
+            slots=plan.slots,
         )
 
     @property

@@ -9,11 +9,11 @@ An expert's bytes go this way, with one module for each step:
     streaming/session.py        runs a loaded model's calls: threads take turns, errors do no harm
     streaming/model.py          ``load`` puts the layers into mlx-lm's model
 
-The number of slots: plan.py chooses it before loading, room.py gives slots back where memory gets
-short, and heap.py returns memory that the C library keeps. On a GPU gpu/ copies bytes, and
-handover.py moves the routing to the host. Beside them: config.py (``StreamConfig``), build.py
-(mlx-lm's model with the top-k and the type that were asked for), counters.py, footprint.py (memory
-before loading), fused.py (gate and up in one projection), prefetch.py (guesses), rungs.py (the
-modes without slots), ranks.py and placement.py (several machines), trace.py and record.py (which
-experts were chosen).
+Before loading, facts.py asks the model once what it is made of (``ModelFacts``), and plan.py
+chooses the number of slots. room.py gives slots back where memory gets short, and heap.py returns
+memory that the C library keeps. On a GPU gpu/ copies bytes, and handover.py moves the routing to
+the host. Beside them: config.py (``StreamConfig``), build.py (mlx-lm's model with the top-k and the
+type that were asked for), counters.py, fused.py (gate and up in one projection), prefetch.py
+(guesses), rungs.py (the modes without slots), ranks.py and placement.py (several machines),
+trace.py and record.py (which experts were chosen).
 """

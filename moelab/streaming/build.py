@@ -8,10 +8,10 @@ A new family of mlx-lm streams without a change to this package if its experts a
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map_with_path
+from mlx.utils import tree_map_with_path
 
 from .. import kernels
-from ..checkpoint import Checkpoint, CheckpointError, describe, mlx_lm_model, try_out
+from ..checkpoint import Checkpoint, CheckpointError, describe, mlx_lm_model
 from ..experts import expert_modules, expert_parameters, num_experts
 from .config import SLOT_MODES, StreamConfig
 from .placement import balanced
@@ -61,11 +61,11 @@ def build_model(
             changed = {"text_config": {**holder, **changed}}
         built = build({**(model_config or {}), **changed})
     model, model_config = built or build(model_config)
-    if config.dtype != "auto":
-        _cast(model, config, getattr(mx, config.dtype))
-    elif mx.default_device() == mx.cpu:
-        _cast(model, config, mx.float32)  # half precision is 16 times slower on the CPU backend
     modules = expert_modules(model)
+    if config.dtype != "auto":
+        _cast(model, modules, config, getattr(mx, config.dtype))
+    elif mx.default_device() == mx.cpu:  # half precision is 16 times slower there
+        _cast(model, modules, config, mx.float32)
     if modules:
         top_k = _checked_top_k(checkpoint, config, found, min(num_experts(m) for _, m in modules))
     elif config.mode == "resident":
@@ -76,7 +76,6 @@ def build_model(
             "SwitchGLU or SwitchMLP modules, found none). Load it with mlx_lm.load, or give it as "
             "the --draft of a model with the same tokenizer."
         )
-    try_out(checkpoint, model)
     return model, model_config, top_k
 
 
@@ -128,10 +127,10 @@ def _checked_top_k(checkpoint, config, found, E):
     return K
 
 
-def _cast(model, config, dtype):
+def _cast(model, modules, config, dtype):
     """Cast the floating point parameters, lazily."""
     keep = getattr(model, "cast_predicate", lambda name: True)
-    taken = _half_scales(model, config) if dtype == mx.float32 else ()
+    taken = _half_scales(modules, config) if dtype == mx.float32 else ()
 
     def cast(name, p):
         if name in taken or not mx.issubdtype(p.dtype, mx.floating):
@@ -142,38 +141,19 @@ def _cast(model, config, dtype):
     model.update(tree_map_with_path(cast, model.parameters()))
 
 
-def _half_scales(model, config):
+def _half_scales(modules, config):
     """Names of streamed scales and biases in bfloat16, which the fast kernels take as they are."""
     if config.mode == "resident" or config.resolved().kernels != "fast":
         return set()
     return {
         f"{path}.{name}"
-        for path, module in expert_modules(model)
+        for path, module in modules
         for name, p in expert_parameters(module).items()
         if p.dtype == mx.bfloat16
         and name.endswith((".scales", ".biases"))
         and type(linear := module[name.split(".")[0]]) in kernels.FAST
         and kernels.fits(linear)
     }
-
-
-def activation_dtype(model: nn.Module) -> mx.Dtype:
-    """The type of the activations, which is that of the embedding."""
-    floating = {
-        name: p.dtype
-        for name, p in tree_flatten(model.parameters())
-        if mx.issubdtype(p.dtype, mx.floating)
-    }
-    embedding = next((d for name, d in floating.items() if "embed" in name), None)
-    return embedding or next(iter(floating.values()))
-
-
-def stays_resident(p: mx.array) -> bool:
-    """Whether a parameter ``[E, ...]`` stays in memory for all E experts.
-
-    Additive biases and tensor-wide scales do, as they are small beside an expert's matrices.
-    """
-    return p.ndim <= 2
 
 
 def place_experts(modules: list[tuple[str, nn.Module]], config: StreamConfig, ranks: Ranks) -> None:

@@ -8,6 +8,11 @@ import numpy as np
 from .. import kernels
 from .gpu import cuda
 
+# The most tokens of a batch, or of drafts with the token before them. A call of more is a prompt:
+# its outputs and recurrent states are evaluated on the way, since they are large, its last logits
+# may wait (``lazy_logits``), and slots lend memory to it.
+FEW_TOKENS = 64
+
 
 class Handover:
     """Evaluates a layer's routing, and hands the layer's slots over to MLX.

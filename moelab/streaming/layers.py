@@ -16,7 +16,7 @@ from .. import kernels
 from ..experts import expert_modules, expert_parameters, num_experts
 from .fused import can_fuse
 from .gpu.cuda import on_cuda
-from .plan import FEW_TOKENS
+from .handover import FEW_TOKENS
 from .residency.arriving import Arrived
 from .residency.bank import SlotBank
 from .session import Session

@@ -23,22 +23,20 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import kernels
 from ..checkpoint import Checkpoint, CheckpointError, describe, read_header, read_json
-from ..experts import expert_modules, expert_parameters, locate_experts, read_experts
-from .build import activation_dtype, build_model, place_experts, stays_resident
+from ..experts import read_experts
+from .build import build_model, place_experts
 from .config import StreamConfig
+from .facts import facts_of
 from .fused import give_room
+from .handover import FEW_TOKENS
 from .heap import return_free_memory
 from .layers import Fused, Stacked, moe_blocks
-from .plan import FEW_LOGITS, plan_of
+from .plan import plan_of
 from .prefetch import PREFETCHERS
-from .ranks import Ranks, facts
+from .ranks import Ranks
+from .ranks import facts as rank_facts
 from .rungs import Buffers, Serial
-from .session import (
-    Session,
-    recurrent_states,
-    session_of,
-    stats,
-)
+from .session import Session, recurrent_states, session_of, stats
 
 LAYERS = {"serial": Serial, "buffers": Buffers, "stacked": Stacked, "fused": Fused}
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
@@ -58,9 +56,8 @@ class LoadedModel:
     def __call__(self, inputs: mx.array, *args, **kwargs) -> mx.array:
         with self._session.call():
             cache, outs = kwargs.get("cache"), []
-            if (
-                cache is not None and len(cache) != self._num_caches
-            ):  # mlx-lm would leave out layers
+            # mlx-lm would leave out layers.
+            if cache is not None and len(cache) != self._num_caches:
                 raise ValueError(
                     f"cache: expected {self._num_caches} entries, as make_prompt_cache(model) "
                     f"gives, got {len(cache)}: it is another model's."
@@ -73,9 +70,8 @@ class LoadedModel:
                 last, inputs = not more, inputs[..., part.shape[-1] :]
                 self._session.begin(part, cache)
                 # Nobody may want the logits of earlier parts.
-                lazy = not last or (
-                    self._session.config.lazy_logits and part.shape[-1] > FEW_LOGITS
-                )
+                waits = self._session.config.lazy_logits and part.shape[-1] > FEW_TOKENS
+                lazy = waits or not last
                 with _lazy(self._heads) if lazy else nullcontext():
                     outs.append(super().__call__(part, *args, **kwargs))
                 if not last:
@@ -106,42 +102,37 @@ class LoadedModel:
         close(self)
 
 
+def _refused(done):
+    """Make a method that says what a streamed model cannot be."""
+
+    def refuse(self, *args, **kwargs):
+        raise ValueError(
+            f"{type(self).__name__}: a streamed model cannot be {done}: its experts are not among "
+            "its weights in memory. Use mlx_lm.load or StreamConfig(mode='resident')."
+        )
+
+    return refuse
+
+
 class StreamedModel(LoadedModel):
     """A loaded model with its experts on disk; it refuses calls that need all of them in memory."""
 
-    def load_weights(
-        self, file_or_weights: str | list[tuple[str, mx.array]], strict: bool = True
-    ) -> nn.Module:
-        weights = file_or_weights
-        if not isinstance(weights, list):
-            weights = list(mx.load(str(weights)).items())
-        self._refuse_experts(name for name, _ in weights)
-        return super().load_weights(weights, strict)
-
-    def update(self, parameters: dict, strict: bool = True) -> nn.Module:
-        self._refuse_experts(name for name, _ in tree_flatten(parameters))
-        return super().update(parameters, strict)
-
-    def save_weights(self, file: str) -> None:
-        raise self._refusal("saved")
+    save_weights = _refused("saved")
+    shard = _refused("divided over machines")
+    # Gradients and optimizers ask for these. ``parameters`` names those that are in memory.
+    trainable_parameters = _refused("trained")
+    # mlx-lm calls this only to save, quantize or count.
+    leaf_modules = _refused("saved, quantized or counted")
 
     def train(self, mode: bool = True) -> nn.Module:
-        if mode:
-            raise self._refusal("trained")
-        return super().train(mode)
+        return self.trainable_parameters() if mode else super().train(mode)
 
-    def trainable_parameters(self) -> dict:
-        # Gradients and optimizers ask for these. ``parameters`` names those that are in memory.
-        raise self._refusal("trained")
+    def update(self, parameters: dict, strict: bool = True) -> nn.Module:
+        self.refuse_experts(name for name, _ in tree_flatten(parameters))
+        return super().update(parameters, strict)
 
-    def shard(self, *args, **kwargs) -> None:
-        raise self._refusal("divided over machines")
-
-    def leaf_modules(self) -> dict:
-        # mlx-lm calls this only to save, quantize or count.
-        raise self._refusal("saved, quantized or counted")
-
-    def _refuse_experts(self, names: Iterable[str]) -> None:
+    def refuse_experts(self, names: Iterable[str]) -> None:
+        """Raise if one of these parameters is a streamed expert's."""
         streamed = tuple(layer.path + "." for layer in self._session.layers)
         name = next((n for n in names if n.startswith(streamed)), None)
         if name is not None:
@@ -150,12 +141,6 @@ class StreamedModel(LoadedModel):
                 "and cannot be replaced in memory. Fuse them into a checkpoint with mlx_lm.fuse "
                 "first, or load with StreamConfig(mode='resident')."
             )
-
-    def _refusal(self, done):
-        return ValueError(
-            f"{type(self).__name__}: a streamed model cannot be {done}: its experts are not among "
-            "its weights in memory. Use mlx_lm.load or StreamConfig(mode='resident')."
-        )
 
 
 def load(
@@ -183,14 +168,11 @@ def load(
     Args:
         path_or_hf_repo (str or Path): A model folder or a Hub repository.
         config (StreamConfig or None): How to stream. Default: ``StreamConfig()``.
-        tokenizer_config (dict or None): As for ``mlx_lm.load``.
-        model_config (dict or None): As for ``mlx_lm.load``.
+        tokenizer_config, model_config, return_config, revision, trust_remote_code: As for
+            ``mlx_lm.load``.
         adapter_path (str or None): As for ``mlx_lm.load``. Adapters of streamed experts are
             refused.
         lazy (bool): Must be False: the backbone is read while loading.
-        return_config (bool): As for ``mlx_lm.load``.
-        revision (str or None): As for ``mlx_lm.load``.
-        trust_remote_code (bool): As for ``mlx_lm.load``.
         group (mx.distributed.Group or None): The ranks that divide the experts, from
             ``mx.distributed.init()``. Default: none, this process holds all experts.
 
@@ -280,27 +262,26 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
     if ranks:
         _check_ranks(ranks, checkpoint, config, model_config)
     model, model_config, top_k = build_model(checkpoint, config, model_config, trust_remote_code)
+    facts = facts_of(model, checkpoint, config, top_k)
     chosen = None
     if config.asks_for_slots:
-        chosen = plan_of(model, checkpoint, config, top_k, ranks)
+        chosen = plan_of(facts, config, ranks)
         if ranks:  # each rank has its own slots, but a prompt's parts must be the same
             chosen = replace(chosen, prompt_tokens=min(ranks.gather(chosen.prompt_tokens)))
         config = chosen.config
-    found = None
-    if config.kernels == "fast":
-        float32 = activation_dtype(model) == mx.float32
-        # The experts' modules too, of which each slot bank has a copy.
-        found = kernels.use(model, half_scales=float32)
-    experts = expert_modules(model)
+    # The experts' modules compute with the kernels, too: each slot bank has a copy of one.
+    fast = config.kernels == "fast"
+    found = kernels.use(model, half_scales=facts.dtype == mx.float32) if fast else None
+    modules = dict(model.named_modules())
+    experts = [(path, modules[path]) for path in facts.experts]
     if ranks:
         place_experts(experts, config, ranks)
-    located, resident = _sources(model, checkpoint, config)
     session = Session(
         config,
-        activation_dtype(model),
+        facts.dtype,
         top_k,
-        located,
-        resident,
+        facts.located,
+        _read_experts(modules, facts, checkpoint, config),
         found=found,
         fast_experts=any(kernels.used(module) for _, module in experts),
         plan=chosen,
@@ -347,7 +328,7 @@ def _check_ranks(ranks, checkpoint, config, model_config):
             "StreamConfig.mode: expected a mode that reads experts (fused, stacked, buffers or "
             "serial) with a group of ranks, got 'resident', which holds all of them."
         )
-    ranks.compare(facts(checkpoint, config, model_config))
+    ranks.compare(rank_facts(checkpoint, config, model_config))
 
 
 def _evaluate(model):
@@ -364,13 +345,12 @@ def _load_adapters(model, path):
         )
     given, names = read_json(settings).get("lora_parameters"), read_header(weights)
     if isinstance(model, StreamedModel):
-        model._refuse_experts(names)
+        model.refuse_experts(names)
     try:
         if given and not isinstance(given.get("scale", 1), (int, float)):
             raise ValueError(f"a scale of {given['scale']!r}")  # mlx-lm uses it in a call only
         mlx_lm_utils.load_adapters(model, path)
-        model.eval()
-        _evaluate(model)
+        _evaluate(model.eval())
     except Exception as e:  # strange settings raise many types of errors in mlx-lm's code
         raise CheckpointError(
             f"{path}: expected adapters of this model, mlx-lm cannot load them: {describe(e)}. "
@@ -391,36 +371,29 @@ def close(model: nn.Module) -> None:
             session.ranks.close()
 
 
-def _sources(model, checkpoint, config):
-    """Locate the streamed parameters on disk, and read those that stay in memory."""
-    if config.mode == "resident":
-        modules = dict(model.named_modules())
-        for path, tensor in checkpoint.packed.items():
-            owner, param = path.rsplit(".", 1)
-            modules[owner][param] = read_experts(tensor).astype(modules[owner][param].dtype)
-        return {}, {}
-    located = locate_experts(model, checkpoint)
+def _read_experts(modules, facts, checkpoint, config):
+    """Read the experts' parameters that stay in memory; return those that slots have copies of."""
+    if facts.scattered:
+        raise CheckpointError(
+            f"{checkpoint.path}: {facts.scattered[0]}: the bytes of an expert are not contiguous "
+            f"in the files ({checkpoint.config.get('model_type')} in a layout that mlx-lm "
+            "rearranges on load), so they cannot be read in place. Convert it first: "
+            f"mlx_lm.convert --hf-path {checkpoint.path} --mlx-path NEW_FOLDER"
+        )
     resident = {}
-    for path, module in expert_modules(model):
-        for name, p in expert_parameters(module).items():
-            full = f"{path}.{name}"
-            if stays_resident(p):
-                if full in checkpoint.packed:
-                    p = read_experts(checkpoint.packed[full]).astype(p.dtype)
-                resident[full] = p
-                mx.eval(p)
-                located.pop(full, None)
-            elif full not in located:
-                raise CheckpointError(
-                    f"{checkpoint.path}: {full}: the bytes of an expert are not contiguous in "
-                    f"the files ({checkpoint.config.get('model_type')} in a layout that mlx-lm "
-                    "rearranges on load), so they cannot be read in place. Convert it first: "
-                    f"mlx_lm.convert --hf-path {checkpoint.path} --mlx-path NEW_FOLDER"
-                )
+    for name in (*facts.located, *facts.resident):
+        owner, param = name.rsplit(".", 1)
+        p = modules[owner][param]
+        if name in facts.located:
             # Shape and type are needed from here on, and the array would keep its file open.
-            linear, param = name.rsplit(".", 1)
-            module[linear][param] = mx.broadcast_to(mx.zeros((), p.dtype), p.shape)
-    return located, resident
+            p = mx.broadcast_to(mx.zeros((), p.dtype), p.shape)
+        else:
+            if name in checkpoint.packed:
+                p = read_experts(checkpoint.packed[name]).astype(p.dtype)
+            mx.eval(p)
+            resident[name] = p
+        modules[owner][param] = p
+    return resident if config.mode != "resident" else {}
 
 
 @contextmanager

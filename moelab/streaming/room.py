@@ -10,8 +10,9 @@ from time import perf_counter
 
 import mlx.core as mx
 
+from .handover import FEW_TOKENS
 from .heap import return_free_memory
-from .plan import BESIDE_NBYTES, FEW_TOKENS, LEAST_PROMPT_TOKENS, Plan, memory_now
+from .plan import BESIDE_NBYTES, LEAST_PROMPT_TOKENS, Plan, memory_now
 from .residency.bank import can_empty
 from .residency.residency import Residency
 
@@ -156,8 +157,8 @@ class Room:
 
     def _in_layer(self):
         """Bytes that a prompt takes and frees in a layer, or for the logits after the last one."""
-        in_layer = IN_LAYER_SHARE * self._plan.token_nbytes
-        return int(self._tokens * max(in_layer, self._plan.token_logits_nbytes))
+        in_layer = IN_LAYER_SHARE * self._plan.facts.token_nbytes
+        return int(self._tokens * max(in_layer, self._plan.facts.token_logits_nbytes))
 
     @property
     def _least(self):
@@ -166,12 +167,12 @@ class Room:
 
     def _fitting(self, nbytes, room):
         """How many slots fit in each layer beside ``nbytes``, if ``room`` bytes are free."""
-        return (self._residency.nbytes + room - nbytes) // sum(self._plan.expert_nbytes)
+        return (self._residency.nbytes + room - nbytes) // self._plan.facts.slot_nbytes
 
     def _keep(self, fitting):
         """Set how many slots there are from now on, if so many fit, and warn if they are fewer."""
         slots, most = self.slots, self._plan.slots if can_empty() else self.slots
-        more = fitting - -(-BESIDE_NBYTES // sum(self._plan.expert_nbytes))  # so that they can stay
+        more = fitting - -(-BESIDE_NBYTES // self._plan.facts.slot_nbytes)  # so that they can stay
         kept = max(self._least, min(most, fitting if fitting < slots else max(slots, more)))
         self.slots = kept
         if kept > slots:
@@ -180,7 +181,7 @@ class Room:
         if not told or fitting >= told - told // 8:  # warn once for each eighth
             return
         self._told = kept if fitting >= kept else 0  # warn once if no slot can be given back
-        missing = (told - fitting) * sum(self._plan.expert_nbytes)
+        missing = (told - fitting) * self._plan.facts.slot_nbytes
         what = f"slots {told} -> {kept}" if kept < told else f"no more than {kept} slots left"
         warnings.warn(
             f"memory is short by {missing / 1e6:.0f} MB: {what} in each layer. Other programs, or "
@@ -202,7 +203,7 @@ class Room:
 
     def _no_room(self, nbytes, most):
         self._look_s = 0.0
-        slots = sum(self._plan.expert_nbytes) * self._in_use
+        slots = self._plan.facts.slot_nbytes * self._in_use
         held = self._residency.nbytes
         return MemoryError(
             f"memory is short: with {self._in_use} slots in each layer, the fewest, the call takes "

@@ -14,9 +14,9 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from ..checkpoint import FORKED, ExpertTensor, describe
 from .config import StreamConfig
 from .counters import Counters, Counting, Stats
-from .handover import Handover
+from .handover import FEW_TOKENS, Handover
 from .heap import keep_no_holes, return_free_memory
-from .plan import FEW_TOKENS, Plan
+from .plan import Plan
 from .ranks import RankError, Ranks
 from .residency.residency import Residency
 from .room import Room

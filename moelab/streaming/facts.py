@@ -1,0 +1,226 @@
+"""``ModelFacts``: what a model is made of, asked once before a weight is read.
+
+They follow from the shapes and types of the model that ``build_model`` makes, and from a call with
+two tokens of which nothing is evaluated.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+
+from .. import kernels
+from ..checkpoint import Checkpoint, ExpertTensor, try_out
+from ..experts import expert_modules, expert_parameters, locate_experts
+from .build import build_model
+from .config import StreamConfig
+from .handover import FEW_TOKENS
+
+# A prompt is computed in chunks of at most so many tokens, mlx-lm's own number.
+PROMPT_TOKENS = 2048
+# How many arrays of the hidden size a layer keeps for a token beside its experts' work: with MLX's
+# kernels; with the fast ones, which also keep copies of the results of its other matrices.
+BLOCK_VALUES, STREAM_VALUES, BLOCK_COPIES = 16, 8, 3
+LINEARS = (nn.Linear, nn.QuantizedLinear)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model is made of, and the bytes that it takes whatever its slots are."""
+
+    path: Path  # of the checkpoint
+    experts: dict[str, int]  # E of each MoE layer, by the path of the module of its experts
+    # The experts' parameters by path in the model: where those lie that are read into slots, those
+    # that stay in memory for all E, and those that should be read but lie scattered.
+    located: dict[str, ExpertTensor] = field(repr=False)
+    resident: tuple[str, ...] = field(repr=False)
+    scattered: tuple[str, ...] = field(repr=False)
+    top_k: int  # K; 0 without experts
+    num_blocks: int  # all layers, those without experts as well
+    dtype: mx.Dtype  # of the activations
+    checkpoint_nbytes: int  # the tensors on disk
+    disk_nbytes: int  # one expert of the first layer on disk
+    table_nbytes: int  # the embeddings on disk, if no head shares them: a token needs one row
+    expert_nbytes: tuple[int, ...]  # one expert of each layer in its slot
+    backbone_nbytes: int  # everything but the experts
+    resident_nbytes: int  # the experts' parameters that stay in memory for all E
+    caches_nbytes: int  # key-value caches and recurrent states of ``StreamConfig.context`` tokens
+    token_nbytes: int  # to compute one token of a prompt
+    token_logits_nbytes: int  # the part of it for logits, if all of a prompt's are computed
+    logits_nbytes: int  # if not, the logits of few tokens, beside ``token_nbytes``
+
+    @classmethod
+    def of(
+        cls, path: str | Path, config: StreamConfig, trust_remote_code: bool = False
+    ) -> "ModelFacts":
+        """The facts of a model folder."""
+        checkpoint, config = Checkpoint(path), config.resolved()
+        model, _, top_k = build_model(checkpoint, config, trust_remote_code=trust_remote_code)
+        return facts_of(model, checkpoint, config, top_k)
+
+    @property
+    def num_layers(self) -> int:
+        """L, the number of MoE layers."""
+        return len(self.experts)
+
+    @property
+    def num_experts(self) -> int:
+        """E, the largest of any layer; 0 without experts."""
+        return max(self.experts.values(), default=0)
+
+    @property
+    def slot_nbytes(self) -> int:
+        """The bytes of one slot in every layer."""
+        return sum(self.expert_nbytes)
+
+    @property
+    def kept_nbytes(self) -> int:
+        """The bytes of everything but the slots that stays in memory."""
+        return self.backbone_nbytes + self.resident_nbytes
+
+
+def facts_of(
+    model: nn.Module, checkpoint: Checkpoint, config: StreamConfig, top_k: int
+) -> ModelFacts:
+    """Ask a model of ``build_model``, with its checkpoint and its ``resolved`` configuration."""
+    caches = make_prompt_cache(model)
+    logits = try_out(checkpoint, model, caches)
+    modules = dict(expert_modules(model))
+    parameters = {path: expert_parameters(m) for path, m in modules.items()}
+    every = {f"{path}.{name}": p for path, named in parameters.items() for name, p in named.items()}
+    streams, located = config.mode != "resident", locate_experts(model, checkpoint)
+    resident = [name for name, p in every.items() if not streams or _stays_resident(p)]
+    in_slots = every.keys() - resident
+    sizes = [sum(p.nbytes for p in named.values()) for named in parameters.values()]
+    counts = [len(next(iter(named.values()))) for named in parameters.values()]
+    first = next(iter(modules), None)
+    linears = [
+        {linear: module[linear] for linear in {name.split(".")[0] for name in parameters[path]}}
+        for path, module in modules.items()
+    ]
+    dtype = _activation_dtype(model)
+    token = _token_values(model, linears, checkpoint, config, top_k) * dtype.size
+    each = few = 0  # bytes of a token's logits, which the fast kernels compute at once, and copy
+    if config.kernels == "fast" and logits is not None:
+        each = 2 * logits.shape[-1] * dtype.size
+        each, few = (0, FEW_TOKENS * each) if config.lazy_logits else (each, 0)
+    elif logits is not None and not mx.metal.is_available():
+        # There MLX's kernels keep a recurrent state for every token.
+        token += max((c.nbytes for c in leaves(caches) if isinstance(c, ArraysCache)), default=0)
+    tensors = checkpoint.tensors
+    is_tied = not any("head" in name for name in tensors)
+    return ModelFacts(
+        path=checkpoint.path,
+        experts=dict(zip(modules, counts)),
+        located={name: t for name, t in located.items() if name in in_slots},
+        resident=tuple(resident),
+        scattered=tuple(name for name in every if name in in_slots and name not in located),
+        top_k=top_k,
+        num_blocks=len({n[0] for name in tensors if (n := re.findall(r"layers\.(\d+)\.", name))}),
+        dtype=dtype,
+        checkpoint_nbytes=checkpoint.nbytes,
+        disk_nbytes=sum(t.nbytes for name, t in located.items() if name.startswith(f"{first}.")),
+        table_nbytes=0 if is_tied else sum(t.nbytes for n, t in tensors.items() if "embed" in n),
+        expert_nbytes=tuple(nbytes // E for nbytes, E in zip(sizes, counts)),
+        backbone_nbytes=sum(p.nbytes for _, p in tree_flatten(model.parameters())) - sum(sizes),
+        resident_nbytes=sum(every[name].nbytes for name in resident) if streams else 0,
+        caches_nbytes=0 if logits is None else grown_nbytes(caches, config.context),
+        token_nbytes=max(token, each),
+        token_logits_nbytes=each,
+        logits_nbytes=few,
+    )
+
+
+def _activation_dtype(model):
+    """The type of the activations, which is that of the embedding."""
+    types = [(name, p.dtype) for name, p in tree_flatten(model.parameters())]
+    floating = [(name, dtype) for name, dtype in types if mx.issubdtype(dtype, mx.floating)]
+    return next((dtype for name, dtype in floating if "embed" in name), floating[0][1])
+
+
+def _stays_resident(p: mx.array) -> bool:
+    """Whether a parameter ``[E, ...]`` stays in memory for all E experts.
+
+    Additive biases and tensor-wide scales do, as they are small beside an expert's matrices.
+    """
+    return p.ndim <= 2
+
+
+def grown_nbytes(caches: list, context: int) -> int:
+    """The bytes of caches grown to a text's length. The given ones, of two tokens, are used up."""
+    kept = [_grown(c, context) for c in leaves(caches)]
+    # A key-value cache is copied when it grows, so one at a time takes twice its bytes.
+    return sum(kept) + max(kept, default=0)
+
+
+def leaves(caches: Sequence) -> Iterator:
+    """The caches in a list, with those of a ``CacheList`` in its place."""
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from leaves(cache.caches)
+        else:
+            yield cache
+
+
+def _grown(cache, context):
+    """The bytes of a cache of two tokens when it has ``context``; nothing is evaluated."""
+    if isinstance(cache, ArraysCache):
+        return cache.nbytes
+    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+    if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
+        return cache.nbytes * -(-context // 2)  # a family's own class
+    # The length of a chunk matters only in a cache of limited size, which stays full once it is.
+    limit, chunk = getattr(cache, "max_size", None), context
+    if limit is not None:
+        chunk = PROMPT_TOKENS
+        context = min(context, limit + chunk + (context - limit) % chunk)
+    for first in range(2, context, chunk):
+        num = min(chunk, context - first)
+        shapes = [(*a.shape[:2], num, a.shape[-1]) for a in (keys, values)]
+        cache.update_and_fetch(*(mx.zeros(shape, keys.dtype) for shape in shapes))
+    return cache.nbytes
+
+
+def _token_values(model, linears, checkpoint, config, top_k):
+    """The most values that a layer keeps for each token that is computed at once.
+
+    ``linears`` are the matrices of each layer's experts by name. The values take 1.1 to 1.3 times
+    the measured bytes of the four layers of notebook 03.
+    """
+    fast, most, D = config.kernels == "fast", 0, 0
+    for named in linears:
+        inputs, outputs = zip(*((m.input_dims, m.output_dims) for m in named.values()))
+        D = max(D, named.get("down_proj", named.get("fc2")).output_dims)
+        if fast and all(map(_at_once, named.values())):
+            # The result, the results of gate and up, and as much for the last matrix's input.
+            pairs = D + 2 * (sum(outputs) - D)
+        else:
+            pairs = sum(inputs) + sum(outputs) + D
+        most = max(most, top_k * pairs)
+    if fast:
+        return max(most, BLOCK_COPIES * _outputs(model)) + STREAM_VALUES * D
+    text = checkpoint.config.get("text_config") or checkpoint.config
+    heads = text.get("num_attention_heads")
+    scores = heads * config.context if isinstance(heads, int) else 0
+    return most + BLOCK_VALUES * D + scores
+
+
+def _at_once(linear):
+    """Whether the fast kernels take this matrix, and compute several experts' in one call."""
+    return type(linear) in kernels.FAST and kernels.fits(linear) and "bias" not in linear
+
+
+def _outputs(model):
+    """The most values that a block's matrices, without its experts', give for a token."""
+    outputs = Counter()
+    for path, module in model.named_modules():
+        layer = next((i for i, part in enumerate(path.split(".")) if part.isdigit()), None)
+        if layer is not None and isinstance(module, LINEARS):
+            outputs[tuple(path.split(".")[: layer + 2])] += len(module.weight)
+    return max(outputs.values(), default=0)
