@@ -148,14 +148,13 @@ def route_by(model: nn.Module, trace: Trace) -> Iterator[nn.Module]:
     """
     session = session_of(model)
     modules = [module for _, module in expert_layers(model)]
-    want = {
-        "L (MoE layers)": len(modules),
-        "K (experts per token)": session.top_k,
-        "E (experts)": max(_sizes(modules), default=0),
-    }
-    got = dict(zip(want, (*trace.experts.shape[1:], trace.num_experts)))
+    names = "L (MoE layers)", "K (experts per token)", "E (experts)"
+    want = len(modules), session.top_k, max(_sizes(modules), default=0)
+    got = *trace.experts.shape[1:], trace.num_experts
     wrong = [
-        f"{k} {want[k]} of the model, {got[k]} of the trace" for k in want if want[k] != got[k]
+        f"{name} {of_model} of the model, {of_trace} of the trace"
+        for name, of_model, of_trace in zip(names, want, got)
+        if of_model != of_trace
     ]
     if wrong or not len(trace):
         raise TraceError(

@@ -1,12 +1,8 @@
 """A trace says which experts a model chose for every token, and can be kept in a file."""
 
-import dataclasses
-import io
 import json
 import os
-import zipfile
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +18,7 @@ MEMBERS = {  # the file's members, each with the most bytes that it may unpack t
     "tokens.npy": 1 << 26,
     "about.npy": 1 << 23,
 }
+FORMS = ("iu", 3), ("b", 1), ("iu", 1), ("u", 1)  # of the members: kinds of dtype, dimensions
 ABOUT = {"num_experts": (int,), "model": (str,), "seed": (int, type(None)), "prompt": (str,)}
 
 
@@ -84,7 +81,7 @@ class Trace:
 
     def __getitem__(self, rows: slice | np.ndarray) -> "Trace":
         """The trace of some tokens: a slice, or ``[T]`` of bool."""
-        return dataclasses.replace(
+        return replace(
             self, experts=self.experts[rows], phase=self.phase[rows], tokens=self.tokens[rows]
         )
 
@@ -144,17 +141,20 @@ class Trace:
 
 def _read(path):
     """Read a trace's fields from its file. Nothing is unpacked before its size is checked."""
-    with zipfile.ZipFile(path) as z:
-        sizes = {info.filename: info.file_size for info in z.infolist()}
-        if len(z.infolist()) != len(MEMBERS) or sizes.keys() != MEMBERS.keys():
+    with np.load(path, allow_pickle=False) as file:
+        infos = file.zip.infolist()
+        sizes = {info.filename: info.file_size for info in infos}
+        if len(infos) != len(MEMBERS) or sizes.keys() != MEMBERS.keys():
             raise ValueError(f"expected the members {', '.join(MEMBERS)}, got {', '.join(sizes)}")
         for name, most in MEMBERS.items():
             if sizes[name] > most:
                 raise ValueError(f"{name} unpacks to {sizes[name]} bytes, expected {most} at most")
-        experts = _array(z, "experts.npy", "iu", 3)
-        decode = _array(z, "decode.npy", "b", 1)
-        tokens = _array(z, "tokens.npy", "iu", 1)
-        about = json.loads(_array(z, "about.npy", "u", 1).tobytes())
+        arrays = {name: file[name] for name in MEMBERS}
+    for (name, array), (kinds, ndim) in zip(arrays.items(), FORMS):
+        if array.dtype.kind not in kinds or array.ndim != ndim:
+            raise ValueError(f"{name}: unexpected type {array.dtype} and shape {array.shape}")
+    experts, decode, tokens, about = arrays.values()
+    about = json.loads(about.tobytes())
     if not isinstance(about, dict) or about.pop("moelab_trace", None) != FORMAT:
         raise ValueError("another version's format")
     if about.keys() != ABOUT.keys():
@@ -175,17 +175,3 @@ def _read(path):
         "tokens": tokens.astype(np.int64),
         **about,
     }
-
-
-def _array(z, name, kinds, ndim):
-    """Read an array of a trace's file, with one of these kinds of dtype and so many dimensions."""
-    data = io.BytesIO(z.read(name))
-    if (version := np.lib.format.read_magic(data)) != (1, 0):
-        raise ValueError(f"{name}: expected numpy's format 1.0, got {version}")
-    shape, fortran, dtype = np.lib.format.read_array_header_1_0(data)
-    values = data.getbuffer()[data.tell() :]
-    if dtype.kind not in kinds or len(shape) != ndim or min(shape) < 0:
-        raise ValueError(f"{name}: unexpected type {dtype} and shape {shape}")
-    if prod(shape) * dtype.itemsize != len(values):
-        raise ValueError(f"{name}: {dtype} of shape {shape} does not take {len(values)} bytes")
-    return np.frombuffer(values, dtype).reshape(shape, order="F" if fortran else "C")
