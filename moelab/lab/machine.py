@@ -229,12 +229,12 @@ def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]
     )
 
     if model:
-        yield from _plan_of(Path(model))
+        yield from _slots_of(Path(model))
 
 
-def _plan_of(model):
+def _slots_of(model):
     """Say which slots the commands would choose for a model, and the share of experts they hold."""
-    from .. import StreamConfig, footprint, plan
+    from .. import StreamConfig, plan
 
     tokenizer_of(model)
     try:
@@ -251,11 +251,10 @@ def _plan_of(model):
         found = (f"{n} {name}" for name, n in kernels.blocks_of(built).items())
         found = ", ".join(found) or "none that is known"
         yield True, f"{model.name}: blocks in one piece: {found}; others module by module", ""
-    f = footprint(model, p.config)
-    one = sum(p.expert_nbytes)
+    one = p.facts.slot_nbytes
     held, all_experts, token, disk = (  # in the units of the plan's own line
         f"{nbytes / 1e6:,.0f} MB"
-        for nbytes in (p.slots * one, p.num_experts * one, p.top_k * one, f.checkpoint_nbytes)
+        for nbytes in (p.slots * one, p.num_experts * one, p.top_k * one, p.facts.checkpoint_nbytes)
     )
     yield True, f"{model.name}, {disk} on disk: {p}", ""
     yield (

@@ -24,7 +24,9 @@ from ...replay import advice
 from ...replay.advice import Advice
 from ...replay.machine import CHIPS, DISK_SHARE, Machine, distinct, taken_of, typical_trace
 from ...replay.sizes import ModelSizes
+from ...streaming.config import StreamConfig
 from ...streaming.plan import memory_for_a_model
+from ...streaming.plan import plan as choose_slots
 from ..machine import card
 from ..models import folder, named_sizes
 from .advise import TOKENS, advise
@@ -44,6 +46,7 @@ OWN_NEAR = "four of five of our own settings were that near"
 REJECTED_READS = 1 / 3
 DRAFTS, ACCEPTED = 3, 0.7  # numbers of a draft that would help
 WORTH = 1.2  # smaller speedups by a change are not worth a line
+COMPARED = "What a replay finds best of the settings that can be chosen by hand,"
 STAND_IN = "qwen3.5-35b-a3b", 4, 32  # model whose layers are taken, how many, experts in each
 
 
@@ -286,14 +289,18 @@ def describe(
 def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
     """Say what to expect of a model on disk, measured here, and which settings were compared."""
     ram = ram and ram * 1e9
-    memory = min(ram - taken_of(ram), most_for_a_model(ram)) if ram else memory_for_a_model()
-    sizes = ModelSizes.of(path, memory)  # refuses too little memory before anything is measured
+    memory = ram and int(min(ram - taken_of(ram), most_for_a_model(ram)))
+    # Too little memory is refused here, before anything is measured.
+    chosen = choose_slots(path, StreamConfig(lazy_logits=True), memory_nbytes=memory)
+    sizes, memory = ModelSizes.planned(chosen), chosen.memory_nbytes
     costs, trace = measure_costs(path), typical_trace(sizes, TOKENS)
     machine = _measured(costs, sizes, ram)
     best = advise(path, memory, trace, costs)
     planned = advice.advise(sizes, memory, trace, costs, slots=[sizes.slots], policies=("lrfu",))
     found = Forecast(path.name, sizes, machine, planned, OWN_SPREAD, OWN_NEAR)
-    return "\n".join((str(found), _first(prompt, *found.prompt_s(prompt)), str(best)))
+    return "\n".join(
+        (str(chosen), str(found), _first(prompt, *found.prompt_s(prompt)), COMPARED, str(best))
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
