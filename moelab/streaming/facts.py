@@ -89,8 +89,13 @@ def facts_of(
     model: nn.Module, checkpoint: Checkpoint, config: StreamConfig, top_k: int
 ) -> ModelFacts:
     """Ask a model of ``build_model``, with its checkpoint and its ``resolved`` configuration."""
-    caches = make_prompt_cache(model)
-    logits = try_out(checkpoint, model, caches)
+    caches = []
+
+    def call(tokens, cache):  # a damaged config.json may also say caches that cannot be made
+        caches.extend(make_prompt_cache(model))
+        return model(tokens, cache=caches)
+
+    logits = try_out(checkpoint, call)
     modules = dict(expert_modules(model))
     parameters = {path: expert_parameters(m) for path, m in modules.items()}
     every = {f"{path}.{name}": p for path, named in parameters.items() for name, p in named.items()}
