@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -69,17 +70,15 @@ class _Router:
 def _replacing_indices(modules, replace: Callable, innermost=False):
     """Call module i with ``replace(i, indices)`` inside, except when its router is asked."""
 
-    def hook(i, module):
-        def call(original, x, indices):
-            if getattr(module, "probe", None) is None:
-                indices = replace(i, indices)
-            return original(x, indices)
-
-        return call
+    def call(i, module, original, x, indices):
+        if getattr(module, "probe", None) is None:
+            indices = replace(i, indices)
+        return original(x, indices)
 
     with ExitStack() as hooks:
         for i, module in enumerate(modules):
-            hooks.enter_context(hooked(module, hook(i, module), innermost=innermost))
+            hook = partial(call, i, module)
+            hooks.enter_context(hooked(module, hook, innermost=innermost))
         yield
 
 
