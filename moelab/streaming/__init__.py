@@ -10,8 +10,8 @@ An expert's bytes go this way, with one module for each step:
     streaming/model.py          ``load`` puts the layers into mlx-lm's model
 
 The number of slots: plan.py chooses it before loading, room.py gives slots back where memory gets
-short, and heap.py returns memory that the C library keeps. On a GPU gpu/ copies bytes, and
-handover.py moves the routing to the host. Beside them: config.py (``StreamConfig``), build.py
+short, and heap.py returns memory that the C library keeps. handover.py moves the routing to the
+host, on a CUDA GPU by cuda.py. Beside them: config.py (``StreamConfig``), build.py
 (mlx-lm's model with the top-k and the type that were asked for), counters.py, footprint.py (memory
 before loading), fused.py (gate and up in one projection), prefetch.py (guesses), rungs.py (the
 modes without slots), ranks.py and placement.py (several machines), trace.py and record.py (which

@@ -1,26 +1,29 @@
 """``StreamConfig`` says how to stream, and is checked when it is made."""
 
 import os
+from collections import ChainMap
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
-from importlib import import_module
 from inspect import formatannotation
 from textwrap import fill
-from types import ModuleType
 from typing import Any
 
 from .. import kernels
 from ..checkpoint import MAX_DIMENSION
-from .residency.table import POLICIES
 
 MODES = ("resident", "serial", "buffers", "stacked", "fused")
 SLOT_MODES = ("stacked", "fused")  # those with S slots in every layer
 # More bytes than any machine has; more threads help no disk.
 MOST_NBYTES, MOST_THREADS = 2**63 - 1, 1024
-# The places that an expert in no slot comes from, each with the module that brings it. A new place
-# is a module with ``open_reader`` and ``hold`` (see ``residency/disk.py``), and a line here. If it
-# takes memory from the slots, ``plan`` must know.
-SOURCES = {"disk": "residency.disk", "host": "gpu.host"}
+# The eviction policies. A use of an expert counts 1 at first; each later call of the layer
+# multiplies that by the number here. Of the experts held and not needed now, the one whose uses
+# count least is evicted, and of equal ones the least recently used. (Lee et al., LRFU, 2001.)
+EVICTION = {
+    "lru": 0.0,  # least recently used
+    "lfu": 1.0,  # least frequently used
+    "lrfu": 0.98,  # least recently and frequently used
+}
+SOURCES = ("disk", "host")  # the places that an expert in no slot comes from
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,7 @@ class StreamConfig:
         "which expert is evicted first (default: {default})",
         "lru: the least recently used; lfu: the least frequently used; lrfu: by both, a use counts "
         "2% less with each later call of the layer; auto: lrfu, and lru with source host.",
-        choices=POLICIES,
+        choices=ChainMap(EVICTION, {"auto": None}),
         modes=SLOT_MODES,
     )
     ranks_trace: str | None = _option(
@@ -234,11 +237,6 @@ class StreamConfig:
             return self
         fast = self.dtype in ("auto", "float32") and kernels.available()
         return replace(self, kernels="fast" if fast else "mlx")
-
-    @property
-    def source_module(self) -> ModuleType:
-        """The module that brings experts from ``source``."""
-        return import_module(f".{SOURCES[self.source]}", __package__)
 
     @property
     def asks_for_slots(self) -> bool:

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from .. import kernels
-from .gpu import cuda
+from . import cuda
 
 
 class Handover:

@@ -18,9 +18,13 @@ from .handover import Handover
 from .heap import keep_no_holes, return_free_memory
 from .plan import FEW_TOKENS, Plan
 from .ranks import RankError, Ranks
+from .residency import disk, host
 from .residency.residency import Residency
 from .room import Room
 
+# The module of each source. A new one has ``open_reader`` and ``hold`` too, and a name in
+# ``config.SOURCES``. If it takes memory from the slots, ``plan`` must know.
+SOURCES = {"disk": disk, "host": host}
 # Tokens. A prompt of so many is long: when decoding begins after it, free memory is returned to the
 # system, which takes 90 ms after a prompt of 2,000 tokens that took 20 s (2 cores).
 LONG_PROMPT = 256
@@ -47,8 +51,8 @@ class Session:
         self.config, self.dtype, self.top_k, self.plan = config, dtype, top_k, plan
         self.ranks, self.fast_experts = ranks, fast_experts
         self.handover = Handover(through_pinned=bool(located))
-        open_reader = config.source_module.open_reader
-        self.reader = open_reader(config.readers, self.handover.mailbox, ranks)
+        self.source = SOURCES[config.source]
+        self.reader = self.source.open_reader(config.readers, self.handover.mailbox, ranks)
         self.reader.direct = plan is not None and plan.direct
         self.located = {
             name: replace(t, files=[self.reader.open(f) for f in t.files])

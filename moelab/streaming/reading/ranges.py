@@ -55,7 +55,8 @@ class Ranges(Sequence):
             rows.append((r.file.fd, r.offset, at, len(r.views), r.nbytes, 0))
             at += len(r.views) * iovecs[0].nbytes
         files, nbytes = {r.file for r in reads}, sum(r.nbytes for r in reads)
-        ranges = cls(np.array(rows, np.int64), nbytes, files, lambda: reads)
+        parts = [r.parts for r in reads]
+        ranges = cls(np.array(rows, np.int64), nbytes, files, lambda: reads, parts)
         ranges.iovecs = iovecs  # the table has their addresses
         return ranges
 

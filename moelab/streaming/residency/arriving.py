@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..gpu.cuda import Begun, Copy, Mailbox, UploadingReader
+from ..cuda import Copy, Mailbox
+from ..reading.uploading import Begun, UploadingReader
 from .bank import SlotBank
 from .layer import LayerSlots
 

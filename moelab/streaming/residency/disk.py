@@ -1,8 +1,9 @@
 """``source="disk"``: an expert is read when it is needed; with CUDA the GPU copies it."""
 
-from ..gpu.cuda import Mailbox, UploadingReader
+from ..cuda import Mailbox
 from ..ranks import Ranks
 from ..reading.reader import Reader
+from ..reading.uploading import UploadingReader
 from .layer import LayerSlots
 
 

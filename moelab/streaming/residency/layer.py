@@ -7,8 +7,9 @@ import numpy as np
 
 from ..config import StreamConfig
 from ..counters import Counting
-from ..gpu.cuda import BLOCK_NBYTES, MAX_COPIES, NUM_BLOCKS, Begun
+from ..cuda import MAX_COPIES
 from ..reading.reader import Reader
+from ..reading.uploading import BLOCK_NBYTES, NUM_BLOCKS, Begun
 from .bank import SlotBank, can_empty
 from .table import SlotTable, policy_of
 

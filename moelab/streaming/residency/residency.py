@@ -8,7 +8,7 @@ import numpy as np
 
 from ..config import StreamConfig
 from ..counters import Counting
-from ..gpu.cuda import MAILBOX_SIZE
+from ..cuda import MAILBOX_SIZE
 from ..handover import Handover
 from ..heap import return_free_memory
 from ..reading.reader import Reader
