@@ -3,6 +3,7 @@
 import os
 from collections import ChainMap
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from inspect import formatannotation
 from textwrap import fill
@@ -135,6 +136,15 @@ class StreamConfig:
         bounds=(1, MOST_THREADS),
         modes=("buffers", *SLOT_MODES),
     )
+    reads: str = _option(
+        "auto",
+        "through the page cache (cached) or past it (direct) (default: {default})",
+        "Past it a read takes less of a core's time, and no expert is found in the page cache. It "
+        "is possible on Linux, in most file systems; elsewhere direct is cached. auto: as "
+        "Plan.direct says, and cached without a plan.",
+        choices=("auto", "cached", "direct"),
+        modes=SLOT_MODES,
+    )
     source: str = _option(
         "disk",
         "of misses; host: a CUDA GPU's host keeps all experts (default: {default})",
@@ -260,33 +270,26 @@ class StreamConfig:
         ``fields`` override them.
         """
 
-        def number(name, least, most):
-            text = os.environ[name]
-            try:
-                value = int(text)
-            except ValueError:
-                value = None
-            if value is None or not least <= value <= most:
-                raise ValueError(
-                    f"{name}: expected a whole number from {least} to {most}, got {text!r}."
-                )
-            return value
+        def number(variable, least, most):
+            text = os.environ[variable]
+            with suppress(ValueError):
+                if least <= int(text) <= most:
+                    return int(text)
+            raise ValueError(
+                f"{variable}: expected a whole number from {least} to {most}, got {text!r}."
+            )
 
-        def switch(name):
-            return name in os.environ and number(name, 0, 1)
-
-        stacked, fuse = map(switch, OPTIONS["mode"].environment)
+        switches = OPTIONS["mode"].environment
+        stacked, fuse = (v in os.environ and number(v, 0, 1) for v in switches)
         if fuse and not stacked:
             raise ValueError("MLX_MOE_FUSE_GATEUP=1 needs MLX_MOE_STACKED=1 as well.")
         found = {"mode": "fused" if fuse else "stacked" if stacked else "buffers"}
         for name, option in OPTIONS.items():
-            variables = [v for v in option.environment if v in os.environ and name != "mode"]
-            values = [
-                number(v, *option.bounds) if option.bounds else os.environ[v] for v in variables
-            ]
+            given = [v for v in option.environment if v in os.environ and option.bounds]
+            values = [number(v, *option.bounds) for v in given]
             if len({*values}) > 1:
                 raise ValueError(
-                    f"{' and '.join(f'{v}={n}' for v, n in zip(variables, values))}: expected "
+                    f"{' and '.join(f'{v}={n}' for v, n in zip(given, values))}: expected "
                     f"the same {name} in both. Unset one."
                 )
             if values:

@@ -52,8 +52,9 @@ class Session:
         self.ranks, self.fast_experts = ranks, fast_experts
         self.handover = Handover(through_pinned=bool(located))
         self.source = SOURCES[config.source]
-        self.reader = self.source.open_reader(config.readers, self.handover.mailbox, ranks)
-        self.reader.direct = plan is not None and plan.direct
+        direct = plan.direct if plan else config.reads == "direct"
+        mailbox = self.handover.mailbox
+        self.reader = self.source.open_reader(config.readers, direct, mailbox, ranks)
         self.located = {
             name: replace(t, files=[self.reader.open(f) for f in t.files])
             for name, t in located.items()

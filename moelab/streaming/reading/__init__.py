@@ -4,9 +4,9 @@
 threads keep an SSD busy. The ranges of a call with slots are a table (``Ranges``), of which one
 call of native code can read many (``native``). On Linux the calling thread of a small call first
 takes what the page cache holds. This also starts the reads of the other ranges, all at once. Where
-memory has little room for pages beside the slots, reads go past the page cache (``Reader.direct``):
-a read then takes a third of a core's time, since the system need not free a page for each page
-that it reads.
+memory has little room for pages beside the slots, reads go past the page cache
+(``StreamConfig.reads``): a read then takes a third of a core's time, since the system need not free
+a page for each page that it reads.
 
 Who reads an expert, and what a failed read does:
 

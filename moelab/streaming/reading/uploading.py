@@ -142,8 +142,8 @@ class UploadingReader(Reader):
 
     copies_in_graph = True
 
-    def __init__(self, mailbox: cuda.Mailbox, readers: int = 8):
-        super().__init__(readers)
+    def __init__(self, mailbox: cuda.Mailbox, readers: int = 8, direct: bool = False):
+        super().__init__(readers, direct)
         self._mailbox = mailbox
         self._blocks = []
         self._free = []

@@ -7,9 +7,9 @@ from ..reading.uploading import UploadingReader
 from .layer import LayerSlots
 
 
-def open_reader(readers: int, mailbox: Mailbox | None, ranks: Ranks | None) -> Reader:
+def open_reader(readers: int, direct: bool, mailbox: Mailbox | None, ranks: Ranks | None) -> Reader:
     """Make the reader of all experts, which uploads if a GPU copies (``mailbox``)."""
-    return UploadingReader(mailbox, readers) if mailbox else Reader(readers)
+    return UploadingReader(mailbox, readers, direct) if mailbox else Reader(readers, direct)
 
 
 def hold(layers: list[LayerSlots], reader: Reader) -> None:

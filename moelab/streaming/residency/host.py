@@ -115,14 +115,16 @@ _FETCH = """
 """
 
 
-def open_reader(readers: int, mailbox: cuda.Mailbox | None, ranks: Ranks | None) -> Reader:
+def open_reader(
+    readers: int, direct: bool, mailbox: cuda.Mailbox | None, ranks: Ranks | None
+) -> Reader:
     """Make the reader that reads all experts once; it needs a GPU that copies, and no ranks."""
     if mailbox is None or ranks is not None:
         raise ValueError(
             "StreamConfig.source: 'host' needs a CUDA GPU, cuda-bindings and no group of ranks. "
             "Use source 'disk': experts are read when they are needed."
         )
-    return UploadingReader(mailbox, readers)
+    return UploadingReader(mailbox, readers, direct)
 
 
 def hold(layers: list[LayerSlots], reader: Reader) -> None:
