@@ -24,7 +24,6 @@ EVICTION = {
     "lfu": 1.0,  # least frequently used
     "lrfu": 0.98,  # least recently and frequently used
 }
-SOURCES = ("disk", "host")  # the places that an expert in no slot comes from
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class StreamConfig:
     )
     reads: str = _option(
         "auto",
-        "through the page cache (cached) or past it (direct) (default: {default})",
+        "cached: through the page cache; direct: past it (default: {default})",
         "Past it a read takes less of a core's time, and no expert is found in the page cache. It "
         "is possible on Linux, in most file systems; elsewhere direct is cached. auto: as "
         "Plan.direct says, and cached without a plan.",
@@ -152,7 +151,7 @@ class StreamConfig:
         "goes without prefetch. If the policy is lru and nothing is recorded, the GPU fills its "
         "slots from there by itself in a call of at most S (token, expert) pairs, and the host "
         "does not wait for its routing.",
-        choices=SOURCES,
+        choices=("disk", "host"),
         modes=SLOT_MODES,
         needs="slots that the GPU fills",
     )

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,13 +19,12 @@ from .handover import Handover
 from .heap import keep_no_holes, return_free_memory
 from .plan import FEW_TOKENS, Plan
 from .ranks import RankError, Ranks
-from .residency import disk, host
+from .reading.reader import Reader
+from .reading.uploading import UploadingReader
+from .residency import host
 from .residency.residency import Residency
 from .room import Room
 
-# The module of each source. A new one has ``open_reader`` and ``hold`` too, and a name in
-# ``config.SOURCES``. If it takes memory from the slots, ``plan`` must know.
-SOURCES = {"disk": disk, "host": host}
 # Tokens. A prompt of so many is long: when decoding begins after it, free memory is returned to the
 # system, which takes 90 ms after a prompt of 2,000 tokens that took 20 s (2 cores).
 LONG_PROMPT = 256
@@ -51,10 +51,11 @@ class Session:
         self.config, self.dtype, self.top_k, self.plan = config, dtype, top_k, plan
         self.ranks, self.fast_experts = ranks, fast_experts
         self.handover = Handover(through_pinned=bool(located))
-        self.source = SOURCES[config.source]
-        direct = plan.direct if plan else config.reads == "direct"
         mailbox = self.handover.mailbox
-        self.reader = self.source.open_reader(config.readers, direct, mailbox, ranks)
+        if config.source == "host":
+            host.check(mailbox, ranks)
+        read = partial(UploadingReader, mailbox) if mailbox else Reader
+        self.reader = read(config.readers, plan.direct if plan else config.reads == "direct")
         self.located = {
             name: replace(t, files=[self.reader.open(f) for f in t.files])
             for name, t in located.items()
@@ -116,6 +117,11 @@ class Session:
             finally:
                 self._caller, self._caches = None, []
                 self.room.end()
+
+    def hold_experts(self) -> None:
+        """Read every expert into the host's memory, if that is the source."""
+        if self.config.source == "host":
+            host.hold(self.residency.layers, self.reader)
 
     def check_ranks(self) -> None:
         """Raise if a call failed on this rank. Without ranks it does nothing."""

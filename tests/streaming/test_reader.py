@@ -359,9 +359,7 @@ def test_linux_is_asked_for_huge_pages_as_the_buffer_of_such_reads():
 
 
 @needs_direct
-def test_a_range_longer_than_the_buffer_goes_through_the_page_cache(
-    tmp_path, past_the_page_cache
-):
+def test_a_range_longer_than_the_buffer_goes_through_the_page_cache(tmp_path, past_the_page_cache):
     path = tmp_path / "long"
     room = native.BUFFER_NBYTES, flight.BUFFER_NBYTES
     size = max(room) + 5

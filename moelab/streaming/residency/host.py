@@ -20,7 +20,7 @@ from .. import cuda
 from ..ranks import Ranks
 from ..reading.ranges import Read
 from ..reading.reader import Reader
-from ..reading.uploading import Begun, UploadingReader
+from ..reading.uploading import Begun
 from .bank import SlotBank
 from .layer import LayerSlots
 from .table import GPU_POLICIES, SlotTable
@@ -115,16 +115,13 @@ _FETCH = """
 """
 
 
-def open_reader(
-    readers: int, direct: bool, mailbox: cuda.Mailbox | None, ranks: Ranks | None
-) -> Reader:
-    """Make the reader that reads all experts once; it needs a GPU that copies, and no ranks."""
+def check(mailbox: cuda.Mailbox | None, ranks: Ranks | None) -> None:
+    """Refuse this source without a GPU that copies, or with ranks."""
     if mailbox is None or ranks is not None:
         raise ValueError(
             "StreamConfig.source: 'host' needs a CUDA GPU, cuda-bindings and no group of ranks. "
             "Use source 'disk': experts are read when they are needed."
         )
-    return UploadingReader(mailbox, readers, direct)
 
 
 def hold(layers: list[LayerSlots], reader: Reader) -> None:
