@@ -1,7 +1,7 @@
 """Which experts a cache of slots holds, by eviction policy.
 
-A policy of the engine is a line of ``EVICTION`` in ``streaming/residency/table.py``, which is read
-here. Another one is a line of ``SCORES``.
+A policy of the engine is a line of ``EVICTION`` in ``streaming/config.py``, which is read here.
+Another one is a line of ``SCORES``.
 """
 
 from collections import deque

@@ -1,26 +1,29 @@
 """``StreamConfig`` says how to stream, and is checked when it is made."""
 
 import os
+from collections import ChainMap
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from importlib import import_module
 from inspect import formatannotation
 from textwrap import fill
-from types import ModuleType
 from typing import Any
 
 from .. import kernels
 from ..checkpoint import MAX_DIMENSION
-from .residency.table import POLICIES
 
 MODES = ("resident", "serial", "buffers", "stacked", "fused")
 SLOT_MODES = ("stacked", "fused")  # those with S slots in every layer
 # More bytes than any machine has; more threads help no disk.
 MOST_NBYTES, MOST_THREADS = 2**63 - 1, 1024
-# The places that an expert in no slot comes from, each with the module that brings it. A new place
-# is a module with ``open_reader`` and ``hold`` (see ``residency/disk.py``), and a line here. If it
-# takes memory from the slots, ``plan`` must know.
-SOURCES = {"disk": "residency.disk", "host": "gpu.host"}
+# The eviction policies. A use of an expert counts 1 at first; each later call of the layer
+# multiplies that by the number here. Of the experts held and not needed now, the one whose uses
+# count least is evicted, and of equal ones the least recently used. (Lee et al., LRFU, 2001.)
+EVICTION = {
+    "lru": 0.0,  # least recently used
+    "lfu": 1.0,  # least frequently used
+    "lrfu": 0.98,  # least recently and frequently used
+}
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,15 @@ class StreamConfig:
         bounds=(1, MOST_THREADS),
         modes=("buffers", *SLOT_MODES),
     )
+    reads: str = _option(
+        "auto",
+        "cached: through the page cache; direct: past it (default: {default})",
+        "Past it a read takes less of a core's time, and no expert is found in the page cache. It "
+        "is possible on Linux, in most file systems; elsewhere direct is cached. auto: as "
+        "Plan.direct says, and cached without a plan.",
+        choices=("auto", "cached", "direct"),
+        modes=SLOT_MODES,
+    )
     source: str = _option(
         "disk",
         "of misses; host: a CUDA GPU's host keeps all experts (default: {default})",
@@ -139,7 +151,7 @@ class StreamConfig:
         "goes without prefetch. If the policy is lru and nothing is recorded, the GPU fills its "
         "slots from there by itself in a call of at most S (token, expert) pairs, and the host "
         "does not wait for its routing.",
-        choices=SOURCES,
+        choices=("disk", "host"),
         modes=SLOT_MODES,
         needs="slots that the GPU fills",
     )
@@ -148,7 +160,7 @@ class StreamConfig:
         "which expert is evicted first (default: {default})",
         "lru: the least recently used; lfu: the least frequently used; lrfu: by both, a use counts "
         "2% less with each later call of the layer; auto: lrfu, and lru with source host.",
-        choices=POLICIES,
+        choices=ChainMap(EVICTION, {"auto": None}),
         modes=SLOT_MODES,
     )
     ranks_trace: str | None = _option(
@@ -236,11 +248,6 @@ class StreamConfig:
         return replace(self, kernels="fast" if fast else "mlx")
 
     @property
-    def source_module(self) -> ModuleType:
-        """The module that brings experts from ``source``."""
-        return import_module(f".{SOURCES[self.source]}", __package__)
-
-    @property
     def asks_for_slots(self) -> bool:
         """Whether ``plan`` has to choose the slots."""
         return self.mode in SLOT_MODES and self.slots == "auto"
@@ -262,33 +269,26 @@ class StreamConfig:
         ``fields`` override them.
         """
 
-        def number(name, least, most):
-            text = os.environ[name]
-            try:
-                value = int(text)
-            except ValueError:
-                value = None
-            if value is None or not least <= value <= most:
-                raise ValueError(
-                    f"{name}: expected a whole number from {least} to {most}, got {text!r}."
-                )
-            return value
+        def number(variable, least, most):
+            text = os.environ[variable]
+            with suppress(ValueError):
+                if least <= int(text) <= most:
+                    return int(text)
+            raise ValueError(
+                f"{variable}: expected a whole number from {least} to {most}, got {text!r}."
+            )
 
-        def switch(name):
-            return name in os.environ and number(name, 0, 1)
-
-        stacked, fuse = map(switch, OPTIONS["mode"].environment)
+        switches = OPTIONS["mode"].environment
+        stacked, fuse = (v in os.environ and number(v, 0, 1) for v in switches)
         if fuse and not stacked:
             raise ValueError("MLX_MOE_FUSE_GATEUP=1 needs MLX_MOE_STACKED=1 as well.")
         found = {"mode": "fused" if fuse else "stacked" if stacked else "buffers"}
         for name, option in OPTIONS.items():
-            variables = [v for v in option.environment if v in os.environ and name != "mode"]
-            values = [
-                number(v, *option.bounds) if option.bounds else os.environ[v] for v in variables
-            ]
+            given = [v for v in option.environment if v in os.environ and option.bounds]
+            values = [number(v, *option.bounds) for v in given]
             if len({*values}) > 1:
                 raise ValueError(
-                    f"{' and '.join(f'{v}={n}' for v, n in zip(variables, values))}: expected "
+                    f"{' and '.join(f'{v}={n}' for v, n in zip(given, values))}: expected "
                     f"the same {name} in both. Unset one."
                 )
             if values:

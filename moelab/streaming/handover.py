@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from .. import kernels
-from .gpu import cuda
+from . import cuda
 
 # The most tokens of a batch, or of drafts with the token before them. A call of more is a prompt:
 # its outputs and recurrent states are evaluated on the way, since they are large, its last logits

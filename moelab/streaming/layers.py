@@ -14,8 +14,8 @@ import numpy as np
 
 from .. import kernels
 from ..experts import expert_modules, expert_parameters, num_experts
+from .cuda import on_cuda
 from .fused import can_fuse
-from .gpu.cuda import on_cuda
 from .handover import FEW_TOKENS
 from .residency.arriving import Arrived
 from .residency.bank import SlotBank

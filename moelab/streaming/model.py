@@ -318,7 +318,7 @@ def _stream(model, experts, session):
         blocks = [weakref.proxy(block) for block in moe_blocks(model)]
         session.prefetcher = PREFETCHERS[config.prefetch](session.layers, blocks)
         session.residency.prefetches = True
-    config.source_module.hold(session.residency.layers, session.reader)
+    session.hold_experts()
 
 
 def _check_ranks(ranks, checkpoint, config, model_config):

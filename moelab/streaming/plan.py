@@ -80,10 +80,11 @@ class Plan:
         prompt_tokens (int): A prompt's tokens that are computed at once: the model divides a
             longer call that has a cache and no other argument. Given to mlx-lm as
             ``prefill_step_size``, it saves the logits' memory, too.
-        direct (bool): Whether experts are read past the page cache (Linux, on a CPU). They are if
-            the available memory decided the number of slots, there are more than K, and the page
-            cache has room for less than twice as many experts (with slots for all: for fewer than
-            all). It would hold much the same ones, and a copy from it takes a core's time.
+        direct (bool): Whether experts are read past the page cache (Linux). With reads "auto" they
+            are, on a CPU, if the available memory decided the number of slots, there are more than
+            K, and the page cache has room for less than twice as many experts (with slots for all:
+            for fewer than all). It would hold much the same ones, and a copy from it takes a
+            core's time.
         reason (str): One line.
     """
 
@@ -229,6 +230,9 @@ def plan_of(facts: ModelFacts, config: StreamConfig, ranks: Ranks | None = None)
     # Bytes of the page cache while it decodes. Once all experts are in slots nothing is read.
     pages = system + process + prompt - lent + free - taken
     is_small = pages < taken * (2 if slots < held else 1)
+    # A limit that the caller gave says nothing about the page cache.
+    direct = can_empty() and given is None and least < slots and is_small
+    direct = direct if config.reads == "auto" else config.reads == "direct"
     reason = (
         f"slots={slots} of {held} in each of {L} layers: {why}. {_size(memory)} "
         f"available{left}: {listed}, slots {_size(taken)}"
@@ -246,8 +250,7 @@ def plan_of(facts: ModelFacts, config: StreamConfig, ranks: Ranks | None = None)
         prompt_nbytes=prompt,
         other_nbytes=fixed + prompt - lendable,
         prompt_tokens=tokens,
-        # A limit that the caller gave says nothing about the page cache.
-        direct=can_empty() and given is None and least < slots and is_small,
+        direct=direct,
         reason=reason,
     )
 

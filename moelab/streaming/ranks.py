@@ -15,13 +15,12 @@ import json
 import os
 import platform
 import re
-import subprocess
 import sys
 import threading
 import weakref
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
@@ -30,26 +29,18 @@ import mlx.core as mx
 import numpy as np
 
 from .. import kernels
-from ..checkpoint import Checkpoint, describe
+from ..checkpoint import Checkpoint, ExpertTensor, describe
 from .placement import by_number
 
 # Seconds. A rank ends its process if the others do not answer for so long, as MLX cannot stop
 # waiting. A rank whose process ends is noticed at once; this is for one that hangs.
 PATIENCE_S = 120  # in a layer, in which the others may have much to read and compute
 LOADING_S = 600  # while the others load
-SAY_S = 8  # then a rank says on stderr that it waits for the others to start or to load
+SAY_S = 8  # then a rank says on stderr that it waits for the others to load
 LOOK_S = 0.5  # between two looks at the clock
 OWN_MEMORY = ("memory_nbytes", "reserved_nbytes")  # fields that may differ between ranks
 SAMPLES, SAMPLE_NBYTES = 64, 64  # samples of weights, which tell models of one shape apart
 SETTINGS = (".json", ".jinja", ".txt", ".model", ".py")  # suffixes of files that must be alike
-# This prints each line after its seconds, unless its standard input is closed first.
-SAYS = """
-import select, sys
-for after, line in zip(map(float, sys.argv[1::2]), sys.argv[2::2]):
-    if select.select([0], [], [], after)[0]:
-        break
-    print(line, file=sys.stderr, flush=True)
-"""
 TRANSPORT = re.compile(r"\[(ring|nccl|jaccl|mpi)\]")  # how MLX's messages about other ranks begin
 
 
@@ -60,53 +51,44 @@ class RankError(OSError):
 def joined() -> mx.distributed.Group | None:
     """Join the ranks that were started with this one, as by ``mlx.launch``; None if alone.
 
-    MLX cannot tell a rank that has ended from one that is yet to start. After ``SAY_S`` a line on
-    stderr names the ranks that this one waits for. After ``LOADING_S`` another one follows, and the
-    process ends with status 1.
+    MLX waits in native code, and cannot tell a rank that has ended from one that is yet to start.
+    So a line on stderr names the others first, and after ``LOADING_S`` the process ends with 1.
     """
-    file = os.environ.get("MLX_HOSTFILE")
-    if file and Path(file).is_file() and not Path(file).read_text().strip():
+    file, rank = os.environ.get("MLX_HOSTFILE", ""), os.environ.get("MLX_RANK")
+    if Path(file).is_file() and not Path(file).read_text().strip():
         del os.environ["MLX_HOSTFILE"]  # ``mlx.launch -n 1`` writes it empty; MLX refuses that
+        rank = None
     try:
-        with _saying() if "MLX_RANK" in os.environ else nullcontext():
-            group = mx.distributed.init()
+        with open(os.devnull, "w") as nowhere:  # the end's traceback would say no more
+            if rank is not None:
+                _say(
+                    f"rank {rank} waits for {_others(file, rank)} to join. If not all do within "
+                    f"{LOADING_S} s it ends: look at their messages and at the hostfile then"
+                )
+                faulthandler.dump_traceback_later(LOADING_S, exit=True, file=nowhere)
+            try:
+                group = mx.distributed.init()
+            finally:
+                faulthandler.cancel_dump_traceback_later()
     except RuntimeError as e:
         raise RankError(
-            f"rank {os.environ.get('MLX_RANK')}: expected to reach the other ranks, MLX does not: "
-            f"{e}. Look at the hostfile, and at whether its ports are free and open."
+            f"rank {rank}: expected to reach the other ranks, MLX does not: {e}. Look at the "
+            "hostfile, and at whether its ports are free and open."
         ) from e
     return group if group.size() > 1 else None
 
 
-@contextmanager
-def _saying():
-    """Say for whom MLX waits inside the block, where no other thread of Python runs.
+def _others(file, rank):
+    """The other ranks, with their addresses if the hostfile has them."""
+    try:
+        hosts = [", ".join(addresses) for addresses in json.loads(Path(file).read_text())]
+    except (OSError, ValueError, TypeError):  # another backend's file, or none
+        return "the other ranks"
+    return " and ".join(f"rank {i} at {at}" for i, at in enumerate(hosts) if str(i) != rank)
 
-    So a child process says it, and ``faulthandler`` ends this one after ``LOADING_S``.
-    """
-    rank, others = os.environ["MLX_RANK"], "the other ranks"
-    with suppress(OSError, ValueError, TypeError):  # the file may be another backend's, or missing
-        hosts = json.loads(Path(os.environ.get("MLX_HOSTFILE", "")).read_text())
-        at = [f"rank {i} at {', '.join(host)}" for i, host in enumerate(hosts) if str(i) != rank]
-        others = " and ".join(at)
-    lines = [
-        str(SAY_S),
-        f"moelab: rank {rank} waits for {others} to join: was each of them started, and does it "
-        f"still run? In {LOADING_S - SAY_S} s this one ends",
-        str(LOADING_S - SAY_S),
-        f"moelab: rank {rank}: expected {others} to join within {LOADING_S} s, not all did. Look "
-        "at their messages and at the hostfile, and start all of them again.",
-    ]
-    with (
-        open(os.devnull, "w") as nowhere,
-        subprocess.Popen([sys.executable, "-IS", "-c", SAYS, *lines], stdin=subprocess.PIPE) as say,
-    ):
-        faulthandler.dump_traceback_later(LOADING_S + 1, exit=True, file=nowhere)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-            say.kill()
+
+def _say(line):
+    print(f"moelab: {line}", file=sys.stderr, flush=True)
 
 
 class Ranks:
@@ -282,23 +264,16 @@ class Ranks:
         )
 
     def _look(self):
-        until, loads = self._until, self._patience_s == LOADING_S
+        """Say that this rank waits for the others to load, or end its process."""
+        until, patience_s, me = self._until, self._patience_s, f"rank {self.rank} of {self.size}"
         if until is None:
             return
-        if loads and not self._said and monotonic() > until - LOADING_S + SAY_S:
+        waits_s = monotonic() - until + patience_s
+        if patience_s == LOADING_S and waits_s > SAY_S and not self._said:
             self._said = True
-            print(
-                f"moelab: rank {self.rank} of {self.size} waits for the others to load",
-                file=sys.stderr,
-                flush=True,
-            )
-        if monotonic() > until:
-            print(
-                f"moelab: rank {self.rank} of {self.size}: no answer from the other ranks for "
-                f"{self._patience_s:.0f} s: this one ends, too.",
-                file=sys.stderr,
-                flush=True,
-            )
+            _say(f"{me} waits for the others to load")
+        if waits_s > patience_s:
+            _say(f"{me}: no answer from the other ranks for {patience_s:.0f} s: this one ends, too")
             os._exit(1)  # MLX waits in native code, which no exception reaches
 
 
@@ -326,38 +301,36 @@ def facts(checkpoint: Checkpoint, config: object, model_config: dict | None) -> 
             if name not in OWN_MEMORY
         },
         "model_config": json.dumps(model_config, sort_keys=True, default=str),
-        "tokenizer and settings": f"files with digest {_digest_of_files(checkpoint.path)}",
-        "checkpoint": f"{checkpoint.nbytes / 1e6:.1f} MB with digest {_digest(checkpoint)}",
+        "tokenizer and settings": f"files with digest {_digest(_settings(checkpoint))}",
+        "checkpoint": f"{checkpoint.nbytes / 1e6:.1f} MB, digest {_digest(_samples(checkpoint))}",
     }
 
 
-def _digest_of_files(path):
-    """A digest that tells tokenizers, templates and the tokens that end a text apart."""
+def _digest(parts):
     digest = hashlib.sha256()
-    for file in sorted(Path(path).iterdir()):
-        if file.suffix in SETTINGS and not file.name.endswith(".index.json") and file.is_file():
-            digest.update(file.name.encode() + file.read_bytes())
+    for part in parts:
+        digest.update(part)
     return digest.hexdigest()[:12]
 
 
-def _digest(checkpoint):
-    """A digest of a checkpoint's headers, its config.json and bytes of some tensors.
+def _settings(checkpoint):
+    """Names and bytes of the files that tell tokenizers, templates and last tokens apart."""
+    for file in sorted(Path(checkpoint.path).iterdir()):
+        if file.suffix in SETTINGS and not file.name.endswith(".index.json") and file.is_file():
+            yield file.name.encode() + file.read_bytes()
 
-    It may not notice other numbers in one expert of one rank's file: reading all bytes would take
+
+def _samples(checkpoint):
+    """A checkpoint's config.json and headers, and bytes of some tensors.
+
+    They may not show other numbers in one expert of one rank's file: reading all bytes would take
     as long as copying the model.
     """
-    tensors = {**checkpoint.tensors, **checkpoint.packed}
-    names = sorted(tensors)
-    described = [(n, tensors[n].shape, str(tensors[n].dtype), tensors[n].nbytes) for n in names]
-    digest = hashlib.sha256(
-        json.dumps([checkpoint.config, described], sort_keys=True, default=str).encode()
-    )
-    for name in names[:: -(-len(names) // SAMPLES)]:
-        t = tensors[name]
-        file, offset = (
-            (t.file, t.offset) if name in checkpoint.tensors else (t.files[0], t.offsets[0])
-        )
-        with open(file, "rb", buffering=0) as f:
-            f.seek(offset + t.nbytes // 2)
-            digest.update(f.read(SAMPLE_NBYTES))
-    return digest.hexdigest()[:12]
+    tensors = sorted((checkpoint.tensors | checkpoint.packed).items())
+    headers = [(name, t.shape, str(t.dtype), t.nbytes) for name, t in tensors]
+    yield json.dumps([checkpoint.config, headers], sort_keys=True, default=str).encode()
+    for _, t in tensors[:: -(-len(tensors) // SAMPLES)]:
+        is_packed = isinstance(t, ExpertTensor)
+        with open(t.files[0] if is_packed else t.file, "rb", buffering=0) as f:
+            f.seek((t.offsets[0] if is_packed else t.offset) + t.nbytes // 2)
+            yield f.read(SAMPLE_NBYTES)

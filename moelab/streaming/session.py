@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +19,9 @@ from .handover import FEW_TOKENS, Handover
 from .heap import keep_no_holes, return_free_memory
 from .plan import Plan
 from .ranks import RankError, Ranks
+from .reading.reader import Reader
+from .reading.uploading import UploadingReader
+from .residency import host
 from .residency.residency import Residency
 from .room import Room
 
@@ -47,9 +51,11 @@ class Session:
         self.config, self.dtype, self.top_k, self.plan = config, dtype, top_k, plan
         self.ranks, self.fast_experts = ranks, fast_experts
         self.handover = Handover(through_pinned=bool(located))
-        open_reader = config.source_module.open_reader
-        self.reader = open_reader(config.readers, self.handover.mailbox, ranks)
-        self.reader.direct = plan is not None and plan.direct
+        mailbox = self.handover.mailbox
+        if config.source == "host":
+            host.check(mailbox, ranks)
+        read = partial(UploadingReader, mailbox) if mailbox else Reader
+        self.reader = read(config.readers, plan.direct if plan else config.reads == "direct")
         self.located = {
             name: replace(t, files=[self.reader.open(f) for f in t.files])
             for name, t in located.items()
@@ -111,6 +117,11 @@ class Session:
             finally:
                 self._caller, self._caches = None, []
                 self.room.end()
+
+    def hold_experts(self) -> None:
+        """Read every expert into the host's memory, if that is the source."""
+        if self.config.source == "host":
+            host.hold(self.residency.layers, self.reader)
 
     def check_ranks(self) -> None:
         """Raise if a call failed on this rank. Without ranks it does nothing."""

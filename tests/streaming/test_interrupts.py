@@ -92,17 +92,16 @@ def assert_every_slot_is_there(model):
 @pytest.mark.parametrize("way", ["small reads", "reader threads", "past the page cache"])
 def test_an_interrupt_at_any_line(path, fields, way, monkeypatch):
     """Before every line that a prompt and two tokens run through, one after the other."""
-    prompt, kernels = [7, 11, 13, 17], "mlx"
+    prompt, kernels, reads = [7, 11, 13, 17], "mlx", "cached"
     if way == "past the page cache":  # long enough to fill other layers' slots
-        prompt, kernels = [*prompt, 19, 23, 29, 31, 37], "auto"
+        prompt, kernels, reads = [*prompt, 19, 23, 29, 31, 37], "auto", "direct"
     if way == "reader threads":
         read_in_threads(monkeypatch)
         monkeypatch.setattr(residency, "OVERLAP_S", 0)
         monkeypatch.setattr(layer_slots, "PART_NBYTES", 1)
     model, _ = load_model(
-        path, moelab.StreamConfig(**{"slots": SLOTS, "kernels": kernels, **fields})
+        path, moelab.StreamConfig(**{"slots": SLOTS, "kernels": kernels, "reads": reads, **fields})
     )
-    session_of(model).reader.direct = way == "past the page cache"
     with model:
         want = answer(model)
         n, placed = 1, 0

@@ -389,16 +389,16 @@ def test_a_layer_that_lent_slots_looks_for_its_experts_again():
     slots=st.integers(families.K, families.E),
     readers=st.sampled_from([1, 3]),
     in_parts=st.booleans(),  # as with large experts: compute overlaps the reads
-    direct=st.booleans(),
+    reads=st.sampled_from(["cached", "direct"]),
 )
-def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers, in_parts, direct):
+def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers, in_parts, reads):
     """Any calls in any order, evaluated at any time, some of them with failing reads.
 
     Every answer is the resident layer's.
     """
     path, (name, want) = checkpoint
     config = moelab.StreamConfig(
-        mode=mode, policy=policy, slots=slots, readers=readers, kernels="mlx"
+        mode=mode, policy=policy, slots=slots, readers=readers, reads=reads, kernels="mlx"
     )
     preadv, left = os.preadv, None
 
@@ -418,7 +418,6 @@ def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers,
         if in_parts:
             patch.setattr(residency, "OVERLAP_S", 0)
             patch.setattr(layer_slots, "PART_NBYTES", 1)
-        session_of(model).reader.direct = direct
         layer = dict(model.named_modules())[name]
         for B, T, seed, among, at_once, fail_at in history:
             rng = np.random.default_rng(seed)
@@ -489,12 +488,11 @@ def test_any_history_of_prompts_past_the_page_cache(resident, history, slots):
 
     with (
         pytest.MonkeyPatch.context() as patch,
-        load_model(TINY_MOE, moelab.StreamConfig(slots=slots))[0] as model,
+        load_model(TINY_MOE, moelab.StreamConfig(slots=slots, reads="direct"))[0] as model,
     ):
         patch.setattr(Ahead, "end_fill", ended)
         patch.setattr(Reader, "read_here", flaky)
         session, i = session_of(model), 0
-        session.reader.direct = True
         for step, (skip, T, expected_s, fails) in enumerate(history):
             i = (i + skip) % len(session.layers)
             patch.setattr(Reader, "expected_s", lambda *_, s=expected_s: s)

@@ -44,11 +44,9 @@ def of_8():
 @pytest.fixture
 def without_llvmlite(monkeypatch):
     monkeypatch.setattr(code, "llvm", None)
-    native.loop.cache_clear()
-    native.direct_loop.cache_clear()
+    native.built.cache_clear()
     yield
-    native.loop.cache_clear()
-    native.direct_loop.cache_clear()
+    native.built.cache_clear()
 
 
 def ask(file, places):
@@ -117,16 +115,6 @@ def test_what_is_cached_and_what_is_not(cached, limit, file, of_8, monkeypatch):
         assert of_8.reads - before[0] == len(reads)
         assert of_8.nbytes - before[1] == sum(r.nbytes for r in reads)
         assert of_8.read_s > before[2] and of_8._no_demand.is_set()
-
-
-@needs_native
-def test_one_thread_copies_what_is_cached(file, of_8):
-    opened = of_8.open(file)
-    if not opened.has_nowait:
-        pytest.skip("this file system cannot say what is cached")
-    file.read_bytes()
-    of_8.read(Ranges.of(ask(opened, spread())))
-    assert of_8._pool is None
 
 
 @needs_nowait
@@ -307,15 +295,20 @@ def without_flights(monkeypatch):
     monkeypatch.setattr(reader, "Queue", refused)
 
 
+@pytest.fixture
+def direct_of_8():
+    reading = Reader(8, direct=True)
+    yield reading
+    reading.close()
+
+
 @pytest.fixture(params=WAYS)
-def past_the_page_cache(file, of_8, request, monkeypatch):
-    """``of_8``, reading past the page cache."""
-    if of_8.open(file).direct is None:
+def past_the_page_cache(file, direct_of_8, request, monkeypatch):
+    if direct_of_8.open(file).direct is None:
         pytest.skip("this file system does not read past the page cache")
     if request.param == "threads":
         without_flights(monkeypatch)
-    of_8.direct = True
-    return of_8
+    return direct_of_8
 
 
 @needs_direct
@@ -332,10 +325,9 @@ def past_the_page_cache(file, of_8, request, monkeypatch):
 )
 def test_the_same_bytes_past_the_page_cache(file, places, way, monkeypatch):
     """Wherever ranges begin and end, also at the end of the file."""
-    data, reading = file.read_bytes(), Reader(3)
+    data, reading = file.read_bytes(), Reader(3, direct=True)
     if way == "threads":
         without_flights(monkeypatch)
-    reading.direct = True
     places = [(at, sizes) for at, sizes in places if at + sum(sizes) <= SIZE] + [(SIZE - 5, [5])]
     reads = ask(reading.open(file), places)
     reading.read(Ranges.of(reads))
@@ -367,11 +359,10 @@ def test_linux_is_asked_for_huge_pages_as_the_buffer_of_such_reads():
 
 
 @needs_direct
-def test_a_range_longer_than_the_buffer_goes_through_the_page_cache(
-    tmp_path, past_the_page_cache, of_8
-):
+def test_a_range_longer_than_the_buffer_goes_through_the_page_cache(tmp_path, past_the_page_cache):
     path = tmp_path / "long"
-    size = native.BUFFER_NBYTES + 5 if of_8._queue is False else flight.BUFFER_NBYTES + 5
+    room = native.BUFFER_NBYTES, flight.BUFFER_NBYTES
+    size = max(room) + 5
     data = np.random.default_rng(0).bytes(size + 9000)
     path.write_bytes(data)
     reads = ask(past_the_page_cache.open(path), [(3, [size]), (7, [40])])
@@ -396,13 +387,14 @@ def test_a_file_that_ends_early_or_a_failing_disk_past_the_page_cache(
 
 
 @needs_direct
-def test_many_reads_in_flight(tmp_path, of_8, monkeypatch):
+def test_many_reads_in_flight(tmp_path, direct_of_8, monkeypatch):
     """More than fit into the buffer are read by threads; one that has ended makes room."""
     monkeypatch.setattr(flight, "BUFFER_NBYTES", 1 << 20)
     path, size = tmp_path / "large", 100_000
     data = np.random.default_rng(0).bytes(40 * size)
     path.write_bytes(data)
-    opened, of_8.direct = of_8.open(path), True
+    of_8 = direct_of_8
+    opened = of_8.open(path)
     if opened.direct is None:
         pytest.skip("this file system does not read past the page cache")
     reads = ask(opened, [(i * size, [size]) for i in range(40)])
@@ -425,15 +417,15 @@ def test_many_reads_in_flight(tmp_path, of_8, monkeypatch):
 
 
 @needs_direct
-def test_where_a_file_system_cannot_read_past_the_page_cache(file, of_8, monkeypatch):
+def test_where_a_file_system_cannot_read_past_the_page_cache(file, direct_of_8, monkeypatch):
     def refuses(path, flags, *rest):
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return open_(path, flags, *rest)
 
-    open_, opened, of_8.direct = os.open, of_8.open(file), True
+    open_, opened = os.open, direct_of_8.open(file)
     monkeypatch.setattr(os, "open", refuses)
     reads, data = ask(opened, spread()), file.read_bytes()
-    of_8.read(Ranges.of(reads))
+    direct_of_8.read(Ranges.of(reads))
     assert opened.direct is None
     assert arrived(reads) == [data[r.offset : r.offset + r.nbytes] for r in reads]

@@ -80,8 +80,7 @@ def test_a_slot_takes_the_next_expert_as_soon_as_its_own_is_computed(monkeypatch
     ids = mx.random.randint(0, 8000, (1, 100), key=mx.random.key(0))
     want = load_model(path, moelab.StreamConfig(mode="resident"))[0](ids)
     mx.eval(want)
-    with load_model(path, moelab.StreamConfig(slots=16))[0] as model:
-        session_of(model).reader.direct = True
+    with load_model(path, moelab.StreamConfig(slots=16, reads="direct"))[0] as model:
         with moelab.record(model) as trace:
             events.clear()
             assert mx.array_equal(model(ids), want)
@@ -122,9 +121,8 @@ def test_a_prompt_fills_the_slots_of_all_layers(expert_s, monkeypatch):
     monkeypatch.setattr(Reader, "expected_s", lambda reader, nbytes: expert_s)
     prompts = mx.random.randint(0, 8000, (3, 1, 200), key=mx.random.key(0))
     want = load_model(path, moelab.StreamConfig(mode="resident"))[0]
-    with load_model(path, moelab.StreamConfig(slots=16))[0] as model:
+    with load_model(path, moelab.StreamConfig(slots=16, reads="direct"))[0] as model:
         session = session_of(model)
-        session.reader.direct = True
         for i, ids in enumerate(prompts):
             lent.clear()
             assert mx.array_equal(model(ids), want(ids))

@@ -72,7 +72,6 @@ class Variant:
     # When the checkpoint's pages are dropped from the page cache: ``no``, never; ``prompt``, before
     # the prompt and before the clock starts; ``token``, before each token.
     cold: str = "no"
-    direct: bool | None = None  # experts are read past the page cache (Linux); None: as planned
 
     def __post_init__(self):
         if self.cold not in COLD:
@@ -95,7 +94,7 @@ class Variant:
             **({"limit_nbytes": self.limit_nbytes} if self.limit_nbytes else {}),
             **(drafts if self.draft else {}),
             **({"cold": self.cold} if self.cold != "no" else {}),
-            **({} if self.direct is None else {"direct": self.direct}),
+            **({} if config.reads == "auto" else {"direct": config.reads == "direct"}),
         }
 
 
@@ -128,12 +127,14 @@ def crossed(
         if past and not _has_slots(config):
             continue
         past = past if _has_slots(config) else None
+        if past is not None:
+            config = replace(config, reads="direct" if past else "cached")
         words = [name, layout]
         words += [f"{limit_nbytes / 1e6:.0f} MB"] if limit_nbytes else []
         words += [] if past is None else ["past the page cache" if past else "page cache"]
         words += [] if n is None else ["policy" if n == "auto" else f"{n} drafts"]
         drafted = {} if n is None else {"draft": draft, "num_drafts": n}
-        made = Variant(config, path, limit_nbytes, cold=cold, direct=past, **drafted)
+        made = Variant(config, path, limit_nbytes, cold=cold, **drafted)
         out[", ".join(filter(None, words))] = made
     if any(limits) and configs:
         first = next(iter(configs.values()))
@@ -162,8 +163,6 @@ class _Opened:
         self.variant, self.path = variant, folder(variant.path) if variant.path else path
         before = mx.get_active_memory()
         self.model, self.tokenizer = load(self.path, variant.config)
-        if variant.direct is not None:
-            session_of(self.model).reader.direct = variant.direct
         self.make_draft = None
         if variant.draft:
             self.make_draft = open_any(variant.draft, self.model, variant.config.kernels)

@@ -5,6 +5,7 @@ python -m moelab.lab costs OUT.json MODEL
 
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,22 +101,23 @@ def _measured(path, config, tokens, seed):
     def row(what, variant, misses, seconds):
         return {"what": what, "variant": variant, "misses": misses, "seconds": seconds}
 
-    config = replace(config, slots=K, prefetch="none")
-    model, _ = load_model(path, config)
-    with model:
-        reader, rows = session_of(model).reader, []
-        ways = {DISK: False} | ({DIRECT: True} if _reads_direct() else {})
-        for variant, misses, seconds in _time_reads(model, path, most, made, tokens, rng):
+    config, rows, models = replace(config, slots=K, prefetch="none"), [], {}
+    with ExitStack() as stack:
+        for variant in (DISK, DIRECT) if _reads_direct() else (DISK,):
+            reads = "direct" if variant == DIRECT else "cached"
+            model, _ = load_model(path, replace(config, reads=reads))
+            models[variant] = stack.enter_context(model)
+        for variant, misses, seconds in _time_reads(models, path, most, made, tokens, rng):
             rows.append(row("reads", variant, misses, seconds))
+        model = models[DISK]
         for _ in range(ROUNDS):
             same = np.repeat(made(1, 2)[:1], tokens // 2 + DISCARDED, axis=0)
             rows += [row("token", "slots", 0, s) for s in _time_tokens(model, same, E)]
             rows += [row("token", OWN, 0, s) for s in _repeat_token(model, len(same))]
-            for variant, reader.direct in ways.items():
+            for variant, of in models.items():
                 need = made(most, tokens // 2 + DISCARDED)
                 oscache.drop_pages(path)
-                rows += [row("token", variant, most, s) for s in _time_tokens(model, need, E)]
-            reader.direct = False
+                rows += [row("token", variant, most, s) for s in _time_tokens(of, need, E)]
         more_s = _expert_s(model, made(1, 2)[0, 0], tokens)
         rows += [row("expert", "slots", 0, s) for s in more_s]
     if L * E * size.expert_nbytes < min(HELD_NBYTES, memory_available() / 2):
@@ -211,28 +213,26 @@ def _reads_direct():
     return can_empty() and native.direct_loop() is not None
 
 
-def _time_reads(model, path, most, made, tokens, rng):
+def _time_reads(models, path, most, made, tokens, rng):
     """Yields where a layer's reads came from, the misses in it and the seconds they took."""
-    session = session_of(model)
-    layers, reader = session.layers, session.reader
+    layers = {variant: session_of(model).layers for variant, model in models.items()}
+    # The second time, the experts are in the page cache.
+    ways = {DISK: layers[DISK], PAGES: layers[DISK]} | layers
 
-    def bring(row):
+    def bring(layers, row):
         for layer, experts in zip(layers, row.tolist()):
             layer.read(experts)
 
     counts = sorted({1, -(-most // 4), -(-most // 2), most})
-    ways = (DISK, PAGES, *([DIRECT] if _reads_direct() else []))
     for m in rng.permutation(np.repeat(counts, ROUNDS)).tolist():
         need = made(m, tokens // 2 + 1)
         oscache.drop_pages(path)
-        for variant in ways:  # the second time, the experts are in the page cache
-            reader.direct = variant == DIRECT
-            bring(need[0])
+        for variant, of in ways.items():
+            bring(of, need[0])
             for row in need[1:]:
                 begin = time.perf_counter()
-                bring(row)
-                yield variant, m, (time.perf_counter() - begin) / len(layers)
-    reader.direct = False
+                bring(of, row)
+                yield variant, m, (time.perf_counter() - begin) / len(of)
 
 
 def _time_tokens(model, rows, E):

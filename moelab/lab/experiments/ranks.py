@@ -129,13 +129,13 @@ def decode_here(
     direct: bool,
 ) -> dict[str, Any]:
     """Decode in this process, one rank or alone, and return a row for ``divided``."""
-    model, _ = load_model(path, StreamConfig(slots=slots or ALL), group=group)
+    config = StreamConfig(slots=slots or ALL, reads="direct" if direct else "cached")
+    model, _ = load_model(path, config, group=group)
     with model:
         if slots is None:
             hold_all(model)
         if rate:
             slow(model, rate)
-        session_of(model).reader.direct = direct
         n = prompt_tokens + warmup + tokens
         if text in (None, RANDOM):
             ids = np.random.default_rng(0).integers(0, vocabulary(model), n)

@@ -24,10 +24,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from ... import StreamConfig, load
 from ...commands.stream_options import parse_modes
 from ...kernels.code import Kernel
-from ...streaming.gpu import cuda
+from ...streaming import cuda
 from ...streaming.handover import Handover
 from ...streaming.reading.ranges import Ranges
 from ...streaming.reading.reader import Reader
+from ...streaming.reading.uploading import UploadingReader
 from ...streaming.residency.residency import Residency
 from .. import oscache, records
 from ..models import folder
@@ -100,11 +101,11 @@ class Clock:
             (Handover, "routing", MLX),
             (Ranges, "read", READING),
             (Reader, "read_here", READING),
-            (cuda.UploadingReader, "_read_table", READING),
+            (UploadingReader, "_read_piece", READING),
             (Reader, "start", BEGINNING),
-            (cuda.UploadingReader, "start", BEGINNING),
+            (UploadingReader, "start", BEGINNING),
             (Reader, "finish", WAITING),
-            (cuda.UploadingReader, "finish", WAITING),
+            (UploadingReader, "finish", WAITING),
         ]
         stack = ExitStack()
         for owner, name, what in calls:

@@ -4,9 +4,9 @@
 threads keep an SSD busy. The ranges of a call with slots are a table (``Ranges``), of which one
 call of native code can read many (``native``). On Linux the calling thread of a small call first
 takes what the page cache holds. This also starts the reads of the other ranges, all at once. Where
-memory has little room for pages beside the slots, reads go past the page cache (``Reader.direct``):
-a read then takes a third of a core's time, since the system need not free a page for each page
-that it reads.
+memory has little room for pages beside the slots, reads go past the page cache
+(``StreamConfig.reads``): a read then takes a third of a core's time, since the system need not free
+a page for each page that it reads.
 
 Who reads an expert, and what a failed read does:
 
@@ -14,9 +14,9 @@ Who reads an expert, and what a failed read does:
                                 ``experts.read_experts``: ``load`` raises
     ``serial``, ``buffers``     ``Reader.read``, of plain ranges: the model's call raises
     ``stacked``, ``fused``      ``Reader.start`` and ``finish``: the model's call raises
-    the same on CUDA            ``UploadingReader`` (``gpu/cuda.py``) reads into pinned memory, from
-                                which the GPU copies: the call raises, at the next layer or its end
-    ``source="host"``           ``gpu/host.py``, each expert once, in ``load``, which raises
+    the same on CUDA            ``UploadingReader`` reads into pinned memory, from which the GPU
+                                copies: the call raises, at the next layer or its end
+    ``source="host"``           ``residency/host.py``, each expert once, in ``load``, which raises
     prefetch, fills of prompts  ``Job.run``, with ``Reader.read_here``: nothing is raised, the layer
                                 that needs the expert reads it again
     with ranks                  each rank reads its own experts in one of these ways. A rank whose

@@ -12,10 +12,19 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ...kernels import code
-from ...kernels.code import I64, Code
+from ...kernels.code import I64
 from .file import check_unchanged
-from .native import ALIGNED, COUNT, FD, GOT, IOV, NBYTES, OFFSET, address_of, huge_pages
+from .native import (
+    ALIGNED,
+    FD,
+    GOT,
+    NBYTES,
+    OFFSET,
+    TableCode,
+    address_of,
+    built,
+    huge_pages,
+)
 from .ranges import Ranges, read_ranges
 
 # Linux's numbers of io_setup, io_destroy, io_submit and io_getevents.
@@ -36,14 +45,14 @@ class Queue:
 
     def __init__(self):
         numbers = CALLS.get(platform.machine())
-        if sys.platform != "linux" or numbers is None or code.llvm is None:
+        self._send, self._land = built(_Send, "syscall"), built(_Land, "syscall", "memcpy")
+        if sys.platform != "linux" or numbers is None or self._send is None or self._land is None:
             raise OSError("no reads without a thread on this system")
         setup, self._destroy, self._submit, self._getevents = numbers
         self._system, context = ctypes.CDLL(None, use_errno=True).syscall, ctypes.c_ulong()
         if self._system(setup, DEPTH, ctypes.byref(context)) < 0:
             raise OSError(ctypes.get_errno(), "io_setup")
         self._context = context.value
-        self._send, self._land = code.built(_Send), code.built(_Land)
         self._buffer, self._events = huge_pages(BUFFER_NBYTES), np.zeros((DEPTH, 4), np.int64)
         self._flying = []  # keeps for each flight what its reads need until they have ended
 
@@ -162,11 +171,8 @@ class Flight:
             self._count(len(self._table), self._ranges.nbytes, self._took_s)
 
 
-class _Landing(Code):
-    """Code that ``_Send`` and ``_Land`` share: how they read a row of a table."""
-
-    def fields(self, pointer, at, *places):
-        return [self.load(pointer, self.add(at, k), I64, 8) for k in places]
+class _Rows(TableCode):
+    """Code that knows ``Queue``'s rows."""
 
     def row(self, rows, i):
         """The row of the table, the place of its bytes in the buffer, and the bytes it needs."""
@@ -174,19 +180,16 @@ class _Landing(Code):
         return self.pointer(row, I64), place, needed
 
 
-class _Send(_Landing):
+class _Send(_Rows):
     """Writes ``run(number of io_submit, context, n, addresses of iocbs, rows)``.
 
     It begins reads and marks them as pending in one call, so that no interrupt comes between.
     """
 
-    def __init__(self):
-        super().__init__(5, 8)
-        self._syscall = self._declare("syscall", I64, [I64] * 4)
-
     def write(self):
         *arguments, rows = self.arguments
-        begun, rows = self.b.call(self._syscall, arguments), self.pointer(rows, I64)
+        begun = self.b.call(self.libc("syscall", *[I64] * 4), arguments)
+        rows = self.pointer(rows, I64)
 
         def one(i, _):
             self.store(I64(PENDING), self.row(rows, i)[0], I64(GOT))
@@ -194,36 +197,22 @@ class _Send(_Landing):
         self.loop(I64(0), begun, 1, one)
 
 
-class _Land(_Landing):
+class _Land(_Rows):
     """Writes ``run(number of io_getevents, context, events to wait for, memory for events, most)``.
 
     It takes the events and copies their bytes to their place in one call, so that no interrupt
     comes between.
     """
 
-    def __init__(self):
-        super().__init__(5, 8)
-        self._syscall = self._declare("syscall", I64, [I64] * 6)
-        self._memcpy = self._declare("memcpy", I64, [I64] * 3)
-
     def write(self):
         number, context, least, memory, most = self.arguments
-        b, events = self.b, self.pointer(memory, I64)
-        n = b.call(self._syscall, [number, context, least, most, memory, I64(0)])
+        events, syscall = self.pointer(memory, I64), self.libc("syscall", *[I64] * 6)
+        n = self.b.call(syscall, [number, context, least, most, memory, I64(0)])
 
         def one(i, _):
             data, got = self.fields(events, self.mul(i, 4), 0, 2)
             row, place, needed = self.row(self.pointer(data, I64), I64(0))
-            iov, count, nbytes = self.fields(row, I64(0), IOV, COUNT, NBYTES)
-            iov = self.pointer(iov, I64)
-            arrived = b.icmp_signed(">=", got, needed)  # the end of a file may be in the last page
-
-            def part(j, held):
-                to, length = self.fields(iov, self.mul(j, 2), 0, 1)
-                b.call(self._memcpy, [to, held[0], length])
-                return [self.add(held[0], length)]
-
-            self.loop(I64(0), b.select(arrived, count, I64(0)), 1, part, [place])
-            self.store(b.select(arrived, nbytes, I64(-1)), row, I64(GOT))
+            # The end of a file may be in the last page.
+            self.land(row, place, self.b.icmp_signed(">=", got, needed))
 
         self.loop(I64(0), n, 1, one)

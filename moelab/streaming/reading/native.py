@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 
 from ...kernels import code, team
-from ...kernels.code import I32, I64, Code, ir
+from ...kernels.code import I32, I64, Code
 
 # The columns of a table of reads, one row for each call of ``preadv``: the file's descriptor, the
 # first byte in the file, the address of the iovecs, how many there are, their bytes together, and
@@ -23,6 +23,7 @@ COLUMNS = FD, OFFSET, IOV, COUNT, NBYTES, GOT = range(6)
 # This flag (Linux) reads what is in the page cache and does not wait for the disk. Linux begins to
 # read the rest of the range into the page cache.
 NOWAIT = getattr(os, "RWF_NOWAIT", 0)
+PREADV = "preadv2" if NOWAIT else "preadv"
 # Bytes. Below this another thread takes longer to begin than a copy from the page cache takes.
 SHARED_NBYTES = 2 * 1024 * 1024
 # Bytes. A read past the page cache begins and ends at a multiple of this, also in memory, so it
@@ -85,100 +86,104 @@ def address_of(memory: np.ndarray | memoryview | mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-@cache
 def loop() -> Callable[[int, int, int, int, int], None] | None:
     """The function behind ``read``; None where it cannot be built."""
-    name = "preadv2" if NOWAIT else "preadv"
-    function = getattr(ctypes.CDLL(None), name, None)
-    if code.llvm is None or function is None:
+    return built(_Loop, PREADV)
+
+
+def direct_loop() -> Callable[[int, int, int, int, int], None] | None:
+    """The function behind ``read_direct``; None where it cannot be built."""
+    return built(_DirectLoop, "pread", "memcpy") if hasattr(os, "O_DIRECT") else None
+
+
+@cache
+def built(kind: type["TableCode"], *functions: str) -> Callable | None:
+    """The native code of a class; None without llvmlite, or without these functions in libc."""
+    libc = ctypes.CDLL(None)
+    if code.llvm is None or not all(hasattr(libc, name) for name in functions):
         return None
     try:
-        writer = _Loop(ctypes.cast(function, ctypes.c_void_p).value)
-        return writer.link(writer.compile())  # not stored: it has an address of this process
+        writer = kind()
+        return writer.link(writer.compile())  # not stored: only the sources of kernels/ are watched
     except (OSError, RuntimeError):
         return None
 
 
-class _Loop(Code):
-    """Writes ``run(table, n, flags, done, arrived)``."""
+class TableCode(Code):
+    """Code that reads the rows of a table of reads."""
 
-    def __init__(self, preadv):
+    def __init__(self):
         super().__init__(5, 8)
-        arguments = [I32, I64, I32, I64, *([I32] if NOWAIT else [])]
-        self.preadv = self.pointer(I64(preadv), ir.FunctionType(I64, arguments))
+
+    def fields(self, pointer, at, *places):
+        """The numbers of 64 bits at some places behind a pointer's ``at``-th."""
+        return [self.load(pointer, self.add(at, k), I64, 8) for k in places]
+
+    def land(self, row, place, arrived):
+        """Copy bytes from ``place`` on to a row's iovecs if they have arrived, and fill in GOT."""
+        iov, count, nbytes = self.fields(row, I64(0), IOV, COUNT, NBYTES)
+        iovecs, memcpy = self.pointer(iov, I64), self.libc("memcpy", I64, I64, I64)
+
+        def part(j, places):
+            to, length = self.fields(iovecs, self.mul(j, 2), 0, 1)
+            self.b.call(memcpy, [to, places[0], length])
+            return [self.add(places[0], length)]
+
+        self.loop(I64(0), self.b.select(arrived, count, I64(0)), 1, part, [place])
+        self.store(self.b.select(arrived, nbytes, I64(-1)), row, I64(GOT))
+
+    def libc(self, name, *arguments):
+        """A function of the C library that returns 64 bits."""
+        return self._declare(name, I64, arguments)
+
+    def flag(self, address):
+        """Set a uint32 to 1 after the bytes have arrived, also for a GPU that watches it."""
+        self.b.store_atomic(I32(1), self.pointer(address, I32), "release", 4)
+
+
+class _Loop(TableCode):
+    """Writes ``run(table, n, flags, done, arrived)``."""
 
     def write(self):
         table, n, flags, done, arrived = self.arguments
         table, b = self.pointer(table, I64), self.b
+        more = [b.trunc(flags, I32)] if NOWAIT else []
+        preadv = self.libc(PREADV, I32, I64, I32, I64, *[I32 for _ in more])
 
         def row(i, missing):
             at = self.mul(i, len(COLUMNS))
-            fd, iov, count, offset, nbytes = (
-                self.load(table, self.add(at, k), I64) for k in (FD, IOV, COUNT, OFFSET, NBYTES)
-            )
-            arguments = [b.trunc(fd, I32), iov, b.trunc(count, I32), offset]
-            got = b.call(self.preadv, arguments + ([b.trunc(flags, I32)] if NOWAIT else []))
+            fd, iov, count, offset, nbytes = self.fields(table, at, FD, IOV, COUNT, OFFSET, NBYTES)
+            got = b.call(preadv, [b.trunc(fd, I32), iov, b.trunc(count, I32), offset, *more])
             self.store(got, table, self.add(at, GOT))
             return [b.or_(missing[0], b.xor(got, nbytes))]
 
         missing = self.loop(*self.share(n), 1, row, [I64(0)])[1][0]
         with b.if_then(b.icmp_signed("==", missing, I64(0))):
-            for flag in (done, arrived):  # after the bytes, also for a GPU that watches it
-                b.store_atomic(I32(1), self.pointer(flag, I32), "release", 4)
+            self.flag(done)
+            self.flag(arrived)
 
 
-@cache
-def direct_loop() -> Callable[[int, int, int, int, int], None] | None:
-    """The function behind ``read_direct``; None where it cannot be built."""
-    libc = ctypes.CDLL(None)
-    if code.llvm is None or not hasattr(os, "O_DIRECT") or not hasattr(libc, "pread"):
-        return None
-    try:
-        functions = [ctypes.cast(f, ctypes.c_void_p).value for f in (libc.pread, libc.memcpy)]
-        writer = _DirectLoop(*functions)
-        return writer.link(writer.compile())  # not stored: it has addresses of this process
-    except (OSError, RuntimeError):
-        return None
-
-
-class _DirectLoop(Code):
+class _DirectLoop(TableCode):
     """Writes ``run(table, n, buffer, bytes of the buffer, done)``."""
-
-    def __init__(self, pread, memcpy):
-        super().__init__(5, 8)
-        self.pread = self.pointer(I64(pread), ir.FunctionType(I64, [I32, I64, I64, I64]))
-        self.memcpy = self.pointer(I64(memcpy), ir.FunctionType(I64, [I64, I64, I64]))
 
     def write(self):
         table, n, buffer, size, done = self.arguments
         table, b = self.pointer(table, I64), self.b
+        pread = self.libc("pread", I32, I64, I64, I64)
 
         def row(i, missing):
-            at = self.mul(i, len(COLUMNS))
-            fd, iov, count, offset, nbytes = (
-                self.load(table, self.add(at, k), I64) for k in (FD, IOV, COUNT, OFFSET, NBYTES)
-            )
+            row = b.gep(table, [self.mul(i, len(COLUMNS))])
+            fd, offset, nbytes = self.fields(row, I64(0), FD, OFFSET, NBYTES)
             before = b.and_(offset, I64(ALIGNED - 1))
             needed = b.add(before, nbytes)
             whole = b.and_(self.add(needed, ALIGNED - 1), I64(-ALIGNED))
             # A range that does not fit into the buffer reads 0 bytes, so it counts as missing.
             whole = b.select(b.icmp_signed("<=", whole, size), whole, I64(0))
-            got = b.call(self.pread, [b.trunc(fd, I32), buffer, whole, b.sub(offset, before)])
+            got = b.call(pread, [b.trunc(fd, I32), buffer, whole, b.sub(offset, before)])
             arrived = b.icmp_signed(">=", got, needed)  # the end of a file may be in the last page
-            iovecs = self.pointer(iov, I64)
-
-            def part(j, places):
-                address, length = (
-                    self.load(iovecs, self.add(self.mul(j, 2), k), I64, align=8) for k in (0, 1)
-                )
-                b.call(self.memcpy, [address, places[0], length])
-                return [b.add(places[0], length)]
-
-            count = b.select(arrived, count, I64(0))
-            self.loop(I64(0), count, 1, part, [b.add(buffer, before)])
-            self.store(b.select(arrived, nbytes, I64(-1)), table, self.add(at, GOT))
+            self.land(row, b.add(buffer, before), arrived)
             return [b.or_(missing[0], b.xor(b.zext(arrived, I64), I64(1)))]
 
         missing = self.loop(I64(0), n, 1, row, [I64(0)])[1][0]
         with b.if_then(b.icmp_signed("==", missing, I64(0))):
-            b.store_atomic(I32(1), self.pointer(done, I32), "release", 4)
+            self.flag(done)

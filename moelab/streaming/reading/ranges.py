@@ -55,7 +55,8 @@ class Ranges(Sequence):
             rows.append((r.file.fd, r.offset, at, len(r.views), r.nbytes, 0))
             at += len(r.views) * iovecs[0].nbytes
         files, nbytes = {r.file for r in reads}, sum(r.nbytes for r in reads)
-        ranges = cls(np.array(rows, np.int64), nbytes, files, lambda: reads)
+        parts = [r.parts for r in reads]
+        ranges = cls(np.array(rows, np.int64), nbytes, files, lambda: reads, parts)
         ranges.iovecs = iovecs  # the table has their addresses
         return ranges
 
@@ -67,14 +68,12 @@ class Ranges(Sequence):
         return len(self.table)
 
     def __getitem__(self, i):
-        return self._reads[i]
-
-    def between(self, first: int, last: int) -> "Ranges":
-        """The ranges ``[first:last]`` as a table."""
-        table = self.table[first:last]
+        """A ``Read``; for a slice or an array of numbers, ``Ranges``."""
+        if isinstance(i, (int, np.integer)):
+            return self._reads[i]
+        table, numbers = self.table[i], np.arange(len(self))[i]
         nbytes = int(table[:, native.NBYTES].sum())
-        parts = self.parts[first:last]
-        return Ranges(table, nbytes, self.files, lambda: self[first:last], parts)
+        return Ranges(table, nbytes, self.files, lambda: [self[n] for n in numbers])
 
     def read_direct(self) -> Sequence[Read]:
         """Read all ranges past the page cache; return those of which not all bytes were read."""
@@ -107,10 +106,7 @@ class Ranges(Sequence):
 
     def left(self, table):
         """The ranges that were not read whole, by a table whose ``GOT`` is filled in."""
-        left = np.flatnonzero(table[:, native.GOT] != table[:, native.NBYTES])
-        table = self.table[left]
-        nbytes = int(table[:, native.NBYTES].sum())
-        return Ranges(table, nbytes, self.files, lambda: [self[i] for i in left])
+        return self[np.flatnonzero(table[:, native.GOT] != table[:, native.NBYTES])]
 
 
 def files_of(reads: Sequence[Read]) -> Collection[File]:

@@ -40,19 +40,21 @@ PACE_WEIGHT, INLINE_PACE_WEIGHT = 0.1, 0.5
 
 
 class Reader:
-    """Reads ranges of files with ``readers`` threads, and as many for background work."""
+    """Reads ranges of files with ``readers`` threads, and as many for background work.
+
+    ``direct``: ``Ranges`` are read past the page cache (Linux). Where memory has little room for
+    pages beside the slots, pages cost time and save few reads.
+    """
 
     copies_in_graph = False  # whether the GPU copies the bytes read, in its own order
 
-    def __init__(self, readers: int = 8):
-        self.readers = readers
+    def __init__(self, readers: int = 8, direct: bool = False):
+        self.readers, self.direct = readers, direct
         self.nbytes = self.reads = 0  # bytes and ranges read so far
         # Seconds in reads, summed over the threads. For reads without a thread, the time from the
         # first one's begin to the last one's end, where somebody waited for it.
         self.read_s = 0.0
-        # ``direct``: whether ``Ranges`` are read past the page cache (Linux). Where memory has
-        # little room for pages beside the slots, pages cost time and save few reads.
-        self.closed = self.direct = False
+        self.closed = False
         self._pace = 0.0  # seconds a byte in one thread, a running average
         self._inline_pace = 0.0  # the same, of inline reads
         self._small_calls = 0
@@ -83,7 +85,7 @@ class Reader:
             self._no_demand.clear()
             if flight := self.fly(reads):
                 return [flight]
-            return [self._submit(self.read_here, part) for part in self._shares(reads)]
+            return self._read_in_pool(reads, SHARE_NBYTES)
         begun = isinstance(reads, Ranges) and self._cached_first(reads)
         if begun:
             reads = self._read_cached(reads)
@@ -130,23 +132,15 @@ class Reader:
         finally:
             self._no_demand.set()
 
-    def _read_in_pool(self, reads):
-        # Make few tasks, of equal bytes: each costs about 20 us, however little it reads.
-        share, tasks, size = sum(r.nbytes for r in reads) / self.readers, [[]], 0
-        for read in reads:
-            if size >= share * len(tasks) and len(tasks) < self.readers:
-                tasks.append([])
-            tasks[-1].append(read)
-            size += read.nbytes
-        return [self._submit(self.read_here, task) for task in tasks if task]
-
-    def _shares(self, ranges):
-        """Divide ranges into parts of about equal bytes, one for each reader if large enough."""
-        ends = np.cumsum(ranges.table[:, native.NBYTES])
-        n = min(self.readers, -(-ranges.nbytes // SHARE_NBYTES))
+    def _read_in_pool(self, reads, least_nbytes=1):
+        """Begin to read parts of about equal bytes, one for each reader if large enough."""
+        is_table = isinstance(reads, Ranges)
+        sizes = reads.table[:, native.NBYTES] if is_table else [r.nbytes for r in reads]
+        ends = np.cumsum(sizes)
+        n = min(self.readers, -(-int(ends[-1]) // least_nbytes))
         goals = ends[-1] * np.arange(1, n) / n
         at = [0, *(np.searchsorted(ends, goals) + 1).tolist(), len(ends)]
-        return [ranges.between(a, b) for a, b in pairwise(at) if a < b]
+        return [self._submit(self.read_here, reads[a:b]) for a, b in pairwise(at) if a < b]
 
     def _submit(self, function, *args):
         if self._pool is None:

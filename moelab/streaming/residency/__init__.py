@@ -9,8 +9,6 @@ A layer and the session talk to ``Residency``. Each of its parts has a module:
     ahead.py      which experts are read before their layer asks: prefetch, prompts
     job.py        such reads, on background threads
 
-An expert that is in no slot comes from one of these (``SOURCES`` in ``config.py``):
-
-    disk.py         the disk (``reading``), with CUDA through pinned memory (``gpu/cuda.py``)
-    gpu/host.py     the memory of a GPU's host
+An expert that is in no slot is read from the disk (``reading``), or copied from the memory of a
+GPU's host (host.py).
 """

@@ -2,12 +2,14 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..gpu.cuda import Begun, Copy, Mailbox, UploadingReader
+from ..cuda import Copy, Mailbox
+from ..reading.uploading import Begun, UploadingReader
 from .bank import SlotBank
 from .layer import LayerSlots
 
@@ -23,18 +25,29 @@ class Arrived(NamedTuple):
     after: mx.array | None = None
 
 
+@dataclass
+class Call:
+    """A layer's call whose experts do not all arrive at once."""
+
+    layer: LayerSlots
+    held: dict[int, int]  # experts that are in slots
+    misses: dict[int, int]  # experts to read into these slots
+    later: list[list[int]]  # waves of experts that get slots afterwards
+    computed: Sequence[mx.array]  # results that are not evaluated yet
+
+
 class Reading:
     """Parts of a layer's experts that are being read, in the order in which they were begun."""
 
-    def __init__(self, own: LayerSlots):
-        self._own, self._parts = own, deque()
+    def __init__(self, layer: LayerSlots):
+        self._layer, self._parts = layer, deque()
 
     def __len__(self):
         return len(self._parts)
 
     def begin(self, misses: dict[int, int]) -> None:
         """Begin to read experts into slots."""
-        self._parts.extend((part, self._own.begin(part)) for part in self._own.parts(misses))
+        self._parts.extend((part, self._layer.begin(part)) for part in self._layer.parts(misses))
 
     def finished(self, waits: bool) -> dict[int, int]:
         """Hold the experts whose reads have ended, and return their slots.
@@ -44,7 +57,7 @@ class Reading:
         ready = {}
         while self._parts and (waits or _ended(self._parts[0][1])):
             part, reads = self._parts.popleft()
-            self._own.finish(part, reads)
+            self._layer.finish(part, reads)
             ready, waits = ready | part, False
         return ready
 
@@ -60,28 +73,22 @@ def _ended(reads):
 
 
 def as_read(
-    own: LayerSlots,
-    held: dict[int, int],
-    misses: dict[int, int],
-    later: list[list[int]],
+    call: Call,
     borrowed: list[tuple[LayerSlots, dict[int, int]]],
-    direct: bool,
-    computed: Sequence[mx.array],
-    then: Callable[[dict[int, int]], None],
+    fill: Callable[[dict[int, int]], None],
 ) -> Iterator[Arrived]:
-    """Hand over the held experts, the missing ones as their reads end, and then ``later`` waves.
+    """Hand over held and borrowed experts, missing ones as their reads end, and then later waves.
 
-    Where reads go past the page cache (``direct``) and a part is computed at once, a slot takes a
-    later expert as soon as its own is computed. Else the system reads ahead, and whole waves take
-    less time. Once the reads of all experts have begun, ``then`` is called after each part with the
-    slots that are still needed. ``computed`` has the results that are not evaluated yet.
+    Where reads go past the page cache and a part is computed at once, a slot takes a later expert
+    as soon as its own is computed. Else the system reads ahead, and whole waves take less time.
+    ``fill`` is called after each part once the reads of all experts have begun; it gets the slots
+    that the call still needs.
     """
-    later, reading, S = [e for wave in later for e in wave], Reading(own), own.table.num_slots
-    direct = direct and own.computes_at_once
-    size = min(S, own.parts_of(S)) if direct else S
-    borrowed = deque((other, part) for other, slots in borrowed for part in own.parts(slots))
-    ready = held
-    reading.begin(misses)
+    layer, ready, reading = call.layer, call.held, Reading(call.layer)
+    later, S = [e for wave in call.later for e in wave], layer.table.num_slots
+    size = min(S, layer.parts_of(S)) if layer.refills else S
+    borrowed = deque((other, part) for other, slots in borrowed for part in layer.parts(slots))
+    reading.begin(call.misses)
     while ready or reading or borrowed:
         ready = ready | reading.finished(waits=not (ready or borrowed))
         if borrowed:
@@ -90,50 +97,41 @@ def as_read(
             other.table.release(part.values())
         # Hand over all experts that have arrived. If no read is running, hand over one part, so
         # that its slots are free soon.
-        few = later and direct and not reading
-        now = dict(islice(ready.items(), size)) if few else ready
-        ready = {e: slot for e, slot in ready.items() if e not in now}
+        few = size if later and layer.refills and not reading else len(ready)
+        now, ready = dict(islice(ready.items(), few)), dict(islice(ready.items(), few, None))
         if now:
-            yield Arrived(now, own.bank)
-        while later and own.table.fits(later[:size], len(ready) + len(reading.slots)):
-            mx.eval(computed)  # it reads slots that are about to be overwritten
-            reading.begin(own.choose(later[:size], ready | reading.slots)[1])
+            yield Arrived(now, layer.bank)
+        while later and layer.table.fits(later[:size], len(ready) + len(reading.slots)):
+            mx.eval(call.computed)  # it reads slots that are about to be overwritten
+            reading.begin(layer.choose(later[:size], ready | reading.slots)[1])
             del later[:size]
         if not later:
-            then(ready | reading.slots)
+            fill(ready | reading.slots)
 
 
 def as_copied(
-    own: LayerSlots,
-    held: dict[int, int],
-    misses: dict[int, int],
-    later: list[list[int]],
-    reader: UploadingReader,
-    mailbox: Mailbox,
-    computed: Sequence[mx.array],
-    x: mx.array,
+    call: Call, reader: UploadingReader, mailbox: Mailbox, x: mx.array
 ) -> Iterator[Arrived]:
     """Hand over the held experts, and the others as soon as they have been read.
 
     The GPU copies a part after the arithmetic that was scheduled before, which may read the same
     slots. If one kernel cannot copy the part, this thread waits for that arithmetic.
     """
-    zero = None
-    for hits, missing in chain([(held, misses)], map(own.choose, later)):
+    layer, zero = call.layer, None
+    for hits, missing in chain([(call.held, call.misses)], map(layer.choose, call.later)):
         if hits:
-            yield Arrived(hits, own.bank, after=zero)
-        parts = deque(own.parts(missing))
-        begun = own.begin(parts[0]) if parts else None
+            yield Arrived(hits, layer.bank, after=zero)
+        parts = deque(layer.parts(missing))
+        begun = layer.begin(parts[0]) if parts else None
         while parts:
             part, reads = parts.popleft(), begun
-            begun = own.begin(parts[0]) if parts else None
+            begun = layer.begin(parts[0]) if parts else None
             copies = reader.copies(reads)
             if copies is None:
-                mx.eval(computed)
-                own.finish(part, reads)
-                yield Arrived(part, own.bank, after=zero)
+                mx.eval(call.computed)
+                layer.finish(part, reads)
+                yield Arrived(part, layer.bank, after=zero)
             else:
-                after = computed[-1] if computed else x
-                zero = mailbox.copy_after(copies, after)
-                yield Arrived(part, own.bank, after=zero)
-                own.finish(part, reads)
+                zero = mailbox.copy_after(copies, call.computed[-1] if call.computed else x)
+                yield Arrived(part, layer.bank, after=zero)
+                layer.finish(part, reads)

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 
+import mlx.core as mx
 import numpy as np
 
 from ..config import StreamConfig
 from ..counters import Counting
-from ..gpu.cuda import BLOCK_NBYTES, MAX_COPIES, NUM_BLOCKS, Begun
+from ..cuda import MAX_COPIES
 from ..reading.reader import Reader
+from ..reading.uploading import BLOCK_NBYTES, NUM_BLOCKS, Begun
 from .bank import SlotBank, can_empty
 from .table import SlotTable, policy_of
 
@@ -43,13 +45,13 @@ class LayerSlots:
         self.num_experts, self.owned = num_experts, owned
         self.num_owned = num_experts if owned is None else int(owned.sum())
         # ``host``: ``HostExperts`` if ``source="host"``; a GPU copies experts from there.
-        self.host = self.bank = None
+        self.host = self.bank = self._slot_of_all = None
         self._take(config.slots)
 
     def _take(self, slots):
         """Take memory for so many slots, and forget the present ones."""
         slots = min(slots, self.num_owned)
-        self.bank = None  # its memory is free before more is taken
+        self.bank = self._slot_of_all = None  # memory is free before more is taken
         self.bank = self._take_bank(slots)
         self.table = SlotTable(slots, policy_of(self._config.policy, self._config.source))
         # ``job`` prefetches for this layer. ``fills`` are the jobs that read experts of this layer
@@ -69,6 +71,15 @@ class LayerSlots:
         return len(self.table.slot_of) == self.num_experts
 
     @property
+    def slot_of_all(self) -> mx.array:
+        """The slot of each expert, ``[E]``, while every expert is in one."""
+        if self._slot_of_all is None:
+            slots = [self.table.slot_of[e] for e in range(self.num_experts)]
+            self._slot_of_all = mx.array(slots, mx.uint32)
+            mx.eval(self._slot_of_all)
+        return self._slot_of_all
+
+    @property
     def is_copied(self) -> bool:
         """Whether the GPU copies the bytes read, in its own order."""
         return self._reader.copies_in_graph and self.bank.as_read
@@ -77,6 +88,11 @@ class LayerSlots:
     def computes_at_once(self) -> bool:
         """Whether a part is computed before the next one is asked for, as by the fast kernels."""
         return hasattr(self.bank.experts, "begin") and not self.is_copied
+
+    @property
+    def refills(self) -> bool:
+        """Whether a slot takes a later expert of a call as soon as its own is computed."""
+        return self._reader.direct and self.computes_at_once
 
     def resize(self, slots: int) -> None:
         """Use so many slots, at most as many as were taken, and free the memory of the others.
@@ -127,6 +143,7 @@ class LayerSlots:
         for e, slot in misses.items():
             self.bank.arrived(e, slot)
         self.table.commit(misses)
+        self._slot_of_all = None
 
     def read(self, misses: dict[int, int]) -> None:
         """Read experts into the slots that ``choose`` gave for them."""
@@ -165,11 +182,16 @@ class LayerSlots:
             return
         crowded = not self.table.fits(needed, len(self.job.experts))
         arrived, free, done = self.job.collect(set(needed), crowded)
-        for e, slot in self.count_prefetched(arrived, needed).items():
-            self.table.keep(e, slot)
+        self.keep(self.count_prefetched(arrived, needed))
         self.table.release(free)
         if done:
             self.job = None
+
+    def keep(self, slots: dict[int, int]) -> None:
+        """Hold experts that were read ahead into slots (expert to slot)."""
+        for e, slot in slots.items():
+            self.table.keep(e, slot)
+        self._slot_of_all = None
 
     def count_prefetched(self, arrived: dict, needed: Collection[int]) -> dict[int, int]:
         """Count a job's experts that have arrived, and return the slot of each."""

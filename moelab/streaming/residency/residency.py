@@ -8,12 +8,12 @@ import numpy as np
 
 from ..config import StreamConfig
 from ..counters import Counting
-from ..gpu.cuda import MAILBOX_SIZE
+from ..cuda import MAILBOX_SIZE
 from ..handover import Handover
 from ..heap import return_free_memory
 from ..reading.reader import Reader
 from .ahead import Ahead
-from .arriving import Arrived, as_copied, as_read
+from .arriving import Arrived, Call, as_copied, as_read
 from .bank import SlotBank
 from .layer import LayerSlots
 
@@ -37,7 +37,6 @@ class Residency:
         self.layers, self.prefetches = [], False  # in a mode without slots there are no layers
         self.ahead = Ahead(self.layers, reader, handover, counting, top_k, overlap)
         self._finish = None  # finishes the reads that the GPU waits for
-        self._slot_of_all = {}  # for a layer that holds every expert: their slots, [E]
 
     def add(
         self,
@@ -47,16 +46,8 @@ class Residency:
         config: StreamConfig,
     ) -> LayerSlots:
         """Take the slots of the next layer (see ``LayerSlots``)."""
-        self.layers.append(
-            LayerSlots(
-                take_bank,
-                num_experts,
-                owned,
-                config,
-                self._reader,
-                self._counting,
-            )
-        )
+        given = take_bank, num_experts, owned, config
+        self.layers.append(LayerSlots(*given, self._reader, self._counting))
         return self.layers[-1]
 
     def bring(
@@ -68,56 +59,41 @@ class Residency:
         its result into ``computed`` (results not evaluated yet), and then asks for the next one.
         When it asks, the part's slots may be given to other experts.
         """
-        own, needed = self.layers[i], list(dict.fromkeys(routed.ravel().tolist()))
-        own.report()
+        layer, needed = self.layers[i], list(dict.fromkeys(routed.ravel().tolist()))
+        layer.report()
         borrowed = self.ahead.take(i, needed)
-        following = self.ahead.look(i, needed, routed.size)
+        self.ahead.look(i, needed, routed.size)
         for _, slots in borrowed:
             self._counting.now.hits += len(slots)
             needed = [e for e in needed if e not in slots]
-        later = []
-        if own.table.fits(needed):
-            held, misses = own.choose(needed)
+        fits = layer.table.fits(needed)
+        first, *later = [needed] if fits else layer.table.waves(needed)
+        held, misses = layer.choose(first)
+        if fits:
             if not misses:  # read some others: a layer with all experts need not wait for routing
-                own.read(own.table.choose(own.unread()[: self._top_k])[1])
-            if not borrowed and not (misses and self._in_parts(own, len(misses))):
-                yield self._all(own, held, misses, routed.size)
+                layer.read(layer.table.choose(layer.unread()[: self._top_k])[1])
+            if not borrowed and not (misses and self._in_parts(layer, len(misses))):
+                yield self._all(layer, held, misses, routed.size)
                 return
+        call = Call(layer, held, misses, later, computed)
+        if layer.is_copied:
+            yield from as_copied(call, self._reader, self._handover.mailbox, x)
         else:
-            first, *later = own.table.waves(needed)
-            held, misses = own.choose(first)
-        if own.is_copied:
-            mailbox = self._handover.mailbox
-            yield from as_copied(own, held, misses, later, self._reader, mailbox, computed, x)
-            return
-
-        def then(busy):
-            for layer in following:
-                self.ahead.fill(layer, busy if own.computes_at_once else None)
-
-        direct = self._reader.direct
-        yield from as_read(own, held, misses, later, borrowed, direct, computed, then)
-        self.ahead.left()
+            yield from as_read(call, borrowed, self.ahead.fill_next)
+            self.ahead.computed()
 
     def slots_in_graph(self, i: int, indices: mx.array) -> mx.array | None:
         """The slots of a call, ``[..., K]`` as its experts; None if the host must know these."""
-        own = self.layers[i]
+        layer = self.layers[i]
         if self.prefetches or indices.shape[-1] > self._top_k:
             return None
-        if own.host is not None and own.host.takes(indices):
-            return own.host.slots(indices, self._counting.decoding)
-        # While every expert is held no call of the layer changes a slot, but another layer's prompt
-        # may take one. Only a single token's experts can be counted without knowing them.
-        if not own.holds_all:
-            self._slot_of_all.pop(i, None)
-        if not own.holds_all or indices.size > indices.shape[-1]:
+        if layer.host is not None and layer.host.takes(indices):
+            return layer.host.slots(indices, self._counting.decoding)
+        # Only a single token's experts can be counted without knowing them.
+        if not layer.holds_all or indices.size > indices.shape[-1]:
             return None
-        if i not in self._slot_of_all:
-            slots = [own.table.slot_of[e] for e in range(own.num_experts)]
-            self._slot_of_all[i] = mx.array(slots, mx.uint32)
-            mx.eval(self._slot_of_all[i])
         self._counting.now.hits += indices.size
-        return self._slot_of_all[i][indices]
+        return layer.slot_of_all[indices]
 
     def left(self, i: int, y: mx.array) -> None:
         """Note that a layer's call is built; its output ``y`` reads slots until it is evaluated."""
@@ -130,9 +106,9 @@ class Residency:
 
     def read(self, i: int, experts: list[int]) -> None:
         """Read at most S distinct experts into a layer's slots as a call does; compute nothing."""
-        own = self.layers[i]
-        own.report()
-        own.read(own.choose(experts)[1])
+        layer = self.layers[i]
+        layer.report()
+        layer.read(layer.choose(experts)[1])
 
     def settle(self) -> None:
         """Wait for the reads of the layer before, if the GPU waits for them.
@@ -145,20 +121,20 @@ class Residency:
 
     def report(self) -> None:
         """Count the hits and misses that only the GPU knows so far."""
-        for own in self.layers:
-            own.report()
+        for layer in self.layers:
+            layer.report()
 
     def recover(self) -> None:
         """Make every slot held or free after an exception. No read may be running."""
         self._finish = None
         self.ahead.forget()
-        for own in self.layers:
-            own.recover()
+        for layer in self.layers:
+            layer.recover()
 
     @property
     def nbytes(self) -> int:
         """The bytes of memory of all layers' slots."""
-        return sum(own.nbytes for own in self.layers)
+        return sum(layer.nbytes for layer in self.layers)
 
     def resize(self, slots: int) -> None:
         """Use so many slots in each layer, at most as many as were taken.
@@ -169,31 +145,29 @@ class Residency:
         self._handover.settle()
         self.report()
         self.ahead.forget()
-        self._slot_of_all = {}
-        for own in self.layers:
-            own.resize(slots)
+        for layer in self.layers:
+            layer.resize(slots)
             mx.clear_cache()
         return_free_memory()
 
-    def _in_parts(self, own, num_misses):
+    def _in_parts(self, layer, num_misses):
         """Whether a call whose experts fit is computed while its misses are read."""
-        if own.is_copied and num_misses > own.part_size:
+        if layer.is_copied and num_misses > layer.part_size:
             return True
-        expected_s = self._reader.expected_s(num_misses * own.bank.expert_nbytes)
+        expected_s = self._reader.expected_s(num_misses * layer.bank.expert_nbytes)
         return self._overlap and expected_s >= OVERLAP_S
 
-    def _all(self, own, held, misses, size):
+    def _all(self, layer, held, misses, size):
         """Bring the missing experts of a call, and hand over all its experts at once."""
         slots = held | misses
-        if not (misses and own.is_copied):
-            own.read(misses)
-            return Arrived(slots, own.bank, is_all=True)
-        reads = own.begin(misses)
         # With a prefetcher the layer's table must be up to date before the next one.
-        alone = not self.prefetches and size <= MAILBOX_SIZE
-        copies = self._reader.copies(reads) if alone else None
-        if copies is None:
-            own.finish(misses, reads)
-            return Arrived(slots, own.bank, is_all=True)
-        self._finish = partial(own.finish, misses, reads)
-        return Arrived(slots, own.bank, is_all=True, copies=copies)
+        if misses and layer.is_copied and not self.prefetches and size <= MAILBOX_SIZE:
+            reads = layer.begin(misses)
+            copies = self._reader.copies(reads)
+            if copies is not None:
+                self._finish = partial(layer.finish, misses, reads)
+                return Arrived(slots, layer.bank, is_all=True, copies=copies)
+            layer.finish(misses, reads)
+        else:
+            layer.read(misses)
+        return Arrived(slots, layer.bank, is_all=True)

@@ -1,28 +1,22 @@
 """Which expert is in which slot of a layer, and which is evicted first.
 
-A new eviction policy is a line of ``EVICTION`` and a word in ``StreamConfig.policy``:
+A new eviction policy is a line of ``EVICTION`` and a word in ``StreamConfig.policy``
+(``config.py``):
 ``StreamConfig``, the commands, ``SlotTable`` and the replay (``moelab/replay/eviction.py``) take it
 from there, and so do their tests. A test of its own says what it means
 (``tests/streaming/test_properties.py``).
 """
 
-from collections import ChainMap, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from heapq import nsmallest
 from itertools import islice
 
-# The eviction policies. A use of an expert counts 1 at first; each later call of the layer
-# multiplies that by the number here. Of the experts held and not needed now, the one whose uses
-# count least is evicted, and of equal ones the least recently used. (Lee et al., LRFU, 2001.)
-EVICTION = {
-    "lru": 0.0,  # least recently used
-    "lfu": 1.0,  # least frequently used
-    "lrfu": 0.98,  # least recently and frequently used
-}
+from ..config import EVICTION
+
 # Policies by which a GPU chooses slots by itself if its experts are in the host's memory. With the
 # other policies the host chooses, which takes longer.
 GPU_POLICIES = ("lru",)
-POLICIES = ChainMap(EVICTION, {"auto": None})  # the names that ``StreamConfig`` takes
 LARGEST = 2.0**300  # a use counts at most so much
 
 

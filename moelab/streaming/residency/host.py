@@ -16,13 +16,14 @@ from tqdm import tqdm
 
 from ... import kernels
 from ...memory import memory_available
+from .. import cuda
 from ..ranks import Ranks
 from ..reading.ranges import Read
 from ..reading.reader import Reader
-from ..residency.bank import SlotBank
-from ..residency.layer import LayerSlots
-from ..residency.table import GPU_POLICIES, SlotTable
-from . import cuda
+from ..reading.uploading import Begun
+from .bank import SlotBank
+from .layer import LayerSlots
+from .table import GPU_POLICIES, SlotTable
 
 # Bytes of experts that are read at once while loading.
 READ_NBYTES = 64 * 1024 * 1024
@@ -114,14 +115,13 @@ _FETCH = """
 """
 
 
-def open_reader(readers: int, mailbox: cuda.Mailbox | None, ranks: Ranks | None) -> Reader:
-    """Make the reader that reads all experts once; it needs a GPU that copies, and no ranks."""
+def check(mailbox: cuda.Mailbox | None, ranks: Ranks | None) -> None:
+    """Refuse this source without a GPU that copies, or with ranks."""
     if mailbox is None or ranks is not None:
         raise ValueError(
             "StreamConfig.source: 'host' needs a CUDA GPU, cuda-bindings and no group of ranks. "
             "Use source 'disk': experts are read when they are needed."
         )
-    return cuda.UploadingReader(mailbox, readers)
 
 
 def hold(layers: list[LayerSlots], reader: Reader) -> None:
@@ -220,7 +220,7 @@ class HostExperts:
         )
         return slots
 
-    def start(self, slots: dict[int, int]) -> cuda.Begun:
+    def start(self, slots: dict[int, int]) -> Begun:
         """Begin to copy experts into slots that the table chose; nothing is read."""
         address = self._memory.address
         flag, copies = address + self._num_experts * self._nbytes, []
@@ -230,7 +230,7 @@ class HostExperts:
                 cuda.Copy(first + source, to + slot * stride, nbytes, flag)
                 for source, to, stride, nbytes in self._into
             ]
-        return cuda.Begun((), copies)
+        return Begun(there=copies)
 
     def report(self) -> list[list[int]]:
         """Read from the GPU which expert each slot holds, and write it into the table.

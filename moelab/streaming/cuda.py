@@ -4,40 +4,29 @@ An MLX array that the host touches moves to CUDA's managed memory. From then on 
 between host and GPU by page faults: bytes written in place take 0.5 ms a MB where the bus needs
 0.03, and reading the routing of a layer costs 0.15 ms. Here both go through pinned memory, by
 kernels in MLX's own graph. One kernel writes a layer's routing there (``Mailbox.post``). Another
-(``Mailbox.send``) copies the bytes that reads bring there (``UploadingReader``) to the slots. It is
-started before the reads have ended and waits on the GPU for each of them, so that the host prepares
-the next operations meanwhile. The results are the same.
+(``Mailbox.send``) copies bytes that were read into pinned memory (``reading/uploading.py``) to the
+slots. It is started before the reads have ended and waits on the GPU for each of them, so that the
+host prepares the next operations meanwhile. The results are the same.
 
-This needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off. Two kinds of bytes do not take
-this way but are read into unified memory: bytes that are converted after they have arrived, and
-bytes that prefetch threads read.
+This needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off.
 """
 
 import ctypes
 import os
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from ..reading import native
-from ..reading.file import check_unchanged
-from ..reading.ranges import Ranges, Read, files_of, read_ranges
-from ..reading.reader import Reader
-
 try:
     from cuda.bindings import nvrtc, runtime
 except ImportError:  # an optional package
     nvrtc = runtime = None
 
-# Bytes of a block of pinned memory, and blocks of a model; a call that gets none makes one more.
-BLOCK_NBYTES, NUM_BLOCKS = 2 * 1024 * 1024, 96
 # So many expert numbers fit into a mailbox: a call of 512 tokens with K = 8.
 MAILBOX_SIZE = 4096
 # The most copies of one kernel, and the bytes that one of its blocks copies at once.
@@ -59,7 +48,7 @@ def available() -> bool:
 
 
 @cache
-def _may_wait():
+def may_wait():
     """Whether a kernel may wait for reads. A GPU with a display ends kernels after some seconds."""
     limit = runtime.cudaDeviceAttr.cudaDevAttrKernelExecTimeout
     return not _checked(runtime.cudaDeviceGetAttribute(limit, 0))
@@ -90,250 +79,6 @@ class Copy(NamedTuple):
     to: int  # the address that it is copied to
     nbytes: int
     flag: int  # the address of a uint32 in pinned memory that is 0 until the bytes have arrived
-
-
-class Block(Pinned):
-    """Pinned memory that ranges of files are read into, and a flag that says when they arrived."""
-
-    def __init__(self, nbytes: int):
-        super().__init__(nbytes + 4)
-        self.view = memoryview(self.bytes)[:nbytes]
-        self.arrived = self.bytes[nbytes:].view(np.uint32)  # the flag: 0 until the reads have ended
-        self.flag = self.address + nbytes  # the flag's address
-
-    def copies(self, reads: Iterable[Read]) -> list[Copy]:
-        """The copies that bring the block's bytes to the places of its ranges, in this order."""
-        out, source = [], self.address
-        all_parts = reads.parts if isinstance(reads, Ranges) else [r.parts for r in reads]
-        for to, nbytes in (part for parts in all_parts for part in parts):
-            out.append(Copy(source, to, nbytes, self.flag))
-            source += nbytes
-        return out
-
-
-class Begun:
-    """The reads that one ``start`` began; ``queued`` pieces wait for a block."""
-
-    def __init__(self, queued: Iterable[list[Read]], there: Sequence[Copy] = ()):
-        self.uncopied = []  # futures of the reads that need no copy
-        self.queued, self.there = deque(queued), there  # ``there``: bytes that need not be read
-        self.reading = []  # pieces that are read: (reads, block, future)
-        self.in_graph = False  # whether a kernel that was built copies them
-
-    @property
-    def futures(self) -> list[Future]:
-        """The reads that are running or have ended."""
-        return [*self.uncopied, *(future for *_, future in self.reading)]
-
-    def done(self) -> bool:
-        """Whether all reads have ended."""
-        return not self.queued and all(future.done() for future in self.futures)
-
-    def copies(self) -> list[Copy]:
-        """The copies of all bytes that have a block or need not be read."""
-        return [*self.there, *(c for reads, block, _ in self.reading for c in block.copies(reads))]
-
-
-class UploadingReader(Reader):
-    """A ``Reader`` whose threads read into pinned memory, from which the GPU copies.
-
-    Ranges without ``parts`` are read as ``Reader`` reads them.
-    """
-
-    copies_in_graph = True
-
-    def __init__(self, mailbox: "Mailbox", readers: int = 8):
-        super().__init__(readers)
-        self._mailbox = mailbox
-        self._blocks = []
-        self._free = []
-        self._copying = []  # blocks that the graph may still copy
-
-    def start(self, reads: Sequence[Read]) -> Begun:
-        self._wait()
-        if isinstance(reads, Ranges) and (begun := self._start_table(reads)) is not None:
-            return begun
-        uncopied = [r for r in reads if not r.parts]
-        begun = Begun(pieces([r for r in reads if r.parts], self.readers))
-
-        def here():
-            if uncopied:
-                self.read_here(uncopied)
-            self._read_more(begun, _now)
-
-        if reads and not self._read_inline(reads, here):
-            begun.uncopied = self._read_in_pool(uncopied)
-            self._read_more(begun, self._submit)
-        return begun
-
-    def _start_table(self, ranges):
-        """Begin to read ranges by their table, if there are blocks for all; else return None.
-
-        This takes little time of Python, which all threads share.
-        """
-        if not ranges or native.loop() is None or not all(ranges.parts):
-            return None
-        sizes = ranges.table[:, native.NBYTES]
-        firsts = _divide(sizes.tolist(), self.readers)
-        if len(firsts) > len(self._free) + NUM_BLOCKS - len(self._blocks):
-            return None
-        if sizes.max() > BLOCK_NBYTES:
-            return None
-        lasts = [*firsts[1:], len(sizes)]
-        blocks = [self._take(must=True) for _ in firsts]
-        starts = sizes.cumsum() - sizes
-        shifts = np.array([block.address for block in blocks]) - starts[firsts]
-        iovecs = np.stack((starts + shifts.repeat(np.subtract(lasts, firsts)), sizes), 1)
-        table = ranges.table.copy()
-        table[:, native.IOV] = native.address_of(iovecs) + iovecs[0].nbytes * np.arange(len(sizes))
-        table[:, native.COUNT] = 1
-        begun = Begun(())
-
-        def begin(submit):
-            for first, last, block in zip(firsts, lasts, blocks):
-                block.arrived[0] = 0
-                piece = ranges.between(first, last)
-                args = piece, table[first:last], iovecs, block
-                begun.reading.append((piece, block, submit(self._read_table, *args)))
-
-        if not self._read_inline(ranges, lambda: begin(_now)):
-            begin(self._submit)
-        return begun
-
-    def _read_table(self, ranges, table, iovecs, block):
-        """Read ranges into a block, by a table with these ``iovecs``."""
-        begin = time.perf_counter()
-        try:
-            # Native code sets the flag without waiting for the GIL.
-            if not native.read(table, arrived=block.flag):
-                read_ranges(_into(ranges, block))  # this reads again, or raises
-        finally:
-            block.arrived[0] = 1  # also after an error: the GPU waits for it
-        self._count(len(ranges), ranges.nbytes, begin, ranges.nbytes)
-
-    def _wait(self):
-        """Wait until the GPU has copied all blocks that a graph copies."""
-        if self._copying:
-            self._mailbox.wait()
-            self._free += self._copying
-            self._copying = []
-
-    def _read_more(self, begun, submit):
-        while begun.queued and (block := self._take(must=not begun.reading)) is not None:
-            reads = begun.queued.popleft()
-            block.arrived[0] = 0
-            begun.reading.append((reads, block, submit(self._read_into, reads, block)))
-
-    def _take(self, must):
-        """A free block, or a new one; None if there are ``NUM_BLOCKS``, unless it ``must`` be."""
-        if self._free:
-            return self._free.pop()
-        if len(self._blocks) >= NUM_BLOCKS and not must:
-            return None
-        self._blocks.append(Block(BLOCK_NBYTES))
-        return self._blocks[-1]
-
-    def _read_into(self, reads, block):
-        begin = time.perf_counter()
-        try:
-            reads = _into(reads, block)
-            if native.loop() is not None:  # native code sets the flag without waiting for the GIL
-                reads = Ranges.of(reads)
-            read_ranges(reads, block.flag)
-        finally:
-            block.arrived[0] = 1  # also after an error: the GPU waits for it
-        nbytes = sum(r.nbytes for r in reads)
-        self._count(len(reads), nbytes, begin, nbytes)
-
-    def copies(self, begun: Begun) -> list[Copy] | None:
-        """The copies that one kernel makes in place of ``finish``; None if one kernel cannot.
-
-        Call ``finish`` before the result is used: it raises if a read failed.
-        """
-        copies = begun.copies()
-        if begun.uncopied or begun.queued or len(copies) > MAX_COPIES or not _may_wait():
-            return None
-        begun.in_graph = True
-        return copies
-
-    def finish(self, begun: Begun) -> None:
-        files = set().union(*map(files_of, begun.queued))
-        files.update(*(files_of(reads) for reads, *_ in begun.reading))
-        super().finish(begun.futures)
-        if begun.in_graph:
-            self._copying += [block for _, block, _ in begun.reading]
-        while (begun.there or begun.reading) and not begun.in_graph:
-            copies = begun.copies()
-            for i in range(0, len(copies), MAX_COPIES):
-                self._mailbox.copy(copies[i : i + MAX_COPIES])
-            self._free += [block for _, block, _ in begun.reading]
-            begun.there, begun.reading = (), []
-            self._read_more(begun, self._submit)
-            super().finish([future for *_, future in begun.reading])
-        check_unchanged(files)
-
-    def stop(self) -> None:
-        super().stop()
-        for block in self._blocks:
-            block.arrived[0] = 1  # the GPU waits for reads that were cancelled, too
-        self._mailbox.forget()
-        mx.synchronize()
-        self._free, self._copying = self._blocks.copy(), []
-
-    def close(self) -> None:
-        super().close()
-        self._blocks, self._free = [], []
-
-
-def _now(function, *args):
-    """Like a thread pool's ``submit``, but done in this thread."""
-    function(*args)
-    done = Future()
-    done.set_result(None)
-    return done
-
-
-def pieces(reads: list[Read], readers: int) -> list[list[Read]]:
-    """Divide ranges with ``parts`` into about as many pieces as readers, each fitting a block."""
-    parts = []
-    for r in reads:
-        for first in range(0, r.nbytes, BLOCK_NBYTES):
-            nbytes = min(BLOCK_NBYTES, r.nbytes - first)
-            parts.append(r if nbytes == r.nbytes else _cut(r, first, nbytes))
-    firsts = _divide([r.nbytes for r in parts], readers)
-    return [parts[i:j] for i, j in zip(firsts, [*firsts[1:], len(parts)])]
-
-
-def _divide(sizes, readers):
-    """The first range of each piece."""
-    most = min(BLOCK_NBYTES, sum(sizes) / readers)
-    firsts, size = [], most
-    for i, nbytes in enumerate(sizes):
-        if size + nbytes > most:
-            firsts.append(i)
-            size = 0
-        size += nbytes
-    return firsts
-
-
-def _cut(r, first, nbytes):
-    """The part of a range with ``nbytes`` bytes from ``first`` on."""
-    parts, begin = [], 0
-    for address, size in r.parts:
-        low, high = max(first, begin), min(first + nbytes, begin + size)
-        if low < high:
-            parts.append((address + low - begin, high - low))
-        begin += size
-    return r._replace(offset=r.offset + first, nbytes=nbytes, parts=parts)
-
-
-def _into(reads, block):
-    """The same ranges, to be read into a block one behind the other."""
-    out, first = [], 0
-    for r in reads:
-        out.append(r._replace(views=[block.view[first : first + r.nbytes]]))
-        first += r.nbytes
-    return out
 
 
 # ``box`` has a word that says that the numbers have arrived, and then the numbers.
