@@ -36,6 +36,17 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {shorten(error)}"
 
 
+@contextmanager
+def readable(what: str, remedy: str = "Download it again.") -> Iterator[None]:
+    """Make a CheckpointError of whatever another library raises while it reads a damaged file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as e:
+        raise CheckpointError(f"{what} {describe(e)}. {remedy}") from e
+
+
 def regular_file(file: Path) -> int:
     """Size of a file; refuses what is not a regular one, as opening a FIFO would wait for ever."""
     status = file.stat()
@@ -50,10 +61,9 @@ def read_json(file: Path, like: dict | None = None, text: bytes | None = None) -
     ``text`` is the file's content if that was read already.
     """
     regular_file(file)
-    try:
-        content = json.loads((file.read_bytes() if text is None else text).decode())
-    except (ValueError, RecursionError, MemoryError) as e:
-        raise CheckpointError(f"{file}: not JSON ({describe(e)}). Download it again.") from e
+    content = file.read_bytes() if text is None else text
+    with readable(f"{file}: not JSON:"):
+        content = json.loads(content.decode())
     if not isinstance(content, dict):
         raise CheckpointError(
             f"{file}: expected a JSON object, got {shorten(content, 60)}. Download it again."

@@ -15,27 +15,15 @@ from pathlib import Path
 import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
-from .files import CheckpointError, describe, regular_file, shorten
+from .files import CheckpointError, readable, regular_file, shorten
 
 # The safetensors format's names of dtypes, as mx.load maps them.
 DTYPES = {
-    "F64": mx.float64,
-    "F32": mx.float32,
-    "F16": mx.float16,
-    "BF16": mx.bfloat16,
-    "I64": mx.int64,
-    "I32": mx.int32,
-    "I16": mx.int16,
-    "I8": mx.int8,
-    "U64": mx.uint64,
-    "U32": mx.uint32,
-    "U16": mx.uint16,
-    "U8": mx.uint8,
-    "BOOL": mx.bool_,
-    "F8_E4M3": mx.uint8,
-    "F8_E8M0": mx.uint8,
-    "C64": mx.complex64,
-}
+    "F64": mx.float64, "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16,
+    "I64": mx.int64, "I32": mx.int32, "I16": mx.int16, "I8": mx.int8,
+    "U64": mx.uint64, "U32": mx.uint32, "U16": mx.uint16, "U8": mx.uint8,
+    "F8_E4M3": mx.uint8, "F8_E8M0": mx.uint8, "BOOL": mx.bool_, "C64": mx.complex64,
+}  # fmt: skip
 
 MAX_DIMENSION = 2**31  # MLX counts the elements along a dimension in 32 bits
 PAGE_NBYTES = 4096  # every expert of a packed file begins on a page of the disk
@@ -149,13 +137,14 @@ def read_packed(file: Path) -> dict[str, ExpertTensor]:
     versions have no checksum.
     """
     tensors, metadata = _header_and_metadata(file, "repack the model again")
-    try:
+    lies = f"{file}: expected the experts of a layer as 'python -m moelab repack' writes them, got"
+    with readable(lies, "Repack the model again."):
         (experts,) = tensors.values()
         E, stride = experts.shape
         path, parameters = metadata["path"], json.loads(metadata["parameters"])
         named = [(p["name"], p["dtype"], p["shape"]) for p in parameters]
         names = [name for name, _, _ in named]
-        if len(set(names)) < len(names) or names != packing_order(names):
+        if names != packing_order(set(names)):
             raise ValueError(f"the parameters {', '.join(names)} in this order")
         wanted = packed_header(path, named, E)
         if "crc32" not in metadata:
@@ -171,11 +160,6 @@ def read_packed(file: Path) -> dict[str, ExpertTensor]:
             offsets = [first + e * stride for e in range(E)]
             nbytes = prod(shape) * dtype.size
             found[name] = ExpertTensor(name, [file] * E, offsets, nbytes, shape, dtype)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        raise CheckpointError(
-            f"{file}: expected the experts of a layer as 'python -m moelab repack' writes them, "
-            f"got {describe(e)}. Repack the model again."
-        ) from e
     return found
 
 
