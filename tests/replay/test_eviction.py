@@ -13,15 +13,11 @@ import moelab
 from moelab.__main__ import parse
 from moelab.commands.stream_options import mode_given, parse_modes
 from moelab.lab import records
-from moelab.replay import advice, eviction, locality, pagecache
-from moelab.replay.costs import Costs
-from moelab.replay.sizes import ModelSizes
+from moelab.replay import eviction, locality
 from moelab.streaming.model import load_model
 from moelab.streaming.record import route_by
 from moelab.streaming.residency import table as slots
 from moelab.streaming.residency.table import SlotTable
-
-COSTS = Costs(0.01, 1e-4, 1e-10, 1e-9, 1e-5, 1e-4)
 
 
 def made(T=60, L=3, E=16, K=4, seed=0, zipf=0.7, sticky=0.3, memory=3.0):
@@ -93,12 +89,9 @@ def test_every_policy_on_a_recorded_trace(policy):
         np.testing.assert_allclose(rate, want, atol=0.003)
 
 
-def test_a_policy_or_a_size_that_is_none():
-    t = made()
-    with pytest.raises(ValueError, match="expected one of lru, lfu, .* got 'mru'"):
-        eviction.held(t.experts, 16, 8, "mru")
+def test_too_few_slots_and_an_expert_twice():
     with pytest.raises(ValueError, match="slots: expected at least 4 .* got 3"):
-        eviction.held(t.experts, 16, 3, "lru")
+        eviction.held(made().experts, 16, 3, "lru")
     with pytest.raises(ValueError, match="distinct experts"):
         eviction.held(np.zeros((2, 1, 4), np.uint16), 16, 8)
 
@@ -134,15 +127,11 @@ def test_a_policy_is_added_in_one_line(monkeypatch, random_tiny_moe):
 
 @pytest.mark.parametrize("policy", ("mru", "LRU", "", None))
 def test_an_unknown_policy_is_refused_everywhere(policy):
-    """The slot table took it for LFU, the loop of the replay for LRU."""
-    t, expected = made(), "policy: expected one of (auto, )?lru, lfu, lrfu.* got "
-    sizes = ModelSizes(48, 0, 1, 3, L=3, E=16, K=4)
+    expected = "policy: expected one of (auto, )?lru, lfu, lrfu.* got "
     for call in (
         lambda: SlotTable(4, policy),
         lambda: moelab.StreamConfig(policy=policy),
-        lambda: eviction.held(t.experts, 16, 8, policy),
-        lambda: pagecache.replay(t, 1e9, 8, policy, expert_nbytes=1, costs=COSTS),
-        lambda: advice.replay_settings(sizes, 1e12, t, COSTS, [(8, policy)], 0),
+        lambda: eviction.held(made().experts, 16, 8, policy),
     ):
         with pytest.raises(ValueError, match=expected):
             call()
