@@ -24,6 +24,7 @@ from .headers import (
     PAGE_NBYTES,
     ExpertTensor,
     Tensor,
+    header_bytes,
     merge_headers,
     packed_header,
     packing_order,

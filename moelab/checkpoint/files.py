@@ -55,15 +55,11 @@ def regular_file(file: Path) -> int:
     return status.st_size
 
 
-def read_json(file: Path, like: dict | None = None, text: bytes | None = None) -> dict:
-    """Read the JSON object in a file; it must have the parts of ``like``, each of its type.
-
-    ``text`` is the file's content if that was read already.
-    """
+def read_json(file: Path, like: dict | None = None) -> dict:
+    """Read the JSON object in a file; it must have the parts of ``like``, each of its type."""
     regular_file(file)
-    content = file.read_bytes() if text is None else text
     with readable(f"{file}: not JSON:"):
-        content = json.loads(content.decode())
+        content = json.loads(file.read_bytes().decode())
     if not isinstance(content, dict):
         raise CheckpointError(
             f"{file}: expected a JSON object, got {shorten(content, 60)}. Download it again."

@@ -56,19 +56,14 @@ class ExpertTensor:
 
 def read_header(file: Path, remedy: str = "download it again") -> dict[str, Tensor]:
     """Read where the tensors of one safetensors file lie."""
-    return _header_and_metadata(file, remedy)[0]
-
-
-def _header_and_metadata(file: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read where the tensors of one safetensors file lie, and its metadata."""
 
     def wrong(what):
         return CheckpointError(f"{file}: {what}. The file is damaged: {remedy}.")
 
     size = regular_file(file)
     try:
-        with safe_open(file, framework="np") as opened:
-            metadata = opened.metadata() or {}
+        with safe_open(file, framework="np"):
+            pass
     except SafetensorError as e:
         raise wrong(f"safetensors cannot read the header of its {size} bytes ({shorten(e)})") from e
     with open(file, "rb") as f:
@@ -84,7 +79,7 @@ def _header_and_metadata(file: Path, remedy: str) -> tuple[dict[str, Tensor], di
             raise wrong(f"tensor {shorten(name)} has the shape {shorten(shape, 60)}")
         dtype = DTYPES[entry["dtype"]]
         tensors[name] = Tensor(name, file, 8 + nbytes + first, last - first, tuple(shape), dtype)
-    return tensors, metadata
+    return tensors
 
 
 def merge_headers(headers: dict[Path, dict]) -> dict:
@@ -130,15 +125,24 @@ def packed_header(path: str, parameters: list[tuple], E: int) -> dict:
     }
 
 
+def header_bytes(header: dict, align: int = 8) -> bytes:
+    """The first bytes of a safetensors file: its header, so that the data begins aligned."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % align)
+    return len(text).to_bytes(8, "little") + text
+
+
 def read_packed(file: Path) -> dict[str, ExpertTensor]:
     """Read where the experts of one layer lie in a file that ``repack`` wrote.
 
     The header must be the one that ``repack`` writes for the same parameters. Files of earlier
     versions have no checksum.
     """
-    tensors, metadata = _header_and_metadata(file, "repack the model again")
+    tensors = read_header(file, "repack the model again")
     lies = f"{file}: expected the experts of a layer as 'python -m moelab repack' writes them, got"
     with readable(lies, "Repack the model again."):
+        with safe_open(file, framework="np") as opened:
+            metadata = opened.metadata() or {}
         (experts,) = tensors.values()
         E, stride = experts.shape
         path, parameters = metadata["path"], json.loads(metadata["parameters"])
