@@ -5,6 +5,7 @@ E experts, K experts per token (top-k), S slots per layer, L layers. Bytes are `
 seconds end in ``_s``.
 """
 
+from importlib import import_module
 from pathlib import Path
 
 from . import open_files  # noqa: F401 (before mlx-lm is imported anywhere)
@@ -13,31 +14,29 @@ __version__ = "0.2.0"
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 
-__all__ = [
-    "DATA",
-    "CheckpointError",
-    "Footprint",
-    "ModelDraft",
-    "Plan",
-    "ReadError",
-    "Stats",
-    "StreamConfig",
-    "Trace",
-    "TraceError",
-    "close",
-    "footprint",
-    "load",
-    "plan",
-    "record",
-    "speculative_generate",
-    "stats",
-]
+_HOMES = {  # the module that each public name comes from
+    "CheckpointError": "checkpoint",
+    "Footprint": "streaming.plan",
+    "ModelDraft": "speculation.drafts",
+    "Plan": "streaming.plan",
+    "ReadError": "streaming.reading.file",
+    "Stats": "streaming.session",
+    "StreamConfig": "streaming.config",
+    "Trace": "streaming.trace",
+    "TraceError": "streaming.trace",
+    "close": "streaming.model",
+    "footprint": "streaming.plan",
+    "load": "streaming.model",
+    "plan": "streaming.plan",
+    "record": "streaming.record",
+    "speculative_generate": "speculation.generate",
+    "stats": "streaming.session",
+}
+__all__ = ["DATA", *_HOMES]
 
 
 def __getattr__(name: str):
     """A public name, imported when it is first used: that takes a second, mostly for MLX."""
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import api
-
-    return getattr(api, name)
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -7,7 +7,6 @@ its parameters in the order of ``packing_order``. ``moelab.load`` reads both lay
 """
 
 import errno
-import json
 import os
 import shutil
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from .checkpoint import (
     PAGE_NBYTES,
     Checkpoint,
     CheckpointError,
+    header_bytes,
     mlx_lm_model,
     new_folder,
     packed_header,
@@ -61,7 +61,9 @@ def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
     backbone = {n: p for n, p in tree_flatten(loaded.parameters()) if n not in packed}
 
     total = sum(layer.nbytes for layer in layers) + sum(p.nbytes for p in backbone.values())
-    copied = [file for file in source.path.iterdir() if _is_copied(file)]
+    made = ("config.json", "model.safetensors.index.json")
+    others = (f for f in source.path.iterdir() if f.suffix != ".safetensors" and f.name not in made)
+    copied = [file for file in others if file.is_file()]
     writing = new_folder(out, total, "the packed model", "choose another disk", progress)
     with writing as (folder, bar):
         for i, layer in enumerate(layers):
@@ -81,12 +83,6 @@ def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
     return out
 
 
-def _is_copied(file):
-    """Whether a file of the source is copied unchanged."""
-    made = ("config.json", "model.safetensors.index.json")
-    return file.is_file() and file.suffix != ".safetensors" and file.name not in made
-
-
 class _Layer:
     """The experts of one layer: where they lie in the source and in the packed file."""
 
@@ -103,8 +99,9 @@ class _Layer:
             self._sources.append((tensor, p, nbytes))
             named.append((name, DTYPE_NAMES[dtype], p.shape[1:]))
         self.names = [name for name, _, _ in named]
-        self._header = packed_header(path, named, self.E)
-        self.stride = self._header["experts"]["shape"][1]
+        header = packed_header(path, named, self.E)
+        self.header = header_bytes(header, PAGE_NBYTES)  # so that the data begins on a page
+        self.stride = header["experts"]["shape"][1]
         self.nbytes = self.E * self.stride
 
     def experts(self):
@@ -133,22 +130,16 @@ class _Layer:
                         )
                 yield row
 
-    def header(self):
-        """A safetensors header, padded so that the data begins on a page."""
-        text = json.dumps(self._header).encode()
-        text += b" " * (-(8 + len(text)) % PAGE_NBYTES)
-        return len(text).to_bytes(8, "little") + text
-
     def write(self, file):
         """Write the packed file."""
         with open(file, "wb") as f:
-            f.write(self.header())
+            f.write(self.header)
             f.writelines(self.experts())
 
     def compare(self, file):
         """Read the packed file back and raise if it differs from the source."""
         with open(file, "rb") as f:
-            f.seek(len(self.header()))
+            f.seek(len(self.header))
             for e, row in enumerate(self.experts()):
                 if f.read(self.stride) != row:
                     raise OSError(

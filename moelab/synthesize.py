@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .checkpoint import new_folder, read_json
+from .checkpoint import DTYPES, header_bytes, new_folder, read_json
 from .configs import CONFIGS
 from .replay.by_token import GROUP_SIZE, SHARE, Routers, bf16, float32
 from .streaming.trace import Trace
@@ -56,7 +56,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """The tensor's size in bytes."""
-        return int(np.prod(self.shape)) * {"U32": 4, "F32": 4, "BF16": 2}[self.dtype]
+        return int(np.prod(self.shape)) * DTYPES[self.dtype].size
 
 
 def plan(config: dict, bits: int = BITS) -> tuple[list[Tensor], dict]:
@@ -139,15 +139,13 @@ def _chunks(tensor, shapes, seed, silent_rows, routers=None):
 
 
 def _header(tensors):
-    """The first bytes of a safetensors file."""
+    """The first bytes of a safetensors file with these tensors."""
     header, offset = {"__metadata__": {"format": "mlx"}}, 0
     for t in tensors:
         place = [offset, offset + t.nbytes]
         header[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": place}
         offset += t.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return header_bytes(header)
 
 
 def write_headers(folder: Path, config: dict, bits: int = BITS) -> None:
@@ -177,9 +175,9 @@ def _read_tokenizer(folder):
             f"no tokenizer.json in {folder}: name a folder that holds one with --tokenizer "
             "(that of any mlx-lm model)"
         )
-    # Each file is read once: it may be replaced while the weights are written.
+    spec = read_json(file, {"model": {"vocab": (dict, list)}})
+    # They are read before the weights are written, since they may be replaced meanwhile.
     files = {n: (folder / n).read_bytes() for n in TOKENIZER_FILES if (folder / n).is_file()}
-    spec = read_json(file, {"model": {"vocab": (dict, list)}}, files[file.name])
     vocab = spec["model"]["vocab"]
     ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
     added = [t["id"] for t in spec.get("added_tokens", [])]
@@ -269,31 +267,20 @@ def synthesize(
 
 def _readme(facts, nbytes):
     command = "--like {like} --layers {layers} --vocab {vocab} --seed {seed}".format(**facts)
-    routes = """Routing is near uniform, so caches hit less often
-than with a real model, which repeats its experts more."""
+    routes = "nearly uniform, so that caches hit less often than with a real model"
     if routing := facts.get("routing"):
         command += " --routing TRACE"
-        routes = f"""But the routers are not noise, nor is the
-part of the residual stream that they read: a token's experts depend on the token alone, so that a
-text has the locality of a recorded trace:
-
-    {routing["trace"]}
-
-With a quarter of the experts in slots, the LRU hit rate is
+        routes = f"""a function of the token alone, with the locality of a recorded trace:
+{routing["trace"]}. With a quarter of the experts in slots, the LRU hit rate is
 {routing["lru_hit_rate_of_the_trace"]:.3f} in the trace and {routing["lru_hit_rate"]:.3f} in this
 model fed the trace's text. The first layer's choice tells those of all others, so this model says
-nothing about prefetching.
-"""
+nothing about prefetching"""
     return f"""# A synthetic checkpoint: random weights
 
-The exact layer shapes of {facts["like"]}, {facts["layers"]} of its
-{facts["layers_of_the_real_model"]} layers, {nbytes / 1e9:.2f} GB, in mlx-lm's 4-bit format (affine,
-group 64; router and shared expert's gate at 8 bits). Every weight is noise with seed
-{facts["seed"]}: the model's text means nothing, and its layers cost as much to read and to compute
-as the real ones. {routes}
-The vocabulary has {facts["vocab"]} entries in place of {facts["vocab_of_the_real_model"]}, so the
-embedding and the head are smaller than the real ones.
+The layer shapes of {facts["like"]}, {facts["layers"]} of its {facts["layers_of_the_real_model"]}
+layers, {nbytes / 1e9:.2f} GB, in mlx-lm's 4-bit format; {facts["vocab"]} entries of its vocabulary
+of {facts["vocab_of_the_real_model"]}. The text means nothing, and the layers cost as much to read
+and to compute as the real ones. Routing is {routes}.
 
-Made by
-`python -m moelab synthesize OUT {command}`.
+Made by `python -m moelab synthesize OUT {command}`.
 """

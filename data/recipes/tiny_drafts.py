@@ -2,11 +2,11 @@
 
     pip install --no-deps --target build/drafts/site -r data/recipes/draft_packages.txt
     python data/recipes/tiny_drafts.py text build/drafts/site data/models/tiny-moe build/drafts
-    python data/recipes/tiny_drafts.py train build/drafts data/models/tiny-moe OUT  # on a CUDA GPU
+    python data/recipes/torch_drafts.py build/drafts data/models/tiny-moe OUT       # on a CUDA GPU
     python data/recipes/tiny_drafts.py pack OUT data/models/tiny-moe data/models    # anywhere
 
-The drafts learn what the 4-bit target itself writes. ``train`` needs PyTorch, fla-core and moelab
-(any build of MLX) for the prompts to measure on; ``pack`` needs MLX.
+The drafts learn what the 4-bit target itself writes. ``torch_drafts`` needs PyTorch, fla-core and
+moelab (any build of MLX) for the prompts to measure on; ``pack`` needs MLX.
 """
 
 import argparse
@@ -69,13 +69,10 @@ def config_of(name):
 
 
 def write_text(site, model_dir, out, nbytes):
-    """Token ids of the corpus in the target's vocabulary: two ``.npy`` files and ``manifest.json``.
+    """Write token ids of the corpus in the target's vocabulary, and ``manifest.json``.
 
-    Args:
-        site (Path): Folder that ``pip install --target`` filled.
-        model_dir (Path): The target, for its tokenizer.
-        out (Path): Folder to write.
-        nbytes (int): Text to take for training, in the order of the names' hashes.
+    ``site`` is what ``pip install --target`` filled. Files are taken in the order of their names'
+    hashes, until they have ``nbytes`` of text.
     """
     import numpy as np
     from transformers import AutoTokenizer
@@ -147,21 +144,11 @@ def main():
 
     p = command("text", "token ids of the corpus", "site", "model_dir", "out")
     p.add_argument("--nbytes", type=int, default=187_000_000)
-    p = command("train", "write text with the target, train, measure", "data", "model_dir", "out")
-    p.add_argument("--steps", type=int, nargs="+", default=[400, 1600, 4000])
-    p.add_argument("--lr", type=float, nargs="+", default=[8e-3, 16e-3])
-    p.add_argument("--names", nargs="+", default=list(CANDIDATES))
-    p.add_argument("--at-once", type=int, default=8192, help="texts written side by side")
     p = command("pack", "the two folders that are shipped", "trained", "model_dir", "out")
     p.add_argument("--dflash", default="dflash4")
     p.add_argument("--draft", default="draft3")
     args = vars(parser.parse_args())
-    if (name := args.pop("command")) == "train":
-        from torch_drafts import train
-
-        train(**args)
-    else:
-        {"text": write_text, "pack": pack}[name](**args)
+    {"text": write_text, "pack": pack}[args.pop("command")](**args)
 
 
 if __name__ == "__main__":

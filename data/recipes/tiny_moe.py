@@ -1,13 +1,12 @@
 """tiny-moe: a Qwen3.5-MoE hybrid small enough to ship, in mlx-lm's own format.
 
-    python data/recipes/corpus.py build/corpus/site build/corpus    # text, tokenizer
-    python data/recipes/tiny_moe.py build/corpus OUT --minutes 25   # on a CUDA GPU
-    python data/recipes/evaluate.py OUT                             # anywhere
+    python data/recipes/corpus.py build/corpus/site build/corpus       # text, tokenizer
+    python data/recipes/torch_train.py build/corpus OUT --minutes 25   # on a CUDA GPU
+    python data/recipes/evaluate.py OUT                                # anywhere
 
 Training needs PyTorch and fla-core, and neither MLX nor moelab.
 """
 
-import argparse
 import copy
 import shutil
 from pathlib import Path
@@ -91,25 +90,3 @@ def random_model(out, seed=0):
     save_config(config, Path(out) / "config.json")
     for name in TOKENIZER_FILES:
         shutil.copy(Path(__file__).parents[1] / "models" / "tiny-moe" / name, out)
-
-
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("data", type=Path, help="folder that data/recipes/corpus.py wrote")
-    parser.add_argument("out", type=Path, help="folder for the checkpoint and training.json")
-    parser.add_argument("--minutes", type=float, default=25, help="compilation apart")
-    parser.add_argument("--batch", type=int, default=64, help="sequences in a step")
-    parser.add_argument("--length", type=int, default=2048, help="tokens in a sequence")
-    parser.add_argument("--lr", type=float, default=8e-3, help="the highest learning rate")
-    parser.add_argument("--resume", type=Path, help="an exported checkpoint to go on from")
-    args = parser.parse_args()
-
-    from torch_train import train
-
-    train(**vars(args))
-
-
-if __name__ == "__main__":
-    main()

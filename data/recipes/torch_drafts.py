@@ -6,8 +6,10 @@ B batch, T tokens, P prompt tokens, D hidden, A anchors, b block size, V vocabul
 layers that are read.
 """
 
+import argparse
 import json
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -363,16 +365,8 @@ def train_all(steps, lr, model, embedding, texts, buckets, seed=0):
 def train(data, model_dir, out, steps, lr, names, at_once, seed=0):
     """Write the text, train the candidates for each number of steps, measure and save them.
 
-    Args:
-        data (Path): What ``tiny_drafts.py text`` wrote.
-        model_dir (Path): The target.
-        out (Path): Folder for ``<name>.safetensors`` and ``training.json``.
-        steps (list[int]): Lengths to train for; the longest last.
-        lr (list[float]): Learning rates, tried at the first length; the others take the one that
-            was best on the validation text.
-        names (list[str]): Of ``CANDIDATES``.
-        at_once (int): B of the writer.
-        seed (int): Seed.
+    All learning rates are tried at the first of the ``steps``. The others take the one that was
+    best on the validation text.
     """
     torch.manual_seed(seed)
     on_gpu = torch.cuda.is_available()
@@ -424,3 +418,19 @@ def train(data, model_dir, out, steps, lr, names, at_once, seed=0):
             print(n, rates[name], name, json.dumps(taus), flush=True)
             weights = {k: v.bfloat16().contiguous().cpu() for k, v in draft.state_dict().items()}
             save_file(weights, out / f"{name}.safetensors", metadata={"format": "pt"})
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data", type=Path, help="what tiny_drafts.py text wrote")
+    parser.add_argument("model_dir", type=Path, help="the target")
+    parser.add_argument("out", type=Path, help="for <name>.safetensors and training.json")
+    parser.add_argument("--steps", type=int, nargs="+", default=[400, 1600, 4000])
+    parser.add_argument("--lr", type=float, nargs="+", default=[8e-3, 16e-3])
+    parser.add_argument("--names", nargs="+", default=list(CANDIDATES))
+    parser.add_argument("--at-once", type=int, default=8192, help="texts written side by side")
+    train(**vars(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 B batch, T tokens, E experts, L layers.
 """
 
+import argparse
 import json
 import math
 import time
@@ -228,10 +229,7 @@ def evaluate(model, rows, counts, nbytes, batch=32):
 
 
 def train(data, out, minutes, batch, length, lr, resume, seed=0):
-    """Train, then export at 4 bits. The schedule follows the clock: a run fits a rented machine.
-
-    The arguments are those of ``tiny_moe.py``.
-    """
+    """Train, then export at 4 bits. The schedule follows the clock: a run fits a rented machine."""
     torch.manual_seed(seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
@@ -304,3 +302,19 @@ def train(data, out, minutes, batch, length, lr, resume, seed=0):
     export(optimizer.masters, out)
     (out / "training.json").write_text(json.dumps(report, indent=1))
     print(json.dumps(report | {"log": len(log)}, indent=1), flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data", type=Path, help="folder that data/recipes/corpus.py wrote")
+    parser.add_argument("out", type=Path, help="folder for the checkpoint and training.json")
+    parser.add_argument("--minutes", type=float, default=25, help="compilation apart")
+    parser.add_argument("--batch", type=int, default=64, help="sequences in a step")
+    parser.add_argument("--length", type=int, default=2048, help="tokens in a sequence")
+    parser.add_argument("--lr", type=float, default=8e-3, help="the highest learning rate")
+    parser.add_argument("--resume", type=Path, help="an exported checkpoint to go on from")
+    train(**vars(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

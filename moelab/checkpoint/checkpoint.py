@@ -1,21 +1,38 @@
-"""A model folder: its files, their tensors and its configuration."""
+"""A model folder: its files, their tensors and its configuration, and mlx-lm's model of it."""
 
 import os
+import threading
+from functools import partial
+from multiprocessing import parent_process
 from pathlib import Path
+from types import SimpleNamespace
 
-from mlx_lm.utils import load_config
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm import utils as mlx_lm_utils
 
+from ..hooks import with_globals
 from ..open_files import allow_open
-from .files import CheckpointError, describe, read_json, regular_file, shorten
+from .files import CheckpointError, read_json, readable, regular_file, shorten
 from .headers import merge_headers, read_header, read_packed
 
 # Families' names for the number of layers. mlx-lm builds as many as config.json says.
 LAYERS_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
 # What mlx.core.quantize accepts. A group size of 0 would end the process in mlx-lm's loader.
-GROUP_SIZES = (16, 32, 64, 128)
-BITS = (1, 2, 3, 4, 5, 6, 8)
-MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
+QUANTIZATION = {
+    "group_size": (16, 32, 64, 128),
+    "bits": (1, 2, 3, 4, 5, 6, 8),
+    "mode": ("affine", "mxfp4", "mxfp8", "nvfp4"),
+}
+
+FORKED = (
+    "This process is a fork of one in which MLX had computed, and has none of MLX's threads. Start "
+    "it with multiprocessing's 'spawn', and load the model in it."
+)
+FORK_S = 2  # until a stream that has nothing to do counts as one without its thread
+# The latest process that is no fork, or has MLX's threads; None in a child that may be a fork.
+_computes = os.getpid() if parent_process() is None else None
 
 
 class Checkpoint:
@@ -42,7 +59,7 @@ class Checkpoint:
         for file in ("config.json", "generation_config.json", "hf_quant_config.json"):
             if (self.path / file).exists():  # all that mlx-lm reads
                 read_json(self.path / file)
-        self.config = load_config(self.path)
+        self.config = mlx_lm_utils.load_config(self.path)
         if "dflash_config" in self.config:
             raise CheckpointError(
                 f"{self.path}: expected a model, got a DFlash draft, which writes no text alone. "
@@ -74,19 +91,13 @@ class Checkpoint:
                 )
 
     def _files(self):
-        # The files that mlx-lm reads. The index only says which of them must exist.
+        """The files that mlx-lm reads; the index only says which of them must exist."""
         files = sorted(self.path.glob("model*.safetensors"))
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
-            content = read_json(index)
-            try:
-                named = sorted(set(content["weight_map"].values()))
+            with readable(f"{index}: expected JSON with a 'weight_map' from tensors to files, got"):
+                named = sorted(set(read_json(index)["weight_map"].values()))
                 missing = [n for n in named if not os.path.isfile(self.path / n)]
-            except (ValueError, KeyError, AttributeError, TypeError) as e:
-                raise CheckpointError(
-                    f"{index}: expected JSON with a 'weight_map' from tensors to files, got "
-                    f"{describe(e)}. Download it again."
-                ) from e
             if missing:
                 raise CheckpointError(
                     f"{index} names {len(named)} files, of which {len(missing)} are not in the "
@@ -122,17 +133,96 @@ def check_config(config: dict, file: Path, num_tensors: int) -> None:
     for key in ("text_config", "quantization", "quantization_config"):
         value = config.get(key)
         check(key, value, "an object", value is None or isinstance(value, dict))
-    for part in (config, config.get("text_config") or {}):
-        for key, value in part.items():
-            if type(value) is int and key in LAYERS_KEYS:
-                most = f"at most {num_tensors}, the tensors of the model"
-                check(key, value, most, value <= num_tensors)
-            if type(value) is int and "group" in key:  # dividing by 0 would end the process
-                check(key, value, "another number than 0", value)
+    for key, value in (*config.items(), *(config.get("text_config") or {}).items()):
+        if type(value) is int and key in LAYERS_KEYS:
+            most = f"at most {num_tensors}, the tensors of the model"
+            check(key, value, most, value <= num_tensors)
+        if type(value) is int and "group" in key:  # dividing by 0 would end the process
+            check(key, value, "another number than 0", value)
     settings = config.get("quantization") or {}
     for entry in (settings, *settings.values()):
-        if isinstance(entry, dict):
-            for key, choices in (("group_size", GROUP_SIZES), ("bits", BITS), ("mode", MODES)):
-                value = entry.get(key, choices[0])
-                right = type(value) is type(choices[0]) and value in choices
-                check(f"quantization: {key}", value, f"one of {choices}", right)
+        for key, choices in QUANTIZATION.items() if isinstance(entry, dict) else ():
+            value = entry.get(key, choices[0])
+            right = type(value) is type(choices[0]) and value in choices
+            check(f"quantization: {key}", value, f"one of {choices}", right)
+
+
+def check_fork() -> None:
+    """Raise in a fork without MLX's threads, where evaluating an array would wait for ever."""
+    global _computes
+    if os.getpid() != _computes:
+        stream = mx.default_stream(mx.default_device())
+        waits = threading.Thread(target=mx.synchronize, args=[stream], daemon=True)
+        waits.start()
+        waits.join(FORK_S)
+        if waits.is_alive():
+            raise RuntimeError(FORKED)
+        _computes = os.getpid()
+
+
+def _model_classes(checkpoint: Checkpoint, config: dict) -> tuple[type, type]:
+    """Give mlx-lm the model's class and its arguments', with placeholders for packed experts.
+
+    The model's ``sanitize`` also refuses scales that do not fit their layer: mlx-lm infers a
+    group size from them and divides by it, and a division by 0 would end the process.
+    """
+    cls, args = mlx_lm_utils._get_classes(config)
+    for name, field in getattr(args, "__dataclass_fields__", {}).items():
+        # check_config refuses a 0. Some families have truth values under such names.
+        if "group" in name and config.get(name) is False and "int" in str(field.type):
+            raise ValueError(f"{name}: expected a number, got False")
+    placeholders = {
+        path: mx.broadcast_to(mx.zeros((), t.dtype), (len(t.offsets), *t.shape))
+        for path, t in checkpoint.packed.items()
+    }
+
+    def sanitize(model, weights):
+        inherited = getattr(super(checked, model), "sanitize", lambda weights: weights)
+        weights = {**inherited(weights), **placeholders}
+        for path, module in model.named_modules():
+            scales, packed = (weights.get(f"{path}.{name}") for name in ("scales", "weight"))
+            own = module.get("weight") if hasattr(module, "to_quantized") else None
+            if own is None or scales is None or packed is None or packed.dtype != mx.uint32:
+                continue
+            if not 0 < scales.shape[-1] <= own.shape[-1]:
+                raise ValueError(
+                    f"{path}: expected scales that fit the layer {own.shape} of config.json, got "
+                    f"{scales.shape}"
+                )
+        return weights
+
+    methods = {"sanitize": sanitize, "__module__": cls.__module__}
+    checked = type(cls.__name__, (cls,), methods)
+    return checked, args
+
+
+def mlx_lm_model(
+    checkpoint: Checkpoint, model_config: dict | None = None, **kwargs
+) -> tuple[nn.Module, dict]:
+    """Build mlx-lm's model and its configuration. The weights are lazy: none is read."""
+    check_fork()
+    # mlx-lm globs the folder, and [brackets] in its name would be a pattern.
+    files = SimpleNamespace(glob=lambda pattern: list(map(str, checkpoint.files)))
+    cannot = f"{checkpoint.path}: mlx-lm cannot build it from its config.json and tensors:"
+    with readable(cannot):  # a family's code may raise anything
+        return with_globals(mlx_lm_utils.load_model, {"glob": files})(
+            checkpoint.path,
+            lazy=True,
+            model_config=model_config,
+            get_model_classes=partial(_model_classes, checkpoint),
+            **kwargs,
+        )
+
+
+def try_out(checkpoint: Checkpoint, model: nn.Module, cache: list | None = None) -> mx.array | None:
+    """Call the model on two tokens, so that MLX checks types and shapes, and evaluate nothing.
+
+    The logits are None if the family needs a kernel that this machine does not have.
+    """
+    with readable(f"{checkpoint.path}: mlx-lm cannot call the model of its config.json:"):
+        try:
+            return model(mx.zeros((1, 2), mx.int32), cache=cache)
+        except Exception as e:
+            if "_kernel]" in str(e):
+                return None
+            raise

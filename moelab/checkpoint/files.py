@@ -36,6 +36,17 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {shorten(error)}"
 
 
+@contextmanager
+def readable(what: str, remedy: str = "Download it again.") -> Iterator[None]:
+    """Make a CheckpointError of whatever another library raises while it reads a damaged file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as e:
+        raise CheckpointError(f"{what} {describe(e)}. {remedy}") from e
+
+
 def regular_file(file: Path) -> int:
     """Size of a file; refuses what is not a regular one, as opening a FIFO would wait for ever."""
     status = file.stat()
@@ -44,16 +55,11 @@ def regular_file(file: Path) -> int:
     return status.st_size
 
 
-def read_json(file: Path, like: dict | None = None, text: bytes | None = None) -> dict:
-    """Read the JSON object in a file; it must have the parts of ``like``, each of its type.
-
-    ``text`` is the file's content if that was read already.
-    """
+def read_json(file: Path, like: dict | None = None) -> dict:
+    """Read the JSON object in a file; it must have the parts of ``like``, each of its type."""
     regular_file(file)
-    try:
-        content = json.loads((file.read_bytes() if text is None else text).decode())
-    except (ValueError, RecursionError, MemoryError) as e:
-        raise CheckpointError(f"{file}: not JSON ({describe(e)}). Download it again.") from e
+    with readable(f"{file}: not JSON:"):
+        content = json.loads(file.read_bytes().decode())
     if not isinstance(content, dict):
         raise CheckpointError(
             f"{file}: expected a JSON object, got {shorten(content, 60)}. Download it again."

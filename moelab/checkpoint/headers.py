@@ -15,27 +15,15 @@ from pathlib import Path
 import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
-from .files import CheckpointError, describe, regular_file, shorten
+from .files import CheckpointError, readable, regular_file, shorten
 
 # The safetensors format's names of dtypes, as mx.load maps them.
 DTYPES = {
-    "F64": mx.float64,
-    "F32": mx.float32,
-    "F16": mx.float16,
-    "BF16": mx.bfloat16,
-    "I64": mx.int64,
-    "I32": mx.int32,
-    "I16": mx.int16,
-    "I8": mx.int8,
-    "U64": mx.uint64,
-    "U32": mx.uint32,
-    "U16": mx.uint16,
-    "U8": mx.uint8,
-    "BOOL": mx.bool_,
-    "F8_E4M3": mx.uint8,
-    "F8_E8M0": mx.uint8,
-    "C64": mx.complex64,
-}
+    "F64": mx.float64, "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16,
+    "I64": mx.int64, "I32": mx.int32, "I16": mx.int16, "I8": mx.int8,
+    "U64": mx.uint64, "U32": mx.uint32, "U16": mx.uint16, "U8": mx.uint8,
+    "F8_E4M3": mx.uint8, "F8_E8M0": mx.uint8, "BOOL": mx.bool_, "C64": mx.complex64,
+}  # fmt: skip
 
 MAX_DIMENSION = 2**31  # MLX counts the elements along a dimension in 32 bits
 PAGE_NBYTES = 4096  # every expert of a packed file begins on a page of the disk
@@ -68,19 +56,14 @@ class ExpertTensor:
 
 def read_header(file: Path, remedy: str = "download it again") -> dict[str, Tensor]:
     """Read where the tensors of one safetensors file lie."""
-    return _header_and_metadata(file, remedy)[0]
-
-
-def _header_and_metadata(file: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read where the tensors of one safetensors file lie, and its metadata."""
 
     def wrong(what):
         return CheckpointError(f"{file}: {what}. The file is damaged: {remedy}.")
 
     size = regular_file(file)
     try:
-        with safe_open(file, framework="np") as opened:
-            metadata = opened.metadata() or {}
+        with safe_open(file, framework="np"):
+            pass
     except SafetensorError as e:
         raise wrong(f"safetensors cannot read the header of its {size} bytes ({shorten(e)})") from e
     with open(file, "rb") as f:
@@ -96,7 +79,7 @@ def _header_and_metadata(file: Path, remedy: str) -> tuple[dict[str, Tensor], di
             raise wrong(f"tensor {shorten(name)} has the shape {shorten(shape, 60)}")
         dtype = DTYPES[entry["dtype"]]
         tensors[name] = Tensor(name, file, 8 + nbytes + first, last - first, tuple(shape), dtype)
-    return tensors, metadata
+    return tensors
 
 
 def merge_headers(headers: dict[Path, dict]) -> dict:
@@ -142,20 +125,30 @@ def packed_header(path: str, parameters: list[tuple], E: int) -> dict:
     }
 
 
+def header_bytes(header: dict, align: int = 8) -> bytes:
+    """The first bytes of a safetensors file: its header, so that the data begins aligned."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % align)
+    return len(text).to_bytes(8, "little") + text
+
+
 def read_packed(file: Path) -> dict[str, ExpertTensor]:
     """Read where the experts of one layer lie in a file that ``repack`` wrote.
 
     The header must be the one that ``repack`` writes for the same parameters. Files of earlier
     versions have no checksum.
     """
-    tensors, metadata = _header_and_metadata(file, "repack the model again")
-    try:
+    tensors = read_header(file, "repack the model again")
+    lies = f"{file}: expected the experts of a layer as 'python -m moelab repack' writes them, got"
+    with readable(lies, "Repack the model again."):
+        with safe_open(file, framework="np") as opened:
+            metadata = opened.metadata() or {}
         (experts,) = tensors.values()
         E, stride = experts.shape
         path, parameters = metadata["path"], json.loads(metadata["parameters"])
         named = [(p["name"], p["dtype"], p["shape"]) for p in parameters]
         names = [name for name, _, _ in named]
-        if len(set(names)) < len(names) or names != packing_order(names):
+        if names != packing_order(set(names)):
             raise ValueError(f"the parameters {', '.join(names)} in this order")
         wanted = packed_header(path, named, E)
         if "crc32" not in metadata:
@@ -171,11 +164,6 @@ def read_packed(file: Path) -> dict[str, ExpertTensor]:
             offsets = [first + e * stride for e in range(E)]
             nbytes = prod(shape) * dtype.size
             found[name] = ExpertTensor(name, [file] * E, offsets, nbytes, shape, dtype)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        raise CheckpointError(
-            f"{file}: expected the experts of a layer as 'python -m moelab repack' writes them, "
-            f"got {describe(e)}. Repack the model again."
-        ) from e
     return found
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..streaming.config import StreamConfig
-from ..streaming.residency.table import EVICTION
+from ..streaming.config import EVICTION
 from ..streaming.trace import Trace
 from .costs import Costs
 from .pagecache import Replay, replay
@@ -67,12 +67,9 @@ class Advice:
         return replace(self, why=(*self.why, reason))
 
     def __str__(self):
-        c = self.config
-        memory = (
-            "without a memory limit:"
-            if self.memory_nbytes == float("inf")
-            else f"with {self.memory_nbytes / 1e9:.2f} GB for the process and its page cache:"
-        )
+        c, memory = self.config, "without a memory limit:"
+        if self.memory_nbytes < float("inf"):
+            memory = f"with {self.memory_nbytes / 1e9:.2f} GB for the process and its page cache:"
         lines = [
             memory,
             f"  mode={c.mode} slots={c.slots} policy={c.policy} prefetch={c.prefetch}, reads "
@@ -88,8 +85,9 @@ class Advice:
             slots, policy, direct = setting
             if policy != c.policy:
                 continue
-            pages = "all" if r.page_nbytes == float("inf") else f"{r.page_nbytes / 1e6:.0f} MB"
-            pages = "past it" if direct else pages
+            pages = "past it" if direct else "all"
+            if not direct and r.page_nbytes < float("inf"):
+                pages = f"{r.page_nbytes / 1e6:.0f} MB"
             mark = " <" if setting == (c.slots, c.policy, self.direct) else ""
             lines.append(
                 f"{slots:6d} {r.mean_s * 1e3:9.1f} {r.app_hit_rate:9.0%} {pages:>10} "
@@ -129,17 +127,13 @@ def advise(
     settings = replay_settings(sizes, memory_nbytes, trace, costs, every, skip)
     n, policy, direct = picked = pick(settings)
     chosen = settings[picked]
-    of_pages = (
-        "past the page cache"
-        if direct
-        else f"the page cache serves {np.nan_to_num(chosen.page_hit_rate):.0%} of the rest"
-    )
+    page_hit_rate = np.nan_to_num(chosen.page_hit_rate)
+    of_pages = _way(True) if direct else f"the page cache serves {page_hit_rate:.0%} of the rest"
+    same_way = {s.slots: r.mean_s * 1e3 for s, r in settings.items() if s[1:] == picked[1:]}
     why = [
         f"{n} of {sizes.E} slots serve {chosen.app_hit_rate:.0%} of the experts; {of_pages}, and "
         f"{chosen.read_per_token / 1e6:.1f} MB a token come from the SSD.",
-        _shape(
-            {s.slots: r.mean_s * 1e3 for s, r in settings.items() if s[1:] == picked[1:]}, direct
-        ),
+        _shape(same_way, direct),
     ]
     for other, r in settings.items():
         if other.slots == n and sum(a != b for a, b in zip(other, picked)) == 1:
@@ -166,15 +160,9 @@ def advise(
             "All of the model fits: compare mode='resident', which reads nothing and never waits "
             "for the routing (python -m moelab bench)."
         )
+    config = StreamConfig(slots=n, policy=policy)
     advice = Advice(
-        StreamConfig(slots=n, policy=policy),
-        direct,
-        layout,
-        chosen.mean_s,
-        memory_nbytes,
-        chosen,
-        settings,
-        tuple(why),
+        config, direct, layout, chosen.mean_s, memory_nbytes, chosen, settings, tuple(why)
     )
     return advice if advice.prefetch_may_pay else advice.because(_no_prefetch(advice))
 
@@ -262,22 +250,16 @@ def _no_prefetch(advice):
     )
 
 
-def lookahead_gain_s(chosen: Replay, lookahead: Lookahead) -> float:
-    """Seconds of a token that ``prefetch="lookahead"`` should save; negative: it costs so much.
+def with_lookahead(advice: Advice, lookahead: Lookahead) -> Advice:
+    """Decide on prefetch for an advice with ``prefetch_may_pay``, and say why.
 
     A used prefetch hides a read that was exposed, as far as there is compute to hide it behind. A
     wasted one delays other reads by as much, and each takes its time. This holds for experts in
     one piece, and was checked against recorded runs (data/results/cpu_prefetch_*.json).
     """
-    exposed_s, idle_s = _exposed(chosen)
+    exposed_s, idle_s = _exposed(advice.chosen)
     hidden_s = min(lookahead.used * exposed_s, idle_s)
-    return hidden_s - lookahead.wasted * exposed_s - lookahead.cost_s
-
-
-def with_lookahead(advice: Advice, lookahead: Lookahead) -> Advice:
-    """Decide on prefetch for an advice with ``prefetch_may_pay``, and say why."""
-    exposed_s, _ = _exposed(advice.chosen)
-    gain_s = lookahead_gain_s(advice.chosen, lookahead)
+    gain_s = hidden_s - lookahead.wasted * exposed_s - lookahead.cost_s
     worth = gain_s >= WORTH * advice.token_s
     advice = advice.because(
         f"{'Prefetch' if worth else 'No prefetch'}: of {exposed_s * 1e3:.1f} ms of exposed reads a "

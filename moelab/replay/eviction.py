@@ -1,38 +1,67 @@
 """Which experts a cache of slots holds, by eviction policy.
 
-A policy of the engine is a line of ``EVICTION`` in ``streaming/config.py``, which is read here.
-Another one is a line of ``SCORES``.
+The engine's policies (``EVICTION`` in ``streaming/config.py``) are replayed with the engine's own
+``SlotTable``; the others only exist here.
 """
 
 from collections import deque
-from typing import NamedTuple
+from heapq import nlargest
+from itertools import islice
 
 import numpy as np
 
-from ..streaming.residency.table import EVICTION, LARGEST
+from ..streaming.config import EVICTION
+from ..streaming.residency.table import SlotTable
 
 
-class Uses(NamedTuple):
-    """The uses of one token's experts, on which a score may depend; each is ``[L, K]``."""
+class _Fifo(SlotTable):
+    """A slot table that evicts first what was read first."""
 
-    order: np.ndarray  # grows from use to use; within a token, hits come before misses
-    hit: np.ndarray  # whether the expert was in a slot
-    score: np.ndarray  # the slot's score so far; meaningless for a miss
-    next: np.ndarray  # the token that needs the expert next; beyond the last if none does
+    def __init__(self, num_slots, rows):
+        super().__init__(num_slots)
+        self._read = {}  # the experts that are held, in the order in which they were read
+
+    def commit(self, misses):
+        super().commit(misses)
+        self._read |= misses
+
+    def _victims(self, needed, num):
+        victims = list(islice((e for e in self._read if e not in needed), num))
+        for e in victims:
+            del self._read[e]
+        return victims
 
 
-# Policies that do not follow from ``EVICTION``: the score of an expert from its use on. The expert
-# with the lowest score is evicted first.
-SCORES = {
-    "fifo": lambda use: np.where(use.hit, use.score, use.order),
-    "belady": lambda use: -use.next,  # knows the future: no policy can hit more
-}
+class _Belady(SlotTable):
+    """A slot table that knows the future ``rows`` ``[T, K]``: no policy can hit more.
+
+    It evicts first what is needed latest.
+    """
+
+    def __init__(self, num_slots, rows):
+        super().__init__(num_slots)
+        self._uses = {}  # of each expert, the tokens that will need it, the next one last
+        for t in reversed(range(len(rows))):
+            for e in rows[t]:
+                self._uses.setdefault(e, [len(rows)]).append(t)
+
+    def choose(self, experts):
+        for e in experts:
+            self._uses[e].pop()
+        return super().choose(experts)
+
+    def _victims(self, needed, num):
+        candidates = (e for e in self.slot_of if e not in needed)
+        return nlargest(num, candidates, key=lambda e: self._uses[e][-1])
+
+
+_TABLES = {"fifo": _Fifo, "belady": _Belady}
 
 
 def policies() -> tuple[str, ...]:
     """The engine's eviction policies, and the replay's own."""
-    # S3-FIFO is three queues and no score; ``none`` holds nothing, as the mode ``buffers``.
-    return (*(EVICTION | SCORES), "s3-fifo", "none")
+    # S3-FIFO is three queues and no table; ``none`` holds nothing, as the mode ``buffers``.
+    return (*EVICTION, *_TABLES, "s3-fifo", "none")
 
 
 def held(experts: np.ndarray, num_experts: int, slots: int, policy: str = "lru") -> np.ndarray:
@@ -52,76 +81,24 @@ def held(experts: np.ndarray, num_experts: int, slots: int, policy: str = "lru")
             "held: expected distinct experts in each token and layer, got one twice; "
             "a replay of such a family is not supported."
         )
-    slots = min(slots, num_experts)
-    if policy == "s3-fifo":
-        layers = experts.transpose(1, 0, 2)
-        return np.stack([_s3_fifo(rows, slots) for rows in layers], axis=1)
-    return _by_score(experts, num_experts, slots, policy)
+    replay_layer = _s3_fifo if policy == "s3-fifo" else _by_table
+    layers = experts.transpose(1, 0, 2).tolist()
+    hits = [replay_layer(rows, min(slots, num_experts), policy) for rows in layers]
+    return np.array(hits, bool).reshape(len(layers), -1, K).transpose(1, 0, 2)
 
 
-def _by_score(experts, E, slots, policy):
-    # This computes all layers at once, token by token. Of the experts that are held and not needed,
-    # those with the lowest scores are evicted. A policy that counts uses evicts those whose uses
-    # count least, and of equal ones those with the lowest scores.
-    score_of, decay = SCORES.get(policy, lambda use: use.order), EVICTION.get(policy, 0)
-    T, L, K = experts.shape
-    rows, places = np.arange(L)[:, None], np.arange(K)
-    slot_of = np.full((L, E + 1), -1)  # expert id E marks an empty slot
-    holds = np.full((L, slots), E)
-    score = np.full((L, slots), -np.inf)
-    counts, one, next_use = np.zeros((L, E + 1)), 1.0, _next_use(experts, E)
-    hit = np.empty((T, L, K), bool)
-    for t in range(T):
-        need = experts[t].astype(np.intp)
-        if decay:  # as ``SlotTable`` counts
-            one /= decay
-            if one > LARGEST:
-                one, counts = one / LARGEST, counts / LARGEST
-            counts[rows, need] += one
-        slot = slot_of[rows, need]
-        found = hit[t] = slot >= 0
-        missing = K - found.sum(1)
-        most = missing.max()
-        if most:
-            layer, k = np.nonzero(found)
-            candidates = score.copy()
-            candidates[layer, slot[layer, k]] = np.inf  # needed now
-            if decay:
-                by_count = np.where(np.isinf(candidates), candidates, counts[rows, holds])
-                lowest = np.lexsort((candidates, by_count))[:, :most]
-            elif most < slots:
-                lowest = np.argpartition(candidates, most - 1, axis=1)[:, :most]
-            else:
-                lowest = np.broadcast_to(np.arange(slots), (L, slots))
-            if not decay:
-                ascending = np.take_along_axis(candidates, lowest, 1).argsort(1)
-                lowest = np.take_along_axis(lowest, ascending, 1)
-            layer, k = np.nonzero(~found)
-            evicted = lowest[np.arange(most) < missing[:, None]]  # by layer, as ``layer`` is
-            slot_of[layer, holds[layer, evicted]] = -1
-            e = need[layer, k]
-            slot_of[layer, e] = slot[layer, k] = evicted
-            holds[layer, evicted] = e
-        order = (2 * t + ~found) * float(K) + places
-        use = Uses(order, found, score[rows, slot], next_use[t])
-        score[rows, slot] = score_of(use)
+def _by_table(rows, slots, policy):
+    """Replay one layer's tokens ``[T, K]`` with a slot table; give whether each expert was held."""
+    table = _TABLES[policy](slots, rows) if policy in _TABLES else SlotTable(slots, policy)
+    hit = []
+    for need in rows:
+        hits, misses = table.choose(need)
+        table.commit(misses)
+        hit.append([e in hits for e in need])
     return hit
 
 
-def _next_use(experts, E):
-    """``[T, L, K]``: the token that needs the same expert next, or T + its number if none does."""
-    T, L, K = experts.shape
-    which = (experts + np.arange(L, dtype=np.int64)[:, None] * E).ravel()
-    uses = np.argsort(which, kind="stable")  # expert by expert, each in the order of time
-    token = np.arange(which.size) // (L * K)
-    following = np.empty(which.size)
-    following[uses[:-1]] = token[uses[1:]]
-    last = np.append(which[uses[1:]] != which[uses[:-1]], True)
-    following[uses[last]] = T + which[uses[last]] % E
-    return following.reshape(T, L, K)
-
-
-def _s3_fifo(rows, slots):
+def _s3_fifo(rows, slots, _):
     """Replay one layer's tokens by S3-FIFO (Yang et al., SOSP 2023).
 
     A tenth of the slots is a queue of new experts. Those used again move to the main queue; the
@@ -153,9 +130,9 @@ def _s3_fifo(rows, slots):
                 return True
         return False
 
-    hit = np.empty(rows.shape, bool)
-    for t, need in enumerate(rows.tolist()):
-        hit[t] = [e in uses for e in need]
+    hit = []
+    for need in rows:
+        hit.append([e in uses for e in need])
         missing = [e for e in need if e not in uses]
         uses |= {e: min(3, uses[e] + 1) for e in need if e in uses}
         for e in missing:

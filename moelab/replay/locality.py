@@ -48,11 +48,14 @@ def overlap(trace: Trace, lag: int = 1) -> dict[str, np.ndarray]:
 
 
 def _last_use(experts, E):
-    """``[T + 1, L, E]``: each expert's last use before token t, as t' * K + its place; -1: none."""
-    T, L, K = experts.shape
-    last = np.full((T + 1, L, E), -1, np.int32)
-    when = np.arange(T * K, dtype=np.int32).reshape(T, 1, K)
-    np.put_along_axis(last[1:], experts.astype(np.intp), np.broadcast_to(when, experts.shape), -1)
+    """When each of a layer's experts ``[T, K]`` was last used before token t: ``[T + 1, E]``.
+
+    A use is the number t * K + its place; -1: none.
+    """
+    T, K = experts.shape
+    last = np.full((T + 1, E), -1, np.int32)
+    when = np.arange(T * K, dtype=np.int32).reshape(T, K)
+    np.put_along_axis(last[1:], experts.astype(np.intp), when, -1)
     return np.maximum.accumulate(last, axis=0, out=last)
 
 
@@ -69,7 +72,7 @@ def reuse_distance(trace: Trace) -> np.ndarray:
     T, L, K = trace.experts.shape
     E, out = trace.num_experts, np.empty(trace.experts.shape, np.int32)
     for layer in range(L):
-        last = _last_use(trace.experts[:, layer : layer + 1], E)[:T, 0]
+        last = _last_use(trace.experts[:, layer], E)[:T]
         mine = np.take_along_axis(last, trace.experts[:, layer].astype(np.intp), -1)
         for k in range(K):
             out[:, layer, k] = np.count_nonzero(last > mine[:, k, None], axis=-1)
@@ -93,33 +96,25 @@ def lru_hit_rate(trace: Trace, skip: int = 0) -> np.ndarray:
 
 def union(trace: Trace, m: int) -> np.ndarray:
     """The number of distinct experts that m consecutive tokens need: ``[L]``, means of windows."""
-    T, L, K = trace.experts.shape
-    if not 1 <= m <= T:
-        raise TraceError(f"union: expected 1 to {T} tokens, got {m}.")
-    out = np.empty(L)
-    first = np.arange(T - m + 1, dtype=np.int32)[:, None] * K
-    for layer in range(L):
-        last = _last_use(trace.experts[:, layer : layer + 1], trace.num_experts)[m:, 0]
-        out[layer] = np.count_nonzero(last >= first) / len(first)
-    return out
+    return missing(trace, m, slots=0)
 
 
 def missing(trace: Trace, m: int, slots: int, skip: int = 0) -> np.ndarray:
     """How many experts a pass over m consecutive tokens reads with S slots in each layer.
 
     Before the pass the slots hold the S experts used most recently (LRU). The pass reads every
-    other expert that it needs, once. With 0 slots that is every one, as ``union`` counts.
+    other expert that it needs, once.
 
     It gives ``[L]``, means over all windows of m tokens after the first ``skip``.
     """
     T, L, K = trace.experts.shape
     if not (m >= 1 and 0 <= skip <= T - m):
-        raise TraceError(f"missing: expected 1 to {T - skip} tokens after {skip}, got {m}.")
+        raise TraceError(f"trace: expected 1 to {T - skip} tokens in a window, got {m}.")
     slots = min(slots, trace.num_experts)
     out = np.empty(L)
     first = np.arange(skip, T - m + 1, dtype=np.int32)[:, None] * K
     for layer in range(L):
-        last = _last_use(trace.experts[:, layer : layer + 1], trace.num_experts)[:, 0]
+        last = _last_use(trace.experts[:, layer], trace.num_experts)
         before, after = last[skip : T - m + 1], last[skip + m :]
         held = np.zeros(before.shape, bool)
         if slots:
@@ -258,32 +253,23 @@ def fit(trace: Trace, rounds: int = 3, seed: int = 0) -> Locality:
     if T < FIT_TOKENS:
         raise TraceError(f"fit: expected at least {FIT_TOKENS} tokens, got {T}.")
     want = _features(trace)
-    grid = np.stack(
-        [
-            v.ravel()
-            for v in np.meshgrid(
-                np.linspace(0, 1.5, 7), np.linspace(0, 0.9, 7), [0.5, 2, 8, 32, 128], indexing="ij"
-            )
-        ],
-        1,
-    )
+    grid = _combined(np.linspace(0, 1.5, 7), np.linspace(0, 0.9, 7), [0.5, 2, 8, 32, 128])
+    step = _combined([-1, 0, 1], [-1, 0, 1], [0.5, 1, 2])  # down, none or up in each parameter
     width = np.array([0.25, 0.15, 0.0])  # of the first search in zipf and stickiness
     best, error = np.zeros((L, 3)), np.full(L, np.inf)
     for i in range(rounds):
-        made = synthesize(
-            Locality(*map(tuple, grid.T)), T, len(grid), trace.num_experts, K, seed + i
-        )
+        candidates = Locality(*map(tuple, grid.T))
+        made = synthesize(candidates, T, len(grid), trace.num_experts, K, seed + i)
         distance = np.square(_features(made)[None] - want[:, None]).sum(-1)  # [L, candidates]
         nearest = distance.argmin(1)
         better = distance[np.arange(L), nearest] < error
         best[better], error[better] = grid[nearest[better]], distance[better, nearest[better]]
-        # Around each layer's best: every combination of a step down, none, up.
-        step = np.stack(
-            [v.ravel() for v in np.meshgrid([-1, 0, 1], [-1, 0, 1], [0.5, 1, 2], indexing="ij")], 1
-        )
-        around = best[:, None] + np.concatenate(
-            [step[:, :2] * width[:2] / 2 ** (i + 1), np.zeros((len(step), 1))], 1
-        )
+        around = best[:, None] + step * width / 2 ** (i + 1)
         around[..., 2] *= step[:, 2] ** (1 / (i + 1))
         grid = np.clip(around.reshape(-1, 3), (0, 0, 0.1), (4, 0.98, 1e4))
     return Locality(*(tuple(float(v) for v in column) for column in best.T))
+
+
+def _combined(*values):
+    """Every combination of one value from each list, as rows."""
+    return np.stack([v.ravel() for v in np.meshgrid(*values, indexing="ij")], 1)

@@ -112,7 +112,7 @@ def replay(
     )
 
 
-@lru_cache(maxsize=32)  # misses depend neither on the memory nor on the costs
+@lru_cache(maxsize=64)  # misses depend neither on the memory nor on the costs
 def _missed(trace, slots, policy):
     return ~held(trace.decode.experts, trace.num_experts, slots, policy)
 

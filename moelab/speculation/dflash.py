@@ -18,13 +18,12 @@ from mlx_lm.models.cache import KVCache
 
 from .. import kernels
 from ..checkpoint import (
-    CheckpointError,
     check_config,
     check_fork,
-    describe,
     merge_headers,
     read_header,
     read_json,
+    readable,
     shorten,
 )
 from .target import embedding_and_head, vocabulary
@@ -32,6 +31,11 @@ from .target import embedding_and_head, vocabulary
 # While nothing is drafted, the features of so many tokens wait, and a draft reads so many at once.
 # All of a text of 4,000 would take 70 MB, and 150 more while the draft reads them.
 QUEUED_TOKENS = 128
+
+SIZES = (
+    "block_size", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings",
+    "num_attention_heads", "num_key_value_heads", "num_target_layers", "vocab_size",
+)  # fmt: skip
 
 
 @dataclass
@@ -71,6 +75,22 @@ class DFlashArgs(BaseModelArgs):
         self.target_layer_ids = self.dflash_config.get("target_layer_ids") or default_layer_ids(
             self.num_hidden_layers, self.num_target_layers
         )
+        self._check()
+
+    def _check(self):
+        """Refuse numbers that no draft has, which MLX would take without an error."""
+
+        def check(name, good):
+            if not good:
+                raise ValueError(f"a {name} of {shorten(repr(getattr(self, name)), 60)}")
+
+        for name in SIZES:
+            check(name, type(n := getattr(self, name)) is int and n > 0)
+        check("block_size", 2 <= self.block_size <= self.max_position_embeddings)
+        check("mask_token_id", type(self.mask_token_id) is int)
+        check("target_layer_ids", all(type(i) is int for i in self.target_layer_ids))
+        kinds = self.layer_types
+        check("layer_types", isinstance(kinds, list) and len(kinds) == self.num_hidden_layers)
 
 
 def default_layer_ids(num_draft_layers: int, num_target_layers: int) -> list[int]:
@@ -215,28 +235,15 @@ class DFlashDraft:
 def load_model(path_or_hf_repo: str | Path) -> DFlashModel:
     """Load a draft's network and weights; a CheckpointError if the files are no DFlash draft's."""
     check_fork()
-    try:
+    expected = f"{path_or_hf_repo}: expected a DFlash draft and the weights of its config.json, got"
+    remedy = "Download it again, or give another; a language model goes to ModelDraft."
+    with readable(expected, remedy):  # wrong types and sizes raise many types of errors
         path = Path(mlx_lm_utils._download(str(path_or_hf_repo)))
         config = read_json(path / "config.json")
-    except CheckpointError:
-        raise
-    except (OSError, ValueError) as e:
-        raise CheckpointError(
-            f"{path_or_hf_repo}: expected the folder or Hub repository of a DFlash draft, found "
-            f"none that can be read ({describe(e)})."
-        ) from e
-    missing = [k for k in ("block_size", "num_target_layers", "dflash_config") if k not in config]
-    if missing:
-        raise CheckpointError(
-            f"{path / 'config.json'}: expected a DFlash draft's config, it has no "
-            f"{', '.join(missing)}. A draft that is a language model goes to ModelDraft."
-        )
-    files = sorted(path.glob("model*.safetensors"))
-    tensors = merge_headers({file: read_header(file) for file in files})
-    check_config(config, path / "config.json", len(tensors))
-    try:
+        files = sorted(path.glob("model*.safetensors"))
+        tensors = merge_headers({file: read_header(file) for file in files})
+        check_config(config, path / "config.json", len(tensors))
         args = DFlashArgs.from_dict(config)
-        _check(args)
         model = DFlashModel(args)
         weights = {}
         for file in files:
@@ -247,54 +254,10 @@ def load_model(path_or_hf_repo: str | Path) -> DFlashModel:
                 k: v for k, v in args.quantization.items() if k in ("group_size", "bits", "mode")
             }
             nn.quantize(model, **bits, class_predicate=lambda p, m: f"{p}.scales" in weights)
-    except Exception as e:  # whatever wrong types and sizes lead to
-        raise CheckpointError(
-            f"{path / 'config.json'}: a DFlash draft cannot be built from it: {describe(e)}. "
-            "Download it again."
-        ) from e
-    try:
         model.load_weights(list(weights.items()))
-        _try(model)
-    except Exception as e:
-        raise CheckpointError(
-            f"{path}: the weights are not those that its config.json describes ({describe(e)}). "
-            "Download it again."
-        ) from e
+        # Called but not evaluated: each operation of MLX checks types and shapes when it is called.
+        cache, values = model.make_cache(), len(args.target_layer_ids) * args.hidden_size
+        model.extend(mx.zeros((1, 1, values)), cache)
+        model(mx.zeros((1, args.block_size, args.hidden_size)), cache)
     model.eval()
     return model
-
-
-def _check(args):
-    """Refuse values that a draft's config cannot have."""
-    positive = (
-        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-        "num_target_layers", "vocab_size", "head_dim", "max_position_embeddings",
-    )  # fmt: skip
-    for name in positive:
-        value = getattr(args, name)
-        if type(value) is not int or value < 1:
-            raise ValueError(f"expected a {name} of 1 or more, got {shorten(repr(value), 60)}")
-    b, most = args.block_size, args.max_position_embeddings
-    if type(b) is not int or not 2 <= b <= most:
-        raise ValueError(
-            f"expected a block_size of 2 or more, got {shorten(repr(b), 60)} "
-            f"(max_position_embeddings: {most})"
-        )
-    ids = args.target_layer_ids
-    if not isinstance(ids, list) or not all(type(i) is int for i in [*ids, args.mask_token_id]):
-        raise ValueError(
-            "expected whole numbers as target_layer_ids and mask_token_id, got "
-            f"{shorten(ids, 60)} and {shorten(args.mask_token_id, 60)}"
-        )
-    if not isinstance(args.layer_types, list) or len(args.layer_types) != args.num_hidden_layers:
-        raise ValueError(
-            f"expected layer_types for {args.num_hidden_layers} layers, got "
-            f"{shorten(args.layer_types, 60)}"
-        )
-
-
-def _try(model):
-    """Call the model without evaluating: each operation checks types and shapes when called."""
-    args, cache = model.args, model.make_cache()
-    model.extend(mx.zeros((1, 1, len(args.target_layer_ids) * args.hidden_size)), cache)
-    model(mx.zeros((1, args.block_size, args.hidden_size)), cache)

@@ -234,11 +234,6 @@ class BoundDraft:
         return self._record.bound() is self
 
     @property
-    def layer_ids(self) -> Sequence[int]:
-        """The target's layers whose outputs the draft reads."""
-        return self._draft.layer_ids
-
-    @property
     def cache(self) -> list:
         """The draft's own state."""
         return self._draft.cache

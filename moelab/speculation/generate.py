@@ -14,7 +14,6 @@ token (see ``sampling``). A round of ``_Rounds`` has these steps:
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
 from numbers import Integral
@@ -25,11 +24,11 @@ from mlx_lm.generate import (
     GenerationResponse,
     generation_stream,
     maybe_quantize_kv_cache,
-    wired_limit,
+    stream_generate,
 )
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..hooks import with_globals
 from .drafts import BoundDraft, Draft, learned_policy
 from .policy import Always, Policy
 from .rollback import Rollback
@@ -77,6 +76,7 @@ def speculative_generate(
     draft: Draft,
     max_tokens: int = 256,
     stream: mx.Stream = generation_stream,
+    num_draft_tokens: int | str | Policy = "auto",
     **kwargs,
 ) -> Iterator[SpeculativeResponse]:
     """Generate text with a draft: the text of ``mlx_lm.stream_generate``, in fewer passes.
@@ -108,57 +108,33 @@ def speculative_generate(
         ValueError: The prompt is empty, an argument is none of those above, the draft does not fit
             the model or is used by another generation, or the cache cannot be rolled back.
     """
-    if max_tokens == 0:
-        raise ValueError("max_tokens: expected a number above 0, or -1 for no limit; got 0.")
-    if not isinstance(tokenizer, TokenizerWrapper):
-        tokenizer = TokenizerWrapper(tokenizer)
-    if isinstance(prompt, str):
-        bos = tokenizer.bos_token
-        prompt = tokenizer.encode(
-            prompt, add_special_tokens=bos is None or not prompt.startswith(bos)
-        )
-    prompt = mx.array(prompt, mx.uint32)
-    detokenizer = tokenizer.detokenizer
-    drafted, accepted, last_round = 0, 0, None
+    drafted, accepted, steps, step, last_round = 0, 0, None, None, None
 
-    def response(finish_reason=None):
-        return SpeculativeResponse(
-            text=detokenizer.last_segment,
-            token=token,
-            logprobs=logprobs,
-            from_draft=from_draft,
-            prompt_tokens=prompt.size,
-            prompt_tps=prompt_tps,
-            generation_tokens=n,
-            generation_tps=n / (time.perf_counter() - begin),
-            peak_memory=mx.get_peak_memory() / 1e9,
-            finish_reason=finish_reason,
-            drafted=drafted,
-            accepted=accepted,
-            round=round,
-        )
+    def generate_step(prompt, model, stream, **kwargs):
+        nonlocal steps, step
+        prompt, kwargs["num_draft_tokens"] = prompt.astype(mx.uint32), num_draft_tokens
+        steps = speculative_generate_step(prompt, model, draft, stream, **kwargs)
+        for step in steps:
+            yield step[:2]
 
-    steps = speculative_generate_step(prompt, model, draft, stream, max_tokens=max_tokens, **kwargs)
-    with wired_limit(model, [stream]), closing(steps):
-        begin = time.perf_counter()
-        for n, step in enumerate(steps, 1):
-            token, logprobs, from_draft, round = step
-            if n == 1:
-                prompt_tps = prompt.size / (time.perf_counter() - begin)
-                begin = time.perf_counter()
+    # mlx-lm's own loop over tokens, with these steps in place of its own.
+    write = with_globals(stream_generate, {"generate_step": generate_step})
+    responses = write(model, tokenizer, prompt, max_tokens, stream=stream, **kwargs)
+    try:
+        for response in responses:
+            *_, from_draft, round = step
             if round is not last_round:
                 drafted += round.drafted
                 accepted += round.accepted
                 last_round = round
-            if token in tokenizer.eos_token_ids:
-                break
-            detokenizer.add_token(token)
-            if n == max_tokens:
-                break
-            yield response()
-        steps.close()  # first, so that whoever gets the last response finds the caches complete
-        detokenizer.finalize()
-        yield response("stop" if token in tokenizer.eos_token_ids else "length")
+            if response.finish_reason:
+                steps.close()  # so that whoever gets the last response finds the caches complete
+            told = vars(response) | {"from_draft": from_draft}
+            yield SpeculativeResponse(**told, drafted=drafted, accepted=accepted, round=round)
+    finally:
+        if steps:
+            steps.close()
+        responses.close()
 
 
 def speculative_generate_step(

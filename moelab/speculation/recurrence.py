@@ -8,11 +8,12 @@ then gives the cache's arrays after the first ``n`` tokens, without weights and 
 """
 
 import inspect
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -49,7 +50,7 @@ class Tape:
     def __init__(self, cache: ArraysCache):
         self.cache = cache
         self.convs = []  # inputs of the convolutions, [B, kernel - 1 + T, channels]
-        self.steps: list[_Inputs | _States | _Block] = []  # the recurrence's work, in order
+        self.steps: list[_Step] = []  # the recurrence's work, in order
 
     def fits(self) -> bool:
         """Whether the tape accounts for every array of the cache."""
@@ -77,66 +78,20 @@ class Tape:
 
     def arrays(self) -> list[mx.array]:
         """Everything that the tape holds."""
-        return self.convs + [a for step in self.steps for a in step.arrays()]
+        return self.convs + [a for step in self.steps for a in (*step.kept, step.state)]
 
 
 @dataclass
-class _Inputs:
-    """A call of a recurrence whose inputs were kept: it can be run again over fewer tokens."""
+class _Step:
+    """What a call of a recurrence did: its state after any number of its tokens."""
 
-    recurrence: "_Recurrence"
-    arguments: dict[str, Any]
     num_tokens: int
-    state: mx.array
+    state: mx.array  # after all tokens
+    earlier: Callable[[int], mx.array]  # the state after fewer tokens, at least one
+    kept: list  # the arrays that ``earlier`` needs
 
     def state_after(self, n: int) -> mx.array:
-        if n == self.num_tokens:
-            return self.state
-        return self.recurrence.over(self.arguments, 0, n)[1]
-
-    def arrays(self) -> list[mx.array]:
-        form = self.recurrence.form
-        held = (self.arguments.get(name) for name in (*form.inputs, form.state))
-        return [*(x for x in held if x is not None), self.state]
-
-
-@dataclass
-class _States:
-    """A call of a recurrence whose state was kept after every token."""
-
-    states: list[mx.array] | mx.array  # [T, ...] as one array, if a kernel wrote them
-    state: mx.array
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.states)
-
-    def state_after(self, n: int) -> mx.array:
-        return self.state if n == self.num_tokens else self.states[n - 1]
-
-    def arrays(self) -> list[mx.array]:
-        return [*([self.states] if isinstance(self.states, mx.array) else self.states), self.state]
-
-
-@dataclass
-class _Block:
-    """What a block of ``kernels`` did, whose recurrence can be run again over fewer tokens."""
-
-    did: kernels.Recurred
-    state: mx.array
-
-    @property
-    def num_tokens(self) -> int:
-        return self.did.inputs[0].shape[1]
-
-    def state_after(self, n: int) -> mx.array:
-        if n == self.num_tokens:
-            return self.state
-        *inputs, state = self.did.inputs
-        return kernels.to_mlx(kernels.gated_delta.recur(*(a[:, :n] for a in inputs), state)[1])
-
-    def arrays(self) -> list:
-        return [*self.did.inputs, self.state]
+        return self.state if n == self.num_tokens else self.earlier(n)
 
 
 class _Recurrence:
@@ -164,22 +119,30 @@ class _Recurrence:
         T = arguments[name].shape[axis] if arguments[name].ndim > 2 else 1
         if T == 1 or not self.recorder.keep_states:
             y, state = self._call(arguments)
-            tape.steps.append(_Inputs(self, arguments, T, state))
-            return y, state
-        if self._gives_states(arguments):
-            y, states = self._call(arguments, every=True)
-            tape.steps.append(_States(states, states[-1]))
-            return y, tape.steps[-1].state
+            kept = [arguments.get(name) for name in (*self.form.inputs, self.form.state)]
+            kept = [x for x in kept if x is not None]
+            step = _Step(T, state, lambda n: self._over(arguments, 0, n)[1], kept)
+        else:
+            y, states = self._with_states(arguments, T)
+            kept = [states] if isinstance(states, mx.array) else states
+            step = _Step(T, states[-1], lambda n: states[n - 1], kept)
+        tape.steps.append(step)
+        return y, step.state
+
+    def _with_states(self, arguments, T):
+        """Output and the state after every token: one array, if a kernel writes them, or a list."""
+        on_cuda = self._on_cuda and gated_delta_cuda.fits(**arguments)
+        if on_cuda or (self.with_states and kernels.gated_delta.fits(**arguments)):
+            return self._call(arguments, every=True)
         ys, states = [], []
         for t in range(T):
-            y, state = self.over(arguments, t, t + 1)
+            y, state = self._over(arguments, t, t + 1)
             arguments = {**arguments, self.form.state: state}
             ys.append(y)
             states.append(state)
-        tape.steps.append(_States(states, state))
-        return mx.concatenate(ys, axis=self.form.axis), state
+        return mx.concatenate(ys, axis=self.form.axis), states
 
-    def over(self, arguments: dict[str, Any], a: int, b: int):
+    def _over(self, arguments, a, b):
         """Run over the tokens from ``a`` to ``b``: output and state."""
         cut = {}
         for name, axis in self.form.inputs.items():
@@ -187,24 +150,13 @@ class _Recurrence:
                 cut[name] = x[(slice(None),) * axis + (slice(a, b),)]
         return self._call({**arguments, **cut})
 
-    def _gives_states(self, arguments):
-        """Whether one call gives the state after every token."""
-        if self._on_cuda and gated_delta_cuda.fits(**arguments):
-            return True
-        return self.with_states is not None and kernels.gated_delta.fits(**arguments)
-
     def _call(self, arguments, every=False):
         if self._on_cuda and gated_delta_cuda.fits(**arguments):
             function = self._on_cuda[every]
         else:
             function = self.with_states if every else self.function
-        args, kwargs = [], {}
-        for name, p in self.signature.parameters.items():
-            if p.kind is p.KEYWORD_ONLY:
-                kwargs[name] = arguments[name]
-            else:
-                args.append(arguments[name])
-        return function(*args, **kwargs)
+        bound = inspect.BoundArguments(self.signature, arguments)
+        return function(*bound.args, **bound.kwargs)
 
 
 class Recorder:
@@ -275,7 +227,13 @@ class Recorder:
         """Put on tape what the block did; nobody may write to the memory of its inputs again."""
         tape = self.tapes[id(cache)] = Tape(cache)
         tape.convs.append(did.conv)
-        tape.steps.append(_Block(did, cache[1]))
+        *inputs, state = did.inputs
+
+        def earlier(n):
+            begun = (a[:, :n] for a in inputs)
+            return kernels.to_mlx(kernels.gated_delta.recur(*begun, state)[1])
+
+        tape.steps.append(_Step(inputs[0].shape[1], cache[1], earlier, list(did.inputs)))
 
     def _on_call(self, original, *args, **kwargs):
         given = (*args, *kwargs.values())

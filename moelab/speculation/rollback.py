@@ -201,12 +201,13 @@ def leaves(cache: list) -> Iterator:
             yield c
 
 
-def _check(c) -> None:
-    """Refuse a cache that cannot be rolled back."""
-    if not isinstance(c, (ArraysCache, RotatingKVCache)) and not _trimmable(c):
+def _check(c, more: int = 0) -> None:
+    """Refuse a cache from which tokens cannot be taken back once ``more`` have gone in."""
+    if not isinstance(c, (ArraysCache, RotatingKVCache)) and not _trimmable(c, more):
         raise ValueError(
-            f"rollback: a {type(c).__name__} of {_length(c)} tokens cannot be rolled back: it has "
-            "dropped or merged tokens that are stored nowhere else. Generate without a draft."
+            f"rollback: a {type(c).__name__} of {_length(c) + more} tokens cannot be rolled back: "
+            "it drops or merges tokens that are stored nowhere else. Generate without a draft, or "
+            "with a batch of one."
         )
     if getattr(c, "keep", 0):
         raise ValueError(
@@ -237,18 +238,13 @@ def _copies(arrays) -> tuple:
 
 def _snapshot(c, more: int):
     """What ``_take_back`` needs to undo a pass over ``more`` tokens."""
+    _check(c, more)
     if isinstance(c, ArraysCache):
         return list(c.cache), *_copies((c.left_padding, c.lengths))
     if _trimmable(c, more):
         return _length(c)
-    if isinstance(c, RotatingKVCache):  # full: new tokens overwrite old ones, so keep the old
-        keys, values, *rest = c.state
-        return _copies((keys, values)), rest
-    raise ValueError(
-        f"rollback: a {type(c).__name__} that is full (max_size {getattr(c, 'max_size', '?')}) "
-        "cannot be rolled back: it has overwritten its oldest tokens. Generate without a draft, or "
-        "with a batch of one."
-    )
+    keys, values, *rest = c.state  # it is full: new tokens overwrite old ones, so keep the old
+    return _copies((keys, values)), rest
 
 
 def _take_back(c, snapshot) -> None:

@@ -7,11 +7,7 @@ import pytest
 
 from moelab.lab.experiments.costs import costs_of
 from moelab.lab.records import read
-from moelab.replay.machine import (
-    Machine,
-    distinct,
-    typical_trace,
-)
+from moelab.replay.machine import Machine, distinct, typical_trace
 from moelab.replay.pagecache import replay
 from moelab.replay.sizes import ModelSizes
 

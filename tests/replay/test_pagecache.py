@@ -118,43 +118,26 @@ def test_the_kernel_reads_what_the_model_says(tmp_path):
     if disk < 10 * size:
         pytest.skip("the folder is not on a disk")
     found = pagecache.cached(units, n, cache, size)
-    assert disk == pytest.approx((~found).sum() * size, rel=0.1), (
-        disk / size,
-        (~found).sum(),
-        cache / size,
-    )
+    assert disk == pytest.approx((~found).sum() * size, rel=0.1), cache / size
 
 
 @pytest.mark.parametrize("policy", ("lru", "none", "belady"))
 def test_replay_is_the_two_caches_and_the_costs(policy):
     t, one, S, memory, skip = made(T=80), MB, 6, 60 * MB, 20
     costs = changed(COSTS, overlap=0.5, cold_s_per_byte=2e-9)
-    got = pagecache.replay(
-        t,
-        memory,
-        S,
-        policy,
-        expert_nbytes=one,
-        slot_nbytes=2 * one,
-        other_nbytes=3 * MB,
-        skip=skip,
-        costs=costs,
-    )
+    nbytes = dict(expert_nbytes=one, slot_nbytes=2 * one, other_nbytes=3 * MB)
+    got = pagecache.replay(t, memory, S, policy, costs=costs, skip=skip, **nbytes)
     S = 4 if policy == "none" else S
     assert got.page_nbytes == memory - 3 * MB - 3 * S * 2 * one
     hit = eviction.held(t.experts, 16, S, policy)
-    order = [
-        (i, j, int(e) + 16 * j)
-        for i in range(80)
-        for j in range(3)
-        for e in t.experts[i, j][~hit[i, j]]
-    ]
-    found = reference([u for *_, u in order], got.page_nbytes // one, 1)
+    places = [(i, j) for i in range(80) for j in range(3) for _ in range((~hit[i, j]).sum())]
+    units = (t.experts + np.arange(3)[:, None] * 16)[~hit]
+    found = reference(units.tolist(), got.page_nbytes // one, 1)
     seconds, warm_all, cold_all, hidden = [], 0, 0, 0
     for i in range(skip, 80):
         total = costs.fixed_s + 3 * 4 * costs.expert_s
         for j in range(3):
-            mine = [f for (a, b, _), f in zip(order, found) if (a, b) == (i, j)]
+            mine = [f for place, f in zip(places, found) if place == (i, j)]
             warm, cold = mine.count(True), mine.count(False)
             spent = warm * one * costs.warm_s_per_byte + cold * one * costs.cold_s_per_byte
             spent += costs.cold_call_s if cold else costs.warm_call_s if warm else 0
@@ -168,22 +151,14 @@ def test_replay_is_the_two_caches_and_the_costs(policy):
     assert got.page_hit_rate == pytest.approx(warm_all / (warm_all + cold_all))
     assert got.copied_per_token == pytest.approx(warm_all * one / 60)
     assert got.read_per_token == pytest.approx(cold_all * one / 60)
-    assert (
-        sum(got.parts_s.values())
-        == pytest.approx(got.token_s.mean())
-        == pytest.approx(1 / got.tok_s)
-    )
+    assert [sum(got.parts_s.values()), 1 / got.tok_s] == pytest.approx([got.token_s.mean()] * 2)
     assert got.parts_s["hidden"] == pytest.approx(-hidden / 60)
 
 
 def test_only_decoded_tokens_count():
     t = made()
-    more = Trace(
-        np.concatenate([t.experts[:7], t.experts]),
-        np.repeat(("prefill", "decode"), (7, 60)),
-        np.zeros(67),
-        t.num_experts,
-    )
+    experts, phase = np.concatenate([t.experts[:7], t.experts]), ("prefill", "decode")
+    more = Trace(experts, np.repeat(phase, (7, 60)), np.zeros(67), t.num_experts)
     a, b = (pagecache.replay(x, 40 * MB, 6, expert_nbytes=MB, costs=COSTS) for x in (t, more))
     np.testing.assert_array_equal(a.token_s, b.token_s)
 
@@ -200,15 +175,14 @@ def test_without_a_limit_nothing_is_read_twice():
 def test_more_slots_can_be_slower():
     """The effect of notebook 03: the same memory, moved from the page cache to the slots."""
     t = made(T=400, L=4, E=64, K=8, zipf=0.3, sticky=0.1)
-    speed = [
-        pagecache.replay(t, 240 * MB, S, expert_nbytes=MB, costs=COSTS, skip=100).tok_s
-        for S in (8, 24, 52)
-    ]
-    assert speed[0] > 1.2 * speed[1] < speed[2]
-    free = [
-        pagecache.replay(t, 1e12, S, expert_nbytes=MB, costs=COSTS, skip=100).tok_s
-        for S in (8, 24, 52)
-    ]
+
+    def speeds(memory):
+        given = dict(expert_nbytes=MB, costs=COSTS, skip=100)
+        return [pagecache.replay(t, memory, S, **given).tok_s for S in (8, 24, 52)]
+
+    few, middle, many = speeds(240 * MB)
+    assert few > 1.2 * middle < many
+    free = speeds(1e12)
     assert free == sorted(free)
 
 

@@ -38,74 +38,51 @@ MODELS = Path(__file__).parents[2] / "data" / "models"
 def reference(w, block, features, window):
     """The paper's draft in float64 numpy, no cache: block [b, D] after features [T, n * D]."""
 
-    def norm(x, weight):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight
+    def norm(x, name):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * w[f"{name}.weight"]
 
-    def rope(x, position):  # [H, d]
-        half = x.shape[-1] // 2
-        z = (x[:, :half] + 1j * x[:, half:]) * np.exp(
-            1j * position * 10000.0 ** (-np.arange(half) / half)
-        )
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T
+
+    def heads(x, name, num_heads):
+        return linear(x, name).reshape(len(x), num_heads, d)
+
+    def rope(x, at):  # [T, H, d], the token at each place
+        half = d // 2
+        angles = at[:, None, None] * 10000.0 ** (-np.arange(half) / half)
+        z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
         return np.concatenate([z.real, z.imag], -1)
 
     T, H, K, d = len(features), 4, 2, 16
-    context = norm(features @ w["fc.weight"].T, w["hidden_norm.weight"])
-    x = block
+    context, x = norm(linear(features, "fc"), "hidden_norm"), block
+    at = np.arange(T + len(block))
     for i in range(3):
-        p = {
-            k.removeprefix(f"layers.{i}."): v for k, v in w.items() if k.startswith(f"layers.{i}.")
-        }
-        h = norm(x, p["input_layernorm.weight"])
-        keys, values = [], []
-        for at, row in enumerate([*context, *h]):
-            k = norm(
-                (p["self_attn.k_proj.weight"] @ row).reshape(K, d), p["self_attn.k_norm.weight"]
-            )
-            keys.append(rope(k, at))
-            values.append((p["self_attn.v_proj.weight"] @ row).reshape(K, d))
-        out = []
-        for j, row in enumerate(h):
-            q = rope(
-                norm(
-                    (p["self_attn.q_proj.weight"] @ row).reshape(H, d), p["self_attn.q_norm.weight"]
-                ),
-                T + j,
-            )
-            heads = []
-            for head in range(H):
-                near = [s for s in range(len(keys)) if i != 1 or abs(T + j - s) < window]
-                scores = np.array([q[head] @ keys[s][head // 2] for s in near]) / d**0.5
-                share = np.exp(scores - scores.max())
-                heads.append(
-                    sum(a * values[s][head // 2] for a, s in zip(share / share.sum(), near))
-                )
-            out.append(p["self_attn.o_proj.weight"] @ np.concatenate(heads))
-        x = x + np.array(out)
-        h = norm(x, p["post_attention_layernorm.weight"])
-        gate = h @ p["mlp.gate_proj.weight"].T
-        x = (
-            x
-            + (gate / (1 + np.exp(-gate)) * (h @ p["mlp.up_proj.weight"].T))
-            @ p["mlp.down_proj.weight"].T
-        )
-    return norm(x, w["norm.weight"])
+        p = f"layers.{i}.self_attn."
+        h = norm(x, f"layers.{i}.input_layernorm")
+        rows = np.concatenate([context, h])
+        q = rope(norm(heads(h, p + "q_proj", H), p + "q_norm"), at[T:])
+        k = rope(norm(heads(rows, p + "k_proj", K), p + "k_norm"), at).repeat(H // K, axis=1)
+        v = heads(rows, p + "v_proj", K).repeat(H // K, axis=1)
+        scores = np.einsum("qhd,khd->hqk", q, k) / d**0.5
+        if i == 1:
+            scores[:, abs(at[T:, None] - at) >= window] = -np.inf
+        share = np.exp(scores - scores.max(-1, keepdims=True))
+        share /= share.sum(-1, keepdims=True)
+        x = x + linear(np.einsum("hqk,khd->qhd", share, v).reshape(len(x), H * d), p + "o_proj")
+        h, p = norm(x, f"layers.{i}.post_attention_layernorm"), f"layers.{i}.mlp."
+        gate = linear(h, p + "gate_proj")
+        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, p + "up_proj"), p + "down_proj")
+    return norm(x, "norm")
 
 
 def target(layers=L, hidden=D, vocab=V, seed=3):
     mx.random.seed(seed)
-    args = dict(
-        model_type="qwen3",
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        intermediate_size=48,
-        vocab_size=vocab,
-    )
-    args |= dict(
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4
-    )
-    model = qwen3.Model(
-        qwen3.ModelArgs(**args, max_position_embeddings=512, tie_word_embeddings=True)
-    )
+    args = qwen3.ModelArgs(
+        model_type="qwen3", hidden_size=hidden, num_hidden_layers=layers, intermediate_size=48,
+        vocab_size=vocab, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=512, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = qwen3.Model(args)
     mx.eval(model.parameters())
     return model
 
@@ -129,9 +106,8 @@ def test_equals_the_paper(tmp_path, chunks, fast, monkeypatch):
     for n in chunks:
         if n:
             model.extend(mx.array(features[None, at : at + n].astype(np.float32)), cache)
-            model(
-                mx.array(rng.normal(size=(1, b, D)).astype(np.float32)), cache
-            )  # a block leaves nothing in the cache
+            another = mx.array(rng.normal(size=(1, b, D)).astype(np.float32))
+            model(another, cache)  # a block leaves nothing in the cache
         at += n
     got = np.array(model(mx.array(block[None].astype(np.float32)), cache))[0]
     assert all(c.offset == sum(chunks) for c in cache)
@@ -141,24 +117,18 @@ def test_equals_the_paper(tmp_path, chunks, fast, monkeypatch):
 def test_default_layers():
     assert default_layer_ids(5, 36) == [1, 9, 17, 25, 33]
     assert default_layer_ids(1, 36) == [18]
-    assert all(
-        default_layer_ids(len(ids), 8) == ids
-        for name, (_, ids) in CANDIDATES.items()
-        if name.startswith("dflash") and ids[-1] == 5
-    )
+    _, ids = CANDIDATES["dflash4"]
+    assert default_layer_ids(4, 8) == ids
 
 
 def test_quantized_as_mlx_lm_does(tmp_path):
     write_draft(tmp_path, hidden_size=64)
     model = load_model(tmp_path)
     nn.quantize(model, 64, 8, class_predicate=lambda p, m: p == "fc")
-    mx.save_safetensors(
-        str(tmp_path / "model.safetensors"), dict(nn.utils.tree_flatten(model.parameters()))
-    )
+    model.save_weights(str(tmp_path / "model.safetensors"))
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(
-        json.dumps(config | {"quantization": {"group_size": 64, "bits": 8}})
-    )
+    quantized = config | {"quantization": {"group_size": 64, "bits": 8}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
     assert isinstance(load_model(tmp_path).fc, nn.QuantizedLinear)
 
 
@@ -180,9 +150,8 @@ def test_capture_hears_its_layers_and_leaves_nothing():
         model(ids[:, 2:], cache=cache)
         other(ids)
     expected = mx.concatenate([outputs[4], outputs[1]], -1)  # of both calls
-    assert mx.allclose(seen.features, expected, atol=1e-5) and mx.allclose(
-        inner.features, outputs[1], atol=1e-5
-    )
+    assert mx.allclose(seen.features, expected, atol=1e-5)
+    assert mx.allclose(inner.features, outputs[1], atol=1e-5)
     with pytest.raises(RuntimeError, match="stop"), Capture(model, (0, 5)):
         assert type(model.layers[0]) is not classes[0]
         raise RuntimeError("stop")
@@ -213,65 +182,20 @@ def test_bad_files(tmp_path):
         with pytest.raises(ValueError, match=f"block_size: expected 2 or more .* got {size}"):
             DFlashDraft(tmp_path, block_size=size)
     write_draft(tmp_path, block_size=1)
-    with pytest.raises(ValueError, match="block_size of 2 or more, got 1"):
+    with pytest.raises(ValueError, match="got ValueError: a block_size of 1"):
         DFlashDraft(tmp_path)
     with pytest.raises(CheckpointError, match="ModelDraft"):
         DFlashDraft(MODELS / "tiny-moe")
-    with pytest.raises(CheckpointError, match="expected the folder"):
+    with pytest.raises(CheckpointError, match="expected a DFlash draft"):
         DFlashDraft(tmp_path / "nowhere")
     write_draft(tmp_path)
-    (tmp_path / "config.json").write_text(
-        json.dumps({**CONFIG, "num_hidden_layers": 4, "layer_types": None})
-    )
-    with pytest.raises(CheckpointError, match="not those that its config.json describes"):
+    other = {**CONFIG, "num_hidden_layers": 4, "layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    with pytest.raises(CheckpointError, match="the weights of its config.json, got"):
         DFlashDraft(tmp_path)
-
-
-BAD_VALUES = [
-    ("block_size", "5"), ("hidden_size", 33), ("num_hidden_layers", 10**9),
-    ("num_attention_heads", 3), ("vocab_size", None), ("dflash_config", {"mask_token_id": "7"}),
-    ("dflash_config", {"mask_token_id": 7, "target_layer_ids": [1, 2]}), ("rope_theta", "x"),
-    ("layer_types", ["full_attention"]), ("quantization", {"group_size": 0, "bits": 4}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("key", "value"), BAD_VALUES, ids=lambda v: repr(v)[:40])
-def test_config_with_a_bad_value(key, value, tmp_path):
-    write_draft(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, key: value}))
-    with pytest.raises(CheckpointError) as caught:
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
         DFlashDraft(tmp_path)
-    assert str(tmp_path) in str(caught.value) and len(str(caught.value)) < 1000
-
-
-@pytest.mark.parametrize("content", ["", "[1]"])
-def test_config_is_not_an_object(content, tmp_path):
-    write_draft(tmp_path)
-    (tmp_path / "config.json").write_text(content)
-    with pytest.raises(CheckpointError) as caught:
-        DFlashDraft(tmp_path)
-    assert str(tmp_path / "config.json") in str(caught.value) and len(str(caught.value)) < 1000
-
-
-def test_weights_that_are_damaged(tmp_path):
-    write_draft(tmp_path)
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=f"{file}.*download it again"):
-        DFlashDraft(tmp_path)
-    file.unlink()
-    with pytest.raises(CheckpointError):
-        DFlashDraft(tmp_path)
-
-
-def test_a_tensor_in_two_files(tmp_path):
-    write_draft(tmp_path)
-    mx.save_safetensors(str(tmp_path / "model-2.safetensors"), {"norm.weight": mx.zeros(D)})
-    with pytest.raises(
-        CheckpointError, match="expected each tensor once, got norm.weight in model"
-    ) as caught:
-        DFlashDraft(tmp_path)
-    assert "model-2.safetensors" in str(caught.value) and " model.safetensors" in str(caught.value)
 
 
 # The trained drafts
@@ -323,11 +247,8 @@ def test_acceptance_and_the_targets_own_text(name, least):
         draft = ModelDraft(small)
     rounds = {}
     for i, prompt in enumerate(heldout_prompts(MODELS / "tiny-moe", "code", 64)[::60][:2]):
-        written = list(
-            speculative_generate(
-                model, tokenizer, prompt, draft, max_tokens=48, num_draft_tokens=15
-            )
-        )
+        most = dict(max_tokens=48, num_draft_tokens=15)
+        written = list(speculative_generate(model, tokenizer, prompt, draft, **most))
         plain = [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=48)]
         assert [r.token for r in written] == plain
         rounds |= {(i, r.round.number): r.round for r in written}
@@ -343,16 +264,8 @@ def trained(name, mode="resident", kernels="mlx"):
 @once
 def texts(length=64):
     """Held-out code and docstrings in turn: 20 prompts."""
-    return [
-        ids
-        for both in zip(
-            *(
-                heldout_prompts(MODELS / "tiny-moe", kind, length)[::10][:10]
-                for kind in ("code", "prose")
-            )
-        )
-        for ids in both
-    ]
+    kinds = (heldout_prompts(MODELS / "tiny-moe", kind, length) for kind in ("code", "prose"))
+    return [ids for both in zip(*(prompts[::10][:10] for prompts in kinds)) for ids in both]
 
 
 @once
@@ -398,9 +311,7 @@ def test_greedy_text_at_every_block_size(name, mode, kernels, i, record_property
     That takes five hours on two cores: 20 texts of 300 tokens, blocks of 2 to 16. Another token may
     be chosen only between two that tie within 1e-4, and with the fast kernels none.
     """
-    tokens, blocks = (
-        (24, (2, 7, 16)) if FAST else (300, range(2, 17)) if FULL else (100, (2, 7, 16))
-    )
+    tokens, blocks = 300 if FULL else 24 if FAST else 100, range(2, 17) if FULL else (2, 7, 16)
     prompt, expected = texts()[i], written(i, tokens, kernels)
     if name == "tiny-dflash":
         draft = DFlashDraft(MODELS / name)

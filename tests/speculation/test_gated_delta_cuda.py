@@ -47,14 +47,10 @@ def test_the_kernel_is_the_loop(B, T, Hk, Hv, Dk, Dv, vector, dtype):
     q, k = (mx.random.normal((B, T, Hk, Dk)).astype(dtype) / Dk**0.5 for _ in range(2))
     v = mx.random.normal((B, T, Hv, Dv)).astype(dtype)
     g = mx.random.uniform(0.5, 1.0, (B, T, Hv, *[Dk] * vector))
-    beta, state = (
-        mx.random.uniform(shape=(B, T, Hv)).astype(dtype),
-        mx.random.normal((B, Hv, Dv, Dk)),
-    )
-    a, b = (
-        loop(q, k, v, g, beta, state, every=True),
-        gated_delta_cuda.gated_delta(q, k, v, g, beta, state, every=True),
-    )
+    beta = mx.random.uniform(shape=(B, T, Hv)).astype(dtype)
+    state = mx.random.normal((B, Hv, Dv, Dk))
+    functions = loop, gated_delta_cuda.gated_delta
+    a, b = (f(q, k, v, g, beta, state, every=True) for f in functions)
     assert mx.abs(a[1] - b[1]).max().item() <= 1e-5
     assert mx.abs(a[0] - b[0]).max().item() <= (1e-5 if dtype == mx.float32 else 0.02)
     last = gated_delta_cuda.gated_delta(q, k, v, g, beta, state)
@@ -65,19 +61,9 @@ def test_the_kernel_is_the_loop(B, T, Hk, Hv, Dk, Dv, vector, dtype):
 def test_mlx_lm_calls_the_kernel():
     """``with_kernel`` replaces the name under which mlx-lm finds its loop."""
     mx.random.seed(0)
-    q, k, v, a, b = (
-        mx.random.normal((1, 6, *n)) / 8 for n in ((4, 64), (4, 64), (8, 64), (8,), (8,))
-    )
-    arguments = dict(
-        q=q,
-        k=k,
-        v=v,
-        a=a,
-        b=b,
-        A_log=mx.zeros(8),
-        dt_bias=mx.zeros(8),
-        state=mx.zeros((1, 8, 64, 64)),
-    )
+    shapes = dict(q=(4, 64), k=(4, 64), v=(8, 64), a=(8,), b=(8,))
+    arguments = {name: mx.random.normal((1, 6, *shape)) / 8 for name, shape in shapes.items()}
+    arguments |= dict(A_log=mx.zeros(8), dt_bias=mx.zeros(8), state=mx.zeros((1, 8, 64, 64)))
     assert gated_delta_cuda.fits(**arguments)
     y, states = gated_delta_cuda.with_kernel(gated_delta_update, True)(**arguments)
     assert states.shape == (6, 1, 8, 64, 64)

@@ -45,6 +45,7 @@ import moelab
 from moelab.hooks import hooked
 from moelab.speculation import rollback
 from moelab.speculation.rollback import Rollback
+from moelab.streaming.model import load_model
 
 
 @pytest.mark.parametrize("strategy", ["restore", "replay", "states", "auto"])
@@ -53,9 +54,7 @@ def test_every_recurrent_family(name, strategy):
     model = build(name)
     prompt = ids(1, 5)
     if name in ONLY_RESTORED and strategy in ("replay", "states"):
-        with pytest.raises(
-            ValueError, match=f"'{strategy}' is not known for every recurrent layer of .*{name}"
-        ):
+        with pytest.raises(ValueError, match=f"'{strategy}' is not known for every .*{name}"):
             Rollback(model, start(model, prompt), strategy)(ids(2, 3))
         return
     assert play(model, start(model, prompt), start(model, prompt), ROUNDS, strategy) <= TOLERANCE
@@ -86,12 +85,8 @@ strategies = st.sampled_from(["restore", "replay", "states"])
 )
 def test_any_splits(name, strategy, prompt, rounds, batch):
     model, prompt = build(name), ids(3, prompt, batch)
-    assert (
-        play(
-            model, start(model, prompt), start(model, prompt), rounds, strategy, len(rounds), batch
-        )
-        <= TOLERANCE
-    )
+    caches = start(model, prompt), start(model, prompt)
+    assert play(model, *caches, rounds, strategy, len(rounds), batch) <= TOLERANCE
 
 
 @settings(FEW, max_examples=8)
@@ -100,10 +95,8 @@ def test_any_splits_of_the_trained_model(strategy, prompt, rounds):
     """Random token ids, but states of a trained model."""
     model = tiny()
     prompt = ids(prompt, prompt, vocab=8192)
-    assert (
-        play(model, start(model, prompt), start(model, prompt), rounds, strategy, 5, vocab=8192)
-        <= TOLERANCE
-    )
+    caches = start(model, prompt), start(model, prompt)
+    assert play(model, *caches, rounds, strategy, 5, vocab=8192) <= TOLERANCE
 
 
 @FEW
@@ -126,19 +119,16 @@ def test_a_window_that_has_wrapped(size, prompt, rounds, together):
         one_by_one(model, caches[1], tokens[:, :stay])
         assert difference(*caches) <= TOLERANCE
         rounds = rounds[1:]
-    worst = play(model, *caches, rounds, "auto")
-    assert worst <= TOLERANCE
-    assert play(model, *caches, [(1, 1), (1, 1), (3, 3)], "auto", 7) <= TOLERANCE, (
-        "and what follows is the same"
-    )
+    assert play(model, *caches, rounds, "auto") <= TOLERANCE
+    following = [(1, 1), (1, 1), (3, 3)]
+    assert play(model, *caches, following, "auto", 7) <= TOLERANCE
 
 
 def test_the_families_own_windows_and_chunks():
     for name in ("gpt_oss", "llama4", "gemma4_text", "deepseek_v32"):
         model, prompt = build(name), ids(1, 11)
-        assert (
-            play(model, start(model, prompt), start(model, prompt), ROUNDS, "auto") <= TOLERANCE
-        ), name
+        caches = start(model, prompt), start(model, prompt)
+        assert play(model, *caches, ROUNDS, "auto") <= TOLERANCE, name
 
 
 @FEW
@@ -163,15 +153,13 @@ def test_a_batch_with_left_padding(strategy):
 
     padded = []
     for _ in range(2):
-        fresh = [
-            ArraysCache(2, left_padding=[3, 0])
-            if isinstance(c, ArraysCache)
-            else type(c).merge([c, c])
-            for c in make_prompt_cache(model)
-        ]
-        for c in fresh:
-            if not isinstance(c, ArraysCache):
-                c.left_padding, c.offset = mx.array([3, 0]), mx.array([-3, 0])
+        fresh = make_prompt_cache(model)
+        for i, c in enumerate(fresh):
+            if isinstance(c, ArraysCache):
+                fresh[i] = ArraysCache(2, left_padding=[3, 0])
+            else:
+                fresh[i] = both = type(c).merge([c, c])
+                both.left_padding, both.offset = mx.array([3, 0]), mx.array([-3, 0])
         padded.append(fresh)
     assert play(model, *padded, [(8, 2), (5, 4), (3, 1), (4, 4)], strategy, batch=2) <= TOLERANCE
     assert padded[0][0].left_padding.tolist() == padded[1][0].left_padding.tolist()
@@ -191,9 +179,7 @@ def test_undo_reaches_over_passes():
             r.undo(more)  # in two steps, to the same end
             one_by_one(model, reference, tokens[:, :stay])
             assert r.undoable == stay and difference(cache, reference) <= TOLERANCE
-            with pytest.raises(
-                ValueError, match=rf"undo\({stay + 1}\), expected a number from 0 to {stay}"
-            ):
+            with pytest.raises(ValueError, match=rf"undo\({stay + 1}\), .* from 0 to {stay}"):
                 r.undo(stay + 1)
             r.commit()
             assert r.undoable == r.nbytes == 0
@@ -234,10 +220,8 @@ def test_one_model_does_not_see_the_other():
     """A recorded pass changes no module of mlx-lm and no other model, and leaves nothing behind."""
     model, other = build("qwen3_5_moe"), copy.deepcopy(build("qwen3_5_moe"))
     kinds, own = [type(m) for _, m in model.named_modules()], type(model.layers[0].linear_attn)
-    modules = [
-        importlib.import_module(f"mlx_lm.models.{n}")
-        for n in ("qwen3_5", "qwen3_next", "gated_delta")
-    ]
+    names = ("qwen3_5", "qwen3_next", "gated_delta")
+    modules = [importlib.import_module(f"mlx_lm.models.{n}") for n in names]
     functions = [dict(vars(m)) for m in modules]
     during = {}
 
@@ -261,22 +245,17 @@ def test_one_model_does_not_see_the_other():
         r = Rollback(model, cache, "replay")
         r(ids(2, 3))
         assert during["own"] is not own and during["own"] is not type(other.layers[0].linear_attn)
-        assert (
-            during["functions"] == functions
-            and during["other"] == [type(m) for _, m in other.named_modules()] == kinds
-        )
+        assert during["functions"] == functions
+        assert during["other"] == [type(m) for _, m in other.named_modules()] == kinds
         r.undo(3)
         during["fail"] = True
         with pytest.raises(RuntimeError, match="middle"):
             r(ids(2, 3))
     finally:
         layer.mlp = mlp
-    assert [type(m) for _, m in model.named_modules()] == kinds and [
-        dict(vars(m)) for m in modules
-    ] == functions
-    assert r.undoable == 0 and difference(cache, reference) == 0, (
-        "a pass that fails leaves the caches as they were"
-    )
+    assert [type(m) for _, m in model.named_modules()] == kinds
+    assert [dict(vars(m)) for m in modules] == functions
+    assert r.undoable == 0 and difference(cache, reference) == 0, "caches are as they were"
 
 
 def test_hooks_of_others_are_called_in_a_recorded_pass():
@@ -304,36 +283,26 @@ def test_hooks_of_others_are_called_in_a_recorded_pass():
 
 def test_streamed(tmp_path):
     path = families.write_checkpoint("qwen3_5_moe", tmp_path / "m", "affine4")
-    with moelab.streaming.model.load_model(path, moelab.StreamConfig(mode="fused", slots=4))[
-        0
-    ] as model:
+    with load_model(path, moelab.StreamConfig(mode="fused", slots=4))[0] as model:
         for strategy in ("restore", "replay", "states"):
-            assert (
-                play(model, start(model, ids(1, 6)), start(model, ids(1, 6)), ROUNDS, strategy)
-                <= TOLERANCE
-            )
+            caches = start(model, ids(1, 6)), start(model, ids(1, 6))
+            assert play(model, *caches, ROUNDS, strategy) <= TOLERANCE
         before = moelab.stats(model).prefill.calls
         r = Rollback(model, start(model, ids(1, 6)), "auto")
         r(ids(2, 6))
         calls = moelab.stats(model).prefill.calls
         r.undo(3)
         mx.eval([c.state for c in r.cache])
-        assert before < calls == moelab.stats(model).prefill.calls, (
-            "nothing is routed again, so nothing read"
-        )
+        assert before < calls == moelab.stats(model).prefill.calls, "nothing is routed again"
 
 
 def test_bad_input():
     model = build("qwen3_5_moe")
-    with pytest.raises(
-        ValueError, match="strategy 'undo', expected one of auto, restore, replay, states"
-    ):
+    with pytest.raises(ValueError, match="strategy 'undo', expected one of auto, restore"):
         Rollback(model, make_prompt_cache(model), "undo")
     window = build("qwen3_moe")
     batched = [BatchRotatingKVCache(4, [0, 0]) for _ in window.layers]
-    with pytest.raises(
-        ValueError, match=r"BatchRotatingKVCache that is full \(max_size 4\) cannot be rolled back"
-    ):
+    with pytest.raises(ValueError, match="BatchRotatingKVCache of 5 tokens cannot be rolled"):
         Rollback(window, batched)(ids(1, 5, 2))
     one_by_one(window, batched, ids(1, 6, 2))
     with pytest.raises(ValueError, match="BatchRotatingKVCache of 6 tokens cannot be rolled back"):
@@ -356,8 +325,8 @@ def test_auto_keeps_states_while_they_are_small(monkeypatch):
     def held():
         r = Rollback(model, start(model, ids(1, 4)))
         r(ids(2, 8))
-        return [type(t.steps[0]).__name__ for t in r._passes[0].tapes.values()]
+        return r.nbytes
 
-    assert held() == ["_States"]
+    states_nbytes = held()
     monkeypatch.setattr(rollback, "STATES_NBYTES", 1000)
-    assert held() == ["_Inputs"]
+    assert held() < states_nbytes / 2, "inputs take less"

@@ -25,6 +25,7 @@ from recurrent import V, build, difference, ids, with_wide_heads
 import moelab
 from moelab.speculation.drafts import LookupDraft, ModelDraft
 from moelab.speculation.generate import speculative_generate, speculative_generate_step
+from moelab.streaming.model import load_model
 
 HYBRIDS = ["qwen3_5_moe", "qwen3_next", "nemotron_h", "jamba", "gpt_oss", "qwen3_moe", "mamba"]
 
@@ -54,40 +55,34 @@ def test_greedy_tokens_are_the_targets(name):
 
 
 @pytest.mark.parametrize(
-    "make",
+    "sampling, processing",
     [
-        lambda: dict(sampler=make_sampler(temp=1.0)),
-        lambda: dict(sampler=make_sampler(temp=0.7, top_p=0.9, min_p=0.01, top_k=50)),
-        lambda: dict(sampler=make_sampler(temp=1.0, xtc_probability=0.5, xtc_threshold=0.05)),
-        lambda: dict(
-            logits_processors=make_logits_processors(repetition_penalty=1.5, logit_bias={3: 2.0})
-        ),
-        lambda: dict(
-            sampler=make_sampler(temp=1.0),
-            logits_processors=make_logits_processors(presence_penalty=1.0, frequency_penalty=0.5),
-        ),
+        (dict(temp=1.0), {}),
+        (dict(temp=0.7, top_p=0.9, min_p=0.01, top_k=50), {}),
+        (dict(temp=1.0, xtc_probability=0.5, xtc_threshold=0.05), {}),
+        ({}, dict(repetition_penalty=1.5, logit_bias={3: 2.0})),
+        (dict(temp=1.0), dict(presence_penalty=1.0, frequency_penalty=0.5)),
     ],
 )
-def test_the_same_seed_writes_the_same_text(make):
+def test_the_same_seed_writes_the_same_text(sampling, processing):
     """With any sampler and processors, token for token what mlx-lm writes without a draft."""
-    model = build("qwen3_5_moe")
-    for seed in range(2):
+
+    def chosen(seed, write, *args):
         mx.random.seed(seed)
-        expected = plain(model, PROMPT, **make())
-        for draft in (
-            ModelDraft(model),
-            ModelDraft(build("qwen3_moe")),
-            Guess(repeat),
-            Guess(told(PROMPT + expected)),
-        ):
+        sampler = make_sampler(**sampling) if sampling else None
+        processors = make_logits_processors(**processing)
+        return write(model, PROMPT, *args, sampler=sampler, logits_processors=processors)
+
+    model, other = build("qwen3_5_moe"), build("qwen3_moe")
+    for seed in range(2):
+        expected = chosen(seed, plain)
+        drafts = ModelDraft(model), ModelDraft(other), Guess(repeat), Guess(told(PROMPT + expected))
+        for draft in drafts:
             for n in (0, 1, 6):
-                mx.random.seed(seed)
-                got = steps(model, PROMPT, draft, n, **make())
+                got = chosen(seed, steps, draft, n)
                 assert [t for t, *_ in got] == expected
-                if isinstance(draft, ModelDraft) and draft.model is model:
-                    assert all(r.accepted == r.drafted for *_, r in got), (
-                        "the same distribution and random numbers: the same choice"
-                    )
+                # The same distribution and random numbers: the same choice.
+                assert draft is not drafts[0] or all(r.accepted == r.drafted for *_, r in got)
 
 
 class Chain(nn.Module):
@@ -129,10 +124,8 @@ def test_sampled_pairs_have_the_targets_distribution(temp, top_p, num_samples):
         if top_p:
             order = np.argsort(-p, 1)
             mass = np.take_along_axis(p, order, 1).cumsum(1)
-            dropped = np.zeros_like(p, bool)
-            np.put_along_axis(
-                dropped, order, np.c_[np.zeros(len(p), bool), mass[:, :-1] >= top_p], 1
-            )
+            dropped, past = np.zeros_like(p, bool), mass[:, :-1] >= top_p
+            np.put_along_axis(dropped, order[:, 1:], past, 1)
             p = np.where(dropped, 0, p)
         p = p ** (1 / temp)
         p /= p.sum(1, keepdims=True)
@@ -145,21 +138,16 @@ def test_sampled_pairs_have_the_targets_distribution(temp, top_p, num_samples):
         seen, hoped = counts[~rare], expected[~rare]
         if expected[rare].sum() > 0:
             seen, hoped = (
-                np.append(seen, counts[rare].sum()),
-                np.append(hoped, expected[rare].sum()),
+                np.append(x, y[rare].sum()) for x, y in ((seen, counts), (hoped, expected))
             )
         k, x = len(seen) - 1, ((seen - hoped) ** 2 / hoped).sum()
         z = ((x / k) ** (1 / 3) - (1 - 2 / (9 * k))) / math.sqrt(2 / (9 * k))  # Wilson and Hilferty
         return math.erfc(z / math.sqrt(2)) / 2
 
-    assert 0.05 * num_samples < accepted < 1.9 * num_samples, (
-        "some drafts are accepted and some are not"
-    )
+    assert 0.05 * num_samples < accepted < 1.9 * num_samples, "some drafts are accepted, some not"
     assert p_value(pairs(target)) > 1e-3
     if not top_p:
-        assert p_value(0.95 * pairs(target) + 0.05 * pairs(other)) < 1e-6, (
-            "a twentieth of the draft's would be found"
-        )
+        assert p_value(0.95 * pairs(target) + 0.05 * pairs(other)) < 1e-6, "it would notice"
 
 
 def test_stop_tokens_inside_a_block():
@@ -168,23 +156,13 @@ def test_stop_tokens_inside_a_block():
     expected = [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=20)]
     for i in (2, 5, 6):
         wrapper = TokenizerWrapper(tokenizer._tokenizer, eos_token_ids=[expected[i]])
-        reference = list(mlx_lm.stream_generate(model, wrapper, prompt, max_tokens=20))
         cache, other = make_prompt_cache(model), make_prompt_cache(model)
-        list(mlx_lm.stream_generate(model, wrapper, prompt, max_tokens=20, prompt_cache=other))
-        got = list(
-            speculative_generate(
-                model,
-                wrapper,
-                prompt,
-                ModelDraft(model),
-                max_tokens=20,
-                num_draft_tokens=5,
-                prompt_cache=cache,
-            )
-        )
-        assert [r.token for r in got] == [r.token for r in reference] and got[
-            -1
-        ].finish_reason == "stop"
+        options = dict(max_tokens=20, prompt_cache=other)
+        reference = list(mlx_lm.stream_generate(model, wrapper, prompt, **options))
+        options = dict(max_tokens=20, num_draft_tokens=5, prompt_cache=cache)
+        got = list(speculative_generate(model, wrapper, prompt, ModelDraft(model), **options))
+        assert [r.token for r in got] == [r.token for r in reference]
+        assert got[-1].finish_reason == "stop"
         assert "".join(r.text for r in got) == "".join(r.text for r in reference)
         assert difference(cache, other) <= 1e-5
 
@@ -200,13 +178,9 @@ def test_the_prompt_cache_is_left_as_mlx_lm_leaves_it(n):
             model(mx.array([PROMPT + expected[:stop]]), cache=reference)
             draft = ModelDraft(model) if stop % 2 else Guess(told(PROMPT + expected))
             cache = make_prompt_cache(model) + draft.make_cache()
+            options = dict(num_draft_tokens=n, max_tokens=stop if by_limit else -1)
             generator = speculative_generate_step(
-                mx.array(PROMPT),
-                model,
-                draft,
-                num_draft_tokens=n,
-                max_tokens=stop if by_limit else -1,
-                prompt_cache=cache,
+                mx.array(PROMPT), model, draft, prompt_cache=cache, **options
             )
             assert [next(generator)[0] for _ in range(stop)] == expected[:stop]
             if by_limit:
@@ -268,9 +242,8 @@ def test_long_prompts_go_in_parts():
     prompt = ids(3, 1200)[0].tolist()
     expected = plain(model, prompt, 10)
     for step in (7, 512, 5000):
-        assert [
-            t for t, *_ in steps(model, prompt, ModelDraft(model), 4, 10, prefill_step_size=step)
-        ] == expected
+        got = steps(model, prompt, ModelDraft(model), 4, 10, prefill_step_size=step)
+        assert [t for t, *_ in got] == expected
 
 
 def test_a_lookup_proposes_half_of_what_matched():
@@ -361,47 +334,36 @@ def test_a_draft_that_fails_leaves_the_target_whole():
 
 
 def test_bad_input():
-    model, tokenizer = tiny()
-    small = build("qwen3_5_moe")
-    with pytest.raises(
-        ValueError,
-        match=f"vocabulary of 8192 tokens, got {V}. Draft and target must share a tokenizer",
+    model, small, window = tiny()[0], build("qwen3_5_moe"), build("qwen3_moe")
+    for words, draft, options in (
+        (f"vocabulary of 8192 tokens, got {V}. Draft and target must", ModelDraft(small), {}),
+        ("tokens must be non-zero", ModelDraft(model), dict(max_tokens=0)),
+        *(
+            ("num_draft_tokens: expected", ModelDraft(model), dict(num_draft_tokens=n))
+            for n in (-1, 1.5, "many")
+        ),
     ):
-        next(speculative_generate(model, tokenizer, "x", ModelDraft(small)))
-    with pytest.raises(ValueError, match="max_tokens: expected a number above 0"):
-        next(speculative_generate(model, tokenizer, "x", ModelDraft(model), max_tokens=0))
-    for n in (-1, 1.5, "many"):
-        with pytest.raises(ValueError, match="num_draft_tokens: expected"):
-            next(speculative_generate(model, tokenizer, "x", ModelDraft(model), num_draft_tokens=n))
-    with pytest.raises(ValueError, match="prompt: expected at least one token, got none"):
-        steps(small, [], Guess(repeat))
-    with pytest.raises(
-        ValueError, match="prompt_cache: expected 2 caches for the target, then the draft's; got 1"
+        with pytest.raises(ValueError, match=words):
+            next(speculative_generate(*tiny(), "x", draft, **options))
+    for words, target, prompt, cache in (
+        ("prompt: expected at least one token, got none", small, [], None),
+        ("expected 2 caches for the target, then .*got 1", small, PROMPT, small.make_cache()[:1]),
+        ("0 tokens cannot be rolled back.* without a draft", build("deepseek_v41"), PROMPT, None),
+        ("keep=4", window, PROMPT, make_prompt_cache(window, max_kv_size=16)),
     ):
-        steps(small, PROMPT, Guess(repeat), prompt_cache=make_prompt_cache(small)[:1])
-    refused = build("deepseek_v41")
-    with pytest.raises(
-        ValueError, match="LayerCache of 0 tokens cannot be rolled back.* Generate without a draft"
-    ):
-        steps(refused, PROMPT, Guess(repeat))
-    window = build("qwen3_moe")
-    with pytest.raises(ValueError, match="keep=4"):
-        steps(window, PROMPT, Guess(repeat), prompt_cache=make_prompt_cache(window, max_kv_size=16))
+        with pytest.raises(ValueError, match=words):
+            steps(target, prompt, Guess(repeat), prompt_cache=cache)
 
 
 def test_streamed_counters_are_consistent(tmp_path):
     path = families.write_checkpoint("qwen3_5_moe", tmp_path / "m", "affine4")
-    resident, _ = moelab.streaming.model.load_model(path, moelab.StreamConfig(mode="resident"))
-    with moelab.streaming.model.load_model(path, moelab.StreamConfig(mode="fused", slots=4))[
-        0
-    ] as model:
-        expected = plain(resident, PROMPT)
-        moelab.stats(model, reset=True)
+    resident, _ = load_model(path, moelab.StreamConfig(mode="resident"))
+    expected = plain(resident, PROMPT)
+    with load_model(path, moelab.StreamConfig(mode="fused", slots=4))[0] as model:
         got = steps(model, PROMPT, Guess(repeat), 4)
         assert [t for t, *_ in got] == expected
         counted = moelab.stats(model)
-        rounds = {r.number: r for *_, r in got}.values()
-        # every round reads `last` and its drafts; the prompt but its last token came before
-        assert counted.prefill.tokens + counted.decode.tokens == len(PROMPT) - 1 + sum(
-            1 + r.drafted for r in rounds
-        )
+        drafted = [r.drafted for r in {r.number: r for *_, r in got}.values()]
+        # Every round reads `last` and its drafts; the prompt but its last token came before.
+        read = len(PROMPT) - 1 + sum(1 + n for n in drafted)
+        assert counted.prefill.tokens + counted.decode.tokens == read

@@ -18,7 +18,7 @@ from ...replay.costs import Costs
 from ...replay.machine import typical_trace
 from ...replay.sizes import ModelSizes
 from ...streaming.plan import memory_for_a_model
-from ...streaming.residency.table import EVICTION
+from ...streaming.config import EVICTION
 from ...streaming.session import session_of
 from .. import machine
 from ..decode import decode, encode
