@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -44,11 +43,10 @@ WORK = (  # what a command calls to do its work
     (plan, "describe"), (synthesize, "synthesize"), (repack, "repack"),
 )  # fmt: skip
 LEAST = {  # the least that a command is called with
-    "generate": "M --prompt x", "cache-prompt": "M --prompt x --prompt-cache-file F", "chat": "M",
-    "serve": "M", "bench": "M --draft lookup --modes fused", "plan": "gpt-oss-20b",
-    "synthesize": "O", "repack": "M O",
+    "bench": "M --draft lookup --modes fused", "plan": "gpt-oss-20b", "synthesize": "O",
+    "repack": "M O",
 }  # fmt: skip
-ANY = ("stacked", "D", "3,5", "37", "4", "0.3", "F", "no", "prompt", '{"thinking": 1}')
+ANY = ("stacked", "D", "3,5", "37", "4", "0.3", "F", "no", "prompt")
 
 
 def nothing():
@@ -159,28 +157,18 @@ def test_only_the_module_of_the_command_is_imported():
         assert commands == modules and ("mlx.core" in imported) == bool(modules)
 
 
-def test_a_text_is_a_prompt_or_a_trace(calls, capsys):
-    got = run(capsys, "bench", "M", "--prompt", "a", "--feed", "t.npz")
-    assert got.code == 2 and not calls
-    assert "--feed: not allowed with argument --prompt" in got.err
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stream_option_that_a_mode_has_no_use_for(mode, calls, capsys):
-    for command in (
-        ["generate", "M", "--prompt", "x", "--mode", mode],
-        ["bench", "M", "--modes", mode],
-    ):
-        for name, value in STREAM.items():
-            calls.clear()
-            given = "--experts-top-k" if (name, command[0]) == ("--top-k", "generate") else name
-            got = run(capsys, *command, given, value)
-            if mode in BY_FLAG[name].modes:
-                assert got.code == 0 and value in repr(calls), (name, got)
-            else:
-                assert got.code in (1, 2) and not calls, (name, got)
-                assert name in got.err or name[2:].replace("-", "_") in got.err, got.err
-                assert mode in got.err, got.err
+    for name, value in STREAM.items():
+        calls.clear()
+        given = "--experts-top-k" if name == "--top-k" else name
+        got = run(capsys, "generate", "M", "--prompt", "x", "--mode", mode, given, value)
+        if mode in BY_FLAG[name].modes:
+            assert got.code == 0 and value in repr(calls[0][0][1]), (name, got)
+        else:
+            assert got.code in (1, 2) and not calls, (name, got)
+            assert name in got.err or name[2:].replace("-", "_") in got.err, got.err
+            assert mode in got.err, got.err
 
 
 def test_what_slots_auto_goes_by_needs_it(calls, capsys):
@@ -192,15 +180,13 @@ def test_what_slots_auto_goes_by_needs_it(calls, capsys):
         calls.clear()
 
 
-def test_a_stream_option_that_one_of_the_modes_has_a_use_for(calls, capsys):
-    run(capsys, "bench", "M", "--modes", "resident,serial,fused", "--slots", "9")
-    run(capsys, "bench", "M", "--modes", "fused/slots=20,fused", "--slots", "9")
+def test_a_stream_option_for_several_modes(calls, capsys):
+    """One of them must have a use for it."""
+    for modes in ("resident,serial,fused", "fused/slots=20,fused"):
+        assert run(capsys, "bench", "M", "--modes", modes, "--slots", "9").code == 0
     assert len(calls) == 2
-
-
-def test_a_stream_option_that_every_mode_sets_otherwise(calls, capsys):
     got = run(capsys, "bench", "M", "--modes", "fused/slots=20,stacked/slots=30", "--slots", "9")
-    assert got.code == 2 and not calls
+    assert got.code == 2 and len(calls) == 2
     assert "--slots" in got.err and "fused/slots=20" in got.err
 
 
@@ -224,22 +210,11 @@ def impossible():
     [
         *impossible(),
         "generate M --prompt x --max-tokens -5",
-        "generate M --prompt x --max-tokens many",
         "generate M --prompt x --mode warp",
-        "bench M --tokens 0",
-        "bench M --runs 1.5",
-        "bench M --limits 0",
         "bench M --lengths 2,4,2",
         "bench M --cold maybe",
-        "bench M --prompt-tokens 12,0",
         "bench M --draft lookup --lengths 2,x",
-        "bench-reads M --depth 4,4",
-        "plan M --ram 0",
         "plan M --ssd nan",
-        "plan M --bits 5",
-        "synthesize O --layers 0",
-        "synthesize O --seed -1",
-        "synthesize O --vocab 0",
         "synthesize O --like qwen9",
     ],
 )
@@ -249,26 +224,6 @@ def test_a_value_that_cannot_be(command, calls, capsys):
     assert (got.code, calls) == (2, [])
     assert name in got.err and (value in got.err or "," in value)
     assert "expected" in got.err or "choose from" in got.err
-
-
-@pytest.mark.parametrize(
-    "modes, words",
-    [
-        ("", "expected names"),
-        ("fused,fused", "'fused' is there twice"),
-        ("warp", "warp"),
-        ("fused/slots", "'slots'"),
-        ("fused/slots=x", "slots=x"),
-        ("fused/slots=0", "slots"),
-        ("fused/slots=8/slots=9", "slots is there twice"),
-        ("fused/mode=serial", "'mode=serial'"),
-        ("resident/slots=8", "slots"),
-    ],
-)
-def test_modes_that_cannot_be(modes, words, calls, capsys):
-    got = run(capsys, "bench", "M", "--modes", modes)
-    assert got.code == 1 and not calls
-    assert words in got.err
 
 
 def test_a_draft_that_is_none(model_path, tmp_path, capsys, monkeypatch):
@@ -297,7 +252,7 @@ def test_a_dash_reads_standard_input(calls, monkeypatch, capsys):
     assert run(capsys, "generate", "M", "--prompt", "-").code == 0
     stdin(monkeypatch, text.encode())
     assert run(capsys, "bench", "M", "--prompt", "-", "--prompt", "x").code == 0
-    assert calls[0][0][1] == text and calls[1][1]["prompts"] == [text, "x"]
+    assert calls[0][0][0].prompt == text and calls[1][1]["prompts"] == [text, "x"]
 
 
 @pytest.mark.parametrize(
@@ -353,7 +308,7 @@ def test_a_prompt_without_a_token(command, model_path, monkeypatch, capsys):
 # Files
 
 
-def test_an_unwritable_json_is_refused_before_any_work(calls, tmp_path, capsys):
+def test_an_unwritable_json_is_refused_before_any_work(calls, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     for path in ("file/r.json", "file/sub/r.json", "folder", "", "/dev/null", "/proc/r.json"):
@@ -362,11 +317,8 @@ def test_an_unwritable_json_is_refused_before_any_work(calls, tmp_path, capsys):
         assert "json" in got.err and path in got.err
     assert (tmp_path / "file").read_text() == "mine"
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"]
-
-
-def test_a_writable_json_is_not_made_before_the_work(calls, tmp_path, monkeypatch, capsys):
-    path, there = tmp_path / "a" / "b" / "r.json", []
-    monkeypatch.setattr(bench, "report", lambda _: there.extend(tmp_path.iterdir()) or "")
+    path, there = tmp_path / "a" / "b" / "r.json", []  # a writable one is not made before the work
+    monkeypatch.setattr(bench, "report", lambda _: there.extend(tmp_path.glob("a")) or "")
     assert run(capsys, "bench", "M", "--json", path).code == 0
     assert calls and not there and path.is_file()
 
@@ -374,10 +326,8 @@ def test_a_writable_json_is_not_made_before_the_work(calls, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     "command",
     [
-        ["check", ""], ["generate", "", "--prompt", "x"], ["bench", ""], ["plan", ""],
-        ["repack", "", "O"], ["repack", "M", ""], ["synthesize", ""],
-        ["synthesize", "O", "--tokenizer", ""], ["synthesize", "O", "--routing", ""],
-        ["bench", "M", "--draft", ""], ["bench", "M", "--packed", ""],
+        ["check", ""], ["generate", "", "--prompt", "x"], ["repack", "M", ""], ["synthesize", ""],
+        ["synthesize", "O", "--tokenizer", ""], ["bench", "M", "--draft", ""],
     ],
 )  # fmt: skip
 def test_an_empty_name_is_not_the_current_folder(command, calls, capsys):
@@ -390,44 +340,6 @@ def test_check_names_a_model_that_is_not_there(capsys, monkeypatch):
     for name in ("nowhere", __file__):
         got = run(capsys, "check", name)
         assert got.code == 1 and name in got.err and "folder" in got.err
-
-
-# What the commands pass on
-
-
-def test_limit_takes_every_prompt_in_turn(model_path, monkeypatch, capsys):
-    asked = []
-
-    def call_here(function, path, variant, prompt, *rest, what, nbytes):
-        asked.append((prompt, variant.config.mode, variant.config.top_k, nbytes))
-        return function(path, asdict(variant), prompt, *rest), done
-
-    done = limit.Limited(0, "", "", "none")
-    monkeypatch.setattr(limit, "call", call_here)
-    got = run(
-        capsys, "bench", model_path, "--limits", "900", "--modes", "fused", "--runs", "3",
-        "--tokens", "2", "--warmup", "1", "--prompt", "def a", "--prompt", "def b", "--top-k", "2",
-    )  # fmt: skip
-    assert got.code == 0, got.err
-    assert [prompt for prompt, *_ in asked[::2]] == ["def a", "def b", "def a"]
-    assert sorted(asked, key=str) == sorted(
-        (
-            (prompt, mode, 2, nbytes)
-            for prompt in ("def a", "def b", "def a")
-            for mode, nbytes in (("resident", None), ("fused", 900_000_000))
-        ),
-        key=str,
-    )
-
-
-def test_an_error_in_a_process_with_a_limit_is_one_line(model_path, monkeypatch, capsys):
-    def run_here(argv, *_):
-        done = subprocess.run(argv, capture_output=True, text=True)
-        return limit.Limited(done.returncode, done.stdout, done.stderr, "none")
-
-    monkeypatch.setattr(limit, "run", run_here)
-    got = run(capsys, "bench", model_path, "--limits", "900", "--modes", "fused", "--slots", "1")
-    assert got.code == 1 and "slots" in got.err and "at least" in got.err
 
 
 def without_tokenizer(path):
@@ -586,14 +498,6 @@ def test_an_option_is_written_in_full(calls, capsys):
     """``--mode`` would be taken for ``--modes`` by argparse."""
     got = run(capsys, "bench", "M", "--mode", "fused")
     assert got.code == 2 and "--mode" in got.err and not calls
-
-
-def test_writable_leaves_nothing(tmp_path):
-    records.check_writable(tmp_path / "new" / "r.json")
-    (tmp_path / "r.json").write_text("old")
-    records.check_writable(tmp_path / "r.json")
-    assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
-    assert (tmp_path / "r.json").read_text() == "old"
 
 
 def test_a_folder_with_brackets(tokenizer, tmp_path, capsys):

@@ -280,22 +280,11 @@ def replaced(name, change):
     return lambda arrays, about: ({**arrays, name: change(arrays[name])}, about)
 
 
-def called(place, name):
-    return lambda arrays, about: (arrays, {**about, f"1.{place}": name})
-
-
 CHANGES = {  # of a file's arrays and metadata; of tiny-moe's layers, 0 has a state, 7 keys, values
-    "a class that is not there": called(7, "NoCache"),
-    "the class of a state": called(7, "ArraysCache"),
+    "another class": lambda arrays, about: (arrays, {**about, "1.7": "ArraysCache"}),
     "no keys": lambda arrays, about: ({n: a for n, a in arrays.items() if n != "7.0"}, about),
-    "a layer too many": lambda arrays, about: (
-        {**arrays, **{f"8.{i}": arrays[f"7.{i}"] for i in range(3)}},
-        {**about, "1.8": "KVCache", "2.15.0": "8.2", "2.15.1": "scalar"},
-    ),
     "smaller heads": replaced("7.0", lambda a: a[..., :-1]),
-    "keys that are whole numbers": replaced("7.0", lambda a: a.astype(mx.int32)),
     "too many tokens": replaced("7.2", lambda a: a + 1000),
-    "other tokens than the others": replaced("7.2", lambda a: a - 1),
     "a smaller state": replaced("0.0.1", lambda a: a[:, :-1]),  # the kernels would read beyond it
     "other numbers": replaced("0.0.1", lambda a: -a),
 }
@@ -304,17 +293,18 @@ CHANGES = {  # of a file's arrays and metadata; of tiny-moe's layers, 0 has a st
 @pytest.fixture(scope="module")
 def cached(tmp_path_factory):
     """The arrays and the metadata of a prompt cache file."""
-    file = tmp_path_factory.mktemp("cached") / "p.safetensors"
-    config = moelab.StreamConfig(slots=16)
-    cache_prompt_command.cache_prompt(MODEL, PROMPT[:-10], file, config)
-    return mx.load(str(file), return_metadata=True)
+    file = str(tmp_path_factory.mktemp("cached") / "p.safetensors")
+    main(
+        ["cache-prompt", str(MODEL), *SLOTS, "--prompt", PROMPT[:-10], "--prompt-cache-file", file]
+    )
+    return mx.load(file, return_metadata=True)
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_prompt_cache_that_is_damaged(change, cached, command, tmp_path):
-    """With its checksum, or by the shapes that the model's caches have. One error names the file.
+    """With its checksum, or by the sizes that the model's caches have. One error names the file.
 
-    Other numbers of the right shapes in a file without a checksum are used, which stderr says.
+    Other numbers of the right sizes in a file without a checksum are used, which stderr says.
     """
     arrays, about = CHANGES[change](*cached)
     file = tmp_path / "p.safetensors"
@@ -329,18 +319,13 @@ def test_a_prompt_cache_that_is_damaged(change, cached, command, tmp_path):
 
 
 def test_bytes_of_a_prompt_cache_that_changed(cached, tmp_path, capsys):
-    arrays, about = cached
     file, options = tmp_path / "p.safetensors", (moelab.StreamConfig(slots=16), KVCacheOptions())
-    for checked in (True, False):
-        about = about if checked else {n: t for n, t in about.items() if n != "0.checksum"}
-        mx.save_safetensors(str(file), arrays, about)
-        assert len(open_prompt_cache(file, MODEL, *options)[0]) == 8
-        assert ("damage to its numbers would not be noticed" in capsys.readouterr().err) != checked
     mx.save_safetensors(str(file), *cached)
+    assert len(open_prompt_cache(file, MODEL, *options)[0]) == 8
     content = file.read_bytes()
-    for at in range(8 + int.from_bytes(content[:8], "little"), len(content), len(content) // 20):
+    for at in range(8 + int.from_bytes(content[:8], "little"), len(content), len(content) // 9):
         file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        with pytest.raises(ValueError, match=f"{file}: .*the file is damaged. Make it again"):
+        with pytest.raises(ValueError, match=f"{file}: .*the file is damaged.*Make it again"):
             open_prompt_cache(file, MODEL, *options)
     file.write_bytes(content[:-1])
     with pytest.raises(ValueError, match=f"{file}: .*not fully covered.*[Mm]ake it again"):
@@ -406,7 +391,7 @@ def test_a_prompt_cache_that_is_quantized(command, capsys, monkeypatch, tmp_path
         (["--seed", "-1"], "--seed"),
         (["--seed", str(2**64)], "--seed"),
         (["--num-draft-tokens", "x"], "--num-draft-tokens"),
-        (["--sampling-top-k", "8192", "--temp", "1"], "top_k"),
+        (["--sampling-top-k", "8192", "--temp", "1"], "sampling_top_k"),
         (["--min-tokens-to-keep", "9000", "--min-p", "0.1", "--temp", "1"], "min_tokens_to_keep"),
         (["--kv-bits", "7"], "--kv-bits"),
         (["--kv-bits", "4", "--kv-group-size", "128"], "kv_group_size=128: mlx-lm cannot quantize"),
@@ -563,20 +548,11 @@ def test_the_template_of_tiny_moe():
 
 @pytest.mark.parametrize(
     "name, value",
-    [
-        ("max_tokens", -2),
-        ("max_tokens", 2.5),
-        ("max_tokens", None),
-        ("prefill_step_size", 0),
-        ("prefill_step_size", -1),
-        ("prefill_step_size", "8"),
-    ],
-)
+    [("max_tokens", -2), ("max_tokens", 2.5), ("max_tokens", None), ("prefill_step_size", 0),
+     ("prefill_step_size", "8")],
+)  # fmt: skip
 def test_numbers_with_which_a_text_would_not_end(name, value, in_time):
     """mlx-lm takes a number below 0 for no limit, and documents -1."""
-    path, given = DATA / "models" / "tiny-moe", {name: value}
-    with pytest.raises(ValueError, match=f"{name}: expected .* got {value!r}"):
-        generate.generate(path, "x", out=io.StringIO(), **given)
-    model, tokenizer = moelab.load(path)
+    model, tokenizer = moelab.load(MODEL)
     with model, pytest.raises(ValueError, match=f"{name}: expected .* got {value!r}"):
-        list(moelab.speculative_generate(model, tokenizer, "def f", LookupDraft(), **given))
+        list(moelab.speculative_generate(model, tokenizer, "def", LookupDraft(), **{name: value}))

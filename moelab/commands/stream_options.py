@@ -5,7 +5,10 @@ import dataclasses
 import os
 import sys
 
+import mlx.nn as nn
+
 from ..streaming.config import OPTIONS, StreamConfig
+from ..streaming.session import session_of
 from .argument_types import at_least, nbytes, not_empty, or_auto
 from .arguments import flag
 
@@ -104,6 +107,13 @@ def streaming_given(args: argparse.Namespace) -> StreamConfig:
         file=sys.stderr,
     )
     return config
+
+
+def say_plan(model: nn.Module) -> None:
+    """Say on stderr how many slots were chosen and why, if they were; of ranks, only 0 does."""
+    session = session_of(model)
+    if (plan := session.plan) and not (session.ranks and session.ranks.rank):
+        print(f"moelab: {plan}", file=sys.stderr)
 
 
 def mode_given(args: argparse.Namespace) -> StreamConfig:

@@ -1,9 +1,10 @@
 """Timing, bench and generate: what they compute and keep. Nothing here asserts a speed."""
 
-import io
 import json
 import math
 import shutil
+import subprocess
+from dataclasses import asdict
 
 import mlx.core as mx
 import mlx_lm
@@ -13,9 +14,8 @@ from needs import needs_kernels
 
 from moelab import StreamConfig, load, record, stats
 from moelab.__main__ import main
-from moelab.commands import generate
 from moelab.commands.stream_options import parse_modes
-from moelab.lab import records
+from moelab.lab import limit, records
 from moelab.lab.decode import decode
 from moelab.lab.experiments import bench, reads
 from moelab.lab.texts import PROMPTS
@@ -48,6 +48,10 @@ def test_parse_modes():
         ("fused/slot=3", "expected FIELD=VALUE"),
         ("fused/slots", "expected FIELD=VALUE"),
         ("fused/slots=x", "whole number"),
+        ("fused/slots=8/slots=9", "slots is there twice"),
+        ("fused/mode=serial", "'mode=serial'"),
+        ("fused,fused", "'fused' is there twice"),
+        ("resident/slots=8", "slots in 'resident/slots=8' has no effect"),
         ("warp", "got 'warp'"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -228,12 +232,12 @@ def test_generate(model_path, capsys):
     assert out.startswith("def f") and "tok/s, 5 tokens" in out and "hit rate" in out
 
 
-def test_generate_writes_the_same_text_in_every_mode(model_path):
-    texts = []
+def test_generate_writes_the_same_text_in_every_mode(model_path, capsys):
+    argv, texts = ["generate", str(model_path), "-p", "def f(x):", "-m", "12"], []
     for mode in ("resident", "serial", "buffers", "stacked", "fused"):
-        out = io.StringIO()
-        generate.generate(model_path, "def f(x):", StreamConfig(mode=mode, slots=8), 12, out)
-        texts.append(out.getvalue().rpartition("\n\n[")[0])
+        slots = ["--slots", "8"] if mode in ("stacked", "fused") else []
+        assert main([*argv, "--mode", mode, *slots]) == 0
+        texts.append(capsys.readouterr().out.rpartition("\n\n[")[0])
     assert len(set(texts)) == 1
 
 
@@ -274,6 +278,41 @@ def test_errors_are_one_line(model_path, arguments, message, capsys):
     code = main([str(model_path) if a == "MODEL" else a for a in arguments])
     err = capsys.readouterr().err
     assert code == 1 and err.startswith("moelab: ") and message in err and "Traceback" not in err
+
+
+def test_limit_takes_every_prompt_in_turn(model_path, monkeypatch):
+    asked = []
+
+    def call_here(function, path, variant, prompt, *rest, what, nbytes):
+        asked.append((prompt, variant.config.mode, variant.config.top_k, nbytes))
+        return function(path, asdict(variant), prompt, *rest), done
+
+    done = limit.Limited(0, "", "", "none")
+    monkeypatch.setattr(limit, "call", call_here)
+    argv = ["bench", str(model_path), "--limits", "900", "--modes", "fused", "--runs", "3"]
+    argv += ["--prompt", "def a", "--prompt", "def b", "--top-k", "2"]
+    assert main([*argv, "--tokens", "2", "--warmup", "1"]) == 0
+    assert [prompt for prompt, *_ in asked[::2]] == ["def a", "def b", "def a"]
+    assert sorted(asked, key=str) == sorted(
+        (
+            (prompt, mode, 2, nbytes)
+            for prompt in ("def a", "def b", "def a")
+            for mode, nbytes in (("resident", None), ("fused", 900_000_000))
+        ),
+        key=str,
+    )
+
+
+def test_an_error_in_a_process_with_a_limit_is_one_line(model_path, monkeypatch, capsys):
+    def run_here(argv, *_):
+        done = subprocess.run(argv, capture_output=True, text=True)
+        return limit.Limited(done.returncode, done.stdout, done.stderr, "none")
+
+    monkeypatch.setattr(limit, "run", run_here)
+    argv = ["bench", str(model_path), "--limits", "900", "--modes", "fused", "--slots", "1"]
+    assert main(argv) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" not in err and "slots" in err and "at least" in err
 
 
 def test_a_cold_prompt_beside_its_bound():
