@@ -7,12 +7,14 @@ import json
 import re
 import shutil
 import sys
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import families
 import mlx.core as mx
 import mlx_lm
 import pytest
-from mlx_lm import cache_prompt
+from mlx_lm import cache_prompt, server
 from mlx_lm import chat as mlx_lm_chat
 from small import small
 
@@ -20,7 +22,7 @@ import moelab
 from moelab import DATA, synthesize
 from moelab.__main__ import main
 from moelab.commands import cache_prompt as cache_prompt_command
-from moelab.commands import chat, generate
+from moelab.commands import chat, generate, serve
 from moelab.commands.kv_cache import KVCacheOptions, open_prompt_cache
 from moelab.prompt import Template
 from moelab.speculation.drafts import LookupDraft
@@ -157,39 +159,38 @@ def test_the_plan_is_told_on_stderr(capsys):
     assert "slots=" not in out and err.count("slots=") == 1 and "available" in err
 
 
-def flags(add):
-    """The options of a command, by name."""
-    parser = argparse.ArgumentParser()
-    add(parser)
-    return parser._option_string_actions
+def servers_parser():
+    """The parser of mlx-lm's server, which makes it in ``main``."""
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(StopIteration) as stop:
+        made = argparse.ArgumentParser()
+        made.parse_args = Mock(side_effect=StopIteration(made))
+        patched.setattr(server, "argparse", SimpleNamespace(ArgumentParser=lambda **_: made))
+        server.main()
+    return stop.value.value
 
 
 @pytest.mark.parametrize(
-    "ours, theirs, refused, others",
+    "ours, theirs, others",
     [
-        (
-            generate,
-            MLX_LM_GENERATE,
-            {"--image", "--quantize-activations", "-qa", "--use-default-chat-template"},
-            {"--prompt", "-p", "--max-tokens", "-m", "--chat-template-config", "--num-draft-tokens",
-             "--top-k"},
-        ),
-        (chat, mlx_lm_chat, {"--pipeline"}, set()),
-        (cache_prompt_command, cache_prompt, set(), {"--model"}),
+        (generate, MLX_LM_GENERATE.setup_arg_parser,
+         {"--prompt", "-p", "--max-tokens", "-m", "--chat-template-config", "--num-draft-tokens",
+          "--top-k", "--image", "--quantize-activations", "-qa", "--use-default-chat-template"}),
+        (chat, mlx_lm_chat.setup_arg_parser, {"--pipeline"}),
+        (cache_prompt_command, cache_prompt.setup_arg_parser, set()),
+        (serve, servers_parser,
+         {"--num-draft-tokens", "--top-k", "--pipeline", "--allowed-origins",
+          "--chat-template-args"}),
     ],
 )  # fmt: skip
-def test_the_flags_are_those_of_mlx_lm(ours, theirs, refused, others, capsys):
+def test_the_flags_are_those_of_mlx_lm(ours, theirs, others):
     """All that its command has, with its defaults, but where the two mean different things."""
-    found, wanted = flags(ours.add_arguments), theirs.setup_arg_parser()._option_string_actions
+    parser = argparse.ArgumentParser()
+    ours.add_arguments(parser)
+    found, wanted = parser._option_string_actions, theirs()._option_string_actions
     assert set(wanted) - set(found) == {"--model"}  # MODEL here
-    for name in set(wanted) - {"--model", "-h", "--help"}:
-        if name in refused:
-            assert type(found[name]).__name__ == "Refuse"
-        elif name not in others:
-            assert (found[name].dest, found[name].default) == (
-                wanted[name].dest,
-                wanted[name].default,
-            )
+    for name in set(wanted) - {"--model", "-h", "--help", *others}:
+        got, action = found[name], wanted[name]
+        assert (got.dest, got.default) == (action.dest, action.default), name
 
 
 @pytest.mark.parametrize(

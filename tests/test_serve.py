@@ -1,6 +1,5 @@
 """python -m moelab serve: mlx-lm's server on a streamed model, used as an agent would."""
 
-import argparse
 import copy
 import json
 import os
@@ -380,50 +379,40 @@ def test_a_text_whose_tokens_do_not_fit_in_memory(tmp_path, texts):
 
 def attack(url, rng):
     """Send one request of a hostile client, whole, damaged or in half; the status, if one came."""
-    where, timeout_s = urlsplit(url), 60
+    where, field = urlsplit(url), rng.choice(list(BAD))
     asked = {"prompt": "def f(x):", "max_tokens": rng.randint(1, 8), "stream": rng.random() < 0.3}
-    if rng.random() < 0.5:
-        field = rng.choice(list(BAD))
-        asked[field] = rng.choice(BAD[field])
-    data = bytearray(request_bytes("/v1/completions", **asked))
-    kind = rng.choice(["whole", "whole", "damaged", "half", "gone", "origin", "long"])
-    if kind == "damaged":
-        data[rng.randrange(data.index(b"\r\n") + 2, len(data))] = rng.choice(b'{}[]",:0\xff\0')
-    elif kind == "half":
-        data, timeout_s = data[: rng.randrange(len(data))], 0.2
-    elif kind == "origin":
-        data = data.replace(b"\r\n", b"\r\nOrigin: http://a.org\r\n", 1)
+    asked |= {field: rng.choice(BAD[field])} if rng.random() < 0.5 else {}
+    data, kind = (
+        request_bytes("/v1/completions", **asked),
+        rng.choice(["", "", "cut", "gone", "long"]),
+    )
+    if kind == "cut":
+        data = data[: rng.randrange(len(data))]
     elif kind == "long":
         data = data.replace(b"Content-Length: ", b"Content-Length: 9999999", 1)
-    with socket.create_connection((where.hostname, where.port), timeout=timeout_s) as connection:
+    with socket.create_connection((where.hostname, where.port), timeout=60) as connection:
         connection.sendall(data)
         if kind == "gone":
             return None
-        connection.shutdown(socket.SHUT_WR) if kind in ("damaged", "long") else None
-        answer = b""
-        with suppress(TimeoutError if kind == "half" else ()):
-            while more := connection.recv(1 << 16):
-                answer += more
-    assert kind == "half" or answer or kind == "damaged", (kind, data)
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.makefile("rb").read()
     assert b'data: {"error' not in answer or b"memory is short" in answer, (data, answer)
     return int(answer.split()[1]) if answer else None
 
 
 @pytest.mark.parametrize("draft", [True, False])
-def test_a_hostile_crowd(draft, tmp_path):
+def test_a_hostile_crowd(draft, tmp_path, texts):
     """Four hostile clients, and two whose text must be right or refused. The server has a draft and
     a memory limit that moves, or batches and no limit. MOELAB_CROWD_S=3600 makes it an hour.
 
     The limit stays 80 MB above the memory in use: a layer of the longest prompt takes up to 45 MB,
     and the server cannot look at the memory meanwhile."""
     seconds, low, high, spare = float(os.environ.get("MOELAB_CROWD_S", 10)), 190, 400, 80
-    rng, statuses, good, refused = random.Random(0), Counter(), [], []
+    rng, statuses, asked = random.Random(0), Counter(), list(zip(PROMPTS, texts))
     with moelab.load(MODEL, moelab.StreamConfig(slots=16))[0] as model:
         tokenizer = mlx_lm.utils.load_tokenizer(MODEL)
-        files = sorted(MODEL.glob("heldout/*.py"), key=lambda path: path.stat().st_size)
-        ids = [tokenizer.encode(path.read_text()) for path in files[-2:]]
-        prompts = [tokenizer.decode(i[:n]) for i in ids for n in (60, 300, 928)]
-        asked = [(p, mlx_lm.generate(model, tokenizer, p, max_tokens=TOKENS)) for p in prompts]
+        long = tokenizer.decode(tokenizer.encode(max(MODEL.glob("heldout/*.py")).read_text())[:928])
+        asked += [(long, mlx_lm.generate(model, tokenizer, long, max_tokens=TOKENS))]
     options, limit_nbytes = SLOTS, None
     if draft:
         options = ("--context", "2048", "--draft", str(DATA / "models/tiny-dflash"))
@@ -439,17 +428,16 @@ def test_a_hostile_crowd(draft, tmp_path):
         while time.monotonic() < end:
             statuses[attack(server.url, attacks)] += 1
 
-    def ask(prompt, text):
+    def ask(prompt, text, *may_be):
         body = {"prompt": prompt, "max_tokens": TOKENS}
         status, answer = server.post("/completions", body)
-        assert status in (200, 503), answer
-        (good if status == 200 else refused).append(prompt)
-        assert status == 503 or answer["choices"][0]["text"] == text
+        assert status in (200, *may_be), answer
+        assert status != 200 or answer["choices"][0]["text"] == text
 
     def polite(seed):
         asks = random.Random(seed)
         while time.monotonic() < end:
-            ask(*asks.choice(asked))
+            ask(*asks.choice(asked), 503)
 
     with server, ThreadPoolExecutor(6) as threads:
         work = [threads.submit(hostile, seed) for seed in range(4)]
@@ -467,14 +455,11 @@ def test_a_hostile_crowd(draft, tmp_path):
         assert server.process.poll() is None, server.said()[-2000:]
         for done in work:
             done.result()
-        print(f"{len(good)} good, {len(refused)} refused, {statuses}, {rss} MB")
         if server.limit.group:
             server.limit.move(limit_nbytes)
-        done = len(good)
         for prompt, text in asked:
             ask(prompt, text)
-        assert len(good) == done + len(asked)
-        assert {200, 400, 403, 413} <= set(statuses)
+        assert {200, 400, 413} <= set(statuses)
         assert {status // 100 for status in set(statuses) - {None, 503}} == {2, 4}
         assert server.interrupt() == 0 and "Traceback" not in server.said()
 
@@ -498,29 +483,24 @@ def listening(allowed=()):
 
 
 @pytest.mark.parametrize(
-    "allowed, origin, is_allowed, shown",
+    "allowed, origin, status, shown",
     [
-        ([], None, True, None),
-        ([], "http://127.0.0.1:8888", False, None),
-        ([], "null", False, None),
-        (["http://a.org"], "http://a.org", True, "http://a.org"),
-        (["http://a.org"], "http://b.org", False, None),
-        (["*"], "http://b.org", True, "*"),
+        ([], None, 404, None),
+        ([], "null", 403, None),
+        (["http://a.org"], "http://a.org", 404, "http://a.org"),
+        (["http://a.org"], "http://b.org", 403, None),
+        (["*"], "http://b.org", 404, "*"),
     ],
 )
-def test_web_pages_may_ask_if_allowed(allowed, origin, is_allowed, shown):
+def test_web_pages_may_ask_if_allowed(allowed, origin, status, shown):
     """Nothing is computed for others, and they may not read any answer."""
+    headers = {"Origin": origin} if origin else {}
     with listening(allowed) as url:
-        for method, known in (("GET", 200), ("OPTIONS", 204), ("POST", 404)):
-            headers, body = {"Origin": origin} if origin else {}, b"x" * 2_000_000
-            body = body if method == "POST" else None
-            asked = urllib.request.Request(url, body, headers, method=method)
-            try:
-                with urllib.request.urlopen(asked, timeout=30) as answer:
-                    got = answer.status, answer.headers["Access-Control-Allow-Origin"]
-            except urllib.error.HTTPError as error:
-                got = error.code, error.headers["Access-Control-Allow-Origin"]
-            assert got == (known if is_allowed or method != "POST" else 403, shown)
+        asked = urllib.request.Request(url, b"x" * 2_000_000, headers)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(asked, timeout=30)
+    error = refused.value
+    assert (error.code, error.headers["Access-Control-Allow-Origin"]) == (status, shown)
 
 
 def test_a_client_that_is_silent(monkeypatch):
@@ -597,72 +577,44 @@ def test_a_read_that_fails(tmp_path, random_tiny_moe):
         assert "Traceback" not in server.said()
 
 
-def test_the_flags_are_those_of_mlx_lm(monkeypatch):
-    """All that its server has, with its defaults, but where the two mean different things."""
-    found = {}
-
-    class Parser(argparse.ArgumentParser):
-        def parse_args(self, *_):
-            raise StopIteration
-
-        def add_argument(self, *names, **options):
-            action = super().add_argument(*names, **options)
-            found.update({name: action for name in names})
-            return action
-
-    monkeypatch.setattr(mlx_lm.server, "argparse", SimpleNamespace(ArgumentParser=Parser))
-    with pytest.raises(StopIteration):
-        mlx_lm.server.main()
-    theirs, found = found, {}
-    serve.add_arguments(Parser())
-    assert set(theirs) - set(found) == {"--model"}  # MODEL here
-    for name in set(theirs) & set(found) - {
-        *("--num-draft-tokens", "--top-k", "--pipeline", "--allowed-origins")
-    }:
-        default = theirs[name].default
-        default = json.loads(default) if name == "--chat-template-args" else default
-        assert (found[name].dest, found[name].default) == (theirs[name].dest, default), name
-    assert theirs["--top-k"].default == found["--sampling-top-k"].default
-
-
 @pytest.mark.parametrize(
     "options, words",
     [
         (["no/such/model"], "no/such/model: expected a model folder"),
-        ([MODEL, "--draft", "no/such"], "draft 'no/such'"),
         ([MODEL, "--draft", DATA / "models"], "config.json"),
         ([MODEL, "--host", "no.such.host.invalid"], "--host no.such.host.invalid"),
         ([MODEL, "--slots", "3"], "slots"),
         ([MODEL, "--adapter-path", "no/such"], "no/such"),
         ([MODEL, "--kv-bits", "4", "--kv-group-size", "128"], "kv_group_size=128: mlx-lm cannot"),
+        ([MODEL, "--pipeline"], "--pipeline: several machines divide the experts"),
+        ([MODEL, "--prompt-cache-bytes", "much"], "--prompt-cache-bytes"),
+        ([MODEL, "--chat-template-args", "[1]"], "--chat-template-args"),
         ([MODEL, "--use-default-chat-template", "--slots", "8"], None),  # it has one
     ],
 )
-def test_a_server_that_cannot_start(options, words, tmp_path, monkeypatch, capsys):
+def test_a_server_that_cannot_start(options, words, monkeypatch, capsys):
     monkeypatch.setattr(serve.Server, "serve_forever", lambda self: None)
-    code = main(["serve", *map(str, options), "--port", "0"])
+    try:
+        code = main(["serve", "--port", "0", *map(str, options)])
+    except SystemExit as stop:
+        code = stop.code
     err = capsys.readouterr().err
-    assert code == (1 if words else 0) and (words or "answers") in err and "Traceback" not in err
+    assert bool(code) == bool(words) and (words or "answers") in err and "Traceback" not in err
 
 
 @pytest.fixture
 def started(monkeypatch):
-    """Starts the command, which ends before it answers; its exit status and what would answer."""
+    """Starts the command, which ends before it answers: its status, arguments, kept prompts."""
     seen = []
     monkeypatch.setattr(serve.Server, "answer", lambda self, made: seen.append(made))
 
     def start(*options):
         code = main(["serve", str(MODEL), "--port", "0", *options])
-        generator = seen.pop() if seen else None
-        if generator:
-            prompts = generator.prompt_cache
-            generator.stop_and_join()
-            return (
-                code,
-                generator.cli_args,
-                (prompts.max_size, prompts.max_bytes, prompts.free_nbytes),
-            )
-        return code, None, None
+        if code:
+            return code, None, None
+        kept = seen[-1].prompt_cache
+        seen[-1].stop_and_join()
+        return code, seen[-1].cli_args, (kept.max_size, kept.max_bytes, kept.free_nbytes)
 
     return start
 
@@ -761,24 +713,6 @@ def test_a_port_that_is_taken(capsys):
         port = str(taken.getsockname()[1])
         assert main(["serve", str(MODEL), "--port", port]) == 1
     assert f"--port {port}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (["--pipeline"], "--pipeline: several machines divide the experts"),
-        (["--top-k", "5"], "--sampling-top-k"),
-        (["--port", "70000"], "--port"),
-        (["--num-draft-tokens", "-1"], "--num-draft-tokens"),
-        (["--prompt-cache-bytes", "much"], "--prompt-cache-bytes"),
-        (["--chat-template-args", "[1]"], "--chat-template-args"),
-        (["--draft", "lookup", "--draft-model", "D"], "is there twice"),
-    ],
-)
-def test_a_wrong_command_line(options, words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["serve", "M", *options])
-    assert stop.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
 
 
 # Ends

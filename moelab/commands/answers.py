@@ -20,7 +20,8 @@ import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import mlx.core as mx
@@ -199,8 +200,8 @@ class Generator(server.ResponseGenerator):
 
     def __init__(self, provider: Provider, prompts: Prompts):
         self._begun = weakref.WeakSet()  # queues of the requests that were begun
-        # Of a request that is served alone, not in a batch: (tokens, segments, types), context.
-        self._prompt = self._context = None
+        # Of a request that is served alone, not in a batch: its tokens, and where a state is kept.
+        self._prompt, self._ends, self._context = [], [], None
         self._ranks, self._stopping, self._error = provider.ranks, False, None
         super().__init__(provider, prompts)
 
@@ -291,12 +292,18 @@ class Generator(server.ResponseGenerator):
     def _tokenize(self, tokenizer, request, args):
         read = getattr(request, "read", None) or self._read(tokenizer, request, args)
         prompt, segments, types, state, vision = read
-        self._prompt = prompt, [], []
+        self._prompt, self._ends = prompt, []
         if vision is None and self.model_provider.has_states:
+            # mlx-lm keeps the state after each segment. One more ends where an earlier prompt goes
+            # on otherwise; it has the type of a system prompt, since it begins several prompts.
+            ends = dict(zip(accumulate(map(len, segments)), types))
             shared = self.prompt_cache.parts_at(self.model_provider.model_key, prompt)
-            segments, types = _cut(segments, types, shared)
-            self._prompt = prompt, segments, types
-        return prompt, list(segments), list(types), state, vision
+            if shared >= MIN_SHARED:
+                ends.setdefault(shared, "system")
+            self._ends = sorted(ends.items())
+            segments = [prompt[a:b] for a, b in pairwise([0, *sorted(ends)])]
+            types = [kind for _, kind in self._ends]
+        return prompt, segments, types, state, vision
 
     def _serve_single(self, request, stream):
         # Call mlx-lm's method with our own functions in place of two that it uses.
@@ -309,8 +316,11 @@ class Generator(server.ResponseGenerator):
             session_of(self.model_provider.model).check_ranks()
 
     def _begin(self, **fields):
-        self._context = (_SharedContext if self._ranks else server.GenerationContext)(**fields)
-        return self._context
+        self._context = context = server.GenerationContext(**fields)
+        context.gone = False
+        if self._ranks:  # which must all end the answer at the same token: in ``_check``
+            context.stop = partial(setattr, context, "gone", True)
+        return context
 
     def _answer(
         self, prompt, draft_model, num_draft_tokens, input_embeddings, logits_processors, **given
@@ -319,7 +329,7 @@ class Generator(server.ResponseGenerator):
 
         A hybrid's state after each segment of the prompt is kept, as in mlx-lm's batches.
         """
-        provider, (whole, segments, types) = self.model_provider, self._prompt
+        provider, whole = self.model_provider, self._prompt
         begin = read = len(whole) - len(prompt)
         told = given.pop("prompt_progress_callback")
         writing = {name: given.pop(name) for name in ("tokenizer", "max_tokens", "sampler")}
@@ -334,7 +344,7 @@ class Generator(server.ResponseGenerator):
             step, generate = speculative_generate_step, speculative_generate
             number = shared_policy(provider.model, draft_model, num_draft_tokens)
             given |= {"draft": draft_model, "num_draft_tokens": number}
-        for end, kind in zip(accumulate(map(len, segments)), types):
+        for end, kind in self._ends:
             end = min(end, len(whole) - 1)
             if end > read:
                 for _ in step(mx.array(whole[read:end]), max_tokens=0, **given):
@@ -361,29 +371,6 @@ class Generator(server.ResponseGenerator):
                 raise ConnectionAbortedError("the client has gone")
         if self._stop:
             raise RuntimeError("the server was stopped")
-
-
-class _SharedContext(server.GenerationContext):
-    """The context of an answer that all ranks must end at the same token: ``_check`` ends it."""
-
-    gone = False
-
-    def stop(self) -> None:
-        self.gone = True
-
-
-def _cut(segments, types, at):
-    """Cut the segment that token ``at`` is in, so that the state there is kept for later prompts.
-
-    The part before gets the type of a system prompt, since it begins several prompts.
-    """
-    begins = accumulate(map(len, segments), initial=0)
-    for i, (begin, segment) in enumerate(zip(begins, segments)):
-        if at >= MIN_SHARED and begin < at < begin + len(segment):
-            pieces = [segment[: at - begin], segment[at - begin :]]
-            segments = [*segments[:i], *pieces, *segments[i + 1 :]]
-            return segments, [*types[:i], "system", *types[i:]]
-    return segments, types
 
 
 def _after(before, processor):

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from ..streaming.config import OPTIONS, StreamConfig
 from ..streaming.session import session_of
 from .argument_types import at_least, nbytes, not_empty, or_auto
-from .arguments import flag
+from .arguments import add_refused, flag
 
 MEASURED_SLOTS = 16  # for commands that measure: slots="auto" would depend on the machine
 STREAM_OPTIONS = {name: option for name, option in OPTIONS.items() if option.command}
@@ -48,7 +48,9 @@ def add_stream_options(
     """
     parser.set_defaults(default_slots=slots)
     if sampling:
-        parser.add_argument("--top-k", nargs="?", action=_TwoMeanings, help=argparse.SUPPRESS)
+        why = "it has two meanings here: --sampling-top-k is mlx-lm's (the most likely tokens that "
+        why += "sampling keeps), --experts-top-k are experts per token"
+        add_refused(parser, why, "--top-k")
     group = parser.add_argument_group("how experts are streamed")
     for name, option in STREAM_OPTIONS.items():
         if option.for_auto and slots != "auto":
@@ -73,26 +75,20 @@ def _type(option):
     return str if option.choices else not_empty
 
 
-class _TwoMeanings(argparse.Action):
-    """An action that refuses ``--top-k``, since it could mean tokens or experts."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        parser.error(
-            "--top-k has two meanings here: expected --sampling-top-k (mlx-lm's --top-k: the most "
-            "likely tokens that sampling keeps) or --experts-top-k (experts per token)"
-        )
-
-
 def streaming_given(args: argparse.Namespace) -> StreamConfig:
     """``mode_given``, where SwiftLM's environment variables are defaults; stderr names them."""
-    names = [name for option in OPTIONS.values() for name in option.environment]
-    found = {name: os.environ[name] for name in names if name in os.environ}
+    found = {
+        name: os.environ[name]
+        for option in OPTIONS.values()
+        for name in option.environment
+        if name in os.environ
+    }
     if not found:
         return mode_given(args)
-    chosen = found.keys().isdisjoint(OPTIONS["mode"].environment)
-    chosen = chosen or "mode" in getattr(args, "given", ())
-    config = StreamConfig.from_env(**({"mode": args.mode} if chosen else {}))
-    args.mode = config.mode
+    says_mode = not found.keys().isdisjoint(OPTIONS["mode"].environment)
+    if says_mode and "mode" not in getattr(args, "given", ()):
+        args.mode = StreamConfig.from_env().mode
+    config = StreamConfig.from_env(mode=args.mode)
     for field, option in STREAM_OPTIONS.items():
         is_set = not found.keys().isdisjoint(option.environment)
         if is_set and getattr(args, field) is None and field not in config.unused():
