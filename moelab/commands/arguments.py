@@ -14,7 +14,6 @@ from .argument_types import (
     not_empty,
     or_auto,
     positive,
-    prompt_text,
     zero_or_more,
 )
 
@@ -53,28 +52,6 @@ def add_number(
     )
 
 
-def add_json(parser: argparse.ArgumentParser, required: bool = False) -> None:
-    """Add ``--json``; ``__main__`` checks that the file can be written before the command runs."""
-    parser.add_argument(
-        "--json",
-        type=not_empty,
-        metavar="FILE",
-        required=required,
-        help="keep raw samples, machine and settings there",
-    )
-
-
-def add_prompts(parser: argparse.ArgumentParser, default: str = "the built-in ones") -> None:
-    """Add ``--prompt``, which may be given several times: ``args.prompt`` is a list, or None."""
-    parser.add_argument(
-        "--prompt",
-        type=prompt_text,
-        action="append",
-        metavar="TEXT",
-        help=f"again for more; - reads standard input (default: {default})",
-    )
-
-
 NO_PIPELINE = "several machines divide the experts of each layer, not the layers"
 
 
@@ -85,7 +62,7 @@ def add_refused(parser: argparse.ArgumentParser, why: str, *names: str) -> None:
         def __call__(self, parser, namespace, values, option_string=None):
             parser.error(f"{option_string}: {why}, so leave it out")
 
-    parser.add_argument(*names, nargs="*", action=Refuse, default=False, help=argparse.SUPPRESS)
+    parser.add_argument(*names, nargs="*", action=Refuse, help=argparse.SUPPRESS)
 
 
 def add_hidden(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:

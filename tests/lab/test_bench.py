@@ -14,8 +14,8 @@ from needs import needs_kernels
 
 from moelab import StreamConfig, load, record, stats
 from moelab.__main__ import main
-from moelab.commands.stream_options import parse_modes
 from moelab.lab import limit, records
+from moelab.lab.arguments import parse_modes
 from moelab.lab.decode import decode
 from moelab.lab.experiments import bench, reads
 from moelab.lab.texts import PROMPTS

@@ -22,7 +22,6 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from ... import StreamConfig, load
-from ...commands.stream_options import parse_modes
 from ...kernels.code import Kernel
 from ...streaming.gpu import cuda
 from ...streaming.handover import Handover
@@ -30,6 +29,7 @@ from ...streaming.reading.ranges import Ranges
 from ...streaming.reading.reader import Reader
 from ...streaming.residency.residency import Residency
 from .. import oscache, records
+from ..arguments import parse_modes
 from ..models import folder
 from ..texts import PROMPTS
 
