@@ -95,11 +95,11 @@ def test_no_import_that_loses_ctrl_c_is_left_to_the_command():
     """numpy.random loads itself at its first use, and its compiled modules drop exceptions."""
     code = (
         "import signal, sys, numpy\n"
-        "from moelab.commands import interrupt\n"
+        "from moelab.__main__ import end_at_ctrl_c, raise_at_ctrl_c\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "interrupt.end_at_once()\n"
+        "end_at_ctrl_c()\n"
         "assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler\n"
-        "interrupt.restore()\n"
+        "raise_at_ctrl_c()\n"
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
         "print('numpy.random' in sys.modules)"
     )

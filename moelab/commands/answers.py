@@ -80,11 +80,11 @@ class Provider(server.ModelProvider):
         """Load, once, what the command line names; requests can name nothing else."""
         if self.model is not None:
             return self.model, self.tokenizer
-        args, draft = self.cli_args, None
+        args = self.cli_args
         path, trust = find(args.model), args.trust_remote_code
         KVCacheOptions.given(args).check(path, self._config, trust_remote_code=trust)
-        if args.draft_model is not None:  # before the model, whose slots take the memory left
-            draft = open_draft(args.draft_model, self._config.kernels)
+        # The draft comes before the model, whose slots take the memory that is left.
+        draft = open_draft(args.draft_model, self._config.kernels)
         model, self.tokenizer, config = load(
             path,
             self._with_room(path, draft),
