@@ -419,7 +419,7 @@ def test_what_generate_refuses(options, words, command):
 def test_the_environment_of_swiftlm(variables, options, now, monkeypatch, capsys):
     """Its variables are honoured and named; the command's own options come first."""
     seen = []
-    monkeypatch.setattr(generate, "generate", lambda *args, **_: seen.append(args[2]))
+    monkeypatch.setattr(generate, "generate", lambda _, config: seen.append(config))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert main(["generate", str(MODEL), "--prompt", "x", *options]) == 0
