@@ -19,8 +19,8 @@ from moelab.__main__ import COMMANDS, main
 from moelab.commands import cache_prompt, chat, generate, repack, serve, synthesize
 from moelab.commands.arguments import flag
 from moelab.commands.stream_options import STREAM_OPTIONS
-from moelab.lab import limit, machine, records
-from moelab.lab.experiments import bench, plan, reads
+from moelab.lab import machine
+from moelab.lab.experiments import bench, plan
 from moelab.streaming.config import MODES
 
 
@@ -37,34 +37,17 @@ AUTO = {name: v for name, v in VALUES.items() if BY_FLAG[name].for_auto}  # slot
 STREAM = {name: v for name, v in VALUES.items() if name not in AUTO}
 WORK = (  # what a command calls to do its work
     (machine, "check"), (generate, "generate"), (serve, "serve"), (chat, "chat"),
-    (cache_prompt, "cache_prompt"), (bench, "measure"), (reads, "bench_reads"), (plan, "advise"),
-    (plan, "describe"), (synthesize, "synthesize"), (repack, "repack"),
+    (cache_prompt, "cache_prompt"), (bench, "measure"), (plan, "advise"), (plan, "describe"),
+    (synthesize, "synthesize"), (repack, "repack"),
 )  # fmt: skip
 
 
-def nothing():
-    """A record in which nothing was measured."""
-    made = records.table({"machine": {"device": "cpu"}, "settings": {"baseline": None}, "rows": []})
-    made["variant"] = []
-    return made
-
-
 @pytest.fixture
-def calls(monkeypatch, tmp_path):
-    """What the commands call, in place of working; files of --json go to ``tmp_path``."""
+def calls(monkeypatch):
+    """What the commands call, in place of working."""
     seen = []
-
-    def note(*args, **kwargs):
-        seen.append((args, kwargs))
-        return nothing()
-
     for module, name in WORK:
-        monkeypatch.setattr(module, name, note)
-    for module in (bench, reads):
-        monkeypatch.setattr(module, "report", lambda *_: "")
-    monkeypatch.setattr(bench, "read_speeds", lambda *_: {})
-    monkeypatch.setattr(bench, "heldout_ids", lambda model, lengths, runs: list(lengths))
-    monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: seen.append((args, kwargs)))
     return seen
 
 
@@ -149,16 +132,6 @@ def test_what_slots_auto_goes_by_needs_it(calls, capsys):
         calls.clear()
 
 
-def test_a_stream_option_for_several_modes(calls, capsys):
-    """One of them must have a use for it."""
-    for modes in ("resident,serial,fused", "fused/slots=20,fused"):
-        assert run(capsys, "bench", "M", "--modes", modes, "--slots", "9").code == 0
-    assert len(calls) == 2
-    got = run(capsys, "bench", "M", "--modes", "fused/slots=20,stacked/slots=30", "--slots", "9")
-    assert got.code == 2 and len(calls) == 2
-    assert "--slots" in got.err and "fused/slots=20" in got.err
-
-
 # Values
 
 
@@ -180,9 +153,6 @@ def impossible():
         *impossible(),
         "generate M --prompt x --max-tokens -5",
         "generate M --prompt x --mode warp",
-        "bench M --lengths 2,4,2",
-        "bench M --cold maybe",
-        "bench M --draft lookup --lengths 2,x",
         "plan M --ssd nan",
         "synthesize O --like qwen9",
     ],
@@ -193,19 +163,6 @@ def test_a_value_that_cannot_be(command, calls, capsys):
     assert (got.code, calls) == (2, [])
     assert name in got.err and (value in got.err or "," in value)
     assert "expected" in got.err or "choose from" in got.err
-
-
-def test_a_draft_that_is_none(model_path, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(limit, "run", lambda *_, **__: pytest.fail("a process was started first"))
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "config.json").write_text("{")
-    monkeypatch.setattr(bench, "load", lambda *_: pytest.fail("the model was loaded first"))
-    for name in ("nonsense", tmp_path / "empty", tmp_path / "damaged"):
-        for more in ([], ["--limits", "900"]):
-            got = run(capsys, "bench", model_path, "--draft", name, *more)
-            assert got.code == 1 and str(name) in got.err
-            assert "lookup, self, oracle" in got.err or "not JSON" in got.err
 
 
 # Text
@@ -219,9 +176,7 @@ def test_a_dash_reads_standard_input(calls, monkeypatch, capsys):
     text = "def grüße():\n    pass\n"
     stdin(monkeypatch, text.encode())
     assert run(capsys, "generate", "M", "--prompt", "-").code == 0
-    stdin(monkeypatch, text.encode())
-    assert run(capsys, "bench", "M", "--prompt", "-", "--prompt", "x").code == 0
-    assert calls[0][0][0].prompt == text and calls[1][1]["prompts"] == [text, "x"]
+    assert calls[0][0][0].prompt == text
 
 
 @pytest.mark.parametrize(
@@ -235,10 +190,9 @@ def test_standard_input_that_is_no_text(data, words, calls, monkeypatch, capsys)
 
 
 def test_a_prompt_that_is_no_text(calls, capsys):
-    for command in ("generate", "bench"):
-        for prompt in ("", b"caf\xe9".decode(errors="surrogateescape")):
-            got = run(capsys, command, "M", "--prompt", prompt)
-            assert got.code == 2 and "--prompt" in got.err and not calls
+    for prompt in ("", b"caf\xe9".decode(errors="surrogateescape")):
+        got = run(capsys, "generate", "M", "--prompt", prompt)
+        assert got.code == 2 and "--prompt" in got.err and not calls
 
 
 class Strips:
@@ -262,24 +216,6 @@ def test_a_prompt_without_a_token(model_path, monkeypatch, capsys):
     monkeypatch.setattr(generate, "load", load_stripping)
     got = run(capsys, "generate", model_path, "--prompt", "   ")
     assert got.code == 1 and "prompt '   '" in got.err and "at least one token" in got.err
-
-
-# Files
-
-
-def test_an_unwritable_json_is_refused_before_any_work(calls, tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "folder").mkdir()
-    for path in ("file/r.json", "file/sub/r.json", "folder", "", "/dev/null", "/proc/r.json"):
-        got = run(capsys, "bench", "M", "--json", path)
-        assert got.code == (1 if path else 2) and not calls
-        assert "json" in got.err and path in got.err
-    assert (tmp_path / "file").read_text() == "mine"
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"]
-    path, there = tmp_path / "a" / "b" / "r.json", []  # a writable one is not made before the work
-    monkeypatch.setattr(bench, "report", lambda _: there.extend(tmp_path.glob("a")) or "")
-    assert run(capsys, "bench", "M", "--json", path).code == 0
-    assert calls and not there and path.is_file()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import io
-import json
 import re
 import shutil
 import sys
@@ -24,7 +23,6 @@ from moelab.__main__ import main
 from moelab.commands import cache_prompt as cache_prompt_command
 from moelab.commands import chat, generate, serve
 from moelab.commands.kv_cache import KVCacheOptions, open_prompt_cache
-from moelab.prompt import Template
 from moelab.speculation.drafts import LookupDraft
 
 MODEL = DATA / "models/tiny-moe"
@@ -407,10 +405,8 @@ def test_what_generate_refuses(options, words, command):
     "variables, options, now",
     [
         ({"TEND_MOE_CACHE_SLOTS": "24"}, [], "mode fused, slots 24"),
-        ({"MLX_MOE_CACHE_SLOTS": "24"}, ["--slots", "20"], "mode fused, slots 20"),
         ({"MLX_MOE_STACKED": "1", "MLX_MOE_CACHE_SLOTS": "24"}, [], "mode stacked, slots 24"),
         ({"MLX_MOE_STACKED": "1"}, ["--mode", "fused", "--slots", "9"], "mode fused, slots 9"),
-        ({"MLX_MOE_STACKED": "0"}, [], "mode buffers"),
         ({"MLX_MOE_CACHE_SLOTS": "24"}, ["--mode", "resident"], "mode resident"),
         ({"SWIFTLM_TOP_K": "4"}, ["--slots", "9"], "mode fused, slots 9, top-k 4"),
         ({}, ["--slots", "9"], None),
@@ -525,17 +521,6 @@ def test_what_chat_refuses(command, model_path):
     assert "several machines divide" in command("chat", MODEL, "--pipeline", code=2)
     assert "--sampling-top-k" in command("chat", MODEL, "--top-k", "3", code=2)
     assert "draft" in command("chat", MODEL, *SLOTS, "--draft", "no/such", stdin="x\n", code=1)
-
-
-def test_the_template_of_tiny_moe():
-    """One message is the prompt as it is; more are written one below another."""
-    tokenizer = mlx_lm.utils.load_tokenizer(MODEL)
-    assert Template().text(tokenizer, PROMPT) == PROMPT
-    assert Template(system_prompt="import re").text(tokenizer, PROMPT) == "import re\n" + PROMPT
-    import corpus
-
-    assert (MODEL / "chat_template.jinja").read_text() == corpus.CHAT_TEMPLATE
-    assert "chat_template" not in json.loads((MODEL / "tokenizer_config.json").read_text())
 
 
 @pytest.mark.parametrize(

@@ -230,10 +230,11 @@ class Generator(server.ResponseGenerator):
             try:
                 self._generate()
             except Exception as e:
-                logging.error("Generation failed: %s: %s", type(e).__name__, e)
+                error = self._error = e
                 # Without a request that may have caused it, the error would come again.
                 self._generation_failed = bool(self._ranks) or not self._begun
-                error = self._error = e
+                if not self._ranks:  # else ``check`` raises it
+                    logging.error("Generation failed: %s", describe(e))
             for queue in list(self._begun):
                 queue.put(error)
 

@@ -133,17 +133,12 @@ def check_body(body: dict[str, Any], takes_images: bool) -> None:
             raise ValueError(f"{name}: this server can do {able}, got {shorten(value, 100)}")
     if body.get("stream") and (body.get("logprobs") or body.get("top_logprobs", -1) > 0):
         raise ValueError("logprobs, top_logprobs: expected without stream, which has none")
-    stop = body.get("stop")
+    stop = body.get("stop") or []
     texts = [stop] if isinstance(stop, str) else stop
-    if texts is not None and not (
-        isinstance(texts, list)
-        and all(isinstance(text, str) and text for text in texts)
-        and sum(map(len, texts)) <= MOST_STOP_TEXT
-    ):
-        raise ValueError(
-            "stop must be a text or a list of texts, none of them empty, of at most "
-            f"{MOST_STOP_TEXT} characters in all"
-        )
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError("stop must be a text or a list of texts, none of them empty")
+    if sum(map(len, texts)) > MOST_STOP_TEXT:
+        raise ValueError(f"stop must have at most {MOST_STOP_TEXT} characters")
     if not isinstance(body.get("prompt", ""), str):
         raise ValueError("prompt must be of type str")
     if body.get("tools") not in (None, []):

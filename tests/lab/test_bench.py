@@ -5,6 +5,7 @@ import math
 import shutil
 import subprocess
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx_lm
@@ -313,6 +314,90 @@ def test_an_error_in_a_process_with_a_limit_is_one_line(model_path, monkeypatch,
     assert main(argv) == 1
     err = capsys.readouterr().err
     assert "Traceback" not in err and "slots" in err and "at least" in err
+
+
+@pytest.fixture
+def calls(monkeypatch, tmp_path):
+    """The measurements that ``bench`` asks for, none of which is made; it runs in ``tmp_path``."""
+    seen = []
+
+    def measure(*args, **kwargs):
+        seen.append((args, kwargs))
+        made = {"machine": {"device": "cpu"}, "settings": {"baseline": None}, "rows": []}
+        made = records.table(made)
+        made["variant"] = []
+        return made
+
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench, "report", lambda *_: "")
+    monkeypatch.setattr(bench, "read_speeds", lambda *_: {})
+    monkeypatch.setattr(bench, "heldout_ids", lambda model, lengths, runs: list(lengths))
+    monkeypatch.chdir(tmp_path)
+    return seen
+
+
+@pytest.fixture
+def asked(capsys):
+    """Runs a command: its exit status and the last line of stderr."""
+
+    def run(*argv):
+        try:
+            code = main([str(a) for a in argv])
+        except SystemExit as stop:
+            code = stop.code
+        return SimpleNamespace(code=code, err=["", *capsys.readouterr().err.splitlines()][-1])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--lengths 2,4,2", "--cold maybe", "--draft lookup --lengths 2,x", "--tokens 0",
+     "--limits 0", "--prompt-tokens 12,0"],
+)  # fmt: skip
+def test_values_that_cannot_be(option, calls, asked):
+    *_, name, value = option.split()
+    got = asked("bench", "M", *option.split())
+    assert got.code == 2 and not calls and name in got.err
+    assert "expected" in got.err and (value in got.err or "," in value)
+
+
+def test_a_stream_option_for_several_modes(calls, asked):
+    """One of them must have a use for it."""
+    for modes in ("resident,serial,fused", "fused/slots=20,fused"):
+        assert asked("bench", "M", "--modes", modes, "--slots", "9").code == 0
+    assert len(calls) == 2
+    got = asked("bench", "M", "--modes", "fused/slots=20,stacked/slots=30", "--slots", "9")
+    assert got.code == 2 and len(calls) == 2
+    assert "--slots" in got.err and "fused/slots=20" in got.err
+
+
+def test_a_draft_that_is_none(model_path, asked, tmp_path, monkeypatch):
+    monkeypatch.setattr(limit, "run", lambda *_, **__: pytest.fail("a process was started first"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text("{")
+    monkeypatch.setattr(bench, "load", lambda *_: pytest.fail("the model was loaded first"))
+    for name in ("nonsense", tmp_path / "empty", tmp_path / "damaged"):
+        for more in ([], ["--limits", "900"]):
+            got = asked("bench", model_path, "--draft", name, *more)
+            assert got.code == 1 and str(name) in got.err
+            assert "lookup, self, oracle" in got.err or "not JSON" in got.err
+
+
+def test_an_unwritable_json_is_refused_before_any_work(calls, asked, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    for path in ("file/r.json", "file/sub/r.json", "folder", "", "/dev/null", "/proc/r.json"):
+        got = asked("bench", "M", "--json", path)
+        assert got.code == (1 if path else 2) and not calls
+        assert "json" in got.err and path in got.err
+    assert (tmp_path / "file").read_text() == "mine"
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"]
+    path, there = tmp_path / "a" / "b" / "r.json", []  # a writable one is not made before the work
+    monkeypatch.setattr(bench, "report", lambda _: there.extend(tmp_path.glob("a")) or "")
+    assert asked("bench", "M", "--json", path).code == 0
+    assert calls and not there and path.is_file()
 
 
 def test_a_cold_prompt_beside_its_bound():
