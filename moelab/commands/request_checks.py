@@ -173,8 +173,9 @@ def _check_message(message, takes_images):
                 raise ValueError(
                     f"messages: content must be of type text for this model, got {kind!r:.50}"
                 )
-    for call in message.get("tool_calls") or ():
-        if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+    calls = message.get("tool_calls")
+    for call in _check_objects("messages: tool_calls", calls) if calls else ():
+        if not isinstance(call.get("function"), dict):
             raise ValueError("messages: tool_calls must have a function each, as an object")
 
 
