@@ -9,10 +9,9 @@ error, 2 for a wrong command line, 130 for Ctrl-C, 141 if nobody reads the outpu
 import argparse
 import importlib
 import os
+import signal
 import sys
 import textwrap
-
-from .commands import interrupt
 
 INTERRUPTED = 130  # the exit status after Ctrl-C
 DIVIDED = ("generate", "serve")  # what ``mlx.launch`` may start in several processes
@@ -102,6 +101,29 @@ def _refusal(command, unknown):
     return f"{command} does not take {' '.join(unknown)}: leave it out"
 
 
+def _end(*_):
+    os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def end_at_ctrl_c() -> None:
+    """Let Ctrl-C end the process at once while the command's module is imported.
+
+    Imports take most of the first second. An exception in one can be lost or print a traceback.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
+def raise_at_ctrl_c() -> None:
+    """Make Ctrl-C an exception again, if ``end_at_ctrl_c`` changed that."""
+    # numpy imports this module at its first use, and can lose a Ctrl-C that comes meanwhile.
+    import numpy.random  # noqa: F401
+
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command, of ``argv`` or else this process's arguments, and give its exit status."""
     for name in ("stdout", "stderr"):
@@ -114,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
             from .lab import records
 
             records.check_writable(args.json)
-        interrupt.restore()
+        raise_at_ctrl_c()
         code = args.run(args) or 0
         sys.stdout.flush()
         return code
@@ -161,7 +183,7 @@ def _flush_or_drop(out):
 
 
 if __name__ == "__main__":
-    interrupt.end_at_once()
+    end_at_ctrl_c()
     code = main()
     if code == INTERRUPTED:  # a kernel that was being compiled cannot be closed: report nothing
         sys.unraisablehook = lambda unraisable: None

@@ -3,16 +3,17 @@
 import argparse
 import importlib
 import io
-import json
 import re
 import shutil
 import sys
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import families
 import mlx.core as mx
 import mlx_lm
 import pytest
-from mlx_lm import cache_prompt
+from mlx_lm import cache_prompt, server
 from mlx_lm import chat as mlx_lm_chat
 from small import small
 
@@ -20,9 +21,8 @@ import moelab
 from moelab import DATA, synthesize
 from moelab.__main__ import main
 from moelab.commands import cache_prompt as cache_prompt_command
-from moelab.commands import chat, generate
+from moelab.commands import chat, generate, serve
 from moelab.commands.kv_cache import KVCacheOptions, open_prompt_cache
-from moelab.prompt import Template
 from moelab.speculation.drafts import LookupDraft
 
 MODEL = DATA / "models/tiny-moe"
@@ -157,39 +157,38 @@ def test_the_plan_is_told_on_stderr(capsys):
     assert "slots=" not in out and err.count("slots=") == 1 and "available" in err
 
 
-def flags(add):
-    """The options of a command, by name."""
-    parser = argparse.ArgumentParser()
-    add(parser)
-    return parser._option_string_actions
+def servers_parser():
+    """The parser of mlx-lm's server, which makes it in ``main``."""
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(StopIteration) as stop:
+        made = argparse.ArgumentParser()
+        made.parse_args = Mock(side_effect=StopIteration(made))
+        patched.setattr(server, "argparse", SimpleNamespace(ArgumentParser=lambda **_: made))
+        server.main()
+    return stop.value.value
 
 
 @pytest.mark.parametrize(
-    "ours, theirs, refused, others",
+    "ours, theirs, others",
     [
-        (
-            generate,
-            MLX_LM_GENERATE,
-            {"--image", "--quantize-activations", "-qa", "--use-default-chat-template"},
-            {"--prompt", "-p", "--max-tokens", "-m", "--chat-template-config", "--num-draft-tokens",
-             "--top-k"},
-        ),
-        (chat, mlx_lm_chat, {"--pipeline"}, set()),
-        (cache_prompt_command, cache_prompt, set(), {"--model"}),
+        (generate, MLX_LM_GENERATE.setup_arg_parser,
+         {"--prompt", "-p", "--max-tokens", "-m", "--chat-template-config", "--num-draft-tokens",
+          "--top-k", "--image", "--quantize-activations", "-qa", "--use-default-chat-template"}),
+        (chat, mlx_lm_chat.setup_arg_parser, {"--pipeline"}),
+        (cache_prompt_command, cache_prompt.setup_arg_parser, set()),
+        (serve, servers_parser,
+         {"--num-draft-tokens", "--top-k", "--pipeline", "--allowed-origins",
+          "--chat-template-args"}),
     ],
 )  # fmt: skip
-def test_the_flags_are_those_of_mlx_lm(ours, theirs, refused, others, capsys):
+def test_the_flags_are_those_of_mlx_lm(ours, theirs, others):
     """All that its command has, with its defaults, but where the two mean different things."""
-    found, wanted = flags(ours.add_arguments), theirs.setup_arg_parser()._option_string_actions
+    parser = argparse.ArgumentParser()
+    ours.add_arguments(parser)
+    found, wanted = parser._option_string_actions, theirs()._option_string_actions
     assert set(wanted) - set(found) == {"--model"}  # MODEL here
-    for name in set(wanted) - {"--model", "-h", "--help"}:
-        if name in refused:
-            assert type(found[name]).__name__ == "Refuse"
-        elif name not in others:
-            assert (found[name].dest, found[name].default) == (
-                wanted[name].dest,
-                wanted[name].default,
-            )
+    for name in set(wanted) - {"--model", "-h", "--help", *others}:
+        got, action = found[name], wanted[name]
+        assert (got.dest, got.default) == (action.dest, action.default), name
 
 
 @pytest.mark.parametrize(
@@ -280,22 +279,11 @@ def replaced(name, change):
     return lambda arrays, about: ({**arrays, name: change(arrays[name])}, about)
 
 
-def called(place, name):
-    return lambda arrays, about: (arrays, {**about, f"1.{place}": name})
-
-
 CHANGES = {  # of a file's arrays and metadata; of tiny-moe's layers, 0 has a state, 7 keys, values
-    "a class that is not there": called(7, "NoCache"),
-    "the class of a state": called(7, "ArraysCache"),
+    "another class": lambda arrays, about: (arrays, {**about, "1.7": "ArraysCache"}),
     "no keys": lambda arrays, about: ({n: a for n, a in arrays.items() if n != "7.0"}, about),
-    "a layer too many": lambda arrays, about: (
-        {**arrays, **{f"8.{i}": arrays[f"7.{i}"] for i in range(3)}},
-        {**about, "1.8": "KVCache", "2.15.0": "8.2", "2.15.1": "scalar"},
-    ),
     "smaller heads": replaced("7.0", lambda a: a[..., :-1]),
-    "keys that are whole numbers": replaced("7.0", lambda a: a.astype(mx.int32)),
     "too many tokens": replaced("7.2", lambda a: a + 1000),
-    "other tokens than the others": replaced("7.2", lambda a: a - 1),
     "a smaller state": replaced("0.0.1", lambda a: a[:, :-1]),  # the kernels would read beyond it
     "other numbers": replaced("0.0.1", lambda a: -a),
 }
@@ -304,17 +292,18 @@ CHANGES = {  # of a file's arrays and metadata; of tiny-moe's layers, 0 has a st
 @pytest.fixture(scope="module")
 def cached(tmp_path_factory):
     """The arrays and the metadata of a prompt cache file."""
-    file = tmp_path_factory.mktemp("cached") / "p.safetensors"
-    config = moelab.StreamConfig(slots=16)
-    cache_prompt_command.cache_prompt(MODEL, PROMPT[:-10], file, config)
-    return mx.load(str(file), return_metadata=True)
+    file = str(tmp_path_factory.mktemp("cached") / "p.safetensors")
+    main(
+        ["cache-prompt", str(MODEL), *SLOTS, "--prompt", PROMPT[:-10], "--prompt-cache-file", file]
+    )
+    return mx.load(file, return_metadata=True)
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_prompt_cache_that_is_damaged(change, cached, command, tmp_path):
-    """With its checksum, or by the shapes that the model's caches have. One error names the file.
+    """With its checksum, or by the sizes that the model's caches have. One error names the file.
 
-    Other numbers of the right shapes in a file without a checksum are used, which stderr says.
+    Other numbers of the right sizes in a file without a checksum are used, which stderr says.
     """
     arrays, about = CHANGES[change](*cached)
     file = tmp_path / "p.safetensors"
@@ -329,18 +318,13 @@ def test_a_prompt_cache_that_is_damaged(change, cached, command, tmp_path):
 
 
 def test_bytes_of_a_prompt_cache_that_changed(cached, tmp_path, capsys):
-    arrays, about = cached
     file, options = tmp_path / "p.safetensors", (moelab.StreamConfig(slots=16), KVCacheOptions())
-    for checked in (True, False):
-        about = about if checked else {n: t for n, t in about.items() if n != "0.checksum"}
-        mx.save_safetensors(str(file), arrays, about)
-        assert len(open_prompt_cache(file, MODEL, *options)[0]) == 8
-        assert ("damage to its numbers would not be noticed" in capsys.readouterr().err) != checked
     mx.save_safetensors(str(file), *cached)
+    assert len(open_prompt_cache(file, MODEL, *options)[0]) == 8
     content = file.read_bytes()
-    for at in range(8 + int.from_bytes(content[:8], "little"), len(content), len(content) // 20):
+    for at in range(8 + int.from_bytes(content[:8], "little"), len(content), len(content) // 9):
         file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        with pytest.raises(ValueError, match=f"{file}: .*the file is damaged. Make it again"):
+        with pytest.raises(ValueError, match=f"{file}: .*the file is damaged.*Make it again"):
             open_prompt_cache(file, MODEL, *options)
     file.write_bytes(content[:-1])
     with pytest.raises(ValueError, match=f"{file}: .*not fully covered.*[Mm]ake it again"):
@@ -397,27 +381,18 @@ def test_a_prompt_cache_that_is_quantized(command, capsys, monkeypatch, tmp_path
     "options, words",
     [
         (["--draft", "no/such"], "draft 'no/such'"),
-        (["--draft", str(DATA)], "config.json"),
         (["--adapter-path", "no/such"], "no/such"),
         (["--adapter-path", str(MODEL)], "found no adapter_config.json and no adapters"),
         (["--chat-template-config", "[]"], "--chat-template-config"),
-        (["--temp", "-1"], "--temp"),
-        (["--top-p", "2"], "--top-p"),
-        (["--seed", "-1"], "--seed"),
         (["--seed", str(2**64)], "--seed"),
         (["--num-draft-tokens", "x"], "--num-draft-tokens"),
-        (["--sampling-top-k", "8192", "--temp", "1"], "top_k"),
+        (["--sampling-top-k", "8192", "--temp", "1"], "sampling_top_k"),
         (["--min-tokens-to-keep", "9000", "--min-p", "0.1", "--temp", "1"], "min_tokens_to_keep"),
-        (["--kv-bits", "7"], "--kv-bits"),
         (["--kv-bits", "4", "--kv-group-size", "128"], "kv_group_size=128: mlx-lm cannot quantize"),
-        (["--max-kv-size", "4"], "--max-kv-size"),
         (["--max-kv-size", "64"], "qwen3_5_moe makes its own"),
-        (["--extra-eos-token", "8192"], "extra_eos_tokens"),
         (["--extra-eos-token", "no such token"], "extra_eos_tokens"),
         (["--verbose", "maybe"], "--verbose"),
-        (["--image", "x.png"], "--image"),
         (["-qa"], "-qa"),
-        (["--use-default-chat-template"], "--use-default-chat-template"),
         (["--top-k", "5"], "--sampling-top-k"),
     ],
 )
@@ -430,10 +405,8 @@ def test_what_generate_refuses(options, words, command):
     "variables, options, now",
     [
         ({"TEND_MOE_CACHE_SLOTS": "24"}, [], "mode fused, slots 24"),
-        ({"MLX_MOE_CACHE_SLOTS": "24"}, ["--slots", "20"], "mode fused, slots 20"),
         ({"MLX_MOE_STACKED": "1", "MLX_MOE_CACHE_SLOTS": "24"}, [], "mode stacked, slots 24"),
         ({"MLX_MOE_STACKED": "1"}, ["--mode", "fused", "--slots", "9"], "mode fused, slots 9"),
-        ({"MLX_MOE_STACKED": "0"}, [], "mode buffers"),
         ({"MLX_MOE_CACHE_SLOTS": "24"}, ["--mode", "resident"], "mode resident"),
         ({"SWIFTLM_TOP_K": "4"}, ["--slots", "9"], "mode fused, slots 9, top-k 4"),
         ({}, ["--slots", "9"], None),
@@ -442,7 +415,7 @@ def test_what_generate_refuses(options, words, command):
 def test_the_environment_of_swiftlm(variables, options, now, monkeypatch, capsys):
     """Its variables are honoured and named; the command's own options come first."""
     seen = []
-    monkeypatch.setattr(generate, "generate", lambda *args, **_: seen.append(args[2]))
+    monkeypatch.setattr(generate, "generate", lambda _, config: seen.append(config))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert main(["generate", str(MODEL), "--prompt", "x", *options]) == 0
@@ -550,33 +523,13 @@ def test_what_chat_refuses(command, model_path):
     assert "draft" in command("chat", MODEL, *SLOTS, "--draft", "no/such", stdin="x\n", code=1)
 
 
-def test_the_template_of_tiny_moe():
-    """One message is the prompt as it is; more are written one below another."""
-    tokenizer = mlx_lm.utils.load_tokenizer(MODEL)
-    assert Template().text(tokenizer, PROMPT) == PROMPT
-    assert Template(system_prompt="import re").text(tokenizer, PROMPT) == "import re\n" + PROMPT
-    import corpus
-
-    assert (MODEL / "chat_template.jinja").read_text() == corpus.CHAT_TEMPLATE
-    assert "chat_template" not in json.loads((MODEL / "tokenizer_config.json").read_text())
-
-
 @pytest.mark.parametrize(
     "name, value",
-    [
-        ("max_tokens", -2),
-        ("max_tokens", 2.5),
-        ("max_tokens", None),
-        ("prefill_step_size", 0),
-        ("prefill_step_size", -1),
-        ("prefill_step_size", "8"),
-    ],
-)
+    [("max_tokens", -2), ("max_tokens", 2.5), ("max_tokens", None), ("prefill_step_size", 0),
+     ("prefill_step_size", "8")],
+)  # fmt: skip
 def test_numbers_with_which_a_text_would_not_end(name, value, in_time):
     """mlx-lm takes a number below 0 for no limit, and documents -1."""
-    path, given = DATA / "models" / "tiny-moe", {name: value}
-    with pytest.raises(ValueError, match=f"{name}: expected .* got {value!r}"):
-        generate.generate(path, "x", out=io.StringIO(), **given)
-    model, tokenizer = moelab.load(path)
+    model, tokenizer = moelab.load(MODEL)
     with model, pytest.raises(ValueError, match=f"{name}: expected .* got {value!r}"):
-        list(moelab.speculative_generate(model, tokenizer, "def f", LookupDraft(), **given))
+        list(moelab.speculative_generate(model, tokenizer, "def", LookupDraft(), **{name: value}))

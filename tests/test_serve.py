@@ -1,6 +1,5 @@
 """python -m moelab serve: mlx-lm's server on a streamed model, used as an agent would."""
 
-import argparse
 import copy
 import json
 import os
@@ -36,12 +35,11 @@ from mlx_lm.sample_utils import make_sampler
 import moelab
 from moelab import DATA
 from moelab.__main__ import main
-from moelab.commands import serve
-from moelab.commands.drafting import leave_room
+from moelab.commands import answers, serve
+from moelab.commands.drafting import leave_room, open_draft
 from moelab.lab import limit
 from moelab.lab.serving import Served
-from moelab.streaming.room import LEFT_NBYTES, RESERVE_NBYTES, Room
-from moelab.streaming.session import session_of
+from moelab.streaming.room import RESERVE_NBYTES
 
 MODEL = DATA / "models/tiny-moe"
 SLOTS = ("--slots", "16")
@@ -259,46 +257,40 @@ def called(tool_calls):
 HUGE = 10**400  # beyond float64
 BAD = {  # fields of a request, and what the error names
     "prompt": [5, None, ["a"], [1, 2], "", "\ud800"],
-    "max_tokens": [0, 1.5, "many", True, 2**31, HUGE],
+    "max_tokens": [0, 1.5, True, HUGE],
     "temperature": [-1, "hot", float("nan"), None, 10**39, HUGE],
-    "top_p": [1.1, "x"],
     "top_k": [-1, 8192, HUGE],
     "num_draft_tokens": [-1, 2.5, 65],
-    "repetition_penalty": [-1, float("nan"), 1e39],
-    "repetition_context_size": [-1, "x", 2**31],
-    "presence_penalty": ["x", float("inf"), -HUGE],
+    "repetition_penalty": [float("nan"), 1e39],
+    "presence_penalty": [float("inf"), -HUGE],
     "logprobs": ["yes", 3],
-    "top_logprobs": [12, "x"],
     "xtc_threshold": ["x", 0.7],
-    "model": [5, "no/such/folder", "", str(DATA / "models/tiny-draft"), "x" * 100_000],
+    "model": [5, "no/such/folder", "", "x" * 100_000],
     "draft_model": [5, "no/such/folder", ["lookup"], str(MODEL)],
     "adapters": [5, "no/such/folder", "", str(DATA)],
     "seed": ["x", -1, 2**64],
-    "logit_bias": [5, {"x": 1}, {"8192": 1}, {"3": float("nan")}, {"3": HUGE}, {"1.5": 1},
-                   {str(i): 1 for i in range(100_000)}],
-    "stop": [5, [5], [""], {"a": 1}, ["a"] * 65, "ab" * 500_000],
+    "logit_bias": [5, {"x": 1}, {"8192": 1}, {"3": float("nan")}, {"3": HUGE}],
+    "stop": [5, [5], [""], {"a": 1}, "ab" * 500_000],
     "stream": ["yes", None],
-    "stream_options": [5, {"include_usage": 1}],
+    "stream_options": [5],
     "chat_template_kwargs": [5, {"tokenize": False}, {"return_dict": True},
                              {"chat_template": "{{ 'x' * 20000000000 }}"}],
     "messages": [5, [], ["hi"], [{}], [{"role": "user", "content": [5]}], {"role": "user"}, None,
                  [user([{}])], [user("\ud800")], [user([{"type": "input_audio"}])], [user("")],
-                 [user(None)], image("file:///x"), image({"url": [5]}),
-                 image({"url": "http://127.0.0.1:1/x.png"}), called("x"), called([{}]),
-                 called([{"function": {"arguments": "{"}}]), [user("")] * 4097],
-    "tools": [5, "", {}, [5], [{}] * 1025],
-    "role_mapping": [5, {"user": 5}],
+                 image("file:///x"), image("http://127.0.0.1:1/x.png"), called("x"), called([{}]),
+                 called([{"function": {"arguments": "{"}}])],
+    "tools": [5, "", {}, [5]],
+    "role_mapping": [5],
     "n": [2, "x"],
     "response_format": ["text", {"type": "json_object"}],
     "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
-    "modalities": [["text", "audio"]],
-    "reasoning_effort": ["low"],
 }  # fmt: skip
-NAMED = {
+NAMED = {  # else the field
     "draft_model": "draft",
     "adapters": "adapter",
     "messages": "message|prompt: expected",
-}  # else the field
+    "chat_template_kwargs": "chat_template_kwargs|tokenize",
+}
 
 
 @two_servers
@@ -312,50 +304,32 @@ def test_a_bad_field(served, client, texts, field):
         assert status == 400, (value, status, answer)
         assert list(answer) == ["error"] and len(answer["error"]) < 400, answer
         assert re.search(NAMED.get(field, field), answer["error"]), (value, answer)
-        assert not re.search("' object|instance|urlopen|NoneType", answer["error"]), answer
+        assert not re.search("instance|urlopen|NoneType", answer["error"]), answer
     assert complete(client, PROMPTS[0]) == texts[0]
 
 
 @pytest.mark.parametrize("served", ["streamed"], indirect=True)
-@pytest.mark.parametrize(
-    "body, status",
-    [
-        (b"", 400), (b"{", 400), (b"\xff\xfe", 400), (b"[1]", 400), (b"5", 400), (b"null", 400),
-        (b"[" * 100_000, 400), (b"{}", 400), (b'{"prompt": "x", "temperature": 1e999}', 400),
-        (b'{"prompt": "x", "temperature": ' + b"9" * 400 + b"}", 400),
-        (b'{"prompt": "x", "user": ' + b"[" * 65 + b"]" * 65 + b"}", 400),
-        (b'{"prompt": "x", "user": [' + b"{}," * 200_000 + b"{}]}", 400),
-        (b'{"prompt": "x", "stream": true, "logprobs": true}', 400),
-        (b"{" * 3_000_000, 400), (b"{" * 100_000_000, 413),
-    ],
-    ids=lambda value: repr(value)[:40],
-)  # fmt: skip
-def test_a_body_that_is_no_request(served, client, body, status):
-    said = len(served.said())
-    assert served.post("/completions", body)[0] == status
-    assert served.post("/chat/completions", body)[0] == status
-    assert len(served.said()) - said < 10_000
-    assert complete(client, "x", max_tokens=2)
-
-
-@pytest.mark.parametrize("served", ["streamed"], indirect=True)
-def test_requests_that_are_not_http(served, client):
-    where = urlsplit(served.url)
-    for data in (
-        b"nonsense\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n{}",
-        b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n{}",
-        b"POST /v1/completions HTTP/1.1\r\nContent-Length: +2\r\n\r\n{}",
-        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 0_2\r\n\r\n{}",
-        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 1" + b"0" * 17 + b"\r\n\r\n{}",
-        b"POST /v1/completions HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n{}",
-        b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n",
-        b"DELETE /v1/completions HTTP/1.1\r\n\r\n",
-    ):
+def test_what_is_no_request(served, client):
+    """Bodies, and bytes that are no HTTP."""
+    said, where = len(served.said()), urlsplit(served.url)
+    for body in (b"", b"{", b"\xff\xfe", b"[1]", b"null", b"[" * 100_000, b"{" * 3_000_000, b"{}"):
+        for path in ("/completions", "/chat/completions"):
+            assert served.post(path, body)[0] == 400, body[:40]
+    assert served.post("/completions", b"{" * 100_000_000)[0] == 413
+    body = b'{"prompt": "x", "stream": true, "logprobs": true}'
+    assert served.post("/completions", body)[0] == 400
+    for line in (
+        b"nonsense\r\n",
+        b"DELETE /v1/completions HTTP/1.1\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n",
+        *(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %s\r\n" % length
+          for length in (b"-5", b"x", b"1" + b"0" * 17, b"9" * 5000)),
+    ):  # fmt: skip
         with socket.create_connection((where.hostname, where.port), timeout=30) as connection:
-            connection.sendall(data)
-            assert re.search(rb"4\d\d|501", connection.recv(1000))
+            connection.sendall(line + b"\r\n{}")
+            connection.shutdown(socket.SHUT_WR)
+            assert re.search(rb"4\d\d|501", connection.recv(1000)), line
+    assert len(served.said()) - said < 20_000
     assert complete(client, "x", max_tokens=2)
 
 
@@ -371,59 +345,18 @@ def test_fields_that_ask_for_what_is_done(client, texts):
 
 
 def test_a_template_that_does_not_end(tmp_path):
-    """A model's own: another client is answered, Ctrl-C ends the server. Its text has a bound."""
+    """A model's own: another client is answered, and Ctrl-C ends the server."""
     often = "{% for a in range(99999) %}"
     template = "{% if messages[0].content == 'slow' %}" + often * 2 + "{% endfor %}{% endfor %}"
-    again = "{% for b in messages %}{{ b.content }}{% endfor %}"
-    template += "{% endif %}{% for a in messages %}" + again + "{% endfor %}"
+    template += "{% endif %}x"
     with Served(MODEL, tmp_path / "log", *SLOTS, "--chat-template", template) as server:
-        where, body = urlsplit(server.url), {"messages": [user("x" * 1000)] * 3000}
-        status, answer = server.post("/chat/completions", body)
-        assert status == 400 and "characters from the chat template" in answer["error"]
+        where = urlsplit(server.url)
         with socket.create_connection((where.hostname, where.port)) as connection:
             path = "/v1/chat/completions"
             connection.sendall(request_bytes(path, messages=[user("slow")]))
             time.sleep(0.5)
-            begin = time.monotonic()
-            for _ in range(3):
-                assert server.post("/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
-            assert time.monotonic() - begin < 30
+            assert server.post("/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
             assert server.interrupt(within_s=20) == 0
-
-
-def attack(url, rng):
-    """One request of a hostile client: sent whole, damaged or in half. The status, if one came."""
-    where, timeout_s = urlsplit(url), 60
-    path = rng.choice(["/v1/completions", "/v1/chat/completions"])
-    asked = {"prompt": "def f(x):", "messages": [user("x = 1")], "max_tokens": rng.randint(1, 8)}
-    asked |= {"stream": rng.random() < 0.3, "temperature": rng.choice([0, 0, 0.7, 1e-300, 1e38])}
-    if rng.random() < 0.5:
-        field = rng.choice(list(BAD))
-        asked[field] = rng.choice(BAD[field])
-    data = bytearray(request_bytes(path, **asked))
-    kind = rng.choice(["whole", "whole", "damaged", "half", "gone", "origin", "long"])
-    if kind == "damaged":
-        for _ in range(rng.randint(1, 4)):
-            data[rng.randrange(data.index(b"\r\n") + 2, len(data))] = rng.choice(b'{}[]",:0\xff\0')
-    elif kind == "half":
-        data, timeout_s = data[: rng.randrange(len(data))], 0.2
-    elif kind == "origin":
-        data = data.replace(b"\r\n", b"\r\nOrigin: http://a.org\r\n", 1)
-    elif kind == "long":
-        data = data.replace(b"Content-Length: ", b"Content-Length: 9999999", 1)
-    with socket.create_connection((where.hostname, where.port), timeout=timeout_s) as connection:
-        connection.sendall(data)
-        if kind == "gone":
-            return None
-        if kind == "damaged":  # perhaps it says that more comes
-            connection.shutdown(socket.SHUT_WR)
-        answer = b""
-        with suppress(TimeoutError if kind == "half" else ()):
-            while more := connection.recv(1 << 16):
-                answer += more
-    assert kind == "half" or answer or kind == "damaged", (kind, data)
-    assert b'data: {"error' not in answer or b"memory is short" in answer, (data, answer)
-    return int(answer.split()[1]) if answer else None
 
 
 def test_a_text_whose_tokens_do_not_fit_in_memory(tmp_path, texts):
@@ -432,11 +365,9 @@ def test_a_text_whose_tokens_do_not_fit_in_memory(tmp_path, texts):
         server = Served(MODEL, tmp_path / "log", *SLOTS, limit_nbytes=300_000_000)
     except limit.NoLimit as e:
         pytest.skip(str(e))
-    with server, ThreadPoolExecutor(4) as threads:
+    with server, ThreadPoolExecutor(2) as threads:
         long = {"prompt": "a " * 500_000, "max_tokens": 1}
-        chat = {"messages": [user(long["prompt"])], "max_tokens": 1}
         asked = [threads.submit(server.post, "/completions", long) for _ in range(2)]
-        asked += [threads.submit(server.post, "/chat/completions", chat) for _ in range(2)]
         for prompt, text in zip(PROMPTS[:3], texts):
             short = {"prompt": prompt, "max_tokens": TOKENS}
             assert server.post("/completions", short)[1]["choices"][0]["text"] == text
@@ -446,119 +377,42 @@ def test_a_text_whose_tokens_do_not_fit_in_memory(tmp_path, texts):
         assert server.interrupt() == 0
 
 
-def test_memory_for_requests_that_are_read(monkeypatch):
-    """All of them together take what there is beside the call that runs. Small ones are read."""
-    left = [100_000_000]
-    monkeypatch.setattr("moelab.streaming.room.memory_now", lambda: (left[0], left[0]))
-    room = Room(None, 1, None, False)
-    with room.beside(50_000_000, "it"):
-        with pytest.raises(MemoryError, match="up to 40 MB, and there are 30 MB. Send a shorter"):
-            room.beside(40_000_000, "it").__enter__()
-        with room.beside(20_000_000, "it"):
-            pass
-    with room.beside(70_000_000, "it"):
-        left[0] = 0
-        with room.beside(1000, "it"):
-            pass
-    left[0] = 10**9
-    with moelab.load(MODEL, moelab.StreamConfig())[0] as model:
-        room = session_of(model).room
-        needs = session_of(model).plan.call_nbytes(64, is_first=True)
-        with room.beside(100_000_000, "it"):
-            assert room.make(64) == 64
-        free = left[0] - needs - LEFT_NBYTES
-        with pytest.raises(MemoryError, match="it takes up to"):
-            room.beside(free + 1, "it").__enter__()
-        with room.beside(free, "it"):
-            pass
-        room.begin(64)
-        left[0] = 60_000_000  # 4 of these are for the logits of the 64 tokens that are computed
-        with pytest.raises(MemoryError, match="it takes up to 39 MB, and there are 36 MB"):
-            room.beside(39_000_000, "it").__enter__()
-        left[0] = 10**9
-        room.end()
-        with room.beside(left[0] - LEFT_NBYTES, "it"):
-            pass
-
-
-class Crowd:
-    """Hostile clients of a server, and clients that check the text that they get.
-
-    Args:
-        server (Served): The server.
-        asked (list[tuple[dict, str]]): Requests for greedy text, each with the right text.
-        end (float): When all clients stop, by ``time.monotonic``.
-    """
-
-    def __init__(self, server, asked, end):
-        self.server, self.asked, self.end = server, asked, end
-        self.statuses, self.good, self.refused, self.wrong = Counter(), 0, 0, []
-        self.silence_s = 0.0  # the longest time that a client waited for the next part of its text
-
-    def attack(self, seed):
-        rng = random.Random(seed)
-        while time.monotonic() < self.end:
-            self.statuses[attack(self.server.url, rng)] += 1
-
-    def ask(self, seed):
-        rng = random.Random(seed)
-        while time.monotonic() < self.end:
-            fields, text = rng.choice(self.asked)
-            self.ask_one(fields, text, hangs_up=rng.random() < 0.1)
-
-    def ask_one(self, fields, text, hangs_up=False):
-        path, got, last = "completions", "", time.monotonic()
-        if "messages" in fields:
-            path = f"chat/{path}"
-        body = json.dumps({**DEFAULT, "temperature": 0, "stream": True, **fields}).encode()
-        try:
-            request = urllib.request.Request(f"{self.server.url}/{path}", body)
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                for line in answer:
-                    now = time.monotonic()
-                    self.silence_s, last = max(self.silence_s, now - last), now
-                    if b'"error"' in line[:20]:
-                        assert b"memory is short" in line, line
-                        self.refused += 1
-                        return
-                    if line.startswith(b"data: {"):
-                        (choice,) = json.loads(line[6:])["choices"]
-                        got += choice.get("text") or choice.get("delta", {}).get("content") or ""
-                        if hangs_up and got:
-                            return
-        except urllib.error.HTTPError as error:
-            assert error.code == 503, error.read()
-            self.refused += 1
-            return
-        self.good += 1
-        if got != text:
-            self.wrong.append((fields, got, text))
+def attack(url, rng):
+    """Send one request of a hostile client, whole, damaged or in half; the status, if one came."""
+    where, field = urlsplit(url), rng.choice(list(BAD))
+    asked = {"prompt": "def f(x):", "max_tokens": rng.randint(1, 8), "stream": rng.random() < 0.3}
+    asked |= {field: rng.choice(BAD[field])} if rng.random() < 0.5 else {}
+    data, kind = (
+        request_bytes("/v1/completions", **asked),
+        rng.choice(["", "", "cut", "gone", "long"]),
+    )
+    if kind == "cut":
+        data = data[: rng.randrange(len(data))]
+    elif kind == "long":
+        data = data.replace(b"Content-Length: ", b"Content-Length: 9999999", 1)
+    with socket.create_connection((where.hostname, where.port), timeout=60) as connection:
+        connection.sendall(data)
+        if kind == "gone":
+            return None
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.makefile("rb").read()
+    assert b'data: {"error' not in answer or b"memory is short" in answer, (data, answer)
+    return int(answer.split()[1]) if answer.startswith(b"HTTP") else None
 
 
 @pytest.mark.parametrize("draft", [True, False])
-def test_a_hostile_crowd(draft, tmp_path):
-    """Four hostile clients, and two that compare their text with a fresh model's. The server has a
-    draft and a memory limit that moves, or batches and no limit. Each request is answered or
-    refused. MOELAB_CROWD_S=3600 makes it an hour.
+def test_a_hostile_crowd(draft, tmp_path, texts):
+    """Four hostile clients, and two whose text must be right or refused. The server has a draft and
+    a memory limit that moves, or batches and no limit. MOELAB_CROWD_S=3600 makes it an hour.
 
-    The limit stays 80 MB above the memory in use: a layer of the longest prompt takes up to 45 MB
-    and a request that is read up to 33, and the server cannot look at the memory meanwhile."""
+    The limit stays 80 MB above the memory in use: a layer of the longest prompt takes up to 45 MB,
+    and the server cannot look at the memory meanwhile."""
     seconds, low, high, spare = float(os.environ.get("MOELAB_CROWD_S", 10)), 190, 400, 80
-    rng, rss, moves = random.Random(0), [], 0
+    rng, statuses, asked = random.Random(0), Counter(), list(zip(PROMPTS, texts))
     with moelab.load(MODEL, moelab.StreamConfig(slots=16))[0] as model:
         tokenizer = mlx_lm.utils.load_tokenizer(MODEL)
-        files = sorted(MODEL.glob("heldout/*.py"), key=lambda path: path.stat().st_size)
-        ids = [tokenizer.encode(path.read_text()) for path in files[-6:]]
-        prompts = [tokenizer.decode(i[:n]) for i in ids[:2] for n in (60, 300, 928)]
-        asked = [({"prompt": prompt}, tokenizer.encode(prompt)) for prompt in prompts]
-        for told in ([user("x = 1")], [user("def f"), {"role": "assistant", "content": "(x)"}]):
-            told = [*told, user(tokenizer.decode(ids[4][:200]))]
-            tokens = tokenizer.apply_chat_template(told, add_generation_prompt=True)
-            asked.append(({"messages": told}, tokens))
-        asked = [
-            (fields, mlx_lm.generate(model, tokenizer, tokens, max_tokens=TOKENS))
-            for fields, tokens in asked
-        ]
+        long = tokenizer.decode(tokenizer.encode(max(MODEL.glob("heldout/*.py")).read_text())[:928])
+        asked += [(long, mlx_lm.generate(model, tokenizer, long, max_tokens=TOKENS))]
     options, limit_nbytes = SLOTS, None
     if draft:
         options = ("--context", "2048", "--draft", str(DATA / "models/tiny-dflash"))
@@ -567,51 +421,55 @@ def test_a_hostile_crowd(draft, tmp_path):
         server = Served(MODEL, tmp_path / "log", *options, limit_nbytes=limit_nbytes)
     except limit.NoLimit:
         server = Served(MODEL, tmp_path / "log", *options)
+    end = time.monotonic() + seconds
+
+    def hostile(seed):
+        attacks = random.Random(seed)
+        while time.monotonic() < end:
+            statuses[attack(server.url, attacks)] += 1
+
+    def ask(prompt, text, *may_be):
+        body = {"prompt": prompt, "max_tokens": TOKENS}
+        status, answer = server.post("/completions", body)
+        assert status in (200, *may_be), answer
+        assert status != 200 or answer["choices"][0]["text"] == text
+
+    def polite(seed):
+        asks = random.Random(seed)
+        while time.monotonic() < end:
+            ask(*asks.choice(asked), 503)
+
     with server, ThreadPoolExecutor(6) as threads:
-        crowd = Crowd(server, asked, end := time.monotonic() + seconds)
-        work = [threads.submit(crowd.attack, seed) for seed in range(4)]
-        work += [threads.submit(crowd.ask, seed) for seed in range(2)]
+        work = [threads.submit(hostile, seed) for seed in range(4)]
+        work += [threads.submit(polite, seed) for seed in range(2)]
         memory = psutil.Process(server.process.pid)
         while time.monotonic() < end and server.process.poll() is None:
             time.sleep(rng.uniform(0.5, min(12, seconds / 5)))
             memory.suspend()  # on a busy machine it would grow between the look and the new limit
             info = memory.memory_info()
-            rss.append((info.rss - getattr(info, "shared", 0)) // 10**6)  # without files
+            rss = (info.rss - getattr(info, "shared", 0)) // 10**6  # without files
             if server.limit.group:
                 with suppress(OSError):  # the kernel could not free enough pages
-                    server.limit.move(max(rng.randint(low, high), rss[-1] + spare) * 10**6)
-                    moves += 1
+                    server.limit.move(max(rng.randint(low, high), rss + spare) * 10**6)
             memory.resume()
-        lived_s = time.monotonic() - end + seconds
-        said, status = server.said(), server.process.poll()
-        figures = f"{lived_s:.0f} s, {crowd.good} good, {len(crowd.wrong)} wrong, "
-        figures += f"{crowd.refused} refused, {crowd.statuses}, silence {crowd.silence_s:.2f} s, "
-        figures += f"{moves} moves, {said.count('memory is short by')} warnings, rss "
-        eighths = [rss[len(rss) * i // 8 : len(rss) * (i + 1) // 8] for i in range(8)]
-        figures += f"{[max(part, default=0) for part in eighths]} MB"
-        print(figures)
-        assert status is None, (figures, said[-2000:])
+        assert server.process.poll() is None, server.said()[-2000:]
         for done in work:
             done.result()
         if server.limit.group:
             server.limit.move(limit_nbytes)
-        good = crowd.good
-        for fields, text in asked:
-            crowd.ask_one(fields, text)
-        assert crowd.good == good + len(asked) and not crowd.wrong, (figures, crowd.wrong[:1])
-        assert {200, 400, 403, 413} <= set(crowd.statuses)
-        assert {status // 100 for status in set(crowd.statuses) - {None, 503}} == {2, 4}
+        for prompt, text in asked:
+            ask(prompt, text)
+        assert {200, 400, 413} <= set(statuses)
+        assert {status // 100 for status in set(statuses) - {None, 503}} == {2, 4}
         assert server.interrupt() == 0 and "Traceback" not in server.said()
 
 
 @contextmanager
 def listening(allowed=()):
     """The URL of a server in this process. It answers, and has no model."""
-    provider = SimpleNamespace(processor=None, name="m")
     generator = SimpleNamespace(
         cli_args=SimpleNamespace(allowed_origins=allowed),
-        model_provider=provider,
-        room=Room(None, 1, None, False),
+        model_provider=SimpleNamespace(processor=None, name="m"),
     )
     with serve.Server("127.0.0.1", 0) as server:
         server.RequestHandlerClass = partial(serve.Handler, generator)
@@ -627,43 +485,33 @@ def listening(allowed=()):
 @pytest.mark.parametrize(
     "allowed, origin, status, shown",
     [
-        ([], None, 200, None),
-        ([], "http://127.0.0.1:8888", 403, None),
+        ([], None, 404, None),
         ([], "null", 403, None),
-        (["http://a.org"], "http://a.org", 200, "http://a.org"),
+        (["http://a.org"], "http://a.org", 404, "http://a.org"),
         (["http://a.org"], "http://b.org", 403, None),
-        (["http://a.org"], None, 200, None),
-        (["*"], "http://b.org", 200, "*"),
+        (["*"], "http://b.org", 404, "*"),
     ],
 )
 def test_web_pages_may_ask_if_allowed(allowed, origin, status, shown):
-    """Not even a request whose answer the page could not read is answered."""
+    """Nothing is computed for others, and they may not read any answer."""
+    headers = {"Origin": origin} if origin else {}
     with listening(allowed) as url:
-        for method, path in (("GET", ""), ("OPTIONS", ""), ("POST", "/x")):
-            headers = {"Origin": origin} if origin else {}
-            body = b"x" * 2_000_000 if method == "POST" else None
-            asked = urllib.request.Request(url + path, body, headers, method=method)
-            try:
-                with urllib.request.urlopen(asked, timeout=30) as answer:
-                    got = answer.status, answer.headers["Access-Control-Allow-Origin"]
-            except urllib.error.HTTPError as error:
-                got = error.code, error.headers["Access-Control-Allow-Origin"]
-            known = {"GET": 200, "OPTIONS": 204, "POST": 404}[method]
-            assert got == (known if status == 200 else status, shown)
+        asked = urllib.request.Request(url, b"x" * 2_000_000, headers)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(asked, timeout=30)
+    error = refused.value
+    assert (error.code, error.headers["Access-Control-Allow-Origin"]) == (status, shown)
 
 
 def test_a_client_that_is_silent(monkeypatch):
     """It is left, whether it has sent nothing or half a request."""
     monkeypatch.setattr(serve.Handler, "timeout", 0.3)
+    half = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"
     with listening() as url:
         where = urlsplit(url)
-        for half in (
-            b"",
-            b"POST /v1",
-            b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{",
-        ):
+        for sent in (b"", half[:8], half):
             with socket.create_connection((where.hostname, where.port), timeout=20) as connection:
-                connection.sendall(half)
+                connection.sendall(sent)
                 assert connection.recv(1000) == b""
 
 
@@ -729,104 +577,77 @@ def test_a_read_that_fails(tmp_path, random_tiny_moe):
         assert "Traceback" not in server.said()
 
 
-def test_the_flags_are_those_of_mlx_lm(monkeypatch):
-    """All that its server has, with its defaults, but where the two mean different things."""
-    found = {}
-
-    class Parser(argparse.ArgumentParser):
-        def parse_args(self, *_):
-            raise StopIteration
-
-        def add_argument(self, *names, **options):
-            action = super().add_argument(*names, **options)
-            found.update({name: action for name in names})
-            return action
-
-    monkeypatch.setattr(mlx_lm.server, "argparse", SimpleNamespace(ArgumentParser=Parser))
-    with pytest.raises(StopIteration):
-        mlx_lm.server.main()
-    theirs, found = found, {}
-    serve.add_arguments(Parser())
-    assert set(theirs) - set(found) == {"--model"}  # MODEL here
-    for name in set(theirs) & set(found) - {
-        *("--num-draft-tokens", "--top-k", "--pipeline", "--allowed-origins")
-    }:
-        default = theirs[name].default
-        default = json.loads(default) if name == "--chat-template-args" else default
-        assert (found[name].dest, found[name].default) == (theirs[name].dest, default), name
-    assert theirs["--top-k"].default == found["--sampling-top-k"].default
-
-
 @pytest.mark.parametrize(
     "options, words",
     [
         (["no/such/model"], "no/such/model: expected a model folder"),
-        ([MODEL, "--draft", "no/such"], "draft 'no/such'"),
         ([MODEL, "--draft", DATA / "models"], "config.json"),
         ([MODEL, "--host", "no.such.host.invalid"], "--host no.such.host.invalid"),
         ([MODEL, "--slots", "3"], "slots"),
         ([MODEL, "--adapter-path", "no/such"], "no/such"),
         ([MODEL, "--kv-bits", "4", "--kv-group-size", "128"], "kv_group_size=128: mlx-lm cannot"),
+        ([MODEL, "--pipeline"], "--pipeline: several machines divide the experts"),
+        ([MODEL, "--prompt-cache-bytes", "much"], "--prompt-cache-bytes"),
+        ([MODEL, "--chat-template-args", "[1]"], "--chat-template-args"),
         ([MODEL, "--use-default-chat-template", "--slots", "8"], None),  # it has one
     ],
 )
-def test_a_server_that_cannot_start(options, words, tmp_path, monkeypatch, capsys):
+def test_a_server_that_cannot_start(options, words, monkeypatch, capsys):
     monkeypatch.setattr(serve.Server, "serve_forever", lambda self: None)
-    code = main(["serve", *map(str, options), "--port", "0"])
+    try:
+        code = main(["serve", "--port", "0", *map(str, options)])
+    except SystemExit as stop:
+        code = stop.code
     err = capsys.readouterr().err
-    assert code == (1 if words else 0) and (words or "answers") in err and "Traceback" not in err
+    assert bool(code) == bool(words) and (words or "answers") in err and "Traceback" not in err
 
 
-def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(monkeypatch):
+@pytest.fixture
+def started(monkeypatch):
+    """Starts the command, which ends before it answers: its status, arguments, kept prompts."""
+    seen = []
+    monkeypatch.setattr(serve.Server, "answer", lambda self, made: seen.append(made))
+
+    def start(*options):
+        code = main(["serve", str(MODEL), "--port", "0", *options])
+        if code:
+            return code, None, None
+        kept = seen[-1].prompt_cache
+        seen[-1].stop_and_join()
+        return code, seen[-1].cli_args, (kept.max_size, kept.max_bytes, kept.free_nbytes)
+
+    return start
+
+
+def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(started, capsys):
     """The draft is there before the model's slots are chosen; kept prompts have a limit."""
-    made, opened = [], []
-    prompts, open_draft, load = serve.Prompts, serve.open_draft, serve.load
-    monkeypatch.setattr(serve, "Prompts", lambda *a: made.append(a[:3]) or prompts(*a))
-    monkeypatch.setattr(serve, "open_draft", lambda *a: opened.append(a) or open_draft(*a))
-    monkeypatch.setattr(serve, "load", lambda *a, **k: opened.append("model") or load(*a, **k))
-    monkeypatch.setattr(serve.Server, "serve_forever", lambda self: None)
-    argv = ["serve", str(MODEL), "--port", "0", "--prompt-cache-size", "3"]
-    memory = ["--memory-nbytes", "205000000", "--decode-concurrency", "1"]
-    draft = str(DATA / "models/tiny-dflash")
-    assert main([*argv, *memory, "--draft", draft]) == 0
-    assert opened == [(draft, "auto"), "model"]
+    draft, size = str(DATA / "models/tiny-dflash"), ("--prompt-cache-size", "3")
+    memory = ("--memory-nbytes", "205000000", "--decode-concurrency", "1")
     config = moelab.StreamConfig(memory_nbytes=205_000_000, lazy_logits=True)
-    drafted = moelab.plan(MODEL, leave_room(config, open_draft(draft)))
-    plan = moelab.plan(MODEL, config)
+    plan, drafted = (
+        moelab.plan(MODEL, config),
+        moelab.plan(MODEL, leave_room(config, open_draft(draft))),
+    )
     assert drafted.slots < plan.slots == 64 and drafted.reserved_nbytes > 0 == plan.reserved_nbytes
-    assert main([*argv, *SLOTS]) == main([*argv, *memory]) == 0
-    assert main([*argv, *memory, "--prompt-cache-bytes", "0"]) == 0
-    kept = [p.all_caches_nbytes for p in (drafted, plan)]
-    free = [p.reserved_nbytes + RESERVE_NBYTES for p in (drafted, plan)]
-    assert made == [
-        (3, kept[0], free[0]),
-        (3, sys.maxsize, 0),
-        (3, kept[1], free[1]),
-        (3, 0, free[1]),
-    ]
-    for p in (drafted, plan):
-        left = p.all_caches_nbytes - p.caches_nbytes - p.reserved_nbytes
-        assert left >= 0 and (p.slots == 64 or left < sum(p.expert_nbytes))
+    for planned, options in ((plan, ()), (drafted, ("--draft", draft))):
+        code, _, kept = started(*memory, *size, *options)
+        free = planned.reserved_nbytes + RESERVE_NBYTES
+        assert (code, kept) == (0, (3, planned.all_caches_nbytes, free))
+        assert f"slots={planned.slots} of 64" in capsys.readouterr().err
+    assert started(*SLOTS)[2] == (10, sys.maxsize, 0)
+    assert started(*memory, "--prompt-cache-bytes", "0")[2][1] == 0
 
 
 def test_kept_prompts_make_way_where_memory_is_short(monkeypatch):
-    """Old prompts are forgotten before a new one is copied. If it still does not fit, it is not
-    kept."""
+    """Old prompts are forgotten; a new one that still does not fit is not kept."""
     cache = KVCache()
     cache.update_and_fetch(*[mx.zeros((1, 1, 4, 8))] * 2)
-    one, evaluate = cache.nbytes, mx.eval
-    most = 5 * one + 100
-    prompts = serve.Prompts(free_nbytes=100, memory=lambda: (0, most - prompts.nbytes))
-
-    def copying(states):
-        assert prompts.nbytes <= most - 100 - one
-        evaluate(states)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(mx, "eval", copying)
-        for i in range(7):
-            prompts.insert_cache("model", [i, 0], [copy.deepcopy(cache)])
-            assert len(prompts) == min(i + 1, 5)
+    one = cache.nbytes
+    most, prompts = 5 * one + 100, answers.Prompts(free_nbytes=100)
+    monkeypatch.setattr(answers, "memory_now", lambda: (0, most - prompts.nbytes))
+    for i in range(7):
+        prompts.insert_cache("model", [i, 0], [copy.deepcopy(cache)])
+        assert len(prompts) == min(i + 1, 5)
     assert prompts.fetch_nearest_cache("model", [1, 0])[0] is None
     assert prompts.make_way() and len(prompts) == 5
     most = 99 + 3 * one
@@ -839,7 +660,7 @@ def test_kept_prompts_make_way_where_memory_is_short(monkeypatch):
 def test_a_kept_prompt_takes_its_own_memory_only():
     """And not that of the batch that its text was in, nor of what is computed to take it out."""
     model, _ = moelab.load(MODEL, moelab.StreamConfig(slots=16))
-    prompts, tokens = serve.Prompts(), list(range(4))
+    prompts, tokens = answers.Prompts(), list(range(4))
     with model:
         caches = [make_prompt_cache(model) for _ in range(8)]
         batch = _merge_caches(caches)
@@ -874,20 +695,13 @@ def test_a_kept_prompt_takes_its_own_memory_only():
         ([*SLOTS], range(32, 33)),
     ],
 )
-def test_the_caches_of_texts_decoded_at_once_are_planned(options, texts, monkeypatch, capsys):
+def test_the_caches_of_texts_decoded_at_once_are_planned(options, texts, started, capsys):
     """No more than fit. Those of the command line must: else it says what they take."""
-    seen = []
-    monkeypatch.setattr(serve.Server, "answer", lambda self, made: seen.append(made) or stop(made))
-
-    def stop(generator):
-        generator.stop_and_join()
-
-    code = main(["serve", str(MODEL), "--port", "0", *options])
+    code, args, _ = started(*options)
     err = capsys.readouterr().err
     if texts is None:
         assert code == 1 and "reserved" in err and "expected at least" in err
         return
-    args = seen[0].cli_args
     assert code == 0 and args.decode_concurrency in texts
     assert ("decoded at once" in err) == (args.decode_concurrency not in (3, 32))
     if args.decode_concurrency < 32:
@@ -899,24 +713,6 @@ def test_a_port_that_is_taken(capsys):
         port = str(taken.getsockname()[1])
         assert main(["serve", str(MODEL), "--port", port]) == 1
     assert f"--port {port}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (["--pipeline"], "--pipeline: several machines divide the experts"),
-        (["--top-k", "5"], "--sampling-top-k"),
-        (["--port", "70000"], "--port"),
-        (["--num-draft-tokens", "-1"], "--num-draft-tokens"),
-        (["--prompt-cache-bytes", "much"], "--prompt-cache-bytes"),
-        (["--chat-template-args", "[1]"], "--chat-template-args"),
-        (["--draft", "lookup", "--draft-model", "D"], "is there twice"),
-    ],
-)
-def test_a_wrong_command_line(options, words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["serve", "M", *options])
-    assert stop.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
 
 
 # Ends

@@ -9,6 +9,6 @@ status (None: 0). ``args.error(text)`` ends the command as a wrong command line 
     stream_options   options of ``StreamConfig``
     drafting         a draft by its name, and text written with it
     kv_cache         options of the key-value cache, and prompt cache files
+    answers          the model behind ``serve``, its batches and kept prompts
     request_checks   what ``serve`` refuses in a request
-    interrupt        Ctrl-C while a command is imported
 """

@@ -96,24 +96,6 @@ def or_auto(item: Callable[[str], Any]) -> Callable[[str], Any]:
     return or_word("auto", "auto", item)
 
 
-def or_none(item: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A type that gives None for ``none``, or else takes what ``item`` takes."""
-    return or_word("none", None, item)
-
-
-def several(item: Callable[[str], Any]) -> Callable[[str], tuple]:
-    """A type of different items, divided by commas."""
-
-    def items(text):
-        values = [item(part.strip()) for part in text.split(",")]
-        for value in values:
-            if values.count(value) > 1:
-                raise argparse.ArgumentTypeError(f"expected each item once, got {value} again")
-        return tuple(values)
-
-    return items
-
-
 def prompt_text(text: str) -> str:
     """Take a text that is not empty; ``-`` reads it from standard input."""
     where = ""

@@ -1,19 +1,25 @@
 """Options that several commands have."""
 
 import argparse
+import zlib
 from collections.abc import Callable
+from typing import Any
 
+from ..checkpoint import shorten
+from ..streaming.config import OPTIONS
+from ..streaming.ranks import Ranks
 from .argument_types import (
     at_least,
     between,
     not_empty,
     or_auto,
     positive,
-    prompt_text,
     zero_or_more,
 )
 
 LEAST_KV_SIZE = 5  # tokens: a limited cache never drops its first 4
+# Arguments that may differ between ranks; those of how experts are streamed, too.
+OWN_ARGUMENTS = {"model", "adapter_path", "host", "port", "log_level", "given", "default_slots"}
 
 
 def flag(name: str) -> str:
@@ -46,28 +52,6 @@ def add_number(
     )
 
 
-def add_json(parser: argparse.ArgumentParser, required: bool = False) -> None:
-    """Add ``--json``; ``__main__`` checks that the file can be written before the command runs."""
-    parser.add_argument(
-        "--json",
-        type=not_empty,
-        metavar="FILE",
-        required=required,
-        help="keep raw samples, machine and settings there",
-    )
-
-
-def add_prompts(parser: argparse.ArgumentParser, default: str = "the built-in ones") -> None:
-    """Add ``--prompt``, which may be given several times: ``args.prompt`` is a list, or None."""
-    parser.add_argument(
-        "--prompt",
-        type=prompt_text,
-        action="append",
-        metavar="TEXT",
-        help=f"again for more; - reads standard input (default: {default})",
-    )
-
-
 NO_PIPELINE = "several machines divide the experts of each layer, not the layers"
 
 
@@ -78,24 +62,27 @@ def add_refused(parser: argparse.ArgumentParser, why: str, *names: str) -> None:
         def __call__(self, parser, namespace, values, option_string=None):
             parser.error(f"{option_string}: {why}, so leave it out")
 
-    parser.add_argument(*names, nargs="*", action=Refuse, default=False, help=argparse.SUPPRESS)
+    parser.add_argument(*names, nargs="*", action=Refuse, help=argparse.SUPPRESS)
 
 
-def add_kv_cache(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Add mlx-lm's options of the key-value cache (``names``, or all), hidden in the help."""
-    for name, options in {
-        "--max-kv-size": {"type": at_least(LEAST_KV_SIZE)},
-        "--kv-bits": {"type": int, "choices": (2, 3, 4, 5, 6, 8)},
-        "--kv-group-size": {"type": int, "choices": (32, 64, 128), "default": 64},
-        "--quantized-kv-start": {"type": zero_or_more, "default": 5000},
-    }.items():
-        if name in (names or (name,)):
-            parser.add_argument(name, help=argparse.SUPPRESS, **options)
+def add_hidden(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
+    """Add an option of mlx-lm's command, which the end of the help names without a word."""
+    parser.add_argument(name, help=argparse.SUPPRESS, **options)
+    parser.epilog = f"{parser.epilog or 'As mlx-lm has them:'} {name}"
+
+
+def add_kv_cache(parser: argparse.ArgumentParser, max_size: bool = False) -> None:
+    """Add mlx-lm's options of the key-value cache."""
+    if max_size:
+        add_hidden(parser, "--max-kv-size", type=at_least(LEAST_KV_SIZE))
+    add_hidden(parser, "--kv-bits", type=int, choices=(2, 3, 4, 5, 6, 8))
+    add_hidden(parser, "--kv-group-size", type=int, choices=(32, 64, 128), default=64)
+    add_hidden(parser, "--quantized-kv-start", type=zero_or_more, default=5000)
 
 
 def add_draft(parser: argparse.ArgumentParser) -> None:
     """Add ``--draft``, also under mlx-lm's name ``--draft-model``, and ``--num-draft-tokens``."""
-    parser.add_argument("--draft-model", type=not_empty, help=argparse.SUPPRESS)
+    add_hidden(parser, "--draft-model", type=not_empty)
     parser.add_argument(
         "--draft",
         dest="draft_model",
@@ -126,25 +113,35 @@ def add_sampling(parser: argparse.ArgumentParser, names: tuple[str, ...] | None 
             )
 
 
-def add_loading(parser: argparse.ArgumentParser, like: str, *others: str) -> None:
-    """Add mlx-lm's options of loading, and name them with ``others`` at the end of the help."""
-    for name, options in {
-        "--adapter-path": {"type": not_empty},
-        "--prefill-step-size": {"type": positive, "default": 2048},
-        "--trust-remote-code": {"action": "store_true"},
-    }.items():
-        parser.add_argument(name, help=argparse.SUPPRESS, **options)
-        others += (name,)
-    parser.epilog = f"As {like} has them: {' '.join(sorted(others))}"
+def add_loading(parser: argparse.ArgumentParser) -> None:
+    """Add mlx-lm's options of loading a model and reading a prompt."""
+    add_hidden(parser, "--adapter-path", type=not_empty)
+    add_hidden(parser, "--prefill-step-size", type=positive, default=2048)
+    add_hidden(parser, "--trust-remote-code", action="store_true")
 
 
 def add_xtc(parser: argparse.ArgumentParser) -> None:
-    """Add mlx-lm's options of XTC sampling, hidden in the help."""
-    for name, most, default in (("--xtc-probability", 1, 0.0), ("--xtc-threshold", 0.5, 0.1)):
-        parser.add_argument(name, type=between(0, most), default=default, help=argparse.SUPPRESS)
+    """Add mlx-lm's options of XTC sampling."""
+    add_hidden(parser, "--xtc-probability", type=between(0, 1), default=0.0)
+    add_hidden(parser, "--xtc-threshold", type=between(0, 0.5), default=0.1)
 
 
 def loading_given(args: argparse.Namespace) -> dict:
     """Turn the options of ``add_loading`` into arguments of ``moelab.load``."""
     trust = {"trust_remote_code": args.trust_remote_code}
     return {"adapter_path": args.adapter_path, "tokenizer_config": dict(trust), **trust}
+
+
+def compare_arguments(ranks: Ranks, args: argparse.Namespace) -> None:
+    """Refuse ranks that were started with other arguments (``load`` compares how they stream)."""
+    given = {
+        name: str(value)
+        for name, value in vars(args).items()
+        if name not in OWN_ARGUMENTS | OPTIONS.keys() and not callable(value)
+    }
+    ranks.compare(
+        {
+            name: f"{shorten(text, 100)!r}, checksum {zlib.crc32(text.encode()):08x}"
+            for name, text in given.items()
+        }
+    )

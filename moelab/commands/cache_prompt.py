@@ -13,67 +13,57 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .. import StreamConfig, load
 from ..checkpoint import describe
 from ..prompt import encode, render
-from ..speculation.generate import check_tokens
 from ..speculation.target import vocabulary
+from ..streaming.session import session_of
 from .argument_types import not_empty, prompt_text
-from .arguments import add_kv_cache, add_loading, add_model, loading_given
-from .drafting import prompt_step, say_plan
+from .arguments import add_hidden, add_kv_cache, add_loading, add_model, loading_given
 from .kv_cache import KVCacheOptions, checksum
-from .stream_options import add_mode, add_stream_options, streaming_given
+from .stream_options import add_mode, add_stream_options, say_plan, streaming_given
 
 MODEL_KEY = "0.model"  # where mlx-lm's save_prompt_cache puts the model's name in the metadata
 
 
-def cache_prompt(
-    model_path: str | Path,
-    prompt: str,
-    file: str | Path,
-    config: StreamConfig | None = None,
-    prefill_step_size: int = 2048,
-    kv_cache: KVCacheOptions | None = None,
-    eos_token: str | None = None,
-    loading: dict | None = None,
-) -> int:
+def cache_prompt(args: argparse.Namespace, config: StreamConfig) -> int:
     """Read a prompt, save the model's state after it, and return the number of tokens.
 
     ``mlx_lm.generate`` can go on from the file, too, but does not check its checksum.
     """
-    check_tokens(0, prefill_step_size)
-    file, kv_cache, loading = Path(file).resolve(), kv_cache or KVCacheOptions(), loading or {}
+    file, kv_cache = Path(args.prompt_cache_file).resolve(), KVCacheOptions.given(args)
+    loading, known = loading_given(args), {}
     _check_file(file)
-    config, known = config or StreamConfig(), {}
-    kv_cache.check(model_path, config, trust_remote_code=loading.get("trust_remote_code", False))
-    if eos_token is not None:
-        known["eos_token"] = eos_token
-        loading = loading | {"tokenizer_config": (loading.get("tokenizer_config") or {}) | known}
-    model, tokenizer = load(model_path, config, **loading)
+    kv_cache.check(args.model, config, trust_remote_code=args.trust_remote_code)
+    if args.eos_token is not None:
+        known["eos_token"] = args.eos_token
+        loading["tokenizer_config"] |= known
+    model, tokenizer = load(args.model, config, **loading)
     with model:
         say_plan(model)
-        _check_eos_token(eos_token, tokenizer, vocabulary(model))
+        _check_eos_token(args.eos_token, tokenizer, vocabulary(model))
+        prompt = args.prompt
         if tokenizer.has_chat_template:
             message = {"role": "user", "content": prompt}
             prompt = render(tokenizer, [message], continue_final_message=True)
         ids = encode(tokenizer, prompt, not tokenizer.has_chat_template)
-        cache = make_prompt_cache(model, kv_cache.max_kv_size)
+        cache = make_prompt_cache(model, args.max_kv_size)
         for _ in generate_step(
             mx.array(ids),
             model,
             max_tokens=0,
             prompt_cache=cache,
-            prefill_step_size=prompt_step(model, prefill_step_size),
+            prefill_step_size=session_of(model).room.step(args.prefill_step_size),
             **kv_cache.quantized,
         ):
             pass
-        metadata = {"model": str(model_path), "tokenizer_config": json.dumps(known)}
+        metadata = {"model": args.model, "tokenizer_config": json.dumps(known)}
         metadata["checksum"] = checksum(cache, metadata)
-        beside = file.with_name(f"{file.stem}.{os.getpid()}.safetensors")
-        try:
-            save_prompt_cache(str(beside), cache, metadata)
-            os.replace(beside, file)
-        except (OSError, RuntimeError) as error:
-            raise ValueError(f"{file}: cannot be written ({describe(error)})") from error
-        finally:
-            beside.unlink(missing_ok=True)
+    beside = file.with_name(f"{file.stem}.{os.getpid()}.safetensors")
+    try:
+        save_prompt_cache(str(beside), cache, metadata)
+        os.replace(beside, file)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{file}: cannot be written ({describe(error)})") from error
+    finally:
+        beside.unlink(missing_ok=True)
     return len(ids)
 
 
@@ -123,24 +113,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="is written; ends in .safetensors",
     )
-    parser.add_argument("--eos-token", type=not_empty, help=argparse.SUPPRESS)
+    add_hidden(parser, "--eos-token", type=not_empty)
     add_mode(parser)
-    add_kv_cache(parser)
-    more = ("--eos-token", "--kv-bits", "--kv-group-size", "--max-kv-size", "--quantized-kv-start")
-    add_loading(parser, "mlx_lm.cache_prompt", *more)
+    add_kv_cache(parser, max_size=True)
+    add_loading(parser)
     add_stream_options(parser, sampling=True)  # so that options have the names of generate
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    tokens = cache_prompt(
-        args.model,
-        args.prompt,
-        args.prompt_cache_file,
-        streaming_given(args),
-        args.prefill_step_size,
-        KVCacheOptions.given(args),
-        args.eos_token,
-        loading_given(args),
-    )
-    print(f"{args.prompt_cache_file}: {tokens} tokens")
+    print(f"{args.prompt_cache_file}: {cache_prompt(args, streaming_given(args))} tokens")

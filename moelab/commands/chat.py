@@ -26,9 +26,9 @@ from .arguments import (
     add_sampling,
     add_xtc,
 )
-from .drafting import leave_room, open_draft, prompt_step, say_plan, write
+from .drafting import leave_room, open_draft, write
 from .kv_cache import KVCacheOptions
-from .stream_options import add_mode, add_stream_options, streaming_given
+from .stream_options import add_mode, add_stream_options, say_plan, streaming_given
 
 QUIET_S = 10  # seconds between two lines of progress when stderr is no terminal
 
@@ -57,7 +57,7 @@ def chat(args: argparse.Namespace, config: StreamConfig) -> None:
     options = KVCacheOptions(max_kv_size=args.max_kv_size)
     options.check(args.model, config, args.draft_model is not None, args.trust_remote_code)
     with ExitStack() as stack:
-        draft = None if args.draft_model is None else open_draft(args.draft_model, config.kernels)
+        draft = open_draft(args.draft_model, config.kernels)
 
         def load_streamed(_, **kwargs):
             model, tokenizer = load(args.model, leave_room(config, draft), **kwargs)
@@ -71,7 +71,7 @@ def chat(args: argparse.Namespace, config: StreamConfig) -> None:
             Template(system_prompt=args.system_prompt).text(tokenizer, "x")
             if draft is not None:
                 draft.bind(model)  # refuses a draft that does not fit
-            args.prefill_step_size = prompt_step(model, args.prefill_step_size)
+            args.prefill_step_size = session_of(model).room.step(args.prefill_step_size)
             return model, tokenizer
 
         def make_prompt_cache(model, max_kv_size=None):
@@ -141,8 +141,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens that attention keeps",
     )
     add_xtc(parser)
-    more = ("--draft-model", "--xtc-probability", "--xtc-threshold")
-    add_loading(parser, "mlx_lm.chat", *more)
+    add_loading(parser)
     add_refused(parser, NO_PIPELINE, "--pipeline")
     add_stream_options(parser, sampling=True)
 

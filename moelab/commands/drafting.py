@@ -1,6 +1,5 @@
 """A draft by the name that a command line gives it, and text written with it."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +23,10 @@ from ..streaming.session import session_of
 LOOKUP = "lookup"
 
 
-def open_draft(draft: str | Path, kernels: str = "auto") -> Draft:
+def open_draft(draft: str | Path | None, kernels: str = "auto") -> Draft | None:
     """Open a draft: ``lookup``, or the folder of a language model or of a DFlash draft."""
+    if draft is None:
+        return None
     if draft == LOOKUP:
         return LookupDraft()
     if "dflash_config" in draft_config(draft):
@@ -66,19 +67,6 @@ def draft_config(path: str | Path, words: tuple[str, ...] = (LOOKUP,)) -> dict:
             "of a DFlash draft with its config.json; found no such folder."
         )
     return read_json(file)
-
-
-def prompt_step(model: nn.Module, most: int = 2048) -> int:
-    """The prompt tokens of one pass: ``most``, or fewer if the plan has memory for fewer."""
-    plan = session_of(model).plan
-    return min(most, plan.prompt_tokens) if plan else most
-
-
-def say_plan(model: nn.Module) -> None:
-    """Say on stderr how many slots were chosen and why, if they were; of ranks, only 0 does."""
-    session = session_of(model)
-    if (plan := session.plan) and not (session.ranks and session.ranks.rank):
-        print(f"moelab: {plan}", file=sys.stderr)
 
 
 class _Shared:

@@ -4,10 +4,6 @@ import argparse
 import io
 import secrets
 import sys
-import zlib
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TextIO
 
 import mlx.core as mx
 import numpy as np
@@ -16,13 +12,13 @@ from mlx_lm.sample_utils import make_sampler
 
 from .. import StreamConfig, load, stats
 from ..prompt import Template, encode
-from ..speculation.generate import check_tokens
 from ..speculation.target import vocabulary
 from ..streaming.ranks import joined
 from ..streaming.session import session_of
 from .argument_types import at_least, json_object, not_empty, positive, prompt_text
 from .arguments import (
     add_draft,
+    add_hidden,
     add_kv_cache,
     add_loading,
     add_model,
@@ -30,103 +26,82 @@ from .arguments import (
     add_refused,
     add_sampling,
     add_xtc,
+    compare_arguments,
     loading_given,
 )
-from .drafting import leave_room, open_draft, prompt_step, say_plan, write
+from .drafting import leave_room, open_draft, write
 from .kv_cache import KVCacheOptions, open_prompt_cache
-from .stream_options import add_mode, add_stream_options, streaming_given
+from .stream_options import add_mode, add_stream_options, say_plan, streaming_given
 
 
-def generate(
-    model_path: str | Path,
-    prompt: str,
-    config: StreamConfig | None = None,
-    max_tokens: int = 128,
-    out: TextIO | None = None,
-    *,
-    template: Template | None = None,
-    draft: str | Path | None = None,
-    num_draft_tokens: int | str = "auto",
-    sampling: dict | None = None,
-    seed: int | None = None,
-    prompt_cache_file: str | Path | None = None,
-    kv_cache: KVCacheOptions | None = None,
-    extra_eos_tokens: Sequence[str] = (),
-    prefill_step_size: int = 2048,
-    verbose: bool = True,
-    loading: dict | None = None,
-) -> None:
+def generate(args: argparse.Namespace, config: StreamConfig) -> None:
     """Print a model's continuation as it comes and, with ``verbose``, one line of figures.
 
-    ``sampling`` has arguments of mlx-lm's ``make_sampler``, ``loading`` more of ``moelab.load``.
-    With a ``group`` in ``loading``, only rank 0 prints. Each rank samples for itself: its logits
-    have the same bits and its seed is the same, so no token has to be sent.
+    Of several ranks only rank 0 prints. Each rank samples for itself: its logits have the same bits
+    and its seed is the same, so no token has to be sent.
     """
-    check_tokens(max_tokens, prefill_step_size)
-    out, template, config = out or sys.stdout, template or Template(), config or StreamConfig()
-    kv_cache, loading, cache = kv_cache or KVCacheOptions(), dict(loading or {}), None
-    trust = loading.get("trust_remote_code", False)
-    if prompt_cache_file is not None:
-        cache, tokenizer_config = open_prompt_cache(
-            prompt_cache_file, model_path, config, kv_cache, trust
+    loading, kv_cache, cache = loading_given(args), KVCacheOptions.given(args), None
+    trust = args.trust_remote_code
+    if args.prompt_cache_file is not None:
+        cache, known = open_prompt_cache(
+            args.prompt_cache_file, args.model, config, kv_cache, trust
         )
-        loading["tokenizer_config"] = tokenizer_config | (loading.get("tokenizer_config") or {})
-    group = loading.get("group")
-    if group is not None and group.rank():
-        verbose, out = False, io.StringIO()
-    kv_cache.check(model_path, config, draft is not None, trust)
-    drafted_by = draft
-    if draft is not None:
-        draft = open_draft(draft, config.kernels)
-        config = leave_room(config, draft)
-    if seed is not None:
+        loading["tokenizer_config"] |= known
+    kv_cache.check(args.model, config, args.draft_model is not None, trust)
+    draft, group = open_draft(args.draft_model, config.kernels), joined()
+    follows = group is not None and group.rank() > 0
+    out, verbose = io.StringIO() if follows else sys.stdout, args.verbose and not follows
+    if args.seed is not None:
         # Loading draws random numbers, so seed where mlx-lm does: after the draft is loaded and
         # before the model is.
-        mx.random.seed(seed)
-    model, tokenizer = load(model_path, config, **loading)
+        mx.random.seed(args.seed)
+    model, tokenizer = load(args.model, leave_room(config, draft), group=group, **loading)
     with model:
         if verbose:
             say_plan(model)
-        text = template.text(tokenizer, prompt)
+        template = Template(
+            args.ignore_chat_template,
+            args.system_prompt,
+            args.prefill_response,
+            args.chat_template_config,
+        )
+        text = template.text(tokenizer, args.prompt)
         if cache is not None:
-            text = template.text_after(tokenizer, prompt)
-        elif kv_cache.max_kv_size is not None:
-            cache = make_prompt_cache(model, kv_cache.max_kv_size)
+            text = template.text_after(tokenizer, args.prompt)
+        elif args.max_kv_size is not None:
+            cache = make_prompt_cache(model, args.max_kv_size)
         ids = encode(tokenizer, text, not template.applies(tokenizer))
-        sampling = sampling or {}
-        _check_tokens(vocabulary(model), tokenizer, extra_eos_tokens, sampling)
-        if ranks := session_of(model).ranks:
-            given = {
-                "prompt": f"{len(ids)} tokens with checksum {zlib.crc32(np.array(ids)):08x}",
-                "max_tokens": max_tokens,
-                "draft": drafted_by,
-                "num_draft_tokens": num_draft_tokens,
-                "sampling": sampling,
-                "seed": seed,
-                "prompt_cache_file": prompt_cache_file,
-                "kv_cache": kv_cache,
-                "extra_eos_tokens": extra_eos_tokens,
-                "prefill_step_size": prefill_step_size,
-            }
-            ranks.compare({name: str(value) for name, value in given.items()})
-            if seed is None:
-                mx.random.seed(ranks.gather(secrets.randbits(32))[0])
-        special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
+        _check_tokens(vocabulary(model), tokenizer, args)
+        session = session_of(model)
+        if session.ranks:
+            compare_arguments(session.ranks, args)
+            if args.seed is None:
+                mx.random.seed(session.ranks.gather(secrets.randbits(32))[0])
+        sampler = make_sampler(
+            args.temp,
+            args.top_p,
+            args.min_p,
+            args.min_tokens_to_keep,
+            args.sampling_top_k,
+            args.xtc_probability,
+            args.xtc_threshold,
+            tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+        )
         responses = write(
             model,
             tokenizer,
             ids,
             draft,
-            num_draft_tokens,
-            max_tokens=max_tokens,
-            sampler=make_sampler(**sampling, xtc_special_tokens=special),
+            args.num_draft_tokens,
+            max_tokens=args.max_tokens,
+            sampler=sampler,
             prompt_cache=cache,
-            prefill_step_size=prompt_step(model, prefill_step_size),
+            prefill_step_size=session.room.step(args.prefill_step_size),
             **kv_cache.quantized,
         )
         mx.reset_peak_memory()
-        if verbose and text == prompt:
-            out.write(prompt)
+        if verbose and text == args.prompt:
+            out.write(text)
         for r in responses:
             if r.generation_tokens == 1:
                 before = _needed(model)
@@ -135,9 +110,9 @@ def generate(
         out.write(f"\n\n[{_figures(r, _needed(model) - before)}]\n" if verbose else "\n")
 
 
-def _check_tokens(size, tokenizer, extra_eos_tokens, sampling):
+def _check_tokens(size, tokenizer, args):
     """Add tokens that end the text; refuse tokens and numbers beyond the vocabulary."""
-    for token in extra_eos_tokens:
+    for token in args.extra_eos_token:
         number = int(token) if token.isdecimal() else tokenizer.get_vocab().get(token, -1)
         if not 0 <= number < size:
             raise ValueError(
@@ -145,12 +120,10 @@ def _check_tokens(size, tokenizer, extra_eos_tokens, sampling):
                 f"{size - 1}, got {token!r}"
             )
         tokenizer.add_eos_token(token)
-    for name in ("top_k", "min_tokens_to_keep"):
+    for name in ("sampling_top_k", "min_tokens_to_keep"):
         # mlx-lm would fail inside a compiled function, and the random state would stay broken.
-        if sampling.get(name, 0) >= size:
-            raise ValueError(
-                f"{name} of sampling: expected less than {size} tokens, got {sampling[name]}"
-            )
+        if (number := getattr(args, name)) >= size:
+            raise ValueError(f"{name}: expected less than {size} tokens, got {number}")
 
 
 def _needed(model):
@@ -172,19 +145,6 @@ def _figures(r, needed):
         read = f"{nbytes / (r.generation_tokens - 1) / 1e6:.2f} MB read for each token"
         line += f"; hit rate {hits / (hits + misses):.0%}, {read}"
     return f"{line}; peak memory {mx.get_peak_memory() / 1e6:.0f} MB"
-
-
-def add_template(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``mlx_lm.generate`` that put a prompt into a chat template."""
-    parser.add_argument("--system-prompt", metavar="TEXT", help="a message before the prompt's")
-    parser.add_argument(
-        "--ignore-chat-template",
-        action="store_true",
-        help="the prompt as it is, without the tokenizer's chat template",
-    )
-    parser.add_argument(
-        "--chat-template-config", type=json_object, metavar="JSON", help="more for the template"
-    )
 
 
 def _escaped(text):
@@ -212,7 +172,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="text to continue, or message to answer; - reads standard input",
     )
-    add_template(parser)
+    parser.add_argument("--system-prompt", metavar="TEXT", help="a message before the prompt's")
+    parser.add_argument(
+        "--ignore-chat-template",
+        action="store_true",
+        help="the prompt as it is, without the tokenizer's chat template",
+    )
+    parser.add_argument(
+        "--chat-template-config", type=json_object, metavar="JSON", help="more for the template"
+    )
     add_mode(parser)
     add_number(parser, "--max-tokens", 128, "where to stop", short="-m")
     add_draft(parser)
@@ -224,18 +192,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the prompt goes on from there (cache-prompt writes such files)",
     )
-    for name, options in {
-        "--extra-eos-token": {"nargs": "+", "default": ()},
-        "--min-tokens-to-keep": {"type": positive, "default": 1},
-        "--prefill-response": {},
-        "--verbose": {"type": _yes_or_no, "default": True},
-    }.items():
-        parser.add_argument(name, help=argparse.SUPPRESS, **options)
+    add_hidden(parser, "--extra-eos-token", nargs="+", default=())
+    add_hidden(parser, "--min-tokens-to-keep", type=positive, default=1)
+    add_hidden(parser, "--prefill-response")
+    add_hidden(parser, "--verbose", type=_yes_or_no, default=True)
     add_xtc(parser)
-    add_kv_cache(parser)
-    more = ("--draft-model", "--extra-eos-token", "--min-tokens-to-keep", "--prefill-response")
-    more += ("--max-kv-size", "--kv-bits", "--kv-group-size", "--quantized-kv-start", "--verbose")
-    add_loading(parser, "mlx_lm.generate", *more, "--xtc-probability", "--xtc-threshold")
+    add_kv_cache(parser, max_size=True)
+    add_loading(parser)
     add_refused(parser, "images are not streamed, mlx_lm.generate takes them", "--image")
     why = "a streamed model computes with activations that are not quantized"
     add_refused(parser, why, "--quantize-activations", "-qa")
@@ -246,33 +209,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    generate(
-        args.model,
-        args.prompt,
-        streaming_given(args),
-        args.max_tokens,
-        template=Template(
-            args.ignore_chat_template,
-            args.system_prompt,
-            args.prefill_response,
-            args.chat_template_config,
-        ),
-        draft=args.draft_model,
-        num_draft_tokens=args.num_draft_tokens,
-        sampling={
-            "temp": args.temp,
-            "top_p": args.top_p,
-            "min_p": args.min_p,
-            "min_tokens_to_keep": args.min_tokens_to_keep,
-            "top_k": args.sampling_top_k,
-            "xtc_probability": args.xtc_probability,
-            "xtc_threshold": args.xtc_threshold,
-        },
-        seed=args.seed,
-        prompt_cache_file=args.prompt_cache_file,
-        kv_cache=KVCacheOptions.given(args),
-        extra_eos_tokens=args.extra_eos_token,
-        prefill_step_size=args.prefill_step_size,
-        verbose=args.verbose,
-        loading={**loading_given(args), "group": joined()},
-    )
+    generate(args, streaming_given(args))

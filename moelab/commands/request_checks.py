@@ -1,30 +1,28 @@
 """Checks of a request to ``serve``, where mlx-lm's server would fail later or not at all.
 
-Each check raises ValueError, which the server answers with status 400.
+Each check raises ValueError, which the server answers with status 400, or another error of
+``status_of``.
 """
 
 import json
-from collections.abc import Iterable
 from typing import Any
 
 from ..checkpoint import shorten
 
-FLOAT32_MAX = 3.4e38
-# A request has at most so many bytes, and a prompt so many characters: 16 for each of 256k tokens.
-# A token of English takes about 5 bytes, one of Chinese, escaped in JSON, 9.
-MOST_TEXT = 2**22
-MOST_IMAGES = 2**26  # bytes of a request to a model that takes images
-MOST_VALUES = 2**18  # values in a request's JSON; each takes some 100 bytes of memory
-MOST_DEPTH = 64  # lists and objects inside each other
-MOST_LONG = {  # items in each of these fields
-    "messages": 4096,  # a template's time may grow with their square
-    "tools": 1024,
-    "logit_bias": 4096,
-    "stop": 64,
-}
+# A request has at most so many bytes: 16 for each of 256k tokens. A token of English takes about 5
+# bytes, one of Chinese, escaped in JSON, 9. Requests to a model that takes images may be longer.
+MOST_TEXT, MOST_IMAGES = 2**22, 2**26
+TOKENS_NBYTES = 260  # bytes of memory that a tokenizer takes for each byte of a text
+SMALL_NBYTES = 1_000_000  # so little memory is not looked for
 MOST_STOP_TEXT = 1024  # characters of all stops; mlx-lm keeps a table for each of 100 requests
-MOST = {  # the largest value of each field
-    "max_tokens": 2**31 - 1,
+AUTO = "auto"  # as num_draft_tokens: the policy decides
+DEFAULT = "default_model"  # mlx-lm's name of the model, draft or adapters of the command line
+FLOATS = ("temperature", "top_p", "min_p", "xtc_probability", "xtc_threshold")
+FLOATS += ("repetition_penalty", "presence_penalty", "frequency_penalty")
+MOST = {  # the largest value of each number, and with the other sign the least
+    **dict.fromkeys(FLOATS, 3.4e38),  # a float32's
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "top_k", "top_logprobs"), 2**31 - 1),
+    "xtc_threshold": 0.5,
     "num_draft_tokens": 64,  # nobody else is answered during a round
     "repetition_context_size": 2**31 - 1,
     "presence_context_size": 2**31 - 1,
@@ -47,158 +45,141 @@ DONE = {  # fields of OpenAI's API that have no effect here: only null and these
     "reasoning_effort": ["medium"],
     "verbosity": ["medium"],
 }
-NUMBERS = (  # fields for which mlx-lm also takes true, nan, infinity and more than a float32 holds
-    *("temperature", "top_p", "min_p", "xtc_probability", "xtc_threshold"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
-WHOLE_NUMBERS = (  # fields for which mlx-lm also takes true
-    *("max_tokens", "top_k", "num_draft_tokens", "top_logprobs", "seed"),
-    *("repetition_context_size", "presence_context_size", "frequency_context_size"),
-)
-OF_THE_SERVER = {  # arguments of the chat template that a request must not set
-    *("tokenize", "tools", "add_generation_prompt", "continue_final_message", "conversation"),
-    *("max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors"),
-    *("tokenizer_kwargs", "truncation", "chat_template", "sanitize_control_tokens"),
+# Arguments of the chat template that a request must not set; of others mlx-lm says so.
+OF_THE_SERVER = {"chat_template", "return_dict", "return_tensors", "tokenizer_kwargs", "max_length"}
+OF_THE_SERVER |= {
+    "padding",
+    "truncation",
+    "return_assistant_tokens_mask",
+    "sanitize_control_tokens",
 }
 
 
-def finite(name: str, value: float) -> float:
-    """Make a float of a number; refuse true, false and what float32 cannot hold."""
-    if isinstance(value, bool):
-        raise ValueError(f"{name} must be a number, not true or false")
-    if not abs(value) <= FLOAT32_MAX:  # true for nan as well
-        raise ValueError(f"{name} must be finite, as a float32")
-    return float(value)
+class Refused(ValueError):
+    """A request that is answered with another status than 400."""
+
+    def __init__(self, words: str, status: int):
+        super().__init__(words)
+        self.status = status
 
 
-def whole(name: str, value: Any) -> None:
-    """Refuse true and false as a whole number; mlx-lm checks the rest."""
-    if isinstance(value, bool):
-        raise ValueError(f"{name} must be a whole number, not true or false")
+def status_of(error: Exception) -> int:
+    """The status to answer an error with: 400 if the request is wrong, 503 if memory is short."""
+    if isinstance(error, MemoryError):
+        return 503
+    is_wrong = isinstance(error, (ValueError, RecursionError))
+    return getattr(error, "status", 400 if is_wrong else 500)
 
 
-def served(field: str, name: str, *known: str | None) -> None:
+def check_size(size: int, takes_images: bool, free_nbytes: int) -> None:
+    """Refuse a request that is too long, or whose text may take more than half of free memory."""
+    most = MOST_IMAGES if takes_images else MOST_TEXT
+    if size > most:
+        raise Refused(f"Content-Length: expected at most {most} bytes, got {size}", 413)
+    needs, free = TOKENS_NBYTES * size, max(0, free_nbytes // 2)
+    if needs > max(free, SMALL_NBYTES) and not takes_images:
+        raise MemoryError(
+            f"memory is short: reading the request takes up to {needs / 1e6:.0f} MB, and there are "
+            f"{free / 1e6:.0f} MB. Send a shorter one, or try again."
+        )
+
+
+def check_origin(origin: str | None, allowed: list[str]) -> None:
+    """Refuse web pages of other origins: CORS hides answers from them, but sends their requests."""
+    if origin is not None and not {"*", origin}.intersection(allowed):
+        origin = origin[:100]
+        words = f"Origin: {origin} may not ask. Start the server with --allowed-origins {origin}"
+        raise Refused(words, 403)
+
+
+def check_name(field: str, name: str | None, *known: str | None) -> None:
     """Refuse a request whose ``field`` names a model that the command line does not (``known``)."""
-    if name not in ("default_model", *known):
+    if name not in (DEFAULT, *known):
         raise ValueError(
-            f"{field}: expected the one of the command line, which default_model names too, got "
+            f"{field}: expected the one of the command line, which {DEFAULT} names too, got "
             f"{name[:100]!r}. A server loads no other: start one for it"
         )
 
 
-def check_size(raw: bytes) -> None:
-    """Refuse a request whose JSON would take much more memory than its text."""
-    if sum(map(raw.count, (b",", b"[", b"{"))) > MOST_VALUES:
-        raise ValueError(f"expected at most {MOST_VALUES} commas and brackets in a request")
-
-
-def bounded_text(parts: Iterable[str]) -> str:
-    """Join the text of a chat template, up to a limit: a template can write without end."""
-    kept, size = [], 0
-    for part in parts:
-        size += len(part) + 1
-        if size > MOST_TEXT:
-            raise ValueError(f"expected at most {MOST_TEXT} characters from the chat template")
-        kept.append(part)
-    return "".join(kept)
+def check_tokens(prompt: Any, args: Any, size: int) -> None:
+    """Refuse a prompt without tokens, and numbers beyond a vocabulary of ``size`` tokens."""
+    if not prompt:
+        raise ValueError("prompt: expected a text of at least one token, got none")
+    if args.sampling.top_k >= size:
+        raise ValueError(f"top_k: expected less than the vocabulary's {size} tokens")
+    if wrong := [token for token in args.logits.logit_bias or () if not 0 <= token < size]:
+        raise ValueError(f"logit_bias: expected token ids from 0 to {size - 1}, got {wrong[0]}")
 
 
 def check_body(body: dict[str, Any], takes_images: bool) -> None:
     """Check the fields of a request's body that mlx-lm takes unchecked."""
-    _check_depth(body)
-    for name, most in MOST_LONG.items():
-        if isinstance(value := body.get(name), (list, dict)) and len(value) > most:
-            raise ValueError(f"{name} must be at most {most}, got {len(value)}")
-    for name, values in DONE.items():
-        if name == "tool_choice" and not body.get("tools"):
-            values = [*values, "none"]
-        value = body.get(name)
-        if value is not None and not any(type(value) is type(v) and value == v for v in values):
-            able = " or ".join(json.dumps(v) for v in values) or "no such field"
-            raise ValueError(f"{name}: this server can do {able}, got {shorten(value, 100)}")
-    if body.get("stream") and (body.get("logprobs") or body.get("top_logprobs", -1) > 0):
-        raise ValueError("logprobs, top_logprobs: expected without stream, which has none")
+    for name, most in MOST.items():
+        if body.get(name) not in (None, AUTO):
+            _check_number(name, body[name], most)
+    for value in (body.get("logit_bias") or {}).values():
+        _check_number("logit_bias", float(value), MOST["temperature"])
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(
             "prompt, messages and all other texts must be Unicode, without lone surrogates"
         ) from error
-    stop = body.get("stop")
-    if stop is not None and not (
-        isinstance(stop, (str, list)) and all(isinstance(text, str) and text for text in stop or ())
-    ):
+    for name, values in DONE.items():
+        value = body.get(name)
+        if name == "tool_choice" and not body.get("tools"):
+            values = [*values, "none"]
+        if value is not None and not any(type(value) is type(v) and value == v for v in values):
+            able = " or ".join(json.dumps(v) for v in values) or "no such field"
+            raise ValueError(f"{name}: this server can do {able}, got {shorten(value, 100)}")
+    if body.get("stream") and (body.get("logprobs") or body.get("top_logprobs", -1) > 0):
+        raise ValueError("logprobs, top_logprobs: expected without stream, which has none")
+    stop = body.get("stop") or []
+    texts = [stop] if isinstance(stop, str) else stop
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise ValueError("stop must be a text or a list of texts, none of them empty")
-    if sum(map(len, stop or ())) > MOST_STOP_TEXT:
+    if sum(map(len, texts)) > MOST_STOP_TEXT:
         raise ValueError(f"stop must have at most {MOST_STOP_TEXT} characters")
     if not isinstance(body.get("prompt", ""), str):
         raise ValueError("prompt must be of type str")
-    roles = body.get("role_mapping")
-    if roles is not None and not (
-        isinstance(roles, dict) and all(isinstance(text, str) for text in roles.values())
-    ):
-        raise ValueError("role_mapping must be an object of texts")
     if body.get("tools") not in (None, []):
-        _objects("tools", body["tools"])
-    messages = _objects("messages", body.get("messages", [{"role": "user"}]))
-    if sum(map(len, (roles or {}).values())) * len(messages) > MOST_TEXT:
-        raise ValueError(f"role_mapping: expected {MOST_TEXT} characters at most with the messages")
-    for message in messages:
+        _check_objects("tools", body["tools"])
+    for name in ("stream_options", "chat_template_kwargs", "role_mapping"):
+        if not isinstance(body.get(name), (dict, type(None))):
+            raise ValueError(f"{name} must be an object")
+    if wrong := OF_THE_SERVER.intersection(body.get("chat_template_kwargs") or ()):
+        raise ValueError(f"chat_template_kwargs: {min(wrong)} is set by the server")
+    if body.get("stream_options") is not None:  # mlx-lm expects the field in it
+        body["stream_options"].setdefault("include_usage", False)
+    for message in _check_objects("messages", body.get("messages", [{"role": "user"}])):
         _check_message(message, takes_images)
 
 
-def check_options(options: dict[str, Any] | None, template: dict[str, Any] | None) -> None:
-    """Check the two fields; ``options`` gets the ``include_usage`` that mlx-lm expects in it."""
-    if options is not None and not isinstance(options.setdefault("include_usage", False), bool):
-        raise ValueError("stream_options: include_usage must be true or false")
-    if wrong := OF_THE_SERVER.intersection(template or ()):
-        raise ValueError(f"chat_template_kwargs: {min(wrong)} is set by the server")
-
-
-def _check_depth(body):
-    level = [body]
-    for _ in range(MOST_DEPTH):
-        inner = [v for each in level for v in (each.values() if type(each) is dict else each)]
-        level = [v for v in inner if isinstance(v, (dict, list))]
-    if level:
-        raise ValueError(f"expected at most {MOST_DEPTH} lists and objects inside each other")
+def _check_number(name, value, most):
+    """Refuse what is no number (true and false, too), nan, and a number that is too large."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not -most <= value <= most:  # true for nan as well
+        raise ValueError(f"{name} must be a number of at most {most}, got {shorten(value, 100)}")
 
 
 def _check_message(message, takes_images):
     if not isinstance(message.get("role"), str):
         raise ValueError("messages: role must be of type str in each of them")
-    content = message.get("content")
-    if isinstance(content, list):
-        for part in _objects("messages: content", content):
-            _check_part(part, takes_images)
-    elif not isinstance(content, (str, type(None))):
-        raise ValueError("messages: content must be a text, a list of parts or null")
-    if message.get("tool_calls") in (None, []):
-        return
-    for call in _objects("messages: tool_calls", message["tool_calls"]):
-        if not isinstance(function := call.get("function"), dict):
+    if not isinstance(content := message.get("content"), (str, type(None))):
+        for part in _check_objects("messages: content", content):
+            kind = part.get("type")
+            if kind == "text" and not isinstance(part.get("text"), str):
+                raise ValueError("messages: content of type text must have a text")
+            if kind != "text" and not takes_images:  # before mlx-lm fetches an image from its URL
+                raise ValueError(
+                    f"messages: content must be of type text for this model, got {kind!r:.50}"
+                )
+    calls = message.get("tool_calls")
+    for call in _check_objects("messages: tool_calls", calls) if calls else ():
+        if not isinstance(call.get("function"), dict):
             raise ValueError("messages: tool_calls must have a function each, as an object")
-        try:
-            if isinstance(arguments := function.get("arguments"), str) and arguments:
-                json.loads(arguments)
-        except ValueError as error:
-            raise ValueError(f"messages: tool_calls: arguments must be JSON: {error}") from error
 
 
-def _check_part(part, takes_images):
-    kind = part.get("type")
-    if kind == "text":
-        if not isinstance(part.get("text"), str):
-            raise ValueError("messages: content of type text must have a text")
-        return
-    if not takes_images:  # refused before mlx-lm's server fetches an image from its URL
-        raise ValueError(f"messages: content must be of type text for this model, got {kind!r:.50}")
-    url = part.get("image_url", part.get("image"))
-    if not isinstance(url.get("url") if isinstance(url, dict) else url, str):
-        raise ValueError("messages: content of another type than text must be an image's URL")
-
-
-def _objects(name, value):
+def _check_objects(name, value):
     if not isinstance(value, list) or not value or not all(isinstance(v, dict) for v in value):
         raise ValueError(f"{name} must be a list of objects, and not empty")
     return value

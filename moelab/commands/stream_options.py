@@ -1,15 +1,18 @@
-"""Options for the fields of ``StreamConfig``, and several modes written as one text."""
+"""Options for the fields of ``StreamConfig``."""
 
 import argparse
-import dataclasses
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
+
+import mlx.nn as nn
 
 from ..streaming.config import OPTIONS, StreamConfig
+from ..streaming.session import session_of
 from .argument_types import at_least, nbytes, not_empty, or_auto
-from .arguments import flag
+from .arguments import add_refused, flag
 
-MEASURED_SLOTS = 16  # for commands that measure: slots="auto" would depend on the machine
 STREAM_OPTIONS = {name: option for name, option in OPTIONS.items() if option.command}
 
 
@@ -25,16 +28,6 @@ def add_mode(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_modes(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add ``--modes``, a text for ``parse_modes``."""
-    parser.add_argument(
-        "--modes",
-        default=default,
-        help="divided by commas; fields of StreamConfig may follow a slash, as in "
-        "resident,fused,fused/readers=1/slots=32 (default: %(default)s)",
-    )
-
-
 def add_stream_options(
     parser: argparse.ArgumentParser, slots: int | str = "auto", sampling: bool = False
 ) -> None:
@@ -45,7 +38,9 @@ def add_stream_options(
     """
     parser.set_defaults(default_slots=slots)
     if sampling:
-        parser.add_argument("--top-k", nargs="?", action=_TwoMeanings, help=argparse.SUPPRESS)
+        why = "it has two meanings here: --sampling-top-k is mlx-lm's (the most likely tokens that "
+        why += "sampling keeps), --experts-top-k are experts per token"
+        add_refused(parser, why, "--top-k")
     group = parser.add_argument_group("how experts are streamed")
     for name, option in STREAM_OPTIONS.items():
         if option.for_auto and slots != "auto":
@@ -55,14 +50,14 @@ def add_stream_options(
         group.add_argument(
             "--experts-top-k" if sampling and name == "top_k" else flag(name),
             dest=name,
-            type=_type(option),
+            type=option_type(option),
             choices=choices or None,
             metavar=option.metavar,
             help=option.help.format(default=default),
         )
 
 
-def _type(option):
+def option_type(option: Any) -> Callable[[str], Any]:
     """The argument type of a field of ``StreamConfig``."""
     if option.bounds:
         number = (nbytes if option.metavar == "BYTES" else at_least)(*option.bounds)
@@ -70,26 +65,20 @@ def _type(option):
     return str if option.choices else not_empty
 
 
-class _TwoMeanings(argparse.Action):
-    """An action that refuses ``--top-k``, since it could mean tokens or experts."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        parser.error(
-            "--top-k has two meanings here: expected --sampling-top-k (mlx-lm's --top-k: the most "
-            "likely tokens that sampling keeps) or --experts-top-k (experts per token)"
-        )
-
-
 def streaming_given(args: argparse.Namespace) -> StreamConfig:
     """``mode_given``, where SwiftLM's environment variables are defaults; stderr names them."""
-    names = [name for option in OPTIONS.values() for name in option.environment]
-    found = {name: os.environ[name] for name in names if name in os.environ}
+    found = {
+        name: os.environ[name]
+        for option in OPTIONS.values()
+        for name in option.environment
+        if name in os.environ
+    }
     if not found:
         return mode_given(args)
-    chosen = found.keys().isdisjoint(OPTIONS["mode"].environment)
-    chosen = chosen or "mode" in getattr(args, "given", ())
-    config = StreamConfig.from_env(**({"mode": args.mode} if chosen else {}))
-    args.mode = config.mode
+    says_mode = not found.keys().isdisjoint(OPTIONS["mode"].environment)
+    if says_mode and "mode" not in getattr(args, "given", ()):
+        args.mode = StreamConfig.from_env().mode
+    config = StreamConfig.from_env(mode=args.mode)
     for field, option in STREAM_OPTIONS.items():
         is_set = not found.keys().isdisjoint(option.environment)
         if is_set and getattr(args, field) is None and field not in config.unused():
@@ -106,32 +95,29 @@ def streaming_given(args: argparse.Namespace) -> StreamConfig:
     return config
 
 
+def say_plan(model: nn.Module) -> None:
+    """Say on stderr how many slots were chosen and why, if they were; of ranks, only 0 does."""
+    session = session_of(model)
+    if (plan := session.plan) and not (session.ranks and session.ranks.rank):
+        print(f"moelab: {plan}", file=sys.stderr)
+
+
 def mode_given(args: argparse.Namespace) -> StreamConfig:
     """The configuration that the options give; one without effect in the mode ends the command."""
-    config = _stream_config(args, mode=args.mode)
-    _check_stream_options(args, {args.mode: config})
+    config = stream_config(args, mode=args.mode)
+    check_stream_options(args, {args.mode: config})
     return config
 
 
-def modes_given(args: argparse.Namespace) -> tuple[StreamConfig, dict[str, StreamConfig]]:
-    """The options' configuration without a mode, and the one of each mode by its text.
-
-    An option that has no effect in any of the modes ends the command.
-    """
-    base = _stream_config(args)
-    configs = parse_modes(args.modes, base)
-    _check_stream_options(args, configs)
-    return base, configs
-
-
-def _stream_config(args, **fields):
+def stream_config(args: argparse.Namespace, **fields) -> StreamConfig:
+    """The configuration that the options give, with these fields in any case."""
     given = {n: getattr(args, n, None) for n in STREAM_OPTIONS}
     given = {n: value for n, value in given.items() if value is not None}
     defaults = {"slots": args.default_slots, "lazy_logits": True}
     return StreamConfig(**defaults | given, **fields)
 
 
-def _check_stream_options(args, configs):
+def check_stream_options(args: argparse.Namespace, configs: dict[str, StreamConfig]) -> None:
     """End the command if an option that was given has no effect in any of the configurations."""
     for name, option in STREAM_OPTIONS.items():
         given = getattr(args, name, None)
@@ -142,49 +128,3 @@ def _check_stream_options(args, configs):
         if option.for_auto and any("slots" not in c.unused() for c in configs.values()):
             why = "has no effect without --slots auto"
         args.error(f"{flag(name)} {why}: leave it out, or change that")
-
-
-def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, StreamConfig]:
-    """Parse ``"resident,fused,fused/readers=1"``: each mode's text to ``base`` with its fields.
-
-    Without ``base``, each has ``MEASURED_SLOTS``.
-    """
-    base, configs = base or StreamConfig(slots=MEASURED_SLOTS), {}
-    for name in (part.strip() for part in text.split(",")):
-        if name in configs:
-            raise ValueError(f"modes: expected each mode once, {name!r} is there twice in {text!r}")
-        mode, *settings = name.split("/")
-        if not mode:
-            raise ValueError(
-                f"modes: expected names divided by commas, such as resident,fused; got {text!r}"
-            )
-        changes = _parse_fields(name, settings)
-        config = dataclasses.replace(base, mode=mode, **changes)
-        for key in config.unused().intersection(changes):
-            raise ValueError(f"modes: {key} in {name!r} has no effect there: leave it out")
-        configs[name] = config
-    return configs
-
-
-def _parse_fields(name, settings):
-    """Parse the fields of ``StreamConfig`` that follow a mode's slashes."""
-    known = sorted(OPTIONS.keys() - {"mode"})
-    changes = {}
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        where = f"modes: {setting!r} in {name!r}"
-        if key not in known or not value:
-            raise ValueError(
-                f"{where}, expected FIELD=VALUE with a field of StreamConfig ({', '.join(known)})"
-            )
-        if key in changes:
-            raise ValueError(f"modes: expected each field once, {key} is there twice in {name!r}")
-        if OPTIONS[key].bounds:
-            try:
-                value = _type(OPTIONS[key])(value)
-            except argparse.ArgumentTypeError as error:
-                raise ValueError(f"{where}: {error}") from None
-        elif isinstance(OPTIONS[key].default, bool):
-            value = {"True": True, "False": False}.get(value, value)
-        changes[key] = value
-    return changes

@@ -28,9 +28,9 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import DATA, StreamConfig, load
-from ..commands.stream_options import parse_modes
 from ..shipped import shipped
 from . import gguf, limit, records
+from .arguments import parse_modes
 from .decode import read_all_but_last, same_tokens
 from .machine import card
 from .texts import spaced_prompts

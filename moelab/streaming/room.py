@@ -47,13 +47,17 @@ class Room:
         self._left = None  # bytes that the running call leaves, if that is known
         self._look_s = 0.0  # when to look at the memory again
 
+    def step(self, most: int) -> int:
+        """The tokens of one part of a prompt: ``most``, or fewer if memory is planned for fewer."""
+        return min(most, self._plan.prompt_tokens) if self._plan else most
+
     def parts(self, inputs: mx.array, step: int | None = None) -> list[mx.array]:
         """Divide a prompt ``[B, T]`` into equal parts of at most ``step`` tokens.
 
         Without ``step`` it takes the plan's number.
         """
         if step is None:
-            step = self._plan.prompt_tokens if self._plan else inputs.size
+            step = self.step(inputs.size)
         if inputs.ndim != 2 or inputs.size <= step:
             return [inputs]
         T = inputs.shape[1]

@@ -1,9 +1,11 @@
 """Timing, bench and generate: what they compute and keep. Nothing here asserts a speed."""
 
-import io
 import json
 import math
 import shutil
+import subprocess
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx_lm
@@ -13,9 +15,8 @@ from needs import needs_kernels
 
 from moelab import StreamConfig, load, record, stats
 from moelab.__main__ import main
-from moelab.commands import generate
-from moelab.commands.stream_options import parse_modes
-from moelab.lab import records
+from moelab.lab import limit, records
+from moelab.lab.arguments import parse_modes
 from moelab.lab.decode import decode
 from moelab.lab.experiments import bench, reads
 from moelab.lab.texts import PROMPTS
@@ -48,6 +49,10 @@ def test_parse_modes():
         ("fused/slot=3", "expected FIELD=VALUE"),
         ("fused/slots", "expected FIELD=VALUE"),
         ("fused/slots=x", "whole number"),
+        ("fused/slots=8/slots=9", "slots is there twice"),
+        ("fused/mode=serial", "'mode=serial'"),
+        ("fused,fused", "'fused' is there twice"),
+        ("resident/slots=8", "slots in 'resident/slots=8' has no effect"),
         ("warp", "got 'warp'"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -228,12 +233,12 @@ def test_generate(model_path, capsys):
     assert out.startswith("def f") and "tok/s, 5 tokens" in out and "hit rate" in out
 
 
-def test_generate_writes_the_same_text_in_every_mode(model_path):
-    texts = []
+def test_generate_writes_the_same_text_in_every_mode(model_path, capsys):
+    argv, texts = ["generate", str(model_path), "-p", "def f(x):", "-m", "12"], []
     for mode in ("resident", "serial", "buffers", "stacked", "fused"):
-        out = io.StringIO()
-        generate.generate(model_path, "def f(x):", StreamConfig(mode=mode, slots=8), 12, out)
-        texts.append(out.getvalue().rpartition("\n\n[")[0])
+        slots = ["--slots", "8"] if mode in ("stacked", "fused") else []
+        assert main([*argv, "--mode", mode, *slots]) == 0
+        texts.append(capsys.readouterr().out.rpartition("\n\n[")[0])
     assert len(set(texts)) == 1
 
 
@@ -274,6 +279,125 @@ def test_errors_are_one_line(model_path, arguments, message, capsys):
     code = main([str(model_path) if a == "MODEL" else a for a in arguments])
     err = capsys.readouterr().err
     assert code == 1 and err.startswith("moelab: ") and message in err and "Traceback" not in err
+
+
+def test_limit_takes_every_prompt_in_turn(model_path, monkeypatch):
+    asked = []
+
+    def call_here(function, path, variant, prompt, *rest, what, nbytes):
+        asked.append((prompt, variant.config.mode, variant.config.top_k, nbytes))
+        return function(path, asdict(variant), prompt, *rest), done
+
+    done = limit.Limited(0, "", "", "none")
+    monkeypatch.setattr(limit, "call", call_here)
+    argv = ["bench", str(model_path), "--limits", "900", "--modes", "fused", "--runs", "3"]
+    argv += ["--prompt", "def a", "--prompt", "def b", "--top-k", "2"]
+    assert main([*argv, "--tokens", "2", "--warmup", "1"]) == 0
+    assert [prompt for prompt, *_ in asked[::2]] == ["def a", "def b", "def a"]
+    assert sorted(asked, key=str) == sorted(
+        (
+            (prompt, mode, 2, nbytes)
+            for prompt in ("def a", "def b", "def a")
+            for mode, nbytes in (("resident", None), ("fused", 900_000_000))
+        ),
+        key=str,
+    )
+
+
+def test_an_error_in_a_process_with_a_limit_is_one_line(model_path, monkeypatch, capsys):
+    def run_here(argv, *_):
+        done = subprocess.run(argv, capture_output=True, text=True)
+        return limit.Limited(done.returncode, done.stdout, done.stderr, "none")
+
+    monkeypatch.setattr(limit, "run", run_here)
+    argv = ["bench", str(model_path), "--limits", "900", "--modes", "fused", "--slots", "1"]
+    assert main(argv) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" not in err and "slots" in err and "at least" in err
+
+
+@pytest.fixture
+def calls(monkeypatch, tmp_path):
+    """The measurements that ``bench`` asks for, none of which is made; it runs in ``tmp_path``."""
+    seen = []
+
+    def measure(*args, **kwargs):
+        seen.append((args, kwargs))
+        made = {"machine": {"device": "cpu"}, "settings": {"baseline": None}, "rows": []}
+        made = records.table(made)
+        made["variant"] = []
+        return made
+
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench, "report", lambda *_: "")
+    monkeypatch.setattr(bench, "read_speeds", lambda *_: {})
+    monkeypatch.setattr(bench, "heldout_ids", lambda model, lengths, runs: list(lengths))
+    monkeypatch.chdir(tmp_path)
+    return seen
+
+
+@pytest.fixture
+def asked(capsys):
+    """Runs a command: its exit status and the last line of stderr."""
+
+    def run(*argv):
+        try:
+            code = main([str(a) for a in argv])
+        except SystemExit as stop:
+            code = stop.code
+        return SimpleNamespace(code=code, err=["", *capsys.readouterr().err.splitlines()][-1])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--lengths 2,4,2", "--cold maybe", "--draft lookup --lengths 2,x", "--tokens 0",
+     "--limits 0", "--prompt-tokens 12,0"],
+)  # fmt: skip
+def test_values_that_cannot_be(option, calls, asked):
+    *_, name, value = option.split()
+    got = asked("bench", "M", *option.split())
+    assert got.code == 2 and not calls and name in got.err
+    assert "expected" in got.err and (value in got.err or "," in value)
+
+
+def test_a_stream_option_for_several_modes(calls, asked):
+    """One of them must have a use for it."""
+    for modes in ("resident,serial,fused", "fused/slots=20,fused"):
+        assert asked("bench", "M", "--modes", modes, "--slots", "9").code == 0
+    assert len(calls) == 2
+    got = asked("bench", "M", "--modes", "fused/slots=20,stacked/slots=30", "--slots", "9")
+    assert got.code == 2 and len(calls) == 2
+    assert "--slots" in got.err and "fused/slots=20" in got.err
+
+
+def test_a_draft_that_is_none(model_path, asked, tmp_path, monkeypatch):
+    monkeypatch.setattr(limit, "run", lambda *_, **__: pytest.fail("a process was started first"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text("{")
+    monkeypatch.setattr(bench, "load", lambda *_: pytest.fail("the model was loaded first"))
+    for name in ("nonsense", tmp_path / "empty", tmp_path / "damaged"):
+        for more in ([], ["--limits", "900"]):
+            got = asked("bench", model_path, "--draft", name, *more)
+            assert got.code == 1 and str(name) in got.err
+            assert "lookup, self, oracle" in got.err or "not JSON" in got.err
+
+
+def test_an_unwritable_json_is_refused_before_any_work(calls, asked, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    for path in ("file/r.json", "file/sub/r.json", "folder", "", "/dev/null", "/proc/r.json"):
+        got = asked("bench", "M", "--json", path)
+        assert got.code == (1 if path else 2) and not calls
+        assert "json" in got.err and path in got.err
+    assert (tmp_path / "file").read_text() == "mine"
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"]
+    path, there = tmp_path / "a" / "b" / "r.json", []  # a writable one is not made before the work
+    monkeypatch.setattr(bench, "report", lambda _: there.extend(tmp_path.glob("a")) or "")
+    assert asked("bench", "M", "--json", path).code == 0
+    assert calls and not there and path.is_file()
 
 
 def test_a_cold_prompt_beside_its_bound():

@@ -5,8 +5,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from moelab.commands.stream_options import parse_modes
 from moelab.lab import limit, records
+from moelab.lab.arguments import parse_modes
 from moelab.lab.experiments import bench, page_cache
 from moelab.lab.plots import style
 from moelab.replay import locality

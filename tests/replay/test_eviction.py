@@ -11,8 +11,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.__main__ import parse
-from moelab.commands.stream_options import mode_given, parse_modes
+from moelab.commands.stream_options import mode_given
 from moelab.lab import records
+from moelab.lab.arguments import parse_modes
 from moelab.replay import eviction, locality
 from moelab.streaming.model import load_model
 from moelab.streaming.record import route_by

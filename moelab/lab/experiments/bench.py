@@ -22,29 +22,26 @@ from mlx_lm.sample_utils import make_sampler
 
 from ... import StreamConfig, close, footprint, load, record
 from ...checkpoint import Checkpoint
-from ...commands.argument_types import (
-    not_empty,
-    or_auto,
-    or_none,
-    positive,
-    several,
-    zero_or_more,
-)
-from ...commands.arguments import add_json, add_model, add_number, add_prompts, add_sampling
+from ...commands.argument_types import not_empty, or_auto, positive, zero_or_more
+from ...commands.arguments import add_model, add_number, add_sampling
 from ...commands.drafting import draft_config
-from ...commands.stream_options import (
-    MEASURED_SLOTS,
-    add_modes,
-    add_stream_options,
-    modes_given,
-    parse_modes,
-)
+from ...commands.stream_options import add_stream_options
 from ...memory import memory_available
 from ...streaming.config import SLOT_MODES
 from ...streaming.reading import native
 from ...streaming.session import session_of
 from ...streaming.trace import Trace
 from .. import limit, machine, oscache, records
+from ..arguments import (
+    MEASURED_SLOTS,
+    add_json,
+    add_modes,
+    add_prompts,
+    modes_given,
+    or_none,
+    parse_modes,
+    several,
+)
 from ..decode import BUILT_IN, decode, decode_drafted, encode, open_any
 from ..models import folder
 from ..texts import PROMPTS, heldout_ids

@@ -20,10 +20,10 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from ... import StreamConfig, load
-from ...commands.stream_options import parse_modes
 from ...speculation.drafts import LookupDraft
 from ...speculation.generate import speculative_generate_step
 from .. import records
+from ..arguments import parse_modes
 from ..models import folder
 from ..texts import PROMPTS, heldout_code
 from .bench import resident_like

@@ -21,13 +21,14 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ... import StreamConfig, load
 from ...checkpoint import read_json
-from ...commands.arguments import add_json, add_number
+from ...commands.arguments import add_number
 from ...commands.drafting import open_draft
 from ...shipped import shipped
 from ...speculation.dflash import DFlashDraft
 from ...speculation.sampling import num_accepted
 from ...speculation.target import Capture
 from .. import machine, records
+from ..arguments import add_json
 from ..texts import spaced_prompts
 from .rollback import REMEDIES
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ... import DATA, synthesize
-from ...commands.stream_options import parse_modes
 from ...replay import advice, by_token
 from ...replay.costs import Costs
 from ...replay.locality import Locality
@@ -27,6 +26,7 @@ from ...shipped import shipped
 from ...streaming.residency.table import policy_of
 from ...streaming.trace import Trace
 from .. import charts, limit, records
+from ..arguments import parse_modes
 from . import bench
 from .costs import costs_of
 

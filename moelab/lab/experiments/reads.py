@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...checkpoint import Checkpoint, mlx_lm_model
-from ...commands.argument_types import positive, several
-from ...commands.arguments import add_json, add_model, add_number
+from ...commands.argument_types import positive
+from ...commands.arguments import add_model, add_number
 from ...experts import expert_modules, locate_experts
 from ...streaming.reading.ranges import Read
 from ...streaming.reading.reader import Reader
 from ...streaming.residency.bank import ranges
 from .. import machine, oscache, records
+from ..arguments import add_json, several
 from ..cite import q
 from ..models import folder
 

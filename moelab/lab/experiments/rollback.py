@@ -17,11 +17,12 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from ... import StreamConfig, load, stats
-from ...commands.arguments import add_json, add_number
+from ...commands.arguments import add_number
 from ...shipped import shipped
 from ...speculation.rollback import Rollback
 from ...speculation.sampling import num_accepted
 from .. import machine, records
+from ..arguments import add_json
 from ..decode import same_tokens
 from ..texts import heldout_starts
 

@@ -22,7 +22,6 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from ... import StreamConfig, load
-from ...commands.stream_options import parse_modes
 from ...kernels.code import Kernel
 from ...streaming import cuda
 from ...streaming.handover import Handover
@@ -31,6 +30,7 @@ from ...streaming.reading.reader import Reader
 from ...streaming.reading.uploading import UploadingReader
 from ...streaming.residency.residency import Residency
 from .. import oscache, records
+from ..arguments import parse_modes
 from ..models import folder
 from ..texts import PROMPTS
 

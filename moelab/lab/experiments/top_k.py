@@ -17,9 +17,10 @@ from mlx_lm.utils import load_tokenizer
 from tqdm import tqdm
 
 from ... import StreamConfig, footprint, load, synthesize
-from ...commands.argument_types import not_empty, positive, several
-from ...commands.arguments import add_json, add_model, add_number
+from ...commands.argument_types import not_empty, positive
+from ...commands.arguments import add_model, add_number
 from .. import machine, quality, records
+from ..arguments import add_json, several
 from ..decode import same_tokens
 from ..models import folder
 from ..texts import heldout_files
