@@ -1,6 +1,8 @@
 """moelab where only the wheel is: no ``data/``, and no package of the extra ``lab``."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +22,7 @@ LAB = (
     *("nbconvert", "nbformat", "pandas", "plotly"),
 )
 COMMANDS = f"""
-import sys
+import json, sys
 sys.modules |= dict.fromkeys({LAB})
 from moelab.__main__ import COMMANDS, main
 for command in COMMANDS:
@@ -28,32 +30,32 @@ for command in COMMANDS:
         main([command, "--help"])
     except SystemExit as stop:
         assert stop.code == 0, command
-sys.exit(main(sys.argv[1:]))
+for line in json.loads(sys.argv[1]):
+    print("rc", main(line))
 """
 
 
-def run(folder, *argv):
-    package = Path(moelab.__file__).parent
-    shutil.copytree(package, folder / "moelab", dirs_exist_ok=True)  # links are files in a wheel
-    return subprocess.run(
-        [sys.executable, "-c", COMMANDS, *argv],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder)},
+def test_commands_without_the_extra(model_path, tmp_path):
+    shutil.copytree(Path(moelab.__file__).parent, tmp_path / "moelab")  # its links become files
+    model = str(model_path)
+    lines = [
+        ["generate", model, "--prompt", "def f(x):", "--max-tokens", "2"],
+        ["plan", model],  # and a name with what synthesize writes
+        *([["plan", "gpt-oss-120b"]] if not mx.cuda.is_available() else []),
+        ["bench", model],
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS, json.dumps(lines)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
     )
-
-
-def test_commands_without_the_extra(model_path, tmp_path):
-    done = run(tmp_path, "generate", str(model_path), "--prompt", "def f(x):", "--max-tokens", "2")
-    assert done.returncode == 0 and "tok/s, 2 tokens" in done.stdout, done.stderr
-    for model in (str(model_path), *(["gpt-oss-120b"] if not mx.cuda.is_available() else [])):
-        done = run(tmp_path, "plan", model)  # a name is planned with what synthesize writes
-        assert done.returncode == 0 and "tok/s; expect" in done.stdout, done.stderr
-    done = run(tmp_path, "bench", str(model_path))
-    assert done.returncode == 1 and done.stderr.endswith(
+    said = "tok/s, 2 tokens.*rc 0" + ".*tok/s; expect.*rc 0" * (len(lines) - 2) + ".*rc 1"
+    assert done.returncode == 0 and re.search(said, done.stdout, re.DOTALL), done
+    assert done.stderr.endswith(
         "moelab: records need pandas, found no such package: pip install 'moelab[lab]'\n"
-    ), done.stderr
+    )
 
 
 def test_what_data_has_is_said_to_be_in_the_repository(monkeypatch, tmp_path, capsys):

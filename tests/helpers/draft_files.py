@@ -7,75 +7,45 @@ import numpy as np
 
 D, V, L, b = 32, 64, 6, 5
 CONFIG = {  # the keys of z-lab's config.json, in little
-    "architectures": ["DFlashDraftModel"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-    "block_size": b,
-    "bos_token_id": 1,
-    "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 2, 3]},
-    "dtype": "bfloat16",
-    "eos_token_id": 2,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "hidden_size": D,
-    "initializer_range": 0.02,
-    "intermediate_size": 48,
+    "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "attention_bias": False, "attention_dropout": 0.0, "block_size": b, "bos_token_id": 1,
+    "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 2, 3]}, "dtype": "bfloat16",
+    "eos_token_id": 2, "head_dim": 16, "hidden_act": "silu", "hidden_size": D,
+    "initializer_range": 0.02, "intermediate_size": 48,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-    "max_position_embeddings": 4096,
-    "max_window_layers": 3,
-    "model_type": "qwen3",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 2,
-    "num_target_layers": L,
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": None,
-    "rope_theta": 10000,
-    "sliding_window": 8,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "use_sliding_window": True,
-    "vocab_size": V,
-}
+    "max_position_embeddings": 4096, "max_window_layers": 3, "model_type": "qwen3",
+    "num_attention_heads": 4, "num_hidden_layers": 3, "num_key_value_heads": 2,
+    "num_target_layers": L, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 10000,
+    "sliding_window": 8, "tie_word_embeddings": False, "use_cache": True,
+    "use_sliding_window": True, "vocab_size": V,
+}  # fmt: skip
 
 
 def write_draft(folder, seed=0, **changes):
     """A random draft in z-lab's layout, bfloat16; its weights as float64."""
     config = {**CONFIG, **changes}
     rng = np.random.default_rng(seed)
-    H, K, d, F = (
-        config[k]
-        for k in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-    )
+    keys = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+    H, K, d, F = (config[key] for key in keys)
     n, hidden = len(config["dflash_config"]["target_layer_ids"]), config["hidden_size"]
-    shapes = {
-        "fc.weight": (hidden, n * hidden),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
+    layer = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        **{f"self_attn.{x}_norm": (d,) for x in "qk"},
+        "self_attn.q_proj": (H * d, hidden),
+        "self_attn.o_proj": (hidden, H * d),
+        **{f"self_attn.{x}_proj": (K * d, hidden) for x in "kv"},
+        **{f"mlp.{x}_proj": (F, hidden) for x in ("gate", "up")},
+        "mlp.down_proj": (hidden, F),
     }
+    shapes = {"fc": (hidden, n * hidden), "hidden_norm": (hidden,), "norm": (hidden,)}
     for i in range(config["num_hidden_layers"]):
-        p = f"layers.{i}."
-        shapes |= {
-            f"{p}input_layernorm.weight": (hidden,),
-            f"{p}post_attention_layernorm.weight": (hidden,),
-        }
-        shapes |= {f"{p}self_attn.{x}_norm.weight": (d,) for x in "qk"}
-        shapes |= {
-            f"{p}self_attn.q_proj.weight": (H * d, hidden),
-            f"{p}self_attn.o_proj.weight": (hidden, H * d),
-        }
-        shapes |= {f"{p}self_attn.{x}_proj.weight": (K * d, hidden) for x in "kv"}
-        shapes |= {f"{p}mlp.{x}_proj.weight": (F, hidden) for x in ("gate", "up")}
-        shapes |= {f"{p}mlp.down_proj.weight": (hidden, F)}
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     weights = {}
     for name, shape in shapes.items():
-        w = (
-            1 + 0.2 * rng.normal(size=shape)
-            if len(shape) == 1
-            else rng.normal(size=shape) * shape[1] ** -0.5
-        )
-        weights[name] = mx.array(w).astype(mx.bfloat16)
+        w = rng.normal(size=shape)
+        w = 1 + 0.2 * w if len(shape) == 1 else w * shape[1] ** -0.5
+        weights[f"{name}.weight"] = mx.array(w).astype(mx.bfloat16)
     folder.mkdir(exist_ok=True)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))

@@ -126,16 +126,10 @@ OWN_TOP_K_KEYS = {*TOP_K_KEYS} - {"num_experts_per_tok", "experts_per_token"}
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's config says beyond ``COMMON``.
+    """What a family's config says beyond ``COMMON``."""
 
-    Args:
-        config (dict): Keys at the top of config.json.
-        text (dict or None): Keys of ``text_config``. With it ``COMMON`` goes there, as in
-            multimodal checkpoints.
-    """
-
-    config: dict = field(default_factory=dict)
-    text: dict | None = None
+    config: dict = field(default_factory=dict)  # keys at the top of config.json
+    text: dict | None = None  # keys of text_config; COMMON goes there, as in multimodal checkpoints
 
     def build_config(self, model_type: str) -> dict:
         own = self.config if self.text is None else self.text
@@ -161,49 +155,25 @@ FAMILIES = {
         {"layer_group_size": 2, "group_norm_size": 2, "num_hidden_layers": 3}
     ),
     "bailing_moe_v3": Family(
-        {
-            "architectures": ["BailingMoeV3ForCausalLM"],
-            "model_type": "bailing_hybrid",
-            "layer_group_size": 2,
-            "num_hidden_layers": 3,
-        }
+        {"architectures": ["BailingMoeV3ForCausalLM"], "model_type": "bailing_hybrid",
+         "layer_group_size": 2, "num_hidden_layers": 3}
     ),
     "deepseek": Family(),
     "deepseek_v2": Family(
-        {
-            "topk_method": "greedy",
-            "rope_scaling": {
-                "type": "yarn",
-                "factor": 2.0,
-                "original_max_position_embeddings": 256,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-            },
-        }
+        {"topk_method": "greedy",
+         "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256,
+                          "mscale": 1.0, "mscale_all_dim": 1.0}}
     ),
     "deepseek_v3": Family(),
     "deepseek_v32": Family({"index_head_dim": 16, "index_n_heads": 2, "index_topk": 4}),
     "deepseek_v41": Family(
-        {
-            "head_dim": 32,
-            "o_groups": 2,
-            "o_lora_rank": 32,
-            "sliding_window": 8,
-            "compress_ratios": [0, 0],
-            "index_n_heads": 2,
-            "index_head_dim": 16,
-            "index_topk": 4,
-        }
+        {"head_dim": 32, "o_groups": 2, "o_lora_rank": 32, "sliding_window": 8,
+         "compress_ratios": [0, 0], "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
     ),
     "dots1": Family({"scoring_func": "noaux_tc"}),
     "ernie4_5_moe": Family(
-        {
-            "use_bias": True,
-            "moe_num_experts": E,
-            "moe_k": K,
-            "moe_num_shared_experts": 1,
-            "moe_layer_start_index": 0,
-        }
+        {"use_bias": True, "moe_num_experts": E, "moe_k": K, "moe_num_shared_experts": 1,
+         "moe_layer_start_index": 0}
     ),
     "exaone_moe": Family(
         {"layer_types": SLIDING_THEN_FULL, "is_moe_layer": [True, True], "sliding_window": 8}
@@ -213,79 +183,39 @@ FAMILIES = {
     "glm4_moe": Family({"use_qk_norm": True, "rope_scaling": None, "partial_rotary_factor": 0.5}),
     "glm4_moe_lite": Family(),
     "glm_moe_dsa": Family(
-        {
-            "index_head_dim": 16,
-            "index_n_heads": 2,
-            "index_topk": 4,
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-        }
+        {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 4, "topk_method": "noaux_tc",
+         "scoring_func": "sigmoid",
+         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
     ),
     "gpt_oss": Family(
         {"sliding_window": 8, "intermediate_size": F, "layer_types": SLIDING_THEN_FULL}
     ),
     "granitemoe": Family(
-        {
-            "intermediate_size": F,
-            "logits_scaling": 1.0,
-            "attention_multiplier": 0.25,
-            "embedding_multiplier": 2.0,
-            "residual_multiplier": 0.5,
-        }
+        {"intermediate_size": F, "logits_scaling": 1.0, "attention_multiplier": 0.25,
+         "embedding_multiplier": 2.0, "residual_multiplier": 0.5}
     ),
     "granitemoehybrid": Family(
-        {
-            "logits_scaling": 1.0,
-            "attention_multiplier": 0.25,
-            "embedding_multiplier": 2.0,
-            "residual_multiplier": 0.5,
-            "layer_types": ["mamba", "attention"],
-            "shared_intermediate_size": 64,
-            "mamba_n_heads": 4,
-            "mamba_d_head": 32,
-            "mamba_proj_bias": False,
-            "mamba_d_state": 16,
-            "mamba_d_conv": 4,
-            "mamba_n_groups": 1,
-            "mamba_conv_bias": True,
-        }
+        {"logits_scaling": 1.0, "attention_multiplier": 0.25, "embedding_multiplier": 2.0,
+         "residual_multiplier": 0.5, "layer_types": ["mamba", "attention"],
+         "shared_intermediate_size": 64, "mamba_n_heads": 4, "mamba_d_head": 32,
+         "mamba_proj_bias": False, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_n_groups": 1,
+         "mamba_conv_bias": True}
     ),
     "hunyuan": Family(
-        {
-            "moe_topk": K,
-            "num_shared_expert": 1,
-            "use_mixed_mlp_moe": True,
-            "use_qk_norm": True,
-            "use_cla": False,
-            "cla_share_factor": 2,
-            "rope_scaling": {"factor": 1.0, "type": "dynamic", "alpha": 1000.0},
-        }
+        {"moe_topk": K, "num_shared_expert": 1, "use_mixed_mlp_moe": True, "use_qk_norm": True,
+         "use_cla": False, "cla_share_factor": 2,
+         "rope_scaling": {"factor": 1.0, "type": "dynamic", "alpha": 1000.0}}
     ),
     "jamba": Family(
-        {
-            "attn_layer_offset": 1,
-            "attn_layer_period": 2,
-            "expert_layer_offset": 0,
-            "expert_layer_period": 1,
-            "mamba_d_conv": 4,
-            "mamba_d_state": 16,
-            "mamba_expand": 2,
-        }
+        {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 0,
+         "expert_layer_period": 1, "mamba_d_conv": 4, "mamba_d_state": 16, "mamba_expand": 2}
     ),
     "kimi_k25": Family({}, text={}),
     "kimi_k3": Family(
         {},
-        text={
-            "model_type": "kimi_linear",
-            "linear_attn_config": KDA,
-            "num_experts_per_token": K,
-            "mla_use_output_gate": True,
-            "activation_situ_beta": 1.0,
-            "attn_res_block_size": 2,
-            "routed_expert_hidden_size": 32,
-            "latent_moe_use_norm": True,
-        },
+        text={"model_type": "kimi_linear", "linear_attn_config": KDA, "num_experts_per_token": K,
+              "mla_use_output_gate": True, "activation_situ_beta": 1.0, "attn_res_block_size": 2,
+              "routed_expert_hidden_size": 32, "latent_moe_use_norm": True}
     ),
     "kimi_linear": Family(
         {"linear_attn_config": KDA, "model_max_length": 512, "num_experts_per_token": K}
@@ -293,130 +223,65 @@ FAMILIES = {
     "kimi_vl": Family({}, text={}),
     "laguna": Family({"layer_types": SLIDING_THEN_FULL, "sliding_window": 8}),
     "lfm2_moe": Family(
-        {
-            "layer_types": ["conv", "full_attention"],
-            "use_expert_bias": True,
-            "num_dense_layers": 1,
-            "norm_eps": 1e-5,
-            "conv_bias": True,
-            "conv_L_cache": 3,
-        }
+        {"layer_types": ["conv", "full_attention"], "use_expert_bias": True, "num_dense_layers": 1,
+         "norm_eps": 1e-5, "conv_bias": True, "conv_L_cache": 3}
     ),
     "llama4": Family(
         {},
-        text={
-            "attention_chunk_size": 64,
-            "num_hidden_layers": 4,
-            "interleave_moe_layer_step": 2,
-            "intermediate_size": F,
-            "intermediate_size_mlp": 96,
-            "num_experts_per_tok": 1,
-            "rope_scaling": None,
-            "use_qk_norm": True,
-        },
+        text={"attention_chunk_size": 64, "num_hidden_layers": 4, "interleave_moe_layer_step": 2,
+              "intermediate_size": F, "intermediate_size_mlp": 96, "num_experts_per_tok": 1,
+              "rope_scaling": None, "use_qk_norm": True}
     ),
     "longcat_flash": Family({**LONGCAT, "attention_method": "MLA", "zero_expert_type": "identity"}),
     "longcat_flash_ngram": Family({**LONGCAT, "ngram_vocab_size_ratio": 2}),
     "mellum": Family(
-        {
-            "layer_types": SLIDING_THEN_FULL,
-            "sliding_window": 8,
-            "rope_parameters": {
-                "full_attention": {"rope_theta": 10000.0, "rope_type": "default"},
-                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
-            },
-        }
+        {"layer_types": SLIDING_THEN_FULL, "sliding_window": 8,
+         "rope_parameters": {kind: {"rope_theta": 10000.0, "rope_type": "default"}
+                             for kind in SLIDING_THEN_FULL}}
     ),
     "mimo_v2_flash": Family(
-        {
-            "hybrid_layer_pattern": [1, 0],
-            "moe_layer_freq": [0, 1],
-            "add_swa_attention_sink_bias": True,
-            "add_full_attention_sink_bias": False,
-            "sliding_window_size": 8,
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-            "layernorm_epsilon": 1e-5,
-            "swa_rope_theta": 10000.0,
-            "swa_num_attention_heads": 4,
-            "swa_num_key_value_heads": 2,
-            "swa_head_dim": 16,
-            "swa_v_head_dim": 16,
-            "partial_rotary_factor": 0.5,
-        }
+        {"hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 1],
+         "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False,
+         "sliding_window_size": 8, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+         "layernorm_epsilon": 1e-5, "swa_rope_theta": 10000.0, "swa_num_attention_heads": 4,
+         "swa_num_key_value_heads": 2, "swa_head_dim": 16, "swa_v_head_dim": 16,
+         "partial_rotary_factor": 0.5}
     ),
     "minimax": Family({"shared_intermediate_size": 0, "rotary_dim": 8, "intermediate_size": F}),
     "minimax_m3_vl": Family(
         {},
-        text={
-            "intermediate_size": F,
-            "moe_layer_freq": [0, 1],
-            "dense_intermediate_size": 96,
-            "shared_intermediate_size": 64,
-        },
+        text={"intermediate_size": F, "moe_layer_freq": [0, 1], "dense_intermediate_size": 96,
+              "shared_intermediate_size": 64}
     ),
     "mistral3": Family({}, text={"model_type": "mistral4", "rope_parameters": MISTRAL4_ROPE}),
     "mistral4": Family({"rope_parameters": MISTRAL4_ROPE}),
     "mixtral": Family({"intermediate_size": F}),
     "muse_spark": Family(
         {},
-        text={
-            "post_norm_eps": 1e-5,
-            "rope_parameters": {"rope_theta": 10000.0},
-            "layer_rope_theta": [10000.0, 10000.0],
-            "layer_types": SLIDING_THEN_FULL,
-            "sliding_window": 8,
-            "final_logit_softcapping": 30.0,
-            "output_multiplier": 1.0,
-            "moe_hidden_size": 64,
-            "num_shared_experts": 0,
-        },
+        text={"post_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 10000.0},
+              "layer_rope_theta": [10000.0, 10000.0], "layer_types": SLIDING_THEN_FULL,
+              "sliding_window": 8, "final_logit_softcapping": 30.0, "output_multiplier": 1.0,
+              "moe_hidden_size": 64, "num_shared_experts": 0}
     ),
     "nemotron_h": Family(
-        {
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 16,
-            "mamba_proj_bias": False,
-            "ssm_state_size": 16,
-            "conv_kernel": 4,
-            "n_groups": 2,
-            "mlp_bias": False,
-            "layer_norm_epsilon": 1e-5,
-            "use_bias": False,
-            "use_conv_bias": True,
-            "hybrid_override_pattern": ["M", "E", "*", "E"],
-        }
+        {"mamba_num_heads": 4, "mamba_head_dim": 16, "mamba_proj_bias": False, "ssm_state_size": 16,
+         "conv_kernel": 4, "n_groups": 2, "mlp_bias": False, "layer_norm_epsilon": 1e-5,
+         "use_bias": False, "use_conv_bias": True, "hybrid_override_pattern": ["M", "E", "*", "E"]}
     ),
     "olmoe": Family({"intermediate_size": F}),
     "phimoe": Family(
-        {
-            "intermediate_size": F,
-            "rope_scaling": {
-                "short_factor": [1.0] * 8,
-                "long_factor": [1.0] * 8,
-                "short_mscale": 1.0,
-                "long_mscale": 1.0,
-                "type": "longrope",
-            },
-        }
+        {"intermediate_size": F,
+         "rope_scaling": {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "short_mscale": 1.0,
+                          "long_mscale": 1.0, "type": "longrope"}}
     ),
     "phixtral": Family(
         {"num_vocab": VOCAB, "model_dim": D, "num_heads": 4, "num_layers": 2, "rotary_dim": 8}
     ),
     "prism_hadamard_qwen35": Family(
-        {
-            "schema_version": 1,
-            "tensor_namespace": "mlx-lm-text",
-            "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
-            "modules": [
-                {
-                    "path": "model.layers.1.self_attn.o_proj",
-                    "embedding": False,
-                    "dtype": "float16",
-                    "block": 0,
-                }
-            ],
-        },
+        {"schema_version": 1, "tensor_namespace": "mlx-lm-text",
+         "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
+         "modules": [{"path": "model.layers.1.self_attn.o_proj", "embedding": False,
+                      "dtype": "float16", "block": 0}]},
         text={"hidden_size": 128, "head_dim": 32},
     ),
     "qwen2_moe": Family(),
@@ -427,16 +292,10 @@ FAMILIES = {
     "qwen3_vl_moe": Family({}, text={}),
     "solar_open": Family({"partial_rotary_factor": 1.0}),
     "step3p5": Family(
-        {
-            "num_attention_groups": 2,
-            "sliding_window": 8,
-            "moe_num_experts": E,
-            "moe_top_k": K,
-            "share_expert_dim": 64,
-            "layer_types": SLIDING_THEN_FULL,
-        }
+        {"num_attention_groups": 2, "sliding_window": 8, "moe_num_experts": E, "moe_top_k": K,
+         "share_expert_dim": 64, "layer_types": SLIDING_THEN_FULL}
     ),
-}
+}  # fmt: skip
 
 
 # Families with experts that moelab does not stream, and why.
@@ -477,7 +336,6 @@ ROUTERS = (
     "router.weight",
     "router.proj.weight",
     "router.layer.weight",
-    "router.gate.weight",
     "classifier.weight",
     "gate.wg.weight",
 )
@@ -508,9 +366,8 @@ def discover() -> set[str]:
                 if node.module == "switch_layers" and names & {"SwitchGLU", "SwitchMLP"}:
                     counts.add(path.stem)
         names = {n.name for n in tree.body if isinstance(n, ast.ClassDef)}
-        names |= {
-            a.asname or a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names
-        }
+        imported = (a for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names)
+        names |= {a.asname or a.name for a in imported}
         if {"Model", "ModelArgs"} <= names:
             has_model.add(path.stem)
     while grown := {name for name, seen in imports.items() if seen & counts} - counts:
@@ -545,13 +402,8 @@ def build(name: str) -> tuple[nn.Module, dict]:
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that hold experts, by path, in the order of the layers."""
-    found = {path: m for path, m in model.named_modules() if isinstance(m, (SwitchGLU, SwitchMLP))}
-    return dict(
-        sorted(
-            found.items(),
-            key=lambda item: [int(part) if part.isdigit() else part for part in item[0].split(".")],
-        )
-    )
+    modules = reversed(list(model.named_modules()))
+    return {path: m for path, m in modules if isinstance(m, (SwitchGLU, SwitchMLP))}
 
 
 def write_checkpoint(name: str, path: Path, variant: str) -> Path:
@@ -602,9 +454,7 @@ def write_checkpoint(name: str, path: Path, variant: str) -> Path:
 def per_expert(prefix: str, names: dict[str, str]):
     """The layout with a tensor for each expert, ``{prefix}.{e}.{name}.{kind}``.
 
-    Args:
-        prefix (str): As above.
-        names (dict[str, str]): The file's name of each of mlx-lm's projections.
+    ``names`` has the file's name of each of mlx-lm's projections.
     """
 
     def convert(module, tensors):

@@ -16,7 +16,7 @@ import mlx_lm.fuse
 import numpy as np
 import pytest
 from families import K
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU
@@ -32,9 +32,7 @@ CONFIG = moelab.StreamConfig(slots=K, kernels="mlx")
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return families.write_checkpoint(
-        "qwen3_5_moe", tmp_path_factory.mktemp("after") / "m", "affine4"
-    )
+    return families.write_checkpoint("qwen3_5_moe", tmp_path_factory.mktemp("m"), "affine4")
 
 
 def answer(model):
@@ -60,20 +58,9 @@ def test_new_weights_take_effect(path, tmp_path):
     """load_weights from a list and from a file, update of the model, of a part, and in place."""
     weights = backbone(path, 0)
 
-    def by_list(model, weights):
-        model.load_weights(list(weights.items()), strict=False)
-
     def by_file(model, weights):
         mx.save_safetensors(str(tmp_path / "w.safetensors"), weights)
         model.load_weights(str(tmp_path / "w.safetensors"), strict=False)
-
-    def by_update(model, weights):
-        have = dict(tree_flatten(model.parameters()))
-        model.update(
-            mlx_lm_utils.tree_unflatten(
-                [(k, weights.get(k, have[k])) for k in have if k in weights]
-            )
-        )
 
     def by_assignment(model, weights):
         modules = dict(model.named_modules())
@@ -82,21 +69,27 @@ def test_new_weights_take_effect(path, tmp_path):
             setattr(modules[owner], param, w)
 
     def in_place(model, weights):
-        modules = dict(model.named_modules())
+        have = dict(tree_flatten(model.parameters()))
         for name, w in weights.items():
-            owner, param = name.rsplit(".", 1)
-            getattr(modules[owner], param)[...] = w
+            have[name][...] = w
 
+    changes = {
+        "list": lambda model, weights: model.load_weights([*weights.items()], strict=False),
+        "file": by_file,
+        "update": lambda model, weights: model.update(tree_unflatten([*weights.items()])),
+        "assignment": by_assignment,
+        "in place": in_place,
+    }
     resident = families.load_resident(path)
     before = answer(resident)
-    by_list(resident, weights)
+    changes["list"](resident, weights)
     want = answer(resident)
     assert np.abs(want - before).max() > 0.01
-    for change in (by_list, by_file, by_update, by_assignment, in_place):
+    for name, change in changes.items():
         with load_model(path, CONFIG)[0] as model:
             np.testing.assert_allclose(answer(model), before, atol=1e-4)
             change(model, weights)
-            np.testing.assert_allclose(answer(model), want, atol=1e-4, err_msg=change.__name__)
+            np.testing.assert_allclose(answer(model), want, atol=1e-4, err_msg=name)
 
 
 def test_set_dtype_takes_effect_or_is_refused(path):
@@ -111,19 +104,15 @@ def test_set_dtype_takes_effect_or_is_refused(path):
 
 
 def test_experts_cannot_be_replaced(path, tmp_path):
+    parameters = tree_flatten(families.load_resident(path).parameters())
+    weights = {k: p * 2 for k, p in parameters if "switch_mlp" in k}
+    mx.save_safetensors(str(tmp_path / "w.safetensors"), weights)
     with load_model(path, CONFIG)[0] as model:
         before = answer(model)
-        weights = {
-            k: p * 2
-            for k, p in tree_flatten(families.load_resident(path).parameters())
-            if "switch_mlp" in k
-        }
-        assert weights
-        mx.save_safetensors(str(tmp_path / "w.safetensors"), weights)
         for change in (
-            lambda: model.load_weights(list(weights.items()), strict=False),
+            lambda: model.load_weights([*weights.items()], strict=False),
             lambda: model.load_weights(str(tmp_path / "w.safetensors"), strict=False),
-            lambda: model.update(mlx_lm_utils.tree_unflatten(list(weights.items())), strict=False),
+            lambda: model.update(tree_unflatten([*weights.items()]), strict=False),
         ):
             with pytest.raises(ValueError, match="switch_mlp.*cannot be replaced in memory"):
                 change()
@@ -175,14 +164,13 @@ def test_mlx_lm_keywords(random_tiny_moe):
 
 def test_model_config_changes_what_mlx_lm_lets_it_change(path):
     """Another rope base changes the text as it does with mlx-lm, together with top_k."""
-    changes = {"rope_theta": 100.0, "rope_parameters": {"rope_theta": 100.0, "type": "default"}}
-    changes = {"text_config": {**changes_to(path), **changes}} if changes_to(path) else changes
+    text = json.loads((path / "config.json").read_text())["text_config"]
+    rope = {"rope_theta": 100.0, "rope_parameters": {"rope_theta": 100.0, "type": "default"}}
+    changes = {"text_config": {**text, **rope}}
     for top_k in (None, 1):
-        resident, _ = load_model(
-            path, moelab.StreamConfig(mode="resident", top_k=top_k), model_config=changes
-        )
-        streamed, _ = load_model(
-            path, moelab.StreamConfig(slots=K, top_k=top_k), model_config=changes
+        resident, streamed = (
+            load_model(path, moelab.StreamConfig(**fields, top_k=top_k), model_config=changes)[0]
+            for fields in ({"mode": "resident"}, {"slots": K})
         )
         plain, _ = load_model(path, moelab.StreamConfig(slots=K, top_k=top_k))
         with resident, streamed, plain:
@@ -194,8 +182,7 @@ def test_model_config_changes_what_mlx_lm_lets_it_change(path):
         np.testing.assert_allclose(answer(model), answer(changed), atol=1e-4)
 
 
-def changes_to(path):
-    return json.loads((path / "config.json").read_text()).get("text_config")
+TRAINING = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
 
 
 def write_adapters(folder, source, fine_tune_type, keys=None):
@@ -203,26 +190,17 @@ def write_adapters(folder, source, fine_tune_type, keys=None):
     folder.mkdir()
     model, _ = mlx_lm_utils.load_model(source)
     config = {"fine_tune_type": fine_tune_type, "num_layers": 4}
+    if fine_tune_type != "full":
+        lora = config["lora_parameters"] = {**TRAINING, "keys": keys}
+        linear_to_lora_layers(model, 4, lora, use_dora=fine_tune_type == "dora")
+    weights = dict(tree_flatten(model.parameters()))
     if fine_tune_type == "full":
-        weights = {
-            k: p
-            for k, p in tree_flatten(model.parameters())
-            if "layers" in k and "switch_mlp" not in k
-        }
-        weights = {
-            k: p * 1.05 if mx.issubdtype(p.dtype, mx.floating) else p for k, p in weights.items()
-        }
+        kept = {k: p for k, p in weights.items() if "layers" in k and "switch_mlp" not in k}
+        floating = (k for k, p in kept.items() if mx.issubdtype(p.dtype, mx.floating))
+        weights = kept | {k: kept[k] * 1.05 for k in floating}
     else:
-        config["lora_parameters"] = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": keys}
-        linear_to_lora_layers(
-            model, 4, config["lora_parameters"], use_dora=fine_tune_type == "dora"
-        )
-        weights = {
-            k: p
-            for k, p in tree_flatten(model.parameters())
-            if k.endswith(("lora_a", "lora_b", ".m"))
-        }
-        weights = tree_map(lambda p: p + 0.02, weights)
+        ends = ("lora_a", "lora_b", ".m")
+        weights = {k: p + 0.02 for k, p in weights.items() if k.endswith(ends)}
     assert weights
     mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -240,14 +218,11 @@ def test_adapters_of_the_backbone(fine_tune_type, random_tiny_moe, tmp_path):
     want = answer(plain)
     before = answer(families.load_resident(random_tiny_moe))
     assert np.abs(want - before).max() > 1e-3
-    model, _ = moelab.load(
-        random_tiny_moe, moelab.StreamConfig(slots=16), adapter_path=str(adapters)
-    )
-    with model:
+    config = moelab.StreamConfig(slots=16)
+    with moelab.load(random_tiny_moe, config, adapter_path=str(adapters))[0] as model:
         assert mx.default_device() != mx.cpu or moelab.stats(model).kernels["fast"]
         np.testing.assert_allclose(answer(model), want, atol=1e-3)
-    model, _ = moelab.load(random_tiny_moe, moelab.StreamConfig(slots=16))
-    with model:
+    with moelab.load(random_tiny_moe, config)[0] as model:
         answer(model)
         mlx_lm_utils.load_adapters(model, str(adapters))
         model.set_dtype(mx.float32)
@@ -261,9 +236,6 @@ def test_load_takes_what_mlx_lm_takes():
     assert ours.keys() - theirs.keys() == {"config", "group"} and not theirs.keys() - ours.keys()
     for name, parameter in theirs.items():
         assert ours[name].default == parameter.default, name
-
-
-TRAINING = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
 
 
 class Texts(list):
@@ -306,19 +278,14 @@ def test_mlx_lms_own_fuse_and_training_are_refused_and_write_nothing(
 
 
 def test_adapters_of_streamed_experts_are_refused(random_tiny_moe, tmp_path):
-    adapters = write_adapters(
-        tmp_path / "adapters", random_tiny_moe, "lora", ["mlp.switch_mlp.gate_proj"]
-    )
+    keys = ["mlp.switch_mlp.gate_proj"]
+    adapters = str(write_adapters(tmp_path / "adapters", random_tiny_moe, "lora", keys))
+    streamed, resident = moelab.StreamConfig(slots=16), moelab.StreamConfig(mode="resident")
     with pytest.raises(ValueError, match="switch_mlp.*streamed expert"):
-        moelab.load(random_tiny_moe, moelab.StreamConfig(slots=16), adapter_path=str(adapters))
-    model, _ = moelab.load(
-        random_tiny_moe, moelab.StreamConfig(mode="resident"), adapter_path=str(adapters)
-    )
-    moelab.close(model)
-    with pytest.raises(FileNotFoundError):
-        moelab.load(
-            random_tiny_moe, moelab.StreamConfig(slots=16), adapter_path=str(tmp_path / "none")
-        )
+        moelab.load(random_tiny_moe, streamed, adapter_path=adapters)
+    moelab.close(moelab.load(random_tiny_moe, resident, adapter_path=adapters)[0])
+    with pytest.raises(FileNotFoundError, match="no adapter_config.json and no adapters"):
+        moelab.load(random_tiny_moe, streamed, adapter_path=str(tmp_path / "none"))
 
 
 @pytest.mark.parametrize("mode", ["resident", "fused"])
