@@ -16,7 +16,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 import moelab
 from moelab import kernels
-from moelab.kernels.modules import ExpertCall
+from moelab.kernels.experts import ExpertCall
 from moelab.streaming import layers
 from moelab.streaming.fused import FusedSwitchGLU, PaddedLinear, give_room, is_short
 from moelab.streaming.model import load_model

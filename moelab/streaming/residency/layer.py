@@ -5,6 +5,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
+from ... import kernels
 from ..config import StreamConfig
 from ..counters import Counting
 from ..gpu.cuda import BLOCK_NBYTES, MAX_COPIES, NUM_BLOCKS, Begun
@@ -76,7 +77,7 @@ class LayerSlots:
     @property
     def computes_at_once(self) -> bool:
         """Whether a part is computed before the next one is asked for, as by the fast kernels."""
-        return hasattr(self.bank.experts, "begin") and not self.is_copied
+        return isinstance(self.bank.experts, kernels.FastExperts) and not self.is_copied
 
     def resize(self, slots: int) -> None:
         """Use so many slots, at most as many as were taken, and free the memory of the others.
