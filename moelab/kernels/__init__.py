@@ -4,38 +4,25 @@ MLX unpacks every weight of a quantized matrix for every row, at 0.6 GB/s of pac
 core of an AMD EPYC (MLX 0.32.4), and mlx-lm loops over tokens where a layer is recurrent.
 ``quantized.py``, ``attention.py``, ``gated_delta.py`` and ``rowwise.py`` write kernels in LLVM's
 language, ``code.py`` builds them for the processor at hand, and ``team.py`` runs them on all
-cores. ``modules.py`` puts them into the modules of mlx-lm that hold matrices, ``blocks.py`` and
-``layers.py`` into those blocks and layers of mlx-lm that they know.
+cores. ``modules.py`` and ``experts.py`` put them into the modules of mlx-lm that hold matrices,
+``blocks.py`` and ``layers.py`` into those blocks and layers of mlx-lm that they know.
+``use(model)`` does all of it.
 """
 
 from . import gated_delta
 from .blocks import GatedDelta, Recurred
 from .code import to_mlx
+from .experts import FastExperts, InModule
 from .layers import blocks_of, use
-from .modules import (
-    FAST,
-    ExpertCall,
-    FastExperts,
-    PlacedExperts,
-    addresses_of,
-    available,
-    check,
-    describe,
-    fits,
-    takes,
-    used,
-)
+from .modules import available, check, describe, fits, takes, used
 from .quantized import Rows
 
 __all__ = [
-    "FAST",
-    "ExpertCall",
     "FastExperts",
     "GatedDelta",
-    "PlacedExperts",
+    "InModule",
     "Recurred",
     "Rows",
-    "addresses_of",
     "available",
     "blocks_of",
     "check",

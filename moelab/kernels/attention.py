@@ -13,7 +13,6 @@ times a key above 3e38) are inf or NaN in other places than with MLX.
 """
 
 from collections.abc import Callable
-from functools import cache
 from itertools import product
 
 import mlx.core as mx
@@ -53,7 +52,9 @@ def eager_attention(of_mlx_lm: Callable[..., mx.array]) -> Callable[..., mx.arra
             return of_mlx_lm(
                 queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
             )
-        return attention(queries, keys, values, scale, mask, sinks)
+        mx.eval(queries, keys, values)
+        given = queries, keys, values, scale, mask, sinks
+        return to_mlx(attend(*(np.asarray(a) if isinstance(a, mx.array) else a for a in given)))
 
     return call
 
@@ -70,26 +71,6 @@ def agree(q, k, v, mask=None, sinks=None) -> bool:
     )
 
 
-def attention(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    scale: float,
-    mask: mx.array | str | None = None,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """As ``mx.fast.scaled_dot_product_attention``, for float32.
-
-    Shapes: q ``[B, H, Tq, D]``; k ``[B, Hk, Tk, D]``; v ``[B, Hk, Tk, Dv]``; gives
-    ``[B, H, Tq, Dv]``. The mask is ``causal``, or broadcasts to ``[B, H, Tq, Tk]``: bool, or
-    float32 that is added. Sinks ``[H]`` are scores without a value.
-    """
-    mx.eval(q, k, v)
-    mask = np.asarray(mask) if isinstance(mask, mx.array) else mask
-    sinks = None if sinks is None else np.asarray(sinks)
-    return to_mlx(attend(*map(np.asarray, (q, k, v)), scale, mask, sinks))
-
-
 def attend(
     q: np.ndarray,
     k: np.ndarray,
@@ -98,7 +79,12 @@ def attend(
     mask: np.ndarray | str | None = None,
     sinks: np.ndarray | None = None,
 ) -> np.ndarray:
-    """``attention`` of arrays of numpy."""
+    """As ``mx.fast.scaled_dot_product_attention``, for float32.
+
+    Shapes: q ``[B, H, Tq, D]``; k ``[B, Hk, Tk, D]``; v ``[B, Hk, Tk, Dv]``; gives
+    ``[B, H, Tq, Dv]``. The mask is ``causal``, or broadcasts to ``[B, H, Tq, Tk]``: bool, or
+    float32 that is added. Sinks ``[H]`` are scores without a value.
+    """
     q = np.ascontiguousarray(q * np.float32(scale))
     k, v = _in_rows(k), _in_rows(v)
     (B, H, Tq, D), (Hk, Tk, Dv) = q.shape, v.shape[1:]
@@ -108,8 +94,9 @@ def attend(
         mask = np.broadcast_to(mask, (B, H, Tq, Tk))  # a view
     if sinks is not None:
         sinks = np.repeat(sinks.reshape(Hk, G), Tq, axis=1)
-    scores_of = quantized.kernel("float", 32, 1, D, quantized.lanes(32, D))
-    soften, add_up = _softmax(), _kernel(Dv)
+    scores_of = quantized.kernel("float", 32, 1, D)
+    soften = code.built(_Softmax, code.widest())
+    add_up = code.built(_AddUp, quantized.lanes(32, Dv), Dv)
 
     def block(b, h, first, end):
         """The rows ``first`` to ``end`` of one head of keys."""
@@ -155,31 +142,19 @@ def _in_rows(a):
     return a if rows else np.ascontiguousarray(a)
 
 
-@cache
-def _softmax():
-    return code.built(_Softmax)
-
-
-@cache
-def _kernel(Dv):
-    return code.built(_AddUp, Dv, quantized.lanes(32, Dv))
-
-
 class _Softmax(Code):
-    """Writes ``run(scores, sums, rows, keys, seen, first row, Tq)``.
+    """Weights of a softmax.
 
     Scores become weights, which are not divided by their sum. In sums is a score of each row that
     has no value, or -inf, and then its weight. If ``seen`` is not 0, query t of Tq sees the first
     ``seen + t`` keys, and the weights of the others are 0.
     """
 
-    def __init__(self):
-        super().__init__(7, code.widest())
+    takes = "*scores *sums rows keys seen first Tq"
 
     def write(self):
         b, L = self.b, self.L
         scores, sums, rows, keys, seen, first, Tq = self.arguments
-        scores, sums = self.pointer(scores, F32), self.pointer(sums, F32)
 
         def row(i, _):
             begin = self.mul(i, keys)
@@ -217,19 +192,17 @@ class _Softmax(Code):
 
 
 class _AddUp(Code):
-    """Writes ``run(weights, values, sums, y, rows, keys)``: weighted means of the values.
+    """Weighted means of the values.
 
     weights is [rows, keys], values [keys, Dv], y [rows, Dv]; sums is what the sum of each row's
     weights begins with.
     """
 
-    def __init__(self, Dv, L):
-        super().__init__(6, L)
-        self.Dv = Dv
+    form = "Dv"
+    takes = "*weights *values *sums *y rows keys"
 
     def write(self):
-        *addresses, n, self.keys = self.arguments
-        pointers = [self.pointer(a, F32) for a in addresses]
+        *pointers, n, self.keys = self.arguments
         row, n = self.share(n)
         for m in quantized.ROWS:
 

@@ -22,20 +22,18 @@ import numpy as np
 from mlx_lm.models import qwen3_5, qwen3_next
 from mlx_lm.models.cache import ArraysCache
 
-from ..hooks import unhooked
-from . import attention, code, gated_delta, modules, rowwise
+from . import attention, code, experts, gated_delta, rowwise
 from .code import to_mlx
 from .modules import (
+    FAST,
     FastConv1d,
     FastMLP,
-    FastSwitchGLU,
-    PlacedExperts,
     Watched,
+    mixed,
     owned,
     products,
     replaced,
     takes,
-    watched,
 )
 from .quantized import Rows
 
@@ -101,12 +99,11 @@ def forward(module: nn.Module, x: Rows, B: int, *given: Any) -> np.ndarray:
 
     ``given`` are mask and cache, if the module takes them. The result ``[n, D]`` is a new array.
     """
-    if is_itself(module, Block) or is_itself(module, FastMLP):
-        y = module.forward(x, B, *given) if isinstance(module, Block) else module.forward(x)
-        if y is not None:
-            return y
-    y = module(to_mlx(x.x.reshape(B, -1, x.x.shape[-1])), *given)
-    return np.array(y).reshape(len(x.x), -1)
+    known = is_itself(module, Block) or is_itself(module, FastMLP)
+    y = module.forward(x, B, *given) if known else None
+    if y is None:
+        y = np.array(module(to_mlx(x.x.reshape(B, -1, x.x.shape[-1])), *given))
+    return y.reshape(len(x.x), -1)
 
 
 def is_itself(module: nn.Module, kind: type) -> bool:
@@ -122,14 +119,14 @@ def weight_of(module: nn.Module, size: int, name: str = "weight") -> np.ndarray:
 
 def is_norm(module: nn.Module, kind: type = nn.RMSNorm) -> bool:
     """Whether a module is a norm that ``rowwise.rms_norm`` computes."""
-    known = type(module) is watched(kind) and not replaced(module)
+    known = type(module) is mixed(Watched, kind) and not replaced(module)
     return known and module["weight"].dtype == mx.float32
 
 
-def check_cache(a: mx.array | None, shape: tuple[int, ...]) -> np.ndarray | None:
-    """An array ``[B, ...]`` of a cache as numpy's; it raises ValueError for one of other texts."""
+def check_cache(a: mx.array, shape: tuple[int, ...]) -> None:
+    """Raise ValueError for an array ``[B, ...]`` of a cache that is of other texts."""
     try:
-        return None if a is None else code.of_mlx(a, shape, "cache")
+        code.check(shape, cache=a)
     except ValueError as e:
         raise ValueError(
             f"{e}: it is of other texts or of another model. Give a cache of this model with one "
@@ -144,13 +141,18 @@ class GatedDelta(Block):
         found = self.fits() if self.knows(mask, cache) else None
         if found is None:
             return None
-        given, zeros = (None, None) if cache is None else cache.cache, self.zeros(B)
-        given = (check_cache(a, z.shape) for a, z in zip(given, zeros))
-        before, state = (z if a is None else a for a, z in zip(given, zeros))
-        did = self.compute(x, B, found, before, state)
+        did = self.compute(x, B, found, *self.held(cache, self.zeros(B)))
         if cache is not None:
             self.keep(cache, did)
         return did.y
+
+    def held(self, cache: ArraysCache | None, zeros: tuple) -> list[np.ndarray]:
+        """What the convolution and the state of a cache hold; else what a new text begins with."""
+        given = (None, None) if cache is None else cache.cache
+        for a, zero in zip(given, zeros):
+            if a is not None:
+                check_cache(a, zero.shape)
+        return [z if a is None else np.ascontiguousarray(a) for a, z in zip(given, zeros)]
 
     def keep(self, cache: ArraysCache, did: Recurred, state: mx.array | None = None) -> None:
         """Put into a cache what the next tokens need (``state``: else a copy of ``did.state``)."""
@@ -173,7 +175,7 @@ class GatedDelta(Block):
         if (
             not self.is_known
             or any(a.dtype != mx.float32 for a in parameters)
-            or type(conv1d) is not FastConv1d
+            or type(conv1d) is not FAST[nn.Conv1d]
             or "bias" in conv1d
             or not is_norm(norm, self.norm_type)
             or self.head_k_dim % 8
@@ -292,8 +294,11 @@ class Attention(Block):
 
         Shapes: x ``[n, D]``; cos, sin ``[n, R / 2]``; gives ``[n, heads, size of a head]``.
         """
-        heads = zip(x.multiply(*found[:3]), (self.heads[0], *self.heads[1:] * 2))
-        q, k, v = (y.reshape(len(x.x), num, -1) for y, num in heads)
+        if "n_heads" in vars(self):  # qwen3 and qwen3_moe
+            H, Hk = self.n_heads, self.n_kv_heads
+        else:
+            H, Hk = self.num_attention_heads, self.num_key_value_heads
+        q, k, v = (y.reshape(len(x.x), n, -1) for y, n in zip(x.multiply(*found[:3]), (H, Hk, Hk)))
         D, turned = k.shape[-1], []
         for name, a in ("q_norm", q[..., :D]), ("k_norm", k):
             turned.append(rowwise.rms_norm(a, weight_of(self[name], D), self[name].eps))
@@ -306,10 +311,7 @@ class Attention(Block):
             # The cache's arrays are MLX's, and which kind it is does not matter here.
             for name, a in ("keys", k), ("values", v):  # before anything is written to them
                 held = getattr(cache, name, None)
-                if held is not None and (held.shape[:2], held.shape[3]) != (
-                    a.shape[:2],
-                    a.shape[3],
-                ):
+                if held is not None:
                     check_cache(held, (*a.shape[:2], held.shape[2], a.shape[3]))
             k, v = cache.update_and_fetch(*(to_mlx(a) for a in (k, v)))
             mx.eval(k, v)
@@ -328,22 +330,6 @@ class Attention(Block):
         return found[-1].multiply(y.reshape(n, H * size))
 
 
-class GatedAttention(Attention):
-    """Of qwen3_next and qwen3_5."""
-
-    @property
-    def heads(self):
-        return self.num_attention_heads, self.num_key_value_heads
-
-
-class PlainAttention(Attention):
-    """Of qwen3 and qwen3_moe."""
-
-    @property
-    def heads(self):
-        return self.n_heads, self.n_kv_heads
-
-
 @lru_cache(maxsize=4)  # all layers of a pass turn by the same
 def turns(dims: int, base: float, scale: float, offset: int, T: int) -> list[np.ndarray]:
     """Cosines and sines of rotary positions, ``[T, dims / 2]`` each: what MLX turns a 1 into."""
@@ -354,24 +340,23 @@ def turns(dims: int, base: float, scale: float, offset: int, T: int) -> list[np.
 
 
 class Experts(Block):
-    """A block with a softmax router: of qwen3_moe, and of qwen3_next and qwen3_5 with a shared one.
+    """A block with a softmax router: of qwen3_moe, qwen3_next and qwen3_5.
 
-    Its experts are ``FastExperts``, or have a method ``forward`` (``streaming.layers``).
+    The last two have a shared expert.
     """
 
     has_cache = False
 
-    def forward(self, x, B, mask=None, cache=None, add=None):
-        """As ``Block.forward``; add ``[n, D]`` is added to the result."""
+    def forward(self, x, B, mask=None, cache=None):
         found = self.fits()
         if found is None:
             return None
-        experts, scores, *shared = self.begin(x, B, found)
-        return rowwise.combine(self.experts(x, B, experts), scores, add, *shared)
+        routed, scores, *shared = self.begin(x, B, found)
+        return rowwise.combine(self.compute(x, B, routed), scores, None, *shared)
 
     def fits(self) -> list | None:
         """The matrices of the router and of the shared expert's gate; None if this way fits not."""
-        gates = ("gate", "shared_expert_gate") if self.has_shared else ("gate",)
+        gates = ("gate", "shared_expert_gate") if "shared_expert" in self else ("gate",)
         return products(self, *gates) if self.is_known else None
 
     def route(self, x: Rows) -> np.ndarray | None:
@@ -386,46 +371,18 @@ class Experts(Block):
     def begin(self, x: Rows, B: int, found: list) -> tuple:
         """Experts ``[n, K]`` and scores of each token; the shared expert's output and its gate."""
         routed = self._route(x, found)
-        if not self.has_shared:
+        if "shared_expert" not in self:
             return routed
         return *routed, forward(self["shared_expert"], x, B), *x.multiply(found[1])
 
-    def experts(
-        self, x: Rows, B: int, routed: np.ndarray, placed: PlacedExperts | None = None
+    def compute(
+        self, x: Rows, B: int, routed: np.ndarray, placed: experts.PlacedExperts | None = None
     ) -> np.ndarray:
-        """Compute with the experts of each token.
-
-        Args:
-            x, B: As for ``forward``.
-            routed (np.ndarray): ``[n, K]``.
-            placed (PlacedExperts or None): For one token: what computes with experts in memory.
-
-        Returns:
-            np.ndarray: ``[n * K, D]``; with ``placed`` it may be ``placed.y``.
-        """
+        """Compute ``[n * K, D]`` with the experts ``[n, K]`` (see ``FastExperts.forward``)."""
         module, (n, K) = self["switch_mlp"], routed.shape
-        if unhooked(module) is type(module):
-            if is_itself(module, FastSwitchGLU) and not replaced(module):
-                found = module.all_matrices()
-                if placed is not None and found is not None:
-                    placed.compute(range(K), modules.addresses_of(found)[routed.ravel()])
-                    return placed.y
-                call = module.begin_rows(x, routed.shape)
-                if call is not None:
-                    call.compute(np.arange(n * K), routed.ravel())
-                    return call.y
-            elif hasattr(module, "forward"):
-                y = module.forward(x, routed, placed)
-                if y is not None:
-                    return y
+        y = module.forward(x, routed, placed) if experts.is_known(module) else None
+        if y is not None:
+            return y
         x = to_mlx(x.x.reshape(B, n // B, -1))
         y = module(x, to_mlx(routed.astype(np.uint32).reshape(B, n // B, K)))
         return np.array(y).reshape(n * K, -1)
-
-
-class ExpertsAlone(Experts):
-    has_shared = False
-
-
-class ExpertsAndShared(Experts):
-    has_shared = True

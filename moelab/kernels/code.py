@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -37,23 +38,24 @@ def num_threads() -> int:
     return os.cpu_count() or 1
 
 
+FLOAT32 = frozenset((mx.float32, np.dtype("float32")))
 BLOCK = 2**16  # floats that ``Memory`` asks for at once
-_recorder = threading.local()
+_local = threading.local()
 
 
-def recorded() -> "list | None":
-    """What is kept for the program that this thread records; None while it records none."""
-    return getattr(_recorder, "kept", None)
+def recorded() -> Any:
+    """The ``team.Program`` that this thread records; None while it records none."""
+    return getattr(_local, "program", None)
 
 
 @contextmanager
-def recording(kept: list, memory: "Memory | None" = None) -> Iterator[None]:
-    """Inside, ``address`` keeps in a list what it was asked for, and ``empty`` takes ``memory``."""
-    _recorder.kept, _recorder.memory = kept, memory
+def recording(program: Any) -> Iterator[None]:
+    """Inside, ``address`` keeps for a program what it was asked for; ``empty`` takes its memory."""
+    _local.program = program
     try:
         yield
     finally:
-        _recorder.kept = _recorder.memory = None
+        _local.program = None
 
 
 class Memory:
@@ -81,15 +83,15 @@ class Memory:
 
 def empty(*shape: int) -> np.ndarray:
     """An array of float32 that is not filled."""
-    memory = getattr(_recorder, "memory", None)
-    return np.empty(shape, np.float32) if memory is None else memory.empty(*shape)
+    program = recorded()
+    in_any = program is None or program.memory is None
+    return np.empty(shape, np.float32) if in_any else program.memory.empty(*shape)
 
 
 def keep(a: object) -> None:
     """Keep memory for as long as a program that is being recorded."""
-    kept = getattr(_recorder, "kept", None)
-    if kept is not None:
-        kept.append(a)
+    if (program := recorded()) is not None:
+        program.kept.append(a)
 
 
 def address(a: np.ndarray | None) -> int:
@@ -103,14 +105,20 @@ def address(a: np.ndarray | None) -> int:
         return a.ctypes.data
 
 
-def of_mlx(a: mx.array, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """An array of MLX as a kernel takes it: float32, of this shape, rows one after the other.
+def check(shape: tuple[int, ...], **arrays: np.ndarray | mx.array | None) -> None:
+    """Raise ValueError if an array, of numpy or of MLX, is not float32 of this shape.
 
-    Native code knows no bounds, so what the caller of a model can change comes in through here.
+    Native code knows no bounds, so what the caller of a model can change comes through here.
     """
-    if a.shape != shape or a.dtype != mx.float32:
-        kind = str(a.dtype).removeprefix("mlx.core.")
-        raise ValueError(f"{name}: expected float32 {shape}, got {kind} {a.shape}")
+    for name, a in arrays.items():
+        if a is not None and (a.shape != shape or a.dtype not in FLOAT32):
+            kind = str(a.dtype).removeprefix("mlx.core.")
+            raise ValueError(f"{name}: expected float32 {shape}, got {kind} {a.shape}")
+
+
+def of_mlx(a: mx.array, shape: tuple[int, ...], name: str) -> np.ndarray:
+    """An array of MLX as a kernel takes it: checked, and rows one after the other."""
+    check(shape, **{name: a})
     return np.ascontiguousarray(a)
 
 
@@ -123,9 +131,10 @@ def to_mlx(a: np.ndarray) -> mx.array:
     return mx.array(a.data)
 
 
-def built(kind: type["Code"], *args) -> "Kernel":
-    """A kernel: stored by an earlier process, else built now. ``args`` have no address."""
-    writer, name = kind(*args), f"{kind.__name__}{args}"
+@cache
+def built(kind: type["Code"], L: int, *form) -> "Kernel":
+    """The kernel of a form for L lanes: stored by an earlier process, else built now."""
+    writer, name = kind(len(kind.takes.split()), L, *form), f"{kind.__name__}{(L, *form)}"
     found = stored.load(name)
     if found is None:
         found = writer.compile()
@@ -151,9 +160,14 @@ class Code:
     """A function ``run(arguments, piece, pieces)`` in LLVM's language.
 
     A subclass writes it in ``write``: the part ``piece`` of the work, of so many ``pieces``.
+    ``form`` names what the code is written for, in no case an address. ``takes`` names the
+    arguments; with a star one is the address of float32.
     """
 
-    def __init__(self, num_arguments: int, L: int):
+    form = takes = ""
+
+    def __init__(self, num_arguments: int, L: int, *form: Any):
+        self.__dict__.update(zip(self.form.split(), form))
         self.L = L
         self.floats, self.ints = ir.VectorType(F32, L), ir.VectorType(I32, L)
         self._module = ir.Module()
@@ -165,6 +179,9 @@ class Code:
         first, self.piece, self.pieces = self.function.args
         first = self.pointer(first, I64)
         self.arguments = [self.load(first, I64(i), I64, align=8) for i in range(num_arguments)]
+        for i, name in enumerate(self.takes.split()):
+            if name.startswith("*"):
+                self.arguments[i] = self.pointer(self.arguments[i], F32)
 
     def _declare(self, name, returns, arguments):
         return ir.Function(self._module, ir.FunctionType(returns, arguments), name)

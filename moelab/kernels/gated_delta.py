@@ -7,7 +7,7 @@ how a text is divided into passes.
 """
 
 from collections.abc import Callable
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import Any
 
 import mlx.core as mx
@@ -70,8 +70,9 @@ def recur(
     y, new = empty(B, T, Hv, Dv), empty(*((T,) if every else ()), *state.shape)
     # The distance of two tokens. With T = 1 the stride of that axis may be any number.
     steps = [a.strides[T > 1] // a.itemsize for a in (q, k, v)]
+    L = next(n for n in (16, 8) if n <= code.widest() and Dk % n == 0)
     team.run(
-        _kernel(Dk, g.ndim == 4, every),
+        code.built(_GatedDelta, L, Dk, g.ndim == 4, every),
         *(address(a) for a in (q, k, v, g, beta, state, new, y)),
         *(*steps, T, Hk, Hv, Dv, B * Hv * Dv),
         pieces=team.pieces(2 * T * state.size, B * Hv),
@@ -122,28 +123,20 @@ def with_states(update: Callable) -> Callable | None:
     return getattr(update, "with_states", None)
 
 
-@cache
-def _kernel(Dk, vector, every):
-    L = next(n for n in (16, 8) if n <= code.widest() and Dk % n == 0)
-    return code.built(_GatedDelta, Dk, vector, every, L)
-
-
 class _GatedDelta(Code):
-    """Writes ``run(q, k, v, g, beta, state, new, y, steps of q, k, v, T, Hk, Hv, Dv, rows)``.
+    """The recurrence over T tokens. A step is the distance of two tokens.
 
     Rows are those of the states of all heads, [B * Hv * Dv]. The code handles two rows at a time:
     while the sum of one is not ready, the processor goes on with the other.
     """
 
-    def __init__(self, Dk, vector, every, L):
-        super().__init__(16, L)
-        self.Dk, self.vector, self.every, self.parts = Dk, vector, every, Dk // L
+    form = "Dk vector every"
+    takes = "*q *k *v *g *beta *state *new *y q_step k_step v_step T Hk Hv Dv rows"
 
     def write(self):
-        *addresses, q_step, k_step, v_step, T, Hk, Hv, Dv, self.all_rows = self.arguments
+        *pointers, q_step, k_step, v_step, T, Hk, Hv, Dv, self.all_rows = self.arguments
         self.steps = q_step, k_step, v_step
         first, last = self.share(self.all_rows)
-        pointers = [self.pointer(a, F32) for a in addresses]
         for r in (2, 1):
 
             def rows(row, _, r=r):
@@ -152,7 +145,7 @@ class _GatedDelta(Code):
             first = self.loop(first, last, r, rows)[0]
 
     def _rows(self, rows, pointers, T, Hk, Hv, Dv):
-        b, n = self.b, self.parts
+        b, n = self.b, self.Dk // self.L
         q, k, v, g, beta, state, new, y = pointers
         places = []
         for row in rows:

@@ -18,25 +18,20 @@ import numpy as np
 from mlx_lm.models import qwen3, qwen3_5, qwen3_moe, qwen3_next
 from mlx_lm.models.cache import ArraysCache
 
-from . import attention, code, gated_delta, modules, rowwise, team
+from . import attention, code, experts, gated_delta, modules, rowwise, team
 from .blocks import (
     Attention,
     Block,
     Experts,
-    ExpertsAlone,
-    ExpertsAndShared,
-    GatedAttention,
     GatedDelta35,
     GatedDeltaNext,
-    PlainAttention,
-    check_cache,
     forward,
     is_itself,
     is_norm,
     weight_of,
 )
 from .code import to_mlx
-from .modules import FastMLP, PlacedExperts
+from .modules import FastMLP
 from .quantized import Rows
 
 # Bytes of a recurrent state. A smaller one is copied in less time than MLX needs to hand over its
@@ -64,12 +59,7 @@ class Layer(Block):
         normed = Rows(rowwise.rms_norm(x.x, *first))
         h = forward(self.mixer, normed, B, mask, cache)
         normed = Rows(rowwise.rms_norm(h, *second, add=x.x))
-        mlp = self["mlp"]
-        if isinstance(mlp, Experts) and is_itself(mlp, Block):
-            y = mlp.forward(normed, B, add=h)
-            if y is not None:
-                return y
-        return h + forward(mlp, normed, B)
+        return h + forward(self["mlp"], normed, B)
 
     @property
     def mixer(self) -> nn.Module:
@@ -102,9 +92,7 @@ class DeltaPass:
 
     def run(self, mask: None, cache: ArraysCache) -> None:
         """Compute ``end``, and put into the cache what the next token needs."""
-        (before, now), (no_past, zero) = cache.cache, self._zeros
-        before = no_past if before is None else check_cache(before, no_past.shape)
-        now = zero if now is None else check_cache(now, zero.shape)
+        before, now = self._mixer.held(cache, self._zeros)
         told = self._mixer.recorder is not None
         in_place = not told and now.nbytes >= IN_PLACE_NBYTES
         if in_place:
@@ -173,7 +161,8 @@ class Pass:
             self._routed, scores, *shared = mlp.begin(normed, 1, mlp.fits())
             y, self._experts = memory.empty(scores.size, normed.x.shape[-1]), None
             if n == 1:
-                self._experts = PlacedExperts(mlp["switch_mlp"], normed, scores.size)
+                found = mlp["switch_mlp"].all_matrices()
+                self._experts = experts.PlacedExperts(found, normed, scores.size)
         with self._last.recording():
             self._out = rowwise.combine(y, scores, h, *shared)
         self._normed, self._y = normed.x, self._last.places(y)
@@ -198,7 +187,7 @@ class Pass:
             and layer.is_known
             and all(map(is_norm, norms))
             and None not in (mixer.fits(), mlp.fits())
-            and PlacedExperts.takes(mlp["switch_mlp"])
+            and experts.takes_rows(mlp["switch_mlp"])
         )
         return cls(layer, n) if known else None
 
@@ -214,7 +203,7 @@ class Pass:
         return (
             all(cls.__call__ is call for cls, call in self._calls)
             and all(names.get(n) is f for names, called in self._names for n, f in called)
-            and PlacedExperts.takes(self._mlp["switch_mlp"])
+            and experts.takes_rows(self._mlp["switch_mlp"])
         )
 
     def run(self, x: Rows, mask: Any, cache: Any) -> np.ndarray | None:
@@ -226,7 +215,7 @@ class Pass:
             return None
         self._x[:] = x.x
         self._mixed.run(mask, cache)
-        y = self._mlp.experts(Rows(self._normed), 1, self._routed, self._experts)
+        y = self._mlp.compute(Rows(self._normed), 1, self._routed, self._experts)
         team.put(self._y, y)
         self._last.run()
         return self._out
@@ -246,11 +235,11 @@ def _inside(layer):
 BLOCKS = {
     qwen3_5.GatedDeltaNet: GatedDelta35,
     qwen3_next.Qwen3NextGatedDeltaNet: GatedDeltaNext,
-    qwen3_next.Qwen3NextAttention: GatedAttention,
-    qwen3_moe.Attention: PlainAttention,
-    qwen3.Attention: PlainAttention,
-    qwen3_next.Qwen3NextSparseMoeBlock: ExpertsAndShared,
-    qwen3_moe.Qwen3MoeSparseMoeBlock: ExpertsAlone,
+    qwen3_next.Qwen3NextAttention: Attention,
+    qwen3_moe.Attention: Attention,
+    qwen3.Attention: Attention,
+    qwen3_next.Qwen3NextSparseMoeBlock: Experts,
+    qwen3_moe.Qwen3MoeSparseMoeBlock: Experts,
     qwen3_5.DecoderLayer: Layer,
     qwen3_next.Qwen3NextDecoderLayer: Layer,
     qwen3_moe.Qwen3MoeDecoderLayer: Layer,
@@ -272,6 +261,7 @@ def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
     types = (mx.float32, mx.bfloat16) if half_scales else (mx.float32,)
     for module in reversed(list(model.modules())):  # a module after those in it
         cls, computes = type(module), modules.use(module, types)
+        experts.use(module)
         if computes is not None:
             found["fast" if computes else "mlx"] += 1
         gated_delta.use(module)
@@ -280,7 +270,7 @@ def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
             module.__class__ = _fast(cls, type(module))
             for norm in module.children().values():
                 if type(norm) in NORMS:
-                    norm.__class__ = modules.watched(type(norm))
+                    norm.__class__ = modules.mixed(modules.Watched, type(norm))
         if isinstance(module, Layer):
             module.__dict__.update(memory=memory, _passes={})
     return dict(found)

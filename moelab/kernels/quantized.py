@@ -99,13 +99,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, matrix: np.ndarray, x: np.ndarray, y: np.ndarray) -> "Parts":
-        """Group products by matrix.
-
-        Args:
-            matrix (np.ndarray): ``[n]``, int64, of each product.
-            x (np.ndarray): ``[n]``, int64, its row of x.
-            y (np.ndarray): ``[n]``, int64, its row of y.
-        """
+        """Group n products by matrix, from the matrix, the row of x and the row of y of each."""
         order = np.argsort(matrix, kind="stable")
         found = np.unique(matrix[order], return_index=True, return_counts=True)
         return cls(*found, x[order], y[order])
@@ -132,23 +126,17 @@ class Matrices:
         for a in self._arrays:
             if a.strides[2] != a.itemsize or a.strides[1] != a.itemsize * a.shape[2]:
                 raise ValueError(f"expected rows one after the other, got strides {a.strides}")
-        addresses = [a.ctypes.data for a in self._arrays]
-        self._first = addresses + [0] * (3 - len(addresses))  # of matrix 0
-        self._bases = np.array(addresses)
-        self._strides = np.array([a.strides[0] for a in self._arrays])
-        self._row_nbytes = np.array([a.strides[1] for a in self._arrays])
-        L = lanes(bits, self.inputs)
+        # ``[E, 3]``: where each matrix's weights, scales and biases begin; 0 for none.
+        self.addresses = np.zeros((len(weight), 3), np.int64)
+        for i, a in enumerate(self._arrays):
+            self.addresses[:, i] = a.ctypes.data + a.strides[0] * np.arange(len(weight))
+        self._first = self.addresses[0].tolist()
         half = mode == "affine" and scales.itemsize == 2
-        self.kernel = kernel(mode, bits, group_size, self.inputs, L, half)
-        self._pack = packer(bits, self.inputs, L, room(mode, bits)) if mode != "float" else None
-        self._words, self.together = self.inputs * bits // WORD, None
-
-    def addresses(self, first: int = 0) -> np.ndarray:
-        """``[E, 3]``: where weights, scales and biases from row ``first`` on begin; 0 for none."""
-        found = np.zeros((len(self._arrays[0]), 3), np.int64)
-        each = np.arange(len(found))[:, None]
-        found[:, : len(self._bases)] = self._bases + first * self._row_nbytes + each * self._strides
-        return found
+        self.kernel, self._pack = kernel(mode, bits, group_size, self.inputs, half), None
+        if mode != "float":
+            form = bits, self.inputs, room(mode, bits)
+            self._pack = code.built(_Packer, lanes(bits, self.inputs), *form)
+        self._words = self.inputs * bits // WORD
 
     def pack(self, x: np.ndarray) -> Packed:
         """Bring rows x ``[n, D]`` into the order in which the kernel takes them."""
@@ -170,7 +158,7 @@ class Matrices:
         if y.shape[1] != self.outputs:
             raise ValueError(f"expected room for rows of {self.outputs}, got {y.shape[1]}")
         tasks = np.empty((len(parts.matrix), TASK), np.int64)
-        tasks[:, : len(self._bases)] = self._bases + parts.matrix[:, None] * self._strides
+        tasks[:, :3] = self.addresses[parts.matrix]
         tasks[:, 3:6] = packed.x, packed.sums, y.ctypes.data
         for column, numbers in (6, parts.x), (7, parts.y):
             tasks[:, column] = numbers.ctypes.data + parts.first * numbers.itemsize
@@ -201,16 +189,15 @@ class Rows:
             self._packed[form] = matrices.pack(self.x)
         return self._packed[form]
 
-    def multiply(self, *matrices: Matrices, out: np.ndarray | None = None) -> list[np.ndarray]:
-        """Multiply the rows with matrix 0 of each: ``[n, N]``, the first into ``out`` if given."""
+    def multiply(self, *matrices: Matrices) -> list[np.ndarray]:
+        """Multiply the rows with matrix 0 of each: ``[n, N]``."""
         n, ys, calls = len(self.x), [], {}
         _kept, at = in_order(n)
         for m in matrices:
-            y = code.empty(n, m.outputs) if out is None or ys else out
+            y, packed = code.empty(n, m.outputs), self.packed_for(m)
             ys.append(y)
-            packed = self.packed_for(m)
-            task = *m._first, packed.x, packed.sums, address(y), at, at, n, m.outputs
-            calls.setdefault(m.kernel, []).append((m, (*task, y.strides[0] // y.itemsize)))
+            task = *m._first, packed.x, packed.sums, address(y), at, at, n, m.outputs, m.outputs
+            calls.setdefault(m.kernel, []).append((m, task))
         for kernel, tasks in calls.items():
             table = (ctypes.c_int64 * (TASK * len(tasks)))(*chain(*(task for _, task in tasks)))
             code.keep(table)
@@ -232,32 +219,21 @@ def _numbers(bits):
     return numbers, numbers.ctypes.data
 
 
-@cache
-def packer(bits: int, inputs: int, L: int, room: int) -> Kernel:
-    """The kernel that packs rows. It takes the addresses of x, packed x, sums; how many rows."""
-    return code.built(_Packer, bits, inputs, L, room)
-
-
-@cache
-def kernel(
-    mode: str, bits: int, group_size: int, inputs: int, L: int, half: bool = False
-) -> Kernel:
+def kernel(mode: str, bits: int, group: int, inputs: int, half: bool = False) -> Kernel:
     """The kernel for matrices of one form: it takes the address of the tasks and their number."""
-    return code.built(_Product, mode, bits, group_size, inputs, L, half)
+    return code.built(_Product, lanes(bits, inputs), mode, bits, group, inputs, half)
 
 
 class _Packer(Code):
-    """Writes ``run(x, packed x, sums, rows)``. It takes the inputs of L words at a time."""
+    """Rows in the order of ``Packed``. It takes the inputs of L words at a time."""
 
-    def __init__(self, bits, inputs, L, room=1):
-        super().__init__(4, L)
-        self.n, self.inputs, self.room = WORD // bits, inputs, room
+    form = "bits inputs room"
+    takes = "*x *packed *sums rows"
 
     def write(self):
-        *addresses, rows = self.arguments
+        x, packed, sums, rows = self.arguments
         share = ir.Constant(self.floats, [1 / self.room] * self.L)
-        x, packed, sums = (self.pointer(a, F32) for a in addresses)
-        L, n = self.L, self.n
+        L, n = self.L, WORD // self.bits
         size = L * n
 
         def block(k, _):
@@ -275,7 +251,7 @@ class _Packer(Code):
 
 
 class _Product(Code):
-    """Writes the function ``run(tasks, n)``.
+    """Products of n tasks.
 
     For each tile of a task, four rows of x at a time, then two, then one; for them two rows of
     weights at a time, then one; for those each block of L words: unpack the weights that have the
@@ -283,22 +259,21 @@ class _Product(Code):
     to the row's.
     """
 
-    def __init__(self, mode, bits, group_size, inputs, L, half):
-        super().__init__(2, L)
-        self.mode = mode
-        self.kind = I8 if mode == "mxfp4" else I16 if half else F32  # of scales and biases
-        self.n, self.bits, self.group, self.inputs = WORD // bits, bits, group_size, inputs
-        self.words, self.groups = inputs * bits // WORD, inputs // group_size
-        byte = I8.as_pointer()
-        arguments = [byte, I32, I32, I32]
-        self.prefetch = self._declare("llvm.prefetch.p0", ir.VoidType(), arguments)
-        if L == 16:  # a table in a register: x86 alone has so wide ones
-            name = "llvm.x86.avx512.permvar.sf.512"
-            self._look_up = self._declare(name, self.floats, [self.floats, self.ints])
+    form = "mode bits group inputs half"
+    takes = "tasks n"
 
     def write(self):
         b, (tasks, n) = self.b, self.arguments
         tasks = self.pointer(tasks, I64)
+        self.kind = I8 if self.mode == "mxfp4" else I16 if self.half else F32  # scales and biases
+        self.n = WORD // self.bits
+        self.words, self.groups = self.inputs // self.n, self.inputs // self.group
+        byte = I8.as_pointer()
+        arguments = [byte, I32, I32, I32]
+        self.prefetch = self._declare("llvm.prefetch.p0", ir.VoidType(), arguments)
+        if self.L == 16:  # a table in a register: x86 alone has so wide ones
+            name = "llvm.x86.avx512.permvar.sf.512"
+            self._look_up = self._declare(name, self.floats, [self.floats, self.ints])
 
         def field(i, k):
             return self.load(tasks, self.add(self.mul(i, TASK), k), I64, align=8)

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from . import code, team
-from .code import F32, I32, I64, Code, address, empty, ir
+from .code import F32, I32, I64, Code, address, built, check, empty, ir
 
 # Multiplications that take as long as one number does here, which goes through an exponential.
 NUMBER_WORK = 16
@@ -32,20 +32,14 @@ def rms_norm(
     """
     D = x.shape[-1]
     out = empty(*x.shape) if out is None else out
-    _like(x, add=add, gate=gate, out=out)
-    kernel = _norm(D, float(eps), weight is not None, add is not None, gate is not None, scale)
+    check(x.shape, add=add, gate=gate, out=out)
+    form = D, float(eps), scale, weight is not None, add is not None, gate is not None
+    kernel = built(_Norm, _lanes(D), *form)
     n, H = x.size // D, x.shape[1] if x.ndim == 3 else 1
     places = [place for a in (x, out, gate) for place in _places(a)]
     numbers = *places, address(weight), address(add), H, n
     team.run(kernel, *numbers, pieces=team.pieces(2 * x.size, n))
     return out
-
-
-def _like(x, **others):
-    """Raise ValueError if an array that is read beside x has another shape."""
-    for name, a in others.items():
-        if a is not None and a.shape != x.shape:
-            raise ValueError(f"{name}: expected {x.shape}, got {a.shape}")
 
 
 def _places(a):
@@ -59,20 +53,24 @@ def _places(a):
 def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     """``silu(gate) * up``, ``[n, F]`` each."""
     n, F = gate.shape
-    if up.shape != gate.shape:
-        raise ValueError(f"up: expected {gate.shape}, got {up.shape}")
+    check(gate.shape, up=up)
     y = empty(n, F)
-    numbers = address(gate), gate.strides[0] // 4, address(up), up.strides[0] // 4, address(y), n
-    team.run(_swiglu(F), *numbers, pieces=team.pieces(NUMBER_WORK * y.size, n * F // 64))
+    _gate(gate, up, y, silu=True)
     return y
 
 
 def multiply_by_sigmoid(y: np.ndarray, gate: np.ndarray) -> None:
     """Multiply rows y ``[n, D]`` with the sigmoid of gate ``[n, D]``, in place."""
+    check(y.shape, gate=gate)
+    _gate(gate, y, y, silu=False)
+
+
+def _gate(gate, x, y, silu):
+    """Put x ``[n, D]``, times the silu or the sigmoid of a gate, into y."""
     n, D = y.shape
-    _like(y, gate=gate)
-    numbers = address(y), address(gate), gate.strides[0] // 4, n
-    team.run(_sigmoid(D), *numbers, pieces=team.pieces(NUMBER_WORK * y.size, n))
+    numbers = address(gate), gate.strides[0] // 4, address(x), x.strides[0] // 4, address(y), n
+    pieces = team.pieces(NUMBER_WORK * y.size, n * D // 64)
+    team.run(built(_Gated, _lanes(D), D, silu), *numbers, pieces=pieces)
 
 
 def convolve(before: np.ndarray, x: np.ndarray, taps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -84,7 +82,7 @@ def convolve(before: np.ndarray, x: np.ndarray, taps: np.ndarray) -> tuple[np.nd
     (n, C), B = x.shape, len(before)
     y, after = empty(n, C), empty(*before.shape)
     numbers = *map(address, (before, x, taps, y, after)), B, n // B, C
-    kernel = _convolution(len(taps), _lanes(C))
+    kernel = built(_Convolution, _lanes(C), len(taps))
     team.run(kernel, *numbers, pieces=team.pieces(NUMBER_WORK * y.size, C // 64))
     return y, after
 
@@ -96,10 +94,10 @@ def gates(
 
     From a and b ``[n, Hv]``, decay (the exponential of ``A_log``) and bias ``[Hv]``: g and beta.
     """
-    _like(a, b=b)
+    check(a.shape, b=b)
     g, beta = empty(*a.shape), empty(*a.shape)
     numbers = *map(address, (a, b, decay, bias, g, beta)), a.shape[-1], a.size
-    team.run(_gates(), *numbers, pieces=team.pieces(NUMBER_WORK**2 * a.size, a.size))
+    team.run(built(_Gates, 8), *numbers, pieces=team.pieces(NUMBER_WORK**2 * a.size, a.size))
     return g, beta
 
 
@@ -114,7 +112,7 @@ def route(logits: np.ndarray, top_k: int, normalize: bool) -> tuple[np.ndarray, 
         raise ValueError(f"top_k: expected at most the router's {E} experts, got {top_k}")
     experts, scores = np.empty((n, top_k), np.int64), empty(n, top_k)
     numbers = address(logits), address(experts), address(scores), n
-    kernel = _router(E, top_k, bool(normalize))
+    kernel = built(_Router, _lanes(E), E, top_k, bool(normalize))
     team.run(kernel, *numbers, pieces=team.pieces(NUMBER_WORK * logits.size, n))
     return experts, scores
 
@@ -133,8 +131,9 @@ def combine(
     """
     (n, K), D = scores.shape, experts.shape[-1]
     y = empty(n, D)
-    _like(y, add=add, shared=shared)
-    kernel = _combination(D, K, add is not None, shared is not None, gate is not None)
+    check(y.shape, add=add, shared=shared)
+    form = D, K, add is not None, shared is not None, gate is not None
+    kernel = built(_Combination, _lanes(D), *form)
     numbers = *map(address, (experts, scores, add, shared, gate, y)), n
     team.run(kernel, *numbers, pieces=team.pieces(experts.size, D // 64))
     return y
@@ -150,67 +149,25 @@ def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
         raise ValueError(
             f"rotary positions: expected at most {D} numbers of a head, got {2 * half}"
         )
-    kernel = _rotation(half)
+    kernel = built(_Rotation, _lanes(half), half)
     numbers = *_places(x), address(cos), address(sin), H, n * H
     team.run(kernel, *numbers, pieces=team.pieces(4 * n * H * half, n * H))
 
 
+@cache
 def _lanes(size):
     return next(L for L in (16, 8, 4, 2, 1) if code.widest() >= L and size % L == 0)
 
 
-@cache
-def _norm(*form):
-    return code.built(_Norm, *form)
-
-
-@cache
-def _swiglu(F):
-    return code.built(_SwiGLU, F)
-
-
-@cache
-def _sigmoid(D):
-    return code.built(_Sigmoid, D)
-
-
-@cache
-def _convolution(*form):
-    return code.built(_Convolution, *form)
-
-
-@cache
-def _gates():
-    return code.built(_Gates)
-
-
-@cache
-def _router(*form):
-    return code.built(_Router, *form)
-
-
-@cache
-def _combination(*form):
-    return code.built(_Combination, *form)
-
-
-@cache
-def _rotation(half):
-    return code.built(_Rotation, half)
-
-
 class _Norm(Code):
-    """Writes ``run(x, its two distances, y, its two, gate, its two, weight, add, H, rows)``."""
+    """Norms of rows. x1 and x2 are the distances of x's groups of rows and of its rows."""
 
-    def __init__(self, D, eps, weight, add, gate, scale):
-        super().__init__(13, _lanes(D))
-        self.D, self.eps, self.scale = D, eps, scale
-        self.has_weight, self.has_add, self.has_gate = weight, add, gate
+    form = "D eps scale has_weight has_add has_gate"
+    takes = "*x x1 x2 *y y1 y2 *gate g1 g2 *weight *add H rows"
 
     def write(self):
         b = self.b
         x, x1, x2, y, y1, y2, gate, g1, g2, weight, add, H, rows = self.arguments
-        x, y, gate, weight, add = (self.pointer(a, F32) for a in (x, y, gate, weight, add))
         zero = self.all(0)
 
         def row(i, _):
@@ -247,63 +204,37 @@ class _Norm(Code):
         self.loop(*self.share(rows), 1, row)
 
 
-class _SwiGLU(Code):
-    """Writes ``run(gate, distance of its rows, up, distance, y, rows)``."""
+class _Gated(Code):
+    """y = x times a function of the gate. A step is the distance of two rows."""
 
-    def __init__(self, F):
-        super().__init__(6, _lanes(F))
-        self.F = F
+    form = "D is_silu"
+    takes = "*gate gate_step *x x_step *y rows"
 
     def write(self):
         b = self.b
-        gate, g_step, up, u_step, y, rows = self.arguments
-        gate, up, y = (self.pointer(a, F32) for a in (gate, up, y))
-        blocks = self.F // self.L
+        gate, gate_step, x, x_step, y, rows = self.arguments
+        of_gate = self.silu if self.is_silu else self.sigmoid
+        blocks = self.D // self.L
 
         def block(i, _):
             row, j = b.udiv(i, I64(blocks)), self.mul(b.urem(i, I64(blocks)), self.L)
-            at_gate, at_up = (self.add(self.mul(row, step), j) for step in (g_step, u_step))
-            v = self.silu(self.load(gate, at_gate, self.floats))
-            v = b.fmul(v, self.load(up, at_up, self.floats))
+            at_gate, at_x = (self.add(self.mul(row, step), j) for step in (gate_step, x_step))
+            v = of_gate(self.load(gate, at_gate, self.floats))
+            v = b.fmul(v, self.load(x, at_x, self.floats))
             self.store(v, y, self.mul(i, self.L))
 
         self.loop(*self.share(self.mul(rows, blocks)), 1, block)
 
 
-class _Sigmoid(Code):
-    """Writes ``run(y, gate, distance of its rows, rows)``."""
-
-    def __init__(self, D):
-        super().__init__(4, _lanes(D))
-        self.D = D
-
-    def write(self):
-        b = self.b
-        y, gate, step, rows = self.arguments
-        y, gate = (self.pointer(a, F32) for a in (y, gate))
-
-        def row(i, _):
-            def block(j, _):
-                v = self.sigmoid(self.load(gate, self.add(self.mul(i, step), j), self.floats))
-                at = self.add(self.mul(i, self.D), j)
-                self.store(b.fmul(self.load(y, at, self.floats), v), y, at)
-
-            self.loop(I64(0), I64(self.D), self.L, block)
-
-        self.loop(*self.share(rows), 1, row)
-
-
 class _Convolution(Code):
-    """Writes ``run(before, x, taps, y, after, B, T, C)``."""
+    """Convolutions over time of ``width`` tokens, and what is before the next ones."""
 
-    def __init__(self, width, L):
-        super().__init__(8, L)
-        self.width = width
+    form = "width"
+    takes = "*before *x *taps *y *after B T C"
 
     def write(self):
         b, w = self.b, self.width - 1
-        *addresses, B, T, C = self.arguments
-        before, x, taps, y, after = (self.pointer(a, F32) for a in addresses)
+        before, x, taps, y, after, B, T, C = self.arguments
         first, end = (self.mul(i, self.L) for i in self.share(b.udiv(C, I64(self.L))))
 
         def text(i, _):
@@ -345,15 +276,13 @@ class _Convolution(Code):
 
 
 class _Gates(Code):
-    """Writes ``run(a, b, decay, bias, g, beta, Hv, all of them)``, one number after another."""
+    """The gates of n numbers, one after another."""
 
-    def __init__(self):
-        super().__init__(8, 8)
+    takes = "*a *b *decay *bias *g *beta H n"
 
     def write(self):
         build = self.b
-        *addresses, H, n = self.arguments
-        a, b, decay, bias, g, beta = (self.pointer(p, F32) for p in addresses)
+        a, b, decay, bias, g, beta, H, n = self.arguments
 
         def one(i, _):
             head = build.urem(i, H)
@@ -368,16 +297,14 @@ class _Gates(Code):
 
 
 class _Router(Code):
-    """Writes ``run(logits, experts, scores, rows)``."""
+    """The K largest of E logits, sorted, and their scores."""
 
-    def __init__(self, E, K, normalize):
-        super().__init__(4, _lanes(E))
-        self.E, self.K, self.normalize = E, K, normalize
+    form = "E K normalize"
+    takes = "*logits experts *scores rows"
 
     def write(self):
         b, K = self.b, self.K
         logits, experts, scores, rows = self.arguments
-        logits, scores = self.pointer(logits, F32), self.pointer(scores, F32)
         experts = self.pointer(experts, I64)
         least = ir.Constant(F32, float("-inf"))
 
@@ -430,17 +357,14 @@ class _Router(Code):
 
 
 class _Combination(Code):
-    """Writes ``run(experts, scores, add, shared, gate, y, rows)``."""
+    """Sums of K experts' rows, times their scores, and of what else there is."""
 
-    def __init__(self, D, K, add, shared, gate):
-        super().__init__(7, _lanes(D))
-        self.D, self.K = D, K
-        self.has_add, self.has_shared, self.has_gate = add, shared, gate
+    form = "D K has_add has_shared has_gate"
+    takes = "*experts *scores *add *shared *gate *y rows"
 
     def write(self):
         b, L = self.b, self.L
-        *addresses, rows = self.arguments
-        experts, scores, add, shared, gate, y = (self.pointer(a, F32) for a in addresses)
+        experts, scores, add, shared, gate, y, rows = self.arguments
         first, end = (self.mul(i, L) for i in self.share(I64(self.D // L)))
 
         def row(i, _):
@@ -469,16 +393,14 @@ class _Combination(Code):
 
 
 class _Rotation(Code):
-    """Writes ``run(x, its two distances, cos, sin, H, rows)``."""
+    """Rows turned in place. ``first`` and ``second`` are the distances as in ``_Norm``."""
 
-    def __init__(self, half):
-        super().__init__(7, _lanes(half))
-        self.half = half
+    form = "half"
+    takes = "*x first second *cos *sin H rows"
 
     def write(self):
         b = self.b
         x, first, second, cos, sin, H, rows = self.arguments
-        x, cos, sin = (self.pointer(a, F32) for a in (x, cos, sin))
 
         def row(i, _):
             group, head = b.udiv(i, H), b.urem(i, H)

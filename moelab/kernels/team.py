@@ -12,8 +12,8 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 
 import numpy as np
@@ -49,16 +49,13 @@ def run(kernel: Kernel, *numbers: int, pieces: int) -> None:
 
     An interrupt shows when the work is done.
     """
-    if (program := getattr(_local, "program", None)) is not None:
+    if (program := code.recorded()) is not None:
         return program.add(kernel, numbers, pieces)
     if pieces == 1 or (team := _team()) is None:
         return kernel(*numbers)
     arguments = kernel.arguments(*numbers)
     team.wake()
     team.lead(team.address, kernel.address, ctypes.addressof(arguments), pieces)
-
-
-_local = threading.local()
 
 
 class Program:
@@ -73,17 +70,11 @@ class Program:
     """
 
     def __init__(self, memory: code.Memory | None = None):
-        self._calls, self._kept, self._table, self._memory = [], [], None, memory
+        self._calls, self._table, self.kept, self.memory = [], None, [], memory
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager:
         """Inside, this thread's calls of ``run`` are recorded and not made."""
-        _local.program = self
-        try:
-            with code.recording(self._kept, self._memory):
-                yield
-        finally:
-            _local.program = None
+        return code.recording(self)
 
     def add(self, kernel: Kernel, numbers: Sequence[int], pieces: int) -> None:
         """As ``run``, later."""
@@ -114,7 +105,7 @@ class Program:
                 kernel, arguments = team.lead, team.lead.arguments(*numbers)
                 self._leads.append(arguments)
             rows += [kernel.address, ctypes.addressof(arguments)]
-        self._table, self._sequence = (ctypes.c_int64 * len(rows))(*rows), _sequence()
+        self._table, self._sequence = (ctypes.c_int64 * len(rows))(*rows), code.built(_Sequence, 8)
         self._wake = team.wake if team is not None else lambda: None
 
 
@@ -130,7 +121,7 @@ class Team:
     def __init__(self, num_threads: int):
         self._memory = np.zeros(KERNEL + 8, np.int64)
         self.address = self._memory.ctypes.data
-        self.lead, self._serve = code.built(_Lead), code.built(_Serve)
+        self.lead, self._serve = code.built(_Lead, 8), code.built(_Serve, 8)
         begin = time.perf_counter()
         self._serve(self.address, 1000)  # to learn how long a look takes
         self._spins = int(SPIN_S / (time.perf_counter() - begin) * 1000)
@@ -176,11 +167,6 @@ def _team():
     team = Team(code.num_threads() - 1)
     atexit.register(team.end)
     return team
-
-
-@cache
-def _sequence():
-    return code.built(_Sequence)
 
 
 if hasattr(os, "register_at_fork"):
@@ -253,10 +239,9 @@ class _Shared(Code):
 
 
 class _Lead(_Shared):
-    """Writes ``run(team, kernel, its arguments, pieces)``: post the job, take part, wait."""
+    """Post the job of a kernel, take part, wait."""
 
-    def __init__(self):
-        super().__init__(4, 8)
+    takes = "team kernel arguments pieces"
 
     def write(self):
         self.begin()
@@ -292,10 +277,9 @@ class _Lead(_Shared):
 
 
 class _Sequence(Code):
-    """Writes ``run(table of functions and the addresses of their arguments, n)``."""
+    """Call n functions of a table, which has the address of each and of its arguments."""
 
-    def __init__(self):
-        super().__init__(2, 8)
+    takes = "table n"
 
     def write(self):
         table, n = self.arguments
@@ -310,10 +294,9 @@ class _Sequence(Code):
 
 
 class _Serve(_Shared):
-    """Writes ``run(team, spins)``: take pieces until there was none for so many looks."""
+    """Take pieces until there was none for so many looks."""
 
-    def __init__(self):
-        super().__init__(2, 8)
+    takes = "team spins"
 
     def write(self):
         self.begin()

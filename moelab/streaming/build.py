@@ -151,8 +151,7 @@ def _half_scales(modules, config):
         for name, p in expert_parameters(module).items()
         if p.dtype == mx.bfloat16
         and name.endswith((".scales", ".biases"))
-        and type(linear := module[name.split(".")[0]]) in kernels.FAST
-        and kernels.fits(linear)
+        and kernels.fits(module[name.split(".")[0]])
     }
 
 

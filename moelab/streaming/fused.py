@@ -36,8 +36,10 @@ class FusedSwitchGLU(nn.Module):
         return x.squeeze(-2)
 
 
-class FastFusedSwitchGLU(kernels.FastExperts, FusedSwitchGLU):
+class FastFusedSwitchGLU(kernels.InModule, FusedSwitchGLU):
     """``FusedSwitchGLU`` with the kernels of ``moelab/kernels``."""
+
+    of = FusedSwitchGLU, FusedSwitchGLU.__call__
 
 
 # MLX's tiled quantized matmul on CUDA (qmm_sm80) loads three tiles of 64 inputs or more, even of a

@@ -6,6 +6,7 @@ residency (``residency``), in slots. They compute with all of a call's experts a
 part as they arrive. The modes without slots are in ``rungs``.
 """
 
+from collections.abc import Sequence
 from functools import cached_property, partial
 
 import mlx.core as mx
@@ -44,14 +45,11 @@ class StreamedExperts(nn.Module):
         quantized = all(f"{linear}.scales" in parameters for linear in linears)
         self._least_rows = QUANTIZED_ROWS if quantized else DENSE_ROWS
         self.num_experts = num_experts(module)
-        # With ranks: the rank of each expert, ``[E]``, and whether it is this one. ``_row``: D and
-        # type of a row, for a rank that computes none.
+        # With ranks: the rank of each expert, ``[E]``, and whether it is this one.
         self._owners = self.owned = None
         if session.ranks:
             self._owners = session.ranks.owners(self.num_experts, layer)
             self.owned = session.ranks.owned(self.num_experts, layer)
-        last = module["fc2" if "fc2" in linears else "down_proj"]
-        self._row = last.output_dims, session.dtype
         # If set, a call hands the indices to it and computes nothing: a prefetcher asks the router.
         # It is not a hook, because ``recover`` must remove it after an interrupt at any line.
         self.probe = None
@@ -61,10 +59,13 @@ class StreamedExperts(nn.Module):
         self._take_bank = partial(SlotBank, module, path, session.located, resident)
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        return self._in_call(self._call, x, indices)
+
+    def _in_call(self, compute, *args):
         if self.session.is_in_call:
-            return self._call(x, indices)
+            return compute(*args)
         with self.session.call():  # the layer is called by itself, outside the model
-            return self._call(x, indices)
+            return compute(*args)
 
     def _call(self, x, indices):
         session = self.session
@@ -122,7 +123,8 @@ class StreamedExperts(nn.Module):
             y = self._compute(rows, some, flat[pairs][:, None])[: len(mine), 0]
         else:
             self._compute_nothing()
-        return self.session.ranks.join(y, self._owners[routed], routed, self._row, self.path)
+        row = x.shape[-1], x.dtype  # a rank that computes none cannot know
+        return self.session.ranks.join(y, self._owners[routed], routed, row, self.path)
 
     def _compute_nothing(self):
         pass
@@ -136,36 +138,21 @@ class StreamedExperts(nn.Module):
         return None
 
     def _ask(self, x):
-        return []
+        session = self.session
+        asks = session.prefetcher and session.counting.decoding  # a prompt needs nearly all experts
+        return session.prefetcher.ask(self.index, x) if asks else []
 
     def _prefetch_next(self, asked):
-        pass
-
-    def part(
-        self,
-        bank: SlotBank,
-        rows: mx.array,
-        pairs: list[int],
-        slots: list[int],
-        top_k: int,
-        zero: mx.array | None = None,
-    ) -> mx.array:
-        """Compute some (token, expert) pairs of a call as ``[pairs, 1, D]``, from rows ``[T, D]``.
-
-        ``pairs`` are positions in the call; the kernel is that of the whole call. The pairs are
-        computed after ``zero``, if there is one.
-        """
-        n = len(pairs)
-        if on_cuda():  # repeat the last pair until there are enough rows for the same kernel
-            more = min(len(rows) * top_k, self._least_rows) - n
-            pairs, slots = pairs + pairs[-1:] * more, slots + slots[-1:] * more
-        slots = mx.array(slots, mx.uint32)
-        slots = slots if zero is None else slots + zero
-        y = bank.experts(rows[mx.array(pairs) // top_k], slots[:, None])
-        return y[:n] if len(pairs) > n else y
+        session = self.session
+        if not (session.prefetcher and session.counting.decoding):
+            return
+        guess = session.prefetcher.guess(self.index, asked)
+        if guess is not None:
+            layer, routed = guess
+            session.residency.ahead.prefetch(layer, dict.fromkeys(routed.ravel().tolist()))
 
 
-class Stacked(StreamedExperts):
+class Stacked(StreamedExperts, kernels.FastExperts):
     """Keeps S slots in one array for each projection, so that one gather computes a projection.
 
     An expert stays in its slot until it is evicted, or the slot is given back. A call that needs
@@ -174,6 +161,7 @@ class Stacked(StreamedExperts):
     """
 
     gate_with_up = False  # not named ``fuse``: mlx_lm.fuse takes such a module for an adapter
+    known_call = StreamedExperts.__call__
 
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
@@ -189,66 +177,56 @@ class Stacked(StreamedExperts):
         """Read at most S distinct experts into slots as a call does; compute nothing."""
         self.session.residency.read(self.index, experts)
 
-    def all_matrices(self) -> tuple | None:
-        """The slots' matrices as ``FastExperts.all_matrices``; None if the layer must be called."""
-        return self.slots.bank.matrices if self._computes_rows else None
-
-    @property
-    def _computes_rows(self):
-        return not self.session.ranks and self.slots.computes_at_once and self.probe is None
-
-    def forward(
-        self, x: kernels.Rows, routed: np.ndarray, placed: kernels.PlacedExperts | None = None
-    ) -> np.ndarray | None:
-        """Compute ``[n * K, D]`` from ``[n, D]`` for a block of ``kernels`` that knows the routing.
-
-        With ``placed``, for one token, the result is its ``y``. None if the layer must be called.
-        """
-        # A caller that hands over ``placed`` has asked for the matrices.
-        if not self._computes_rows or (placed is None and self.all_matrices() is None):
+    def all_matrices(self):
+        """The slots' projections; None if the layer must be called."""
+        if self.session.ranks or not self.slots.computes_at_once or self.probe is not None:
             return None
-        if self.session.is_in_call:
-            return self._forward(x, routed, placed)
-        with self.session.call():
-            return self._forward(x, routed, placed)
+        return self.slots.bank.experts.all_matrices()
 
-    def _forward(self, x, routed, placed):
-        session, flat = self.session, routed.ravel().tolist()
+    def forward(self, x, routed, placed=None):
+        return self._in_call(super().forward, x, routed, placed)
+
+    def arriving(self, x, routed):
+        session, pairs = self.session, Pairs(routed)
         session.settle()
         self._count(routed)
-        asked, call = self._ask(x), placed
-        if call is None:
-            call = self.slots.bank.experts.begin_rows(x, routed.shape)
-        parts = PartsAtOnce(call, flat)
+        asked = self._ask(x)
         alone = len(session.residency.layers) == 1  # a guess would take this call's slots
         for i, arrived in enumerate(session.residency.bring(self.index, routed, (), None)):
             if not (i or alone):  # this layer's reads have begun
                 self._prefetch_next(asked)
-            parts.add(arrived)
+            yield self._part(pairs, arrived)
         if alone:
             self._prefetch_next(asked)
-        return call.y
+
+    def _part(self, pairs, arrived):
+        """A part of a call as ``FastExperts.arriving`` gives it."""
+        places, slots = pairs.of(arrived)
+        is_own = arrived.bank is self.slots.bank
+        of = None if is_own else arrived.bank.experts.all_matrices()
+        return np.array(places), np.array(slots), of
 
     def _compute(self, x, indices, routed):
-        session, flat = self.session, routed.ravel().tolist()
-        call, computed = None, []
-        for arrived in session.residency.bring(self.index, routed, computed, x):
-            if arrived.is_all and not self.slots.computes_at_once:
-                slots = np.array([arrived.slots[e] for e in flat], np.uint32).reshape(routed.shape)
+        session, experts = self.session, self.slots.bank.experts
+        at_once = self.slots.computes_at_once
+        fast = at_once and kernels.takes(x) and experts.all_matrices() is not None
+        parts, call, y = Parts(x, routed, self._least_rows), None, None
+        for arrived in session.residency.bring(self.index, routed, parts.computed, x):
+            if fast:
+                call = call or experts.begin(x, routed.shape)
+                call.compute(*self._part(parts, arrived))
+            elif arrived.is_all:
+                slots = np.array(parts.of(arrived)[1], np.uint32).reshape(routed.shape)
                 slots = session.handover.to_device(slots, indices, arrived.copies)
                 y = arrived.bank.experts(x, slots)
             else:
-                call = call or self._begin(x, routed.shape, flat, computed)
-                call.add(arrived)
-        y = call.result() if call else y
+                mx.async_eval(parts.add(arrived))
+            if at_once and not fast:
+                mx.eval(parts.computed if y is None else y)
+        if y is None:
+            y = (call or parts).result()
         session.residency.left(self.index, y)
         return y
-
-    def _begin(self, x, shape, flat, computed):
-        """Begin a call that is computed part by part, as its experts arrive."""
-        if self.slots.computes_at_once:
-            return PartsAtOnce(self.slots.bank.experts.begin(x, shape), flat)
-        return PartsInGraph(self.part, x, shape, flat, computed)
 
     def _compute_nothing(self):
         self.session.residency.skip(self.index)
@@ -266,20 +244,6 @@ class Stacked(StreamedExperts):
         session.residency.left(self.index, y)
         return y
 
-    def _ask(self, x):
-        session = self.session
-        asks = session.prefetcher and session.counting.decoding  # a prompt needs nearly all experts
-        return session.prefetcher.ask(self.index, x) if asks else []
-
-    def _prefetch_next(self, asked):
-        session = self.session
-        if not (session.prefetcher and session.counting.decoding):
-            return
-        guess = session.prefetcher.guess(self.index, asked)
-        if guess is not None:
-            layer, routed = guess
-            session.residency.ahead.prefetch(layer, dict.fromkeys(routed.ravel().tolist()))
-
 
 class Fused(Stacked):
     """``Stacked`` with gate and up, if they are alike, in one buffer, which saves a gather."""
@@ -287,76 +251,56 @@ class Fused(Stacked):
     gate_with_up = True
 
 
-class PartsAtOnce:
-    """A call whose parts the fast kernels compute, into one array, when their experts arrive.
+class Pairs:
+    """The (token, expert) pairs of a call whose routing is ``[..., K]``."""
 
-    ``flat`` has the expert of every (token, expert) pair.
-    """
-
-    def __init__(self, call: kernels.ExpertCall | kernels.PlacedExperts, flat: list[int]):
-        self._call, self._flat = call, flat
-        self._by_address = isinstance(call, kernels.PlacedExperts)
+    def __init__(self, routed: np.ndarray):
+        self._shape, self._flat = routed.shape, routed.ravel().tolist()
 
     @cached_property
-    def _positions(self):
-        return by_expert(self._flat)
+    def of_expert(self) -> dict[int, list[int]]:
+        """The places of each expert's pairs in the call, in order of first use."""
+        places = {}
+        for i, e in enumerate(self._flat):
+            places.setdefault(e, []).append(i)
+        return places
 
-    def add(self, arrived: Arrived) -> None:
-        """Compute the pairs of experts that have arrived."""
-        pairs = range(len(self._flat))
-        if not (self._by_address and arrived.is_all):
-            pairs = [i for e in arrived.slots for i in self._positions[e]]
-        slots = np.array([arrived.slots[self._flat[i]] for i in pairs])
-        if self._by_address:
-            return self._call.compute(pairs, arrived.bank.addresses[slots])
-        self._call.compute(np.array(pairs), slots, arrived.bank.matrices)
-
-    def result(self) -> mx.array:
-        """``[..., K, D]``, once all have arrived."""
-        return self._call.result()
+    def of(self, arrived: Arrived) -> tuple[Sequence[int], list[int]]:
+        """The places in the call of the pairs whose experts arrived, and the slot of each."""
+        if arrived.is_all:
+            places = range(len(self._flat))
+        else:
+            places = [i for e in arrived.slots for i in self.of_expert[e]]
+        return places, [arrived.slots[self._flat[i]] for i in places]
 
 
-class PartsInGraph:
-    """A call whose parts MLX begins to compute when their experts arrive.
+class Parts(Pairs):
+    """Pairs that MLX's graph computes in parts; ``computed`` has the results ``[pairs, 1, D]``."""
 
-    ``shape``, ``[..., K]``, is that of the call's indices. ``computed`` gets each part's result.
-    """
+    def __init__(self, x: mx.array, routed: np.ndarray, least_rows: int):
+        super().__init__(routed)
+        self._x, self._least_rows = x, least_rows
+        self.computed, self._order = [], []
 
-    def __init__(self, part, x, shape, flat, computed):
-        self._part, self._rows, self._shape = part, x.reshape(-1, x.shape[-1]), shape
-        self._flat, self._positions = flat, by_expert(flat)
-        self._computed, self._order = computed, []
-
-    def add(self, arrived: Arrived) -> None:
-        """Begin to compute the pairs of experts that have arrived."""
-        pairs = [i for e in arrived.slots for i in self._positions[e]]
-        slots = [arrived.slots[self._flat[i]] for i in pairs]
+    def add(self, arrived: Arrived) -> mx.array:
+        """Compute the pairs of experts that have arrived, with the kernel of the whole call."""
+        pairs, slots = self.of(arrived)
         self._order += pairs
-        y = self._part(arrived.bank, self._rows, pairs, slots, self._shape[-1], arrived.after)
-        mx.async_eval(y)
-        self._computed.append(y)
+        n, rows = len(pairs), self._x.reshape(-1, self._x.shape[-1])
+        if on_cuda():  # repeat the last pair until there are enough rows for the same kernel
+            more = min(len(self._flat), self._least_rows) - n
+            pairs, slots = pairs + pairs[-1:] * more, slots + slots[-1:] * more
+        slots = mx.array(slots, mx.uint32)
+        slots = slots if arrived.after is None else slots + arrived.after
+        y = arrived.bank.experts(rows[mx.array(pairs) // self._shape[-1]], slots[:, None])
+        self.computed.append(y[:n] if len(pairs) > n else y)
+        return self.computed[-1]
 
     def result(self) -> mx.array:
         """``[..., K, D]``, once all have arrived."""
-        return unsort(self._computed, self._order, self._shape)
-
-
-def by_expert(flat: list[int]) -> dict[int, list[int]]:
-    """The positions of each expert's (token, expert) pairs in a call, in order of first use."""
-    positions = {}
-    for i, e in enumerate(flat):
-        positions.setdefault(e, []).append(i)
-    return positions
-
-
-def unsort(ys: list[mx.array], order: list[int], shape: tuple[int, ...]) -> mx.array:
-    """Put rows ``[pairs, 1, D]`` of expert after expert in the call's order, ``[..., K, D]``.
-
-    ``order`` has the positions of the pairs in the call.
-    """
-    y = ys[0] if len(ys) == 1 else mx.concatenate(ys)
-    y = y.squeeze(-2)[kernels.to_mlx(np.argsort(order))]
-    return y.reshape(*shape, y.shape[-1])
+        y = self.computed[0] if len(self.computed) == 1 else mx.concatenate(self.computed)
+        y = y.squeeze(-2)[kernels.to_mlx(np.argsort(self._order))]
+        return y.reshape(*self._shape, y.shape[-1])
 
 
 def expert_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:

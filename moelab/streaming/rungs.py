@@ -5,7 +5,8 @@ They read plain ranges through the page cache, not ``Ranges``, which native code
 
 import mlx.core as mx
 
-from .layers import StreamedExperts, by_expert, unsort
+from .layers import Parts, StreamedExperts
+from .residency.arriving import Arrived
 from .residency.bank import SlotBank
 
 
@@ -16,21 +17,16 @@ class Serial(StreamedExperts):
     """
 
     def _compute(self, x, indices, routed):
-        positions = by_expert(routed.ravel().tolist())
-        rows = x.reshape(-1, x.shape[-1])
-        ys, order = [], []
-        for e, pairs in positions.items():
+        parts = Parts(x, routed, self._least_rows)
+        for e in parts.of_expert:
             bank = self._take_bank(1)
             with self.session.counting.read_wait():
                 for read in bank.reads({e: 0}):  # one range after another
                     self.session.reader.read([read])
             bank.arrived(e, 0)
             self.session.counters.misses += 1
-            y = self.part(bank, rows, pairs, [0] * len(pairs), routed.shape[-1])
-            mx.eval(y)
-            ys.append(y)
-            order += pairs
-        return unsort(ys, order, routed.shape)
+            mx.eval(parts.add(Arrived({e: 0}, bank)))
+        return parts.result()
 
 
 class Buffers(StreamedExperts):
@@ -45,17 +41,13 @@ class Buffers(StreamedExperts):
         self._banks = tuple(self._take_bank(1) for _ in range(session.top_k))
 
     def _compute(self, x, indices, routed):
-        positions = by_expert(routed.ravel().tolist())
-        rows = x.reshape(-1, x.shape[-1])
-        experts = list(positions)
-        ys, order = [], []
+        parts = Parts(x, routed, self._least_rows)
+        experts = list(parts.of_expert)
         for first in range(0, len(experts), len(self._banks)):
-            mx.eval(ys)  # the buffers are about to be overwritten
+            mx.eval(parts.computed)  # the buffers are about to be overwritten
             for bank, e in self.read(experts[first : first + len(self._banks)]):
-                pairs = positions[e]
-                ys.append(self.part(bank, rows, pairs, [0] * len(pairs), routed.shape[-1]))
-                order += pairs
-        return unsort(ys, order, routed.shape)
+                parts.add(Arrived({e: 0}, bank))
+        return parts.result()
 
     def read(self, experts: list[int]) -> list[tuple[SlotBank, int]]:
         """Read at most K distinct experts as a call does; return each buffer with its expert."""

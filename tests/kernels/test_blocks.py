@@ -10,6 +10,7 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models import qwen3_5, qwen3_moe, qwen3_next
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchGLU
 from needs import needs_kernels
 
 from moelab import StreamConfig
@@ -85,26 +86,30 @@ def test_batches(family, load):
 
 
 def test_a_record_follows_new_weights_and_modules(load):
-    model, mlx = load("qwen3_5_moe"), load("qwen3_5_moe", kernels="mlx")
-    before = logits(model)
-    assert np.array_equal(logits(model, step=4), before)
-    for m in (model, mlx):
-        for layer in m.layers:
+    fast, mlx = load("qwen3_5_moe"), load("qwen3_5_moe", kernels="mlx")
+
+    def norms(model):
+        for layer in model.layers:
             layer.input_layernorm.weight = layer.input_layernorm.weight * 2
-    assert not np.array_equal(logits(model), before) and close(logits(model), logits(mlx))
-    assert np.array_equal(logits(model, step=4), logits(model))
-    for m in (model, mlx):
-        layer = m.layers[0]
-        layer.mlp.gate.scales = layer.mlp.gate.scales * -1
-    assert close(logits(model), logits(mlx))
-    for m in (model, mlx):  # in place
-        m.layers[0].mlp.gate.biases[0] = 3.0
-    assert close(logits(model), logits(mlx))
-    for m in (model, mlx):
-        layer = m.layers[-1].mlp
-        layer.shared_expert.up_proj = nn.Linear(64, 64, bias=False)
-        layer.shared_expert.up_proj.weight = mx.eye(64)
-    assert close(logits(model), logits(mlx))
+
+    def scales(model):
+        model.layers[0].mlp.gate.scales = model.layers[0].mlp.gate.scales * -1
+
+    def in_place(model):
+        model.layers[0].mlp.gate.biases[0] = 3.0
+
+    def linear(model):
+        shared = model.layers[-1].mlp.shared_expert
+        shared.up_proj = nn.Linear(64, 64, bias=False)
+        shared.up_proj.weight = mx.eye(64)
+
+    before = logits(fast)
+    for change in (norms, scales, in_place, linear):
+        change(fast), change(mlx)
+        got = logits(fast)
+        assert close(got, logits(mlx)) and not np.array_equal(got, before)
+        assert np.array_equal(logits(fast, step=4), got)
+        before = got
 
 
 CHANGED = (
@@ -186,10 +191,17 @@ def test_hooks_see_every_call(part, load):
         ("qwen3_5_moe", qwen3_5, "gated_delta_update"),
         ("qwen3_next", qwen3_next, "gated_delta_update"),
         ("qwen3_moe", qwen3_moe, "scaled_dot_product_attention"),
+        ("qwen3_5_moe", qwen3_5.GatedDeltaNet, "__call__"),
+        ("qwen3_5_moe", qwen3_5.DecoderLayer, "__call__"),
+        ("qwen3_next", qwen3_next.Qwen3NextSparseMoeBlock, "__call__"),
+        ("qwen3_moe", qwen3_moe.Attention, "__call__"),
+        ("qwen3_moe", SwitchGLU, "__call__"),
+        ("qwen3_5_moe", nn.QuantizedLinear, "__call__"),
     ],
 )
-def test_a_function_that_a_library_replaces_is_called(family, of, name, load, monkeypatch):
-    model, seen, real = load(family), [], getattr(of, name)
+@pytest.mark.parametrize("mode", ("resident", "stacked"))
+def test_what_a_library_replaces_is_called(mode, family, of, name, load, monkeypatch):
+    model, seen, real = load(family, mode=mode, slots=3), [], getattr(of, name)
     want = logits(model)
     with monkeypatch.context() as library:
         library.setattr(of, name, lambda *a, **k: seen.append(1) or real(*a, **k))
@@ -197,40 +209,31 @@ def test_a_function_that_a_library_replaces_is_called(family, of, name, load, mo
     assert np.array_equal(logits(model), want)
 
 
-@pytest.mark.parametrize(
-    "family, cls",
-    [
-        ("qwen3_5_moe", qwen3_5.GatedDeltaNet),
-        ("qwen3_5_moe", qwen3_5.DecoderLayer),
-        ("qwen3_next", qwen3_next.Qwen3NextSparseMoeBlock),
-        ("qwen3_moe", qwen3_moe.Attention),
-        ("qwen3_5_moe", nn.QuantizedLinear),
-    ],
-)
-def test_a_method_that_a_library_replaces_is_called(family, cls, load, monkeypatch):
-    model, seen, real = load(family), [], cls.__call__
-    want = logits(model)
-    with monkeypatch.context() as library:
-        library.setattr(cls, "__call__", lambda *a, **k: seen.append(1) or real(*a, **k))
-        assert close(logits(model), want) and seen
-    assert np.array_equal(logits(model), want)
+def taken_back(model, strategy, wrong):
+    """Logits of passes of two tokens that are right and some wrong ones, which are taken back.
+
+    And how many states' memory a rollback took at most.
+    """
+    cache, got, most = make_prompt_cache(model), [], 0
+    rollback = Rollback(model, cache, strategy)
+    for i in range(0, TOKENS.shape[1], 2):
+        part = mx.concatenate([TOKENS[:, i : i + 2], mx.array([wrong])], axis=1)
+        got.append(np.array(rollback(part))[:, :2])
+        state = sum(c[1].nbytes for c in cache if isinstance(c, ArraysCache))
+        most = max(most, rollback.nbytes / state)
+        rollback.undo(len(wrong))
+        rollback.commit()
+    return np.concatenate(got, axis=1), most
 
 
 @pytest.mark.parametrize("strategy", ("auto", "states"))
 @pytest.mark.parametrize("family", ("qwen3_5_moe", "qwen3_next"))
 def test_passes_that_are_taken_back_leave_no_bit(family, strategy, load):
     """Meanwhile they keep less memory than a state for each token would take."""
-    model, tokens = load(family), TOKENS.tolist()[0]
-    want = logits(model)[0]
-    cache = make_prompt_cache(model)
-    rollback, got = Rollback(model, cache, strategy), []
-    for i in range(0, len(tokens), 2):  # two that are right, three that are wrong
-        part = mx.array([[*tokens[i : i + 2], 90, 91, 92]])
-        got.append(np.array(rollback(part))[0, :2])
-        assert rollback.nbytes < 3 * sum(c[1].nbytes for c in cache if isinstance(c, ArraysCache))
-        rollback.undo(3)
-        rollback.commit()
-    assert np.array_equal(np.concatenate(got), want)
+    model = load(family)
+    want = logits(model)
+    got, states = taken_back(model, strategy, [90, 91, 92])
+    assert np.array_equal(got, want) and states < 3
     if family == "qwen3_5_moe":
         assert all(5 in layer._passes for layer in model.layers)
 
@@ -249,21 +252,15 @@ def test_a_hook_on_a_layer_leaves_its_records(load):
 def test_a_pass_that_goes_mlxs_way_can_be_taken_back(strategy, load):
     """A hook on a block's convolution is called, and the tapes are there."""
     model, seen = load("qwen3_5_moe"), []
-    want, layer = logits(model)[0], next(layer for layer in model.layers if layer.is_linear)
+    want, layer = logits(model), next(layer for layer in model.layers if layer.is_linear)
 
     def hook(original, x):
         seen.append(x.shape[1])
         return original(x)
 
-    cache = make_prompt_cache(model)
-    rollback, got = Rollback(model, cache, strategy), []
     with hooked(layer.linear_attn.conv1d, hook):
-        for i in range(0, TOKENS.shape[1], 2):
-            part = mx.concatenate([TOKENS[:, i : i + 2], mx.array([[90, 91]])], axis=1)
-            got.append(np.array(rollback(part))[0, :2])
-            rollback.undo(2)
-            rollback.commit()
-    assert close(np.concatenate(got), want) and set(seen) == {4 + 3}
+        got, _ = taken_back(model, strategy, [90, 91])
+    assert close(got, want) and set(seen) == {4 + 3}
     assert layer.linear_attn.recorder is None
 
 

@@ -70,6 +70,15 @@ def test_exponentials_over_the_range_of_float32():
     assert np.isnan(rowwise.swiglu(np.full((1, 4), np.nan, np.float32), normal(1, 4))).all()
 
 
+def test_swiglu_of_parts_of_rows():
+    gate, up = normal(2, 9, 37, scale=20)
+    y = rowwise.swiglu(gate, up)
+    for i in range(9):  # an element does not depend on its neighbours
+        part = [np.ascontiguousarray(a[i:, i:]) for a in (gate, up)]
+        assert np.array_equal(rowwise.swiglu(*part), y[i:, i:])
+    assert np.array_equal(rowwise.swiglu(gate[:, 2:], up[:, 2:]), y[:, 2:])
+
+
 def test_gates():
     a, b = normal(7, 6, scale=20), normal(7, 6, scale=5)
     A, bias = np.abs(normal(6)), normal(6)

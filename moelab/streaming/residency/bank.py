@@ -80,16 +80,6 @@ class SlotBank:
         """The number of slots that have memory: not emptied, or written since."""
         return self.num_slots - len(self._empty)
 
-    @property
-    def matrices(self) -> tuple | None:
-        """The matrices of the slots, as ``FastExperts.all_matrices`` gives them."""
-        return self.experts.all_matrices()
-
-    @property
-    def addresses(self) -> np.ndarray:
-        """The addresses ``[S, 9]`` of each slot's parameters (``kernels.addresses_of``)."""
-        return kernels.addresses_of(self.matrices)
-
     def can_hold(self, other: "SlotBank") -> bool:
         """Whether a slot can hold and compute an expert of another layer's bank."""
         return self._form == other._form and not (self._memory or other._memory)

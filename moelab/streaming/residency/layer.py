@@ -6,6 +6,7 @@ from concurrent.futures import Future
 import mlx.core as mx
 import numpy as np
 
+from ... import kernels
 from ..config import StreamConfig
 from ..counters import Counting
 from ..cuda import MAX_COPIES
@@ -87,7 +88,7 @@ class LayerSlots:
     @property
     def computes_at_once(self) -> bool:
         """Whether a part is computed before the next one is asked for, as by the fast kernels."""
-        return hasattr(self.bank.experts, "begin") and not self.is_copied
+        return isinstance(self.bank.experts, kernels.FastExperts) and not self.is_copied
 
     @property
     def refills(self) -> bool:

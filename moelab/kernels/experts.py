@@ -1,0 +1,219 @@
+"""A layer's experts, computed by the kernels: ``FastExperts`` is the one entry that blocks know.
+
+A subclass says which experts of a call are where, and hands them over as they arrive. ``InModule``
+has them all in its own projections.
+"""
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
+
+from . import code, modules, quantized, rowwise, team
+from .code import to_mlx
+from .quantized import Matrices, Rows
+
+Projections = tuple[list[Matrices], Matrices]  # of gate and up, which may be one; and of down
+
+
+class FastExperts:
+    """The experts of one layer, for tokens that are rows of numpy.
+
+    ``known_call`` is the ``__call__`` that ``forward`` stands for.
+    """
+
+    def all_matrices(self) -> Projections | None:
+        """The layer's projections; None if the kernels cannot compute a call now."""
+        raise NotImplementedError
+
+    def arriving(
+        self, x: Rows, routed: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, Projections | None]]:
+        """The parts of a call, in the order in which they can be computed.
+
+        A part is the places of some (token, expert) pairs among all n * K, the matrix of each, and
+        the projections that have these (None: ``all_matrices``).
+        """
+        yield np.arange(routed.size), routed.ravel(), None
+
+    def forward(
+        self, x: Rows, routed: np.ndarray, placed: "PlacedExperts | None" = None
+    ) -> np.ndarray | None:
+        """Compute ``[n * K, D]`` for tokens x ``[n, D]`` and their experts ``[n, K]``.
+
+        None if the kernels do not fit. For one token ``placed`` may compute it, into its ``y``.
+        """
+        found = self.all_matrices()
+        if found is None or found[0][0].inputs != x.x.shape[-1]:
+            return None
+        fits = placed is not None and placed.fits(found)
+        call = placed if fits else ExpertCall(found, x, routed.shape)
+        for pairs, experts, of in self.arriving(x, routed):
+            call.compute(pairs, experts, of or found)
+        return call.y
+
+
+def takes_rows(module: nn.Module) -> bool:
+    """Whether the experts of a module can be computed with ``FastExperts.forward`` now."""
+    return is_known(module) and module.all_matrices() is not None
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether a call of these experts is what their class says: no hook, no method of others."""
+    return isinstance(module, FastExperts) and type(module).__call__ is type(module).known_call
+
+
+class InModule(FastExperts):
+    """Mixed into ``SwitchGLU``, whose gate and up may be one: computes it in one call."""
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        call = self.begin(x, indices.shape)
+        if call is None:
+            return super().__call__(x, indices)
+        mx.eval(indices)
+        call.compute(np.arange(indices.size), np.asarray(indices).ravel())
+        return call.result()
+
+    known_call = __call__
+
+    def all_matrices(self):
+        found = None if modules.replaced(self) else gate_up_down(self)
+        if found is None or any(p.training or modules.replaced(p) for p in found):
+            return None
+        *gate_up, down = [p.matrices() for p in found]
+        return None if down is None or None in gate_up else (gate_up, down)
+
+    def begin(self, x: mx.array, shape: tuple[int, ...]) -> "ExpertCall | None":
+        """Begin a call for x ``[..., D]`` whose indices have this shape, ``[..., K]``.
+
+        None if the kernels do not fit it.
+        """
+        found = self.all_matrices() if modules.takes(x) else None
+        if found is None or found[0][0].inputs != x.shape[-1]:
+            return None
+        return ExpertCall(found, Rows.of(x), shape, in_mlx=x.size > x.shape[-1])
+
+
+class FastSwitchGLU(InModule, SwitchGLU):
+    """A ``SwitchGLU`` that computes with the kernels."""
+
+    of = SwitchGLU, SwitchGLU.__call__
+
+
+def use(module: nn.Module) -> None:
+    """Let a ``SwitchGLU`` compute in one call, if the kernels compute its projections."""
+    if type(module) is SwitchGLU and gate_up_down(module):
+        module.__class__ = FastSwitchGLU
+
+
+def gate_up_down(module: nn.Module) -> list[nn.Module] | None:
+    """The projections of a ``SwitchGLU``, down last; None unless the kernels compute them all.
+
+    Gate and up may be one projection.
+    """
+    names = ("gate_up_proj",) if "gate_up_proj" in module else ("gate_proj", "up_proj")
+    found = [module[name] for name in (*names, "down_proj")]
+    alike = all(isinstance(p, modules.SwitchMatrices) and "bias" not in p for p in found)
+    alike = alike and type(module.activation) is SwiGLU
+    return found if alike and len({p.form for p in found[:-1]}) == 1 else None
+
+
+class ExpertCall:
+    """A call for tokens x ``[n, D]`` that is computed in parts.
+
+    Its indices have this shape, ``[..., K]``. ``y`` ``[n * K, D]`` holds what is computed so far,
+    with ``in_mlx`` in MLX's memory: a copy of a prompt's would take as much memory once more.
+    """
+
+    def __init__(self, found: Projections, x: Rows, shape: tuple[int, ...], in_mlx: bool = False):
+        self._found, self._x, self._shape, self._out = found, x, shape, None
+        shape = len(x.x) * shape[-1], found[1].outputs
+        if in_mlx:
+            self._out = mx.zeros(shape)
+            mx.eval(self._out)
+        self.y = np.empty(shape, np.float32) if self._out is None else np.asarray(self._out)
+
+    def compute(
+        self, pairs: np.ndarray, experts: np.ndarray, of: Projections | None = None
+    ) -> None:
+        """Compute some pairs: their places among all n * K, and the expert of each.
+
+        ``of``: other projections of the same form, which have these experts.
+        """
+        gate_up, down = of or self._found
+        experts, each = experts.astype(np.int64), np.arange(len(pairs))
+        if len(self.y) == self._shape[-1] == len(pairs):  # one token, its experts as they are
+            parts = quantized.Parts(experts, each, np.ones_like(each), np.zeros_like(each), pairs)
+        else:
+            parts = quantized.Parts.of(experts, pairs // self._shape[-1], pairs)
+        F, packed = down.inputs, self._x.packed_for(gate_up[0])
+        y = np.empty((len(pairs), 2 * F), np.float32)
+        for i, matrices in enumerate(gate_up):
+            part = y[:, i * F : (i + 1) * F] if len(gate_up) > 1 else y
+            matrices.multiply_parts(packed, parts._replace(y=each), part)
+        packed = down.pack(rowwise.swiglu(y[:, :F], y[:, F:]))
+        down.multiply_parts(packed, parts._replace(x=each), self.y)
+
+    def result(self) -> mx.array:
+        """``[..., K, D]``, once all pairs are computed."""
+        out = to_mlx(self.y) if self._out is None else self._out
+        return out.reshape(*self._shape, -1)
+
+
+class PlacedExperts:
+    """One token's experts: a program that is told before each run where they lie.
+
+    The token x ``[1, D]`` is packed for the experts; ``y`` ``[K, D]`` is what they give.
+    """
+
+    def __init__(self, found: Projections, x: Rows, K: int):
+        gate_up, down = found
+        F, D = down.inputs, down.outputs
+        if sum(m.outputs for m in gate_up) != 2 * F:
+            raise ValueError(f"experts: expected gates for {F} inputs of the last matrix")
+        hidden, self.y = np.empty((K, 2 * F), np.float32), np.empty((K, D), np.float32)
+        self._form, self._program, self._tasks = _form(found), team.Program(), []
+        packed = x.packed_for(gate_up[0])
+        with self._program.recording():
+            self._multiply(gate_up, packed, hidden, np.zeros(K, int))
+            packed = down.pack(rowwise.swiglu(hidden[:, :F], hidden[:, F:]))
+            self._multiply([down], packed, self.y, np.arange(K))
+        places = (self._program.places(tasks)[0] for tasks in self._tasks)
+        # A run's tasks are copied from those of all K.
+        self._calls = [(*place, tasks, tasks.copy()) for place, tasks in zip(places, self._tasks)]
+
+    def _multiply(self, matrices, packed, y, rows):
+        """Record the product of row ``rows[k]`` with matrices of expert k, side by side in y."""
+        K, n = len(rows), len(matrices)
+        N = y.shape[1] // n
+        numbers, at = quantized.in_order(n * K)
+        tasks = np.zeros((K, n, quantized.TASK), np.int64)
+        tasks[..., 3:6] = packed.x, packed.sums, code.address(y)
+        tasks[..., 6] = at + 8 * rows[:, None]
+        tasks[..., 7] = at + 8 * np.arange(n * K).reshape(K, n)
+        tasks[..., 8:] = 1, N, N
+        code.keep((packed, numbers))
+        self._tasks.append(tasks)
+        pieces = team.pieces(y.size * matrices[0].inputs, N // 2)
+        team.run(matrices[0].kernel, code.address(tasks), n * K, pieces=pieces)
+
+    def fits(self, found: Projections) -> bool:
+        """Whether the program computes with projections of this form."""
+        return _form(found) == self._form
+
+    def compute(self, pairs: np.ndarray, experts: np.ndarray, of: Projections) -> None:
+        """Compute the experts at some places of the K, as ``ExpertCall`` does."""
+        for (arguments, i, tasks, of_all), matrices in zip(self._calls, (of[0], of[1:])):
+            now = tasks[: len(pairs)]
+            now[:] = of_all[pairs]
+            for j, m in enumerate(matrices):
+                now[:, j, :3] = m.addresses[experts]
+            arguments[i + 1] = len(pairs) * len(matrices)
+        self._program.run()
+
+
+def _form(found):
+    gate_up, down = found
+    return [(m.kernel, m.outputs) for m in (*gate_up, down)]
