@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..streaming.config import StreamConfig
-from ..streaming.config import EVICTION
+from ..streaming.config import EVICTION, StreamConfig
 from ..streaming.trace import Trace
 from .costs import Costs
 from .pagecache import Replay, replay

@@ -74,7 +74,6 @@ def test_a_prompt_fills_the_slots_of_all_layers(expert_s, monkeypatch):
     prompts = mx.random.randint(0, 8000, (3, 1, 200), key=mx.random.key(0))
     want = load_model(TINY_MOE, moelab.StreamConfig(mode="resident"))[0]
     with load_model(TINY_MOE, moelab.StreamConfig(slots=16, reads="direct"))[0] as model:
-        session = session_of(model)
         for i, ids in enumerate(prompts):
             lent.clear()
             assert mx.array_equal(model(ids), want(ids))

@@ -17,8 +17,8 @@ from ...replay.advice import Advice, Lookahead
 from ...replay.costs import Costs
 from ...replay.machine import typical_trace
 from ...replay.sizes import ModelSizes
-from ...streaming.plan import memory_for_a_model
 from ...streaming.config import EVICTION
+from ...streaming.plan import memory_for_a_model
 from ...streaming.session import session_of
 from .. import machine
 from ..decode import decode, encode
