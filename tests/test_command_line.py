@@ -1,5 +1,7 @@
 """python -m moelab: no option is ignored, no value is taken for another, no traceback."""
 
+import argparse
+import inspect
 import io
 import json
 import os
@@ -8,8 +10,11 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
+import mlx_lm.chat
+import mlx_lm.server
 import pytest
 from small import small
 
@@ -63,6 +68,20 @@ def run(capsys, *argv):
 
 
 # Options
+
+
+@pytest.mark.parametrize("command", [generate, cache_prompt, chat, serve])
+def test_no_option_is_ignored(command):
+    """Each is read by a command here or by the mlx-lm module that the command builds on."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    source = "".join(p.read_text() for p in Path(serve.__file__).parent.glob("*.py"))
+    source += inspect.getsource(mlx_lm.server) + inspect.getsource(mlx_lm.chat)
+    for action in parser._actions:
+        name, kind = action.dest, type(action).__name__
+        assert (
+            kind in ("Refuse", "_HelpAction") or name in STREAM_OPTIONS or f"args.{name}" in source
+        )
 
 
 def test_an_option_of_another_command_names_it(calls, capsys):

@@ -22,7 +22,7 @@ from moelab import DATA, synthesize
 from moelab.__main__ import main
 from moelab.commands import cache_prompt as cache_prompt_command
 from moelab.commands import chat, generate, serve
-from moelab.commands.kv_cache import KVCacheOptions, open_prompt_cache
+from moelab.commands.kv_cache import check_kv_cache, open_prompt_cache
 from moelab.speculation.drafts import LookupDraft
 
 MODEL = DATA / "models/tiny-moe"
@@ -318,17 +318,21 @@ def test_a_prompt_cache_that_is_damaged(change, cached, command, tmp_path):
 
 
 def test_bytes_of_a_prompt_cache_that_changed(cached, tmp_path, capsys):
-    file, options = tmp_path / "p.safetensors", (moelab.StreamConfig(slots=16), KVCacheOptions())
+    file, config = tmp_path / "p.safetensors", moelab.StreamConfig(slots=16)
+    args = argparse.Namespace(
+        model=str(MODEL), prompt_cache_file=file, trust_remote_code=False, max_kv_size=None,
+        kv_bits=None, kv_group_size=64,
+    )  # fmt: skip
     mx.save_safetensors(str(file), *cached)
-    assert len(open_prompt_cache(file, MODEL, *options)[0]) == 8
+    assert len(open_prompt_cache(args, config)[0]) == 8
     content = file.read_bytes()
     for at in range(8 + int.from_bytes(content[:8], "little"), len(content), len(content) // 9):
         file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with pytest.raises(ValueError, match=f"{file}: .*the file is damaged.*Make it again"):
-            open_prompt_cache(file, MODEL, *options)
+            open_prompt_cache(args, config)
     file.write_bytes(content[:-1])
     with pytest.raises(ValueError, match=f"{file}: .*not fully covered.*[Mm]ake it again"):
-        open_prompt_cache(file, MODEL, *options)
+        open_prompt_cache(args, config)
 
 
 @pytest.mark.parametrize("how", [KeyboardInterrupt, RuntimeError("no space")])
@@ -454,7 +458,8 @@ def test_what_a_limited_cache_cannot_go_with(plain, command, model_path):
 def test_a_sliding_window_is_not_quantized(tmp_path):
     path = families.write_checkpoint("gpt_oss", tmp_path / "m", "affine4")
     with pytest.raises(ValueError, match="cannot quantize the caches of gpt_oss: NotImpl"):
-        KVCacheOptions(kv_bits=8).check(path, moelab.StreamConfig(slots=8))
+        args = argparse.Namespace(model=path, kv_bits=8, kv_group_size=64, trust_remote_code=False)
+        check_kv_cache(args, moelab.StreamConfig(slots=8))
 
 
 # Chat

@@ -1,7 +1,7 @@
 """The model behind ``serve``: loads it, keeps earlier prompts, computes the answers.
 
 mlx-lm's classes do that. The classes here change what streaming needs and what would end the
-server::
+server:
 
     Provider   loads the model and the draft that the command line names, and nothing else
     Prompts    always leaves a token to read: mlx-lm's server ends at a prompt that is cached whole
@@ -42,7 +42,7 @@ from ..streaming.plan import memory_now, plan
 from ..streaming.ranks import LOADING_S, RankError
 from ..streaming.session import session_of
 from .drafting import leave_room, open_draft, shared_policy
-from .kv_cache import KVCacheOptions
+from .kv_cache import check_kv_cache
 from .request_checks import check_tokens
 from .stream_options import say_plan
 
@@ -82,7 +82,7 @@ class Provider(server.ModelProvider):
             return self.model, self.tokenizer
         args = self.cli_args
         path, trust = find(args.model), args.trust_remote_code
-        KVCacheOptions.given(args).check(path, self._config, trust_remote_code=trust)
+        check_kv_cache(args, self._config)
         # The draft comes before the model, whose slots take the memory that is left.
         draft = open_draft(args.draft_model, self._config.kernels)
         model, self.tokenizer, config = load(
@@ -110,7 +110,8 @@ class Provider(server.ModelProvider):
         self.processor = server.load_processor(model, config)
         caches = make_prompt_cache(model)
         self.is_batchable = draft is None and all(hasattr(c, "merge") for c in caches)
-        self.has_states = not can_trim_prompt_cache(caches)  # which no token can be taken from
+        # No token can be taken back from a recurrent state, so states are kept where texts part.
+        self.has_states = not can_trim_prompt_cache(caches)
         self._limit_batches(session.plan)
         return model, self.tokenizer
 

@@ -66,7 +66,7 @@ def add_refused(parser: argparse.ArgumentParser, why: str, *names: str) -> None:
 
 
 def add_hidden(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
-    """Add an option of mlx-lm's command, which the end of the help names without a word."""
+    """Add an option of mlx-lm's command. The help names it at its end and does not explain it."""
     parser.add_argument(name, help=argparse.SUPPRESS, **options)
     parser.epilog = f"{parser.epilog or 'As mlx-lm has them:'} {name}"
 

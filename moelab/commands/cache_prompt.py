@@ -17,7 +17,7 @@ from ..speculation.target import vocabulary
 from ..streaming.session import session_of
 from .argument_types import not_empty, prompt_text
 from .arguments import add_hidden, add_kv_cache, add_loading, add_model, loading_given
-from .kv_cache import KVCacheOptions, checksum
+from .kv_cache import check_kv_cache, checksum, quantized_given
 from .stream_options import add_mode, add_stream_options, say_plan, streaming_given
 
 MODEL_KEY = "0.model"  # where mlx-lm's save_prompt_cache puts the model's name in the metadata
@@ -28,10 +28,9 @@ def cache_prompt(args: argparse.Namespace, config: StreamConfig) -> int:
 
     ``mlx_lm.generate`` can go on from the file, too, but does not check its checksum.
     """
-    file, kv_cache = Path(args.prompt_cache_file).resolve(), KVCacheOptions.given(args)
-    loading, known = loading_given(args), {}
+    file, loading, known = Path(args.prompt_cache_file).resolve(), loading_given(args), {}
     _check_file(file)
-    kv_cache.check(args.model, config, trust_remote_code=args.trust_remote_code)
+    check_kv_cache(args, config)
     if args.eos_token is not None:
         known["eos_token"] = args.eos_token
         loading["tokenizer_config"] |= known
@@ -51,7 +50,7 @@ def cache_prompt(args: argparse.Namespace, config: StreamConfig) -> int:
             max_tokens=0,
             prompt_cache=cache,
             prefill_step_size=session_of(model).room.step(args.prefill_step_size),
-            **kv_cache.quantized,
+            **quantized_given(args),
         ):
             pass
         metadata = {"model": args.model, "tokenizer_config": json.dumps(known)}

@@ -27,7 +27,7 @@ from .arguments import (
     add_xtc,
 )
 from .drafting import leave_room, open_draft, write
-from .kv_cache import KVCacheOptions
+from .kv_cache import check_kv_cache
 from .stream_options import add_mode, add_stream_options, say_plan, streaming_given
 
 QUIET_S = 10  # seconds between two lines of progress when stderr is no terminal
@@ -54,8 +54,7 @@ class ChatUI(mlx_lm_chat.ChatUI):
 
 def chat(args: argparse.Namespace, config: StreamConfig) -> None:
     """Chat until ``q``, Ctrl-C or the end of standard input."""
-    options = KVCacheOptions(max_kv_size=args.max_kv_size)
-    options.check(args.model, config, args.draft_model is not None, args.trust_remote_code)
+    check_kv_cache(args, config)
     with ExitStack() as stack:
         draft = open_draft(args.draft_model, config.kernels)
 

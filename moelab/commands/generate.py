@@ -30,7 +30,7 @@ from .arguments import (
     loading_given,
 )
 from .drafting import leave_room, open_draft, write
-from .kv_cache import KVCacheOptions, open_prompt_cache
+from .kv_cache import check_kv_cache, open_prompt_cache, quantized_given
 from .stream_options import add_mode, add_stream_options, say_plan, streaming_given
 
 
@@ -40,14 +40,11 @@ def generate(args: argparse.Namespace, config: StreamConfig) -> None:
     Of several ranks only rank 0 prints. Each rank samples for itself: its logits have the same bits
     and its seed is the same, so no token has to be sent.
     """
-    loading, kv_cache, cache = loading_given(args), KVCacheOptions.given(args), None
-    trust = args.trust_remote_code
+    loading, cache = loading_given(args), None
     if args.prompt_cache_file is not None:
-        cache, known = open_prompt_cache(
-            args.prompt_cache_file, args.model, config, kv_cache, trust
-        )
+        cache, known = open_prompt_cache(args, config)
         loading["tokenizer_config"] |= known
-    kv_cache.check(args.model, config, args.draft_model is not None, trust)
+    check_kv_cache(args, config)
     draft, group = open_draft(args.draft_model, config.kernels), joined()
     follows = group is not None and group.rank() > 0
     out, verbose = io.StringIO() if follows else sys.stdout, args.verbose and not follows
@@ -97,7 +94,7 @@ def generate(args: argparse.Namespace, config: StreamConfig) -> None:
             sampler=sampler,
             prompt_cache=cache,
             prefill_step_size=session.room.step(args.prefill_step_size),
-            **kv_cache.quantized,
+            **quantized_given(args),
         )
         mx.reset_peak_memory()
         if verbose and text == args.prompt:

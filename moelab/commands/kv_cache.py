@@ -5,14 +5,13 @@ import copy
 import json
 import sys
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, maybe_quantize_kv_cache
+from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import (
     QuantizedKVCache,
     RotatingKVCache,
@@ -26,71 +25,51 @@ from ..streaming.config import StreamConfig
 from ..streaming.model import find
 
 
-@dataclass(frozen=True)
-class KVCacheOptions:
-    """Options of the key-value cache, with the names that ``mlx_lm.generate`` gives them."""
+def quantized_given(args: argparse.Namespace) -> dict[str, Any]:
+    """Turn mlx-lm's options of a quantized cache into arguments of its ``generate_step``."""
+    names = ("kv_bits", "kv_group_size", "quantized_kv_start")
+    return {name: getattr(args, name) for name in names}
 
-    max_kv_size: int | None = None  # tokens that attention keeps, the first 4 among them
-    kv_bits: int | None = None  # bits of keys and values; None: not quantized
-    kv_group_size: int = 64  # values that share a scale
-    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START  # a cache of more tokens is quantized
 
-    @classmethod
-    def given(cls, args: argparse.Namespace) -> "KVCacheOptions":
-        """Take the options from a command line whose parser has ``add_kv_cache``."""
-        names = cls.__dataclass_fields__
-        return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+def check_kv_cache(args: argparse.Namespace, config: StreamConfig) -> None:
+    """Refuse options that the model's caches cannot follow, before a weight is read.
 
-    @property
-    def quantized(self) -> dict[str, Any]:
-        """The options of quantization, as arguments of mlx-lm's ``generate_step``."""
-        names = ("kv_bits", "kv_group_size", "quantized_kv_start")
-        return {name: getattr(self, name) for name in names}
-
-    def check(
-        self,
-        model_path: str | Path,
-        config: StreamConfig,
-        drafted: bool = False,
-        trust_remote_code: bool = False,
-    ) -> None:
-        """Refuse options that the model's caches cannot follow, before a weight is read.
-
-        mlx-lm would fail only when the cache is long enough, or ignore the option.
-        """
-        if self.max_kv_size is None and self.kv_bits is None:
-            return
-        checkpoint = Checkpoint(find(model_path))
-        model, *_ = build_model(checkpoint, config, trust_remote_code=trust_remote_code)
-        family = type(model).__module__.rpartition(".")[2]
-        if self.max_kv_size is not None:
-            if hasattr(model, "make_cache"):
-                raise ValueError(
-                    f"max_kv_size={self.max_kv_size}: expected a model whose caches mlx-lm makes, "
-                    f"{family} makes its own, so that the limit would have no effect. Leave it out."
-                )
-            other = "kv_bits" if self.kv_bits is not None else "a draft" if drafted else None
-            if other:
-                raise ValueError(
-                    f"max_kv_size={self.max_kv_size} cannot go with {other}: mlx-lm can neither "
-                    "quantize a cache of a limited size nor take tokens back from a full one. "
-                    "Leave one of them out."
-                )
-            return
-        cache = make_prompt_cache(model)
-        try_out(checkpoint, model, cache)
-        before = list(cache)
-        try:
-            maybe_quantize_kv_cache(cache, 0, self.kv_group_size, self.kv_bits)
-            try_out(checkpoint, model, cache)
-            if all(old is new for old, new in zip(before, cache)):
-                raise ValueError("it has none that mlx-lm quantizes")
-        except Exception as error:  # the code of a family, or mlx-lm's, may raise anything
+    mlx-lm would fail only when the cache is long enough, or ignore the option.
+    """
+    size, bits = getattr(args, "max_kv_size", None), getattr(args, "kv_bits", None)
+    if size is None and bits is None:
+        return
+    checkpoint = Checkpoint(find(args.model))
+    model, *_ = build_model(checkpoint, config, trust_remote_code=args.trust_remote_code)
+    family = type(model).__module__.rpartition(".")[2]
+    if size is not None:
+        if hasattr(model, "make_cache"):
             raise ValueError(
-                f"kv_bits={self.kv_bits}, kv_group_size={self.kv_group_size}: mlx-lm cannot "
-                f"quantize the caches of {family}: {describe(error.__cause__ or error)}. Leave "
-                "kv_bits out."
-            ) from error
+                f"max_kv_size={size}: expected a model whose caches mlx-lm makes, {family} makes "
+                "its own, so that the limit would have no effect. Leave it out."
+            )
+        drafted = getattr(args, "draft_model", None) is not None
+        other = "kv_bits" if bits is not None else "a draft" if drafted else None
+        if other:
+            raise ValueError(
+                f"max_kv_size={size} cannot go with {other}: mlx-lm can neither quantize a cache "
+                "of a limited size nor take tokens back from a full one. Leave one of them out."
+            )
+        return
+    cache = make_prompt_cache(model)
+    try_out(checkpoint, model, cache)
+    before = list(cache)
+    try:
+        maybe_quantize_kv_cache(cache, 0, args.kv_group_size, bits)
+        try_out(checkpoint, model, cache)
+        if all(old is new for old, new in zip(before, cache)):
+            raise ValueError("it has none that mlx-lm quantizes")
+    except Exception as error:  # the code of a family, or mlx-lm's, may raise anything
+        raise ValueError(
+            f"kv_bits={bits}, kv_group_size={args.kv_group_size}: mlx-lm cannot "
+            f"quantize the caches of {family}: {describe(error.__cause__ or error)}. Leave "
+            "kv_bits out."
+        ) from error
 
 
 # Prompt cache files
@@ -109,20 +88,15 @@ def checksum(caches: list, metadata: dict[str, str]) -> str:
     return f"crc32 {crc:08x}"
 
 
-def open_prompt_cache(
-    file: str | Path,
-    model_path: str | Path,
-    config: StreamConfig,
-    kv_cache: KVCacheOptions,
-    trust_remote_code: bool = False,
-) -> tuple[list, dict]:
+def open_prompt_cache(args: argparse.Namespace, config: StreamConfig) -> tuple[list, dict]:
     """Read a file of ``cache-prompt`` or ``mlx_lm.cache_prompt``: the caches, ``tokenizer_config``.
 
     A file that is damaged or does not fit model and options is refused. Files of mlx-lm have no
     checksum; a line on stderr says so.
     """
-    checkpoint = Checkpoint(find(model_path))
-    model, *_ = build_model(checkpoint, config, trust_remote_code=trust_remote_code)
+    file, bits = args.prompt_cache_file, args.kv_bits
+    checkpoint = Checkpoint(find(args.model))
+    model, *_ = build_model(checkpoint, config, trust_remote_code=args.trust_remote_code)
     try:
         held = read_header(Path(file), "make it again")
         cache, metadata = load_prompt_cache(str(file), return_metadata=True)
@@ -133,25 +107,25 @@ def open_prompt_cache(
         expected, found = metadata.get("checksum"), checksum(cache, metadata)
         if expected not in (None, found):
             raise ValueError(f"the file is damaged: its checksum is {found}, it was {expected}")
-        if Path(metadata["model"]).resolve() != Path(model_path).resolve():
+        if Path(metadata["model"]).resolve() != Path(args.model).resolve():
             raise ValueError(f"it is one of {metadata['model']}")
         _check_caches(cache, model)
     except Exception as error:  # mlx-lm's code and MLX may raise anything for a strange file
         raise ValueError(
-            f"{file}: expected a prompt cache of {model_path}, as cache-prompt writes it "
+            f"{file}: expected a prompt cache of {args.model}, as cache-prompt writes it "
             f"({describe(error)}). Make it again with cache-prompt."
         ) from error
-    if kv_cache.max_kv_size is not None:
+    if args.max_kv_size is not None:
         raise ValueError(
-            f"{file}: its caches are made, so max_kv_size={kv_cache.max_kv_size} would have no "
+            f"{file}: its caches are made, so max_kv_size={args.max_kv_size} would have no "
             "effect. Give it to cache-prompt."
         )
-    wanted = kv_cache.kv_bits, kv_cache.kv_group_size
+    wanted = bits, args.kv_group_size
     for c in cache:
-        if hasattr(c, "bits") and wanted[0] is not None and wanted != (c.bits, c.group_size):
+        if hasattr(c, "bits") and bits is not None and wanted != (c.bits, c.group_size):
             raise ValueError(
                 f"{file}: its caches are quantized with kv_bits={c.bits} and "
-                f"kv_group_size={c.group_size}, expected {wanted[0]} and {wanted[1]}. Leave "
+                f"kv_group_size={c.group_size}, expected {bits} and {args.kv_group_size}. Leave "
                 "kv_bits out, or make it again with cache-prompt."
             )
     if expected is None:

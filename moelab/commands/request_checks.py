@@ -45,7 +45,7 @@ DONE = {  # fields of OpenAI's API that have no effect here: only null and these
     "reasoning_effort": ["medium"],
     "verbosity": ["medium"],
 }
-# Arguments of the chat template that a request must not set; of others mlx-lm says so.
+# Arguments of the chat template that a request must not set. mlx-lm refuses those it sets itself.
 OF_THE_SERVER = {"chat_template", "return_dict", "return_tensors", "tokenizer_kwargs", "max_length"}
 OF_THE_SERVER |= {
     "padding",

@@ -72,7 +72,7 @@ class Handler(server.APIHandler):
         try:
             checks.check_size(size, takes_images, memory_now()[1])
         except Exception:
-            # A client that still sends would lose the answer.
+            # Read on: a client that still sends would lose the answer.
             while got := self.rfile.read(min(size, 1 << 20)):
                 size -= len(got)
             raise
