@@ -142,7 +142,10 @@ def _follow_rows(checkpoint, sanitize, placeholders, changed, wanted, paths):
         parts = [sources[s] for s in source]
         nbytes = {ids.shape[1] * unit for _, unit, _ in parts}
         dtypes = {t.dtype for t, _, _ in parts}
-        if len(nbytes) > 1 or len(dtypes) > 1 or min(nbytes) != _nbytes(p, min(dtypes, key=str)):
+        if len(nbytes) > 1 or len(dtypes) > 1:
+            continue
+        dtype = dtypes.pop()
+        if min(nbytes) != prod(p.shape[1:]) * dtype.size:
             continue
         found[path] = ExpertTensor(
             path,
@@ -153,10 +156,6 @@ def _follow_rows(checkpoint, sanitize, placeholders, changed, wanted, paths):
             ],
             nbytes.pop(),
             p.shape[1:],
-            dtypes.pop(),
+            dtype,
         )
     return found
-
-
-def _nbytes(p, dtype):
-    return prod(p.shape[1:]) * dtype.size

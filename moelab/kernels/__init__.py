@@ -12,15 +12,15 @@ cores. ``modules.py`` and ``experts.py`` put them into the modules of mlx-lm tha
 from . import gated_delta
 from .blocks import GatedDelta, Recurred
 from .code import to_mlx
-from .experts import FastExperts, InModule
+from .experts import ExpertsInModule, FastExperts
 from .layers import blocks_of, use
-from .modules import available, check, describe, fits, takes, used
+from .modules import available, check, describe, fits, used
 from .quantized import Rows
 
 __all__ = [
+    "ExpertsInModule",
     "FastExperts",
     "GatedDelta",
-    "InModule",
     "Recurred",
     "Rows",
     "available",
@@ -29,7 +29,6 @@ __all__ = [
     "describe",
     "fits",
     "gated_delta",
-    "takes",
     "to_mlx",
     "use",
     "used",

@@ -95,8 +95,8 @@ def attend(
     if sinks is not None:
         sinks = np.repeat(sinks.reshape(Hk, G), Tq, axis=1)
     scores_of = quantized.kernel("float", 32, 1, D)
-    soften = code.built(_Softmax, code.widest())
-    add_up = code.built(_AddUp, quantized.lanes(32, Dv), Dv)
+    soften = code.kernel_of(_Softmax, code.widest())
+    add_up = code.kernel_of(_AddUp, quantized.lanes(32, Dv), Dv)
 
     def block(b, h, first, end):
         """The rows ``first`` to ``end`` of one head of keys."""

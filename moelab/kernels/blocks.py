@@ -26,14 +26,13 @@ from . import attention, code, experts, gated_delta, rowwise
 from .code import to_mlx
 from .modules import (
     FAST,
-    FastConv1d,
     FastMLP,
     Watched,
-    mixed,
     owned,
     products,
     replaced,
     takes,
+    with_mixin,
 )
 from .quantized import Rows
 
@@ -114,12 +113,13 @@ def is_itself(module: nn.Module, kind: type) -> bool:
 def weight_of(module: nn.Module, size: int, name: str = "weight") -> np.ndarray:
     """A parameter ``[size]``. While a program is recorded, nobody else can change its memory."""
     a = module[name] if code.recorded() is None else owned(module[name])
-    return code.of_mlx(a, (size,), f"{type(module).__name__}.{name}")
+    code.check((size,), **{f"{type(module).__name__}.{name}": a})
+    return np.ascontiguousarray(a)
 
 
 def is_norm(module: nn.Module, kind: type = nn.RMSNorm) -> bool:
     """Whether a module is a norm that ``rowwise.rms_norm`` computes."""
-    known = type(module) is mixed(Watched, kind) and not replaced(module)
+    known = type(module) is with_mixin(Watched, kind) and not replaced(module)
     return known and module["weight"].dtype == mx.float32
 
 
@@ -197,13 +197,15 @@ class GatedDelta(Block):
         n, T, norm = len(x.x), len(x.x) // B, self["norm"]
         Hk, Dk, Hv, Dv = self.num_k_heads, self.head_k_dim, self.num_v_heads, self.head_v_dim
         qkv, z, b, a = self.project(x, projections)
-        mixed, after = rowwise.convolve(before, qkv, taps_of(self["conv1d"], before))
-        qk = [mixed[:, i * Hk * Dk : (i + 1) * Hk * Dk].reshape(n, Hk, Dk) for i in range(2)]
+        conv1d, (_, past, C) = self["conv1d"], before.shape
+        code.check((C, past + 1, 1), **{"conv1d.weight": conv1d["weight"]})
+        convolved, after = rowwise.convolve(before, qkv, conv1d.taps.made)
+        qk = [convolved[:, i * Hk * Dk : (i + 1) * Hk * Dk].reshape(n, Hk, Dk) for i in range(2)]
         scale = Dk**-0.5
         for heads, by in zip(qk, (scale**2, scale)):
             rowwise.rms_norm(heads, None, 1e-6 * scale**2, scale=by, out=heads)
         q, k = (heads.reshape(B, T, Hk, Dk) for heads in qk)
-        v = mixed[:, 2 * Hk * Dk :].reshape(B, T, Hv, Dv)
+        v = convolved[:, 2 * Hk * Dk :].reshape(B, T, Hv, Dv)
         decay = np.exp(weight_of(self, Hv, "A_log"))
         g, beta = rowwise.gates(a, b, decay, weight_of(self, Hv, "dt_bias"))
         inputs = q, k, v, *(a.reshape(B, T, Hv) for a in (g, beta)), state
@@ -239,14 +241,6 @@ class GatedDeltaNext(GatedDelta):
         *qkv, z = (part.reshape(n, -1) for part in np.split(qkvz, ends, axis=-1))
         b, a = (part.reshape(n, -1) for part in np.split(ba, 2, axis=-1))
         return [np.concatenate(qkv, axis=-1), *map(np.ascontiguousarray, (z, b, a))]
-
-
-def taps_of(conv1d: FastConv1d, before: np.ndarray) -> np.ndarray:
-    """``[width, C]``: weights for a convolution over ``before [B, width - 1, C]`` and tokens."""
-    (_, past, C), weight = before.shape, conv1d["weight"]
-    if weight.shape != (C, past + 1, 1):
-        raise ValueError(f"conv1d.weight: expected {(C, past + 1, 1)}, got {weight.shape}")
-    return conv1d.taps.made
 
 
 class Attention(Block):

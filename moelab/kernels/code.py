@@ -116,12 +116,6 @@ def check(shape: tuple[int, ...], **arrays: np.ndarray | mx.array | None) -> Non
             raise ValueError(f"{name}: expected float32 {shape}, got {kind} {a.shape}")
 
 
-def of_mlx(a: mx.array, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """An array of MLX as a kernel takes it: checked, and rows one after the other."""
-    check(shape, **{name: a})
-    return np.ascontiguousarray(a)
-
-
 def to_mlx(a: np.ndarray) -> mx.array:
     """A copy of an array. It goes through the buffer protocol.
 
@@ -132,9 +126,14 @@ def to_mlx(a: np.ndarray) -> mx.array:
 
 
 @cache
-def built(kind: type["Code"], L: int, *form) -> "Kernel":
-    """The kernel of a form for L lanes: stored by an earlier process, else built now."""
-    writer, name = kind(len(kind.takes.split()), L, *form), f"{kind.__name__}{(L, *form)}"
+def kernel_of(kind: type["Code"], L: int, *form: Any) -> "Kernel":
+    """The kernel that a class writes for a form, with L lanes."""
+    return built(kind, len(kind.takes.split()), L, *form)
+
+
+def built(kind: type["Code"], *args) -> "Kernel":
+    """A kernel: stored by an earlier process, else built now. ``args`` have no address."""
+    writer, name = kind(*args), f"{kind.__name__}{args}"
     found = stored.load(name)
     if found is None:
         found = writer.compile()

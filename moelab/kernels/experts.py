@@ -1,7 +1,7 @@
 """A layer's experts, computed by the kernels: ``FastExperts`` is the one entry that blocks know.
 
-A subclass says which experts of a call are where, and hands them over as they arrive. ``InModule``
-has them all in its own projections.
+A subclass says which experts of a call are where, and hands them over as they arrive.
+``ExpertsInModule`` has them all in its own projections.
 """
 
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ def is_known(module: nn.Module) -> bool:
     return isinstance(module, FastExperts) and type(module).__call__ is type(module).known_call
 
 
-class InModule(FastExperts):
+class ExpertsInModule(FastExperts):
     """Mixed into ``SwitchGLU``, whose gate and up may be one: computes it in one call."""
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
@@ -85,18 +85,23 @@ class InModule(FastExperts):
         *gate_up, down = [p.matrices() for p in found]
         return None if down is None or None in gate_up else (gate_up, down)
 
+    def matrices_for(self, x: mx.array) -> Projections | None:
+        """``all_matrices``; None if the kernels cannot compute a call for x ``[..., D]`` now."""
+        found = self.all_matrices() if modules.takes(x) else None
+        return None if found is None or found[0][0].inputs != x.shape[-1] else found
+
     def begin(self, x: mx.array, shape: tuple[int, ...]) -> "ExpertCall | None":
         """Begin a call for x ``[..., D]`` whose indices have this shape, ``[..., K]``.
 
         None if the kernels do not fit it.
         """
-        found = self.all_matrices() if modules.takes(x) else None
-        if found is None or found[0][0].inputs != x.shape[-1]:
+        found = self.matrices_for(x)
+        if found is None:
             return None
         return ExpertCall(found, Rows.of(x), shape, in_mlx=x.size > x.shape[-1])
 
 
-class FastSwitchGLU(InModule, SwitchGLU):
+class FastSwitchGLU(ExpertsInModule, SwitchGLU):
     """A ``SwitchGLU`` that computes with the kernels."""
 
     of = SwitchGLU, SwitchGLU.__call__

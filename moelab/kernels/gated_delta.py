@@ -72,7 +72,7 @@ def recur(
     steps = [a.strides[T > 1] // a.itemsize for a in (q, k, v)]
     L = next(n for n in (16, 8) if n <= code.widest() and Dk % n == 0)
     team.run(
-        code.built(_GatedDelta, L, Dk, g.ndim == 4, every),
+        code.kernel_of(_GatedDelta, L, Dk, g.ndim == 4, every),
         *(address(a) for a in (q, k, v, g, beta, state, new, y)),
         *(*steps, T, Hk, Hv, Dv, B * Hv * Dv),
         pieces=team.pieces(2 * T * state.size, B * Hv),

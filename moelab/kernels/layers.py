@@ -270,7 +270,7 @@ def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
             module.__class__ = _fast(cls, type(module))
             for norm in module.children().values():
                 if type(norm) in NORMS:
-                    norm.__class__ = modules.mixed(modules.Watched, type(norm))
+                    norm.__class__ = modules.with_mixin(modules.Watched, type(norm))
         if isinstance(module, Layer):
             module.__dict__.update(memory=memory, _passes={})
     return dict(found)

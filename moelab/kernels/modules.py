@@ -62,7 +62,7 @@ def use(module: nn.Module, types: tuple[mx.Dtype, ...]) -> bool | None:
         if computes:
             module.__class__ = fast
     elif _is_mlp(type(module)):
-        module.__class__ = mixed(FastMLP, type(module))
+        module.__class__ = with_mixin(FastMLP, type(module))
     return computes
 
 
@@ -136,7 +136,7 @@ class Watched:
 
 
 @cache
-def mixed(mixin: type, cls: type) -> type:
+def with_mixin(mixin: type, cls: type) -> type:
     """A class of modules with something mixed in.
 
     ``of`` is the class that it was made of, and how that was called at first.
@@ -307,7 +307,7 @@ def _is_mlp(cls):
     return y == "down(swiglu(gate(x), up(x)))"
 
 
-class FastConv1d(_Fast):
+class _Conv1d(_Fast):
     """Mixed into an ``nn.Conv1d`` of one filter a channel: a few products of MLX's.
 
     MLX's own convolution takes ten times as long. It is not evaluated, unlike the other modules.
@@ -342,8 +342,8 @@ MIXINS = {
     nn.Embedding: _Embedding,
     QuantizedSwitchLinear: SwitchMatrices,
     SwitchLinear: SwitchMatrices,
-    nn.Conv1d: FastConv1d,
+    nn.Conv1d: _Conv1d,
 }
 # Made now: a method that a library replaces from here on is called.
-FAST = {cls: mixed(mixin, cls) for cls, mixin in MIXINS.items()}
+FAST = {cls: with_mixin(mixin, cls) for cls, mixin in MIXINS.items()}
 LINEARS = FAST[nn.QuantizedLinear], FAST[nn.Linear]

@@ -7,14 +7,11 @@ in another order.
 
 For affine weights inputs are divided by a power of two, and their products multiplied with it, so
 that sums of unpacked weights times inputs overflow no earlier than MLX's of scaled weights times
-inputs. No bit of a result changes, unless an input is below 1.2e-35. One row took 1.00 times as
-long with D 2048, 1.03 times with D 512 (medians of 300, in turn). What differs from MLX: where an
-input is inf or -inf, a result may be NaN here and inf or -inf there (inf * weight and inf * bias
+inputs. No bit of a result changes, unless an input is below 1.2e-35. What differs from MLX: where
+an input is inf or -inf, a result may be NaN here and inf or -inf there (inf * weight and inf * bias
 have unlike signs here). Where sums come to float32's largest number, they may pass it in one order
 and not in the other. A kernel that scales each weight, as MLX does, agrees with MLX in infinities,
-too. One row of 2 or 4 bits took it 1.2 to 1.3 times as long, of 8 bits 0.9 times; 8 rows took it
-0.7 to 1.0 times as long (medians of 9, 8 experts of 512 x 2048 and 2048 x 512, one core of an AMD
-EPYC).
+too, and takes 1.2 to 1.3 times as long for one row of 2 or 4 bits (one core of an AMD EPYC).
 
 llvmlite and not numba, which is built on it: LLVM vectorizes a kernel of numba as it sees fit, and
 the order of the sums may change with the number of rows. Here each vector operation is said, and a
@@ -135,7 +132,7 @@ class Matrices:
         self.kernel, self._pack = kernel(mode, bits, group_size, self.inputs, half), None
         if mode != "float":
             form = bits, self.inputs, room(mode, bits)
-            self._pack = code.built(_Packer, lanes(bits, self.inputs), *form)
+            self._pack = code.kernel_of(_Packer, lanes(bits, self.inputs), *form)
         self._words = self.inputs * bits // WORD
 
     def pack(self, x: np.ndarray) -> Packed:
@@ -221,7 +218,7 @@ def _numbers(bits):
 
 def kernel(mode: str, bits: int, group: int, inputs: int, half: bool = False) -> Kernel:
     """The kernel for matrices of one form: it takes the address of the tasks and their number."""
-    return code.built(_Product, lanes(bits, inputs), mode, bits, group, inputs, half)
+    return code.kernel_of(_Product, lanes(bits, inputs), mode, bits, group, inputs, half)
 
 
 class _Packer(Code):

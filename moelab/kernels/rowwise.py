@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from . import code, team
-from .code import F32, I32, I64, Code, address, built, check, empty, ir
+from .code import F32, I32, I64, Code, address, check, empty, ir, kernel_of
 
 # Multiplications that take as long as one number does here, which goes through an exponential.
 NUMBER_WORK = 16
@@ -34,7 +34,7 @@ def rms_norm(
     out = empty(*x.shape) if out is None else out
     check(x.shape, add=add, gate=gate, out=out)
     form = D, float(eps), scale, weight is not None, add is not None, gate is not None
-    kernel = built(_Norm, _lanes(D), *form)
+    kernel = kernel_of(_Norm, _lanes(D), *form)
     n, H = x.size // D, x.shape[1] if x.ndim == 3 else 1
     places = [place for a in (x, out, gate) for place in _places(a)]
     numbers = *places, address(weight), address(add), H, n
@@ -70,7 +70,7 @@ def _gate(gate, x, y, silu):
     n, D = y.shape
     numbers = address(gate), gate.strides[0] // 4, address(x), x.strides[0] // 4, address(y), n
     pieces = team.pieces(NUMBER_WORK * y.size, n * D // 64)
-    team.run(built(_Gated, _lanes(D), D, silu), *numbers, pieces=pieces)
+    team.run(kernel_of(_Gated, _lanes(D), D, silu), *numbers, pieces=pieces)
 
 
 def convolve(before: np.ndarray, x: np.ndarray, taps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -82,7 +82,7 @@ def convolve(before: np.ndarray, x: np.ndarray, taps: np.ndarray) -> tuple[np.nd
     (n, C), B = x.shape, len(before)
     y, after = empty(n, C), empty(*before.shape)
     numbers = *map(address, (before, x, taps, y, after)), B, n // B, C
-    kernel = built(_Convolution, _lanes(C), len(taps))
+    kernel = kernel_of(_Convolution, _lanes(C), len(taps))
     team.run(kernel, *numbers, pieces=team.pieces(NUMBER_WORK * y.size, C // 64))
     return y, after
 
@@ -97,7 +97,7 @@ def gates(
     check(a.shape, b=b)
     g, beta = empty(*a.shape), empty(*a.shape)
     numbers = *map(address, (a, b, decay, bias, g, beta)), a.shape[-1], a.size
-    team.run(built(_Gates, 8), *numbers, pieces=team.pieces(NUMBER_WORK**2 * a.size, a.size))
+    team.run(kernel_of(_Gates, 8), *numbers, pieces=team.pieces(NUMBER_WORK**2 * a.size, a.size))
     return g, beta
 
 
@@ -112,7 +112,7 @@ def route(logits: np.ndarray, top_k: int, normalize: bool) -> tuple[np.ndarray, 
         raise ValueError(f"top_k: expected at most the router's {E} experts, got {top_k}")
     experts, scores = np.empty((n, top_k), np.int64), empty(n, top_k)
     numbers = address(logits), address(experts), address(scores), n
-    kernel = built(_Router, _lanes(E), E, top_k, bool(normalize))
+    kernel = kernel_of(_Router, _lanes(E), E, top_k, bool(normalize))
     team.run(kernel, *numbers, pieces=team.pieces(NUMBER_WORK * logits.size, n))
     return experts, scores
 
@@ -133,7 +133,7 @@ def combine(
     y = empty(n, D)
     check(y.shape, add=add, shared=shared)
     form = D, K, add is not None, shared is not None, gate is not None
-    kernel = built(_Combination, _lanes(D), *form)
+    kernel = kernel_of(_Combination, _lanes(D), *form)
     numbers = *map(address, (experts, scores, add, shared, gate, y)), n
     team.run(kernel, *numbers, pieces=team.pieces(experts.size, D // 64))
     return y
@@ -149,7 +149,7 @@ def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
         raise ValueError(
             f"rotary positions: expected at most {D} numbers of a head, got {2 * half}"
         )
-    kernel = built(_Rotation, _lanes(half), half)
+    kernel = kernel_of(_Rotation, _lanes(half), half)
     numbers = *_places(x), address(cos), address(sin), H, n * H
     team.run(kernel, *numbers, pieces=team.pieces(4 * n * H * half, n * H))
 

@@ -105,7 +105,8 @@ class Program:
                 kernel, arguments = team.lead, team.lead.arguments(*numbers)
                 self._leads.append(arguments)
             rows += [kernel.address, ctypes.addressof(arguments)]
-        self._table, self._sequence = (ctypes.c_int64 * len(rows))(*rows), code.built(_Sequence, 8)
+        self._table = (ctypes.c_int64 * len(rows))(*rows)
+        self._sequence = code.kernel_of(_Sequence, 8)
         self._wake = team.wake if team is not None else lambda: None
 
 
@@ -121,7 +122,7 @@ class Team:
     def __init__(self, num_threads: int):
         self._memory = np.zeros(KERNEL + 8, np.int64)
         self.address = self._memory.ctypes.data
-        self.lead, self._serve = code.built(_Lead, 8), code.built(_Serve, 8)
+        self.lead, self._serve = code.kernel_of(_Lead, 8), code.kernel_of(_Serve, 8)
         begin = time.perf_counter()
         self._serve(self.address, 1000)  # to learn how long a look takes
         self._spins = int(SPIN_S / (time.perf_counter() - begin) * 1000)

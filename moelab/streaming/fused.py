@@ -36,7 +36,7 @@ class FusedSwitchGLU(nn.Module):
         return x.squeeze(-2)
 
 
-class FastFusedSwitchGLU(kernels.InModule, FusedSwitchGLU):
+class FastFusedSwitchGLU(kernels.ExpertsInModule, FusedSwitchGLU):
     """``FusedSwitchGLU`` with the kernels of ``moelab/kernels``."""
 
     of = FusedSwitchGLU, FusedSwitchGLU.__call__

@@ -209,7 +209,7 @@ class Stacked(StreamedExperts, kernels.FastExperts):
     def _compute(self, x, indices, routed):
         session, experts = self.session, self.slots.bank.experts
         at_once = self.slots.computes_at_once
-        fast = at_once and kernels.takes(x) and experts.all_matrices() is not None
+        fast = at_once and experts.matrices_for(x) is not None
         parts, call, y = Parts(x, routed, self._least_rows), None, None
         for arrived in session.residency.bring(self.index, routed, parts.computed, x):
             if fast:

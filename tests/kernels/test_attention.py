@@ -151,14 +151,8 @@ def test_what_does_not_fit_is_mlxs():
 
 def test_only_this_model_calls_it(tmp_path, monkeypatch):
     path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "affine4")
-    called = []
-    real = attention.attend
-
-    def counted(*args):
-        called.append(1)
-        return real(*args)
-
-    monkeypatch.setattr(attention, "attend", counted)
+    called, real = [], attention.attend
+    monkeypatch.setattr(attention, "attend", lambda *args: called.append(1) or real(*args))
     fast, _ = load_model(path, StreamConfig(mode="resident", kernels="fast"))
     other, _ = load_model(path, StreamConfig(mode="resident", kernels="mlx"))
     tokens = mx.array([[5, 6, 7]])

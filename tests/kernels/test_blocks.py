@@ -103,8 +103,13 @@ def test_a_record_follows_new_weights_and_modules(load):
         shared.up_proj = nn.Linear(64, 64, bias=False)
         shared.up_proj.weight = mx.eye(64)
 
+    def half(model):
+        for module in model.layers[-1].mlp.switch_mlp.children().values():
+            for key in {"scales", "biases"} & {*module}:
+                module[key] = (1.5 * module[key]).astype(mx.bfloat16)
+
     before = logits(fast)
-    for change in (norms, scales, in_place, linear):
+    for change in (norms, scales, in_place, linear, half):
         change(fast), change(mlx)
         got = logits(fast)
         assert close(got, logits(mlx)) and not np.array_equal(got, before)

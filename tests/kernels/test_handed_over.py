@@ -138,20 +138,17 @@ def drawn(number, pairs):
     told.append([p.shape for p in passes])
     changed = {}
     if draw.random() < 0.3:
-        names = [n for n, _ in flat(fast) if n.endswith(PARAMETERS)]
+        names = [
+            f"{path}.{key}"
+            for path, module in fast.named_modules()
+            for key, a in module.items()
+            if isinstance(a, mx.array) and f"{path}.{key}".endswith(PARAMETERS)
+        ]
         for name in draw.sample(names, 2):
             how = draw.choice(list(changes))
             changed[name] = changes[how]
             told.append((name, how))
     return fast, mlx, caches[B], arrays, passes, changed, told
-
-
-def flat(model):
-    return [(n, a) for path, m in model.named_modules() for n, a in named(path, m)]
-
-
-def named(path, module):
-    return [(f"{path}.{k}", a) for k, a in module.items() if isinstance(a, mx.array)]
 
 
 def change(model, changed):

@@ -277,6 +277,16 @@ def test_every_family(name, variant, tmp_path):
         assert all(map(np.array_equal, streamed, fast)), mode
 
 
+def test_half_precision_is_streamed_the_way_of_mlx(tmp_path):
+    path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "mxfp4")
+
+    def logits(mode):
+        config = StreamConfig(mode=mode, kernels="fast", dtype="bfloat16", slots=K + 1)
+        return load_model(path, config)[0](mx.array([PROMPT]))
+
+    assert mx.array_equal(logits("fused"), logits("resident"))
+
+
 @pytest.mark.parametrize("mode", ("resident", "fused"))
 def test_tiny_moe_in_passes_of_any_length_gives_the_same_bits(mode):
     path = DATA / "models" / "tiny-moe"
