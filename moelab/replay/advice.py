@@ -128,12 +128,17 @@ def advise(
     chosen = settings[picked]
     page_hit_rate = np.nan_to_num(chosen.page_hit_rate)
     of_pages = _way(True) if direct else f"the page cache serves {page_hit_rate:.0%} of the rest"
-    same_way = {s.slots: r.mean_s * 1e3 for s, r in settings.items() if s[1:] == picked[1:]}
     why = [
         f"{n} of {sizes.E} slots serve {chosen.app_hit_rate:.0%} of the experts; {of_pages}, and "
-        f"{chosen.read_per_token / 1e6:.1f} MB a token come from the SSD.",
-        _shape(same_way, direct),
+        f"{chosen.read_per_token / 1e6:.1f} MB a token come from the SSD."
     ]
+    same_way = {s.slots: r.mean_s for s, r in settings.items() if s[1:] == picked[1:]}
+    worst = max(same_way, key=same_way.get)
+    if min(same_way) < worst < max(same_way) and not direct:
+        why.append(
+            f"A middling number of slots, {worst}, is the slowest, because the page cache holds "
+            "the same experts again."
+        )
     for other, r in settings.items():
         if other.slots == n and sum(a != b for a, b in zip(other, picked)) == 1:
             what = other.policy if other.policy != policy else f"reading {_way(other.direct)}"
@@ -145,15 +150,11 @@ def advise(
         faster = costs.faster_disk(packed_gain)
         packed = replay_settings(sizes, memory_nbytes, trace, faster, [picked], skip)[picked]
         saved = 1 - packed.mean_s / chosen.mean_s
-        worth = "worth a repack" if saved >= WORTH else "not worth a repack"
         why.append(
             f"The SSD reads an expert in one piece {packed_gain:.2f} times as fast: a repack would "
-            f"save {saved:.1%} of a token, {worth}."
+            f"save {saved:.1%} of a token, {'' if saved >= WORTH else 'not '}worth a repack."
         )
-        if saved >= WORTH:
-            chosen = packed
-        else:
-            layout = "as it is"
+        chosen, layout = (packed, "packed") if saved >= WORTH else (chosen, "as it is")
     if most == sizes.E:
         why.append(
             "All of the model fits: compare mode='resident', which reads nothing and never waits "
@@ -208,24 +209,6 @@ def pick(settings: dict[Setting, Replay]) -> Setting:
 
 def _way(direct):
     return "past the page cache" if direct else "through the page cache"
-
-
-def _shape(ms, direct):
-    """How milliseconds change with the slots, in a sentence."""
-    slots = list(ms)
-    first, last, worst = slots[0], slots[-1], max(ms, key=ms.get)
-    if max(ms.values()) <= min(ms.values()) * (1 + EQUAL):
-        return (
-            f"Slots hardly matter here: {min(ms.values()):.1f} to {max(ms.values()):.1f} ms a "
-            f"token with {first} to {last}."
-        )
-    if first < worst < last and not direct:
-        return (
-            f"A middling number of slots is the slowest: {ms[first]:.1f} ms a token with {first}, "
-            f"{ms[worst]:.1f} with {worst}, {ms[last]:.1f} with {last}, because the page cache "
-            "holds the same experts again."
-        )
-    return f"{ms[first]:.1f} ms a token with {first} slots, {ms[last]:.1f} with {last}."
 
 
 def _exposed(chosen):

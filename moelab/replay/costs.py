@@ -93,18 +93,17 @@ class Costs:
             direct_s_per_byte=self.direct_s_per_byte / factor,
         )
 
-    def copies_s(self, warm: np.ndarray, cold: np.ndarray, nbytes: int) -> np.ndarray:
-        """Seconds that layers spend on the page cache, for each layer.
+    def reads_s(
+        self, warm: np.ndarray, cold: np.ndarray, nbytes: int, experts_s: float
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds of each layer's reads: of the page cache, of the disk, and those hidden.
 
-        ``warm`` are experts that come from it, ``cold`` those from the disk in the same call.
+        ``warm`` are the experts that come from the page cache, ``cold`` those from the disk in the
+        same call. Overlap hides reads behind ``experts_s`` of arithmetic, if they are long enough.
         """
-        call_s = self.warm_call_s * ((warm > 0) & (cold == 0))
-        return warm * (nbytes * self.warm_s_per_byte) + call_s
-
-    def disk_s(self, cold: np.ndarray, nbytes: int) -> np.ndarray:
-        """Seconds that layers spend on the disk, for each layer."""
-        return cold * (nbytes * self.cold_s_per_byte) + self.cold_call_s * (cold > 0)
-
-    def hidden_s(self, reads_s: np.ndarray, experts_s: float) -> np.ndarray:
-        """Seconds of each layer's reads that overlap hides; short reads are not overlapped."""
-        return np.where(reads_s >= OVERLAP_S, self.overlap * np.minimum(reads_s, experts_s), 0.0)
+        copies_s = warm * (nbytes * self.warm_s_per_byte)
+        copies_s += self.warm_call_s * ((warm > 0) & (cold == 0))
+        disk_s = cold * (nbytes * self.cold_s_per_byte) + self.cold_call_s * (cold > 0)
+        all_s = copies_s + disk_s
+        hidden_s = np.where(all_s >= OVERLAP_S, self.overlap * np.minimum(all_s, experts_s), 0.0)
+        return copies_s, disk_s, hidden_s

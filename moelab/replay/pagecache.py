@@ -90,10 +90,8 @@ def replay(
 
     asked, cold = count(), count(~found)
     warm = asked - cold
-    copies_s = costs.copies_s(warm, cold, expert_nbytes)
-    disk_s = costs.disk_s(cold, expert_nbytes)
     experts_s = K * costs.expert_s
-    hidden_s = costs.hidden_s(copies_s + disk_s, experts_s)
+    copies_s, disk_s, hidden_s = costs.reads_s(warm, cold, expert_nbytes, experts_s)
     n = T - skip
     return Replay(
         token_s=costs.fixed_s + L * experts_s + (copies_s + disk_s - hidden_s).sum(1),

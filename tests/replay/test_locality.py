@@ -94,17 +94,6 @@ def test_what_a_layer_tells_of_the_next():
         locality.layer_prediction(shift, distance=3)
 
 
-def test_popularity_alone_gives_what_counting_gives(small):
-    half, want = 20, []
-    for layer in range(2):
-        counts = np.bincount(small.experts[:half, layer + 1].ravel(), minlength=11)
-        best = np.argsort(-counts, kind="stable")
-        edge = counts[best[3]] == counts[best[4]]  # a tie may fall either way
-        want.append(None if edge else np.mean(np.isin(small.experts[half:, layer + 1], best[:4])))
-    for w, g in zip(want, locality.layer_prediction(small)["popular"].mean((0, 2))):
-        assert w is None or abs(w - g) < 1e-6
-
-
 def test_synthetic_traces_are_traces():
     loc = locality.Locality((1.0, 0.0), (0.5, 0.0), (4.0, 1.0))
     a = locality.synthesize(loc, 50, 4, 256, 8, seed=3)

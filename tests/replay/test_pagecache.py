@@ -55,19 +55,16 @@ def reads(n=3000, units=60, seed=0):
     return rng.permutation(units)[rng.choice(units, n, p=p / p.sum())]
 
 
+SMALL = [(capacity, 10, 1) for capacity in (1, 2, 5.5, 20, 45, 59, 60, 100)]
+FROM_1_GIB = [(n, 1 << 26, ratio) for n, ratio in ((15, 1), (16, 3), (33, 4), (50, 5))]
+
+
 @pytest.mark.parametrize("seed", (0, 1))
-@pytest.mark.parametrize("capacity", (1, 2, 5.5, 20, 45, 59, 60, 100))
-def test_linux_lists(capacity, seed):
+@pytest.mark.parametrize(("capacity", "nbytes", "ratio"), SMALL + FROM_1_GIB)
+def test_linux_lists(capacity, nbytes, ratio, seed):
     units = reads(seed=seed)
-    found = pagecache.cached(units, 60, capacity * 10, 10)
-    np.testing.assert_array_equal(found, reference(units.tolist(), int(capacity), 1))
-
-
-def test_from_1_gib_on_the_active_list_may_be_longer():
-    units, one = reads(), 1 << 26
-    for capacity, ratio in ((15, 1), (16, 3), (33, 4), (50, 5)):
-        found = pagecache.cached(units, 60, capacity * one, one)
-        np.testing.assert_array_equal(found, reference(units.tolist(), capacity, ratio))
+    found = pagecache.cached(units, 60, capacity * nbytes, nbytes)
+    np.testing.assert_array_equal(found, reference(units.tolist(), int(capacity), ratio))
 
 
 CHILD = """
