@@ -20,11 +20,9 @@ from moelab.kernels.modules import ExpertCall
 from moelab.streaming import layers
 from moelab.streaming.fused import FusedSwitchGLU, PaddedLinear, give_room, is_short
 from moelab.streaming.model import load_model
-from moelab.streaming.reading.reader import Reader
 from moelab.streaming.residency import ahead
 from moelab.streaming.residency import layer as layer_slots
 from moelab.streaming.residency.ahead import Ahead
-from moelab.streaming.residency.job import Job
 from moelab.streaming.residency.layer import LayerSlots
 from moelab.streaming.session import session_of
 
@@ -73,7 +71,7 @@ def test_a_slot_takes_the_next_expert_as_soon_as_its_own_is_computed(monkeypatch
         events.append(("computed", len(set(slots.tolist()))))
         return compute(call, pairs, slots, of)
 
-    monkeypatch.setattr(Ahead, "fill", lambda *_: None)  # no slot holds an expert before
+    monkeypatch.setattr(Ahead, "_fill", lambda *_: None)  # no slot holds an expert before
     monkeypatch.setattr(LayerSlots, "begin", begun)
     monkeypatch.setattr(ExpertCall, "compute", computed)
     monkeypatch.setattr(layer_slots, "PART_NBYTES", 1)  # as with large experts
@@ -98,43 +96,6 @@ def test_a_slot_takes_the_next_expert_as_soon_as_its_own_is_computed(monkeypatch
                     assert reading >= min(16 - 1, reading + num - read), "two are read at once"
                     reading, done = reading - experts, done + experts
         assert next(after, None) is None and min(n for _, n in events) <= 2, "parts are small"
-
-
-@pytest.mark.skipif(not kernels.available(), reason="needs llvmlite and the CPU backend")
-@pytest.mark.parametrize("expert_s", (0.0, 1e9), ids=("reads are short", "reads are long"))
-def test_a_prompt_fills_the_slots_of_all_layers(expert_s, monkeypatch):
-    """Past the page cache. It evicts for it only if attention takes longer than the reads."""
-    path, lent = moelab.DATA / "models" / "tiny-moe", []
-    end_fill, collect = Ahead.end_fill, Job.collect
-
-    def ended(ahead, i, needed=()):
-        borrowed = end_fill(ahead, i, needed)
-        lent.append({e for _, slots in borrowed for e in slots})
-        return borrowed
-
-    def collected(job, needed, everything=False):
-        job.run()  # what no thread has begun to read
-        return collect(job, needed, everything)
-
-    monkeypatch.setattr(Ahead, "end_fill", ended)
-    monkeypatch.setattr(Job, "collect", collected)
-    monkeypatch.setattr(Reader, "expected_s", lambda reader, nbytes: expert_s)
-    prompts = mx.random.randint(0, 8000, (3, 1, 200), key=mx.random.key(0))
-    want = load_model(path, moelab.StreamConfig(mode="resident"))[0]
-    with load_model(path, moelab.StreamConfig(slots=16, reads="direct"))[0] as model:
-        session = session_of(model)
-        for i, ids in enumerate(prompts):
-            lent.clear()
-            assert mx.array_equal(model(ids), want(ids))
-            if i == 0:  # the slots of the layers behind hold nothing
-                assert min(map(len, lent[:4])) > 40
-            elif expert_s == 0:
-                assert min(map(len, lent[3:])) > 40
-            else:
-                assert not any(lent)
-            for layer in session.layers:
-                table = layer.slots.table
-                assert len(table._free) + len(table.slot_of) == 16, layer.path
 
 
 @pytest.mark.parametrize("room", (1 << 40, 3))
