@@ -116,7 +116,7 @@ def test_a_policy_is_added_in_one_line(monkeypatch, random_tiny_moe):
     table = SlotTable(3, "half")
     for experts in ([0], [0], [1], [0], [1], [2]):
         table.commit(table.choose(experts)[1])
-    assert table.set_aside(1, {}) and set(table.slot_of) == {1, 2}, "0 was used most, but earlier"
+    assert table.reserve([3]) and set(table.slot_of) == {1, 2}, "0 was used most, but earlier"
 
     args = parse(["generate", "M", "--prompt", "x", "--slots", "14", "--policy", "half"])
     found = mode_given(args)

@@ -19,10 +19,7 @@ from moelab.streaming import layers
 from moelab.streaming.config import OPTIONS
 from moelab.streaming.fused import FusedSwitchGLU, PaddedLinear
 from moelab.streaming.model import load_model
-from moelab.streaming.reading.reader import Reader
 from moelab.streaming.residency import ahead
-from moelab.streaming.residency.ahead import Ahead
-from moelab.streaming.residency.job import Job
 from moelab.streaming.session import session_of
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
@@ -54,35 +51,6 @@ def test_a_prompt_reads_each_needed_expert_once(path, mode):
 
 
 @pytest.mark.skipif(not kernels.available(), reason="needs llvmlite and the CPU backend")
-@pytest.mark.parametrize("expert_s", (0.0, 1e9), ids=("reads are short", "reads are long"))
-def test_a_prompt_fills_the_slots_of_all_layers(expert_s, monkeypatch):
-    """Past the page cache. It evicts for it only if attention takes longer than the reads."""
-    lent, end_fill, collect = [], Ahead.end_fill, Job.collect
-
-    def ended(ahead, i, needed=()):
-        borrowed = end_fill(ahead, i, needed)
-        lent.append({e for _, slots in borrowed for e in slots})
-        return borrowed
-
-    def collected(job, needed, everything=False):
-        job.run()  # what no thread has begun to read
-        return collect(job, needed, everything)
-
-    monkeypatch.setattr(Ahead, "end_fill", ended)
-    monkeypatch.setattr(Job, "collect", collected)
-    monkeypatch.setattr(Reader, "expected_s", lambda reader, nbytes: expert_s)
-    prompts = mx.random.randint(0, 8000, (3, 1, 200), key=mx.random.key(0))
-    want = load_model(TINY_MOE, moelab.StreamConfig(mode="resident"))[0]
-    with load_model(TINY_MOE, moelab.StreamConfig(slots=16, reads="direct"))[0] as model:
-        for i, ids in enumerate(prompts):
-            lent.clear()
-            assert mx.array_equal(model(ids), want(ids))
-            if i == 0:  # the slots of the layers behind hold nothing
-                assert min(map(len, lent[:4])) > 40
-            elif expert_s == 0:
-                assert min(map(len, lent[3:])) > 40
-            else:
-                assert not any(lent)
 
 
 @pytest.mark.parametrize("room", (1 << 40, 3))

@@ -72,29 +72,19 @@ def _ended(reads):
     return reads.done() if isinstance(reads, Begun) else all(future.done() for future in reads)
 
 
-def as_read(
-    call: Call,
-    borrowed: list[tuple[LayerSlots, dict[int, int]]],
-    fill: Callable[[dict[int, int]], None],
-) -> Iterator[Arrived]:
-    """Hand over held and borrowed experts, missing ones as their reads end, and then later waves.
+def as_read(call: Call, read_on: Callable[[], None]) -> Iterator[Arrived]:
+    """Hand over the held experts, the missing ones as their reads end, and then later waves.
 
     Where reads go past the page cache and a part is computed at once, a slot takes a later expert
     as soon as its own is computed. Else the system reads ahead, and whole waves take less time.
-    ``fill`` is called after each part once the reads of all experts have begun; it gets the slots
-    that the call still needs.
+    ``read_on`` is called after a part once the reads of all experts have begun.
     """
     layer, ready, reading = call.layer, call.held, Reading(call.layer)
     later, S = [e for wave in call.later for e in wave], layer.table.num_slots
     size = min(S, layer.parts_of(S)) if layer.refills else S
-    borrowed = deque((other, part) for other, slots in borrowed for part in layer.parts(slots))
     reading.begin(call.misses)
-    while ready or reading or borrowed:
-        ready = ready | reading.finished(waits=not (ready or borrowed))
-        if borrowed:
-            other, part = borrowed.popleft()
-            yield Arrived(part, other.bank)
-            other.table.release(part.values())
+    while ready or reading:
+        ready = ready | reading.finished(waits=not ready)
         # Hand over all experts that have arrived. If no read is running, hand over one part, so
         # that its slots are free soon.
         few = size if later and layer.refills and not reading else len(ready)
@@ -106,7 +96,7 @@ def as_read(
             reading.begin(layer.choose(later[:size], ready | reading.slots)[1])
             del later[:size]
         if not later:
-            fill(ready | reading.slots)
+            read_on()
 
 
 def as_copied(

@@ -60,9 +60,7 @@ class SlotBank:
         self._rows = {
             n: buffers[key].rows[:, first:last] for n, (key, first, last) in parts.items()
         }
-        self._tensors, self._ranges = tensors, sorted(ranges(tensors))  # the same in all layers
-        types = {n: (p.shape[1:], p.dtype, on_disk[n]) for n, p in parameters.items()}
-        self._form = type(self.experts), types, self._ranges
+        self._tensors, self._ranges = tensors, ranges(tensors)
         self._memory = [
             (self._rows[n], _Buffer.over(resident[f"{path}.{n}"]).rows)
             for n in order
@@ -80,20 +78,15 @@ class SlotBank:
         """The number of slots that have memory: not emptied, or written since."""
         return self.num_slots - len(self._empty)
 
-    def can_hold(self, other: "SlotBank") -> bool:
-        """Whether a slot can hold and compute an expert of another layer's bank."""
-        return self._form == other._form and not (self._memory or other._memory)
-
-    def reads(self, slots: dict[int, int], of: "SlotBank | None" = None) -> Ranges:
-        """The reads that bring experts (of the layer ``of``; None: this one) into slots.
+    def reads(self, slots: dict[int, int]) -> Ranges:
+        """The reads that bring experts into slots.
 
         Call ``arrived`` for each expert when they have ended.
         """
         for slot in slots.values():
             self._slot(slot)
         self._empty.difference_update(slots.values())
-        places, files, nbytes = (of or self)._places
-        tensors = (of or self)._firsts
+        places, files, nbytes = self._places
         table = self._tables.take([*slots.values()], 0)
         table[..., : OFFSET + 1] = places.take([*slots], 0)
 
@@ -101,7 +94,7 @@ class SlotBank:
             return [
                 Read(t.files[e], t.offsets[e], nbytes, views, t.name, e, parts)
                 for e, slot in slots.items()
-                for t, (nbytes, views, parts) in zip(tensors, self._slots[slot].disk)
+                for t, (nbytes, views, parts) in zip(self._firsts, self._slots[slot].disk)
             ]
 
         table = table.reshape(-1, len(COLUMNS))

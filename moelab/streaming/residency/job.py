@@ -1,4 +1,4 @@
-"""Reads that no layer waits for yet: for a prefetch, or for a prompt's next layer."""
+"""Reads that no layer waits for yet: for a prefetch, or for a prompt."""
 
 import threading
 from collections.abc import Collection
@@ -12,14 +12,11 @@ from .bank import SlotBank
 class Job:
     """Experts on their way into slots of one layer, while the model computes.
 
-    The slots belong to the job until ``collect``. ``of``: the layer of the experts, if the slots
-    are another layer's.
+    The slots belong to the job until ``collect``.
     """
 
-    def __init__(
-        self, reader: Reader, bank: SlotBank, slots: dict[int, int], of: SlotBank | None = None
-    ):
-        self._reader, self._bank, self._slots, self._of = reader, bank, slots, of
+    def __init__(self, reader: Reader, bank: SlotBank, slots: dict[int, int]):
+        self._reader, self._bank, self._slots = reader, bank, slots
         self._queued = dict(slots)
         self._running = set()
         self._took_s = {}  # seconds of each expert's read; None if it failed
@@ -34,7 +31,7 @@ class Job:
     def begin(self, threads: int) -> None:
         """Begin to read, without a thread where that is possible, else with at most ``threads``."""
         if self._reader.direct:
-            self._flight = self._reader.fly(self._bank.reads(self._slots, self._of))
+            self._flight = self._reader.fly(self._bank.reads(self._slots))
         if self._flight is None:
             return self._reader.in_background(self.run, threads)
         self._order, self._running, self._queued = [*self._slots], {*self._slots}, {}
@@ -74,7 +71,7 @@ class Job:
                 self._running.add(e)
             begin, took_s = perf_counter(), None
             try:
-                self._reader.read_here(self._bank.reads({e: slot}, self._of))
+                self._reader.read_here(self._bank.reads({e: slot}))
                 self._bank.arrived(e, slot)
                 took_s = perf_counter() - begin
             except ReadError:

@@ -55,9 +55,7 @@ class LayerSlots:
         self.bank = self._slot_of_all = None  # memory is free before more is taken
         self.bank = self._take_bank(slots)
         self.table = SlotTable(slots, policy_of(self._config.policy, self._config.source))
-        # ``job`` prefetches for this layer. ``fills`` are the jobs that read experts of this layer
-        # into free slots, each with the layer whose slots these are.
-        self.job, self.fills = None, []
+        self.job = None  # reads experts of this layer before they are needed
         if self.host is not None:
             self.host.bind(self.bank, self.table)
 
@@ -102,13 +100,13 @@ class LayerSlots:
         """
         if not can_empty():
             return self._take(slots)
-        self.job, self.fills = None, []
+        self.job = None
         self.table.resize(min(slots, self.bank.num_slots))
         self.bank.empty(self.table.num_slots, self.bank.num_slots)
 
     def recover(self) -> None:
         """Make every slot held or free after an exception. No read may be running."""
-        self.job, self.fills = None, []
+        self.job = None
         if self.host is not None:
             self.host.forget()
         self.table.recover()
@@ -123,6 +121,10 @@ class LayerSlots:
     def of_rank(self, experts: Iterable[int]) -> list[int]:
         """The experts among these that are this rank's."""
         return [e for e in experts if self.owned is None or self.owned[e]]
+
+    def missing(self, experts: Iterable[int]) -> list[int]:
+        """The rank's experts among these that are in no slot."""
+        return [e for e in self.of_rank(experts) if e not in self.table.slot_of]
 
     def choose(self, needed, busy=None):
         """Choose slots as ``SlotTable.choose`` does, and count hits and misses."""
@@ -206,12 +208,6 @@ class LayerSlots:
             else:
                 c.prefetch_wasted += 1
         return {e: slot for e, (slot, *_) in arrived.items()}
-
-    def missing(self) -> list[int]:
-        """The rank's experts that are neither in a slot nor on their way to one."""
-        known = set(self.table.slot_of)
-        known = known.union(*(job.experts for _, job in [*self.fills, (self, self.job)] if job))
-        return [e for e in self.of_rank(range(self.num_experts)) if e not in known]
 
 
 def _count(counters, hits, misses):

@@ -26,7 +26,7 @@ class Residency:
     """Brings experts into slots, and knows for each layer which are there.
 
     A layer asks for the experts of a call and gets them as they arrive (``bring``). It touches no
-    slot that it was not handed. This class decides who evicts, lends, prefetches and reads ahead.
+    slot that it was not handed. This class decides who evicts, prefetches and reads ahead.
     """
 
     def __init__(
@@ -61,26 +61,22 @@ class Residency:
         """
         layer, needed = self.layers[i], list(dict.fromkeys(routed.ravel().tolist()))
         layer.report()
-        borrowed = self.ahead.take(i, needed)
+        layer.collect_prefetched(needed)
         self.ahead.look(i, needed, routed.size)
-        for _, slots in borrowed:
-            self._counting.now.hits += len(slots)
-            needed = [e for e in needed if e not in slots]
         fits = layer.table.fits(needed)
         first, *later = [needed] if fits else layer.table.waves(needed)
         held, misses = layer.choose(first)
         if fits:
             if not misses:  # read some others: a layer with all experts need not wait for routing
                 layer.read(layer.table.choose(layer.unread()[: self._top_k])[1])
-            if not borrowed and not (misses and self._in_parts(layer, len(misses))):
+            if not (misses and self._in_parts(layer, len(misses))):
                 yield self._all(layer, held, misses, routed.size)
                 return
         call = Call(layer, held, misses, later, computed)
         if layer.is_copied:
             yield from as_copied(call, self._reader, self._handover.mailbox, x)
         else:
-            yield from as_read(call, borrowed, self.ahead.fill_next)
-            self.ahead.computed()
+            yield from as_read(call, self.ahead.fill_next)
 
     def slots_in_graph(self, i: int, indices: mx.array) -> mx.array | None:
         """The slots of a call, ``[..., K]`` as its experts; None if the host must know these."""
@@ -102,7 +98,7 @@ class Residency:
 
     def skip(self, i: int) -> None:
         """Note that a layer's call needs no expert of this rank."""
-        self.ahead.take(i, ())
+        self.layers[i].collect_prefetched(())
 
     def read(self, i: int, experts: list[int]) -> None:
         """Read at most S distinct experts into a layer's slots as a call does; compute nothing."""
@@ -127,7 +123,6 @@ class Residency:
     def recover(self) -> None:
         """Make every slot held or free after an exception. No read may be running."""
         self._finish = None
-        self.ahead.forget()
         for layer in self.layers:
             layer.recover()
 
@@ -144,7 +139,6 @@ class Residency:
         self._reader.stop()  # this ends prefetches
         self._handover.settle()
         self.report()
-        self.ahead.forget()
         for layer in self.layers:
             layer.resize(slots)
             mx.clear_cache()

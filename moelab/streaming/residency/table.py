@@ -45,6 +45,11 @@ class SlotTable:
         # A use counts this much now. It grows from call to call, so earlier uses need not shrink.
         self._one = 1.0
 
+    @property
+    def num_free(self) -> int:
+        """The number of slots that hold nothing and are not reserved."""
+        return len(self._free)
+
     def fits(self, experts: Collection[int], taken: int = 0) -> bool:
         """Whether distinct experts fit into the slots, of which ``taken`` are not available."""
         return len(experts) + taken <= self.num_slots
@@ -117,21 +122,8 @@ class SlotTable:
         """Hold the expert whose bytes have arrived in its reserved slot."""
         self.slot_of[expert] = slot
 
-    def set_aside(self, num: int, busy: Mapping[int, int] | None = None) -> list[int]:
-        """Take up to ``num`` slots, until ``release``, for experts read ahead, of any layer.
-
-        ``busy``: experts that must stay (expert to slot); others are evicted to free slots. Without
-        it nothing is evicted, and all chosen slots must be committed.
-        """
-        kept = set(busy.values()) if busy else ()
-        slots = [slot for slot in self._free[::-1] if slot not in kept][:num]
-        if busy is not None:
-            slots += [self.slot_of.pop(e) for e in self._victims(busy, num - len(slots))]
-        self._free = [slot for slot in self._free if slot not in slots]
-        return slots
-
     def release(self, slots: Iterable[int]) -> None:
-        """Free slots that were reserved or set aside."""
+        """Free slots that were reserved."""
         self._free.extend(slots)
 
     def recover(self) -> None:
