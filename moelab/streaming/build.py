@@ -143,18 +143,21 @@ def _cast(model, config, dtype):
 
 
 def _half_scales(model, config):
-    """Names of streamed scales and biases in bfloat16, which the fast kernels take as they are."""
+    """Names of streamed scales and biases in bfloat16, which the fast kernels take as they are.
+
+    They do so only where all of a layer's are: a slot has one type for them.
+    """
     if config.mode == "resident" or config.resolved().kernels != "fast":
         return set()
-    return {
-        f"{path}.{name}"
-        for path, module in expert_modules(model)
-        for name, p in expert_parameters(module).items()
-        if p.dtype == mx.bfloat16
-        and name.endswith((".scales", ".biases"))
-        and type(linear := module[name.split(".")[0]]) in kernels.FAST
-        and kernels.fits(linear)
-    }
+    names = set()
+    for path, module in expert_modules(model):
+        parameters = expert_parameters(module).items()
+        halves = {n: p for n, p in parameters if n.endswith((".scales", ".biases"))}
+        if all(p.dtype == mx.bfloat16 for p in halves.values()):
+            linears = {name: module[name.split(".")[0]] for name in halves}
+            fast = (n for n, m in linears.items() if type(m) in kernels.FAST and kernels.fits(m))
+            names |= {f"{path}.{name}" for name in fast}
+    return names
 
 
 def activation_dtype(model: nn.Module) -> mx.Dtype:
