@@ -27,18 +27,8 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from moelab.lab.plots.widgets import STATE_CLASS
 
-FLAGS = (
-    "headless",
-    "no-sandbox",
-    "disable-gpu",
-    "disable-quic",
-    "no-first-run",
-    "disable-background-networking",
-    "disable-component-update",
-    "disable-sync",
-    "disable-dev-shm-usage",
-    "window-size=1400,1100",
-)
+FLAGS = ("headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "no-first-run")
+FLAGS += ("disable-background-networking", "disable-component-update", "window-size=1400,1100")
 ROOT = Path(__file__).parent.parent
 SECONDS = 120  # for the cells of a notebook, or for one move; a busy machine needs them
 # Those with sliders.
@@ -53,19 +43,6 @@ const title = plot?.querySelector('.gtitle')?.textContent;
 const drawn = plot?.querySelector('.cartesianlayer .trace');
 const words = [...document.querySelectorAll('.widget-vbox .widget-html')].map(w => w.textContent);
 return title && drawn && JSON.stringify([plot.data, title, words.slice(-1)]);
-"""
-# The page, for whoever reads that a wait has failed.
-SEEN = f"""
-const notebook = {NOTEBOOK};
-const cells = (notebook?.content?.widgets ?? []).filter(c => c.model?.type === 'code');
-const words = selector => [...document.querySelectorAll(selector)].map(e => e.textContent.trim());
-return {{
-    address: location.href, focus: document.hasFocus(), visibility: document.visibilityState,
-    widget: notebook?.title?.label ?? null, kernel: {STATUS} ?? null,
-    run: `${{cells.filter(c => c.model.executionCount).length}} of ${{cells.length}} cells`,
-    dialogs: words('.jp-Dialog-content'), figure: words('.widget-vbox .{STATE_CLASS}'),
-    errors: cells.flatMap(c => c.model.outputs.toJSON()).map(o => o.evalue).filter(e => e),
-}};
 """
 # Labels of bars that the live figure should show and does not.
 MISSING = """
@@ -97,19 +74,6 @@ def of_the_sliders(notebook):
             kept.insert(0, cell)
             needed |= names(cell, ast.Load)
     return nbformat.v4.new_notebook(cells=kept, metadata=notebook.metadata)
-
-
-def chromium(profile):
-    """A headless Chromium (or Chrome) under selenium, or None where there is no driver for one."""
-    driver = shutil.which("chromedriver")
-    if not driver:
-        return None
-    options = webdriver.ChromeOptions()
-    for flag in (*FLAGS, f"user-data-dir={profile}"):
-        options.add_argument(f"--{flag}")
-    if binary := shutil.which("chromium"):
-        options.binary_location = binary
-    return webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
 
 
 @pytest.fixture(scope="module")
@@ -147,36 +111,23 @@ def lab(tmp_path_factory):
 
 @pytest.fixture
 def browser(lab, tmp_path):
-    chrome = chromium(tmp_path / "profile")
-    # JupyterLab's current widget follows the focus, and a headless window may have none.
-    chrome.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})
-    yield chrome
-    chrome.execute_script(f"{NOTEBOOK}?.sessionContext?.shutdown()")
-    chrome.quit()
-
-
-def wait_until(browser, what, script, picture, seconds=SECONDS):
-    """What a script returns, once that is true. Else fails, with the page in words and a picture.
-
-    Args:
-        browser (WebDriver): Shows the page.
-        what (str): What the script waits for.
-        script (str): JavaScript that returns a value.
-        picture (str): The name of the screenshot, in ``build``.
-        seconds (float): How long it may take.
-    """
-    wait = WebDriverWait(browser, seconds, poll_frequency=0.2, ignored_exceptions=())
-    try:
-        return wait.until(lambda b: b.execute_script(script))
-    except TimeoutException:
-        saved = save(browser, picture)
-        seen = json.dumps(browser.execute_script(SEEN), indent=1)
-        pytest.fail(f"not after {seconds} s: {what}. See {saved}. The page: {seen}", pytrace=False)
+    """A headless Chromium (or Chrome) under selenium."""
+    options = webdriver.ChromeOptions()
+    for flag in (*FLAGS, f"user-data-dir={tmp_path / 'profile'}"):
+        options.add_argument(f"--{flag}")
+    if binary := shutil.which("chromium"):
+        options.binary_location = binary
+    service = webdriver.ChromeService(shutil.which("chromedriver"))
+    with webdriver.Chrome(options=options, service=service) as chrome:
+        # JupyterLab's current widget follows the focus, and a headless window may have none.
+        chrome.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})
+        yield chrome
+        chrome.execute_script(f"{NOTEBOOK}?.sessionContext?.shutdown()")
 
 
 def save(browser, picture):
     """A screenshot in ``build``. Returns its path."""
-    path = ROOT / "build" / picture
+    path = ROOT / "build" / f"{picture}.png"
     path.parent.mkdir(exist_ok=True)
     assert browser.save_screenshot(str(path))
     return path
@@ -187,7 +138,11 @@ def test_every_slider_changes_the_figure(path, lab, browser):
     picture = f"browser_{path.stem[:2]}"
 
     def until(what, script):
-        return wait_until(browser, what, script, f"{picture}_failed.png")
+        """What a script returns, once that is true."""
+        try:
+            return WebDriverWait(browser, SECONDS, 0.2).until(lambda b: b.execute_script(script))
+        except TimeoutException:
+            pytest.fail(f"not after {SECONDS} s: {what}. See {save(browser, f'{picture}_failed')}")
 
     browser.get(f"{lab}/workspaces/{path.stem}/tree/{path.name}")  # no tab of another one
     until("the notebook's kernel is ready", f"return {STATUS} === 'idle'")
@@ -232,7 +187,7 @@ def test_every_slider_changes_the_figure(path, lab, browser):
         missing = browser.execute_script(MISSING)
         assert not missing, f"slider {i}: no label {missing}"
 
-    save(browser, f"{picture}.png")
+    save(browser, picture)
 
 
 def moved(handle):

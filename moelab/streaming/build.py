@@ -142,17 +142,19 @@ def _cast(model, modules, config, dtype):
 
 
 def _half_scales(modules, config):
-    """Names of streamed scales and biases in bfloat16, which the fast kernels take as they are."""
+    """Names of streamed scales and biases in bfloat16, which the fast kernels take as they are.
+
+    They do so only where all of a layer's are: a slot has one type for them.
+    """
     if config.mode == "resident" or config.resolved().kernels != "fast":
         return set()
-    return {
-        f"{path}.{name}"
-        for path, module in modules
-        for name, p in expert_parameters(module).items()
-        if p.dtype == mx.bfloat16
-        and name.endswith((".scales", ".biases"))
-        and kernels.fits(module[name.split(".")[0]])
-    }
+    names = set()
+    for path, module in modules:
+        parameters = expert_parameters(module).items()
+        halves = {n: p for n, p in parameters if n.endswith((".scales", ".biases"))}
+        if all(p.dtype == mx.bfloat16 for p in halves.values()):
+            names |= {f"{path}.{n}" for n in halves if kernels.fits(module[n.split(".")[0]])}
+    return names
 
 
 def place_experts(modules: list[tuple[str, nn.Module]], config: StreamConfig, ranks: Ranks) -> None:

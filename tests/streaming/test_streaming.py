@@ -51,8 +51,6 @@ def test_a_prompt_reads_each_needed_expert_once(path, mode):
 
 
 @pytest.mark.skipif(not kernels.available(), reason="needs llvmlite and the CPU backend")
-
-
 @pytest.mark.parametrize("room", (1 << 40, 3))
 def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
     """Of this layer and the next one what is not held, while there is room for it."""
