@@ -110,7 +110,6 @@ class Session:
                 raise
             finally:
                 self._caller, self._caches = None, []
-                self.room.end()
 
     def check_ranks(self) -> None:
         """Raise if a call failed on this rank. Without ranks it does nothing."""
