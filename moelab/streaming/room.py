@@ -1,9 +1,7 @@
 """Sets how many of a model's slots are in use, by the memory that is free now."""
 
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from time import perf_counter
@@ -23,8 +21,6 @@ RESERVE_NBYTES = BESIDE_NBYTES // 2
 # The share of a prompt's memory that one layer takes and frees again. The four layers of notebook
 # 03 took 0.1 to 0.7.
 IN_LAYER_SHARE = 0.75
-# Bytes that stay free beside those that other threads take, and bytes too few to look for.
-LEFT_NBYTES, SMALL_NBYTES = 20_000_000, 1_000_000
 
 
 class Room:
@@ -42,9 +38,6 @@ class Room:
         self.slots = self._in_use = slots
         self._told = slots  # the slots that the last warning named
         self._tokens = 0  # the tokens of the last call that began
-        self._lock = threading.Lock()
-        self._beside = 0  # bytes that other threads may take now
-        self._left = None  # bytes that the running call leaves, if that is known
         self._look_s = 0.0  # when to look at the memory again
 
     def step(self, most: int) -> int:
@@ -73,91 +66,37 @@ class Room:
         they are used again when there is memory for them. If there is too little even with K slots
         in each layer, it raises ``MemoryError``.
         """
-        with self._lock:
-            step, nbytes = self._make(tokens, caches, divisible)
-            self._left = None if nbytes is None else self.memory()[1] - nbytes
-        return step
-
-    def _make(self, tokens, caches, divisible):
-        """The result of ``make``, and the bytes that the tokens take; None without a look."""
         plan, now = self._plan, perf_counter()
         if plan is None:
-            return tokens, None
+            return tokens
         is_prompt = tokens > FEW_TOKENS
         step = min(tokens, plan.prompt_tokens) if divisible else tokens
         if not is_prompt and now < self._look_s and self._in_use == self.slots:
-            return step, None
+            return step
         self._look_s = now + LOOK_S
         slots = self.slots
         if is_prompt:  # slots stay lent in a prompt's last part
             slots = min(slots, self._in_use, plan.slots_beside(step))
         needs = partial(plan.call_nbytes, caches=caches, is_first=not self._tokens)
-        room, _ = self.memory()
+        room, _ = memory_now()
         taken = needs(step) + RESERVE_NBYTES
         if self._fitting(taken, room) < slots:
             mx.clear_cache()  # memory that a prompt left free may be enough
             return_free_memory()
-            room, _ = self.memory()
+            room, _ = memory_now()
         # Where slots cannot lend their memory, a prompt's memory is never theirs.
         self._keep(self._fitting(needs(1 if can_empty() else step) + RESERVE_NBYTES, room))
         fitting = self._fitting(taken, room)
         self._use(max(self._least, min(self.slots, slots, fitting)))
         if fitting >= self._least:
-            return step, needs(step)
-        _, most = self.memory()
+            return step
+        _, most = memory_now()
         fewest = step if self._together or not divisible else LEAST_PROMPT_TOKENS
         while self._fitting(needs(step), most) < self._least:
             if step <= fewest:
                 raise self._no_room(needs(step), most)
             step = max(fewest, step // 2)  # fewer tokens at once take less memory
-        return step, needs(step)
-
-    def end(self) -> None:
-        """Note that a call of the model has ended."""
-        self._left = None
-
-    @contextmanager
-    def beside(self, nbytes: int, what: str | None) -> Iterator[Callable[[int], None]]:
-        """Keep so many bytes for the calling thread while the block runs.
-
-        The yielded function sets how many are kept from then on. All threads together get no more
-        than the running call leaves, or ``MemoryError``, which names ``what``; up to a MB is given
-        in any case. Without ``what`` there is no error: the next call gives slots back for them.
-        """
-        kept = nbytes
-
-        def keep(nbytes):
-            nonlocal kept
-            with self._lock:
-                self._give(nbytes - kept)
-                kept = nbytes
-
-        with self._lock:
-            left = self.memory()[1]
-            if self._left is not None:  # a limit may have been lowered since the call began
-                left = min(self._left, left - self._in_layer())
-            if what and nbytes > max(left - LEFT_NBYTES, SMALL_NBYTES):
-                raise MemoryError(
-                    f"memory is short: {what} takes up to {nbytes / 1e6:.0f} MB, and there are "
-                    f"{max(0, left - LEFT_NBYTES) / 1e6:.0f} MB. Send a shorter one, or try again."
-                )
-            self._give(nbytes)
-        try:
-            yield keep
-        finally:
-            keep(0)
-            if nbytes > SMALL_NBYTES:
-                return_free_memory()
-
-    def _give(self, nbytes):
-        self._beside += nbytes
-        if self._left is not None:
-            self._left -= nbytes
-
-    def memory(self) -> tuple[int, int]:
-        """``memory_now`` less the bytes that other threads may take."""
-        now, most = memory_now()
-        return now - self._beside, most - self._beside
+        return step
 
     def _in_layer(self):
         """Bytes that a prompt takes and frees in a layer, or for the logits after the last one."""
@@ -230,11 +169,11 @@ class Room:
             return
         self._look_s = now + LOOK_S
         nbytes = self._in_layer()
-        fitting = self._fitting(nbytes, self.memory()[0])
+        fitting = self._fitting(nbytes, memory_now()[0])
         if fitting >= self._in_use:
             return
         self._use(max(self._least, fitting))
-        if self._fitting(nbytes, most := self.memory()[1]) < self._least:
+        if self._fitting(nbytes, most := memory_now()[1]) < self._least:
             raise self._no_room(nbytes, most)
 
     def begin(self, tokens: int) -> None:

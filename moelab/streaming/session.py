@@ -116,7 +116,6 @@ class Session:
                 raise
             finally:
                 self._caller, self._caches = None, []
-                self.room.end()
 
     def hold_experts(self) -> None:
         """Read every expert into the host's memory, if that is the source."""
