@@ -67,14 +67,13 @@ class Ahead:
         layer, following, self._next = self._layers[i], self._layers[i + 1 : i + 2], None
         if not self._is_long(layer, pairs) or len(needed) < AHEAD_SHARE * layer.num_owned:
             return
+        if self._reader.direct:
+            self._next = next(iter(following), None)
+            return
         room = memory_available() // 2  # pages must still be there when they are needed
-        if not self._reader.direct:
-            room -= self._read_ahead(layer, needed, room)
+        room -= self._read_ahead(layer, needed, room)
         for other in following:
-            if self._reader.direct:
-                self._next = other
-            else:
-                self._read_ahead(other, range(other.num_experts), room)
+            self._read_ahead(other, range(other.num_experts), room)
 
     def fill_next(self) -> None:
         """Begin to read what a prompt needs in the layer after the one of the last ``look``."""

@@ -103,10 +103,9 @@ class SlotBank:
 
     def places(self, experts: Iterable[int]) -> Iterator[list[tuple[File, int, int]]]:
         """Where the bytes of experts lie: file, first byte and length of each range."""
-        tensors = [[self._tensors[name] for name in names] for names in self._ranges]
-        ranges = [(first, sum(t.nbytes for t in (first, *others))) for first, *others in tensors]
+        sizes = [sum(self._tensors[name].nbytes for name in names) for names in self._ranges]
         for e in experts:
-            yield [(t.files[e], t.offsets[e], nbytes) for t, nbytes in ranges]
+            yield [(t.files[e], t.offsets[e], nbytes) for t, nbytes in zip(self._firsts, sizes)]
 
     @property
     def disk_nbytes(self) -> int:

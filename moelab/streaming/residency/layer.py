@@ -180,26 +180,13 @@ class LayerSlots:
         return [e for e in range(self.num_experts) if e not in self.table.slot_of]
 
     def collect_prefetched(self, needed: Collection[int]) -> None:
-        """Hold the experts that were prefetched, and count how many this call needs."""
+        """Hold the experts that were read before this call, and count how many it needs."""
         if self.job is None:
             return
-        crowded = not self.table.fits(needed, len(self.job.experts))
+        crowded, c = not self.table.fits(needed, len(self.job.experts)), self._counting.now
         arrived, free, done = self.job.collect(set(needed), crowded)
-        self.keep(self.count_prefetched(arrived, needed))
-        self.table.release(free)
-        if done:
-            self.job = None
-
-    def keep(self, slots: dict[int, int]) -> None:
-        """Hold experts that were read ahead into slots (expert to slot)."""
-        for e, slot in slots.items():
+        for e, (slot, took_s, waited_s) in arrived.items():
             self.table.keep(e, slot)
-        self._slot_of_all = None
-
-    def count_prefetched(self, arrived: dict, needed: Collection[int]) -> dict[int, int]:
-        """Count a job's experts that have arrived, and return the slot of each."""
-        c = self._counting.now
-        for e, (_, took_s, waited_s) in arrived.items():
             if e in needed:
                 c.prefetch_used += 1
                 c.prefetch_late += waited_s > 0
@@ -207,7 +194,10 @@ class LayerSlots:
                 c.wait_s += waited_s
             else:
                 c.prefetch_wasted += 1
-        return {e: slot for e, (slot, *_) in arrived.items()}
+        self.table.release(free)
+        self._slot_of_all = None
+        if done:
+            self.job = None
 
 
 def _count(counters, hits, misses):
