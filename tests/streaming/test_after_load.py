@@ -288,6 +288,15 @@ def test_adapters_of_streamed_experts_are_refused(random_tiny_moe, tmp_path):
         moelab.load(random_tiny_moe, streamed, adapter_path=str(tmp_path / "none"))
 
 
+def test_adapters_of_no_number_are_refused(random_tiny_moe, tmp_path):
+    """mlx-lm uses the scale in a call only. ``test_fuzz.py`` draws other damage to adapters."""
+    adapters = write_adapters(tmp_path / "a", random_tiny_moe, "lora", TRAINING["keys"])
+    settings = adapters / "adapter_config.json"
+    settings.write_text(settings.read_text().replace("10.0", '"x"'))
+    with pytest.raises(moelab.CheckpointError, match=f"{adapters}: .* a scale of 'x'"):
+        moelab.load(random_tiny_moe, moelab.StreamConfig(slots=16), adapter_path=str(adapters))
+
+
 @pytest.mark.parametrize("mode", ["resident", "fused"])
 def test_fewer_experts_where_the_config_leaves_it_to_the_family(mode, tmp_path):
     """ernie4_5_moe calls K ``moe_k``. Without it the class's default counts; top_k changes it."""
