@@ -6,7 +6,7 @@ from moelab import synthesize
 from moelab.lab import limit
 from moelab.lab.__main__ import main
 from moelab.lab.experiments import servers
-from moelab.streaming.room import LEFT_NBYTES
+from moelab.streaming.room import RESERVE_NBYTES
 
 MB = 1_000_000
 REQUESTS = 12
@@ -40,7 +40,7 @@ def test_a_server_is_not_killed():
 
 def test_a_server_of_large_experts_is_not_killed(tmp_path):
     synthesize.synthesize(tmp_path / "model", "qwen3.5-35b-a3b", 4, tokenizer=servers.MODEL)
-    check(tmp_path / "model", 900 * MB, LEFT_NBYTES, runs=1)
+    check(tmp_path / "model", 900 * MB, RESERVE_NBYTES, runs=1)
 
 
 @pytest.mark.parametrize("words", ["rest o", "crowd o", "crowd o m few", "soak o 1 2"])
