@@ -28,15 +28,12 @@ class FastExperts:
         """The layer's projections; None if the kernels cannot compute a call now."""
         raise NotImplementedError
 
-    def arriving(
-        self, x: Rows, routed: np.ndarray
-    ) -> Iterator[tuple[np.ndarray, np.ndarray, Projections | None]]:
+    def arriving(self, x: Rows, routed: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The parts of a call, in the order in which they can be computed.
 
-        A part is the places of some (token, expert) pairs among all n * K, the matrix of each, and
-        the projections that have these (None: ``all_matrices``).
+        A part is the places of some (token, expert) pairs among all n * K, and the matrix of each.
         """
-        yield np.arange(routed.size), routed.ravel(), None
+        yield np.arange(routed.size), routed.ravel()
 
     def forward(
         self, x: Rows, routed: np.ndarray, placed: "PlacedExperts | None" = None
@@ -48,11 +45,11 @@ class FastExperts:
         found = self.all_matrices()
         if found is None or found[0][0].inputs != x.x.shape[-1]:
             return None
-        fits = placed is not None and placed.fits(found)
-        call = placed if fits else ExpertCall(found, x, routed.shape)
-        for pairs, experts, of in self.arriving(x, routed):
-            call.compute(pairs, experts, of or found)
-        return call.y
+        if placed is None or not placed.takes(found):
+            placed = ExpertCall(found, x, routed.shape)
+        for pairs, experts in self.arriving(x, routed):
+            placed.compute(pairs, experts)
+        return placed.y
 
 
 def takes_rows(module: nn.Module) -> bool:
@@ -140,14 +137,9 @@ class ExpertCall:
             mx.eval(self._out)
         self.y = np.empty(shape, np.float32) if self._out is None else np.asarray(self._out)
 
-    def compute(
-        self, pairs: np.ndarray, experts: np.ndarray, of: Projections | None = None
-    ) -> None:
-        """Compute some pairs: their places among all n * K, and the expert of each.
-
-        ``of``: other projections of the same form, which have these experts.
-        """
-        gate_up, down = of or self._found
+    def compute(self, pairs: np.ndarray, experts: np.ndarray) -> None:
+        """Compute some pairs: their places among all n * K, and the expert of each."""
+        gate_up, down = self._found
         experts, each = experts.astype(np.int64), np.arange(len(pairs))
         if len(self.y) == self._shape[-1] == len(pairs):  # one token, its experts as they are
             parts = quantized.Parts(experts, each, np.ones_like(each), np.zeros_like(each), pairs)
@@ -204,13 +196,15 @@ class PlacedExperts:
         pieces = team.pieces(y.size * matrices[0].inputs, N // 2)
         team.run(matrices[0].kernel, code.address(tasks), n * K, pieces=pieces)
 
-    def fits(self, found: Projections) -> bool:
-        """Whether the program computes with projections of this form."""
+    def takes(self, found: Projections) -> bool:
+        """Take the projections for the next run; False if the program is of another form."""
+        self._found = found
         return _form(found) == self._form
 
-    def compute(self, pairs: np.ndarray, experts: np.ndarray, of: Projections) -> None:
+    def compute(self, pairs: np.ndarray, experts: np.ndarray) -> None:
         """Compute the experts at some places of the K, as ``ExpertCall`` does."""
-        for (arguments, i, tasks, of_all), matrices in zip(self._calls, (of[0], of[1:])):
+        both = self._found[0], self._found[1:]
+        for (arguments, i, tasks, of_all), matrices in zip(self._calls, both):
             now = tasks[: len(pairs)]
             now[:] = of_all[pairs]
             for j, m in enumerate(matrices):

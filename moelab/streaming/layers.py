@@ -195,16 +195,10 @@ class Stacked(StreamedExperts, kernels.FastExperts):
         for i, arrived in enumerate(session.residency.bring(self.index, routed, (), None)):
             if not (i or alone):  # this layer's reads have begun
                 self._prefetch_next(asked)
-            yield self._part(pairs, arrived)
+            places, slots = pairs.of(arrived)
+            yield np.array(places), np.array(slots)
         if alone:
             self._prefetch_next(asked)
-
-    def _part(self, pairs, arrived):
-        """A part of a call as ``FastExperts.arriving`` gives it."""
-        places, slots = pairs.of(arrived)
-        is_own = arrived.bank is self.slots.bank
-        of = None if is_own else arrived.bank.experts.all_matrices()
-        return np.array(places), np.array(slots), of
 
     def _compute(self, x, indices, routed):
         session, experts = self.session, self.slots.bank.experts
@@ -214,11 +208,12 @@ class Stacked(StreamedExperts, kernels.FastExperts):
         for arrived in session.residency.bring(self.index, routed, parts.computed, x):
             if fast:
                 call = call or experts.begin(x, routed.shape)
-                call.compute(*self._part(parts, arrived))
+                places, slots = parts.of(arrived)
+                call.compute(np.array(places), np.array(slots))
             elif arrived.is_all:
                 slots = np.array(parts.of(arrived)[1], np.uint32).reshape(routed.shape)
                 slots = session.handover.to_device(slots, indices, arrived.copies)
-                y = arrived.bank.experts(x, slots)
+                y = experts(x, slots)
             else:
                 mx.async_eval(parts.add(arrived))
             if at_once and not fast:
