@@ -118,3 +118,16 @@ def model_path(tmp_path_factory, tokenizer):
     return synthesize.synthesize(
         tmp_path_factory.mktemp("small") / "m", config=small(), tokenizer=tokenizer, progress=False
     )
+
+
+@pytest.fixture
+def streamed(tmp_path):
+    """A random hybrid with four slots in each layer."""
+    import families
+
+    from moelab import StreamConfig
+    from moelab.streaming.model import load_model
+
+    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "m", "affine4")
+    with load_model(path, StreamConfig(slots=4))[0] as model:
+        yield model

@@ -190,7 +190,8 @@ class Server(ThreadingHTTPServer):
                 self.serve_forever()
         finally:
             generator.stop_and_join()
-            signal.signal(signal.SIGINT, before)
+            pressed = signal.getsignal(signal.SIGINT) is not _ctrl_c
+            signal.signal(signal.SIGINT, signal.SIG_IGN if pressed else before)
 
 
 def _ctrl_c(*_):

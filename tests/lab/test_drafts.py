@@ -2,25 +2,15 @@
 
 import time
 
-import families
 import mlx.core as mx
 import pytest
 
-from moelab import StreamConfig, stats
+from moelab import stats
 from moelab.lab import records
 from moelab.lab.decode import OracleDraft, decode, decode_drafted, open_any
 from moelab.lab.texts import heldout_starts
 from moelab.speculation.drafts import LookupDraft
 from moelab.speculation.generate import speculative_generate_step
-from moelab.streaming.model import load_model
-
-
-@pytest.fixture
-def streamed(tmp_path):
-    """A random hybrid with four slots in each layer."""
-    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "m", "affine4")
-    with load_model(path, StreamConfig(slots=4))[0] as model:
-        yield model
 
 
 def test_a_perfect_draft_is_always_accepted(streamed):
