@@ -40,7 +40,7 @@ class hooked:
         """Begin to call the hook, as entering the block does."""
         module, method = self._module, self._method
         if not isinstance(module, _Hooked):
-            # nn.Module would take a dictionary that is set as usual for parameters.
+            # By plain assignment nn.Module would register the dictionary as parameters.
             object.__setattr__(module, "_hooks", {})
             module.__class__ = _hooked_class(type(module))
         cls = type(module)

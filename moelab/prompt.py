@@ -9,7 +9,7 @@ from .checkpoint import describe
 
 @dataclass(frozen=True)
 class Template:
-    """Makes the text that a model reads of a prompt, as ``mlx_lm.generate`` does."""
+    """Makes from a prompt the text that the model reads, as ``mlx_lm.generate`` does."""
 
     ignore: bool = False  # keep the prompt as it is, without the tokenizer's chat template
     system_prompt: str | None = None
@@ -59,7 +59,7 @@ def render(
 ) -> str:
     """The text that the tokenizer's chat template makes of messages.
 
-    ``config`` are a user's arguments of the template, ``options`` those of mlx-lm's.
+    ``config``: template arguments from the user. ``options``: flags that mlx-lm sets.
     """
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options, **config or {})

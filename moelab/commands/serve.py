@@ -1,7 +1,9 @@
 """The command ``serve``: mlx-lm's HTTP server with a streamed model (``answers``).
 
-mlx-lm's handler answers. Ours refuses requests that mlx-lm would fail at later or misread
-(``request_checks``), and notices a client that has gone or is silent.
+Requests that arrive together are computed as one batch, or one after another with a draft,
+``--kv-bits`` or caches that cannot be merged. mlx-lm's handler answers. Ours refuses requests that
+mlx-lm would fail at later or misread (``request_checks``), and notices a client that has gone or is
+silent.
 """
 
 import argparse

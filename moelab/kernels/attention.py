@@ -2,8 +2,8 @@
 
 MLX's own is two products of its BLAS, which in its Linux packages is the reference one. Here scores
 come from the kernel of plain matrices, one kernel takes their softmax, and another adds up the
-values, key after key. To a query that sees some key, one that a mask hides adds exactly nothing
-(finite values), so a token's result does not depend on how a text is divided into passes while a
+values, key after key. If values are finite, a hidden key adds exactly 0 to a query that sees at
+least one key. So a token's result does not depend on how a text is divided into passes while a
 cache holds the keys in their order. A full rotating cache (gpt_oss, afmoe) does not: there, passes
 of other lengths round differently.
 
@@ -99,7 +99,7 @@ def attend(
     add_up = code.kernel_of(_AddUp, quantized.lanes(32, Dv), Dv)
 
     def block(b, h, first, end):
-        """The rows ``first`` to ``end`` of one head of keys."""
+        """Write the attention of query rows ``[first:end]`` of the heads that share key head h."""
         n, keys, seen = end - first, Tk, 0
         if isinstance(mask, str):
             # How many keys the first query sees. Each next one sees one more.

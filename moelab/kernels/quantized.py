@@ -35,9 +35,9 @@ FORMS = {"affine": ((2, 4, 8), (32, 64, 128)), "mxfp4": ((4,), (32,)), "float": 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # mxfp4's weights, without their sign
 # Rows of x that share an unpacked weight, and how many rows of weights are then handled side by
 # side. These are apart, each the begin of a stretch of memory: a processor fetches ahead what is
-# read in order. For one row of x, weights that are in no cache are read at 29 GB/s with four rows
-# of weights, 26 with two, and 16 with two that are neighbours (two cores of a Xeon, which sum up
-# floats at 33 GB/s).
+# read in order. Two cores of a Xeon read weights that are in no cache, for one row of x, at 29 GB/s
+# with four rows of weights far apart, at 26 with two, and at 16 with two adjacent rows. They sum up
+# floats at 33 GB/s.
 ROWS = {4: (2, 1), 2: (2, 1), 1: (4, 1)}
 # Bytes. How far ahead weights are asked for: processors by themselves stop at the end of a page.
 AHEAD_NBYTES = 4 * 1024
@@ -323,7 +323,10 @@ class _Product(Code):
         self.loop(I64(0), n, 1, task, [I64(0)])
 
     def _rows(self, r, xs, ys, first, end, w, s, t, x, sums, y):
-        """r rows of weights at a time, for these rows of x and of y. The first row left over."""
+        """Multiply rows ``[first:end]`` of weights, r at a time, with rows of x into rows of y.
+
+        Gives the first row that is not done.
+        """
         zero, m = ir.Constant(self.floats, [0.0] * self.L), len(xs)
         whole = ir.Constant(F32, float(room(self.mode, self.bits)))
 

@@ -108,7 +108,7 @@ def _s3_fifo(rows, slots, _):
     small, main, ghosts, uses = deque(), deque(), {}, {}  # ``uses`` has the experts that are held
 
     def evict(queue, need):
-        passed = 0  # experts that are needed now, one after the other
+        passed = 0  # needed experts in a row; once all of the queue are, none can be evicted
         while passed < len(queue):
             e = queue.popleft()
             if e in need:

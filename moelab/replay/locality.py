@@ -254,8 +254,9 @@ def fit(trace: Trace, rounds: int = 3, seed: int = 0) -> Locality:
         raise TraceError(f"fit: expected at least {FIT_TOKENS} tokens, got {T}.")
     want = _features(trace)
     grid = _combined(np.linspace(0, 1.5, 7), np.linspace(0, 0.9, 7), [0.5, 2, 8, 32, 128])
-    step = _combined([-1, 0, 1], [-1, 0, 1], [0.5, 1, 2])  # down, none or up in each parameter
-    width = np.array([0.25, 0.15, 0.0])  # of the first search in zipf and stickiness
+    # Lower, same, higher; the third parameter is multiplied.
+    step = _combined([-1, 0, 1], [-1, 0, 1], [0.5, 1, 2])
+    width = np.array([0.25, 0.15, 0.0])  # twice the first step in zipf and stickiness
     best, error = np.zeros((L, 3)), np.full(L, np.inf)
     for i in range(rounds):
         candidates = Locality(*map(tuple, grid.T))

@@ -36,7 +36,7 @@ CORE_BYTES_PER_S, CPU_LAYER_S, CPU_WAITS_S, CPU_COPY_BYTES_PER_S = (
 CPU_PROMPT_SHARE = 0.5
 MAX_BYTES_PER_S = 1e13  # of weights; an expert that is too small to be timed would give more
 # The k-th most popular expert of a layer is chosen as often as ``k ** -ZIPF``, without regard to
-# the tokens before. This is fitted on hit rates that the same sources publish.
+# the tokens before. `lab.experiments.published` fits it to hit rates that engines publish.
 ZIPF = 1.12
 # What the system and other programs keep, at most a quarter of the memory. A Mac lets its GPU have
 # two thirds of its memory, or three quarters of more than 36 GB, and swaps beyond at the latest.

@@ -7,6 +7,6 @@ sampling     the target's choice, and whether a draft agrees with it
 policy       how many tokens to draft
 rollback     take rejected tokens back out of a cache
 recurrence   the states of recurrent layers after fewer tokens
-gated_delta  a CUDA kernel for one of these recurrences
+gated_delta_cuda  a CUDA kernel for one of these recurrences
 target       what all this needs of the target
 """

@@ -153,7 +153,8 @@ class DFlashModel(nn.Module):
 class DFlashDraft:
     """A DFlash draft for ``moelab.speculative_generate``; see ``drafts.Draft``.
 
-    It computes with its target's number type and, if the target does, with the fast kernels.
+    It computes with its target's number type. Once a target computes with the fast kernels, the
+    draft does so too, also for later targets.
     ``block_size`` counts the last accepted token too. Default: what the draft was trained with.
     """
 
@@ -196,8 +197,8 @@ class DFlashDraft:
         self._embed, self._head = embed, head
         self.model.set_dtype(probe.dtype)
         if kernels.used(model) and not kernels.used(self.model):
-            kernels.use(self.model)  # and keeps them for its next target
-        # Another thread may draft, which could not schedule what this one leaves to compute.
+            kernels.use(self.model)
+        # Evaluate all arrays here: another thread may draft, in which MLX could not compute them.
         mx.eval([list(module.values()) for module in self.model.modules()])
         self.cache = cache or self.make_cache()
         self._queue, self._num_queued = [], 0
@@ -255,7 +256,7 @@ def load_model(path_or_hf_repo: str | Path) -> DFlashModel:
             }
             nn.quantize(model, **bits, class_predicate=lambda p, m: f"{p}.scales" in weights)
         model.load_weights(list(weights.items()))
-        # Called but not evaluated: each operation of MLX checks types and shapes when it is called.
+        # Call the draft on zeros and evaluate nothing: MLX checks then that types and shapes fit.
         cache, values = model.make_cache(), len(args.target_layer_ids) * args.hidden_size
         model.extend(mx.zeros((1, 1, values)), cache)
         model(mx.zeros((1, args.block_size, args.hidden_size)), cache)

@@ -50,7 +50,7 @@ class Round:
 
 @dataclass
 class SpeculativeResponse(GenerationResponse):
-    """mlx-lm's response, with where the token came from."""
+    """mlx-lm's response, with the numbers of tokens drafted and accepted so far."""
 
     drafted: int = 0  # tokens so far in the text
     accepted: int = 0  # of them, so far in the text
@@ -348,7 +348,7 @@ class _Target:
         self._rollback = Rollback(model, self._cache, strategy)
         self._capture = Capture(model, draft.layer_ids) if draft.layer_ids else None
         self._read = None  # the tokens of the last pass and their features, until ``keep``
-        self.accepted = 0  # how many tokens of that pass to keep if the caller asks for no more
+        self.accepted = 0  # the tokens of the last pass that ``finish`` keeps if the caller stops
 
     def prefill(self, tokens: mx.array, policy: Policy) -> None:
         """Read tokens [T] of the prompt in one pass."""
@@ -384,7 +384,7 @@ class _Target:
         self._read = None
 
     def finish(self, unread: mx.array | None) -> None:
-        """Bring the caches to where the caller stands; ``unread`` [1] still has to be read."""
+        """Keep in the caches the tokens that the caller took, and read ``unread`` [1], if any."""
         if self._read is not None:
             self.keep(self.accepted)
         if self._given is None:

@@ -26,7 +26,7 @@ PRIOR_ACCEPTED, PRIOR_TRIED, PRIOR_AT_POSITION = 4, 5, 2
 # position (whose reads of experts a verify pass does not repeat), or else a token's seconds over
 # this number.
 VERIFY_OVER_PROMPT, TOKEN_OVER_VERIFY = 0.65, 3
-MIN_PROMPT_TOKENS = 32  # in a shorter pass the fixed part would be most of the time
+MIN_PROMPT_TOKENS = 32  # shorter parts of a prompt are not timed: most of it is fixed cost
 
 NUM_TIMES = 16  # latest times that a median or minimum is taken of
 NUM_TIMES_EACH = 8  # latest times that are kept for each number of drafts or positions
@@ -212,7 +212,7 @@ class Policy:
 
 
 class Always:
-    """The policy that always drafts the same number of tokens, if so many are left."""
+    """The policy that always drafts the same number of tokens; the caller limits it to ``most``."""
 
     plain_s = 0.0
 

@@ -183,7 +183,8 @@ class Recorder:
         # A block of ``kernels`` tells what it did (``keep``), or asks for ``call``. It is always
         # replayed: that takes less time than memory for the states of all tokens.
         self._is_block = isinstance(layer, kernels.GatedDelta)
-        # A copy runs in place of the original. Innermost, so that hooks of others are called too.
+        # A copy runs in place of the original. This hook is innermost, or the hooks of others
+        # would be skipped.
         self._hooks = [
             *([] if self._is_block else [hooked(layer, self._on_call, innermost=True)]),
             *(

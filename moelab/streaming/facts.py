@@ -88,7 +88,10 @@ class ModelFacts:
 def facts_of(
     model: nn.Module, checkpoint: Checkpoint, config: StreamConfig, top_k: int
 ) -> ModelFacts:
-    """Ask a model of ``build_model``, with its checkpoint and its ``resolved`` configuration."""
+    """Find the facts about a model of ``build_model``, partly by a call without evaluation.
+
+    ``config`` is its ``resolved`` configuration.
+    """
     caches = []
 
     def call(tokens, cache):  # a damaged config.json may also say caches that cannot be made

@@ -5,7 +5,8 @@ import ctypes
 # Where memory is short, glibc gives each array of so many bytes or more a mapping of its own, which
 # goes back to the system when the array is freed. glibc's own limit rises to 32 MB, and below it
 # freed arrays stay in the heap: 100 to 200 MB after a prompt. A mapping costs a page fault for each
-# new page: a prompt of 400 tokens took 19% longer with mappings of 256 KB or more, 4% of 8 MB.
+# new page: a prompt of 400 tokens took 19% longer when arrays from 256 KB up had mappings, and 4%
+# longer when only those from 8 MB up had.
 MAPPED_NBYTES, M_MMAP_THRESHOLD = 8 << 20, -3
 
 

@@ -332,7 +332,10 @@ def _check_ranks(ranks, checkpoint, config, model_config):
 
 
 def _evaluate(model):
-    """Read every weight, and evaluate a module's other arrays, which no other thread could."""
+    """Read every weight, and evaluate all other arrays.
+
+    MLX cannot compute in another thread what this one leaves lazy.
+    """
     mx.eval([list(module.values()) for module in model.modules()])
 
 

@@ -26,8 +26,8 @@ from .reading.flight import BUFFER_NBYTES
 from .residency.bank import can_empty
 
 # Bytes that a process takes beside its arrays once it has loaded a model and computed a prompt
-# (tokenizer, libraries' pages, freed memory that is kept, kernels). The four layers of notebook 03
-# took 88 MB, and 111 where kernels were compiled and not loaded.
+# (tokenizer, libraries' pages, freed memory that is kept, kernels). With the four layers of
+# notebook 03 a process took 88 MB, and 111 where it compiled the kernels in place of loading them.
 PROCESS_NBYTES = 110_000_000
 # On a GPU the process is in other memory. There MLX takes these bytes beside the arrays that are
 # planned (70 to 143 MB were measured).
@@ -122,7 +122,7 @@ class Plan:
         return self.slots - ceil(min(1.0, max(0.0, share)) * (self.slots - self.prompt_slots))
 
     def call_nbytes(self, tokens: int, caches: Sequence = (), is_first: bool = False) -> int:
-        """The bytes that a call takes until it ends, beside the slots, if it computes all tokens.
+        """The bytes, beside the slots, of a call that computes so many tokens at once.
 
         ``caches`` grow, and one at a time is copied. The first call also loads kernels.
         """
@@ -184,7 +184,7 @@ def plan_of(facts: ModelFacts, config: StreamConfig, ranks: Ranks | None = None)
     E, L, slot = facts.num_experts, facts.num_layers, facts.slot_nbytes
     held = int(ranks.owned(E).sum()) if ranks else E  # experts of a layer that this rank holds
     least = min(facts.top_k, held)  # the fewest slots with which a token can be computed
-    return_free_memory()  # what asking for the facts left in the heap is free, too
+    return_free_memory()  # so that memory that ``facts_of`` has freed counts as available
     given = config.memory_nbytes
     memory, system, why = _for_a_model() if given is None else (max(0, given), 0, "")
     process = PROCESS_NBYTES

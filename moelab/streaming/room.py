@@ -61,10 +61,10 @@ class Room:
     def make(self, tokens: int, caches: Sequence = (), divisible: bool = True) -> int:
         """Set the slots for a call that begins; return how many tokens may be computed at once.
 
-        Where ``can_empty``, slots lend their memory to a prompt and use it again after it. Where
-        memory got short since ``plan`` chose them, slots are given back; where ``can_empty``,
-        they are used again when there is memory for them. If there is too little even with K slots
-        in each layer, it raises ``MemoryError``.
+        Slots are given back where memory got short since ``plan`` chose them. On a Linux CPU
+        (``can_empty``) slots also lend their memory to a prompt, and slots that were given back are
+        used again when there is memory for them. If there is too little even with K slots in each
+        layer, it raises ``MemoryError``.
         """
         plan, now = self._plan, perf_counter()
         if plan is None:

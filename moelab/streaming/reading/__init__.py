@@ -13,17 +13,20 @@ Who reads an expert, and what a failed read does:
     mode ``resident``           MLX reads, in ``load``, and a packed layer is read by
                                 ``experts.read_experts``: ``load`` raises
     ``serial``, ``buffers``     ``Reader.read``, of plain ranges: the model's call raises
-    ``stacked``, ``fused``      ``Reader.start`` and ``finish``: the model's call raises
+    ``stacked``, ``fused``      ``LayerSlots.begin`` and ``finish`` call ``Reader.start`` and
+                                ``finish``: the model's call raises
     the same on CUDA            ``UploadingReader`` reads into pinned memory, from which the GPU
                                 copies: the call raises, at the next layer or its end
     ``source="host"``           ``residency/host.py``, each expert once, in ``load``, which raises
-    prefetch, fills of prompts  ``Job.run``, with ``Reader.read_here``: nothing is raised, the layer
-                                that needs the expert reads it again
+    prefetch, fills of prompts  ``Job``, with ``Reader.read_here``, or past the page cache with
+                                ``Reader.fly``: nothing is raised, the layer that needs the expert
+                                reads it again
     with ranks                  each rank reads its own experts in one of these ways. A rank whose
                                 call raised raises ``RankError`` in later calls; the other ranks
                                 notice when the process ends
 
-A read also fails if it comes back short or its file has changed. ``ReadError`` names the file and,
+A read by native code that fails or comes back short is tried once more with ``preadv``. A read
+also fails if it still comes back short or its file has changed. ``ReadError`` names the file and,
 unless that has changed, tensor, expert and offset. The model's call raises it unchanged.
 ``SlotTable.commit`` is not reached for these reads, so the table holds no expert whose bytes are
 missing; the experts that it evicted for them stay evicted. ``Session.call`` waits for the reads

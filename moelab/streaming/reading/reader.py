@@ -60,7 +60,7 @@ class Reader:
         self._small_calls = 0
         self._files = {}
         self._pool = self._background = self._ahead = None
-        self._queue = None  # False where the system has no reads without a thread
+        self._queue = None  # None: not tried yet. False: this system needs a thread for each read.
         self._lock = threading.Lock()
         self._no_demand = threading.Event()  # set while no layer waits for reads
         self._no_demand.set()
@@ -220,7 +220,7 @@ class Reader:
         places = list(places)
         some = places[:: max(1, len(places) // PROBES)]
         if all(file.is_cached(offset) for (file, offset, _), *_ in some):
-            return  # the others nearly always are, too
+            return  # if these are in the page cache, the others nearly always are
         for ranges in places:
             for file, offset, nbytes in ranges:
                 for at in range(offset, offset + nbytes, AHEAD_NBYTES):

@@ -153,7 +153,7 @@ class SlotBank:
     def empty(self, first: int, last: int) -> None:
         """Return the memory of slots ``[first:last]`` to the system until they are written again.
 
-        Nothing may be reading or computing with one.
+        Nothing may be reading or computing with one of these slots.
         """
         self._empty.update(range(first, last))
         for buffer in self._buffers:
@@ -196,7 +196,7 @@ class SlotBank:
 
 
 def can_empty() -> bool:
-    """Whether slots can return their memory to the system and take it again (``empty``)."""
+    """Whether slots can return memory to the system and take it again: on a Linux CPU."""
     return sys.platform == "linux" and mx.default_device() == mx.cpu
 
 

@@ -1,9 +1,9 @@
 """Which expert is in which slot of a layer, and which is evicted first.
 
-A new eviction policy is a line of ``EVICTION`` and a word in ``StreamConfig.policy``
-(``config.py``):
-``StreamConfig``, the commands, ``SlotTable`` and the replay (``moelab/replay/eviction.py``) take it
-from there, and so do their tests. A test of its own says what it means
+A policy that weighs uses by their age is a line of ``EVICTION`` and some words in the help of
+``StreamConfig.policy`` (``config.py``): ``StreamConfig``, the commands, ``SlotTable``, the replay
+(``moelab/replay/eviction.py``) and their tests take it from there. Another kind of policy is a
+subclass with its own ``_victims``, as the replay's FIFO is. A test says what a policy means
 (``tests/streaming/test_properties.py``).
 """
 
@@ -102,9 +102,10 @@ class SlotTable:
             self.slot_of[e] = slot
 
     def reserve(self, experts: list[int]) -> dict[int, int]:
-        """Choose slots for those of the distinct experts that are not held; evict none of them.
+        """Choose slots for those of the distinct experts that are not held.
 
-        The slots are neither held nor free until ``keep`` or ``release``.
+        Other experts may be evicted for them, and none of ``experts``. The slots are neither held
+        nor free until ``keep`` or ``release``.
         """
         slots = {}
         for e in experts:
