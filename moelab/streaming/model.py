@@ -393,10 +393,13 @@ def _read_experts(modules, facts, checkpoint, config):
         else:
             if name in checkpoint.packed:
                 p = read_experts(checkpoint.packed[name]).astype(p.dtype)
-            mx.eval(p)
+                mx.eval(p)
             resident[name] = p
         modules[owner][param] = p
-    return resident if config.mode != "resident" else {}
+    if config.mode == "resident":  # MLX reads the model at once, which takes less time
+        return {}
+    mx.eval(resident)
+    return resident
 
 
 @contextmanager
