@@ -40,7 +40,7 @@ class _Belady(SlotTable):
 
     def __init__(self, num_slots, rows):
         super().__init__(num_slots)
-        self._uses = {}  # of each expert, the tokens that will need it, the next one last
+        self._uses = {}  # expert to the tokens that will need it, in reverse
         for t in reversed(range(len(rows))):
             for e in rows[t]:
                 self._uses.setdefault(e, [len(rows)]).append(t)
@@ -108,7 +108,7 @@ def _s3_fifo(rows, slots, _):
     small, main, ghosts, uses = deque(), deque(), {}, {}  # ``uses`` has the experts that are held
 
     def evict(queue, need):
-        passed = 0  # needed experts in a row; once all of the queue are, none can be evicted
+        passed = 0  # experts looked at since the last change; all of them are needed
         while passed < len(queue):
             e = queue.popleft()
             if e in need:

@@ -256,7 +256,7 @@ def load_model(path_or_hf_repo: str | Path) -> DFlashModel:
             }
             nn.quantize(model, **bits, class_predicate=lambda p, m: f"{p}.scales" in weights)
         model.load_weights(list(weights.items()))
-        # Call the draft on zeros and evaluate nothing: MLX checks then that types and shapes fit.
+        # Call the draft on zeros, without evaluation: MLX raises if types or shapes do not fit.
         cache, values = model.make_cache(), len(args.target_layer_ids) * args.hidden_size
         model.extend(mx.zeros((1, 1, values)), cache)
         model(mx.zeros((1, args.block_size, args.hidden_size)), cache)

@@ -196,7 +196,7 @@ def _grown(cache, context):
 
 
 def _token_values(model, linears, checkpoint, config, top_k):
-    """The most values that a layer keeps for each token that is computed at once.
+    """The values that the largest layer keeps for each token of a call.
 
     ``linears`` are the matrices of each layer's experts by name. The values take 1.1 to 1.3 times
     the measured bytes of the four layers of notebook 03.

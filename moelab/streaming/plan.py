@@ -1,6 +1,6 @@
 """``plan`` decides how many slots fit, and ``footprint`` says what a loaded model will take.
 
-Both read a model's headers and no weight.
+Both read the headers of a model's files, and no weights.
 
 Notebook 03 shows why: a token is fastest with nearly all of the memory in slots and reads past the
 page cache. Few slots are nearly as fast, because the page cache has the rest of the memory. With

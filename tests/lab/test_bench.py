@@ -319,7 +319,7 @@ def test_an_error_in_a_process_with_a_limit_is_one_line(model_path, monkeypatch,
 
 @pytest.fixture
 def calls(monkeypatch, tmp_path):
-    """The measurements that ``bench`` asks for, none of which is made; it runs in ``tmp_path``."""
+    """The arguments of each measurement that ``bench`` asks for; nothing is measured."""
     seen = []
 
     def measure(*args, **kwargs):
@@ -339,7 +339,7 @@ def calls(monkeypatch, tmp_path):
 
 @pytest.fixture
 def asked(capsys):
-    """Runs a command: its exit status and the last line of stderr."""
+    """A function that runs a command, and gives its exit status and the last line of stderr."""
 
     def run(*argv):
         try:

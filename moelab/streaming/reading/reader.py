@@ -133,7 +133,10 @@ class Reader:
             self._no_demand.set()
 
     def _read_in_pool(self, reads, least_nbytes=1):
-        """Begin to read parts of about equal bytes, one for each reader if large enough."""
+        """Divide the reads into parts of about equal bytes, at most one a reader, and begin them.
+
+        There are fewer parts than readers if they would have fewer than ``least_nbytes`` each.
+        """
         is_table = isinstance(reads, Ranges)
         sizes = reads.table[:, native.NBYTES] if is_table else [r.nbytes for r in reads]
         ends = np.cumsum(sizes)

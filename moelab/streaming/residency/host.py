@@ -1,6 +1,6 @@
 """Keeps experts in pinned memory of the host, from which a kernel in MLX's graph fills GPU slots.
 
-This is for a host that has memory for every expert and a GPU that has not. Nothing need be read
+This is for a machine whose host has memory for all experts and whose GPU has not. Nothing need be read
 again, and the host need not know the routing of a call that has no more (token, expert) pairs than
 there are slots: the kernel looks up which slot an expert is in, evicts the least recently used
 expert for one that is in no slot, and copies it over the bus. So a token is computed without
