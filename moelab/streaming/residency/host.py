@@ -1,8 +1,8 @@
 """Keeps experts in pinned memory of the host, from which a kernel in MLX's graph fills GPU slots.
 
-This is for a machine whose host has memory for all experts and whose GPU has not. Nothing need be read
-again, and the host need not know the routing of a call that has no more (token, expert) pairs than
-there are slots: the kernel looks up which slot an expert is in, evicts the least recently used
+This is for a machine whose host has memory for all experts and whose GPU has not. Nothing need be
+read again, and the host need not know the routing of a call that has no more (token, expert) pairs
+than there are slots: the kernel looks up which slot an expert is in, evicts the least recently used
 expert for one that is in no slot, and copies it over the bus. So a token is computed without
 waiting for the host, as a resident model's is. With another policy than ``lru``, or while routing
 is recorded, the host chooses the slots.
