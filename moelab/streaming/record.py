@@ -35,11 +35,11 @@ class _Recorder:
         calls = [c for c in self.calls if len(c[2]) == self.num_layers]
         if not calls:
             return
-        trace.tokens = np.concatenate([tokens for tokens, _, _ in calls])
-        trace.phase = np.concatenate([np.repeat(phase, len(t)) for t, phase, _ in calls])
-        trace.experts = np.concatenate(
-            [np.stack([layers[i] for i in sorted(layers)], axis=1) for _, _, layers in calls]
-        )
+        tokens, phases, routed = zip(*calls)
+        trace.tokens = np.concatenate(tokens)
+        trace.phase = np.repeat(phases, [len(t) for t in tokens])
+        rows = [np.stack([layers[i] for i in sorted(layers)], axis=1) for layers in routed]
+        trace.experts = np.concatenate(rows)
 
 
 class _Router:
@@ -82,8 +82,11 @@ def _replacing_indices(modules, replace: Callable, innermost=False):
         yield
 
 
-def _sizes(modules):
-    return [m.num_experts if isinstance(m, StreamedExperts) else num_experts(m) for m in modules]
+def _shape(session, modules):
+    """L, K and the largest E."""
+    streamed = [isinstance(m, StreamedExperts) for m in modules]
+    sizes = [m.num_experts if own else num_experts(m) for m, own in zip(modules, streamed)]
+    return len(modules), session.top_k, max(sizes, default=0)
 
 
 @contextmanager
@@ -109,16 +112,11 @@ def record(
     if session.recorder is not None:
         raise ValueError("record: this model is being recorded already.")
     modules = [module for _, module in expert_layers(model)]
-    trace = Trace(
-        np.zeros((0, len(modules), session.top_k), np.uint16),
-        np.zeros(0, "U7"),
-        np.zeros(0, np.int64),
-        max(_sizes(modules), default=0),
-        str(name or getattr(model, "model_type", None) or type(model).__name__),
-        seed,
-        prompt,
-    )
-    recorder = session.recorder = _Recorder(len(modules))
+    L, K, E = _shape(session, modules)
+    name = str(name or getattr(model, "model_type", None) or type(model).__name__)
+    none = np.zeros((0, L, K), np.uint16), np.zeros(0, "U7"), np.zeros(0, np.int64)
+    trace = Trace(*none, E, name, seed, prompt)
+    recorder = session.recorder = _Recorder(L)
 
     def add(layer, indices):
         recorder.add(layer, np.array(indices))
@@ -139,20 +137,19 @@ def record(
 def route_by(model: nn.Module, trace: Trace) -> Iterator[nn.Module]:
     """Let a trace choose the experts, so that a random checkpoint routes like a trained one.
 
-    The router still runs and its scores weigh the experts, so the model's output means nothing,
-    while its reads and its speed are those of the trace's routing. A call with one token takes the
-    next decoded row, a call with more takes the next prompt rows, and after the last row comes the
-    first. A trace that has only decoded or only prompt rows serves both kinds of calls. ``record``
-    records the trace's choices. A prefetcher that asks the next layer's router gets its answer.
+    The model's output means nothing, while its reads and its speed are those of the trace's
+    routing. A call with one token takes the next decoded row, a call with more takes the next
+    prompt rows, and after the last row comes the first. A trace that has only decoded or only
+    prompt rows serves both kinds of calls. ``record`` records the trace's choices. A prefetcher
+    that asks the next layer's router gets its answer.
     """
     session = session_of(model)
     modules = [module for _, module in expert_layers(model)]
     names = "L (MoE layers)", "K (experts per token)", "E (experts)"
-    want = len(modules), session.top_k, max(_sizes(modules), default=0)
-    got = *trace.experts.shape[1:], trace.num_experts
+    shapes = zip(names, _shape(session, modules), (*trace.experts.shape[1:], trace.num_experts))
     wrong = [
         f"{name} {of_model} of the model, {of_trace} of the trace"
-        for name, of_model, of_trace in zip(names, want, got)
+        for name, of_model, of_trace in shapes
         if of_model != of_trace
     ]
     if wrong or not len(trace):
