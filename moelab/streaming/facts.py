@@ -1,8 +1,4 @@
-"""``ModelFacts``: what a model is made of, asked once before a weight is read.
-
-They follow from the shapes and types of the model that ``build_model`` makes, and from a call with
-two tokens of which nothing is evaluated.
-"""
+"""``ModelFacts``: what a model is made of, asked once before a weight is read."""
 
 import re
 from collections import Counter
@@ -17,7 +13,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from .. import kernels
 from ..checkpoint import Checkpoint, ExpertTensor, try_out
-from ..experts import expert_modules, expert_parameters, locate_experts
+from ..experts import expert_modules, expert_parameters, locate_experts, num_experts
 from .build import build_model
 from .config import StreamConfig
 from .handover import FEW_TOKENS
@@ -84,13 +80,21 @@ class ModelFacts:
         """The bytes of everything but the slots that stays in memory."""
         return self.backbone_nbytes + self.resident_nbytes
 
+    def few_nbytes(self, tokens: int) -> int:
+        """The bytes of a call's arrays if it has few tokens, with their logits."""
+        return min(tokens, FEW_TOKENS) * self.token_nbytes + self.logits_nbytes
+
+    def arrays_nbytes(self, tokens: int) -> int:
+        """The bytes of a call's arrays; its others are free when its logits are computed."""
+        return max(tokens * self.token_nbytes, self.few_nbytes(tokens))
+
 
 def facts_of(
     model: nn.Module, checkpoint: Checkpoint, config: StreamConfig, top_k: int
 ) -> ModelFacts:
-    """Find the facts about a model of ``build_model``, partly by a call without evaluation.
+    """Find the facts about a model of ``build_model`` and a ``resolved`` configuration.
 
-    ``config`` is its ``resolved`` configuration.
+    They follow from shapes and types, and from a call with two tokens that is not evaluated.
     """
     caches = []
 
@@ -103,10 +107,11 @@ def facts_of(
     parameters = {path: expert_parameters(m) for path, m in modules.items()}
     every = {f"{path}.{name}": p for path, named in parameters.items() for name, p in named.items()}
     streams, located = config.mode != "resident", locate_experts(model, checkpoint)
-    resident = [name for name, p in every.items() if not streams or _stays_resident(p)]
+    # Additive biases and tensor-wide scales are small beside an expert's matrices.
+    resident = [name for name, p in every.items() if not streams or p.ndim <= 2]
     in_slots = every.keys() - resident
     sizes = [sum(p.nbytes for p in named.values()) for named in parameters.values()]
-    counts = [len(next(iter(named.values()))) for named in parameters.values()]
+    counts = [num_experts(module) for module in modules.values()]
     first = next(iter(modules), None)
     linears = [
         {linear: module[linear] for linear in {name.split(".")[0] for name in parameters[path]}}
@@ -147,17 +152,9 @@ def facts_of(
 
 def _activation_dtype(model):
     """The type of the activations, which is that of the embedding."""
-    types = [(name, p.dtype) for name, p in tree_flatten(model.parameters())]
-    floating = [(name, dtype) for name, dtype in types if mx.issubdtype(dtype, mx.floating)]
-    return next((dtype for name, dtype in floating if "embed" in name), floating[0][1])
-
-
-def _stays_resident(p: mx.array) -> bool:
-    """Whether a parameter ``[E, ...]`` stays in memory for all E experts.
-
-    Additive biases and tensor-wide scales do, as they are small beside an expert's matrices.
-    """
-    return p.ndim <= 2
+    types = {name: p.dtype for name, p in tree_flatten(model.parameters())}
+    floating = {name: t for name, t in types.items() if mx.issubdtype(t, mx.floating)}
+    return floating[next((name for name in floating if "embed" in name), next(iter(floating)))]
 
 
 def grown_nbytes(caches: list, context: int) -> int:

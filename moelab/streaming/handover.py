@@ -9,8 +9,8 @@ from .. import kernels
 from . import cuda
 
 # The most tokens of a batch, or of drafts with the token before them. A call of more is a prompt:
-# its outputs and recurrent states are evaluated on the way, since they are large, its last logits
-# may wait (``lazy_logits``), and slots lend memory to it.
+# its large outputs and states are evaluated on the way, its last logits may wait (``lazy_logits``),
+# and slots lend memory to it.
 FEW_TOKENS = 64
 
 
@@ -22,9 +22,7 @@ class Handover:
 
     def __init__(self, through_pinned: bool):
         self.mailbox = cuda.Mailbox() if through_pinned and cuda.available() else None
-        # The last layer's output, or an array that depends on it. Until it is evaluated it reads
-        # slots.
-        self.pending = []
+        self.pending = []  # the last layer's output, or what depends on it; it may read slots yet
 
     def routing(
         self,
@@ -35,8 +33,8 @@ class Handover:
     ) -> np.ndarray:
         """Evaluate the experts ``[..., K]`` of a call, and the output of the layer before.
 
-        A later call may overwrite that layer's slots. ``beside`` is evaluated too if MLX moves the
-        numbers, as it must with ``needs_beside``. ``meanwhile`` is called before this thread waits.
+        ``beside`` is evaluated too if MLX moves the numbers, as it must with ``needs_beside``.
+        ``meanwhile`` is called before this thread waits.
         """
         if self.mailbox and indices.size <= cuda.MAILBOX_SIZE and not needs_beside:
             self.mailbox.post(indices, *(self.pending or [indices]))
@@ -53,10 +51,7 @@ class Handover:
     def to_device(
         self, numbers: np.ndarray, indices: mx.array, copies: Sequence[cuda.Copy] = ()
     ) -> mx.array:
-        """Make a uint32 array of the host's numbers for the call whose routing was evaluated last.
-
-        The GPU makes ``copies`` before that call computes; they need a ``mailbox``.
-        """
+        """A uint32 array of the host's numbers; the GPU makes ``copies`` before they are used."""
         if self.mailbox and numbers.size <= cuda.MAILBOX_SIZE:
             return self.mailbox.send(numbers, indices, copies)
         return kernels.to_mlx(numbers)

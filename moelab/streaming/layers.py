@@ -2,8 +2,8 @@
 
 A layer takes the place of mlx-lm's ``SwitchGLU`` and is called like it: ``x [..., D]`` and
 ``indices [..., K]`` give ``[..., K, D]``. ``Stacked`` and ``Fused`` get their experts from the
-residency (``residency``), in slots. They compute with all of a call's experts at once, or part by
-part as they arrive. The modes without slots are in ``rungs``.
+residency, in slots, and compute with all of a call's experts at once, or part by part as they
+arrive. The modes without slots are in ``rungs``.
 """
 
 from collections.abc import Sequence
@@ -49,12 +49,12 @@ class StreamedExperts(nn.Module):
         self._owners = self.owned = None
         if session.ranks:
             self._owners = session.ranks.owners(self.num_experts, layer)
-            self.owned = session.ranks.owned(self.num_experts, layer)
+            self.owned = self._owners == session.ranks.rank
         # If set, a call hands the indices to it and computes nothing: a prefetcher asks the router.
         # It is not a hook, because ``recover`` must remove it after an interrupt at any line.
         self.probe = None
-        # Takes memory for a number of experts. It does not refer to this layer: a cycle would keep
-        # the memory of a model that is gone.
+        # Takes memory for a number of experts. It does not refer to this layer, as a cycle would
+        # keep the memory of a model that is gone.
         resident = {k: v for k, v in session.resident.items() if k.startswith(path + ".")}
         self._take_bank = partial(SlotBank, module, path, session.located, resident)
 
@@ -89,15 +89,13 @@ class StreamedExperts(nn.Module):
                 mx.eval(y)  # the fast kernels computed it already
                 pending = []  # else the prompt's output, which is large, would stay in memory
         else:
-            y, after = self._compute_owned(x, indices, routed)
-            pending = [after]
+            y, *pending = self._compute_owned(x, indices, routed)
         session.handover.pending = pending
         mx.async_eval(pending)  # compute while Python builds the graph of the next layers
         self._prefetch_next(asked)
         return y
 
     def _count(self, routed):
-        """Count a call whose routing is known."""
         session = self.session
         if routed.shape[-1] > session.top_k:
             raise ValueError(
@@ -155,9 +153,8 @@ class StreamedExperts(nn.Module):
 class Stacked(StreamedExperts, kernels.FastExperts):
     """Keeps S slots in one array for each projection, so that one gather computes a projection.
 
-    An expert stays in its slot until it is evicted, or the slot is given back. A call that needs
-    more experts than there are slots is computed in parts, and reads an expert at most once. This
-    is SwiftLM PR 90.
+    A call that needs more experts than there are slots is computed in parts, and reads an expert at
+    most once. This is SwiftLM PR 90.
     """
 
     gate_with_up = False  # not named ``fuse``: mlx_lm.fuse takes such a module for an adapter
@@ -166,12 +163,8 @@ class Stacked(StreamedExperts, kernels.FastExperts):
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
         fuse = self.gate_with_up and can_fuse(module)
-        self.slots = session.residency.add(
-            partial(self._take_bank, fuse=fuse),
-            self.num_experts,
-            self.owned,
-            session.config,
-        )
+        take = partial(self._take_bank, fuse=fuse)
+        self.slots = session.residency.add(take, self.num_experts, self.owned, session.config)
 
     def read(self, experts: list[int]) -> None:
         """Read at most S distinct experts into slots as a call does; compute nothing."""
@@ -230,8 +223,7 @@ class Stacked(StreamedExperts, kernels.FastExperts):
         session = self.session
         if session.recorder is not None:
             return None
-        slots = session.residency.slots_in_graph(self.index, indices)
-        if slots is None:
+        if (slots := session.residency.slots_in_graph(self.index, indices)) is None:
             return None
         session.counters.calls += 1
         y = self.slots.bank.experts(x, slots)

@@ -1,9 +1,8 @@
-"""Prefetching: guesses of the experts that a layer will need, before it is called.
+"""Prefetching: while one layer runs, a prefetcher guesses which experts another layer will need.
 
-While one layer runs, a prefetcher guesses which experts another layer will need, and the residency
-reads them on background threads. Reads that a layer waits for come first. Reads that have not begun
-when the guessed layer is called are cancelled. A guess evicts experts of the layer that it is for,
-but none that it names.
+The residency reads them on background threads. Reads that a layer waits for come first. Reads that
+have not begun when the guessed layer is called are cancelled. A guess evicts experts of the layer
+that it is for, but none that it names.
 """
 
 import mlx.core as mx
@@ -25,10 +24,7 @@ class Prefetcher:
         return []
 
     def guess(self, layer: int, asked: list) -> tuple[int, np.ndarray] | None:
-        """Guess the next layer and its experts, ``[..., K]``, from the evaluated arrays of ``ask``.
-
-        None if the prefetcher has no guess.
-        """
+        """The next layer and a guess of its experts, ``[..., K]``, from the arrays of ``ask``."""
         raise NotImplementedError
 
 
@@ -36,8 +32,7 @@ class Lookahead(Prefetcher):
     """Asks the next layer's router with this layer's hidden state (MoE-Infinity; ds4 issue 849).
 
     A block of ``kernels`` gives its router's choice alone. Any other block is called with this
-    block's input, and its experts hand over the router's choice. MLX is lazy and computes no more
-    than that; the fast kernels also compute the block's other modules, as a shared expert.
+    block's input, and its experts hand over the router's choice.
     """
 
     def ask(self, layer: int, x: mx.array | kernels.Rows) -> list:
@@ -67,14 +62,9 @@ class Lookahead(Prefetcher):
 
 
 class Oracle(Prefetcher):
-    """Guesses the experts that a recorded trace names: the upper bound for such guesses.
+    """Guesses the experts that a recorded trace names, until its last token: the upper bound."""
 
-    It guesses nothing before ``set_trace``, nor after the trace's last token.
-    """
-
-    def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
-        super().__init__(layers, blocks)
-        self._rows, self._next = (), 0
+    _rows, _next = (), 0
 
     def set_trace(self, trace: Trace) -> None:
         """Guess by the decoded tokens of a trace of this model and prompt, from the first on."""
