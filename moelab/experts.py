@@ -45,15 +45,12 @@ def num_experts(module: nn.Module) -> int:
 
 def read_experts(tensor: ExpertTensor) -> mx.array:
     """Read one parameter of all experts: ``[E, ...]`` in the type on disk."""
-    rows = np.empty((len(tensor.offsets), tensor.nbytes), np.uint8)
-    for row, file, offset in zip(rows, tensor.files, tensor.offsets):
-        with open(file, "rb", buffering=0) as f:
-            f.seek(offset)
-            if f.readinto(row) != tensor.nbytes:
-                raise CheckpointError(
-                    f"{file}: {tensor.name}: the file ends before byte {offset + tensor.nbytes}."
-                )
-    return mx.array(rows).view(tensor.dtype).reshape(len(rows), *tensor.shape)
+    rows, nbytes = [], tensor.nbytes
+    for file, offset in zip(tensor.files, tensor.offsets):
+        rows.append(np.fromfile(file, np.uint8, nbytes, offset=offset))
+        if len(rows[-1]) < nbytes:
+            raise CheckpointError(f"{file}: {tensor.name}: it ends before byte {offset + nbytes}.")
+    return mx.array(np.stack(rows)).view(tensor.dtype).reshape(len(rows), *tensor.shape)
 
 
 def locate_experts(model: nn.Module, checkpoint: Checkpoint) -> dict[str, ExpertTensor]:

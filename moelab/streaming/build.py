@@ -52,7 +52,7 @@ def build_model(
     found, built = _find_top_k(own), None
     if found is None:  # the configuration leaves K to the family's default
         built = build(model_config)
-        found = _default_top_k(built[0], own)
+        found = _find_top_k(own, built[0])
     if config.top_k is not None and found is not None:
         holder, key, _ = found
         changed = {key: config.top_k}
@@ -78,25 +78,22 @@ def build_model(
     return model, model_config, top_k
 
 
-def _find_top_k(config):
-    """Find K in a configuration: the dictionary, its key and K; None if it does not say."""
-    for holder in (config.get("text_config") or {}, config):
+def _find_top_k(config, model=None):
+    """Find K: the dictionary that says or would say it, its key and K; None if nothing says it.
+
+    A model says it, as its family's class assumes it, where the configuration does not.
+    """
+    text = config.get("text_config") or {}
+    said = [(text, text), (config, config)]
+    if model is not None:
+        inside = (getattr(m, name, None) for m in model.modules() for name in ("args", "config"))
+        said = [(getattr(args, "__dict__", {}), text or config) for args in inside]
+    for values, holder in said:
         for key in TOP_K_KEYS:
-            values = holder.get(key)
-            values = values if isinstance(values, list) else [values]
-            if values and all(type(value) is int for value in values):
-                return holder, key, max(values)
-    return None
-
-
-def _default_top_k(model, config):
-    """Find K as the family's class assumes it, and where a configuration would say it."""
-    text = config.get("text_config")
-    for module in model.modules():
-        for args in (getattr(module, "args", None), getattr(module, "config", None)):
-            for key in TOP_K_KEYS:
-                if type(value := getattr(args, key, None)) is int:
-                    return text if isinstance(text, dict) else config, key, value
+            K = values.get(key)
+            K = K if isinstance(K, list) else [K]
+            if K and all(type(k) is int for k in K):
+                return holder, key, max(K)
     return None
 
 

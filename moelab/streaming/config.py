@@ -42,8 +42,7 @@ class Option:
     only_in_python: Collection[str] = ()  # the choices that the commands do not take
     bounds: tuple[int, int] | None = None  # the least and the most of a whole number
     modes: Collection[str] = MODES  # the modes in which the field has an effect
-    # What the other modes lack: they refuse any value but the default. If empty, they ignore it.
-    needs: str = ""
+    needs: str = ""  # what other modes lack, which refuse the field then; if empty, they ignore it
     for_auto: bool = False  # whether the field has an effect with ``slots="auto"`` alone
     environment: tuple[str, ...] = ()  # the variables that ``StreamConfig.from_env`` reads
 
@@ -146,8 +145,7 @@ class StreamConfig:
         "of misses; host: a CUDA GPU's host keeps all experts (default: {default})",
         "host is pinned memory for every expert, filled while loading; it needs cuda-bindings and "
         "goes without prefetch. If the policy is lru and nothing is recorded, the GPU fills its "
-        "slots from there by itself in a call of at most S (token, expert) pairs, and the host "
-        "does not wait for its routing.",
+        "slots by itself in a call of at most S (token, expert) pairs.",
         choices=("disk", "host"),
         modes=SLOT_MODES,
         needs="slots that the GPU fills",
@@ -188,10 +186,9 @@ class StreamConfig:
     kernels: str = _option(
         "auto",
         "what computes on a CPU: MLX's, or fast (default: {default})",
-        "fast (moelab/kernels; needs llvmlite) computes matrices, attention and recurrences. It is "
-        "many times as fast, rounds differently, divides large products over the cores and has no "
-        "gradients: in mode resident, call model.train() for those. auto: fast where it can be "
-        "used and activations are float32.",
+        "fast (needs llvmlite) computes matrices, attention and recurrences. It is many times as "
+        "fast, rounds differently and has no gradients: in mode resident, call model.train() for "
+        "those. auto: fast where it can be used and activations are float32.",
         choices=("auto", "mlx", "fast"),
     )
     lazy_logits: bool = _option(

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import kernels
-from ..checkpoint import Checkpoint, CheckpointError, describe, read_header, read_json
+from ..checkpoint import Checkpoint, CheckpointError, describe, read_header, read_json, readable
 from ..experts import read_experts
 from ..memory import return_free_memory
 from .build import build_model, place_experts
@@ -29,15 +29,13 @@ from .config import StreamConfig
 from .facts import facts_of
 from .fused import give_room
 from .handover import FEW_TOKENS
-from .layers import Fused, Stacked, moe_blocks
+from .layers import LAYERS, moe_blocks
 from .plan import plan_of
 from .prefetch import PREFETCHERS
 from .ranks import Ranks
 from .residency import host
-from .rungs import Buffers, Serial
 from .session import Session, recurrent_states, session_of, stats
 
-LAYERS = {"serial": Serial, "buffers": Buffers, "stacked": Stacked, "fused": Fused}
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 
 
@@ -205,13 +203,9 @@ def load(
 
 def find(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
     """Find the folder of a model, which a Hub repository is downloaded to if it is not here yet."""
-    try:
+    what = f"{path_or_hf_repo}: expected a model folder or a Hub repository, found no such folder,"
+    with readable(f"{what} and the Hub does not give it:", "Look at the name."):
         return Path(mlx_lm_utils._download(path_or_hf_repo, revision=revision))
-    except (OSError, ValueError) as e:
-        raise CheckpointError(
-            f"{path_or_hf_repo}: expected a model folder or a Hub repository, found no such "
-            f"folder, and the Hub does not give it ({describe(e)})."
-        ) from e
 
 
 def tokenizer_of(
@@ -323,16 +317,12 @@ def _load_adapters(model, path):
     given, names = read_json(settings).get("lora_parameters"), read_header(weights)
     if isinstance(model, StreamedModel):
         model.refuse_experts(names)
-    try:
+    what = f"{path}: expected adapters of this model, mlx-lm cannot load them:"
+    with readable(what, "Train them again with mlx_lm.lora, or leave them out."):
         if given and not isinstance(given.get("scale", 1), (int, float)):
             raise ValueError(f"a scale of {given['scale']!r}")  # mlx-lm uses it in a call only
         mlx_lm_utils.load_adapters(model, path)
         _evaluate(model.eval())
-    except Exception as e:  # strange settings raise many types of errors in mlx-lm's code
-        raise CheckpointError(
-            f"{path}: expected adapters of this model, mlx-lm cannot load them: {describe(e)}. "
-            "Train them again with mlx_lm.lora, or leave them out."
-        ) from e
 
 
 def close(model: nn.Module) -> None:

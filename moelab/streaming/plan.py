@@ -60,9 +60,9 @@ class Plan:
     """
 
     facts: ModelFacts = field(repr=False)
-    config: StreamConfig  # with these slots, and the ``context`` and ``reserved_nbytes`` there is
+    config: StreamConfig  # the given one, with these slots
     slots: int  # in each layer (S)
-    # Slots that stay while ``prompt_tokens`` are computed; the others lend the prompt their memory.
+    # Slots that stay while a prompt is computed; the others lend it their memory.
     prompt_slots: int
     memory_nbytes: int  # that the process may take beside what it holds already
     system_nbytes: int  # other available bytes, which are left to the system

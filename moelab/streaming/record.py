@@ -19,8 +19,7 @@ from .trace import PHASES, Trace, TraceError
 class _Recorder:
     """Keeps the routing of each call; a call in which fewer layers have run has failed."""
 
-    def __init__(self, num_layers):
-        self.num_layers = num_layers
+    def __init__(self):
         self.calls = []  # (token ids, phase, {layer: routed})
 
     def begin(self, inputs, phase):
@@ -32,14 +31,13 @@ class _Recorder:
         self.calls[-1][2][layer] = routed.reshape(-1, routed.shape[-1]).astype(np.uint16)
 
     def fill(self, trace):
-        calls = [c for c in self.calls if len(c[2]) == self.num_layers]
-        if not calls:
-            return
-        tokens, phases, routed = zip(*calls)
-        trace.tokens = np.concatenate(tokens)
-        trace.phase = np.repeat(phases, [len(t) for t in tokens])
-        rows = [np.stack([layers[i] for i in sorted(layers)], axis=1) for layers in routed]
-        trace.experts = np.concatenate(rows)
+        calls = [c for c in self.calls if len(c[2]) == trace.experts.shape[1]]
+        if calls:
+            tokens, phases, routed = zip(*calls)
+            trace.tokens = np.concatenate(tokens)
+            trace.phase = np.repeat(phases, [len(t) for t in tokens])
+            rows = [np.stack([layers[i] for i in sorted(layers)], axis=1) for layers in routed]
+            trace.experts = np.concatenate(rows)
 
 
 class _Router:
@@ -116,13 +114,13 @@ def record(
     name = str(name or getattr(model, "model_type", None) or type(model).__name__)
     none = np.zeros((0, L, K), np.uint16), np.zeros(0, "U7"), np.zeros(0, np.int64)
     trace = Trace(*none, E, name, seed, prompt)
-    recorder = session.recorder = _Recorder(L)
+    recorder = session.recorder = _Recorder()
 
     def add(layer, indices):
         recorder.add(layer, np.array(indices))
         return indices
 
-    # A streamed layer evaluates the indices anyway and hands them to the recorder itself.
+    # A streamed layer hands the indices to the recorder itself.
     resident = [] if session.layers else modules
     try:
         # Innermost: a trace that ``route_by`` puts in the router's place is recorded.

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import ArraysCache
 from ..checkpoint import FORKED, describe
 from ..memory import keep_no_holes, return_free_memory
 from .config import StreamConfig
-from .counters import Counters, Counting, Stats
+from .counters import Counting, Stats
 from .facts import ModelFacts, leaves
 from .handover import FEW_TOKENS, Handover
 from .plan import Plan
@@ -77,11 +77,6 @@ class Session:
             keep_no_holes()
 
     @property
-    def counters(self) -> Counters:
-        """The counters of the last call's phase."""
-        return self.counting.now
-
-    @property
     def is_in_call(self) -> bool:
         """Whether the calling thread is in a call of this model."""
         return self._caller == threading.get_ident()
@@ -134,7 +129,7 @@ class Session:
         self.handover.pending = []
         self.residency.recover()
         for layer in self.layers:
-            layer.recover()
+            layer.probe = None
 
     def begin(self, inputs: mx.array, caches: list | None = None) -> None:
         """Count a call of the whole model, or a part of one, for token ids ``[B, T]``.

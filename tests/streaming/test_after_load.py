@@ -6,6 +6,7 @@ import inspect
 import json
 import shutil
 import sys
+from dataclasses import replace
 
 import families
 import mlx.core as mx
@@ -158,19 +159,17 @@ def test_model_config_changes_what_mlx_lm_lets_it_change(path):
     text = json.loads((path / "config.json").read_text())["text_config"]
     rope = {"rope_theta": 100.0, "rope_parameters": {"rope_theta": 100.0, "type": "default"}}
     changes = {"text_config": {**text, **rope}}
-    for top_k in (None, 1):
-        resident, streamed = (
-            load_model(path, moelab.StreamConfig(**fields, top_k=top_k), model_config=changes)[0]
-            for fields in ({"mode": "resident"}, {"slots": K})
-        )
-        plain, _ = load_model(path, moelab.StreamConfig(slots=K, top_k=top_k))
-        with resident, streamed, plain:
-            np.testing.assert_allclose(answer(streamed), answer(resident), atol=1e-4)
-            assert np.abs(answer(plain) - answer(streamed)).max() > 1e-3
+
+    def answers(model_config, **fields):
+        with load_model(path, replace(CONFIG, **fields), model_config=model_config)[0] as model:
+            return answer(model)
+
     changed, _ = mlx_lm_utils.load_model(path, model_config=changes)
     changed.set_dtype(mx.float32)
-    with load_model(path, CONFIG, model_config=changes)[0] as model:
-        np.testing.assert_allclose(answer(model), answer(changed), atol=1e-4)
+    np.testing.assert_allclose(answers(changes), answer(changed), atol=1e-4)
+    streamed, resident = answers(changes, top_k=1), answers(changes, top_k=1, mode="resident")
+    np.testing.assert_allclose(streamed, resident, atol=1e-4)
+    assert np.abs(answers(None, top_k=1) - streamed).max() > 1e-3
 
 
 TRAINING = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}

@@ -56,22 +56,18 @@ def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
     """Of this layer and the next one what is not held, while there is room for it."""
     with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
         session, asked = session_of(model), []
-        nbytes = session.layers[0].slots.bank.expert_nbytes
-        monkeypatch.setattr(ahead, "memory_available", lambda: 2 * room * nbytes)
+        banks, L = [layer.slots.bank for layer in session.layers], len(session.layers)
+        monkeypatch.setattr(ahead, "memory_available", lambda: 2 * room * banks[0].expert_nbytes)
         of = {
-            layer.slots.bank.places([e]).__next__()[0][1]: (layer.index, e)
-            for layer in session.layers
-            for e in range(E)
+            next(bank.places([e]))[0][1]: (i, e) for i, bank in enumerate(banks) for e in range(E)
         }
 
         def read_ahead(places):
-            found = [of[place[0][1]] for place in places]
-            assert all(e not in session.layers[i].slots.table.slot_of for i, e in found)
-            asked.append(found)
+            asked.append([of[place[0][1]] for place in places])
+            assert all(e not in session.layers[i].slots.table.slot_of for i, e in asked[-1])
 
         monkeypatch.setattr(session.reader, "read_ahead", read_ahead)
         mx.eval(model(mx.repeat(PROMPT, 5, axis=1)))
-        L = len(session.layers)
         assert len(asked) == 2 * L  # before the first layer, and in each for two but in the last
         assert asked[0] == [(0, e) for e in range(E)][:room]
         for i in range(L):
@@ -156,17 +152,17 @@ def test_a_recorded_trace_is_the_routing(path):
 def test_footprint_is_what_load_takes(path, mode):
     config = moelab.StreamConfig(mode=mode, slots=K + 1)
     predicted = moelab.footprint(path, config)
-    model, _ = load_model(path, config)
-    held = sum(p.nbytes for _, p in tree_flatten(model.parameters()))
-    if mode == "resident":
-        assert held == predicted.total_nbytes
-        return
-    assert held == predicted.backbone_nbytes
-    assert sum(p.nbytes for p in session_of(model).resident.values()) == predicted.resident_nbytes
-    if mode in ("stacked", "fused"):
-        banks = [own.bank for own in session_of(model).residency.layers]
-        assert sum(b.expert_nbytes * b.num_slots for b in banks) == predicted.slots_nbytes
-    moelab.close(model)
+    with load_model(path, config)[0] as model:
+        session = session_of(model)
+        held = sum(p.nbytes for _, p in tree_flatten(model.parameters()))
+        is_resident = mode == "resident"
+        assert held == (predicted.total_nbytes if is_resident else predicted.backbone_nbytes)
+        if not is_resident:
+            kept = sum(p.nbytes for p in session.resident.values())
+            assert kept == predicted.resident_nbytes
+        if mode in ("stacked", "fused"):
+            banks = [own.bank for own in session.residency.layers]
+            assert sum(b.expert_nbytes * b.num_slots for b in banks) == predicted.slots_nbytes
 
 
 @pytest.mark.parametrize(
