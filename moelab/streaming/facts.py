@@ -202,8 +202,9 @@ def _token_values(model, linears, checkpoint, config, top_k):
     for named in linears:
         inputs, outputs = zip(*((m.input_dims, m.output_dims) for m in named.values()))
         D = max(D, named.get("down_proj", named.get("fc2")).output_dims)
-        if fast and all(map(_at_once, named.values())):
-            # The result, the results of gate and up, and as much for the last matrix's input.
+        if fast and all(kernels.fits(m) and "bias" not in m for m in named.values()):
+            # They are computed in one call: it keeps the result, the results of gate and up, and as
+            # much for the last matrix's input.
             pairs = D + 2 * (sum(outputs) - D)
         else:
             pairs = sum(inputs) + sum(outputs) + D
@@ -214,11 +215,6 @@ def _token_values(model, linears, checkpoint, config, top_k):
     heads = text.get("num_attention_heads")
     scores = heads * config.context if isinstance(heads, int) else 0
     return most + BLOCK_VALUES * D + scores
-
-
-def _at_once(linear):
-    """Whether the fast kernels take this matrix, and compute several experts' in one call."""
-    return kernels.fits(linear) and "bias" not in linear
 
 
 def _outputs(model):

@@ -60,16 +60,11 @@ class PaddedLinear(QuantizedSwitchLinear):
 def give_room(module: nn.Module) -> None:
     """Make short projections ``PaddedLinear``, with room behind them for MLX's CUDA kernel."""
     for linear in module.modules() if mx.cuda.is_available() else ():
-        if is_short(linear):
+        quantized = type(linear) is QuantizedSwitchLinear
+        if quantized and linear.input_dims < TILES * max(TILE, linear.group_size):
             linear.__class__, w = PaddedLinear, linear.weight
             room = mx.zeros(PADDING_NBYTES // w.dtype.size, w.dtype)
             linear.weight = mx.concatenate([w.flatten(), room])[: w.size].reshape(w.shape)
-
-
-def is_short(linear: nn.Module) -> bool:
-    """Whether the CUDA kernel reads past the last row of this projection's input."""
-    quantized = type(linear) is QuantizedSwitchLinear
-    return quantized and linear.input_dims < TILES * max(TILE, linear.group_size)
 
 
 def can_fuse(experts: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from ..checkpoint import FORKED, describe
 from ..memory import keep_no_holes, return_free_memory
 from .config import StreamConfig
 from .counters import Counting, Stats
+from .cuda import MAILBOX_SIZE
 from .facts import ModelFacts, leaves
 from .handover import FEW_TOKENS, Handover
 from .plan import Plan
@@ -160,9 +161,18 @@ class Session:
         self.room.look_in_prompt()
 
     def routing(self, indices: mx.array, asked: list[mx.array]) -> np.ndarray:
-        """Evaluate the routing ``[..., K]`` of a layer's call, and the arrays in ``asked``."""
-        beside = [*asked, *recurrent_states(self._caches)] if self._caches else asked
-        routed = self.handover.routing(indices, beside, self.residency.settle, bool(asked))
+        """Evaluate the routing ``[..., K]`` of a call, ``asked``, and what still reads slots."""
+        handover, mailbox = self.handover, self.handover.mailbox
+        if mailbox and indices.size <= MAILBOX_SIZE and not asked:
+            mailbox.post(indices, *(handover.pending or [indices]))
+            # It comes first, because watching the mailbox keeps other threads from the GIL.
+            self.residency.settle()
+            routed = mailbox.collect(indices)
+        else:
+            self.residency.settle()
+            mx.eval(indices, handover.pending, asked, *recurrent_states(self._caches))
+            routed = np.array(indices)
+        handover.pending = []
         self.room.look_in_prompt()
         if self.ranks:
             self.ranks.answered()
