@@ -71,6 +71,11 @@ class ModelFacts:
         return max(self.experts.values(), default=0)
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        """L, K and E, as of a trace of the model."""
+        return self.num_layers, self.top_k, self.num_experts
+
+    @property
     def slot_nbytes(self) -> int:
         """The bytes of one slot in every layer."""
         return sum(self.expert_nbytes)

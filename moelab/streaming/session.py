@@ -48,7 +48,7 @@ class Session:
         ranks: Ranks | None,
     ):
         self.config, self.dtype, self.top_k, self.plan = config, facts.dtype, facts.top_k, plan
-        self.ranks, self.resident, self.layers = ranks, resident, []
+        self.facts, self.ranks, self.resident, self.layers = facts, ranks, resident, []
         self.fast_experts = False  # whether a layer's experts compute with the fast kernels
         self.handover = Handover(through_pinned=bool(facts.located))
         mailbox = self.handover.mailbox
