@@ -49,10 +49,10 @@ def route_by(model: nn.Module, trace: Trace) -> Iterator[nn.Module]:
     that asks the next layer's router gets its answer.
     """
     names = "L (MoE layers)", "K (experts per token)", "E (experts)"
-    shapes = zip(names, session_of(model).facts.shape, (*trace.experts.shape[1:], trace.num_experts))
+    got = *trace.experts.shape[1:], trace.num_experts
     wrong = [
         f"{name} {of_model} of the model, {of_trace} of the trace"
-        for name, of_model, of_trace in shapes
+        for name, of_model, of_trace in zip(names, session_of(model).facts.shape, got)
         if of_model != of_trace
     ]
     if wrong or not len(trace):
