@@ -6,8 +6,11 @@ A new family of mlx-lm streams without a change to this package if its experts a
 ``tests/helpers/families.py``: the tests fail until they are there, then run it in every mode.
 """
 
+import zlib
+
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_map_with_path
 
 from .. import kernels
@@ -176,4 +179,7 @@ def place_experts(modules: list[tuple[str, nn.Module]], config: StreamConfig, ra
             "(moelab.record)."
         )
     rows = trace.decode.experts if len(trace.decode) else trace.experts
-    ranks.place([balanced(rows[:, [i]], E, ranks.size)[0] for i, E in enumerate(sizes)])
+    placement = [balanced(rows[:, [i]], E, ranks.size)[0] for i, E in enumerate(sizes)]
+    digest = zlib.crc32(np.concatenate(placement).astype(np.uint32))
+    ranks.compare({where: f"a placement with digest {digest:08x}"})
+    ranks.placement = placement

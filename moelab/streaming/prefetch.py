@@ -14,18 +14,17 @@ from .trace import Trace
 
 
 class Prefetcher:
-    """Guesses which experts the next layer will need; ``blocks`` are those that call ``layers``."""
+    """Guesses which experts the next layer will need; ``blocks`` are those that call ``layers``.
+
+    ``guess`` gives that layer and its experts, ``[..., K]``, or None if there is no guess.
+    """
 
     def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
         self._layers, self._blocks = layers, blocks
 
     def ask(self, layer: int, x: mx.array | kernels.Rows) -> list:
-        """Arrays to evaluate with the routing of a layer, whose input is ``[..., D]``."""
+        """Arrays for ``guess``, to evaluate with the routing of a layer, whose input is ``x``."""
         return []
-
-    def guess(self, layer: int, asked: list) -> tuple[int, np.ndarray] | None:
-        """The next layer and a guess of its experts, ``[..., K]``, from the arrays of ``ask``."""
-        raise NotImplementedError
 
 
 class Lookahead(Prefetcher):

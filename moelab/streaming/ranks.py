@@ -119,7 +119,7 @@ class Ranks:
     def __init__(self, group: mx.distributed.Group):
         self._group, self.rank, self.size = group, group.rank(), group.size()
         self._told = False  # whether the others know that something failed here
-        self._owners = None  # the rank of each layer's experts; None: by number
+        self.placement = None  # the rank of each layer's experts, ``[E]``; None: by number
         self._calls = 0  # calls of ``join`` so far
         # The last call's layer, what each rank said of its routing, and what this one said.
         self._checks = None
@@ -150,15 +150,6 @@ class Ranks:
                     ranks.gather({"error": describe(e)})
             raise
 
-    def place(self, owners: list[np.ndarray]) -> None:
-        """Divide the experts by a list of each layer's owners, ``[E]``, in place of by number.
-
-        Each rank must own as many as by number, and all ranks must be given the same list.
-        """
-        digest = zlib.crc32(np.concatenate(owners).astype(np.uint32))
-        self.compare({"StreamConfig.ranks_trace": f"a placement with digest {digest:08x}"})
-        self._owners = owners
-
     def owners(self, num_experts: int, layer: int | None = None) -> np.ndarray:
         """The rank that holds and reads each expert of a layer, ``[E]``; by number without one."""
         if num_experts < self.size:
@@ -166,9 +157,9 @@ class Ranks:
                 f"group: expected at most {num_experts} ranks, one for each expert of a layer, got "
                 f"{self.size}. Start fewer."
             )
-        if self._owners is None or layer is None:
+        if self.placement is None or layer is None:
             return by_number(1, num_experts, self.size)[0]
-        return self._owners[layer]
+        return self.placement[layer]
 
     def any(self, *flags: bool) -> list[bool]:
         """Whether some rank has set each flag."""
