@@ -82,9 +82,9 @@ def build_model(
 
 
 def _find_top_k(config, model=None):
-    """Find K: the dictionary that says or would say it, its key and K; None if nothing says it.
+    """Find K in a configuration, or in a model if the configuration leaves it to the family.
 
-    A model says it, as its family's class assumes it, where the configuration does not.
+    It returns the dictionary that says K, or would say it, the key and K; None if nothing says it.
     """
     text = config.get("text_config") or {}
     said = [(text, text), (config, config)]

@@ -42,7 +42,7 @@ class Option:
     only_in_python: Collection[str] = ()  # the choices that the commands do not take
     bounds: tuple[int, int] | None = None  # the least and the most of a whole number
     modes: Collection[str] = MODES  # the modes in which the field has an effect
-    needs: str = ""  # what other modes lack, which refuse the field then; if empty, they ignore it
+    needs: str = ""  # what the other modes lack: they refuse the field; if empty, they ignore it
     for_auto: bool = False  # whether the field has an effect with ``slots="auto"`` alone
     environment: tuple[str, ...] = ()  # the variables that ``StreamConfig.from_env`` reads
 

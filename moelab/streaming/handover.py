@@ -22,7 +22,8 @@ class Handover:
 
     def __init__(self, through_pinned: bool):
         self.mailbox = cuda.Mailbox() if through_pinned and cuda.available() else None
-        self.pending = []  # the last layer's output, or what depends on it; it may read slots yet
+        # The last layer's output or an array that depends on it, which reads slots when evaluated.
+        self.pending = []
 
     def to_device(
         self, numbers: np.ndarray, indices: mx.array, copies: Sequence[cuda.Copy] = ()

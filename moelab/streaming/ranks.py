@@ -132,7 +132,7 @@ class Ranks:
     @classmethod
     @contextmanager
     def loading(cls, group: mx.distributed.Group | None) -> Iterator["Ranks | None"]:
-        """The ranks of a group, which leave the block together; None without others in a group.
+        """Yield the ranks of a group, which leave the block together; None if there is one at most.
 
         An error of one is raised by all of them.
         """

@@ -18,7 +18,6 @@ from moelab.streaming import plan as plans
 from moelab.streaming.handover import FEW_TOKENS
 from moelab.streaming.model import load_model
 from moelab.streaming.residency.bank import can_empty
-from moelab.streaming.room import Room
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 LONG = [(31 * i + 5) % 96 for i in range(590)]
@@ -135,9 +134,7 @@ def test_logits_of_a_prompt_wait_until_they_are_used(tmp_path, monkeypatch):
         """Logits of a long and of a short call, the caches, and how often the head multiplied."""
         config = moelab.StreamConfig(slots=K, lazy_logits=lazy)
         with load_model(path, config)[0] as model, monkeypatch.context() as patch:
-            inside = model["language_model"]
-            head, words = inside["lm_head"], inside["model"]["embed_tokens"]
-            assert sorted(map(id, model._heads)) == sorted(map(id, (head, words)))
+            head = model["language_model"]["lm_head"]
             products, multiply = [], type(head)._multiply
             patch.setattr(
                 type(head), "_multiply", lambda m, x: products.append(m is head) or multiply(m, x)
@@ -162,12 +159,6 @@ def test_logits_take_memory_of_a_prompt_unless_they_wait(tmp_path, monkeypatch):
     eager, lazy = (moelab.plan(path, replace(config, lazy_logits=n)) for n in (False, True))
     assert lazy.prompt_tokens > 1.5 * eager.prompt_tokens
     assert lazy.prompt_nbytes < 1.2 * eager.prompt_nbytes
-    needs = []
-    for plan in (eager, lazy):
-        room = Room(plan, K, None, False)
-        room.tokens = 100
-        needs.append(room._in_layer())
-    assert needs[0] == 100 * 2 * 4 * V and needs[1] < needs[0] / 10  # a copy, too, in float32
 
 
 @pytest.mark.parametrize("name", ["lookup", "tiny-draft", "tiny-dflash"])
