@@ -56,8 +56,7 @@ class StreamedExperts(nn.Module):
         self.probe = None
         # Takes memory for a number of experts. It does not refer to this layer, as a cycle would
         # keep the memory of a model that is gone.
-        resident = {k: v for k, v in session.resident.items() if k.startswith(path + ".")}
-        self._take_bank = partial(SlotBank, module, path, session.located, resident)
+        self._take_bank = partial(SlotBank, module, path, session.located, session.resident)
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         return self._in_call(self._call, x, indices)

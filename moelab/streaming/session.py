@@ -10,14 +10,14 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..checkpoint import FORKED, describe
 from ..memory import keep_no_holes, return_free_memory
 from .config import StreamConfig
 from .counters import Counting, Stats
 from .cuda import MAILBOX_SIZE
-from .facts import ModelFacts, leaves
+from .facts import ModelFacts
 from .handover import FEW_TOKENS, Handover
 from .plan import Plan
 from .ranks import RankError, Ranks
@@ -170,7 +170,8 @@ class Session:
             routed = mailbox.collect(indices)
         else:
             self.residency.settle()
-            mx.eval(indices, handover.pending, asked, *recurrent_states(self._caches))
+            states = recurrent_states(self._caches) if self._caches else ()
+            mx.eval(indices, handover.pending, asked, *states)
             routed = np.array(indices)
         handover.pending = []
         self.room.look_in_prompt()
@@ -210,5 +211,8 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
 
 def recurrent_states(caches: list) -> Iterator[list[mx.array]]:
     """The arrays of recurrent caches. (Those of attention caches are evaluated with the logits.)"""
-    recurrent = (c for c in leaves(caches) if isinstance(c, ArraysCache))
-    return ([a for a in c.cache if a is not None] for c in recurrent)
+    for c in caches:
+        if isinstance(c, CacheList):
+            yield from recurrent_states(c.caches)
+        elif isinstance(c, ArraysCache):
+            yield [a for a in c.cache if a is not None]
