@@ -13,6 +13,7 @@ from ..checkpoint import MAX_DIMENSION
 
 MODES = ("resident", "serial", "buffers", "stacked", "fused")
 SLOT_MODES = ("stacked", "fused")  # those with S slots in every layer
+FOR_AUTO = {"modes": SLOT_MODES, "for_auto": True}  # of fields that the planning of slots uses
 # More bytes than any machine has; more threads help no disk.
 MOST_NBYTES, MOST_THREADS = 2**63 - 1, 1024
 # The eviction policies. A use of an expert counts 1 at first; each later call of the layer
@@ -37,7 +38,7 @@ class Option:
     help: str  # in a line; ``{default}`` stands for the default
     more: str = ""  # what else a user of the class must know; the commands do not show it
     command: bool = True  # whether the commands have an option of its name
-    metavar: str | None = None  # the name of the value in the help; None: the choices
+    metavar: str | None = None  # the name of the value in the help, N for a number; None: choices
     choices: Collection[str] = ()  # the names that the field takes
     only_in_python: Collection[str] = ()  # the choices that the commands do not take
     bounds: tuple[int, int] | None = None  # the least and the most of a whole number
@@ -67,6 +68,7 @@ class Option:
 
 
 def _option(default, help, more="", **facts):
+    facts = {"metavar": "N"} | facts if "bounds" in facts else facts
     return field(default=default, metadata={"option": Option(default, help, more, **facts)})
 
 
@@ -85,7 +87,6 @@ class StreamConfig:
         "auto",
         "experts held in each layer, or auto (default: {default})",
         "A layer takes at least K. auto: as many as moelab.plan finds right.",
-        metavar="N",
         bounds=(1, MAX_DIMENSION - 1),
         modes=SLOT_MODES,
         environment=("MLX_MOE_CACHE_SLOTS", "TEND_MOE_CACHE_SLOTS"),
@@ -95,17 +96,14 @@ class StreamConfig:
         "for slots auto: bytes to take, 2GB in a command (default: all free)",
         metavar="BYTES",
         bounds=(1, MOST_NBYTES),
-        modes=SLOT_MODES,
-        for_auto=True,
+        **FOR_AUTO,
     )
     context: int = _option(
         4096,
         "for slots auto: tokens to leave room for (default: {default})",
         "They are the prompt's and the answer's, whose caches must fit.",
-        metavar="N",
         bounds=(1, MAX_DIMENSION - 256),  # mlx-lm's key-value caches grow by 256 tokens
-        modes=SLOT_MODES,
-        for_auto=True,
+        **FOR_AUTO,
     )
     reserved_nbytes: int = _option(
         0,
@@ -113,13 +111,11 @@ class StreamConfig:
         "A draft's caches take them, or those of more texts at once.",
         command=False,
         bounds=(0, MOST_NBYTES),
-        modes=SLOT_MODES,
-        for_auto=True,
+        **FOR_AUTO,
     )
     top_k: int | None = _option(
         None,
         "experts per token; fewer than the checkpoint's are lossy",
-        metavar="N",
         bounds=(1, MAX_DIMENSION - 1),
         environment=("SWIFTLM_TOP_K",),
     )
@@ -128,7 +124,6 @@ class StreamConfig:
         "reads in flight at once (default: {default})",
         "Threads that read what a layer waits for; as many again read ahead. On Linux, with slots "
         "and more than one reader, all reads of a small call may be in flight at once.",
-        metavar="N",
         bounds=(1, MOST_THREADS),
         modes=("buffers", *SLOT_MODES),
     )

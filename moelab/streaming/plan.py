@@ -178,10 +178,9 @@ def plan_of(facts: ModelFacts, config: StreamConfig, ranks: Ranks | None = None)
         f"caches of {config.context} tokens": facts.caches_nbytes,
         f"prompt by {tokens}": prompt,
         "process": process,
+        "reserved": config.reserved_nbytes,
     }
-    if config.reserved_nbytes:
-        parts["reserved"] = config.reserved_nbytes
-    listed = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in parts.items())
+    listed = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in parts.items() if nbytes)
     left = f" ({_size(system)} more left to the system{why})" if system else ""
     free = memory - fixed - prompt
     if free < least * slot:

@@ -141,7 +141,12 @@ def test_a_resident_model_saves_what_mlx_lm_saves(path, tmp_path):
     np.testing.assert_array_equal(answer(families.load_resident(tmp_path)), want)
 
 
-def test_mlx_lm_keywords(random_tiny_moe):
+def test_load_takes_what_mlx_lm_takes(random_tiny_moe):
+    """Every keyword of the installed version, with its default; two are moelab's own."""
+    theirs, ours = (inspect.signature(f).parameters for f in (mlx_lm.load, moelab.load))
+    assert next(iter(ours)) == next(iter(theirs))
+    assert ours.keys() - theirs.keys() == {"config", "group"} and not theirs.keys() - ours.keys()
+    assert all(ours[name].default == parameter.default for name, parameter in theirs.items())
     given = {"return_config": True, "tokenizer_config": {}, "lazy": False}
     model, _, config = moelab.load(random_tiny_moe, **given)
     with model:
@@ -217,15 +222,6 @@ def test_adapters_of_the_backbone(fine_tune_type, random_tiny_moe, tmp_path):
         mlx_lm_utils.load_adapters(model, str(adapters))
         model.set_dtype(mx.float32)
         np.testing.assert_allclose(answer(model), want, atol=1e-3, err_msg="loaded later")
-
-
-def test_load_takes_what_mlx_lm_takes():
-    """Every keyword of the installed version, with its default; two are moelab's own."""
-    theirs, ours = (inspect.signature(f).parameters for f in (mlx_lm.load, moelab.load))
-    assert next(iter(ours)) == next(iter(theirs))
-    assert ours.keys() - theirs.keys() == {"config", "group"} and not theirs.keys() - ours.keys()
-    for name, parameter in theirs.items():
-        assert ours[name].default == parameter.default, name
 
 
 class Texts(list):
