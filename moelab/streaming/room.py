@@ -97,11 +97,6 @@ class Room:
             step = max(fewest, step // 2)  # fewer tokens at once take less memory
         return step
 
-    def _in_layer(self):
-        """Bytes that a prompt takes and frees in a layer, or for the logits after the last one."""
-        in_layer = IN_LAYER_SHARE * self._plan.facts.token_nbytes
-        return int(self.tokens * max(in_layer, self._plan.facts.token_logits_nbytes))
-
     @property
     def _least(self):
         """The fewest slots with which a token can be computed."""
@@ -157,13 +152,15 @@ class Room:
 
         If there is too little even with K slots in each layer, it raises ``MemoryError``.
         """
-        now = perf_counter()
-        if self._plan is None or self.tokens <= FEW_TOKENS or now < self._look_s:
+        if self._plan is None or self.tokens <= FEW_TOKENS or not can_empty():
             return
-        if not can_empty():
+        if (now := perf_counter()) < self._look_s:
             return
         self._look_s = now + LOOK_S
-        nbytes = self._in_layer()
+        facts = self._plan.facts
+        # What the prompt takes and frees in a layer, or for the logits after the last one.
+        in_layer = max(IN_LAYER_SHARE * facts.token_nbytes, facts.token_logits_nbytes)
+        nbytes = int(self.tokens * in_layer)
         fitting = self._fitting(nbytes, memory_now()[0])
         if fitting >= self._in_use:
             return
