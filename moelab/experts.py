@@ -45,15 +45,12 @@ def num_experts(module: nn.Module) -> int:
 
 def read_experts(tensor: ExpertTensor) -> mx.array:
     """Read one parameter of all experts: ``[E, ...]`` in the type on disk."""
-    rows = np.empty((len(tensor.offsets), tensor.nbytes), np.uint8)
-    for row, file, offset in zip(rows, tensor.files, tensor.offsets):
-        with open(file, "rb", buffering=0) as f:
-            f.seek(offset)
-            if f.readinto(row) != tensor.nbytes:
-                raise CheckpointError(
-                    f"{file}: {tensor.name}: the file ends before byte {offset + tensor.nbytes}."
-                )
-    return mx.array(rows).view(tensor.dtype).reshape(len(rows), *tensor.shape)
+    rows, nbytes = [], tensor.nbytes
+    for file, offset in zip(tensor.files, tensor.offsets):
+        rows.append(np.fromfile(file, np.uint8, nbytes, offset=offset))
+        if len(rows[-1]) < nbytes:
+            raise CheckpointError(f"{file}: {tensor.name}: it ends before byte {offset + nbytes}.")
+    return mx.array(np.stack(rows)).view(tensor.dtype).reshape(len(rows), *tensor.shape)
 
 
 def locate_experts(model: nn.Module, checkpoint: Checkpoint) -> dict[str, ExpertTensor]:
@@ -78,45 +75,41 @@ def locate_experts(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Expert
     sanitized = sanitize(dict(placeholders))
     names = {id(v): name for name, v in placeholders.items()}
 
-    found, rest = {}, []
+    found, rest = {}, {}
     for path, p in wanted.items():
         tensor = checkpoint.tensors.get(names.get(id(sanitized.get(path))))
         if tensor is not None and tensor.shape == p.shape:
             nbytes = tensor.nbytes // p.shape[0]
-            found[path] = ExpertTensor(
-                path,
-                [tensor.file] * p.shape[0],
-                [tensor.offset + e * nbytes for e in range(p.shape[0])],
-                nbytes,
-                p.shape[1:],
-                tensor.dtype,
-            )
+            places = [(tensor, e * nbytes) for e in range(p.shape[0])]
+            found[path] = _expert_tensor(path, places, nbytes, p)
         elif path in sanitized:
-            rest.append(path)
+            rest[path] = p
     if rest:
         untouched = {id(v) for v in sanitized.values()}
         changed = [n for n, v in placeholders.items() if id(v) not in untouched]
-        found.update(_follow_rows(checkpoint, sanitize, placeholders, changed, wanted, rest))
+        found |= _follow_rows(checkpoint, sanitize, placeholders, changed, rest)
     return found
 
 
-def _follow_rows(checkpoint, sanitize, placeholders, changed, wanted, paths):
+def _expert_tensor(path, places, nbytes, p):
+    """A parameter of all experts, by each one's tensor on disk and its first byte in that."""
+    files, offsets = [t.file for t, _ in places], [t.offset + first for t, first in places]
+    return ExpertTensor(path, files, offsets, nbytes, p.shape[1:], places[0][0].dtype)
+
+
+def _follow_rows(checkpoint, sanitize, placeholders, changed, wanted):
     # The placeholder of each changed tensor holds the numbers of its rows in two equal columns:
     # that takes little memory, and a transposition or any arithmetic shows.
     numbered, starts, sources = dict(placeholders), [], []
     row = 1 << 40  # no narrower type can hold these, so a cast shows too
     for name in changed:
         t = checkpoint.tensors[name]
-        if len(t.shape) < 2:
-            rows, unit, view = t.shape, t.dtype.size, t.shape
-        else:
-            rows, unit = t.shape[:-1], t.shape[-1] * t.dtype.size
-            view = (*rows, 2)
+        rows, width = (t.shape[:-1], t.shape[-1]) if len(t.shape) > 1 else (t.shape, 1)
         ids = row + mx.arange(prod(rows)).astype(mx.int64)
-        ids = ids.reshape(rows if len(t.shape) < 2 else (*rows, 1))
-        numbered[name] = mx.broadcast_to(ids, view)
+        ids = ids.reshape(t.shape if len(t.shape) < 2 else (*rows, 1))
+        numbered[name] = mx.broadcast_to(ids, t.shape if len(t.shape) < 2 else (*rows, 2))
         starts.append(row)
-        sources.append((t, unit, prod(rows)))
+        sources.append((t, width * t.dtype.size))
         row += prod(rows) + 1  # a gap, so that two tensors are never taken for one
     try:
         sanitized = sanitize(numbered)
@@ -124,8 +117,8 @@ def _follow_rows(checkpoint, sanitize, placeholders, changed, wanted, paths):
         return {}
 
     found, starts = {}, np.array(starts)
-    for path in paths:
-        ids, p = sanitized.get(path), wanted[path]
+    for path, p in wanted.items():
+        ids = sanitized.get(path)
         if ids is None or ids.dtype != mx.int64 or ids.ndim != p.ndim:
             continue
         ids = np.array(ids)
@@ -136,26 +129,12 @@ def _follow_rows(checkpoint, sanitize, placeholders, changed, wanted, paths):
         if ids.shape[0] != p.shape[0] or ids.shape[1:] != p.shape[1 : max(p.ndim - 1, 2)]:
             continue
         ids = ids.reshape(p.shape[0], -1)
-        source = np.searchsorted(starts, ids[:, 0], side="right") - 1
         if (np.diff(ids, axis=1) != 1).any():
             continue
-        parts = [sources[s] for s in source]
-        nbytes = {ids.shape[1] * unit for _, unit, _ in parts}
-        dtypes = {t.dtype for t, _, _ in parts}
-        if len(nbytes) > 1 or len(dtypes) > 1:
-            continue
-        dtype = dtypes.pop()
-        if min(nbytes) != prod(p.shape[1:]) * dtype.size:
-            continue
-        found[path] = ExpertTensor(
-            path,
-            [t.file for t, _, _ in parts],
-            [
-                t.offset + int(i - starts[s]) * unit
-                for (t, unit, _), s, i in zip(parts, source, ids[:, 0])
-            ],
-            nbytes.pop(),
-            p.shape[1:],
-            dtype,
-        )
+        of = np.searchsorted(starts, ids[:, 0], side="right") - 1
+        rows = [(*sources[s], int(i - starts[s])) for s, i in zip(of, ids[:, 0])]
+        (nbytes, dtype), *others = {(ids.shape[1] * unit, t.dtype) for t, unit, _ in rows}
+        if not others and nbytes == prod(p.shape[1:]) * dtype.size:
+            places = [(t, row * unit) for t, unit, row in rows]
+            found[path] = _expert_tensor(path, places, nbytes, p)
     return found

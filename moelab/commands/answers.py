@@ -33,10 +33,10 @@ from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prom
 
 from ..checkpoint import describe
 from ..hooks import with_globals
+from ..memory import return_free_memory
 from ..speculation.generate import speculative_generate, speculative_generate_step
 from ..speculation.target import vocabulary
 from ..streaming.config import StreamConfig
-from ..streaming.heap import return_free_memory
 from ..streaming.model import close, find, load
 from ..streaming.plan import memory_now, plan
 from ..streaming.ranks import LOADING_S, RankError

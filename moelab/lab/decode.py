@@ -19,7 +19,8 @@ from ..prompt import encode as encode
 from ..speculation.drafts import Draft, ModelDraft
 from ..speculation.generate import speculative_generate_step
 from ..speculation.policy import Policy
-from ..streaming.session import Counters, is_loaded, session_of
+from ..streaming.counters import Counters
+from ..streaming.session import is_loaded, session_of
 
 BUILT_IN = ("lookup", "self", "oracle")  # names of drafts that are no folder
 ACCEPT = 0.8  # the share of the oracle's drafts that are right

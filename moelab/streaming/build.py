@@ -6,16 +6,18 @@ A new family of mlx-lm streams without a change to this package if its experts a
 ``tests/helpers/families.py``: the tests fail until they are there, then run it in every mode.
 """
 
+import zlib
+
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_map_with_path
 
 from .. import kernels
 from ..checkpoint import Checkpoint, CheckpointError, describe, mlx_lm_model
 from ..experts import expert_modules, expert_parameters, num_experts
 from .config import SLOT_MODES, StreamConfig
-from .placement import balanced
-from .ranks import Ranks
+from .ranks import Ranks, balanced
 from .trace import Trace, TraceError
 
 # The families' names for K in their configurations.
@@ -53,7 +55,7 @@ def build_model(
     found, built = _find_top_k(own), None
     if found is None:  # the configuration leaves K to the family's default
         built = build(model_config)
-        found = _default_top_k(built[0], own)
+        found = _find_top_k(own, built[0])
     if config.top_k is not None and found is not None:
         holder, key, _ = found
         changed = {key: config.top_k}
@@ -62,10 +64,10 @@ def build_model(
         built = build({**(model_config or {}), **changed})
     model, model_config = built or build(model_config)
     modules = expert_modules(model)
-    if config.dtype != "auto":
-        _cast(model, modules, config, getattr(mx, config.dtype))
-    elif mx.default_device() == mx.cpu:  # half precision is 16 times slower there
-        _cast(model, modules, config, mx.float32)
+    # On a CPU half precision is 16 times slower.
+    auto = mx.float32 if mx.default_device() == mx.cpu else None
+    if dtype := auto if config.dtype == "auto" else getattr(mx, config.dtype):
+        _cast(model, modules, config, dtype)
     if modules:
         top_k = _checked_top_k(checkpoint, config, found, min(num_experts(m) for _, m in modules))
     elif config.mode == "resident":
@@ -79,26 +81,22 @@ def build_model(
     return model, model_config, top_k
 
 
-def _find_top_k(config):
-    """Find K in a configuration: the dictionary, its key and K; None if it does not say."""
-    for holder in (config.get("text_config") or {}, config):
+def _find_top_k(config, model=None):
+    """Find K in a configuration, or in a model if the configuration leaves it to the family.
+
+    It returns the dictionary that says K, or would say it, the key and K; None if nothing says it.
+    """
+    text = config.get("text_config") or {}
+    said = [(text, text), (config, config)]
+    if model is not None:
+        inside = (getattr(m, name, None) for m in model.modules() for name in ("args", "config"))
+        said = [(getattr(args, "__dict__", {}), text or config) for args in inside]
+    for values, holder in said:
         for key in TOP_K_KEYS:
-            values = holder.get(key)
-            values = values if isinstance(values, list) else [values]
-            if values and all(type(value) is int for value in values):
-                return holder, key, max(values)
-    return None
-
-
-def _default_top_k(model, config):
-    """Find K as the family's class assumes it, and where a configuration would say it."""
-    for module in model.modules():
-        for name in ("args", "config"):
-            args = getattr(module, name, None)
-            for key in TOP_K_KEYS:
-                if type(value := getattr(args, key, None)) is int:
-                    text = config.get("text_config")
-                    return text if isinstance(text, dict) else config, key, value
+            K = values.get(key)
+            K = K if isinstance(K, list) else [K]
+            if K and all(type(k) is int for k in K):
+                return holder, key, max(K)
     return None
 
 
@@ -128,7 +126,6 @@ def _checked_top_k(checkpoint, config, found, E):
 
 
 def _cast(model, modules, config, dtype):
-    """Cast the floating point parameters, lazily."""
     keep = getattr(model, "cast_predicate", lambda name: True)
     taken = _half_scales(modules, config) if dtype == mx.float32 else ()
 
@@ -158,29 +155,31 @@ def _half_scales(modules, config):
 
 
 def place_experts(modules: list[tuple[str, nn.Module]], config: StreamConfig, ranks: Ranks) -> None:
-    """Divide the experts over the ranks by a trace, if there is one."""
+    """Divide the experts over the ranks by ``StreamConfig.ranks_trace``, if it is set.
+
+    The decoded tokens of the trace decide, or all if none is decoded.
+    """
     if config.ranks_trace is None:
         return
-    sizes = [num_experts(m) for _, m in modules]
-    rows = _routing_of(config.ranks_trace, sizes)
-    ranks.place([balanced(rows[:, [i]], E, ranks.size)[0] for i, E in enumerate(sizes)])
-
-
-def _routing_of(file, sizes):
-    """Read ``StreamConfig.ranks_trace``: ``[T, L, K]`` of its decoded tokens, or all if none."""
+    where, sizes = "StreamConfig.ranks_trace", [num_experts(m) for _, m in modules]
     try:
-        trace = Trace.load(file)
+        trace = Trace.load(config.ranks_trace)
     except TraceError as e:
-        raise ValueError(f"StreamConfig.ranks_trace: {e}") from e
+        raise ValueError(f"{where}: {e}") from e
     except OSError as e:
         raise ValueError(
-            f"StreamConfig.ranks_trace: {file}: expected a trace as Trace.save writes it, got "
-            f"none ({describe(e)}). Record it again, or restore the file."
+            f"{where}: {config.ranks_trace}: expected a trace as Trace.save writes it, got none "
+            f"({describe(e)}). Record it again, or restore the file."
         ) from e
-    if (trace.experts.shape[1], trace.num_experts) != (len(sizes), max(sizes)):
+    L, E = trace.experts.shape[1], trace.num_experts
+    if (len(sizes), max(sizes)) != (L, E):
         raise ValueError(
-            f"StreamConfig.ranks_trace: {file}: expected a trace of {len(sizes)} MoE layers "
-            f"and {max(sizes)} experts, as the model has, got {trace.experts.shape[1]} and "
-            f"{trace.num_experts}. Record one with this model (moelab.record)."
+            f"{where}: {config.ranks_trace}: expected a trace of {len(sizes)} MoE layers and "
+            f"{max(sizes)} experts, as the model has, got {L} and {E}. Record one with this model "
+            "(moelab.record)."
         )
-    return trace.decode.experts if (trace.phase == "decode").any() else trace.experts
+    rows = trace.decode.experts if len(trace.decode) else trace.experts
+    placement = [balanced(rows[:, [i]], E, ranks.size)[0] for i, E in enumerate(sizes)]
+    digest = zlib.crc32(np.concatenate(placement).astype(np.uint32))
+    ranks.compare({where: f"a placement with digest {digest:08x}"})
+    ranks.placement = placement

@@ -3,7 +3,6 @@
 import os
 from collections import ChainMap
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from inspect import formatannotation
 from textwrap import fill
@@ -14,6 +13,7 @@ from ..checkpoint import MAX_DIMENSION
 
 MODES = ("resident", "serial", "buffers", "stacked", "fused")
 SLOT_MODES = ("stacked", "fused")  # those with S slots in every layer
+FOR_AUTO = {"modes": SLOT_MODES, "for_auto": True}  # of fields that the planning of slots uses
 # More bytes than any machine has; more threads help no disk.
 MOST_NBYTES, MOST_THREADS = 2**63 - 1, 1024
 # The eviction policies. A use of an expert counts 1 at first; each later call of the layer
@@ -30,30 +30,28 @@ EVICTION = {
 class Option:
     """What a field of ``StreamConfig`` is for and takes. The class and the commands show it.
 
-    A field takes its default. It also takes one of ``choices`` if there are any, else a whole
-    number within ``bounds`` if there are, else True or False if its default is one, else the file
-    of a trace.
+    A field takes its default, and one of ``choices``, or a whole number within ``bounds``. Without
+    both it takes True or False if its default is one, else the file of a trace.
     """
 
     default: Any
     help: str  # in a line; ``{default}`` stands for the default
     more: str = ""  # what else a user of the class must know; the commands do not show it
     command: bool = True  # whether the commands have an option of its name
-    metavar: str | None = None  # the name of the value in the help; None: the choices
+    metavar: str | None = None  # the name of the value in the help, N for a number; None: choices
     choices: Collection[str] = ()  # the names that the field takes
     only_in_python: Collection[str] = ()  # the choices that the commands do not take
     bounds: tuple[int, int] | None = None  # the least and the most of a whole number
     modes: Collection[str] = MODES  # the modes in which the field has an effect
-    # What the other modes lack: they refuse any value but the default. If empty, they ignore it.
-    needs: str = ""
+    needs: str = ""  # what the other modes lack: they refuse the field; if empty, they ignore it
     for_auto: bool = False  # whether the field has an effect with ``slots="auto"`` alone
     environment: tuple[str, ...] = ()  # the variables that ``StreamConfig.from_env`` reads
 
-    def refusal(self, value: Any) -> str:
-        """Say what is wrong with a value; empty if the field takes it."""
+    def check(self, name: str, value: Any) -> None:
+        """Raise if the field of this name does not take a value."""
         advice = ""
         if type(value) is type(self.default) and value == self.default:
-            return ""
+            return
         if self.choices:
             takes, expected = value in [*self.choices], f"one of {', '.join(self.choices)}"
         elif self.bounds:
@@ -65,10 +63,12 @@ class Option:
         else:
             takes, expected = isinstance(value, (str, os.PathLike)), "the file of a trace"
             advice = " Save it first: trace.save('mine.npz')."
-        return "" if takes else f"expected {expected}, got {value!r}.{advice}"
+        if not takes:
+            raise ValueError(f"StreamConfig.{name}: expected {expected}, got {value!r}.{advice}")
 
 
 def _option(default, help, more="", **facts):
+    facts = {"metavar": "N"} | facts if "bounds" in facts else facts
     return field(default=default, metadata={"option": Option(default, help, more, **facts)})
 
 
@@ -86,9 +86,7 @@ class StreamConfig:
     slots: int | str = _option(
         "auto",
         "experts held in each layer, or auto (default: {default})",
-        "A layer takes at least K, and no more than it has experts here. auto: as many as "
-        "moelab.plan finds right.",
-        metavar="N",
+        "A layer takes at least K. auto: as many as moelab.plan finds right.",
         bounds=(1, MAX_DIMENSION - 1),
         modes=SLOT_MODES,
         environment=("MLX_MOE_CACHE_SLOTS", "TEND_MOE_CACHE_SLOTS"),
@@ -98,17 +96,14 @@ class StreamConfig:
         "for slots auto: bytes to take, 2GB in a command (default: all free)",
         metavar="BYTES",
         bounds=(1, MOST_NBYTES),
-        modes=SLOT_MODES,
-        for_auto=True,
+        **FOR_AUTO,
     )
     context: int = _option(
         4096,
         "for slots auto: tokens to leave room for (default: {default})",
         "They are the prompt's and the answer's, whose caches must fit.",
-        metavar="N",
         bounds=(1, MAX_DIMENSION - 256),  # mlx-lm's key-value caches grow by 256 tokens
-        modes=SLOT_MODES,
-        for_auto=True,
+        **FOR_AUTO,
     )
     reserved_nbytes: int = _option(
         0,
@@ -116,31 +111,27 @@ class StreamConfig:
         "A draft's caches take them, or those of more texts at once.",
         command=False,
         bounds=(0, MOST_NBYTES),
-        modes=SLOT_MODES,
-        for_auto=True,
+        **FOR_AUTO,
     )
     top_k: int | None = _option(
         None,
         "experts per token; fewer than the checkpoint's are lossy",
-        metavar="N",
         bounds=(1, MAX_DIMENSION - 1),
         environment=("SWIFTLM_TOP_K",),
     )
     readers: int = _option(
         8,
         "reads in flight at once (default: {default})",
-        "They are threads that read what a layer waits for; as many again read ahead. On Linux, "
-        "with slots and more than one reader, all reads of a small call may be in flight at once.",
-        metavar="N",
+        "Threads that read what a layer waits for; as many again read ahead. On Linux, with slots "
+        "and more than one reader, all reads of a small call may be in flight at once.",
         bounds=(1, MOST_THREADS),
         modes=("buffers", *SLOT_MODES),
     )
     reads: str = _option(
         "auto",
         "cached: through the page cache; direct: past it (default: {default})",
-        "Past it a read takes less of a core's time, and no expert is found in the page cache. It "
-        "is possible on Linux, in most file systems; elsewhere direct is cached. auto: as "
-        "Plan.direct says, and cached without a plan.",
+        "Past it (on Linux) a read takes less of a core's time, and no expert is found in the page "
+        "cache. auto: as Plan.direct says, and cached without a plan.",
         choices=("auto", "cached", "direct"),
         modes=SLOT_MODES,
     )
@@ -149,8 +140,7 @@ class StreamConfig:
         "of misses; host: a CUDA GPU's host keeps all experts (default: {default})",
         "host is pinned memory for every expert, filled while loading; it needs cuda-bindings and "
         "goes without prefetch. If the policy is lru and nothing is recorded, the GPU fills its "
-        "slots from there by itself in a call of at most S (token, expert) pairs, and the host "
-        "does not wait for its routing.",
+        "slots by itself in a call of at most S (token, expert) pairs.",
         choices=("disk", "host"),
         modes=SLOT_MODES,
         needs="slots that the GPU fills",
@@ -191,29 +181,26 @@ class StreamConfig:
     kernels: str = _option(
         "auto",
         "what computes on a CPU: MLX's, or fast (default: {default})",
-        "fast (moelab/kernels; needs llvmlite) computes matrices, attention and recurrences. It is "
-        "many times as fast, rounds differently, divides large products over the cores and has no "
-        "gradients: in mode resident, call model.train() for those. auto: fast where it can be "
-        "used and activations are float32.",
+        "fast (needs llvmlite) computes matrices, attention and recurrences. It is many times as "
+        "fast, rounds differently and has no gradients: in mode resident, call model.train() for "
+        "those. auto: fast where it can be used and activations are float32.",
         choices=("auto", "mlx", "fast"),
     )
     lazy_logits: bool = _option(
         False,
         "logits of a call of more than 64 tokens wait until somebody uses them",
         "Generation does not use a prompt's, so that saves memory and time; the commands set it. "
-        "It matters with the fast kernels, which compute logits at once: those that waited are "
-        "computed by MLX's slow kernels and differ by rounding (tiny-moe: up to 3e-5). A call of "
-        "more than Plan.prompt_tokens tokens is divided, and the logits of all parts but the last "
-        "always wait: for the resident model's bits at every position, call it with at most so "
-        "many tokens at once.",
+        "It matters with the fast kernels: logits that waited are computed by MLX's slow kernels "
+        "and differ by rounding. A call of more than Plan.prompt_tokens tokens is divided, and the "
+        "logits of all parts but the last always wait: for the resident model's bits at every "
+        "position, call it with at most so many tokens at once.",
         command=False,
     )
 
     def __post_init__(self):
         for name, option in OPTIONS.items():
             value = getattr(self, name)
-            if refusal := option.refusal(value):
-                raise ValueError(f"StreamConfig.{name}: {refusal}")
+            option.check(name, value)
             if option.needs and value != option.default and self.mode not in option.modes:
                 raise ValueError(
                     f"StreamConfig.{name}: {value!r} needs {option.needs}, got mode "
@@ -268,31 +255,28 @@ class StreamConfig:
         ``MLX_MOE_CACHE_SLOTS`` or ``TEND_MOE_CACHE_SLOTS`` the slots, ``SWIFTLM_TOP_K`` the top-k.
         ``fields`` override them.
         """
-
-        def number(variable, least, most):
-            text = os.environ[variable]
-            with suppress(ValueError):
-                if least <= int(text) <= most:
-                    return int(text)
-            raise ValueError(
-                f"{variable}: expected a whole number from {least} to {most}, got {text!r}."
-            )
-
-        switches = OPTIONS["mode"].environment
-        stacked, fuse = (v in os.environ and number(v, 0, 1) for v in switches)
-        if fuse and not stacked:
-            raise ValueError("MLX_MOE_FUSE_GATEUP=1 needs MLX_MOE_STACKED=1 as well.")
-        found = {"mode": "fused" if fuse else "stacked" if stacked else "buffers"}
+        found = {}
         for name, option in OPTIONS.items():
-            given = [v for v in option.environment if v in os.environ and option.bounds]
-            values = [number(v, *option.bounds) for v in given]
-            if len({*values}) > 1:
+            given = {v: os.environ[v] for v in option.environment if v in os.environ}
+            least, most = option.bounds or (0, 1)
+            for variable, text in given.items():
+                if not text.strip().isdecimal() or not least <= int(text) <= most:
+                    raise ValueError(
+                        f"{variable}: expected a whole number from {least} to {most}, got {text!r}."
+                    )
+            numbers = {variable: int(text) for variable, text in given.items()}
+            if name == "mode":
+                stacked, fuse = (numbers.get(variable) for variable in option.environment)
+                if fuse and not stacked:
+                    raise ValueError("MLX_MOE_FUSE_GATEUP=1 needs MLX_MOE_STACKED=1 as well.")
+                found[name] = "fused" if fuse else "stacked" if stacked else "buffers"
+            elif len({*numbers.values()}) > 1:
                 raise ValueError(
-                    f"{' and '.join(f'{v}={n}' for v, n in zip(given, values))}: expected "
-                    f"the same {name} in both. Unset one."
+                    f"{' and '.join(f'{v}={n}' for v, n in numbers.items())}: expected the same "
+                    f"{name} in both. Unset one."
                 )
-            if values:
-                found[name] = values[0]
+            elif numbers:
+                found[name] = min(numbers.values())
         return cls(**found | fields)
 
 
@@ -308,10 +292,5 @@ def _documented(f):
     return fill(text + option.more, 100, initial_indent="    ", subsequent_indent="        ")
 
 
-StreamConfig.__doc__ = "\n".join(
-    (
-        f"{StreamConfig.__doc__}\n\nArgs:",
-        *map(_documented, fields(StreamConfig)),
-        "\nRaises:\n    ValueError: If a field does not take its value, or not in this mode.",
-    )
-)
+StreamConfig.__doc__ += "\n\nArgs:\n" + "\n".join(map(_documented, fields(StreamConfig)))
+StreamConfig.__doc__ += "\n\nRaises:\n    ValueError: If a field does not take its value here."

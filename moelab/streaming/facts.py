@@ -1,8 +1,4 @@
-"""``ModelFacts``: what a model is made of, asked once before a weight is read.
-
-They follow from the shapes and types of the model that ``build_model`` makes, and from a call with
-two tokens of which nothing is evaluated.
-"""
+"""``ModelFacts``: what a model is made of, asked once before a weight is read."""
 
 import re
 from collections import Counter
@@ -17,7 +13,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from .. import kernels
 from ..checkpoint import Checkpoint, ExpertTensor, try_out
-from ..experts import expert_modules, expert_parameters, locate_experts
+from ..experts import expert_modules, expert_parameters, locate_experts, num_experts
 from .build import build_model
 from .config import StreamConfig
 from .handover import FEW_TOKENS
@@ -75,6 +71,11 @@ class ModelFacts:
         return max(self.experts.values(), default=0)
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        """L, K and E, as of a trace of the model."""
+        return self.num_layers, self.top_k, self.num_experts
+
+    @property
     def slot_nbytes(self) -> int:
         """The bytes of one slot in every layer."""
         return sum(self.expert_nbytes)
@@ -84,13 +85,21 @@ class ModelFacts:
         """The bytes of everything but the slots that stays in memory."""
         return self.backbone_nbytes + self.resident_nbytes
 
+    def few_nbytes(self, tokens: int) -> int:
+        """The bytes of a call's arrays if it has few tokens, with their logits."""
+        return min(tokens, FEW_TOKENS) * self.token_nbytes + self.logits_nbytes
+
+    def arrays_nbytes(self, tokens: int) -> int:
+        """The bytes of a call's arrays; its others are free when its logits are computed."""
+        return max(tokens * self.token_nbytes, self.few_nbytes(tokens))
+
 
 def facts_of(
     model: nn.Module, checkpoint: Checkpoint, config: StreamConfig, top_k: int
 ) -> ModelFacts:
-    """Find the facts about a model of ``build_model``, partly by a call without evaluation.
+    """Find the facts about a model of ``build_model`` and a ``resolved`` configuration.
 
-    ``config`` is its ``resolved`` configuration.
+    They follow from shapes and types, and from a call with two tokens that is not evaluated.
     """
     caches = []
 
@@ -103,10 +112,11 @@ def facts_of(
     parameters = {path: expert_parameters(m) for path, m in modules.items()}
     every = {f"{path}.{name}": p for path, named in parameters.items() for name, p in named.items()}
     streams, located = config.mode != "resident", locate_experts(model, checkpoint)
-    resident = [name for name, p in every.items() if not streams or _stays_resident(p)]
+    # Additive biases and tensor-wide scales are small beside an expert's matrices.
+    resident = [name for name, p in every.items() if not streams or p.ndim <= 2]
     in_slots = every.keys() - resident
     sizes = [sum(p.nbytes for p in named.values()) for named in parameters.values()]
-    counts = [len(next(iter(named.values()))) for named in parameters.values()]
+    counts = [num_experts(module) for module in modules.values()]
     first = next(iter(modules), None)
     linears = [
         {linear: module[linear] for linear in {name.split(".")[0] for name in parameters[path]}}
@@ -147,17 +157,9 @@ def facts_of(
 
 def _activation_dtype(model):
     """The type of the activations, which is that of the embedding."""
-    types = [(name, p.dtype) for name, p in tree_flatten(model.parameters())]
-    floating = [(name, dtype) for name, dtype in types if mx.issubdtype(dtype, mx.floating)]
-    return next((dtype for name, dtype in floating if "embed" in name), floating[0][1])
-
-
-def _stays_resident(p: mx.array) -> bool:
-    """Whether a parameter ``[E, ...]`` stays in memory for all E experts.
-
-    Additive biases and tensor-wide scales do, as they are small beside an expert's matrices.
-    """
-    return p.ndim <= 2
+    types = {name: p.dtype for name, p in tree_flatten(model.parameters())}
+    floating = {name: t for name, t in types.items() if mx.issubdtype(t, mx.floating)}
+    return floating[next((name for name in floating if "embed" in name), next(iter(floating)))]
 
 
 def grown_nbytes(caches: list, context: int) -> int:
@@ -205,8 +207,9 @@ def _token_values(model, linears, checkpoint, config, top_k):
     for named in linears:
         inputs, outputs = zip(*((m.input_dims, m.output_dims) for m in named.values()))
         D = max(D, named.get("down_proj", named.get("fc2")).output_dims)
-        if fast and all(map(_at_once, named.values())):
-            # The result, the results of gate and up, and as much for the last matrix's input.
+        if fast and all(kernels.fits(m) and "bias" not in m for m in named.values()):
+            # They are computed in one call: it keeps the result, the results of gate and up, and as
+            # much for the last matrix's input.
             pairs = D + 2 * (sum(outputs) - D)
         else:
             pairs = sum(inputs) + sum(outputs) + D
@@ -217,11 +220,6 @@ def _token_values(model, linears, checkpoint, config, top_k):
     heads = text.get("num_attention_heads")
     scores = heads * config.context if isinstance(heads, int) else 0
     return most + BLOCK_VALUES * D + scores
-
-
-def _at_once(linear):
-    """Whether the fast kernels take this matrix, and compute several experts' in one call."""
-    return kernels.fits(linear) and "bias" not in linear
 
 
 def _outputs(model):

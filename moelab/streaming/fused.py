@@ -13,10 +13,7 @@ from .. import kernels
 
 
 class FusedSwitchGLU(nn.Module):
-    """``SwitchGLU`` with gate and up in one projection ``[S, 2F, D]``, gate first.
-
-    It gives the same result with one ``gather_qmm`` less (SwiftLM PR 90).
-    """
+    """``SwitchGLU`` with gate and up in one projection ``[S, 2F, D]``: a ``gather_qmm`` less."""
 
     def __init__(self, gate_up_proj: nn.Module, down_proj: nn.Module, activation: nn.Module):
         super().__init__()
@@ -37,7 +34,7 @@ class FusedSwitchGLU(nn.Module):
 
 
 class FastFusedSwitchGLU(kernels.ExpertsInModule, FusedSwitchGLU):
-    """``FusedSwitchGLU`` with the kernels of ``moelab/kernels``."""
+    """``FusedSwitchGLU`` with the fast kernels."""
 
     of = FusedSwitchGLU, FusedSwitchGLU.__call__
 
@@ -51,8 +48,7 @@ PADDING_NBYTES = 256  # bytes of room behind the weights
 class PaddedLinear(QuantizedSwitchLinear):
     """A projection that pads its input after the last row, in the same buffer.
 
-    MLX's qmm_sm80 reads there if a row has fewer than three tiles of inputs. If the mapped memory
-    ends with the row, that is an illegal memory access, in a resident model as in a streamed one.
+    If the mapped memory ended with that row, qmm_sm80 would make an illegal memory access.
     """
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
@@ -64,16 +60,11 @@ class PaddedLinear(QuantizedSwitchLinear):
 def give_room(module: nn.Module) -> None:
     """Make short projections ``PaddedLinear``, with room behind them for MLX's CUDA kernel."""
     for linear in module.modules() if mx.cuda.is_available() else ():
-        if is_short(linear):
+        quantized = type(linear) is QuantizedSwitchLinear
+        if quantized and linear.input_dims < TILES * max(TILE, linear.group_size):
             linear.__class__, w = PaddedLinear, linear.weight
             room = mx.zeros(PADDING_NBYTES // w.dtype.size, w.dtype)
             linear.weight = mx.concatenate([w.flatten(), room])[: w.size].reshape(w.shape)
-
-
-def is_short(linear: nn.Module) -> bool:
-    """Whether the CUDA kernel reads past the last row of this projection's input."""
-    quantized = type(linear) is QuantizedSwitchLinear
-    return quantized and linear.input_dims < TILES * max(TILE, linear.group_size)
 
 
 def can_fuse(experts: nn.Module) -> bool:
@@ -81,7 +72,6 @@ def can_fuse(experts: nn.Module) -> bool:
     fast = isinstance(experts, kernels.FastExperts)
     if not fast and type(experts).__call__ is not SwitchGLU.__call__:
         return False
-    gate, up = experts.gate_proj, experts.up_proj
 
     def form(linear):
         quantization = [getattr(linear, k, None) for k in ("group_size", "bits", "mode")]
@@ -89,4 +79,5 @@ def can_fuse(experts: nn.Module) -> bool:
         return type(linear), quantization, params
 
     # A tensor-wide scale belongs to one projection and cannot be shared.
-    return form(gate) == form(up) and getattr(gate, "global_scale", None) is None
+    alone = getattr(experts.gate_proj, "global_scale", None) is not None
+    return form(experts.gate_proj) == form(experts.up_proj) and not alone

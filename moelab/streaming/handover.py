@@ -1,6 +1,6 @@
 """Moves small numbers between the host and MLX's graph: routing to the host, slots back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -9,54 +9,26 @@ from .. import kernels
 from . import cuda
 
 # The most tokens of a batch, or of drafts with the token before them. A call of more is a prompt:
-# its outputs and recurrent states are evaluated on the way, since they are large, its last logits
-# may wait (``lazy_logits``), and slots lend memory to it.
+# its large outputs and states are evaluated on the way, its last logits may wait (``lazy_logits``),
+# and slots lend memory to it.
 FEW_TOKENS = 64
 
 
 class Handover:
-    """Evaluates a layer's routing, and hands the layer's slots over to MLX.
+    """Hands a layer's slots over to MLX, and knows what still reads slots.
 
-    ``through_pinned``: both go through pinned memory (``cuda``), if that is possible here.
+    ``through_pinned``: numbers go through pinned memory (``cuda``), if that is possible here.
     """
 
     def __init__(self, through_pinned: bool):
         self.mailbox = cuda.Mailbox() if through_pinned and cuda.available() else None
-        # The last layer's output, or an array that depends on it. Until it is evaluated it reads
-        # slots.
+        # The last layer's output or an array that depends on it, which reads slots when evaluated.
         self.pending = []
-
-    def routing(
-        self,
-        indices: mx.array,
-        beside: Sequence[mx.array],
-        meanwhile: Callable[[], None],
-        needs_beside: bool,
-    ) -> np.ndarray:
-        """Evaluate the experts ``[..., K]`` of a call, and the output of the layer before.
-
-        A later call may overwrite that layer's slots. ``beside`` is evaluated too if MLX moves the
-        numbers, as it must with ``needs_beside``. ``meanwhile`` is called before this thread waits.
-        """
-        if self.mailbox and indices.size <= cuda.MAILBOX_SIZE and not needs_beside:
-            self.mailbox.post(indices, *(self.pending or [indices]))
-            # It comes first, because watching the mailbox keeps other threads from the GIL.
-            meanwhile()
-            routed = self.mailbox.collect(indices)
-        else:
-            meanwhile()
-            mx.eval(indices, self.pending, beside)
-            routed = np.array(indices)
-        self.pending = []
-        return routed
 
     def to_device(
         self, numbers: np.ndarray, indices: mx.array, copies: Sequence[cuda.Copy] = ()
     ) -> mx.array:
-        """Make a uint32 array of the host's numbers for the call whose routing was evaluated last.
-
-        The GPU makes ``copies`` before that call computes; they need a ``mailbox``.
-        """
+        """A uint32 array of the host's numbers; the GPU makes ``copies`` before they are used."""
         if self.mailbox and numbers.size <= cuda.MAILBOX_SIZE:
             return self.mailbox.send(numbers, indices, copies)
         return kernels.to_mlx(numbers)

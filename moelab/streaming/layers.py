@@ -2,8 +2,9 @@
 
 A layer takes the place of mlx-lm's ``SwitchGLU`` and is called like it: ``x [..., D]`` and
 ``indices [..., K]`` give ``[..., K, D]``. ``Stacked`` and ``Fused`` get their experts from the
-residency (``residency``), in slots. They compute with all of a call's experts at once, or part by
-part as they arrive. The modes without slots are in ``rungs``.
+residency, in slots, and compute with all of a call's experts at once, or part by part as they
+arrive. ``Serial`` and ``Buffers`` hold no expert for a later token. They read plain ranges through
+the page cache, not ``Ranges``, which native code reads.
 """
 
 from collections.abc import Sequence
@@ -49,14 +50,13 @@ class StreamedExperts(nn.Module):
         self._owners = self.owned = None
         if session.ranks:
             self._owners = session.ranks.owners(self.num_experts, layer)
-            self.owned = session.ranks.owned(self.num_experts, layer)
+            self.owned = self._owners == session.ranks.rank
         # If set, a call hands the indices to it and computes nothing: a prefetcher asks the router.
-        # It is not a hook, because ``recover`` must remove it after an interrupt at any line.
+        # It is no hook: the session must remove it after an interrupt at any line.
         self.probe = None
-        # Takes memory for a number of experts. It does not refer to this layer: a cycle would keep
-        # the memory of a model that is gone.
-        resident = {k: v for k, v in session.resident.items() if k.startswith(path + ".")}
-        self._take_bank = partial(SlotBank, module, path, session.located, resident)
+        # Takes memory for a number of experts. It does not refer to this layer, as a cycle would
+        # keep the memory of a model that is gone.
+        self._take_bank = partial(SlotBank, module, path, session.located, session.resident)
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         return self._in_call(self._call, x, indices)
@@ -89,15 +89,13 @@ class StreamedExperts(nn.Module):
                 mx.eval(y)  # the fast kernels computed it already
                 pending = []  # else the prompt's output, which is large, would stay in memory
         else:
-            y, after = self._compute_owned(x, indices, routed)
-            pending = [after]
+            y, *pending = self._compute_owned(x, indices, routed)
         session.handover.pending = pending
         mx.async_eval(pending)  # compute while Python builds the graph of the next layers
         self._prefetch_next(asked)
         return y
 
     def _count(self, routed):
-        """Count a call whose routing is known."""
         session = self.session
         if routed.shape[-1] > session.top_k:
             raise ValueError(
@@ -107,7 +105,7 @@ class StreamedExperts(nn.Module):
             )
         if session.recorder is not None:
             session.recorder.add(self.index, routed)
-        session.counters.calls += 1
+        session.counting.now.calls += 1
 
     def _compute_owned(self, x, indices, routed):
         """Compute the (token, expert) pairs of this rank's experts, and join all ranks' results."""
@@ -128,10 +126,6 @@ class StreamedExperts(nn.Module):
 
     def _compute_nothing(self):
         pass
-
-    def recover(self) -> None:
-        """Make the layer usable after a call that an exception ended. No read may be running."""
-        self.probe = None
 
     def _without_waiting(self, x, indices):
         """Compute a call whose routing the host need not know, else return None."""
@@ -155,9 +149,8 @@ class StreamedExperts(nn.Module):
 class Stacked(StreamedExperts, kernels.FastExperts):
     """Keeps S slots in one array for each projection, so that one gather computes a projection.
 
-    An expert stays in its slot until it is evicted, or the slot is given back. A call that needs
-    more experts than there are slots is computed in parts, and reads an expert at most once. This
-    is SwiftLM PR 90.
+    A call that needs more experts than there are slots is computed in parts, and reads an expert at
+    most once. This is SwiftLM PR 90.
     """
 
     gate_with_up = False  # not named ``fuse``: mlx_lm.fuse takes such a module for an adapter
@@ -166,12 +159,8 @@ class Stacked(StreamedExperts, kernels.FastExperts):
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
         fuse = self.gate_with_up and can_fuse(module)
-        self.slots = session.residency.add(
-            partial(self._take_bank, fuse=fuse),
-            self.num_experts,
-            self.owned,
-            session.config,
-        )
+        take = partial(self._take_bank, fuse=fuse)
+        self.slots = session.residency.add(take, self.num_experts, self.owned, session.config)
 
     def read(self, experts: list[int]) -> None:
         """Read at most S distinct experts into slots as a call does; compute nothing."""
@@ -230,10 +219,9 @@ class Stacked(StreamedExperts, kernels.FastExperts):
         session = self.session
         if session.recorder is not None:
             return None
-        slots = session.residency.slots_in_graph(self.index, indices)
-        if slots is None:
+        if (slots := session.residency.slots_in_graph(self.index, indices)) is None:
             return None
-        session.counters.calls += 1
+        session.counting.now.calls += 1
         y = self.slots.bank.experts(x, slots)
         session.handover.pending = [y]  # y depends on the arrays that were pending
         session.residency.left(self.index, y)
@@ -296,6 +284,59 @@ class Parts(Pairs):
         y = self.computed[0] if len(self.computed) == 1 else mx.concatenate(self.computed)
         y = y.squeeze(-2)[kernels.to_mlx(np.argsort(self._order))]
         return y.reshape(*self._shape, y.shape[-1])
+
+
+class Serial(StreamedExperts):
+    """Read and compute one expert after another, each into new arrays.
+
+    SwiftLM's first ``--stream-experts``: every read waits for the computation before it.
+    """
+
+    def _compute(self, x, indices, routed):
+        parts = Parts(x, routed, self._least_rows)
+        for e in parts.of_expert:
+            bank = self._take_bank(1)
+            with self.session.counting.read_wait():
+                for read in bank.reads({e: 0}):  # one range after another
+                    self.session.reader.read([read])
+            bank.arrived(e, 0)
+            self.session.counting.now.misses += 1
+            mx.eval(parts.add(Arrived({e: 0}, bank)))
+        return parts.result()
+
+
+class Buffers(StreamedExperts):
+    """Keep one buffer for each top-k position, and read K experts together.
+
+    An expert is read again for the next token, from the page cache if it is there. This is SwiftLM
+    PR 26.
+    """
+
+    def __init__(self, module, path, layer, session):
+        super().__init__(module, path, layer, session)
+        self._banks = tuple(self._take_bank(1) for _ in range(session.top_k))
+
+    def _compute(self, x, indices, routed):
+        parts = Parts(x, routed, self._least_rows)
+        experts = list(parts.of_expert)
+        for first in range(0, len(experts), len(self._banks)):
+            mx.eval(parts.computed)  # the buffers are about to be overwritten
+            for bank, e in self.read(experts[first : first + len(self._banks)]):
+                parts.add(Arrived({e: 0}, bank))
+        return parts.result()
+
+    def read(self, experts: list[int]) -> list[tuple[SlotBank, int]]:
+        """Read at most K distinct experts as a call does; return each buffer with its expert."""
+        wave = list(zip(self._banks, experts))
+        with self.session.counting.read_wait():
+            self.session.reader.read([r for bank, e in wave for r in bank.reads({e: 0})])
+        self.session.counting.now.misses += len(wave)
+        for bank, e in wave:
+            bank.arrived(e, 0)
+        return wave
+
+
+LAYERS = {"serial": Serial, "buffers": Buffers, "stacked": Stacked, "fused": Fused}
 
 
 def expert_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -1,9 +1,8 @@
 """``load`` makes an mlx-lm model whose experts stay on disk.
 
 ``build_model`` builds mlx-lm's model without reading weights. In the modes that stream,
-``locate_experts`` finds where the experts' bytes lie, and ``StreamedExperts`` layers, which share
-one ``Session``, take the places of the experts' modules. Then the weights that the model still has
-are read: the backbone, or in mode ``resident`` all.
+``StreamedExperts`` layers, which share one ``Session``, take the places of the experts' modules.
+Then the weights that the model still has are read: the backbone, or in mode ``resident`` all.
 """
 
 import weakref
@@ -22,31 +21,28 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import kernels
-from ..checkpoint import Checkpoint, CheckpointError, describe, read_header, read_json
+from ..checkpoint import Checkpoint, CheckpointError, describe, read_header, read_json, readable
 from ..experts import read_experts
+from ..memory import return_free_memory
 from .build import build_model, place_experts
 from .config import StreamConfig
 from .facts import facts_of
 from .fused import give_room
 from .handover import FEW_TOKENS
-from .heap import return_free_memory
-from .layers import Fused, Stacked, moe_blocks
+from .layers import LAYERS, moe_blocks
 from .plan import plan_of
 from .prefetch import PREFETCHERS
 from .ranks import Ranks
-from .ranks import facts as rank_facts
-from .rungs import Buffers, Serial
+from .residency import host
 from .session import Session, recurrent_states, session_of, stats
 
-LAYERS = {"serial": Serial, "buffers": Buffers, "stacked": Stacked, "fused": Fused}
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 
 
 class LoadedModel:
     """Mixed into the class of a model that ``load`` returns: it counts calls, one thread at a time.
 
-    Hold ``lock`` to keep other threads out for longer than a call. This is a class and no hook
-    (``moelab/hooks.py``), because it stays for as long as the model does.
+    Hold ``lock`` to keep other threads out for longer than a call.
     """
 
     @property
@@ -65,14 +61,13 @@ class LoadedModel:
             alone = cache is not None and not args and kwargs.keys() == {"cache"}
             last = False
             while not last:
-                step = self._session.make_room(inputs.size, cache or (), alone)
+                step = self._session.room.make(inputs.size, cache or (), alone)
                 part, *more = self._session.room.parts(inputs, step) if alone else [inputs]
                 last, inputs = not more, inputs[..., part.shape[-1] :]
                 self._session.begin(part, cache)
-                # Nobody may want the logits of earlier parts.
                 waits = self._session.config.lazy_logits and part.shape[-1] > FEW_TOKENS
-                lazy = waits or not last
-                with _lazy(self._heads) if lazy else nullcontext():
+                # Nobody may want the logits of earlier parts.
+                with _lazy(self._heads) if waits or not last else nullcontext():
                     outs.append(super().__call__(part, *args, **kwargs))
                 if not last:
                     mx.eval([c.state for c in cache])
@@ -193,8 +188,7 @@ def load(
             "is loaded, so that any thread can use it. Leave lazy out; the experts stay on disk "
             "anyway."
         )
-    ranks = Ranks.of(group)
-    with ranks.together() if ranks else nullcontext():
+    with Ranks.loading(group) as ranks:
         path = find(path_or_hf_repo, revision)
         model, model_config = _load_model(path, config, model_config, trust_remote_code, ranks)
         try:
@@ -209,13 +203,9 @@ def load(
 
 def find(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
     """Find the folder of a model, which a Hub repository is downloaded to if it is not here yet."""
-    try:
+    what = f"{path_or_hf_repo}: expected a model folder or a Hub repository, found no such folder,"
+    with readable(f"{what} and the Hub does not give it:", "Look at the name."):
         return Path(mlx_lm_utils._download(path_or_hf_repo, revision=revision))
-    except (OSError, ValueError) as e:
-        raise CheckpointError(
-            f"{path_or_hf_repo}: expected a model folder or a Hub repository, found no such "
-            f"folder, and the Hub does not give it ({describe(e)})."
-        ) from e
 
 
 def tokenizer_of(
@@ -249,8 +239,7 @@ def load_model(
     group: mx.distributed.Group | None = None,
 ) -> tuple[nn.Module, dict]:
     """``load`` a folder's model and its configuration, without the tokenizer."""
-    ranks = Ranks.of(group)
-    with ranks.together() if ranks else nullcontext():
+    with Ranks.loading(group) as ranks:
         return _load_model(path, config, model_config, trust_remote_code, ranks)
 
 
@@ -260,7 +249,7 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
         kernels.check()
     checkpoint = Checkpoint(path)
     if ranks:
-        _check_ranks(ranks, checkpoint, config, model_config)
+        ranks.compare_loading(checkpoint, config, model_config)
     model, model_config, top_k = build_model(checkpoint, config, model_config, trust_remote_code)
     facts = facts_of(model, checkpoint, config, top_k)
     chosen = None
@@ -271,22 +260,14 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
         config = chosen.config
     # The experts' modules compute with the kernels, too: each slot bank has a copy of one.
     fast = config.kernels == "fast"
-    found = kernels.use(model, half_scales=facts.dtype == mx.float32) if fast else None
+    found = kernels.use(model, half_scales=facts.dtype == mx.float32) if fast else {}
     modules = dict(model.named_modules())
     experts = [(path, modules[path]) for path in facts.experts]
     if ranks:
         place_experts(experts, config, ranks)
-    session = Session(
-        config,
-        facts.dtype,
-        top_k,
-        facts.located,
-        _read_experts(modules, facts, checkpoint, config),
-        found=found,
-        fast_experts=any(kernels.used(module) for _, module in experts),
-        plan=chosen,
-        ranks=ranks,
-    )
+    resident = _read_experts(modules, facts, checkpoint, config)
+    session = Session(config, facts, resident, found, chosen, ranks)
+    session.fast_experts = any(kernels.used(module) for _, module in experts)
     try:
         if config.mode == "resident":
             for _, module in experts:
@@ -298,8 +279,7 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
     except BaseException:
         session.reader.close()
         raise
-    model._session = session
-    cls = type(model)
+    model._session, cls = session, type(model)
     mixin = LoadedModel if config.mode == "resident" else StreamedModel
     model.__class__ = type(cls.__name__, (mixin, cls), {})
     stats(model, reset=True)  # the reads of ``hold`` are not part of decoding
@@ -318,24 +298,12 @@ def _stream(model, experts, session):
         blocks = [weakref.proxy(block) for block in moe_blocks(model)]
         session.prefetcher = PREFETCHERS[config.prefetch](session.layers, blocks)
         session.residency.prefetches = True
-    session.hold_experts()
-
-
-def _check_ranks(ranks, checkpoint, config, model_config):
-    """Refuse a mode that cannot be divided, and ranks that differ."""
-    if config.mode == "resident":
-        raise ValueError(
-            "StreamConfig.mode: expected a mode that reads experts (fused, stacked, buffers or "
-            "serial) with a group of ranks, got 'resident', which holds all of them."
-        )
-    ranks.compare(rank_facts(checkpoint, config, model_config))
+    if config.source == "host":
+        host.hold(session.residency.layers, session.reader)
 
 
 def _evaluate(model):
-    """Read every weight, and evaluate all other arrays.
-
-    MLX cannot compute in another thread what this one leaves lazy.
-    """
+    """Evaluate all arrays: MLX cannot compute in another thread what this one leaves lazy."""
     mx.eval([list(module.values()) for module in model.modules()])
 
 
@@ -349,16 +317,12 @@ def _load_adapters(model, path):
     given, names = read_json(settings).get("lora_parameters"), read_header(weights)
     if isinstance(model, StreamedModel):
         model.refuse_experts(names)
-    try:
+    what = f"{path}: expected adapters of this model, mlx-lm cannot load them:"
+    with readable(what, "Train them again with mlx_lm.lora, or leave them out."):
         if given and not isinstance(given.get("scale", 1), (int, float)):
             raise ValueError(f"a scale of {given['scale']!r}")  # mlx-lm uses it in a call only
         mlx_lm_utils.load_adapters(model, path)
         _evaluate(model.eval())
-    except Exception as e:  # strange settings raise many types of errors in mlx-lm's code
-        raise CheckpointError(
-            f"{path}: expected adapters of this model, mlx-lm cannot load them: {describe(e)}. "
-            "Train them again with mlx_lm.lora, or leave them out."
-        ) from e
 
 
 def close(model: nn.Module) -> None:
@@ -390,12 +354,12 @@ def _read_experts(modules, facts, checkpoint, config):
         if name in facts.located:
             # Shape and type are needed from here on, and the array would keep its file open.
             p = mx.broadcast_to(mx.zeros((), p.dtype), p.shape)
-        else:
-            if name in checkpoint.packed:
-                p = read_experts(checkpoint.packed[name]).astype(p.dtype)
-                mx.eval(p)
-            resident[name] = p
+        elif name in checkpoint.packed:
+            p = read_experts(checkpoint.packed[name]).astype(p.dtype)
+            mx.eval(p)
         modules[owner][param] = p
+        if name not in facts.located:
+            resident[name] = p
     if config.mode == "resident":  # MLX reads the model at once, which takes less time
         return {}
     mx.eval(resident)
@@ -404,7 +368,7 @@ def _read_experts(modules, facts, checkpoint, config):
 
 @contextmanager
 def _lazy(heads):
-    """Have MLX compute these matrices inside the block, lazily: only if the result is used."""
+    """Have MLX compute these matrices inside the block: only if the result is used."""
 
     def takes(x):
         mx.eval(x)  # else all arrays before the logits would be kept until these are used

@@ -1,7 +1,5 @@
 """``plan`` decides how many slots fit, and ``footprint`` says what a loaded model will take.
 
-Both read the headers of a model's files, and no weights.
-
 Notebook 03 shows why: a token is fastest with nearly all of the memory in slots and reads past the
 page cache. Few slots are nearly as fast, because the page cache has the rest of the memory. With
 half of the memory in slots, slots and page cache hold the same experts.
@@ -16,21 +14,20 @@ from pathlib import Path
 import mlx.core as mx
 import psutil
 
-from ..memory import HALF, memory_in_cgroups, memory_on_gpu, most_for_a_model
+from ..memory import HALF, memory_in_cgroups, memory_on_gpu, most_for_a_model, return_free_memory
 from .config import SLOT_MODES, StreamConfig
 from .facts import PROMPT_TOKENS, ModelFacts, leaves
 from .handover import FEW_TOKENS
-from .heap import return_free_memory
 from .ranks import Ranks
 from .reading.flight import BUFFER_NBYTES
 from .residency.bank import can_empty
 
+# The numbers that were measured are those of the four layers of notebook 03.
 # Bytes that a process takes beside its arrays once it has loaded a model and computed a prompt
-# (tokenizer, libraries' pages, freed memory that is kept, kernels). With the four layers of
-# notebook 03 a process took 88 MB, and 111 where it compiled the kernels in place of loading them.
+# (tokenizer, libraries' pages, freed memory that is kept, kernels). It took 88 MB, and 111 where it
+# compiled the kernels in place of loading them.
 PROCESS_NBYTES = 110_000_000
-# On a GPU the process is in other memory. There MLX takes these bytes beside the arrays that are
-# planned (70 to 143 MB were measured).
+# On a GPU the process is in other memory. There MLX took 70 to 143 MB beside the planned arrays.
 GPU_NBYTES = 160_000_000
 # A tenth of the machine's memory, at most 4 GB, is left to other programs. In a cgroup nothing is,
 # as they do not share its limit.
@@ -41,14 +38,13 @@ SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
 # more than half of what is left for slots.
 PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 16, 256, 32
 # A prompt needs more than its arrays, because the C library keeps some that are freed
-# (``heap.MAPPED_NBYTES``): 15 to 20 MB beside 97 for the four layers of notebook 03.
+# (``memory.MAPPED_NBYTES``): 15 to 20 MB beside 97.
 MORE_SHARE, MORE_NBYTES = 8, 20_000_000
 # A prompt takes these bytes of a process's memory beside its arrays, and gives them back: freed
-# arrays that the C library keeps, the readers' buffers. The four layers of notebook 03 took 60 to
-# 72 MB for 66 to 1,000 tokens; fewer tokens take up to 1.4 times their arrays.
+# arrays that the C library keeps, the readers' buffers. 66 to 1,000 tokens took 60 to 72 MB; fewer
+# take up to 1.4 times their arrays.
 BESIDE_NBYTES = 72_000_000
-# The time to read an expert from the page cache, as a share of the time from the SSD: 0.22 for the
-# four layers of notebook 03.
+# The time to read an expert from the page cache, as a share of the time from the SSD (0.22).
 COPY_COST = 0.25
 # The reasons for a number of slots.
 ALL, RESIDENT_FITS = "every expert", " (mode='resident' fits, too)"
@@ -60,53 +56,35 @@ NEARLY_ALL = "nearly all of the memory (half of it would be slowest)"
 class Plan:
     """How many slots ``StreamConfig(slots="auto")`` takes, and why.
 
-    Attributes:
-        config (StreamConfig): The configuration with the slots of this plan, and with the
-            ``context`` and the ``reserved_nbytes`` that it has room for.
-        slots (int): Slots in each layer (S).
-        prompt_slots (int): Slots that stay while ``prompt_tokens`` tokens are computed. The others
-            lend their memory to the prompt.
-        num_layers (int): MoE layers (L).
-        num_experts (int): E, the largest of any layer.
-        top_k (int): K.
-        memory_nbytes (int): Bytes that the process may take beside those that it holds already.
-        system_nbytes (int): Other available bytes, which are left to the system.
-        process_nbytes (int): For the process itself.
-        backbone_nbytes (int): Everything but the slots that stays in memory.
-        caches_nbytes (int): Key-value caches and recurrent states of ``context`` tokens.
-        prompt_nbytes (int): For computing ``prompt_tokens`` tokens at once.
-        other_nbytes (int): All that the process takes beside the slots while it decodes.
-        expert_nbytes (tuple[int]): One expert of each layer, in its slot.
-        prompt_tokens (int): A prompt's tokens that are computed at once: the model divides a
-            longer call that has a cache and no other argument. Given to mlx-lm as
-            ``prefill_step_size``, it saves the logits' memory, too.
-        direct (bool): Whether experts are read past the page cache (Linux). With reads "auto" they
-            are, on a CPU, if the available memory decided the number of slots, there are more than
-            K, and the page cache has room for less than twice as many experts (with slots for all:
-            for fewer than all). It would hold much the same ones, and a copy from it takes a
-            core's time.
-        reason (str): One line.
+    ``str(plan)`` is the reason.
     """
 
     facts: ModelFacts = field(repr=False)
-    config: StreamConfig
-    slots: int
+    config: StreamConfig  # the given one, with these slots
+    slots: int  # in each layer (S)
+    # Slots that stay while a prompt is computed; the others lend it their memory.
     prompt_slots: int
-    memory_nbytes: int
-    system_nbytes: int
-    process_nbytes: int
-    prompt_nbytes: int
-    other_nbytes: int
+    memory_nbytes: int  # that the process may take beside what it holds already
+    system_nbytes: int  # other available bytes, which are left to the system
+    process_nbytes: int  # for the process itself
+    prompt_nbytes: int  # for computing ``prompt_tokens`` tokens at once
+    other_nbytes: int  # all that the process takes beside the slots while it decodes
+    # A prompt's tokens that are computed at once: the model divides a longer call that has a cache
+    # and no other argument. As mlx-lm's ``prefill_step_size`` it saves the logits' memory, too.
     prompt_tokens: int
+    # Whether experts are read past the page cache (Linux). With reads "auto" they are, on a CPU, if
+    # the available memory decided the number of slots, there are more than K, and the page cache
+    # has room for less than twice as many experts (with slots for all: for fewer than all). It
+    # would hold much the same ones, and a copy from it takes a core's time.
     direct: bool
-    reason: str
+    reason: str  # in one line
 
-    num_layers = property(attrgetter("facts.num_layers"))
-    num_experts = property(attrgetter("facts.num_experts"))
-    top_k = property(attrgetter("facts.top_k"))
-    backbone_nbytes = property(attrgetter("facts.kept_nbytes"))
-    caches_nbytes = property(attrgetter("facts.caches_nbytes"))
-    expert_nbytes = property(attrgetter("facts.expert_nbytes"))
+    num_layers = property(attrgetter("facts.num_layers"))  # L, MoE layers
+    num_experts = property(attrgetter("facts.num_experts"))  # E, the largest of any layer
+    top_k = property(attrgetter("facts.top_k"))  # K
+    backbone_nbytes = property(attrgetter("facts.kept_nbytes"))  # all but the slots that stays
+    caches_nbytes = property(attrgetter("facts.caches_nbytes"))  # of ``context`` tokens
+    expert_nbytes = property(attrgetter("facts.expert_nbytes"))  # one of each layer, in its slot
     context = property(attrgetter("config.context"))
     reserved_nbytes = property(attrgetter("config.reserved_nbytes"))
 
@@ -126,7 +104,7 @@ class Plan:
 
         ``caches`` grow, and one at a time is copied. The first call also loads kernels.
         """
-        work = _arrays_nbytes(self.facts, tokens)
+        work = self.facts.arrays_nbytes(tokens)
         work += BESIDE_NBYTES if tokens > FEW_TOKENS else min(work, BESIDE_NBYTES)
         work += self.process_nbytes - BESIDE_NBYTES if is_first else 0
         copied = max((c.nbytes for c in leaves(caches)), default=0)
@@ -163,10 +141,9 @@ def plan(
         ValueError: If the model does not fit with K slots in each layer, with the numbers, or if
             the config's mode has no slots.
     """
-    config = replace(StreamConfig.checked(config), slots="auto")
     given = {"memory_nbytes": memory_nbytes, "context": context}
     given = {name: value for name, value in given.items() if value is not None}
-    config = replace(config, **given).resolved()
+    config = replace(StreamConfig.checked(config), slots="auto", **given).resolved()
     if config.mode not in SLOT_MODES:
         raise ValueError(
             f"plan: expected a mode with slots ({' or '.join(SLOT_MODES)}), got {config.mode!r}. "
@@ -178,11 +155,11 @@ def plan(
 def plan_of(facts: ModelFacts, config: StreamConfig, ranks: Ranks | None = None) -> Plan:
     """``plan`` for a model whose facts are known; with ranks, for this rank's experts.
 
-    This is the one rule for the number of slots: ``load``, ``footprint``, the replay and all
-    commands take it from here.
+    This is the one rule for the number of slots.
     """
     E, L, slot = facts.num_experts, facts.num_layers, facts.slot_nbytes
-    held = int(ranks.owned(E).sum()) if ranks else E  # experts of a layer that this rank holds
+    # Experts of a layer that this rank holds.
+    held = int((ranks.owners(E) == ranks.rank).sum()) if ranks else E
     least = min(facts.top_k, held)  # the fewest slots with which a token can be computed
     return_free_memory()  # so that memory that ``facts_of`` has freed counts as available
     given = config.memory_nbytes
@@ -194,16 +171,16 @@ def plan_of(facts: ModelFacts, config: StreamConfig, ranks: Ranks | None = None)
         process += min(BUFFER_NBYTES, E * max(facts.expert_nbytes))
     fixed = process + facts.kept_nbytes + facts.caches_nbytes + config.reserved_nbytes
     tokens = _prompt_tokens(facts, memory, memory - fixed - least * slot, config.context)
-    prompt = _prompt_nbytes(facts, tokens)
+    prompt = facts.arrays_nbytes(tokens)
+    prompt += min(prompt // MORE_SHARE, MORE_NBYTES) if can_empty() else 0
     parts = {
         "backbone": facts.kept_nbytes,
         f"caches of {config.context} tokens": facts.caches_nbytes,
         f"prompt by {tokens}": prompt,
         "process": process,
+        "reserved": config.reserved_nbytes,
     }
-    if config.reserved_nbytes:
-        parts["reserved"] = config.reserved_nbytes
-    listed = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in parts.items())
+    listed = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in parts.items() if nbytes)
     left = f" ({_size(system)} more left to the system{why})" if system else ""
     free = memory - fixed - prompt
     if free < least * slot:
@@ -214,7 +191,7 @@ def plan_of(facts: ModelFacts, config: StreamConfig, ranks: Ranks | None = None)
             "context or a lower top_k, or take a smaller model."
         )
     # Bytes of a prompt's memory that slots use while few tokens are computed.
-    lendable = max(0, prompt - _few_nbytes(facts, tokens)) if can_empty() else 0
+    lendable = max(0, prompt - facts.few_nbytes(tokens)) if can_empty() else 0
     # Slots that stay while a prompt is computed, and slots while it decodes.
     prompt_slots, slots = (min(held, nbytes // slot) for nbytes in (free, free + lendable))
     why = NEARLY_ALL
@@ -257,30 +234,20 @@ def plan_of(facts: ModelFacts, config: StreamConfig, ranks: Ranks | None = None)
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory that a loaded model takes, in bytes.
-
-    Attributes:
-        backbone_nbytes (int): Everything but the experts.
-        slots_nbytes (int): All slots. In other modes the buffers (``buffers``), one expert a layer
-            (``serial``) or all experts (``resident``).
-        resident_nbytes (int): Parameters kept for all E experts.
-        checkpoint_nbytes (int): The tensors on disk.
-        expert_nbytes (int): One expert on disk.
-        num_layers (int): MoE layers.
-        num_experts (int): E, the largest of any layer.
-        top_k (int): K.
-    """
+    """The memory that a loaded model takes, in bytes."""
 
     facts: ModelFacts
+    # All slots. In other modes the buffers (``buffers``), one expert a layer (``serial``) or all
+    # experts (``resident``).
     slots_nbytes: int
 
-    backbone_nbytes = property(attrgetter("facts.backbone_nbytes"))
-    resident_nbytes = property(attrgetter("facts.resident_nbytes"))
-    checkpoint_nbytes = property(attrgetter("facts.checkpoint_nbytes"))
-    expert_nbytes = property(attrgetter("facts.disk_nbytes"))
-    num_layers = property(attrgetter("facts.num_layers"))
-    num_experts = property(attrgetter("facts.num_experts"))
-    top_k = property(attrgetter("facts.top_k"))
+    backbone_nbytes = property(attrgetter("facts.backbone_nbytes"))  # everything but the experts
+    resident_nbytes = property(attrgetter("facts.resident_nbytes"))  # kept for all E experts
+    checkpoint_nbytes = property(attrgetter("facts.checkpoint_nbytes"))  # the tensors on disk
+    expert_nbytes = property(attrgetter("facts.disk_nbytes"))  # one expert on disk
+    num_layers = property(attrgetter("facts.num_layers"))  # L, MoE layers
+    num_experts = property(attrgetter("facts.num_experts"))  # E, the largest of any layer
+    top_k = property(attrgetter("facts.top_k"))  # K
 
     @property
     def total_nbytes(self) -> int:
@@ -325,22 +292,6 @@ def _prompt_tokens(facts, memory, room, context):
     return min(max(LEAST_PROMPT_TOKENS, most // facts.token_nbytes), PROMPT_TOKENS, context)
 
 
-def _prompt_nbytes(facts, tokens):
-    """The bytes that so many tokens take if they are computed at once."""
-    prompt = _arrays_nbytes(facts, tokens)
-    return prompt + (min(prompt // MORE_SHARE, MORE_NBYTES) if can_empty() else 0)
-
-
-def _arrays_nbytes(facts, tokens):
-    """The bytes of a call's arrays; its other arrays are free when its logits are computed."""
-    return max(tokens * facts.token_nbytes, _few_nbytes(facts, tokens))
-
-
-def _few_nbytes(facts, tokens):
-    """The bytes of a call's arrays if it has few tokens, with their logits."""
-    return min(tokens, FEW_TOKENS) * facts.token_nbytes + facts.logits_nbytes
-
-
 def _memory():
     """The bytes that arrays of this process may take, and those left to the system beside them."""
     gpu = memory_on_gpu()
@@ -362,10 +313,8 @@ def _for_a_model():
     """The bytes that a plan fills and leaves to the system, and why if that is a Mac's half."""
     memory, kept = _memory()
     most = most_for_a_model(psutil.virtual_memory().total) - mx.get_active_memory()
-    if memory <= most:
-        return max(0, memory), kept, ""
-    most = max(0, int(most))
-    return most, kept + memory - most, f": {HALF}"
+    filled = max(0, int(min(memory, most)))
+    return (filled, kept, "") if memory <= most else (filled, kept + memory - filled, f": {HALF}")
 
 
 def memory_now() -> tuple[int, int]:

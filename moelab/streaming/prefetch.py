@@ -1,9 +1,8 @@
-"""Prefetching: guesses of the experts that a layer will need, before it is called.
+"""Prefetching: while one layer runs, a prefetcher guesses which experts another layer will need.
 
-While one layer runs, a prefetcher guesses which experts another layer will need, and the residency
-reads them on background threads. Reads that a layer waits for come first. Reads that have not begun
-when the guessed layer is called are cancelled. A guess evicts experts of the layer that it is for,
-but none that it names.
+The residency reads them on background threads. Reads that a layer waits for come first. Reads that
+have not begun when the guessed layer is called are cancelled. A guess evicts experts of the layer
+that it is for, but none that it names.
 """
 
 import mlx.core as mx
@@ -15,29 +14,24 @@ from .trace import Trace
 
 
 class Prefetcher:
-    """Guesses which experts the next layer will need; ``blocks`` are those that call ``layers``."""
+    """Guesses which experts the next layer will need; ``blocks`` are those that call ``layers``.
+
+    ``guess`` gives that layer and its experts, ``[..., K]``, or None if there is no guess.
+    """
 
     def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
         self._layers, self._blocks = layers, blocks
 
     def ask(self, layer: int, x: mx.array | kernels.Rows) -> list:
-        """Arrays to evaluate with the routing of a layer, whose input is ``[..., D]``."""
+        """Arrays for ``guess``, to evaluate with the routing of a layer, whose input is ``x``."""
         return []
-
-    def guess(self, layer: int, asked: list) -> tuple[int, np.ndarray] | None:
-        """Guess the next layer and its experts, ``[..., K]``, from the evaluated arrays of ``ask``.
-
-        None if the prefetcher has no guess.
-        """
-        raise NotImplementedError
 
 
 class Lookahead(Prefetcher):
     """Asks the next layer's router with this layer's hidden state (MoE-Infinity; ds4 issue 849).
 
     A block of ``kernels`` gives its router's choice alone. Any other block is called with this
-    block's input, and its experts hand over the router's choice. MLX is lazy and computes no more
-    than that; the fast kernels also compute the block's other modules, as a shared expert.
+    block's input, and its experts hand over the router's choice.
     """
 
     def ask(self, layer: int, x: mx.array | kernels.Rows) -> list:
@@ -67,14 +61,9 @@ class Lookahead(Prefetcher):
 
 
 class Oracle(Prefetcher):
-    """Guesses the experts that a recorded trace names: the upper bound for such guesses.
+    """Guesses the experts that a recorded trace names, until its last token: the upper bound."""
 
-    It guesses nothing before ``set_trace``, nor after the trace's last token.
-    """
-
-    def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
-        super().__init__(layers, blocks)
-        self._rows, self._next = (), 0
+    _rows, _next = (), 0
 
     def set_trace(self, trace: Trace) -> None:
         """Guess by the decoded tokens of a trace of this model and prompt, from the first on."""

@@ -2,11 +2,10 @@
 
 Every rank computes the backbone for the same tokens. In a MoE layer it computes the (token,
 expert) pairs of the experts that it owns, and one ``all_gather`` gives every rank the rows of all.
-Nothing is added up on the way, so N ranks give the bits that one gives for the same calls. Other
-ways to join the rows were no faster (``data/results/cpu_ranks_joins.json``).
+Nothing is added up on the way, so N ranks give the bits that one gives for the same calls.
 
 All ranks must make the same collective calls in the same order. So they compare settings, headers
-and samples of the weights at load (see ``facts``), and the routing of every call with its rows.
+and samples of the weights at load, and the routing of every call with its rows.
 """
 
 import faulthandler
@@ -30,10 +29,10 @@ import numpy as np
 
 from .. import kernels
 from ..checkpoint import Checkpoint, ExpertTensor, describe
-from .placement import by_number
+from .config import StreamConfig
 
 # Seconds. A rank ends its process if the others do not answer for so long, as MLX cannot stop
-# waiting. A rank whose process ends is noticed at once; this is for one that hangs.
+# waiting. (A rank whose process ends is noticed at once.)
 PATIENCE_S = 120  # in a layer, in which the others may have much to read and compute
 LOADING_S = 600  # while the others load
 SAY_S = 8  # then a rank says on stderr that it waits for the others to load
@@ -51,44 +50,67 @@ class RankError(OSError):
 def joined() -> mx.distributed.Group | None:
     """Join the ranks that were started with this one, as by ``mlx.launch``; None if alone.
 
-    MLX waits in native code, and cannot tell a rank that has ended from one that is yet to start.
-    So a line on stderr names the others first, and after ``LOADING_S`` the process ends with 1.
+    MLX cannot tell a rank that has ended from one that is yet to start, and waits in native code.
+    So a line on stderr names the others first, and after ``LOADING_S`` the process ends.
     """
     file, rank = os.environ.get("MLX_HOSTFILE", ""), os.environ.get("MLX_RANK")
     if Path(file).is_file() and not Path(file).read_text().strip():
         del os.environ["MLX_HOSTFILE"]  # ``mlx.launch -n 1`` writes it empty; MLX refuses that
         rank = None
-    try:
-        with open(os.devnull, "w") as nowhere:  # the end's traceback would say no more
-            if rank is not None:
-                _say(
-                    f"rank {rank} waits for {_others(file, rank)} to join. If not all do within "
-                    f"{LOADING_S} s it ends: look at their messages and at the hostfile then"
-                )
-                faulthandler.dump_traceback_later(LOADING_S, exit=True, file=nowhere)
-            try:
-                group = mx.distributed.init()
-            finally:
-                faulthandler.cancel_dump_traceback_later()
-    except RuntimeError as e:
-        raise RankError(
-            f"rank {rank}: expected to reach the other ranks, MLX does not: {e}. Look at the "
-            "hostfile, and at whether its ports are free and open."
-        ) from e
-    return group if group.size() > 1 else None
-
-
-def _others(file, rank):
-    """The other ranks, with their addresses if the hostfile has them."""
-    try:
+    others = "the other ranks"
+    with suppress(OSError, ValueError, TypeError):  # another backend's file, or none
         hosts = [", ".join(addresses) for addresses in json.loads(Path(file).read_text())]
-    except (OSError, ValueError, TypeError):  # another backend's file, or none
-        return "the other ranks"
-    return " and ".join(f"rank {i} at {at}" for i, at in enumerate(hosts) if str(i) != rank)
+        others = " and ".join(f"rank {i} at {at}" for i, at in enumerate(hosts) if str(i) != rank)
+    with open(os.devnull, "w") as nowhere:  # the end's traceback would say no more
+        if rank is not None:
+            _say(
+                f"rank {rank} waits for {others} to join. If not all do within {LOADING_S} s it "
+                "ends: look at their messages and at the hostfile then"
+            )
+            faulthandler.dump_traceback_later(LOADING_S, exit=True, file=nowhere)
+        try:
+            group = mx.distributed.init()
+        except RuntimeError as e:
+            raise RankError(
+                f"rank {rank}: expected to reach the other ranks, MLX does not: {e}. Look at the "
+                "hostfile, and at whether its ports are free and open."
+            ) from e
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+    return group if group.size() > 1 else None
 
 
 def _say(line):
     print(f"moelab: {line}", file=sys.stderr, flush=True)
+
+
+def by_number(layers: int, num_experts: int, ranks: int) -> np.ndarray:
+    """The rank of each expert, ``[L, E]``, if every N-th expert is the same rank's."""
+    return np.tile(np.arange(num_experts) % ranks, (layers, 1))
+
+
+def balanced(experts: np.ndarray, num_experts: int, ranks: int) -> np.ndarray:
+    """The rank of each expert, ``[L, E]``; those that a trace's tokens use together are apart.
+
+    Ranks hold equally many: two experts are swapped while that helps. The trace is ``[T, L, K]``.
+    """
+    owners = by_number(experts.shape[1], num_experts, ranks)
+    for layer, of in enumerate(owners):
+        used = np.zeros((len(experts), num_experts), np.float32)
+        np.put_along_axis(used, experts[:, layer].astype(np.intp), 1, 1)
+        together = used.T @ used
+        np.fill_diagonal(together, 0)
+        while True:
+            beside = together @ np.eye(ranks, dtype=np.float32)[of]  # [E, N]
+            own = beside[np.arange(num_experts), of]
+            other = beside[:, of]  # [i, j]: how often i is used with the experts of j's rank
+            gain = own[:, None] + own - other - other.T + 2 * together
+            gain[of[:, None] == of] = 0
+            i, j = np.unravel_index(gain.argmax(), gain.shape)
+            if gain[i, j] <= 0:
+                break
+            of[[i, j]] = of[[j, i]]
+    return owners
 
 
 class Ranks:
@@ -97,30 +119,36 @@ class Ranks:
     def __init__(self, group: mx.distributed.Group):
         self._group, self.rank, self.size = group, group.rank(), group.size()
         self._told = False  # whether the others know that something failed here
-        self._owners = None  # the rank of each layer's experts; None: by number
+        self.placement = None  # the rank of each layer's experts, ``[E]``; None: by number
         self._calls = 0  # calls of ``join`` so far
         # The last call's layer, what each rank said of its routing, and what this one said.
         self._checks = None
-        self._until = None  # the time to give the others up
-        self._patience_s = 0.0
-        self._said = False  # whether stderr says that this one waits for the others to load
+        # When to give the others up, after how long a wait, and whether stderr says that it waits.
+        self._until, self._patience_s, self._said = None, 0.0, False
         self._closed = threading.Event()
         watch = threading.Thread(target=_watch, args=(weakref.ref(self), self._closed), daemon=True)
         watch.start()
 
     @classmethod
-    def of(cls, group: mx.distributed.Group | None) -> "Ranks | None":
-        """The ranks of a group; None for no group, or a group of one."""
-        return cls(group) if group is not None and group.size() > 1 else None
+    @contextmanager
+    def loading(cls, group: mx.distributed.Group | None) -> Iterator["Ranks | None"]:
+        """Yield the ranks of a group, which leave the block together; None if there is one at most.
 
-    def place(self, owners: list[np.ndarray]) -> None:
-        """Divide the experts by a list of each layer's owners, ``[E]``, in place of by number.
-
-        Each rank must own as many as by number, and all ranks must be given the same list.
+        An error of one is raised by all of them.
         """
-        digest = zlib.crc32(np.concatenate(owners).astype(np.uint32))
-        self.compare({"StreamConfig.ranks_trace": f"a placement with digest {digest:08x}"})
-        self._owners = owners
+        if group is None or group.size() == 1:
+            yield None
+            return
+        ranks = cls(group)
+        try:
+            yield ranks
+            ranks.gather(None)
+        except BaseException as e:
+            if not ranks._told:
+                ranks._told = True
+                with suppress(RankError, RuntimeError):
+                    ranks.gather({"error": describe(e)})
+            raise
 
     def owners(self, num_experts: int, layer: int | None = None) -> np.ndarray:
         """The rank that holds and reads each expert of a layer, ``[E]``; by number without one."""
@@ -129,13 +157,9 @@ class Ranks:
                 f"group: expected at most {num_experts} ranks, one for each expert of a layer, got "
                 f"{self.size}. Start fewer."
             )
-        if self._owners is None or layer is None:
+        if self.placement is None or layer is None:
             return by_number(1, num_experts, self.size)[0]
-        return self._owners[layer]
-
-    def owned(self, num_experts: int, layer: int | None = None) -> np.ndarray:
-        """Whether this rank holds and reads each expert of a layer, ``[E]``."""
-        return self.owners(num_experts, layer) == self.rank
+        return self.placement[layer]
 
     def any(self, *flags: bool) -> list[bool]:
         """Whether some rank has set each flag."""
@@ -148,9 +172,8 @@ class Ranks:
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         with self.waiting(LOADING_S):
             sizes = np.array(mx.distributed.all_gather(mx.array([len(text)]), group=self._group))
-            padded = np.zeros(sizes.max(), np.uint8)
-            padded[: len(text)] = text
-            texts = np.array(mx.distributed.all_gather(mx.array(padded), group=self._group))
+            padded = mx.array(np.pad(text, (0, sizes.max() - len(text))))
+            texts = np.array(mx.distributed.all_gather(padded, group=self._group))
         rows = zip(texts.reshape(self.size, -1), sizes)
         values = [json.loads(row[:size].tobytes()) for row, size in rows]
         for rank, each in enumerate(values):
@@ -158,19 +181,6 @@ class Ranks:
                 self._told = True
                 raise RankError(f"rank {rank} of {self.size} ended: {each['error']}")
         return values
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Have all ranks leave the block together; an error of one is raised by all of them."""
-        try:
-            yield
-            self.gather(None)
-        except BaseException as e:
-            if not self._told:
-                self._told = True
-                with suppress(RankError, RuntimeError):
-                    self.gather({"error": describe(e)})
-            raise
 
     def compare(self, facts: dict[str, str]) -> None:
         """Raise the same error on every rank if a fact (name and value) differs between them."""
@@ -188,7 +198,7 @@ class Ranks:
 
         By default it may wait for ``PATIENCE_S`` after each ``answered``.
         """
-        self._patience_s = PATIENCE_S if patience_s is None else patience_s
+        self._patience_s = patience_s or PATIENCE_S
         self._until = monotonic() + self._patience_s
         try:
             yield
@@ -243,8 +253,7 @@ class Ranks:
             return
         (path, checks, words), self._checks = self._checks, None
         differ = (np.array(checks) != words).any(0)
-        # MLX drops the error of a call that it began before somebody waited for the result.
-        if differ[:2].any():
+        if differ[:2].any():  # MLX drops the error of a call that nobody waited for yet
             raise self._lost("its rows did not arrive")
         if differ.any():
             raise RankError(
@@ -253,7 +262,6 @@ class Ranks:
             )
 
     def close(self) -> None:
-        """Stop watching the other ranks."""
         self._closed.set()
 
     def _lost(self, why):
@@ -276,41 +284,43 @@ class Ranks:
             _say(f"{me}: no answer from the other ranks for {patience_s:.0f} s: this one ends, too")
             os._exit(1)  # MLX waits in native code, which no exception reaches
 
+    def compare_loading(
+        self, checkpoint: Checkpoint, config: StreamConfig, model_config: dict | None
+    ) -> None:
+        """Refuse a mode that cannot be divided, and ranks that differ in what must be the same.
+
+        Of the weights only samples are compared.
+        """
+        if config.mode == "resident":
+            raise ValueError(
+                "StreamConfig.mode: expected a mode that reads experts (fused, stacked, buffers or "
+                "serial) with a group of ranks, got 'resident', which holds all of them."
+            )
+        fields = {k: str(v) for k, v in vars(config).items() if k not in OWN_MEMORY}
+        device = mx.default_device().type.name
+        settings, samples = _digest(_settings(checkpoint)), _digest(_samples(checkpoint))
+        self.compare(
+            {
+                "moelab": sys.modules["moelab"].__version__,
+                "mlx": version("mlx"),
+                "mlx-lm": version("mlx-lm"),
+                "device": f"{device} of {platform.system()} {platform.machine()}",
+                **{f"StreamConfig.{name}": value for name, value in fields.items()},
+                "model_config": json.dumps(model_config, sort_keys=True, default=str),
+                "tokenizer and settings": f"files with digest {settings}",
+                "checkpoint": f"{checkpoint.nbytes / 1e6:.1f} MB, digest {samples}",
+            }
+        )
+
 
 def _watch(ranks, closed):
-    while not closed.wait(LOOK_S):
-        if (living := ranks()) is None:
-            return
+    while not closed.wait(LOOK_S) and (living := ranks()) is not None:
         living._look()
         del living
 
 
-def facts(checkpoint: Checkpoint, config: object, model_config: dict | None) -> dict[str, str]:
-    """The facts (for ``Ranks.compare``) that must be the same on all ranks.
-
-    ``config`` must be ``resolved``. Only samples of the weights are compared.
-    """
-    return {
-        "moelab": sys.modules["moelab"].__version__,
-        "mlx": version("mlx"),
-        "mlx-lm": version("mlx-lm"),
-        "device": f"{mx.default_device().type.name} of {platform.system()} {platform.machine()}",
-        **{
-            f"StreamConfig.{name}": str(value)
-            for name, value in vars(config).items()
-            if name not in OWN_MEMORY
-        },
-        "model_config": json.dumps(model_config, sort_keys=True, default=str),
-        "tokenizer and settings": f"files with digest {_digest(_settings(checkpoint))}",
-        "checkpoint": f"{checkpoint.nbytes / 1e6:.1f} MB, digest {_digest(_samples(checkpoint))}",
-    }
-
-
 def _digest(parts):
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()[:12]
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
 
 
 def _settings(checkpoint):

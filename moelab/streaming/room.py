@@ -8,8 +8,8 @@ from time import perf_counter
 
 import mlx.core as mx
 
+from ..memory import return_free_memory
 from .handover import FEW_TOKENS
-from .heap import return_free_memory
 from .plan import BESIDE_NBYTES, LEAST_PROMPT_TOKENS, Plan, memory_now
 from .residency.bank import can_empty
 from .residency.residency import Residency
@@ -27,9 +27,9 @@ class Room:
     """Sets how many slots are in use: fewer where memory gets short, more where it is free again.
 
     A call of the model asks ``make`` how many tokens may be computed at once, divides its input by
-    ``parts``, and tells ``begin`` of each part. ``look_in_prompt`` follows between two layers.
-    Without a plan the slots stay as the user chose them. ``together``: other ranks compute the same
-    calls, so these are divided by the plan's number and no further.
+    ``parts``, and sets ``tokens`` for each part. Without a plan the slots stay as the user chose
+    them. ``together``: other ranks compute the same calls, so these are divided by the plan's
+    number and no further.
     """
 
     def __init__(self, plan: Plan | None, slots: int, residency: Residency, together: bool):
@@ -37,7 +37,7 @@ class Room:
         # ``slots`` there are from now on; fewer are in use while they lend memory to a prompt.
         self.slots = self._in_use = slots
         self._told = slots  # the slots that the last warning named
-        self._tokens = 0  # the tokens of the last call that began
+        self.tokens = 0  # the tokens of the last call that began
         self._look_s = 0.0  # when to look at the memory again
 
     def step(self, most: int) -> int:
@@ -49,8 +49,7 @@ class Room:
 
         Without ``step`` it takes the plan's number.
         """
-        if step is None:
-            step = self.step(inputs.size)
+        step = step or self.step(inputs.size)
         if inputs.ndim != 2 or inputs.size <= step:
             return [inputs]
         T = inputs.shape[1]
@@ -77,7 +76,7 @@ class Room:
         slots = self.slots
         if is_prompt:  # slots stay lent in a prompt's last part
             slots = min(slots, self._in_use, plan.slots_beside(step))
-        needs = partial(plan.call_nbytes, caches=caches, is_first=not self._tokens)
+        needs = partial(plan.call_nbytes, caches=caches, is_first=not self.tokens)
         room, _ = memory_now()
         taken = needs(step) + RESERVE_NBYTES
         if self._fitting(taken, room) < slots:
@@ -98,11 +97,6 @@ class Room:
             step = max(fewest, step // 2)  # fewer tokens at once take less memory
         return step
 
-    def _in_layer(self):
-        """Bytes that a prompt takes and frees in a layer, or for the logits after the last one."""
-        in_layer = IN_LAYER_SHARE * self._plan.facts.token_nbytes
-        return int(self._tokens * max(in_layer, self._plan.facts.token_logits_nbytes))
-
     @property
     def _least(self):
         """The fewest slots with which a token can be computed."""
@@ -114,17 +108,16 @@ class Room:
 
     def _keep(self, fitting):
         """Set how many slots there are from now on, if so many fit, and warn if they are fewer."""
-        slots, most = self.slots, self._plan.slots if can_empty() else self.slots
-        more = fitting - -(-BESIDE_NBYTES // self._plan.facts.slot_nbytes)  # so that they can stay
+        slots, slot_nbytes = self.slots, self._plan.facts.slot_nbytes
+        most = self._plan.slots if can_empty() else slots
+        more = fitting - -(-BESIDE_NBYTES // slot_nbytes)  # so that they can stay
         kept = max(self._least, min(most, fitting if fitting < slots else max(slots, more)))
-        self.slots = kept
-        if kept > slots:
-            self._told = kept
-        told = self._told
+        told = kept if kept > slots else self._told
+        self.slots, self._told = kept, told
         if not told or fitting >= told - told // 8:  # warn once for each eighth
             return
         self._told = kept if fitting >= kept else 0  # warn once if no slot can be given back
-        missing = (told - fitting) * self._plan.facts.slot_nbytes
+        missing = (told - fitting) * slot_nbytes
         what = f"slots {told} -> {kept}" if kept < told else f"no more than {kept} slots left"
         warnings.warn(
             f"memory is short by {missing / 1e6:.0f} MB: {what} in each layer. Other programs, or "
@@ -159,23 +152,18 @@ class Room:
 
         If there is too little even with K slots in each layer, it raises ``MemoryError``.
         """
-        now = perf_counter()
-        if (
-            self._plan is None
-            or self._tokens <= FEW_TOKENS
-            or now < self._look_s
-            or not can_empty()
-        ):
+        if self._plan is None or self.tokens <= FEW_TOKENS or not can_empty():
+            return
+        if (now := perf_counter()) < self._look_s:
             return
         self._look_s = now + LOOK_S
-        nbytes = self._in_layer()
+        facts = self._plan.facts
+        # What the prompt takes and frees in a layer, or for the logits after the last one.
+        in_layer = max(IN_LAYER_SHARE * facts.token_nbytes, facts.token_logits_nbytes)
+        nbytes = int(self.tokens * in_layer)
         fitting = self._fitting(nbytes, memory_now()[0])
         if fitting >= self._in_use:
             return
         self._use(max(self._least, fitting))
         if self._fitting(nbytes, most := memory_now()[1]) < self._least:
             raise self._no_room(nbytes, most)
-
-    def begin(self, tokens: int) -> None:
-        """Note that a call of the model with so many tokens begins."""
-        self._tokens = tokens

@@ -12,11 +12,13 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList
 
-from ..checkpoint import FORKED, ExpertTensor, describe
+from ..checkpoint import FORKED, describe
+from ..memory import keep_no_holes, return_free_memory
 from .config import StreamConfig
-from .counters import Counters, Counting, Stats
+from .counters import Counting, Stats
+from .cuda import MAILBOX_SIZE
+from .facts import ModelFacts
 from .handover import FEW_TOKENS, Handover
-from .heap import keep_no_holes, return_free_memory
 from .plan import Plan
 from .ranks import RankError, Ranks
 from .reading.reader import Reader
@@ -31,26 +33,24 @@ LONG_PROMPT = 256
 
 
 class Session:
-    """The state that the layers of one loaded model share, which ``session_of(model)`` returns.
+    """The state that the layers of one loaded model share; a resident model has no layers.
 
-    In ``resident`` mode it has no layers, nothing to read and no prefetcher.
+    ``found`` counts the modules with the fast kernels and with MLX's.
     """
 
     def __init__(
         self,
         config: StreamConfig,
-        dtype: mx.Dtype,
-        top_k: int,
-        located: dict[str, ExpertTensor],
+        facts: ModelFacts,
         resident: dict[str, mx.array],
-        found: dict[str, int] | None = None,
-        fast_experts: bool = False,
-        plan: Plan | None = None,
-        ranks: Ranks | None = None,
+        found: dict[str, int],
+        plan: Plan | None,
+        ranks: Ranks | None,
     ):
-        self.config, self.dtype, self.top_k, self.plan = config, dtype, top_k, plan
-        self.ranks, self.fast_experts = ranks, fast_experts
-        self.handover = Handover(through_pinned=bool(located))
+        self.config, self.dtype, self.top_k, self.plan = config, facts.dtype, facts.top_k, plan
+        self.facts, self.ranks, self.resident, self.layers = facts, ranks, resident, []
+        self.fast_experts = False  # whether a layer's experts compute with the fast kernels
+        self.handover = Handover(through_pinned=bool(facts.located))
         mailbox = self.handover.mailbox
         if config.source == "host":
             host.check(mailbox, ranks)
@@ -58,13 +58,12 @@ class Session:
         self.reader = read(config.readers, plan.direct if plan else config.reads == "direct")
         self.located = {
             name: replace(t, files=[self.reader.open(f) for f in t.files])
-            for name, t in located.items()
+            for name, t in facts.located.items()
         }
-        self.resident, self.layers = resident, []
-        self.counting = Counting(found or {})
+        self.counting = Counting(found)
         # On a CPU computing an expert takes about as long as reading it; on a GPU far less.
         overlap = mx.default_device() == mx.cpu
-        self.residency = Residency(self.reader, self.handover, self.counting, top_k, overlap)
+        self.residency = Residency(self.reader, self.handover, self.counting, self.top_k, overlap)
         self.room = Room(plan, config.slots, self.residency, together=ranks is not None)
         self.lock = threading.RLock()  # held during every call of the model
         self._caller = None  # the thread whose call is running
@@ -77,11 +76,6 @@ class Session:
         self.recorder = self.prefetcher = None
         if plan is not None and plan.slots < plan.num_experts:
             keep_no_holes()
-
-    @property
-    def counters(self) -> Counters:
-        """The counters of the last call's phase."""
-        return self.counting.now
 
     @property
     def is_in_call(self) -> bool:
@@ -117,13 +111,8 @@ class Session:
             finally:
                 self._caller, self._caches = None, []
 
-    def hold_experts(self) -> None:
-        """Read every expert into the host's memory, if that is the source."""
-        if self.config.source == "host":
-            host.hold(self.residency.layers, self.reader)
-
     def check_ranks(self) -> None:
-        """Raise if a call failed on this rank. Without ranks it does nothing."""
+        """Raise if a call failed on this rank."""
         if isinstance(self._error, RankError):
             raise self._error
         if self._error is not None:
@@ -141,24 +130,16 @@ class Session:
         self.handover.pending = []
         self.residency.recover()
         for layer in self.layers:
-            layer.recover()
-
-    def make_room(self, tokens: int, caches: list, divisible: bool) -> int:
-        """Call ``Room.make``, and let ``config`` say how many slots there are from then on."""
-        try:
-            return self.room.make(tokens, caches, divisible)
-        finally:
-            if self.plan is not None and self.room.slots != self.config.slots:
-                self.config = replace(self.config, slots=self.room.slots)
+            layer.probe = None
 
     def begin(self, inputs: mx.array, caches: list | None = None) -> None:
         """Count a call of the whole model, or a part of one, for token ids ``[B, T]``.
 
-        With ``caches`` a prompt's recurrent states are evaluated layer by layer where MLX brings
-        the routing: until then each keeps its layer's whole input in memory.
+        A prompt's recurrent states in ``caches`` are evaluated layer by layer where MLX brings the
+        routing: until then each keeps its layer's whole input in memory.
         """
         self._caches = caches if caches and inputs.size > FEW_TOKENS else []
-        self.room.begin(inputs.size)
+        self.room.tokens = inputs.size
         self.counting.reads_of(self.reader)
         is_prompt = inputs.ndim > 1 and inputs.shape[1] > 1
         if is_prompt:
@@ -180,9 +161,19 @@ class Session:
         self.room.look_in_prompt()
 
     def routing(self, indices: mx.array, asked: list[mx.array]) -> np.ndarray:
-        """Evaluate the routing ``[..., K]`` of a layer's call, and the arrays in ``asked``."""
-        beside = [*asked, *recurrent_states(self._caches)]
-        routed = self.handover.routing(indices, beside, self.residency.settle, bool(asked))
+        """Evaluate the routing ``[..., K]`` of a call, ``asked``, and what still reads slots."""
+        handover, mailbox = self.handover, self.handover.mailbox
+        if mailbox and indices.size <= MAILBOX_SIZE and not asked:
+            mailbox.post(indices, *(handover.pending or [indices]))
+            # It comes first, because watching the mailbox keeps other threads from the GIL.
+            self.residency.settle()
+            routed = mailbox.collect(indices)
+        else:
+            self.residency.settle()
+            states = recurrent_states(self._caches) if self._caches else ()
+            mx.eval(indices, handover.pending, asked, *states)
+            routed = np.array(indices)
+        handover.pending = []
         self.room.look_in_prompt()
         if self.ranks:
             self.ranks.answered()
@@ -195,7 +186,7 @@ def is_loaded(model: nn.Module) -> bool:
 
 
 def session_of(model: nn.Module) -> Session:
-    """The session of a loaded model; ``ValueError`` for any other model."""
+    """The session of a loaded model."""
     if not is_loaded(model):
         raise ValueError(f"{type(model).__name__}: expected a model from moelab.load.")
     return model._session

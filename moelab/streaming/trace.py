@@ -12,13 +12,13 @@ from ..checkpoint import describe, regular_file
 PHASES = ("prefill", "decode")
 FORMAT = 1  # version of the file's format
 MAX_EXPERTS = 1 << 16  # the most experts of a layer, whose ids are uint16
-MEMBERS = {  # the file's members, each with the most bytes that it may unpack to
-    "experts.npy": 1 << 29,
-    "decode.npy": 1 << 23,
-    "tokens.npy": 1 << 26,
-    "about.npy": 1 << 23,
+# The file's members: the most bytes that each may unpack to, its kinds of dtype and dimensions.
+MEMBERS = {
+    "experts.npy": (1 << 29, "iu", 3),
+    "decode.npy": (1 << 23, "b", 1),
+    "tokens.npy": (1 << 26, "iu", 1),
+    "about.npy": (1 << 23, "u", 1),
 }
-FORMS = ("iu", 3), ("b", 1), ("iu", 1), ("u", 1)  # of the members: kinds of dtype, dimensions
 ABOUT = {"num_experts": (int,), "model": (str,), "seed": (int, type(None)), "prompt": (str,)}
 
 
@@ -31,25 +31,15 @@ class Trace:
     """The routing of one run.
 
     Do not change it: what the replay computes from a trace is cached. Make another one.
-
-    Attributes:
-        experts (np.ndarray): ``[T, L, K]`` uint16, the experts of every token in every MoE
-            layer, in the order of the router.
-        phase (np.ndarray): ``[T]`` of ``prefill`` (in a call with other tokens) or ``decode``.
-        tokens (np.ndarray): ``[T]`` token ids that went in; ``prefill.tokens`` are the prompt's.
-        num_experts (int): E. Default: one more than the largest expert id.
-        model (str): The name of the model, or of what made the trace.
-        seed (int or None): Of the sampling or the synthesis; None for a greedy run.
-        prompt (str): The text that was continued, or a description of it.
     """
 
-    experts: np.ndarray
-    phase: np.ndarray
-    tokens: np.ndarray
-    num_experts: int = 0
-    model: str = ""
-    seed: int | None = None
-    prompt: str = ""
+    experts: np.ndarray  # [T, L, K] uint16 of every token in every layer, in the router's order
+    phase: np.ndarray  # [T] of "prefill" (in a call with other tokens) or "decode"
+    tokens: np.ndarray  # [T] token ids that went in; ``prefill.tokens`` are the prompt's
+    num_experts: int = 0  # E; 0: one more than the largest expert id
+    model: str = ""  # the name of the model, or of what made the trace
+    seed: int | None = None  # of the sampling or the synthesis; None for a greedy run
+    prompt: str = ""  # the text that was continued, or a description of it
 
     def __post_init__(self):
         if self.experts.ndim != 3:
@@ -98,7 +88,7 @@ class Trace:
     def save(self, path: str | Path) -> None:
         """Write a compressed ``.npz``. An older file stays until the new one is complete."""
         path = Path(path)
-        about = {f: getattr(self, f) for f in ("num_experts", "model", "seed", "prompt")}
+        about = {"moelab_trace": FORMAT, **{name: getattr(self, name) for name in ABOUT}}
         partial = path.with_name(path.name + ".partial")
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "wb") as f:
@@ -107,26 +97,13 @@ class Trace:
                 experts=self.experts.astype(np.uint8) if self.num_experts <= 256 else self.experts,
                 decode=np.asarray(self.phase == "decode"),
                 tokens=np.asarray(self.tokens, np.int32),
-                about=np.frombuffer(
-                    json.dumps({"moelab_trace": FORMAT, **about}).encode(), np.uint8
-                ),
+                about=np.frombuffer(json.dumps(about).encode(), np.uint8),
             )
         os.replace(partial, path)
 
     @classmethod
     def load(cls, path: str | Path) -> "Trace":
-        """Read a file that ``save`` wrote. Sizes, types and the experts' range are checked.
-
-        Args:
-            path (str or Path): The file.
-
-        Returns:
-            Trace: Its content.
-
-        Raises:
-            TraceError: If it is not a trace, or damaged.
-            FileNotFoundError: If there is none.
-        """
+        """Read a file that ``save`` wrote; ``TraceError`` if it is something else or damaged."""
         try:
             regular_file(Path(path))
             trace = cls(**_read(path))  # which checks the range of the experts
@@ -144,31 +121,23 @@ class Trace:
 def _read(path):
     """Read a trace's fields from its file. Nothing is unpacked before its size is checked."""
     with np.load(path, allow_pickle=False) as file:
-        infos = file.zip.infolist()
-        sizes = {info.filename: info.file_size for info in infos}
-        if len(infos) != len(MEMBERS) or sizes.keys() != MEMBERS.keys():
-            raise ValueError(f"expected the members {', '.join(MEMBERS)}, got {', '.join(sizes)}")
-        for name, most in MEMBERS.items():
-            if sizes[name] > most:
-                raise ValueError(f"{name} unpacks to {sizes[name]} bytes, expected {most} at most")
+        sizes = [(info.filename, info.file_size) for info in file.zip.infolist()]
+        if sorted(name for name, _ in sizes) != sorted(MEMBERS):
+            raise ValueError(f"expected the members {', '.join(MEMBERS)}, got {dict(sizes)}")
+        for name, size in sizes:
+            if size > (most := MEMBERS[name][0]):
+                raise ValueError(f"{name} unpacks to {size} bytes, expected {most} at most")
         arrays = {name: file[name] for name in MEMBERS}
-    for (name, array), (kinds, ndim) in zip(arrays.items(), FORMS):
-        if array.dtype.kind not in kinds or array.ndim != ndim:
-            raise ValueError(f"{name}: unexpected type {array.dtype} and shape {array.shape}")
+    for name, (_, kinds, ndim) in MEMBERS.items():
+        if arrays[name].dtype.kind not in kinds or arrays[name].ndim != ndim:
+            raise ValueError(f"{name}: unexpected {arrays[name].dtype} {arrays[name].shape}")
     experts, decode, tokens, about = arrays.values()
     about = json.loads(about.tobytes())
     if not isinstance(about, dict) or about.pop("moelab_trace", None) != FORMAT:
         raise ValueError("another version's format")
-    if about.keys() != ABOUT.keys():
-        raise ValueError(f"expected about {', '.join(ABOUT)}, got {', '.join(map(str, about))}")
-    for key, types in ABOUT.items():
-        if type(about[key]) not in types:
-            raise ValueError(f"expected {key} of type {types[0].__name__}, got {about[key]!r}")
+    if about.keys() != ABOUT.keys() or any(type(about[k]) not in ABOUT[k] for k in ABOUT):
+        raise ValueError(f"expected {', '.join(ABOUT)} of their types, got {about}")
     if not 0 <= about["num_experts"] <= MAX_EXPERTS:
         raise ValueError(f"expected num_experts up to {MAX_EXPERTS}, got {about['num_experts']}")
-    return {
-        "experts": experts,
-        "phase": np.where(decode, "decode", "prefill"),
-        "tokens": tokens.astype(np.int64),
-        **about,
-    }
+    phase = np.where(decode, "decode", "prefill")
+    return {"experts": experts, "phase": phase, "tokens": tokens.astype(np.int64), **about}

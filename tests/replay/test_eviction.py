@@ -14,9 +14,9 @@ from moelab.__main__ import parse
 from moelab.commands.stream_options import mode_given
 from moelab.lab import records
 from moelab.lab.arguments import parse_modes
+from moelab.lab.route import route_by
 from moelab.replay import eviction, locality
 from moelab.streaming.model import load_model
-from moelab.streaming.record import route_by
 from moelab.streaming.residency import table as slots
 from moelab.streaming.residency.table import SlotTable
 

@@ -6,7 +6,7 @@ import pytest
 from moelab import DATA, Trace
 from moelab.replay import ranks
 from moelab.replay.eviction import held
-from moelab.streaming.placement import balanced, by_number
+from moelab.streaming.ranks import balanced, by_number
 
 TRACE = Trace.load(DATA / "traces" / "code.npz").decode[:120]
 L, E = TRACE.experts.shape[1], TRACE.num_experts

@@ -6,6 +6,7 @@ import inspect
 import json
 import shutil
 import sys
+from dataclasses import replace
 
 import families
 import mlx.core as mx
@@ -42,54 +43,51 @@ def answer(model):
     return np.concatenate([np.array(first[0]), np.array(model(mx.array([[7]]), cache=cache)[0])])
 
 
-def backbone(path, seed):
-    """Other numbers for every scale and bias of the backbone, a little off."""
-    model = families.load_resident(path)
-    experts = tuple(k for k, m in model.named_modules() if isinstance(m, SwitchGLU))
-    key = mx.random.key(seed)
-    return {
-        k: p + 0.01 * mx.random.normal(p.shape, key=key).astype(p.dtype)
-        for k, p in tree_flatten(model.parameters())
-        if not k.startswith(experts) and mx.issubdtype(p.dtype, mx.floating)
-    }
+def by_file(model, weights, file):
+    mx.save_safetensors(file, weights)
+    model.load_weights(file, strict=False)
+
+
+def by_assignment(model, weights, _):
+    modules = dict(model.named_modules())
+    for name, w in weights.items():
+        owner, param = name.rsplit(".", 1)
+        setattr(modules[owner], param, w)
+
+
+def in_place(model, weights, _):
+    have = dict(tree_flatten(model.parameters()))
+    for name, w in weights.items():
+        have[name][...] = w
+
+
+CHANGES = (
+    lambda model, weights, _: model.load_weights([*weights.items()], strict=False),
+    lambda model, weights, _: model.update(tree_unflatten([*weights.items()]), strict=False),
+    by_file,
+    by_assignment,
+    in_place,
+)
 
 
 def test_new_weights_take_effect(path, tmp_path):
-    """load_weights from a list and from a file, update of the model, of a part, and in place."""
-    weights = backbone(path, 0)
-
-    def by_file(model, weights):
-        mx.save_safetensors(str(tmp_path / "w.safetensors"), weights)
-        model.load_weights(str(tmp_path / "w.safetensors"), strict=False)
-
-    def by_assignment(model, weights):
-        modules = dict(model.named_modules())
-        for name, w in weights.items():
-            owner, param = name.rsplit(".", 1)
-            setattr(modules[owner], param, w)
-
-    def in_place(model, weights):
-        have = dict(tree_flatten(model.parameters()))
-        for name, w in weights.items():
-            have[name][...] = w
-
-    changes = {
-        "list": lambda model, weights: model.load_weights([*weights.items()], strict=False),
-        "file": by_file,
-        "update": lambda model, weights: model.update(tree_unflatten([*weights.items()])),
-        "assignment": by_assignment,
-        "in place": in_place,
+    """For every scale and bias of the backbone, in any way, as in a resident model."""
+    resident, file = families.load_resident(path), str(tmp_path / "w.safetensors")
+    experts = tuple(k for k, m in resident.named_modules() if isinstance(m, SwitchGLU))
+    weights = {
+        k: p + 0.01 * mx.random.normal(p.shape, key=mx.random.key(0)).astype(p.dtype)
+        for k, p in tree_flatten(resident.parameters())
+        if not k.startswith(experts) and mx.issubdtype(p.dtype, mx.floating)
     }
-    resident = families.load_resident(path)
     before = answer(resident)
-    changes["list"](resident, weights)
+    CHANGES[0](resident, weights, file)
     want = answer(resident)
     assert np.abs(want - before).max() > 0.01
-    for name, change in changes.items():
+    for change in CHANGES:
         with load_model(path, CONFIG)[0] as model:
             np.testing.assert_allclose(answer(model), before, atol=1e-4)
-            change(model, weights)
-            np.testing.assert_allclose(answer(model), want, atol=1e-4, err_msg=name)
+            change(model, weights, file)
+            np.testing.assert_allclose(answer(model), want, atol=1e-4, err_msg=str(change))
 
 
 def test_set_dtype_takes_effect_or_is_refused(path):
@@ -106,16 +104,11 @@ def test_set_dtype_takes_effect_or_is_refused(path):
 def test_experts_cannot_be_replaced(path, tmp_path):
     parameters = tree_flatten(families.load_resident(path).parameters())
     weights = {k: p * 2 for k, p in parameters if "switch_mlp" in k}
-    mx.save_safetensors(str(tmp_path / "w.safetensors"), weights)
     with load_model(path, CONFIG)[0] as model:
         before = answer(model)
-        for change in (
-            lambda: model.load_weights([*weights.items()], strict=False),
-            lambda: model.load_weights(str(tmp_path / "w.safetensors"), strict=False),
-            lambda: model.update(tree_unflatten([*weights.items()]), strict=False),
-        ):
+        for change in CHANGES[:3]:
             with pytest.raises(ValueError, match="switch_mlp.*cannot be replaced in memory"):
-                change()
+                change(model, weights, str(tmp_path / "w.safetensors"))
         np.testing.assert_array_equal(answer(model), before)
 
 
@@ -148,10 +141,14 @@ def test_a_resident_model_saves_what_mlx_lm_saves(path, tmp_path):
     np.testing.assert_array_equal(answer(families.load_resident(tmp_path)), want)
 
 
-def test_mlx_lm_keywords(random_tiny_moe):
-    model, _, config = moelab.load(
-        random_tiny_moe, return_config=True, tokenizer_config={}, lazy=False
-    )
+def test_load_takes_what_mlx_lm_takes(random_tiny_moe):
+    """Every keyword of the installed version, with its default; two are moelab's own."""
+    theirs, ours = (inspect.signature(f).parameters for f in (mlx_lm.load, moelab.load))
+    assert next(iter(ours)) == next(iter(theirs))
+    assert ours.keys() - theirs.keys() == {"config", "group"} and not theirs.keys() - ours.keys()
+    assert all(ours[name].default == parameter.default for name, parameter in theirs.items())
+    given = {"return_config": True, "tokenizer_config": {}, "lazy": False}
+    model, _, config = moelab.load(random_tiny_moe, **given)
     with model:
         assert config == mlx_lm.load(str(random_tiny_moe), return_config=True)[2]
     with pytest.raises(ValueError, match="lazy=True is not possible"):
@@ -167,19 +164,17 @@ def test_model_config_changes_what_mlx_lm_lets_it_change(path):
     text = json.loads((path / "config.json").read_text())["text_config"]
     rope = {"rope_theta": 100.0, "rope_parameters": {"rope_theta": 100.0, "type": "default"}}
     changes = {"text_config": {**text, **rope}}
-    for top_k in (None, 1):
-        resident, streamed = (
-            load_model(path, moelab.StreamConfig(**fields, top_k=top_k), model_config=changes)[0]
-            for fields in ({"mode": "resident"}, {"slots": K})
-        )
-        plain, _ = load_model(path, moelab.StreamConfig(slots=K, top_k=top_k))
-        with resident, streamed, plain:
-            np.testing.assert_allclose(answer(streamed), answer(resident), atol=1e-4)
-            assert np.abs(answer(plain) - answer(streamed)).max() > 1e-3
+
+    def answers(model_config, **fields):
+        with load_model(path, replace(CONFIG, **fields), model_config=model_config)[0] as model:
+            return answer(model)
+
     changed, _ = mlx_lm_utils.load_model(path, model_config=changes)
     changed.set_dtype(mx.float32)
-    with load_model(path, CONFIG, model_config=changes)[0] as model:
-        np.testing.assert_allclose(answer(model), answer(changed), atol=1e-4)
+    np.testing.assert_allclose(answers(changes), answer(changed), atol=1e-4)
+    streamed, resident = answers(changes, top_k=1), answers(changes, top_k=1, mode="resident")
+    np.testing.assert_allclose(streamed, resident, atol=1e-4)
+    assert np.abs(answers(None, top_k=1) - streamed).max() > 1e-3
 
 
 TRAINING = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
@@ -213,10 +208,10 @@ def test_adapters_of_the_backbone(fine_tune_type, random_tiny_moe, tmp_path):
     keys = ["self_attn.q_proj", "self_attn.o_proj", "linear_attn.out_proj"]
     adapters = write_adapters(tmp_path / "adapters", random_tiny_moe, fine_tune_type, keys)
     plain = families.load_resident(random_tiny_moe)
+    before = answer(plain)
     mlx_lm_utils.load_adapters(plain, str(adapters))
     plain.set_dtype(mx.float32)
     want = answer(plain)
-    before = answer(families.load_resident(random_tiny_moe))
     assert np.abs(want - before).max() > 1e-3
     config = moelab.StreamConfig(slots=16)
     with moelab.load(random_tiny_moe, config, adapter_path=str(adapters))[0] as model:
@@ -227,15 +222,6 @@ def test_adapters_of_the_backbone(fine_tune_type, random_tiny_moe, tmp_path):
         mlx_lm_utils.load_adapters(model, str(adapters))
         model.set_dtype(mx.float32)
         np.testing.assert_allclose(answer(model), want, atol=1e-3, err_msg="loaded later")
-
-
-def test_load_takes_what_mlx_lm_takes():
-    """Every keyword of the installed version, with its default; two are moelab's own."""
-    theirs, ours = (inspect.signature(f).parameters for f in (mlx_lm.load, moelab.load))
-    assert next(iter(ours)) == next(iter(theirs))
-    assert ours.keys() - theirs.keys() == {"config", "group"} and not theirs.keys() - ours.keys()
-    for name, parameter in theirs.items():
-        assert ours[name].default == parameter.default, name
 
 
 class Texts(list):
@@ -278,6 +264,7 @@ def test_mlx_lms_own_fuse_and_training_are_refused_and_write_nothing(
 
 
 def test_adapters_of_streamed_experts_are_refused(random_tiny_moe, tmp_path):
+    """As are those of no number. ``test_fuzz.py`` draws other damage to adapters."""
     keys = ["mlp.switch_mlp.gate_proj"]
     adapters = str(write_adapters(tmp_path / "adapters", random_tiny_moe, "lora", keys))
     streamed, resident = moelab.StreamConfig(slots=16), moelab.StreamConfig(mode="resident")
@@ -286,15 +273,11 @@ def test_adapters_of_streamed_experts_are_refused(random_tiny_moe, tmp_path):
     moelab.close(moelab.load(random_tiny_moe, resident, adapter_path=adapters)[0])
     with pytest.raises(FileNotFoundError, match="no adapter_config.json and no adapters"):
         moelab.load(random_tiny_moe, streamed, adapter_path=str(tmp_path / "none"))
-
-
-def test_adapters_of_no_number_are_refused(random_tiny_moe, tmp_path):
-    """mlx-lm uses the scale in a call only. ``test_fuzz.py`` draws other damage to adapters."""
     adapters = write_adapters(tmp_path / "a", random_tiny_moe, "lora", TRAINING["keys"])
     settings = adapters / "adapter_config.json"
     settings.write_text(settings.read_text().replace("10.0", '"x"'))
     with pytest.raises(moelab.CheckpointError, match=f"{adapters}: .* a scale of 'x'"):
-        moelab.load(random_tiny_moe, moelab.StreamConfig(slots=16), adapter_path=str(adapters))
+        moelab.load(random_tiny_moe, streamed, adapter_path=str(adapters))
 
 
 @pytest.mark.parametrize("mode", ["resident", "fused"])

@@ -56,22 +56,18 @@ def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
     """Of this layer and the next one what is not held, while there is room for it."""
     with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
         session, asked = session_of(model), []
-        nbytes = session.layers[0].slots.bank.expert_nbytes
-        monkeypatch.setattr(ahead, "memory_available", lambda: 2 * room * nbytes)
+        banks, L = [layer.slots.bank for layer in session.layers], len(session.layers)
+        monkeypatch.setattr(ahead, "memory_available", lambda: 2 * room * banks[0].expert_nbytes)
         of = {
-            layer.slots.bank.places([e]).__next__()[0][1]: (layer.index, e)
-            for layer in session.layers
-            for e in range(E)
+            next(bank.places([e]))[0][1]: (i, e) for i, bank in enumerate(banks) for e in range(E)
         }
 
         def read_ahead(places):
-            found = [of[place[0][1]] for place in places]
-            assert all(e not in session.layers[i].slots.table.slot_of for i, e in found)
-            asked.append(found)
+            asked.append([of[place[0][1]] for place in places])
+            assert all(e not in session.layers[i].slots.table.slot_of for i, e in asked[-1])
 
         monkeypatch.setattr(session.reader, "read_ahead", read_ahead)
         mx.eval(model(mx.repeat(PROMPT, 5, axis=1)))
-        L = len(session.layers)
         assert len(asked) == 2 * L  # before the first layer, and in each for two but in the last
         assert asked[0] == [(0, e) for e in range(E)][:room]
         for i in range(L):
@@ -156,42 +152,40 @@ def test_a_recorded_trace_is_the_routing(path):
 def test_footprint_is_what_load_takes(path, mode):
     config = moelab.StreamConfig(mode=mode, slots=K + 1)
     predicted = moelab.footprint(path, config)
-    model, _ = load_model(path, config)
-    held = sum(p.nbytes for _, p in tree_flatten(model.parameters()))
-    if mode == "resident":
-        assert held == predicted.total_nbytes
-        return
-    assert held == predicted.backbone_nbytes
-    assert sum(p.nbytes for p in session_of(model).resident.values()) == predicted.resident_nbytes
-    if mode in ("stacked", "fused"):
-        banks = [own.bank for own in session_of(model).residency.layers]
-        assert sum(b.expert_nbytes * b.num_slots for b in banks) == predicted.slots_nbytes
-    moelab.close(model)
+    with load_model(path, config)[0] as model:
+        session = session_of(model)
+        held = sum(p.nbytes for _, p in tree_flatten(model.parameters()))
+        is_resident = mode == "resident"
+        assert held == (predicted.total_nbytes if is_resident else predicted.backbone_nbytes)
+        if not is_resident:
+            kept = sum(p.nbytes for p in session.resident.values())
+            assert kept == predicted.resident_nbytes
+        if mode in ("stacked", "fused"):
+            banks = [own.bank for own in session.residency.layers]
+            assert sum(b.expert_nbytes * b.num_slots for b in banks) == predicted.slots_nbytes
 
 
-ENVIRONMENTS = (  # variables, and the configuration that they stand for
-    ("", {"mode": "buffers"}),
-    ("MLX_MOE_STACKED=1 MLX_MOE_CACHE_SLOTS=24", {"mode": "stacked", "slots": 24}),
-    ("MLX_MOE_STACKED=1 MLX_MOE_FUSE_GATEUP=1 SWIFTLM_TOP_K=6", {"top_k": 6}),
-    ("TEND_MOE_CACHE_SLOTS=24 MLX_MOE_CACHE_SLOTS=24", {"mode": "buffers", "slots": 24}),
-    ("TEND_MOE_CACHE_SLOTS=16", {"mode": "buffers", "slots": 16}),
+@pytest.mark.parametrize(
+    "variables, fields",
+    [  # and the configuration that they stand for; ``test_bad_environment`` has what is refused
+        ("", {"mode": "buffers"}),
+        ("MLX_MOE_STACKED=1 MLX_MOE_CACHE_SLOTS=24", {"mode": "stacked", "slots": 24}),
+        ("MLX_MOE_STACKED=1 MLX_MOE_FUSE_GATEUP=1 SWIFTLM_TOP_K=6", {"top_k": 6}),
+        ("TEND_MOE_CACHE_SLOTS=24 MLX_MOE_CACHE_SLOTS=24", {"mode": "buffers", "slots": 24}),
+        ("TEND_MOE_CACHE_SLOTS=16 MLX_MOE_CACHE_SLOTS=24", None),
+    ],
 )
-
-
-def test_from_env(monkeypatch):
-    """``test_bad_environment`` has what is refused."""
+def test_from_env(variables, fields, monkeypatch):
     for name in (n for option in OPTIONS.values() for n in option.environment):
         monkeypatch.delenv(name, raising=False)
-    for variables, fields in ENVIRONMENTS:
-        with monkeypatch.context() as m:
-            for variable in variables.split():
-                m.setenv(*variable.split("="))
-            assert moelab.StreamConfig.from_env() == moelab.StreamConfig(**fields), variables
-    assert moelab.StreamConfig.from_env(readers=2).readers == 2
-    monkeypatch.setenv("MLX_MOE_CACHE_SLOTS", "24")
-    monkeypatch.setenv("TEND_MOE_CACHE_SLOTS", "16")
-    with pytest.raises(ValueError, match="SLOTS=24 and TEND_MOE_CACHE_SLOTS=16.*Unset one"):
-        moelab.StreamConfig.from_env()
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    if fields is None:
+        with pytest.raises(ValueError, match="SLOTS=24 and TEND_MOE_CACHE_SLOTS=16.*Unset one"):
+            moelab.StreamConfig.from_env()
+    else:
+        want = moelab.StreamConfig(**fields, readers=2)
+        assert moelab.StreamConfig.from_env(readers=2) == want
 
 
 def test_mlx_lm_generates_with_it(random_tiny_moe):
@@ -252,41 +246,28 @@ def test_on_cuda_every_part_of_a_call_has_rows_enough(mode, weights, least, tmp_
         assert mx.abs(got - want).max().item() <= 1e-5
 
 
-@pytest.mark.parametrize("mode", ("stacked", "fused"))
-def test_on_cuda_the_kernels_get_contiguous_parameters(mode, path, monkeypatch):
-    """Also those that are converted, which share a buffer elsewhere."""
-    config = moelab.StreamConfig(mode=mode, dtype="float32", kernels="mlx")
-
-    def run():
-        with load_model(path, config)[0] as model:
-            experts = session_of(model).layers[0].slots.bank.experts
-            logits = greedy_logits(model, PROMPT[0].tolist(), 3)
-            return logits, [memoryview(p).c_contiguous for _, p in tree_flatten(experts)]
-
-    want, contiguous = run()
-    assert not all(contiguous), "nothing is converted, and this tests nothing"
-    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-    got, contiguous = run()
-    assert all(contiguous) and np.array_equal(got, want)
-
-
 @pytest.mark.parametrize("mode", ["resident", *STREAMED])
-def test_on_cuda_short_rows_have_room_in_every_mode(path, monkeypatch, mode):
-    config = moelab.StreamConfig(mode=mode, kernels="mlx", slots=E)
-    with load_model(path, config)[0] as model:
-        want = greedy_logits(model, PROMPT[0].tolist(), 3)
-    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+def test_on_cuda_parameters_are_contiguous_and_short_rows_have_room(path, monkeypatch, mode):
+    """Also those that are converted, which share a buffer elsewhere."""
+    config = moelab.StreamConfig(mode=mode, dtype="float32", kernels="mlx", slots=E)
     compute, called = QuantizedSwitchLinear.__call__, set()
 
     def call(self, *args, **kwargs):
-        called.add(type(self))
+        parameters = (p for _, p in tree_flatten(self.parameters()))
+        called.add((type(self), all(memoryview(p).c_contiguous for p in parameters)))
         return compute(self, *args, **kwargs)
 
+    def run():
+        with load_model(path, config)[0] as model:
+            called.clear()  # of what asks for types while loading
+            return greedy_logits(model, PROMPT[0].tolist(), 3)
+
     monkeypatch.setattr(QuantizedSwitchLinear, "__call__", call)
-    with load_model(path, config)[0] as model:
-        called.clear()  # of what asks for types while loading
-        assert np.array_equal(greedy_logits(model, PROMPT[0].tolist(), 3), want)
-    assert called == {PaddedLinear}
+    want = run()
+    several = mode in ("stacked", "fused")
+    assert (QuantizedSwitchLinear, not several) in called, "this tests nothing"
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    assert np.array_equal(run(), want) and called == {(PaddedLinear, True)}
 
 
 @pytest.mark.parametrize("prefetch", ["none", "lookahead"])

@@ -13,8 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.hooks import hooked
+from moelab.lab.route import route_by
 from moelab.streaming.model import load_model
-from moelab.streaming.record import route_by
 from moelab.streaming.trace import MEMBERS, Trace, TraceError
 
 L = 2
@@ -65,6 +65,7 @@ def test_a_file_gives_the_trace_back(tmp_path, trace):
     """``test_fuzz.py`` damages such files."""
     trace.save(tmp_path / "a.npz")
     same(Trace.load(tmp_path / "a.npz"), trace)
+    same(trace.decode, trace[len(trace.prefill) :])
     first = (tmp_path / "a.npz").read_bytes()
     Trace.load(tmp_path / "a.npz").save(tmp_path / "a.npz")
     assert (tmp_path / "a.npz").read_bytes() == first
@@ -88,7 +89,7 @@ def test_a_trace_that_contradicts_itself_is_refused():
 def test_a_small_file_that_unpacks_to_gigabytes(tmp_path, monkeypatch):
     """It is refused before it is unpacked."""
     random_trace().save(tmp_path / "bomb.npz")
-    monkeypatch.setitem(MEMBERS, "experts.npy", 100)
+    monkeypatch.setitem(MEMBERS, "experts.npy", (100, "iu", 3))
     monkeypatch.setattr(zipfile.ZipFile, "read", lambda *_: pytest.fail("it is unpacked"))
     with pytest.raises(TraceError, match="experts.npy unpacks to .* bytes"):
         Trace.load(tmp_path / "bomb.npz")
@@ -98,13 +99,6 @@ def test_a_fifo_is_no_trace(tmp_path, in_time):
     os.mkfifo(tmp_path / "trace.npz")
     with pytest.raises(TraceError, match="expected a file"):
         Trace.load(tmp_path / "trace.npz")
-
-
-def test_phases_apart():
-    t = random_trace(6, 5)
-    assert len(t.prefill) == 6 and len(t.decode) == 5 and len(t) == 11
-    np.testing.assert_array_equal(t.decode.experts, t.experts[6:])
-    assert t.decode.num_experts == E and t.decode.model == "made up"
 
 
 @pytest.mark.parametrize("mode", ("resident", "serial", "buffers", "stacked", "fused"))
@@ -122,10 +116,12 @@ def test_a_routed_model_runs_the_trace(path, mode):
     with route_by(model, trace), moelab.record(model) as seen:
         after = run(model, steps=7)
     # four prompt rows of six, seven decoded rows of five: the trace starts over
-    want = np.concatenate(
-        [trace.prefill.experts[:4], trace.decode.experts, trace.decode.experts[:2]]
-    )
+    decoded = trace.decode.experts
+    want = np.concatenate([trace.prefill.experts[:4], decoded, decoded[:2]])
     np.testing.assert_array_equal(seen.experts, want)
+    with moelab.record(model) as around, route_by(model, trace.decode):  # both kinds of calls
+        run(model, steps=2)
+    np.testing.assert_array_equal(around.experts, np.concatenate([decoded[:4], decoded[:2]]))
     assert list(seen.phase) == ["prefill"] * 4 + ["decode"] * 7
     assert np.abs(after - before).max() > 1e-3  # other experts were computed
     np.testing.assert_array_equal(run(model), before)  # nothing is left of the trace
@@ -172,14 +168,6 @@ def test_a_pass_that_fails_keeps_its_error_and_the_calls_before_it(path, mode, m
             calls_left = None
             run(model, steps=2)
         same(seen, whole)
-
-
-def test_recorded_around_routed_is_the_trace_too(model):
-    trace = random_trace(0, 5)  # without a prompt: that takes the rows of decoding
-    with moelab.record(model) as seen, route_by(model, trace):
-        run(model, steps=2)
-    want = np.concatenate([trace.experts[:4], trace.experts[:2]])
-    np.testing.assert_array_equal(seen.experts, want)
 
 
 @pytest.mark.parametrize("wrong", ({"L": L + 1}, {"E": E - 1}, {"K": K - 1}))

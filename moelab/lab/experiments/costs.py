@@ -21,12 +21,12 @@ from ...replay.locality import decode_trace
 from ...replay.sizes import ModelSizes
 from ...streaming.model import load_model
 from ...streaming.reading import native
-from ...streaming.record import route_by
 from ...streaming.residency.bank import can_empty
 from ...streaming.session import session_of
 from .. import oscache, records
 from ..decode import decode
 from ..models import folder
+from ..route import route_by
 
 if TYPE_CHECKING:
     from pandas import DataFrame

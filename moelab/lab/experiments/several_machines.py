@@ -13,7 +13,7 @@ import numpy as np
 
 from ...replay import ranks as replay
 from ...replay.locality import popularity, recorded_trace
-from ...streaming.placement import balanced, by_number
+from ...streaming.ranks import balanced, by_number
 from ...streaming.trace import Trace
 from .. import charts, records
 from .ranks import EXPERT_NBYTES, HELD, size

@@ -24,11 +24,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from ... import StreamConfig, load
 from ...kernels.code import Kernel
 from ...streaming import cuda
-from ...streaming.handover import Handover
 from ...streaming.reading.ranges import Ranges
 from ...streaming.reading.reader import Reader
 from ...streaming.reading.uploading import UploadingReader
 from ...streaming.residency.residency import Residency
+from ...streaming.session import Session
 from .. import oscache, records
 from ..arguments import parse_modes
 from ..models import folder
@@ -98,7 +98,7 @@ class Clock:
             (Kernel, "__call__", ARITHMETIC),
             (mx, "eval", MLX),
             (mx, "async_eval", SCHEDULING),
-            (Handover, "routing", MLX),
+            (Session, "routing", MLX),
             (Ranges, "read", READING),
             (Reader, "read_here", READING),
             (UploadingReader, "_read_piece", READING),

@@ -6,11 +6,11 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
+from ...memory import return_free_memory
 from ..config import StreamConfig
 from ..counters import Counting
 from ..cuda import MAILBOX_SIZE
 from ..handover import Handover
-from ..heap import return_free_memory
 from ..reading.reader import Reader
 from .ahead import Ahead
 from .arriving import Arrived, Call, as_copied, as_read

@@ -1,0 +1,325 @@
+"""Slots lend their memory to a prompt, and are given back where memory gets short."""
+
+import ctypes
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx_lm
+import psutil
+import pytest
+from greedy import greedy_logits
+from mlx_lm.models.cache import make_prompt_cache
+
+import moelab
+from moelab import kernels
+from moelab.lab import limit
+from moelab.streaming import plan as plans
+from moelab.streaming.handover import FEW_TOKENS
+from moelab.streaming.model import load_model
+from moelab.streaming.residency.bank import can_empty
+from moelab.streaming.room import RESERVE_NBYTES
+from moelab.streaming.session import session_of
+
+TINY_MOE = moelab.DATA / "models" / "tiny-moe"
+PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
+LONG = [(31 * i + 5) % 96 for i in range(590)]
+GB, MB = 10**9, 10**6
+
+
+def lengths_of(session):
+    """The lengths of a model's calls from now on, as they are added to this list."""
+    lengths, begin = [], session.begin
+    session.begin = lambda part, *more: (lengths.append(part.shape[1]), begin(part, *more))
+    return lengths
+
+
+def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
+    """Same logits and counters as in one call, and the same bits behind it; a batch, too."""
+    prompt = mx.array([LONG[:150]])
+    with load_model(TINY_MOE, moelab.StreamConfig(slots=64))[0] as model:
+        cache = make_prompt_cache(model)
+        want = [model(prompt, cache=cache), model(prompt[:, :9], cache=cache)]
+        mx.eval(want)
+        assert session_of(model).plan is None
+        tokens = moelab.stats(model).prefill.tokens
+    with load_model(TINY_MOE, moelab.StreamConfig(memory_nbytes=GB, context=40))[0] as model:
+        session = session_of(model)
+        assert (session.plan.prompt_tokens, session.plan.slots) == (40, 64)
+        lengths, cache = lengths_of(session), make_prompt_cache(model)
+        got = [model(prompt, cache=cache), model(prompt[:, :9], cache=cache)]
+        assert lengths == [37, 37, 38, 38, 9]
+        # The logits of all parts but the last are MLX's, computed when somebody wants them.
+        assert mx.allclose(got[0], want[0], atol=1e-4)
+        assert mx.array_equal(got[1], want[1]) and mx.array_equal(got[0][:, 112:], want[0][:, 112:])
+        assert moelab.stats(model).prefill.tokens == tokens == 159
+        cache = make_prompt_cache(model)  # calls that are not divided give every bit, as documented
+        calls = [model(prompt[:, i : i + 40], cache=cache) for i in range(0, 150, 40)]
+        assert mx.array_equal(mx.concatenate(calls, axis=1), want[0])
+        lengths.clear()
+        mx.eval(model(mx.concatenate([prompt[:, :30]] * 2), cache=make_prompt_cache(model)))
+        mx.eval(model(prompt))  # without caches there is no way to go on
+        assert lengths == [15, 15, 150]
+
+
+@pytest.mark.skipif(not can_empty(), reason="MADV_DONTNEED is Linux's")
+@pytest.mark.parametrize("settings", [{}, {"prefetch": "lookahead", "policy": "lfu"}])
+def test_slots_lend_their_memory_to_a_prompt(settings):
+    """While prompts are computed the last slots are not used; the text stays the same.
+
+    A short prompt borrows less, and a prompt's last chunk takes no slot back.
+    """
+    config = moelab.StreamConfig(**settings)
+
+    def text(model, look):
+        cache, tokens = make_prompt_cache(model), []
+        for step, *lengths in ((31, 150, 70), (17, 70), (13, 150)):
+            for length in lengths:
+                ids = [(step * i + 5) % 96 for i in range(length)]
+                y = model(mx.array([ids]), cache=cache)
+                look(lengths[0])
+            for _ in range(6):
+                tokens.append(y[:, -1].argmax(-1).item())
+                y = model(mx.array([tokens[-1:]]), cache=cache)
+                look(1)
+        return tokens
+
+    with load_model(TINY_MOE, replace(config, slots=60))[0] as model:
+        want = text(model, lambda tokens: None)
+    with load_model(TINY_MOE, replace(config, memory_nbytes=152 * MB))[0] as model:
+        session, used = session_of(model), set()
+        assert session.config.slots == session.plan.slots
+        few, some, many = (session.plan.slots_beside(tokens) for tokens in (150, 70, FEW_TOKENS))
+        assert 8 <= session.plan.prompt_slots <= few < some < many == session.plan.slots < 60
+
+        def look(tokens):
+            for layer in session.layers:
+                assert layer.slots.table.num_slots == {150: few, 70: some, 1: many}[tokens]
+                used.add((tokens, max(layer.slots.table.slot_of.values())))
+
+        assert text(model, look) == want
+        assert max(slot for tokens, slot in used if tokens == 150) < few
+        assert few <= max(slot for _, slot in used) < many
+
+
+@pytest.mark.skipif(not can_empty(), reason="O_DIRECT is Linux's")
+@pytest.mark.parametrize("prefetch", ["none", "lookahead"])
+def test_text_is_the_same_past_the_page_cache(prefetch, monkeypatch):
+    """The slots that a prompt needs are filled while the layers before it are computed."""
+    prompt = LONG[:150]
+    with load_model(TINY_MOE, moelab.StreamConfig(slots=64))[0] as model:
+        want = greedy_logits(model, prompt, 12)
+    monkeypatch.setattr(plans, "_memory", lambda: (50 * MB, 0))
+    monkeypatch.setattr(plans, "PROCESS_NBYTES", MB)
+    with load_model(TINY_MOE, moelab.StreamConfig(prefetch=prefetch))[0] as model:
+        assert session_of(model).reader.direct
+        assert session_of(model).plan.prompt_slots < session_of(model).plan.slots
+        for _ in range(2):
+            assert (greedy_logits(model, prompt, 12) == want).all()
+        prefill = moelab.stats(model).prefill
+        if kernels.available():
+            assert prefill.prefetch_used > 0
+
+
+@pytest.mark.skipif(not can_empty(), reason="MADV_DONTNEED is Linux's")
+def test_an_empty_slot_has_no_memory_and_can_be_written_again():
+    with load_model(TINY_MOE, moelab.StreamConfig(slots=40))[0] as model:
+        bank = session_of(model).layers[0].slots.bank
+        for written in (7, 9):
+            for rows in bank._rows.values():
+                rows[:] = written
+            before = psutil.Process().memory_info().rss
+            bank.empty(8, 40)
+            freed = before - psutil.Process().memory_info().rss
+            assert freed > 0.8 * 32 * bank.expert_nbytes
+            assert all((rows[:8] == written).all() for rows in bank._rows.values())
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """Sets the bytes that a loaded model may take beside ``model``'s slots; looks at each call."""
+    monkeypatch.setattr("moelab.streaming.room.LOOK_S", 0.0)
+
+    def set_room(model, slots, more=0):
+        session = session_of(model)
+        nbytes = slots * sum(session.plan.expert_nbytes) + more
+
+        def memory_now():
+            left = nbytes - session.residency.nbytes
+            return left, left
+
+        monkeypatch.setattr("moelab.streaming.room.memory_now", memory_now)
+
+    return set_room
+
+
+@pytest.mark.parametrize("prefetch", ["none", "lookahead"])
+def test_slots_are_given_back_when_memory_gets_short(prefetch, room):
+    """Down to K, with a line each time; used again with memory for them. The text is the same."""
+    config = moelab.StreamConfig(prefetch=prefetch, kernels="mlx")
+    with load_model(TINY_MOE, replace(config, slots=64))[0] as model:
+        want = greedy_logits(model, PROMPT, 12).argmax(-1).tolist()
+    with load_model(TINY_MOE, config)[0] as model:
+        session, used = session_of(model), []
+        greedy_logits(model, PROMPT, 1)  # the first call takes more
+        few = session.plan.call_nbytes(len(PROMPT)) + RESERVE_NBYTES + MB
+
+        def text(slots, more=few):
+            room(model, slots, more)
+            assert greedy_logits(model, PROMPT, 12).argmax(-1).tolist() == want
+            used.append(session.room.slots)
+            assert {layer.slots.table.num_slots for layer in session.layers} == {used[-1]}
+
+        text(64)
+        slots, before = sum(session.plan.expert_nbytes), mx.get_active_memory()
+        with pytest.warns(RuntimeWarning, match="memory is short") as said:
+            text(40)
+            text(8)
+            for more in (0, -MB, -2 * MB):
+                with pytest.raises(MemoryError, match="with 8 slots in each layer, the fewest"):
+                    text(8, more)
+        more = session.plan.call_nbytes(len(PROMPT)) / slots  # than what a single token takes
+        assert all(0 <= n - want <= more + 1 for n, want in zip(used, (64, 40, 8))), used
+        lines = [str(w.message) for w in said if w.category is RuntimeWarning]
+        assert "slots 64 -> " in lines[0] and "-> 8 in each layer" in lines[-1]
+        text(64, 200 * MB)
+        assert used[-1] == (64 if can_empty() else 8)
+        assert can_empty() or before - mx.get_active_memory() >= 50 * slots
+
+
+@pytest.mark.skipif(not can_empty(), reason="MADV_DONTNEED is Linux's")
+def test_a_prompt_gets_along_with_less_memory(room, monkeypatch):
+    """With fewer slots, then in smaller parts, then between two layers; else it is refused."""
+    prompt = mx.array([LONG[:500]])
+    with load_model(TINY_MOE, moelab.StreamConfig())[0] as model:
+        session = session_of(model)
+        lengths = lengths_of(session)
+
+        def logits():
+            lengths.clear()
+            return model(prompt, cache=make_prompt_cache(model))[:, -1]
+
+        want, need = logits(), session.plan.call_nbytes
+        mx.eval(want)
+        room(model, 20, need(500) + RESERVE_NBYTES + MB)
+        assert mx.allclose(logits(), want, atol=1e-4) and lengths == [500]
+        assert 8 < session.layers[0].slots.table.num_slots <= 22
+        room(model, 8, need(200) + MB)
+        assert mx.allclose(logits(), want, atol=1e-4) and max(lengths) <= 200 < sum(lengths)
+        room(model, 8, need(32) // 2)
+        with pytest.raises(MemoryError, match="Close other programs"):
+            logits()
+        room(model, 64, 200 * MB)
+        assert mx.allclose(logits(), want, atol=1e-4) and lengths == [500]
+        looks, now = [], "moelab.streaming.room.memory_now"
+        monkeypatch.setattr(
+            now, lambda: (looks.append(0), (-50 if len(looks) == 3 else 200) * MB)[1:] * 2
+        )
+        assert mx.allclose(logits(), want, atol=1e-4)
+        assert 8 <= session.layers[0].slots.table.num_slots < 64
+
+
+IN_A_CGROUP = """
+import json, sys, moelab, mlx_lm, numpy as np
+from moelab.streaming.session import session_of
+model, tokenizer = moelab.load(sys.argv[1])
+session, slots, taken = session_of(model), [], []
+text = mlx_lm.generate(model, tokenizer, sys.argv[2], max_tokens=8)
+for _ in mlx_lm.stream_generate(model, tokenizer, "def main():", max_tokens=120):
+    slots.append(session.room.slots)
+    if slots[-1] > 16:
+        taken.append(np.ones(1_500_000, np.uint8))
+print(json.dumps([session.plan.slots, session.plan.reason, text, slots]))
+"""
+
+
+def test_in_a_cgroup_it_runs_or_is_refused_and_is_never_killed():
+    """The limit is the process's own. A process that fills its cgroup gives slots back."""
+    text = next((TINY_MOE / "heldout").glob("*.py")).read_text()[:1200]
+    argv = [sys.executable, "-c", IN_A_CGROUP, str(TINY_MOE), text]
+    try:
+        refused, few = (limit.run(argv, nbytes) for nbytes in (150 * MB, 250 * MB))
+    except limit.NoLimit as e:
+        pytest.skip(str(e))
+    assert not refused.killed and refused.returncode == 1 and "ValueError" in refused.stderr
+    assert "expected at least 1" in refused.stderr.splitlines()[-1]
+    assert not few.killed and few.returncode == 0 and "memory is short" in few.stderr, few.stderr
+    planned, reason, few_text, slots = json.loads(few.stdout.splitlines()[-1])
+    assert 16 < planned <= 64 and f"slots={planned} of 64" in reason
+    assert slots == sorted(slots, reverse=True) and slots[0] > 16 >= slots[-1] >= 8
+    model, tokenizer = moelab.load(TINY_MOE)
+    with model:
+        assert mlx_lm.generate(model, tokenizer, text, max_tokens=8) == few_text
+
+
+SHRUNK = """
+import sys, moelab, mlx_lm
+from moelab.memory import memory_in_cgroups
+model, tokenizer = moelab.load(sys.argv[1])
+ids = tokenizer.encode(open(sys.argv[2]).read())
+def text(n):
+    return [r.token for r in mlx_lm.stream_generate(model, tokenizer, ids[:n], max_tokens=24)]
+text(20)
+print(memory_in_cgroups(), flush=True)
+input()
+print(*text(700))
+"""
+
+
+def test_a_cgroup_whose_limit_is_lowered_gets_slots_back(tmp_path):
+    """Between two calls, so that the next prompt may not take what was there before."""
+    file = max((TINY_MOE / "heldout").glob("*.py"))
+    argv = [sys.executable, "-c", SHRUNK, str(TINY_MOE), str(file)]
+    try:
+        with limit.limited(215 * MB) as (prepared, _):
+            if prepared.group is None:
+                pytest.skip("this process cannot make a cgroup whose limit it could lower")
+            told = tmp_path / "told"
+            with (
+                told.open("w") as out,
+                subprocess.Popen(
+                    argv,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=out,
+                    preexec_fn=prepared.before_exec,
+                    text=True,
+                ) as process,
+            ):
+                left = int(process.stdout.readline() or 0)
+                assert left > 29 * MB, told.read_text()
+                prepared.move(215 * MB - left + 29 * MB)
+                got, _ = process.communicate("go\n")
+    except limit.NoLimit as e:
+        pytest.skip(str(e))
+    assert process.returncode == 0 and "memory is short" in told.read_text(), told.read_text()
+    model, tokenizer = moelab.load(TINY_MOE, moelab.StreamConfig(slots=64))
+    with model:
+        ids = tokenizer.encode(file.read_text())[:700]
+        assert greedy_logits(model, ids, 23).argmax(-1).tolist() == list(map(int, got.split()))
+
+
+HOLES = """
+import ctypes, sys, moelab
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "abcdefghij"]
+libc.mallinfo2.restype = Info
+for nbytes in map(int, sys.argv[2:]):
+    moelab.load(sys.argv[1], moelab.StreamConfig(memory_nbytes=nbytes))
+    libc.free(libc.malloc(31 << 20))  # after which glibc keeps arrays of up to 31 MB in its heap
+    before = libc.mallinfo2().d  # how many are mapped by themselves
+    libc.malloc(30 << 20)  # larger than any hole that loading left
+    print(libc.mallinfo2().d - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc 2.33 counts them")
+def test_where_memory_is_short_large_arrays_are_returned_at_once():
+    sizes = GB, 155 * MB
+    assert [moelab.plan(TINY_MOE, memory_nbytes=n).slots < 64 for n in sizes] == [False, True]
+    done = limit.run([sys.executable, "-c", HOLES, str(TINY_MOE), *map(str, sizes)])
+    assert done.stdout.split() == ["0", "1"], done
