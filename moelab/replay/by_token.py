@@ -1,9 +1,7 @@
 """A routing that is a function of the token, with the locality of a recorded trace.
 
-Much of a trained router's choice is the token's: if every token of a trace takes the experts that
-the trace gave it most often, the caches' hit rates stay within 0.04. ``moelab.synthesize`` writes
-such a routing into a checkpoint with ``Routers``, so that random weights repeat their experts as
-trained ones do.
+If every token of a trace takes the experts that the trace gave it most often, the caches' hit rates
+stay within 0.04. ``moelab.synthesize`` writes such a routing into a checkpoint with ``Routers``.
 """
 
 from dataclasses import dataclass
@@ -41,17 +39,9 @@ class TokenRouting:
 
 
 def hit_rate(trace: Trace, prompt: int = 0) -> np.ndarray:
-    """The LRU hit rates ``[L]`` with a quarter of the experts in slots.
-
-    ``prompt`` tokens at the start do not count.
-    """
+    """The LRU hit rates ``[L]`` with a quarter of the experts in slots, after a prompt."""
     slots = max(trace.experts.shape[2], round(SHARE * trace.num_experts))
     return lru_hit_rate(trace, prompt)[:, slots]
-
-
-def prompt_of(trace: Trace) -> int:
-    """Tokens before the first decoded one; 0 if none is decoded."""
-    return int((trace.phase == "decode").argmax())
 
 
 def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0) -> TokenRouting:
@@ -89,7 +79,7 @@ def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0)
     draw = rng.random(best.shape)
     variant = base * (rng.random(best.shape) * variants).astype(np.int64)
 
-    prompt = prompt_of(trace)
+    prompt = int((trace.phase == "decode").argmax())  # tokens before the first decoded one, or 0
     wanted = hit_rate(trace, prompt)[layer]
     spread, got, experts = np.zeros(L), np.full(L, np.inf), best.copy()
     for s in SPREADS:
