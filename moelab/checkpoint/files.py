@@ -60,15 +60,11 @@ def read_json(file: Path, like: dict | None = None) -> dict:
     regular_file(file)
     with readable(f"{file}: not JSON:"):
         content = json.loads(file.read_bytes().decode())
-    if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{file}: expected a JSON object, got {shorten(content, 60)}. Download it again."
-        )
-    _check_parts(content, like or {}, f"{file}: ")
+    check_parts(content, like or {}, f"{file}:")
     return content
 
 
-def _check_parts(value, like, where):
+def check_parts(value, like, where):
     """Refuse a value that lacks parts of ``like``, or has numbers that no calculation takes."""
     kind = like if isinstance(like, (type, tuple)) else type(like)
     number = isinstance(value, (int, float))
@@ -77,10 +73,10 @@ def _check_parts(value, like, where):
         raise CheckpointError(f"{where} expected {kinds}, got {shorten(repr(value), 60)}.")
     if isinstance(like, dict):
         for name, part in like.items():
-            _check_parts(value.get(name), part, f"{where}{name}:")
+            check_parts(value.get(name), part, f"{where}{name}:")
     elif isinstance(like, list):
         for item in value:
-            _check_parts(item, like[0], where)
+            check_parts(item, like[0], where)
 
 
 @contextmanager
@@ -92,27 +88,21 @@ def new_folder(
     An exception in between removes it, Ctrl-C too; a killed process leaves it. The progress bar
     counts its ``nbytes``.
     """
-    parent, size = out.absolute().parent, f"{nbytes / 1e9:.2f} GB"
+    parent = out.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(parent).free
     if free < nbytes + SPARE_NBYTES:
         raise OSError(
             errno.ENOSPC,
-            f"not enough disk in {parent}: {what} takes {size}, {free / 1e9:.2f} GB is free; "
-            f"{remedy}",
+            f"not enough disk in {parent}: {what} takes {nbytes / 1e9:.2f} GB, "
+            f"{free / 1e9:.2f} GB is free; {remedy}",
         )
     try:
         with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=parent) as beside:
             folder = Path(beside) / out.name
             folder.mkdir()
-            with tqdm(
-                desc=out.name,
-                total=nbytes,
-                unit="B",
-                unit_scale=True,
-                leave=False,
-                disable=not progress,
-            ) as bar:
+            shown = {"desc": out.name, "unit": "B", "unit_scale": True, "leave": False}
+            with tqdm(total=nbytes, disable=not progress, **shown) as bar:
                 yield folder, bar
             for path in (*folder.iterdir(), folder):
                 _to_disk(path)
@@ -122,14 +112,6 @@ def new_folder(
         if os.path.lexists(out):
             raise
         raise KeyboardInterrupt(f"nothing was written, there is no {out}") from None
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise OSError(
-            errno.ENOSPC,
-            f"the disk of {parent} filled up while {size} were written; the files are removed "
-            f"again; {remedy}",
-        ) from error
 
 
 def _to_disk(path):
