@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 import shutil
 import stat
 import tempfile
@@ -15,11 +14,6 @@ from tqdm import tqdm
 
 SPARE_NBYTES = 64 << 20  # kept free on the disk for headers, the configuration, the tokenizer
 
-# Characters that a terminal obeys or cannot show: controls, directions of writing, surrogates.
-CONTROL = re.compile(
-    "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff]+"
-)
-
 
 class CheckpointError(ValueError):
     """A checkpoint's file is missing or damaged, or the model cannot be streamed."""
@@ -27,7 +21,7 @@ class CheckpointError(ValueError):
 
 def shorten(text: object, most: int = 300) -> str:
     """Put a text on one line without control characters, and cut the middle out of a long one."""
-    text = " ".join(CONTROL.sub(" ", str(text)).split())
+    text = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 

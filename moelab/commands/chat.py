@@ -117,12 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_number(parser, "--max-tokens", 256, "of an answer", short="-m")
     arguments.add_sampling(parser, ("--temp", "--top-p"))
     arguments.add_number(parser, "--seed", 0, "of sampling", at_least(0, 2**64 - 1))
-    parser.add_argument(
-        "--max-kv-size",
-        type=at_least(arguments.LEAST_KV_SIZE),
-        metavar="N",
-        help="tokens that attention keeps",
-    )
+    arguments.add_hidden(parser, "--max-kv-size", type=at_least(arguments.LEAST_KV_SIZE))
     arguments.add_xtc(parser)
     arguments.add_loading(parser)
     arguments.add_refused(parser, arguments.NO_PIPELINE, "--pipeline")

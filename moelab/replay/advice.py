@@ -178,7 +178,7 @@ def replay_settings(
             setting.policy,
             expert_nbytes=sizes.expert_nbytes,
             costs=costs.without_reads() if is_held(setting) else costs,
-            slot_nbytes=sizes.held_expert_nbytes,
+            slot_nbytes=sizes.slot_nbytes // sizes.L,
             other_nbytes=sizes.other_nbytes,
             skip=skip,
             direct=setting.direct and not is_held(setting),

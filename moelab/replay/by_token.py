@@ -48,12 +48,10 @@ def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0)
     """Route each token to the experts that a trace gave it most often, in another model's shape.
 
     With n times as many experts as in the trace, each of the trace's has n variants, e, e + E',
-    e + 2 E', ... A token takes the first, or, with the probability ``spread``, one drawn for this
-    token. Each layer's spread is the one with which the trace's text has the trace's hit rate at a
-    quarter of the experts. With fewer experts than in the trace, its numbers are taken modulo E.
-
-    Layer l of L follows the trace's layer ``l * L' // L``. There are at most ``kinds`` routes: a
-    token that the trace lacks, or has too rarely, shares one.
+    e + 2 E', ... A token takes the first, or, with the probability ``spread``, one drawn for it.
+    Each layer's spread is the one with which the trace's text has the trace's hit rate. With fewer
+    experts their numbers are taken modulo E. Layer l of L follows the trace's ``l * L' // L``.
+    There are ``kinds`` routes: tokens that the trace lacks, or has too rarely, share some.
     """
     base = min(E, trace.num_experts)
     tokens, row_of, counts = np.unique(trace.tokens, return_inverse=True, return_counts=True)
@@ -105,11 +103,10 @@ class Routers:
     """Routers that choose by the token alone, written into a checkpoint's random weights.
 
     The first R dimensions of the residual stream hold a code for the token's kind: a row of a
-    Hadamard matrix, so that all R codes are orthogonal. They come from the embedding, and no layer
-    changes them, since the rows of the projections that would write there are zero. Each router
-    reads these dimensions only, and its weights are the sum over all kinds of wanted logits times
-    code. The other dimensions are as random as without it, so that the text depends on every layer
-    as before. The trace is that of a text in the checkpoint's tokenizer.
+    Hadamard matrix, so that all R codes are orthogonal. They come from the embedding. The rows of
+    the projections that would write there are zero. Each router reads these dimensions only: its
+    weights are the sum over all kinds of wanted logits times code. The trace is that of a text in
+    the checkpoint's tokenizer.
     """
 
     def __init__(self, config: dict, tensors: list, trace: Trace, seed: int):

@@ -33,20 +33,13 @@ def popularity(trace: Trace) -> np.ndarray:
 
 
 def overlap(trace: Trace, lag: int = 1) -> dict[str, np.ndarray]:
-    """How many of a token's experts were also those of the token ``lag`` before it.
-
-    ``each`` is the share of a token's experts that were kept, ``all`` the share of tokens all of
-    whose experts were; ``[L]``, means over T - lag tokens.
-    """
+    """The share of experts that the token ``lag`` before needed too, and that of whole tokens."""
     kept = (trace.experts[lag:, :, :, None] == trace.experts[:-lag, :, None, :]).any(-1)
     return {"each": kept.mean((0, 2)), "all": kept.all(-1).mean(0)}
 
 
 def _last_use(experts, E):
-    """When each of a layer's experts ``[T, K]`` was last used before token t: ``[T + 1, E]``.
-
-    A use is the number t * K + its place; -1: none.
-    """
+    """The last use of each expert before token t, as t * K + its place or -1: ``[T + 1, E]``."""
     T, K = experts.shape
     last = np.full((T + 1, E), -1, np.int32)
     when = np.arange(T * K, dtype=np.int32).reshape(T, K)
@@ -54,36 +47,23 @@ def _last_use(experts, E):
     return np.maximum.accumulate(last, axis=0, out=last)
 
 
-def reuse_distance(trace: Trace) -> np.ndarray:
-    """How many other experts of the layer were used between two uses of one.
-
-    Of the experts of one token, the later in the router's order counts as used later. A
-    least-recently-used cache of S experts holds the expert if and only if the distance is below S.
-    It gives ``[T, L, K]``, 0 to E - 1; E for a first use, which misses in every cache.
-    """
-    T, L, K = trace.experts.shape
-    E, out = trace.num_experts, np.empty(trace.experts.shape, np.int32)
-    for layer in range(L):
-        last = _last_use(trace.experts[:, layer], E)[:T]
-        mine = np.take_along_axis(last, trace.experts[:, layer].astype(np.intp), -1)
-        for k in range(K):
-            out[:, layer, k] = np.count_nonzero(last > mine[:, k, None], axis=-1)
-        out[:, layer][mine < 0] = E
-    return out
-
-
 def lru_hit_rate(trace: Trace, skip: int = 0) -> np.ndarray:
-    """Hit rates ``[L, E + 1]`` of least-recently-used caches of 0 to E slots, all at once.
+    """Hit rates ``[L, E + 1]`` of LRU caches of 0 to E slots, after the first ``skip`` tokens.
 
-    The first ``skip`` tokens do not count. ``eviction.held`` follows ``SlotTable`` to the order
-    within one token and may differ by a few uses.
+    S slots hold an expert if fewer than S others were used since its last use. Of the experts of
+    one token, the later in the router's order counts as used later; ``eviction.held`` orders them
+    otherwise, and may differ by a few uses.
     """
-    distance = reuse_distance(trace)[skip:]
-    T, L, K = distance.shape
-    E = trace.num_experts
-    flat = distance + np.arange(L)[:, None] * (E + 1)
-    counts = np.bincount(flat.ravel(), minlength=L * (E + 1)).reshape(L, E + 1)
-    return np.concatenate([np.zeros((L, 1)), np.cumsum(counts, axis=1)[:, :E]], axis=1) / (T * K)
+    (T, L, K), E = trace.experts.shape, trace.num_experts
+    hits = np.zeros((L, E + 1))
+    for layer in range(L):
+        experts = trace.experts[:, layer].astype(np.intp)
+        last = _last_use(experts, E)[:T]
+        mine = np.take_along_axis(last, experts, -1)
+        since = [np.count_nonzero(last > mine[:, k, None], axis=-1) for k in range(K)]
+        since = np.where(mine < 0, E, np.stack(since, axis=-1))  # no cache holds a first use
+        hits[layer, 1:] = np.cumsum(np.bincount(since[skip:].ravel(), minlength=E)[:E])
+    return hits / ((T - skip) * K)
 
 
 def union(trace: Trace, m: int) -> np.ndarray:
@@ -94,10 +74,8 @@ def union(trace: Trace, m: int) -> np.ndarray:
 def missing(trace: Trace, m: int, slots: int, skip: int = 0) -> np.ndarray:
     """How many experts a pass over m consecutive tokens reads with S slots in each layer.
 
-    Before the pass the slots hold the S experts used most recently (LRU). The pass reads every
-    other expert that it needs, once.
-
-    It gives ``[L]``, means over all windows of m tokens after the first ``skip``.
+    The slots hold the S experts used most recently (LRU). The pass reads every other expert that
+    it needs once. It gives ``[L]``, means over all windows after the first ``skip`` tokens.
     """
     T, L, K = trace.experts.shape
     if not (m >= 1 and 0 <= skip <= T - m):
@@ -164,8 +142,8 @@ def synthesize(
 ) -> Trace:
     """A random trace ``[T, L, K]`` with given locality, for any number of layers and experts.
 
-    With n layers of parameters, layer l of L takes those of ``l * n // L``. ``warmup`` tokens are
-    drawn before the first, so that recency has a history.
+    With n layers of parameters, layer l of L takes those of ``l * n // L``. ``warmup`` tokens come
+    before the first, so that recency has a history.
     """
     rng = np.random.default_rng(seed)
     layer = np.arange(L) * len(locality.zipf) // L

@@ -124,12 +124,11 @@ class Machine:
     def prompt_s(self, sizes: ModelSizes, tokens: int, slots: int) -> tuple[float, float]:
         """Seconds until a prompt's first token, with no expert in memory: at least, and at most.
 
-        It is at least the longer of reading its experts and computing, at most both one after the
-        other. Each part of ``prompt_tokens`` tokens reads what the slots of a layer did not keep.
+        Reads and arithmetic go on at once, or one after the other. Each part of ``prompt_tokens``
+        tokens reads what the slots of a layer did not keep.
         """
-        parts = [min(sizes.prompt_tokens, tokens - first)
-                 for first in range(0, tokens, sizes.prompt_tokens)]  # fmt: skip
-        needed = [distinct(sizes, part) for part in parts]
+        step = sizes.prompt_tokens
+        needed = [distinct(sizes, min(step, tokens - i)) for i in range(0, tokens, step)]
         experts = needed[0] + sum(max(0.0, n - slots) for n in needed[1:])
         reads_s = sizes.L * experts * sizes.expert_nbytes / self.disk_bytes_per_s
         shares = (0.0, 1.0) if isnan(self.prompt_share) else (self.prompt_share, self.prompt_share)

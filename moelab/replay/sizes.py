@@ -57,11 +57,6 @@ class ModelSizes:
         """Bytes of the checkpoint that a decoded token needs."""
         return self.token_nbytes + self.L * self.K * self.expert_nbytes
 
-    @property
-    def held_expert_nbytes(self) -> int:
-        """Bytes of one expert in a slot of one layer."""
-        return self.slot_nbytes // self.L
-
     def fits(self, memory_nbytes: float) -> int:
         """The most slots in each layer with which the model fits in so much memory, at most E."""
         return int(min(self.E, max(0, memory_nbytes - self.other_nbytes) / self.slot_nbytes))

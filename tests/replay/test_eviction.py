@@ -33,21 +33,6 @@ def test_the_default_reads_less_than_lru_in_each_trace_that_we_have(S):
         assert hits["lrfu"] > hits["lru"], path
 
 
-@pytest.mark.parametrize("S", (4, 7, 16))
-def test_fifo(S):
-    t = made()
-    want = np.zeros(t.experts.shape, bool)
-    for layer in range(3):
-        queue = []
-        for i, need in enumerate(t.experts[:, layer].tolist()):
-            want[i, layer] = [e in queue for e in need]
-            missing = [e for e in need if e not in queue]
-            while len(queue) + len(missing) > S:
-                queue.remove(next(e for e in queue if e not in need))
-            queue += missing
-    np.testing.assert_array_equal(eviction.held(t.experts, 16, S, "fifo"), want)
-
-
 def fewest_misses(rows, S):
     """By trying every choice."""
 
