@@ -7,13 +7,12 @@ its parameters in the order of ``packing_order``. ``moelab.load`` reads both lay
 """
 
 import errno
-import os
 import shutil
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm import utils as mlx_lm_utils
 
 from .checkpoint import (
@@ -39,8 +38,6 @@ def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
     There is no ``out`` until its last byte is on disk and has been compared.
     """
     out = Path(out)
-    if os.path.lexists(out):
-        raise FileExistsError(f"{out} exists already: remove it or name another folder")
     source = Checkpoint(model)
     if source.packed:
         raise CheckpointError(
@@ -95,7 +92,7 @@ class _Layer:
         self.nbytes = self._E * self._stride
 
     def write(self, file):
-        """Write the packed file, compare it with the source, and give the memory back."""
+        """Write the packed file, and compare it with the source."""
         with open(file, "wb+") as f:
             offset = f.write(self._header)
             f.truncate(offset + self.nbytes)
@@ -108,7 +105,7 @@ class _Layer:
                     f.seek(offset + e * self._stride)
                     _compare(f.read(len(row)) == row.tobytes(), file, f"{name}, expert {e}")
                 offset += rows.shape[1]
-        self._module.clear()
+                self._module.update(tree_unflatten([(name, mx.array(0))]))  # frees its memory
 
 
 def _compare(is_same, file, what):

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import io
 import json
-import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,15 +142,6 @@ def write_headers(folder: Path, config: dict, bits: int = BITS) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _write_shard(path, tensors, shapes, seed, silent_rows, routers, progress):
-    with open(path, "wb") as f:
-        f.write(_header(tensors))
-        for t in tensors:
-            for chunk in _chunks(t, shapes, seed, silent_rows, routers):
-                f.write(chunk)
-                progress.update(chunk.nbytes)
-
-
 def _read_tokenizer(folder):
     """A tokenizer's files, the size of its vocabulary, and the ids that must never be decoded."""
     file = folder / "tokenizer.json"
@@ -199,8 +189,6 @@ def synthesize(
         raise ValueError(
             f"layers={layers}: expected {fewest} to {published_layers}, the depth of {like}"
         )
-    if os.path.lexists(out):
-        raise FileExistsError(f"{out} exists already: remove it or name another folder")
     files, least, special = _read_tokenizer(TOKENIZER if tokenizer is None else Path(tokenizer))
     vocab = least if vocab is None else vocab
     if vocab < least:
@@ -245,7 +233,12 @@ def synthesize(
     remedy = "ask for fewer layers with --layers or choose another disk"
     with new_folder(out, nbytes, "the checkpoint", remedy, progress) as (folder, bar):
         for name, part in parts.items():
-            _write_shard(folder / name, part, shapes, seed, silent_rows, routers, bar)
+            with open(folder / name, "wb") as f:
+                f.write(_header(part))
+                for t in part:
+                    for chunk in _chunks(t, shapes, seed, silent_rows, routers):
+                        f.write(chunk)
+                        bar.update(chunk.nbytes)
         for name, content in files.items():
             (folder / name).write_bytes(content)
     return out

@@ -19,7 +19,6 @@ from .headers import merge_headers, read_header, read_packed
 # Families' names for the number of layers. mlx-lm builds as many as config.json says.
 LAYERS_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
-
 FORKED = (
     "This process is a fork of one in which MLX had computed, and has none of MLX's threads. Start "
     "it with multiprocessing's 'spawn', and load the model in it."

@@ -82,6 +82,8 @@ def new_folder(
     An exception in between removes it, Ctrl-C too; a killed process leaves it. The progress bar
     counts its ``nbytes``.
     """
+    if os.path.lexists(out):
+        raise FileExistsError(f"{out} exists already: remove it or name another folder")
     parent = out.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(parent).free

@@ -98,20 +98,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.description = "Read how a prompt begins, for generate --prompt-cache-file to go on."
     arguments.add_model(parser)
-    parser.add_argument(
-        "--prompt",
-        type=prompt_text,
-        required=True,
-        metavar="TEXT",
-        help="how a message begins; - reads it from standard input",
-    )
-    parser.add_argument(
-        "--prompt-cache-file",
-        type=not_empty,
-        required=True,
-        metavar="FILE",
-        help="is written; ends in .safetensors",
-    )
+    for name, kind, metavar, what in (
+        ("--prompt", prompt_text, "TEXT", "how a message begins; - reads it from standard input"),
+        ("--prompt-cache-file", not_empty, "FILE", "is written; ends in .safetensors"),
+    ):
+        parser.add_argument(name, type=kind, required=True, metavar=metavar, help=what)
     arguments.add_hidden(parser, "--eos-token", type=not_empty)
     arguments.add_kv_cache(parser, max_size=True)
     arguments.add_loading(parser)

@@ -149,20 +149,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "python -m moelab generate [options] MODEL --prompt TEXT"
     parser.description = "Print a model's continuation as it comes, then one line of figures."
     arguments.add_model(parser)
-    parser.add_argument(
-        "-p",
-        "--prompt",
-        type=_escaped,
-        required=True,
-        metavar="TEXT",
-        help="text to continue, or message to answer; - reads standard input",
-    )
+    what = "text to continue, or message to answer; - reads standard input"
+    parser.add_argument("-p", "--prompt", type=_escaped, required=True, metavar="TEXT", help=what)
     parser.add_argument("--system-prompt", metavar="TEXT", help="a message before the prompt's")
-    parser.add_argument(
-        "--ignore-chat-template",
-        action="store_true",
-        help="the prompt as it is, without the tokenizer's chat template",
-    )
+    as_it_is = "the prompt as it is, without the tokenizer's chat template"
+    parser.add_argument("--ignore-chat-template", action="store_true", help=as_it_is)
     parser.add_argument(
         "--chat-template-config", type=json_object, metavar="JSON", help="more for the template"
     )
@@ -170,12 +161,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_draft(parser)
     arguments.add_sampling(parser)
     parser.add_argument("--seed", type=at_least(0, 2**64 - 1), metavar="N", help="of sampling")
-    parser.add_argument(
-        "--prompt-cache-file",
-        type=not_empty,
-        metavar="FILE",
-        help="the prompt goes on from there (cache-prompt writes such files)",
-    )
+    made = "the prompt goes on from there (cache-prompt writes such files)"
+    parser.add_argument("--prompt-cache-file", type=not_empty, metavar="FILE", help=made)
     arguments.add_hidden(parser, "--extra-eos-token", nargs="+", default=())
     arguments.add_hidden(parser, "--min-tokens-to-keep", type=positive, default=1)
     arguments.add_hidden(parser, "--prefill-response")

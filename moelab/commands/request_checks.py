@@ -1,7 +1,6 @@
 """Checks of a request to ``serve``, where mlx-lm's server would fail later or not at all.
 
-Each check raises ValueError, which the server answers with status 400, or another error of
-``status_of``.
+Each raises an error, whose status ``status_of`` says.
 """
 
 import json
@@ -19,14 +18,13 @@ AUTO = "auto"  # as num_draft_tokens: the policy decides
 DEFAULT = "default_model"  # mlx-lm's name of the model, draft or adapters of the command line
 FLOATS = ("temperature", "top_p", "min_p", "xtc_probability", "xtc_threshold")
 FLOATS += ("repetition_penalty", "presence_penalty", "frequency_penalty")
+INTS = ("max_tokens", "max_completion_tokens", "top_k", "top_logprobs", "repetition_context_size")
+INTS += ("presence_context_size", "frequency_context_size")
 MOST = {  # the largest value of each number, and with the other sign the least
     **dict.fromkeys(FLOATS, 3.4e38),  # a float32's
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "top_k", "top_logprobs"), 2**31 - 1),
+    **dict.fromkeys(INTS, 2**31 - 1),
     "xtc_threshold": 0.5,
     "num_draft_tokens": 64,  # nobody else is answered during a round
-    "repetition_context_size": 2**31 - 1,
-    "presence_context_size": 2**31 - 1,
-    "frequency_context_size": 2**31 - 1,
 }
 DONE = {  # fields of OpenAI's API that have no effect here: only null and these are accepted
     "n": [1],
@@ -55,12 +53,8 @@ LIKE = {  # the kinds of other fields; a list has the kind of its items
 }
 # Arguments of the chat template that a request must not set. mlx-lm refuses those it sets itself.
 OF_THE_SERVER = {"chat_template", "return_dict", "return_tensors", "tokenizer_kwargs", "max_length"}
-OF_THE_SERVER |= {
-    "padding",
-    "truncation",
-    "return_assistant_tokens_mask",
-    "sanitize_control_tokens",
-}
+OF_THE_SERVER |= {"padding", "truncation", "return_assistant_tokens_mask"}
+OF_THE_SERVER |= {"sanitize_control_tokens"}
 
 
 class Refused(ValueError):
@@ -130,10 +124,8 @@ def check_body(body: dict[str, Any], takes_images: bool) -> None:
         _check_number("logit_bias", float(value), MOST["temperature"])
     try:
         json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            "prompt, messages and all other texts must be Unicode, without lone surrogates"
-        ) from error
+    except UnicodeEncodeError as error:  # a lone surrogate
+        raise ValueError("prompt, messages and all other texts must be Unicode") from error
     for name, values in DONE.items():
         value = body.get(name)
         if name == "tool_choice" and not body.get("tools"):

@@ -243,13 +243,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "mlx-lm's HTTP server, with the experts on disk. By default only this machine may ask."
     )
     arguments.add_model(parser)
-    parser.add_argument(
-        "--host",
-        type=not_empty,
-        metavar="NAME",
-        default="127.0.0.1",
-        help="0.0.0.0: other machines may ask, without password (default: %(default)s)",
-    )
+    who = "0.0.0.0: other machines may ask, without password (default: %(default)s)"
+    parser.add_argument("--host", type=not_empty, metavar="NAME", default="127.0.0.1", help=who)
     parser.add_argument(
         "--allowed-origins",
         type=lambda text: text.split(","),
@@ -262,12 +257,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_number(parser, "--max-tokens", 512, "of an answer that does not say")
     arguments.add_sampling(parser)
     arguments.add_number(parser, "--prompt-cache-size", 10, "prompts and answers to keep")
-    parser.add_argument(
-        "--prompt-cache-bytes",
-        type=nbytes(),
-        metavar="SIZE",
-        help="their memory, as in 2GB (default: what slots auto leaves)",
-    )
+    size = "their memory, as in 2GB (default: what slots auto leaves)"
+    parser.add_argument("--prompt-cache-bytes", type=nbytes(), metavar="SIZE", help=size)
     levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
     arguments.add_hidden(parser, "--chat-template", default="")
     arguments.add_hidden(parser, "--chat-template-args", type=json_object, default={})

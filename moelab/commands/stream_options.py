@@ -57,31 +57,34 @@ def option_type(option: Any) -> Callable[[str], Any]:
 
 
 def streaming_given(args: argparse.Namespace) -> StreamConfig:
-    """``mode_given``, where SwiftLM's environment variables are defaults; stderr names them."""
+    """The configuration that the options give; one without effect in the mode ends the command.
+
+    SwiftLM's environment variables are defaults; stderr names them.
+    """
     found = {
         name: os.environ[name]
         for option in OPTIONS.values()
         for name in option.environment
         if name in os.environ
     }
-    if not found:
-        return mode_given(args)
-    says_mode = found.keys() & OPTIONS["mode"].environment
-    if says_mode and "mode" not in getattr(args, "given", ()):
+    if found.keys() & OPTIONS["mode"].environment and "mode" not in getattr(args, "given", ()):
         args.mode = StreamConfig.from_env().mode
-    config = StreamConfig.from_env(mode=args.mode)
-    for field in STREAM_OPTIONS.keys() - config.unused():
-        if found.keys() & OPTIONS[field].environment and getattr(args, field) is None:
-            setattr(args, field, getattr(config, field))
-    config = mode_given(args)
-    now = [f"mode {config.mode}"]
-    now += [] if "slots" in config.unused() else [f"slots {config.slots}"]
-    now += [f"top-k {config.top_k}"] if config.top_k else []
-    print(
-        f"moelab: the environment has {', '.join(f'{k}={v}' for k, v in found.items())}; with the "
-        f"command's own options this gives {', '.join(now)}",
-        file=sys.stderr,
-    )
+    if found:
+        config = StreamConfig.from_env(mode=args.mode)
+        for field in STREAM_OPTIONS.keys() - config.unused():
+            if found.keys() & OPTIONS[field].environment and getattr(args, field) is None:
+                setattr(args, field, getattr(config, field))
+    config = stream_config(args, mode=args.mode)
+    check_stream_options(args, {args.mode: config})
+    if found:
+        now = [f"mode {config.mode}"]
+        now += [] if "slots" in config.unused() else [f"slots {config.slots}"]
+        now += [f"top-k {config.top_k}"] if config.top_k else []
+        print(
+            f"moelab: the environment has {', '.join(f'{k}={v}' for k, v in found.items())}; with "
+            f"the command's own options this gives {', '.join(now)}",
+            file=sys.stderr,
+        )
     return config
 
 
@@ -90,13 +93,6 @@ def say_plan(model: nn.Module) -> None:
     session = session_of(model)
     if (plan := session.plan) and not (session.ranks and session.ranks.rank):
         print(f"moelab: {plan}", file=sys.stderr)
-
-
-def mode_given(args: argparse.Namespace) -> StreamConfig:
-    """The configuration that the options give; one without effect in the mode ends the command."""
-    config = stream_config(args, mode=args.mode)
-    check_stream_options(args, {args.mode: config})
-    return config
 
 
 def stream_config(args: argparse.Namespace, **fields) -> StreamConfig:

@@ -29,7 +29,6 @@ class TokenRouting:
     kinds: np.ndarray  # ``[V]``, the kind of each token; tokens of one kind route alike
     experts: np.ndarray  # ``[kinds, L, K]``, the most frequent first
     num_experts: int  # E
-    spread: np.ndarray  # ``[L]``, how often a token takes another variant of an expert
     wanted: np.ndarray  # ``[L]``, the hit rate of the trace's layer that this one follows
     hit_rate: np.ndarray  # ``[L]``, the hit rate of the trace's text with this routing
 
@@ -79,13 +78,13 @@ def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0)
 
     prompt = int((trace.phase == "decode").argmax())  # tokens before the first decoded one, or 0
     wanted = hit_rate(trace, prompt)[layer]
-    spread, got, experts = np.zeros(L), np.full(L, np.inf), best.copy()
+    got, experts = np.full(L, np.inf), best.copy()
     for s in SPREADS:
         tried = best + np.where(draw < s, variant, 0)
         rate = hit_rate(decode_trace(tried[kind_of[trace.tokens]], E), prompt)
         better = abs(rate - wanted) < abs(got - wanted)
-        spread[better], got[better], experts[:, better] = s, rate[better], tried[:, better]
-    return TokenRouting(kind_of, experts, E, spread, wanted, got)
+        got[better], experts[:, better] = rate[better], tried[:, better]
+    return TokenRouting(kind_of, experts, E, wanted, got)
 
 
 def bf16(x: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.__main__ import parse
-from moelab.commands.stream_options import mode_given
+from moelab.commands.stream_options import streaming_given
 from moelab.lab import records
 from moelab.lab.arguments import parse_modes
 from moelab.replay import eviction, locality
@@ -104,7 +104,7 @@ def test_a_policy_is_added_in_one_line(monkeypatch, random_tiny_moe):
     assert table.reserve([3]) and set(table.slot_of) == {1, 2}, "0 was used most, but earlier"
 
     args = parse(["generate", "M", "--prompt", "x", "--slots", "14", "--policy", "half"])
-    found = mode_given(args)
+    found = streaming_given(args)
     assert found == moelab.StreamConfig(slots=14, policy="half", lazy_logits=True)
     assert parse_modes("fused/policy=half")["fused/policy=half"].policy == "half"
     hits, want = hits_of_a_model(random_tiny_moe, "half")
