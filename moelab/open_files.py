@@ -13,7 +13,7 @@ from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-OF_MLX_LM = 2048  # the soft limit that it sets
+OF_MLX_LM = 2048  # the soft limit that mlx-lm sets
 SPARE = 64  # files for sockets, pipes, libraries, a trace and all else that a process opens
 
 

@@ -58,8 +58,7 @@ def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
     made = ("config.json", "model.safetensors.index.json")
     others = (f for f in source.path.iterdir() if f.suffix != ".safetensors" and f.name not in made)
     copied = [file for file in others if file.is_file()]
-    writing = new_folder(out, total, "the packed model", "choose another disk", progress)
-    with writing as (folder, bar):
+    with new_folder(out, total, progress) as (folder, bar):
         for i, layer in enumerate(layers):
             try:
                 layer.write(folder / f"experts-{i:05d}.safetensors")
@@ -78,7 +77,7 @@ def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
 
 
 class _Layer:
-    """The experts of one layer, whose parameters MLX reads when they are written."""
+    """The experts of one layer; MLX reads one of their parameters when it is written."""
 
     def __init__(self, path, module):
         self.path, self._module, parameters = path, module, expert_parameters(module)

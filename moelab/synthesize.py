@@ -230,8 +230,7 @@ def synthesize(
     files["README.md"] = _readme(facts, nbytes).encode()
     files["config.json"] = json.dumps(dict(sorted(config.items())), indent=4).encode()
 
-    remedy = "ask for fewer layers with --layers or choose another disk"
-    with new_folder(out, nbytes, "the checkpoint", remedy, progress) as (folder, bar):
+    with new_folder(out, nbytes, progress) as (folder, bar):
         for name, part in parts.items():
             with open(folder / name, "wb") as f:
                 f.write(_header(part))

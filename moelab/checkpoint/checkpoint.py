@@ -111,9 +111,9 @@ def _stamp(file):
 
 
 def check_config(config: dict, file: Path, num_tensors: int) -> None:
-    """Refuse values of a config.json with which mlx-lm would end the process or take for ever.
+    """Refuse values of a config.json with which mlx-lm would end the process, or go on for ever.
 
-    It divides by group sizes. A model has at most as many layers as tensors.
+    mlx-lm divides by group sizes. A model has at most as many layers as tensors.
     """
     most = {key: num_tensors for key in LAYERS_KEYS}
 

@@ -67,16 +67,14 @@ def check_parts(value, like, where):
         raise CheckpointError(f"{where} expected {kinds}, got {shorten(repr(value), 60)}.")
     if isinstance(like, dict):
         for name, part in like.items():
-            check_parts(value.get(name), part, f"{where}{name}:")
+            check_parts(value.get(name), part, f"{where} {name}:")
     elif isinstance(like, list):
         for item in value:
             check_parts(item, like[0], where)
 
 
 @contextmanager
-def new_folder(
-    out: Path, nbytes: int, what: str, remedy: str, progress: bool
-) -> Iterator[tuple[Path, tqdm]]:
+def new_folder(out: Path, nbytes: int, progress: bool) -> Iterator[tuple[Path, tqdm]]:
     """Yield a temporary folder beside ``out``, which gets this name when all of it is on disk.
 
     An exception in between removes it, Ctrl-C too; a killed process leaves it. The progress bar
@@ -90,8 +88,8 @@ def new_folder(
     if free < nbytes + SPARE_NBYTES:
         raise OSError(
             errno.ENOSPC,
-            f"not enough disk in {parent}: {what} takes {nbytes / 1e9:.2f} GB, "
-            f"{free / 1e9:.2f} GB is free; {remedy}",
+            f"not enough disk in {parent}: {out.name} takes {nbytes / 1e9:.2f} GB, "
+            f"{free / 1e9:.2f} GB is free; choose another disk",
         )
     try:
         with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=parent) as beside:

@@ -59,7 +59,7 @@ class Provider(server.ModelProvider):
     ):
         super().__init__(cli_args)
         folder = Path(cli_args.model)
-        # What requests and answers call it.
+        # The model's name in requests and answers: that of its folder, or that on the Hub.
         self.name = folder.resolve().name if folder.is_dir() else cli_args.model
         self._config, self._group, self.ranks = config, group, None
 

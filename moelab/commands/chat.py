@@ -31,7 +31,7 @@ class ChatUI(mlx_lm_chat.ChatUI):
         while not text.strip():
             try:
                 text = super().prompt()
-                text.encode()  # or an error
+                text.encode()  # raises a ValueError if it is no Unicode
             except EOFError:
                 return "q"
         return text

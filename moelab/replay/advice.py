@@ -96,14 +96,13 @@ def advise(
     costs: Costs,
     slots: list[int] | None = None,
     policies: Iterable[str] = EVICTION,
-    skip: int | None = None,
     packed_gain: float | None = None,
 ) -> Advice:
     """Choose slots, policy and layout by replaying a trace; ``with_lookahead`` adds prefetch.
 
-    ``memory_nbytes`` is for the process and its page cache (inf: no limit). Of the trace ``skip``
-    tokens only fill the caches (default: half). ``packed_gain`` is how many times faster the disk
-    reads an expert in one piece; None: the experts lie in one piece already.
+    ``memory_nbytes`` is for the process and its page cache (inf: no limit). The first half of the
+    trace only fills the caches. ``packed_gain`` is how many times faster the disk reads an expert
+    in one piece; None: the experts lie in one piece already.
     """
     most = sizes.fits(memory_nbytes)
     if slots is None:
@@ -114,7 +113,7 @@ def advise(
             f"advise: expected slots from {sizes.K} (the experts per token) to {most} (what fits), "
             "got none."
         )
-    skip = len(trace.decode) // 2 if skip is None else skip
+    skip = len(trace.decode) // 2
     ways = (False, True) if costs.reads_direct and memory_nbytes < float("inf") else (False,)
     every = [Setting(n, policy, direct) for direct in ways for policy in policies for n in slots]
     settings = replay_settings(sizes, memory_nbytes, trace, costs, every, skip)

@@ -33,7 +33,10 @@ def popularity(trace: Trace) -> np.ndarray:
 
 
 def overlap(trace: Trace, lag: int = 1) -> dict[str, np.ndarray]:
-    """The share of experts that the token ``lag`` before needed too, and that of whole tokens."""
+    """The share of experts that the token ``lag`` before it needed, too: ``each``, ``[L]``.
+
+    ``all`` is the share of tokens all of whose experts were.
+    """
     kept = (trace.experts[lag:, :, :, None] == trace.experts[:-lag, :, None, :]).any(-1)
     return {"each": kept.mean((0, 2)), "all": kept.all(-1).mean(0)}
 

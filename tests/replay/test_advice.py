@@ -45,13 +45,6 @@ def test_advice_says_what_and_why():
     assert roomy.layout == "packed" and roomy.config.slots <= 256
 
 
-def test_a_repack_is_advised_only_where_it_pays():
-    tight = LEAST + 1e6
-    slow = replace(READS, cold_s_per_byte=1e-8)
-    for gain, layout in ((2.0, "packed"), (1.0, "as it is")):
-        assert advice.advise(SIZES, tight, TRACE, slow, packed_gain=gain).layout == layout
-
-
 def test_only_packed_experts_with_reads_to_hide_are_worth_a_lookahead():
     costs = Costs(5e-2, 5e-5, 1e-9, 1e-9)
     tight = LEAST + 4e6
