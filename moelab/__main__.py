@@ -1,9 +1,9 @@
 """python -m moelab COMMAND: a table of the commands, each of them a module.
 
-The module of the command that was given brings its arguments (see ``commands``); the others are
-imported after an unknown option, to say whose it is. ``--help`` alone does not wait for MLX. An
-option of how experts are streamed that would have no effect is an error. Exit status: 1 for an
-error, 2 for a wrong command line, 130 for Ctrl-C, 141 if nobody reads the output.
+Only the module of the command that was given is imported, for its arguments (see ``commands``):
+``--help`` alone does not wait for MLX. An option of how experts are streamed that would have no
+effect is an error. Exit status: 1 for an error, 2 for a wrong command line, 130 for Ctrl-C, 141 if
+nobody reads the output.
 """
 
 import argparse
@@ -70,35 +70,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
         )
         if name == given:
             command.register("action", None, _Once)
-            module = _module(module_name)
+            module = importlib.import_module(f"{__package__}.{module_name}")
             module.add_arguments(command)
             command.set_defaults(run=module.run, error=command.error)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        args.error(_refusal(given, unknown))
+        args.error(f"{given} does not take {' '.join(unknown)}: leave it out")
     if given not in DIVIDED and "MLX_RANK" in os.environ:
         args.error(
             f"{given} runs in one process, but mlx.launch started this one: only "
             f"{' and '.join(DIVIDED)} divide a model's experts. Start it by itself"
         )
     return args
-
-
-def _module(name):
-    return importlib.import_module(f"{__package__}.{name}")
-
-
-def _refusal(command, unknown):
-    """Why a command does not take what it was given, and which command does."""
-    for option in (word.partition("=")[0] for word in unknown if word.startswith("--")):
-        takers = []
-        for name, (module_name, _) in COMMANDS.items():
-            other = argparse.ArgumentParser(add_help=False)
-            _module(module_name).add_arguments(other)
-            takers += [name] if option in other._option_string_actions else []
-        if takers:
-            return f"{option} is an option of {', '.join(takers)}, not of {command}: leave it out"
-    return f"{command} does not take {' '.join(unknown)}: leave it out"
 
 
 def _end(*_):

@@ -36,7 +36,7 @@ class hooked:
     ):
         self._module, self._hook, self._method, self._innermost = module, hook, method, innermost
 
-    def install(self) -> None:
+    def install(self) -> "hooked":
         """Begin to call the hook, as entering the block does."""
         module, method = self._module, self._method
         if not isinstance(module, _Hooked):
@@ -48,8 +48,9 @@ class hooked:
             setattr(cls, method, _hooked_method(cls, method))
         hooks = module._hooks.setdefault(method, [])  # innermost first
         hooks.insert(0 if self._innermost else len(hooks), self._hook)
+        return self
 
-    def remove(self) -> None:
+    def remove(self, *_) -> None:
         """End it, as leaving the block does. Undoes an interrupted ``install`` too."""
         module = self._module
         if not isinstance(module, _Hooked):
@@ -61,12 +62,7 @@ class hooked:
             module.__class__ = unhooked(module)
             object.__delattr__(module, "_hooks")
 
-    def __enter__(self) -> "hooked":
-        self.install()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.remove()
+    __enter__, __exit__ = install, remove
 
 
 def methods(cls: type) -> dict[str, Callable]:
@@ -92,19 +88,13 @@ def with_globals(f: Callable, names: dict[str, Any]) -> Callable:
     return copy
 
 
-def call_instead(
-    module: nn.Module,
-    name: str,
-    replace: Callable[[Callable], Callable],
-    unless_trained: bool = False,
-) -> None:
+def call_instead(module: nn.Module, name: str, replace: Callable[[Callable], Callable]) -> None:
     """Let a module's methods call ``replace(f)`` where they call a function ``f`` by this name.
 
-    The module gets another class, whose methods know another function by the name. Modules that
-    are not given are not affected. A module that calls no such function keeps its class. If another
+    The module gets another class, whose methods know another function by the name. If another
     library replaces the function of that name or the method of the module's former class, the
-    module calls what that library put there, for as long as it is there. ``unless_trained``: it
-    calls the original in training.
+    module calls what that library put there, for as long as it is there. In training it calls the
+    original.
     """
     cls = type(module)
     own = ((key, getattr(cls, key)) for key in methods(cls))  # the methods that are in force
@@ -114,19 +104,18 @@ def call_instead(
         if name in f.__code__.co_names and name in f.__globals__
     )
     if found:
-        module.__class__ = _calling(cls, name, replace, unless_trained, found)
+        module.__class__ = _calling(cls, name, replace, found)
 
 
 @cache
-def _calling(cls, name, replace, unless_trained, found):
+def _calling(cls, name, replace, found):
     changed = {
-        key: _unless_replaced(cls, key, f, name, replace(called), unless_trained)
-        for key, f, called in found
+        key: _unless_replaced(cls, key, f, name, replace(called)) for key, f, called in found
     }
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, **changed})
 
 
-def _unless_replaced(cls, key, own, name, instead, unless_trained):
+def _unless_replaced(cls, key, own, name, instead):
     """The method that calls ``instead``, as long as nobody replaces the method or its callee."""
     names, called = own.__globals__, own.__globals__[name]
     copy = with_globals(own, {name: instead})
@@ -134,7 +123,7 @@ def _unless_replaced(cls, key, own, name, instead, unless_trained):
     @wraps(own)
     def method(self, *args, **kwargs):
         f = getattr(cls, key)
-        if f is own and names.get(name) is called and not (unless_trained and self.training):
+        if f is own and names.get(name) is called and not self.training:
             f = copy
         return f(self, *args, **kwargs)
 

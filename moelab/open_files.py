@@ -13,6 +13,7 @@ from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+OF_MLX_LM = 2048  # the soft limit that mlx-lm sets
 SPARE = 64  # files for sockets, pipes, libraries, a trace and all else that a process opens
 
 
@@ -30,11 +31,11 @@ def allow_open(n: int, path: Path) -> None:
         )
 
 
-def _raise_soft_limit(n, setrlimit=resource.setrlimit):
+def _raise_soft_limit(n):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     goal = n if hard == resource.RLIM_INFINITY else min(n, hard)
     if soft < goal and soft != resource.RLIM_INFINITY:
-        setrlimit(resource.RLIMIT_NOFILE, (goal, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (goal, hard))
 
 
 class _Finder(PathFinder):
@@ -50,17 +51,12 @@ class _Finder(PathFinder):
 
 
 def _run(exec_module: Callable, module) -> None:
-    def keeping(which, limits):
-        if which == resource.RLIMIT_NOFILE:
-            _raise_soft_limit(limits[0], setrlimit)
-        else:
-            setrlimit(which, limits)
-
-    setrlimit, resource.setrlimit = resource.setrlimit, keeping
+    setrlimit, resource.setrlimit = resource.setrlimit, lambda *_: None
     try:
         exec_module(module)
     finally:
         resource.setrlimit = setrlimit
+    _raise_soft_limit(OF_MLX_LM)
 
 
 sys.meta_path.insert(0, _Finder)

@@ -7,15 +7,12 @@ its parameters in the order of ``packing_order``. ``moelab.load`` reads both lay
 """
 
 import errno
-import os
 import shutil
-from contextlib import ExitStack
-from math import prod
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm import utils as mlx_lm_utils
 
 from .checkpoint import (
@@ -30,7 +27,7 @@ from .checkpoint import (
     packing_order,
     try_out,
 )
-from .experts import expert_modules, expert_parameters, locate_experts
+from .experts import expert_modules, expert_parameters
 
 DTYPE_NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
 
@@ -41,8 +38,6 @@ def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
     There is no ``out`` until its last byte is on disk and has been compared.
     """
     out = Path(out)
-    if os.path.lexists(out):
-        raise FileExistsError(f"{out} exists already: remove it or name another folder")
     source = Checkpoint(model)
     if source.packed:
         raise CheckpointError(
@@ -55,8 +50,7 @@ def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
         raise CheckpointError(
             f"{source.path}: expected a model with experts, found none: there is nothing to pack."
         )
-    located = locate_experts(loaded, source)
-    layers = [_Layer(path, module, located) for path, module in experts]
+    layers = [_Layer(path, module) for path, module in experts]
     packed = {f"{layer.path}.{name}" for layer in layers for name in layer.names}
     backbone = {n: p for n, p in tree_flatten(loaded.parameters()) if n not in packed}
 
@@ -64,18 +58,17 @@ def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
     made = ("config.json", "model.safetensors.index.json")
     others = (f for f in source.path.iterdir() if f.suffix != ".safetensors" and f.name not in made)
     copied = [file for file in others if file.is_file()]
-    writing = new_folder(out, total, "the packed model", "choose another disk", progress)
-    with writing as (folder, bar):
+    with new_folder(out, total, progress) as (folder, bar):
         for i, layer in enumerate(layers):
-            file = folder / f"experts-{i:05d}.safetensors"
             try:
-                layer.write(file)
-                layer.compare(file)
+                layer.write(folder / f"experts-{i:05d}.safetensors")
             finally:
                 source.check_unchanged()
             bar.update(layer.nbytes)
         mx.save_safetensors(str(folder / "model.safetensors"), backbone, metadata={"format": "mlx"})
-        _compare_backbone(folder / "model.safetensors", backbone)
+        written = mx.load(str(folder / "model.safetensors"))
+        for name, p in backbone.items():
+            _compare(np.array_equal(_bits(written[name]), _bits(p)), folder, name)
         for file in copied:
             shutil.copyfile(file, folder / file.name)
         mlx_lm_utils.save_config(config, folder / "config.json")
@@ -84,76 +77,40 @@ def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
 
 
 class _Layer:
-    """The experts of one layer: where they lie in the source and in the packed file."""
+    """The experts of one layer; MLX reads one of their parameters when it is written."""
 
-    def __init__(self, path, module, located):
-        self.path = path
-        # The other parameters are a few bytes for each expert and stay with the backbone.
-        parameters = {n: p for n, p in expert_parameters(module).items() if p.ndim > 2}
-        self.E = next(iter(parameters.values())).shape[0]
-        self._sources, named = [], []
-        for name in packing_order(parameters):
-            p, tensor = parameters[name], located.get(f"{path}.{name}")
-            dtype = tensor.dtype if tensor else p.dtype
-            nbytes = prod(p.shape[1:]) * dtype.size
-            self._sources.append((tensor, p, nbytes))
-            named.append((name, DTYPE_NAMES[dtype], p.shape[1:]))
-        self.names = [name for name, _, _ in named]
-        header = packed_header(path, named, self.E)
-        self.header = header_bytes(header, PAGE_NBYTES)  # so that the data begins on a page
-        self.stride = header["experts"]["shape"][1]
-        self.nbytes = self.E * self.stride
-
-    def experts(self):
-        """Yield the bytes of one expert after another, padded to whole pages."""
-        files, arrays = {}, {}
-        with ExitStack() as opened:
-            for e in range(self.E):
-                row = bytearray(self.stride)
-                view, offset = memoryview(row), 0
-                for i, (tensor, p, nbytes) in enumerate(self._sources):
-                    part = view[offset : offset + nbytes]
-                    offset += nbytes
-                    if tensor is None:  # mlx-lm rearranges it when it loads: take its result
-                        if i not in arrays:
-                            arrays[i] = np.asarray(_bits(p)).reshape(self.E, -1)
-                        part[:] = arrays[i][e].tobytes()
-                        continue
-                    path, first = tensor.files[e], tensor.offsets[e]
-                    if path not in files:
-                        files[path] = opened.enter_context(open(path, "rb", buffering=0))
-                    files[path].seek(first)
-                    if files[path].readinto(part) != nbytes:
-                        raise CheckpointError(
-                            f"{path}: {tensor.name}, expert {e}: expected {nbytes} bytes at "
-                            f"offset {first}, the file is shorter: download it again."
-                        )
-                yield row
+    def __init__(self, path, module):
+        self.path, self._module, parameters = path, module, expert_parameters(module)
+        # The others are a few bytes for each expert and stay with the backbone.
+        self.names = packing_order(name for name, p in parameters.items() if p.ndim > 2)
+        self._E = parameters[self.names[0]].shape[0]
+        named = [(n, DTYPE_NAMES[parameters[n].dtype], parameters[n].shape[1:]) for n in self.names]
+        header = packed_header(path, named, self._E)
+        self._header = header_bytes(header, PAGE_NBYTES)  # so that the data begins on a page
+        self._stride = header["experts"]["shape"][1]
+        self.nbytes = self._E * self._stride
 
     def write(self, file):
-        """Write the packed file."""
-        with open(file, "wb") as f:
-            f.write(self.header)
-            f.writelines(self.experts())
+        """Write the packed file, and compare it with the source."""
+        with open(file, "wb+") as f:
+            offset = f.write(self._header)
+            f.truncate(offset + self.nbytes)
+            for name in self.names:
+                rows = _bits(expert_parameters(self._module)[name]).reshape(self._E, -1)
+                for e, row in enumerate(rows):
+                    f.seek(offset + e * self._stride)
+                    f.write(row)
+                for e, row in enumerate(rows):
+                    f.seek(offset + e * self._stride)
+                    _compare(f.read(len(row)) == row.tobytes(), file, f"{name}, expert {e}")
+                offset += rows.shape[1]
+                self._module.update(tree_unflatten([(name, mx.array(0))]))  # frees its memory
 
-    def compare(self, file):
-        """Read the packed file back and raise if it differs from the source."""
-        with open(file, "rb") as f:
-            f.seek(len(self.header))
-            for e, row in enumerate(self.experts()):
-                if f.read(self.stride) != row:
-                    raise OSError(
-                        errno.EIO,
-                        f"{file}: expert {e} is not what was written: check the disk",
-                    )
 
-
-def _compare_backbone(file, backbone):
-    written = mx.load(str(file))
-    for name, p in backbone.items():
-        if name not in written or not mx.array_equal(_bits(written[name]), _bits(p)):
-            raise OSError(errno.EIO, f"{file}: {name} is not what was written: check the disk")
+def _compare(is_same, file, what):
+    if not is_same:
+        raise OSError(errno.EIO, f"{file}: {what} is not what was written: check the disk")
 
 
 def _bits(array):
-    return mx.contiguous(array).reshape(-1).view(mx.uint8)
+    return np.asarray(mx.contiguous(array).reshape(-1).view(mx.uint8))

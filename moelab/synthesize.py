@@ -11,20 +11,22 @@ import contextlib
 import copy
 import io
 import json
-import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm import utils as mlx_lm_utils
+from tokenizers import Tokenizer
 
-from .checkpoint import DTYPES, header_bytes, new_folder, read_json
+from .checkpoint import DTYPES, header_bytes, new_folder, readable
 from .configs import CONFIGS
 from .replay.by_token import GROUP_SIZE, SHARE, Routers, bf16, float32
 from .streaming.trace import Trace
 
 BITS = 4  # of a weight; mlx-lm's own default
-SHARD_NBYTES = 5 << 30  # the largest file, as in mlx-lm
 CHUNK_NBYTES = 16 << 20  # written at once; no more of a tensor is in memory
 TOKENIZER = Path(__file__).parent / "tokenizer"  # tiny-moe's, here for those who have no data/
 TOKENIZER_FILES = (
@@ -61,34 +63,16 @@ class Tensor:
 
 def plan(config: dict, bits: int = BITS) -> tuple[list[Tensor], dict]:
     """The tensors of mlx-lm's quantized checkpoint, in the model's order, and its configuration."""
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-    from mlx_lm.utils import _get_classes, quantize_model
-
     config = copy.deepcopy(config)
-    model_class, args_class = _get_classes(config)
+    model_class, args_class = mlx_lm_utils._get_classes(config)
     model = model_class(args_class.from_dict(copy.deepcopy(config)))
     with contextlib.redirect_stdout(io.StringIO()):  # mlx-lm prints the bits per weight
-        model, config = quantize_model(model, config, GROUP_SIZE, bits)
+        model, config = mlx_lm_utils.quantize_model(model, config, GROUP_SIZE, bits)
     tensors = []
     for name, a in tree_flatten(model.parameters()):
         dtype = "U32" if a.dtype == mx.uint32 else "F32" if name.endswith("A_log") else "BF16"
         tensors.append(Tensor(name, dtype, tuple(a.shape)))
     return tensors, config
-
-
-def shards(tensors: list[Tensor], limit: int = SHARD_NBYTES) -> dict[str, list[Tensor]]:
-    """Divide tensors into files of at most ``limit`` bytes; a larger tensor has its own file."""
-    parts, size = [[]], 0
-    for t in tensors:
-        if parts[-1] and size + t.nbytes > limit:
-            parts.append([])
-            size = 0
-        parts[-1].append(t)
-        size += t.nbytes
-    if len(parts) == 1:
-        return {"model.safetensors": parts[0]}
-    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": p for i, p in enumerate(parts, 1)}
 
 
 def _scale_table(path, fan_in, bits):
@@ -158,15 +142,6 @@ def write_headers(folder: Path, config: dict, bits: int = BITS) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _write_shard(path, tensors, shapes, seed, silent_rows, routers, progress):
-    with open(path, "wb") as f:
-        f.write(_header(tensors))
-        for t in tensors:
-            for chunk in _chunks(t, shapes, seed, silent_rows, routers):
-                f.write(chunk)
-                progress.update(chunk.nbytes)
-
-
 def _read_tokenizer(folder):
     """A tokenizer's files, the size of its vocabulary, and the ids that must never be decoded."""
     file = folder / "tokenizer.json"
@@ -175,13 +150,11 @@ def _read_tokenizer(folder):
             f"no tokenizer.json in {folder}: name a folder that holds one with --tokenizer "
             "(that of any mlx-lm model)"
         )
-    spec = read_json(file, {"model": {"vocab": (dict, list)}})
     # They are read before the weights are written, since they may be replaced meanwhile.
     files = {n: (folder / n).read_bytes() for n in TOKENIZER_FILES if (folder / n).is_file()}
-    vocab = spec["model"]["vocab"]
-    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
-    added = [t["id"] for t in spec.get("added_tokens", [])]
-    return files, max([*ids, *added]) + 1, added
+    with readable(f"{file}: expected a tokenizer, got"):
+        known = Tokenizer.from_buffer(files[file.name])
+    return files, max(known.get_vocab().values()) + 1, list(known.get_added_tokens_decoder())
 
 
 def synthesize(
@@ -216,8 +189,6 @@ def synthesize(
         raise ValueError(
             f"layers={layers}: expected {fewest} to {published_layers}, the depth of {like}"
         )
-    if os.path.lexists(out):
-        raise FileExistsError(f"{out} exists already: remove it or name another folder")
     files, least, special = _read_tokenizer(TOKENIZER if tokenizer is None else Path(tokenizer))
     vocab = least if vocab is None else vocab
     if vocab < least:
@@ -247,7 +218,10 @@ def synthesize(
             "lru_hit_rate_of_the_trace": float(routers.routing.wanted.mean()),
             "lru_hit_rate": float(routers.routing.hit_rate.mean()),
         }
-    parts = shards(tensors)
+    shards = mlx_lm_utils.make_shards({t.name: t for t in tensors})
+    n = len(shards)
+    names = [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+    parts = dict(zip(names if n > 1 else ["model.safetensors"], (s.values() for s in shards)))
     index = {
         "metadata": {"total_size": nbytes},
         "weight_map": {t.name: name for name, part in parts.items() for t in part},
@@ -256,31 +230,24 @@ def synthesize(
     files["README.md"] = _readme(facts, nbytes).encode()
     files["config.json"] = json.dumps(dict(sorted(config.items())), indent=4).encode()
 
-    remedy = "ask for fewer layers with --layers or choose another disk"
-    with new_folder(out, nbytes, "the checkpoint", remedy, progress) as (folder, bar):
+    with new_folder(out, nbytes, progress) as (folder, bar):
         for name, part in parts.items():
-            _write_shard(folder / name, part, shapes, seed, silent_rows, routers, bar)
+            with open(folder / name, "wb") as f:
+                f.write(_header(part))
+                for t in part:
+                    for chunk in _chunks(t, shapes, seed, silent_rows, routers):
+                        f.write(chunk)
+                        bar.update(chunk.nbytes)
         for name, content in files.items():
             (folder / name).write_bytes(content)
     return out
 
 
 def _readme(facts, nbytes):
-    command = "--like {like} --layers {layers} --vocab {vocab} --seed {seed}".format(**facts)
-    routes = "nearly uniform, so that caches hit less often than with a real model"
-    if routing := facts.get("routing"):
-        command += " --routing TRACE"
-        routes = f"""a function of the token alone, with the locality of a recorded trace:
-{routing["trace"]}. With a quarter of the experts in slots, the LRU hit rate is
-{routing["lru_hit_rate_of_the_trace"]:.3f} in the trace and {routing["lru_hit_rate"]:.3f} in this
-model fed the trace's text. The first layer's choice tells those of all others, so this model says
-nothing about prefetching"""
     return f"""# A synthetic checkpoint: random weights
 
 The layer shapes of {facts["like"]}, {facts["layers"]} of its {facts["layers_of_the_real_model"]}
-layers, {nbytes / 1e9:.2f} GB, in mlx-lm's 4-bit format; {facts["vocab"]} entries of its vocabulary
-of {facts["vocab_of_the_real_model"]}. The text means nothing, and the layers cost as much to read
-and to compute as the real ones. Routing is {routes}.
-
-Made by `python -m moelab synthesize OUT {command}`.
+layers, {nbytes / 1e9:.2f} GB, in mlx-lm's 4-bit format. The text means nothing, and the layers cost
+as much to read and to compute as the real ones. `moelab_synthetic` in config.json says how
+`python -m moelab synthesize` made it.
 """

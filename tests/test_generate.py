@@ -499,7 +499,7 @@ def test_chat_of_bytes_that_are_no_text(errors, capsys, monkeypatch):
     lines = io.TextIOWrapper(io.BytesIO(b"x\nab\xff\nq\n"), "utf-8", errors)
     monkeypatch.setattr(sys, "stdin", lines)
     assert main(["chat", str(MODEL), *SLOTS, "--max-tokens", "2"]) == 1
-    assert "expected UTF-8 text on standard input" in capsys.readouterr().err.splitlines()[-1]
+    assert "'utf-8' codec can't" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_chat_with_a_long_message(capsys, monkeypatch):

@@ -1,6 +1,5 @@
 """Synthetic checkpoints: mlx-lm's layout, real shapes, little memory, no incomplete files."""
 
-import errno
 import json
 import subprocess
 import sys
@@ -95,7 +94,8 @@ def test_real_shapes(like, nbytes_of_an_expert):
 
 def test_sharded(write, monkeypatch):
     whole = write("whole")
-    monkeypatch.setattr(S.shards, "__defaults__", (200_000,))
+    one_by_one = lambda tensors: [{name: t} for name, t in tensors.items()]  # noqa: E731
+    monkeypatch.setattr(mlx_lm.utils, "make_shards", one_by_one)
     cut = write("cut")
     files = sorted(cut.glob("model-*.safetensors"))
     assert len(files) > 2 and not (cut / "model.safetensors").exists()
@@ -137,17 +137,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     grown = int(printed) * (1 if sys.platform == "darwin" else 1024)
     nbytes = (out / "model.safetensors").stat().st_size
     assert nbytes > 150e6 and grown < 0.3 * nbytes
-
-
-def test_disk_that_fills_up_midway(write, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(S, "_write_shard", full)
-    with pytest.raises(OSError, match="filled up while .* the files are removed") as caught:
-        write()
-    assert caught.value.errno == errno.ENOSPC
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -233,7 +222,6 @@ def test_routers_of_a_trace_change_nothing_else(traced):
         assert np.array_equal(x, y), name
     facts = json.loads((followed / "config.json").read_text())["moelab_synthetic"]["routing"]
     assert facts["lru_hit_rate"] == pytest.approx(facts["lru_hit_rate_of_the_trace"], abs=0.06)
-    assert f"{facts['lru_hit_rate']:.3f} in this" in (followed / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ experts of a layer have a file of their own.
 from .checkpoint import FORKED, Checkpoint, check_config, check_fork, mlx_lm_model, try_out
 from .files import (
     CheckpointError,
+    check_parts,
     describe,
     new_folder,
     read_json,

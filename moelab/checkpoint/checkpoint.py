@@ -19,13 +19,6 @@ from .headers import merge_headers, read_header, read_packed
 # Families' names for the number of layers. mlx-lm builds as many as config.json says.
 LAYERS_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
-# What mlx.core.quantize accepts. A group size of 0 would end the process in mlx-lm's loader.
-QUANTIZATION = {
-    "group_size": (16, 32, 64, 128),
-    "bits": (1, 2, 3, 4, 5, 6, 8),
-    "mode": ("affine", "mxfp4", "mxfp8", "nvfp4"),
-}
-
 FORKED = (
     "This process is a fork of one in which MLX had computed, and has none of MLX's threads. Start "
     "it with multiprocessing's 'spawn', and load the model in it."
@@ -96,8 +89,8 @@ class Checkpoint:
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
             with readable(f"{index}: expected JSON with a 'weight_map' from tensors to files, got"):
-                named = sorted(set(read_json(index)["weight_map"].values()))
-                missing = [n for n in named if not os.path.isfile(self.path / n)]
+                named = set(read_json(index)["weight_map"].values())
+                missing = sorted(n for n in named if not os.path.isfile(self.path / n))
             if missing:
                 raise CheckpointError(
                     f"{index} names {len(named)} files, of which {len(missing)} are not in the "
@@ -118,33 +111,26 @@ def _stamp(file):
 
 
 def check_config(config: dict, file: Path, num_tensors: int) -> None:
-    """Refuse impossible values of a config.json, before mlx-lm builds a model of that size.
+    """Refuse values of a config.json with which mlx-lm would end the process, or go on for ever.
 
-    A model has at most as many layers as tensors.
+    mlx-lm divides by group sizes. A model has at most as many layers as tensors.
     """
+    most = {key: num_tensors for key in LAYERS_KEYS}
 
-    def check(key, value, expected, good):
-        if not good:
-            raise CheckpointError(
-                f"{file}: {key}: expected {expected}, got {shorten(repr(value), 60)}. "
-                "Download it again."
-            )
+    def check(part):
+        for key, value in part.items():
+            expected = f"at most {most.get(key)}, the tensors of the model"
+            wrong = type(value) is int and value > most.get(key, value)
+            if "group" in key and value == 0 and (type(value) is int or key == "group_size"):
+                expected, wrong = "another number than 0", True
+            if wrong:
+                raise CheckpointError(
+                    f"{file}: {key}: expected {expected}, got {value}. Download it again."
+                )
+            if isinstance(value, dict):
+                check(value)
 
-    for key in ("text_config", "quantization", "quantization_config"):
-        value = config.get(key)
-        check(key, value, "an object", value is None or isinstance(value, dict))
-    for key, value in (*config.items(), *(config.get("text_config") or {}).items()):
-        if type(value) is int and key in LAYERS_KEYS:
-            most = f"at most {num_tensors}, the tensors of the model"
-            check(key, value, most, value <= num_tensors)
-        if type(value) is int and "group" in key:  # dividing by 0 would end the process
-            check(key, value, "another number than 0", value)
-    settings = config.get("quantization") or {}
-    for entry in (settings, *settings.values()):
-        for key, choices in QUANTIZATION.items() if isinstance(entry, dict) else ():
-            value = entry.get(key, choices[0])
-            right = type(value) is type(choices[0]) and value in choices
-            check(f"quantization: {key}", value, f"one of {choices}", right)
+    check(config)
 
 
 def check_fork() -> None:

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 import shutil
 import stat
 import tempfile
@@ -15,11 +14,6 @@ from tqdm import tqdm
 
 SPARE_NBYTES = 64 << 20  # kept free on the disk for headers, the configuration, the tokenizer
 
-# Characters that a terminal obeys or cannot show: controls, directions of writing, surrogates.
-CONTROL = re.compile(
-    "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff]+"
-)
-
 
 class CheckpointError(ValueError):
     """A checkpoint's file is missing or damaged, or the model cannot be streamed."""
@@ -27,7 +21,7 @@ class CheckpointError(ValueError):
 
 def shorten(text: object, most: int = 300) -> str:
     """Put a text on one line without control characters, and cut the middle out of a long one."""
-    text = " ".join(CONTROL.sub(" ", str(text)).split())
+    text = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
@@ -60,15 +54,11 @@ def read_json(file: Path, like: dict | None = None) -> dict:
     regular_file(file)
     with readable(f"{file}: not JSON:"):
         content = json.loads(file.read_bytes().decode())
-    if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{file}: expected a JSON object, got {shorten(content, 60)}. Download it again."
-        )
-    _check_parts(content, like or {}, f"{file}: ")
+    check_parts(content, like or {}, f"{file}:")
     return content
 
 
-def _check_parts(value, like, where):
+def check_parts(value, like, where):
     """Refuse a value that lacks parts of ``like``, or has numbers that no calculation takes."""
     kind = like if isinstance(like, (type, tuple)) else type(like)
     number = isinstance(value, (int, float))
@@ -77,42 +67,36 @@ def _check_parts(value, like, where):
         raise CheckpointError(f"{where} expected {kinds}, got {shorten(repr(value), 60)}.")
     if isinstance(like, dict):
         for name, part in like.items():
-            _check_parts(value.get(name), part, f"{where}{name}:")
+            check_parts(value.get(name), part, f"{where} {name}:")
     elif isinstance(like, list):
         for item in value:
-            _check_parts(item, like[0], where)
+            check_parts(item, like[0], where)
 
 
 @contextmanager
-def new_folder(
-    out: Path, nbytes: int, what: str, remedy: str, progress: bool
-) -> Iterator[tuple[Path, tqdm]]:
+def new_folder(out: Path, nbytes: int, progress: bool) -> Iterator[tuple[Path, tqdm]]:
     """Yield a temporary folder beside ``out``, which gets this name when all of it is on disk.
 
     An exception in between removes it, Ctrl-C too; a killed process leaves it. The progress bar
     counts its ``nbytes``.
     """
-    parent, size = out.absolute().parent, f"{nbytes / 1e9:.2f} GB"
+    if os.path.lexists(out):
+        raise FileExistsError(f"{out} exists already: remove it or name another folder")
+    parent = out.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(parent).free
     if free < nbytes + SPARE_NBYTES:
         raise OSError(
             errno.ENOSPC,
-            f"not enough disk in {parent}: {what} takes {size}, {free / 1e9:.2f} GB is free; "
-            f"{remedy}",
+            f"not enough disk in {parent}: {out.name} takes {nbytes / 1e9:.2f} GB, "
+            f"{free / 1e9:.2f} GB is free; choose another disk",
         )
     try:
         with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=parent) as beside:
             folder = Path(beside) / out.name
             folder.mkdir()
-            with tqdm(
-                desc=out.name,
-                total=nbytes,
-                unit="B",
-                unit_scale=True,
-                leave=False,
-                disable=not progress,
-            ) as bar:
+            shown = {"desc": out.name, "unit": "B", "unit_scale": True, "leave": False}
+            with tqdm(total=nbytes, disable=not progress, **shown) as bar:
                 yield folder, bar
             for path in (*folder.iterdir(), folder):
                 _to_disk(path)
@@ -122,14 +106,6 @@ def new_folder(
         if os.path.lexists(out):
             raise
         raise KeyboardInterrupt(f"nothing was written, there is no {out}") from None
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise OSError(
-            errno.ENOSPC,
-            f"the disk of {parent} filled up while {size} were written; the files are removed "
-            f"again; {remedy}",
-        ) from error
 
 
 def _to_disk(path):

@@ -1,8 +1,7 @@
 """Where each tensor lies in the safetensors files of a model folder.
 
 ``safetensors`` checks a header. Its Python package does not say where a tensor begins, so the
-header is parsed again here. ``python -m moelab repack`` puts the experts of each layer into a
-packed file, whose metadata says where each parameter of an expert lies.
+header is parsed again here.
 """
 
 import json
@@ -44,7 +43,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class ExpertTensor:
-    """Where one parameter of all E experts of a layer lies. Each expert's part is contiguous."""
+    """Where one parameter of all E experts of a layer lies, each expert's part contiguous."""
 
     name: str  # path in the model
     files: list[Path]  # of each expert, ``[E]``; a ``Session`` has them opened
@@ -84,17 +83,17 @@ def read_header(file: Path, remedy: str = "download it again") -> dict[str, Tens
 
 def merge_headers(headers: dict[Path, dict]) -> dict:
     """Join the tensors of several files by name, and refuse a name that two files have."""
-    merged, holder = {}, {}
+    holder = {}
     for file, tensors in headers.items():
-        for name, tensor in tensors.items():
-            if name in merged:
+        for name in tensors:
+            if name in holder:
                 raise CheckpointError(
                     f"{file.parent}: expected each tensor once, got {shorten(name)} in "
                     f"{holder[name].name} and in {file.name}. Remove the file that does not "
                     "belong there, or download the model again."
                 )
-            merged[name], holder[name] = tensor, file
-    return merged
+            holder[name] = file
+    return {name: headers[file][name] for name, file in holder.items()}
 
 
 def packing_order(names: Iterable[str]) -> list[str]:
@@ -135,8 +134,8 @@ def header_bytes(header: dict, align: int = 8) -> bytes:
 def read_packed(file: Path) -> dict[str, ExpertTensor]:
     """Read where the experts of one layer lie in a file that ``repack`` wrote.
 
-    The header must be the one that ``repack`` writes for the same parameters. Files of earlier
-    versions have no checksum.
+    The header must be the one that ``repack`` writes for the same parameters. Files of version 0.1
+    have no checksum.
     """
     tensors = read_header(file, "repack the model again")
     lies = f"{file}: expected the experts of a layer as 'python -m moelab repack' writes them, got"
@@ -153,7 +152,6 @@ def read_packed(file: Path) -> dict[str, ExpertTensor]:
         wanted = packed_header(path, named, E)
         if "crc32" not in metadata:
             del wanted["__metadata__"]["crc32"]
-            _check_types(named)
         got = {"dtype": "U8", "shape": [E, stride], "data_offsets": [0, experts.nbytes]}
         if {"__metadata__": metadata, experts.name: got} != wanted or experts.dtype != mx.uint8:
             raise ValueError("sizes, offsets or a checksum that do not fit each other")
@@ -165,19 +163,3 @@ def read_packed(file: Path) -> dict[str, ExpertTensor]:
             nbytes = prod(shape) * dtype.size
             found[name] = ExpertTensor(name, [file] * E, offsets, nbytes, shape, dtype)
     return found
-
-
-def _check_types(parameters):
-    """Refuse types that contradict each other, in a file that has no checksum."""
-    names, floating = {name for name, _, _ in parameters}, set()
-    for name, dtype, _ in parameters:
-        module, _, kind = name.rpartition(".")
-        if kind == "weight" and f"{module}.scales" in names:
-            right = dtype == "U32"
-        elif kind == "scales" and f"{module}.biases" not in names:
-            right = dtype == "U8"
-        else:
-            right = mx.issubdtype(DTYPES[dtype], mx.floating)
-            floating.add(dtype)
-        if not right or len(floating) > 1:
-            raise ValueError(f"{name} as {dtype}")

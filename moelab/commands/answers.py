@@ -1,14 +1,8 @@
 """The model behind ``serve``: loads it, keeps earlier prompts, computes the answers.
 
-mlx-lm's classes do that. The classes here change what streaming needs and what would end the
-server:
-
-    Provider   loads the model and the draft that the command line names, and nothing else
-    Prompts    always leaves a token to read: mlx-lm's server ends at a prompt that is cached whole
-    Generator  tokenizes a prompt in its client's thread. One other thread computes: several texts
-               as a batch, with a draft one after another. It goes on after an error and ends
-               answers at Ctrl-C. With ranks, rank 0 tells the others which requests there are, and
-               all compute them.
+mlx-lm's classes do that. The classes here change what streaming and ranks need, and what would end
+the server. Requests are tokenized in their clients' threads; one thread computes. With ranks, rank
+0 tells the others which requests there are, and all compute them.
 """
 
 import argparse
@@ -55,10 +49,7 @@ SEAMS += ("_tokenize",)
 
 
 class Provider(server.ModelProvider):
-    """Loads the one model of the command line, with its experts on disk, and its draft.
-
-    ``name`` is what requests and answers call it: the name of its folder, or that on the Hub.
-    """
+    """Loads the one model of the command line, with its experts on disk, and its draft."""
 
     def __init__(
         self,
@@ -68,6 +59,7 @@ class Provider(server.ModelProvider):
     ):
         super().__init__(cli_args)
         folder = Path(cli_args.model)
+        # The model's name in requests and answers: that of its folder, or that on the Hub.
         self.name = folder.resolve().name if folder.is_dir() else cli_args.model
         self._config, self._group, self.ranks = config, group, None
 
@@ -81,7 +73,7 @@ class Provider(server.ModelProvider):
         if self.model is not None:
             return self.model, self.tokenizer
         args = self.cli_args
-        path, trust = find(args.model), args.trust_remote_code
+        path = find(args.model)
         check_kv_cache(args, self._config)
         # The draft comes before the model, whose slots take the memory that is left.
         draft = open_draft(args.draft_model, self._config.kernels)
@@ -91,10 +83,11 @@ class Provider(server.ModelProvider):
             adapter_path=args.adapter_path,
             tokenizer_config=self._tokenizer_config,
             return_config=True,
-            trust_remote_code=trust,
+            trust_remote_code=args.trust_remote_code,
             group=self._group,
         )
-        self.model, session = model, session_of(model)
+        session = session_of(model)
+        self.model, self.draft_model, self.ranks = model, draft, session.ranks
         if args.use_default_chat_template and self.tokenizer.chat_template is None:
             self.reset()
             raise ValueError(
@@ -105,7 +98,6 @@ class Provider(server.ModelProvider):
             draft.bind(model)  # refuses a draft that does not fit
         say_plan(model)
         args.prefill_step_size = session.room.step(args.prefill_step_size)
-        self.ranks, self.draft_model = session.ranks, draft
         self.model_key = (args.model, args.adapter_path, args.draft_model)
         self.processor = server.load_processor(model, config)
         caches = make_prompt_cache(model)
@@ -152,8 +144,8 @@ class Provider(server.ModelProvider):
 class Prompts(LRUPromptCache):
     """Caches of earlier prompts and answers, which leave at least a prompt's last token to read.
 
-    Where less than ``free_nbytes`` of memory are free, prompts are forgotten; with 0, as on ranks
-    (which must all keep the same prompts), none is.
+    mlx-lm's server ends at a prompt that is cached whole. Where less than ``free_nbytes`` of memory
+    are free, prompts are forgotten; with 0, as on ranks (which must all keep the same), none is.
     """
 
     def __init__(self, size: int = 10, nbytes: int = sys.maxsize, free_nbytes: int = 0):
@@ -176,7 +168,7 @@ class Prompts(LRUPromptCache):
     def insert_cache(self, model, tokens: list[int], prompt_cache: list, **kwargs) -> None:
         # The caches of a text in a batch are views of the batch's arrays and would keep them all.
         for c in prompt_cache:
-            c.state = tree_map(_without_view, c.state)
+            c.state = tree_map(lambda a: mx.contiguous(a) if type(a) is mx.array else a, c.state)
         if self.make_way(sum(c.nbytes for c in prompt_cache)):  # before they are copied
             mx.eval([c.state for c in prompt_cache])
             super().insert_cache(model, tokens, prompt_cache, **kwargs)
@@ -191,11 +183,6 @@ class Prompts(LRUPromptCache):
         return found.common_prefix if len(found.shorter or ()) < found.common_prefix else 0
 
 
-def _without_view(value):
-    """Copy an array, if needed, so that it is no view; return any other value as it is."""
-    return mx.contiguous(value) if isinstance(value, mx.array) else value
-
-
 class Generator(server.ResponseGenerator):
     """Computes the answers in one thread, in batches or one by one."""
 
@@ -208,12 +195,11 @@ class Generator(server.ResponseGenerator):
 
     def check(self) -> None:
         """Raise the error that ended this rank, if one did: no rank goes on without another."""
-        if self._ranks is None or self._error is None:
-            return
-        if isinstance(self._error, RankError):
-            raise self._error
-        rank = f"rank {self._ranks.rank} of {self._ranks.size}"
-        raise RankError(f"{rank}: {describe(self._error)}") from self._error
+        if self._ranks and self._error:
+            if isinstance(self._error, RankError):
+                raise self._error
+            rank = f"rank {self._ranks.rank} of {self._ranks.size}"
+            raise RankError(f"{rank}: {describe(self._error)}") from self._error
 
     def _share_object(self, obj):
         """Give all ranks the object of rank 0, which also tells them whether to end."""

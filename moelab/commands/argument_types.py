@@ -14,20 +14,28 @@ from fractions import Fraction
 from typing import Any
 
 
-def at_least(least: int, most: float = math.inf) -> Callable[[str], int]:
-    """A type of whole numbers from ``least`` to ``most``, both included."""
-
+def _number(kind, what, least, most):
     def number(text):
         try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or not least <= value <= most:
+            value = kind(text)
+        except (ValueError, KeyError):
+            value = math.nan
+        if not least <= value <= most or value == math.inf:  # true for nan as well
             end = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-            raise argparse.ArgumentTypeError(f"expected a whole number {end}, got {text!r}")
+            raise argparse.ArgumentTypeError(f"expected {what} {end}, got {text!r}")
         return value
 
     return number
+
+
+def at_least(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """A type of whole numbers from ``least`` to ``most``, both included."""
+    return _number(int, "a whole number", least, most)
+
+
+def between(least: float, most: float = math.inf) -> Callable[[str], float]:
+    """A type of numbers from ``least`` to ``most``, neither nan nor infinite."""
+    return _number(float, "a number", least, most)
 
 
 positive, zero_or_more = at_least(1), at_least(0)
@@ -36,36 +44,13 @@ UNITS = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}  # those of ml
 
 def nbytes(least: int = 0, most: int = 2**63 - 1) -> Callable[[str], int]:
     """A type of whole bytes, written as a number or with a unit (``2GB``)."""
-
-    def number(text):
-        digits, unit = re.fullmatch(r"([\d.]*)(.*)", text, re.DOTALL).groups()
-        try:
-            value = Fraction(digits) * UNITS[unit.strip().upper()]
-        except (ValueError, KeyError):
-            value = None
-        if value is None or value % 1 or not least <= value <= most:
-            raise argparse.ArgumentTypeError(
-                f"expected bytes from {least} to {most}, also as in 500MB or 2GB, got {text!r}"
-            )
-        return int(value)
-
-    return number
+    return _number(_bytes, "bytes, also as in 500MB or 2GB,", least, most)
 
 
-def between(least: float, most: float = math.inf) -> Callable[[str], float]:
-    """A type of numbers from ``least`` to ``most``, neither nan nor infinite."""
-
-    def number(text):
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and least <= value <= most):
-            end = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
-            raise argparse.ArgumentTypeError(f"expected a number {end}, got {text!r}")
-        return value
-
-    return number
+def _bytes(text):
+    digits, unit = re.fullmatch(r"([\d.]*)(.*)", text, re.DOTALL).groups()
+    value = Fraction(digits) * UNITS[unit.strip().upper()]
+    return int(value) if value.denominator == 1 else math.nan
 
 
 def json_object(text: str) -> dict:

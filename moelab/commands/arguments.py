@@ -8,14 +8,7 @@ from typing import Any
 from ..checkpoint import shorten
 from ..streaming.config import OPTIONS
 from ..streaming.ranks import Ranks
-from .argument_types import (
-    at_least,
-    between,
-    not_empty,
-    or_auto,
-    positive,
-    zero_or_more,
-)
+from .argument_types import at_least, between, not_empty, or_auto, positive, zero_or_more
 
 LEAST_KV_SIZE = 5  # tokens: a limited cache never drops its first 4
 # Arguments that may differ between ranks; those of how experts are streamed, too.
@@ -29,23 +22,19 @@ def flag(name: str) -> str:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the positional argument ``model``."""
-    parser.add_argument(
-        "model",
-        type=not_empty,
-        metavar="MODEL",
-        help="folder or Hub repository, as for mlx_lm.load",
-    )
+    what = "folder or Hub repository, as for mlx_lm.load"
+    parser.add_argument("model", type=not_empty, metavar="MODEL", help=what)
 
 
 def add_number(
     parser: argparse.ArgumentParser,
     name: str,
-    default: int,
+    default: Any,
     what: str,
-    kind: Callable[[str], int] = positive,
+    kind: Callable[[str], Any] = positive,
     short: str | None = None,
 ) -> None:
-    """Add an option that takes a whole number; its help is ``what`` and the default."""
+    """Add an option that takes a number; its help is ``what`` and the default."""
     names = (name,) if short is None else (short, name)
     parser.add_argument(
         *names, type=kind, metavar="N", default=default, help=f"{what} (default: %(default)s)"
@@ -83,20 +72,10 @@ def add_kv_cache(parser: argparse.ArgumentParser, max_size: bool = False) -> Non
 def add_draft(parser: argparse.ArgumentParser) -> None:
     """Add ``--draft``, also under mlx-lm's name ``--draft-model``, and ``--num-draft-tokens``."""
     add_hidden(parser, "--draft-model", type=not_empty)
-    parser.add_argument(
-        "--draft",
-        dest="draft_model",
-        type=not_empty,
-        metavar="DRAFT",
-        help="lookup, or the folder of a model or of a DFlash draft",
-    )
-    parser.add_argument(
-        "--num-draft-tokens",
-        type=or_auto(zero_or_more),
-        metavar="N",
-        default="auto",
-        help="drafted in a round; auto decides by what it gains (default: %(default)s)",
-    )
+    what = "lookup, or the folder of a model or of a DFlash draft"
+    parser.add_argument("--draft", dest="draft_model", type=not_empty, metavar="DRAFT", help=what)
+    what = "drafted in a round; auto decides by what it gains"
+    add_number(parser, "--num-draft-tokens", "auto", what, or_auto(zero_or_more))
 
 
 def add_sampling(parser: argparse.ArgumentParser, names: tuple[str, ...] | None = None) -> None:
@@ -108,9 +87,7 @@ def add_sampling(parser: argparse.ArgumentParser, names: tuple[str, ...] | None 
         ("--sampling-top-k", zero_or_more, 0, "only the N likeliest tokens; 0: all"),
     ):
         if names is None or name in names:
-            parser.add_argument(
-                name, type=kind, metavar="N", default=default, help=f"{what} (default: %(default)s)"
-            )
+            add_number(parser, name, default, what, kind)
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
@@ -139,9 +116,6 @@ def compare_arguments(ranks: Ranks, args: argparse.Namespace) -> None:
         for name, value in vars(args).items()
         if name not in OWN_ARGUMENTS | OPTIONS.keys() and not callable(value)
     }
-    ranks.compare(
-        {
-            name: f"{shorten(text, 100)!r}, checksum {zlib.crc32(text.encode()):08x}"
-            for name, text in given.items()
-        }
-    )
+    for name, text in given.items():
+        given[name] = f"{shorten(text, 100)!r}, checksum {zlib.crc32(text.encode()):08x}"
+    ranks.compare(given)

@@ -15,10 +15,10 @@ from ..checkpoint import describe
 from ..prompt import encode, render
 from ..speculation.target import vocabulary
 from ..streaming.session import session_of
+from . import arguments
 from .argument_types import not_empty, prompt_text
-from .arguments import add_hidden, add_kv_cache, add_loading, add_model, loading_given
 from .kv_cache import check_kv_cache, checksum, quantized_given
-from .stream_options import add_mode, add_stream_options, say_plan, streaming_given
+from .stream_options import add_stream_options, say_plan, streaming_given
 
 MODEL_KEY = "0.model"  # where mlx-lm's save_prompt_cache puts the model's name in the metadata
 
@@ -28,7 +28,7 @@ def cache_prompt(args: argparse.Namespace, config: StreamConfig) -> int:
 
     ``mlx_lm.generate`` can go on from the file, too, but does not check its checksum.
     """
-    file, loading, known = Path(args.prompt_cache_file).resolve(), loading_given(args), {}
+    file, loading, known = Path(args.prompt_cache_file).resolve(), arguments.loading_given(args), {}
     _check_file(file)
     check_kv_cache(args, config)
     if args.eos_token is not None:
@@ -97,25 +97,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "python -m moelab cache-prompt [options] MODEL --prompt TEXT --prompt-cache-file FILE"
     )
     parser.description = "Read how a prompt begins, for generate --prompt-cache-file to go on."
-    add_model(parser)
-    parser.add_argument(
-        "--prompt",
-        type=prompt_text,
-        required=True,
-        metavar="TEXT",
-        help="how a message begins; - reads it from standard input",
-    )
-    parser.add_argument(
-        "--prompt-cache-file",
-        type=not_empty,
-        required=True,
-        metavar="FILE",
-        help="is written; ends in .safetensors",
-    )
-    add_hidden(parser, "--eos-token", type=not_empty)
-    add_mode(parser)
-    add_kv_cache(parser, max_size=True)
-    add_loading(parser)
+    arguments.add_model(parser)
+    for name, kind, metavar, what in (
+        ("--prompt", prompt_text, "TEXT", "how a message begins; - reads it from standard input"),
+        ("--prompt-cache-file", not_empty, "FILE", "is written; ends in .safetensors"),
+    ):
+        parser.add_argument(name, type=kind, required=True, metavar=metavar, help=what)
+    arguments.add_hidden(parser, "--eos-token", type=not_empty)
+    arguments.add_kv_cache(parser, max_size=True)
+    arguments.add_loading(parser)
     add_stream_options(parser, sampling=True)  # so that options have the names of generate
 
 

@@ -14,21 +14,11 @@ from ..prompt import Template
 from ..streaming.config import StreamConfig
 from ..streaming.model import load
 from ..streaming.session import session_of
+from . import arguments
 from .argument_types import at_least
-from .arguments import (
-    LEAST_KV_SIZE,
-    NO_PIPELINE,
-    add_draft,
-    add_loading,
-    add_model,
-    add_number,
-    add_refused,
-    add_sampling,
-    add_xtc,
-)
 from .drafting import leave_room, open_draft, write
 from .kv_cache import check_kv_cache
-from .stream_options import add_mode, add_stream_options, say_plan, streaming_given
+from .stream_options import add_stream_options, say_plan, streaming_given
 
 QUIET_S = 10  # seconds between two lines of progress when stderr is no terminal
 
@@ -41,14 +31,9 @@ class ChatUI(mlx_lm_chat.ChatUI):
         while not text.strip():
             try:
                 text = super().prompt()
-                text.encode()
+                text.encode()  # raises a ValueError if it is no Unicode
             except EOFError:
                 return "q"
-            except UnicodeError as error:
-                raise ValueError(
-                    f"chat: expected UTF-8 text on standard input, got {error.reason} at position "
-                    f"{error.start}: convert it first, for example with iconv."
-                ) from error
         return text
 
 
@@ -126,22 +111,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.usage = "python -m moelab chat [options] MODEL"
     parser.description = "Chat in the terminal: q ends it, r forgets what was said, h helps."
-    add_model(parser)
+    arguments.add_model(parser)
     parser.add_argument("--system-prompt", metavar="TEXT", help="comes before every message")
-    add_mode(parser)
-    add_draft(parser)
-    add_number(parser, "--max-tokens", 256, "of an answer", short="-m")
-    add_sampling(parser, ("--temp", "--top-p"))
-    add_number(parser, "--seed", 0, "of sampling", at_least(0, 2**64 - 1))
-    parser.add_argument(
-        "--max-kv-size",
-        type=at_least(LEAST_KV_SIZE),
-        metavar="N",
-        help="tokens that attention keeps",
-    )
-    add_xtc(parser)
-    add_loading(parser)
-    add_refused(parser, NO_PIPELINE, "--pipeline")
+    arguments.add_draft(parser)
+    arguments.add_number(parser, "--max-tokens", 256, "of an answer", short="-m")
+    arguments.add_sampling(parser, ("--temp", "--top-p"))
+    arguments.add_number(parser, "--seed", 0, "of sampling", at_least(0, 2**64 - 1))
+    arguments.add_hidden(parser, "--max-kv-size", type=at_least(arguments.LEAST_KV_SIZE))
+    arguments.add_xtc(parser)
+    arguments.add_loading(parser)
+    arguments.add_refused(parser, arguments.NO_PIPELINE, "--pipeline")
     add_stream_options(parser, sampling=True)
 
 

@@ -15,23 +15,11 @@ from ..prompt import Template, encode
 from ..speculation.target import vocabulary
 from ..streaming.ranks import joined
 from ..streaming.session import session_of
+from . import arguments
 from .argument_types import at_least, json_object, not_empty, positive, prompt_text
-from .arguments import (
-    add_draft,
-    add_hidden,
-    add_kv_cache,
-    add_loading,
-    add_model,
-    add_number,
-    add_refused,
-    add_sampling,
-    add_xtc,
-    compare_arguments,
-    loading_given,
-)
 from .drafting import leave_room, open_draft, write
 from .kv_cache import check_kv_cache, open_prompt_cache, quantized_given
-from .stream_options import add_mode, add_stream_options, say_plan, streaming_given
+from .stream_options import add_stream_options, say_plan, streaming_given
 
 
 def generate(args: argparse.Namespace, config: StreamConfig) -> None:
@@ -40,7 +28,7 @@ def generate(args: argparse.Namespace, config: StreamConfig) -> None:
     Of several ranks only rank 0 prints. Each rank samples for itself: its logits have the same bits
     and its seed is the same, so no token has to be sent.
     """
-    loading, cache = loading_given(args), None
+    loading, cache = arguments.loading_given(args), None
     if args.prompt_cache_file is not None:
         cache, known = open_prompt_cache(args, config)
         loading["tokenizer_config"] |= known
@@ -71,7 +59,7 @@ def generate(args: argparse.Namespace, config: StreamConfig) -> None:
         _check_tokens(vocabulary(model), tokenizer, args)
         session = session_of(model)
         if session.ranks:
-            compare_arguments(session.ranks, args)
+            arguments.compare_arguments(session.ranks, args)
             if args.seed is None:
                 mx.random.seed(session.ranks.gather(secrets.randbits(32))[0])
         sampler = make_sampler(
@@ -160,47 +148,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.usage = "python -m moelab generate [options] MODEL --prompt TEXT"
     parser.description = "Print a model's continuation as it comes, then one line of figures."
-    add_model(parser)
-    parser.add_argument(
-        "-p",
-        "--prompt",
-        type=_escaped,
-        required=True,
-        metavar="TEXT",
-        help="text to continue, or message to answer; - reads standard input",
-    )
+    arguments.add_model(parser)
+    what = "text to continue, or message to answer; - reads standard input"
+    parser.add_argument("-p", "--prompt", type=_escaped, required=True, metavar="TEXT", help=what)
     parser.add_argument("--system-prompt", metavar="TEXT", help="a message before the prompt's")
-    parser.add_argument(
-        "--ignore-chat-template",
-        action="store_true",
-        help="the prompt as it is, without the tokenizer's chat template",
-    )
+    as_it_is = "the prompt as it is, without the tokenizer's chat template"
+    parser.add_argument("--ignore-chat-template", action="store_true", help=as_it_is)
     parser.add_argument(
         "--chat-template-config", type=json_object, metavar="JSON", help="more for the template"
     )
-    add_mode(parser)
-    add_number(parser, "--max-tokens", 128, "where to stop", short="-m")
-    add_draft(parser)
-    add_sampling(parser)
+    arguments.add_number(parser, "--max-tokens", 128, "where to stop", short="-m")
+    arguments.add_draft(parser)
+    arguments.add_sampling(parser)
     parser.add_argument("--seed", type=at_least(0, 2**64 - 1), metavar="N", help="of sampling")
-    parser.add_argument(
-        "--prompt-cache-file",
-        type=not_empty,
-        metavar="FILE",
-        help="the prompt goes on from there (cache-prompt writes such files)",
-    )
-    add_hidden(parser, "--extra-eos-token", nargs="+", default=())
-    add_hidden(parser, "--min-tokens-to-keep", type=positive, default=1)
-    add_hidden(parser, "--prefill-response")
-    add_hidden(parser, "--verbose", type=_yes_or_no, default=True)
-    add_xtc(parser)
-    add_kv_cache(parser, max_size=True)
-    add_loading(parser)
-    add_refused(parser, "images are not streamed, mlx_lm.generate takes them", "--image")
+    made = "the prompt goes on from there (cache-prompt writes such files)"
+    parser.add_argument("--prompt-cache-file", type=not_empty, metavar="FILE", help=made)
+    arguments.add_hidden(parser, "--extra-eos-token", nargs="+", default=())
+    arguments.add_hidden(parser, "--min-tokens-to-keep", type=positive, default=1)
+    arguments.add_hidden(parser, "--prefill-response")
+    arguments.add_hidden(parser, "--verbose", type=_yes_or_no, default=True)
+    arguments.add_xtc(parser)
+    arguments.add_kv_cache(parser, max_size=True)
+    arguments.add_loading(parser)
+    arguments.add_refused(parser, "images are not streamed, mlx_lm.generate takes them", "--image")
     why = "a streamed model computes with activations that are not quantized"
-    add_refused(parser, why, "--quantize-activations", "-qa")
+    arguments.add_refused(parser, why, "--quantize-activations", "-qa")
     why = "mlx_lm.generate takes this and goes by --ignore-chat-template alone"
-    add_refused(parser, why, "--use-default-chat-template")
+    arguments.add_refused(parser, why, "--use-default-chat-template")
     add_stream_options(parser, sampling=True)
 
 

@@ -25,6 +25,12 @@ from ..streaming.config import StreamConfig
 from ..streaming.model import find
 
 
+def _unread(args, config):
+    """The command line's folder, and the model that mlx-lm builds of it without reading weights."""
+    checkpoint = Checkpoint(find(args.model))
+    return checkpoint, build_model(checkpoint, config, trust_remote_code=args.trust_remote_code)[0]
+
+
 def quantized_given(args: argparse.Namespace) -> dict[str, Any]:
     """Turn mlx-lm's options of a quantized cache into arguments of its ``generate_step``."""
     names = ("kv_bits", "kv_group_size", "quantized_kv_start")
@@ -39,8 +45,7 @@ def check_kv_cache(args: argparse.Namespace, config: StreamConfig) -> None:
     size, bits = getattr(args, "max_kv_size", None), getattr(args, "kv_bits", None)
     if size is None and bits is None:
         return
-    checkpoint = Checkpoint(find(args.model))
-    model, *_ = build_model(checkpoint, config, trust_remote_code=args.trust_remote_code)
+    checkpoint, model = _unread(args, config)
     family = type(model).__module__.rpartition(".")[2]
     if size is not None:
         if hasattr(model, "make_cache"):
@@ -91,12 +96,10 @@ def checksum(caches: list, metadata: dict[str, str]) -> str:
 def open_prompt_cache(args: argparse.Namespace, config: StreamConfig) -> tuple[list, dict]:
     """Read a file of ``cache-prompt`` or ``mlx_lm.cache_prompt``: the caches, ``tokenizer_config``.
 
-    A file that is damaged or does not fit model and options is refused. Files of mlx-lm have no
-    checksum; a line on stderr says so.
+    A file that is damaged or does not fit model and options is refused.
     """
     file, bits = args.prompt_cache_file, args.kv_bits
-    checkpoint = Checkpoint(find(args.model))
-    model, *_ = build_model(checkpoint, config, trust_remote_code=args.trust_remote_code)
+    checkpoint, model = _unread(args, config)
     try:
         held = read_header(Path(file), "make it again")
         cache, metadata = load_prompt_cache(str(file), return_metadata=True)
@@ -110,6 +113,7 @@ def open_prompt_cache(args: argparse.Namespace, config: StreamConfig) -> tuple[l
         if Path(metadata["model"]).resolve() != Path(args.model).resolve():
             raise ValueError(f"it is one of {metadata['model']}")
         _check_caches(cache, model)
+        try_out(checkpoint, model, copy.deepcopy(cache))
     except Exception as error:  # mlx-lm's code and MLX may raise anything for a strange file
         raise ValueError(
             f"{file}: expected a prompt cache of {args.model}, as cache-prompt writes it "
@@ -138,7 +142,7 @@ def open_prompt_cache(args: argparse.Namespace, config: StreamConfig) -> tuple[l
 
 
 def _check_caches(caches, model):
-    """Refuse caches whose types, sizes or tokens are not those that the model has after a text."""
+    """Refuse caches whose types or tokens are not those that the model has after a text."""
     limits = {c.max_size for c in caches if isinstance(c, RotatingKVCache)}
     for c, like in zip(caches, make_prompt_cache(model, max(limits, default=None)), strict=True):
         quantized = isinstance(c, QuantizedKVCache) and hasattr(like, "to_quantized")
@@ -147,8 +151,3 @@ def _check_caches(caches, model):
     lengths = {c.offset for c in caches if hasattr(c, "offset")}
     if len(lengths) > 1:
         raise ValueError(f"expected layers of one length, got {sorted(lengths)} tokens")
-    try:  # MLX checks types and sizes; nothing is computed
-        model(mx.zeros((1, 2), mx.int32), cache=copy.deepcopy(caches))
-    except Exception as error:
-        if "_kernel]" not in str(error):  # a family's kernel that this machine does not have
-            raise

@@ -12,19 +12,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Write a model folder in which one read brings one expert: the same bytes, compared after "
         "writing. It is for moelab; mlx_lm.load wants the folder that it was made from."
     )
-    parser.add_argument(
-        "model", type=not_empty, metavar="MODEL", help="a model folder, as for mlx_lm.load"
-    )
-    parser.add_argument(
-        "out", type=not_empty, metavar="OUT", help="folder to make (must not exist)"
-    )
+    parser.add_argument("model", type=not_empty, metavar="MODEL", help="folder, as for mlx_lm.load")
+    parser.add_argument("out", type=not_empty, metavar="OUT", help="folder that does not exist yet")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
     out = repack(args.model, args.out, progress=not args.quiet)
-    print(
-        f"{out}: the same model, each expert in one piece; "
-        "use it with moelab.load or python -m moelab"
-    )
+    print(f"{out}: the same model, each expert in one piece, for moelab.load and python -m moelab")

@@ -1,13 +1,12 @@
 """Checks of a request to ``serve``, where mlx-lm's server would fail later or not at all.
 
-Each check raises ValueError, which the server answers with status 400, or another error of
-``status_of``.
+Each raises an error, whose status ``status_of`` says.
 """
 
 import json
 from typing import Any
 
-from ..checkpoint import shorten
+from ..checkpoint import check_parts, shorten
 
 # A request has at most so many bytes: 16 for each of 256k tokens. A token of English takes about 5
 # bytes, one of Chinese, escaped in JSON, 9. Requests to a model that takes images may be longer.
@@ -19,14 +18,13 @@ AUTO = "auto"  # as num_draft_tokens: the policy decides
 DEFAULT = "default_model"  # mlx-lm's name of the model, draft or adapters of the command line
 FLOATS = ("temperature", "top_p", "min_p", "xtc_probability", "xtc_threshold")
 FLOATS += ("repetition_penalty", "presence_penalty", "frequency_penalty")
+INTS = ("max_tokens", "max_completion_tokens", "top_k", "top_logprobs", "repetition_context_size")
+INTS += ("presence_context_size", "frequency_context_size")
 MOST = {  # the largest value of each number, and with the other sign the least
     **dict.fromkeys(FLOATS, 3.4e38),  # a float32's
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "top_k", "top_logprobs"), 2**31 - 1),
+    **dict.fromkeys(INTS, 2**31 - 1),
     "xtc_threshold": 0.5,
     "num_draft_tokens": 64,  # nobody else is answered during a round
-    "repetition_context_size": 2**31 - 1,
-    "presence_context_size": 2**31 - 1,
-    "frequency_context_size": 2**31 - 1,
 }
 DONE = {  # fields of OpenAI's API that have no effect here: only null and these are accepted
     "n": [1],
@@ -45,14 +43,18 @@ DONE = {  # fields of OpenAI's API that have no effect here: only null and these
     "reasoning_effort": ["medium"],
     "verbosity": ["medium"],
 }
+LIKE = {  # the kinds of other fields; a list has the kind of its items
+    "prompt": str,
+    "messages": [{"role": str}],
+    "tools": [{}],
+    "stream_options": {},
+    "chat_template_kwargs": {},
+    "role_mapping": {},
+}
 # Arguments of the chat template that a request must not set. mlx-lm refuses those it sets itself.
 OF_THE_SERVER = {"chat_template", "return_dict", "return_tensors", "tokenizer_kwargs", "max_length"}
-OF_THE_SERVER |= {
-    "padding",
-    "truncation",
-    "return_assistant_tokens_mask",
-    "sanitize_control_tokens",
-}
+OF_THE_SERVER |= {"padding", "truncation", "return_assistant_tokens_mask"}
+OF_THE_SERVER |= {"sanitize_control_tokens"}
 
 
 class Refused(ValueError):
@@ -97,7 +99,7 @@ def check_name(field: str, name: str | None, *known: str | None) -> None:
     if name not in (DEFAULT, *known):
         raise ValueError(
             f"{field}: expected the one of the command line, which {DEFAULT} names too, got "
-            f"{name[:100]!r}. A server loads no other: start one for it"
+            f"{shorten(name, 100)!r}. A server loads no other: start one for it"
         )
 
 
@@ -116,14 +118,14 @@ def check_body(body: dict[str, Any], takes_images: bool) -> None:
     for name, most in MOST.items():
         if body.get(name) not in (None, AUTO):
             _check_number(name, body[name], most)
+    if not 0 <= (body.get("seed") or 0) < 2**64:
+        raise ValueError("seed: expected a whole number from 0 to 2**64 - 1")
     for value in (body.get("logit_bias") or {}).values():
         _check_number("logit_bias", float(value), MOST["temperature"])
     try:
         json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            "prompt, messages and all other texts must be Unicode, without lone surrogates"
-        ) from error
+    except UnicodeEncodeError as error:  # a lone surrogate
+        raise ValueError("prompt, messages and all other texts must be Unicode") from error
     for name, values in DONE.items():
         value = body.get(name)
         if name == "tool_choice" and not body.get("tools"):
@@ -135,22 +137,19 @@ def check_body(body: dict[str, Any], takes_images: bool) -> None:
         raise ValueError("logprobs, top_logprobs: expected without stream, which has none")
     stop = body.get("stop") or []
     texts = [stop] if isinstance(stop, str) else stop
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError("stop must be a text or a list of texts, none of them empty")
-    if sum(map(len, texts)) > MOST_STOP_TEXT:
-        raise ValueError(f"stop must have at most {MOST_STOP_TEXT} characters")
-    if not isinstance(body.get("prompt", ""), str):
-        raise ValueError("prompt must be of type str")
-    if body.get("tools") not in (None, []):
-        _check_objects("tools", body["tools"])
-    for name in ("stream_options", "chat_template_kwargs", "role_mapping"):
-        if not isinstance(body.get(name), (dict, type(None))):
-            raise ValueError(f"{name} must be an object")
+    check_parts(texts, [str], "stop:")
+    if "" in texts or sum(map(len, texts)) > MOST_STOP_TEXT:
+        raise ValueError(f"stop: expected texts of 1 to {MOST_STOP_TEXT} characters in all")
+    for name, like in LIKE.items():
+        if body.get(name) is not None or (name in body and name in ("prompt", "messages")):
+            check_parts(body[name], like, f"{name}:")
     if wrong := OF_THE_SERVER.intersection(body.get("chat_template_kwargs") or ()):
         raise ValueError(f"chat_template_kwargs: {min(wrong)} is set by the server")
     if body.get("stream_options") is not None:  # mlx-lm expects the field in it
         body["stream_options"].setdefault("include_usage", False)
-    for message in _check_objects("messages", body.get("messages", [{"role": "user"}])):
+    if body.get("messages") == []:
+        raise ValueError("messages: expected at least one, got none")
+    for message in body.get("messages", ()):
         _check_message(message, takes_images)
 
 
@@ -162,24 +161,15 @@ def _check_number(name, value, most):
 
 
 def _check_message(message, takes_images):
-    if not isinstance(message.get("role"), str):
-        raise ValueError("messages: role must be of type str in each of them")
-    if not isinstance(content := message.get("content"), (str, type(None))):
-        for part in _check_objects("messages: content", content):
-            kind = part.get("type")
-            if kind == "text" and not isinstance(part.get("text"), str):
-                raise ValueError("messages: content of type text must have a text")
-            if kind != "text" and not takes_images:  # before mlx-lm fetches an image from its URL
+    content = message.get("content")
+    if not isinstance(content, (str, type(None))):
+        check_parts(content, [{"type": str}], "messages: content:")
+        for part in content:
+            if part["type"] == "text":
+                check_parts(part, {"text": str}, "messages: content:")
+            elif not takes_images:  # before mlx-lm fetches an image from its URL
                 raise ValueError(
-                    f"messages: content must be of type text for this model, got {kind!r:.50}"
+                    "messages: content must be of type text for this model, got "
+                    f"{shorten(part['type'], 50)!r}"
                 )
-    calls = message.get("tool_calls")
-    for call in _check_objects("messages: tool_calls", calls) if calls else ():
-        if not isinstance(call.get("function"), dict):
-            raise ValueError("messages: tool_calls must have a function each, as an object")
-
-
-def _check_objects(name, value):
-    if not isinstance(value, list) or not value or not all(isinstance(v, dict) for v in value):
-        raise ValueError(f"{name} must be a list of objects, and not empty")
-    return value
+    check_parts(message.get("tool_calls") or [], [{"function": {}}], "messages: tool_calls:")

@@ -29,22 +29,11 @@ from ..streaming.plan import memory_now
 from ..streaming.ranks import joined
 from ..streaming.room import RESERVE_NBYTES
 from ..streaming.session import session_of
+from . import arguments
 from . import request_checks as checks
 from .answers import GRACE_S, SEAMS, Generator, Prompts, Provider
 from .argument_types import at_least, json_object, nbytes, not_empty, positive
-from .arguments import (
-    NO_PIPELINE,
-    add_draft,
-    add_hidden,
-    add_kv_cache,
-    add_loading,
-    add_model,
-    add_number,
-    add_refused,
-    add_sampling,
-    compare_arguments,
-)
-from .stream_options import add_mode, add_stream_options, streaming_given
+from .stream_options import add_stream_options, streaming_given
 
 SILENT_S = 30  # a client that sends or takes nothing for so long is dropped
 
@@ -93,13 +82,13 @@ class Handler(server.APIHandler):
             self.end_headers()
         self.wfile.write(answer.encode())
 
-    def _set_completion_headers(self, status_code=200):
-        """Send mlx-lm's headers, with the status of the error that mlx-lm answers with 404."""
+    def send_response(self, code, message=None):
+        """Begin an answer, with the status of the error that mlx-lm answers with 404."""
         error = sys.exception()
-        if status_code == 404 and error is not None:
+        if code == 404 and error is not None:
             logging.error("%s: %s", type(error).__name__, error)
-            status_code = checks.status_of(error)
-        super()._set_completion_headers(status_code)
+            code = checks.status_of(error)
+        super().send_response(code, message)
 
     def end_headers(self):
         super().end_headers()
@@ -129,8 +118,6 @@ class Handler(server.APIHandler):
         except (TypeError, OverflowError) as error:
             raise ValueError("logit_bias must be a dict of int to float") from error
         self.num_draft_tokens = drafted
-        self._validate("seed", int, min_val=0, max_val=2**64 - 1, optional=True)
-        self._validate("requested_draft_model", str)
         checks.check_body(self.body, provider.processor is not None)
         for name in checks.FLOATS:
             setattr(self, name, float(getattr(self, name)))
@@ -243,7 +230,7 @@ def _prompts(provider, args):
         )
     if ranks:  # all keep the same prompts
         args.prompt_cache_bytes = min(ranks.gather(args.prompt_cache_bytes))
-        compare_arguments(ranks, args)
+        arguments.compare_arguments(ranks, args)
     # Keep memory free for decoding a token, too.
     free = plan.reserved_nbytes + RESERVE_NBYTES if plan and not ranks else 0
     return Prompts(args.prompt_cache_size, args.prompt_cache_bytes, free)
@@ -255,14 +242,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "mlx-lm's HTTP server, with the experts on disk. By default only this machine may ask."
     )
-    add_model(parser)
-    parser.add_argument(
-        "--host",
-        type=not_empty,
-        metavar="NAME",
-        default="127.0.0.1",
-        help="0.0.0.0: other machines may ask, without password (default: %(default)s)",
-    )
+    arguments.add_model(parser)
+    who = "0.0.0.0: other machines may ask, without password (default: %(default)s)"
+    parser.add_argument("--host", type=not_empty, metavar="NAME", default="127.0.0.1", help=who)
     parser.add_argument(
         "--allowed-origins",
         type=lambda text: text.split(","),
@@ -270,28 +252,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="of web pages that may ask (CORS), or * (default: none)",
     )
-    add_number(parser, "--port", 8080, "0 takes a free one", at_least(0, 65535))
-    add_mode(parser)
-    add_draft(parser)
-    add_number(parser, "--max-tokens", 512, "of an answer that does not say")
-    add_sampling(parser)
-    add_number(parser, "--prompt-cache-size", 10, "prompts and answers to keep")
-    parser.add_argument(
-        "--prompt-cache-bytes",
-        type=nbytes(),
-        metavar="SIZE",
-        help="their memory, as in 2GB (default: what slots auto leaves)",
-    )
+    arguments.add_number(parser, "--port", 8080, "0 takes a free one", at_least(0, 65535))
+    arguments.add_draft(parser)
+    arguments.add_number(parser, "--max-tokens", 512, "of an answer that does not say")
+    arguments.add_sampling(parser)
+    arguments.add_number(parser, "--prompt-cache-size", 10, "prompts and answers to keep")
+    size = "their memory, as in 2GB (default: what slots auto leaves)"
+    parser.add_argument("--prompt-cache-bytes", type=nbytes(), metavar="SIZE", help=size)
     levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-    add_hidden(parser, "--chat-template", default="")
-    add_hidden(parser, "--chat-template-args", type=json_object, default={})
-    add_hidden(parser, "--decode-concurrency", type=positive, default=32)
-    add_hidden(parser, "--log-level", choices=levels, default="INFO")
-    add_hidden(parser, "--prompt-concurrency", type=positive, default=8)
-    add_hidden(parser, "--use-default-chat-template", action="store_true")
-    add_kv_cache(parser)
-    add_loading(parser)
-    add_refused(parser, NO_PIPELINE, "--pipeline")
+    arguments.add_hidden(parser, "--chat-template", default="")
+    arguments.add_hidden(parser, "--chat-template-args", type=json_object, default={})
+    arguments.add_hidden(parser, "--decode-concurrency", type=positive, default=32)
+    arguments.add_hidden(parser, "--log-level", choices=levels, default="INFO")
+    arguments.add_hidden(parser, "--prompt-concurrency", type=positive, default=8)
+    arguments.add_hidden(parser, "--use-default-chat-template", action="store_true")
+    arguments.add_kv_cache(parser)
+    arguments.add_loading(parser)
+    arguments.add_refused(parser, arguments.NO_PIPELINE, "--pipeline")
     add_stream_options(parser, sampling=True)
 
 

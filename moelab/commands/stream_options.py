@@ -16,32 +16,23 @@ from .arguments import add_refused, flag
 STREAM_OPTIONS = {name: option for name, option in OPTIONS.items() if option.command}
 
 
-def add_mode(parser: argparse.ArgumentParser) -> None:
-    """Add ``--mode``."""
-    modes = OPTIONS["mode"].choices
-    parser.add_argument(
-        "--mode",
-        choices=modes,
-        default=OPTIONS["mode"].default,
-        metavar="MODE",
-        help=f"{', '.join(modes)} (default: %(default)s)",
-    )
-
-
 def add_stream_options(
     parser: argparse.ArgumentParser, slots: int | str = "auto", sampling: bool = False
 ) -> None:
     """Add an option for each field of ``StreamConfig`` that has one; None if it is not given.
 
-    Where mlx-lm's options of ``sampling`` are there too, ``--top-k`` is refused: mlx-lm's counts
-    tokens, this one experts, so both get longer names.
+    A command with mlx-lm's options of ``sampling`` has one ``--mode`` and refuses ``--top-k``:
+    mlx-lm's counts tokens, this one experts, so both get longer names.
     """
     parser.set_defaults(default_slots=slots)
+    group = parser.add_argument_group("how experts are streamed")
     if sampling:
+        mode, modes = OPTIONS["mode"].default, OPTIONS["mode"].choices
+        what = f"{', '.join(modes)} (default: %(default)s)"
+        group.add_argument("--mode", choices=modes, default=mode, metavar="MODE", help=what)
         why = "it has two meanings here: --sampling-top-k is mlx-lm's (the most likely tokens that "
         why += "sampling keeps), --experts-top-k are experts per token"
         add_refused(parser, why, "--top-k")
-    group = parser.add_argument_group("how experts are streamed")
     for name, option in STREAM_OPTIONS.items():
         if option.for_auto and slots != "auto":
             continue
@@ -66,32 +57,34 @@ def option_type(option: Any) -> Callable[[str], Any]:
 
 
 def streaming_given(args: argparse.Namespace) -> StreamConfig:
-    """``mode_given``, where SwiftLM's environment variables are defaults; stderr names them."""
+    """The configuration that the options give; one without effect in the mode ends the command.
+
+    SwiftLM's environment variables are defaults; stderr names them.
+    """
     found = {
         name: os.environ[name]
         for option in OPTIONS.values()
         for name in option.environment
         if name in os.environ
     }
-    if not found:
-        return mode_given(args)
-    says_mode = not found.keys().isdisjoint(OPTIONS["mode"].environment)
-    if says_mode and "mode" not in getattr(args, "given", ()):
+    if found.keys() & OPTIONS["mode"].environment and "mode" not in getattr(args, "given", ()):
         args.mode = StreamConfig.from_env().mode
-    config = StreamConfig.from_env(mode=args.mode)
-    for field, option in STREAM_OPTIONS.items():
-        is_set = not found.keys().isdisjoint(option.environment)
-        if is_set and getattr(args, field) is None and field not in config.unused():
-            setattr(args, field, getattr(config, field))
-    config = mode_given(args)
-    now = [f"mode {config.mode}"]
-    now += [] if "slots" in config.unused() else [f"slots {config.slots}"]
-    now += [f"top-k {config.top_k}"] if config.top_k else []
-    print(
-        f"moelab: the environment has {', '.join(f'{k}={v}' for k, v in found.items())}; with the "
-        f"command's own options this gives {', '.join(now)}",
-        file=sys.stderr,
-    )
+    if found:
+        config = StreamConfig.from_env(mode=args.mode)
+        for field in STREAM_OPTIONS.keys() - config.unused():
+            if found.keys() & OPTIONS[field].environment and getattr(args, field) is None:
+                setattr(args, field, getattr(config, field))
+    config = stream_config(args, mode=args.mode)
+    check_stream_options(args, {args.mode: config})
+    if found:
+        now = [f"mode {config.mode}"]
+        now += [] if "slots" in config.unused() else [f"slots {config.slots}"]
+        now += [f"top-k {config.top_k}"] if config.top_k else []
+        print(
+            f"moelab: the environment has {', '.join(f'{k}={v}' for k, v in found.items())}; with "
+            f"the command's own options this gives {', '.join(now)}",
+            file=sys.stderr,
+        )
     return config
 
 
@@ -100,13 +93,6 @@ def say_plan(model: nn.Module) -> None:
     session = session_of(model)
     if (plan := session.plan) and not (session.ranks and session.ranks.rank):
         print(f"moelab: {plan}", file=sys.stderr)
-
-
-def mode_given(args: argparse.Namespace) -> StreamConfig:
-    """The configuration that the options give; one without effect in the mode ends the command."""
-    config = stream_config(args, mode=args.mode)
-    check_stream_options(args, {args.mode: config})
-    return config
 
 
 def stream_config(args: argparse.Namespace, **fields) -> StreamConfig:

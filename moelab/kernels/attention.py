@@ -31,7 +31,7 @@ CHUNK = 4  # vectors of a value that are added up side by side
 
 def use(module: nn.Module) -> None:
     """Let a layer that calls mlx-lm's attention compute with this one while it is not trained."""
-    call_instead(module, "scaled_dot_product_attention", eager_attention, unless_trained=True)
+    call_instead(module, "scaled_dot_product_attention", eager_attention)
 
 
 def eager_attention(of_mlx_lm: Callable[..., mx.array]) -> Callable[..., mx.array]:

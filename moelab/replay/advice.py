@@ -51,15 +51,9 @@ class Advice:
     why: tuple[str, ...]  # the reasons, one a sentence
 
     @property
-    def best_prefetch_s(self) -> float:
-        """Seconds of a token that a perfect prefetch could hide."""
-        exposed_s, idle_s = _exposed(self.chosen)
-        return min(exposed_s, idle_s)
-
-    @property
     def prefetch_may_pay(self) -> bool:
         """Whether it pays to measure what a ``lookahead`` does for this model."""
-        return self.layout == "packed" and self.best_prefetch_s >= WORTH * self.token_s
+        return self.layout == "packed" and min(_exposed(self.chosen)) >= WORTH * self.token_s
 
     def because(self, reason: str) -> "Advice":
         """The same advice with one more reason."""
@@ -102,14 +96,13 @@ def advise(
     costs: Costs,
     slots: list[int] | None = None,
     policies: Iterable[str] = EVICTION,
-    skip: int | None = None,
     packed_gain: float | None = None,
 ) -> Advice:
     """Choose slots, policy and layout by replaying a trace; ``with_lookahead`` adds prefetch.
 
-    ``memory_nbytes`` is for the process and its page cache (inf: no limit). Of the trace ``skip``
-    tokens only fill the caches (default: half). ``packed_gain`` is how many times faster the disk
-    reads an expert in one piece; None: the experts lie in one piece already.
+    ``memory_nbytes`` is for the process and its page cache (inf: no limit). The first half of the
+    trace only fills the caches. ``packed_gain`` is how many times faster the disk reads an expert
+    in one piece; None: the experts lie in one piece already.
     """
     most = sizes.fits(memory_nbytes)
     if slots is None:
@@ -120,7 +113,7 @@ def advise(
             f"advise: expected slots from {sizes.K} (the experts per token) to {most} (what fits), "
             "got none."
         )
-    skip = len(trace.decode) // 2 if skip is None else skip
+    skip = len(trace.decode) // 2
     ways = (False, True) if costs.reads_direct and memory_nbytes < float("inf") else (False,)
     every = [Setting(n, policy, direct) for direct in ways for policy in policies for n in slots]
     settings = replay_settings(sizes, memory_nbytes, trace, costs, every, skip)
@@ -132,13 +125,6 @@ def advise(
         f"{n} of {sizes.E} slots serve {chosen.app_hit_rate:.0%} of the experts; {of_pages}, and "
         f"{chosen.read_per_token / 1e6:.1f} MB a token come from the SSD."
     ]
-    same_way = {s.slots: r.mean_s for s, r in settings.items() if s[1:] == picked[1:]}
-    worst = max(same_way, key=same_way.get)
-    if min(same_way) < worst < max(same_way) and not direct:
-        why.append(
-            f"A middling number of slots, {worst}, is the slowest, because the page cache holds "
-            "the same experts again."
-        )
     for other, r in settings.items():
         if other.slots == n and sum(a != b for a, b in zip(other, picked)) == 1:
             what = other.policy if other.policy != policy else f"reading {_way(other.direct)}"
@@ -191,7 +177,7 @@ def replay_settings(
             setting.policy,
             expert_nbytes=sizes.expert_nbytes,
             costs=costs.without_reads() if is_held(setting) else costs,
-            slot_nbytes=sizes.held_expert_nbytes,
+            slot_nbytes=sizes.slot_nbytes // sizes.L,
             other_nbytes=sizes.other_nbytes,
             skip=skip,
             direct=setting.direct and not is_held(setting),
@@ -219,14 +205,15 @@ def _exposed(chosen):
 
 
 def _no_prefetch(advice):
-    exposed_s, _ = _exposed(advice.chosen)
-    if advice.best_prefetch_s < WORTH * advice.token_s:
+    exposed_s, idle_s = _exposed(advice.chosen)
+    best_s = min(exposed_s, idle_s)  # that a perfect prefetch could hide
+    if best_s < WORTH * advice.token_s:
         return (
             f"No prefetch: {exposed_s * 1e3:.1f} ms of a token are reads that nothing hides, and "
-            f"even a perfect prefetch would hide only {advice.best_prefetch_s * 1e3:.1f} of them."
+            f"even a perfect prefetch would hide only {best_s * 1e3:.1f} of them."
         )
     return (
-        f"No prefetch: a perfect one would hide {advice.best_prefetch_s * 1e3:.1f} ms of reads, "
+        f"No prefetch: a perfect one would hide {best_s * 1e3:.1f} ms of reads, "
         "but with experts in several pieces a prefetch takes as many reads, and gained nothing in "
         "the recorded runs (notebook 04)."
     )

@@ -1,9 +1,7 @@
 """A routing that is a function of the token, with the locality of a recorded trace.
 
-Much of a trained router's choice is the token's: if every token of a trace takes the experts that
-the trace gave it most often, the caches' hit rates stay within 0.04. ``moelab.synthesize`` writes
-such a routing into a checkpoint with ``Routers``, so that random weights repeat their experts as
-trained ones do.
+If every token of a trace takes the experts that the trace gave it most often, the caches' hit rates
+stay within 0.04. ``moelab.synthesize`` writes such a routing into a checkpoint with ``Routers``.
 """
 
 from dataclasses import dataclass
@@ -31,7 +29,6 @@ class TokenRouting:
     kinds: np.ndarray  # ``[V]``, the kind of each token; tokens of one kind route alike
     experts: np.ndarray  # ``[kinds, L, K]``, the most frequent first
     num_experts: int  # E
-    spread: np.ndarray  # ``[L]``, how often a token takes another variant of an expert
     wanted: np.ndarray  # ``[L]``, the hit rate of the trace's layer that this one follows
     hit_rate: np.ndarray  # ``[L]``, the hit rate of the trace's text with this routing
 
@@ -41,29 +38,19 @@ class TokenRouting:
 
 
 def hit_rate(trace: Trace, prompt: int = 0) -> np.ndarray:
-    """The LRU hit rates ``[L]`` with a quarter of the experts in slots.
-
-    ``prompt`` tokens at the start do not count.
-    """
+    """The LRU hit rates ``[L]`` with a quarter of the experts in slots, after a prompt."""
     slots = max(trace.experts.shape[2], round(SHARE * trace.num_experts))
     return lru_hit_rate(trace, prompt)[:, slots]
-
-
-def prompt_of(trace: Trace) -> int:
-    """Tokens before the first decoded one; 0 if none is decoded."""
-    return int((trace.phase == "decode").argmax())
 
 
 def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0) -> TokenRouting:
     """Route each token to the experts that a trace gave it most often, in another model's shape.
 
     With n times as many experts as in the trace, each of the trace's has n variants, e, e + E',
-    e + 2 E', ... A token takes the first, or, with the probability ``spread``, one drawn for this
-    token. Each layer's spread is the one with which the trace's text has the trace's hit rate at a
-    quarter of the experts. With fewer experts than in the trace, its numbers are taken modulo E.
-
-    Layer l of L follows the trace's layer ``l * L' // L``. There are at most ``kinds`` routes: a
-    token that the trace lacks, or has too rarely, shares one.
+    e + 2 E', ... A token takes the first, or, with the probability ``spread``, one drawn for it.
+    Each layer's spread is the one with which the trace's text has the trace's hit rate. With fewer
+    experts their numbers are taken modulo E. Layer l of L follows the trace's ``l * L' // L``.
+    There are ``kinds`` routes: tokens that the trace lacks, or has too rarely, share some.
     """
     base = min(E, trace.num_experts)
     tokens, row_of, counts = np.unique(trace.tokens, return_inverse=True, return_counts=True)
@@ -89,15 +76,15 @@ def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0)
     draw = rng.random(best.shape)
     variant = base * (rng.random(best.shape) * variants).astype(np.int64)
 
-    prompt = prompt_of(trace)
+    prompt = int((trace.phase == "decode").argmax())  # tokens before the first decoded one, or 0
     wanted = hit_rate(trace, prompt)[layer]
-    spread, got, experts = np.zeros(L), np.full(L, np.inf), best.copy()
+    got, experts = np.full(L, np.inf), best.copy()
     for s in SPREADS:
         tried = best + np.where(draw < s, variant, 0)
         rate = hit_rate(decode_trace(tried[kind_of[trace.tokens]], E), prompt)
         better = abs(rate - wanted) < abs(got - wanted)
-        spread[better], got[better], experts[:, better] = s, rate[better], tried[:, better]
-    return TokenRouting(kind_of, experts, E, spread, wanted, got)
+        got[better], experts[:, better] = rate[better], tried[:, better]
+    return TokenRouting(kind_of, experts, E, wanted, got)
 
 
 def bf16(x: np.ndarray) -> np.ndarray:
@@ -115,11 +102,10 @@ class Routers:
     """Routers that choose by the token alone, written into a checkpoint's random weights.
 
     The first R dimensions of the residual stream hold a code for the token's kind: a row of a
-    Hadamard matrix, so that all R codes are orthogonal. They come from the embedding, and no layer
-    changes them, since the rows of the projections that would write there are zero. Each router
-    reads these dimensions only, and its weights are the sum over all kinds of wanted logits times
-    code. The other dimensions are as random as without it, so that the text depends on every layer
-    as before. The trace is that of a text in the checkpoint's tokenizer.
+    Hadamard matrix, so that all R codes are orthogonal. They come from the embedding. The rows of
+    the projections that would write there are zero. Each router reads these dimensions only: its
+    weights are the sum over all kinds of wanted logits times code. The trace is that of a text in
+    the checkpoint's tokenizer.
     """
 
     def __init__(self, config: dict, tensors: list, trace: Trace, seed: int):

@@ -6,7 +6,6 @@ The engine's policies (``EVICTION`` in ``streaming/config.py``) are replayed wit
 
 from collections import deque
 from heapq import nlargest
-from itertools import islice
 
 import numpy as np
 
@@ -14,29 +13,8 @@ from ..streaming.config import EVICTION
 from ..streaming.residency.table import SlotTable
 
 
-class _Fifo(SlotTable):
-    """A slot table that evicts first what was read first."""
-
-    def __init__(self, num_slots, rows):
-        super().__init__(num_slots)
-        self._read = {}  # the experts that are held, in the order in which they were read
-
-    def commit(self, misses):
-        super().commit(misses)
-        self._read |= misses
-
-    def _victims(self, needed, num):
-        victims = list(islice((e for e in self._read if e not in needed), num))
-        for e in victims:
-            del self._read[e]
-        return victims
-
-
 class _Belady(SlotTable):
-    """A slot table that knows the future ``rows`` ``[T, K]``: no policy can hit more.
-
-    It evicts first what is needed latest.
-    """
+    """A slot table that knows the future ``rows`` ``[T, K]``, and evicts what is needed latest."""
 
     def __init__(self, num_slots, rows):
         super().__init__(num_slots)
@@ -55,20 +33,14 @@ class _Belady(SlotTable):
         return nlargest(num, candidates, key=lambda e: self._uses[e][-1])
 
 
-_TABLES = {"fifo": _Fifo, "belady": _Belady}
-
-
 def policies() -> tuple[str, ...]:
     """The engine's eviction policies, and the replay's own."""
     # S3-FIFO is three queues and no table; ``none`` holds nothing, as the mode ``buffers``.
-    return (*EVICTION, *_TABLES, "s3-fifo", "none")
+    return (*EVICTION, "belady", "s3-fifo", "none")
 
 
 def held(experts: np.ndarray, num_experts: int, slots: int, policy: str = "lru") -> np.ndarray:
-    """Whether each of the experts ``[T, L, K]`` is in a slot when it is needed: ``[T, L, K]``.
-
-    A token's experts are distinct and needed together: none of them is evicted for another.
-    """
+    """Whether each of the experts ``[T, L, K]`` is in a slot when it is needed: ``[T, L, K]``."""
     K = experts.shape[-1]
     if policy not in policies():
         raise ValueError(f"policy: expected one of {', '.join(policies())}, got {policy!r}.")
@@ -89,7 +61,7 @@ def held(experts: np.ndarray, num_experts: int, slots: int, policy: str = "lru")
 
 def _by_table(rows, slots, policy):
     """Replay one layer's tokens ``[T, K]`` with a slot table; give whether each expert was held."""
-    table = _TABLES[policy](slots, rows) if policy in _TABLES else SlotTable(slots, policy)
+    table = _Belady(slots, rows) if policy == "belady" else SlotTable(slots, policy)
     hit = []
     for need in rows:
         hits, misses = table.choose(need)

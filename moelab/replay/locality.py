@@ -4,6 +4,7 @@ Every statistic takes the trace as it is: pass ``trace.decode`` where prompts sh
 """
 
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -32,26 +33,16 @@ def popularity(trace: Trace) -> np.ndarray:
 
 
 def overlap(trace: Trace, lag: int = 1) -> dict[str, np.ndarray]:
-    """How many of a token's experts were also those of the token ``lag`` before it.
+    """The share of experts that the token ``lag`` before it needed, too: ``each``, ``[L]``.
 
-    Two figures that are often confused: if each of K experts is kept with probability p, all of
-    them are kept with about ``p ** K``. ``each`` is the share of a token's experts that were kept,
-    ``all`` the share of tokens all of whose experts were; ``[L]``, means over T - lag tokens.
+    ``all`` is the share of tokens all of whose experts were.
     """
-    if not 1 <= lag < len(trace):
-        raise TraceError(
-            f"overlap: expected a lag of 1 to {len(trace) - 1}, with {len(trace)} tokens, "
-            f"got {lag}."
-        )
     kept = (trace.experts[lag:, :, :, None] == trace.experts[:-lag, :, None, :]).any(-1)
     return {"each": kept.mean((0, 2)), "all": kept.all(-1).mean(0)}
 
 
 def _last_use(experts, E):
-    """When each of a layer's experts ``[T, K]`` was last used before token t: ``[T + 1, E]``.
-
-    A use is the number t * K + its place; -1: none.
-    """
+    """The last use of each expert before token t, as t * K + its place or -1: ``[T + 1, E]``."""
     T, K = experts.shape
     last = np.full((T + 1, E), -1, np.int32)
     when = np.arange(T * K, dtype=np.int32).reshape(T, K)
@@ -59,39 +50,23 @@ def _last_use(experts, E):
     return np.maximum.accumulate(last, axis=0, out=last)
 
 
-def reuse_distance(trace: Trace) -> np.ndarray:
-    """How many other experts of the layer were used between two uses of one.
-
-    The distance of a use is the number of distinct experts used in its layer after the expert's
-    last use and before this token. Of the experts of one token, the later in the router's order
-    counts as used later. A least-recently-used cache of S experts holds the expert if and only if
-    the distance is below S.
-
-    It gives ``[T, L, K]``, 0 to E - 1; E for a first use, which misses in every cache.
-    """
-    T, L, K = trace.experts.shape
-    E, out = trace.num_experts, np.empty(trace.experts.shape, np.int32)
-    for layer in range(L):
-        last = _last_use(trace.experts[:, layer], E)[:T]
-        mine = np.take_along_axis(last, trace.experts[:, layer].astype(np.intp), -1)
-        for k in range(K):
-            out[:, layer, k] = np.count_nonzero(last > mine[:, k, None], axis=-1)
-        out[:, layer][mine < 0] = E
-    return out
-
-
 def lru_hit_rate(trace: Trace, skip: int = 0) -> np.ndarray:
-    """Hit rates ``[L, E + 1]`` of least-recently-used caches of 0 to E slots, all at once.
+    """Hit rates ``[L, E + 1]`` of LRU caches of 0 to E slots, after the first ``skip`` tokens.
 
-    The first ``skip`` tokens do not count. ``eviction.held`` follows ``SlotTable`` to the order
-    within one token and may differ by a few uses.
+    S slots hold an expert if fewer than S others were used since its last use. Of the experts of
+    one token, the later in the router's order counts as used later; ``eviction.held`` orders them
+    otherwise, and may differ by a few uses.
     """
-    distance = reuse_distance(trace)[skip:]
-    T, L, K = distance.shape
-    E = trace.num_experts
-    flat = distance + np.arange(L)[:, None] * (E + 1)
-    counts = np.bincount(flat.ravel(), minlength=L * (E + 1)).reshape(L, E + 1)
-    return np.concatenate([np.zeros((L, 1)), np.cumsum(counts, axis=1)[:, :E]], axis=1) / (T * K)
+    (T, L, K), E = trace.experts.shape, trace.num_experts
+    hits = np.zeros((L, E + 1))
+    for layer in range(L):
+        experts = trace.experts[:, layer].astype(np.intp)
+        last = _last_use(experts, E)[:T]
+        mine = np.take_along_axis(last, experts, -1)
+        since = [np.count_nonzero(last > mine[:, k, None], axis=-1) for k in range(K)]
+        since = np.where(mine < 0, E, np.stack(since, axis=-1))  # no cache holds a first use
+        hits[layer, 1:] = np.cumsum(np.bincount(since[skip:].ravel(), minlength=E)[:E])
+    return hits / ((T - skip) * K)
 
 
 def union(trace: Trace, m: int) -> np.ndarray:
@@ -102,10 +77,8 @@ def union(trace: Trace, m: int) -> np.ndarray:
 def missing(trace: Trace, m: int, slots: int, skip: int = 0) -> np.ndarray:
     """How many experts a pass over m consecutive tokens reads with S slots in each layer.
 
-    Before the pass the slots hold the S experts used most recently (LRU). The pass reads every
-    other expert that it needs, once.
-
-    It gives ``[L]``, means over all windows of m tokens after the first ``skip``.
+    The slots hold the S experts used most recently (LRU). The pass reads every other expert that
+    it needs once. It gives ``[L]``, means over all windows after the first ``skip`` tokens.
     """
     T, L, K = trace.experts.shape
     if not (m >= 1 and 0 <= skip <= T - m):
@@ -129,15 +102,11 @@ def layer_prediction(trace: Trace, distance: int = 1) -> dict[str, np.ndarray]:
 
     The first half of the tokens counts how often expert f of layer l + distance was chosen
     together with expert e of layer l. In the second half, the prediction is the K experts with
-    the largest sum of counts over the token's experts in layer l.
-
-    ``pairs`` says which needed experts of layers ``distance`` to L were predicted, in the second
-    half: bool ``[T - T // 2, L - distance, K]``. ``popular`` says the same of a prediction of the
-    K most popular experts for every token, a baseline to beat.
+    the largest sum of counts over the token's experts in layer l. ``pairs`` says which needed
+    experts it had, bool ``[T - T // 2, L - distance, K]``; ``popular`` says it of a prediction of
+    the K most popular experts for every token.
     """
     T, L, K = trace.experts.shape
-    if not 1 <= distance < L:
-        raise TraceError(f"layer_prediction: expected 1 to {L - 1} layers, got {distance}.")
     half, E = T // 2, trace.num_experts
     chosen = np.zeros((T, L, E), np.float32)
     np.put_along_axis(chosen, trace.experts.astype(np.intp), 1, -1)
@@ -170,32 +139,15 @@ class Locality:
     stickiness: tuple[float, ...]  # the weight of recently used experts, 0 to below 1
     memory: tuple[float, ...]  # tokens that a use counts as recent; near 0: only the last one
 
-    def __post_init__(self):
-        n = len(self.zipf)
-        if not n or (len(self.stickiness), len(self.memory)) != (n, n):
-            raise ValueError(
-                "Locality: expected as many layers of each, at least one, "
-                f"got {n}, {len(self.stickiness)} and {len(self.memory)}."
-            )
-        for name, low, high in (("zipf", 0, 20), ("stickiness", 0, 0.999), ("memory", 1e-3, 1e6)):
-            bad = [v for v in getattr(self, name) if not low <= v <= high]
-            if bad:
-                raise ValueError(f"Locality.{name}: expected {low:g} to {high:g}, got {bad[0]}.")
-
 
 def synthesize(
     locality: Locality, T: int, L: int, E: int, K: int, seed: int = 0, warmup: int = 64
 ) -> Trace:
     """A random trace ``[T, L, K]`` with given locality, for any number of layers and experts.
 
-    With n layers of parameters, layer l of L takes those of ``l * n // L``. ``warmup`` tokens are
-    drawn before the first, so that recency has a history.
+    With n layers of parameters, layer l of L takes those of ``l * n // L``. ``warmup`` tokens come
+    before the first, so that recency has a history.
     """
-    if min(T, L, K) < 1 or not K <= E <= 1 << 16:
-        raise ValueError(
-            "synthesize: expected T, L and K of 1 or more, and E of K to 65536, "
-            f"got {T=}, {L=}, {E=}, {K=}."
-        )
     rng = np.random.default_rng(seed)
     layer = np.arange(L) * len(locality.zipf) // L
     zipf, sticky, memory = (
@@ -217,22 +169,17 @@ def synthesize(
         recent[rows, chosen] += (1 - decay) / K
         if t >= 0:
             experts[t] = chosen
-    name = (
-        f"synthetic, zipf {np.mean(zipf):.2f}, stickiness {np.mean(sticky):.2f}, "
-        f"memory {np.mean(memory):.1f}"
-    )
-    return decode_trace(experts, E, name, seed)
+    return decode_trace(experts, E, "synthetic", seed)
 
 
-LAGS = (1, 2, 4, 8, 16)  # tokens; ``fit`` compares overlaps at these lags
-SIZES = (1.5, 2, 3, 4, 6)  # slots, in units of K; ``fit`` compares hit rates at these sizes
-FIT_TOKENS = 32  # fewer say nothing about the longest lag
+LAGS = (1, 2, 4, 8, 16)  # tokens between two that are compared
+SIZES = (1.5, 2, 3, 4, 6)  # slots of the hit rates, in units of K
 
 
 def _features(trace):
     """``[L, F]``: the overlaps, hit rates and skew that ``fit`` compares."""
-    T, _, K = trace.experts.shape
-    lags = [overlap(trace, m)["each"] for m in LAGS if m < T]
+    K = trace.experts.shape[2]
+    lags = [overlap(trace, m)["each"] for m in LAGS]
     hits = lru_hit_rate(trace)
     sizes = [hits[:, int(s * K)] for s in SIZES if s * K < trace.num_experts]
     skew = (popularity(trace) ** 2).sum(1) / K  # the overlap of two tokens far apart
@@ -243,19 +190,18 @@ def fit(trace: Trace, rounds: int = 3, seed: int = 0) -> Locality:
     """The parameters with which ``synthesize`` makes traces like this one.
 
     Every round makes a trace with as many tokens and experts, each layer of which is a candidate.
-    For each layer of the given trace it keeps the candidate that is nearest in overlap at lags 1
-    to 16, LRU hit rates at 1.5 K to 6 K slots, and skew. The next round searches around it.
-
-    Only decoded tokens of the trace count, at least 32; all of them if none is decoded.
+    For each layer of the given trace it keeps the candidate with the nearest ``_features``. The
+    next round searches around it. Only decoded tokens count; all if none is decoded.
     """
     trace = trace.decode if (trace.phase == "decode").any() else trace
     T, L, K = trace.experts.shape
-    if T < FIT_TOKENS:
-        raise TraceError(f"fit: expected at least {FIT_TOKENS} tokens, got {T}.")
+    if 2 * max(LAGS) > T:
+        raise TraceError(f"fit: expected at least {2 * max(LAGS)} tokens, got {T}.")
     want = _features(trace)
-    grid = _combined(np.linspace(0, 1.5, 7), np.linspace(0, 0.9, 7), [0.5, 2, 8, 32, 128])
+    values = np.linspace(0, 1.5, 7), np.linspace(0, 0.9, 7), [0.5, 2, 8, 32, 128]
+    grid = np.array(list(product(*values)))
     # Lower, same, higher; the third parameter is multiplied.
-    step = _combined([-1, 0, 1], [-1, 0, 1], [0.5, 1, 2])
+    step = np.array(list(product((-1, 0, 1), (-1, 0, 1), (0.5, 1, 2))))
     width = np.array([0.25, 0.15, 0.0])  # twice the first step in zipf and stickiness
     best, error = np.zeros((L, 3)), np.full(L, np.inf)
     for i in range(rounds):
@@ -269,8 +215,3 @@ def fit(trace: Trace, rounds: int = 3, seed: int = 0) -> Locality:
         around[..., 2] *= step[:, 2] ** (1 / (i + 1))
         grid = np.clip(around.reshape(-1, 3), (0, 0, 0.1), (4, 0.98, 1e4))
     return Locality(*(tuple(float(v) for v in column) for column in best.T))
-
-
-def _combined(*values):
-    """Every combination of one value from each list, as rows."""
-    return np.stack([v.ravel() for v in np.meshgrid(*values, indexing="ij")], 1)

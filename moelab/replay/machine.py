@@ -23,14 +23,10 @@ LAYER_S, WAIT_S, COPY_BYTES_PER_S = 0.328e-3, 0.962e-3, 22.1e9
 # The engine's reads of experts reach this share of the rate that an SSD is said to have
 # (data/results/cpu_reads_35b.json).
 DISK_SHARE = 0.8
-# On a CPU (data/results/cpu_costs_35b.json): bytes of weights by one core, seconds of a layer,
-# seconds more if it reads from the disk or the page cache, and bytes copied.
-CORE_BYTES_PER_S, CPU_LAYER_S, CPU_WAITS_S, CPU_COPY_BYTES_PER_S = (
-    9.6e9,
-    1.5e-3,
-    (0.76e-3, 0.43e-3),
-    6.1e9,
-)
+# On a CPU (data/results/cpu_costs_35b.json): bytes of weights by one core, bytes copied from the
+# page cache, seconds of a layer, and seconds more if it reads from the disk or the page cache.
+CORE_BYTES_PER_S, CPU_COPY_BYTES_PER_S = 9.6e9, 6.1e9
+CPU_LAYER_S, CPU_WAITS_S = 1.5e-3, (0.76e-3, 0.43e-3)
 # On a CPU a token of a prompt that is computed at once takes this share of the arithmetic of a
 # token by itself (data/results/cpu_prompt_35b.json).
 CPU_PROMPT_SHARE = 0.5
@@ -71,17 +67,16 @@ class Machine:
     @classmethod
     def mac(cls, ram_nbytes: float, disk_bytes_per_s: float, memory_bytes_per_s: float):
         """A Mac with the rates of its SSD and its memory."""
-        disk_bytes_per_s *= DISK_SHARE
+        disk, taken = DISK_SHARE * disk_bytes_per_s, taken_of(ram_nbytes)
         rates = memory_bytes_per_s, LAYER_S, (WAIT_S, WAIT_S), COPY_BYTES_PER_S
-        return cls(ram_nbytes, taken_of(ram_nbytes), disk_bytes_per_s, *rates, is_mac=True)
+        return cls(ram_nbytes, taken, disk, *rates, is_mac=True)
 
     @classmethod
     def cpu(cls, ram_nbytes: float, disk_bytes_per_s: float, cores: int):
         """A computer whose CPU computes, with its SSD's rate and its cores."""
-        disk_bytes_per_s *= DISK_SHARE
+        disk, taken = DISK_SHARE * disk_bytes_per_s, taken_of(ram_nbytes)
         rates = cores * CORE_BYTES_PER_S, CPU_LAYER_S, CPU_WAITS_S, CPU_COPY_BYTES_PER_S
-        taken = taken_of(ram_nbytes)
-        return cls(ram_nbytes, taken, disk_bytes_per_s, *rates, CPU_PROMPT_SHARE)
+        return cls(ram_nbytes, taken, disk, *rates, CPU_PROMPT_SHARE)
 
     @classmethod
     def measured(
@@ -124,12 +119,11 @@ class Machine:
     def prompt_s(self, sizes: ModelSizes, tokens: int, slots: int) -> tuple[float, float]:
         """Seconds until a prompt's first token, with no expert in memory: at least, and at most.
 
-        It is at least the longer of reading its experts and computing, at most both one after the
-        other. Each part of ``prompt_tokens`` tokens reads what the slots of a layer did not keep.
+        Reads and arithmetic go on at once, or one after the other. Each part of ``prompt_tokens``
+        tokens reads what the slots of a layer did not keep.
         """
-        parts = [min(sizes.prompt_tokens, tokens - first)
-                 for first in range(0, tokens, sizes.prompt_tokens)]  # fmt: skip
-        needed = [distinct(sizes, part) for part in parts]
+        step = sizes.prompt_tokens
+        needed = [distinct(sizes, min(step, tokens - i)) for i in range(0, tokens, step)]
         experts = needed[0] + sum(max(0.0, n - slots) for n in needed[1:])
         reads_s = sizes.L * experts * sizes.expert_nbytes / self.disk_bytes_per_s
         shares = (0.0, 1.0) if isnan(self.prompt_share) else (self.prompt_share, self.prompt_share)

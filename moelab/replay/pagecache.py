@@ -4,7 +4,7 @@ Which of them should have the memory is the question of notebook 03. ``replay`` 
 memory, policy and cost in a fraction of a second.
 """
 
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isqrt
@@ -120,77 +120,49 @@ def cached(units: np.ndarray, num_units: int, nbytes: float, unit_nbytes: int = 
 
     It follows Linux (6.x, without multi-generational LRU and read-ahead) for pages that are only
     read. A new page goes to the head of the inactive list. Read again there, it moves to the
-    active list; read while active, it stays where it is. The tail of the inactive list is
-    reclaimed. While the active list is longer than the inactive one (3 times as long from 1 GiB
-    on, sqrt(10 n) times from n GiB on), its tail moves to the inactive list. A page that comes back
-    within as many reclaims and activations as the active list is long goes to the active list at
-    once. Units come and go whole, where the kernel reclaims page by page.
-
-    For units ``[N]`` below ``num_units``, in the order of reading, it gives whether each was
-    cached, ``[N]``.
+    active list. The tail of the inactive list is reclaimed. While the active list is longer than
+    the inactive one (3 times as long from 1 GiB on, sqrt(10 n) times from n GiB on), its tail moves
+    to the inactive list. A page that comes back within as many reclaims and activations as the
+    active list is long goes to the active list at once. Units come and go whole, where the kernel
+    reclaims page by page. ``units`` ``[N]`` are in the order of reading.
     """
-    found = np.zeros(len(units), bool)
-    capacity = nbytes / unit_nbytes
-    if not len(units) or capacity < 1:
+    capacity = int(min(nbytes / unit_nbytes, num_units))
+    found = np.full(len(units), capacity > 0)
+    if not capacity:
         return found
-    if capacity >= np.count_nonzero(np.bincount(units)):
-        missed = np.unique(units, return_index=True)[1]
-    else:
-        ratio = max(1, isqrt(10 * (int(min(nbytes, num_units * unit_nbytes)) >> 30)))
-        missed = _two_lists(units.tolist(), num_units, int(min(capacity, num_units)), ratio)
-    found[:] = True
-    found[missed] = False
+    ratio = max(1, isqrt(10 * (int(min(nbytes, num_units * unit_nbytes)) >> 30)))
+    found[_missed_pages(units.tolist(), capacity, ratio)] = False
     return found
 
 
-def _two_lists(units, num_units, capacity, ratio):
+def _missed_pages(units, capacity, ratio):
     """The places of the units that Linux's two lists do not hold when they are read."""
-    # A unit's state is 0 absent, 1 inactive, 2 inactive and referenced, 3 active, 4 active and
-    # referenced. The inactive list is a log from ``oldest`` on, in which an entry counts if it is
-    # its unit's last. Every line runs 100,000 times, so there are no calls.
-    state, place, left = [0] * num_units, [-1] * num_units, [-num_units] * num_units
-    log, active, missed = [], deque(), []
-    oldest = total = num_inactive = num_active = 0
-    age = 0  # reclaims and activations so far; ``left``: the age when a unit was reclaimed
+    # Each list has its units from its tail on, and whether each was referenced.
+    inactive, active = OrderedDict(), OrderedDict()
+    # Reclaims and activations so far, and how many there were when a unit was reclaimed.
+    age, left, missed = 0, {}, []
     for i, u in enumerate(units):
-        s = state[u]
-        if s == 4:
+        if u in active:
+            active[u] = True
             continue
-        if s:
-            if s == 2:
-                place[u] = -1
-                num_inactive -= 1
-                active.append(u)
-                num_active += 1
+        if u in inactive:
+            if inactive[u]:
+                del inactive[u]
+                active[u] = False
                 age += 1
-            state[u] = s + 1
+            else:
+                inactive[u] = True
             continue
         missed.append(i)
-        total += 1
-        if age - left[u] <= num_active:
-            active.append(u)
-            num_active += 1
+        if u in left and age - left[u] <= len(active):
+            active[u] = True
             age += 1
-            state[u] = 4
         else:
-            place[u] = len(log)
-            log.append(u)
-            num_inactive += 1
-            state[u] = 2
-        if total > capacity:
-            total -= 1
-            while num_inactive * ratio < num_active:
-                v = active.popleft()
-                num_active -= 1
-                state[v] -= 2
-                place[v] = len(log)
-                log.append(v)
-                num_inactive += 1
-            while place[v := log[oldest]] != oldest:
-                oldest += 1
-            oldest += 1
-            num_inactive -= 1
-            state[v] = 0
-            left[v] = age
+            inactive[u] = True
+        if len(inactive) + len(active) > capacity:
+            while len(inactive) * ratio < len(active):
+                inactive.update([active.popitem(last=False)])
+            reclaimed, _ = inactive.popitem(last=False)
+            left[reclaimed] = age
             age += 1
     return missed

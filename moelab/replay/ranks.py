@@ -20,9 +20,8 @@ def reads(
 ) -> np.ndarray:
     """How many experts each of N ranks reads for each token, ``[T, L, N]``, with the engine's LRU.
 
-    ``owners`` ``[L, E]`` is the rank of each expert; None: any rank may read any expert, and the
-    one that reads least in a layer reads what none holds. ``shared`` are each layer's experts that
-    all ranks hold all the time; ``slots`` of each rank and layer include them.
+    ``owners`` ``[L, E]`` is the rank of each expert; None: the rank that reads least in a layer
+    reads what none holds. ``shared`` are each layer's experts that all ranks hold in ``slots``.
     """
     T, L, _ = experts.shape
     found = np.zeros((T, L, ranks), np.int64)
@@ -56,10 +55,7 @@ def _divided(needed, tables):
 
 
 def waited(found: np.ndarray) -> tuple[float, float]:
-    """How many reads of a token the ranks wait for, and how many if all read equally much.
-
-    ``found`` ``[T, L, N]`` comes from ``reads``. A layer waits for the rank that reads most in it.
-    """
+    """How many of a token's ``reads`` the ranks wait for, and how many if all read equally much."""
     return float(found.max(2).sum(1).mean()), float(found.mean(2).sum(1).mean())
 
 
@@ -81,10 +77,7 @@ class Machines:
     def parts(
         self, waited_reads: float, expert_nbytes: int, layers: int, rows: float, row_nbytes: int
     ) -> dict[str, float]:
-        """Seconds of a token, whose layers read, compute and exchange without overlap.
-
-        ``waited_reads`` are those of all layers, from ``waited``; ``rows`` those of a rank's block.
-        """
+        """Seconds of a token, whose layers read, compute and exchange without overlap."""
         return {
             "reads": waited_reads * expert_nbytes / self.disk_bytes_per_s,
             "arithmetic": self.compute_s,

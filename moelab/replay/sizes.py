@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..streaming.config import MOST_NBYTES
+from ..streaming.config import MOST_NBYTES, StreamConfig
 from ..streaming.plan import Plan, plan
 
 
@@ -26,11 +26,12 @@ class ModelSizes:
 
     @classmethod
     def of(cls, path, memory_nbytes: float = float("inf")) -> "ModelSizes":
-        """The sizes of a model folder, without reading its weights.
+        """The sizes of a model folder that the commands load; no weight is read.
 
         ``memory_nbytes`` is for the process and its page cache.
         """
-        return cls.planned(plan(path, memory_nbytes=int(min(memory_nbytes, MOST_NBYTES))))
+        config = StreamConfig(lazy_logits=True)
+        return cls.planned(plan(path, config, memory_nbytes=int(min(memory_nbytes, MOST_NBYTES))))
 
     @classmethod
     def planned(cls, plan: Plan) -> "ModelSizes":
@@ -55,11 +56,6 @@ class ModelSizes:
     def active_nbytes(self) -> int:
         """Bytes of the checkpoint that a decoded token needs."""
         return self.token_nbytes + self.L * self.K * self.expert_nbytes
-
-    @property
-    def held_expert_nbytes(self) -> int:
-        """Bytes of one expert in a slot of one layer."""
-        return self.slot_nbytes // self.L
 
     def fits(self, memory_nbytes: float) -> int:
         """The most slots in each layer with which the model fits in so much memory, at most E."""

@@ -76,7 +76,8 @@ def test_what_is_not_given_is_measured():
 
 @pytest.mark.parametrize("memory", (145e6, 150e6, 200e6))
 def test_as_many_slots_fit_as_plan_takes(memory):
-    planned = moelab.plan(TINY, memory_nbytes=int(memory))
+    config = moelab.StreamConfig(lazy_logits=True)
+    planned = moelab.plan(TINY, config, memory_nbytes=int(memory))
     size = ModelSizes.of(TINY, memory)
     assert size.fits(memory) == planned.slots or planned.slots == size.K
     found = advise(TINY, memory, costs=Costs(5e-3, 1e-4, 1e-10, 1e-9), packed_gain=1.0).settings

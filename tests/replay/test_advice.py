@@ -32,15 +32,6 @@ def test_it_does_not_take_the_slow_middle():
     assert advice.pick(s)[0] == min(ms, key=ms.get) != 80
 
 
-def test_the_cost_of_a_copy_moves_the_choice():
-    # Nearly all of the file fits in the page cache, and slots take more than the file's own bytes.
-    memory = 1.9e9
-    few, many = settings(memory, replace(READS, warm_s_per_byte=0.0), [8, 190]).values()
-    assert few.mean_s < many.mean_s
-    few, many = settings(memory, replace(READS, warm_s_per_byte=1e-9), [8, 190]).values()
-    assert few.mean_s > many.mean_s
-
-
 def test_advice_says_what_and_why():
     a = advice.advise(SIZES, 1.6e9, TRACE, READS, packed_gain=1.0)
     c = a.config
@@ -52,13 +43,6 @@ def test_advice_says_what_and_why():
     roomy = advice.advise(SIZES, float("inf"), TRACE, replace(READS, fixed_s=1e-3))
     assert "mode='resident'" in str(roomy) and "without a memory limit" in str(roomy)
     assert roomy.layout == "packed" and roomy.config.slots <= 256
-
-
-def test_a_repack_is_advised_only_where_it_pays():
-    tight = LEAST + 1e6
-    slow = replace(READS, cold_s_per_byte=1e-8)
-    for gain, layout in ((2.0, "packed"), (1.0, "as it is")):
-        assert advice.advise(SIZES, tight, TRACE, slow, packed_gain=gain).layout == layout
 
 
 def test_only_packed_experts_with_reads_to_hide_are_worth_a_lookahead():

@@ -38,13 +38,6 @@ def test_a_faster_part_makes_a_faster_machine():
         assert speed(faster) > speed(MAC)
 
 
-def test_arithmetic_alone_takes_as_long_as_the_memory_brings_the_weights():
-    bare = replace(MAC, layer_s=0.0)
-    costs = bare.costs(SIZES)
-    needed = SIZES.token_nbytes + SIZES.L * SIZES.K * SIZES.expert_nbytes
-    assert costs.fixed_s + SIZES.L * SIZES.K * costs.expert_s == pytest.approx(needed / 150e9)
-
-
 def test_slots_beyond_the_gpus_share_of_the_memory_are_a_cliff():
     small = Machine.mac(24e9, 6e9, 150e9)
     most = SIZES.fits(2 / 3 * 24e9)

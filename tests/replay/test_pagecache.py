@@ -160,36 +160,11 @@ def test_only_decoded_tokens_count():
     np.testing.assert_array_equal(a.token_s, b.token_s)
 
 
-def test_without_a_limit_nothing_is_read_twice():
-    t = made()
-    got = pagecache.replay(t, float("inf"), 4, expert_nbytes=MB, costs=COSTS)
-    distinct = sum(len(np.unique(t.experts[:, i])) for i in range(3))
-    assert got.read_per_token * 60 == pytest.approx(distinct * MB)
-    every = pagecache.replay(t, float("inf"), 16, expert_nbytes=MB, costs=COSTS, skip=59)
-    assert every.read_per_token == 0 == every.copied_per_token and np.isnan(every.page_hit_rate)
-
-
-def test_more_slots_can_be_slower():
-    """The effect of notebook 03: the same memory, moved from the page cache to the slots."""
-    t = made(T=400, L=4, E=64, K=8, zipf=0.3, sticky=0.1)
-
-    def speeds(memory):
-        given = dict(expert_nbytes=MB, costs=COSTS, skip=100)
-        return [pagecache.replay(t, memory, S, **given).tok_s for S in (8, 24, 52)]
-
-    few, middle, many = speeds(240 * MB)
-    assert few > 1.2 * middle < many
-    free = speeds(1e12)
-    assert free == sorted(free)
-
-
 @pytest.mark.parametrize(
     "wrong, match",
     (
-        (dict(slots=3), "expected at least 4"),
         (dict(slots=16), "16 slots in each of 3 layers take 48 MB and the rest 0 MB, of 40 MB"),
         (dict(skip=60), "fewer tokens to skip than the 60"),
-        (dict(policy="mru"), "expected one of"),
     ),
 )
 def test_bad_input(wrong, match):

@@ -62,13 +62,6 @@ def test_balanced(n):
     assert squares(owners) < squares(number)
 
 
-def test_two_groups_are_taken_apart():
-    """Experts 0 and 2 are always used together, and so are 1 and 3: by number one rank has both."""
-    experts = np.array([[[0, 2]], [[1, 3]]])
-    owners = balanced(experts, 4, 2)[0]
-    assert owners[0] != owners[2] and owners[1] != owners[3]
-
-
 def test_a_token_on_machines():
     """By hand: 10 reads of 1 MB at 100 MB/s; two layers of one message of 1 ms and 3 rows."""
     machines = ranks.Machines(2, 100e6, 1e6, 1e-3, 0.05)

@@ -39,14 +39,12 @@ def advise(
     costs: Costs | None = None,
     slots: list[int] | None = None,
     policies: Iterable[str] = EVICTION,
-    skip: int | None = None,
     packed_gain: float | None = None,
     lookahead: Lookahead | None = None,
 ) -> Advice:
     """Choose how to stream a model in given memory, by replaying a trace with this machine's costs.
 
-    What is None is measured now (memory: what ``moelab.plan`` gives a model). ``skip`` tokens of
-    the trace only fill the caches (None: half).
+    What is None is measured now (memory: what ``moelab.plan`` gives a model).
     """
     path = folder(model)
     memory = memory_for_a_model() if memory is None else memory
@@ -57,7 +55,7 @@ def advise(
         packed_gain = None
     elif packed_gain is None:
         packed_gain = measure_packed_gain(path, costs)
-    found = advice.advise(sizes, memory, trace, costs, slots, policies, skip, packed_gain)
+    found = advice.advise(sizes, memory, trace, costs, slots, policies, packed_gain)
     if not found.prefetch_may_pay:
         return found
     try:

@@ -3,7 +3,7 @@
 A policy that weighs uses by their age is a line of ``EVICTION`` and some words in the help of
 ``StreamConfig.policy`` (``config.py``): ``StreamConfig``, the commands, ``SlotTable``, the replay
 (``moelab/replay/eviction.py``) and their tests take it from there. Another kind of policy is a
-subclass with its own ``_victims``, as the replay's FIFO is. A test says what a policy means
+subclass with its own ``_victims``, as the replay's Belady is. A test says what a policy means
 (``tests/streaming/test_properties.py``).
 """
 
