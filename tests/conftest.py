@@ -40,12 +40,6 @@ SLOW = {
     "::test_every_slider_changes_the_figure": "00_start_here",
     # tiny-moe's server is asked as many things at once under a limit.
     "::test_a_server_of_large_experts_is_not_killed": "none",
-    # A server without a draft and one with stay; every draft's server writes a text.
-    "test_serve.py::test_eight_at_once": "streamed|tiny-draft",
-    "test_serve.py::test_a_shared_prefix_is_read_once": "streamed|tiny-draft",
-    "test_serve.py::test_a_seed_writes_the_text": "streamed|tiny-draft",
-    # With a draft the same methods refuse.
-    "test_serve.py::test_a_bad_field": "streamed",
     # Two ranks stay, in every mode; with more ranks than cores they wait for each other.
     "::test_ranks_give_the_bits_of_one": r"^2\]",
     # Other differences, found in the same way.

@@ -121,7 +121,7 @@ def test_limits_of_open_files(soft, hard, said, good):
 
 
 def no_weights(path):
-    for file in (*path.glob("*.safetensors"), path / "model.safetensors.index.json"):
+    for file in path.glob("model*"):
         file.unlink()
 
 
@@ -230,10 +230,9 @@ def test_bad_stream_configs():
             moelab.StreamConfig(**{field: value})
 
 
-@pytest.mark.parametrize("kernels", ["auto", "mlx"])
-def test_the_longest_context(kernels, in_time):
+def test_the_longest_context(in_time):
     """The plan for it says what it takes, where it fits and where it does not."""
-    config = moelab.StreamConfig(context=2**31 - 256, kernels=kernels)
+    config = moelab.StreamConfig(context=2**31 - 256)
     taken = moelab.plan(TINY_MOE, config, memory_nbytes=2**63 - 1).caches_nbytes
     assert taken / (4 * 2**31) == pytest.approx(768, rel=1e-3)  # two caches, and one copied
     with pytest.raises(ValueError, match=f"caches of {2**31 - 256} tokens 6597.* GB.*got 1.00 GB"):
@@ -370,7 +369,7 @@ def modify(file, later_ns=1_000_000):
 CHANGES = {
     "modified": modify,
     "restored": partial(modify, later_ns=0),  # by a backup, say: only the ctime shows it
-    "truncated": lambda file: os.truncate(file, 5000),
+    "truncated": partial(os.truncate, length=5000),
 }
 
 
