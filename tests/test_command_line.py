@@ -87,7 +87,7 @@ def test_no_option_is_ignored(command):
 @pytest.mark.parametrize(
     "command, said",
     [
-        ("bench M --depth 4", "--depth is an option of bench-reads"),
+        ("bench M --port 4", "--port is an option of serve"),
         ("check M --nonsense", "check does not take --nonsense"),
         ("--nonsense check M", "--nonsense"),
         ("bench M --mode fused", "--mode"),  # argparse would take it for --modes

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import mlx.core as mx
 import psutil
 import pytest
+from in_process import MODEL, SLOTS, started
 from mlx_lm.generate import _merge_caches
 from mlx_lm.models.cache import KVCache, make_prompt_cache
-from serving import MODEL, SLOTS, started
 
 import moelab
 from moelab import DATA, memory

@@ -20,14 +20,13 @@ import mlx.core as mx
 import mlx_lm
 import openai
 import pytest
+from in_process import MODEL, SLOTS, Served, listening, serving
 from mlx_lm.sample_utils import make_sampler
-from serving import MODEL, SLOTS, listening, serving
 
 from moelab import DATA
 from moelab.__main__ import main
 from moelab.commands import serve
 from moelab.lab import limit
-from moelab.lab.serving import Served
 
 SERVERS = {  # how the model is served
     "resident": ("--mode", "resident"),
