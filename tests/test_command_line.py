@@ -1,6 +1,7 @@
 """python -m moelab: no option is ignored, no value is taken for another, no traceback."""
 
 import argparse
+import importlib
 import inspect
 import io
 import json
@@ -12,7 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
+import mlx_lm.cache_prompt
 import mlx_lm.chat
 import mlx_lm.server
 import pytest
@@ -36,6 +39,7 @@ def other(name, option):
     return str(1021 - [*STREAM_OPTIONS].index(name)) if option.bounds else "t.npz"
 
 
+MLX_LM_GENERATE = importlib.import_module("mlx_lm.generate")  # mlx_lm.generate is a function
 BY_FLAG = {flag(name): option for name, option in STREAM_OPTIONS.items()}
 VALUES = {flag(name): other(name, option) for name, option in STREAM_OPTIONS.items()}
 AUTO = {name: v for name, v in VALUES.items() if BY_FLAG[name].for_auto}  # slots auto goes by it
@@ -98,6 +102,9 @@ def test_no_option_is_ignored(command):
         ("repack M ", "expected a name, got nothing"),
         ("synthesize O --tokenizer ", "expected a name, got nothing"),
         ("bench M --draft ", "expected a name, got nothing"),
+        ("serve M --pipeline", "--pipeline: several machines divide the experts"),
+        ("serve M --prompt-cache-bytes much", "--prompt-cache-bytes"),
+        ("serve M --chat-template-args [1]", "--chat-template-args"),
     ],
 )
 def test_a_wrong_command_line(command, said, calls, capsys):
@@ -127,6 +134,40 @@ def test_what_help_and_the_first_second_need():
     imported = set(done.stderr.split())
     assert not done.returncode, done.stderr
     assert not imported & {"mlx.core", *(f"moelab.{module}" for module, _ in COMMANDS.values())}
+
+
+def servers_parser():
+    """The parser of mlx-lm's server, which makes it in ``main``."""
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(StopIteration) as stop:
+        made = argparse.ArgumentParser()
+        made.parse_args = Mock(side_effect=StopIteration(made))
+        patched.setattr(mlx_lm.server, "argparse", SimpleNamespace(ArgumentParser=lambda **_: made))
+        mlx_lm.server.main()
+    return stop.value.value
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, others",
+    [
+        (generate, MLX_LM_GENERATE.setup_arg_parser,
+         {"--prompt", "-p", "--max-tokens", "-m", "--chat-template-config", "--num-draft-tokens",
+          "--top-k", "--image", "--quantize-activations", "-qa", "--use-default-chat-template"}),
+        (chat, mlx_lm.chat.setup_arg_parser, {"--pipeline"}),
+        (cache_prompt, mlx_lm.cache_prompt.setup_arg_parser, set()),
+        (serve, servers_parser,
+         {"--num-draft-tokens", "--top-k", "--pipeline", "--allowed-origins",
+          "--chat-template-args"}),
+    ],
+)  # fmt: skip
+def test_the_flags_are_those_of_mlx_lm(ours, theirs, others):
+    """All that its command has, with its defaults, but where the two mean different things."""
+    parser = argparse.ArgumentParser()
+    ours.add_arguments(parser)
+    found, wanted = parser._option_string_actions, theirs()._option_string_actions
+    assert set(wanted) - set(found) == {"--model"}  # MODEL here
+    for name in set(wanted) - {"--model", "-h", "--help", *others}:
+        got, action = found[name], wanted[name]
+        assert (got.dest, got.default) == (action.dest, action.default), name
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -249,6 +290,7 @@ WORDS = {
     "no tokenizer": ("tiny-moe", without_tokenizer, "generate {} -p hi", 1, "tokenizer.json may"),
     "an old index": ("tiny-moe", with_an_old_index, "check {}", 1, "or remove the index if the 1 "),
     "a DFlash draft": ("tiny-dflash", None, "generate {} -p hi", 1, "DFlash draft, .* as its --dr"),
+    "no model": ("tiny-moe", None, "serve {}/no", 1, "model/no: expected a model folder"),
     "a draft": ("tiny-draft", None, "generate {} -p hi", 1, "no experts .* as the --draft of a "),
     "adapters": ("tiny-draft", as_adapters, "generate {} -p hi", 1, "adapters as adapter_path"),
     "200MB": ("tiny-moe", None, "generate {} -p hi -m 1 --memory-nbytes 200MB", 0, "slots=64"),

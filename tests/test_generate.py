@@ -6,23 +6,19 @@ import io
 import re
 import shutil
 import sys
-from types import SimpleNamespace
-from unittest.mock import Mock
 
-import families
 import mlx.core as mx
 import mlx_lm
 import pytest
-from mlx_lm import cache_prompt, server
-from mlx_lm import chat as mlx_lm_chat
+from mlx_lm import cache_prompt
 from small import small
 
 import moelab
 from moelab import DATA, synthesize
 from moelab.__main__ import main
 from moelab.commands import cache_prompt as cache_prompt_command
-from moelab.commands import chat, generate, serve
-from moelab.commands.kv_cache import check_kv_cache, open_prompt_cache
+from moelab.commands import generate
+from moelab.commands.kv_cache import open_prompt_cache
 from moelab.speculation.drafts import LookupDraft
 
 MODEL = DATA / "models/tiny-moe"
@@ -159,40 +155,6 @@ def test_the_plan_is_told_on_stderr(capsys):
     assert "slots=" not in out and err.count("slots=") == 1 and "available" in err
 
 
-def servers_parser():
-    """The parser of mlx-lm's server, which makes it in ``main``."""
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(StopIteration) as stop:
-        made = argparse.ArgumentParser()
-        made.parse_args = Mock(side_effect=StopIteration(made))
-        patched.setattr(server, "argparse", SimpleNamespace(ArgumentParser=lambda **_: made))
-        server.main()
-    return stop.value.value
-
-
-@pytest.mark.parametrize(
-    "ours, theirs, others",
-    [
-        (generate, MLX_LM_GENERATE.setup_arg_parser,
-         {"--prompt", "-p", "--max-tokens", "-m", "--chat-template-config", "--num-draft-tokens",
-          "--top-k", "--image", "--quantize-activations", "-qa", "--use-default-chat-template"}),
-        (chat, mlx_lm_chat.setup_arg_parser, {"--pipeline"}),
-        (cache_prompt_command, cache_prompt.setup_arg_parser, set()),
-        (serve, servers_parser,
-         {"--num-draft-tokens", "--top-k", "--pipeline", "--allowed-origins",
-          "--chat-template-args"}),
-    ],
-)  # fmt: skip
-def test_the_flags_are_those_of_mlx_lm(ours, theirs, others):
-    """All that its command has, with its defaults, but where the two mean different things."""
-    parser = argparse.ArgumentParser()
-    ours.add_arguments(parser)
-    found, wanted = parser._option_string_actions, theirs()._option_string_actions
-    assert set(wanted) - set(found) == {"--model"}  # MODEL here
-    for name in set(wanted) - {"--model", "-h", "--help", *others}:
-        got, action = found[name], wanted[name]
-        assert (got.dest, got.default) == (action.dest, action.default), name
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -236,10 +198,8 @@ def test_a_prompt_cache_file(chatty, command, capsys, monkeypatch, tmp_path):
         wanted = text_of(command("generate", model, *SLOTS, "--prompt", whole, "--max-tokens", 12))
         wanted = wanted.removeprefix(whole)
         file = tmp_path / "p.safetensors"
-        said = command(
-            "cache-prompt", model, *SLOTS, "--prompt", begin, "--prompt-cache-file", file
-        )
-        assert "tokens" in said
+        make = ["cache-prompt", model, *SLOTS, "--prompt", begin, "--prompt-cache-file", file]
+        assert "tokens" in command(*make)
         for draft in ([], ["--draft", "lookup"]):
             more = ["--prompt", end, "--max-tokens", 12, "--prompt-cache-file", file]
             got = text_of(command("generate", model, *SLOTS, *more, *draft))
@@ -276,7 +236,6 @@ def replaced(name, change):
 
 CHANGES = {  # of a file's arrays and metadata; of tiny-moe's layers, 0 has a state, 7 keys, values
     "another class": lambda arrays, about: (arrays, {**about, "1.7": "ArraysCache"}),
-    "no keys": lambda arrays, about: ({n: a for n, a in arrays.items() if n != "7.0"}, {**about}),
     "smaller heads": replaced("7.0", lambda a: a[..., :-1]),
     "too many tokens": replaced("7.2", lambda a: a + 1000),
     "a smaller state": replaced("0.0.1", lambda a: a[:, :-1]),  # the kernels would read beyond it
@@ -288,9 +247,8 @@ CHANGES = {  # of a file's arrays and metadata; of tiny-moe's layers, 0 has a st
 def cached(tmp_path_factory):
     """The arrays and the metadata of a prompt cache file."""
     file = str(tmp_path_factory.mktemp("cached") / "p.safetensors")
-    main(
-        ["cache-prompt", str(MODEL), *SLOTS, "--prompt", PROMPT[:-10], "--prompt-cache-file", file]
-    )
+    make = ["cache-prompt", str(MODEL), *SLOTS, "--prompt", PROMPT[:-10]]
+    main([*make, "--prompt-cache-file", file])
     return mx.load(file, return_metadata=True)
 
 
@@ -425,13 +383,6 @@ def test_what_a_limited_cache_cannot_go_with(plain, command, model_path):
     )  # fmt: skip
 
 
-def test_a_sliding_window_is_not_quantized(tmp_path):
-    path = families.write_checkpoint("gpt_oss", tmp_path / "m", "affine4")
-    with pytest.raises(ValueError, match="cannot quantize the caches of gpt_oss: NotImpl"):
-        args = argparse.Namespace(model=path, kv_bits=8, kv_group_size=64, trust_remote_code=False)
-        check_kv_cache(args, moelab.StreamConfig(slots=8))
-
-
 # Chat
 
 
@@ -461,14 +412,6 @@ def test_chat(chatty, command):
     assert "bye" in said(command("chat", chatty, *SLOTS, *options, stdin="x\nq\n"))
 
 
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_chat_of_bytes_that_are_no_text(errors, capsys, monkeypatch):
-    lines = io.TextIOWrapper(io.BytesIO(b"x\nab\xff\nq\n"), "utf-8", errors)
-    monkeypatch.setattr(sys, "stdin", lines)
-    assert main(["chat", str(MODEL), *SLOTS, "--max-tokens", "2"]) == 1
-    assert "expected UTF-8 text on standard input" in capsys.readouterr().err.splitlines()[-1]
-
-
 @pytest.mark.parametrize("draft", [[], ["--draft", "lookup"]], ids=str)
 def test_chat_with_a_long_message(draft, capsys, monkeypatch):
     """Its progress is shown; a conversation stays as long as it is."""
@@ -482,20 +425,24 @@ def test_chat_with_a_long_message(draft, capsys, monkeypatch):
     assert err.count("prompt:   0%") == 1 and "prompt: 100%" in err
 
 
-def test_what_chat_refuses(command, model_path):
+def test_what_chat_refuses(command, model_path, monkeypatch):
     assert "no chat template" in command("chat", model_path, "--slots", 8, stdin="x\n", code=1)
     assert "several machines divide" in command("chat", MODEL, "--pipeline", code=2)
     assert "--sampling-top-k" in command("chat", MODEL, "--top-k", "3", code=2)
     assert "draft" in command("chat", MODEL, *SLOTS, "--draft", "no/such", stdin="x\n", code=1)
+    for errors in ("strict", "surrogateescape"):
+        lines = io.TextIOWrapper(io.BytesIO(b"x\nab\xff\nq\n"), "utf-8", errors)
+        monkeypatch.setattr(sys, "stdin", lines)
+        said = command("chat", MODEL, *SLOTS, "--max-tokens", 2, code=1)
+        assert "expected UTF-8 text on standard input" in said
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [("max_tokens", -2), ("max_tokens", 2.5), ("max_tokens", None), ("prefill_step_size", 0),
-     ("prefill_step_size", "8")],
-)  # fmt: skip
-def test_numbers_with_which_a_text_would_not_end(name, value, in_time):
+def test_numbers_with_which_a_text_would_not_end(in_time):
     """mlx-lm takes a number below 0 for no limit, and documents -1."""
-    model, tokenizer = moelab.load(MODEL)
-    with model, pytest.raises(ValueError, match=f"{name}: expected .* got {value!r}"):
-        list(moelab.speculative_generate(model, tokenizer, "def", LookupDraft(), **{name: value}))
+    with moelab.load(MODEL)[0] as model:
+        tokenizer = mlx_lm.utils.load_tokenizer(MODEL)
+        for name, values in {"max_tokens": (-2, 2.5, None), "prefill_step_size": (0, "8")}.items():
+            for value in values:
+                with pytest.raises(ValueError, match=f"{name}: expected .* got {value!r}"):
+                    more = {name: value}
+                    next(moelab.speculative_generate(model, tokenizer, "x", LookupDraft(), **more))
