@@ -4,7 +4,6 @@ An error says what is wrong and where, what was expected and found, and what to 
 ``test_fuzz.py`` draws damage to files; here is what it cannot draw.
 """
 
-import ctypes
 import errno
 import json
 import os
@@ -26,14 +25,13 @@ from fuzzing import is_closed, num_open
 from greedy import greedy_logits
 
 import moelab
-from moelab import synthesize
 from moelab.checkpoint import Checkpoint
 from moelab.experts import expert_modules
 from moelab.streaming import model as model_module
 from moelab.streaming.build import build_model, place_experts
 from moelab.streaming.config import OPTIONS
 from moelab.streaming.model import load_model
-from moelab.streaming.reading import native, reader
+from moelab.streaming.reading import reader
 from moelab.streaming.residency import layer, residency
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
@@ -112,7 +110,7 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] == hard
 
 @pytest.mark.parametrize(
     "soft, hard, said",
-    [(256, 256, ""), (64, 1024, ""), (256, "$(ulimit -Hn)", ""), (64, 64, "least 7. open")],
+    [(64, 1024, ""), (256, "$(ulimit -Hn)", ""), (64, 64, "least 7. open")],
 )
 def test_limits_of_open_files(soft, hard, said, good):
     limited = f'ulimit -Sn {soft}; ulimit -Hn {hard}; exec "$@"'
@@ -123,27 +121,21 @@ def test_limits_of_open_files(soft, hard, said, good):
 
 
 def no_weights(path):
-    for file in (*path.glob("*.safetensors"), path / "model.safetensors.index.json"):
+    for file in path.glob("model*"):
         file.unlink()
 
 
-def change_tensors(path, change):
-    """Let a function change the tensors of one file, by the name of an expert's in another."""
+def twice(path):
+    """mlx-lm takes the file that the folder lists last, which depends on the file system."""
     weights, other = mx.load(str(shard(path, 1))), mx.load(str(shard(path, 0)))
-    change(weights, *(next(n for n in w if "switch_mlp" in n) for w in (weights, other)))
+    weights |= {next(n for n in other if "switch_mlp" in n): mx.zeros(8)}
     mx.eval(weights)
     mx.save_safetensors(str(shard(path, 1)), weights)
 
 
-def twice(weights, name, other):
-    """mlx-lm takes the file that the folder lists last, which depends on the file system."""
-    weights[other] = mx.zeros_like(weights[name])
-
-
 def fifo(name, path):
-    file = shard(path) if name == "shard" else path / name
-    file.unlink(missing_ok=True)
-    os.mkfifo(file)
+    (path / name).unlink(missing_ok=True)
+    os.mkfifo(path / name)
 
 
 def wide(header):
@@ -161,34 +153,23 @@ def set_config(path, **changes):
     config = json.loads((path / "config.json").read_text())
     for key, value in changes.items():
         *outer, key = key.split("__")
-        holder = config
-        for name in outer:
-            holder = holder[name]
-        holder[key] = value
+        (config[outer[0]] if outer else config)[key] = value
     if "quantization" in config:
         config["quantization_config"] = config["quantization"]
     (path / "config.json").write_text(json.dumps(config))
 
 
-FIFOS = ("config.json", "generation_config.json", "model.safetensors.index.json", "vocab.txt")
+FIFOS = ("config.json", "vocab.txt", "model-00002-of-00003.safetensors")
 BAD_FOLDERS = {  # what becomes of a valid folder, and what must be said
     "no shard": (lambda path: shard(path).unlink(), "1 are not in the folder.*Download"),
     "no weights": (no_weights, r"expected model\*.safetensors, found none. Give"),
     "no model": (lambda path: (path / "config.json").unlink(), "config.json, found none. Give"),
-    "no tensor": (
-        partial(change_tensors, change=lambda w, n, _: w.pop(n)),
-        "cannot build it.*proj",
-    ),
-    "a tensor twice": (partial(change_tensors, change=twice), "each tensor once.*Remove"),
+    "a tensor twice": (twice, "each tensor once.*Remove"),
     "no family": (partial(set_config, model_type="no_such_model"), "no_such_model"),
     "no dimension of MLX's": (lambda path: edit_header(shard(path), wide), "tensor empty has the"),
     "no type of MLX's": (lambda path: edit_header(shard(path), strange), "F8_E5M2, which MLX"),
     "no JSON of hf": (lambda path: (path / "hf_quant_config.json").write_text("{"), "not JSON"),
-    "more layers": (partial(set_config, num_hidden_layers=4), "cannot build it"),
-    "10**9 layers": (partial(set_config, num_hidden_layers=10**9), "expected at most"),
-    "K of all kinds": (partial(set_config, num_experts_per_tok=[2, "x"]), "expected|cannot call"),
     **{f"a FIFO: {n}": (partial(fifo, n), f"{n}: expected a file, got p") for n in FIFOS},
-    "a FIFO: shard": (partial(fifo, "shard"), "safetensors: expected a file, got p"),
 }
 
 
@@ -201,20 +182,18 @@ def test_a_bad_folder(damage, damaged, failing_load, in_time):
         moelab.footprint(damaged)
 
 
-@pytest.mark.parametrize(
-    ("family", "change"),
-    [
-        ("qwen3_moe", {"quantization__group_size": 0}),
-        ("qwen3_5_moe", {"text_config__shared_expert_intermediate_size": 1}),
-        ("dots1", {"n_group": 0}),
-        ("dots1", {"n_group": False}),
-        ("bailing_moe_linear", {"group_norm_size": 0}),
-    ],
-)
-def test_a_config_that_would_end_the_process(family, change, tmp_path):
-    """mlx-lm divides by a group size that it takes, or infers, from config.json."""
+CRASHES = {  # mlx-lm divides by a size that it takes, or infers, from config.json
+    "qwen3_moe": {"quantization__group_size": 0},
+    "qwen3_5_moe": {"text_config__shared_expert_intermediate_size": 1},
+    "dots1": {"n_group": False},
+    "bailing_moe_linear": {"group_norm_size": 0},
+}
+
+
+@pytest.mark.parametrize("family", CRASHES)
+def test_a_config_that_would_end_the_process(family, tmp_path):
     path = families.write_checkpoint(family, tmp_path / family, "affine4")
-    set_config(path, **change)
+    set_config(path, **CRASHES[family])
     with pytest.raises(moelab.CheckpointError, match=str(path)):
         moelab.plan(path)
 
@@ -222,9 +201,8 @@ def test_a_config_that_would_end_the_process(family, change, tmp_path):
 # Impossible configurations
 
 
-def bad_fields():
-    """Every field of ``StreamConfig``, and values that it does not take."""
-    for name, option in OPTIONS.items():
+def test_bad_stream_configs():
+    for field, option in OPTIONS.items():
         values = (3, b"t.npz")
         if option.choices:
             values = ("nonsense", mx.float32, None)
@@ -234,20 +212,15 @@ def bad_fields():
             values += ("auto",) * (option.default is None)
         elif isinstance(option.default, bool):
             values = (0, "yes", None)
-        yield from ((name, value) for value in values)
+        for value in values:
+            said = re.escape(f"StreamConfig.{field}: expected ") + f".*{re.escape(repr(value))}"
+            with pytest.raises(ValueError, match=said):
+                moelab.StreamConfig(**{field: value})
 
 
-def test_bad_stream_configs():
-    for field, value in bad_fields():
-        said = re.escape(f"StreamConfig.{field}: expected ") + f".*{re.escape(repr(value))}"
-        with pytest.raises(ValueError, match=said):
-            moelab.StreamConfig(**{field: value})
-
-
-@pytest.mark.parametrize("kernels", ["auto", "mlx"])
-def test_the_longest_context(kernels, in_time):
+def test_the_longest_context(in_time):
     """The plan for it says what it takes, where it fits and where it does not."""
-    config = moelab.StreamConfig(context=2**31 - 256, kernels=kernels)
+    config = moelab.StreamConfig(context=2**31 - 256)
     taken = moelab.plan(TINY_MOE, config, memory_nbytes=2**63 - 1).caches_nbytes
     assert taken / (4 * 2**31) == pytest.approx(768, rel=1e-3)  # two caches, and one copied
     with pytest.raises(ValueError, match=f"caches of {2**31 - 256} tokens 6597.* GB.*got 1.00 GB"):
@@ -282,11 +255,11 @@ def test_bad_environment(monkeypatch):
                     moelab.StreamConfig.from_env()
 
 
-@pytest.mark.parametrize("mode", ["resident", *STREAMED])
+@pytest.mark.parametrize("mode", ["resident", "serial", "fused"])
 def test_numbers_that_do_not_fit_the_model(mode, good, failing_load):
     fails = partial(failing_load, good, error=ValueError, mode=mode)
     fails(rf"StreamConfig.top_k: .* 1 to {E} .*got {E + 1}", slots=E + 1, top_k=E + 1)
-    if mode in ("stacked", "fused"):
+    if mode == "fused":
         fails(rf"StreamConfig.slots: .* at least {K} .*got {K - 1}.* lower top_k", slots=K - 1)
 
 
@@ -298,12 +271,9 @@ def test_model_without_experts(tmp_path, failing_load):
     failing_load(tmp_path, "llama model has no experts.*mlx_lm.load")
     resident, _ = load_model(tmp_path, moelab.StreamConfig(mode="resident"))
     assert resident(mx.array([PROMPT])).shape == (1, len(PROMPT), families.VOCAB)
-
-
-def test_not_a_model_from_moelab(good):
     for function in (moelab.stats, moelab.close):
         with pytest.raises(ValueError, match="expected a model from moelab.load"):
-            function(families.load_resident(good))
+            function(families.load_resident(tmp_path))
 
 
 # Failures while a model streams
@@ -318,102 +288,36 @@ def reading(request, monkeypatch):
         monkeypatch.setattr(reader, "INLINE_NBYTES", 1 << 40)
 
 
-class Disk:
-    """Reads, of which one fails after it wrote wrong bytes into its slot.
+@pytest.mark.parametrize("mode", STREAMED)
+def test_read_fails_anywhere(mode, good, want, reading, monkeypatch):
+    """The n-th read fails, after it wrote wrong bytes into its slot. The next call is right."""
+    preadv, count, fail_at = os.preadv, 0, -1
 
-    ``preadv`` stands for ``os.preadv``, ``loop`` for native code, whose read is tried again.
-    """
-
-    def __init__(self):
-        self.count, self.fail_at = 0, -1
-        self._preadv, self._loop = os.preadv, native.loop()
-
-    def _fails(self, n=1):
-        """Count n reads, and say which of them fails."""
-        at, self.count = self.fail_at - self.count, self.count + n
-        return at if 0 <= at < n else None
-
-    def preadv(self, fd, views, offset):
-        if self._fails() is None:
-            return self._preadv(fd, views, offset)
+    def failing(fd, views, offset):
+        nonlocal count
+        count += 1
+        if count != fail_at:
+            return preadv(fd, views, offset)
         views[0][:] = b"\xa5" * len(views[0])
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def loop(self, table, n, flags, done, arrived):
-        self._loop(table, n, flags, done, arrived)
-        if (at := self._fails(n)) is not None:
-            self.fail_at = self.count  # what the caller tries again
-            row = (ctypes.c_int64 * len(native.COLUMNS)).from_address(table + 48 * at)
-            ctypes.memset(ctypes.c_int64.from_address(row[native.IOV]).value, 0xA5, 8)
-            row[native.GOT] = -1
-            ctypes.c_uint32.from_address(done).value = 0
-
-
-def assert_reads_may_fail(model, disk, want, exactly):
-    """The n-th read fails. The next call is right."""
-
-    def assert_right():
-        np.testing.assert_allclose(generate(model), want, atol=0 if exactly else 1e-4, rtol=0)
-
-    disk.count = 0
-    assert_right()
-    count = disk.count
-    assert count > 10
-    for n in {0, 1, 2, 5, count // 3, count // 2, count - 1}:
-        disk.count, disk.fail_at = 0, n
-        with pytest.raises(moelab.ReadError, match="Input/output error") as caught:
-            for _ in range(8):  # experts that are held are not read
-                generate(model)
-        disk.fail_at = -1
-        assert caught.value.errno == errno.EIO
-        message = str(caught.value)
-        parts = (".safetensors", "switch_mlp", "expert ", "offset ", "Try again", "check the disk")
-        assert all(part in message for part in parts), message
-        assert "load" not in message.partition("offset ")[2], "the model goes on without"
-        assert_right()
-
-
-@pytest.mark.parametrize("mode", STREAMED)
-def test_read_fails_anywhere(mode, good, want, reading, monkeypatch):
-    disk = Disk()
     with load_model(good, moelab.StreamConfig(mode=mode, slots=SLOTS))[0] as model:
-        patch_preadv(monkeypatch, disk.preadv)
-        assert_reads_may_fail(model, disk, want, mode in ("stacked", "fused"))
-
-
-@pytest.mark.skipif(native.loop() is None, reason="needs llvmlite")
-@pytest.mark.parametrize("mode", ["stacked", "fused"])
-def test_native_read_fails_anywhere(mode, good, want, monkeypatch):
-    """The read fails again when it is repeated."""
-    disk, preadv = Disk(), os.preadv
-
-    def fails(*args):
-        if disk.fail_at < 0:
-            return preadv(*args)
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with load_model(good, moelab.StreamConfig(mode=mode, slots=SLOTS))[0] as model:
-        monkeypatch.setattr(native, "loop", lambda: disk.loop)
-        monkeypatch.setattr(os, "preadv", fails)
-        assert_reads_may_fail(model, disk, want, True)
-
-
-@pytest.mark.parametrize("mode", STREAMED)
-def test_read_comes_back_short(mode, good, want, reading, monkeypatch):
-    preadv, end_early = os.preadv, False
-
-    def short(fd, views, offset):  # which is legal: the rest must be read again
-        view = views[0]
-        return 0 if end_early else preadv(fd, [view[: max(1, len(view) // 3)]], offset)
-
-    with load_model(good, moelab.StreamConfig(mode=mode, slots=SLOTS))[0] as model:
-        patch_preadv(monkeypatch, short)
-        np.testing.assert_allclose(generate(model), want, atol=1e-4)
-        end_early = True
-        with pytest.raises(moelab.ReadError, match=r"expected \d+ bytes, got 0.*load again"):
-            until_it_reads(model)
-        end_early = False
-        np.testing.assert_allclose(generate(model), want, atol=1e-4)
+        patch_preadv(monkeypatch, failing)
+        near = {"atol": 0 if mode in ("stacked", "fused") else 1e-4, "rtol": 0}
+        np.testing.assert_allclose(generate(model), want, **near)
+        reads = count
+        assert reads > 10
+        for n in {1, 2, 3, 6, reads // 3, reads // 2, reads}:
+            count, fail_at = 0, n
+            with pytest.raises(moelab.ReadError, match="Input/output error") as caught:
+                for _ in range(8):  # experts that are held are not read
+                    generate(model)
+            assert caught.value.errno == errno.EIO
+            message = str(caught.value)
+            parts = (".safetensors", "switch_mlp", "expert ", "offset ", "Try again", "check the d")
+            assert all(part in message for part in parts), message
+            assert "load" not in message.partition("offset ")[2], "the model goes on without"
+            np.testing.assert_allclose(generate(model), want, **near)
 
 
 def until_it_reads(model):
@@ -435,7 +339,7 @@ def modify(file, later_ns=1_000_000):
 CHANGES = {
     "modified": modify,
     "restored": partial(modify, later_ns=0),  # by a backup, say: only the ctime shows it
-    "truncated": lambda file: os.truncate(file, 5000),
+    "truncated": partial(os.truncate, length=5000),
 }
 
 
@@ -469,44 +373,6 @@ def test_file_linked_or_replaced_while_streamed(mode, damaged, want, tmp_path, f
             new.replace(file)
         np.testing.assert_allclose(generate(model), want, atol=1e-4)
     failing_load(damaged, "header")
-
-
-CHANGING = """
-import os, sys
-import mlx.core as mx
-import moelab
-from moelab.streaming import layers, model
-
-folder, change = sys.argv[1:]
-streamed, _ = model.load_model(folder, moelab.StreamConfig(slots=8))
-ask = lambda: streamed(mx.array([[5]])).tolist()
-want, of = ask(), layers.Pairs.of
-
-def changing(self, arrived):  # when the layer has its experts and is about to compute
-    for file in (e.path for e in os.scandir(folder) if e.name.endswith(".safetensors")):
-        size = os.path.getsize(file)
-        if change == "truncated":
-            os.truncate(file, 0)
-        else:
-            with open(file, "r+b") as f:
-                f.write(bytes(size))
-    return of(self, arrived)
-
-layers.Pairs.of = changing
-try:
-    print("right" if ask() == want else "wrong")
-except moelab.ReadError:
-    print("right")
-"""
-
-
-@pytest.mark.parametrize("change", ("written in place", "truncated"))
-def test_file_that_changes_during_a_pass(change, tmp_path):
-    config = synthesize.CONFIGS["qwen3-30b-a3b"] | {"num_experts": 8}
-    folder = synthesize.synthesize(tmp_path / "model", layers=1, config=config, progress=False)
-    command = [sys.executable, "-c", CHANGING, str(folder), change]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
 
 
 @pytest.mark.parametrize("mode", ("resident", "fused"))
@@ -556,13 +422,12 @@ def test_failed_call_leaves_no_read_behind(mode, good, want, monkeypatch):
 
     with load_model(good, moelab.StreamConfig(mode=mode, slots=SLOTS, readers=4))[0] as model:
         patch_preadv(monkeypatch, slow)
-        for _ in range(3):
-            begun, ended, failing = 0, 0, True
-            with pytest.raises(moelab.ReadError):
-                until_it_reads(model)
-            assert begun == ended, f"{begun - ended} reads are still in flight"
-            at_error = begun
-            time.sleep(0.1)
-            assert begun == at_error, "reads that were queued went on after the error"
-            failing = False
-            np.testing.assert_allclose(generate(model), want, atol=1e-4)
+        begun, ended, failing = 0, 0, True
+        with pytest.raises(moelab.ReadError):
+            until_it_reads(model)
+        assert begun == ended, f"{begun - ended} reads are still in flight"
+        at_error = begun
+        time.sleep(0.1)
+        assert begun == at_error, "reads that were queued went on after the error"
+        failing = False
+        np.testing.assert_allclose(generate(model), want, atol=1e-4)

@@ -53,26 +53,20 @@ return labels.filter(label => !shown.includes(label.replaceAll('<br>', '')));
 """
 
 
-def names(cell, context):
-    """The names that a cell reads or binds: ``ast.Load`` or ``ast.Store``."""
-    nodes = list(ast.walk(ast.parse(cell.source)))
-    found = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, context)}
-    if context is ast.Store:
-        found |= {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
-        imports = (n for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)))
-        found |= {(a.asname or a.name).split(".")[0] for n in imports for a in n.names}
-    return found
-
-
 def of_the_sliders(notebook):
     """The notebook with only the cells that its sliders' cell needs, and that cell."""
-    code = [c for c in notebook.cells if c.cell_type == "code"]
-    last = next(i for i, c in enumerate(code) if "explore(" in c.source)
-    kept, needed = [code[last]], names(code[last], ast.Load)
-    for cell in reversed(code[:last]):
-        if names(cell, ast.Store) & needed:
-            kept.insert(0, cell)
-            needed |= names(cell, ast.Load)
+    code = [c.source for c in notebook.cells if c.cell_type == "code"]
+    last = next(i for i, source in enumerate(code) if "explore(" in source)
+    kept, needed = [], set()
+    for i in range(last, -1, -1):
+        nodes = list(ast.walk(ast.parse(code[i])))
+        named = [(n.id, type(n.ctx)) for n in nodes if isinstance(n, ast.Name)]
+        bound = {name for name, context in named if context is ast.Store}
+        bound |= {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
+        bound |= {(n.asname or n.name).split(".")[0] for n in nodes if isinstance(n, ast.alias)}
+        if i == last or bound & needed:
+            kept.insert(0, nbformat.v4.new_code_cell(code[i]))
+            needed |= {name for name, context in named if context is ast.Load}
     return nbformat.v4.new_notebook(cells=kept, metadata=notebook.metadata)
 
 
@@ -83,10 +77,8 @@ def lab(tmp_path_factory):
         pytest.skip("no chromedriver: `make browser` installs Chromium and its driver on Debian")
     folder = tmp_path_factory.mktemp("lab")
     for path in NOTEBOOKS:
-        notebook = nbformat.read(path, as_version=4)
-        nbformat.write(of_the_sliders(notebook), folder / path.name)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
+        nbformat.write(of_the_sliders(nbformat.read(path, as_version=4)), folder / path.name)
+    with socket.create_server(("127.0.0.1", 0)) as s:
         port = s.getsockname()[1]
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"]
     command += [f"--port={port}", "--ip=127.0.0.1", "--ServerApp.port_retries=0"]

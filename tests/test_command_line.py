@@ -1,6 +1,7 @@
 """python -m moelab: no option is ignored, no value is taken for another, no traceback."""
 
 import argparse
+import importlib
 import inspect
 import io
 import json
@@ -12,7 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
+import mlx_lm.cache_prompt
 import mlx_lm.chat
 import mlx_lm.server
 import pytest
@@ -36,6 +39,7 @@ def other(name, option):
     return str(1021 - [*STREAM_OPTIONS].index(name)) if option.bounds else "t.npz"
 
 
+MLX_LM_GENERATE = importlib.import_module("mlx_lm.generate")  # mlx_lm.generate is a function
 BY_FLAG = {flag(name): option for name, option in STREAM_OPTIONS.items()}
 VALUES = {flag(name): other(name, option) for name, option in STREAM_OPTIONS.items()}
 AUTO = {name: v for name, v in VALUES.items() if BY_FLAG[name].for_auto}  # slots auto goes by it
@@ -84,46 +88,88 @@ def test_no_option_is_ignored(command):
         )
 
 
-def test_an_option_that_a_command_does_not_have(calls, capsys):
-    got = run(capsys, "check", "M", "--nonsense")
-    assert got.code == 2 and "check does not take --nonsense" in got.err
-    got = run(capsys, "--nonsense", "check", "M")
-    assert got.code == 2 and "--nonsense" in got.err and not calls
+@pytest.mark.parametrize(
+    "command, said",
+    [
+        ("bench M --port 4", "--port"),
+        ("check M --nonsense", "check does not take --nonsense"),
+        ("--nonsense check M", "--nonsense"),
+        ("bench M --mode fused", "--mode"),  # argparse would take it for --modes
+        ("generate M --prompt x --slots 8 --slots 16", "--slots is there twice"),
+        ("bench M --tokens 3 --tokens 4", "--tokens is there twice"),
+        ("check ", "expected a name, got nothing"),
+        ("generate  --prompt x", "expected a name, got nothing"),
+        ("generate M --prompt ", "--prompt"),
+        ("generate M --prompt caf\udce9", "--prompt"),  # bytes that are no UTF-8
+        ("repack M ", "expected a name, got nothing"),
+        ("synthesize O --tokenizer ", "expected a name, got nothing"),
+        ("bench M --draft ", "expected a name, got nothing"),
+        ("serve M --pipeline", "--pipeline: several machines divide the experts"),
+        ("serve M --prompt-cache-bytes much", "--prompt-cache-bytes"),
+        ("serve M --chat-template-args [1]", "--chat-template-args"),
+    ],
+)
+def test_a_wrong_command_line(command, said, calls, capsys):
+    got = run(capsys, *command.split(" "))
+    assert got.code == 2 and said in got.err and not calls
 
 
-def test_no_import_that_loses_ctrl_c_is_left_to_the_command():
-    """numpy.random loads itself at its first use, and its compiled modules drop exceptions."""
+def test_what_help_and_the_first_second_need():
+    """``--help`` imports no command and no MLX, which takes most of a second.
+
+    numpy.random loads itself at its first use, and its compiled modules lose a Ctrl-C: it is there
+    before the command runs.
+    """
     code = (
-        "import signal, sys, numpy\n"
-        "from moelab.__main__ import end_at_ctrl_c, raise_at_ctrl_c\n"
+        "import signal, sys\n"
+        "from moelab.__main__ import end_at_ctrl_c, parse, raise_at_ctrl_c\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "end_at_ctrl_c()\n"
         "assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler\n"
+        "try: parse(['--help'])\n"
+        "except SystemExit: print(*sys.modules, file=sys.stderr)\n"
         "raise_at_ctrl_c()\n"
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
-        "print('numpy.random' in sys.modules)"
+        "assert 'numpy.random' in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("True\n", "")
+    imported = set(done.stderr.split())
+    assert not done.returncode, done.stderr
+    assert not imported & {"mlx.core", *(f"moelab.{module}" for module, _ in COMMANDS.values())}
 
 
-def test_only_the_module_of_the_command_is_imported():
-    """``--help`` alone imports none of them, and no MLX, which takes most of a second."""
-    code = (
-        "import sys\n"
-        "from moelab.__main__ import parse\n"
-        "try: parse(sys.argv[1:])\n"
-        "except SystemExit: pass\n"
-        "print(*sys.modules, file=sys.stderr)"
-    )
-    for argv, modules in (
-        (["--help"], set()),
-        (["check", "--help"], {"moelab.lab.machine"}),
-    ):
-        done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True)
-        imported = set(done.stderr.split())
-        commands = {f"moelab.{module}" for module, _ in COMMANDS.values()} & imported
-        assert commands == modules and ("mlx.core" in imported) == bool(modules)
+def servers_parser():
+    """The parser of mlx-lm's server, which makes it in ``main``."""
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(StopIteration) as stop:
+        made = argparse.ArgumentParser()
+        made.parse_args = Mock(side_effect=StopIteration(made))
+        patched.setattr(mlx_lm.server, "argparse", SimpleNamespace(ArgumentParser=lambda **_: made))
+        mlx_lm.server.main()
+    return stop.value.value
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, others",
+    [
+        (generate, MLX_LM_GENERATE.setup_arg_parser,
+         {"--prompt", "-p", "--max-tokens", "-m", "--chat-template-config", "--num-draft-tokens",
+          "--top-k", "--image", "--quantize-activations", "-qa", "--use-default-chat-template"}),
+        (chat, mlx_lm.chat.setup_arg_parser, {"--pipeline"}),
+        (cache_prompt, mlx_lm.cache_prompt.setup_arg_parser, set()),
+        (serve, servers_parser,
+         {"--num-draft-tokens", "--top-k", "--pipeline", "--allowed-origins",
+          "--chat-template-args"}),
+    ],
+)  # fmt: skip
+def test_the_flags_are_those_of_mlx_lm(ours, theirs, others):
+    """All that its command has, with its defaults, but where the two mean different things."""
+    parser = argparse.ArgumentParser()
+    ours.add_arguments(parser)
+    found, wanted = parser._option_string_actions, theirs()._option_string_actions
+    assert set(wanted) - set(found) == {"--model"}  # MODEL here
+    for name in set(wanted) - {"--model", "-h", "--help", *others}:
+        got, action = found[name], wanted[name]
+        assert (got.dest, got.default) == (action.dest, action.default), name
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -152,34 +198,21 @@ def test_what_slots_auto_goes_by_needs_it(calls, capsys):
 # Values
 
 
-def impossible():
-    """Values that the fields of ``StreamConfig`` do not take."""
-    for name, option in STREAM_OPTIONS.items():
-        values = ["nonsense", *option.only_in_python]
-        if option.bounds:
-            least, most = option.bounds
-            values += ["1.5", least - 1, most + 1]
-        if option.bounds or option.choices:
-            given = "--experts-top-k" if name == "top_k" else flag(name)
-            yield from (f"generate M --prompt x {given} {value}" for value in values)
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        *impossible(),
+def test_a_value_that_cannot_be(calls, capsys):
+    """``tests/test_bad_input.py`` has those of every field of ``StreamConfig``."""
+    for command in (
+        "generate M --prompt x --slots 1.5",
+        "generate M --prompt x --experts-top-k 0",
         "generate M --prompt x --max-tokens -5",
         "generate M --prompt x --mode warp",
         "plan M --ssd nan",
         "synthesize O --like qwen9",
-    ],
-)
-def test_a_value_that_cannot_be(command, calls, capsys):
-    *_, name, value = command.split()
-    got = run(capsys, *command.split())
-    assert (got.code, calls) == (2, [])
-    assert name in got.err and (value in got.err or "," in value)
-    assert "expected" in got.err or "choose from" in got.err
+    ):
+        *_, name, value = command.split()
+        got = run(capsys, *command.split())
+        assert (got.code, calls) == (2, [])
+        assert name in got.err and (value in got.err or "," in value), command
+        assert "expected" in got.err or "choose from" in got.err, command
 
 
 # Text
@@ -206,52 +239,26 @@ def test_standard_input_that_is_no_text(data, words, calls, monkeypatch, capsys)
     assert all(w in got.err for w in ("--prompt", "standard input", words))
 
 
-def test_a_prompt_that_is_no_text(calls, capsys):
-    for prompt in ("", b"caf\xe9".decode(errors="surrogateescape")):
-        got = run(capsys, "generate", "M", "--prompt", prompt)
-        assert got.code == 2 and "--prompt" in got.err and not calls
-
-
-class Strips:
-    """A tokenizer that makes nothing of blanks, as some do."""
-
-    def __init__(self, inner):
-        self._inner = inner
-
-    def encode(self, text, **kwargs):
-        return self._inner.encode(text, **kwargs) if text.strip() else []
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
-
 def test_a_prompt_without_a_token(model_path, monkeypatch, capsys):
+    """Some tokenizers make nothing of blanks."""
+
     def load_stripping(*args, **kwargs):
-        model, its = moelab.load(*args, **kwargs)
-        return model, Strips(its)
+        model, tokenizer = moelab.load(*args, **kwargs)
+        monkeypatch.setattr(type(tokenizer), "encode", lambda *_, **__: [], raising=False)
+        return model, tokenizer
 
     monkeypatch.setattr(generate, "load", load_stripping)
     got = run(capsys, "generate", model_path, "--prompt", "   ")
     assert got.code == 1 and "prompt '   '" in got.err and "at least one token" in got.err
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["check", ""], ["generate", "", "--prompt", "x"], ["repack", "M", ""], ["synthesize", ""],
-        ["synthesize", "O", "--tokenizer", ""], ["bench", "M", "--draft", ""],
-    ],
-)  # fmt: skip
-def test_an_empty_name_is_not_the_current_folder(command, calls, capsys):
-    got = run(capsys, *command)
-    assert got.code == 2 and "expected a name, got nothing" in got.err and not calls
-
-
-def test_check_names_a_model_that_is_not_there(capsys, monkeypatch):
-    monkeypatch.setattr(machine, "read_speed", lambda *_: pytest.fail("another model was read"))
-    for name in ("nowhere", __file__):
-        got = run(capsys, "check", name)
-        assert got.code == 1 and name in got.err and "folder" in got.err
+def test_a_current_folder_that_was_removed(tmp_path, capsys, monkeypatch):
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    monkeypatch.setenv("PWD", str(gone))
+    gone.rmdir()
+    got = run(capsys, "check")
+    assert got.code == 1 and f"current folder {gone} was removed: change to another" in got.err
 
 
 def without_tokenizer(path):
@@ -274,38 +281,17 @@ def as_adapters(path):
 # What is done to a copy of a folder of data/models, a command, its exit status, and what it says.
 WORDS = {
     "no tokenizer": ("tiny-moe", without_tokenizer, "generate {} -p hi", 1, "tokenizer.json may"),
-    "no tokenizer, check": ("tiny-moe", without_tokenizer, "check {}", 1, "tokenizer.json may"),
     "an old index": ("tiny-moe", with_an_old_index, "check {}", 1, "or remove the index if the 1 "),
     "a DFlash draft": ("tiny-dflash", None, "generate {} -p hi", 1, "DFlash draft, .* as its --dr"),
-    "a DFlash draft, plan": ("tiny-dflash", None, "plan {}", 1, "DFlash draft, .* as its --draft"),
+    "no model": ("tiny-moe", None, "serve {}/no", 1, "model/no: expected a model folder"),
+    "no model, check": ("tiny-moe", None, "check {}/no", 1, "model/no: .* folder"),
     "a draft": ("tiny-draft", None, "generate {} -p hi", 1, "no experts .* as the --draft of a "),
-    "a draft, check": ("tiny-draft", None, "check {}", 1, r"\[ok\] SSD: not measured, model/ has"),
     "adapters": ("tiny-draft", as_adapters, "generate {} -p hi", 1, "adapters as adapter_path"),
     "200MB": ("tiny-moe", None, "generate {} -p hi -m 1 --memory-nbytes 200MB", 0, "slots=64"),
     "x in a mode": ("tiny-moe", None, "bench {} --modes fused/memory_nbytes=x", 1, "500MB or 2GB"),
     "no size": ("tiny-moe", None, "generate {} -p hi --memory-nbytes 9PB", 2, "as in 500MB or 2GB"),
-    "a dangling link": (
-        "tiny-moe",
-        dangling,
-        "check {}",
-        None,
-        r"\[ok\] SSD: random .* of model.s",
-    ),
-    "one elsewhere": ("tiny-moe", dangling, "check", None, "SSD: not measured"),
-    "Ctrl-C": (
-        "tiny-moe",
-        None,
-        "repack {} {}2",
-        130,
-        "interrupted: nothing was written, there is no .*model2",
-    ),
-    "here": (
-        "tiny-moe",
-        lambda path: (path.parent / "gone").mkdir(),
-        "check",
-        1,
-        "current folder .*/gone was removed: change to another",
-    ),
+    "a dangling link": ("tiny-moe", dangling, "check {}", None, r"\[ok\] SSD: .* of model.s"),
+    "Ctrl-C": ("tiny-moe", None, "repack {} {}2", 130, "interrupted: nothing was .*no .*model2"),
 }
 
 
@@ -318,10 +304,6 @@ def test_the_words_say_what_to_do(case, tmp_path, monkeypatch, capsys):
     path = shutil.copytree(moelab.DATA / "models" / name, tmp_path / "model")
     if change:
         change(path)
-    if case == "here":
-        monkeypatch.chdir(gone := tmp_path / "gone")
-        monkeypatch.setenv("PWD", str(gone))
-        gone.rmdir()
     monkeypatch.setattr("moelab.repack._Layer.write", interrupt)
     monkeypatch.setattr(machine, "DATA", tmp_path)
     got = run(capsys, *command.replace("{}", str(path)).split())
@@ -331,10 +313,9 @@ def test_the_words_say_what_to_do(case, tmp_path, monkeypatch, capsys):
 # Signals and pipes
 
 
-@pytest.mark.parametrize("module", ["mlx_lm", "psutil"])
-def test_ctrl_c_during_the_imports(module, tmp_path):
+def test_ctrl_c_during_the_imports(tmp_path):
     """The first half second is imports of what the command needs."""
-    (tmp_path / f"{module}.py").write_text(
+    (tmp_path / "mlx_lm.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
@@ -344,7 +325,7 @@ def test_ctrl_c_during_the_imports(module, tmp_path):
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
-@pytest.mark.parametrize("delay_s", [0.3, 0.6, 1.0])
+@pytest.mark.parametrize("delay_s", [0.3, 1.0])
 def test_ctrl_c_in_the_first_second(delay_s, model_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "moelab", "generate", str(model_path), "--prompt", "x",
@@ -360,15 +341,12 @@ def test_ctrl_c_in_the_first_second(delay_s, model_path):
     assert process.returncode == 130
 
 
-@pytest.mark.parametrize("command", ["generate", "check"])
-def test_a_reader_that_goes_away(command, model_path):
+def test_a_reader_that_goes_away(model_path):
     """As ``... | head -1`` does."""
-    argv = [sys.executable, "-m", "moelab", command, str(model_path)]
-    if command == "generate":
-        argv += ["--prompt", "line\n", "--max-tokens", "2000", "--slots", "8"]
+    argv = [sys.executable, "-m", "moelab", "generate", str(model_path), "--prompt", "line\n"]
+    argv += ["--max-tokens", "2000", "--slots", "8"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    if command == "generate":
-        process.stdout.readline()
+    process.stdout.readline()
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(60) == 141
@@ -377,9 +355,7 @@ def test_a_reader_that_goes_away(command, model_path):
 @pytest.mark.parametrize(
     "command, code, words",
     [
-        ("bench --help | true", 0, ""),
         ("check nowhere >&-", 1, "nowhere"),
-        ("generate MODEL --slots 8 --prompt x --max-tokens 2 >&-", 0, ""),
         ("generate MODEL --slots 8 --prompt x --max-tokens 2 <&- 2>&-", 0, ""),
         ("generate MODEL --slots 8 --prompt x --max-tokens 2 > /dev/full", 1, "No space left"),
     ],
@@ -394,24 +370,9 @@ def test_closed_and_full_outputs(command, code, words, model_path):
     assert words in done.stderr and done.stderr.count("\n") == bool(words)
 
 
-def test_an_option_that_is_there_twice(calls, capsys):
-    """The first of the two was ignored."""
-    for command in ("generate M --prompt x --slots 8 --slots 16", "bench M --tokens 3 --tokens 4"):
-        got = run(capsys, *command.split())
-        assert got.code == 2 and not calls
-        assert command.split()[-2] in got.err and "twice" in got.err
-
-
-def test_an_option_is_written_in_full(calls, capsys):
-    """``--mode`` would be taken for ``--modes`` by argparse."""
-    got = run(capsys, "bench", "M", "--mode", "fused")
-    assert got.code == 2 and "--mode" in got.err and not calls
-
-
 def test_a_folder_with_brackets(tokenizer, tmp_path, capsys):
-    here = tmp_path / "a [x]"
+    here, make = tmp_path / "a [x]", dict(config=small(), tokenizer=tokenizer, progress=False)
     model, cache, packed = (str(here / name) for name in ("m [1]", "c [2].safetensors", "p [3]"))
-    make = dict(config=small(), tokenizer=tokenizer, progress=False)
     synthesize_.synthesize(model, **make)
     synthesize_.synthesize(tmp_path / "a x" / "m 1", seed=1, **make)  # what the pattern matches
     say = ("--prompt", "def", "--max-tokens", "4")
@@ -422,10 +383,7 @@ def test_a_folder_with_brackets(tokenizer, tmp_path, capsys):
         ("repack", model, packed, "--quiet"),
         ("generate", model, "--draft", model, *say),
         ("generate", packed, *say),
-        ("generate", model, "--mode", "resident", *say),
     ):
         assert main(argv) == 0, capsys.readouterr()
-    texts = [out.partition("[")[0] for out in capsys.readouterr().out.rsplit("def", 3)[1:]]
+    texts = [out.partition("[")[0] for out in capsys.readouterr().out.rsplit("def", 2)[1:]]
     assert len({*texts}) == 1, texts
-    main(("check", model))  # its status tells of the machine, too
-    assert "m [1]: the slots hold" in capsys.readouterr().out

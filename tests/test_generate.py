@@ -6,23 +6,19 @@ import io
 import re
 import shutil
 import sys
-from types import SimpleNamespace
-from unittest.mock import Mock
 
-import families
 import mlx.core as mx
 import mlx_lm
 import pytest
-from mlx_lm import cache_prompt, server
-from mlx_lm import chat as mlx_lm_chat
+from mlx_lm import cache_prompt
 from small import small
 
 import moelab
 from moelab import DATA, synthesize
 from moelab.__main__ import main
 from moelab.commands import cache_prompt as cache_prompt_command
-from moelab.commands import chat, generate, serve
-from moelab.commands.kv_cache import check_kv_cache, open_prompt_cache
+from moelab.commands import generate
+from moelab.commands.kv_cache import open_prompt_cache
 from moelab.speculation.drafts import LookupDraft
 
 MODEL = DATA / "models/tiny-moe"
@@ -82,18 +78,22 @@ def text_of(out):
     return out.partition("\n\n[")[0]
 
 
-@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+def drafted(draft, n):
+    return [] if draft is None else ["--draft", draft, "--num-draft-tokens", n]
+
+
 @pytest.mark.parametrize("sampled", [False, True])
-def test_the_text_is_that_of_mlx_lm(draft, sampled, command, capsys, monkeypatch):
+def test_the_text_is_that_of_mlx_lm(sampled, command, capsys, monkeypatch):
     """Whatever drafts it, and the prompt before it: a template that adds nothing shows nothing."""
-    more = ["--prompt", PROMPT, "--max-tokens", 20]
+    more = ["--prompt", PROMPT, "--max-tokens", 16]
     more += ["--temp", 0.8, "--top-p", 0.9, "--min-p", 0.01, "--seed", 5] if sampled else []
-    k = ["50"] if sampled else ["0"]
-    wanted = theirs(capsys, monkeypatch, "--model", MODEL, *more, "--top-k", *k)
-    drafts = [] if draft is None else ["--draft", draft, "--num-draft-tokens", "3"]
-    got = command("generate", MODEL, *SLOTS, *more, "--sampling-top-k", *k, *drafts)
-    assert text_of(got) == PROMPT + wanted
-    assert ("drafts accepted" in got) == (draft not in (None, "lookup"))
+    k = 50 if sampled else 0
+    wanted = theirs(capsys, monkeypatch, "--model", MODEL, *more, "--top-k", k)
+    for draft in DRAFTS:
+        options = [*SLOTS, *more, "--sampling-top-k", k, *drafted(draft, 3)]
+        got = command("generate", MODEL, *options)
+        assert text_of(got) == PROMPT + wanted, draft
+        assert ("drafts accepted" in got) == (draft not in (None, "lookup"))
 
 
 @pytest.fixture(scope="module")
@@ -104,23 +104,21 @@ def plain(tmp_path_factory, tokenizer):
     return synthesize.synthesize(path, config=config, tokenizer=tokenizer, progress=False)
 
 
-QUANTIZED = {  # from the first token, and from the middle of the answer
-    "first": ["--kv-bits", "4", "--kv-group-size", "32", "--quantized-kv-start", "0"],
-    "middle": ["--kv-bits", "2", "--quantized-kv-start", "36"],
-}
-
-
-@pytest.mark.parametrize("start", QUANTIZED)
-def test_a_quantized_cache(start, command, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "quantized, drafts",
+    [
+        (["--kv-bits", "4", "--kv-group-size", "32", "--quantized-kv-start", "0"], DRAFTS[:1]),
+        (["--kv-bits", "2", "--quantized-kv-start", "24"], DRAFTS),  # amid the answer
+    ],
+)
+def test_a_quantized_cache(quantized, drafts, command, capsys, monkeypatch):
     """The text of mlx-lm's command, with every draft: it is quantized at the same token."""
-    more = ["--prompt", PROMPT * 2, "--max-tokens", 24, *QUANTIZED[start]]
-    wanted = theirs(capsys, monkeypatch, "--model", MODEL, *more)
-    for draft in DRAFTS:
-        drafts = [] if draft is None else ["--draft", draft, "--num-draft-tokens", "5"]
-        got = command("generate", MODEL, *SLOTS, *more, *drafts)
-        assert text_of(got) == PROMPT * 2 + wanted, draft
-    whole = command("generate", MODEL, *SLOTS, *more[:4])
-    assert text_of(whole) != PROMPT * 2 + wanted
+    more = ["--prompt", PROMPT, "--max-tokens", 24]
+    wanted = theirs(capsys, monkeypatch, "--model", MODEL, *more, *quantized)
+    for draft in drafts:
+        got = command("generate", MODEL, *SLOTS, *more, *quantized, *drafted(draft, 5))
+        assert text_of(got) == PROMPT + wanted, draft
+    assert text_of(command("generate", MODEL, *SLOTS, *more)) != PROMPT + wanted
 
 
 @pytest.mark.parametrize("size", ["7", "500"])
@@ -157,47 +155,11 @@ def test_the_plan_is_told_on_stderr(capsys):
     assert "slots=" not in out and err.count("slots=") == 1 and "available" in err
 
 
-def servers_parser():
-    """The parser of mlx-lm's server, which makes it in ``main``."""
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(StopIteration) as stop:
-        made = argparse.ArgumentParser()
-        made.parse_args = Mock(side_effect=StopIteration(made))
-        patched.setattr(server, "argparse", SimpleNamespace(ArgumentParser=lambda **_: made))
-        server.main()
-    return stop.value.value
-
-
-@pytest.mark.parametrize(
-    "ours, theirs, others",
-    [
-        (generate, MLX_LM_GENERATE.setup_arg_parser,
-         {"--prompt", "-p", "--max-tokens", "-m", "--chat-template-config", "--num-draft-tokens",
-          "--top-k", "--image", "--quantize-activations", "-qa", "--use-default-chat-template"}),
-        (chat, mlx_lm_chat.setup_arg_parser, {"--pipeline"}),
-        (cache_prompt_command, cache_prompt.setup_arg_parser, set()),
-        (serve, servers_parser,
-         {"--num-draft-tokens", "--top-k", "--pipeline", "--allowed-origins",
-          "--chat-template-args"}),
-    ],
-)  # fmt: skip
-def test_the_flags_are_those_of_mlx_lm(ours, theirs, others):
-    """All that its command has, with its defaults, but where the two mean different things."""
-    parser = argparse.ArgumentParser()
-    ours.add_arguments(parser)
-    found, wanted = parser._option_string_actions, theirs()._option_string_actions
-    assert set(wanted) - set(found) == {"--model"}  # MODEL here
-    for name in set(wanted) - {"--model", "-h", "--help", *others}:
-        got, action = found[name], wanted[name]
-        assert (got.dest, got.default) == (action.dest, action.default), name
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        [],
-        ["--system-prompt", "Be brief."],
+        ["--system-prompt", "Be brief.", "--prefill-response", "def"],
         ["--ignore-chat-template"],
-        ["--prefill-response", "def"],
         ["--chat-template-config", '{"mood": "glad"}'],
     ],
 )
@@ -236,10 +198,8 @@ def test_a_prompt_cache_file(chatty, command, capsys, monkeypatch, tmp_path):
         wanted = text_of(command("generate", model, *SLOTS, "--prompt", whole, "--max-tokens", 12))
         wanted = wanted.removeprefix(whole)
         file = tmp_path / "p.safetensors"
-        said = command(
-            "cache-prompt", model, *SLOTS, "--prompt", begin, "--prompt-cache-file", file
-        )
-        assert "tokens" in said
+        make = ["cache-prompt", model, *SLOTS, "--prompt", begin, "--prompt-cache-file", file]
+        assert "tokens" in command(*make)
         for draft in ([], ["--draft", "lookup"]):
             more = ["--prompt", end, "--max-tokens", 12, "--prompt-cache-file", file]
             got = text_of(command("generate", model, *SLOTS, *more, *draft))
@@ -257,31 +217,25 @@ def test_a_prompt_cache_file(chatty, command, capsys, monkeypatch, tmp_path):
 def test_prompt_cache_files_that_are_none(command, tmp_path, random_tiny_moe):
     file = tmp_path / "p.safetensors"
     make = ["cache-prompt", MODEL, *SLOTS, "--prompt", "x", "--prompt-cache-file"]
-    use = ["generate", MODEL, *SLOTS, "--prompt", "x", "--prompt-cache-file", file]
-    assert str(file) in command(*use, code=1)
-    file.write_bytes(b"nonsense")
-    assert "expected a prompt cache" in command(*use, code=1)
+    use = [*SLOTS, "--prompt", "x", "--prompt-cache-file", file]
+    assert str(file) in command("generate", MODEL, *use, code=1)
     mx.save_safetensors(str(file), {"a": mx.zeros(3)})
-    assert "expected a prompt cache" in command(*use, code=1)
+    assert "expected a prompt cache" in command("generate", MODEL, *use, code=1)
     held = file.read_bytes()
     assert "found something else" in command(*make, file, code=1) and file.read_bytes() == held
     file.unlink()
     command(*make, file)
-    other = ["generate", random_tiny_moe, *SLOTS, "--prompt", "x", "--prompt-cache-file", file]
-    assert "tiny-moe" in command(*other, code=1)
+    assert "tiny-moe" in command("generate", random_tiny_moe, *use, code=1)
     for wrong in (tmp_path / "no" / "p.safetensors", tmp_path / "p.npz", tmp_path):
         assert str(wrong) in command(*make, wrong, code=1)
-    (tmp_path / "folder.safetensors").mkdir()
-    assert "something else" in command(*make, tmp_path / "folder.safetensors", code=1)
 
 
 def replaced(name, change):
-    return lambda arrays, about: ({**arrays, name: change(arrays[name])}, about)
+    return lambda arrays, about: ({**arrays, name: change(arrays[name])}, {**about})
 
 
 CHANGES = {  # of a file's arrays and metadata; of tiny-moe's layers, 0 has a state, 7 keys, values
     "another class": lambda arrays, about: (arrays, {**about, "1.7": "ArraysCache"}),
-    "no keys": lambda arrays, about: ({n: a for n, a in arrays.items() if n != "7.0"}, about),
     "smaller heads": replaced("7.0", lambda a: a[..., :-1]),
     "too many tokens": replaced("7.2", lambda a: a + 1000),
     "a smaller state": replaced("0.0.1", lambda a: a[:, :-1]),  # the kernels would read beyond it
@@ -293,52 +247,46 @@ CHANGES = {  # of a file's arrays and metadata; of tiny-moe's layers, 0 has a st
 def cached(tmp_path_factory):
     """The arrays and the metadata of a prompt cache file."""
     file = str(tmp_path_factory.mktemp("cached") / "p.safetensors")
-    main(
-        ["cache-prompt", str(MODEL), *SLOTS, "--prompt", PROMPT[:-10], "--prompt-cache-file", file]
-    )
+    make = ["cache-prompt", str(MODEL), *SLOTS, "--prompt", PROMPT[:-10]]
+    main([*make, "--prompt-cache-file", file])
     return mx.load(file, return_metadata=True)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_prompt_cache_that_is_damaged(change, cached, command, tmp_path):
+def test_a_prompt_cache_that_is_damaged(cached, tmp_path, capsys):
     """With its checksum, or by the sizes that the model's caches have. One error names the file.
 
     Other numbers of the right sizes in a file without a checksum are used, which stderr says.
     """
-    arrays, about = CHANGES[change](*cached)
-    file = tmp_path / "p.safetensors"
-    use = ["generate", MODEL, *SLOTS, "--prompt", "x", "--max-tokens", 2]
-    mx.save_safetensors(str(file), arrays, about)
-    said = command(*use, "--prompt-cache-file", file, code=1)
-    assert str(file) in said and "Make it again with cache-prompt" in said
-    about = {n: t for n, t in about.items() if n != "0.checksum"}
-    mx.save_safetensors(str(file), arrays, about)
-    found = command(*use, "--prompt-cache-file", file, code=int(change != "other numbers"))
-    assert change == "other numbers" or (str(file) in found and "Make it again" in found)
-
-
-def test_bytes_of_a_prompt_cache_that_changed(cached, tmp_path, capsys):
     file, config = tmp_path / "p.safetensors", moelab.StreamConfig(slots=16)
     args = argparse.Namespace(
         model=str(MODEL), prompt_cache_file=file, trust_remote_code=False, max_kv_size=None,
         kv_bits=None, kv_group_size=64,
     )  # fmt: skip
+
+    def refused(said=""):
+        with pytest.raises(ValueError, match=f"{file}: .*{said}.*[Mm]ake it again"):
+            open_prompt_cache(args, config)
+
+    for change in CHANGES.values():
+        arrays, about = change(*cached)
+        mx.save_safetensors(str(file), arrays, about)
+        refused()
+        del about["0.checksum"]
+        mx.save_safetensors(str(file), arrays, about)
+        if change is not CHANGES["other numbers"]:
+            refused()
+    assert len(open_prompt_cache(args, config)[0]) == 8 and "checksum" in capsys.readouterr().err
     mx.save_safetensors(str(file), *cached)
     assert len(open_prompt_cache(args, config)[0]) == 8
     content = file.read_bytes()
     for at in range(8 + int.from_bytes(content[:8], "little"), len(content), len(content) // 9):
         file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        with pytest.raises(ValueError, match=f"{file}: .*the file is damaged.*Make it again"):
-            open_prompt_cache(args, config)
+        refused("the file is damaged")
     file.write_bytes(content[:-1])
-    with pytest.raises(ValueError, match=f"{file}: .*not fully covered.*[Mm]ake it again"):
-        open_prompt_cache(args, config)
+    refused("not fully covered")
 
 
-@pytest.mark.parametrize("how", [KeyboardInterrupt, RuntimeError("no space")])
-def test_a_prompt_cache_is_replaced_when_the_new_one_is_complete(
-    how, command, tmp_path, monkeypatch
-):
+def test_a_prompt_cache_is_replaced_when_the_new_one_is_complete(command, tmp_path, monkeypatch):
     """By a link too: the file behind it. A run that ends before that leaves the old one."""
     file, link = tmp_path / "p.safetensors", tmp_path / "link.safetensors"
     make = ["cache-prompt", MODEL, *SLOTS, "--prompt-cache-file", link, "--prompt"]
@@ -350,16 +298,15 @@ def test_a_prompt_cache_is_replaced_when_the_new_one_is_complete(
     def save_half(name, *args):
         save(name, *args)
         assert file.read_bytes() == old
-        raise how
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(cache_prompt_command, "save_prompt_cache", save_half)
-    said = command(*make, "from", code=130 if how is KeyboardInterrupt else 1)
-    assert said == "interrupted" or "cannot be written" in said
+    with monkeypatch.context() as m:
+        m.setattr(cache_prompt_command, "save_prompt_cache", save_half)
+        assert command(*make, "from", code=130) == "interrupted"
     assert sorted(tmp_path.iterdir()) == [link, file] and file.read_bytes() == old
-    monkeypatch.undo()
     command(*make, "from")
     assert sorted(tmp_path.iterdir()) == [link, file] and link.is_symlink()
-    assert len(file.read_bytes()) >= len(old) != 0 and file.read_bytes() != old
+    assert file.read_bytes() != old
 
 
 def test_a_prompt_cache_that_is_quantized(command, capsys, monkeypatch, tmp_path):
@@ -385,18 +332,13 @@ def test_a_prompt_cache_that_is_quantized(command, capsys, monkeypatch, tmp_path
     "options, words",
     [
         (["--draft", "no/such"], "draft 'no/such'"),
-        (["--adapter-path", "no/such"], "no/such"),
         (["--adapter-path", str(MODEL)], "found no adapter_config.json and no adapters"),
         (["--chat-template-config", "[]"], "--chat-template-config"),
-        (["--seed", str(2**64)], "--seed"),
-        (["--num-draft-tokens", "x"], "--num-draft-tokens"),
         (["--sampling-top-k", "8192", "--temp", "1"], "sampling_top_k"),
         (["--min-tokens-to-keep", "9000", "--min-p", "0.1", "--temp", "1"], "min_tokens_to_keep"),
         (["--kv-bits", "4", "--kv-group-size", "128"], "kv_group_size=128: mlx-lm cannot quantize"),
         (["--max-kv-size", "64"], "qwen3_5_moe makes its own"),
         (["--extra-eos-token", "no such token"], "extra_eos_tokens"),
-        (["--verbose", "maybe"], "--verbose"),
-        (["-qa"], "-qa"),
         (["--top-k", "5"], "--sampling-top-k"),
     ],
 )
@@ -408,10 +350,7 @@ def test_what_generate_refuses(options, words, command):
 @pytest.mark.parametrize(
     "variables, options, now",
     [
-        ({"TEND_MOE_CACHE_SLOTS": "24"}, [], "mode fused, slots 24"),
         ({"MLX_MOE_STACKED": "1", "MLX_MOE_CACHE_SLOTS": "24"}, [], "mode stacked, slots 24"),
-        ({"MLX_MOE_STACKED": "1"}, ["--mode", "fused", "--slots", "9"], "mode fused, slots 9"),
-        ({"MLX_MOE_CACHE_SLOTS": "24"}, ["--mode", "resident"], "mode resident"),
         ({"SWIFTLM_TOP_K": "4"}, ["--slots", "9"], "mode fused, slots 9, top-k 4"),
         ({}, ["--slots", "9"], None),
     ],
@@ -424,21 +363,11 @@ def test_the_environment_of_swiftlm(variables, options, now, monkeypatch, capsys
         monkeypatch.setenv(name, value)
     assert main(["generate", str(MODEL), "--prompt", "x", *options]) == 0
     err = capsys.readouterr().err.strip()
+    assert all(f"{name}={value}" in err for name, value in variables.items())
     if now is None:
         assert not err
-        return
-    assert all(f"{name}={value}" in err for name, value in variables.items())
-    assert err.endswith(now) and seen[0].mode in now
-    assert "slots" not in now or f"slots {seen[0].slots}" in now
-
-
-@pytest.mark.parametrize(
-    "variables", [{"MLX_MOE_FUSE_GATEUP": "1"}, {"SWIFTLM_TOP_K": "many"}, {"MLX_MOE_STACKED": "2"}]
-)
-def test_an_environment_that_is_wrong(variables, monkeypatch, command):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert next(iter(variables)) in command("generate", MODEL, "--prompt", "x", code=1)
+    else:
+        assert err.endswith(now) and seen[0].mode in now and f"slots {seen[0].slots}" in now
 
 
 def test_what_a_limited_cache_cannot_go_with(plain, command, model_path):
@@ -446,20 +375,12 @@ def test_what_a_limited_cache_cannot_go_with(plain, command, model_path):
     for options, words in ((["--draft", "lookup"], "a draft"), (["--kv-bits", "8"], "kv_bits")):
         said = command("generate", *limited, "--prompt", "x", *options, code=1)
         assert f"max_kv_size=64 cannot go with {words}" in said
-    assert "a draft" in command("chat", *limited, "--draft", "lookup", stdin="x\n", code=1)
     said = command("chat", MODEL, *SLOTS, "--max-kv-size", 64, stdin="x\n", code=1)
     assert "no effect" in said
     assert "no effect" in command(
         "cache-prompt", MODEL, "--prompt", "x", "--prompt-cache-file", "p.safetensors",
         "--max-kv-size", 64, code=1,
     )  # fmt: skip
-
-
-def test_a_sliding_window_is_not_quantized(tmp_path):
-    path = families.write_checkpoint("gpt_oss", tmp_path / "m", "affine4")
-    with pytest.raises(ValueError, match="cannot quantize the caches of gpt_oss: NotImpl"):
-        args = argparse.Namespace(model=path, kv_bits=8, kv_group_size=64, trust_remote_code=False)
-        check_kv_cache(args, moelab.StreamConfig(slots=8))
 
 
 # Chat
@@ -470,8 +391,7 @@ def said(out):
     return re.sub(r"\x1b\[[0-9;]*[A-Za-z]|[\x01\x02]", "", out)
 
 
-@pytest.mark.parametrize("draft", DRAFTS, ids=str)
-def test_chat(draft, command):
+def test_chat(chatty, command):
     """Two messages of a conversation, forgotten, and the first again; then the end of the file."""
     first, second = "def read_json(path):", "\ndef write_json(path):"
     with moelab.load(MODEL, moelab.StreamConfig(slots=16))[0] as model:
@@ -482,59 +402,47 @@ def test_chat(draft, command):
             answers.append(
                 mlx_lm.generate(model, tokenizer, ids, max_tokens=16, prompt_cache=cache)
             )
-    drafts = [] if draft is None else ["--draft", draft]
     lines = f"{first}\n\n  \n{second.strip()}\nh\nr\n{first}\n"
-    out = said(command("chat", MODEL, *SLOTS, "--max-tokens", 16, *drafts, stdin=lines))
-    assert out.count(answers[0]) == 2 and out.count(answers[1]) == 1
-    assert "context cleared" in out and out.rstrip().endswith("bye")
-
-
-def test_chat_with_a_system_prompt(chatty, command):
-    out = command("chat", chatty, *SLOTS, "--max-tokens", 4, "--system-prompt", "S", stdin="x\nq\n")
-    assert "bye" in said(out)
-
-
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_chat_of_bytes_that_are_no_text(errors, capsys, monkeypatch):
-    lines = io.TextIOWrapper(io.BytesIO(b"x\nab\xff\nq\n"), "utf-8", errors)
-    monkeypatch.setattr(sys, "stdin", lines)
-    assert main(["chat", str(MODEL), *SLOTS, "--max-tokens", "2"]) == 1
-    assert "'utf-8' codec can't" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_chat_with_a_long_message(capsys, monkeypatch):
-    long = "def f(x): return x + 1; " * 40
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"x\n{long}\nx".encode())))
-    options = ["--context", "128", "--prefill-step-size", "64", "--max-tokens", "2"]
-    assert main(["chat", str(MODEL), *options]) == 0
-    beyond = [s for s in capsys.readouterr().err.splitlines() if "more than the 128" in s]
-    assert len(beyond) == 2 and "--context" in beyond[0]  # a conversation stays as long as it is
+    for draft in DRAFTS:
+        options = ["--max-tokens", 16, *drafted(draft, 4)]
+        out = said(command("chat", MODEL, *SLOTS, *options, stdin=lines))
+        assert out.count(answers[0]) == 2 and out.count(answers[1]) == 1, draft
+        assert "context cleared" in out and out.rstrip().endswith("bye")
+    options = ["--max-tokens", 4, "--system-prompt", "S"]
+    assert "bye" in said(command("chat", chatty, *SLOTS, *options, stdin="x\nq\n"))
 
 
 @pytest.mark.parametrize("draft", [[], ["--draft", "lookup"]], ids=str)
-def test_the_progress_of_a_long_message(draft, capsys, monkeypatch):
+def test_chat_with_a_long_message(draft, capsys, monkeypatch):
+    """Its progress is shown; a conversation stays as long as it is."""
     long = "def f(x): return x + 1; " * 40
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"x\n{long}".encode())))
-    options = ["--prefill-step-size", "64", "--max-tokens", "2", *draft]
-    assert main(["chat", str(MODEL), *SLOTS, *options]) == 0
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"x\n{long}\nx".encode())))
+    options = ["--context", "128", "--prefill-step-size", "64", "--max-tokens", "2", *draft]
+    assert main(["chat", str(MODEL), *options]) == 0
     err = capsys.readouterr().err
-    assert err.count("prompt:   0%") == 1 and "prompt: 100%" in err and "planned" not in err
+    beyond = [s for s in err.splitlines() if "more than the 128" in s]
+    assert len(beyond) == 2 and "--context" in beyond[0]
+    assert err.count("prompt:   0%") == 1 and "prompt: 100%" in err
 
 
-def test_what_chat_refuses(command, model_path):
+def test_what_chat_refuses(command, model_path, monkeypatch):
     assert "no chat template" in command("chat", model_path, "--slots", 8, stdin="x\n", code=1)
     assert "several machines divide" in command("chat", MODEL, "--pipeline", code=2)
     assert "--sampling-top-k" in command("chat", MODEL, "--top-k", "3", code=2)
     assert "draft" in command("chat", MODEL, *SLOTS, "--draft", "no/such", stdin="x\n", code=1)
+    for errors in ("strict", "surrogateescape"):
+        lines = io.TextIOWrapper(io.BytesIO(b"x\nab\xff\nq\n"), "utf-8", errors)
+        monkeypatch.setattr(sys, "stdin", lines)
+        said = command("chat", MODEL, *SLOTS, "--max-tokens", 2, code=1)
+        assert "expected UTF-8 text on standard input" in said
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [("max_tokens", -2), ("max_tokens", 2.5), ("max_tokens", None), ("prefill_step_size", 0),
-     ("prefill_step_size", "8")],
-)  # fmt: skip
-def test_numbers_with_which_a_text_would_not_end(name, value, in_time):
+def test_numbers_with_which_a_text_would_not_end(in_time):
     """mlx-lm takes a number below 0 for no limit, and documents -1."""
-    model, tokenizer = moelab.load(MODEL)
-    with model, pytest.raises(ValueError, match=f"{name}: expected .* got {value!r}"):
-        list(moelab.speculative_generate(model, tokenizer, "def", LookupDraft(), **{name: value}))
+    with moelab.load(MODEL)[0] as model:
+        tokenizer = mlx_lm.utils.load_tokenizer(MODEL)
+        for name, values in {"max_tokens": (-2, 2.5, None), "prefill_step_size": (0, "8")}.items():
+            for value in values:
+                with pytest.raises(ValueError, match=f"{name}: expected .* got {value!r}"):
+                    more = {name: value}
+                    next(moelab.speculative_generate(model, tokenizer, "x", LookupDraft(), **more))

@@ -8,12 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import mlx.core as mx
 import pytest
 
 import moelab
 from moelab import shipped
-from moelab.__main__ import main
 from moelab.lab import records
 from moelab.replay import locality
 
@@ -37,35 +35,26 @@ for line in json.loads(sys.argv[1]):
 
 def test_commands_without_the_extra(model_path, tmp_path):
     shutil.copytree(Path(moelab.__file__).parent, tmp_path / "moelab")  # its links become files
-    model = str(model_path)
+    machine = ["--ram", "64", "--ssd", "3", "--cores", "8"]
     lines = [
-        ["generate", model, "--prompt", "def f(x):", "--max-tokens", "2"],
-        ["plan", model],  # and a name with what synthesize writes
-        *([["plan", "gpt-oss-120b"]] if not mx.cuda.is_available() else []),
-        ["bench", model],
+        ["generate", str(model_path), "--prompt", "def f(x):", "--max-tokens", "2"],
+        ["plan", str(model_path)],
+        ["plan", "gpt-oss-120b", *machine],
+        ["bench", str(model_path)],
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS, json.dumps(lines)],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    said = "tok/s, 2 tokens.*rc 0" + ".*tok/s; expect.*rc 0" * (len(lines) - 2) + ".*rc 1"
+    command = [sys.executable, "-c", COMMANDS, json.dumps(lines)]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    said = "tok/s, 2 tokens.*rc 0" + ".*tok/s; expect.*rc 0" * 2 + ".*rc 1"
     assert done.returncode == 0 and re.search(said, done.stdout, re.DOTALL), done
     assert done.stderr.endswith(
         "moelab: records need pandas, found no such package: pip install 'moelab[lab]'\n"
     )
 
 
-def test_what_data_has_is_said_to_be_in_the_repository(monkeypatch, tmp_path, capsys):
+def test_what_data_has_is_said_to_be_in_the_repository(monkeypatch, tmp_path):
     monkeypatch.setattr(shipped, "DATA", tmp_path / "data")
-    for ask in (
-        lambda: records.read("cpu_bench"),
-        lambda: locality.recorded_trace("code"),
-    ):
+    for ask in (lambda: records.read("cpu_bench"), lambda: locality.recorded_trace("code")):
         with pytest.raises(FileNotFoundError, match="^data/.* no data/. Clone its repository"):
             ask()
-    assert main(["bench-faults", "--json", str(tmp_path / "r.json")]) == 1
-    assert capsys.readouterr().err.startswith("moelab: data/models/tiny-moe: not there")
     assert not list(tmp_path.iterdir())

@@ -34,10 +34,10 @@ def write(tmp_path, tokenizer):
     return write
 
 
-def says_something(model, prompt, max_tokens):
+def says_something(model, prompt):
     """Generate without NaN, and more than a few words again and again."""
     model.set_dtype(mx.float32)
-    steps = [*generate_step(mx.array(prompt), model, max_tokens=max_tokens)]
+    steps = [*generate_step(mx.array(prompt), model, max_tokens=32)]
     return all(mx.isfinite(p).all() for _, p in steps) and len({int(t) for t, _ in steps}) > 8
 
 
@@ -48,7 +48,7 @@ def test_mlx_lm_loads_and_decodes_it(write, like):
     prompt = tok.encode("def f(x):")
     logits = model(mx.array([prompt]))[0, -1]
     assert mx.std(logits).item() > 0.5  # else a comparison of greedy tokens would test little
-    assert says_something(model, prompt, 32)
+    assert says_something(model, prompt)
 
 
 def test_the_layout_is_the_one_that_mlx_lm_writes(tmp_path, write):
@@ -71,15 +71,9 @@ def test_the_layout_is_the_one_that_mlx_lm_writes(tmp_path, write):
     assert config["quantization"]["language_model.model.layers.0.mlp.gate"]["bits"] == 8
 
 
-EXPERT_NBYTES = {
-    "qwen3.5-35b-a3b": 1769472,
-    "qwen3.5-122b-a10b": 5308416,
-    "qwen3.5-397b-a17b": 7077888,
-    "qwen3-30b-a3b": 2654208,
-}
-
-
-@pytest.mark.parametrize(("like", "nbytes_of_an_expert"), EXPERT_NBYTES.items())
+@pytest.mark.parametrize(
+    ("like", "nbytes_of_an_expert"), [("qwen3.5-35b-a3b", 1769472), ("qwen3-30b-a3b", 2654208)]
+)
 def test_real_shapes(like, nbytes_of_an_expert):
     config = S.CONFIGS[like]
     text = config.get("text_config", config)
@@ -92,22 +86,18 @@ def test_real_shapes(like, nbytes_of_an_expert):
     assert {t.shape for t in expert if t.name.endswith("down_proj.scales")} == {(E, D, F // 64)}
 
 
-def test_sharded(write, monkeypatch):
-    whole = write("whole")
+def test_shards_and_seeds(write, monkeypatch):
+    whole, again, other = (write(f"{seed}{i}", seed=seed) for i, seed in enumerate((1, 1, 2)))
     one_by_one = lambda tensors: [{name: t} for name, t in tensors.items()]  # noqa: E731
     monkeypatch.setattr(mlx_lm.utils, "make_shards", one_by_one)
-    cut = write("cut")
+    cut = write("cut", seed=1)
     files = sorted(cut.glob("model-*.safetensors"))
     assert len(files) > 2 and not (cut / "model.safetensors").exists()
     index = json.loads((cut / "model.safetensors.index.json").read_text())["weight_map"]
     a, b = (dict(tree_flatten(mlx_lm.load(str(p))[0].parameters())) for p in (whole, cut))
     assert a.keys() == b.keys() and all(mx.array_equal(a[k], b[k]) for k in a)
     assert {index[k] for k in index} == {f.name for f in files}
-
-
-def test_seed(write):
-    folders = [write(str(i), seed=seed) for i, seed in enumerate((1, 1, 2))]
-    blobs = [(folder / "model.safetensors").read_bytes() for folder in folders]
+    blobs = [(folder / "model.safetensors").read_bytes() for folder in (whole, again, other)]
     assert blobs[0] == blobs[1] != blobs[2]
 
 
@@ -143,7 +133,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     "kwargs, error, message",
     [
         (dict(like="qwen9"), ValueError, "expected one of qwen3.5-35b-a3b"),
-        (dict(layers=0), ValueError, "expected 4 to 40"),
         (dict(layers=41), ValueError, "expected 4 to 40"),
         (dict(vocab=10), ValueError, "at least 2[67]"),
         (dict(tokenizer="nowhere"), FileNotFoundError, "no tokenizer.json in nowhere"),
@@ -194,48 +183,43 @@ def test_fed_the_traces_text_the_routers_choose_with_its_locality(traced):
     wanted = by_token.hit_rate(trace, 128)[np.arange(4) * layers // 4].mean()
     assert by_token.hit_rate(routed, 128).mean() == pytest.approx(wanted, abs=0.06)
     assert engine.hit_rate == pytest.approx(wanted, abs=0.06)
-
-
-def test_the_routers_of_a_trace_leave_a_model_that_writes(traced):
-    assert says_something(mlx_lm.load(str(traced[1]))[0], traced[2].tokens[:32], 64)
+    assert says_something(mlx_lm.load(str(path))[0], ids[:32])
 
 
 def test_routers_of_a_trace_change_nothing_else(traced):
+    """Than the dimensions that are reserved for them: the first 256."""
     plain, followed, _ = traced
     a, b = (mx.load(str(p / "model.safetensors")) for p in (plain, followed))
     like = [{k: (v.shape, v.dtype) for k, v in weights.items()} for weights in (a, b)]
     assert like[0] == like[1]
-    reserved = 256
     for name in a:
         x, y = np.array(a[name].view(mx.uint8)), np.array(b[name].view(mx.uint8))
         path, leaf = name.rpartition(".")[::2]
         if path.endswith(("embed_tokens", "mlp.gate")):
             columns = x.shape[-1] // 2
             assert not np.array_equal(x[..., :columns], y[..., :columns])
-            if path.endswith("gate") and leaf != "weight":
-                assert not y[..., columns:].any(), "it reads the reserved dimensions only"
-                continue
             x, y = x[..., columns:], y[..., columns:]
+            if path.endswith("gate") and leaf != "weight":
+                assert not y.any(), "it reads the reserved dimensions only"
+                continue
         elif path.endswith(("o_proj", "out_proj", "down_proj")) and leaf != "weight":
-            assert not y[..., :reserved, :].any() and x[..., :reserved, :].any()
-            x, y = x[..., reserved:, :], y[..., reserved:, :]
+            assert not y[..., :256, :].any() and x[..., :256, :].any()
+            x, y = x[..., 256:, :], y[..., 256:, :]
         assert np.array_equal(x, y), name
     facts = json.loads((followed / "config.json").read_text())["moelab_synthetic"]["routing"]
     assert facts["lru_hit_rate"] == pytest.approx(facts["lru_hit_rate_of_the_trace"], abs=0.06)
 
 
-@pytest.mark.parametrize(
-    "config, vocab, message",
-    [
-        (dict(hidden_size=64), 400, "hidden size of at least 128"),
-        (dict(num_experts=4096, num_experts_per_tok=100), 400, "at least 100 experts"),
-        ({}, 300, "token ids below 300"),
-    ],
-)
-def test_a_trace_that_does_not_fit_is_refused(tmp_path, write, config, vocab, message):
-    small_config, trace = small(), recorded_trace("code")[:200]
-    small_config["text_config"].update(config)
+def test_a_trace_that_does_not_fit_is_refused(tmp_path, write):
+    trace = recorded_trace("code")[:200]
     trace = replace(trace, tokens=trace.tokens % 400)
-    with pytest.raises(ValueError, match=message):
-        write(config=small_config, vocab=vocab, routing=trace)
+    for vocab, said, changes in (
+        (400, "hidden size of at least 128", dict(hidden_size=64)),
+        (400, "at least 100 experts", dict(num_experts=4096, num_experts_per_tok=100)),
+        (300, "token ids below 300", {}),
+    ):
+        config = small()
+        config["text_config"].update(changes)
+        with pytest.raises(ValueError, match=said):
+            write(config=config, vocab=vocab, routing=trace)
     assert list(tmp_path.iterdir()) == []

@@ -17,6 +17,7 @@ would end a table's cell. It may use ``read``, ``group``, ``ratios``, ``ratio`` 
 import json
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,13 +51,18 @@ def times(table: "DataFrame", over: str, under: str, form: str = ".1f") -> str:
     return f"{over / under:{form}}"
 
 
-def claimed(*verdicts: str) -> int:
-    """How many claims of others have one of these verdicts, or any verdict."""
+@cache
+def _verdicts() -> list[str]:
+    """The verdicts of all claims of others."""
     from . import claims  # documents count claims
 
     card = claims.scorecard()
-    card = card[card.source != "moelab"]
-    return len(card) if not verdicts else int(card.verdict.isin(verdicts).sum())
+    return card[card.source != "moelab"].verdict.tolist()
+
+
+def claimed(*verdicts: str) -> int:
+    """How many claims of others have one of these verdicts, or any verdict."""
+    return sum(not verdicts or verdict in verdicts for verdict in _verdicts())
 
 
 def fill(text: str, names: dict[str, Any] | None = None) -> str:

@@ -103,8 +103,8 @@ def table(record: dict[str, Any]) -> "DataFrame":
     for name, value in MISSING.items():
         out[name] = out[name].fillna(value).astype(type(value)) if name in out else value
     for name, expression in COMPUTED.items():
-        with suppress(pandas().errors.UndefinedVariableError):
-            out[name] = out.eval(expression)
+        with suppress(NameError):  # rows lack a column; pandas' own eval takes 10 ms each
+            out[name] = eval(expression, {}, out)
     out.attrs = {k: v for k, v in record.items() if k != "rows"}
     return out
 

@@ -11,13 +11,13 @@ then runs it in every mode. Its own name for K goes into ``TOP_K_KEYS`` of
 cannot stream goes into ``NOT_STREAMED`` with its reason, one that a CPU cannot run into
 ``EXPERTS_ONLY``.
 
-Every config has D = 64, E = 8, K = 2, unless its family allows only something else. ``COMMON`` has
-every family's name for the same quantity, and mlx-lm drops the names that a family does not know.
+Every config has D = 64, E = 8, K = 2, unless its family allows only something else.
 """
 
 import ast
 import contextlib
 import copy
+import importlib
 import io
 import json
 import zlib
@@ -34,283 +34,160 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from moelab.streaming.build import TOP_K_KEYS
 
 D, F, E, K, VOCAB = 64, 64, 8, 2, 96
-
+ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
+YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+KINDS = ["sliding_attention", "full_attention"]
+# Every family's names, some for the same quantity; mlx-lm drops those that a family does not know.
 COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": D,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
+    "vocab_size": VOCAB, "num_vocab": VOCAB, "vocab_size_per_layer_input": VOCAB,
+    "ngram_vocab_size_ratio": 2, "hidden_size": D, "model_dim": D, "num_hidden_layers": 2,
+    "num_layers": 2, "intermediate_size": 128, "intermediate_size_mlp": 96, "ffn_hidden_size": 96,
+    "dense_intermediate_size": 96, "hidden_size_per_layer_input": 0, "max_position_embeddings": 512,
+    "model_max_length": 512, "rms_norm_eps": 1e-5, "norm_eps": 1e-5, "post_norm_eps": 1e-5,
+    "layernorm_epsilon": 1e-5, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False,
+    "logits_scaling": 1.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5,
+    "final_logit_softcapping": 30.0, "output_multiplier": 1.0,
+    # attention
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_heads": 4,
+    "num_attention_groups": 2, "global_head_dim": 16, "num_kv_shared_layers": 0,
+    "attention_bias": False, "attention_multiplier": 0.25, "attention_chunk_size": 64,
+    "layer_types": KINDS, "sliding_window": 8, "sliding_window_size": 8, "rope_scaling": None,
+    "rope_theta": 10000.0, "layer_rope_theta": [10000.0, 10000.0], "use_cla": False,
+    "cla_share_factor": 2, "swa_rope_theta": 10000.0, "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2, "swa_head_dim": 16, "swa_v_head_dim": 16,
+    "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False,
+    # multi-head latent attention, alone and with an index
+    "attention_method": "MLA", "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "mla_scale_q_lora": True, "mla_scale_kv_lora": True,
+    "mla_use_output_gate": True, "attn_res_block_size": 2, "o_groups": 2, "o_lora_rank": 32,
+    "compress_ratios": [0, 0], "index_head_dim": 16, "index_n_heads": 2, "index_topk": 4,
     # experts
-    "num_experts": E,
-    "n_routed_experts": E,
-    "num_local_experts": E,
-    "num_experts_per_tok": K,
-    "moe_intermediate_size": F,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "shared_expert_intermediate_size": F,
-    "moe_shared_expert_intermediate_size": F,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.5,
-    "n_group": 1,
-    "topk_group": 1,
-    # multi-head latent attention
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    # gated delta net
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 2,
-}
-
-SLIDING_THEN_FULL = ["sliding_attention", "full_attention"]
-LONGCAT = {
-    "ffn_hidden_size": 96,
-    "moe_topk": K,
-    "expert_ffn_hidden_size": F,
-    "zero_expert_num": 2,
-    "num_layers": 2,
-    "mla_scale_q_lora": True,
-    "mla_scale_kv_lora": True,
-}
-KDA = {
-    "kda_layers": [1],
-    "full_attn_layers": [2],
-    "num_heads": 2,
-    "head_dim": 32,
-    "short_conv_kernel_size": 4,
-}
-MISTRAL4_ROPE = {
-    "rope_theta": 10000.0,
-    "type": "yarn",
-    "factor": 2.0,
-    "original_max_position_embeddings": 256,
-    "llama_4_scaling_beta": 0.1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
-GEMMA4 = {
-    "enable_moe_block": True,
-    "top_k_experts": K,
-    "global_head_dim": 16,
-    "num_kv_shared_layers": 0,
-    "hidden_size_per_layer_input": 0,
-    "vocab_size_per_layer_input": VOCAB,
-    "sliding_window": 8,
-    "layer_types": SLIDING_THEN_FULL,
-    "tie_word_embeddings": True,
-}
-
-
+    "num_experts": E, "n_routed_experts": E, "num_local_experts": E, "moe_num_experts": E,
+    "num_experts_per_tok": K, "moe_intermediate_size": F, "expert_ffn_hidden_size": F,
+    "moe_hidden_size": F, "n_shared_experts": 1, "num_shared_experts": 1, "num_shared_expert": 1,
+    "moe_num_shared_experts": 1, "shared_expert_intermediate_size": F, "share_expert_dim": F,
+    "moe_shared_expert_intermediate_size": F, "shared_intermediate_size": F,
+    "first_k_dense_replace": 1, "num_dense_layers": 1, "moe_layer_start_index": 0,
+    "moe_layer_freq": 1, "is_moe_layer": [True, True], "interleave_moe_layer_step": 2,
+    "expert_layer_offset": 0, "expert_layer_period": 1, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "enable_moe_block": True, "use_mixed_mlp_moe": True,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1,
+    "topk_method": "noaux_tc", "use_expert_bias": True, "zero_expert_num": 2,
+    "zero_expert_type": "identity", "routed_expert_hidden_size": 32, "latent_moe_use_norm": True,
+    "activation_situ_beta": 1.0,
+    # recurrent states
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "full_attention_interval": 2,
+    "layer_group_size": 2, "group_norm_size": 2, "attn_layer_offset": 1, "attn_layer_period": 2,
+    "hybrid_layer_pattern": [1, 0], "hybrid_override_pattern": ["M", "E", "*", "E"],
+    "linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2], "num_heads": 2,
+                           "head_dim": 32, "short_conv_kernel_size": 4},
+    "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_d_conv": 4,
+    "mamba_n_groups": 1, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False,
+    "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "conv_kernel": 4,
+    "n_groups": 2, "mlp_bias": False, "use_conv_bias": True, "conv_bias": True, "conv_L_cache": 3,
+}  # fmt: skip
 # A family with one of these names for K does not get the usual one from ``COMMON``.
 OWN_TOP_K_KEYS = {*TOP_K_KEYS} - {"num_experts_per_tok", "experts_per_token"}
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's config says beyond ``COMMON``."""
+    """What a family's config says beyond ``COMMON``: at its top, and in its ``text_config``.
 
-    config: dict = field(default_factory=dict)  # keys at the top of config.json
-    text: dict | None = None  # keys of text_config; COMMON goes there, as in multimodal checkpoints
+    A multimodal family has ``text``, and ``COMMON`` goes there.
+    """
+
+    config: dict = field(default_factory=dict)
+    text: dict | None = None
 
     def build_config(self, model_type: str) -> dict:
         own = self.config if self.text is None else self.text
-        other_names = {"num_experts_per_tok"} if own.keys() & OWN_TOP_K_KEYS else set()
-        common = {k: v for k, v in COMMON.items() if k not in other_names}
-        if self.text is None:
-            config = {**common, "model_type": model_type, **self.config}
-        else:
-            config = {
-                "model_type": model_type,
-                "text_config": {**common, "model_type": model_type, **self.text},
-                **self.config,
-            }
-        return copy.deepcopy(config)
+        inner = {**COMMON, "model_type": model_type, **own}
+        if own.keys() & OWN_TOP_K_KEYS:
+            del inner["num_experts_per_tok"]
+        outer = {"model_type": model_type, "text_config": inner, **self.config}
+        return copy.deepcopy(inner if self.text is None else outer)
 
 
+GEMMA4 = {"top_k_experts": K, "tie_word_embeddings": True}
+MISTRAL4 = {"rope_parameters": {**YARN, "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1}}
+SMALL = {"intermediate_size": F}  # the experts' size has this name
 FAMILIES = {
-    "Klear": Family(),
-    "afmoe": Family({"layer_types": SLIDING_THEN_FULL, "num_dense_layers": 1, "sliding_window": 8}),
-    "bailing_hybrid": Family({"layer_group_size": 2, "group_norm_size": 2, "num_hidden_layers": 3}),
-    "bailing_moe": Family({"rope_scaling": None}),
-    "bailing_moe_linear": Family(
-        {"layer_group_size": 2, "group_norm_size": 2, "num_hidden_layers": 3}
+    **dict.fromkeys(
+        ["Klear", "afmoe", "bailing_moe", "deepseek", "deepseek_v3", "deepseek_v32", "exaone_moe",
+         "glm4_moe_lite", "jamba", "laguna", "qwen2_moe", "qwen3_moe"], Family()
     ),
+    **dict.fromkeys(["kimi_k25", "kimi_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"],
+                    Family(text={})),
+    **dict.fromkeys(["gpt_oss", "granitemoe", "mixtral", "olmoe"], Family(SMALL)),
+    **dict.fromkeys(["bailing_hybrid", "bailing_moe_linear"], Family({"num_hidden_layers": 3})),
+    **dict.fromkeys(["longcat_flash", "longcat_flash_ngram"], Family({"moe_topk": K})),
     "bailing_moe_v3": Family(
         {"architectures": ["BailingMoeV3ForCausalLM"], "model_type": "bailing_hybrid",
-         "layer_group_size": 2, "num_hidden_layers": 3}
+         "num_hidden_layers": 3}
     ),
-    "deepseek": Family(),
-    "deepseek_v2": Family(
-        {"topk_method": "greedy",
-         "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256,
-                          "mscale": 1.0, "mscale_all_dim": 1.0}}
-    ),
-    "deepseek_v3": Family(),
-    "deepseek_v32": Family({"index_head_dim": 16, "index_n_heads": 2, "index_topk": 4}),
-    "deepseek_v41": Family(
-        {"head_dim": 32, "o_groups": 2, "o_lora_rank": 32, "sliding_window": 8,
-         "compress_ratios": [0, 0], "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
-    ),
+    "deepseek_v2": Family({"topk_method": "greedy", "rope_scaling": YARN}),
+    "deepseek_v41": Family({"head_dim": 32}),
     "dots1": Family({"scoring_func": "noaux_tc"}),
-    "ernie4_5_moe": Family(
-        {"use_bias": True, "moe_num_experts": E, "moe_k": K, "moe_num_shared_experts": 1,
-         "moe_layer_start_index": 0}
-    ),
-    "exaone_moe": Family(
-        {"layer_types": SLIDING_THEN_FULL, "is_moe_layer": [True, True], "sliding_window": 8}
-    ),
-    "gemma4": Family({"vocab_size": VOCAB}, text={**GEMMA4, "model_type": "gemma4_text"}),
+    "ernie4_5_moe": Family({"use_bias": True, "moe_k": K}),
+    "gemma4": Family({"vocab_size": VOCAB}, {**GEMMA4, "model_type": "gemma4_text"}),
     "gemma4_text": Family(GEMMA4),
-    "glm4_moe": Family({"use_qk_norm": True, "rope_scaling": None, "partial_rotary_factor": 0.5}),
-    "glm4_moe_lite": Family(),
-    "glm_moe_dsa": Family(
-        {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 4, "topk_method": "noaux_tc",
-         "scoring_func": "sigmoid",
-         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
-    ),
-    "gpt_oss": Family(
-        {"sliding_window": 8, "intermediate_size": F, "layer_types": SLIDING_THEN_FULL}
-    ),
-    "granitemoe": Family(
-        {"intermediate_size": F, "logits_scaling": 1.0, "attention_multiplier": 0.25,
-         "embedding_multiplier": 2.0, "residual_multiplier": 0.5}
-    ),
-    "granitemoehybrid": Family(
-        {"logits_scaling": 1.0, "attention_multiplier": 0.25, "embedding_multiplier": 2.0,
-         "residual_multiplier": 0.5, "layer_types": ["mamba", "attention"],
-         "shared_intermediate_size": 64, "mamba_n_heads": 4, "mamba_d_head": 32,
-         "mamba_proj_bias": False, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_n_groups": 1,
-         "mamba_conv_bias": True}
-    ),
+    "glm4_moe": Family({"use_qk_norm": True, "partial_rotary_factor": 0.5}),
+    "glm_moe_dsa": Family({"scoring_func": "sigmoid", "rope_parameters": ROPE}),
+    "granitemoehybrid": Family({"layer_types": ["mamba", "attention"]}),
     "hunyuan": Family(
-        {"moe_topk": K, "num_shared_expert": 1, "use_mixed_mlp_moe": True, "use_qk_norm": True,
-         "use_cla": False, "cla_share_factor": 2,
+        {"moe_topk": K, "use_qk_norm": True,
          "rope_scaling": {"factor": 1.0, "type": "dynamic", "alpha": 1000.0}}
     ),
-    "jamba": Family(
-        {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 0,
-         "expert_layer_period": 1, "mamba_d_conv": 4, "mamba_d_state": 16, "mamba_expand": 2}
-    ),
-    "kimi_k25": Family({}, text={}),
-    "kimi_k3": Family(
-        {},
-        text={"model_type": "kimi_linear", "linear_attn_config": KDA, "num_experts_per_token": K,
-              "mla_use_output_gate": True, "activation_situ_beta": 1.0, "attn_res_block_size": 2,
-              "routed_expert_hidden_size": 32, "latent_moe_use_norm": True}
-    ),
-    "kimi_linear": Family(
-        {"linear_attn_config": KDA, "model_max_length": 512, "num_experts_per_token": K}
-    ),
-    "kimi_vl": Family({}, text={}),
-    "laguna": Family({"layer_types": SLIDING_THEN_FULL, "sliding_window": 8}),
-    "lfm2_moe": Family(
-        {"layer_types": ["conv", "full_attention"], "use_expert_bias": True, "num_dense_layers": 1,
-         "norm_eps": 1e-5, "conv_bias": True, "conv_L_cache": 3}
-    ),
+    "kimi_k3": Family({}, {"model_type": "kimi_linear", "num_experts_per_token": K}),
+    "kimi_linear": Family({"num_experts_per_token": K}),
+    "lfm2_moe": Family({"layer_types": ["conv", "full_attention"]}),
     "llama4": Family(
-        {},
-        text={"attention_chunk_size": 64, "num_hidden_layers": 4, "interleave_moe_layer_step": 2,
-              "intermediate_size": F, "intermediate_size_mlp": 96, "num_experts_per_tok": 1,
-              "rope_scaling": None, "use_qk_norm": True}
+        {}, {**SMALL, "num_hidden_layers": 4, "num_experts_per_tok": 1, "use_qk_norm": True}
     ),
-    "longcat_flash": Family({**LONGCAT, "attention_method": "MLA", "zero_expert_type": "identity"}),
-    "longcat_flash_ngram": Family({**LONGCAT, "ngram_vocab_size_ratio": 2}),
-    "mellum": Family(
-        {"layer_types": SLIDING_THEN_FULL, "sliding_window": 8,
-         "rope_parameters": {kind: {"rope_theta": 10000.0, "rope_type": "default"}
-                             for kind in SLIDING_THEN_FULL}}
-    ),
+    "mellum": Family({"rope_parameters": dict.fromkeys(KINDS, ROPE)}),
     "mimo_v2_flash": Family(
-        {"hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 1],
-         "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False,
-         "sliding_window_size": 8, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
-         "layernorm_epsilon": 1e-5, "swa_rope_theta": 10000.0, "swa_num_attention_heads": 4,
-         "swa_num_key_value_heads": 2, "swa_head_dim": 16, "swa_v_head_dim": 16,
-         "partial_rotary_factor": 0.5}
+        {"moe_layer_freq": [0, 1], "scoring_func": "sigmoid", "partial_rotary_factor": 0.5}
     ),
-    "minimax": Family({"shared_intermediate_size": 0, "rotary_dim": 8, "intermediate_size": F}),
+    "minimax": Family({**SMALL, "shared_intermediate_size": 0, "rotary_dim": 8}),
     "minimax_m3_vl": Family(
-        {},
-        text={"intermediate_size": F, "moe_layer_freq": [0, 1], "dense_intermediate_size": 96,
-              "shared_intermediate_size": 64}
+        {}, {**SMALL, "moe_layer_freq": [0, 1], **dict.fromkeys(
+            ["layer_types", "index_head_dim", "index_n_heads"])}
     ),
-    "mistral3": Family({}, text={"model_type": "mistral4", "rope_parameters": MISTRAL4_ROPE}),
-    "mistral4": Family({"rope_parameters": MISTRAL4_ROPE}),
-    "mixtral": Family({"intermediate_size": F}),
+    "mistral3": Family({}, {**MISTRAL4, "model_type": "mistral4"}),
+    "mistral4": Family(MISTRAL4),
     "muse_spark": Family(
-        {},
-        text={"post_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 10000.0},
-              "layer_rope_theta": [10000.0, 10000.0], "layer_types": SLIDING_THEN_FULL,
-              "sliding_window": 8, "final_logit_softcapping": 30.0, "output_multiplier": 1.0,
-              "moe_hidden_size": 64, "num_shared_experts": 0}
+        {}, {"rope_parameters": {"rope_theta": 10000.0}, "num_shared_experts": 0}
     ),
-    "nemotron_h": Family(
-        {"mamba_num_heads": 4, "mamba_head_dim": 16, "mamba_proj_bias": False, "ssm_state_size": 16,
-         "conv_kernel": 4, "n_groups": 2, "mlp_bias": False, "layer_norm_epsilon": 1e-5,
-         "use_bias": False, "use_conv_bias": True, "hybrid_override_pattern": ["M", "E", "*", "E"]}
-    ),
-    "olmoe": Family({"intermediate_size": F}),
+    "nemotron_h": Family({"layer_types": None, "use_bias": False}),
     "phimoe": Family(
-        {"intermediate_size": F,
-         "rope_scaling": {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "short_mscale": 1.0,
-                          "long_mscale": 1.0, "type": "longrope"}}
+        {**SMALL, "rope_scaling": {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8,
+                                   "short_mscale": 1.0, "long_mscale": 1.0, "type": "longrope"}}
     ),
-    "phixtral": Family(
-        {"num_vocab": VOCAB, "model_dim": D, "num_heads": 4, "num_layers": 2, "rotary_dim": 8}
-    ),
+    "phixtral": Family({"rotary_dim": 8}),
     "prism_hadamard_qwen35": Family(
         {"schema_version": 1, "tensor_namespace": "mlx-lm-text",
          "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
          "modules": [{"path": "model.layers.1.self_attn.o_proj", "embedding": False,
                       "dtype": "float16", "block": 0}]},
-        text={"hidden_size": 128, "head_dim": 32},
+        {"hidden_size": 128, "head_dim": 32},
     ),
-    "qwen2_moe": Family(),
-    "qwen3_5": Family({}, text={}),
-    "qwen3_5_moe": Family({}, text={}),
-    "qwen3_moe": Family(),
     "qwen3_next": Family({"partial_rotary_factor": 0.5}),
-    "qwen3_vl_moe": Family({}, text={}),
     "solar_open": Family({"partial_rotary_factor": 1.0}),
-    "step3p5": Family(
-        {"num_attention_groups": 2, "sliding_window": 8, "moe_num_experts": E, "moe_top_k": K,
-         "share_expert_dim": 64, "layer_types": SLIDING_THEN_FULL}
-    ),
+    "step3p5": Family({"moe_top_k": K}),
 }  # fmt: skip
-
 
 # Families with experts that moelab does not stream, and why.
 NOT_STREAMED = {"dbrx": "its experts are modules of their own, not one SwitchGLU or SwitchMLP"}
 NOT_STREAMED_CONFIG = {
     "dbrx": {
-        "vocab_size": VOCAB,
-        "d_model": D,
-        "n_layers": 2,
-        "n_heads": 4,
+        "vocab_size": VOCAB, "d_model": D, "n_layers": 2, "n_heads": 4,
         "ffn_config": {"moe_num_experts": E, "moe_top_k": K, "ffn_hidden_size": F},
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
     }
-}
-
+}  # fmt: skip
 # Families that mlx-lm cannot run on a CPU. Their experts are tested without the rest of the model.
 EXPERTS_ONLY = {"muse_spark": "mlx-lm's muse_spark calls Metal kernels outside the experts"}
 
@@ -328,51 +205,42 @@ VARIANTS = {
     "plain": {"dtype": mx.bfloat16},
     "plain32": {"dtype": mx.float32, "shards": 2},
 }
-
-
+COMMON_VARIANTS = ("affine4", "affine8", "mxfp4", "mixed", "sharded", "plain")
+# These families' experts differ: gate/up/down, the same in a hybrid, with additive biases, fc1/fc2.
+EVERY_VARIANT = ("qwen3_moe", "qwen3_5_moe", "gpt_oss", "nemotron_h")
 # How the names of the families' router weights end.
-ROUTERS = (
-    "gate.weight",
-    "router.weight",
-    "router.proj.weight",
-    "router.layer.weight",
-    "classifier.weight",
-    "gate.wg.weight",
-)
+ROUTERS = ("gate.weight", "router.weight", "router.proj.weight", "router.layer.weight")
+ROUTERS += ("classifier.weight", "gate.wg.weight")
+MODEL_FILES = {p.stem: p.read_text() for p in Path(mlx_lm.models.__path__[0]).glob("*.py")}
+
+
+def variant_of(name: str) -> str:
+    """One variant for every family, by its name: a new family does not change another's."""
+    return COMMON_VARIANTS[zlib.crc32(name.encode()) % len(COMMON_VARIANTS)]
 
 
 def mentions_experts() -> set[str]:
     """The mlx-lm model files that mention experts and are not found by ``discover``."""
-    files = {
-        p.stem for p in Path(mlx_lm.models.__path__[0]).glob("*.py") if "experts" in p.read_text()
-    }
+    files = {name for name, text in MODEL_FILES.items() if "experts" in text}
     return files - discover() - {"switch_layers"}
 
 
 def discover() -> set[str]:
-    """The mlx-lm model files whose models can hold a SwitchGLU or SwitchMLP.
+    """The mlx-lm model files with ``Model`` and ``ModelArgs`` that use SwitchGLU or SwitchMLP.
 
-    Follows imports from ``switch_layers``: a file counts if it imports one of the two classes, or
-    anything from a file that counts, and defines ``Model`` and ``ModelArgs``.
+    A file uses them if it imports one of the two, or anything from a file that uses them.
     """
-    imports, has_model, counts = {}, set(), set()
-    for path in Path(mlx_lm.models.__path__[0]).glob("*.py"):
-        tree = ast.parse(path.read_text())
-        imports[path.stem] = set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.level == 1:
-                names = {alias.name for alias in node.names}
-                imports[path.stem] |= {node.module} if node.module else names
-                if node.module == "switch_layers" and names & {"SwitchGLU", "SwitchMLP"}:
-                    counts.add(path.stem)
-        names = {n.name for n in tree.body if isinstance(n, ast.ClassDef)}
-        imported = (a for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names)
-        names |= {a.asname or a.name for a in imported}
-        if {"Model", "ModelArgs"} <= names:
-            has_model.add(path.stem)
-    while grown := {name for name, seen in imports.items() if seen & counts} - counts:
-        counts |= grown
-    return counts & has_model
+    imports, uses = {}, set()
+    for name, text in MODEL_FILES.items():
+        nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom)]
+        named = {n.module: {a.name for a in n.names} for n in nodes if n.level == 1}
+        imports[name] = {*named} | named.get(None, set())
+        if named.get("switch_layers", set()) & {"SwitchGLU", "SwitchMLP"}:
+            uses.add(name)
+    while grown := {name for name, seen in imports.items() if seen & uses} - uses:
+        uses |= grown
+    modules = {name: dir(importlib.import_module(f"mlx_lm.models.{name}")) for name in uses}
+    return {name for name, names in modules.items() if {"Model", "ModelArgs"} <= {*names}}
 
 
 def build(name: str) -> tuple[nn.Module, dict]:
@@ -385,7 +253,7 @@ def build(name: str) -> tuple[nn.Module, dict]:
     def disturb(path, p):
         if not mx.issubdtype(p.dtype, mx.floating):
             return p
-        if path.endswith("correction_bias") or path.endswith("expert_bias"):
+        if path.endswith(("correction_bias", "expert_bias")):
             # With more noise every token chooses the same experts.
             return (p + 0.01 * mx.random.normal(p.shape)).astype(p.dtype)
         if p.ndim == 1 or path.endswith(".bias"):
@@ -413,36 +281,29 @@ def write_checkpoint(name: str, path: Path, variant: str) -> Path:
     # mlx-lm and real checkpoints keep some tensors in float32 (a model's cast_predicate).
     keep = getattr(model, "cast_predicate", lambda _: True)
     dtype = spec.get("dtype", mx.bfloat16)
-    model.update(
-        tree_map_with_path(
-            lambda p, a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) and keep(p) else a,
-            model.parameters(),
-        )
-    )
+
+    def cast(p, a):
+        return a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) and keep(p) else a
+
+    model.update(tree_map_with_path(cast, model.parameters()))
     if "bits" in spec:
         own = getattr(model, "quant_predicate", None)
         experts = list(expert_modules(model))
 
-        def predicate(module_path, module):
-            if spec.get("mixed") and module_path.startswith(tuple(f"{e}." for e in experts)):
-                if module_path.startswith(experts[-1]) and module_path.endswith(
-                    ("down_proj", "fc2")
-                ):
+        def predicate(path, module):
+            if spec.get("mixed") and path.startswith(tuple(f"{e}." for e in experts)):
+                if path.startswith(experts[-1]) and path.endswith(("down_proj", "fc2")):
                     return {"bits": 8, "group_size": 64, "mode": "affine"}
-                return not module_path.endswith("gate_proj")  # one projection is not quantized
-            return own(module_path, module) if own is not None else True
+                return not path.endswith("gate_proj")  # one projection is not quantized
+            return own(path, module) if own is not None else True
 
         # prism describes its own packed layers here, which are not changed.
         packed = config.pop("quantization", None)
+        sizes = {k: spec[k] for k in ("group_size", "bits", "mode")}
+        sizes["global_scale"] = spec.get("global_scale", False)
         with contextlib.redirect_stdout(io.StringIO()):
             model, config = mlx_lm_utils.quantize_model(
-                model,
-                config,
-                spec["group_size"],
-                spec["bits"],
-                mode=spec["mode"],
-                global_scale=spec.get("global_scale", False),
-                quant_predicate=predicate,
+                model, config, **sizes, quant_predicate=predicate
             )
         if packed is not None:
             config["quantization"] = packed
@@ -451,14 +312,13 @@ def write_checkpoint(name: str, path: Path, variant: str) -> Path:
     return path
 
 
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+
+
 def per_expert(prefix: str, names: dict[str, str]):
-    """The layout with a tensor for each expert, ``{prefix}.{e}.{name}.{kind}``.
+    """The layout with a tensor for each expert; ``names`` has its names of the projections."""
 
-    ``names`` has the file's name of each of mlx-lm's projections.
-    """
-
-    def convert(module, tensors):
-        parent = module.rsplit(".", 1)[0]
+    def convert(parent, tensors):
         return {
             f"{parent}.{prefix}.{e}.{names[p]}.{kind}": a[e]
             for (p, kind), a in tensors.items()
@@ -468,70 +328,48 @@ def per_expert(prefix: str, names: dict[str, str]):
     return convert
 
 
-def gate_up(
-    gate_up_name: str, down_name: str, *, transposed: bool = False, interleaved: bool = False
-):
-    """The layouts with gate and up in one tensor.
+def gate_up(name: str, down_name: str, transposed: bool = False):
+    """The layouts with gate and up in one tensor: ``[E, 2F, D]``, ``transposed`` ``[E, D, 2F]``."""
 
-    It is ``[E, 2F, D]`` in halves or, ``interleaved``, in alternate rows; ``transposed``, it is
-    ``[E, D, 2F]``.
-    """
-
-    def convert(module, tensors):
-        parent = module.rsplit(".", 1)[0]
-        named = (
-            {"weight": "", "scales": "_scales", "bias": "_bias"} if interleaved else {"weight": ""}
-        )
-        out = {}
-        for kind in {kind for _, kind in tensors}:
-            gate, up, down = (tensors[p, kind] for p in ("gate_proj", "up_proj", "down_proj"))
-            if interleaved:
-                both = mx.stack([gate, up], axis=2).reshape(
-                    gate.shape[0], 2 * gate.shape[1], *gate.shape[2:]
-                )
-            else:
-                both = mx.concatenate([gate, up], axis=1)
-            if kind == "weight" and interleaved:  # gpt-oss: mxfp4 in blocks of 32, 16 bytes each
-                both, down = (a.view(mx.uint8).reshape(*a.shape[:2], -1, 16) for a in (both, down))
-            if transposed:
-                both, down = both.swapaxes(1, 2), down.swapaxes(1, 2)
-            suffix = "_blocks" if kind == "weight" and interleaved else named[kind]
-            out[f"{parent}.{gate_up_name}{suffix}"] = mx.contiguous(both)
-            out[f"{parent}.{down_name}{suffix}"] = mx.contiguous(down)
-        return out
+    def convert(parent, tensors):
+        gate, up, down = (tensors[p, "weight"] for p in GATE_UP_DOWN)
+        both = mx.concatenate([gate, up], axis=1)
+        if transposed:
+            both, down = (mx.contiguous(a.swapaxes(1, 2)) for a in (both, down))
+        return {f"{parent}.{name}": both, f"{parent}.{down_name}": down}
 
     return convert
 
 
-GATE_UP_DOWN = {p: p for p in ("gate_proj", "up_proj", "down_proj")}
+def alternating(parent, tensors):
+    """gpt-oss: rows of gate and up in turn, mxfp4 in blocks of 32 numbers in 16 bytes."""
+    out = {}
+    for kind, end in {"weight": "blocks", "scales": "scales", "bias": "bias"}.items():
+        gate, up, down = (tensors[p, kind] for p in GATE_UP_DOWN)
+        both = mx.stack([gate, up], axis=2).reshape(E, -1, *gate.shape[2:])
+        if kind == "weight":
+            both, down = (a.view(mx.uint8).reshape(*a.shape[:2], -1, 16) for a in (both, down))
+        out[f"{parent}.experts.gate_up_proj_{end}"] = mx.contiguous(both)
+        out[f"{parent}.experts.down_proj_{end}"] = mx.contiguous(down)
+    return out
+
 
 # Families in the layout of the checkpoints that their authors publish, which mlx-lm's ``sanitize``
 # rearranges: the variant that such a file has, and how it stores the experts of one module.
+IN_ONE = ("experts.gate_up_proj", "experts.down_proj")
 HUGGING_FACE = {
-    "mixtral": (
-        "affine4",
-        per_expert("experts", {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}),
-    ),
-    "qwen3_moe": ("plain", per_expert("experts", GATE_UP_DOWN)),
+    "mixtral": ("affine4", per_expert("experts", dict(zip(GATE_UP_DOWN, ("w1", "w3", "w2"))))),
+    "qwen3_moe": ("plain", per_expert("experts", dict(zip(GATE_UP_DOWN, GATE_UP_DOWN)))),
     "nemotron_h": ("plain", per_expert("experts", {"fc1": "up_proj", "fc2": "down_proj"})),
     "phixtral": ("plain", per_expert("mlp", {"fc1": "fc1", "fc2": "fc2"})),
-    "qwen3_5_moe": ("plain", gate_up("experts.gate_up_proj", "experts.down_proj")),
+    "qwen3_5_moe": ("plain", gate_up(*IN_ONE)),
     "granitemoe": ("plain", gate_up("input_linear.weight", "output_linear.weight")),
-    "gpt_oss": ("mxfp4", gate_up("experts.gate_up_proj", "experts.down_proj", interleaved=True)),
-    "llama4": ("plain", gate_up("experts.gate_up_proj", "experts.down_proj", transposed=True)),
-    "qwen3_vl_moe": (
-        "plain",
-        gate_up("experts.gate_up_proj", "experts.down_proj", transposed=True),
-    ),
+    "gpt_oss": ("mxfp4", alternating),
+    "llama4": ("plain", gate_up(*IN_ONE, transposed=True)),
+    "qwen3_vl_moe": ("plain", gate_up(*IN_ONE, transposed=True)),
 }
-
-
 # Those of them in which an expert's gate or up is not contiguous, so that it cannot be streamed.
-REARRANGED = {
-    "gpt_oss": "gate and up alternate row by row",
-    "llama4": "experts are stored transposed",
-    "qwen3_vl_moe": "experts are stored transposed",
-}
+REARRANGED = {"gpt_oss", "llama4", "qwen3_vl_moe"}
 
 
 def write_hugging_face(name: str, path: Path) -> Path:
@@ -542,24 +380,20 @@ def write_hugging_face(name: str, path: Path) -> Path:
     weights = mx.load(str(path / "model.safetensors"))
     model, _ = mlx_lm_utils.load_model(path, lazy=True)
     for module in expert_modules(model):
-        tensors = {
-            tuple(k[len(module) + 1 :].split(".")): weights.pop(k)
-            for k in list(weights)
-            if k.startswith(f"{module}.")
-        }
-        weights.update(convert(module, tensors))
+        names = [k for k in weights if k.startswith(f"{module}.")]
+        tensors = {tuple(k.rsplit(".", 2)[1:]): weights.pop(k) for k in names}
+        weights.update(convert(module.rpartition(".")[0], tensors))
     if name in ("qwen3_5_moe", "qwen3_vl_moe"):  # these two words change places
+        old, new = "language_model.model.", "model.language_model."
         weights = {
-            k.replace("language_model.model.", "model.language_model.").replace(
-                "language_model.lm_head", "lm_head"
-            ): w
+            k.replace(old, new).replace("language_model.lm_head", "lm_head"): w
             for k, w in weights.items()
         }
         # They see, too. Of images mlx-lm leaves all out.
         weights["model.visual.blocks.0.norm1.weight"] = mx.ones(8)
         config["vision_config"] = {"depth": 1, "hidden_size": 8}
     if name == "gpt_oss":
-        config.pop("quantization"), config.pop("quantization_config")
+        del config["quantization"]
         config["quantization_config"] = {"quant_method": "mxfp4"}
     write_files(path, weights, config)
     return path
@@ -572,21 +406,15 @@ def write_files(path: Path, weights: dict[str, mx.array], config: dict, shards: 
     """
     path.mkdir(parents=True, exist_ok=True)
     mlx_lm_utils.save_config(config, path / "config.json")
-    names = sorted(weights)
-    files = {
-        f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
-        if shards > 1
-        else "model.safetensors": names[i::shards]
-        for i in range(shards)
-    }
-    for file, inside in files.items():
-        mx.save_safetensors(
-            str(path / file), {n: weights[n] for n in inside}, metadata={"format": "mlx"}
-        )
-    index = {
-        "metadata": {"total_size": sum(w.nbytes for w in weights.values())},
-        "weight_map": {n: f for f, inside in files.items() for n in inside},
-    }
+    names, weight_map = sorted(weights), {}
+    for i in range(shards):
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        file = "model.safetensors" if shards == 1 else file
+        inside = {n: weights[n] for n in names[i::shards]}
+        mx.save_safetensors(str(path / file), inside, metadata={"format": "mlx"})
+        weight_map |= dict.fromkeys(inside, file)
+    total = {"total_size": sum(w.nbytes for w in weights.values())}
+    index = {"metadata": total, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
@@ -596,15 +424,3 @@ def load_resident(path: Path) -> nn.Module:
     model.set_dtype(mx.float32)
     mx.eval(model.parameters())
     return model
-
-
-COMMON_VARIANTS = ("affine4", "affine8", "mxfp4", "mixed", "sharded", "plain")
-
-
-def variant_of(name: str) -> str:
-    """One variant for every family, by its name: a new family does not change another's."""
-    return COMMON_VARIANTS[zlib.crc32(name.encode()) % len(COMMON_VARIANTS)]
-
-
-# These families' experts differ: gate/up/down, the same in a hybrid, with additive biases, fc1/fc2.
-EVERY_VARIANT = ("qwen3_moe", "qwen3_5_moe", "gpt_oss", "nemotron_h")

@@ -18,7 +18,6 @@ import shutil
 import sys
 import tempfile
 import time
-import warnings
 import zipfile
 from pathlib import Path
 
@@ -26,6 +25,7 @@ import families
 import mlx.core as mx
 import numpy as np
 from draft_files import write_draft
+from faults import edit_header
 from greedy import greedy_logits
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
@@ -45,6 +45,7 @@ MEMORY_NBYTES = 24 << 30  # of address space for a case
 TIMEOUT_S = 90  # for a case; the slowest takes a second
 # Families whose config.json is damaged.
 CONFIGS = ("qwen3_moe", "qwen3_5_moe", "deepseek_v3", "gpt_oss")
+PACKED = ("packed", "unsigned")
 CONFIG = moelab.StreamConfig(slots=families.K + 1)
 ERRORS = (moelab.CheckpointError, moelab.ReadError, moelab.TraceError)
 
@@ -186,43 +187,36 @@ def npy(array):
 
 
 def damage_trace(data, rng):
+    """Change bytes of a trace, or one of its arrays: the type, shape, values or header."""
     if rng.random() < 0.5:
         return spoil(data, rng)
     with np.load(io.BytesIO(data)) as z:
-        arrays = {name: z[name] for name in z.files}
-    name, other = rng.choice(list(arrays)), rng.choice([*arrays, "more"])
-    a, twice = arrays[name], []
-    how = rng.choice(("drop", "more", "shape", "dtype", "value", "about", "about", "raw", "header"))
-    if how == "drop":
-        del arrays[name]
-    elif how == "more":
-        twice = [(other, a)]
+        files = {name: z[name] for name in z.files}
+    name = rng.choice([*files, "about"])
+    a, how = files[name], rng.choice(("drop", "shape", "dtype", "value", "header"))
+    if name == "about":
+        files[name] = np.frombuffer(damage_json(bytes(a), rng), np.uint8)
+    elif how == "drop":
+        del files[name]
     elif how == "shape":
-        longer = np.broadcast_to(a[:1], (5000, *a.shape[1:]))
-        arrays[name] = rng.choice((a[None], a[:-1], a.reshape(-1), a[:0], longer, a[0]))
+        files[name] = rng.choice((a[None], a[:-1], a.reshape(-1), a[:0], a[0]))
     elif how == "dtype":
-        types = ("f4", "i8", "u1", "U4", "?", "c8", "O", "i2", "M8[s]", ">i4")
-        arrays[name] = a.astype(rng.choice(types))
+        files[name] = a.astype(rng.choice(("f4", "i8", "u1", "U4", "?", "c8", "O", "M8[s]", ">i4")))
     elif how == "value":
-        b = a.astype(np.int64)
+        files[name] = b = a.astype(np.int64)
         b.flat[rng.randrange(b.size)] = rng.choice((-1, 300, 2**40, families.E, 7, -(2**62)))
-        arrays[name] = b
-    elif how == "about":
-        arrays["about"] = np.frombuffer(damage_json(bytes(arrays["about"]), rng), np.uint8)
-    elif how == "raw":
-        arrays[name] = spoil(npy(a), rng)
-    else:
-        shapes = ("(10000000000, 1, 1)", "(-1, 1, 1)", "(2, 2)", "()", "(True,)", "(1e9,)")
-        new = rng.choice((*shapes, "(" * 200 + ")" * 200))
-        text = f"{{'descr': '{a.dtype.str}', 'fortran_order': False, 'shape': {new}, }}"
-        text = text.ljust(118).encode()
-        raw = npy(a)
-        arrays[name] = raw[:8] + len(text).to_bytes(2, "little") + text + raw[128:]
     out = io.BytesIO()
-    with warnings.catch_warnings(), zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as z:
-        warnings.simplefilter("ignore")  # a name that occurs twice
-        for name, content in (*arrays.items(), *twice):
-            z.writestr(f"{name}.npy", content if isinstance(content, bytes) else npy(content))
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as z:
+        for name, array in files.items():
+            content = npy(array)
+            if how == "header" and array is a:
+                shapes = ("(10000000000, 1, 1)", "(-1, 1, 1)", "(2, 2)", "()", "(True,)", "(1e9,)")
+                new = rng.choice((*shapes, "(" * 200 + ")" * 200)).encode()
+                at, end = content.index(b"(", 10), content.index(b")", 10) + 1
+                header = content[10:at] + new + content[end:128].rstrip()
+                header = header.ljust(max(118, len(header)))
+                content = content[:8] + len(header).to_bytes(2, "little") + header + content[128:]
+            z.writestr(f"{name}.npy", content)
     return out.getvalue()
 
 
@@ -246,7 +240,10 @@ def write_bases(path):
         (path / name / "generation_config.json").write_text(
             '{"eos_token_id": [3, 4], "temperature": 0.6}'
         )
-    repack(path / CONFIGS[0], path / "packed", progress=False)
+    packed = repack(path / CONFIGS[0], path / "packed", progress=False)
+    shutil.copytree(packed, path / "unsigned")  # as version 0.1 wrote it
+    for file in (path / "unsigned").glob("experts-*"):
+        edit_header(file, lambda header: header["__metadata__"].pop("crc32"))
     write_draft(
         path / "draft", hidden_size=families.D, num_target_layers=6, vocab_size=families.VOCAB
     )
@@ -353,14 +350,11 @@ class Cases:
                 return greedy(model)
 
         want = self.once(base, lambda: tokens(base))
+        moelab.footprint(damaged)
         if (got := tokens(damaged)) == want:
             return "same text"
-        right = base.name != "packed" and got == greedy(families.load_resident(damaged))
+        right = base.name not in PACKED and got == greedy(families.load_resident(damaged))
         return "as mlx-lm" if right else "WRONG TEXT"
-
-    def size(self, base, damaged):
-        moelab.footprint(damaged)
-        return self.model(base, damaged)
 
     def tokenizer(self, _, damaged):
         model, tokenizer = moelab.load(damaged, CONFIG)
@@ -392,8 +386,7 @@ class Cases:
 
     def trace(self, _, damaged):
         t = moelab.Trace.load(damaged / "trace.npz")
-        T, _, _ = t.experts.shape
-        assert len(t) == len(t.phase) == len(t.tokens) == T
+        assert len(t) == len(t.phase) == len(t.tokens) == len(t.experts)
         assert t.experts.size == 0 or int(t.experts.max()) < t.num_experts
         assert set(t.phase) <= {"prefill", "decode"} and t.tokens.dtype == np.int64
         types = type(t.model), type(t.prompt), type(t.num_experts)
@@ -403,10 +396,9 @@ class Cases:
 
 KINDS = {  # the folder, the file in it, its damage, and what is done with it
     "header": (CONFIGS[:1], "*.safetensors", damage_header, Cases.model),
-    "packed": (("packed",), "*.safetensors", damage_header, Cases.model),
+    "packed": (PACKED, "*.safetensors", damage_header, Cases.model),
     "index": (CONFIGS[:1], "model.safetensors.index.json", damage_json, Cases.model),
-    "config": (CONFIGS, "config.json", damage_json, Cases.model),
-    "size": (CONFIGS, "[cg]*config.json", damage_json, Cases.size),
+    "config": (CONFIGS, "[cg]*config.json", damage_json, Cases.model),
     "tokenizer": (CONFIGS[:1], "tokenizer*.json", damage_json, Cases.tokenizer),
     "draft config": (("draft",), "config.json", damage_json, Cases.drafted),
     "draft header": (("draft",), "*.safetensors", damage_header, Cases.drafted),

@@ -9,11 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from hypothesis import Phase, settings
-from mlx_lm.models.cache import (
-    ArraysCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 
 import moelab
 from moelab.speculation import rollback
@@ -26,71 +22,27 @@ FEW = settings(
     deadline=None, max_examples=40, derandomize=True, phases=(Phase.explicit, Phase.generate)
 )  # to shrink takes minutes
 
-D = dict(
-    hidden_size=64,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    vocab_size=V,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
-HEADS = dict(
-    linear_num_key_heads=2,
-    linear_num_value_heads=2,
-    linear_key_head_dim=16,
-    linear_value_head_dim=16,
-)
-MAMBA = dict(mamba_d_state=16, mamba_d_conv=4)
-# The recurrent families of mlx-lm that have no experts, and so are not in ``families``.
+# The recurrent families of mlx-lm that have no experts: what they need beyond families.COMMON.
 DENSE = {
-    "mamba": dict(
-        state_size=8, conv_kernel=4, use_bias=False, use_conv_bias=True, time_step_rank=4,
-        intermediate_size=128,
-    ),
-    "mamba2": dict(
-        num_heads=4, head_dim=16, state_size=16, layer_norm_epsilon=1e-5, conv_kernel=4,
-        n_groups=1, use_bias=False, use_conv_bias=True,
-        tie_word_embeddings=True, time_step_limit=(0.001, 100.0), time_step_rank=4,
-    ),
-    "falcon_h1": dict(head_dim=16, mamba_d_head=16, mamba_d_ssm=64, mamba_n_heads=4, **MAMBA),
-    "plamo2": dict(hidden_size_per_head=16, mamba_num_heads=4, **MAMBA),
-    "olmo_hybrid": dict(
-        rms_norm_eps=1e-5, max_position_embeddings=512, linear_conv_kernel_dim=4,
-        linear_allow_neg_eigval=True, tie_word_embeddings=True,
-        attention_bias=False, layer_types=["linear_attention", "full_attention"], **HEADS,
-    ),
-    "lfm2": dict(
-        max_position_embeddings=512, norm_eps=1e-5, conv_bias=False, conv_L_cache=3,
-        block_dim=64, block_multiple_of=16,
-        block_ffn_dim_multiplier=1.0, block_auto_adjust_ff_dim=False,
-        layer_types=["conv", "full_attention"],
-    ),
-    "recurrent_gemma": dict(
-        attention_bias=False, conv1d_width=4, logits_soft_cap=30.0, rms_norm_eps=1e-5,
-        rope_theta=1e4, attention_window_size=8,
-        block_types=["recurrent", "attention"], num_key_value_heads=1, intermediate_size=128,
-    ),
-    "rwkv7": dict(
-        norm_eps=1e-5, head_dim=16, a_low_rank_dim=8, v_low_rank_dim=8, gate_low_rank_dim=8,
-        decay_low_rank_dim=8,
-    ),
-    "baichuan_m1": dict(
-        rope_theta=1e4, sliding_window=8, sliding_window_layers=[1], conv_window=2,
-        rms_norm_eps=1e-5,
-    ),
-    "gear": dict(head_dim=16, rms_norm_eps=1e-5, layer_types=["conv_mixer", "full_attention"]),
+    "mamba": dict(state_size=8, use_bias=False, time_step_rank=4),
+    "mamba2": dict(state_size=16, n_groups=1, use_bias=False, tie_word_embeddings=True,
+                   time_step_limit=(0.001, 100.0), time_step_rank=4),
+    "falcon_h1": dict(mamba_d_head=16, mamba_d_ssm=64),
+    "plamo2": dict(hidden_size_per_head=16),
+    "olmo_hybrid": dict(linear_allow_neg_eigval=True, linear_num_value_heads=2,
+                        layer_types=["linear_attention", "full_attention"]),
+    "lfm2": dict(conv_bias=False, block_dim=64, block_multiple_of=16, block_ffn_dim_multiplier=1.0,
+                 block_auto_adjust_ff_dim=False, layer_types=["conv", "full_attention"]),
+    "recurrent_gemma": dict(num_key_value_heads=1, conv1d_width=4, logits_soft_cap=30.0,
+                            attention_window_size=8, block_types=["recurrent", "attention"]),
+    "rwkv7": dict(a_low_rank_dim=8, v_low_rank_dim=8, gate_low_rank_dim=8, decay_low_rank_dim=8),
+    "baichuan_m1": dict(sliding_window_layers=[1], conv_window=2),
+    "gear": dict(layer_types=["conv_mixer", "full_attention"], sliding_window=512,
+                 final_logit_softcapping=None),
 }  # fmt: skip
-WITH_EXPERTS = [
-    "bailing_hybrid",
-    "bailing_moe_linear",
-    "bailing_moe_v3",
-    "granitemoehybrid",
-    "jamba",
-    "kimi_k3",
-    "kimi_linear",
-    "lfm2_moe",
-]
-WITH_EXPERTS += ["longcat_flash_ngram", "nemotron_h", "qwen3_5_moe", "qwen3_next"]
+WITH_EXPERTS = ["bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "granitemoehybrid"]
+WITH_EXPERTS += ["jamba", "kimi_k3", "kimi_linear", "lfm2_moe", "longcat_flash_ngram"]
+WITH_EXPERTS += ["nemotron_h", "qwen3_5_moe", "qwen3_next"]
 ONLY_RESTORED = {"longcat_flash_ngram", "recurrent_gemma", "rwkv7", "baichuan_m1"}
 
 
@@ -101,13 +53,12 @@ def build(name):
         return families.build(name)[0]
     mx.random.seed(1)
     module = importlib.import_module(f"mlx_lm.models.{name}")
-    model = module.Model(module.ModelArgs.from_dict({"model_type": name, **D, **DENSE[name]}))
-    model.update(
-        nn.utils.tree_map(
-            lambda p: p + 0.1 * mx.random.normal(p.shape) if p.ndim == 1 else p, model.parameters()
-        )
+    config = {"model_type": name, **families.COMMON, **DENSE[name]}
+    model = module.Model(module.ModelArgs.from_dict(config))
+    disturbed = nn.utils.tree_map(
+        lambda p: p + 0.1 * mx.random.normal(p.shape) if p.ndim == 1 else p, model.parameters()
     )
-    mx.eval(model.parameters())
+    mx.eval(model.update(disturbed).parameters())
     return model
 
 
@@ -145,9 +96,8 @@ def seen(c):
         )
         return [x[..., x.shape[2] - n :, :] for x in (keys, values)]
     if hasattr(c, "keys_and_values"):
-        return [
-            a for x in c.keys_and_values() for a in (x if isinstance(x, (tuple, list)) else [x])
-        ]
+        pair = c.keys_and_values()
+        return [a for x in pair for a in (x if isinstance(x, (tuple, list)) else [x])]
     return [c.keys[..., : c._idx, :], c.values[..., : c._idx, :]]
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+from small import small
 
 import moelab
 from moelab import memory
@@ -168,7 +169,10 @@ def test_of_a_macs_memory_at_most_half_is_filled(monkeypatch):
     assert given == [None, 8e9]
 
 
-def test_this_machine_is_measured():
+def test_this_machine_is_measured(monkeypatch):
+    """With less of a model than a user waits for."""
+    monkeypatch.setitem(plan.synthesize.CONFIGS, "small", small())
+    monkeypatch.setattr(plan, "STAND_IN", ("small", 4, 16))
     machine = plan.this_machine()
     assert machine.disk_bytes_per_s > 0 and machine.weights_bytes_per_s > 0
     assert plan.forecast("qwen3.5-35b-a3b", machine).advice.token_s > 0
