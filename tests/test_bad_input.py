@@ -343,7 +343,8 @@ class Disk:
         self._loop(table, n, flags, done, arrived)
         if (at := self._fails(n)) is not None:
             self.fail_at = self.count  # what the caller tries again
-            row = (ctypes.c_int64 * len(native.COLUMNS)).from_address(table + 48 * at)
+            at = table + 8 * len(native.COLUMNS) * at
+            row = (ctypes.c_int64 * len(native.COLUMNS)).from_address(at)
             ctypes.memset(ctypes.c_int64.from_address(row[native.IOV]).value, 0xA5, 8)
             row[native.GOT] = -1
             ctypes.c_uint32.from_address(done).value = 0
@@ -538,7 +539,7 @@ def test_closed_model(mode, good):
 def test_failed_call_leaves_no_read_behind(mode, good, want, monkeypatch):
     """When a read's error is raised, the other reads have ended: none writes to a slot later."""
     read_in_threads(monkeypatch)
-    monkeypatch.setattr(residency, "OVERLAP_S", 0)
+    monkeypatch.setattr(residency, "OVERLAP_NBYTES", 0)
     monkeypatch.setattr(layer, "PART_NBYTES", 1)  # as with large experts
     preadv, begun, ended, failing = os.preadv, 0, 0, False
 

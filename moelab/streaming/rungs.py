@@ -1,7 +1,4 @@
-"""The rungs below slots: ``serial`` and ``buffers``, which hold no expert for a later token.
-
-They read plain ranges through the page cache, not ``Ranges``, which native code reads.
-"""
+"""The rungs below slots: ``serial`` and ``buffers``, which hold no expert for a later token."""
 
 import mlx.core as mx
 
@@ -22,7 +19,7 @@ class Serial(StreamedExperts):
             bank = self._take_bank(1)
             with self.session.counting.read_wait():
                 for read in bank.reads({e: 0}):  # one range after another
-                    self.session.reader.read([read])
+                    self.session.reader.read(read)
             bank.arrived(e, 0)
             self.session.counters.misses += 1
             mx.eval(parts.add(Arrived({e: 0}, bank)))
@@ -53,7 +50,9 @@ class Buffers(StreamedExperts):
         """Read at most K distinct experts as a call does; return each buffer with its expert."""
         wave = list(zip(self._banks, experts))
         with self.session.counting.read_wait():
-            self.session.reader.read([r for bank, e in wave for r in bank.reads({e: 0})])
+            begun = [self.session.reader.start(bank.reads({e: 0})) for bank, e in wave]
+            for reads in begun:
+                self.session.reader.finish(reads)
         self.session.counters.misses += len(wave)
         for bank, e in wave:
             bank.arrived(e, 0)

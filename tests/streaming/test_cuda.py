@@ -22,7 +22,7 @@ import moelab
 from moelab.repack import repack
 from moelab.streaming import cuda
 from moelab.streaming.model import load_model
-from moelab.streaming.reading import native, reader, uploading
+from moelab.streaming.reading import native, ranges, reader, uploading
 from moelab.streaming.reading.file import ReadError
 from moelab.streaming.residency import host
 from moelab.streaming.residency import layer as layer_slots
@@ -171,27 +171,22 @@ def test_experts_that_are_copied_are_the_same(
         assert runtime.copied == stats.prefill.bytes_read + stats.decode.bytes_read > 0
 
 
-@pytest.mark.parametrize("block_nbytes, blocks", [(1 << 21, 32), (10_000, 3), (700, 1)])
-def test_few_and_small_blocks_are_used_again_and_freed(
-    block_nbytes, blocks, path, runtime, want, monkeypatch
+@pytest.mark.parametrize("piece_nbytes, copies", [(1 << 21, 512), (700, 512), (10_000, 5)])
+def test_pinned_memory_is_used_again_and_freed(
+    piece_nbytes, copies, path, runtime, want, monkeypatch
 ):
-    monkeypatch.setattr(uploading, "BLOCK_NBYTES", block_nbytes)
-    monkeypatch.setattr(uploading, "NUM_BLOCKS", blocks)
+    """Also where ranges are read in pieces, and where one kernel cannot make all copies."""
+    monkeypatch.setattr(ranges, "PIECE_NBYTES", piece_nbytes)
+    monkeypatch.setattr(cuda, "MAX_COPIES", copies)
     read_in_threads(monkeypatch)
     model = copying(path, slots=K, readers=2)
     for _ in range(2):
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
-    assert 1 < len(runtime.memory) <= 1 + blocks  # and the mailbox
+        assert 1 < len(runtime.memory) <= 4  # and the mailbox
     moelab.close(model)
     del model
     gc.collect()
     assert not runtime.memory
-
-
-def test_many_small_copies_take_several_kernels(path, runtime, want, monkeypatch):
-    monkeypatch.setattr(cuda, "MAX_COPIES", 5)
-    with copying(path, slots=K) as model:
-        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
 
 
 @pytest.mark.parametrize("time_limit", (0, 1))
@@ -306,7 +301,7 @@ def test_an_interrupt_leaves_no_kernel_waiting(path, runtime, want, monkeypatch)
 
         def interrupted(self, *args):
             begun = real(self, *args)
-            seen.extend(block for _, block, _ in begun.reading)
+            seen.append(begun.memory)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
@@ -314,7 +309,7 @@ def test_an_interrupt_leaves_no_kernel_waiting(path, runtime, want, monkeypatch)
             patch.setattr(uploading.UploadingReader, "start", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 greedy_logits(model, PROMPT, 4)
-        assert seen and all(block.arrived[0] for block in seen)
+        assert seen and all(memory.flags.all() for memory in seen)
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
 
 
@@ -396,12 +391,8 @@ def test_host_memory_that_is_too_small_or_no_gpus_is_refused(path, runtime, monk
         copying(path, slots=K, source="host")
 
 
-@pytest.mark.parametrize("num_blocks", (32, 4))
-def test_parts_of_a_prompt_are_copied_behind_what_is_computed(
-    num_blocks, path, runtime, want, monkeypatch
-):
+def test_parts_of_a_prompt_are_copied_behind_what_is_computed(path, runtime, want, monkeypatch):
     monkeypatch.setattr(layer_slots, "COPIED_NBYTES", 1)  # an expert a part
-    monkeypatch.setattr(uploading, "NUM_BLOCKS", num_blocks)
     read_in_threads(monkeypatch)
     with copying(path, slots=2 * K) as model:
         for _ in range(2):

@@ -88,6 +88,7 @@ def test_slot_table_never_lies(history):
             assert all(table.slot_of[e] == used_slot for e, used_slot in (hits | misses).items())
         else:
             assert not set(misses) & set(table.slot_of)
+            table.release(misses.values())
         assert len(set(table.slot_of.values())) == len(table.slot_of) <= S
         assert all(content[s] == e for e, s in table.slot_of.items()), (
             "the table says held, the bytes are another's"
@@ -325,7 +326,7 @@ def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers,
         patch_preadv(patch, flaky)
         read_in_threads(patch)
         if in_parts:
-            patch.setattr(residency, "OVERLAP_S", 0)
+            patch.setattr(residency, "OVERLAP_NBYTES", 0)
             patch.setattr(layer_slots, "PART_NBYTES", 1)
         layer = dict(model.named_modules())[name]
         for B, T, seed, among, at_once, fail_at in history:
@@ -405,7 +406,7 @@ def test_any_history_of_prompts_past_the_page_cache(resident, history, slots):
             i += 1
         for layer in session.layers:
             table, job = layer.slots.table, layer.slots.job
-            reserved = job._slots.values() if job else ()
+            reserved = job.slots.values() if job else ()
             slots_of = [*table.slot_of.values(), *table._free, *reserved]
             assert sorted(slots_of) == list(range(table.num_slots))
         event(f"filled: {session.counting.stats.decode.prefetch_used > 0}")

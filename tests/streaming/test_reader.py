@@ -83,7 +83,10 @@ def test_native_code_reads_what_python_reads(file, places):
     def read(native_code):
         reads, error = ask(File(file), places), None
         try:
-            read_ranges(Ranges.of(reads) if native_code else reads)
+            with pytest.MonkeyPatch.context() as patch:
+                if not native_code:
+                    patch.setattr(native, "loop", lambda: None)
+                read_ranges(Ranges.of(reads))
         except ReadError as e:
             error = str(e)
         return reads, error
@@ -179,7 +182,7 @@ def test_an_incomplete_read_is_made_again(got, file, of_8, monkeypatch):
     def incomplete(table, n, flags, done, flag):
         ctypes.c_uint32.from_address(flag).value = 7
         loop(table, n, flags, done, flag)
-        rows = np.ctypeslib.as_array((ctypes.c_int64 * (n * 6)).from_address(table)).reshape(n, 6)
+        rows = np.ctypeslib.as_array((ctypes.c_int64 * (n * 8)).from_address(table)).reshape(n, 8)
         if n > 7:
             ctypes.memmove(ctypes.c_int64.from_address(int(rows[7, native.IOV])).value, wrong, 50)
             rows[7, native.GOT] = got
@@ -252,7 +255,7 @@ def test_reading_ahead_brings_pages(tmp_path, of_8):
     drop(opened)
     if oscache.cached_nbytes(path) or not opened.has_nowait:
         pytest.skip("this file system keeps pages, or cannot say what is cached")
-    of_8.read_ahead([[(opened, nbytes, nbytes), (opened, 3 * nbytes, 4096)]])
+    of_8.read_ahead(Ranges.of(ask(opened, [(nbytes, [nbytes]), (3 * nbytes, [4096])])))
     end = time.monotonic() + 20
     while oscache.cached_nbytes(path) < nbytes + 4096 and time.monotonic() < end:
         time.sleep(0.01)
@@ -260,24 +263,24 @@ def test_reading_ahead_brings_pages(tmp_path, of_8):
     assert of_8.nbytes == 0
 
 
-@pytest.mark.parametrize("missing, asked_for", [(None, 0), (0, 40), (24, 40)])
+@pytest.mark.parametrize("missing, asked_for", [(None, 0), (0, 40), (25, 40)])
 def test_what_is_cached_is_not_asked_for(missing, asked_for, file, of_8, monkeypatch):
     opened, asked = of_8.open(file), []
     monkeypatch.setattr(type(opened), "read_ahead", lambda self, *place: asked.append(place))
     monkeypatch.setattr(type(opened), "is_cached", lambda self, offset: offset != missing)
-    of_8.read_ahead([(opened, 3 * i, 1), (opened, 3 * i + 1, 1)] for i in range(20))
-    of_8._ahead.shutdown()
-    assert asked == [(3 * i + j, 1) for i in range(20) for j in range(2)][:asked_for]
+    of_8.read_ahead(Ranges.of(ask(opened, [(i, [1]) for i in range(40)])))
+    of_8._background.shutdown()
+    assert asked == [(i, 1) for i in range(40)][:asked_for]
 
 
 def test_reading_ahead_ends_when_the_reader_stops(file, of_8, monkeypatch):
     opened, begun = of_8.open(file), threading.Event()
     monkeypatch.setattr(type(opened), "is_cached", lambda self, offset: False)
     monkeypatch.setattr(type(opened), "read_ahead", lambda self, *place: begun.set())
-    of_8.read_ahead([[(opened, 0, SIZE)]] * 1_000_000)
+    of_8.read_ahead(Ranges.of(ask(opened, [(0, [SIZE])]))[np.zeros(1_000_000, int)])
     assert begun.wait(10)
     of_8.stop()
-    assert not any("moelab-ahead" in thread.name for thread in threading.enumerate())
+    assert not any("moelab" in thread.name for thread in threading.enumerate())
 
 
 needs_direct = pytest.mark.skipif(native.direct_loop() is None, reason="needs Linux and llvmlite")

@@ -59,13 +59,13 @@ def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
         nbytes = session.layers[0].slots.bank.expert_nbytes
         monkeypatch.setattr(ahead, "memory_available", lambda: 2 * room * nbytes)
         of = {
-            layer.slots.bank.places([e]).__next__()[0][1]: (layer.index, e)
+            tuple(layer.slots.bank.places([e]).table[0, :2]): (layer.index, e)
             for layer in session.layers
             for e in range(E)
         }
 
         def read_ahead(places):
-            found = [of[place[0][1]] for place in places]
+            found = [of[place] for row in places.table if (place := tuple(row[:2])) in of]
             assert all(e not in session.layers[i].slots.table.slot_of for i, e in found)
             asked.append(found)
 

@@ -54,7 +54,7 @@ def any_reads(request, monkeypatch):
     """With reads in the calling thread, and in parts by the reader's threads."""
     if request.param == "reader threads":
         read_in_threads(monkeypatch)
-        monkeypatch.setattr(residency, "OVERLAP_S", 0)
+        monkeypatch.setattr(residency, "OVERLAP_NBYTES", 0)
         monkeypatch.setattr(layer, "PART_NBYTES", 1)
 
 

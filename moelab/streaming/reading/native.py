@@ -17,9 +17,10 @@ from ...kernels import code, team
 from ...kernels.code import I32, I64, Code
 
 # The columns of a table of reads, one row for each call of ``preadv``: the file's descriptor, the
-# first byte in the file, the address of the iovecs, how many there are, their bytes together, and
-# the number that ``preadv`` returned. An iovec is the address and the length of a piece of memory.
-COLUMNS = FD, OFFSET, IOV, COUNT, NBYTES, GOT = range(6)
+# first byte in the file, expert and tensor (for messages), the address of the iovecs, how many
+# there are, their bytes together, and the number that ``preadv`` returned. An iovec is the address
+# and the length of a piece of memory.
+COLUMNS = FD, OFFSET, EXPERT, TENSOR, IOV, COUNT, NBYTES, GOT = range(8)
 # This flag (Linux) reads what is in the page cache and does not wait for the disk. Linux begins to
 # read the rest of the range into the page cache.
 NOWAIT = getattr(os, "RWF_NOWAIT", 0)

@@ -14,9 +14,6 @@ from .layer import LayerSlots
 # The experts of a prompt are read ahead if it has so many (token, expert) pairs for each expert,
 # and if the layer before needed at least this share of its experts.
 AHEAD_PAIRS, AHEAD_SHARE = 2, 0.5
-# Seconds. Below this predicted read time one prefetch thread is enough: handing the work to more
-# threads would take as long as the reads.
-HANDOVER_S = 1e-4
 
 
 class Ahead:
@@ -112,5 +109,3 @@ class Ahead:
             return
         self._counting.now.prefetch_issued += len(slots)
         layer.job = Job(self._reader, layer.bank, slots)
-        quick = self._reader.expected_s(len(slots) * layer.bank.expert_nbytes) < HANDOVER_S
-        layer.job.begin(1 if quick else len(slots))

@@ -13,13 +13,13 @@ from ..handover import Handover
 from ..heap import return_free_memory
 from ..reading.reader import Reader
 from .ahead import Ahead
-from .arriving import Arrived, Call, as_copied, as_read
+from .arriving import Arrived, as_copied, as_read
 from .bank import SlotBank
 from .layer import LayerSlots
 
-# Seconds. On a CPU, a call whose experts fit is computed while others are read if the reads should
-# take at least this long.
-OVERLAP_S = 1e-3
+# Bytes. On a CPU, a call whose experts fit is computed while others are read if it reads at least
+# so much, for which an SSD takes about a millisecond.
+OVERLAP_NBYTES = 1024 * 1024
 
 
 class Residency:
@@ -72,11 +72,11 @@ class Residency:
             if not (misses and self._in_parts(layer, len(misses))):
                 yield self._all(layer, held, misses, routed.size)
                 return
-        call = Call(layer, held, misses, later, computed)
+        call = layer, held, misses, later, computed
         if layer.is_copied:
-            yield from as_copied(call, self._reader, self._handover.mailbox, x)
+            yield from as_copied(*call, x, self._handover.mailbox)
         else:
-            yield from as_read(call, self.ahead.fill_next)
+            yield from as_read(*call, self.ahead.fill_next)
 
     def slots_in_graph(self, i: int, indices: mx.array) -> mx.array | None:
         """The slots of a call, ``[..., K]`` as its experts; None if the host must know these."""
@@ -146,10 +146,9 @@ class Residency:
 
     def _in_parts(self, layer, num_misses):
         """Whether a call whose experts fit is computed while its misses are read."""
-        if layer.is_copied and num_misses > layer.part_size:
+        if layer.is_copied and num_misses > layer.part_size(num_misses):
             return True
-        expected_s = self._reader.expected_s(num_misses * layer.bank.expert_nbytes)
-        return self._overlap and expected_s >= OVERLAP_S
+        return self._overlap and num_misses * layer.bank.expert_nbytes >= OVERLAP_NBYTES
 
     def _all(self, layer, held, misses, size):
         """Bring the missing experts of a call, and hand over all its experts at once."""
@@ -157,8 +156,7 @@ class Residency:
         # With a prefetcher the layer's table must be up to date before the next one.
         if misses and layer.is_copied and not self.prefetches and size <= MAILBOX_SIZE:
             reads = layer.begin(misses)
-            copies = self._reader.copies(reads)
-            if copies is not None:
+            if (copies := reads.in_graph()) is not None:
                 self._finish = partial(layer.finish, misses, reads)
                 return Arrived(slots, layer.bank, is_all=True, copies=copies)
             layer.finish(misses, reads)
