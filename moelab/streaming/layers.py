@@ -149,7 +149,7 @@ class StreamedExperts(nn.Module):
         guess = session.prefetcher.guess(self.index, asked)
         if guess is not None:
             layer, routed = guess
-            session.residency.ahead.prefetch(layer, dict.fromkeys(routed.ravel().tolist()))
+            session.residency.prefetch(layer, dict.fromkeys(routed.ravel().tolist()))
 
 
 class Stacked(StreamedExperts, kernels.FastExperts):

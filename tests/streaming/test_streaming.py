@@ -19,7 +19,7 @@ from moelab.streaming import layers
 from moelab.streaming.config import OPTIONS
 from moelab.streaming.fused import FusedSwitchGLU, PaddedLinear
 from moelab.streaming.model import load_model
-from moelab.streaming.residency import ahead
+from moelab.streaming.residency import residency
 from moelab.streaming.session import session_of
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
@@ -57,7 +57,7 @@ def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
     with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
         session, asked = session_of(model), []
         nbytes = session.layers[0].slots.bank.expert_nbytes
-        monkeypatch.setattr(ahead, "memory_available", lambda: 2 * room * nbytes)
+        monkeypatch.setattr(residency, "memory_available", lambda: 2 * room * nbytes)
         of = {
             tuple(layer.slots.bank.places([e]).table[0, :2]): (layer.index, e)
             for layer in session.layers

@@ -68,25 +68,11 @@ class File:
         self._close_direct = weakref.finalize(self, os.close, fd)
         return fd
 
-    @cached_property
-    def has_nowait(self) -> bool:
-        """Whether a read can take what the page cache holds and not wait for the rest."""
-        if not native.NOWAIT:
-            return False
-        try:
-            os.preadv(self.fd, [_byte], 0, native.NOWAIT)
-        except BlockingIOError:  # the byte is not in the page cache
-            return True
-        except OSError:  # the file system cannot say
-            return False
-        return True
-
     def is_cached(self, offset: int) -> bool:
         """Whether the page cache holds a byte; False where the system cannot say."""
-        try:
-            return self.has_nowait and os.preadv(self.fd, [_byte], offset, native.NOWAIT) == 1
-        except OSError:
-            return False
+        with suppress(OSError):  # the byte is not there, or the file system cannot say
+            return bool(native.NOWAIT) and os.preadv(self.fd, [_byte], offset, native.NOWAIT) == 1
+        return False
 
     def changed(self) -> bool:
         """Whether the file's content may have changed since it was opened.

@@ -14,17 +14,7 @@ import numpy as np
 
 from ...kernels.code import I64
 from .file import check_unchanged
-from .native import (
-    ALIGNED,
-    FD,
-    GOT,
-    NBYTES,
-    OFFSET,
-    TableCode,
-    address_of,
-    built,
-    huge_pages,
-)
+from .native import ALIGNED, FD, GOT, NBYTES, OFFSET, TableCode, address_of, built, huge_pages
 from .ranges import Ranges, read_ranges
 
 # Linux's numbers of io_setup, io_destroy, io_submit and io_getevents.
@@ -155,9 +145,10 @@ class Flight:
         while pending(self._table):
             self._queue.reap(wait=time.perf_counter() - begin > SPIN_S)
             waited = True
-        took_s = time.perf_counter() - self._begin
         if (self._table[:, GOT] != self._table[:, NBYTES]).any():
             read_ranges(self._ranges.left(self._table))
+            waited = True
+        took_s = time.perf_counter() - self._begin
         check_unchanged(self._ranges.files.values())
         self._count(len(self._table), self._ranges.nbytes, took_s if waited else 0.0)
         return took_s

@@ -4,7 +4,7 @@ import ctypes
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,17 +13,6 @@ from .file import File, ReadError
 from .native import COLUMNS, COUNT, EXPERT, FD, GOT, IOV, NBYTES, OFFSET, TENSOR
 
 PIECE_NBYTES = 2 * 1024 * 1024  # bytes of a range that ``Ranges.moved`` does not divide
-
-
-class Read(NamedTuple):
-    """One range of a file and the memory that it is read into."""
-
-    file: File  # from ``Reader.open``
-    offset: int  # the first byte in the file
-    nbytes: int
-    views: list[memoryview]  # writable bytes, filled one after the other
-    tensor: str = "bytes"  # the tensor's name, for messages
-    expert: int = -1  # for messages
 
 
 class Ranges:
@@ -46,16 +35,15 @@ class Ranges:
         self.may_copy, self.kept = may_copy, kept
 
     @classmethod
-    def of(cls, reads: Sequence[Read]) -> "Ranges":
-        """Make a table of reads."""
-        iovecs = [(native.address_of(view), len(view)) for r in reads for view in r.views]
+    def of(cls, reads: Sequence[tuple[File, int, Sequence[memoryview]]]) -> "Ranges":
+        """Make a table of reads: file, first byte there, and writable bytes to fill in turn."""
+        iovecs = [(native.address_of(view), len(view)) for *_, views in reads for view in views]
         iovecs = np.array(iovecs, np.int64)
         table, at = np.zeros((len(reads), len(COLUMNS)), np.int64), native.address_of(iovecs)
-        for i, (row, r) in enumerate(zip(table, reads)):
-            row[:GOT] = r.file.fd, r.offset, r.expert, i, at, len(r.views), r.nbytes
-            at += len(r.views) * iovecs[0].nbytes
-        files = {r.file.fd: r.file for r in reads}
-        return cls(table, files, [r.tensor for r in reads], kept=(reads, iovecs))
+        for i, (file, offset, views) in enumerate(reads):
+            table[i, :GOT] = file.fd, offset, i, 0, at, len(views), sum(map(len, views))
+            at += len(views) * iovecs[0].nbytes
+        return cls(table, {file.fd: file for file, *_ in reads}, ["bytes"], kept=(reads, iovecs))
 
     def __len__(self):
         return len(self.table)

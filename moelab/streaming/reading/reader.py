@@ -61,11 +61,6 @@ class Reader:
             self._files[path] = File(path)
         return self._files[path]
 
-    @property
-    def files(self) -> list[File]:
-        """The open files."""
-        return list(self._files.values())
-
     def start(self, ranges: Ranges) -> list[Future | Flight]:
         """Begin to read. Call ``finish`` with the result before using the memory."""
         self.check_open()
@@ -73,8 +68,7 @@ class Reader:
         if self.direct and len(ranges):
             flight = self.fly(ranges)
             return [flight] if flight else self._read_in_pool(ranges, SHARE_NBYTES)
-        if self._cached_first(ranges):
-            ranges = self._read_cached(ranges)
+        ranges = self._read_cached(ranges)
         if not self._is_small(ranges):
             return self._read_in_pool(ranges)
         if len(ranges):
@@ -101,17 +95,13 @@ class Reader:
         """Whether the calling thread reads by itself."""
         return self.readers == 1 or ranges.nbytes <= INLINE_NBYTES
 
-    def _cached_first(self, ranges):
-        """Whether to read first what the page cache holds. (One reader has one read in flight.)"""
-        return (
-            self.readers > 1
-            and native.loop() is not None
-            and all(file.has_nowait for file in ranges.files.values())
-            and 0 < ranges.nbytes <= CACHED_NBYTES
-        )
-
     def _read_cached(self, ranges):
-        """Read what the page cache holds; return the other ranges, which the system has begun."""
+        """Read what the page cache holds; return the other ranges, which the system has begun.
+
+        One reader reads nothing here: it has one read in flight.
+        """
+        if self.readers == 1 or not native.NOWAIT or ranges.nbytes > CACHED_NBYTES:
+            return ranges
         begin = time.perf_counter()
         left = ranges.read(native.NOWAIT)
         if len(left) < len(ranges):
@@ -190,10 +180,10 @@ class Reader:
         """Wait until no layer waits for reads."""
         self._no_demand.wait()
 
-    def read_here(self, ranges: Ranges) -> None:
-        """Read ranges one after the other in the calling thread."""
+    def read_here(self, ranges: Ranges, arrived: int | None = None) -> None:
+        """Read ranges one after the other in the calling thread (see ``read_ranges``)."""
         begin = time.perf_counter()
-        read_ranges(ranges, direct=self.direct)
+        read_ranges(ranges, arrived, self.direct)
         check_unchanged(ranges.files.values())
         self._count(len(ranges), ranges.nbytes, time.perf_counter() - begin)
 

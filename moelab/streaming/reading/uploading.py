@@ -4,7 +4,6 @@ Two kinds of bytes do not take this way but are read into MLX's unified memory: 
 some bytes are converted after they have arrived, and experts that prefetch threads read.
 """
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,9 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from .. import cuda
-from .file import check_unchanged
 from .flight import Flight
-from .ranges import Ranges, read_ranges
+from .ranges import Ranges
 from .reader import Reader
 
 LEAST_NBYTES = 256 * 1024  # bytes of the smallest piece of pinned memory
@@ -35,9 +33,9 @@ class Staging(cuda.Pinned):
 class Begun(list):
     """The reads that one ``start`` began, and the copies of the bytes that they bring."""
 
-    def __init__(self, copies: Sequence[cuda.Copy] = (), files=(), memory: Staging | None = None):
+    def __init__(self, copies: Sequence[cuda.Copy] = (), memory: Staging | None = None):
         super().__init__()
-        self.copies, self.files, self.memory = list(copies), files, memory
+        self.copies, self.memory = [*copies], memory
         self.is_in_graph = False  # whether a kernel that was built makes the copies
 
     def in_graph(self) -> list[cuda.Copy] | None:
@@ -72,16 +70,18 @@ class UploadingReader(Reader):
         self._no_demand.clear()
         memory = self._take(ranges.nbytes)
         memory.flags[:] = 0
-        begun = Begun(files=ranges.files.values(), memory=memory)
+        begun = Begun(memory=memory)
         parts = self._divided(ranges.moved(memory.address))
-        submit = _now if self._is_small(ranges) else self._submit
         source, places = memory.address, _cut(ranges.memory(), [part.nbytes for part in parts])
         for i, (part, into) in enumerate(zip(parts, places)):
             flag = memory.flag + 4 * i
             for to, nbytes in into:
                 begun.copies.append(cuda.Copy(source, to, nbytes, flag))
                 source += nbytes
-            begun.append(submit(self._read_piece, part, memory, i))
+            if self._is_small(ranges):
+                self._read_piece(part, memory, i)
+            else:
+                begun.append(self._submit(self._read_piece, part, memory, i))
         return begun
 
     def _wait(self):
@@ -102,13 +102,11 @@ class UploadingReader(Reader):
         return memory
 
     def _read_piece(self, ranges, memory, i):
-        begin = time.perf_counter()
         try:
             # Native code sets the flag without waiting for the GIL.
-            read_ranges(ranges, memory.flag + 4 * i, self.direct)
+            self.read_here(ranges, memory.flag + 4 * i)
         finally:
             memory.flags[i] = 1  # also after an error: the GPU waits for it
-        self._count(len(ranges), ranges.nbytes, time.perf_counter() - begin)
 
     def finish(self, reads: list[Future | Flight]) -> None:
         super().finish(reads)
@@ -117,9 +115,9 @@ class UploadingReader(Reader):
         if not reads.is_in_graph:
             for i in range(0, len(reads.copies), cuda.MAX_COPIES):
                 self._mailbox.copy(reads.copies[i : i + cuda.MAX_COPIES])
+            self._mailbox.wait()
         if reads.memory is not None:
             (self._copying if reads.is_in_graph else self._free).append(reads.memory)
-        check_unchanged(reads.files)
 
     def stop(self) -> None:
         super().stop()
@@ -147,11 +145,3 @@ def _cut(parts, sizes):
             group.append((address, nbytes))
             size -= nbytes
         yield group
-
-
-def _now(function, *args):
-    """Like a thread pool's ``submit``, but done in this thread."""
-    function(*args)
-    done = Future()
-    done.set_result(None)
-    return done

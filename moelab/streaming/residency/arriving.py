@@ -99,6 +99,6 @@ def as_copied(
                 layer.finish(part, reads)
                 yield Arrived(part, layer.bank, after=zero)
             else:
-                zero = mailbox.copy_after(copies, computed[-1] if computed else x)
+                zero = mailbox.copy(copies, computed[-1] if computed else x)
                 yield Arrived(part, layer.bank, after=zero)
                 layer.finish(part, reads)

@@ -49,15 +49,12 @@ class SlotBank:
         converted = {n for n in tensors if tensors[n].dtype != parameters[n].dtype}
         # MLX's CUDA kernels refuse a part of a buffer that others share: it is not contiguous.
         shared = {} if mx.cuda.is_available() else {n: on_disk[n] for n in converted}
-        parts, whole = _parts({n: parameters[n] for n in order}, shared, fuse)
-        sizes = {}
-        for key, _, last in parts.values():
-            sizes[key] = max(last, sizes.get(key, 0))
+        sizes, parts, whole = _parts({n: parameters[n] for n in order}, shared, fuse)
         buffers = {key: _Buffer((num_slots, size), key[1]) for key, size in sizes.items()}
         self.experts = _module(module, whole, buffers, fuse)  # S experts; call it with slots
         rows = {n: buffers[key].rows[:, first:last] for n, (key, first, last) in parts.items()}
         self._memory = [
-            (rows[n], _Buffer.over(resident[f"{path}.{n}"]).rows) for n in order if n not in tensors
+            (rows[n], _bits(resident[f"{path}.{n}"])) for n in order if n not in tensors
         ]
         self._converted, as_read = [], {n: rows[n] for n in tensors}
         for key, buffer in buffers.items():
@@ -189,9 +186,9 @@ def _parts(parameters, shared, fuse):
     """Which part of which flat buffer ``[S, n]`` each parameter ``[E, ...]`` is.
 
     Those in ``shared`` of one type there and in memory have one buffer together, with ``fuse`` gate
-    and up have one, and each other parameter has its own. Returns for each parameter the buffer,
-    the first element and the first behind it; and for each parameter of the module the buffer, the
-    first element and the shape.
+    and up have one, and each other parameter has its own. Returns the size of each buffer; for each
+    parameter the buffer, the first element and the first behind it; and for each parameter of the
+    module the buffer, the first element and the shape.
     """
     sizes, parts, whole = {}, {}, {}
     for n, p in parameters.items():
@@ -204,7 +201,7 @@ def _parts(parameters, shared, fuse):
         sizes[key] = first + size
         parts[n] = key, first, first + size
         whole.setdefault((linear, param), (key, first, shape))
-    return parts, whole
+    return sizes, parts, whole
 
 
 def _module(module, whole, buffers, fuse):
@@ -237,16 +234,6 @@ class _Buffer:
         self.array = bits.view(dtype)
         mx.eval(self.array)
 
-    @classmethod
-    def over(cls, array):
-        """A buffer ``[E, n]`` over the memory of an array ``[E, ...]``."""
-        self = cls.__new__(cls)
-        bits = array.view(_UNSIGNED[array.dtype.size])
-        mx.eval(bits)
-        rows = np.asarray(bits)
-        self.rows, self.array = rows.reshape(len(rows), -1), array
-        return self
-
     def part(self, first, shape):
         """A view ``[S, *shape]`` that begins at element ``first`` of every row."""
         rows, size = self.rows.shape
@@ -254,6 +241,13 @@ class _Buffer:
         part = mx.as_strided(self.array, (rows, *shape), (size, *strides), first)
         mx.eval(part)
         return part
+
+
+def _bits(array):
+    """The memory of an array ``[E, ...]`` as unsigned integers ``[E, n]``."""
+    bits = array.view(_UNSIGNED[array.dtype.size])
+    mx.eval(bits)
+    return np.asarray(bits).reshape(len(array), -1)
 
 
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}

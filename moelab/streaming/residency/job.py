@@ -1,6 +1,6 @@
 """Reads that no layer waits for yet: for a prefetch, or for a prompt."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from time import perf_counter, sleep
 
@@ -51,31 +51,25 @@ class Job:
             sleep(1e-4)
 
     def collect(
-        self, needed: Collection[int], everything: bool = False
-    ) -> tuple[dict[int, tuple[int, float, float]], list[int], bool]:
+        self, needed: Collection[int], everything: bool
+    ) -> Iterator[tuple[int, float | None, float]]:
         """Cancel the reads that have not begun, and wait for running ones: ``needed``, or all.
 
-        Returns for each expert that arrived its slot, the seconds of its read and the seconds
-        waited for it here; the slots that are free again; and whether the job has ended.
+        Yields each expert that is no longer on its way, the seconds of its read (None: it did not
+        arrive) and the seconds waited for it here.
         """
-        arrived = {}
-        free = [self._taken(e) for e, read in [*self._reads.items()] if read.cancel()]
+        for e in [e for e, read in self._reads.items() if read.cancel()]:
+            del self._reads[e]
+            yield e, None, 0.0
         for e, read in [*self._reads.items()]:
             begin, late = perf_counter(), not read.done()
             if late and not (everything or e in needed):
                 continue
-            slot = self._taken(e)
+            del self._reads[e]
             try:
                 took_s = read.result()
+                if self._flies:
+                    self._bank.arrived(e, self.slots[e])
             except ReadError:  # the layer that needs the expert reads it again, and may raise
-                free.append(slot)
-                continue
-            if self._flies:
-                self._bank.arrived(e, slot)
-            arrived[e] = slot, took_s, perf_counter() - begin if late else 0.0
-        return arrived, free, not self._reads
-
-    def _taken(self, e):
-        """The slot of an expert that is no longer the job's."""
-        del self._reads[e]
-        return self.slots.pop(e)
+                took_s = None
+            yield e, took_s, perf_counter() - begin if late else 0.0

@@ -13,7 +13,8 @@ from ..reading.reader import Reader
 from .bank import SlotBank, can_empty
 from .table import SlotTable, policy_of
 
-# Bytes. With overlap, experts are computed in parts of about so many bytes as they arrive.
+# Bytes. On a CPU, experts are computed in parts of about so many bytes as they arrive, if so many
+# are read.
 PART_NBYTES = 2 * 1024 * 1024
 # The most parts of a wave with the fast kernels. They compute an expert so fast that a part's
 # other costs show.
@@ -114,7 +115,8 @@ class LayerSlots:
         if self.host is not None:
             stats = self._counting.stats
             for counters, (hits, misses) in zip((stats.prefill, stats.decode), self.host.report()):
-                _count(counters, hits, misses)
+                counters.hits += hits
+                counters.misses += misses
 
     def of_rank(self, experts: Iterable[int]) -> list[int]:
         """The experts among these that are this rank's."""
@@ -127,7 +129,8 @@ class LayerSlots:
     def choose(self, needed, busy=()):
         """Choose slots as ``SlotTable.choose`` does, and count hits and misses."""
         hits, misses = self.table.choose(needed, busy)
-        _count(self._counting.now, len(hits), len(misses))
+        self._counting.now.hits += len(hits)
+        self._counting.now.misses += len(misses)
         return hits, misses
 
     def begin(self, misses: dict[int, int]) -> list:
@@ -178,8 +181,11 @@ class LayerSlots:
         if self.job is None:
             return
         crowded, c = not self.table.fits(needed, len(self.job.slots)), self._counting.now
-        arrived, free, done = self.job.collect(set(needed), crowded)
-        for e, (slot, took_s, waited_s) in arrived.items():
+        for e, took_s, waited_s in self.job.collect(set(needed), crowded):
+            slot = self.job.slots.pop(e)
+            if took_s is None:
+                self.table.release([slot])
+                continue
             self.table.commit({e: slot})
             if e in needed:
                 c.prefetch_used += 1
@@ -188,13 +194,6 @@ class LayerSlots:
                 c.wait_s += waited_s
             else:
                 c.prefetch_wasted += 1
-        self.table.release(free)
         self._slot_of_all = None
-        if done:
+        if not self.job.slots:
             self.job = None
-
-
-def _count(counters, hits, misses):
-    """Add to the counters how many experts were in a slot and how many had to be read."""
-    counters.hits += hits
-    counters.misses += misses
