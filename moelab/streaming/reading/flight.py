@@ -126,10 +126,6 @@ class Flight:
         rows = [slice(i, i + n) for i in range(0, len(self._table), n)]
         return [Flight(self._queue, self._ranges[r], self._table[r], self._count) for r in rows]
 
-    def cancel(self) -> bool:
-        """Always False: what is in flight arrives."""
-        return False
-
     def done(self) -> bool:
         """Whether the reads have ended."""
         if pending(self._table):

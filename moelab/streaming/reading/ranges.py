@@ -16,7 +16,7 @@ PIECE_NBYTES = 2 * 1024 * 1024  # bytes of a range that ``Ranges.moved`` does no
 
 
 class Ranges:
-    """Reads as a table, ``[n, len(native.COLUMNS)]`` int64, that native code reads.
+    """Reads, as a table ``[n, len(native.COLUMNS)]`` of int64 for native code.
 
     ``files`` has the file of each descriptor, and ``tensors`` the name of each tensor's number.
     ``may_copy`` says whether a GPU may copy the bytes to where they belong. ``kept`` is whatever
@@ -85,7 +85,8 @@ class Ranges:
         table = self.direct_table()
         if table is None:
             return self
-        return self[:0] if native.read_direct(table) else self.left(table)
+        native.read_direct(table)
+        return self.left(table)
 
     def direct_table(self) -> np.ndarray | None:
         """The table with descriptors that read past the page cache; None where there are none."""
@@ -97,17 +98,10 @@ class Ranges:
         return table
 
     def read(self, flags: int = 0, arrived: int | None = None) -> "Ranges":
-        """Read all ranges by ``native.read``; return those of which not all bytes were read.
-
-        ``arrived`` is used without flags alone: with flags several threads may read.
-        """
+        """Read all ranges by ``native.read``; return those of which not all bytes were read."""
         if native.loop() is None:
             return self
-        if flags:  # a copy from the page cache keeps a core busy, so several cores are faster
-            read = native.read_shared(self.table, flags)
-        else:
-            read = native.read(self.table, flags, arrived)
-        return self[:0] if read else self.left(self.table)
+        return self[:0] if native.read(self.table, flags, arrived) else self.left(self.table)
 
     def left(self, table: np.ndarray) -> "Ranges":
         """The ranges that were not read whole, by a table whose ``GOT`` is filled in."""

@@ -20,7 +20,7 @@ LEAST_NBYTES = 256 * 1024  # bytes of the smallest piece of pinned memory
 
 
 class Staging(cuda.Pinned):
-    """Pinned memory for the ranges of a call, and a flag for each part of them that has arrived."""
+    """Pinned memory for the ranges of a call, and flags that say which parts have arrived."""
 
     def __init__(self, nbytes: int, flags: int):
         # A power of two, so that calls of about the same size can use it again.

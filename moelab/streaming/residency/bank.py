@@ -95,14 +95,16 @@ class SlotBank:
         return self._ranges([*slots], [*slots.values()])
 
     def places(self, experts: Sequence[int]) -> Ranges:
-        """Where the bytes of experts lie, one expert after the other; do not read into this."""
+        """Where the bytes of experts lie, one expert after the other; reads would fill slot 0."""
         return self._ranges(experts, [0] * len(experts))
 
     def _ranges(self, experts, slots):
         table = self._tables.take(slots, 0)
         table[..., : EXPERT + 1] = self._places.take(experts, 0)
         table = table.reshape(-1, len(COLUMNS))
-        return Ranges(table, self._files, self._names, self._may_copy, kept=self)
+        made = Ranges(table, self._files, self._names, self._may_copy, kept=self)
+        made.nbytes = len(slots) * self.disk_nbytes  # adding them up takes longer
+        return made
 
     @cached_property
     def _places(self):

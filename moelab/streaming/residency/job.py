@@ -1,7 +1,9 @@
 """Reads that no layer waits for yet: for a prefetch, or for a prompt."""
 
+from collections import deque
 from collections.abc import Collection, Iterator
-from concurrent.futures import Future
+from contextlib import suppress
+from threading import Event
 from time import perf_counter, sleep
 
 from ..reading.file import ReadError
@@ -18,36 +20,38 @@ class Job:
 
     def __init__(self, reader: Reader, bank: SlotBank, slots: dict[int, int]):
         self._reader, self._bank, self.slots = reader, bank, slots
-        reads = bank.reads(slots)
-        flight = reader.fly(reads) if reader.direct else None
-        self._flies = flight is not None
-        if self._flies:
-            self._reads = dict(zip(slots, flight.divided(len(slots))))
+        self._queued, self._flights = deque(), {}  # ``Future``s would take as long as small reads
+        self._took_s, self._ended = {}, Event()  # seconds of each expert's read; None if it failed
+        flight = reader.fly(bank.reads(slots)) if reader.direct else None
+        if flight is not None:
+            self._flights = dict(zip(slots, flight.divided(len(slots))))
             return
-        self._reads = {e: Future() for e in slots}
-        self._queued = iter([(e, slots[e], read) for e, read in self._reads.items()])  # for threads
-        reader.in_background(self._run, threads=-(-reads.nbytes // SHARE_NBYTES))
+        self._queued.extend(slots.items())
+        threads = -(-len(slots) * bank.expert_nbytes // SHARE_NBYTES)
+        reader.in_background(self._run, threads=threads)
 
     def _run(self):
         """Read one expert after another until none is left, as the work of one thread."""
-        while not self._reader.closed:
-            self._reader.give_way()
-            e, slot, read = next(self._queued, (None, None, None))
-            if read is None:
-                return
-            if not read.set_running_or_notify_cancel():
-                continue
-            try:
-                begin = perf_counter()
-                self._reader.read_here(self._bank.reads({e: slot}))
-                self._bank.arrived(e, slot)
-                read.set_result(perf_counter() - begin)
-            except BaseException as error:
-                read.set_exception(error)
+        with suppress(IndexError):  # none is queued
+            while not self._reader.closed:
+                self._reader.give_way()
+                self._read(*self._queued.popleft())
+
+    def _read(self, e, slot):
+        begin, took_s = perf_counter(), None
+        try:
+            self._reader.read_here(self._bank.reads({e: slot}))
+            self._bank.arrived(e, slot)
+            took_s = perf_counter() - begin
+        except ReadError:
+            pass  # the layer that needs the expert reads it again, and may raise
+        finally:
+            self._took_s[e] = took_s
+            self._ended.set()
 
     def wait(self) -> None:
         """Wait until every read has ended."""
-        while not all(read.done() for read in self._reads.values()):
+        while not all(map(self._has_ended, self.slots)):
             sleep(1e-4)
 
     def collect(
@@ -58,18 +62,26 @@ class Job:
         Yields each expert that is no longer on its way, the seconds of its read (None: it did not
         arrive) and the seconds waited for it here.
         """
-        for e in [e for e, read in self._reads.items() if read.cancel()]:
-            del self._reads[e]
-            yield e, None, 0.0
-        for e, read in [*self._reads.items()]:
-            begin, late = perf_counter(), not read.done()
-            if late and not (everything or e in needed):
-                continue
-            del self._reads[e]
-            try:
-                took_s = read.result()
-                if self._flies:
-                    self._bank.arrived(e, self.slots[e])
-            except ReadError:  # the layer that needs the expert reads it again, and may raise
-                took_s = None
-            yield e, took_s, perf_counter() - begin if late else 0.0
+        with suppress(IndexError):  # none is queued
+            while True:
+                e, _ = self._queued.popleft()
+                self._took_s[e] = None
+        for e in [*self.slots]:
+            begin, late = perf_counter(), not self._has_ended(e)
+            if not late or everything or e in needed:
+                yield e, self._wait(e), perf_counter() - begin if late else 0.0
+
+    def _has_ended(self, e):
+        return self._flights[e].done() if self._flights else e in self._took_s
+
+    def _wait(self, e):
+        """Wait for an expert's read. Its seconds, None if it failed."""
+        with suppress(ReadError):
+            if self._flights:
+                self._took_s[e] = self._flights[e].result()
+                self._bank.arrived(e, self.slots[e])
+        while e not in self._took_s and not self._flights:
+            self._ended.clear()
+            if e not in self._took_s:
+                self._ended.wait()
+        return self._took_s.get(e)

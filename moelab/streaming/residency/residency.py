@@ -1,20 +1,18 @@
 """``Residency`` knows which experts of each layer are in memory."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
 from ...memory import memory_available
-from ..config import StreamConfig
 from ..counters import Counting
 from ..cuda import MAILBOX_SIZE
 from ..handover import Handover
 from ..heap import return_free_memory
 from ..reading.reader import Reader
 from .arriving import Arrived, as_copied, as_read
-from .bank import SlotBank
 from .job import Job
 from .layer import LayerSlots
 
@@ -40,15 +38,8 @@ class Residency:
         self._finish = None  # finishes the reads that the GPU waits for
         self._next = None  # the layer whose free slots are filled during this call
 
-    def add(
-        self,
-        take_bank: Callable[[int], SlotBank],
-        num_experts: int,
-        owned: np.ndarray | None,
-        config: StreamConfig,
-    ) -> LayerSlots:
-        """Take the slots of the next layer (see ``LayerSlots``)."""
-        given = take_bank, num_experts, owned, config
+    def add(self, *given) -> LayerSlots:
+        """Take the slots of the next layer, given the first four arguments of ``LayerSlots``."""
         self.layers.append(LayerSlots(*given, self._reader, self._counting))
         return self.layers[-1]
 

@@ -29,7 +29,8 @@ class SlotTable:
 
     Use it in three steps: ``hits, misses = table.choose(experts)``, read the missing experts into
     the slots that it names, ``table.commit(misses)``. ``choose`` forgets the experts that it
-    evicts. If a read fails, ``release`` their slots, or call ``recover``; all other experts stay.
+    evicts. If a read fails, ``release`` the slots of the missing experts, or call ``recover``; the
+    experts in other slots stay.
     """
 
     def __init__(self, num_slots: int, policy: str = "lru"):
