@@ -4,7 +4,6 @@ import mlx.core as mx
 
 from .layers import Parts, StreamedExperts
 from .residency.arriving import Arrived
-from .residency.bank import SlotBank
 
 
 class Serial(StreamedExperts):
@@ -35,25 +34,23 @@ class Buffers(StreamedExperts):
 
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
-        self._banks = tuple(self._take_bank(1) for _ in range(session.top_k))
+        self._bank = self._take_bank(session.top_k)
 
     def _compute(self, x, indices, routed):
-        parts = Parts(x, routed, self._least_rows)
+        parts, K = Parts(x, routed, self._least_rows), self._bank.num_slots
         experts = list(parts.of_expert)
-        for first in range(0, len(experts), len(self._banks)):
+        for first in range(0, len(experts), K):
             mx.eval(parts.computed)  # the buffers are about to be overwritten
-            for bank, e in self.read(experts[first : first + len(self._banks)]):
-                parts.add(Arrived({e: 0}, bank))
+            for e, buffer in self.read(experts[first : first + K]).items():
+                parts.add(Arrived({e: buffer}, self._bank))
         return parts.result()
 
-    def read(self, experts: list[int]) -> list[tuple[SlotBank, int]]:
-        """Read at most K distinct experts as a call does; return each buffer with its expert."""
-        wave = list(zip(self._banks, experts))
+    def read(self, experts: list[int]) -> dict[int, int]:
+        """Read at most K distinct experts as a call does; return the buffer of each."""
+        buffers = {e: i for i, e in enumerate(experts)}
         with self.session.counting.read_wait():
-            begun = [self.session.reader.start(bank.reads({e: 0})) for bank, e in wave]
-            for reads in begun:
-                self.session.reader.finish(reads)
-        self.session.counters.misses += len(wave)
-        for bank, e in wave:
-            bank.arrived(e, 0)
-        return wave
+            self.session.reader.read(self._bank.reads(buffers))
+        self.session.counters.misses += len(buffers)
+        for e, buffer in buffers.items():
+            self._bank.arrived(e, buffer)
+        return buffers
