@@ -32,7 +32,7 @@ from moelab.streaming.build import build_model, place_experts
 from moelab.streaming.config import OPTIONS
 from moelab.streaming.model import load_model
 from moelab.streaming.reading import reader
-from moelab.streaming.residency import layer, residency
+from moelab.streaming.residency import layer
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 STREAMED = ("serial", "buffers", "stacked", "fused")
@@ -404,7 +404,6 @@ def test_closed_model(mode, good):
 def test_failed_call_leaves_no_read_behind(mode, good, want, monkeypatch):
     """When a read's error is raised, the other reads have ended: none writes to a slot later."""
     read_in_threads(monkeypatch)
-    monkeypatch.setattr(residency, "OVERLAP_S", 0)
     monkeypatch.setattr(layer, "PART_NBYTES", 1)  # as with large experts
     preadv, begun, ended, failing = os.preadv, 0, 0, False
 

@@ -5,7 +5,7 @@ from math import isnan, nan
 
 import numpy as np
 
-from ..streaming.residency.residency import OVERLAP_S
+from ..streaming.residency.layer import PART_NBYTES
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,6 @@ class Costs:
         copies_s = warm * (nbytes * self.warm_s_per_byte)
         copies_s += self.warm_call_s * ((warm > 0) & (cold == 0))
         disk_s = cold * (nbytes * self.cold_s_per_byte) + self.cold_call_s * (cold > 0)
-        all_s = copies_s + disk_s
-        hidden_s = np.where(all_s >= OVERLAP_S, self.overlap * np.minimum(all_s, experts_s), 0.0)
+        overlaps = warm + cold >= max(1, PART_NBYTES // nbytes)  # as ``Residency`` decides
+        hidden_s = self.overlap * np.where(overlaps, np.minimum(copies_s + disk_s, experts_s), 0.0)
         return copies_s, disk_s, hidden_s

@@ -90,10 +90,9 @@ class Counting:
             self.now.wait_s += perf_counter() - begin
 
     def result(self, reset: bool) -> Stats:
-        """The counters of both phases, as a copy unless ``reset`` begins new ones at zero."""
+        """A copy of the counters of both phases; ``reset`` begins new ones at zero."""
         stats = self.stats
-        if not reset:
-            return Stats(replace(stats.prefill), replace(stats.decode), stats.kernels)
-        self.stats = Stats(kernels=stats.kernels)
-        self.now = self.stats.decode
-        return stats
+        if reset:
+            self.stats = Stats(kernels=stats.kernels)
+            self.now = self.stats.decode
+        return Stats(replace(stats.prefill), replace(stats.decode), stats.kernels)

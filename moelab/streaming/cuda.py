@@ -3,12 +3,10 @@
 An MLX array that the host touches moves to CUDA's managed memory. From then on its pages move
 between host and GPU by page faults: bytes written in place take 0.5 ms a MB where the bus needs
 0.03, and reading the routing of a layer costs 0.15 ms. Here both go through pinned memory, by
-kernels in MLX's own graph. One kernel writes a layer's routing there (``Mailbox.post``). Another
-(``Mailbox.send``) copies bytes that were read into pinned memory (``reading/uploading.py``) to the
-slots. It is started before the reads have ended and waits on the GPU for each of them, so that the
-host prepares the next operations meanwhile. The results are the same.
-
-This needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off.
+kernels in MLX's own graph. One writes a layer's routing there (``Mailbox.post``). Another
+(``Mailbox.send``) copies bytes that were read into pinned memory to the slots. It is started before
+the reads have ended and waits on the GPU for each of them, so that the host prepares the next
+operations meanwhile. This needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off.
 """
 
 import ctypes
@@ -147,9 +145,8 @@ _SEND = f"""
 class Mailbox:
     """Pinned memory through which the host and kernels in MLX's graph exchange small numbers.
 
-    A kernel writes its numbers there when they are computed, and the host watches one word. That
-    takes a few microseconds, where MLX's ``eval`` puts the thread to sleep and a read of the array
-    moves its page to the host.
+    The host watches one word for a few microseconds, where MLX's ``eval`` puts the thread to sleep
+    and a read of the array moves its page to the host.
     """
 
     def __init__(self):
@@ -211,17 +208,12 @@ class Mailbox:
         )[0]
         return self._sent
 
-    def copy_after(self, copies: list[Copy], after: mx.array) -> mx.array:
+    def copy(self, copies: list[Copy], after: mx.array | None = None) -> mx.array:
         """Have the GPU make at most ``MAX_COPIES`` copies after ``after``, and do not wait.
 
         Returns a zero, ``[1]``: arrays that depend on it are computed after the copies.
         """
         return self.send(np.zeros(1, np.uint32), self._one, copies, after)
-
-    def copy(self, copies: list[Copy]) -> None:
-        """Copy bytes that have arrived, in at most ``MAX_COPIES`` copies, and wait."""
-        self.send(np.zeros(1, np.uint32), self._one, copies)
-        self.wait()
 
     def wait(self) -> None:
         """Wait until the numbers sent last have been received."""

@@ -143,7 +143,7 @@ class StreamedExperts(nn.Module):
         guess = session.prefetcher.guess(self.index, asked)
         if guess is not None:
             layer, routed = guess
-            session.residency.ahead.prefetch(layer, dict.fromkeys(routed.ravel().tolist()))
+            session.residency.prefetch(layer, dict.fromkeys(routed.ravel().tolist()))
 
 
 class Stacked(StreamedExperts, kernels.FastExperts):
@@ -298,7 +298,7 @@ class Serial(StreamedExperts):
             bank = self._take_bank(1)
             with self.session.counting.read_wait():
                 for read in bank.reads({e: 0}):  # one range after another
-                    self.session.reader.read([read])
+                    self.session.reader.read(read)
             bank.arrived(e, 0)
             self.session.counting.now.misses += 1
             mx.eval(parts.add(Arrived({e: 0}, bank)))
@@ -314,26 +314,26 @@ class Buffers(StreamedExperts):
 
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
-        self._banks = tuple(self._take_bank(1) for _ in range(session.top_k))
+        self._bank = self._take_bank(session.top_k)
 
     def _compute(self, x, indices, routed):
-        parts = Parts(x, routed, self._least_rows)
+        parts, K = Parts(x, routed, self._least_rows), self._bank.num_slots
         experts = list(parts.of_expert)
-        for first in range(0, len(experts), len(self._banks)):
+        for first in range(0, len(experts), K):
             mx.eval(parts.computed)  # the buffers are about to be overwritten
-            for bank, e in self.read(experts[first : first + len(self._banks)]):
-                parts.add(Arrived({e: 0}, bank))
+            for e, buffer in self.read(experts[first : first + K]).items():
+                parts.add(Arrived({e: buffer}, self._bank))
         return parts.result()
 
-    def read(self, experts: list[int]) -> list[tuple[SlotBank, int]]:
-        """Read at most K distinct experts as a call does; return each buffer with its expert."""
-        wave = list(zip(self._banks, experts))
+    def read(self, experts: list[int]) -> dict[int, int]:
+        """Read at most K distinct experts as a call does; return the buffer of each."""
+        buffers = {e: i for i, e in enumerate(experts)}
         with self.session.counting.read_wait():
-            self.session.reader.read([r for bank, e in wave for r in bank.reads({e: 0})])
-        self.session.counting.now.misses += len(wave)
-        for bank, e in wave:
-            bank.arrived(e, 0)
-        return wave
+            self.session.reader.read(self._bank.reads(buffers))
+        self.session.counting.now.misses += len(buffers)
+        for e, buffer in buffers.items():
+            self._bank.arrived(e, buffer)
+        return buffers
 
 
 LAYERS = {"serial": Serial, "buffers": Buffers, "stacked": Stacked, "fused": Fused}

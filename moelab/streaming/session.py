@@ -144,7 +144,7 @@ class Session:
         is_prompt = inputs.ndim > 1 and inputs.shape[1] > 1
         if is_prompt:
             self._prompt_tokens += inputs.size
-            self.residency.ahead.expect(inputs.size)
+            self.residency.expect(inputs.size)
         elif self._prompt_tokens:
             if self._prompt_tokens >= LONG_PROMPT:
                 return_free_memory()

@@ -48,7 +48,8 @@ def spy(layer, read):
         bank.reads = noted
         return bank
 
-    for bank in [layer.slots.bank] if hasattr(layer, "slots") else getattr(layer, "_banks", ()):
+    bank = layer.slots.bank if hasattr(layer, "slots") else getattr(layer, "_bank", None)
+    if bank is not None:
         watched(bank)
     layer._take_bank = lambda *args: watched(bank_of(*args))
 

@@ -22,7 +22,7 @@ import moelab
 from moelab.repack import repack
 from moelab.streaming import cuda
 from moelab.streaming.model import load_model
-from moelab.streaming.reading import native, reader, uploading
+from moelab.streaming.reading import native, ranges, reader, uploading
 from moelab.streaming.reading.file import ReadError
 from moelab.streaming.residency import host
 from moelab.streaming.residency import layer as layer_slots
@@ -147,22 +147,26 @@ def want(path):
     return {dtype: logits(dtype) for dtype in ("bfloat16", "float32")}
 
 
+@pytest.fixture(params=("inline", "threads"))
+def inline(request, monkeypatch):
+    """In which threads reads are made."""
+    if request.param == "threads":
+        read_in_threads(monkeypatch)
+
+
 def copying(path, **config):
     """A model whose experts are copied, as on a GPU never computed while others are read."""
     model, _ = load_model(path, moelab.StreamConfig(**{"dtype": "bfloat16", **config}))
     residency = session_of(model).residency
-    residency._overlap = residency.ahead._overlap = False
+    residency._overlap = False
     return model
 
 
 @pytest.mark.parametrize("layout", ("stacked", "packed"))
-@pytest.mark.parametrize("inline", (True, False))
 @pytest.mark.parametrize("mode", ("serial", "buffers", "stacked", "fused"))
 def test_experts_that_are_copied_are_the_same(
     mode, inline, layout, path, tmp_path, runtime, want, monkeypatch
 ):
-    if not inline:
-        read_in_threads(monkeypatch)
     if layout == "packed":
         path = repack(path, tmp_path / "packed", progress=False)
     with copying(path, mode=mode, slots=K) as model:
@@ -171,27 +175,22 @@ def test_experts_that_are_copied_are_the_same(
         assert runtime.copied == stats.prefill.bytes_read + stats.decode.bytes_read > 0
 
 
-@pytest.mark.parametrize("block_nbytes, blocks", [(1 << 21, 32), (10_000, 3), (700, 1)])
-def test_few_and_small_blocks_are_used_again_and_freed(
-    block_nbytes, blocks, path, runtime, want, monkeypatch
+@pytest.mark.parametrize("piece_nbytes, copies", [(1 << 21, 512), (700, 512), (10_000, 5)])
+def test_pinned_memory_is_used_again_and_freed(
+    piece_nbytes, copies, path, runtime, want, monkeypatch
 ):
-    monkeypatch.setattr(uploading, "BLOCK_NBYTES", block_nbytes)
-    monkeypatch.setattr(uploading, "NUM_BLOCKS", blocks)
+    """Also where ranges are read in pieces, and where one kernel cannot make all copies."""
+    monkeypatch.setattr(ranges, "PIECE_NBYTES", piece_nbytes)
+    monkeypatch.setattr(cuda, "MAX_COPIES", copies)
     read_in_threads(monkeypatch)
     model = copying(path, slots=K, readers=2)
     for _ in range(2):
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
-    assert 1 < len(runtime.memory) <= 1 + blocks  # and the mailbox
+        assert 1 < len(runtime.memory) <= 4  # and the mailbox
     moelab.close(model)
     del model
     gc.collect()
     assert not runtime.memory
-
-
-def test_many_small_copies_take_several_kernels(path, runtime, want, monkeypatch):
-    monkeypatch.setattr(cuda, "MAX_COPIES", 5)
-    with copying(path, slots=K) as model:
-        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
 
 
 @pytest.mark.parametrize("time_limit", (0, 1))
@@ -208,11 +207,12 @@ def test_the_gpu_waits_for_reads_unless_it_ends_long_kernels(
 
 
 @pytest.mark.skipif(native.loop() is None, reason="needs llvmlite")
-@pytest.mark.parametrize("inline", (True, False))
-def test_native_code_says_that_bytes_are_there(inline, path, runtime, want, monkeypatch):
-    """Before Python does: a reader's thread may have to wait for the GIL first."""
-    if not inline:
-        read_in_threads(monkeypatch)
+@pytest.mark.parametrize("reads_all", (True, False))
+def test_native_code_says_that_bytes_are_there(reads_all, inline, path, runtime, want, monkeypatch):
+    """Before Python does: a reader's thread may have to wait for the GIL first.
+
+    If native code reads less it says nothing. Python reads the rest, and then says so.
+    """
     flags, read = [], native.read
 
     def watched(table, flag=0, arrived=None):
@@ -222,24 +222,11 @@ def test_native_code_says_that_bytes_are_there(inline, path, runtime, want, monk
         return done
 
     monkeypatch.setattr(native, "read", watched)
-    with copying(path, slots=K) as model:
-        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
-    assert flags and all(flags)
-
-
-@pytest.mark.parametrize("inline", (True, False))
-def test_native_code_that_reads_less_says_nothing(inline, path, runtime, want, monkeypatch):
-    """Python reads the rest, or raises, and says that the wait is over."""
-    if not inline:
-        read_in_threads(monkeypatch)
-    with copying(path, slots=K) as model:
+    if not reads_all:
         monkeypatch.setattr(native, "loop", lambda: lambda *_: None)
+    with copying(path, slots=K) as model:
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "preadv", lambda *_: 0)
-            with pytest.raises(ReadError, match="got 0"):
-                greedy_logits(model, PROMPT[::-1], 4)
-        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+    assert flags and all(flag == reads_all for flag in flags)
 
 
 def test_prefetched_experts_are_right(path, runtime, want):
@@ -249,20 +236,15 @@ def test_prefetched_experts_are_right(path, runtime, want):
 
 
 @pytest.mark.parametrize("slots", [K, 2 * K])
-@pytest.mark.parametrize("inline", (True, False))
 def test_what_is_converted_is_not_copied(inline, slots, path, runtime, want, monkeypatch):
     """In several parts, whose reads are looked at while they run."""
     monkeypatch.setattr(layer_slots, "PART_NBYTES", 1)
-    if not inline:
-        read_in_threads(monkeypatch)
     with copying(path, dtype="float32", kernels="mlx", slots=slots) as model:
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["float32"])
         assert not runtime.copied
 
 
-def test_memory_that_cannot_be_had_is_an_error_and_the_next_call_is_right(
-    path, runtime, want, monkeypatch
-):
+def test_memory_that_cannot_be_had_is_an_error(path, runtime, want, monkeypatch):
     with copying(path, slots=K) as model:
         with monkeypatch.context() as patch:
             patch.setattr(runtime, "cudaHostAlloc", lambda *_: (2, 0))
@@ -272,12 +254,7 @@ def test_memory_that_cannot_be_had_is_an_error_and_the_next_call_is_right(
 
 
 @pytest.mark.parametrize("first", (0, 40, 120))
-@pytest.mark.parametrize("inline", (True, False))
-def test_a_read_that_fails_is_an_error_and_the_next_call_is_right(
-    inline, first, path, runtime, want, monkeypatch
-):
-    if not inline:
-        read_in_threads(monkeypatch)
+def test_a_read_that_fails_is_an_error(inline, first, path, runtime, want, monkeypatch):
     with copying(path, slots=K) as model:
         preadv, calls = os.preadv, itertools.count()
         with monkeypatch.context() as patch:
@@ -306,7 +283,7 @@ def test_an_interrupt_leaves_no_kernel_waiting(path, runtime, want, monkeypatch)
 
         def interrupted(self, *args):
             begun = real(self, *args)
-            seen.extend(block for _, block, _ in begun.reading)
+            seen.append(begun.memory)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
@@ -314,7 +291,7 @@ def test_an_interrupt_leaves_no_kernel_waiting(path, runtime, want, monkeypatch)
             patch.setattr(uploading.UploadingReader, "start", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 greedy_logits(model, PROMPT, 4)
-        assert seen and all(block.arrived[0] for block in seen)
+        assert seen and all(memory.flags.all() for memory in seen)
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
 
 
@@ -396,12 +373,8 @@ def test_host_memory_that_is_too_small_or_no_gpus_is_refused(path, runtime, monk
         copying(path, slots=K, source="host")
 
 
-@pytest.mark.parametrize("num_blocks", (32, 4))
-def test_parts_of_a_prompt_are_copied_behind_what_is_computed(
-    num_blocks, path, runtime, want, monkeypatch
-):
+def test_parts_of_a_prompt_are_copied_behind_what_is_computed(path, runtime, want, monkeypatch):
     monkeypatch.setattr(layer_slots, "COPIED_NBYTES", 1)  # an expert a part
-    monkeypatch.setattr(uploading, "NUM_BLOCKS", num_blocks)
     read_in_threads(monkeypatch)
     with copying(path, slots=2 * K) as model:
         for _ in range(2):

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.streaming.model import load_model
-from moelab.streaming.residency import layer, residency
+from moelab.streaming.residency import layer
 
 STREAMED = ("serial", "buffers", "stacked", "fused")
 SLOTS = K + 1
@@ -185,7 +185,6 @@ def test_batches(name, tmp_path):
 @pytest.mark.parametrize("name", [*EVERY_VARIANT, "llama4", "deepseek_v41"])
 def test_experts_as_if_large(name, variant, tmp_path, monkeypatch):
     """Large experts are read by threads and computed in parts as they arrive: the same bits."""
-    monkeypatch.setattr(residency, "OVERLAP_S", 0)
     monkeypatch.setattr(layer, "PART_NBYTES", 1)
     read_in_threads(monkeypatch)
     path = families.write_checkpoint(name, tmp_path / name, variant)

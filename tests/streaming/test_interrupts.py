@@ -20,7 +20,6 @@ import moelab
 from moelab import streaming
 from moelab.streaming.model import load_model
 from moelab.streaming.residency import layer as layer_slots
-from moelab.streaming.residency import residency
 from moelab.streaming.residency.table import SlotTable
 from moelab.streaming.session import session_of
 
@@ -80,7 +79,7 @@ def _instructions(code, at):
 def assert_every_slot_is_there(model):
     for layer in session_of(model).layers:
         table, job = layer.slots.table, layer.slots.job
-        held, reserved = list(table.slot_of.values()), list(job._slots.values()) if job else []
+        held, reserved = list(table.slot_of.values()), list(job.slots.values()) if job else []
         assert sorted(held + table._free + reserved) == list(range(table.num_slots)), layer.path
 
 
@@ -93,7 +92,6 @@ def test_an_interrupt_at_any_line(path, fields, way, monkeypatch):
         prompt, kernels, reads = [*prompt, 19, 23, 29, 31, 37], "auto", "direct"
     if way == "reader threads":
         read_in_threads(monkeypatch)
-        monkeypatch.setattr(residency, "OVERLAP_S", 0)
         monkeypatch.setattr(layer_slots, "PART_NBYTES", 1)
     model, _ = load_model(
         path, moelab.StreamConfig(**{"slots": SLOTS, "kernels": kernels, "reads": reads, **fields})

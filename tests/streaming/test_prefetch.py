@@ -173,7 +173,7 @@ def test_reserved_slots(data, slots, policy):
         for e in list(reserved):
             kind = data.draw(st.sampled_from(["keep", "release", "wait"]))
             if kind == "keep" and e not in table.slot_of:
-                table.keep(e, reserved.pop(e))
+                table.commit({e: reserved.pop(e)})
             elif kind != "wait":
                 table.release([reserved.pop(e)])
         taken = [*table.slot_of.values(), *table._free, *reserved.values()]

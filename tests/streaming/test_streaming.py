@@ -19,7 +19,7 @@ from moelab.streaming import layers
 from moelab.streaming.config import OPTIONS
 from moelab.streaming.fused import FusedSwitchGLU, PaddedLinear
 from moelab.streaming.model import load_model
-from moelab.streaming.residency import ahead
+from moelab.streaming.residency import residency
 from moelab.streaming.session import session_of
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
@@ -56,15 +56,19 @@ def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
     """Of this layer and the next one what is not held, while there is room for it."""
     with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
         session, asked = session_of(model), []
-        banks, L = [layer.slots.bank for layer in session.layers], len(session.layers)
-        monkeypatch.setattr(ahead, "memory_available", lambda: 2 * room * banks[0].expert_nbytes)
+        L = len(session.layers)
+        nbytes = session.layers[0].slots.bank.expert_nbytes
+        monkeypatch.setattr(residency, "memory_available", lambda: 2 * room * nbytes)
         of = {
-            next(bank.places([e]))[0][1]: (i, e) for i, bank in enumerate(banks) for e in range(E)
+            tuple(layer.slots.bank.places([e]).table[0, :2]): (layer.index, e)
+            for layer in session.layers
+            for e in range(E)
         }
 
         def read_ahead(places):
-            asked.append([of[place[0][1]] for place in places])
-            assert all(e not in session.layers[i].slots.table.slot_of for i, e in asked[-1])
+            found = [of[place] for row in places.table if (place := tuple(row[:2])) in of]
+            assert all(e not in session.layers[i].slots.table.slot_of for i, e in found)
+            asked.append(found)
 
         monkeypatch.setattr(session.reader, "read_ahead", read_ahead)
         mx.eval(model(mx.repeat(PROMPT, 5, axis=1)))

@@ -22,7 +22,7 @@ import moelab
 from moelab.speculation.drafts import LookupDraft
 from moelab.speculation.generate import speculative_generate_step
 from moelab.streaming.model import load_model
-from moelab.streaming.residency import layer, residency
+from moelab.streaming.residency import layer
 
 FAST = os.environ.get("MOELAB_FAST") == "1"
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
@@ -41,7 +41,6 @@ def any_reads(request, monkeypatch):
     """With reads in the calling thread, and in parts by the reader's threads."""
     if request.param == "reader threads":
         read_in_threads(monkeypatch)
-        monkeypatch.setattr(residency, "OVERLAP_S", 0)
         monkeypatch.setattr(layer, "PART_NBYTES", 1)
 
 

@@ -95,13 +95,13 @@ def measure_lookahead(path: str | Path, slots: int, tokens: int = 16) -> Lookahe
 
 def _counted(model, ids, tokens):
     """Count a text's reads when every prefetched read ends before its layer runs."""
-    ahead = session_of(model).residency.ahead
-    layers = session_of(model).residency.layers
+    residency = session_of(model).residency
+    layers = residency.layers
 
     def and_wait(prefetch, i, experts):
         prefetch(i, experts)
         if layers[i].job is not None:
             layers[i].job.wait()
 
-    with hooked(ahead, and_wait, "prefetch"):
+    with hooked(residency, and_wait, "prefetch"):
         return decode(model, ids, tokens, warmup=4).counters

@@ -17,7 +17,7 @@ from ...checkpoint import Checkpoint, mlx_lm_model
 from ...commands.argument_types import positive
 from ...commands.arguments import add_model, add_number
 from ...experts import expert_modules, locate_experts
-from ...streaming.reading.ranges import Read
+from ...streaming.reading.ranges import Ranges
 from ...streaming.reading.reader import Reader
 from ...streaming.residency.bank import ranges
 from .. import machine, oscache, records
@@ -144,10 +144,9 @@ def _read_experts(file, layers, depth, nbytes, order, cold, a_call):
             reads = []
             for (parts, e), view in zip(places[first : first + a_call], buffers):
                 for t in parts:
-                    into = [view[: t.nbytes]]
-                    reads.append(Read(opened, t.offsets[e], t.nbytes, into, t.name, e))
+                    reads.append((opened, t.offsets[e], [view[: t.nbytes]]))
                     view = view[t.nbytes :]
-            reader.read(reads)
+            reader.read(Ranges.of(reads))
         return reader.nbytes / (time.perf_counter() - begin)
     finally:
         reader.close()

@@ -30,7 +30,10 @@ class File:
         self._close = weakref.finalize(self, os.close, self.fd)
         # Experts are read whole and in no order, so the bytes behind one are not needed next.
         # Without readahead Linux also requests all of a long read from the disk at once.
-        self.set_readahead(False)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
+        elif hasattr(fcntl, "F_RDAHEAD"):  # macOS
+            fcntl.fcntl(self.fd, fcntl.F_RDAHEAD, 0)
         self.stamp, self._links = self.stat(), os.fstat(self.fd).st_nlink
 
     def __str__(self):
@@ -40,14 +43,6 @@ class File:
         """Close the file. A second call does nothing."""
         for close in (self._close, self._close_direct):
             close()
-
-    def set_readahead(self, on: bool) -> None:
-        """Allow or forbid the system to read more of the file than is asked for (off at first)."""
-        if hasattr(os, "posix_fadvise"):
-            advice = os.POSIX_FADV_NORMAL if on else os.POSIX_FADV_RANDOM
-            os.posix_fadvise(self.fd, 0, 0, advice)
-        elif hasattr(fcntl, "F_RDAHEAD"):  # macOS
-            fcntl.fcntl(self.fd, fcntl.F_RDAHEAD, int(on))
 
     def read_ahead(self, offset: int, nbytes: int) -> None:
         """Ask the system to read a range into the page cache; some systems ignore it."""
@@ -73,25 +68,11 @@ class File:
         self._close_direct = weakref.finalize(self, os.close, fd)
         return fd
 
-    @cached_property
-    def has_nowait(self) -> bool:
-        """Whether a read can take what the page cache holds and not wait for the rest."""
-        if not native.NOWAIT:
-            return False
-        try:
-            os.preadv(self.fd, [_byte], 0, native.NOWAIT)
-        except BlockingIOError:  # the byte is not in the page cache
-            return True
-        except OSError:  # the file system cannot say
-            return False
-        return True
-
     def is_cached(self, offset: int) -> bool:
         """Whether the page cache holds a byte; False where the system cannot say."""
-        try:
-            return self.has_nowait and os.preadv(self.fd, [_byte], offset, native.NOWAIT) == 1
-        except OSError:
-            return False
+        with suppress(OSError):  # the byte is not there, or the file system cannot say
+            return bool(native.NOWAIT) and os.preadv(self.fd, [_byte], offset, native.NOWAIT) == 1
+        return False
 
     def changed(self) -> bool:
         """Whether the file's content may have changed since it was opened.

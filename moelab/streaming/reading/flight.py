@@ -14,17 +14,7 @@ import numpy as np
 
 from ...kernels.code import I64
 from .file import check_unchanged
-from .native import (
-    ALIGNED,
-    FD,
-    GOT,
-    NBYTES,
-    OFFSET,
-    TableCode,
-    address_of,
-    built,
-    huge_pages,
-)
+from .native import ALIGNED, FD, GOT, NBYTES, OFFSET, TableCode, address_of, built, huge_pages
 from .ranges import Ranges, read_ranges
 
 # Linux's numbers of io_setup, io_destroy, io_submit and io_getevents.
@@ -116,7 +106,7 @@ def pending(table: np.ndarray) -> bool:
 class Flight:
     """Ranges in flight, which can be waited for as a ``Future`` can.
 
-    ``count`` gets their number, bytes and seconds when all have ended; seconds are None if nobody
+    ``count`` gets their number, bytes and seconds when they have ended; the seconds are 0 if nobody
     waited for them.
     """
 
@@ -125,50 +115,39 @@ class Flight:
         queue: Queue,
         ranges: Ranges,
         table: np.ndarray,
-        count: Callable[[int, int, float | None], None],
+        count: Callable[[int, int, float], None],
     ):
         self._queue, self._ranges, self._table, self._count = queue, ranges, table, count
-        self._begin, self._took_s, self._is_over = time.perf_counter(), None, False
+        self._begin = time.perf_counter()
 
-    def __len__(self):
-        return len(self._table)
+    def divided(self, parts: int) -> "list[Flight]":
+        """Flights of equally many ranges each."""
+        n = len(self._table) // parts
+        rows = [slice(i, i + n) for i in range(0, len(self._table), n)]
+        return [Flight(self._queue, self._ranges[r], self._table[r], self._count) for r in rows]
 
-    def done(self, first: int = 0, last: int | None = None) -> bool:
-        """Whether the reads of the ranges ``[first:last]`` have ended."""
-        if pending(self._table[first:last]):
+    def done(self) -> bool:
+        """Whether the reads have ended."""
+        if pending(self._table):
             self._queue.reap()
-        return not pending(self._table[first:last])
+        return not pending(self._table)
 
-    def wait(self, first: int = 0, last: int | None = None) -> None:
-        """Wait until the reads of the ranges ``[first:last]`` have ended."""
-        begin = time.perf_counter()
-        while pending(self._table[first:last]):
-            self._queue.reap(wait=time.perf_counter() - begin > SPIN_S)
-            self._took_s = time.perf_counter() - self._begin
+    def result(self) -> float:
+        """Wait for the reads, and read again what did not come whole.
 
-    def took_s(self, first: int, last: int) -> float | None:
-        """The most seconds that the ended ranges ``[first:last]`` can have taken.
-
-        None if not all their bytes have arrived, or if a file has changed.
+        Returns the most seconds that they can have taken.
         """
-        some = self._table[first:last]
-        if (some[:, GOT] != some[:, NBYTES]).any() or any(f.changed() for f in self._ranges.files):
-            return None
-        return self._took_s or time.perf_counter() - self._begin
-
-    def result(self) -> None:
-        """Wait for all ranges, and read again those that did not come whole."""
-        self.wait()
+        begin, waited = time.perf_counter(), False
+        while pending(self._table):
+            self._queue.reap(wait=time.perf_counter() - begin > SPIN_S)
+            waited = True
         if (self._table[:, GOT] != self._table[:, NBYTES]).any():
             read_ranges(self._ranges.left(self._table))
-        self.end()
-        check_unchanged(self._ranges.files)
-
-    def end(self) -> None:
-        """Count the ranges, once, after all have ended."""
-        if not self._is_over:
-            self._is_over = True
-            self._count(len(self._table), self._ranges.nbytes, self._took_s)
+            waited = True
+        took_s = time.perf_counter() - self._begin
+        check_unchanged(self._ranges.files.values())
+        self._count(len(self._table), self._ranges.nbytes, took_s if waited else 0.0)
+        return took_s
 
 
 class _Rows(TableCode):

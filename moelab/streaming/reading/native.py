@@ -17,9 +17,10 @@ from ...kernels import code, team
 from ...kernels.code import I32, I64, Code
 
 # The columns of a table of reads, one row for each call of ``preadv``: the file's descriptor, the
-# first byte in the file, the address of the iovecs, how many there are, their bytes together, and
-# the number that ``preadv`` returned. An iovec is the address and the length of a piece of memory.
-COLUMNS = FD, OFFSET, IOV, COUNT, NBYTES, GOT = range(6)
+# first byte in the file, expert and tensor (for messages), the address of the iovecs, how many
+# there are, their bytes together, and the number that ``preadv`` returned. An iovec is the address
+# and the length of a piece of memory.
+COLUMNS = FD, OFFSET, EXPERT, TENSOR, IOV, COUNT, NBYTES, GOT = range(8)
 # This flag (Linux) reads what is in the page cache and does not wait for the disk. Linux begins to
 # read the rest of the range into the page cache.
 NOWAIT = getattr(os, "RWF_NOWAIT", 0)
@@ -37,16 +38,21 @@ _buffers = threading.local()
 def read(table: np.ndarray, flags: int = 0, arrived: int | None = None) -> bool:
     """Read all ranges of a table, ``[n, len(COLUMNS)]`` int64, and say whether all bytes came.
 
-    It goes on after a read that fails. ``GOT`` is filled in. ``arrived``, the address of a uint32,
-    is set to 1 if all bytes came.
+    It goes on after a read that fails. ``GOT`` is filled in. With ``flags`` all cores read, since a
+    copy from the page cache keeps a core busy. Else ``arrived``, the address of a uint32, is set to
+    1 if all bytes came.
     """
     done = ctypes.c_uint32()
     flag = ctypes.addressof(done)
-    loop()(address_of(table), len(table), flags, flag, arrived or flag)
+    arguments = address_of(table), len(table), flags, flag, arrived or flag
+    if flags and code.num_threads() > 1 and table[:, NBYTES].sum() >= SHARED_NBYTES:
+        team.run(loop(), *arguments, pieces=min(code.num_threads(), len(table)))
+        return bool((table[:, GOT] == table[:, NBYTES]).all())
+    loop()(*arguments)
     return bool(done.value)
 
 
-def read_direct(table: np.ndarray) -> bool:
+def read_direct(table: np.ndarray) -> None:
     """``read`` past the page cache; the table has descriptors that are opened for that.
 
     A read that failed has -1 in ``GOT``.
@@ -54,10 +60,7 @@ def read_direct(table: np.ndarray) -> bool:
     buffer = getattr(_buffers, "own", None)
     if buffer is None:
         buffer = _buffers.own = huge_pages(BUFFER_NBYTES)
-    done = ctypes.c_uint32()
-    flag = ctypes.addressof(done)
-    direct_loop()(address_of(table), len(table), address_of(buffer), BUFFER_NBYTES, flag)
-    return bool(done.value)
+    direct_loop()(address_of(table), len(table), address_of(buffer), BUFFER_NBYTES)
 
 
 def huge_pages(nbytes: int) -> memoryview:
@@ -70,17 +73,6 @@ def huge_pages(nbytes: int) -> memoryview:
     return memoryview(memory)[first : first + nbytes]
 
 
-def read_shared(table: np.ndarray, flags: int = 0) -> bool:
-    """``read`` a table with as many threads as there are cores, if that takes less time."""
-    n = code.num_threads() if table[:, NBYTES].sum() >= SHARED_NBYTES else 1
-    if n == 1:
-        return read(table, flags)
-    done = ctypes.c_uint32()
-    flag = ctypes.addressof(done)
-    team.run(loop(), address_of(table), len(table), flags, flag, flag, pieces=min(n, len(table)))
-    return bool((table[:, GOT] == table[:, NBYTES]).all())
-
-
 def address_of(memory: np.ndarray | memoryview | mmap.mmap) -> int:
     """The address where writable memory begins, found faster than by numpy's ``ctypes.data``."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -91,7 +83,7 @@ def loop() -> Callable[[int, int, int, int, int], None] | None:
     return built(_Loop, PREADV)
 
 
-def direct_loop() -> Callable[[int, int, int, int, int], None] | None:
+def direct_loop() -> Callable[[int, int, int, int], None] | None:
     """The function behind ``read_direct``; None where it cannot be built."""
     return built(_DirectLoop, "pread", "memcpy") if hasattr(os, "O_DIRECT") else None
 
@@ -112,8 +104,10 @@ def built(kind: type["TableCode"], *functions: str) -> Callable | None:
 class TableCode(Code):
     """Code that reads the rows of a table of reads."""
 
+    num = 5  # of the arguments
+
     def __init__(self):
-        super().__init__(5, 8)
+        super().__init__(self.num, 8)
 
     def fields(self, pointer, at, *places):
         """The numbers of 64 bits at some places behind a pointer's ``at``-th."""
@@ -164,14 +158,16 @@ class _Loop(TableCode):
 
 
 class _DirectLoop(TableCode):
-    """Writes ``run(table, n, buffer, bytes of the buffer, done)``."""
+    """Writes ``run(table, n, buffer, bytes of the buffer)``."""
+
+    num = 4
 
     def write(self):
-        table, n, buffer, size, done = self.arguments
+        table, n, buffer, size = self.arguments
         table, b = self.pointer(table, I64), self.b
         pread = self.libc("pread", I32, I64, I64, I64)
 
-        def row(i, missing):
+        def row(i, _):
             row = b.gep(table, [self.mul(i, len(COLUMNS))])
             fd, offset, nbytes = self.fields(row, I64(0), FD, OFFSET, NBYTES)
             before = b.and_(offset, I64(ALIGNED - 1))
@@ -180,10 +176,7 @@ class _DirectLoop(TableCode):
             # A range that does not fit into the buffer reads 0 bytes, so it counts as missing.
             whole = b.select(b.icmp_signed("<=", whole, size), whole, I64(0))
             got = b.call(pread, [b.trunc(fd, I32), buffer, whole, b.sub(offset, before)])
-            arrived = b.icmp_signed(">=", got, needed)  # the end of a file may be in the last page
-            self.land(row, b.add(buffer, before), arrived)
-            return [b.or_(missing[0], b.xor(b.zext(arrived, I64), I64(1)))]
+            # The end of a file may be in the last page.
+            self.land(row, b.add(buffer, before), b.icmp_signed(">=", got, needed))
 
-        missing = self.loop(I64(0), n, 1, row, [I64(0)])[1][0]
-        with b.if_then(b.icmp_signed("==", missing, I64(0))):
-            self.flag(done)
+        self.loop(I64(0), n, 1, row)

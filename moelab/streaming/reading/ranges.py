@@ -1,151 +1,152 @@
 """Ranges of files, and the memory that they are read into."""
 
+import ctypes
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
 from . import native
 from .file import File, ReadError
+from .native import COLUMNS, COUNT, EXPERT, FD, GOT, IOV, NBYTES, OFFSET, TENSOR
+
+PIECE_NBYTES = 2 * 1024 * 1024  # bytes of a range that ``Ranges.moved`` does not divide
 
 
-class Read(NamedTuple):
-    """One range of a file and the memory that it is read into."""
+class Ranges:
+    """Reads, as a table ``[n, len(native.COLUMNS)]`` of int64 for native code.
 
-    file: File  # from ``Reader.open``
-    offset: int  # the first byte in the file
-    nbytes: int
-    views: list[memoryview]  # writable bytes, filled one after the other
-    tensor: str = "bytes"  # the tensor's name, for messages
-    expert: int = -1  # for messages
-    # Address and length of the memory behind each view, if a GPU may copy the bytes there
-    # (``UploadingReader``).
-    parts: Sequence[tuple[int, int]] = ()
-
-    def __str__(self):
-        return f"{self.file.path}: {self.tensor}, expert {self.expert}, offset {self.offset}"
-
-
-class Ranges(Sequence):
-    """Reads as a table, ``[n, len(native.COLUMNS)]`` int64, for native code.
-
-    ``reads`` makes the ``Read``s; it is called when the first one is asked for.
+    ``files`` has the file of each descriptor, and ``tensors`` the name of each tensor's number.
+    ``may_copy`` says whether a GPU may copy the bytes to where they belong. ``kept`` is whatever
+    must live as long as the table, which has addresses in it.
     """
 
     def __init__(
         self,
         table: np.ndarray,
-        nbytes: int,
-        files: Collection[File],
-        reads: Callable[[], list[Read]],
-        parts: Sequence[Sequence[tuple[int, int]]] = (),
+        files: Mapping[int, File],
+        tensors: Sequence[str],
+        may_copy: bool = False,
+        kept: Any = None,
     ):
-        self.table, self.nbytes, self.files, self._make = table, nbytes, files, reads
-        self.parts = parts
+        self.table, self.files, self.tensors = table, files, tensors
+        self.may_copy, self.kept = may_copy, kept
 
     @classmethod
-    def of(cls, reads: Sequence[Read]) -> "Ranges":
-        """Make a table of reads."""
-        iovecs = [(native.address_of(view), len(view)) for r in reads for view in r.views]
+    def of(cls, reads: Sequence[tuple[File, int, Sequence[memoryview]]]) -> "Ranges":
+        """Make a table of reads: file, first byte there, and writable bytes to fill in turn."""
+        iovecs = [(native.address_of(view), len(view)) for *_, views in reads for view in views]
         iovecs = np.array(iovecs, np.int64)
-        rows, at = [], native.address_of(iovecs)
-        for r in reads:
-            rows.append((r.file.fd, r.offset, at, len(r.views), r.nbytes, 0))
-            at += len(r.views) * iovecs[0].nbytes
-        files, nbytes = {r.file for r in reads}, sum(r.nbytes for r in reads)
-        parts = [r.parts for r in reads]
-        ranges = cls(np.array(rows, np.int64), nbytes, files, lambda: reads, parts)
-        ranges.iovecs = iovecs  # the table has their addresses
-        return ranges
-
-    @cached_property
-    def _reads(self):
-        return self._make()
+        table, at = np.zeros((len(reads), len(COLUMNS)), np.int64), native.address_of(iovecs)
+        for i, (file, offset, views) in enumerate(reads):
+            table[i, :GOT] = file.fd, offset, i, 0, at, len(views), sum(map(len, views))
+            at += len(views) * iovecs[0].nbytes
+        return cls(table, {file.fd: file for file, *_ in reads}, ["bytes"], kept=(reads, iovecs))
 
     def __len__(self):
         return len(self.table)
 
-    def __getitem__(self, i):
-        """A ``Read``; for a slice or an array of numbers, ``Ranges``."""
-        if isinstance(i, (int, np.integer)):
-            return self._reads[i]
-        table, numbers = self.table[i], np.arange(len(self))[i]
-        nbytes = int(table[:, native.NBYTES].sum())
-        return Ranges(table, nbytes, self.files, lambda: [self[n] for n in numbers])
+    def __getitem__(self, rows: slice | np.ndarray) -> "Ranges":
+        return Ranges(self.table[rows], self.files, self.tensors, self.may_copy, self.kept)
 
-    def read_direct(self) -> Sequence[Read]:
+    def __iter__(self) -> Iterator["Ranges"]:
+        """Each range by itself."""
+        return (self[i : i + 1] for i in range(len(self)))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes of all ranges."""
+        return int(self.table[:, NBYTES].sum())
+
+    def moved(self, address: int) -> "Ranges":
+        """The same bytes, read one behind the other into memory that begins at ``address``.
+
+        Long ranges are divided, so that several threads can read one.
+        """
+        counts = -(-self.table[:, NBYTES] // PIECE_NBYTES)
+        rows = np.arange(len(self)).repeat(counts)
+        before = (np.arange(len(rows)) - (counts.cumsum() - counts)[rows]) * PIECE_NBYTES
+        table = self.table[rows]
+        sizes = np.minimum(table[:, NBYTES] - before, PIECE_NBYTES)
+        iovecs = np.stack((address + sizes.cumsum() - sizes, sizes), 1)
+        table[:, OFFSET] += before
+        table[:, NBYTES], table[:, COUNT] = sizes, 1
+        table[:, IOV] = native.address_of(iovecs) + iovecs[0].nbytes * np.arange(len(table))
+        return Ranges(table, self.files, self.tensors, kept=iovecs)
+
+    def memory(self) -> list[tuple[int, int]]:
+        """Address and bytes of each piece of memory that the ranges are read into."""
+        return [piece for row in self.table.tolist() for piece in _pieces(row)]
+
+    def read_direct(self) -> "Ranges":
         """Read all ranges past the page cache; return those of which not all bytes were read."""
         table = self.direct_table()
         if table is None:
             return self
-        return () if native.read_direct(table) else self.left(table)
+        native.read_direct(table)
+        return self.left(table)
 
     def direct_table(self) -> np.ndarray | None:
         """The table with descriptors that read past the page cache; None where there are none."""
-        direct = {file.fd: file.direct for file in self.files}
+        direct = {fd: file.direct for fd, file in self.files.items()}
         if native.direct_loop() is None or None in direct.values():
             return None
         table = self.table.copy()
-        table[:, native.FD] = [direct[fd] for fd in table[:, native.FD].tolist()]
+        table[:, FD] = [direct[fd] for fd in table[:, FD].tolist()]
         return table
 
-    def read(self, flags: int = 0, arrived: int | None = None) -> Sequence[Read]:
-        """Read all ranges by ``native.read``; return those of which not all bytes were read.
-
-        ``arrived`` is used without flags alone: with flags several threads may read.
-        """
+    def read(self, flags: int = 0, arrived: int | None = None) -> "Ranges":
+        """Read all ranges by ``native.read``; return those of which not all bytes were read."""
         if native.loop() is None:
             return self
-        if flags:  # a copy from the page cache keeps a core busy, so several cores are faster
-            read = native.read_shared(self.table, flags)
-        else:
-            read = native.read(self.table, flags, arrived)
-        return () if read else self.left(self.table)
+        return self[:0] if native.read(self.table, flags, arrived) else self.left(self.table)
 
-    def left(self, table):
+    def left(self, table: np.ndarray) -> "Ranges":
         """The ranges that were not read whole, by a table whose ``GOT`` is filled in."""
-        return self[np.flatnonzero(table[:, native.GOT] != table[:, native.NBYTES])]
+        return self[np.flatnonzero(table[:, GOT] != table[:, NBYTES])]
 
 
-def files_of(reads: Sequence[Read]) -> Collection[File]:
-    """The files that ranges are in."""
-    return reads.files if isinstance(reads, Ranges) else {r.file for r in reads}
-
-
-def nbytes_of(reads: Sequence[Read]) -> int:
-    """The bytes of ranges."""
-    return reads.nbytes if isinstance(reads, Ranges) else sum(r.nbytes for r in reads)
-
-
-def read_ranges(reads: Iterable[Read], arrived: int | None = None, direct: bool = False) -> None:
-    """Read ranges one after the other, in native code if they are ``Ranges``.
+def read_ranges(ranges: Ranges, arrived: int | None = None, direct: bool = False) -> None:
+    """Read ranges one after the other, in native code where there is some.
 
     A range that native code has not read whole is read again here, and raises if that fails.
     ``arrived`` (see ``native.read``) is not set by reads past the page cache (``direct``).
     """
-    if isinstance(reads, Ranges):
-        reads = reads.read_direct() if direct else reads.read(arrived=arrived)
-    for r in reads:
+    left = ranges.read_direct() if direct else ranges.read(arrived=arrived)
+    for row in left.table.tolist():
+        file, offset, nbytes = ranges.files[row[FD]], row[OFFSET], row[NBYTES]
+        name = f"{file.path}: {ranges.tensors[row[TENSOR]]}, expert {row[EXPERT]}, offset {offset}"
+        views = [_view(*piece) for piece in _pieces(row)]
         try:
-            got = os.preadv(r.file.fd, r.views, r.offset)
-            while 0 < got < r.nbytes:  # a signal interrupted it, or the kernel limits a read
-                more = os.preadv(r.file.fd, _after(r.views, got), r.offset + got)
+            got = os.preadv(file.fd, views, offset)
+            while 0 < got < nbytes:  # a signal interrupted it, or the kernel limits a read
+                more = os.preadv(file.fd, _after(views, got), offset + got)
                 if more == 0:
                     break
                 got += more
         except OSError as e:
             raise ReadError(
                 e.errno,
-                f"{r}: {e.strerror}. Try again with a new prompt cache; ranks start again. If it "
-                "fails again, check the disk.",
+                f"{name}: {e.strerror}. Try again with a new prompt cache; ranks start again. If "
+                "it fails again, check the disk.",
             ) from e
-        if got != r.nbytes:
+        if got != nbytes:
             raise ReadError(
-                f"{r}: expected {r.nbytes} bytes, got {got}. The file is shorter than "
+                f"{name}: expected {nbytes} bytes, got {got}. The file is shorter than "
                 "when it was loaded: restore it, then load again."
             )
+
+
+def _pieces(row):
+    """The iovecs of a table's row: address and bytes of each."""
+    numbers = (ctypes.c_int64 * (2 * row[COUNT])).from_address(row[IOV])[:]
+    return zip(numbers[::2], numbers[1::2])
+
+
+def _view(address, nbytes):
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 def _after(views, nbytes):

@@ -6,8 +6,7 @@ A layer and the session talk to ``Residency``. Each of its parts has a module:
     bank.py       the memory of the slots
     layer.py      the slots of one layer: table, bank and the reads on their way
     arriving.py   the order in which a call's experts arrive
-    ahead.py      which experts are read before their layer asks: prefetch, prompts
-    job.py        such reads, on background threads
+    job.py        reads of experts before their layer asks, for a prefetch or a prompt
 
 An expert that is in no slot is read from the disk (``reading``), or copied from the memory of a
 GPU's host (host.py).

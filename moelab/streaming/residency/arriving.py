@@ -2,14 +2,12 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..cuda import Copy, Mailbox
-from ..reading.uploading import Begun, UploadingReader
 from .bank import SlotBank
 from .layer import LayerSlots
 
@@ -25,90 +23,69 @@ class Arrived(NamedTuple):
     after: mx.array | None = None
 
 
-@dataclass
-class Call:
-    """A layer's call whose experts do not all arrive at once."""
-
-    layer: LayerSlots
-    held: dict[int, int]  # experts that are in slots
-    misses: dict[int, int]  # experts to read into these slots
-    later: list[list[int]]  # waves of experts that get slots afterwards
-    computed: Sequence[mx.array]  # results that are not evaluated yet
-
-
-class Reading:
-    """Parts of a layer's experts that are being read, in the order in which they were begun."""
-
-    def __init__(self, layer: LayerSlots):
-        self._layer, self._parts = layer, deque()
-
-    def __len__(self):
-        return len(self._parts)
-
-    def begin(self, misses: dict[int, int]) -> None:
-        """Begin to read experts into slots."""
-        self._parts.extend((part, self._layer.begin(part)) for part in self._layer.parts(misses))
-
-    def finished(self, waits: bool) -> dict[int, int]:
-        """Hold the experts whose reads have ended, and return their slots.
-
-        With ``waits`` it first waits for the first part.
-        """
-        ready = {}
-        while self._parts and (waits or _ended(self._parts[0][1])):
-            part, reads = self._parts.popleft()
-            self._layer.finish(part, reads)
-            ready, waits = ready | part, False
-        return ready
-
-    @property
-    def slots(self) -> dict[int, int]:
-        """The slots of the experts that are being read."""
-        return {e: slot for part, _ in self._parts for e, slot in part.items()}
-
-
-def _ended(reads):
-    """Whether the reads that ``LayerSlots.begin`` began have ended."""
-    return reads.done() if isinstance(reads, Begun) else all(future.done() for future in reads)
-
-
-def as_read(call: Call, read_on: Callable[[], None]) -> Iterator[Arrived]:
+def as_read(
+    layer: LayerSlots,
+    held: dict[int, int],
+    misses: dict[int, int],
+    later: list[list[int]],
+    computed: Sequence[mx.array],
+    read_on: Callable[[], None],
+) -> Iterator[Arrived]:
     """Hand over the held experts, the missing ones as their reads end, and then later waves.
 
-    Where reads go past the page cache and a part is computed at once, a slot takes a later expert
-    as soon as its own is computed. Else the system reads ahead, and whole waves take less time.
-    ``read_on`` is called after a part once the reads of all experts have begun.
+    ``computed`` has results that are not evaluated yet. Where reads go past the page cache and a
+    part is computed at once, a slot takes a later expert as soon as its own is computed. Else the
+    system reads ahead, and whole waves take less time. ``read_on`` is called after a part once the
+    reads of all experts have begun.
     """
-    layer, ready, reading = call.layer, call.held, Reading(call.layer)
-    later, S = [e for wave in call.later for e in wave], layer.table.num_slots
-    size = min(S, layer.parts_of(S)) if layer.refills else S
-    reading.begin(call.misses)
+    later, S = [e for wave in later for e in wave], layer.table.num_slots
+    size = min(S, layer.part_size(S)) if layer.refills else S
+    ready, reading = held, deque()  # parts that are being read: expert to slot, and the reads
+
+    def begin(misses):
+        reading.extend((part, layer.begin(part)) for part in layer.parts(misses))
+
+    begin(misses)
     while ready or reading:
-        ready = ready | reading.finished(waits=not ready)
+        waits = not ready
+        while reading and (waits or all(read.done() for read in reading[0][1])):
+            part, reads = reading.popleft()
+            layer.finish(part, reads)
+            ready, waits = ready | part, False
         # Hand over all experts that have arrived. If no read is running, hand over one part, so
         # that its slots are free soon.
         few = size if later and layer.refills and not reading else len(ready)
         now, ready = dict(islice(ready.items(), few)), dict(islice(ready.items(), few, None))
         if now:
             yield Arrived(now, layer.bank)
-        while later and layer.table.fits(later[:size], len(ready) + len(reading.slots)):
-            mx.eval(call.computed)  # it reads slots that are about to be overwritten
-            reading.begin(layer.choose(later[:size], ready | reading.slots)[1])
+        while later:
+            busy = ready | {e: slot for part, _ in reading for e, slot in part.items()}
+            if not layer.table.fits(later[:size], len(busy)):
+                break
+            mx.eval(computed)  # it reads slots that are about to be overwritten
+            begin(layer.choose(later[:size], busy)[1])
             del later[:size]
         if not later:
             read_on()
 
 
 def as_copied(
-    call: Call, reader: UploadingReader, mailbox: Mailbox, x: mx.array
+    layer: LayerSlots,
+    held: dict[int, int],
+    misses: dict[int, int],
+    later: list[list[int]],
+    computed: Sequence[mx.array],
+    x: mx.array,
+    mailbox: Mailbox,
 ) -> Iterator[Arrived]:
     """Hand over the held experts, and the others as soon as they have been read.
 
-    The GPU copies a part after the arithmetic that was scheduled before, which may read the same
-    slots. If one kernel cannot copy the part, this thread waits for that arithmetic.
+    The GPU copies a part after the arithmetic that was scheduled before (``computed``, or the
+    call's input ``x``), which may read the same slots. If one kernel cannot copy the part, this
+    thread waits for that arithmetic.
     """
-    layer, zero = call.layer, None
-    for hits, missing in chain([(call.held, call.misses)], map(layer.choose, call.later)):
+    zero = None
+    for hits, missing in chain([(held, misses)], map(layer.choose, later)):
         if hits:
             yield Arrived(hits, layer.bank, after=zero)
         parts = deque(layer.parts(missing))
@@ -116,12 +93,12 @@ def as_copied(
         while parts:
             part, reads = parts.popleft(), begun
             begun = layer.begin(parts[0]) if parts else None
-            copies = reader.copies(reads)
+            copies = reads.in_graph()
             if copies is None:
-                mx.eval(call.computed)
+                mx.eval(computed)
                 layer.finish(part, reads)
                 yield Arrived(part, layer.bank, after=zero)
             else:
-                zero = mailbox.copy_after(copies, call.computed[-1] if call.computed else x)
+                zero = mailbox.copy(copies, computed[-1] if computed else x)
                 yield Arrived(part, layer.bank, after=zero)
                 layer.finish(part, reads)

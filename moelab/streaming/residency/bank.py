@@ -7,10 +7,9 @@ import copy
 import ctypes
 import mmap
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,9 +19,8 @@ from ... import kernels
 from ...checkpoint import GATE_UP, ExpertTensor, packing_order
 from ...experts import expert_parameters
 from ..fused import PADDING_NBYTES, FastFusedSwitchGLU, FusedSwitchGLU, give_room
-from ..reading.file import File
-from ..reading.native import COLUMNS, COUNT, IOV, NBYTES, OFFSET
-from ..reading.ranges import Ranges, Read
+from ..reading.native import COLUMNS, COUNT, EXPERT, IOV, NBYTES, TENSOR, address_of
+from ..reading.ranges import Ranges
 
 
 class SlotBank:
@@ -50,28 +48,38 @@ class SlotBank:
         fuse = fuse and gate == up
         converted = {n for n in tensors if tensors[n].dtype != parameters[n].dtype}
         # MLX's CUDA kernels refuse a part of a buffer that others share: it is not contiguous.
-        shared = set() if mx.cuda.is_available() else converted
-        parts, whole = _parts({n: parameters[n] for n in order}, shared, fuse)
-        sizes = {}
-        for key, _, last in parts.values():
-            sizes[key] = max(last, sizes.get(key, 0))
+        shared = {} if mx.cuda.is_available() else {n: on_disk[n] for n in converted}
+        sizes, parts, whole = _parts({n: parameters[n] for n in order}, shared, fuse)
         buffers = {key: _Buffer((num_slots, size), key[1]) for key, size in sizes.items()}
         self.experts = _module(module, whole, buffers, fuse)  # S experts; call it with slots
-        self._rows = {
-            n: buffers[key].rows[:, first:last] for n, (key, first, last) in parts.items()
-        }
-        self._tensors, self._ranges = tensors, ranges(tensors)
+        rows = {n: buffers[key].rows[:, first:last] for n, (key, first, last) in parts.items()}
         self._memory = [
-            (self._rows[n], _Buffer.over(resident[f"{path}.{n}"]).rows)
-            for n in order
-            if n not in tensors
+            (rows[n], _bits(resident[f"{path}.{n}"])) for n in order if n not in tensors
         ]
-        self._converted = _joined_conversions(parts, buffers, on_disk, converted)
+        self._converted, as_read = [], {n: rows[n] for n in tensors}
+        for key, buffer in buffers.items():
+            names = [n for n in parts if n in converted and parts[n][0] == key]
+            if not names:
+                continue
+            dtype, to, size = on_disk[names[0]], key[1], buffer.rows.shape[1]
+            if dtype.size < to.size:  # read into the end of the memory that the result will fill
+                bits = buffer.rows.view(_NUMPY[dtype.size])[:, -size:]
+            else:
+                bits = np.empty(buffer.rows.shape, _NUMPY[dtype.size])
+            self._converted.append((buffer.rows, bits, dtype, to))
+            as_read |= {n: bits[:, slice(*parts[n][1:])] for n in names}
         self._buffers = list(buffers.values())
-        self._slots, self._empty = {}, set()
-        self._tables = np.zeros((num_slots, len(self._ranges), len(COLUMNS)), np.int64)
-        self.as_read = not (self._memory or self._converted)  # then ``arrived`` has nothing to do
-        self.expert_nbytes = sum(rows[0].nbytes for rows in self._rows.values())
+        self._empty = set()
+        self.as_read = not (self._memory or converted)  # then ``arrived`` has nothing to do
+        # Parameters that are converted are read into the host's memory, so no GPU copies them.
+        self._may_copy = not converted
+        self.expert_nbytes = sum(r[0].nbytes for r in rows.values())
+        self.disk_nbytes = sum(t.nbytes for t in tensors.values())  # the bytes of one expert
+        self._files = {file.fd: file for t in tensors.values() for file in t.files}
+        groups = ranges(tensors)
+        self._firsts = [tensors[names[0]] for names in groups]
+        self._names = [t.name for t in self._firsts]
+        self.into, self._tables, self._iovecs = _tables([[as_read[n] for n in g] for g in groups])
 
     @property
     def num_filled(self) -> int:
@@ -83,72 +91,36 @@ class SlotBank:
 
         Call ``arrived`` for each expert when they have ended.
         """
-        for slot in slots.values():
-            self._slot(slot)
         self._empty.difference_update(slots.values())
-        places, files, nbytes = self._places
-        table = self._tables.take([*slots.values()], 0)
-        table[..., : OFFSET + 1] = places.take([*slots], 0)
+        return self._ranges([*slots], [*slots.values()])
 
-        def reads():
-            return [
-                Read(t.files[e], t.offsets[e], nbytes, views, t.name, e, parts)
-                for e, slot in slots.items()
-                for t, (nbytes, views, parts) in zip(self._firsts, self._slots[slot].disk)
-            ]
+    def places(self, experts: Sequence[int]) -> Ranges:
+        """Where the bytes of experts lie, one expert after the other; reads would fill slot 0."""
+        return self._ranges(experts, [0] * len(experts))
 
+    def _ranges(self, experts, slots):
+        table = self._tables.take(slots, 0)
+        table[..., : EXPERT + 1] = self._places.take(experts, 0)
         table = table.reshape(-1, len(COLUMNS))
-        parts = [part for slot in slots.values() for *_, part in self._slots[slot].disk]
-        return Ranges(table, nbytes * len(slots), files, reads, parts)
-
-    def places(self, experts: Iterable[int]) -> Iterator[list[tuple[File, int, int]]]:
-        """Where the bytes of experts lie: file, first byte and length of each range."""
-        sizes = [sum(self._tensors[name].nbytes for name in names) for names in self._ranges]
-        for e in experts:
-            yield [(t.files[e], t.offsets[e], nbytes) for t, nbytes in zip(self._firsts, sizes)]
-
-    @property
-    def disk_nbytes(self) -> int:
-        """The bytes of one expert on disk."""
-        return self._places[2]
-
-    @cached_property
-    def into(self) -> list[tuple[int, int, int, int]]:
-        """Where each part of an expert goes, if its ranges (``places``) lie one behind the other.
-
-        For each part: its first byte among these, its address in slot 0, the distance from there
-        to its address in slot 1, and its length.
-        """
-        first = [part for *_, parts in self._slot(0).disk for part in parts]
-        second = [
-            part for *_, parts in self._slot(min(1, self.num_slots - 1)).disk for part in parts
-        ]
-        found, at = [], 0
-        for (to, nbytes), (next_to, _) in zip(first, second):
-            found.append((at, to, next_to - to, nbytes))
-            at += nbytes
-        return found
-
-    @cached_property
-    def _firsts(self):
-        """The first tensor of each range."""
-        return [self._tensors[names[0]] for names in self._ranges]
+        made = Ranges(table, self._files, self._names, self._may_copy, kept=self)
+        made.nbytes = len(slots) * self.disk_nbytes  # adding them up takes longer
+        return made
 
     @cached_property
     def _places(self):
-        """File descriptors and offsets ``[E, ranges, 2]``, the files, and an expert's bytes."""
-        places = [[(f.fd, at) for f, at in zip(t.files, t.offsets)] for t in self._firsts]
-        files = {file for t in self._firsts for file in t.files}
-        nbytes = sum(t.nbytes for t in self._tensors.values())
-        return np.array(places, np.int64).swapaxes(0, 1), files, nbytes
+        """Descriptor, first byte and expert of each expert's ranges, ``[E, ranges, 3]``."""
+        places = [
+            [(file.fd, at, e) for e, (file, at) in enumerate(zip(t.files, t.offsets))]
+            for t in self._firsts
+        ]
+        return np.array(places, np.int64).swapaxes(0, 1)
 
     def arrived(self, expert: int, slot: int) -> None:
         """Complete an expert whose reads have ended: copy resident parameters, convert types."""
-        parts = self._slot(slot)
-        for rows, source in parts.memory:
-            rows[...] = source[expert]
-        for rows, bits, dtype, to in parts.converted:
-            _convert(rows, bits, dtype, to)
+        for rows, source in self._memory:
+            rows[slot] = source[expert]
+        for rows, bits, dtype, to in self._converted:
+            _convert(rows[slot], bits[slot], dtype, to)
 
     def empty(self, first: int, last: int) -> None:
         """Return the memory of slots ``[first:last]`` to the system until they are written again.
@@ -160,48 +132,14 @@ class SlotBank:
             rows = buffer.rows[first:last]
             begin = -(-rows.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
             nbytes = (rows.ctypes.data + rows.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
-            if nbytes > 0:
-                _advise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
-
-    def _slot(self, slot):
-        # The views are kept: slicing nine buffers takes longer than a small read.
-        if slot in self._slots:
-            return self._slots[slot]
-        into = {n: self._rows[n][slot] for n in self._tensors}
-        converted, to_convert = [], set()
-        for rows, to, dtype, names in self._converted:
-            to_convert.update(names)
-            rows = rows[slot]
-            if dtype.size < to.size:  # read into the end of the memory that the result will fill
-                bits = rows.view(_NUMPY[dtype.size])[-rows.size :]
-            else:
-                bits = np.empty(rows.size, _NUMPY[dtype.size])
-            converted.append((rows, bits, dtype, to))
-            ends = np.cumsum([into[n].size for n in names])
-            into.update(zip(names, np.split(bits, ends[:-1])))
-        disk, iovecs = [], []
-        for names, row in zip(self._ranges, self._tables[slot]):
-            views = [memoryview(into[n]).cast("B") for n in names]
-            parts = [(into[n].ctypes.data, into[n].nbytes) for n in names]
-            iovecs.append(np.array(parts, np.int64))
-            row[[IOV, COUNT]] = iovecs[-1].ctypes.data, len(parts)
-            row[NBYTES] = iovecs[-1][:, 1].sum()
-            # Parameters that are converted are read into the host's memory, so no GPU copies them.
-            parts = () if to_convert.intersection(names) else _joined(parts)
-            disk.append((sum(map(len, views)), views, parts))
-        parts = self._slots[slot] = _Slot(
-            disk, [(rows[slot], source) for rows, source in self._memory], converted, iovecs
-        )
-        return parts
+            if nbytes > 0:  # it is advice: a failure changes nothing
+                begin, nbytes = ctypes.c_void_p(begin), ctypes.c_size_t(nbytes)
+                ctypes.CDLL(None).madvise(begin, nbytes, mmap.MADV_DONTNEED)
 
 
 def can_empty() -> bool:
     """Whether slots can return memory to the system and take it again: on a Linux CPU."""
     return sys.platform == "linux" and mx.default_device() == mx.cpu
-
-
-def _advise(*arguments):
-    ctypes.CDLL(None).madvise(*arguments)  # it is advice: a failure changes nothing
 
 
 def ranges(tensors: dict[str, ExpertTensor]) -> list[list[str]]:
@@ -218,22 +156,41 @@ def ranges(tensors: dict[str, ExpertTensor]) -> list[list[str]]:
     return found
 
 
-def _joined(parts):
-    """Join neighbours among ranges of memory, each an address and its bytes."""
-    joined = []
-    for address, nbytes in parts:
-        if joined and sum(joined[-1]) == address:
-            address, nbytes = joined[-1][0], joined.pop()[1] + nbytes
-        joined.append((address, nbytes))
-    return joined
+def _tables(groups):
+    """The tables ``[S, ranges, COLUMNS]`` that read experts into slots, and their iovecs.
+
+    ``groups`` has for each range the memory ``[S, n]`` that it is read into. Also returns where
+    each part of an expert goes, if its ranges lie one behind the other: its first byte among these,
+    its address in slot 0, the distance from there to its address in slot 1, and its length.
+    """
+    into, firsts, at = [], [], 0
+    for rows in groups:
+        firsts.append(len(into))
+        for r in rows:
+            to, stride, nbytes = r.ctypes.data, r.strides[0], r[0].nbytes
+            if into[firsts[-1] :] and into[-1][1:3] == [to - into[-1][3], stride]:
+                into[-1][3] += nbytes  # it follows the part before it in each slot
+            else:
+                into.append([at, to, stride, nbytes])
+            at += nbytes
+    slots, places = np.arange(len(groups[0][0]))[:, None], np.array(into, np.int64)
+    iovecs = np.empty((len(slots), len(into), 2), np.int64)
+    iovecs[..., 0], iovecs[..., 1] = places[:, 1] + slots * places[:, 2], places[:, 3]
+    tables = np.zeros((len(slots), len(groups), len(COLUMNS)), np.int64)
+    tables[..., TENSOR] = np.arange(len(groups))
+    tables[..., IOV] = address_of(iovecs) + iovecs[0, 0].nbytes * (slots * len(into) + firsts)
+    tables[..., COUNT] = np.diff([*firsts, len(into)])
+    tables[..., NBYTES] = np.add.reduceat(places[:, 3], firsts)
+    return into, tables, iovecs
 
 
 def _parts(parameters, shared, fuse):
     """Which part of which flat buffer ``[S, n]`` each parameter ``[E, ...]`` is.
 
-    Those in ``shared`` have one buffer together, with ``fuse`` gate and up have one, and each other
-    parameter has its own. Returns for each parameter the buffer, the first element and the first
-    behind it; and for each parameter of the module the buffer, the first element and the shape.
+    Those in ``shared`` of one type there and in memory have one buffer together, with ``fuse`` gate
+    and up have one, and each other parameter has its own. Returns the size of each buffer; for each
+    parameter the buffer, the first element and the first behind it; and for each parameter of the
+    module the buffer, the first element and the shape.
     """
     sizes, parts, whole = {}, {}, {}
     for n, p in parameters.items():
@@ -241,12 +198,12 @@ def _parts(parameters, shared, fuse):
         shape, size = p.shape[1:], prod(p.shape[1:])
         if fuse and linear in GATE_UP:
             linear, shape = "gate_up_proj", (2 * shape[0], *shape[1:])
-        key = "converted" if n in shared else (linear, param), p.dtype
+        key = shared.get(n, (linear, param)), p.dtype
         first = sizes.get(key, 0)
         sizes[key] = first + size
         parts[n] = key, first, first + size
         whole.setdefault((linear, param), (key, first, shape))
-    return parts, whole
+    return sizes, parts, whole
 
 
 def _module(module, whole, buffers, fuse):
@@ -268,33 +225,6 @@ def _module(module, whole, buffers, fuse):
     return experts
 
 
-def _joined_conversions(parts, buffers, on_disk, converted):
-    """The parameters to convert when they arrive: rows ``[S, n]``, type there, on disk, names.
-
-    Neighbours are joined.
-    """
-    joined = []  # the buffer, the type on disk, the first element, the first behind, the parameters
-    for n, (key, first, last) in parts.items():
-        if n not in converted:
-            continue
-        if joined and joined[-1][:2] == [key, on_disk[n]]:
-            joined[-1][3] = last
-            joined[-1][4].append(n)
-        else:
-            joined.append([key, on_disk[n], first, last, [n]])
-    return [
-        (buffers[key].rows[:, first:last], key[1], dtype, names)
-        for key, dtype, first, last, names in joined
-    ]
-
-
-class _Slot(NamedTuple):
-    disk: list  # (nbytes, views, addresses and bytes of the views)
-    memory: list  # (rows, rows of all E experts)
-    converted: list  # (rows, bits as read, type read, type in memory)
-    iovecs: list  # addresses and bytes of the views of each range, for native code
-
-
 class _Buffer:
     """An MLX array, and its bits as a numpy view of unsigned integers."""
 
@@ -306,16 +236,6 @@ class _Buffer:
         self.array = bits.view(dtype)
         mx.eval(self.array)
 
-    @classmethod
-    def over(cls, array):
-        """A buffer ``[E, n]`` over the memory of an array ``[E, ...]``."""
-        self = cls.__new__(cls)
-        bits = array.view(_UNSIGNED[array.dtype.size])
-        mx.eval(bits)
-        rows = np.asarray(bits)
-        self.rows, self.array = rows.reshape(len(rows), -1), array
-        return self
-
     def part(self, first, shape):
         """A view ``[S, *shape]`` that begins at element ``first`` of every row."""
         rows, size = self.rows.shape
@@ -323,6 +243,13 @@ class _Buffer:
         part = mx.as_strided(self.array, (rows, *shape), (size, *strides), first)
         mx.eval(part)
         return part
+
+
+def _bits(array):
+    """The memory of an array ``[E, ...]`` as unsigned integers ``[E, n]``."""
+    bits = array.view(_UNSIGNED[array.dtype.size])
+    mx.eval(bits)
+    return np.asarray(bits).reshape(len(array), -1)
 
 
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}

@@ -18,7 +18,6 @@ from ... import kernels
 from ...memory import memory_available
 from .. import cuda
 from ..ranks import Ranks
-from ..reading.ranges import Read
 from ..reading.reader import Reader
 from ..reading.uploading import Begun
 from .bank import SlotBank
@@ -186,17 +185,11 @@ class HostExperts:
 
     def read(self, reader: Reader) -> Iterator[int]:
         """Read all experts, and yield the bytes of each step when they have arrived."""
-        reads, size, view = [], 0, memoryview(self._memory.bytes)
-        for e, ranges in enumerate(self._bank.places(range(self._num_experts))):
-            at = e * self._nbytes
-            for file, offset, nbytes in ranges:
-                reads.append(Read(file, offset, nbytes, [view[at : at + nbytes]], expert=e))
-                at += nbytes
-            size += self._nbytes
-            if size >= READ_NBYTES or e == self._num_experts - 1:
-                reader.read(reads)
-                yield size
-                reads, size = [], 0
+        E, n = self._num_experts, max(1, READ_NBYTES // self._nbytes)
+        for first in range(0, E, n):
+            places = self._bank.places(range(first, min(first + n, E)))
+            reader.read(places.moved(self._memory.address + first * self._nbytes))
+            yield places.nbytes
 
     def takes(self, indices: mx.array) -> bool:
         """Whether ``slots`` takes a call: no more pairs than slots, and the kernel's policy."""
@@ -230,7 +223,7 @@ class HostExperts:
                 cuda.Copy(first + source, to + slot * stride, nbytes, flag)
                 for source, to, stride, nbytes in self._into
             ]
-        return Begun(there=copies)
+        return Begun(copies)
 
     def report(self) -> list[list[int]]:
         """Read from the GPU which expert each slot holds, and write it into the table.

@@ -1,118 +1,87 @@
 """Reads that no layer waits for yet: for a prefetch, or for a prompt."""
 
-import threading
-from collections.abc import Collection
-from time import perf_counter
+from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from threading import Event
+from time import perf_counter, sleep
 
 from ..reading.file import ReadError
-from ..reading.reader import Reader
+from ..reading.reader import SHARE_NBYTES, Reader
 from .bank import SlotBank
 
 
 class Job:
     """Experts on their way into slots of one layer, while the model computes.
 
-    The slots belong to the job until ``collect``.
+    They are read past the page cache without a thread where that is possible, else by background
+    threads. The slots belong to the job until ``collect``.
     """
 
     def __init__(self, reader: Reader, bank: SlotBank, slots: dict[int, int]):
-        self._reader, self._bank, self._slots = reader, bank, slots
-        self._queued = dict(slots)
-        self._running = set()
-        self._took_s = {}  # seconds of each expert's read; None if it failed
-        self._changed = threading.Condition()
-        self._flight = None  # the reads, if they need no thread
+        self._reader, self._bank, self.slots = reader, bank, slots
+        self._queued, self._flights = deque(), {}  # ``Future``s would take as long as small reads
+        self._took_s, self._ended = {}, Event()  # seconds of each expert's read; None if it failed
+        flight = reader.fly(bank.reads(slots)) if reader.direct else None
+        if flight is not None:
+            self._flights = dict(zip(slots, flight.divided(len(slots))))
+            return
+        self._queued.extend(slots.items())
+        threads = -(-len(slots) * bank.expert_nbytes // SHARE_NBYTES)
+        reader.in_background(self._run, threads=threads)
 
-    @property
-    def experts(self) -> Collection[int]:
-        """The experts that have a slot of the job."""
-        return self._slots.keys()
-
-    def begin(self, threads: int) -> None:
-        """Begin to read, without a thread where that is possible, else with at most ``threads``."""
-        if self._reader.direct:
-            self._flight = self._reader.fly(self._bank.reads(self._slots))
-        if self._flight is None:
-            return self._reader.in_background(self.run, threads)
-        self._order, self._running, self._queued = [*self._slots], {*self._slots}, {}
-
-    def _land(self, needed, everything):
-        """Wait for the experts that ``collect`` needs, and note all that have ended.
-
-        Returns the seconds waited for each expert that was waited for.
-        """
-        waited_s, n = {}, len(self._flight) // len(self._order)
-        for i, e in enumerate(self._order):
-            rows, begin = (i * n, i * n + n), perf_counter()
-            if e not in self._running:
-                continue
-            if not self._flight.done(*rows):
-                if not (everything or e in needed):
-                    continue
-                self._flight.wait(*rows)
-                waited_s[e] = perf_counter() - begin
-            self._running.discard(e)
-            self._took_s[e] = self._flight.took_s(*rows)
-            if self._took_s[e] is not None:
-                self._bank.arrived(e, self._slots[e])
-        if not self._running:
-            self._flight.end()
-        return waited_s
-
-    def run(self) -> None:
+    def _run(self):
         """Read one expert after another until none is left, as the work of one thread."""
-        while True:
-            self._reader.give_way()
-            with self._changed:
-                if not self._queued or self._reader.closed:
-                    return
-                e = next(iter(self._queued))
-                slot = self._queued.pop(e)
-                self._running.add(e)
-            begin, took_s = perf_counter(), None
-            try:
-                self._reader.read_here(self._bank.reads({e: slot}))
-                self._bank.arrived(e, slot)
-                took_s = perf_counter() - begin
-            except ReadError:
-                pass  # the layer that needs the expert reads it again, and may raise
-            finally:
-                with self._changed:
-                    self._running.discard(e)
-                    self._took_s[e] = took_s
-                    self._changed.notify_all()
+        with suppress(IndexError):  # none is queued
+            while not self._reader.closed:
+                self._reader.give_way()
+                self._read(*self._queued.popleft())
+
+    def _read(self, e, slot):
+        begin, took_s = perf_counter(), None
+        try:
+            self._reader.read_here(self._bank.reads({e: slot}))
+            self._bank.arrived(e, slot)
+            took_s = perf_counter() - begin
+        except ReadError:
+            pass  # the layer that needs the expert reads it again, and may raise
+        finally:
+            self._took_s[e] = took_s
+            self._ended.set()
 
     def wait(self) -> None:
         """Wait until every read has ended."""
-        if self._flight is not None:
-            return self._flight.wait()
-        with self._changed:
-            while (self._queued or self._running) and not self._reader.closed:
-                self._changed.wait(0.1)
+        while not all(map(self._has_ended, self.slots)):
+            sleep(1e-4)
 
-    def collect(self, needed: set[int], everything: bool = False) -> tuple[dict, list[int], bool]:
+    def collect(
+        self, needed: Collection[int], everything: bool
+    ) -> Iterator[tuple[int, float | None, float]]:
         """Cancel the reads that have not begun, and wait for running ones: ``needed``, or all.
 
-        Returns for each expert that arrived its slot, the seconds of its read and the seconds
-        waited for it here; the slots that are free again; and whether the job has ended.
+        Yields each expert that is no longer on its way, the seconds of its read (None: it did not
+        arrive) and the seconds waited for it here.
         """
-        arrived = {}
-        waited_s = {} if self._flight is None else self._land(needed, everything)
-        with self._changed:
-            free = list(self._queued.values())
-            for e in self._queued:
-                del self._slots[e]
-            self._queued.clear()
-            for e in [e for e in self._running if everything or e in needed]:
-                begin = perf_counter()
-                while e in self._running:
-                    self._changed.wait()
-                waited_s[e] = perf_counter() - begin
-            for e, took_s in self._took_s.items():
-                slot = self._slots.pop(e)
-                if took_s is None:
-                    free.append(slot)
-                else:
-                    arrived[e] = slot, took_s, waited_s.get(e, 0.0)
-            self._took_s.clear()
-            return arrived, free, not self._running
+        with suppress(IndexError):  # none is queued
+            while True:
+                e, _ = self._queued.popleft()
+                self._took_s[e] = None
+        for e in [*self.slots]:
+            begin, late = perf_counter(), not self._has_ended(e)
+            if not late or everything or e in needed:
+                yield e, self._wait(e), perf_counter() - begin if late else 0.0
+
+    def _has_ended(self, e):
+        return self._flights[e].done() if self._flights else e in self._took_s
+
+    def _wait(self, e):
+        """Wait for an expert's read. Its seconds, None if it failed."""
+        with suppress(ReadError):
+            if self._flights:
+                self._took_s[e] = self._flights[e].result()
+                self._bank.arrived(e, self.slots[e])
+        while e not in self._took_s and not self._flights:
+            self._ended.clear()
+            if e not in self._took_s:
+                self._ended.wait()
+        return self._took_s.get(e)

@@ -1,7 +1,6 @@
 """The slots of one layer: which expert is in which, and which experts are on their way."""
 
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future
 
 import mlx.core as mx
 import numpy as np
@@ -11,18 +10,18 @@ from ..config import StreamConfig
 from ..counters import Counting
 from ..cuda import MAX_COPIES
 from ..reading.reader import Reader
-from ..reading.uploading import BLOCK_NBYTES, NUM_BLOCKS, Begun
 from .bank import SlotBank, can_empty
 from .table import SlotTable, policy_of
 
-# Bytes. With overlap, experts are computed in parts of about so many bytes as they arrive.
+# Bytes. On a CPU, experts are computed in parts of about so many bytes as they arrive, if so many
+# are read.
 PART_NBYTES = 2 * 1024 * 1024
 # The most parts of a wave with the fast kernels. They compute an expert so fast that a part's
 # other costs show.
 NUM_PARTS = 8
-# Bytes. Where a GPU copies, experts are read in parts of about so many bytes: two parts fit into
-# the blocks of pinned memory.
-COPIED_NBYTES = NUM_BLOCKS * BLOCK_NBYTES // 3
+# Bytes. Where a GPU copies, experts are read in parts of about so many bytes. Up to three parts
+# have pinned memory at once: one is copied, one is read, and one was begun.
+COPIED_NBYTES = 64 * 1024 * 1024
 
 
 class LayerSlots:
@@ -116,7 +115,8 @@ class LayerSlots:
         if self.host is not None:
             stats = self._counting.stats
             for counters, (hits, misses) in zip((stats.prefill, stats.decode), self.host.report()):
-                _count(counters, hits, misses)
+                counters.hits += hits
+                counters.misses += misses
 
     def of_rank(self, experts: Iterable[int]) -> list[int]:
         """The experts among these that are this rank's."""
@@ -126,20 +126,21 @@ class LayerSlots:
         """The rank's experts among these that are in no slot."""
         return [e for e in self.of_rank(experts) if e not in self.table.slot_of]
 
-    def choose(self, needed, busy=None):
+    def choose(self, needed, busy=()):
         """Choose slots as ``SlotTable.choose`` does, and count hits and misses."""
         hits, misses = self.table.choose(needed, busy)
-        _count(self._counting.now, len(hits), len(misses))
+        self._counting.now.hits += len(hits)
+        self._counting.now.misses += len(misses)
         return hits, misses
 
-    def begin(self, misses: dict[int, int]) -> list[Future] | Begun:
-        """Begin to read experts into the slots that ``choose`` gave for them."""
+    def begin(self, misses: dict[int, int]) -> list:
+        """Begin to read experts into the slots that ``choose`` gave; return the running reads."""
         if self.host is not None:
             return self.host.start(misses)
         with self._counting.read_wait():
             return self._reader.start(self.bank.reads(misses))
 
-    def finish(self, misses: dict[int, int], reads: list[Future] | Begun) -> None:
+    def finish(self, misses: dict[int, int], reads: list) -> None:
         """Wait for the reads that ``begin`` began, and hold the experts from then on."""
         with self._counting.read_wait():
             self._reader.finish(reads)
@@ -153,24 +154,20 @@ class LayerSlots:
         if misses:
             self.finish(misses, self.begin(misses))
 
-    @property
-    def part_size(self) -> int:
-        """The number of experts in a part."""
+    def part_size(self, num: int) -> int:
+        """The number of experts in a part, if ``num`` experts are read."""
         if self.is_copied:
             most = MAX_COPIES // len(self.bank.into)
             if self.host is None:
                 most = min(most, COPIED_NBYTES // self.bank.expert_nbytes)
             return max(1, most)
         # Large enough to be worth a wait, small enough that computing one hides the next read.
-        return max(1, PART_NBYTES // self.bank.expert_nbytes)
-
-    def parts_of(self, num: int) -> int:
-        """The number of experts in a part, if ``num`` experts are read."""
-        return max(self.part_size, -(-num // NUM_PARTS) if self.computes_at_once else 0)
+        size = max(1, PART_NBYTES // self.bank.expert_nbytes)
+        return max(size, -(-num // NUM_PARTS)) if self.computes_at_once else size
 
     def parts(self, misses: dict[int, int]) -> list[dict[int, int]]:
         """Divide experts into the parts in which they are read and computed."""
-        size, misses = self.parts_of(len(misses)), list(misses.items())
+        size, misses = self.part_size(len(misses)), list(misses.items())
         return [dict(misses[i : i + size]) for i in range(0, len(misses), size)]
 
     def unread(self) -> list[int]:
@@ -183,10 +180,13 @@ class LayerSlots:
         """Hold the experts that were read before this call, and count how many it needs."""
         if self.job is None:
             return
-        crowded, c = not self.table.fits(needed, len(self.job.experts)), self._counting.now
-        arrived, free, done = self.job.collect(set(needed), crowded)
-        for e, (slot, took_s, waited_s) in arrived.items():
-            self.table.keep(e, slot)
+        crowded, c = not self.table.fits(needed, len(self.job.slots)), self._counting.now
+        for e, took_s, waited_s in self.job.collect(set(needed), crowded):
+            slot = self.job.slots.pop(e)
+            if took_s is None:
+                self.table.release([slot])
+                continue
+            self.table.commit({e: slot})
             if e in needed:
                 c.prefetch_used += 1
                 c.prefetch_late += waited_s > 0
@@ -194,13 +194,6 @@ class LayerSlots:
                 c.wait_s += waited_s
             else:
                 c.prefetch_wasted += 1
-        self.table.release(free)
         self._slot_of_all = None
-        if done:
+        if not self.job.slots:
             self.job = None
-
-
-def _count(counters, hits, misses):
-    """Add to the counters how many experts were in a slot and how many had to be read."""
-    counters.hits += hits
-    counters.misses += misses

@@ -1,32 +1,31 @@
 """``Residency`` knows which experts of each layer are in memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
-from ...memory import return_free_memory
-from ..config import StreamConfig
+from ...memory import memory_available, return_free_memory
 from ..counters import Counting
 from ..cuda import MAILBOX_SIZE
 from ..handover import Handover
 from ..reading.reader import Reader
-from .ahead import Ahead
-from .arriving import Arrived, Call, as_copied, as_read
-from .bank import SlotBank
+from .arriving import Arrived, as_copied, as_read
+from .job import Job
 from .layer import LayerSlots
 
-# Seconds. On a CPU, a call whose experts fit is computed while others are read if the reads should
-# take at least this long.
-OVERLAP_S = 1e-3
+# The experts of a prompt are read ahead if it has so many (token, expert) pairs for each expert,
+# and if the layer before needed at least this share of its experts.
+AHEAD_PAIRS, AHEAD_SHARE = 2, 0.5
 
 
 class Residency:
     """Brings experts into slots, and knows for each layer which are there.
 
     A layer asks for the experts of a call and gets them as they arrive (``bring``). It touches no
-    slot that it was not handed. This class decides who evicts, prefetches and reads ahead.
+    slot that it was not handed. This class decides who evicts, prefetches and reads ahead. What a
+    prompt will need is read into the page cache, or past it into its layer's free slots.
     """
 
     def __init__(
@@ -35,18 +34,11 @@ class Residency:
         self._reader, self._handover, self._counting = reader, handover, counting
         self._top_k, self._overlap = top_k, overlap
         self.layers, self.prefetches = [], False  # in a mode without slots there are no layers
-        self.ahead = Ahead(self.layers, reader, handover, counting, top_k, overlap)
         self._finish = None  # finishes the reads that the GPU waits for
+        self._next = None  # the layer whose free slots are filled during this call
 
-    def add(
-        self,
-        take_bank: Callable[[int], SlotBank],
-        num_experts: int,
-        owned: np.ndarray | None,
-        config: StreamConfig,
-    ) -> LayerSlots:
-        """Take the slots of the next layer (see ``LayerSlots``)."""
-        given = take_bank, num_experts, owned, config
+    def add(self, *given) -> LayerSlots:
+        """Take the slots of the next layer, given the first four arguments of ``LayerSlots``."""
         self.layers.append(LayerSlots(*given, self._reader, self._counting))
         return self.layers[-1]
 
@@ -62,7 +54,7 @@ class Residency:
         layer, needed = self.layers[i], list(dict.fromkeys(routed.ravel().tolist()))
         layer.report()
         layer.collect_prefetched(needed)
-        self.ahead.look(i, needed, routed.size)
+        self._look(i, needed, routed.size)
         fits = layer.table.fits(needed)
         first, *later = [needed] if fits else layer.table.waves(needed)
         held, misses = layer.choose(first)
@@ -72,11 +64,32 @@ class Residency:
             if not (misses and self._in_parts(layer, len(misses))):
                 yield self._all(layer, held, misses, routed.size)
                 return
-        call = Call(layer, held, misses, later, computed)
+        call = layer, held, misses, later, computed
         if layer.is_copied:
-            yield from as_copied(call, self._reader, self._handover.mailbox, x)
+            yield from as_copied(*call, x, self._handover.mailbox)
         else:
-            yield from as_read(call, self.ahead.fill_next)
+            yield from as_read(*call, self._fill_next)
+
+    def prefetch(self, i: int, experts: Iterable[int]) -> None:
+        """Begin to read distinct experts that may be needed and are not held.
+
+        It does nothing while an earlier prefetch is running, or if the experts do not all fit.
+        """
+        layer = self.layers[i]
+        experts = layer.of_rank(experts)
+        if layer.job is None and layer.table.fits(experts):
+            self._begin(layer, experts)
+
+    def expect(self, tokens: int) -> None:
+        """Begin to read for a prompt of so many tokens, before its first layer is computed."""
+        for layer in self.layers[:1]:
+            # A rank's share of the experts is also its share of the pairs.
+            if not self._is_long(layer, tokens * self._top_k * layer.num_owned / layer.num_experts):
+                return
+            if self._reader.direct:
+                self._fill(layer)
+            else:
+                self._read_ahead(layer, range(layer.num_experts), memory_available() // 2)
 
     def slots_in_graph(self, i: int, indices: mx.array) -> mx.array | None:
         """The slots of a call, ``[..., K]`` as its experts; None if the host must know these."""
@@ -146,10 +159,8 @@ class Residency:
 
     def _in_parts(self, layer, num_misses):
         """Whether a call whose experts fit is computed while its misses are read."""
-        if layer.is_copied and num_misses > layer.part_size:
-            return True
-        expected_s = self._reader.expected_s(num_misses * layer.bank.expert_nbytes)
-        return self._overlap and expected_s >= OVERLAP_S
+        size = layer.part_size(num_misses)
+        return num_misses > size if layer.is_copied else self._overlap and num_misses >= size
 
     def _all(self, layer, held, misses, size):
         """Bring the missing experts of a call, and hand over all its experts at once."""
@@ -157,11 +168,64 @@ class Residency:
         # With a prefetcher the layer's table must be up to date before the next one.
         if misses and layer.is_copied and not self.prefetches and size <= MAILBOX_SIZE:
             reads = layer.begin(misses)
-            copies = self._reader.copies(reads)
-            if copies is not None:
+            if (copies := reads.in_graph()) is not None:
                 self._finish = partial(layer.finish, misses, reads)
                 return Arrived(slots, layer.bank, is_all=True, copies=copies)
             layer.finish(misses, reads)
         else:
             layer.read(misses)
         return Arrived(slots, layer.bank, is_all=True)
+
+    def _look(self, i, needed, pairs):
+        """Ask the system to read the experts of a long call, and of the next layer's call.
+
+        If reads go past the page cache, ``_fill_next`` will read those of the next layer's call.
+        """
+        layer, following, self._next = self.layers[i], self.layers[i + 1 : i + 2], None
+        if not self._is_long(layer, pairs) or len(needed) < AHEAD_SHARE * layer.num_owned:
+            return
+        if self._reader.direct:
+            self._next = next(iter(following), None)
+            return
+        room = memory_available() // 2  # pages must still be there when they are needed
+        room -= self._read_ahead(layer, needed, room)
+        for other in following:
+            self._read_ahead(other, range(other.num_experts), room)
+
+    def _fill_next(self):
+        """Begin to read what a prompt needs in the layer after the one of the last ``_look``."""
+        if self._next is not None:
+            self._fill(self._next)
+
+    def _is_long(self, layer, pairs):
+        """Whether a call of so many (token, expert) pairs needs most experts and so reads ahead.
+
+        On a GPU it does not: prompts wait for Python there more than for the disk, and a thread
+        that asks for ranges holds Python up.
+        """
+        return self._overlap and pairs >= AHEAD_PAIRS * layer.num_owned
+
+    def _read_ahead(self, layer, experts, nbytes):
+        """Ask the system to read experts that are not held into its cache; return their bytes.
+
+        The first ones are taken, of at most ``nbytes``.
+        """
+        experts = layer.missing(experts)[: max(0, nbytes // layer.bank.expert_nbytes)]
+        self._reader.read_ahead(layer.bank.places(experts))
+        return len(experts) * layer.bank.expert_nbytes
+
+    def _fill(self, layer):
+        """Begin to read missing experts into a layer's free slots, as a prompt needs nearly all."""
+        if layer.job is None:
+            experts = layer.missing(range(layer.num_experts))
+            self._begin(layer, experts[: layer.table.num_free])
+
+    def _begin(self, layer, experts):
+        """Begin to read those of the experts that are not held and for which there are slots."""
+        if len(self.layers) == 1:  # with several layers, the calls of the others have evaluated it
+            mx.eval(self._handover.pending)
+        slots = layer.table.reserve(experts)
+        if not slots:
+            return
+        self._counting.now.prefetch_issued += len(slots)
+        layer.job = Job(self._reader, layer.bank, slots)

@@ -1,14 +1,12 @@
 """Which expert is in which slot of a layer, and which is evicted first.
 
 A policy that weighs uses by their age is a line of ``EVICTION`` and some words in the help of
-``StreamConfig.policy`` (``config.py``): ``StreamConfig``, the commands, ``SlotTable``, the replay
-(``moelab/replay/eviction.py``) and their tests take it from there. Another kind of policy is a
-subclass with its own ``_victims``, as the replay's Belady is. A test says what a policy means
-(``tests/streaming/test_properties.py``).
+``StreamConfig.policy``. Another kind of policy is a subclass with its own ``_victims``, as the
+replay's Belady is.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from heapq import nsmallest
 from itertools import islice
 
@@ -31,7 +29,8 @@ class SlotTable:
 
     Use it in three steps: ``hits, misses = table.choose(experts)``, read the missing experts into
     the slots that it names, ``table.commit(misses)``. ``choose`` forgets the experts that it
-    evicts, so a read that fails leaves their slots free and all other experts where they were.
+    evicts. If a read fails, ``release`` the slots of the missing experts, or call ``recover``; the
+    experts in other slots stay.
     """
 
     def __init__(self, num_slots: int, policy: str = "lru"):
@@ -47,7 +46,7 @@ class SlotTable:
 
     @property
     def num_free(self) -> int:
-        """The number of slots that hold nothing and are not reserved."""
+        """The number of slots that hold nothing and are not chosen or reserved."""
         return len(self._free)
 
     def fits(self, experts: Collection[int], taken: int = 0) -> bool:
@@ -60,75 +59,41 @@ class SlotTable:
         return [experts[i : i + self.num_slots] for i in range(0, len(experts), self.num_slots)]
 
     def choose(
-        self, experts: list[int], busy: Mapping[int, int] | None = None
+        self, experts: list[int], busy: Collection[int] = ()
     ) -> tuple[dict[int, int], dict[int, int]]:
         """Choose slots for the distinct experts of a call; return the held and the missing ones.
 
-        Both are expert to slot. ``busy`` experts, of an earlier choice, are not evicted and their
-        slots not taken. More experts than slots raise ``ValueError`` and leave the table as it was.
+        Both are expert to slot. ``busy`` experts, of an earlier choice, are not evicted. More
+        experts than slots raise ``ValueError`` and leave the table as it was.
         """
-        busy = busy or {}
         if not self.fits(experts, len(busy)):
             raise ValueError(
                 f"expected at most {self.num_slots - len(busy)} experts (the slots), "
                 f"got {len(experts)}"
             )
-        slot_of = self.slot_of
         if self._decay:
             self._count(experts)
-        hits, missing = {}, []
-        for e in experts:
-            slot = slot_of.pop(e, None)
-            if slot is None:
-                missing.append(e)
-            else:
-                hits[e] = slot_of[e] = slot  # the last key is the most recently used
-        misses, needed, taken, free = {}, hits, [], self._free
-        if busy:
-            needed, slots = hits | busy, set(busy.values())
-            taken = [slot for slot in free if slot in slots]
-            free = [slot for slot in free if slot not in slots]
-        if missing:
-            victims = iter(self._victims(needed, max(0, len(missing) - len(free))))
-        for e in missing:
-            misses[e] = free.pop() if free else slot_of.pop(next(victims))
-        self._free = [*free, *taken, *misses.values()]  # free until ``commit``
-        return hits, misses
+        hits = {e: self.slot_of.pop(e) for e in experts if e in self.slot_of}
+        self.slot_of |= hits  # the last key is the most recently used
+        return hits, self._take([e for e in experts if e not in hits], {*hits, *busy})
 
     def commit(self, misses: dict[int, int]) -> None:
-        """Hold experts whose bytes have arrived."""
-        for e, slot in misses.items():
-            self._free.remove(slot)
-            self.slot_of[e] = slot
+        """Hold experts whose bytes have arrived in the slots that were chosen or reserved."""
+        self.slot_of |= misses
 
     def reserve(self, experts: list[int]) -> dict[int, int]:
-        """Choose slots for those of the distinct experts that are not held.
+        """Choose slots for those of the distinct experts that are not held, as far as there are.
 
-        Other experts may be evicted for them, and none of ``experts``. The slots are neither held
-        nor free until ``keep`` or ``release``.
+        Other experts may be evicted for them, and none of ``experts``.
         """
-        slots = {}
-        for e in experts:
-            if e in self.slot_of:
-                continue
-            if not self._free:
-                victims = self._victims(experts, 1)
-                if not victims:
-                    break
-                self._free.append(self.slot_of.pop(victims[0]))
-            slots[e] = self._free.pop()
-        return slots
-
-    def keep(self, expert: int, slot: int) -> None:
-        """Hold the expert whose bytes have arrived in its reserved slot."""
-        self.slot_of[expert] = slot
+        return self._take([e for e in experts if e not in self.slot_of], experts)
 
     def release(self, slots: Iterable[int]) -> None:
-        """Free slots that were reserved."""
+        """Free slots that were chosen or reserved."""
         self._free.extend(slots)
 
     def recover(self) -> None:
-        """Free every slot that holds no expert, also those of prefetches, after an exception."""
+        """Free every slot that holds no expert, also chosen and reserved ones."""
         held = set(self.slot_of.values())
         self._free = [slot for slot in range(self.num_slots)[::-1] if slot not in held]
 
@@ -149,6 +114,13 @@ class SlotTable:
                 counts[e] /= LARGEST
         for e in experts:
             counts[e] += self._one
+
+    def _take(self, experts, needed):
+        """Take slots for experts that are not held: first free ones, then those of others."""
+        more = len(experts) - len(self._free)
+        for e in self._victims(needed, more) if more > 0 else ():
+            self._free.insert(0, self.slot_of.pop(e))
+        return {e: self._free.pop() for e in experts[: len(self._free)]}
 
     def _victims(self, needed, num):
         """The experts to evict first: at most ``num``, and none that is needed."""
