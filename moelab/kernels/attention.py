@@ -3,7 +3,8 @@
 MLX's own is two products of its BLAS, which in its Linux packages is the reference one. Here values
 are added up key after key, and a hidden key adds exactly 0 to a query that sees another one. So a
 token's result does not depend on how a text is divided into passes, while a cache holds the keys in
-their order. A full rotating cache (gpt_oss, afmoe) does not: there it rounds differently.
+their order. A full rotating cache (gpt_oss, afmoe) does not: passes of other lengths round
+differently there.
 
 The sum of n values is divided at the end: it is inf or NaN where they are above float32's largest
 number / n. Scores that overflow (above 3e38) are inf or NaN in other places than with MLX.
@@ -174,7 +175,7 @@ class _Softmax(Code):
 
 
 class _AddUp(Code):
-    """Means y ``[rows, Dv]`` of values ``[keys, Dv]``; ``sums`` begin the sums of the weights."""
+    """Means y ``[rows, Dv]`` of values ``[keys, Dv]``; sums of weights begin with ``sums``."""
 
     form = "Dv"
     takes = "*weights *values *sums *y rows keys"

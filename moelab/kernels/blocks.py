@@ -54,7 +54,8 @@ class Recurred(NamedTuple):
 class Block(Watched):
     """Mixed into a block of mlx-lm.
 
-    It stands for the class and the call in ``of`` and for the functions in ``called``.
+    ``of`` is its class there and how that was called at first; ``called`` are the functions that
+    the class's module called at first, by name.
     """
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
@@ -118,8 +119,9 @@ def is_norm(module: nn.Module, kind: type = nn.RMSNorm) -> bool:
 def check_cache(a: mx.array, shape: tuple[int, ...]) -> None:
     """Raise ValueError for an array ``[B, ...]`` of a cache that is of other texts."""
     if a.shape != shape or a.dtype != mx.float32:
+        kind = str(a.dtype).removeprefix("mlx.core.")
         raise ValueError(
-            f"cache: expected float32 {shape}, got {a.dtype} {a.shape}: it is of other texts or of "
+            f"cache: expected float32 {shape}, got {kind} {a.shape}: it is of other texts or of "
             "another model. Give a cache of this model with one entry for each of the "
             f"{shape[0]} texts of the input."
         )

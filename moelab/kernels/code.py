@@ -30,7 +30,7 @@ def widest() -> int:
 
 
 def lanes(size: int) -> int:
-    """How many of so many numbers are handled side by side."""
+    """How many numbers of a row of this size are handled side by side."""
     return next(L for L in (16, 8, 4, 2, 1) if widest() >= L and size % L == 0)
 
 
@@ -149,7 +149,7 @@ class Code:
     """A function ``run(arguments, piece, pieces)`` in LLVM's language.
 
     A subclass's ``write`` writes it: the part ``piece`` of the work, of so many ``pieces``.
-    ``form`` and ``takes`` name its attributes and arguments. A star: the address of float32.
+    ``form`` names what it is written for, ``takes`` its arguments; a star: the address of float32.
     """
 
     form = takes = ""

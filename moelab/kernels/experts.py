@@ -22,7 +22,7 @@ class FastExperts:
         raise NotImplementedError
 
     def arriving(self, x: Rows, routed: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The parts of a call, as they can be computed: places among all n * K, matrix of each."""
+        """The parts of a call as they arrive: places among its n * K pairs, and their matrices."""
         yield np.arange(routed.size), routed.ravel()
 
     def forward(
@@ -139,7 +139,7 @@ class ExpertCall:
 
 
 class PlacedExperts:
-    """The experts of one token x ``[1, D]``, recorded; told before each run where they lie."""
+    """The experts of one token x ``[1, D]``: a program that is told in each run where they lie."""
 
     def __init__(self, found: Projections, x: Rows, K: int):
         gate_up, down = found

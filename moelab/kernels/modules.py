@@ -48,9 +48,9 @@ def describe() -> str:
 
 
 def use(module: nn.Module, types: tuple[mx.Dtype, ...]) -> bool | None:
-    """Let a module compute with the kernels, those inside it first. Whether they fit its matrices.
+    """Let a module compute with the kernels, if they fit it. Those inside it must come first.
 
-    None if it has none of its own.
+    It gives whether they fit the module's matrices, None if it has none of its own.
     """
     cls = type(module)
     if cls not in FAST:

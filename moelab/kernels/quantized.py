@@ -1,9 +1,9 @@
 """Products of quantized or plain matrices with float32 rows, built for the processor at hand.
 
 A weight is unpacked once for up to four rows and never stored. Each output is computed by the same
-operations in the same order, whatever other rows, matrices and threads there are. MLX's differs by
-rounding: its sums are in another order. (A kernel of numba does not serve: LLVM vectorizes it as it
-sees fit, and the order of the sums may change with the number of rows.)
+operations in the same order, whatever other rows, matrices and threads there are. MLX's results
+differ by rounding: its sums are in another order. (Numba does not serve: LLVM vectorizes its code
+as it sees fit, and the order of the sums may change with the number of rows.)
 
 For affine weights inputs are divided by a power of two, and their products multiplied with it, so
 that sums of unpacked weights times inputs overflow no earlier than MLX's of scaled weights times
@@ -92,7 +92,7 @@ class Matrices:
 
     Shapes: weight ``[E, N, D * bits / 32]`` as ``mx.quantize`` packs it, or float32; scales and
     biases ``[E, N, D / group_size]``, float32, or bfloat16 as uint16 (mxfp4: scales alone, uint8).
-    Of one matrix there may be no E.
+    A single matrix may come without E.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ def route(logits: np.ndarray, top_k: int, normalize: bool) -> tuple[np.ndarray, 
 def combine(experts, scores, add=None, shared=None, gate=None) -> np.ndarray:
     """Sum up rows of experts ``[n * K, D]``, times scores ``[n, K]``, and two more rows ``[n, D]``.
 
-    These are ``add`` and ``shared``, the shared expert, times its gate's sigmoid.
+    These are ``add`` and ``shared``, the shared expert, times the sigmoid of its gate ``[n, 1]``.
     """
     (n, K), D = scores.shape, experts.shape[-1]
     y = empty(n, D)

@@ -213,7 +213,7 @@ class _Shared(Code):
         self.b.position_at_end(after)
 
     def take(self):
-        """Compute the job's next piece, unless another thread takes it. Whether there was one."""
+        """Compute the job's next piece, if no other thread takes it; give whether there was one."""
         b = self.b
         job, mask = self.read(JOB), I64(MOST_PIECES)
         pieces, piece = b.and_(b.lshr(job, I64(NEXT_BITS)), mask), b.and_(job, mask)

@@ -13,7 +13,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models import qwen3
-from mlx_lm.models.base import BaseModelArgs
 from mlx_lm.models.cache import KVCache
 
 from .. import kernels
@@ -38,46 +37,35 @@ SIZES = (
 )  # fmt: skip
 
 
-@dataclass
-class DFlashArgs(BaseModelArgs):
-    """A draft's ``config.json``: Qwen3's keys and DFlash's own."""
+@dataclass(kw_only=True)
+class DFlashArgs(qwen3.ModelArgs):
+    """A draft's ``config.json``: Qwen3's keys, some with a default, and DFlash's own."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int
+    model_type: str = "qwen3"
+    tie_word_embeddings: bool = False
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 32768
     block_size: int
     num_target_layers: int
     dflash_config: dict
-    head_dim: int | None = None
-    rms_norm_eps: float = 1e-6
-    rope_theta: float | None = None
-    rope_scaling: dict | None = None
     rope_parameters: dict | None = None
     attention_bias: bool = False
-    max_position_embeddings: int = 32768
     layer_types: list[str] | None = None
     sliding_window: int | None = None
 
     def __post_init__(self):
-        if self.rope_parameters:  # transformers 5 nests them
-            self.rope_theta = self.rope_theta or self.rope_parameters.get("rope_theta")
-            self.rope_scaling = self.rope_scaling or self.rope_parameters
-        self.rope_theta = self.rope_theta or 10000.0
+        nested = self.rope_parameters or {}  # by transformers 5
+        self.rope_theta = self.rope_theta or nested.get("rope_theta") or 10000.0
+        self.rope_scaling = self.rope_scaling or self.rope_parameters
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
         self.mask_token_id = self.dflash_config["mask_token_id"]
         self.target_layer_ids = self.dflash_config.get("target_layer_ids") or default_layer_ids(
             self.num_hidden_layers, self.num_target_layers
         )
-        self._check()
 
-    def _check(self):
-        """Refuse numbers that no draft has, which MLX would take without an error."""
-
-        def check(name, good):
+        def check(name, good):  # numbers that no draft has, which MLX would take without an error
             if not good:
                 raise ValueError(f"a {name} of {shorten(repr(getattr(self, name)), 60)}")
 

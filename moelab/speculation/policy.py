@@ -214,7 +214,7 @@ class _Seconds:
         self.medians[number] = median(samples)
 
     def at(self, numbers: list[int], more: dict[int, float]) -> list[float]:
-        """Seconds, interpolated, or by the slope from first to last; ``more`` are more points."""
+        """Seconds, interpolated, or by the slope from first to last; ``more`` adds points."""
         xs, ys = zip(*sorted({**more, **self.medians}.items()))
         slope = max(ys[-1] - ys[0], 0) / max(xs[-1] - xs[0], 1)
         return [_interpolated(n, xs, ys) + slope * max(n - xs[-1], 0) for n in numbers]

@@ -2,8 +2,9 @@
 
 The target chooses every token itself, each position with its own random numbers. A draft chooses
 with the same random numbers, so where the two agree about a distribution they choose the same
-token, and it is accepted. No probabilities are compared, so any sampler will do (Daliri, Musco,
-Suresh: Coupling without Communication and Drafter-Invariant Speculative Decoding, 2408.07978).
+token, and it is accepted. No probabilities are compared, so any sampler will do (Daliri, Musco and
+Suresh, Coupling without Communication and Drafter-Invariant Speculative Decoding, arXiv
+2408.07978).
 """
 
 from collections.abc import Callable, Iterator
