@@ -92,10 +92,7 @@ class Block(Watched):
 
 
 def forward(module: nn.Module, x: Rows, B: int, *given: Any) -> np.ndarray:
-    """Call a module of a layer, as a block if it is one, and else through MLX.
-
-    ``given`` are mask and cache, if the module takes them. The result ``[n, D]`` is a new array.
-    """
+    """Call a module with ``given`` (mask, cache) as a block, else through MLX: a new ``[n, D]``."""
     known = is_itself(module, Block) or is_itself(module, FastMLP)
     y = module.forward(x, B, *given) if known else None
     if y is None:

@@ -32,8 +32,7 @@ from .code import to_mlx
 from .modules import FastMLP, is_itself
 from .quantized import Rows
 
-# A smaller recurrent state is copied in less time than MLX needs to hand over its memory (20 to 60
-# us).
+# A smaller recurrent state is copied in less time than MLX needs to hand over its memory.
 IN_PLACE_NBYTES = 512 * 1024
 MOST_TOKENS = 16  # of a pass that is recorded
 

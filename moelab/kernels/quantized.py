@@ -55,10 +55,7 @@ def supported(bits: int, group_size: int, inputs: int, mode: str = "affine") -> 
 
 
 def room(mode: str, bits: int) -> int:
-    """A power of two, not below the sum of a word's affine weights: inputs are divided by it.
-
-    MLX scales affine weights before it adds their products, and those of mxfp4 after.
-    """
+    """A power of two, not below the sum of a word's affine weights: inputs are divided by it."""
     return (WORD // bits) << bits if mode == "affine" else 1
 
 
