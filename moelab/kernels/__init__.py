@@ -2,11 +2,9 @@
 
 MLX unpacks every weight of a quantized matrix for every row, at 0.6 GB/s of packed weights on one
 core of an AMD EPYC (MLX 0.32.4), and mlx-lm loops over tokens where a layer is recurrent.
-``quantized.py``, ``attention.py``, ``gated_delta.py`` and ``rowwise.py`` write kernels in LLVM's
-language, ``code.py`` builds them for the processor at hand, and ``team.py`` runs them on all
-cores. ``modules.py`` and ``experts.py`` put them into the modules of mlx-lm that hold matrices,
-``blocks.py`` and ``layers.py`` into those blocks and layers of mlx-lm that they know.
-``use(model)`` does all of it.
+``quantized``, ``attention``, ``gated_delta`` and ``rowwise`` write kernels in LLVM's language,
+``code`` builds them and ``team`` runs them on all cores. ``modules``, ``experts``, ``blocks`` and
+``layers`` put them into the modules of a model: ``use(model)``.
 """
 
 from . import gated_delta

@@ -1,15 +1,13 @@
 """Attention on a CPU: float32, for mlx-lm's ``scaled_dot_product_attention``.
 
-MLX's own is two products of its BLAS, which in its Linux packages is the reference one. Here scores
-come from the kernel of plain matrices, one kernel takes their softmax, and another adds up the
-values, key after key. If values are finite, a hidden key adds exactly 0 to a query that sees at
-least one key. So a token's result does not depend on how a text is divided into passes while a
-cache holds the keys in their order. A full rotating cache (gpt_oss, afmoe) does not: there, passes
-of other lengths round differently.
+MLX's own is two products of its BLAS, which in its Linux packages is the reference one. Here values
+are added up key after key, and a hidden key adds exactly 0 to a query that sees another one. So a
+token's result does not depend on how a text is divided into passes, while a cache holds the keys in
+their order. A full rotating cache (gpt_oss, afmoe) does not: passes of other lengths round
+differently there.
 
-Values are divided by the sum of the weights at the end: a mean of n values is inf or NaN where they
-are above float32's largest number / n, with MLX's above that number. Scores that overflow (a query
-times a key above 3e38) are inf or NaN in other places than with MLX.
+The sum of n values is divided at the end: it is inf or NaN where they are above float32's largest
+number / n. Scores that overflow (above 3e38) are inf or NaN in other places than with MLX.
 """
 
 from collections.abc import Callable
@@ -71,22 +69,14 @@ def agree(q, k, v, mask=None, sinks=None) -> bool:
     )
 
 
-def attend(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    scale: float,
-    mask: np.ndarray | str | None = None,
-    sinks: np.ndarray | None = None,
-) -> np.ndarray:
-    """As ``mx.fast.scaled_dot_product_attention``, for float32.
+def attend(q, k, v, scale: float, mask=None, sinks=None) -> np.ndarray:
+    """As ``mx.fast.scaled_dot_product_attention``, for float32: ``[B, H, Tq, Dv]``.
 
-    Shapes: q ``[B, H, Tq, D]``; k ``[B, Hk, Tk, D]``; v ``[B, Hk, Tk, Dv]``; gives
-    ``[B, H, Tq, Dv]``. The mask is ``causal``, or broadcasts to ``[B, H, Tq, Tk]``: bool, or
-    float32 that is added. Sinks ``[H]`` are scores without a value.
+    Shapes: q ``[B, H, Tq, D]``; k ``[B, Hk, Tk, D]``; v ``[B, Hk, Tk, Dv]``; a mask that is no
+    string broadcasts to ``[B, H, Tq, Tk]``. Sinks ``[H]`` are scores without a value.
     """
     q = np.ascontiguousarray(q * np.float32(scale))
-    k, v = _in_rows(k), _in_rows(v)
+    k, v = code.in_rows(k), code.in_rows(v)
     (B, H, Tq, D), (Hk, Tk, Dv) = q.shape, v.shape[1:]
     G = H // Hk  # heads that share keys; a row is a query of one of them
     q, y = q.reshape(B, Hk, G * Tq, D), np.empty((B, Hk, G * Tq, Dv), np.float32)
@@ -96,7 +86,7 @@ def attend(
         sinks = np.repeat(sinks.reshape(Hk, G), Tq, axis=1)
     scores_of = quantized.kernel("float", 32, 1, D)
     soften = code.kernel_of(_Softmax, code.widest())
-    add_up = code.kernel_of(_AddUp, quantized.lanes(32, Dv), Dv)
+    add_up = code.kernel_of(_AddUp, code.lanes(Dv), Dv)
 
     def block(b, h, first, end):
         """Write the attention of query rows ``[first:end]`` of the heads that share key head h."""
@@ -136,18 +126,11 @@ def attend(
     return y.reshape(B, H, Tq, Dv)
 
 
-def _in_rows(a):
-    """``[..., T, D]`` with the rows of a head one after the other."""
-    rows = a.strides[-2:] == (a.itemsize * a.shape[-1], a.itemsize)
-    return a if rows else np.ascontiguousarray(a)
-
-
 class _Softmax(Code):
-    """Weights of a softmax.
+    """Scores become weights of a softmax, not divided by their sum.
 
-    Scores become weights, which are not divided by their sum. In sums is a score of each row that
-    has no value, or -inf, and then its weight. If ``seen`` is not 0, query t of Tq sees the first
-    ``seen + t`` keys, and the weights of the others are 0.
+    ``sums`` has a score of each row without a value, or -inf, and then its weight. If ``seen`` is
+    not 0, query t of Tq sees the first ``seen + t`` keys, and the weights of the others are 0.
     """
 
     takes = "*scores *sums rows keys seen first Tq"
@@ -192,11 +175,7 @@ class _Softmax(Code):
 
 
 class _AddUp(Code):
-    """Weighted means of the values.
-
-    weights is [rows, keys], values [keys, Dv], y [rows, Dv]; sums is what the sum of each row's
-    weights begins with.
-    """
+    """Means y ``[rows, Dv]`` of values ``[keys, Dv]``; sums of weights begin with ``sums``."""
 
     form = "Dv"
     takes = "*weights *values *sums *y rows keys"

@@ -4,12 +4,8 @@ A block's products, norms and gates are a dozen calls of native code, with array
 them. Computed module by module, each would be evaluated by MLX, which takes 16 to 60 us a time.
 
 A block computes in this way what it knows: text in float32 without padding, projections of
-``modules`` without a bias, caches of mlx-lm. With anything else, while it is trained, while a
-module in it is hooked, or where another library has replaced a method or function that it stands
-for, it goes mlx-lm's way, module by module. A token's result does not depend on how a text is
-divided into passes.
-
-``layers.py`` puts them together.
+``modules`` without a bias, caches of mlx-lm. Anything else goes mlx-lm's way, module by module: a
+call in training, a hooked module, a method or function that another library has replaced.
 """
 
 import sys
@@ -28,6 +24,7 @@ from .modules import (
     FAST,
     FastMLP,
     Watched,
+    is_itself,
     owned,
     products,
     replaced,
@@ -57,8 +54,8 @@ class Recurred(NamedTuple):
 class Block(Watched):
     """Mixed into a block of mlx-lm.
 
-    ``of`` is its class of mlx-lm and how that was called at first; ``called`` are the functions
-    that the class's module called at first, by name.
+    ``of`` is its class there and how that was called at first; ``called`` are the functions that
+    the class's module called at first, by name.
     """
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
@@ -71,6 +68,7 @@ class Block(Watched):
             return call(x, **given)
         return to_mlx(y.reshape(x.shape))
 
+    known_call = __call__
     has_cache = True
     recorder = None  # of ``speculation.recurrence``, while it records this block
 
@@ -94,20 +92,12 @@ class Block(Watched):
 
 
 def forward(module: nn.Module, x: Rows, B: int, *given: Any) -> np.ndarray:
-    """Call a module of a layer, as a block if it is one, and else through MLX.
-
-    ``given`` are mask and cache, if the module takes them. The result ``[n, D]`` is a new array.
-    """
+    """Call a module with ``given`` (mask, cache) as a block, else through MLX: a new ``[n, D]``."""
     known = is_itself(module, Block) or is_itself(module, FastMLP)
     y = module.forward(x, B, *given) if known else None
     if y is None:
         y = np.array(module(to_mlx(x.x.reshape(B, -1, x.x.shape[-1])), *given))
     return y.reshape(len(x.x), -1)
-
-
-def is_itself(module: nn.Module, kind: type) -> bool:
-    """Whether a call of a module is what ``kind`` defines: no hook, no method of somebody else."""
-    return isinstance(module, kind) and type(module).__call__ is kind.__call__
 
 
 def weight_of(module: nn.Module, size: int, name: str = "weight") -> np.ndarray:
@@ -125,13 +115,13 @@ def is_norm(module: nn.Module, kind: type = nn.RMSNorm) -> bool:
 
 def check_cache(a: mx.array, shape: tuple[int, ...]) -> None:
     """Raise ValueError for an array ``[B, ...]`` of a cache that is of other texts."""
-    try:
-        code.check(shape, cache=a)
-    except ValueError as e:
+    if a.shape != shape or a.dtype != mx.float32:
+        kind = str(a.dtype).removeprefix("mlx.core.")
         raise ValueError(
-            f"{e}: it is of other texts or of another model. Give a cache of this model with one "
-            f"entry for each of the {shape[0]} texts of the input."
-        ) from None
+            f"cache: expected float32 {shape}, got {kind} {a.shape}: it is of other texts or of "
+            "another model. Give a cache of this model with one entry for each of the "
+            f"{shape[0]} texts of the input."
+        )
 
 
 class GatedDelta(Block):
@@ -284,10 +274,7 @@ class Attention(Block):
         return turns(rope.dims, rope.base, rope.scale, offset, T)
 
     def project(self, x: Rows, found: list, cos: np.ndarray, sin: np.ndarray) -> list[np.ndarray]:
-        """Queries, keys, values, the first two turned, and the gate, which may have no numbers.
-
-        Shapes: x ``[n, D]``; cos, sin ``[n, R / 2]``; gives ``[n, heads, size of a head]``.
-        """
+        """Queries, keys (both turned), values and a gate, maybe empty: ``[n, heads, size]``."""
         if "n_heads" in vars(self):  # qwen3 and qwen3_moe
             H, Hk = self.n_heads, self.n_kv_heads
         else:
@@ -320,7 +307,7 @@ class Attention(Block):
         n, H, size = y.shape
         y = y.reshape(n * H, size)
         if gate.shape[-1]:
-            rowwise.multiply_by_sigmoid(y, gate.reshape(n * H, size))
+            rowwise.gated(gate.reshape(n * H, size), y, silu=False, out=y)
         return found[-1].multiply(y.reshape(n, H * size))
 
 
@@ -334,10 +321,7 @@ def turns(dims: int, base: float, scale: float, offset: int, T: int) -> list[np.
 
 
 class Experts(Block):
-    """A block with a softmax router: of qwen3_moe, qwen3_next and qwen3_5.
-
-    The last two have a shared expert.
-    """
+    """A block with a softmax router; those of qwen3_next and qwen3_5 have a shared expert."""
 
     has_cache = False
 
@@ -345,7 +329,7 @@ class Experts(Block):
         found = self.fits()
         if found is None:
             return None
-        routed, scores, *shared = self.begin(x, B, found)
+        routed, scores, *shared = self.before_experts(x, B, found)
         return rowwise.combine(self.compute(x, B, routed), scores, None, *shared)
 
     def fits(self) -> list | None:
@@ -362,7 +346,7 @@ class Experts(Block):
         (logits,) = x.multiply(found[0])
         return rowwise.route(logits, self.top_k, self.norm_topk_prob)
 
-    def begin(self, x: Rows, B: int, found: list) -> tuple:
+    def before_experts(self, x: Rows, B: int, found: list) -> tuple:
         """Experts ``[n, K]`` and scores of each token; the shared expert's output and its gate."""
         routed = self._route(x, found)
         if "shared_expert" not in self:
@@ -374,7 +358,7 @@ class Experts(Block):
     ) -> np.ndarray:
         """Compute ``[n * K, D]`` with the experts ``[n, K]`` (see ``FastExperts.forward``)."""
         module, (n, K) = self["switch_mlp"], routed.shape
-        y = module.forward(x, routed, placed) if experts.is_known(module) else None
+        y = module.forward(x, routed, placed) if is_itself(module, experts.FastExperts) else None
         if y is not None:
             return y
         x = to_mlx(x.x.reshape(B, n // B, -1))

@@ -3,8 +3,6 @@
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from math import prod
 from typing import Any
@@ -31,6 +29,11 @@ def widest() -> int:
     return 16 if llvm.get_host_cpu_features().get("avx512f") else 8
 
 
+def lanes(size: int) -> int:
+    """How many numbers of a row of this size are handled side by side."""
+    return next(L for L in (16, 8, 4, 2, 1) if widest() >= L and size % L == 0)
+
+
 def num_threads() -> int:
     """The cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
@@ -40,22 +43,12 @@ def num_threads() -> int:
 
 FLOAT32 = frozenset((mx.float32, np.dtype("float32")))
 BLOCK = 2**16  # floats that ``Memory`` asks for at once
-_local = threading.local()
+recording = threading.local()  # ``program``: the ``team.Program`` that a thread records
 
 
 def recorded() -> Any:
-    """The ``team.Program`` that this thread records; None while it records none."""
-    return getattr(_local, "program", None)
-
-
-@contextmanager
-def recording(program: Any) -> Iterator[None]:
-    """Inside, ``address`` keeps for a program what it was asked for; ``empty`` takes its memory."""
-    _local.program = program
-    try:
-        yield
-    finally:
-        _local.program = None
+    """The ``team.Program`` that this thread records, or None."""
+    return getattr(recording, "program", None)
 
 
 class Memory:
@@ -82,10 +75,9 @@ class Memory:
 
 
 def empty(*shape: int) -> np.ndarray:
-    """An array of float32 that is not filled."""
-    program = recorded()
-    in_any = program is None or program.memory is None
-    return np.empty(shape, np.float32) if in_any else program.memory.empty(*shape)
+    """An array of float32 that is not filled, in the memory of a program that is recorded."""
+    memory = getattr(recorded(), "memory", None)
+    return np.empty(shape, np.float32) if memory is None else memory.empty(*shape)
 
 
 def keep(a: object) -> None:
@@ -106,10 +98,7 @@ def address(a: np.ndarray | None) -> int:
 
 
 def check(shape: tuple[int, ...], **arrays: np.ndarray | mx.array | None) -> None:
-    """Raise ValueError if an array, of numpy or of MLX, is not float32 of this shape.
-
-    Native code knows no bounds, so what the caller of a model can change comes through here.
-    """
+    """Raise ValueError if an array that a caller can change is not float32 of this shape."""
     for name, a in arrays.items():
         if a is not None and (a.shape != shape or a.dtype not in FLOAT32):
             kind = str(a.dtype).removeprefix("mlx.core.")
@@ -117,22 +106,23 @@ def check(shape: tuple[int, ...], **arrays: np.ndarray | mx.array | None) -> Non
 
 
 def to_mlx(a: np.ndarray) -> mx.array:
-    """A copy of an array. It goes through the buffer protocol.
+    """A copy of an array, through the buffer protocol.
 
-    Through DLPack, which ``mx.array(a)`` asks for, a Ctrl-C that comes meanwhile is lost: nanobind
-    drops the exception (MLX 0.32.4).
+    Through DLPack, which ``mx.array(a)`` asks for, a Ctrl-C is lost: nanobind drops the exception.
     """
     return mx.array(a.data)
 
 
+def in_rows(a: np.ndarray) -> np.ndarray:
+    """An array ``[..., T, D]``, copied unless the rows of each matrix are one after the other."""
+    in_order = a.strides[-2:] == (a.itemsize * a.shape[-1], a.itemsize)
+    return a if in_order else np.ascontiguousarray(a)
+
+
 @cache
-def kernel_of(kind: type["Code"], L: int, *form: Any) -> "Kernel":
-    """The kernel that a class writes for a form, with L lanes."""
-    return built(kind, len(kind.takes.split()), L, *form)
-
-
-def built(kind: type["Code"], *args) -> "Kernel":
-    """A kernel: stored by an earlier process, else built now. ``args`` have no address."""
+def kernel_of(kind: type["Code"], *args: Any) -> "Kernel":
+    """The kernel that a class writes for L lanes and a form, which has no address in it."""
+    args = (len(kind.takes.split()), *args)
     writer, name = kind(*args), f"{kind.__name__}{args}"
     found = stored.load(name)
     if found is None:
@@ -158,9 +148,8 @@ class Kernel:
 class Code:
     """A function ``run(arguments, piece, pieces)`` in LLVM's language.
 
-    A subclass writes it in ``write``: the part ``piece`` of the work, of so many ``pieces``.
-    ``form`` names what the code is written for, in no case an address. ``takes`` names the
-    arguments; with a star one is the address of float32.
+    A subclass's ``write`` writes it: the part ``piece`` of the work, of so many ``pieces``.
+    ``form`` names what it is written for, ``takes`` its arguments; a star: the address of float32.
     """
 
     form = takes = ""
@@ -173,7 +162,6 @@ class Code:
         self._module.triple = llvm.get_default_triple()
         self.num_arguments = num_arguments
         self.function = self._declare("run", ir.VoidType(), [I64] * 3)
-        self._fma = self._declare(f"llvm.fma.v{L}f32", self.floats, [self.floats] * 3)
         self.b = ir.IRBuilder(self.function.append_basic_block())
         first, self.piece, self.pieces = self.function.args
         first = self.pointer(first, I64)
@@ -240,7 +228,7 @@ class Code:
         self.b.store(value, to).align = 4
 
     def fma(self, a, b, c):
-        return self.b.call(self._fma, [a, b, c])
+        return self.intrinsic("fma", a, b, c)
 
     def spread(self, x):
         """A number in every place of a vector."""
@@ -253,13 +241,12 @@ class Code:
         half = self.L
         while half > 1:
             half //= 2
-            nothing = ir.Constant(v.type, ir.Undefined)
+            nothing, places = ir.Constant(v.type, ir.Undefined), ir.VectorType(I32, half)
             low, high = (
-                ir.Constant(ir.VectorType(I32, half), list(range(a, a + half))) for a in (0, half)
+                self.b.shuffle_vector(v, nothing, ir.Constant(places, list(range(a, a + half))))
+                for a in (0, half)
             )
-            v = self.b.fadd(
-                self.b.shuffle_vector(v, nothing, low), self.b.shuffle_vector(v, nothing, high)
-            )
+            v = self.b.fadd(low, high)
         return self.b.extract_element(v, I32(0))
 
     def add(self, a, b):
@@ -280,11 +267,7 @@ class Code:
         return self.b.call(found, vectors)
 
     def exp(self, x):
-        """e to the power of each number, within 1e-7 of it.
-
-        The power is divided into a power of two and a rest, for which a polynomial is near enough
-        (Cephes, ``expf``).
-        """
+        """e to the power of each number, within 1e-7: 2**n times a polynomial (Cephes)."""
         b, ints = self.b, self.ints
         low, high = self.all(-104), self.all(89)  # beyond them it is 0 and inf
         within = b.select(b.fcmp_ordered("<", x, low), low, x)

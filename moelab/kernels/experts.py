@@ -1,8 +1,4 @@
-"""A layer's experts, computed by the kernels: ``FastExperts`` is the one entry that blocks know.
-
-A subclass says which experts of a call are where, and hands them over as they arrive.
-``ExpertsInModule`` has them all in its own projections.
-"""
+"""A layer's experts, computed by the kernels: ``FastExperts`` is the one entry that blocks know."""
 
 from collections.abc import Iterator
 
@@ -19,20 +15,14 @@ Projections = tuple[list[Matrices], Matrices]  # of gate and up, which may be on
 
 
 class FastExperts:
-    """The experts of one layer, for tokens that are rows of numpy.
-
-    ``known_call`` is the ``__call__`` that ``forward`` stands for.
-    """
+    """The experts of one layer, for rows of numpy. ``forward`` stands for its ``known_call``."""
 
     def all_matrices(self) -> Projections | None:
         """The layer's projections; None if the kernels cannot compute a call now."""
         raise NotImplementedError
 
     def arriving(self, x: Rows, routed: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The parts of a call, in the order in which they can be computed.
-
-        A part is the places of some (token, expert) pairs among all n * K, and the matrix of each.
-        """
+        """The parts of a call as they arrive: places among its n * K pairs, and their matrices."""
         yield np.arange(routed.size), routed.ravel()
 
     def forward(
@@ -54,12 +44,7 @@ class FastExperts:
 
 def takes_rows(module: nn.Module) -> bool:
     """Whether the experts of a module can be computed with ``FastExperts.forward`` now."""
-    return is_known(module) and module.all_matrices() is not None
-
-
-def is_known(module: nn.Module) -> bool:
-    """Whether a call of these experts is what their class says: no hook, no method of others."""
-    return isinstance(module, FastExperts) and type(module).__call__ is type(module).known_call
+    return modules.is_itself(module, FastExperts) and module.all_matrices() is not None
 
 
 class ExpertsInModule(FastExperts):
@@ -88,10 +73,7 @@ class ExpertsInModule(FastExperts):
         return None if found is None or found[0][0].inputs != x.shape[-1] else found
 
     def begin(self, x: mx.array, shape: tuple[int, ...]) -> "ExpertCall | None":
-        """Begin a call for x ``[..., D]`` whose indices have this shape, ``[..., K]``.
-
-        None if the kernels do not fit it.
-        """
+        """Begin a call for x ``[..., D]``, indices ``[..., K]``; None if the kernels do not fit."""
         found = self.matrices_for(x)
         if found is None:
             return None
@@ -111,10 +93,7 @@ def use(module: nn.Module) -> None:
 
 
 def gate_up_down(module: nn.Module) -> list[nn.Module] | None:
-    """The projections of a ``SwitchGLU``, down last; None unless the kernels compute them all.
-
-    Gate and up may be one projection.
-    """
+    """The projections of a ``SwitchGLU``, down last; None unless the kernels compute them all."""
     names = ("gate_up_proj",) if "gate_up_proj" in module else ("gate_proj", "up_proj")
     found = [module[name] for name in (*names, "down_proj")]
     alike = all(isinstance(p, modules.SwitchMatrices) and "bias" not in p for p in found)
@@ -123,10 +102,10 @@ def gate_up_down(module: nn.Module) -> list[nn.Module] | None:
 
 
 class ExpertCall:
-    """A call for tokens x ``[n, D]`` that is computed in parts.
+    """A call for tokens x ``[n, D]`` and indices of a shape ``[..., K]``, computed in parts.
 
-    Its indices have this shape, ``[..., K]``. ``y`` ``[n * K, D]`` holds what is computed so far,
-    with ``in_mlx`` in MLX's memory: a copy of a prompt's would take as much memory once more.
+    ``y`` ``[n * K, D]`` holds what is computed so far, with ``in_mlx`` in MLX's memory: a copy of a
+    prompt's would take as much memory once more.
     """
 
     def __init__(self, found: Projections, x: Rows, shape: tuple[int, ...], in_mlx: bool = False):
@@ -150,7 +129,7 @@ class ExpertCall:
         for i, matrices in enumerate(gate_up):
             part = y[:, i * F : (i + 1) * F] if len(gate_up) > 1 else y
             matrices.multiply_parts(packed, parts._replace(y=each), part)
-        packed = down.pack(rowwise.swiglu(y[:, :F], y[:, F:]))
+        packed = down.pack(rowwise.gated(y[:, :F], y[:, F:]))
         down.multiply_parts(packed, parts._replace(x=each), self.y)
 
     def result(self) -> mx.array:
@@ -160,10 +139,7 @@ class ExpertCall:
 
 
 class PlacedExperts:
-    """One token's experts: a program that is told before each run where they lie.
-
-    The token x ``[1, D]`` is packed for the experts; ``y`` ``[K, D]`` is what they give.
-    """
+    """The experts of one token x ``[1, D]``: a program that is told in each run where they lie."""
 
     def __init__(self, found: Projections, x: Rows, K: int):
         gate_up, down = found
@@ -175,7 +151,7 @@ class PlacedExperts:
         packed = x.packed_for(gate_up[0])
         with self._program.recording():
             self._multiply(gate_up, packed, hidden, np.zeros(K, int))
-            packed = down.pack(rowwise.swiglu(hidden[:, :F], hidden[:, F:]))
+            packed = down.pack(rowwise.gated(hidden[:, :F], hidden[:, F:]))
             self._multiply([down], packed, self.y, np.arange(K))
         places = (self._program.places(tasks)[0] for tasks in self._tasks)
         # A run's tasks are copied from those of all K.

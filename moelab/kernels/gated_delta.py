@@ -6,9 +6,7 @@ for each. Here a row of the state stays in registers over all tokens (the recurr
 how a text is divided into passes.
 """
 
-from collections.abc import Callable
-from functools import partial, wraps
-from typing import Any
+from functools import wraps
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,21 +18,12 @@ from . import code, team
 from .code import F32, I64, Code, address, empty, to_mlx
 
 
-def gated_delta(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    g: mx.array,
-    beta: mx.array,
-    state: mx.array | None = None,
-    mask: mx.array | None = None,
-    every: bool = False,
-) -> tuple[mx.array, mx.array]:
+def gated_delta(q, k, v, g, beta, state=None, mask=None) -> tuple[mx.array, mx.array]:
     """As mlx-lm's ``gated_delta_ops``; what the kernel does not fit goes there.
 
     Shapes: q, k ``[B, T, Hk, Dk]``; v ``[B, T, Hv, Dv]``; g, beta ``[B, T, Hv]`` (g also
     ``[B, T, Hv, Dk]``: a gate for each channel); state ``[B, Hv, Dv, Dk]``; mask ``[B, T]``: tokens
-    that change the state. With ``every`` it gives the states after each token, ``[T, ...]``.
+    that change the state.
     """
     if state is None:
         state = mx.zeros((len(q), *v.shape[2:], q.shape[-1]), mx.float32)
@@ -46,33 +35,25 @@ def gated_delta(
         and beta.shape == (B, T, Hv)
         and state.shape == (B, Hv, Dv, Dk)
     )
-    if not fits(k, v, state) or not agree or any(a.dtype != mx.float32 for a in arrays):
+    fits = Dk % 8 == 0 and Hv % k.shape[2] == 0 and mx.default_device() == mx.cpu
+    if not fits or not agree or any(a.dtype != mx.float32 for a in arrays):
         return of_mlx_lm.gated_delta_ops(q, k, v, g, beta, state, mask)
     if mask is not None:  # of a batch: without decay and new value the state stays as it is
         decays = mask[..., None] if g.ndim == 3 else mask[..., None, None]
         arrays[3:5] = mx.where(decays, g, 1.0), mx.where(mask[..., None], beta, 0.0)
     mx.eval(arrays)
-    y, new = recur(*(np.ascontiguousarray(a) for a in arrays), every=every)
+    y, new = recur(*(np.ascontiguousarray(a) for a in arrays))
     return to_mlx(y), to_mlx(new)
 
 
-def recur(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    g: np.ndarray,
-    beta: np.ndarray,
-    state: np.ndarray,
-    every: bool = False,
-) -> tuple[np.ndarray, np.ndarray]:
+def recur(q, k, v, g, beta, state) -> tuple[np.ndarray, np.ndarray]:
     """``gated_delta`` of arrays of numpy. The heads of a token in q, k and v are side by side."""
     (B, T, Hk, Dk), (Hv, Dv) = q.shape, v.shape[2:]
-    y, new = empty(B, T, Hv, Dv), empty(*((T,) if every else ()), *state.shape)
+    y, new = empty(B, T, Hv, Dv), empty(*state.shape)
     # The distance of two tokens. With T = 1 the stride of that axis may be any number.
     steps = [a.strides[T > 1] // a.itemsize for a in (q, k, v)]
-    L = next(n for n in (16, 8) if n <= code.widest() and Dk % n == 0)
     team.run(
-        code.kernel_of(_GatedDelta, L, Dk, g.ndim == 4, every),
+        code.kernel_of(_GatedDelta, code.lanes(Dk), Dk, g.ndim == 4),
         *(address(a) for a in (q, k, v, g, beta, state, new, y)),
         *(*steps, T, Hk, Hv, Dv, B * Hv * Dv),
         pieces=team.pieces(2 * T * state.size, B * Hv),
@@ -87,56 +68,28 @@ def use(module: nn.Module) -> None:
 
 def _fast_update(update):
     fast = with_globals(update, {"gated_delta_ops": gated_delta})
-    every = with_globals(update, {"gated_delta_ops": partial(gated_delta, every=True)})
 
     @wraps(update)  # for those who look at its arguments
     def call(*args, use_kernel=True, **kwargs):  # False while the model is trained
         return (fast if use_kernel else update)(*args, use_kernel=use_kernel, **kwargs)
 
-    call.with_states = every
+    call.is_fast = True  # a rollback computes it again, which takes less than keeping every state
     return call
 
 
-def fits(
-    k: mx.array,
-    v: mx.array,
-    state: mx.array | None = None,
-    mask: mx.array | None = None,
-    **_: Any,
-) -> bool:
-    """Whether the kernel applies to these arguments of mlx-lm's ``gated_delta_update``."""
-    return (
-        mask is None
-        and k.dtype == mx.float32
-        and (state is None or state.dtype == mx.float32)
-        and k.shape[-1] % 8 == 0
-        and v.shape[2] % k.shape[2] == 0
-        and mx.default_device() == mx.cpu
-    )
-
-
-def with_states(update: Callable) -> Callable | None:
-    """``gated_delta_update`` that returns the states after each token, as ``gated_delta`` can.
-
-    None if the layer calls mlx-lm's loop.
-    """
-    return getattr(update, "with_states", None)
-
-
 class _GatedDelta(Code):
-    """The recurrence over T tokens. A step is the distance of two tokens.
+    """The recurrence over T tokens, for rows of the states of all heads, ``[B * Hv * Dv]``.
 
-    Rows are those of the states of all heads, [B * Hv * Dv]. The code handles two rows at a time:
-    while the sum of one is not ready, the processor goes on with the other.
+    Two rows at a time: while the sum of one is not ready, the processor goes on with the other.
     """
 
-    form = "Dk vector every"
+    form = "Dk vector"
     takes = "*q *k *v *g *beta *state *new *y q_step k_step v_step T Hk Hv Dv rows"
 
     def write(self):
-        *pointers, q_step, k_step, v_step, T, Hk, Hv, Dv, self.all_rows = self.arguments
+        *pointers, q_step, k_step, v_step, T, Hk, Hv, Dv, all_rows = self.arguments
         self.steps = q_step, k_step, v_step
-        first, last = self.share(self.all_rows)
+        first, last = self.share(all_rows)
         for r in (2, 1):
 
             def rows(row, _, r=r):
@@ -179,20 +132,14 @@ class _GatedDelta(Code):
                 s = [self.fma(x, delta, y_) for x, y_ in zip(ks, s)]
                 self.store(self._dot(s, qs), y, value)
                 out += s
-            if self.every:
-                store(out, self.mul(t, self.all_rows))
             return out
-
-        def store(states, before):
-            for i, row in enumerate(rows):
-                for j in range(n):
-                    at = self.add(self.mul(self.add(before, row), self.Dk), j * self.L)
-                    self.store(states[i * n + j], new, at)
 
         begin = [x for row in rows for x in vectors(state, self.mul(row, self.Dk))]
         _, end = self.loop(I64(0), T, 1, token, begin)
-        if not self.every:
-            store(end, I64(0))
+        for i, row in enumerate(rows):
+            for j in range(n):
+                at = self.add(self.mul(row, self.Dk), j * self.L)
+                self.store(end[i * n + j], new, at)
 
     def _dot(self, a, b):
         """The sum of products, in two chains so that neither waits long."""

@@ -1,8 +1,7 @@
 """Decoder layers that compute without MLX's graph, and what puts all kernels into a model.
 
-For a short pass of one text a layer's calls are recorded once (``Pass``): from then on it is two or
-three calls of native code. The records of a model share memory, so it must not be called by several
-threads at once; ``moelab.load`` sees to that.
+For a short pass of one text a layer's calls are recorded once: from then on it is two or three
+calls of native code. The records of a model share memory, so one thread at a time may call it.
 """
 
 import sys
@@ -26,25 +25,20 @@ from .blocks import (
     GatedDelta35,
     GatedDeltaNext,
     forward,
-    is_itself,
     is_norm,
     weight_of,
 )
 from .code import to_mlx
-from .modules import FastMLP
+from .modules import FastMLP, is_itself
 from .quantized import Rows
 
-# Bytes of a recurrent state. A smaller one is copied in less time than MLX needs to hand over its
-# memory (20 to 60 us).
+# A smaller recurrent state is copied in less time than MLX needs to hand over its memory.
 IN_PLACE_NBYTES = 512 * 1024
 MOST_TOKENS = 16  # of a pass that is recorded
 
 
 class Layer(Block):
-    """A decoder layer: attention or a recurrence, then experts or an MLP, each after a norm.
-
-    All layers of a model have one ``memory``, of what their records compute.
-    """
+    """A decoder layer. All layers of a model have one ``memory``, of what their records compute."""
 
     def forward(self, x, B, mask=None, cache=None):
         if B == 1 and len(x.x) <= MOST_TOKENS and cache is not None:
@@ -80,15 +74,15 @@ class Layer(Block):
 class DeltaPass:
     """The record of a ``GatedDelta35`` for a short pass.
 
-    ``begin`` computes its input x ``[n, D]`` and goes on here; ``end`` computes its output ``y``.
+    ``first`` computes its input x ``[n, D]`` and goes on here; ``end`` computes its output ``y``.
     """
 
-    def __init__(self, mixer, x, begin, memory):
+    def __init__(self, mixer, x, first):
         self._mixer, self._zeros = mixer, mixer.zeros(1)
-        with begin.recording():
+        with first.recording():
             self._did = mixer.compute(x, 1, mixer.fits(), *self._zeros)
-        self.y, self.end = self._did.y, begin
-        self._places = [begin.places(a) for a in (*self._zeros, self._did.state)]
+        self.y, self.end = self._did.y, first
+        self._places = [first.places(a) for a in (*self._zeros, self._did.state)]
 
     def run(self, mask: None, cache: ArraysCache) -> None:
         """Compute ``end``, and put into the cache what the next token needs."""
@@ -118,13 +112,13 @@ class DeltaPass:
 class AttentionPass:
     """As ``DeltaPass``, of an ``Attention``."""
 
-    def __init__(self, mixer, x, begin, memory):
-        self._mixer, self._begin, found = mixer, begin, mixer.fits()
-        self.end = team.Program(memory)
+    def __init__(self, mixer, x, first):
+        self._mixer, self._first, found = mixer, first, mixer.fits()
+        self.end = team.Program(first.memory)
         self._angles = [a.copy() for a in mixer.turns(0, len(x.x))]
-        with begin.recording():
+        with first.recording():
             *self._qkv, gate = mixer.project(x, found, *self._angles)
-        self._attended = memory.empty(*gate.shape[:-1], self._qkv[-1].shape[-1])
+        self._attended = first.memory.empty(*gate.shape[:-1], self._qkv[-1].shape[-1])
         with self.end.recording():
             self.y = mixer.leave(self._attended, gate, found)
 
@@ -133,7 +127,7 @@ class AttentionPass:
         n = len(self.y)
         for a, now in zip(self._angles, self._mixer.turns(cache.offset, n)):
             a[:] = now
-        self._begin.run()
+        self._first.run()
         q, k, v = (a.swapaxes(0, 1)[None] for a in self._qkv)
         y = self._mixer.attend(q, k, v, mask, cache)
         self._attended[:] = y[0].swapaxes(0, 1)
@@ -144,21 +138,20 @@ class Pass:
     """A short pass of n tokens through a layer, recorded: two or three native calls and experts."""
 
     def __init__(self, layer: Layer, n: int):
-        mixer, mlp = layer.mixer, layer["mlp"]
-        first, second = layer["input_layernorm"], layer["post_attention_layernorm"]
-        memory = layer.memory
+        mixer, mlp, memory = layer.mixer, layer["mlp"], layer.memory
+        before, after = layer["input_layernorm"], layer["post_attention_layernorm"]
         memory.rewind()
-        self._mixer, self._mlp, self._x = mixer, mlp, memory.empty(n, first["weight"].size)
-        begin, self._last = team.Program(memory), team.Program(memory)
-        with begin.recording():
-            D = first["weight"].size
-            normed = Rows(rowwise.rms_norm(self._x, weight_of(first, D), first.eps))
+        D = before["weight"].size
+        self._mixer, self._mlp, self._x = mixer, mlp, memory.empty(n, D)
+        first, self._last = team.Program(memory), team.Program(memory)
+        with first.recording():
+            normed = Rows(rowwise.rms_norm(self._x, weight_of(before, D), before.eps))
         kind = DeltaPass if isinstance(mixer, GatedDelta35) else AttentionPass
-        self._mixed = kind(mixer, normed, begin, memory)
+        self._mixed = kind(mixer, normed, first)
         with self._mixed.end.recording():
             h = self._mixed.y
-            normed = Rows(rowwise.rms_norm(h, weight_of(second, D), second.eps, add=self._x))
-            self._routed, scores, *shared = mlp.begin(normed, 1, mlp.fits())
+            normed = Rows(rowwise.rms_norm(h, weight_of(after, D), after.eps, add=self._x))
+            self._routed, scores, *shared = mlp.before_experts(normed, 1, mlp.fits())
             y, self._experts = memory.empty(scores.size, normed.x.shape[-1]), None
             if n == 1:
                 found = mlp["switch_mlp"].all_matrices()
@@ -207,10 +200,7 @@ class Pass:
         )
 
     def run(self, x: Rows, mask: Any, cache: Any) -> np.ndarray | None:
-        """The layer's output ``[n, D]``, in memory that the next run writes to.
-
-        None if the record does not fit the input, the mask or the cache.
-        """
+        """The layer's output ``[n, D]``, in memory that is used again; None if it does not fit."""
         if x.x.shape != self._x.shape or not self._mixer.knows(mask, cache):
             return None
         self._x[:] = x.x
@@ -251,11 +241,10 @@ CALLED = ("gated_delta_update", "scaled_dot_product_attention")
 
 
 def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
-    """Let a model's layers compute with these kernels: matrices, attention, recurrences, blocks.
+    """Let a model's layers compute with these kernels. Gives how many modules do, and do not.
 
-    While the model is trained (``model.train()``) they compute with MLX's: these kernels have no
-    gradients. A parameter's array that was got as ``module["name"]`` and then changed in place is
-    to be assigned again.
+    In training (``model.train()``) they compute with MLX's: these kernels have no gradients. A
+    parameter that was got as ``module["name"]`` and changed in place is to be assigned again.
     """
     found, memory = Counter(fast=0, mlx=0), code.Memory()
     types = (mx.float32, mx.bfloat16) if half_scales else (mx.float32,)

@@ -1,8 +1,7 @@
 """mlx-lm's modules that hold matrices, with the kernels of ``quantized.py``.
 
-A module with matrices computes when it is called: it evaluates its input, and its product is an
-array that is already evaluated. MLX adds a bias. What the kernels do not fit (half precision, other
-quantizations, a GPU) goes MLX's way; ``use`` counts the modules whose matrices do not fit.
+A module with matrices computes when it is called: it evaluates its input. MLX adds a bias. What the
+kernels do not fit (half precision, other quantizations, a GPU) goes MLX's way.
 """
 
 import platform
@@ -31,17 +30,14 @@ def available() -> bool:
 
 
 def check() -> None:
-    """Raise if the kernels cannot be used here."""
-    if mx.default_device() != mx.cpu:
-        raise ValueError(
-            "StreamConfig.kernels: 'fast' is for the CPU backend, the default device is "
-            f"{mx.default_device()}. Use 'mlx'."
-        )
-    if code.llvm is None:
-        raise ValueError(
-            "StreamConfig.kernels: 'fast' needs the package llvmlite: pip install llvmlite, or "
-            "use 'mlx'."
-        )
+    """Raise ValueError if the kernels cannot be used here."""
+    device, wrong = mx.default_device(), None
+    if device != mx.cpu:
+        wrong = f"is for the CPU backend, the default device is {device}. Use 'mlx'."
+    elif code.llvm is None:
+        wrong = "needs the package llvmlite: pip install llvmlite, or use 'mlx'."
+    if wrong:
+        raise ValueError(f"StreamConfig.kernels: 'fast' {wrong}")
 
 
 def describe() -> str:
@@ -56,13 +52,14 @@ def use(module: nn.Module, types: tuple[mx.Dtype, ...]) -> bool | None:
 
     It gives whether they fit the module's matrices, None if it has none of its own.
     """
-    fast, computes = FAST.get(type(module)), None
-    if fast is not None:
-        computes = _fits(module, types)
-        if computes:
-            module.__class__ = fast
-    elif _is_mlp(type(module)):
-        module.__class__ = with_mixin(FastMLP, type(module))
+    cls = type(module)
+    if cls not in FAST:
+        if _is_mlp(cls):
+            module.__class__ = with_mixin(FastMLP, cls)
+        return None
+    computes = _fits(module, types)
+    if computes:
+        module.__class__ = FAST[cls]
     return computes
 
 
@@ -92,17 +89,17 @@ def _fits(module, types=(mx.float32, mx.bfloat16)):
             and quantized.supported(32, 1, weight.shape[-1], "float")
         )
     weight, scales, biases = module["weight"], module["scales"], module.get("biases")
+    group, bits, mode = module.group_size, module.bits, module.mode
     return (
-        weight.shape[:-1] == scales.shape[:-1]
-        and weight.shape[-1] * 32 == scales.shape[-1] * module.group_size * module.bits
+        None not in (group, bits)  # of an mlx-lm module that was quantized by its mode alone
+        and weight.shape[:-1] == scales.shape[:-1]
+        and weight.shape[-1] * 32 == scales.shape[-1] * group * bits
         and (biases is None or biases.shape == scales.shape)
         and weight.dtype == mx.uint32
-        and scales.dtype in (types if module.mode == "affine" else (mx.uint8,))
+        and scales.dtype in (types if mode == "affine" else (mx.uint8,))
         and (biases is None or biases.dtype == scales.dtype)
         and module.get("global_scale") is None
-        and quantized.supported(
-            module.bits, module.group_size, scales.shape[-1] * module.group_size, module.mode
-        )
+        and quantized.supported(bits, group, scales.shape[-1] * group, mode)
     )
 
 
@@ -137,10 +134,7 @@ class Watched:
 
 @cache
 def with_mixin(mixin: type, cls: type) -> type:
-    """A class of modules with something mixed in.
-
-    ``of`` is the class that it was made of, and how that was called at first.
-    """
+    """A class with a mixin. ``of`` is the class that it is made of and how that is called now."""
     kept = {"__module__": cls.__module__, "of": (cls, cls.__call__)}
     return type(cls.__name__, (mixin, cls), kept)
 
@@ -164,7 +158,8 @@ class _Fast(Watched):
         matrices, held = None, []
         if _fits(self):
             held = [a if a is None else owned(_bits(a)) for a in (weight, scales, biases)]
-            views = [a if a is None else _in_rows(a) for a in held]
+            # The arrays of slots are not copied here: the engine writes new experts to them.
+            views = [a if a is None else code.in_rows(np.asarray(a)) for a in held]
             matrices = quantized.Matrices(*views, *self.form)
         self.__dict__["_kept"] = Kept((weight, scales, biases), matrices, held)
         return matrices
@@ -176,7 +171,7 @@ class _Fast(Watched):
         matrices = self.matrices()
         return matrices is not None and x.shape[-1] == matrices.inputs
 
-    def _multiply(self, x):
+    def multiply(self, x: mx.array) -> mx.array:
         """Multiply x ``[..., D]`` with the module's one matrix: ``[..., N]``."""
         (y,) = quantized.Rows.of(x).multiply(self.matrices())
         return to_mlx(y.reshape(*x.shape[:-1], y.shape[-1]))
@@ -195,20 +190,15 @@ def owned(a: mx.array) -> mx.array:
     return other if same and other is not a else a
 
 
-def _in_rows(a):
-    """The matrices ``[E, N, n]`` of an array ``[N, n]`` or ``[E, N, n]``, row after row."""
-    view = np.asarray(a)
-    view = view if view.ndim == 3 else view[None]
-    row = view.itemsize * view.shape[2]
-    # A transposed or broadcast array is copied. The arrays of slots have their rows in order and
-    # are not: the engine writes new experts to them.
-    return view if view.strides[1:] == (row, view.itemsize) else np.ascontiguousarray(view)
-
-
 def replaced(module: nn.Module) -> bool:
     """Whether another library has put a method of its own in the place of MLX's or mlx-lm's."""
     cls, call = module.of
     return cls.__call__ is not call
+
+
+def is_itself(module: nn.Module, kind: type) -> bool:
+    """Whether a call of a module is what ``kind`` defines: no hook, no method of somebody else."""
+    return isinstance(module, kind) and type(module).__call__ is type(module).known_call
 
 
 def takes(x: mx.array) -> bool:
@@ -220,13 +210,13 @@ class _Linear(_Fast):
     def __call__(self, x: mx.array) -> mx.array:
         if not self.takes(x):
             return super().__call__(x)
-        y = self._multiply(x)
+        y = self.multiply(x)
         return y + self["bias"] if "bias" in self else y
 
 
 class _Embedding(_Fast):
     def as_linear(self, x: mx.array) -> mx.array:
-        return self._multiply(x) if self.takes(x) else super().as_linear(x)
+        return self.multiply(x) if self.takes(x) else super().as_linear(x)
 
 
 class SwitchMatrices(_Fast):
@@ -257,6 +247,8 @@ class FastMLP:
         y = self.forward(quantized.Rows.of(x)) if takes(x) else None
         return super().__call__(x) if y is None else to_mlx(y.reshape(x.shape))
 
+    known_call = __call__
+
     def fits(self) -> list[quantized.Matrices] | None:
         """The matrices of gate, up and down; None if the kernels do not compute all of them now."""
         return None if replaced(self) else products(self, "gate_proj", "up_proj", "down_proj")
@@ -267,14 +259,11 @@ class FastMLP:
         if found is None or found[0].inputs != x.x.shape[-1]:
             return None
         *gate_up, down = found
-        return down.multiply(rowwise.swiglu(*x.multiply(*gate_up)))
+        return down.multiply(rowwise.gated(*x.multiply(*gate_up)))
 
 
 def products(module: nn.Module, *names: str) -> list[quantized.Matrices] | None:
-    """The matrices of some of a module's projections.
-
-    None if the kernels do not compute one now: it has a bias, is hooked or was replaced.
-    """
+    """The matrices of some projections; None if one has a bias, is hooked or was replaced."""
     found = []
     for name in names:
         linear = module[name]
@@ -288,10 +277,7 @@ def products(module: nn.Module, *names: str) -> list[quantized.Matrices] | None:
 
 @cache
 def _is_mlp(cls):
-    """Whether a class computes ``down(swiglu(gate(x), up(x)))``, as in most families.
-
-    Its call is tried on words.
-    """
+    """Whether a class's call gives ``down(swiglu(gate(x), up(x)))`` if it is tried on words."""
     call = cls.__call__
     if not isinstance(call, FunctionType) or call.__globals__.get("swiglu") is not swiglu:
         return False
@@ -308,9 +294,9 @@ def _is_mlp(cls):
 
 
 class _Conv1d(_Fast):
-    """Mixed into an ``nn.Conv1d`` of one filter a channel: a few products of MLX's.
+    """Mixed into an ``nn.Conv1d`` of one filter a channel: a few products of MLX's, not evaluated.
 
-    MLX's own convolution takes ten times as long. It is not evaluated, unlike the other modules.
+    MLX's own convolution takes ten times as long.
     """
 
     @property
@@ -336,14 +322,11 @@ class _Conv1d(_Fast):
 
 
 MIXINS = {
-    nn.QuantizedLinear: _Linear,
-    nn.Linear: _Linear,
-    nn.QuantizedEmbedding: _Embedding,
-    nn.Embedding: _Embedding,
-    QuantizedSwitchLinear: SwitchMatrices,
-    SwitchLinear: SwitchMatrices,
-    nn.Conv1d: _Conv1d,
+    _Linear: (nn.QuantizedLinear, nn.Linear),
+    _Embedding: (nn.QuantizedEmbedding, nn.Embedding),
+    SwitchMatrices: (QuantizedSwitchLinear, SwitchLinear),
+    _Conv1d: (nn.Conv1d,),
 }
 # Made now: a method that a library replaces from here on is called.
-FAST = {cls: with_mixin(mixin, cls) for cls, mixin in MIXINS.items()}
+FAST = {cls: with_mixin(mixin, cls) for mixin, classes in MIXINS.items() for cls in classes}
 LINEARS = FAST[nn.QuantizedLinear], FAST[nn.Linear]

@@ -1,21 +1,15 @@
 """Products of quantized or plain matrices with float32 rows, built for the processor at hand.
 
 A weight is unpacked once for up to four rows and never stored. Each output is computed by the same
-operations in the same order, whatever other rows, matrices and threads there are, so the result of
-a row depends on nothing but the row and the matrix. It differs from MLX's by rounding: the sums are
-in another order.
+operations in the same order, whatever other rows, matrices and threads there are. MLX's results
+differ by rounding: its sums are in another order. (Numba does not serve: LLVM vectorizes its code
+as it sees fit, and the order of the sums may change with the number of rows.)
 
 For affine weights inputs are divided by a power of two, and their products multiplied with it, so
 that sums of unpacked weights times inputs overflow no earlier than MLX's of scaled weights times
-inputs. No bit of a result changes, unless an input is below 1.2e-35. What differs from MLX: where
-an input is inf or -inf, a result may be NaN here and inf or -inf there (inf * weight and inf * bias
-have unlike signs here). Where sums come to float32's largest number, they may pass it in one order
-and not in the other. A kernel that scales each weight, as MLX does, agrees with MLX in infinities,
-too, and takes 1.2 to 1.3 times as long for one row of 2 or 4 bits (one core of an AMD EPYC).
-
-llvmlite and not numba, which is built on it: LLVM vectorizes a kernel of numba as it sees fit, and
-the order of the sums may change with the number of rows. Here each vector operation is said, and a
-kernel is built in a tenth of a second.
+inputs. No bit of a result changes, unless an input is below 1.2e-35. Where an input is inf or -inf,
+a result may be NaN here and inf or -inf with MLX. Sums near float32's largest number may pass it in
+one order and not in the other.
 """
 
 import ctypes
@@ -34,15 +28,13 @@ WORD = 32  # bits of a word of packed weights
 FORMS = {"affine": ((2, 4, 8), (32, 64, 128)), "mxfp4": ((4,), (32,)), "float": ((32,), (1,))}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # mxfp4's weights, without their sign
 # Rows of x that share an unpacked weight, and how many rows of weights are then handled side by
-# side. These are apart, each the begin of a stretch of memory: a processor fetches ahead what is
-# read in order. Two cores of a Xeon read weights that are in no cache, for one row of x, at 29 GB/s
-# with four rows of weights far apart, at 26 with two, and at 16 with two adjacent rows. They sum up
-# floats at 33 GB/s.
+# side. These are far apart, as a processor fetches ahead what is read in order: two cores of a Xeon
+# read weights that are in no cache at 29 GB/s with four such rows, at 16 with two adjacent ones.
 ROWS = {4: (2, 1), 2: (2, 1), 1: (4, 1)}
-# Bytes. How far ahead weights are asked for: processors by themselves stop at the end of a page.
+# How far ahead weights are asked for: processors by themselves stop at the end of a page.
 AHEAD_NBYTES = 4 * 1024
-# Rows of weights that all rows of x are multiplied with before the next ones: they stay in a core's
-# cache. Where one group of rows of x is all there is, all weights are one tile.
+# Rows of weights that stay in a core's cache while all rows of x are multiplied with them. Where
+# one group of rows of x is all there is, all weights are one tile.
 TILE = 64
 # The int64 of a task, which multiplies some rows of x with one matrix. Eight are addresses: of
 # weights, scales, biases, x, its sums, y, and of the numbers of its rows in x and in y. Three are
@@ -62,18 +54,8 @@ def supported(bits: int, group_size: int, inputs: int, mode: str = "affine") -> 
     )
 
 
-def lanes(bits: int, inputs: int) -> int:
-    """How many words of packed weights are handled side by side."""
-    words = inputs * bits // WORD
-    return next(n for n in (16, 8, 4) if n <= code.widest() and words % n == 0)
-
-
 def room(mode: str, bits: int) -> int:
-    """What inputs are divided by, and their products multiplied with: a power of two.
-
-    The sum of a word's weights times inputs is not above an input times this. MLX adds the products
-    of affine weights that are scaled already, and those of mxfp4 before they are scaled.
-    """
+    """A power of two, not below the sum of a word's affine weights: inputs are divided by it."""
     return (WORD // bits) << bits if mode == "affine" else 1
 
 
@@ -107,6 +89,7 @@ class Matrices:
 
     Shapes: weight ``[E, N, D * bits / 32]`` as ``mx.quantize`` packs it, or float32; scales and
     biases ``[E, N, D / group_size]``, float32, or bfloat16 as uint16 (mxfp4: scales alone, uint8).
+    A single matrix may come without E.
     """
 
     def __init__(
@@ -118,7 +101,9 @@ class Matrices:
         bits: int,
         mode: str = "affine",
     ):
-        self._arrays = [a for a in (weight, scales, biases) if a is not None]
+        given = [a for a in (weight, scales, biases) if a is not None]
+        self._arrays = [a if a.ndim == 3 else a[None] for a in given]
+        weight = self._arrays[0]
         self.outputs, self.inputs = weight.shape[1], weight.shape[2] * WORD // bits
         for a in self._arrays:
             if a.strides[2] != a.itemsize or a.strides[1] != a.itemsize * a.shape[2]:
@@ -130,10 +115,10 @@ class Matrices:
         self._first = self.addresses[0].tolist()
         half = mode == "affine" and scales.itemsize == 2
         self.kernel, self._pack = kernel(mode, bits, group_size, self.inputs, half), None
+        self._words = self.inputs * bits // WORD
         if mode != "float":
             form = bits, self.inputs, room(mode, bits)
-            self._pack = code.kernel_of(_Packer, lanes(bits, self.inputs), *form)
-        self._words = self.inputs * bits // WORD
+            self._pack = code.kernel_of(_Packer, code.lanes(self._words), *form)
 
     def pack(self, x: np.ndarray) -> Packed:
         """Bring rows x ``[n, D]`` into the order in which the kernel takes them."""
@@ -218,11 +203,12 @@ def _numbers(bits):
 
 def kernel(mode: str, bits: int, group: int, inputs: int, half: bool = False) -> Kernel:
     """The kernel for matrices of one form: it takes the address of the tasks and their number."""
-    return code.kernel_of(_Product, lanes(bits, inputs), mode, bits, group, inputs, half)
+    L = code.lanes(inputs * bits // WORD)
+    return code.kernel_of(_Product, L, mode, bits, group, inputs, half)
 
 
 class _Packer(Code):
-    """Rows in the order of ``Packed``. It takes the inputs of L words at a time."""
+    """Rows in the order of ``Packed``, the inputs of L words at a time."""
 
     form = "bits inputs room"
     takes = "*x *packed *sums rows"
@@ -250,10 +236,9 @@ class _Packer(Code):
 class _Product(Code):
     """Products of n tasks.
 
-    For each tile of a task, four rows of x at a time, then two, then one; for them two rows of
-    weights at a time, then one; for those each block of L words: unpack the weights that have the
-    same place in their words into one vector of L, multiply, add. A block's sum is scaled and added
-    to the row's.
+    For each tile of a task and some rows of x and of weights (``ROWS``), each block of L words:
+    unpack the weights that have the same place in their words into one vector of L, multiply, add.
+    A block's sum is scaled and added to the row's.
     """
 
     form = "mode bits group inputs half"
@@ -266,8 +251,7 @@ class _Product(Code):
         self.n = WORD // self.bits
         self.words, self.groups = self.inputs // self.n, self.inputs // self.group
         byte = I8.as_pointer()
-        arguments = [byte, I32, I32, I32]
-        self.prefetch = self._declare("llvm.prefetch.p0", ir.VoidType(), arguments)
+        self.prefetch = self._declare("llvm.prefetch.p0", ir.VoidType(), [byte, I32, I32, I32])
         if self.L == 16:  # a table in a register: x86 alone has so wide ones
             name = "llvm.x86.avx512.permvar.sf.512"
             self._look_up = self._declare(name, self.floats, [self.floats, self.ints])
@@ -323,10 +307,7 @@ class _Product(Code):
         self.loop(I64(0), n, 1, task, [I64(0)])
 
     def _rows(self, r, xs, ys, first, end, w, s, t, x, sums, y):
-        """Multiply rows ``[first:end]`` of weights, r at a time, with rows of x into rows of y.
-
-        Gives the first row that is not done.
-        """
+        """Multiply rows ``[first:end]`` of weights, r at a time; gives the first that is left."""
         zero, m = ir.Constant(self.floats, [0.0] * self.L), len(xs)
         whole = ir.Constant(F32, float(room(self.mode, self.bits)))
 
@@ -356,9 +337,8 @@ class _Product(Code):
         for i in at:
             ahead = self.b.gep(w, [self.add(i, AHEAD_NBYTES * 8 // WORD)])
             ahead = self.b.bitcast(ahead, I8.as_pointer())
-            self.b.call(
-                self.prefetch, [ahead, I32(0), I32(2), I32(1)]
-            )  # to read, into the second cache, data
+            # To read, into the second cache, data.
+            self.b.call(self.prefetch, [ahead, I32(0), I32(2), I32(1)])
         part = list(acc) if self.mode == "float" else [None] * len(acc)
         for place in range(self.n):
             unpacked = [self._unpack(word, place) for word in words]

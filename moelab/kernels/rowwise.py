@@ -1,29 +1,20 @@
 """What a block computes between its products, row by row: norms, gates, convolutions, the router.
 
-Each function takes and gives float32 arrays of numpy. A row's result does not depend on the rows
-beside it, nor on how many threads there are, so a text may be divided into passes in any way.
+Functions take and give float32 arrays of numpy. A row's result depends on no other row and not on
+how many threads there are, so a text may be divided into passes in any way.
 """
-
-from functools import cache
 
 import numpy as np
 
-from . import code, team
-from .code import F32, I32, I64, Code, address, check, empty, ir, kernel_of
+from . import team
+from .code import F32, I32, I64, Code, address, check, empty, ir, kernel_of, lanes
 
 # Multiplications that take as long as one number does here, which goes through an exponential.
 NUMBER_WORK = 16
 
 
 def rms_norm(
-    x: np.ndarray,
-    weight: np.ndarray | None,
-    eps: float,
-    *,
-    add: np.ndarray | None = None,
-    gate: np.ndarray | None = None,
-    scale: float = 1.0,
-    out: np.ndarray | None = None,
+    x, weight, eps: float, *, add=None, gate=None, scale: float = 1.0, out=None
 ) -> np.ndarray:
     """Rows divided by the root of their mean square, as ``mx.fast.rms_norm``.
 
@@ -34,7 +25,7 @@ def rms_norm(
     out = empty(*x.shape) if out is None else out
     check(x.shape, add=add, gate=gate, out=out)
     form = D, float(eps), scale, weight is not None, add is not None, gate is not None
-    kernel = kernel_of(_Norm, _lanes(D), *form)
+    kernel = kernel_of(_Norm, lanes(D), *form)
     n, H = x.size // D, x.shape[1] if x.ndim == 3 else 1
     places = [place for a in (x, out, gate) for place in _places(a)]
     numbers = *places, address(weight), address(add), H, n
@@ -50,39 +41,27 @@ def _places(a):
     return address(a), first // a.itemsize, second // a.itemsize
 
 
-def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """``silu(gate) * up``, ``[n, F]`` each."""
-    n, F = gate.shape
-    check(gate.shape, up=up)
-    y = empty(n, F)
-    _gate(gate, up, y, silu=True)
+def gated(
+    gate: np.ndarray, x: np.ndarray, silu: bool = True, out: np.ndarray | None = None
+) -> np.ndarray:
+    """Rows x ``[n, D]`` times the silu, or the sigmoid, of a gate ``[n, D]``."""
+    check(gate.shape, x=x)
+    (n, D), y = x.shape, empty(*x.shape) if out is None else out
+    numbers = address(gate), gate.strides[0] // 4, address(x), x.strides[0] // 4, address(y), n
+    pieces = team.pieces(NUMBER_WORK * y.size, n * D // 64)
+    team.run(kernel_of(_Gated, lanes(D), D, silu), *numbers, pieces=pieces)
     return y
 
 
-def multiply_by_sigmoid(y: np.ndarray, gate: np.ndarray) -> None:
-    """Multiply rows y ``[n, D]`` with the sigmoid of gate ``[n, D]``, in place."""
-    check(y.shape, gate=gate)
-    _gate(gate, y, y, silu=False)
-
-
-def _gate(gate, x, y, silu):
-    """Put x ``[n, D]``, times the silu or the sigmoid of a gate, into y."""
-    n, D = y.shape
-    numbers = address(gate), gate.strides[0] // 4, address(x), x.strides[0] // 4, address(y), n
-    pieces = team.pieces(NUMBER_WORK * y.size, n * D // 64)
-    team.run(kernel_of(_Gated, _lanes(D), D, silu), *numbers, pieces=pieces)
-
-
 def convolve(before: np.ndarray, x: np.ndarray, taps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The silu of a convolution over time, one filter for each channel.
+    """The silu ``[B * T, C]`` of a convolution over time, and what is before the next tokens.
 
-    From ``before [B, width - 1, C]``, the tokens x ``[B * T, C]`` and taps ``[width, C]`` it gives
-    ``[B * T, C]`` and what is before the next tokens.
+    Of ``before [B, width - 1, C]``, tokens x ``[B * T, C]`` and taps ``[width, C]``.
     """
     (n, C), B = x.shape, len(before)
     y, after = empty(n, C), empty(*before.shape)
     numbers = *map(address, (before, x, taps, y, after)), B, n // B, C
-    kernel = kernel_of(_Convolution, _lanes(C), len(taps))
+    kernel = kernel_of(_Convolution, lanes(C), len(taps))
     team.run(kernel, *numbers, pieces=team.pieces(NUMBER_WORK * y.size, C // 64))
     return y, after
 
@@ -90,10 +69,7 @@ def convolve(before: np.ndarray, x: np.ndarray, taps: np.ndarray) -> tuple[np.nd
 def gates(
     a: np.ndarray, b: np.ndarray, decay: np.ndarray, bias: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """How much a gated delta rule keeps of its state, and takes of a new value (``compute_g``).
-
-    From a and b ``[n, Hv]``, decay (the exponential of ``A_log``) and bias ``[Hv]``: g and beta.
-    """
+    """g and beta of a gated delta rule, from a, b ``[n, Hv]``, exp(``A_log``) and bias ``[Hv]``."""
     check(a.shape, b=b)
     g, beta = empty(*a.shape), empty(*a.shape)
     numbers = *map(address, (a, b, decay, bias, g, beta)), a.shape[-1], a.size
@@ -102,61 +78,44 @@ def gates(
 
 
 def route(logits: np.ndarray, top_k: int, normalize: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The experts of each token: the K largest logits, largest first, and of equal ones the first.
+    """The K largest logits of each token, largest first, of equal ones the first: its experts.
 
-    From logits ``[n, E]`` it gives experts ``[n, K]``, int64, and scores ``[n, K]``, with the sum 1
-    if ``normalize``, else those of a softmax over all E.
+    From logits ``[n, E]`` it gives experts ``[n, K]``, int64, and scores ``[n, K]`` of a softmax
+    over these K if ``normalize``, else over all E.
     """
     n, E = logits.shape
     if top_k > E:
         raise ValueError(f"top_k: expected at most the router's {E} experts, got {top_k}")
     experts, scores = np.empty((n, top_k), np.int64), empty(n, top_k)
     numbers = address(logits), address(experts), address(scores), n
-    kernel = kernel_of(_Router, _lanes(E), E, top_k, bool(normalize))
+    kernel = kernel_of(_Router, lanes(E), E, top_k, bool(normalize))
     team.run(kernel, *numbers, pieces=team.pieces(NUMBER_WORK * logits.size, n))
     return experts, scores
 
 
-def combine(
-    experts: np.ndarray,
-    scores: np.ndarray,
-    add: np.ndarray | None = None,
-    shared: np.ndarray | None = None,
-    gate: np.ndarray | None = None,
-) -> np.ndarray:
-    """The sum of what a token's experts gave, times their scores, and of what else there is.
+def combine(experts, scores, add=None, shared=None, gate=None) -> np.ndarray:
+    """Sum up rows of experts ``[n * K, D]``, times scores ``[n, K]``, and two more rows ``[n, D]``.
 
-    Shapes: experts ``[n * K, D]``; scores ``[n, K]``; add, shared (the shared expert, times the
-    sigmoid of its gate ``[n, 1]``) and the result ``[n, D]``.
+    These are ``add`` and ``shared``, the shared expert, times the sigmoid of its gate ``[n, 1]``.
     """
     (n, K), D = scores.shape, experts.shape[-1]
     y = empty(n, D)
     check(y.shape, add=add, shared=shared)
     form = D, K, add is not None, shared is not None, gate is not None
-    kernel = kernel_of(_Combination, _lanes(D), *form)
+    kernel = kernel_of(_Combination, lanes(D), *form)
     numbers = *map(address, (experts, scores, add, shared, gate, y)), n
     team.run(kernel, *numbers, pieces=team.pieces(experts.size, D // 64))
     return y
 
 
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
-    """Turn the first numbers of each row by an angle, in place: rotary positions.
-
-    Of R numbers of x ``[n, H, D]`` the first half turns with the second; cos, sin ``[n, R / 2]``.
-    """
+    """Turn the first R numbers of each row of x ``[n, H, D]`` in place; cos, sin ``[n, R / 2]``."""
     (n, H, D), half = x.shape, cos.shape[-1]
     if 2 * half > D:
-        raise ValueError(
-            f"rotary positions: expected at most {D} numbers of a head, got {2 * half}"
-        )
-    kernel = kernel_of(_Rotation, _lanes(half), half)
+        raise ValueError(f"rotary positions: expected at most {D} of a head, got {2 * half}")
+    kernel = kernel_of(_Rotation, lanes(half), half)
     numbers = *_places(x), address(cos), address(sin), H, n * H
     team.run(kernel, *numbers, pieces=team.pieces(4 * n * H * half, n * H))
-
-
-@cache
-def _lanes(size):
-    return next(L for L in (16, 8, 4, 2, 1) if code.widest() >= L and size % L == 0)
 
 
 class _Norm(Code):

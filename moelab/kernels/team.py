@@ -1,10 +1,9 @@
 """A team of threads that wait in native code for work, so that it pays to share little of it.
 
 Handing work to a thread of Python takes 7 to 12 us, the team 1.5 us (two cores of an AMD EPYC).
-``run`` divides a kernel's work into pieces. This thread and those of the team take one after
-another, and a thread that comes late finds none left: this one never waits for a thread that has
-not begun. A thread of the team that finds no work looks for some for ``SPIN_S``, then it sleeps.
-One caller has the team at a time. Another one meanwhile does its work alone.
+The calling thread and those of the team take one piece of a kernel's work after another; nobody
+waits for a thread that has not begun. A thread that finds no work looks for some for ``SPIN_S``,
+then it sleeps. One caller has the team at a time. Another one meanwhile does its work alone.
 """
 
 import atexit
@@ -12,9 +11,9 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
-from functools import cache
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 
 import numpy as np
 
@@ -45,10 +44,7 @@ def pieces(work: int, most: int) -> int:
 
 
 def run(kernel: Kernel, *numbers: int, pieces: int) -> None:
-    """Compute a kernel's work in pieces, on all cores.
-
-    An interrupt shows when the work is done.
-    """
+    """Compute a kernel's work in pieces, on all cores. An interrupt shows when it is done."""
     if (program := code.recorded()) is not None:
         return program.add(kernel, numbers, pieces)
     if pieces == 1 or (team := _team()) is None:
@@ -61,20 +57,22 @@ def run(kernel: Kernel, *numbers: int, pieces: int) -> None:
 class Program:
     """Calls of ``run`` that are recorded once, with the memory they name, and made in one call.
 
-        program = Program()
-        with program.recording():
-            y = rowwise.rms_norm(x, ...)  # computes nothing yet
-        program.run()  # y is computed from what is in x now
-
-    What is recorded must be the same in each run: shapes, addresses, the order of the calls.
+    with program.recording():
+        y = rowwise.rms_norm(x, ...)  # computes nothing yet
+    program.run()  # y is computed from what is in x now
     """
 
     def __init__(self, memory: code.Memory | None = None):
         self._calls, self._table, self.kept, self.memory = [], None, [], memory
 
-    def recording(self) -> AbstractContextManager:
+    @contextmanager
+    def recording(self) -> Iterator[None]:
         """Inside, this thread's calls of ``run`` are recorded and not made."""
-        return code.recording(self)
+        code.recording.program = self
+        try:
+            yield
+        finally:
+            code.recording.program = None
 
     def add(self, kernel: Kernel, numbers: Sequence[int], pieces: int) -> None:
         """As ``run``, later."""
@@ -82,10 +80,7 @@ class Program:
         self._table = None
 
     def places(self, of: np.ndarray) -> list[tuple[ctypes.Array, int]]:
-        """Where the address of an array stands among the calls' arguments: array and index.
-
-        ``put`` puts that of another array of the same form there.
-        """
+        """Where the address of an array stands among the calls' arguments, for ``put``."""
         at = code.address(of)
         return [(a, i) for _, a, _ in self._calls for i, n in enumerate(a) if n == at]
 
@@ -177,8 +172,10 @@ if hasattr(os, "register_at_fork"):
 class _Shared(Code):
     """What both sides of a team do."""
 
-    def begin(self):
-        self.team = self.pointer(self.arguments[0], I64)
+    def set_up(self):
+        b = self.b
+        self.team, self.spins = self.pointer(self.arguments[0], I64), b.alloca(I64)
+        b.store(I64(0), self.spins)
         # What tells the processor that a thread only looks; where it has no such instruction, none.
         name, *hint = PAUSE.get(self._module.triple.split("-")[0], [None])
         kinds, self._hint = [I32] * len(hint), [I32(n) for n in hint]
@@ -207,36 +204,37 @@ class _Shared(Code):
     def compute(self, kernel, arguments, piece, pieces):
         self.b.call(self.pointer(kernel, self._run), [arguments, piece, pieces])
 
+    def repeat(self, body):
+        """Repeat what ``body`` writes while it gives true."""
+        again, after = (self.function.append_basic_block() for _ in range(2))
+        self.b.branch(again)
+        self.b.position_at_end(again)
+        self.b.cbranch(body(), again, after)
+        self.b.position_at_end(after)
+
     def take(self):
-        """Take the next piece of the job, if there is one, and compute it.
-
-        Leaves the builder in the block where there was none, and returns the block to go back to.
-        """
+        """Compute the job's next piece, if no other thread takes it; give whether there was one."""
         b = self.b
-        again, there, taken, none = (self.function.append_basic_block() for _ in range(4))
-        b.branch(again)
-        b.position_at_end(again)
-        job = self.read(JOB)
-        mask = I64(MOST_PIECES)
+        job, mask = self.read(JOB), I64(MOST_PIECES)
         pieces, piece = b.and_(b.lshr(job, I64(NEXT_BITS)), mask), b.and_(job, mask)
-        b.cbranch(b.icmp_unsigned("<", piece, pieces), there, none)
-        b.position_at_end(there)
-        b.cbranch(self.swap(JOB, job, self.add(job, 1)), taken, again)
-        b.position_at_end(taken)
-        # Until this piece is done, they stay what they are.
-        kernel, arguments = (self.load(self.team, I64(i), I64, 8) for i in (KERNEL, ARGUMENTS))
-        self.compute(kernel, arguments, piece, pieces)
-        self.count(DONE, 1)
-        return again, taken, none
+        there = b.icmp_unsigned("<", piece, pieces)
+        with b.if_then(there), b.if_then(self.swap(JOB, job, self.add(job, 1))):
+            # Until this piece is done, they stay what they are.
+            kernel, arguments = (self.load(self.team, I64(i), I64, 8) for i in (KERNEL, ARGUMENTS))
+            self.compute(kernel, arguments, piece, pieces)
+            self.count(DONE, 1)
+        return there
 
-    def rest(self, spins):
-        """Pause, and now and then let another thread have the core."""
+    def rest(self):
+        """Pause, count it in ``spins``, and now and then let another thread have the core."""
         b = self.b
         if self._pause:
             b.call(self._pause, self._hint)
+        spins = b.load(self.spins)
         often = b.and_(spins, I64(YIELD_SPINS - 1))
         with b.if_then(b.icmp_signed("==", often, I64(YIELD_SPINS - 1))):
             b.call(self._yield, [])
+        b.store(self.add(spins, 1), self.spins)
 
 
 class _Lead(_Shared):
@@ -245,36 +243,50 @@ class _Lead(_Shared):
     takes = "team kernel arguments pieces"
 
     def write(self):
-        self.begin()
+        self.set_up()
         b = self.b
         _, kernel, arguments, pieces = self.arguments
-        alone, lead, end = (self.function.append_basic_block() for _ in range(3))
-        b.cbranch(self.swap(BUSY, I64(0), I64(1)), lead, alone)
-        b.position_at_end(alone)
-        self.loop(I64(0), pieces, 1, lambda i, _: self.compute(kernel, arguments, i, pieces))
-        b.branch(end)
-        b.position_at_end(lead)
-        self.store(kernel, self.team, I64(KERNEL))
-        self.store(arguments, self.team, I64(ARGUMENTS))
-        self.write_to(DONE, I64(0))
-        number = b.lshr(self.read(JOB), I64(NEXT_BITS + PIECES_BITS))
-        number = b.shl(self.add(number, 1), I64(PIECES_BITS))
-        self.write_to(JOB, b.shl(b.or_(number, pieces), I64(NEXT_BITS)))
-        again, _, none = self.take()
-        b.branch(again)
-        b.position_at_end(none)
-        wait, done = (self.function.append_basic_block() for _ in range(2))
-        b.branch(wait)
-        b.position_at_end(wait)
-        spins = b.phi(I64)
-        spins.add_incoming(I64(0), none)
-        self.rest(spins)
-        spins.add_incoming(self.add(spins, 1), b.block)
-        b.cbranch(b.icmp_unsigned("<", self.read(DONE), pieces), wait, done)
-        b.position_at_end(done)
-        self.write_to(BUSY, I64(0))
-        b.branch(end)
-        b.position_at_end(end)
+
+        def waiting():
+            self.rest()
+            return b.icmp_unsigned("<", self.read(DONE), pieces)
+
+        with b.if_else(self.swap(BUSY, I64(0), I64(1))) as (lead, alone):
+            with lead:
+                self.store(kernel, self.team, I64(KERNEL))
+                self.store(arguments, self.team, I64(ARGUMENTS))
+                self.write_to(DONE, I64(0))
+                number = b.lshr(self.read(JOB), I64(NEXT_BITS + PIECES_BITS))
+                number = b.shl(self.add(number, 1), I64(PIECES_BITS))
+                self.write_to(JOB, b.shl(b.or_(number, pieces), I64(NEXT_BITS)))
+                self.repeat(self.take)
+                self.repeat(waiting)
+                self.write_to(BUSY, I64(0))
+            with alone:
+                one = partial(self.compute, kernel, arguments, pieces=pieces)
+                self.loop(I64(0), pieces, 1, lambda i, _: one(i))
+
+
+class _Serve(_Shared):
+    """Take pieces until there was none for so many looks."""
+
+    takes = "team spins"
+
+    def write(self):
+        self.set_up()
+        b, most = self.b, self.arguments[1]
+
+        def look():
+            with b.if_else(self.take()) as (there, none):
+                with there:
+                    b.store(I64(0), self.spins)
+                with none:
+                    self.rest()
+            return b.icmp_signed("<", b.load(self.spins), most)
+
+        self.count(AWAKE, 1)
+        self.repeat(look)
+        self.count(AWAKE, -1)
 
 
 class _Sequence(Code):
@@ -292,31 +304,3 @@ class _Sequence(Code):
             self.b.call(self.pointer(function, kind), [arguments, I64(0), I64(1)])
 
         self.loop(I64(0), n, 1, call)
-
-
-class _Serve(_Shared):
-    """Take pieces until there was none for so many looks."""
-
-    takes = "team spins"
-
-    def write(self):
-        self.begin()
-        b = self.b
-        most = self.arguments[1]
-        self.count(AWAKE, 1)
-        before, look = b.block, self.function.append_basic_block()
-        b.branch(look)
-        b.position_at_end(look)
-        spins = b.phi(I64)
-        spins.add_incoming(I64(0), before)
-        *_, none = self.take()
-        spins.add_incoming(I64(0), b.block)
-        b.branch(look)
-        b.position_at_end(none)
-        self.rest(spins)
-        after = self.function.append_basic_block()
-        more = self.add(spins, 1)
-        spins.add_incoming(more, b.block)
-        b.cbranch(b.icmp_signed("<", more, most), look, after)
-        b.position_at_end(after)
-        self.count(AWAKE, -1)

@@ -2,18 +2,17 @@
 
 After Chen et al., DFlash: Block Diffusion for Flash Speculative Decoding (arXiv 2602.06036).
 z-lab's published drafts load as they are. b block size, n layers of the target that the draft
-reads, D hidden size, V vocabulary.
+reads.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models import qwen3
-from mlx_lm.models.base import BaseModelArgs
 from mlx_lm.models.cache import KVCache
 
 from .. import kernels
@@ -38,49 +37,35 @@ SIZES = (
 )  # fmt: skip
 
 
-@dataclass
-class DFlashArgs(BaseModelArgs):
-    """A draft's ``config.json``: Qwen3's keys and DFlash's own."""
+@dataclass(kw_only=True)
+class DFlashArgs(qwen3.ModelArgs):
+    """A draft's ``config.json``: Qwen3's keys, some with a default, and DFlash's own."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int
+    model_type: str = "qwen3"
+    tie_word_embeddings: bool = False
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 32768
     block_size: int
     num_target_layers: int
     dflash_config: dict
-    head_dim: int | None = None
-    rms_norm_eps: float = 1e-6
-    rope_theta: float | None = None
-    rope_scaling: dict | None = None
     rope_parameters: dict | None = None
     attention_bias: bool = False
-    max_position_embeddings: int = 32768
     layer_types: list[str] | None = None
     sliding_window: int | None = None
-    quantization: dict | None = None
-    target_layer_ids: list[int] = field(init=False)
-    mask_token_id: int = field(init=False)
 
     def __post_init__(self):
-        if self.rope_parameters:  # transformers 5 nests them
-            self.rope_theta = self.rope_theta or self.rope_parameters.get("rope_theta")
-            self.rope_scaling = self.rope_scaling or self.rope_parameters
-        self.rope_theta = self.rope_theta or 10000.0
+        nested = self.rope_parameters or {}  # by transformers 5
+        self.rope_theta = self.rope_theta or nested.get("rope_theta") or 10000.0
+        self.rope_scaling = self.rope_scaling or self.rope_parameters
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
         self.mask_token_id = self.dflash_config["mask_token_id"]
         self.target_layer_ids = self.dflash_config.get("target_layer_ids") or default_layer_ids(
             self.num_hidden_layers, self.num_target_layers
         )
-        self._check()
 
-    def _check(self):
-        """Refuse numbers that no draft has, which MLX would take without an error."""
-
-        def check(name, good):
+        def check(name, good):  # numbers that no draft has, which MLX would take without an error
             if not good:
                 raise ValueError(f"a {name} of {shorten(repr(getattr(self, name)), 60)}")
 
@@ -116,6 +101,10 @@ class DFlashModel(nn.Module):
             for name in ("q_proj", "k_proj", "v_proj"):
                 attention[name] = nn.Linear(*attention[name].weight.shape[::-1])
         self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """The weights that are parameters. mlx-lm asks for them when it loads the draft."""
+        return {k: w for k, w in weights.items() if "rotary_emb" not in k}
 
     def make_cache(self) -> list:
         return [KVCache() for _ in self.layers]
@@ -174,27 +163,22 @@ class DFlashDraft:
         return self.model.make_cache()
 
     def bind(self, model: nn.Module, cache: list | None = None) -> None:
-        args, layers = self.model.args, model.layers
-        embed, head = embedding_and_head(model)
-        probe = embed(mx.array([[0]]))
-        for what, expected, got in (
-            ("a vocabulary of", vocabulary(model), args.vocab_size),
-            ("a hidden size of", probe.shape[-1], args.hidden_size),
-            ("to have been trained for a number of layers of", len(layers), args.num_target_layers),
+        args, L = self.model.args, len(model.layers)
+        self._embed, self._head = embedding_and_head(model)
+        probe = self._embed(mx.array([[0]]))
+        V, D, ids, mask = vocabulary(model), probe.shape[-1], self.layer_ids, args.mask_token_id
+        for expected, got, fits in (
+            (f"a vocabulary of {V}", args.vocab_size, args.vocab_size == V),
+            (f"a hidden size of {D}", args.hidden_size, args.hidden_size == D),
+            (f"num_target_layers of {L}", args.num_target_layers, args.num_target_layers == L),
+            (f"target_layer_ids from 0 to {L - 1}", list(ids), all(0 <= i < L for i in ids)),
+            (f"a mask_token_id from 0 to {V - 1}", mask, 0 <= mask < V),
         ):
-            if expected != got:
+            if not fits:
                 raise ValueError(
-                    f"draft: expected {what} {expected}, as the target has, got {got}. A DFlash "
-                    "draft serves only the target it was trained for."
+                    f"draft: expected {expected}, as the target has, got {got}. A DFlash draft "
+                    "serves only the target it was trained for."
                 )
-        bad = [i for i in self.layer_ids if not 0 <= i < len(layers)]
-        if bad or not 0 <= args.mask_token_id < args.vocab_size:
-            raise ValueError(
-                f"draft: expected target_layer_ids from 0 to {len(layers) - 1} and a mask_token_id "
-                f"below {args.vocab_size}, got {list(self.layer_ids)} and {args.mask_token_id}. "
-                "The draft's config.json does not fit this target."
-            )
-        self._embed, self._head = embed, head
         self.model.set_dtype(probe.dtype)
         if kernels.used(model) and not kernels.used(self.model):
             kernels.use(self.model)
@@ -240,25 +224,13 @@ def load_model(path_or_hf_repo: str | Path) -> DFlashModel:
     remedy = "Download it again, or give another; a language model goes to ModelDraft."
     with readable(expected, remedy):  # wrong types and sizes raise many types of errors
         path = Path(mlx_lm_utils._download(str(path_or_hf_repo)))
-        config = read_json(path / "config.json")
         files = sorted(path.glob("model*.safetensors"))
         tensors = merge_headers({file: read_header(file) for file in files})
-        check_config(config, path / "config.json", len(tensors))
-        args = DFlashArgs.from_dict(config)
-        model = DFlashModel(args)
-        weights = {}
-        for file in files:
-            weights |= mx.load(str(file))
-        weights = {k: w for k, w in weights.items() if "rotary_emb" not in k}
-        if args.quantization:
-            bits = {
-                k: v for k, v in args.quantization.items() if k in ("group_size", "bits", "mode")
-            }
-            nn.quantize(model, **bits, class_predicate=lambda p, m: f"{p}.scales" in weights)
-        model.load_weights(list(weights.items()))
+        check_config(read_json(path / "config.json"), path / "config.json", len(tensors))
+        own = {"get_model_classes": lambda config: (DFlashModel, DFlashArgs)}
+        model, _ = mlx_lm_utils.load_model(path, lazy=True, **own)
         # Call the draft on zeros, without evaluation: MLX raises if types or shapes do not fit.
-        cache, values = model.make_cache(), len(args.target_layer_ids) * args.hidden_size
-        model.extend(mx.zeros((1, 1, values)), cache)
-        model(mx.zeros((1, args.block_size, args.hidden_size)), cache)
-    model.eval()
+        cache, D = model.make_cache(), model.args.hidden_size
+        model.extend(mx.zeros((1, 1, len(model.args.target_layer_ids) * D)), cache)
+        model(mx.zeros((1, model.args.block_size, D)), cache)
     return model

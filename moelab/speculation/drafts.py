@@ -1,14 +1,8 @@
-"""Drafts: what guesses the target's next tokens, and two that need no training.
-
-``Draft`` is the protocol. ``ModelDraft`` is a small language model, ``LookupDraft`` a search in the
-text so far; ``dflash.DFlashDraft`` is the third. ``BoundDraft`` is a draft that one generation has
-bound to its target.
-"""
+"""Drafts: what guesses the target's next tokens, and two that need no training."""
 
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
@@ -27,17 +21,16 @@ class Draft(Protocol):
     where a pass over several positions rounds otherwise than one over a single position.
 
     One sequence, B = 1. A round is: ``propose``, one pass of the target over ``[last, *proposed]``,
-    ``extend`` with the accepted tokens of that pass. ``last`` is the newest token: accepted, not
-    yet in the target's cache. A round's ``extend`` begins with the ``last`` of its pass. Refused
-    guesses are not in it: there a draft takes back the state that it kept for them.
+    ``extend`` with the accepted tokens of that pass, ``last`` first. ``last`` is the newest token:
+    accepted, not yet in the target's cache. In ``extend`` a draft takes back the state that it kept
+    for guesses that were refused.
     """
 
     layer_ids: Sequence[int]
     """Decoder layers of the target whose outputs it reads (0: the first one); () for none."""
 
     cache: list
-    """Its own state as mlx-lm caches, so that it can be saved and go on later; [] for none. Set by
-    ``bind``."""
+    """Its state as mlx-lm caches, which can be saved and go on; [] for none. ``bind`` sets it."""
 
     def make_cache(self) -> list:
         """Caches for a new sequence, in the order of ``cache``; [] for none."""
@@ -52,8 +45,8 @@ class Draft(Protocol):
         """Note tokens ``[n]`` that the target has read: the prompt in chunks, then each round's.
 
         ``features`` ``[n, len(layer_ids) * D]`` are the outputs of ``layer_ids`` for them; None
-        without ``layer_ids``. This is called also while nothing is drafted, so it must cost next
-        to nothing: queue the tokens, and do the work in ``propose``.
+        without ``layer_ids``. This is called also while nothing is drafted: queue the tokens, and
+        do the work in ``propose``.
         """
 
     def propose(self, last: int, n: int, choose: Choose) -> mx.array:
@@ -192,31 +185,13 @@ class LookupDraft:
         self._unread = []
 
 
-@dataclass
-class _Record:
-    """What the generations of a draft share, for as long as the draft lives."""
-
-    bound: weakref.ref | None = None  # the ``BoundDraft`` of the generation that uses the draft
-    target: weakref.ref | None = None  # the model that ``policy`` has learned about
-    policy: Policy | None = None
-
-
-_RECORDS: dict[int, _Record] = {}  # by id(draft), as a draft may have no hash (an nn.Module)
-
-
-def _record(draft: Draft) -> _Record:
-    if id(draft) not in _RECORDS:
-        _RECORDS[id(draft)] = _Record()
-        weakref.finalize(draft, _RECORDS.pop, id(draft))
-    return _RECORDS[id(draft)]
-
-
 def learned_policy(model: nn.Module, draft: Draft) -> Policy:
     """The policy of this target and draft, which goes on learning from text to text."""
-    record = _record(draft)
-    if record.target is None or record.target() is not model:
-        record.target, record.policy = weakref.ref(model), Policy()
-    return record.policy
+    target, policy = vars(draft).get("_learned", (lambda: None, None))
+    if target() is not model:
+        policy = Policy()
+        vars(draft)["_learned"] = weakref.ref(model), policy
+    return policy
 
 
 class BoundDraft:
@@ -225,38 +200,30 @@ class BoundDraft:
     def __init__(self, draft: Draft, model: nn.Module, cache: list | None = None):
         draft.bind(model, cache)
         self._draft, self._vocabulary = draft, vocabulary(model)
-        self._record = _record(draft)
-        self._record.bound = weakref.ref(self)
+        vars(draft)["_bound"] = weakref.ref(self)
 
     @property
     def is_bound(self) -> bool:
         """Whether no other generation has bound the draft since."""
-        return self._record.bound() is self
-
-    @property
-    def cache(self) -> list:
-        """The draft's own state."""
-        return self._draft.cache
-
-    def require(self) -> None:
-        """Raises ValueError if another generation has bound the draft."""
-        if not self.is_bound:
-            raise ValueError(
-                "draft: another generation has begun with this draft, which keeps the state of one "
-                "text. Give each generation that runs at the same time a draft of its own."
-            )
+        return vars(self._draft)["_bound"]() is self
 
     def extend(self, tokens: mx.array, features: mx.array | None) -> None:
         """Tell the draft what the target has read, as long as it is bound here."""
         if self.is_bound:
             self._draft.extend(tokens, features)
 
-    def catch_up(self) -> None:
-        """Let the draft read all tokens that it was told."""
-        self._draft.propose(0, 0, None)
+    def catch_up(self) -> list:
+        """Let the draft read all tokens that it was told. Gives its cache."""
+        self.propose(0, 0, None)
+        return self._draft.cache
 
-    def propose(self, last: int, n: int, choose: Choose) -> list[int]:
+    def propose(self, last: int, n: int, choose: Choose | None) -> list[int]:
         """Guess at most ``n`` tokens, up to the first one outside the target's vocabulary."""
+        if not self.is_bound:
+            raise ValueError(
+                "draft: another generation has begun with this draft, which keeps the state of one "
+                "text. Give each generation that runs at the same time a draft of its own."
+            )
         guesses = self._draft.propose(last, n, choose)[:n].tolist()
         wrong = (i for i, guess in enumerate(guesses) if not 0 <= guess < self._vocabulary)
         return guesses[: next(wrong, None)]

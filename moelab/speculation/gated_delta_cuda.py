@@ -1,16 +1,12 @@
 """mlx-lm's gated delta rule as one CUDA kernel that can give the state after every token.
 
-mlx-lm has a kernel for Metal. On CUDA it loops over the tokens, with several launches for each
-token in every layer. Here one warp computes each row of the state of that recurrence
-(``mlx_lm.models.gated_delta``; Yang et al., arXiv 2412.06464).
+mlx-lm loops over the tokens there, with several launches for each token in every layer. Here one
+warp computes each row of the state of that recurrence (Yang et al., arXiv 2412.06464).
 """
 
-from collections.abc import Callable
 from functools import cache
 
 import mlx.core as mx
-
-from ..hooks import with_globals
 
 SOURCE = """
     const int lane = threadIdx.x, dv = blockIdx.y * blockDim.y + threadIdx.y, n = blockIdx.z;
@@ -54,20 +50,12 @@ def _kernel():
 
 
 def gated_delta(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    g: mx.array,
-    beta: mx.array,
-    state: mx.array,
-    mask: mx.array | None = None,
-    every: bool = False,
+    q, k, v, g, beta, state, mask=None, every: bool = False
 ) -> tuple[mx.array, mx.array]:
     """As mlx-lm's ``gated_delta_ops``, on CUDA, for arguments that ``fits`` names.
 
-    Shapes: q, k ``[B, T, Hk, Dk]``; v ``[B, T, Hv, Dv]``; g, beta ``[B, T, Hv]`` (g also
-    ``[B, T, Hv, Dk]``: a gate for each channel); state ``[B, Hv, Dv, Dk]``, float32. With ``every``
-    it gives the states after each token, ``[T, ...]``. ``mask`` is there because mlx-lm passes it.
+    Shapes: as in ``kernels.gated_delta``. With ``every`` it gives the states after each token,
+    ``[T, ...]``. ``mask`` is there because mlx-lm passes it.
     """
     B, T, Hv, Dv = v.shape
     y, states = _kernel()(
@@ -90,12 +78,3 @@ def fits(k: mx.array, state: mx.array | None = None, mask: mx.array | None = Non
         and (state is None or state.dtype == mx.float32)
         and k.shape[-1] % 32 == 0
     )
-
-
-def with_kernel(update: Callable, every: bool) -> Callable:
-    """mlx-lm's ``gated_delta_update`` that calls the kernel in place of its loop."""
-
-    def gated_delta_ops(*args):
-        return gated_delta(*args, every=every)
-
-    return with_globals(update, {"gated_delta_ops": gated_delta_ops})

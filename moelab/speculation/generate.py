@@ -1,8 +1,7 @@
-"""Speculative decoding: draft, verify, roll back. Several tokens for one pass, and the same text.
+"""Speculative decoding: several tokens for one pass, and the text that mlx-lm writes.
 
-The text is the one that ``mlx_lm.stream_generate`` writes with the same ``mx.random.seed``, at any
-temperature and with any draft, but for the rounding of longer passes: the target chooses every
-token (see ``sampling``). A round of ``_Rounds`` has these steps:
+It is the text of ``mlx_lm.stream_generate`` with the same ``mx.random.seed``, at any temperature
+and with any draft, but for the rounding of longer passes. A round of ``_Rounds`` has these steps:
 
     ask the policy     how many tokens to draft, 0 included             (``policy``)
     propose            the draft guesses them                           (``drafts``, ``dflash``)
@@ -15,7 +14,6 @@ token (see ``sampling``). A round of ``_Rounds`` has these steps:
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
 from numbers import Integral
 
 import mlx.core as mx
@@ -44,8 +42,7 @@ class Round:
     drafted: int = 0  # tokens that the draft proposed
     accepted: int = 0  # how many of them the target chose too; its next token follows them
     draft_s: float = 0.0  # until the drafts were there
-    # From the drafts until the target chose. Without drafts: until the token before was ready.
-    verify_s: float = 0.0
+    verify_s: float = 0.0  # from then until the target chose (without drafts: the token before)
 
 
 @dataclass
@@ -59,14 +56,12 @@ class SpeculativeResponse(GenerationResponse):
 
 def check_tokens(max_tokens: int, prefill_step_size: int = PREFILL_STEP) -> None:
     """Refuse numbers with which a text would never end, or its prompt would not be read."""
-    if not isinstance(max_tokens, Integral) or max_tokens < -1:
-        raise ValueError(
-            f"max_tokens: expected a number above 0, or -1 for no limit; got {max_tokens!r}."
-        )
-    if not isinstance(prefill_step_size, Integral) or prefill_step_size < 1:
-        raise ValueError(
-            f"prefill_step_size: expected at least 1 token, got {prefill_step_size!r}."
-        )
+    for name, n, least, expected in (
+        ("max_tokens", max_tokens, -1, "a number above 0, or -1 for no limit"),
+        ("prefill_step_size", prefill_step_size, 1, "at least 1 token"),
+    ):
+        if not isinstance(n, Integral) or n < least:
+            raise ValueError(f"{name}: expected {expected}, got {n!r}.")
 
 
 def speculative_generate(
@@ -166,10 +161,8 @@ def speculative_generate_step(
     if isinstance(policy, int) and policy >= 0:
         policy = Always(policy)
     if not hasattr(policy, "choose"):
-        raise ValueError(
-            "num_draft_tokens: expected a number from 0, 'auto' or a Policy, "
-            f"got {num_draft_tokens!r}."
-        )
+        expected = "num_draft_tokens: expected a number from 0, 'auto' or a Policy"
+        raise ValueError(f"{expected}, got {num_draft_tokens!r}.")
     policy.begin(max_tokens)
 
     quantizing = (quantized_kv_start, kv_group_size, kv_bits)
@@ -194,10 +187,10 @@ def speculative_generate_step(
 
 @dataclass(frozen=True)
 class _Proposal:
-    """The drafts of a round."""
+    """The drafts of a round that began at ``begin``, for which ``asked`` tokens were asked."""
 
-    begin: float  # when the round began, by perf_counter
-    asked: int  # tokens that the draft was asked for
+    begin: float
+    asked: int
     guesses: list[int]
     missed_s: float  # seconds in which the draft read what was written without it
     draft_s: float  # seconds until the guesses were there, ``missed_s`` included
@@ -206,9 +199,8 @@ class _Proposal:
 class _Rounds:
     """The rounds of one text, from the prompt's last token on.
 
-    ``_last`` [1] is the newest token: accepted, not yet in the target's cache (at first the
-    prompt's last one). ``_pending`` is what is yielded with it (log probabilities, from_draft,
-    round), until it is yielded.
+    ``_last`` [1] is the newest token: accepted, not yet in the target's cache. ``_pending`` is what
+    is yielded with it (log probabilities, from_draft, round), until it is yielded.
     """
 
     def __init__(self, target, chooser, policy, last, max_tokens):
@@ -216,7 +208,7 @@ class _Rounds:
         self._chooser, self._policy = chooser, policy
         self._last, self._pending = last, None
         self._left = max_tokens if max_tokens >= 0 else float("inf")
-        self._numbers = count()
+        self._number = 0  # of the round
         self._missed = 0  # tokens that the draft has not read since it was last asked
         self._in_flight = False  # the last round had no drafts, so this one's token is on its way
 
@@ -226,7 +218,9 @@ class _Rounds:
             while self._left:
                 n = self._ask_policy()
                 if self._pending and (n or self._left == 1):  # before drafting would delay it
-                    yield self._release()
+                    pending, self._pending = self._pending, None
+                    self._left -= 1
+                    yield self._last.item(), *pending
                 if not self._left:
                     break
                 proposal = self._propose(n)
@@ -234,22 +228,16 @@ class _Rounds:
                     yield from self._round_with_drafts(proposal)
                 else:
                     yield from self._round_without_drafts(proposal)
+                self._number += 1
         except GeneratorExit:
             self._finish()
             raise
         self._finish()
 
     def _ask_policy(self):
-        self._draft.require()
         most = max(self._left - 1 - bool(self._pending), 0)  # the target adds one
         most = min(most, self._target.room() - 1)
         return min(self._policy.choose(self._missed, most), most)
-
-    def _release(self):
-        """The next token to yield, with what belongs to it."""
-        pending, self._pending = self._pending, None
-        self._left -= 1
-        return self._last.item(), *pending
 
     def _propose(self, n):
         begin = time.perf_counter()
@@ -269,8 +257,14 @@ class _Rounds:
         self._target.keep(1)
         token, pending = self._last.item(), self._pending
         seconds = time.perf_counter() - proposal.begin
-        self._tell_plain(proposal, seconds)
-        round = Round(next(self._numbers), verify_s=seconds)
+        if proposal.asked:  # in vain
+            self._tell_drafted(proposal, 0, self._policy.plain_s)
+        else:
+            if self._in_flight:
+                self._policy.plain(seconds)
+            self._missed += 1
+            self._in_flight = True
+        round = Round(self._number, verify_s=seconds)
         self._last, self._pending = following, (logprobs[0], False, round)
         self._chooser.commit(following)
         if pending:
@@ -279,14 +273,14 @@ class _Rounds:
 
     def _round_with_drafts(self, proposal):
         """Yield the drafts that the target accepts. Its own token is then pending."""
-        tokens, logprobs = self._verify(proposal)
+        drafts = mx.array(proposal.guesses, mx.uint32)
+        logits = self._target.read(mx.concatenate([self._last, drafts]))
+        tokens, logprobs = self._chooser(logits, drafts)  # of the drafts' positions and one more
         chosen = tokens.tolist()
         accepted = num_accepted(proposal.guesses, chosen)
         self._chooser.commit(tokens[: accepted + 1])
         verify_s = time.perf_counter() - proposal.begin - proposal.draft_s
-        round = Round(
-            next(self._numbers), len(proposal.guesses), accepted, proposal.draft_s, verify_s
-        )
+        round = Round(self._number, drafts.size, accepted, proposal.draft_s, verify_s)
         self._tell_drafted(proposal, accepted, verify_s)
         self._last = tokens[accepted : accepted + 1]
         self._pending = logprobs[accepted], False, round
@@ -296,30 +290,10 @@ class _Rounds:
             yield chosen[i], logprobs[i], True, round
         self._target.keep(accepted + 1)
 
-    def _verify(self, proposal):
-        """The target's choices for the positions of the drafts and one more."""
-        drafts = mx.array(proposal.guesses, mx.uint32)
-        logits = self._target.read(mx.concatenate([self._last, drafts]))
-        return self._chooser(logits, drafts)
-
-    def _tell_plain(self, proposal, seconds):
-        if proposal.asked:  # in vain
-            self._tell_drafted(proposal, 0, self._policy.plain_s)
-            return
-        if self._in_flight:
-            self._policy.plain(seconds)
-        self._missed += 1
-        self._in_flight = True
-
     def _tell_drafted(self, proposal, accepted, verify_s):
-        self._policy.drafted(
-            len(proposal.guesses),
-            accepted,
-            proposal.draft_s - proposal.missed_s,
-            verify_s,
-            self._missed,
-            proposal.missed_s,
-        )
+        drafted, missed_s = len(proposal.guesses), proposal.missed_s
+        draft_s = proposal.draft_s - missed_s
+        self._policy.drafted(drafted, accepted, draft_s, verify_s, self._missed, missed_s)
         self._missed, self._in_flight = 0, False
 
     def _finish(self):
@@ -330,8 +304,7 @@ class _Rounds:
 class _Target:
     """The target and its cache, and the draft that is told what it has read.
 
-    ``quantizing`` are start, group size and bits for mlx-lm's ``maybe_quantize_kv_cache``, which is
-    called after every pass.
+    ``quantizing``: start, group size and bits of mlx-lm's ``maybe_quantize_kv_cache``.
     """
 
     def __init__(self, model, draft, prompt_cache, strategy, quantizing):
@@ -394,8 +367,7 @@ class _Target:
             self.keep(1)
         self._given[: self._num_caches] = self._cache
         if len(self._given) > self._num_caches and self.draft.is_bound:
-            self.draft.catch_up()
-            self._given[self._num_caches :] = self.draft.cache
+            self._given[self._num_caches :] = self.draft.catch_up()
         mx.eval([c.state for c in self._given])
 
     def _captured(self, call, *args, **kwargs):

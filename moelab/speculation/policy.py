@@ -10,8 +10,8 @@ from operator import mul
 from statistics import median
 
 GAIN = 1.03  # times the undrafted speed that a number of drafts must promise
-REFRESH_ROUNDS = 64  # after so many rounds with drafts the time without is measured again ...
-REFRESH_TOKENS = 2  # ... over so many tokens
+# After so many rounds with drafts so many tokens are timed without.
+REFRESH_ROUNDS, REFRESH_TOKENS = 64, 2
 MIN_PLAIN_TOKENS = 4  # undrafted tokens to time before anything is compared with them
 ASK_EVERY = 4  # tokens between two looks at whether to draft, as a look costs time too
 COMPILE_FACTOR = 4  # a first round that takes so many times its estimate was compiling kernels
@@ -21,13 +21,11 @@ FORGET_ROUND = 0.97  # its weight after a round with drafts, which brings news o
 # Before anything is known, 4 of 5 drafts count as accepted. Each position starts as if it had been
 # tried twice, with the overall rate of acceptance.
 PRIOR_ACCEPTED, PRIOR_TRIED, PRIOR_AT_POSITION = 4, 5, 2
-
 # Until a verify pass is measured, a position in it is taken to cost this share of a prompt's
 # position (whose reads of experts a verify pass does not repeat), or else a token's seconds over
 # this number.
 VERIFY_OVER_PROMPT, TOKEN_OVER_VERIFY = 0.65, 3
 MIN_PROMPT_TOKENS = 32  # shorter parts of a prompt are not timed: most of it is fixed cost
-
 NUM_TIMES = 16  # latest times that a median or minimum is taken of
 NUM_TIMES_EACH = 8  # latest times that are kept for each number of drafts or positions
 
@@ -35,25 +33,20 @@ NUM_TIMES_EACH = 8  # latest times that are kept for each number of drafts or po
 class Policy:
     """Chooses the number of drafts that promises most tokens a second, 0 included.
 
-    A round that drafts n tokens costs d(n) to draft and v(n + 1) for a pass over n + 1 positions:
-    the pass's fixed part, the arithmetic of every position, and the reads of their experts, as far
-    as neither slots nor page cache hold them. These times are measured. A time that has not been
-    measured yet is estimated from the others. A round brings 1 + a1 + a1 a2 + ... tokens, where ai
-    is how often the i-th draft was accepted once those before it were. Without drafts a token costs
-    t1.
+    A round that drafts n tokens costs the seconds to draft them and those of a pass over n + 1
+    positions. Both are measured, or estimated from what was measured for other n. It brings
+    1 + a1 + a1 a2 + ... tokens, where ai is how often the i-th draft was accepted once those before
+    it were.
 
     What may be lost is limited. The loss is the time of the rounds with drafts, less the time that
     their tokens would have taken without. A round begins if the loss so far, plus what it would
-    lose by the estimates with nothing accepted, is at most ``risk`` times the time of the text
-    without drafts. A draft that does not help is therefore tried rarely. One that begins badly is
-    asked for fewer tokens: numbers that risk at most half of what may still be lost come first.
-    Time that drafting won in earlier texts may be lost again, up to another ``risk``.
+    lose with nothing accepted, is at most ``risk`` times the time of the text without drafts, for
+    at least ``horizon`` tokens if ``max_tokens`` allows them. So a draft that does not help is
+    tried rarely. One that begins badly is asked for fewer tokens: numbers that risk at most half of
+    what may still be lost come first. Time that drafting won in earlier texts may be lost again, up
+    to another ``risk``. Compiling kernels counts neither in the estimates nor as a loss.
 
-    One object serves one pair of target and draft. Given to several generations in turn, it keeps
-    what it has learned. First-use compile time is left out of the estimates and of the loss budget.
-
-    ``risk`` is a share of the undrafted time. A text is expected to have at least ``horizon``
-    tokens, if ``max_tokens`` allows: ``risk`` counts them before they are written.
+    One object serves one target and draft, and keeps what it has learned from text to text.
     """
 
     def __init__(self, max_draft_tokens: int = 15, risk: float = 0.015, horizon: int = 128):
@@ -109,10 +102,7 @@ class Policy:
         missed: int = 0,
         missed_s: float = 0.0,
     ) -> None:
-        """A round with drafts is over.
-
-        Before it the draft read ``missed`` tokens that were written without it, in ``missed_s``.
-        """
+        """A round with drafts is over, before which the draft read ``missed`` tokens."""
         self.num_tokens += accepted + 1
         self._rounds += 1
         self._forget(FORGET_ROUND)
@@ -135,10 +125,7 @@ class Policy:
         self.lost_s += missed_s + round_s - (accepted + 1) * self.plain_s
 
     def choose(self, missed: int = 0, most: float = float("inf")) -> int:
-        """How many tokens to draft in the next round: 0 to ``most``.
-
-        The draft would have to read ``missed`` tokens first.
-        """
+        """How many tokens, 0 to ``most``, to draft; the draft must read ``missed`` ones first."""
         if self._rounds >= REFRESH_ROUNDS:
             self._rounds = -REFRESH_TOKENS
         if len(self._plain_s) < MIN_PLAIN_TOKENS or self._rounds < 0:
@@ -172,10 +159,7 @@ class Policy:
         return allowed_s + min(allowed_s, self._banked_s)
 
     def acceptance(self) -> list[float]:
-        """Estimate ``[max_draft_tokens]`` how often each draft is accepted once those before are.
-
-        It is optimistic where little is known.
-        """
+        """How often each draft ``[max_draft_tokens]`` is accepted once those before it are."""
         prior = (sum(self._won) + PRIOR_ACCEPTED) / (sum(self._tried) + PRIOR_TRIED)
         prior *= PRIOR_AT_POSITION
         return [(w + prior) / (t + PRIOR_AT_POSITION) for w, t in zip(self._won, self._tried)]
@@ -191,24 +175,14 @@ class Policy:
         return [self.plain_s + n * each_s for n in self._numbers]
 
     def draft_s(self) -> list[float]:
-        """Seconds to draft each number of tokens that may be drafted; 0 before the first draft.
-
-        While only one number has been measured, its seconds are taken for all of them: a block
-        draft makes any number in one pass.
-        """
-        if not self._draft_s.medians:
-            return [0.0] * len(self._numbers)
-        return self._draft_s.at(self._numbers, {})
+        """Seconds to draft each number of tokens that may be drafted; 0 before the first draft."""
+        # The seconds of one number are taken for all: a block draft makes any number in one pass.
+        return self._draft_s.at(self._numbers, {} if self._draft_s.medians else {0: 0.0})
 
     def missed_s(self, num_tokens: int) -> float:
-        """Seconds for the draft to read so many tokens, 0 before any read was measured.
-
-        It is the least that the measured reads promise: the seconds of a longer one, or those of a
-        shorter one times how often it fits into this one.
-        """
-        if not num_tokens:
-            return 0.0
-        return min((s * max(1, num_tokens / n) for n, s in self._missed_s), default=0.0)
+        """Seconds for the draft to read so many tokens: the least that measured reads promise."""
+        reads = self._missed_s if num_tokens else ()
+        return min((s * max(1, num_tokens / n) for n, s in reads), default=0.0)
 
 
 class Always:
@@ -240,10 +214,7 @@ class _Seconds:
         self.medians[number] = median(samples)
 
     def at(self, numbers: list[int], more: dict[int, float]) -> list[float]:
-        """Seconds interpolated between neighbours; past the last by the slope from first to last.
-
-        ``more`` are further points, which the measured medians override.
-        """
+        """Seconds, interpolated, or by the slope from first to last; ``more`` adds points."""
         xs, ys = zip(*sorted({**more, **self.medians}.items()))
         slope = max(ys[-1] - ys[0], 0) / max(xs[-1] - xs[0], 1)
         return [_interpolated(n, xs, ys) + slope * max(n - xs[-1], 0) for n in numbers]

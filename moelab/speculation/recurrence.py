@@ -1,10 +1,7 @@
 """Tapes of what recurrent layers do in a pass: their caches after any number of its tokens.
 
-``recorders`` finds the recurrent layers of an mlx-lm model. While ``recording`` lasts, a pass of
-the model leaves one ``Tape`` for each ``ArraysCache``: what went into the layer's convolutions, and
-either what went into its recurrence or the recurrence's state after every token. ``Tape.at(n)``
-then gives the cache's arrays after the first ``n`` tokens, without weights and without experts.
-``rollback`` decides when to record.
+While ``recording`` lasts, a pass of the model leaves one ``Tape`` for each ``ArraysCache``. From it
+the cache's arrays after the first n tokens follow without weights and without experts.
 """
 
 import inspect
@@ -26,16 +23,15 @@ from . import gated_delta_cuda
 
 
 class Form(NamedTuple):
-    """How one of mlx-lm's recurrences is called. It returns its output and the new state."""
+    """How one of mlx-lm's recurrences, which gives its output and the new state, is called."""
 
     state: str  # the argument that is the state
     inputs: dict[str, int]  # arguments with one entry for each token, and their time axis
     axis: int  # the output's time axis
 
 
-# The keys are names of functions that a layer's module imports; ``ssm_step`` is a layer's method.
-# A family with another recurrence gets a line here and one in ``tests/helpers/recurrent.py``, whose
-# tests fail until it is there. Without it ``rollback`` restores the state and computes again.
+# By the name of a function that a layer's module imports; ``ssm_step`` is a layer's method. Where a
+# family's recurrence is not here ``rollback`` restores, and ``test_rollback`` fails.
 RECURRENCES = {
     "gated_delta_update": Form("state", dict(q=1, k=1, v=1, a=1, b=1, mask=1), 1),
     "ssm_update": Form("state", dict(hidden_states=1, B=1, C=1, dt=1, mask=1), 1),
@@ -71,8 +67,7 @@ class Tape:
         ]
         for step in self.steps:
             if n <= step.num_tokens:
-                arrays.append(step.state_after(n))
-                break
+                return [*arrays, step.state if n == step.num_tokens else step.earlier(n)]
             n -= step.num_tokens
         return arrays
 
@@ -83,30 +78,22 @@ class Tape:
 
 @dataclass
 class _Step:
-    """What a call of a recurrence did: its state after any number of its tokens."""
+    """What a call of a recurrence did."""
 
     num_tokens: int
     state: mx.array  # after all tokens
     earlier: Callable[[int], mx.array]  # the state after fewer tokens, at least one
     kept: list  # the arrays that ``earlier`` needs
 
-    def state_after(self, n: int) -> mx.array:
-        return self.state if n == self.num_tokens else self.earlier(n)
-
 
 class _Recurrence:
     """Stands for one of mlx-lm's recurrences: computes the same, and puts its work on the tape."""
 
     def __init__(self, name: str, function, recorder: "Recorder"):
-        self.form = RECURRENCES[name]
+        self.form, self.name = RECURRENCES[name], name
         self.function, self.recorder = function, recorder
         self.signature = inspect.signature(function)
-        self._on_cuda = {
-            every: gated_delta_cuda.with_kernel(function, every)
-            for every in (False, True)
-            if name == "gated_delta_update"
-        }
-        self.with_states = kernels.gated_delta.with_states(function)
+        self._is_fast = getattr(function, "is_fast", False)  # of ``kernels.gated_delta``
 
     def __call__(self, *args, **kwargs):
         bound = self.signature.bind(*args, **kwargs)
@@ -117,7 +104,7 @@ class _Recurrence:
         name, axis = next(iter(self.form.inputs.items()))
         # Mamba gives one token at a time, [B, channels].
         T = arguments[name].shape[axis] if arguments[name].ndim > 2 else 1
-        if T == 1 or not self.recorder.keep_states:
+        if T == 1 or self._is_fast or not self.recorder.keep_states:
             y, state = self._call(arguments)
             kept = [arguments.get(name) for name in (*self.form.inputs, self.form.state)]
             kept = [x for x in kept if x is not None]
@@ -130,9 +117,8 @@ class _Recurrence:
         return y, step.state
 
     def _with_states(self, arguments, T):
-        """Output and the state after every token: one array, if a kernel writes them, or a list."""
-        on_cuda = self._on_cuda and gated_delta_cuda.fits(**arguments)
-        if on_cuda or (self.with_states and kernels.gated_delta.fits(**arguments)):
+        """Give the output and the state after every token: an array of a kernel's, or a list."""
+        if self._on_cuda(arguments):
             return self._call(arguments, every=True)
         ys, states = [], []
         for t in range(T):
@@ -143,18 +129,21 @@ class _Recurrence:
         return mx.concatenate(ys, axis=self.form.axis), states
 
     def _over(self, arguments, a, b):
-        """Run over the tokens from ``a`` to ``b``: output and state."""
+        """Give output and state of a run over the tokens from ``a`` to ``b``."""
         cut = {}
         for name, axis in self.form.inputs.items():
             if (x := arguments.get(name)) is not None:
                 cut[name] = x[(slice(None),) * axis + (slice(a, b),)]
         return self._call({**arguments, **cut})
 
+    def _on_cuda(self, arguments):
+        return self.name == "gated_delta_update" and gated_delta_cuda.fits(**arguments)
+
     def _call(self, arguments, every=False):
-        if self._on_cuda and gated_delta_cuda.fits(**arguments):
-            function = self._on_cuda[every]
-        else:
-            function = self.with_states if every else self.function
+        function = self.function
+        if self._on_cuda(arguments):
+            ops = partial(gated_delta_cuda.gated_delta, every=every)
+            function = with_globals(function, {"gated_delta_ops": ops})
         bound = inspect.BoundArguments(self.signature, arguments)
         return function(*bound.args, **bound.kwargs)
 
@@ -162,8 +151,7 @@ class _Recurrence:
 class Recorder:
     """Puts what one recurrent layer does on tape, while its hooks are installed.
 
-    Copies of the layer's methods run in their place. They have globals of their own, in which the
-    name of a recurrence means a ``_Recurrence``, so no other model is affected.
+    They run copies of its methods, in which a recurrence's name means a ``_Recurrence``.
     """
 
     def __init__(self, layer: nn.Module):
@@ -180,19 +168,13 @@ class Recorder:
             if used:
                 copies[name] = MethodType(with_globals(f, used), layer)
         self._copy = copies.pop("__call__", None)
-        # A block of ``kernels`` tells what it did (``keep``), or asks for ``call``. It is always
-        # replayed: that takes less time than memory for the states of all tokens.
+        # A block of ``kernels`` tells what it did (``keep``), or asks for ``call``.
         self._is_block = isinstance(layer, kernels.GatedDelta)
-        # A copy runs in place of the original. This hook is innermost, or the hooks of others
-        # would be skipped.
-        self._hooks = [
-            *([] if self._is_block else [hooked(layer, self._on_call, innermost=True)]),
-            *(
-                hooked(layer, partial(_instead, copy), name, innermost=True)
-                for name, copy in copies.items()
-            ),
-            *(hooked(conv, self._on_convolution) for conv in _convolutions(layer)),
-        ]
+        # Innermost, as a copy runs in place of the original: the hooks of others are called first.
+        instead = {} if self._is_block else {"__call__": self._on_call}
+        instead |= {name: partial(_instead, copy) for name, copy in copies.items()}
+        self._hooks = [hooked(layer, f, name, innermost=True) for name, f in instead.items()]
+        self._hooks += [hooked(conv, self._on_convolution) for conv in _convolutions(layer)]
 
     def install(self) -> None:
         """Begin to record."""
@@ -208,14 +190,6 @@ class Recorder:
         self._remove_hooks()
         self.tapes = None
 
-    def _install_hooks(self):
-        for hook in self._hooks:
-            hook.install()
-
-    def _remove_hooks(self):
-        for hook in self._hooks:
-            hook.remove()
-
     def call(self, *args, **kwargs) -> mx.array:
         """Call the block mlx-lm's way."""
         try:
@@ -224,8 +198,16 @@ class Recorder:
         finally:
             self._remove_hooks()
 
+    def _install_hooks(self):
+        for hook in self._hooks:
+            hook.install()
+
+    def _remove_hooks(self):
+        for hook in self._hooks:
+            hook.remove()
+
     def keep(self, cache: ArraysCache, did: kernels.Recurred) -> None:
-        """Put on tape what the block did; nobody may write to the memory of its inputs again."""
+        """Put on tape what the block did. Nobody may write to the memory of its inputs again."""
         tape = self.tapes[id(cache)] = Tape(cache)
         tape.convs.append(did.conv)
         *inputs, state = did.inputs
@@ -254,9 +236,9 @@ class Recorder:
 
 @contextmanager
 def recording(recorders: list[Recorder], keep_states: bool):
-    """Record what the layers do in a pass, which fills the dict of tapes by the id of their cache.
+    """Record a pass. Yields its tapes, by the id of their cache.
 
-    ``keep_states`` keeps the state after every token in place of the inputs.
+    ``keep_states`` keeps the state after every token in place of the recurrence's inputs.
     """
     tapes = {}
     try:
@@ -270,26 +252,14 @@ def recording(recorders: list[Recorder], keep_states: bool):
 
 
 def recorders(model: nn.Module) -> list[Recorder]:
-    """A recorder for each recurrent layer of an mlx-lm model.
-
-    These are the innermost modules that take a cache and have a recurrence or a convolution.
-    """
-    found = {}
-    for path, m in model.named_modules():
-        cls = unhooked(m)
-        if "cache" in inspect.signature(cls.__call__).parameters and (
-            _uses_recurrence(cls) or _convolutions(m)
-        ):
-            found[path] = m
-    return [
-        Recorder(m)
-        for p, m in found.items()
-        if not any(q != p and q.startswith(p + ".") for q in found) and p
-    ]
+    """A recorder for each recurrent layer: an innermost module that takes a cache."""
+    found = {path: m for path, m in model.named_modules() if path and _is_recurrent(m)}
+    inner = [p for p in found if not any(q.startswith(f"{p}.") for q in found)]
+    return [Recorder(found[path]) for path in inner]
 
 
 def _contiguous(x):
-    """Copy an array, a numpy one at once: MLX would copy each layer's apart, at the next token."""
+    """Copy an array. One of numpy is copied now; MLX would do so at the next token."""
     return mx.contiguous(x) if isinstance(x, mx.array) else kernels.to_mlx(np.ascontiguousarray(x))
 
 
@@ -297,8 +267,13 @@ def _instead(copy, original, *args, **kwargs):
     return copy(*args, **kwargs)
 
 
-def _uses_recurrence(cls) -> bool:
-    return hasattr(cls, "ssm_step") or any(_recurrences_of(f) for f in methods(cls).values())
+def _is_recurrent(m: nn.Module) -> bool:
+    cls = unhooked(m)
+    return "cache" in inspect.signature(cls.__call__).parameters and (
+        hasattr(cls, "ssm_step")
+        or any(map(_recurrences_of, methods(cls).values()))
+        or len(_convolutions(m)) > 0
+    )
 
 
 def _recurrences_of(f) -> list[str]:

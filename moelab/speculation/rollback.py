@@ -1,29 +1,20 @@
 """Take the last tokens back out of mlx-lm's caches: it is as if they had not been read.
 
-``speculation.generate`` does so after each verify pass, with the drafts that were rejected.
-
 An attention cache is trimmed. A recurrent state (``ArraysCache``: Mamba, GatedDeltaNet and their
-kin) has every token of the text folded into one array and cannot be trimmed, so mlx-lm refuses to
-speculate on such models. ``Rollback`` has three strategies to get the state after fewer tokens:
+kin) has every token of the text folded into one array, so mlx-lm refuses to speculate on such
+models. ``Rollback`` has three strategies to get the state after fewer tokens:
 
     restore   put back the state from before the pass, and run the model again over the tokens
               that stay
     replay    keep the inputs of the recurrence, and run the recurrence alone again over the tokens
               that stay: no weights, no experts
-    states    run the recurrence token by token and keep every state
+    states    run the recurrence token by token and keep every state (layers with the gated delta
+              rule of ``kernels`` replay)
 
-The last two use the tapes of ``recurrence``. The blocks of ``kernels`` replay in both. ``states``
-costs memory. For the gated delta rule it costs no time with MLX on a CPU and on CUDA: a kernel
-writes every state, or mlx-lm loops over the tokens anyway. For Mamba 2 it costs time: mlx-lm
-computes several tokens in one product, ``states`` one after another. On Metal mlx-lm computes the
-recurrence in one kernel, and ``replay`` goes on using it. ``auto`` chooses by that and by
-``STATES_NBYTES``, and restores where a layer's recurrence is not known.
-
-``tests/speculation/test_rollback.py`` compares every cache with that of decoding only the tokens
-that stay, one by one (``play`` in ``tests/helpers/recurrent.py``; equal within 1e-5): for every
-recurrent family of mlx-lm, with each strategy that it has, rounds that accept all, some and no
-tokens; for six models any split into accepted and rejected tokens.
-``test_gated_delta_cuda.py`` beside it tests the CUDA kernel.
+The last two use the tapes of ``recurrence``. ``states`` costs memory. It costs no time where a
+kernel writes every state (CUDA) or mlx-lm loops over the tokens anyway, but for Mamba 2, whose
+tokens mlx-lm computes in one product, and on Metal, where it has one kernel. ``auto`` chooses by
+Metal and ``STATES_NBYTES``, and restores where a layer's recurrence is not known.
 """
 
 from collections.abc import Iterator
@@ -39,9 +30,7 @@ from .recurrence import Tape, recorders, recording
 from .target import lock
 
 STRATEGIES = ("auto", "restore", "replay", "states")
-
-# The most bytes of states that ``auto`` keeps for one pass.
-STATES_NBYTES = 256 * 2**20
+STATES_NBYTES = 256 * 2**20  # the most bytes of states that ``auto`` keeps for one pass
 
 
 class Rollback:
@@ -52,9 +41,9 @@ class Rollback:
         rollback.undo(n)            # the cache as after the first T - n of them
         rollback.commit()           # drops what undoing would need
 
-    Passes add up until ``commit``: ``undo`` may reach over several. Nothing in the model is changed
-    between passes, and during one only the layers of this model object are. Entries of ``cache``
-    may be replaced between a commit and the next pass, as mlx-lm does to quantize them.
+    Passes add up until ``commit``: ``undo`` may reach over several. The model's layers are changed
+    during a pass only. Entries of ``cache`` may be replaced between a commit and the next pass, as
+    mlx-lm does to quantize them.
     """
 
     def __init__(self, model: nn.Module, cache: list, strategy: str = "auto"):
@@ -131,13 +120,15 @@ class Rollback:
         current.tapes = {i: tape for i, tape in tapes.items() if tape.fits()}
         if not self._tapes_checked and not self._check_tapes(current):
             current.tapes, self._recorders = {}, []
-        if any(isinstance(c, ArraysCache) and id(c) not in current.tapes for c in current.caches):
+        recurrent = (c for c, _ in current.snapshots if isinstance(c, ArraysCache))
+        if any(id(c) not in current.tapes for c in recurrent):
             self._refuse_other_strategies()
 
     def _keep_states(self, current) -> bool:
         if self.strategy != "auto":
             return self.strategy == "states"
-        state_nbytes = sum(c.nbytes for c in current.caches if isinstance(c, ArraysCache))
+        caches = (c for c, _ in current.snapshots)
+        state_nbytes = sum(c.nbytes for c in caches if isinstance(c, ArraysCache))
         return not mx.metal.is_available() and current.num_tokens * state_nbytes <= STATES_NBYTES
 
     def _check_tapes(self, current) -> bool:
@@ -170,10 +161,6 @@ class _Pass:
     def num_tokens(self) -> int:
         return self.tokens.shape[1]
 
-    @property
-    def caches(self) -> list:
-        return [c for c, _ in self.snapshots]
-
     def take_back(self) -> None:
         for c, snapshot in self.snapshots:
             _take_back(c, snapshot)
@@ -186,7 +173,9 @@ class _Pass:
                 _trim(c, snapshot, n)
             elif id(c) in self.tapes:
                 c.cache = self.tapes[id(c)].at(self.num_tokens - n)
-                _advance(c, -n)
+                for name in ("left_padding", "lengths"):
+                    if (x := getattr(c, name)) is not None:
+                        setattr(c, name, x + n)
             else:
                 complete = False
         return complete
@@ -237,7 +226,7 @@ def _copies(arrays) -> tuple:
 
 
 def _snapshot(c, more: int):
-    """What ``_take_back`` needs to undo a pass over ``more`` tokens."""
+    """Check a cache, and give what ``_take_back`` needs to undo a pass over ``more`` tokens."""
     _check(c, more)
     if isinstance(c, ArraysCache):
         return list(c.cache), *_copies((c.left_padding, c.lengths))
@@ -274,9 +263,3 @@ def _trim(c, snapshot, n: int) -> None:
 def _checked_trim(c, n: int) -> None:
     if n and (gone := c.trim(n)) != n:
         raise ValueError(f"rollback: a {type(c).__name__} gave back {gone} of {n} tokens")
-
-
-def _advance(c: ArraysCache, n: int) -> None:
-    for name in ("left_padding", "lengths"):
-        if (x := getattr(c, name)) is not None:
-            setattr(c, name, x - n)

@@ -2,10 +2,9 @@
 
 The target chooses every token itself, each position with its own random numbers. A draft chooses
 with the same random numbers, so where the two agree about a distribution they choose the same
-token. A drafted token is accepted if it is the target's choice. No probabilities are compared, so
-any sampler will do, and the text depends on the draft only by the rounding of longer passes
-(Daliri, Musco, Suresh: Coupling without Communication and Drafter-Invariant Speculative Decoding,
-arXiv 2408.07978).
+token, and it is accepted. No probabilities are compared, so any sampler will do (Daliri, Musco and
+Suresh, Coupling without Communication and Drafter-Invariant Speculative Decoding, arXiv
+2408.07978).
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ def num_accepted(drafts: list[int], chosen: list[int]) -> int:
 class Chooser:
     """Applies processors and sampler to rows of logits, one row for each position.
 
-    ``tokens`` are all accepted so far, which processors look at.
+    Processors look at ``tokens``, all that are accepted so far.
     """
 
     def __init__(self, sampler: Callable | None, processors: list | None, tokens: mx.array):

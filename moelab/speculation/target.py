@@ -23,13 +23,15 @@ def vocabulary(model: nn.Module) -> int:
     """The vocabulary V of an mlx-lm model, from its configuration or else its embedding."""
     args = getattr(model, "args", None)
     text = getattr(args, "text_config", None) or {}
-    found = getattr(args, "vocab_size", None) or (
-        text.get("vocab_size") if isinstance(text, dict) else getattr(text, "vocab_size", None)
-    )
-    return found or max(
-        m.weight.shape[0]
-        for _, m in model.named_modules()
-        if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))
+    text = text if isinstance(text, dict) else vars(text)
+    return (
+        getattr(args, "vocab_size", None)
+        or text.get("vocab_size")
+        or max(
+            m.weight.shape[0]
+            for _, m in model.named_modules()
+            if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))
+        )
     )
 
 
@@ -52,14 +54,9 @@ def embedding_and_head(model: nn.Module) -> tuple[Callable, Callable]:
 
 
 class Capture:
-    """Keeps the outputs of some decoder layers while a ``with`` block lasts.
+    """Keeps the outputs of some decoder layers while a ``with`` block lasts. Can be entered again.
 
-        with Capture(model, [1, 5]) as seen:
-            model(tokens)
-        seen.features
-
-    Hold the model's ``lock`` meanwhile where other threads may call it. The same object can be
-    entered again.
+    Hold the model's ``lock`` meanwhile where other threads may call it.
     """
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]):
@@ -82,10 +79,7 @@ class Capture:
 
     @property
     def features(self) -> mx.array:
-        """The layers' outputs, joined in the order of ``layer_ids``: ``[B, T, n * D]``.
-
-        T counts all calls since the block was entered: a streamed model may divide a prompt.
-        """
+        """The layers' outputs in all calls since the block was entered: ``[B, T, n * D]``."""
         outputs = {i: mx.concatenate(parts, axis=1) for i, parts in self._outputs.items()}
         return mx.concatenate([outputs[i] for i in self._layer_ids], axis=-1)
 

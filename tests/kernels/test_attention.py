@@ -1,19 +1,15 @@
 """The attention kernel against MLX's, and against itself."""
 
-import tracemalloc
 import weakref
 
-import families
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import base
 from needs import needs_kernels
 
-from moelab import StreamConfig
 from moelab.kernels import attention, code, quantized, team
 from moelab.kernels.attention import eager_attention
-from moelab.streaming.model import load_model
 
 pytestmark = needs_kernels
 
@@ -111,25 +107,6 @@ def test_the_numbers_of_rows_live_as_long_as_their_addresses_are_used(monkeypatc
     assert made and mx.allclose(y, want, atol=1e-5)
 
 
-def test_a_mask_of_all_heads_is_not_copied_for_each(monkeypatch):
-    monkeypatch.setattr(attention, "SCORES", 2**10)
-    shape = dict(B=2, H=16, Tq=64, Tk=256, D=8)
-    arrays = inputs(**shape)
-    for mask in masks(**shape)[2:]:
-        one = mask.reshape(-1, *mask.shape[-2:])[None, :1]
-        each = mx.contiguous(mx.broadcast_to(one, (2, 16, 64, 256)))
-        mx.eval(one, each)
-        want = attend(*arrays, 0.2, each)
-        tracemalloc.start()
-        try:
-            got = attend(*arrays, 0.2, one)
-            most = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-        assert mx.array_equal(got, want)
-        assert most < each.nbytes, (most, each.nbytes)
-
-
 def test_what_does_not_fit_is_mlxs():
     class Quantized:
         bits, group_size = 8, 32
@@ -147,16 +124,3 @@ def test_what_does_not_fit_is_mlxs():
     assert same(inputs(Tk=0)) and same(inputs(Tq=0), mask="causal")
     q, k, v = arrays
     assert same([q, mx.quantize(k, 32, 8), mx.quantize(v, 32, 8)], Quantized)
-
-
-def test_only_this_model_calls_it(tmp_path, monkeypatch):
-    path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "affine4")
-    called, real = [], attention.attend
-    monkeypatch.setattr(attention, "attend", lambda *args: called.append(1) or real(*args))
-    fast, _ = load_model(path, StreamConfig(mode="resident", kernels="fast"))
-    other, _ = load_model(path, StreamConfig(mode="resident", kernels="mlx"))
-    tokens = mx.array([[5, 6, 7]])
-    mx.eval(other(tokens))
-    assert not called
-    mx.eval(fast(tokens))
-    assert len(called) == len(fast.layers)

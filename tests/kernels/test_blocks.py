@@ -64,36 +64,22 @@ def tokens_recorded(model):
 @pytest.mark.parametrize("variant", ("affine4", "affine8", "mxfp4", "plain32"))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_near_mlx_and_the_same_bits_in_any_passes_and_modes(family, variant, load):
-    want = logits(load(family, variant, kernels="mlx"))
+    tokens = mx.array([[(31 * i + 5) % families.VOCAB for i in range(layers.MOST_TOKENS + 8)]])
+    want = logits(load(family, variant, kernels="mlx"), tokens)
     model = load(family, variant)
-    got = logits(model)
+    got = logits(model, tokens)
     assert all(isinstance(layer, layers.Layer) for layer in model.layers)
     assert any(tokens_recorded(model))
     assert close(got, want)
-    for step in (3, 8):
-        assert np.array_equal(logits(model, step=step), got)
+    for step in (3, 10, tokens.size):
+        assert np.array_equal(logits(model, tokens, step), got)
     for mode in ("stacked", "fused"):
         streamed = load(family, variant, mode=mode, slots=3)
-        assert np.array_equal(logits(streamed), got), mode
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_batches(family, load):
-    texts = mx.array([[5, 6, 7, 8], [50, 40, 30, 20], [9, 9, 9, 1]])
-    fast, mlx = load(family), load(family, kernels="mlx")
-    for step in (1, 4):
-        assert close(logits(fast, texts, step), logits(mlx, texts, step))
+        assert np.array_equal(logits(streamed, tokens), got), mode
 
 
 def test_a_record_follows_new_weights_and_modules(load):
     fast, mlx = load("qwen3_5_moe"), load("qwen3_5_moe", kernels="mlx")
-
-    def norms(model):
-        for layer in model.layers:
-            layer.input_layernorm.weight = layer.input_layernorm.weight * 2
-
-    def scales(model):
-        model.layers[0].mlp.gate.scales = model.layers[0].mlp.gate.scales * -1
 
     def in_place(model):
         model.layers[0].mlp.gate.biases[0] = 3.0
@@ -109,7 +95,7 @@ def test_a_record_follows_new_weights_and_modules(load):
                 module[key] = (1.5 * module[key]).astype(mx.bfloat16)
 
     before = logits(fast)
-    for change in (norms, scales, in_place, linear, half):
+    for change in (in_place, linear, half):
         change(fast), change(mlx)
         got = logits(fast)
         assert close(got, logits(mlx)) and not np.array_equal(got, before)
@@ -202,6 +188,7 @@ def test_hooks_see_every_call(part, load):
         ("qwen3_moe", qwen3_moe.Attention, "__call__"),
         ("qwen3_moe", SwitchGLU, "__call__"),
         ("qwen3_5_moe", nn.QuantizedLinear, "__call__"),
+        ("qwen3_5_moe", qwen3_next.Qwen3NextMLP, "__call__"),
     ],
 )
 @pytest.mark.parametrize("mode", ("resident", "stacked"))
@@ -267,15 +254,6 @@ def test_a_pass_that_goes_mlxs_way_can_be_taken_back(strategy, load):
         got, _ = taken_back(model, strategy, [90, 91])
     assert close(got, want) and set(seen) == {4 + 3}
     assert layer.linear_attn.recorder is None
-
-
-def test_a_block_that_is_trained_goes_mlxs_way(load):
-    model, mlx = load("qwen3_5_moe", "plain32"), load("qwen3_5_moe", "plain32", kernels="mlx")
-    before = logits(model)
-    model.train()
-    assert np.array_equal(logits(model), logits(mlx))
-    model.eval()
-    assert np.array_equal(logits(model), before)
 
 
 def test_a_state_that_somebody_holds_stays(load, monkeypatch):

@@ -54,17 +54,6 @@ def test_passes_of_any_length_and_threads_give_the_same_bits(threads, monkeypatc
         assert mx.array_equal(mx.concatenate(ys, axis=1), want) and mx.array_equal(s, last)
 
 
-@pytest.mark.parametrize("T", (1, 6))
-def test_states_after_every_token(T):
-    *arrays, state = inputs(B=2, T=T)
-    y, states = gated_delta.gated_delta(*arrays, state, every=True)
-    assert states.shape == (T, *state.shape)
-    assert mx.array_equal(y, gated_delta.gated_delta(*arrays, state)[0])
-    for t in range(T):
-        _, want = gated_delta.gated_delta(*(a[:, : t + 1] for a in arrays), state)
-        assert mx.array_equal(states[t], want)
-
-
 @pytest.mark.parametrize("vector", (False, True))
 def test_masked_tokens_leave_the_state(vector):
     """Rows of a batch, as if their masked tokens were not there: bit for bit."""

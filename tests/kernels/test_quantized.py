@@ -84,36 +84,6 @@ def test_product(form, outputs, inputs, widest):
         assert (np.abs(got - np.concatenate(want)) <= bound).all()
 
 
-@pytest.mark.parametrize("exponent", (15, 18, 30, 35, 36, 37))
-@pytest.mark.parametrize("form", AFFINE, ids=str)
-def test_large_inputs_overflow_where_those_of_mlx_do(form, exponent, widest):
-    _, bits, group = form
-    packed = quantize(mx.random.normal((1, 33, 384), key=mx.random.key(0)) * 0.01, form)
-    x = rows(5, 384) * np.float32(10.0**exponent)
-    x[3, 5] = np.inf
-    arrays = [mx.array(a[0]) for a in packed]
-    want = np.array(mx.quantized_matmul(mx.array(x), *arrays, True, group, bits))
-    got = build(packed, form).multiply(x)
-    assert np.isfinite(want[:3]).all() and not np.isfinite(want[3]).any()
-    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
-    bound = 1e-5 * np.abs(want[:3]).max()
-    assert (np.abs(got[:3].astype(np.float64) - want[:3]) <= bound).all()
-    # The same bits as of small inputs, times a power of two.
-    power = np.float32(2.0**80)
-    assert np.array_equal(build(packed, form).multiply(x[:3] / power) * power, got[:3])
-
-
-@pytest.mark.parametrize("form", AFFINE, ids=str)
-@pytest.mark.parametrize("inputs", (128, 384, 2048))
-def test_scales_in_bfloat16(form, inputs, widest):
-    weight, *scales = quantize(mx.random.normal((1, 33, inputs), key=mx.random.key(3)), form)
-    halves = [mx.array(a).astype(mx.bfloat16) for a in scales]
-    made = build([weight, *(np.array(a.view(mx.uint16)) for a in halves)], form)
-    wide = build([weight, *(np.array(a.astype(mx.float32)) for a in halves)], form)
-    x = rows(7, inputs)
-    assert np.array_equal(multiply(made, x), multiply(wide, x))
-
-
 @pytest.mark.parametrize("inputs", (32, 256))
 @pytest.mark.parametrize("exponent", (0, 1, 2, 60, 127, 200, 252))
 def test_every_weight_and_scale_of_mxfp4(exponent, inputs, widest):
@@ -148,37 +118,3 @@ def test_nor_on_the_number_of_threads(form, threads, outputs, monkeypatch):
     monkeypatch.setattr(team, "SHARED_WORK", 0)
     monkeypatch.setattr(code, "num_threads", lambda: threads)
     assert np.array_equal(multiply(made, *args), want)
-
-
-@pytest.mark.parametrize("form", [("affine", 4, 32), *FORMS[-2:]], ids=str)
-def test_memory_that_is_written_to_is_seen(form):
-    w = mx.random.normal((2, 8, 64), key=mx.random.key(0))
-    a, b = (quantize(v, form) for v in (w, -2 * w))
-    x = rows(3, 64)
-    made = build(a, form)
-    want = multiply(build(b, form), x)
-    assert not np.array_equal(multiply(made, x), want)
-    for mine, new in zip(a, b):
-        if mine is not None:
-            mine[...] = new
-    assert np.array_equal(multiply(made, x), want)
-
-
-def test_strided_experts_and_no_others():
-    form = ("affine", 4, 32)
-    packed = quantize(mx.random.normal((6, 8, 64), key=mx.random.key(0)), form)
-    x = rows(3, 64)
-    want = multiply(build(packed, form), x, (4,))
-    assert np.array_equal(multiply(build([p[::2] for p in packed], form), x, (2,)), want)
-    with pytest.raises(ValueError, match="one after the other"):
-        build([p[:, ::2] for p in packed], form)
-
-
-def test_what_is_supported():
-    assert quantized.supported(4, 64, 128)
-    assert quantized.supported(4, 32, 96, "mxfp4")
-    assert quantized.supported(32, 1, 36, "float") and not quantized.supported(32, 1, 38, "float")
-    for bits, group, inputs in [(3, 64, 128), (4, 16, 64), (4, 64, 96), (2, 32, 32)]:
-        assert not quantized.supported(bits, group, inputs)
-    for bits, group, mode in [(8, 32, "mxfp8"), (4, 16, "nvfp4"), (4, 64, "mxfp4")]:
-        assert not quantized.supported(bits, group, 128, mode)

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from draft_files import CONFIG, D, L, V, b, write_draft
+from draft_files import D, L, V, b, write_draft
 from mlx_lm.generate import generate_step
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
@@ -22,14 +22,13 @@ from moelab import kernels
 from moelab.checkpoint import CheckpointError
 from moelab.lab.texts import heldout_prompts
 from moelab.speculation.dflash import (
-    QUEUED_TOKENS,
     DFlashDraft,
     default_layer_ids,
     load_model,
 )
 from moelab.speculation.drafts import ModelDraft
 from moelab.speculation.generate import speculative_generate, speculative_generate_step
-from moelab.speculation.target import Capture, vocabulary
+from moelab.speculation.target import Capture
 
 FAST, FULL = (os.environ.get(f"MOELAB_{size}") == "1" for size in ("FAST", "FULL"))
 MODELS = Path(__file__).parents[2] / "data" / "models"
@@ -175,7 +174,7 @@ def test_a_draft_for_another_target(tmp_path, wrong, message):
 
 def test_bad_files(tmp_path):
     write_draft(tmp_path, dflash_config={"mask_token_id": 7, "target_layer_ids": [1, 2, L]})
-    with pytest.raises(ValueError, match=r"from 0 to 5 .* got \[1, 2, 6\]"):
+    with pytest.raises(ValueError, match=r"from 0 to 5, .* got \[1, 2, 6\]"):
         DFlashDraft(tmp_path).bind(target())
     write_draft(tmp_path)
     for size in (1, 2.5):
@@ -188,11 +187,6 @@ def test_bad_files(tmp_path):
         DFlashDraft(MODELS / "tiny-moe")
     with pytest.raises(CheckpointError, match="expected a DFlash draft"):
         DFlashDraft(tmp_path / "nowhere")
-    write_draft(tmp_path)
-    other = {**CONFIG, "num_hidden_layers": 4, "layer_types": None}
-    (tmp_path / "config.json").write_text(json.dumps(other))
-    with pytest.raises(CheckpointError, match="the weights of its config.json, got"):
-        DFlashDraft(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         DFlashDraft(tmp_path)
@@ -217,21 +211,6 @@ def test_a_long_text_is_read_in_parts_that_take_little_memory():
     assert draft.cache[0].offset == len(features)
     assert mx.get_peak_memory() - before < 1.7 * kept  # a layer's cache is copied when it grows
     assert mx.get_cache_memory() < kept / 2
-
-
-def test_features_of_a_long_text_do_not_wait_for_the_next_draft():
-    target = mlx_lm.load(str(MODELS / "tiny-moe"))[0]
-    drafts = [DFlashDraft(MODELS / "tiny-dflash") for _ in range(2)]
-    size = len(drafts[0].layer_ids) * drafts[0].model.args.hidden_size
-    features = mx.random.normal((QUEUED_TOKENS + 88, size), key=mx.random.key(0))
-    for draft, parts in zip(drafts, ([features], mx.split(features, len(features)))):
-        draft.bind(target)
-        for part in parts:
-            draft.extend(mx.zeros(len(part), mx.uint32), part)
-    assert [draft.cache[0].offset for draft in drafts] == [len(features), QUEUED_TOKENS]
-    whole, one_by_one = (d.propose(5, 4, lambda logits: logits) for d in drafts)
-    assert [draft.cache[0].offset for draft in drafts] == [len(features)] * 2
-    assert mx.allclose(whole, one_by_one, atol=1e-3)
 
 
 @pytest.mark.parametrize("name, least", [("dflash", 2.5), ("draft", 3.0)])
@@ -272,33 +251,6 @@ def texts(length=64):
 def written(i, tokens, kernels):
     model = trained("tiny-moe", kernels=kernels)
     return [t for t, _ in generate_step(mx.array(texts()[i]), model, max_tokens=tokens)]
-
-
-@needs_kernels
-@pytest.mark.parametrize("name", ["tiny-dflash", "tiny-draft"])
-def test_logits_with_both_kernels(name):
-    """A DFlash draft takes its target's kernels, another has its own; both guess alike."""
-    tokens, found = texts()[0], []
-    features = mx.random.normal((len(tokens), 4 * 256), key=mx.random.key(0))
-    for each in ("mlx", "fast"):
-        seen = []
-        if name == "tiny-dflash":
-            draft, target = DFlashDraft(MODELS / name), trained("tiny-moe", kernels=each)
-        else:
-            draft, target = ModelDraft(trained(name, kernels=each)), trained("tiny-moe")
-
-        def choose(logits, seen=seen):
-            seen.append(np.array(logits))
-            return mx.array([5] * len(logits), mx.uint32)
-
-        draft.bind(target)
-        assert kernels.used(draft.model) == (each == "fast")
-        draft.extend(mx.array(tokens, mx.uint32), features)
-        draft.propose(tokens[-1], 7, choose)
-        found.append(np.concatenate(seen))
-    assert found[0].shape == (7, vocabulary(target))
-    assert np.abs(found[0] - found[1]).max() <= 2e-4 * found[0].std()
-    assert not np.array_equal(*found)
 
 
 @pytest.mark.parametrize("kernels", ["mlx", pytest.param("fast", marks=needs_kernels)])

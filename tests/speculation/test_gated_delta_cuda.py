@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.gated_delta import gated_delta_ops, gated_delta_update
+from mlx_lm.models.gated_delta import gated_delta_ops
 from recurrent import ROUNDS, TOLERANCE, build, ids, play, start
 
 from moelab.speculation import gated_delta_cuda
@@ -55,17 +55,3 @@ def test_the_kernel_is_the_loop(B, T, Hk, Hv, Dk, Dv, vector, dtype):
     assert mx.abs(a[0] - b[0]).max().item() <= (1e-5 if dtype == mx.float32 else 0.02)
     last = gated_delta_cuda.gated_delta(q, k, v, g, beta, state)
     assert mx.array_equal(last[1], b[1][-1]) and mx.array_equal(last[0], b[0])
-
-
-@pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA GPU")
-def test_mlx_lm_calls_the_kernel():
-    """``with_kernel`` replaces the name under which mlx-lm finds its loop."""
-    mx.random.seed(0)
-    shapes = dict(q=(4, 64), k=(4, 64), v=(8, 64), a=(8,), b=(8,))
-    arguments = {name: mx.random.normal((1, 6, *shape)) / 8 for name, shape in shapes.items()}
-    arguments |= dict(A_log=mx.zeros(8), dt_bias=mx.zeros(8), state=mx.zeros((1, 8, 64, 64)))
-    assert gated_delta_cuda.fits(**arguments)
-    y, states = gated_delta_cuda.with_kernel(gated_delta_update, True)(**arguments)
-    assert states.shape == (6, 1, 8, 64, 64)
-    expected = gated_delta_update(**arguments)
-    assert max(mx.abs(x - z).max().item() for x, z in zip(expected, (y, states[-1]))) <= 1e-5

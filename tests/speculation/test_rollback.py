@@ -1,8 +1,5 @@
-"""Rollback: every cache equals that of decoding only the accepted tokens.
+"""Rollback: every cache equals that of decoding only the accepted tokens (``recurrent.play``).
 
-``recurrent.play`` makes the comparison: for every recurrent family of mlx-lm and each strategy with
-fixed rounds, for six models with any split into accepted and rejected tokens; windows that have
-wrapped, quantized caches and batches.
 ``test_restoring_without_the_accepted_tokens_drifts`` is the negative control.
 """
 

@@ -1,19 +1,14 @@
 """Speculative generation: the target's own text with any draft, caches as mlx-lm leaves them."""
 
 import copy
-import math
 
 import families
 import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm
-import numpy as np
 import pytest
 from drafting import FAST, PROMPT, Guess, heldout, plain, repeat, steps, tiny, told
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import (
-    KVCache,
-    QuantizedKVCache,
     load_prompt_cache,
     make_prompt_cache,
     save_prompt_cache,
@@ -85,71 +80,6 @@ def test_the_same_seed_writes_the_same_text(sampling, processing):
                 assert draft is not drafts[0] or all(r.accepted == r.drafted for *_, r in got)
 
 
-class Chain(nn.Module):
-    """The next token depends on the last alone: samples are cheap, probabilities known."""
-
-    def __init__(self, seed, sharpness=1.5, vocab=6):
-        super().__init__()
-        self.table = sharpness * mx.random.normal((vocab, vocab), key=mx.random.key(seed))
-        self.args = type("Args", (), {"vocab_size": vocab})
-
-    def make_cache(self):
-        return [KVCache()]
-
-    def __call__(self, tokens, cache=None):
-        x = tokens[:, None, :, None].astype(mx.float32)
-        cache[0].update_and_fetch(x, x)
-        return self.table[tokens]
-
-
-@pytest.mark.parametrize("temp, top_p, num_samples", [(1.0, 0, 20_000), (0.7, 0.8, 3_000)])
-def test_sampled_pairs_have_the_targets_distribution(temp, top_p, num_samples):
-    """Chi-square of two-token continuations against their exact probabilities.
-
-    The test also shows that it would notice a twentieth of the draft's distribution in their place.
-    """
-    target, other = Chain(1), Chain(2)
-    other.table = (target.table + other.table) / 2
-    sampler = make_sampler(temp=temp, top_p=top_p)
-    mx.random.seed(11)
-    counts, accepted = np.zeros((6, 6)), 0
-    for _ in range(num_samples):
-        got = steps(target, [0], ModelDraft(other), 2, 3, sampler=sampler)
-        counts[got[0][0], got[1][0]] += 1
-        accepted += got[0][3].accepted
-
-    def pairs(model):
-        logits = np.array(model.table, np.float64)
-        p = np.exp(logits - np.log(np.exp(logits).sum(1, keepdims=True)))
-        if top_p:
-            order = np.argsort(-p, 1)
-            mass = np.take_along_axis(p, order, 1).cumsum(1)
-            dropped, past = np.zeros_like(p, bool), mass[:, :-1] >= top_p
-            np.put_along_axis(dropped, order[:, 1:], past, 1)
-            p = np.where(dropped, 0, p)
-        p = p ** (1 / temp)
-        p /= p.sum(1, keepdims=True)
-        return p[0][:, None] * p
-
-    def p_value(expected):
-        expected = expected * num_samples
-        assert counts[expected == 0].sum() == 0
-        rare = expected < 5
-        seen, hoped = counts[~rare], expected[~rare]
-        if expected[rare].sum() > 0:
-            seen, hoped = (
-                np.append(x, y[rare].sum()) for x, y in ((seen, counts), (hoped, expected))
-            )
-        k, x = len(seen) - 1, ((seen - hoped) ** 2 / hoped).sum()
-        z = ((x / k) ** (1 / 3) - (1 - 2 / (9 * k))) / math.sqrt(2 / (9 * k))  # Wilson and Hilferty
-        return math.erfc(z / math.sqrt(2)) / 2
-
-    assert 0.05 * num_samples < accepted < 1.9 * num_samples, "some drafts are accepted, some not"
-    assert p_value(pairs(target)) > 1e-3
-    if not top_p:
-        assert p_value(0.95 * pairs(target) + 0.05 * pairs(other)) < 1e-6, "it would notice"
-
-
 def test_stop_tokens_inside_a_block():
     model, tokenizer = tiny()
     prompt = heldout()[0]
@@ -213,16 +143,6 @@ def test_a_saved_cache_goes_on(tmp_path):
     assert [t for t, *_ in got] == expected[11:30]
 
 
-def test_a_quantized_cache():
-    model = with_wide_heads()
-    kwargs = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=5)
-    expected = plain(model, PROMPT, **kwargs)
-    cache = make_prompt_cache(model)
-    got = steps(model, PROMPT, ModelDraft(model), 4, prompt_cache=cache, **kwargs)
-    assert any(isinstance(c, QuantizedKVCache) for c in cache)
-    assert [t for t, *_ in got] == expected
-
-
 def test_no_pass_reads_past_where_a_cache_is_quantized():
     """With 2 bits a token that sees the cache before or after that has other probabilities."""
     model = with_wide_heads()
@@ -276,12 +196,6 @@ def test_a_lookup_goes_on_from_its_cache():
     draft.bind(None)
     draft.extend(mx.array([2, 3, 4, 5, 6, 7]))
     assert draft.propose(8, 9, None).tolist() == []
-
-
-def test_one_draft_for_several_texts():
-    model, draft = build("qwen3_5_moe"), ModelDraft(build("qwen3_moe"))
-    for prompt in (PROMPT, [1], PROMPT[::-1], PROMPT):
-        assert [t for t, *_ in steps(model, prompt, draft, 3)] == plain(model, prompt)
 
 
 def test_a_draft_serves_one_generation_at_a_time():

@@ -22,7 +22,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import qwen3_5
 from mlx_lm.models.cache import ArraysCache
 
-from ...hooks import hooked
+from ...hooks import hooked, with_globals
 from ...speculation import gated_delta_cuda
 from .. import records
 from ..decode import same_tokens
@@ -81,7 +81,8 @@ def _hooks(model: nn.Module, recurrent: bool) -> list[hooked]:
 
 
 def _one_kernel():
-    update = gated_delta_cuda.with_kernel(qwen3_5.gated_delta_update, every=False)
+    kernel = {"gated_delta_ops": gated_delta_cuda.gated_delta}
+    update = with_globals(qwen3_5.gated_delta_update, kernel)
     return unittest.mock.patch.object(qwen3_5, "gated_delta_update", update)
 
 
