@@ -62,6 +62,8 @@ def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
         for i, layer in enumerate(layers):
             try:
                 layer.write(folder / f"experts-{i:05d}.safetensors")
+            except RuntimeError as error:  # a read of MLX's
+                raise OSError(f"{source.path}: {layer.path}: {error}. Check the disk.") from error
             finally:
                 source.check_unchanged()
             bar.update(layer.nbytes)
