@@ -29,6 +29,7 @@ from moelab.streaming.residency import layer as layer_slots
 from moelab.streaming.residency.table import EVICTION
 from moelab.streaming.session import session_of
 
+pytestmark = pytest.mark.skipif(mx.cuda.is_available(), reason="a GPU runs its own kernels")
 PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
 
 
