@@ -109,11 +109,11 @@ class SlotBank:
     @cached_property
     def _places(self):
         """Descriptor, first byte and expert of each expert's ranges, ``[E, ranges, 3]``."""
-        places = [
-            [(file.fd, at, e) for e, (file, at) in enumerate(zip(t.files, t.offsets))]
-            for t in self._firsts
-        ]
-        return np.array(places, np.int64).swapaxes(0, 1)
+        places = np.empty((len(self._firsts[0].files), len(self._firsts), 3), np.int64)
+        for i, t in enumerate(self._firsts):
+            places[:, i, 0], places[:, i, 1] = [file.fd for file in t.files], t.offsets
+        places[..., 2] = np.arange(len(places))[:, None]
+        return places
 
     def arrived(self, expert: int, slot: int) -> None:
         """Complete an expert whose reads have ended: copy resident parameters, convert types."""
