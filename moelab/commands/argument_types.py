@@ -95,13 +95,18 @@ def prompt_text(text: str) -> str:
             text = sys.stdin.buffer.read().decode() if sys.stdin else ""
         text.encode()
     except UnicodeError as error:
-        raise argparse.ArgumentTypeError(
-            f"expected UTF-8 text{where}, got {error.reason} at position {error.start}: "
-            "convert it first, for example with iconv"
-        ) from None
+        raise argparse.ArgumentTypeError(not_utf8(error, where)) from None
     if not text:
         raise argparse.ArgumentTypeError(f"expected some text{where}, got none")
     return text
+
+
+def not_utf8(error: UnicodeError, where: str) -> str:
+    """Say where a text is no UTF-8, and what to do."""
+    return (
+        f"expected UTF-8 text{where}, got {error.reason} at position {error.start}: "
+        "convert it first, for example with iconv"
+    )
 
 
 def not_empty(text: str) -> str:

@@ -15,7 +15,7 @@ from ..streaming.config import StreamConfig
 from ..streaming.model import load
 from ..streaming.session import session_of
 from . import arguments
-from .argument_types import at_least
+from .argument_types import at_least, not_utf8
 from .drafting import leave_room, open_draft, write
 from .kv_cache import check_kv_cache
 from .stream_options import add_stream_options, say_plan, streaming_given
@@ -31,9 +31,11 @@ class ChatUI(mlx_lm_chat.ChatUI):
         while not text.strip():
             try:
                 text = super().prompt()
-                text.encode()  # raises a ValueError if it is no Unicode
+                text.encode()
             except EOFError:
                 return "q"
+            except UnicodeError as error:
+                raise ValueError(f"chat: {not_utf8(error, ' on standard input')}") from error
         return text
 
 

@@ -45,7 +45,7 @@ class ModelFacts:
     table_nbytes: int  # the embeddings on disk, if no head shares them: a token needs one row
     expert_nbytes: tuple[int, ...]  # one expert of each layer in its slot
     backbone_nbytes: int  # everything but the experts
-    resident_nbytes: int  # the experts' parameters that stay in memory for all E
+    resident_nbytes: int  # the experts' parameters that are in memory for all E beside slots
     caches_nbytes: int  # key-value caches and recurrent states of ``StreamConfig.context`` tokens
     token_nbytes: int  # to compute one token of a prompt
     token_logits_nbytes: int  # the part of it for logits, if all of a prompt's are computed

@@ -3,8 +3,8 @@
 A layer takes the place of mlx-lm's ``SwitchGLU`` and is called like it: ``x [..., D]`` and
 ``indices [..., K]`` give ``[..., K, D]``. ``Stacked`` and ``Fused`` get their experts from the
 residency, in slots, and compute with all of a call's experts at once, or part by part as they
-arrive. ``Serial`` and ``Buffers`` hold no expert for a later token. They read plain ranges through
-the page cache, not ``Ranges``, which native code reads.
+arrive. ``Serial`` and ``Buffers`` hold no expert for a later token, and read through the page
+cache.
 """
 
 from collections.abc import Sequence

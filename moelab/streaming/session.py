@@ -14,7 +14,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..checkpoint import FORKED, describe
 from ..memory import keep_no_holes, return_free_memory
-from .config import StreamConfig
+from .config import SLOT_MODES, StreamConfig
 from .counters import Counting, Stats
 from .cuda import MAILBOX_SIZE
 from .facts import ModelFacts
@@ -55,7 +55,8 @@ class Session:
         if config.source == "host":
             host.check(mailbox, ranks)
         read = partial(UploadingReader, mailbox) if mailbox else Reader
-        self.reader = read(config.readers, plan.direct if plan else config.reads == "direct")
+        direct = config.mode in SLOT_MODES and config.reads == "direct"
+        self.reader = read(config.readers, plan.direct if plan else direct)
         self.located = {
             name: replace(t, files=[self.reader.open(f) for f in t.files])
             for name, t in facts.located.items()

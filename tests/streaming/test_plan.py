@@ -135,9 +135,9 @@ def test_logits_of_a_prompt_wait_until_they_are_used(tmp_path, monkeypatch):
         config = moelab.StreamConfig(slots=K, lazy_logits=lazy)
         with load_model(path, config)[0] as model, monkeypatch.context() as patch:
             head = model["language_model"]["lm_head"]
-            products, multiply = [], type(head)._multiply
+            products, multiply = [], type(head).multiply
             patch.setattr(
-                type(head), "_multiply", lambda m, x: products.append(m is head) or multiply(m, x)
+                type(head), "multiply", lambda m, x: products.append(m is head) or multiply(m, x)
             )
             cache = make_prompt_cache(model)
             long, few = model(prompt, cache=cache), model(prompt[:, 1:], cache=cache)

@@ -128,13 +128,13 @@ def test_an_empty_slot_has_no_memory_and_can_be_written_again():
     with load_model(TINY_MOE, moelab.StreamConfig(slots=40))[0] as model:
         bank = session_of(model).layers[0].slots.bank
         for written in (7, 9):
-            for rows in bank._rows.values():
-                rows[:] = written
+            for buffer in bank._buffers:
+                buffer.rows[:] = written
             before = psutil.Process().memory_info().rss
             bank.empty(8, 40)
             freed = before - psutil.Process().memory_info().rss
             assert freed > 0.8 * 32 * bank.expert_nbytes
-            assert all((rows[:8] == written).all() for rows in bank._rows.values())
+            assert all((buffer.rows[:8] == written).all() for buffer in bank._buffers)
 
 
 @pytest.fixture

@@ -276,7 +276,7 @@ def test_on_cuda_parameters_are_contiguous_and_short_rows_have_room(path, monkey
 
     monkeypatch.setattr(QuantizedSwitchLinear, "__call__", call)
     want = run()
-    several = mode in ("stacked", "fused")
+    several = mode not in ("resident", "serial")
     assert (QuantizedSwitchLinear, not several) in called, "this tests nothing"
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     assert np.array_equal(run(), want) and called == {(PaddedLinear, True)}

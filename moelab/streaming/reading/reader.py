@@ -52,7 +52,7 @@ class Reader:
         self._stops = 0  # how often the threads were stopped
         self._queue = None  # None: not tried yet. False: this system needs a thread for each read.
         self._lock = threading.Lock()
-        self._no_demand = threading.Event()  # set while no layer waits for reads
+        self._no_demand = threading.Event()  # set while no layer waits for threads' reads
         self._no_demand.set()
 
     def open(self, path: Path) -> File:
@@ -152,7 +152,7 @@ class Reader:
         self.finish(self.start(ranges))
 
     def in_background(self, work: Callable, *args, threads: int = 1) -> None:
-        """Call ``work`` on so many other threads; before each read it calls ``give_way``."""
+        """Call ``work`` on so many other threads. A ``Job`` calls ``give_way`` before each read."""
         if self._background is None:
             self._background = ThreadPoolExecutor(
                 self.readers, thread_name_prefix="moelab-prefetch"
