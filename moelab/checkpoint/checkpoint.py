@@ -23,16 +23,15 @@ FORKED = (
     "This process is a fork of one in which MLX had computed, and has none of MLX's threads. Start "
     "it with multiprocessing's 'spawn', and load the model in it."
 )
-FORK_S = 2  # until a stream that has nothing to do counts as one without its thread
+FORK_S = 2  # an idle stream that takes longer counts as one without its thread
 # The latest process that is no fork, or has MLX's threads; None in a child that may be a fork.
 _computes = os.getpid() if parent_process() is None else None
 
 
 class Checkpoint:
-    """The tensors of a model folder, each with its place on disk.
+    """The places on disk of a folder's tensors: ``tensors``, by name, are in model*.safetensors.
 
-    ``tensors`` are those of model*.safetensors by name. ``packed`` are the experts' parameters by
-    path in the model if ``python -m moelab repack`` wrote the folder, else it is empty.
+    ``packed`` are a repacked folder's experts, by parameter path in the model; else it is empty.
     """
 
     def __init__(self, path: str | Path):
@@ -111,10 +110,7 @@ def _stamp(file):
 
 
 def check_config(config: dict, file: Path, num_tensors: int) -> None:
-    """Refuse values of a config.json with which mlx-lm would end the process, or go on for ever.
-
-    mlx-lm divides by group sizes. A model has at most as many layers as tensors.
-    """
+    """Refuse values with which mlx-lm would divide by 0 or build more layers than tensors exist."""
     most = {key: num_tensors for key in LAYERS_KEYS}
 
     def check(part):
@@ -147,10 +143,9 @@ def check_fork() -> None:
 
 
 def _model_classes(checkpoint: Checkpoint, config: dict) -> tuple[type, type]:
-    """Give mlx-lm the model's class and its arguments', with placeholders for packed experts.
+    """The classes of the model and its arguments, for mlx-lm, with placeholders for packed experts.
 
-    The model's ``sanitize`` also refuses scales that do not fit their layer: mlx-lm infers a
-    group size from them and divides by it, and a division by 0 would end the process.
+    ``sanitize`` refuses scales that do not fit their layer: mlx-lm would divide by 0 and end.
     """
     cls, args = mlx_lm_utils._get_classes(config)
     for name, field in getattr(args, "__dataclass_fields__", {}).items():

@@ -77,8 +77,7 @@ def check_parts(value, like, where):
 def new_folder(out: Path, nbytes: int, progress: bool) -> Iterator[tuple[Path, tqdm]]:
     """Yield a temporary folder beside ``out``, which gets this name when all of it is on disk.
 
-    An exception in between removes it, Ctrl-C too; a killed process leaves it. The progress bar
-    counts its ``nbytes``.
+    An exception removes it, a killed process leaves it. The progress bar counts ``nbytes``.
     """
     if os.path.lexists(out):
         raise FileExistsError(f"{out} exists already: remove it or name another folder")

@@ -1,8 +1,4 @@
-"""Where each tensor lies in the safetensors files of a model folder.
-
-``safetensors`` checks a header. Its Python package does not say where a tensor begins, so the
-header is parsed again here.
-"""
+"""Reads safetensors headers: their package checks them, but does not say where tensors begin."""
 
 import json
 import zlib
@@ -107,10 +103,7 @@ def packing_order(names: Iterable[str]) -> list[str]:
 
 
 def packed_header(path: str, parameters: list[tuple], E: int) -> dict:
-    """The JSON header of a layer's packed file, in which each expert begins on a page.
-
-    ``parameters`` are name, safetensors' dtype and shape of one expert's, in ``packing_order``.
-    """
+    """A packed layer's JSON header; ``parameters``: names, dtypes, shapes in ``packing_order``."""
     described, offset = [], 0
     for name, dtype, shape in parameters:
         described.append({"name": name, "dtype": dtype, "shape": list(shape), "offset": offset})
@@ -132,11 +125,7 @@ def header_bytes(header: dict, align: int = 8) -> bytes:
 
 
 def read_packed(file: Path) -> dict[str, ExpertTensor]:
-    """Read where the experts of one layer lie in a file that ``repack`` wrote.
-
-    The header must be the one that ``repack`` writes for the same parameters. Files of version 0.1
-    have no checksum.
-    """
+    """Where a repacked layer's experts lie in its file; version 0.1 wrote no checksum."""
     tensors = read_header(file, "repack the model again")
     lies = f"{file}: expected the experts of a layer as 'python -m moelab repack' writes them, got"
     with readable(lies, "Repack the model again."):
