@@ -1,8 +1,7 @@
 """The model behind ``serve``: loads it, keeps earlier prompts, computes the answers.
 
-mlx-lm's classes do that. The classes here change what streaming and ranks need, and what would end
-the server. Requests are tokenized in their clients' threads; one thread computes. With ranks, rank
-0 tells the others which requests there are, and all compute them.
+mlx-lm's classes do that; these change what streaming and ranks need, and what would end the server.
+Clients' threads make tokens, one thread computes. With ranks, rank 0 shares the requests.
 """
 
 import argparse
@@ -142,7 +141,7 @@ class Provider(server.ModelProvider):
 
 
 class Prompts(LRUPromptCache):
-    """Caches of earlier prompts and answers, which leave at least a prompt's last token to read.
+    """Caches of earlier prompts and answers; a prompt's last token is always left to read.
 
     mlx-lm's server ends at a prompt that is cached whole. Where less than ``free_nbytes`` of memory
     are free, prompts are forgotten; with 0, as on ranks (which must all keep the same), none is.
@@ -153,10 +152,7 @@ class Prompts(LRUPromptCache):
         self.free_nbytes = free_nbytes
 
     def make_way(self, nbytes: int = 0) -> bool:
-        """Forget the least recently used prompts until ``nbytes`` are free, beside ``free_nbytes``.
-
-        False if they are not free even so.
-        """
+        """Forget prompts (LRU) until ``free_nbytes + nbytes`` are free; False if that fails."""
         short = self.free_nbytes + nbytes - memory_now()[1] if self.free_nbytes else 0
         enough = short <= self.nbytes
         if short > 0:
@@ -313,10 +309,7 @@ class Generator(server.ResponseGenerator):
     def _answer(
         self, prompt, draft_model, num_draft_tokens, input_embeddings, logits_processors, **given
     ) -> Iterator[GenerationResponse]:
-        """Stream an answer as mlx-lm's ``stream_generate`` does, with a draft if there is one.
-
-        A hybrid's state after each segment of the prompt is kept, as in mlx-lm's batches.
-        """
+        """Stream an answer as mlx-lm does, with a draft; keep a hybrid's state after segments."""
         provider, whole = self.model_provider, self._prompt
         begin = read = len(whole) - len(prompt)
         told = given.pop("prompt_progress_callback")

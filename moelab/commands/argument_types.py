@@ -1,7 +1,4 @@
-"""Types of arguments: each turns an argument's text into its value.
-
-A text that is no such value raises ``ArgumentTypeError``, which says what was expected.
-"""
+"""Types of arguments: each gives a text's value, or an error that says what was expected."""
 
 import argparse
 import json

@@ -24,10 +24,7 @@ MODEL_KEY = "0.model"  # where mlx-lm's save_prompt_cache puts the model's name 
 
 
 def cache_prompt(args: argparse.Namespace, config: StreamConfig) -> int:
-    """Read a prompt, save the model's state after it, and return the number of tokens.
-
-    ``mlx_lm.generate`` can go on from the file, too, but does not check its checksum.
-    """
+    """Read a prompt, save the model's state after it, and return the number of tokens."""
     file, loading, known = Path(args.prompt_cache_file).resolve(), arguments.loading_given(args), {}
     _check_file(file)
     check_kv_cache(args, config)
@@ -106,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_hidden(parser, "--eos-token", type=not_empty)
     arguments.add_kv_cache(parser, max_size=True)
     arguments.add_loading(parser)
-    add_stream_options(parser, sampling=True)  # so that options have the names of generate
+    add_stream_options(parser, sampling=True)  # options are named as in generate
 
 
 def run(args: argparse.Namespace) -> None:

@@ -59,7 +59,7 @@ def leave_room(config: StreamConfig, draft: Draft | None) -> StreamConfig:
 
 
 def draft_config(path: str | Path, words: tuple[str, ...] = (LOOKUP,)) -> dict:
-    """Read the configuration in a draft's folder; ``words`` are named in the error beside it."""
+    """Read the configuration in a draft's folder; the error names ``words`` as alternatives."""
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(

@@ -23,10 +23,9 @@ from .stream_options import add_stream_options, say_plan, streaming_given
 
 
 def generate(args: argparse.Namespace, config: StreamConfig) -> None:
-    """Print a model's continuation as it comes and, with ``verbose``, one line of figures.
+    """Print a model's continuation and, with ``verbose``, a line of figures; of ranks only 0 does.
 
-    Of several ranks only rank 0 prints. Each rank samples for itself: its logits have the same bits
-    and its seed is the same, so no token has to be sent.
+    Each rank samples for itself, with the same logits and seed, so no token has to be sent.
     """
     loading, cache = arguments.loading_given(args), None
     if args.prompt_cache_file is not None:

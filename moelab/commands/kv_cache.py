@@ -38,10 +38,7 @@ def quantized_given(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_kv_cache(args: argparse.Namespace, config: StreamConfig) -> None:
-    """Refuse options that the model's caches cannot follow, before a weight is read.
-
-    mlx-lm would fail only when the cache is long enough, or ignore the option.
-    """
+    """Refuse, before a weight is read, cache options that mlx-lm would ignore or fail at later."""
     size, bits = getattr(args, "max_kv_size", None), getattr(args, "kv_bits", None)
     if size is None and bits is None:
         return
@@ -77,9 +74,6 @@ def check_kv_cache(args: argparse.Namespace, config: StreamConfig) -> None:
         ) from error
 
 
-# Prompt cache files
-
-
 def checksum(caches: list, metadata: dict[str, str]) -> str:
     """A checksum of caches and metadata (without its own ``checksum``), to notice damage."""
     known = {name: text for name, text in metadata.items() if name != "checksum"}
@@ -94,10 +88,7 @@ def checksum(caches: list, metadata: dict[str, str]) -> str:
 
 
 def open_prompt_cache(args: argparse.Namespace, config: StreamConfig) -> tuple[list, dict]:
-    """Read a file of ``cache-prompt`` or ``mlx_lm.cache_prompt``: the caches, ``tokenizer_config``.
-
-    A file that is damaged or does not fit model and options is refused.
-    """
+    """Read a prompt cache file: caches, ``tokenizer_config``. Refuse a damaged or unfit one."""
     file, bits = args.prompt_cache_file, args.kv_bits
     checkpoint, model = _unread(args, config)
     try:

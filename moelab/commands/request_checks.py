@@ -1,18 +1,15 @@
-"""Checks of a request to ``serve``, where mlx-lm's server would fail later or not at all.
-
-Each raises an error, whose status ``status_of`` says.
-"""
+"""Checks of a request to ``serve``, where mlx-lm's server would fail later or not at all."""
 
 import json
 from typing import Any
 
 from ..checkpoint import check_parts, shorten
 
-# A request has at most so many bytes: 16 for each of 256k tokens. A token of English takes about 5
-# bytes, one of Chinese, escaped in JSON, 9. Requests to a model that takes images may be longer.
+# A request has at most so many bytes: 16 for each of 256k tokens. An English token takes about 5,
+# a Chinese one 9 (escaped in JSON). Requests to a model that takes images may be longer.
 MOST_TEXT, MOST_IMAGES = 2**22, 2**26
 TOKENS_NBYTES = 260  # bytes of memory that a tokenizer takes for each byte of a text
-SMALL_NBYTES = 1_000_000  # so little memory is not looked for
+SMALL_NBYTES = 1_000_000  # a request that takes less is not refused for memory
 MOST_STOP_TEXT = 1024  # characters of all stops; mlx-lm keeps a table for each of 100 requests
 AUTO = "auto"  # as num_draft_tokens: the policy decides
 DEFAULT = "default_model"  # mlx-lm's name of the model, draft or adapters of the command line

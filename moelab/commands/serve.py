@@ -1,9 +1,7 @@
 """The command ``serve``: mlx-lm's HTTP server with a streamed model (``answers``).
 
-Requests that arrive together are computed as one batch, or one after another with a draft,
-``--kv-bits`` or caches that cannot be merged. mlx-lm's handler answers. Ours refuses requests that
-mlx-lm would fail at later or misread (``request_checks``), and notices a client that has gone or is
-silent.
+Requests that arrive together are computed as one batch; with a draft, ``--kv-bits`` or caches that
+cannot be merged, one after another. mlx-lm's handler answers, ours checks requests and clients.
 """
 
 import argparse
@@ -56,7 +54,7 @@ class Handler(server.APIHandler):
             self._refuse(error)
 
     def _body(self):
-        """Read the body of the request, or drop it if it is too large."""
+        """Read the request's body; drop one that ``check_size`` refuses, and raise its error."""
         length = self.headers.get("Content-Length", "")
         size = int(length) if re.fullmatch("[0-9]{1,18}", length) else 0  # mlx-lm refuses others
         takes_images = self.response_generator.model_provider.processor is not None
@@ -83,7 +81,7 @@ class Handler(server.APIHandler):
         self.wfile.write(answer.encode())
 
     def send_response(self, code, message=None):
-        """Begin an answer, with the status of the error that mlx-lm answers with 404."""
+        """Begin an answer; where mlx-lm answers an error with 404, give the error's own status."""
         error = sys.exception()
         if code == 404 and error is not None:
             logging.error("%s: %s", type(error).__name__, error)

@@ -21,8 +21,7 @@ def add_stream_options(
 ) -> None:
     """Add an option for each field of ``StreamConfig`` that has one; None if it is not given.
 
-    A command with mlx-lm's options of ``sampling`` has one ``--mode`` and refuses ``--top-k``:
-    mlx-lm's counts tokens, this one experts, so both get longer names.
+    With ``sampling`` there is one ``--mode``, and mlx-lm's ``--top-k`` and ours get longer names.
     """
     parser.set_defaults(default_slots=slots)
     group = parser.add_argument_group("how experts are streamed")
@@ -57,10 +56,7 @@ def option_type(option: Any) -> Callable[[str], Any]:
 
 
 def streaming_given(args: argparse.Namespace) -> StreamConfig:
-    """The configuration that the options give; one without effect in the mode ends the command.
-
-    SwiftLM's environment variables are defaults; stderr names them.
-    """
+    """The configuration that the options give; SwiftLM's environment variables are defaults."""
     found = {
         name: os.environ[name]
         for option in OPTIONS.values()
