@@ -1,10 +1,8 @@
 """Kernels for the CPU backend that run at the speed of memory, in place of MLX's.
 
 MLX unpacks every weight of a quantized matrix for every row, at 0.6 GB/s of packed weights on one
-core of an AMD EPYC (MLX 0.32.4), and mlx-lm loops over tokens where a layer is recurrent.
-``quantized``, ``attention``, ``gated_delta`` and ``rowwise`` write kernels in LLVM's language,
-``code`` builds them and ``team`` runs them on all cores. ``modules``, ``experts``, ``blocks`` and
-``layers`` put them into the modules of a model: ``use(model)``.
+core of an AMD EPYC (MLX 0.32.4), and mlx-lm loops over tokens where a layer is recurrent. ``code``
+builds the kernels, ``team`` runs them on all cores, and ``use(model)`` puts them into a model.
 """
 
 from . import gated_delta

@@ -1,10 +1,9 @@
 """Attention on a CPU: float32, for mlx-lm's ``scaled_dot_product_attention``.
 
-MLX's own is two products of its BLAS, which in its Linux packages is the reference one. Here values
-are added up key after key, and a hidden key adds exactly 0 to a query that sees another one. So a
-token's result does not depend on how a text is divided into passes, while a cache holds the keys in
-their order. A full rotating cache (gpt_oss, afmoe) does not: passes of other lengths round
-differently there.
+MLX's own is two products of its BLAS, in its Linux packages the reference one. Here values are
+added key after key, and a hidden key adds exactly 0 to a query that sees another one. So a token's
+result does not depend on how a text is divided into passes, while a cache holds the keys in their
+order. A full rotating cache (gpt_oss, afmoe) does not: other passes round differently there.
 
 The sum of n values is divided at the end: it is inf or NaN where they are above float32's largest
 number / n. Scores that overflow (above 3e38) are inf or NaN in other places than with MLX.
@@ -127,10 +126,10 @@ def attend(q, k, v, scale: float, mask=None, sinks=None) -> np.ndarray:
 
 
 class _Softmax(Code):
-    """Scores become weights of a softmax, not divided by their sum.
+    """Turns scores into weights of a softmax, not divided by their sum.
 
-    ``sums`` has a score of each row without a value, or -inf, and then its weight. If ``seen`` is
-    not 0, query t of Tq sees the first ``seen + t`` keys, and the weights of the others are 0.
+    ``sums`` has a score without a value for each row, or -inf, and gets this score's weight. If
+    ``seen`` is not 0, query t of Tq sees the first ``seen + t`` keys; other keys' weights are 0.
     """
 
     takes = "*scores *sums rows keys seen first Tq"

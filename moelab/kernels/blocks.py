@@ -1,11 +1,9 @@
 """Blocks of mlx-lm that compute without MLX's graph: gated delta, attention, experts.
 
-A block's products, norms and gates are a dozen calls of native code, with arrays of numpy between
-them. Computed module by module, each would be evaluated by MLX, which takes 16 to 60 us a time.
-
-A block computes in this way what it knows: text in float32 without padding, projections of
-``modules`` without a bias, caches of mlx-lm. Anything else goes mlx-lm's way, module by module: a
-call in training, a hooked module, a method or function that another library has replaced.
+A block is a dozen calls of native code, with numpy between them; MLX takes 16 to 60 us to evaluate
+each module. Only text in float32 without padding, projections of ``modules`` without a bias and
+mlx-lm's caches are computed so. Else mlx-lm's modules are called: in training, with hooks, or when
+another library has replaced a method or function.
 """
 
 import sys
@@ -52,10 +50,9 @@ class Recurred(NamedTuple):
 
 
 class Block(Watched):
-    """Mixed into a block of mlx-lm.
+    """Mixed into a block of mlx-lm: ``of`` is its class there and that class's original call.
 
-    ``of`` is its class there and how that was called at first; ``called`` are the functions that
-    the class's module called at first, by name.
+    ``called`` are the functions that the class's module called at first, by name.
     """
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
@@ -269,7 +266,7 @@ class Attention(Block):
         return products(self, "q_proj", "k_proj", "v_proj", "o_proj")
 
     def turns(self, offset: int, T: int) -> list[np.ndarray]:
-        """As the function ``turns``, of this block's rope."""
+        """Cosines and sines ``[T, dims / 2]`` of this block's rope, from position ``offset`` on."""
         rope = self["rope"]
         return turns(rope.dims, rope.base, rope.scale, offset, T)
 
@@ -333,7 +330,7 @@ class Experts(Block):
         return rowwise.combine(self.compute(x, B, routed), scores, None, *shared)
 
     def fits(self) -> list | None:
-        """The matrices of the router and of the shared expert's gate; None if this way fits not."""
+        """Matrices of the router and the shared expert's gate; None if this way does not fit."""
         gates = ("gate", "shared_expert_gate") if "shared_expert" in self else ("gate",)
         return products(self, *gates) if self.is_known else None
 

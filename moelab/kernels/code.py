@@ -106,10 +106,7 @@ def check(shape: tuple[int, ...], **arrays: np.ndarray | mx.array | None) -> Non
 
 
 def to_mlx(a: np.ndarray) -> mx.array:
-    """A copy of an array, through the buffer protocol.
-
-    Through DLPack, which ``mx.array(a)`` asks for, a Ctrl-C is lost: nanobind drops the exception.
-    """
+    """Copy an array by its buffer: ``mx.array(a)`` goes through DLPack, where a Ctrl-C is lost."""
     return mx.array(a.data)
 
 
@@ -121,7 +118,7 @@ def in_rows(a: np.ndarray) -> np.ndarray:
 
 @cache
 def kernel_of(kind: type["Code"], *args: Any) -> "Kernel":
-    """The kernel that a class writes for L lanes and a form, which has no address in it."""
+    """The kernel that a class writes for L lanes and a form, without addresses: it is stored."""
     args = (len(kind.takes.split()), *args)
     writer, name = kind(*args), f"{kind.__name__}{args}"
     found = stored.load(name)
@@ -174,7 +171,7 @@ class Code:
         return ir.Function(self._module, ir.FunctionType(returns, arguments), name)
 
     def compile(self) -> bytes:
-        """Write the function. Its object code for this processor."""
+        """Write the function, and give its object code for this processor."""
         self.write()
         self.b.ret_void()
         machine = _machine()
@@ -197,7 +194,7 @@ class Code:
         return self.b.inttoptr(address, kind.as_pointer())
 
     def loop(self, first, end, step, body, values=()):
-        """``body(i, values)`` gives the next values while a step fits. The last i and values."""
+        """Repeat ``body(i, values)``, which gives the next values; return the last i and values."""
         before = self.b.block
         head, inside, after = (self.function.append_basic_block() for _ in range(3))
         self.b.branch(head)
@@ -306,7 +303,7 @@ class Code:
         return self.fma(b.fmul(self.all(2), z), y, above)
 
     def share(self, n):
-        """The first of n things that this piece is about, and the first behind them."""
+        """The first of the n things that this piece computes, and the first after them."""
         first, end = (self.mul(n, self.add(self.piece, i)) for i in (0, 1))
         return self.b.udiv(first, self.pieces), self.b.udiv(end, self.pieces)
 

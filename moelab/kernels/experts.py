@@ -15,7 +15,7 @@ Projections = tuple[list[Matrices], Matrices]  # of gate and up, which may be on
 
 
 class FastExperts:
-    """The experts of one layer, for rows of numpy. ``forward`` stands for its ``known_call``."""
+    """The experts of one layer; ``forward`` computes for rows of numpy what a call would."""
 
     def all_matrices(self) -> Projections | None:
         """The layer's projections; None if the kernels cannot compute a call now."""
@@ -104,8 +104,7 @@ def gate_up_down(module: nn.Module) -> list[nn.Module] | None:
 class ExpertCall:
     """A call for tokens x ``[n, D]`` and indices of a shape ``[..., K]``, computed in parts.
 
-    ``y`` ``[n * K, D]`` holds what is computed so far, with ``in_mlx`` in MLX's memory: a copy of a
-    prompt's would take as much memory once more.
+    ``y`` ``[n * K, D]`` fills part by part, with ``in_mlx`` in MLX's memory, to save a copy.
     """
 
     def __init__(self, found: Projections, x: Rows, shape: tuple[int, ...], in_mlx: bool = False):

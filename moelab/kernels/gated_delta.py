@@ -1,9 +1,7 @@
-"""mlx-lm's gated delta rule on a CPU, over all tokens of a pass at once.
+"""mlx-lm's gated delta rule (Yang et al., arXiv 2412.06464) on a CPU, over all tokens of a pass.
 
-mlx-lm has a kernel for Metal. Elsewhere it loops over the tokens, with passes over the whole state
-for each. Here a row of the state stays in registers over all tokens (the recurrence of
-``mlx_lm.models.gated_delta``; Yang et al., arXiv 2412.06464). A token's result does not depend on
-how a text is divided into passes.
+Without Metal mlx-lm loops over the tokens, with passes over the whole state for each. Here a row of
+the state stays in registers. A token's result does not depend on how a text is divided into passes.
 """
 
 from functools import wraps
@@ -78,10 +76,7 @@ def _fast_update(update):
 
 
 class _GatedDelta(Code):
-    """The recurrence over T tokens, for rows of the states of all heads, ``[B * Hv * Dv]``.
-
-    Two rows at a time: while the sum of one is not ready, the processor goes on with the other.
-    """
+    """The recurrence for all ``B * Hv * Dv`` rows of the states, two at a time to hide latency."""
 
     form = "Dk vector"
     takes = "*q *k *v *g *beta *state *new *y q_step k_step v_step T Hk Hv Dv rows"

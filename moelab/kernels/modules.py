@@ -294,10 +294,7 @@ def _is_mlp(cls):
 
 
 class _Conv1d(_Fast):
-    """Mixed into an ``nn.Conv1d`` of one filter a channel: a few products of MLX's, not evaluated.
-
-    MLX's own convolution takes ten times as long.
-    """
+    """Convolves one filter a channel by lazy products; MLX's own takes ten times as long."""
 
     @property
     def taps(self) -> Kept:

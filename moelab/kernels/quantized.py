@@ -1,15 +1,14 @@
 """Products of quantized or plain matrices with float32 rows, built for the processor at hand.
 
 A weight is unpacked once for up to four rows and never stored. Each output is computed by the same
-operations in the same order, whatever other rows, matrices and threads there are. MLX's results
-differ by rounding: its sums are in another order. (Numba does not serve: LLVM vectorizes its code
-as it sees fit, and the order of the sums may change with the number of rows.)
+operations in the same order, whatever other rows, matrices and threads there are (with Numba, LLVM
+might change the order with the number of rows). MLX's sums are in another order: they differ by
+rounding.
 
-For affine weights inputs are divided by a power of two, and their products multiplied with it, so
-that sums of unpacked weights times inputs overflow no earlier than MLX's of scaled weights times
-inputs. No bit of a result changes, unless an input is below 1.2e-35. Where an input is inf or -inf,
-a result may be NaN here and inf or -inf with MLX. Sums near float32's largest number may pass it in
-one order and not in the other.
+For affine weights inputs are divided by a power of two, and products multiplied with it, so that
+sums overflow no earlier than MLX's. No bit of a result changes, unless an input is below 1.2e-35.
+Where an input is inf or -inf, a result may be NaN here and inf or -inf with MLX. Sums near
+float32's largest number may pass it in one order and not in the other.
 """
 
 import ctypes
@@ -78,7 +77,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, matrix: np.ndarray, x: np.ndarray, y: np.ndarray) -> "Parts":
-        """Group n products by matrix, from the matrix, the row of x and the row of y of each."""
+        """Group n products by matrix; each has a matrix, a row of x and a row of y."""
         order = np.argsort(matrix, kind="stable")
         found = np.unique(matrix[order], return_index=True, return_counts=True)
         return cls(*found, x[order], y[order])
@@ -136,7 +135,7 @@ class Matrices:
         return Rows(x).multiply(self)[0]
 
     def multiply_parts(self, packed: Packed, parts: Parts, y: np.ndarray) -> None:
-        """Multiply packed rows with several matrices into ``y [n, N]``. Its rows may be apart."""
+        """Multiply packed rows with several matrices into y ``[n, N]``, whose rows may be apart."""
         if y.shape[1] != self.outputs:
             raise ValueError(f"expected room for rows of {self.outputs}, got {y.shape[1]}")
         tasks = np.empty((len(parts.matrix), TASK), np.int64)
@@ -234,11 +233,10 @@ class _Packer(Code):
 
 
 class _Product(Code):
-    """Products of n tasks.
+    """Products of n tasks, tile by tile, with some rows of x and of weights (``ROWS``) at a time.
 
-    For each tile of a task and some rows of x and of weights (``ROWS``), each block of L words:
-    unpack the weights that have the same place in their words into one vector of L, multiply, add.
-    A block's sum is scaled and added to the row's.
+    For each block of L words, weights at the same place in their words are unpacked into one vector
+    and multiplied; the block's sum is scaled and added to the row's.
     """
 
     form = "mode bits group inputs half"
@@ -262,8 +260,7 @@ class _Product(Code):
         def work(i, held):
             return [self.add(held[0], self.mul(field(i, 8), field(i, 9)))]
 
-        # The tasks one after another are divided into pieces of equal work: a thread gets long
-        # stretches of memory.
+        # Pieces are equal stretches of the tasks' work in a row, so a thread reads memory in order.
         begin, end = self.share(self.loop(I64(0), n, 1, work, [I64(0)])[1][0])
 
         def task(i, held):
@@ -329,7 +326,7 @@ class _Product(Code):
         return self.add(first, self.mul(stretch, r))
 
     def _block(self, k, acc, rows, outs, w, s, t, x, sums):
-        """Multiply L words of some rows of weights with rows of x, and add to the sums."""
+        """Multiply L words of some rows of weights with rows of x; add the products to ``acc``."""
         m = len(rows)
         at = [self.add(self.mul(o, self.words), self.mul(k, self.L)) for o in outs]
         # A slot begins at any byte of its buffer.
@@ -337,7 +334,7 @@ class _Product(Code):
         for i in at:
             ahead = self.b.gep(w, [self.add(i, AHEAD_NBYTES * 8 // WORD)])
             ahead = self.b.bitcast(ahead, I8.as_pointer())
-            # To read, into the second cache, data.
+            # The numbers mean: to read, into the second-level cache, data.
             self.b.call(self.prefetch, [ahead, I32(0), I32(2), I32(1)])
         part = list(acc) if self.mode == "float" else [None] * len(acc)
         for place in range(self.n):

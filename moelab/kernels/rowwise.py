@@ -78,10 +78,9 @@ def gates(
 
 
 def route(logits: np.ndarray, top_k: int, normalize: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The K largest logits of each token, largest first, of equal ones the first: its experts.
+    """Experts ``[n, K]``, int64, of the largest logits ``[n, E]``, sorted; and scores ``[n, K]``.
 
-    From logits ``[n, E]`` it gives experts ``[n, K]``, int64, and scores ``[n, K]`` of a softmax
-    over these K if ``normalize``, else over all E.
+    Equal logits stay in order. Scores are a softmax over these K if ``normalize``, else over E.
     """
     n, E = logits.shape
     if top_k > E:

@@ -1,9 +1,8 @@
 """Kernels that this user has built before, as object code in ``~/.cache/moelab/kernels``.
 
-Building the kernels of a model takes about a second; reading them takes 10 ms. A file's name says
-what its code follows from: these sources, llvmlite and LLVM, the processor, the kernel and its
-arguments. A file of another user is built anew and replaced. Where the folder cannot be used (it is
-somebody else's, or full) nothing is stored.
+Reading those of a model takes 10 ms, building them about a second. A file's name says what its code
+follows from (``_origin``, kernel, arguments). A file of another user is built anew and replaced. In
+a folder that cannot be used (somebody else's, or full) nothing is stored.
 """
 
 import hashlib
@@ -61,7 +60,7 @@ def _at_once(path, flags):
 
 
 def _checked(path):
-    """The folder. Raises PermissionError if other users can write to it."""
+    """The folder; PermissionError if it is another user's or others can write to it."""
     _check(path, path.stat())
     return path
 

@@ -1,9 +1,9 @@
 """A team of threads that wait in native code for work, so that it pays to share little of it.
 
 Handing work to a thread of Python takes 7 to 12 us, the team 1.5 us (two cores of an AMD EPYC).
-The calling thread and those of the team take one piece of a kernel's work after another; nobody
-waits for a thread that has not begun. A thread that finds no work looks for some for ``SPIN_S``,
-then it sleeps. One caller has the team at a time. Another one meanwhile does its work alone.
+The caller and the team's threads take one piece of a kernel's work after another; nobody waits for
+a thread that has not begun. A thread without work looks for some for ``SPIN_S``, then it sleeps.
+One caller has the team at a time; another one meanwhile computes alone.
 """
 
 import atexit
@@ -75,7 +75,7 @@ class Program:
             code.recording.program = None
 
     def add(self, kernel: Kernel, numbers: Sequence[int], pieces: int) -> None:
-        """As ``run``, later."""
+        """Record a call of ``run``."""
         self._calls.append((kernel, kernel.arguments(*numbers), pieces))
         self._table = None
 
@@ -196,7 +196,7 @@ class _Shared(Code):
         self.b.atomic_rmw("add", self.field(i), I64(by), "acq_rel")
 
     def swap(self, i, old, new):
-        """Set a field to ``new`` if it is ``old``. Whether it was."""
+        """Set a field to ``new`` if it is ``old``, and give whether it was."""
         return self.b.extract_value(
             self.b.cmpxchg(self.field(i), old, new, "acq_rel", "acquire"), 1
         )
