@@ -161,10 +161,7 @@ def replay_settings(
     settings: Iterable[tuple],
     skip: int,
 ) -> dict[Setting, Replay]:
-    """Replay a trace with every setting; the first ``skip`` tokens do not count.
-
-    With every expert in a slot nothing is read any more.
-    """
+    """Replay a trace with each setting; ``skip`` tokens do not count. Full slots read nothing."""
 
     def is_held(setting):
         return setting.slots >= sizes.E and setting.policy != "none"
@@ -222,9 +219,8 @@ def _no_prefetch(advice):
 def with_lookahead(advice: Advice, lookahead: Lookahead) -> Advice:
     """Decide on prefetch for an advice with ``prefetch_may_pay``, and say why.
 
-    A used prefetch hides a read that was exposed, as far as there is compute to hide it behind. A
-    wasted one delays other reads by as much, and each takes its time. This holds for experts in
-    one piece, and was checked against recorded runs (data/results/cpu_prefetch_*.json).
+    A used prefetch hides an exposed read behind compute, a wasted one delays other reads. This was
+    checked for experts in one piece, by recorded runs (data/results/cpu_prefetch_*.json).
     """
     exposed_s, idle_s = _exposed(advice.chosen)
     hidden_s = min(lookahead.used * exposed_s, idle_s)

@@ -13,7 +13,7 @@ from .locality import decode_trace, lru_hit_rate
 
 SHARE = 0.25  # hit rates are made equal with this share of a layer's experts in slots
 SPREADS = np.linspace(0, 1, 33)
-KINDS_OF_THE_TRACE = 0.75  # the most of all kinds; the rest are for tokens that the trace lacks
+KINDS_OF_THE_TRACE = 0.75  # at most this share of kinds has one token each; others share a kind
 GROUP_SIZE = 64  # of the quantization; mlx-lm's own default
 # These projections write to the residual stream, beside the embedding.
 WRITERS = ("o_proj", "out_proj", "down_proj")
@@ -46,11 +46,11 @@ def hit_rate(trace: Trace, prompt: int = 0) -> np.ndarray:
 def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0) -> TokenRouting:
     """Route each token to the experts that a trace gave it most often, in another model's shape.
 
-    With n times as many experts as in the trace, each of the trace's has n variants, e, e + E',
-    e + 2 E', ... A token takes the first, or, with the probability ``spread``, one drawn for it.
-    Each layer's spread is the one with which the trace's text has the trace's hit rate. With fewer
-    experts their numbers are taken modulo E. Layer l of L follows the trace's ``l * L' // L``.
-    There are ``kinds`` routes: tokens that the trace lacks, or has too rarely, share some.
+    Layer l of L follows the trace's ``l * L' // L``. With fewer experts their numbers are taken
+    modulo E. With n times as many, each has n variants, e, e + E', ...: a token takes the first or,
+    with the probability ``spread``, one drawn for it. Each layer's spread is the one with which the
+    trace's text has the trace's hit rate. There are ``kinds`` routes: tokens that the trace lacks,
+    or has too rarely, share some.
     """
     base = min(E, trace.num_experts)
     tokens, row_of, counts = np.unique(trace.tokens, return_inverse=True, return_counts=True)
@@ -101,11 +101,10 @@ def float32(bits: np.ndarray) -> np.ndarray:
 class Routers:
     """Routers that choose by the token alone, written into a checkpoint's random weights.
 
-    The first R dimensions of the residual stream hold a code for the token's kind: a row of a
-    Hadamard matrix, so that all R codes are orthogonal. They come from the embedding. The rows of
-    the projections that would write there are zero. Each router reads these dimensions only: its
-    weights are the sum over all kinds of wanted logits times code. The trace is that of a text in
-    the checkpoint's tokenizer.
+    The first R dimensions of the residual stream hold a code for the token's kind, a row of a
+    Hadamard matrix. It comes from the embedding; rows of projections that would write there are
+    zero. A router reads these dimensions only: its weights are the sum over all kinds of wanted
+    logits times code. The trace's text must be in the checkpoint's tokenizer.
     """
 
     def __init__(self, config: dict, tensors: list, trace: Trace, seed: int):
@@ -130,8 +129,7 @@ class Routers:
     def write(self, path: str, leaf: str, row: int, out: np.ndarray) -> None:
         """Change rows of one tensor in place; the first is number ``row``.
 
-        ``leaf`` is weight, scales or biases. All dimensions but the last count as rows, and a
-        weight's rows ``out`` are bytes.
+        ``leaf`` is weight (rows as bytes), scales or biases. Rows are all dimensions but the last.
         """
         rows = slice(row, row + len(out))
         if path.endswith("embed_tokens"):

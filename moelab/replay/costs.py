@@ -98,8 +98,7 @@ class Costs:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds of each layer's reads: of the page cache, of the disk, and those hidden.
 
-        ``warm`` are the experts that come from the page cache, ``cold`` those from the disk in the
-        same call. Overlap hides reads behind ``experts_s`` of arithmetic, if they are long enough.
+        ``warm`` and ``cold`` count experts read from each. Long reads hide behind ``experts_s``.
         """
         copies_s = warm * (nbytes * self.warm_s_per_byte)
         copies_s += self.warm_call_s * ((warm > 0) & (cold == 0))

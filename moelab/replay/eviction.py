@@ -1,8 +1,4 @@
-"""Which experts a cache of slots holds, by eviction policy.
-
-The engine's policies (``EVICTION`` in ``streaming/config.py``) are replayed with the engine's own
-``SlotTable``; the others only exist here.
-"""
+"""Which experts slots hold, by the engine's policies (in its own ``SlotTable``) and others."""
 
 from collections import deque
 from heapq import nlargest

@@ -1,7 +1,4 @@
-"""The locality of a trace, and synthetic traces of the same locality in other shapes.
-
-Every statistic takes the trace as it is: pass ``trace.decode`` where prompts should not count.
-"""
+"""A trace's locality, and synthetic traces like it; pass ``trace.decode`` to leave prompts out."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -33,9 +30,9 @@ def popularity(trace: Trace) -> np.ndarray:
 
 
 def overlap(trace: Trace, lag: int = 1) -> dict[str, np.ndarray]:
-    """The share of experts that the token ``lag`` before it needed, too: ``each``, ``[L]``.
+    """``each``: shares ``[L]`` of a token's experts that the token ``lag`` before it needed, too.
 
-    ``all`` is the share of tokens all of whose experts were.
+    ``all``: the shares of tokens for which these were all of their experts.
     """
     kept = (trace.experts[lag:, :, :, None] == trace.experts[:-lag, :, None, :]).any(-1)
     return {"each": kept.mean((0, 2)), "all": kept.all(-1).mean(0)}
@@ -53,9 +50,8 @@ def _last_use(experts, E):
 def lru_hit_rate(trace: Trace, skip: int = 0) -> np.ndarray:
     """Hit rates ``[L, E + 1]`` of LRU caches of 0 to E slots, after the first ``skip`` tokens.
 
-    S slots hold an expert if fewer than S others were used since its last use. Of the experts of
-    one token, the later in the router's order counts as used later; ``eviction.held`` orders them
-    otherwise, and may differ by a few uses.
+    Of one token's experts, the later in the router's order counts as used later; ``eviction.held``
+    orders them otherwise, and may differ by a few uses.
     """
     (T, L, K), E = trace.experts.shape, trace.num_experts
     hits = np.zeros((L, E + 1))
@@ -100,11 +96,10 @@ def missing(trace: Trace, m: int, slots: int, skip: int = 0) -> np.ndarray:
 def layer_prediction(trace: Trace, distance: int = 1) -> dict[str, np.ndarray]:
     """Which experts of a layer can be predicted from an earlier layer's, by counting.
 
-    The first half of the tokens counts how often expert f of layer l + distance was chosen
-    together with expert e of layer l. In the second half, the prediction is the K experts with
-    the largest sum of counts over the token's experts in layer l. ``pairs`` says which needed
-    experts it had, bool ``[T - T // 2, L - distance, K]``; ``popular`` says it of a prediction of
-    the K most popular experts for every token.
+    The first half of the tokens counts pairs of experts in layers l and l + distance. In the other,
+    the K with the largest sums of counts over a token's experts are predicted. ``pairs`` says which
+    needed experts were, bool ``[T - T // 2, L - distance, K]``, ``popular`` if the K most popular
+    are predicted.
     """
     T, L, K = trace.experts.shape
     half, E = T // 2, trace.num_experts
@@ -189,9 +184,8 @@ def _features(trace):
 def fit(trace: Trace, rounds: int = 3, seed: int = 0) -> Locality:
     """The parameters with which ``synthesize`` makes traces like this one.
 
-    Every round makes a trace with as many tokens and experts, each layer of which is a candidate.
-    For each layer of the given trace it keeps the candidate with the nearest ``_features``. The
-    next round searches around it. Only decoded tokens count; all if none is decoded.
+    Each round makes a trace whose layers are candidates, keeps for each given layer that with the
+    nearest ``_features``, and the next searches around it. Only decoded tokens count, if any are.
     """
     trace = trace.decode if (trace.phase == "decode").any() else trace
     T, L, K = trace.experts.shape

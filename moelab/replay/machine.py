@@ -27,8 +27,8 @@ DISK_SHARE = 0.8
 # page cache, seconds of a layer, and seconds more if it reads from the disk or the page cache.
 CORE_BYTES_PER_S, CPU_COPY_BYTES_PER_S = 9.6e9, 6.1e9
 CPU_LAYER_S, CPU_WAITS_S = 1.5e-3, (0.76e-3, 0.43e-3)
-# On a CPU a token of a prompt that is computed at once takes this share of the arithmetic of a
-# token by itself (data/results/cpu_prompt_35b.json).
+# A token of a prompt that a CPU computes at once takes this share of a decoded token's arithmetic
+# (data/results/cpu_prompt_35b.json).
 CPU_PROMPT_SHARE = 0.5
 MAX_BYTES_PER_S = 1e13  # of weights; an expert that is too small to be timed would give more
 # The k-th most popular expert of a layer is chosen as often as ``k ** -ZIPF``, without regard to
@@ -119,8 +119,7 @@ class Machine:
     def prompt_s(self, sizes: ModelSizes, tokens: int, slots: int) -> tuple[float, float]:
         """Seconds until a prompt's first token, with no expert in memory: at least, and at most.
 
-        Reads and arithmetic go on at once, or one after the other. Each part of ``prompt_tokens``
-        tokens reads what the slots of a layer did not keep.
+        Each ``prompt_tokens`` tokens read what slots did not keep, during the arithmetic or before.
         """
         step = sizes.prompt_tokens
         needed = [distinct(sizes, min(step, tokens - i)) for i in range(0, tokens, step)]
@@ -140,9 +139,8 @@ class Machine:
     def costs(self, sizes: ModelSizes, held_nbytes: float = 0.0) -> Costs:
         """The costs that a replay needs, for a model whose arrays take ``held_nbytes``.
 
-        A Mac swaps if they take more than ``GPU_SHARES``. A token goes through all of the backbone,
-        and the system drops what was used longest ago, which comes next: so the backbone is read
-        again for each token.
+        A Mac swaps beyond ``GPU_SHARES``, and drops what was used longest ago, which comes next: so
+        the backbone is read again for each token.
         """
         share = next(share for most, share in GPU_SHARES if self.ram_nbytes <= most)
         swaps = self.is_mac and held_nbytes > min(self.memory_nbytes, share * self.ram_nbytes)

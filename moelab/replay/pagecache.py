@@ -1,8 +1,4 @@
-"""A trace replayed through two caches: the application's slots, and the page cache below them.
-
-Which of them should have the memory is the question of notebook 03. ``replay`` answers it for any
-memory, policy and cost in a fraction of a second.
-"""
+"""A trace replayed through two caches: slots, and the page cache below them (notebook 03)."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
