@@ -1,8 +1,7 @@
 """DFlash: a small bidirectional transformer that drafts a block at once from the target's layers.
 
-After Chen et al., DFlash: Block Diffusion for Flash Speculative Decoding (arXiv 2602.06036).
-z-lab's published drafts load as they are. b block size, n layers of the target that the draft
-reads.
+Chen et al., DFlash: Block Diffusion for Flash Speculative Decoding (arXiv 2602.06036). z-lab's
+published drafts load as they are. In shapes, b is the block size, n the number of layers read.
 """
 
 from collections.abc import Callable
@@ -79,7 +78,7 @@ class DFlashArgs(qwen3.ModelArgs):
 
 
 def default_layer_ids(num_draft_layers: int, num_target_layers: int) -> list[int]:
-    """The target's layers that a draft reads if its config names none: evenly from 1 to L - 3."""
+    """A draft's default layers of its target: evenly from 1 to L - 3; a single one is L // 2."""
     if num_draft_layers == 1:
         return [num_target_layers // 2]
     step = (num_target_layers - 4) / (num_draft_layers - 1)
@@ -124,10 +123,7 @@ class DFlashModel(nn.Module):
                 mx.eval(c.state)  # MLX copies a cache that grows: only one layer's at a time
 
     def __call__(self, x: mx.array, cache: list) -> mx.array:
-        """Hidden states ``[B, b, D]`` of a block x ``[B, b, D]`` that follows the cached context.
-
-        The cache is as before afterwards.
-        """
+        """Hidden states of a block x ``[B, b, D]`` after the context; the cache stays as it was."""
         b, window, masks = x.shape[1], self.args.sliding_window, {}
         end = cache[0].offset + b
         if window and end > window:
@@ -142,9 +138,8 @@ class DFlashModel(nn.Module):
 class DFlashDraft:
     """A DFlash draft for ``moelab.speculative_generate``; see ``drafts.Draft``.
 
-    It computes with its target's number type. Once a target computes with the fast kernels, the
-    draft does so too, also for later targets.
-    ``block_size`` counts the last accepted token too. Default: what the draft was trained with.
+    It takes its target's number type and, for good, the fast kernels once a target has them.
+    ``block_size`` counts the last accepted token too; None: what the draft was trained with.
     """
 
     def __init__(self, path_or_hf_repo: str | Path, block_size: int | None = None):

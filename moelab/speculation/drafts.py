@@ -63,8 +63,8 @@ class ModelDraft:
     """A small mlx-lm model as a draft: same tokenizer, resident, attention or recurrent.
 
     Args:
-        model (nn.Module): As ``mlx_lm.load`` or ``moelab.load`` returns it, and with the kernels
-            that it was loaded with.
+        model (nn.Module): As ``mlx_lm.load`` or ``moelab.load`` returns it. It computes with the
+            kernels that it was loaded with.
     """
 
     layer_ids = ()

@@ -54,8 +54,8 @@ def gated_delta(
 ) -> tuple[mx.array, mx.array]:
     """As mlx-lm's ``gated_delta_ops``, on CUDA, for arguments that ``fits`` names.
 
-    Shapes: as in ``kernels.gated_delta``. With ``every`` it gives the states after each token,
-    ``[T, ...]``. ``mask`` is there because mlx-lm passes it.
+    Shapes are those of ``kernels.gated_delta``. ``every``: give the states after each token,
+    ``[T, ...]``. mlx-lm passes a ``mask``, which is None.
     """
     B, T, Hv, Dv = v.shape
     y, states = _kernel()(

@@ -199,8 +199,8 @@ class _Proposal:
 class _Rounds:
     """The rounds of one text, from the prompt's last token on.
 
-    ``_last`` [1] is the newest token: accepted, not yet in the target's cache. ``_pending`` is what
-    is yielded with it (log probabilities, from_draft, round), until it is yielded.
+    ``_last`` [1] is the newest token: accepted, not yet in the target's cache. ``_pending`` is the
+    rest of what is yielded for it (log probabilities, from_draft, round); None once it was yielded.
     """
 
     def __init__(self, target, chooser, policy, last, max_tokens):
@@ -235,7 +235,7 @@ class _Rounds:
         self._finish()
 
     def _ask_policy(self):
-        most = max(self._left - 1 - bool(self._pending), 0)  # the target adds one
+        most = max(self._left - 1 - bool(self._pending), 0)  # a pass also gives the target's own
         most = min(most, self._target.room() - 1)
         return min(self._policy.choose(self._missed, most), most)
 
@@ -302,10 +302,7 @@ class _Rounds:
 
 
 class _Target:
-    """The target and its cache, and the draft that is told what it has read.
-
-    ``quantizing``: start, group size and bits of mlx-lm's ``maybe_quantize_kv_cache``.
-    """
+    """The target, its cache and draft; ``quantizing``: start, group size and bits, as in mlx-lm."""
 
     def __init__(self, model, draft, prompt_cache, strategy, quantizing):
         self._num_caches = len(make_prompt_cache(model))

@@ -1,7 +1,4 @@
-"""How many tokens to draft in the next round, from what drafting has cost and brought so far.
-
-It computes with plain numbers: with numpy all looks took 1.3% of tiny-moe's time on a CPU.
-"""
+"""Decides how many tokens to draft; without numpy, which took 1.3% of tiny-moe's time on a CPU."""
 
 from bisect import bisect_left
 from collections import deque
@@ -34,17 +31,16 @@ class Policy:
     """Chooses the number of drafts that promises most tokens a second, 0 included.
 
     A round that drafts n tokens costs the seconds to draft them and those of a pass over n + 1
-    positions. Both are measured, or estimated from what was measured for other n. It brings
-    1 + a1 + a1 a2 + ... tokens, where ai is how often the i-th draft was accepted once those before
-    it were.
+    positions, measured or estimated from other n. It brings 1 + a1 + a1 a2 + ... tokens, where ai
+    is how often the i-th draft was accepted once those before it were.
 
-    What may be lost is limited. The loss is the time of the rounds with drafts, less the time that
-    their tokens would have taken without. A round begins if the loss so far, plus what it would
-    lose with nothing accepted, is at most ``risk`` times the time of the text without drafts, for
-    at least ``horizon`` tokens if ``max_tokens`` allows them. So a draft that does not help is
-    tried rarely. One that begins badly is asked for fewer tokens: numbers that risk at most half of
-    what may still be lost come first. Time that drafting won in earlier texts may be lost again, up
-    to another ``risk``. Compiling kernels counts neither in the estimates nor as a loss.
+    The loss is the time of the rounds with drafts, less the time that their tokens would have taken
+    without. A round begins if the loss so far, plus what it would lose with nothing accepted, is at
+    most ``risk`` times the time of the text without drafts, for at least ``horizon`` tokens if
+    ``max_tokens`` allows them. Time that was won in earlier texts may be lost too, but no more than
+    ``risk`` allows once more. Numbers that risk at most half of what may still be lost come first,
+    so a draft that begins badly is asked for fewer tokens. Compiling kernels counts neither in the
+    estimates nor as a loss.
 
     One object serves one target and draft, and keeps what it has learned from text to text.
     """
@@ -125,7 +121,7 @@ class Policy:
         self.lost_s += missed_s + round_s - (accepted + 1) * self.plain_s
 
     def choose(self, missed: int = 0, most: float = float("inf")) -> int:
-        """How many tokens, 0 to ``most``, to draft; the draft must read ``missed`` ones first."""
+        """How many tokens to draft, 0 to ``most``, if the draft first reads ``missed`` tokens."""
         if self._rounds >= REFRESH_ROUNDS:
             self._rounds = -REFRESH_TOKENS
         if len(self._plain_s) < MIN_PLAIN_TOKENS or self._rounds < 0:
@@ -214,7 +210,7 @@ class _Seconds:
         self.medians[number] = median(samples)
 
     def at(self, numbers: list[int], more: dict[int, float]) -> list[float]:
-        """Seconds, interpolated, or by the slope from first to last; ``more`` adds points."""
+        """Seconds by interpolation, beyond the last by the overall slope; ``more`` adds points."""
         xs, ys = zip(*sorted({**more, **self.medians}.items()))
         slope = max(ys[-1] - ys[0], 0) / max(xs[-1] - xs[0], 1)
         return [_interpolated(n, xs, ys) + slope * max(n - xs[-1], 0) for n in numbers]

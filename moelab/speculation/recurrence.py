@@ -236,10 +236,7 @@ class Recorder:
 
 @contextmanager
 def recording(recorders: list[Recorder], keep_states: bool):
-    """Record a pass. Yields its tapes, by the id of their cache.
-
-    ``keep_states`` keeps the state after every token in place of the recurrence's inputs.
-    """
+    """Yield a pass's tapes by cache id, with every state if ``keep_states``, else the inputs."""
     tapes = {}
     try:
         for recorder in recorders:

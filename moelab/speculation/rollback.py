@@ -1,20 +1,16 @@
 """Take the last tokens back out of mlx-lm's caches: it is as if they had not been read.
 
-An attention cache is trimmed. A recurrent state (``ArraysCache``: Mamba, GatedDeltaNet and their
-kin) has every token of the text folded into one array, so mlx-lm refuses to speculate on such
-models. ``Rollback`` has three strategies to get the state after fewer tokens:
+An attention cache is trimmed. A recurrent state (``ArraysCache``) has every token of the text
+folded into one array. ``Rollback`` has three strategies to get the state after fewer tokens:
 
-    restore   put back the state from before the pass, and run the model again over the tokens
-              that stay
-    replay    keep the inputs of the recurrence, and run the recurrence alone again over the tokens
-              that stay: no weights, no experts
-    states    run the recurrence token by token and keep every state (layers with the gated delta
-              rule of ``kernels`` replay)
+    restore   put back the state from before the pass, and run the model over those that stay
+    replay    keep the recurrence's inputs, and run it alone again: no weights, no experts
+    states    keep the state after every token (the gated delta rule of ``kernels`` replays)
 
 The last two use the tapes of ``recurrence``. ``states`` costs memory. It costs no time where a
-kernel writes every state (CUDA) or mlx-lm loops over the tokens anyway, but for Mamba 2, whose
-tokens mlx-lm computes in one product, and on Metal, where it has one kernel. ``auto`` chooses by
-Metal and ``STATES_NBYTES``, and restores where a layer's recurrence is not known.
+kernel writes every state (CUDA) or mlx-lm loops over the tokens, but does for Mamba 2 and on Metal,
+where tokens are computed together. ``auto`` chooses by Metal and ``STATES_NBYTES``, and restores
+where a layer's recurrence is not known.
 """
 
 from collections.abc import Iterator

@@ -1,10 +1,8 @@
 """Which token follows: the target's choice, and whether a draft agrees with it.
 
-The target chooses every token itself, each position with its own random numbers. A draft chooses
-with the same random numbers, so where the two agree about a distribution they choose the same
-token, and it is accepted. No probabilities are compared, so any sampler will do (Daliri, Musco and
-Suresh, Coupling without Communication and Drafter-Invariant Speculative Decoding, arXiv
-2408.07978).
+The target chooses every token, each position with its own random numbers. A draft chooses with the
+same ones, so where the two agree about a distribution they choose the same token, and it is
+accepted. No probabilities are compared, so any sampler will do (Daliri et al., arXiv 2408.07978).
 """
 
 from collections.abc import Callable, Iterator
@@ -20,10 +18,7 @@ def num_accepted(drafts: list[int], chosen: list[int]) -> int:
 
 
 class Chooser:
-    """Applies processors and sampler to rows of logits, one row for each position.
-
-    Processors look at ``tokens``, all that are accepted so far.
-    """
+    """Applies processors, which look at all accepted ``tokens``, and sampler to rows of logits."""
 
     def __init__(self, sampler: Callable | None, processors: list | None, tokens: mx.array):
         self._sampler, self._processors = sampler or greedy_sampler, processors or []
