@@ -1,9 +1,8 @@
 """Build mlx-lm's model as a ``StreamConfig`` asks for it, without reading any weights.
 
-A new family of mlx-lm streams without a change to this package if its experts are ``SwitchGLU`` or
-``SwitchMLP`` modules (``moelab/experts.py``) and its configuration calls K by one of
-``TOP_K_KEYS``; else add its name for K there. In any case add the family's settings to
-``tests/helpers/families.py``: the tests fail until they are there, then run it in every mode.
+A new family of mlx-lm with ``SwitchGLU`` or ``SwitchMLP`` modules (``moelab/experts.py``) needs its
+name for K in ``TOP_K_KEYS``, and its settings in ``tests/helpers/families.py``: the tests fail
+until they are there, then run it in every mode.
 """
 
 import zlib
@@ -38,10 +37,7 @@ def build_model(
     model_config: dict | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, dict, int]:
-    """Build mlx-lm's model with the top-k and the type that ``config`` asks for.
-
-    Returns the model, its configuration, and K, which is 0 without experts.
-    """
+    """mlx-lm's model with the top-k and type of ``config``, its configuration, and K (0: none)."""
 
     def build(changes):
         try:
@@ -82,10 +78,7 @@ def build_model(
 
 
 def _find_top_k(config, model=None):
-    """Find K in a configuration, or in a model if the configuration leaves it to the family.
-
-    It returns the dictionary that says K, or would say it, the key and K; None if nothing says it.
-    """
+    """The dictionary where K is or would be, its key, K; from ``model`` if ``config`` has none."""
     text = config.get("text_config") or {}
     said = [(text, text), (config, config)]
     if model is not None:
@@ -155,10 +148,7 @@ def _half_scales(modules, config):
 
 
 def place_experts(modules: list[tuple[str, nn.Module]], config: StreamConfig, ranks: Ranks) -> None:
-    """Divide the experts over the ranks by ``StreamConfig.ranks_trace``, if it is set.
-
-    The decoded tokens of the trace decide, or all if none is decoded.
-    """
+    """Divide experts over ranks by ``StreamConfig.ranks_trace``: its decoded tokens, else all."""
     if config.ranks_trace is None:
         return
     where, sizes = "StreamConfig.ranks_trace", [num_experts(m) for _, m in modules]

@@ -1,12 +1,11 @@
 """Moves bytes to a CUDA GPU and routing from it without MLX's unified memory.
 
-An MLX array that the host touches moves to CUDA's managed memory. From then on its pages move
-between host and GPU by page faults: bytes written in place take 0.5 ms a MB where the bus needs
-0.03, and reading the routing of a layer costs 0.15 ms. Here both go through pinned memory, by
-kernels in MLX's own graph. One writes a layer's routing there (``Mailbox.post``). Another
-(``Mailbox.send``) copies bytes that were read into pinned memory to the slots. It is started before
-the reads have ended and waits on the GPU for each of them, so that the host prepares the next
-operations meanwhile. This needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off.
+The pages of an MLX array that the host has touched move between host and GPU by page faults: bytes
+written in place take 0.5 ms a MB where the bus needs 0.03, and reading a layer's routing 0.15 ms.
+Here both go through pinned memory, by kernels in MLX's own graph: ``Mailbox.post`` writes routing
+there, ``Mailbox.send`` copies bytes that have been read into it to the slots. It is started before
+the reads have ended and waits on the GPU for each, so that the host prepares the next operations
+meanwhile. This needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off.
 """
 
 import ctypes
@@ -145,8 +144,7 @@ _SEND = f"""
 class Mailbox:
     """Pinned memory through which the host and kernels in MLX's graph exchange small numbers.
 
-    The host watches one word for a few microseconds, where MLX's ``eval`` puts the thread to sleep
-    and a read of the array moves its page to the host.
+    The host polls one word: MLX's ``eval`` would sleep, and reading the array would move its page.
     """
 
     def __init__(self):
@@ -230,9 +228,8 @@ class Mailbox:
 def kernel(name: str, more: str, outputs: str, source: str) -> Callable:
     """Compile a kernel once in a process; call it with ``n`` ``indices`` and more arrays.
 
-    ``more`` declares these in C, where ``word`` is a number of 64 bits. ``outputs`` names the
-    uint32 arrays that it writes. ``mx.fast.cuda_kernel`` would take two seconds for each kernel,
-    because it compiles MLX's headers.
+    ``more`` declares these in C (``word``: 64 bits), ``outputs`` names the uint32 arrays it writes.
+    ``mx.fast.cuda_kernel`` would compile MLX's headers too, for two seconds with each kernel.
     """
     name = f"moelab_{name}"
     written = ", ".join(f"unsigned int* {output}" for output in outputs.split())

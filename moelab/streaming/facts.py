@@ -129,7 +129,7 @@ def facts_of(
         each = 2 * logits.shape[-1] * dtype.size
         each, few = (0, FEW_TOKENS * each) if config.lazy_logits else (each, 0)
     elif logits is not None and not mx.metal.is_available():
-        # There MLX's kernels keep a recurrent state for every token.
+        # Except on Metal, MLX's kernels keep a recurrent state for every token.
         token += max((c.nbytes for c in leaves(caches) if isinstance(c, ArraysCache)), default=0)
     tensors = checkpoint.tensors
     is_tied = not any("head" in name for name in tensors)

@@ -15,10 +15,7 @@ FEW_TOKENS = 64
 
 
 class Handover:
-    """Hands a layer's slots over to MLX, and knows what still reads slots.
-
-    ``through_pinned``: numbers go through pinned memory (``cuda``), if that is possible here.
-    """
+    """Hands slots to MLX, by pinned memory if asked for and possible; knows what reads them."""
 
     def __init__(self, through_pinned: bool):
         self.mailbox = cuda.Mailbox() if through_pinned and cuda.available() else None

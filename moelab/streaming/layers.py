@@ -1,10 +1,9 @@
 """The MoE layer: it evaluates its routing, asks for the experts and computes with them.
 
-A layer takes the place of mlx-lm's ``SwitchGLU`` and is called like it: ``x [..., D]`` and
-``indices [..., K]`` give ``[..., K, D]``. ``Stacked`` and ``Fused`` get their experts from the
-residency, in slots, and compute with all of a call's experts at once, or part by part as they
-arrive. ``Serial`` and ``Buffers`` hold no expert for a later token, and read through the page
-cache.
+A layer takes the place of mlx-lm's ``SwitchGLU``: ``x [..., D]`` and ``indices [..., K]`` give
+``[..., K, D]``. ``Stacked`` and ``Fused`` get experts from the residency, in slots, and compute
+with all at once or part by part as they arrive. ``Serial`` and ``Buffers`` hold none for a later
+token, and read through the page cache.
 """
 
 from collections.abc import Sequence
@@ -30,10 +29,7 @@ QUANTIZED_ROWS, DENSE_ROWS = 8, 64
 
 
 class StreamedExperts(nn.Module):
-    """The base of the layers that stream: it evaluates the routing, counts, and has experts read.
-
-    It takes the place of ``module``, whose weights are not read.
-    """
+    """The base of the layers that stream, in place of ``module``, whose weights are not read."""
 
     def __init__(self, module: nn.Module, path: str, layer: int, session: Session):
         super().__init__()
@@ -147,10 +143,9 @@ class StreamedExperts(nn.Module):
 
 
 class Stacked(StreamedExperts, kernels.FastExperts):
-    """Keeps S slots in one array for each projection, so that one gather computes a projection.
+    """Keeps S slots in one array for each projection, which one gather computes (SwiftLM PR 90).
 
-    A call that needs more experts than there are slots is computed in parts, and reads an expert at
-    most once. This is SwiftLM PR 90.
+    A call that needs more experts than slots is computed in parts, and reads each at most once.
     """
 
     gate_with_up = False  # not named ``fuse``: mlx_lm.fuse takes such a module for an adapter
@@ -287,10 +282,7 @@ class Parts(Pairs):
 
 
 class Serial(StreamedExperts):
-    """Read and compute one expert after another, each into new arrays.
-
-    SwiftLM's first ``--stream-experts``: every read waits for the computation before it.
-    """
+    """Read one expert after another into new arrays (SwiftLM's first ``--stream-experts``)."""
 
     def _compute(self, x, indices, routed):
         parts = Parts(x, routed, self._least_rows)
@@ -306,11 +298,7 @@ class Serial(StreamedExperts):
 
 
 class Buffers(StreamedExperts):
-    """Keep one buffer for each top-k position, and read K experts together.
-
-    An expert is read again for the next token, from the page cache if it is there. This is SwiftLM
-    PR 26.
-    """
+    """Read K experts at a time into K buffers, and again for the next token (SwiftLM PR 26)."""
 
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)

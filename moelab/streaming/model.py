@@ -1,6 +1,5 @@
 """``load`` makes an mlx-lm model whose experts stay on disk.
 
-``build_model`` builds mlx-lm's model without reading weights. In the modes that stream,
 ``StreamedExperts`` layers, which share one ``Session``, take the places of the experts' modules.
 Then the weights that the model still has are read: the backbone, or in mode ``resident`` all.
 """
@@ -114,7 +113,7 @@ class StreamedModel(LoadedModel):
 
     save_weights = _refused("saved")
     shard = _refused("divided over machines")
-    # Gradients and optimizers ask for these. ``parameters`` names those that are in memory.
+    # Gradients and optimizers ask for these. ``parameters`` still gives all arrays in memory.
     trainable_parameters = _refused("trained")
     # mlx-lm calls this only to save, quantize or count.
     leaf_modules = _refused("saved, quantized or counted")

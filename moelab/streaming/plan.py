@@ -153,10 +153,7 @@ def plan(
 
 
 def plan_of(facts: ModelFacts, config: StreamConfig, ranks: Ranks | None = None) -> Plan:
-    """``plan`` for a model whose facts are known; with ranks, for this rank's experts.
-
-    This is the one rule for the number of slots.
-    """
+    """``plan`` for known facts and this rank's experts: the one rule for the number of slots."""
     E, L, slot = facts.num_experts, facts.num_layers, facts.slot_nbytes
     # Experts of a layer that this rank holds.
     held = int((ranks.owners(E) == ranks.rank).sum()) if ranks else E

@@ -1,8 +1,7 @@
 """Prefetching: while one layer runs, a prefetcher guesses which experts another layer will need.
 
-The residency reads them on background threads. Reads that a layer waits for come first. Reads that
-have not begun when the guessed layer is called are cancelled. A guess evicts experts of the layer
-that it is for, but none that it names.
+Background threads read them, after all reads that a layer waits for; reads that have not begun when
+the guessed layer is called are cancelled. A guess evicts experts of its layer, but none it names.
 """
 
 import mlx.core as mx
@@ -30,8 +29,7 @@ class Prefetcher:
 class Lookahead(Prefetcher):
     """Asks the next layer's router with this layer's hidden state (MoE-Infinity; ds4 issue 849).
 
-    A block of ``kernels`` gives its router's choice alone. Any other block is called with this
-    block's input, and its experts hand over the router's choice.
+    A block of ``kernels`` has ``route``. Another is called with x, and its experts give the choice.
     """
 
     def ask(self, layer: int, x: mx.array | kernels.Rows) -> list:

@@ -2,10 +2,9 @@
 
 Every rank computes the backbone for the same tokens. In a MoE layer it computes the (token,
 expert) pairs of the experts that it owns, and one ``all_gather`` gives every rank the rows of all.
-Nothing is added up on the way, so N ranks give the bits that one gives for the same calls.
-
-All ranks must make the same collective calls in the same order. So they compare settings, headers
-and samples of the weights at load, and the routing of every call with its rows.
+Nothing is added up on the way, so N ranks give the bits that one gives for the same calls. Ranks
+must make the same collective calls in the same order, so they compare settings, headers and samples
+of the weights at load, and the routing of every call.
 """
 
 import faulthandler
@@ -50,8 +49,7 @@ class RankError(OSError):
 def joined() -> mx.distributed.Group | None:
     """Join the ranks that were started with this one, as by ``mlx.launch``; None if alone.
 
-    MLX cannot tell a rank that has ended from one that is yet to start, and waits in native code.
-    So a line on stderr names the others first, and after ``LOADING_S`` the process ends.
+    MLX would wait for ever for a rank that never starts: after ``LOADING_S`` the process ends.
     """
     file, rank = os.environ.get("MLX_HOSTFILE", ""), os.environ.get("MLX_RANK")
     if Path(file).is_file() and not Path(file).read_text().strip():
@@ -287,10 +285,7 @@ class Ranks:
     def compare_loading(
         self, checkpoint: Checkpoint, config: StreamConfig, model_config: dict | None
     ) -> None:
-        """Refuse a mode that cannot be divided, and ranks that differ in what must be the same.
-
-        Of the weights only samples are compared.
-        """
+        """Refuse mode resident, and ranks that differ in settings, files or samples of weights."""
         if config.mode == "resident":
             raise ValueError(
                 "StreamConfig.mode: expected a mode that reads experts (fused, stacked, buffers or "
@@ -331,11 +326,7 @@ def _settings(checkpoint):
 
 
 def _samples(checkpoint):
-    """A checkpoint's config.json and headers, and bytes of some tensors.
-
-    They may not show other numbers in one expert of one rank's file: reading all bytes would take
-    as long as copying the model.
-    """
+    """A checkpoint's config.json and headers, and samples of tensors: all would take too long."""
     tensors = sorted((checkpoint.tensors | checkpoint.packed).items())
     headers = [(name, t.shape, str(t.dtype), t.nbytes) for name, t in tensors]
     yield json.dumps([checkpoint.config, headers], sort_keys=True, default=str).encode()

@@ -45,10 +45,7 @@ class Room:
         return min(most, self._plan.prompt_tokens) if self._plan else most
 
     def parts(self, inputs: mx.array, step: int | None = None) -> list[mx.array]:
-        """Divide a prompt ``[B, T]`` into equal parts of at most ``step`` tokens.
-
-        Without ``step`` it takes the plan's number.
-        """
+        """Divide ``[B, T]`` tokens into equal parts of at most ``step`` (None: the plan's)."""
         step = step or self.step(inputs.size)
         if inputs.ndim != 2 or inputs.size <= step:
             return [inputs]
@@ -83,7 +80,7 @@ class Room:
             mx.clear_cache()  # memory that a prompt left free may be enough
             return_free_memory()
             room, _ = memory_now()
-        # Where slots cannot lend their memory, a prompt's memory is never theirs.
+        # Slots that cannot lend their memory must leave a prompt's free for good.
         self._keep(self._fitting(needs(1 if can_empty() else step) + RESERVE_NBYTES, room))
         fitting = self._fitting(taken, room)
         self._use(max(self._least, min(self.slots, slots, fitting)))

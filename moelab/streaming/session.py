@@ -33,10 +33,7 @@ LONG_PROMPT = 256
 
 
 class Session:
-    """The state that the layers of one loaded model share; a resident model has no layers.
-
-    ``found`` counts the modules with the fast kernels and with MLX's.
-    """
+    """What a loaded model's layers share; ``found`` counts the modules with each kind of kernel."""
 
     def __init__(
         self,

@@ -53,10 +53,7 @@ def read(table: np.ndarray, flags: int = 0, arrived: int | None = None) -> bool:
 
 
 def read_direct(table: np.ndarray) -> None:
-    """``read`` past the page cache; the table has descriptors that are opened for that.
-
-    A read that failed has -1 in ``GOT``.
-    """
+    """``read`` past the page cache, by ``File.direct`` descriptors; ``GOT`` is -1 if it failed."""
     buffer = getattr(_buffers, "own", None)
     if buffer is None:
         buffer = _buffers.own = huge_pages(BUFFER_NBYTES)

@@ -150,7 +150,7 @@ def _view(address, nbytes):
 
 
 def _after(views, nbytes):
-    """The parts of some views that are still empty when their first bytes are filled."""
+    """The parts of views that are left to fill after their first ``nbytes`` bytes."""
     for i, view in enumerate(views):
         if nbytes < len(view):
             return [view[nbytes:], *views[i + 1 :]]

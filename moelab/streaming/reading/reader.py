@@ -113,7 +113,7 @@ class Reader:
     def _divided(self, ranges, least_nbytes=1):
         """Divide ranges into parts of about equal bytes, at most one a reader.
 
-        There are fewer parts if they would have fewer than ``least_nbytes`` each.
+        There is at most one part for each ``least_nbytes``, the last of which may be begun.
         """
         ends = np.cumsum(ranges.table[:, native.NBYTES])
         n = min(self.readers, -(-int(ends[-1]) // least_nbytes))

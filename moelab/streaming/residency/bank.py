@@ -1,7 +1,4 @@
-"""The memory of a layer's slots: arrays that are written in place.
-
-``SlotBank`` says which reads bring an expert into a slot, and completes it when they have ended.
-"""
+"""The memory of a layer's slots."""
 
 import copy
 import ctypes
@@ -26,8 +23,7 @@ from ..reading.ranges import Ranges
 class SlotBank:
     """The bytes of S experts of one layer, in arrays that are written in place.
 
-    ``resident`` has parameters of all E experts that stay in memory; a slot gets a copy of its
-    expert's.
+    ``resident`` parameters stay in memory for all E experts; a slot gets a copy of its expert's.
     """
 
     def __init__(
@@ -87,10 +83,7 @@ class SlotBank:
         return self.num_slots - len(self._empty)
 
     def reads(self, slots: dict[int, int]) -> Ranges:
-        """The reads that bring experts into slots.
-
-        Call ``arrived`` for each expert when they have ended.
-        """
+        """The reads that bring experts into slots; call ``arrived`` for each once they ended."""
         self._empty.difference_update(slots.values())
         return self._ranges([*slots], [*slots.values()])
 
@@ -207,7 +200,7 @@ def _parts(parameters, shared, fuse):
 
 
 def _module(module, whole, buffers, fuse):
-    """Copy the layer's module, or join its gate and up, with its parameters in the buffers."""
+    """A copy of the layer's module with parameters in ``buffers``; ``fuse`` joins gate and up."""
     linears = {}
     for (linear, param), (key, first, shape) in whole.items():
         if linear not in linears:

@@ -1,11 +1,9 @@
 """Keeps experts in pinned memory of the host, from which a kernel in MLX's graph fills GPU slots.
 
-This is for a machine whose host has memory for all experts and whose GPU has not. Nothing need be
-read again, and the host need not know the routing of a call that has no more (token, expert) pairs
-than there are slots: the kernel looks up which slot an expert is in, evicts the least recently used
-expert for one that is in no slot, and copies it over the bus. So a token is computed without
-waiting for the host, as a resident model's is. With another policy than ``lru``, or while routing
-is recorded, the host chooses the slots.
+This is for a machine whose host has memory for all experts and whose GPU has not. In a call of no
+more (token, expert) pairs than slots the kernel looks up the slots, evicts the least recently used
+experts for those in no slot, and copies these over the bus: a token is computed without waiting for
+the host. With another policy than ``lru``, or while routing is recorded, the host chooses slots.
 """
 
 from collections.abc import Iterator
@@ -124,10 +122,7 @@ def check(mailbox: cuda.Mailbox | None, ranks: Ranks | None) -> None:
 
 
 def hold(layers: list[LayerSlots], reader: Reader) -> None:
-    """Read every expert of a model into pinned memory, and set the ``host`` of each layer.
-
-    It refuses a model for which the host has too little memory, or whose experts are converted.
-    """
+    """Read all experts into each layer's ``host``; refuse converted ones, or too little memory."""
     converted = next((layer for layer in layers if not layer.bank.as_read), None)
     if converted is not None:
         raise ValueError(
@@ -226,10 +221,7 @@ class HostExperts:
         return Begun(copies)
 
     def report(self) -> list[list[int]]:
-        """Read from the GPU which expert each slot holds, and write it into the table.
-
-        Returns hits and misses since the last time, of prompts and of decoding.
-        """
+        """Update the table from the GPU; return new hits and misses of prompts and of decoding."""
         if self._state is None:
             return [[0, 0], [0, 0]]
         state, self._state = np.array(self._state), None

@@ -12,10 +12,9 @@ from .bank import SlotBank
 
 
 class Job:
-    """Experts on their way into slots of one layer, while the model computes.
+    """Experts on their way into slots of one layer, which belong to the job until ``collect``.
 
-    They are read past the page cache without a thread where that is possible, else by background
-    threads. The slots belong to the job until ``collect``.
+    They are read past the page cache without a thread if possible, else by background threads.
     """
 
     def __init__(self, reader: Reader, bank: SlotBank, slots: dict[int, int]):
@@ -75,7 +74,7 @@ class Job:
         return self._flights[e].done() if self._flights else e in self._took_s
 
     def _wait(self, e):
-        """Wait for an expert's read. Its seconds, None if it failed."""
+        """Wait for an expert's read; return its seconds, None if it failed."""
         with suppress(ReadError):
             if self._flights:
                 self._took_s[e] = self._flights[e].result()

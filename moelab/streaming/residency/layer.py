@@ -27,8 +27,7 @@ COPIED_NBYTES = 64 * 1024 * 1024
 class LayerSlots:
     """Memory for S of a layer's E experts, and which of them are in it.
 
-    ``owned``, ``[E]``, says which experts are this rank's; None: all. S is ``config.slots``, but no
-    more than these.
+    S is ``config.slots``, but no more than this rank's experts (``owned`` ``[E]``; None: all).
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class LayerSlots:
 
     @property
     def computes_at_once(self) -> bool:
-        """Whether a part is computed before the next one is asked for, as by the fast kernels."""
+        """Whether the fast kernels compute each part before the next one is asked for."""
         return isinstance(self.bank.experts, kernels.FastExperts) and not self.is_copied
 
     @property

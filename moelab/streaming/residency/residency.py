@@ -71,10 +71,7 @@ class Residency:
             yield from as_read(*call, self._fill_next)
 
     def prefetch(self, i: int, experts: Iterable[int]) -> None:
-        """Begin to read distinct experts that may be needed and are not held.
-
-        It does nothing while an earlier prefetch is running, or if the experts do not all fit.
-        """
+        """Begin to read experts that are not held, if they all fit and no prefetch is running."""
         layer = self.layers[i]
         experts = layer.of_rank(experts)
         if layer.job is None and layer.table.fits(experts):

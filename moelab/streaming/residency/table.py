@@ -82,10 +82,7 @@ class SlotTable:
         self.slot_of |= misses
 
     def reserve(self, experts: list[int]) -> dict[int, int]:
-        """Choose slots for those of the distinct experts that are not held, as far as there are.
-
-        Other experts may be evicted for them, and none of ``experts``.
-        """
+        """Choose slots for experts not held, as far as there are, and evict none of ``experts``."""
         return self._take([e for e in experts if e not in self.slot_of], experts)
 
     def release(self, slots: Iterable[int]) -> None:
