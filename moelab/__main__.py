@@ -1,9 +1,7 @@
-"""python -m moelab COMMAND: a table of the commands, each of them a module.
+"""The command line, ``python -m moelab COMMAND``: a table of the commands, each of them a module.
 
-Only the module of the command that was given is imported, for its arguments (see ``commands``):
-``--help`` alone does not wait for MLX. An option of how experts are streamed that would have no
-effect is an error. Exit status: 1 for an error, 2 for a wrong command line, 130 for Ctrl-C, 141 if
-nobody reads the output.
+Only the module of the given command is imported, so ``--help`` alone does not wait for MLX. Exit
+status: 1 for an error, 2 for a wrong command line, 130 for Ctrl-C, 141 if nobody reads the output.
 """
 
 import argparse
@@ -90,10 +88,7 @@ def _end(*_):
 
 
 def end_at_ctrl_c() -> None:
-    """Let Ctrl-C end the process at once while the command's module is imported.
-
-    Imports take most of the first second. An exception in one can be lost or print a traceback.
-    """
+    """Let Ctrl-C end the process at once during imports, where an exception can be lost."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 

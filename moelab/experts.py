@@ -1,10 +1,9 @@
 """Which parts of a model are experts, and where each expert's bytes lie in the files.
 
-mlx-lm loads a checkpoint whole, and the model's ``sanitize`` renames, splits or stacks its
-tensors. ``locate_experts`` finds out from which bytes of which file each expert of the finished
-model comes, without reading them. A new family of mlx-lm whose experts are ``SwitchGLU`` or
-``SwitchMLP`` modules needs no change in this package, unless its configuration has a name of its
-own for K: ``TOP_K_KEYS`` in ``streaming/build.py``, which also says how it is tested.
+A model's ``sanitize`` renames, splits or stacks tensors, and ``locate_experts`` finds what became
+of them without reading. A new family of mlx-lm with ``SwitchGLU`` or ``SwitchMLP`` modules needs
+no change in this package, unless its configuration has a name of its own for K: ``TOP_K_KEYS`` in
+``streaming/build.py``, which also says how it is tested.
 """
 
 from math import prod
@@ -30,10 +29,7 @@ def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def expert_parameters(module: nn.Module) -> dict[str, mx.array]:
-    """The parameters ``[E, ...]`` of a module's experts, by names such as ``up_proj.weight``.
-
-    A family may put more on the module, which does not belong to the experts.
-    """
+    """The parameters ``[E, ...]`` of a module's experts, by names such as ``up_proj.weight``."""
     names = ("fc1", "fc2") if isinstance(module, SwitchMLP) else PROJECTIONS
     return {f"{name}.{k}": p for name in names for k, p in tree_flatten(module[name].parameters())}
 
@@ -56,9 +52,8 @@ def read_experts(tensor: ExpertTensor) -> mx.array:
 def locate_experts(model: nn.Module, checkpoint: Checkpoint) -> dict[str, ExpertTensor]:
     """Find where the experts' parameters lie in the files, by their paths in the model.
 
-    This runs the model's own ``sanitize`` on placeholders. One that comes out unchanged is a whole
-    tensor of a file. One that was split or stacked is followed row by row, and left out if an
-    expert's rows are not contiguous in a file.
+    The model's ``sanitize`` runs on placeholders. One that comes out unchanged is a whole tensor;
+    others are followed row by row, and left out if an expert's rows are not contiguous in a file.
     """
     wanted = {
         f"{path}.{name}": p
@@ -92,7 +87,7 @@ def locate_experts(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Expert
 
 
 def _expert_tensor(path, places, nbytes, p):
-    """A parameter of all experts, by each one's tensor on disk and its first byte in that."""
+    """One parameter of all experts; ``places`` are the tensor on disk and first byte of each."""
     files, offsets = [t.file for t, _ in places], [t.offset + first for t, first in places]
     return ExpertTensor(path, files, offsets, nbytes, p.shape[1:], places[0][0].dtype)
 
@@ -101,7 +96,7 @@ def _follow_rows(checkpoint, sanitize, placeholders, changed, wanted):
     # The placeholder of each changed tensor holds the numbers of its rows in two equal columns:
     # that takes little memory, and a transposition or any arithmetic shows.
     numbered, starts, sources = dict(placeholders), [], []
-    row = 1 << 40  # no narrower type can hold these, so a cast shows too
+    row = 1 << 40  # too large for a narrower type, so that a cast to one is noticed
     for name in changed:
         t = checkpoint.tensors[name]
         rows, width = (t.shape[:-1], t.shape[-1]) if len(t.shape) > 1 else (t.shape, 1)

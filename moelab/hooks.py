@@ -1,8 +1,4 @@
-"""Observe or replace an object's calls for a while.
-
-What a model keeps for as long as it is loaded is a class of its own, not a hook: ``LoadedModel``,
-for example, which every token passes through.
-"""
+"""Observe or replace an object's calls for a while; a lasting change is a class of its own."""
 
 from collections.abc import Callable
 from functools import cache, partial, wraps
@@ -19,12 +15,9 @@ class _Hooked:
 class hooked:
     """Inside the block, ``module`` calls ``hook(original, *args, **kwargs)``, not ``original``.
 
-        with hooked(layer, hook):
-            model(tokens)
-
-    A module may have several hooks, and they may end in any order. After the last one the module
-    has its own class again. The object can be entered again and costs about 2 us, so that a pass
-    may hook every layer. The hook that began last is called first, an ``innermost`` one last.
+    Hooks may end in any order; after the last the module has its own class again. The one that
+    began last is called first, an ``innermost`` one last. The object can be entered again, which
+    costs about 2 us, so that a pass may hook every layer.
     """
 
     def __init__(
@@ -66,10 +59,7 @@ class hooked:
 
 
 def methods(cls: type) -> dict[str, Callable]:
-    """The methods that a class of modules and its bases define in Python, by name.
-
-    A class that ``call_instead`` made gives the copies that call the other function.
-    """
+    """A module class's methods in Python, by name; after ``call_instead`` the changed copies."""
     mro = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
     return {
         name: getattr(f, "copy", f)
@@ -91,13 +81,11 @@ def with_globals(f: Callable, names: dict[str, Any]) -> Callable:
 def call_instead(module: nn.Module, name: str, replace: Callable[[Callable], Callable]) -> None:
     """Let a module's methods call ``replace(f)`` where they call a function ``f`` by this name.
 
-    The module gets another class, whose methods know another function by the name. If another
-    library replaces the function of that name or the method of the module's former class, the
-    module calls what that library put there, for as long as it is there. In training it calls the
-    original.
+    The module gets another class. It calls the original in training, and whatever another library
+    puts in place of that function or of the former class's method, for as long as it is there.
     """
     cls = type(module)
-    own = ((key, getattr(cls, key)) for key in methods(cls))  # the methods that are in force
+    own = ((key, getattr(cls, key)) for key in methods(cls))  # those that a call finds
     found = tuple(
         (key, f, f.__globals__[name])
         for key, f in own

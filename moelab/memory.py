@@ -81,10 +81,7 @@ def memory_available() -> int:
 
 
 def memory_on_gpu() -> int | None:
-    """Bytes that arrays on the GPU may still take; None: MLX computes on the CPU.
-
-    On Metal that is part of the machine's memory; on CUDA it is the GPU's own.
-    """
+    """Bytes that a GPU's arrays may still take (Metal: of the machine's memory); None on a CPU."""
     if mx.default_device() == mx.cpu:
         return None
     info = mx.device_info()

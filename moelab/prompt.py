@@ -57,10 +57,7 @@ class Template:
 def render(
     tokenizer: TokenizerWrapper, messages: list[dict], config: dict | None = None, **options: bool
 ) -> str:
-    """The text that the tokenizer's chat template makes of messages.
-
-    ``config``: template arguments from the user. ``options``: flags that mlx-lm sets.
-    """
+    """Apply the chat template; ``config``: the user's arguments, ``options``: mlx-lm's flags."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options, **config or {})
     except Exception as error:  # whatever a template or its arguments raise

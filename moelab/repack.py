@@ -1,9 +1,8 @@
 """``repack``: write a checkpoint in which one read brings one expert.
 
-In mlx-lm's layout the nine parameters of an expert are nine ranges of a file, gigabytes apart. In
-the packed layout each MoE layer has a file of its own, a safetensors file with one tensor
-``experts [E, stride]`` of bytes. Expert e is row e, which begins on a page of the disk and holds
-its parameters in the order of ``packing_order``. ``moelab.load`` reads both layouts.
+In mlx-lm's layout an expert is nine ranges of a file, gigabytes apart. In the packed layout each
+MoE layer has a safetensors file with one tensor of bytes, ``experts [E, stride]``: row e begins on
+a page and holds expert e's parameters in ``packing_order``. ``moelab.load`` reads both layouts.
 """
 
 import errno
@@ -79,7 +78,7 @@ def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
 
 
 class _Layer:
-    """The experts of one layer; MLX reads one of their parameters when it is written."""
+    """The experts of one layer; ``write`` has MLX read one of their parameters after another."""
 
     def __init__(self, path, module):
         self.path, self._module, parameters = path, module, expert_parameters(module)

@@ -1,10 +1,10 @@
 """``synthesize``: a random checkpoint with the exact layer shapes of a real model.
 
-The names, shapes, types and order of the tensors are those of mlx-lm's own model of the published
-configuration, which is built lazily and never evaluated. The bytes are written in chunks, so that
-a 200 GB checkpoint needs little memory. The model writes noise, but each layer costs as much to
-read and to compute as the real one. Random routers choose nearly uniformly, where caches hit least;
-with ``routing`` they repeat their experts as a recorded trace does.
+The tensors are those of mlx-lm's own model of the published configuration, which is never
+evaluated. The bytes are written in chunks, so that a 200 GB checkpoint needs little memory. The
+model writes noise, but each layer costs as much to read and to compute as the real one. Random
+routers choose nearly uniformly, where caches hit least; with ``routing`` they repeat their experts
+as a recorded trace does.
 """
 
 import contextlib
