@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-# The families of which a part of the layers can be written. Others say what each layer is.
+# Families that can be written with fewer layers. Configurations of others list every layer.
 LIKE = tuple(name for name in CONFIGS if name.startswith(("qwen3-", "qwen3.5-")))
 # A layer's output has this standard deviation if its input has 1. Routed experts get more, because
 # eight near-equal scores scale them down and each of them should change the next token. Other

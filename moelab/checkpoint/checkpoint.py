@@ -29,9 +29,10 @@ _computes = os.getpid() if parent_process() is None else None
 
 
 class Checkpoint:
-    """The places on disk of a folder's tensors: ``tensors``, by name, are in model*.safetensors.
+    """The tensors of a model folder, each with its place on disk.
 
-    ``packed`` are a repacked folder's experts, by parameter path in the model; else it is empty.
+    ``tensors`` are those of model*.safetensors, by name. ``packed`` are a repacked folder's
+    experts, by the path of the parameter in the model; else it is empty.
     """
 
     def __init__(self, path: str | Path):
@@ -145,7 +146,7 @@ def check_fork() -> None:
 def _model_classes(checkpoint: Checkpoint, config: dict) -> tuple[type, type]:
     """The classes of the model and its arguments, for mlx-lm, with placeholders for packed experts.
 
-    ``sanitize`` refuses scales that do not fit their layer: mlx-lm would divide by 0 and end.
+    ``sanitize`` refuses scales that do not fit: mlx-lm could divide by 0, which ends the process.
     """
     cls, args = mlx_lm_utils._get_classes(config)
     for name, field in getattr(args, "__dataclass_fields__", {}).items():

@@ -174,7 +174,7 @@ class Prompts(LRUPromptCache):
         return cache, rest + tokens[-1:]
 
     def parts_at(self, model, tokens: list[int]) -> int:
-        """Where a prompt parts from an earlier one, in tokens; 0 if a kept cache reaches so far."""
+        """How many tokens a prompt shares with an earlier one; 0 if a kept cache ends there."""
         found = self._trie.search(model, tokens[:-1])
         return found.common_prefix if len(found.shorter or ()) < found.common_prefix else 0
 

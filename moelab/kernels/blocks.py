@@ -204,7 +204,7 @@ class GatedDelta(Block):
 
 
 class GatedDelta35(GatedDelta):
-    """Of qwen3_5: a projection each."""
+    """``GatedDelta`` of qwen3_5: a projection each for qkv, z, b and a."""
 
     projections = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
     norm_type = qwen3_5.RMSNormGated
@@ -215,7 +215,7 @@ class GatedDelta35(GatedDelta):
 
 
 class GatedDeltaNext(GatedDelta):
-    """Of qwen3_next: two projections, in which each head of keys has its part of everything."""
+    """``GatedDelta`` of qwen3_next: two projections, whose outputs are grouped by key head."""
 
     projections = "in_proj_qkvz", "in_proj_ba"
     norm_type = qwen3_next.Qwen3NextRMSNormGated

@@ -153,7 +153,7 @@ class PlacedExperts:
             packed = down.pack(rowwise.gated(hidden[:, :F], hidden[:, F:]))
             self._multiply([down], packed, self.y, np.arange(K))
         places = (self._program.places(tasks)[0] for tasks in self._tasks)
-        # A run's tasks are copied from those of all K.
+        # Each run copies its tasks from those of all K.
         self._calls = [(*place, tasks, tasks.copy()) for place, tasks in zip(places, self._tasks)]
 
     def _multiply(self, matrices, packed, y, rows):

@@ -38,7 +38,7 @@ MOST_TOKENS = 16  # of a pass that is recorded
 
 
 class Layer(Block):
-    """A decoder layer. All layers of a model have one ``memory``, of what their records compute."""
+    """A decoder layer. All layers of a model share one ``memory`` for what they record."""
 
     def forward(self, x, B, mask=None, cache=None):
         if B == 1 and len(x.x) <= MOST_TOKENS and cache is not None:

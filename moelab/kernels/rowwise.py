@@ -18,7 +18,7 @@ def rms_norm(
 ) -> np.ndarray:
     """Rows divided by the root of their mean square, as ``mx.fast.rms_norm``.
 
-    x is ``[n, H, D]`` or ``[n, D]``. ``add`` is added to it before, in place; the result is
+    x is ``[n, H, D]`` or ``[n, D]``. ``add`` is added to x before, in place; the result is
     multiplied with the silu of ``gate`` and with ``scale``, and goes into ``out`` if given.
     """
     D = x.shape[-1]
@@ -277,7 +277,7 @@ class _Router(Code):
                 v = self.load(logits, self.add(self.mul(i, self.E), e), F32)
                 smallest = self.load(scores, self.add(mine, K - 1), F32)
                 with b.if_then(b.fcmp_ordered(">", v, smallest)):
-                    # Those below it move one place on, the last one out.
+                    # Smaller ones move one place on, and the last is dropped.
                     for k in range(K - 1, -1, -1):
                         at = self.add(mine, k)
                         here = b.fcmp_ordered(">", v, self.load(scores, at, F32))

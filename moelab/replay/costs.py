@@ -18,8 +18,8 @@ class Costs:
     cold_s_per_byte: float  # a byte read from the disk, while the engine computes
     warm_call_s: float = 0.0  # the fixed part of a layer's reads if all come from the page cache
     cold_call_s: float = 0.0  # the fixed part if at least one comes from the disk
-    # Of a layer's reads and arithmetic, where the engine overlaps them, the hidden share of the
-    # shorter one, 0 to 1. It is small where reads take time of the cores that compute.
+    # Where the engine overlaps a layer's reads and arithmetic, this share (0 to 1) of the shorter
+    # one is hidden. It is small where reads take time of the cores that compute.
     overlap: float = 0.0
     direct_s_per_byte: float = nan  # a byte read past the page cache; nan where that is impossible
     direct_call_s: float = 0.0  # the fixed part of a layer's reads past the page cache

@@ -1,4 +1,4 @@
-"""Which experts slots hold, by the engine's policies (in its own ``SlotTable``) and others."""
+"""Which experts the slots hold: by the engine's policies (its ``SlotTable``), or by others."""
 
 from collections import deque
 from heapq import nlargest

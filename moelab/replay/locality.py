@@ -73,7 +73,7 @@ def union(trace: Trace, m: int) -> np.ndarray:
 def missing(trace: Trace, m: int, slots: int, skip: int = 0) -> np.ndarray:
     """How many experts a pass over m consecutive tokens reads with S slots in each layer.
 
-    The slots hold the S experts used most recently (LRU). The pass reads every other expert that
+    The slots hold the S experts used most recently (LRU). The pass reads each other expert that
     it needs once. It gives ``[L]``, means over all windows after the first ``skip`` tokens.
     """
     T, L, K = trace.experts.shape
@@ -98,8 +98,8 @@ def layer_prediction(trace: Trace, distance: int = 1) -> dict[str, np.ndarray]:
 
     The first half of the tokens counts pairs of experts in layers l and l + distance. In the other,
     the K with the largest sums of counts over a token's experts are predicted. ``pairs`` says which
-    needed experts were, bool ``[T - T // 2, L - distance, K]``, ``popular`` if the K most popular
-    are predicted.
+    needed experts were predicted, bool ``[T - T // 2, L - distance, K]``; ``popular`` says it of a
+    prediction of the K most popular ones.
     """
     T, L, K = trace.experts.shape
     half, E = T // 2, trace.num_experts

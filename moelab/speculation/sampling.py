@@ -38,7 +38,7 @@ class Chooser:
 
     @contextmanager
     def drafting(self) -> Iterator[Callable[[mx.array], mx.array]]:
-        """Yields a draft's ``choose``. The random numbers that it draws are drawn again later."""
+        """Yield a draft's ``choose``; the target draws the same random numbers again later."""
         before, chosen = mx.random.state[0], []
 
         def choose(logits):

@@ -103,7 +103,7 @@ def facts_of(
     """
     caches = []
 
-    def call(tokens, cache):  # a damaged config.json may also say caches that cannot be made
+    def call(tokens, cache):  # with a damaged config.json, making the caches may fail too
         caches.extend(make_prompt_cache(model))
         return model(tokens, cache=caches)
 

@@ -97,7 +97,7 @@ class LoadedModel:
 
 
 def _refused(done):
-    """Make a method that says what a streamed model cannot be."""
+    """Make a method that raises: a streamed model cannot be ``done`` (saved, for example)."""
 
     def refuse(self, *args, **kwargs):
         raise ValueError(

@@ -121,7 +121,7 @@ class Ranks:
         self._calls = 0  # calls of ``join`` so far
         # The last call's layer, what each rank said of its routing, and what this one said.
         self._checks = None
-        # When to give the others up, after how long a wait, and whether stderr says that it waits.
+        # When to give up the others, after what wait, and whether stderr says that this rank waits.
         self._until, self._patience_s, self._said = None, 0.0, False
         self._closed = threading.Event()
         watch = threading.Thread(target=_watch, args=(weakref.ref(self), self._closed), daemon=True)

@@ -60,7 +60,7 @@ class UploadingReader(Reader):
         self._mailbox = mailbox
         self._memory = []  # all pinned memory
         self._free = []
-        self._copying = []  # memory that the graph may still copy
+        self._copying = []  # memory from which the graph may still copy
 
     def start(self, ranges: Ranges) -> list[Future | Flight]:
         self._wait()

@@ -180,8 +180,8 @@ def _tables(groups):
 def _parts(parameters, shared, fuse):
     """Which part of which flat buffer ``[S, n]`` each parameter ``[E, ...]`` is.
 
-    Those in ``shared`` of one type there and in memory have one buffer together, with ``fuse`` gate
-    and up have one, and each other parameter has its own. Returns the size of each buffer; for each
+    Parameters in ``shared`` with the same types there and in memory share a buffer, with ``fuse``
+    gate and up share one, and any other has its own. Returns the size of each buffer; for each
     parameter the buffer, the first element and the first behind it; and for each parameter of the
     module the buffer, the first element and the shape.
     """
