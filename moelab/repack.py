@@ -82,7 +82,7 @@ class _Layer:
 
     def __init__(self, path, module):
         self.path, self._module, parameters = path, module, expert_parameters(module)
-        # The others are a few bytes for each expert and stay with the backbone.
+        # Smaller parameters are a few bytes for each expert and stay with the backbone.
         self.names = packing_order(name for name, p in parameters.items() if p.ndim > 2)
         self._E = parameters[self.names[0]].shape[0]
         named = [(n, DTYPE_NAMES[parameters[n].dtype], parameters[n].shape[1:]) for n in self.names]

@@ -150,7 +150,7 @@ def _read_tokenizer(folder):
             f"no tokenizer.json in {folder}: name a folder that holds one with --tokenizer "
             "(that of any mlx-lm model)"
         )
-    # They are read before the weights are written, since they may be replaced meanwhile.
+    # The files are read before the weights are written, since they may be replaced meanwhile.
     files = {n: (folder / n).read_bytes() for n in TOKENIZER_FILES if (folder / n).is_file()}
     with readable(f"{file}: expected a tokenizer, got"):
         known = Tokenizer.from_buffer(files[file.name])

@@ -278,8 +278,8 @@ class Generator(server.ResponseGenerator):
         prompt, segments, types, state, vision = read
         self._prompt, self._ends = prompt, []
         if vision is None and self.model_provider.has_states:
-            # mlx-lm keeps the state after each segment. One more ends where an earlier prompt goes
-            # on otherwise; it has the type of a system prompt, since it begins several prompts.
+            # mlx-lm keeps the state after each segment. One more segment ends where an earlier
+            # prompt differs, with the type of a system prompt, since several prompts begin so.
             ends = dict(zip(accumulate(map(len, segments)), types))
             shared = self.prompt_cache.parts_at(self.model_provider.model_key, prompt)
             if shared >= MIN_SHARED:

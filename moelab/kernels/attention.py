@@ -69,7 +69,7 @@ def agree(q, k, v, mask=None, sinks=None) -> bool:
 
 
 def attend(q, k, v, scale: float, mask=None, sinks=None) -> np.ndarray:
-    """As ``mx.fast.scaled_dot_product_attention``, for float32: ``[B, H, Tq, Dv]``.
+    """What ``mx.fast.scaled_dot_product_attention`` gives, in float32: ``[B, H, Tq, Dv]``.
 
     Shapes: q ``[B, H, Tq, D]``; k ``[B, Hk, Tk, D]``; v ``[B, Hk, Tk, Dv]``; a mask that is no
     string broadcasts to ``[B, H, Tq, Tk]``. Sinks ``[H]`` are scores without a value.

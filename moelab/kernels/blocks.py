@@ -2,8 +2,8 @@
 
 A block is a dozen calls of native code, with numpy between them; MLX takes 16 to 60 us to evaluate
 each module. Only text in float32 without padding, projections of ``modules`` without a bias and
-mlx-lm's caches are computed so. Else mlx-lm's modules are called: in training, with hooks, or when
-another library has replaced a method or function.
+mlx-lm's caches are computed so. Otherwise mlx-lm's modules are called: in training, with hooks, or
+when another library has replaced a method or function.
 """
 
 import sys

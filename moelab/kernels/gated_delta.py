@@ -17,7 +17,7 @@ from .code import F32, I64, Code, address, empty, to_mlx
 
 
 def gated_delta(q, k, v, g, beta, state=None, mask=None) -> tuple[mx.array, mx.array]:
-    """As mlx-lm's ``gated_delta_ops``; what the kernel does not fit goes there.
+    """Compute what mlx-lm's ``gated_delta_ops`` does, and call that if the kernel does not fit.
 
     Shapes: q, k ``[B, T, Hk, Dk]``; v ``[B, T, Hv, Dv]``; g, beta ``[B, T, Hv]`` (g also
     ``[B, T, Hv, Dk]``: a gate for each channel); state ``[B, Hv, Dv, Dk]``; mask ``[B, T]``: tokens

@@ -110,7 +110,7 @@ class DeltaPass:
 
 
 class AttentionPass:
-    """As ``DeltaPass``, of an ``Attention``."""
+    """The record of an ``Attention`` for a short pass, as ``DeltaPass``."""
 
     def __init__(self, mixer, x, first):
         self._mixer, self._first, found = mixer, first, mixer.fits()

@@ -48,7 +48,7 @@ def describe() -> str:
 
 
 def use(module: nn.Module, types: tuple[mx.Dtype, ...]) -> bool | None:
-    """Let a module compute with the kernels, if they fit it. Those inside it must come first.
+    """Let a module compute with the kernels, if they fit it. Modules inside it must come first.
 
     It gives whether they fit the module's matrices, None if it has none of its own.
     """

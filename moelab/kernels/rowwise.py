@@ -56,7 +56,7 @@ def gated(
 def convolve(before: np.ndarray, x: np.ndarray, taps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The silu ``[B * T, C]`` of a convolution over time, and what is before the next tokens.
 
-    Of ``before [B, width - 1, C]``, tokens x ``[B * T, C]`` and taps ``[width, C]``.
+    It takes ``before [B, width - 1, C]``, tokens x ``[B * T, C]`` and taps ``[width, C]``.
     """
     (n, C), B = x.shape, len(before)
     y, after = empty(n, C), empty(*before.shape)
@@ -95,7 +95,7 @@ def route(logits: np.ndarray, top_k: int, normalize: bool) -> tuple[np.ndarray, 
 def combine(experts, scores, add=None, shared=None, gate=None) -> np.ndarray:
     """Sum up rows of experts ``[n * K, D]``, times scores ``[n, K]``, and two more rows ``[n, D]``.
 
-    These are ``add`` and ``shared``, the shared expert, times the sigmoid of its gate ``[n, 1]``.
+    These are ``add``, and ``shared`` (the shared expert's) times the sigmoid of ``gate [n, 1]``.
     """
     (n, K), D = scores.shape, experts.shape[-1]
     y = empty(n, D)

@@ -52,7 +52,7 @@ def _kernel():
 def gated_delta(
     q, k, v, g, beta, state, mask=None, every: bool = False
 ) -> tuple[mx.array, mx.array]:
-    """As mlx-lm's ``gated_delta_ops``, on CUDA, for arguments that ``fits`` names.
+    """Compute what mlx-lm's ``gated_delta_ops`` does, for arguments that ``fits`` takes.
 
     Shapes are those of ``kernels.gated_delta``. ``every``: give the states after each token,
     ``[T, ...]``. mlx-lm passes a ``mask``, which is None.

@@ -50,8 +50,8 @@ class SpeculativeResponse(GenerationResponse):
     """mlx-lm's response, with the numbers of tokens drafted and accepted so far."""
 
     drafted: int = 0  # tokens so far in the text
-    accepted: int = 0  # of them, so far in the text
-    round: Round = Round(0)  # it gave this token
+    accepted: int = 0  # of the drafted ones, so far in the text
+    round: Round = Round(0)  # the round that gave this token
 
 
 def check_tokens(max_tokens: int, prefill_step_size: int = PREFILL_STEP) -> None:

@@ -7,7 +7,7 @@ from operator import mul
 from statistics import median
 
 GAIN = 1.03  # times the undrafted speed that a number of drafts must promise
-# After so many rounds with drafts so many tokens are timed without.
+# After so many rounds with drafts, so many tokens are timed without drafts.
 REFRESH_ROUNDS, REFRESH_TOKENS = 64, 2
 MIN_PLAIN_TOKENS = 4  # undrafted tokens to time before anything is compared with them
 ASK_EVERY = 4  # tokens between two looks at whether to draft, as a look costs time too

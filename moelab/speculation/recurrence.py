@@ -256,7 +256,7 @@ def recorders(model: nn.Module) -> list[Recorder]:
 
 
 def _contiguous(x):
-    """Copy an array. One of numpy is copied now; MLX would do so at the next token."""
+    """Copy an array. A numpy array is copied now; MLX would copy it with the next token."""
     return mx.contiguous(x) if isinstance(x, mx.array) else kernels.to_mlx(np.ascontiguousarray(x))
 
 

@@ -134,7 +134,7 @@ def _cast(model, modules, config, dtype):
 def _half_scales(modules, config):
     """Names of streamed scales and biases in bfloat16, which the fast kernels take as they are.
 
-    They do so only where all of a layer's are: a slot has one type for them.
+    They do so only where all of a layer's are bfloat16: a slot has one type for them.
     """
     if config.mode == "resident" or config.resolved().kernels != "fast":
         return set()

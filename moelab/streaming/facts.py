@@ -208,8 +208,8 @@ def _token_values(model, linears, checkpoint, config, top_k):
         inputs, outputs = zip(*((m.input_dims, m.output_dims) for m in named.values()))
         D = max(D, named.get("down_proj", named.get("fc2")).output_dims)
         if fast and all(kernels.fits(m) and "bias" not in m for m in named.values()):
-            # They are computed in one call: it keeps the result, the results of gate and up, and as
-            # much for the last matrix's input.
+            # The kernels compute these in one call, which keeps its result, the results of gate and
+            # up, and as much for the last matrix's input.
             pairs = D + 2 * (sum(outputs) - D)
         else:
             pairs = sum(inputs) + sum(outputs) + D

@@ -14,7 +14,7 @@ from .bank import SlotBank
 class Job:
     """Experts on their way into slots of one layer, which belong to the job until ``collect``.
 
-    They are read past the page cache without a thread if possible, else by background threads.
+    The experts are read past the page cache without a thread if possible, else by threads.
     """
 
     def __init__(self, reader: Reader, bank: SlotBank, slots: dict[int, int]):

@@ -63,8 +63,8 @@ class SlotTable:
     ) -> tuple[dict[int, int], dict[int, int]]:
         """Choose slots for the distinct experts of a call; return the held and the missing ones.
 
-        Both are expert to slot. ``busy`` experts, of an earlier choice, are not evicted. More
-        experts than slots raise ``ValueError`` and leave the table as it was.
+        Both map an expert to its slot. ``busy`` experts, of an earlier choice, are not evicted.
+        More experts than slots raise ``ValueError`` and leave the table as it was.
         """
         if not self.fits(experts, len(busy)):
             raise ValueError(
