@@ -51,7 +51,7 @@ class LoadedModel:
     def __call__(self, inputs: mx.array, *args, **kwargs) -> mx.array:
         with self._session.call():
             cache, outs = kwargs.get("cache"), []
-            # mlx-lm would leave out layers.
+            # With too few entries mlx-lm would leave out layers.
             if cache is not None and len(cache) != self._num_caches:
                 raise ValueError(
                     f"cache: expected {self._num_caches} entries, as make_prompt_cache(model) "
@@ -81,7 +81,7 @@ class LoadedModel:
 
     @property
     def _heads(self):
-        """The matrices of the logits that the fast kernels compute, which are not lazy."""
+        """The matrices that give the logits, where the fast kernels compute them at once."""
         named = self.named_modules()
         words = {len(m["weight"]) for _, m in named if isinstance(m, EMBEDDINGS)}
         # In a layer's path is its number; some of its matrices may have as many rows.

@@ -149,7 +149,7 @@ class Ranks:
             raise
 
     def owners(self, num_experts: int, layer: int | None = None) -> np.ndarray:
-        """The rank that holds and reads each expert of a layer, ``[E]``; by number without one."""
+        """The rank that holds and reads each expert of a layer, ``[E]`` (None: by number)."""
         if num_experts < self.size:
             raise ValueError(
                 f"group: expected at most {num_experts} ranks, one for each expert of a layer, got "

@@ -113,7 +113,7 @@ class Reader:
     def _divided(self, ranges, least_nbytes=1):
         """Divide ranges into parts of about equal bytes, at most one a reader.
 
-        There are at most as many as the bytes hold ``least_nbytes``, rounded up.
+        Their number is at most bytes / ``least_nbytes``, rounded up.
         """
         ends = np.cumsum(ranges.table[:, native.NBYTES])
         n = min(self.readers, -(-int(ends[-1]) // least_nbytes))

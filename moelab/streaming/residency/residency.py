@@ -203,7 +203,7 @@ class Residency:
         return self._overlap and pairs >= AHEAD_PAIRS * layer.num_owned
 
     def _read_ahead(self, layer, experts, nbytes):
-        """Ask the system to read experts that are not held into its cache; return their bytes.
+        """Ask the system to cache experts that are in no slot; return their bytes.
 
         The first ones are taken, of at most ``nbytes``.
         """
