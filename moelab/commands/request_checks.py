@@ -142,7 +142,7 @@ def check_body(body: dict[str, Any], takes_images: bool) -> None:
             check_parts(body[name], like, f"{name}:")
     if wrong := OF_THE_SERVER.intersection(body.get("chat_template_kwargs") or ()):
         raise ValueError(f"chat_template_kwargs: {min(wrong)} is set by the server")
-    if body.get("stream_options") is not None:  # mlx-lm expects the field in it
+    if body.get("stream_options") is not None:  # mlx-lm reads include_usage
         body["stream_options"].setdefault("include_usage", False)
     if body.get("messages") == []:
         raise ValueError("messages: expected at least one, got none")

@@ -52,7 +52,7 @@ class Recurred(NamedTuple):
 class Block(Watched):
     """Mixed into a block of mlx-lm: ``of`` is its class there and that class's original call.
 
-    ``called`` are the functions that the class's module called at first, by name.
+    ``called``: names and functions that its Python module had when this class was made.
     """
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:

@@ -74,7 +74,7 @@ def missing(trace: Trace, m: int, slots: int, skip: int = 0) -> np.ndarray:
     """How many experts a pass over m consecutive tokens reads with S slots in each layer.
 
     The slots hold the S experts used most recently (LRU). The pass reads each other expert that
-    it needs once. It gives ``[L]``, means over all windows after the first ``skip`` tokens.
+    it needs once. The result is ``[L]``, means over all windows after the first ``skip`` tokens.
     """
     T, L, K = trace.experts.shape
     if not (m >= 1 and 0 <= skip <= T - m):

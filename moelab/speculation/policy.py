@@ -18,9 +18,8 @@ FORGET_ROUND = 0.97  # its weight after a round with drafts, which brings news o
 # Before anything is known, 4 of 5 drafts count as accepted. Each position starts as if it had been
 # tried twice, with the overall rate of acceptance.
 PRIOR_ACCEPTED, PRIOR_TRIED, PRIOR_AT_POSITION = 4, 5, 2
-# Until a verify pass is measured, a position in it is taken to cost this share of a prompt's
-# position (whose reads of experts a verify pass does not repeat), or else a token's seconds over
-# this number.
+# Until a verify pass is measured, each position after its first counts as the first number times a
+# prompt's position. Where no prompt was timed, it counts as a token's seconds over the second.
 VERIFY_OVER_PROMPT, TOKEN_OVER_VERIFY = 0.65, 3
 MIN_PROMPT_TOKENS = 32  # shorter parts of a prompt are not timed: most of it is fixed cost
 NUM_TIMES = 16  # latest times that a median or minimum is taken of
@@ -172,7 +171,7 @@ class Policy:
 
     def draft_s(self) -> list[float]:
         """Seconds to draft each number of tokens that may be drafted; 0 before the first draft."""
-        # The seconds of one number are taken for all: a block draft makes any number in one pass.
+        # While one number is measured, it stands for all: a block draft makes any in one pass.
         return self._draft_s.at(self._numbers, {} if self._draft_s.medians else {0: 0.0})
 
     def missed_s(self, num_tokens: int) -> float:

@@ -54,7 +54,7 @@ class Chooser:
             _seed(before)
 
     def commit(self, tokens: mx.array) -> None:
-        """Accept ``tokens``, the first choices of the last call."""
+        """Accept ``tokens``, with which the last call's choices begin."""
         if self._processors:
             self._tokens = mx.concatenate([self._tokens, tokens])
         if self._random and tokens.size < len(self._keys):

@@ -37,7 +37,7 @@ class Room:
         # ``slots`` there are from now on; fewer are in use while they lend memory to a prompt.
         self.slots = self._in_use = slots
         self._told = slots  # the slots that the last warning named
-        self.tokens = 0  # the tokens of the last call that began
+        self.tokens = 0  # the tokens of the last call, or part of one, that began
         self._look_s = 0.0  # when to look at the memory again
 
     def step(self, most: int) -> int:

@@ -21,7 +21,7 @@ class ReadError(OSError):
 
 
 class File:
-    """An open file that knows its size and times then. The last reference to it closes it."""
+    """An open file, with its size and times when it was opened. The last reference closes it."""
 
     def __init__(self, path: Path):
         self.path = path

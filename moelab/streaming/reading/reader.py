@@ -38,7 +38,7 @@ class Reader:
     beside the slots, pages cost time and save few reads.
     """
 
-    copies_in_graph = False  # whether the GPU copies the bytes read, in its own order
+    copies_in_graph = False  # whether the GPU copies the bytes read, as one of its operations
 
     def __init__(self, readers: int = 8, direct: bool = False):
         self.readers, self.direct = readers, direct

@@ -152,7 +152,7 @@ def ranges(tensors: dict[str, ExpertTensor]) -> list[list[str]]:
 def _tables(groups):
     """The tables ``[S, ranges, COLUMNS]`` that read experts into slots, and their iovecs.
 
-    ``groups`` has for each range the memory ``[S, n]`` that it is read into. Also returns where
+    ``groups`` lists for each range the parts ``[S, n]`` of memory that it fills. Also returns where
     each part of an expert goes, if its ranges lie one behind the other: its first byte among these,
     its address in slot 0, the distance from there to its address in slot 1, and its length.
     """

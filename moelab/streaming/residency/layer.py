@@ -78,7 +78,7 @@ class LayerSlots:
 
     @property
     def is_copied(self) -> bool:
-        """Whether the GPU copies the bytes read, in its own order."""
+        """Whether the GPU copies the bytes read, as one of its operations."""
         return self._reader.copies_in_graph and self.bank.as_read
 
     @property

@@ -219,7 +219,7 @@ class Residency:
 
     def _begin(self, layer, experts):
         """Begin to read those of the experts that are not held and for which there are slots."""
-        if len(self.layers) == 1:  # with several layers, the calls of the others have evaluated it
+        if len(self.layers) == 1:  # else other layers' calls evaluated its readers
             mx.eval(self._handover.pending)
         slots = layer.table.reserve(experts)
         if not slots:
