@@ -1,7 +1,8 @@
 """A routing that is a function of the token, with the locality of a recorded trace.
 
 If every token takes the experts that its trace gave it most often, a cache of a quarter of them has
-the trace's hit rate within 0.04 (mean of layers). ``moelab.synthesize`` writes such a routing into a checkpoint with ``Routers``.
+the trace's hit rate within 0.04 (mean of layers). ``moelab.synthesize`` writes such a routing into
+a checkpoint with ``Routers``.
 """
 
 from dataclasses import dataclass
